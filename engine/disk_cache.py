@@ -117,7 +117,7 @@ def source_digest(*paths: str) -> str:
     """A digest of the Python source below folders and files of `engine` (default: all that kernels are made of). It
     belongs in the key of an entry that depends on this source but not on a kernel's own text."""
     digest = hashlib.sha256()
-    for name in paths or ("kernels", "formats"):
+    for name in paths or ("kernels", "targets/nvidia/kernels", "targets/cpu/kernels", "formats"):
         path = Path(engine.__file__).parent / name
         for file in sorted(path.rglob("*.py")) if path.is_dir() else [path]:
             digest.update(file.read_bytes())

@@ -17,12 +17,12 @@ from unittest import mock
 import numpy as np
 from numpy.typing import NDArray
 
+from engine.description.architectures import read_spec
 from engine.formats.gguf import GGUF
-from engine.model.architectures import read_spec
-from engine.model.model_runner import ModelRunner
-from engine.model.weights import Weights
-from tests.model.lone_sequence import LoneSequence
+from engine.loading.weights import Weights
+from engine.runtime.model_runner import ModelRunner
 from tests.reference import Reference, log_softmax
+from tests.targets.lone_sequence import LoneSequence
 
 VOCABULARY = {  # tokens that each model has
     "tiny-llama-yarn": 8448,

@@ -11,11 +11,11 @@ from typing import Any
 
 from engine.formats.gguf import GGUF
 from engine.formats.prompt import PromptEncoder
-from engine.model.answer import Answers
-from engine.model.scheduler import Scheduler
 from engine.protocol import worker
 from engine.protocol.events import EngineOptions, Measure, Measured, ModelInfo, Ready
-from tests.model.fake_batch_runner import FakeBatchRunner
+from engine.runtime.answer import Answers
+from engine.runtime.scheduler import Scheduler
+from tests.runtime.fake_batch_runner import FakeBatchRunner
 
 CONTEXT = 500
 

@@ -1,8 +1,8 @@
 """A float32 pass over a model's description in numpy, to hold the engine against: each sublayer of every architecture.
 
-The description comes from `engine.model.architectures`. All else is its own: the gguf package reads and dequantizes
-the weights, rows keep the order of the file, so that a wrong order of the engine shows, and the loops are written as
-the papers say. `tests/model/test_llama_cpp.py` holds it against llama.cpp.
+The description comes from `engine.description.architectures`. All else is its own: the gguf package reads and
+dequantizes the weights, rows keep the order of the file, so that a wrong order of the engine shows, and the loops are
+written as the papers say. `tests/model/test_llama_cpp.py` holds it against llama.cpp.
 """
 
 from __future__ import annotations
@@ -16,9 +16,8 @@ import gguf
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from engine.formats.gguf import GGUF
-from engine.model.architectures import read_spec
-from engine.model.mixes import (
+from engine.description.architectures import read_spec
+from engine.description.sublayers import (
     MIN_PROBABILITY,
     Activation,
     Attend,
@@ -30,6 +29,7 @@ from engine.model.mixes import (
     Vector,
     Weight,
 )
+from engine.formats.gguf import GGUF
 
 Floats = NDArray[np.float32]
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from engine.formats.gguf import GGUF
 from engine.formats.prompt import PromptEncoder
-from engine.model.answer import Answers
 from engine.protocol.events import Event, Finished, Generate
+from engine.runtime.answer import Answers
 from tests.reference import Reference
 
 SEEN = 16  # tokens; the reference has no cache

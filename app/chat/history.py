@@ -17,8 +17,8 @@ import msgspec
 import platformdirs
 
 from app.chat.history_database import HistoryDatabase, HistoryError
-from engine.model import prefix_folder
 from engine.protocol.events import Message
+from engine.runtime import prefix_folder
 
 TITLE_CHARS = 60
 EXCERPT_CHARS, EXCERPT_BEFORE = 200, 40  # of a message, and before a word that was searched for, at most

@@ -9,11 +9,12 @@ from app.chat.speed_history import ModelRecord, model_records
 from engine.catalog import cache
 from engine.catalog.files import quantization_of
 from engine.catalog.names import HubModel, Source, WebFile, known_models, parse, short_name
+from engine.description import file_summary
+from engine.description.architectures import read_spec
 from engine.errors import ModelFileError, OrinError
 from engine.formats.gguf import GGUF
 from engine.formats.vocabulary import check_tokenizer
-from engine.model import file_summary, packed_weights_cache
-from engine.model.architectures import read_spec
+from engine.loading import packed_weights_cache
 from engine.model.memory_need import memory_need
 from widgets.text import as_count
 

@@ -12,9 +12,9 @@ from engine.catalog.downloads import download
 from engine.catalog.files import quantization_of
 from engine.catalog.names import HubModel, WebFile, parse
 from engine.catalog.progress import Cancelled, Progress
+from engine.description import file_summary
 from engine.errors import ModelFileError, UsageError
 from engine.formats.gguf import GGUF
-from engine.model import file_summary
 from widgets.text import clean
 
 KEPT = "The next try goes on with what has arrived."

@@ -16,16 +16,17 @@ from app.chat.settings import Settings
 from app.cli import options
 from app.cli.download import fetch, write_json
 from engine.catalog import cache
+from engine.description import file_summary
+from engine.description.architectures import read_spec
+from engine.description.spec import ModelSpec
 from engine.errors import ModelFileError, OrinError, UsageError
 from engine.formats.gguf import GGUF, StringArray
 from engine.formats.kv_format import KVFormat
 from engine.invocation import call
-from engine.model import file_summary, packed_weights_cache
-from engine.model.architectures import read_spec
-from engine.model.lower.coverage import lacks_format_because, runs_as_graph_because
+from engine.loading import packed_weights_cache
 from engine.model.memory_need import largest_context, memory_need
-from engine.model.spec import ModelSpec
 from engine.protocol.events import EngineOptions
+from engine.targets.coverage import lacks_format_because, runs_as_graph_because
 from presets import GUIDE, guide_path
 from widgets.text import as_bytes, counted, one_line
 

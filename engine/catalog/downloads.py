@@ -20,9 +20,9 @@ from engine.catalog.hub import DownloadError, RemoteFile
 from engine.catalog.names import HubModel, WebFile
 from engine.catalog.progress import Meter, Progress
 from engine.catalog.transfer import LOCK_S, Target, fetch
+from engine.description.architectures import check_architecture
 from engine.errors import ModelFileError
 from engine.formats.gguf import GGUF, printable
-from engine.model.architectures import check_architecture
 
 
 def download(

@@ -75,7 +75,8 @@ def _compiled_key(description: tuple[object, ...]) -> str:
     """ "" if the description has no fingerprint."""
     try:
         target = str(Device[Device.DEFAULT].renderer.target)
-        return repr((source_digest("kernels", "formats", "model"), target, fingerprint(description)))
+        sources = source_digest("kernels", "formats", "description", "runtime", "targets")
+        return repr((sources, target, fingerprint(description)))
     except TypeError:
         return ""
 

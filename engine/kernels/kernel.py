@@ -28,7 +28,7 @@ Name = str | Run | Literal[False]
 @dataclass(frozen=True, eq=False)
 class Kernel:
     """`function` takes a placeholder for each buffer, as the parameter of its name: a list for a `Run`, None for a
-    parameter that the kernel has no buffer for. It returns the kernel's graph (`engine.kernels.gpu.uops.finish`).
+    parameter that the kernel has no buffer for. It returns the kernel's graph (`finish` in the kernels' `uops`).
     `outputs` are the buffers that the kernel writes, and may read; `inputs` those that it only reads. Raises ValueError
     if a name is there twice, or if the hints name other buffers."""
 

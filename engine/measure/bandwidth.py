@@ -9,8 +9,8 @@ from collections.abc import Callable
 
 from tinygrad import Device, Tensor, dtypes
 
-from engine.kernels.gpu.copy_kernel import BLOCK_FLOATS, copy_kernel
-from engine.kernels.gpu.kernel_sequence import KernelSequence
+from engine.targets.nvidia.kernels.copy_kernel import BLOCK_FLOATS, copy_kernel
+from engine.targets.nvidia.kernels.kernel_sequence import KernelSequence
 
 DEVICE_BYTES = 256 << 20  # beyond the caches of the largest devices (50 MB of L2 on an H100)
 HOST_BYTES = 128 << 20
@@ -21,7 +21,7 @@ ROUNDS, HOST_ROUNDS = 8, 24
 def copy_gbps(device: str) -> float:
     """The bandwidth of the memory of `device` (tinygrad's name), in 10^9 bytes a second: the best of several rounds."""
     if device.split(":")[0] == "CPU":
-        from engine.kernels.cpu.read_bandwidth import read_gbps
+        from engine.targets.cpu.kernels.read_bandwidth import read_gbps
 
         return read_gbps(HOST_BYTES, HOST_ROUNDS)
     gbps = _kernel_copy_gbps(device)

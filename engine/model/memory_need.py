@@ -10,19 +10,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import ceil
 
+from engine.description.spec import ModelSpec
+from engine.description.sublayers import Attend, Weight
 from engine.errors import BackendError, UsageError
 from engine.formats.ggml_types import GGML_TYPES
 from engine.formats.kv_format import KVFormat
-from engine.model.checkpoints import checkpoint_slots
-from engine.model.kv_blocks import BLOCK, blocks_of_one
-from engine.model.lower.coverage import lacks_format_because, runs_as_graph_because
-from engine.model.mixes import Attend, Weight
-from engine.model.spec import ModelSpec
+from engine.loading import PIECE_BYTES
 from engine.protocol.events import ContextLength, KernelPath
+from engine.runtime.checkpoints import checkpoint_slots
+from engine.runtime.kv_blocks import BLOCK, blocks_of_one
+from engine.targets.coverage import lacks_format_because, runs_as_graph_because
 
 DEFAULT_CONTEXT = 8192  # tokens, for a model that was trained for more
-PIECE_BYTES = 64 << 20
-"""The most bytes of a matrix, as the file holds them, that are in memory beside the device's copy while it is made."""
 
 _CONTEXT_STEP = 256  # tokens: contexts are proposed in such steps
 _SMALLEST_CONTEXT = 512  # tokens: a shorter one is not proposed

@@ -7,12 +7,12 @@ from tinygrad import Device
 from engine.errors import UsageError
 from engine.fixes import cuda_binaries
 from engine.formats.kv_format import KVFormat
-from engine.model.graph_runner import GraphRunner
-from engine.model.lower.coverage import lacks_format_because, runs_as_graph_because
+from engine.loading.weights import Weights
 from engine.model.memory_need import runs_as_graph
-from engine.model.model_runner import ModelRunner
-from engine.model.weights import Weights
 from engine.protocol.events import KernelPath
+from engine.runtime.model_runner import ModelRunner
+from engine.targets.coverage import lacks_format_because, runs_as_graph_because
+from engine.targets.graph.runner import GraphRunner
 
 
 def open_runner(
@@ -41,11 +41,11 @@ def open_runner(
     if runs_as_graph(weights.spec, device, kernels):
         return GraphRunner(weights, context_length, parallel, kv)
     if device == "CPU":
-        from engine.model.cpu_runner import CPURunner
+        from engine.targets.cpu.runner import CPURunner
 
         return CPURunner(weights, context_length, parallel, keep_packed, kv)
     if device in ("CUDA", "NV"):
-        from engine.model.fused.runner import FusedRunner
+        from engine.targets.nvidia.runner import FusedRunner
 
         return FusedRunner(weights, context_length, parallel, kv, is_early)
     raise UsageError(

@@ -55,8 +55,8 @@ from engine.protocol.transport import Deframer, frame, pack
 
 if TYPE_CHECKING:
     from engine.formats.tokenizer import Merge
-    from engine.model.answer import Answer
     from engine.model.pending_encoder import PendingEncoder
+    from engine.runtime.answer import Answer
 
 MAX_RESTARTS = 8
 _RESTARTED = "ORIN_CHAT_RESTARTED"  # how often, and the file descriptor with the commands so far
@@ -67,7 +67,7 @@ Report = Callable[[Event], None]
 
 
 class Answering(Protocol):
-    """What answers requests, several at a time (`engine.model.scheduler`)."""
+    """What answers requests, several at a time (`engine.runtime.scheduler`)."""
 
     @property
     def busy(self) -> bool:
@@ -444,7 +444,7 @@ def _load_text_model(options: EngineOptions, report: Report) -> Model:
     opening = open_device(dev)
     with timeline.span("imports"):
         from engine import candidate_trial
-        from engine.model.generate import TextModel
+        from engine.model.text_model import TextModel
 
     candidate_trial.restart = restart
     prompts = begun.result()

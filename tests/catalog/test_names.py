@@ -7,10 +7,10 @@ from hypothesis import strategies as st
 from engine.catalog import cache
 from engine.catalog.files import PREFERRED, is_safe, models_among, must_pick, pick, quantization_of
 from engine.catalog.names import HubModel, WebFile, known_models, parse, short_name
+from engine.description.architectures import check_architecture
 from engine.errors import ModelFileError
 from engine.formats.ggml_types import GGML_TYPES
 from engine.formats.quantization import FLOATS, QUANTIZED
-from engine.model.architectures import check_architecture
 
 # --- names ---------------------------------------------------------------------------------------------
 

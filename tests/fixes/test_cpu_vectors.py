@@ -12,10 +12,10 @@ from tinygrad.uop.ops import Ops
 import engine.fixes
 from engine.errors import BackendError
 from engine.fixes import cpu_vectors
-from engine.kernels.cpu.activations import buffer_names
-from engine.kernels.cpu.product import product
-from engine.kernels.cpu.thread_pool import part_arguments
-from engine.kernels.cpu.weight_layout import WeightLayout
+from engine.targets.cpu.kernels.activations import buffer_names
+from engine.targets.cpu.kernels.product import product
+from engine.targets.cpu.kernels.thread_pool import part_arguments
+from engine.targets.cpu.kernels.weight_layout import WeightLayout
 
 Q4_K = 12
 X86, ARM = "--target=x86_64-none-unknown-elf", "--target=aarch64-none-unknown-elf"
@@ -86,11 +86,11 @@ def test_compiler_processes_apply_it_too() -> None:
 import numpy as np
 from tinygrad import dtypes
 from engine.fixes import compiler_processes
-from engine.kernels.cpu import memory
-from engine.kernels.cpu.kernel_sequence import KernelSequence
-from engine.kernels.cpu.thread_pool import ThreadPool
-from engine.kernels.cpu.weight_layout import WeightLayout
-from engine.kernels.cpu.product import product, shape_of
+from engine.targets.cpu.kernels import memory
+from engine.targets.cpu.kernels.kernel_sequence import KernelSequence
+from engine.targets.cpu.kernels.thread_pool import ThreadPool
+from engine.targets.cpu.kernels.weight_layout import WeightLayout
+from engine.targets.cpu.kernels.product import product, shape_of
 if __name__ == "__main__":
     compiler_processes.apply()
     pool, layouts = ThreadPool(1), [WeightLayout(kind, 16) for kind in (0, 1)]

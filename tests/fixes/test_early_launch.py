@@ -47,7 +47,7 @@ from tinygrad.helpers import Target
 from tinygrad.renderer.cstyle import CUDARenderer
 from tinygrad.runtime.support import compiler_cuda
 from engine.fixes import early_launch, launch_bounds
-from engine.kernels.gpu.uops import f32, finish, load, store
+from engine.targets.nvidia.kernels.uops import f32, finish, load, store
 from engine.kernels.kernel import Kernel
 from engine.kernels.launch_hints import LaunchHints
 def init(self, *args, **options):

@@ -31,7 +31,7 @@ from tinygrad.codegen import to_program
 from tinygrad.helpers import Target
 from tinygrad.renderer.cstyle import CUDARenderer
 from tinygrad.runtime.support import compiler_cuda
-from engine.kernels.gpu.uops import after_store, finish, load, shared, store
+from engine.targets.nvidia.kernels.uops import after_store, finish, load, shared, store
 from engine.kernels.kernel import Kernel
 from engine.kernels.launch_hints import LaunchHints
 def init(self, *args, **options):

@@ -4,10 +4,10 @@ import pytest
 from tinygrad import UOp, dtypes
 
 from engine.kernels.compilation import fingerprint
-from engine.kernels.gpu.kernel_sequence import KernelSequence
-from engine.kernels.gpu.uops import finish, load, store
 from engine.kernels.kernel import Kernel, call_by_name
 from engine.kernels.launch_hints import LaunchHints, hints_of, info_of
+from engine.targets.nvidia.kernels.kernel_sequence import KernelSequence
+from engine.targets.nvidia.kernels.uops import finish, load, store
 
 
 def summed(name="summed", n=2, has_bias=True, hints=None):

@@ -8,9 +8,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from engine.kernels.cpu import read_bandwidth
 from engine.measure import bandwidth
 from engine.measure.bandwidth import copy_gbps
+from engine.targets.cpu.kernels import read_bandwidth
 from tests.paths import ROOT
 
 
@@ -31,8 +31,8 @@ COPY = """
 from types import SimpleNamespace
 import numpy as np
 from tinygrad import Tensor
-from engine.kernels.gpu.copy_kernel import BLOCK_FLOATS, copy_kernel
-from engine.kernels.gpu.kernel_sequence import KernelSequence
+from engine.targets.nvidia.kernels.copy_kernel import BLOCK_FLOATS, copy_kernel
+from engine.targets.nvidia.kernels.kernel_sequence import KernelSequence
 from engine.measure import bandwidth
 
 source = Tensor(np.arange(2 * BLOCK_FLOATS, dtype=np.float32)).realize()

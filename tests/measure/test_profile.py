@@ -7,9 +7,9 @@ import pytest
 
 from engine.errors import PreemptedError
 from engine.measure import profile as measure
-from engine.model.generate import TextModel
-from engine.model.graph_runner import _kernels
+from engine.model.text_model import TextModel
 from engine.protocol.events import EngineOptions, Generate, Profile, Sampling, TokenIds
+from engine.targets.graph.runner import _kernels
 from tests import generated_model
 
 LAYERS, DIM, FFN, HEAD_DIM, CONTEXT = 2, 64, 128, 16, 64

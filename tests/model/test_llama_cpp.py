@@ -7,14 +7,14 @@ import os
 import numpy as np
 import pytest
 
+from engine.description.architectures import read_spec
 from engine.formats.gguf import GGUF
-from engine.model.architectures import read_spec
-from engine.model.cpu_runner import CPURunner
-from engine.model.graph_runner import GraphRunner
-from engine.model.weights import Weights
+from engine.loading.weights import Weights
+from engine.targets.cpu.runner import CPURunner
+from engine.targets.graph.runner import GraphRunner
 from tests import oracles
-from tests.model.lone_sequence import LoneSequence
 from tests.reference import Reference, divergence, log_softmax
+from tests.targets.lone_sequence import LoneSequence
 
 # Exact answers, of float32 weights. Keys and values of float16, and rounded activations, make the differences.
 DIFFERENCE, ROUNDED_DIFFERENCE = 1e-4, 8e-3
@@ -105,7 +105,7 @@ def test_the_reference_agrees(oracle):
 @pytest.mark.parametrize("oracle", IN_CPU_KERNELS, indirect=True)
 def test_kernels_of_the_cpu_agree(oracle, monkeypatch):
     if oracle.name not in IN_FULL_WIDTH:
-        monkeypatch.setattr("engine.model.cpu_runner.register_lanes", lambda: 8)
+        monkeypatch.setattr("engine.targets.cpu.runner.register_lanes", lambda: 8)
     agree(LoneSequence(CPURunner(weights(oracle), 256)), oracle, prompt=1)
 
 
@@ -137,7 +137,7 @@ def test_the_reference_is_exact(name, exact):
 
 @pytest.mark.parametrize("name", ON_CPU)
 def test_kernels_of_the_cpu_are_exact(name, exact, monkeypatch):
-    monkeypatch.setattr("engine.model.cpu_runner.register_lanes", lambda: 8)  # there is less to compile
+    monkeypatch.setattr("engine.targets.cpu.runner.register_lanes", lambda: 8)  # there is less to compile
     is_float = name.endswith("F32")
     answers = functools.partial(oracles.of_runner, CPURunner)
     exact(name, answers, DIFFERENCE if is_float else ROUNDED_DIFFERENCE, first=1)

@@ -2,8 +2,8 @@
 
 import pytest
 
-from engine.model import generate
-from engine.model.generate import TextModel
+from engine.model import text_model as generate
+from engine.model.text_model import TextModel
 from engine.protocol.events import EngineOptions, Generate, Measure, Sampling, TokenIds
 from tests import generated_model
 

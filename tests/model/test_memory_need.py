@@ -5,18 +5,17 @@ from dataclasses import replace
 
 import pytest
 
+from engine.description.architectures import read_spec
+from engine.description.spec import Sublayer
+from engine.description.sublayers import Delta, Vector, Weight
 from engine.errors import BackendError, UsageError
 from engine.formats.ggml_types import GGML_TYPES
 from engine.formats.gguf import GGUF
 from engine.formats.kv_format import KVFormat
 from engine.formats.quantization import FLOATS, QUANTIZED
-from engine.kernels.cpu.weight_layout import WeightLayout as CPULayout
-from engine.kernels.gpu.weight_layout import WeightLayout as GPULayout
 from engine.kernels.quantized_matrix import QuantizedMatrix
 from engine.measure.free_memory import host_free_bytes
-from engine.model import generate
-from engine.model.architectures import read_spec
-from engine.model.generate import TextModel
+from engine.model import text_model as generate
 from engine.model.memory_need import (
     _CPU,
     _GPU,
@@ -28,9 +27,10 @@ from engine.model.memory_need import (
     memory_need,
     squeezed_because,
 )
-from engine.model.mixes import Delta, Vector, Weight
-from engine.model.spec import Sublayer
+from engine.model.text_model import TextModel
 from engine.protocol.events import EngineOptions
+from engine.targets.cpu.kernels.weight_layout import WeightLayout as CPULayout
+from engine.targets.nvidia.kernels.weight_layout import WeightLayout as GPULayout
 from tests import generated_model
 
 GB = 10**9

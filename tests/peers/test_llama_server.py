@@ -9,7 +9,7 @@ import pytest
 
 from engine.formats.gguf import GGUF
 from engine.formats.prompt import PromptEncoder
-from engine.model.generate import TextModel
+from engine.model.text_model import TextModel
 from engine.protocol.events import (
     Chat,
     EngineOptions,

@@ -18,8 +18,8 @@ from engine.protocol.events import (
     TokenIds,
 )
 from tests import generated_model
-from tests.model.fake_batch_runner import greedy_reply
 from tests.paths import ROOT
+from tests.runtime.fake_batch_runner import greedy_reply
 
 
 @pytest.fixture

@@ -8,12 +8,12 @@ from pathlib import Path
 
 from hypothesis import strategies as st
 
+from engine.description.architectures import read_spec
 from engine.errors import OrinError
 from engine.formats.gguf import GGUF
 from engine.formats.prompt import PromptEncoder
-from engine.model.architectures import read_spec
+from engine.loading.weights import Weights, pieces
 from engine.model.memory_need import memory_need
-from engine.model.weights import Weights, pieces
 from tests import generated_model
 from tests.soak.counts import Counts
 from tests.soak.drawn import drawn

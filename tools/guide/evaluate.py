@@ -39,7 +39,7 @@ class Chatter:
         options = EngineOptions(model_path=str(path), backend=backend)
         backends.prepare(options)
         # `prepare` sets the environment that tinygrad reads when it is imported.
-        from engine.model.generate import TextModel
+        from engine.model.text_model import TextModel
 
         self._model = TextModel(options, lambda event: None)
         self.tokens_per_s: list[float] = []

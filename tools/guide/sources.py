@@ -17,9 +17,9 @@ from app.lines.line_chat import ENGINE_OPTIONS, SETTABLE, commands
 from app.main import COMMANDS
 from app.screens.actions import ACTIONS, OTHER_KEYS, PANE_KEYS, key_label
 from engine.catalog import names
+from engine.description.architectures import ARCHITECTURES
 from engine.errors import EXIT_CODES, OrinError
 from engine.formats.quantization import QUANTIZED, Format
-from engine.model.architectures import ARCHITECTURES
 from presets import loader
 
 

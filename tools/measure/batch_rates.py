@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 from tools.measure.engine_process import Sequences, add_models, alone, numbers, runners
 
 if TYPE_CHECKING:
-    from engine.model.model_runner import ModelRunner
+    from engine.runtime.model_runner import ModelRunner
 
 STEPS, PROMPT = 48, 40
 
@@ -32,8 +32,8 @@ def rates(
     open_runner, _ = runners(path, backend)
     from msgspec.structs import replace
 
-    from engine.model.sampling import Sampler
     from engine.protocol.events import Sampling
+    from engine.runtime.sampling import Sampler
 
     draw, parallel, context = random.Random(0), max(2, *rows), max(depths) + PROMPT + 4 * STEPS
     prompts = [[draw.randrange(1000) for _ in range(max(depths) + PROMPT)] for _ in range(parallel)]

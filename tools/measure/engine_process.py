@@ -20,8 +20,8 @@ from numpy.typing import NDArray
 from engine.protocol.events import Chat, EngineOptions, Event, Finished, Generate, Sampling, Token, TokenIds
 
 if TYPE_CHECKING:
-    from engine.model.generate import TextModel
-    from engine.model.model_runner import ModelRunner
+    from engine.model.text_model import TextModel
+    from engine.runtime.model_runner import ModelRunner
 
 T = TypeVar("T")
 
@@ -54,10 +54,10 @@ def runners(path: str, backend: str) -> tuple[Callable[..., ModelRunner], int]:
     """A function that opens runners of a model file on a device (`open_runner` without the weights), and the size of
     the vocabulary. Sets this process up."""
     set_up(backend)
+    from engine.description.architectures import read_spec
     from engine.formats.gguf import GGUF
-    from engine.model.architectures import read_spec
+    from engine.loading.weights import Weights
     from engine.model.open_runner import open_runner
-    from engine.model.weights import Weights
 
     file = GGUF(path)
     spec = read_spec(file)
@@ -68,7 +68,7 @@ def runners(path: str, backend: str) -> tuple[Callable[..., ModelRunner], int]:
 def warm_model(path: str, backend: str, context: int, **how: Any) -> TextModel:
     """A model that has prepared for answers. `how`: more fields of EngineOptions. Sets this process up."""
     set_up(backend)
-    from engine.model.generate import TextModel
+    from engine.model.text_model import TextModel
 
     options = EngineOptions(model_path=path, backend=backend, context_length=context, **how)
     model = TextModel(options, lambda _: None)
@@ -98,7 +98,7 @@ class Sequences:
     """The sequences of a runner, whose blocks are reserved and committed as the scheduler would."""
 
     def __init__(self, runner: ModelRunner) -> None:
-        from engine.model.kv_blocks import KVBlocks
+        from engine.runtime.kv_blocks import KVBlocks
 
         self.runner, self.blocks = runner, KVBlocks(runner)
 
@@ -107,7 +107,7 @@ class Sequences:
     ) -> None:
         """Stores `tokens` at `position` and after it, in chunks of so many (None: the largest). What the sequence has
         there is forgotten."""
-        from engine.model.model_runner import Slot
+        from engine.runtime.model_runner import Slot
 
         if position < self.blocks.length(sequence):
             self.blocks.cut(sequence, position)
@@ -120,7 +120,7 @@ class Sequences:
 
     def decode(self, tokens: Sequence[int], ahead: bool = False, draw: bool = False) -> list[int]:
         """Runs a token of each of the first sequences; returns the next ones."""
-        from engine.model.model_runner import Slot
+        from engine.runtime.model_runner import Slot
 
         for sequence in range(len(tokens)):
             self.blocks.reserve(sequence, 1 + ahead)

@@ -23,9 +23,9 @@ from tools.measure.engine_process import numbers, set_up
 if TYPE_CHECKING:
     from tinygrad import Tensor
 
-    from engine.kernels.gpu.few_columns import FewTiles
-    from engine.kernels.gpu.kernel_sequence import KernelSequence
     from engine.kernels.kernel import Kernel
+    from engine.targets.nvidia.kernels.few_columns import FewTiles
+    from engine.targets.nvidia.kernels.kernel_sequence import KernelSequence
 
 CACHED_BYTES, ROUNDS, CALLS = 192 << 20, 5, 16  # more bytes than caches hold; of a timing
 
@@ -59,7 +59,7 @@ MODELS = {
 
 
 def other_tiles(cols: int) -> Iterator[FewTiles]:
-    from engine.kernels.gpu.few_columns import FewTiles, steps_of
+    from engine.targets.nvidia.kernels.few_columns import FewTiles, steps_of
 
     for rows, across, parts in (
         (1, 1, 2), (1, 1, 4), (1, 1, 8), (1, 1, 12), (1, 1, 16), (1, 2, 4), (1, 2, 8), (2, 1, 4), (2, 1, 8),
@@ -73,8 +73,8 @@ class Timing:
     """Times kernels on copies of a matrix."""
 
     def __init__(self, shape: Shape) -> None:
-        from engine.kernels.gpu.device_memory import to_device
-        from engine.kernels.gpu.weight_layout import WeightLayout
+        from engine.kernels.device_memory import to_device
+        from engine.targets.nvidia.kernels.weight_layout import WeightLayout
 
         self.shape, self.layout = shape, WeightLayout(shape.ggml_type)
         self.n_bytes = self.layout.n_bytes(shape.rows, shape.cols)
@@ -92,7 +92,7 @@ class Timing:
 
     def sequence(self, kernel: Kernel, out: Tensor, x: Sequence[Tensor] | Tensor) -> KernelSequence:
         """Calls of a kernel, each with the next copy."""
-        from engine.kernels.gpu.kernel_sequence import KernelSequence
+        from engine.targets.nvidia.kernels.kernel_sequence import KernelSequence
 
         sequence = KernelSequence()
         for i in range(-(-CALLS // len(self.copies)) * len(self.copies)):
@@ -116,11 +116,11 @@ class Timing:
 
     def one(self) -> KernelSequence:
         """Decode's product."""
-        from engine.kernels.gpu.device_memory import device_zeros
-        from engine.kernels.gpu.epilogues import STORE
-        from engine.kernels.gpu.matvec import StackedMatrices, matvec
-        from engine.kernels.gpu.schedules import best_schedule
-        from engine.kernels.gpu.weight_layout import permuted_size
+        from engine.kernels.device_memory import device_zeros
+        from engine.targets.nvidia.kernels.epilogues import STORE
+        from engine.targets.nvidia.kernels.matvec import StackedMatrices, matvec
+        from engine.targets.nvidia.kernels.schedules import best_schedule
+        from engine.targets.nvidia.kernels.weight_layout import permuted_size
 
         stack = StackedMatrices.single(self.layout, self.shape.rows, self.shape.cols)
         kernel = matvec(stack, best_schedule(stack), STORE, "one")
@@ -131,8 +131,8 @@ class Timing:
         """The product of `tokens` tokens."""
         from tinygrad import dtypes
 
-        from engine.kernels.gpu.device_memory import device_zeros
-        from engine.kernels.gpu.few_columns import columns_size, few_columns, stored
+        from engine.kernels.device_memory import device_zeros
+        from engine.targets.nvidia.kernels.few_columns import columns_size, few_columns, stored
 
         rows, cols = self.shape.rows, self.shape.cols
         kernel = few_columns(self.layout, tokens, rows, cols, tiles, stored(rows), "few")
@@ -156,9 +156,9 @@ def run(given: argparse.Namespace) -> None:
 
     from engine.fixes import launch_bounds
     from engine.kernels.compilation import compile_all
-    from engine.kernels.gpu.device import capability, multiprocessors
-    from engine.kernels.gpu.few_columns import few_tiles
     from engine.measure.bandwidth import copy_gbps
+    from engine.targets.nvidia.kernels.device import capability, multiprocessors
+    from engine.targets.nvidia.kernels.few_columns import few_tiles
 
     launch_bounds.apply()
     os.environ.setdefault("ALLOW_HALF8", "1")

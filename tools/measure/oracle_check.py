@@ -21,9 +21,9 @@ def check(backend: str, models: list[str]) -> None:
     """Prints a line for each model and prompt."""
     set_up(DEVICES[backend] if backend == "cpu" else os.environ.get("DEV", DEVICES[backend]))
     from engine.errors import ModelFileError
-    from engine.model.model_runner import ModelRunner
+    from engine.loading.weights import Weights
     from engine.model.open_runner import open_runner
-    from engine.model.weights import Weights
+    from engine.runtime.model_runner import ModelRunner
     from tests import oracles
 
     def open(weights: Weights, context: int) -> ModelRunner:

@@ -19,12 +19,12 @@ from pathlib import Path
 
 import numpy as np
 
-from engine.model.mixes import MIN_PROBABILITY
+from engine.description.sublayers import MIN_PROBABILITY
 from tests import oracles
-from tests.model.lower.layers import TIE, opened
-from tests.model.lower.sublayers import Array, See, Step, WatchedTransformer, cpu_step, graph_step, keep
 from tests.paths import SHARED
 from tests.reference import Reference, softmax, wrong_by
+from tests.targets.layers import TIE, opened
+from tests.targets.sublayers import Array, See, Step, WatchedTransformer, cpu_step, graph_step, keep
 from tools.measure.engine_process import set_up
 
 Steps = Callable[[See], tuple[Step, int, Step]]
@@ -69,9 +69,9 @@ def _line(backend: str, path: Path, prompt: oracles.Prompt) -> str:
 
 
 def _cpu(path: Path, context: int) -> Steps:
-    from engine.kernels.cpu.kernel_builder import register_lanes
-    from engine.kernels.cpu.thread_pool import default_pool
-    from engine.model.lower.cpu.model import CPUModel
+    from engine.targets.cpu.kernels.kernel_builder import register_lanes
+    from engine.targets.cpu.kernels.thread_pool import default_pool
+    from engine.targets.cpu.model import CPUModel
 
     lanes = register_lanes()
     model = CPUModel(opened(path), context, default_pool(), lanes, keep_packed=False)

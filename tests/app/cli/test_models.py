@@ -22,10 +22,10 @@ from engine.backends import unusable_because
 from engine.catalog import cache
 from engine.catalog.names import HubModel, known_models, parse
 from engine.catalog.progress import Progress
+from engine.description.architectures import read_spec
 from engine.formats.gguf import GGUF
 from engine.invocation import call
-from engine.model import packed_weights_cache
-from engine.model.architectures import read_spec
+from engine.loading import packed_weights_cache
 from presets import GUIDE, guide_path
 from tests import synthetic
 from tests.catalog.fixtures import fake_hub
@@ -313,7 +313,7 @@ def test_show_says_how_much_context_fits_by_format_of_the_kv_cache(run, home, mo
 
 
 def test_show_measures_a_cpu_by_reading_as_the_dashboard_does(run, home, monkeypatch):
-    monkeypatch.setattr("engine.kernels.cpu.read_bandwidth.read_gbps", lambda n_bytes, rounds: 77.0)
+    monkeypatch.setattr("engine.targets.cpu.kernels.read_bandwidth.read_gbps", lambda n_bytes, rounds: 77.0)
     path = write(home / "mine.gguf")
     assert json.loads(run("show", path, "--json", "--backend", "CPU")[1])["copy_gbps"] == 77.0
     assert "faster" not in run("show", path, "--backend", "CPU")[1]

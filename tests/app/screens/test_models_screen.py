@@ -14,7 +14,7 @@ from engine.catalog import cache
 from engine.catalog.downloads import download
 from engine.catalog.names import KnownModel, parse
 from engine.formats.gguf import GGUF
-from engine.model import packed_weights_cache
+from engine.loading import packed_weights_cache
 from tests.catalog.fixtures import fake_hub
 from tests.generated_model import write
 from tests.waiting import until

@@ -1,6 +1,6 @@
 import pytest
 
-from engine.kernels.cpu.thread_pool import ThreadPool
+from engine.targets.cpu.kernels.thread_pool import ThreadPool
 
 
 @pytest.fixture(scope="session")

@@ -4,11 +4,16 @@ import numpy as np
 import pytest
 from tinygrad import dtypes
 
-from engine.kernels.cpu import memory
-from engine.kernels.cpu.activations import Quantization, add_normed, buffer_names, quantize_activations
-from engine.kernels.cpu.kernel_sequence import KernelSequence
-from engine.kernels.cpu.thread_pool import ThreadPool
-from engine.kernels.cpu.weight_layout import UNIT, WeightLayout
+from engine.targets.cpu.kernels import memory
+from engine.targets.cpu.kernels.activations import (
+    Quantization,
+    add_normed,
+    buffer_names,
+    quantize_activations,
+)
+from engine.targets.cpu.kernels.kernel_sequence import KernelSequence
+from engine.targets.cpu.kernels.thread_pool import ThreadPool
+from engine.targets.cpu.kernels.weight_layout import UNIT, WeightLayout
 from tests.kernels.cpu.test_product import KINDS, LANES, ints
 
 TOKENS, COLS, EPS = 8, 96, 1e-6

@@ -13,11 +13,11 @@ from tinygrad.runtime.support.compiler_cpu import ClangCompiler
 from tinygrad.runtime.support.elf import jit_loader
 from tinygrad.uop.ops import Ops
 
-from engine.kernels.cpu import memory
-from engine.kernels.cpu.activations import Quantization, buffer_names, quantize_activations
-from engine.kernels.cpu.attention import attention, mask, n_parts, scratch_size
-from engine.kernels.cpu.delta_net import DeltaNet, convolve, delta_net
-from engine.kernels.cpu.experts import (
+from engine.targets.cpu.kernels import memory
+from engine.targets.cpu.kernels.activations import Quantization, buffer_names, quantize_activations
+from engine.targets.cpu.kernels.attention import attention, mask, n_parts, scratch_size
+from engine.targets.cpu.kernels.delta_net import DeltaNet, convolve, delta_net
+from engine.targets.cpu.kernels.experts import (
     add_experts,
     choose_experts,
     expert_product,
@@ -25,12 +25,12 @@ from engine.kernels.cpu.experts import (
     group_experts,
     max_tiles,
 )
-from engine.kernels.cpu.kernel_sequence import KernelSequence
-from engine.kernels.cpu.product import product, shape_of, span_of
-from engine.kernels.cpu.rope import Heads, rotate
-from engine.kernels.cpu.thread_pool import ThreadPool
-from engine.kernels.cpu.weight_layout import UNIT, WeightLayout
-from engine.kernels.cpu.weight_repacking import repack
+from engine.targets.cpu.kernels.kernel_sequence import KernelSequence
+from engine.targets.cpu.kernels.product import product, shape_of, span_of
+from engine.targets.cpu.kernels.rope import Heads, rotate
+from engine.targets.cpu.kernels.thread_pool import ThreadPool
+from engine.targets.cpu.kernels.weight_layout import UNIT, WeightLayout
+from engine.targets.cpu.kernels.weight_repacking import repack
 from tests.kernels.cpu.test_product import KINDS, blocks_of, ints
 from tests.thorough import thorough
 

@@ -8,13 +8,13 @@ import pytest
 from tinygrad import dtypes
 
 from engine.formats.kv_format import QUANT_BLOCK
-from engine.kernels.cpu import memory
-from engine.kernels.cpu.attention import attention, mask, n_parts, scratch_size
-from engine.kernels.cpu.kernel_sequence import CompiledSequence, KernelSequence
-from engine.kernels.cpu.product import MAX_TILES
-from engine.kernels.cpu.rope import Heads, rotate
-from engine.kernels.cpu.step_state import SIZE, TILES
-from engine.kernels.cpu.thread_pool import ThreadPool
+from engine.targets.cpu.kernels import memory
+from engine.targets.cpu.kernels.attention import attention, mask, n_parts, scratch_size
+from engine.targets.cpu.kernels.kernel_sequence import CompiledSequence, KernelSequence
+from engine.targets.cpu.kernels.product import MAX_TILES
+from engine.targets.cpu.kernels.rope import Heads, rotate
+from engine.targets.cpu.kernels.step_state import SIZE, TILES
+from engine.targets.cpu.kernels.thread_pool import ThreadPool
 from tests.kernels.cpu.test_product import LANES, ints
 
 EPS = 1e-6

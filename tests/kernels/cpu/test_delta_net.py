@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 from tinygrad import dtypes
 
-from engine.kernels.cpu import memory
-from engine.kernels.cpu.delta_net import DeltaNet, convolve, delta_net
-from engine.kernels.cpu.kernel_sequence import KernelSequence
-from engine.kernels.cpu.step_state import SIZE, TOKENS
-from engine.kernels.cpu.thread_pool import ThreadPool
+from engine.targets.cpu.kernels import memory
+from engine.targets.cpu.kernels.delta_net import DeltaNet, convolve, delta_net
+from engine.targets.cpu.kernels.kernel_sequence import KernelSequence
+from engine.targets.cpu.kernels.step_state import SIZE, TOKENS
+from engine.targets.cpu.kernels.thread_pool import ThreadPool
 
 Array = np.ndarray
 EPS, MOST = 1e-6, 24

@@ -5,14 +5,14 @@ import pytest
 from gguf import GGMLQuantizationType as Type
 from tinygrad import Tensor, dtypes
 
-from engine.kernels.cpu import memory
-from engine.kernels.cpu.activations import (
+from engine.targets.cpu.kernels import memory
+from engine.targets.cpu.kernels.activations import (
     Quantization,
     buffer_names,
     buffer_type,
     quantize_activations,
 )
-from engine.kernels.cpu.experts import (
+from engine.targets.cpu.kernels.experts import (
     add_experts,
     choose_experts,
     expert_product,
@@ -20,11 +20,11 @@ from engine.kernels.cpu.experts import (
     group_experts,
     max_tiles,
 )
-from engine.kernels.cpu.kernel_sequence import KernelSequence
-from engine.kernels.cpu.product import MAX_TILES, span_of
-from engine.kernels.cpu.step_state import TILES, TOKENS
-from engine.kernels.cpu.thread_pool import ThreadPool
-from engine.kernels.cpu.weight_layout import UNIT
+from engine.targets.cpu.kernels.kernel_sequence import KernelSequence
+from engine.targets.cpu.kernels.product import MAX_TILES, span_of
+from engine.targets.cpu.kernels.step_state import TILES, TOKENS
+from engine.targets.cpu.kernels.thread_pool import ThreadPool
+from engine.targets.cpu.kernels.weight_layout import UNIT
 from tests.kernels.cpu.test_product import ints, packed
 
 EPS, LEAST = 1e-5, 6.1e-5

@@ -9,14 +9,14 @@ from gguf import GGMLQuantizationType as Type
 from tinygrad import dtypes
 
 from engine.formats.quantization import FLOATS, QUANTIZED
-from engine.kernels.cpu import memory
-from engine.kernels.cpu.activations import Quantization, buffer_names, quantize_activations
-from engine.kernels.cpu.embedding import embed, embed_from_file
-from engine.kernels.cpu.kernel_sequence import KernelSequence
-from engine.kernels.cpu.product import product, shape_of, span_of
-from engine.kernels.cpu.thread_pool import ThreadPool
-from engine.kernels.cpu.weight_layout import UNIT, WeightLayout
-from engine.kernels.cpu.weight_repacking import repack
+from engine.targets.cpu.kernels import memory
+from engine.targets.cpu.kernels.activations import Quantization, buffer_names, quantize_activations
+from engine.targets.cpu.kernels.embedding import embed, embed_from_file
+from engine.targets.cpu.kernels.kernel_sequence import KernelSequence
+from engine.targets.cpu.kernels.product import product, shape_of, span_of
+from engine.targets.cpu.kernels.thread_pool import ThreadPool
+from engine.targets.cpu.kernels.weight_layout import UNIT, WeightLayout
+from engine.targets.cpu.kernels.weight_repacking import repack
 from tests.quantized_blocks import random_blocks
 
 LANES = 8  # kernels of half the size: less to compile

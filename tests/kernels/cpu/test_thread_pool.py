@@ -10,9 +10,9 @@ import numpy as np
 from tinygrad import UOp, dtypes
 from tinygrad.uop.ops import KernelInfo
 
-from engine.kernels.cpu import memory
-from engine.kernels.cpu.kernel_sequence import KernelSequence
-from engine.kernels.cpu.thread_pool import ThreadPool
+from engine.targets.cpu.kernels import memory
+from engine.targets.cpu.kernels.kernel_sequence import KernelSequence
+from engine.targets.cpu.kernels.thread_pool import ThreadPool
 
 N = 512
 
@@ -89,8 +89,8 @@ def test_a_thread_without_a_cpu_holds_nobody_up() -> None:
 import os, sys, time
 os.sched_setaffinity(0, {{{cpu}}})
 os.environ.update(DEV="CPU", PARALLEL="0")
-from engine.kernels.cpu.kernel_sequence import KernelSequence
-from engine.kernels.cpu.thread_pool import ThreadPool
+from engine.targets.cpu.kernels.kernel_sequence import KernelSequence
+from engine.targets.cpu.kernels.thread_pool import ThreadPool
 from tests.kernels.cpu.test_thread_pool import N, dtypes, memory, shifted
 pool, buffers = ThreadPool(2), [memory.zeros(N, dtypes.float32) for _ in range(2)]
 sequence = KernelSequence(pool)
@@ -122,7 +122,7 @@ import ctypes
 from engine.backends import prepare
 from engine.protocol.events import EngineOptions
 prepare(EngineOptions(model_path="", backend="CPU"))
-from engine.kernels.cpu.thread_pool import ThreadPool
+from engine.targets.cpu.kernels.thread_pool import ThreadPool
 pool = ThreadPool(2)
 pause = ctypes.cast(ctypes.CDLL(None).usleep, ctypes.c_void_p).value  # for as many microseconds as its part's number
 first = pool.add(pause, (), 300)
@@ -140,11 +140,11 @@ def test_every_sleeping_thread_is_woken() -> None:
 from engine.backends import prepare
 from engine.protocol.events import EngineOptions
 prepare(EngineOptions(model_path="", backend="CPU"))
-from engine.kernels.cpu import memory
-from engine.kernels.cpu import thread_program
+from engine.targets.cpu.kernels import memory
+from engine.targets.cpu.kernels import thread_program
 thread_program.MAX_POLLS = 0
-from engine.kernels.cpu.kernel_sequence import KernelSequence
-from engine.kernels.cpu.thread_pool import ThreadPool
+from engine.targets.cpu.kernels.kernel_sequence import KernelSequence
+from engine.targets.cpu.kernels.thread_pool import ThreadPool
 from tests.kernels.cpu.test_thread_pool import N, dtypes, shifted
 pool, (a, b, c) = ThreadPool(3), [memory.zeros(N, dtypes.float32) for _ in range(3)]
 sequence = KernelSequence(pool)

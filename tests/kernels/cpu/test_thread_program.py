@@ -9,7 +9,7 @@ from tinygrad import Device
 from tinygrad.codegen import to_program
 from tinygrad.uop.ops import KernelInfo, Ops
 
-from engine.kernels.cpu.thread_program import thread_program
+from engine.targets.cpu.kernels.thread_program import thread_program
 
 
 @pytest.fixture(scope="module")

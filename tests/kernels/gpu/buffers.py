@@ -7,10 +7,10 @@ import numpy as np
 from tinygrad import Tensor, dtypes
 
 from engine.formats.quantization import QUANTIZED
-from engine.kernels.gpu.kernel_sequence import KernelSequence
-from engine.kernels.gpu.upload import Part, upload
-from engine.kernels.gpu.weight_layout import UNIT, WeightLayout, permuted_size, prescale, units_of
-from engine.kernels.gpu.weight_repacking import MatrixSpec, TensorRows, repack
+from engine.targets.nvidia.kernels.kernel_sequence import KernelSequence
+from engine.targets.nvidia.kernels.upload import Part, upload
+from engine.targets.nvidia.kernels.weight_layout import UNIT, WeightLayout, permuted_size, prescale, units_of
+from engine.targets.nvidia.kernels.weight_repacking import MatrixSpec, TensorRows, repack
 
 FLOATS = {0: np.float32, 1: np.float16}
 PACKED_ROWS, PACKED_COLS = 64, 256

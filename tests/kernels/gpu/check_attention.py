@@ -6,13 +6,18 @@ import numpy as np
 from tinygrad import dtypes
 
 from engine.formats.kv_format import KVFormat
-from engine.kernels.gpu.decode_block import combine
-from engine.kernels.gpu.flash_attention import FlashSplit, flash_attention, flash_split
-from engine.kernels.gpu.kv_cache import CACHE_SLACK, Heads
-from engine.kernels.gpu.matmul import fragment_index, fragments_size
-from engine.kernels.gpu.prefill import rotate_prompt, wide_norms
-from engine.kernels.gpu.prefill_attention import PromptTiling, attend_prompt, combine_prompt, prompt_tiling
-from engine.kernels.gpu.weight_layout import UNIT, permuted_size
+from engine.targets.nvidia.kernels.decode_block import combine
+from engine.targets.nvidia.kernels.flash_attention import FlashSplit, flash_attention, flash_split
+from engine.targets.nvidia.kernels.kv_cache import CACHE_SLACK, Heads
+from engine.targets.nvidia.kernels.matmul import fragment_index, fragments_size
+from engine.targets.nvidia.kernels.prefill import rotate_prompt, wide_norms
+from engine.targets.nvidia.kernels.prefill_attention import (
+    PromptTiling,
+    attend_prompt,
+    combine_prompt,
+    prompt_tiling,
+)
+from engine.targets.nvidia.kernels.weight_layout import UNIT, permuted_size
 from tests.kernels.gpu.buffers import buffer, close, places, prompt_index, rng, run, zeros
 from tests.kernels.gpu.cache_layout import cache_of, kept, stored_in
 

@@ -6,15 +6,15 @@ from typing import Any
 
 import numpy as np
 
+from engine.description.architectures import read_spec
 from engine.formats.gguf import GGUF
+from engine.loading.weights import Weights
 from engine.measure.kernel_roles import roles_of
-from engine.model.architectures import read_spec
-from engine.model.fused.runner import FusedRunner
-from engine.model.kv_blocks import BLOCK, KVBlocks
-from engine.model.model_runner import Slot
-from engine.model.sampling import Sampler
-from engine.model.weights import Weights
 from engine.protocol.events import Sampling
+from engine.runtime.kv_blocks import BLOCK, KVBlocks
+from engine.runtime.model_runner import Slot
+from engine.runtime.sampling import Sampler
+from engine.targets.nvidia.runner import FusedRunner
 from tests import generated_model
 from tests.reference import Reference, divergence
 

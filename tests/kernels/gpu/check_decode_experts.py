@@ -3,13 +3,19 @@
 import numpy as np
 from tinygrad import dtypes
 
-from engine.kernels.gpu.chosen_experts import ChosenExperts
-from engine.kernels.gpu.device_memory import DeviceCounts
-from engine.kernels.gpu.epilogues import STORE_BIASED, STORE_SQUARES, activated, add_residual, routed
-from engine.kernels.gpu.matvec import Schedule, StackedMatrices, matvec
-from engine.kernels.gpu.prefill_experts import choose_experts
-from engine.kernels.gpu.schedules import matvec_schedule
-from engine.kernels.gpu.weight_layout import WeightLayout, permuted_size, prescale
+from engine.kernels.device_memory import DeviceCounts
+from engine.targets.nvidia.kernels.chosen_experts import ChosenExperts
+from engine.targets.nvidia.kernels.epilogues import (
+    STORE_BIASED,
+    STORE_SQUARES,
+    activated,
+    add_residual,
+    routed,
+)
+from engine.targets.nvidia.kernels.matvec import Schedule, StackedMatrices, matvec
+from engine.targets.nvidia.kernels.prefill_experts import choose_experts
+from engine.targets.nvidia.kernels.schedules import matvec_schedule
+from engine.targets.nvidia.kernels.weight_layout import WeightLayout, permuted_size, prescale
 from tests.kernels.gpu.buffers import buffer, close, laid_out, packed, places, rng, run, zeros
 from tests.kernels.gpu.check_products import gated
 

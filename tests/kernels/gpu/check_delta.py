@@ -3,19 +3,19 @@
 import numpy as np
 from tinygrad import Device, dtypes
 
-from engine.kernels.gpu.delta_decode import delta_decode
-from engine.kernels.gpu.delta_net import DeltaHeads, copy_state
-from engine.kernels.gpu.delta_prefill import (
+from engine.targets.nvidia.kernels.delta_decode import delta_decode
+from engine.targets.nvidia.kernels.delta_net import DeltaHeads, copy_state
+from engine.targets.nvidia.kernels.delta_prefill import (
     coefficients_size,
     delta_inputs,
     delta_scan,
     gated_norm,
     vectors_size,
 )
-from engine.kernels.gpu.few_columns import column_index, columns_size
-from engine.kernels.gpu.matmul import fragment_index, fragments_size
-from engine.kernels.gpu.prefill import Runs
-from engine.kernels.gpu.weight_layout import UNIT, permuted_size
+from engine.targets.nvidia.kernels.few_columns import column_index, columns_size
+from engine.targets.nvidia.kernels.matmul import fragment_index, fragments_size
+from engine.targets.nvidia.kernels.prefill import Runs
+from engine.targets.nvidia.kernels.weight_layout import UNIT, permuted_size
 from tests.kernels.gpu.buffers import buffer, close, places, prompt_index, rng, run, zeros
 
 

@@ -4,7 +4,7 @@ import numpy as np
 from tinygrad import dtypes
 
 from engine.formats.quantization import QUANTIZED
-from engine.kernels.gpu.few_columns import (
+from engine.targets.nvidia.kernels.few_columns import (
     FewTiles,
     activated,
     as_logits,
@@ -14,7 +14,7 @@ from engine.kernels.gpu.few_columns import (
     n_blocks,
     stored,
 )
-from engine.kernels.gpu.weight_layout import WeightLayout
+from engine.targets.nvidia.kernels.weight_layout import WeightLayout
 from tests.kernels.gpu.buffers import FLOATS, buffer, close, packed, prompt_index, rng, run, zeros
 from tests.kernels.gpu.check_products import gated
 

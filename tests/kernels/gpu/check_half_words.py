@@ -5,10 +5,10 @@ from unittest.mock import patch
 import numpy as np
 from tinygrad import UOp, dtypes
 
-from engine.kernels.gpu import half_words
-from engine.kernels.gpu.half_words import chosen_bytes, halves, integers, product, word_of
-from engine.kernels.gpu.uops import F32, finish, load, store, store_run
 from engine.kernels.kernel import Kernel
+from engine.targets.nvidia.kernels import half_words
+from engine.targets.nvidia.kernels.half_words import chosen_bytes, halves, integers, product, word_of
+from engine.targets.nvidia.kernels.uops import F32, finish, load, store, store_run
 from tests.kernels.gpu.buffers import buffer, rng, run, zeros
 
 

@@ -4,10 +4,10 @@ import numpy as np
 from tinygrad import dtypes
 
 from engine.formats.kv_format import KVFormat
-from engine.kernels.gpu.kv_cache import CACHE_SLACK, Heads
-from engine.kernels.gpu.kv_export import export_tokens, import_tokens
-from engine.model.kv_blocks import BLOCK
-from engine.model.lower.cpu_export import quantized
+from engine.runtime.kv_blocks import BLOCK
+from engine.targets.cpu.export import quantized
+from engine.targets.nvidia.kernels.kv_cache import CACHE_SLACK, Heads
+from engine.targets.nvidia.kernels.kv_export import export_tokens, import_tokens
 from tests.kernels.gpu.buffers import buffer, rng, run, zeros
 from tests.kernels.gpu.cache_layout import cache_of, stored_in
 

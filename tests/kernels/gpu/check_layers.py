@@ -9,14 +9,14 @@ from tinygrad import UOp
 from tinygrad.engine import realize
 from tinygrad.uop.ops import Ops
 
+from engine.description.architectures import read_spec
+from engine.description.sublayers import Beside, Experts
 from engine.formats.gguf import GGUF
-from engine.model.architectures import read_spec
-from engine.model.fused.runner import FusedRunner
-from engine.model.kv_blocks import KVBlocks
-from engine.model.lower.gpu.experts import chosen_experts
+from engine.loading.weights import Weights
 from engine.model.memory_need import memory_need
-from engine.model.mixes import Beside, Experts
-from engine.model.weights import Weights
+from engine.runtime.kv_blocks import KVBlocks
+from engine.targets.nvidia.runner import FusedRunner
+from engine.targets.nvidia.sublayers.experts import chosen_experts
 from tests import generated_model
 from tests.reference import Reference, wrong_by
 

@@ -6,23 +6,24 @@ from unittest import mock
 
 import numpy as np
 
+from engine.description.architectures import read_spec
 from engine.formats.gguf import GGUF
-from engine.kernels.gpu.device import multiprocessors
-from engine.kernels.gpu.few_columns import columns_size
-from engine.kernels.gpu.kernel_sequence import KernelSequence
-from engine.kernels.gpu.prefill_attention import prompt_tiling
-from engine.kernels.gpu.sampling import Shortlist
+from engine.loading import weights
+from engine.loading.weights import Weights
 from engine.measure import profile
 from engine.measure.kernel_roles import roles_of
-from engine.model import fused, weights
-from engine.model.architectures import read_spec
-from engine.model.fused.runner import FusedRunner
-from engine.model.kv_blocks import KVBlocks
-from engine.model.lower.device_sampler import DeviceSampler
-from engine.model.lower.gpu_weights import GPUModel
-from engine.model.model_runner import Slot
-from engine.model.weights import Weights
 from engine.protocol.events import Sampling
+from engine.runtime.kv_blocks import KVBlocks
+from engine.runtime.model_runner import Slot
+from engine.targets import nvidia as fused
+from engine.targets.nvidia.device_sampler import DeviceSampler
+from engine.targets.nvidia.kernels.device import multiprocessors
+from engine.targets.nvidia.kernels.few_columns import columns_size
+from engine.targets.nvidia.kernels.kernel_sequence import KernelSequence
+from engine.targets.nvidia.kernels.prefill_attention import prompt_tiling
+from engine.targets.nvidia.kernels.sampling import Shortlist
+from engine.targets.nvidia.runner import FusedRunner
+from engine.targets.nvidia.weights import GPUModel
 from tests import generated_model
 from tests.reference import Reference, divergence
 

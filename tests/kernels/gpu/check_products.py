@@ -6,10 +6,10 @@ import numpy as np
 from tinygrad import dtypes
 
 from engine.formats.quantization import QUANTIZED
-from engine.kernels.gpu.delta_net import HeadNorm
-from engine.kernels.gpu.device_memory import part_of
-from engine.kernels.gpu.embedding import embed, embed_prompt
-from engine.kernels.gpu.epilogues import (
+from engine.kernels.device_memory import part_of
+from engine.targets.nvidia.kernels.delta_net import HeadNorm
+from engine.targets.nvidia.kernels.embedding import embed, embed_prompt
+from engine.targets.nvidia.kernels.epilogues import (
     EMBED,
     STORE,
     STORE_BIASED,
@@ -19,18 +19,18 @@ from engine.kernels.gpu.epilogues import (
     add_residual,
     as_logits,
 )
-from engine.kernels.gpu.few_columns import column_index, columns_size
-from engine.kernels.gpu.flash_attention import flash_attention, flash_split, rows_split
-from engine.kernels.gpu.kv_cache import CACHE_SLACK, Heads, ring_for
-from engine.kernels.gpu.layer_embeddings import gate_embeddings, layer_embeddings, stride
-from engine.kernels.gpu.matmul import Tiles, fragment_index, fragments_size, matmul
-from engine.kernels.gpu.matvec import Schedule, StackedMatrices, matvec
-from engine.kernels.gpu.post_norm import add_both, add_both_blocks, add_normed, add_normed_blocks
-from engine.kernels.gpu.prefill import activate_prompt, add_normed_sums, norm_prompt
-from engine.kernels.gpu.prefill_attention import attend_prompt, prompt_tiling
-from engine.kernels.gpu.sampling import next_token
-from engine.kernels.gpu.schedules import matvec_schedule
-from engine.kernels.gpu.weight_layout import UNIT, WeightLayout, permuted_size, prescale, units_of
+from engine.targets.nvidia.kernels.few_columns import column_index, columns_size
+from engine.targets.nvidia.kernels.flash_attention import flash_attention, flash_split, rows_split
+from engine.targets.nvidia.kernels.kv_cache import CACHE_SLACK, Heads, ring_for
+from engine.targets.nvidia.kernels.layer_embeddings import gate_embeddings, layer_embeddings, stride
+from engine.targets.nvidia.kernels.matmul import Tiles, fragment_index, fragments_size, matmul
+from engine.targets.nvidia.kernels.matvec import Schedule, StackedMatrices, matvec
+from engine.targets.nvidia.kernels.post_norm import add_both, add_both_blocks, add_normed, add_normed_blocks
+from engine.targets.nvidia.kernels.prefill import activate_prompt, add_normed_sums, norm_prompt
+from engine.targets.nvidia.kernels.prefill_attention import attend_prompt, prompt_tiling
+from engine.targets.nvidia.kernels.sampling import next_token
+from engine.targets.nvidia.kernels.schedules import matvec_schedule
+from engine.targets.nvidia.kernels.weight_layout import UNIT, WeightLayout, permuted_size, prescale, units_of
 from tests.kernels.gpu.buffers import (
     FLOATS,
     buffer,

@@ -3,16 +3,16 @@
 import numpy as np
 from tinygrad import dtypes
 
-from engine.kernels.gpu.matmul import ExpertTiles, expert_tiles, fragments_size, matmul
-from engine.kernels.gpu.prefill import norm_prompt
-from engine.kernels.gpu.prefill_experts import (
+from engine.targets.nvidia.kernels.matmul import ExpertTiles, expert_tiles, fragments_size, matmul
+from engine.targets.nvidia.kernels.prefill import norm_prompt
+from engine.targets.nvidia.kernels.prefill_experts import (
     add_shared,
     choose_experts,
     count_assignments,
     router_logits,
     sort_assignments,
 )
-from engine.kernels.gpu.weight_layout import WeightLayout
+from engine.targets.nvidia.kernels.weight_layout import WeightLayout
 from tests.kernels.gpu.buffers import buffer, close, packed, rng, run, zeros
 from tests.kernels.gpu.check_products import gated, normed
 

@@ -4,13 +4,13 @@ import numpy as np
 from tinygrad import dtypes
 
 from engine.formats.kv_format import KVFormat
-from engine.kernels.gpu.decode_block import combine
-from engine.kernels.gpu.few_columns import column_index, columns_size
-from engine.kernels.gpu.flash_attention import FlashSplit, flash_attention
-from engine.kernels.gpu.kv_cache import CACHE_SLACK, Heads, copy_block
-from engine.kernels.gpu.matmul import fragment_index, fragments_size
-from engine.kernels.gpu.prefill import rotate_prompt
-from engine.kernels.gpu.prefill_attention import PromptTiling, attend_prompt
+from engine.targets.nvidia.kernels.decode_block import combine
+from engine.targets.nvidia.kernels.few_columns import column_index, columns_size
+from engine.targets.nvidia.kernels.flash_attention import FlashSplit, flash_attention
+from engine.targets.nvidia.kernels.kv_cache import CACHE_SLACK, Heads, copy_block
+from engine.targets.nvidia.kernels.matmul import fragment_index, fragments_size
+from engine.targets.nvidia.kernels.prefill import rotate_prompt
+from engine.targets.nvidia.kernels.prefill_attention import PromptTiling, attend_prompt
 from tests.kernels.gpu.buffers import buffer, close, prompt_index, rng, run, zeros
 from tests.kernels.gpu.cache_layout import cache_of, kept, stored_in
 from tests.kernels.gpu.check_attention import temperatures, turned, values_of

@@ -3,11 +3,19 @@
 import numpy as np
 from tinygrad import dtypes
 
-from engine.kernels.gpu.kernel_sequence import KernelSequence
-from engine.kernels.gpu.sampling import Shortlist, StepRows, draw, leaders, penalize, ranked, settings_of
-from engine.model.lower.device_sampler import DeviceSampler
-from engine.model.sampling import Sampler
 from engine.protocol.events import Sampling
+from engine.runtime.sampling import Sampler
+from engine.targets.nvidia.device_sampler import DeviceSampler
+from engine.targets.nvidia.kernels.kernel_sequence import KernelSequence
+from engine.targets.nvidia.kernels.sampling import (
+    Shortlist,
+    StepRows,
+    draw,
+    leaders,
+    penalize,
+    ranked,
+    settings_of,
+)
 from tests.kernels.gpu.buffers import buffer, close, rng, run, zeros
 
 

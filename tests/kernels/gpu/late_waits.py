@@ -18,13 +18,20 @@ from tinygrad.dtype import DType
 
 from engine.fixes import early_launch
 from engine.formats.kv_format import KVFormat
-from engine.kernels.gpu.chosen_experts import ChosenExperts
-from engine.kernels.gpu.epilogues import STORE, STORE_BIASED, activated, add_residual, as_logits, routed
-from engine.kernels.gpu.flash_attention import flash_attention, flash_split
-from engine.kernels.gpu.kv_cache import CACHE_SLACK, Heads
-from engine.kernels.gpu.matvec import Schedule, StackedMatrices, matvec
-from engine.kernels.gpu.weight_layout import WeightLayout
 from engine.kernels.kernel import Kernel
+from engine.targets.nvidia.kernels.chosen_experts import ChosenExperts
+from engine.targets.nvidia.kernels.epilogues import (
+    STORE,
+    STORE_BIASED,
+    activated,
+    add_residual,
+    as_logits,
+    routed,
+)
+from engine.targets.nvidia.kernels.flash_attention import flash_attention, flash_split
+from engine.targets.nvidia.kernels.kv_cache import CACHE_SLACK, Heads
+from engine.targets.nvidia.kernels.matvec import Schedule, StackedMatrices, matvec
+from engine.targets.nvidia.kernels.weight_layout import WeightLayout
 from tests.kernels.gpu.rendered import compile_nothing
 
 SHORT, LONG = Schedule(4, 8, 2, 0, True), Schedule(2, 16, 2, 3, True)  # of one step, and with a loop

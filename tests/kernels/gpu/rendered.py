@@ -23,35 +23,35 @@ from tinygrad.device import Buffer
 from tinygrad.dtype import DType
 from tinygrad.runtime.support import compiler_cuda
 
+from engine.description.architectures import read_spec
 from engine.fixes import dynamic_shared, slice_shapes
 from engine.formats.gguf import GGUF
-from engine.kernels.gpu import few_columns as few
-from engine.kernels.gpu.chosen_experts import ChosenExperts
-from engine.kernels.gpu.decode_block import combine
-from engine.kernels.gpu.epilogues import STORE, STORE_BIASED, activate, activated, add_residual
-from engine.kernels.gpu.flash_attention import flash_attention, flash_split
-from engine.kernels.gpu.kv_cache import CACHE_SLACK, Heads, ring_for
-from engine.kernels.gpu.layer_embeddings import layer_embeddings, stride
-from engine.kernels.gpu.matmul import ExpertTiles, expert_tiles, fragments_size, matmul
-from engine.kernels.gpu.matvec import StackedMatrices, matvec
-from engine.kernels.gpu.post_norm import add_both, add_both_blocks, add_normed
-from engine.kernels.gpu.prefill import activate_prompt, norm_prompt, rotate_prompt, wide_norms
-from engine.kernels.gpu.prefill_attention import attend_prompt, combine_prompt, prompt_tiling
-from engine.kernels.gpu.prefill_experts import (
+from engine.kernels.kernel import Kernel
+from engine.loading.weights import Weights
+from engine.runtime.kv_blocks import KVBlocks
+from engine.runtime.model_runner import ModelRunner, Slot
+from engine.targets.graph.runner import GraphRunner
+from engine.targets.nvidia.kernels import few_columns as few
+from engine.targets.nvidia.kernels.chosen_experts import ChosenExperts
+from engine.targets.nvidia.kernels.decode_block import combine
+from engine.targets.nvidia.kernels.epilogues import STORE, STORE_BIASED, activate, activated, add_residual
+from engine.targets.nvidia.kernels.flash_attention import flash_attention, flash_split
+from engine.targets.nvidia.kernels.kv_cache import CACHE_SLACK, Heads, ring_for
+from engine.targets.nvidia.kernels.layer_embeddings import layer_embeddings, stride
+from engine.targets.nvidia.kernels.matmul import ExpertTiles, expert_tiles, fragments_size, matmul
+from engine.targets.nvidia.kernels.matvec import StackedMatrices, matvec
+from engine.targets.nvidia.kernels.post_norm import add_both, add_both_blocks, add_normed
+from engine.targets.nvidia.kernels.prefill import activate_prompt, norm_prompt, rotate_prompt, wide_norms
+from engine.targets.nvidia.kernels.prefill_attention import attend_prompt, combine_prompt, prompt_tiling
+from engine.targets.nvidia.kernels.prefill_experts import (
     choose_experts,
     count_assignments,
     router_logits,
     sort_assignments,
 )
-from engine.kernels.gpu.schedules import matvec_schedule
-from engine.kernels.gpu.weight_layout import UNIT, WeightLayout, permuted_size
-from engine.kernels.kernel import Kernel
-from engine.model.architectures import read_spec
-from engine.model.fused.runner import FusedRunner
-from engine.model.graph_runner import GraphRunner
-from engine.model.kv_blocks import KVBlocks
-from engine.model.model_runner import ModelRunner, Slot
-from engine.model.weights import Weights
+from engine.targets.nvidia.kernels.schedules import matvec_schedule
+from engine.targets.nvidia.kernels.weight_layout import UNIT, WeightLayout, permuted_size
+from engine.targets.nvidia.runner import FusedRunner
 from tests import generated_model
 from tests.kernels.gpu.alignment import BASE_BYTES, prove_uops
 

@@ -32,7 +32,7 @@ from tests.thorough import THOROUGH
 @contextlib.contextmanager
 def simulated_board() -> Iterator[None]:
     """Raises AssertionError where the simulated GPU has met a fault, or where memory is left."""
-    from engine.kernels.gpu.device import multiprocessors
+    from engine.targets.nvidia.kernels.device import multiprocessors
     from engine.tegra import device
     from tests.driver.kernel import MULTIPROCESSORS
     from tests.driver.simulate import simulated

@@ -14,9 +14,9 @@ from tinygrad.engine import realize
 from tinygrad.uop.ops import Ops
 from engine.fixes import program_cache
 from engine.kernels.compilation import compile_all
-from engine.kernels.gpu.kernel_sequence import KernelSequence
-from engine.kernels.gpu.device_memory import to_device
-from engine.kernels.gpu.uops import at, f32, finish, load
+from engine.targets.nvidia.kernels.kernel_sequence import KernelSequence
+from engine.kernels.device_memory import to_device
+from engine.targets.nvidia.kernels.uops import at, f32, finish, load
 from engine.kernels.kernel import Kernel
 program_cache.apply()
 built, compiled, stock = [], [], realize._compile_kernel
@@ -74,11 +74,11 @@ REPACKING = """
 import numpy as np
 from tinygrad import Tensor
 from engine.fixes import program_cache
-from engine.kernels.gpu import weight_repacking
-from engine.kernels.gpu.weight_repacking import MatrixSpec, TensorRows
-from engine.kernels.gpu.weight_layout import WeightLayout
+from engine.targets.nvidia.kernels import weight_repacking
+from engine.targets.nvidia.kernels.weight_repacking import MatrixSpec, TensorRows
+from engine.targets.nvidia.kernels.weight_layout import WeightLayout
 from engine.formats.rope_order import HeadOrder
-from engine.kernels.gpu.upload import upload
+from engine.targets.nvidia.kernels.upload import upload
 from tests.kernels.gpu.buffers import part_of
 program_cache.apply()
 scheduled, stock = [], Tensor.linear_with_vars

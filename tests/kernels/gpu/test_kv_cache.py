@@ -2,7 +2,7 @@
 
 import pytest
 
-from engine.kernels.gpu.kv_cache import CACHE_SLACK, Heads, ring_for
+from engine.targets.nvidia.kernels.kv_cache import CACHE_SLACK, Heads, ring_for
 
 
 def test_a_ring_has_room_for_a_window_and_a_chunk():

@@ -3,10 +3,10 @@
 import msgspec
 import pytest
 
-from engine.kernels.gpu import schedules
-from engine.kernels.gpu.matvec import Schedule, StackedMatrices
-from engine.kernels.gpu.schedules import matvec_schedule
-from engine.kernels.gpu.weight_layout import WeightLayout
+from engine.targets.nvidia.kernels import schedules
+from engine.targets.nvidia.kernels.matvec import Schedule, StackedMatrices
+from engine.targets.nvidia.kernels.schedules import matvec_schedule
+from engine.targets.nvidia.kernels.weight_layout import WeightLayout
 
 Q6_K = WeightLayout(14)
 CHIPS = sorted(path.stem for path in schedules._TUNED.glob("*.toml"))

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from engine.kernels.gpu.bit_packing import BitPacking
-from engine.kernels.gpu.weight_layout import WeightLayout
+from engine.targets.nvidia.kernels.bit_packing import BitPacking
+from engine.targets.nvidia.kernels.weight_layout import WeightLayout
 
 
 @pytest.mark.parametrize("bits", [2, 3, 4, 5, 6, 8])

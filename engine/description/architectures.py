@@ -1,0 +1,431 @@
+"""Reads a file's metadata and tensor names into the description of its model. No other file knows an architecture.
+
+Keys: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md, "Standardized key-value pairs". What each architecture
+does: its file in src/models of llama.cpp.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from engine.description.head_reader import MAX_HEAD, HeadReader, Heads
+from engine.description.spec import LayerEmbeddings, ModelSpec, Sublayer, Temperature
+from engine.description.sublayers import (
+    Activation,
+    Attend,
+    Beside,
+    Delta,
+    Dense,
+    Experts,
+    LayerEmbedding,
+    Mix,
+    Vector,
+    Weight,
+)
+from engine.errors import ModelFileError
+from engine.formats.gguf import GGUF, damaged, printable
+
+
+@dataclass(frozen=True)
+class Family:
+    """What neither the tensors nor the metadata of an architecture's files say. `interleaved`: rotary pairs are
+    neighbours ("norm" in llama_model_rope_type of llama.cpp; else "neox"). Of `full_attention_every` layers the last
+    has no window (0: no layer has one, whatever the metadata say). `plain_windows`: layers with a window have a rotary
+    base of their own, and no scaling. Of `unrotated_every` layers the last has no rotary embedding. `scaled_embedding`:
+    the embedding is multiplied by sqrt(dim). `renormalised`: the probabilities of the chosen experts are divided by
+    their sum. Of `attention_every` layers the last has attention, and the others are gated delta nets, unless the
+    metadata say otherwise (0: all have attention). `gated_attention`: in each head the rows of the query come before
+    those of a gate of its result. `unscaled_attention`: scores are multiplied by nothing. `normed_values`: values are
+    normed over a head."""
+
+    interleaved: bool = False
+    activation: Activation = "silu"
+    full_attention_every: int = 0
+    plain_windows: bool = False
+    unrotated_every: int = 0
+    scaled_embedding: bool = False
+    renormalised: bool = True
+    attention_every: int = 0
+    gated_attention: bool = False
+    unscaled_attention: bool = False
+    normed_values: bool = False
+
+
+ARCHITECTURES: Mapping[str, Family] = {
+    "llama": Family(interleaved=True),
+    "qwen2": Family(),
+    "qwen3": Family(),
+    "mistral3": Family(interleaved=True),
+    "phi3": Family(),
+    "gemma3": Family(activation="gelu", full_attention_every=6, plain_windows=True, scaled_embedding=True),
+    "gemma4": Family(
+        activation="gelu",
+        full_attention_every=6,
+        plain_windows=True,
+        scaled_embedding=True,
+        unscaled_attention=True,
+        normed_values=True,
+    ),
+    "granite": Family(interleaved=True),
+    "smollm3": Family(interleaved=True, unrotated_every=4),
+    "olmo2": Family(),
+    "olmoe": Family(renormalised=False),
+    "qwen3moe": Family(),
+    "gpt-oss": Family(activation="swiglu_oai", full_attention_every=2),
+    "qwen35": Family(attention_every=4, gated_attention=True),
+    "qwen35moe": Family(attention_every=4, gated_attention=True),
+}
+
+
+_ENCODERS = {"v.": "vision", "a.": "audio"}
+"""How the names of tensors of encoders begin: tools/mtmd/clip-impl.h of llama.cpp."""
+
+_PROJECTOR = "mm."
+"""And those of the layer between them and the model."""
+
+_DRAFT = "mtp."
+"""How the names of tensors of a draft layer begin in files of Ollama."""
+
+
+def check_architecture(architecture: str, model: str) -> None:
+    """Raises ModelFileError if the engine does not run this architecture; the message calls the model `model`."""
+    if architecture not in ARCHITECTURES:
+        raise ModelFileError(
+            f"{model} is of the architecture {printable(architecture)}, which orin-chat does not run.",
+            f"Choose a model of one of these: {', '.join(ARCHITECTURES)}.",
+        )
+
+
+def read_spec(file: GGUF) -> ModelSpec:
+    """Raises ModelFileError for an architecture that the engine does not run, for a variant of one, and for damaged
+    metadata."""
+    architecture = file.get("general.architecture", str)
+    check_architecture(architecture, printable(file.path.name))
+    try:
+        return _Reader(file, architecture).spec()
+    except (ArithmeticError, ValueError):  # scales close to 0, whose inverse is no number
+        raise damaged(file.path, "its metadata has numbers that nothing can be computed with") from None
+
+
+class _Reader(HeadReader):
+    """Reads one file."""
+
+    def __init__(self, file: GGUF, architecture: str) -> None:
+        super().__init__(file, architecture)
+        self.family = ARCHITECTURES[architecture]
+        if "token_embd.weight" not in file.tensors:
+            raise ModelFileError(
+                f"{self.name} has no weights (there is no token_embd.weight).",
+                "It may be a vocabulary or an adapter; choose a model file.",
+            )
+        self.draft_layers = self.file.get(self.key("nextn_predict_layers"), int, 0)
+        self.layers = self.size("block_count") - self.draft_layers
+        if self.draft_layers < 0 or self.layers < 1:
+            raise damaged(self.file.path, f"{self.draft_layers} of its layers are draft layers")
+        self.shared_caches = self.file.get(self.key("attention.shared_kv_layers"), int, 0)
+        """So many layers, the last ones, read the KV cache of another."""
+        if not 0 <= self.shared_caches < self.layers:
+            raise damaged(self.file.path, f"{self.shared_caches} of its layers share a KV cache")
+        self.layer_embedding = self.file.get(self.key("embedding_length_per_layer_input"), int, 0)
+        """Elements of what a token gives each layer, 0 if nothing."""
+
+    # --- the model -------------------------------------------------------------------------------------
+
+    def spec(self) -> ModelSpec:
+        vocab = self.file.tensors["token_embd.weight"].shape[0]
+        embedding = head = self.weight("token_embd", vocab, self.dim)
+        if self.has("output.weight"):
+            head = self.weight("output", vocab, self.dim)
+        # The stream is kept divided by granite's multiplier of what layers add to it: only norms read it, and a norm of
+        # x / c with eps / c**2 is that of x with eps.
+        residual = self.factor("residual_scale", 1.0)
+        scale = self.number("embedding_scale", math.sqrt(self.dim) if self.family.scaled_embedding else 1.0)
+        eps = self.number("attention.layer_norm_rms_epsilon", 1e-5)
+        norm = self.required("output_norm.weight", self.dim)
+        slope = self.number("attention.temperature_scale", 0.0)
+        spec = ModelSpec(
+            architecture=self.architecture,
+            name=self.file.get("general.name", str, self.file.path.stem),
+            dim=self.dim,
+            vocab=vocab,
+            trained_context=self.context,
+            embedding=embedding,
+            embedding_scale=scale / residual,
+            sublayers=tuple(sublayer for i in range(self.layers) for sublayer in self.layer(i)),
+            output_norm=Vector(norm.tensor, norm.size, factor=1 / self.factor("logit_scale", 1.0)),
+            head=head,
+            ropes=tuple(self.ropes),
+            eps=eps,
+            stream_eps=eps / residual**2,
+            softcap=self.number("final_logit_softcapping", 0.0),
+            temperature=Temperature(slope, self.original_context) if slope else None,
+            layer_embeddings=self.layer_embeddings(vocab) if self.layer_embedding else None,
+            draft_layers=self.draft_layers or int(any(name.startswith(_DRAFT) for name in self.file.tensors)),
+            encoders=tuple(
+                encoder
+                for begin, encoder in _ENCODERS.items()
+                if any(name.startswith(begin) for name in self.file.tensors)
+            ),
+        )
+        if not spec.attention:
+            raise damaged(self.file.path, "no layer has attention")
+        self.used.update(filter(self.is_left_out, self.file.tensors))
+        if unread := sorted(self.file.tensors.keys() - self.used):
+            raise ModelFileError(
+                f"{self.name} holds {printable(unread[0])}, which orin-chat does not know in a model of the "
+                f"architecture {self.architecture}.",
+                "It is of a variant that orin-chat does not run. Choose another model.",
+            )
+        return spec
+
+    def is_left_out(self, tensor: str) -> bool:
+        """Whether a tensor is of draft layers, which come after the others, or of an encoder of images or sound."""
+        layer = re.match(r"blk\.(\d{1,9})\.", tensor)
+        is_draft = layer and self.layers <= int(layer[1]) < self.layers + self.draft_layers
+        return bool(is_draft) or tensor.startswith((*_ENCODERS, _PROJECTOR, _DRAFT))
+
+    def layer_embeddings(self, vocab: int) -> LayerEmbeddings:
+        size, layers = self.layer_embedding, self.layers
+        return LayerEmbeddings(
+            table=self.weight("per_layer_token_embd", vocab, layers * size),
+            projection=self.weight("per_layer_model_proj", layers * size, self.dim),
+            norm=self.required("per_layer_proj_norm.weight", size),
+            size=size,
+            layers=layers,
+        )
+
+    def layer(self, i: int) -> Iterator[Sublayer]:
+        """Attention or a delta net, the feed-forward layer, and the embeddings of layer i. A file that has
+        post_ffw_norm norms the results of the first two; in others post_attention_norm is another name of ffn_norm."""
+        prefix = f"blk.{i}."
+
+        def norm(name: str) -> Vector | None:
+            return self.vector(f"{prefix}{name}.weight", self.dim)
+
+        has_post_norms = self.has(f"{prefix}post_ffw_norm.weight")
+        is_beside = self.has(f"{prefix}pre_ffw_norm_2.weight")
+        before = [norm("attn_norm"), None if is_beside else norm("ffn_norm")]
+        after = [norm("post_attention_norm"), norm("post_ffw_norm")] if has_post_norms else [None, None]
+        if not has_post_norms:
+            is_renamed = not before[1] and self.has(f"{prefix}post_attention_norm.weight")
+            names = "attn_norm", "post_attention_norm" if is_renamed else "ffn_norm"
+            before = [self.required(f"{prefix}{name}.weight", self.dim) for name in names]
+        mix: Mix = self.delta(prefix) if self.is_recurrent(i) else self.attend(i, prefix)
+        yield Sublayer(before[0], mix, after[0])
+        mix = self.beside(i, prefix) if is_beside else self.feed_forward(i, prefix)
+        scale = self.vector(f"{prefix}layer_output_scale.weight", 1)
+        if not self.layer_embedding:
+            yield Sublayer(before[1], mix, after[1], scale)
+            return
+        yield Sublayer(before[1], mix, after[1])
+        gate = self.weight(f"{prefix}inp_gate", self.layer_embedding, self.dim)
+        proj = self.weight(f"{prefix}proj", self.dim, self.layer_embedding)
+        yield Sublayer(None, LayerEmbedding(gate, proj, i), norm("post_norm"), scale)
+
+    def is_recurrent(self, i: int) -> bool:
+        """Whether layer i is a gated delta net: `recurrent_layers` tells it, or the number of layers of which the last
+        has attention."""
+        if not self.family.attention_every:
+            return False
+        layers = self.file.metadata.get(self.key("attention.recurrent_layers"))
+        if isinstance(layers, np.ndarray):
+            if len(layers) < self.layers:
+                raise damaged(self.file.path, f"{len(layers)} of its layers are recurrent or not")
+            return bool(layers[i])
+        return (i + 1) % self.size("full_attention_interval", self.family.attention_every) != 0
+
+    def delta(self, prefix: str) -> Delta:
+        """A gated delta net. Raises ModelFileError for one that is cut into other heads than the engine's."""
+        key_heads, value_heads = self.size("ssm.group_count"), self.size("ssm.time_step_rank")
+        size, taps = self.size("ssm.state_size"), self.size("ssm.conv_kernel")
+        dim, channels, values = self.dim, (2 * key_heads + value_heads) * size, value_heads * size
+        is_tiled = self.file.get(self.key("ssm.v_head_reordered"), bool, True)  # only files of Ollama say it
+        decay_bias = (
+            "ssm_dt" if self.has(f"{prefix}ssm_dt") else "ssm_dt.bias"
+        )  # the first in files of Ollama
+        fits = not value_heads % key_heads and self.size("ssm.inner_size", values) == values
+        if size > MAX_HEAD or not fits or not is_tiled:
+            raise ModelFileError(
+                f"{self.name} has gated delta nets of a shape that orin-chat does not run.",
+                "Choose another model.",
+            )
+        return Delta(
+            qkv=self.weight(f"{prefix}attn_qkv", channels, dim),
+            gate=self.weight(f"{prefix}attn_gate", values, dim),
+            beta=self.weight(f"{prefix}ssm_beta", value_heads, dim),
+            alpha=self.weight(f"{prefix}ssm_alpha", value_heads, dim),
+            out=self.weight(f"{prefix}ssm_out", dim, values),
+            conv=self.required(f"{prefix}ssm_conv1d.weight", channels, taps),
+            decay=self.required(f"{prefix}ssm_a", value_heads),
+            decay_bias=self.required(f"{prefix}{decay_bias}", value_heads),
+            norm=self.required(f"{prefix}ssm_norm.weight", size),
+            key_heads=key_heads, value_heads=value_heads, size=size, taps=taps,
+        )  # fmt: skip
+
+    def attend(self, i: int, prefix: str) -> Attend:
+        window = self.window(i)
+        heads = self.heads(i, window > 0, self.family.interleaved)
+        dim, head_dim, kv_size = self.dim, heads.dim, heads.kv * heads.dim
+        sizes = {"q": heads.count * head_dim, "k": kv_size, "v": kv_size}
+        is_gated = self.family.gated_attention
+        in_file = sizes | {"q": 2 * sizes["q"]} if is_gated else sizes
+        firsts = {"q": 0, "k": in_file["q"], "v": in_file["q"] + in_file["k"]}
+        fused = self.has(f"{prefix}attn_qkv.weight")
+
+        def source(x: str) -> tuple[str, int, int]:
+            """The tensor with these rows, the first of them, and the tensor's rows."""
+            if fused:
+                return f"{prefix}attn_qkv", firsts[x], sum(in_file.values())
+            return f"{prefix}attn_{x}", 0, in_file[x]
+
+        def projection(x: str) -> tuple[Weight, Vector | None]:
+            tensor, first, of = source(x)
+            order = heads.order if x != "v" else None
+            if x == "q" and is_gated:
+                return self.weight(
+                    tensor, sizes[x], dim, first, of, order, every=2 * head_dim, run=head_dim
+                ), None
+            weight = self.weight(tensor, sizes[x], dim, first, of, order)
+            return weight, self.vector(f"{tensor}.bias", sizes[x], order, first, of)
+
+        def gate() -> Weight | None:
+            tensor, first, of = source("q")
+            every, run = 2 * head_dim, head_dim
+            return (
+                self.weight(tensor, sizes["q"], dim, first + run, of, every=every, run=run)
+                if is_gated
+                else None
+            )
+
+        def norm(x: str) -> Vector | None:
+            tensor = f"{prefix}attn_{x}_norm.weight"
+            is_wide = self.has(tensor) and self.file.tensors[tensor].shape != (head_dim,)
+            return self.vector(tensor, sizes[x] if is_wide else head_dim, heads.order)
+
+        q, q_bias = projection("q")
+        of, has_values = self.cache_of(i, window), fused or self.has(f"{prefix}attn_v.weight")
+        k, k_bias = projection("k") if of is None else (None, None)
+        v, v_bias = projection("v") if of is None and has_values else (None, None)
+        if of is not None:  # the file may have what is not needed
+            self.used.update(f"{prefix}attn_{x}.weight" for x in ("k", "v", "k_norm"))
+        if k and not v and heads.order:
+            raise ModelFileError(
+                f"{self.name} has keys as values, in an order that orin-chat does not run.",
+                "Choose another model.",
+            )
+        every = self.family.unrotated_every
+        scale = 1.0 if self.family.unscaled_attention else self._default_scale(heads)
+        return Attend(
+            q=q, k=k, v=v, o=self.weight(f"{prefix}attn_output", dim, sizes["q"]),
+            q_bias=q_bias, k_bias=k_bias, v_bias=v_bias, o_bias=self.vector(f"{prefix}attn_output.bias", dim),
+            q_norm=norm("q"), k_norm=norm("k") if k else None,
+            heads=heads.count, kv_heads=heads.kv, head_dim=head_dim,
+            rope=self.rope(heads, not every or (i + 1) % every != 0, window > 0 and self.family.plain_windows),
+            scale=self.factor("attention.scale", scale),
+            window=window, sinks=self.vector(f"{prefix}attn_sinks.weight", heads.count), gate=gate(), cache_of=of,
+            has_normed_values=self.family.normed_values,
+        )  # fmt: skip
+
+    def cache_of(self, i: int, window: int) -> int | None:
+        """The layer whose KV cache layer i reads, None if it has its own: the last one of these that has a window too,
+        or none (gemma4.cpp)."""
+        own = self.layers - self.shared_caches
+        if i < own:
+            return None
+        of = own - (2 if window else 1)
+        if of < 0 or self.window(of) != window:
+            raise damaged(self.file.path, f"layer {i} shares the KV cache of none")
+        return of
+
+    def _default_scale(self, heads: Heads) -> float:
+        if self.architecture == "gemma3" and self.layers == 62:  # 27B: LLM_TYPE_27B in gemma3.cpp
+            return float((self.dim / heads.count) ** -0.5)
+        return float(heads.dim**-0.5)
+
+    def feed_forward(self, i: int, prefix: str) -> Dense | Experts:
+        if self.has(f"{prefix}ffn_gate_inp.weight"):
+            return self.experts(prefix)
+        return self.dense(prefix, self.size_of_layer("feed_forward_length", i))
+
+    def beside(self, i: int, prefix: str) -> Beside:
+        def norm(name: str) -> Vector:
+            return self.required(f"{prefix}{name}.weight", self.dim)
+
+        scale = self.required(f"{prefix}ffn_gate_inp.scale", self.dim)
+        return Beside(
+            dense=self.dense(prefix, self.size_of_layer("feed_forward_length", i)),
+            dense_norm=norm("ffn_norm"),
+            dense_post_norm=norm("post_ffw_norm_1"),
+            experts=self.experts(prefix),
+            experts_norm=norm("pre_ffw_norm_2"),
+            experts_post_norm=norm("post_ffw_norm_2"),
+            router_scale=replace(scale, factor=self.dim**-0.5),
+        )
+
+    def dense(self, prefix: str, width: int, suffix: str = "") -> Dense:
+        """The feed-forward layer. Without ffn_gate, the rows of gate and then of up are one tensor (phi3)."""
+        dim = self.dim
+        down = self.weight(f"{prefix}ffn_down{suffix}", dim, width)
+        if self.has(f"{prefix}ffn_gate{suffix}.weight"):
+            gate, up = (self.weight(f"{prefix}ffn_{x}{suffix}", width, dim) for x in ("gate", "up"))
+        else:
+            gate, up = (
+                self.weight(f"{prefix}ffn_up{suffix}", width, dim, first, 2 * width) for first in (0, width)
+            )
+        return Dense(gate, up, down, self.family.activation)
+
+    def experts(self, prefix: str) -> Experts:
+        """A mixture of experts. Older files give the experts' width as feed_forward_length (olmoe). Of each expert, the
+        rows of gate and then of up may be one tensor."""
+        dim, count, used = self.dim, self.size("expert_count"), self.size("expert_used_count")
+        if not count > 1 or used > count:
+            raise damaged(self.file.path, f"it chooses {used} of {count} experts")
+        has_width = self.key("expert_feed_forward_length") in self.file.metadata
+        width = self.size("expert_feed_forward_length" if has_width else "feed_forward_length")
+
+        def of_experts(x: str, rows: int, cols: int) -> tuple[Weight, Vector | None]:
+            tensor = f"{prefix}ffn_{x}_exps"
+            bias = self.vector(f"{tensor}.bias", rows, experts=count)
+            return self.weight(tensor, rows, cols, experts=count), bias
+
+        def half(first: int) -> tuple[Weight, None]:
+            tensor, whole = f"{prefix}ffn_gate_up_exps", 2 * width
+            return self.weight(tensor, width, dim, first, whole, experts=count, every=whole, run=width), None
+
+        if self.has(f"{prefix}ffn_gate_up_exps.weight"):
+            (gate, gate_bias), (up, up_bias) = half(0), half(width)
+        else:
+            (gate, gate_bias), (up, up_bias) = (of_experts(x, width, dim) for x in ("gate", "up"))
+        down, down_bias = of_experts("down", dim, width)
+        has_shared = self.has(f"{prefix}ffn_gate_inp_shexp.weight")
+        shared_width = self.size("expert_shared_feed_forward_length", width)
+        return Experts(
+            router=self.weight(f"{prefix}ffn_gate_inp", count, dim),
+            router_bias=self.vector(f"{prefix}ffn_gate_inp.bias", count),
+            gate=gate, up=up, down=down, gate_bias=gate_bias, up_bias=up_bias, down_bias=down_bias,
+            used=used, renormalised=self.family.renormalised, activation=self.family.activation,
+            scales=self.vector(f"{prefix}ffn_down_exps.scale", count),
+            shared=self.dense(prefix, shared_width, "_shexp") if has_shared else None,
+            shared_gate=self.weight(f"{prefix}ffn_gate_inp_shexp", 1, dim) if has_shared else None,
+        )  # fmt: skip
+
+    def window(self, i: int) -> int:
+        """The window of layer i in tokens, 0 if it has none. `sliding_window_pattern` tells the layers that have one:
+        booleans, or the number of layers of which the last has none."""
+        every = self.family.full_attention_every
+        if not every or not self.file.get(self.key("attention.sliding_window"), int, 0):
+            return 0
+        pattern = self.file.metadata.get(self.key("attention.sliding_window_pattern"), every)
+        if isinstance(pattern, np.ndarray):
+            if len(pattern) < self.layers:
+                raise damaged(self.file.path, f"its pattern of windows has {len(pattern)} layers")
+            has_window = bool(pattern[i])
+        else:
+            every = self.size("attention.sliding_window_pattern", every)
+            has_window = i % every < every - 1
+        return self.size("attention.sliding_window") if has_window else 0

@@ -1,0 +1,236 @@
+"""The description of a model: data from which everything else about it follows.
+
+    x = embedding;  for each sublayer:  x += post_norm(mix(norm(x)));  logits = head(output_norm(x))
+
+`engine.description.sublayers` has what a sublayer's `mix` may be.
+`engine.description.architectures` reads it from a file, and `engine.targets` makes the kernels of each device from it.
+What is loaded, with which shapes, what a token reads and how large the cache is are derived here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.description.sublayers import Attend, Delta, Dense, Experts, Mix, Vector, Weight
+from engine.formats.ggml_types import GGML_TYPES
+from engine.formats.kv_format import KVFormat
+
+
+@dataclass(frozen=True)
+class Rope:
+    """Rotary position embedding of heads with `pairs` pairs. `frequencies`: radians per position of the first pairs;
+    the others do not turn. `long_frequencies`, if any, take their place in contexts of more than `short_context`
+    tokens. The rotated elements are multiplied by `magnitude`."""
+
+    pairs: int
+    frequencies: tuple[float, ...] = ()
+    long_frequencies: tuple[float, ...] = ()
+    short_context: int = 0
+    magnitude: float = 1.0
+
+    def tables(self, length: int, context: int) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+        """Cosines and sines of the rotations at positions 0 to `length` - 1, in a session that was opened with a
+        context of `context` tokens: float32 (length, pairs) each."""
+        is_long = self.long_frequencies and context > self.short_context
+        frequencies = np.zeros(self.pairs)
+        frequencies[: len(self.frequencies)] = self.long_frequencies if is_long else self.frequencies
+        angles = np.arange(length)[:, None] * frequencies
+        size = np.where(np.arange(self.pairs) < len(self.frequencies), self.magnitude, 1.0)
+        return (np.cos(angles) * size).astype(np.float32), (np.sin(angles) * size).astype(np.float32)
+
+
+@dataclass(frozen=True)
+class Temperature:
+    """Queries grow with their position: by 1 + `slope` * ln(floor(position / length) + 1)."""
+
+    slope: float
+    length: int
+
+    def factors(self, length: int) -> NDArray[np.float32]:
+        """The factors at positions 0 to `length` - 1, float32 (length,)."""
+        return (1 + self.slope * np.log(np.arange(length) // self.length + 1)).astype(np.float32)
+
+
+@dataclass(frozen=True)
+class Sublayer:
+    """What the residual stream passes through: x += post_norm(mix(norm(x))). A norm that is None is left out. `scale`:
+    a number by which x is multiplied at last."""
+
+    norm: Vector | None
+    mix: Mix
+    post_norm: Vector | None
+    scale: Vector | None = None
+
+    @property
+    def vectors(self) -> tuple[Vector, ...]:
+        own = tuple(vector for vector in (self.norm, self.post_norm, self.scale) if vector)
+        return *own, *self.mix.vectors
+
+
+@dataclass(frozen=True)
+class LayerEmbeddings:
+    """What a token gives each of `layers` layers, `size` elements each (`LayerEmbedding`). Of a token and its scaled
+    embedding x: e = (norm(`projection` x * dim ** -0.5) + `table`[token] * sqrt(size)) / sqrt(2). The norm is over the
+    elements of a layer."""
+
+    table: Weight
+    """(vocab, layers * size)"""
+    projection: Weight
+    """(layers * size, dim)"""
+    norm: Vector
+    size: int
+    layers: int
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """A model. Sizes are in elements: `dim` of the residual stream, `vocab` of the vocabulary. `eps` is that of the RMS
+    norms, and `stream_eps` that of norms of the residual stream. Logits are softcap * tanh(logits / softcap) if there
+    is one."""
+
+    architecture: str
+    name: str
+    dim: int
+    vocab: int
+    trained_context: int
+    embedding: Weight
+    embedding_scale: float
+    sublayers: tuple[Sublayer, ...]
+    output_norm: Vector
+    head: Weight
+    ropes: tuple[Rope, ...]
+    eps: float
+    stream_eps: float
+    softcap: float = 0.0
+    temperature: Temperature | None = None
+    layer_embeddings: LayerEmbeddings | None = None
+    draft_layers: int = 0
+    """Layers of the file that would guess further tokens (multi-token prediction). They are not run."""
+    encoders: tuple[str, ...] = ()
+    """What the file has besides, "vision" or "audio", which is not run."""
+
+    @property
+    def not_run(self) -> str:
+        """What of the file is left out, in words; "" if nothing is."""
+        drafts = "a draft layer" if self.draft_layers == 1 else f"{self.draft_layers} draft layers"
+        parts = [f"{drafts} (multi-token prediction)"] if self.draft_layers else []
+        return " and ".join([*parts, *(f"the {encoder} encoder" for encoder in self.encoders)])
+
+    @property
+    def is_tied(self) -> bool:
+        """Whether the embedding is the output head too."""
+        return self.head == self.embedding
+
+    @property
+    def is_float32(self) -> bool:
+        """Whether all matrices are float32."""
+        return all(GGML_TYPES[weight.type].name == "F32" for weight in self.weights())
+
+    def mixes(self) -> Iterator[Mix]:
+        """What all sublayers compute, and also the layers that some consist of."""
+        waiting = [sublayer.mix for sublayer in reversed(self.sublayers)]
+        while waiting:
+            yield (mix := waiting.pop())
+            waiting += reversed(mix.parts)
+
+    @property
+    def attention(self) -> list[Attend]:
+        return [mix for mix in self.mixes() if isinstance(mix, Attend)]
+
+    @property
+    def caching(self) -> list[Attend]:
+        """The attention that has a KV cache of its own."""
+        return [a for a in self.attention if a.cache_of is None]
+
+    @property
+    def deltas(self) -> list[Delta]:
+        return [mix for mix in self.mixes() if isinstance(mix, Delta)]
+
+    @property
+    def last_keeping(self) -> int:
+        """The number of the last sublayer that keeps something of each token: keys and values, or a state. The tokens
+        of a prompt need nothing after it."""
+        own = (*self.caching, *self.deltas)
+        return max(i for i, sublayer in enumerate(self.sublayers) if sublayer.mix in own)
+
+    @property
+    def feed_forward(self) -> list[Dense]:
+        """All feed-forward layers, those beside experts too."""
+        return [mix for mix in self.mixes() if isinstance(mix, Dense)]
+
+    @property
+    def experts(self) -> list[Experts]:
+        return [mix for mix in self.mixes() if isinstance(mix, Experts)]
+
+    @property
+    def matrix_bytes(self) -> int:
+        """Bytes of all matrices in the file, a tied head once."""
+        return sum(weight.n_bytes for weight in self.weights())
+
+    def weights(self) -> Iterator[Weight]:
+        """All matrices, a tied head once."""
+        yield self.embedding
+        if not self.is_tied:
+            yield self.head
+        if self.layer_embeddings:
+            yield self.layer_embeddings.table
+            yield self.layer_embeddings.projection
+        for sublayer in self.sublayers:
+            yield from sublayer.mix.weights
+
+    def vectors(self) -> Iterator[Vector]:
+        """All vectors."""
+        if self.layer_embeddings:
+            yield self.layer_embeddings.norm
+        for sublayer in self.sublayers:
+            yield from sublayer.vectors
+        yield self.output_norm
+
+    @property
+    def vector_bytes(self) -> int:
+        """Bytes of all vectors, as float32."""
+        return sum(4 * vector.size for vector in self.vectors())
+
+    # --- figures ---------------------------------------------------------------------------------------
+
+    @property
+    def weight_bytes_per_token(self) -> int:
+        """Bytes of weights that a decode step reads: all, but of experts only the chosen ones, and one row of the
+        embeddings, unless they are the head as well."""
+        n_bytes = self.matrix_bytes + self.vector_bytes
+        for mix in self.experts:
+            for weight in (mix.gate, mix.up, mix.down):
+                n_bytes -= weight.n_bytes * (mix.count - mix.used) // mix.count
+        tables = [] if self.is_tied else [self.embedding]
+        if self.layer_embeddings:
+            tables.append(self.layer_embeddings.table)
+        return n_bytes - sum(table.n_bytes - table.row_bytes for table in tables)
+
+    @property
+    def idle_parameters(self) -> int:
+        """How many of the weights are of experts that a token does not choose."""
+        return sum(
+            (mix.count - mix.used) * weight.rows * weight.cols
+            for mix in self.experts
+            for weight in (mix.gate, mix.up, mix.down)
+        )
+
+    @property
+    def window(self) -> int:
+        """The sliding window of the layers that have one, in tokens; 0 if none has."""
+        return max((attend.window for attend in self.attention), default=0)
+
+    def kv_bytes_per_token(self, windowed: bool, kv: KVFormat = KVFormat.F16) -> int:
+        """Bytes that a token takes in the KV cache of the layers with or without a window. In place of float16 it is
+        float32 if all matrices are (but float16 in the kernels of GPUs)."""
+        wider = 2 if self.is_float32 and not kv.is_quantized else 1
+        return sum(2 * kv.bytes(a.kv_size) * wider for a in self.caching if bool(a.window) == windowed)
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of the recurrent state of a sequence, however long it is: 0 if the model has none."""
+        return sum(delta.state_bytes for delta in self.deltas)

@@ -1,0 +1,306 @@
+"""What a model's sublayers compute, as data: attention, gated delta nets, feed-forward layers, mixtures of experts.
+
+`engine.description.spec` puts a model together from them. Each says which matrices and vectors of the file it needs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Literal, TypeVar
+
+from engine.formats.ggml_types import GGML_TYPES
+from engine.formats.rope_order import HeadOrder
+from engine.protocol.events import KernelRole
+
+T = TypeVar("T")
+Activation = Literal["silu", "gelu", "swiglu_oai"]
+"""Of a gate g and u: silu(g) * u, gelu(g) * u in the form with tanh, or gpt-oss's:
+g * sigmoid(1.702 * g) * (u + 1) with g of at most 7 and u from -7 to 7."""
+
+
+@dataclass(frozen=True)
+class Weight:
+    """A matrix (rows, cols) of the ggml type `type`: the rows of a tensor of the file from `first` on. `order`: the
+    rows are those of heads, to be reordered. With `experts`, as many such matrices, one after the other. With `every`,
+    the rows of these are the first `run` of each `every` rows of the tensor, from `first` on."""
+
+    tensor: str
+    rows: int
+    cols: int
+    type: int
+    first: int = 0
+    order: HeadOrder | None = None
+    experts: int = 1
+    every: int = 0
+    run: int = 0
+
+    @property
+    def name(self) -> str:
+        """The tensor's name without the layer and the suffix: attn_q."""
+        return self.tensor.removesuffix(".weight").rpartition(".")[2]
+
+    @property
+    def key(self) -> str:
+        """Tells the matrix from all others of its file."""
+        return f"{self.tensor}@{self.first}"
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a row in the file."""
+        type = GGML_TYPES[self.type]
+        return self.cols // type.block * type.block_bytes
+
+    @property
+    def n_bytes(self) -> int:
+        return self.experts * self.rows * self.row_bytes
+
+
+@dataclass(frozen=True)
+class Vector:
+    """Floats of a tensor of the file: `size` from `first` on, reordered if they are those of heads, times `factor`."""
+
+    tensor: str
+    size: int
+    first: int = 0
+    order: HeadOrder | None = None
+    factor: float = 1.0
+
+
+Roles = dict[KernelRole, tuple[Weight | None, ...]]
+
+
+@dataclass(frozen=True)
+class Mix:
+    """What a sublayer computes. All that it needs of the file is among its fields, or among those of its parts."""
+
+    @property
+    def roles(self) -> Roles:
+        """Its matrices, by the role of the kernels that multiply by them."""
+        return {}
+
+    @property
+    def parts(self) -> tuple[Mix, ...]:
+        """The layers that it consists of."""
+        return self._fields(Mix)
+
+    @property
+    def weights(self) -> tuple[Weight, ...]:
+        own = (weight for weights in self.roles.values() for weight in weights if weight)
+        return *own, *(weight for part in self.parts for weight in part.weights)
+
+    @property
+    def vectors(self) -> tuple[Vector, ...]:
+        return *self._fields(Vector), *(vector for part in self.parts for vector in part.vectors)
+
+    def _fields(self, kind: type[T]) -> tuple[T, ...]:
+        values = (getattr(self, field.name) for field in fields(self))
+        return tuple(value for value in values if isinstance(value, kind))
+
+
+@dataclass(frozen=True)
+class Attend(Mix):
+    """Attention. `heads` query heads share `kv_heads` heads of keys and values, of `head_dim` elements each. The norms
+    of queries and keys are over a head (head_dim weights), or over all heads together. `rope` is an index in
+    `ModelSpec.ropes`. Scores are multiplied by `scale`. With a `window`, a query at position p attends to the keys at
+    p - window + 1 to p; 0 means to all. `sinks`: for each head a score
+    that joins those of the keys, unscaled, and whose value is zero. `gate`: the result is multiplied by
+    sigmoid(gate x) before the output projection.
+
+    Without `v`, the keys before norm and rotation are the values. With `has_normed_values`, values are normed over a
+    head, without a weight. `cache_of`: an index in `ModelSpec.attention` of a layer whose keys and values it reads; it
+    has none of its own."""
+
+    q: Weight
+    k: Weight | None
+    v: Weight | None
+    o: Weight
+    q_bias: Vector | None
+    k_bias: Vector | None
+    v_bias: Vector | None
+    o_bias: Vector | None
+    q_norm: Vector | None
+    k_norm: Vector | None
+    heads: int
+    kv_heads: int
+    head_dim: int
+    rope: int
+    scale: float
+    window: int = 0
+    sinks: Vector | None = None
+    gate: Weight | None = None
+    cache_of: int | None = None
+    has_normed_values: bool = False
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        return self.heads, self.kv_heads, self.head_dim
+
+    @property
+    def query_size(self) -> int:
+        """Elements of a token's queries, over all heads."""
+        return self.heads * self.head_dim
+
+    @property
+    def kv_size(self) -> int:
+        """Elements of a token's keys, over all heads; as many as of its values."""
+        return self.kv_heads * self.head_dim
+
+    @property
+    def has_wide_norms(self) -> bool:
+        """Whether queries or keys are normed over all heads together."""
+        return any(norm and norm.size != self.head_dim for norm in (self.q_norm, self.k_norm))
+
+    @property
+    def roles(self) -> Roles:
+        return {"QKV projection": (self.q, self.gate, self.k, self.v), "attention output": (self.o,)}
+
+
+@dataclass(frozen=True)
+class Delta(Mix):
+    """A gated delta net. `qkv` x is, for each token: `key_heads` queries and as many keys, then `value_heads` values,
+    of `size` elements each. Each of these channels passes a causal convolution over the last `taps` tokens, the last
+    tap for the token itself, and then SiLU. Queries and keys are divided by their length, sqrt(sum of squares + eps);
+    queries are multiplied by size ** -0.5. The value head j has the query and the key of head j mod key_heads.
+
+    beta = sigmoid(`beta` x) and decay = exp(`decay` * softplus(`alpha` x + `decay_bias`)) are a number for each value
+    head. With a state S (size keys, size values) for each value head, a token computes, in this order:
+    S *= decay;  S += k (beta * (v - S^T k))^T;  y = S^T q.  The result is `out` (norm(y) * silu(`gate` x)), normed over
+    a head.
+
+    So a sequence has a state that does not grow: the S, and the last taps - 1 inputs of the convolution; all float32.
+    At its begin all are zeros."""
+
+    qkv: Weight
+    gate: Weight
+    beta: Weight
+    alpha: Weight
+    out: Weight
+    conv: Vector
+    """Channel by channel its taps."""
+    decay: Vector
+    decay_bias: Vector
+    norm: Vector
+    key_heads: int
+    value_heads: int
+    size: int
+    taps: int
+
+    @property
+    def channels(self) -> int:
+        """The rows of `qkv`."""
+        return (2 * self.key_heads + self.value_heads) * self.size
+
+    @property
+    def value_size(self) -> int:
+        """Elements of a token's values, over all heads."""
+        return self.value_heads * self.size
+
+    @property
+    def state_elements(self) -> int:
+        """Elements of a sequence's S."""
+        return self.value_size * self.size
+
+    @property
+    def conv_elements(self) -> int:
+        """Elements of the inputs of the convolution that a sequence keeps."""
+        return (self.taps - 1) * self.channels
+
+    @property
+    def state_bytes(self) -> int:
+        return 4 * (self.state_elements + self.conv_elements)
+
+    @property
+    def roles(self) -> Roles:
+        inputs = self.qkv, self.gate, self.beta, self.alpha
+        return {"QKV projection": inputs, "attention output": (self.out,)}
+
+
+@dataclass(frozen=True)
+class Dense(Mix):
+    """A feed-forward layer: down(activation(gate x) * up x)."""
+
+    gate: Weight
+    up: Weight
+    down: Weight
+    activation: Activation
+
+    @property
+    def width(self) -> int:
+        return self.up.rows
+
+    @property
+    def roles(self) -> Roles:
+        return {"FFN gate+up": (self.gate, self.up), "FFN down": (self.down,)}
+
+
+@dataclass(frozen=True)
+class Experts(Mix):
+    """A mixture of experts, which are feed-forward layers. The router gives each expert a probability, a softmax of
+    `router` x. The `used` most probable ones are computed, and their results are added, each times its probability; if
+    they are `renormalised`, divided by the sum of these. The biases of all experts are one after the other. `scales`: a
+    number for each expert, by which its result is multiplied. A `shared` layer computes every token; its result times
+    sigmoid(`shared_gate` x) is added, with `shared_gate` (1, dim)."""
+
+    router: Weight
+    router_bias: Vector | None
+    gate: Weight
+    up: Weight
+    down: Weight
+    gate_bias: Vector | None
+    up_bias: Vector | None
+    down_bias: Vector | None
+    used: int
+    renormalised: bool
+    activation: Activation
+    scales: Vector | None = None
+    shared: Dense | None = None
+    shared_gate: Weight | None = None
+
+    @property
+    def count(self) -> int:
+        return self.down.experts
+
+    @property
+    def least_sum(self) -> float | None:
+        """What the probabilities of the chosen experts are divided by at least, if they are divided by their sum."""
+        return MIN_PROBABILITY if self.renormalised else None
+
+    @property
+    def roles(self) -> Roles:
+        return {
+            "router": (self.router, self.shared_gate),
+            "experts gate+up": (self.gate, self.up),
+            "experts down": (self.down,),
+        }
+
+
+MIN_PROBABILITY = 6.1e-5
+"""What the probabilities of chosen experts are divided by at least: build_moe_ffn in src/llama-graph.cpp."""
+
+
+@dataclass(frozen=True)
+class Beside(Mix):
+    """A feed-forward layer and a mixture of experts side by side. Its sublayer has no norm, because each has its own:
+    dense_post_norm(dense(dense_norm(x))) + experts_post_norm(experts(experts_norm(x))). The router reads another norm
+    of x, whose weights are `router_scale`."""
+
+    dense: Dense
+    dense_norm: Vector
+    dense_post_norm: Vector
+    experts: Experts
+    experts_norm: Vector
+    experts_post_norm: Vector
+    router_scale: Vector
+
+
+@dataclass(frozen=True)
+class LayerEmbedding(Mix):
+    """proj(gelu(gate x) * e[layer]): what `ModelSpec.layer_embeddings` give a layer. Its sublayer has no norm."""
+
+    gate: Weight
+    proj: Weight
+    layer: int
+
+    @property
+    def roles(self) -> Roles:
+        return {"FFN gate+up": (self.gate,), "FFN down": (self.proj,)}

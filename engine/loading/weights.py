@@ -1,0 +1,138 @@
+"""The weights of a model file: the bytes of its matrices and the floats of its vectors."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from collections.abc import Callable, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+from tinygrad import dtypes
+
+from engine.description.spec import ModelSpec
+from engine.description.sublayers import Vector, Weight
+from engine.errors import ModelFileError
+from engine.formats.gguf import GGUF, TensorInfo, damaged, printable
+from engine.formats.quantization import FLOATS, QUANTIZED
+from engine.loading import PIECE_BYTES
+
+
+def pieces(weight: Weight, multiple: int = 1, side_by_side: int = 1) -> list[range]:
+    """The rows of a matrix, those of all its experts, in pieces that are repacked one after the other: whole heads if
+    these are reordered, and a multiple of `multiple` rows except the last. If possible they are of the same length, so
+    that they share kernels. `side_by_side`: so many such matrices are repacked together."""
+    rows, multiple = (
+        weight.experts * weight.rows,
+        math.lcm(multiple, weight.order.head_dim if weight.order else 1),
+    )
+    row_bytes = max(weight.row_bytes, weight.cols)  # repacking takes up to a byte for an element
+    most = max(PIECE_BYTES // (side_by_side * row_bytes * multiple), 1) * multiple
+    fewest = -(-rows // most)
+    even = (rows // n for n in range(fewest, 2 * fewest) if not rows % n)
+    length = next((n for n in even if not n % multiple or n == rows), most)
+    return [range(first, min(first + length, rows)) for first in range(0, rows, length)]
+
+
+def _place(weight: Weight, row: int) -> int:
+    """Which row of its tensor a row of a matrix is."""
+    if weight.every:
+        row = row // weight.run * weight.every + row % weight.run
+    return weight.first + row
+
+
+class Weights:
+    """Reads a model's weights from its file, and reports the number of bytes done so far with every piece."""
+
+    def __init__(
+        self, file: GGUF, spec: ModelSpec, report: Callable[[int], None], keep_cached: bool = True
+    ) -> None:
+        """`keep_cached`: see `TensorInfo.release`. Raises ModelFileError if a matrix is of a type that the engine does
+        not run."""
+        self.file, self.spec = file, spec
+        self._report, self._bytes_done, self._keep_cached = report, 0, keep_cached
+        for weight in spec.weights():
+            if weight.type not in QUANTIZED and weight.type not in FLOATS:
+                types = ", ".join(["F32", "F16", "BF16", *(format.name for format in QUANTIZED.values())])
+                raise ModelFileError(
+                    f"{printable(file.path.name)} holds {weight.tensor} as "
+                    f"{file.tensors[weight.tensor].type_name}, which orin-chat does not run.",
+                    f"Choose a file with other quantization types: {types}.",
+                )
+
+    def read(self, weight: Weight, rows: range) -> NDArray[np.uint8]:
+        """The bytes of a matrix's rows in the file, uint8 (len(rows) * weight.row_bytes,), not copied if they lie one
+        after the other."""
+        data = self._data(self.file.tensors[weight.tensor], *self._extent(weight, rows))
+        if not weight.every:
+            return data
+        places = [_place(weight, row) - _place(weight, rows.start) for row in rows]
+        return data.reshape(-1, weight.row_bytes)[places].reshape(-1)
+
+    def n_bytes(self, weight: Weight, rows: range) -> int:
+        """Bytes of a matrix's rows in the file."""
+        return len(rows) * weight.row_bytes
+
+    def read_into(self, weight: Weight, rows: range, start: int, out: memoryview) -> None:
+        """Fills `out` with the bytes of a matrix's rows in the file, from the byte `start` on. Any thread may call it.
+        Raises ModelFileError."""
+        done = 0
+        while done < len(out):  # rows that lie one after the other at once
+            row, byte = divmod(start + done, weight.row_bytes)
+            row += rows.start
+            end = min(rows.stop, (row // weight.run + 1) * weight.run if weight.every else rows.stop)
+            part = out[done:][: (end - row) * weight.row_bytes - byte]
+            self.file.tensors[weight.tensor].read_into(_place(weight, row) * weight.row_bytes + byte, part)
+            done += len(part)
+
+    def mapped(self, weight: Weight) -> NDArray[np.uint8]:
+        """The rows of a matrix that stays in the file, (rows, bytes of a row), of which the system keeps in memory what
+        is read. It is reported as done."""
+        self._bytes_done += weight.n_bytes
+        self._report(self._bytes_done)
+        return self.file.tensors[weight.tensor].data.reshape(weight.rows, weight.row_bytes)
+
+    def release(self, weight: Weight, rows: range) -> None:
+        """Removes these rows' pages of the file from memory, and reports them as done."""
+        start, n_bytes = self._extent(weight, rows)
+        self.file.tensors[weight.tensor].release(start, n_bytes, self._keep_cached)
+        self._bytes_done += len(rows) * weight.row_bytes
+        self._report(self._bytes_done)
+
+    @staticmethod
+    def _extent(weight: Weight, rows: range) -> tuple[int, int]:
+        """Where rows of a matrix are in their tensor, and how many bytes there are from the first to the last."""
+        first, last = _place(weight, rows.start), _place(weight, rows.stop - 1)
+        return first * weight.row_bytes, (last + 1 - first) * weight.row_bytes
+
+    def vector(self, vector: Vector) -> NDArray[np.float32]:
+        """float32 (vector.size,). Raises ModelFileError."""
+        info = self.file.tensors[vector.tensor]
+        if info.type not in FLOATS:
+            raise damaged(self.file.path, f"it holds {vector.tensor} as {info.type_name}, not as floats")
+        data = self._data(info, 0, info.n_bytes)
+        if FLOATS[info.type] == dtypes.bfloat16:  # the upper half of a float32
+            values = (data.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
+        else:
+            values = data.view(np.float32 if info.type == 0 else np.float16).astype(np.float32)
+        values = values[vector.first : vector.first + vector.size]
+        if vector.order:
+            values = vector.order.apply(values)
+        return values * np.float32(vector.factor)
+
+    def joined_vectors(
+        self, parts: Sequence[tuple[Vector | None, int]], default: float
+    ) -> NDArray[np.float32] | None:
+        """Vectors of these sizes one after another, float32 (sum of sizes,); `default` in place of those that are None.
+        None if all are. Raises ModelFileError."""
+        if not any(vector for vector, _ in parts):
+            return None
+        return np.concatenate(
+            [self.vector(vector) if vector else np.full(size, default, np.float32) for vector, size in parts]
+        )
+
+    @staticmethod
+    def _data(info: TensorInfo, start: int, n_bytes: int) -> NDArray[np.uint8]:
+        # tinygrad's CUDA device copies only from memory that is marked as writable, though it just reads it.
+        buffer = (ctypes.c_uint8 * n_bytes).from_address(info.data.ctypes.data + start)
+        return np.ctypeslib.as_array(buffer)

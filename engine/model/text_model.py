@@ -1,0 +1,280 @@
+"""A loaded model: what answers requests with it, and what measures it while there are none."""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from msgspec.structs import replace
+from tinygrad import Device
+from tinygrad.helpers import GlobalCounters
+
+from engine.description import file_summary
+from engine.description.architectures import read_spec
+from engine.description.spec import ModelSpec
+from engine.devices.device_name import device_name
+from engine.fixes import compiler_processes, program_cache
+from engine.formats.gguf import GGUF
+from engine.formats.kv_format import KVFormat
+from engine.formats.template import ChatTemplate
+from engine.loading import packed_weights_cache
+from engine.loading.weights import Weights
+from engine.measure.bandwidth import copy_gbps
+from engine.measure.compiling import kernels_reported
+from engine.measure.free_memory import free_bytes, host_free_bytes, uses_host_memory
+from engine.measure.profile import profile
+from engine.measure.timeline import timeline
+from engine.model.memory_need import MemoryNeed, check_fits, chosen_context, squeezed_because
+from engine.model.open_runner import open_runner
+from engine.model.pending_encoder import PendingEncoder
+from engine.protocol.events import (
+    EngineOptions,
+    Event,
+    Finished,
+    Generate,
+    KernelProfile,
+    Loading,
+    Measure,
+    Measured,
+    ModelInfo,
+    Profile,
+    Ready,
+    Sampling,
+    Slots,
+    Warming,
+)
+from engine.runtime.answer import Answer, Answers
+from engine.runtime.choice_reporter import ChoiceReporter
+from engine.runtime.model_runner import Slot
+from engine.runtime.prefix_folder import default_limit_bytes
+from engine.runtime.prefix_store import PrefixStore
+from engine.runtime.scheduler import Scheduler
+from engine.targets.coverage import runs_as_graph_because
+
+Report = Callable[[Event], None]
+
+SEARCH_S_PER_WIDTH = 20.0  # default limit of a search for schedules, for each unit of its width
+
+
+class TextModel:
+    """A loaded model (the worker's `Model`): `begin` makes an answer of a request, and `scheduler` gives it."""
+
+    def __init__(self, options: EngineOptions, report: Report, prompts: PendingEncoder | None = None) -> None:
+        """Loads `options.model_path` and compiles its kernels, reporting `Loading` and `Warming`. `prompts` is of that
+        file. Raises ModelFileError, UsageError, and BackendError, which comes before loading if the model does not fit
+        into memory."""
+        prompts = prompts or PendingEncoder(options.model_path)
+        file = prompts.file()
+        spec = read_spec(file)
+        free, device, kv = free_bytes(Device.DEFAULT), str(Device.DEFAULT), KVFormat.parse(options.kv)
+        set_up = device, options.kernels, options.parallel, kv
+        self.context_length = chosen_context(spec, options.context_length, free, *set_up)
+        need = check_fits(spec, self.context_length, free, *set_up)
+        if Device.DEFAULT.split(":")[0] == "CPU":  # repacking the weights keeps all cores busy
+            prompts.encoder()
+        loading = Loading(
+            done_bytes=0,
+            total_bytes=spec.matrix_bytes,
+            context_length=self.context_length,
+            cache_bytes=need.cache_bytes,
+            kv=kv.value,
+        )
+        report(loading)
+        weights = Weights(
+            file,
+            spec,
+            lambda done: report(replace(loading, done_bytes=done)),
+            keep_cached=_has_room_for(file, need),
+        )
+        program_cache.apply()
+        with kernels_reported(lambda done, total: report(Warming(done=done, total=total))):
+            how = self.context_length, options.kernels, options.keep_packed, options.parallel, kv
+            self._runner = open_runner(weights, *how, is_early=True)
+            self._choices = ChoiceReporter(self._runner.expert_choices, report)
+            store = _prefix_store(file, self._runner.export_layout, options.prefix_cache_bytes)
+            self.scheduler = Scheduler(self._runner, lambda slots: self._report_slots(slots, report), store)
+            self._search(options, report)
+            self._captures = self._capture_steps()
+            with timeline.span("first step"):
+                next(self._captures)
+            if not self._runner.precompiled:  # else the first prompt and reply would wait for the compiler
+                collections.deque(self._captures, 0)
+        compiler_processes.dismiss()
+        with timeline.span("waiting for the tokenizer"):
+            self.prompts = prompts.encoder()
+        self.tokenizer = self.prompts.tokenizer
+        self._answers = Answers(self.prompts, self.context_length)
+        self._choices.skip()
+        with timeline.span("template"):
+            warnings = self._warnings(spec, options)
+        self.ready = Ready(
+            model=_model_info(file, spec, self.prompts.template),
+            backend=str(Device.DEFAULT),
+            device_name=device_name(str(Device.DEFAULT)),
+            context_length=self.context_length,
+            load_ms=0.0,
+            cache_bytes=need.cache_bytes,
+            kv=kv.value,
+            is_squeezed=bool(squeezed_because(spec, options.context_length, self.context_length)),
+            warnings=warnings,
+            parallel=self._runner.parallel,
+            weight_bytes_per_token=spec.weight_bytes_per_token,
+            kv_bytes_per_token=spec.kv_bytes_per_token(windowed=False, kv=kv),
+            window=spec.window,
+            window_kv_bytes_per_token=spec.kv_bytes_per_token(windowed=True, kv=kv),
+            state_bytes=spec.state_bytes,
+            states_bytes=need.states_bytes,
+            checkpoints=self._runner.state_slots,
+            **self._experts(spec),
+        )
+
+    def _experts(self, spec: ModelSpec) -> dict[str, Any]:
+        """The fields of `Ready` about experts."""
+        if not self._choices.counts:
+            return {}
+        return {"experts": spec.experts[0].count, "experts_used": spec.experts[0].used}
+
+    def _warnings(self, spec: ModelSpec, options: EngineOptions) -> tuple[str, ...]:
+        """Sentences about what a user would not expect of this model."""
+        as_graph = "" if options.kernels == "graph" else runs_as_graph_because(spec, str(Device.DEFAULT))
+        unkept = ""
+        packs = str(Device.DEFAULT) == "CPU" and not as_graph and options.kernels != "graph"
+        if packs and options.keep_packed and not packed_weights_cache.cached_files(Path(options.model_path)):
+            unkept = "The packed weights are not kept: the disk has no room for them, or cannot be written."
+        shorter = squeezed_because(spec, options.context_length, self.context_length)
+        text_only = [
+            f"Its {encoder} encoder is not loaded: orin-chat gives it text alone."
+            for encoder in spec.encoders
+        ]
+        return (*self.prompts.warnings, *filter(None, [as_graph, unkept, shorter, *text_only]))
+
+    def warm_up(self, interrupted: Callable[[], bool]) -> None:
+        """Captures the remaining steps one by one until `interrupted`, as long as the KV cache is empty. Steps that
+        are not captured here are captured at their first use. What conversations have added to the KV cache is kept on
+        disk."""
+        if self.scheduler.busy:
+            return
+        while self.scheduler.blocks.is_empty and not interrupted() and next(self._captures, self) is None:
+            self._choices.skip()
+        compiler_processes.dismiss()
+        self.scheduler.keep(interrupted)
+
+    def _report_slots(self, slots: Slots, report: Report) -> None:
+        """Reports what the scheduler does, and which experts its steps have chosen."""
+        report(replace(slots, device_bytes=GlobalCounters.mem_used_per_device[Device.DEFAULT]))
+        if any(slots.slots):
+            self._choices.report_if_due()
+        else:
+            self._choices.end()
+
+    def begin(self, request: Generate, report: Report) -> Answer:
+        """The answer to a request, for `scheduler`. Only one thread may call it, but any. Raises ContextFullError,
+        TemplateError and UsageError."""
+        return self._answers.begin(request, report)
+
+    def generate(self, request: Generate, report: Report, cancelled: Callable[[], bool]) -> Finished:
+        """Answers one request at once, for callers that have no worker. Raises what `begin` and the steps raise."""
+        ends: list[Finished | Exception] = []
+        self.scheduler.add(self.begin(request, report), cancelled, ends.append)
+        while not ends:
+            self.scheduler.step()
+        [end] = ends
+        if isinstance(end, Exception):
+            raise end
+        return end
+
+    def measure(self, request: Measure) -> Measured:
+        """Counts the kernels of a decode step and the device's memory in use, and times a copy."""
+        with self.scheduler.room_after_last(1, self.context_length) as position:
+            kernels = len(self._runner.replay("decode", position).calls)
+        return Measured(
+            request_id=request.request_id,
+            kernels_per_token=kernels,
+            device_bytes=GlobalCounters.mem_used_per_device[Device.DEFAULT],
+            copy_gbps=copy_gbps(Device.DEFAULT),
+        )
+
+    def profile(self, request: Profile, interrupted: Callable[[], bool]) -> KernelProfile:
+        """Times the kernels of a step after the conversation that ended last. Raises PreemptedError when `interrupted`,
+        UsageError if the runner has no such step."""
+        tokens = 1 if request.step == "decode" else self._runner.max_chunk
+        try:
+            with self.scheduler.room_after_last(tokens, self.context_length) as position:
+                return profile(request, self._runner.replay(request.step, position), position, interrupted)
+        finally:
+            self._choices.skip()
+
+    def _search(self, options: EngineOptions, report: Report) -> None:
+        """Searches for faster schedules if the options give a width and the runner has kernels of its own. (Tensor
+        graphs are searched by tinygrad while it compiles them.)"""
+        width = options.search_width
+        if not width or not self._runner.search_tokens:
+            return
+        seconds = SEARCH_S_PER_WIDTH * width if options.search_s is None else options.search_s
+        progress = lambda done, total, cached, search: report(
+            Warming(done=done, total=total, cached=cached, search=search)
+        )
+        with (
+            kernels_reported(lambda done, total: None),  # the search reports its candidates itself
+            self.scheduler.blocks.room(self._runner.search_tokens),
+        ):
+            self._runner.search(width, seconds, progress, options.search_again)
+
+    def _capture_steps(self) -> Iterator[None]:
+        """Captures each step of the runner by running it, one a turn. The first is a decode step with its logits: it
+        shows that the device works."""
+        runner = self._runner
+        self._run_rows(1)
+        runner.logits()
+        yield
+        for size in runner.chunk_sizes:
+            runner.prepare(size)
+            tokens = (0,) * (size // 2 + 1)
+            with self.scheduler.blocks.room(len(tokens)):
+                runner.run([Slot(0, tokens, 0, "none")])
+            yield
+        for sampling in (None, Sampling(), Sampling(repeat_penalty=1.1)):
+            if sampling and not runner.prepare_sampling(0, sampling, [0], np.zeros(1)):
+                continue
+            for count in runner.row_counts:
+                self._run_rows(min(count, runner.parallel), draw=sampling is not None)
+                yield
+            for depth in runner.decode_depths[1:]:
+                self._run_rows(1, depth, draw=sampling is not None)
+                yield
+
+    def _run_rows(self, count: int, position: int = 0, draw: bool = False) -> None:
+        """Decodes a token of so many sequences, which are empty before and after."""
+        with self.scheduler.blocks.room(*[position + 1] * count):
+            self._runner.run([Slot(sequence, (0,), position, draw=draw) for sequence in range(count)])
+
+
+def _has_room_for(file: GGUF, need: MemoryNeed) -> bool:
+    """Whether the machine's memory has room for the file beside the model, so that the next start need not read the
+    disk."""
+    needed, free = file.file_bytes, host_free_bytes()
+    if uses_host_memory(Device.DEFAULT):
+        needed += need.total_bytes
+    return free is None or needed <= free
+
+
+def _prefix_store(file: GGUF, layout: str, limit_bytes: int | None) -> PrefixStore | None:
+    """Where up to so many bytes of conversations are kept on disk, if the runner can export them."""
+    limit = default_limit_bytes() if limit_bytes is None else limit_bytes
+    return PrefixStore(file, layout, limit) if limit and layout else None
+
+
+def _model_info(file: GGUF, spec: ModelSpec, template: ChatTemplate) -> ModelInfo:
+    return ModelInfo(
+        name=spec.name,
+        architecture=spec.architecture,
+        quantization=file_summary.quantization(file),
+        parameters=file_summary.parameters(file),
+        file_bytes=file.file_bytes,
+        trained_context=spec.trained_context,
+        thinks=template.thinks,
+        takes_effort=template.takes_effort,
+    )

@@ -1,0 +1,192 @@
+"""One request while it is answered: its tokens, how the next one is chosen, and what is reported of them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.errors import SHORTEN, ContextFullError
+from engine.formats.prompt import PromptEncoder, think_splitter
+from engine.formats.template import Prompt
+from engine.formats.vocabulary import StreamDecoder
+from engine.protocol.events import (
+    Chat,
+    Event,
+    Finished,
+    Generate,
+    Prefilling,
+    StopReason,
+    Thinking,
+    Token,
+    TopToken,
+    decode_rate,
+)
+from engine.runtime.grammar import Constraint, Grammars
+from engine.runtime.sampling import Logits, Sampler, biased, has_additive_penalty, log_probabilities
+
+
+class Answers:
+    """Makes the answers of one model."""
+
+    def __init__(self, prompts: PromptEncoder, context_length: int) -> None:
+        self._prompts, self._context_length = prompts, context_length
+        self._grammars = Grammars(prompts.tokenizer)
+
+    def begin(self, request: Generate, report: Callable[[Event], None]) -> Answer:
+        """The answer to a request, with no token yet. Raises ContextFullError, TemplateError and UsageError."""
+        prompt = self._prompts.encode(request.prompt, request.sampling.effort, self._context_length)
+        limit = _reply_limit(len(prompt.ids), request.max_tokens, self._context_length)
+        answer = Answer(request, prompt, self._prompts, limit, report)
+        if request.grammar:
+            thinks = isinstance(request.prompt, Chat) and request.prompt.think
+            open_mark = prompt.marks.open if thinks else ""
+            answer.constraint = self._grammars.constraint(request.grammar, answer.splitter, open_mark)
+        return answer
+
+
+class Answer:
+    """`tokens` are those of the prompt and of the reply so far; once `reason` says why it ended, no more may follow.
+    `cached` of the prompt's tokens were in the KV cache. `left` is the most tokens that may still follow."""
+
+    def __init__(
+        self,
+        request: Generate,
+        prompt: Prompt,
+        prompts: PromptEncoder,
+        limit: int,
+        report: Callable[[Event], None],
+    ) -> None:
+        self.request, self.tokens, self.prompt_n = request, list(prompt.ids), len(prompt.ids)
+        self.left, self.cached = limit, 0
+        self.reason: StopReason | None = None if limit else "length"
+        self.sampler = Sampler(request.sampling)
+        self.splitter = think_splitter(request.prompt, prompt)
+        self.constraint: Constraint | None = None
+        """What keeps the answer to a grammar."""
+        self._eos_ids, self._decoder = prompts.tokenizer.eos_ids, StreamDecoder(prompts.tokenizer)
+        self._report = report
+        self.start()
+
+    def start(self) -> None:
+        """From now on time counts: a request that has to wait is started when its prompt is read."""
+        self._started = self._first_token = self._last_token = time.perf_counter()
+
+    @property
+    def rate(self) -> float:
+        """Tokens of the reply a second (see `engine.protocol.events.decode_rate`)."""
+        return decode_rate(len(self.tokens) - self.prompt_n, (self._last_token - self._first_token) * 1e3)
+
+    @property
+    def is_best_token(self) -> bool:
+        """Whether the next token is the most probable one, so that the host need not choose it."""
+        return self.sampler.greedy and not self.is_masked
+
+    @property
+    def is_masked(self) -> bool:
+        """Whether something else than sampling changes the logits: only the host knows how."""
+        return bool(self.constraint or self.request.logit_bias)
+
+    @property
+    def needs_logits(self) -> bool:
+        """Whether the host needs the logits of the next token: to choose it, or to report its probability."""
+        return not self.is_best_token or self.request.logprobs > 0
+
+    @property
+    def fits_device(self) -> bool:
+        """Whether a device may sample the tokens. It knows no masks and no additive penalties, and overwrites logits
+        with penalized ones, of which no log-probabilities are reported."""
+        host = self.is_masked or self.request.logprobs or has_additive_penalty(self.request.sampling)
+        return not self.is_best_token and not host
+
+    @property
+    def turn_ends(self) -> list[int]:
+        """Where the first turn of the prompt and its last two end, in tokens: other prompts are likely to part with it
+        there."""
+        tokens = self.tokens[: self.prompt_n]
+        ends = [n for n, token in enumerate(tokens, 1) if token in self._eos_ids]
+        return ends[:1] + ends[-2:]
+
+    @property
+    def messages_end(self) -> int:
+        """Where the messages of the prompt end, in tokens."""
+        return max(self.turn_ends, default=self.prompt_n - 1)
+
+    @property
+    def uniforms(self) -> NDArray[np.float64]:
+        """The uniform numbers that `choose` would use for the tokens that may follow, float64 (left,)."""
+        n = len(self.tokens) - self.prompt_n
+        return self.sampler.uniforms(n + self.left)[n:]
+
+    def choose(self, logits: Logits) -> int:
+        """The next token, chosen on the host. `logits`: float32 (vocab,)."""
+        logits = biased(logits, self.request.logit_bias)
+        masked = self.constraint.masked(logits) if self.constraint else logits
+        return self.sampler.sample(masked, self.tokens)
+
+    def report_prefill(self, done: int) -> None:
+        """Reports that `done` tokens of the prompt are in the KV cache."""
+        self._report(
+            Prefilling(request_id=self.request.request_id, done=done, total=self.prompt_n, cached=self.cached)
+        )
+
+    def add(self, token: int, logits: Callable[[], Logits]) -> None:
+        """Takes the next token and reports it. `logits` gives those that it was chosen from."""
+        self._last_token = time.perf_counter()
+        if len(self.tokens) == self.prompt_n:
+            self._first_token = self._last_token
+            self.report_prefill(self.prompt_n)
+        self.tokens.append(token)
+        self.left -= 1
+        if self.constraint:
+            self.constraint.accept(token)
+        if token in self._eos_ids and not (self.request.ignore_eos and not self.constraint):
+            self.reason = "stop"
+        elif not self.left:
+            self.reason = "length"
+        self._report_token(token, logits)
+
+    def cancel(self) -> None:
+        self.reason = "cancelled"
+
+    def finished(self) -> Finished:
+        """The end of an answer that has a `reason`. Its `load_ms` is for others to fill in."""
+        assert self.reason
+        return Finished(
+            request_id=self.request.request_id,
+            reason=self.reason,
+            prompt_n=self.prompt_n,
+            cached_n=self.cached,
+            prompt_ms=(self._first_token - self._started) * 1e3,
+            predicted_n=len(self.tokens) - self.prompt_n,
+            predicted_ms=(self._last_token - self._first_token) * 1e3,
+            load_ms=0.0,
+            seed=self.sampler.seed,
+        )
+
+    def _report_token(self, token: int, logits: Callable[[], Logits]) -> None:
+        last = self.reason is not None  # so text that was held back is reported too
+        text = self._decoder.feed(token) + (self._decoder.flush() if last else "")
+        thinking = False
+        if self.splitter is not None:
+            thinking, text = self.splitter.feed(text, token)
+            text += self.splitter.flush()[1] if last else ""
+        logprob: float | None = None
+        top: tuple[TopToken, ...] = ()
+        if self.request.logprobs:
+            logprob, top = log_probabilities(logits(), token, self.request.logprobs)
+        event = Thinking if thinking else Token
+        self._report(event(request_id=self.request.request_id, id=token, text=text, logprob=logprob, top=top))
+
+
+def _reply_limit(prompt_n: int, max_tokens: int | None, context_length: int) -> int:
+    """The most tokens that the reply may have. Its last token needs no place in the KV cache."""
+    limit = context_length - prompt_n + 1
+    if limit < 1:
+        raise ContextFullError(
+            f"The conversation has {prompt_n} tokens and the context holds {context_length}.",
+            SHORTEN,
+        )
+    return limit if max_tokens is None else min(limit, max_tokens)

@@ -1,0 +1,147 @@
+"""Keeps an answer to a grammar: tokens after which the text can no longer fit it are masked.
+
+The library llguidance compiles grammars and computes the masks (https://github.com/guidance-ai/llguidance,
+docs/syntax.md for Lark, docs/json_schema.md). It is an optional extra, and is imported with the first grammar.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from engine.errors import UsageError, one_line
+from engine.formats.thinking import ReplySplitter
+from engine.formats.tokenizer import Tokenizer
+from engine.formats.tool_calls import WHITE_SPACE
+from engine.invocation import pip_install
+from engine.protocol.events import Grammar
+from engine.runtime.sampling import Logits
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
+
+MAX_SOURCE = 1 << 18
+"""Characters. The library bounds its own work, but reads a source to its end before: 10 MB would take it 10 s, in which
+no other conversation goes on, and half a gigabyte."""
+MAX_REASON = 200  # characters
+
+
+class Grammars:
+    """Compiles grammars for the vocabulary of one model."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._vocabulary: LLTokenizer | None = None
+
+    def constraint(self, grammar: Grammar, splitter: ReplySplitter | None, open_mark: str) -> Constraint:
+        """Keeps one answer to `grammar`. `splitter` gets the text of the reply, which may begin with `open_mark` and
+        thinking. The first call takes about a second for a large vocabulary. Raises UsageError if the grammar is not
+        valid, or the library is not installed."""
+        try:
+            from llguidance import LLMatcher, LLParserLimits
+        except ModuleNotFoundError:
+            raise UsageError(
+                "Grammars and JSON schemas need the library llguidance, which is not installed.",
+                f"Install it: {pip_install('llguidance')}",
+            ) from None
+        if len(grammar.source) > MAX_SOURCE:
+            raise _invalid(f"it has more than {MAX_SOURCE:,} characters")
+        if self._vocabulary is None:
+            self._vocabulary = _vocabulary(self._tokenizer)
+        try:
+            source = (
+                LLMatcher.grammar_from_lark(grammar.source)
+                if grammar.kind == "lark"
+                else LLMatcher.grammar_from_json_schema(
+                    grammar.source, overrides={"whitespace_pattern": WHITE_SPACE}
+                )
+            )
+        except ValueError as error:
+            raise _invalid(str(error)) from None
+        # A fraction of the library's own limits: no other conversation goes on while it works.
+        limits = LLParserLimits(initial_lexer_fuel=300_000, max_grammar_size=50_000)
+        matcher = LLMatcher(self._vocabulary, source, log_level=0, limits=limits)
+        if matcher.is_error():
+            raise _invalid(matcher.get_error())
+        return Constraint(matcher, splitter, self._tokenizer.special_tokens.get(open_mark))
+
+
+class Constraint:
+    """A grammar and what it has seen of one answer."""
+
+    def __init__(self, matcher: LLMatcher, splitter: ReplySplitter | None, opens: int | None) -> None:
+        """`opens` is the token that opens thinking, which may come first."""
+        self._matcher = matcher
+        self._splitter = splitter
+        self._opens = opens
+        self._begun = False
+
+    def masked(self, logits: Logits) -> Logits:
+        """The logits, float32 (vocab,), with -inf for tokens that the grammar does not allow next. They are the same
+        array while the reply is thinking."""
+        if not self._applies:
+            return logits
+        bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
+        if self._matcher.is_error():
+            raise _invalid(self._matcher.get_error())
+        allowed = np.unpackbits(bits, bitorder="little")[: logits.size].astype(bool)
+        if self._may_open:
+            allowed[self._opens] = True
+        masked = np.full_like(logits, -np.inf)
+        np.copyto(masked[: allowed.size], logits[: allowed.size], where=allowed)
+        return masked
+
+    def accept(self, token: int) -> None:
+        """Takes the token that was chosen, before the splitter gets its text."""
+        if self._applies and not (self._may_open and token == self._opens):
+            self._begun = True
+            self._matcher.consume_token(token)
+
+    @property
+    def _may_open(self) -> bool:
+        return (
+            not self._begun and self._opens is not None and bool(self._splitter and self._splitter.may_open)
+        )
+
+    @property
+    def _applies(self) -> bool:
+        return self._begun or self._splitter is None or self._splitter.answers_next
+
+
+class _Vocabulary:
+    """What `llguidance.TokenizerWrapper` asks of a tokenizer."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self.bos_token_id = tokenizer.bos_id
+        self.eos_token_id = min(tokenizer.eos_ids)
+        self.tokens = [tokenizer.piece(id) for id in range(tokenizer.vocab_size)]
+        hidden = [id for id in range(tokenizer.vocab_size) if tokenizer.is_hidden(id)]
+        self.special_token_ids = sorted({*hidden, *tokenizer.eos_ids})
+
+    def __call__(self, text: bytes | str) -> list[int]:
+        return self._tokenizer.encode(text if isinstance(text, str) else text.decode("utf-8", "replace"))
+
+
+def _vocabulary(tokenizer: Tokenizer) -> LLTokenizer:
+    """Raises UsageError for a model that cannot end an answer."""
+    from llguidance import LLTokenizer, TokenizerWrapper
+
+    if not tokenizer.eos_ids:
+        raise UsageError("This model has no token that ends an answer, so it cannot keep to a grammar.")
+    return LLTokenizer(
+        TokenizerWrapper(_Vocabulary(tokenizer)),
+        n_vocab=tokenizer.vocab_size,
+        eos_token=sorted(tokenizer.eos_ids),
+    )
+
+
+def _invalid(reason: str) -> UsageError:
+    """`reason` may be followed by the state of the library's parser, and may quote what was sent."""
+    reason = one_line(reason.partition("<state>")[0])
+    if reason.startswith("NoExtension"):
+        reason = "no text fits it"
+    if len(reason) > MAX_REASON:
+        reason = f"{reason[:MAX_REASON]}…"
+    return UsageError(f"The grammar or JSON schema cannot be used: {reason.rstrip('.')}.")

@@ -1,0 +1,140 @@
+"""What answers need of a model on a device: steps over slots.
+
+A slot is a piece of one sequence: tokens of a prompt, or the last token of a reply. The keys and values of a sequence
+are in blocks (`engine.runtime.kv_blocks`), its recurrent state, if the model has one, in a memory of its own
+(`engine.runtime.checkpoints`). There is a runner for each kind of device: in `engine.targets`, `graph` for
+every device of tinygrad, `cpu` for CPUs, `nvidia` for NVIDIA GPUs. `engine.model.open_runner` chooses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Literal, NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.measure.profile import Replay
+from engine.protocol.events import Sampling, Search, Step
+from engine.runtime.checkpoints import StateStore
+from engine.runtime.kv_blocks import BlockStore
+from engine.runtime.sampling import Logits
+
+SearchReport = Callable[[int, int, int, Search], None]
+"""Called as (shapes done, shapes in all, shapes known from earlier searches, the shape at hand)."""
+
+Want = Literal["none", "last"]
+"""What a step is to give of a slot: nothing (the keys and values of a prompt's piece are stored), or the token after
+its last input."""
+
+
+class Slot(NamedTuple):
+    """What a step computes of one sequence: `inputs`, token ids, at `position` and the places after it. With `want`
+    "none" these are 1 to `ModelRunner.max_chunk`, with "last" it is one. `draw`: the device draws the token that is
+    wanted (`ModelRunner.prepare_sampling`); else it is the most probable one."""
+
+    sequence: int
+    inputs: tuple[int, ...]
+    position: int
+    want: Want = "last"
+    draw: bool = False
+
+
+def varied_tokens(n: int, vocab: int) -> list[int]:
+    """`n` tokens for a step that is replayed. A prompt of equal ones would choose few experts."""
+    return [i * 1009 % vocab for i in range(n)]
+
+
+class ModelRunner(BlockStore, StateStore, Protocol):
+    """A model on a device, with its KV cache, for `parallel` sequences. Positions count from 0. A step at a position
+    needs the keys and values of all tokens before it in the cache, blocks for its own tokens, and, if the model has
+    recurrent states, the state after just the tokens before it."""
+
+    precompiled: bool
+    """Whether all kernels are compiled already: the first use of a step then takes no more than some 20 ms longer."""
+
+    max_chunk: int
+    """The most inputs of a slot."""
+
+    export_layout: str
+    """What `export_blocks` and `export_state` give: only a runner with the same layout may import it. "" if it cannot
+    export."""
+
+    @property
+    def chunk_sizes(self) -> tuple[int, ...]:
+        """The sizes for which a prefill step is captured, ascending; smaller pieces use the next larger one."""
+        ...
+
+    @property
+    def row_counts(self) -> tuple[int, ...]:
+        """The numbers of slots that want a token for which a step is captured, ascending; fewer use the next larger
+        one."""
+        ...
+
+    @property
+    def decode_depths(self) -> tuple[int, ...]:
+        """The positions from which on decode uses another captured step, ascending from 0."""
+        ...
+
+    def prepare(self, size: int) -> None:
+        """Compiles and captures prefill of one of `chunk_sizes`, if the runner was ready before that. Until then short
+        prompts go token by token, and the first long one waits."""
+        ...
+
+    def run(self, slots: Sequence[Slot], ahead: bool = False) -> NDArray[np.int32]:
+        """Runs slots of different sequences; returns the next token of each that wants one, int32 (slots that want,).
+        With `ahead`, all slots want a token, their sequences have blocks for one more token each, and the caller is
+        going to run the tokens that it gets and does not need the logits, so the next step may be launched already. The
+        caller may then ask for fewer of these slots, as sequences end, or do anything else: steps that it launches
+        later come after that one."""
+        ...
+
+    def logits(self, rows: Sequence[int] | None = None) -> Logits:
+        """The logits of these slots of the last `run`, by their place among those that wanted a token, or of all of
+        them: float32 (rows, vocab), valid until the next step. Those of a drawn token are not."""
+        ...
+
+    def prepare_sampling(
+        self, sequence: int, sampling: Sampling, tokens: Sequence[int], uniforms: NDArray[np.float64]
+    ) -> bool:
+        """Makes slots of a sequence with `draw` continue `tokens` with `uniforms` (`Sampler.uniforms`), float64 (n,),
+        one number a token. False if the device cannot sample with these settings, so the host has to."""
+        ...
+
+    def expert_choices(self) -> list[NDArray[np.int32]]:
+        """How often each expert of each mixture of experts was chosen since the runner was made, in prompts too: int32
+        (experts,) each, counted on the device. [] if the model has no experts, or if the runner does not count. Waits
+        for the device."""
+        ...
+
+    def replay(self, step: Step, position: int) -> Replay:
+        """A captured step of sequence 0 at `position` for `engine.measure.profile`. The sequence has blocks for it;
+        running it overwrites what they hold from there on, and the state of the sequence. Raises UsageError if the
+        runner has no such step."""
+        ...
+
+    def search(self, width: int, seconds: float, report: SearchReport, again: bool = False) -> None:
+        """Searches for faster schedules for `seconds` at most and keeps the best ones, if the runner has kernels whose
+        schedules can be chosen; `engine.targets.nvidia.schedule_search` explains the parameters. Needs
+        `search_tokens` tokens of room in sequence 0, and overwrites them."""
+        ...
+
+    search_tokens: int
+    """0 if there is nothing to search for."""
+
+    def export_blocks(self, tables: Sequence[Sequence[int]]) -> NDArray[np.uint8]:
+        """The keys and values of `prefix_store.CHUNK` tokens, uint8 (bytes,), valid until the next call. `tables`: for
+        each group the physical blocks that hold them, -1 for one that is not kept, whose bytes mean nothing."""
+        ...
+
+    def import_blocks(self, tables: Sequence[Sequence[int]], export: NDArray[np.uint8]) -> None:
+        """Stores in blocks what `export_blocks` gave, except where `tables` have -1."""
+        ...
+
+    def export_state(self, slot: int) -> NDArray[np.uint8]:
+        """The recurrent state in a checkpoint's slot (see `StateStore`), uint8 (state_bytes,)."""
+        ...
+
+    def import_state(self, slot: int, position: int, export: NDArray[np.uint8]) -> None:
+        """Fills a checkpoint's slot with a state after `position` tokens, as `export_state` gave it."""
+        ...

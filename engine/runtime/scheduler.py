@@ -1,0 +1,399 @@
+"""Continuous batching: conversations share the steps of one runner. A chat is the case of one.
+
+A round prefills a piece of one prompt and then decodes one token of every reply. While the next round is going to
+decode the same replies, its step runs ahead: the runner launches it before the host has this one's tokens. If a reply
+ends all the same, its row is of no use but does no harm: its blocks are free at once, as what others store there is
+stored after it.
+
+A request gets a slot, one of the runner's sequences, as soon as one is free, and leaves it when it ends. Clients take
+turns, however many requests each has. If the KV cache is too small for all slots, the latest request gives its slot
+back and goes on later.
+
+What the disk has of a long prompt is read into the KV cache (`prefix_keeper`), a chunk in place of a piece.
+"""
+
+from __future__ import annotations
+
+import collections
+import itertools
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from engine.errors import ContextFullError
+from engine.protocol import events
+from engine.protocol.events import Finished, Slots
+from engine.runtime.answer import Answer
+from engine.runtime.checkpoints import Checkpoints
+from engine.runtime.kv_blocks import BLOCK, KVBlocks, PoolFullError
+from engine.runtime.model_runner import ModelRunner, Slot
+from engine.runtime.pace import Pace
+from engine.runtime.prefix_keeper import PrefixKeeper, Restore
+from engine.runtime.prefix_store import PrefixStore
+from engine.runtime.sampling import Logits
+
+REPORT_S = 0.25
+
+
+@dataclass(eq=False)
+class Job:
+    """A request. `end` is called once, with how it ended; `number` counts requests as they come."""
+
+    answer: Answer
+    cancelled: Callable[[], bool]
+    end: Callable[[Finished | Exception], None]
+    number: int
+    turn: int = 0  # when it last had a turn to prefill; 0: not since it has its slot
+    was_paused: bool = False
+    is_drawn: bool = False  # its tokens, by the device
+    restore: Restore | None = None
+    """What is being read of its prompt from the disk."""
+
+    @property
+    def client(self) -> str:
+        return self.answer.request.client
+
+    @property
+    def needs_logits(self) -> bool:
+        """Whether the host needs those of the next token."""
+        return self.answer.needs_logits and not self.is_drawn
+
+    def last(self, sequence: int) -> Slot:
+        """The step of its last token."""
+        tokens = self.answer.tokens
+        return Slot(sequence, (tokens[-1],), len(tokens) - 1, draw=self.is_drawn)
+
+    @property
+    def stored(self) -> list[int]:
+        """The tokens that have to be in the KV cache before the next one can be computed: all but the last."""
+        return self.answer.tokens[:-1]
+
+
+class Scheduler:
+    """Answers requests over a runner, in rounds. The caller's thread calls `step` while there is work."""
+
+    def __init__(
+        self, runner: ModelRunner, report: Callable[[Slots], None], store: PrefixStore | None = None
+    ) -> None:
+        """`report` gets what is at work, a few times a second. `store`: where long conversations are kept."""
+        self._runner, self._report = runner, report
+        self.blocks = KVBlocks(runner)
+        self._states = Checkpoints(runner) if runner.state_slots else None
+        self._keeper = PrefixKeeper(runner, self.blocks, store, self._states) if store else None
+        self._slots: list[Job | None] = [None] * runner.parallel
+        self._waiting: dict[str, collections.deque[Job]] = {}
+        self._served: dict[str, int] = {}  # when each client that has requests got its last slot
+        self._count = itertools.count(1)
+        self._pace = Pace(runner.chunk_sizes, runner.max_chunk)
+        self._report_due_s = 0.0
+        self._is_ahead = False  # whether the runner has launched the next step
+        self._last: list[int] = []  # the tokens in the KV cache of the conversation that ended last
+
+    # --- requests ----------------------------------------------------------------------------------------
+
+    def add(
+        self, answer: Answer, cancelled: Callable[[], bool], end: Callable[[Finished | Exception], None]
+    ) -> None:
+        """Answers a request in later rounds. `end` gets `Finished`, or why it failed."""
+        job = Job(answer, cancelled, end, next(self._count))
+        if answer.reason:  # no token is wanted
+            end(answer.finished())
+        else:
+            self._waiting.setdefault(job.client, collections.deque()).append(job)
+
+    @property
+    def busy(self) -> bool:
+        """Whether a request is answered or waits."""
+        return any(self._slots) or bool(self._waiting)
+
+    def step(self) -> None:
+        """A round. An error of the runner ends all requests that have a slot."""
+        self._end_cancelled()
+        self._admit()
+        try:
+            self._round()
+        except Exception as error:
+            self._is_ahead = False
+            for sequence, job in self._live():
+                self._leave(sequence, is_whole=False)
+                job.end(error)
+        if not self.busy or time.perf_counter() >= self._report_due_s:
+            self._report_due_s = time.perf_counter() + REPORT_S
+            self._report(self._state())
+
+    def keep(self, interrupted: Callable[[], bool]) -> None:
+        """Stores on disk what is to be kept of the conversations that have ended, until `interrupted`."""
+        if self._keeper:
+            self._keeper.keep(interrupted)
+
+    @contextmanager
+    def room_after_last(self, tokens: int, context: int) -> Iterator[int]:
+        """Room in sequence 0 for a step of so many tokens that is only measured, where the conversation that ended last
+        has its end, or as far before it as the context asks for. No request may be at work."""
+        position = self.blocks.match(0, self._last[: max(0, context - tokens)])
+        try:
+            self.blocks.reserve(0, min(tokens, context - position))
+            yield position
+        finally:
+            self.blocks.drop(0)
+
+    def _round(self) -> None:
+        started = time.perf_counter()
+        prefilled = 0 if self._is_ahead else self._prefill()  # what runs ahead ends first
+        if self._decode():
+            self._pace.measured(prefilled, time.perf_counter() - started)
+
+    def _live(self) -> Iterator[tuple[int, Job]]:
+        return ((sequence, job) for sequence, job in enumerate(list(self._slots)) if job)
+
+    # --- slots -------------------------------------------------------------------------------------------
+
+    def _end_cancelled(self) -> None:
+        for sequence, job in self._live():
+            if job.cancelled():
+                job.answer.cancel()
+                self._leave(sequence)
+                job.end(job.answer.finished())
+        for client, queue in list(self._waiting.items()):
+            for job in [job for job in queue if job.cancelled()]:
+                queue.remove(job)
+                job.answer.cancel()
+                job.end(job.answer.finished())
+            self._tidy(client)
+
+    def _admit(self) -> None:
+        """Gives free slots to those that wait. A client without a slot gets one of a client that has several."""
+        while self._waiting:
+            held = collections.Counter(job.client for _, job in self._live())
+            client = min(self._waiting, key=lambda name: (held[name], self._served.get(name, 0)))
+            job = self._waiting[client][0]
+            if None not in self._slots:
+                rival = max(held, key=held.__getitem__)
+                if held[client] or held[rival] < 2:
+                    return
+                self._pause(max((j.number, i) for i, j in self._live() if j.client == rival)[1])
+            if any(self._slots) and not self.blocks.has_room(len(job.answer.tokens)):
+                return
+            self._waiting[client].popleft()
+            sequence = self._slots.index(None)
+            self._slots[sequence] = job
+            if self._states:
+                self._states.load([], 0, sequence)
+            self._served[client] = next(self._count)
+            self._tidy(client)
+
+    def _leave(self, sequence: int, is_whole: bool = True) -> Job:
+        """Takes the job out of a slot. `is_whole`: the steps of its sequence have not failed."""
+        job = self._slots[sequence]
+        assert job
+        if self._states and is_whole:
+            # Who goes on with a reply that was stopped may begin a token earlier: no turn has ended.
+            ends_turn = job.answer.reason != "cancelled"
+            self._keep_state(self._states, sequence, job.answer.tokens, ends_turn)
+        self._last = job.answer.tokens[: self.blocks.length(sequence)]
+        if self._keeper and is_whole and not job.answer.request.fresh:
+            self._keeper.note(self._last, job.answer.messages_end)
+        self.blocks.drop(sequence)
+        self._slots[sequence] = None
+        self._tidy(job.client)
+        return job
+
+    def _pause(self, sequence: int) -> None:
+        """Lets a job wait again. What it has computed stays in the KV cache, until its room is needed."""
+        job = self._leave(sequence)
+        job.turn, job.was_paused = 0, True
+        self._waiting.setdefault(job.client, collections.deque()).appendleft(job)
+
+    def _tidy(self, client: str) -> None:
+        """Forgets a client that has no requests."""
+        if not self._waiting.get(client):
+            self._waiting.pop(client, None)
+            if all(job.client != client for _, job in self._live()):
+                self._served.pop(client, None)
+
+    def _reserve(self, sequence: int, n: int) -> bool:
+        """Makes room for n more tokens; the latest requests give theirs up. False if this was one of them."""
+        while (job := self._slots[sequence]) is not None:
+            try:
+                self.blocks.reserve(sequence, n)
+                return True
+            except PoolFullError:
+                latest = max((other.number, i) for i, other in self._live())[1]
+                if sum(1 for _ in self._live()) > 1:
+                    self._pause(latest)
+                else:
+                    self._leave(sequence)
+                    job.end(ContextFullError("The KV cache has no room for more of this conversation."))
+        return False
+
+    # --- steps -------------------------------------------------------------------------------------------
+
+    def _is_prefilled(self, sequence: int, job: Job) -> bool:
+        return job.turn > 0 and self.blocks.length(sequence) == len(job.answer.tokens) - 1
+
+    def _prefill(self) -> int:
+        """Prefills a piece of the prompt that has waited longest; returns the number of tokens."""
+        todo = [(job.turn, i) for i, job in self._live() if not self._is_prefilled(i, job)]
+        piece = self._piece()
+        if not todo or not piece:
+            return 0
+        sequence = min(todo)[1]
+        job = self._slots[sequence]
+        assert job
+        if not job.turn:
+            self._begin(sequence, job)
+        job.turn = next(self._count)
+        if job.restore and job.restore.is_reading:
+            is_alone = not any(self._is_prefilled(i, other) for i, other in self._live())
+            if not job.restore.step(waits=is_alone):
+                job.restore = None
+            return 0
+        answer, wanted = job.answer, job.stored
+        done = self._find(sequence, job)
+        end = self._end_of_piece(sequence, job, done, piece)
+        if not job.was_paused:
+            answer.report_prefill(done)
+        if done < end and self._reserve(sequence, end - done):
+            self._run_piece(sequence, job, wanted[done:end], done)
+            self.blocks.commit(sequence, wanted[done:end])
+            if self._states:
+                self._states.save(wanted[:end], end in (*answer.turn_ends, len(wanted)), sequence)
+        if self._slots[sequence] is job and self._is_prefilled(sequence, job):
+            job.is_drawn = answer.fits_device and self._runner.prepare_sampling(
+                sequence, answer.request.sampling, answer.tokens, answer.uniforms
+            )
+        return end - done
+
+    def _begin(self, sequence: int, job: Job) -> None:
+        """Its first turn since it has its slot."""
+        if not job.was_paused:
+            job.answer.start()
+        if job.answer.request.fresh:
+            for size in self._runner.chunk_sizes:  # what is measured must not wait for a compiler
+                self._runner.prepare(size)
+        elif self._keeper:
+            job.restore = self._keeper.restore(job.stored, self.blocks.known(sequence, job.stored))
+
+    def _end_of_piece(self, sequence: int, job: Job, done: int, piece: int) -> int:
+        """Where a piece from `done` on ends that has about `piece` tokens."""
+        end = min(done + piece, len(job.stored))
+        if job.restore:
+            end = min(end, job.restore.first)
+        if end < len(job.stored) and end - done >= BLOCK:  # whole blocks can be shared at once
+            end = end // BLOCK * BLOCK
+        return self._states.end_of_step(done, end, job.answer.turn_ends, sequence) if self._states else end
+
+    def _run_piece(self, sequence: int, job: Job, tokens: list[int], position: int) -> None:
+        slot = Slot(sequence, tuple(tokens), position, "none")
+        if job.restore:
+            job.restore.time(lambda: self._runner.run([slot]), position, len(tokens))
+        else:
+            self._runner.run([slot])
+
+    def _find(self, sequence: int, job: Job) -> int:
+        """Takes what is in the KV cache already: another conversation may just have computed what comes next in this
+        one. Returns how many tokens the sequence has."""
+        done = self.blocks.length(sequence)
+        if job.answer.request.fresh:
+            return done
+        wanted = job.stored
+        if self._states:
+            n = self._states.find(wanted, len(wanted))
+            while n > done and (known := self.blocks.known(sequence, wanted[:n])) < n:
+                n = self._states.find(wanted, known)
+            del wanted[max(done, n) :]
+        found = self.blocks.match(sequence, wanted)
+        if self._states and found > done:
+            self._states.load(wanted, found, sequence)
+        if not job.was_paused:
+            job.answer.cached += found - done
+        return found
+
+    def _keep_state(self, states: Checkpoints, sequence: int, tokens: list[int], ends_turn: bool) -> None:
+        """Keeps the state of a sequence that ends. If its last step ran ahead, its token is in the KV cache too."""
+        length, position = self.blocks.length(sequence), states.position(sequence)
+        if length and position in (length, length + 1):
+            self.blocks.commit(sequence, tokens[length:position])
+            states.save(tokens[:position], ends_turn, sequence)
+
+    def _piece(self) -> int:
+        """The most tokens to prefill now."""
+        replying = any(self._is_prefilled(i, job) for i, job in self._live())
+        return self._pace.piece() if replying else self._runner.max_chunk
+
+    def _decode(self) -> int:
+        """Decodes a token of each reply; returns the number of replies."""
+        for sequence, job in self._live():
+            if self._is_prefilled(sequence, job):
+                self._reserve(sequence, 1)
+        ready = [(i, job) for i, job in self._live() if self._is_prefilled(i, job)]
+        self._is_ahead = bool(ready) and self._goes_on(ready)
+        if not ready:
+            return 0
+        chosen = self._runner.run([job.last(i) for i, job in ready], self._is_ahead)
+        host = [n for n, (_, job) in enumerate(ready) if job.needs_logits]
+        logits = dict(zip(host, self._runner.logits(host), strict=True)) if host else {}
+        for n, (sequence, job) in enumerate(ready):
+            self.blocks.commit(sequence, job.answer.tokens[-1:])
+            if self._states and self._states.is_due(sequence):
+                passed = [*job.answer.tokens, int(chosen[n])][: self._states.position(sequence)]
+                self._states.save(passed, sequence=sequence)
+            try:
+                _take(job, int(chosen[n]), logits.get(n))
+            except Exception as error:  # of its grammar, for example
+                self._leave(sequence)
+                job.end(error)
+            else:
+                if job.answer.reason:
+                    self._leave(sequence)
+                    job.end(job.answer.finished())
+        return len(ready)
+
+    def _goes_on(self, ready: Sequence[tuple[int, Job]]) -> bool:
+        """Whether the next step has these rows too, as far as is known, and needs no logits. Makes room for it."""
+        if any(job.needs_logits or job.answer.left == 1 for _, job in ready):
+            return False
+        if len(ready) < sum(1 for _ in self._live()):  # there is a prompt to prefill
+            return False
+        try:
+            for sequence, _ in ready:
+                self.blocks.reserve(sequence, 2)
+        except PoolFullError:
+            return False
+        return True
+
+    def _state(self) -> Slots:
+        slots: list[events.Slot | None] = []
+        for sequence, job in enumerate(self._slots):
+            slots.append(None)
+            if job:
+                answer, done = job.answer, self.blocks.length(sequence)
+                slots[-1] = events.Slot(
+                    request_id=answer.request.request_id,
+                    client=job.client,
+                    phase="decode" if self._is_prefilled(sequence, job) else "prefill",
+                    prompt_done=min(done, answer.prompt_n),
+                    prompt_n=answer.prompt_n,
+                    predicted_n=len(answer.tokens) - answer.prompt_n,
+                    rate=answer.rate,
+                )
+        waiting = sum(map(len, self._waiting.values()))
+        return Slots(
+            slots=tuple(slots),
+            waiting=waiting,
+            blocks=self.blocks.counts(),
+            checkpoints=self._states.counts() if self._states else (0, 0),
+        )
+
+
+def _take(job: Job, chosen: int, logits: Logits | None) -> None:
+    """Adds the next token, which the runner has `chosen` unless the host chooses it. `logits`: its own, float32
+    (vocab,), if the host needs them."""
+    answer = job.answer
+
+    def needed() -> Logits:
+        assert logits is not None
+        return logits
+
+    answer.add(chosen if answer.is_best_token or job.is_drawn else answer.choose(needed()), needed)

@@ -1,0 +1,19 @@
+"""What computes each kind of sublayer on a CPU."""
+
+from engine.description.sublayers import Attend, Beside, Delta, Dense, Experts, LayerEmbedding, Mix
+from engine.targets.cpu.sublayers.attention import AttentionHandler
+from engine.targets.cpu.sublayers.delta_net import DeltaNetHandler
+from engine.targets.cpu.sublayers.dense import DenseHandler
+from engine.targets.cpu.sublayers.experts import ExpertsHandler
+from engine.targets.cpu.sublayers.handler import Handler
+from engine.targets.cpu.sublayers.layer_embedding import LayerEmbeddingHandler
+from engine.targets.cpu.sublayers.side_by_side import SideBySideHandler
+
+HANDLERS: dict[type[Mix], type[Handler]] = {
+    Attend: AttentionHandler,
+    Delta: DeltaNetHandler,
+    Dense: DenseHandler,
+    Experts: ExpertsHandler,
+    Beside: SideBySideHandler,
+    LayerEmbedding: LayerEmbeddingHandler,
+}

@@ -1,0 +1,218 @@
+"""Rotary position embedding of queries and keys, and the layout of the KV cache."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import gcd
+from typing import Literal
+
+from tinygrad import UOp
+from tinygrad.dtype import DType
+from tinygrad.uop.ops import Ops
+
+from engine.formats.kv_format import QUANT_BLOCK
+from engine.kernels.compilation import KernelFunction
+from engine.targets.cpu.kernels.activations import sum_of_squares
+from engine.targets.cpu.kernels.kernel_builder import F16, F32, I8, I32, Index, KernelBuilder, even_share
+from engine.targets.cpu.kernels.step_state import n_tokens, position_of, sequence_of
+
+
+@dataclass(frozen=True)
+class Heads:
+    """The attention heads of a kind of layers: `query` heads share `kv` heads of keys and values, of `dim` elements
+    each. Scores are multiplied by `scale`. `query_norm` and `key_norm`: whether these are RMS-normed, with `norm_eps`.
+    `wide_norms`: over all heads together. `temperature`: whether queries are multiplied by a factor of their position.
+    `sinks`: each query head has a score that joins those of the keys, unscaled, and whose value is zero. `stored`:
+    without values of their own, the keys before norm and rotation are the values; with nothing, the cache is that of
+    another layer. `value_norm`: values are RMS-normed over a head.
+
+    With a `window`, a query at position p sees the keys from p - window + 1 to p; 0 is no window. The cache of a layer
+    has `length` slots of type `dtype`: keys (kv, length / lanes, dim, lanes), values (kv, length, dim). If it is int8,
+    the format is q8_0 (`engine.formats.kv_format`), and keys and values have scales as well, float16 (kv, length /
+    lanes, dim / 32, lanes) each. The slots form blocks of `block`, a multiple of `lanes`. Each sequence has a table of
+    `table` entries, which say what block holds each `block` tokens of it."""
+
+    query: int
+    kv: int
+    dim: int
+    length: int
+    block: int
+    table: int
+    lanes: int
+    scale: float
+    norm_eps: float = 0.0
+    query_norm: bool = False
+    key_norm: bool = False
+    temperature: bool = False
+    window: int = 0
+    dtype: DType = F16
+    wide_norms: bool = False
+    sinks: bool = False
+    stored: Literal["keys and values", "keys", "nothing"] = "keys and values"
+    value_norm: bool = False
+
+    @property
+    def rows(self) -> int:
+        """Elements of a token's queries, keys and values together, of those that it has."""
+        stored = {"keys and values": 2, "keys": 1, "nothing": 0}[self.stored]
+        return (self.query + stored * self.kv) * self.dim
+
+    @property
+    def cache_size(self) -> int:
+        """Elements of the keys of a layer; its values have as many."""
+        return self.kv * self.length * self.dim
+
+    @property
+    def is_quantized(self) -> bool:
+        return self.dtype is I8
+
+    @property
+    def cached(self) -> list[tuple[int, DType]]:
+        """The elements and the types of the buffers of a layer's cache: keys, values, and the scales of both if there
+        are any."""
+        scales = [(self.cache_size // QUANT_BLOCK, F16)] * 2 if self.is_quantized else []
+        return [(self.cache_size, self.dtype)] * 2 + scales
+
+    def slot(self, k: KernelBuilder, tables: UOp, sequence: Index, position: Index) -> Index:
+        """The slot of a token. `tables`: int32 (sequences, table)."""
+        block = k.index(tables, sequence * self.table + position // self.block)
+        return block * self.block + position % self.block
+
+    def key_index(self, head: Index, block: Index, d: Index) -> Index:
+        """The index of element d of the first key in a block of `lanes` slots."""
+        return ((head * (self.length // self.lanes) + block) * self.dim + d) * self.lanes
+
+    def value_index(self, head: Index, slot: Index, d: Index) -> Index:
+        return (head * self.length + slot) * self.dim + d
+
+    def scale_index(self, head: Index, block: Index, group: Index) -> Index:
+        """The index of the scale of the group-th 32 elements of the first key or value in a block of `lanes` slots."""
+        return ((head * (self.length // self.lanes) + block) * (self.dim // QUANT_BLOCK) + group) * self.lanes
+
+
+@functools.cache
+def rotate(heads: Heads, tile: int) -> KernelFunction:
+    """Norms and rotates queries and keys, and stores keys and values in the cache. Buffers: the queries, float32
+    (tokens, query * dim), multiplied by `scale`; the layer's cache (`Heads.cached`) and the tables of the sequences,
+    int32 (sequences, heads.table), if it stores something; the state if tile is more than 1; the tokens' places; the
+    products' rows, float32 (tokens, heads.rows): queries, keys, values; cos and sin of the angles, float32 (positions,
+    dim / 2) each; of the queries' norm and of the keys' the weights, float32 (dim,) or of all heads, if there is one;
+    the temperatures, float32 (positions,), if there are any."""
+    h, half = heads, heads.dim // 2
+    n = gcd(half, h.lanes)
+
+    def kernel(part: UOp, parts: UOp, *buffers: UOp) -> UOp:
+        queries, *rest = buffers
+        keys, values = (rest.pop(0) for _ in range(2)) if h.stored != "nothing" else (queries, queries)
+        scales = [rest.pop(0) for _ in range(2)] if h.is_quantized and h.stored != "nothing" else []
+        tables = rest.pop(0) if h.stored != "nothing" else None
+        state = rest.pop(0) if tile > 1 else None
+        places, rows, cos, sin, *rest = rest
+        query_norm, key_norm = (rest.pop(0) if normed else None for normed in (h.query_norm, h.key_norm))
+        k = KernelBuilder(h.lanes)
+
+        def rotated(
+            at: Index, position: Index, j: UOp, weight: UOp | None, factor: UOp | None, head: Index
+        ) -> tuple[UOp, UOp]:
+            """n elements of a rotated head from j on, and n from j + half on."""
+            first = head * h.dim if h.wide_norms else 0  # of the head's weights
+            a, b = (k.vector(rows, at + offset + j, n) for offset in (0, half))
+            if weight is not None and factor is not None:
+                a, b = (
+                    v * k.load(factor, 0) * k.vector(weight, first + (offset + j), n)
+                    for v, offset in ((a, 0), (b, half))
+                )
+            c, s = (k.vector(table, position * half + j, n) for table in (cos, sin))
+            return a * c - b * s, b * c + a * s
+
+        def norm_factor(at: Index, size: int) -> UOp:
+            factor = k.registers(1)
+            mean = sum_of_squares(k, rows, at, size, n) * (1.0 / size)
+            k.store(factor, 0, (mean + h.norm_eps).sqrt().reciprocal())
+            return factor
+
+        key_head = k.registers(h.dim) if h.is_quantized and h.stored != "nothing" else None
+
+        def store(t: UOp, position: Index, slot: Index) -> None:
+            """Stores the keys and values of a token."""
+            first, count = even_share(h.kv, part, parts)
+            factor = None
+            if h.key_norm and h.wide_norms:
+                factor = norm_factor(t * h.rows + h.query * h.dim, h.kv * h.dim)
+            with k.loop(count) as i:
+                head = first + i
+                at = t * h.rows + (h.query + head) * h.dim
+                of_values = at + h.kv * h.dim if h.stored == "keys and values" else at
+                value_factor = norm_factor(of_values, h.dim) if h.value_norm else None
+
+                def value(d: Index, n: int, at: Index = of_values, by: UOp | None = value_factor) -> UOp:
+                    v = k.vector(rows, at + d, n)
+                    return v if by is None else v * k.load(by, 0)
+
+                if h.key_norm and not h.wide_norms:
+                    factor = norm_factor(at, h.dim)
+                with k.loop(half // n) as j:
+                    for v, offset in zip(
+                        rotated(at, position, j * n, key_norm, factor, head), (0, half), strict=True
+                    ):
+                        if key_head is not None:
+                            k.store(key_head, j * n + offset, v)
+                            continue
+                        to = h.key_index(head, slot // h.lanes, j * n + offset) + slot % h.lanes
+                        k.store_elements(keys, to, h.lanes, v.cast(h.dtype))
+                if key_head is not None:
+                    with k.loop(h.dim // QUANT_BLOCK) as group:
+                        d = group * QUANT_BLOCK
+                        scale_at = h.scale_index(head, slot // h.lanes, group) + slot % h.lanes
+                        to = h.key_index(head, slot // h.lanes, d) + slot % h.lanes
+                        units = range(0, QUANT_BLOCK, h.lanes)
+                        vectors = [k.vector(key_head, d + i) for i in units]
+                        _store_quantized(k, vectors, keys, to, h.lanes, scales[0], scale_at)
+                        to = h.value_index(head, slot, d)
+                        vectors = [value(d + i, h.lanes) for i in units]
+                        _store_quantized(k, vectors, values, to, 1, scales[1], scale_at)
+                else:
+                    with k.loop(h.dim // n) as j:
+                        v = value(j * n, n)
+                        k.store(values, h.value_index(head, slot, j * n), v.cast(h.dtype))
+
+        with k.loop(n_tokens(k, state, tile)) as t:
+            position = position_of(k, places, t)
+            scale: float | UOp = h.scale
+            if h.temperature:
+                scale = k.load(rest[0], position) * h.scale
+            first, count = even_share(h.query, part, parts)
+            factor = norm_factor(t * h.rows, h.query * h.dim) if h.wide_norms and h.query_norm else None
+            with k.loop(count) as i:
+                head = first + i
+                at = t * h.rows + head * h.dim
+                if h.query_norm and not h.wide_norms:
+                    factor = norm_factor(at, h.dim)
+                with k.loop(half // n) as j:
+                    a, b = rotated(at, position, j * n, query_norm, factor, head)
+                    to = t * (h.query * h.dim) + head * h.dim + j * n
+                    k.store(queries, to, a * scale)
+                    k.store(queries, to + half, b * scale)
+            if tables is not None:
+                store(t, position, h.slot(k, tables, sequence_of(k, places, t), position))
+        return k.finish(f"rotate_{h.query}_{h.kv}_{h.dim}_{tile}")
+
+    return kernel
+
+
+def _store_quantized(
+    k: KernelBuilder, vectors: Sequence[UOp], out: UOp, to: Index, stride: int, scales: UOp, scale_at: Index
+) -> None:
+    """Rounds 32 elements to int8, and stores them `stride` apart, and their scale."""
+    magnitudes = (v.maximum(v * -1.0) for v in vectors)
+    largest = k.across(functools.reduce(UOp.maximum, magnitudes), Ops.MAX)
+    k.store(scales, scale_at, (largest * (1 / 127)).cast(F16))
+    inverse = largest.maximum(UOp.const(1e-30, F32)).reciprocal() * 127.0
+    for i, v in enumerate(vectors):
+        integers = ((v * inverse + 128.5).cast(I32) - 128).cast(I8)  # a cast truncates
+        if stride == 1:
+            k.store(out, to + i * k.lanes, integers)
+        else:
+            k.store_elements(out, to + i * k.lanes * stride, stride, integers)

@@ -1,0 +1,104 @@
+"""A model on a CPU: its weights, its KV cache, and what its steps (`step`) share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import ceil
+
+import numpy as np
+from numpy.typing import NDArray
+from tinygrad import Tensor, dtypes
+
+from engine.description.spec import Sublayer
+from engine.formats.kv_format import KVFormat
+from engine.loading.weights import Weights
+from engine.measure.kernel_roles import BufferUse
+from engine.targets.buffer_uses import BufferUses
+from engine.targets.cpu.cache import CPUCache
+from engine.targets.cpu.handlers import HANDLERS
+from engine.targets.cpu.kernels import memory
+from engine.targets.cpu.kernels.thread_pool import ThreadPool
+from engine.targets.cpu.states import CPUStates
+from engine.targets.cpu.step_buffers import StepBuffers, max_chunk
+from engine.targets.cpu.sublayers.handler import Handler, Loading
+from engine.targets.cpu.weights import CPUWeights
+
+
+@dataclass
+class Layer:
+    """A sublayer. `scale`: what the stream is multiplied by after it, if there is something."""
+
+    norm: Tensor | None
+    handler: Handler
+    post_norm: Tensor | None
+    scale: list[Tensor]
+
+
+class CPUModel(StepBuffers):
+    """A model's weights and KV cache for `parallel` sequences, and the buffers of its steps. Decode writes `logits`,
+    float32 (rows, vocab or a little more), of as many rows as there are sequences."""
+
+    def __init__(
+        self,
+        weights: Weights,
+        context: int,
+        pool: ThreadPool,
+        lanes: int,
+        keep_packed: bool,
+        parallel: int = 1,
+        kv: KVFormat = KVFormat.F16,
+    ) -> None:
+        """`kv`: the format of the cache. Raises ModelFileError."""
+        spec = weights.spec
+        self.cache = CPUCache(spec, context, max_chunk(lanes), lanes, parallel, kv)
+        self.states = CPUStates(parallel)
+        loader = CPUWeights(weights, pool, lanes, keep_packed)
+        # The largest matrices first, because repacking needs memory for both forms.
+        self.embedding = loader.matrix(spec.embedding)
+        self.head = self.embedding if spec.is_tied else loader.matrix(spec.head)
+        loading = Loading(loader, spec, lanes, self.cache, self.states)
+        self.layers, self._choices = (
+            [_layer(sublayer, loading) for sublayer in spec.sublayers],
+            loading.choices,
+        )
+        self.output_norm = loader.vector(spec.output_norm)
+        self.layer_tables = loader.layer_tables(spec)
+        loader.finish()
+        super().__init__(spec, context, self.cache.positions, pool, loader, lanes)
+        rows = self.max_rows(parallel)
+        self.logits = memory.zeros(rows * self.head.layout.groups(spec.vocab) * lanes, dtypes.float32)
+
+    def max_rows(self, parallel: int) -> int:
+        """The rows of the largest decode step for `parallel` conversations: of some, in whole tiles."""
+        tile = self.tile_of(parallel)
+        return ceil(parallel / tile) * tile
+
+    def tile_of(self, rows: int) -> int:
+        """The tile for a decode step of so many rows."""
+        return min(1 << (rows - 1).bit_length(), self.lanes)
+
+    def expert_choices(self) -> list[NDArray[np.int32]]:
+        """See `ModelRunner.expert_choices`."""
+        return [memory.view(choices).copy() for choices in self._choices]
+
+    def uses(self) -> BufferUses:
+        """The uses of the weights, the cache and the scratch buffers."""
+        uses = BufferUses()
+        uses.add(BufferUse("output head"), self.head.stream)
+        uses.add(BufferUse("embedding", "token", self.spec.vocab), self.embedding.stream)
+        uses.add(BufferUse("norm"), self.output_norm)
+        self.add_uses(uses)
+        for layer in self.layers:
+            uses.add(BufferUse("norm"), layer.norm, layer.post_norm, *layer.scale)
+            layer.handler.add_uses(uses)
+        if tables := self.layer_tables:
+            uses.add(BufferUse("embedding", "token", self.spec.vocab), tables.table.data)
+            uses.add(BufferUse("embedding"), tables.projection.stream, tables.norm)
+        return uses
+
+
+def _layer(sublayer: Sublayer, loading: Loading) -> Layer:
+    vector = loading.weights.vector
+    norm, post_norm = (v and vector(v) for v in (sublayer.norm, sublayer.post_norm))
+    handler = HANDLERS[type(sublayer.mix)](sublayer.mix, norm, post_norm is None, loading)
+    return Layer(norm, handler, post_norm, [vector(sublayer.scale)] if sublayer.scale else [])

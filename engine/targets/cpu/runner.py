@@ -1,0 +1,142 @@
+"""Prefill and decode of a model on a CPU, each one job of a pool of threads.
+
+A decode step takes a token of each sequence in one pass over the weights, as prefill takes the tokens of one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import ceil
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.formats.kv_format import KVFormat
+from engine.loading.weights import Weights
+from engine.measure.profile import Replay
+from engine.measure.timeline import timeline
+from engine.protocol.events import Sampling, Step
+from engine.runtime.model_runner import SearchReport, Slot, varied_tokens
+from engine.runtime.prefix_store import export_layout
+from engine.runtime.sampling import Logits
+from engine.targets.cpu.kernels import memory
+from engine.targets.cpu.kernels.kernel_builder import register_lanes
+from engine.targets.cpu.kernels.step_state import TILES, TOKENS
+from engine.targets.cpu.kernels.thread_pool import default_pool
+from engine.targets.cpu.model import CPUModel
+from engine.targets.cpu.step import step_kernels
+
+
+class CPURunner:
+    """Implements `ModelRunner`. One captured step serves pieces of prompts of any length."""
+
+    precompiled = False
+    chunk_sizes: tuple[int, ...] = (1,)
+    decode_depths: tuple[int, ...] = (0,)
+    search_tokens = 0
+
+    def __init__(
+        self,
+        weights: Weights,
+        context_length: int,
+        parallel: int = 1,
+        keep_packed: bool = False,
+        kv: KVFormat = KVFormat.F16,
+    ) -> None:
+        """`keep_packed`: reads packed weights from the cache on disk, or writes them there (`packed_weights_cache`).
+        `kv`: the format of the KV cache. Raises ModelFileError."""
+        self.parallel, self._context, self._vocab = parallel, context_length, weights.spec.vocab
+        with timeline.span("threads"):
+            self._lanes, pool = register_lanes(), default_pool()
+        with timeline.span("weights"):
+            model = CPUModel(weights, context_length, pool, self._lanes, keep_packed, parallel, kv)
+        self._model, self._cache, self.max_chunk = model, model.cache, model.max_chunk
+        self.kv_groups, self.assign, self.copy_block = (
+            self._cache.groups,
+            self._cache.assign,
+            self._cache.copy_block,
+        )
+        self.export_blocks, self.import_blocks = self._cache.export_blocks, self._cache.import_blocks
+        states = model.states
+        self.state_slots, self.state_bytes = states.state_slots, states.state_bytes
+        self.state_position, self.save_state, self.load_state = (
+            states.state_position,
+            states.save_state,
+            states.load_state,
+        )
+        self.export_state, self.import_state = states.export_state, states.import_state
+        layers = ((heads.kv, heads.dim, heads.window) for heads, _ in self._cache.layers)
+        self.export_layout = export_layout(layers, states.layout)
+        self._state, self._tokens = memory.view(model.state), memory.view(model.tokens)
+        self._positions, self._sequences = memory.view(model.places).reshape(-1, 2).T
+        tiles = [1 << i for i in range(model.tile_of(parallel).bit_length())]
+        rows = {tile: tile for tile in tiles} | {tiles[-1]: model.max_rows(parallel)}
+        self.row_counts = tuple(rows.values())
+        self._logits = memory.view(model.logits).reshape(self.row_counts[-1], -1)[:, : self._vocab]
+        self._last: Logits = self._logits[:0]
+        with timeline.span("kernels"):
+            decode = {tile: step_kernels(model, tile, n) for tile, n in rows.items()}
+            prefill = step_kernels(model, self._lanes)
+            kernels = [kernel for step in (prefill, *decode.values()) for kernel in step.kernels]
+            pool.compile(kernels)  # all at once, for several compiler processes
+            self._decode, self._prefill = {n: step.compile() for n, step in decode.items()}, prefill.compile()
+
+    def prepare(self, size: int) -> None:
+        """All steps are there."""
+
+    def run(self, slots: Sequence[Slot], ahead: bool = False) -> NDArray[np.int32]:
+        rows = [slot for slot in slots if slot.want == "last"]
+        for slot in slots:
+            assert self._cache.has_blocks(slot.sequence, slot.position + len(slot.inputs) - 1)
+            if slot.want == "none":
+                self._set(self._lanes, [slot])
+                self._prefill()
+        if rows:
+            tile = self._model.tile_of(len(rows))
+            self._set(tile, rows)
+            self._decode[tile]()
+        self._last = self._logits[: len(rows)]
+        best: NDArray[np.int32] = self._last.argmax(1).astype(np.int32)
+        return best
+
+    def logits(self, rows: Sequence[int] | None = None) -> Logits:
+        return self._last if rows is None else self._last[list(rows)]
+
+    def prepare_sampling(
+        self, sequence: int, sampling: Sampling, tokens: Sequence[int], uniforms: NDArray[np.float64]
+    ) -> bool:
+        return False
+
+    def expert_choices(self) -> list[NDArray[np.int32]]:
+        return self._model.expert_choices()
+
+    def replay(self, step: Step, position: int) -> Replay:
+        tile, sequence, n = 1, self._decode[1], 1
+        if step == "prefill":
+            tile, sequence, n = self._lanes, self._prefill, min(self.max_chunk, self._context - position)
+        self._set(tile, [Slot(0, tuple(varied_tokens(n, self._vocab)), position)])
+        return Replay(sequence.calls, self._model.uses(), n, sequence, call_s=sequence.call_s)
+
+    def search(self, width: int, seconds: float, report: SearchReport, again: bool = False) -> None:
+        """There is nothing to search for."""
+
+    def _set(self, tile: int, slots: Sequence[Slot]) -> None:
+        """Makes the next step, in tiles of `tile` tokens, one of these slots."""
+        done = 0
+        for slot in slots:
+            position, n = slot.position, len(slot.inputs)
+            if n == 1:  # numbers are faster than slices, and the step of a small model is short
+                self._tokens[done], self._positions[done] = slot.inputs[0], position
+                self._sequences[done] = slot.sequence
+            else:
+                piece = slice(done, done + n)
+                self._tokens[piece], self._positions[piece] = slot.inputs, range(position, position + n)
+                self._sequences[piece] = slot.sequence
+            self._model.states.begin(position, n, slot.sequence)
+            done += n
+        tiles = ceil(done / tile)
+        self._state[TILES], self._state[TOKENS] = tiles, done
+        if done < tiles * tile:
+            filled = slice(done, tiles * tile)
+            self._tokens[filled] = self._positions[filled] = 0
+            self._sequences[filled] = self.parallel  # of none

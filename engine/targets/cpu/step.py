@@ -1,0 +1,60 @@
+"""A step of a model as the CPU's kernels, which all cores share.
+
+    embed · the kernels of each sublayer (`handlers`) · quantize · head
+
+"quantize" (`quantize_activations`) norms the activations and rounds them to the integers that products take. All that
+changes from step to step (tokens, position, number of tokens) is in memory, so a step is one job of the thread pool.
+Prefill is the same with tiles of tokens instead of one token, and it ends with the last keys and values, or the last
+state, that it leaves for later tokens.
+"""
+
+from __future__ import annotations
+
+from engine.targets.cpu.kernels import memory
+from engine.targets.cpu.kernels.activations import cap
+from engine.targets.cpu.kernels.embedding import embed, embed_from_file
+from engine.targets.cpu.kernels.kernel_sequence import KernelSequence
+from engine.targets.cpu.model import CPUModel
+from engine.targets.cpu.step_builder import StepBuilder
+
+
+def step_kernels(model: CPUModel, tile: int, rows: int = 0, whole: bool = False) -> KernelSequence:
+    """The kernels of a step. With `rows`, decode of as many tokens at most, each of another sequence, with logits; else
+    prefill of as many tiles of tokens as the state says, of the `whole` model or of what later tokens need."""
+    spec, embedding, step = model.spec, model.embedding, StepBuilder(model, tile, rows)
+    step.add(
+        embed(embedding.layout, tile, spec.embedding_scale),
+        step.x,
+        model.sizes(embedding.rows, embedding.cols // embedding.layout.block),
+        *step.state,
+        model.tokens,
+        embedding.stream,
+    )
+    _embed_layers(model, step)
+    last = None if rows or whole else model.layers[spec.last_keeping]
+    for layer in model.layers:
+        if layer is last:
+            layer.handler.keep(step)
+            break
+        step.mixed = None if layer.post_norm is None else step.rows("mixed", spec.dim)
+        layer.handler.add_kernels(step)
+        if step.mixed is not None and layer.post_norm is not None:
+            step.add_normed(step.x, step.mixed, layer.post_norm, layer.scale)
+    if rows:
+        step.multiply(model.logits, model.head, step.quantize(step.x, [model.head], norm=model.output_norm))
+        if spec.softcap:
+            vectors = model.sizes(memory.view(model.logits).size // model.lanes)
+            step.add(cap(spec.softcap, model.lanes), model.logits, vectors)
+    return step.sequence
+
+
+def _embed_layers(model: CPUModel, step: StepBuilder) -> None:
+    """Adds the kernels of what the embeddings of layers are made of, if there are any."""
+    if not (tables := model.layer_tables):
+        return
+    table, projected = tables.table, step.rows("layer projections", tables.projection.rows)
+    rows = step.rows("layer rows", table.cols)
+    kernel = embed_from_file(table.type, model.lanes, step.tile, tables.size**0.5)
+    step.add(kernel, rows, table.shape, *step.state, model.tokens, table.data)
+    step.multiply(projected, tables.projection, step.quantize(step.x, [tables.projection]))
+    step.of_layers = [projected, tables.norm, rows]

@@ -1,0 +1,60 @@
+"""The buffers that all steps of a model on a CPU share."""
+
+from __future__ import annotations
+
+from tinygrad import Tensor, dtypes
+from tinygrad.dtype import DType
+
+from engine.description.spec import ModelSpec
+from engine.measure.kernel_roles import BufferUse
+from engine.targets.buffer_uses import BufferUses
+from engine.targets.cpu.kernels import memory
+from engine.targets.cpu.kernels.attention import mask
+from engine.targets.cpu.kernels.product import MAX_TILES
+from engine.targets.cpu.kernels.step_state import SIZE
+from engine.targets.cpu.kernels.thread_pool import ThreadPool
+from engine.targets.cpu.weights import CPUWeights
+
+
+class StepBuffers:
+    """A step reads `state` and `places` (see `step_state`) and `tokens`, int32 (max_chunk,). The other tables are by
+    position, of which there are `positions`."""
+
+    def __init__(
+        self, spec: ModelSpec, context: int, positions: int, pool: ThreadPool, weights: CPUWeights, lanes: int
+    ) -> None:
+        self.spec, self.pool, self.lanes, self.sizes = spec, pool, lanes, weights.sizes
+        self.positions, self.max_chunk = positions, max_chunk(lanes)
+        sizes = SIZE, 2 * self.max_chunk, self.max_chunk
+        self.state, self.places, self.tokens = (memory.zeros(n, dtypes.int32) for n in sizes)
+        self.ropes = [
+            [memory.array(table, dtypes.float32) for table in rope.tables(positions, context)]
+            for rope in spec.ropes
+        ]
+        factors = [spec.temperature.factors(positions)] if spec.temperature else []
+        self.temperatures = [memory.array(of, dtypes.float32) for of in factors]
+        self.mask = memory.array(mask(lanes), dtypes.float32)
+        joined = max(a.query_size + 2 * a.kv_size for a in spec.attention)
+        widest = max(joined, *(weight.rows for weight in spec.weights())) + lanes
+        self.zeros = memory.zeros(widest, dtypes.float32)
+        self._scratch: dict[tuple[str, int, int], Tensor] = {}
+
+    def scratch(self, name: str, tile: int, n: int, dtype: DType) -> Tensor:
+        """Memory (n,) that all layers share."""
+        if (name, tile, n) not in self._scratch:
+            self._scratch[name, tile, n] = memory.zeros(n, dtype)
+        return self._scratch[name, tile, n]
+
+    def add_uses(self, uses: BufferUses) -> None:
+        tables = *(t for tables in self.ropes for t in tables), *self.temperatures
+        uses.add(BufferUse("attention", "token", self.positions), *tables)
+        uses.add(BufferUse("attention", "token", self.max_chunk), self.places)
+        # A kernel touches only as much of these two as its product, or the context, is long.
+        uses.add(BufferUse("norm", "token", self.zeros.numel()), self.zeros)
+        scores = [buffer for (name, *_), buffer in self._scratch.items() if name == "scores"]
+        uses.add(BufferUse("attention", "context", self.positions), *scores)
+
+
+def max_chunk(lanes: int) -> int:
+    """The most tokens of a prompt in a step."""
+    return MAX_TILES * lanes

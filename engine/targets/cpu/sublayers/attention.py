@@ -1,0 +1,87 @@
+"""Attention on a CPU."""
+
+from __future__ import annotations
+
+from itertools import accumulate
+
+from tinygrad import Tensor, dtypes
+
+from engine.description.sublayers import Attend
+from engine.measure.kernel_roles import BufferUse
+from engine.runtime.kv_blocks import BLOCK
+from engine.targets.buffer_uses import BufferUses
+from engine.targets.cpu.kernels.attention import attention, n_parts, scratch_size
+from engine.targets.cpu.kernels.rope import Heads, rotate
+from engine.targets.cpu.step_builder import StepBuilder
+from engine.targets.cpu.sublayers.handler import Handler, Loading
+
+
+class AttentionHandler(Handler):
+    """quantize · qkv · rotate · attend · quantize · o"""
+
+    def __init__(self, part: Attend, norm: Tensor | None, is_added: bool, loading: Loading) -> None:
+        weights, spec, cache = loading.weights, loading.spec, loading.cache
+        qkv = [weight for weight in (part.q, part.k, part.v) if weight]
+        *firsts, rows = accumulate((weight.rows for weight in qkv), initial=0)
+        length, window, table = cache.slots(part.window)
+        heads = self.heads = Heads(
+            part.heads, part.kv_heads, part.head_dim, length, BLOCK, table, loading.lanes, part.scale,
+            norm_eps=spec.eps, query_norm=part.q_norm is not None, key_norm=part.k_norm is not None,
+            temperature=spec.temperature is not None,
+            window=window, dtype=cache.dtype,
+            wide_norms=part.has_wide_norms, sinks=part.sinks is not None,
+            stored="keys and values" if part.v else "keys" if part.k else "nothing", value_norm=part.has_normed_values,
+        )  # fmt: skip
+        biases = part.q_bias, part.k_bias, part.v_bias
+        self.cached, self._table = cache.add(heads, part.cache_of), cache.tables(heads)
+        self._norm, self._rope = norm, part.rope
+        self._qkv = [weights.matrix(w, first, rows) for w, first in zip(qkv, firsts, strict=True)]
+        self._gate = weights.matrix(part.gate) if part.gate else None
+        self._bias = weights.joined([(bias, w.rows) for bias, w in zip(biases, qkv, strict=False)])
+        self._head_norms = [weights.vector(norm) for norm in (part.q_norm, part.k_norm) if norm]
+        self._o = weights.matrix(part.o, added=is_added)
+        self._o_bias = part.o_bias and weights.vector(part.o_bias)
+        self._sinks = [weights.vector(part.sinks)] if part.sinks else []
+
+    def add_kernels(self, step: StepBuilder) -> None:
+        heads, tile, threads, rows = self.heads, step.tile, step.buffers.pool.count, step.n_rows
+        width = heads.query * heads.dim
+        attended, gates = step.rows("attended", width), step.rows("gate", width) if self._gate else None
+        queries = self._rotate(step, gates)
+        scores = step.scratch("scores", scratch_size(heads, threads, tile, rows), dtypes.float32)
+        kernel, parts = attention(heads, threads, tile, rows), n_parts(heads, threads, tile, rows)
+        of_step = self._table, *([] if rows else step.state), step.buffers.places
+        reads = *self.cached, *of_step, queries, step.buffers.mask, *self._sinks
+        step.add(kernel, attended, scores, *reads, parts=parts)
+        if gates is not None:
+            inputs = step.quantize(gates, [self._o], gate=("sigmoid", attended))
+        else:
+            inputs = step.quantize(attended, [self._o])
+        step.add_result(self._o, inputs, self._o_bias)
+
+    def keep(self, step: StepBuilder) -> None:
+        self._rotate(step)
+
+    def _rotate(self, step: StepBuilder, gates: Tensor | None = None) -> Tensor:
+        """Adds the kernels that store keys and values; returns the queries. The result's gate fills `gates`."""
+        buffers, heads = step.buffers, self.heads
+        rows, queries = step.rows("rows", heads.rows), step.rows("queries", heads.query * heads.dim)
+        gate = [(gates, self._gate)] if gates is not None and self._gate else []
+        inputs = step.quantize(step.x, [*self._qkv, *(matrix for _, matrix in gate)], norm=self._norm)
+        products = [*((rows, matrix, self._bias) for matrix in self._qkv), *((*of, None) for of in gate)]
+        for i, (out, matrix, added) in enumerate(products):
+            step.multiply(out, matrix, inputs, added=added, concurrent=i > 0)
+        cached = [*self.cached, self._table] if heads.stored != "nothing" else []
+        tables = [*buffers.ropes[self._rope], *self._head_norms, *buffers.temperatures]
+        step.add(rotate(heads, step.tile), queries, *cached, *step.state, buffers.places, rows, *tables)
+        return queries
+
+    def add_uses(self, uses: BufferUses) -> None:
+        length, window = self.heads.length, self.heads.window
+        gates = [self._gate.stream] if self._gate else []
+        uses.add(BufferUse("QKV projection"), self._bias, *(matrix.stream for matrix in self._qkv), *gates)
+        uses.add(BufferUse("attention", "context", length, window), *self.cached)
+        uses.add(BufferUse("attention", "context", self._table.numel() * BLOCK, window), self._table)
+        uses.add(BufferUse("attention output"), self._o.stream)
+        uses.add(BufferUse("attention"), *self._sinks)
+        uses.add(BufferUse("norm"), self._o_bias, *self._head_norms)

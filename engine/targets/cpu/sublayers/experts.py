@@ -1,0 +1,166 @@
+"""A mixture of experts on a CPU."""
+
+from __future__ import annotations
+
+from tinygrad import Tensor, dtypes
+
+from engine.description.sublayers import Experts
+from engine.measure.kernel_roles import BufferUse
+from engine.targets.buffer_uses import BufferUses
+from engine.targets.cpu.kernels import memory
+from engine.targets.cpu.kernels.activations import buffer_names
+from engine.targets.cpu.kernels.experts import (
+    add_experts,
+    choose_experts,
+    expert_product,
+    group_experts,
+    max_tiles,
+)
+from engine.targets.cpu.kernels.product import span_of
+from engine.targets.cpu.kernels.weight_layout import UNIT
+from engine.targets.cpu.step_builder import StepBuilder, Tiles
+from engine.targets.cpu.sublayers.dense import DenseHandler
+from engine.targets.cpu.sublayers.handler import Handler, Loading
+from engine.targets.cpu.weights import Matrix
+
+
+class ExpertsHandler(Handler):
+    """quantize · router, shared gate+up · shared down · choose · group · quantize · gate+up · quantize · down · add.
+    In decode all experts read what the router reads, and nothing is grouped."""
+
+    def __init__(
+        self,
+        part: Experts,
+        norm: Tensor | None,
+        is_added: bool,
+        loading: Loading,
+        router_norm: Tensor | None = None,
+    ) -> None:
+        """`router_norm`: a norm of its own for the router."""
+        weights = loading.weights
+        self._part, self._norm, self._router_norm = part, norm, router_norm
+        matrices = [(part.gate, part.gate_bias), (part.up, part.up_bias), (part.down, part.down_bias)]
+        self._gate, self._up, self._down = (
+            weights.matrix(weight, added=bias is not None) for weight, bias in matrices
+        )
+        self._shared: tuple[DenseHandler, Matrix] | None = None
+        if part.shared and part.shared_gate:
+            layer = DenseHandler(part.shared, None, False, loading)
+            self._shared = layer, weights.matrix(part.shared_gate)
+        self._router = weights.matrix(part.router)
+        self._router_bias = part.router_bias and weights.vector(part.router_bias)
+        self._biases = [  # the kernels always read some
+            weights.vector(bias) if bias else memory.zeros(weight.rows, dtypes.float32)
+            for weight, bias in matrices
+        ]
+        self._choices = memory.zeros(part.count, dtypes.int32)
+        loading.choices.append(self._choices)
+        self._scales = [weights.vector(part.scales)] if part.scales else []
+
+    def add_kernels(self, step: StepBuilder) -> None:
+        self.add_to(step.out, step)
+
+    def add_to(self, out: Tensor, step: StepBuilder) -> None:
+        """Adds the kernels; the result is added to `out` if that is the residual stream, else it is in `out`."""
+        buffers, part, tile = step.buffers, self._part, step.tile
+        logits = step.rows("router", self._router.layout.groups(part.count) * buffers.lanes)
+        shared_reads = [*self._shared[0].reads, self._shared[1]] if self._shared else []
+        reads = [self._gate, self._up] if tile == 1 else []
+        if self._router_norm is not None:
+            of_router = step.quantize(step.x, [self._router], norm=self._router_norm)
+            step.multiply(logits, self._router, of_router)
+            inputs = step.quantize(step.x, reads, norm=self._norm) if reads else {}
+        else:
+            inputs = step.quantize(step.x, [self._router, *shared_reads, *reads], norm=self._norm)
+            step.multiply(logits, self._router, inputs, added=self._router_bias)
+        shared = self._share(step, inputs)
+        chosen = step.scratch("chosen", step.tokens * part.used, dtypes.int32)
+        probabilities = step.scratch("probabilities", step.tokens * part.used, dtypes.float32)
+        kernel = choose_experts(
+            part.count, part.used, part.least_sum, buffers.lanes, tile, bool(self._scales)
+        )
+        counted = self._choices if tile == 1 else buffers.state
+        step.add(
+            kernel, chosen, probabilities, counted, logits, *self._scales,
+            parts=step.parts, concurrent=bool(shared),
+        )  # fmt: skip
+        if tile == 1:
+            tiles = Tiles(part.used, buffers.sizes(part.used), chosen, [])
+        else:
+            tiles = self._group(step, chosen)
+            reads = [self._gate, self._up]
+            inputs = step.quantize(step.x, reads, norm=self._norm, tiles=tiles, gathered=True)
+        gate, up, results = (
+            step.scratch(name, tiles.tokens * matrix.rows, dtypes.float32)
+            for name, matrix in (
+                ("expert gate", self._gate),
+                ("expert up", self._up),
+                ("results", self._down),
+            )
+        )
+        of_gate, of_up, of_down = self._biases
+        _multiply(step, gate, self._gate, inputs, tiles, of_gate)
+        _multiply(step, up, self._up, inputs, tiles, of_up, concurrent=True)
+        inputs = step.quantize(gate, [self._down], gate=(part.activation, up), tiles=tiles)
+        _multiply(step, results, self._down, inputs, tiles, of_down, shared=False)
+        kernel = add_experts(part.used, out is step.x, buffers.lanes, tile, shared=bool(shared))
+        lists = [*step.state, tiles.lists[1]] if tiles.lists else []
+        shape = buffers.sizes(self._down.rows // UNIT)
+        step.add(kernel, out, shape, *lists, probabilities, results, *shared)
+
+    def _share(self, step: StepBuilder, inputs: dict[str, Tensor]) -> list[Tensor]:
+        """Adds the kernels of the layer that all tokens share; returns its gate and its results."""
+        if not self._shared:
+            return []
+        layer, gate = self._shared
+        factors = step.rows("shared factors", step.buffers.lanes)
+        results = step.rows("shared", step.buffers.spec.dim)
+        step.multiply(factors, gate, inputs, concurrent=True)
+        step.multiply(results, *layer.hidden(step, inputs, "shared "))
+        return [factors, results]
+
+    def _group(self, step: StepBuilder, chosen: Tensor) -> Tiles:
+        """Adds the kernel that puts the tokens of each expert into tiles."""
+        part, tile = self._part, step.tile
+        n = max_tiles(step.tokens, part.used, part.count, tile)
+        experts, sources, places, count = (
+            step.scratch(name, size, dtypes.int32)
+            for name, size in (
+                ("experts", n), ("sources", n * tile), ("places", chosen.numel()), ("tiles", 1)
+            )
+        )  # fmt: skip
+        outs = experts, sources, places, count, self._choices
+        step.add(group_experts(part.count, part.used, tile), *outs, step.buffers.state, chosen, parts=1)
+        return Tiles(n * tile, count, experts, [sources, places])
+
+    def add_uses(self, uses: BufferUses) -> None:
+        of_gate, of_up, of_down = self._biases
+        uses.add(BufferUse("router"), self._router_bias, self._router.stream, self._choices, *self._scales)
+        gate_up, down = [of_gate, of_up, self._gate.stream, self._up.stream], [of_down, self._down.stream]
+        uses.add_experts(self._part, self._part.used, gate_up, down)
+        if self._shared:
+            layer, gate = self._shared
+            layer.add_uses(uses)
+            uses.add(BufferUse("router"), gate.stream)
+
+
+def _multiply(
+    step: StepBuilder,
+    out: Tensor,
+    matrix: Matrix,
+    inputs: dict[str, Tensor],
+    tiles: Tiles,
+    bias: Tensor,
+    shared: bool = True,
+    concurrent: bool = False,
+) -> None:
+    """As `StepBuilder.multiply`, with the experts of the tiles. `shared`: in decode, all experts have the same
+    input."""
+    tile = step.tile
+    read = [inputs[name] for name in buffer_names([matrix.layout], tile)]
+    span = span_of(matrix.cols) if tile > 1 else 1
+    kernel = expert_product(matrix.layout, tile, span, shared and tile == 1)
+    expert = matrix.layout.size(matrix.rows, matrix.cols) * matrix.layout.dtype.itemsize
+    n_bytes = min(expert * tiles.tokens, memory.view(matrix.stream).nbytes)
+    buffers = matrix.shape, tiles.state, tiles.experts, *read, bias, matrix.stream
+    step.add(kernel, out, *buffers, parts=step.parts_of(n_bytes), concurrent=concurrent)

@@ -1,0 +1,170 @@
+"""Gated delta nets (`sublayers.Delta` of the description) as tensor graphs: the convolution and the delta rule.
+
+The tokens of a step read the state at once. With G the sums of the logarithms of the decays so far, and S the state
+before the step, what the delta rule adds for token t is k_t d_t^T, and
+
+    d_t = beta_t (v_t - exp(G_t) S^T k_t - sum over s < t of exp(G_t - G_s) (k_s . k_t) d_s)
+    y_t = exp(G_t) S^T q_t + sum over s <= t of exp(G_t - G_s) (k_s . q_t) d_s
+    S after n tokens = exp(G_n) S + sum over s of exp(G_n - G_s) k_s d_s^T
+
+The first line is a triangular system of equations for the d. It is solved by blocks: if X has the inverses of the
+diagonal blocks of I + A of b rows, those of 2 b rows are X - X (A, but only between such neighbours) X. This is as
+exact as one equation after the other; a sum of powers of A is not, where keys resemble each other.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import cast
+
+import numpy as np
+from tinygrad import Tensor, TinyJit, UOp, dtypes
+
+from engine.description.sublayers import Delta
+
+
+@dataclass(frozen=True)
+class DeltaState:
+    """What a sequence keeps of its tokens in one delta net, float32; or those of several sequences, one after the
+    other."""
+
+    state: Tensor
+    """(value_heads, size keys, size values)"""
+    inputs: Tensor
+    """The last inputs of the convolution: (taps - 1, channels)."""
+
+    @classmethod
+    def zeros(cls, mix: Delta, *copies: int) -> DeltaState:
+        """With `copies`, as many of them."""
+        shapes = (mix.value_heads, mix.size, mix.size), (mix.taps - 1, mix.channels)
+        return cls(
+            *(Tensor.zeros(*copies, *shape, dtype=dtypes.float32).contiguous().realize() for shape in shapes)
+        )
+
+    def of(self, sequence: UOp) -> DeltaState:
+        """That of one of the sequences."""
+        return DeltaState(*(tensor[sequence : sequence + 1].squeeze(0) for tensor in self.tensors))
+
+    def store(self, sequence: UOp, state: DeltaState) -> None:
+        """Gives a sequence another state."""
+        for all_, one in zip(self.tensors, state.tensors, strict=True):
+            store_row(all_, sequence, one)
+
+    @property
+    def tensors(self) -> tuple[Tensor, Tensor]:
+        return self.state, self.inputs
+
+
+def store_row(rows: Tensor, row: UOp, x: Tensor) -> None:
+    """Stores x in one of several rows."""
+    stored = rows[row : row + 1].uop.store(x.unsqueeze(0).uop)
+    Tensor(rows.uop.after(stored)).realize()
+
+
+class StateCopies:
+    """Copies of the states of all delta nets, in `slots` slots."""
+
+    def __init__(self, states: Sequence[DeltaState], slots: int) -> None:
+        self._live = [tensor for state in states for tensor in state.tensors]
+        self._kept = [
+            Tensor.zeros(slots, *tensor.shape[1:], dtype=tensor.dtype).contiguous().realize()
+            for tensor in self._live
+        ]
+        sequences = int(self._live[0].shape[0]) if self._live else 1
+        self._slot = UOp.variable("slot", 0, max(slots - 1, 0))
+        self._sequence = UOp.variable("sequence", 0, sequences - 1)
+        self._save, self._load, self._clear = map(TinyJit, (self._saved, self._loaded, self._cleared))
+        self._save.cnt = self._load.cnt = self._clear.cnt = 1  # capture at the first call, not at the second
+
+    def save(self, slot: int, sequence: int) -> None:
+        if self._live:
+            self._save(self._slot.bind(slot), self._sequence.bind(sequence))
+
+    def load(self, slot: int, sequence: int) -> None:
+        if self._live:
+            self._load(self._slot.bind(slot), self._sequence.bind(sequence))
+
+    def clear(self, sequence: int) -> None:
+        """Makes the states of a sequence those before any token."""
+        if self._live:
+            self._clear(self._sequence.bind(sequence))
+
+    def _saved(self, slot: UOp, sequence: UOp) -> None:
+        for kept, live in zip(self._kept, self._live, strict=True):
+            store_row(kept, slot, live[sequence : sequence + 1].squeeze(0))
+
+    def _loaded(self, slot: UOp, sequence: UOp) -> None:
+        for kept, live in zip(self._kept, self._live, strict=True):
+            store_row(live, sequence, kept[slot : slot + 1].squeeze(0))
+
+    def _cleared(self, sequence: UOp) -> None:
+        for live in self._live:
+            store_row(live, sequence, Tensor.zeros(live.shape[1:], dtype=live.dtype))
+
+
+def convolved(mix: Delta, x: Tensor, taps: Tensor, before: Tensor, count: UOp | int) -> tuple[Tensor, Tensor]:
+    """The causal convolution of x (n, channels) after its inputs `before`, and SiLU: (n, channels); and the inputs to
+    be kept after `count` tokens. `taps`: (channels * taps,)."""
+    n = cast(int, x.shape[0])
+    inputs, weights = before.cat(x).contiguous(), taps.reshape(mix.channels, mix.taps)
+    y = sum((inputs[j : j + n] * weights[:, j] for j in range(1, mix.taps)), start=inputs[:n] * weights[:, 0])
+    return y.silu(), inputs[count : count + mix.taps - 1]
+
+
+def heads(mix: Delta, x: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, keys and values of the value heads, (value_heads, n, size) each, of channels x (n, channels)."""
+    n, of_keys = cast(int, x.shape[0]), mix.key_heads * mix.size
+
+    def of_values(x: Tensor) -> Tensor:
+        x = x.reshape(n, mix.key_heads, mix.size)
+        x = x * ((x * x).sum(-1, keepdim=True) + eps).rsqrt()
+        copies = mix.value_heads // mix.key_heads
+        return x.unsqueeze(1).expand(-1, copies, -1, -1).reshape(n, mix.value_heads, mix.size).transpose(0, 1)
+
+    q, k = of_values(x[:, :of_keys]), of_values(x[:, of_keys : 2 * of_keys])
+    v = x[:, 2 * of_keys :].reshape(n, mix.value_heads, mix.size).transpose(0, 1)
+    return q * mix.size**-0.5, k, v
+
+
+def delta_rule(
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, state: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The results (heads, n, size), and the state after the tokens. q, k and v are (heads, n, size), `log_decay` and
+    `beta` (heads, n). A token with a beta and a logarithm of 0 leaves the state as it is."""
+    n = cast(int, q.shape[1])
+    q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
+    sums = (log_decay @ Tensor.ones(n, n).triu()).contiguous()  # (heads, n)
+    decay = sums.exp().unsqueeze(-1)
+    # exp of what is above the diagonal could be infinite
+    between = (sums.unsqueeze(2) - sums.unsqueeze(1)).tril().exp().tril()  # (heads, t, s)
+    weighted = beta.unsqueeze(-1)
+    of_state = (k.cat(q, dim=1) @ state).contiguous()
+    d = (weighted * (v - decay * of_state[:, :n])).contiguous()
+    if n > 1:
+        overlaps = (weighted * between * (k @ k.transpose(1, 2))).contiguous()
+        d = (_inverse(overlaps) @ d).contiguous()
+    scores = (between * (q @ k.transpose(1, 2))).contiguous()
+    y = decay * of_state[:, n:] + scores @ d
+    left = (sums[:, -1:] - sums).exp().unsqueeze(-1)
+    return y.contiguous(), (decay[:, -1:] * state + (k * left).transpose(1, 2) @ d).contiguous()
+
+
+def _inverse(overlaps: Tensor) -> Tensor:
+    """The inverses of I + what is below the diagonal of `overlaps` (heads, n, n), whose n is a power of 2."""
+    n = cast(int, overlaps.shape[1])
+    x = Tensor.eye(n).expand(overlaps.shape).contiguous()
+    for neighbours in _neighbours(n):
+        x = (x - x @ ((neighbours * overlaps) @ x).contiguous()).contiguous()
+    return x
+
+
+@functools.cache
+def _neighbours(n: int) -> list[Tensor]:
+    """For blocks of 1, 2, ... n / 2 rows, ones between the second and the first block of each pair, float32 (n, n).
+    They are in memory, so that all blocks share kernels."""
+    rows, columns = np.arange(n)[:, None], np.arange(n)[None, :]
+    sizes = [1 << i for i in range(n.bit_length() - 1)]
+    masks = [(rows // size % 2 == 1) & (columns // size == rows // size - 1) for size in sizes]
+    return [Tensor(mask.astype(np.float32)).realize() for mask in masks]

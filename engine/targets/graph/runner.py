@@ -1,0 +1,176 @@
+"""A model as tinygrad's tensor graphs: runs on every device that tinygrad supports."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import ceil
+
+import numpy as np
+from numpy.typing import NDArray
+from tinygrad import Device, Tensor, TinyJit, UOp, dtypes
+from tinygrad.uop.ops import Ops
+
+from engine.description.spec import ModelSpec
+from engine.fixes import fused_gathers, matvec_heuristic, search_trials
+from engine.formats.kv_format import KVFormat
+from engine.loading.weights import Weights
+from engine.measure.free_memory import free_bytes
+from engine.measure.profile import Replay
+from engine.protocol.events import Sampling
+from engine.protocol.events import Step as StepKind
+from engine.runtime.checkpoints import checkpoint_slots
+from engine.runtime.kv_blocks import BLOCK, KVGroup
+from engine.runtime.model_runner import SearchReport, Slot, varied_tokens
+from engine.runtime.sampling import Logits
+from engine.targets.graph.delta_net import StateCopies
+from engine.targets.graph.inputs import Step, StepInputs
+from engine.targets.graph.step import Transformer
+
+
+class GraphRunner:
+    """Implements `ModelRunner`. Slots are run one after another. Pieces of a prompt are padded to `max_chunk`, so one
+    captured step serves all. Layers with a window keep all tokens, as those without."""
+
+    precompiled = False
+    max_chunk = BLOCK
+    chunk_sizes: tuple[int, ...] = (max_chunk,)
+    row_counts: tuple[int, ...] = (1,)
+    decode_depths: tuple[int, ...] = (0,)
+    search_tokens = 0
+    export_layout = ""
+
+    def __init__(
+        self, weights: Weights, context_length: int, parallel: int = 1, kv: KVFormat = KVFormat.F16
+    ) -> None:
+        matvec_heuristic.apply()
+        fused_gathers.apply()
+        search_trials.apply()
+        spec, self.parallel = weights.spec, parallel
+        blocks = _n_blocks(spec, context_length, parallel, kv)
+        self.kv_groups: tuple[KVGroup, ...] = (KVGroup(None, blocks),)
+        length = context_length + self.max_chunk  # with what fills a step
+        self._transformer = Transformer(weights, length, context_length, parallel, blocks, kv)
+        self._inputs = StepInputs(parallel, length, blocks)
+        self._prefill, self._decode = TinyJit(self._prefill_step), TinyJit(self._decode_step)
+        self._copy = TinyJit(self._transformer.copy_block)
+        for jit in (self._prefill, self._decode, self._copy):
+            jit.cnt = 1  # capture at the first call, not at the second
+        self._source, self._target = (UOp.variable(name, 0, blocks - 1) for name in ("source", "target"))
+        self._logits: list[Tensor] = []
+        self.state_bytes = spec.state_bytes
+        self.state_slots = checkpoint_slots(parallel) if self.state_bytes else 0
+        self._states = StateCopies(self._transformer.states, self.state_slots)
+        self._kept = [0] * self.state_slots  # the positions of the checkpoints
+        self._positions = [0] * parallel
+
+    # --- steps -------------------------------------------------------------------------------------------
+
+    def run(self, slots: Sequence[Slot], ahead: bool = False) -> NDArray[np.int32]:
+        chosen: list[int] = []
+        self._logits = []
+        for slot in slots:
+            n = len(slot.inputs)
+            if slot.position == 0:
+                self._states.clear(slot.sequence)
+            if slot.want == "none":
+                self._prefill(*self._step(slot, self.max_chunk))
+            else:
+                if self._logits:  # the step overwrites those of the last one
+                    self._logits[-1] = self._logits[-1].clone().realize()
+                best, logits = self._decode(*self._step(slot, 1))
+                chosen.append(int(best.item()))
+                self._logits.append(logits)
+            self._positions[slot.sequence] = slot.position + n
+        return np.array(chosen, np.int32)
+
+    def _step(self, slot: Slot, size: int) -> Step:
+        padded = [*slot.inputs, *[0] * (size - len(slot.inputs))]
+        rows = self._transformer.rows_of(padded)
+        return self._inputs.step(padded, rows, slot.sequence, slot.position, len(slot.inputs))
+
+    def _prefill_step(self, *inputs: Tensor | UOp | int) -> None:
+        self._transformer.store(Step(*inputs)).realize()
+
+    def _decode_step(self, *inputs: Tensor | UOp | int) -> tuple[Tensor, Tensor]:
+        hidden = self._transformer(Step(*inputs))
+        logits = self._transformer.logits(hidden).reshape(-1)
+        best = logits.argmax().cast(dtypes.int32)
+        Tensor.realize(best, logits)
+        return best, logits
+
+    def prepare(self, size: int) -> None:
+        pass  # the first use of a step captures it
+
+    def logits(self, rows: Sequence[int] | None = None) -> Logits:
+        chosen = self._logits if rows is None else [self._logits[row] for row in rows]
+        return np.array([logits.numpy() for logits in chosen], np.float32).reshape(len(chosen), -1)
+
+    def prepare_sampling(
+        self, sequence: int, sampling: Sampling, tokens: Sequence[int], uniforms: NDArray[np.float64]
+    ) -> bool:
+        return False
+
+    def expert_choices(self) -> list[NDArray[np.int32]]:
+        return []  # not counted
+
+    def replay(self, step: StepKind, position: int) -> Replay:
+        jit, n = (self._decode, 1) if step == "decode" else (self._prefill, self.max_chunk)
+        inputs = self._step(Slot(0, tuple(varied_tokens(n, self._transformer.spec.vocab)), position), n)
+        return Replay(
+            calls=[kernel for call in jit.captured.linear.src for kernel in _kernels(call)],
+            uses=self._transformer.uses(),
+            tokens=n,
+            run=lambda: jit(*inputs),
+            variables={u.unbind()[0].expr: u.unbind()[1] for u in inputs if isinstance(u, UOp)},
+            inputs=tuple(t.uop.base for t in (inputs.tokens, inputs.rows, inputs.places)),
+        )
+
+    def search(self, width: int, seconds: float, report: SearchReport, again: bool = False) -> None:
+        pass  # tinygrad's own search is part of a capture
+
+    # --- the memory of sequences -------------------------------------------------------------------------
+
+    def assign(self, sequence: int, tables: Sequence[Sequence[int]]) -> None:
+        self._inputs.assign(sequence, tables[0])
+
+    def copy_block(self, group: int, source: int, target: int) -> None:
+        self._copy(self._source.bind(source), self._target.bind(target))
+
+    def export_blocks(self, tables: Sequence[Sequence[int]]) -> NDArray[np.uint8]:
+        raise NotImplementedError
+
+    def import_blocks(self, tables: Sequence[Sequence[int]], export: NDArray[np.uint8]) -> None:
+        raise NotImplementedError
+
+    def state_position(self, sequence: int = 0) -> int:
+        return self._positions[sequence]
+
+    def save_state(self, slot: int, sequence: int = 0) -> None:
+        self._states.save(slot, sequence)
+        self._kept[slot] = self._positions[sequence]
+
+    def load_state(self, slot: int, sequence: int = 0) -> None:
+        self._states.load(slot, sequence)
+        self._positions[sequence] = self._kept[slot]
+
+    def export_state(self, slot: int) -> NDArray[np.uint8]:
+        raise NotImplementedError
+
+    def import_state(self, slot: int, position: int, export: NDArray[np.uint8]) -> None:
+        raise NotImplementedError
+
+
+def _n_blocks(spec: ModelSpec, context: int, parallel: int, kv: KVFormat) -> int:
+    """The blocks of the KV cache: room for all sequences if it takes no more than half of the memory, but at least for
+    one."""
+    one = ceil(context / BLOCK) + 1
+    token_bytes = sum(spec.kv_bytes_per_token(windowed=windowed, kv=kv) for windowed in (False, True))
+    free = (free_bytes(Device.DEFAULT) or 0) - spec.matrix_bytes if parallel > 1 else 0
+    return max(one, min(parallel * one, free // 2 // (BLOCK * token_bytes)))
+
+
+def _kernels(call: UOp) -> tuple[UOp, ...]:
+    """The kernels of a captured call, which may be a graph of many."""
+    ast = call.src[0]
+    is_graph = ast.op is Ops.CUSTOM_FUNCTION and ast.arg == "graph"
+    return ast.src[0].src if is_graph else (call,)

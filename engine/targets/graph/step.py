@@ -1,0 +1,401 @@
+"""A model as tensor graphs: every part of a description, on every device that tinygrad supports.
+
+There is one sequence, so activations are float32 (tokens, features).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import numpy as np
+from tinygrad import Device, Tensor, UOp, dtypes
+
+from engine.description.sublayers import (
+    MIN_PROBABILITY,
+    Activation,
+    Attend,
+    Beside,
+    Delta,
+    Dense,
+    Experts,
+    LayerEmbedding,
+    Mix,
+    Vector,
+    Weight,
+)
+from engine.formats.kv_format import QUANT_BLOCK, KVFormat
+from engine.kernels.device_memory import free_cached_memory
+from engine.kernels.quantized_matrix import QuantizedMatrix
+from engine.loading.weights import Weights, pieces
+from engine.measure.kernel_roles import BufferUse
+from engine.runtime.kv_blocks import BLOCK
+from engine.targets.buffer_uses import BufferUses
+from engine.targets.graph.delta_net import DeltaState, convolved, delta_rule, heads
+from engine.targets.graph.inputs import Step
+
+
+def gated(gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
+    """See `Activation`."""
+    match activation:
+        case "silu":
+            return gate.silu() * up
+        case "gelu":
+            return gate.gelu() * up  # tinygrad's is the form with tanh
+    gate, up = gate.minimum(7), up.clamp(-7, 7)
+    return gate * (1.702 * gate).sigmoid() * (up + 1)
+
+
+@dataclass
+class _Run:
+    """What the sublayers of a step share. `masks`: by window. `of_layers`: what the tokens give each layer. `caches`
+    and `states` are those of the sublayers to come, and `read` is the cache that each attention so far has read.
+    `stored`: the cache that was stored to last."""
+
+    step: Step
+    masks: dict[int, Tensor | None]
+    of_layers: list[Tensor]
+    caches: Iterator[Tensor]
+    states: Iterator[DeltaState]
+    stored: Tensor
+    read: list[Tensor] = field(default_factory=list)
+
+
+class Transformer:
+    """A model's weights and KV cache, and its forward pass over tokens that continue those in the cache. The cache has
+    `blocks` of BLOCK places for tokens: for each attention (2, kv_heads, places, head_dim), zeros, in float16, or in
+    float32 if the weights are. In the format q8_0 it is int8, and the scales of a head's blocks, as bytes, follow its
+    elements: (2, kv_heads, places, 34 / 32 * head_dim). Each of `sequences` has a recurrent state, and up to `length`
+    tokens, those that fill a step included. `context`: the session's, which rotary embeddings may depend on.
+
+    The embeddings of layers stay in the file: each step gets the rows of its tokens (`rows_of`)."""
+
+    def __init__(
+        self, weights: Weights, length: int, context: int, sequences: int, blocks: int, kv: KVFormat
+    ) -> None:
+        """Raises ModelFileError."""
+        spec = self.spec = weights.spec
+        self.length, self.places = length, blocks * BLOCK
+        table = spec.layer_embeddings.table if spec.layer_embeddings else None
+        self._table = weights.mapped(table) if table else None
+        self._no_rows = Tensor(np.zeros(1, np.uint8)).realize()
+        loaded = (weight for weight in spec.weights() if weight != table)
+        self._matrices = {weight: _load_matrix(weights, weight) for weight in loaded}
+        free_cached_memory()  # copies of pieces of the file
+        self._vectors = {vector: Tensor(weights.vector(vector)).realize() for vector in spec.vectors()}
+        tables = [rope.tables(length, context) for rope in spec.ropes]
+        self._ropes = [(Tensor(cos).realize(), Tensor(sin).realize()) for cos, sin in tables]
+        self._temperatures = None
+        if spec.temperature:
+            self._temperatures = Tensor(spec.temperature.factors(length)).realize()
+        floats = dtypes.float32 if spec.is_float32 else dtypes.float16
+        self._kv_type = dtypes.int8 if kv.is_quantized else floats
+        widths = [kv.bytes(a.head_dim) if kv.is_quantized else a.head_dim for a in spec.caching]
+        self._caches = [
+            Tensor.zeros(2, a.kv_heads, self.places, width, dtype=self._kv_type).contiguous()
+            for a, width in zip(spec.caching, widths, strict=True)
+        ]
+        Tensor.realize(*self._caches)
+        self.states = [DeltaState.zeros(mix, sequences) for mix in spec.deltas]
+
+    def rows_of(self, tokens: Sequence[int]) -> Tensor:
+        """What a step of these tokens reads of the embeddings of layers, as the file holds it: uint8 (bytes,), of one
+        byte if the model has none."""
+        return self._no_rows if self._table is None else Tensor(self._table[tokens].reshape(-1)).realize()
+
+    def __call__(self, step: Step) -> Tensor:
+        """Runs a step. Stores its keys and values in the cache and returns the normed output of the last sublayer,
+        float32 (n, dim)."""
+        *_, (x, _) = self.sublayers(step)
+        return self._stream_norm(x, self.spec.output_norm)
+
+    def store(self, step: Step) -> Tensor:
+        """Runs a step of a prompt; returns the last cache that it is stored in. What follows a prompt does not need,
+        and it is not computed."""
+        last = self.spec.last_keeping
+        return [stored for _, (_, stored) in zip(range(last + 1), self.sublayers(step), strict=False)][-1]
+
+    def copy_block(self, source: UOp, target: UOp) -> None:
+        """Copies the keys and values of a block in all layers."""
+        for cache in self._caches:
+            block = cache[:, :, source * BLOCK : source * BLOCK + BLOCK].contiguous().realize()
+            stored = cache[:, :, target * BLOCK : target * BLOCK + BLOCK].uop.store(block.uop)
+            Tensor(cache.uop.after(stored)).realize()
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """float32 (n, dim) -> (n, vocab)."""
+        logits, cap = self._product(self.spec.head, hidden), self.spec.softcap
+        return (logits / cap).tanh() * cap if cap else logits
+
+    def uses(self) -> BufferUses:
+        """The uses of the weights and of the cache."""
+        uses, spec = BufferUses(), self.spec
+        uses.add(BufferUse("output head"), *self._planes(spec.head))
+        uses.add(BufferUse("embedding", "token", spec.vocab), *self._planes(spec.embedding))
+        if spec.layer_embeddings:
+            uses.add(BufferUse("embedding"), *self._planes(spec.layer_embeddings.projection))
+        for mix in spec.mixes():
+            for role, weights in mix.roles.items():
+                uses.add(BufferUse(role), *(plane for w in weights if w for plane in self._planes(w)))
+        uses.add(BufferUse("norm"), *self._vectors.values())
+        for a in spec.attention:
+            biases = (self._vectors[bias] for bias in (a.q_bias, a.k_bias, a.v_bias) if bias)
+            uses.add(BufferUse("QKV projection"), *biases)
+        for e in spec.experts:
+            gate_up, down = (self._of_experts(*pairs) for pairs in (
+                ((e.gate, e.gate_bias), (e.up, e.up_bias)), ((e.down, e.down_bias),)
+            ))  # fmt: skip
+            uses.add_experts(e, 1, gate_up, down)
+        uses.add(BufferUse("attention", "token", self.length), *(t for pair in self._ropes for t in pair))
+        uses.add(BufferUse("attention", "token", self.length), self._temperatures)
+        uses.add(BufferUse("attention", "context", self.places), *self._caches)
+        uses.add(BufferUse("delta net", "token"), *(t for state in self.states for t in state.tensors))
+        return uses
+
+    def _planes(self, weight: Weight) -> Iterable[Tensor]:
+        return self._matrices[weight].planes.values()
+
+    def _of_experts(self, *pairs: tuple[Weight, Vector | None]) -> Iterator[Tensor]:
+        """The buffers of matrices and their biases."""
+        for weight, bias in pairs:
+            yield from self._planes(weight)
+            if bias:
+                yield self._vectors[bias]
+
+    def sublayers(self, step: Step) -> Iterator[tuple[Tensor, Tensor]]:
+        """Runs a step as `__call__` does. Gives for each sublayer the residual stream after it, (n, dim), and the cache
+        that was stored to last."""
+        spec = self.spec
+        x, n = self._matrices[spec.embedding].take(step.tokens).contiguous(), cast(int, step.tokens.shape[0])
+        if spec.embedding_scale != 1:
+            x = x * spec.embedding_scale
+        run = _Run(
+            step,
+            {window: _mask(n, step.position, window) for window in {a.window for a in spec.attention}},
+            self._layer_embeddings(x, step.rows) if spec.layer_embeddings else [],
+            iter(self._caches),
+            iter(self.states),
+            self._caches[-1],
+        )
+        for sublayer in spec.sublayers:
+            h, mix = x if sublayer.norm is None else self._stream_norm(x, sublayer.norm), sublayer.mix
+            y = _SUBLAYERS[type(mix)](self, mix, h, run)
+            x = x + (y if sublayer.post_norm is None else self._norm(y, sublayer.post_norm))
+            if sublayer.scale:
+                x = x * self._vectors[sublayer.scale]
+            if not isinstance(mix, Attend):
+                x = x.contiguous()
+                x.realize()  # layer by layer, so that tinygrad schedules the first and reuses that for the others
+            yield x, run.stored
+
+    def _layer_embeddings(self, x: Tensor, rows: Tensor) -> list[Tensor]:
+        """What the tokens of the embeddings x (n, dim) give each layer, (n, size) each."""
+        of, n = self.spec.layer_embeddings, cast(int, x.shape[0])
+        assert of
+        projected = self._product(of.projection, x) * self.spec.dim**-0.5
+        projected = self._norm(projected.reshape(n, of.layers, of.size), of.norm)
+        table = QuantizedMatrix(of.table.type, n, of.table.cols).dequantize_rows(rows, n)
+        e = (projected + table.reshape(n, of.layers, of.size) * of.size**0.5) * 0.5**0.5
+        e = e.contiguous().realize()
+        return [e[:, i] for i in range(of.layers)]
+
+    def _layer_embedding(self, mix: LayerEmbedding, x: Tensor, run: _Run) -> Tensor:
+        gate = self._product(mix.gate, x).gelu()
+        return self._product(mix.proj, gate * run.of_layers[mix.layer])
+
+    def _beside(self, mix: Beside, x: Tensor, run: _Run) -> Tensor:
+        """x (n, dim), which is not normed -> (n, dim)."""
+        dense = self._dense(mix.dense, self._stream_norm(x, mix.dense_norm), run)
+        h, of_router = self._stream_norm(x, mix.experts_norm), self._stream_norm(x, mix.router_scale)
+        experts = self._experts(mix.experts, h, run, of_router)
+        return self._norm(dense, mix.dense_post_norm) + self._norm(experts, mix.experts_post_norm)
+
+    def _choose(self, mix: Experts, x: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+        """The experts that the tokens x (n, dim) take, first each token's most probable one: their numbers and their
+        probabilities, (n,) each."""
+        left = self._product(mix.router, x, mix.router_bias).softmax(-1).contiguous()
+        numbers = Tensor.arange(mix.count).reshape(1, -1)
+        chosen, probabilities = [], []
+        for _ in range(mix.used):
+            best = left.argmax(-1)
+            chosen.append(best.contiguous())
+            probabilities.append(left.max(-1))
+            left = (numbers == best.unsqueeze(-1)).where(-1.0, left).contiguous()
+        return chosen, probabilities
+
+    def _experts(self, mix: Experts, x: Tensor, run: _Run, of_router: Tensor | None = None) -> Tensor:
+        """x (n, dim), which is normed, as is what the router reads if that differs -> (n, dim). One expert for each
+        token at a time."""
+        chosen, probabilities = self._choose(mix, x if of_router is None else of_router)
+        total = sum(probabilities[1:], start=probabilities[0]).maximum(MIN_PROBABILITY)
+        y: Tensor | None = None
+        for experts, probability in zip(chosen, probabilities, strict=True):
+
+            def product(weight: Weight, bias: Vector | None, x: Tensor, experts: Tensor = experts) -> Tensor:
+                y = self._matrices[weight].products_of(experts, x, mix.count)
+                return y if bias is None else y + self._vectors[bias].reshape(mix.count, -1)[experts]
+
+            gate, up = product(mix.gate, mix.gate_bias, x), product(mix.up, mix.up_bias, x)
+            part = product(mix.down, mix.down_bias, gated(gate, up, mix.activation).contiguous())
+            factor = probability / total if mix.renormalised else probability
+            if mix.scales:
+                factor = factor * self._vectors[mix.scales][experts]
+            part = part * factor.unsqueeze(-1)
+            y = part if y is None else y + part
+        assert y is not None
+        if mix.shared and mix.shared_gate:
+            y = y + self._product(mix.shared_gate, x).sigmoid() * self._dense(mix.shared, x, run)
+        return y
+
+    def _dense(self, mix: Dense, x: Tensor, run: _Run) -> Tensor:
+        hidden = gated(self._product(mix.gate, x), self._product(mix.up, x), mix.activation)
+        return self._product(mix.down, hidden)
+
+    def _delta(self, mix: Delta, x: Tensor, run: _Run) -> Tensor:
+        """x (n, dim), which is normed -> (n, dim). The state of the sequence becomes that after the step."""
+        n, v, step, states = cast(int, x.shape[0]), self._vectors, run.step, next(run.states)
+        before, used = states.of(step.sequence), step.used
+        channels, inputs = convolved(mix, self._product(mix.qkv, x), v[mix.conv], before.inputs, used)
+        beta = self._product(mix.beta, x).sigmoid()
+        log_decay = v[mix.decay] * self._product(mix.alpha, x, mix.decay_bias).softplus()
+        is_new = (Tensor.arange(n) < used).reshape(n, 1)
+        beta, log_decay = (is_new.where(t, 0.0).transpose() for t in (beta, log_decay))
+        y, state = delta_rule(*heads(mix, channels, self.spec.eps), log_decay, beta, before.state)
+        inputs = inputs.contiguous()
+        Tensor.realize(y, state, inputs)  # they read what they are stored to
+        states.store(step.sequence, DeltaState(state, inputs))
+        y = self._norm(y.transpose(0, 1), mix.norm).reshape(n, -1)
+        return self._product(mix.out, y * self._product(mix.gate, x).silu())
+
+    def _product(self, weight: Weight, x: Tensor, bias: Vector | None = None) -> Tensor:
+        y = self._matrices[weight].product(x)
+        return y if bias is None else y + self._vectors[bias]
+
+    def _stream_norm(self, x: Tensor, weight: Vector) -> Tensor:
+        return self._norm(x, weight, self.spec.stream_eps)
+
+    def _norm(self, x: Tensor, weight: Vector, eps: float | None = None) -> Tensor:
+        """RMS norm over the last axis."""
+        return (_normed(x, self.spec.eps if eps is None else eps) * self._vectors[weight]).contiguous()
+
+    def _heads(self, x: Tensor, n_heads: int, norm: Vector | None) -> Tensor:
+        """(n, n_heads * head_dim) -> (n_heads, n, head_dim), normed over a head or over all of them."""
+        n, width = x.shape
+        if norm and norm.size == width:
+            x = self._norm(x, norm)
+        heads = x.reshape(n, n_heads, -1).transpose(0, 1)
+        return self._norm(heads, norm) if norm and norm.size != width else heads
+
+    def _rotated(self, x: Tensor, rope: int, position: UOp) -> Tensor:
+        """Rotary position embedding of x (heads, n, head_dim): rotates element i with element i + head_dim / 2."""
+        n = x.shape[1]
+        cos, sin = (table[position : position + n].unsqueeze(0) for table in self._ropes[rope])
+        a, b = x.chunk(2, dim=-1)
+        return (a * cos - b * sin).cat(b * cos + a * sin, dim=-1)
+
+    def _attention(self, a: Attend, x: Tensor, run: _Run) -> Tensor:
+        """The output projection of attention over x (n, dim), which is normed. New keys and values are stored in the
+        layer's cache. The mask, if any, is added to the scores: (n, position + n)."""
+        run.read.append(next(run.caches) if a.cache_of is None else run.read[a.cache_of])
+        kv, mask, step = run.read[-1], run.masks[a.window], run.step
+        n, position = cast(int, x.shape[0]), step.position
+        q = self._rotated(self._heads(self._product(a.q, x, a.q_bias), a.heads, a.q_norm), a.rope, position)
+        if self._temperatures is not None:
+            q = q * self._temperatures[position : position + n].reshape(1, n, 1)
+        if a.k:
+            projected = self._product(a.k, x, a.k_bias)
+            k = self._rotated(self._heads(projected, a.kv_heads, a.k_norm), a.rope, position)
+            v = self._heads(self._product(a.v, x, a.v_bias) if a.v else projected, a.kv_heads, None)
+            if a.has_normed_values:
+                v = _normed(v, self.spec.eps)
+            new = Tensor.stack(k, v)
+            new = _quantized(new) if self._kv_type == dtypes.int8 else new.cast(self._kv_type)
+            kv = run.stored = _stored(kv, new, step)
+        cached = kv[:, :, step.places[0 : position + n]]
+        if self._kv_type == dtypes.int8:
+            cached = _dequantized(cached, a.head_dim)
+        keys, values = cached.cast(dtypes.float32)
+
+        group = a.heads // a.kv_heads  # query heads that share keys and values
+        q = q.reshape(a.kv_heads, group * n, a.head_dim) * a.scale
+        scores = q @ keys.transpose(1, 2)
+        if mask is not None:
+            scores = scores.reshape(a.kv_heads, group, n, position + n)
+            scores = scores + mask
+            scores = scores.reshape(a.kv_heads, group * n, position + n)
+        if a.sinks:
+            sinks = self._vectors[a.sinks].reshape(a.kv_heads, group, 1).expand(-1, -1, n)
+            sinks = sinks.reshape(a.kv_heads, group * n, 1)
+            weights = scores.cat(sinks, dim=-1).softmax(-1).shrink_to(None, None, position + n)
+        else:
+            weights = scores.softmax(-1)
+        out = weights @ values
+        out = out.reshape(a.heads, n, a.head_dim).transpose(0, 1).reshape(n, -1)
+        if a.gate:
+            out = out * self._product(a.gate, x).sigmoid()
+        return self._product(a.o, out, a.o_bias)
+
+
+_SUBLAYERS: dict[type[Mix], Callable[[Transformer, Any, Tensor, _Run], Tensor]] = {
+    Attend: Transformer._attention,
+    Delta: Transformer._delta,
+    Dense: Transformer._dense,
+    Experts: Transformer._experts,
+    Beside: Transformer._beside,
+    LayerEmbedding: Transformer._layer_embedding,
+}
+"""What computes each kind of sublayer: of x (n, dim), normed if the sublayer has a norm, (n, dim)."""
+
+
+def _normed(x: Tensor, eps: float) -> Tensor:
+    """x over the root of the mean of its squares along the last axis."""
+    return x * ((x * x).mean(-1, keepdim=True) + eps).rsqrt()
+
+
+def _stored(cache: Tensor, new: Tensor, step: Step) -> Tensor:
+    """The cache with the keys and values (2, kv_heads, n, width) of a step."""
+    stores = [cache[:, :, step.place : step.place + step.head].uop.store(new[:, :, : step.head].uop)]
+    if new.shape[2] != 1:
+        tail = new[:, :, step.tail : step.tail + step.tail_rows]
+        place = step.tail_place
+        stores.append(cache[:, :, place : place + step.tail_rows].uop.store(tail.uop))
+    return Tensor(cache.uop.after(*stores))
+
+
+def _quantized(x: Tensor) -> Tensor:
+    """Elements (..., head_dim) as int8, and after them the bytes of their blocks' float16 scales."""
+    blocks = x.reshape(*x.shape[:-1], -1, QUANT_BLOCK)
+    scales = blocks.abs().max(-1, keepdim=True) / 127
+    quants = (blocks / scales.maximum(1e-30)).round().cast(dtypes.int8).reshape(x.shape)
+    return quants.cat(scales.squeeze(-1).cast(dtypes.float16).bitcast(dtypes.int8), dim=-1)
+
+
+def _dequantized(x: Tensor, dim: int) -> Tensor:
+    """What `_quantized` gave, as float32 (..., dim)."""
+    quants, scales = x[..., :dim], x[..., dim:].bitcast(dtypes.float16)
+    blocks = quants.reshape(*x.shape[:-1], dim // QUANT_BLOCK, QUANT_BLOCK) * scales.cast(
+        dtypes.float32
+    ).unsqueeze(-1)
+    return blocks.reshape(*x.shape[:-1], dim)
+
+
+def _load_matrix(weights: Weights, weight: Weight) -> QuantizedMatrix:
+    matrix = QuantizedMatrix(weight.type, weight.experts * weight.rows, weight.cols)
+    for rows in pieces(weight):
+        raw = Tensor(weights.read(weight, rows))
+        if weight.order:
+            raw = weight.order.apply(raw.reshape(len(rows), -1)).flatten()
+        matrix.store(raw, rows)
+        Device[Device.DEFAULT].synchronize()  # frees the host's copies
+        weights.release(weight, rows)
+    return matrix
+
+
+def _mask(n: int, position: UOp, window: int) -> Tensor | None:
+    """-inf where a query of n, the first at `position`, does not see a key: (n, position + n). None if all see all."""
+    if n == 1 and not window:
+        return None
+    hidden = Tensor.full((n, position + n), float("-inf"))
+    mask = hidden.triu(position + 1)  # causal
+    return mask + hidden.tril(position - window) if window else mask

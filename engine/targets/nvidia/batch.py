@@ -1,0 +1,93 @@
+"""The kernels of a decode step of several sequences at once on a GPU:
+
+    embed . those of the sublayers' handlers . norm . head . next tokens
+
+Its rows are the tokens of different sequences, a small prompt whose products are bound by memory as in decode
+(`kernels.few_columns`). Attention is decode's, of each row over the blocks of its own sequence. What lies
+between is prefill's: a product leaves its sums, and the norm before the next one adds them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from tinygrad import Tensor, dtypes
+
+from engine.kernels.device_memory import device_zeros, overwrite
+from engine.targets.nvidia.device_sampler import DeviceSampler
+from engine.targets.nvidia.kernels.few_columns import as_logits, n_blocks
+from engine.targets.nvidia.kernels.kernel_sequence import KernelSequence
+from engine.targets.nvidia.kernels.sampling import StepRows, next_tokens
+from engine.targets.nvidia.prefill import PrefillKernels
+from engine.targets.nvidia.prescales import Prescales
+from engine.targets.nvidia.prompt_step import Pending, RowsStep
+from engine.targets.nvidia.weights import GPUModel
+
+ROW_COUNTS = (4, 8, 16, 32)
+"""Rows of the steps that are captured. One of 4 rows takes as long as one of 2."""
+
+_SHORT = (
+    256  # tokens of the shortest context for which a step is captured; the others are four times as long each
+)
+
+
+class BatchKernels(PrefillKernels):
+    """Builds the kernels of steps of so many `rows`. A step reads its state, int32 (4, rows): tokens, positions,
+    sequences, and what each row is (`StepRows`). It writes the next tokens, also to its state, whose positions advance,
+    and `logits`."""
+
+    def __init__(self, model: GPUModel, prescales: Prescales, context: int, rows: Sequence[int]) -> None:
+        super().__init__(model, prescales, max(rows, default=1))
+        self.context_limits = [_SHORT]
+        while self.context_limits[-1] < context:
+            self.context_limits.append(4 * self.context_limits[-1])
+        self._states = {n: device_zeros(4 * n, dtypes.int32) for n in rows}
+        self.logits = {n: device_zeros(n * model.spec.vocab) for n in rows}
+
+    def rows_step(
+        self, rows: int, limit: int, next_ids: Tensor, sampler: DeviceSampler | None, penalizes: bool
+    ) -> KernelSequence:
+        """The kernels of a step of `rows` rows after fewer than `limit` tokens each, one of `context_limits`. It writes
+        the next tokens to `next_ids` (`StepRows.letter`): the most probable ones, or of rows that are sampled those
+        that `sampler` draws. `penalizes`: whether any of these has a repetition penalty."""
+        model, state = self._model, self.state(rows)
+        step = RowsStep(self, state, rows, limit)
+        self._embed(step, state, model.layers)
+        for layer in model.layers:
+            sums = layer.handler.rows(step, layer.norm)
+            step.pending = Pending(sums, layer.post_norm, layer.scale)
+        step.norm(model.output_norm)
+        part, logits = model.head.single_matrix, self.logits[rows]
+        tiles = step.tiles(part)
+        blocks = n_blocks(part.rows, tiles)
+        best = {
+            name: self.buffer(name, blocks * rows, dtype)
+            for name, dtype in (("largest", dtypes.float32), ("largest_rows", dtypes.int32))
+        }
+        step.multiply(part, tiles, as_logits(model.spec.softcap), "head", logits=logits, **best)
+        if sampler:
+            sampler.add_to(step.sequence, logits, state, next_ids, penalizes, rows)
+        else:
+            step.add(next_tokens(blocks, rows), state=state, tokens=next_ids, **best)
+        return step.sequence
+
+    def state(self, rows: int) -> Tensor:
+        """What a step of `rows` rows reads."""
+        return self._states[rows]
+
+    def send(
+        self,
+        rows: int,
+        tokens: Sequence[int],
+        positions: Sequence[int],
+        sequences: Sequence[int],
+        sampled: Sequence[bool],
+    ) -> None:
+        """Writes the state of a step of `rows` rows, of which the first are used."""
+        state = np.zeros((4, rows), np.int32)
+        kinds = [StepRows.SAMPLED if draws else StepRows.USED for draws in sampled]
+        state[:, : len(tokens)] = tokens, positions, sequences, kinds
+        overwrite(self._states[rows], state.reshape(-1))
+        if self.spec.experts:
+            overwrite(self.prompt, np.asarray([0, len(tokens), 0], np.int32))

@@ -1,0 +1,81 @@
+"""The kernels of a decode step on a GPU: embed . those of the sublayers' handlers . head . next token.
+
+Everything that changes from step to step (the token, its position, keys and values) is in device memory.
+"""
+
+from __future__ import annotations
+
+from tinygrad import Tensor, dtypes
+
+from engine.kernels.device_memory import device_zeros
+from engine.targets.nvidia.decode_step import DecodeMemory, DecodeStep
+from engine.targets.nvidia.device_sampler import DeviceSampler
+from engine.targets.nvidia.kernels.embedding import embed
+from engine.targets.nvidia.kernels.epilogues import as_logits
+from engine.targets.nvidia.kernels.kernel_sequence import KernelSequence
+from engine.targets.nvidia.kernels.sampling import next_token
+from engine.targets.nvidia.kernels.weight_layout import QUARTER, UNIT
+from engine.targets.nvidia.norms import inputs_of
+from engine.targets.nvidia.prescales import Prescales
+from engine.targets.nvidia.sublayers.attention import SHORT
+from engine.targets.nvidia.weights import GPUModel
+
+_MEDIUM = 8192  # tokens: beyond `SHORT`, one captured step serves up to so many
+
+
+class DecodeKernels(DecodeMemory):
+    """Builds the kernels of decode steps."""
+
+    def __init__(self, model: GPUModel, prescales: Prescales, context: int) -> None:
+        super().__init__(model.spec, prescales)
+        self._model, self._context = model, context
+        self.context_limits = [SHORT]
+        while (limit := self.context_limits[-1]) < context:
+            self.context_limits.append(max(_MEDIUM, limit * 4))
+        splits = max(a.split(limit).splits for a in model.attention for limit in self.context_limits)
+        self.attention_parts = (
+            device_zeros(splits * max(a.query_size for a in self.spec.attention)),
+            device_zeros(splits * max(a.heads for a in self.spec.attention) * 2),
+        )
+
+    def step(
+        self, limit: int, history: Tensor, sampler: DeviceSampler | None = None, penalizes: bool = False
+    ) -> KernelSequence:
+        """The kernels of a step after fewer than `limit` tokens, one of `context_limits`. It writes the next token to
+        `state`, and to `history` at the position: the most probable token, or the one that `sampler` chooses."""
+        model, step = self._model, DecodeStep(self, limit)
+        self._embed(step)
+        following = [layer.inputs for layer in model.layers[1:]]
+        following.append(inputs_of(model.output_norm, model.head))
+        for layer, inputs in zip(model.layers, following, strict=True):
+            step.inputs, step.post_norm, step.scale = inputs, layer.post_norm, layer.scale
+            layer.handler.decode(step, layer.norm)
+        blocks = model.head.n_blocks
+        best = {"largest": device_zeros(blocks), "largest_rows": device_zeros(blocks, dtypes.int32)}
+        buffers = {"logits": self.logits, **best}
+        step.multiply(model.head, model.output_norm, as_logits(self.spec.softcap), buffers, "head")
+        if sampler is None:
+            step.add(next_token(blocks, self._context), state=self.state, tokens=history, **best)
+        else:
+            sampler.add_to(step.sequence, self.logits, self.state, history, penalizes)
+        return step.sequence
+
+    def _embed(self, step: DecodeStep) -> None:
+        model, spec, tables = self._model, self.spec, self._model.layer_tables
+        last = model.layers[-1].handler.products[-1]
+        step.inputs = [*model.layers[0].inputs, *(tables.inputs if tables else [])]
+        outs = step.begin_stream(max(last.n_blocks, UNIT // QUARTER))
+        kernel = embed(
+            model.embedding.single_matrix.layout, spec.vocab, spec.dim, step.stream.n_parts, len(step.stream.inputs),
+            self._context, tuple(rope.pairs for rope in spec.ropes), spec.embedding_scale,
+        )  # fmt: skip
+        step.add(
+            kernel,
+            **outs,
+            angles=self.angles,
+            state=self.state,
+            tables=[table for of_rope in model.ropes for table in of_rope],
+            planes=model.embedding.planes,
+        )
+        if tables:
+            tables.decode(step)

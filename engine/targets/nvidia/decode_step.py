@@ -1,0 +1,142 @@
+"""What the handlers of a decode step on a GPU share: the residual stream, scratch memory, products of the stream.
+
+The last product of a sublayer adds to the residual stream and prepares it for the next product: what the next sublayer
+is decides which vectors it writes. If the result is to be normed first, another kernel adds it (`post_norm`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from tinygrad import Tensor, dtypes
+
+from engine.description.spec import ModelSpec
+from engine.kernels.device_memory import device_zeros
+from engine.targets.nvidia.kernels.delta_net import HeadNorm
+from engine.targets.nvidia.kernels.epilogues import STORE_SQUARES, Epilogue, add_residual
+from engine.targets.nvidia.kernels.matvec import matvec
+from engine.targets.nvidia.kernels.post_norm import add_normed, add_normed_blocks
+from engine.targets.nvidia.kernels.weight_layout import permuted_size
+from engine.targets.nvidia.matrices import Matrix, Product
+from engine.targets.nvidia.norms import Input, Norm, inputs_of
+from engine.targets.nvidia.prescales import Prescales
+from engine.targets.nvidia.step import Step, StepMemory
+
+
+@dataclass
+class ResidualStream:
+    """The residual stream as the kernel before leaves it (`epilogues.add_residual`): partial sums of its squares, and
+    the inputs of the next products, by `Input.key`."""
+
+    parts: Tensor
+    n_parts: int
+    inputs: dict[tuple[int, int], Tensor]
+
+
+class DecodeMemory(StepMemory):
+    """The memory of decode steps, which all share. A step reads `state`, int32 (token, position, sequence), and writes
+    `logits`. `h` is the residual stream; `angles`: of each rope those of the step's position."""
+
+    attention_parts: tuple[Tensor, Tensor]
+    """What attention that is split leaves for another kernel: sums and tops (`flash_attention`)."""
+
+    def __init__(self, spec: ModelSpec, prescales: Prescales) -> None:
+        super().__init__(spec, prescales)
+        self.state = device_zeros(3, dtypes.int32)
+        self.logits = device_zeros(spec.vocab)
+        self.h = device_zeros(spec.dim)
+        self.angles = [device_zeros(2 * rope.pairs) for rope in spec.ropes]
+        self._parts: dict[int, tuple[Tensor, Tensor]] = {}
+        self._inputs: list[Tensor] = []
+
+    def stream(self, n_parts: int, inputs: Sequence[Input], parity: int) -> ResidualStream:
+        """The buffers of the residual stream. Kernels alternate (`parity`) between two arrays of partial sums, because
+        a kernel may read one while it writes the other."""
+        while len(self._inputs) < len(inputs):
+            self._inputs.append(device_zeros(permuted_size(self.spec.dim)))
+        if n_parts not in self._parts:
+            self._parts[n_parts] = device_zeros(n_parts), device_zeros(n_parts)
+        buffers = {i.key: buffer for i, buffer in zip(inputs, self._inputs, strict=False)}
+        return ResidualStream(self._parts[n_parts][parity], n_parts, buffers)
+
+
+class DecodeStep(Step):
+    """A decode step after fewer than `limit` tokens, to which handlers add their kernels. Whoever walks over the layers
+    sets the following: `inputs` are those of the products after the sublayer; `post_norm` and `scale` are of the
+    sublayer (`Layer`)."""
+
+    inputs: Sequence[Input]
+    post_norm: Tensor | None = None
+    scale: Tensor | None = None
+
+    def __init__(self, memory: DecodeMemory, limit: int) -> None:
+        super().__init__(memory)
+        self.memory, self.limit = memory, limit
+        self._n_streams = 0
+
+    def prescale(self, matrix: Matrix) -> Tensor:
+        """What the input of a product with a matrix is multiplied by."""
+        return self.prescales.of(matrix.layout)
+
+    def multiply(
+        self,
+        product: Product,
+        norm: Norm | tuple[Norm, Norm],
+        epilogue: Epilogue,
+        buffers: Mapping[str, Tensor | None],
+        name: str,
+        starts_next: bool = False,
+    ) -> None:
+        """Adds a product of the residual stream after a norm, or with one beside it after two norms. `buffers`: the
+        kernel's others (`matvec`)."""
+        norms, stream = norm if isinstance(norm, tuple) else (norm,), self.stream
+        x, beside_x = (
+            [stream.inputs[i.key] for i in inputs_of(norm_of, part)] if part else []
+            for norm_of, part in ((norms[0], product), (norms[-1], product.beside))
+        )
+        n_parts, eps = stream.n_parts if norms[0].is_normed else 0, self.spec.stream_eps
+        kernel = matvec(
+            product.stack, product.schedule, epilogue, name, n_parts, eps, starts_next=starts_next
+        )
+        sums = stream.parts if n_parts else None
+        self.add(kernel, x=x, beside_x=beside_x, norm_sums=sums, planes=product.planes, **buffers)
+
+    def begin_stream(self, n_parts: int) -> dict[str, Tensor | list[Tensor]]:
+        """Begins the stream that the next kernel leaves, which has so many blocks: its buffers for that."""
+        self.stream = self.memory.stream(n_parts, self.inputs, self._n_streams % 2)
+        self._n_streams += 1
+        norms = [self.prescales.norm_weight(i.norm, i.bits) for i in self.inputs]
+        copies = [*self.stream.inputs.values()]
+        return {"stream": self.memory.h, "squares": self.stream.parts, "copies": copies, "norms": norms}
+
+    def finish(
+        self,
+        product: Product,
+        x: Tensor,
+        name: str,
+        heads: HeadNorm | None = None,
+        **others: Tensor | None,
+    ) -> None:
+        """Adds the last product of a sublayer, of `x`, whose result is added to the residual stream. `heads`: the norm
+        of heads that it has to do; `others`: the buffers that only such products have."""
+        dim, copies = self.spec.dim, len(self.inputs)
+        ins = {"x": [x], "planes": product.planes}
+        if self.post_norm is None:
+            assert self.scale is None
+            epilogue = add_residual(copies, others.get("bias") is not None)
+            kernel = matvec(product.stack, product.schedule, epilogue, name, heads=heads)
+            self.add(kernel, **self.begin_stream(product.n_blocks), **ins, **others)
+            return
+        rows = self.buffer(f"{name}_rows", dim)
+        squares = self.buffer(f"{name}_squares", product.n_blocks)
+        kernel = matvec(product.stack, product.schedule, STORE_SQUARES, name, heads=heads)
+        self.add(kernel, out=rows, squares=squares, **ins, **others)
+        self.add(
+            add_normed(dim, product.n_blocks, copies, self.spec.eps, self.scale is not None),
+            **self.begin_stream(add_normed_blocks(dim)),
+            rows=rows,
+            row_squares=squares,
+            post_norm=self.post_norm,
+            scale=self.scale,
+        )

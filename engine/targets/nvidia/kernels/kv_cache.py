@@ -1,0 +1,205 @@
+"""The layout of the KV cache on GPUs.
+
+Sixteen tokens are a tile: the keys of a tile are neighbours, and so are its values. The cache consists of words of 32
+bits in the order in which the threads of a warp load them, sixteen bytes each, so that every load of a warp is of
+neighbouring bytes. `cache_tiles` says which elements a word holds.
+
+The cache of a layer with a sliding window is a ring, and "token" above is a slot of the ring: token t is in slot t %
+ring. A chunk of a prompt is stored before its attention, so the ring has room for a window and a chunk.
+
+The cache for several sequences is a pool of blocks, and "token" above is a place in the pool. A table holds the block
+of each `block` tokens of a sequence (`Pages`): token t is at place table[t // block] * block + t % block.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from tinygrad import UOp, dtypes
+from tinygrad.dtype import DType
+
+from engine.formats.kv_format import QUANT_BLOCK, KVFormat
+from engine.kernels.kernel import Kernel
+from engine.targets.nvidia.kernels.uops import (
+    F16,
+    INDEX,
+    LOG2_E,
+    chain,
+    finish,
+    load,
+    load_index,
+    load_run,
+    store_run,
+)
+
+Stored = Literal["keys and values", "keys", "nothing"]
+"""What a layer computes of a token for the cache. "keys": before norm and rotation they are the values too. "nothing":
+the cache is another layer's, which has stored the token before."""
+
+CACHE_SLACK = 1024  # tokens of a cache beyond its context, because loads run ahead and take whole tiles
+TILE = 16  # tokens
+
+
+@dataclass(frozen=True)
+class Pages:
+    """The blocks of a sequence in a kernel: those of `Heads.pool` in `table`, int32, from index `first` on."""
+
+    table: UOp
+    first: UOp
+
+    @staticmethod
+    def of(heads: Heads, table: UOp, sequences: UOp, index: UOp | int) -> Pages:
+        """Those of the sequence that int32 `sequences` has at an index. It is not read where there is only one: loads
+        of blocks need not wait for it."""
+        if table.max_numel() == heads.table_size:
+            return Pages(table, UOp.const(0))
+        return Pages(table, load(sequences, index).cast(INDEX) * heads.table_size)
+
+
+@dataclass(frozen=True)
+class Heads:
+    """The attention heads of a layer: `query` heads share `kv` heads of keys and values, of `dim` elements each.
+    Positions are below `length` - CACHE_SLACK. `norm_eps` is set if queries and keys are RMS-normed. Scores are
+    multiplied by `scale`, and with a `temperature` by a factor for the query's position, which is data. With a
+    `window`, a query sees the last `window` tokens, its own included, and the cache is a ring of `ring` tokens, a
+    multiple of 16 (`ring_for`). With a `block`, a multiple of 16, it is a `pool` of so many blocks of so many tokens
+    instead, and places of tokens depend on `Pages`. `kv_format`: how the cache holds keys and values. With
+    `normed_values`, values are RMS-normed over a head, with `norm_eps`. With `gated` heads, the rows of the QKV product
+    begin with a gate for each element of the result, which is multiplied by its sigmoid."""
+
+    query: int
+    kv: int
+    dim: int
+    length: int
+    norm_eps: float | None
+    scale: float
+    window: int = 0
+    ring: int = 0
+    temperature: bool = False
+    block: int = 0
+    pool: int = 0
+    kv_format: KVFormat = KVFormat.F16
+    stored: Stored = "keys and values"
+    normed_values: bool = False
+    gated: bool = False
+
+    def __post_init__(self) -> None:
+        assert self.slots % TILE == 0 and self.block % TILE == 0 and bool(self.block) == bool(self.pool)
+        assert self.block or (bool(self.ring) == bool(self.window) and self.ring >= self.window)
+        assert not (self.block and self.ring) and self.kv_format.fits(self.dim)
+        assert not self.normed_values or self.norm_eps is not None
+
+    @property
+    def shared_by(self) -> int:
+        """Query heads that share a key head."""
+        return self.query // self.kv
+
+    @property
+    def first_row(self) -> int:
+        """The row of the QKV product with which the queries begin, after the gates."""
+        return self.query * self.dim if self.gated else 0
+
+    @property
+    def rows(self) -> int:
+        """Elements of a token's gates, queries, keys and values, as far as the layer computes them."""
+        heads_of_kv = {"keys and values": 2, "keys": 1, "nothing": 0}[self.stored]
+        return self.first_row + (self.query + self.kv * heads_of_kv) * self.dim
+
+    @property
+    def slots(self) -> int:
+        """Tokens for which the cache has room."""
+        return self.block * self.pool or self.ring or self.length
+
+    @property
+    def table_size(self) -> int:
+        """Blocks in the table of a sequence."""
+        return -(-(self.length - CACHE_SLACK) // self.block)
+
+    @property
+    def cache_size(self) -> int:
+        """Elements of the keys of a layer; its values have as many."""
+        return self.kv * self.slots * self.chunks * 16
+
+    @property
+    def chunks(self) -> int:
+        """Groups of sixteen dimensions; the last may have fewer."""
+        return -(-self.dim // 16)
+
+    @property
+    def cache_planes(self) -> tuple[tuple[int, DType], ...]:
+        """The buffers of a layer's cache, keys before values: numbers and type. If it is quantized, those of scales
+        come after those of the words."""
+        words = self.cache_size // (4 if self.kv_format.is_quantized else 2)
+        scales = self.cache_size // QUANT_BLOCK if self.kv_format.is_quantized else 0
+        return ((words, dtypes.uint32),) * 2 + ((scales, F16),) * (2 if scales else 0)
+
+    @property
+    def query_scale(self) -> float:
+        """The factor of queries: `scale`, and log2(e) because the softmax uses exp2."""
+        return float(self.scale * LOG2_E)
+
+    @property
+    def name(self) -> str:
+        """The part of kernels' names that tells layers of a model apart."""
+        window = f"_window_{self.window}_{self.ring}" if self.window else ""
+        pool = f"_pool_{self.pool}" if self.pool else ""
+        kv_format = f"_{self.kv_format.value}" if self.kv_format.is_quantized else ""
+        stored = {"keys and values": "", "keys": "_keys", "nothing": "_shared"}[self.stored]
+        values = "_normed" * self.normed_values
+        return f"{self.query}_{self.kv}_{self.dim}{window}{pool}{kv_format}{stored}{values}{'_gated' * self.gated}"
+
+    def cached(self, limit: int) -> int:
+        """The largest number of cached tokens that a query before position `limit` reads, in whole tiles. Beyond the
+        cache, loops would have one round at most, and tinygrad would not place them before what follows them."""
+        limit, own = min(limit, self.length - CACHE_SLACK), self.stored == "nothing"
+        return min(limit, self.window + TILE - 2 + own) if self.window else limit
+
+    def holds(self, position: int, written: int) -> bool:
+        """Whether the cache still holds all cached tokens that a query at `position` sees, after `written` tokens were
+        stored."""
+        first_seen = max(0, position - self.window + 1)
+        return not self.window or first_seen >= min(position, written - self.ring)
+
+    def first_seen(self, position: UOp) -> UOp:
+        """The first token that a query sees."""
+        return (position - (self.window - 1)).maximum(0) if self.window else UOp.const(0)
+
+    def tile(self, kv: UOp, *number: UOp, pages: Pages | None = None) -> UOp:
+        """Where a key head's tile of sixteen tokens is, in such tiles. Its number is the sum of `number`. With a pool,
+        in the blocks of `pages`."""
+        n = self.slots // TILE
+        if pages is not None:
+            tile, tiles = chain(number), self.block // TILE
+            index = pages.first + (tile // tiles).minimum(self.table_size - 1)
+            return kv * n + load_index(pages.table, index, self.pool) * tiles + tile % tiles
+        return kv * n + chain(number) % n if self.ring else chain([kv * n, *number])
+
+
+def ring_for(window: int, chunk: int) -> int:
+    """The ring for a window, if a prompt comes in chunks of up to `chunk` tokens."""
+    return -(-(window + chunk) // 64) * 64
+
+
+@functools.cache
+def copy_block(heads: Heads) -> Kernel:
+    """Copies a block of a layer's pool to another. Buffers: cache (`Heads.cache_planes`); blocks, int32 (2,): source
+    and target."""
+    h, threads = heads, 64
+
+    def kernel(cache: Sequence[UOp], blocks: UOp) -> UOp:
+        thread, kv = UOp.special(threads, "lidx0"), UOp.special(h.kv, "gidx0")
+        source, target = (load_index(blocks, i, h.pool) for i in (0, 1))
+        stores = []
+        for plane, (size, _) in zip(cache, h.cache_planes, strict=True):
+            n = size // (h.kv * h.pool)  # neighbouring numbers of a key head
+            for first in range(0, n, threads * 4):
+                place = thread * 4 + first
+                ok = None if first + threads * 4 <= n else place < n
+                from_, to = ((kv * h.pool + block) * n + place for block in (source, target))
+                stores += store_run(plane, to, load_run(plane, from_, 4, ok), ok)
+        return finish(f"copy_block_{h.name}", stores)
+
+    return Kernel(kernel, (("cache", len(h.cache_planes)),), ("blocks",))

@@ -1,0 +1,455 @@
+"""Causal attention of a prompt's chunk on tensor cores, in one pass over the cache.
+
+A block has queries of neighbouring tokens and of all heads that share keys. Its warps go over the keys together, some
+at a time: a step. Keys and values come from the cache once for all of them, into shared memory, in the order in which
+threads hold operands of tensor cores, so that a warp loads sixteen bytes a thread without conflicts. There is room for
+two steps: while one step's keys and values are used, those of the next are on their way. Where large heads leave room
+for one, the next ones are loaded when all warps are done with it.
+
+Scores, weights and weighted sums stay in registers. The threads of a warp that share queries have different keys. They
+learn the largest score of each query through tensor cores: a product with ones and zeros hands numbers on. If it has
+grown, earlier sums are scaled down. Weights are operands of the product with the values where they are: the thread
+that computes a key's score needs its weight.
+
+If there are too few queries for all multiprocessors, several blocks share the keys of the same queries, and
+`combine_prompt` adds their sums.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from tinygrad import UOp
+from tinygrad.uop.ops import AxisType, Ops
+
+from engine.kernels.kernel import Kernel, Name
+from engine.kernels.launch_hints import LaunchHints
+from engine.targets.nvidia.kernels.cache_tiles import eight_keys, eight_values
+from engine.targets.nvidia.kernels.few_columns import column_index
+from engine.targets.nvidia.kernels.half_words import unknown
+from engine.targets.nvidia.kernels.kv_cache import CACHE_SLACK, Heads, Pages
+from engine.targets.nvidia.kernels.matmul import fragment_index, wmma
+from engine.targets.nvidia.kernels.uops import (
+    F16,
+    F32,
+    LOG2_E,
+    LOWEST,
+    all_of,
+    chain,
+    f32,
+    finish,
+    load,
+    load_index,
+    load_run,
+    maximum,
+    registers,
+    shared,
+    store,
+    store_run,
+    zeroed_registers,
+)
+
+STATIC_SHARED = 48 << 10  # bytes of a block; for more see `engine.fixes.dynamic_shared`
+_MAX_SPLITS = 32
+_SPLIT_COST = 0.02  # of adding a split's sums, as a part of the time
+_TOP_UNIT = 16.0  # a largest score passes through a float16, in this unit: up to a million
+_LEAST_TOP = -1e6
+_SUM_UNIT = 256.0  # the same for sums of weights
+_LEAST_TOTAL = 1e-30  # for queries that see nothing: no tokens have them
+
+
+@dataclass(frozen=True)
+class PromptTiling:
+    """How prefill attention is divided. A warp has 16 * `rows` queries of a head; a block has `warps` warps, which read
+    the same keys, 16 * `steps` at a time; `splits` blocks share the keys of the same queries. Queries are in registers,
+    or if they are `shared`, in shared memory. `across` warps have the same queries, and each a part of the values'
+    dimensions. Shared memory has the keys and values of `held` steps, two or one."""
+
+    rows: int
+    warps: int
+    steps: int
+    splits: int
+    shared: bool = False
+    across: int = 1
+    held: int = 2
+
+    @property
+    def units(self) -> int:
+        """Warps of a block that have queries of their own."""
+        return self.warps // self.across
+
+    def shared_bytes(self, dim: int) -> int:
+        """Shared memory of a block: keys, values and queries."""
+        return (2 * self.held * self.steps + self.shared * self.units * self.rows) * 16 * dim * 2
+
+    def sums_size(self, heads: Heads, tokens: int) -> int:
+        """The size of the sums of all splits, float32."""
+        return self.splits * heads.query * tokens * (heads.dim + 8)
+
+
+def prompt_tiling(
+    heads: Heads, tokens: int, multiprocessors: int, limit: int = STATIC_SHARED
+) -> PromptTiling:
+    """The tiling for a chunk of `tokens` tokens, with up to `limit` bytes of shared memory for a block. A warp loads
+    operands from shared memory for all its queries, so it gets as many as its registers hold. Sums are scaled down and
+    the block's warps wait for each other once a step, so steps are as large as fits. The fewest splits that give the
+    multiprocessors blocks evenly."""
+    dim, is_large = heads.dim, heads.dim > 128
+    rows = 2 if dim <= 64 and heads.shared_by * tokens >= 512 else 1
+    units = heads.shared_by * tokens // (16 * rows)
+    shapes = [(8, 1), (4, 1), (2, 1)] if is_large else [(8, 4)] * (units >= 8) + [(8, 2), (8, 1)]
+    across = 2 if dim > 256 else 1  # the sums of so many dimensions are more than a warp's registers hold
+    tilings = [
+        PromptTiling(rows, min(units * across, warps), steps, 1, is_large, across, held)
+        for held in (2, 1)
+        for warps, steps in shapes
+    ]
+    tiling = next((t for t in tilings if t.shared_bytes(dim) <= limit), tilings[-1])
+    blocks = heads.kv * -(-units // tiling.units)
+
+    def cost(splits: int) -> float:
+        """The time of the blocks, if one at a time runs on a multiprocessor, over what it is if none is idle."""
+        rounds = -(-blocks * splits // multiprocessors)
+        return rounds * multiprocessors / (blocks * splits) + splits * _SPLIT_COST
+
+    return replace(tiling, splits=min(range(1, _MAX_SPLITS + 1), key=cost))
+
+
+def query_index(heads: Heads, tokens: int, head: UOp, token: UOp, d: UOp) -> UOp:
+    """The index of an element of the queries, which are [head, 16 tokens, 16 dimensions, thread, element]: a left tile
+    of tensor cores. Thread 4g + t has the t-th four dimensions of tokens g and g + 8."""
+    thread, i = token % 8 * 4 + d % 16 // 4, d % 4
+    element = i // 2 * 4 + token % 16 // 8 * 2 + i % 2
+    return (((head * (tokens // 16) + token // 16) * (heads.dim // 16) + d // 16) * 32 + thread) * 8 + element
+
+
+def pages_of(heads: Heads, table: UOp | None, prompt: UOp) -> Pages | None:
+    """The blocks of the prompt's sequence, if the cache is a pool."""
+    if not heads.pool:
+        return None
+    assert table is not None
+    return Pages.of(heads, table, prompt, 2)
+
+
+def _quad_maxima(own: Sequence[UOp], g: UOp, t: UOp) -> list[UOp]:
+    """The largest of the values of four threads 4g + t, of rows g and g + 8."""
+    zero, one = (f32(x).cast(F16) for x in (0, 1))
+    halves = [(x.maximum(_LEAST_TOP) * f32(1 / _TOP_UNIT)).cast(F16) for x in own]
+    left = [halves[0], zero, halves[1], zero, zero, zero, zero, zero]
+    # Columns 2t and 2t + 1 of the product are a thread's: the values of threads 0 and 1, then those of 2 and 3.
+    chosen = [t.eq(g % 2 + first).where(one, zero) for first in (0, 2)]
+    pairs = [wmma(left, [x, zero, zero, zero], [f32(0)] * 4) for x in chosen]
+    return [maximum([x for pair in pairs for x in pair[k : k + 2]]) * f32(_TOP_UNIT) for k in (0, 2)]
+
+
+def _quad_sums(own: Sequence[UOp]) -> list[UOp]:
+    """The sums of the values of four threads, of rows g and g + 8: in two float16, which are as accurate as needed."""
+    zero, one = (f32(x).cast(F16) for x in (0, 1))
+    scaled = [x * f32(1 / _SUM_UNIT) for x in own]
+    upper = [x.cast(F16) for x in scaled]
+    lower = [(x - u.cast(F32)).cast(F16) for x, u in zip(scaled, upper, strict=True)]
+    left = [upper[0], lower[0], upper[1], lower[1], zero, zero, zero, zero]
+    return [x * f32(_SUM_UNIT) for x in wmma(left, [one] * 4, [f32(0)] * 4)[::2]]
+
+
+class _Tiles:
+    """The keys and values of two steps in shared memory, and how threads copy them there."""
+
+    def __init__(self, heads: Heads, tiling: PromptTiling, cache: Sequence[UOp], kv: UOp, warp: UOp, thread: UOp,
+                 pages: Pages | None) -> None:  # fmt: skip
+        self._heads, self._steps, self._cache, self._kv, self._pages = heads, tiling.steps, cache, kv, pages
+        self._held = tiling.held
+        self._chunks = heads.dim // 16
+        pieces = tiling.steps * self._chunks  # of 512 bytes
+        numbers = [warp + k * tiling.warps for k in range(-(-pieces // tiling.warps))]
+        self._pieces = [n.minimum(pieces - 1) if pieces % tiling.warps else n for n in numbers]
+        self._size = pieces * 256  # elements of the keys of a step, or of its values
+        self._t, self._g = thread // 8, thread % 8  # so that neighbouring threads load neighbouring bytes
+        self._read_place = self._place(thread % 4, thread // 4)
+        self.array = shared(2 * tiling.held * self._size, 0, F16)
+
+    @staticmethod
+    def _place(t: UOp, g: UOp) -> UOp:
+        """Where the eight elements of thread 4g + t are, so that eight threads that load or store at once meet no
+        conflict."""
+        return (t * 8 + (g + 2 * t) % 8) * 8
+
+    def from_cache(self, step: UOp, *after: UOp) -> list[UOp]:
+        """A thread's part of the keys and values of a step."""
+        cache, loads = [plane.after(*after) if after else plane for plane in self._cache], []
+        for eight in (eight_keys, eight_values):
+            for piece in self._pieces:
+                number, c = step * self._steps + piece // self._chunks, piece % self._chunks
+                tile = self._heads.tile(self._kv, number, pages=self._pages)
+                loads += eight(self._heads, cache, tile, c, self._t, self._g)
+        return loads
+
+    def put(self, step: UOp, elements: Sequence[UOp], *after: UOp) -> UOp:
+        """Stores what `from_cache` loaded."""
+        array, stores = self.array.after(*after) if after else self.array, []
+        for i in range(0, len(elements), 8):
+            which, k = divmod(i // 8, len(self._pieces))
+            first = self._first(step, which) + self._pieces[k] * 256 + self._place(self._t, self._g)
+            stores += store_run(array, first, elements[i : i + 8])
+        return UOp.group(*stores)
+
+    def replace(self, step: UOp, used: Sequence[UOp]) -> UOp:
+        """Loads and stores a step in place of the one before, when all warps have `used` that."""
+        barrier = used[0].barrier(*used[1:])
+        return self.put(step, self.from_cache(step, barrier), barrier)
+
+    def _first(self, step: UOp, which: int) -> UOp:
+        """Where the keys or the values of a step begin."""
+        return (step % self._held * 2 + which) * self._size
+
+    def operands(self, array: UOp, step: UOp, which: int, s: int, c: int | UOp) -> list[list[UOp]]:
+        """Two right tiles: of keys (`which` is 0) or values, of the s-th sixteen tokens of a step, in sixteen
+        dimensions: of even keys and odd ones, or of even dimensions and odd ones."""
+        place = step % self._held * (self._size // 4) + self._read_place // 8  # in units of a load
+        # Measured: with float16 heads of 64 elements it takes longer.
+        if self._heads.dim > 64 or self._heads.kv_format.is_quantized:
+            place = unknown(place)
+        eight = load_run(array, place * 8 + which * self._size + (s * self._chunks + c) * 256, 8)
+        return [eight[:4], eight[4:]]
+
+
+def _before(array: UOp, elements: Sequence[UOp], *others: UOp) -> UOp:
+    """The array after a barrier that the loads of `elements` come before. The compiler would put them off until
+    their numbers are stored, which would wait for them."""
+    loads = [u for u in UOp.sink(*elements).toposort() if u.op is Ops.LOAD]
+    return array.after(*others, loads[0].barrier(*loads[1:]))
+
+
+@functools.cache
+def attend_prompt(
+    heads: Heads, tokens: int, tiling: PromptTiling, has_sinks: bool = False, columns: bool = False
+) -> Kernel:
+    """Causal attention of a prompt over the cache. Buffers: out, float16 fragments of (tokens, query heads * dim), or
+    `columns` of `few_columns`, or with several splits the sums of each, float32
+    (`PromptTiling.sums_size`), and of gated heads it holds the factors of its elements; queries, those of
+    `prefill.rotate_prompt`; cache (`Heads.cache_planes`); with a pool, tables, those of blocks,
+    int32 (sequences, `Heads.table_size`); prompt, int32 (2,): position and number of tokens, and with a pool (3,):
+    its sequence; sinks, if there are any, unless there are several splits, float32 (query heads,): a score of each head
+    that is not scaled and weighs no value."""
+    h, dim, rows, warps, steps = heads, heads.dim, tiling.rows, tiling.warps, tiling.steps
+    splits, across, per_block = tiling.splits, tiling.across, tiling.units
+    chunks, size = dim // 16, 16 * steps
+    own_chunks = chunks // across  # of the values of a warp
+    units = h.shared_by * (tokens // (16 * rows))  # warps of a key head that have queries of their own
+    blocks = -(-units // per_block)
+    assert dim % 16 == 0 and tokens % (16 * rows) == 0 and not (has_sinks and splits > 1)
+    assert warps % across == 0 and chunks % across == 0 and (across == 1 or tiling.shared)
+    n_sums = rows * own_chunks * 8
+
+    def kernel(
+        out: UOp, queries: UOp, cache: list[UOp], tables: UOp | None, prompt: UOp, sinks: UOp | None
+    ) -> UOp:
+        pages = pages_of(h, tables, prompt)
+        thread, warp = UOp.special(32, "lidx0"), UOp.special(warps, "lidx1") if warps > 1 else UOp.const(0)
+        block, kv = UOp.special(blocks, "gidx0"), UOp.special(h.kv, "gidx1")
+        split = UOp.special(splits, "gidx2") if splits > 1 else UOp.const(0)
+        block = blocks - 1 - block  # the longest work starts first
+        own_unit, run = (warp // across, warp % across) if across > 1 else (warp, UOp.const(0))
+        unit, g, t = block * per_block + own_unit, thread // 4, thread % 4
+        exists = unit < units
+        if units % per_block:
+            unit = unit.minimum(units - 1)
+        head, tile = kv * h.shared_by + unit % h.shared_by, unit // h.shared_by * rows
+        position, n = load_index(prompt, 0, h.length - CACHE_SLACK), load_index(prompt, 1, tokens + 1)
+        last_unit = (block * per_block + (per_block - 1)).minimum(units - 1)
+        first, after = (u // h.shared_by * (16 * rows) for u in (block * per_block, last_unit + h.shared_by))
+        turns = _turns(h, position, first, after, n, size, split, splits)
+
+        tiles = _Tiles(h, tiling, cache, kv, warp, thread, pages)
+        first_query = (head * (tokens // 16) + tile) * chunks
+        query_rows = [  # of the warps that share queries, each copies every `across`-th sixteen dimensions
+            load_run(queries, ((first_query + i + run) * 32 + thread) * 8, 8)
+            for i in range(0, rows * chunks, across)
+        ]
+        first_store = [tiles.put(turns[0][0], tiles.from_cache(turns[0][0]))]
+        query_array = shared(per_block * rows * chunks * 256, 1, F16) if tiling.shared else tiles.array
+        own_queries = own_unit * (rows * chunks * 256) + thread * 8
+        if tiling.shared:
+            for i, row in enumerate(query_rows):
+                first_store += store_run(query_array, own_queries + (i * across + run) * 256, row)
+        ready = UOp.group(*first_store)
+        array, query_array = tiles.array.after(ready), query_array.after(ready)
+        sums_array, totals = zeroed_registers(n_sums, 2), zeroed_registers(2 * rows, 3)
+        tops = registers(2 * rows, 4)
+        tops = tops.after(UOp.group(*store_run(tops, 0, [f32(LOWEST)] * (2 * rows))))
+
+        def scores(array: UOp, step: UOp, masked: bool, queries: Sequence[Sequence[UOp]]) -> list[list[UOp]]:
+            """For each row of queries (row g of the first tile, its row g + 8, row g of the second tile, and so on) the
+            scores of a thread's keys: four neighbours of each sixteen."""
+            result: list[list[UOp]] = [[] for _ in range(2 * rows)]
+            for s in range(steps):
+                acc = [[[f32(0)] * 4 for _ in (0, 1)] for _ in range(rows)]
+                for c in range(chunks):
+                    for odd, keys in enumerate(tiles.operands(array, step, 0, s, c)):
+                        for r in range(rows):
+                            acc[r][odd] = wmma(queries[r * chunks + c], keys, acc[r][odd])
+                for i in range(2 * rows):
+                    r, side = divmod(i, 2)
+                    four = [acc[r][e % 2][2 * side + e // 2] for e in range(4)]
+                    if masked:
+                        ahead = position + (tile + r) * 16 + 8 * side + g - ((step * steps + s) * 16 + t * 4)
+                        sees = [ahead >= e for e in range(4)]
+                        if h.window:
+                            sees = [ok & (ahead < h.window + e) for e, ok in enumerate(sees)]
+                        four = [ok.where(x, f32(LOWEST)) for ok, x in zip(sees, four, strict=True)]
+                    result[i] += four
+            return result
+
+        done: tuple[UOp, ...] = ()
+        for axis, (start, stop, masked) in enumerate(turns):
+            loop = UOp.range(stop - start, axis, AxisType.LOOP)
+            step, before = start + loop, (loop, *done)
+            old = load_run(tops.after(*before), 0, 2 * rows)
+            following = tiles.from_cache(step + 1) if tiling.held > 1 else []
+            now = _before(array, following or old, *before)
+            if tiling.shared:
+                held = query_array.after(*before)
+                query_rows = [load_run(held, own_queries + i * 256, 8) for i in range(rows * chunks)]
+            own = scores(now, step, masked, query_rows)
+            top = []
+            for r in range(rows):
+                top += _quad_maxima([maximum(x) for x in own[2 * r : 2 * r + 2]], g, t)
+            top = [a.alu(Ops.MAX, b) for a, b in zip(old, top, strict=True)]
+            factors = [(a - b).exp2() for a, b in zip(old, top, strict=True)]
+            weights = [[(x - b).exp2() for x in row] for row, b in zip(own, top, strict=True)]
+            so_far = load_run(totals.after(*before), 0, 2 * rows)
+            stores = store_run(
+                totals, 0, [chain([x * f, *row]) for x, f, row in zip(so_far, factors, weights, strict=True)]
+            )
+            sums = load_run(sums_array.after(*before), 0, n_sums)
+            sums = [x * factors[i // (own_chunks * 8) * 2 + i % 4 // 2] for i, x in enumerate(sums)]
+            halves = [[x.cast(F16) for x in row] for row in weights]
+            for s in range(steps):
+                # a left tile's elements of a thread: two of row g, two of row g + 8, and the same again
+                lefts = [
+                    [halves[2 * r + side][4 * s + k + i] for k in (0, 2) for side in (0, 1) for i in (0, 1)]
+                    for r in range(rows)
+                ]
+                for c in range(own_chunks):
+                    for odd, values in enumerate(tiles.operands(now, step, 1, s, run * own_chunks + c)):
+                        for r in range(rows):
+                            k = ((r * own_chunks + c) * 2 + odd) * 4
+                            sums[k : k + 4] = wmma(lefts[r], values, sums[k : k + 4])
+            stores += store_run(sums_array, 0, sums) + store_run(tops, 0, top)
+            put = tiles.put(step + 1, following) if following else tiles.replace(step + 1, sums)
+            done = (UOp.group(*stores, put).end(loop),)
+
+        sums, top = load_run(sums_array.after(*done), 0, n_sums), load_run(tops.after(*done), 0, 2 * rows)
+        thread_totals, total = load_run(totals.after(*done), 0, 2 * rows), []
+        for r in range(rows):
+            total += _quad_sums(thread_totals[2 * r : 2 * r + 2])
+        live = (tile * 16 < n) & exists if units % per_block else tile * 16 < n
+        stores = []
+        for r in range(rows):
+            own_top, own_total = top[2 * r : 2 * r + 2], total[2 * r : 2 * r + 2]
+            own_sums = sums[r * own_chunks * 8 : (r + 1) * own_chunks * 8]
+            if splits > 1:
+                index, first_sum = (
+                    _record(h, tokens, split, head, tile + r) + thread * 4,
+                    run * (own_chunks * 256),
+                )
+                for i in range(0, len(own_sums), 4):
+                    stores += store_run(out, index + first_sum + i * 32, own_sums[i : i + 4], live)
+                ends = [own_total[0], own_top[0], own_total[1], own_top[1]]
+                stores += store_run(out, index + chunks * 256, ends, all_of(live, run.eq(0)))
+                continue
+            if sinks is not None:
+                score = load(sinks, head) * f32(LOG2_E)
+                own_total = [x + (score - b).exp2() for x, b in zip(own_total, own_top, strict=True)]
+            factors = [x.maximum(_LEAST_TOTAL).reciprocal() for x in own_total]
+            for c in range(own_chunks):
+                results = own_sums[8 * c : 8 * c + 8]
+                chunk = run * own_chunks + c
+                stores += _store(h, out, columns, head, tile + r, chunk, thread, results, factors, live)
+        shape = f"{rows}_{warps}_{steps}_{splits}{'_across' * (across > 1)}{'_one' * (tiling.held == 1)}"
+        shape += f"{'_sinks' * has_sinks}{'_columns' * columns}"
+        return finish(f"prefill_attend_{h.name}_{tokens}_{shape}", stores)
+
+    used = tiling.shared_bytes(dim)
+    hints = LaunchHints(shared_bytes=used if used > STATIC_SHARED else 0)
+    inputs: tuple[Name, ...] = "queries", ("cache", len(h.cache_planes)), h.pool > 0 and "tables", "prompt"
+    return Kernel(kernel, ("out",), (*inputs, has_sinks and "sinks"), hints)
+
+
+def _turns(
+    heads: Heads, position: UOp, first: UOp, after: UOp, n: UOp, size: int, split: UOp, splits: int
+) -> list[tuple[UOp, UOp, bool]]:
+    """The steps of `size` keys that the queries of a chunk's tokens from `first` on and before `after` see, as far as
+    they are the split's: each as the first, the one after the last, and whether there is a mask."""
+    own, last = position + first, position + after - 1
+    start = heads.first_seen(own) // size
+    stop = ((position + after.minimum(n)) + (size - 1)) // size
+    stop = (first < n).where(stop, start)
+    if splits > 1:
+        part = (stop - start + (splits - 1)) // splits
+        start = (start + part * split).minimum(stop)
+        stop = (start + part).minimum(stop)
+    whole = ((own + 1) // size).maximum(start).minimum(stop)  # from here on some queries see some keys
+    if not heads.window:
+        return [(start, whole, False), (whole, stop, True)]
+    left = ((heads.first_seen(last) + (size - 1)) // size).maximum(start).minimum(stop)
+    whole = whole.maximum(left)
+    return [(start, left, True), (left, whole, False), (whole, stop, True)]
+
+
+def _record(heads: Heads, tokens: int, split: UOp | int, head: UOp, tile: UOp) -> UOp:
+    """The index of a split's sums for sixteen queries: [16 values, four elements, thread, 4], and of the sums of
+    weights and the largest scores of rows g and g + 8, [thread, 4]."""
+    return ((split * heads.query + head) * (tokens // 16) + tile) * ((heads.dim + 8) * 16)
+
+
+def _store(
+    h: Heads, out: UOp, columns: bool, head: UOp, tile: UOp, c: UOp, thread: UOp, sums: Sequence[UOp],
+    factors: Sequence[UOp], live: UOp,
+) -> list[UOp]:  # fmt: skip
+    """Stores a thread's sums of sixteen dimensions, times the factors of its two queries."""
+    g, t, stores = thread // 4, thread % 4, []
+    order = column_index if columns else fragment_index
+    for side in (0, 1):
+        for e in range(4):
+            value = sums[e % 2 * 4 + 2 * side + e // 2] * factors[side]
+            token, column = tile * 16 + g + 8 * side, head * h.dim + c * 16 + t * 4 + e
+            place = order(token, column, h.query * h.dim)
+            if h.gated:
+                value = value * load(out, place, live).cast(F32)
+            stores.append(store(out, place, value.cast(F16), live))
+    return stores
+
+
+@functools.cache
+def combine_prompt(
+    heads: Heads, tokens: int, splits: int, has_sinks: bool = False, columns: bool = False
+) -> Kernel:
+    """Adds the sums of several splits of `attend_prompt`. Buffers: out as there, with the factors; sums; prompt, int32
+    (2,) or (3,); sinks, if there are any, float32 (query heads,)."""
+    h, chunks = heads, heads.dim // 16
+
+    def kernel(out: UOp, sums: UOp, prompt: UOp, sinks: UOp | None) -> UOp:
+        thread, c = UOp.special(32, "lidx0"), UOp.special(chunks, "lidx1")
+        tile, head = UOp.special(tokens // 16, "gidx0"), UOp.special(h.query, "gidx1")
+        live = tile * 16 < load_index(prompt, 1, tokens + 1)
+        firsts = [_record(h, tokens, split, head, tile) + thread * 4 for split in range(splits)]
+        ends = [load_run(sums, first + chunks * 256, 4) for first in firsts]
+        top = [maximum([end[2 * side + 1] for end in ends]) for side in (0, 1)]
+        weights = [[(end[2 * side + 1] - top[side]).exp2() for side in (0, 1)] for end in ends]
+        total = [chain(end[2 * k] * w[k] for end, w in zip(ends, weights, strict=True)) for k in (0, 1)]
+        if sinks is not None:
+            score = load(sinks, head) * f32(LOG2_E)
+            total = [x + (score - b).exp2() for x, b in zip(total, top, strict=True)]
+        parts = [
+            load_run(sums, first + c * 256, 4) + load_run(sums, first + c * 256 + 128, 4) for first in firsts
+        ]
+        results = [chain(p[i] * w[i % 4 // 2] for p, w in zip(parts, weights, strict=True)) for i in range(8)]
+        factors = [x.maximum(_LEAST_TOTAL).reciprocal() for x in total]
+        stores = _store(h, out, columns, head, tile, c, thread, results, factors, live)
+        name = f"prefill_combine_{h.name}_{tokens}_{splits}{'_sinks' * has_sinks}{'_columns' * columns}"
+        return finish(name, stores)
+
+    return Kernel(kernel, ("out",), ("sums", "prompt", has_sinks and "sinks"))

@@ -1,0 +1,137 @@
+"""Chooses the schedule of a matrix-vector product: the result of a search on this machine, else the one shipped for the
+chip and shape, else one by a rule."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterator
+from dataclasses import astuple, replace
+from importlib import resources
+
+import msgspec
+
+from engine.disk_cache import disk_cache, source_digest
+from engine.targets.nvidia.kernels.device import capability, multiprocessors
+from engine.targets.nvidia.kernels.matvec import Schedule, StackedMatrices
+
+_TUNED = resources.files("presets") / "tuned"  # data, shipped with the presets
+# The source files of the products: a change to them makes earlier searches obsolete.
+_SOURCES = tuple(
+    f"targets/nvidia/kernels/{name}.py"
+    for name in ("matvec", "epilogues", "chosen_experts", "expert_choice", "weight_layout", "bit_packing")
+)
+_MAX_IDLE = 0.07  # of the units: those that threads have beyond a row's end
+_RESIDENT_THREADS = (640, 1024)  # on a multiprocessor, to try beside the compiler's choice
+
+
+def best_schedule(stack: StackedMatrices) -> Schedule:
+    """The schedule of a product on the default device."""
+    if result := search_result(stack):
+        return result[0]
+    return matvec_schedule(stack, capability(), multiprocessors())
+
+
+def matvec_schedule(stack: StackedMatrices, chip: str = "", multiprocessors: int = 64) -> Schedule:
+    """The schedule of a product without a search, on a GPU of a compute capability (`chip`, as "sm_87") with a number
+    of multiprocessors."""
+    shipped = _shipped(chip)
+    if measured := shipped.early.get(stack.name):
+        return Schedule(*measured, early=True)
+    if measured := shipped.products.get(stack.name):
+        return Schedule(*measured)
+    min_blocks = shipped.rule.blocks_a_multiprocessor * multiprocessors
+    min_steps = 1 + (len(stack.matrices) > 1)
+    return _by_rule(stack.rows, stack.units, min_blocks / stack.slots, min_steps)
+
+
+class _Rule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    blocks_a_multiprocessor: float = 1.5
+
+
+class _Shipped(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A file of tuned schedules: where they come from, and for each `StackedMatrices.name` threads, groups, rows and
+    blocks. Those of `early` are `Schedule.early`."""
+
+    origin: str = "a guess"
+    rule: _Rule = _Rule()
+    products: dict[str, tuple[int, int, int, int]] = {}
+    early: dict[str, tuple[int, int, int, int]] = {}
+
+
+@functools.cache
+def _shipped(chip: str) -> _Shipped:
+    path = _TUNED / f"{chip}.toml"
+    return msgspec.toml.decode(path.read_bytes(), type=_Shipped) if path.is_file() else _Shipped()
+
+
+def _by_rule(rows: int, units: int, min_blocks: float, min_steps: int = 1) -> Schedule:
+    """A schedule for any shape. Threads of a row: one for each unit if these are few, else a divisor of their number,
+    so that no thread is idle, with at least `min_steps` steps each (stacked matrices of several layouts want two). Rows
+    of a thread: as many as leave `min_blocks` blocks, since each row uses the loaded activations again."""
+    max_threads = 32 if units <= 64 else 64
+    max_threads = max(1, min(max_threads, units // min_steps))
+    threads = min(units, max_threads)
+    if units > max_threads:
+        threads = next((t for t in range(max_threads, max_threads // 2, -1) if units % t == 0), max_threads)
+    groups = max(1, min(8, 256 // threads))
+    thread_rows = 1
+    while thread_rows < min(8, threads) and rows // (groups * thread_rows * 2) >= min_blocks:
+        thread_rows *= 2
+    if groups * thread_rows % 2:  # gate and up must be in one block
+        groups = 2
+    return Schedule(threads, groups, thread_rows)
+
+
+# --- the search ----------------------------------------------------------------------------------------
+
+
+def candidates(stack: StackedMatrices, near: Schedule, early: bool = False) -> list[Schedule]:
+    """The schedules to try for a product, those most similar to `near` first, without `near`: blocks of 64 to 512
+    threads, whole blocks of rows, gate and up in one block, few idle threads. With `early`, those without held
+    blocks are also tried as `Schedule.early`."""
+    schedules = list(_all(stack.rows, stack.units, stack.slots))
+    if early:
+        schedules += [replace(s, early=True) for s in schedules if not s.blocks]
+    return sorted(dict.fromkeys(s for s in schedules if s != near), key=lambda s: _distance(s, near))
+
+
+def _all(rows: int, units: int, slots: int) -> Iterator[Schedule]:
+    min_blocks = min(64, max(1, rows // 16)) // slots
+    divisors = (n for n in range(8, 129) if units % n == 0)
+    for threads in sorted({8, 16, 24, 32, 48, 64, 96, 128, *divisors}):
+        if -units % threads > _MAX_IDLE * units and units > 8:
+            continue
+        for groups in (1, 2, 4, 8, 16):
+            for thread_rows in (1, 2, 4, 8):
+                s = Schedule(threads, groups, thread_rows)
+                whole = rows % s.block_rows == 0 and s.block_rows % 2 == 0
+                if not (64 <= threads * groups <= 512 and s.fits() and whole):
+                    continue
+                if rows // s.block_rows < min_blocks or (rows > 50_000 and thread_rows < 4):
+                    continue
+                yield s
+                if thread_rows <= 2:
+                    for resident in _RESIDENT_THREADS:
+                        yield Schedule(threads, groups, thread_rows, resident // (threads * groups))
+
+
+def _distance(a: Schedule, b: Schedule) -> float:
+    steps = sum(
+        abs(math.log2(x / y)) for x, y in ((a.threads, b.threads), (a.groups, b.groups), (a.rows, b.rows))
+    )
+    return steps + 0.5 * (bool(a.blocks) != bool(b.blocks)) + 0.5 * (a.early != b.early)
+
+
+def search_result(stack: StackedMatrices) -> tuple[Schedule, int] | None:
+    """The schedule that a search on this machine chose, and the search's width."""
+    result = disk_cache().get("tuned", _key(stack))
+    return result and (Schedule(*result[0]), result[1])
+
+
+def save_search_result(stack: StackedMatrices, schedule: Schedule, width: int) -> None:
+    disk_cache().put("tuned", _key(stack), (astuple(schedule), width))
+
+
+def _key(stack: StackedMatrices) -> tuple[str, ...]:
+    return source_digest(*_SOURCES), capability(), stack.name

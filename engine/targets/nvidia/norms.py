@@ -1,0 +1,44 @@
+"""Norms of the residual stream, and what the products after them read."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.targets.nvidia.matrices import Product
+
+
+@dataclass(frozen=True, eq=False)
+class Norm:
+    """A norm of the stream, with its weight. Without one (`is_normed` is false), the weight is of ones."""
+
+    weight: NDArray[np.float32]
+    is_normed: bool = True
+
+
+@dataclass(frozen=True)
+class Input:
+    """What a product reads: the stream times the weight of a norm and times a prescale
+    (`StackedMatrices.prescale_bits`)."""
+
+    norm: NDArray[np.float32]
+    bits: int
+
+    @property
+    def key(self) -> tuple[int, int]:
+        return id(self.norm), self.bits
+
+
+def inputs_of(norm: Norm, *products: Product) -> list[Input]:
+    """The inputs of products after a norm."""
+    bits = {bits for product in products for bits in product.stack.prescale_bits}
+    return [Input(norm.weight, b) for b in sorted(bits)]
+
+
+@functools.cache
+def no_norm(n: int) -> Norm:
+    """That of a stream of n elements that is not normed."""
+    return Norm(np.ones(n, np.float32), is_normed=False)

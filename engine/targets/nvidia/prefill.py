@@ -1,0 +1,44 @@
+"""The kernels of a prefill step on a GPU: embed . those of the sublayers' handlers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tinygrad import Tensor
+
+from engine.targets.nvidia.kernels.embedding import embed_prompt
+from engine.targets.nvidia.kernels.kernel_sequence import KernelSequence
+from engine.targets.nvidia.prescales import Prescales
+from engine.targets.nvidia.prompt_step import Pending, PromptMemory, PromptStep
+from engine.targets.nvidia.sublayers.handler import Layer
+from engine.targets.nvidia.weights import GPUModel
+
+
+class PrefillKernels(PromptMemory):
+    """Builds the kernels of prefill steps."""
+
+    def __init__(self, model: GPUModel, prescales: Prescales, chunk: int) -> None:
+        super().__init__(model.spec, prescales, chunk)
+        self._model = model
+
+    def step(self, tokens: int) -> KernelSequence:
+        """The kernels for up to `tokens` tokens. The last sublayer that keeps something of them for the next ones
+        computes only that, and there is nothing after it."""
+        layers, step = self._model.layers, PromptStep(self, tokens)
+        n = max(i for i, layer in enumerate(layers) if layer.handler.is_storing)
+        self._embed(step, self.ids, layers[:n])
+        for layer in layers[:n]:
+            sums = layer.handler.prefill(step, layer.norm)
+            step.pending = Pending(sums, layer.post_norm, layer.scale)
+        layers[n].handler.store(step, layers[n].norm)
+        return step.sequence
+
+    def _embed(self, step: PromptStep, ids: Tensor, layers: Sequence[Layer]) -> None:
+        """Starts the residual stream with the rows of `ids`, and computes the embeddings of `layers`, as far as they
+        have any."""
+        model, spec = self._model, self.spec
+        layout = model.embedding.single_matrix.layout
+        kernel = embed_prompt(layout, step.tokens, spec.vocab, spec.dim, spec.embedding_scale)
+        step.add(kernel, stream=step.h, ids=ids, planes=model.embedding.planes)
+        if model.layer_tables:
+            model.layer_tables.prefill(step, ids, layers)

@@ -1,0 +1,174 @@
+"""What the handlers of a prefill step on a GPU share: products on tensor cores, the residual stream, scratch memory.
+
+A product whose result is added to the residual stream leaves partial sums. The norm before the next product adds them.
+Chunks of a few tokens, and decode steps of several rows, take the products of `kernels.few_columns`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tinygrad import Tensor, dtypes
+
+from engine.description.spec import ModelSpec
+from engine.kernels.device_memory import device_zeros
+from engine.targets.nvidia.kernels.device import multiprocessors
+from engine.targets.nvidia.kernels.few_columns import (
+    MAX_TOKENS,
+    Epilogue,
+    FewTiles,
+    activated,
+    columns_size,
+    few_columns,
+    few_tiles,
+    stored,
+)
+from engine.targets.nvidia.kernels.matmul import fragments_size, matmul, tiles_for
+from engine.targets.nvidia.kernels.prefill import Order, norm_prompt
+from engine.targets.nvidia.kernels.uops import Activation
+from engine.targets.nvidia.matrices import Matrix, Product
+from engine.targets.nvidia.norms import Norm
+from engine.targets.nvidia.prescales import Prescales
+from engine.targets.nvidia.step import Step, StepMemory
+
+
+class PromptMemory(StepMemory):
+    """The memory of prefill steps, which all share. A step reads its chunk of the prompt from `prompt`, int32
+    (position, number of tokens, sequence), and `ids`, int32 (chunk,)."""
+
+    def __init__(self, spec: ModelSpec, prescales: Prescales, chunk: int) -> None:
+        super().__init__(spec, prescales)
+        self.prompt, self.ids = device_zeros(3, dtypes.int32), device_zeros(chunk, dtypes.int32)
+
+    @property
+    def attention_parts(self) -> list[Tensor]:
+        """What the attention of the steps so far leaves for another kernel."""
+        return [buffer for (name, _), buffer in self.scratch.items() if name == "attention"]
+
+
+@dataclass(frozen=True)
+class Sums:
+    """The result of a product: `parts` partial sums. `bias`: to be added to them."""
+
+    tensor: Tensor
+    parts: int
+    bias: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Pending:
+    """A result that the next norm adds to the residual stream, normed first with a `post_norm`. The stream is
+    multiplied by `scale` then."""
+
+    sums: Sums
+    post_norm: Tensor | None
+    scale: Tensor | None
+
+
+class PromptStep(Step):
+    """A step of `tokens` tokens. `x`: what the last norm left for products."""
+
+    x: Tensor
+
+    def __init__(self, memory: PromptMemory, tokens: int) -> None:
+        super().__init__(memory)
+        self.tokens, self.prompt = tokens, memory.prompt
+        self.h = self.buffer("h", tokens * self.spec.dim)
+        self.order: Order = "columns" if tokens <= MAX_TOKENS else "fragments"
+        self.pending: Pending | None = None
+
+    @property
+    def sizes(self) -> Tensor:
+        """What tokens were divided by."""
+        return self.buffer("sizes", self.tokens)
+
+    def norm(self, norm: Norm, order: Order | None = None, keeps_sizes: bool = False) -> None:
+        """Adds the pending result to the residual stream, and norms the stream for products with activations in an
+        order, by default the step's. `keeps_sizes`: also a stream that is not normed is divided by its size, because
+        float16 may not hold it, and the sizes are kept."""
+        order, spec = order or self.order, self.spec
+        self.x = self.activations("x", spec.dim, order)
+        pending = self.pending or Pending(Sums(self.h, 0), None, None)
+        sums = pending.sums
+        kernel = norm_prompt(
+            self.tokens, spec.dim, sums.parts, spec.stream_eps,
+            post_eps=None if pending.post_norm is None else spec.eps, has_bias=sums.bias is not None, order=order,
+            scaled=pending.scale is not None, is_normed=norm.is_normed or keeps_sizes, keeps_sizes=keeps_sizes,
+        )  # fmt: skip
+        self.add(
+            kernel,
+            x=self.x,
+            sizes=self.sizes if keeps_sizes else None,
+            stream=self.h,
+            sums=sums.tensor if sums.parts else None,
+            bias=sums.bias,
+            post_norm=pending.post_norm,
+            scale=pending.scale,
+            norm=self.prescales.norm_weight(norm.weight, 0),
+        )
+        self.pending = None
+
+    def product(self, part: Matrix, x: Tensor, name: str, rows: int = 0) -> Sums:
+        """Adds a product of activations with the first `rows` rows of a matrix (0: all)."""
+        tokens, rows = self.tokens, rows or part.rows
+        if self.order == "columns":
+            few = few_tiles(part.layout, tokens, rows, part.cols, multiprocessors(), True)
+            out = self.buffer(name, few.splits * tokens * rows)
+            kernel = few_columns(part.layout, tokens, rows, part.cols, few, stored(rows), name)
+            self.add(kernel, out=out, x=x, planes=part.planes)
+            return Sums(out, few.splits)
+        tiles = tiles_for(tokens, rows, part.cols, multiprocessors(), False)
+        out = self.buffer(name, tiles.parts * tokens * rows)
+        kernel = matmul(part.layout, tokens, rows, part.cols, tiles, False, name)
+        self.add(kernel, out=out, x=x, prompt=self.prompt, planes=part.planes)
+        return Sums(out, tiles.parts)
+
+    def products(self, product: Product, name: str) -> list[Sums]:
+        """Adds the products of the normed stream with each matrix of `product`."""
+        return [self.product(part, self.x, f"{name}{i}") for i, part in enumerate(product.matrices)]
+
+    def gate(self, part: Matrix, activation: Activation, out: Tensor) -> None:
+        """Adds the product with a matrix whose rows alternate between gate and up."""
+        if self.order == "columns":
+            self.multiply(part, self.tiles(part), activated(activation), "gate_up", out=out)
+            return
+        tiles = tiles_for(self.tokens, part.rows, part.cols, multiprocessors(), True)
+        kernel = matmul(part.layout, self.tokens, part.rows, part.cols, tiles, True, "gate_up", activation)
+        self.add(kernel, out=out, x=self.x, prompt=self.prompt, planes=part.planes)
+
+    def tiles(self, part: Matrix) -> FewTiles:
+        """How a product of few tokens is divided that leaves one sum."""
+        return few_tiles(part.layout, self.tokens, part.rows, part.cols, multiprocessors())
+
+    def multiply(
+        self, part: Matrix, tiles: FewTiles, epilogue: Epilogue, name: str, **others: Tensor | None
+    ) -> None:
+        """Adds a product of the normed stream of few tokens. `others`: the buffers of its epilogue."""
+        kernel = few_columns(part.layout, self.tokens, part.rows, part.cols, tiles, epilogue, name)
+        self.add(kernel, x=self.x, planes=part.planes, **others)
+
+    def activations(self, name: str, cols: int, order: Order | None = None) -> Tensor:
+        """Scratch activations, float16, in an order, by default the step's. Those of an order or a width are not of
+        another: what is no activation is zero."""
+        order = order or self.order
+        size = columns_size if order == "columns" else fragments_size
+        return self.buffer(f"{name} of {cols} in {order}", size(self.tokens, cols), dtypes.float16)
+
+
+class RowsStep(PromptStep):
+    """A decode step of several rows, after fewer than `limit` tokens each: a prompt of the next tokens of different
+    sequences. It reads `state`, int32 (4, rows) (`BatchKernels`)."""
+
+    def __init__(self, memory: PromptMemory, state: Tensor, rows: int, limit: int) -> None:
+        super().__init__(memory, rows)
+        self.state, self.limit = state, limit
+
+    def stacked(self, product: Product, name: str, bias: Tensor | None = None) -> Tensor:
+        """Adds a product of the normed stream; returns its rows, of all tokens one after the other."""
+        first, total = 0, product.stack.rows
+        rows = self.buffer(name, self.tokens * total)
+        for i, part in enumerate(product.matrices):
+            epilogue = stored(total, first, bias is not None)
+            self.multiply(part, self.tiles(part), epilogue, f"{name}{i}", out=rows, bias=bias)
+            first += part.rows
+        return rows

@@ -1,0 +1,147 @@
+"""Decode steps of several sequences, of which one may run ahead of the host.
+
+A step leaves its next tokens on the device, as the rows of the step after it, and in a mailbox for the host. So that
+step can be launched before the host has read them, and the device does not wait for the host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+import numpy as np
+
+from engine.kernels.device_memory import overwrite, read_rows
+from engine.runtime.model_runner import Slot
+from engine.runtime.sampling import Logits
+from engine.targets.nvidia.batch import BatchKernels
+from engine.targets.nvidia.decode import DecodeKernels
+from engine.targets.nvidia.device_sampler import DeviceSampler
+from engine.targets.nvidia.kernels.kernel_sequence import KernelSequence
+from engine.targets.nvidia.kernels.mailbox import Mailbox
+
+_ENDED = (-1,)  # the token of a row that nobody will ask for
+Choice = Literal["best", "drawn", "penalized"]
+"""How a step chooses its tokens: the most probable ones, or some rows are drawn, or drawn with a repetition penalty."""
+Launch = Callable[[tuple[str, int, int], Callable[[], KernelSequence]], None]
+"""Launches the graph with a name, two numbers, and the kernels that it has when it is first captured."""
+
+
+class RowSteps:
+    """Launches steps of one row, by `one`, and of up to so many as one of `counts`, ascending, by `batch`. `sampler`
+    draws the tokens of rows that are sampled."""
+
+    def __init__(
+        self,
+        one: DecodeKernels,
+        batch: BatchKernels,
+        sampler: DeviceSampler,
+        counts: Sequence[int],
+        context: int,
+        launch: Launch,
+    ) -> None:
+        self._one, self._batch, self._sampler = one, batch, sampler
+        self._counts, self._launch_graph = counts, launch
+        self._one_mailbox = Mailbox(context)
+        self._mailbox = Mailbox(2 * counts[-1])  # a step and the one ahead of it use different halves
+        self._rows: list[Slot] = []  # what the device has as the rows of the next step
+        self._is_ahead = False  # whether that step is launched
+        # for how many rows the graph of the last step is, and which of them were wanted
+        self._last: tuple[int, list[int]] = (1, [])
+
+    # ---- the steps ----
+
+    def decode(self, rows: Sequence[Slot], ahead: bool) -> list[int]:
+        """The next token of each row. With `ahead`, the step after this one is launched too, if this one has no other
+        rows than these."""
+        places = {row: place for place, row in enumerate(self._rows)}
+        if not self._is_ahead or not places.keys() >= set(rows):
+            self.finish()
+            self._send(rows)
+            self._launch(rows)
+            places = {row: place for place, row in enumerate(rows)}
+        step = self._rows
+        self._is_ahead = ahead and len(rows) == len(step)
+        if self._is_ahead:
+            self._launch([row._replace(position=row.position + 1) for row in step])
+        tokens = self._take(step)
+        self._rows = [
+            row._replace(inputs=(token,), position=row.position + 1)
+            for token, row in zip(tokens, step, strict=True)
+        ]
+        wanted = [places[row] for row in rows]
+        self._last = self._count(step), wanted
+        return [tokens[place] for place in wanted]
+
+    def logits(self, rows: Sequence[int] | None = None) -> Logits:
+        """Those of these rows of the last step, or of all, float32 (rows, vocab), unless one is ahead."""
+        count, places = self._last
+        source = self._one.logits if count == 1 else self._batch.logits[count]
+        return read_rows(source, count, places if rows is None else [places[row] for row in rows])
+
+    def end(self, sequence: int) -> None:
+        """Says that the next row of a sequence is another one than the device has, even if it looks the same."""
+        self._rows = [r._replace(inputs=_ENDED) if r.sequence == sequence else r for r in self._rows]
+
+    def finish(self) -> None:
+        """Waits for a step that is ahead and not needed: its tokens must not come later."""
+        if self._is_ahead:
+            self._take(self._rows)
+            self._rows, self._is_ahead = [], False
+
+    def launch(self, count: int, limit: int, choice: Choice = "best") -> None:
+        """Launches a step of what the device has, for `count` rows after fewer than `limit` tokens each."""
+        self._launch_graph((choice, count, limit), lambda: self.kernels(count, limit, choice))
+
+    def kernels(self, count: int, limit: int, choice: Choice = "best") -> KernelSequence:
+        """Those of a step that `launch` launches."""
+        sampler, penalizes = None if choice == "best" else self._sampler, choice == "penalized"
+        if count == 1:
+            return self._one.step(limit, self._one_mailbox.tensor, sampler, penalizes)
+        return self._batch.rows_step(count, limit, self._mailbox.tensor, sampler, penalizes)
+
+    def limits(self, count: int) -> list[int]:
+        """The numbers of tokens that the attention of a step of `count` rows is split for."""
+        return (self._one if count == 1 else self._batch).context_limits
+
+    def limit(self, count: int, position: int) -> int:
+        """That of a step up to `position`."""
+        return next(limit for limit in self.limits(count) if position < limit)
+
+    # ---- host and device ----
+
+    def _count(self, rows: Sequence[Slot]) -> int:
+        return next(n for n in self._counts if len(rows) <= n)
+
+    def _send(self, rows: Sequence[Slot]) -> None:
+        """Sends rows to the device, unless it has them already."""
+        if self._rows == list(rows):
+            return
+        self._rows, count = list(rows), self._count(rows)
+        if count == 1:
+            (row,) = rows
+            overwrite(self._one.state, np.asarray([*row.inputs, row.position, row.sequence], np.int32))
+        else:
+            fields = ((*r.inputs, r.position, r.sequence, r.draw) for r in rows)
+            self._batch.send(count, *zip(*fields, strict=True))
+
+    def _launch(self, rows: Sequence[Slot]) -> None:
+        box, places = self._letters(rows)
+        for place in places:
+            box.expect(place)
+        count = self._count(rows)
+        limit = self.limit(count, max(row.position for row in rows))
+        drawn = [row.sequence for row in rows if row.draw]
+        penalizes = any(sequence in self._sampler.penalizing for sequence in drawn)
+        self.launch(count, limit, "penalized" if penalizes else "drawn" if drawn else "best")
+
+    def _take(self, rows: Sequence[Slot]) -> list[int]:
+        """Waits for the next tokens of all rows of a launched step."""
+        box, places = self._letters(rows)
+        return [box.take(place) for place in places]
+
+    def _letters(self, rows: Sequence[Slot]) -> tuple[Mailbox, list[int]]:
+        """Where a step leaves the next tokens of its rows."""
+        if (count := self._count(rows)) == 1:
+            return self._one_mailbox, [rows[0].position]
+        return self._mailbox, [row.position % 2 * count + i for i, row in enumerate(rows)]

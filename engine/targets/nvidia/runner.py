@@ -1,0 +1,316 @@
+"""Steps of a model on an NVIDIA GPU, each one graph launch.
+
+The next tokens are written to memory of the host, so the host reads them without waiting for the device to become idle.
+They stay on the device too, so the next step can run before the host has read them (`row_steps`).
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+
+import numpy as np
+from numpy.typing import NDArray
+from tinygrad import Device, UOp, dtypes
+
+from engine.fixes import compiler_processes, launch_bounds
+from engine.formats.kv_format import KVFormat
+from engine.kernels.compilation import compile_once, was_compiled
+from engine.kernels.device_memory import device_zeros, overwrite
+from engine.loading.weights import Weights
+from engine.measure.profile import Replay
+from engine.measure.timeline import timeline
+from engine.protocol.events import Sampling, Step
+from engine.runtime.kv_blocks import KVGroup
+from engine.runtime.model_runner import SearchReport, Slot, varied_tokens
+from engine.runtime.prefix_store import export_layout
+from engine.runtime.sampling import Logits
+from engine.targets.buffer_uses import BufferUses
+from engine.targets.nvidia.batch import ROW_COUNTS, BatchKernels
+from engine.targets.nvidia.decode import DecodeKernels
+from engine.targets.nvidia.device_sampler import DeviceSampler
+from engine.targets.nvidia.export import CacheExport
+from engine.targets.nvidia.kernels.kernel_sequence import KernelSequence
+from engine.targets.nvidia.kernels.kv_cache import copy_block
+from engine.targets.nvidia.kernels.sampling import Shortlist
+from engine.targets.nvidia.kernels.weight_repacking import repacking_kernels
+from engine.targets.nvidia.prefill import PrefillKernels
+from engine.targets.nvidia.prescales import Prescales
+from engine.targets.nvidia.row_steps import RowSteps
+from engine.targets.nvidia.schedule_search import SearchTarget, search
+from engine.targets.nvidia.states import DeviceStates
+from engine.targets.nvidia.uses import uses_of
+from engine.targets.nvidia.weights import allocate
+
+_CHUNK_SIZES = (32, 64, 512)
+_BETWEEN_STEPS = (128, 256)
+"""Between the decode steps of other conversations, prompts go in pieces that take about as long as such a step."""
+_DECODE_AT_MOST = 1  # so few tokens of a prompt are faster one by one
+_DETOUR_AT_MOST = 128  # so few are so before the kernels of prefill are compiled
+_CHECK_TOKENS = (1, 77, 5, 1203)  # arbitrary: a search compares the logits after them
+_TIMING_S = 0.03
+
+
+class FusedRunner:
+    """Implements `ModelRunner`."""
+
+    precompiled = True
+    max_chunk = _CHUNK_SIZES[-1]
+
+    def __init__(
+        self,
+        weights: Weights,
+        context_length: int,
+        parallel: int = 1,
+        kv: KVFormat = KVFormat.F16,
+        is_early: bool = False,
+    ) -> None:
+        """`is_early`: the kernels of prefill are compiled later (`ModelRunner.prepare`). Raises ModelFileError."""
+        launch_bounds.apply()
+        os.environ.setdefault("ALLOW_HALF8", "1")  # lets tinygrad load eight half-precision numbers at once
+        self.parallel, self._context, self._is_early = parallel, context_length, is_early
+        self._sizes = sorted(_CHUNK_SIZES + (_BETWEEN_STEPS if parallel > 1 else ()))
+        self.chunk_sizes = tuple(n for n in self._sizes if n <= context_length)
+        self._set_up = weights.spec, context_length, parallel, kv  # what the kernels follow from
+        self._model = model = allocate(weights, context_length, self.max_chunk, parallel, kv)
+        self._prescales = Prescales()
+        self._one = DecodeKernels(model, self._prescales, context_length)
+        counts = self.row_counts
+        self._batch = BatchKernels(model, self._prescales, context_length, counts[1:])
+        self._prefill = PrefillKernels(model, self._prescales, self.max_chunk)
+        self._sampler = DeviceSampler(Shortlist(model.spec.vocab), context_length, parallel, counts[-1])
+        self._steps = RowSteps(self._one, self._batch, self._sampler, counts, context_length, self._launch)
+        by_window = {a.heads.window: a for a in model.storing}
+        self._windows = list(by_window)
+        self._tables = [a.tables for a in by_window.values()]
+        self._stale_tables: set[tuple[int, int]] = set()  # the groups and sequences of those to be sent
+        self._host_tables = [
+            np.full((parallel, a.heads.table_size), -1, np.int32) for a in by_window.values()
+        ]
+        self.kv_groups = tuple(KVGroup(w or None, a.heads.pool) for w, a in by_window.items())
+        self._copied = device_zeros(2, dtypes.int32)
+        self._states = states = DeviceStates(model.deltas, parallel)
+        self.state_slots, self.state_bytes = states.state_slots, states.state_bytes
+        self.state_position, self.save_state = states.state_position, states.save_state
+        self.export_state, self.import_state = states.export_state, states.import_state
+        self._cache_export = CacheExport(model.storing, self._windows)
+        self.export_blocks, self.import_blocks = (
+            self._cache_export.export_blocks,
+            self._cache_export.import_blocks,
+        )
+        self.export_layout = export_layout(
+            ((a.heads.kv, a.heads.dim, a.heads.window) for a in model.storing), states.layout
+        )
+        self.search_tokens = min(context_length, self._one.context_limits[0])
+        self._captured: dict[tuple[str, int, int], Callable[[], None]] = {}
+        self._earlier: list[Logits] = []  # of the steps before the last one of one `run`
+        with timeline.span("kernels"):
+            compile_once((*self._set_up, is_early), self._linears)
+        filling = model.begin_fill(weights)
+        with timeline.span("capture"):
+            self._capture_while(filling)
+        with timeline.span("waiting for the weights"):
+            filling.result()
+
+    def _linears(self) -> list[UOp]:
+        """All kernels, or all but those of prefill, to be compiled at once, so that several compilers share them."""
+        compiler_processes.prepare()
+        steps = self._steps
+        sequences = [steps.kernels(n, limit) for n in self.row_counts for limit in steps.limits(n)]
+        sequences += [steps.kernels(n, steps.limits(n)[0], "penalized") for n in self.row_counts]
+        if not self._is_early:
+            sequences += [self._prefill.step(size) for size in self.chunk_sizes]
+        sequences += [*map(self._copy_sequence, self._windows), *self._states.kernels()]
+        return [*map(repacking_kernels, self._model.piece_specs), *(s.linear for s in sequences)]
+
+    def _capture_while(self, filling: Future[None]) -> None:
+        """Captures the step that shows that the device works, and while weights travel those of a first answer."""
+        shortest = self._steps.limits(1)[0]
+        self._capture(("best", 1, shortest), lambda: self._steps.kernels(1, shortest))
+        if not filling.done():
+            self._capture(("drawn", 1, shortest), lambda: self._steps.kernels(1, shortest, "drawn"))
+        if not filling.done() and self._has_prefill(self._sizes[0]):
+            self.prepare(self._sizes[0])
+
+    @property
+    def row_counts(self) -> tuple[int, ...]:
+        if self.parallel == 1:
+            return (1,)
+        fewer = sum(n < self.parallel for n in ROW_COUNTS)
+        return (1, *ROW_COUNTS[: fewer + 1])
+
+    @property
+    def decode_depths(self) -> tuple[int, ...]:
+        return (0, *(limit for limit in self._steps.limits(1) if limit < self._context))
+
+    def load_state(self, slot: int, sequence: int = 0) -> None:
+        self._steps.finish()
+        self._states.load_state(slot, sequence)
+
+    # ---- the cache ----
+
+    def assign(self, sequence: int, tables: Sequence[Sequence[int]]) -> None:
+        if not any(tables):
+            self._steps.end(sequence)
+        for group, (host, table) in enumerate(zip(self._host_tables, tables, strict=True)):
+            row = np.full(host.shape[1], -1, np.int32)
+            row[: len(table)] = table
+            if not np.array_equal(row, host[sequence]):
+                host[sequence] = row
+                self._stale_tables.add((group, sequence))
+
+    def copy_block(self, group: int, source: int, target: int) -> None:
+        overwrite(self._copied, np.asarray([source, target], np.int32))
+        self._launch(("copy", group, 0), lambda: self._copy_sequence(self._windows[group]))
+
+    def _copy_sequence(self, window: int) -> KernelSequence:
+        """Copies a block in all layers of a window."""
+        sequence = KernelSequence()
+        for a in self._model.storing:
+            if a.heads.window == window:
+                sequence.add(copy_block(a.heads), cache=a.cache, blocks=self._copied)
+        return sequence
+
+    # ---- steps ----
+
+    def run(self, slots: Sequence[Slot], ahead: bool = False) -> NDArray[np.int32]:
+        for slot in slots:
+            if slot.want == "none":
+                self._store(slot)
+            self._states.set(slot.position + len(slot.inputs), slot.sequence)
+        rows, most = [slot for slot in slots if slot.want == "last"], self.row_counts[-1]
+        chosen: list[int] = []
+        self._earlier = []
+        for first in range(0, len(rows), most):
+            if first:  # the next step overwrites them
+                self._earlier.append(self._steps.logits())
+            chosen += self._steps.decode(rows[first : first + most], ahead and len(rows) <= most)
+        return np.asarray(chosen, np.int32)
+
+    def _store(self, slot: Slot) -> None:
+        """Prefills a piece of a prompt."""
+        size = next(size for size in self._sizes if len(slot.inputs) <= size)
+        if len(slot.inputs) <= (_DECODE_AT_MOST if self._has_prefill(size) else _DETOUR_AT_MOST):
+            for i, token in enumerate(slot.inputs):
+                self._steps.decode([Slot(slot.sequence, (token,), slot.position + i)], ahead=False)
+            return
+        self._send_chunk(slot)
+        self._launch_prefill(size)
+
+    def logits(self, rows: Sequence[int] | None = None) -> Logits:
+        if not self._earlier:
+            return self._steps.logits(rows)
+        logits = np.concatenate([*self._earlier, self._steps.logits()])
+        return logits if rows is None else logits[list(rows)]
+
+    def prepare_sampling(
+        self, sequence: int, sampling: Sampling, tokens: Sequence[int], uniforms: NDArray[np.float64]
+    ) -> bool:
+        return self._sampler.prepare(sampling, tokens, uniforms, sequence)
+
+    def expert_choices(self) -> list[NDArray[np.int32]]:
+        return self._model.choices.read()
+
+    def prepare(self, size: int) -> None:
+        if ("prefill", size, 0) not in self._captured:
+            compile_once((*self._set_up, "prefill", size), lambda: [self._prefill.step(size).linear])
+            self._captured["prefill", size, 0] = self._prefill.step(size).capture()
+
+    def _has_prefill(self, size: int) -> bool:
+        """Whether prefill of chunks of this size need not be compiled."""
+        if ("prefill", size, 0) in self._captured or not self._is_early:
+            return True
+        return was_compiled((*self._set_up, "prefill", size))
+
+    def replay(self, step: Step, position: int) -> Replay:
+        self._steps.finish()
+        self._steps.end(0)
+        if step == "prefill":
+            size, count = self.max_chunk, min(self.max_chunk, self._context - position)
+            slot = Slot(0, tuple(varied_tokens(count, self._model.spec.vocab)), position, "none")
+            send: Callable[[], None] = lambda: self._send_chunk(slot)
+            calls, run = self._prefill.step(size).compile().src, lambda: self._launch_prefill(size)
+        else:
+            count, limit = 1, self._steps.limit(1, position)
+            send = lambda: self._send_token(0, position)
+            calls, run = self._steps.kernels(1, limit).compile().src, lambda: self._steps.launch(1, limit)
+
+        def reset() -> None:
+            Device[Device.DEFAULT].synchronize()
+            send()
+
+        return Replay(calls, self._uses(), count, run, reset=reset)
+
+    def _uses(self) -> BufferUses:
+        parts = [*self._one.attention_parts, *self._prefill.attention_parts]
+        return uses_of(self._model, self._prescales, self._context, parts)
+
+    def _send_token(self, token: int, position: int) -> None:
+        """Makes a token of sequence 0 the row of the next step."""
+        overwrite(self._one.state, np.asarray([token, position, 0], np.int32))
+
+    def _send_chunk(self, slot: Slot) -> None:
+        n = len(slot.inputs)
+        overwrite(self._prefill.prompt, np.asarray([slot.position, n, slot.sequence], np.int32))
+        overwrite(self._prefill.ids, np.asarray([*slot.inputs, *[0] * (self.max_chunk - n)], np.int32))
+
+    def _launch_prefill(self, size: int) -> None:
+        self.prepare(size)
+        self._launch(("prefill", size, 0), lambda: self._prefill.step(size))
+
+    def _send_tables(self) -> None:
+        for group, of in self._stale_tables:
+            table: NDArray[np.int32] = self._host_tables[group][of]
+            overwrite(self._tables[group], table, of * table.size)
+        self._stale_tables.clear()
+
+    def _launch(self, key: tuple[str, int, int], sequence: Callable[[], KernelSequence]) -> None:
+        """Launches the captured graph of a sequence, which is captured when it is first used."""
+        self._send_tables()
+        self._capture(key, sequence)()
+
+    def _capture(
+        self, key: tuple[str, int, int], sequence: Callable[[], KernelSequence]
+    ) -> Callable[[], None]:
+        if key not in self._captured:
+            self._captured[key] = sequence().capture()
+        return self._captured[key]
+
+    # ---- the search for schedules ----
+
+    def search(self, width: int, seconds: float, report: SearchReport, again: bool = False) -> None:
+        self._steps.finish()
+        self._steps.end(0)
+        self._send_tables()
+        step = lambda: self._steps.kernels(1, self._steps.limits(1)[0])
+        target = SearchTarget(self._model.products, step, self._check_logits, self._step_seconds)
+        search(target, width, seconds, report, again)
+        self._captured.clear()
+
+    def _check_logits(self, run: Callable[[], None]) -> Logits:
+        """The logits of a captured decode step after a few tokens."""
+        for position, token in enumerate(_CHECK_TOKENS[: self._context]):
+            self._send_token(token % self._model.spec.vocab, position)
+            run()
+        return np.asarray(self._one.logits.numpy(), np.float32)
+
+    def _step_seconds(self, run: Callable[[], None]) -> float:
+        """Seconds of a captured decode step: the best of three measurements of `_TIMING_S` each, after a first one that
+        tells how many steps fit."""
+        device, best = Device[Device.DEFAULT], float("inf")
+        max_steps, steps = self.search_tokens - 1, 1
+        for turn in range(4):
+            self._send_token(1, 0)
+            device.synchronize()
+            started = time.perf_counter()
+            for _ in range(steps):
+                run()
+            device.synchronize()
+            seconds = (time.perf_counter() - started) / steps
+            if turn:
+                best = min(best, seconds)
+            else:
+                steps = max(1, min(max_steps, int(_TIMING_S / seconds)))
+        return best

@@ -1,0 +1,216 @@
+"""Attention on a GPU: qkv . attention . o"""
+
+from __future__ import annotations
+
+from itertools import accumulate
+
+import numpy as np
+from tinygrad import Tensor, dtypes
+
+from engine.description.sublayers import Attend
+from engine.kernels.device_memory import device_zeros, to_device
+from engine.loading.weights import Weights
+from engine.measure.kernel_roles import BufferUse
+from engine.runtime.kv_blocks import BLOCK
+from engine.targets.buffer_uses import BufferUses
+from engine.targets.nvidia.decode_step import DecodeStep
+from engine.targets.nvidia.kernels.decode_block import combine
+from engine.targets.nvidia.kernels.device import multiprocessors, shared_limit
+from engine.targets.nvidia.kernels.epilogues import STORE, STORE_BIASED
+from engine.targets.nvidia.kernels.flash_attention import FlashSplit, flash_attention, flash_split, rows_split
+from engine.targets.nvidia.kernels.kv_cache import CACHE_SLACK, Heads, Stored
+from engine.targets.nvidia.kernels.prefill import rotate_prompt, wide_norms
+from engine.targets.nvidia.kernels.prefill_attention import attend_prompt, combine_prompt, prompt_tiling
+from engine.targets.nvidia.kernels.weight_layout import permuted_size
+from engine.targets.nvidia.matrices import product_of
+from engine.targets.nvidia.norms import Norm
+from engine.targets.nvidia.prompt_step import PromptStep, RowsStep, Sums
+from engine.targets.nvidia.sublayers.handler import Handler, Loading
+
+SHORT = 256
+"""Tokens up to which one thread block does the attention of a head in decode."""
+
+
+class Attention(Handler):
+    """The weights and the cache of attention. `norms`: those of queries and of keys, one after the other; `is_wide`:
+    they are over all heads together. `cache`: keys and values (`Heads.cache_planes`), those of another layer if this
+    one stores nothing. `tables`: those of blocks, int32 (sequences, `Heads.table_size`), which all layers of a window
+    share."""
+
+    def __init__(self, part: Attend, loading: Loading) -> None:
+        weights = loading.weights
+        norms, bias = _norms_of(part, weights), _bias_of(part, weights)
+        window = part.window if part.window < loading.context else 0
+        stored: Stored = "keys and values" if part.v else "keys" if part.k else "nothing"
+        self.heads = heads = Heads(
+            query=part.heads,
+            kv=part.kv_heads,
+            dim=part.head_dim,
+            length=-(-loading.context // CACHE_SLACK) * CACHE_SLACK + CACHE_SLACK,
+            norm_eps=None if norms is None else weights.spec.eps,
+            scale=part.scale,
+            window=window,
+            temperature=weights.spec.temperature is not None,
+            block=BLOCK,
+            pool=loading.pool(window),
+            kv_format=loading.kv,
+            stored=stored,
+            normed_values=part.has_normed_values and stored != "nothing",
+            gated=part.gate is not None,
+        )
+        self.is_storing = stored != "nothing"
+        self.is_wide = part.has_wide_norms
+        self.qkv = product_of([weight for weight in (part.gate, part.q, part.k, part.v) if weight])
+        self.o, self.o_bias = product_of([part.o]), loading.vector(part.o_bias)
+        self.products = self.qkv, self.o
+        self.bias, self.norms, self.sinks = bias, norms, loading.vector(part.sinks)
+        self.rope, self.temperature = part.rope, loading.temperature
+        self.cos, self.sin = loading.ropes[part.rope]
+        if window not in loading.tables:
+            loading.tables[window] = device_zeros(loading.parallel * heads.table_size, dtypes.int32)
+        self.tables = loading.tables[window]
+        if part.cache_of is None:
+            self.cache = [device_zeros(n, dtype) for n, dtype in heads.cache_planes]
+        else:
+            self.cache = loading.caches[part.cache_of]
+        loading.caches.append(self.cache)
+
+    def split(self, limit: int) -> FlashSplit:
+        """How attention over up to `limit` tokens is split into thread blocks in decode."""
+        return flash_split(self.heads, limit, SHORT, multiprocessors())
+
+    def decode(self, step: DecodeStep, norm: Norm) -> None:
+        heads, split, has_sinks = self.heads, self.split(step.limit), self.sinks is not None
+        qkv = step.buffer("qkv", heads.rows)
+        attended = step.buffer("attended", permuted_size(heads.query * heads.dim))
+        epilogue = STORE if self.bias is None else STORE_BIASED
+        step.multiply(self.qkv, norm, epilogue, {"out": qkv, "bias": self.bias}, "qkv", split.begins_early)
+        parts = dict(zip(("sums", "tops"), step.memory.attention_parts, strict=True))
+        last = {"prescale": step.prescale(self.o.single_matrix), "sinks": self.sinks}
+        step.add(
+            flash_attention(heads, split, has_sinks, self.is_wide),
+            **({"out": attended, **last} if split.splits == 1 else parts),
+            cache=self.cache,
+            rows=qkv,
+            angles=step.memory.angles[self.rope],
+            tables=self.tables,
+            state=step.memory.state,
+            norms=self.norms,
+            temperature=self.temperature,
+        )
+        if split.splits > 1:
+            kernel = combine(heads, split.splits, has_sinks)
+            step.add(kernel, out=attended, **parts, **last, rows=qkv if heads.gated else None)
+        step.finish(self.o, attended, "o", bias=self.o_bias)
+
+    def rows(self, step: RowsStep, norm: Norm) -> Sums:
+        step.norm(norm)
+        heads, tokens, has_sinks = self.heads, step.tokens, self.sinks is not None
+        rows = step.stacked(self.qkv, "qkv", self.bias)
+        attended = self._attended(step)
+        split = rows_split(heads, step.limit, tokens, multiprocessors())
+        parts = {
+            name: step.buffer(name, split.splits * tokens * n)
+            for name, n in (("sums", heads.query * heads.dim), ("tops", heads.query * 2))
+            if split.splits > 1
+        }
+        step.add(
+            flash_attention(heads, split, has_sinks, self.is_wide, tokens),
+            **(parts or {"out": attended, "sinks": self.sinks}),
+            cache=self.cache,
+            rows=rows,
+            cos=self.cos,
+            sin=self.sin,
+            tables=self.tables,
+            state=step.state,
+            norms=self.norms,
+            temperature=self.temperature,
+        )
+        if parts:
+            kernel = combine(heads, split.splits, has_sinks, tokens)
+            step.add(kernel, out=attended, **parts, sinks=self.sinks, rows=rows if heads.gated else None)
+        return self._output(step, attended)
+
+    def prefill(self, step: PromptStep, norm: Norm) -> Sums:
+        queries = self._store_tokens(step, norm)
+        heads, tokens, has_sinks = self.heads, step.tokens, self.sinks is not None
+        attended, is_columns = self._attended(step), step.order == "columns"
+        tiling = prompt_tiling(heads, tokens, multiprocessors(), shared_limit())
+        ins = {"queries": queries, "cache": self.cache, "tables": self.tables, "prompt": step.prompt}
+        if tiling.splits == 1:
+            kernel = attend_prompt(heads, tokens, tiling, has_sinks, is_columns)
+            step.add(kernel, out=attended, **ins, sinks=self.sinks)
+        else:
+            sums = step.buffer("attention", tiling.sums_size(heads, tokens))
+            step.add(attend_prompt(heads, tokens, tiling), out=sums, **ins)
+            kernel = combine_prompt(heads, tokens, tiling.splits, has_sinks, is_columns)
+            step.add(kernel, out=attended, sums=sums, prompt=step.prompt, sinks=self.sinks)
+        return self._output(step, attended)
+
+    def store(self, step: PromptStep, norm: Norm) -> None:
+        self._store_tokens(step, norm)
+
+    def roles(self, uses: BufferUses) -> None:
+        uses.add(BufferUse("QKV projection"), self.bias, *self.qkv.planes)
+        uses.add(BufferUse("attention", "context", self.heads.slots, self.heads.window), *self.cache)
+        uses.add(BufferUse("attention"), self.tables)
+        uses.add(BufferUse("attention output"), *self.o.planes)
+
+    def _store_tokens(self, step: PromptStep, norm: Norm) -> Tensor:
+        """Rotates queries and keys, and stores keys and values in the cache; returns the queries."""
+        step.norm(norm)
+        heads, tokens, has_bias = self.heads, step.tokens, self.bias is not None
+        queries = step.buffer("queries", tokens * heads.query * heads.dim, dtypes.float16)
+        runs = step.products(self.qkv, "qkv")
+        sizes, counts = tuple(part.rows for part in self.qkv.matrices), tuple(run.parts for run in runs)
+        sums, factors = [run.tensor for run in runs], None
+        if self.is_wide:
+            factors = step.buffer("factors", 2 * tokens)
+            rows = (heads.query + heads.kv) * heads.dim
+            # A run of values alone is not read.
+            n = sum(start < rows for start in accumulate(sizes[:-1], initial=0))
+            kernel = wide_norms(heads, tokens, counts[:n], sizes[:n], has_bias)
+            step.add(kernel, factors=factors, sums=sums[:n], bias=self.bias)
+        step.add(
+            rotate_prompt(heads, tokens, counts, sizes, has_bias, self.is_wide, step.order),
+            queries=queries,
+            gates=self._attended(step) if heads.gated else None,
+            cache=self.cache if self.is_storing else [],
+            sums=sums,
+            cos=self.cos,
+            sin=self.sin,
+            tables=self.tables if self.is_storing else None,
+            prompt=step.prompt,
+            bias=self.bias,
+            norms=self.norms,
+            factors=factors,
+            temperature=self.temperature,
+        )
+        return queries
+
+    def _attended(self, step: PromptStep) -> Tensor:
+        """The result of attention; before that, in prefill, the factors of its elements, if heads are gated."""
+        return step.activations("attended", self.heads.query * self.heads.dim)
+
+    def _output(self, step: PromptStep, attended: Tensor) -> Sums:
+        sums = step.product(self.o.single_matrix, attended, "o")
+        return Sums(sums.tensor, sums.parts, self.o_bias)
+
+
+def _norms_of(part: Attend, weights: Weights) -> Tensor | None:
+    sizes = (part.query_size, part.kv_size) if part.has_wide_norms else (part.head_dim, part.head_dim)
+    norms = weights.joined_vectors(list(zip((part.q_norm, part.k_norm), sizes, strict=True)), 1.0)
+    if norms is None and part.has_normed_values:
+        norms = np.ones(sum(sizes), np.float32)
+    return None if norms is None else to_device(norms)
+
+
+def _bias_of(part: Attend, weights: Weights) -> Tensor | None:
+    """Those of queries, keys and values, one after the other."""
+    biases = (
+        (part.q_bias, part.query_size),
+        (part.k_bias, part.kv_size if part.k else 0),
+        (part.v_bias, part.kv_size if part.v else 0),
+    )
+    bias = weights.joined_vectors(biases, 0.0)
+    return None if bias is None else to_device(bias)

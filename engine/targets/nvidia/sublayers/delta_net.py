@@ -1,0 +1,111 @@
+"""A gated delta net on a GPU: inputs . delta net . out"""
+
+from __future__ import annotations
+
+from tinygrad import Tensor
+
+from engine.description.sublayers import Delta
+from engine.kernels.device_memory import device_zeros, to_device
+from engine.measure.kernel_roles import BufferUse
+from engine.targets.buffer_uses import BufferUses
+from engine.targets.nvidia.decode_step import DecodeStep
+from engine.targets.nvidia.kernels.delta_decode import delta_decode, parts_of
+from engine.targets.nvidia.kernels.delta_net import DeltaHeads, HeadNorm
+from engine.targets.nvidia.kernels.delta_prefill import (
+    coefficients_size,
+    delta_inputs,
+    delta_scan,
+    gated_norm,
+    vectors_size,
+)
+from engine.targets.nvidia.kernels.device import multiprocessors
+from engine.targets.nvidia.kernels.epilogues import STORE
+from engine.targets.nvidia.kernels.prefill import Runs
+from engine.targets.nvidia.kernels.weight_layout import permuted_size
+from engine.targets.nvidia.matrices import product_of
+from engine.targets.nvidia.norms import Norm
+from engine.targets.nvidia.prompt_step import PromptStep, RowsStep, Sums
+from engine.targets.nvidia.sublayers.handler import Handler, Loading
+
+
+class DeltaNet(Handler):
+    """The weights and the state of a gated delta net. `vectors`: conv (those of the convolution), decay, decay_bias and
+    norm. `memory`: the state of all sequences (`DeltaHeads.memory_size`)."""
+
+    is_storing = True
+
+    def __init__(self, part: Delta, loading: Loading) -> None:
+        weights = loading.weights
+        self.heads = DeltaHeads(
+            part.key_heads,
+            part.value_heads,
+            part.size,
+            part.taps,
+            weights.spec.eps,
+            sequences=loading.parallel,
+        )
+        self.in_proj = product_of([part.qkv, part.gate, part.beta, part.alpha])
+        self.out = product_of([part.out])
+        self.products = self.in_proj, self.out
+        self.vectors = {
+            name: to_device(weights.vector(vector))
+            for name, vector in zip(("conv", "decay", "decay_bias", "norm"), part.vectors, strict=True)
+        }
+        self.memory = device_zeros(self.heads.memory_size)
+
+    def decode(self, step: DecodeStep, norm: Norm) -> None:
+        heads, parts = self.heads, parts_of(self.heads, multiprocessors())
+        rows, out = step.buffer("delta", heads.rows), step.buffer("remembered", permuted_size(heads.width))
+        # If several blocks have a head, the last product is left to norm it.
+        squares = step.buffer("head_squares", heads.value * parts) if parts > 1 else None
+        head_norm = HeadNorm(heads.size, parts, heads.eps) if parts > 1 else None
+        step.multiply(self.in_proj, norm, STORE, {"out": rows}, "delta_inputs")
+        step.add(
+            delta_decode(heads, 0, parts),
+            out=out,
+            squares=squares,
+            memory=self.memory,
+            rows=rows,
+            **self.vectors,
+            state=step.memory.state,
+            prescale=step.prescale(self.out.single_matrix),
+        )
+        step.finish(self.out, out, "delta_out", head_norm, head_sums=squares)
+
+    def rows(self, step: RowsStep, norm: Norm) -> Sums:
+        step.norm(norm)
+        rows, remembered = step.stacked(self.in_proj, "delta"), self._remembered(step)
+        kernel = delta_decode(self.heads, step.tokens)
+        step.add(kernel, out=remembered, memory=self.memory, rows=rows, **self.vectors, state=step.state)
+        return step.product(self.out.single_matrix, remembered, "delta_out")
+
+    def prefill(self, step: PromptStep, norm: Norm) -> Sums:
+        step.norm(norm)
+        heads, tokens = self.heads, step.tokens
+        made = step.products(self.in_proj, "delta")
+        sums, counts = [run.tensor for run in made], tuple(run.parts for run in made)
+        runs = Runs(tokens, counts, tuple(part.rows for part in self.in_proj.matrices))
+        of_channels, channels = runs.within(0, heads.channels)
+        of_gate, gate = runs.within(heads.channels, heads.channels + heads.width)
+        products, own = step.buffer("delta products", tokens * heads.width), {**self.vectors}
+        head_norm = own.pop("norm")
+        shared = {
+            "memory": self.memory,
+            "vectors": step.buffer("delta vectors", vectors_size(heads, tokens)),
+            "coefficients": step.buffer("delta coefficients", coefficients_size(heads, tokens)),
+            "prompt": step.prompt,
+        }
+        step.add(delta_inputs(heads, runs), **shared, sums=sums, **own)
+        scan = delta_scan(heads, of_channels)
+        step.add(scan, products=products, **shared, sums=sums[channels], conv=own["conv"])
+        remembered, kernel = self._remembered(step), gated_norm(heads, of_gate, step.order)
+        step.add(kernel, out=remembered, products=products, norm=head_norm, sums=sums[gate])
+        return step.product(self.out.single_matrix, remembered, "delta_out")
+
+    def roles(self, uses: BufferUses) -> None:
+        uses.add(BufferUse("QKV projection"), *self.in_proj.planes)
+        uses.add(BufferUse("delta net"), self.memory, *self.vectors.values())
+        uses.add(BufferUse("attention output"), *self.out.planes)
+
+    def _remembered(self, step: PromptStep) -> Tensor:
+        return step.activations("remembered", self.heads.width)

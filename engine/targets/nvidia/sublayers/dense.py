@@ -1,0 +1,60 @@
+"""A feed-forward layer on a GPU: gate+up . down"""
+
+from __future__ import annotations
+
+from tinygrad import Tensor
+
+from engine.description.sublayers import Dense
+from engine.measure.kernel_roles import BufferUse
+from engine.targets.buffer_uses import BufferUses
+from engine.targets.nvidia.decode_step import DecodeStep
+from engine.targets.nvidia.kernels.epilogues import STORE, activate, activated
+from engine.targets.nvidia.kernels.prefill import activate_prompt
+from engine.targets.nvidia.kernels.weight_layout import permuted_size
+from engine.targets.nvidia.matrices import product_of
+from engine.targets.nvidia.norms import Norm
+from engine.targets.nvidia.prompt_step import PromptStep, Sums
+from engine.targets.nvidia.sublayers.handler import Handler, Loading
+
+
+class FeedForward(Handler):
+    """The weights of a feed-forward layer. `gate_up` is one matrix with alternating rows if both have the same type."""
+
+    def __init__(self, part: Dense, _: Loading) -> None:
+        self.part = part
+        self.gate_up = product_of([part.gate, part.up], alternate=part.gate.type == part.up.type)
+        self.down = product_of([part.down])
+        self.products = self.gate_up, self.down
+
+    def decode(self, step: DecodeStep, norm: Norm) -> None:
+        step.finish(self.down, self.gate(step, norm), "down")
+
+    def gate(self, step: DecodeStep, norm: Norm) -> Tensor:
+        """Adds the first product of a decode step; returns the input of the last one."""
+        width, activation = self.part.width, self.part.activation
+        prescale = step.prescale(self.down.single_matrix)
+        out = step.buffer("activated", permuted_size(width))
+        if len(self.gate_up.matrices) == 1:
+            buffers = {"out": out, "prescale": prescale}
+            step.multiply(self.gate_up, norm, activated(activation), buffers, "gate_up")
+        else:
+            rows = step.buffer("gate_up", 2 * width)
+            step.multiply(self.gate_up, norm, STORE, {"out": rows}, "gate_up")
+            step.add(activate(width, activation), out=out, rows=rows, prescale=prescale)
+        return out
+
+    def prefill(self, step: PromptStep, norm: Norm) -> Sums:
+        step.norm(norm)
+        width, activation = self.part.width, self.part.activation
+        out = step.activations("activated", width)
+        if len(self.gate_up.matrices) == 1:
+            step.gate(self.gate_up.single_matrix, activation, out)
+        else:
+            gate, up = step.products(self.gate_up, "gate_up")
+            kernel = activate_prompt(step.tokens, width, (gate.parts, up.parts), activation, step.order)
+            step.add(kernel, out=out, gate=gate.tensor, up=up.tensor)
+        return step.product(self.down.single_matrix, out, "down")
+
+    def roles(self, uses: BufferUses) -> None:
+        uses.add(BufferUse("FFN gate+up"), *self.gate_up.planes)
+        uses.add(BufferUse("FFN down"), *self.down.planes)

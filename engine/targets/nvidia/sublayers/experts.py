@@ -1,0 +1,171 @@
+"""A mixture of experts on a GPU: router . choice, gate+up . down"""
+
+from __future__ import annotations
+
+import numpy as np
+from tinygrad import Tensor, dtypes
+
+from engine.description.sublayers import Experts
+from engine.kernels.device_memory import to_device
+from engine.measure.kernel_roles import BufferUse
+from engine.targets.buffer_uses import BufferUses
+from engine.targets.nvidia.decode_step import DecodeMemory, DecodeStep
+from engine.targets.nvidia.kernels.chosen_experts import ChosenExperts
+from engine.targets.nvidia.kernels.epilogues import STORE, STORE_BIASED, activated, routed
+from engine.targets.nvidia.kernels.matmul import expert_tiles, fragments_size, matmul
+from engine.targets.nvidia.kernels.prefill_experts import (
+    add_shared,
+    choose_experts,
+    count_assignments,
+    router_logits,
+    sort_assignments,
+)
+from engine.targets.nvidia.kernels.weight_layout import permuted_size
+from engine.targets.nvidia.matrices import Product, matrices_of, product_of
+from engine.targets.nvidia.norms import Norm
+from engine.targets.nvidia.prompt_step import PromptStep, Sums
+from engine.targets.nvidia.sublayers.handler import Handler, Loading
+
+
+def chosen_experts(memory: DecodeMemory, used: int) -> dict[str, Tensor]:
+    """The experts that a decode step chose last, int32 (used,), and their probabilities, float32 (used,)."""
+    return {
+        "experts": memory.buffer("chosen experts", used, dtypes.int32),
+        "probabilities": memory.buffer("probabilities", used),
+    }
+
+
+class Mixture(Handler):
+    """The weights of a mixture of experts. With a shared expert, its gate is a row of the router, and the router's
+    product has a second matrix: the shared expert's gate and up, whose rows alternate. `router_rows`: the router as
+    prefill reads it, float32 (experts * dim,), or one row more. The biases of gate and up alternate as their rows do,
+    float32 (experts * 2 * width,); those of down are float32 (experts * dim,). `scales`: what the experts' results are
+    multiplied by, float32 (experts,). `choices`: how often each expert was chosen, int32 (experts,)."""
+
+    def __init__(self, part: Experts, loading: Loading) -> None:
+        weights, self.part = loading.weights, part
+        self.gate_up_bias = None
+        if part.gate_bias and part.up_bias:
+            biases = [weights.vector(bias) for bias in (part.gate_bias, part.up_bias)]
+            self.gate_up_bias = to_device(np.stack(biases, axis=1).reshape(-1))
+        self.scales, self.choices = loading.vector(part.scales), next(loading.choices)
+        has_bias = self.gate_up_bias is not None
+        chosen = ChosenExperts(
+            part.used, part.count, False, has_bias, part.least_sum, self.scales is not None
+        )
+        added = ChosenExperts(part.used, part.count, added=True, bias=part.down_bias is not None)
+        routers, shared_down = [part.router, *([part.shared_gate] if part.shared_gate else [])], None
+        rows = [weights.read(weight, range(weight.rows)) for weight in routers]
+        self.router = product_of(routers)
+        if part.shared:
+            shared_gate_up = matrices_of([part.shared.gate, part.shared.up], alternate=True)
+            self.router = Product([*self.router.matrices, *shared_gate_up])
+            (shared_down,) = matrices_of([part.shared.down])
+        self.router_rows = to_device(np.concatenate(rows).view(np.float32))
+        self.router_bias = loading.vector(part.router_bias)
+        self.gate_up = product_of([part.gate, part.up], alternate=True, experts=chosen)
+        self.down = Product(matrices_of([part.down]), added, shared_down)
+        self.down_bias = loading.vector(part.down_bias)
+        self.products = self.router, self.gate_up, self.down
+
+    def decode(self, step: DecodeStep, norm: Norm) -> None:
+        self.route(step, norm)
+        x, (logits, shared_x) = self.choose(step, norm), self.routed(step)
+        step.finish(
+            self.down,
+            x,
+            "experts_down",
+            **chosen_experts(step.memory, self.part.used),
+            shared_x=shared_x,
+            router=None if shared_x is None else logits,
+            biases=self.down_bias,
+        )
+
+    def route(self, step: DecodeStep, norm: Norm) -> None:
+        """Adds the router, with the gate and up of a shared expert."""
+        logits, shared_x = self.routed(step)
+        buffers: dict[str, Tensor | None]
+        if self.part.shared and self.down.shared:
+            assert self.router_bias is None
+            epilogue = routed(self.part.count + 1, self.part.shared.activation)
+            buffers = {"logits": logits, "out": shared_x, "prescale": step.prescale(self.down.shared)}
+        else:
+            epilogue = STORE if self.router_bias is None else STORE_BIASED
+            buffers = {"out": logits, "bias": self.router_bias}
+        step.multiply(self.router, norm, epilogue, buffers, "router")
+
+    def choose(self, step: DecodeStep, norm: Norm) -> Tensor:
+        """Adds the choice of experts, with their gate and up; returns the input of the last product."""
+        part, (logits, _) = self.part, self.routed(step)
+        out = step.buffer("experts_activated", part.used * permuted_size(part.up.rows))
+        (down,) = self.down.matrices
+        buffers = {"out": out, "prescale": step.prescale(down), **chosen_experts(step.memory, part.used)}
+        others = {
+            "counts": self.choices, "router": logits, "scales": self.scales, "biases": self.gate_up_bias
+        }  # fmt: skip
+        epilogue = activated(part.activation)
+        step.multiply(self.gate_up, norm, epilogue, {**buffers, **others}, "experts_gate_up")
+        return out
+
+    def routed(self, step: DecodeStep) -> tuple[Tensor, Tensor | None]:
+        """The router's logits, and with a shared expert the input of its last product."""
+        if not self.part.shared:
+            return step.buffer("router", self.part.count), None
+        width = permuted_size(self.part.shared.width)
+        return step.buffer("router", self.part.count + 1), step.buffer("shared expert", width)
+
+    def prefill(self, step: PromptStep, norm: Norm) -> Sums:
+        return self.compute(step, norm, norm)
+
+    def compute(self, step: PromptStep, norm: Norm, router_norm: Norm) -> Sums:
+        """As `prefill`, with another norm before the router. The tokens are sorted by expert, and each tile of them is
+        multiplied by its expert's matrices. The products of a token's experts are the partial sums of its result."""
+        step.norm(norm, "rows")
+        part, tokens, dim, width = self.part, step.tokens, step.spec.dim, self.part.up.rows
+        used, n, add, prompt = part.used, part.count, step.add, step.prompt
+        tiles = expert_tiles(tokens, used, n)
+        n_rows = n + (part.shared is not None)
+        logits = step.buffer("router", tokens * n_rows)
+        chosen = step.buffer("chosen", tokens * used, dtypes.int32)
+        probabilities = step.buffer("probabilities", tokens * used)
+        counts = step.buffer("counts", n, dtypes.int32)
+        assignments = step.buffer("assignments", tiles.size, dtypes.int32)
+        tile_experts = step.buffer("tile_experts", tiles.count, dtypes.int32)
+        activated = step.buffer("experts activated", fragments_size(tiles.size, width), dtypes.float16)
+        sums = step.buffer("experts", used * tokens * dim)
+        router = router_logits(tokens, dim, n_rows, step.spec.stream_eps, self.router_bias is not None)
+        weight = step.prescales.norm_weight(router_norm.weight, 0)
+        ins = {"norm": weight, "prompt": prompt, "router": self.router_rows, "bias": self.router_bias}
+        add(router, logits=logits, stream=step.h, **ins)
+        stride = n_rows if part.shared else 0
+        choose = choose_experts(tokens, used, n, part.least_sum, stride, self.scales is not None)
+        add(choose, chosen=chosen, probabilities=probabilities, logits=logits, scales=self.scales)
+        add(count_assignments(tiles), counts=counts, choices=self.choices, chosen=chosen, prompt=prompt)
+        lists = {"assignments": assignments, "tile_experts": tile_experts}
+        add(sort_assignments(tiles), **lists, counts=counts, chosen=chosen, prompt=prompt)
+        matrix, bias = self.gate_up.single_matrix, self.gate_up_bias
+        kernel = matmul(
+            matrix.layout, tokens, 2 * width, dim, tiles.tiles, True, "experts_gate_up", part.activation,
+            tiles, bias is not None,
+        )  # fmt: skip
+        add(kernel, out=activated, x=step.x, **lists, bias=bias, planes=matrix.planes)
+        (matrix,), bias = self.down.matrices, self.down_bias
+        kernel = matmul(
+            matrix.layout, tokens, dim, width, tiles.tiles, False, "experts_down", experts=tiles,
+            has_bias=bias is not None,
+        )  # fmt: skip
+        add(kernel, out=sums, x=activated, **lists, factors=probabilities, bias=bias, planes=matrix.planes)
+        if part.shared and self.down.shared:
+            step.norm(router_norm)
+            out = step.activations("shared expert", part.shared.width)
+            step.gate(self.router.matrices[1], part.shared.activation, out)
+            shared = step.product(self.down.shared, out, "shared down")
+            kernel = add_shared(tokens, dim, shared.parts, n_rows)
+            add(kernel, stream=step.h, sums=shared.tensor, logits=logits)
+        return Sums(sums, used)
+
+    def roles(self, uses: BufferUses) -> None:
+        router = self.router_rows, self.router_bias, self.choices, self.scales, *self.router.planes
+        uses.add(BufferUse("router"), *router)
+        gate_up, down = [self.gate_up_bias, *self.gate_up.planes], [self.down_bias, *self.down.planes]
+        uses.add_experts(self.part, self.part.used, gate_up, down)

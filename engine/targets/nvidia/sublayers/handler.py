@@ -1,0 +1,94 @@
+"""What a handler is: the weights and the cache of a sublayer on a GPU, and the kernels that compute it."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from tinygrad import Tensor
+
+from engine.description.sublayers import Vector
+from engine.formats.kv_format import KVFormat
+from engine.kernels.device_memory import to_device
+from engine.loading.weights import Weights
+from engine.runtime.kv_blocks import blocks_of_one
+from engine.targets.buffer_uses import BufferUses
+from engine.targets.nvidia.decode_step import DecodeStep
+from engine.targets.nvidia.matrices import Product
+from engine.targets.nvidia.norms import Input, Norm, inputs_of
+from engine.targets.nvidia.prompt_step import PromptStep, RowsStep, Sums
+
+
+@dataclass(frozen=True)
+class Loading:
+    """What handlers are made from, beside their part of the description: the weights, what all share (as `GPUModel` has
+    it), and what a KV cache has room for: `parallel` sequences of a `context` each, of which prefill takes up to
+    `chunk` tokens at once, in the format `kv`. Sequences share pools of blocks, and `tables` are those of their blocks
+    by window, made as layers need them; `caches`: those of the attention so far, in order; `choices`: the arrays of
+    the mixtures to come (`Mixture.choices`)."""
+
+    weights: Weights
+    context: int
+    chunk: int
+    parallel: int
+    kv: KVFormat
+    ropes: Sequence[tuple[Tensor, Tensor]]
+    temperature: Tensor | None
+    choices: Iterator[Tensor]
+    tables: dict[int, Tensor] = field(default_factory=dict)
+    caches: list[list[Tensor]] = field(default_factory=list)
+
+    def vector(self, vector: Vector | None) -> Tensor | None:
+        return None if vector is None else to_device(self.weights.vector(vector))
+
+    def pool(self, window: int) -> int:
+        """Blocks of a layer's pool."""
+        return self.parallel * blocks_of_one(window, self.context, self.chunk)
+
+
+class Handler(ABC):
+    """Computes a sublayer. It is made from the sublayer's description and `Loading`. `products`: those of the normed
+    stream, and the last one, whose result is added to the stream."""
+
+    products: tuple[Product, ...]
+    is_storing = False
+    """Whether it keeps something of a token for the next ones."""
+
+    def inputs(self, norm: Norm) -> list[Input]:
+        """What the products of a decode step read of the stream, after a norm."""
+        return inputs_of(norm, *self.products[:-1])
+
+    @abstractmethod
+    def decode(self, step: DecodeStep, norm: Norm) -> None:
+        """Adds the kernels of a decode step of one row, up to those that add the result to the stream."""
+
+    @abstractmethod
+    def prefill(self, step: PromptStep, norm: Norm) -> Sums:
+        """Adds the norm and the kernels of a prompt; returns the result."""
+
+    def rows(self, step: RowsStep, norm: Norm) -> Sums:
+        """As `prefill`, for a decode step of several rows."""
+        return self.prefill(step, norm)
+
+    def store(self, step: PromptStep, norm: Norm) -> None:
+        """Adds the kernels of a prompt of which only what they keep is needed."""
+        self.prefill(step, norm)
+
+    @abstractmethod
+    def roles(self, uses: BufferUses) -> None:
+        """Adds what the buffers are for."""
+
+
+@dataclass
+class Layer:
+    """A sublayer with its norms. `scale`: float32 (1,), what the stream is multiplied by after it."""
+
+    norm: Norm
+    handler: Handler
+    post_norm: Tensor | None
+    scale: Tensor | None
+
+    @property
+    def inputs(self) -> list[Input]:
+        return self.handler.inputs(self.norm)

@@ -1,0 +1,161 @@
+"""A model's weights and KV cache as the GPU's kernels read them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeVar
+
+from tinygrad import Device, Tensor
+
+from engine.description.spec import ModelSpec, Sublayer
+from engine.description.sublayers import Attend, Beside, Delta, Dense, Experts, LayerEmbedding
+from engine.formats.kv_format import KVFormat
+from engine.kernels.device_memory import DeviceCounts, to_device
+from engine.loading.weights import Weights
+from engine.measure.timeline import timeline
+from engine.targets.nvidia.kernels.upload import Part, upload
+from engine.targets.nvidia.kernels.weight_repacking import (
+    MatrixSpec,
+    free_repacking_memory,
+    prepare_repacking,
+    repack,
+)
+from engine.targets.nvidia.matrices import Matrix, Product, product_of
+from engine.targets.nvidia.norms import Norm, no_norm
+from engine.targets.nvidia.sublayers.attention import Attention
+from engine.targets.nvidia.sublayers.delta_net import DeltaNet
+from engine.targets.nvidia.sublayers.dense import FeedForward
+from engine.targets.nvidia.sublayers.experts import Mixture
+from engine.targets.nvidia.sublayers.handler import Handler, Layer, Loading
+from engine.targets.nvidia.sublayers.layer_embedding import Embedded, LayerTables
+from engine.targets.nvidia.sublayers.side_by_side import SideBySide
+
+_T = TypeVar("_T", bound=Handler)
+
+HANDLERS: dict[type, Callable[[Any, Loading], Handler]] = {
+    Attend: Attention,
+    Delta: DeltaNet,
+    Dense: FeedForward,
+    Experts: Mixture,
+    Beside: SideBySide,
+    LayerEmbedding: Embedded,
+}
+"""What computes a sublayer, by the class of its description."""
+
+
+@dataclass
+class GPUModel:
+    """All weights of a model and its KV cache. A tied output head is the same object as the embedding. `ropes`: the
+    tables of cos and of sin of each, float32 (context, head_dim / 2). `temperature`: the factors of queries by
+    position, float32 (context,), if there is a temperature. `choices`: those of the mixtures (`Mixture.choices`)."""
+
+    spec: ModelSpec
+    layers: list[Layer]
+    embedding: Product
+    head: Product
+    output_norm: Norm
+    ropes: list[tuple[Tensor, Tensor]]
+    temperature: Tensor | None
+    choices: DeviceCounts
+    layer_tables: LayerTables | None
+
+    @property
+    def products(self) -> list[Product]:
+        heads = [self.head] if self.head is self.embedding else [self.embedding, self.head]
+        if self.layer_tables:
+            heads += self.layer_tables.products
+        return [product for layer in self.layers for product in layer.handler.products] + heads
+
+    @property
+    def matrices(self) -> list[Matrix]:
+        return [matrix for product in self.products for matrix in product.all_matrices]
+
+    @property
+    def attention(self) -> list[Attention]:
+        return self._all(Attention)
+
+    @property
+    def storing(self) -> list[Attention]:
+        """The attention with a cache of its own."""
+        return [a for a in self.attention if a.is_storing]
+
+    @property
+    def deltas(self) -> list[DeltaNet]:
+        return self._all(DeltaNet)
+
+    def _all(self, kind: type[_T]) -> list[_T]:
+        return [layer.handler for layer in self.layers if isinstance(layer.handler, kind)]
+
+    @property
+    def piece_specs(self) -> list[MatrixSpec]:
+        """The kinds of pieces that are packed by kernels of their own."""
+        return list({piece.spec: None for matrix in self.matrices for piece in matrix.pieces})
+
+    def begin_fill(self, weights: Weights) -> Future[None]:
+        """Fills the matrices. On CUDA a thread does so, while the caller goes on. The result raises ModelFileError."""
+        prepare_repacking(self.piece_specs)
+        if Device.DEFAULT.split(":")[0] == "CUDA":
+            thread = ThreadPoolExecutor(1, "fill")
+            filling = thread.submit(self._fill, weights)
+            thread.shutdown(wait=False)
+            return filling
+        self._fill(weights)
+        filled: Future[None] = Future()
+        filled.set_result(None)
+        return filled
+
+    def _fill(self, weights: Weights) -> None:
+        """Copies the matrices to the device and packs them there. Those of a kind come together, because each kind has
+        memory of its own to repack in."""
+        kinds: dict[MatrixSpec, list[Matrix]] = {}
+        for matrix in self.matrices:
+            kinds.setdefault(matrix.spec, []).append(matrix)
+        by_kind = [[(m, piece) for m in matrices for piece in m.pieces] for matrices in kinds.values()]
+        sources = [source for pieces in by_kind for _, piece in pieces for source in piece.sources]
+        parts = (Part(weights.n_bytes(*source), partial(weights.read_into, *source)) for source in sources)
+        with timeline.span("weights"), closing(upload(parts)) as uploaded:
+            for pieces in by_kind:
+                for matrix, piece in pieces:
+                    repack(piece.spec, uploaded, matrix.planes, piece.first)
+                    for weight, rows in piece.sources:
+                        weights.release(weight, rows)
+                free_repacking_memory()
+
+
+def allocate(
+    weights: Weights, context: int, chunk: int, parallel: int = 1, kv: KVFormat = KVFormat.F16
+) -> GPUModel:
+    """A model with device memory for its matrices, to be filled by `GPUModel.fill`, and for `parallel` sequences of a
+    context of `context` tokens, of which prefill takes up to `chunk` at once, in the format `kv`. Raises
+    ModelFileError."""
+    spec = weights.spec
+    choices = DeviceCounts([mix.count for mix in spec.experts])
+    embedding = head = product_of([spec.embedding])
+    if not spec.is_tied:
+        head = product_of([spec.head])
+    tables = [rope.tables(context, context) for rope in spec.ropes]
+    ropes = [(to_device(cos), to_device(sin)) for cos, sin in tables]
+    temperature = to_device(spec.temperature.factors(context)) if spec.temperature else None
+    loading = Loading(weights, context, chunk, parallel, kv, ropes, temperature, iter(choices.arrays))
+    return GPUModel(
+        spec=spec,
+        layers=[_layer(sublayer, loading) for sublayer in spec.sublayers],
+        embedding=embedding,
+        head=head,
+        output_norm=Norm(weights.vector(spec.output_norm)),
+        ropes=ropes,
+        temperature=temperature,
+        choices=choices,
+        layer_tables=LayerTables(spec.layer_embeddings, loading) if spec.layer_embeddings else None,
+    )
+
+
+def _layer(sublayer: Sublayer, loading: Loading) -> Layer:
+    weights, mix = loading.weights, sublayer.mix
+    norm = Norm(weights.vector(sublayer.norm)) if sublayer.norm else no_norm(weights.spec.dim)
+    post_norm, scale = loading.vector(sublayer.post_norm), loading.vector(sublayer.scale)
+    return Layer(norm, HANDLERS[type(mix)](mix, loading), post_norm, scale)

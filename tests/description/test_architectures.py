@@ -1,0 +1,311 @@
+"""The description of a model that is read from its file, the figures that follow from it, and what is refused."""
+
+import dataclasses
+import math
+
+import numpy as np
+import pytest
+
+from engine.description.architectures import ARCHITECTURES, read_spec
+from engine.description.spec import ModelSpec
+from engine.errors import ModelFileError
+from engine.formats.gguf import GGUF
+from engine.formats.rope_order import HeadOrder
+from tests import generated_model
+
+LAYERS, DIM, KV_SIZE = 3, 64, 32
+SHAPE = {"layers": LAYERS, "dim": DIM, "heads": 4, "kv_heads": 2, "ffn": 96}
+
+
+@pytest.fixture(scope="module")
+def path_of(tmp_path_factory):
+    """The path of a file of an architecture, by its name."""
+    folder = tmp_path_factory.mktemp("models")
+    paths = {}
+
+    def path(architecture):
+        if architecture not in paths:
+            paths[architecture] = folder / architecture / "model.gguf"
+            generated_model.write(paths[architecture], architecture=architecture, **SHAPE)
+        return paths[architecture]
+
+    return path
+
+
+def read(path, tensors=None, **metadata) -> ModelSpec:
+    """The description of a file that is changed: `tensors` have other shapes, or are taken out (None), or are put in; a
+    key of the metadata is written with "__" in place of "."."""
+    with GGUF(path) as file:
+        changes = {key.replace("__", "."): value for key, value in metadata.items()}
+        file.metadata = {**file.metadata, **changes}
+        all_tensors = dict(file.tensors)
+        for name, shape in (tensors or {}).items():
+            like = all_tensors.pop(name, file.tensors["output_norm.weight"])
+            if shape is not None:
+                all_tensors[name] = dataclasses.replace(like, name=name, shape=shape)
+        file.tensors = all_tensors
+        return read_spec(file)
+
+
+@pytest.mark.parametrize("architecture", generated_model.ARCHITECTURES)
+def test_all_that_a_file_holds_is_described_once(path_of, architecture):
+    spec = read(path_of(architecture))
+    assert spec.architecture in ARCHITECTURES
+    with GGUF(path_of(architecture)) as file:
+        held = {name: info for name, info in file.tensors.items() if not name.startswith("rope_f")}
+    matrices = {
+        name
+        for name, info in held.items()
+        if (len(info.shape) > 1 and name.endswith(".weight") and "conv1d" not in name)
+        or name.endswith("gate_inp_shexp.weight")
+    }
+    runs: dict[str, list[tuple[int, int]]] = {}  # of elements: the first, and the end
+    for weight in spec.weights():
+        rows = weight.experts * weight.rows
+        run, every = weight.run or rows, weight.every or rows
+        firsts = [(weight.first + i // run * every) * weight.cols for i in range(0, rows, run)]
+        runs.setdefault(weight.tensor, []).extend((first, first + run * weight.cols) for first in firsts)
+    assert runs.keys() == matrices
+    for vector in spec.vectors():
+        runs.setdefault(vector.tensor, []).append((vector.first, vector.first + vector.size))
+    assert runs.keys() == held.keys()
+    for name, parts in runs.items():
+        firsts, ends = zip(*sorted(parts), strict=True)
+        assert (*firsts, math.prod(held[name].shape)) == (0, *ends), name
+    assert sum(weight.n_bytes for weight in spec.weights()) == sum(held[name].n_bytes for name in matrices)
+    assert spec.vector_bytes == sum(info.n_bytes for name, info in held.items() if name not in matrices)
+
+
+def test_what_a_token_reads(path_of, tmp_path):
+    tied = read(path_of("llama"))
+    assert tied.is_tied and not tied.is_float32
+    assert tied.weight_bytes_per_token == sum(w.n_bytes for w in tied.weights()) + tied.vector_bytes
+    assert tied.kv_bytes_per_token(windowed=False) == LAYERS * 2 * 2 * KV_SIZE  # float16 keys and values
+    assert tied.kv_bytes_per_token(windowed=True) == 0
+
+    path = generated_model.write(tmp_path / "model.gguf", quant="F32", tied=False, **SHAPE)
+    other = read(path)
+    assert not other.is_tied and other.is_float32
+    all_but_a_row = (other.vocab - 1) * DIM * 4
+    assert other.weight_bytes_per_token == path_bytes(path) - all_but_a_row
+    assert other.kv_bytes_per_token(windowed=False) == LAYERS * 4 * 2 * KV_SIZE
+
+
+def test_a_token_uses_three_of_eight_experts(path_of):
+    spec = read(path_of("qwen3moe"))
+    all_of_them = sum(w.experts * w.rows * w.cols for w in spec.weights() if w.experts > 1)
+    assert spec.idle_parameters == all_of_them * 5 // 8 > 0 == read(path_of("llama")).idle_parameters
+
+
+def path_bytes(path):
+    with GGUF(path) as file:
+        return sum(info.n_bytes for info in file.tensors.values())
+
+
+def test_windows(path_of):
+    spec = read(path_of("gemma3"))
+    assert [a.window for a in spec.attention] == [24, 24, 0] and spec.window == 24
+    assert [a.rope for a in spec.attention] == [0, 0, 1], (
+        "layers with a window have a rotary embedding of their own"
+    )
+    assert spec.kv_bytes_per_token(windowed=True) == 2 * spec.kv_bytes_per_token(windowed=False)
+
+    layers = np.array([False, True, False])
+    spec = read(path_of("gemma3"), gemma3__attention__sliding_window_pattern=layers)
+    assert [a.window for a in spec.attention] == [0, 24, 0]
+    assert read(path_of("gemma3"), gemma3__attention__sliding_window=0).window == 0
+    phi3 = read(path_of("phi3"), phi3__attention__sliding_window=8)
+    assert phi3.window == 0, "the key is in published files, and llama.cpp does not heed it"
+
+
+def test_recurrent_layers(path_of):
+    spec = read(path_of("qwen35"))
+    delta, attend, last = (spec.sublayers[2 * i].mix for i in range(LAYERS))
+    assert spec.deltas == [delta, last] and spec.attention == [attend]
+    assert (delta.channels, delta.value_size) == (2 * 2 * 16 + 64, 64)
+    assert spec.state_bytes == 2 * 4 * (4 * 16 * 16 + 3 * 128)
+    assert (attend.q.every, attend.q.run, attend.q.first, attend.gate.first) == (32, 16, 0, 16)
+    swapped = {"qwen35__attention__recurrent_layers": np.array([False, True, True])}
+    with pytest.raises(ModelFileError, match=r"has blk\.0\.attn_qkv"):
+        read(path_of("qwen35"), **swapped)
+    with pytest.raises(ModelFileError, match="no layer has attention"):
+        read(path_of("qwen35"), qwen35__block_count=1)
+    with pytest.raises(ModelFileError, match="gated delta nets of a shape"):
+        read(path_of("qwen35"), qwen35__ssm__group_count=3)
+
+
+def test_layers_that_share_a_cache(path_of):
+    spec = read(path_of("gemma4"))
+    assert [(a.head_dim, a.window, a.cache_of) for a in spec.attention] == [
+        (32, 24, None),
+        (16, 0, None),
+        (32, 24, 0),
+    ]
+    assert spec.attention[2].k is None and len(spec.caching) == 2
+    assert [spec.kv_bytes_per_token(windowed) for windowed in (True, False)] == [256, 128]
+    table = spec.layer_embeddings.table
+    assert (table.rows, table.cols) == (spec.vocab, 3 * 32)
+    unused = read(path_of("gemma4"), {"blk.2.attn_k.weight": (64, 64), "blk.2.attn_k_norm.weight": (32,)})
+    assert unused == spec
+    for layers in -1, 2, 3:
+        with pytest.raises(ModelFileError, match="KV cache"):
+            read(path_of("gemma4"), gemma4__attention__shared_kv_layers=layers)
+    with pytest.raises(ModelFileError, match="no size of layer 2"):
+        read(path_of("gemma4"), gemma4__feed_forward_length=np.array([96, 96]))
+
+
+def test_keys_as_values(path_of):
+    spec = read(path_of("gemma4-moe"))
+    assert [(a.kv_heads, a.v is None) for a in spec.attention] == [(2, False), (1, True), (2, False)]
+    with pytest.raises(ModelFileError, match="keys as values"):
+        read(path_of("gemma4-moe"), gemma4__rope__dimension_count=8)
+
+
+def test_what_is_not_run(path_of):
+    drafts = {"blk.2.nextn.eh_proj.weight": (DIM, 2 * DIM), "v.blk.0.attn_q.weight": (8, 8)}
+    spec = read(path_of("qwen35"), drafts, qwen35__nextn_predict_layers=1)
+    assert (spec.draft_layers, spec.encoders, len(spec.sublayers)) == (1, ("vision",), 4)
+    assert spec.not_run == "a draft layer (multi-token prediction) and the vision encoder"
+    assert not any(weight.tensor.startswith(("blk.2.", "v.")) for weight in spec.weights())
+    assert read(path_of("qwen35")).not_run == ""
+
+
+def test_a_file_of_ollama(path_of):
+    tensors = {f"blk.{i}.ssm_dt.bias": None for i in (0, 2)} | {f"blk.{i}.ssm_dt": (4,) for i in (0, 2)}
+    keys = {"qwen35__attention__head_count_kv": np.array([0, 2, 0]), "qwen35__ssm__v_head_reordered": True}
+    spec = read(path_of("qwen35"), tensors | {"mtp.fc.weight": (DIM, 2 * DIM)}, **keys)
+    assert [a.kv_heads for a in spec.attention] == [2] and spec.draft_layers == 1
+    assert spec.deltas[0].decay_bias.tensor == "blk.0.ssm_dt"
+    for key, value in ("ssm__v_head_reordered", False), ("attention__head_count_kv", np.array([2, 0])):
+        with pytest.raises(ModelFileError):
+            read(path_of("qwen35"), tensors, **keys | {f"qwen35__{key}": value})
+
+
+def test_experts_whose_gate_and_up_are_one_tensor(path_of):
+    fused = {f"blk.{i}.ffn_{x}_exps.weight": None for i in range(LAYERS) for x in ("gate", "up")}
+    fused |= {f"blk.{i}.ffn_gate_up_exps.weight": (8, 2 * 64, DIM) for i in range(LAYERS)}
+    mix = read(path_of("qwen35moe"), fused).experts[0]
+    assert (mix.gate.first, mix.up.first, mix.up.every, mix.up.run) == (0, 64, 128, 64)
+
+
+def test_rotary_embeddings(path_of):
+    plain, linear = (
+        read(path_of("llama"), **keys).ropes[0]
+        for keys in ({}, {"llama__rope__scaling__type": "linear", "llama__rope__scaling__factor": 4.0})
+    )
+    np.testing.assert_allclose(plain.frequencies, 1e4 ** -(np.arange(8) / 8))
+    np.testing.assert_allclose(linear.frequencies, np.array(plain.frequencies) / 4)
+    cos, sin = plain.tables(3, 100)
+    assert cos.shape == sin.shape == (3, 8) and cos.dtype == np.float32
+    np.testing.assert_allclose(np.arctan2(sin[2], cos[2]), 2 * np.array(plain.frequencies), rtol=1e-6)
+
+    smollm3 = read(path_of("smollm3"), smollm3__block_count=LAYERS)
+    assert [a.rope for a in smollm3.attention] == [0, 0, 0], "the fourth layer would not be rotated"
+    (phi3,) = read(path_of("phi3")).ropes
+    short, long, longer = (phi3.tables(9, context) for context in (64, 65, 1000))
+    np.testing.assert_array_equal(long, longer)
+    assert np.abs(np.array(short) - long).max() > 0.1
+    np.testing.assert_allclose(np.hypot(*short), 1.2, rtol=1e-6)
+
+
+def test_partly_rotated_heads_turn_no_more_than_that(path_of):
+    spec = read(path_of("llama"), llama__rope__dimension_count=8)
+    assert spec.attention[0].q.order == HeadOrder(16, 8, interleaved=True)
+    cos, sin = spec.ropes[0].tables(5, 100)
+    assert cos.shape == (5, 8) and (cos[:, 4:] == 1).all() and (sin[:, 4:] == 0).all()
+
+
+def test_multipliers(path_of):
+    """The stream is kept divided by what sublayers' results are multiplied by."""
+    keys = generated_model.MULTIPLIERS
+    spec, residual = read(path_of("granite")), keys["residual_scale"]
+    assert spec.embedding_scale == pytest.approx(keys["embedding_scale"] / residual)
+    assert spec.stream_eps == pytest.approx(spec.eps / residual**2)
+    assert spec.output_norm.factor == pytest.approx(1 / keys["logit_scale"])
+    assert spec.attention[0].scale == pytest.approx(keys["attention.scale"])
+    assert read(path_of("gemma3")).embedding_scale == DIM**0.5
+
+
+@pytest.mark.parametrize(
+    ("metadata", "message"),
+    [
+        ({"general__architecture": "mamba"}, "of the architecture mamba, which orin-chat does not run"),
+        ({"llama__block_count": 0}, "is damaged: llama.block_count is 0"),
+        ({"llama__block_count": LAYERS + 1}, "has no blk.3.attn_norm.weight"),
+        ({"llama__block_count": LAYERS - 1}, "holds blk.2.attn_k.weight, which orin-chat does not know"),
+        ({"llama__embedding_length": 1 << 31}, "is damaged: llama.embedding_length is 2147483648"),
+        ({"llama__embedding_length": 2 * DIM}, "has token_embd.weight with the shape"),
+        ({"llama__feed_forward_length": 97}, "has blk.0.ffn_down.weight with the shape"),
+        ({"llama__attention__key_length": 15, "llama__attention__value_length": 15}, "heads of a shape"),
+        ({"llama__attention__value_length": 8}, "heads of a shape"),
+        ({"llama__attention__head_count_kv": 3}, "heads of a shape"),
+        ({"llama__attention__head_count_kv": 4}, "has blk.0.attn_k.weight with the shape"),
+        ({"llama__rope__dimension_count": 7}, "heads of a shape"),
+        (
+            {
+                f"llama__{key}": (1 << 31) - 2
+                for key in ("attention__key_length", "attention__value_length", "rope__dimension_count")
+            },
+            "heads of a shape",
+        ),
+        ({"llama__rope__dimension_count": 32}, "heads of a shape"),
+        ({"llama__rope__scaling__type": "ntk"}, "RoPE scaling ntk"),
+        ({"llama__rope__freq_base": -1.0}, "RoPE frequencies"),
+        ({"llama__rope__freq_base": float("inf")}, "llama.rope.freq_base is inf"),
+        ({"llama__rope__scaling__type": "linear", "llama__rope__scaling__factor": 0.0}, "RoPE frequencies"),
+        ({"llama__rope__scaling__type": "yarn", "llama__rope__scaling__factor": 0.0}, "RoPE frequencies"),
+        ({"llama__rope__scaling__type": "yarn", "llama__rope__freq_base": 1.0}, "yarn has no bounds"),
+        (
+            {"llama__rope__scaling__type": "yarn", "llama__rope__scaling__yarn_beta_fast": 0.0},
+            "yarn has no bounds",
+        ),
+        ({"llama__attention__scale": 0.0}, "llama.attention.scale is 0"),
+        ({"llama__residual_scale": 1e-200}, "nothing can be computed with"),
+        ({"llama__attention__layer_norm_rms_epsilon": float("nan")}, "epsilon is nan"),
+    ],
+)
+def test_metadata_that_cannot_be_are_refused(path_of, metadata, message):
+    refuse(path_of("llama"), message, **metadata)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "tensors", "message"),
+    [
+        ("llama", {"blk.0.attn_q.weight": None}, "has no blk.0.attn_q.weight"),
+        ("llama", {"blk.1.ffn_norm.weight": None}, "has no blk.1.ffn_norm.weight"),
+        ("llama", {"output_norm.weight": None}, "has no output_norm.weight"),
+        ("llama", {"output.weight": (5, DIM)}, "has output.weight with the shape"),
+        ("llama", {"blk.1.ssm_a": (DIM,)}, "holds blk.1.ssm_a, which orin-chat does not know"),
+        ("llama", {"rope_freqs.weight": (7,)}, "rope_freqs.weight does not fit its heads"),
+        ("qwen2", {"blk.0.attn_q.bias": (DIM + 1,)}, "has blk.0.attn_q.bias with the shape"),
+        ("qwen3", {"blk.0.attn_q_norm.weight": (8,)}, "has blk.0.attn_q_norm.weight with the shape"),
+        ("phi3", {"blk.0.attn_qkv.weight": (DIM, DIM)}, "has blk.0.attn_qkv.weight with the shape"),
+        ("phi3", {"blk.0.ffn_up.weight": (96, DIM)}, "has blk.0.ffn_up.weight with the shape"),
+        ("phi3", {"rope_factors_long.weight": (4,)}, "rope_factors_long.weight does not fit its heads"),
+        ("olmo2", {"blk.0.attn_k_norm.weight": (DIM,)}, "has blk.0.attn_k_norm.weight with the shape"),
+    ],
+)
+def test_tensors_that_do_not_fit_are_refused(path_of, architecture, tensors, message):
+    refuse(path_of(architecture), message, tensors)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "message"),
+    [
+        (np.array([True, False]), "its pattern of windows has 2 layers"),
+        (0, "sliding_window_pattern is 0"),
+        ("all", "sliding_window_pattern"),
+    ],
+)
+def test_a_damaged_pattern_of_windows_is_refused(path_of, pattern, message):
+    refuse(path_of("gemma3"), message, gemma3__attention__sliding_window_pattern=pattern)
+
+
+def refuse(path, message, tensors=None, **metadata):
+    with pytest.raises(ModelFileError, match=message) as error:
+        read(path, tensors, **metadata)
+    assert str(error.value).startswith("model.gguf ") and error.value.hint
+
+
+def test_a_vocabulary_is_no_model(path_of):
+    refuse(path_of("llama"), "has no weights", {"token_embd.weight": None})

@@ -1,0 +1,88 @@
+"""How matrices come from the file: in pieces, each released before the next is read."""
+
+import pytest
+
+from engine.description.architectures import read_spec
+from engine.description.sublayers import Weight
+from engine.formats.gguf import GGUF
+from engine.formats.rope_order import HeadOrder
+from engine.loading import weights
+from engine.loading.weights import Weights, pieces
+from engine.targets.cpu.kernels.thread_pool import default_pool
+from engine.targets.cpu.weights import CPUWeights
+from engine.targets.graph.step import _load_matrix
+from tests import generated_model
+
+MIB = 1 << 20
+
+
+class CountedWeights(Weights):
+    """Counts the bytes of the file that are read and not released yet: now, and at most. Each of them is in memory
+    beside the device's copy."""
+
+    live = most = released = 0
+
+    def read(self, weight, rows):
+        data = super().read(weight, rows)
+        self.live += data.nbytes
+        self.most = max(self.most, self.live)
+        return data
+
+    def release(self, weight, rows):
+        super().release(weight, rows)
+        n_bytes = len(rows) * weight.row_bytes
+        self.live -= min(self.live, n_bytes)
+        self.released += n_bytes
+
+
+@pytest.mark.parametrize(
+    "weight, multiple, side_by_side, lengths",
+    [
+        (Weight("q", 4096, 4096, 12), 16, 1, {4096}),
+        (Weight("gate", 768, 2048, 12, experts=128), 16, 1, {32_768}),
+        (Weight("gate", 768, 2048, 12, experts=128), 16, 2, {16_384}),  # with up, six pieces each
+        (Weight("head", 50_257, 2048, 14), 16, 1, {32_768, 50_257 - 32_768}),  # no even number of rows
+        (Weight("k", 1800, 65_536, 8, order=HeadOrder(120, 120, True)), 16, 1, {960, 840}),  # whole heads
+        (Weight("long", 64, 2 * MIB, 0), 16, 1, {16}),  # at least as many as belong together
+    ],
+)
+def test_large_matrices_come_in_pieces(weight, multiple, side_by_side, lengths):
+    cut = pieces(weight, multiple, side_by_side)
+    assert [row for rows in cut for row in rows] == list(range(weight.experts * weight.rows))
+    assert {len(rows) for rows in cut} == lengths
+
+
+@pytest.mark.parametrize("device", ["CPU", "graph"])
+def test_one_piece_at_a_time_is_in_memory(tmp_path, monkeypatch, device):
+    monkeypatch.setattr(weights, "PIECE_BYTES", 2048)
+    path = generated_model.write(tmp_path / "model.gguf", quant="F32", layers=1, tied=True)
+    done: list[int] = []
+    file = GGUF(path)
+    counted = CountedWeights(file, read_spec(file), done.append, keep_cached=False)
+    weight = counted.spec.embedding
+    if device == "CPU":
+        CPUWeights(counted, default_pool(), 8, keep_packed=False).matrix(weight)
+    else:
+        _load_matrix(counted, weight)
+    assert (counted.live, counted.released) == (0, weight.n_bytes)
+    assert counted.most <= 2048 < weight.n_bytes / 4
+    assert done == [*range(counted.most, weight.n_bytes, counted.most), weight.n_bytes]
+
+
+def test_rows_that_lie_between_those_of_another_matrix(tmp_path):
+    file = GGUF(generated_model.write(tmp_path / "model.gguf", quant="F32", layers=1))
+    tensor = "blk.0.ffn_up.weight"
+    rows, cols = file.tensors[tensor].shape
+    opened = Weights(file, read_spec(file), lambda done: None)
+    values = opened.read(Weight(tensor, rows, cols, 0), range(rows)).view("float32").reshape(rows, cols)
+    second = Weight(tensor, rows // 2, cols, 0, first=4, every=8, run=4)
+    for piece in range(rows // 2), range(3, 9):
+        read = opened.read(second, piece).view("float32").reshape(-1, cols)
+        into = bytearray(opened.n_bytes(second, piece) - 7)
+        opened.read_into(second, piece, 7, memoryview(into))
+        assert into == read.tobytes()[7:]
+        opened.release(second, piece)
+        assert (read == values[[row // 4 * 8 + 4 + row % 4 for row in piece]]).all()
+        into, start = bytearray(read.nbytes - 60), 44  # in the middle of rows
+        opened.read_into(second, piece, start, memoryview(into))
+        assert into == read.tobytes()[start : start + len(into)]

@@ -1,0 +1,234 @@
+"""A loaded model answering requests: what the worker serves, without the process around it."""
+
+import json
+
+import numpy as np
+import pytest
+
+from engine.errors import ContextFullError, UsageError
+from engine.model.text_model import TextModel
+from engine.protocol.events import (
+    Chat,
+    EngineOptions,
+    Finished,
+    Generate,
+    Grammar,
+    Message,
+    Prefilling,
+    RawText,
+    Sampling,
+    Thinking,
+    Token,
+    TokenIds,
+)
+from engine.runtime.kv_blocks import KVBlocks
+from engine.runtime.sampling import Sampler
+from tests import generated_model
+from tests.reference import Reference, log_softmax
+
+GREEDY = Sampling(temperature=0)
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    return generated_model.write(tmp_path_factory.mktemp("model") / "m.gguf", architecture="qwen3")
+
+
+@pytest.fixture(scope="module")
+def model(path):
+    return TextModel(EngineOptions(model_path=str(path), context_length=128), lambda _: None)
+
+
+def answer(model, prompt, cancelled=lambda: False, **request):
+    events = []
+    if isinstance(prompt, str):
+        prompt = RawText(text=prompt)
+    request = {"sampling": GREEDY, "max_tokens": 12, "ignore_eos": True} | request
+    end = model.generate(Generate(request_id=7, prompt=prompt, **request), events.append, cancelled)
+    return end, [e for e in events if isinstance(e, Token)], [e for e in events if isinstance(e, Prefilling)]
+
+
+def test_greedy_tokens_and_logprobs_are_the_references(model, path):
+    prompt = list(range(20, 60))
+    end, tokens, _ = answer(model, TokenIds(ids=tuple(prompt)), logprobs=5)
+    reference = Reference(path)
+    for token in tokens:
+        wanted = log_softmax(reference.logits(prompt)[-1])
+        order = np.argsort(-wanted)[:5]
+        assert token.id == order[0] == token.top[0].id
+        assert token.logprob == pytest.approx(wanted[token.id], abs=2e-3)
+        assert [t.logprob for t in token.top] == pytest.approx(wanted[order].tolist(), abs=2e-3)
+        prompt.append(token.id)
+    assert (end.reason, end.prompt_n, end.predicted_n) == ("length", 40, 12)
+
+
+def test_the_common_prefix_is_not_computed_again(model):
+    first, said, _ = answer(model, TokenIds(ids=tuple(range(50))))
+    more = (*range(50), *(t.id for t in said), 5, 6)
+    again, tokens, progress = answer(model, TokenIds(ids=more))
+    assert again.cached_n == 50 + first.predicted_n - 1  # all but the last, which was never run
+    assert progress[0].cached == again.cached_n
+    fresh, _, _ = answer(model, TokenIds(ids=(9, *more[1:])))  # another start: nothing to reuse
+    assert fresh.cached_n == 0
+    restarted, repeated, _ = answer(model, TokenIds(ids=more))
+    assert restarted.cached_n == len(more) - 1  # what came between has not taken its room
+    assert [t.id for t in repeated] == [t.id for t in tokens]
+
+
+def test_a_grammar(model):
+    """`test_grammar` has more."""
+    schema = {"type": "array", "items": {"enum": ["a", "b"]}, "minItems": 2, "maxItems": 2}
+    grammar = Grammar(kind="json_schema", source=json.dumps(schema))
+    for sampling in (GREEDY, Sampling(seed=3, temperature=1.5)):
+        end, tokens, _ = answer(model, "x", sampling=sampling, max_tokens=90, grammar=grammar)
+        assert end.reason == "stop" and set(json.loads("".join(t.text for t in tokens))) <= {"a", "b"}
+
+
+def test_a_seed_gives_the_same_text(model):
+    hot = Sampling(temperature=1.5, top_k=0, top_p=1, min_p=0, seed=11)
+    texts = [[t.id for t in answer(model, "once", sampling=hot)[1]] for _ in range(2)]
+    assert texts[0] == texts[1]
+    other = Sampling(temperature=1.5, top_k=0, top_p=1, min_p=0, seed=12)
+    assert [t.id for t in answer(model, "once", sampling=other)[1]] != texts[0]
+    drawn = answer(model, "once", sampling=Sampling(temperature=1.0))[0].seed
+    assert drawn != answer(model, "once", sampling=Sampling(temperature=1.0))[0].seed
+
+
+def test_cancelling_ends_between_tokens_and_during_prefill(model):
+    calls = iter(range(100))
+    end, tokens, _ = answer(model, "abc", cancelled=lambda: next(calls) >= 4)
+    assert (end.reason, end.predicted_n) == ("cancelled", len(tokens))
+    end, tokens, _ = answer(model, TokenIds(ids=tuple(range(3, 90))), cancelled=lambda: True)
+    assert (end.reason, end.predicted_n, tokens) == ("cancelled", 0, [])
+    end, tokens, _ = answer(model, "abc")
+    assert (end.reason, len(tokens)) == ("length", 12)
+
+
+def test_the_context_is_filled_to_its_last_token_and_not_beyond(model):
+    ids = tuple(i % 200 for i in range(120))
+    end, tokens, _ = answer(model, TokenIds(ids=ids), max_tokens=None)
+    assert (end.reason, len(tokens)) == ("length", 9)  # the last one need not be stored
+    with pytest.raises(ContextFullError, match=r"129 tokens .* holds 128"):
+        answer(model, TokenIds(ids=(*ids, *range(9))))
+
+
+def test_prompts_that_cannot_be_answered(model):
+    for prompt in (TokenIds(ids=()), TokenIds(ids=(10**6,)), TokenIds(ids=(-1,)), RawText(text="")):
+        with pytest.raises(UsageError):
+            answer(model, prompt)
+
+
+def test_a_chat_ends_its_turn_and_thinking_is_told_apart(model, monkeypatch):
+    chat = Chat(messages=(Message(role="user", content="hello"),))
+    tokenizer = model.tokenizer
+    script = (
+        tokenizer.encode("<think>", special=True)
+        + tokenizer.encode("hm")
+        + tokenizer.encode("</think>", special=True)
+        + tokenizer.encode("yes")
+        + sorted(tokenizer.eos_ids)[:1]
+    )
+    monkeypatch.setattr(model.scheduler, "_runner", Scripted(model._runner, script))
+    end, tokens, _ = answer(model, chat, ignore_eos=False, max_tokens=None)
+    assert (end.reason, end.predicted_n) == ("stop", len(script))
+    assert "".join(t.text for t in tokens if isinstance(t, Thinking)) == "hm"
+    assert "".join(t.text for t in tokens if not isinstance(t, Thinking)) == "yes"
+
+
+def test_an_effort_reaches_the_template(tmp_path):
+    template = "{{ messages[0].content }}{{ reasoning_effort | default('') }}"
+    path = generated_model.write(tmp_path / "m.gguf", layers=1, template=template)
+    model = TextModel(EngineOptions(model_path=str(path), kernels="graph"), lambda _: None)
+    chat = Chat(messages=(Message(role="user", content="hello"),))
+    plain, high = (
+        answer(model, chat, sampling=Sampling(temperature=0, effort=effort), max_tokens=1)[0].prompt_n
+        for effort in (None, "high")
+    )
+    assert model.ready.model.takes_effort and high == plain + len(model.tokenizer.encode("high"))
+
+
+class Wrapped:
+    """A runner, but for what is defined here."""
+
+    def __init__(self, runner):
+        self._runner = runner
+
+    def __getattr__(self, name):
+        return getattr(self._runner, name)
+
+
+class Scripted(Wrapped):
+    """Returns the tokens of a script."""
+
+    def __init__(self, runner, script):
+        super().__init__(runner)
+        self._script = iter(script)
+
+    def run(self, slots, ahead=False):
+        [slot] = slots
+        self._runner.run(slots)
+        return np.array([next(self._script)] if slot.want == "last" else [])
+
+
+class FakeSampler(Wrapped):
+    """Samples with the numbers it was given, and records each `ahead`."""
+
+    def __init__(self, runner):
+        super().__init__(runner)
+        self.asked = []
+
+    def prepare_sampling(self, sequence, sampling, tokens, uniforms):
+        self._left, self._said, self._sampling = iter(uniforms), list(tokens), sampling
+        return sampling.top_k != 0
+
+    def run(self, slots, ahead=False):
+        [slot], chosen = slots, self._runner.run(slots)
+        if not slot.draw:
+            return chosen
+        assert slot.inputs == (self._said[slot.position],)
+        self.asked.append(ahead)
+        ids, masses = Sampler(self._sampling).candidates(self._runner.logits()[0], self._said)
+        place = np.searchsorted(np.cumsum(masses), next(self._left) * masses.sum(), "right")
+        self._said.append(int(ids[place]))
+        return np.array(self._said[-1:])
+
+
+def test_sampling_on_the_device_gives_the_text_of_sampling_on_the_host(model, monkeypatch):
+    hot = Sampling(temperature=1.5, top_k=50, repeat_penalty=1.2, seed=11)
+    wanted = [t.id for t in answer(model, "once", sampling=hot)[1]]
+    runner = FakeSampler(model._runner)
+    monkeypatch.setattr(model.scheduler, "_runner", runner)
+    assert [t.id for t in answer(model, "once", sampling=hot)[1]] == wanted
+    assert runner.asked == [True] * 11 + [False]  # none runs ahead of the last
+    assert [t.id for t in answer(model, "once", sampling=hot, logprobs=2)[1]] == wanted
+    for other in (GREEDY, Sampling(top_k=0, seed=1), Sampling(presence_penalty=0.5)):
+        answer(model, "once", sampling=other)
+    assert len(runner.asked) == 12  # these were the host's business
+
+
+def test_what_the_engine_does_not_run_is_refused(tmp_path, path):
+    with pytest.raises(UsageError, match="context of 4,096"):
+        TextModel(EngineOptions(model_path=str(path), context_length=4096), lambda _: None)
+
+
+def test_finished_counts(model):
+    end, _, _ = answer(model, "abc", max_tokens=1)
+    assert isinstance(end, Finished)
+    assert end.predicted_ms == 0 and end.prompt_ms > 0 and end.context_used == end.prompt_n
+
+
+def test_what_is_captured_later_gives_way_to_a_prompt_and_to_a_conversation(model, monkeypatch):
+    forget = lambda: monkeypatch.setattr(model.scheduler, "blocks", KVBlocks(model._runner))
+    forget()
+    asked = iter([False, False, True, False])
+    uses = []
+    model._captures = (uses.append(i) for i in range(9))
+    model.warm_up(lambda: next(asked))
+    assert uses == [0, 1]
+    answer(model, "once", sampling=GREEDY)
+    model.warm_up(lambda: False)
+    assert uses == [0, 1]
+    forget()
+    model.warm_up(lambda: False)
+    model.warm_up(lambda: False)
+    assert uses == [*range(9)]

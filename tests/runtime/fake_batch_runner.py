@@ -1,0 +1,159 @@
+"""A runner without a model: the next token is a function of all tokens before it, read through the tables."""
+
+import numpy as np
+
+from engine.runtime.checkpoints import checkpoint_slots
+from engine.runtime.kv_blocks import BLOCK, KVGroup
+from engine.runtime.sampling import Sampler
+
+VOCAB = 256
+GROUPS = KVGroup(None, 64), KVGroup(40, 64)
+
+
+def next_logits(tokens):
+    return np.random.default_rng(list(tokens)).normal(size=VOCAB).astype(np.float32)
+
+
+def greedy_reply(prompt, n):
+    """What a request gets alone."""
+    tokens = list(prompt)
+    for _ in range(n):
+        tokens.append(int(next_logits(tokens).argmax()))
+    return tokens[len(prompt) :]
+
+
+class FakeBatchRunner:
+    precompiled = True
+    max_chunk = 128
+    chunk_sizes = (128,)
+    decode_depths = (0,)
+    state_slots = search_tokens = 0
+    export_layout = ""
+
+    def __init__(self, parallel=4, groups=GROUPS):
+        self.parallel, self.kv_groups = parallel, groups
+        self.row_counts = (1, parallel)
+        self.pools = [{} for _ in groups]
+        self.tables = {}
+        self.ahead = {}  # the slots of a step that was launched already, with their logits
+        self.steps = []  # (phase, tokens) of each
+
+    def assign(self, sequence, tables):
+        self.tables[sequence] = [list(table) for table in tables]
+        if not any(tables):
+            self.ahead = {row: logits for row, logits in self.ahead.items() if row.sequence != sequence}
+
+    def copy_block(self, group, source, target):
+        pool = self.pools[group]
+        pool.update({(target, t): pool.get((source, t)) for t in range(BLOCK)})
+
+    def _store(self, token, position, sequence):
+        """A place holds all tokens so far, as far as the token before it is still there."""
+        before = ()
+        for pool, group, table in zip(self.pools, self.kv_groups, self.tables[sequence], strict=True):
+            if position:
+                before = pool[table[(position - 1) // BLOCK], (position - 1) % BLOCK]
+            for t in range(group.first_seen(position), position):
+                assert pool[table[t // BLOCK], t % BLOCK] == before[: t + 1]
+        assert len(before) == position
+        for pool, table in zip(self.pools, self.tables[sequence], strict=True):
+            pool[table[position // BLOCK], position % BLOCK] = (*before, token)
+        return (*before, token)
+
+    def prepare(self, size):
+        pass
+
+    def prepare_sampling(self, sequence, sampling, tokens, uniforms):
+        return False
+
+    def run(self, slots, ahead=False):
+        for slot in slots:
+            if slot.want == "none":
+                assert 0 < len(slot.inputs) <= self.max_chunk
+                self.steps.append(("prefill", len(slot.inputs)))
+                for i, token in enumerate(slot.inputs):
+                    self._store(token, slot.position + i, slot.sequence)
+        rows = [slot for slot in slots if slot.want == "last"]
+        return self._decode(rows, ahead) if rows else np.zeros(0, np.int32)
+
+    def _decode(self, rows, ahead):
+        assert (
+            0 < len(rows) <= self.parallel == len({row.sequence for row in rows}) + self.parallel - len(rows)
+        )
+        known, self.ahead = self.ahead, {}
+        if not all(row in known for row in rows):
+            assert not known  # nobody asked for a step in vain
+            known = self._step("decode", rows)
+        self._logits = np.array([known[row][0] for row in rows])
+        chosen = np.array([known[row][1] for row in rows], np.int32)
+        if ahead and len(rows) == len(known):
+            self._logits = None
+            following = [
+                r._replace(inputs=(int(i),), position=r.position + 1)
+                for i, r in zip(chosen, rows, strict=True)
+            ]
+            self.ahead = self._step("ahead", following)
+        return chosen
+
+    def _step(self, phase, rows):
+        """The logits after each row, and the token that is chosen."""
+        self.steps.append((phase, len(rows)))
+        return {row: self._chosen(row, self._store(*row.inputs, row.position, row.sequence)) for row in rows}
+
+    def _chosen(self, row, tokens):
+        logits = next_logits(tokens)
+        return logits, int(logits.argmax())
+
+    def logits(self, rows=None):
+        return self._logits if rows is None else self._logits[rows]
+
+
+class FakeStateRunner(FakeBatchRunner):
+    """With a state for each sequence, all its tokens so far: steps check that it is the one they need."""
+
+    state_bytes = 8
+
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        self.state_slots = checkpoint_slots(self.parallel)
+        self.states, self.saved = [()] * self.parallel, {}
+
+    def state_position(self, sequence=0):
+        return len(self.states[sequence])
+
+    def save_state(self, slot, sequence=0):
+        assert 0 <= slot < self.state_slots
+        self.saved[slot] = self.states[sequence]
+
+    def load_state(self, slot, sequence=0):
+        self.states[sequence] = self.saved[slot]
+
+    def _store(self, token, position, sequence):
+        before = self.states[sequence] if position else ()
+        self.states[sequence] = super()._store(token, position, sequence)
+        assert self.states[sequence] == (*before, token), (before, self.states[sequence], position, sequence)
+        return self.states[sequence]
+
+
+class FakeRowSampler(FakeBatchRunner):
+    """Samples as the host does."""
+
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        self.samplers = {}  # of each sequence, with its uniform numbers by position
+
+    def prepare_sampling(self, sequence, sampling, tokens, uniforms):
+        by_position = dict(enumerate(uniforms, len(tokens) - 1))
+        self.samplers[sequence] = Sampler(sampling), by_position
+        return sampling.top_k > 0
+
+    def _chosen(self, row, tokens):
+        if not row.draw:
+            return super()._chosen(row, tokens)
+        sampler, uniforms = self.samplers[row.sequence]
+        if sampler.sampling.temperature == 0:
+            return np.full(VOCAB, np.nan), sampler.sample(next_logits(tokens), tokens)
+        ids, masses = sampler.candidates(next_logits(tokens), tokens)
+        cumulative = np.cumsum(masses)
+        place = np.searchsorted(cumulative, uniforms[row.position] * cumulative[-1], side="right")
+        return np.full(VOCAB, np.nan), int(ids[place])

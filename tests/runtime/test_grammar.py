@@ -1,0 +1,142 @@
+"""Answers that keep to a grammar, by a model whose words are noise."""
+
+import json
+import sys
+
+import msgspec
+import numpy as np
+import pytest
+
+from engine.errors import UsageError
+from engine.formats.thinking import THINK, ThinkSplitter
+from engine.protocol.events import (
+    Chat,
+    Generate,
+    Grammar,
+    Message,
+    RawText,
+    Sampling,
+    Thinking,
+    Token,
+)
+from engine.runtime.grammar import Grammars
+from tests import generated_model
+from tests.reference_model import ReferenceModel
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 5}, "age": {"enum": [7, 77]}},
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+PERSON = Grammar(kind="json_schema", source=json.dumps(SCHEMA))
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    path = generated_model.write(tmp_path_factory.mktemp("model") / "m.gguf", architecture="qwen3")
+    return ReferenceModel(path, 256)
+
+
+def answer(model, prompt, **request):
+    events = []
+    request = {"sampling": Sampling(temperature=1.5, seed=5), "max_tokens": 100} | request
+    end = model.generate(Generate(request_id=1, prompt=prompt, **request), events.append, lambda: False)
+    return "".join(e.text for e in events if type(e) is Token), end, events
+
+
+@pytest.mark.parametrize(
+    ("prompt", "temperature"),
+    [
+        (RawText(text="Once"), 0),
+        (Chat(messages=(Message(role="user", content="Who?"),), think=False), 1.5),
+    ],
+    ids=["greedy", "chat"],
+)
+def test_an_answer_fits_its_schema(model, prompt, temperature):
+    sampling = Sampling(temperature=temperature, seed=5)
+    text, end, events = answer(model, prompt, grammar=PERSON, sampling=sampling, logprobs=3, ignore_eos=True)
+    person = json.loads(text)
+    assert end.reason == "stop" and person.keys() == {"name", "age"} and person["age"] in (7, 77)
+    tokens = [e for e in events if isinstance(e, Token)]
+    # Log-probabilities are those of the model, before the mask.
+    assert any(token.top[0].id != token.id for token in tokens) and all(t.logprob > -99 for t in tokens)
+
+
+def test_a_lark_grammar(model):
+    text, *_ = answer(model, RawText(text="x"), grammar=Grammar(kind="lark", source='start: "yes" | "no"'))
+    assert text in ("yes", "no")
+
+
+def test_thinking_is_free_and_the_answer_is_not(model):
+    """The reply opens thinking with the first token, which the grammar alone would not allow."""
+    tokenizer = model.tokenizer
+    opened, closed = (tokenizer.special_tokens[mark] for mark in ("<think>", "</think>"))
+    splitter = ThinkSplitter(THINK)
+    constraint = Grammars(tokenizer).constraint(PERSON, splitter, "<think>")
+    logits = np.zeros(tokenizer.vocab_size + 3, np.float32)  # models pad their output
+    brace = tokenizer.encode("{")[0]
+
+    def allowed() -> set[int]:
+        return set(np.flatnonzero(np.isfinite(constraint.masked(logits))).tolist())
+
+    def take(token: int) -> None:
+        assert token in allowed()
+        constraint.accept(token)
+        splitter.feed(tokenizer.piece(token).decode())
+
+    assert {opened, brace} <= allowed() and closed not in allowed() and len(allowed()) < 30
+    take(opened)
+    assert len(allowed()) == logits.size
+    take(tokenizer.encode("why")[0])
+    take(closed)
+    assert brace in allowed() and opened not in allowed() and len(allowed()) < 30
+    take(brace)
+    assert tokenizer.vocab_size not in allowed()
+
+
+def test_a_chat_with_thinking_ends_in_its_grammar(model):
+    prompt = Chat(
+        messages=(Message(role="user", content="Who?"), Message(role="assistant", content="", thinking="Hm"))
+    )
+    text, _, events = answer(model, prompt, grammar=PERSON, max_tokens=60)
+    assert all(
+        isinstance(event, Thinking) for event in events if isinstance(event, Token)
+    ) or text.startswith("{")
+
+
+def test_the_host_chooses_under_a_grammar(model):
+    free = Generate(request_id=1, prompt=RawText(text="x"), sampling=Sampling(temperature=0))
+    bound = msgspec.structs.replace(free, grammar=PERSON)
+    assert [model._answers.begin(request, print).is_best_token for request in (free, bound)] == [True, False]
+
+
+@pytest.mark.parametrize(
+    ("source", "says"),
+    [
+        ("{", "."),
+        ('{"type": "nothing"}', "."),
+        ('{"$ref": "#/nowhere"}', "."),
+        ('{"$defs": {"a": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"}', "no text fits it"),
+        (json.dumps({"pattern": "(" * 5000}), "regex parse error"),
+        (
+            json.dumps({"enum": [f"{i * 7919 % 100_003}" for i in range(30_000)]}),
+            "more than 262,144 characters",
+        ),
+        (
+            json.dumps({"properties": {f"p{i}": {"pattern": f"a{{{i % 50}}}b*"} for i in range(3000)}}),
+            "too big",
+        ),
+    ],
+)
+def test_a_bad_schema(model, source, says):
+    with pytest.raises(UsageError, match=f"schema cannot be used: .*{says}") as refused:
+        answer(model, RawText(text="x"), grammar=msgspec.structs.replace(PERSON, source=source))
+    assert len(refused.value.message) < 300 and refused.value.message.endswith(".")
+
+
+def test_a_missing_library(model, monkeypatch):
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    with pytest.raises(UsageError, match="not installed") as error:
+        answer(model, RawText(text="x"), grammar=PERSON)
+    assert "pip install llguidance" in error.value.hint

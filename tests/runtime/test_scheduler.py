@@ -1,0 +1,255 @@
+"""Many requests at once over a runner without a model."""
+
+import numpy as np
+import pytest
+
+from engine.errors import ContextFullError
+from engine.formats.gguf import GGUF
+from engine.formats.prompt import PromptEncoder
+from engine.protocol.events import Generate, Prefilling, Sampling, Token, TokenIds
+from engine.runtime import checkpoints
+from engine.runtime.answer import Answers
+from engine.runtime.kv_blocks import KVGroup
+from engine.runtime.scheduler import Scheduler
+from tests import generated_model
+from tests.runtime.fake_batch_runner import (
+    VOCAB,
+    FakeBatchRunner,
+    FakeRowSampler,
+    FakeStateRunner,
+    greedy_reply,
+    next_logits,
+)
+
+
+@pytest.fixture(scope="module")
+def answers(tmp_path_factory):
+    path = generated_model.write(tmp_path_factory.mktemp("model") / "m.gguf", layers=1)
+    return Answers(PromptEncoder(GGUF(path)), context_length=1000)
+
+
+class Bench:
+    """A scheduler and what its requests got."""
+
+    def __init__(self, answers, runner):
+        self.answers, self.runner = answers, runner
+        self.slots, self.events, self.ends = [], {}, {}
+        self.scheduler = Scheduler(runner, self.slots.append)
+        self.stopped = set()
+
+    def ask(self, prompt, n=8, client="", **request):
+        id = len(self.events)
+        self.events[id] = []
+        request = {"sampling": Sampling(temperature=0), "ignore_eos": True} | request
+        generate = Generate(
+            request_id=id, prompt=TokenIds(ids=tuple(prompt)), max_tokens=n, client=client, **request
+        )
+        answer = self.answers.begin(generate, self.events[id].append)
+        self.scheduler.add(answer, lambda: id in self.stopped, lambda end: self.ends.setdefault(id, end))
+        return id
+
+    def run(self, rounds=1000):
+        for _ in range(rounds):
+            if not self.scheduler.busy:
+                assert all(c.held == 0 for c in self.scheduler.blocks.counts())
+                break
+            self.scheduler.step()
+        return self
+
+    def reply(self, id):
+        return [event.id for event in self.events[id] if isinstance(event, Token)]
+
+
+@pytest.fixture(params=[FakeBatchRunner, FakeStateRunner])
+def bench(answers, request):
+    return lambda *args, **options: Bench(answers, request.param(*args, **options))
+
+
+def prompts(n, seed=0, most=200):
+    draw = np.random.default_rng(seed)
+    return [draw.integers(0, VOCAB, draw.integers(1, most)).tolist() for _ in range(n)]
+
+
+@pytest.mark.parametrize("blocks", [64, 20])  # 20: hardly more than one conversation needs
+def test_each_gets_what_it_gets_alone(bench, blocks):
+    bench = bench(groups=(KVGroup(None, blocks), KVGroup(40, 64)))
+    asked = [(prompt, 5 + 17 * (i % 4)) for i, prompt in enumerate(prompts(13))]
+    for i, (prompt, n) in enumerate(asked):
+        bench.ask(prompt, n, client=str(i % 3))
+        bench.run(3)  # they come while others are answered
+    bench.run()
+    for id, (prompt, n) in enumerate(asked):
+        assert bench.reply(id) == greedy_reply(prompt, n)
+        end = bench.ends[id]
+        assert (end.reason, end.prompt_n, end.predicted_n) == ("length", len(prompt), n)
+        progress = [event for event in bench.events[id] if isinstance(event, Prefilling)]
+        assert [event.done for event in progress] == sorted(event.done for event in progress)
+        assert progress[-1].done == progress[-1].total == len(prompt)
+    assert ("decode", 4) in bench.runner.steps
+    assert bench.slots[-1].slots == (None,) * 4 and bench.slots[-1].waiting == 0
+
+
+def test_what_others_have_computed_is_not_computed_again(bench):
+    bench = bench()
+    [system] = prompts(1, seed=3, most=300)
+    system = (system * 300)[:300]
+    ids = [bench.ask([*system, i]) for i in range(4)]
+    bench.run()
+    assert [bench.reply(id) for id in ids] == [greedy_reply([*system, i], 8) for i in range(4)]
+    prefilled = sum(n for phase, n in bench.runner.steps if phase == "prefill")
+    assert prefilled < 300 + 4 * 2 * 32  # about once, though all came at the same time
+    assert sum(bench.ends[id].cached_n for id in ids) + prefilled == 4 * 300
+    again = bench.ask([*system, 0, *bench.reply(0), 7])
+    bench.run()
+    assert bench.ends[again].cached_n == 300 + 8
+    fresh = bench.ask([*system, 0], fresh=True)
+    bench.run()
+    assert bench.ends[fresh].cached_n == 0 and bench.reply(fresh) == bench.reply(0)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_conversations_go_on_where_others_were(bench, seed, monkeypatch):
+    """At any place of an earlier one, which may still be answered or was cancelled; with hardly enough room."""
+    monkeypatch.setattr(checkpoints, "EVERY", 8)
+    monkeypatch.setattr(checkpoints, "WORTH_A_STEP", 12)
+    bench, draw = bench(groups=(KVGroup(None, 24), KVGroup(40, 64))), np.random.default_rng(seed)
+    monkeypatch.setattr(bench.answers._prompts.tokenizer, "eos_ids", {3, 4, 5})
+    asked = [(prompts(1, seed)[0], 20)]
+    bench.ask(*asked[0])
+    for _ in range(30):
+        bench.run(int(draw.integers(0, 12)))
+        before = int(draw.integers(0, len(asked)))
+        text = [*asked[before][0], *bench.reply(before)]
+        asked.append(
+            ([*text[: draw.integers(0, len(text) + 1)], *draw.integers(0, 9, 30).tolist()][-500:], 20)
+        )
+        bench.ask(*asked[-1], client=str(before % 2), ignore_eos=bool(before % 3))
+        if draw.random() < 0.3:
+            bench.stopped.add(before)
+    bench.run()
+    for id, (prompt, n) in enumerate(asked):
+        said = bench.reply(id)
+        assert said == greedy_reply(prompt, n)[: len(said)]
+        assert bench.ends[id].reason != "length" or len(said) == n
+
+
+def test_a_request_is_cancelled_in_every_phase(bench):
+    bench = bench(2)
+    replying, prefilling, waiting, other = (bench.ask([i] * n, 50) for i, n in enumerate((9, 900, 9, 9)))
+    bench.run(3)
+    assert bench.reply(replying) and not bench.reply(prefilling)
+    assert [slot.phase for slot in bench.slots[-1].slots if slot]  # it was reported
+    for id in (replying, prefilling, waiting):
+        bench.stopped.add(id)
+    bench.run(1)
+    assert [bench.ends[id].reason for id in (replying, prefilling, waiting)] == ["cancelled"] * 3
+    assert bench.ends[replying].predicted_n == len(bench.reply(replying))
+    bench.run()
+    assert bench.reply(other) == greedy_reply([3] * 9, 50)
+
+
+def test_the_next_step_runs_ahead_unless_something_else_is_due(bench, monkeypatch):
+    bench = bench(2)
+    ends_early = greedy_reply([1, 2, 3], 12)
+    tokenizer = bench.answers._prompts.tokenizer
+    monkeypatch.setattr(tokenizer, "eos_ids", {ends_early[-1]})
+    first, other = bench.ask([1, 2, 3], 50, ignore_eos=False), bench.ask([4] * 9, 30)
+    bench.run(20)
+    assert bench.ends[first].reason == "stop" and bench.reply(first) == ends_early
+    later = bench.ask([5] * 40, 7)  # in the slot that is free
+    bench.run()
+    assert bench.reply(other) == greedy_reply([4] * 9, 30) and bench.reply(later) == greedy_reply([5] * 40, 7)
+    phases = [phase for phase, _ in bench.runner.steps]
+    assert phases.count("ahead") > 2 * phases.count("decode") and phases.count("prefill") >= 3
+    host = bench.ask([6], 9, logprobs=1)
+    bench.run()
+    assert bench.runner.steps[-9:] == [("decode", 1)] * 9 and bench.reply(host) == greedy_reply([6], 9)
+
+
+def test_clients_take_turns_however_much_each_asks(bench):
+    bench = bench(2)
+    many = [bench.ask([1, 2, i], 40, client="greedy") for i in range(6)]
+    bench.run(4)
+    one = bench.ask([9], 5, client="modest")
+    bench.run(10)
+    assert one in bench.ends and len(bench.ends) == 1  # a slot was given up for it
+    bench.run()
+    assert [bench.reply(id) for id in many] == [greedy_reply([1, 2, i], 40) for i in range(6)]
+
+
+def test_samples_penalties_and_log_probabilities_are_those_of_one_conversation(bench):
+    bench = bench()
+    hot = {"sampling": Sampling(temperature=1.5, repeat_penalty=1.3, seed=5), "logprobs": 2}
+    alone = bench.ask([5, 6, 7], 9, **hot)
+    bench.run()
+    beside = [bench.ask([5, 6, 7], 9, **hot), bench.ask([5, 6], 20), bench.ask([1], 9, **hot)]
+    bench.run()
+    assert bench.reply(beside[0]) == bench.reply(alone) != bench.reply(beside[2])
+    tokens = lambda id: [
+        (event.id, event.logprob, event.top) for event in bench.events[id] if isinstance(event, Token)
+    ]
+    assert tokens(beside[0]) == tokens(alone)
+    logits = next_logits([5, 6, 7]).astype(float)
+    assert tokens(alone)[0][1] == pytest.approx(logits[tokens(alone)[0][0]] - np.log(np.exp(logits).sum()))
+
+
+def test_rows_sampled_by_the_runner_have_the_tokens_that_the_host_would_choose(bench, answers):
+    kinds = [
+        {"sampling": Sampling(temperature=1.5, repeat_penalty=1.3, seed=5)},
+        {"sampling": Sampling(temperature=0.7, seed=6)},
+        {"sampling": Sampling(temperature=1.5, seed=7, presence_penalty=1)},  # the host knows this alone
+        {"sampling": Sampling(temperature=1.5, seed=7, top_k=0)},  # and the runner declines this
+        {"sampling": Sampling(temperature=0, repeat_penalty=1.5)},
+        {"sampling": Sampling(temperature=1, seed=8), "logprobs": 1},
+        {},
+    ]
+    asked = [(prompt, 10 + 9 * (i % 5), kinds[i % 7]) for i, prompt in enumerate(prompts(14, most=100))]
+    replies = []
+    for runner in (FakeBatchRunner(), FakeRowSampler(3, (KVGroup(None, 13), KVGroup(40, 64)))):
+        one = Bench(answers, runner)
+        ids = []
+        for prompt, n, kind in asked:
+            ids.append(one.ask(prompt, n, **kind))
+            one.run(4)
+        replies.append([one.run().reply(id) for id in ids])
+    assert replies[0] == replies[1]
+    alone = Bench(answers, FakeRowSampler())
+    for kind, logits_needed in zip(kinds, (0, 0, 1, 1, 0, 1, 0), strict=True):
+        del alone.runner.steps[:]
+        alone.ask([1, 2], 9, **kind)
+        alone.run()
+        assert (("ahead", 1) in alone.runner.steps) != logits_needed
+
+
+def test_failures_end_the_requests_that_they_concern(bench, monkeypatch):
+    bench = bench()
+    bad, good = bench.ask([1, 2], 9, logprobs=1), bench.ask([3, 4], 9)
+    monkeypatch.setattr("engine.runtime.answer.log_probabilities", lambda *_: 1 / 0)
+    bench.run()
+    assert isinstance(bench.ends[bad], ZeroDivisionError) and bench.reply(good) == greedy_reply([3, 4], 9)
+    broken, waiting = [bench.ask([1, i], 9) for i in range(4)], bench.ask([5], 9)
+    run = bench.runner.run
+    monkeypatch.setattr(bench.runner, "run", lambda *_: 1 / 0)
+    bench.run(1)
+    assert all(isinstance(bench.ends[id], ZeroDivisionError) for id in broken)
+    monkeypatch.setattr(bench.runner, "run", run)
+    bench.run()
+    assert bench.reply(waiting) == greedy_reply([5], 9)
+
+
+def test_a_conversation_for_which_there_is_no_room(bench):
+    bench = bench(groups=(KVGroup(None, 3),))
+    id, none = bench.ask([1] * 60, 80), bench.ask([1], 0)
+    assert bench.ends[none].predicted_n == 0
+    bench.run()
+    assert isinstance(bench.ends[id], ContextFullError)
+    assert len(bench.reply(id)) == 37
+
+
+def test_a_bias_makes_tokens_more_or_less_probable(bench):
+    bench = bench()
+    [first, second] = next_logits([5, 6]).argsort()[::-1][:2].tolist()
+    asked = [{}, {"logit_bias": ((first, -100), (VOCAB, 5))}, {"logit_bias": ((7, 100),)}]
+    ids = [bench.ask([5, 6], 1, **bias) for bias in asked]
+    bench.run()
+    assert [bench.reply(id) for id in ids] == [[first], [second], [7]]

@@ -1,0 +1,36 @@
+"""The delta rule for many tokens at once against one token after the other, in float64."""
+
+import numpy as np
+import pytest
+from tinygrad import Tensor
+
+from engine.targets.graph.delta_net import delta_rule
+
+HEADS, SIZE = 3, 32
+
+
+def one_by_one(q, k, v, log_decay, beta, state):
+    state, y = state.astype(np.float64), np.empty(v.shape)
+    for t in range(q.shape[1]):
+        state *= np.exp(log_decay[:, t, None, None].astype(np.float64))
+        d = beta[:, t, None] * (v[:, t] - np.einsum("hkv,hk->hv", state, k[:, t]))
+        state += k[:, t, :, None] * d[:, None]
+        y[:, t] = np.einsum("hkv,hk->hv", state, q[:, t])
+    return y, state
+
+
+@pytest.mark.parametrize("n", [1, 32])
+@pytest.mark.parametrize("varied", [1.0, 1e-3])
+def test_many_tokens_give_the_same_as_one_by_one(n, varied):
+    """With keys that hardly vary and no decay, powers of their overlaps are as large as 1e8."""
+    rng = np.random.default_rng(0)
+    q, v, noise = (rng.standard_normal((HEADS, n, SIZE)).astype(np.float32) for _ in range(3))
+    k = rng.standard_normal((HEADS, 1, SIZE)).astype(np.float32) * (1 - varied) + varied * noise
+    k /= np.linalg.norm(k, axis=-1, keepdims=True)
+    log_decay = -varied * rng.uniform(0, 3, (HEADS, n)).astype(np.float32)
+    beta = 1 - varied * rng.uniform(0, 1, (HEADS, n)).astype(np.float32)
+    state = rng.standard_normal((HEADS, SIZE, SIZE)).astype(np.float32)
+    wanted = one_by_one(q, k, v, log_decay, beta, state)
+    got = delta_rule(*map(Tensor, (q, k, v, log_decay, beta, state)))
+    for one, other in zip(got, wanted, strict=True):
+        np.testing.assert_allclose(one.numpy(), other, atol=2e-5 * np.abs(other).max())

@@ -1,0 +1,77 @@
+"""The runner of tensor graphs against the float32 reference. `test_graph.py` has every architecture."""
+
+import numpy as np
+import pytest
+
+from engine.formats.kv_format import KVFormat
+from engine.runtime.kv_blocks import KVBlocks
+from engine.runtime.model_runner import Slot
+from engine.targets.graph.runner import GraphRunner
+from tests import generated_model
+from tests.reference import Reference, divergence
+from tests.targets.layers import opened, written
+from tests.targets.lone_sequence import LoneSequence
+
+TOKENS = np.random.default_rng(1).integers(0, 256, 90).tolist()
+
+
+@pytest.mark.parametrize("name", ["llama F32 untied, rope factors", "phi3 Q8_0, 12 of 16 rotated"])
+def test_prefill_and_decode_agree_with_float32(name, tmp_path):
+    path = written(name, tmp_path)
+    wanted = Reference(path).logits(TOKENS[:40])
+    runner = LoneSequence(GraphRunner(opened(path), 64))
+    runner.prefill(TOKENS[:32], 0)  # a whole chunk and a padded one
+    runner.prefill(TOKENS[32:36], 32)
+    for position in range(36, 40):  # looked at, captured, replayed twice
+        best = runner.decode(TOKENS[position], position)
+        logits = runner.logits()
+        assert best == logits.argmax()
+        assert divergence(wanted[position], logits) < 1e-5
+
+
+def test_sequences_side_by_side(tmp_path):
+    """Sequences that grow in turn, so that their blocks alternate; pieces that end in the next block; one that begins
+    with a full block and a part of another's, and one that is read at once with the others."""
+    path = written("qwen3 F32", tmp_path)
+    runner, reference = GraphRunner(opened(path), 128, parallel=3), Reference(path)
+    blocks = KVBlocks(runner)
+    texts = [TOKENS[:70], TOKENS[7:40], [*TOKENS[:50], *TOKENS[70:80]]]
+
+    def run(slots: list[Slot]) -> list[int]:
+        for slot in slots:
+            blocks.reserve(slot.sequence, len(slot.inputs))
+        best = runner.run(slots).tolist()
+        for slot in slots:
+            blocks.commit(slot.sequence, slot.inputs)
+        return best
+
+    def piece(sequence: int, n: int) -> Slot:
+        done = blocks.length(sequence)
+        return Slot(
+            sequence, tuple(texts[sequence][done : min(done + n, len(texts[sequence]) - 1)]), done, "none"
+        )
+
+    def last(sequence: int) -> Slot:
+        return Slot(sequence, (texts[sequence][-1],), len(texts[sequence]) - 1)
+
+    for n in (20, 32, 32):
+        run([slot for slot in (piece(0, n), piece(1, n - 5)) if slot.inputs])
+    assert blocks.match(2, texts[2][:-1]) == 50
+    assert len({*blocks.tables(0)[0], *blocks.tables(1)[0], *blocks.tables(2)[0]}) == 5
+    for sequences in ((2, 0, 1), (1,), (0, 1, 2), (2, 1)):
+        pieces = [piece(2, 32)] if 2 in sequences and blocks.length(2) < len(texts[2]) - 1 else []
+        best = run([*pieces]) + run([last(s) for s in sequences])
+        logits = runner.logits()
+        np.testing.assert_array_equal(runner.logits([len(sequences) - 1])[0], logits[-1])
+        assert best == logits.argmax(1).tolist()
+        for sequence, token, row in zip(sequences, best, logits, strict=True):
+            assert divergence(reference.logits(texts[sequence])[-1], row) < 1e-5
+            texts[sequence].append(token)
+
+
+def test_a_quantized_cache_of_heads_of_several_blocks(tmp_path):
+    path = generated_model.write(tmp_path / "model.gguf", quant="F32", layers=1, dim=128, heads=2, kv_heads=1)
+    runner = LoneSequence(GraphRunner(opened(path), 64, kv=KVFormat.Q8_0))
+    runner.prefill(TOKENS[:32], 0)
+    runner.decode(TOKENS[32], 32)
+    assert 0 < divergence(Reference(path).logits(TOKENS[:33])[-1], runner.logits()) < 1e-4
