@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from engine.model.coverage import Target, runs_as_graph_because, target_of
 
 from app.chat.model_list import Entry, delete_downloaded, not_here, on_this_machine, read_entry, source_of
 from app.chat.settings import Settings
@@ -26,7 +27,6 @@ from engine.invocation import call
 from engine.loading import packed_weights_cache
 from engine.model.memory_need import largest_context, memory_need
 from engine.protocol.events import EngineOptions
-from engine.targets.coverage import lacks_format_because, runs_as_graph_because
 from presets import GUIDE, guide_path
 from widgets.text import as_bytes, counted, one_line
 
@@ -238,8 +238,9 @@ def _memory(spec: ModelSpec, device: str) -> dict[str, Any]:
     what is free (None: not known): by default, and for each format of the KV cache that the device has."""
     from engine.measure.free_memory import free_bytes
 
-    need, free = memory_need(spec, device=device or "CPU"), free_bytes(device) if device else None
-    formats = [kv for kv in KVFormat if not lacks_format_because(spec, kv)]
+    target: Target = target_of(spec, device) if device else "cpu"
+    need, free = memory_need(spec, target=target), free_bytes(device) if device else None
+    formats = [kv for kv in KVFormat if not spec.lacks_format_because(kv)]
     return {
         "needed_bytes": need.total_bytes,
         "weights_bytes": need.weights_bytes,
@@ -248,16 +249,16 @@ def _memory(spec: ModelSpec, device: str) -> dict[str, Any]:
         "kernels_bytes": need.kernels_bytes,
         "context_length": need.context,
         "free_bytes": free,
-        "largest_context_length": None if free is None else largest_context(spec, free, device),
-        "kv": {kv.value: _kv_cache(spec, free, device or "CPU", kv) for kv in formats},
+        "largest_context_length": None if free is None else largest_context(spec, free, target),
+        "kv": {kv.value: _kv_cache(spec, free, target, kv) for kv in formats},
     }
 
 
-def _kv_cache(spec: ModelSpec, free: int | None, device: str, kv: KVFormat) -> dict[str, int | None]:
+def _kv_cache(spec: ModelSpec, free: int | None, target: Target, kv: KVFormat) -> dict[str, int | None]:
     """What a KV cache of the format `kv` takes for the default context, and the largest context for `free` bytes."""
     return {
-        "cache_bytes": memory_need(spec, device=device, kv=kv).cache_bytes,
-        "largest_context_length": None if free is None else largest_context(spec, free, device, kv=kv),
+        "cache_bytes": memory_need(spec, target=target, kv=kv).cache_bytes,
+        "largest_context_length": None if free is None else largest_context(spec, free, target, kv=kv),
     }
 
 

@@ -219,13 +219,19 @@ class _Reader(HeadReader):
         yield Sublayer(before[0], mix, after[0])
         mix = self.beside(i, prefix) if is_beside else self.feed_forward(i, prefix)
         scale = self.vector(f"{prefix}layer_output_scale.weight", 1)
+        last_norm = norm("post_norm") if self.layer_embedding else after[1]
+        if scale and not last_norm:
+            raise ModelFileError(
+                f"{self.name} has scaled layers without a norm after them, which orin-chat does not run.",
+                "Choose another model.",
+            )
         if not self.layer_embedding:
-            yield Sublayer(before[1], mix, after[1], scale)
+            yield Sublayer(before[1], mix, last_norm, scale)
             return
         yield Sublayer(before[1], mix, after[1])
         gate = self.weight(f"{prefix}inp_gate", self.layer_embedding, self.dim)
         proj = self.weight(f"{prefix}proj", self.dim, self.layer_embedding)
-        yield Sublayer(None, LayerEmbedding(gate, proj, i), norm("post_norm"), scale)
+        yield Sublayer(None, LayerEmbedding(gate, proj, i), last_norm, scale)
 
     def is_recurrent(self, i: int) -> bool:
         """Whether layer i is a gated delta net: `recurrent_layers` tells it, or the number of layers of which the last

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from engine.description.sublayers import Attend, Delta, Dense, Experts, Mix, Vector, Weight
 from engine.formats.ggml_types import GGML_TYPES
-from engine.formats.kv_format import KVFormat
+from engine.formats.kv_format import QUANT_BLOCK, KVFormat
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Temperature:
 @dataclass(frozen=True)
 class Sublayer:
     """What the residual stream passes through: x += post_norm(mix(norm(x))). A norm that is None is left out. `scale`:
-    a number by which x is multiplied at last."""
+    with a post norm, a number by which x is multiplied at last."""
 
     norm: Vector | None
     mix: Mix
@@ -229,6 +229,12 @@ class ModelSpec:
         float32 if all matrices are (but float16 in the kernels of GPUs)."""
         wider = 2 if self.is_float32 and not kv.is_quantized else 1
         return sum(2 * kv.bytes(a.kv_size) * wider for a in self.caching if bool(a.window) == windowed)
+
+    def lacks_format_because(self, kv: KVFormat) -> str:
+        """The sentence that tells a user why a KV cache cannot have the format `kv`. Empty if it can."""
+        dims = {a.head_dim for a in self.attention if not kv.fits(a.head_dim)}
+        blocks = f"A {kv.value} KV cache has blocks of {QUANT_BLOCK} elements"
+        return f"{blocks}, and this model's heads have {dims.pop()}." if dims else ""
 
     @property
     def state_bytes(self) -> int:

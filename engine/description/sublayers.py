@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import Literal, TypeVar
+from typing import ClassVar, Literal, TypeVar
 
 from engine.formats.ggml_types import GGML_TYPES
 from engine.formats.rope_order import HeadOrder
@@ -71,7 +71,10 @@ Roles = dict[KernelRole, tuple[Weight | None, ...]]
 
 @dataclass(frozen=True)
 class Mix:
-    """What a sublayer computes. All that it needs of the file is among its fields, or among those of its parts."""
+    """What a sublayer computes. All that it needs of the file is among its fields, or among those of its parts.
+    `words`: what users read of it."""
+
+    words: ClassVar[str]
 
     @property
     def roles(self) -> Roles:
@@ -130,6 +133,7 @@ class Attend(Mix):
     gate: Weight | None = None
     cache_of: int | None = None
     has_normed_values: bool = False
+    words = "attention"
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -184,6 +188,7 @@ class Delta(Mix):
     value_heads: int
     size: int
     taps: int
+    words = "gated delta nets"
 
     @property
     def channels(self) -> int:
@@ -223,6 +228,7 @@ class Dense(Mix):
     up: Weight
     down: Weight
     activation: Activation
+    words = "feed-forward layers"
 
     @property
     def width(self) -> int:
@@ -255,6 +261,7 @@ class Experts(Mix):
     scales: Vector | None = None
     shared: Dense | None = None
     shared_gate: Weight | None = None
+    words = "mixtures of experts"
 
     @property
     def count(self) -> int:
@@ -291,6 +298,7 @@ class Beside(Mix):
     experts_norm: Vector
     experts_post_norm: Vector
     router_scale: Vector
+    words = "experts beside a feed-forward layer"
 
 
 @dataclass(frozen=True)
@@ -300,6 +308,7 @@ class LayerEmbedding(Mix):
     gate: Weight
     proj: Weight
     layer: int
+    words = "embeddings of layers"
 
     @property
     def roles(self) -> Roles:

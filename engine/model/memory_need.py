@@ -16,10 +16,10 @@ from engine.errors import BackendError, UsageError
 from engine.formats.ggml_types import GGML_TYPES
 from engine.formats.kv_format import KVFormat
 from engine.loading import PIECE_BYTES
-from engine.protocol.events import ContextLength, KernelPath
+from engine.model.coverage import Target
+from engine.protocol.events import ContextLength
 from engine.runtime.checkpoints import checkpoint_slots
 from engine.runtime.kv_blocks import BLOCK, blocks_of_one
-from engine.targets.coverage import lacks_format_because, runs_as_graph_because
 
 DEFAULT_CONTEXT = 8192  # tokens, for a model that was trained for more
 
@@ -58,11 +58,7 @@ _GPU = _Path(512, 0, 1, 4, 0, _EXTRA | {"IQ4_XS": 2})
 _GRAPH = _Path(32, 32, 32, 3, 100 << 20, _EXTRA | {"IQ4_XS": 2}, reads_tables=True)
 
 
-def runs_as_graph(spec: ModelSpec, device: str, kernels: KernelPath) -> bool:
-    """Whether a model runs as tensor graphs on tinygrad's device."""
-    if kernels != "auto":
-        return kernels == "graph"
-    return device.split(":")[0] not in ("CPU", "CUDA", "NV") or bool(runs_as_graph_because(spec, device))
+_PATHS: dict[Target, _Path] = {"cpu": _CPU, "nvidia": _GPU, "graph": _GRAPH}
 
 
 @dataclass(frozen=True)
@@ -105,8 +101,7 @@ def chosen_context(
     spec: ModelSpec,
     asked: ContextLength,
     free_bytes: int | None,
-    device: str,
-    kernels: KernelPath,
+    target: Target,
     parallel: int = 1,
     kv: KVFormat = KVFormat.F16,
 ) -> int:
@@ -114,7 +109,7 @@ def chosen_context(
     known (None), it is the default. Raises UsageError for one that the model was not trained for."""
     if asked == "max" and free_bytes is not None:
         usable = int(free_bytes * (1 - _LEFT_FREE))
-        longest = largest_context(spec, usable, device, kernels, parallel, kv)
+        longest = largest_context(spec, usable, target, parallel, kv)
         return longest or min(
             spec.trained_context, _SMALLEST_CONTEXT
         )  # `check_fits` says why it is not enough
@@ -141,18 +136,15 @@ def squeezed_because(spec: ModelSpec, asked: ContextLength, context: int) -> str
 def memory_need(
     spec: ModelSpec,
     context: int | None = None,
-    device: str = "CPU",
-    kernels: KernelPath = "auto",
+    target: Target = "cpu",
     parallel: int = 1,
     kv: KVFormat = KVFormat.F16,
 ) -> MemoryNeed:
-    """What a model needs with a context of `context` tokens (None: the default) on tinygrad's device (CPU, CUDA, …).
-    On a GPU each of `parallel` conversations has a context; elsewhere they share what there is room for. `kv`: the
+    """What a model needs with a context of `context` tokens (None: the default) on a target. On
+    a GPU each of `parallel` conversations has a context; elsewhere they share what there is room for. `kv`: the
     format of the KV cache."""
     context = context or default_context(spec)
-    path = _CPU if device.startswith("CPU") else _GPU
-    if runs_as_graph(spec, device, kernels):
-        path = _GRAPH
+    path = _PATHS[target]
     conversations = parallel if path is _GPU else 1
     states = 2 * parallel if path is _GPU else parallel  # a GPU has those before and after a step
     loaded = path.loaded(spec)
@@ -170,15 +162,14 @@ def memory_need(
 def largest_context(
     spec: ModelSpec,
     free_bytes: int,
-    device: str = "CPU",
-    kernels: KernelPath = "auto",
+    target: Target = "cpu",
     parallel: int = 1,
     kv: KVFormat = KVFormat.F16,
 ) -> int:
     """The largest context, in tokens, with which a model fits into `free_bytes`; 0 if none does that is worth it."""
 
     def fits(context: int) -> bool:
-        return memory_need(spec, context, device, kernels, parallel, kv).total_bytes <= free_bytes
+        return memory_need(spec, context, target, parallel, kv).total_bytes <= free_bytes
 
     if fits(spec.trained_context):
         return spec.trained_context
@@ -194,19 +185,18 @@ def check_fits(
     spec: ModelSpec,
     context: int,
     free_bytes: int | None,
-    device: str,
-    kernels: KernelPath,
+    target: Target,
     parallel: int = 1,
     kv: KVFormat = KVFormat.F16,
 ) -> MemoryNeed:
     """What a model needs. Raises BackendError, which says what would fit, if it does not fit into `free_bytes` (None:
     not known)."""
-    need = memory_need(spec, context, device, kernels, parallel, kv)
+    need = memory_need(spec, context, target, parallel, kv)
     if free_bytes is None or need.total_bytes <= free_bytes:
         return need
     raise BackendError(
         f"{spec.name} needs {gigabytes(need.total_bytes)} of memory: {need}. {gigabytes(free_bytes)} are free.",
-        _what_fits(spec, need, free_bytes, device, kernels, parallel, kv),
+        _what_fits(spec, need, free_bytes, target, parallel, kv),
     )
 
 
@@ -214,19 +204,18 @@ def _what_fits(
     spec: ModelSpec,
     need: MemoryNeed,
     free_bytes: int,
-    device: str,
-    kernels: KernelPath,
+    target: Target,
     parallel: int,
     kv: KVFormat,
 ) -> str:
     for smaller_kv in KVFormat:
-        in_kv = memory_need(spec, need.context, device, kernels, parallel, smaller_kv)
-        if in_kv.total_bytes <= free_bytes and not lacks_format_because(spec, smaller_kv):
+        in_kv = memory_need(spec, need.context, target, parallel, smaller_kv)
+        if in_kv.total_bytes <= free_bytes and not spec.lacks_format_because(smaller_kv):
             return f"With --kv {smaller_kv.value} it would fit."
-    context = largest_context(spec, free_bytes, device, kernels, parallel, kv)
+    context = largest_context(spec, free_bytes, target, parallel, kv)
     if 0 < context < need.context:
         return f"A context of {context:,} tokens would fit: --context {context}."
-    shorter = memory_need(spec, min(need.context, 2048), device, kernels, parallel, kv)
+    shorter = memory_need(spec, min(need.context, 2048), target, parallel, kv)
     left = free_bytes - shorter.cache_bytes - shorter.states_bytes - shorter.kernels_bytes
     weights = sum(weight.experts * weight.rows * weight.cols for weight in spec.weights())
     if smaller := next((name for name, bits in _BITS.items() if weights * bits / 8 <= left), ""):

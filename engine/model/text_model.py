@@ -27,6 +27,7 @@ from engine.measure.compiling import kernels_reported
 from engine.measure.free_memory import free_bytes, host_free_bytes, uses_host_memory
 from engine.measure.profile import profile
 from engine.measure.timeline import timeline
+from engine.model.coverage import runs_as_graph_because, target_of
 from engine.model.memory_need import MemoryNeed, check_fits, chosen_context, squeezed_because
 from engine.model.open_runner import open_runner
 from engine.model.pending_encoder import PendingEncoder
@@ -52,7 +53,6 @@ from engine.runtime.model_runner import Slot
 from engine.runtime.prefix_folder import default_limit_bytes
 from engine.runtime.prefix_store import PrefixStore
 from engine.runtime.scheduler import Scheduler
-from engine.targets.coverage import runs_as_graph_because
 
 Report = Callable[[Event], None]
 
@@ -70,7 +70,7 @@ class TextModel:
         file = prompts.file()
         spec = read_spec(file)
         free, device, kv = free_bytes(Device.DEFAULT), str(Device.DEFAULT), KVFormat.parse(options.kv)
-        set_up = device, options.kernels, options.parallel, kv
+        set_up = target_of(spec, device, options.kernels), options.parallel, kv
         self.context_length = chosen_context(spec, options.context_length, free, *set_up)
         need = check_fits(spec, self.context_length, free, *set_up)
         if Device.DEFAULT.split(":")[0] == "CPU":  # repacking the weights keeps all cores busy

@@ -152,6 +152,8 @@ def test_layers_that_share_a_cache(path_of):
             read(path_of("gemma4"), gemma4__attention__shared_kv_layers=layers)
     with pytest.raises(ModelFileError, match="no size of layer 2"):
         read(path_of("gemma4"), gemma4__feed_forward_length=np.array([96, 96]))
+    with pytest.raises(ModelFileError, match="scaled layers without a norm"):
+        read(path_of("gemma4"), {"blk.0.post_norm.weight": None})
 
 
 def test_keys_as_values(path_of):

@@ -2,6 +2,7 @@
 `test_windows`, `tests/kernels/gpu/check_layers`)."""
 
 from dataclasses import replace
+from typing import get_args
 
 import pytest
 
@@ -20,6 +21,7 @@ from engine.model.memory_need import (
     _CPU,
     _GPU,
     _GRAPH,
+    Target,
     _stored_bytes,
     check_fits,
     chosen_context,
@@ -34,7 +36,7 @@ from engine.targets.nvidia.kernels.weight_layout import WeightLayout as GPULayou
 from tests import generated_model
 
 GB = 10**9
-DEVICES = [("CPU", "auto"), ("CPU", "graph"), ("CUDA", "auto"), ("METAL", "auto")]
+TARGETS = get_args(Target)
 
 
 @pytest.fixture(scope="module")
@@ -64,14 +66,14 @@ def test_matrices_are_as_large_as_the_layouts_make_them(kind):
     assert _stored_bytes(weight, _GRAPH) == sum(plane.nbytes() for plane in planes)
 
 
-@pytest.mark.parametrize("device, kernels", DEVICES)
-def test_the_largest_context_that_fits_is_found(spec, device, kernels):
-    need = memory_need(spec, 8192, device, kernels)
-    context = largest_context(spec, need.total_bytes, device, kernels)
+@pytest.mark.parametrize("target", TARGETS)
+def test_the_largest_context_that_fits_is_found(spec, target):
+    need = memory_need(spec, 8192, target)
+    context = largest_context(spec, need.total_bytes, target)
     assert 8192 <= context < 8192 + 1280  # a GPU's cache grows in steps
-    assert memory_need(spec, context, device, kernels).total_bytes <= need.total_bytes
-    assert largest_context(spec, 10 * need.total_bytes, device, kernels) == spec.trained_context
-    assert largest_context(spec, need.weights_bytes, device, kernels) == 0
+    assert memory_need(spec, context, target).total_bytes <= need.total_bytes
+    assert largest_context(spec, 10 * need.total_bytes, target) == spec.trained_context
+    assert largest_context(spec, need.weights_bytes, target) == 0
 
 
 @pytest.mark.parametrize(
@@ -86,35 +88,35 @@ def test_the_largest_context_that_fits_is_found(spec, device, kernels):
     ],
 )
 def test_the_longest_context_is_bounded_by_training_and_memory(spec, asked, free, chosen):
-    context = chosen_context(spec, asked, free, "CUDA", "auto")
+    context = chosen_context(spec, asked, free, "nvidia")
     assert context == chosen
     said = squeezed_because(spec, asked, context)
     assert bool(said) == (asked == "max" and context < spec.trained_context)
     if chosen == 30_976:
-        need = memory_need(spec, context, "CUDA").total_bytes
+        need = memory_need(spec, context, "nvidia").total_bytes
         assert 0.85 * free < need <= 0.9 * free, "other programs need memory too"
         assert "30,976 tokens of the 40,960 that Large 16B was trained for" in said
 
 
 def test_a_context_that_no_model_was_trained_for_is_refused(spec):
     with pytest.raises(UsageError, match="context of 40,961 tokens") as raised:
-        chosen_context(spec, 40_961, None, "CPU", "auto")
+        chosen_context(spec, 40_961, None, "cpu")
     assert "or max" in raised.value.hint
 
 
 def test_what_fits_is_not_refused(spec):
-    need = memory_need(spec, 8192, "CUDA").total_bytes
-    assert check_fits(spec, 8192, need, "CUDA", "auto").total_bytes == need
-    check_fits(spec, 8192, None, "CUDA", "auto")  # the free memory is not known
+    need = memory_need(spec, 8192, "nvidia").total_bytes
+    assert check_fits(spec, 8192, need, "nvidia").total_bytes == need
+    check_fits(spec, 8192, None, "nvidia")  # the free memory is not known
 
 
 def test_several_conversations_have_a_cache_each_on_a_gpu(spec):
-    one, four = (memory_need(spec, 8192, "CUDA", parallel=n) for n in (1, 4))
+    one, four = (memory_need(spec, 8192, "nvidia", parallel=n) for n in (1, 4))
     assert (four.cache_bytes, four.weights_bytes) == (4 * one.cache_bytes, one.weights_bytes)
     assert "for 4 contexts of 8,192 tokens" in str(four)
-    assert memory_need(spec, 8192, "CPU", parallel=4) == memory_need(spec, 8192, "CPU")
+    assert memory_need(spec, 8192, "cpu", parallel=4) == memory_need(spec, 8192, "cpu")
     with pytest.raises(BackendError, match="4 contexts") as raised:
-        check_fits(spec, 8192, one.total_bytes, "CUDA", "auto", 4)
+        check_fits(spec, 8192, one.total_bytes, "nvidia", 4)
     assert "--context" in raised.value.hint
 
 
@@ -129,7 +131,7 @@ def test_several_conversations_have_a_cache_each_on_a_gpu(spec):
 )
 def test_a_refusal_gives_the_figures_and_what_would_fit(spec, free, hint):
     with pytest.raises(BackendError) as raised:
-        check_fits(spec, 32_768, int(free * GB), "CUDA", "auto")
+        check_fits(spec, 32_768, int(free * GB), "nvidia")
     assert raised.value.message == (
         "Large 16B needs 17.1 GB of memory: 16.0 GB of weights, 0.8 GB for a context of 32,768 tokens, "
         "0.3 GB for kernels. "
@@ -138,11 +140,11 @@ def test_a_refusal_gives_the_figures_and_what_would_fit(spec, free, hint):
     assert raised.value.hint == hint and raised.value.exit_code == 4
 
 
-@pytest.mark.parametrize("device, kernels", DEVICES)
-def test_a_quantized_cache_takes_34_bytes_in_place_of_64(spec, device, kernels):
-    f16, q8_0 = (memory_need(spec, 8192, device, kernels, kv=kv) for kv in KVFormat)
+@pytest.mark.parametrize("target", TARGETS)
+def test_a_quantized_cache_takes_34_bytes_in_place_of_64(spec, target):
+    f16, q8_0 = (memory_need(spec, 8192, target, kv=kv) for kv in KVFormat)
     assert q8_0.cache_bytes * 64 == f16.cache_bytes * 34 and q8_0.weights_bytes == f16.weights_bytes
-    assert largest_context(spec, f16.total_bytes, device, kernels, kv=KVFormat.Q8_0) > 8192
+    assert largest_context(spec, f16.total_bytes, target, kv=KVFormat.Q8_0) > 8192
 
 
 def test_a_format_that_no_kernel_has_is_refused_before_loading(path):
@@ -155,9 +157,9 @@ def test_a_format_that_no_kernel_has_is_refused_before_loading(path):
 @pytest.mark.parametrize("heads, works", [(2, True), (4, False)])  # of 32 elements and of 16
 def test_a_refusal_names_a_format_of_the_cache_that_would_fit(tmp_path, heads, works):
     spec = read_spec(GGUF(generated_model.write(tmp_path / "m.gguf", heads=heads, kv_heads=1)))
-    need = memory_need(spec, 2048, "CPU").total_bytes
+    need = memory_need(spec, 2048, "cpu").total_bytes
     with pytest.raises(BackendError) as raised:
-        check_fits(spec, 2048, need - 1, "CPU", "auto")
+        check_fits(spec, 2048, need - 1, "cpu")
     assert (raised.value.hint == "With --kv q8_0 it would fit.") == works
 
 
@@ -225,11 +227,11 @@ def test_recurrent_states_and_their_checkpoints_are_counted(spec):
     vectors = [Vector("v", 1)] * 4
     delta = Delta(*[Weight("w", 8, 8, 0)] * 5, *vectors, key_heads=2, value_heads=4, size=128, taps=4)
     recurrent = replace(spec, sublayers=(*spec.sublayers, Sublayer(None, delta, None)))
-    one, four = (memory_need(recurrent, 8192, "CUDA", "fused", parallel=n) for n in (1, 4))
+    one, four = (memory_need(recurrent, 8192, "nvidia", parallel=n) for n in (1, 4))
     state = 4 * (4 * 128 * 128 + 3 * 8 * 128)
     # a GPU has each state before and after a step
     assert (one.states_bytes, four.states_bytes) == ((2 + 8) * state, (8 + 16) * state)
-    assert memory_need(recurrent, 8192, "CPU", parallel=4).states_bytes == (4 + 16) * state
-    without = memory_need(spec, 8192, "CUDA", "fused")
+    assert memory_need(recurrent, 8192, "cpu", parallel=4).states_bytes == (4 + 16) * state
+    without = memory_need(spec, 8192, "nvidia")
     assert one.total_bytes - without.total_bytes >= one.states_bytes > 0 == without.states_bytes
     assert "for recurrent states" in str(one) and "states" not in str(without)

@@ -4,7 +4,6 @@ import pytest
 
 from engine.runtime import kv_blocks
 from engine.runtime.kv_blocks import BLOCK, REWIND
-from engine.targets import coverage
 from engine.targets.cpu.kernels.thread_pool import default_pool
 from engine.targets.cpu.model import CPUModel
 from tests.targets.layers import CONTEXT, MODELS, hold, opened, written
@@ -19,8 +18,6 @@ def test_every_sublayer_agrees_with_the_reference(name, rewind, tmp_path, monkey
     monkeypatch.setattr(kv_blocks, "REWIND", rewind)
     path = written(name, tmp_path)
     weights = opened(path)
-    if missing := coverage.lacking_part(weights.spec, "CPU"):
-        pytest.skip(f"the CPU's kernels do not have {missing}")
     model = CPUModel(weights, CONTEXT, default_pool(), LANES, keep_packed=False)
     sizes = {group.window: group.blocks * BLOCK for group in model.cache.groups}
     assert (min(sizes.values()) < CONTEXT) == bool(model.spec.window and not rewind)

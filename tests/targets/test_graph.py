@@ -21,7 +21,7 @@ DECODED = ("llama F32 untied, rope factors", "gemma4 Q8_0 with experts", "qwen35
 
 def hold_memory(transformer):
     """Raises AssertionError unless weights and caches take what was foretold."""
-    need = memory_need(transformer.spec, CONTEXT, "CPU", "graph")
+    need = memory_need(transformer.spec, CONTEXT, "graph")
     states = sum(t.nbytes() for state in transformer.states for t in state.tensors)
     cached = sum(cache.nbytes() for cache in transformer._caches)
     assert need.cache_bytes == cached

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from tinygrad import Device, Tensor
 
 from engine.description.spec import ModelSpec, Sublayer
-from engine.description.sublayers import Attend, Beside, Delta, Dense, Experts, LayerEmbedding
+from engine.description.sublayers import Attend, Beside, Delta, Dense, Experts, LayerEmbedding, Mix
 from engine.formats.kv_format import KVFormat
 from engine.kernels.device_memory import DeviceCounts, to_device
 from engine.loading.weights import Weights
@@ -36,7 +35,7 @@ from engine.targets.nvidia.sublayers.side_by_side import SideBySide
 
 _T = TypeVar("_T", bound=Handler)
 
-HANDLERS: dict[type, Callable[[Any, Loading], Handler]] = {
+HANDLERS: dict[type[Mix], type[Handler]] = {
     Attend: Attention,
     Delta: DeltaNet,
     Dense: FeedForward,

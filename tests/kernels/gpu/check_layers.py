@@ -81,7 +81,7 @@ def hold(**shape: Any) -> None:
         file, reference = GGUF(path), Reference(path, CONTEXT)
     wanted = reference.streams(TOKENS)
     runner = FusedRunner(Weights(file, read_spec(file), lambda _: None), CONTEXT)
-    model, need = runner._model, memory_need(read_spec(file), CONTEXT, "CUDA")
+    model, need = runner._model, memory_need(read_spec(file), CONTEXT, "nvidia")
     assert need.cache_bytes == sum(t.nbytes() for a in model.storing for t in a.cache)
     states = [*(d.memory for d in model.deltas), *runner._states.checkpoints]
     assert need.states_bytes == sum(t.nbytes() for t in states)

@@ -32,6 +32,11 @@ class Loading:
 class Handler(ABC):
     """Holds the packed weights of a sublayer, and its cache or its state."""
 
+    @classmethod
+    def lacks(cls, part: Any) -> str:
+        """What of a part the kernels lack (`engine.model.coverage.Kernels`)."""
+        return ""
+
     @abstractmethod
     def __init__(self, part: Any, norm: Tensor | None, is_added: bool, loading: Loading) -> None:
         """Loads a `part` of the description, which reads the residual stream through a `norm`. `is_added`: the last

@@ -27,6 +27,7 @@ from engine.targets.nvidia.norms import Norm
 from engine.targets.nvidia.prompt_step import PromptStep, RowsStep, Sums
 from engine.targets.nvidia.sublayers.handler import Handler, Loading
 
+_CHUNK = 16  # elements of a head that tensor cores take at a time
 SHORT = 256
 """Tokens up to which one thread block does the attention of a head in decode."""
 
@@ -36,6 +37,10 @@ class Attention(Handler):
     they are over all heads together. `cache`: keys and values (`Heads.cache_planes`), those of another layer if this
     one stores nothing. `tables`: those of blocks, int32 (sequences, `Heads.table_size`), which all layers of a window
     share."""
+
+    @classmethod
+    def lacks(cls, part: Attend) -> str:
+        return f"heads of {part.head_dim} elements" if part.head_dim % _CHUNK else ""
 
     def __init__(self, part: Attend, loading: Loading) -> None:
         weights = loading.weights

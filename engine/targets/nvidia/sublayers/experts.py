@@ -42,6 +42,10 @@ class Mixture(Handler):
     float32 (experts * 2 * width,); those of down are float32 (experts * dim,). `scales`: what the experts' results are
     multiplied by, float32 (experts,). `choices`: how often each expert was chosen, int32 (experts,)."""
 
+    @classmethod
+    def lacks(cls, part: Experts) -> str:
+        return "experts whose gate and up differ in type" if part.gate.type != part.up.type else ""
+
     def __init__(self, part: Experts, loading: Loading) -> None:
         weights, self.part = loading.weights, part
         self.gate_up_bias = None

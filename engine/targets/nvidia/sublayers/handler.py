@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from tinygrad import Tensor
 
@@ -48,12 +49,21 @@ class Loading:
 
 
 class Handler(ABC):
-    """Computes a sublayer. It is made from the sublayer's description and `Loading`. `products`: those of the normed
+    """Computes a sublayer. `products`: those of the normed
     stream, and the last one, whose result is added to the stream."""
 
     products: tuple[Product, ...]
     is_storing = False
     """Whether it keeps something of a token for the next ones."""
+
+    @abstractmethod
+    def __init__(self, part: Any, loading: Loading) -> None:
+        """Loads a `part` of the description. Raises ModelFileError."""
+
+    @classmethod
+    def lacks(cls, part: Any) -> str:
+        """What of a part the kernels lack (`engine.model.coverage.Kernels`)."""
+        return ""
 
     def inputs(self, norm: Norm) -> list[Input]:
         """What the products of a decode step read of the stream, after a norm."""

@@ -5,11 +5,12 @@ from types import SimpleNamespace
 
 import pytest
 
+from engine.description.sublayers import Delta
 from engine.devices import cuda_driver
 from engine.errors import UsageError
 from engine.model import open_runner
-from engine.model.memory_need import memory_need, runs_as_graph
-from engine.targets.coverage import lacks_kernels_because, runs_as_graph_because
+from engine.model.coverage import lacks_kernels_because, runs_as_graph_because, target_of
+from engine.targets.cpu.handlers import HANDLERS
 from tests import generated_model
 from tests.targets.layers import opened
 
@@ -35,10 +36,8 @@ def test_a_gpu_without_the_instructions_of_the_kernels_runs_graphs(found, as_gra
     monkeypatch.setattr(cuda_driver, "compute_capability", lambda: found)
     weights = opened(generated_model.write(tmp_path / "model.gguf"))
     spec = weights.spec
-    assert runs_as_graph(spec, "CUDA", "auto") is runs_as_graph(spec, "NV", "auto") is as_graph
-    assert not runs_as_graph(spec, "CPU", "auto")
-    alike = memory_need(spec, 512, "CUDA", "graph") == memory_need(spec, 512, "CUDA")
-    assert alike is as_graph
+    of_gpus = "graph" if as_graph else "nvidia"
+    assert target_of(spec, "CUDA") == target_of(spec, "NV") == of_gpus and target_of(spec, "CPU") == "cpu"
     if as_graph:
         why = runs_as_graph_because(spec, "CUDA")
         assert why.startswith(
@@ -56,3 +55,17 @@ def test_a_head_that_is_no_multiple_of_a_tile_runs_as_graphs(tmp_path):
         "It runs as tensor graphs, which are slower."
     )
     assert not runs_as_graph_because(spec, "CPU")
+
+
+def test_a_sublayer_that_a_table_does_not_have_runs_as_graphs(tmp_path, monkeypatch):
+    spec = opened(generated_model.write(tmp_path / "model.gguf", architecture="qwen35moe")).spec
+    assert target_of(spec, "CPU") == "cpu" and target_of(spec, "CPU", "graph") == "graph"
+    monkeypatch.delitem(HANDLERS, Delta)
+    assert target_of(spec, "CPU") == "graph"
+    assert runs_as_graph_because(spec, "CPU").startswith("This model has gated delta nets, which")
+
+
+def test_a_device_without_kernels_runs_graphs(tmp_path):
+    spec = opened(generated_model.write(tmp_path / "model.gguf")).spec
+    assert target_of(spec, "METAL") == "graph"
+    assert runs_as_graph_because(spec, "METAL").startswith("orin-chat has no METAL kernels.")
