@@ -33,6 +33,7 @@ from msgspec.structs import replace
 
 from engine.errors import PreemptedError
 from engine.measure.timeline import timeline
+from engine.protocol.client_turns import ClientTurns
 from engine.protocol.events import (
     Cancel,
     EngineOptions,
@@ -75,10 +76,15 @@ class Answering(Protocol):
         ...
 
     def add(
-        self, answer: Answer, cancelled: Callable[[], bool], end: Callable[[Finished | Exception], None]
+        self,
+        answer: Answer,
+        cancelled: Callable[[], bool],
+        end: Callable[[Finished | Exception], None],
+        came_s: float,
     ) -> None:
-        """Answers a request in later steps. It reports `Prefilling`, `Token` and `Thinking`; `end` gets `Finished`, or
-        why it failed. Once `cancelled` returns True, the answer ends as "cancelled"."""
+        """Answers a request, which came at `came_s` (`time.perf_counter`), in later steps. It reports `Prefilling`,
+        `Token` and `Thinking`; `end` gets `Finished`, or why it failed. Once `cancelled` returns True, the answer ends
+        as "cancelled"."""
         ...
 
     def step(self) -> None:
@@ -144,6 +150,7 @@ class _Server:
         self._sock, self._load_ms = sock, 0.0
         self._later: deque[Measure | Profile] = deque()  # what waits until nothing else is to be done
         self._prompts = ThreadPoolExecutor(1, "prompts")
+        self._to_begin = ClientTurns()
         self._beginning = 0  # requests whose prompts the thread has
         self._restarting = threading.Lock()
         self._restarts, commands_fd = map(int, os.environ.pop(_RESTARTED, "0 -1").split())
@@ -184,7 +191,8 @@ class _Server:
             self._add(model, command)
         elif isinstance(command, Generate):
             self._beginning += 1
-            self._prompts.submit(self._begin, model, command)
+            self._to_begin.put(command)
+            self._prompts.submit(self._begin_next, model)
         else:
             self._later.append(command)
 
@@ -201,14 +209,15 @@ class _Server:
             self._measure(model, self._later.popleft())
         return True
 
-    def _begin(self, model: Model, request: Generate) -> None:
+    def _begin_next(self, model: Model) -> None:
         """Makes an answer of a request, in the thread for prompts."""
+        request, came_s = self._to_begin.take()
         started = time.perf_counter()
         try:
             answer: Answer | Exception = model.begin(request, self._reporter(started))
         except Exception as error:
             answer = error
-        self._inbox.put(_Begun(request.request_id, answer))
+        self._inbox.put(_Begun(request.request_id, answer, came_s))
 
     def _add(self, model: Model, begun: _Begun) -> None:
         def end(result: Finished | Exception) -> None:
@@ -220,7 +229,8 @@ class _Server:
         if isinstance(begun.answer, Exception):
             end(begun.answer)
         else:
-            model.scheduler.add(begun.answer, self._inbox.cancelled(begun.request_id), end)
+            stop = self._inbox.cancelled(begun.request_id)
+            model.scheduler.add(begun.answer, stop, end, begun.came_s)
 
     def _load(self, options: EngineOptions, load: Loader) -> Model | None:
         started = time.perf_counter()
@@ -280,10 +290,11 @@ class _Server:
 
 @dataclass(frozen=True)
 class _Begun:
-    """A request that can be answered now, or why it cannot."""
+    """A request that can be answered now, or why it cannot. It came at `came_s` (`time.perf_counter`)."""
 
     request_id: int
     answer: Answer | Exception
+    came_s: float
 
 
 class _Inbox:

@@ -75,6 +75,11 @@ class Answer:
         self._started = self._first_token = self._last_token = time.perf_counter()
 
     @property
+    def first_token_s(self) -> float:
+        """When the first token of the reply came, or if none has come, when the answer began (`time.perf_counter`)."""
+        return self._first_token
+
+    @property
     def rate(self) -> float:
         """Tokens of the reply a second (see `engine.protocol.events.decode_rate`)."""
         return decode_rate(len(self.tokens) - self.prompt_n, (self._last_token - self._first_token) * 1e3)

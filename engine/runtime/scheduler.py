@@ -5,6 +5,10 @@ decode the same replies, its step runs ahead: the runner launches it before the 
 ends all the same, its row is of no use but does no harm: its blocks are free at once, as what others store there is
 stored after it.
 
+The prompt with the least to read goes first, but a long one is overtaken only for a while (`PATIENCE`). Replies that
+were there before a prompt came are slowed down by a bound (`pace`); those of prompts that came together with it wait
+for it, since the first tokens of all come soonest so.
+
 A request gets a slot, one of the runner's sequences, as soon as one is free, and leaves it when it ends. Clients take
 turns, however many requests each has. If the KV cache is too small for all slots, the latest request gives its slot
 back and goes on later.
@@ -34,17 +38,24 @@ from engine.runtime.prefix_store import PrefixStore
 from engine.runtime.sampling import Logits
 
 REPORT_S = 0.25
+PATIENCE = 4
+"""A prompt of n tokens lets shorter ones pass until so many times n tokens of them are read."""
+TOGETHER_S = 0.5
+"""Prompts that come within such a time count as one burst."""
 
 
 @dataclass(eq=False)
 class Job:
-    """A request. `end` is called once, with how it ended; `number` counts requests as they come."""
+    """A request. `end` is called once, with how it ended; `number` counts requests as they come. `came_s`: when it
+    came, or if it waited for a slot, when it got one (`time.perf_counter`)."""
 
     answer: Answer
     cancelled: Callable[[], bool]
     end: Callable[[Finished | Exception], None]
     number: int
-    turn: int = 0  # when it last had a turn to prefill; 0: not since it has its slot
+    came_s: float
+    has_begun: bool = False  # to prefill, since it has its slot
+    due: int = 0  # the sooner the fewer tokens are to be read: see `PATIENCE`
     was_paused: bool = False
     is_drawn: bool = False  # its tokens, by the device
     restore: Restore | None = None
@@ -89,14 +100,20 @@ class Scheduler:
         self._report_due_s = 0.0
         self._is_ahead = False  # whether the runner has launched the next step
         self._last: list[int] = []  # the tokens in the KV cache of the conversation that ended last
+        self._n_read = 0  # tokens of all prompts so far
 
     # --- requests ----------------------------------------------------------------------------------------
 
     def add(
-        self, answer: Answer, cancelled: Callable[[], bool], end: Callable[[Finished | Exception], None]
+        self,
+        answer: Answer,
+        cancelled: Callable[[], bool],
+        end: Callable[[Finished | Exception], None],
+        came_s: float | None = None,
     ) -> None:
-        """Answers a request in later rounds. `end` gets `Finished`, or why it failed."""
-        job = Job(answer, cancelled, end, next(self._count))
+        """Answers a request in later rounds. `end` gets `Finished`, or why it failed. `came_s`: when it came, by
+        `time.perf_counter`; now, if not given."""
+        job = Job(answer, cancelled, end, next(self._count), came_s or time.perf_counter())
         if answer.reason:  # no token is wanted
             end(answer.finished())
         else:
@@ -163,7 +180,14 @@ class Scheduler:
             self._tidy(client)
 
     def _admit(self) -> None:
-        """Gives free slots to those that wait. A client without a slot gets one of a client that has several."""
+        """Gives free slots to those that wait. A client without a slot gets one of a client that has several. Who waits
+        on counts as coming later."""
+        self._admit_all()
+        for queue in self._waiting.values():
+            for job in queue:
+                job.came_s = time.perf_counter()
+
+    def _admit_all(self) -> None:
         while self._waiting:
             held = collections.Counter(job.client for _, job in self._live())
             client = min(self._waiting, key=lambda name: (held[name], self._served.get(name, 0)))
@@ -178,6 +202,8 @@ class Scheduler:
             self._waiting[client].popleft()
             sequence = self._slots.index(None)
             self._slots[sequence] = job
+            rest = len(job.stored) - self.blocks.known(sequence, job.stored)
+            job.due = self._n_read + PATIENCE * rest
             if self._states:
                 self._states.load([], 0, sequence)
             self._served[client] = next(self._count)
@@ -202,7 +228,7 @@ class Scheduler:
     def _pause(self, sequence: int) -> None:
         """Lets a job wait again. What it has computed stays in the KV cache, until its room is needed."""
         job = self._leave(sequence)
-        job.turn, job.was_paused = 0, True
+        job.has_begun, job.was_paused = False, True
         self._waiting.setdefault(job.client, collections.deque()).appendleft(job)
 
     def _tidy(self, client: str) -> None:
@@ -230,25 +256,26 @@ class Scheduler:
     # --- steps -------------------------------------------------------------------------------------------
 
     def _is_prefilled(self, sequence: int, job: Job) -> bool:
-        return job.turn > 0 and self.blocks.length(sequence) == len(job.answer.tokens) - 1
+        return job.has_begun and self.blocks.length(sequence) == len(job.answer.tokens) - 1
 
     def _prefill(self) -> int:
-        """Prefills a piece of the prompt that has waited longest; returns the number of tokens."""
-        todo = [(job.turn, i) for i, job in self._live() if not self._is_prefilled(i, job)]
-        piece = self._piece()
-        if not todo or not piece:
-            return 0
-        sequence = min(todo)[1]
-        job = self._slots[sequence]
-        assert job
-        if not job.turn:
-            self._begin(sequence, job)
-        job.turn = next(self._count)
-        if job.restore and job.restore.is_reading:
-            is_alone = not any(self._is_prefilled(i, other) for i, other in self._live())
-            if not job.restore.step(waits=is_alone):
-                job.restore = None
-            return 0
+        """Prefills a piece of a prompt; returns the number of tokens."""
+        todo = [(i, job) for i, job in self._live() if not self._is_prefilled(i, job)]
+        for n, (sequence, job) in enumerate(sorted(todo, key=lambda at: at[1].due)):
+            if not job.has_begun:
+                self._begin(sequence, job)
+            if job.restore and job.restore.is_reading:
+                is_last = n == len(todo) - 1
+                if not job.restore.step(waits=is_last and not any(self._replies())):
+                    job.restore = None
+            elif piece := self._piece(job):
+                return self._prefill_piece(sequence, job, piece)
+            else:
+                return 0
+        return 0
+
+    def _prefill_piece(self, sequence: int, job: Job, piece: int) -> int:
+        """Prefills about `piece` tokens of a prompt; returns how many."""
         answer, wanted = job.answer, job.stored
         done = self._find(sequence, job)
         end = self._end_of_piece(sequence, job, done, piece)
@@ -263,10 +290,12 @@ class Scheduler:
             job.is_drawn = answer.fits_device and self._runner.prepare_sampling(
                 sequence, answer.request.sampling, answer.tokens, answer.uniforms
             )
+        self._n_read += end - done
         return end - done
 
     def _begin(self, sequence: int, job: Job) -> None:
-        """Its first turn since it has its slot."""
+        """Its first piece since it has its slot."""
+        job.has_begun = True
         if not job.was_paused:
             job.answer.start()
         if job.answer.request.fresh:
@@ -317,10 +346,14 @@ class Scheduler:
             self.blocks.commit(sequence, tokens[length:position])
             states.save(tokens[:position], ends_turn, sequence)
 
-    def _piece(self) -> int:
-        """The most tokens to prefill now."""
-        replying = any(self._is_prefilled(i, job) for i, job in self._live())
-        return self._pace.piece() if replying else self._runner.max_chunk
+    def _replies(self) -> Iterator[Job]:
+        return (job for sequence, job in self._live() if self._is_prefilled(sequence, job))
+
+    def _piece(self, job: Job) -> int:
+        """The most tokens of a prompt to prefill now."""
+        began_before_s = job.came_s - TOGETHER_S
+        is_bound = any(reply.answer.first_token_s < began_before_s for reply in self._replies())
+        return self._pace.piece() if is_bound else self._runner.max_chunk
 
     def _decode(self) -> int:
         """Decodes a token of each reply; returns the number of replies."""

@@ -7,7 +7,7 @@ from engine.errors import ContextFullError
 from engine.formats.gguf import GGUF
 from engine.formats.prompt import PromptEncoder
 from engine.protocol.events import Generate, Prefilling, Sampling, Token, TokenIds
-from engine.runtime import checkpoints
+from engine.runtime import checkpoints, scheduler
 from engine.runtime.answer import Answers
 from engine.runtime.kv_blocks import KVGroup
 from engine.runtime.scheduler import Scheduler
@@ -253,3 +253,41 @@ def test_a_bias_makes_tokens_more_or_less_probable(bench):
     ids = [bench.ask([5, 6], 1, **bias) for bias in asked]
     bench.run()
     assert [bench.reply(id) for id in ids] == [[first], [second], [7]]
+
+
+def prefills(bench):
+    """The sizes of the pieces of prompts so far."""
+    return [n for phase, n in bench.runner.steps if phase == "prefill"]
+
+
+def test_prompts_that_come_together_are_read_with_the_whole_device(bench):
+    """Though the first ones of them reply already: the first tokens of all come soonest so."""
+    bench = bench()
+    for i in range(4):
+        bench.ask([i] * 500, 40)
+    bench.run(16)
+    assert prefills(bench) == [128, 128, 128, 115] * 4
+    assert all(bench.reply(id) for id in range(4))
+
+
+def test_a_prompt_that_comes_later_is_bound(bench, monkeypatch):
+    monkeypatch.setattr(scheduler, "TOGETHER_S", 0.0)
+    bench = bench()
+    bench.ask([1], 900)
+    bench.run(20)
+    bench.runner.steps.clear()
+    bench.scheduler._pace.piece = lambda: 32
+    bench.ask([2] * 100, 4)
+    bench.run(6)
+    assert prefills(bench) == [32, 32, 32, 3]
+
+
+def test_short_prompts_pass_long_ones_for_a_while(bench):
+    bench = bench(2)
+    long = bench.ask([1] * 601, 1)
+    bench.run(1)
+    short = [bench.ask([2 + i] * 129, 1) for i in range(20)]
+    bench.run(8)
+    assert bench.reply(short[0]) and not bench.reply(long)
+    bench.run(13)
+    assert bench.reply(long) and not bench.reply(short[-1])
