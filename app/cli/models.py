@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from engine.model.coverage import Target, runs_as_graph_because, target_of
 
 from app.chat.model_list import Entry, delete_downloaded, not_here, on_this_machine, read_entry, source_of
 from app.chat.settings import Settings
@@ -25,6 +24,7 @@ from engine.formats.gguf import GGUF, StringArray
 from engine.formats.kv_format import KVFormat
 from engine.invocation import call
 from engine.loading import packed_weights_cache
+from engine.model.coverage import Target, runs_as_graph_because, target_of
 from engine.model.memory_need import largest_context, memory_need
 from engine.protocol.events import EngineOptions
 from presets import GUIDE, guide_path

@@ -3,9 +3,66 @@
 import numpy as np
 
 from engine.formats.kv_format import QUANT_BLOCK
-from tests.kernels.gpu.buffers import buffer
+from engine.targets.nvidia.kernels.kv_cache import Heads
+from tests.kernels.gpu.buffers import buffer, close, rng
 
 WORD = [0, 2, 1, 3]  # the dimension of each byte of a word
+BLOCK, POOL, CONTEXT = 32, 40, 512
+
+
+def heads_of(dim=16, query=4, kv=2, norm_eps=None, **options):
+    return Heads(
+        query, kv, dim, CONTEXT, norm_eps, **{"scale": dim**-0.5, "block": BLOCK, "pool": POOL} | options
+    )
+
+
+class Pool:
+    """The keys and values of sequences with so many tokens each, in blocks in any order. If the layer stores nothing,
+    `n_new` more tokens are there, which another layer has stored. Blocks behind a window are given back. Places without
+    a token hold numbers that would be noticed."""
+
+    def __init__(self, heads, lengths, n_new=1):
+        self.heads, h = heads, heads
+        self.k, self.v = np.full((2, h.kv, h.slots, h.dim), 100, np.float16)
+        free = list(np.random.default_rng(0).permutation(POOL))
+        self.tables = np.full((len(lengths), h.table_size), -1, np.int32)
+        self.past = []
+        for sequence, n in enumerate(lengths):
+            first = max(0, n - h.window + 1) if h.window else 0
+            for i in range(first // BLOCK, -(-(n + n_new) // BLOCK)):
+                self.tables[sequence, i] = free.pop()
+            k, v = (rng.standard_normal((h.kv, n + n_new, h.dim)).astype(np.float16) for _ in range(2))
+            stored = n + n_new * (h.stored == "nothing")
+            places = self.places(sequence, np.arange(first, stored))
+            self.k[:, places], self.v[:, places] = k[:, first:stored], v[:, first:stored]
+            self.past.append([kept(h, x)[:, :stored] for x in (k, v)])
+        self.buffers = cache_of(h, self.k, self.v)
+
+    def places(self, sequence, tokens):
+        """Where a sequence's tokens are in the pool."""
+        return self.tables[sequence, tokens // BLOCK] * BLOCK + tokens % BLOCK
+
+    def attended(self, q, k, v, sinks=None):
+        """float64 (query heads * dim): `q` (query, dim) of the last token, `k` and `v` (kv, n, dim) of all tokens,
+        `sinks` (query,)."""
+        h, outs = self.heads, []
+        k, v = (x[:, -h.window :].astype(np.float64) for x in (k, v))
+        for i, query in enumerate(q.astype(np.float64)):
+            s = k[i // h.shared_by] @ query * h.scale
+            p = np.exp(s - s.max())
+            sink = 0 if sinks is None else np.exp(sinks[i].astype(np.float64) - s.max())
+            outs.append(p @ v[i // h.shared_by] / (p.sum() + sink))
+        return np.concatenate(outs)
+
+    def check_stored(self, places, k, v):
+        """The cache is what it was, but for the keys and values (tokens, kv, dim) at `places`."""
+        h, others = self.heads, np.delete(np.arange(self.heads.slots), places)
+        keys, values = stored_in(h, self.buffers)
+        assert np.array_equal(keys[:, others], kept(h, self.k)[:, others])
+        assert np.array_equal(values[:, others], kept(h, self.v)[:, others])
+        close(keys[:, places].transpose(1, 0, 2), kept(h, k), 1e-2 if h.kv_format.is_quantized else 1e-3)
+        is_exact = not h.kv_format.is_quantized and not h.normed_values
+        close(values[:, places].transpose(1, 0, 2), kept(h, v), 1e-6 if is_exact else 1e-3)
 
 
 def cache_of(heads, k, v):

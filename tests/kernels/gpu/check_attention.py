@@ -8,7 +8,6 @@ from tinygrad import dtypes
 from engine.formats.kv_format import KVFormat
 from engine.targets.nvidia.kernels.decode_block import combine
 from engine.targets.nvidia.kernels.flash_attention import FlashSplit, flash_attention, flash_split
-from engine.targets.nvidia.kernels.kv_cache import CACHE_SLACK, Heads
 from engine.targets.nvidia.kernels.matmul import fragment_index, fragments_size
 from engine.targets.nvidia.kernels.prefill import rotate_prompt, wide_norms
 from engine.targets.nvidia.kernels.prefill_attention import (
@@ -19,53 +18,12 @@ from engine.targets.nvidia.kernels.prefill_attention import (
 )
 from engine.targets.nvidia.kernels.weight_layout import UNIT, permuted_size
 from tests.kernels.gpu.buffers import buffer, close, places, prompt_index, rng, run, zeros
-from tests.kernels.gpu.cache_layout import cache_of, kept, stored_in
-
-
-class Cache:
-    """A layer's keys and values, random, with `n_new` tokens from `position` on. Slots without a token hold numbers
-    that would be noticed."""
-
-    def __init__(self, heads, position, n_new=1):
-        self.heads, self.position = heads, position
-        h, n = heads, position + n_new
-        self.k, self.v = (rng.standard_normal((h.kv, n, h.dim)).astype(np.float16) for _ in range(2))
-        last = position if h.stored != "nothing" else n
-        here = np.arange(max(0, last - h.slots), last)
-        k, v = np.full((2, h.kv, h.slots, h.dim), 100, np.float16)
-        k[:, here % h.slots], v[:, here % h.slots] = self.k[:, here], self.v[:, here]
-        self.buffers = cache_of(h, k, v)
-        self.k, self.v = kept(h, self.k), kept(h, self.v)
-
-    def attended(self, q, k, v, sinks=None):
-        """float64 (query heads * dim): `q` (query, dim) of the last token, `k` and `v` (kv, n, dim) of all tokens,
-        `sinks` (query,)."""
-        shared_by, outs, first = (
-            self.heads.shared_by,
-            [],
-            max(0, k.shape[1] - (self.heads.window or k.shape[1])),
-        )
-        k, v = (x[:, first:].astype(np.float64) for x in (k, v))
-        for i, query in enumerate(q.astype(np.float64)):
-            s = k[i // shared_by] @ query * self.heads.scale
-            p = np.exp(s - s.max())
-            sink = 0 if sinks is None else np.exp(sinks[i].astype(np.float64) - s.max())
-            outs.append(p @ v[i // shared_by] / (p.sum() + sink))
-        return np.concatenate(outs)
-
-    def stored(self, tokens):
-        """The keys and values of tokens as they are in the cache: float32 (tokens, kv, dim) each."""
-        slots = np.asarray(tokens) % self.heads.slots
-        return (x[:, slots].transpose(1, 0, 2) for x in stored_in(self.heads, self.buffers))
-
-
-def heads_of(dim=16, query=4, kv=2, norm_eps=None, **options):
-    return Heads(query, kv, dim, CACHE_SLACK + 512, norm_eps, **{"scale": dim**-0.5} | options)
+from tests.kernels.gpu.cache_layout import CONTEXT, Pool, heads_of, kept
 
 
 def temperatures(heads):
     """The factors of queries by position, and the buffers of kernels that they are."""
-    factors = np.ones(512, np.float32)
+    factors = np.ones(CONTEXT, np.float32)
     if not heads.temperature:
         return factors, []
     factors[:] = rng.uniform(0.5, 2, factors.size)
@@ -95,7 +53,7 @@ def values_of(heads, rows):
 
 
 def decode_attention(position, split, h, sinks=False, wide=False):
-    cache = Cache(h, position)
+    pool = Pool(h, [position])
     rows = rng.standard_normal(((h.rows - h.first_row) // h.dim, h.dim)).astype(np.float32)
     angles = rng.standard_normal(h.dim).astype(np.float32)
     norms = rng.standard_normal((2, h.dim)).astype(np.float32) if h.norm_eps else [None, None]
@@ -106,17 +64,17 @@ def decode_attention(position, split, h, sinks=False, wide=False):
     cos, sin = np.split(angles, 2)
     gates = rng.standard_normal((h.query if h.gated else 0, h.dim)).astype(np.float32)
     q = turned(rows[: h.query], cos, sin, norms[0]) * factors[position]
-    keys, values = cache.k, cache.v
+    keys, values = pool.past[0]
     if h.stored != "nothing":
         k, v = turned(rows[h.query : h.query + h.kv], cos, sin, norms[1]), values_of(h, rows)
-        keys = np.concatenate([keys[:, :position], k[:, None].astype(np.float16)], 1)
-        values = np.concatenate([values[:, :position], v[:, None].astype(np.float16)], 1)
-    wanted = cache.attended(q, keys, values, *sink) * opened(gates)
+        keys = np.concatenate([keys, k[:, None].astype(np.float16)], 1)
+        values = np.concatenate([values, v[:, None].astype(np.float16)], 1)
+    wanted = pool.attended(q, keys, values, *sink) * opened(gates)
 
     sink, norm = [buffer(s) for s in sink], [buffer(np.concatenate(norms))] if h.norm_eps else []
-    state = buffer(np.array([7, position], np.int32))
+    state = buffer(np.array([7, position, 0], np.int32))
     all_rows = buffer(np.concatenate([gates, rows]))
-    ins = [*cache.buffers, all_rows, buffer(angles), state, *norm, *temperature]
+    ins = [*pool.buffers, all_rows, buffer(angles), buffer(pool.tables), state, *norm, *temperature]
     out, ones = zeros(permuted_size(h.query * h.dim)), buffer(np.ones(UNIT, np.float32))
     if split.splits == 1:
         run(flash_attention(h, split, sinks, wide), out, *ins, *sink, ones)
@@ -125,11 +83,8 @@ def decode_attention(position, split, h, sinks=False, wide=False):
         run(flash_attention(h, split, sinks, wide), sums, tops, *ins)
         run(combine(h, split.splits, sinks), out, sums, tops, ones, *sink, *[all_rows] * h.gated)
     close(out.numpy()[places(h.query * h.dim)], wanted, 1e-3)
-    if h.stored == "nothing":
-        return
-    stored_key, stored_value = cache.stored([position])
-    close(stored_value[0], kept(h, v), 1e-3 if h.normed_values else 1e-6)
-    close(stored_key[0], kept(h, k), 1e-2 if h.kv_format.is_quantized else 1e-3)
+    if h.stored != "nothing":
+        pool.check_stored(pool.places(0, np.array([position])), k[None], v[None])
 
 
 def check_decode_attention() -> None:
@@ -144,7 +99,7 @@ def check_decode_attention() -> None:
 
 def check_head_sizes() -> None:
     """Heads that are larger, or no power of two: of one token and of a prompt, in the division that a model gets."""
-    odd, large = heads_of(80, 3, 1, 1e-6), heads_of(256, 2, 1, 1e-6, window=40, ring=96)
+    odd, large = heads_of(80, 3, 1, 1e-6), heads_of(256, 2, 1, 1e-6, window=40)
     decode_attention(130, flash_split(odd, 256, 256, 2), odd)
     decode_attention(130, flash_split(large, 256, 32, 2), large)
     # warps that share the dimensions: one round, several
@@ -163,10 +118,10 @@ def check_head_sizes() -> None:
 
 
 def check_windows() -> None:
-    """A window, before and after its ring is full, with queries that depend on the position: one block a head and
-    several, one round and several, parts without tokens."""
-    small = heads_of(window=20, ring=48, temperature=True, norm_eps=1e-6)
-    large = heads_of(window=101, ring=128, scale=0.3)
+    """A window, before and after it is full, with queries that depend on the position: one block a head and several,
+    one round and several, parts without tokens."""
+    small = heads_of(window=20, temperature=True, norm_eps=1e-6)
+    large = heads_of(window=101, scale=0.3)
     for position in (0, 5, 19, 20, 47, 48, 49, 130):
         decode_attention(position, FlashSplit(22, 1, 2, 2, 2), small)
     for position in (400, 231, 230, 128, 127, 101, 3):
@@ -175,7 +130,7 @@ def check_windows() -> None:
 
 def check_sinks() -> None:
     """Sinks below all scores, among them and above them: one block a head and several, with a window and without."""
-    windowed = heads_of(window=20, ring=48, temperature=True)
+    windowed = heads_of(window=20, temperature=True)
     for position in (0, 50):
         decode_attention(position, FlashSplit(64, 1, 2, 2, 2, 2), heads_of(32), sinks=True)
     decode_attention(49, FlashSplit(22, 1, 2, 2, 2), windowed, sinks=True)
@@ -185,13 +140,12 @@ def check_sinks() -> None:
 def check_what_is_stored() -> None:
     """Values that are normed, keys as values, and a cache that another layer has filled: of a token, of a prompt."""
     options = {"norm_eps": 1e-6, "normed_values": True}
-    window = {"window": 20, "ring": 64}
     for h in (
         heads_of(**options),
         heads_of(32, stored="keys", **options),
-        heads_of(stored="keys", **options | window),
+        heads_of(stored="keys", window=20, **options),
         heads_of(32, stored="nothing", **options),
-        heads_of(stored="nothing", **options | window),
+        heads_of(stored="nothing", window=20, **options),
     ):
         limit = h.cached(128)
         for position in (0, 49):
@@ -232,8 +186,8 @@ def check_prompt_attention() -> None:
 
 
 def check_windows_of_prompts() -> None:
-    """Windows smaller than a chunk and larger, before, at and after the end of the ring."""
-    small, large = heads_of(window=20, ring=64, norm_eps=1e-6), heads_of(window=100, ring=144, scale=0.3)
+    """Windows smaller than a chunk and larger, before and after they are full."""
+    small, large = heads_of(window=20, norm_eps=1e-6), heads_of(window=100, scale=0.3)
     for position, n in ((0, 32), (19, 21), (40, 32), (64, 30), (333, 32)):
         attended_prompt(PromptTiling(1, 2, 1, 1), n, position, small)
     for position, n in ((0, 20), (90, 32), (112, 32), (130, 32), (144, 5), (301, 32)):
@@ -244,7 +198,7 @@ def check_windows_of_prompts() -> None:
 def check_sinks_of_prompts() -> None:
     """Sinks below all scores, among them and above them, with a window and without."""
     attended_prompt(PromptTiling(1, 2, 1, 1), 21, 18, heads_of(), sinks=True)
-    windowed = heads_of(window=20, ring=64, norm_eps=1e-6)
+    windowed = heads_of(window=20, norm_eps=1e-6)
     attended_prompt(PromptTiling(2, 1, 1, 2), 30, 37, windowed, sinks=True)
 
 
@@ -254,32 +208,40 @@ def check_norms_over_all_heads_of_prompts() -> None:
     attended_prompt(PromptTiling(1, 1, 1, 1), 9, 3, heads_of(80, 4, 4, norm_eps=1e-5), wide=True)
 
 
-def attended_prompt(cut, n, position, h, sinks=False, wide=False):
-    tokens, cache = 32, Cache(h, position, n)
+def check_prompts_of_several_sequences() -> None:
+    """A prompt's chunk of one of several sequences."""
+    tiling = PromptTiling(1, 4, 2, 1)
+    attended_prompt(tiling, 11, 70, heads_of(), others=(40,))
+    attended_prompt(tiling, 11, 130, heads_of(window=40), others=(3,))
+    attended_prompt(tiling, 11, 70, heads_of(32, kv_format=KVFormat.Q8_0), others=(40,))
+
+
+def attended_prompt(cut, n, position, h, sinks=False, wide=False, others=()):
+    """A chunk of n tokens from `position` on, of the sequence after `others` of so many tokens."""
+    tokens, pool = 32, Pool(h, [*others, position], n)
     total = h.rows // h.dim
     sink = [np.resize(np.float32([-30, 0.3, 2, 40]), h.query)] if sinks else []
     sums = rng.standard_normal((2, tokens, h.rows)).astype(np.float32)
-    cos, sin = (rng.standard_normal((512, h.dim // 2)).astype(np.float32) for _ in range(2))
+    cos, sin = (rng.standard_normal((CONTEXT, h.dim // 2)).astype(np.float32) for _ in range(2))
     norms = rng.standard_normal((2, h.dim)).astype(np.float32) if h.norm_eps else [None, None]
     bias = [rng.standard_normal(total * h.dim).astype(np.float32)] if wide else []
     if wide:
         norms = [rng.standard_normal((n_heads, h.dim)).astype(np.float32) for n_heads in (h.query, h.kv)]
     factors, temperature = temperatures(h)
     queries = zeros(tokens * h.query * h.dim, dtypes.float16)
-    prompt, norm = (
-        buffer(np.array([position, n], np.int32)),
-        [buffer(np.concatenate(norms))] if h.norm_eps else [],
-    )
+    prompt, tables = buffer(np.array([position, n, len(others)], np.int32)), buffer(pool.tables)
+    norm = [buffer(np.concatenate(norms))] if h.norm_eps else []
     shape, biases = ((2,), (h.rows,), bool(bias)), [buffer(b) for b in bias]
     out = zeros(fragments_size(tokens, h.query * h.dim), dtypes.float16)
     if wide:
         norm.append(zeros(tokens * 2))
         run(wide_norms(h, tokens, *shape), norm[1], buffer(sums), *biases)
     kernel = rotate_prompt(h, tokens, *shape, wide)
-    ins = [buffer(sums), buffer(cos), buffer(sin), prompt, *biases, *norm, *temperature]
-    run(kernel, queries, *[out] * h.gated, *(cache.buffers if h.stored != "nothing" else []), *ins)
+    ins = [prompt, *biases, *norm, *temperature]
+    cache, own_tables = (pool.buffers, [tables]) if h.stored != "nothing" else ([], [])
+    run(kernel, queries, *[out] * h.gated, *cache, *map(buffer, (sums, cos, sin)), *own_tables, *ins)
     sink_buffers, parts = [buffer(s) for s in sink], zeros(cut.sums_size(h, tokens))
-    ins = [queries, *cache.buffers, prompt]
+    ins = [queries, *pool.buffers, tables, prompt]
     if cut.splits == 1:
         run(attend_prompt(h, tokens, cut, sinks), out, *ins, *sink_buffers)
     else:
@@ -290,27 +252,25 @@ def attended_prompt(cut, n, position, h, sinks=False, wide=False):
     gates, rows = np.split(rows, [h.first_row // h.dim], 1)
     here = [t[position : position + n, None] for t in (cos, sin)]
     q = turned(rows[:, : h.query], *here, norms[0], h.norm_eps) * factors[position : position + n, None, None]
-    keys, values = cache.k, cache.v
+    keys, values = pool.past[-1]
     if h.stored != "nothing":
         k = kept(h, turned(rows[:, h.query : h.query + h.kv], *here, norms[1], h.norm_eps))
         v = kept(h, values_of(h, rows))
-        stored_keys, stored_values = cache.stored(np.arange(position, position + n))
-        close(stored_keys, k, 1e-2 if h.kv_format.is_quantized else 1e-3)
-        close(stored_values, v, 1e-3 if h.kv_format.is_quantized or h.normed_values else 1e-6)
-        keys = np.concatenate([keys[:, :position], k.transpose(1, 0, 2)], 1)
-        values = np.concatenate([values[:, :position], v.transpose(1, 0, 2)], 1)
+        pool.check_stored(pool.places(-1, np.arange(position, position + n)), k, v)
+        keys = np.concatenate([keys, k.transpose(1, 0, 2)], 1)
+        values = np.concatenate([values, v.transpose(1, 0, 2)], 1)
     place = prompt_index(lambda m, e: fragment_index(m, e, h.query * h.dim), n, h.query * h.dim)
     got = out.numpy()[place]
     for i in range(n):
         seen = position + i + 1
-        wanted = cache.attended(q[i], keys[:, :seen], values[:, :seen], *sink) * opened(gates[i])
+        wanted = pool.attended(q[i], keys[:, :seen], values[:, :seen], *sink) * opened(gates[i])
         close(got[i], wanted, 5e-3)
 
 
 def check_a_quantized_cache() -> None:
     """q8_0: one block a head and several, one round and several, runs of the values' dimensions, a window, a prompt."""
     q8_0 = {"kv_format": KVFormat.Q8_0}
-    small, windowed = heads_of(32, norm_eps=1e-6, **q8_0), heads_of(32, window=101, ring=128, **q8_0)
+    small, windowed = heads_of(32, norm_eps=1e-6, **q8_0), heads_of(32, window=101, **q8_0)
     decode_attention(0, FlashSplit(64, 1, 2, 2, 2), small)
     decode_attention(50, FlashSplit(64, 1, 2, 2, 2, 2), heads_of(64, **q8_0))
     decode_attention(130, FlashSplit(256, 3, 2, 2, 1), small)

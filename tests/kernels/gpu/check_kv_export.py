@@ -4,19 +4,17 @@ import numpy as np
 from tinygrad import dtypes
 
 from engine.formats.kv_format import KVFormat
-from engine.runtime.kv_blocks import BLOCK
 from engine.targets.cpu.export import quantized
-from engine.targets.nvidia.kernels.kv_cache import CACHE_SLACK, Heads
 from engine.targets.nvidia.kernels.kv_export import export_tokens, import_tokens
 from tests.kernels.gpu.buffers import buffer, rng, run, zeros
-from tests.kernels.gpu.cache_layout import cache_of, stored_in
+from tests.kernels.gpu.cache_layout import BLOCK, cache_of, heads_of, stored_in
 
 TOKENS = 64
 
 
 def check_exports():
     for options in ({}, {"kv_format": KVFormat.Q8_0}):
-        h = Heads(4, 2, 64, CACHE_SLACK + 512, None, 0.1, block=BLOCK, pool=10, **options)
+        h = heads_of(64, pool=10, **options)
         k, v = rng.standard_normal((2, h.kv, h.slots, h.dim)).astype(np.float16)
         k[0, 7 * BLOCK, :32] = 0
         cache = cache_of(h, k, v)

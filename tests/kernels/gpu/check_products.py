@@ -1,7 +1,5 @@
 """Products with matrices of every type, for one token and for a prompt, and what is fused with them."""
 
-from dataclasses import replace
-
 import numpy as np
 from tinygrad import dtypes
 
@@ -21,7 +19,7 @@ from engine.targets.nvidia.kernels.epilogues import (
 )
 from engine.targets.nvidia.kernels.few_columns import column_index, columns_size
 from engine.targets.nvidia.kernels.flash_attention import flash_attention, flash_split, rows_split
-from engine.targets.nvidia.kernels.kv_cache import CACHE_SLACK, Heads, ring_for
+from engine.targets.nvidia.kernels.kv_cache import Heads
 from engine.targets.nvidia.kernels.layer_embeddings import gate_embeddings, layer_embeddings, stride
 from engine.targets.nvidia.kernels.matmul import Tiles, fragment_index, fragments_size, matmul
 from engine.targets.nvidia.kernels.matvec import Schedule, StackedMatrices, matvec
@@ -394,8 +392,7 @@ def check_any_shape_has_a_schedule() -> None:
         (4, 1, 256, 512),
         (9, 3, 64, 100),
     ):
-        ring = ring_for(window, 512) if window else 0
-        heads = Heads(query, kv, dim, CACHE_SLACK, None, dim**-0.5, window, ring)
+        heads = Heads(query, kv, dim, 1024, None, dim**-0.5, block=32, pool=4, window=window)
         for tokens in (64, 512):
             for sms, limit in ((8, 48 << 10), (132, 99 << 10)):
                 cut = prompt_tiling(heads, tokens, sms, limit)
@@ -405,11 +402,10 @@ def check_any_shape_has_a_schedule() -> None:
             split = flash_split(heads, limit, 256, sms)
             assert split.shared_bytes(dim) < 46 << 10 and heads.shared_by % split.group == 0, (heads, split)
             flash_attention(heads, split)
-            pooled = replace(heads, ring=0, block=32, pool=4)
             for rows in (4, 32):
-                split = rows_split(pooled, limit, rows, sms)
-                assert split.shared_bytes(dim) < 46 << 10, (pooled, split)
-                flash_attention(pooled, split, tokens=rows)
+                split = rows_split(heads, limit, rows, sms)
+                assert split.shared_bytes(dim) < 46 << 10, (heads, split)
+                flash_attention(heads, split, tokens=rows)
     for rows, cols in (
         (1, 32),
         (3, 64),

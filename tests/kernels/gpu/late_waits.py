@@ -29,14 +29,14 @@ from engine.targets.nvidia.kernels.epilogues import (
     routed,
 )
 from engine.targets.nvidia.kernels.flash_attention import flash_attention, flash_split
-from engine.targets.nvidia.kernels.kv_cache import CACHE_SLACK, Heads
+from engine.targets.nvidia.kernels.kv_cache import Heads
 from engine.targets.nvidia.kernels.matvec import Schedule, StackedMatrices, matvec
 from engine.targets.nvidia.kernels.weight_layout import WeightLayout
 from tests.kernels.gpu.rendered import compile_nothing
 
 SHORT, LONG = Schedule(4, 8, 2, 0, True), Schedule(2, 16, 2, 3, True)  # of one step, and with a loop
 SIZE = 1 << 24  # of all buffers
-INTEGERS = {"experts", "counts", "largest_rows", "state"}
+INTEGERS = {"experts", "counts", "largest_rows", "tables", "state"}
 
 Made = tuple[Kernel, list[DType]]
 """A kernel, and the types of its planes: those of matrices, or of a cache."""
@@ -65,7 +65,7 @@ def products() -> Iterator[Made]:
 
 
 def attention() -> Iterator[Made]:
-    plain = Heads(8, 2, 64, 8192 + CACHE_SLACK, 1e-6, 0.1)
+    plain = Heads(8, 2, 64, 8192, 1e-6, 0.1, block=32, pool=256)
     quantized = replace(plain, kv_format=KVFormat.Q8_0)
     for heads in (plain, quantized, replace(plain, gated=True), replace(plain, temperature=True)):
         kernel = flash_attention(heads, flash_split(heads, 8192, 256, 16))

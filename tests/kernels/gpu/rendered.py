@@ -36,7 +36,7 @@ from engine.targets.nvidia.kernels.chosen_experts import ChosenExperts
 from engine.targets.nvidia.kernels.decode_block import combine
 from engine.targets.nvidia.kernels.epilogues import STORE, STORE_BIASED, activate, activated, add_residual
 from engine.targets.nvidia.kernels.flash_attention import flash_attention, flash_split
-from engine.targets.nvidia.kernels.kv_cache import CACHE_SLACK, Heads, ring_for
+from engine.targets.nvidia.kernels.kv_cache import Heads
 from engine.targets.nvidia.kernels.layer_embeddings import layer_embeddings, stride
 from engine.targets.nvidia.kernels.matmul import ExpertTiles, expert_tiles, fragments_size, matmul
 from engine.targets.nvidia.kernels.matvec import StackedMatrices, matvec
@@ -57,6 +57,7 @@ from tests.kernels.gpu.alignment import BASE_BYTES, prove_uops
 
 F, H = dtypes.float32, dtypes.float16
 CONTEXT = 608  # prompts in chunks of both sizes, decode near the start and deep in the context
+BLOCKS = {"block": 32, "pool": 40}
 PATHS: dict[str, Callable[[Weights, int], ModelRunner]] = {"fused": FusedRunner, "graph": GraphRunner}
 
 
@@ -102,43 +103,45 @@ def render_other_products() -> None:
 
 def render_window() -> None:
     """The attention of a layer with a window, and queries that depend on the position."""
-    h, tokens = Heads(4, 2, 96, CONTEXT + CACHE_SLACK, None, 0.1, 100, ring_for(100, 64), True), 64
+    h, tokens = Heads(4, 2, 96, CONTEXT, None, 0.1, **BLOCKS, window=100, temperature=True), 64
     size, rows = h.query * h.dim, (h.query + 2 * h.kv) * h.dim
     cache, queries = list(h.cache_planes), (tokens * size, H)
-    table, ints, factors = (CONTEXT * h.dim // 2, F), (2, dtypes.int32), (CONTEXT, F)
-    ins = *cache, (rows, F), (h.dim, F), ints, factors
+    angles, factors = [(CONTEXT * h.dim // 2, F)] * 2, (CONTEXT, F)
+    ints = (h.table_size, dtypes.int32), (3, dtypes.int32)
+    ins = *cache, (rows, F), (h.dim, F), *ints, factors
     split = flash_split(h, CONTEXT, 64, 16)
     render(flash_attention(h, split), (split.splits * size, F), (split.splits * h.query * 2, F), *ins)
     normed, weights = replace(h, norm_eps=1e-6), ((h.query + h.kv) * h.dim, F)
     short, out = replace(split, limit=64, splits=1), (permuted_size(size), F)
     kernel = flash_attention(normed, short, True, True)
-    render(kernel, out, *cache, (rows, F), (h.dim, F), ints, weights, factors, (h.query, F), (UNIT, F))
+    render(kernel, out, *cache, (rows, F), (h.dim, F), *ints, weights, factors, (h.query, F), (UNIT, F))
     parts = (split.splits * size, F), (split.splits * h.query * 2, F)
     render(combine(h, split.splits, True), out, *parts, (UNIT, F), (h.query, F))
     rotate = rotate_prompt(h, tokens, (1,), (rows,), False)
-    render(rotate, queries, *cache, (tokens * rows, F), table, table, ints, factors)
+    render(rotate, queries, *cache, (tokens * rows, F), *angles, *ints, factors)
     cut = prompt_tiling(h, tokens, 16)
     sums = cut.sums_size(h, tokens), F
-    render(attend_prompt(h, tokens, cut), sums, queries, *cache, ints)
-    render(combine_prompt(h, tokens, cut.splits), queries, sums, ints)
+    render(attend_prompt(h, tokens, cut), sums, queries, *cache, *ints)
+    render(combine_prompt(h, tokens, cut.splits), queries, sums, ints[1])
 
 
 def render_wide_norms_and_sinks() -> None:
-    """Attention in prefill with norms over all heads, and with sinks."""
-    h, tokens = Heads(4, 2, 64, CONTEXT + CACHE_SLACK, 1e-6, 0.1), 64
+    """Attention in prefill with norms over all heads, and with sinks, of one of several sequences."""
+    h, tokens = Heads(4, 2, 64, CONTEXT, 1e-6, 0.1, **BLOCKS), 64
     size, rows = h.query * h.dim, (h.query + 2 * h.kv) * h.dim
     cache, queries = list(h.cache_planes), (tokens * size, H)
-    table, ints, sums = (CONTEXT * h.dim // 2, F), (2, dtypes.int32), (2 * tokens * rows, F)
+    angles, sums = [(CONTEXT * h.dim // 2, F)] * 2, (2 * tokens * rows, F)
+    ints = (8 * h.table_size, dtypes.int32), (3, dtypes.int32)
     render(wide_norms(h, tokens, (2,), (rows,), True), (2 * tokens, F), sums, (rows, F))
     rotate, norms = rotate_prompt(h, tokens, (2,), (rows,), True, wide=True), ((h.query + h.kv) * h.dim, F)
-    render(rotate, queries, *cache, sums, table, table, ints, (rows, F), norms, (2 * tokens, F))
+    render(rotate, queries, *cache, sums, *angles, *ints, (rows, F), norms, (2 * tokens, F))
     attend = attend_prompt(h, tokens, replace(prompt_tiling(h, tokens, 16), splits=1), has_sinks=True)
-    render(attend, queries, queries, *cache, ints, (h.query, F))
+    render(attend, queries, queries, *cache, *ints, (h.query, F))
 
 
-def render_rows_in_blocks() -> None:
-    """Attention over a cache in blocks: decode of several sequences, and a prompt."""
-    h, tokens = Heads(4, 2, 64, CONTEXT + CACHE_SLACK, 1e-6, 0.1, 100, block=32, pool=40), 3
+def render_rows() -> None:
+    """Attention in decode of several sequences."""
+    h, tokens = Heads(4, 2, 64, CONTEXT, 1e-6, 0.1, **BLOCKS, window=100), 3
     size, rows = h.query * h.dim, (h.query + 2 * h.kv) * h.dim
     cache, x = list(h.cache_planes), (few.columns_size(tokens, size), H)
     angles, tables = [(CONTEXT * h.dim // 2, F)] * 2, (8 * h.table_size, dtypes.int32)
@@ -148,29 +151,24 @@ def render_rows_in_blocks() -> None:
     render(flash_attention(h, split, tokens=tokens), *parts, *ins)
     render(combine(h, split.splits, tokens=tokens), x, *parts)
     render(flash_attention(h, replace(split, limit=64, splits=1), tokens=tokens), x, *ins)
-    alone = *cache, (rows, F), (h.dim, F), tables, (3, dtypes.int32), (2 * h.dim, F)
-    render(flash_attention(h, split), (split.splits * size, F), (split.splits * h.query * 2, F), *alone)
-    rotate, prompt = rotate_prompt(h, 64, (1,), (rows,), False), (3, dtypes.int32)
-    render(rotate, (64 * size, H), *cache, (64 * rows, F), *angles, tables, prompt, (2 * h.dim, F))
-    attend = attend_prompt(h, 64, replace(prompt_tiling(h, 64, 16), splits=1))
-    render(attend, (64 * size, H), (64 * size, H), *cache, tables, prompt)
 
 
 def render_large_heads() -> None:
     """Attention of heads of 512 elements whose keys are the values, and over the cache of another layer."""
     for stored in ("keys", "nothing"):
-        h = Heads(8, 2, 512, CONTEXT + CACHE_SLACK, 1e-6, 1.0, stored=stored, normed_values=True)
-        size, tokens, ints, norms = h.query * h.dim, 64, (2, dtypes.int32), (2 * h.dim, F)
-        cache, queries, table = list(h.cache_planes), (tokens * size, H), (CONTEXT * h.dim // 2, F)
-        ins = *cache, (h.rows, F), (h.dim, F), ints, norms
+        h = Heads(8, 2, 512, CONTEXT, 1e-6, 1.0, **BLOCKS, stored=stored, normed_values=True)
+        size, tokens, norms = h.query * h.dim, 64, (2 * h.dim, F)
+        cache, queries, angles = list(h.cache_planes), (tokens * size, H), [(CONTEXT * h.dim // 2, F)] * 2
+        ints = (h.table_size, dtypes.int32), (3, dtypes.int32)
+        ins = *cache, (h.rows, F), (h.dim, F), *ints, norms
         short, long = flash_split(h, 256, 256, 16), flash_split(h, CONTEXT, 256, 16)
         render(flash_attention(h, short), (permuted_size(size), F), *ins, (UNIT, F))
         render(flash_attention(h, long), (long.splits * size, F), (long.splits * h.query * 2, F), *ins)
-        kept = cache if stored == "keys" else []
+        kept, own = (cache, ints) if stored == "keys" else ([], ints[1:])
         rotate = rotate_prompt(h, tokens, (1,), (h.rows,), False)
-        render(rotate, queries, *kept, (tokens * h.rows, F), table, table, ints, norms)
+        render(rotate, queries, *kept, (tokens * h.rows, F), *angles, *own, norms)
     cut = replace(prompt_tiling(h, tokens, 16, 99 << 10), splits=1)
-    render(attend_prompt(h, tokens, cut), (fragments_size(tokens, size), H), queries, *cache, ints)
+    render(attend_prompt(h, tokens, cut), (fragments_size(tokens, size), H), queries, *cache, *ints)
 
 
 def render_layers_of_gemma4() -> None:
@@ -304,7 +302,7 @@ def main(path: str, folder: str, *quants: str) -> None:
             render_experts()
             render_chosen_experts()
             render_few_columns()
-            render_rows_in_blocks()
+            render_rows()
         vectors = sum(map(prove_uops, programs))
         sources = [str(program.src[2].arg) for program in programs]
         Path(folder, quant).write_text("\n".join(sources) if is_ptx else joined(sources))

@@ -65,8 +65,7 @@ def fragments(block: DecodeBlock, g: UOp, t: UOp, keys: Run, values: Run) -> Fra
 
 def tile_of(block: DecodeBlock, step: UOp) -> tuple[UOp, UOp]:
     """The tile of a step of a block's tokens, and whether there is one."""
-    tile = block.heads.tile(block.kv, block.start // TILE, step, pages=block.pages)
-    return tile, step * TILE < block.count
+    return block.pages.tile(block.kv, block.start // TILE + step), step * TILE < block.count
 
 
 class _HalfFragments:

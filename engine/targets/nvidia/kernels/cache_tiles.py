@@ -18,7 +18,7 @@ from tinygrad import UOp
 from engine.formats.kv_format import QUANT_BLOCK
 from engine.targets.nvidia.kernels import quantized_cache
 from engine.targets.nvidia.kernels.half_words import halves, word_of
-from engine.targets.nvidia.kernels.kv_cache import TILE, Heads, Pages
+from engine.targets.nvidia.kernels.kv_cache import TILE, Heads
 from engine.targets.nvidia.kernels.uops import F16, load, load_run, store
 
 
@@ -28,42 +28,39 @@ def words_of(heads: Heads, tile: UOp, chunk: UOp | int, t: UOp, g: UOp) -> UOp:
 
 
 def store_quad(
-    heads: Heads, cache: Sequence[UOp], which: int, kv: UOp, token: UOp, quad: UOp, row: UOp, first: UOp,
-    valid: UOp, pages: Pages | None = None,
+    heads: Heads, cache: Sequence[UOp], which: int, tile: UOp, token: UOp, quad: UOp, row: UOp, first: UOp,
+    valid: UOp,
 ) -> list[UOp]:  # fmt: skip
     """Stores a quad of dimensions of a token's key (`which` is 0) or value (1), whose elements are in `row`, float32,
-    from `first` on."""
+    from `first` on. The token is in a `tile` (`Heads.tile`)."""
     own = load_run(row, first + quad * 4, 4)
     if heads.kv_format.is_quantized:
         block = load_run(row, first + quad // (QUANT_BLOCK // 4) * QUANT_BLOCK, QUANT_BLOCK)
-        return quantized_cache.store_quad(heads, cache, which, kv, token, quad, block, own, valid, pages)
-    return store_halves(heads, cache, which, kv, token, quad, own, valid, pages)
+        return quantized_cache.store_quad(heads, cache, which, tile, token, quad, block, own, valid)
+    return store_halves(heads, cache, which, tile, token, quad, own, valid)
 
 
 def store_halves(
-    heads: Heads, cache: Sequence[UOp], which: int, kv: UOp, token: UOp, quad: UOp, own: Sequence[UOp],
-    valid: UOp | None = None, pages: Pages | None = None,
+    heads: Heads, cache: Sequence[UOp], which: int, tile: UOp, token: UOp, quad: UOp, own: Sequence[UOp],
+    valid: UOp | None = None,
 ) -> list[UOp]:  # fmt: skip
     """Stores the four elements of a quad in a float16 cache."""
     words = [word_of(*(x.cast(F16) for x in own[i : i + 2])) for i in (0, 2)]
-    places = _quad_words(heads, which, kv, token, quad, pages)
+    places = _quad_words(heads, which, tile, token, quad)
     return [store(cache[which], place, word, valid) for place, word in zip(places, words, strict=True)]
 
 
 def load_halves(
-    heads: Heads, cache: Sequence[UOp], which: int, kv: UOp, token: UOp, quad: UOp, valid: UOp | None = None,
-    pages: Pages | None = None,
-) -> list[UOp]:  # fmt: skip
-    """The four elements of a quad in a float16 cache, float16; zeros if it is not `valid`."""
-    places = _quad_words(heads, which, kv, token, quad, pages)
-    return [x for place in places for x in halves(load(cache[which], place, valid))]
+    heads: Heads, cache: Sequence[UOp], which: int, tile: UOp, token: UOp, quad: UOp
+) -> list[UOp]:
+    """The four elements of a quad in a float16 cache, float16."""
+    places = _quad_words(heads, which, tile, token, quad)
+    return [x for place in places for x in halves(load(cache[which], place))]
 
 
-def _quad_words(
-    heads: Heads, which: int, kv: UOp, token: UOp, quad: UOp, pages: Pages | None
-) -> tuple[UOp, UOp]:
+def _quad_words(heads: Heads, which: int, tile: UOp, token: UOp, quad: UOp) -> tuple[UOp, UOp]:
     """The indices of the two words of a quad of dimensions."""
-    tile, place = heads.tile(kv, token // TILE, pages=pages), token % TILE
+    place = token % TILE
     if which == 0:
         first = words_of(heads, tile, quad // 4, quad % 4, place // 2) + place % 2 * 2
         return first, first + 1

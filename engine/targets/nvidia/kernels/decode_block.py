@@ -12,7 +12,7 @@ from tinygrad import UOp
 from engine.kernels.kernel import Kernel, Name
 from engine.targets.nvidia.kernels.cache_tiles import store_quad
 from engine.targets.nvidia.kernels.few_columns import column_index
-from engine.targets.nvidia.kernels.kv_cache import CACHE_SLACK, TILE, Heads, Pages
+from engine.targets.nvidia.kernels.kv_cache import TILE, Heads, Pages
 from engine.targets.nvidia.kernels.matmul import as_half
 from engine.targets.nvidia.kernels.uops import (
     F16,
@@ -50,7 +50,7 @@ def block_buffers(
         not tokens and "angles",
         tokens > 0 and "cos",
         tokens > 0 and "sin",
-        heads.pool > 0 and "tables",
+        "tables",
         "state",
         heads.norm_eps is not None and "norms",
         heads.temperature and "temperature",
@@ -67,22 +67,19 @@ class DecodeBlock:
 
     Buffers: cache, the cached keys and values (`Heads.cache_planes`); rows, the new token's queries, keys and values,
     float32 (`Heads.rows`,), with gates before them if heads are gated; angles, cos and sin of its angles, float32
-    (dim,); state, int32 (2,): token and position; norms, the weights of the queries' and the keys' norm, float32 (2,
-    dim), if there are norms, or if they are `wide`, over all heads together, float32 (query + kv, dim); temperature,
-    the factors of queries by position, float32 (context,), if there are any; with one split, sinks, float32 (query,),
-    if there are any, and prescale, the output's, float32 (UNIT,).
+    (dim,); tables, those of blocks, int32 (sequences, `Heads.table_size`); state, int32 (3,): token, position and
+    sequence; norms, the weights of the queries' and the keys' norm, float32 (2, dim), if there are norms, or if they
+    are `wide`, over all heads together, float32 (query + kv, dim); temperature, the factors of queries by position,
+    float32 (context,), if there are any; with one split, sinks, float32 (query,), if there are any, and prescale, the
+    output's, float32 (UNIT,).
 
     A sink is a score of each query head that is not scaled and weighs no value.
 
-    With a pool also tables, those of blocks, int32 (sequences, `Heads.table_size`). The state is int32 (3,): token,
-    position and sequence.
-
-    With `tokens`, a step of so many sequences, whose cache is a pool. The rows are of all tokens, one after the other;
-    in place of the angles are cos and sin, their tables, float32 (context, dim / 2). The state is int32 (4, tokens):
-    tokens, positions, sequences, and whether there is a token, else it is not stored. Outputs have the results of all
-    tokens: with one split, the activations of the next product, float16 (`few_columns`), and no
-    prescale; with several, sums (splits, tokens, query * dim), and scores and sums of weights (splits, tokens, query,
-    2).
+    With `tokens`, a step of so many sequences. The rows are of all tokens, one after the other; in place of the angles
+    are cos and sin, their tables, float32 (context, dim / 2). The state is int32 (4, tokens): tokens, positions,
+    sequences, and whether there is a token, else it is not stored. Outputs have the results of all tokens: with one
+    split, the activations of the next product, float16 (`few_columns`), and no prescale; with
+    several, sums (splits, tokens, query * dim), and scores and sums of weights (splits, tokens, query, 2).
 
     The output with one split: out, float32, permuted and prescaled for the next product. With several, for `combine`:
     sums, the weighted sums of values, float32 (splits, query * dim), and tops, for each split and query head the
@@ -98,7 +95,7 @@ class DecodeBlock:
         self.rows: UOp = buffers["rows"]
         self.tokens, self.is_whole, self._wide = tokens, splits == 1, wide
         angles: list[UOp] = [buffers[name] for name in ("cos", "sin", "angles") if name in buffers]
-        table, state, temperature = buffers.get("tables"), buffers["state"], buffers.get("temperature")
+        state, temperature = buffers["state"], buffers.get("temperature")
         self.norms: UOp | None = buffers.get("norms")
         self.sinks: UOp | None = buffers.get("sinks")
         self.prescale: UOp | None = buffers.get("prescale")
@@ -114,10 +111,8 @@ class DecodeBlock:
         self.first_head, self.kv = self.number * group, self.number // blocks_of_kv
         self.part = UOp.special(splits, "gidx1") if splits > 1 else UOp.const(0)
         place = self.token + tokens if tokens else 1
-        self.position = load_index(state, place, heads.length - CACHE_SLACK)
-        self.pages: Pages | None = None
-        if table is not None:
-            self.pages = Pages.of(heads, table, state, self.token + 2 * tokens if tokens else 2)
+        self.position = load_index(state, place, heads.length)
+        self.pages = Pages.of(heads, buffers["tables"], state, self.token + 2 * tokens if tokens else 2)
         self._angles = self._angle_loads(angles)
         self._value_factor: UOp | None = None
         self.query_factor = f32(heads.query_scale)
@@ -260,11 +255,11 @@ class DecodeBlock:
         has_key, has_value = (self.stores_token & (self.thread < n // 4) for n in (h.dim, width))
         if width < h.dim:
             has_key = has_key & UOp.const(0).eq(run)
-        at = h, self.cache
-        place, first = (self.kv, self.position), UOp.const(0) - run * width
+        at, first = (h, self.cache), UOp.const(0) - run * width
+        place = self.pages.tile(self.kv, self.position // TILE), self.position
         return [
-            *store_quad(*at, 0, *place, key, rows, UOp.const(self.group * h.dim), has_key, self.pages),
-            *store_quad(*at, 1, *place, run * (width // 4) + value, values, first, has_value, self.pages),
+            *store_quad(*at, 0, *place, key, rows, UOp.const(self.group * h.dim), has_key),
+            *store_quad(*at, 1, *place, run * (width // 4) + value, values, first, has_value),
         ]
 
     @property

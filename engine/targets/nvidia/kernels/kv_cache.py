@@ -4,11 +4,8 @@ Sixteen tokens are a tile: the keys of a tile are neighbours, and so are its val
 bits in the order in which the threads of a warp load them, sixteen bytes each, so that every load of a warp is of
 neighbouring bytes. `cache_tiles` says which elements a word holds.
 
-The cache of a layer with a sliding window is a ring, and "token" above is a slot of the ring: token t is in slot t %
-ring. A chunk of a prompt is stored before its attention, so the ring has room for a window and a chunk.
-
-The cache for several sequences is a pool of blocks, and "token" above is a place in the pool. A table holds the block
-of each `block` tokens of a sequence (`Pages`): token t is at place table[t // block] * block + t % block.
+The cache is a pool of blocks, and "token" above is a place in the pool. A table holds the block of each `block` tokens
+of a sequence (`Pages`): token t is at place table[t // block] * block + t % block.
 """
 
 from __future__ import annotations
@@ -27,7 +24,6 @@ from engine.targets.nvidia.kernels.uops import (
     F16,
     INDEX,
     LOG2_E,
-    chain,
     finish,
     load,
     load_index,
@@ -39,14 +35,17 @@ Stored = Literal["keys and values", "keys", "nothing"]
 """What a layer computes of a token for the cache. "keys": before norm and rotation they are the values too. "nothing":
 the cache is another layer's, which has stored the token before."""
 
-CACHE_SLACK = 1024  # tokens of a cache beyond its context, because loads run ahead and take whole tiles
+LENGTH_UNIT = (
+    1024  # of `Heads.length`: tinygrad would not place loops of one round at most before what follows them
+)
 TILE = 16  # tokens
 
 
 @dataclass(frozen=True)
 class Pages:
-    """The blocks of a sequence in a kernel: those of `Heads.pool` in `table`, int32, from index `first` on."""
+    """The blocks of a sequence in a kernel: those of `heads.pool` in `table`, int32, from index `first` on."""
 
+    heads: Heads
     table: UOp
     first: UOp
 
@@ -55,20 +54,28 @@ class Pages:
         """Those of the sequence that int32 `sequences` has at an index. It is not read where there is only one: loads
         of blocks need not wait for it."""
         if table.max_numel() == heads.table_size:
-            return Pages(table, UOp.const(0))
-        return Pages(table, load(sequences, index).cast(INDEX) * heads.table_size)
+            return Pages(heads, table, UOp.const(0))
+        return Pages(heads, table, load(sequences, index).cast(INDEX) * heads.table_size)
+
+    def block(self, tile: UOp) -> UOp:
+        """The block of the sequence's tile of this number."""
+        number = tile // (self.heads.block // TILE)
+        return load_index(self.table, self.first + number.minimum(self.heads.table_size - 1), self.heads.pool)
+
+    def tile(self, kv: UOp, tile: UOp) -> UOp:
+        """Where a key head has the sequence's tile of this number (`Heads.tile`)."""
+        return self.heads.tile(kv, self.block(tile), tile)
 
 
 @dataclass(frozen=True)
 class Heads:
     """The attention heads of a layer: `query` heads share `kv` heads of keys and values, of `dim` elements each.
-    Positions are below `length` - CACHE_SLACK. `norm_eps` is set if queries and keys are RMS-normed. Scores are
-    multiplied by `scale`, and with a `temperature` by a factor for the query's position, which is data. With a
-    `window`, a query sees the last `window` tokens, its own included, and the cache is a ring of `ring` tokens, a
-    multiple of 16 (`ring_for`). With a `block`, a multiple of 16, it is a `pool` of so many blocks of so many tokens
-    instead, and places of tokens depend on `Pages`. `kv_format`: how the cache holds keys and values. With
-    `normed_values`, values are RMS-normed over a head, with `norm_eps`. With `gated` heads, the rows of the QKV product
-    begin with a gate for each element of the result, which is multiplied by its sigmoid."""
+    Positions are below `length`. `norm_eps` is set if queries and keys are RMS-normed. Scores are
+    multiplied by `scale`, and with a `temperature` by a factor for the query's position, which is data. The cache is a
+    `pool` of so many blocks of `block` tokens, a multiple of 16. With a `window`, a query sees the last `window`
+    tokens, its own included. `kv_format`: how the cache holds keys and values. With `normed_values`, values are
+    RMS-normed over a head, with `norm_eps`. With `gated` heads, the rows of the QKV product begin with a gate for each
+    element of the result, which is multiplied by its sigmoid."""
 
     query: int
     kv: int
@@ -76,20 +83,17 @@ class Heads:
     length: int
     norm_eps: float | None
     scale: float
+    block: int
+    pool: int
     window: int = 0
-    ring: int = 0
     temperature: bool = False
-    block: int = 0
-    pool: int = 0
     kv_format: KVFormat = KVFormat.F16
     stored: Stored = "keys and values"
     normed_values: bool = False
     gated: bool = False
 
     def __post_init__(self) -> None:
-        assert self.slots % TILE == 0 and self.block % TILE == 0 and bool(self.block) == bool(self.pool)
-        assert self.block or (bool(self.ring) == bool(self.window) and self.ring >= self.window)
-        assert not (self.block and self.ring) and self.kv_format.fits(self.dim)
+        assert self.block % TILE == 0 and self.kv_format.fits(self.dim)
         assert not self.normed_values or self.norm_eps is not None
 
     @property
@@ -111,12 +115,12 @@ class Heads:
     @property
     def slots(self) -> int:
         """Tokens for which the cache has room."""
-        return self.block * self.pool or self.ring or self.length
+        return self.block * self.pool
 
     @property
     def table_size(self) -> int:
         """Blocks in the table of a sequence."""
-        return -(-(self.length - CACHE_SLACK) // self.block)
+        return -(-self.length // self.block)
 
     @property
     def cache_size(self) -> int:
@@ -144,43 +148,26 @@ class Heads:
     @property
     def name(self) -> str:
         """The part of kernels' names that tells layers of a model apart."""
-        window = f"_window_{self.window}_{self.ring}" if self.window else ""
-        pool = f"_pool_{self.pool}" if self.pool else ""
+        window = f"_window_{self.window}" if self.window else ""
         kv_format = f"_{self.kv_format.value}" if self.kv_format.is_quantized else ""
         stored = {"keys and values": "", "keys": "_keys", "nothing": "_shared"}[self.stored]
         values = "_normed" * self.normed_values
-        return f"{self.query}_{self.kv}_{self.dim}{window}{pool}{kv_format}{stored}{values}{'_gated' * self.gated}"
+        shape = f"{self.query}_{self.kv}_{self.dim}{window}_pool_{self.pool}"
+        return f"{shape}{kv_format}{stored}{values}{'_gated' * self.gated}"
 
     def cached(self, limit: int) -> int:
-        """The largest number of cached tokens that a query before position `limit` reads, in whole tiles. Beyond the
-        cache, loops would have one round at most, and tinygrad would not place them before what follows them."""
-        limit, own = min(limit, self.length - CACHE_SLACK), self.stored == "nothing"
+        """The largest number of cached tokens that a query before position `limit` reads, in whole tiles."""
+        limit, own = min(limit, self.length), self.stored == "nothing"
         return min(limit, self.window + TILE - 2 + own) if self.window else limit
-
-    def holds(self, position: int, written: int) -> bool:
-        """Whether the cache still holds all cached tokens that a query at `position` sees, after `written` tokens were
-        stored."""
-        first_seen = max(0, position - self.window + 1)
-        return not self.window or first_seen >= min(position, written - self.ring)
 
     def first_seen(self, position: UOp) -> UOp:
         """The first token that a query sees."""
         return (position - (self.window - 1)).maximum(0) if self.window else UOp.const(0)
 
-    def tile(self, kv: UOp, *number: UOp, pages: Pages | None = None) -> UOp:
-        """Where a key head's tile of sixteen tokens is, in such tiles. Its number is the sum of `number`. With a pool,
-        in the blocks of `pages`."""
-        n = self.slots // TILE
-        if pages is not None:
-            tile, tiles = chain(number), self.block // TILE
-            index = pages.first + (tile // tiles).minimum(self.table_size - 1)
-            return kv * n + load_index(pages.table, index, self.pool) * tiles + tile % tiles
-        return kv * n + chain(number) % n if self.ring else chain([kv * n, *number])
-
-
-def ring_for(window: int, chunk: int) -> int:
-    """The ring for a window, if a prompt comes in chunks of up to `chunk` tokens."""
-    return -(-(window + chunk) // 64) * 64
+    def tile(self, kv: UOp, block: UOp, tile: UOp) -> UOp:
+        """Where a key head has the tile of this number, which is in a `block` of the pool: in tiles."""
+        tiles = self.block // TILE
+        return kv * (self.pool * tiles) + block * tiles + tile % tiles
 
 
 @functools.cache

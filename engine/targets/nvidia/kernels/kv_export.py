@@ -13,7 +13,7 @@ from engine.formats.kv_format import QUANT_BLOCK
 from engine.kernels.kernel import Kernel
 from engine.targets.nvidia.kernels import quantized_cache
 from engine.targets.nvidia.kernels.cache_tiles import load_halves, store_halves
-from engine.targets.nvidia.kernels.kv_cache import Heads
+from engine.targets.nvidia.kernels.kv_cache import TILE, Heads
 from engine.targets.nvidia.kernels.uops import (
     F16,
     F32,
@@ -46,10 +46,10 @@ def export_tokens(heads: Heads, tokens: int) -> Kernel:
 
     def kernel(quants: UOp, scales: UOp, cache: Sequence[UOp], blocks: UOp) -> UOp:
         head, block, token, number = _thread(h, tokens)
-        cached, _ = _place(h, blocks, token)
+        tile, _ = _tile(h, head, blocks, token)
         stores: list[UOp] = []
         for side in (0, 1):
-            integers, scale = _quantized(h, cache, side, head, cached, block)
+            integers, scale = _quantized(h, cache, side, tile, token, block)
             at = side * (h.kv * tokens * h.dim // QUANT_BLOCK) + number
             stores += [store(scales, at, scale), *store_run(quants, at * QUANT_BLOCK, integers)]
         return finish(f"kv_export_{h.name}_{tokens}", stores)
@@ -64,7 +64,7 @@ def import_tokens(heads: Heads, tokens: int) -> Kernel:
 
     def kernel(cache: Sequence[UOp], quants: UOp, scales: UOp, blocks: UOp) -> UOp:
         head, block, token, number = _thread(h, tokens)
-        cached, valid = _place(h, blocks, token)
+        tile, valid = _tile(h, head, blocks, token)
         stores = []
         for side in (0, 1):
             at = side * (h.kv * tokens * h.dim // QUANT_BLOCK) + number
@@ -74,24 +74,24 @@ def import_tokens(heads: Heads, tokens: int) -> Kernel:
                 own = elements[4 * i : 4 * i + 4]
                 if h.kv_format.is_quantized:
                     stores += quantized_cache.store_quad(
-                        h, cache, side, head, cached, quad, elements, own, valid
+                        h, cache, side, tile, token, quad, elements, own, valid
                     )
                 else:
-                    stores += store_halves(h, cache, side, head, cached, quad, own, valid)
+                    stores += store_halves(h, cache, side, tile, token, quad, own, valid)
         return finish(f"kv_import_{h.name}_{tokens}", stores)
 
     return Kernel(kernel, (("cache", len(h.cache_planes)),), ("quants", "scales", "blocks"))
 
 
 def _quantized(
-    heads: Heads, cache: Sequence[UOp], side: int, head: UOp, token: UOp, block: UOp
+    heads: Heads, cache: Sequence[UOp], side: int, tile: UOp, token: UOp, block: UOp
 ) -> tuple[list[UOp], UOp]:
     """The integers of a block of a token's keys (`side` is 0) or values (1), int32, and its scale, float16."""
     h, quads = heads, _quads(block)
     if h.kv_format.is_quantized:
-        loaded = [quantized_cache.load_quad(h, cache, side, head, token, quad) for quad in quads]
+        loaded = [quantized_cache.load_quad(h, cache, side, tile, token, quad) for quad in quads]
         return [x for integers, _ in loaded for x in integers], loaded[0][1]
-    xs = [x.cast(F32) for quad in quads for x in load_halves(h, cache, side, head, token, quad)]
+    xs = [x.cast(F32) for quad in quads for x in load_halves(h, cache, side, tile, token, quad)]
     scale = (maximum([x.maximum(x * f32(-1)) for x in xs]) * f32(1 / 127)).cast(F16)
     step = scale.cast(F32)
     factor = (step > f32(0)).where(step.reciprocal(), f32(0))
@@ -100,11 +100,11 @@ def _quantized(
     return [x.maximum(-127).minimum(127) for x in rounded], scale
 
 
-def _place(heads: Heads, blocks: UOp, token: UOp) -> tuple[UOp, UOp]:
-    """Where a token is in the pool, and whether it is there."""
+def _tile(heads: Heads, kv: UOp, blocks: UOp, token: UOp) -> tuple[UOp, UOp]:
+    """The tile of a token (`Heads.tile`), and whether it is there."""
     number = token // heads.block
-    place = load_index(blocks, number, heads.pool) * heads.block + token % heads.block
-    return place, load(blocks, number) > -1
+    tile = heads.tile(kv, load_index(blocks, number, heads.pool), token // TILE)
+    return tile, load(blocks, number) > -1
 
 
 def _thread(heads: Heads, tokens: int) -> tuple[UOp, UOp, UOp, UOp]:

@@ -14,9 +14,9 @@ from tinygrad.uop.ops import AxisType, Ops
 from engine.kernels.kernel import Kernel
 from engine.targets.nvidia.kernels.cache_tiles import store_quad
 from engine.targets.nvidia.kernels.few_columns import column_index
-from engine.targets.nvidia.kernels.kv_cache import CACHE_SLACK, Heads
+from engine.targets.nvidia.kernels.kv_cache import TILE, Heads, Pages
 from engine.targets.nvidia.kernels.matmul import as_half, fragment_index
-from engine.targets.nvidia.kernels.prefill_attention import pages_of, query_index
+from engine.targets.nvidia.kernels.prefill_attention import query_index
 from engine.targets.nvidia.kernels.uops import (
     F16,
     Activation,
@@ -223,14 +223,13 @@ def rotate_prompt(
     The QKV product comes in runs of `sizes` rows, each as partial sums, float32 (parts, tokens, size). Buffers:
     queries, float16 (see `query_index`); of gated heads gates, their sigmoids, as activations of the last product in an
     `Order`, for `attend_prompt`; cache (`Heads.cache_planes`); sums, those of each run; cos and sin, their tables,
-    float32 (context, dim / 2); prompt, int32 (2,): position and number of tokens; bias, float32, if it `has_bias`;
-    norms, the weights of the queries' and the keys' norm, float32 (2, dim), if there are norms, or if they are `wide`,
-    float32 (query + kv, dim), and factors, those of `wide_norms`; temperature, the factors of queries by position,
-    float32 (context,), if there are any. With a pool, the prompt is int32 (3,), and the third is the sequence; tables
-    are those of blocks, int32 (sequences, `Heads.table_size`). If the cache is another layer's, there are only queries,
-    and neither a cache nor tables of blocks."""
+    float32 (context, dim / 2); tables, those of blocks, int32 (sequences, `Heads.table_size`); prompt, int32 (3,):
+    position, number of tokens and sequence; bias, float32, if it `has_bias`; norms, the weights of the queries' and the
+    keys' norm, float32 (2, dim), if there are norms, or if they are `wide`, float32 (query + kv, dim), and factors,
+    those of `wide_norms`; temperature, the factors of queries by position, float32 (context,), if there are any. If the
+    cache is another layer's, there are only queries, and neither a cache nor tables of blocks."""
     h, dim, half, stores_tokens = heads, heads.dim, heads.dim // 2, heads.stored != "nothing"
-    assert (not h.window or h.pool or h.window + tokens <= h.ring) and not (h.gated and has_bias)
+    assert not (h.gated and has_bias)
     total = (h.rows - h.first_row) // dim
     per_block = max(1, 256 // dim)  # heads in a block
     blocks, runs = -(-total // per_block), Runs(tokens, parts, sizes)
@@ -240,13 +239,12 @@ def rotate_prompt(
         tables: UOp | None, prompt: UOp, bias: UOp | None, norms: UOp | None, factors: UOp | None,
         temperature: UOp | None,
     ) -> UOp:  # fmt: skip
-        pages = pages_of(h, tables, prompt) if stores_tokens else None
         d, head_in_block = UOp.special(dim, "lidx0"), UOp.special(per_block, "lidx1")
         token, block = UOp.special(tokens, "gidx0"), UOp.special(blocks, "gidx1")
         head = block * per_block + head_in_block
         inside = head < total
         n = load_index(prompt, 1, tokens + 1)
-        position = (load_index(prompt, 0, h.length - CACHE_SLACK) + token).minimum(h.length - CACHE_SLACK - 1)
+        position = (load_index(prompt, 0, h.length) + token).minimum(h.length - 1)
         live = inside & (token < n)
 
         partner_d = (d < half).where(d + half, d - half)
@@ -286,7 +284,7 @@ def rotate_prompt(
             place = PLACES[order](token, head * dim + d, h.first_row)
             stores.append(store(gates, place, gate.cast(F16), live & is_query))
         name = f"prefill_rotate_{h.name}_{tokens}"
-        if not stores_tokens:
+        if tables is None:
             return finish(name, stores)
         kv = is_key.where(head - h.query, (head - (h.query + h.kv)).maximum(0).minimum(h.kv - 1))
         is_value = is_key if h.stored == "keys" else head >= h.query + h.kv
@@ -295,8 +293,9 @@ def rotate_prompt(
             kept = [after_store(shared(per_block * dim, slot=k), row + d, x) for k, x in ((1, z), (2, value))]
         else:
             kept = [after_store(shared(per_block * dim, slot=1), row + d, is_key.where(z, value))] * 2
+        tile = Pages.of(h, tables, prompt, 2).tile(kv, position // TILE)
         for which, ok in enumerate((is_key, is_value)):
-            stores += store_quad(h, cache, which, kv, position, quad, kept[which], row, stored & ok, pages)
+            stores += store_quad(h, cache, which, tile, position, quad, kept[which], row, stored & ok)
         return finish(name, stores)
 
     outputs = "queries", h.gated and "gates", ("cache", len(h.cache_planes) if stores_tokens else 0)
@@ -307,7 +306,7 @@ def rotate_prompt(
             ("sums", len(sizes)),
             "cos",
             "sin",
-            h.pool > 0 and stores_tokens and "tables",
+            stores_tokens and "tables",
             "prompt",
             has_bias and "bias",
             h.norm_eps is not None and "norms",

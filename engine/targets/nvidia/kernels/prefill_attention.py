@@ -29,7 +29,7 @@ from engine.kernels.launch_hints import LaunchHints
 from engine.targets.nvidia.kernels.cache_tiles import eight_keys, eight_values
 from engine.targets.nvidia.kernels.few_columns import column_index
 from engine.targets.nvidia.kernels.half_words import unknown
-from engine.targets.nvidia.kernels.kv_cache import CACHE_SLACK, Heads, Pages
+from engine.targets.nvidia.kernels.kv_cache import Heads, Pages
 from engine.targets.nvidia.kernels.matmul import fragment_index, wmma
 from engine.targets.nvidia.kernels.uops import (
     F16,
@@ -125,14 +125,6 @@ def query_index(heads: Heads, tokens: int, head: UOp, token: UOp, d: UOp) -> UOp
     return (((head * (tokens // 16) + token // 16) * (heads.dim // 16) + d // 16) * 32 + thread) * 8 + element
 
 
-def pages_of(heads: Heads, table: UOp | None, prompt: UOp) -> Pages | None:
-    """The blocks of the prompt's sequence, if the cache is a pool."""
-    if not heads.pool:
-        return None
-    assert table is not None
-    return Pages.of(heads, table, prompt, 2)
-
-
 def _quad_maxima(own: Sequence[UOp], g: UOp, t: UOp) -> list[UOp]:
     """The largest of the values of four threads 4g + t, of rows g and g + 8."""
     zero, one = (f32(x).cast(F16) for x in (0, 1))
@@ -158,7 +150,7 @@ class _Tiles:
     """The keys and values of two steps in shared memory, and how threads copy them there."""
 
     def __init__(self, heads: Heads, tiling: PromptTiling, cache: Sequence[UOp], kv: UOp, warp: UOp, thread: UOp,
-                 pages: Pages | None) -> None:  # fmt: skip
+                 pages: Pages) -> None:  # fmt: skip
         self._heads, self._steps, self._cache, self._kv, self._pages = heads, tiling.steps, cache, kv, pages
         self._held = tiling.held
         self._chunks = heads.dim // 16
@@ -182,7 +174,7 @@ class _Tiles:
         for eight in (eight_keys, eight_values):
             for piece in self._pieces:
                 number, c = step * self._steps + piece // self._chunks, piece % self._chunks
-                tile = self._heads.tile(self._kv, number, pages=self._pages)
+                tile = self._pages.tile(self._kv, number)
                 loads += eight(self._heads, cache, tile, c, self._t, self._g)
         return loads
 
@@ -229,10 +221,10 @@ def attend_prompt(
     """Causal attention of a prompt over the cache. Buffers: out, float16 fragments of (tokens, query heads * dim), or
     `columns` of `few_columns`, or with several splits the sums of each, float32
     (`PromptTiling.sums_size`), and of gated heads it holds the factors of its elements; queries, those of
-    `prefill.rotate_prompt`; cache (`Heads.cache_planes`); with a pool, tables, those of blocks,
-    int32 (sequences, `Heads.table_size`); prompt, int32 (2,): position and number of tokens, and with a pool (3,):
-    its sequence; sinks, if there are any, unless there are several splits, float32 (query heads,): a score of each head
-    that is not scaled and weighs no value."""
+    `prefill.rotate_prompt`; cache (`Heads.cache_planes`); tables, those of blocks, int32
+    (sequences, `Heads.table_size`); prompt, int32 (3,): position, number of tokens and sequence; sinks, if there are
+    any, unless there are several splits, float32 (query heads,): a score of each head that is not scaled and weighs no
+    value."""
     h, dim, rows, warps, steps = heads, heads.dim, tiling.rows, tiling.warps, tiling.steps
     splits, across, per_block = tiling.splits, tiling.across, tiling.units
     chunks, size = dim // 16, 16 * steps
@@ -243,10 +235,8 @@ def attend_prompt(
     assert warps % across == 0 and chunks % across == 0 and (across == 1 or tiling.shared)
     n_sums = rows * own_chunks * 8
 
-    def kernel(
-        out: UOp, queries: UOp, cache: list[UOp], tables: UOp | None, prompt: UOp, sinks: UOp | None
-    ) -> UOp:
-        pages = pages_of(h, tables, prompt)
+    def kernel(out: UOp, queries: UOp, cache: list[UOp], tables: UOp, prompt: UOp, sinks: UOp | None) -> UOp:
+        pages = Pages.of(h, tables, prompt, 2)
         thread, warp = UOp.special(32, "lidx0"), UOp.special(warps, "lidx1") if warps > 1 else UOp.const(0)
         block, kv = UOp.special(blocks, "gidx0"), UOp.special(h.kv, "gidx1")
         split = UOp.special(splits, "gidx2") if splits > 1 else UOp.const(0)
@@ -257,7 +247,7 @@ def attend_prompt(
         if units % per_block:
             unit = unit.minimum(units - 1)
         head, tile = kv * h.shared_by + unit % h.shared_by, unit // h.shared_by * rows
-        position, n = load_index(prompt, 0, h.length - CACHE_SLACK), load_index(prompt, 1, tokens + 1)
+        position, n = load_index(prompt, 0, h.length), load_index(prompt, 1, tokens + 1)
         last_unit = (block * per_block + (per_block - 1)).minimum(units - 1)
         first, after = (u // h.shared_by * (16 * rows) for u in (block * per_block, last_unit + h.shared_by))
         turns = _turns(h, position, first, after, n, size, split, splits)
@@ -374,7 +364,7 @@ def attend_prompt(
 
     used = tiling.shared_bytes(dim)
     hints = LaunchHints(shared_bytes=used if used > STATIC_SHARED else 0)
-    inputs: tuple[Name, ...] = "queries", ("cache", len(h.cache_planes)), h.pool > 0 and "tables", "prompt"
+    inputs: tuple[Name, ...] = "queries", ("cache", len(h.cache_planes)), "tables", "prompt"
     return Kernel(kernel, ("out",), (*inputs, has_sinks and "sinks"), hints)
 
 
@@ -428,7 +418,7 @@ def combine_prompt(
     heads: Heads, tokens: int, splits: int, has_sinks: bool = False, columns: bool = False
 ) -> Kernel:
     """Adds the sums of several splits of `attend_prompt`. Buffers: out as there, with the factors; sums; prompt, int32
-    (2,) or (3,); sinks, if there are any, float32 (query heads,)."""
+    (3,); sinks, if there are any, float32 (query heads,)."""
     h, chunks = heads, heads.dim // 16
 
     def kernel(out: UOp, sums: UOp, prompt: UOp, sinks: UOp | None) -> UOp:

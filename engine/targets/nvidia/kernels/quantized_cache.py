@@ -18,7 +18,7 @@ from tinygrad import UOp, dtypes
 
 from engine.formats.kv_format import QUANT_BLOCK
 from engine.targets.nvidia.kernels.half_words import chosen_bytes, integers, product
-from engine.targets.nvidia.kernels.kv_cache import TILE, Heads, Pages
+from engine.targets.nvidia.kernels.kv_cache import TILE, Heads
 from engine.targets.nvidia.kernels.uops import (
     F16,
     all_of,
@@ -54,15 +54,15 @@ def scales(heads: Heads, tile: UOp, t: UOp) -> UOp:
 
 
 def store_quad(
-    heads: Heads, cache: Sequence[UOp], which: int, kv: UOp, token: UOp, quad: UOp, block: Sequence[UOp],
-    own: Sequence[UOp], valid: UOp | None, pages: Pages | None = None,
+    heads: Heads, cache: Sequence[UOp], which: int, tile: UOp, token: UOp, quad: UOp, block: Sequence[UOp],
+    own: Sequence[UOp], valid: UOp | None,
 ) -> list[UOp]:  # fmt: skip
     """As `cache_tiles.store_quad`. The first quad of a block stores the scale."""
     largest = maximum([x for e in block for x in (e, e * f32(-1))])
     inverse = (largest > f32(0)).where(f32(_MOST) / largest, f32(0))
     whole = [(x * inverse + f32(OFFSET + 0.5)).cast(dtypes.uint32) for x in own]
     word = bitwise_or([shift(x, -8 * byte) for x, byte in zip(whole, _ORDER, strict=True)])
-    index, scale = _places(heads, which, kv, token, quad, pages)
+    index, scale = _places(heads, which, tile, token, quad)
     return [
         store(cache[which], index, word, valid),
         store(cache[2 + which], scale, (largest * f32(1 / _MOST)).cast(F16), all_of(valid, (quad % 8).eq(0))),
@@ -70,18 +70,18 @@ def store_quad(
 
 
 def load_quad(
-    heads: Heads, cache: Sequence[UOp], which: int, kv: UOp, token: UOp, quad: UOp
+    heads: Heads, cache: Sequence[UOp], which: int, tile: UOp, token: UOp, quad: UOp
 ) -> tuple[list[UOp], UOp]:
     """The integers of a quad of dimensions, int32, and the scale of its block, float16."""
-    index, scale = _places(heads, which, kv, token, quad, None)
+    index, scale = _places(heads, which, tile, token, quad)
     word = load(cache[which], index)
     integers = [mask(shift(word, 8 * byte), 0xFF).cast(dtypes.int32) - OFFSET for byte in _ORDER]
     return integers, load(cache[2 + which], scale)
 
 
-def _places(heads: Heads, which: int, kv: UOp, token: UOp, quad: UOp, pages: Pages | None) -> tuple[UOp, UOp]:
+def _places(heads: Heads, which: int, tile: UOp, token: UOp, quad: UOp) -> tuple[UOp, UOp]:
     """The indices of the word of a quad, and of the scale of its block."""
-    tile, place = heads.tile(kv, token // TILE, pages=pages), token % TILE
+    place = token % TILE
     if which == 0:
         first = key_words(heads, tile, quad // 8, quad % 4, place // 2)
         index = first + place % 2 * 2 + quad % 8 // 4

@@ -18,7 +18,7 @@ from engine.targets.nvidia.kernels.decode_block import combine
 from engine.targets.nvidia.kernels.device import multiprocessors, shared_limit
 from engine.targets.nvidia.kernels.epilogues import STORE, STORE_BIASED
 from engine.targets.nvidia.kernels.flash_attention import FlashSplit, flash_attention, flash_split, rows_split
-from engine.targets.nvidia.kernels.kv_cache import CACHE_SLACK, Heads, Stored
+from engine.targets.nvidia.kernels.kv_cache import LENGTH_UNIT, Heads, Stored
 from engine.targets.nvidia.kernels.prefill import rotate_prompt, wide_norms
 from engine.targets.nvidia.kernels.prefill_attention import attend_prompt, combine_prompt, prompt_tiling
 from engine.targets.nvidia.kernels.weight_layout import permuted_size
@@ -51,7 +51,7 @@ class Attention(Handler):
             query=part.heads,
             kv=part.kv_heads,
             dim=part.head_dim,
-            length=-(-loading.context // CACHE_SLACK) * CACHE_SLACK + CACHE_SLACK,
+            length=-(-loading.context // LENGTH_UNIT) * LENGTH_UNIT,
             norm_eps=None if norms is None else weights.spec.eps,
             scale=part.scale,
             window=window,
