@@ -225,10 +225,14 @@ class ModelSpec:
         return max((attend.window for attend in self.attention), default=0)
 
     def kv_bytes_per_token(self, windowed: bool, kv: KVFormat = KVFormat.F16) -> int:
-        """Bytes that a token takes in the KV cache of the layers with or without a window. In place of float16 it is
-        float32 if all matrices are (but float16 in the kernels of GPUs)."""
-        wider = 2 if self.is_float32 and not kv.is_quantized else 1
-        return sum(2 * kv.bytes(a.kv_size) * wider for a in self.caching if bool(a.window) == windowed)
+        """Bytes that a token takes in the KV cache of the layers with or without a window."""
+        return sum(self.kv_bytes(a, kv) for a in self.caching if bool(a.window) == windowed)
+
+    def kv_bytes(self, attend: Attend, kv: KVFormat, widens: bool = True) -> int:
+        """Bytes of a token's keys and values in the cache of a layer. If it `widens`, those of models of float32 are
+        float32 in place of float16; those of GPUs' kernels are not."""
+        wider = 2 if widens and self.is_float32 and not kv.is_quantized else 1
+        return 2 * kv.bytes(attend.kv_size) * wider
 
     def lacks_format_because(self, kv: KVFormat) -> str:
         """The sentence that tells a user why a KV cache cannot have the format `kv`. Empty if it can."""

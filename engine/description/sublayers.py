@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from typing import ClassVar, Literal, TypeVar
 
@@ -88,8 +89,16 @@ class Mix:
 
     @property
     def weights(self) -> tuple[Weight, ...]:
-        own = (weight for weights in self.roles.values() for weight in weights if weight)
-        return *own, *(weight for part in self.parts for weight in part.weights)
+        return *self._own_weights, *(weight for part in self.parts for weight in part.weights)
+
+    @property
+    def row_elements(self) -> int:
+        """Elements of the rows that its own matrices make of a token."""
+        return sum(weight.rows for weight in self._own_weights)
+
+    @property
+    def _own_weights(self) -> Iterator[Weight]:
+        return (weight for weights in self.roles.values() for weight in weights if weight)
 
     @property
     def vectors(self) -> tuple[Vector, ...]:
@@ -266,6 +275,10 @@ class Experts(Mix):
     @property
     def count(self) -> int:
         return self.down.experts
+
+    @property
+    def row_elements(self) -> int:
+        return self.router.rows + self.used * (self.gate.rows + self.up.rows + self.down.rows)
 
     @property
     def least_sum(self) -> float | None:

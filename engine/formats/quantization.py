@@ -6,7 +6,8 @@ Every type stores integers q of a few bits, in groups that share a scale and per
 
 d and m are half precision, one of each in a block; MXFP4's d is a power of two. scale and minimum are small integers,
 one of each in a group; types without them have 1. The integers of a type with a codebook are indices: T[q] takes the
-place of q. The kernels' own layouts are made of these numbers: from `Format.fields`, or from `Plane.position`.
+place of q. The kernels' own layouts are made of these numbers: from `engine.kernels.fields`, or from
+`Plane.position`. Nothing here needs tinygrad: lists of models are made without it.
 
 Block layouts: block_q4_0 to block_q6_K, block_iq4_nl, block_iq4_xs and block_mxfp4 in ggml/src/ggml-common.h of
 llama.cpp, with the codebooks kvalues_iq4nl and kvalues_mxfp4. Meaning of the bits: the functions dequantize_row_* in
@@ -15,13 +16,14 @@ ggml/src/ggml-quants.c.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
-
-from tinygrad import Tensor, UOp, dtypes
+from typing import TYPE_CHECKING, TypeVar
 
 from engine.formats.ggml_types import GGML_TYPES
 
-Index = TypeVar("Index", int, UOp)
+if TYPE_CHECKING:
+    from tinygrad import UOp
+
+Index = TypeVar("Index", int, "UOp")
 
 
 @dataclass(frozen=True)
@@ -46,31 +48,8 @@ class Plane:
         row, shared = i // self.width, self.in_a_byte(n)
         return self.byte + row // shared * self.width + i % self.width, self.shift + row % shared * self.bits
 
-    def read(self, blocks: Tensor, n: int) -> Tensor:
-        """The n numbers of each block: uint8 (blocks, block_bytes) -> (blocks, n)."""
-        shared = self.in_a_byte(n)
-        b = blocks[:, self.byte : self.byte + n // shared].reshape(blocks.shape[0], -1, 1, self.width)
-        if self.bits < 8:
-            shift: int | Tensor = self.shift
-            if shared > 1:
-                shift = (Tensor.arange(shared).reshape(1, 1, -1, 1) * self.bits + shift).cast(dtypes.uint8)
-            b = (b >> shift) & (2**self.bits - 1)
-        return (b ^ 2 ** (self.bits - 1) if self.signed else b).reshape(-1, n)
-
 
 Planes = tuple[Plane, ...]  # of the same numbers, their lowest bits first
-
-
-@dataclass(frozen=True)
-class Fields:
-    """The numbers in n blocks: `q` uint8 (n, block); `d` and `m` float16 (n, 1), or `d` uint8 for an exponent; `scale`
-    and `minimum` int8 or uint8 (n, block / group). `scale` and `minimum` None stand for 1, `m` None for 0."""
-
-    q: Tensor
-    d: Tensor
-    scale: Tensor | None = None
-    m: Tensor | None = None
-    minimum: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -134,53 +113,24 @@ class Format:
     def code_offset(self) -> int:
         return -min(self.codebook)
 
-    def values(self, q: Tensor) -> Tensor:
-        """The numbers that the integers q stand for, float32 of the same shape: q - offset, or T[q]."""
-        if not self.codebook:
-            return q.cast(dtypes.float32) - self.offset
-        four = [Tensor(word, dtype=dtypes.uint32, device=q.device) for word in packed_codes(self.codes)]
-        word = (q < 8).where((q < 4).where(four[0], four[1]), (q < 12).where(four[2], four[3]))
-        codes = (word >> ((q & 3) * 8).cast(dtypes.uint32)) & 255
-        return codes.cast(dtypes.float32) - self.code_offset
 
-    def factors(self, d: Tensor) -> Tensor:
-        """d as float32, of the same shape."""
-        if not self.exponent:
-            return d.cast(dtypes.float32)
-        return (d.cast(dtypes.uint32) << 23).bitcast(dtypes.float32) * 0.5
-
-    def fields(self, blocks: Tensor) -> Fields:
-        """Takes blocks apart, uint8 (n, block_bytes)."""
-
-        def numbers(runs: Sequence[Planes]) -> Tensor | None:
-            n = self.block // self.group // max(1, len(runs))
-            parts = [_joined(planes, blocks, n) for planes in runs]
-            return Tensor.cat(*parts, dim=1) if parts else None
-
-        def half(byte: int) -> Tensor:
-            return blocks[:, byte : byte + 2].bitcast(dtypes.float16)
-
-        scale, minimum = numbers(self.scale), numbers(self.minimum)
-        if scale is not None and self.scale[0][0].bits == 8:
-            scale = scale.bitcast(dtypes.int8)
-        elif scale is not None and self.scale_offset:
-            scale = scale.cast(dtypes.int8) - self.scale_offset
-        m = None if self.m is None else half(self.m) if self.minimum else -half(self.m)
-        d = blocks[:, self.d : self.d + 1] if self.exponent else half(self.d)
-        return Fields(_joined(self.q, blocks, self.block), d, scale, m, minimum)
+def unpacked_bytes(ggml_type: int, elements: int) -> int:
+    """Bytes of so many elements, in whole blocks, in layouts whose small scales and minima are a byte each, or half a
+    byte each (`Format.has_nibble_scales`)."""
+    if not (format := QUANTIZED.get(ggml_type)):
+        return elements * GGML_TYPES[ggml_type].block_bytes
+    a_group = sum(name in format.scales for name in ("scale", "minimum")) - format.has_nibble_scales
+    a_block = sum(name in format.scales for name in ("d", "m")) * (1 if format.exponent else 2)
+    return (
+        elements * sum(format.bits) // 8
+        + elements // format.group * a_group
+        + elements // format.block * a_block
+    )
 
 
 def packed_codes(codes: Sequence[int]) -> list[int]:
     """Numbers below 256, four in a 32-bit word, the first in the lowest bits."""
     return [int.from_bytes(bytes(codes[i : i + 4]), "little") for i in range(0, len(codes), 4)]
-
-
-def _joined(planes: Planes, blocks: Tensor, n: int) -> Tensor:
-    """n numbers of each block, uint8 (blocks, n)."""
-    value, low = planes[0].read(blocks, n), planes[0].bits
-    for plane in planes[1:]:
-        value, low = value | (plane.read(blocks, n) << low), low + plane.bits
-    return value
 
 
 # Eight 6-bit scales and eight 6-bit minima in 12 bytes: get_scale_min_k4 in ggml-quants.c.
@@ -225,4 +175,4 @@ _FORMATS = (
 )  # fmt: skip
 # Both by ggml's type id.
 QUANTIZED: Mapping[int, Format] = {format.ggml_type: format for format in _FORMATS}
-FLOATS = {0: dtypes.float32, 1: dtypes.float16, 30: dtypes.bfloat16}
+FLOATS = (0, 1, 30)  # F32, F16 and BF16

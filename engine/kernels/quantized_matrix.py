@@ -13,9 +13,9 @@ from collections.abc import Mapping
 from tinygrad import Tensor, UOp, dtypes
 
 from engine.formats.ggml_types import GGML_TYPES
-from engine.formats.quantization import FLOATS, QUANTIZED
-
-SPREAD = 16
+from engine.formats.quantization import QUANTIZED
+from engine.kernels.fields import FLOAT_TYPES, factors_of, fields_of, values_of
+from engine.kernels.matrix_bytes import SPREAD, padded
 
 
 class QuantizedMatrix:
@@ -34,9 +34,7 @@ class QuantizedMatrix:
         """Its planes take no memory before `store`."""
         self.format, self._type = QUANTIZED.get(ggml_type), ggml_type
         self.rows, self.cols = rows, cols
-        if self.format is not None:
-            step = max(SPREAD * 8 // min(self.format.bits), self.format.block)
-            self._padded_cols = -(-cols // step) * step
+        self._padded_cols = padded(ggml_type, cols)
         type = GGML_TYPES[ggml_type]
         raw = Tensor.empty(rows * cols // type.block * type.block_bytes, dtype=dtypes.uint8)
         self.planes = {
@@ -60,8 +58,8 @@ class QuantizedMatrix:
     def _planes_of(self, raw: Tensor, rows: int) -> dict[str, Tensor]:
         """The planes of `rows` rows as the file holds them, uint8 (bytes,). Lazy."""
         if self.format is None:
-            return {"w": raw.bitcast(FLOATS[self._type]).reshape(rows, self.cols)}
-        fields, planes = self.format.fields(raw.reshape(-1, self.format.block_bytes)), {}
+            return {"w": raw.bitcast(FLOAT_TYPES[self._type]).reshape(rows, self.cols)}
+        fields, planes = fields_of(self.format, raw.reshape(-1, self.format.block_bytes)), {}
         q = self._padded(fields.q, rows)
         for i, (shift, b) in enumerate(self._bit_planes()):
             part = ((q >> shift) & (2**b - 1)).reshape(rows, -1, 8 // b, SPREAD)
@@ -131,11 +129,11 @@ class QuantizedMatrix:
         if format.has_nibble_scales:
             scale_and_minimum = planes["scale"]
             planes = {**planes, "scale": scale_and_minimum & 15, "minimum": scale_and_minimum >> 4}
-        planes = {**planes, "d": format.factors(planes["d"])}
+        planes = {**planes, "d": factors_of(format, planes["d"])}
         scale = spread_over("d", format.block)
         if "scale" in planes:
             scale = scale * spread_over("scale", format.group)
-        w = format.values(q) * scale
+        w = values_of(format, q) * scale
         if "m" in planes:
             m = spread_over("m", format.block)
             w = w - (m * spread_over("minimum", format.group) if "minimum" in planes else m)

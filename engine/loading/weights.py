@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
-from tinygrad import dtypes
 
 from engine.description.spec import ModelSpec
 from engine.description.sublayers import Vector, Weight
@@ -111,7 +110,7 @@ class Weights:
         if info.type not in FLOATS:
             raise damaged(self.file.path, f"it holds {vector.tensor} as {info.type_name}, not as floats")
         data = self._data(info, 0, info.n_bytes)
-        if FLOATS[info.type] == dtypes.bfloat16:  # the upper half of a float32
+        if info.type_name == "BF16":  # the upper half of a float32
             values = (data.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
         else:
             values = data.view(np.float32 if info.type == 0 else np.float16).astype(np.float32)

@@ -1,25 +1,25 @@
 """The memory that a model needs on a device, known from its description before anything is loaded.
 
-The list of models, `orin-chat show` and the engine's refusal of a model that does not fit all take it from here. It is
-made without tinygrad, so the sizes of the weight layouts and caches stand here once more; tests hold them against what
-the runners really take.
+The list of models, `orin-chat show` and the engine's refusal of a model that does not fit all take it from here. Each
+target says what it takes (`engine.targets.memory`), without tinygrad, which lists of models do not import.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import ceil
 
 from engine.description.spec import ModelSpec
-from engine.description.sublayers import Attend, Weight
+from engine.description.sublayers import Mix
 from engine.errors import BackendError, UsageError
-from engine.formats.ggml_types import GGML_TYPES
 from engine.formats.kv_format import KVFormat
 from engine.loading import PIECE_BYTES
 from engine.model.coverage import Target
 from engine.protocol.events import ContextLength
 from engine.runtime.checkpoints import checkpoint_slots
-from engine.runtime.kv_blocks import BLOCK, blocks_of_one
+from engine.targets.cpu.memory import MEMORY as of_cpus
+from engine.targets.graph.memory import MEMORY as of_graphs
+from engine.targets.memory import TargetMemory
+from engine.targets.nvidia.memory import MEMORY as of_gpus
 
 DEFAULT_CONTEXT = 8192  # tokens, for a model that was trained for more
 
@@ -29,36 +29,7 @@ _LEFT_FREE = 0.1  # of the free memory, by a context as long as memory allows: o
 _BITS = {"Q8_0": 8.5, "Q6_K": 6.6, "Q5_K_M": 5.7, "Q4_K_M": 4.9, "Q3_K_M": 3.9, "Q2_K": 3.3}
 """Bits a weight of whole files, from the best to the smallest: llama.cpp's tools/quantize/README.md."""
 
-
-@dataclass(frozen=True)
-class _Path:
-    """How a way to run models differs from others in memory. `chunk`: the most tokens of a prompt at once; `slack`:
-    tokens of a cache beyond its context, which is a multiple of `step`; `repacking`: copies of a piece of the file
-    while it loads; `compilers_bytes`: of processes that compile kernels after that. `extra`: bytes by which a block of
-    256 weights is larger than in the file, by type. `reads_tables`: the embeddings of layers stay in the file, of which
-    the host reads a row for each token."""
-
-    chunk: int
-    slack: int
-    step: int
-    repacking: int
-    compilers_bytes: int
-    extra: dict[str, int]
-    reads_tables: bool = False
-
-    def loaded(self, spec: ModelSpec) -> list[Weight]:
-        """The matrices that are copied into memory."""
-        table = spec.layer_embeddings.table if self.reads_tables and spec.layer_embeddings else None
-        return [weight for weight in spec.weights() if weight != table]
-
-
-_EXTRA = {"Q3_K": 4, "Q4_K": 4, "Q5_K": 4}  # their 6-bit scales become bytes
-_CPU = _Path(128, BLOCK, 1, 1, 100 << 20, _EXTRA | {"IQ4_XS": 10, "MXFP4": 8}, reads_tables=True)
-_GPU = _Path(512, 0, 1, 4, 0, _EXTRA | {"IQ4_XS": 2})
-_GRAPH = _Path(32, 32, 32, 3, 100 << 20, _EXTRA | {"IQ4_XS": 2}, reads_tables=True)
-
-
-_PATHS: dict[Target, _Path] = {"cpu": _CPU, "nvidia": _GPU, "graph": _GRAPH}
+_MEMORY: dict[Target, TargetMemory] = {"graph": of_graphs, "cpu": of_cpus, "nvidia": of_gpus}
 
 
 @dataclass(frozen=True)
@@ -144,18 +115,16 @@ def memory_need(
     a GPU each of `parallel` conversations has a context; elsewhere they share what there is room for. `kv`: the
     format of the KV cache."""
     context = context or default_context(spec)
-    path = _PATHS[target]
-    conversations = parallel if path is _GPU else 1
-    states = 2 * parallel if path is _GPU else parallel  # a GPU has those before and after a step
-    loaded = path.loaded(spec)
+    of = _MEMORY[target]
+    conversations, loaded = 1 if of.is_shared else parallel, of.loaded(spec)
     piece = min(PIECE_BYTES, max(weight.n_bytes for weight in loaded))
     return MemoryNeed(
         context=context,
         conversations=conversations,
-        weights_bytes=spec.vector_bytes + sum(_stored_bytes(weight, path) for weight in loaded),
-        cache_bytes=conversations * _cache_bytes(spec, path, context, kv),
-        states_bytes=(states + checkpoint_slots(parallel)) * spec.state_bytes,
-        kernels_bytes=path.compilers_bytes + path.repacking * piece + _scratch_bytes(spec, path, context),
+        weights_bytes=spec.vector_bytes + sum(map(of.weight_bytes, loaded)),
+        cache_bytes=conversations * of.cache_bytes(spec, context, kv),
+        states_bytes=(of.states * parallel + checkpoint_slots(parallel)) * spec.state_bytes,
+        kernels_bytes=of.compilers_bytes + of.repacking * piece + _scratch_bytes(spec, of, context),
     )
 
 
@@ -226,35 +195,17 @@ def _what_fits(
     return f"A model with up to {billions:.1f} billion weights in Q4_K_M would fit."
 
 
-def _stored_bytes(weight: Weight, path: _Path) -> int:
-    type = GGML_TYPES[weight.type]
-    return weight.n_bytes + weight.experts * weight.rows * weight.cols * path.extra.get(type.name, 0) // 256
-
-
-def _cache_bytes(spec: ModelSpec, path: _Path, context: int, kv: KVFormat) -> int:
-    wider = 2 if spec.is_float32 and path is not _GPU and not kv.is_quantized else 1
-    return sum(2 * kv.bytes(a.kv_size) * _cached(a, path, context) * wider for a in spec.caching)
-
-
-def _cached(attend: Attend, path: _Path, context: int) -> int:
-    """Tokens for which a layer's cache has room."""
-    if path is _GRAPH:
-        return ceil((context + path.slack) / path.step) * path.step
-    return blocks_of_one(attend.window, context, path.chunk) * BLOCK + path.slack
-
-
-def _scratch_bytes(spec: ModelSpec, path: _Path, context: int) -> int:
+def _scratch_bytes(spec: ModelSpec, target: TargetMemory, context: int) -> int:
     """What a chunk of a prompt leaves in memory from kernel to kernel, in 32-bit numbers, and tables by position."""
-    attention = max(a.query_size + 2 * a.kv_size for a in spec.attention)
-    attention = max([attention, *(delta.channels + delta.value_size for delta in spec.deltas)])
-    widths = [2 * dense.width for dense in spec.feed_forward]
-    widths += [mix.used * (2 * mix.up.rows + spec.dim) for mix in spec.experts]
-    token = 4 * spec.dim + 3 * attention + max(widths)
+    rows: dict[type[Mix], int] = {}  # of a token, those of the largest sublayer of each kind
+    for mix in spec.mixes():
+        rows[type(mix)] = max(rows.get(type(mix), 0), mix.row_elements)
+    token = 6 * spec.dim + sum(rows.values())
     if embeddings := spec.layer_embeddings:
         token += 3 * embeddings.table.cols
     tables = sum(2 * rope.pairs * context for rope in spec.ropes) + spec.vocab
-    n_bytes = 4 * (path.chunk * token + tables)
-    if path is _GRAPH:  # each token gets its experts' matrices
-        mixes = ((_stored_bytes(w, path) for w in (mix.gate, mix.up, mix.down)) for mix in spec.experts)
-        n_bytes += path.chunk * max((sum(mix) // spec.experts[0].count for mix in mixes), default=0)
-    return n_bytes
+    copied = 0
+    if target.copies_experts:
+        of_one = (sum(map(target.weight_bytes, (e.gate, e.up, e.down))) // e.count for e in spec.experts)
+        copied = max(of_one, default=0)
+    return target.chunk * (4 * token + copied) + 4 * tables

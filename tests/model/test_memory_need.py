@@ -1,5 +1,5 @@
-"""What a model will need in memory. What it takes is compared with this where runners are tested (`lower`,
-`test_windows`, `tests/kernels/gpu/check_layers`)."""
+"""What a model will need in memory. What it takes is compared with this where runners are tested
+(`tests/targets/test_graph`, `tests/targets/test_cpu`, `tests/kernels/gpu/check_layers`)."""
 
 from dataclasses import replace
 from typing import get_args
@@ -18,11 +18,7 @@ from engine.kernels.quantized_matrix import QuantizedMatrix
 from engine.measure.free_memory import host_free_bytes
 from engine.model import text_model as generate
 from engine.model.memory_need import (
-    _CPU,
-    _GPU,
-    _GRAPH,
     Target,
-    _stored_bytes,
     check_fits,
     chosen_context,
     largest_context,
@@ -31,8 +27,12 @@ from engine.model.memory_need import (
 )
 from engine.model.text_model import TextModel
 from engine.protocol.events import EngineOptions
+from engine.targets.cpu.kernels.lanes import register_lanes
 from engine.targets.cpu.kernels.weight_layout import WeightLayout as CPULayout
+from engine.targets.cpu.memory import MEMORY as of_cpus
+from engine.targets.graph.memory import MEMORY as of_graphs
 from engine.targets.nvidia.kernels.weight_layout import WeightLayout as GPULayout
+from engine.targets.nvidia.memory import MEMORY as of_gpus
 from tests import generated_model
 
 GB = 10**9
@@ -58,12 +58,13 @@ def spec(path):
 
 @pytest.mark.parametrize("kind", [*FLOATS, *QUANTIZED], ids=lambda kind: GGML_TYPES[kind].name)
 def test_matrices_are_as_large_as_the_layouts_make_them(kind):
-    rows, cols = 64, 1024
-    weight, layout = Weight("m", rows, cols, kind), CPULayout(kind, 16)
-    assert _stored_bytes(weight, _CPU) == layout.size(rows, cols) * layout.dtype.itemsize
-    assert _stored_bytes(weight, _GPU) == GPULayout(kind).n_bytes(rows, cols)
-    planes = QuantizedMatrix(kind, rows, cols).planes.values()
-    assert _stored_bytes(weight, _GRAPH) == sum(plane.nbytes() for plane in planes)
+    rows, cols = 41, 3 * max(32, GGML_TYPES[kind].block)  # which fill neither vectors nor units
+    weight, layout = Weight("m", rows, cols, kind), CPULayout(kind, register_lanes())
+    assert of_cpus.weight_bytes(weight) == layout.size(rows, cols) * layout.dtype.itemsize
+    planes = GPULayout(kind).shapes(rows, cols)
+    assert of_gpus.weight_bytes(weight) == sum(n * dtype.itemsize for n, dtype in planes)
+    matrix = QuantizedMatrix(kind, rows, cols).planes.values()
+    assert of_graphs.weight_bytes(weight) == sum(plane.nbytes() for plane in matrix)
 
 
 @pytest.mark.parametrize("target", TARGETS)

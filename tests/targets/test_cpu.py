@@ -2,14 +2,27 @@
 
 import pytest
 
+from engine.formats.kv_format import KVFormat
 from engine.runtime import kv_blocks
 from engine.runtime.kv_blocks import BLOCK, REWIND
+from engine.targets.cpu.kernels import memory
 from engine.targets.cpu.kernels.thread_pool import default_pool
+from engine.targets.cpu.memory import memory_of
 from engine.targets.cpu.model import CPUModel
+from engine.targets.cpu.weights import CPUWeights, Matrix
 from tests.targets.layers import CONTEXT, MODELS, hold, opened, written
 from tests.targets.sublayers import cpu_step
 
 LANES = 8  # less to compile than 16
+
+
+def watched(monkeypatch) -> list[Matrix]:
+    """The matrices that are loaded from now on."""
+    loaded, load = [], CPUWeights.matrix
+    monkeypatch.setattr(
+        CPUWeights, "matrix", lambda *how, **ways: loaded.append(load(*how, **ways)) or loaded[-1]
+    )
+    return loaded
 
 
 # The pools of windows: so small that the steps take blocks again, or large enough for the whole context.
@@ -18,7 +31,12 @@ def test_every_sublayer_agrees_with_the_reference(name, rewind, tmp_path, monkey
     monkeypatch.setattr(kv_blocks, "REWIND", rewind)
     path = written(name, tmp_path)
     weights = opened(path)
+    loaded = watched(monkeypatch)
     model = CPUModel(weights, CONTEXT, default_pool(), LANES, keep_packed=False)
+    need = memory_of(LANES)
+    streams, caches = (memory.view(m.stream) for m in loaded), (a for _, kv in model.cache.layers for a in kv)
+    assert sum(map(need.weight_bytes, need.loaded(model.spec))) == sum(a.nbytes for a in streams)
+    assert need.cache_bytes(model.spec, CONTEXT, KVFormat.F16) == sum(a.nbytes for a in caches)
     sizes = {group.window: group.blocks * BLOCK for group in model.cache.groups}
     assert (min(sizes.values()) < CONTEXT) == bool(model.spec.window and not rewind)
     hold(path, cpu_step(model, LANES), cpu_step(model, 1), model.max_chunk)

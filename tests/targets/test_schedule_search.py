@@ -16,9 +16,10 @@ from engine.protocol.events import EngineOptions, Warming
 from engine.targets.nvidia import schedule_search
 from engine.targets.nvidia.kernels import schedules
 from engine.targets.nvidia.kernels.chosen_experts import ChosenExperts
+from engine.targets.nvidia.kernels.matrix_bytes import units_of
 from engine.targets.nvidia.kernels.matvec import Schedule, StackedMatrices
 from engine.targets.nvidia.kernels.schedules import _by_rule, candidates
-from engine.targets.nvidia.kernels.weight_layout import WeightLayout, units_of
+from engine.targets.nvidia.kernels.weight_layout import WeightLayout
 
 FASTEST = Schedule(32, 4, 4)
 RIGHT = np.linspace(-3, 5, 50, dtype=np.float32)

@@ -69,7 +69,7 @@ def _line(backend: str, path: Path, prompt: oracles.Prompt) -> str:
 
 
 def _cpu(path: Path, context: int) -> Steps:
-    from engine.targets.cpu.kernels.kernel_builder import register_lanes
+    from engine.targets.cpu.kernels.lanes import register_lanes
     from engine.targets.cpu.kernels.thread_pool import default_pool
     from engine.targets.cpu.model import CPUModel
 

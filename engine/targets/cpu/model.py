@@ -17,9 +17,10 @@ from engine.targets.buffer_uses import BufferUses
 from engine.targets.cpu.cache import CPUCache
 from engine.targets.cpu.handlers import HANDLERS
 from engine.targets.cpu.kernels import memory
+from engine.targets.cpu.kernels.lanes import max_chunk
 from engine.targets.cpu.kernels.thread_pool import ThreadPool
 from engine.targets.cpu.states import CPUStates
-from engine.targets.cpu.step_buffers import StepBuffers, max_chunk
+from engine.targets.cpu.step_buffers import StepBuffers
 from engine.targets.cpu.sublayers.handler import Handler, Loading
 from engine.targets.cpu.weights import CPUWeights
 

@@ -20,7 +20,7 @@ from engine.runtime.model_runner import SearchReport, Slot, varied_tokens
 from engine.runtime.prefix_store import export_layout
 from engine.runtime.sampling import Logits
 from engine.targets.cpu.kernels import memory
-from engine.targets.cpu.kernels.kernel_builder import register_lanes
+from engine.targets.cpu.kernels.lanes import register_lanes
 from engine.targets.cpu.kernels.step_state import TILES, TOKENS
 from engine.targets.cpu.kernels.thread_pool import default_pool
 from engine.targets.cpu.model import CPUModel

@@ -10,7 +10,7 @@ from engine.measure.kernel_roles import BufferUse
 from engine.targets.buffer_uses import BufferUses
 from engine.targets.cpu.kernels import memory
 from engine.targets.cpu.kernels.attention import mask
-from engine.targets.cpu.kernels.product import MAX_TILES
+from engine.targets.cpu.kernels.lanes import max_chunk
 from engine.targets.cpu.kernels.step_state import SIZE
 from engine.targets.cpu.kernels.thread_pool import ThreadPool
 from engine.targets.cpu.weights import CPUWeights
@@ -53,8 +53,3 @@ class StepBuffers:
         uses.add(BufferUse("norm", "token", self.zeros.numel()), self.zeros)
         scores = [buffer for (name, *_), buffer in self._scratch.items() if name == "scores"]
         uses.add(BufferUse("attention", "context", self.positions), *scores)
-
-
-def max_chunk(lanes: int) -> int:
-    """The most tokens of a prompt in a step."""
-    return MAX_TILES * lanes

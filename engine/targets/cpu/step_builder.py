@@ -20,7 +20,7 @@ from engine.targets.cpu.kernels.activations import (
 )
 from engine.targets.cpu.kernels.kernel_sequence import KernelSequence
 from engine.targets.cpu.kernels.product import product, span_of
-from engine.targets.cpu.kernels.weight_layout import UNIT
+from engine.targets.cpu.kernels.stream_size import UNIT
 from engine.targets.cpu.step_buffers import StepBuffers
 from engine.targets.cpu.weights import Matrix
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import ceil
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,7 +18,7 @@ from engine.measure.profile import Replay
 from engine.protocol.events import Sampling
 from engine.protocol.events import Step as StepKind
 from engine.runtime.checkpoints import checkpoint_slots
-from engine.runtime.kv_blocks import BLOCK, KVGroup
+from engine.runtime.kv_blocks import BLOCK, KVGroup, blocks_of_one
 from engine.runtime.model_runner import SearchReport, Slot, varied_tokens
 from engine.runtime.sampling import Logits
 from engine.targets.graph.delta_net import StateCopies
@@ -163,7 +162,7 @@ class GraphRunner:
 def _n_blocks(spec: ModelSpec, context: int, parallel: int, kv: KVFormat) -> int:
     """The blocks of the KV cache: room for all sequences if it takes no more than half of the memory, but at least for
     one."""
-    one = ceil(context / BLOCK) + 1
+    one = blocks_of_one(0, context, BLOCK)
     token_bytes = sum(spec.kv_bytes_per_token(windowed=windowed, kv=kv) for windowed in (False, True))
     free = (free_bytes(Device.DEFAULT) or 0) - spec.matrix_bytes if parallel > 1 else 0
     return max(one, min(parallel * one, free // 2 // (BLOCK * token_bytes)))

@@ -7,7 +7,8 @@ from numpy.typing import NDArray
 from tinygrad import Tensor
 
 from engine.kernels.device_memory import to_device
-from engine.targets.nvidia.kernels.weight_layout import UNIT, WeightLayout, prescale
+from engine.targets.nvidia.kernels.matrix_bytes import UNIT
+from engine.targets.nvidia.kernels.weight_layout import WeightLayout, prescale
 
 
 class Prescales:

@@ -36,6 +36,7 @@ from engine.targets.nvidia.kernels.kernel_sequence import KernelSequence
 from engine.targets.nvidia.kernels.kv_cache import copy_block
 from engine.targets.nvidia.kernels.sampling import Shortlist
 from engine.targets.nvidia.kernels.weight_repacking import repacking_kernels
+from engine.targets.nvidia.memory import CHUNK_SIZES
 from engine.targets.nvidia.prefill import PrefillKernels
 from engine.targets.nvidia.prescales import Prescales
 from engine.targets.nvidia.row_steps import RowSteps
@@ -44,7 +45,6 @@ from engine.targets.nvidia.states import DeviceStates
 from engine.targets.nvidia.uses import uses_of
 from engine.targets.nvidia.weights import allocate
 
-_CHUNK_SIZES = (32, 64, 512)
 _BETWEEN_STEPS = (128, 256)
 """Between the decode steps of other conversations, prompts go in pieces that take about as long as such a step."""
 _DECODE_AT_MOST = 1  # so few tokens of a prompt are faster one by one
@@ -57,7 +57,7 @@ class FusedRunner:
     """Implements `ModelRunner`."""
 
     precompiled = True
-    max_chunk = _CHUNK_SIZES[-1]
+    max_chunk = CHUNK_SIZES[-1]
 
     def __init__(
         self,
@@ -71,7 +71,7 @@ class FusedRunner:
         launch_bounds.apply()
         os.environ.setdefault("ALLOW_HALF8", "1")  # lets tinygrad load eight half-precision numbers at once
         self.parallel, self._context, self._is_early = parallel, context_length, is_early
-        self._sizes = sorted(_CHUNK_SIZES + (_BETWEEN_STEPS if parallel > 1 else ()))
+        self._sizes = sorted(CHUNK_SIZES + (_BETWEEN_STEPS if parallel > 1 else ()))
         self.chunk_sizes = tuple(n for n in self._sizes if n <= context_length)
         self._set_up = weights.spec, context_length, parallel, kv  # what the kernels follow from
         self._model = model = allocate(weights, context_length, self.max_chunk, parallel, kv)

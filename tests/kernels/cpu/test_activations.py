@@ -12,8 +12,9 @@ from engine.targets.cpu.kernels.activations import (
     quantize_activations,
 )
 from engine.targets.cpu.kernels.kernel_sequence import KernelSequence
+from engine.targets.cpu.kernels.stream_size import UNIT
 from engine.targets.cpu.kernels.thread_pool import ThreadPool
-from engine.targets.cpu.kernels.weight_layout import UNIT, WeightLayout
+from engine.targets.cpu.kernels.weight_layout import WeightLayout
 from tests.kernels.cpu.test_product import KINDS, LANES, ints
 
 TOKENS, COLS, EPS = 8, 96, 1e-6

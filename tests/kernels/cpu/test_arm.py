@@ -28,8 +28,9 @@ from engine.targets.cpu.kernels.experts import (
 from engine.targets.cpu.kernels.kernel_sequence import KernelSequence
 from engine.targets.cpu.kernels.product import product, shape_of, span_of
 from engine.targets.cpu.kernels.rope import Heads, rotate
+from engine.targets.cpu.kernels.stream_size import UNIT
 from engine.targets.cpu.kernels.thread_pool import ThreadPool
-from engine.targets.cpu.kernels.weight_layout import UNIT, WeightLayout
+from engine.targets.cpu.kernels.weight_layout import WeightLayout
 from engine.targets.cpu.kernels.weight_repacking import repack
 from tests.kernels.cpu.test_product import KINDS, blocks_of, ints
 from tests.thorough import thorough

@@ -11,7 +11,7 @@ from engine.formats.kv_format import QUANT_BLOCK
 from engine.targets.cpu.kernels import memory
 from engine.targets.cpu.kernels.attention import attention, mask, n_parts, scratch_size
 from engine.targets.cpu.kernels.kernel_sequence import CompiledSequence, KernelSequence
-from engine.targets.cpu.kernels.product import MAX_TILES
+from engine.targets.cpu.kernels.lanes import MAX_TILES
 from engine.targets.cpu.kernels.rope import Heads, rotate
 from engine.targets.cpu.kernels.step_state import SIZE, TILES
 from engine.targets.cpu.kernels.thread_pool import ThreadPool

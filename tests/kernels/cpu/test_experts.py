@@ -21,10 +21,11 @@ from engine.targets.cpu.kernels.experts import (
     max_tiles,
 )
 from engine.targets.cpu.kernels.kernel_sequence import KernelSequence
-from engine.targets.cpu.kernels.product import MAX_TILES, span_of
+from engine.targets.cpu.kernels.lanes import MAX_TILES
+from engine.targets.cpu.kernels.product import span_of
 from engine.targets.cpu.kernels.step_state import TILES, TOKENS
+from engine.targets.cpu.kernels.stream_size import UNIT
 from engine.targets.cpu.kernels.thread_pool import ThreadPool
-from engine.targets.cpu.kernels.weight_layout import UNIT
 from tests.kernels.cpu.test_product import ints, packed
 
 EPS, LEAST = 1e-5, 6.1e-5

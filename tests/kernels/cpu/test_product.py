@@ -14,8 +14,9 @@ from engine.targets.cpu.kernels.activations import Quantization, buffer_names, q
 from engine.targets.cpu.kernels.embedding import embed, embed_from_file
 from engine.targets.cpu.kernels.kernel_sequence import KernelSequence
 from engine.targets.cpu.kernels.product import product, shape_of, span_of
+from engine.targets.cpu.kernels.stream_size import UNIT
 from engine.targets.cpu.kernels.thread_pool import ThreadPool
-from engine.targets.cpu.kernels.weight_layout import UNIT, WeightLayout
+from engine.targets.cpu.kernels.weight_layout import WeightLayout
 from engine.targets.cpu.kernels.weight_repacking import repack
 from tests.quantized_blocks import random_blocks
 

@@ -8,8 +8,9 @@ from tinygrad import Tensor, dtypes
 
 from engine.formats.quantization import QUANTIZED
 from engine.targets.nvidia.kernels.kernel_sequence import KernelSequence
+from engine.targets.nvidia.kernels.matrix_bytes import UNIT, units_of
 from engine.targets.nvidia.kernels.upload import Part, upload
-from engine.targets.nvidia.kernels.weight_layout import UNIT, WeightLayout, permuted_size, prescale, units_of
+from engine.targets.nvidia.kernels.weight_layout import WeightLayout, permuted_size, prescale
 from engine.targets.nvidia.kernels.weight_repacking import MatrixSpec, TensorRows, repack
 
 FLOATS = {0: np.float32, 1: np.float16}

@@ -9,6 +9,7 @@ from engine.formats.kv_format import KVFormat
 from engine.targets.nvidia.kernels.decode_block import combine
 from engine.targets.nvidia.kernels.flash_attention import FlashSplit, flash_attention, flash_split
 from engine.targets.nvidia.kernels.matmul import fragment_index, fragments_size
+from engine.targets.nvidia.kernels.matrix_bytes import UNIT
 from engine.targets.nvidia.kernels.prefill import rotate_prompt, wide_norms
 from engine.targets.nvidia.kernels.prefill_attention import (
     PromptTiling,
@@ -16,7 +17,7 @@ from engine.targets.nvidia.kernels.prefill_attention import (
     combine_prompt,
     prompt_tiling,
 )
-from engine.targets.nvidia.kernels.weight_layout import UNIT, permuted_size
+from engine.targets.nvidia.kernels.weight_layout import permuted_size
 from tests.kernels.gpu.buffers import buffer, close, places, prompt_index, rng, run, zeros
 from tests.kernels.gpu.cache_layout import CONTEXT, Pool, heads_of, kept
 

@@ -83,6 +83,8 @@ def hold(**shape: Any) -> None:
     runner = FusedRunner(Weights(file, read_spec(file), lambda _: None), CONTEXT)
     model, need = runner._model, memory_need(read_spec(file), CONTEXT, "nvidia")
     assert need.cache_bytes == sum(t.nbytes() for a in model.storing for t in a.cache)
+    planes = [plane for matrix in model.matrices for plane in matrix.planes]
+    assert need.weights_bytes == model.spec.vector_bytes + sum(plane.nbytes() for plane in planes)
     states = [*(d.memory for d in model.deltas), *runner._states.checkpoints]
     assert need.states_bytes == sum(t.nbytes() for t in states)
     KVBlocks(runner).reserve(0, len(TOKENS))

@@ -22,13 +22,14 @@ from engine.targets.nvidia.kernels.flash_attention import flash_attention, flash
 from engine.targets.nvidia.kernels.kv_cache import Heads
 from engine.targets.nvidia.kernels.layer_embeddings import gate_embeddings, layer_embeddings, stride
 from engine.targets.nvidia.kernels.matmul import Tiles, fragment_index, fragments_size, matmul
+from engine.targets.nvidia.kernels.matrix_bytes import UNIT, units_of
 from engine.targets.nvidia.kernels.matvec import Schedule, StackedMatrices, matvec
 from engine.targets.nvidia.kernels.post_norm import add_both, add_both_blocks, add_normed, add_normed_blocks
 from engine.targets.nvidia.kernels.prefill import activate_prompt, add_normed_sums, norm_prompt
 from engine.targets.nvidia.kernels.prefill_attention import attend_prompt, prompt_tiling
 from engine.targets.nvidia.kernels.sampling import next_token
 from engine.targets.nvidia.kernels.schedules import matvec_schedule
-from engine.targets.nvidia.kernels.weight_layout import UNIT, WeightLayout, permuted_size, prescale, units_of
+from engine.targets.nvidia.kernels.weight_layout import WeightLayout, permuted_size, prescale
 from tests.kernels.gpu.buffers import (
     FLOATS,
     buffer,

@@ -39,6 +39,7 @@ from engine.targets.nvidia.kernels.flash_attention import flash_attention, flash
 from engine.targets.nvidia.kernels.kv_cache import Heads
 from engine.targets.nvidia.kernels.layer_embeddings import layer_embeddings, stride
 from engine.targets.nvidia.kernels.matmul import ExpertTiles, expert_tiles, fragments_size, matmul
+from engine.targets.nvidia.kernels.matrix_bytes import UNIT
 from engine.targets.nvidia.kernels.matvec import StackedMatrices, matvec
 from engine.targets.nvidia.kernels.post_norm import add_both, add_both_blocks, add_normed
 from engine.targets.nvidia.kernels.prefill import activate_prompt, norm_prompt, rotate_prompt, wide_norms
@@ -50,7 +51,7 @@ from engine.targets.nvidia.kernels.prefill_experts import (
     sort_assignments,
 )
 from engine.targets.nvidia.kernels.schedules import matvec_schedule
-from engine.targets.nvidia.kernels.weight_layout import UNIT, WeightLayout, permuted_size
+from engine.targets.nvidia.kernels.weight_layout import WeightLayout, permuted_size
 from engine.targets.nvidia.runner import FusedRunner
 from tests import generated_model
 from tests.kernels.gpu.alignment import BASE_BYTES, prove_uops

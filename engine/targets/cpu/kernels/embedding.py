@@ -22,7 +22,8 @@ from engine.targets.cpu.kernels.kernel_builder import (
     shift_left,
 )
 from engine.targets.cpu.kernels.step_state import n_tokens
-from engine.targets.cpu.kernels.weight_layout import UNIT, WeightLayout, as_float, bent_line
+from engine.targets.cpu.kernels.stream_size import UNIT
+from engine.targets.cpu.kernels.weight_layout import WeightLayout, as_float, bent_line
 
 
 @functools.cache

@@ -26,7 +26,8 @@ from engine.targets.cpu.kernels.product import (
     products_of_tiles,
 )
 from engine.targets.cpu.kernels.step_state import TILES, TOKENS
-from engine.targets.cpu.kernels.weight_layout import UNIT, WeightLayout
+from engine.targets.cpu.kernels.stream_size import UNIT
+from engine.targets.cpu.kernels.weight_layout import WeightLayout
 
 _LOWEST = -1e38  # less than any logit
 

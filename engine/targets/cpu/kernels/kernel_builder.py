@@ -10,7 +10,6 @@ import functools
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from itertools import count
-from pathlib import Path
 from typing import TypeAlias
 
 from tinygrad import UOp, dtypes
@@ -30,15 +29,6 @@ Index: TypeAlias = UOp | int
 _LOG2_E = 1.4426950408889634
 # 2**f for -0.5 <= f <= 0.5, with an error of 1e-7: a polynomial fitted at Chebyshev nodes, lowest power first
 _EXP2 = (1.0000001192, 0.6931471825, 0.2402210683, 0.05550327152, 0.009676037356, 0.001340043265)
-
-
-def register_lanes() -> int:
-    """float32 elements of a vector: 16 with AVX-512; otherwise 8, an AVX2 register or two of NEON."""
-    try:
-        flags = Path("/proc/cpuinfo").read_text().split()
-    except OSError:
-        return 8
-    return 16 if "avx512f" in flags else 8
 
 
 def even_share(n: Index, part: UOp, parts: UOp) -> tuple[Index, Index]:

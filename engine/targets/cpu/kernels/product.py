@@ -21,10 +21,11 @@ from tinygrad import UOp
 from engine.kernels.compilation import KernelFunction
 from engine.targets.cpu.kernels.activations import Activations, buffer_names
 from engine.targets.cpu.kernels.kernel_builder import F32, I16, I32, Index, KernelBuilder, add, even_share
+from engine.targets.cpu.kernels.lanes import MAX_TILES
 from engine.targets.cpu.kernels.step_state import TILES
-from engine.targets.cpu.kernels.weight_layout import PAIRS, UNIT, WeightLayout, as_float
+from engine.targets.cpu.kernels.stream_size import UNIT
+from engine.targets.cpu.kernels.weight_layout import PAIRS, WeightLayout, as_float
 
-MAX_TILES = 8
 _PAIRS_A_STEP = 2  # of columns, in the loop over tiles of tokens
 
 

@@ -10,8 +10,9 @@ from tinygrad.uop.ops import Ops
 
 from engine.kernels.compilation import KernelFunction
 from engine.targets.cpu.kernels import memory
-from engine.targets.cpu.kernels.kernel_builder import KernelBuilder, add, even_share, register_lanes
+from engine.targets.cpu.kernels.kernel_builder import KernelBuilder, add, even_share
 from engine.targets.cpu.kernels.kernel_sequence import KernelSequence
+from engine.targets.cpu.kernels.lanes import register_lanes
 from engine.targets.cpu.kernels.thread_pool import default_pool
 
 _STREAMS = 8  # independent vector loads in flight

@@ -38,7 +38,7 @@ from math import ceil
 from tinygrad import UOp, dtypes
 from tinygrad.dtype import DType
 
-from engine.formats.quantization import FLOATS, QUANTIZED, Format
+from engine.kernels.fields import FLOAT_TYPES
 from engine.targets.cpu.kernels.kernel_builder import (
     F16,
     F32,
@@ -51,55 +51,23 @@ from engine.targets.cpu.kernels.kernel_builder import (
     shift_left,
     shift_right,
 )
+from engine.targets.cpu.kernels.stream_size import UNIT, StreamSize
 
-UNIT = 32  # columns whose planes are stored together
 PAIRS = UNIT // 2  # of columns in a unit
 
 
 @dataclass(frozen=True)
-class WeightLayout:
+class WeightLayout(StreamSize):
     """The layout of matrices of a ggml type, for vectors of `lanes` rows."""
-
-    ggml_type: int
-    lanes: int
-
-    @property
-    def format(self) -> Format | None:
-        return QUANTIZED.get(self.ggml_type)
 
     @property
     def dtype(self) -> DType:
         """The type of the stream's elements."""
-        return U16 if self.format else FLOATS[self.ggml_type]
+        return U16 if self.format else FLOAT_TYPES[self.ggml_type]
 
     @property
     def name(self) -> str:
         return self.format.name if self.format else self.dtype.name
-
-    @property
-    def has_small_scales(self) -> bool:
-        return self.format is not None and "scale" in self.format.scales
-
-    @property
-    def block(self) -> int:
-        """Columns in a block."""
-        return self.format.block if self.format else 1
-
-    @property
-    def header_words(self) -> int:
-        """Words of d and m at the start of a block."""
-        return self.lanes * (2 if self.format and "m" in self.format.scales else 1) if self.format else 0
-
-    @property
-    def unit_words(self) -> int:
-        """Words of a unit."""
-        assert self.format
-        return self.lanes * (self.has_small_scales + 2 * sum(self.format.bits))
-
-    @property
-    def block_words(self) -> int:
-        """Elements of the stream in a block."""
-        return self.header_words + self.block // UNIT * self.unit_words if self.format else self.lanes
 
     @property
     def planes(self) -> tuple[int, ...]:
@@ -117,18 +85,6 @@ class WeightLayout:
         if self.format is None or not self.format.codebook:
             return q
         return bent_line(q.cast(I16), [self.codebook.index(n) for n in self.format.codebook]).cast(U16)
-
-    def row_words(self, cols: int) -> int:
-        """Elements of the stream in a group of `lanes` rows."""
-        return cols // self.block * self.block_words
-
-    def groups(self, rows: int) -> int:
-        """Groups of `lanes` rows in a matrix."""
-        return ceil(rows / self.lanes)
-
-    def size(self, rows: int, cols: int) -> int:
-        """Elements of a matrix's stream. Its last row is repeated to fill the last group."""
-        return self.groups(rows) * self.row_words(cols)
 
     # --- reading ---------------------------------------------------------------------------------------
 

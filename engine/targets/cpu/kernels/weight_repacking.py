@@ -21,8 +21,9 @@ from engine.targets.cpu.kernels.kernel_builder import (
     shift_left,
     shift_right,
 )
+from engine.targets.cpu.kernels.stream_size import UNIT
 from engine.targets.cpu.kernels.thread_pool import ThreadPool
-from engine.targets.cpu.kernels.weight_layout import UNIT, WeightLayout
+from engine.targets.cpu.kernels.weight_layout import WeightLayout
 
 _PARTS = 16  # of a matrix, for the threads to share
 

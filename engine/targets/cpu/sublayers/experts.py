@@ -17,7 +17,7 @@ from engine.targets.cpu.kernels.experts import (
     max_tiles,
 )
 from engine.targets.cpu.kernels.product import span_of
-from engine.targets.cpu.kernels.weight_layout import UNIT
+from engine.targets.cpu.kernels.stream_size import UNIT
 from engine.targets.cpu.step_builder import StepBuilder, Tiles
 from engine.targets.cpu.sublayers.dense import DenseHandler
 from engine.targets.cpu.sublayers.handler import Handler, Loading

@@ -9,8 +9,9 @@ from tinygrad import UOp
 from tinygrad.uop.ops import AxisType, Ops
 
 from engine.targets.nvidia.kernels.expert_choice import ExpertChoice
+from engine.targets.nvidia.kernels.matrix_bytes import UNIT, units_of
 from engine.targets.nvidia.kernels.uops import load, load_index, store
-from engine.targets.nvidia.kernels.weight_layout import UNIT, WeightLayout, units_of
+from engine.targets.nvidia.kernels.weight_layout import WeightLayout
 
 
 @dataclass(frozen=True)

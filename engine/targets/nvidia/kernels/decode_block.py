@@ -14,6 +14,7 @@ from engine.targets.nvidia.kernels.cache_tiles import store_quad
 from engine.targets.nvidia.kernels.few_columns import column_index
 from engine.targets.nvidia.kernels.kv_cache import TILE, Heads, Pages
 from engine.targets.nvidia.kernels.matmul import as_half
+from engine.targets.nvidia.kernels.matrix_bytes import UNIT
 from engine.targets.nvidia.kernels.uops import (
     F16,
     F32,
@@ -32,7 +33,7 @@ from engine.targets.nvidia.kernels.uops import (
     store,
     tree,
 )
-from engine.targets.nvidia.kernels.weight_layout import UNIT, permuted
+from engine.targets.nvidia.kernels.weight_layout import permuted
 
 
 def block_buffers(

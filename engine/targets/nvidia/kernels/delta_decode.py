@@ -23,6 +23,7 @@ from engine.targets.nvidia.kernels.delta_net import (
 )
 from engine.targets.nvidia.kernels.few_columns import column_index
 from engine.targets.nvidia.kernels.matmul import as_half
+from engine.targets.nvidia.kernels.matrix_bytes import UNIT
 from engine.targets.nvidia.kernels.uops import (
     INDEX,
     after_store,
@@ -40,7 +41,7 @@ from engine.targets.nvidia.kernels.uops import (
     store_run,
     tree,
 )
-from engine.targets.nvidia.kernels.weight_layout import UNIT, permuted
+from engine.targets.nvidia.kernels.weight_layout import permuted
 
 
 def total_of(parts: UOp, n: int, stride: int, count: int, thread: UOp, threads: int, slot: int) -> UOp:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from tinygrad import UOp
 
 from engine.kernels.kernel import Kernel
+from engine.targets.nvidia.kernels.matrix_bytes import UNIT
 from engine.targets.nvidia.kernels.uops import (
     INDEX,
     LOG2_E,
@@ -29,7 +30,6 @@ from engine.targets.nvidia.kernels.uops import (
     store_run,
     tree,
 )
-from engine.targets.nvidia.kernels.weight_layout import UNIT
 
 MAX_POSITION = 1 << 30
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from tinygrad import UOp
 
 from engine.kernels.kernel import Kernel, Name
+from engine.targets.nvidia.kernels.matrix_bytes import UNIT
 from engine.targets.nvidia.kernels.uops import (
     I32,
     Activation,
@@ -23,7 +24,7 @@ from engine.targets.nvidia.kernels.uops import (
     store,
     tree,
 )
-from engine.targets.nvidia.kernels.weight_layout import UNIT, permuted, permuted_size
+from engine.targets.nvidia.kernels.weight_layout import permuted, permuted_size
 
 LOWEST_LOGIT = -3e38  # below any logit
 

@@ -31,6 +31,7 @@ from engine.kernels.kernel import Kernel, Name, call_by_name
 from engine.targets.nvidia.kernels.epilogues import LOWEST_LOGIT, argmax
 from engine.targets.nvidia.kernels.half_pairs import unit_pairs
 from engine.targets.nvidia.kernels.matmul import as_half, wmma
+from engine.targets.nvidia.kernels.matrix_bytes import UNIT, units_of
 from engine.targets.nvidia.kernels.uops import (
     I32,
     Activation,
@@ -46,7 +47,7 @@ from engine.targets.nvidia.kernels.uops import (
     tree,
     zeroed_registers,
 )
-from engine.targets.nvidia.kernels.weight_layout import UNIT, WeightLayout, units_of
+from engine.targets.nvidia.kernels.weight_layout import WeightLayout
 
 MAX_TOKENS = 64
 _TILE, _ROWS, _ABREAST = 8, 16, 4  # tokens and rows of a tile; units that a warp works on at a time

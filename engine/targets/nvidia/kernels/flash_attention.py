@@ -30,6 +30,7 @@ from engine.targets.nvidia.kernels.cache_fragments import Loads, fragments, uppe
 from engine.targets.nvidia.kernels.decode_block import DecodeBlock, block_buffers
 from engine.targets.nvidia.kernels.kv_cache import TILE, Heads
 from engine.targets.nvidia.kernels.matmul import wmma
+from engine.targets.nvidia.kernels.matrix_bytes import UNIT
 from engine.targets.nvidia.kernels.uops import (
     F16,
     F32,
@@ -51,7 +52,6 @@ from engine.targets.nvidia.kernels.uops import (
     tree,
     zeroed_registers,
 )
-from engine.targets.nvidia.kernels.weight_layout import UNIT
 
 _MAX_HEADS = 8  # query heads in a block
 _MIN_PART, _MAX_PART = 64, 2048  # tokens of a part: at least, for a window; at most, of several sequences

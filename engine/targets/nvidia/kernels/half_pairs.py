@@ -18,8 +18,9 @@ from tinygrad.uop.ops import Ops
 
 from engine.targets.nvidia.kernels.bit_packing import BitPacking
 from engine.targets.nvidia.kernels.half_words import chosen_bytes, constants, halves, is_cuda, pairwise
+from engine.targets.nvidia.kernels.matrix_bytes import UNIT
 from engine.targets.nvidia.kernels.uops import F16, U32, bitwise_or, f32, mask, shift, shift_right
-from engine.targets.nvidia.kernels.weight_layout import QUARTER, UNIT, Unit, WeightLayout
+from engine.targets.nvidia.kernels.weight_layout import QUARTER, Unit, WeightLayout
 
 RUN = 8
 PAIRS = tuple((i, i + 4) for i in range(4))

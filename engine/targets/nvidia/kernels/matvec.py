@@ -29,6 +29,7 @@ from engine.kernels.launch_hints import LaunchHints, Release
 from engine.targets.nvidia.kernels.chosen_experts import ChosenExperts, ExpertRows
 from engine.targets.nvidia.kernels.delta_net import HeadNorm
 from engine.targets.nvidia.kernels.epilogues import BlockRows, Epilogue
+from engine.targets.nvidia.kernels.matrix_bytes import UNIT, units_of
 from engine.targets.nvidia.kernels.uops import (
     f32,
     finish,
@@ -39,7 +40,7 @@ from engine.targets.nvidia.kernels.uops import (
     store,
     tree,
 )
-from engine.targets.nvidia.kernels.weight_layout import UNIT, WeightLayout, permuted_size, units_of
+from engine.targets.nvidia.kernels.weight_layout import WeightLayout, permuted_size
 
 MAX_BLOCK = 256  # columns of the largest quantization block
 

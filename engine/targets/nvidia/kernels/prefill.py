@@ -16,6 +16,7 @@ from engine.targets.nvidia.kernels.cache_tiles import store_quad
 from engine.targets.nvidia.kernels.few_columns import column_index
 from engine.targets.nvidia.kernels.kv_cache import TILE, Heads, Pages
 from engine.targets.nvidia.kernels.matmul import as_half, fragment_index
+from engine.targets.nvidia.kernels.matrix_bytes import UNIT, units_of
 from engine.targets.nvidia.kernels.prefill_attention import query_index
 from engine.targets.nvidia.kernels.uops import (
     F16,
@@ -35,7 +36,6 @@ from engine.targets.nvidia.kernels.uops import (
     store,
     tree,
 )
-from engine.targets.nvidia.kernels.weight_layout import UNIT, units_of
 
 Order = Literal["fragments", "rows", "columns"]
 """The order of activations (tokens, cols): fragments of `matmul`; rows of units_of(cols) * UNIT

@@ -24,7 +24,8 @@ from tinygrad import Tensor, UOp, dtypes
 from tinygrad.dtype import DType
 from tinygrad.uop.ops import Ops
 
-from engine.formats.quantization import FLOATS, QUANTIZED, Format
+from engine.formats.quantization import QUANTIZED, Format
+from engine.kernels.fields import FLOAT_TYPES, fields_of
 from engine.targets.nvidia.kernels.bit_packing import (
     CENTER,
     DENORMAL_EXPONENT,
@@ -35,9 +36,9 @@ from engine.targets.nvidia.kernels.bit_packing import (
     looked_up,
     looked_up_above_256,
 )
+from engine.targets.nvidia.kernels.matrix_bytes import UNIT, matrix_bytes, units_of
 from engine.targets.nvidia.kernels.uops import F32, chain, f32, load, mask, shift, shift_right, u32
 
-UNIT = 64
 QUARTER = UNIT // 4
 CODEBOOK = 1  # the prescale of types with a codebook (`WeightLayout.prescale_bits`)
 
@@ -54,12 +55,12 @@ class WeightLayout:
 
     @property
     def name(self) -> str:
-        return self.format.name if self.format else str(FLOATS[self.ggml_type].name)
+        return self.format.name if self.format else str(FLOAT_TYPES[self.ggml_type].name)
 
     @functools.cached_property
     def bits(self) -> int:
         """Bits of an integer, or of a float."""
-        return sum(self.format.bits) if self.format else FLOATS[self.ggml_type].itemsize * 8
+        return sum(self.format.bits) if self.format else FLOAT_TYPES[self.ggml_type].itemsize * 8
 
     @property
     def unit_words(self) -> int:
@@ -118,15 +119,17 @@ class WeightLayout:
         return planes
 
     def n_bytes(self, rows: int, cols: int) -> int:
-        return sum(n * dtype.itemsize for n, dtype in self.shapes(rows, cols))
+        return matrix_bytes(self.ggml_type, rows, cols)
 
     def planes_of(self, raw: Tensor, rows: int, cols: int) -> list[Tensor]:
         """The planes of a matrix, from its bytes as the file holds them, uint8 (bytes,). Lazy."""
         padded = units_of(cols) * UNIT
         if self.format is None:
-            values = raw.bitcast(FLOATS[self.ggml_type]).reshape(rows, cols).pad(((0, 0), (0, padded - cols)))
+            values = (
+                raw.bitcast(FLOAT_TYPES[self.ggml_type]).reshape(rows, cols).pad(((0, 0), (0, padded - cols)))
+            )
             return [self._planar(values.contiguous().bitcast(dtypes.uint32), rows).contiguous()]
-        fields = self.format.fields(raw.reshape(-1, self.format.block_bytes))
+        fields = fields_of(self.format, raw.reshape(-1, self.format.block_bytes))
 
         def padded_rows(values: Tensor, span: int) -> Tensor:
             return values.reshape(rows, cols // span).pad(((0, 0), (0, (padded - cols) // span)))
@@ -277,7 +280,7 @@ class WeightLayout:
         if self.bits == 32:
             return words[j].bitcast(F32)
         word = words[j // 2]
-        if FLOATS[self.ggml_type] == dtypes.bfloat16:
+        if FLOAT_TYPES[self.ggml_type] == dtypes.bfloat16:
             bits = mask(word, 0xFFFF0000) if j % 2 else word.alu(Ops.SHL, u32(16))
             return bits.bitcast(F32)
         return shift_right(word, 16 * (j % 2)).cast(dtypes.uint16).bitcast(dtypes.float16).cast(F32)
@@ -392,11 +395,6 @@ def _positions(prescale_bits: int) -> list[int]:
         return [0] * UNIT
     packing = BitPacking(prescale_bits)
     return [packing.position(j) for j in range(UNIT)]
-
-
-def units_of(cols: int) -> int:
-    """Units in a row of `cols` columns."""
-    return -(-cols // UNIT)
 
 
 def permuted(column: UOp, cols: int) -> UOp:

@@ -1,0 +1,21 @@
+"""How many rows of a matrix and how many tokens the kernels of a CPU take at a time."""
+
+import functools
+from pathlib import Path
+
+MAX_TILES = 8  # of `lanes` tokens of a prompt
+
+
+@functools.cache
+def register_lanes() -> int:
+    """float32 elements of a vector: 16 with AVX-512; otherwise 8, an AVX2 register or two of NEON."""
+    try:
+        flags = Path("/proc/cpuinfo").read_text().split()
+    except OSError:
+        return 8
+    return 16 if "avx512f" in flags else 8
+
+
+def max_chunk(lanes: int) -> int:
+    """The most tokens of a prompt in a step."""
+    return MAX_TILES * lanes

@@ -1,0 +1,50 @@
+"""What a target takes of memory for what a description says, known without tinygrad."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from engine.description.spec import ModelSpec
+from engine.description.sublayers import Attend, Weight
+from engine.formats.kv_format import KVFormat
+from engine.runtime.kv_blocks import BLOCK, blocks_of_one
+
+
+@dataclass(frozen=True)
+class TargetMemory:
+    """`matrix_bytes`: of a matrix, by its ggml type, rows and columns. `chunk`: the most tokens of a prompt at once.
+    `states`: recurrent states of a sequence. `repacking`: copies of a piece of the file while it loads;
+    `compilers_bytes`: of processes that compile kernels after that. A layer's cache has `spare_blocks`. It has no more
+    than its window needs if it `has_windows`, and each conversation has one if they are not `shared`. If it
+    `widens_caches`, those of float32 models are float32. `reads_tables`: the embeddings of layers stay in the file, of
+    which the host reads a row for each token. `copies_experts`: each token gets its experts' matrices."""
+
+    matrix_bytes: Callable[[int, int, int], int]
+    chunk: int
+    states: int = 1
+    repacking: int = 1
+    compilers_bytes: int = 0
+    spare_blocks: int = 0
+    has_windows: bool = True
+    is_shared: bool = True
+    widens_caches: bool = True
+    reads_tables: bool = True
+    copies_experts: bool = False
+
+    def weight_bytes(self, weight: Weight) -> int:
+        return self.matrix_bytes(weight.type, weight.experts * weight.rows, weight.cols)
+
+    def loaded(self, spec: ModelSpec) -> list[Weight]:
+        """The matrices that are copied into memory."""
+        table = spec.layer_embeddings.table if self.reads_tables and spec.layer_embeddings else None
+        return [weight for weight in spec.weights() if weight != table]
+
+    def cache_bytes(self, spec: ModelSpec, context: int, kv: KVFormat) -> int:
+        """Bytes of the KV cache of a conversation with a context of so many tokens."""
+        return sum(spec.kv_bytes(a, kv, self.widens_caches) * self._cached(a, context) for a in spec.caching)
+
+    def _cached(self, attend: Attend, context: int) -> int:
+        """Tokens for which a layer's cache has room."""
+        blocks = blocks_of_one(attend.window if self.has_windows else 0, context, self.chunk)
+        return (blocks + self.spare_blocks) * BLOCK

@@ -1,0 +1,16 @@
+"""What our kernels for NVIDIA GPUs take of memory."""
+
+from engine.targets.memory import TargetMemory
+from engine.targets.nvidia.kernels.matrix_bytes import matrix_bytes
+
+CHUNK_SIZES = (32, 64, 512)
+
+MEMORY = TargetMemory(
+    matrix_bytes,
+    CHUNK_SIZES[-1],
+    states=2,  # before and after a step
+    repacking=4,
+    is_shared=False,
+    widens_caches=False,
+    reads_tables=False,
+)
