@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 from engine.catalog.names import HubModel
 from engine.errors import ModelFileError
+from engine.formats.ggml_types import GGML_TYPES
+from engine.formats.quantization import FLOATS, QUANTIZED
 
 # The quantization to take if none is asked for: the first of these that a repository has. They are ordered by quality
 # for their size, as the defaults of llama.cpp and Ollama are. All of them are types of engine/formats/quantization.py.
@@ -14,7 +16,9 @@ PREFERRED = (
     "Q4_K_L", "Q5_K_L", "Q6_K_L", "MXFP4", "MXFP4_MOE", "IQ4_XS", "IQ4_NL", "BF16", "F16", "F32", "Q3_K_L", "Q3_K_M",
     "Q3_K_S", "Q3_K", "Q2_K", "Q2_K_S",
 )  # fmt: skip
-_CANNOT_RUN = re.compile(r"(UD-)?(IQ[1235]|IQ4_NL_\d|TQ|Q1_|NVFP|Q4_0_\d)")
+_RUN = {GGML_TYPES[kind].name for kind in (*QUANTIZED, *FLOATS)}
+_NOT_RUN = {type.name for type in GGML_TYPES.values()} - _RUN
+_FAMILIES_NOT_RUN = {name.partition("_")[0] for name in _NOT_RUN} - {name.partition("_")[0] for name in _RUN}
 _LABEL = re.compile(r"(?:^|[-._])((?:UD-)?(?:I?Q\d|TQ\d|MXFP4|NVFP4|BF16|FP?16|FP?32)[A-Z0-9_]*)$", re.I)
 _PART = re.compile(r"-(?P<number>\d{5})-of-(?P<count>\d{5})(?=\.gguf$)", re.I)
 _NOT_A_MODEL = re.compile(r"mmproj|imatrix|\blora\b", re.I)  # image projectors, statistics, adapters
@@ -37,7 +41,8 @@ class ModelFiles:
     def may_run(self) -> bool:
         """False if the name tells that the engine cannot run the model. True is a guess: only the file's contents
         tell for sure."""
-        return not _CANNOT_RUN.match(self.quantization)
+        name = self.quantization.removeprefix("UD-")
+        return name not in _NOT_RUN and name.partition("_")[0] not in _FAMILIES_NOT_RUN
 
 
 def quantization_of(file: str) -> str:

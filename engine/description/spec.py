@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.description.sublayers import Attend, Delta, Dense, Experts, Mix, Vector, Weight
+from engine.description.sublayers import Attend, Delta, Experts, Mix, Vector, Weight
 from engine.formats.ggml_types import GGML_TYPES
 from engine.formats.kv_format import QUANT_BLOCK, KVFormat
 
@@ -154,13 +154,7 @@ class ModelSpec:
     def last_keeping(self) -> int:
         """The number of the last sublayer that keeps something of each token: keys and values, or a state. The tokens
         of a prompt need nothing after it."""
-        own = (*self.caching, *self.deltas)
-        return max(i for i, sublayer in enumerate(self.sublayers) if sublayer.mix in own)
-
-    @property
-    def feed_forward(self) -> list[Dense]:
-        """All feed-forward layers, those beside experts too."""
-        return [mix for mix in self.mixes() if isinstance(mix, Dense)]
+        return max(i for i, sublayer in enumerate(self.sublayers) if sublayer.mix.is_keeping)
 
     @property
     def experts(self) -> list[Experts]:
@@ -243,4 +237,4 @@ class ModelSpec:
     @property
     def state_bytes(self) -> int:
         """Bytes of the recurrent state of a sequence, however long it is: 0 if the model has none."""
-        return sum(delta.state_bytes for delta in self.deltas)
+        return sum(mix.state_bytes for mix in self.mixes())

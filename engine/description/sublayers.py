@@ -97,6 +97,16 @@ class Mix:
         return sum(weight.rows for weight in self._own_weights)
 
     @property
+    def state_bytes(self) -> int:
+        """Bytes of its recurrent state of a sequence; 0 if it has none."""
+        return 0
+
+    @property
+    def is_keeping(self) -> bool:
+        """Whether it keeps something of each token for the next ones: keys and values, or a state."""
+        return self.state_bytes > 0
+
+    @property
     def _own_weights(self) -> Iterator[Weight]:
         return (weight for weights in self.roles.values() for weight in weights if weight)
 
@@ -157,6 +167,10 @@ class Attend(Mix):
     def kv_size(self) -> int:
         """Elements of a token's keys, over all heads; as many as of its values."""
         return self.kv_heads * self.head_dim
+
+    @property
+    def is_keeping(self) -> bool:
+        return self.cache_of is None
 
     @property
     def has_wide_norms(self) -> bool:

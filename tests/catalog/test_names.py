@@ -5,7 +5,15 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from engine.catalog import cache
-from engine.catalog.files import PREFERRED, is_safe, models_among, must_pick, pick, quantization_of
+from engine.catalog.files import (
+    PREFERRED,
+    ModelFiles,
+    is_safe,
+    models_among,
+    must_pick,
+    pick,
+    quantization_of,
+)
 from engine.catalog.names import HubModel, WebFile, known_models, parse, short_name
 from engine.description.architectures import check_architecture
 from engine.errors import ModelFileError
@@ -151,6 +159,9 @@ def test_what_is_preferred_can_run():
     runs = {GGML_TYPES[kind].name for kind in (*QUANTIZED, *FLOATS)}
     for quantization in PREFERRED:
         assert any(quantization == kind or quantization.startswith(f"{kind}_") for kind in runs)
+        assert ModelFiles((), quantization).may_run
+    for quantization in "UD-IQ1_S", "IQ2_M", "IQ3_XXS", "TQ1_0", "Q1_0", "NVFP4", "Q4_0_4_8", "IQ4_NL_8_8":
+        assert not ModelFiles((), quantization).may_run
 
 
 def test_models_leave_out_parts_projectors_and_adapters():
