@@ -65,6 +65,11 @@ class ModelRunner(BlockStore, StateStore, Protocol):
         """The sizes for which a prefill step is captured, ascending; smaller pieces use the next larger one."""
         ...
 
+    def piece_sizes(self, rows: int) -> tuple[int, ...]:
+        """How many tokens of prompts a step has room for that takes so many slots that want a token, in each of the
+        forms in which it is captured, ascending. All pieces but the last one count as whole blocks."""
+        ...
+
     @property
     def row_counts(self) -> tuple[int, ...]:
         """The numbers of slots that want a token for which a step is captured, ascending; fewer use the next larger

@@ -1,9 +1,9 @@
 """Continuous batching: conversations share the steps of one runner. A chat is the case of one.
 
-A round prefills a piece of one prompt and then decodes one token of every reply. While the next round is going to
-decode the same replies, its step runs ahead: the runner launches it before the host has this one's tokens. If a reply
-ends all the same, its row is of no use but does no harm: its blocks are free at once, as what others store there is
-stored after it.
+A round is a step of the runner: the next token of every reply, and pieces of prompts. Of a prompt that ends with its
+piece, the first token of the reply is in the same step. While the next round is going to decode the same replies and no
+prompt waits, its step runs ahead: the runner launches it before the host has this one's tokens. If a reply ends all the
+same, its row is of no use but does no harm: its blocks are free at once, as what others store there is stored after it.
 
 The prompt with the least to read goes first, but a long one is overtaken only for a while (`PATIENCE`). Replies that
 were there before a prompt came are slowed down by a bound (`pace`); those of prompts that came together with it wait
@@ -24,6 +24,10 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 
 from engine.errors import ContextFullError
 from engine.protocol import events
@@ -40,7 +44,7 @@ from engine.runtime.sampling import Logits
 REPORT_S = 0.25
 PATIENCE = 4
 """A prompt of n tokens lets shorter ones pass until so many times n tokens of them are read."""
-TOGETHER_S = 0.5
+TOGETHER_S = 0.1
 """Prompts that come within such a time count as one burst."""
 
 
@@ -81,6 +85,17 @@ class Job:
         return self.answer.tokens[:-1]
 
 
+class Piece(NamedTuple):
+    """Some tokens of a prompt in a step. `is_last`: after them, the first token of the reply is computed."""
+
+    job: Job
+    slot: Slot
+
+    @property
+    def is_last(self) -> bool:
+        return self.slot.position + len(self.slot.inputs) == len(self.job.answer.tokens) - 1
+
+
 class Scheduler:
     """Answers requests over a runner, in rounds. The caller's thread calls `step` while there is work."""
 
@@ -96,7 +111,7 @@ class Scheduler:
         self._waiting: dict[str, collections.deque[Job]] = {}
         self._served: dict[str, int] = {}  # when each client that has requests got its last slot
         self._count = itertools.count(1)
-        self._pace = Pace(runner.chunk_sizes, runner.max_chunk)
+        self._pace = Pace()
         self._report_due_s = 0.0
         self._is_ahead = False  # whether the runner has launched the next step
         self._last: list[int] = []  # the tokens in the KV cache of the conversation that ended last
@@ -157,9 +172,38 @@ class Scheduler:
 
     def _round(self) -> None:
         started = time.perf_counter()
-        prefilled = 0 if self._is_ahead else self._prefill()  # what runs ahead ends first
-        if self._decode():
-            self._pace.measured(prefilled, time.perf_counter() - started)
+        pieces = [] if self._is_ahead else self._pieces()  # what runs ahead ends first
+        for sequence, job in self._live():
+            if self._is_prefilled(sequence, job):
+                self._reserve(sequence, 1)
+        pieces = [piece for piece in pieces if self._slots[piece.slot.sequence] is piece.job]
+        ending = [piece.job for piece in pieces if piece.is_last]
+        ready = [(i, job) for i, job in self._live() if self._is_prefilled(i, job) or job in ending]
+        self._is_ahead = bool(ready) and self._goes_on(ready)
+        chosen = self._run(pieces, [job.last(i) for i, job in ready])
+        if ready:
+            self._take_tokens(ready, chosen)
+            self._pace.measured(self._room_of(pieces, len(ready)), time.perf_counter() - started)
+
+    def _run(self, pieces: Sequence[Piece], rows: Sequence[Slot]) -> NDArray[np.int32]:
+        """Runs a step; returns the next token of each row. A piece that is timed runs before, and so does one after
+        which the recurrent state is kept."""
+        slots = [piece.slot for piece in pieces]
+        restore = pieces[0].job.restore if pieces else None
+        if restore or (self._states and any(piece.is_last for piece in pieces)):
+            if restore:
+                restore.time(lambda: self._runner.run(slots), slots[0].position, len(slots[0].inputs))
+            else:
+                self._runner.run(slots)
+            for piece in pieces:
+                self._end_piece(piece)
+            pieces, slots = [], list[Slot]()
+        if not (slots or rows):
+            return np.zeros(0, np.int32)
+        chosen = self._runner.run([*slots, *rows], self._is_ahead)
+        for piece in pieces:
+            self._end_piece(piece)
+        return chosen
 
     def _live(self) -> Iterator[tuple[int, Job]]:
         return ((sequence, job) for sequence, job in enumerate(list(self._slots)) if job)
@@ -258,40 +302,63 @@ class Scheduler:
     def _is_prefilled(self, sequence: int, job: Job) -> bool:
         return job.has_begun and self.blocks.length(sequence) == len(job.answer.tokens) - 1
 
-    def _prefill(self) -> int:
-        """Prefills a piece of a prompt; returns the number of tokens."""
+    def _pieces(self) -> list[Piece]:
+        """The pieces of prompts for the next step, of those with the least to read. Makes room for them."""
         todo = [(i, job) for i, job in self._live() if not self._is_prefilled(i, job)]
+        pieces: list[Piece] = []
+        room: int | None = None  # for tokens; the first prompt decides
         for n, (sequence, job) in enumerate(sorted(todo, key=lambda at: at[1].due)):
+            if room is not None and room <= 0:
+                break
             if not job.has_begun:
                 self._begin(sequence, job)
             if job.restore and job.restore.is_reading:
                 is_last = n == len(todo) - 1
                 if not job.restore.step(waits=is_last and not any(self._replies())):
                     job.restore = None
-            elif piece := self._piece(job):
-                return self._prefill_piece(sequence, job, piece)
-            else:
-                return 0
-        return 0
+                continue
+            if room is None:
+                room = self._room(job)
+            elif job.restore:  # its piece is timed, so it goes alone
+                continue
+            if room and (piece := self._piece(sequence, job, room, pieces)):
+                pieces.append(piece)
+                room = 0 if job.restore else room - _rounded(piece)
+        return pieces
 
-    def _prefill_piece(self, sequence: int, job: Job, piece: int) -> int:
-        """Prefills about `piece` tokens of a prompt; returns how many."""
+    def _piece(self, sequence: int, job: Job, room: int, others: Sequence[Piece]) -> Piece | None:
+        """The next piece of a prompt, of about `room` tokens at most. None if there is no room in the KV cache, if all
+        is there already, or if one of the `others` computes the same."""
         answer, wanted = job.answer, job.stored
         done = self._find(sequence, job)
-        end = self._end_of_piece(sequence, job, done, piece)
         if not job.was_paused:
             answer.report_prefill(done)
-        if done < end and self._reserve(sequence, end - done):
-            self._run_piece(sequence, job, wanted[done:end], done)
-            self.blocks.commit(sequence, wanted[done:end])
-            if self._states:
-                self._states.save(wanted[:end], end in (*answer.turn_ends, len(wanted)), sequence)
-        if self._slots[sequence] is job and self._is_prefilled(sequence, job):
-            job.is_drawn = answer.fits_device and self._runner.prepare_sampling(
-                sequence, answer.request.sampling, answer.tokens, answer.uniforms
-            )
-        self._n_read += end - done
-        return end - done
+        if self._is_prefilled(sequence, job):
+            self._begin_reply(sequence, job)
+        if any(_shares_block(other, wanted, done) for other in others):
+            return None
+        end = self._end_of_piece(sequence, job, done, room)
+        if done == end:
+            return None
+        piece = Piece(job, Slot(sequence, tuple(wanted[done:end]), done, "none"))
+        if piece.is_last:
+            self._begin_reply(sequence, job)
+        return piece if self._reserve(sequence, end - done + piece.is_last) else None
+
+    def _end_piece(self, piece: Piece) -> None:
+        """After the step of a piece."""
+        job, (sequence, inputs, position, *_) = piece
+        end = position + len(inputs)
+        self.blocks.commit(sequence, inputs)
+        if self._states:
+            wanted = job.stored
+            self._states.save(wanted[:end], end in (*job.answer.turn_ends, len(wanted)), sequence)
+        self._n_read += len(inputs)
+
+    def _begin_reply(self, sequence: int, job: Job) -> None:
+        job.is_drawn = job.answer.fits_device and self._runner.prepare_sampling(
+            sequence, job.answer.request.sampling, job.answer.tokens, job.answer.uniforms
+        )
 
     def _begin(self, sequence: int, job: Job) -> None:
         """Its first piece since it has its slot."""
@@ -309,16 +376,9 @@ class Scheduler:
         end = min(done + piece, len(job.stored))
         if job.restore:
             end = min(end, job.restore.first)
-        if end < len(job.stored) and end - done >= BLOCK:  # whole blocks can be shared at once
+        if end < len(job.stored) and end - done >= 4 * BLOCK:  # whole blocks can be shared at once
             end = end // BLOCK * BLOCK
         return self._states.end_of_step(done, end, job.answer.turn_ends, sequence) if self._states else end
-
-    def _run_piece(self, sequence: int, job: Job, tokens: list[int], position: int) -> None:
-        slot = Slot(sequence, tuple(tokens), position, "none")
-        if job.restore:
-            job.restore.time(lambda: self._runner.run([slot]), position, len(tokens))
-        else:
-            self._runner.run([slot])
 
     def _find(self, sequence: int, job: Job) -> int:
         """Takes what is in the KV cache already: another conversation may just have computed what comes next in this
@@ -349,22 +409,23 @@ class Scheduler:
     def _replies(self) -> Iterator[Job]:
         return (job for sequence, job in self._live() if self._is_prefilled(sequence, job))
 
-    def _piece(self, job: Job) -> int:
-        """The most tokens of a prompt to prefill now."""
-        began_before_s = job.came_s - TOGETHER_S
-        is_bound = any(reply.answer.first_token_s < began_before_s for reply in self._replies())
-        return self._pace.piece() if is_bound else self._runner.max_chunk
+    def _room(self, job: Job) -> int:
+        """The most tokens of prompts in the next step, of which `job`'s is the first."""
+        began_before_s, replies = job.came_s - TOGETHER_S, list(self._replies())
+        if any(reply.answer.first_token_s < began_before_s for reply in replies):
+            return self._pace.room(self._runner.piece_sizes(len(replies)))
+        return self._runner.piece_sizes(len(replies))[-1]
 
-    def _decode(self) -> int:
-        """Decodes a token of each reply; returns the number of replies."""
-        for sequence, job in self._live():
-            if self._is_prefilled(sequence, job):
-                self._reserve(sequence, 1)
-        ready = [(i, job) for i, job in self._live() if self._is_prefilled(i, job)]
-        self._is_ahead = bool(ready) and self._goes_on(ready)
-        if not ready:
+    def _room_of(self, pieces: Sequence[Piece], replies: int) -> int:
+        """The room of a step with these pieces; 0 without any."""
+        if not pieces:
             return 0
-        chosen = self._runner.run([job.last(i) for i, job in ready], self._is_ahead)
+        tokens = sum(map(_rounded, pieces[:-1])) + len(pieces[-1].slot.inputs)
+        sizes = self._runner.piece_sizes(replies)
+        return next((n for n in sizes if tokens <= n), sizes[-1])
+
+    def _take_tokens(self, ready: Sequence[tuple[int, Job]], chosen: NDArray[np.int32]) -> None:
+        """Gives replies their next tokens, those that the runner has `chosen` unless the host chooses them."""
         host = [n for n, (_, job) in enumerate(ready) if job.needs_logits]
         logits = dict(zip(host, self._runner.logits(host), strict=True)) if host else {}
         for n, (sequence, job) in enumerate(ready):
@@ -381,7 +442,6 @@ class Scheduler:
                 if job.answer.reason:
                     self._leave(sequence)
                     job.end(job.answer.finished())
-        return len(ready)
 
     def _goes_on(self, ready: Sequence[tuple[int, Job]]) -> bool:
         """Whether the next step has these rows too, as far as is known, and needs no logits. Makes room for it."""
@@ -390,8 +450,8 @@ class Scheduler:
         if len(ready) < sum(1 for _ in self._live()):  # there is a prompt to prefill
             return False
         try:
-            for sequence, _ in ready:
-                self.blocks.reserve(sequence, 2)
+            for sequence, job in ready:
+                self.blocks.reserve(sequence, len(job.answer.tokens) - self.blocks.length(sequence) + 1)
         except PoolFullError:
             return False
         return True
@@ -418,6 +478,19 @@ class Scheduler:
             blocks=self.blocks.counts(),
             checkpoints=self._states.counts() if self._states else (0, 0),
         )
+
+
+def _rounded(piece: Piece) -> int:
+    """What a piece takes of the room of a step, if another one follows: whole blocks."""
+    return -(-len(piece.slot.inputs) // BLOCK) * BLOCK
+
+
+def _shares_block(piece: Piece, tokens: Sequence[int], done: int) -> bool:
+    """Whether a piece computes the next block of `tokens`, of which the first `done` are computed."""
+    slot, other = piece.slot, piece.job.answer.tokens
+    end = done + BLOCK
+    is_computed = slot.position <= done and end <= slot.position + len(slot.inputs)
+    return is_computed and other[done:end] == tokens[done:end] and other[:done] == tokens[:done]
 
 
 def _take(job: Job, chosen: int, logits: Logits | None) -> None:

@@ -165,9 +165,8 @@ class Scripted(Wrapped):
         self._script = iter(script)
 
     def run(self, slots, ahead=False):
-        [slot] = slots
         self._runner.run(slots)
-        return np.array([next(self._script)] if slot.want == "last" else [])
+        return np.array([next(self._script) for slot in slots if slot.want == "last"])
 
 
 class FakeSampler(Wrapped):
@@ -182,7 +181,7 @@ class FakeSampler(Wrapped):
         return sampling.top_k != 0
 
     def run(self, slots, ahead=False):
-        [slot], chosen = slots, self._runner.run(slots)
+        slot, chosen = slots[-1], self._runner.run(slots)
         if not slot.draw:
             return chosen
         assert slot.inputs == (self._said[slot.position],)

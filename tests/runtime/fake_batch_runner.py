@@ -63,6 +63,9 @@ class FakeBatchRunner:
     def prepare(self, size):
         pass
 
+    def piece_sizes(self, rows):
+        return (32, self.max_chunk)
+
     def prepare_sampling(self, sequence, sampling, tokens, uniforms):
         return False
 

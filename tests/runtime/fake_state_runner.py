@@ -52,6 +52,9 @@ class FakeStateRunner:
     def load_state(self, slot, sequence=0):
         self.state, self.ahead = list(self.saved[slot]), None
 
+    def piece_sizes(self, rows):
+        return self.chunk_sizes
+
     def prepare_sampling(self, sequence, sampling, tokens, uniforms):
         return False
 

@@ -10,6 +10,7 @@ from engine.protocol.events import Generate, Prefilling, Sampling, Token, TokenI
 from engine.runtime import checkpoints, scheduler
 from engine.runtime.answer import Answers
 from engine.runtime.kv_blocks import KVGroup
+from engine.runtime.pace import Pace
 from engine.runtime.scheduler import Scheduler
 from tests import generated_model
 from tests.runtime.fake_batch_runner import (
@@ -276,7 +277,7 @@ def test_a_prompt_that_comes_later_is_bound(bench, monkeypatch):
     bench.ask([1], 900)
     bench.run(20)
     bench.runner.steps.clear()
-    bench.scheduler._pace.piece = lambda: 32
+    monkeypatch.setattr(Pace, "room", lambda pace, sizes: sizes[0])
     bench.ask([2] * 100, 4)
     bench.run(6)
     assert prefills(bench) == [32, 32, 32, 3]

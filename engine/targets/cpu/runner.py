@@ -72,6 +72,7 @@ class CPURunner:
         tiles = [1 << i for i in range(model.tile_of(parallel).bit_length())]
         rows = {tile: tile for tile in tiles} | {tiles[-1]: model.max_rows(parallel)}
         self.row_counts = tuple(rows.values())
+        self._piece_sizes = (*(1 << i for i in range(5, self.max_chunk.bit_length() - 1)), self.max_chunk)
         self._logits = memory.view(model.logits).reshape(self.row_counts[-1], -1)[:, : self._vocab]
         self._last: Logits = self._logits[:0]
         with timeline.span("kernels"):
@@ -80,6 +81,9 @@ class CPURunner:
             kernels = [kernel for step in (prefill, *decode.values()) for kernel in step.kernels]
             pool.compile(kernels)  # all at once, for several compiler processes
             self._decode, self._prefill = {n: step.compile() for n, step in decode.items()}, prefill.compile()
+
+    def piece_sizes(self, rows: int) -> tuple[int, ...]:
+        return self._piece_sizes
 
     def prepare(self, size: int) -> None:
         """All steps are there."""

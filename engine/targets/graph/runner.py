@@ -82,6 +82,9 @@ class GraphRunner:
             self._positions[slot.sequence] = slot.position + n
         return np.array(chosen, np.int32)
 
+    def piece_sizes(self, rows: int) -> tuple[int, ...]:
+        return self.chunk_sizes
+
     def _step(self, slot: Slot, size: int) -> Step:
         padded = [*slot.inputs, *[0] * (size - len(slot.inputs))]
         rows = self._transformer.rows_of(padded)

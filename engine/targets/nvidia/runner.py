@@ -134,6 +134,9 @@ class FusedRunner:
         if not filling.done() and self._has_prefill(self._sizes[0]):
             self.prepare(self._sizes[0])
 
+    def piece_sizes(self, rows: int) -> tuple[int, ...]:
+        return self.chunk_sizes
+
     @property
     def row_counts(self) -> tuple[int, ...]:
         if self.parallel == 1:
