@@ -57,10 +57,14 @@ class Pages:
             return Pages(heads, table, UOp.const(0))
         return Pages(heads, table, load(sequences, index).cast(INDEX) * heads.table_size)
 
+    def block(self, tile: UOp) -> UOp:
+        """The block of the sequence's tile of this number."""
+        number = tile // (self.heads.block // TILE)
+        return load_index(self.table, self.first + number.minimum(self.heads.table_size - 1), self.heads.pool)
+
     def tile(self, kv: UOp, tile: UOp) -> UOp:
         """Where a key head has the sequence's tile of this number (`Heads.tile`)."""
-        entry = self.first + (tile // self.heads.tiles).minimum(self.heads.table_size - 1)
-        return self.heads.tile(kv, load_index(self.table, entry, self.heads.pool), tile)
+        return self.heads.tile(kv, self.block(tile), tile)
 
 
 @dataclass(frozen=True)
@@ -114,11 +118,6 @@ class Heads:
         return self.block * self.pool
 
     @property
-    def tiles(self) -> int:
-        """Tiles of a block."""
-        return self.block // TILE
-
-    @property
     def table_size(self) -> int:
         """Blocks in the table of a sequence."""
         return -(-self.length // self.block)
@@ -167,7 +166,8 @@ class Heads:
 
     def tile(self, kv: UOp, block: UOp, tile: UOp) -> UOp:
         """Where a key head has the tile of this number, which is in a `block` of the pool: in tiles."""
-        return kv * (self.pool * self.tiles) + block * self.tiles + tile % self.tiles
+        tiles = self.block // TILE
+        return kv * (self.pool * tiles) + block * tiles + tile % tiles
 
 
 @functools.cache

@@ -4,8 +4,7 @@ A block has queries of neighbouring tokens and of all heads that share keys. Its
 at a time: a step. Keys and values come from the cache once for all of them, into shared memory, in the order in which
 threads hold operands of tensor cores, so that a warp loads sixteen bytes a thread without conflicts. There is room for
 two steps: while one step's keys and values are used, those of the next are on their way. Where large heads leave room
-for one, the next ones are loaded when all warps are done with it. In which blocks they are is read from the table yet a
-step earlier, so that no load waits for its address.
+for one, the next ones are loaded when all warps are done with it.
 
 Scores, weights and weighted sums stay in registers. The threads of a warp that share queries have different keys. They
 learn the largest score of each query through tensor cores: a product with ones and zeros hands numbers on. If it has
@@ -21,7 +20,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from math import gcd
 
 from tinygrad import UOp
 from tinygrad.uop.ops import AxisType, Ops
@@ -36,11 +34,9 @@ from engine.targets.nvidia.kernels.matmul import fragment_index, wmma
 from engine.targets.nvidia.kernels.uops import (
     F16,
     F32,
-    I32,
     LOG2_E,
     LOWEST,
     all_of,
-    as_index,
     chain,
     f32,
     finish,
@@ -165,9 +161,6 @@ class _Tiles:
         self._t, self._g = thread // 8, thread % 8  # so that neighbouring threads load neighbouring bytes
         self._read_place = self._place(thread % 4, thread // 4)
         self.array = shared(2 * tiling.held * self._size, 0, F16)
-        assert heads.table_size * heads.tiles % tiling.steps == 0
-        self._run = gcd(tiling.steps, heads.tiles)  # tiles of a step that are in the same block
-        self.n_entries = tiling.steps // self._run
 
     @staticmethod
     def _place(t: UOp, g: UOp) -> UOp:
@@ -175,25 +168,14 @@ class _Tiles:
         conflict."""
         return (t * 8 + (g + 2 * t) % 8) * 8
 
-    def entries(self, step: UOp) -> list[UOp]:
-        """Loads what the table has for the tiles of a step, int32: an entry for each run of tiles in a block."""
-        h, pages = self._heads, self._pages
-        step = step.minimum(h.table_size * h.tiles // self._steps - 1)
-        return load_run(pages.table, pages.first + step * self._steps // h.tiles, self.n_entries)
-
-    def from_cache(self, step: UOp, entries: Sequence[UOp], *after: UOp) -> list[UOp]:
-        """A thread's part of the keys and values of a step. `entries`: those of the step."""
-        h, loads = self._heads, list[UOp]()
-        cache = [plane.after(*after) if after else plane for plane in self._cache]
-        blocks = [as_index(entry, h.pool) for entry in entries]
+    def from_cache(self, step: UOp, *after: UOp) -> list[UOp]:
+        """A thread's part of the keys and values of a step."""
+        cache, loads = [plane.after(*after) if after else plane for plane in self._cache], []
         for eight in (eight_keys, eight_values):
             for piece in self._pieces:
-                number, c = piece // self._chunks, piece % self._chunks
-                block = blocks[0]
-                for i, own in enumerate(blocks[1:], 1):
-                    block = (number // self._run < i).where(block, own)
-                tile = h.tile(self._kv, block, step * self._steps + number)
-                loads += eight(h, cache, tile, c, self._t, self._g)
+                number, c = step * self._steps + piece // self._chunks, piece % self._chunks
+                tile = self._pages.tile(self._kv, number)
+                loads += eight(self._heads, cache, tile, c, self._t, self._g)
         return loads
 
     def put(self, step: UOp, elements: Sequence[UOp], *after: UOp) -> UOp:
@@ -205,10 +187,10 @@ class _Tiles:
             stores += store_run(array, first, elements[i : i + 8])
         return UOp.group(*stores)
 
-    def replace(self, step: UOp, entries: Sequence[UOp], used: Sequence[UOp]) -> UOp:
+    def replace(self, step: UOp, used: Sequence[UOp]) -> UOp:
         """Loads and stores a step in place of the one before, when all warps have `used` that."""
         barrier = used[0].barrier(*used[1:])
-        return self.put(step, self.from_cache(step, entries, barrier), barrier)
+        return self.put(step, self.from_cache(step, barrier), barrier)
 
     def _first(self, step: UOp, which: int) -> UOp:
         """Where the keys or the values of a step begin."""
@@ -276,15 +258,12 @@ def attend_prompt(
             load_run(queries, ((first_query + i + run) * 32 + thread) * 8, 8)
             for i in range(0, rows * chunks, across)
         ]
-        first_step = turns[0][0]
-        first_store = [tiles.put(first_step, tiles.from_cache(first_step, tiles.entries(first_step)))]
+        first_store = [tiles.put(turns[0][0], tiles.from_cache(turns[0][0]))]
         query_array = shared(per_block * rows * chunks * 256, 1, F16) if tiling.shared else tiles.array
         own_queries = own_unit * (rows * chunks * 256) + thread * 8
         if tiling.shared:
             for i, row in enumerate(query_rows):
                 first_store += store_run(query_array, own_queries + (i * across + run) * 256, row)
-        next_entries, second = registers(tiles.n_entries, 5, I32), tiles.entries(first_step + 1)
-        next_entries = next_entries.after(UOp.group(*store_run(next_entries, 0, second)))
         ready = UOp.group(*first_store)
         array, query_array = tiles.array.after(ready), query_array.after(ready)
         sums_array, totals = zeroed_registers(n_sums, 2), zeroed_registers(2 * rows, 3)
@@ -318,10 +297,8 @@ def attend_prompt(
             loop = UOp.range(stop - start, axis, AxisType.LOOP)
             step, before = start + loop, (loop, *done)
             old = load_run(tops.after(*before), 0, 2 * rows)
-            entries = load_run(next_entries.after(*before), 0, tiles.n_entries)
-            later = tiles.entries(step + 2)
-            following = tiles.from_cache(step + 1, entries) if tiling.held > 1 else []
-            now = _before(array, [*(following or old), *later], *before)
+            following = tiles.from_cache(step + 1) if tiling.held > 1 else []
+            now = _before(array, following or old, *before)
             if tiling.shared:
                 held = query_array.after(*before)
                 query_rows = [load_run(held, own_queries + i * 256, 8) for i in range(rows * chunks)]
@@ -351,9 +328,8 @@ def attend_prompt(
                             k = ((r * own_chunks + c) * 2 + odd) * 4
                             sums[k : k + 4] = wmma(lefts[r], values, sums[k : k + 4])
             stores += store_run(sums_array, 0, sums) + store_run(tops, 0, top)
-            put = tiles.put(step + 1, following) if following else tiles.replace(step + 1, entries, sums)
-            stores += store_run(next_entries.after(put), 0, later)
-            done = (UOp.group(*stores).end(loop),)
+            put = tiles.put(step + 1, following) if following else tiles.replace(step + 1, sums)
+            done = (UOp.group(*stores, put).end(loop),)
 
         sums, top = load_run(sums_array.after(*done), 0, n_sums), load_run(tops.after(*done), 0, 2 * rows)
         thread_totals, total = load_run(totals.after(*done), 0, 2 * rows), []

@@ -103,13 +103,8 @@ def store_run(
 
 
 def load_index(buffer: UOp, index: int | UOp, limit: int) -> UOp:
-    """An int32 of a buffer as an index (`as_index`)."""
-    return as_index(load(buffer, index), limit)
-
-
-def as_index(number: UOp, limit: int) -> UOp:
-    """An int32 as an index, clamped to 0 <= index < `limit`."""
-    return number.maximum(0).minimum(limit - 1).cast(INDEX)
+    """An int32 of a buffer as an index, clamped to 0 <= index < `limit`."""
+    return load(buffer, index).maximum(0).minimum(limit - 1).cast(INDEX)
 
 
 def shared(size: int, slot: int, dtype: DType = F32) -> UOp:
