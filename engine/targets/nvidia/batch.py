@@ -18,6 +18,7 @@ from engine.kernels.device_memory import device_zeros, overwrite
 from engine.targets.nvidia.device_sampler import DeviceSampler
 from engine.targets.nvidia.kernels.few_columns import as_logits, n_blocks
 from engine.targets.nvidia.kernels.kernel_sequence import KernelSequence
+from engine.targets.nvidia.kernels.pieces import state_of
 from engine.targets.nvidia.kernels.sampling import StepRows, next_tokens
 from engine.targets.nvidia.prefill import PrefillKernels
 from engine.targets.nvidia.prescales import Prescales
@@ -57,6 +58,14 @@ class BatchKernels(PrefillKernels):
         for layer in model.layers:
             sums = layer.handler.rows(step, layer.norm)
             step.pending = Pending(sums, layer.post_norm, layer.scale)
+        self.finish(step, next_ids, sampler, penalizes)
+        return step.sequence
+
+    def finish(
+        self, step: RowsStep, next_ids: Tensor, sampler: DeviceSampler | None, penalizes: bool
+    ) -> None:
+        """Adds what follows the sublayers (`rows_step`)."""
+        model, state, rows = self._model, step.state, step.tokens
         step.norm(model.output_norm)
         part, logits = model.head.single_matrix, self.logits[rows]
         tiles = step.tiles(part)
@@ -70,7 +79,6 @@ class BatchKernels(PrefillKernels):
             sampler.add_to(step.sequence, logits, state, next_ids, penalizes, rows)
         else:
             step.add(next_tokens(blocks, rows), state=state, tokens=next_ids, **best)
-        return step.sequence
 
     def state(self, rows: int) -> Tensor:
         """What a step of `rows` rows reads."""
@@ -90,4 +98,4 @@ class BatchKernels(PrefillKernels):
         state[:, : len(tokens)] = tokens, positions, sequences, kinds
         overwrite(self._states[rows], state.reshape(-1))
         if self.spec.experts:
-            overwrite(self.prompt, np.asarray([0, len(tokens), 0], np.int32))
+            overwrite(self.prompt, state_of(self.chunk, [], len(tokens)))

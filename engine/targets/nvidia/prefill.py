@@ -24,14 +24,18 @@ class PrefillKernels(PromptMemory):
     def step(self, tokens: int) -> KernelSequence:
         """The kernels for up to `tokens` tokens. The last sublayer that keeps something of them for the next ones
         computes only that, and there is nothing after it."""
-        layers, step = self._model.layers, PromptStep(self, tokens)
-        n = max(i for i, layer in enumerate(layers) if layer.handler.is_storing)
+        layers, step, n = self._model.layers, PromptStep(self, tokens), self.last_storing
         self._embed(step, self.ids, layers[:n])
         for layer in layers[:n]:
             sums = layer.handler.prefill(step, layer.norm)
             step.pending = Pending(sums, layer.post_norm, layer.scale)
         layers[n].handler.store(step, layers[n].norm)
         return step.sequence
+
+    @property
+    def last_storing(self) -> int:
+        """The number of the last layer that keeps something of a token for the next ones."""
+        return max(i for i, layer in enumerate(self._model.layers) if layer.handler.is_storing)
 
     def _embed(self, step: PromptStep, ids: Tensor, layers: Sequence[Layer]) -> None:
         """Starts the residual stream with the rows of `ids`, and computes the embeddings of `layers`, as far as they

@@ -1,17 +1,21 @@
-"""What the handlers of a prefill step on a GPU share: products on tensor cores, the residual stream, scratch memory.
+"""What the handlers of steps of several tokens on a GPU share: products, the residual stream, scratch memory.
 
-A product whose result is added to the residual stream leaves partial sums. The norm before the next product adds them.
-Chunks of a few tokens, and decode steps of several rows, take the products of `kernels.few_columns`.
+A step has pieces of prompts (`PromptStep`), the last tokens of replies (`RowsStep`), or both (`MixedStep`): then the
+replies' are its first rows, and products, norms and experts do not tell them apart. A product whose result is added to
+the residual stream leaves partial sums. The norm before the next product adds them. Chunks of a few tokens, and decode
+steps of several rows, take the products of `kernels.few_columns`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tinygrad import Tensor, dtypes
 
 from engine.description.spec import ModelSpec
-from engine.kernels.device_memory import device_zeros
+from engine.kernels.device_memory import device_zeros, part_of
+from engine.targets.nvidia.kernels.activation_order import Order
 from engine.targets.nvidia.kernels.device import multiprocessors
 from engine.targets.nvidia.kernels.few_columns import (
     MAX_TOKENS,
@@ -24,7 +28,8 @@ from engine.targets.nvidia.kernels.few_columns import (
     stored,
 )
 from engine.targets.nvidia.kernels.matmul import fragments_size, matmul, tiles_for
-from engine.targets.nvidia.kernels.prefill import Order, norm_prompt
+from engine.targets.nvidia.kernels.pieces import state_size
+from engine.targets.nvidia.kernels.prefill import Runs, first_rows, norm_prompt
 from engine.targets.nvidia.kernels.uops import Activation
 from engine.targets.nvidia.matrices import Matrix, Product
 from engine.targets.nvidia.norms import Norm
@@ -33,12 +38,14 @@ from engine.targets.nvidia.step import Step, StepMemory
 
 
 class PromptMemory(StepMemory):
-    """The memory of prefill steps, which all share. A step reads its chunk of the prompt from `prompt`, int32
-    (position, number of tokens, sequence), and `ids`, int32 (chunk,)."""
+    """The memory of prefill steps, which all share. A step of up to `chunk` tokens reads `prompt`, its state
+    (`kernels.pieces`), and `ids`, its tokens, int32 (chunk,)."""
 
     def __init__(self, spec: ModelSpec, prescales: Prescales, chunk: int) -> None:
         super().__init__(spec, prescales)
-        self.prompt, self.ids = device_zeros(3, dtypes.int32), device_zeros(chunk, dtypes.int32)
+        self.chunk = chunk
+        self.prompt = device_zeros(state_size(chunk), dtypes.int32)
+        self.ids = device_zeros(chunk, dtypes.int32)
 
     @property
     def attention_parts(self) -> list[Tensor]:
@@ -66,13 +73,16 @@ class Pending:
 
 
 class PromptStep(Step):
-    """A step of `tokens` tokens. `x`: what the last norm left for products."""
+    """A step of `tokens` tokens. `x`: what the last norm left for products. `layer_embeddings` are of `embedded`
+    tokens."""
 
     x: Tensor
+    has_any_pieces = False
+    """Whether pieces may begin at any multiple of `PIECE_ROWS`."""
 
     def __init__(self, memory: PromptMemory, tokens: int) -> None:
         super().__init__(memory)
-        self.tokens, self.prompt = tokens, memory.prompt
+        self.tokens, self.embedded, self.prompt = tokens, tokens, memory.prompt
         self.h = self.buffer("h", tokens * self.spec.dim)
         self.order: Order = "columns" if tokens <= MAX_TOKENS else "fragments"
         self.pending: Pending | None = None
@@ -171,4 +181,28 @@ class RowsStep(PromptStep):
             epilogue = stored(total, first, bias is not None)
             self.multiply(part, self.tiles(part), epilogue, f"{name}{i}", out=rows, bias=bias)
             first += part.rows
+        return rows
+
+
+class MixedStep(PromptStep):
+    """A step of `tokens` rows, of which the first are those of `replies`, `rows` of them after fewer than `limit`
+    tokens each, which read `state`. The pieces begin at `PIECE_ROWS`. What follows the last sublayer that keeps
+    something is computed of the replies alone, by `replies` as a step."""
+
+    has_any_pieces = True
+
+    def __init__(self, memory: PromptMemory, tokens: int, state: Tensor, rows: int, limit: int) -> None:
+        super().__init__(memory, tokens)
+        self.replies = replies = RowsStep(memory, state, rows, limit)
+        replies.sequence, replies.add, replies.embedded = self.sequence, self.add, tokens
+        replies.h = part_of(self.h, 0, rows * self.spec.dim)
+
+    def of_replies(
+        self, made: Sequence[Sums], product: Product, name: str, bias: Tensor | None = None
+    ) -> Tensor:
+        """The rows of replies of the products that were `made`, as `RowsStep.stacked`."""
+        rows = self.replies.buffer(f"{name} of replies", self.replies.tokens * product.stack.rows)
+        runs = Runs(self.tokens, tuple(m.parts for m in made), tuple(part.rows for part in product.matrices))
+        kernel = first_rows(runs, self.replies.tokens, bias is not None)
+        self.add(kernel, rows=rows, sums=[m.tensor for m in made], bias=bias)
         return rows

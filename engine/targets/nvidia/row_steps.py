@@ -19,49 +19,57 @@ from engine.targets.nvidia.decode import DecodeKernels
 from engine.targets.nvidia.device_sampler import DeviceSampler
 from engine.targets.nvidia.kernels.kernel_sequence import KernelSequence
 from engine.targets.nvidia.kernels.mailbox import Mailbox
+from engine.targets.nvidia.mixed import MixedKernels
 
 _ENDED = (-1,)  # the token of a row that nobody will ask for
 Choice = Literal["best", "drawn", "penalized"]
 """How a step chooses its tokens: the most probable ones, or some rows are drawn, or drawn with a repetition penalty."""
-Launch = Callable[[tuple[str, int, int], Callable[[], KernelSequence]], None]
-"""Launches the graph with a name, two numbers, and the kernels that it has when it is first captured."""
+Key = tuple[str | int, ...]
+Launch = Callable[[Key, Callable[[], KernelSequence]], None]
+"""Launches the graph with a key, and the kernels that it has when it is first captured."""
 
 
 class RowSteps:
-    """Launches steps of one row, by `one`, and of up to so many as one of `counts`, ascending, by `batch`. `sampler`
-    draws the tokens of rows that are sampled."""
+    """Launches steps of one row, by `one`, of up to so many as one of `counts`, ascending, by `batch`, and of those
+    that have pieces of prompts too, by `mixed`. `sampler` draws the tokens of rows that are sampled."""
 
     def __init__(
         self,
         one: DecodeKernels,
         batch: BatchKernels,
+        mixed: MixedKernels,
         sampler: DeviceSampler,
         counts: Sequence[int],
         context: int,
         launch: Launch,
     ) -> None:
-        self._one, self._batch, self._sampler = one, batch, sampler
+        self._one, self._batch, self._mixed, self._sampler = one, batch, mixed, sampler
         self._counts, self._launch_graph = counts, launch
         self._one_mailbox = Mailbox(context)
         self._mailbox = Mailbox(2 * counts[-1])  # a step and the one ahead of it use different halves
-        self._rows: list[Slot] = []  # what the device has as the rows of the next step
+        self._rows: list[Slot] = []  # what the device has as the rows of the next step,
+        self._rows_count = 1  # one for so many rows
         self._is_ahead = False  # whether that step is launched
         # for how many rows the graph of the last step is, and which of them were wanted
         self._last: tuple[int, list[int]] = (1, [])
 
     # ---- the steps ----
 
-    def decode(self, rows: Sequence[Slot], ahead: bool) -> list[int]:
-        """The next token of each row. With `ahead`, the step after this one is launched too, if this one has no other
-        rows than these."""
-        places = {row: place for place, row in enumerate(self._rows)}
-        if not self._is_ahead or not places.keys() >= set(rows):
+    def is_launched(self, rows: Sequence[Slot]) -> bool:
+        """Whether the step that is ahead has these rows."""
+        return self._is_ahead and set(self._rows) >= set(rows)
+
+    def decode(self, rows: Sequence[Slot], ahead: bool, size: int = 0) -> list[int]:
+        """The next token of each row. `size`: if pieces of prompts are to be in the same step (`MixedKernels.send`),
+        the tokens of such a step. With `ahead`, the step after this one is launched too, without pieces, if this one
+        has no other rows than these, and the device has them as that step's."""
+        if not self.is_launched(rows):
             self.finish()
-            self._send(rows)
-            self._launch(rows)
-            places = {row: place for place, row in enumerate(rows)}
+            self._send(rows, self._count(rows, size))
+            self._launch(rows, size)
+        places = {row: place for place, row in enumerate(self._rows)}
         step = self._rows
-        self._is_ahead = ahead and len(rows) == len(step)
+        self._is_ahead = ahead and len(rows) == len(step) and self._rows_count == self._count(rows)
         if self._is_ahead:
             self._launch([row._replace(position=row.position + 1) for row in step])
         tokens = self._take(step)
@@ -70,7 +78,7 @@ class RowSteps:
             for token, row in zip(tokens, step, strict=True)
         ]
         wanted = [places[row] for row in rows]
-        self._last = self._count(step), wanted
+        self._last = self._rows_count, wanted
         return [tokens[place] for place in wanted]
 
     def logits(self, rows: Sequence[int] | None = None) -> Logits:
@@ -89,16 +97,19 @@ class RowSteps:
             self._take(self._rows)
             self._rows, self._is_ahead = [], False
 
-    def launch(self, count: int, limit: int, choice: Choice = "best") -> None:
+    def launch(self, count: int, limit: int, choice: Choice = "best", size: int = 0) -> None:
         """Launches a step of what the device has, for `count` rows after fewer than `limit` tokens each."""
-        self._launch_graph((choice, count, limit), lambda: self.kernels(count, limit, choice))
+        self._launch_graph((choice, count, limit, size), lambda: self.kernels(count, limit, choice, size))
 
-    def kernels(self, count: int, limit: int, choice: Choice = "best") -> KernelSequence:
+    def kernels(self, count: int, limit: int, choice: Choice = "best", size: int = 0) -> KernelSequence:
         """Those of a step that `launch` launches."""
         sampler, penalizes = None if choice == "best" else self._sampler, choice == "penalized"
         if count == 1:
             return self._one.step(limit, self._one_mailbox.tensor, sampler, penalizes)
-        return self._batch.rows_step(count, limit, self._mailbox.tensor, sampler, penalizes)
+        ends = self._mailbox.tensor, sampler, penalizes
+        if size:
+            return self._mixed.mixed_step(size, count, limit, *ends)
+        return self._batch.rows_step(count, limit, *ends)
 
     def limits(self, count: int) -> list[int]:
         """The numbers of tokens that the attention of a step of `count` rows is split for."""
@@ -110,14 +121,15 @@ class RowSteps:
 
     # ---- host and device ----
 
-    def _count(self, rows: Sequence[Slot]) -> int:
-        return next(n for n in self._counts if len(rows) <= n)
+    def _count(self, rows: Sequence[Slot], size: int = 0) -> int:
+        """For how many rows the step is; one with pieces of prompts is for several."""
+        return next(n for n in self._counts if len(rows) <= n and not (size and n == 1))
 
-    def _send(self, rows: Sequence[Slot]) -> None:
-        """Sends rows to the device, unless it has them already."""
-        if self._rows == list(rows):
+    def _send(self, rows: Sequence[Slot], count: int) -> None:
+        """Sends rows to the device for a step of `count` rows, unless it has them already."""
+        if self._rows == list(rows) and self._rows_count == count:
             return
-        self._rows, count = list(rows), self._count(rows)
+        self._rows, self._rows_count = list(rows), count
         if count == 1:
             (row,) = rows
             overwrite(self._one.state, np.asarray([*row.inputs, row.position, row.sequence], np.int32))
@@ -125,15 +137,15 @@ class RowSteps:
             fields = ((*r.inputs, r.position, r.sequence, r.draw) for r in rows)
             self._batch.send(count, *zip(*fields, strict=True))
 
-    def _launch(self, rows: Sequence[Slot]) -> None:
+    def _launch(self, rows: Sequence[Slot], size: int = 0) -> None:
         box, places = self._letters(rows)
         for place in places:
             box.expect(place)
-        count = self._count(rows)
+        count = self._rows_count
         limit = self.limit(count, max(row.position for row in rows))
         drawn = [row.sequence for row in rows if row.draw]
         penalizes = any(sequence in self._sampler.penalizing for sequence in drawn)
-        self.launch(count, limit, "penalized" if penalizes else "drawn" if drawn else "best")
+        self.launch(count, limit, "penalized" if penalizes else "drawn" if drawn else "best", size)
 
     def _take(self, rows: Sequence[Slot]) -> list[int]:
         """Waits for the next tokens of all rows of a launched step."""
@@ -142,6 +154,6 @@ class RowSteps:
 
     def _letters(self, rows: Sequence[Slot]) -> tuple[Mailbox, list[int]]:
         """Where a step leaves the next tokens of its rows."""
-        if (count := self._count(rows)) == 1:
+        if (count := self._rows_count) == 1:
             return self._one_mailbox, [rows[0].position]
         return self._mailbox, [row.position % 2 * count + i for i, row in enumerate(rows)]

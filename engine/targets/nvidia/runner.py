@@ -34,12 +34,13 @@ from engine.targets.nvidia.device_sampler import DeviceSampler
 from engine.targets.nvidia.export import CacheExport
 from engine.targets.nvidia.kernels.kernel_sequence import KernelSequence
 from engine.targets.nvidia.kernels.kv_cache import copy_block
+from engine.targets.nvidia.kernels.pieces import PIECE_ROWS
 from engine.targets.nvidia.kernels.sampling import Shortlist
 from engine.targets.nvidia.kernels.weight_repacking import repacking_kernels
 from engine.targets.nvidia.memory import CHUNK_SIZES
-from engine.targets.nvidia.prefill import PrefillKernels
+from engine.targets.nvidia.mixed import MixedKernels
 from engine.targets.nvidia.prescales import Prescales
-from engine.targets.nvidia.row_steps import RowSteps
+from engine.targets.nvidia.row_steps import Key, RowSteps
 from engine.targets.nvidia.schedule_search import SearchTarget, search
 from engine.targets.nvidia.states import DeviceStates
 from engine.targets.nvidia.uses import uses_of
@@ -79,9 +80,11 @@ class FusedRunner:
         self._one = DecodeKernels(model, self._prescales, context_length)
         counts = self.row_counts
         self._batch = BatchKernels(model, self._prescales, context_length, counts[1:])
-        self._prefill = PrefillKernels(model, self._prescales, self.max_chunk)
+        self._prefill = MixedKernels(model, self._prescales, self.max_chunk, self._batch)
         self._sampler = DeviceSampler(Shortlist(model.spec.vocab), context_length, parallel, counts[-1])
-        self._steps = RowSteps(self._one, self._batch, self._sampler, counts, context_length, self._launch)
+        self._steps = RowSteps(
+            self._one, self._batch, self._prefill, self._sampler, counts, context_length, self._launch
+        )
         by_window = {a.heads.window: a for a in model.storing}
         self._windows = list(by_window)
         self._tables = [a.tables for a in by_window.values()]
@@ -104,7 +107,8 @@ class FusedRunner:
             ((a.heads.kv, a.heads.dim, a.heads.window) for a in model.storing), states.layout
         )
         self.search_tokens = min(context_length, self._one.context_limits[0])
-        self._captured: dict[tuple[str, int, int], Callable[[], None]] = {}
+        self._captured: dict[Key, Callable[[], None]] = {}
+        self._mixed_sizes: set[int] = set()  # those whose kernels are compiled
         self._earlier: list[Logits] = []  # of the steps before the last one of one `run`
         with timeline.span("kernels"):
             compile_once((*self._set_up, is_early), self._linears)
@@ -128,14 +132,11 @@ class FusedRunner:
     def _capture_while(self, filling: Future[None]) -> None:
         """Captures the step that shows that the device works, and while weights travel those of a first answer."""
         shortest = self._steps.limits(1)[0]
-        self._capture(("best", 1, shortest), lambda: self._steps.kernels(1, shortest))
+        self._capture(("best", 1, shortest, 0), lambda: self._steps.kernels(1, shortest))
         if not filling.done():
-            self._capture(("drawn", 1, shortest), lambda: self._steps.kernels(1, shortest, "drawn"))
+            self._capture(("drawn", 1, shortest, 0), lambda: self._steps.kernels(1, shortest, "drawn"))
         if not filling.done() and self._has_prefill(self._sizes[0]):
-            self.prepare(self._sizes[0])
-
-    def piece_sizes(self, rows: int) -> tuple[int, ...]:
-        return self.chunk_sizes
+            self._prepare_prefill(self._sizes[0])
 
     @property
     def row_counts(self) -> tuple[int, ...]:
@@ -179,27 +180,59 @@ class FusedRunner:
     # ---- steps ----
 
     def run(self, slots: Sequence[Slot], ahead: bool = False) -> NDArray[np.int32]:
+        pieces, rows = ([slot for slot in slots if slot.want == want] for want in ("none", "last"))
         for slot in slots:
-            if slot.want == "none":
-                self._store(slot)
             self._states.set(slot.position + len(slot.inputs), slot.sequence)
-        rows, most = [slot for slot in slots if slot.want == "last"], self.row_counts[-1]
+        most, size = self.row_counts[-1], self._mixed_size(pieces, rows)
+        if size:
+            self._prefill.send(size, pieces, len(rows))
+        else:
+            self._store(pieces)
         chosen: list[int] = []
         self._earlier = []
         for first in range(0, len(rows), most):
             if first:  # the next step overwrites them
                 self._earlier.append(self._steps.logits())
-            chosen += self._steps.decode(rows[first : first + most], ahead and len(rows) <= most)
+            chosen += self._steps.decode(rows[first : first + most], ahead and len(rows) <= most, size)
         return np.asarray(chosen, np.int32)
 
-    def _store(self, slot: Slot) -> None:
+    def piece_sizes(self, rows: int) -> tuple[int, ...]:
+        if not rows or not self._mixes or rows > self.row_counts[-1]:
+            return self.chunk_sizes
+        rooms = tuple(size - PIECE_ROWS for size in self.chunk_sizes if size > PIECE_ROWS)
+        return rooms or self.chunk_sizes
+
+    def _mixed_size(self, pieces: Sequence[Slot], rows: Sequence[Slot]) -> int:
+        """The size of the step that has room for pieces and rows together; 0 if they go in steps of their own."""
+        if not pieces or not rows or len(rows) > self.row_counts[-1] or self._steps.is_launched(rows):
+            return 0
+        fits = (size for size in self._mixed_sizes if self._prefill.fits(size, pieces, True))
+        return min(fits, default=0)
+
+    def _store(self, pieces: Sequence[Slot]) -> None:
+        """Prefills pieces of prompts, as many as fit in a step."""
+        while pieces:
+            some = ((n, size) for n in range(len(pieces), 1, -1) for size in self._sizes)
+            n, size = next((s for s in some if self._fits(s[1], pieces[: s[0]])), (1, 0))
+            if size:
+                self._prefill.send(size, pieces[:n])
+                self._launch_prefill(size)
+            else:
+                self._store_one(pieces[0])
+            pieces = pieces[n:]
+
+    def _fits(self, size: int, pieces: Sequence[Slot]) -> bool:
+        """Whether a prefill step that is compiled has room for these pieces."""
+        return self._prefill.fits(size, pieces, False) and self._has_prefill(size)
+
+    def _store_one(self, slot: Slot) -> None:
         """Prefills a piece of a prompt."""
         size = next(size for size in self._sizes if len(slot.inputs) <= size)
         if len(slot.inputs) <= (_DECODE_AT_MOST if self._has_prefill(size) else _DETOUR_AT_MOST):
             for i, token in enumerate(slot.inputs):
                 self._steps.decode([Slot(slot.sequence, (token,), slot.position + i)], ahead=False)
             return
-        self._send_chunk(slot)
+        self._prefill.send(size, [slot])
         self._launch_prefill(size)
 
     def logits(self, rows: Sequence[int] | None = None) -> Logits:
@@ -217,13 +250,30 @@ class FusedRunner:
         return self._model.choices.read()
 
     def prepare(self, size: int) -> None:
-        if ("prefill", size, 0) not in self._captured:
+        self._prepare_prefill(size)
+        if self._mixes and size > PIECE_ROWS and size not in self._mixed_sizes:
+            compile_once((*self._set_up, "mixed", size), lambda: self._mixed_linears(size))
+            self._mixed_sizes.add(size)
+
+    def _prepare_prefill(self, size: int) -> None:
+        if ("prefill", size) not in self._captured:
             compile_once((*self._set_up, "prefill", size), lambda: [self._prefill.step(size).linear])
-            self._captured["prefill", size, 0] = self._prefill.step(size).capture()
+            self._captured["prefill", size] = self._prefill.step(size).capture()
+
+    @property
+    def _mixes(self) -> bool:
+        """Whether there are steps of prompts and replies."""
+        return self.parallel > 1 and self._prefill.can_mix
+
+    def _mixed_linears(self, size: int) -> list[UOp]:
+        """The kernels of steps of this size that have replies too."""
+        counts, steps = self.row_counts[1:], self._steps
+        pairs = [(n, limit) for n in counts for limit in steps.limits(n)]
+        return [steps.kernels(n, limit, size=size).linear for n, limit in pairs]
 
     def _has_prefill(self, size: int) -> bool:
         """Whether prefill of chunks of this size need not be compiled."""
-        if ("prefill", size, 0) in self._captured or not self._is_early:
+        if ("prefill", size) in self._captured or not self._is_early:
             return True
         return was_compiled((*self._set_up, "prefill", size))
 
@@ -233,7 +283,7 @@ class FusedRunner:
         if step == "prefill":
             size, count = self.max_chunk, min(self.max_chunk, self._context - position)
             slot = Slot(0, tuple(varied_tokens(count, self._model.spec.vocab)), position, "none")
-            send: Callable[[], None] = lambda: self._send_chunk(slot)
+            send: Callable[[], None] = lambda: self._prefill.send(size, [slot])
             calls, run = self._prefill.step(size).compile().src, lambda: self._launch_prefill(size)
         else:
             count, limit = 1, self._steps.limit(1, position)
@@ -254,14 +304,9 @@ class FusedRunner:
         """Makes a token of sequence 0 the row of the next step."""
         overwrite(self._one.state, np.asarray([token, position, 0], np.int32))
 
-    def _send_chunk(self, slot: Slot) -> None:
-        n = len(slot.inputs)
-        overwrite(self._prefill.prompt, np.asarray([slot.position, n, slot.sequence], np.int32))
-        overwrite(self._prefill.ids, np.asarray([*slot.inputs, *[0] * (self.max_chunk - n)], np.int32))
-
     def _launch_prefill(self, size: int) -> None:
-        self.prepare(size)
-        self._launch(("prefill", size, 0), lambda: self._prefill.step(size))
+        self._prepare_prefill(size)
+        self._launch(("prefill", size), lambda: self._prefill.step(size))
 
     def _send_tables(self) -> None:
         for group, of in self._stale_tables:
@@ -269,14 +314,12 @@ class FusedRunner:
             overwrite(self._tables[group], table, of * table.size)
         self._stale_tables.clear()
 
-    def _launch(self, key: tuple[str, int, int], sequence: Callable[[], KernelSequence]) -> None:
+    def _launch(self, key: Key, sequence: Callable[[], KernelSequence]) -> None:
         """Launches the captured graph of a sequence, which is captured when it is first used."""
         self._send_tables()
         self._capture(key, sequence)()
 
-    def _capture(
-        self, key: tuple[str, int, int], sequence: Callable[[], KernelSequence]
-    ) -> Callable[[], None]:
+    def _capture(self, key: Key, sequence: Callable[[], KernelSequence]) -> Callable[[], None]:
         if key not in self._captured:
             self._captured[key] = sequence().capture()
         return self._captured[key]

@@ -9,6 +9,7 @@ from tinygrad import Tensor, dtypes
 from engine.formats.quantization import QUANTIZED
 from engine.targets.nvidia.kernels.kernel_sequence import KernelSequence
 from engine.targets.nvidia.kernels.matrix_bytes import UNIT, units_of
+from engine.targets.nvidia.kernels.pieces import state_of
 from engine.targets.nvidia.kernels.upload import Part, upload
 from engine.targets.nvidia.kernels.weight_layout import WeightLayout, permuted_size, prescale
 from engine.targets.nvidia.kernels.weight_repacking import MatrixSpec, TensorRows, repack
@@ -71,6 +72,11 @@ def part_of(values):
 
 def buffer(values):
     return Tensor(np.ascontiguousarray(values).reshape(-1)).realize()
+
+
+def prompt_state(tokens, *pieces, replies=0):
+    """The state of a step of pieces: of each the first row, the position, the number of tokens and the sequence."""
+    return buffer(state_of(tokens, pieces, replies))
 
 
 def zeros(n, dtype=dtypes.float32):

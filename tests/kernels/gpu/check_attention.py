@@ -10,6 +10,7 @@ from engine.targets.nvidia.kernels.decode_block import combine
 from engine.targets.nvidia.kernels.flash_attention import FlashSplit, flash_attention, flash_split
 from engine.targets.nvidia.kernels.matmul import fragment_index, fragments_size
 from engine.targets.nvidia.kernels.matrix_bytes import UNIT
+from engine.targets.nvidia.kernels.pieces import PIECE_ROWS, rows_of
 from engine.targets.nvidia.kernels.prefill import rotate_prompt, wide_norms
 from engine.targets.nvidia.kernels.prefill_attention import (
     PromptTiling,
@@ -18,7 +19,7 @@ from engine.targets.nvidia.kernels.prefill_attention import (
     prompt_tiling,
 )
 from engine.targets.nvidia.kernels.weight_layout import permuted_size
-from tests.kernels.gpu.buffers import buffer, close, places, prompt_index, rng, run, zeros
+from tests.kernels.gpu.buffers import buffer, close, places, prompt_index, prompt_state, rng, run, zeros
 from tests.kernels.gpu.cache_layout import CONTEXT, Pool, heads_of, kept
 
 
@@ -217,9 +218,25 @@ def check_prompts_of_several_sequences() -> None:
     attended_prompt(tiling, 11, 70, heads_of(32, kv_format=KVFormat.Q8_0), others=(40,))
 
 
-def attended_prompt(cut, n, position, h, sinks=False, wide=False, others=()):
-    """A chunk of n tokens from `position` on, of the sequence after `others` of so many tokens."""
-    tokens, pool = 32, Pool(h, [*others, position], n)
+def check_pieces_of_several_prompts() -> None:
+    """Pieces of three prompts in a step: one that fills its rows, one of two units, windows and tables of their own."""
+    before = ((32, 5), (40, 70))
+    attended_prompt(PromptTiling(1, 4, 1, 1), 11, 130, heads_of(norm_eps=1e-6), before=before)
+    attended_prompt(PromptTiling(2, 2, 2, 2), 11, 30, heads_of(window=20), before=before, sinks=True)
+    gated = heads_of(32, norm_eps=1e-6, gated=True, kv_format=KVFormat.Q8_0)
+    attended_prompt(PromptTiling(1, 2, 1, 1), 5, 0, gated, before=before[:1])
+    for h in (heads_of(64, 14, 2), heads_of(128, 16, 8), heads_of(64, 32, 8), heads_of(256, 8, 8)):
+        assert 0 < prompt_tiling(h, 512, 132, 99 << 10, is_narrow=True).span(h) <= PIECE_ROWS
+
+
+def attended_prompt(cut, n, position, h, sinks=False, wide=False, others=(), before=()):
+    """A piece of n tokens from `position` on, of the sequence after `others` of so many tokens. In the rows `before` it
+    are pieces of other sequences: (number of tokens, position) each."""
+    pieces, first = [], 0
+    for sequence, (count, start) in enumerate((*before, (n, position)), len(others)):
+        pieces.append((first, start, count, sequence))
+        first += rows_of(count)
+    tokens, pool = first, Pool(h, [*others, *(piece[1] for piece in pieces)], max(p[2] for p in pieces))
     total = h.rows // h.dim
     sink = [np.resize(np.float32([-30, 0.3, 2, 40]), h.query)] if sinks else []
     sums = rng.standard_normal((2, tokens, h.rows)).astype(np.float32)
@@ -230,7 +247,7 @@ def attended_prompt(cut, n, position, h, sinks=False, wide=False, others=()):
         norms = [rng.standard_normal((n_heads, h.dim)).astype(np.float32) for n_heads in (h.query, h.kv)]
     factors, temperature = temperatures(h)
     queries = zeros(tokens * h.query * h.dim, dtypes.float16)
-    prompt, tables = buffer(np.array([position, n, len(others)], np.int32)), buffer(pool.tables)
+    prompt, tables = prompt_state(tokens, *pieces), buffer(pool.tables)
     norm = [buffer(np.concatenate(norms))] if h.norm_eps else []
     shape, biases = ((2,), (h.rows,), bool(bias)), [buffer(b) for b in bias]
     out = zeros(fragments_size(tokens, h.query * h.dim), dtypes.float16)
@@ -249,23 +266,26 @@ def attended_prompt(cut, n, position, h, sinks=False, wide=False, others=()):
         run(attend_prompt(h, tokens, cut), parts, *ins)
         run(combine_prompt(h, tokens, cut.splits, sinks), out, parts, prompt, *sink_buffers)
 
-    rows = (sums.sum(0) + sum(bias)).reshape(tokens, -1, h.dim)[:n]
-    gates, rows = np.split(rows, [h.first_row // h.dim], 1)
-    here = [t[position : position + n, None] for t in (cos, sin)]
-    q = turned(rows[:, : h.query], *here, norms[0], h.norm_eps) * factors[position : position + n, None, None]
-    keys, values = pool.past[-1]
-    if h.stored != "nothing":
-        k = kept(h, turned(rows[:, h.query : h.query + h.kv], *here, norms[1], h.norm_eps))
-        v = kept(h, values_of(h, rows))
-        pool.check_stored(pool.places(-1, np.arange(position, position + n)), k, v)
-        keys = np.concatenate([keys, k.transpose(1, 0, 2)], 1)
-        values = np.concatenate([values, v.transpose(1, 0, 2)], 1)
-    place = prompt_index(lambda m, e: fragment_index(m, e, h.query * h.dim), n, h.query * h.dim)
-    got = out.numpy()[place]
-    for i in range(n):
-        seen = position + i + 1
-        wanted = pool.attended(q[i], keys[:, :seen], values[:, :seen], *sink) * opened(gates[i])
-        close(got[i], wanted, 5e-3)
+    place = prompt_index(lambda m, e: fragment_index(m, e, h.query * h.dim), tokens, h.query * h.dim)
+    got, all_rows, new = out.numpy()[place], (sums.sum(0) + sum(bias)).reshape(tokens, -1, h.dim), []
+    for first, position, n, sequence in pieces:
+        gates, rows = np.split(all_rows[first : first + n], [h.first_row // h.dim], 1)
+        here = [t[position : position + n, None] for t in (cos, sin)]
+        own_factors = factors[position : position + n, None, None]
+        q = turned(rows[:, : h.query], *here, norms[0], h.norm_eps) * own_factors
+        keys, values = pool.past[sequence]
+        if h.stored != "nothing":
+            k = kept(h, turned(rows[:, h.query : h.query + h.kv], *here, norms[1], h.norm_eps))
+            v = kept(h, values_of(h, rows))
+            new.append((pool.places(sequence, np.arange(position, position + n)), k, v))
+            keys = np.concatenate([keys, k.transpose(1, 0, 2)], 1)
+            values = np.concatenate([values, v.transpose(1, 0, 2)], 1)
+        for i in range(n):
+            seen = position + i + 1
+            wanted = pool.attended(q[i], keys[:, :seen], values[:, :seen], *sink) * opened(gates[i])
+            close(got[first + i], wanted, 5e-3)
+    if new:
+        pool.check_stored(*map(np.concatenate, zip(*new, strict=True)))
 
 
 def check_a_quantized_cache() -> None:

@@ -17,7 +17,7 @@ from engine.targets.nvidia.kernels.matmul import fragment_index, fragments_size
 from engine.targets.nvidia.kernels.matrix_bytes import UNIT
 from engine.targets.nvidia.kernels.prefill import Runs
 from engine.targets.nvidia.kernels.weight_layout import permuted_size
-from tests.kernels.gpu.buffers import buffer, close, places, prompt_index, rng, run, zeros
+from tests.kernels.gpu.buffers import buffer, close, places, prompt_index, prompt_state, rng, run, zeros
 
 
 def sigmoid(x):
@@ -164,7 +164,7 @@ def prompt(net, rows, state, position, memory, tokens, cut=None, sequence=0):
     (inputs, of_inputs), (gate, of_gate) = (
         all_runs.within(*r) for r in ((0, h.channels), (h.channels, h.channels + h.width))
     )
-    place = buffer(np.array([position, n, sequence][: 2 + (h.sequences > 1)], np.int32))
+    place = prompt_state(tokens, (0, position, n, sequence))
     vectors, coefficients = zeros(vectors_size(h, tokens)), zeros(coefficients_size(h, tokens))
     products = zeros(tokens * h.width)
     conv, decay, bias, norm = net.buffers

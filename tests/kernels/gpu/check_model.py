@@ -20,8 +20,10 @@ from engine.targets.nvidia.device_sampler import DeviceSampler
 from engine.targets.nvidia.kernels.device import multiprocessors
 from engine.targets.nvidia.kernels.few_columns import columns_size
 from engine.targets.nvidia.kernels.kernel_sequence import KernelSequence
+from engine.targets.nvidia.kernels.pieces import state_size
 from engine.targets.nvidia.kernels.prefill_attention import prompt_tiling
 from engine.targets.nvidia.kernels.sampling import Shortlist
+from engine.targets.nvidia.memory import CHUNK_SIZES
 from engine.targets.nvidia.runner import FusedRunner
 from engine.targets.nvidia.weights import GPUModel
 from tests import generated_model
@@ -129,5 +131,5 @@ def check_profile_of_a_prompt() -> None:
     queries = padded * attention.query_size * 2
     came = columns_size(padded, attention.query_size) * 2
     result = tiling.sums_size(h, padded) * 4 if tiling.splits > 1 else came
-    small = 4 * (3 + h.table_size)  # the position, the number of tokens and the sequence; its blocks
+    small = 4 * (state_size(CHUNK_SIZES[-1]) + h.table_size)  # the state; its blocks
     assert told["attend"][1] == queries + result + 2 * row * (position + tokens) + small, told

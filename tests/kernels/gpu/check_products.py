@@ -38,6 +38,7 @@ from tests.kernels.gpu.buffers import (
     packed,
     places,
     prompt_index,
+    prompt_state,
     rng,
     run,
     zeros,
@@ -363,7 +364,7 @@ def check_prompt_products() -> None:
         x = (rng.standard_normal((tokens, cols)) * scale).astype(np.float16)
         fragments = np.zeros(fragments_size(tokens, cols), np.float16)
         fragments[prompt_index(lambda m, e, cols=cols: fragment_index(m, e, cols), tokens, cols)] = x
-        prompt = buffer(np.array([0, n], np.int32))
+        prompt = prompt_state(tokens, (0, 0, n, 0))
         wanted = x[:n].astype(np.float64) @ weights.T.astype(np.float64)
         parts = 2 if cols > 64 else 1
         out = zeros(parts * tokens * rows)

@@ -13,14 +13,14 @@ from engine.targets.nvidia.kernels.prefill_experts import (
     sort_assignments,
 )
 from engine.targets.nvidia.kernels.weight_layout import WeightLayout
-from tests.kernels.gpu.buffers import buffer, close, packed, rng, run, zeros
+from tests.kernels.gpu.buffers import buffer, close, packed, prompt_state, rng, run, zeros
 from tests.kernels.gpu.check_products import gated, normed
 
 
 def check_router() -> None:
     """Logits as exact as float32, of experts and columns that fill blocks and that do not."""
     tokens, live, eps = 16, 11, 1e-5
-    prompt = buffer(np.array([5, live], np.int32))
+    prompt = prompt_state(tokens, (0, 5, live, 0))
     for n, cols, bias in ((32, 256, False), (40, 180, True), (6, 256, True)):
         h, weight = rng.standard_normal((tokens, cols)) * 8, rng.standard_normal(cols)
         router, biases = rng.standard_normal((n, cols)), rng.standard_normal(n)
@@ -39,7 +39,8 @@ def check_choice_of_experts() -> None:
         logits = (rng.standard_normal((tokens, n)) * 3).astype(np.float32)
         logits[0], logits[1, : n // 2] = 2.0, 5.0
         chosen, weights = zeros(tokens * used, dtypes.int32), zeros(tokens * used)
-        run(choose_experts(tokens, used, n, least), chosen, weights, buffer(logits))
+        prompt = prompt_state(tokens, (0, 3, tokens, 0))
+        run(choose_experts(tokens, used, n, least), chosen, weights, buffer(logits), prompt)
         p = np.exp(logits.astype(np.float64) - logits.max(-1, keepdims=True))
         p /= p.sum(-1, keepdims=True)
         wanted = np.argsort(-logits, -1, kind="stable")[:, :used]
@@ -79,14 +80,15 @@ def check_sorted_assignments() -> None:
     ):
         chosen = choice(experts.tokens, experts.used, experts.n, 1)
         wanted, owners = sorted_assignments(experts, chosen, live)
-        chosen, prompt = buffer(chosen), buffer(np.array([7, live], np.int32))
+        chosen[live:] = -1
+        chosen = buffer(chosen)
         counts, choices = zeros(experts.n, dtypes.int32), buffer(np.arange(experts.n, dtype=np.int32))
         assigned, tile_experts = (
             buffer(np.full(experts.size, 99, np.int32)),
             zeros(experts.count, dtypes.int32),
         )
-        run(count_assignments(experts), counts, choices, chosen, prompt)
-        run(sort_assignments(experts), assigned, tile_experts, counts, chosen, prompt)
+        run(count_assignments(experts), counts, choices, chosen)
+        run(sort_assignments(experts), assigned, tile_experts, counts, chosen)
         taken = np.bincount(chosen.numpy()[: live * experts.used], minlength=experts.n)
         assert np.array_equal(choices.numpy(), np.arange(experts.n) + taken)
         assert np.array_equal(assigned.numpy()[: len(wanted)], wanted)
@@ -148,7 +150,8 @@ def check_a_shared_expert_of_prompts() -> None:
     h, chosen = buffer(stream), zeros(tokens * used, dtypes.int32)
     run(add_shared(tokens, cols, 2, n + 1), h, buffer(sums), buffer(logits))
     close(h.numpy().reshape(tokens, cols), stream + sums.sum(0) / (1 + np.exp(-logits[:, n:])))
-    run(choose_experts(tokens, used, n, None, n + 1), chosen, zeros(tokens * used), buffer(logits))
+    prompt = prompt_state(tokens, (0, 3, tokens, 0))
+    run(choose_experts(tokens, used, n, None, n + 1), chosen, zeros(tokens * used), buffer(logits), prompt)
     best = np.argsort(-logits[:, :n], -1, kind="stable")[:, :used]
     assert np.array_equal(chosen.numpy().reshape(tokens, used), best)
 
@@ -164,7 +167,7 @@ def check_whole_mixture() -> None:
     h, weight, following = (a.astype(np.float32) for a in (h, weight, following))
     router = rng.standard_normal((n, dim)).astype(np.float32) * 4
     router[-1] = 0  # mostly left out
-    stream, prompt = buffer(h), buffer(np.array([3, live], np.int32))
+    stream, prompt = buffer(h), prompt_state(tokens, (0, 3, live, 0))
     logits, probabilities = zeros(tokens * n), zeros(tokens * used)
     counts, choices, chosen, assigned, owners = (
         zeros(size, dtypes.int32) for size in (n, n, tokens * used, experts.size, experts.count)
@@ -174,9 +177,9 @@ def check_whole_mixture() -> None:
     layout, tiles = WeightLayout(8), experts.tiles
     run(norm_prompt(tokens, dim, 0, eps, order="rows"), rows, stream, buffer(weight))
     run(router_logits(tokens, dim, n, eps, False), logits, stream, buffer(weight), prompt, buffer(router))
-    run(choose_experts(tokens, used, n, 6.1e-5), chosen, probabilities, logits)
-    run(count_assignments(experts), counts, choices, chosen, prompt)
-    run(sort_assignments(experts), assigned, owners, counts, chosen, prompt)
+    run(choose_experts(tokens, used, n, 6.1e-5), chosen, probabilities, logits, prompt)
+    run(count_assignments(experts), counts, choices, chosen)
+    run(sort_assignments(experts), assigned, owners, counts, chosen)
     kernel = matmul(layout, tokens, 2 * width, dim, tiles, True, "t", experts=experts)
     run(kernel, activated, rows, assigned, owners, *gate_up)
     kernel = matmul(layout, tokens, dim, width, tiles, False, "t", experts=experts)

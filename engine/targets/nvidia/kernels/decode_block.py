@@ -10,8 +10,8 @@ from typing import Any
 from tinygrad import UOp
 
 from engine.kernels.kernel import Kernel, Name
+from engine.targets.nvidia.kernels.activation_order import PLACES, Order
 from engine.targets.nvidia.kernels.cache_tiles import store_quad
-from engine.targets.nvidia.kernels.few_columns import column_index
 from engine.targets.nvidia.kernels.kv_cache import TILE, Heads, Pages
 from engine.targets.nvidia.kernels.matmul import as_half
 from engine.targets.nvidia.kernels.matrix_bytes import UNIT
@@ -79,8 +79,8 @@ class DecodeBlock:
     With `tokens`, a step of so many sequences. The rows are of all tokens, one after the other; in place of the angles
     are cos and sin, their tables, float32 (context, dim / 2). The state is int32 (4, tokens): tokens, positions,
     sequences, and whether there is a token, else it is not stored. Outputs have the results of all tokens: with one
-    split, the activations of the next product, float16 (`few_columns`), and no prescale; with
-    several, sums (splits, tokens, query * dim), and scores and sums of weights (splits, tokens, query, 2).
+    split, the activations of the next product, float16 in an `order`, and no prescale; with several, sums (splits,
+    tokens, query * dim), and scores and sums of weights (splits, tokens, query, 2).
 
     The output with one split: out, float32, permuted and prescaled for the next product. With several, for `combine`:
     sums, the weighted sums of values, float32 (splits, query * dim), and tops, for each split and query head the
@@ -89,12 +89,12 @@ class DecodeBlock:
 
     def __init__(
         self, heads: Heads, splits: int, group: int, thread: UOp, n_threads: int, buffers: Mapping[str, Any],
-        wide: bool = False, tokens: int = 0,
+        wide: bool = False, tokens: int = 0, order: Order = "columns",
     ) -> None:  # fmt: skip
         self.outs: list[UOp] = [buffers[name] for name in ("out", "sums", "tops") if name in buffers]
         self.cache: list[UOp] = buffers["cache"]
         self.rows: UOp = buffers["rows"]
-        self.tokens, self.is_whole, self._wide = tokens, splits == 1, wide
+        self.tokens, self.is_whole, self._wide, self._order = tokens, splits == 1, wide, order
         angles: list[UOp] = [buffers[name] for name in ("cos", "sin", "angles") if name in buffers]
         state, temperature = buffers["state"], buffers.get("temperature")
         self.norms: UOp | None = buffers.get("norms")
@@ -304,7 +304,7 @@ class DecodeBlock:
             values = values * gate
         if self.is_whole and self.tokens:
             result = as_half(values / weights)
-            return [store(self.outs[0], column_index(self.token, element, n), result)]
+            return [store(self.outs[0], PLACES[self._order](self.token, element, n), result)]
         if prescale is not None:
             result = values / weights * load(prescale, element % UNIT)
             return [store(self.outs[0], permuted(element, n), result)]
@@ -318,8 +318,10 @@ class DecodeBlock:
 
 
 @functools.cache
-def combine(heads: Heads, splits: int, has_sinks: bool = False, tokens: int = 0) -> Kernel:
-    """Combines the splits of decode attention. Buffers: out, float32, permuted and prescaled; sums and tops (see
+def combine(
+    heads: Heads, splits: int, has_sinks: bool = False, tokens: int = 0, order: Order = "columns"
+) -> Kernel:
+    """Combines the splits of decode attention. Buffers: out, sums and tops (see
     `DecodeBlock`); prescale, the output's, float32 (UNIT,), if the step is not of several `tokens`; sinks, float32
     (query,), if there are any; of gated heads, rows, those of the QKV product."""
     n, several = heads.query * heads.dim, max(tokens, 1)
@@ -343,7 +345,8 @@ def combine(heads: Heads, splits: int, has_sinks: bool = False, tokens: int = 0)
             value = value * sigmoid(load(rows, token * heads.rows + element))
         name = f"combine_{heads.query}_{heads.dim}_{splits}{'_sinks' * has_sinks}"
         if prescale is None:
-            return finish(f"{name}_{tokens}", [store(out, column_index(token, element, n), as_half(value))])
+            place = PLACES[order](token, element, n)
+            return finish(f"{name}_{tokens}_{order}", [store(out, place, as_half(value))])
         stores = [store(out, permuted(element, n), value * load(prescale, element % UNIT))]
         return finish(name, stores)
 

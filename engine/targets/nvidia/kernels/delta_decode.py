@@ -13,6 +13,7 @@ import functools
 from tinygrad import UOp
 
 from engine.kernels.kernel import Kernel
+from engine.targets.nvidia.kernels.activation_order import PLACES, Order
 from engine.targets.nvidia.kernels.delta_net import (
     MAX_POSITION,
     DeltaHeads,
@@ -21,7 +22,6 @@ from engine.targets.nvidia.kernels.delta_net import (
     sequence_of,
     silu,
 )
-from engine.targets.nvidia.kernels.few_columns import column_index
 from engine.targets.nvidia.kernels.matmul import as_half
 from engine.targets.nvidia.kernels.matrix_bytes import UNIT
 from engine.targets.nvidia.kernels.uops import (
@@ -61,10 +61,10 @@ def parts_of(heads: DeltaHeads, multiprocessors: int) -> int:
 
 
 @functools.cache
-def delta_decode(heads: DeltaHeads, tokens: int = 0, parts: int = 1) -> Kernel:
+def delta_decode(heads: DeltaHeads, tokens: int = 0, parts: int = 1, order: Order = "columns") -> Kernel:
     """A delta net without its products, for one token, or for those of `tokens` sequences. Buffers: out, for one token
-    float32, permuted and prescaled for the next product, else its activations, float16
-    (`few_columns`); with several `parts`, for one token, it is not normed, and squares are partial
+    float32, permuted and prescaled for the next product, else its activations, float16 in an
+    `order`; with several `parts`, for one token, it is not normed, and squares are partial
     sums of its squares, float32 (value, parts); memory, float32 (memory_size,); rows, the product with the input,
     float32 (rows,), for each token: channels, gate, beta, alpha; conv, the convolution's weights, float32 (channels,
     taps); decay and decay_bias, float32 (value,) each; norm, its weight, float32 (size,); state, that of the step:
@@ -171,12 +171,16 @@ def delta_decode(heads: DeltaHeads, tokens: int = 0, parts: int = 1) -> Kernel:
         else:
             results.append(store(squares, block, total, thread.eq(0)))
         if prescale is None:
-            results.append(store(out, column_index(token, element, h.width), as_half(result), has_column))
+            results.append(store(out, PLACES[order](token, element, h.width), as_half(result), has_column))
         else:
             scaled = result * load(prescale, element % UNIT, has_column)
             results.append(store(out, permuted(element, h.width), scaled, has_column))
         n_bytes = 8 * h.width * size * max(tokens, 1)
-        name = f"delta_{h.name}_{h.sequences}" + f"_{tokens}" * (tokens > 0) + f"_in_{parts}" * (parts > 1)
+        name = (
+            f"delta_{h.name}_{h.sequences}"
+            + f"_{tokens}_{order}" * (tokens > 0)
+            + f"_in_{parts}" * (parts > 1)
+        )
         return finish(name, [*moved, *results], n_bytes, n_bytes)
 
     inputs = "rows", "conv", "decay", "decay_bias", "norm", "state", not tokens and "prescale"

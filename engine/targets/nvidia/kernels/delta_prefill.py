@@ -23,6 +23,7 @@ from tinygrad import UOp
 from tinygrad.uop.ops import AxisType
 
 from engine.kernels.kernel import Kernel
+from engine.targets.nvidia.kernels.activation_order import PLACES, Order
 from engine.targets.nvidia.kernels.delta_decode import total_of
 from engine.targets.nvidia.kernels.delta_net import (
     MAX_POSITION,
@@ -33,7 +34,8 @@ from engine.targets.nvidia.kernels.delta_net import (
     silu,
 )
 from engine.targets.nvidia.kernels.matmul import as_half
-from engine.targets.nvidia.kernels.prefill import PLACES, Order, Runs
+from engine.targets.nvidia.kernels.pieces import Piece
+from engine.targets.nvidia.kernels.prefill import Runs
 from engine.targets.nvidia.kernels.uops import (
     after_store,
     chain,
@@ -41,7 +43,6 @@ from engine.targets.nvidia.kernels.uops import (
     finish,
     inverse_rms,
     load,
-    load_index,
     load_run,
     registers,
     shared,
@@ -84,8 +85,8 @@ def _input_at(
 def delta_inputs(heads: DeltaHeads, runs: Runs) -> Kernel:
     """The convolution of a chunk's queries and keys, and all that depends on the inputs alone. `runs`: the product with
     the input, of `DeltaHeads.rows` rows. Buffers: vectors, keys and queries (`vectors_size`); coefficients
-    (`coefficients_size`); memory; sums, those of each run; prompt, int32 (2,): position and number of tokens, and with
-    several sequences (3,): the sequence; conv, the convolution's weights, float32 (channels, taps); decay and
+    (`coefficients_size`); memory; sums, those of each run; prompt, the step's state (`pieces`), which has one
+    piece; conv, the convolution's weights, float32 (channels, taps); decay and
     decay_bias, float32 (value,) each."""
     h, size, n, shared_by = heads, heads.size, GROUP, heads.value // heads.key
     tokens = runs.tokens
@@ -104,8 +105,9 @@ def delta_inputs(heads: DeltaHeads, runs: Runs) -> Kernel:
             UOp.special(tokens // n, "gidx0"),
             UOp.special(h.key, "gidx1"),
         )
-        position, count = load_index(prompt, 0, MAX_POSITION), load_index(prompt, 1, tokens + 1)
-        before, began = h.state_at(position, sequence_of(h, prompt, 2)), position > 0
+        piece = Piece.of(prompt, 0, tokens, MAX_POSITION)
+        position, count = piece.position, piece.count
+        before, began = h.state_at(position, sequence_of(h, prompt, piece.sequence_at)), position > 0
         first = group * n
         live = [first + t < count for t in range(n)]
 
@@ -214,8 +216,9 @@ def delta_scan(heads: DeltaHeads, runs: Runs) -> Kernel:
         block = UOp.special(h.value * parts_of_head, "gidx0")
         head, part = block // parts_of_head, block % parts_of_head
         key_head, column = head % h.key, part * width + thread % width
-        position, count = load_index(prompt, 0, MAX_POSITION), load_index(prompt, 1, tokens + 1)
-        sequence, began = sequence_of(h, prompt, 2), position > 0
+        piece = Piece.of(prompt, 0, tokens, MAX_POSITION)
+        position, count = piece.position, piece.count
+        sequence, began = sequence_of(h, prompt, piece.sequence_at), position > 0
         before, after = h.state_at(position, sequence), h.state_at(position + count, sequence)
         places = [(head * size + first_key + i) * size + part * width + quad * 4 for i in range(own)]
         state = registers(own * 4, 0)

@@ -90,6 +90,18 @@ def scaled(values: Sequence[UOp], scale: float) -> list[UOp]:
 
 
 @functools.cache
+def reply_tokens(rows: int) -> Kernel:
+    """Makes the tokens of replies the first ones of a step. Buffers: ids, the step's tokens, int32; state, that of the
+    replies (`StepRows`)."""
+
+    def kernel(ids: UOp, state: UOp) -> UOp:
+        row = UOp.special(rows, "lidx0")
+        return finish(f"reply_tokens_{rows}", [store(ids, row, load(state, row))])
+
+    return Kernel(kernel, ("ids",), ("state",))
+
+
+@functools.cache
 def embed_prompt(layout: WeightLayout, tokens: int, vocab: int, cols: int, scale: float = 1.0) -> Kernel:
     """Starts the residual stream of prefill with the tokens' rows times `scale`. Buffers: stream, float32 (tokens,
     cols); ids, the tokens, int32 (tokens,); the matrix's planes. Tokens outside the vocabulary are clamped."""

@@ -26,6 +26,7 @@ from tinygrad.uop.ops import AxisType
 from engine.formats.kv_format import QUANT_BLOCK
 from engine.kernels.kernel import Kernel
 from engine.kernels.launch_hints import LaunchHints
+from engine.targets.nvidia.kernels.activation_order import Order
 from engine.targets.nvidia.kernels.cache_fragments import Loads, fragments, upper_rows
 from engine.targets.nvidia.kernels.decode_block import DecodeBlock, block_buffers
 from engine.targets.nvidia.kernels.kv_cache import TILE, Heads
@@ -160,8 +161,9 @@ def _blocks(heads: Heads) -> tuple[int, int, int, int, int]:
 
 @functools.cache
 def flash_attention(
-    heads: Heads, split: FlashSplit, sinks: bool = False, wide: bool = False, tokens: int = 0
-) -> Kernel:
+    heads: Heads, split: FlashSplit, sinks: bool = False, wide: bool = False, tokens: int = 0,
+    order: Order = "columns",
+) -> Kernel:  # fmt: skip
     """Attention of one new token on tensor cores, or of those of `tokens` sequences. Buffers: see `DecodeBlock`."""
     h, group, warps, ways, n_threads = heads, split.group, split.warps, split.ways, split.threads
     dim, width = h.dim, h.dim // split.across
@@ -174,7 +176,7 @@ def flash_attention(
         lane, all_warps = UOp.special(32, "lidx0"), UOp.special(warps * ways, "lidx1")
         thread, g, t = all_warps * 32 + lane, lane // 4, lane % 4
         warp, way = (all_warps // ways, all_warps % ways) if ways > 1 else (all_warps, UOp.const(0))
-        block = DecodeBlock(h, split.splits, group, thread, n_threads, buffers, wide, tokens)
+        block = DecodeBlock(h, split.splits, group, thread, n_threads, buffers, wide, tokens, order)
         run = UOp.special(split.across, "gidx2") if split.across > 1 else UOp.const(0)
         cache = fragments(block, g, t, (way * own_dims, own_dims), (run * width + way * own_width, own_width))
 
@@ -325,7 +327,7 @@ def flash_attention(
         results = block.store_result(element, head, is_first_element, sums_of_head, scale, sink_of_head, gate)
         shape = f"{split.limit}_{split.splits}_{group}_{warps}_{split.steps}_{split.across}_{ways}"
         name = f"attention_flash_{h.name}_{shape}{'_sinks' * sinks}{'_wide' * wide}"
-        name += f"_{tokens}" * (tokens > 0) + f"_{split.blocks}_blocks" * (split.blocks > 0)
+        name += f"_{tokens}_{order}" * (tokens > 0) + f"_{split.blocks}_blocks" * (split.blocks > 0)
         return finish(name, [UOp.group(*results).end(loop)])
 
     waits_for = ("rows",) if split.begins_early and not tokens else ()

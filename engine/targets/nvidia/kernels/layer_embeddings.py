@@ -9,9 +9,9 @@ from tinygrad import UOp
 
 from engine.kernels.device_memory import aligned
 from engine.kernels.kernel import Kernel
+from engine.targets.nvidia.kernels.activation_order import PLACES, Order
 from engine.targets.nvidia.kernels.matmul import as_half
 from engine.targets.nvidia.kernels.matrix_bytes import UNIT, units_of
-from engine.targets.nvidia.kernels.prefill import PLACES, Order
 from engine.targets.nvidia.kernels.uops import (
     after_store,
     chain,

@@ -27,6 +27,7 @@ from tinygrad.uop.ops import AxisType
 from engine.kernels.kernel import Kernel
 from engine.targets.nvidia.kernels.half_pairs import PAIRS, quarter_pairs
 from engine.targets.nvidia.kernels.matrix_bytes import UNIT, units_of
+from engine.targets.nvidia.kernels.pieces import used_rows
 from engine.targets.nvidia.kernels.uops import (
     F16,
     Activation,
@@ -149,7 +150,7 @@ def matmul(
     activation: Activation = "silu", experts: ExpertTiles | None = None, has_bias: bool = False,
 ) -> Kernel:  # fmt: skip
     """activations @ matrix.T. Buffers: out; x, the activations, float16 (fragments_size(tokens, cols),);
-    prompt, int32 (2,): position and number of tokens; the matrix's planes. The output is a sum for each part, float32
+    prompt, the step's state (`pieces`); the matrix's planes. The output is a sum for each part, float32
     (parts, tokens, rows). If the matrix's rows are `paired`, gate and up alternating, it is activation(gate) * up
     as fragments, float16 (fragments_size(tokens, rows / 2),).
 
@@ -183,7 +184,7 @@ def matmul(
             expert_row = load_index(tile_experts, column_block, experts.n) * rows
         else:
             assert prompt is not None
-            n = load_index(prompt, 1, tokens + 1)
+            n = used_rows(prompt, tokens)
             live = column_block * tiles.tokens < n
         n_acc = tiles.rows * tiles.cols * 4
         acc = zeroed_registers(n_acc, 0)

@@ -6,17 +6,16 @@ import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Literal
 
 from tinygrad import UOp
 from tinygrad.uop.ops import AxisType, Ops
 
 from engine.kernels.kernel import Kernel
+from engine.targets.nvidia.kernels.activation_order import PLACES, Order
 from engine.targets.nvidia.kernels.cache_tiles import store_quad
-from engine.targets.nvidia.kernels.few_columns import column_index
 from engine.targets.nvidia.kernels.kv_cache import TILE, Heads, Pages
-from engine.targets.nvidia.kernels.matmul import as_half, fragment_index
-from engine.targets.nvidia.kernels.matrix_bytes import UNIT, units_of
+from engine.targets.nvidia.kernels.matmul import as_half
+from engine.targets.nvidia.kernels.pieces import Piece
 from engine.targets.nvidia.kernels.prefill_attention import query_index
 from engine.targets.nvidia.kernels.uops import (
     F16,
@@ -28,7 +27,6 @@ from engine.targets.nvidia.kernels.uops import (
     gated,
     inverse_rms,
     load,
-    load_index,
     load_run,
     rotated,
     shared,
@@ -36,17 +34,6 @@ from engine.targets.nvidia.kernels.uops import (
     store,
     tree,
 )
-
-Order = Literal["fragments", "rows", "columns"]
-"""The order of activations (tokens, cols): fragments of `matmul`; rows of units_of(cols) * UNIT
-elements, for products with experts; columns of `few_columns`."""
-
-
-def _place_in_rows(token: UOp, column: UOp, cols: int) -> UOp:
-    return token * (units_of(cols) * UNIT) + column
-
-
-PLACES = {"fragments": fragment_index, "rows": _place_in_rows, "columns": column_index}
 
 
 class _TokenNorm:
@@ -185,6 +172,22 @@ class Runs:
 
 
 @functools.cache
+def first_rows(runs: Runs, count: int, has_bias: bool) -> Kernel:
+    """A product's results for the first `count` tokens, one after the other. Buffers: rows, float32 (count, rows);
+    sums, those of each run; bias, float32 (rows,), if it `has_bias`."""
+    total, threads = sum(runs.sizes), 256
+
+    def kernel(rows: UOp, sums: Sequence[UOp], bias: UOp | None) -> UOp:
+        row = UOp.special(-(-total // threads), "gidx0") * threads + UOp.special(threads, "lidx0")
+        token, inside = UOp.special(count, "gidx1"), row < total
+        value = runs.load(sums, bias, token, row, inside)
+        name = f"first_rows_{runs.tokens}_{count}_{'_'.join(map(str, runs.sizes + runs.parts))}"
+        return finish(name, [store(rows, token * total + row, value, inside)])
+
+    return Kernel(kernel, ("rows",), (("sums", len(runs.sizes)), has_bias and "bias"))
+
+
+@functools.cache
 def wide_norms(
     heads: Heads, tokens: int, parts: tuple[int, ...], sizes: tuple[int, ...], has_bias: bool
 ) -> Kernel:
@@ -219,12 +222,12 @@ def rotate_prompt(
     heads: Heads, tokens: int, parts: tuple[int, ...], sizes: tuple[int, ...], has_bias: bool, wide: bool = False,
     order: Order = "fragments",
 ) -> Kernel:  # fmt: skip
-    """Rotates the queries and keys of a prompt, and norms them if the model does; stores keys and values in the cache.
+    """Rotates the queries and keys of prompts, and norms them if the model does; stores keys and values in the cache.
     The QKV product comes in runs of `sizes` rows, each as partial sums, float32 (parts, tokens, size). Buffers:
     queries, float16 (see `query_index`); of gated heads gates, their sigmoids, as activations of the last product in an
     `Order`, for `attend_prompt`; cache (`Heads.cache_planes`); sums, those of each run; cos and sin, their tables,
-    float32 (context, dim / 2); tables, those of blocks, int32 (sequences, `Heads.table_size`); prompt, int32 (3,):
-    position, number of tokens and sequence; bias, float32, if it `has_bias`; norms, the weights of the queries' and the
+    float32 (context, dim / 2); tables, those of blocks, int32 (sequences, `Heads.table_size`); prompt, the step's state
+    (`pieces`); bias, float32, if it `has_bias`; norms, the weights of the queries' and the
     keys' norm, float32 (2, dim), if there are norms, or if they are `wide`, float32 (query + kv, dim), and factors,
     those of `wide_norms`; temperature, the factors of queries by position, float32 (context,), if there are any. If the
     cache is another layer's, there are only queries, and neither a cache nor tables of blocks."""
@@ -243,9 +246,9 @@ def rotate_prompt(
         token, block = UOp.special(tokens, "gidx0"), UOp.special(blocks, "gidx1")
         head = block * per_block + head_in_block
         inside = head < total
-        n = load_index(prompt, 1, tokens + 1)
-        position = (load_index(prompt, 0, h.length) + token).minimum(h.length - 1)
-        live = inside & (token < n)
+        piece = Piece.of(prompt, token, tokens, h.length)
+        position = (piece.position + piece.token(token)).minimum(h.length - 1)
+        live = inside & (piece.token(token) < piece.count)
 
         partner_d = (d < half).where(d + half, d - half)
         row = head * dim + h.first_row
@@ -293,7 +296,7 @@ def rotate_prompt(
             kept = [after_store(shared(per_block * dim, slot=k), row + d, x) for k, x in ((1, z), (2, value))]
         else:
             kept = [after_store(shared(per_block * dim, slot=1), row + d, is_key.where(z, value))] * 2
-        tile = Pages.of(h, tables, prompt, 2).tile(kv, position // TILE)
+        tile = Pages.of(h, tables, prompt, piece.sequence_at).tile(kv, position // TILE)
         for which, ok in enumerate((is_key, is_value)):
             stores += store_quad(h, cache, which, tile, position, quad, kept[which], row, stored & ok)
         return finish(name, stores)

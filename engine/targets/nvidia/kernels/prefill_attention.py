@@ -1,4 +1,4 @@
-"""Causal attention of a prompt's chunk on tensor cores, in one pass over the cache.
+"""Causal attention of pieces of prompts on tensor cores, in one pass over the cache.
 
 A block has queries of neighbouring tokens and of all heads that share keys. Its warps go over the keys together, some
 at a time: a step. Keys and values come from the cache once for all of them, into shared memory, in the order in which
@@ -26,11 +26,12 @@ from tinygrad.uop.ops import AxisType, Ops
 
 from engine.kernels.kernel import Kernel, Name
 from engine.kernels.launch_hints import LaunchHints
+from engine.targets.nvidia.kernels.activation_order import PLACES, Order
 from engine.targets.nvidia.kernels.cache_tiles import eight_keys, eight_values
-from engine.targets.nvidia.kernels.few_columns import column_index
 from engine.targets.nvidia.kernels.half_words import unknown
 from engine.targets.nvidia.kernels.kv_cache import Heads, Pages
-from engine.targets.nvidia.kernels.matmul import fragment_index, wmma
+from engine.targets.nvidia.kernels.matmul import wmma
+from engine.targets.nvidia.kernels.pieces import PIECE_ROWS, Piece
 from engine.targets.nvidia.kernels.uops import (
     F16,
     F32,
@@ -41,7 +42,6 @@ from engine.targets.nvidia.kernels.uops import (
     f32,
     finish,
     load,
-    load_index,
     load_run,
     maximum,
     registers,
@@ -80,6 +80,20 @@ class PromptTiling:
         """Warps of a block that have queries of their own."""
         return self.warps // self.across
 
+    def span(self, heads: Heads) -> int:
+        """The tokens whose queries a block has; 0 if blocks begin at other places than multiples of a number."""
+        if self.units % heads.shared_by and heads.shared_by % self.units:
+            return 0
+        return 16 * self.rows * max(1, self.units // heads.shared_by)
+
+    def narrowed(self, heads: Heads) -> PromptTiling:
+        """With as many warps as have queries of at most `PIECE_ROWS` tokens; the more parts of keys each then has to
+        copy, the smaller the steps."""
+        fewer = (replace(self, warps=n * self.across) for n in range(self.units, 0, -1))
+        narrow = next(t for t in fewer if 0 < t.span(heads) <= PIECE_ROWS)
+        steps = max(1, self.steps * narrow.warps // self.warps)
+        return replace(narrow, steps=1 << (steps.bit_length() - 1))
+
     def shared_bytes(self, dim: int) -> int:
         """Shared memory of a block: keys, values and queries."""
         return (2 * self.held * self.steps + self.shared * self.units * self.rows) * 16 * dim * 2
@@ -90,9 +104,10 @@ class PromptTiling:
 
 
 def prompt_tiling(
-    heads: Heads, tokens: int, multiprocessors: int, limit: int = STATIC_SHARED
+    heads: Heads, tokens: int, multiprocessors: int, limit: int = STATIC_SHARED, is_narrow: bool = False
 ) -> PromptTiling:
-    """The tiling for a chunk of `tokens` tokens, with up to `limit` bytes of shared memory for a block. A warp loads
+    """The tiling for a step of `tokens` tokens, with up to `limit` bytes of shared memory for a block, for pieces that
+    begin at any multiple of `PIECE_ROWS` if it `is_narrow`, else at those of its span. A warp loads
     operands from shared memory for all its queries, so it gets as many as its registers hold. Sums are scaled down and
     the block's warps wait for each other once a step, so steps are as large as fits. The fewest splits that give the
     multiprocessors blocks evenly."""
@@ -106,6 +121,8 @@ def prompt_tiling(
         for held in (2, 1)
         for warps, steps in shapes
     ]
+    if is_narrow:
+        tilings = [tiling.narrowed(heads) for tiling in tilings]
     tiling = next((t for t in tilings if t.shared_bytes(dim) <= limit), tilings[-1])
     blocks = heads.kv * -(-units // tiling.units)
 
@@ -216,15 +233,15 @@ def _before(array: UOp, elements: Sequence[UOp], *others: UOp) -> UOp:
 
 @functools.cache
 def attend_prompt(
-    heads: Heads, tokens: int, tiling: PromptTiling, has_sinks: bool = False, columns: bool = False
+    heads: Heads, tokens: int, tiling: PromptTiling, has_sinks: bool = False, order: Order = "fragments"
 ) -> Kernel:
-    """Causal attention of a prompt over the cache. Buffers: out, float16 fragments of (tokens, query heads * dim), or
-    `columns` of `few_columns`, or with several splits the sums of each, float32
+    """Causal attention of prompts over the cache. Buffers: out, float16 (tokens, query heads * dim) in an
+    `Order`, or with several splits the sums of each, float32
     (`PromptTiling.sums_size`), and of gated heads it holds the factors of its elements; queries, those of
     `prefill.rotate_prompt`; cache (`Heads.cache_planes`); tables, those of blocks, int32
-    (sequences, `Heads.table_size`); prompt, int32 (3,): position, number of tokens and sequence; sinks, if there are
-    any, unless there are several splits, float32 (query heads,): a score of each head that is not scaled and weighs no
-    value."""
+    (sequences, `Heads.table_size`); prompt, the step's state (`pieces`), whose pieces begin at multiples of
+    `PromptTiling.span`; sinks, if there are any, unless there are several splits, float32 (query heads,): a score of
+    each head that is not scaled and weighs no value."""
     h, dim, rows, warps, steps = heads, heads.dim, tiling.rows, tiling.warps, tiling.steps
     splits, across, per_block = tiling.splits, tiling.across, tiling.units
     chunks, size = dim // 16, 16 * steps
@@ -236,7 +253,6 @@ def attend_prompt(
     n_sums = rows * own_chunks * 8
 
     def kernel(out: UOp, queries: UOp, cache: list[UOp], tables: UOp, prompt: UOp, sinks: UOp | None) -> UOp:
-        pages = Pages.of(h, tables, prompt, 2)
         thread, warp = UOp.special(32, "lidx0"), UOp.special(warps, "lidx1") if warps > 1 else UOp.const(0)
         block, kv = UOp.special(blocks, "gidx0"), UOp.special(h.kv, "gidx1")
         split = UOp.special(splits, "gidx2") if splits > 1 else UOp.const(0)
@@ -247,12 +263,13 @@ def attend_prompt(
         if units % per_block:
             unit = unit.minimum(units - 1)
         head, tile = kv * h.shared_by + unit % h.shared_by, unit // h.shared_by * rows
-        position, n = load_index(prompt, 0, h.length), load_index(prompt, 1, tokens + 1)
         last_unit = (block * per_block + (per_block - 1)).minimum(units - 1)
         first, after = (u // h.shared_by * (16 * rows) for u in (block * per_block, last_unit + h.shared_by))
-        turns = _turns(h, position, first, after, n, size, split, splits)
+        piece = Piece.of(prompt, first, tokens, h.length)
+        turns = _turns(h, piece, first, after, size, split, splits)
+        first_position = piece.position - piece.first  # of row 0, if it were the piece's
 
-        tiles = _Tiles(h, tiling, cache, kv, warp, thread, pages)
+        tiles = _Tiles(h, tiling, cache, kv, warp, thread, Pages.of(h, tables, prompt, piece.sequence_at))
         first_query = (head * (tokens // 16) + tile) * chunks
         query_rows = [  # of the warps that share queries, each copies every `across`-th sixteen dimensions
             load_run(queries, ((first_query + i + run) * 32 + thread) * 8, 8)
@@ -284,7 +301,13 @@ def attend_prompt(
                     r, side = divmod(i, 2)
                     four = [acc[r][e % 2][2 * side + e // 2] for e in range(4)]
                     if masked:
-                        ahead = position + (tile + r) * 16 + 8 * side + g - ((step * steps + s) * 16 + t * 4)
+                        ahead = (
+                            first_position
+                            + (tile + r) * 16
+                            + 8 * side
+                            + g
+                            - ((step * steps + s) * 16 + t * 4)
+                        )
                         sees = [ahead >= e for e in range(4)]
                         if h.window:
                             sees = [ok & (ahead < h.window + e) for e, ok in enumerate(sees)]
@@ -335,7 +358,9 @@ def attend_prompt(
         thread_totals, total = load_run(totals.after(*done), 0, 2 * rows), []
         for r in range(rows):
             total += _quad_sums(thread_totals[2 * r : 2 * r + 2])
-        live = (tile * 16 < n) & exists if units % per_block else tile * 16 < n
+        live = piece.token(tile * 16) < piece.count
+        if units % per_block:
+            live = live & exists
         stores = []
         for r in range(rows):
             own_top, own_total = top[2 * r : 2 * r + 2], total[2 * r : 2 * r + 2]
@@ -357,9 +382,9 @@ def attend_prompt(
             for c in range(own_chunks):
                 results = own_sums[8 * c : 8 * c + 8]
                 chunk = run * own_chunks + c
-                stores += _store(h, out, columns, head, tile + r, chunk, thread, results, factors, live)
+                stores += _store(h, out, order, head, tile + r, chunk, thread, results, factors, live)
         shape = f"{rows}_{warps}_{steps}_{splits}{'_across' * (across > 1)}{'_one' * (tiling.held == 1)}"
-        shape += f"{'_sinks' * has_sinks}{'_columns' * columns}"
+        shape += f"{'_sinks' * has_sinks}_{order}"
         return finish(f"prefill_attend_{h.name}_{tokens}_{shape}", stores)
 
     used = tiling.shared_bytes(dim)
@@ -369,14 +394,15 @@ def attend_prompt(
 
 
 def _turns(
-    heads: Heads, position: UOp, first: UOp, after: UOp, n: UOp, size: int, split: UOp, splits: int
+    heads: Heads, piece: Piece, first_row: UOp, after_row: UOp, size: int, split: UOp, splits: int
 ) -> list[tuple[UOp, UOp, bool]]:
-    """The steps of `size` keys that the queries of a chunk's tokens from `first` on and before `after` see, as far as
-    they are the split's: each as the first, the one after the last, and whether there is a mask."""
-    own, last = position + first, position + after - 1
+    """The steps of `size` keys that the queries of a piece's rows from `first_row` on and before `after_row` see, as
+    far as they are the split's: each as the first, the one after the last, and whether there is a mask."""
+    first, after = piece.token(first_row), piece.token(after_row)
+    own, last = piece.position + first, piece.position + after - 1
     start = heads.first_seen(own) // size
-    stop = ((position + after.minimum(n)) + (size - 1)) // size
-    stop = (first < n).where(stop, start)
+    stop = ((piece.position + after.minimum(piece.count)) + (size - 1)) // size
+    stop = (first < piece.count).where(stop, start)
     if splits > 1:
         part = (stop - start + (splits - 1)) // splits
         start = (start + part * split).minimum(stop)
@@ -396,17 +422,16 @@ def _record(heads: Heads, tokens: int, split: UOp | int, head: UOp, tile: UOp) -
 
 
 def _store(
-    h: Heads, out: UOp, columns: bool, head: UOp, tile: UOp, c: UOp, thread: UOp, sums: Sequence[UOp],
+    h: Heads, out: UOp, order: Order, head: UOp, tile: UOp, c: UOp, thread: UOp, sums: Sequence[UOp],
     factors: Sequence[UOp], live: UOp,
 ) -> list[UOp]:  # fmt: skip
     """Stores a thread's sums of sixteen dimensions, times the factors of its two queries."""
     g, t, stores = thread // 4, thread % 4, []
-    order = column_index if columns else fragment_index
     for side in (0, 1):
         for e in range(4):
             value = sums[e % 2 * 4 + 2 * side + e // 2] * factors[side]
             token, column = tile * 16 + g + 8 * side, head * h.dim + c * 16 + t * 4 + e
-            place = order(token, column, h.query * h.dim)
+            place = PLACES[order](token, column, h.query * h.dim)
             if h.gated:
                 value = value * load(out, place, live).cast(F32)
             stores.append(store(out, place, value.cast(F16), live))
@@ -415,16 +440,17 @@ def _store(
 
 @functools.cache
 def combine_prompt(
-    heads: Heads, tokens: int, splits: int, has_sinks: bool = False, columns: bool = False
+    heads: Heads, tokens: int, splits: int, has_sinks: bool = False, order: Order = "fragments"
 ) -> Kernel:
-    """Adds the sums of several splits of `attend_prompt`. Buffers: out as there, with the factors; sums; prompt, int32
-    (3,); sinks, if there are any, float32 (query heads,)."""
+    """Adds the sums of several splits of `attend_prompt`. Buffers: out as there, with the factors; sums; prompt, the
+    step's state; sinks, if there are any, float32 (query heads,)."""
     h, chunks = heads, heads.dim // 16
 
     def kernel(out: UOp, sums: UOp, prompt: UOp, sinks: UOp | None) -> UOp:
         thread, c = UOp.special(32, "lidx0"), UOp.special(chunks, "lidx1")
         tile, head = UOp.special(tokens // 16, "gidx0"), UOp.special(h.query, "gidx1")
-        live = tile * 16 < load_index(prompt, 1, tokens + 1)
+        piece = Piece.of(prompt, tile * 16, tokens, h.length)
+        live = piece.token(tile * 16) < piece.count
         firsts = [_record(h, tokens, split, head, tile) + thread * 4 for split in range(splits)]
         ends = [load_run(sums, first + chunks * 256, 4) for first in firsts]
         top = [maximum([end[2 * side + 1] for end in ends]) for side in (0, 1)]
@@ -438,8 +464,8 @@ def combine_prompt(
         ]
         results = [chain(p[i] * w[i % 4 // 2] for p, w in zip(parts, weights, strict=True)) for i in range(8)]
         factors = [x.maximum(_LEAST_TOTAL).reciprocal() for x in total]
-        stores = _store(h, out, columns, head, tile, c, thread, results, factors, live)
-        name = f"prefill_combine_{h.name}_{tokens}_{splits}{'_sinks' * has_sinks}{'_columns' * columns}"
+        stores = _store(h, out, order, head, tile, c, thread, results, factors, live)
+        name = f"prefill_combine_{h.name}_{tokens}_{splits}{'_sinks' * has_sinks}_{order}"
         return finish(name, stores)
 
     return Kernel(kernel, ("out",), ("sums", "prompt", has_sinks and "sinks"))

@@ -18,6 +18,7 @@ from tinygrad.uop.ops import AxisType, Ops
 from engine.kernels.kernel import Kernel
 from engine.targets.nvidia.kernels.expert_choice import ExpertChoice
 from engine.targets.nvidia.kernels.matmul import ExpertTiles
+from engine.targets.nvidia.kernels.pieces import is_used, used_rows
 from engine.targets.nvidia.kernels.uops import (
     I32,
     INDEX,
@@ -45,8 +46,8 @@ _THREADS = 256  # that look for an expert's assignments
 @functools.cache
 def router_logits(tokens: int, cols: int, n: int, eps: float, has_bias: bool) -> Kernel:
     """The product of the normed stream and the router. Buffers: logits, float32 (tokens, n); stream, float32 (tokens,
-    cols); norm, its weight, float32 (cols,); prompt, int32 (2,): position and number of tokens; router, float32 (n,
-    cols); bias, float32 (n,), if it `has_bias`. `cols` is a multiple of four, above 128."""
+    cols); norm, its weight, float32 (cols,); prompt, the step's state (`pieces`); router, float32 (n, cols); bias,
+    float32 (n,), if it `has_bias`. `cols` is a multiple of four, above 128."""
     steps, across = -(-cols // 128), _EXPERTS * _WARPS
     assert cols % 4 == 0 and steps > 1 and tokens % _TOKENS == 0
     n_acc = _TOKENS * (_EXPERTS + 1)  # a thread's parts of products, and of the sums of squares
@@ -54,7 +55,7 @@ def router_logits(tokens: int, cols: int, n: int, eps: float, has_bias: bool) ->
     def kernel(logits: UOp, stream: UOp, norm: UOp, prompt: UOp, router: UOp, bias: UOp | None) -> UOp:
         lane, warp = UOp.special(32, "lidx0"), UOp.special(_WARPS, "lidx1")
         group, block = UOp.special(tokens // _TOKENS, "gidx0"), UOp.special(-(-n // across), "gidx1")
-        live = group * _TOKENS < load_index(prompt, 1, tokens + 1)
+        live = group * _TOKENS < used_rows(prompt, tokens)
         step = UOp.range(live.where(UOp.const(steps), 0), 0, AxisType.REDUCE)
         column = (step * 32 + lane) * 4
         ok = None if cols % 128 == 0 else column < cols
@@ -98,13 +99,13 @@ def choose_experts(
     tokens: int, used: int, n: int, least_sum: float | None, stride: int = 0, scaled: bool = False
 ) -> Kernel:
     """The `used` most probable experts of each token, the most probable first; of equal ones the first. Buffers:
-    chosen, the experts, int32 (tokens, used); their probabilities, float32 (tokens, used); logits, the router's,
-    float32 (tokens, stride), the first n of each token (if `stride` is 0, that is n); if they are `scaled`, scales,
-    what each expert's probability is multiplied by, float32 (n,). The probabilities are divided by their sum, or by
-    `least_sum` if it is larger, unless that is None."""
+    chosen, the experts, int32 (tokens, used), -1 for rows without a token; their probabilities, float32 (tokens, used);
+    logits, the router's, float32 (tokens, stride), the first n of each token (if `stride` is 0, that is n); prompt, the
+    step's state (`pieces`); if they are `scaled`, scales, what each expert's probability is multiplied by, float32
+    (n,). The probabilities are divided by their sum, or by `least_sum` if it is larger, unless that is None."""
     threads = -(-n // 32) * 32
 
-    def kernel(chosen: UOp, probabilities: UOp, logits: UOp, scales: UOp | None) -> UOp:
+    def kernel(chosen: UOp, probabilities: UOp, logits: UOp, prompt: UOp, scales: UOp | None) -> UOp:
         thread, token = UOp.special(threads, "lidx0"), UOp.special(tokens, "gidx0")
         choice = ExpertChoice.of(logits, token * (stride or n), used, n, thread, threads)
         sums = after_store(shared(32, slot=0), thread, choice.powers(thread % 32, 32), thread < 32)
@@ -112,36 +113,32 @@ def choose_experts(
         probability = choice.probability(slot, tree(load_run(sums, 0, 32)), least_sum)
         if scales is not None:
             probability = probability * load(scales, load_index(choice.ids, slot, n))
+        expert = is_used(prompt, token, tokens).where(load(choice.ids, slot), UOp.const(-1, I32))
         stores = [
-            store(chosen, token * used + thread, load(choice.ids, slot), ok),
+            store(chosen, token * used + thread, expert, ok),
             store(probabilities, token * used + thread, probability, ok),
         ]
         return finish(f"prefill_choose_{tokens}_{used}_{n}" + f"_{stride}" * (stride > 0), stores)
 
-    return Kernel(kernel, ("chosen", "probabilities"), ("logits", scaled and "scales"))
+    return Kernel(kernel, ("chosen", "probabilities"), ("logits", "prompt", scaled and "scales"))
 
 
-def _own_assignments(chosen: UOp, prompt: UOp, experts: ExpertTiles, thread: UOp, expert: UOp) -> list[UOp]:
+def _own_assignments(chosen: UOp, experts: ExpertTiles, thread: UOp, expert: UOp) -> list[UOp]:
     """Whether each of a thread's assignments, which are neighbours, is to `expert`: float32 ones and zeros."""
     each = -(-experts.assignments // _THREADS)
-    end = load_index(prompt, 1, experts.tokens + 1) * experts.used
     places = [thread * each + i for i in range(each)]
-    owners = [load(chosen, p, p < end) for p in places]
-    return [
-        ((p < end) & owner.eq(expert.cast(I32))).where(f32(1), f32(0))
-        for p, owner in zip(places, owners, strict=True)
-    ]
+    end = experts.assignments
+    return [((p < end) & load(chosen, p, p < end).eq(expert.cast(I32))).where(f32(1), f32(0)) for p in places]
 
 
 @functools.cache
 def count_assignments(experts: ExpertTiles) -> Kernel:
     """The number of tokens of each expert. Buffers: counts, the numbers, int32 (n,); choices, how often each expert was
-    chosen, int32 (n,), to which they are added; chosen, the experts of each token, int32 (tokens, used); prompt, int32
-    (2,): position and number of tokens."""
+    chosen, int32 (n,), to which they are added; chosen, the experts of each token (`choose_experts`)."""
 
-    def kernel(counts: UOp, choices: UOp, chosen: UOp, prompt: UOp) -> UOp:
+    def kernel(counts: UOp, choices: UOp, chosen: UOp) -> UOp:
         thread, expert = UOp.special(_THREADS, "lidx0"), UOp.special(experts.n, "gidx0")
-        own = chain(_own_assignments(chosen, prompt, experts, thread, expert))
+        own = chain(_own_assignments(chosen, experts, thread, expert))
         sums = after_store(shared(_THREADS, slot=0), thread, own)
         k = UOp.range(_THREADS // 32, 0, AxisType.REDUCE)
         total = tree(load_run(sums, k * 32, 32)).reduce(k, arg=Ops.ADD).cast(I32)
@@ -152,7 +149,7 @@ def count_assignments(experts: ExpertTiles) -> Kernel:
         ]
         return finish(f"prefill_count_{experts.tokens}_{experts.used}_{experts.n}", stores)
 
-    return Kernel(kernel, ("counts", "choices"), ("chosen", "prompt"))
+    return Kernel(kernel, ("counts", "choices"), ("chosen",))
 
 
 @functools.cache
@@ -160,18 +157,18 @@ def sort_assignments(experts: ExpertTiles) -> Kernel:
     """Sorts assignments by expert, in tiles (`ExpertTiles`). Buffers: assignments, int32 (experts.size,), token *
     used + slot, of which those of tiles without an expert are not written; tile_experts, the expert of each tile, int32
     (experts.count,), -1 where there is none; counts, the number of tokens of each expert, int32 (n,); chosen, the
-    experts of each token, int32 (tokens, used); prompt, int32 (2,): position and number of tokens."""
+    experts of each token (`choose_experts`)."""
     tile, n = experts.tile, experts.n
     assert tile <= _THREADS
 
-    def kernel(assignments: UOp, tile_experts: UOp, counts: UOp, chosen: UOp, prompt: UOp) -> UOp:
+    def kernel(assignments: UOp, tile_experts: UOp, counts: UOp, chosen: UOp) -> UOp:
         thread, expert = UOp.special(_THREADS, "lidx0"), UOp.special(n, "gidx0")
         count = load_index(counts, expert, experts.assignments + 1)
         j, k = UOp.range(n, 0, AxisType.REDUCE), UOp.range(_THREADS, 1, AxisType.REDUCE)
         tiles = (load_index(counts, j, experts.assignments + 1) + (tile - 1)) // tile
         first = (j < expert).where(tiles.cast(I32), 0).reduce(j, arg=Ops.ADD).cast(INDEX)
         stop = first + (count + (tile - 1)) // tile
-        own = _own_assignments(chosen, prompt, experts, thread, expert)
+        own = _own_assignments(chosen, experts, thread, expert)
         sums = after_store(shared(_THREADS, slot=0), thread, chain(own))
         before = (k < thread).where(load(sums, k), f32(0)).reduce(k, arg=Ops.ADD)
         stores = []
@@ -189,7 +186,7 @@ def sort_assignments(experts: ExpertTiles) -> Kernel:
             stores.append(store(tile_experts, t, owner, t < until))
         return finish(f"prefill_sort_{experts.tokens}_{experts.used}_{n}_{tile}", stores)
 
-    return Kernel(kernel, ("assignments", "tile_experts"), ("counts", "chosen", "prompt"))
+    return Kernel(kernel, ("assignments", "tile_experts"), ("counts", "chosen"))
 
 
 @functools.cache

@@ -14,17 +14,23 @@ from engine.measure.kernel_roles import BufferUse
 from engine.runtime.kv_blocks import BLOCK
 from engine.targets.buffer_uses import BufferUses
 from engine.targets.nvidia.decode_step import DecodeStep
+from engine.targets.nvidia.kernels.activation_order import Order
 from engine.targets.nvidia.kernels.decode_block import combine
 from engine.targets.nvidia.kernels.device import multiprocessors, shared_limit
 from engine.targets.nvidia.kernels.epilogues import STORE, STORE_BIASED
 from engine.targets.nvidia.kernels.flash_attention import FlashSplit, flash_attention, flash_split, rows_split
 from engine.targets.nvidia.kernels.kv_cache import LENGTH_UNIT, Heads, Stored
 from engine.targets.nvidia.kernels.prefill import rotate_prompt, wide_norms
-from engine.targets.nvidia.kernels.prefill_attention import attend_prompt, combine_prompt, prompt_tiling
+from engine.targets.nvidia.kernels.prefill_attention import (
+    PromptTiling,
+    attend_prompt,
+    combine_prompt,
+    prompt_tiling,
+)
 from engine.targets.nvidia.kernels.weight_layout import permuted_size
 from engine.targets.nvidia.matrices import product_of
 from engine.targets.nvidia.norms import Norm
-from engine.targets.nvidia.prompt_step import PromptStep, RowsStep, Sums
+from engine.targets.nvidia.prompt_step import MixedStep, PromptStep, RowsStep, Sums
 from engine.targets.nvidia.sublayers.handler import Handler, Loading
 
 _CHUNK = 16  # elements of a head that tensor cores take at a time
@@ -110,9 +116,13 @@ class Attention(Handler):
 
     def rows(self, step: RowsStep, norm: Norm) -> Sums:
         step.norm(norm)
-        heads, tokens, has_sinks = self.heads, step.tokens, self.sinks is not None
-        rows = step.stacked(self.qkv, "qkv", self.bias)
         attended = self._attended(step)
+        self._attend_rows(step, step.stacked(self.qkv, "qkv", self.bias), attended)
+        return self._output(step, attended)
+
+    def _attend_rows(self, step: RowsStep, rows: Tensor, attended: Tensor, order: Order = "columns") -> None:
+        """Adds attention of rows of queries, keys and values, whose result is `attended`, in an order."""
+        heads, tokens, has_sinks = self.heads, step.tokens, self.sinks is not None
         split = rows_split(heads, step.limit, tokens, multiprocessors())
         parts = {
             name: step.buffer(name, split.splits * tokens * n)
@@ -120,7 +130,7 @@ class Attention(Handler):
             if split.splits > 1
         }
         step.add(
-            flash_attention(heads, split, has_sinks, self.is_wide, tokens),
+            flash_attention(heads, split, has_sinks, self.is_wide, tokens, order),
             **(parts or {"out": attended, "sinks": self.sinks}),
             cache=self.cache,
             rows=rows,
@@ -132,28 +142,54 @@ class Attention(Handler):
             temperature=self.temperature,
         )
         if parts:
-            kernel = combine(heads, split.splits, has_sinks, tokens)
+            kernel = combine(heads, split.splits, has_sinks, tokens, order)
             step.add(kernel, out=attended, **parts, sinks=self.sinks, rows=rows if heads.gated else None)
-        return self._output(step, attended)
 
     def prefill(self, step: PromptStep, norm: Norm) -> Sums:
-        queries = self._store_tokens(step, norm)
+        step.norm(norm)
+        queries = self._store_tokens(step, step.products(self.qkv, "qkv"))
+        return self._output(step, self._attend_prompts(step, queries))
+
+    def mixed(self, step: MixedStep, norm: Norm) -> Sums:
+        step.norm(norm)
+        made = step.products(self.qkv, "qkv")
+        queries = self._store_tokens(step, made)
+        attended = self._attend_prompts(step, queries)
+        rows = step.of_replies(made, self.qkv, "qkv", self.bias)
+        self._attend_rows(step.replies, rows, attended, step.order)
+        return self._output(step, attended)
+
+    def last_mixed(self, step: MixedStep, norm: Norm) -> Sums:
+        step.norm(norm)
+        made = step.products(self.qkv, "qkv")
+        self._store_tokens(step, made)
+        attended = self._attended(step.replies)
+        self._attend_rows(step.replies, step.of_replies(made, self.qkv, "qkv", self.bias), attended)
+        return self._output(step.replies, attended)
+
+    def tiling(self, tokens: int, has_any_pieces: bool = False) -> PromptTiling:
+        """How the attention of a step of so many tokens is divided. `has_any_pieces`: as `PromptStep` has it."""
+        return prompt_tiling(self.heads, tokens, multiprocessors(), shared_limit(), has_any_pieces)
+
+    def _attend_prompts(self, step: PromptStep, queries: Tensor) -> Tensor:
+        """Adds attention of pieces of prompts; returns the result."""
         heads, tokens, has_sinks = self.heads, step.tokens, self.sinks is not None
-        attended, is_columns = self._attended(step), step.order == "columns"
-        tiling = prompt_tiling(heads, tokens, multiprocessors(), shared_limit())
+        attended, order = self._attended(step), step.order
+        tiling = self.tiling(tokens, step.has_any_pieces)
         ins = {"queries": queries, "cache": self.cache, "tables": self.tables, "prompt": step.prompt}
         if tiling.splits == 1:
-            kernel = attend_prompt(heads, tokens, tiling, has_sinks, is_columns)
+            kernel = attend_prompt(heads, tokens, tiling, has_sinks, order)
             step.add(kernel, out=attended, **ins, sinks=self.sinks)
         else:
             sums = step.buffer("attention", tiling.sums_size(heads, tokens))
             step.add(attend_prompt(heads, tokens, tiling), out=sums, **ins)
-            kernel = combine_prompt(heads, tokens, tiling.splits, has_sinks, is_columns)
+            kernel = combine_prompt(heads, tokens, tiling.splits, has_sinks, order)
             step.add(kernel, out=attended, sums=sums, prompt=step.prompt, sinks=self.sinks)
-        return self._output(step, attended)
+        return attended
 
     def store(self, step: PromptStep, norm: Norm) -> None:
-        self._store_tokens(step, norm)
+        step.norm(norm)
+        self._store_tokens(step, step.products(self.qkv, "qkv"))
 
     def roles(self, uses: BufferUses) -> None:
         uses.add(BufferUse("QKV projection"), self.bias, *self.qkv.planes)
@@ -161,12 +197,11 @@ class Attention(Handler):
         uses.add(BufferUse("attention"), self.tables)
         uses.add(BufferUse("attention output"), *self.o.planes)
 
-    def _store_tokens(self, step: PromptStep, norm: Norm) -> Tensor:
-        """Rotates queries and keys, and stores keys and values in the cache; returns the queries."""
-        step.norm(norm)
+    def _store_tokens(self, step: PromptStep, runs: list[Sums]) -> Tensor:
+        """Rotates queries and keys of prompts, and stores keys and values in the cache; returns the queries. `runs`:
+        the products with `qkv`."""
         heads, tokens, has_bias = self.heads, step.tokens, self.bias is not None
         queries = step.buffer("queries", tokens * heads.query * heads.dim, dtypes.float16)
-        runs = step.products(self.qkv, "qkv")
         sizes, counts = tuple(part.rows for part in self.qkv.matrices), tuple(run.parts for run in runs)
         sums, factors = [run.tensor for run in runs], None
         if self.is_wide:

@@ -143,10 +143,17 @@ class Mixture(Handler):
         add(router, logits=logits, stream=step.h, **ins)
         stride = n_rows if part.shared else 0
         choose = choose_experts(tokens, used, n, part.least_sum, stride, self.scales is not None)
-        add(choose, chosen=chosen, probabilities=probabilities, logits=logits, scales=self.scales)
-        add(count_assignments(tiles), counts=counts, choices=self.choices, chosen=chosen, prompt=prompt)
+        add(
+            choose,
+            chosen=chosen,
+            probabilities=probabilities,
+            logits=logits,
+            prompt=prompt,
+            scales=self.scales,
+        )
+        add(count_assignments(tiles), counts=counts, choices=self.choices, chosen=chosen)
         lists = {"assignments": assignments, "tile_experts": tile_experts}
-        add(sort_assignments(tiles), **lists, counts=counts, chosen=chosen, prompt=prompt)
+        add(sort_assignments(tiles), **lists, counts=counts, chosen=chosen)
         matrix, bias = self.gate_up.single_matrix, self.gate_up_bias
         kernel = matmul(
             matrix.layout, tokens, 2 * width, dim, tiles.tiles, True, "experts_gate_up", part.activation,

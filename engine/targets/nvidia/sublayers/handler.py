@@ -18,7 +18,7 @@ from engine.targets.buffer_uses import BufferUses
 from engine.targets.nvidia.decode_step import DecodeStep
 from engine.targets.nvidia.matrices import Product
 from engine.targets.nvidia.norms import Input, Norm, inputs_of
-from engine.targets.nvidia.prompt_step import PromptStep, RowsStep, Sums
+from engine.targets.nvidia.prompt_step import MixedStep, PromptStep, RowsStep, Sums
 
 
 @dataclass(frozen=True)
@@ -80,6 +80,14 @@ class Handler(ABC):
     def rows(self, step: RowsStep, norm: Norm) -> Sums:
         """As `prefill`, for a decode step of several rows."""
         return self.prefill(step, norm)
+
+    def mixed(self, step: MixedStep, norm: Norm) -> Sums:
+        """As `prefill`, for a step that has replies too."""
+        return self.prefill(step, norm)
+
+    def last_mixed(self, step: MixedStep, norm: Norm) -> Sums:
+        """As `mixed`, of which only what it keeps of prompts is needed, and the result of the replies."""
+        raise NotImplementedError("It keeps nothing.")
 
     def store(self, step: PromptStep, norm: Norm) -> None:
         """Adds the kernels of a prompt of which only what they keep is needed."""

@@ -90,8 +90,8 @@ class Embedded(Handler):
         step.norm(norm, keeps_sizes=True)
         size = self.gate.stack.rows
         gate = step.product(self.gate.single_matrix, step.x, "embedding_gate")
-        of_layer = stride(step.tokens, size)
-        own = part_of(step.layer_embeddings, self.part.layer * of_layer, of_layer)
+        first = self.part.layer * stride(step.embedded, size)
+        own = part_of(step.layer_embeddings, first, stride(step.tokens, size))
         out = step.activations("embedded", size)
         kernel = gate_embeddings(step.tokens, size, gate.parts, step.order)
         step.add(kernel, out=out, sums=gate.tensor, sizes=step.sizes, embedding=own)

@@ -1,0 +1,92 @@
+"""The kernels of a step of prompts and replies on a GPU, which reads the weights once for both:
+
+    embed . those of the sublayers' handlers . norm . head . next tokens
+
+Its first rows are replies, as in a step of `batch`, and those from `PIECE_ROWS` on are pieces, as in prefill.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from tinygrad import Tensor
+
+from engine.kernels.device_memory import overwrite
+from engine.runtime.model_runner import Slot
+from engine.targets.nvidia.batch import BatchKernels
+from engine.targets.nvidia.device_sampler import DeviceSampler
+from engine.targets.nvidia.kernels.embedding import reply_tokens
+from engine.targets.nvidia.kernels.kernel_sequence import KernelSequence
+from engine.targets.nvidia.kernels.pieces import PIECE_ROWS, rows_of, state_of
+from engine.targets.nvidia.prefill import PrefillKernels
+from engine.targets.nvidia.prescales import Prescales
+from engine.targets.nvidia.prompt_step import MixedStep, Pending
+from engine.targets.nvidia.weights import GPUModel
+
+
+class MixedKernels(PrefillKernels):
+    """Builds the kernels of prefill steps, and of steps that have replies too. Of these, the state of the replies, the
+    logits and the next tokens are those of `batch`."""
+
+    def __init__(self, model: GPUModel, prescales: Prescales, chunk: int, batch: BatchKernels) -> None:
+        super().__init__(model, prescales, chunk)
+        self._batch = batch
+        self._piece_rows: dict[int, int] = {}
+
+    @property
+    def can_mix(self) -> bool:
+        """Whether there are kernels for replies and prompts in one step."""
+        return not self._model.deltas
+
+    def mixed_step(
+        self,
+        tokens: int,
+        rows: int,
+        limit: int,
+        next_ids: Tensor,
+        sampler: DeviceSampler | None,
+        penalizes: bool,
+    ) -> KernelSequence:
+        """The kernels for up to `rows` replies and `tokens` - `PIECE_ROWS` tokens of prompts. The rest as in
+        `BatchKernels.rows_step`."""
+        layers, batch, n = self._model.layers, self._batch, self.last_storing
+        step = MixedStep(self, tokens, batch.state(rows), rows, limit)
+        replies = step.replies
+        step.add(reply_tokens(rows), ids=self.ids, state=replies.state)
+        self._embed(step, self.ids, layers)
+        if self._model.layer_tables:
+            replies.layer_embeddings = step.layer_embeddings
+        for layer in layers[:n]:
+            step.pending = Pending(layer.handler.mixed(step, layer.norm), layer.post_norm, layer.scale)
+        last = layers[n]
+        replies.pending = Pending(last.handler.last_mixed(step, last.norm), last.post_norm, last.scale)
+        for layer in layers[n + 1 :]:
+            replies.pending = Pending(layer.handler.rows(replies, layer.norm), layer.post_norm, layer.scale)
+        batch.finish(replies, next_ids, sampler, penalizes)
+        return step.sequence
+
+    def piece_rows(self, tokens: int) -> int:
+        """In a step of so many tokens without replies, pieces begin at multiples of this."""
+        if tokens not in self._piece_rows:
+            spans = [a.tiling(tokens).span(a.heads) or tokens for a in self._model.attention]
+            self._piece_rows[tokens] = tokens if self._model.deltas else max([PIECE_ROWS, *spans])
+        return self._piece_rows[tokens]
+
+    def fits(self, tokens: int, pieces: Sequence[Slot], has_replies: bool) -> bool:
+        """Whether a step of so many tokens has room for these pieces."""
+        unit = PIECE_ROWS if has_replies else self.piece_rows(tokens)
+        taken = sum(rows_of(len(piece.inputs), unit) for piece in pieces)
+        return taken + PIECE_ROWS * has_replies <= tokens
+
+    def send(self, tokens: int, pieces: Sequence[Slot], replies: int = 0) -> None:
+        """Writes the state of a step of so many tokens."""
+        unit = PIECE_ROWS if replies else self.piece_rows(tokens)
+        ids, first, places = np.zeros(self.chunk, np.int32), PIECE_ROWS if replies else 0, []
+        for piece in pieces:
+            count = len(piece.inputs)
+            ids[first : first + count] = piece.inputs
+            places.append((first, piece.position, count, piece.sequence))
+            first += rows_of(count, unit)
+        overwrite(self.prompt, state_of(self.chunk, places, replies))
+        overwrite(self.ids, ids)

@@ -1,0 +1,104 @@
+"""Steps that have pieces of several prompts, and steps that have replies too: each sequence's logits are those of its
+text alone."""
+
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from engine.description.architectures import read_spec
+from engine.formats.gguf import GGUF
+from engine.loading.weights import Weights
+from engine.protocol.events import Sampling
+from engine.runtime.kv_blocks import KVBlocks
+from engine.runtime.model_runner import Slot
+from engine.runtime.sampling import Sampler
+from engine.targets.nvidia.runner import FusedRunner
+from tests import generated_model
+from tests.reference import Reference, divergence
+
+CONTEXT = 128
+SMALL = {"dim": 64, "heads": 2, "kv_heads": 1, "ffn": 64, "layers": 2}
+
+
+def check_prompts_and_replies() -> None:
+    hold(architecture="qwen3", **SMALL)
+
+
+def check_mixed_windows_and_norms_after() -> None:
+    keys = {"attention.sliding_window": 4, "attention.sliding_window_pattern": 2}
+    hold(architecture="gemma3", keys=keys, **SMALL)
+
+
+def check_mixed_experts_sinks_and_biases() -> None:
+    keys = {"attention.sliding_window": 4}
+    hold(architecture="gpt-oss", keys=keys, **SMALL | {"dim": 160})
+
+
+def check_mixed_embeddings_and_shared_caches() -> None:
+    hold(architecture="gemma4", **SMALL | {"layers": 4})
+
+
+def check_mixed_side_by_side() -> None:
+    hold(architecture="gemma4-moe", **SMALL | {"dim": 192, "heads": 4, "kv_heads": 2})
+
+
+def hold(**shape: Any) -> None:
+    """Steps of replies, of pieces of one or two prompts, and of both; raises AssertionError where logits differ from
+    the reference's."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = generated_model.write(Path(folder) / "model.gguf", **{"quant": "Q8_0"} | shape)
+        file, reference = GGUF(path), Reference(path, CONTEXT)
+        runner = FusedRunner(Weights(file, read_spec(file), lambda _: None), CONTEXT, 3)
+    draw = np.random.default_rng(0)
+    texts = [list(map(int, draw.integers(0, 100, n))) for n in (6, 36, 22)]
+    blocks = KVBlocks(runner)
+
+    def step(pieces: dict[int, int], *rows: int, ahead: bool = False, draws: Sampler | None = None) -> None:
+        """Reads so many tokens of the prompts of `pieces`, and decodes a token of each of `rows`."""
+        slots = []
+        for s, n in pieces.items():
+            done = blocks.length(s)
+            blocks.reserve(s, n + 2)
+            slots.append(Slot(s, tuple(texts[s][done : done + n]), done, "none"))
+        for s in rows:
+            if s not in pieces:
+                blocks.reserve(s, 2)
+            slots.append(Slot(s, (texts[s][-1],), len(texts[s]) - 1, draw=draws is not None))
+        is_mixed = bool(pieces and rows)
+        assert bool(runner._mixed_size(slots[: len(pieces)], slots[len(pieces) :])) == is_mixed
+        best = runner.run(slots, ahead)
+        for slot in slots:
+            blocks.commit(slot.sequence, list(slot.inputs))
+        logits = runner.logits() if rows and not ahead else None
+        for i, s in enumerate(rows):
+            wanted = reference.logits(texts[s])[-1]
+            if draws:
+                assert best[i] == draws.sample(wanted, texts[s])
+            else:
+                assert best[i] == wanted.argmax()
+            if logits is not None and not draws:
+                assert divergence(wanted, logits[i]) < 2e-5, (s, divergence(wanted, logits[i]))
+            texts[s].append(int(best[i]))
+
+    for size in runner.piece_sizes(0):
+        runner.prepare(size)
+    assert runner.piece_sizes(1) == (32, 96)
+    step({0: 5})
+    step({1: 33, 2: 8}, 0)
+    step({2: 13}, 0)
+    step({1: 2}, 0, 1)  # the prompt's last token is a row of the same step
+    step({}, 2, 1, 0)
+    blocks.drop(1)
+    blocks.drop(2)
+    step({1: 20, 2: 9})
+    step({1: len(texts[1]) - 21, 2: len(texts[2]) - 10})
+    step({}, 2, 1, 0)
+    blocks.drop(0)
+    step({0: len(texts[0]) - 2}, 2, 1)
+    sampler = Sampler(Sampling(seed=3, temperature=2, repeat_penalty=1.1, min_p=0))
+    assert runner.prepare_sampling(1, sampler.sampling, texts[1], sampler.uniforms(9))
+    step({0: 1}, 1, draws=sampler)
+    step({}, 2, 0, ahead=True)
+    step({}, 2, 0)
