@@ -1,10 +1,12 @@
 """`orin-chat serve`: the model answers other programs, with OpenAI's protocol over HTTP."""
 
 import asyncio
+import math
 import os
 import sys
-from argparse import Namespace
+from argparse import ArgumentTypeError, Namespace
 from collections.abc import Sequence
+from contextlib import suppress
 
 from msgspec.structs import replace
 
@@ -14,6 +16,7 @@ from app.cli.model_file import model_path
 from engine.errors import UsageError
 from engine.invocation import pip_install
 from engine.protocol.client import LocalEngine
+from engine.protocol.events import TOKEN_GAP
 from widgets.text import one_line
 
 MAX_WAITING = 32
@@ -49,7 +52,9 @@ def run(arguments: Sequence[str], settings: Settings) -> int:
                 f"Everyone who reaches {args.host} could use this server.",
                 "Put a key into an environment variable and name it: --api-key-env NAME.",
             )
-        engine_options = replace(configuration.engine, model_path=str(path), parallel=args.parallel)
+        engine_options = replace(
+            configuration.engine, model_path=str(path), parallel=args.parallel, token_gap=args.token_gap
+        )
         engine = LocalEngine(engine_options, keep_warm_s=configuration.keep_warm_s)
         service = Service(
             engine,
@@ -88,6 +93,13 @@ def _parse(arguments: Sequence[str]) -> Namespace:
         metavar="N",
         help=f"requests that may wait; more are refused ({MAX_WAITING})",
     )
+    add(
+        "--token-gap",
+        type=_token_gap,
+        default=TOKEN_GAP,
+        metavar="X",
+        help=f"while prompts are read, the next token may take X times as long ({TOKEN_GAP})",
+    )
     add("--plain", action="store_true", help="a line for each request instead of the screen")
     add = parser.add_argument_group("sampling").add_argument
     options.add_sampling(add)
@@ -100,6 +112,13 @@ def _port(text: str) -> int:
     if port > 65535:
         raise UsageError(f"There is no port {port}.", "The highest is 65535.")
     return port
+
+
+def _token_gap(text: str) -> float:
+    with suppress(ValueError):
+        if 1 <= (value := float(text)) < math.inf:
+            return value
+    raise ArgumentTypeError(f"must be a number, 1 or more, not {text!r}")
 
 
 def _check_libraries() -> None:

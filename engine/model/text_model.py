@@ -95,7 +95,9 @@ class TextModel:
             self._runner = open_runner(weights, *how, is_early=True)
             self._choices = ChoiceReporter(self._runner.expert_choices, report)
             store = _prefix_store(file, self._runner.export_layout, options.prefix_cache_bytes)
-            self.scheduler = Scheduler(self._runner, lambda slots: self._report_slots(slots, report), store)
+            self.scheduler = Scheduler(
+                self._runner, lambda slots: self._report_slots(slots, report), store, options.token_gap
+            )
             self._search(options, report)
             self._captures = self._capture_steps()
             with timeline.span("first step"):

@@ -24,6 +24,7 @@ KernelRole = Literal[
     "experts gate+up", "experts down", "output head", "norm", "element-wise", "sampling", "copy",
 ]  # fmt: skip
 MESSAGE_CHARS = 500  # of a failure's message, and of its hint
+TOKEN_GAP = 2.0  # how many times as long a step may take that reads prompts, unless said otherwise
 MIN_TOKENS = 32  # the prefill rate of fewer new tokens is not shown, and no speed of fewer is recorded
 
 
@@ -119,8 +120,9 @@ class EngineOptions(_Record, frozen=True, kw_only=True):
     (None: by its width); `search_again` repeats a search whose result is known from an earlier start. `keep_packed`
     keeps a CPU's packed weights on disk for the next start. With `parallel` above 1, as many conversations are answered
     at the same time, each with its own context, where the device's kernels can do that. `kv` names the format of the KV
-    cache (`engine.formats.kv_format`). `prefix_cache_bytes` limits what is kept on disk of the KV cache of
-    long conversations, so that they can be opened again without prefill (None: what the disk has room for)."""
+    cache (`engine.formats.kv_format`). `prefix_cache_bytes` limits what is kept on disk of the KV cache of long
+    conversations, so that they can be opened again without prefill (None: what the disk has room for). `token_gap`, 1
+    or more, bounds the time between two tokens of a reply while prompts are read, as a multiple of that without."""
 
     model_path: str
     backend: str = "auto"
@@ -134,6 +136,7 @@ class EngineOptions(_Record, frozen=True, kw_only=True):
     parallel: int = 1
     kv: str = "f16"
     prefix_cache_bytes: int | None = 0
+    token_gap: float = TOKEN_GAP
 
 
 # --- commands ------------------------------------------------------------------------------------------
@@ -459,12 +462,8 @@ class Failed(_Record, frozen=True, kw_only=True):
         else:
             text = f"{type(error).__name__}: {error}".removesuffix(": ")
             kind, message, hint = "internal", f"The engine failed: {text}", ""
-        return cls(
-            kind=kind,
-            message=one_line(message, MESSAGE_CHARS),
-            hint=one_line(hint, MESSAGE_CHARS),
-            request_id=request_id,
-        )
+        message, hint = (one_line(text, MESSAGE_CHARS) for text in (message, hint))
+        return cls(kind=kind, message=message, hint=hint, request_id=request_id)
 
     @property
     def exit_code(self) -> int:
@@ -477,8 +476,7 @@ Event = (
     | KernelProfile | Failed
 )  # fmt: skip
 
-_encoder = msgspec.msgpack.Encoder()
-encode = _encoder.encode
+encode = msgspec.msgpack.Encoder().encode
 command_decoder: msgspec.msgpack.Decoder[Command] = msgspec.msgpack.Decoder(Command)
 event_decoder: msgspec.msgpack.Decoder[Event] = msgspec.msgpack.Decoder(Event)
 

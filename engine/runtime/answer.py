@@ -18,6 +18,7 @@ from engine.protocol.events import (
     Finished,
     Generate,
     Prefilling,
+    Slot,
     StopReason,
     Thinking,
     Token,
@@ -78,11 +79,6 @@ class Answer:
     def first_token_s(self) -> float:
         """When the first token of the reply came, or if none has come, when the answer began (`time.perf_counter`)."""
         return self._first_token
-
-    @property
-    def rate(self) -> float:
-        """Tokens of the reply a second (see `engine.protocol.events.decode_rate`)."""
-        return decode_rate(len(self.tokens) - self.prompt_n, (self._last_token - self._first_token) * 1e3)
 
     @property
     def is_best_token(self) -> bool:
@@ -152,6 +148,19 @@ class Answer:
         elif not self.left:
             self.reason = "length"
         self._report_token(token, logits)
+
+    def slot(self, stored: int) -> Slot:
+        """What the answer does, with `stored` of its tokens in the KV cache."""
+        predicted_n = len(self.tokens) - self.prompt_n
+        return Slot(
+            request_id=self.request.request_id,
+            client=self.request.client,
+            phase="decode" if stored == len(self.tokens) - 1 else "prefill",
+            prompt_done=min(stored, self.prompt_n),
+            prompt_n=self.prompt_n,
+            predicted_n=predicted_n,
+            rate=decode_rate(predicted_n, (self._last_token - self._first_token) * 1e3),
+        )
 
     def cancel(self) -> None:
         self.reason = "cancelled"

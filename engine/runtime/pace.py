@@ -11,8 +11,8 @@ import statistics
 from collections import deque
 from collections.abc import Sequence
 
-BOUND = 2.0
-"""How much longer a step may take that has tokens of prompts, unless said otherwise."""
+from engine.protocol.events import TOKEN_GAP
+
 NEARLY_FREE = 1.15
 """A room that takes so much longer than the smallest one costs replies little, and saves steps."""
 STEP_EVERY = 16
@@ -28,8 +28,7 @@ _KEPT = 5  # times of a room
 class Pace:
     """Chooses the room for prompts in the next step, by what earlier steps took."""
 
-    def __init__(self, bound: float = BOUND) -> None:
-        """`bound`: see `BOUND`."""
+    def __init__(self, bound: float = TOKEN_GAP) -> None:
         self._bound = bound
         self._alone: deque[float] = deque(maxlen=3)  # seconds of steps without prompts
         self._times: dict[int, deque[float]] = {}

@@ -30,8 +30,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.errors import ContextFullError
-from engine.protocol import events
-from engine.protocol.events import Finished, Slots
+from engine.protocol.events import TOKEN_GAP, Finished, Slots
 from engine.runtime.answer import Answer
 from engine.runtime.checkpoints import Checkpoints
 from engine.runtime.kv_blocks import BLOCK, KVBlocks, PoolFullError
@@ -100,9 +99,14 @@ class Scheduler:
     """Answers requests over a runner, in rounds. The caller's thread calls `step` while there is work."""
 
     def __init__(
-        self, runner: ModelRunner, report: Callable[[Slots], None], store: PrefixStore | None = None
+        self,
+        runner: ModelRunner,
+        report: Callable[[Slots], None],
+        store: PrefixStore | None = None,
+        token_gap: float = TOKEN_GAP,
     ) -> None:
-        """`report` gets what is at work, a few times a second. `store`: where long conversations are kept."""
+        """`report` gets what is at work, a few times a second. `store`: where long conversations are kept. `token_gap`:
+        see `engine.protocol.events.EngineOptions`."""
         self._runner, self._report = runner, report
         self.blocks = KVBlocks(runner)
         self._states = Checkpoints(runner) if runner.state_slots else None
@@ -111,7 +115,7 @@ class Scheduler:
         self._waiting: dict[str, collections.deque[Job]] = {}
         self._served: dict[str, int] = {}  # when each client that has requests got its last slot
         self._count = itertools.count(1)
-        self._pace = Pace()
+        self._pace = Pace(token_gap)
         self._report_due_s = 0.0
         self._is_ahead = False  # whether the runner has launched the next step
         self._last: list[int] = []  # the tokens in the KV cache of the conversation that ended last
@@ -457,24 +461,11 @@ class Scheduler:
         return True
 
     def _state(self) -> Slots:
-        slots: list[events.Slot | None] = []
-        for sequence, job in enumerate(self._slots):
-            slots.append(None)
-            if job:
-                answer, done = job.answer, self.blocks.length(sequence)
-                slots[-1] = events.Slot(
-                    request_id=answer.request.request_id,
-                    client=job.client,
-                    phase="decode" if self._is_prefilled(sequence, job) else "prefill",
-                    prompt_done=min(done, answer.prompt_n),
-                    prompt_n=answer.prompt_n,
-                    predicted_n=len(answer.tokens) - answer.prompt_n,
-                    rate=answer.rate,
-                )
-        waiting = sum(map(len, self._waiting.values()))
         return Slots(
-            slots=tuple(slots),
-            waiting=waiting,
+            slots=tuple(
+                job.answer.slot(self.blocks.length(i)) if job else None for i, job in enumerate(self._slots)
+            ),
+            waiting=sum(map(len, self._waiting.values())),
             blocks=self.blocks.counts(),
             checkpoints=self._states.counts() if self._states else (0, 0),
         )

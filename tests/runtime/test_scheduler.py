@@ -1,12 +1,14 @@
 """Many requests at once over a runner without a model."""
 
+import statistics
+
 import numpy as np
 import pytest
 
 from engine.errors import ContextFullError
 from engine.formats.gguf import GGUF
 from engine.formats.prompt import PromptEncoder
-from engine.protocol.events import Generate, Prefilling, Sampling, Token, TokenIds
+from engine.protocol.events import TOKEN_GAP, Generate, Prefilling, Sampling, Token, TokenIds
 from engine.runtime import checkpoints, scheduler
 from engine.runtime.answer import Answers
 from engine.runtime.kv_blocks import KVGroup
@@ -32,10 +34,10 @@ def answers(tmp_path_factory):
 class Bench:
     """A scheduler and what its requests got."""
 
-    def __init__(self, answers, runner):
+    def __init__(self, answers, runner, token_gap=TOKEN_GAP):
         self.answers, self.runner = answers, runner
         self.slots, self.events, self.ends = [], {}, {}
-        self.scheduler = Scheduler(runner, self.slots.append)
+        self.scheduler = Scheduler(runner, self.slots.append, token_gap=token_gap)
         self.stopped = set()
 
     def ask(self, prompt, n=8, client="", **request):
@@ -63,7 +65,10 @@ class Bench:
 
 @pytest.fixture(params=[FakeBatchRunner, FakeStateRunner])
 def bench(answers, request):
-    return lambda *args, **options: Bench(answers, request.param(*args, **options))
+    def make(*args, token_gap=TOKEN_GAP, **options):
+        return Bench(answers, request.param(*args, **options), token_gap)
+
+    return make
 
 
 def prompts(n, seed=0, most=200):
@@ -281,6 +286,26 @@ def test_a_prompt_that_comes_later_is_bound(bench, monkeypatch):
     bench.ask([2] * 100, 4)
     bench.run(6)
     assert prefills(bench) == [32, 32, 32, 3]
+
+
+@pytest.mark.parametrize(("gap", "piece"), [(2.0, 32), (4.0, 128)])
+def test_how_much_longer_a_step_may_take_is_an_option(bench, monkeypatch, gap, piece):
+    """A step takes 10 ms, and 0.2 ms more for each token of a prompt."""
+    now = [0.0]
+    monkeypatch.setattr("time.perf_counter", lambda: now[0])
+    bench = bench(token_gap=gap)
+    run = bench.runner.run
+
+    def timed_run(slots, ahead=False):
+        now[0] += 0.01 + 0.0002 * sum(len(slot.inputs) for slot in slots if slot.want == "none")
+        return run(slots, ahead)
+
+    monkeypatch.setattr(bench.runner, "run", timed_run)
+    bench.ask([1], 900)
+    bench.run(20)
+    bench.ask([2] * 900, 4)
+    bench.run(12)
+    assert statistics.mode(prefills(bench)) == piece
 
 
 def test_short_prompts_pass_long_ones_for_a_while(bench):

@@ -284,6 +284,8 @@ def test_the_command(model_path):
         (["--host", "0.0.0.0"], {}, "Everyone who reaches 0.0.0.0"),
         (["--api-key-env", "ORIN_KEY"], {}, "ORIN_KEY is not set"),
         (["--port", "70000"], {}, "no port 70000"),
+        (["--token-gap", "0.9"], {}, "number, 1 or more, not '0.9'"),
+        (["--token-gap", "nan"], {}, "number, 1 or more"),
     ],
 )
 def test_what_the_command_refuses(model_path, monkeypatch, arguments, environment, says):
@@ -293,6 +295,22 @@ def test_what_the_command_refuses(model_path, monkeypatch, arguments, environmen
     monkeypatch.delenv("ORIN_KEY", raising=False)
     with pytest.raises(UsageError, match=says):
         run(["--port", "0", "--model", str(model_path), *arguments], Settings())
+
+
+@pytest.mark.parametrize(("arguments", "gap"), [([], 2.0), (["--token-gap", "1.5"], 1.5)])
+def test_what_the_engine_is_told(model_path, monkeypatch, arguments, gap):
+    from app.chat.settings import Settings
+    from app.serve import serve_command
+
+    made = []
+    monkeypatch.setattr(
+        serve_command, "LocalEngine", lambda options, **_: made.append(options) or FakeEngine()
+    )
+    monkeypatch.setattr(asyncio, "run", lambda run: run.close() or 0)
+    assert (
+        serve_command.run(["--port", "0", "--model", str(model_path), "--plain", *arguments], Settings()) == 0
+    )
+    assert made[0].token_gap == gap
 
 
 def test_a_missing_extra(monkeypatch):
