@@ -34,11 +34,6 @@ class MixedKernels(PrefillKernels):
         self._batch = batch
         self._piece_rows: dict[int, int] = {}
 
-    @property
-    def can_mix(self) -> bool:
-        """Whether there are kernels for replies and prompts in one step."""
-        return not self._model.deltas
-
     def mixed_step(
         self,
         tokens: int,

@@ -197,7 +197,7 @@ class FusedRunner:
         return np.asarray(chosen, np.int32)
 
     def piece_sizes(self, rows: int) -> tuple[int, ...]:
-        if not rows or not self._mixes or rows > self.row_counts[-1]:
+        if not rows or self.parallel == 1 or rows > self.row_counts[-1]:
             return self.chunk_sizes
         rooms = tuple(size - PIECE_ROWS for size in self.chunk_sizes if size > PIECE_ROWS)
         return rooms or self.chunk_sizes
@@ -251,7 +251,7 @@ class FusedRunner:
 
     def prepare(self, size: int) -> None:
         self._prepare_prefill(size)
-        if self._mixes and size > PIECE_ROWS and size not in self._mixed_sizes:
+        if self.parallel > 1 and size > PIECE_ROWS and size not in self._mixed_sizes:
             compile_once((*self._set_up, "mixed", size), lambda: self._mixed_linears(size))
             self._mixed_sizes.add(size)
 
@@ -259,11 +259,6 @@ class FusedRunner:
         if ("prefill", size) not in self._captured:
             compile_once((*self._set_up, "prefill", size), lambda: [self._prefill.step(size).linear])
             self._captured["prefill", size] = self._prefill.step(size).capture()
-
-    @property
-    def _mixes(self) -> bool:
-        """Whether there are steps of prompts and replies."""
-        return self.parallel > 1 and self._prefill.can_mix
 
     def _mixed_linears(self, size: int) -> list[UOp]:
         """The kernels of steps of this size that have replies too."""

@@ -150,12 +150,17 @@ def check_checkpoints_of_states() -> None:
     assert np.array_equal(memory.numpy(), values)
 
 
-def prompt(net, rows, state, position, memory, tokens, cut=None, sequence=0):
-    """A chunk of rows in a step of `tokens` tokens; its results, float16 (tokens, width)."""
-    h, n = net.heads, len(rows)
-    cut = cut or (h.rows,)
-    padded = np.full((tokens, h.rows), np.nan, np.float32)  # what lies after the prompt's end
-    padded[:n] = rows
+def prompt(net, rows, position, memory, tokens, cut=None, sequence=0):
+    """A piece of rows in a step of `tokens` tokens; its results, float16 (rows, width)."""
+    return prompts(net, [(0, position, rows, sequence)], memory, tokens, cut)[0]
+
+
+def prompts(net, pieces, memory, tokens, cut=None):
+    """The results of each of several pieces: (first row, position, rows, sequence)."""
+    h, cut = net.heads, cut or (net.heads.rows,)
+    padded = np.full((tokens, h.rows), np.nan, np.float32)  # what lies after the prompts' ends
+    for first, _, rows, _ in pieces:
+        padded[first : first + len(rows)] = rows
     runs, counts = [], []
     for i, run_rows in enumerate(np.split(padded, np.cumsum(cut[:-1]), 1)):
         counts.append(1 + i % 2)
@@ -164,15 +169,33 @@ def prompt(net, rows, state, position, memory, tokens, cut=None, sequence=0):
     (inputs, of_inputs), (gate, of_gate) = (
         all_runs.within(*r) for r in ((0, h.channels), (h.channels, h.channels + h.width))
     )
-    place = prompt_state(tokens, (0, position, n, sequence))
+    place = prompt_state(tokens, *((first, at, len(rows), sequence) for first, at, rows, sequence in pieces))
     vectors, coefficients = zeros(vectors_size(h, tokens)), zeros(coefficients_size(h, tokens))
     products = zeros(tokens * h.width)
     conv, decay, bias, norm = net.buffers
     run(delta_inputs(h, all_runs), vectors, coefficients, memory, *runs, place, conv, decay, bias)
-    run(delta_scan(h, inputs), products, memory, vectors, coefficients, *runs[of_inputs], place, conv)
+    scan = delta_scan(h, inputs, len(pieces) > 1)
+    run(scan, products, memory, vectors, coefficients, *runs[of_inputs], place, conv)
     out = zeros(fragments_size(tokens, h.width), dtypes.float16)
     run(gated_norm(h, gate), out, products, norm, *runs[of_gate])
-    return out.numpy()[prompt_index(lambda m, e: fragment_index(m, e, h.width), n, h.width)]
+    got = out.numpy()[prompt_index(lambda m, e: fragment_index(m, e, h.width), tokens, h.width)]
+    return [got[first : first + len(rows)] for first, _, rows, _ in pieces]
+
+
+def check_delta_nets_of_several_prompts() -> None:
+    """Pieces of two prompts in a step, one of more rows than a unit, one at its beginning, and a unit without one."""
+    heads = DeltaHeads(1, 2, 16, 4, 1e-6, sequences=3)
+    net = Net(heads)
+    states = [net.random_state() for _ in range(6)]
+    memory = buffer(np.concatenate([flat(state) for state in states]))
+    rows = rows_of(heads, 38), rows_of(heads, 5)
+    got = prompts(net, [(32, 7, rows[0], 1), (96, 0, rows[1], 2)], memory, 128)
+    nothing = [np.zeros_like(x) for x in states[0]]
+    results = [net.result(*of) for of in ((rows[0], states[3]), (rows[1], nothing))]
+    for ours, (wanted, _) in zip(got, results, strict=True):
+        close(ours, wanted, 1e-3)
+    states[3], states[5] = (after for _, after in results)
+    close(memory.numpy().reshape(6, -1), np.stack([flat(state) for state in states]), 1e-5)
 
 
 def check_delta_nets_of_prompts() -> None:
@@ -186,7 +209,6 @@ def check_delta_nets_of_prompts() -> None:
         got = prompt(
             net,
             rows,
-            state,
             position,
             memory,
             tokens,
@@ -212,7 +234,7 @@ def check_chunks_leave_the_same_state() -> None:
             if size == 1:
                 got = one_token(net, chunk, start, memory)
             else:
-                got = prompt(net, chunk, nothing, start, memory, -(-size // 16) * 16)
+                got = prompt(net, chunk, start, memory, -(-size // 16) * 16)
         close(got[-1], wanted[-1], 1e-3)
         close(memory.numpy().reshape(2, -1)[tokens % 2], flat(after), 1e-4)
 
@@ -223,7 +245,7 @@ def check_delta_nets_of_prompts_of_several_sequences() -> None:
     net = Net(heads)
     states = [net.random_state() for _ in range(4)]
     memory, rows = buffer(np.concatenate([flat(state) for state in states])), rows_of(heads, 10)
-    got = prompt(net, rows, states[3], 7, memory, 16, sequence=1)
+    got = prompt(net, rows, 7, memory, 16, sequence=1)
     wanted, after = net.result(rows, states[3])
     close(got, wanted, 1e-3)
     held = memory.numpy().reshape(4, -1)

@@ -36,6 +36,10 @@ def check_mixed_experts_sinks_and_biases() -> None:
     hold(architecture="gpt-oss", keys=keys, **SMALL | {"dim": 160})
 
 
+def check_mixed_delta_nets_and_gated_attention() -> None:
+    hold(architecture="qwen35", seed=1, **SMALL | {"layers": 3})  # the last one is a delta net
+
+
 def check_mixed_embeddings_and_shared_caches() -> None:
     hold(architecture="gemma4", **SMALL | {"layers": 4})
 

@@ -1,4 +1,4 @@
-"""A gated delta net of a prompt's chunk:
+"""A gated delta net of pieces of prompts:
 
     delta_inputs (convolution, norms, what follows from the inputs alone) . delta_scan (the state) . gated_norm
 
@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from dataclasses import replace
 
 from tinygrad import UOp
 from tinygrad.uop.ops import AxisType
@@ -34,10 +35,11 @@ from engine.targets.nvidia.kernels.delta_net import (
     silu,
 )
 from engine.targets.nvidia.kernels.matmul import as_half
-from engine.targets.nvidia.kernels.pieces import Piece
+from engine.targets.nvidia.kernels.pieces import PIECE_ROWS, Piece
 from engine.targets.nvidia.kernels.prefill import Runs
 from engine.targets.nvidia.kernels.uops import (
     after_store,
+    all_of,
     chain,
     f32,
     finish,
@@ -69,25 +71,26 @@ def coefficients_size(heads: DeltaHeads, tokens: int) -> int:
 
 
 def _input_at(
-    h: DeltaHeads, runs: Runs, sums: Sequence[UOp], memory: UOp, before: UOp, began: UOp, channel: UOp, token: UOp,
+    h: DeltaHeads, runs: Runs, sums: Sequence[UOp], memory: UOp, piece: Piece, before: UOp, channel: UOp, token: UOp,
     valid: UOp,
 ) -> UOp:  # fmt: skip
-    """A channel's input of the convolution, of a `valid` token of the chunk, or of one before it if it is negative."""
-    new = runs.load(sums, None, token.maximum(0), channel, valid & (token >= 0))
+    """A channel's input of the convolution, of a `valid` token of a piece, or of one before it if it is negative.
+    `before`: where the state before the piece is."""
+    new = runs.load(sums, None, piece.first + token.maximum(0), channel, valid & (token >= 0))
     if token.vmin >= 0:
         return new
     tap = (token + (h.taps - 1)).maximum(0).minimum(h.taps - 2)
     place = h.conv_at(before, 0, channel) + tap * h.channels
-    return (token < 0).where(load(memory, place, valid & began & (token < 0)), new)
+    held = valid & (piece.position > 0) & (token < 0)
+    return (token < 0).where(load(memory, place, held), new)
 
 
 @functools.cache
 def delta_inputs(heads: DeltaHeads, runs: Runs) -> Kernel:
     """The convolution of a chunk's queries and keys, and all that depends on the inputs alone. `runs`: the product with
     the input, of `DeltaHeads.rows` rows. Buffers: vectors, keys and queries (`vectors_size`); coefficients
-    (`coefficients_size`); memory; sums, those of each run; prompt, the step's state (`pieces`), which has one
-    piece; conv, the convolution's weights, float32 (channels, taps); decay and
-    decay_bias, float32 (value,) each."""
+    (`coefficients_size`); memory; sums, those of each run; prompt, the step's state (`pieces`); conv, the convolution's
+    weights, float32 (channels, taps); decay and decay_bias, float32 (value,) each."""
     h, size, n, shared_by = heads, heads.size, GROUP, heads.value // heads.key
     tokens = runs.tokens
     pairs = [(0, 0, t, t) for t in range(n)] + [(1, 1, t, t) for t in range(n)]
@@ -105,17 +108,18 @@ def delta_inputs(heads: DeltaHeads, runs: Runs) -> Kernel:
             UOp.special(tokens // n, "gidx0"),
             UOp.special(h.key, "gidx1"),
         )
-        piece = Piece.of(prompt, 0, tokens, MAX_POSITION)
-        position, count = piece.position, piece.count
-        before, began = h.state_at(position, sequence_of(h, prompt, piece.sequence_at)), position > 0
-        first = group * n
-        live = [first + t < count for t in range(n)]
+        piece = Piece.of(prompt, group * n, tokens, MAX_POSITION)
+        before = h.state_at(piece.position, sequence_of(h, prompt, piece.sequence_at))
+        first = piece.token(group * n)
+        live = [first + t < piece.count for t in range(n)]
 
         def inputs(head: UOp) -> list[UOp]:
             """The tokens' inputs of this thread's element of a head, after the convolution."""
             channel, tokens_of = head * size + e, [first + i for i in range(1 - h.taps, n)]
-            at = before, began, channel
-            window = [_input_at(h, runs, sums, memory, *at, token, token < count) for token in tokens_of]
+            at = piece, before, channel
+            window = [
+                _input_at(h, runs, sums, memory, *at, token, token < piece.count) for token in tokens_of
+            ]
             weights = load_run(conv, channel * h.taps, h.taps)
             return [convolved(window[t : t + h.taps], weights) for t in range(n)]
 
@@ -158,7 +162,7 @@ def delta_inputs(heads: DeltaHeads, runs: Runs) -> Kernel:
         betas, decays = [], []
         for t in range(n):
             beta, alpha = (
-                runs.load(sums, None, first + t, scalar + k * h.value, live[t] & is_head) for k in (0, 1)
+                runs.load(sums, None, group * n + t, scalar + k * h.value, live[t] & is_head) for k in (0, 1)
             )
             betas.append(live[t].where(sigmoid(beta), f32(0)))
             of_token = decay_of(alpha, load(decay_bias, head), load(decay, head))
@@ -187,10 +191,10 @@ def delta_inputs(heads: DeltaHeads, runs: Runs) -> Kernel:
 
 
 @functools.cache
-def delta_scan(heads: DeltaHeads, runs: Runs) -> Kernel:
-    """The state over a chunk. `runs`: those of the product with channels. Buffers: products, those with the state,
-    float32 (tokens, width); memory; what `delta_inputs` makes: vectors and coefficients; sums, prompt and conv, as
-    there.
+def delta_scan(heads: DeltaHeads, runs: Runs, several: bool = False) -> Kernel:
+    """The state over the piece that begins at the first row, or over `several`. `runs`: those of the product with
+    channels. Buffers: products, those with the state, float32 (tokens, width); memory; what `delta_inputs` makes:
+    vectors and coefficients; sums, prompt and conv, as there.
 
     A block has some columns of a head's state, and makes their values. Each of its threads has some keys of four
     columns; their products with the group's keys and queries meet in shared memory. A thread for each column finds
@@ -198,7 +202,7 @@ def delta_scan(heads: DeltaHeads, runs: Runs) -> Kernel:
     h, size, n = heads, heads.size, GROUP
     width, own = min(32, size), 8 if size >= 64 else 4  # columns of a block, keys of a thread
     quads, parts_of_head, tokens = width // 4, size // width, runs.tokens
-    threads = quads * (size // own)
+    threads, units = quads * (size // own), -(-tokens // PIECE_ROWS) if several else 1
     spans = 2 * n * size, n * width, _COEFFICIENTS  # of a group in shared memory
     firsts, span = (0, spans[0], spans[0] + spans[1]), sum(spans)
 
@@ -216,8 +220,13 @@ def delta_scan(heads: DeltaHeads, runs: Runs) -> Kernel:
         block = UOp.special(h.value * parts_of_head, "gidx0")
         head, part = block // parts_of_head, block % parts_of_head
         key_head, column = head % h.key, part * width + thread % width
-        piece = Piece.of(prompt, 0, tokens, MAX_POSITION)
-        position, count = piece.position, piece.count
+        row = UOp.special(units, "gidx1") * PIECE_ROWS if units > 1 else UOp.const(0)
+        piece = Piece.of(prompt, row, tokens, MAX_POSITION)
+        if several:  # a piece that begins before is other blocks'
+            piece = replace(piece, count=piece.first.eq(row).where(piece.count, 0))
+        else:
+            piece = replace(piece, first=UOp.const(0))
+        position, count, first_group = piece.position, piece.count, piece.first // n
         sequence, began = sequence_of(h, prompt, piece.sequence_at), position > 0
         before, after = h.state_at(position, sequence), h.state_at(position + count, sequence)
         places = [(head * size + first_key + i) * size + part * width + quad * 4 for i in range(own)]
@@ -230,7 +239,7 @@ def delta_scan(heads: DeltaHeads, runs: Runs) -> Kernel:
                 group * n + item // width,
                 (2 * h.key + head) * size + part * width + item % width,
             )
-            at = before, began, channel
+            at = piece, before, channel
             window = []
             for k in range(1 - h.taps, 1):
                 valid = token + k < count if ok is None else (token + k < count) & ok
@@ -240,7 +249,12 @@ def delta_scan(heads: DeltaHeads, runs: Runs) -> Kernel:
         def group_loads(group: UOp) -> list[tuple[UOp, UOp, UOp | None]]:
             """This thread's part of a group: (place in shared memory, value, whether there is one)."""
             loads: list[tuple[UOp, UOp, UOp | None]] = []
-            firsts_of = (group * h.key + key_head) * spans[0], None, (group * h.value + head) * _COEFFICIENTS
+            number = (first_group + group).minimum(tokens // n - 1)
+            firsts_of = (
+                (number * h.key + key_head) * spans[0],
+                None,
+                (number * h.value + head) * _COEFFICIENTS,
+            )
             for first, buffer, from_, n_items in zip(
                 firsts, (vectors, None, coefficients), firsts_of, spans, strict=True
             ):
@@ -262,7 +276,7 @@ def delta_scan(heads: DeltaHeads, runs: Runs) -> Kernel:
         array, state = array.after(ready), state.after(ready)
 
         group = UOp.range((count + (n - 1)) // n, 0, AxisType.LOOP)
-        following = group_loads((group + 1).minimum(tokens // n - 1))
+        following = group_loads(group + 1)
         held, so_far, first = array.after(group), load_run(state.after(group), 0, own * 4), group % 2 * span
         keys, queries = (
             [load_run(held, first + (which * n + t) * size + first_key, own) for t in range(n)]
@@ -292,7 +306,8 @@ def delta_scan(heads: DeltaHeads, runs: Runs) -> Kernel:
             )
             terms = [x * c for x, c in zip(changes, of_results[t * (t + 1) // 2 :], strict=False)]
             y = chain([with_query * decay, *terms])
-            stores.append(store(products, (group * n + t) * h.width + head * size + column, y, is_column))
+            token = piece.first + group * n + t
+            stores.append(store(products, token * h.width + head * size + column, y, is_column))
             stores.append(store(learned, t * width + thread % width, changes[t] * decay_after, is_column))
         learned = learned.after(UOp.group(*stores))
         lasting = [load_run(learned, t * width + quad * 4, 4) for t in range(n)]
@@ -303,8 +318,9 @@ def delta_scan(heads: DeltaHeads, runs: Runs) -> Kernel:
         ]
         done = UOp.group(*store_run(state, 0, new), put(array, (group + 1) % 2, following)).end(group)
         final, results = load_run(state.after(done), 0, own * 4), list[UOp]()
+        has_tokens = count > 0 if several else None
         for i, place in enumerate(places):
-            results += store_run(memory, after + place, final[4 * i : 4 * i + 4])
+            results += store_run(memory, after + place, final[4 * i : 4 * i + 4], has_tokens)
 
         # The last inputs of the convolution. The halves may be the same, so a channel's are read before they are
         # written, and values, which are read here, are written by the block that has read them.
@@ -312,12 +328,12 @@ def delta_scan(heads: DeltaHeads, runs: Runs) -> Kernel:
             kept = registers(h.taps - 1, slot)
             tokens_of = [count + (k - (h.taps - 1)) for k in range(h.taps - 1)]
             valid = UOp.const(True) if ok is None else ok
-            at = before, began, channel
+            at = piece, before, channel
             inputs = [_input_at(h, runs, sums, memory, *at, token, valid) for token in tokens_of]
             read = UOp.group(*store_run(kept, 0, inputs))
             target = memory.after(read, done)
             return [
-                store(target, h.conv_at(after, k, channel), x, ok)
+                store(target, h.conv_at(after, k, channel), x, all_of(ok, has_tokens))
                 for k, x in enumerate(load_run(kept.after(read), 0, h.taps - 1))
             ]
 
@@ -328,7 +344,8 @@ def delta_scan(heads: DeltaHeads, runs: Runs) -> Kernel:
             inside = channel < n_others
             results += keep(channel.minimum(n_others - 1), 11 + i, inside)
         n_ops = tokens * h.width * size * 6
-        return finish(f"delta_scan_{h.name}_{h.sequences}_{tokens}", results, 8 * h.width * size, n_ops)
+        name = f"delta_scan_{h.name}_{h.sequences}_{tokens}" + "_several" * several
+        return finish(name, results, 8 * h.width * size, n_ops)
 
     inputs = "vectors", "coefficients", ("sums", len(runs.sizes)), "prompt", "conv"
     return Kernel(kernel, ("products", "memory"), inputs)

@@ -9,6 +9,7 @@ from engine.kernels.device_memory import device_zeros, to_device
 from engine.measure.kernel_roles import BufferUse
 from engine.targets.buffer_uses import BufferUses
 from engine.targets.nvidia.decode_step import DecodeStep
+from engine.targets.nvidia.kernels.activation_order import Order
 from engine.targets.nvidia.kernels.delta_decode import delta_decode, parts_of
 from engine.targets.nvidia.kernels.delta_net import DeltaHeads, HeadNorm
 from engine.targets.nvidia.kernels.delta_prefill import (
@@ -24,7 +25,7 @@ from engine.targets.nvidia.kernels.prefill import Runs
 from engine.targets.nvidia.kernels.weight_layout import permuted_size
 from engine.targets.nvidia.matrices import product_of
 from engine.targets.nvidia.norms import Norm
-from engine.targets.nvidia.prompt_step import PromptStep, RowsStep, Sums
+from engine.targets.nvidia.prompt_step import MixedStep, PromptStep, RowsStep, Sums
 from engine.targets.nvidia.sublayers.handler import Handler, Loading
 
 
@@ -74,15 +75,37 @@ class DeltaNet(Handler):
 
     def rows(self, step: RowsStep, norm: Norm) -> Sums:
         step.norm(norm)
-        rows, remembered = step.stacked(self.in_proj, "delta"), self._remembered(step)
-        kernel = delta_decode(self.heads, step.tokens)
-        step.add(kernel, out=remembered, memory=self.memory, rows=rows, **self.vectors, state=step.state)
-        return step.product(self.out.single_matrix, remembered, "delta_out")
+        remembered = self._remembered(step)
+        self._add_rows(step, step.stacked(self.in_proj, "delta"), remembered)
+        return self._output(step, remembered)
 
     def prefill(self, step: PromptStep, norm: Norm) -> Sums:
         step.norm(norm)
-        heads, tokens = self.heads, step.tokens
+        return self._output(step, self._add_prompts(step, step.products(self.in_proj, "delta")))
+
+    def mixed(self, step: MixedStep, norm: Norm) -> Sums:
+        step.norm(norm)
         made = step.products(self.in_proj, "delta")
+        remembered = self._add_prompts(step, made)
+        self._add_rows(step.replies, step.of_replies(made, self.in_proj, "delta"), remembered, step.order)
+        return self._output(step, remembered)
+
+    def last_mixed(self, step: MixedStep, norm: Norm) -> Sums:
+        step.norm(norm)
+        made = step.products(self.in_proj, "delta")
+        self._add_prompts(step, made)
+        remembered = self._remembered(step.replies)
+        self._add_rows(step.replies, step.of_replies(made, self.in_proj, "delta"), remembered)
+        return self._output(step.replies, remembered)
+
+    def _add_rows(self, step: RowsStep, rows: Tensor, remembered: Tensor, order: Order = "columns") -> None:
+        """Adds the delta net of rows of inputs, whose result is `remembered`, in an order."""
+        kernel = delta_decode(self.heads, step.tokens, order=order)
+        step.add(kernel, out=remembered, memory=self.memory, rows=rows, **self.vectors, state=step.state)
+
+    def _add_prompts(self, step: PromptStep, made: list[Sums]) -> Tensor:
+        """Adds the delta net of pieces of prompts, of the products with `in_proj`; returns the result of all rows."""
+        heads, tokens = self.heads, step.tokens
         sums, counts = [run.tensor for run in made], tuple(run.parts for run in made)
         runs = Runs(tokens, counts, tuple(part.rows for part in self.in_proj.matrices))
         of_channels, channels = runs.within(0, heads.channels)
@@ -96,16 +119,19 @@ class DeltaNet(Handler):
             "prompt": step.prompt,
         }
         step.add(delta_inputs(heads, runs), **shared, sums=sums, **own)
-        scan = delta_scan(heads, of_channels)
+        scan = delta_scan(heads, of_channels, step.has_any_pieces)
         step.add(scan, products=products, **shared, sums=sums[channels], conv=own["conv"])
         remembered, kernel = self._remembered(step), gated_norm(heads, of_gate, step.order)
         step.add(kernel, out=remembered, products=products, norm=head_norm, sums=sums[gate])
-        return step.product(self.out.single_matrix, remembered, "delta_out")
+        return remembered
 
     def roles(self, uses: BufferUses) -> None:
         uses.add(BufferUse("QKV projection"), *self.in_proj.planes)
         uses.add(BufferUse("delta net"), self.memory, *self.vectors.values())
         uses.add(BufferUse("attention output"), *self.out.planes)
+
+    def _output(self, step: PromptStep, remembered: Tensor) -> Sums:
+        return step.product(self.out.single_matrix, remembered, "delta_out")
 
     def _remembered(self, step: PromptStep) -> Tensor:
         return step.activations("remembered", self.heads.width)
