@@ -26,7 +26,7 @@ from engine.protocol.events import (
     decode_rate,
 )
 from engine.runtime.grammar import Constraint, Grammars
-from engine.runtime.sampling import Logits, Sampler, biased, has_additive_penalty, log_probabilities
+from engine.runtime.sampling import Logits, Sampler, biased, log_probabilities
 
 
 class Answers:
@@ -83,12 +83,7 @@ class Answer:
     @property
     def is_best_token(self) -> bool:
         """Whether the next token is the most probable one, so that the host need not choose it."""
-        return self.sampler.greedy and not self.is_masked
-
-    @property
-    def is_masked(self) -> bool:
-        """Whether something else than sampling changes the logits: only the host knows how."""
-        return bool(self.constraint or self.request.logit_bias)
+        return self.sampler.greedy and not (self.constraint or self.request.logit_bias)
 
     @property
     def needs_logits(self) -> bool:
@@ -97,10 +92,8 @@ class Answer:
 
     @property
     def fits_device(self) -> bool:
-        """Whether a device may sample the tokens. It knows no masks and no additive penalties, and overwrites logits
-        with penalized ones, of which no log-probabilities are reported."""
-        host = self.is_masked or self.request.logprobs or has_additive_penalty(self.request.sampling)
-        return not self.is_best_token and not host
+        """Whether a device may sample the tokens. It knows no masks, and gives no log-probabilities."""
+        return not (self.is_best_token or self.constraint or self.request.logprobs)
 
     @property
     def turn_ends(self) -> list[int]:

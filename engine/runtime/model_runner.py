@@ -96,14 +96,20 @@ class ModelRunner(BlockStore, StateStore, Protocol):
 
     def logits(self, rows: Sequence[int] | None = None) -> Logits:
         """The logits of these slots of the last `run`, by their place among those that wanted a token, or of all of
-        them: float32 (rows, vocab), valid until the next step. Those of a drawn token are not."""
+        them: float32 (rows, vocab), valid until the next step."""
         ...
 
     def prepare_sampling(
-        self, sequence: int, sampling: Sampling, tokens: Sequence[int], uniforms: NDArray[np.float64]
+        self,
+        sequence: int,
+        sampling: Sampling,
+        tokens: Sequence[int],
+        uniforms: NDArray[np.float64],
+        bias: Sequence[tuple[int, float]] = (),
     ) -> bool:
         """Makes slots of a sequence with `draw` continue `tokens` with `uniforms` (`Sampler.uniforms`), float64 (n,),
-        one number a token. False if the device cannot sample with these settings, so the host has to."""
+        one number a token. `bias`: what is added to the logits of tokens before that (`sampling.biased`). False if the
+        device cannot sample with these settings, so the host has to."""
         ...
 
     def expert_choices(self) -> list[NDArray[np.int32]]:

@@ -32,12 +32,7 @@ class Sampler:
     @property
     def greedy(self) -> bool:
         """Whether the most probable token is always taken, so the host does not need the logits."""
-        return self.sampling.temperature == 0 and not self._penalizes
-
-    @property
-    def _penalizes(self) -> bool:
-        s = self.sampling
-        return s.repeat_last_n > 0 and (s.repeat_penalty != 1 or has_additive_penalty(s))
+        return self.sampling.temperature == 0 and not penalizes(self.sampling)
 
     def sample(self, logits: Logits, previous: Sequence[int]) -> int:
         """A token id. `logits`: float32 (vocab,); `previous`: all tokens so far, oldest first."""
@@ -75,7 +70,7 @@ class Sampler:
 
     def _penalized(self, logits: Logits, previous: Sequence[int]) -> Logits:
         s = self.sampling
-        if not self._penalizes:
+        if not penalizes(s):
             return logits
         logits = logits.copy()
         last = np.asarray(previous[-s.repeat_last_n :], np.int64)
@@ -96,9 +91,11 @@ def biased(logits: Logits, bias: Sequence[tuple[int, float]]) -> Logits:
     return logits
 
 
-def has_additive_penalty(sampling: Sampling) -> bool:
-    """Whether the settings have a penalty that is subtracted from logits. Only the host knows these."""
-    return sampling.presence_penalty != 0 or sampling.frequency_penalty != 0
+def penalizes(sampling: Sampling) -> bool:
+    """Whether the settings change the logits of tokens that were said."""
+    s = sampling
+    has_penalty = s.repeat_penalty != 1 or s.presence_penalty != 0 or s.frequency_penalty != 0
+    return has_penalty and s.repeat_last_n > 0
 
 
 def _top_k(logits: Logits, k: int) -> NDArray[np.intp]:

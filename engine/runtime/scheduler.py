@@ -360,8 +360,9 @@ class Scheduler:
         self._n_read += len(inputs)
 
     def _begin_reply(self, sequence: int, job: Job) -> None:
-        job.is_drawn = job.answer.fits_device and self._runner.prepare_sampling(
-            sequence, job.answer.request.sampling, job.answer.tokens, job.answer.uniforms
+        answer = job.answer
+        job.is_drawn = answer.fits_device and self._runner.prepare_sampling(
+            sequence, answer.request.sampling, answer.tokens, answer.uniforms, answer.request.logit_bias
         )
 
     def _begin(self, sequence: int, job: Job) -> None:

@@ -4,7 +4,7 @@ import numpy as np
 
 from engine.runtime.checkpoints import checkpoint_slots
 from engine.runtime.kv_blocks import BLOCK, KVGroup
-from engine.runtime.sampling import Sampler
+from engine.runtime.sampling import Sampler, biased
 
 VOCAB = 256
 GROUPS = KVGroup(None, 64), KVGroup(40, 64)
@@ -66,7 +66,7 @@ class FakeBatchRunner:
     def piece_sizes(self, rows):
         return (32, self.max_chunk)
 
-    def prepare_sampling(self, sequence, sampling, tokens, uniforms):
+    def prepare_sampling(self, *sampling):
         return False
 
     def run(self, slots, ahead=False):
@@ -145,18 +145,20 @@ class FakeRowSampler(FakeBatchRunner):
         super().__init__(*args, **options)
         self.samplers = {}  # of each sequence, with its uniform numbers by position
 
-    def prepare_sampling(self, sequence, sampling, tokens, uniforms):
+    def prepare_sampling(self, sequence, sampling, tokens, uniforms, bias):
         by_position = dict(enumerate(uniforms, len(tokens) - 1))
-        self.samplers[sequence] = Sampler(sampling), by_position
+        self.samplers[sequence] = Sampler(sampling), by_position, bias
         return sampling.top_k > 0
 
     def _chosen(self, row, tokens):
         if not row.draw:
             return super()._chosen(row, tokens)
-        sampler, uniforms = self.samplers[row.sequence]
+        sampler, uniforms, bias = self.samplers[row.sequence]
+        logits = next_logits(tokens)
+        changed = biased(logits, bias)
         if sampler.sampling.temperature == 0:
-            return np.full(VOCAB, np.nan), sampler.sample(next_logits(tokens), tokens)
-        ids, masses = sampler.candidates(next_logits(tokens), tokens)
+            return logits, sampler.sample(changed, tokens)
+        ids, masses = sampler.candidates(changed, tokens)
         cumulative = np.cumsum(masses)
         place = np.searchsorted(cumulative, uniforms[row.position] * cumulative[-1], side="right")
-        return np.full(VOCAB, np.nan), int(ids[place])
+        return logits, int(ids[place])

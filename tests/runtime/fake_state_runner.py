@@ -55,7 +55,7 @@ class FakeStateRunner:
     def piece_sizes(self, rows):
         return self.chunk_sizes
 
-    def prepare_sampling(self, sequence, sampling, tokens, uniforms):
+    def prepare_sampling(self, *sampling):
         return False
 
     def run(self, slots, ahead=False):

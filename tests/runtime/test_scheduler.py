@@ -203,8 +203,8 @@ def test_rows_sampled_by_the_runner_have_the_tokens_that_the_host_would_choose(b
     kinds = [
         {"sampling": Sampling(temperature=1.5, repeat_penalty=1.3, seed=5)},
         {"sampling": Sampling(temperature=0.7, seed=6)},
-        {"sampling": Sampling(temperature=1.5, seed=7, presence_penalty=1)},  # the host knows this alone
-        {"sampling": Sampling(temperature=1.5, seed=7, top_k=0)},  # and the runner declines this
+        {"sampling": Sampling(temperature=1.5, seed=7, presence_penalty=1), "logit_bias": ((3, 4.0),)},
+        {"sampling": Sampling(temperature=1.5, seed=7, top_k=0)},  # the runner declines this
         {"sampling": Sampling(temperature=0, repeat_penalty=1.5)},
         {"sampling": Sampling(temperature=1, seed=8), "logprobs": 1},
         {},
@@ -220,7 +220,7 @@ def test_rows_sampled_by_the_runner_have_the_tokens_that_the_host_would_choose(b
         replies.append([one.run().reply(id) for id in ids])
     assert replies[0] == replies[1]
     alone = Bench(answers, FakeRowSampler())
-    for kind, logits_needed in zip(kinds, (0, 0, 1, 1, 0, 1, 0), strict=True):
+    for kind, logits_needed in zip(kinds, (0, 0, 0, 1, 0, 1, 0), strict=True):
         del alone.runner.steps[:]
         alone.ask([1, 2], 9, **kind)
         alone.run()

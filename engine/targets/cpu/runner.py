@@ -107,7 +107,12 @@ class CPURunner:
         return self._last if rows is None else self._last[list(rows)]
 
     def prepare_sampling(
-        self, sequence: int, sampling: Sampling, tokens: Sequence[int], uniforms: NDArray[np.float64]
+        self,
+        sequence: int,
+        sampling: Sampling,
+        tokens: Sequence[int],
+        uniforms: NDArray[np.float64],
+        bias: Sequence[tuple[int, float]] = (),
     ) -> bool:
         return False
 

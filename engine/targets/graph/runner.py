@@ -108,7 +108,12 @@ class GraphRunner:
         return np.array([logits.numpy() for logits in chosen], np.float32).reshape(len(chosen), -1)
 
     def prepare_sampling(
-        self, sequence: int, sampling: Sampling, tokens: Sequence[int], uniforms: NDArray[np.float64]
+        self,
+        sequence: int,
+        sampling: Sampling,
+        tokens: Sequence[int],
+        uniforms: NDArray[np.float64],
+        bias: Sequence[tuple[int, float]] = (),
     ) -> bool:
         return False
 

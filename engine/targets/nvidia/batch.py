@@ -47,23 +47,21 @@ class BatchKernels(PrefillKernels):
         self.logits = {n: device_zeros(n * model.spec.vocab) for n in rows}
 
     def rows_step(
-        self, rows: int, limit: int, next_ids: Tensor, sampler: DeviceSampler | None, penalizes: bool
+        self, rows: int, limit: int, next_ids: Tensor, sampler: DeviceSampler | None, changes: bool
     ) -> KernelSequence:
         """The kernels of a step of `rows` rows after fewer than `limit` tokens each, one of `context_limits`. It writes
         the next tokens to `next_ids` (`StepRows.letter`): the most probable ones, or of rows that are sampled those
-        that `sampler` draws. `penalizes`: whether any of these has a repetition penalty."""
+        that `sampler` draws. `changes`: whether the logits of any of these are changed before."""
         model, state = self._model, self.state(rows)
         step = RowsStep(self, state, rows, limit)
         self._embed(step, state, model.layers)
         for layer in model.layers:
             sums = layer.handler.rows(step, layer.norm)
             step.pending = Pending(sums, layer.post_norm, layer.scale)
-        self.finish(step, next_ids, sampler, penalizes)
+        self.finish(step, next_ids, sampler, changes)
         return step.sequence
 
-    def finish(
-        self, step: RowsStep, next_ids: Tensor, sampler: DeviceSampler | None, penalizes: bool
-    ) -> None:
+    def finish(self, step: RowsStep, next_ids: Tensor, sampler: DeviceSampler | None, changes: bool) -> None:
         """Adds what follows the sublayers (`rows_step`)."""
         model, state, rows = self._model, step.state, step.tokens
         step.norm(model.output_norm)
@@ -76,7 +74,7 @@ class BatchKernels(PrefillKernels):
         }
         step.multiply(part, tiles, as_logits(model.spec.softcap), "head", logits=logits, **best)
         if sampler:
-            sampler.add_to(step.sequence, logits, state, next_ids, penalizes, rows)
+            sampler.add_to(step.sequence, logits, state, next_ids, changes, rows)
         else:
             step.add(next_tokens(blocks, rows), state=state, tokens=next_ids, **best)
 

@@ -40,7 +40,7 @@ class DecodeKernels(DecodeMemory):
         )
 
     def step(
-        self, limit: int, history: Tensor, sampler: DeviceSampler | None = None, penalizes: bool = False
+        self, limit: int, history: Tensor, sampler: DeviceSampler | None = None, changes: bool = False
     ) -> KernelSequence:
         """The kernels of a step after fewer than `limit` tokens, one of `context_limits`. It writes the next token to
         `state`, and to `history` at the position: the most probable token, or the one that `sampler` chooses."""
@@ -58,7 +58,7 @@ class DecodeKernels(DecodeMemory):
         if sampler is None:
             step.add(next_token(blocks, self._context), state=self.state, tokens=history, **best)
         else:
-            sampler.add_to(step.sequence, self.logits, self.state, history, penalizes)
+            sampler.add_to(step.sequence, self.logits, self.state, history, changes)
         return step.sequence
 
     def _embed(self, step: DecodeStep) -> None:

@@ -10,14 +10,21 @@ from tinygrad import Tensor, dtypes
 
 from engine.kernels.device_memory import device_zeros, overwrite, to_device
 from engine.protocol.events import Sampling
+from engine.runtime.sampling import penalizes
 from engine.targets.nvidia.kernels.kernel_sequence import KernelSequence
+from engine.targets.nvidia.kernels.logit_changes import (
+    MAX_BIASES,
+    MAX_REPEAT_LAST_N,
+    add_bias,
+    copied,
+    penalize,
+)
 from engine.targets.nvidia.kernels.sampling import (
     SETTINGS,
     Shortlist,
     StepRows,
     draw,
     leaders,
-    penalize,
     ranked,
     settings_of,
 )
@@ -27,8 +34,8 @@ _BELOW_ONE = np.nextafter(np.float32(1), np.float32(0))
 
 class DeviceSampler:
     """Holds what sampling depends on, on the device, of each of `sequences`: the settings, the tokens so far, and a
-    random number for each position. Steps have at most `rows` rows. `penalizing`: the sequences whose settings have a
-    repetition penalty."""
+    random number for each position. Steps have at most `rows` rows. `changing`: the sequences whose logits are changed
+    before a token is drawn, by penalties or biases."""
 
     def __init__(self, shortlist: Shortlist, context: int, sequences: int = 1, rows: int = 1) -> None:
         self._shortlist, self._context, self._sequences = shortlist, context, sequences
@@ -39,15 +46,29 @@ class DeviceSampler:
         levels = range(len(shortlist.spans) + 1)
         self._values = [device_zeros(rows * shortlist.entries(level)) for level in levels]
         self._ids = [device_zeros(v.numel(), dtypes.int32) for v in self._values]
-        self.penalizing: set[int] = set()
+        self._changed = device_zeros(rows * shortlist.vocab)
+        self._bias_ids = to_device(np.full(sequences * MAX_BIASES, -1, np.int32), dtypes.int32)
+        self._biases = device_zeros(sequences * MAX_BIASES)
+        self.changing: set[int] = set()
 
     def prepare(
-        self, sampling: Sampling, tokens: Sequence[int], uniforms: NDArray[np.float64], sequence: int = 0
+        self,
+        sampling: Sampling,
+        tokens: Sequence[int],
+        uniforms: NDArray[np.float64],
+        bias: Sequence[tuple[int, float]] = (),
+        sequence: int = 0,
     ) -> bool:
         """As `ModelRunner.prepare_sampling`; no step that samples the sequence may be running."""
-        if not self._shortlist.suffices(sampling):
+        biases = {id: value for id, value in bias if id < self._shortlist.vocab}
+        looks_far = penalizes(sampling) and sampling.repeat_last_n > MAX_REPEAT_LAST_N
+        if not self._shortlist.suffices(sampling) or looks_far or len(biases) > MAX_BIASES:
             return False
-        (self.penalizing.add if sampling.repeat_penalty != 1 else self.penalizing.discard)(sequence)
+        (self.changing.add if penalizes(sampling) or biases else self.changing.discard)(sequence)
+        rest = MAX_BIASES - len(biases)
+        overwrite(self._bias_ids, np.asarray([*biases, *[-1] * rest], np.int32), sequence * MAX_BIASES)
+        values = np.asarray([*biases.values(), *[0] * rest], np.float32)
+        overwrite(self._biases, values, sequence * MAX_BIASES)
         overwrite(self._settings, settings_of(sampling), sequence * SETTINGS)
         overwrite(self._tokens, np.asarray(tokens, np.int32), sequence * (self._context + 1))
         first = len(tokens) - 1
@@ -56,14 +77,18 @@ class DeviceSampler:
         return True
 
     def add_to(
-        self, step: KernelSequence, logits: Tensor, state: Tensor, out: Tensor, penalizes: bool, rows: int = 1
+        self, step: KernelSequence, logits: Tensor, state: Tensor, out: Tensor, changes: bool, rows: int = 1
     ) -> None:
-        """Adds the kernels that end a decode step, in place of `kernels.sampling.next_token` or
-        `next_tokens`."""
+        """Adds the kernels that end a decode step, in place of `kernels.sampling.next_token` or `next_tokens`.
+        `changes`: whether any of its sequences is `changing`."""
         shortlist, context, of = self._shortlist, self._context, StepRows(rows, self._sequences)
-        if penalizes:
-            kernel = penalize(shortlist.vocab, context, rows=of)
-            step.add(kernel, logits=logits, settings=self._settings, state=state, so_far=self._tokens)
+        vocab, settings, so_far = shortlist.vocab, self._settings, self._tokens
+        if changes:
+            step.add(copied(vocab, of), out=self._changed, logits=logits)
+            logits = self._changed
+            step.add(add_bias(vocab, of), logits=logits, ids=self._bias_ids, biases=self._biases, state=state)
+            kernel = penalize(vocab, context, rows=of)
+            step.add(kernel, logits=logits, settings=settings, state=state, so_far=so_far)
         step.add(leaders(shortlist, rows), out=self._values[0], logits=logits)
         last = len(shortlist.spans) - 1
         for level in range(last + 1):
@@ -79,9 +104,9 @@ class DeviceSampler:
             draw(shortlist, context, of),
             state=state,
             tokens=out,
-            so_far=self._tokens,
+            so_far=so_far,
             values=self._values[-1],
             ids=self._ids[-1],
-            settings=self._settings,
+            settings=settings,
             uniforms=self._uniforms,
         )

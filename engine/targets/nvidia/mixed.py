@@ -41,7 +41,7 @@ class MixedKernels(PrefillKernels):
         limit: int,
         next_ids: Tensor,
         sampler: DeviceSampler | None,
-        penalizes: bool,
+        changes: bool,
     ) -> KernelSequence:
         """The kernels for up to `rows` replies and `tokens` - `PIECE_ROWS` tokens of prompts. The rest as in
         `BatchKernels.rows_step`."""
@@ -58,7 +58,7 @@ class MixedKernels(PrefillKernels):
         replies.pending = Pending(last.handler.last_mixed(step, last.norm), last.post_norm, last.scale)
         for layer in layers[n + 1 :]:
             replies.pending = Pending(layer.handler.rows(replies, layer.norm), layer.post_norm, layer.scale)
-        batch.finish(replies, next_ids, sampler, penalizes)
+        batch.finish(replies, next_ids, sampler, changes)
         return step.sequence
 
     def piece_rows(self, tokens: int) -> int:

@@ -22,8 +22,8 @@ from engine.targets.nvidia.kernels.mailbox import Mailbox
 from engine.targets.nvidia.mixed import MixedKernels
 
 _ENDED = (-1,)  # the token of a row that nobody will ask for
-Choice = Literal["best", "drawn", "penalized"]
-"""How a step chooses its tokens: the most probable ones, or some rows are drawn, or drawn with a repetition penalty."""
+Choice = Literal["best", "drawn", "changed"]
+"""How a step chooses its tokens: the most probable ones, or some rows are drawn, or drawn from changed logits."""
 Key = tuple[str | int, ...]
 Launch = Callable[[Key, Callable[[], KernelSequence]], None]
 """Launches the graph with a key, and the kernels that it has when it is first captured."""
@@ -103,10 +103,10 @@ class RowSteps:
 
     def kernels(self, count: int, limit: int, choice: Choice = "best", size: int = 0) -> KernelSequence:
         """Those of a step that `launch` launches."""
-        sampler, penalizes = None if choice == "best" else self._sampler, choice == "penalized"
+        sampler, changes = None if choice == "best" else self._sampler, choice == "changed"
         if count == 1:
-            return self._one.step(limit, self._one_mailbox.tensor, sampler, penalizes)
-        ends = self._mailbox.tensor, sampler, penalizes
+            return self._one.step(limit, self._one_mailbox.tensor, sampler, changes)
+        ends = self._mailbox.tensor, sampler, changes
         if size:
             return self._mixed.mixed_step(size, count, limit, *ends)
         return self._batch.rows_step(count, limit, *ends)
@@ -144,8 +144,8 @@ class RowSteps:
         count = self._rows_count
         limit = self.limit(count, max(row.position for row in rows))
         drawn = [row.sequence for row in rows if row.draw]
-        penalizes = any(sequence in self._sampler.penalizing for sequence in drawn)
-        self.launch(count, limit, "penalized" if penalizes else "drawn" if drawn else "best", size)
+        changes = any(sequence in self._sampler.changing for sequence in drawn)
+        self.launch(count, limit, "changed" if changes else "drawn" if drawn else "best", size)
 
     def _take(self, rows: Sequence[Slot]) -> list[int]:
         """Waits for the next tokens of all rows of a launched step."""

@@ -123,7 +123,7 @@ class FusedRunner:
         compiler_processes.prepare()
         steps = self._steps
         sequences = [steps.kernels(n, limit) for n in self.row_counts for limit in steps.limits(n)]
-        sequences += [steps.kernels(n, steps.limits(n)[0], "penalized") for n in self.row_counts]
+        sequences += [steps.kernels(n, steps.limits(n)[0], "changed") for n in self.row_counts]
         if not self._is_early:
             sequences += [self._prefill.step(size) for size in self.chunk_sizes]
         sequences += [*map(self._copy_sequence, self._windows), *self._states.kernels()]
@@ -242,9 +242,14 @@ class FusedRunner:
         return logits if rows is None else logits[list(rows)]
 
     def prepare_sampling(
-        self, sequence: int, sampling: Sampling, tokens: Sequence[int], uniforms: NDArray[np.float64]
+        self,
+        sequence: int,
+        sampling: Sampling,
+        tokens: Sequence[int],
+        uniforms: NDArray[np.float64],
+        bias: Sequence[tuple[int, float]] = (),
     ) -> bool:
-        return self._sampler.prepare(sampling, tokens, uniforms, sequence)
+        return self._sampler.prepare(sampling, tokens, uniforms, bias, sequence)
 
     def expert_choices(self) -> list[NDArray[np.int32]]:
         return self._model.choices.read()

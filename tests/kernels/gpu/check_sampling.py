@@ -4,15 +4,15 @@ import numpy as np
 from tinygrad import dtypes
 
 from engine.protocol.events import Sampling
-from engine.runtime.sampling import Sampler
+from engine.runtime.sampling import Sampler, biased, penalizes
 from engine.targets.nvidia.device_sampler import DeviceSampler
 from engine.targets.nvidia.kernels.kernel_sequence import KernelSequence
+from engine.targets.nvidia.kernels.logit_changes import MAX_BIASES, penalize
 from engine.targets.nvidia.kernels.sampling import (
     Shortlist,
     StepRows,
     draw,
     leaders,
-    penalize,
     ranked,
     settings_of,
 )
@@ -25,7 +25,7 @@ def drawn_tokens(sampling, logits, previous, numbers, shortlist, context=16):
     said = np.zeros(context + 1, np.int32)
     said[: len(previous)] = previous
     tokens, settings, left = buffer(said), buffer(settings_of(sampling)), buffer(logits)
-    if sampling.repeat_penalty != 1:
+    if penalizes(sampling):
         state = buffer(np.array([0, position], np.int32))
         run(penalize(vocab, context, 8), left, settings, state, tokens)
     values, ids = zeros(shortlist.entries(0)), []
@@ -63,7 +63,9 @@ def check_sampling() -> None:
         {"top_k": 12, "top_p": 0.8, "min_p": 0.0, "temperature": 0.4},
         {"top_k": 12, "top_p": 1.0, "min_p": 0.1, "temperature": 1.0},
         {"top_k": 5, "repeat_penalty": 1.8, "repeat_last_n": 4, **off},
+        {"top_k": 8, "presence_penalty": 0.77, "frequency_penalty": 0.31, "repeat_last_n": 5, **off},
         {"temperature": 0.0, "repeat_penalty": 1.3},
+        {"temperature": 0.0, "frequency_penalty": 0.41, "repeat_penalty": 1.2},
     ):
         wanted = Sampling(**settings)
         assert shortlist.suffices(wanted)
@@ -79,26 +81,30 @@ def check_sampling() -> None:
         got, penalized = drawn_tokens(wanted, logits, previous, numbers, shortlist)
         assert got == [ids[i] for i in wide for _ in (0, 1)] + [ids[-1]], (settings, got, ids)
         close(penalized, Sampler(wanted)._penalized(logits, previous))
-    for beyond in ({"top_k": 0}, {"top_k": 17}, {"repeat_penalty": 1.1, "repeat_last_n": 5000}):
-        assert not shortlist.suffices(Sampling(**beyond))
+    assert not any(shortlist.suffices(Sampling(top_k=k)) for k in (0, 17))
 
 
 def check_sampling_of_rows() -> None:
     """Rows with settings of their own: sampled, greedy in spite of settings, not used, or of a sequence that has no
-    settings yet. The tokens of even positions do not lie where those of odd ones do."""
+    settings yet. The tokens of even positions do not lie where those of odd ones do. The logits stay as they are."""
     vocab, context, sequences, n = 150, 16, 4, 5
     logits = (rng.standard_normal((n, vocab)) * 2).astype(np.float32)
     sampler = DeviceSampler(Shortlist(vocab, 16, (4, 2, 1)), context, sequences, n)
     said = [[9, 7, 9, 12], [int(logits[3].argmax())] * 3, [5, 6, 8, 3, 1], [4, 4]]
     settings = [
         Sampling(top_k=4, seed=1, repeat_penalty=1.5),
-        Sampling(top_k=12, temperature=2.0, repeat_penalty=1.4, repeat_last_n=2, seed=2, top_p=1, min_p=0),
+        Sampling(top_k=12, temperature=2.0, frequency_penalty=1.4, repeat_last_n=2, seed=2, top_p=1, min_p=0),
         Sampling(top_k=16, temperature=1.5, top_p=0.9, min_p=0.01, seed=4),
     ]
+    biases = [((9, 2.5), (int(logits[0].argmax()), -3.0)), ((vocab, 1.0), (149, 0.5)), ()]
     uniforms = [Sampler(s).uniforms(9) for s in settings]
     for i, s in enumerate(settings):
-        assert sampler.prepare(s, said[i], uniforms[i], i)
-    assert not sampler.prepare(Sampling(top_k=0), [1], uniforms[0], 1)
+        assert sampler.prepare(s, said[i], uniforms[i], biases[i], i)
+    assert sampler.changing == {0, 1}
+    for beyond in ({"top_k": 0}, {"repeat_penalty": 1.1, "repeat_last_n": 5000}):
+        assert not sampler.prepare(Sampling(**beyond), [1], uniforms[0], (), 1)
+    too_many = [(i, 1.0) for i in range(MAX_BIASES + 1)]
+    assert not DeviceSampler(Shortlist(999, 16), context).prepare(settings[0], [1], uniforms[0], too_many)
     drawn = StepRows.SAMPLED
     rows = [(2, drawn), (0, 0), (0, StepRows.USED), (1, drawn), (3, drawn)]  # sequence, kind
     state = np.array([(said[s][-1], len(said[s]) - 1, s, kind) for s, kind in rows], np.int32).T
@@ -114,11 +120,10 @@ def check_sampling_of_rows() -> None:
     wanted = {row: int(logits[row].argmax()) for row in (2, 4)}
     for row in (0, 3):
         s = rows[row][0]
-        wanted[row] = Sampler(settings[s]).sample(logits[row], said[s])
-        close(left[row], Sampler(settings[s])._penalized(logits[row], said[s]))
+        wanted[row] = Sampler(settings[s]).sample(biased(logits[row], biases[s]), said[s])
     for row, token in wanted.items():
         position = len(said[rows[row][0]]) - 1
         assert after[:, row].tolist() == [token, position + 1, *rows[row]]
         assert letters[:, row].tolist() == ([0, token] if position % 2 else [token, 0])
     assert after[:, 1].tolist() == state[:, 1].tolist() and not letters[:, 1].any()
-    assert np.array_equal(left[1:3], logits[1:3])
+    assert np.array_equal(left, logits)

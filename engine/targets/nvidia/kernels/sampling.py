@@ -2,7 +2,7 @@
 the host has seen it.
 
     greedy:   next_token
-    sampled:  [penalize] . leaders . ranked (three times) . draw
+    sampled:  [`logit_changes`] . leaders . ranked (three times) . draw
 
 A sampler keeps only the most probable tokens, so the `Shortlist` of the largest logits, in order, is enough. It is
 found without sorting the vocabulary: the k largest logits are in the k groups whose largest logits are the largest.
@@ -48,7 +48,6 @@ from engine.targets.nvidia.kernels.uops import (
     tree,
 )
 
-MAX_REPEAT_LAST_N = 1024
 SETTINGS = 8  # numbers of `settings_of`
 _LANES = 32  # threads that rank a group
 _RUN = 16  # numbers that a thread adds for a prefix sum
@@ -187,49 +186,19 @@ class Shortlist:
 
     def suffices(self, sampling: Sampling) -> bool:
         """Whether the list is certain to contain all tokens that `sampling` keeps."""
-        few = sampling.temperature == 0 or 0 < sampling.top_k <= self.length
-        return few and (sampling.repeat_penalty == 1 or sampling.repeat_last_n <= MAX_REPEAT_LAST_N)
+        return sampling.temperature == 0 or 0 < sampling.top_k <= self.length
 
 
 def settings_of(sampling: Sampling) -> NDArray[np.float32]:
     """The settings that `draw` and `penalize` read, float32 (SETTINGS,): top_k, top_p, log2(min_p), log2(e) /
-    temperature, repeat_penalty and repeat_last_n. Greedy sampling is a top_k of 1."""
+    temperature, and those of penalties, repeat_penalty, repeat_last_n, frequency_penalty and presence_penalty. Greedy
+    sampling is a top_k of 1."""
     s, greedy = sampling, sampling.temperature == 0
     top_k = 1 if greedy else s.top_k
     log_min_p = np.log2(s.min_p) if s.min_p > 0 else LOWEST_LOGIT
     slope = 1.0 if greedy else LOG2_E / s.temperature
-    return np.asarray([top_k, s.top_p, log_min_p, slope, s.repeat_penalty, s.repeat_last_n, 0, 0], np.float32)
-
-
-@functools.cache
-def penalize(vocab: int, context: int, recent: int = MAX_REPEAT_LAST_N, rows: StepRows = _ONE) -> Kernel:
-    """Lowers the logits of recent tokens: divides positive ones by the penalty and multiplies negative ones. Buffers:
-    logits, float32 (rows, vocab); settings (`settings_of`) of each sequence; state (`StepRows`); so_far, the tokens so
-    far of each sequence, int32 (sequences, context + 1)."""
-
-    def kernel(logits: UOp, settings: UOp, state: UOp, so_far: UOp) -> UOp:
-        i, row = UOp.special(recent, "lidx0"), rows.number(0)
-        sequence = rows.sequence(state, row)
-        first = sequence * (context + 1)
-        penalty, last_n = (load(settings, sequence * SETTINGS + k) for k in (4, 5))
-        penalizes = penalty.ne(f32(1))
-        if (is_sampled := rows.is_sampled(state, row)) is not None:
-            penalizes = penalizes & is_sampled
-        seen = rows.position(state, row, context) + 1
-        n = penalizes.where(seen.minimum(last_n.cast(I32).cast(INDEX)), UOp.const(0))
-        token_i = load(so_far, first + (seen - n + i).minimum(context))
-        # a token that occurs several times is penalized once, by the thread of its last occurrence
-        later = UOp.range((n - i - 1).maximum(0), 0, AxisType.REDUCE)
-        is_same = load(so_far, first + (seen - n + i + 1 + later)).eq(token_i)
-        n_later = is_same.where(f32(1), f32(0)).reduce(later, arg=Ops.ADD)
-        counts = after_store(shared(recent, slot=0), i, (i < n).where(n_later, f32(1)))
-        is_last = load(counts, i) < f32(0.5)
-        token = token_i.maximum(0).minimum(vocab - 1).cast(INDEX) + row * vocab
-        x = load(logits, token)
-        smaller = (x > f32(0)).where(x / penalty, x * penalty)
-        return finish(f"penalize_{vocab}_{rows.count}", [store(logits, token, smaller, is_last)])
-
-    return Kernel(kernel, ("logits",), ("settings", "state", "so_far"))
+    penalties = s.repeat_penalty, s.repeat_last_n, s.frequency_penalty, s.presence_penalty
+    return np.asarray([top_k, s.top_p, log_min_p, slope, *penalties], np.float32)
 
 
 @functools.cache
