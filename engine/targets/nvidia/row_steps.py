@@ -99,7 +99,8 @@ class RowSteps:
 
     def launch(self, count: int, limit: int, choice: Choice = "best", size: int = 0) -> None:
         """Launches a step of what the device has, for `count` rows after fewer than `limit` tokens each."""
-        self._launch_graph((choice, count, limit, size), lambda: self.kernels(count, limit, choice, size))
+        step = count, limit, choice, size
+        self._launch_graph(step, lambda: self.kernels(*step))
 
     def kernels(self, count: int, limit: int, choice: Choice = "best", size: int = 0) -> KernelSequence:
         """Those of a step that `launch` launches."""

@@ -10,6 +10,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -40,7 +41,7 @@ from engine.targets.nvidia.kernels.weight_repacking import repacking_kernels
 from engine.targets.nvidia.memory import CHUNK_SIZES
 from engine.targets.nvidia.mixed import MixedKernels
 from engine.targets.nvidia.prescales import Prescales
-from engine.targets.nvidia.row_steps import Key, RowSteps
+from engine.targets.nvidia.row_steps import Choice, Key, RowSteps
 from engine.targets.nvidia.schedule_search import SearchTarget, search
 from engine.targets.nvidia.states import DeviceStates
 from engine.targets.nvidia.uses import uses_of
@@ -52,6 +53,7 @@ _DECODE_AT_MOST = 1  # so few tokens of a prompt are faster one by one
 _DETOUR_AT_MOST = 128  # so few are so before the kernels of prefill are compiled
 _CHECK_TOKENS = (1, 77, 5, 1203)  # arbitrary: a search compares the logits after them
 _TIMING_S = 0.03
+_CHOICES: tuple[Choice, ...] = "best", "drawn"  # of the steps that are captured before they are needed
 
 
 class FusedRunner:
@@ -108,10 +110,13 @@ class FusedRunner:
         )
         self.search_tokens = min(context_length, self._one.context_limits[0])
         self._captured: dict[Key, Callable[[], None]] = {}
-        self._mixed_sizes: set[int] = set()  # those whose kernels are compiled
         self._earlier: list[Logits] = []  # of the steps before the last one of one `run`
         with timeline.span("kernels"):
             compile_once((*self._set_up, is_early), self._linears)
+            # of the steps with prompts and replies, those whose kernels are compiled
+            self._mixed_sizes = {
+                size for size in self._mixing if was_compiled((*self._set_up, "mixed", size))
+            }
         filling = model.begin_fill(weights)
         with timeline.span("capture"):
             self._capture_while(filling)
@@ -132,9 +137,9 @@ class FusedRunner:
     def _capture_while(self, filling: Future[None]) -> None:
         """Captures the step that shows that the device works, and while weights travel those of a first answer."""
         shortest = self._steps.limits(1)[0]
-        self._capture(("best", 1, shortest, 0), lambda: self._steps.kernels(1, shortest))
+        self._capture((1, shortest, "best", 0), lambda: self._steps.kernels(1, shortest))
         if not filling.done():
-            self._capture(("drawn", 1, shortest, 0), lambda: self._steps.kernels(1, shortest, "drawn"))
+            self._capture((1, shortest, "drawn", 0), lambda: self._steps.kernels(1, shortest, "drawn"))
         if not filling.done() and self._has_prefill(self._sizes[0]):
             self._prepare_prefill(self._sizes[0])
 
@@ -197,10 +202,8 @@ class FusedRunner:
         return np.asarray(chosen, np.int32)
 
     def piece_sizes(self, rows: int) -> tuple[int, ...]:
-        if not rows or self.parallel == 1 or rows > self.row_counts[-1]:
-            return self.chunk_sizes
-        rooms = tuple(size - PIECE_ROWS for size in self.chunk_sizes if size > PIECE_ROWS)
-        return rooms or self.chunk_sizes
+        mixes = self._mixing and 0 < rows <= self.row_counts[-1]
+        return tuple(size - PIECE_ROWS for size in self._mixing) if mixes else self.chunk_sizes
 
     def _mixed_size(self, pieces: Sequence[Slot], rows: Sequence[Slot]) -> int:
         """The size of the step that has room for pieces and rows together; 0 if they go in steps of their own."""
@@ -256,14 +259,23 @@ class FusedRunner:
 
     def prepare(self, size: int) -> None:
         self._prepare_prefill(size)
-        if self.parallel > 1 and size > PIECE_ROWS and size not in self._mixed_sizes:
+        if size in self._mixing:
             compile_once((*self._set_up, "mixed", size), lambda: self._mixed_linears(size))
             self._mixed_sizes.add(size)
+            for count in self.row_counts[1:]:
+                for choice in _CHOICES:
+                    step = self._steps.limits(count)[0], choice, size
+                    self._capture((count, *step), partial(self._steps.kernels, count, *step))
 
     def _prepare_prefill(self, size: int) -> None:
         if ("prefill", size) not in self._captured:
             compile_once((*self._set_up, "prefill", size), lambda: [self._prefill.step(size).linear])
             self._captured["prefill", size] = self._prefill.step(size).capture()
+
+    @property
+    def _mixing(self) -> tuple[int, ...]:
+        """The sizes of steps with prompts and replies."""
+        return tuple(size for size in self.chunk_sizes if size > PIECE_ROWS and self.parallel > 1)
 
     def _mixed_linears(self, size: int) -> list[UOp]:
         """The kernels of steps of this size that have replies too."""

@@ -130,7 +130,7 @@ class Attention(Handler):
             if split.splits > 1
         }
         step.add(
-            flash_attention(heads, split, has_sinks, self.is_wide, tokens, order),
+            flash_attention(heads, split, has_sinks, self.is_wide, tokens, "columns" if parts else order),
             **(parts or {"out": attended, "sinks": self.sinks}),
             cache=self.cache,
             rows=rows,
