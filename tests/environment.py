@@ -31,6 +31,7 @@ def enter() -> None:
         _OWNER: str(os.getpid()),
         "TERM": "xterm-256color",
         "LANG": "C.UTF-8",
+        "OPENBLAS_NUM_THREADS": "1",  # numpy's threads wait for small products by computing
         **places,
         **private,
     }
