@@ -27,7 +27,7 @@ os.environ["PARALLEL"] = "0"  # a process that computes for many tests has no co
 prepare(EngineOptions(model_path="", backend=os.environ.get("DEV", "CPU")))
 
 # How long an example takes says nothing about it.
-settings.register_profile("any machine", deadline=None, max_examples=100 if THOROUGH else 50)
+settings.register_profile("any machine", deadline=None, max_examples=100 if THOROUGH else 30)
 settings.load_profile("any machine")
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # in the background of a script; children inherit it
@@ -81,6 +81,15 @@ def _survivors() -> None:
     """Collections of garbage leave out all that earlier tests have left and that is none."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(scope="module")
+def plain_graphs() -> Iterator[None]:
+    """Tensor graphs become plain loops, which are half the work to compile. They compute the same."""
+    from tinygrad.helpers import Context
+
+    with Context(NOOPT=int(not THOROUGH)):
+        yield
 
 
 def pytest_unconfigure() -> None:

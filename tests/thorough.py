@@ -1,6 +1,7 @@
 """What a commit is not checked with, since it takes minutes: `make check-thorough` runs it too."""
 
 import os
+from typing import Any
 
 import pytest
 
@@ -8,3 +9,8 @@ THOROUGH = bool(os.environ.get("ORIN_THOROUGH"))
 thorough = pytest.mark.skipif(
     not THOROUGH, reason="takes long: `make check-thorough` runs it (ORIN_THOROUGH=1)"
 )
+
+
+def rarely(*values: Any) -> Any:
+    """Values of `parametrize` that only `make check-thorough` takes."""
+    return pytest.param(*values, marks=thorough)

@@ -13,6 +13,7 @@ from tests.quantized_blocks import random_blocks
 ROWS = 40
 
 
+@pytest.mark.usefixtures("plain_graphs")
 @pytest.mark.parametrize("kind", [*FLOATS, *QUANTIZED], ids=lambda kind: Type(kind).name)
 def test_weights_rows_and_products(kind: int) -> None:
     """Weights and rows are equal to the last bit; products are, but for the rounding of sums."""

@@ -27,7 +27,7 @@ def _few_rounds(monkeypatch):
 
 
 @pytest.fixture(scope="module", params=[True, False], ids=["tied", "untied"])
-def model(request, tmp_path_factory):
+def model(request, tmp_path_factory, plain_graphs):
     path = tmp_path_factory.mktemp("model") / "m.gguf"
     generated_model.write(path, architecture="qwen3", layers=LAYERS, dim=DIM, ffn=FFN, tied=request.param)
     return TextModel(

@@ -2,7 +2,6 @@
 CPUs and its tensor graphs. `python -m tools.measure oracle_check` runs all that are here in part."""
 
 import functools
-import os
 
 import numpy as np
 import pytest
@@ -15,18 +14,17 @@ from engine.targets.graph.runner import GraphRunner
 from tests import oracles
 from tests.reference import Reference, divergence, log_softmax
 from tests.targets.lone_sequence import LoneSequence
+from tests.thorough import rarely
 
 # Exact answers, of float32 weights. Keys and values of float16, and rounded activations, make the differences.
 DIFFERENCE, ROUNDED_DIFFERENCE = 1e-4, 8e-3
-ON_CPU = ("tiny-gemma3-F32", "tiny-phi3-Q4_K_M", "tiny-qwen35moe-Q4_K_M")
+ON_CPU = (rarely("tiny-gemma3-F32"), rarely("tiny-phi3-Q4_K_M"), "tiny-qwen35moe-Q4_K_M")
 
 # Every architecture, and every type of weights that these models have. The reference has one way to read a type.
+QUANTIZED = ("tiny-llama-yarn-Q8_0", "tiny-gpt-oss-MXFP4", "tiny-qwen35moe-Q4_K_M")
 OF_REFERENCE = [
-    name
-    for name in oracles.NAMES
-    if os.environ.get("ORIN_THOROUGH") or name.endswith("-F32") or name in ON_CPU
-    or name in ("tiny-llama-yarn-Q8_0", "tiny-gpt-oss-MXFP4", "tiny-gemma4-moe-Q8_0")
-]  # fmt: skip
+    name if name.endswith("-F32") or name in QUANTIZED else rarely(name) for name in oracles.NAMES
+]
 
 # Answers of llama.cpp as it is, which rounds activations.
 MODELS = (
@@ -38,8 +36,8 @@ MODELS = (
     "tiny-qwen3-Q8_0",
     "tiny-qwen3-Q4_K_M",
 )
-IN_CPU_KERNELS = ("tiny-llama-F32", "tiny-qwen3-Q4_K_M")
-IN_TENSOR_GRAPHS = ("tiny-qwen3-Q8_0",)
+IN_CPU_KERNELS = ("tiny-llama-F32", rarely("tiny-qwen3-Q4_K_M"))
+IN_TENSOR_GRAPHS = (rarely("tiny-qwen3-Q8_0"),)
 IN_FULL_WIDTH = ("tiny-llama-F32",)  # others with 8 lanes, as there is less to compile
 N_GREEDY = 24
 

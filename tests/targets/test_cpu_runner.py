@@ -20,6 +20,7 @@ from tests import generated_model
 from tests.reference import Reference, divergence
 from tests.targets.layers import opened, written
 from tests.targets.lone_sequence import LoneSequence
+from tests.thorough import rarely, thorough
 
 
 @pytest.fixture(autouse=True)
@@ -29,7 +30,12 @@ def short_vectors(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "name", ["llama F32 untied, rope factors", "phi3 Q8_0, 12 of 16 rotated", "gemma4 F32, rope factors"]
+    "name",
+    [
+        rarely("llama F32 untied, rope factors"),
+        rarely("phi3 Q8_0, 12 of 16 rotated"),
+        "gemma4 F32, rope factors",
+    ],
 )
 def test_prefill_and_decode_agree_with_float32(name, tmp_path):
     path = written(name, tmp_path)
@@ -70,6 +76,7 @@ def test_long_context(tmp_path, monkeypatch):
         assert divergence(wanted[position], text.logits()) < 1e-5
 
 
+@thorough
 def test_a_cache_of_integers_costs_little(tmp_path):
     """Our kernels and tensor graphs store the same integers, and read them alike."""
     path = generated_model.write(
@@ -89,7 +96,12 @@ def test_a_cache_of_integers_costs_little(tmp_path):
 
 @pytest.mark.parametrize(
     ("architecture", "kv", "error"),  # windows; experts, sinks and windows
-    [("gemma3", "f16", 1e-5), ("gpt-oss", "f16", 1e-5), ("gemma3", "q8_0", 5e-4), ("gemma4", "f16", 1e-5)],
+    [
+        ("gpt-oss", "f16", 1e-5),
+        ("gemma3", "q8_0", 5e-4),
+        rarely("gemma3", "f16", 1e-5),
+        rarely("gemma4", "f16", 1e-5),
+    ],
 )
 def test_rows_of_different_depths_agree_with_float32(architecture, kv, error, tmp_path):
     """The pieces of a prompt join rows of others."""
@@ -135,7 +147,7 @@ def test_rows_of_different_depths_agree_with_float32(architecture, kv, error, tm
         assert found and all(divergence(wanted[at], logits) < error for at, logits in found)
 
 
-@pytest.mark.parametrize("kv", ["f16", "q8_0"])
+@pytest.mark.parametrize("kv", [rarely("f16"), "q8_0"])
 def test_blocks_leave_and_come_back_in_other_places(kv, tmp_path):
     """The window's blocks leave only as far as they are seen."""
     path = generated_model.write(
@@ -162,7 +174,7 @@ def test_blocks_leave_and_come_back_in_other_places(kv, tmp_path):
     assert divergence(first.logits(), other.logits()) < (1e-10 if kv == "q8_0" else 1e-4)
 
 
-@pytest.mark.parametrize("architecture", ["qwen3", "qwen35"])
+@pytest.mark.parametrize("architecture", [rarely("qwen3"), "qwen35"])
 def test_a_model_answers_side_by_side_as_alone(architecture, tmp_path):
     path = generated_model.write(tmp_path / "m.gguf", layers=2, architecture=architecture)
     options = EngineOptions(model_path=str(path), context_length=256)

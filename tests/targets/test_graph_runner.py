@@ -11,11 +11,12 @@ from tests import generated_model
 from tests.reference import Reference, divergence
 from tests.targets.layers import opened, written
 from tests.targets.lone_sequence import LoneSequence
+from tests.thorough import rarely
 
 TOKENS = np.random.default_rng(1).integers(0, 256, 90).tolist()
 
 
-@pytest.mark.parametrize("name", ["llama F32 untied, rope factors", "phi3 Q8_0, 12 of 16 rotated"])
+@pytest.mark.parametrize("name", ["llama F32 untied, rope factors", rarely("phi3 Q8_0, 12 of 16 rotated")])
 def test_prefill_and_decode_agree_with_float32(name, tmp_path):
     path = written(name, tmp_path)
     wanted = Reference(path).logits(TOKENS[:40])

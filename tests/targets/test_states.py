@@ -28,7 +28,7 @@ def path(tmp_path_factory):
 
 
 @pytest.fixture(scope="module", params=[GraphRunner, CPURunner])
-def runner(path, request):
+def runner(path, request, plain_graphs):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cpu_runner, "register_lanes", lambda: 8)  # less to compile
         return LoneSequence(request.param(opened(path), 128))

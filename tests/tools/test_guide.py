@@ -8,7 +8,7 @@ import pytest
 
 from engine.protocol.events import Chat, Event, Finished, Generate, Message, Sampling, Token
 from presets import GUIDE, guide_path
-from tests.thorough import thorough
+from tests.thorough import rarely
 from tools.guide import export, facts
 from tools.guide.evaluate import Chatter
 from tools.guide.questions import HELD_OUT, holds, loops
@@ -93,7 +93,7 @@ def test_it_ends_by_itself_and_stays_right_when_it_is_sampled(chatter):
         assert end.reason == "stop" and "Esc" in said
 
 
-@pytest.mark.parametrize("quant", [pytest.param("Q6_K", marks=thorough), "Q4_K"])
+@pytest.mark.parametrize("quant", [rarely("Q6_K"), "Q4_K"])
 def test_other_types_of_weights_answer_alike(shipped, tmp_path, quant):
     path = tmp_path / f"{quant}.gguf"
     export.pack(shipped, path, quant)

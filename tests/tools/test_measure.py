@@ -8,6 +8,7 @@ import pytest
 
 from tests.generated_model import write
 from tests.paths import ROOT
+from tests.thorough import thorough
 from tools.measure import engine_process, kv_fidelity, step_rates
 from tools.measure.__main__ import MEASUREMENTS, main
 
@@ -34,5 +35,10 @@ def test_a_small_model_is_measured(tmp_path):
     path = str(write(tmp_path / "model.gguf", context=256))
     rates = engine_process.alone(step_rates.ours, path, "CPU", [0, 32], [16], 2, "f16")
     assert rates.decode.keys() == {0, 32} and rates.prefill.keys() == {(16, 0), (16, 32)}
+
+
+@thorough
+def test_a_small_models_cache_is_measured(tmp_path):
+    path = str(write(tmp_path / "model.gguf", context=256))
     [_, control] = engine_process.alone(kv_fidelity.divergences, path, "CPU", "f16", 40)
     assert re.fullmatch(r"control: mean .*, largest .*, 100% same token", control)

@@ -17,6 +17,7 @@ from engine.doctor.checks import CheckResult
 from engine.errors import UsageError
 from presets.loader import parse
 from tests import generated_model
+from tests.thorough import thorough
 
 CPU = CheckResult(backend="CPU", ok=True, text="works")
 
@@ -211,6 +212,18 @@ def test_where_a_backend_hung_its_other_runs_come_last(tmp_path):
 # --- the stress check ---------------------------------------------------------------------------------
 
 
+def test_the_stress_check_goes_on_after_a_process_that_is_killed(monkeypatch):
+    endless = [sys.executable, "-c", "import time; time.sleep(600)"]
+    monkeypatch.setattr(backend_checks, "run_check", lambda *_: CPU)
+    monkeypatch.setattr(backend_checks, "_command", lambda *_: endless)
+    monkeypatch.setattr(backend_checks, "_KILL_AFTER_S", 0.05)
+    found = stress_check("CPU")
+    assert [finding.state for finding in found] == ["good", "good"] and "killed" in found[1].text
+    endless[2] = "pass"
+    assert [finding.state for finding in stress_check("CPU")] == ["good", "bad"]
+
+
+@thorough
 def test_the_stress_check_of_the_cpu(monkeypatch):
     monkeypatch.setattr(backend_checks, "_KILL_AFTER_S", 4.0)
     found = stress_check("CPU")

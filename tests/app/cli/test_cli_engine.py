@@ -9,8 +9,10 @@ from app.main import main
 from engine.backends import unusable_because
 from presets import GUIDE
 from tests.generated_model import write
+from tests.thorough import thorough
 
 
+@thorough
 def test_processes_that_compile_together_make_the_same_kernels(tmp_path, monkeypatch, capfd):
     model = write(tmp_path / "noise.gguf")
     options = "--backend CPU --context 64 --temperature 0 --max-tokens 5 --ignore-eos --prompt-ids 1,2,3"

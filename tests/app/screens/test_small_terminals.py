@@ -10,6 +10,7 @@ from app.screens.engine_setup import EngineSetup
 from engine.protocol.events import EngineOptions
 from tests.app.driver import chat
 from tests.app.fake_engine import FakeEngine, reply
+from tests.thorough import rarely
 from widgets.page import Frame
 
 SIZES = [(160, 48), (60, 20), (34, 12), (20, 6)]
@@ -24,7 +25,7 @@ PAGES = {
 }
 
 
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("size", [rarely(SIZES[0]), SIZES[1], rarely(SIZES[2]), SIZES[3]])
 async def test_the_border_of_a_page_names_its_keys_at_every_width(history, home, size):
     setup = EngineSetup(EngineOptions(model_path="m.gguf", backend="CUDA"), "cuda")
     async with chat(FakeEngine(reply("Yes.")), history, size=size, setup=setup) as user:

@@ -19,6 +19,7 @@ from engine.targets.cpu.kernels.thread_pool import ThreadPool
 from engine.targets.cpu.kernels.weight_layout import WeightLayout
 from engine.targets.cpu.kernels.weight_repacking import repack
 from tests.quantized_blocks import random_blocks
+from tests.thorough import rarely
 
 LANES = 8  # kernels of half the size: less to compile
 TYPES = [*FLOATS, *QUANTIZED]
@@ -81,14 +82,15 @@ def test_one_token(pool: ThreadPool, kind: int) -> None:
     assert multiply(pool, Type(kind), 40, 512, 1, 1) < (5e-5 if kind in QUANTIZED else 2e-6)
 
 
+KINDS_OF_BLOCKS = (Type.F32, Type.Q8_0, Type.Q6_K, Type.Q4_K)
+
+
+# In registers; and through the L1 cache.
 @pytest.mark.parametrize(
-    (
-        "tile",
-        "kind",
-    ),  # in registers, of every type; through the L1 cache, of floats and of blocks of several kinds
+    ("tile", "kind"),
     [
-        *((4, kind) for kind in TYPES),
-        *((LANES, kind) for kind in (Type.F32, Type.Q8_0, Type.Q6_K, Type.Q4_K)),
+        *((4, kind) if kind in KINDS_OF_BLOCKS else rarely(4, kind) for kind in TYPES),
+        *((LANES, kind) for kind in KINDS_OF_BLOCKS),
     ],
 )
 def test_tiles_of_tokens(pool: ThreadPool, tile: int, kind: int) -> None:

@@ -33,6 +33,7 @@ from engine.targets.nvidia.kernels.kv_cache import Heads
 from engine.targets.nvidia.kernels.matvec import Schedule, StackedMatrices, matvec
 from engine.targets.nvidia.kernels.weight_layout import WeightLayout
 from tests.kernels.gpu.rendered import compile_nothing
+from tests.thorough import THOROUGH
 
 SHORT, LONG = Schedule(4, 8, 2, 0, True), Schedule(2, 16, 2, 3, True)  # of one step, and with a loop
 SIZE = 1 << 24  # of all buffers
@@ -46,7 +47,7 @@ def products() -> Iterator[Made]:
     q4, q6, f32 = (WeightLayout(n) for n in (12, 14, 0))
     types = {layout: [dtype for _, dtype in layout.shapes(64, 256)] for layout in (q4, q6, f32)}
     one, two = StackedMatrices.single(q6, 64, 256), StackedMatrices(((q4, 64), (q6, 64)), 256)
-    for schedule in (SHORT, LONG):
+    for schedule in (SHORT, LONG) if THOROUGH else (LONG,):
         for epilogue, options in (
             (STORE, {"n_norm_sums": 8}),
             (add_residual(2), {}),
@@ -67,7 +68,8 @@ def products() -> Iterator[Made]:
 def attention() -> Iterator[Made]:
     plain = Heads(8, 2, 64, 8192, 1e-6, 0.1, block=32, pool=256)
     quantized = replace(plain, kv_format=KVFormat.Q8_0)
-    for heads in (plain, quantized, replace(plain, gated=True), replace(plain, temperature=True)):
+    others = quantized, replace(plain, gated=True), replace(plain, temperature=True)
+    for heads in (plain, *others) if THOROUGH else (plain,):
         kernel = flash_attention(heads, flash_split(heads, 8192, 256, 16))
         yield kernel, [dtype for _, dtype in heads.cache_planes]
 

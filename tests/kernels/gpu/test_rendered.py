@@ -16,7 +16,7 @@ import pytest
 
 from tests.kernels.gpu.alignment import prove_ptx
 from tests.paths import ROOT
-from tests.thorough import THOROUGH, thorough
+from tests.thorough import THOROUGH, rarely, thorough
 
 TYPES = ["Q6_K"]
 if THOROUGH:
@@ -87,8 +87,8 @@ def wide_accesses(ptx: str) -> list[int]:
     return [prove_ptx(kernel) for kernel in ptx.split(".entry")[1:]]
 
 
-@pytest.mark.parametrize("renderer", [pytest.param("NVCC", marks=thorough), "PTX"])
-@pytest.mark.parametrize("path", ["fused", "graph"])
+@pytest.mark.parametrize("renderer", [rarely("NVCC"), "PTX"])
+@pytest.mark.parametrize("path", ["fused", rarely("graph")])
 def test_vector_accesses_are_aligned(
     sources: Callable[[str, str], list[Path]], path: str, renderer: str
 ) -> None:
