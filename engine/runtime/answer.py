@@ -76,11 +76,6 @@ class Answer:
         self._started = self._first_token = self._last_token = time.perf_counter()
 
     @property
-    def first_token_s(self) -> float:
-        """When the first token of the reply came, or if none has come, when the answer began (`time.perf_counter`)."""
-        return self._first_token
-
-    @property
     def is_best_token(self) -> bool:
         """Whether the next token is the most probable one, so that the host need not choose it."""
         return self.sampler.greedy and not (self.constraint or self.request.logit_bias)

@@ -43,7 +43,7 @@ from engine.runtime.sampling import Logits
 REPORT_S = 0.25
 PATIENCE = 4
 """A prompt of n tokens lets shorter ones pass until so many times n tokens of them are read."""
-TOGETHER_S = 0.1
+TOGETHER_S = 0.2
 """Prompts that come within such a time count as one burst."""
 
 
@@ -416,8 +416,8 @@ class Scheduler:
 
     def _room(self, job: Job) -> int:
         """The most tokens of prompts in the next step, of which `job`'s is the first."""
-        began_before_s, replies = job.came_s - TOGETHER_S, list(self._replies())
-        if any(reply.answer.first_token_s < began_before_s for reply in replies):
+        replies = list(self._replies())
+        if any(abs(reply.came_s - job.came_s) > TOGETHER_S for reply in replies):
             return self._pace.room(self._runner.piece_sizes(len(replies)))
         return self._runner.piece_sizes(len(replies))[-1]
 

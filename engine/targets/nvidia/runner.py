@@ -203,7 +203,8 @@ class FusedRunner:
 
     def piece_sizes(self, rows: int) -> tuple[int, ...]:
         mixes = self._mixing and 0 < rows <= self.row_counts[-1]
-        return tuple(size - PIECE_ROWS for size in self._mixing) if mixes else self.chunk_sizes
+        rooms = (size - PIECE_ROWS for size in self._mixing)
+        return (*rooms, self.chunk_sizes[-1]) if mixes else self.chunk_sizes
 
     def _mixed_size(self, pieces: Sequence[Slot], rows: Sequence[Slot]) -> int:
         """The size of the step that has room for pieces and rows together; 0 if they go in steps of their own."""
@@ -274,8 +275,9 @@ class FusedRunner:
 
     @property
     def _mixing(self) -> tuple[int, ...]:
-        """The sizes of steps with prompts and replies."""
-        return tuple(size for size in self.chunk_sizes if size > PIECE_ROWS and self.parallel > 1)
+        """The sizes of steps with prompts and replies. With the largest one, weights are a small part of what takes
+        time, so replies have a step of their own."""
+        return tuple(n for n in self.chunk_sizes if PIECE_ROWS < n < self.max_chunk and self.parallel > 1)
 
     def _mixed_linears(self, size: int) -> list[UOp]:
         """The kernels of steps of this size that have replies too."""

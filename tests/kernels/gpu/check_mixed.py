@@ -88,7 +88,7 @@ def hold(**shape: Any) -> None:
 
     for size in runner.piece_sizes(0):
         runner.prepare(size)
-    assert runner.piece_sizes(1) == (32, 96)
+    assert runner.piece_sizes(1) == (32, 96, 128)
     step({0: 5})
     step({1: 33, 2: 8}, 0)
     step({2: 13}, 0)
