@@ -32,6 +32,7 @@ LONG = {  # other checks run the same kernels, in fewer steps of fewer models, o
     "check_mixed_embeddings_and_shared_caches",
     "check_mixed_experts_sinks_and_biases",
     "check_mixed_side_by_side",
+    "check_mixed_steps_of_all_sizes",
     "check_mixed_windows_and_norms_after",
     "check_norms_over_all_heads",
     "check_profile_of_a_prompt",
