@@ -407,23 +407,11 @@ def test_no_abbreviations():
 # --- signals and pipes ---------------------------------------------------------------------------------
 
 
-def start(model, behaviour, *arguments):
-    return subprocess.Popen(
-        [
-            sys.executable,
-            "-m",
-            "tests.app.synthetic_cli",
-            json.dumps(behaviour),
-            "--model",
-            model,
-            *arguments,
-        ],
-        cwd=ROOT,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+def start(model, behaviour, *arguments, **streams):
+    """The command line as a process of its own, with a synthetic engine."""
+    command = [sys.executable, "-m", "tests.app.synthetic_cli", json.dumps(behaviour), "--model", model]
+    streams = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE} | streams
+    return subprocess.Popen([*command, *arguments], cwd=ROOT, text=True, **streams)
 
 
 def workers_of(process):
@@ -443,15 +431,8 @@ def test_a_signal_stops_the_reply(model, number, code):
 
 
 def test_ctrl_c_between_two_prompts_from_a_pipe_stops_no_reply(model):
-    command = [
-        sys.executable,
-        "-m",
-        "tests.app.synthetic_cli",
-        '{"rate": 100, "tokens": 9, "load_s": 0}',
-        "--plain",
-    ]
-    pipe = subprocess.PIPE
-    with subprocess.Popen(command, cwd=ROOT, stdin=pipe, stdout=pipe, stderr=pipe, text=True) as process:
+    behaviour = {"rate": 100, "tokens": 9, "load_s": 0}
+    with start(model, behaviour, "--plain", stdin=subprocess.PIPE) as process:
         for text, until in (
             ("", "/help lists"),
             ("one", "reply 9 tokens"),
@@ -485,11 +466,11 @@ def test_a_reader_that_has_had_enough(model):
     assert (process.stderr.read(), process.wait(timeout=60)) == ("", 0)
 
 
-def run_into_full_disk(module, *arguments, stream="stdout", **environment):
-    """The command line as a process of its own, run to its end, with `stream` on a disk that is full."""
+def run_into_full_disk(*arguments, stream="stdout", **environment):
+    """The command line, run to its end, with `stream` on a disk that is full."""
     with Path("/dev/full").open("w") as full:
         return subprocess.run(
-            [sys.executable, "-m", module, *arguments],
+            [sys.executable, "-m", "app", *arguments],
             cwd=ROOT,
             stdin=subprocess.DEVNULL,
             **({"stdout": subprocess.PIPE, "stderr": subprocess.PIPE} | {stream: full}),
@@ -500,49 +481,44 @@ def run_into_full_disk(module, *arguments, stream="stdout", **environment):
 
 @pytest.mark.parametrize("arguments", [["why?"], ["--json", "why?"]])
 def test_a_full_disk_is_one_sentence(model, arguments):
-    process = run_into_full_disk("tests.app.synthetic_cli", "{}", "--model", model, *arguments)
+    with Path("/dev/full").open("w") as full:
+        process = start(model, {}, *arguments, stdout=full)
+    _, err = process.communicate(timeout=60)
     assert process.returncode == 1
-    assert "No space left" in process.stderr and process.stderr.count("\n") == 1
+    assert "No space left" in err and err.count("\n") == 1
 
 
-@pytest.mark.parametrize("unbuffered", ["", "1"])
-@pytest.mark.parametrize("arguments", ["--help", "--version", "models", "bench --help", "--mistaken --json"])
+@pytest.mark.parametrize(
+    ("arguments", "unbuffered"),
+    [("--help", ""), ("--help", "1"), ("models", ""), ("--mistaken --json", "1"), ("bench --help", "")],
+)
 def test_a_full_disk_is_one_sentence_for_lists_and_help_too(home, arguments, unbuffered):
-    process = run_into_full_disk("app", *arguments.split(), PYTHONUNBUFFERED=unbuffered)
+    process = run_into_full_disk(*arguments.split(), PYTHONUNBUFFERED=unbuffered)
     assert process.returncode == 1
     assert process.stderr == "orin-chat: Input or output failed: No space left on device.\n"
 
 
 def test_where_no_sentence_can_be_written_the_exit_code_says_it(home):
-    assert run_into_full_disk("app", "--mistaken", stream="stderr").returncode == 2
+    assert run_into_full_disk("--mistaken", stream="stderr").returncode == 2
 
 
 def test_a_screen_that_nobody_would_see_is_not_drawn(model):
     ours, theirs = os.openpty()
-    command = [sys.executable, "-m", "tests.app.synthetic_cli", "{}", "--model", model]
-    env = {**os.environ, "TERM": "xterm"}
-    process = subprocess.run(
-        command, cwd=ROOT, env=env, stdin=theirs, stdout=theirs, stderr=subprocess.PIPE, text=True, timeout=60
-    )
+    process = start(model, {}, stdin=theirs, stdout=theirs)
+    _, err = process.communicate(timeout=60)
     os.close(ours), os.close(theirs)
     assert process.returncode == 2
-    assert "drawn on standard error" in process.stderr and "2>" in process.stderr
+    assert "drawn on standard error" in err and "2>" in err
 
 
 def test_progress_is_shown_on_a_terminal_alone(model):
     ours, theirs = os.openpty()
-    process = subprocess.Popen(
-        [sys.executable, "-m", "tests.app.synthetic_cli", '{"tokens": 3}', "--model", model, "why?"],
-        cwd=ROOT,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=theirs,
-    )
+    process = start(model, {"tokens": 3}, "why?", stderr=theirs)
     os.close(theirs)
     out, _ = process.communicate(timeout=60)
     shown = os.read(ours, 1 << 16).decode()
     os.close(ours)
-    assert out == b"# A syntheti\n"
+    assert out == "# A syntheti\n"
     assert "loading" in shown and "preparing kernels" in shown and "\x1b" not in shown
     assert shown.endswith(" \r")  # and taken away before the reply
 
@@ -550,21 +526,7 @@ def test_progress_is_shown_on_a_terminal_alone(model):
 def test_the_way_back_is_printed_after_the_screen_is_left(model):
     ours, theirs = os.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("4H", 30, 100, 0, 0))
-    process = subprocess.Popen(
-        [
-            sys.executable,
-            "-m",
-            "tests.app.synthetic_cli",
-            json.dumps(INSTANT | {"tokens": 3}),
-            "--model",
-            model,
-        ],
-        cwd=ROOT,
-        env=os.environ | {"TERM": "xterm-256color"},
-        stdin=theirs,
-        stdout=theirs,
-        stderr=theirs,
-    )
+    process = start(model, INSTANT | {"tokens": 3}, stdin=theirs, stdout=theirs, stderr=theirs)
     os.close(theirs)
     seen = ""
 

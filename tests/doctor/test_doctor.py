@@ -173,18 +173,13 @@ def test_a_check_that_cannot_be_started():
     assert not result.ok and "No such file" in result.text and result.advice
 
 
-def test_the_cpu_is_tried_for_real():
-    result = run_check("CPU")
-    assert result.ok, result.text
-    assert result.copy_gbps and result.first_kernel_s and result.launch_us and "works on" in result.text
-
-
-def test_a_folder_of_the_users_named_engine_is_not_imported(tmp_path, monkeypatch):
+def test_the_cpu_is_tried_for_real_beside_a_folder_of_the_users_named_engine(tmp_path, monkeypatch):
     (tmp_path / "engine").mkdir()
     (tmp_path / "engine/__init__.py").write_text("raise SystemExit('imported from the current folder')")
     monkeypatch.chdir(tmp_path)
     result = run_check("CPU")
     assert result.ok, result.text
+    assert result.copy_gbps and result.first_kernel_s and result.launch_us and "works on" in result.text
 
 
 def test_a_backend_that_is_not_there_says_so():

@@ -13,6 +13,7 @@ import time
 from engine.backends import prepare
 from engine.protocol.events import EngineOptions, Generate, Sampling, Token, TokenIds
 from engine.protocol.worker import _load_text_model
+from tests.thorough import THOROUGH
 
 
 def main(backend: str, kernels: str, model: str, n: str, *prompt: str) -> None:
@@ -33,7 +34,7 @@ def main(backend: str, kernels: str, model: str, n: str, *prompt: str) -> None:
         ids = tuple(map(int, prompt))
         request = Generate(
             request_id=1,
-            fresh=True,  # with the kernels of prefill, which a first start does not wait for
+            fresh=THOROUGH,  # with the kernels of prefill, which a first start does not wait for
             prompt=TokenIds(ids=ids),
             max_tokens=int(n),
             sampling=Sampling(temperature=0),
