@@ -7,7 +7,7 @@ from itertools import groupby
 
 from widgets.pane import Line, Pane
 from widgets.plot import nice_top, short_number
-from widgets.text import one_line
+from widgets.text import as_latency, longest_fitting, one_line
 
 BIN_S = 0.5
 WINDOW_S = 60.0
@@ -25,11 +25,14 @@ _NAME = 24  # cells of a client's name
 class ClientThroughput:
     """`bins`: by number, oldest first, the tokens of each client in the `BIN_S` seconds from number * `BIN_S` of the
     clock on. `last` is the number of the last bin that is over. `prefill` are the prompt tokens a second of the last
-    `RATE_S`."""
+    `RATE_S`. Requests that got their first token in the last minute waited `first_p50_s` and `first_p99_s` seconds for
+    it (median and 99th percentile; 0: there were none)."""
 
     bins: Mapping[int, Mapping[str, int]] = field(default_factory=dict)
     last: int = 0
     prefill: float = 0.0
+    first_p50_s: float = 0.0
+    first_p99_s: float = 0.0
 
     def rates(self) -> dict[str, float]:
         """Tokens a second of each client in the last `RATE_S`."""
@@ -47,8 +50,9 @@ class ClientGraph(Pane[ClientThroughput]):
     def draw(self, data: ClientThroughput, width: int, height: int) -> list[Line]:
         """The total, the graph of the last minute where there is room, and the clients with their patterns."""
         rates = data.rates()
-        head: Line = [(f"{_figure(sum(rates.values()))} tok/s", "strong")]
-        head.append((f"  prefill {_figure(data.prefill)} tok/s", "dim"))
+        total, prefill = f"{_figure(sum(rates.values()))} tok/s", f"  prefill {_figure(data.prefill)} tok/s"
+        first = longest_fitting(_first_token(data), width - len(total) - len(prefill))
+        head: Line = [(total, "strong"), (prefill, "dim"), (first, "dim")]
         clients = _clients(data)
         legend = _legend(clients, _named(rates, clients), width)
         rows = height - 1 - len(legend) - 1
@@ -61,6 +65,14 @@ def client_name(client: str) -> str:
     """A name from the network in characters that have one cell each, at most `_NAME` of them."""
     name = "".join(c if c.isascii() and c.isprintable() else "?" for c in one_line(client)) or "unknown"
     return name if len(name) <= _NAME else f"{name[: _NAME - 1]}…"
+
+
+def _first_token(data: ClientThroughput) -> list[str]:
+    """How long requests wait for their first token, the longest phrase first."""
+    if not data.first_p99_s:
+        return [""]
+    p50, p99 = as_latency(data.first_p50_s), as_latency(data.first_p99_s)
+    return [f"  first token p50 {p50}, p99 {p99}", f"  first token p50 {p50}", ""]
 
 
 def _clients(data: ClientThroughput) -> list[str]:

@@ -6,28 +6,33 @@ from engine.protocol.events import Slot
 from widgets.client_graph import client_name
 from widgets.pane import FittedPane, Line
 from widgets.plot import bar, short_number
-from widgets.text import counted
+from widgets.text import counted, longest_fitting
 
 _NUMBER, _BAR, _CLIENT = 3, 10, 15  # cells
 
 
 @dataclass(frozen=True)
 class SlotState:
-    """`slots` as in `engine.protocol.events.Slots`. `waiting` requests wait for one, `refused` were refused so far."""
+    """`slots` as in `engine.protocol.events.Slots`. `waiting` requests wait for one, `refused` were refused so far.
+    `rows`, `prompt_tokens` and `room` are of the last step, as there."""
 
     slots: tuple[Slot | None, ...] = ()
     waiting: int = 0
     refused: int = 0
+    rows: int = 0
+    prompt_tokens: int = 0
+    room: int = 0
 
 
 class SlotTable(FittedPane[SlotState]):
     BORDER_TITLE = "slots"
 
     def draw(self, data: SlotState, width: int, height: int) -> list[Line]:
-        """The queue, and a row for each slot. Where there is no room for all, those at work come first, and the last
-        line says how many are left out."""
+        """The queue, what the last step held, and a row for each slot. Where there is no room for all, those at work
+        come first, and the last line says how many are left out."""
         queue = f"{data.waiting} waiting · {data.refused} refused"
-        head: Line = [(queue, "warning" if data.waiting else "dim")]
+        step = longest_fitting(_step(data), width - len(queue))
+        head: Line = [(queue, "warning" if data.waiting else "dim"), (step, "dim")]
         rows = list(enumerate(data.slots, 1))
         if 1 + len(rows) > height:
             rows.sort(key=lambda row: row[1] is None)
@@ -40,6 +45,16 @@ class SlotTable(FittedPane[SlotState]):
 
     def rows(self, data: SlotState, width: int) -> int:
         return 1 + len(data.slots)
+
+
+def _step(data: SlotState) -> list[str]:
+    """What the last step held, the longest phrase first."""
+    replies = [f"{data.rows:,} {'reply' if data.rows == 1 else 'replies'}"] if data.rows else []
+    read = f"{data.prompt_tokens:,}"
+    phrases = [[*replies, f"{of} prompt tokens"] for of in (f"{read} of {data.room:,}", read)]
+    return [f" · step: {', '.join(phrase)}" for phrase in (phrases if data.room else [replies]) if phrase] + [
+        ""
+    ]
 
 
 def _row(slot: Slot | None, width: int) -> Line:

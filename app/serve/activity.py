@@ -141,20 +141,26 @@ class Activity:
         self._forget()
         return bool(self._bins)
 
-    def throughput(self) -> ClientThroughput:
+    def throughput(self, service: Service) -> ClientThroughput:
         self._forget()
+        first_tokens = sorted(service.metrics.recent_first_tokens())
+        p50, p99 = (
+            first_tokens[int(share * len(first_tokens))] if first_tokens else 0.0 for share in (0.5, 0.99)
+        )
         last = int(self._clock() / BIN_S) - 1
         recent = range(last - round(RATE_S / BIN_S) + 1, last + 1)
         bins = {number: dict(counts) for number, counts in sorted(self._bins.items())}
-        return ClientThroughput(bins, last, sum(self._prompt_bins[number] for number in recent) / RATE_S)
+        prefill = sum(self._prompt_bins[number] for number in recent) / RATE_S
+        return ClientThroughput(bins, last, prefill, p50, p99)
 
     def slots(self, service: Service) -> SlotState:
         """Of the engine's own account or, if it answers one after another, of the replies that it has begun. None while
         it loads."""
         refused = service.metrics.requests[TOO_MANY]
-        if self._slots is not None:
-            used = sum(slot is not None for slot in self._slots.slots)
-            return SlotState(self._slots.slots, max(0, service.open - used), refused)
+        if report := self._slots:
+            used = sum(slot is not None for slot in report.slots)
+            step = report.rows, report.prompt_tokens, report.room
+            return SlotState(report.slots, max(0, service.open - used), refused, *step)
         slots = [reply.slot() for reply in self._replies.values()]
         idle = [None] * ((self._ready.parallel if self._ready else 0) - len(slots))
         return SlotState((*slots, *idle), max(0, service.open - len(slots)), refused)

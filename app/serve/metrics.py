@@ -1,24 +1,32 @@
 """The server's counters, in Prometheus' text format (https://prometheus.io/docs/instrumenting/exposition_formats/)."""
 
+import time
 from bisect import bisect_left
-from collections import Counter
+from collections import Counter, deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from engine.protocol.events import Finished, Slots
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-_SECONDS = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
+_SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
+_TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
+RECENT_S = 60.0
 
 
 @dataclass
 class Histogram:
     """Times in seconds, by upper bound."""
 
-    counts: list[int] = field(default_factory=lambda: [0] * (len(_SECONDS) + 1))
+    bounds: tuple[float, ...] = _SECONDS
+    counts: list[int] = field(init=False)
     total: float = 0.0
 
+    def __post_init__(self) -> None:
+        self.counts = [0] * (len(self.bounds) + 1)
+
     def add(self, seconds: float) -> None:
-        self.counts[bisect_left(_SECONDS, seconds)] += 1
+        self.counts[bisect_left(self.bounds, seconds)] += 1
         self.total += seconds
 
     @property
@@ -51,15 +59,30 @@ class Metrics:
     prompt_s: float = 0.0
     predicted_s: float = 0.0
     first_token: Histogram = field(default_factory=Histogram)  # from the arrival of the request on
+    between_tokens: Histogram = field(default_factory=lambda: Histogram(_TOKEN_SECONDS))
     answers: Histogram = field(default_factory=Histogram)
+    clock: Callable[[], float] = time.monotonic
+    _recent: deque[tuple[float, float]] = field(default_factory=deque)
+    """When requests got their first token, and after how many seconds."""
 
-    def answered(self, end: Finished, first_token_s: float, answer_s: float) -> None:
+    def begun(self, first_token_s: float) -> None:
+        """A request has got its first token, so long after its arrival."""
+        self.first_token.add(first_token_s)
+        self._recent.append((self.clock(), first_token_s))
+        self.recent_first_tokens()
+
+    def recent_first_tokens(self) -> list[float]:
+        """Seconds from arrival to first token, of the requests that got it in the last `RECENT_S`."""
+        while self._recent and self._recent[0][0] < self.clock() - RECENT_S:
+            self._recent.popleft()
+        return [seconds for _, seconds in self._recent]
+
+    def answered(self, end: Finished, answer_s: float) -> None:
         self.prompt_tokens += end.prompt_n
         self.cached_tokens += end.cached_n
         self.predicted_tokens += end.predicted_n
         self.prompt_s += end.prompt_ms / 1e3
         self.predicted_s += end.predicted_ms / 1e3
-        self.first_token.add(first_token_s)
         self.answers.add(answer_s)
 
     def text(self, now: Gauges) -> str:
@@ -84,6 +107,12 @@ class Metrics:
             if any(now.slots.checkpoints):
                 states = "Checkpoints of recurrent states that are kept."
                 add("state_checkpoints", "gauge", states, ("", now.slots.checkpoints[0]))
+            for name, help, n in (
+                ("step_rows", "Replies whose next token the last step computed.", now.slots.rows),
+                ("step_prompt_tokens", "Tokens of prompts that it read.", now.slots.prompt_tokens),
+                ("step_room_tokens", "The most tokens of prompts that it could read.", now.slots.room),
+            ):
+                add(name, "gauge", help, ("", n))
             device = "Device memory of the engine."
             add("device_memory_bytes", "gauge", device, ("", now.slots.device_bytes))
         if now.resident_bytes is not None:
@@ -99,7 +128,8 @@ class Metrics:
         ):
             add(name, "counter", help, ("", value))
         for name, help, histogram in (
-            ("first_token_seconds", "Time from a request to its first token.", self.first_token),
+            ("time_to_first_token_seconds", "Time from a request to its first token.", self.first_token),
+            ("inter_token_latency_seconds", "Time between two tokens of an answer.", self.between_tokens),
             ("answer_seconds", "Time from a request to the end of its answer.", self.answers),
         ):
             add(name, "histogram", help, *_samples(histogram))
@@ -107,7 +137,7 @@ class Metrics:
 
 
 def _samples(histogram: Histogram) -> list[tuple[str, float]]:
-    bounds = [*map(str, _SECONDS), "+Inf"]
+    bounds = [*map(str, histogram.bounds), "+Inf"]
     sums = [sum(histogram.counts[: i + 1]) for i in range(len(bounds))]
     buckets = ((f'_bucket{{le="{bound}"}}', n) for bound, n in zip(bounds, sums, strict=True))
     return [*buckets, ("_sum", histogram.total), ("_count", histogram.count)]

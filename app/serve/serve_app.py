@@ -167,7 +167,7 @@ class ServeApp(App[None]):
         self._drawn_changes = activity.changes
         with self.batch_update():
             self.head.data = activity.head(service, self._ending())
-            self.graph.data = activity.throughput()
+            self.graph.data = activity.throughput(service)
             self.slots.data = activity.slots(service)
             self.requests.data = tuple(activity.requests)
             blocks = activity.blocks()

@@ -12,7 +12,7 @@ from typing import Self
 
 from msgspec.structs import replace
 
-from app.serve.answer import AnswerBegun, AnswerDelta, AnswerEnd, Events, Part, Parts, ServedAnswer, merged
+from app.serve.answer import AnswerBegun, AnswerEnd, Events, Parts, ServedAnswer, merged
 from app.serve.errors import ApiError, unavailable
 from app.serve.http import ClientGoneError
 from app.serve.metrics import Metrics
@@ -20,7 +20,7 @@ from engine.formats.gguf import GGUF
 from engine.formats.tokenizer import Tokenizer
 from engine.formats.tool_calls import ToolForm, tool_form
 from engine.protocol.client import LocalEngine
-from engine.protocol.events import Event, Failed, Finished, Generate, Ready, Sampling, Slots
+from engine.protocol.events import Event, Failed, Finished, Generate, Ready, Sampling, Slots, Token
 from widgets.request_list import Handled
 
 CLIENT_GONE = 499  # nginx's status of a request whose client did not wait
@@ -99,7 +99,9 @@ class Service:
         self.open += n
         try:
             requests = [replace(answer.request, client=exchange.client) for answer in answers]
-            events = [self.watch(request, self.engine.generate(request)) for request in requests]
+            events = [
+                self.watch(request, exchange.timed(self.engine.generate(request))) for request in requests
+            ]
             streams = [answer.parts(each) for answer, each in zip(answers, events, strict=True)]
             async with aclosing(merged(streams)) as parts:
                 async for i, part in parts:
@@ -108,9 +110,9 @@ class Service:
                         self.processing += 1
                     elif isinstance(part, AnswerEnd):
                         ended.add(i)
+                        exchange.finished.append(part.finished)
                         self.open -= 1
                         self.processing -= i in begun
-                    exchange.note(part)
                     yield i, part
         finally:
             self.open -= n - len(ended)
@@ -132,16 +134,23 @@ class Exchange:
     _started: float = field(default_factory=time.perf_counter)
     answers: int = 1
     is_streamed: bool = False
-    _first_token_s: float = 0.0
-    _finished: list[Finished] = field(default_factory=list)
+    finished: list[Finished] = field(default_factory=list)
+    _has_token: bool = False
     _closed: bool = False
 
-    def note(self, part: Part) -> None:
-        match part:
-            case AnswerDelta():
-                self._first_token_s = self._first_token_s or self._seconds
-            case AnswerEnd():
-                self._finished.append(part.finished)
+    async def timed(self, events: Events) -> Events:
+        """`events` of an answer. Counts the times of its tokens: of the first one here, else as the engine says."""
+        metrics, before_ms = self.service.metrics, None
+        async with aclosing(events):
+            async for event in events:
+                if isinstance(event, Token):
+                    if not self._has_token:
+                        self._has_token = True
+                        metrics.begun(self._seconds)
+                    if event.at_ms is not None and before_ms is not None:
+                        metrics.between_tokens.add((event.at_ms - before_ms) / 1e3)
+                    before_ms = event.at_ms
+                yield event
 
     @contextmanager
     def closed_by_errors(self) -> Iterator[None]:
@@ -163,12 +172,12 @@ class Exchange:
         if self._closed:
             return
         self._closed = True
-        if not error and len(self._finished) < self.answers:
+        if not error and len(self.finished) < self.answers:
             status = CLIENT_GONE
-        metrics, ended = self.service.metrics, self._finished
+        metrics, ended = self.service.metrics, self.finished
         metrics.requests[status] += 1
         for finished in ended:
-            metrics.answered(finished, self._first_token_s or self._seconds, self._seconds)
+            metrics.answered(finished, self._seconds)
         together = replace(ended[0], predicted_n=sum(end.predicted_n for end in ended)) if ended else None
         problem = "" if together else error or "the client has gone"
         at = time.strftime("%H:%M:%S")

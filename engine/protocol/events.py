@@ -237,8 +237,7 @@ class Search(_Record, frozen=True, kw_only=True):
 
 
 class Warming(_Record, frozen=True, kw_only=True):
-    """Kernels are being prepared: `done` of about `total` (0: not known); in a search, products. `cached` of them come
-    from an earlier run."""
+    """Kernels are prepared: `done` of about `total` (0: not known; in a search, products), `cached` by earlier runs."""
 
     done: int
     total: int
@@ -382,13 +381,17 @@ class Slots(_Record, frozen=True, kw_only=True):
     """What an engine does that answers several conversations: its slots (None: idle), how many requests are `waiting`
     for one, and the KV cache (one entry for layers that keep all tokens, one for each window). Belongs to no request.
     `device_bytes` is the device memory that the engine holds. `checkpoints` of recurrent states: how many there are,
-    and may be. Comes at most four times a second, and once when the last answer has ended."""
+    and may be. The last step computed `rows`, the next tokens of so many replies, and read `prompt_tokens`, for which
+    it had `room` (0: none were due). Comes at most four times a second, and once when the last answer has ended."""
 
     slots: tuple[Slot | None, ...]
     waiting: int
     blocks: tuple[BlockCounts, ...]
     device_bytes: int = 0
     checkpoints: tuple[int, int] = (0, 0)
+    rows: int = 0
+    prompt_tokens: int = 0
+    room: int = 0
 
 
 class Measured(_Record, frozen=True, kw_only=True):
@@ -482,8 +485,7 @@ event_decoder: msgspec.msgpack.Decoder[Event] = msgspec.msgpack.Decoder(Event)
 
 
 def decode_rate(predicted_n: int, predicted_ms: float) -> float:
-    """Decode speed in tokens per second: (n - 1) / t, because the time of the first token belongs to the prompt. 0 for
-    fewer than two tokens."""
+    """Decode speed in tokens per second: (n - 1) / t, as the first token's time is the prompt's. 0 if n < 2."""
     return (predicted_n - 1) / predicted_ms * 1e3 if predicted_n > 1 and predicted_ms > 0 else 0.0
 
 

@@ -23,8 +23,6 @@ import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,66 +31,18 @@ from engine.errors import ContextFullError
 from engine.protocol.events import TOKEN_GAP, Finished, Slots
 from engine.runtime.answer import Answer
 from engine.runtime.checkpoints import Checkpoints
+from engine.runtime.jobs import Job, Piece
 from engine.runtime.kv_blocks import BLOCK, KVBlocks, PoolFullError
 from engine.runtime.model_runner import ModelRunner, Slot
 from engine.runtime.pace import Pace
-from engine.runtime.prefix_keeper import PrefixKeeper, Restore
+from engine.runtime.prefix_keeper import PrefixKeeper
 from engine.runtime.prefix_store import PrefixStore
-from engine.runtime.sampling import Logits
 
 REPORT_S = 0.25
 PATIENCE = 4
 """A prompt of n tokens lets shorter ones pass until so many times n tokens of them are read."""
 TOGETHER_S = 0.2
 """Prompts that come within such a time count as one burst."""
-
-
-@dataclass(eq=False)
-class Job:
-    """A request. `end` is called once, with how it ended; `number` counts requests as they come. `came_s`: when it
-    came, or if it waited for a slot, when it got one (`time.perf_counter`)."""
-
-    answer: Answer
-    cancelled: Callable[[], bool]
-    end: Callable[[Finished | Exception], None]
-    number: int
-    came_s: float
-    has_begun: bool = False  # to prefill, since it has its slot
-    due: int = 0  # the sooner the fewer tokens are to be read: see `PATIENCE`
-    was_paused: bool = False
-    is_drawn: bool = False  # its tokens, by the device
-    restore: Restore | None = None
-    """What is being read of its prompt from the disk."""
-
-    @property
-    def client(self) -> str:
-        return self.answer.request.client
-
-    @property
-    def needs_logits(self) -> bool:
-        """Whether the host needs those of the next token."""
-        return self.answer.needs_logits and not self.is_drawn
-
-    def last(self, sequence: int) -> Slot:
-        """The step of its last token."""
-        tokens = self.answer.tokens
-        return Slot(sequence, (tokens[-1],), len(tokens) - 1, draw=self.is_drawn)
-
-    @property
-    def stored(self) -> list[int]:
-        """The tokens that have to be in the KV cache before the next one can be computed: all but the last."""
-        return self.answer.tokens[:-1]
-
-
-class Piece(NamedTuple):
-    """Some tokens of a prompt in a step. `is_last`: after them, the first token of the reply is computed."""
-
-    job: Job
-    slot: Slot
-
-    @property
-    def is_last(self) -> bool:
-        return self.slot.position + len(self.slot.inputs) == len(self.job.answer.tokens) - 1
 
 
 class Scheduler:
@@ -120,6 +70,7 @@ class Scheduler:
         self._is_ahead = False  # whether the runner has launched the next step
         self._last: list[int] = []  # the tokens in the KV cache of the conversation that ended last
         self._n_read = 0  # tokens of all prompts so far
+        self._step = 0, 0, 0  # rows of the last step, its tokens of prompts, and the room for these
 
     # --- requests ----------------------------------------------------------------------------------------
 
@@ -176,7 +127,7 @@ class Scheduler:
 
     def _round(self) -> None:
         started = time.perf_counter()
-        pieces = [] if self._is_ahead else self._pieces()  # what runs ahead ends first
+        pieces, room = ([], 0) if self._is_ahead else self._pieces()  # what runs ahead ends first
         for sequence, job in self._live():
             if self._is_prefilled(sequence, job):
                 self._reserve(sequence, 1)
@@ -184,6 +135,7 @@ class Scheduler:
         ending = [piece.job for piece in pieces if piece.is_last]
         ready = [(i, job) for i, job in self._live() if self._is_prefilled(i, job) or job in ending]
         self._is_ahead = bool(ready) and self._goes_on(ready)
+        self._step = len(ready), sum(len(piece.slot.inputs) for piece in pieces), room
         chosen = self._run(pieces, [job.last(i) for i, job in ready])
         if ready:
             self._take_tokens(ready, chosen)
@@ -306,11 +258,11 @@ class Scheduler:
     def _is_prefilled(self, sequence: int, job: Job) -> bool:
         return job.has_begun and self.blocks.length(sequence) == len(job.answer.tokens) - 1
 
-    def _pieces(self) -> list[Piece]:
-        """The pieces of prompts for the next step, of those with the least to read. Makes room for them."""
+    def _pieces(self) -> tuple[list[Piece], int]:
+        """The next step's pieces of the prompts with the least to read, for which it makes room, and its budget."""
         todo = [(i, job) for i, job in self._live() if not self._is_prefilled(i, job)]
-        pieces: list[Piece] = []
-        room: int | None = None  # for tokens; the first prompt decides
+        pieces, budget = list[Piece](), 0
+        room: int | None = None  # what is left of the budget; the first prompt decides
         for n, (sequence, job) in enumerate(sorted(todo, key=lambda at: at[1].due)):
             if room is not None and room <= 0:
                 break
@@ -322,13 +274,13 @@ class Scheduler:
                     job.restore = None
                 continue
             if room is None:
-                room = self._room(job)
+                budget = room = self._room(job)
             elif job.restore:  # its piece is timed, so it goes alone
                 continue
             if room and (piece := self._piece(sequence, job, room, pieces)):
                 pieces.append(piece)
-                room = 0 if job.restore else room - _rounded(piece)
-        return pieces
+                room = 0 if job.restore else room - piece.rounded
+        return pieces, budget
 
     def _piece(self, sequence: int, job: Job, room: int, others: Sequence[Piece]) -> Piece | None:
         """The next piece of a prompt, of about `room` tokens at most. None if there is no room in the KV cache, if all
@@ -339,7 +291,7 @@ class Scheduler:
             answer.report_prefill(done)
         if self._is_prefilled(sequence, job):
             self._begin_reply(sequence, job)
-        if any(_shares_block(other, wanted, done) for other in others):
+        if any(other.shares_block(wanted, done) for other in others):
             return None
         end = self._end_of_piece(sequence, job, done, room)
         if done == end:
@@ -425,7 +377,7 @@ class Scheduler:
         """The room of a step with these pieces; 0 without any."""
         if not pieces:
             return 0
-        tokens = sum(map(_rounded, pieces[:-1])) + len(pieces[-1].slot.inputs)
+        tokens = sum(piece.rounded for piece in pieces[:-1]) + len(pieces[-1].slot.inputs)
         sizes = self._runner.piece_sizes(replies)
         return next((n for n in sizes if tokens <= n), sizes[-1])
 
@@ -439,7 +391,7 @@ class Scheduler:
                 passed = [*job.answer.tokens, int(chosen[n])][: self._states.position(sequence)]
                 self._states.save(passed, sequence=sequence)
             try:
-                _take(job, int(chosen[n]), logits.get(n))
+                job.take(int(chosen[n]), logits.get(n))
             except Exception as error:  # of its grammar, for example
                 self._leave(sequence)
                 job.end(error)
@@ -462,6 +414,7 @@ class Scheduler:
         return True
 
     def _state(self) -> Slots:
+        rows, prompt_tokens, room = self._step if self.busy else (0, 0, 0)
         return Slots(
             slots=tuple(
                 job.answer.slot(self.blocks.length(i)) if job else None for i, job in enumerate(self._slots)
@@ -469,29 +422,7 @@ class Scheduler:
             waiting=sum(map(len, self._waiting.values())),
             blocks=self.blocks.counts(),
             checkpoints=self._states.counts() if self._states else (0, 0),
+            rows=rows,
+            prompt_tokens=prompt_tokens,
+            room=room,
         )
-
-
-def _rounded(piece: Piece) -> int:
-    """What a piece takes of the room of a step, if another one follows: whole blocks."""
-    return -(-len(piece.slot.inputs) // BLOCK) * BLOCK
-
-
-def _shares_block(piece: Piece, tokens: Sequence[int], done: int) -> bool:
-    """Whether a piece computes the next block of `tokens`, of which the first `done` are computed."""
-    slot, other = piece.slot, piece.job.answer.tokens
-    end = done + BLOCK
-    is_computed = slot.position <= done and end <= slot.position + len(slot.inputs)
-    return is_computed and other[done:end] == tokens[done:end] and other[:done] == tokens[:done]
-
-
-def _take(job: Job, chosen: int, logits: Logits | None) -> None:
-    """Adds the next token, which the runner has `chosen` unless the host chooses it. `logits`: its own, float32
-    (vocab,), if the host needs them."""
-    answer = job.answer
-
-    def needed() -> Logits:
-        assert logits is not None
-        return logits
-
-    answer.add(chosen if answer.is_best_token or job.is_drawn else answer.choose(needed()), needed)

@@ -308,6 +308,22 @@ def test_how_much_longer_a_step_may_take_is_an_option(bench, monkeypatch, gap, p
     assert statistics.mode(prefills(bench)) == piece
 
 
+def test_what_the_last_step_held_is_reported(bench, monkeypatch):
+    monkeypatch.setattr(scheduler, "REPORT_S", 0.0)
+    monkeypatch.setattr(scheduler, "TOGETHER_S", 0.0)
+    monkeypatch.setattr(Pace, "room", lambda pace, sizes: sizes[0])
+    bench = bench()
+    bench.ask([1] * 200, 30)
+    bench.run(4)
+    bench.ask([2] * 50, 2)
+    bench.run()
+    held = [(slots.rows, slots.prompt_tokens, slots.room) for slots in bench.slots]
+    assert held[:3] == [(0, 128, 128), (1, 71, 128), (1, 0, 0)]
+    prompt = next(i for i, step in enumerate(held) if step[2] == 32)
+    assert held[prompt : prompt + 3] == [(1, 32, 32), (2, 17, 32), (2, 0, 0)]
+    assert held[-1] == (0, 0, 0)
+
+
 def test_short_prompts_pass_long_ones_for_a_while(bench):
     bench = bench(2)
     long = bench.ask([1] * 601, 1)

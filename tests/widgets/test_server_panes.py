@@ -1,5 +1,7 @@
 """The panes of the server's screen, as lines."""
 
+from dataclasses import replace
+
 import pytest
 
 from engine.protocol.events import BlockCounts, Slot, Slots
@@ -35,6 +37,19 @@ def test_throughput_is_stacked_by_client():
     assert graph[0].startswith("  80 ") and all(line[5:60].strip() == "" for line in graph)
 
 
+@pytest.mark.parametrize(
+    ("width", "says"),
+    [
+        (65, "  first token p50 210 ms, p99 1.4 s"),
+        (60, "  first token p50 210 ms"),
+        (50, ""),
+    ],
+)
+def test_how_long_requests_wait_for_their_first_token(width, says):
+    data = replace(TWO, first_p50_s=0.21, first_p99_s=1.4)
+    assert texts(ClientGraph().draw(data, width, 12))[0] == "80 tok/s  prefill 1.2k tok/s" + says
+
+
 def test_more_clients_than_patterns_are_others():
     tokens = {f"10.0.0.{i}": 2 for i in range(9)}
     *_, legend = texts(ClientGraph().draw(ClientThroughput({9: tokens}, last=9), 200, 12))
@@ -64,6 +79,21 @@ def test_slots_and_queue():
     ]
     low = texts(SlotTable().draw(state, 70, 3))
     assert low[1].startswith(" 1 10.0.0.1") and low[2] == "2 more: no room"
+
+
+@pytest.mark.parametrize(
+    ("step", "width", "says"),
+    [
+        ((32, 480, 512), 76, " · step: 32 replies, 480 of 512 prompt tokens"),
+        ((32, 480, 512), 60, " · step: 32 replies, 480 prompt tokens"),
+        ((32, 480, 512), 50, ""),
+        ((0, 480, 512), 76, " · step: 480 of 512 prompt tokens"),
+        ((1, 0, 0), 50, " · step: 1 reply"),
+        ((0, 0, 0), 76, ""),
+    ],
+)
+def test_what_the_last_step_held(step, width, says):
+    assert texts(SlotTable().draw(SlotState((), 2, 1, *step), width, 9)) == ["2 waiting · 1 refused" + says]
 
 
 def test_blocks_in_words_and_a_bar():

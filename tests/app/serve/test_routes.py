@@ -8,8 +8,10 @@ import os
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from app.serve import bodies
+from app.serve.metrics import Metrics
 from app.serve.requests import ChatBody, TextBody
 from app.serve.routes import application
 from engine.protocol.events import BlockCounts, Failed, RawText, Sampling, Slots, Token, TokenIds, TopToken
@@ -534,7 +536,9 @@ async def test_the_model_is_listed_as_llama_server_does(served):
 
 
 async def test_metrics(served):
-    client, service = served(FakeEngine(reply("Hello", cached_n=6)))
+    prefill, done, *pieces, end = reply("Hello, you.", cached_n=6)
+    timed = [replace(token, at_ms=ms) for token, ms in zip(pieces, (200.0, 207.0, 240.0), strict=True)]
+    client, service = served(FakeEngine([prefill, done, *timed, end]))
     service.observe(
         Slots(
             slots=(),
@@ -542,6 +546,9 @@ async def test_metrics(served):
             blocks=(BlockCounts(free=3, held=2, cached=1),),
             device_bytes=8,
             checkpoints=(3, 16),
+            rows=32,
+            prompt_tokens=480,
+            room=512,
         )
     )
     service.engine.pid = os.getpid()
@@ -559,12 +566,32 @@ async def test_metrics(served):
         samples["orin_chat_prompt_tokens_total"] == "96"
         and samples["orin_chat_prompt_tokens_cached_total"] == "6"
     )
-    assert samples['orin_chat_first_token_seconds_bucket{le="+Inf"}'] == "1"
+    first, between = "orin_chat_time_to_first_token_seconds", "orin_chat_inter_token_latency_seconds"
+    assert f"# TYPE {first} histogram" in response.text and f"# TYPE {between} histogram" in response.text
+    assert samples[f'{first}_bucket{{le="+Inf"}}'] == samples[f"{first}_count"] == "1"
+    gaps = [
+        samples[f'{between}_bucket{{le="{bound}"}}'] for bound in ("0.005", "0.01", "0.025", "0.05", "+Inf")
+    ]
+    assert gaps == ["0", "1", "1", "2", "2"] and samples[f"{between}_count"] == "2"
+    assert float(samples[f"{between}_sum"]) == pytest.approx(0.04)
+    step = [samples[f"orin_chat_step_{name}"] for name in ("rows", "prompt_tokens", "room_tokens")]
+    assert step == ["32", "480", "512"]
     assert samples['orin_chat_kv_cache_blocks{group="0",state="held"}'] == "2"
     assert samples["orin_chat_device_memory_bytes"] == "8"
     assert samples["orin_chat_state_checkpoints"] == "3"
     assert int(samples["orin_chat_resident_memory_bytes"]) > 1 << 20
     assert samples["orin_chat_requests_processing"] == samples["orin_chat_requests_waiting"] == "0"
+
+
+def test_first_tokens_are_recent_for_a_minute():
+    now = [100.0]
+    metrics = Metrics(clock=lambda: now[0])
+    metrics.begun(0.5)
+    now[0] += 59
+    metrics.begun(0.1)
+    assert metrics.recent_first_tokens() == [0.5, 0.1]
+    now[0] += 2
+    assert metrics.recent_first_tokens() == [0.1] and metrics.first_token.count == 2
 
 
 async def test_tokenize_and_back(served, model_file):

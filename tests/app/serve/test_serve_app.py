@@ -28,6 +28,9 @@ SLOTS = Slots(
     ),
     waiting=0,
     blocks=(BlockCounts(free=700, held=68, cached=32),),
+    rows=1,
+    prompt_tokens=256,
+    room=256,
 )  # fmt: skip
 
 
@@ -60,6 +63,8 @@ def busy(model_file):
     app.observe(SLOTS)
     app.service.open = 5
     app.service.metrics.requests.update({200: 41, 429: 2})
+    for i in range(1, 41):
+        app.service.metrics.begun(0.035 * i)
     app.activity._bins.update(
         {number: {"10.0.0.8": 20 + number % 7, "10.0.0.7": number % 5 * 3} for number in range(1890, 2000)}
     )
@@ -79,6 +84,7 @@ async def test_slots_of_the_engine(model_file):
         await shows(
             pilot, "3 waiting · 2 refused", "prefill  25%", "12 tokens after 96", "68 held", "43 requests"
         )
+        await shows(pilot, "step: 1 reply, 256 of 256 prompt tokens", "first token p50 735 ms, p99 1.4 s")
         await pilot.press("f9")
         await shows(pilot, "tok/s")
         assert app.graph.size.width > 130 and not app.table.size.width
@@ -86,6 +92,12 @@ async def test_slots_of_the_engine(model_file):
         assert app.table.size.width > 130
         await pilot.press("escape")
         assert app.table.size.width and app.graph.size.width
+
+
+async def test_80_columns_hold_what_a_step_had_and_how_long_first_tokens_took(model_file):
+    app = busy(model_file)
+    async with app.run_test(size=(80, 24)) as pilot:
+        await shows(pilot, "step: 1 reply, 256 of 256 prompt tokens", "first token p50 735 ms, p99 1.4 s")
 
 
 async def test_one_after_another(model_file):

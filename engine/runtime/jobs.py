@@ -1,0 +1,84 @@
+"""What the scheduler works on: requests, and pieces of their prompts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from engine.protocol.events import Finished
+from engine.runtime.answer import Answer
+from engine.runtime.kv_blocks import BLOCK
+from engine.runtime.model_runner import Slot
+from engine.runtime.prefix_keeper import Restore
+from engine.runtime.sampling import Logits
+
+
+@dataclass(eq=False)
+class Job:
+    """A request. `end` is called once, with how it ended; `number` counts requests as they come. `came_s`: when it
+    came, or if it waited for a slot, when it got one (`time.perf_counter`)."""
+
+    answer: Answer
+    cancelled: Callable[[], bool]
+    end: Callable[[Finished | Exception], None]
+    number: int
+    came_s: float
+    has_begun: bool = False  # to prefill, since it has its slot
+    due: int = 0  # the sooner the fewer tokens are to be read: see `PATIENCE` in `scheduler`
+    was_paused: bool = False
+    is_drawn: bool = False  # its tokens, by the device
+    restore: Restore | None = None
+    """What is being read of its prompt from the disk."""
+
+    @property
+    def client(self) -> str:
+        return self.answer.request.client
+
+    @property
+    def needs_logits(self) -> bool:
+        """Whether the host needs those of the next token."""
+        return self.answer.needs_logits and not self.is_drawn
+
+    def last(self, sequence: int) -> Slot:
+        """The step of its last token."""
+        tokens = self.answer.tokens
+        return Slot(sequence, (tokens[-1],), len(tokens) - 1, draw=self.is_drawn)
+
+    @property
+    def stored(self) -> list[int]:
+        """The tokens that have to be in the KV cache before the next one can be computed: all but the last."""
+        return self.answer.tokens[:-1]
+
+    def take(self, chosen: int, logits: Logits | None) -> None:
+        """Adds the next token, which the runner has `chosen` unless the host chooses it. `logits`: its own, float32
+        (vocab,), if the host needs them."""
+
+        def needed() -> Logits:
+            assert logits is not None
+            return logits
+
+        is_chosen = self.answer.is_best_token or self.is_drawn
+        self.answer.add(chosen if is_chosen else self.answer.choose(needed()), needed)
+
+
+class Piece(NamedTuple):
+    """Some tokens of a prompt in a step. `is_last`: after them, the first token of the reply is computed."""
+
+    job: Job
+    slot: Slot
+
+    @property
+    def is_last(self) -> bool:
+        return self.slot.position + len(self.slot.inputs) == len(self.job.answer.tokens) - 1
+
+    @property
+    def rounded(self) -> int:
+        """What it takes of the room of a step, if another piece follows: whole blocks."""
+        return -(-len(self.slot.inputs) // BLOCK) * BLOCK
+
+    def shares_block(self, tokens: Sequence[int], done: int) -> bool:
+        """Whether it computes the next block of `tokens`, of which the first `done` are computed."""
+        slot, other, end = self.slot, self.job.answer.tokens, done + BLOCK
+        is_computed = slot.position <= done and end <= slot.position + len(slot.inputs)
+        return is_computed and other[done:end] == tokens[done:end] and other[:done] == tokens[:done]
