@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from engine.description.sublayers import Attend, Delta, Experts, Mix, Vector, Weight
 from engine.formats.ggml_types import GGML_TYPES
-from engine.formats.kv_format import QUANT_BLOCK, KVFormat
+from engine.formats.kv_format import KVFormat
 
 
 @dataclass(frozen=True)
@@ -231,7 +231,7 @@ class ModelSpec:
     def lacks_format_because(self, kv: KVFormat) -> str:
         """The sentence that tells a user why a KV cache cannot have the format `kv`. Empty if it can."""
         dims = {a.head_dim for a in self.attention if not kv.fits(a.head_dim)}
-        blocks = f"A {kv.value} KV cache has blocks of {QUANT_BLOCK} elements"
+        blocks = f"A {kv.value} KV cache has blocks of {kv.block} elements"
         return f"{blocks}, and this model's heads have {dims.pop()}." if dims else ""
 
     @property

@@ -14,36 +14,46 @@ QUANT_BLOCK = 32
 
 
 class KVFormat(Enum):
-    """A format. Its value is its name for users, which is also llama.cpp's."""
+    """A format. Its value is its name for users, which is also llama.cpp's. An element has `bits`, and neighbouring
+    elements of a head in a `block`, if there is one, share a float16 scale."""
 
-    F16 = "f16"
+    F16 = "f16", 16, 0
     """float16; without kernels of our own float32, if all matrices of the model are."""
 
-    Q8_0 = "q8_0"
-    """int8 in blocks of 32 elements of a head with a float16 scale, the largest magnitude / 127 (ggml's block_q8_0)."""
+    Q8_0 = "q8_0", 8, QUANT_BLOCK
+    """int8, with the largest magnitude / 127 as the scale (ggml's block_q8_0)."""
+
+    bits: int
+    block: int
+
+    def __new__(cls, name: str, bits: int, block: int) -> KVFormat:
+        format = object.__new__(cls)
+        format._value_, format.bits, format.block = name, bits, block
+        return format
 
     @staticmethod
     def parse(name: str) -> KVFormat:
         """Raises UsageError, which lists the names."""
-        try:
-            return KVFormat(name)
-        except ValueError:
-            raise UsageError(
-                f"There is no KV cache format {name!r}.", f"Choose one of {', '.join(NAMES)}."
-            ) from None
+        if name not in NAMES:
+            raise UsageError(f"There is no KV cache format {name!r}.", f"Choose one of {', '.join(NAMES)}.")
+        return next(format for format in KVFormat if format.value == name)
 
     @property
     def is_quantized(self) -> bool:
-        """Whether elements are integers in blocks of `QUANT_BLOCK`, each with a float16 scale."""
-        return self is not KVFormat.F16
+        """Whether elements are in blocks with a scale."""
+        return self.block > 0
 
     def bytes(self, elements: int) -> int:
         """Bytes of so many elements, in whole blocks."""
-        return elements * 2 if self is KVFormat.F16 else elements // QUANT_BLOCK * (QUANT_BLOCK + 2)
+        return elements * self.bits // 8 + self.scales(elements) * 2
+
+    def scales(self, elements: int) -> int:
+        """Scales of so many elements."""
+        return elements // self.block if self.block else 0
 
     def fits(self, head_dim: int) -> bool:
         """Whether heads of `head_dim` elements are whole blocks."""
-        return not self.is_quantized or head_dim % QUANT_BLOCK == 0
+        return not self.block or head_dim % self.block == 0
 
 
 NAMES = tuple(format.value for format in KVFormat)

@@ -11,10 +11,10 @@ from typing import Protocol
 
 from tinygrad import UOp
 
-from engine.formats.kv_format import QUANT_BLOCK
+from engine.formats.kv_format import QUANT_BLOCK, KVFormat
 from engine.targets.nvidia.kernels import quantized_cache as quantized
-from engine.targets.nvidia.kernels.cache_tiles import words_of
 from engine.targets.nvidia.kernels.decode_block import DecodeBlock
+from engine.targets.nvidia.kernels.half_cache import words_of
 from engine.targets.nvidia.kernels.half_words import halves, product, word_of
 from engine.targets.nvidia.kernels.kv_cache import TILE
 from engine.targets.nvidia.kernels.matmul import wmma
@@ -59,8 +59,7 @@ Run = tuple[UOp, int]
 
 def fragments(block: DecodeBlock, g: UOp, t: UOp, keys: Run, values: Run) -> Fragments:
     """Those of the format of the block's cache, and of runs of the dimensions of keys and of values."""
-    kind = _QuantizedFragments if block.heads.kv_format.is_quantized else _HalfFragments
-    return kind(block, g, t, keys, values)
+    return _KINDS[block.heads.kv_format](block, g, t, keys, values)
 
 
 def tile_of(block: DecodeBlock, step: UOp) -> tuple[UOp, UOp]:
@@ -168,6 +167,12 @@ class _QuantizedFragments:
     def results(self, sums: Sequence[UOp], t: UOp) -> list[tuple[UOp, UOp]]:
         places = (i // 8 * QUANT_BLOCK + i % 2 * 4 + i // 4 % 2 * 2 + i % 4 // 2 for i in range(self.n_sums))
         return [(t * 8 + d, x * f32(1 / _ENLARGED)) for d, x in zip(places, sums, strict=False)]
+
+
+_KINDS: dict[KVFormat, type[_HalfFragments | _QuantizedFragments]] = {
+    KVFormat.F16: _HalfFragments,
+    KVFormat.Q8_0: _QuantizedFragments,
+}
 
 
 def upper_rows(four: Sequence[UOp]) -> list[UOp]:

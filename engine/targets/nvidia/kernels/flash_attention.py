@@ -23,7 +23,6 @@ from dataclasses import dataclass, replace
 from tinygrad import UOp
 from tinygrad.uop.ops import AxisType
 
-from engine.formats.kv_format import QUANT_BLOCK
 from engine.kernels.kernel import Kernel
 from engine.kernels.launch_hints import LaunchHints
 from engine.targets.nvidia.kernels.activation_order import Order
@@ -148,7 +147,7 @@ def _blocks(heads: Heads) -> tuple[int, int, int, int, int]:
     if ways > 1:
         return group, 2, 1, 4, ways
     warps = max(4, -(-heads.dim // 32))
-    least = QUANT_BLOCK if heads.kv_format.is_quantized else 16
+    least = heads.kv_format.block or 16
     runs = [n for n in (4, 2, 1) if heads.dim % (least * n) == 0]
     if warps * group * heads.dim * 4 <= _MAX_SUMS_BYTES:
         return group, warps, runs[-1], runs[0], 1

@@ -18,7 +18,7 @@ from typing import Literal
 from tinygrad import UOp, dtypes
 from tinygrad.dtype import DType
 
-from engine.formats.kv_format import QUANT_BLOCK, KVFormat
+from engine.formats.kv_format import KVFormat
 from engine.kernels.kernel import Kernel
 from engine.targets.nvidia.kernels.uops import (
     F16,
@@ -136,8 +136,8 @@ class Heads:
     def cache_planes(self) -> tuple[tuple[int, DType], ...]:
         """The buffers of a layer's cache, keys before values: numbers and type. If it is quantized, those of scales
         come after those of the words."""
-        words = self.cache_size // (4 if self.kv_format.is_quantized else 2)
-        scales = self.cache_size // QUANT_BLOCK if self.kv_format.is_quantized else 0
+        words = self.cache_size * self.kv_format.bits // 32
+        scales = self.kv_format.scales(self.cache_size)
         return ((words, dtypes.uint32),) * 2 + ((scales, F16),) * (2 if scales else 0)
 
     @property

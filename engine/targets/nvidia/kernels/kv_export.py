@@ -9,10 +9,10 @@ from collections.abc import Sequence
 
 from tinygrad import UOp
 
-from engine.formats.kv_format import QUANT_BLOCK
+from engine.formats.kv_format import QUANT_BLOCK, KVFormat
 from engine.kernels.kernel import Kernel
 from engine.targets.nvidia.kernels import quantized_cache
-from engine.targets.nvidia.kernels.cache_tiles import load_halves, store_halves
+from engine.targets.nvidia.kernels.cache_tiles import STORAGES
 from engine.targets.nvidia.kernels.kv_cache import TILE, Heads
 from engine.targets.nvidia.kernels.uops import (
     F16,
@@ -39,7 +39,7 @@ def export_sizes(heads: Heads, tokens: int) -> tuple[int, int]:
 
 @functools.cache
 def export_tokens(heads: Heads, tokens: int) -> Kernel:
-    """Quantizes `tokens` tokens, whole blocks, unless the cache is quantized already. Buffers: quants, int8, and
+    """Quantizes `tokens` tokens, whole blocks, unless the cache is in that format already. Buffers: quants, int8, and
     scales, float16 (`export_sizes`); cache (`Heads.cache_planes`); blocks, those of the layer's pool, int32 (tokens /
     `Heads.block`,), -1 for any."""
     h = heads
@@ -60,7 +60,7 @@ def export_tokens(heads: Heads, tokens: int) -> Kernel:
 @functools.cache
 def import_tokens(heads: Heads, tokens: int) -> Kernel:
     """The other way round, with the same buffers, except where a block is -1."""
-    h = heads
+    h, storage = heads, STORAGES[heads.kv_format]
 
     def kernel(cache: Sequence[UOp], quants: UOp, scales: UOp, blocks: UOp) -> UOp:
         head, block, token, number = _thread(h, tokens)
@@ -72,12 +72,7 @@ def import_tokens(heads: Heads, tokens: int) -> Kernel:
             elements = [x.cast(F32) * scale for x in load_run(quants, at * QUANT_BLOCK, QUANT_BLOCK)]
             for i, quad in enumerate(_quads(block)):
                 own = elements[4 * i : 4 * i + 4]
-                if h.kv_format.is_quantized:
-                    stores += quantized_cache.store_quad(
-                        h, cache, side, tile, token, quad, elements, own, valid
-                    )
-                else:
-                    stores += store_halves(h, cache, side, tile, token, quad, own, valid)
+                stores += storage.store_quad(h, cache, side, tile, token, quad, elements, own, valid)
         return finish(f"kv_import_{h.name}_{tokens}", stores)
 
     return Kernel(kernel, (("cache", len(h.cache_planes)),), ("quants", "scales", "blocks"))
@@ -88,10 +83,11 @@ def _quantized(
 ) -> tuple[list[UOp], UOp]:
     """The integers of a block of a token's keys (`side` is 0) or values (1), int32, and its scale, float16."""
     h, quads = heads, _quads(block)
-    if h.kv_format.is_quantized:
-        loaded = [quantized_cache.load_quad(h, cache, side, tile, token, quad) for quad in quads]
+    if h.kv_format is KVFormat.Q8_0:
+        loaded = [quantized_cache.load_integers(h, cache, side, tile, token, quad) for quad in quads]
         return [x for integers, _ in loaded for x in integers], loaded[0][1]
-    xs = [x.cast(F32) for quad in quads for x in load_halves(h, cache, side, tile, token, quad)]
+    load_quad = STORAGES[h.kv_format].load_quad
+    xs = [x for quad in quads for x in load_quad(h, cache, side, tile, token, quad)]
     scale = (maximum([x.maximum(x * f32(-1)) for x in xs]) * f32(1 / 127)).cast(F16)
     step = scale.cast(F32)
     factor = (step > f32(0)).where(step.reciprocal(), f32(0))

@@ -27,7 +27,7 @@ from tinygrad.uop.ops import AxisType, Ops
 from engine.kernels.kernel import Kernel, Name
 from engine.kernels.launch_hints import LaunchHints
 from engine.targets.nvidia.kernels.activation_order import PLACES, Order
-from engine.targets.nvidia.kernels.cache_tiles import eight_keys, eight_values
+from engine.targets.nvidia.kernels.cache_tiles import STORAGES
 from engine.targets.nvidia.kernels.half_words import unknown
 from engine.targets.nvidia.kernels.kv_cache import Heads, Pages
 from engine.targets.nvidia.kernels.matmul import wmma
@@ -188,7 +188,8 @@ class _Tiles:
     def from_cache(self, step: UOp, *after: UOp) -> list[UOp]:
         """A thread's part of the keys and values of a step."""
         cache, loads = [plane.after(*after) if after else plane for plane in self._cache], []
-        for eight in (eight_keys, eight_values):
+        storage = STORAGES[self._heads.kv_format]
+        for eight in (storage.eight_keys, storage.eight_values):
             for piece in self._pieces:
                 number, c = step * self._steps + piece // self._chunks, piece % self._chunks
                 tile = self._pages.tile(self._kv, number)

@@ -21,6 +21,7 @@ from engine.targets.nvidia.kernels.half_words import chosen_bytes, integers, pro
 from engine.targets.nvidia.kernels.kv_cache import TILE, Heads
 from engine.targets.nvidia.kernels.uops import (
     F16,
+    F32,
     all_of,
     bitwise_or,
     f32,
@@ -57,7 +58,7 @@ def store_quad(
     heads: Heads, cache: Sequence[UOp], which: int, tile: UOp, token: UOp, quad: UOp, block: Sequence[UOp],
     own: Sequence[UOp], valid: UOp | None,
 ) -> list[UOp]:  # fmt: skip
-    """As `cache_tiles.store_quad`. The first quad of a block stores the scale."""
+    """See `engine.targets.nvidia.kernels.cache_tiles.Storage`. The first quad of a block stores the scale."""
     largest = maximum([x for e in block for x in (e, e * f32(-1))])
     inverse = (largest > f32(0)).where(f32(_MOST) / largest, f32(0))
     whole = [(x * inverse + f32(OFFSET + 0.5)).cast(dtypes.uint32) for x in own]
@@ -69,7 +70,13 @@ def store_quad(
     ]
 
 
-def load_quad(
+def load_quad(heads: Heads, cache: Sequence[UOp], which: int, tile: UOp, token: UOp, quad: UOp) -> list[UOp]:
+    """See `engine.targets.nvidia.kernels.cache_tiles.Storage`."""
+    integers, scale = load_integers(heads, cache, which, tile, token, quad)
+    return [x.cast(F32) * scale.cast(F32) for x in integers]
+
+
+def load_integers(
     heads: Heads, cache: Sequence[UOp], which: int, tile: UOp, token: UOp, quad: UOp
 ) -> tuple[list[UOp], UOp]:
     """The integers of a quad of dimensions, int32, and the scale of its block, float16."""
