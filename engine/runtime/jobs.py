@@ -16,14 +16,14 @@ from engine.runtime.sampling import Logits
 
 @dataclass(eq=False)
 class Job:
-    """A request. `end` is called once, with how it ended; `number` counts requests as they come. `came_s`: when it
-    came, or if it waited for a slot, when it got one (`time.perf_counter`)."""
+    """A request. `end` is called once, with how it ended; `number` counts requests as they come. Those of
+    a `burst` came together, or got their slots together if they had to wait."""
 
     answer: Answer
     cancelled: Callable[[], bool]
     end: Callable[[Finished | Exception], None]
     number: int
-    came_s: float
+    burst: int
     has_begun: bool = False  # to prefill, since it has its slot
     due: int = 0  # the sooner the fewer tokens are to be read: see `PATIENCE` in `scheduler`
     was_paused: bool = False

@@ -41,8 +41,8 @@ from engine.runtime.prefix_store import PrefixStore
 REPORT_S = 0.25
 PATIENCE = 4
 """A prompt of n tokens lets shorter ones pass until so many times n tokens of them are read."""
-TOGETHER_S = 0.2
-"""Prompts that come within such a time count as one burst."""
+TOGETHER_S = 0.02
+"""Requests of which each comes so soon after the one before are a burst: they came together."""
 
 
 class Scheduler:
@@ -70,6 +70,7 @@ class Scheduler:
         self._is_ahead = False  # whether the runner has launched the next step
         self._last: list[int] = []  # the tokens in the KV cache of the conversation that ended last
         self._n_read = 0  # tokens of all prompts so far
+        self._burst, self._last_came_s = 0, 0.0  # of the request that came last
         self._step = 0, 0, 0  # rows of the last step, its tokens of prompts, and the room for these
 
     # --- requests ----------------------------------------------------------------------------------------
@@ -83,7 +84,11 @@ class Scheduler:
     ) -> None:
         """Answers a request in later rounds. `end` gets `Finished`, or why it failed. `came_s`: when it came, by
         `time.perf_counter`; now, if not given."""
-        job = Job(answer, cancelled, end, next(self._count), came_s or time.perf_counter())
+        came_s = time.perf_counter() if came_s is None else came_s
+        if abs(came_s - self._last_came_s) > TOGETHER_S:
+            self._burst += 1
+        self._last_came_s = came_s
+        job = Job(answer, cancelled, end, next(self._count), self._burst)
         if answer.reason:  # no token is wanted
             end(answer.finished())
         else:
@@ -181,11 +186,13 @@ class Scheduler:
 
     def _admit(self) -> None:
         """Gives free slots to those that wait. A client without a slot gets one of a client that has several. Who waits
-        on counts as coming later."""
+        on comes later, in a burst of its own."""
         self._admit_all()
+        if self._waiting:
+            self._burst += 1
         for queue in self._waiting.values():
             for job in queue:
-                job.came_s = time.perf_counter()
+                job.burst = self._burst
 
     def _admit_all(self) -> None:
         while self._waiting:
@@ -369,7 +376,7 @@ class Scheduler:
     def _room(self, job: Job) -> int:
         """The most tokens of prompts in the next step, of which `job`'s is the first."""
         replies = list(self._replies())
-        if any(abs(reply.came_s - job.came_s) > TOGETHER_S for reply in replies):
+        if any(reply.burst != job.burst for reply in replies):
             return self._pace.room(self._runner.piece_sizes(len(replies)))
         return self._runner.piece_sizes(len(replies))[-1]
 

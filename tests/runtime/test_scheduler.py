@@ -277,7 +277,7 @@ def test_prompts_that_come_together_are_read_with_the_whole_device(bench):
 
 
 def test_a_prompt_that_comes_later_is_bound(bench, monkeypatch):
-    monkeypatch.setattr(scheduler, "TOGETHER_S", 0.0)
+    monkeypatch.setattr(scheduler, "TOGETHER_S", -1.0)
     bench = bench()
     bench.ask([1], 900)
     bench.run(20)
@@ -310,7 +310,7 @@ def test_how_much_longer_a_step_may_take_is_an_option(bench, monkeypatch, gap, p
 
 def test_what_the_last_step_held_is_reported(bench, monkeypatch):
     monkeypatch.setattr(scheduler, "REPORT_S", 0.0)
-    monkeypatch.setattr(scheduler, "TOGETHER_S", 0.0)
+    monkeypatch.setattr(scheduler, "TOGETHER_S", -1.0)
     monkeypatch.setattr(Pace, "room", lambda pace, sizes: sizes[0])
     bench = bench()
     bench.ask([1] * 200, 30)
