@@ -64,9 +64,10 @@ def install(dev: str) -> None:
     """Applies the fixes to tinygrad that every engine on a device needs. `dev` is the value of DEV ("NV",
     "TEGRA+NV:CUDA"). To be called after `prepare` and before the first kernel. Raises BackendError if another version
     of tinygrad is installed."""
-    from engine.fixes import compiler_processes, slice_shapes, unused_renderers
+    from engine.fixes import compiler_processes, index_lowering, slice_shapes, unused_renderers
 
     compiler_processes.apply()
+    index_lowering.apply()
     slice_shapes.apply()
     device = _device(dev)
     unused_renderers.apply(dev)

@@ -70,8 +70,9 @@ def pytest_collection_finish() -> None:
     """Kernels that one process has compiled are known to all others, as they are from one run of the engine to the
     next."""
     if "tinygrad" in sys.modules:
-        from engine.fixes import program_cache, slice_shapes
+        from engine.fixes import index_lowering, program_cache, slice_shapes
 
+        index_lowering.apply()
         program_cache.apply()
         slice_shapes.apply()
 

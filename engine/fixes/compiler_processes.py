@@ -30,6 +30,7 @@ _PRELOADED = [
     "engine.fixes.matvec_heuristic",
     "engine.fixes.launch_bounds",
     "engine.fixes.program_cache",
+    "engine.fixes.index_lowering",
     "engine.fixes.slice_shapes",
 ]
 

@@ -24,7 +24,7 @@ from typing import Any
 
 from tinygrad import Device, UOp, codegen
 
-from engine.fixes import program_cache, slice_shapes
+from engine.fixes import index_lowering, program_cache, slice_shapes
 from tests.kernels.gpu.alignment import prove_uops
 from tests.thorough import THOROUGH
 
@@ -81,6 +81,7 @@ def run(check: Callable[[], None], is_on_board: bool) -> str:
 
 def main(*names: str) -> None:
     gc.disable()  # a fifth of the time that kernels take to compile
+    index_lowering.apply()
     slice_shapes.apply()
     program_cache.apply()
     prove_alignment()
