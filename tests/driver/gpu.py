@@ -129,8 +129,8 @@ class Gpu:
                 continue
             bell = ctypes.c_uint32.from_address(self._doorbell + abi.DOORBELL)
             if bell.value != self._token:
-                # woken less often while nothing happens: kernels are being compiled
-                time.sleep(0.001 if time.monotonic() - rung > 0.005 else 20e-6)
+                # woken less often the longer nothing happens: kernels are being compiled
+                time.sleep(min(max(20e-6, (time.monotonic() - rung) / 20), 0.005))
                 continue
             rung = time.monotonic()
             bell.value = _QUIET  # before looking at the ring, so that no later ring is missed
