@@ -231,7 +231,7 @@ class FusedRunner:
 
     def _store_one(self, slot: Slot) -> None:
         """Prefills a piece of a prompt."""
-        size = next(size for size in self._sizes if len(slot.inputs) <= size)
+        size = self._size_of(len(slot.inputs))
         if len(slot.inputs) <= (_DECODE_AT_MOST if self._has_prefill(size) else _DETOUR_AT_MOST):
             for i, token in enumerate(slot.inputs):
                 self._steps.decode([Slot(slot.sequence, (token,), slot.position + i)], ahead=False)
@@ -257,6 +257,10 @@ class FusedRunner:
 
     def expert_choices(self) -> list[NDArray[np.int32]]:
         return self._model.choices.read()
+
+    def _size_of(self, tokens: int) -> int:
+        """The padded size of a chunk of so many tokens."""
+        return next(size for size in self._sizes if tokens <= size)
 
     def prepare(self, size: int) -> None:
         self._prepare_prefill(size)
@@ -295,7 +299,8 @@ class FusedRunner:
         self._steps.finish()
         self._steps.end(0)
         if step == "prefill":
-            size, count = self.max_chunk, min(self.max_chunk, self._context - position)
+            count = min(self.max_chunk, self._context - position)
+            size = self._size_of(count)
             slot = Slot(0, tuple(varied_tokens(count, self._model.spec.vocab)), position, "none")
             send: Callable[[], None] = lambda: self._prefill.send(size, [slot])
             calls, run = self._prefill.step(size).compile().src, lambda: self._launch_prefill(size)

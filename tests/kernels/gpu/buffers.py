@@ -15,7 +15,7 @@ from engine.targets.nvidia.kernels.weight_layout import WeightLayout, permuted_s
 from engine.targets.nvidia.kernels.weight_repacking import MatrixSpec, TensorRows, repack
 
 FLOATS = {0: np.float32, 1: np.float16}
-PACKED_ROWS, PACKED_COLS = 64, 256
+PACKED_ROWS = 64
 rng = np.random.default_rng()
 
 
@@ -43,13 +43,12 @@ def random_matrix(ggml_type, rows, cols):
     return blocks.reshape(-1), weights.astype(np.float32)
 
 
-def packed(ggml_type, rows, cols=PACKED_COLS):
-    """(planes, weights as float32) of a matrix. One of PACKED_COLS is the first rows of a larger one, so that kernels
-    that pack are compiled once for all checks: each plane holds row after row."""
-    if cols != PACKED_COLS:
-        return _packed(ggml_type, rows, cols)
-    planes, weights = _packed(ggml_type, PACKED_ROWS, PACKED_COLS)
-    return [buffer(plane.numpy()[: plane.numel() * rows // PACKED_ROWS]) for plane in planes], weights[:rows]
+def packed(ggml_type, rows, cols=256):
+    """(planes, weights as float32) of a matrix: the first rows of one that has at least PACKED_ROWS, so that kernels
+    that pack are compiled once for many checks. Each plane holds row after row."""
+    packed_rows = max(rows, PACKED_ROWS)
+    planes, weights = _packed(ggml_type, packed_rows, cols)
+    return [buffer(plane.numpy()[: plane.numel() * rows // packed_rows]) for plane in planes], weights[:rows]
 
 
 @functools.cache

@@ -102,7 +102,7 @@ def check_expert_products() -> None:
     """Gate and up of each expert's tokens, then down, weighted, in parts for each slot; with biases and without."""
     live, tokens, used, n, width, cols, dim = 27, 32, 2, 3, 64, 256, 40
     for ggml_type, down_type, tile, bias, activation in (
-        (12, 8, 16, False, "silu"), (8, 6, 48, True, "swiglu_oai")
+        (12, 8, 16, False, "silu"), (8, 8, 48, True, "swiglu_oai")
     ):  # fmt: skip
         experts, layout, down_layout = (
             ExpertTiles(tokens, used, n, tile),

@@ -146,14 +146,18 @@ class Heads:
         return float(self.scale * LOG2_E)
 
     @property
-    def name(self) -> str:
-        """The part of kernels' names that tells layers of a model apart."""
+    def cache_name(self) -> str:
+        """The part of kernels' names that tells apart layers whose caches differ, or how much of them is seen."""
         window = f"_window_{self.window}" if self.window else ""
         kv_format = f"_{self.kv_format.value}" if self.kv_format.is_quantized else ""
+        return f"{self.query}_{self.kv}_{self.dim}{window}_pool_{self.pool}{kv_format}"
+
+    @property
+    def name(self) -> str:
+        """The part of kernels' names that tells layers of a model apart."""
         stored = {"keys and values": "", "keys": "_keys", "nothing": "_shared"}[self.stored]
         values = "_normed" * self.normed_values
-        shape = f"{self.query}_{self.kv}_{self.dim}{window}_pool_{self.pool}"
-        return f"{shape}{kv_format}{stored}{values}{'_gated' * self.gated}"
+        return f"{self.cache_name}{stored}{values}{'_gated' * self.gated}"
 
     def cached(self, limit: int) -> int:
         """The largest number of cached tokens that a query before position `limit` reads, in whole tiles."""

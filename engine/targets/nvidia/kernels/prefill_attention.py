@@ -385,8 +385,9 @@ def attend_prompt(
                 chunk = run * own_chunks + c
                 stores += _store(h, out, order, head, tile + r, chunk, thread, results, factors, live)
         shape = f"{rows}_{warps}_{steps}_{splits}{'_across' * (across > 1)}{'_one' * (tiling.held == 1)}"
-        shape += f"{'_sinks' * has_sinks}_{order}"
-        return finish(f"prefill_attend_{h.name}_{tokens}_{shape}", stores)
+        if splits == 1:
+            shape += f"{'_sinks' * has_sinks}{'_gated' * h.gated}_{order}"
+        return finish(f"prefill_attend_{h.cache_name}_{tokens}_{shape}", stores)
 
     used = tiling.shared_bytes(dim)
     hints = LaunchHints(shared_bytes=used if used > STATIC_SHARED else 0)
@@ -466,7 +467,8 @@ def combine_prompt(
         results = [chain(p[i] * w[i % 4 // 2] for p, w in zip(parts, weights, strict=True)) for i in range(8)]
         factors = [x.maximum(_LEAST_TOTAL).reciprocal() for x in total]
         stores = _store(h, out, order, head, tile, c, thread, results, factors, live)
-        name = f"prefill_combine_{h.name}_{tokens}_{splits}{'_sinks' * has_sinks}_{order}"
+        name = f"prefill_combine_{h.query}_{h.dim}_{tokens}_{splits}"
+        name += f"{'_sinks' * has_sinks}{'_gated' * h.gated}_{order}"
         return finish(name, stores)
 
     return Kernel(kernel, ("out",), ("sums", "prompt", has_sinks and "sinks"))
