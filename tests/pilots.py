@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 from textual._context import active_app
 from textual.app import App
+from textual.css.model import RuleSet
+from textual.css.stylesheet import Stylesheet
 
 MOST_S = 1.0
 """A thread that takes longer is not waited for any more: it may wait for what the test does next."""
@@ -51,6 +53,18 @@ async def _ends_in_thread(loop: AbstractEventLoop) -> bool:
     return bool(ended)
 
 
+_stock_parse = Stylesheet._parse_rules
+_parsed: dict[Any, list[RuleSet]] = {}
+
+
+def parsed_once(sheet: Stylesheet, css: str, read_from: Any, *options: Any, **named: Any) -> list[RuleSet]:
+    """Rules that one application has parsed are those of all, as long as its variables are theirs."""
+    key = css, read_from, options, *named.items(), *sheet._variables.items()
+    if key not in _parsed:
+        _parsed[key] = _stock_parse(sheet, css, read_from, *options, **named)
+    return _parsed[key]
+
+
 @pytest.fixture(autouse=True)
 def quick_pilot(monkeypatch: pytest.MonkeyPatch) -> None:
     """The pilot's keys and pauses end as soon as all that they caused is done."""
@@ -75,6 +89,7 @@ def quick_pilot(monkeypatch: pytest.MonkeyPatch) -> None:
         await shut_down(app)
 
     monkeypatch.setattr(App, "_shutdown", end_as_when_quitting)
+    monkeypatch.setattr(Stylesheet, "_parse_rules", parsed_once)
     monkeypatch.setattr(BaseEventLoop, "run_in_executor", run_in_executor)
     for module in ("textual.app", "textual.pilot"):
         monkeypatch.setattr(f"{module}.wait_for_idle", until_idle)
