@@ -137,8 +137,8 @@ def test_a_chat_ends_its_turn_and_thinking_is_told_apart(model, monkeypatch):
 
 def test_an_effort_reaches_the_template(tmp_path):
     template = "{{ messages[0].content }}{{ reasoning_effort | default('') }}"
-    path = generated_model.write(tmp_path / "m.gguf", layers=1, template=template)
-    model = TextModel(EngineOptions(model_path=str(path), kernels="graph"), lambda _: None)
+    path = generated_model.write(tmp_path / "m.gguf", architecture="qwen3", template=template)
+    model = TextModel(EngineOptions(model_path=str(path), context_length=128), lambda _: None)
     chat = Chat(messages=(Message(role="user", content="hello"),))
     plain, high = (
         answer(model, chat, sampling=Sampling(temperature=0, effort=effort), max_tokens=1)[0].prompt_n

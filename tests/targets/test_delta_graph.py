@@ -19,6 +19,7 @@ def one_by_one(q, k, v, log_decay, beta, state):
     return y, state
 
 
+@pytest.mark.usefixtures("plain_graphs")
 @pytest.mark.parametrize("n", [1, 32])
 @pytest.mark.parametrize("varied", [1.0, 1e-3])
 def test_many_tokens_give_the_same_as_one_by_one(n, varied):

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from tinygrad.helpers import Context
 
 from engine.formats.kv_format import KVFormat
 from engine.runtime.kv_blocks import KVBlocks
@@ -11,8 +12,10 @@ from tests import generated_model
 from tests.reference import Reference, divergence
 from tests.targets.layers import opened, written
 from tests.targets.lone_sequence import LoneSequence
-from tests.thorough import rarely
+from tests.thorough import THOROUGH, rarely
 
+# The model that decodes is compiled as for users, the others as plain loops.
+plain = Context(NOOPT=int(not THOROUGH))
 TOKENS = np.random.default_rng(1).integers(0, 256, 90).tolist()
 
 
@@ -30,6 +33,7 @@ def test_prefill_and_decode_agree_with_float32(name, tmp_path):
         assert divergence(wanted[position], logits) < 1e-5
 
 
+@plain
 def test_sequences_side_by_side(tmp_path):
     """Sequences that grow in turn, so that their blocks alternate; pieces that end in the next block; one that begins
     with a full block and a part of another's, and one that is read at once with the others."""
@@ -70,6 +74,7 @@ def test_sequences_side_by_side(tmp_path):
             texts[sequence].append(token)
 
 
+@plain
 def test_a_quantized_cache_of_heads_of_several_blocks(tmp_path):
     path = generated_model.write(tmp_path / "model.gguf", quant="F32", layers=1, dim=128, heads=2, kv_heads=1)
     runner = LoneSequence(GraphRunner(opened(path), 64, kv=KVFormat.Q8_0))

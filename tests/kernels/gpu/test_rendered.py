@@ -1,6 +1,6 @@
 """The source of all kernels for NVIDIA GPUs: addresses of vector loads and stores are aligned, and CUDA's own compiler
-takes it for every chip that we name. No GPU is needed. By default tinygrad's own PTX is looked at; `run_checks` proves
-the same of CUDA C, before it is text."""
+takes it for every chip that we name; so is tinygrad's own PTX. No GPU is needed. By default `run_checks` proves the
+same of CUDA C, before it is text."""
 
 from __future__ import annotations
 
@@ -16,11 +16,10 @@ import pytest
 
 from tests.kernels.gpu.alignment import prove_ptx
 from tests.paths import ROOT
-from tests.thorough import THOROUGH, rarely, thorough
+from tests.thorough import thorough
 
-TYPES = ["Q6_K"]
-if THOROUGH:
-    TYPES += ["Q5_1", "Q4_K", "Q8_0", "Q5_0", "Q4_0", "Q4_1", "Q5_K", "F16", "BF16", "F32"]
+pytestmark = thorough
+TYPES = ["Q6_K", "Q5_1", "Q4_K", "Q8_0", "Q5_0", "Q4_0", "Q4_1", "Q5_K", "F16", "BF16", "F32"]
 CHIPS = {87: "Jetson AGX Orin", 89: "GeForce RTX 40", 90: "H100, H200"}
 FAMILIES = (
     "embed", "qkv", "attention", "combine", "o_", "gate_up", "down", "head", "next_token", "biased", "mixed",
@@ -87,8 +86,8 @@ def wide_accesses(ptx: str) -> list[int]:
     return [prove_ptx(kernel) for kernel in ptx.split(".entry")[1:]]
 
 
-@pytest.mark.parametrize("renderer", [rarely("NVCC"), "PTX"])
-@pytest.mark.parametrize("path", ["fused", rarely("graph")])
+@pytest.mark.parametrize("renderer", ["NVCC", "PTX"])
+@pytest.mark.parametrize("path", ["fused", "graph"])
 def test_vector_accesses_are_aligned(
     sources: Callable[[str, str], list[Path]], path: str, renderer: str
 ) -> None:
@@ -98,7 +97,6 @@ def test_vector_accesses_are_aligned(
 
 
 @nvcc
-@thorough
 @pytest.mark.parametrize("path", ["fused", "graph"])
 def test_what_cudas_compiler_makes_of_them_is_aligned_and_runs_on_every_chip(
     sources: Callable[[str, str], list[Path]], path: str
