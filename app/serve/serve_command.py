@@ -44,7 +44,6 @@ def run(arguments: Sequence[str], settings: Settings) -> int:
 
     key, configuration = options.key(args), options.configuration(args, settings)
     path = model_path(args.model, settings)
-    file = ModelFile.read(path)
     with listen(args.host, args.port) as sock:
         host, port = sock.getsockname()[:2]
         if not key and not is_loopback(host):
@@ -52,6 +51,7 @@ def run(arguments: Sequence[str], settings: Settings) -> int:
                 f"Everyone who reaches {args.host} could use this server.",
                 "Put a key into an environment variable and name it: --api-key-env NAME.",
             )
+        file = ModelFile.read(path)  # clients that come meanwhile wait
         engine_options = replace(
             configuration.engine, model_path=str(path), parallel=args.parallel, token_gap=args.token_gap
         )

@@ -102,7 +102,7 @@ class Server:
         serving = asyncio.create_task(self._http.serve(sockets=[self._sock]))
         with suppress(asyncio.CancelledError):
             if code := await self._loading:
-                self._http.should_exit = True
+                self._service.stopping = self._http.should_exit = True  # or a request would load it again
                 await serving
                 return code
         await serving

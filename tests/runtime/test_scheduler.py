@@ -291,6 +291,7 @@ def test_a_prompt_that_comes_later_is_bound(bench, monkeypatch):
 @pytest.mark.parametrize(("gap", "piece"), [(2.0, 32), (4.0, 128)])
 def test_how_much_longer_a_step_may_take_is_an_option(bench, monkeypatch, gap, piece):
     """A step takes 10 ms, and 0.2 ms more for each token of a prompt."""
+    monkeypatch.setattr(scheduler, "TOGETHER_S", 0.0)
     now = [0.0]
     monkeypatch.setattr("time.perf_counter", lambda: now[0])
     bench = bench(token_gap=gap)

@@ -20,10 +20,12 @@ from app.serve.service import Service
 from engine.errors import UsageError
 from engine.peers.openai_api import OpenAIEngine
 from engine.protocol.events import Chat, Failed, Finished, Generate, Message, Ready, Token
+from tests import synthetic
 from tests.app.fake_engine import STARTED, FakeEngine, reply, tokens
 from tests.app.serve.conftest import HELLO, WEATHER
 from tests.app.serve.model_engine import ModelEngine
 from tests.paths import ROOT
+from tests.waiting import until
 
 SCHEMA = {
     "type": "object",
@@ -34,12 +36,12 @@ SCHEMA = {
 
 
 @contextlib.asynccontextmanager
-async def running(engine, model_file, *, loads=True):
+async def running(engine, model_file, *, loads=True, **fields):
     """(address, Service, the run of the server, events of its start), once the model has loaded or begun to."""
     shown = []
     with listen("127.0.0.1", 0) as sock:
         address = f"http://127.0.0.1:{sock.getsockname()[1]}"
-        service = Service(engine, model="tiny", file=model_file)
+        service = Service(engine, model="tiny", file=model_file, **fields)
         server = Server(service, engine, application(service), sock, shown.append)
         run = asyncio.create_task(server.run())
         try:
@@ -234,6 +236,68 @@ async def test_an_engine_that_does_not_start(model_file):
     failed = Failed(kind="model", message="There is no such file.")
     async with running(FakeEngine(start=[failed]), model_file) as (_, _, run, shown):
         assert await run == 3 and shown == [failed]
+
+
+def asking(client, address):
+    """Requests of each kind, on their way."""
+    streamed = HELLO | {"stream": True}
+    asked = ("chat/completions", HELLO), ("chat/completions", streamed), ("completions", {"prompt": "Hello"})
+    return [asyncio.create_task(client.post(f"{address}/v1/{path}", json=body)) for path, body in asked]
+
+
+async def test_who_comes_while_the_model_loads_waits(model_file, tmp_path):
+    engine = synthetic.engine(load_s=0, prefill_s=0, rate=0, tokens=3, until=str(tmp_path / "loaded"))
+    async with (
+        running(engine, model_file, loads=False, max_waiting=3) as (address, service, _, _),
+        httpx.AsyncClient() as client,
+    ):
+        waiting = asking(client, address)
+        leaves = asyncio.create_task(client.post(f"{address}/v1/chat/completions", json=HELLO))
+        await until(lambda: service.open == 4)
+        assert (await client.get(f"{address}/health")).status_code == 503
+        refused = await client.post(f"{address}/v1/chat/completions", json=HELLO)
+        assert refused.status_code == 429 and refused.headers["Retry-After"]
+        leaves.cancel()
+        await until(lambda: service.open == 3)
+        (tmp_path / "loaded").touch()
+        answers = await asyncio.gather(*waiting)
+        assert [answer.status_code for answer in answers] == [200] * 3
+        assert "[DONE]" in answers[1].text and answers[2].json()["usage"]["completion_tokens"] == 3
+        assert (await client.get(f"{address}/health")).status_code == 200 and not service.open
+        assert service.metrics.requests == {200: 3, 429: 1, 499: 1}
+
+
+async def test_who_waits_for_a_model_that_does_not_load_is_told_why(model_file, tmp_path):
+    engine = synthetic.engine(load_s=0, load_failure="BackendError", until=str(tmp_path / "loaded"))
+    async with (
+        running(engine, model_file, loads=False) as (address, service, run, shown),
+        httpx.AsyncClient() as client,
+    ):
+        waiting = asking(client, address)
+        await until(lambda: service.open == 3)
+        (tmp_path / "loaded").touch()
+        for answer in await asyncio.gather(*waiting):
+            assert answer.status_code == 500
+            assert answer.json()["error"]["message"] == f"{shown[-1].message} {shown[-1].hint}"
+        assert "BackendError while it loads" in shown[-1].message
+        assert await run == 4 and engine.pid is None and service.stopping
+
+
+def test_clients_can_connect_while_the_model_file_is_read(model_path, monkeypatch):
+    from app.chat.settings import Settings
+    from app.serve.serve_command import run
+    from app.serve.service import ModelFile
+
+    with listen("127.0.0.1", 0) as sock:
+        port = sock.getsockname()[1]
+
+    def read(path):
+        socket.create_connection(("127.0.0.1", port)).close()
+        raise UsageError("A client has connected.")
+
+    monkeypatch.setattr(ModelFile, "read", read)
+    with pytest.raises(UsageError, match="connected"):
+        run(["--port", str(port), "--model", str(model_path)], Settings())
 
 
 async def test_a_signal_while_it_loads(model_file):
