@@ -211,13 +211,13 @@ def write(
 
     writer = gguf.GGUFWriter(str(path), architecture)
     writer.add_name("random noise")
-    mixes = {
+    operators = {
         "F32": "ALL_F32",
         "MXFP4": "MOSTLY_MXFP4_MOE",
         **{f"Q{n}_K": f"MOSTLY_Q{n}_K_S" for n in (3, 4, 5)},
     }
-    mix = mixes.get(quant, f"MOSTLY_{quant}")
-    writer.add_file_type(gguf.LlamaFileType[mix])
+    operator = operators.get(quant, f"MOSTLY_{quant}")
+    writer.add_file_type(gguf.LlamaFileType[operator])
     writer.add_context_length(context)
     writer.add_embedding_length(dim)
     writer.add_block_count(layers)

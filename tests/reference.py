@@ -20,12 +20,12 @@ from engine.description.architectures import read_spec
 from engine.description.sublayers import (
     MIN_PROBABILITY,
     Activation,
-    Attend,
-    Beside,
-    Delta,
+    Attention,
+    DeltaNet,
     Dense,
     Experts,
     LayerEmbedding,
+    SideBySide,
     Vector,
     Weight,
 )
@@ -81,16 +81,16 @@ class Reference:
         caches: list[tuple[Floats, Floats]] = []
         for sublayer in spec.sublayers:
             h = self._normed(x, sublayer.norm, spec.stream_eps)
-            match sublayer.mix:
-                case Attend() as part:
+            match sublayer.operator:
+                case Attention() as part:
                     y = self._attend(part, h, caches)
-                case Delta() as part:
+                case DeltaNet() as part:
                     y = self._delta(part, h)
                 case Dense() as part:
                     y = self._dense(part, h)
                 case Experts() as part:
                     y = self._experts(part, h, h)
-                case Beside() as part:
+                case SideBySide() as part:
                     y = self._beside(part, h)
                 case LayerEmbedding() as part:
                     assert of_layers is not None
@@ -106,10 +106,10 @@ class Reference:
         streams before the sublayers."""
         found = []
         for sublayer, x in zip(self.spec.sublayers, streams, strict=True):
-            if isinstance(sublayer.mix, Experts):
-                found.append(self._router(x, sublayer.norm, sublayer.mix))
-            elif isinstance(sublayer.mix, Beside):
-                found.append(self._router(x, sublayer.mix.router_scale, sublayer.mix.experts))
+            if isinstance(sublayer.operator, Experts):
+                found.append(self._router(x, sublayer.norm, sublayer.operator))
+            elif isinstance(sublayer.operator, SideBySide):
+                found.append(self._router(x, sublayer.operator.router_scale, sublayer.operator.experts))
         return found
 
     def expert_scales(self, part: Experts) -> Floats:
@@ -153,7 +153,7 @@ class Reference:
         table = self._matrix(of.table)[list(tokens)].reshape(shape) * np.float32(of.size**0.5)
         return (self._normed(projected, of.norm, self.spec.eps) + table) / np.float32(2**0.5)
 
-    def _beside(self, part: Beside, x: Floats) -> Floats:
+    def _beside(self, part: SideBySide, x: Floats) -> Floats:
         of_dense, of_experts, of_router = (
             self._normed(x, norm, self.spec.stream_eps)
             for norm in (part.dense_norm, part.experts_norm, part.router_scale)
@@ -187,8 +187,8 @@ class Reference:
         gate, up = self._product(h, part.gate), self._product(h, part.up)
         return self._product(gated(gate, up, part.activation), part.down)
 
-    def _delta(self, part: Delta, h: Floats) -> Floats:
-        """Token by token, as the docstring of `Delta` has it."""
+    def _delta(self, part: DeltaNet, h: Floats) -> Floats:
+        """Token by token, as the docstring of `DeltaNet` has it."""
         n, eps = len(h), np.float32(self.spec.eps)
         inputs = np.concatenate(
             [np.zeros((part.taps - 1, part.channels), np.float32), self._product(h, part.qkv)]
@@ -213,7 +213,7 @@ class Reference:
         normed = self._normed(y, part.norm, self.spec.eps).reshape(n, -1)
         return self._product(normed * gate * sigmoid(gate), part.out)
 
-    def _attend(self, part: Attend, h: Floats, caches: list[tuple[Floats, Floats]]) -> Floats:
+    def _attend(self, part: Attention, h: Floats, caches: list[tuple[Floats, Floats]]) -> Floats:
         """`caches`: keys and values of the attention before this one; its own are appended."""
         a, n = part, len(h)
         q = self._rotated(a, self._heads(a, self._product(h, a.q, a.q_bias), a.q_norm))
@@ -244,14 +244,14 @@ class Reference:
             result = result * sigmoid(self._product(h, a.gate))
         return self._product(result, a.o, a.o_bias)
 
-    def _heads(self, part: Attend, x: Floats, norm: Vector | None) -> Floats:
+    def _heads(self, part: Attention, x: Floats, norm: Vector | None) -> Floats:
         """(n, heads * head_dim) -> (n, heads, head_dim), normed over a head or over all of them."""
         split = x.shape[0], -1, part.head_dim
         if norm and norm.size != part.head_dim:
             return self._normed(x, norm, self.spec.eps).reshape(split)
         return self._normed(x.reshape(split), norm, self.spec.eps)
 
-    def _rotated(self, part: Attend, x: Floats) -> Floats:
+    def _rotated(self, part: Attention, x: Floats) -> Floats:
         """x (n, heads, head_dim). The elements after those of the pairs do not turn."""
         rope = self.spec.ropes[part.rope]
         is_long = self.context > rope.short_context and len(rope.long_frequencies) > 0

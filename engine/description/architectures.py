@@ -13,17 +13,17 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from engine.description.head_reader import MAX_HEAD, HeadReader, Heads
+from engine.description.head_reader import MAX_HEAD, AttentionHeads, HeadReader
 from engine.description.spec import LayerEmbeddings, ModelSpec, Sublayer, Temperature
 from engine.description.sublayers import (
     Activation,
-    Attend,
-    Beside,
-    Delta,
+    Attention,
+    DeltaNet,
     Dense,
     Experts,
     LayerEmbedding,
-    Mix,
+    Operator,
+    SideBySide,
     Vector,
     Weight,
 )
@@ -215,9 +215,9 @@ class _Reader(HeadReader):
             is_renamed = not before[1] and self.has(f"{prefix}post_attention_norm.weight")
             names = "attn_norm", "post_attention_norm" if is_renamed else "ffn_norm"
             before = [self.required(f"{prefix}{name}.weight", self.dim) for name in names]
-        mix: Mix = self.delta(prefix) if self.is_recurrent(i) else self.attend(i, prefix)
-        yield Sublayer(before[0], mix, after[0])
-        mix = self.beside(i, prefix) if is_beside else self.feed_forward(i, prefix)
+        operator: Operator = self.delta(prefix) if self.is_recurrent(i) else self.attend(i, prefix)
+        yield Sublayer(before[0], operator, after[0])
+        operator = self.beside(i, prefix) if is_beside else self.feed_forward(i, prefix)
         scale = self.vector(f"{prefix}layer_output_scale.weight", 1)
         last_norm = norm("post_norm") if self.layer_embedding else after[1]
         if scale and not last_norm:
@@ -226,9 +226,9 @@ class _Reader(HeadReader):
                 "Choose another model.",
             )
         if not self.layer_embedding:
-            yield Sublayer(before[1], mix, last_norm, scale)
+            yield Sublayer(before[1], operator, last_norm, scale)
             return
-        yield Sublayer(before[1], mix, after[1])
+        yield Sublayer(before[1], operator, after[1])
         gate = self.weight(f"{prefix}inp_gate", self.layer_embedding, self.dim)
         proj = self.weight(f"{prefix}proj", self.dim, self.layer_embedding)
         yield Sublayer(None, LayerEmbedding(gate, proj, i), last_norm, scale)
@@ -245,7 +245,7 @@ class _Reader(HeadReader):
             return bool(layers[i])
         return (i + 1) % self.size("full_attention_interval", self.family.attention_every) != 0
 
-    def delta(self, prefix: str) -> Delta:
+    def delta(self, prefix: str) -> DeltaNet:
         """A gated delta net. Raises ModelFileError for one that is cut into other heads than the engine's."""
         key_heads, value_heads = self.size("ssm.group_count"), self.size("ssm.time_step_rank")
         size, taps = self.size("ssm.state_size"), self.size("ssm.conv_kernel")
@@ -260,7 +260,7 @@ class _Reader(HeadReader):
                 f"{self.name} has gated delta nets of a shape that orin-chat does not run.",
                 "Choose another model.",
             )
-        return Delta(
+        return DeltaNet(
             qkv=self.weight(f"{prefix}attn_qkv", channels, dim),
             gate=self.weight(f"{prefix}attn_gate", values, dim),
             beta=self.weight(f"{prefix}ssm_beta", value_heads, dim),
@@ -273,7 +273,7 @@ class _Reader(HeadReader):
             key_heads=key_heads, value_heads=value_heads, size=size, taps=taps,
         )  # fmt: skip
 
-    def attend(self, i: int, prefix: str) -> Attend:
+    def attend(self, i: int, prefix: str) -> Attention:
         window = self.window(i)
         heads = self.heads(i, window > 0, self.family.interleaved)
         dim, head_dim, kv_size = self.dim, heads.dim, heads.kv * heads.dim
@@ -310,8 +310,8 @@ class _Reader(HeadReader):
 
         def norm(x: str) -> Vector | None:
             tensor = f"{prefix}attn_{x}_norm.weight"
-            is_wide = self.has(tensor) and self.file.tensors[tensor].shape != (head_dim,)
-            return self.vector(tensor, sizes[x] if is_wide else head_dim, heads.order)
+            is_over_heads = self.has(tensor) and self.file.tensors[tensor].shape != (head_dim,)
+            return self.vector(tensor, sizes[x] if is_over_heads else head_dim, heads.order)
 
         q, q_bias = projection("q")
         of, has_values = self.cache_of(i, window), fused or self.has(f"{prefix}attn_v.weight")
@@ -326,7 +326,7 @@ class _Reader(HeadReader):
             )
         every = self.family.unrotated_every
         scale = 1.0 if self.family.unscaled_attention else self._default_scale(heads)
-        return Attend(
+        return Attention(
             q=q, k=k, v=v, o=self.weight(f"{prefix}attn_output", dim, sizes["q"]),
             q_bias=q_bias, k_bias=k_bias, v_bias=v_bias, o_bias=self.vector(f"{prefix}attn_output.bias", dim),
             q_norm=norm("q"), k_norm=norm("k") if k else None,
@@ -348,7 +348,7 @@ class _Reader(HeadReader):
             raise damaged(self.file.path, f"layer {i} shares the KV cache of none")
         return of
 
-    def _default_scale(self, heads: Heads) -> float:
+    def _default_scale(self, heads: AttentionHeads) -> float:
         if self.architecture == "gemma3" and self.layers == 62:  # 27B: LLM_TYPE_27B in gemma3.cpp
             return float((self.dim / heads.count) ** -0.5)
         return float(heads.dim**-0.5)
@@ -358,12 +358,12 @@ class _Reader(HeadReader):
             return self.experts(prefix)
         return self.dense(prefix, self.size_of_layer("feed_forward_length", i))
 
-    def beside(self, i: int, prefix: str) -> Beside:
+    def beside(self, i: int, prefix: str) -> SideBySide:
         def norm(name: str) -> Vector:
             return self.required(f"{prefix}{name}.weight", self.dim)
 
         scale = self.required(f"{prefix}ffn_gate_inp.scale", self.dim)
-        return Beside(
+        return SideBySide(
             dense=self.dense(prefix, self.size_of_layer("feed_forward_length", i)),
             dense_norm=norm("ffn_norm"),
             dense_post_norm=norm("post_ffw_norm_1"),

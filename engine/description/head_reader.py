@@ -18,7 +18,7 @@ MAX_HEAD = 1 << 13  # elements: published models have at most 576
 
 
 @dataclass(frozen=True)
-class Heads:
+class AttentionHeads:
     """`count` query heads that share `kv` heads of keys and values, of `dim` elements each, of which the first
     `rotated` are rotated. `order`: that of a head's rows in the file, None if it is the engine's."""
 
@@ -37,7 +37,7 @@ class HeadReader(CheckedFile):
         self.ropes: list[Rope] = []
         self.dim, self.context = self.size("embedding_length"), self.size("context_length")
 
-    def heads(self, i: int, has_window: bool, interleaved: bool) -> Heads:
+    def heads(self, i: int, has_window: bool, interleaved: bool) -> AttentionHeads:
         """The heads of layer i. Those of layers with a window may have another size (gemma4)."""
         count = self.size_of_layer("attention.head_count", i)
         kv = self.size_of_layer("attention.head_count_kv", i, count)
@@ -61,7 +61,7 @@ class HeadReader(CheckedFile):
                 "Choose another model.",
             )
         order = HeadOrder(dim, rotated, interleaved)
-        return Heads(count, kv, dim, rotated, None if order.is_engines else order)
+        return AttentionHeads(count, kv, dim, rotated, None if order.is_engines else order)
 
     # --- rotary embedding ------------------------------------------------------------------------------
 
@@ -69,7 +69,7 @@ class HeadReader(CheckedFile):
     def original_context(self) -> int:
         return self.size("rope.scaling.original_context_length", self.context)
 
-    def rope(self, heads: Heads, is_rotated: bool, plain: bool) -> int:
+    def rope(self, heads: AttentionHeads, is_rotated: bool, plain: bool) -> int:
         """The index of a layer's rotary embedding. `plain`: with the base of layers with a window, and no scaling
         (gemma3.cpp)."""
         rope = self._rotation(heads, plain) if is_rotated else Rope(heads.dim // 2)
@@ -77,7 +77,7 @@ class HeadReader(CheckedFile):
             self.ropes.append(rope)
         return self.ropes.index(rope)
 
-    def _rotation(self, heads: Heads, plain: bool) -> Rope:
+    def _rotation(self, heads: AttentionHeads, plain: bool) -> Rope:
         """Raises ModelFileError."""
         if plain:
             base, kind, scale = self.number("rope.freq_base_swa", 10_000.0), "none", 1.0

@@ -1,8 +1,8 @@
 """The description of a model: data from which everything else about it follows.
 
-    x = embedding;  for each sublayer:  x += post_norm(mix(norm(x)));  logits = head(output_norm(x))
+    x = embedding;  for each sublayer:  x += post_norm(operator(norm(x)));  logits = head(output_norm(x))
 
-`engine.description.sublayers` has what a sublayer's `mix` may be.
+`engine.description.sublayers` has what a sublayer's `operator` may be.
 `engine.description.architectures` reads it from a file, and `engine.targets` makes the kernels of each device from it.
 What is loaded, with which shapes, what a token reads and how large the cache is are derived here.
 """
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.description.sublayers import Attend, Delta, Experts, Mix, Vector, Weight
+from engine.description.sublayers import Attention, DeltaNet, Experts, Operator, Vector, Weight
 from engine.formats.ggml_types import GGML_TYPES
 from engine.formats.kv_format import KVFormat
 
@@ -57,18 +57,18 @@ class Temperature:
 
 @dataclass(frozen=True)
 class Sublayer:
-    """What the residual stream passes through: x += post_norm(mix(norm(x))). A norm that is None is left out. `scale`:
-    with a post norm, a number by which x is multiplied at last."""
+    """What the residual stream passes through: x += post_norm(operator(norm(x))). A norm that is None is left out.
+    `scale`: with a post norm, a number by which x is multiplied at last."""
 
     norm: Vector | None
-    mix: Mix
+    operator: Operator
     post_norm: Vector | None
     scale: Vector | None = None
 
     @property
     def vectors(self) -> tuple[Vector, ...]:
         own = tuple(vector for vector in (self.norm, self.post_norm, self.scale) if vector)
-        return *own, *self.mix.vectors
+        return *own, *self.operator.vectors
 
 
 @dataclass(frozen=True)
@@ -130,35 +130,35 @@ class ModelSpec:
         """Whether all matrices are float32."""
         return all(GGML_TYPES[weight.type].name == "F32" for weight in self.weights())
 
-    def mixes(self) -> Iterator[Mix]:
+    def operators(self) -> Iterator[Operator]:
         """What all sublayers compute, and also the layers that some consist of."""
-        waiting = [sublayer.mix for sublayer in reversed(self.sublayers)]
+        waiting = [sublayer.operator for sublayer in reversed(self.sublayers)]
         while waiting:
-            yield (mix := waiting.pop())
-            waiting += reversed(mix.parts)
+            yield (operator := waiting.pop())
+            waiting += reversed(operator.parts)
 
     @property
-    def attention(self) -> list[Attend]:
-        return [mix for mix in self.mixes() if isinstance(mix, Attend)]
+    def attention(self) -> list[Attention]:
+        return [operator for operator in self.operators() if isinstance(operator, Attention)]
 
     @property
-    def caching(self) -> list[Attend]:
+    def caching(self) -> list[Attention]:
         """The attention that has a KV cache of its own."""
         return [a for a in self.attention if a.cache_of is None]
 
     @property
-    def deltas(self) -> list[Delta]:
-        return [mix for mix in self.mixes() if isinstance(mix, Delta)]
+    def deltas(self) -> list[DeltaNet]:
+        return [operator for operator in self.operators() if isinstance(operator, DeltaNet)]
 
     @property
     def last_keeping(self) -> int:
         """The number of the last sublayer that keeps something of each token: keys and values, or a state. The tokens
         of a prompt need nothing after it."""
-        return max(i for i, sublayer in enumerate(self.sublayers) if sublayer.mix.is_keeping)
+        return max(i for i, sublayer in enumerate(self.sublayers) if sublayer.operator.is_keeping)
 
     @property
     def experts(self) -> list[Experts]:
-        return [mix for mix in self.mixes() if isinstance(mix, Experts)]
+        return [operator for operator in self.operators() if isinstance(operator, Experts)]
 
     @property
     def matrix_bytes(self) -> int:
@@ -174,7 +174,7 @@ class ModelSpec:
             yield self.layer_embeddings.table
             yield self.layer_embeddings.projection
         for sublayer in self.sublayers:
-            yield from sublayer.mix.weights
+            yield from sublayer.operator.weights
 
     def vectors(self) -> Iterator[Vector]:
         """All vectors."""
@@ -196,9 +196,9 @@ class ModelSpec:
         """Bytes of weights that a decode step reads: all, but of experts only the chosen ones, and one row of the
         embeddings, unless they are the head as well."""
         n_bytes = self.matrix_bytes + self.vector_bytes
-        for mix in self.experts:
-            for weight in (mix.gate, mix.up, mix.down):
-                n_bytes -= weight.n_bytes * (mix.count - mix.used) // mix.count
+        for operator in self.experts:
+            for weight in (operator.gate, operator.up, operator.down):
+                n_bytes -= weight.n_bytes * (operator.count - operator.used) // operator.count
         tables = [] if self.is_tied else [self.embedding]
         if self.layer_embeddings:
             tables.append(self.layer_embeddings.table)
@@ -208,9 +208,9 @@ class ModelSpec:
     def idle_parameters(self) -> int:
         """How many of the weights are of experts that a token does not choose."""
         return sum(
-            (mix.count - mix.used) * weight.rows * weight.cols
-            for mix in self.experts
-            for weight in (mix.gate, mix.up, mix.down)
+            (operator.count - operator.used) * weight.rows * weight.cols
+            for operator in self.experts
+            for weight in (operator.gate, operator.up, operator.down)
         )
 
     @property
@@ -222,7 +222,7 @@ class ModelSpec:
         """Bytes that a token takes in the KV cache of the layers with or without a window."""
         return sum(self.kv_bytes(a, kv) for a in self.caching if bool(a.window) == windowed)
 
-    def kv_bytes(self, attend: Attend, kv: KVFormat, widens: bool = True) -> int:
+    def kv_bytes(self, attend: Attention, kv: KVFormat, widens: bool = True) -> int:
         """Bytes of a token's keys and values in the cache of a layer. If it `widens`, those of models of float32 are
         float32 in place of float16; those of GPUs' kernels are not."""
         wider = 2 if widens and self.is_float32 and not kv.is_quantized else 1
@@ -237,4 +237,4 @@ class ModelSpec:
     @property
     def state_bytes(self) -> int:
         """Bytes of the recurrent state of a sequence, however long it is: 0 if the model has none."""
-        return sum(mix.state_bytes for mix in self.mixes())
+        return sum(operator.state_bytes for operator in self.operators())

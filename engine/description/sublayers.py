@@ -71,7 +71,7 @@ Roles = dict[KernelRole, tuple[Weight | None, ...]]
 
 
 @dataclass(frozen=True)
-class Mix:
+class Operator:
     """What a sublayer computes. All that it needs of the file is among its fields, or among those of its parts.
     `words`: what users read of it."""
 
@@ -83,9 +83,9 @@ class Mix:
         return {}
 
     @property
-    def parts(self) -> tuple[Mix, ...]:
+    def parts(self) -> tuple[Operator, ...]:
         """The layers that it consists of."""
-        return self._fields(Mix)
+        return self._fields(Operator)
 
     @property
     def weights(self) -> tuple[Weight, ...]:
@@ -120,7 +120,7 @@ class Mix:
 
 
 @dataclass(frozen=True)
-class Attend(Mix):
+class Attention(Operator):
     """Attention. `heads` query heads share `kv_heads` heads of keys and values, of `head_dim` elements each. The norms
     of queries and keys are over a head (head_dim weights), or over all heads together. `rope` is an index in
     `ModelSpec.ropes`. Scores are multiplied by `scale`. With a `window`, a query at position p attends to the keys at
@@ -173,7 +173,7 @@ class Attend(Mix):
         return self.cache_of is None
 
     @property
-    def has_wide_norms(self) -> bool:
+    def has_norms_over_heads(self) -> bool:
         """Whether queries or keys are normed over all heads together."""
         return any(norm and norm.size != self.head_dim for norm in (self.q_norm, self.k_norm))
 
@@ -183,7 +183,7 @@ class Attend(Mix):
 
 
 @dataclass(frozen=True)
-class Delta(Mix):
+class DeltaNet(Operator):
     """A gated delta net. `qkv` x is, for each token: `key_heads` queries and as many keys, then `value_heads` values,
     of `size` elements each. Each of these channels passes a causal convolution over the last `taps` tokens, the last
     tap for the token itself, and then SiLU. Queries and keys are divided by their length, sqrt(sum of squares + eps);
@@ -244,7 +244,7 @@ class Delta(Mix):
 
 
 @dataclass(frozen=True)
-class Dense(Mix):
+class Dense(Operator):
     """A feed-forward layer: down(activation(gate x) * up x)."""
 
     gate: Weight
@@ -263,7 +263,7 @@ class Dense(Mix):
 
 
 @dataclass(frozen=True)
-class Experts(Mix):
+class Experts(Operator):
     """A mixture of experts, which are feed-forward layers. The router gives each expert a probability, a softmax of
     `router` x. The `used` most probable ones are computed, and their results are added, each times its probability; if
     they are `renormalised`, divided by the sum of these. The biases of all experts are one after the other. `scales`: a
@@ -313,7 +313,7 @@ MIN_PROBABILITY = 6.1e-5
 
 
 @dataclass(frozen=True)
-class Beside(Mix):
+class SideBySide(Operator):
     """A feed-forward layer and a mixture of experts side by side. Its sublayer has no norm, because each has its own:
     dense_post_norm(dense(dense_norm(x))) + experts_post_norm(experts(experts_norm(x))). The router reads another norm
     of x, whose weights are `router_scale`."""
@@ -329,7 +329,7 @@ class Beside(Mix):
 
 
 @dataclass(frozen=True)
-class LayerEmbedding(Mix):
+class LayerEmbedding(Operator):
     """proj(gelu(gate x) * e[layer]): what `ModelSpec.layer_embeddings` give a layer. Its sublayer has no norm."""
 
     gate: Weight

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from engine.description.spec import ModelSpec
-from engine.description.sublayers import Mix
+from engine.description.sublayers import Operator
 from engine.errors import BackendError, UsageError
 from engine.formats.kv_format import KVFormat
 from engine.loading import PIECE_BYTES
@@ -197,9 +197,9 @@ def _what_fits(
 
 def _scratch_bytes(spec: ModelSpec, target: TargetMemory, context: int) -> int:
     """What a chunk of a prompt leaves in memory from kernel to kernel, in 32-bit numbers, and tables by position."""
-    rows: dict[type[Mix], int] = {}  # of a token, those of the largest sublayer of each kind
-    for mix in spec.mixes():
-        rows[type(mix)] = max(rows.get(type(mix), 0), mix.row_elements)
+    rows: dict[type[Operator], int] = {}  # of a token, those of the largest sublayer of each kind
+    for operator in spec.operators():
+        rows[type(operator)] = max(rows.get(type(operator), 0), operator.row_elements)
     token = 6 * spec.dim + sum(rows.values())
     if embeddings := spec.layer_embeddings:
         token += 3 * embeddings.table.cols

@@ -43,8 +43,8 @@ def open_runner(
 
             return CPURunner(weights, context_length, parallel, keep_packed, kv)
         case "nvidia":
-            from engine.targets.nvidia.runner import FusedRunner
+            from engine.targets.nvidia.runner import NvidiaRunner
 
-            return FusedRunner(weights, context_length, parallel, kv, is_early)
+            return NvidiaRunner(weights, context_length, parallel, kv, is_early)
         case "graph":
             return GraphRunner(weights, context_length, parallel, kv)

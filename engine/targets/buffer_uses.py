@@ -17,8 +17,8 @@ class BufferUses(dict[UOp, BufferUse]):
         self.update((tensor.uop.base, use) for tensor in tensors if tensor is not None)
 
     def add_experts(
-        self, mix: Experts, each: int, gate_up: Iterable[Tensor | None], down: Iterable[Tensor | None]
+        self, operator: Experts, each: int, gate_up: Iterable[Tensor | None], down: Iterable[Tensor | None]
     ) -> None:
         """Adds the matrices and biases of all experts, of which a kernel uses `each` for a token."""
-        self.add(BufferUse("experts gate+up", "token", mix.count, each=each), *gate_up)
-        self.add(BufferUse("experts down", "token", mix.count, each=each), *down)
+        self.add(BufferUse("experts gate+up", "token", operator.count, each=each), *gate_up)
+        self.add(BufferUse("experts down", "token", operator.count, each=each), *down)

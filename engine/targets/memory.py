@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from engine.description.spec import ModelSpec
-from engine.description.sublayers import Attend, Weight
+from engine.description.sublayers import Attention, Weight
 from engine.formats.kv_format import KVFormat
 from engine.runtime.kv_blocks import BLOCK, blocks_of_one
 
@@ -44,7 +44,7 @@ class TargetMemory:
         """Bytes of the KV cache of a conversation with a context of so many tokens."""
         return sum(spec.kv_bytes(a, kv, self.widens_caches) * self._cached(a, context) for a in spec.caching)
 
-    def _cached(self, attend: Attend, context: int) -> int:
+    def _cached(self, attend: Attention, context: int) -> int:
         """Tokens for which a layer's cache has room."""
         blocks = blocks_of_one(attend.window if self.has_windows else 0, context, self.chunk)
         return (blocks + self.spare_blocks) * BLOCK

@@ -120,7 +120,7 @@ def test_windows(path_of):
 
 def test_recurrent_layers(path_of):
     spec = read(path_of("qwen35"))
-    delta, attend, last = (spec.sublayers[2 * i].mix for i in range(LAYERS))
+    delta, attend, last = (spec.sublayers[2 * i].operator for i in range(LAYERS))
     assert spec.deltas == [delta, last] and spec.attention == [attend]
     assert (delta.channels, delta.value_size) == (2 * 2 * 16 + 64, 64)
     assert spec.state_bytes == 2 * 4 * (4 * 16 * 16 + 3 * 128)
@@ -186,8 +186,8 @@ def test_a_file_of_ollama(path_of):
 def test_experts_whose_gate_and_up_are_one_tensor(path_of):
     fused = {f"blk.{i}.ffn_{x}_exps.weight": None for i in range(LAYERS) for x in ("gate", "up")}
     fused |= {f"blk.{i}.ffn_gate_up_exps.weight": (8, 2 * 64, DIM) for i in range(LAYERS)}
-    mix = read(path_of("qwen35moe"), fused).experts[0]
-    assert (mix.gate.first, mix.up.first, mix.up.every, mix.up.run) == (0, 64, 128, 64)
+    operator = read(path_of("qwen35moe"), fused).experts[0]
+    assert (operator.gate.first, operator.up.first, operator.up.every, operator.up.run) == (0, 64, 128, 64)
 
 
 def test_rotary_embeddings(path_of):

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from engine.description.sublayers import Delta
+from engine.description.sublayers import DeltaNet
 from engine.devices import cuda_driver
 from engine.errors import UsageError
 from engine.model import open_runner
@@ -60,7 +60,7 @@ def test_a_head_that_is_no_multiple_of_a_tile_runs_as_graphs(tmp_path):
 def test_a_sublayer_that_a_table_does_not_have_runs_as_graphs(tmp_path, monkeypatch):
     spec = opened(generated_model.write(tmp_path / "model.gguf", architecture="qwen35moe")).spec
     assert target_of(spec, "CPU") == "cpu" and target_of(spec, "CPU", "graph") == "graph"
-    monkeypatch.delitem(HANDLERS, Delta)
+    monkeypatch.delitem(HANDLERS, DeltaNet)
     assert target_of(spec, "CPU") == "graph"
     assert runs_as_graph_because(spec, "CPU").startswith("This model has gated delta nets, which")
 

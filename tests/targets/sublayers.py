@@ -79,8 +79,8 @@ class WatchedTransformer(Transformer):
 
     choices: list[Tensor]
 
-    def _choose(self, mix: Experts, x: Tensor) -> tuple[list[Tensor], list[Tensor]]:
-        chosen, probabilities = super()._choose(mix, x)
+    def _choose(self, operator: Experts, x: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+        chosen, probabilities = super()._choose(operator, x)
         self.choices.append(Tensor.stack(*chosen, dim=-1))
         return chosen, probabilities
 

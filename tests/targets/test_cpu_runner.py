@@ -53,7 +53,7 @@ def test_prefill_and_decode_agree_with_float32(name, tmp_path):
 def test_a_prompt_runs_what_later_tokens_need(tmp_path):
     """No attention of the last layer that stores keys, and nothing of layers that only read the caches of others."""
     weights = opened(written("gemma4 F32, rope factors", tmp_path))
-    stores = [sublayer.mix in weights.spec.caching for sublayer in weights.spec.sublayers]
+    stores = [sublayer.operator in weights.spec.caching for sublayer in weights.spec.sublayers]
     assert stores[-1 - stores[::-1].index(True) :].count(False) > 3
     model = CPUModel(weights, 64, default_pool(), 8, keep_packed=False)
     prefill, whole = (step_kernels(model, 8, whole=whole).kernels for whole in (False, True))

@@ -10,7 +10,7 @@ from importlib import import_module
 MEASUREMENTS = {
     "step_rates": "a model's steps beside llama.cpp's own bench",
     "batch_rates": "decode of several sequences at once beside decode of one",
-    "few_rates": "products of a few tokens at once beside decode's product of one",
+    "small_batch_rates": "products of a few tokens at once beside decode's product of one",
     "turn_rates": "the first token when the last message of a long conversation is edited",
     "reopen_rates": "the first token of a long conversation after a start, with its KV cache on disk",
     "batch_fidelity": "the logits of several rows beside those of each sequence alone",

@@ -62,8 +62,8 @@ class DrivenChat:
 
     async def ask(self, prompt: str, typing_s: float = 0.0) -> None:
         """Types a prompt and sends it."""
-        for letter in prompt:
-            self.app.prompt.insert(letter)
+        for token_slot in prompt:
+            self.app.prompt.insert(token_slot)
             await asyncio.sleep(typing_s)
         await self.press("enter", pause_s=0.3)
 

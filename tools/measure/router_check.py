@@ -105,20 +105,20 @@ class _Given:
     mixture of experts."""
 
     def __init__(self, reference: Reference, wanted: Sequence[Array]) -> None:
-        self._mixes, self._wanted = reference.spec.experts, wanted
-        self._scales = [reference.expert_scales(mix) for mix in self._mixes]
-        self._at, self._mix = 0, 0
+        self._experts, self._wanted = reference.spec.experts, wanted
+        self._scales = [reference.expert_scales(operator) for operator in self._experts]
+        self._at, self._next = 0, 0
 
     def __call__(self, chosen: Array, probabilities: Array, logits: Array) -> None:
-        n, mix = len(chosen), self._mixes[self._mix]
-        wanted = self._wanted[self._mix][self._at : self._at + n]
-        chosen[:] = np.argsort(-wanted, axis=-1, kind="stable")[:, : mix.used]
-        p = np.take_along_axis(softmax(logits[:, : mix.count]), chosen.astype(np.int64), -1)
-        if mix.renormalised:
+        n, operator = len(chosen), self._experts[self._next]
+        wanted = self._wanted[self._next][self._at : self._at + n]
+        chosen[:] = np.argsort(-wanted, axis=-1, kind="stable")[:, : operator.used]
+        p = np.take_along_axis(softmax(logits[:, : operator.count]), chosen.astype(np.int64), -1)
+        if operator.renormalised:
             p = p / np.maximum(p.sum(-1, keepdims=True), MIN_PROBABILITY)
-        probabilities[:] = p * self._scales[self._mix][chosen]
-        self._mix = (self._mix + 1) % len(self._mixes)
-        self._at += n if self._mix == 0 else 0
+        probabilities[:] = p * self._scales[self._next][chosen]
+        self._next = (self._next + 1) % len(self._experts)
+        self._at += n if self._next == 0 else 0
 
 
 def _agreement(reference: Reference, prompt: oracles.Prompt, stream: Array) -> str:

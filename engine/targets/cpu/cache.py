@@ -16,7 +16,7 @@ from engine.runtime.kv_blocks import BLOCK, KVGroup, blocks_of_one
 from engine.runtime.prefix_store import CHUNK
 from engine.targets.cpu.export import CachedLayer, export_blocks, import_blocks
 from engine.targets.cpu.kernels import memory
-from engine.targets.cpu.kernels.rope import Heads
+from engine.targets.cpu.kernels.rope import HeadLanes
 
 
 class CPUCache:
@@ -47,12 +47,13 @@ class CPUCache:
     # --- what the layers have ----------------------------------------------------------------------------
 
     def slots(self, window: int) -> tuple[int, int, int]:
-        """The fields `length`, `window` and `table` of the `Heads` of layers with a window, or with none (0)."""
+        """The fields `length`, `window` and `table` of the `HeadLanes` of layers with a window, or with none (0)."""
         window = self._window(window)
         return (self.groups[self._windows.index(window)].blocks + 1) * BLOCK, window, self._entries
 
-    def add(self, heads: Heads, cache_of: int | None) -> list[Tensor]:
-        """The cache that one more attention reads (`Heads.cached`): its own, or that of the attention `cache_of`."""
+    def add(self, heads: HeadLanes, cache_of: int | None) -> list[Tensor]:
+        """The cache that one more attention reads (`HeadLanes.cached`): its own, or that of the attention
+        `cache_of`."""
         if cache_of is None:
             self._caches.append([memory.zeros(n, dtype, sparse=True) for n, dtype in heads.cached])
             self.layers.append((heads, [memory.view(t) for t in self._caches[-1]]))
@@ -60,14 +61,14 @@ class CPUCache:
             self._caches.append(self._caches[cache_of])
         return self._caches[-1]
 
-    def tables(self, heads: Heads) -> Tensor:
+    def tables(self, heads: HeadLanes) -> Tensor:
         """The tables that a layer's kernels read, int32 (sequences + 1, entries)."""
         return self._tables[self._group(heads)]
 
     def _window(self, window: int) -> int:
         return window if window < self.positions else 0
 
-    def _group(self, heads: Heads) -> int:
+    def _group(self, heads: HeadLanes) -> int:
         return self._windows.index(heads.window)
 
     # --- what changes from step to step ------------------------------------------------------------------

@@ -14,10 +14,10 @@ from numpy.typing import NDArray
 
 from engine.formats.kv_format import QUANT_BLOCK
 from engine.runtime.prefix_store import CHUNK
-from engine.targets.cpu.kernels.rope import Heads
+from engine.targets.cpu.kernels.rope import HeadLanes
 
-CachedLayer = tuple[Heads, list[NDArray[Any]]]
-"""The keys and values of a layer, and their scales if there are any, as `Heads` says they lie."""
+CachedLayer = tuple[HeadLanes, list[NDArray[Any]]]
+"""The keys and values of a layer, and their scales if there are any, as `HeadLanes` says they lie."""
 
 Blocks = NDArray[np.intp]
 """The blocks of a layer that hold the tokens of a chunk."""
@@ -79,12 +79,12 @@ def _write(layer: CachedLayer, blocks: Blocks, k: NDArray[Any], v: NDArray[Any])
     _rows(heads, values)[:, blocks] = v.reshape(heads.kv, len(blocks), heads.block, heads.dim)
 
 
-def _tiles(heads: Heads, x: NDArray[Any]) -> NDArray[Any]:
+def _tiles(heads: HeadLanes, x: NDArray[Any]) -> NDArray[Any]:
     """Keys, or scales: (kv heads, blocks, vectors of slots, elements of a token, lanes)."""
     vectors = heads.block // heads.lanes
     return x.reshape(heads.kv, heads.length // heads.block, vectors, -1, heads.lanes)
 
 
-def _rows(heads: Heads, values: NDArray[Any]) -> NDArray[Any]:
+def _rows(heads: HeadLanes, values: NDArray[Any]) -> NDArray[Any]:
     """(kv heads, blocks, slots, dim)."""
     return values.reshape(heads.kv, -1, heads.block, heads.dim)

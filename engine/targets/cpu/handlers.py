@@ -1,6 +1,14 @@
 """What computes each kind of sublayer on a CPU."""
 
-from engine.description.sublayers import Attend, Beside, Delta, Dense, Experts, LayerEmbedding, Mix
+from engine.description.sublayers import (
+    Attention,
+    DeltaNet,
+    Dense,
+    Experts,
+    LayerEmbedding,
+    Operator,
+    SideBySide,
+)
 from engine.targets.cpu.sublayers.attention import AttentionHandler
 from engine.targets.cpu.sublayers.delta_net import DeltaNetHandler
 from engine.targets.cpu.sublayers.dense import DenseHandler
@@ -9,11 +17,11 @@ from engine.targets.cpu.sublayers.handler import Handler
 from engine.targets.cpu.sublayers.layer_embedding import LayerEmbeddingHandler
 from engine.targets.cpu.sublayers.side_by_side import SideBySideHandler
 
-HANDLERS: dict[type[Mix], type[Handler]] = {
-    Attend: AttentionHandler,
-    Delta: DeltaNetHandler,
+HANDLERS: dict[type[Operator], type[Handler]] = {
+    Attention: AttentionHandler,
+    DeltaNet: DeltaNetHandler,
     Dense: DenseHandler,
     Experts: ExpertsHandler,
-    Beside: SideBySideHandler,
+    SideBySide: SideBySideHandler,
     LayerEmbedding: LayerEmbeddingHandler,
 }

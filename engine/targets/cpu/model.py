@@ -101,5 +101,5 @@ class CPUModel(StepBuffers):
 def _layer(sublayer: Sublayer, loading: Loading) -> Layer:
     vector = loading.weights.vector
     norm, post_norm = (v and vector(v) for v in (sublayer.norm, sublayer.post_norm))
-    handler = HANDLERS[type(sublayer.mix)](sublayer.mix, norm, post_norm is None, loading)
+    handler = HANDLERS[type(sublayer.operator)](sublayer.operator, norm, post_norm is None, loading)
     return Layer(norm, handler, post_norm, [vector(sublayer.scale)] if sublayer.scale else [])

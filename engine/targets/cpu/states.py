@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 from tinygrad import Tensor, dtypes
 
 from engine.runtime.checkpoints import checkpoint_slots
-from engine.targets.cpu.kernels.delta_net import DeltaNet
+from engine.targets.cpu.kernels.delta_net import DeltaHeads
 from engine.targets.cpu.kernels.memory import view, zeros
 
 Floats = NDArray[np.float32]
@@ -20,7 +20,7 @@ class CPUStates:
     def __init__(self, parallel: int) -> None:
         self.parallel = parallel
         self.memory = list[Floats]()
-        self._checkpoints, self._nets = list[Floats](), list[DeltaNet]()
+        self._checkpoints, self._nets = list[Floats](), list[DeltaHeads]()
         self._positions, self._of_slots = [0] * parallel, [0] * checkpoint_slots(parallel)
 
     @property
@@ -36,7 +36,7 @@ class CPUStates:
     def state_bytes(self) -> int:
         return sum(states[0].nbytes for states in self.memory)
 
-    def add(self, net: DeltaNet) -> list[Tensor]:
+    def add(self, net: DeltaHeads) -> list[Tensor]:
         """The states and the inputs of one more layer, of all sequences."""
         self._nets.append(net)
         sizes = net.state_size, net.inputs_size

@@ -17,7 +17,7 @@ from engine.targets.cpu.kernels import memory
 from engine.targets.cpu.kernels.experts import expert_shape
 from engine.targets.cpu.kernels.product import shape_of
 from engine.targets.cpu.kernels.thread_pool import ThreadPool
-from engine.targets.cpu.kernels.weight_layout import WeightLayout
+from engine.targets.cpu.kernels.weight_layout import LaneLayout
 from engine.targets.cpu.kernels.weight_repacking import repack
 
 
@@ -26,7 +26,7 @@ class Matrix:
     """A repacked matrix, or those of all experts, of `rows` each. `shape` holds the sizes that its product reads
     (`shape_of`, `expert_shape`)."""
 
-    layout: WeightLayout
+    layout: LaneLayout
     rows: int
     cols: int
     shape: Tensor
@@ -69,7 +69,7 @@ class CPUWeights:
 
     def matrix(self, weight: Weight, first: int = 0, out_rows: int = 0, added: bool = False) -> Matrix:
         """`first`, `out_rows` and `added` as in `shape_of`; of experts, `added` says whether they have biases."""
-        layout, n_rows = WeightLayout(weight.type, self._lanes), weight.experts * weight.rows
+        layout, n_rows = LaneLayout(weight.type, self._lanes), weight.experts * weight.rows
         if weight.experts > 1:
             shape = self.sizes(*expert_shape(weight.rows, weight.cols, layout, added))
         else:
@@ -111,7 +111,7 @@ class CPUWeights:
         return LayerTables(table, self.matrix(e.projection), self.vector(e.norm), e.size, e.layers)
 
     def _table(self, weight: Weight) -> Table:
-        layout = WeightLayout(weight.type, self._lanes)
+        layout = LaneLayout(weight.type, self._lanes)
         data = memory.mapped(self._weights.mapped(weight), dtypes.uint8 if layout.format else layout.dtype)
         return Table(weight.type, weight.cols, self.sizes(weight.rows, weight.cols // layout.block), data)
 

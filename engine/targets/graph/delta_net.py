@@ -1,4 +1,4 @@
-"""Gated delta nets (`sublayers.Delta` of the description) as tensor graphs: the convolution and the delta rule.
+"""Gated delta nets (`sublayers.DeltaNet` of the description) as tensor graphs: the convolution and the delta rule.
 
 The tokens of a step read the state at once. With G the sums of the logarithms of the decays so far, and S the state
 before the step, what the delta rule adds for token t is k_t d_t^T, and
@@ -22,7 +22,7 @@ from typing import cast
 import numpy as np
 from tinygrad import Tensor, TinyJit, UOp, dtypes
 
-from engine.description.sublayers import Delta
+from engine.description.sublayers import DeltaNet
 
 
 @dataclass(frozen=True)
@@ -36,9 +36,9 @@ class DeltaState:
     """The last inputs of the convolution: (taps - 1, channels)."""
 
     @classmethod
-    def zeros(cls, mix: Delta, *copies: int) -> DeltaState:
+    def zeros(cls, operator: DeltaNet, *copies: int) -> DeltaState:
         """With `copies`, as many of them."""
-        shapes = (mix.value_heads, mix.size, mix.size), (mix.taps - 1, mix.channels)
+        shapes = (operator.value_heads, operator.size, operator.size), (operator.taps - 1, operator.channels)
         return cls(
             *(Tensor.zeros(*copies, *shape, dtype=dtypes.float32).contiguous().realize() for shape in shapes)
         )
@@ -104,28 +104,37 @@ class StateCopies:
             store_row(live, sequence, Tensor.zeros(live.shape[1:], dtype=live.dtype))
 
 
-def convolved(mix: Delta, x: Tensor, taps: Tensor, before: Tensor, count: UOp | int) -> tuple[Tensor, Tensor]:
+def convolved(
+    operator: DeltaNet, x: Tensor, taps: Tensor, before: Tensor, count: UOp | int
+) -> tuple[Tensor, Tensor]:
     """The causal convolution of x (n, channels) after its inputs `before`, and SiLU: (n, channels); and the inputs to
     be kept after `count` tokens. `taps`: (channels * taps,)."""
     n = cast(int, x.shape[0])
-    inputs, weights = before.cat(x).contiguous(), taps.reshape(mix.channels, mix.taps)
-    y = sum((inputs[j : j + n] * weights[:, j] for j in range(1, mix.taps)), start=inputs[:n] * weights[:, 0])
-    return y.silu(), inputs[count : count + mix.taps - 1]
+    inputs, weights = before.cat(x).contiguous(), taps.reshape(operator.channels, operator.taps)
+    y = sum(
+        (inputs[j : j + n] * weights[:, j] for j in range(1, operator.taps)), start=inputs[:n] * weights[:, 0]
+    )
+    return y.silu(), inputs[count : count + operator.taps - 1]
 
 
-def heads(mix: Delta, x: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+def heads(operator: DeltaNet, x: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
     """Queries, keys and values of the value heads, (value_heads, n, size) each, of channels x (n, channels)."""
-    n, of_keys = cast(int, x.shape[0]), mix.key_heads * mix.size
+    n, of_keys = cast(int, x.shape[0]), operator.key_heads * operator.size
 
     def of_values(x: Tensor) -> Tensor:
-        x = x.reshape(n, mix.key_heads, mix.size)
+        x = x.reshape(n, operator.key_heads, operator.size)
         x = x * ((x * x).sum(-1, keepdim=True) + eps).rsqrt()
-        copies = mix.value_heads // mix.key_heads
-        return x.unsqueeze(1).expand(-1, copies, -1, -1).reshape(n, mix.value_heads, mix.size).transpose(0, 1)
+        copies = operator.value_heads // operator.key_heads
+        return (
+            x.unsqueeze(1)
+            .expand(-1, copies, -1, -1)
+            .reshape(n, operator.value_heads, operator.size)
+            .transpose(0, 1)
+        )
 
     q, k = of_values(x[:, :of_keys]), of_values(x[:, of_keys : 2 * of_keys])
-    v = x[:, 2 * of_keys :].reshape(n, mix.value_heads, mix.size).transpose(0, 1)
-    return q * mix.size**-0.5, k, v
+    v = x[:, 2 * of_keys :].reshape(n, operator.value_heads, operator.size).transpose(0, 1)
+    return q * operator.size**-0.5, k, v
 
 
 def delta_rule(

@@ -15,13 +15,13 @@ from tinygrad import Device, Tensor, UOp, dtypes
 from engine.description.sublayers import (
     MIN_PROBABILITY,
     Activation,
-    Attend,
-    Beside,
-    Delta,
+    Attention,
+    DeltaNet,
     Dense,
     Experts,
     LayerEmbedding,
-    Mix,
+    Operator,
+    SideBySide,
     Vector,
     Weight,
 )
@@ -97,7 +97,7 @@ class Transformer:
             for a, width in zip(spec.caching, widths, strict=True)
         ]
         Tensor.realize(*self._caches)
-        self.states = [DeltaState.zeros(mix, sequences) for mix in spec.deltas]
+        self.states = [DeltaState.zeros(operator, sequences) for operator in spec.deltas]
 
     def rows_of(self, tokens: Sequence[int]) -> Tensor:
         """What a step of these tokens reads of the embeddings of layers, as the file holds it: uint8 (bytes,), of one
@@ -135,8 +135,8 @@ class Transformer:
         uses.add(BufferUse("embedding", "token", spec.vocab), *self._planes(spec.embedding))
         if spec.layer_embeddings:
             uses.add(BufferUse("embedding"), *self._planes(spec.layer_embeddings.projection))
-        for mix in spec.mixes():
-            for role, weights in mix.roles.items():
+        for operator in spec.operators():
+            for role, weights in operator.roles.items():
                 uses.add(BufferUse(role), *(plane for w in weights if w for plane in self._planes(w)))
         uses.add(BufferUse("norm"), *self._vectors.values())
         for a in spec.attention:
@@ -179,12 +179,15 @@ class Transformer:
             self._caches[-1],
         )
         for sublayer in spec.sublayers:
-            h, mix = x if sublayer.norm is None else self._stream_norm(x, sublayer.norm), sublayer.mix
-            y = _SUBLAYERS[type(mix)](self, mix, h, run)
+            h, operator = (
+                x if sublayer.norm is None else self._stream_norm(x, sublayer.norm),
+                sublayer.operator,
+            )
+            y = _SUBLAYERS[type(operator)](self, operator, h, run)
             x = x + (y if sublayer.post_norm is None else self._norm(y, sublayer.post_norm))
             if sublayer.scale:
                 x = x * self._vectors[sublayer.scale]
-            if not isinstance(mix, Attend):
+            if not isinstance(operator, Attention):
                 x = x.contiguous()
                 x.realize()  # layer by layer, so that tinygrad schedules the first and reuses that for the others
             yield x, run.stored
@@ -200,73 +203,83 @@ class Transformer:
         e = e.contiguous().realize()
         return [e[:, i] for i in range(of.layers)]
 
-    def _layer_embedding(self, mix: LayerEmbedding, x: Tensor, run: _Run) -> Tensor:
-        gate = self._product(mix.gate, x).gelu()
-        return self._product(mix.proj, gate * run.of_layers[mix.layer])
+    def _layer_embedding(self, operator: LayerEmbedding, x: Tensor, run: _Run) -> Tensor:
+        gate = self._product(operator.gate, x).gelu()
+        return self._product(operator.proj, gate * run.of_layers[operator.layer])
 
-    def _beside(self, mix: Beside, x: Tensor, run: _Run) -> Tensor:
+    def _beside(self, operator: SideBySide, x: Tensor, run: _Run) -> Tensor:
         """x (n, dim), which is not normed -> (n, dim)."""
-        dense = self._dense(mix.dense, self._stream_norm(x, mix.dense_norm), run)
-        h, of_router = self._stream_norm(x, mix.experts_norm), self._stream_norm(x, mix.router_scale)
-        experts = self._experts(mix.experts, h, run, of_router)
-        return self._norm(dense, mix.dense_post_norm) + self._norm(experts, mix.experts_post_norm)
+        dense = self._dense(operator.dense, self._stream_norm(x, operator.dense_norm), run)
+        h, of_router = (
+            self._stream_norm(x, operator.experts_norm),
+            self._stream_norm(x, operator.router_scale),
+        )
+        experts = self._experts(operator.experts, h, run, of_router)
+        return self._norm(dense, operator.dense_post_norm) + self._norm(experts, operator.experts_post_norm)
 
-    def _choose(self, mix: Experts, x: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+    def _choose(self, operator: Experts, x: Tensor) -> tuple[list[Tensor], list[Tensor]]:
         """The experts that the tokens x (n, dim) take, first each token's most probable one: their numbers and their
         probabilities, (n,) each."""
-        left = self._product(mix.router, x, mix.router_bias).softmax(-1).contiguous()
-        numbers = Tensor.arange(mix.count).reshape(1, -1)
+        left = self._product(operator.router, x, operator.router_bias).softmax(-1).contiguous()
+        numbers = Tensor.arange(operator.count).reshape(1, -1)
         chosen, probabilities = [], []
-        for _ in range(mix.used):
+        for _ in range(operator.used):
             best = left.argmax(-1)
             chosen.append(best.contiguous())
             probabilities.append(left.max(-1))
             left = (numbers == best.unsqueeze(-1)).where(-1.0, left).contiguous()
         return chosen, probabilities
 
-    def _experts(self, mix: Experts, x: Tensor, run: _Run, of_router: Tensor | None = None) -> Tensor:
+    def _experts(self, operator: Experts, x: Tensor, run: _Run, of_router: Tensor | None = None) -> Tensor:
         """x (n, dim), which is normed, as is what the router reads if that differs -> (n, dim). One expert for each
         token at a time."""
-        chosen, probabilities = self._choose(mix, x if of_router is None else of_router)
+        chosen, probabilities = self._choose(operator, x if of_router is None else of_router)
         total = sum(probabilities[1:], start=probabilities[0]).maximum(MIN_PROBABILITY)
         y: Tensor | None = None
         for experts, probability in zip(chosen, probabilities, strict=True):
 
             def product(weight: Weight, bias: Vector | None, x: Tensor, experts: Tensor = experts) -> Tensor:
-                y = self._matrices[weight].products_of(experts, x, mix.count)
-                return y if bias is None else y + self._vectors[bias].reshape(mix.count, -1)[experts]
+                y = self._matrices[weight].products_of(experts, x, operator.count)
+                return y if bias is None else y + self._vectors[bias].reshape(operator.count, -1)[experts]
 
-            gate, up = product(mix.gate, mix.gate_bias, x), product(mix.up, mix.up_bias, x)
-            part = product(mix.down, mix.down_bias, gated(gate, up, mix.activation).contiguous())
-            factor = probability / total if mix.renormalised else probability
-            if mix.scales:
-                factor = factor * self._vectors[mix.scales][experts]
+            gate, up = (
+                product(operator.gate, operator.gate_bias, x),
+                product(operator.up, operator.up_bias, x),
+            )
+            part = product(
+                operator.down, operator.down_bias, gated(gate, up, operator.activation).contiguous()
+            )
+            factor = probability / total if operator.renormalised else probability
+            if operator.scales:
+                factor = factor * self._vectors[operator.scales][experts]
             part = part * factor.unsqueeze(-1)
             y = part if y is None else y + part
         assert y is not None
-        if mix.shared and mix.shared_gate:
-            y = y + self._product(mix.shared_gate, x).sigmoid() * self._dense(mix.shared, x, run)
+        if operator.shared and operator.shared_gate:
+            y = y + self._product(operator.shared_gate, x).sigmoid() * self._dense(operator.shared, x, run)
         return y
 
-    def _dense(self, mix: Dense, x: Tensor, run: _Run) -> Tensor:
-        hidden = gated(self._product(mix.gate, x), self._product(mix.up, x), mix.activation)
-        return self._product(mix.down, hidden)
+    def _dense(self, operator: Dense, x: Tensor, run: _Run) -> Tensor:
+        hidden = gated(self._product(operator.gate, x), self._product(operator.up, x), operator.activation)
+        return self._product(operator.down, hidden)
 
-    def _delta(self, mix: Delta, x: Tensor, run: _Run) -> Tensor:
+    def _delta(self, operator: DeltaNet, x: Tensor, run: _Run) -> Tensor:
         """x (n, dim), which is normed -> (n, dim). The state of the sequence becomes that after the step."""
         n, v, step, states = cast(int, x.shape[0]), self._vectors, run.step, next(run.states)
         before, used = states.of(step.sequence), step.used
-        channels, inputs = convolved(mix, self._product(mix.qkv, x), v[mix.conv], before.inputs, used)
-        beta = self._product(mix.beta, x).sigmoid()
-        log_decay = v[mix.decay] * self._product(mix.alpha, x, mix.decay_bias).softplus()
+        channels, inputs = convolved(
+            operator, self._product(operator.qkv, x), v[operator.conv], before.inputs, used
+        )
+        beta = self._product(operator.beta, x).sigmoid()
+        log_decay = v[operator.decay] * self._product(operator.alpha, x, operator.decay_bias).softplus()
         is_new = (Tensor.arange(n) < used).reshape(n, 1)
         beta, log_decay = (is_new.where(t, 0.0).transpose() for t in (beta, log_decay))
-        y, state = delta_rule(*heads(mix, channels, self.spec.eps), log_decay, beta, before.state)
+        y, state = delta_rule(*heads(operator, channels, self.spec.eps), log_decay, beta, before.state)
         inputs = inputs.contiguous()
         Tensor.realize(y, state, inputs)  # they read what they are stored to
         states.store(step.sequence, DeltaState(state, inputs))
-        y = self._norm(y.transpose(0, 1), mix.norm).reshape(n, -1)
-        return self._product(mix.out, y * self._product(mix.gate, x).silu())
+        y = self._norm(y.transpose(0, 1), operator.norm).reshape(n, -1)
+        return self._product(operator.out, y * self._product(operator.gate, x).silu())
 
     def _product(self, weight: Weight, x: Tensor, bias: Vector | None = None) -> Tensor:
         y = self._matrices[weight].product(x)
@@ -294,7 +307,7 @@ class Transformer:
         a, b = x.chunk(2, dim=-1)
         return (a * cos - b * sin).cat(b * cos + a * sin, dim=-1)
 
-    def _attention(self, a: Attend, x: Tensor, run: _Run) -> Tensor:
+    def _attention(self, a: Attention, x: Tensor, run: _Run) -> Tensor:
         """The output projection of attention over x (n, dim), which is normed. New keys and values are stored in the
         layer's cache. The mask, if any, is added to the scores: (n, position + n)."""
         run.read.append(next(run.caches) if a.cache_of is None else run.read[a.cache_of])
@@ -337,12 +350,12 @@ class Transformer:
         return self._product(a.o, out, a.o_bias)
 
 
-_SUBLAYERS: dict[type[Mix], Callable[[Transformer, Any, Tensor, _Run], Tensor]] = {
-    Attend: Transformer._attention,
-    Delta: Transformer._delta,
+_SUBLAYERS: dict[type[Operator], Callable[[Transformer, Any, Tensor, _Run], Tensor]] = {
+    Attention: Transformer._attention,
+    DeltaNet: Transformer._delta,
     Dense: Transformer._dense,
     Experts: Transformer._experts,
-    Beside: Transformer._beside,
+    SideBySide: Transformer._beside,
     LayerEmbedding: Transformer._layer_embedding,
 }
 """What computes each kind of sublayer: of x (n, dim), normed if the sublayer has a norm, (n, dim)."""

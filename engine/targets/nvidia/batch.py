@@ -3,7 +3,7 @@
     embed . those of the sublayers' handlers . norm . head . next tokens
 
 Its rows are the tokens of different sequences, a small prompt whose products are bound by memory as in decode
-(`kernels.few_columns`). Attention is decode's, of each row over the blocks of its own sequence. What lies
+(`kernels.small_batch`). Attention is decode's, of each row over the blocks of its own sequence. What lies
 between is prefill's: a product leaves its sums, and the norm before the next one adds them.
 """
 
@@ -16,12 +16,12 @@ from tinygrad import Tensor, dtypes
 
 from engine.kernels.device_memory import device_zeros, overwrite
 from engine.targets.nvidia.device_sampler import DeviceSampler
-from engine.targets.nvidia.kernels.few_columns import as_logits, n_blocks
+from engine.targets.nvidia.input_scales import InputScales
 from engine.targets.nvidia.kernels.kernel_sequence import KernelSequence
 from engine.targets.nvidia.kernels.pieces import state_of
 from engine.targets.nvidia.kernels.sampling import StepRows, next_tokens
+from engine.targets.nvidia.kernels.small_batch import as_logits, n_blocks
 from engine.targets.nvidia.prefill import PrefillKernels
-from engine.targets.nvidia.prescales import Prescales
 from engine.targets.nvidia.prompt_step import Pending, RowsStep
 from engine.targets.nvidia.weights import GPUModel
 
@@ -38,8 +38,8 @@ class BatchKernels(PrefillKernels):
     sequences, and what each row is (`StepRows`). It writes the next tokens, also to its state, whose positions advance,
     and `logits`."""
 
-    def __init__(self, model: GPUModel, prescales: Prescales, context: int, rows: Sequence[int]) -> None:
-        super().__init__(model, prescales, max(rows, default=1))
+    def __init__(self, model: GPUModel, input_scales: InputScales, context: int, rows: Sequence[int]) -> None:
+        super().__init__(model, input_scales, max(rows, default=1))
         self.context_limits = [_SHORT]
         while self.context_limits[-1] < context:
             self.context_limits.append(4 * self.context_limits[-1])
@@ -50,7 +50,7 @@ class BatchKernels(PrefillKernels):
         self, rows: int, limit: int, next_ids: Tensor, sampler: DeviceSampler | None, changes: bool
     ) -> KernelSequence:
         """The kernels of a step of `rows` rows after fewer than `limit` tokens each, one of `context_limits`. It writes
-        the next tokens to `next_ids` (`StepRows.letter`): the most probable ones, or of rows that are sampled those
+        the next tokens to `next_ids` (`StepRows.token_slot`): the most probable ones, or of rows that are sampled those
         that `sampler` draws. `changes`: whether the logits of any of these are changed before."""
         model, state = self._model, self.state(rows)
         step = RowsStep(self, state, rows, limit)

@@ -10,6 +10,7 @@ from tinygrad import Tensor, dtypes
 from engine.kernels.device_memory import device_zeros
 from engine.targets.nvidia.decode_step import DecodeMemory, DecodeStep
 from engine.targets.nvidia.device_sampler import DeviceSampler
+from engine.targets.nvidia.input_scales import InputScales
 from engine.targets.nvidia.kernels.embedding import embed
 from engine.targets.nvidia.kernels.epilogues import as_logits
 from engine.targets.nvidia.kernels.kernel_sequence import KernelSequence
@@ -17,7 +18,6 @@ from engine.targets.nvidia.kernels.matrix_bytes import UNIT
 from engine.targets.nvidia.kernels.sampling import next_token
 from engine.targets.nvidia.kernels.weight_layout import QUARTER
 from engine.targets.nvidia.norms import inputs_of
-from engine.targets.nvidia.prescales import Prescales
 from engine.targets.nvidia.sublayers.attention import SHORT
 from engine.targets.nvidia.weights import GPUModel
 
@@ -27,8 +27,8 @@ _MEDIUM = 8192  # tokens: beyond `SHORT`, one captured step serves up to so many
 class DecodeKernels(DecodeMemory):
     """Builds the kernels of decode steps."""
 
-    def __init__(self, model: GPUModel, prescales: Prescales, context: int) -> None:
-        super().__init__(model.spec, prescales)
+    def __init__(self, model: GPUModel, input_scales: InputScales, context: int) -> None:
+        super().__init__(model.spec, input_scales)
         self._model, self._context = model, context
         self.context_limits = [SHORT]
         while (limit := self.context_limits[-1]) < context:

@@ -13,6 +13,7 @@ from tinygrad import Tensor, dtypes
 
 from engine.description.spec import ModelSpec
 from engine.kernels.device_memory import device_zeros
+from engine.targets.nvidia.input_scales import InputScales
 from engine.targets.nvidia.kernels.delta_net import HeadNorm
 from engine.targets.nvidia.kernels.epilogues import STORE_SQUARES, Epilogue, add_residual
 from engine.targets.nvidia.kernels.matvec import matvec
@@ -20,7 +21,6 @@ from engine.targets.nvidia.kernels.post_norm import add_normed, add_normed_block
 from engine.targets.nvidia.kernels.weight_layout import permuted_size
 from engine.targets.nvidia.matrices import Matrix, Product
 from engine.targets.nvidia.norms import Input, Norm, inputs_of
-from engine.targets.nvidia.prescales import Prescales
 from engine.targets.nvidia.step import Step, StepMemory
 
 
@@ -41,8 +41,8 @@ class DecodeMemory(StepMemory):
     attention_parts: tuple[Tensor, Tensor]
     """What attention that is split leaves for another kernel: sums and tops (`flash_attention`)."""
 
-    def __init__(self, spec: ModelSpec, prescales: Prescales) -> None:
-        super().__init__(spec, prescales)
+    def __init__(self, spec: ModelSpec, input_scales: InputScales) -> None:
+        super().__init__(spec, input_scales)
         self.state = device_zeros(3, dtypes.int32)
         self.logits = device_zeros(spec.vocab)
         self.h = device_zeros(spec.dim)
@@ -75,9 +75,9 @@ class DecodeStep(Step):
         self.memory, self.limit = memory, limit
         self._n_streams = 0
 
-    def prescale(self, matrix: Matrix) -> Tensor:
+    def input_scale(self, matrix: Matrix) -> Tensor:
         """What the input of a product with a matrix is multiplied by."""
-        return self.prescales.of(matrix.layout)
+        return self.input_scales.of(matrix.layout)
 
     def multiply(
         self,
@@ -106,7 +106,7 @@ class DecodeStep(Step):
         """Begins the stream that the next kernel leaves, which has so many blocks: its buffers for that."""
         self.stream = self.memory.stream(n_parts, self.inputs, self._n_streams % 2)
         self._n_streams += 1
-        norms = [self.prescales.norm_weight(i.norm, i.bits) for i in self.inputs]
+        norms = [self.input_scales.norm_weight(i.norm, i.bits) for i in self.inputs]
         copies = [*self.stream.inputs.values()]
         return {"stream": self.memory.h, "squares": self.stream.parts, "copies": copies, "norms": norms}
 

@@ -14,14 +14,14 @@ from engine.runtime.kv_blocks import BLOCK
 from engine.runtime.prefix_store import CHUNK
 from engine.targets.nvidia.kernels.kernel_sequence import KernelSequence
 from engine.targets.nvidia.kernels.kv_export import export_sizes, export_tokens, import_tokens
-from engine.targets.nvidia.sublayers.attention import Attention
+from engine.targets.nvidia.sublayers.attention import AttentionHandler
 
 
 class CacheExport:
     """Exports as `engine.targets.cpu.export` has them, of `layers` whose windows are among `windows`, one for each
     group. The kernels are compiled at their first use, and the buffer of an export is kept from then on."""
 
-    def __init__(self, layers: Sequence[Attention], windows: Sequence[int]) -> None:
+    def __init__(self, layers: Sequence[AttentionHandler], windows: Sequence[int]) -> None:
         self._layers, self._windows = layers, windows
 
     def export_blocks(self, tables: Sequence[Sequence[int]]) -> NDArray[np.uint8]:

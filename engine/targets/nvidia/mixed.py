@@ -16,11 +16,11 @@ from engine.kernels.device_memory import overwrite
 from engine.runtime.model_runner import Slot
 from engine.targets.nvidia.batch import BatchKernels
 from engine.targets.nvidia.device_sampler import DeviceSampler
+from engine.targets.nvidia.input_scales import InputScales
 from engine.targets.nvidia.kernels.embedding import reply_tokens
 from engine.targets.nvidia.kernels.kernel_sequence import KernelSequence
 from engine.targets.nvidia.kernels.pieces import PIECE_ROWS, rows_of, state_of
 from engine.targets.nvidia.prefill import PrefillKernels
-from engine.targets.nvidia.prescales import Prescales
 from engine.targets.nvidia.prompt_step import MixedStep, Pending
 from engine.targets.nvidia.weights import GPUModel
 
@@ -29,8 +29,8 @@ class MixedKernels(PrefillKernels):
     """Builds the kernels of prefill steps, and of steps that have replies too. Of these, the state of the replies, the
     logits and the next tokens are those of `batch`."""
 
-    def __init__(self, model: GPUModel, prescales: Prescales, chunk: int, batch: BatchKernels) -> None:
-        super().__init__(model, prescales, chunk)
+    def __init__(self, model: GPUModel, input_scales: InputScales, chunk: int, batch: BatchKernels) -> None:
+        super().__init__(model, input_scales, chunk)
         self._batch = batch
         self._piece_rows: dict[int, int] = {}
 

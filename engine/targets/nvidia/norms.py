@@ -21,8 +21,8 @@ class Norm:
 
 @dataclass(frozen=True)
 class Input:
-    """What a product reads: the stream times the weight of a norm and times a prescale
-    (`StackedMatrices.prescale_bits`)."""
+    """What a product reads: the stream times the weight of a norm and times a input_scale
+    (`StackedMatrices.input_scale_bits`)."""
 
     norm: NDArray[np.float32]
     bits: int
@@ -34,7 +34,7 @@ class Input:
 
 def inputs_of(norm: Norm, *products: Product) -> list[Input]:
     """The inputs of products after a norm."""
-    bits = {bits for product in products for bits in product.stack.prescale_bits}
+    bits = {bits for product in products for bits in product.stack.input_scale_bits}
     return [Input(norm.weight, b) for b in sorted(bits)]
 
 

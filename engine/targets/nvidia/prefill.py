@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 from tinygrad import Tensor
 
+from engine.targets.nvidia.input_scales import InputScales
 from engine.targets.nvidia.kernels.embedding import embed_prompt
 from engine.targets.nvidia.kernels.kernel_sequence import KernelSequence
-from engine.targets.nvidia.prescales import Prescales
 from engine.targets.nvidia.prompt_step import Pending, PromptMemory, PromptStep
 from engine.targets.nvidia.sublayers.handler import Layer
 from engine.targets.nvidia.weights import GPUModel
@@ -17,8 +17,8 @@ from engine.targets.nvidia.weights import GPUModel
 class PrefillKernels(PromptMemory):
     """Builds the kernels of prefill steps."""
 
-    def __init__(self, model: GPUModel, prescales: Prescales, chunk: int) -> None:
-        super().__init__(model.spec, prescales, chunk)
+    def __init__(self, model: GPUModel, input_scales: InputScales, chunk: int) -> None:
+        super().__init__(model.spec, input_scales, chunk)
         self._model = model
 
     def step(self, tokens: int) -> KernelSequence:

@@ -3,7 +3,7 @@
 A step has pieces of prompts (`PromptStep`), the last tokens of replies (`RowsStep`), or both (`MixedStep`): then the
 replies' are its first rows, and products, norms and experts do not tell them apart. A product whose result is added to
 the residual stream leaves partial sums. The norm before the next product adds them. Chunks of a few tokens, and decode
-steps of several rows, take the products of `kernels.few_columns`.
+steps of several rows, take the products of `kernels.small_batch`.
 """
 
 from __future__ import annotations
@@ -15,25 +15,25 @@ from tinygrad import Tensor, dtypes
 
 from engine.description.spec import ModelSpec
 from engine.kernels.device_memory import device_zeros, part_of
+from engine.targets.nvidia.input_scales import InputScales
 from engine.targets.nvidia.kernels.activation_order import Order
 from engine.targets.nvidia.kernels.device import multiprocessors
-from engine.targets.nvidia.kernels.few_columns import (
-    MAX_TOKENS,
-    Epilogue,
-    FewTiles,
-    activated,
-    columns_size,
-    few_columns,
-    few_tiles,
-    stored,
-)
 from engine.targets.nvidia.kernels.matmul import fragments_size, matmul, tiles_for
 from engine.targets.nvidia.kernels.pieces import state_size
 from engine.targets.nvidia.kernels.prefill import Runs, first_rows, norm_prompt
+from engine.targets.nvidia.kernels.small_batch import (
+    MAX_TOKENS,
+    SmallBatchEpilogue,
+    SmallBatchTiles,
+    activated,
+    columns_size,
+    small_batch_product,
+    small_batch_tiles,
+    stored,
+)
 from engine.targets.nvidia.kernels.uops import Activation
 from engine.targets.nvidia.matrices import Matrix, Product
 from engine.targets.nvidia.norms import Norm
-from engine.targets.nvidia.prescales import Prescales
 from engine.targets.nvidia.step import Step, StepMemory
 
 
@@ -41,8 +41,8 @@ class PromptMemory(StepMemory):
     """The memory of prefill steps, which all share. A step of up to `chunk` tokens reads `prompt`, its state
     (`kernels.pieces`), and `ids`, its tokens, int32 (chunk,)."""
 
-    def __init__(self, spec: ModelSpec, prescales: Prescales, chunk: int) -> None:
-        super().__init__(spec, prescales)
+    def __init__(self, spec: ModelSpec, input_scales: InputScales, chunk: int) -> None:
+        super().__init__(spec, input_scales)
         self.chunk = chunk
         self.prompt = device_zeros(state_size(chunk), dtypes.int32)
         self.ids = device_zeros(chunk, dtypes.int32)
@@ -114,7 +114,7 @@ class PromptStep(Step):
             bias=sums.bias,
             post_norm=pending.post_norm,
             scale=pending.scale,
-            norm=self.prescales.norm_weight(norm.weight, 0),
+            norm=self.input_scales.norm_weight(norm.weight, 0),
         )
         self.pending = None
 
@@ -122,9 +122,9 @@ class PromptStep(Step):
         """Adds a product of activations with the first `rows` rows of a matrix (0: all)."""
         tokens, rows = self.tokens, rows or part.rows
         if self.order == "columns":
-            few = few_tiles(part.layout, tokens, rows, part.cols, multiprocessors(), True)
+            few = small_batch_tiles(part.layout, tokens, rows, part.cols, multiprocessors(), True)
             out = self.buffer(name, few.splits * tokens * rows)
-            kernel = few_columns(part.layout, tokens, rows, part.cols, few, stored(rows), name)
+            kernel = small_batch_product(part.layout, tokens, rows, part.cols, few, stored(rows), name)
             self.add(kernel, out=out, x=x, planes=part.planes)
             return Sums(out, few.splits)
         tiles = tiles_for(tokens, rows, part.cols, multiprocessors(), False)
@@ -146,15 +146,20 @@ class PromptStep(Step):
         kernel = matmul(part.layout, self.tokens, part.rows, part.cols, tiles, True, "gate_up", activation)
         self.add(kernel, out=out, x=self.x, prompt=self.prompt, planes=part.planes)
 
-    def tiles(self, part: Matrix) -> FewTiles:
+    def tiles(self, part: Matrix) -> SmallBatchTiles:
         """How a product of few tokens is divided that leaves one sum."""
-        return few_tiles(part.layout, self.tokens, part.rows, part.cols, multiprocessors())
+        return small_batch_tiles(part.layout, self.tokens, part.rows, part.cols, multiprocessors())
 
     def multiply(
-        self, part: Matrix, tiles: FewTiles, epilogue: Epilogue, name: str, **others: Tensor | None
+        self,
+        part: Matrix,
+        tiles: SmallBatchTiles,
+        epilogue: SmallBatchEpilogue,
+        name: str,
+        **others: Tensor | None,
     ) -> None:
         """Adds a product of the normed stream of few tokens. `others`: the buffers of its epilogue."""
-        kernel = few_columns(part.layout, self.tokens, part.rows, part.cols, tiles, epilogue, name)
+        kernel = small_batch_product(part.layout, self.tokens, part.rows, part.cols, tiles, epilogue, name)
         self.add(kernel, x=self.x, planes=part.planes, **others)
 
     def activations(self, name: str, cols: int, order: Order | None = None) -> Tensor:

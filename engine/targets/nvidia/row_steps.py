@@ -1,7 +1,7 @@
 """Decode steps of several sequences, of which one may run ahead of the host.
 
-A step leaves its next tokens on the device, as the rows of the step after it, and in a mailbox for the host. So that
-step can be launched before the host has read them, and the device does not wait for the host.
+A step leaves its next tokens on the device, as the rows of the step after it, and in a token_slots for the host. So
+that step can be launched before the host has read them, and the device does not wait for the host.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from engine.targets.nvidia.batch import BatchKernels
 from engine.targets.nvidia.decode import DecodeKernels
 from engine.targets.nvidia.device_sampler import DeviceSampler
 from engine.targets.nvidia.kernels.kernel_sequence import KernelSequence
-from engine.targets.nvidia.kernels.mailbox import Mailbox
+from engine.targets.nvidia.kernels.token_slots import TokenSlots
 from engine.targets.nvidia.mixed import MixedKernels
 
 _ENDED = (-1,)  # the token of a row that nobody will ask for
@@ -45,8 +45,8 @@ class RowSteps:
     ) -> None:
         self._one, self._batch, self._mixed, self._sampler = one, batch, mixed, sampler
         self._counts, self._launch_graph = counts, launch
-        self._one_mailbox = Mailbox(context)
-        self._mailbox = Mailbox(2 * counts[-1])  # a step and the one ahead of it use different halves
+        self._one_token_slots = TokenSlots(context)
+        self._token_slots = TokenSlots(2 * counts[-1])  # a step and the one ahead of it use different halves
         self._rows: list[Slot] = []  # what the device has as the rows of the next step,
         self._rows_count = 1  # one for so many rows
         self._is_ahead = False  # whether that step is launched
@@ -106,8 +106,8 @@ class RowSteps:
         """Those of a step that `launch` launches."""
         sampler, changes = None if choice == "best" else self._sampler, choice == "changed"
         if count == 1:
-            return self._one.step(limit, self._one_mailbox.tensor, sampler, changes)
-        ends = self._mailbox.tensor, sampler, changes
+            return self._one.step(limit, self._one_token_slots.tensor, sampler, changes)
+        ends = self._token_slots.tensor, sampler, changes
         if size:
             return self._mixed.mixed_step(size, count, limit, *ends)
         return self._batch.rows_step(count, limit, *ends)
@@ -139,7 +139,7 @@ class RowSteps:
             self._batch.send(count, *zip(*fields, strict=True))
 
     def _launch(self, rows: Sequence[Slot], size: int = 0) -> None:
-        box, places = self._letters(rows)
+        box, places = self._slots_of(rows)
         for place in places:
             box.expect(place)
         count = self._rows_count
@@ -150,11 +150,11 @@ class RowSteps:
 
     def _take(self, rows: Sequence[Slot]) -> list[int]:
         """Waits for the next tokens of all rows of a launched step."""
-        box, places = self._letters(rows)
+        box, places = self._slots_of(rows)
         return [box.take(place) for place in places]
 
-    def _letters(self, rows: Sequence[Slot]) -> tuple[Mailbox, list[int]]:
+    def _slots_of(self, rows: Sequence[Slot]) -> tuple[TokenSlots, list[int]]:
         """Where a step leaves the next tokens of its rows."""
         if (count := self._rows_count) == 1:
-            return self._one_mailbox, [rows[0].position]
-        return self._mailbox, [row.position % 2 * count + i for i, row in enumerate(rows)]
+            return self._one_token_slots, [rows[0].position]
+        return self._token_slots, [row.position % 2 * count + i for i, row in enumerate(rows)]

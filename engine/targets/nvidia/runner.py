@@ -33,6 +33,7 @@ from engine.targets.nvidia.batch import ROW_COUNTS, BatchKernels
 from engine.targets.nvidia.decode import DecodeKernels
 from engine.targets.nvidia.device_sampler import DeviceSampler
 from engine.targets.nvidia.export import CacheExport
+from engine.targets.nvidia.input_scales import InputScales
 from engine.targets.nvidia.kernels.kernel_sequence import KernelSequence
 from engine.targets.nvidia.kernels.kv_cache import copy_block
 from engine.targets.nvidia.kernels.pieces import PIECE_ROWS
@@ -40,7 +41,6 @@ from engine.targets.nvidia.kernels.sampling import Shortlist
 from engine.targets.nvidia.kernels.weight_repacking import repacking_kernels
 from engine.targets.nvidia.memory import CHUNK_SIZES
 from engine.targets.nvidia.mixed import MixedKernels
-from engine.targets.nvidia.prescales import Prescales
 from engine.targets.nvidia.row_steps import Choice, Key, RowSteps
 from engine.targets.nvidia.schedule_search import SearchTarget, search
 from engine.targets.nvidia.states import DeviceStates
@@ -56,7 +56,7 @@ _TIMING_S = 0.03
 _CHOICES: tuple[Choice, ...] = "best", "drawn"  # of the steps that are captured before they are needed
 
 
-class FusedRunner:
+class NvidiaRunner:
     """Implements `ModelRunner`."""
 
     precompiled = True
@@ -78,11 +78,11 @@ class FusedRunner:
         self.chunk_sizes = tuple(n for n in self._sizes if n <= context_length)
         self._set_up = weights.spec, context_length, parallel, kv  # what the kernels follow from
         self._model = model = allocate(weights, context_length, self.max_chunk, parallel, kv)
-        self._prescales = Prescales()
-        self._one = DecodeKernels(model, self._prescales, context_length)
+        self._input_scales = InputScales()
+        self._one = DecodeKernels(model, self._input_scales, context_length)
         counts = self.row_counts
-        self._batch = BatchKernels(model, self._prescales, context_length, counts[1:])
-        self._prefill = MixedKernels(model, self._prescales, self.max_chunk, self._batch)
+        self._batch = BatchKernels(model, self._input_scales, context_length, counts[1:])
+        self._prefill = MixedKernels(model, self._input_scales, self.max_chunk, self._batch)
         self._sampler = DeviceSampler(Shortlist(model.spec.vocab), context_length, parallel, counts[-1])
         self._steps = RowSteps(
             self._one, self._batch, self._prefill, self._sampler, counts, context_length, self._launch
@@ -317,7 +317,7 @@ class FusedRunner:
 
     def _uses(self) -> BufferUses:
         parts = [*self._one.attention_parts, *self._prefill.attention_parts]
-        return uses_of(self._model, self._prescales, self._context, parts)
+        return uses_of(self._model, self._input_scales, self._context, parts)
 
     def _send_token(self, token: int, position: int) -> None:
         """Makes a token of sequence 0 the row of the next step."""

@@ -13,7 +13,7 @@ from engine.kernels.device_memory import device_zeros, overwrite, read_rows
 from engine.runtime.checkpoints import checkpoint_slots
 from engine.targets.nvidia.kernels.delta_net import copy_state
 from engine.targets.nvidia.kernels.kernel_sequence import KernelSequence
-from engine.targets.nvidia.sublayers.delta_net import DeltaNet
+from engine.targets.nvidia.sublayers.delta_net import DeltaNetHandler
 
 
 class DeviceStates:
@@ -21,7 +21,7 @@ class DeviceStates:
     reads the half of a memory that its position says and writes the other (`kernels.delta_net`), so one that
     ran ahead and is not needed changes nothing: it does not count."""
 
-    def __init__(self, deltas: Sequence[DeltaNet], parallel: int = 1) -> None:
+    def __init__(self, deltas: Sequence[DeltaNetHandler], parallel: int = 1) -> None:
         self.state_slots = checkpoint_slots(parallel) if deltas else 0
         self.state_bytes = sum(4 * delta.heads.half for delta in deltas)
         self._deltas, self._positions, self._of_slots = deltas, dict[int, int](), dict[int, int]()

@@ -7,15 +7,15 @@ from tinygrad.dtype import DType
 
 from engine.description.spec import ModelSpec
 from engine.kernels.device_memory import device_zeros
+from engine.targets.nvidia.input_scales import InputScales
 from engine.targets.nvidia.kernels.kernel_sequence import KernelSequence
-from engine.targets.nvidia.prescales import Prescales
 
 
 class StepMemory:
     """The memory that all steps of a kind share."""
 
-    def __init__(self, spec: ModelSpec, prescales: Prescales) -> None:
-        self.spec, self.prescales = spec, prescales
+    def __init__(self, spec: ModelSpec, input_scales: InputScales) -> None:
+        self.spec, self.input_scales = spec, input_scales
         self.scratch: dict[tuple[str, int], Tensor] = {}
 
     def buffer(self, name: str, n: int, dtype: DType = dtypes.float32) -> Tensor:
@@ -31,6 +31,6 @@ class Step:
     layer_embeddings: Tensor
 
     def __init__(self, memory: StepMemory) -> None:
-        self.spec, self.prescales, self.buffer = memory.spec, memory.prescales, memory.buffer
+        self.spec, self.input_scales, self.buffer = memory.spec, memory.input_scales, memory.buffer
         self.sequence = KernelSequence()
         self.add = self.sequence.add

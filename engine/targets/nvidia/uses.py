@@ -8,13 +8,13 @@ from tinygrad import Tensor
 
 from engine.measure.kernel_roles import BufferUse
 from engine.targets.buffer_uses import BufferUses
-from engine.targets.nvidia.prescales import Prescales
+from engine.targets.nvidia.input_scales import InputScales
 from engine.targets.nvidia.weights import GPUModel
 
 
 def uses_of(
     model: GPUModel,
-    prescales: Prescales,
+    input_scales: InputScales,
     context: int,
     attention_parts: Iterable[Tensor] = (),
 ) -> BufferUses:
@@ -26,7 +26,7 @@ def uses_of(
     tables = [table for tables in model.ropes for table in tables]
     uses.add(BufferUse("attention", "token", context), *tables, model.temperature)
     uses.add(BufferUse("attention"), *attention_parts)
-    uses.add(BufferUse("norm"), *prescales.norms.values())
+    uses.add(BufferUse("norm"), *input_scales.norms.values())
     if model.layer_tables:
         model.layer_tables.roles(uses)
     for layer in model.layers:

@@ -11,7 +11,15 @@ from typing import TypeVar
 from tinygrad import Device, Tensor
 
 from engine.description.spec import ModelSpec, Sublayer
-from engine.description.sublayers import Attend, Beside, Delta, Dense, Experts, LayerEmbedding, Mix
+from engine.description.sublayers import (
+    Attention,
+    DeltaNet,
+    Dense,
+    Experts,
+    LayerEmbedding,
+    Operator,
+    SideBySide,
+)
 from engine.formats.kv_format import KVFormat
 from engine.kernels.device_memory import DeviceCounts, to_device
 from engine.loading.weights import Weights
@@ -25,23 +33,23 @@ from engine.targets.nvidia.kernels.weight_repacking import (
 )
 from engine.targets.nvidia.matrices import Matrix, Product, product_of
 from engine.targets.nvidia.norms import Norm, no_norm
-from engine.targets.nvidia.sublayers.attention import Attention
-from engine.targets.nvidia.sublayers.delta_net import DeltaNet
-from engine.targets.nvidia.sublayers.dense import FeedForward
-from engine.targets.nvidia.sublayers.experts import Mixture
+from engine.targets.nvidia.sublayers.attention import AttentionHandler
+from engine.targets.nvidia.sublayers.delta_net import DeltaNetHandler
+from engine.targets.nvidia.sublayers.dense import DenseHandler
+from engine.targets.nvidia.sublayers.experts import ExpertsHandler
 from engine.targets.nvidia.sublayers.handler import Handler, Layer, Loading
-from engine.targets.nvidia.sublayers.layer_embedding import Embedded, LayerTables
-from engine.targets.nvidia.sublayers.side_by_side import SideBySide
+from engine.targets.nvidia.sublayers.layer_embedding import LayerEmbeddingHandler, LayerTables
+from engine.targets.nvidia.sublayers.side_by_side import SideBySideHandler
 
 _T = TypeVar("_T", bound=Handler)
 
-HANDLERS: dict[type[Mix], type[Handler]] = {
-    Attend: Attention,
-    Delta: DeltaNet,
-    Dense: FeedForward,
-    Experts: Mixture,
-    Beside: SideBySide,
-    LayerEmbedding: Embedded,
+HANDLERS: dict[type[Operator], type[Handler]] = {
+    Attention: AttentionHandler,
+    DeltaNet: DeltaNetHandler,
+    Dense: DenseHandler,
+    Experts: ExpertsHandler,
+    SideBySide: SideBySideHandler,
+    LayerEmbedding: LayerEmbeddingHandler,
 }
 """What computes a sublayer, by the class of its description."""
 
@@ -50,7 +58,8 @@ HANDLERS: dict[type[Mix], type[Handler]] = {
 class GPUModel:
     """All weights of a model and its KV cache. A tied output head is the same object as the embedding. `ropes`: the
     tables of cos and of sin of each, float32 (context, head_dim / 2). `temperature`: the factors of queries by
-    position, float32 (context,), if there is a temperature. `choices`: those of the mixtures (`Mixture.choices`)."""
+    position, float32 (context,), if there is a temperature. `choices`: those of the mixtures
+    (`ExpertsHandler.choices`)."""
 
     spec: ModelSpec
     layers: list[Layer]
@@ -74,17 +83,17 @@ class GPUModel:
         return [matrix for product in self.products for matrix in product.all_matrices]
 
     @property
-    def attention(self) -> list[Attention]:
-        return self._all(Attention)
+    def attention(self) -> list[AttentionHandler]:
+        return self._all(AttentionHandler)
 
     @property
-    def storing(self) -> list[Attention]:
+    def storing(self) -> list[AttentionHandler]:
         """The attention with a cache of its own."""
         return [a for a in self.attention if a.is_storing]
 
     @property
-    def deltas(self) -> list[DeltaNet]:
-        return self._all(DeltaNet)
+    def deltas(self) -> list[DeltaNetHandler]:
+        return self._all(DeltaNetHandler)
 
     def _all(self, kind: type[_T]) -> list[_T]:
         return [layer.handler for layer in self.layers if isinstance(layer.handler, kind)]
@@ -132,7 +141,7 @@ def allocate(
     context of `context` tokens, of which prefill takes up to `chunk` at once, in the format `kv`. Raises
     ModelFileError."""
     spec = weights.spec
-    choices = DeviceCounts([mix.count for mix in spec.experts])
+    choices = DeviceCounts([operator.count for operator in spec.experts])
     embedding = head = product_of([spec.embedding])
     if not spec.is_tied:
         head = product_of([spec.head])
@@ -154,7 +163,7 @@ def allocate(
 
 
 def _layer(sublayer: Sublayer, loading: Loading) -> Layer:
-    weights, mix = loading.weights, sublayer.mix
+    weights, operator = loading.weights, sublayer.operator
     norm = Norm(weights.vector(sublayer.norm)) if sublayer.norm else no_norm(weights.spec.dim)
     post_norm, scale = loading.vector(sublayer.post_norm), loading.vector(sublayer.scale)
-    return Layer(norm, HANDLERS[type(mix)](mix, loading), post_norm, scale)
+    return Layer(norm, HANDLERS[type(operator)](operator, loading), post_norm, scale)

@@ -14,7 +14,7 @@ from engine.targets.cpu.kernels.activations import (
 from engine.targets.cpu.kernels.kernel_sequence import KernelSequence
 from engine.targets.cpu.kernels.stream_size import UNIT
 from engine.targets.cpu.kernels.thread_pool import ThreadPool
-from engine.targets.cpu.kernels.weight_layout import WeightLayout
+from engine.targets.cpu.kernels.weight_layout import LaneLayout
 from tests.kernels.cpu.test_product import KINDS, LANES, ints
 
 TOKENS, COLS, EPS = 8, 96, 1e-6
@@ -80,7 +80,7 @@ def test_normed_rows_are_added(pool: ThreadPool, tile: int) -> None:
 
 
 def test_a_matrix_of_zeros_and_activations_of_zeros(pool: ThreadPool) -> None:
-    names = buffer_names([WeightLayout(8, LANES)], 1)
+    names = buffer_names([LaneLayout(8, LANES)], 1)
     outs = [memory.zeros(64, KINDS.get(name, dtypes.float32)) for name in names]
     step = KernelSequence(pool)
     step.add(

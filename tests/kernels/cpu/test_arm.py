@@ -16,7 +16,7 @@ from tinygrad.uop.ops import Ops
 from engine.targets.cpu.kernels import memory
 from engine.targets.cpu.kernels.activations import Quantization, buffer_names, quantize_activations
 from engine.targets.cpu.kernels.attention import attention, mask, n_parts, scratch_size
-from engine.targets.cpu.kernels.delta_net import DeltaNet, convolve, delta_net
+from engine.targets.cpu.kernels.delta_net import DeltaHeads, convolve, delta_net
 from engine.targets.cpu.kernels.experts import (
     add_experts,
     choose_experts,
@@ -27,10 +27,10 @@ from engine.targets.cpu.kernels.experts import (
 )
 from engine.targets.cpu.kernels.kernel_sequence import KernelSequence
 from engine.targets.cpu.kernels.product import product, shape_of, span_of
-from engine.targets.cpu.kernels.rope import Heads, rotate
+from engine.targets.cpu.kernels.rope import HeadLanes, rotate
 from engine.targets.cpu.kernels.stream_size import UNIT
 from engine.targets.cpu.kernels.thread_pool import ThreadPool
-from engine.targets.cpu.kernels.weight_layout import WeightLayout
+from engine.targets.cpu.kernels.weight_layout import LaneLayout
 from engine.targets.cpu.kernels.weight_repacking import repack
 from tests.kernels.cpu.test_product import KINDS, blocks_of, ints
 from tests.thorough import thorough
@@ -108,7 +108,7 @@ def random(n: int, dtype=dtypes.float32, scale: float = 1.0) -> Tensor:
 )
 @pytest.mark.parametrize("tile", [1, TILE])
 def test_products(pool: ThreadPool, kind: Type, tile: int) -> None:
-    rows, cols, layout = 24, 256, WeightLayout(kind, LANES)
+    rows, cols, layout = 24, 256, LaneLayout(kind, LANES)
     stream = repack(pool, blocks_of(kind, rows, cols)[0], layout, np.arange(rows, dtype=np.int32), cols)
     inputs = []
     for name in buffer_names([layout], tile):
@@ -125,7 +125,7 @@ def test_products(pool: ThreadPool, kind: Type, tile: int) -> None:
 def test_experts(pool: ThreadPool, tile: int) -> None:
     """Choice, groups, products and sum, of three experts."""
     count, used, rows, cols, tokens = 3, 2, 32, 64, 1 if tile == 1 else 6
-    layout, n = WeightLayout(Type.Q8_0, LANES), max_tiles(tokens, used, count, tile)
+    layout, n = LaneLayout(Type.Q8_0, LANES), max_tiles(tokens, used, count, tile)
     stream = repack(
         pool,
         blocks_of(Type.Q8_0, count * rows, cols)[0],
@@ -183,7 +183,7 @@ def test_activations(pool: ThreadPool, kind: str, tile: int) -> None:
 @pytest.mark.parametrize("tile", [1, TILE])
 @pytest.mark.parametrize("kind", ["full", "window"])
 def test_attention(pool: ThreadPool, kind: str, tile: int) -> None:
-    heads = Heads(
+    heads = HeadLanes(
         query=4,
         kv=2,
         dim=32,
@@ -197,7 +197,7 @@ def test_attention(pool: ThreadPool, kind: str, tile: int) -> None:
         key_norm=True,
     )
     if kind == "window":
-        heads = replace(heads, temperature=True, window=11, wide_norms=True, sinks=True)
+        heads = replace(heads, temperature=True, window=11, norms_over_heads=True, sinks=True)
     first = 13 if kind == "full" else 61
     state, places = [ints(1)] if tile > 1 else [], ints(*(n for t in range(tile) for n in (first + t, 1)))
     blocks, rows = ints(*[0] * 5, 3, 1, 0, 4, 2), random(tile * heads.rows)
@@ -217,7 +217,7 @@ def test_attention(pool: ThreadPool, kind: str, tile: int) -> None:
 @thorough
 @pytest.mark.parametrize("tile", [1, TILE])
 def test_delta_nets(pool: ThreadPool, tile: int) -> None:
-    net, tokens = DeltaNet(2, 4, 32, 4, 1e-6, LANES), 1 if tile == 1 else 6
+    net, tokens = DeltaHeads(2, 4, 32, 4, 1e-6, LANES), 1 if tile == 1 else 6
     x, gates = random(tokens * net.channels), random(tokens * 2 * net.gates)
     of_step = [*([ints(2, tokens)] if tile > 1 else []), ints(*[5, 0] * tokens)]
     decay = memory.array(-np.arange(LANES), dtypes.float32)

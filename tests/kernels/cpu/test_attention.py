@@ -12,7 +12,7 @@ from engine.targets.cpu.kernels import memory
 from engine.targets.cpu.kernels.attention import attention, mask, n_parts, scratch_size
 from engine.targets.cpu.kernels.kernel_sequence import CompiledSequence, KernelSequence
 from engine.targets.cpu.kernels.lanes import MAX_TILES
-from engine.targets.cpu.kernels.rope import Heads, rotate
+from engine.targets.cpu.kernels.rope import HeadLanes, rotate
 from engine.targets.cpu.kernels.step_state import SIZE, TILES
 from engine.targets.cpu.kernels.thread_pool import ThreadPool
 from tests.kernels.cpu.test_product import LANES, ints
@@ -20,13 +20,13 @@ from tests.thorough import rarely
 
 EPS = 1e-6
 UNPLACED = {"length": 0, "block": 0, "table": 0}  # `Layer` says where tokens lie
-PLAIN = Heads(query=4, kv=2, dim=32, **UNPLACED, lanes=LANES, scale=32**-0.5)
+PLAIN = HeadLanes(query=4, kv=2, dim=32, **UNPLACED, lanes=LANES, scale=32**-0.5)
 
 
 class Layer:
     """A layer's attention on the pool, and what it should be."""
 
-    def __init__(self, pool: ThreadPool, heads: Heads, positions: int) -> None:
+    def __init__(self, pool: ThreadPool, heads: HeadLanes, positions: int) -> None:
         rng, block, tokens = np.random.default_rng(1), 2 * heads.lanes, MAX_TILES * heads.lanes
         table, kept = -(-positions // block), -(-(heads.window + tokens) // block) + 2
         blocks = rng.permutation(min(table, kept) if heads.window else table)
@@ -38,7 +38,7 @@ class Layer:
         angles = rng.uniform(0, 6, (positions, h.dim // 2))
         self.cos, self.sin = np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
         self.norms = [
-            rng.standard_normal(n * h.dim if h.wide_norms else h.dim).astype(np.float32)
+            rng.standard_normal(n * h.dim if h.norms_over_heads else h.dim).astype(np.float32)
             for n in (h.query, h.kv)
         ]
         self.sinks = rng.uniform(-2, 4, h.query).astype(np.float32)
@@ -116,7 +116,7 @@ class Layer:
         return (np.rint(blocks / scales) * scales.astype(np.float16)).reshape(x.shape)
 
 
-def check(pool: ThreadPool, heads: Heads, *steps: int) -> None:
+def check(pool: ThreadPool, heads: HeadLanes, *steps: int) -> None:
     """Runs steps of so many tokens, one after another."""
     layer = Layer(pool, heads, sum(steps) + MAX_TILES * heads.lanes)
     wanted, position = layer.wanted(), 0
@@ -152,7 +152,7 @@ def test_sinks(pool: ThreadPool, window: int, lanes: int) -> None:
 @pytest.mark.parametrize(("key_norm", "lanes"), [rarely(False, 16), (True, 8)])
 def test_norms_over_all_heads(pool: ThreadPool, key_norm: bool, lanes: int) -> None:
     heads = replace(PLAIN, query=6, kv=3, dim=96, lanes=lanes, scale=96**-0.5, norm_eps=EPS)
-    check(pool, replace(heads, query_norm=True, key_norm=key_norm, wide_norms=True), 19, 1, 1)
+    check(pool, replace(heads, query_norm=True, key_norm=key_norm, norms_over_heads=True), 19, 1, 1)
 
 
 def test_scale_and_temperature(pool: ThreadPool) -> None:

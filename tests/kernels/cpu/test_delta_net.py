@@ -7,7 +7,7 @@ import pytest
 from tinygrad import dtypes
 
 from engine.targets.cpu.kernels import memory
-from engine.targets.cpu.kernels.delta_net import DeltaNet, convolve, delta_net
+from engine.targets.cpu.kernels.delta_net import DeltaHeads, convolve, delta_net
 from engine.targets.cpu.kernels.kernel_sequence import KernelSequence
 from engine.targets.cpu.kernels.step_state import SIZE, TOKENS
 from engine.targets.cpu.kernels.thread_pool import ThreadPool
@@ -19,7 +19,7 @@ EPS, MOST = 1e-6, 24
 class Layer:
     """A layer's weights, and what it computes of the rows of its products in float64."""
 
-    def __init__(self, net: DeltaNet) -> None:
+    def __init__(self, net: DeltaHeads) -> None:
         rng = np.random.default_rng(3)
         self.net = net
         self.taps = rng.normal(0, 0.7, (net.taps, net.channels)).astype(np.float32)
@@ -106,7 +106,7 @@ class Runner:
 
 @pytest.mark.parametrize(("lanes", "keys", "values", "size"), [(8, 2, 6, 32), (16, 3, 3, 128), (8, 1, 2, 40)])
 def test_chunks_of_a_prompt(pool: ThreadPool, lanes: int, keys: int, values: int, size: int) -> None:
-    layer = Layer(DeltaNet(keys, values, size, 4, EPS, lanes))
+    layer = Layer(DeltaHeads(keys, values, size, 4, EPS, lanes))
     runner = Runner(pool, layer, ((1, False), (lanes, False)))
     x, gates = layer.rows(75)
     wanted, state = layer.wanted(x, gates)
@@ -120,7 +120,7 @@ def test_chunks_of_a_prompt(pool: ThreadPool, lanes: int, keys: int, values: int
 
 def test_several_sequences(pool: ThreadPool) -> None:
     """Prompts of three sequences, then a token of some of them at a time; a fourth one is left alone."""
-    layer = Layer(DeltaNet(2, 4, 32, 4, EPS, 8))
+    layer = Layer(DeltaHeads(2, 4, 32, 4, EPS, 8))
     runner = Runner(pool, layer, ((1, False), (8, False), (4, True)))
     texts = {2: layer.rows(12), 0: layer.rows(11), 1: layer.rows(13)}
     wanted = {sequence: layer.wanted(*text)[0] for sequence, text in texts.items()}
@@ -145,7 +145,7 @@ def test_several_sequences(pool: ThreadPool) -> None:
 
 def test_gates_far_from_zero(pool: ThreadPool) -> None:
     """Decays of nearly 1, whose logarithm is exact, and of 0."""
-    layer = Layer(DeltaNet(1, 4, 32, 2, EPS, 8))
+    layer = Layer(DeltaHeads(1, 4, 32, 2, EPS, 8))
     layer.decay, layer.bias = np.array([-1e-3, -2.0, -1.0, -16.0]), np.array([-9.0, -12.0, 40.0, 3.0])
     runner = Runner(pool, layer, ((1, False),))
     x, gates = layer.rows(1)

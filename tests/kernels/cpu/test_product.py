@@ -16,7 +16,7 @@ from engine.targets.cpu.kernels.kernel_sequence import KernelSequence
 from engine.targets.cpu.kernels.product import product, shape_of, span_of
 from engine.targets.cpu.kernels.stream_size import UNIT
 from engine.targets.cpu.kernels.thread_pool import ThreadPool
-from engine.targets.cpu.kernels.weight_layout import WeightLayout
+from engine.targets.cpu.kernels.weight_layout import LaneLayout
 from engine.targets.cpu.kernels.weight_repacking import repack
 from tests.quantized_blocks import random_blocks
 from tests.thorough import rarely
@@ -36,7 +36,7 @@ def blocks_of(kind: Type, rows: int, cols: int) -> tuple[np.ndarray, np.ndarray]
 
 def packed(pool: ThreadPool, kind: Type, rows: int, cols: int, lanes: int = LANES):
     blocks, weights = blocks_of(kind, rows, cols)
-    layout = WeightLayout(kind, lanes)
+    layout = LaneLayout(kind, lanes)
     return layout, repack(pool, blocks, layout, np.arange(rows, dtype=np.int32), cols), weights
 
 
@@ -116,7 +116,7 @@ def test_columns_that_make_no_whole_spans(pool: ThreadPool) -> None:
 def test_rows_of_the_embedding(pool: ThreadPool, kind: int) -> None:
     """Repacked, and as the file holds them."""
     blocks, weights = blocks_of(Type(kind), 40, 512)
-    layout = WeightLayout(kind, LANES)
+    layout = LaneLayout(kind, LANES)
     stream = repack(pool, blocks, layout, np.arange(40, dtype=np.int32), 512)
     in_file = memory.mapped(blocks, dtypes.uint8 if layout.format else layout.dtype)
     outs, token = [memory.zeros(512, dtypes.float32) for _ in range(2)], ints(0)
@@ -164,4 +164,4 @@ def test_bytes_are_the_files(kind: int) -> None:
     block, block_bytes = gguf.GGML_QUANT_SIZES[Type(kind)]
     in_file = 64 * 1024 // block * block_bytes
     most = {Type.MXFP4: 1.06, Type.IQ4_XS: 1.08}.get(Type(kind), 1.04)
-    assert in_file <= WeightLayout(kind, LANES).size(64, 1024) * 2 <= most * in_file
+    assert in_file <= LaneLayout(kind, LANES).size(64, 1024) * 2 <= most * in_file

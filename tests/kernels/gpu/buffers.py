@@ -11,7 +11,7 @@ from engine.targets.nvidia.kernels.kernel_sequence import KernelSequence
 from engine.targets.nvidia.kernels.matrix_bytes import UNIT, units_of
 from engine.targets.nvidia.kernels.pieces import state_of
 from engine.targets.nvidia.kernels.upload import Part, upload
-from engine.targets.nvidia.kernels.weight_layout import WeightLayout, permuted_size, prescale
+from engine.targets.nvidia.kernels.weight_layout import WeightLayout, input_scale, permuted_size
 from engine.targets.nvidia.kernels.weight_repacking import MatrixSpec, TensorRows, repack
 
 FLOATS = {0: np.float32, 1: np.float16}
@@ -113,7 +113,7 @@ def laid_out(x, layout):
 
 
 def factors(layout, n):
-    return np.tile(prescale(layout.prescale_bits), units_of(n))[:n]
+    return np.tile(input_scale(layout.input_scale_bits), units_of(n))[:n]
 
 
 def close(got, wanted, tolerance=2e-6):

@@ -11,7 +11,7 @@ from engine.targets.nvidia.kernels.flash_attention import FlashSplit, flash_atte
 from engine.targets.nvidia.kernels.matmul import fragment_index, fragments_size
 from engine.targets.nvidia.kernels.matrix_bytes import UNIT
 from engine.targets.nvidia.kernels.pieces import PIECE_ROWS, rows_of
-from engine.targets.nvidia.kernels.prefill import rotate_prompt, wide_norms
+from engine.targets.nvidia.kernels.prefill import norms_over_heads, rotate_prompt
 from engine.targets.nvidia.kernels.prefill_attention import (
     PromptTiling,
     attend_prompt,
@@ -54,13 +54,13 @@ def values_of(heads, rows):
     return values / np.sqrt((values * values).mean(-1, keepdims=True) + heads.norm_eps)
 
 
-def decode_attention(position, split, h, sinks=False, wide=False):
+def decode_attention(position, split, h, sinks=False, over_heads=False):
     pool = Pool(h, [position])
     rows = rng.standard_normal(((h.rows - h.first_row) // h.dim, h.dim)).astype(np.float32)
     angles = rng.standard_normal(h.dim).astype(np.float32)
     norms = rng.standard_normal((2, h.dim)).astype(np.float32) if h.norm_eps else [None, None]
     sink = [np.resize(np.float32([-30, 0.3, 2, 40]), h.query)] if sinks else []
-    if wide:
+    if over_heads:
         norms = [rng.standard_normal((n, h.dim)).astype(np.float32) for n in (h.query, h.kv)]
     factors, temperature = temperatures(h)
     cos, sin = np.split(angles, 2)
@@ -79,10 +79,10 @@ def decode_attention(position, split, h, sinks=False, wide=False):
     ins = [*pool.buffers, all_rows, buffer(angles), buffer(pool.tables), state, *norm, *temperature]
     out, ones = zeros(permuted_size(h.query * h.dim)), buffer(np.ones(UNIT, np.float32))
     if split.splits == 1:
-        run(flash_attention(h, split, sinks, wide), out, *ins, *sink, ones)
+        run(flash_attention(h, split, sinks, over_heads), out, *ins, *sink, ones)
     else:
         sums, tops = zeros(split.splits * h.query * h.dim), zeros(split.splits * h.query * 2)
-        run(flash_attention(h, split, sinks, wide), sums, tops, *ins)
+        run(flash_attention(h, split, sinks, over_heads), sums, tops, *ins)
         run(combine(h, split.splits, sinks), out, sums, tops, ones, *sink, *[all_rows] * h.gated)
     close(out.numpy()[places(h.query * h.dim)], wanted, 1e-3)
     if h.stored != "nothing":
@@ -159,8 +159,8 @@ def check_norms_over_all_heads() -> None:
     """Norms of queries and of keys over all heads: as many heads of keys as of queries, and fewer."""
     alike = heads_of(80, 3, 3, 1e-6)
     for split in (FlashSplit(64, 1, 2, 2, 2), FlashSplit(128, 3, 2, 2, 1)):
-        decode_attention(50, split, heads_of(norm_eps=1e-6), wide=True)
-    decode_attention(50, flash_split(alike, 256, 256, 2), alike, wide=True)
+        decode_attention(50, split, heads_of(norm_eps=1e-6), over_heads=True)
+    decode_attention(50, flash_split(alike, 256, 256, 2), alike, over_heads=True)
 
 
 def check_gated_heads() -> None:
@@ -206,8 +206,8 @@ def check_sinks_of_prompts() -> None:
 
 def check_norms_over_all_heads_of_prompts() -> None:
     """Fewer elements than threads and more, with a bias; as many heads of keys as of queries, and fewer."""
-    attended_prompt(PromptTiling(1, 2, 1, 1), 21, 18, heads_of(norm_eps=1e-6), wide=True)
-    attended_prompt(PromptTiling(1, 1, 1, 1), 9, 3, heads_of(16, 20, 20, norm_eps=1e-5), wide=True)
+    attended_prompt(PromptTiling(1, 2, 1, 1), 21, 18, heads_of(norm_eps=1e-6), over_heads=True)
+    attended_prompt(PromptTiling(1, 1, 1, 1), 9, 3, heads_of(16, 20, 20, norm_eps=1e-5), over_heads=True)
 
 
 def check_prompts_of_several_sequences() -> None:
@@ -226,7 +226,7 @@ def check_pieces_of_several_prompts() -> None:
         assert 0 < prompt_tiling(h, 512, 132, 99 << 10, is_narrow=True).span(h) <= PIECE_ROWS
 
 
-def attended_prompt(cut, n, position, h, sinks=False, wide=False, others=(), before=()):
+def attended_prompt(cut, n, position, h, sinks=False, over_heads=False, others=(), before=()):
     """A piece of n tokens from `position` on, of the sequence after `others` of so many tokens. In the rows `before` it
     are pieces of other sequences: (number of tokens, position) each."""
     pieces, first = [], 0
@@ -239,8 +239,8 @@ def attended_prompt(cut, n, position, h, sinks=False, wide=False, others=(), bef
     sums = rng.standard_normal((2, tokens, h.rows)).astype(np.float32)
     cos, sin = (rng.standard_normal((CONTEXT, h.dim // 2)).astype(np.float32) for _ in range(2))
     norms = rng.standard_normal((2, h.dim)).astype(np.float32) if h.norm_eps else [None, None]
-    bias = [rng.standard_normal(total * h.dim).astype(np.float32)] if wide else []
-    if wide:
+    bias = [rng.standard_normal(total * h.dim).astype(np.float32)] if over_heads else []
+    if over_heads:
         norms = [rng.standard_normal((n_heads, h.dim)).astype(np.float32) for n_heads in (h.query, h.kv)]
     factors, temperature = temperatures(h)
     queries = zeros(tokens * h.query * h.dim, dtypes.float16)
@@ -248,10 +248,10 @@ def attended_prompt(cut, n, position, h, sinks=False, wide=False, others=(), bef
     norm = [buffer(np.concatenate(norms))] if h.norm_eps else []
     shape, biases = ((2,), (h.rows,), bool(bias)), [buffer(b) for b in bias]
     out = zeros(fragments_size(tokens, h.query * h.dim), dtypes.float16)
-    if wide:
+    if over_heads:
         norm.append(zeros(tokens * 2))
-        run(wide_norms(h, tokens, *shape), norm[1], buffer(sums), *biases)
-    kernel = rotate_prompt(h, tokens, *shape, wide)
+        run(norms_over_heads(h, tokens, *shape), norm[1], buffer(sums), *biases)
+    kernel = rotate_prompt(h, tokens, *shape, over_heads)
     ins = [prompt, *biases, *norm, *temperature]
     cache, own_tables = (pool.buffers, [tables]) if h.stored != "nothing" else ([], [])
     run(kernel, queries, *[out] * h.gated, *cache, *map(buffer, (sums, cos, sin)), *own_tables, *ins)

@@ -14,7 +14,7 @@ from engine.protocol.events import Sampling
 from engine.runtime.kv_blocks import BLOCK, KVBlocks
 from engine.runtime.model_runner import Slot
 from engine.runtime.sampling import Sampler
-from engine.targets.nvidia.runner import FusedRunner
+from engine.targets.nvidia.runner import NvidiaRunner
 from tests import generated_model
 from tests.reference import Reference, divergence
 
@@ -56,7 +56,7 @@ def hold(**shape: Any) -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = generated_model.write(Path(folder) / "model.gguf", **{"quant": "Q8_0"} | shape)
         file, reference = GGUF(path), Reference(path, CONTEXT)
-        runner = FusedRunner(Weights(file, read_spec(file), lambda _: None), CONTEXT, 3)
+        runner = NvidiaRunner(Weights(file, read_spec(file), lambda _: None), CONTEXT, 3)
     draw = np.random.default_rng(0)
     texts = [list(map(int, draw.integers(0, 100, n))) for n in (BLOCK + 3, 5, 0)]
     blocks = KVBlocks(runner)

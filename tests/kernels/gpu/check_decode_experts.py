@@ -15,7 +15,7 @@ from engine.targets.nvidia.kernels.epilogues import (
 from engine.targets.nvidia.kernels.matvec import Schedule, StackedMatrices, matvec
 from engine.targets.nvidia.kernels.prefill_experts import choose_experts
 from engine.targets.nvidia.kernels.schedules import matvec_schedule
-from engine.targets.nvidia.kernels.weight_layout import WeightLayout, permuted_size, prescale
+from engine.targets.nvidia.kernels.weight_layout import WeightLayout, input_scale, permuted_size
 from tests.kernels.gpu.buffers import buffer, close, laid_out, packed, places, rng, run, zeros
 from tests.kernels.gpu.check_products import gated
 
@@ -60,7 +60,7 @@ def check_gate_and_up_of_chosen_experts() -> None:
         layout, experts = WeightLayout(ggml_type), ChosenExperts(used, n, False, bias, least_sum)
         planes, weights = packed(ggml_type, n * rows, cols)
         biases = [rng.standard_normal((n, rows)).astype(np.float32) * 3] if bias else []
-        size, scale, logits = permuted_size(rows // 2), prescale(6), vector(n)
+        size, scale, logits = permuted_size(rows // 2), input_scale(6), vector(n)
         logits[[n - 1, n // 3]] = logits.max()
         out, stack = zeros(used * size), StackedMatrices.single(layout, rows, cols, experts)
         chosen, probabilities, choices = zeros(used, dtypes.int32), zeros(used), DeviceCounts([3, n, 5])
@@ -138,7 +138,7 @@ def check_router_beside_gate_and_up() -> None:
     (planes, router), (others, weights) = packed(0, n, cols), packed(12, 2 * width, cols)
     beside = StackedMatrices.single(layouts[1], 2 * width, cols)
     stack = StackedMatrices(((layouts[0], n),), cols, beside=beside)
-    xs, squares, scale = vector((2, cols)), np.full(3, 30, np.float32), prescale(6)
+    xs, squares, scale = vector((2, cols)), np.full(3, 30, np.float32), input_scale(6)
     logits, out = zeros(n), zeros(permuted_size(width))
     kernel = matvec(stack, Schedule(2, 4, 2), routed(n, "gelu"), "t", 3, eps)
     vectors = (laid_out(x, layout) for x, layout in zip(xs, layouts, strict=True))

@@ -12,10 +12,10 @@ from engine.targets.nvidia.kernels.delta_prefill import (
     gated_norm,
     vectors_size,
 )
-from engine.targets.nvidia.kernels.few_columns import column_index, columns_size
 from engine.targets.nvidia.kernels.matmul import fragment_index, fragments_size
 from engine.targets.nvidia.kernels.matrix_bytes import UNIT
 from engine.targets.nvidia.kernels.prefill import Runs
+from engine.targets.nvidia.kernels.small_batch import column_index, columns_size
 from engine.targets.nvidia.kernels.weight_layout import permuted_size
 from tests.kernels.gpu.buffers import buffer, close, places, prompt_index, prompt_state, rng, run, zeros
 

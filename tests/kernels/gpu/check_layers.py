@@ -10,12 +10,12 @@ from tinygrad.engine import realize
 from tinygrad.uop.ops import Ops
 
 from engine.description.architectures import read_spec
-from engine.description.sublayers import Beside, Experts
+from engine.description.sublayers import Experts, SideBySide
 from engine.formats.gguf import GGUF
 from engine.loading.weights import Weights
 from engine.model.memory_need import memory_need
 from engine.runtime.kv_blocks import KVBlocks
-from engine.targets.nvidia.runner import FusedRunner
+from engine.targets.nvidia.runner import NvidiaRunner
 from engine.targets.nvidia.sublayers.experts import chosen_experts
 from tests import generated_model
 from tests.reference import Reference, wrong_by
@@ -80,7 +80,7 @@ def hold(**shape: Any) -> None:
         path = generated_model.write(Path(folder) / "model.gguf", quant="Q8_0", **shape)
         file, reference = GGUF(path), Reference(path, CONTEXT)
     wanted = reference.streams(TOKENS)
-    runner = FusedRunner(Weights(file, read_spec(file), lambda _: None), CONTEXT)
+    runner = NvidiaRunner(Weights(file, read_spec(file), lambda _: None), CONTEXT)
     model, need = runner._model, memory_need(read_spec(file), CONTEXT, "nvidia")
     assert need.cache_bytes == sum(t.nbytes() for a in model.storing for t in a.cache)
     planes = [plane for matrix in model.matrices for plane in matrix.planes]
@@ -100,10 +100,10 @@ def hold(**shape: Any) -> None:
             realize.run_linear(UOp(Ops.LINEAR, src=tuple(calls[first:end])), jit=True)
             want = wanted[sublayer][position]
             streams.append(stream.numpy().copy())
-            mix = reference.spec.sublayers[sublayer - 1].mix if sublayer else None
-            mix = mix.experts if isinstance(mix, Beside) else mix
-            if isinstance(mix, Experts):
-                choices.append(chosen_experts(runner._one, mix.used)["experts"].numpy().copy())
+            operator = reference.spec.sublayers[sublayer - 1].operator if sublayer else None
+            operator = operator.experts if isinstance(operator, SideBySide) else operator
+            if isinstance(operator, Experts):
+                choices.append(chosen_experts(runner._one, operator.used)["experts"].numpy().copy())
             worst = np.abs(streams[-1] - want).max() / np.sqrt((want * want).mean())
             assert worst < 4e-3, f"at {position}, after sublayer {sublayer}: {worst}"
         for router, chosen in zip(reference.routers([s[None] for s in streams[:-1]]), choices, strict=True):

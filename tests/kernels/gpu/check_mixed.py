@@ -15,7 +15,7 @@ from engine.protocol.events import Sampling
 from engine.runtime.kv_blocks import KVBlocks
 from engine.runtime.model_runner import Slot
 from engine.runtime.sampling import Sampler
-from engine.targets.nvidia.runner import FusedRunner
+from engine.targets.nvidia.runner import NvidiaRunner
 from tests import generated_model
 from tests.reference import Reference, divergence
 
@@ -59,7 +59,7 @@ def hold(sizes: Sequence[int] = (32, 64, 128), **shape: Any) -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = generated_model.write(Path(folder) / "model.gguf", **{"quant": "Q8_0"} | shape)
         file, reference = GGUF(path), Reference(path, CONTEXT)
-        runner = FusedRunner(Weights(file, read_spec(file), lambda _: None), CONTEXT, 3, is_early=True)
+        runner = NvidiaRunner(Weights(file, read_spec(file), lambda _: None), CONTEXT, 3, is_early=True)
     draw = np.random.default_rng(0)
     texts = [list(map(int, draw.integers(0, 100, n))) for n in (6, 36, 22)]
     blocks = KVBlocks(runner)

@@ -18,13 +18,13 @@ from engine.runtime.model_runner import Slot
 from engine.targets import nvidia as fused
 from engine.targets.nvidia.device_sampler import DeviceSampler
 from engine.targets.nvidia.kernels.device import multiprocessors
-from engine.targets.nvidia.kernels.few_columns import columns_size
 from engine.targets.nvidia.kernels.kernel_sequence import KernelSequence
 from engine.targets.nvidia.kernels.pieces import state_size
 from engine.targets.nvidia.kernels.prefill_attention import prompt_tiling
 from engine.targets.nvidia.kernels.sampling import Shortlist
+from engine.targets.nvidia.kernels.small_batch import columns_size
 from engine.targets.nvidia.memory import CHUNK_SIZES
-from engine.targets.nvidia.runner import FusedRunner
+from engine.targets.nvidia.runner import NvidiaRunner
 from engine.targets.nvidia.weights import GPUModel
 from tests import generated_model
 from tests.reference import Reference, divergence
@@ -41,7 +41,7 @@ def check_decode_steps() -> None:
         )
         file, wanted = GGUF(path), Reference(path).logits(tokens)
     with mock.patch.object(weights, "PIECE_BYTES", 1):
-        runner = FusedRunner(Weights(file, read_spec(file), lambda _: None), 32)
+        runner = NvidiaRunner(Weights(file, read_spec(file), lambda _: None), 32)
         alternating = {m.spec.alternating: len(m.pieces) for m in runner._model.matrices if len(m.pieces) > 1}
         assert alternating.keys() == {False, True}
     runner._sampler = DeviceSampler(
@@ -56,19 +56,19 @@ def check_decode_steps() -> None:
     assert choices.sum() == 3 * used and choices.max() <= 3
 
 
-def only_looked_at(path: Path) -> FusedRunner:
+def only_looked_at(path: Path) -> NvidiaRunner:
     """A runner with a context of 32 tokens that compiles and loads nothing."""
     file = GGUF(path)
     with (
         mock.patch.object(fused.runner, "compile_once"),
         mock.patch.object(GPUModel, "begin_fill"),
-        mock.patch.object(FusedRunner, "_capture_while"),
+        mock.patch.object(NvidiaRunner, "_capture_while"),
     ):
-        return FusedRunner(Weights(file, read_spec(file), lambda _: None), 32)
+        return NvidiaRunner(Weights(file, read_spec(file), lambda _: None), 32)
 
 
 def roles_and_bytes(
-    runner: FusedRunner, sequence: KernelSequence, tokens: int, position: int
+    runner: NvidiaRunner, sequence: KernelSequence, tokens: int, position: int
 ) -> dict[str, tuple[str, int]]:
     """The role of each kernel of a step, and the bytes that it must move, by the first words of its name."""
     replay = profile.Replay(sequence.compile().src, runner._uses(), tokens, run=lambda: None)

@@ -17,7 +17,6 @@ from engine.targets.nvidia.kernels.epilogues import (
     add_residual,
     as_logits,
 )
-from engine.targets.nvidia.kernels.few_columns import column_index, columns_size
 from engine.targets.nvidia.kernels.flash_attention import flash_attention, flash_split, rows_split
 from engine.targets.nvidia.kernels.kv_cache import Heads
 from engine.targets.nvidia.kernels.layer_embeddings import gate_embeddings, layer_embeddings, stride
@@ -29,7 +28,8 @@ from engine.targets.nvidia.kernels.prefill import activate_prompt, add_normed_su
 from engine.targets.nvidia.kernels.prefill_attention import attend_prompt, prompt_tiling
 from engine.targets.nvidia.kernels.sampling import next_token
 from engine.targets.nvidia.kernels.schedules import matvec_schedule
-from engine.targets.nvidia.kernels.weight_layout import WeightLayout, permuted_size, prescale
+from engine.targets.nvidia.kernels.small_batch import column_index, columns_size
+from engine.targets.nvidia.kernels.weight_layout import WeightLayout, input_scale, permuted_size
 from tests.kernels.gpu.buffers import (
     FLOATS,
     buffer,
@@ -104,7 +104,7 @@ def check_epilogues() -> None:
     close(following.numpy()[places(rows)], (stream + y) * weight)
 
     for activation in ("silu", "gelu", "swiglu_oai"):
-        out, scale = zeros(permuted_size(rows // 2)), prescale(6)
+        out, scale = zeros(permuted_size(rows // 2)), input_scale(6)
         kernel = matvec(StackedMatrices.single(layout, rows, cols), schedule, activated(activation), "t")
         run(kernel, out, vector, buffer(scale), *planes)
         close(out.numpy()[places(rows // 2)] / scale[: rows // 2], gated(y[0::2], y[1::2], activation))
@@ -277,7 +277,7 @@ def check_embeddings_of_layers() -> None:
     wanted = gated(gate.sum(0) * sizes[0][:, None], got[2], "gelu")
     close(result.numpy()[place], wanted, 1e-3)
     planes, weights = packed(8, size)
-    x, e, scale = rng.standard_normal(256).astype(np.float32), got[2, 0], prescale(8)
+    x, e, scale = rng.standard_normal(256).astype(np.float32), got[2, 0], input_scale(8)
     out, stack = zeros(permuted_size(size)), StackedMatrices.single(layout, size, 256)
     run(
         matvec(stack, Schedule(2, 4, 2), EMBED, "t"),
@@ -303,8 +303,8 @@ def check_matrices_of_several_types() -> None:
         stack = StackedMatrices(tuple((WeightLayout(t), rows) for t, rows in kinds), cols)
         matrices = [packed(t, rows, cols) for t, rows in kinds]
         vectors = [
-            laid_out(x, next(p for p, _ in stack.matrices if p.prescale_bits == s))
-            for s in stack.prescale_bits
+            laid_out(x, next(p for p, _ in stack.matrices if p.input_scale_bits == s))
+            for s in stack.input_scale_bits
         ]
         planes = [plane for own, _ in matrices for plane in own]
         y = np.concatenate([weights.astype(np.float64) @ x for _, weights in matrices])

@@ -109,12 +109,12 @@ def check_expert_products() -> None:
             WeightLayout(ggml_type),
             WeightLayout(down_type),
         )
-        gate_up, wide = packed(ggml_type, n * 2 * width, cols * 2)
+        gate_up, over_heads = packed(ggml_type, n * 2 * width, cols * 2)
         down, narrow = packed(down_type, n * dim, width)
-        wide, narrow = wide.reshape(n, 2 * width, -1), narrow.reshape(n, dim, width)
+        over_heads, narrow = over_heads.reshape(n, 2 * width, -1), narrow.reshape(n, dim, width)
         biases = [rng.standard_normal((n, m)).astype(np.float32) * bias * 2 for m in (2 * width, dim)]
         inputs = [[buffer(b)] if bias else [] for b in biases]
-        x = (rng.standard_normal((tokens, 2 * cols)) / np.abs(wide).max() / 2).astype(np.float16)
+        x = (rng.standard_normal((tokens, 2 * cols)) / np.abs(over_heads).max() / 2).astype(np.float16)
         weights = rng.uniform(0.1, 1, (tokens, used)).astype(np.float32)
         chosen = choice(tokens, used, n, 1)
         assigned, owners = sorted_assignments(experts, chosen, live)
@@ -134,7 +134,7 @@ def check_expert_products() -> None:
         assert (out[:, live:] == 7).all()
         for token in range(live):
             for slot, e in enumerate(chosen[token]):
-                y = wide[e].astype(np.float64) @ x[token] + biases[0][e]
+                y = over_heads[e].astype(np.float64) @ x[token] + biases[0][e]
                 y = narrow[e].astype(np.float64) @ gated(y[0::2], y[1::2], activation) + biases[1][e]
                 close(out[slot, token], y * weights[token, slot], 3e-3)
 
@@ -160,9 +160,9 @@ def check_whole_mixture() -> None:
     """All kernels of a mixture, from the stream to the stream after it, with the tiles that a model gets."""
     live, tokens, used, n, width, dim, eps = 50, 64, 4, 6, 64, 512, 1e-5
     experts = expert_tiles(tokens, used, n)
-    gate_up, wide = packed(8, n * 2 * width, dim)
+    gate_up, over_heads = packed(8, n * 2 * width, dim)
     down, narrow = packed(8, n * dim, width)
-    wide, narrow = wide.reshape(n, -1, dim), narrow.reshape(n, dim, width)
+    over_heads, narrow = over_heads.reshape(n, -1, dim), narrow.reshape(n, dim, width)
     h, weight, following = rng.standard_normal((tokens, dim)), *rng.uniform(0.02, 0.05, (2, dim))
     h, weight, following = (a.astype(np.float32) for a in (h, weight, following))
     router = rng.standard_normal((n, dim)).astype(np.float32) * 4
@@ -191,7 +191,7 @@ def check_whole_mixture() -> None:
         normal = normed(token, weight, eps)
         p = np.exp(router @ normal)
         best = np.argsort(-p, kind="stable")[:used]
-        ys = (wide[e] @ normal for e in best)
+        ys = (over_heads[e] @ normal for e in best)
         hidden = [gated(y[0::2], y[1::2], "silu") for y in ys]
         added = sum(narrow[e] @ a * p[e] for e, a in zip(best, hidden, strict=True)) / p[best].sum()
         close(ours - token, added, 5e-3)

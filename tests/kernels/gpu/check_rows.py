@@ -5,21 +5,21 @@ from tinygrad import dtypes
 
 from engine.formats.kv_format import KVFormat
 from engine.targets.nvidia.kernels.decode_block import combine
-from engine.targets.nvidia.kernels.few_columns import column_index, columns_size
 from engine.targets.nvidia.kernels.flash_attention import FlashSplit, flash_attention
 from engine.targets.nvidia.kernels.kv_cache import copy_block
+from engine.targets.nvidia.kernels.small_batch import column_index, columns_size
 from tests.kernels.gpu.buffers import buffer, close, prompt_index, rng, run, zeros
 from tests.kernels.gpu.cache_layout import BLOCK, CONTEXT, Pool, cache_of, heads_of, kept, stored_in
 from tests.kernels.gpu.check_attention import temperatures, turned, values_of
 
 
-def decode(split, h, lengths, sequences, sinks=False, wide=False):
+def decode(split, h, lengths, sequences, sinks=False, over_heads=False):
     """A step of the tokens of `sequences`, after `lengths` tokens each; -1 is a row without a token."""
     pool, tokens = Pool(h, lengths), len(sequences)
     n = h.query * h.dim
     rows = rng.standard_normal((tokens, h.rows // h.dim, h.dim)).astype(np.float32)
     cos, sin = rng.standard_normal((2, CONTEXT, h.dim // 2)).astype(np.float32)
-    shapes = [(m, h.dim) for m in ((h.query, h.kv) if wide else (1, 1))]
+    shapes = [(m, h.dim) for m in ((h.query, h.kv) if over_heads else (1, 1))]
     norms = [rng.standard_normal(shape).astype(np.float32) for shape in shapes] if h.norm_eps else []
     sink = [np.resize(np.float32([-30, 0.3, 2, 40]), h.query)] if sinks else []
     factors, temperature = temperatures(h)
@@ -30,7 +30,7 @@ def decode(split, h, lengths, sequences, sinks=False, wide=False):
     ins = [*pool.buffers, buffer(rows), buffer(cos), buffer(sin), buffer(pool.tables), state]
     ins += [*norm, *temperature]
     out = zeros(columns_size(tokens, n), dtypes.float16)
-    kernel = flash_attention(h, split, sinks, wide, tokens)
+    kernel = flash_attention(h, split, sinks, over_heads, tokens)
     if split.splits == 1:
         run(kernel, out, *ins, *sink_buffer)
     else:
@@ -42,7 +42,7 @@ def decode(split, h, lengths, sequences, sinks=False, wide=False):
     for i, (s, position) in enumerate(zip(sequences, positions, strict=True)):
         if s < 0:
             continue
-        of = [x if wide else x[0] for x in norms] or [None, None]
+        of = [x if over_heads else x[0] for x in norms] or [None, None]
         q = turned(rows[i, : h.query], cos[position], sin[position], of[0]) * factors[position]
         past_k, past_v = pool.past[s]
         if h.stored == "nothing":
@@ -61,7 +61,7 @@ def decode(split, h, lengths, sequences, sinks=False, wide=False):
 def check_rows_of_several_sequences() -> None:
     """Sequences of any lengths and order, a row without a token; a window; norms and sinks."""
     decode(FlashSplit(64, 1, 2, 2, 2, 2), heads_of(32, norm_eps=1e-6), (50, 0, 33), (2, -1, 0, 1), sinks=True)
-    decode(FlashSplit(256, 3, 2, 2, 1), heads_of(norm_eps=1e-6), (130, 5), (1, 0), wide=True)
+    decode(FlashSplit(256, 3, 2, 2, 1), heads_of(norm_eps=1e-6), (130, 5), (1, 0), over_heads=True)
     decode(FlashSplit(256, 2, 2, 2, 1), heads_of(window=40, temperature=True), (130, 5), (0, 1))
 
 

@@ -75,11 +75,11 @@ def check_sampling() -> None:
             continue
         ids, masses = Sampler(wanted).candidates(logits, previous)
         edges = np.concatenate([[0], np.cumsum(masses) / masses.sum()])
-        wide = np.flatnonzero(np.diff(edges) > 3e-4)
-        wide = wide[:2].tolist() + wide[2:][-2:].tolist()
-        numbers = [x for i in wide for x in (edges[i] + 1e-4, edges[i + 1] - 1e-4)] + [1 - 2**-24]
+        over_heads = np.flatnonzero(np.diff(edges) > 3e-4)
+        over_heads = over_heads[:2].tolist() + over_heads[2:][-2:].tolist()
+        numbers = [x for i in over_heads for x in (edges[i] + 1e-4, edges[i + 1] - 1e-4)] + [1 - 2**-24]
         got, penalized = drawn_tokens(wanted, logits, previous, numbers, shortlist)
-        assert got == [ids[i] for i in wide for _ in (0, 1)] + [ids[-1]], (settings, got, ids)
+        assert got == [ids[i] for i in over_heads for _ in (0, 1)] + [ids[-1]], (settings, got, ids)
         close(penalized, Sampler(wanted)._penalized(logits, previous))
     assert not any(shortlist.suffices(Sampling(top_k=k)) for k in (0, 17))
 

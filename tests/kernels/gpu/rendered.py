@@ -31,7 +31,7 @@ from engine.loading.weights import Weights
 from engine.runtime.kv_blocks import KVBlocks
 from engine.runtime.model_runner import ModelRunner, Slot
 from engine.targets.graph.runner import GraphRunner
-from engine.targets.nvidia.kernels import few_columns as few
+from engine.targets.nvidia.kernels import small_batch as few
 from engine.targets.nvidia.kernels.chosen_experts import ChosenExperts
 from engine.targets.nvidia.kernels.decode_block import combine
 from engine.targets.nvidia.kernels.epilogues import STORE, STORE_BIASED, activate, activated, add_residual
@@ -42,7 +42,12 @@ from engine.targets.nvidia.kernels.matmul import ExpertTiles, expert_tiles, frag
 from engine.targets.nvidia.kernels.matrix_bytes import UNIT
 from engine.targets.nvidia.kernels.matvec import StackedMatrices, matvec
 from engine.targets.nvidia.kernels.post_norm import add_both, add_both_blocks, add_normed
-from engine.targets.nvidia.kernels.prefill import activate_prompt, norm_prompt, rotate_prompt, wide_norms
+from engine.targets.nvidia.kernels.prefill import (
+    activate_prompt,
+    norm_prompt,
+    norms_over_heads,
+    rotate_prompt,
+)
 from engine.targets.nvidia.kernels.prefill_attention import attend_prompt, combine_prompt, prompt_tiling
 from engine.targets.nvidia.kernels.prefill_experts import (
     choose_experts,
@@ -52,14 +57,14 @@ from engine.targets.nvidia.kernels.prefill_experts import (
 )
 from engine.targets.nvidia.kernels.schedules import matvec_schedule
 from engine.targets.nvidia.kernels.weight_layout import WeightLayout, permuted_size
-from engine.targets.nvidia.runner import FusedRunner
+from engine.targets.nvidia.runner import NvidiaRunner
 from tests import generated_model
 from tests.kernels.gpu.alignment import BASE_BYTES, prove_uops
 
 F, H = dtypes.float32, dtypes.float16
 CONTEXT = 608  # prompts in chunks of both sizes, decode near the start and deep in the context
 BLOCKS = {"block": 32, "pool": 40}
-PATHS: dict[str, Callable[[Weights, int], ModelRunner]] = {"fused": FusedRunner, "graph": GraphRunner}
+PATHS: dict[str, Callable[[Weights, int], ModelRunner]] = {"fused": NvidiaRunner, "graph": GraphRunner}
 
 
 def run_model(path: str, quant: str, layers: int) -> None:
@@ -133,8 +138,11 @@ def render_wide_norms_and_sinks() -> None:
     cache, queries = list(h.cache_planes), (tokens * size, H)
     angles, sums = [(CONTEXT * h.dim // 2, F)] * 2, (2 * tokens * rows, F)
     ints = (8 * h.table_size, dtypes.int32), (3, dtypes.int32)
-    render(wide_norms(h, tokens, (2,), (rows,), True), (2 * tokens, F), sums, (rows, F))
-    rotate, norms = rotate_prompt(h, tokens, (2,), (rows,), True, wide=True), ((h.query + h.kv) * h.dim, F)
+    render(norms_over_heads(h, tokens, (2,), (rows,), True), (2 * tokens, F), sums, (rows, F))
+    rotate, norms = (
+        rotate_prompt(h, tokens, (2,), (rows,), True, over_heads=True),
+        ((h.query + h.kv) * h.dim, F),
+    )
     render(rotate, queries, *cache, sums, *angles, *ints, (rows, F), norms, (2 * tokens, F))
     attend = attend_prompt(h, tokens, replace(prompt_tiling(h, tokens, 16), splits=1), has_sinks=True)
     render(attend, queries, queries, *cache, *ints, (h.query, F))
@@ -235,10 +243,13 @@ def render_chosen_experts() -> None:
         render(kernel, (cols, F), sums, x, *ins, *p.shapes(n * cols, width))
 
 
-def render_few_columns() -> None:
+def render_small_batch_products() -> None:
     """What a decode step of several tokens takes."""
     rows, cols = 512, 2048
-    for ggml_type, tokens, tiles in ((12, 16, few.FewTiles(2, 1, 4)), (13, 3, few.FewTiles(1, 2, 8))):
+    for ggml_type, tokens, tiles in (
+        (12, 16, few.SmallBatchTiles(2, 1, 4)),
+        (13, 3, few.SmallBatchTiles(1, 2, 8)),
+    ):
         p = WeightLayout(ggml_type)
         x, blocks = (few.columns_size(tokens, cols), H), tokens * few.n_blocks(rows, tiles)
         for epilogue, *buffers in (
@@ -246,7 +257,7 @@ def render_few_columns() -> None:
             (few.activated("silu"), (few.columns_size(tokens, rows // 2), H), x),
             (few.as_logits(30.0), (tokens * rows, F), (blocks, F), (blocks, dtypes.int32), x),
         ):
-            kernel = few.few_columns(p, tokens, rows, cols, tiles, epilogue, "t")
+            kernel = few.small_batch_product(p, tokens, rows, cols, tiles, epilogue, "t")
             render(kernel, *buffers, *p.shapes(rows, cols))
 
 
@@ -303,7 +314,7 @@ def main(path: str, folder: str, *quants: str) -> None:
             render_layers_of_gemma4()
             render_experts()
             render_chosen_experts()
-            render_few_columns()
+            render_small_batch_products()
             render_rows()
         vectors = sum(map(prove_uops, programs))
         sources = [str(program.src[2].arg) for program in programs]

@@ -26,7 +26,7 @@ CHECKS = {
 
 LONG = {  # other checks run the same kernels, in fewer steps of fewer models, or in fewer shapes
     "check_chunks_leave_the_same_state",
-    "check_few_columns_divided",
+    "check_small_batch_divided",
     "check_head_sizes",
     "check_mixed_delta_nets_and_gated_attention",
     "check_mixed_embeddings_and_shared_caches",

@@ -20,7 +20,7 @@ from engine.kernels.compilation import KernelFunction
 from engine.targets.cpu.kernels.kernel_builder import F32, I16, I32, Index, KernelBuilder, add, even_share
 from engine.targets.cpu.kernels.step_state import TILES, n_tokens
 from engine.targets.cpu.kernels.stream_size import UNIT
-from engine.targets.cpu.kernels.weight_layout import PAIRS, WeightLayout
+from engine.targets.cpu.kernels.weight_layout import PAIRS, LaneLayout
 
 # The largest quantized activation. With tiles of tokens, 8-bit scales are multiplied into 6-bit weights (Q6_K), and the
 # sum of 32 products must fit 32 bits: 32 * 128 * 16383 * 32 < 2**31.
@@ -91,7 +91,7 @@ def buffer_type(name: str) -> tuple[DType, int]:
     }[name]
 
 
-def buffer_names(layouts: Sequence[WeightLayout], tile: int) -> tuple[str, ...]:
+def buffer_names(layouts: Sequence[LaneLayout], tile: int) -> tuple[str, ...]:
     """The buffers of `Activations` that products with matrices of these layouts read."""
     formats = [layout.format for layout in layouts]
     needed = {

@@ -21,14 +21,14 @@ from tinygrad.uop.ops import Ops
 from engine.formats.kv_format import QUANT_BLOCK
 from engine.kernels.compilation import KernelFunction
 from engine.targets.cpu.kernels.kernel_builder import F32, Index, KernelBuilder
-from engine.targets.cpu.kernels.rope import Heads
+from engine.targets.cpu.kernels.rope import HeadLanes
 from engine.targets.cpu.kernels.step_state import n_tokens, position_of, sequence_of
 
 _MAX_SUMS = 16  # vectors that a loop accumulates, so that they stay in registers
 _MASKED = -1e30
 
 
-def task_shape(heads: Heads, threads: int, tile: int, rows: int = 0) -> tuple[int, int]:
+def task_shape(heads: HeadLanes, threads: int, tile: int, rows: int = 0) -> tuple[int, int]:
     """(query heads, tokens) of a task: the query heads of a group, or fewer if there are more threads than groups, and
     as many tokens as keep the registers busy."""
     shared_by = heads.query // heads.kv
@@ -41,7 +41,7 @@ def task_shape(heads: Heads, threads: int, tile: int, rows: int = 0) -> tuple[in
     return task_heads, tokens
 
 
-def n_parts(heads: Heads, threads: int, tile: int, rows: int = 0) -> int:
+def n_parts(heads: HeadLanes, threads: int, tile: int, rows: int = 0) -> int:
     """The largest number of parts for the kernel, with `rows` the only one; each part needs scratch of its own."""
     task_heads, tokens = task_shape(heads, threads, tile, rows)
     if rows:  # a loop's length must not depend on an outer loop, so each row is in parts of its own
@@ -49,14 +49,14 @@ def n_parts(heads: Heads, threads: int, tile: int, rows: int = 0) -> int:
     return min(heads.query // task_heads * (tile // tokens), 4 * threads)
 
 
-def max_blocks(heads: Heads, tokens: int) -> int:
+def max_blocks(heads: HeadLanes, tokens: int) -> int:
     """The largest number of blocks of `lanes` tokens that a task with `tokens` tokens reads."""
     if not heads.window:
         return heads.table * heads.block // heads.lanes
     return (heads.window + tokens - 2) // heads.lanes + 2
 
 
-def scratch_size(heads: Heads, threads: int, tile: int, rows: int = 0) -> int:
+def scratch_size(heads: HeadLanes, threads: int, tile: int, rows: int = 0) -> int:
     """Elements of the scratch buffer."""
     task_heads, tokens = task_shape(heads, threads, tile, rows)
     return n_parts(heads, threads, tile, rows) * task_heads * tokens * max_blocks(heads, tokens) * heads.lanes
@@ -70,11 +70,10 @@ def mask(lanes: int) -> NDArray[np.float32]:
 
 
 @functools.cache
-def attention(heads: Heads, threads: int, tile: int, rows: int = 0) -> KernelFunction:
+def attention(heads: HeadLanes, threads: int, tile: int, rows: int = 0) -> KernelFunction:
     """Buffers: out, float32 (tokens, query * dim); scratch, float32 (`scratch_size`,); the layer's cache
-    (`Heads.cached`); the tables of the sequences, int32 (sequences, heads.table); the state, unless there are `rows`;
-    the tokens' places; the queries of `rope.rotate`; `mask`; the sinks, float32 (query,), if there
-    are any."""
+    (`HeadLanes.cached`); the tables of the sequences, int32 (sequences, heads.table); the state, unless there are
+    `rows`; the tokens' places; the queries of `rope.rotate`; `mask`; the sinks, float32 (query,), if there are any."""
     h, lanes = heads, heads.lanes
     task_heads, tokens = task_shape(heads, threads, tile, rows)
     n = task_heads * tokens

@@ -27,7 +27,7 @@ _CHAINS = 2  # independent sums, since each addition waits for the one before
 
 
 @dataclass(frozen=True)
-class DeltaNet:
+class DeltaHeads:
     """The heads of a kind of layers: `keys` heads of queries and as many of keys, `values` heads of values, all of
     `size` elements, a multiple of `lanes`. Value head j reads key head j mod `keys`. `taps`: the tokens that a
     convolution reads.
@@ -69,7 +69,7 @@ class DeltaNet:
 
 
 @functools.cache
-def convolve(net: DeltaNet, tile: int, rows: bool = False) -> KernelFunction:
+def convolve(net: DeltaHeads, tile: int, rows: bool = False) -> KernelFunction:
     """The convolution, SiLU, and the norms of queries and keys; queries are multiplied by size ** -0.5. beta becomes
     sigmoid(beta), and alpha exp(decay * softplus(alpha + bias)). Buffers: queries, keys and values, float32 (tokens,
     channels), and beta and alpha, float32 (tokens, 2, gates), both changed in place; the layer's inputs; the state if
@@ -130,7 +130,7 @@ def convolve(net: DeltaNet, tile: int, rows: bool = False) -> KernelFunction:
 
 
 @functools.cache
-def delta_net(net: DeltaNet, tile: int, rows: bool = False) -> KernelFunction:
+def delta_net(net: DeltaHeads, tile: int, rows: bool = False) -> KernelFunction:
     """For each token S *= decay; S += k (beta * (v - S^T k))^T; out = norm(S^T q) * weight, of each value head.
     Buffers: out, float32 (tokens, values * size); the layer's states; the state if tile is more than 1; the tokens'
     places; what `convolve` has made of queries, keys and values, and of beta and alpha; the weight of the norm, float32

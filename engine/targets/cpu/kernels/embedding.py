@@ -23,11 +23,11 @@ from engine.targets.cpu.kernels.kernel_builder import (
 )
 from engine.targets.cpu.kernels.step_state import n_tokens
 from engine.targets.cpu.kernels.stream_size import UNIT
-from engine.targets.cpu.kernels.weight_layout import WeightLayout, as_float, bent_line
+from engine.targets.cpu.kernels.weight_layout import LaneLayout, as_float, bent_line
 
 
 @functools.cache
-def embed(layout: WeightLayout, tile: int, scale: float = 1.0) -> KernelFunction:
+def embed(layout: LaneLayout, tile: int, scale: float = 1.0) -> KernelFunction:
     """The rows times `scale`. Buffers: out, float32 (tokens, cols); the matrix's rows and its blocks in a row, int32
     (2,); the state if tile is more than 1; the tokens, int32; the matrix's stream. Tokens outside the vocabulary are
     clamped."""

@@ -27,12 +27,12 @@ from engine.targets.cpu.kernels.product import (
 )
 from engine.targets.cpu.kernels.step_state import TILES, TOKENS
 from engine.targets.cpu.kernels.stream_size import UNIT
-from engine.targets.cpu.kernels.weight_layout import WeightLayout
+from engine.targets.cpu.kernels.weight_layout import LaneLayout
 
 _LOWEST = -1e38  # less than any logit
 
 
-def expert_shape(rows: int, cols: int, layout: WeightLayout, biased: bool) -> list[int]:
+def expert_shape(rows: int, cols: int, layout: LaneLayout, biased: bool) -> list[int]:
     """The sizes that `expert_product` reads, int32 (4,): groups of rows of one expert; blocks in a row; groups that are
     multiplied together; elements of an expert's bias, or 0 if there is none."""
     assert rows % layout.lanes == 0
@@ -143,7 +143,7 @@ def group_experts(experts: int, used: int, tile: int) -> KernelFunction:
 
 
 @functools.cache
-def expert_product(layout: WeightLayout, tile: int, span: int = 1, shared: bool = False) -> KernelFunction:
+def expert_product(layout: LaneLayout, tile: int, span: int = 1, shared: bool = False) -> KernelFunction:
     """out = activations of each tile @ the matrix of its expert.T + the expert's bias. Buffers: out, float32 (tiles,
     tile, rows); the sizes (`expert_shape`); a state with the number of tiles; the expert of each tile, int32 (tiles,);
     the activations (`buffer_names`), of the first tile alone if all `shared` them; the biases, float32 (experts, rows),

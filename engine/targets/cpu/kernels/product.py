@@ -24,13 +24,13 @@ from engine.targets.cpu.kernels.kernel_builder import F32, I16, I32, Index, Kern
 from engine.targets.cpu.kernels.lanes import MAX_TILES
 from engine.targets.cpu.kernels.step_state import TILES
 from engine.targets.cpu.kernels.stream_size import UNIT
-from engine.targets.cpu.kernels.weight_layout import PAIRS, WeightLayout, as_float
+from engine.targets.cpu.kernels.weight_layout import PAIRS, LaneLayout, as_float
 
 _PAIRS_A_STEP = 2  # of columns, in the loop over tiles of tokens
 
 
 def shape_of(
-    rows: int, cols: int, layout: WeightLayout, added: bool, first: int = 0, out_rows: int = 0
+    rows: int, cols: int, layout: LaneLayout, added: bool, first: int = 0, out_rows: int = 0
 ) -> list[int]:
     """The sizes that a product reads, int32 (5,): groups of rows; blocks in a row; `first`, the row of the output that
     the matrix's first row gives; rows of the output; rows of what is `added` for each token, or 0 if all tokens add the
@@ -46,7 +46,7 @@ def span_of(cols: int) -> int:
 
 
 @functools.cache
-def product(layout: WeightLayout, tile: int, span: int = 1, biased: bool = False) -> KernelFunction:
+def product(layout: LaneLayout, tile: int, span: int = 1, biased: bool = False) -> KernelFunction:
     """out = activations @ matrix.T + added, where `added` is a residual stream, a bias or zeros. Buffers: out, float32
     (tokens, out_rows); the sizes (`shape_of`); the state if tile is more than 1; the activations (`buffer_names`); what
     is added, float32 (tokens or 1, out_rows); a bias that is added too if `biased`, float32 (out_rows,); the matrix's
@@ -95,7 +95,7 @@ class GroupOfRows(NamedTuple):
     """`lanes` rows of a matrix, and the activations that they are multiplied by."""
 
     k: KernelBuilder
-    layout: WeightLayout
+    layout: LaneLayout
     stream: UOp
     group: UOp
     blocks: UOp
@@ -261,14 +261,12 @@ def products_of_tiles(rows: GroupOfRows, tiles: Index, span: int, first_tile: In
     return totals
 
 
-def _scales_in_weights(layout: WeightLayout) -> bool:
+def _scales_in_weights(layout: LaneLayout) -> bool:
     """Whether unpacked weights include their small scales: a unit has several of them."""
     return layout.format is not None and layout.format.group < UNIT
 
 
-def _unpack_unit(
-    k: KernelBuilder, layout: WeightLayout, stream: UOp, words: UOp, out: UOp, at: Index
-) -> None:
+def _unpack_unit(k: KernelBuilder, layout: LaneLayout, stream: UOp, words: UOp, out: UOp, at: Index) -> None:
     """Stores a unit's weights as pairs of columns, int16 (16, 2 * lanes), with the offset subtracted."""
     lanes, format = k.lanes, layout.format
     assert format

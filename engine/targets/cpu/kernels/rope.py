@@ -20,13 +20,13 @@ from engine.targets.cpu.kernels.step_state import n_tokens, position_of, sequenc
 
 
 @dataclass(frozen=True)
-class Heads:
+class HeadLanes:
     """The attention heads of a kind of layers: `query` heads share `kv` heads of keys and values, of `dim` elements
     each. Scores are multiplied by `scale`. `query_norm` and `key_norm`: whether these are RMS-normed, with `norm_eps`.
-    `wide_norms`: over all heads together. `temperature`: whether queries are multiplied by a factor of their position.
-    `sinks`: each query head has a score that joins those of the keys, unscaled, and whose value is zero. `stored`:
-    without values of their own, the keys before norm and rotation are the values; with nothing, the cache is that of
-    another layer. `value_norm`: values are RMS-normed over a head.
+    `norms_over_heads`: over all heads together. `temperature`: whether queries are multiplied by a factor of their
+    position. `sinks`: each query head has a score that joins those of the keys, unscaled, and whose value is zero.
+    `stored`: without values of their own, the keys before norm and rotation are the values; with nothing, the cache is
+    that of another layer. `value_norm`: values are RMS-normed over a head.
 
     With a `window`, a query at position p sees the keys from p - window + 1 to p; 0 is no window. The cache of a layer
     has `length` slots of type `dtype`: keys (kv, length / lanes, dim, lanes), values (kv, length, dim). If it is int8,
@@ -48,7 +48,7 @@ class Heads:
     temperature: bool = False
     window: int = 0
     dtype: DType = F16
-    wide_norms: bool = False
+    norms_over_heads: bool = False
     sinks: bool = False
     stored: Literal["keys and values", "keys", "nothing"] = "keys and values"
     value_norm: bool = False
@@ -93,13 +93,13 @@ class Heads:
 
 
 @functools.cache
-def rotate(heads: Heads, tile: int) -> KernelFunction:
+def rotate(heads: HeadLanes, tile: int) -> KernelFunction:
     """Norms and rotates queries and keys, and stores keys and values in the cache. Buffers: the queries, float32
-    (tokens, query * dim), multiplied by `scale`; the layer's cache (`Heads.cached`) and the tables of the sequences,
-    int32 (sequences, heads.table), if it stores something; the state if tile is more than 1; the tokens' places; the
-    products' rows, float32 (tokens, heads.rows): queries, keys, values; cos and sin of the angles, float32 (positions,
-    dim / 2) each; of the queries' norm and of the keys' the weights, float32 (dim,) or of all heads, if there is one;
-    the temperatures, float32 (positions,), if there are any."""
+    (tokens, query * dim), multiplied by `scale`; the layer's cache (`HeadLanes.cached`) and the tables of the
+    sequences, int32 (sequences, heads.table), if it stores something; the state if tile is more than 1; the tokens'
+    places; the products' rows, float32 (tokens, heads.rows): queries, keys, values; cos and sin of the angles, float32
+    (positions, dim / 2) each; of the queries' norm and of the keys' the weights, float32 (dim,) or of all heads, if
+    there is one; the temperatures, float32 (positions,), if there are any."""
     h, half = heads, heads.dim // 2
     n = gcd(half, h.lanes)
 
@@ -117,7 +117,7 @@ def rotate(heads: Heads, tile: int) -> KernelFunction:
             at: Index, position: Index, j: UOp, weight: UOp | None, factor: UOp | None, head: Index
         ) -> tuple[UOp, UOp]:
             """n elements of a rotated head from j on, and n from j + half on."""
-            first = head * h.dim if h.wide_norms else 0  # of the head's weights
+            first = head * h.dim if h.norms_over_heads else 0  # of the head's weights
             a, b = (k.vector(rows, at + offset + j, n) for offset in (0, half))
             if weight is not None and factor is not None:
                 a, b = (
@@ -139,7 +139,7 @@ def rotate(heads: Heads, tile: int) -> KernelFunction:
             """Stores the keys and values of a token."""
             first, count = even_share(h.kv, part, parts)
             factor = None
-            if h.key_norm and h.wide_norms:
+            if h.key_norm and h.norms_over_heads:
                 factor = norm_factor(t * h.rows + h.query * h.dim, h.kv * h.dim)
             with k.loop(count) as i:
                 head = first + i
@@ -151,7 +151,7 @@ def rotate(heads: Heads, tile: int) -> KernelFunction:
                     v = k.vector(rows, at + d, n)
                     return v if by is None else v * k.load(by, 0)
 
-                if h.key_norm and not h.wide_norms:
+                if h.key_norm and not h.norms_over_heads:
                     factor = norm_factor(at, h.dim)
                 with k.loop(half // n) as j:
                     for v, offset in zip(
@@ -184,11 +184,11 @@ def rotate(heads: Heads, tile: int) -> KernelFunction:
             if h.temperature:
                 scale = k.load(rest[0], position) * h.scale
             first, count = even_share(h.query, part, parts)
-            factor = norm_factor(t * h.rows, h.query * h.dim) if h.wide_norms and h.query_norm else None
+            factor = norm_factor(t * h.rows, h.query * h.dim) if h.norms_over_heads and h.query_norm else None
             with k.loop(count) as i:
                 head = first + i
                 at = t * h.rows + head * h.dim
-                if h.query_norm and not h.wide_norms:
+                if h.query_norm and not h.norms_over_heads:
                     factor = norm_factor(at, h.dim)
                 with k.loop(half // n) as j:
                     a, b = rotated(at, position, j * n, query_norm, factor, head)

@@ -24,7 +24,7 @@ columns (Q3_K, Q6_K; for Q2_K with their minima, 4 bits each), or one scale (IQ4
 Q3_K, Q4_K and Q5_K take 4 bytes more a block of 256, 3.6 %, 2.8 % and 2.3 %; IQ4_XS 10 more, 7.4 %; MXFP4 one more a
 block of 32, 5.9 %. A float matrix is a stream of `lanes` values for each column.
 
-Integers with a codebook stay indices of 4 bits in memory, of its numbers in ascending order (`WeightLayout.codebook`):
+Integers with a codebook stay indices of 4 bits in memory, of its numbers in ascending order (`LaneLayout.codebook`):
 a line with few bends is quick to compute (`bent_line`).
 """
 
@@ -57,7 +57,7 @@ PAIRS = UNIT // 2  # of columns in a unit
 
 
 @dataclass(frozen=True)
-class WeightLayout(StreamSize):
+class LaneLayout(StreamSize):
     """The layout of matrices of a ggml type, for vectors of `lanes` rows."""
 
     @property

@@ -23,7 +23,7 @@ from engine.targets.cpu.kernels.kernel_builder import (
 )
 from engine.targets.cpu.kernels.stream_size import UNIT
 from engine.targets.cpu.kernels.thread_pool import ThreadPool
-from engine.targets.cpu.kernels.weight_layout import WeightLayout
+from engine.targets.cpu.kernels.weight_layout import LaneLayout
 
 _PARTS = 16  # of a matrix, for the threads to share
 
@@ -31,7 +31,7 @@ _PARTS = 16  # of a matrix, for the threads to share
 def repack(
     pool: ThreadPool,
     raw: NDArray[np.uint8],
-    layout: WeightLayout,
+    layout: LaneLayout,
     source_rows: NDArray[np.int32],
     cols: int,
     out: Tensor | None = None,
@@ -54,7 +54,7 @@ def repack(
 
 
 @functools.cache
-def _kernel(layout: WeightLayout) -> KernelFunction:
+def _kernel(layout: LaneLayout) -> KernelFunction:
     """Buffers: the stream; the file's bytes, uint8 (values of the file's type for floats); the source of each row,
     int32; the blocks in a row and the groups of rows, int32 (2,)."""
     lanes, format = layout.lanes, layout.format
@@ -81,9 +81,7 @@ def _kernel(layout: WeightLayout) -> KernelFunction:
     return kernel
 
 
-def _block(
-    k: KernelBuilder, layout: WeightLayout, format: Format, out: UOp, at: UOp, block_bytes: UOp
-) -> None:
+def _block(k: KernelBuilder, layout: LaneLayout, format: Format, out: UOp, at: UOp, block_bytes: UOp) -> None:
     """Writes a block of the stream at index `at`, from its `block_bytes` (bytes of a block, lanes)."""
     lanes = layout.lanes
     block = FileBlock(format, lambda n: k.vector(block_bytes, n * lanes).cast(U16))

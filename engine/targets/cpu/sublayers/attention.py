@@ -6,12 +6,12 @@ from itertools import accumulate
 
 from tinygrad import Tensor, dtypes
 
-from engine.description.sublayers import Attend
+from engine.description.sublayers import Attention
 from engine.measure.kernel_roles import BufferUse
 from engine.runtime.kv_blocks import BLOCK
 from engine.targets.buffer_uses import BufferUses
 from engine.targets.cpu.kernels.attention import attention, n_parts, scratch_size
-from engine.targets.cpu.kernels.rope import Heads, rotate
+from engine.targets.cpu.kernels.rope import HeadLanes, rotate
 from engine.targets.cpu.step_builder import StepBuilder
 from engine.targets.cpu.sublayers.handler import Handler, Loading
 
@@ -19,17 +19,17 @@ from engine.targets.cpu.sublayers.handler import Handler, Loading
 class AttentionHandler(Handler):
     """quantize · qkv · rotate · attend · quantize · o"""
 
-    def __init__(self, part: Attend, norm: Tensor | None, is_added: bool, loading: Loading) -> None:
+    def __init__(self, part: Attention, norm: Tensor | None, is_added: bool, loading: Loading) -> None:
         weights, spec, cache = loading.weights, loading.spec, loading.cache
         qkv = [weight for weight in (part.q, part.k, part.v) if weight]
         *firsts, rows = accumulate((weight.rows for weight in qkv), initial=0)
         length, window, table = cache.slots(part.window)
-        heads = self.heads = Heads(
+        heads = self.heads = HeadLanes(
             part.heads, part.kv_heads, part.head_dim, length, BLOCK, table, loading.lanes, part.scale,
             norm_eps=spec.eps, query_norm=part.q_norm is not None, key_norm=part.k_norm is not None,
             temperature=spec.temperature is not None,
             window=window, dtype=cache.dtype,
-            wide_norms=part.has_wide_norms, sinks=part.sinks is not None,
+            norms_over_heads=part.has_norms_over_heads, sinks=part.sinks is not None,
             stored="keys and values" if part.v else "keys" if part.k else "nothing", value_norm=part.has_normed_values,
         )  # fmt: skip
         biases = part.q_bias, part.k_bias, part.v_bias

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from tinygrad import Tensor
 
-from engine.description.sublayers import Delta
+from engine.description.sublayers import DeltaNet
 from engine.measure.kernel_roles import BufferUse
 from engine.targets.buffer_uses import BufferUses
-from engine.targets.cpu.kernels.delta_net import DeltaNet, convolve, delta_net
+from engine.targets.cpu.kernels.delta_net import DeltaHeads, convolve, delta_net
 from engine.targets.cpu.step_builder import StepBuilder
 from engine.targets.cpu.sublayers.handler import Handler, Loading
 from engine.targets.cpu.weights import Matrix
@@ -15,11 +15,11 @@ from engine.targets.cpu.weights import Matrix
 
 class DeltaNetHandler(Handler):
     """quantize · qkv, gate, beta, alpha · convolve · delta net · quantize · out. `_tables`: what `convolve` reads
-    beside the tokens. `_states`, `_inputs`: those of all sequences (`DeltaNet`)."""
+    beside the tokens. `_states`, `_inputs`: those of all sequences (`DeltaHeads`)."""
 
-    def __init__(self, part: Delta, norm: Tensor | None, is_added: bool, loading: Loading) -> None:
+    def __init__(self, part: DeltaNet, norm: Tensor | None, is_added: bool, loading: Loading) -> None:
         weights, heads = loading.weights, (part.key_heads, part.value_heads, part.size, part.taps)
-        net = DeltaNet(*heads, loading.spec.eps, loading.lanes)
+        net = DeltaHeads(*heads, loading.spec.eps, loading.lanes)
         self._net, self._norm, self._sequences = net, norm, loading.states.parallel
         self._states, self._inputs = loading.states.add(net)
         self._qkv, self._gate = weights.matrix(part.qkv), weights.matrix(part.gate)

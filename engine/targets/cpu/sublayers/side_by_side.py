@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tinygrad import Tensor
 
-from engine.description.sublayers import Beside
+from engine.description.sublayers import SideBySide
 from engine.measure.kernel_roles import BufferUse
 from engine.targets.buffer_uses import BufferUses
 from engine.targets.cpu.step_builder import StepBuilder
@@ -16,7 +16,7 @@ from engine.targets.cpu.sublayers.handler import Handler, Loading
 class SideBySideHandler(Handler):
     """Each of the two has a norm before and one after it, and the router one of its own."""
 
-    def __init__(self, part: Beside, norm: Tensor | None, is_added: bool, loading: Loading) -> None:
+    def __init__(self, part: SideBySide, norm: Tensor | None, is_added: bool, loading: Loading) -> None:
         vector = loading.weights.vector
         dense_norm, experts_norm = vector(part.dense_norm), vector(part.experts_norm)
         router_norm = vector(part.router_scale)

@@ -6,13 +6,13 @@ from typing import Literal
 
 from tinygrad import UOp
 
-from engine.targets.nvidia.kernels.few_columns import column_index
 from engine.targets.nvidia.kernels.matmul import fragment_index
 from engine.targets.nvidia.kernels.matrix_bytes import UNIT, units_of
+from engine.targets.nvidia.kernels.small_batch import column_index
 
 Order = Literal["fragments", "rows", "columns"]
 """Fragments of `matmul`; rows of units_of(cols) * UNIT elements, for products with experts; columns of
-`few_columns`."""
+`small_batch`."""
 
 
 def _place_in_rows(token: UOp, column: UOp, cols: int) -> UOp:

@@ -56,7 +56,7 @@ def block_buffers(
         heads.norm_eps is not None and "norms",
         heads.temperature and "temperature",
         sinks and is_whole and "sinks",
-        is_whole and not tokens and "prescale",
+        is_whole and not tokens and "input_scale",
     )
 
 
@@ -70,36 +70,36 @@ class DecodeBlock:
     float32 (`Heads.rows`,), with gates before them if heads are gated; angles, cos and sin of its angles, float32
     (dim,); tables, those of blocks, int32 (sequences, `Heads.table_size`); state, int32 (3,): token, position and
     sequence; norms, the weights of the queries' and the keys' norm, float32 (2, dim), if there are norms, or if they
-    are `wide`, over all heads together, float32 (query + kv, dim); temperature, the factors of queries by position,
-    float32 (context,), if there are any; with one split, sinks, float32 (query,), if there are any, and prescale, the
-    output's, float32 (UNIT,).
+    are `over_heads`, over all heads together, float32 (query + kv, dim); temperature, the factors of queries by
+    position, float32 (context,), if there are any; with one split, sinks, float32 (query,), if there are any, and
+    input_scale, the output's, float32 (UNIT,).
 
     A sink is a score of each query head that is not scaled and weighs no value.
 
     With `tokens`, a step of so many sequences. The rows are of all tokens, one after the other; in place of the angles
     are cos and sin, their tables, float32 (context, dim / 2). The state is int32 (4, tokens): tokens, positions,
     sequences, and whether there is a token, else it is not stored. Outputs have the results of all tokens: with one
-    split, the activations of the next product, float16 in an `order`, and no prescale; with several, sums (splits,
+    split, the activations of the next product, float16 in an `order`, and no input_scale; with several, sums (splits,
     tokens, query * dim), and scores and sums of weights (splits, tokens, query, 2).
 
-    The output with one split: out, float32, permuted and prescaled for the next product. With several, for `combine`:
+    The output with one split: out, float32, permuted and scaled for the next product. With several, for `combine`:
     sums, the weighted sums of values, float32 (splits, query * dim), and tops, for each split and query head the
     largest score and the sum of weights, float32 (splits, query, 2).
     """
 
     def __init__(
         self, heads: Heads, splits: int, group: int, thread: UOp, n_threads: int, buffers: Mapping[str, Any],
-        wide: bool = False, tokens: int = 0, order: Order = "columns",
+        over_heads: bool = False, tokens: int = 0, order: Order = "columns",
     ) -> None:  # fmt: skip
         self.outs: list[UOp] = [buffers[name] for name in ("out", "sums", "tops") if name in buffers]
         self.cache: list[UOp] = buffers["cache"]
         self.rows: UOp = buffers["rows"]
-        self.tokens, self.is_whole, self._wide, self._order = tokens, splits == 1, wide, order
+        self.tokens, self.is_whole, self._over_heads, self._order = tokens, splits == 1, over_heads, order
         angles: list[UOp] = [buffers[name] for name in ("cos", "sin", "angles") if name in buffers]
         state, temperature = buffers["state"], buffers.get("temperature")
         self.norms: UOp | None = buffers.get("norms")
         self.sinks: UOp | None = buffers.get("sinks")
-        self.prescale: UOp | None = buffers.get("prescale")
+        self.input_scale: UOp | None = buffers.get("input_scale")
         self.heads, self.group, self.thread, self.n_threads = heads, group, thread, n_threads
         blocks, blocks_of_kv = heads.query // group, heads.shared_by // group
         self.number = UOp.special(blocks * max(tokens, 1), "gidx0")
@@ -181,7 +181,7 @@ class DecodeBlock:
             load(self.rows, own + first_row(head) + e % dim) for head, e in zip(heads, indices, strict=True)
         ]
         others = [load(self.rows, own + first_row(head) + p) for head, p in zip(heads, partners, strict=True)]
-        if self.norms is not None and self._wide:
+        if self.norms is not None and self._over_heads:
             totals = self._sums_over_heads(before)
             half_threads = self.n_threads // 2
             for i, (head, e) in enumerate(zip(heads, indices, strict=True)):
@@ -289,12 +289,12 @@ class DecodeBlock:
         head: UOp,
         is_first: UOp,
         sums: tuple[UOp, UOp, UOp],
-        prescale: UOp | None,
+        input_scale: UOp | None,
         sink: UOp | None,
         gate: UOp | None,
     ) -> list[UOp]:
         """Stores an element of (query * dim), which belongs to head `first_head + head`; `is_first`: whether it is the
-        head's first. `sums`: the weighted sum of values, the sum of weights, and the largest score. `prescale`: the
+        head's first. `sums`: the weighted sum of values, the sum of weights, and the largest score. `input_scale`: the
         output's, if there is one split. `sink`, `gate`: the head's and the element's, if there are such."""
         values, weights, top = sums
         n = self.heads.query * self.heads.dim
@@ -305,8 +305,8 @@ class DecodeBlock:
         if self.is_whole and self.tokens:
             result = as_half(values / weights)
             return [store(self.outs[0], PLACES[self._order](self.token, element, n), result)]
-        if prescale is not None:
-            result = values / weights * load(prescale, element % UNIT)
+        if input_scale is not None:
+            result = values / weights * load(input_scale, element % UNIT)
             return [store(self.outs[0], permuted(element, n), result)]
         part = self.part * self.tokens + self.token if self.tokens else self.part
         index = (part * self.heads.query + self.first_head + head) * 2
@@ -322,12 +322,12 @@ def combine(
     heads: Heads, splits: int, has_sinks: bool = False, tokens: int = 0, order: Order = "columns"
 ) -> Kernel:
     """Combines the splits of decode attention. Buffers: out, sums and tops (see
-    `DecodeBlock`); prescale, the output's, float32 (UNIT,), if the step is not of several `tokens`; sinks, float32
+    `DecodeBlock`); input_scale, the output's, float32 (UNIT,), if the step is not of several `tokens`; sinks, float32
     (query,), if there are any; of gated heads, rows, those of the QKV product."""
     n, several = heads.query * heads.dim, max(tokens, 1)
 
     def kernel(
-        out: UOp, sums: UOp, tops: UOp, prescale: UOp | None, sinks: UOp | None, rows: UOp | None
+        out: UOp, sums: UOp, tops: UOp, input_scale: UOp | None, sinks: UOp | None, rows: UOp | None
     ) -> UOp:
         d, head = UOp.special(heads.dim, "lidx0"), UOp.special(heads.query, "gidx0")
         token = UOp.special(tokens, "gidx1") if tokens else UOp.const(0)
@@ -344,11 +344,11 @@ def combine(
         if rows is not None:
             value = value * sigmoid(load(rows, token * heads.rows + element))
         name = f"combine_{heads.query}_{heads.dim}_{splits}{'_sinks' * has_sinks}"
-        if prescale is None:
+        if input_scale is None:
             place = PLACES[order](token, element, n)
             return finish(f"{name}_{tokens}_{order}", [store(out, place, as_half(value))])
-        stores = [store(out, permuted(element, n), value * load(prescale, element % UNIT))]
+        stores = [store(out, permuted(element, n), value * load(input_scale, element % UNIT))]
         return finish(name, stores)
 
-    inputs = "sums", "tops", not tokens and "prescale", has_sinks and "sinks", heads.gated and "rows"
+    inputs = "sums", "tops", not tokens and "input_scale", has_sinks and "sinks", heads.gated and "rows"
     return Kernel(kernel, ("out",), inputs)

@@ -63,14 +63,14 @@ def parts_of(heads: DeltaHeads, multiprocessors: int) -> int:
 @functools.cache
 def delta_decode(heads: DeltaHeads, tokens: int = 0, parts: int = 1, order: Order = "columns") -> Kernel:
     """A delta net without its products, for one token, or for those of `tokens` sequences. Buffers: out, for one token
-    float32, permuted and prescaled for the next product, else its activations, float16 in an
+    float32, permuted and scaled for the next product, else its activations, float16 in an
     `order`; with several `parts`, for one token, it is not normed, and squares are partial
     sums of its squares, float32 (value, parts); memory, float32 (memory_size,); rows, the product with the input,
     float32 (rows,), for each token: channels, gate, beta, alpha; conv, the convolution's weights, float32 (channels,
     taps); decay and decay_bias, float32 (value,) each; norm, its weight, float32 (size,); state, that of the step:
     int32 (2,), token and position, with room for several sequences (3,) with the sequence, of several tokens (4,
-    tokens): tokens, positions, sequences, and whether there is a token; for one token prescale, the result's, float32
-    (UNIT,)."""
+    tokens): tokens, positions, sequences, and whether there is a token; for one token input_scale, the result's,
+    float32 (UNIT,)."""
     h, size, width = heads, heads.size, heads.size // parts
     per = 8 if size >= 64 else 4  # keys of a thread
     quads, groups = width // 4, size // per
@@ -79,7 +79,7 @@ def delta_decode(heads: DeltaHeads, tokens: int = 0, parts: int = 1, order: Orde
 
     def kernel(
         out: UOp, squares: UOp | None, memory: UOp, rows: UOp, conv: UOp, decay: UOp, decay_bias: UOp, norm: UOp,
-        state: UOp, prescale: UOp | None,
+        state: UOp, input_scale: UOp | None,
     ) -> UOp:  # fmt: skip
         thread, block = UOp.special(threads, "lidx0"), UOp.special(h.value * parts * max(tokens, 1), "gidx0")
         token, head = (block // h.value, block % h.value) if tokens else (UOp.const(0, INDEX), block // parts)
@@ -170,10 +170,10 @@ def delta_decode(heads: DeltaHeads, tokens: int = 0, parts: int = 1, order: Orde
             result = result * inverse_rms(total, size, h.eps)
         else:
             results.append(store(squares, block, total, thread.eq(0)))
-        if prescale is None:
+        if input_scale is None:
             results.append(store(out, PLACES[order](token, element, h.width), as_half(result), has_column))
         else:
-            scaled = result * load(prescale, element % UNIT, has_column)
+            scaled = result * load(input_scale, element % UNIT, has_column)
             results.append(store(out, permuted(element, h.width), scaled, has_column))
         n_bytes = 8 * h.width * size * max(tokens, 1)
         name = (
@@ -183,5 +183,5 @@ def delta_decode(heads: DeltaHeads, tokens: int = 0, parts: int = 1, order: Orde
         )
         return finish(name, [*moved, *results], n_bytes, n_bytes)
 
-    inputs = "rows", "conv", "decay", "decay_bias", "norm", "state", not tokens and "prescale"
+    inputs = "rows", "conv", "decay", "decay_bias", "norm", "state", not tokens and "input_scale"
     return Kernel(kernel, ("out", parts > 1 and "squares", "memory"), inputs)

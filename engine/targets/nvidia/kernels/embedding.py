@@ -34,8 +34,8 @@ def embed(
     angles in the tables of each kind of layers, which has so many pairs: `halves`. Buffers: the outs of `add_residual`
     (stream; squares, n_norm_sums partial sums of them; `copies` vectors for the first products); angles, for each kind
     cos and sin of the angles, float32 (2 * half,); state, int32 (2,): token and position; tables, for each kind those
-    of cos and of sin, float32 (context, half); norms, for each copy the first norm's weight times the prescale, float32
-    (cols,); the matrix's planes. Tokens outside the vocabulary are clamped."""
+    of cos and of sin, float32 (context, half); norms, for each copy the first norm's weight times the input_scale,
+    float32 (cols,); the matrix's planes. Tokens outside the vocabulary are clamped."""
     units = units_of(cols)
     quarters, kinds = UNIT // QUARTER, len(halves)
     assert n_norm_sums >= quarters

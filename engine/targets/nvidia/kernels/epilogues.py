@@ -137,77 +137,77 @@ def as_logits(softcap: float = 0.0) -> Epilogue:
 
 def add_residual(copies: int = 1, bias: bool = False) -> Epilogue:
     """Adds the product to the residual stream, and prepares the stream for the next products: permuted, and multiplied
-    by the next norm's weight and by their prescales. outs: stream, float32 (rows,); squares, partial sums of its
-    squares, float32 (blocks,); `copies` permuted vectors, one for each prescale; ins: norms, for each copy the norm's
-    weight times the prescale, float32 (rows,); bias, which is added to the product, float32 (rows,)."""
+    by the next norm's weight and by their input_scales. outs: stream, float32 (rows,); squares, partial sums of its
+    squares, float32 (blocks,); `copies` permuted vectors, one for each input_scale; ins: norms, for each copy the
+    norm's weight times the input_scale, float32 (rows,); bias, which is added to the product, float32 (rows,)."""
     outs, ins = ("stream", "squares", ("copies", copies)), (("norms", copies), bias and "bias")
     return Epilogue(outs, ins, 1, _add_residual)
 
 
 @functools.cache
 def activated(activation: Activation) -> Epilogue:
-    """activation(gate) * up, from rows that alternate between gate and up, permuted and prescaled for the next product.
-    outs: out, that vector, of experts (used, permuted_size(rows / 2)); ins: its prescale, float32 (UNIT,)."""
+    """activation(gate) * up, from rows that alternate between gate and up, permuted and scaled for the next product.
+    outs: out, that vector, of experts (used, permuted_size(rows / 2)); ins: its input_scale, float32 (UNIT,)."""
 
-    def stores(rows: BlockRows, out: UOp, prescale: UOp) -> list[UOp]:
+    def stores(rows: BlockRows, out: UOp, input_scale: UOp) -> list[UOp]:
         i = rows.thread
         ok = rows.valid(i, 2)
         column = rows.first // 2 + i
         value = gated(rows.product(i * 2, ok), rows.product(i * 2 + 1, ok), activation)
-        value = value * load(prescale, column % UNIT, ok)
+        value = value * load(input_scale, column % UNIT, ok)
         n = rows.total // 2
         place = permuted(column, n)
         if rows.slot is not None:
             place = place + rows.slot * permuted_size(n)
         return [store(out, place, value, ok)]
 
-    return Epilogue(("out",), ("prescale",), 2, stores)
+    return Epilogue(("out",), ("input_scale",), 2, stores)
 
 
-def _embed(rows: BlockRows, out: UOp, embedding: UOp, prescale: UOp) -> list[UOp]:
+def _embed(rows: BlockRows, out: UOp, embedding: UOp, input_scale: UOp) -> list[UOp]:
     i = rows.thread
     ok, row = rows.valid(i), rows.index(i)
-    value = gated(rows.product(i, ok), load(embedding, row, ok), "gelu") * load(prescale, row % UNIT, ok)
+    value = gated(rows.product(i, ok), load(embedding, row, ok), "gelu") * load(input_scale, row % UNIT, ok)
     return [store(out, permuted(row, rows.total), value, ok)]
 
 
-EMBED = Epilogue(("out",), ("embedding", "prescale"), 1, _embed)
-"""gelu(product) * embedding, permuted and prescaled for the next product. outs: out, that vector; ins: embedding,
-float32 (rows,); prescale, float32 (UNIT,)."""
+EMBED = Epilogue(("out",), ("embedding", "input_scale"), 1, _embed)
+"""gelu(product) * embedding, permuted and scaled for the next product. outs: out, that vector; ins: embedding,
+float32 (rows,); input_scale, float32 (UNIT,)."""
 
 
 @functools.cache
 def routed(n: int, activation: Activation) -> Epilogue:
     """Of the first `n` rows, those of a router and of a shared expert's gate, the product; of the others, which
     alternate between that expert's gate and up, as `activated`. They are another matrix. outs: logits, float32 (n,);
-    out, the vector, float32 (permuted_size((rows - n) / 2),); ins: its prescale, float32 (UNIT,)."""
+    out, the vector, float32 (permuted_size((rows - n) / 2),); ins: its input_scale, float32 (UNIT,)."""
 
-    def stores(rows: BlockRows, logits: UOp, out: UOp, prescale: UOp) -> list[UOp]:
+    def stores(rows: BlockRows, logits: UOp, out: UOp, input_scale: UOp) -> list[UOp]:
         i, is_logit = rows.thread, rows.first < n
         ok = rows.valid(i) & is_logit
         results = [store(logits, rows.index(i), rows.product(i, ok), ok)]
         ok = rows.valid(i, 2) & (rows.first >= n)
         column = ((rows.first - n) // 2 + i).maximum(0)
         value = gated(rows.product(i * 2, ok), rows.product(i * 2 + 1, ok), activation)
-        value = value * load(prescale, column % UNIT, ok)
+        value = value * load(input_scale, column % UNIT, ok)
         return [*results, store(out, permuted(column, (rows.total - n) // 2), value, ok)]
 
-    return Epilogue(("logits", "out"), ("prescale",), 2, stores)
+    return Epilogue(("logits", "out"), ("input_scale",), 2, stores)
 
 
 @functools.cache
 def activate(n: int, activation: Activation = "silu", threads: int = 256) -> Kernel:
-    """activation(gate) * up, if the two are separate matrices. Buffers: out, permuted and prescaled; rows, gate and
-    then up, float32 (2 * n,); prescale, float32 (UNIT,)."""
+    """activation(gate) * up, if the two are separate matrices. Buffers: out, permuted and scaled; rows, gate and
+    then up, float32 (2 * n,); input_scale, float32 (UNIT,)."""
 
-    def kernel(out: UOp, rows: UOp, prescale: UOp) -> UOp:
+    def kernel(out: UOp, rows: UOp, input_scale: UOp) -> UOp:
         column = UOp.special(-(-n // threads), "gidx0") * threads + UOp.special(threads, "lidx0")
         ok = None if n % threads == 0 else column < n
         value = gated(load(rows, column, ok), load(rows, column + n, ok), activation)
-        value = value * load(prescale, column % UNIT, ok)
+        value = value * load(input_scale, column % UNIT, ok)
         return finish(f"activate_{n}", [store(out, permuted(column, n), value, ok)])
 
-    return Kernel(kernel, ("out",), ("rows", "prescale"))
+    return Kernel(kernel, ("out",), ("rows", "input_scale"))
 
 
 def argmax(candidates: Sequence[tuple[UOp, UOp]]) -> tuple[UOp, UOp]:

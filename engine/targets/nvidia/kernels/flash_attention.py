@@ -160,7 +160,7 @@ def _blocks(heads: Heads) -> tuple[int, int, int, int, int]:
 
 @functools.cache
 def flash_attention(
-    heads: Heads, split: FlashSplit, sinks: bool = False, wide: bool = False, tokens: int = 0,
+    heads: Heads, split: FlashSplit, sinks: bool = False, over_heads: bool = False, tokens: int = 0,
     order: Order = "columns",
 ) -> Kernel:  # fmt: skip
     """Attention of one new token on tensor cores, or of those of `tokens` sequences. Buffers: see `DecodeBlock`."""
@@ -175,7 +175,7 @@ def flash_attention(
         lane, all_warps = UOp.special(32, "lidx0"), UOp.special(warps * ways, "lidx1")
         thread, g, t = all_warps * 32 + lane, lane // 4, lane % 4
         warp, way = (all_warps // ways, all_warps % ways) if ways > 1 else (all_warps, UOp.const(0))
-        block = DecodeBlock(h, split.splits, group, thread, n_threads, buffers, wide, tokens, order)
+        block = DecodeBlock(h, split.splits, group, thread, n_threads, buffers, over_heads, tokens, order)
         run = UOp.special(split.across, "gidx2") if split.across > 1 else UOp.const(0)
         cache = fragments(block, g, t, (way * own_dims, own_dims), (run * width + way * own_width, own_width))
 
@@ -209,9 +209,11 @@ def flash_attention(
         new_values = shared(width, slot=8)
         if block.has_new:
             stores += block.new_value(new_values, run * width, width)
-        prescale = shared(UNIT, slot=9)
-        if block.prescale is not None:
-            stores.append(store(prescale, thread, load(block.prescale, thread, thread < UNIT), thread < UNIT))
+        input_scale = shared(UNIT, slot=9)
+        if block.input_scale is not None:
+            stores.append(
+                store(input_scale, thread, load(block.input_scale, thread, thread < UNIT), thread < UNIT)
+            )
         own_sinks, has_sink = shared(_MAX_HEADS, slot=12), thread < group
         if block.sinks is not None:
             sink = load(block.sinks, block.first_head + thread, has_sink)
@@ -224,8 +226,8 @@ def flash_attention(
             element = (block.first_head + e // width) * dim + run * width + e % width
             stores.append(store(gates, e, block.gate(element, has_gate), has_gate))
         ready = UOp.group(*stores, *first_loads)
-        new_rows, query_rows, new_values, prescale = (
-            x.after(ready) for x in (new_rows, query_rows, new_values, prescale)
+        new_rows, query_rows, new_values, input_scale = (
+            x.after(ready) for x in (new_rows, query_rows, new_values, input_scale)
         )
         next_keys, next_values = ([x.after(new_rows) for x in arrays] for arrays in (next_keys, next_values))
         cache_stores = block.store_token(new_rows, new_values, run, width)
@@ -320,12 +322,12 @@ def flash_attention(
             total = total + new_weight * load(new_values, d).cast(F16).cast(F32)
         element, is_first_element = (block.first_head + head) * dim + run * width + d, d.eq(0) & run.eq(0)
         sums_of_head = total, weight, head_top
-        scale = None if block.prescale is None else prescale
+        scale = None if block.input_scale is None else input_scale
         sink_of_head = None if block.sinks is None else load(own_sinks.after(ready, all_stores), head)
         gate = load(gates.after(ready, all_stores), e) if is_gated else None
         results = block.store_result(element, head, is_first_element, sums_of_head, scale, sink_of_head, gate)
         shape = f"{split.limit}_{split.splits}_{group}_{warps}_{split.steps}_{split.across}_{ways}"
-        name = f"attention_flash_{h.name}_{shape}{'_sinks' * sinks}{'_wide' * wide}"
+        name = f"attention_flash_{h.name}_{shape}{'_sinks' * sinks}{'_over_heads' * over_heads}"
         name += f"_{tokens}_{order}" * (tokens > 0) + f"_{split.blocks}_blocks" * (split.blocks > 0)
         return finish(name, [UOp.group(*results).end(loop)])
 

@@ -6,8 +6,8 @@ Matrices: those that multiply the same vector are stacked in one product, each w
 works on rows of one matrix, and branches to the code for its layout.
 
 Prologue: the RMS norm of the vector. The kernel that produced the vector has permuted it and multiplied it by the
-norm's weight and the prescale (`permuted`, `prescale`). Only one factor is left, which follows from partial sums of
-squares that the producer also stored.
+norm's weight and the input_scale (`permuted`, `input_scale`). Only one factor is left, which follows from partial sums
+of squares that the producer also stored.
 
 Epilogue: what the kernel does with the rows of a block: `STORE`, `STORE_SQUARES`, `add_residual`,
 `activated`, `EMBED`, `as_logits`.
@@ -111,10 +111,10 @@ class StackedMatrices:
         return used * sum(layout.n_bytes(rows, self.cols) for layout, rows in self.matrices) + others
 
     @property
-    def prescale_bits(self) -> list[int]:
-        """The prescales of the matrices (`WeightLayout.prescale_bits`). A product reads its vector once for each,
-        multiplied by that prescale."""
-        return sorted({layout.prescale_bits for layout, _ in self.matrices})
+    def input_scale_bits(self) -> list[int]:
+        """The input_scales of the matrices (`WeightLayout.input_scale_bits`). A product reads its vector once for each,
+        multiplied by that input_scale."""
+        return sorted({layout.input_scale_bits for layout, _ in self.matrices})
 
     @property
     def name(self) -> str:
@@ -153,7 +153,7 @@ def matvec(
     starts_next: bool = False,
 ) -> Kernel:
     """The product of stacked matrices with a vector. Buffers: the epilogue's outs; x, float32 (permuted_size(cols),),
-    the vector permuted and prescaled, for each of the stack's prescales; norm_sums, if x is still to be RMS-normed over
+    the vector permuted and scaled, for each of the stack's input_scales; norm_sums, if x is still to be RMS-normed over
     its `cols` elements with `eps`: the partial sums of its squares, float32 (n_norm_sums,); head_sums, those of all
     heads, if its `heads` are to be; the epilogue's ins; planes, those of all matrices. For matrices `beside`, beside_x
     is their vector, and their planes follow.
@@ -183,9 +183,11 @@ def matvec(
     ) -> UOp:  # fmt: skip
         t, group = UOp.special(s.threads, "lidx0"), UOp.special(s.groups, "lidx1")
         thread = group * s.threads + t
-        own = [(stack, *pair) for pair in zip(stack.prescale_bits, x, strict=True)]
+        own = [(stack, *pair) for pair in zip(stack.input_scale_bits, x, strict=True)]
         own += (
-            [(beside, *pair) for pair in zip(beside.prescale_bits, beside_x, strict=True)] if beside else []
+            [(beside, *pair) for pair in zip(beside.input_scale_bits, beside_x, strict=True)]
+            if beside
+            else []
         )
         xs = {(of, bits): vector for of, bits, vector in own}
         chosen_rows = None
@@ -204,7 +206,7 @@ def matvec(
             first_row = matrix_block * s.block_rows + group * s.rows
             blocks_before += -(-rows // s.block_rows)
             active = starts_here & (block < blocks_before) if len(matrices) > 1 else None
-            vector = xs[of, layout.prescale_bits]
+            vector = xs[of, layout.input_scale_bits]
             clamped = [first_row + r for r in range(s.rows)]
             if rows % s.block_rows:
                 clamped = [(row < rows).where(row, rows - 1) for row in clamped]
@@ -273,8 +275,8 @@ def matvec(
     is_choosing = chosen is not None and not chosen.added
     results: tuple[Name, ...] = ("experts", "probabilities", is_choosing and "counts") if chosen else ()
     vectors: tuple[Name, ...] = (
-        ("x", len(stack.prescale_bits)),
-        ("beside_x", len(beside.prescale_bits) if beside else 0),
+        ("x", len(stack.input_scale_bits)),
+        ("beside_x", len(beside.input_scale_bits) if beside else 0),
         stack.shared is not None and "shared_x",
         stack.shared is not None and "router",
         n_norm_sums > 0 and "norm_sums",

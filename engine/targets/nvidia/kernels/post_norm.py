@@ -42,7 +42,7 @@ def add_normed(n: int, n_norm_sums: int, copies: int, eps: float, scaled: bool =
     them, float32 (add_normed_blocks(n),); `copies` permuted vectors); rows, the product, float32 (n,); row_squares,
     partial sums of its squares, float32 (n_norm_sums,), another array than that of the outs; post_norm, the weight of
     the product's norm, float32 (n,); scale, if the stream is `scaled` after it, the factor, float32 (1,); norms, for
-    each copy the next norm's weight times the prescale, float32 (n,)."""
+    each copy the next norm's weight times the input_scale, float32 (n,)."""
     steps = -(-n_norm_sums // _THREADS)
 
     def kernel(

@@ -188,7 +188,7 @@ def first_rows(runs: Runs, count: int, has_bias: bool) -> Kernel:
 
 
 @functools.cache
-def wide_norms(
+def norms_over_heads(
     heads: Heads, tokens: int, parts: tuple[int, ...], sizes: tuple[int, ...], has_bias: bool
 ) -> Kernel:
     """The factors of RMS norms over all heads of a token's queries, and over all heads of its keys. Buffers:
@@ -219,7 +219,7 @@ def wide_norms(
 
 @functools.cache
 def rotate_prompt(
-    heads: Heads, tokens: int, parts: tuple[int, ...], sizes: tuple[int, ...], has_bias: bool, wide: bool = False,
+    heads: Heads, tokens: int, parts: tuple[int, ...], sizes: tuple[int, ...], has_bias: bool, over_heads: bool = False,
     order: Order = "fragments",
 ) -> Kernel:  # fmt: skip
     """Rotates the queries and keys of prompts, and norms them if the model does; stores keys and values in the cache.
@@ -228,9 +228,9 @@ def rotate_prompt(
     `Order`, for `attend_prompt`; cache (`Heads.cache_planes`); sums, those of each run; cos and sin, their tables,
     float32 (context, dim / 2); tables, those of blocks, int32 (sequences, `Heads.table_size`); prompt, the step's state
     (`pieces`); bias, float32, if it `has_bias`; norms, the weights of the queries' and the
-    keys' norm, float32 (2, dim), if there are norms, or if they are `wide`, float32 (query + kv, dim), and factors,
-    those of `wide_norms`; temperature, the factors of queries by position, float32 (context,), if there are any. If the
-    cache is another layer's, there are only queries, and neither a cache nor tables of blocks."""
+    keys' norm, float32 (2, dim), if there are norms, or if they are `over_heads`, float32 (query + kv, dim), and
+    factors, those of `norms_over_heads`; temperature, the factors of queries by position, float32 (context,), if there
+    are any. If the cache is another layer's, there are only queries, and neither a cache nor tables of blocks."""
     h, dim, half, stores_tokens = heads, heads.dim, heads.dim // 2, heads.stored != "nothing"
     assert not (h.gated and has_bias)
     total = (h.rows - h.first_row) // dim
@@ -313,7 +313,7 @@ def rotate_prompt(
             "prompt",
             has_bias and "bias",
             h.norm_eps is not None and "norms",
-            wide and "factors",
+            over_heads and "factors",
             h.temperature and "temperature",
         ),
     )

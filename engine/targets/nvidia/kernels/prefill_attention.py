@@ -267,7 +267,7 @@ def attend_prompt(
         last_unit = (block * per_block + (per_block - 1)).minimum(units - 1)
         first, after = (u // h.shared_by * (16 * rows) for u in (block * per_block, last_unit + h.shared_by))
         piece = Piece.of(prompt, first, tokens, h.length)
-        turns = _turns(h, piece, first, after, size, split, splits)
+        turns = _step_ranges(h, piece, first, after, size, split, splits)
         first_position = piece.position - piece.first  # of row 0, if it were the piece's
 
         tiles = _Tiles(h, tiling, cache, kv, warp, thread, Pages.of(h, tables, prompt, piece.sequence_at))
@@ -395,7 +395,7 @@ def attend_prompt(
     return Kernel(kernel, ("out",), (*inputs, has_sinks and "sinks"), hints)
 
 
-def _turns(
+def _step_ranges(
     heads: Heads, piece: Piece, first_row: UOp, after_row: UOp, size: int, split: UOp, splits: int
 ) -> list[tuple[UOp, UOp, bool]]:
     """The steps of `size` keys that the queries of a piece's rows from `first_row` on and before `after_row` see, as

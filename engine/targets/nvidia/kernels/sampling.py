@@ -82,7 +82,7 @@ class StepRows:
         """None: every row is."""
         return load(state, row + 3 * self.count).eq(self.SAMPLED) if self.count > 1 else None
 
-    def letter(self, row: UOp, position: UOp) -> UOp:
+    def token_slot(self, row: UOp, position: UOp) -> UOp:
         """Where the next token goes: that of one row to its position; those of several to int32 (2, count), the first
         row of which is for even positions, so that a step leaves those of the step before."""
         return position % 2 * self.count + row if self.count > 1 else position
@@ -111,10 +111,10 @@ def next_token(n_blocks: int, context: int, threads: int = 1024) -> Kernel:
 
 @functools.cache
 def next_tokens(n_blocks: int, count: int, threads: int = 1024) -> Kernel:
-    """As `next_token`, for a step of several sequences, from the outs of `few_columns.as_logits`.
+    """As `next_token`, for a step of several sequences, from the outs of `small_batch.as_logits`.
     Buffers: state (`StepRows`), in which tokens that are used become the next ones and positions advance; tokens, the
-    next ones (`StepRows.letter`); largest, the largest logit of each token and block, float32 (count, n_blocks), and
-    largest_rows, its row, int32 (count, n_blocks)."""
+    next ones (`StepRows.token_slot`); largest, the largest logit of each token and block, float32 (count, n_blocks),
+    and largest_rows, its row, int32 (count, n_blocks)."""
     rows = StepRows(count)
 
     def kernel(state: UOp, tokens: UOp, largest: UOp, largest_rows: UOp) -> UOp:
@@ -123,7 +123,7 @@ def next_tokens(n_blocks: int, count: int, threads: int = 1024) -> Kernel:
         row = _most_probable(largest, largest_rows, n_blocks, thread, threads, place)
         used, position = all_of(thread.eq(0), rows.is_used(state, token)), load(state, token + count)
         stores = [
-            store(tokens, rows.letter(token, position.cast(INDEX)), row, used),
+            store(tokens, rows.token_slot(token, position.cast(INDEX)), row, used),
             store(state, token, row, used),
             store(state, token + count, position + UOp.const(1, I32), used),
         ]
@@ -258,9 +258,9 @@ def ranked(shortlist: Shortlist, level: int, items: int = 8, rows: int = 1) -> K
 def draw(shortlist: Shortlist, context: int, rows: StepRows = _ONE) -> Kernel:
     """Filters the sorted tokens by the settings and draws one; takes the first for a row that is not sampled. Buffers:
     state (`StepRows`), in which it becomes the token and the position advances; tokens, the next ones
-    (`StepRows.letter`); so_far, the tokens so far of each sequence, int32 (sequences, context + 1); values, the sorted
-    logits of each row, float32, and ids, their tokens, int32; of each sequence settings (`settings_of`), and uniforms,
-    a uniform random number in [0, 1) for each position, float32 (sequences, context)."""
+    (`StepRows.token_slot`); so_far, the tokens so far of each sequence, int32 (sequences, context + 1); values, the
+    sorted logits of each row, float32, and ids, their tokens, int32; of each sequence settings (`settings_of`), and
+    uniforms, a uniform random number in [0, 1) for each position, float32 (sequences, context)."""
     n = shortlist.entries(len(shortlist.spans))
 
     def kernel(
@@ -290,7 +290,7 @@ def draw(shortlist: Shortlist, context: int, rows: StepRows = _ONE) -> Kernel:
         token = load(ids, row * n + i)
         stores = [
             store(so_far, sequence * (context + 1) + position + 1, token, chosen),
-            store(tokens, rows.letter(row, position), token, chosen),
+            store(tokens, rows.token_slot(row, position), token, chosen),
             store(state, row, token, chosen),
             store(state, row + rows.count, (position + 1).cast(I32), chosen),
         ]

@@ -40,7 +40,7 @@ from engine.targets.nvidia.kernels.matrix_bytes import UNIT, matrix_bytes, units
 from engine.targets.nvidia.kernels.uops import F32, chain, f32, load, mask, shift, shift_right, u32
 
 QUARTER = UNIT // 4
-CODEBOOK = 1  # the prescale of types with a codebook (`WeightLayout.prescale_bits`)
+CODEBOOK = 1  # the input_scale of types with a codebook (`WeightLayout.input_scale_bits`)
 
 
 @dataclass(frozen=True)
@@ -73,8 +73,8 @@ class WeightLayout:
         return self.format.group if self.format else UNIT
 
     @property
-    def prescale_bits(self) -> int:
-        """Identifies the prescale that products with such a matrix want: the argument of `prescale`."""
+    def input_scale_bits(self) -> int:
+        """Identifies the input_scale that products with such a matrix want: the argument of `input_scale`."""
         if self.format is None:
             return 0
         return CODEBOOK if self.format.codebook else self.bits
@@ -286,11 +286,11 @@ class WeightLayout:
         return shift_right(word, 16 * (j % 2)).cast(dtypes.uint16).bitcast(dtypes.float16).cast(F32)
 
     def group_sums(self, xs: Sequence[UOp]) -> list[UOp]:
-        """Sums of the activations in each group of a unit, times 2**(CENTER - 149), from prescaled activations. Empty
+        """Sums of the activations in each group of a unit, times 2**(CENTER - 149), from scaled activations. Empty
         if the type has neither an offset nor minima."""
         if self.format is None or not (self.offset or "m" in self.format.scales):
             return []
-        n, p = self.group, _positions(self.prescale_bits)
+        n, p = self.group, _positions(self.input_scale_bits)
         return [
             chain(xs[j] * f32(2.0 ** (p[j] - DENORMAL_EXPONENT)) for j in range(g, g + n))
             for g in range(0, UNIT, n)
@@ -307,7 +307,7 @@ class Unit:
     halves: list[UOp]
 
     def dot(self, xs: Sequence[UOp], sums: Sequence[UOp]) -> UOp:
-        """The product with 64 prescaled activations, still to be multiplied by `WeightLayout.scale`. `sums` are
+        """The product with 64 scaled activations, still to be multiplied by `WeightLayout.scale`. `sums` are
         `WeightLayout.group_sums(xs)`."""
         layout, format = self.layout, self.layout.format
         if format is None:
@@ -381,19 +381,19 @@ class Unit:
 
 
 @functools.cache
-def prescale(bits: int) -> NDArray[np.float32]:
+def input_scale(bits: int) -> NDArray[np.float32]:
     """float32 (UNIT,): the powers of two by which products want the activations of a unit multiplied. `bits`: see
-    `WeightLayout.prescale_bits`."""
+    `WeightLayout.input_scale_bits`."""
     if not bits:
         return np.ones(UNIT, np.float32)
     return np.float32(2.0) ** (CENTER - np.asarray(_positions(bits), np.float32))
 
 
-def _positions(prescale_bits: int) -> list[int]:
+def _positions(input_scale_bits: int) -> list[int]:
     """The bit at which a product reads each integer of a unit."""
-    if prescale_bits == CODEBOOK:
+    if input_scale_bits == CODEBOOK:
         return [0] * UNIT
-    packing = BitPacking(prescale_bits)
+    packing = BitPacking(input_scale_bits)
     return [packing.position(j) for j in range(UNIT)]
 
 

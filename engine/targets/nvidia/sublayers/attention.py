@@ -7,7 +7,7 @@ from itertools import accumulate
 import numpy as np
 from tinygrad import Tensor, dtypes
 
-from engine.description.sublayers import Attend
+from engine.description.sublayers import Attention
 from engine.kernels.device_memory import device_zeros, to_device
 from engine.loading.weights import Weights
 from engine.measure.kernel_roles import BufferUse
@@ -20,7 +20,7 @@ from engine.targets.nvidia.kernels.device import multiprocessors, shared_limit
 from engine.targets.nvidia.kernels.epilogues import STORE, STORE_BIASED
 from engine.targets.nvidia.kernels.flash_attention import FlashSplit, flash_attention, flash_split, rows_split
 from engine.targets.nvidia.kernels.kv_cache import LENGTH_UNIT, Heads, Stored
-from engine.targets.nvidia.kernels.prefill import rotate_prompt, wide_norms
+from engine.targets.nvidia.kernels.prefill import norms_over_heads, rotate_prompt
 from engine.targets.nvidia.kernels.prefill_attention import (
     PromptTiling,
     attend_prompt,
@@ -38,17 +38,18 @@ SHORT = 256
 """Tokens up to which one thread block does the attention of a head in decode."""
 
 
-class Attention(Handler):
-    """The weights and the cache of attention. `norms`: those of queries and of keys, one after the other; `is_wide`:
+class AttentionHandler(Handler):
+    """The weights and the cache of attention. `norms`: those of queries and of keys, one after the other;
+    `is_over_heads`:
     they are over all heads together. `cache`: keys and values (`Heads.cache_planes`), those of another layer if this
     one stores nothing. `tables`: those of blocks, int32 (sequences, `Heads.table_size`), which all layers of a window
     share."""
 
     @classmethod
-    def lacks(cls, part: Attend) -> str:
+    def lacks(cls, part: Attention) -> str:
         return f"heads of {part.head_dim} elements" if part.head_dim % _CHUNK else ""
 
-    def __init__(self, part: Attend, loading: Loading) -> None:
+    def __init__(self, part: Attention, loading: Loading) -> None:
         weights = loading.weights
         norms, bias = _norms_of(part, weights), _bias_of(part, weights)
         window = part.window if part.window < loading.context else 0
@@ -70,7 +71,7 @@ class Attention(Handler):
             gated=part.gate is not None,
         )
         self.is_storing = stored != "nothing"
-        self.is_wide = part.has_wide_norms
+        self.is_over_heads = part.has_norms_over_heads
         self.qkv = product_of([weight for weight in (part.gate, part.q, part.k, part.v) if weight])
         self.o, self.o_bias = product_of([part.o]), loading.vector(part.o_bias)
         self.products = self.qkv, self.o
@@ -97,9 +98,9 @@ class Attention(Handler):
         epilogue = STORE if self.bias is None else STORE_BIASED
         step.multiply(self.qkv, norm, epilogue, {"out": qkv, "bias": self.bias}, "qkv", split.begins_early)
         parts = dict(zip(("sums", "tops"), step.memory.attention_parts, strict=True))
-        last = {"prescale": step.prescale(self.o.single_matrix), "sinks": self.sinks}
+        last = {"input_scale": step.input_scale(self.o.single_matrix), "sinks": self.sinks}
         step.add(
-            flash_attention(heads, split, has_sinks, self.is_wide),
+            flash_attention(heads, split, has_sinks, self.is_over_heads),
             **({"out": attended, **last} if split.splits == 1 else parts),
             cache=self.cache,
             rows=qkv,
@@ -130,7 +131,9 @@ class Attention(Handler):
             if split.splits > 1
         }
         step.add(
-            flash_attention(heads, split, has_sinks, self.is_wide, tokens, "columns" if parts else order),
+            flash_attention(
+                heads, split, has_sinks, self.is_over_heads, tokens, "columns" if parts else order
+            ),
             **(parts or {"out": attended, "sinks": self.sinks}),
             cache=self.cache,
             rows=rows,
@@ -204,15 +207,15 @@ class Attention(Handler):
         queries = step.buffer("queries", tokens * heads.query * heads.dim, dtypes.float16)
         sizes, counts = tuple(part.rows for part in self.qkv.matrices), tuple(run.parts for run in runs)
         sums, factors = [run.tensor for run in runs], None
-        if self.is_wide:
+        if self.is_over_heads:
             factors = step.buffer("factors", 2 * tokens)
             rows = (heads.query + heads.kv) * heads.dim
             # A run of values alone is not read.
             n = sum(start < rows for start in accumulate(sizes[:-1], initial=0))
-            kernel = wide_norms(heads, tokens, counts[:n], sizes[:n], has_bias)
+            kernel = norms_over_heads(heads, tokens, counts[:n], sizes[:n], has_bias)
             step.add(kernel, factors=factors, sums=sums[:n], bias=self.bias)
         step.add(
-            rotate_prompt(heads, tokens, counts, sizes, has_bias, self.is_wide, step.order),
+            rotate_prompt(heads, tokens, counts, sizes, has_bias, self.is_over_heads, step.order),
             queries=queries,
             gates=self._attended(step) if heads.gated else None,
             cache=self.cache if self.is_storing else [],
@@ -237,15 +240,15 @@ class Attention(Handler):
         return Sums(sums.tensor, sums.parts, self.o_bias)
 
 
-def _norms_of(part: Attend, weights: Weights) -> Tensor | None:
-    sizes = (part.query_size, part.kv_size) if part.has_wide_norms else (part.head_dim, part.head_dim)
+def _norms_of(part: Attention, weights: Weights) -> Tensor | None:
+    sizes = (part.query_size, part.kv_size) if part.has_norms_over_heads else (part.head_dim, part.head_dim)
     norms = weights.joined_vectors(list(zip((part.q_norm, part.k_norm), sizes, strict=True)), 1.0)
     if norms is None and part.has_normed_values:
         norms = np.ones(sum(sizes), np.float32)
     return None if norms is None else to_device(norms)
 
 
-def _bias_of(part: Attend, weights: Weights) -> Tensor | None:
+def _bias_of(part: Attention, weights: Weights) -> Tensor | None:
     """Those of queries, keys and values, one after the other."""
     biases = (
         (part.q_bias, part.query_size),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tinygrad import Tensor
 
-from engine.description.sublayers import Delta
+from engine.description.sublayers import DeltaNet
 from engine.kernels.device_memory import device_zeros, to_device
 from engine.measure.kernel_roles import BufferUse
 from engine.targets.buffer_uses import BufferUses
@@ -29,13 +29,13 @@ from engine.targets.nvidia.prompt_step import MixedStep, PromptStep, RowsStep, S
 from engine.targets.nvidia.sublayers.handler import Handler, Loading
 
 
-class DeltaNet(Handler):
+class DeltaNetHandler(Handler):
     """The weights and the state of a gated delta net. `vectors`: conv (those of the convolution), decay, decay_bias and
     norm. `memory`: the state of all sequences (`DeltaHeads.memory_size`)."""
 
     is_storing = True
 
-    def __init__(self, part: Delta, loading: Loading) -> None:
+    def __init__(self, part: DeltaNet, loading: Loading) -> None:
         weights = loading.weights
         self.heads = DeltaHeads(
             part.key_heads,
@@ -69,7 +69,7 @@ class DeltaNet(Handler):
             rows=rows,
             **self.vectors,
             state=step.memory.state,
-            prescale=step.prescale(self.out.single_matrix),
+            input_scale=step.input_scale(self.out.single_matrix),
         )
         step.finish(self.out, out, "delta_out", head_norm, head_sums=squares)
 

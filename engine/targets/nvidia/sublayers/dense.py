@@ -17,7 +17,7 @@ from engine.targets.nvidia.prompt_step import PromptStep, Sums
 from engine.targets.nvidia.sublayers.handler import Handler, Loading
 
 
-class FeedForward(Handler):
+class DenseHandler(Handler):
     """The weights of a feed-forward layer. `gate_up` is one matrix with alternating rows if both have the same type."""
 
     def __init__(self, part: Dense, _: Loading) -> None:
@@ -32,15 +32,15 @@ class FeedForward(Handler):
     def gate(self, step: DecodeStep, norm: Norm) -> Tensor:
         """Adds the first product of a decode step; returns the input of the last one."""
         width, activation = self.part.width, self.part.activation
-        prescale = step.prescale(self.down.single_matrix)
+        input_scale = step.input_scale(self.down.single_matrix)
         out = step.buffer("activated", permuted_size(width))
         if len(self.gate_up.matrices) == 1:
-            buffers = {"out": out, "prescale": prescale}
+            buffers = {"out": out, "input_scale": input_scale}
             step.multiply(self.gate_up, norm, activated(activation), buffers, "gate_up")
         else:
             rows = step.buffer("gate_up", 2 * width)
             step.multiply(self.gate_up, norm, STORE, {"out": rows}, "gate_up")
-            step.add(activate(width, activation), out=out, rows=rows, prescale=prescale)
+            step.add(activate(width, activation), out=out, rows=rows, input_scale=input_scale)
         return out
 
     def prefill(self, step: PromptStep, norm: Norm) -> Sums:

@@ -35,7 +35,7 @@ def chosen_experts(memory: DecodeMemory, used: int) -> dict[str, Tensor]:
     }
 
 
-class Mixture(Handler):
+class ExpertsHandler(Handler):
     """The weights of a mixture of experts. With a shared expert, its gate is a row of the router, and the router's
     product has a second matrix: the shared expert's gate and up, whose rows alternate. `router_rows`: the router as
     prefill reads it, float32 (experts * dim,), or one row more. The biases of gate and up alternate as their rows do,
@@ -92,7 +92,7 @@ class Mixture(Handler):
         if self.part.shared and self.down.shared:
             assert self.router_bias is None
             epilogue = routed(self.part.count + 1, self.part.shared.activation)
-            buffers = {"logits": logits, "out": shared_x, "prescale": step.prescale(self.down.shared)}
+            buffers = {"logits": logits, "out": shared_x, "input_scale": step.input_scale(self.down.shared)}
         else:
             epilogue = STORE if self.router_bias is None else STORE_BIASED
             buffers = {"out": logits, "bias": self.router_bias}
@@ -103,7 +103,11 @@ class Mixture(Handler):
         part, (logits, _) = self.part, self.routed(step)
         out = step.buffer("experts_activated", part.used * permuted_size(part.up.rows))
         (down,) = self.down.matrices
-        buffers = {"out": out, "prescale": step.prescale(down), **chosen_experts(step.memory, part.used)}
+        buffers = {
+            "out": out,
+            "input_scale": step.input_scale(down),
+            **chosen_experts(step.memory, part.used),
+        }
         others = {
             "counts": self.choices, "router": logits, "scales": self.scales, "biases": self.gate_up_bias
         }  # fmt: skip
@@ -138,7 +142,7 @@ class Mixture(Handler):
         activated = step.buffer("experts activated", fragments_size(tiles.size, width), dtypes.float16)
         sums = step.buffer("experts", used * tokens * dim)
         router = router_logits(tokens, dim, n_rows, step.spec.stream_eps, self.router_bias is not None)
-        weight = step.prescales.norm_weight(router_norm.weight, 0)
+        weight = step.input_scales.norm_weight(router_norm.weight, 0)
         ins = {"norm": weight, "prompt": prompt, "router": self.router_rows, "bias": self.router_bias}
         add(router, logits=logits, stream=step.h, **ins)
         stride = n_rows if part.shared else 0

@@ -27,7 +27,7 @@ class Loading:
     it), and what a KV cache has room for: `parallel` sequences of a `context` each, of which prefill takes up to
     `chunk` tokens at once, in the format `kv`. Sequences share pools of blocks, and `tables` are those of their blocks
     by window, made as layers need them; `caches`: those of the attention so far, in order; `choices`: the arrays of
-    the mixtures to come (`Mixture.choices`)."""
+    the mixtures to come (`ExpertsHandler.choices`)."""
 
     weights: Weights
     context: int

@@ -50,7 +50,7 @@ class LayerTables:
     def prefill(self, step: PromptStep, ids: Tensor, layers: Sequence[Layer]) -> None:
         """Adds the kernels for the tokens `ids`, as far as `layers` need them."""
         handlers = (layer.handler for layer in layers)
-        used = max((h.part.layer + 1 for h in handlers if isinstance(h, Embedded)), default=0)
+        used = max((h.part.layer + 1 for h in handlers if isinstance(h, LayerEmbeddingHandler)), default=0)
         if not used:
             return
         spec, part, tokens = step.spec, self.part, step.tokens
@@ -70,7 +70,7 @@ class LayerTables:
         uses.add(BufferUse("embedding"), *self.projection.planes)
 
 
-class Embedded(Handler):
+class LayerEmbeddingHandler(Handler):
     """The weights through which a layer's embeddings are added."""
 
     def __init__(self, part: LayerEmbedding, _: Loading) -> None:
@@ -82,7 +82,7 @@ class Embedded(Handler):
         size = self.gate.stack.rows
         own = part_of(step.layer_embeddings, self.part.layer * stride(1, size), size)
         out = step.buffer("embedded", permuted_size(size))
-        buffers = {"out": out, "embedding": own, "prescale": step.prescale(self.proj.single_matrix)}
+        buffers = {"out": out, "embedding": own, "input_scale": step.input_scale(self.proj.single_matrix)}
         step.multiply(self.gate, norm, EMBED, buffers, "gate")
         step.finish(self.proj, out, "proj")
 

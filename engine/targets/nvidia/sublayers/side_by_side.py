@@ -5,7 +5,7 @@ In decode they share kernels: the router and the layer's gate+up, and both downs
 
 from __future__ import annotations
 
-from engine.description.sublayers import Beside
+from engine.description.sublayers import SideBySide
 from engine.measure.kernel_roles import BufferUse
 from engine.targets.buffer_uses import BufferUses
 from engine.targets.nvidia.decode_step import DecodeStep
@@ -17,19 +17,19 @@ from engine.targets.nvidia.kernels.weight_layout import permuted_size
 from engine.targets.nvidia.matrices import Product
 from engine.targets.nvidia.norms import Input, Norm, inputs_of
 from engine.targets.nvidia.prompt_step import PromptStep, Sums
-from engine.targets.nvidia.sublayers.dense import FeedForward
-from engine.targets.nvidia.sublayers.experts import Mixture, chosen_experts
+from engine.targets.nvidia.sublayers.dense import DenseHandler
+from engine.targets.nvidia.sublayers.experts import ExpertsHandler, chosen_experts
 from engine.targets.nvidia.sublayers.handler import Handler, Loading
 
 
-class SideBySide(Handler):
+class SideBySideHandler(Handler):
     """A feed-forward layer and a mixture of experts, with the norms before them and before the router, and the weights
     of those of their results. In decode, one kernel has the router beside the feed-forward layer's gate and up
     (`first`), unless these differ in type, and one has both downs (`down`)."""
 
-    def __init__(self, part: Beside, loading: Loading) -> None:
+    def __init__(self, part: SideBySide, loading: Loading) -> None:
         weights = loading.weights
-        self.dense, self.experts = FeedForward(part.dense, loading), Mixture(part.experts, loading)
+        self.dense, self.experts = DenseHandler(part.dense, loading), ExpertsHandler(part.experts, loading)
         self.dense_norm = Norm(weights.vector(part.dense_norm))
         self.experts_norm = Norm(weights.vector(part.experts_norm))
         self.router_norm = Norm(weights.vector(part.router_scale))
@@ -53,8 +53,8 @@ class SideBySide(Handler):
         dim, experts, dense = step.spec.dim, self.experts, self.dense
         if self.first:
             x = step.buffer("activated", permuted_size(dense.part.width))
-            prescale = step.prescale(dense.down.single_matrix)
-            buffers = {"logits": experts.routed(step)[0], "out": x, "prescale": prescale}
+            input_scale = step.input_scale(dense.down.single_matrix)
+            buffers = {"logits": experts.routed(step)[0], "out": x, "input_scale": input_scale}
             epilogue = routed(experts.part.count, dense.part.activation)
             norms = self.router_norm, self.dense_norm
             step.multiply(self.first, norms, epilogue, buffers, "router_gate_up")

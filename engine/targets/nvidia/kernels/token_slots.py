@@ -17,7 +17,7 @@ _POLLS = 2000  # between two looks at the clock
 _TIMEOUT_S = 20.0
 
 
-class Mailbox:
+class TokenSlots:
     """Kernels write to `tensor`, int32 (n,), and `take(i)` waits for what they write at index i, which must not be
     negative. On CUDA the memory is host memory mapped to the device; elsewhere it is copied."""
 

@@ -11,8 +11,8 @@ four of its 64 columns each. Activations lie in the order in which threads hold 
 bytes at a time, its warp 512 neighbouring ones.
 
 The warps of a block share its rows: each takes every `parts`-th step of four units, and their sums meet in shared
-memory. There an `Epilogue` takes them. If these are too few blocks, `splits` of them share the columns too, and what
-adds the product to something adds their sums.
+memory. There a `SmallBatchEpilogue` takes them. If these are too few blocks, `splits` of them share the columns too,
+and what adds the product to something adds their sums.
 
 What bounds it is not only memory: four instructions for each weight would take as long as its bytes, so weights are
 converted two at a time (`half_pairs`).
@@ -58,7 +58,7 @@ _RUN = 8  # halves that a thread loads at once
 
 
 @dataclass(frozen=True)
-class FewTiles:
+class SmallBatchTiles:
     """How a product is divided: a warp has 16 * `rows` rows of the matrix; a block has `across` times as many, and
     `parts` warps share the columns of each. A thread has `chains` sums of each element, which it adds in the end: an
     instruction waits only for the last one of its own chain, but sums take registers. `splits` blocks divide the
@@ -81,16 +81,16 @@ class FewTiles:
 
 
 @functools.cache
-def few_tiles(
+def small_batch_tiles(
     layout: WeightLayout, tokens: int, rows: int, cols: int, multiprocessors: int, divided: bool = False
-) -> FewTiles:
+) -> SmallBatchTiles:
     """Tiles for a matrix of any shape, as was fastest on an H200. The columns are `divided` among blocks, where that
     takes least time by an estimate (`_cost`), if the product may leave several sums. Else there is a block for every 16
     rows, or 32 for more than 32 tokens, whose columns are divided among the more warps the fewer blocks there are."""
     columns, steps = -(-tokens // _TILE), steps_of(cols)
     if divided:
         candidates = [
-            FewTiles(tile_rows, across, parts, splits=splits)
+            SmallBatchTiles(tile_rows, across, parts, splits=splits)
             for tile_rows in ((1, 2) if columns > 1 else (1,))
             for across in (1, 2, 3, 4, 6)
             for parts in (1, 2, 3, 4, 6, 8, 12, 16)
@@ -105,11 +105,11 @@ def few_tiles(
     most = 16 if blocks <= 2 * multiprocessors else 8 if blocks <= 16 * multiprocessors else 4
     most = min(steps, 4 if columns > 4 else most)
     parts = next((n for n in range(most, most // 2, -1) if steps % n == 0), most)
-    return FewTiles(tile_rows, max(1, 4 // parts), parts)
+    return SmallBatchTiles(tile_rows, max(1, 4 // parts), parts)
 
 
 def _cost(
-    tiles: FewTiles, tokens: int, rows: int, cols: int, bytes_of_row: float, multiprocessors: int
+    tiles: SmallBatchTiles, tokens: int, rows: int, cols: int, bytes_of_row: float, multiprocessors: int
 ) -> float:
     """An estimate of a product's time, in bytes of weights that a multiprocessor reads in it. It agrees with what was
     measured on an H200 where enough warps read weights at full speed, where too few do, and where each block reads all
@@ -175,8 +175,8 @@ class BlockSums:
 
 
 @dataclass(frozen=True)
-class Epilogue:
-    """As `epilogues.Epilogue`; `stores` takes the block's sums first."""
+class SmallBatchEpilogue:
+    """As `epilogues.SmallBatchEpilogue`; `stores` takes the block's sums first."""
 
     outs: tuple[Name, ...]
     ins: tuple[Name, ...]
@@ -184,7 +184,7 @@ class Epilogue:
 
 
 @functools.cache
-def stored(stride: int, offset: int = 0, has_bias: bool = False) -> Epilogue:
+def stored(stride: int, offset: int = 0, has_bias: bool = False) -> SmallBatchEpilogue:
     """out[split, token, offset + row] = sum, or if it `has_bias` sum + bias[offset + row]. outs: out, float32 (splits,
     tokens, stride); ins: bias, float32 (stride,)."""
 
@@ -197,11 +197,11 @@ def stored(stride: int, offset: int = 0, has_bias: bool = False) -> Epilogue:
             results.append(store(out, (sums.split * sums.tokens + token) * stride + row, value, ok))
         return results
 
-    return Epilogue(("out",), (has_bias and "bias",), stores)
+    return SmallBatchEpilogue(("out",), (has_bias and "bias",), stores)
 
 
 @functools.cache
-def activated(activation: Activation) -> Epilogue:
+def activated(activation: Activation) -> SmallBatchEpilogue:
     """activation(gate) * up, from rows that alternate between gate and up. outs: out, the activations of the next
     product, float16 (columns_size(tokens, rows / 2),)."""
 
@@ -213,11 +213,11 @@ def activated(activation: Activation) -> Epilogue:
             results.append(store(out, index, value, ok))
         return results
 
-    return Epilogue(("out",), (), stores)
+    return SmallBatchEpilogue(("out",), (), stores)
 
 
 @functools.cache
-def as_logits(softcap: float = 0.0) -> Epilogue:
+def as_logits(softcap: float = 0.0) -> SmallBatchEpilogue:
     """Stores logits, with a soft cap if there is one, and the largest of each token and block, without it, with its
     row. outs: logits, float32 (tokens, rows); largest, float32 (tokens, blocks); largest_rows, int32 (tokens,
     blocks)."""
@@ -239,17 +239,23 @@ def as_logits(softcap: float = 0.0) -> Epilogue:
         results.append(store(largest_rows, index, row + sums.first.cast(I32), ok))
         return results
 
-    return Epilogue(("logits", "largest", "largest_rows"), (), stores)
+    return SmallBatchEpilogue(("logits", "largest", "largest_rows"), (), stores)
 
 
-def n_blocks(rows: int, tiles: FewTiles) -> int:
+def n_blocks(rows: int, tiles: SmallBatchTiles) -> int:
     """Blocks of a product."""
     return -(-rows // tiles.width)
 
 
 @functools.cache
-def few_columns(
-    layout: WeightLayout, tokens: int, rows: int, cols: int, tiles: FewTiles, epilogue: Epilogue, name: str
+def small_batch_product(
+    layout: WeightLayout,
+    tokens: int,
+    rows: int,
+    cols: int,
+    tiles: SmallBatchTiles,
+    epilogue: SmallBatchEpilogue,
+    name: str,
 ) -> Kernel:
     """activations @ matrix.T, of up to `MAX_TOKENS` tokens. Buffers: the epilogue's outs; x, the activations,
     float16 (columns_size(tokens, cols),); the epilogue's ins; the matrix's planes."""

@@ -1,11 +1,11 @@
 """Products of a few tokens at once beside decode's product of one, and beside a copy:
 
-    python -m tools.measure few_rates [--backend cuda] [--models llama-1b,qwen3-8b] [--tokens 2,8] [--all]
+    python -m tools.measure small_batch_rates [--backend cuda] [--models llama-1b,qwen3-8b] [--tokens 2,8] [--all]
 
 For each matrix and number of tokens: microseconds of a kernel in a chain of dependent ones, and the rate at which it
 reads its weights, whose copies exceed the caches. The first column is decode's product of one token; the next is
-few_columns with the tiles that a model would get, and the last the best of other tiles (`--all` prints each). What is
-printed is Markdown.
+small_batch_product with the tiles that a model would get, and the last the best of other tiles (`--all` prints each).
+What is printed is Markdown.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from tinygrad import Tensor
 
     from engine.kernels.kernel import Kernel
-    from engine.targets.nvidia.kernels.few_columns import FewTiles
     from engine.targets.nvidia.kernels.kernel_sequence import KernelSequence
+    from engine.targets.nvidia.kernels.small_batch import SmallBatchTiles
 
 CACHED_BYTES, ROUNDS, CALLS = 192 << 20, 5, 16  # more bytes than caches hold; of a timing
 
@@ -58,15 +58,15 @@ MODELS = {
 }
 
 
-def other_tiles(cols: int) -> Iterator[FewTiles]:
-    from engine.targets.nvidia.kernels.few_columns import FewTiles, steps_of
+def other_tiles(cols: int) -> Iterator[SmallBatchTiles]:
+    from engine.targets.nvidia.kernels.small_batch import SmallBatchTiles, steps_of
 
     for rows, across, parts in (
         (1, 1, 2), (1, 1, 4), (1, 1, 8), (1, 1, 12), (1, 1, 16), (1, 2, 4), (1, 2, 8), (2, 1, 4), (2, 1, 8),
     ):  # fmt: skip
         if parts <= steps_of(cols):
             for chains in (1, 2, 4):
-                yield FewTiles(rows, across, parts, chains)
+                yield SmallBatchTiles(rows, across, parts, chains)
 
 
 class Timing:
@@ -127,15 +127,15 @@ class Timing:
         x = device_zeros(permuted_size(self.shape.cols))
         return self.sequence(kernel, device_zeros(self.shape.rows), [x])
 
-    def few(self, tokens: int, tiles: FewTiles) -> KernelSequence:
+    def few(self, tokens: int, tiles: SmallBatchTiles) -> KernelSequence:
         """The product of `tokens` tokens."""
         from tinygrad import dtypes
 
         from engine.kernels.device_memory import device_zeros
-        from engine.targets.nvidia.kernels.few_columns import columns_size, few_columns, stored
+        from engine.targets.nvidia.kernels.small_batch import columns_size, small_batch_product, stored
 
         rows, cols = self.shape.rows, self.shape.cols
-        kernel = few_columns(self.layout, tokens, rows, cols, tiles, stored(rows), "few")
+        kernel = small_batch_product(self.layout, tokens, rows, cols, tiles, stored(rows), "few")
         x = device_zeros(columns_size(tokens, cols), dtypes.float16)
         return self.sequence(kernel, device_zeros(tokens * rows), x)
 
@@ -158,7 +158,7 @@ def run(given: argparse.Namespace) -> None:
     from engine.kernels.compilation import compile_all
     from engine.measure.bandwidth import copy_gbps
     from engine.targets.nvidia.kernels.device import capability, multiprocessors
-    from engine.targets.nvidia.kernels.few_columns import few_tiles
+    from engine.targets.nvidia.kernels.small_batch import small_batch_tiles
 
     launch_bounds.apply()
     os.environ.setdefault("ALLOW_HALF8", "1")
@@ -174,7 +174,7 @@ def run(given: argparse.Namespace) -> None:
                 gbps = timing.n_bytes / us / 1e3
                 return f"{us:.2f} µs {gbps:,.0f} ({gbps / copy:.0%})"
 
-            own = few_tiles(timing.layout, 8, shape.rows, shape.cols, multiprocessors())
+            own = small_batch_tiles(timing.layout, 8, shape.rows, shape.cols, multiprocessors())
             tiles = list(dict.fromkeys([own, *other_tiles(shape.cols)]))
             one = timing.one()
             few = {

@@ -8,11 +8,11 @@ from tinygrad import Tensor
 
 from engine.kernels.device_memory import to_device
 from engine.targets.nvidia.kernels.matrix_bytes import UNIT
-from engine.targets.nvidia.kernels.weight_layout import WeightLayout, prescale
+from engine.targets.nvidia.kernels.weight_layout import WeightLayout, input_scale
 
 
-class Prescales:
-    """Prescales of weight layouts (`kernels.weight_layout.prescale`) and norms' weights multiplied by them.
+class InputScales:
+    """The input scales of weight layouts (`kernels.weight_layout.input_scale`) and norms' weights multiplied by them.
     Each is copied to the device once."""
 
     def __init__(self) -> None:
@@ -20,15 +20,15 @@ class Prescales:
         self._by_bits: dict[int, Tensor] = {}
 
     def of(self, layout: WeightLayout) -> Tensor:
-        """The prescale of the input of a product, float32 (UNIT,)."""
-        if layout.prescale_bits not in self._by_bits:
-            self._by_bits[layout.prescale_bits] = to_device(prescale(layout.prescale_bits))
-        return self._by_bits[layout.prescale_bits]
+        """The input_scale of the input of a product, float32 (UNIT,)."""
+        if layout.input_scale_bits not in self._by_bits:
+            self._by_bits[layout.input_scale_bits] = to_device(input_scale(layout.input_scale_bits))
+        return self._by_bits[layout.input_scale_bits]
 
     def norm_weight(self, weight: NDArray[np.float32], bits: int) -> Tensor:
-        """A norm's weight times the prescale of the product that follows the norm, float32 (weight.size,)."""
+        """A norm's weight times the input_scale of the product that follows the norm, float32 (weight.size,)."""
         key = id(weight), bits
         if key not in self.norms:
             units = -(-weight.size // UNIT)
-            self.norms[key] = to_device(weight * np.tile(prescale(bits), units)[: weight.size])
+            self.norms[key] = to_device(weight * np.tile(input_scale(bits), units)[: weight.size])
         return self.norms[key]

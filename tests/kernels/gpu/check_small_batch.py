@@ -4,14 +4,14 @@ import numpy as np
 from tinygrad import dtypes
 
 from engine.formats.quantization import QUANTIZED
-from engine.targets.nvidia.kernels.few_columns import (
-    FewTiles,
+from engine.targets.nvidia.kernels.small_batch import (
+    SmallBatchTiles,
     activated,
     as_logits,
     column_index,
     columns_size,
-    few_columns,
     n_blocks,
+    small_batch_product,
     stored,
 )
 from engine.targets.nvidia.kernels.weight_layout import WeightLayout
@@ -34,51 +34,57 @@ def given(ggml_type, tokens, rows, cols):
     return WeightLayout(ggml_type), planes, arranged(x), x.astype(np.float64) @ weights.T.astype(np.float64)
 
 
-def check_few_columns_of_every_type() -> None:
+def check_small_batch_of_every_type() -> None:
     """Every type: whole units and not, rows and columns left over, warps that share columns unevenly."""
     ragged = {8: (17, 352), 14: (40, 512), 1: (5, 72), 39: (33, 96)}
     for ggml_type in (*QUANTIZED, *FLOATS):
         rows, cols = ragged.get(ggml_type, (16, 256))
-        tiles = FewTiles(1, 1, 2 if cols > 256 else 1)
+        tiles = SmallBatchTiles(1, 1, 2 if cols > 256 else 1)
         layout, planes, x, wanted = given(ggml_type, 5, rows, cols)
         out = zeros(5 * rows)
-        run(few_columns(layout, 5, rows, cols, tiles, stored(rows), "t"), out, x, *planes)
+        run(small_batch_product(layout, 5, rows, cols, tiles, stored(rows), "t"), out, x, *planes)
         close(out.numpy().reshape(5, rows), wanted, 1e-3)
 
 
-def check_few_columns_divided() -> None:
+def check_small_batch_divided() -> None:
     """One tile of tokens and more, warps side by side and in turn, several steps for a warp, columns divided among
     blocks too."""
     for tokens, tiles in (
-        (8, FewTiles(2, 2, 2)), (11, FewTiles(1, 2, 3, 4)), (30, FewTiles(2, 1, 1)), (9, FewTiles(1, 1, 2, splits=2)),
+        (8, SmallBatchTiles(2, 2, 2)), (11, SmallBatchTiles(1, 2, 3, 4)), (30, SmallBatchTiles(2, 1, 1)), (9,
+        SmallBatchTiles(1, 1, 2, splits=2)),
     ):  # fmt: skip
         rows, cols = 64, 1280
         layout, planes, x, wanted = given(12, tokens, rows, cols)
         out = zeros(tiles.splits * tokens * rows)
-        run(few_columns(layout, tokens, rows, cols, tiles, stored(rows), "t"), out, x, *planes)
+        run(small_batch_product(layout, tokens, rows, cols, tiles, stored(rows), "t"), out, x, *planes)
         close(out.numpy().reshape(tiles.splits, tokens, rows).sum(0), wanted, 1e-3)
 
 
-def check_few_columns_epilogues() -> None:
+def check_small_batch_epilogues() -> None:
     """What products are followed by."""
     tokens, rows, cols = 3, 48, 512
-    tiles = FewTiles(1, 2, 2)
+    tiles = SmallBatchTiles(1, 2, 2)
     layout, planes, x, wanted = given(8, tokens, rows, cols)
     bias, out = rng.standard_normal(rows + 7).astype(np.float32), zeros(tokens * (rows + 7))
-    kernel = few_columns(layout, tokens, rows, cols, tiles, stored(rows + 7, 5, True), "t")
+    kernel = small_batch_product(layout, tokens, rows, cols, tiles, stored(rows + 7, 5, True), "t")
     run(kernel, out, x, buffer(bias), *planes)
     out = out.numpy().reshape(tokens, -1)
     close(out[:, 5 : 5 + rows], wanted + bias[5 : 5 + rows], 1e-3)
     assert not out[:, :5].any() and not out[:, 5 + rows :].any()
     for activation in ("silu", "swiglu_oai"):
         out = zeros(columns_size(tokens, rows // 2), dtypes.float16)
-        run(few_columns(layout, tokens, rows, cols, tiles, activated(activation), "t"), out, x, *planes)
+        run(
+            small_batch_product(layout, tokens, rows, cols, tiles, activated(activation), "t"),
+            out,
+            x,
+            *planes,
+        )
         place = prompt_index(lambda m, e: column_index(m, e, rows // 2), tokens, rows // 2)
         close(out.numpy()[place], gated(wanted[:, 0::2], wanted[:, 1::2], activation), 2e-3)
         assert np.count_nonzero(out.numpy()) <= tokens * rows // 2
     n = n_blocks(rows, tiles)
     logits, best, best_row = zeros(tokens * rows), zeros(n * tokens), zeros(n * tokens, dtypes.int32)
-    kernel = few_columns(layout, tokens, rows, cols, tiles, as_logits(softcap=50.0), "t")
+    kernel = small_batch_product(layout, tokens, rows, cols, tiles, as_logits(softcap=50.0), "t")
     run(kernel, logits, best, best_row, x, *planes)
     close(logits.numpy().reshape(tokens, rows), 50 * np.tanh(wanted / 50), 1e-3)
     best, best_row = best.numpy().reshape(tokens, n), best_row.numpy().reshape(tokens, n)
