@@ -15,7 +15,7 @@ from engine.fixes import cpu_vectors
 from engine.targets.cpu.kernels.activations import buffer_names
 from engine.targets.cpu.kernels.product import product
 from engine.targets.cpu.kernels.thread_pool import part_arguments
-from engine.targets.cpu.kernels.weight_layout import WeightLayout
+from engine.targets.cpu.kernels.weight_layout import LaneLayout
 
 Q4_K = 12
 X86, ARM = "--target=x86_64-none-unknown-elf", "--target=aarch64-none-unknown-elf"
@@ -25,7 +25,7 @@ KINDS = {"values": dtypes.int16, "sums": dtypes.int32}
 def source_of(lanes: int, tile: int) -> str:
     """The C source of products with a Q4_K matrix."""
     cpu_vectors.apply()
-    layout = WeightLayout(Q4_K, lanes)
+    layout = LaneLayout(Q4_K, lanes)
     types = [dtypes.float32, dtypes.int32] + [dtypes.int32] * (tile > 1)
     types += [KINDS.get(name, dtypes.float32) for name in buffer_names([layout], tile)]
     types += [dtypes.float32, dtypes.uint16]
@@ -89,11 +89,11 @@ from engine.fixes import compiler_processes
 from engine.targets.cpu.kernels import memory
 from engine.targets.cpu.kernels.kernel_sequence import KernelSequence
 from engine.targets.cpu.kernels.thread_pool import ThreadPool
-from engine.targets.cpu.kernels.weight_layout import WeightLayout
+from engine.targets.cpu.kernels.weight_layout import LaneLayout
 from engine.targets.cpu.kernels.product import product, shape_of
 if __name__ == "__main__":
     compiler_processes.apply()
-    pool, layouts = ThreadPool(1), [WeightLayout(kind, 16) for kind in (0, 1)]
+    pool, layouts = ThreadPool(1), [LaneLayout(kind, 16) for kind in (0, 1)]
     w = [memory.array(np.ones((64, 16)), layout.dtype) for layout in layouts]
     x, out = memory.array(np.arange(64), dtypes.float32), memory.zeros(16, dtypes.float32)
     shape = memory.array(np.array(shape_of(16, 64, layouts[0], True)), dtypes.int32)

@@ -28,7 +28,7 @@ from engine.model.memory_need import (
 from engine.model.text_model import TextModel
 from engine.protocol.events import EngineOptions
 from engine.targets.cpu.kernels.lanes import register_lanes
-from engine.targets.cpu.kernels.weight_layout import WeightLayout as CPULayout
+from engine.targets.cpu.kernels.weight_layout import LaneLayout
 from engine.targets.cpu.memory import MEMORY as of_cpus
 from engine.targets.graph.memory import MEMORY as of_graphs
 from engine.targets.nvidia.kernels.weight_layout import WeightLayout as GPULayout
@@ -59,7 +59,7 @@ def spec(path):
 @pytest.mark.parametrize("kind", [*FLOATS, *QUANTIZED], ids=lambda kind: GGML_TYPES[kind].name)
 def test_matrices_are_as_large_as_the_layouts_make_them(kind):
     rows, cols = 41, 3 * max(32, GGML_TYPES[kind].block)  # which fill neither vectors nor units
-    weight, layout = Weight("m", rows, cols, kind), CPULayout(kind, register_lanes())
+    weight, layout = Weight("m", rows, cols, kind), LaneLayout(kind, register_lanes())
     assert of_cpus.weight_bytes(weight) == layout.size(rows, cols) * layout.dtype.itemsize
     planes = GPULayout(kind).shapes(rows, cols)
     assert of_gpus.weight_bytes(weight) == sum(n * dtype.itemsize for n, dtype in planes)

@@ -16,7 +16,7 @@ from engine.targets.nvidia.kernels.matvec import Schedule, StackedMatrices, matv
 from engine.targets.nvidia.kernels.prefill_experts import choose_experts
 from engine.targets.nvidia.kernels.schedules import matvec_schedule
 from engine.targets.nvidia.kernels.weight_layout import WeightLayout, input_scale, permuted_size
-from tests.kernels.gpu.buffers import buffer, close, laid_out, packed, places, rng, run, zeros
+from tests.kernels.gpu.buffers import buffer, close, laid_out, packed, places, prompt_state, rng, run, zeros
 from tests.kernels.gpu.check_products import gated
 
 TYPES = {12: Schedule(4, 2, 2), 8: Schedule(2, 2, 1), 0: Schedule(3, 4, 2)}  # Q4_K, Q8_0, F32
@@ -42,7 +42,7 @@ def check_choice_of_experts_of_a_token() -> None:
     tied[[7, 200, 31]] = tied.max()
     for scores in (logits.numpy(), tied):
         ids, weights = zeros(used, dtypes.int32), zeros(used)
-        run(choose_experts(1, used, n, 6.1e-5), ids, weights, buffer(scores))
+        run(choose_experts(1, used, n, 6.1e-5), ids, weights, buffer(scores), prompt_state(1, (0, 3, 1, 0)))
         best = np.argsort(-scores, kind="stable")[:used]
         assert np.array_equal(ids.numpy(), best)
         p = np.exp(scores[best] - scores.max())

@@ -41,6 +41,7 @@ from engine.targets.nvidia.kernels.layer_embeddings import layer_embeddings, str
 from engine.targets.nvidia.kernels.matmul import ExpertTiles, expert_tiles, fragments_size, matmul
 from engine.targets.nvidia.kernels.matrix_bytes import UNIT
 from engine.targets.nvidia.kernels.matvec import StackedMatrices, matvec
+from engine.targets.nvidia.kernels.pieces import state_size
 from engine.targets.nvidia.kernels.post_norm import add_both, add_both_blocks, add_normed
 from engine.targets.nvidia.kernels.prefill import (
     activate_prompt,
@@ -197,17 +198,18 @@ def render_layers_of_gemma4() -> None:
 def render_experts() -> None:
     """What a mixture of experts takes in prefill."""
     tokens, n, used, width, cols, p = 64, 40, 4, 512, 2048, WeightLayout(12)
-    experts, ints, each = expert_tiles(tokens, used, n), (2, dtypes.int32), (tokens * used, dtypes.int32)
+    experts, each = expert_tiles(tokens, used, n), (tokens * used, dtypes.int32)
+    state = state_size(tokens), dtypes.int32
     stream, vector, rows = (tokens * cols, F), (cols, F), (tokens * cols, H)
     norm = norm_prompt(tokens, cols, used, 1e-6, has_bias=True, order="rows")
     render(norm, rows, stream, (used * tokens * cols, F), vector, vector)
     logits, counts = (tokens * n, F), (n, dtypes.int32)
     router = router_logits(tokens, cols, n, 1e-6, True)
-    render(router, logits, stream, vector, ints, (n * cols, F), (n, F))
-    render(choose_experts(tokens, used, n, 6.1e-5), each, (tokens * used, F), logits)
-    render(count_assignments(experts), counts, counts, each, ints)
+    render(router, logits, stream, vector, state, (n * cols, F), (n, F))
+    render(choose_experts(tokens, used, n, 6.1e-5), each, (tokens * used, F), logits, state)
+    render(count_assignments(experts), counts, counts, each)
     lists = (experts.size, dtypes.int32), (experts.count, dtypes.int32)
-    render(sort_assignments(experts), *lists, counts, each, ints)
+    render(sort_assignments(experts), *lists, counts, each)
     for tiles in (experts, ExpertTiles(tokens, used, n, 64)):
         lists = (tiles.size, dtypes.int32), (tiles.count, dtypes.int32)
         activated = (fragments_size(tiles.size, width), H)
