@@ -154,12 +154,11 @@ class TextModel:
         return (*self.prompts.warnings, *filter(None, [as_graph, unkept, shorter, *text_only]))
 
     def warm_up(self, interrupted: Callable[[], bool]) -> None:
-        """Captures the remaining steps one by one until `interrupted`, as long as the KV cache is empty. Steps that
-        are not captured here are captured at their first use. What conversations have added to the KV cache is kept on
-        disk."""
+        """Captures the remaining steps one by one until `interrupted`. Steps that are not captured here are captured at
+        their first use. What conversations have added to the KV cache is kept on disk."""
         if self.scheduler.busy:
             return
-        while self.scheduler.blocks.is_empty and not interrupted() and next(self._captures, self) is None:
+        while not interrupted() and next(self._captures, self) is None:
             self._choices.skip()
         compiler_processes.dismiss()
         self.scheduler.keep(interrupted)
@@ -226,32 +225,52 @@ class TextModel:
             self._runner.search(width, seconds, progress, options.search_again)
 
     def _capture_steps(self) -> Iterator[None]:
-        """Captures each step of the runner by running it, one a turn. The first is a decode step with its logits: it
-        shows that the device works."""
+        """Captures each step of the runner by running it, one a turn, if there are free blocks for it. The first is a
+        decode step with its logits: it shows that the device works."""
         runner = self._runner
-        self._run_rows(1)
+        self._run(1, 0)
         runner.logits()
         yield
         for size in runner.chunk_sizes:
             runner.prepare(size)
-            tokens = (0,) * (size // 2 + 1)
-            with self.scheduler.blocks.room(len(tokens)):
-                runner.run([Slot(0, tokens, 0, "none")])
+            self._run(0, size // 2 + 1)
             yield
         for sampling in (None, Sampling(), Sampling(repeat_penalty=1.1)):
             if sampling and not runner.prepare_sampling(0, sampling, [0], np.zeros(1)):
                 continue
             for count in runner.row_counts:
-                self._run_rows(min(count, runner.parallel), draw=sampling is not None)
-                yield
-            for depth in runner.decode_depths[1:]:
-                self._run_rows(1, depth, draw=sampling is not None)
-                yield
+                for depth in self._depths(count):
+                    self._run(min(count, runner.parallel), 0, depth, draw=sampling is not None)
+                    yield
+            if runner.precompiled and not sampling:
+                yield from self._capture_mixed_steps()
 
-    def _run_rows(self, count: int, position: int = 0, draw: bool = False) -> None:
-        """Decodes a token of so many sequences, which are empty before and after."""
-        with self.scheduler.blocks.room(*[position + 1] * count):
-            self._runner.run([Slot(sequence, (0,), position, draw=draw) for sequence in range(count)])
+    def _capture_mixed_steps(self) -> Iterator[None]:
+        """Captures steps of prompts and replies."""
+        runner = self._runner
+        for count in runner.row_counts[1:]:
+            rows = min(count, runner.parallel - 1)  # one sequence is that of the prompt
+            for size in runner.piece_sizes(rows)[:-1]:
+                for depth in self._depths(count):
+                    self._run(rows, size, depth)
+                    yield
+
+    def _depths(self, rows: int) -> tuple[int, ...]:
+        """The positions at which steps of so many replies are captured. There are many steps of several."""
+        depths = self._runner.decode_depths(rows)
+        return depths if rows == 1 else depths[:2]
+
+    def _run(self, rows: int, prompt_tokens: int, position: int = 0, draw: bool = False) -> None:
+        """Runs a step of so many replies at a position and a prompt's piece, if there are free blocks for it. All
+        sequences are empty before and after."""
+        lengths = [position + 1] * rows + [prompt_tokens] * (prompt_tokens > 0)
+        if position >= self.context_length or not self.scheduler.blocks.has_free(lengths):
+            return
+        slots = [Slot(sequence, (0,), position, draw=draw) for sequence in range(rows)]
+        if prompt_tokens:
+            slots.insert(0, Slot(rows, (0,) * prompt_tokens, 0, "none"))
+        with self.scheduler.blocks.room(*lengths):
+            self._runner.run(slots)
 
 
 def _has_room_for(file: GGUF, need: MemoryNeed) -> bool:

@@ -14,16 +14,15 @@ class ClientTurns:
     ago. One thread puts and one takes."""
 
     def __init__(self) -> None:
-        self._waiting: dict[str, deque[tuple[Generate, float]]] = {}
+        self._waiting: dict[str, deque[Generate]] = {}
         self._served: dict[str, float] = {}  # when each client that waits had its last turn
         self._lock = threading.Lock()
 
     def put(self, request: Generate) -> None:
         with self._lock:
-            self._waiting.setdefault(request.client, deque()).append((request, time.perf_counter()))
+            self._waiting.setdefault(request.client, deque()).append(request)
 
-    def take(self) -> tuple[Generate, float]:
-        """A request, and when it came (`time.perf_counter`)."""
+    def take(self) -> Generate:
         with self._lock:
             client = min(self._waiting, key=lambda name: self._served.get(name, 0.0))
             request = self._waiting[client].popleft()

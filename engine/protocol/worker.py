@@ -80,11 +80,9 @@ class Answering(Protocol):
         answer: Answer,
         cancelled: Callable[[], bool],
         end: Callable[[Finished | Exception], None],
-        came_s: float,
     ) -> None:
-        """Answers a request, which came at `came_s` (`time.perf_counter`), in later steps. It reports `Prefilling`,
-        `Token` and `Thinking`; `end` gets `Finished`, or why it failed. Once `cancelled` returns True, the answer ends
-        as "cancelled"."""
+        """Answers a request in later steps. It reports `Prefilling`, `Token` and `Thinking`; `end` gets `Finished`, or
+        why it failed. Once `cancelled` returns True, the answer ends as "cancelled"."""
         ...
 
     def step(self) -> None:
@@ -211,13 +209,13 @@ class _Server:
 
     def _begin_next(self, model: Model) -> None:
         """Makes an answer of a request, in the thread for prompts."""
-        request, came_s = self._to_begin.take()
+        request = self._to_begin.take()
         started = time.perf_counter()
         try:
             answer: Answer | Exception = model.begin(request, self._reporter(started))
         except Exception as error:
             answer = error
-        self._inbox.put(_Begun(request.request_id, answer, came_s))
+        self._inbox.put(_Begun(request.request_id, answer))
 
     def _add(self, model: Model, begun: _Begun) -> None:
         def end(result: Finished | Exception) -> None:
@@ -230,7 +228,7 @@ class _Server:
             end(begun.answer)
         else:
             stop = self._inbox.cancelled(begun.request_id)
-            model.scheduler.add(begun.answer, stop, end, begun.came_s)
+            model.scheduler.add(begun.answer, stop, end)
 
     def _load(self, options: EngineOptions, load: Loader) -> Model | None:
         started = time.perf_counter()
@@ -290,11 +288,10 @@ class _Server:
 
 @dataclass(frozen=True)
 class _Begun:
-    """A request that can be answered now, or why it cannot. It came at `came_s` (`time.perf_counter`)."""
+    """A request that can be answered now, or why it cannot."""
 
     request_id: int
     answer: Answer | Exception
-    came_s: float
 
 
 class _Inbox:

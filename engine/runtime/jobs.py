@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -16,14 +18,15 @@ from engine.runtime.sampling import Logits
 
 @dataclass(eq=False)
 class Job:
-    """A request. `end` is called once, with how it ended; `number` counts requests as they come. Those of
-    a `burst` came together, or got their slots together if they had to wait."""
+    """A request. `end` is called once, with how it ended; `number` counts requests as they come. It got its slot at
+    `slot_s`, and its first token at `reply_s` (`time.perf_counter`)."""
 
     answer: Answer
     cancelled: Callable[[], bool]
     end: Callable[[Finished | Exception], None]
     number: int
-    burst: int
+    slot_s: float = 0.0
+    reply_s: float = math.inf
     has_begun: bool = False  # to prefill, since it has its slot
     due: int = 0  # the sooner the fewer tokens are to be read: see `PATIENCE` in `scheduler`
     was_paused: bool = False
@@ -58,6 +61,8 @@ class Job:
             assert logits is not None
             return logits
 
+        if self.reply_s == math.inf:
+            self.reply_s = time.perf_counter()
         is_chosen = self.answer.is_best_token or self.is_drawn
         self.answer.add(chosen if is_chosen else self.answer.choose(needed()), needed)
 

@@ -146,6 +146,11 @@ class KVBlocks:
             for group, free, unheld in zip(self._groups, self._free, self._unheld, strict=True)
         )
 
+    def has_free(self, lengths: Sequence[int]) -> bool:
+        """Whether new sequences of these lengths fit, and nothing that is kept has to go for them."""
+        wanted = sum(-(-n // BLOCK) for n in lengths)
+        return all(wanted <= len(free) for free in self._free)
+
     # --- growing -----------------------------------------------------------------------------------------
 
     def known(self, sequence: int, tokens: Sequence[int]) -> int:
@@ -208,11 +213,6 @@ class KVBlocks:
                 self.drop(sequence)
 
     # --- blocks that are kept elsewhere too ---------------------------------------------------------------
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether no block holds anything."""
-        return not self._root.children and not any(s.tokens or s.tail for s in self._sequences)
 
     def path(self, tokens: Sequence[int]) -> tuple[list[list[int]], int]:
         """The blocks in the tree that hold the beginning of `tokens`, for each the physical block in each group, -1

@@ -76,9 +76,8 @@ class ModelRunner(BlockStore, StateStore, Protocol):
         one."""
         ...
 
-    @property
-    def decode_depths(self) -> tuple[int, ...]:
-        """The positions from which on decode uses another captured step, ascending from 0."""
+    def decode_depths(self, rows: int) -> tuple[int, ...]:
+        """The positions from which on decode of so many slots uses another captured step, ascending from 0."""
         ...
 
     def prepare(self, size: int) -> None:

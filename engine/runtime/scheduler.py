@@ -5,9 +5,9 @@ piece, the first token of the reply is in the same step. While the next round is
 prompt waits, its step runs ahead: the runner launches it before the host has this one's tokens. If a reply ends all the
 same, its row is of no use but does no harm: its blocks are free at once, as what others store there is stored after it.
 
-The prompt with the least to read goes first, but a long one is overtaken only for a while (`PATIENCE`). Replies that
-were there before a prompt came are slowed down by a bound (`pace`); those of prompts that came together with it wait
-for it, since the first tokens of all come soonest so.
+The prompt with the least to read goes first, but a long one is overtaken only for a while (`PATIENCE`). A prompt
+slows replies down by a bound (`pace`). Only those that have just begun when it gets its slot wait for it: their prompts
+and this one came together, and the first tokens of all come soonest so.
 
 A request gets a slot, one of the runner's sequences, as soon as one is free, and leaves it when it ends. Clients take
 turns, however many requests each has. If the KV cache is too small for all slots, the latest request gives its slot
@@ -41,8 +41,8 @@ from engine.runtime.prefix_store import PrefixStore
 REPORT_S = 0.25
 PATIENCE = 4
 """A prompt of n tokens lets shorter ones pass until so many times n tokens of them are read."""
-TOGETHER_S = 0.02
-"""Requests of which each comes so soon after the one before are a burst: they came together."""
+TOGETHER_S = 0.25
+"""A reply that began no longer than this before a prompt got its slot has just begun."""
 
 
 class Scheduler:
@@ -70,7 +70,6 @@ class Scheduler:
         self._is_ahead = False  # whether the runner has launched the next step
         self._last: list[int] = []  # the tokens in the KV cache of the conversation that ended last
         self._n_read = 0  # tokens of all prompts so far
-        self._burst, self._last_came_s = 0, 0.0  # of the request that came last
         self._step = 0, 0, 0  # rows of the last step, its tokens of prompts, and the room for these
 
     # --- requests ----------------------------------------------------------------------------------------
@@ -80,15 +79,9 @@ class Scheduler:
         answer: Answer,
         cancelled: Callable[[], bool],
         end: Callable[[Finished | Exception], None],
-        came_s: float | None = None,
     ) -> None:
-        """Answers a request in later rounds. `end` gets `Finished`, or why it failed. `came_s`: when it came, by
-        `time.perf_counter`; now, if not given."""
-        came_s = time.perf_counter() if came_s is None else came_s
-        if abs(came_s - self._last_came_s) > TOGETHER_S:
-            self._burst += 1
-        self._last_came_s = came_s
-        job = Job(answer, cancelled, end, next(self._count), self._burst)
+        """Answers a request in later rounds. `end` gets `Finished`, or why it failed."""
+        job = Job(answer, cancelled, end, next(self._count))
         if answer.reason:  # no token is wanted
             end(answer.finished())
         else:
@@ -185,16 +178,7 @@ class Scheduler:
             self._tidy(client)
 
     def _admit(self) -> None:
-        """Gives free slots to those that wait. A client without a slot gets one of a client that has several. Who waits
-        on comes later, in a burst of its own."""
-        self._admit_all()
-        if self._waiting:
-            self._burst += 1
-        for queue in self._waiting.values():
-            for job in queue:
-                job.burst = self._burst
-
-    def _admit_all(self) -> None:
+        """Gives free slots to those that wait. A client without a slot gets one of a client that has several."""
         while self._waiting:
             held = collections.Counter(job.client for _, job in self._live())
             client = min(self._waiting, key=lambda name: (held[name], self._served.get(name, 0)))
@@ -209,6 +193,7 @@ class Scheduler:
             self._waiting[client].popleft()
             sequence = self._slots.index(None)
             self._slots[sequence] = job
+            job.slot_s = time.perf_counter()
             rest = len(job.stored) - self.blocks.known(sequence, job.stored)
             job.due = self._n_read + PATIENCE * rest
             if self._states:
@@ -376,7 +361,7 @@ class Scheduler:
     def _room(self, job: Job) -> int:
         """The most tokens of prompts in the next step, of which `job`'s is the first."""
         replies = list(self._replies())
-        if any(reply.burst != job.burst for reply in replies):
+        if any(job.slot_s - reply.reply_s > TOGETHER_S for reply in replies):
             return self._pace.room(self._runner.piece_sizes(len(replies)))
         return self._runner.piece_sizes(len(replies))[-1]
 

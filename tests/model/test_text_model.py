@@ -1,5 +1,6 @@
 """A loaded model answering requests: what the worker serves, without the process around it."""
 
+import collections
 import json
 
 import numpy as np
@@ -21,7 +22,6 @@ from engine.protocol.events import (
     Token,
     TokenIds,
 )
-from engine.runtime.kv_blocks import KVBlocks
 from engine.runtime.sampling import Sampler
 from tests import generated_model
 from tests.reference import Reference, log_softmax
@@ -216,18 +216,24 @@ def test_finished_counts(model):
     assert end.predicted_ms == 0 and end.prompt_ms > 0 and end.context_used == end.prompt_n
 
 
-def test_what_is_captured_later_gives_way_to_a_prompt_and_to_a_conversation(model, monkeypatch):
-    forget = lambda: monkeypatch.setattr(model.scheduler, "blocks", KVBlocks(model._runner))
-    forget()
+def test_what_is_captured_later_gives_way_to_a_prompt(model, monkeypatch):
     asked = iter([False, False, True, False])
     uses = []
-    model._captures = (uses.append(i) for i in range(9))
+    monkeypatch.setattr(model, "_captures", (uses.append(i) for i in range(9)))
     model.warm_up(lambda: next(asked))
     assert uses == [0, 1]
     answer(model, "once", sampling=GREEDY)
     model.warm_up(lambda: False)
-    assert uses == [0, 1]
-    forget()
-    model.warm_up(lambda: False)
-    model.warm_up(lambda: False)
     assert uses == [*range(9)]
+
+
+def test_what_is_captured_takes_no_room_from_a_conversation(model, monkeypatch):
+    answer(model, "once", sampling=GREEDY)
+    kept, run, steps = model.scheduler.blocks.counts(), model._runner.run, []
+    monkeypatch.setattr(model._runner, "run", lambda slots: steps.append(slots) or run(slots))
+    collections.deque(model._capture_steps(), 0)
+    assert steps and model.scheduler.blocks.counts() == kept
+    monkeypatch.setattr(model.scheduler.blocks, "has_free", lambda lengths: False)
+    steps.clear()
+    model._run(1, 0)
+    assert not steps

@@ -26,7 +26,6 @@ class FakeBatchRunner:
     precompiled = True
     max_chunk = 128
     chunk_sizes = (128,)
-    decode_depths = (0,)
     state_slots = search_tokens = 0
     export_layout = ""
 

@@ -22,7 +22,6 @@ class FakeStateRunner:
     max_chunk = 16
     chunk_sizes = (16,)
     row_counts = (1,)
-    decode_depths = (0,)
     state_bytes = 8
     search_tokens = 0
     export_layout = ""

@@ -276,16 +276,21 @@ def test_prompts_that_come_together_are_read_with_the_whole_device(bench):
     assert all(bench.reply(id) for id in range(4))
 
 
-def test_a_prompt_that_comes_later_is_bound(bench, monkeypatch):
-    monkeypatch.setattr(scheduler, "TOGETHER_S", -1.0)
+@pytest.mark.parametrize(("after_s", "pieces"), [(0.2, [99]), (0.3, [32, 32, 32, 3])])
+def test_a_prompt_slows_only_those_down_that_have_just_begun(bench, monkeypatch, after_s, pieces):
+    now = [0.0]
+    monkeypatch.setattr("time.perf_counter", lambda: now[0])
+    monkeypatch.setattr(Pace, "room", lambda pace, sizes: sizes[0])
     bench = bench()
     bench.ask([1], 900)
     bench.run(20)
     bench.runner.steps.clear()
-    monkeypatch.setattr(Pace, "room", lambda pace, sizes: sizes[0])
+    now[0] += after_s
     bench.ask([2] * 100, 4)
-    bench.run(6)
-    assert prefills(bench) == [32, 32, 32, 3]
+    bench.run(1)
+    now[0] += 10.0  # when it got its slot is what counts
+    bench.run(5)
+    assert prefills(bench) == pieces
 
 
 @pytest.mark.parametrize(("gap", "piece"), [(2.0, 32), (4.0, 128)])

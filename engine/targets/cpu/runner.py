@@ -32,7 +32,6 @@ class CPURunner:
 
     precompiled = False
     chunk_sizes: tuple[int, ...] = (1,)
-    decode_depths: tuple[int, ...] = (0,)
     search_tokens = 0
 
     def __init__(
@@ -81,6 +80,9 @@ class CPURunner:
             kernels = [kernel for step in (prefill, *decode.values()) for kernel in step.kernels]
             pool.compile(kernels)  # all at once, for several compiler processes
             self._decode, self._prefill = {n: step.compile() for n, step in decode.items()}, prefill.compile()
+
+    def decode_depths(self, rows: int) -> tuple[int, ...]:
+        return (0,)
 
     def piece_sizes(self, rows: int) -> tuple[int, ...]:
         return self._piece_sizes

@@ -34,7 +34,6 @@ class GraphRunner:
     max_chunk = BLOCK
     chunk_sizes: tuple[int, ...] = (max_chunk,)
     row_counts: tuple[int, ...] = (1,)
-    decode_depths: tuple[int, ...] = (0,)
     search_tokens = 0
     export_layout = ""
 
@@ -81,6 +80,9 @@ class GraphRunner:
                 self._logits.append(logits)
             self._positions[slot.sequence] = slot.position + n
         return np.array(chosen, np.int32)
+
+    def decode_depths(self, rows: int) -> tuple[int, ...]:
+        return (0,)
 
     def piece_sizes(self, rows: int) -> tuple[int, ...]:
         return self.chunk_sizes

@@ -10,7 +10,6 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -41,7 +40,7 @@ from engine.targets.nvidia.kernels.sampling import Shortlist
 from engine.targets.nvidia.kernels.weight_repacking import repacking_kernels
 from engine.targets.nvidia.memory import CHUNK_SIZES
 from engine.targets.nvidia.mixed import MixedKernels
-from engine.targets.nvidia.row_steps import Choice, Key, RowSteps
+from engine.targets.nvidia.row_steps import Key, RowSteps
 from engine.targets.nvidia.schedule_search import SearchTarget, search
 from engine.targets.nvidia.states import DeviceStates
 from engine.targets.nvidia.uses import uses_of
@@ -53,7 +52,6 @@ _DECODE_AT_MOST = 1  # so few tokens of a prompt are faster one by one
 _DETOUR_AT_MOST = 128  # so few are so before the kernels of prefill are compiled
 _CHECK_TOKENS = (1, 77, 5, 1203)  # arbitrary: a search compares the logits after them
 _TIMING_S = 0.03
-_CHOICES: tuple[Choice, ...] = "best", "drawn"  # of the steps that are captured before they are needed
 
 
 class NvidiaRunner:
@@ -110,6 +108,8 @@ class NvidiaRunner:
         )
         self.search_tokens = min(context_length, self._one.context_limits[0])
         self._captured: dict[Key, Callable[[], None]] = {}
+        self._prepared: set[int] = set()  # what `prepare` was called with
+        self._compiled: dict[int, bool] = {}  # of the sizes of prefill that were asked for
         self._earlier: list[Logits] = []  # of the steps before the last one of one `run`
         with timeline.span("kernels"):
             compile_once((*self._set_up, is_early), self._linears)
@@ -150,9 +150,8 @@ class NvidiaRunner:
         fewer = sum(n < self.parallel for n in ROW_COUNTS)
         return (1, *ROW_COUNTS[: fewer + 1])
 
-    @property
-    def decode_depths(self) -> tuple[int, ...]:
-        return (0, *(limit for limit in self._steps.limits(1) if limit < self._context))
+    def decode_depths(self, rows: int) -> tuple[int, ...]:
+        return (0, *(limit for limit in self._steps.limits(rows) if limit < self._context))
 
     def load_state(self, slot: int, sequence: int = 0) -> None:
         self._steps.finish()
@@ -263,18 +262,18 @@ class NvidiaRunner:
         return next(size for size in self._sizes if tokens <= size)
 
     def prepare(self, size: int) -> None:
+        if size in self._prepared:
+            return
+        self._prepared.add(size)
         self._prepare_prefill(size)
         if size in self._mixing:
             compile_once((*self._set_up, "mixed", size), lambda: self._mixed_linears(size))
             self._mixed_sizes.add(size)
-            for count in self.row_counts[1:]:
-                for choice in _CHOICES:
-                    step = self._steps.limits(count)[0], choice, size
-                    self._capture((count, *step), partial(self._steps.kernels, count, *step))
 
     def _prepare_prefill(self, size: int) -> None:
         if ("prefill", size) not in self._captured:
             compile_once((*self._set_up, "prefill", size), lambda: [self._prefill.step(size).linear])
+            self._compiled[size] = True
             self._captured["prefill", size] = self._prefill.step(size).capture()
 
     @property
@@ -293,7 +292,9 @@ class NvidiaRunner:
         """Whether prefill of chunks of this size need not be compiled."""
         if ("prefill", size) in self._captured or not self._is_early:
             return True
-        return was_compiled((*self._set_up, "prefill", size))
+        if size not in self._compiled:  # the disk is asked once: that takes milliseconds
+            self._compiled[size] = was_compiled((*self._set_up, "prefill", size))
+        return self._compiled[size]
 
     def replay(self, step: Step, position: int) -> Replay:
         self._steps.finish()
@@ -353,6 +354,7 @@ class NvidiaRunner:
         target = SearchTarget(self._model.products, step, self._check_logits, self._step_seconds)
         search(target, width, seconds, report, again)
         self._captured.clear()
+        self._prepared.clear()
 
     def _check_logits(self, run: Callable[[], None]) -> Logits:
         """The logits of a captured decode step after a few tokens."""
