@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from engine.formats.gguf import GGUF
 from engine.formats.prompt import PromptEncoder
 from engine.protocol.events import Event, Finished, Generate
 from engine.runtime.answer import Answers
+from engine.runtime.sampling import log_probabilities
 from tests.reference import Reference
 
 SEEN = 16  # tokens; the reference has no cache
@@ -35,5 +37,6 @@ class ReferenceModel:
                 answer.cancel()
                 break
             [logits] = self._reference.logits(answer.tokens[-SEEN:], last=1)
-            answer.add(answer.choose(logits), lambda logits=logits: logits)
+            token = answer.choose(logits)
+            answer.add(token, partial(log_probabilities, logits, token))
         return answer.finished()

@@ -49,7 +49,7 @@ from engine.protocol.events import (
 )
 from engine.runtime.answer import Answer, Answers
 from engine.runtime.choice_reporter import ChoiceReporter
-from engine.runtime.model_runner import Slot
+from engine.runtime.model_runner import Drawing, Slot
 from engine.runtime.prefix_folder import default_limit_bytes
 from engine.runtime.prefix_store import PrefixStore
 from engine.runtime.scheduler import Scheduler
@@ -235,14 +235,12 @@ class TextModel:
             runner.prepare(size)
             self._run(0, size // 2 + 1)
             yield
-        for sampling in (None, Sampling(), Sampling(repeat_penalty=1.1)):
-            if sampling and not runner.prepare_sampling(0, sampling, [0], np.zeros(1)):
-                continue
+        for drawing in (None, *_drawings()) if runner.sampler else (None,):
             for count in runner.row_counts:
                 for depth in self._depths(count):
-                    self._run(min(count, runner.parallel), 0, depth, draw=sampling is not None)
+                    self._run(min(count, runner.parallel), 0, depth, drawing)
                     yield
-            if runner.precompiled and not sampling:
+            if runner.precompiled and not drawing:
                 yield from self._capture_mixed_steps()
 
     def _capture_mixed_steps(self) -> Iterator[None]:
@@ -260,17 +258,25 @@ class TextModel:
         depths = self._runner.decode_depths(rows)
         return depths if rows == 1 else depths[:2]
 
-    def _run(self, rows: int, prompt_tokens: int, position: int = 0, draw: bool = False) -> None:
+    def _run(self, rows: int, prompt_tokens: int, position: int = 0, drawing: Drawing | None = None) -> None:
         """Runs a step of so many replies at a position and a prompt's piece, if there are free blocks for it. All
-        sequences are empty before and after."""
+        sequences are empty before and after. `drawing`: what the first reply is drawn with."""
         lengths = [position + 1] * rows + [prompt_tokens] * (prompt_tokens > 0)
         if position >= self.context_length or not self.scheduler.blocks.has_free(lengths):
             return
-        slots = [Slot(sequence, (0,), position, draw=draw) for sequence in range(rows)]
+        is_drawn = drawing and self._runner.sampler and self._runner.sampler.prepare(0, drawing)
+        slots = [Slot(sequence, (0,), position, draw=bool(is_drawn)) for sequence in range(rows)]
         if prompt_tokens:
             slots.insert(0, Slot(rows, (0,) * prompt_tokens, 0, "none"))
         with self.scheduler.blocks.room(*lengths):
             self._runner.run(slots)
+
+
+def _drawings() -> Iterator[Drawing]:
+    """For each way in which a step draws tokens, one that needs it: with and without penalties, and those that need
+    most, with masks and log-probabilities."""
+    for penalty, top in ((1.0, 0), (1.1, 0), (1.1, 1)):
+        yield Drawing(Sampling(repeat_penalty=penalty), [0], np.zeros(1), top=top, masks=top > 0)
 
 
 def _has_room_for(file: GGUF, need: MemoryNeed) -> bool:

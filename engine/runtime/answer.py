@@ -5,9 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-import numpy as np
-from numpy.typing import NDArray
-
 from engine.errors import SHORTEN, ContextFullError
 from engine.formats.prompt import PromptEncoder, think_splitter
 from engine.formats.template import Prompt
@@ -26,7 +23,8 @@ from engine.protocol.events import (
     decode_rate,
 )
 from engine.runtime.grammar import Constraint, Grammars
-from engine.runtime.sampling import Logits, Sampler, biased, log_probabilities
+from engine.runtime.model_runner import Drawing
+from engine.runtime.sampling import Logits, LogProbabilities, Sampler, biased
 
 
 class Answers:
@@ -82,13 +80,8 @@ class Answer:
 
     @property
     def needs_logits(self) -> bool:
-        """Whether the host needs the logits of the next token: to choose it, or to report its probability."""
+        """Whether the logits of the next token are needed: to choose it, or to report its probability."""
         return not self.is_best_token or self.request.logprobs > 0
-
-    @property
-    def fits_device(self) -> bool:
-        """Whether a device may sample the tokens. It knows no masks, and gives no log-probabilities."""
-        return not (self.is_best_token or self.constraint or self.request.logprobs)
 
     @property
     def turn_ends(self) -> list[int]:
@@ -104,10 +97,12 @@ class Answer:
         return max(self.turn_ends, default=self.prompt_n - 1)
 
     @property
-    def uniforms(self) -> NDArray[np.float64]:
-        """The uniform numbers that `choose` would use for the tokens that may follow, float64 (left,)."""
+    def drawing(self) -> Drawing:
+        """How a device draws the tokens that may follow: those that `choose` would choose."""
         n = len(self.tokens) - self.prompt_n
-        return self.sampler.uniforms(n + self.left)[n:]
+        uniforms, asked = self.sampler.uniforms(n + self.left)[n:], self.request
+        masks = self.constraint is not None
+        return Drawing(asked.sampling, self.tokens, uniforms, asked.logit_bias, asked.logprobs, masks)
 
     def choose(self, logits: Logits) -> int:
         """The next token, chosen on the host. `logits`: float32 (vocab,)."""
@@ -121,8 +116,9 @@ class Answer:
             Prefilling(request_id=self.request.request_id, done=done, total=self.prompt_n, cached=self.cached)
         )
 
-    def add(self, token: int, logits: Callable[[], Logits]) -> None:
-        """Takes the next token and reports it. `logits` gives those that it was chosen from."""
+    def add(self, token: int, probabilities: Callable[[int], LogProbabilities]) -> None:
+        """Takes the next token and reports it. `probabilities` gives its log-probability, and so many of the most
+        probable tokens."""
         self._last_token = time.perf_counter()
         if len(self.tokens) == self.prompt_n:
             self._first_token = self._last_token
@@ -135,7 +131,7 @@ class Answer:
             self.reason = "stop"
         elif not self.left:
             self.reason = "length"
-        self._report_token(token, logits)
+        self._report_token(token, probabilities)
 
     def slot(self, stored: int) -> Slot:
         """What the answer does, with `stored` of its tokens in the KV cache."""
@@ -168,7 +164,7 @@ class Answer:
             seed=self.sampler.seed,
         )
 
-    def _report_token(self, token: int, logits: Callable[[], Logits]) -> None:
+    def _report_token(self, token: int, probabilities: Callable[[int], LogProbabilities]) -> None:
         last = self.reason is not None  # so text that was held back is reported too
         text = self._decoder.feed(token) + (self._decoder.flush() if last else "")
         thinking = False
@@ -178,7 +174,7 @@ class Answer:
         logprob: float | None = None
         top: tuple[TopToken, ...] = ()
         if self.request.logprobs:
-            logprob, top = log_probabilities(logits(), token, self.request.logprobs)
+            logprob, top = probabilities(self.request.logprobs)
         event = Thinking if thinking else Token
         self._report(event(request_id=self.request.request_id, id=token, text=text, logprob=logprob, top=top))
 

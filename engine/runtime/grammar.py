@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import numpy as np
+from numpy.typing import NDArray
 
 from engine.errors import UsageError, one_line
 from engine.formats.thinking import ReplySplitter
@@ -77,17 +78,25 @@ class Constraint:
         self._opens = opens
         self._begun = False
 
-    def masked(self, logits: Logits) -> Logits:
-        """The logits, float32 (vocab,), with -inf for tokens that the grammar does not allow next. They are the same
-        array while the reply is thinking."""
+    def allowed(self) -> NDArray[np.uint32] | None:
+        """A bit for each token, the lowest first, which says whether the grammar allows it next, uint32 (words,). None
+        while the reply is thinking: all are."""
         if not self._applies:
-            return logits
-        bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
+            return None
+        words = np.frombuffer(self._matcher.compute_bitmask(), np.uint32)
         if self._matcher.is_error():
             raise _invalid(self._matcher.get_error())
-        allowed = np.unpackbits(bits, bitorder="little")[: logits.size].astype(bool)
-        if self._may_open:
-            allowed[self._opens] = True
+        if self._may_open and self._opens is not None:
+            words = words.copy()
+            words[self._opens // 32] |= np.uint32(1 << self._opens % 32)
+        return words
+
+    def masked(self, logits: Logits) -> Logits:
+        """The logits, float32 (vocab,), with -inf for tokens that are not `allowed`. They are the same array if all
+        are."""
+        if (words := self.allowed()) is None:
+            return logits
+        allowed = np.unpackbits(words.view(np.uint8), bitorder="little")[: logits.size].astype(bool)
         masked = np.full_like(logits, -np.inf)
         np.copyto(masked[: allowed.size], logits[: allowed.size], where=allowed)
         return masked

@@ -6,14 +6,15 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 from engine.protocol.events import Finished
 from engine.runtime.answer import Answer
 from engine.runtime.kv_blocks import BLOCK
-from engine.runtime.model_runner import Slot
+from engine.runtime.model_runner import RowSampler, Slot
 from engine.runtime.prefix_keeper import Restore
-from engine.runtime.sampling import Logits
+from engine.runtime.sampling import Logits, LogProbabilities, log_probabilities
 
 
 @dataclass(eq=False)
@@ -30,7 +31,7 @@ class Job:
     has_begun: bool = False  # to prefill, since it has its slot
     due: int = 0  # the sooner the fewer tokens are to be read: see `PATIENCE` in `scheduler`
     was_paused: bool = False
-    is_drawn: bool = False  # its tokens, by the device
+    sampler: RowSampler | None = None  # of the device, if that draws its tokens
     restore: Restore | None = None
     """What is being read of its prompt from the disk."""
 
@@ -41,30 +42,48 @@ class Job:
     @property
     def needs_logits(self) -> bool:
         """Whether the host needs those of the next token."""
-        return self.answer.needs_logits and not self.is_drawn
+        return self.answer.needs_logits and not self.sampler
 
     def last(self, sequence: int) -> Slot:
         """The step of its last token."""
         tokens = self.answer.tokens
-        return Slot(sequence, (tokens[-1],), len(tokens) - 1, draw=self.is_drawn)
+        return Slot(sequence, (tokens[-1],), len(tokens) - 1, draw=self.sampler is not None)
 
     @property
     def stored(self) -> list[int]:
         """The tokens that have to be in the KV cache before the next one can be computed: all but the last."""
         return self.answer.tokens[:-1]
 
-    def take(self, chosen: int, logits: Logits | None) -> None:
+    def begin_reply(self, sequence: int, sampler: RowSampler | None) -> None:
+        """Before the step of its first token, or of the next one after a pause: prepares drawing on the device, if
+        `sampler` can. Raises UsageError if the grammar fails."""
+        is_drawn = sampler and self.answer.needs_logits and sampler.prepare(sequence, self.answer.drawing)
+        self.sampler = sampler if is_drawn else None
+        self._allow(sequence)
+
+    def take(self, sequence: int, chosen: int, logits: Logits | None) -> None:
         """Adds the next token, which the runner has `chosen` unless the host chooses it. `logits`: its own, float32
-        (vocab,), if the host needs them."""
-
-        def needed() -> Logits:
-            assert logits is not None
-            return logits
-
+        (vocab,), if the host needs them. Raises UsageError if the grammar fails."""
+        answer = self.answer
         if self.reply_s == math.inf:
             self.reply_s = time.perf_counter()
-        is_chosen = self.answer.is_best_token or self.is_drawn
-        self.answer.add(chosen if is_chosen else self.answer.choose(needed()), needed)
+        if logits is not None:
+            token = chosen if answer.is_best_token else answer.choose(logits)
+            answer.add(token, partial(log_probabilities, logits, token))
+        else:
+            position = len(answer.tokens) - 1
+            answer.add(chosen, lambda n: self._told(sequence, position, n))
+        if not answer.reason:
+            self._allow(sequence)
+
+    def _told(self, sequence: int, position: int, n: int) -> LogProbabilities:
+        assert self.sampler
+        return self.sampler.log_probabilities(sequence, position, n)
+
+    def _allow(self, sequence: int) -> None:
+        """Says what the device may draw next."""
+        if self.sampler and self.answer.constraint:
+            self.sampler.allow(sequence, self.answer.constraint.allowed())
 
 
 class Piece(NamedTuple):

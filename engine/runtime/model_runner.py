@@ -18,7 +18,7 @@ from engine.measure.profile import Replay
 from engine.protocol.events import Sampling, Search, Step
 from engine.runtime.checkpoints import StateStore
 from engine.runtime.kv_blocks import BlockStore
-from engine.runtime.sampling import Logits
+from engine.runtime.sampling import Logits, LogProbabilities
 
 SearchReport = Callable[[int, int, int, Search], None]
 """Called as (shapes done, shapes in all, shapes known from earlier searches, the shape at hand)."""
@@ -31,13 +31,46 @@ its last input."""
 class Slot(NamedTuple):
     """What a step computes of one sequence: `inputs`, token ids, at `position` and the places after it. With `want`
     "none" these are 1 to `ModelRunner.max_chunk`, with "last" it is one. `draw`: the device draws the token that is
-    wanted (`ModelRunner.prepare_sampling`); else it is the most probable one."""
+    wanted (`RowSampler`); else it is the most probable one."""
 
     sequence: int
     inputs: tuple[int, ...]
     position: int
     want: Want = "last"
     draw: bool = False
+
+
+class Drawing(NamedTuple):
+    """How the device draws tokens that continue `tokens`. `uniforms`: a number for each (`Sampler.uniforms`), float64
+    (n,). `bias`: what is added to the logits of tokens before that (`sampling.biased`). `top`: how many of the most
+    probable tokens are asked for with their log-probabilities, and that of the token drawn; 0: none. `masks`: before
+    each step, `RowSampler.allow` says what may be drawn."""
+
+    sampling: Sampling
+    tokens: Sequence[int]
+    uniforms: NDArray[np.float64]
+    bias: Sequence[tuple[int, float]] = ()
+    top: int = 0
+    masks: bool = False
+
+
+class RowSampler(Protocol):
+    """Draws the tokens of slots with `draw` on the device."""
+
+    def prepare(self, sequence: int, drawing: Drawing) -> bool:
+        """Makes slots of a sequence draw so, of which no step is running. False if the device cannot, so the host has
+        to."""
+        ...
+
+    def allow(self, sequence: int, words: NDArray[np.uint32] | None) -> None:
+        """The tokens that the next step may draw for a sequence that `masks`: a bit for each, the lowest first, uint32
+        (words,); None: all. The step before has been taken, and the next one may have been launched ahead."""
+        ...
+
+    def log_probabilities(self, sequence: int, position: int, n: int) -> LogProbabilities:
+        """As `sampling.log_probabilities`, of the token after `position`, which the last `run` returned. `n`: at most
+        the `top` of the sequence."""
+        ...
 
 
 def varied_tokens(n: int, vocab: int) -> list[int]:
@@ -49,6 +82,11 @@ class ModelRunner(BlockStore, StateStore, Protocol):
     """A model on a device, with its KV cache, for `parallel` sequences. Positions count from 0. A step at a position
     needs the keys and values of all tokens before it in the cache, blocks for its own tokens, and, if the model has
     recurrent states, the state after just the tokens before it."""
+
+    @property
+    def sampler(self) -> RowSampler | None:
+        """None if the host samples."""
+        ...
 
     precompiled: bool
     """Whether all kernels are compiled already: the first use of a step then takes no more than some 20 ms longer."""
@@ -96,19 +134,6 @@ class ModelRunner(BlockStore, StateStore, Protocol):
     def logits(self, rows: Sequence[int] | None = None) -> Logits:
         """The logits of these slots of the last `run`, by their place among those that wanted a token, or of all of
         them: float32 (rows, vocab), valid until the next step."""
-        ...
-
-    def prepare_sampling(
-        self,
-        sequence: int,
-        sampling: Sampling,
-        tokens: Sequence[int],
-        uniforms: NDArray[np.float64],
-        bias: Sequence[tuple[int, float]] = (),
-    ) -> bool:
-        """Makes slots of a sequence with `draw` continue `tokens` with `uniforms` (`Sampler.uniforms`), float64 (n,),
-        one number a token. `bias`: what is added to the logits of tokens before that (`sampling.biased`). False if the
-        device cannot sample with these settings, so the host has to."""
         ...
 
     def expert_choices(self) -> list[NDArray[np.int32]]:

@@ -15,6 +15,8 @@ from numpy.typing import NDArray
 from engine.protocol.events import Sampling, TopToken
 
 Logits = NDArray[np.float32]
+LogProbabilities = tuple[float, tuple[TopToken, ...]]
+"""That of a token that was chosen, and the most probable tokens, highest first."""
 _BLOCK = 128  # logits
 
 
@@ -114,7 +116,7 @@ def _top_k(logits: Logits, k: int) -> NDArray[np.intp]:
     return np.sort(np.concatenate([ids[x > kth], ids[equal]]))
 
 
-def log_probabilities(logits: Logits, chosen: int, n: int) -> tuple[float, tuple[TopToken, ...]]:
+def log_probabilities(logits: Logits, chosen: int, n: int) -> LogProbabilities:
     """The natural log-probability of the token `chosen`, and the `n` most probable tokens, highest first. `logits`:
     float32 (vocab,), without penalties."""
     x = logits.astype(np.float64)

@@ -304,10 +304,11 @@ class Scheduler:
         self._n_read += len(inputs)
 
     def _begin_reply(self, sequence: int, job: Job) -> None:
-        answer = job.answer
-        job.is_drawn = answer.fits_device and self._runner.prepare_sampling(
-            sequence, answer.request.sampling, answer.tokens, answer.uniforms, answer.request.logit_bias
-        )
+        try:
+            job.begin_reply(sequence, self._runner.sampler)
+        except Exception as error:  # of its grammar, for example
+            self._leave(sequence)
+            job.end(error)
 
     def _begin(self, sequence: int, job: Job) -> None:
         """Its first piece since it has its slot."""
@@ -383,7 +384,7 @@ class Scheduler:
                 passed = [*job.answer.tokens, int(chosen[n])][: self._states.position(sequence)]
                 self._states.save(passed, sequence=sequence)
             try:
-                job.take(int(chosen[n]), logits.get(n))
+                job.take(sequence, int(chosen[n]), logits.get(n))
             except Exception as error:  # of its grammar, for example
                 self._leave(sequence)
                 job.end(error)

@@ -2,6 +2,7 @@
 
 import collections
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -169,16 +170,20 @@ class Scripted(Wrapped):
         return np.array([next(self._script) for slot in slots if slot.want == "last"])
 
 
-class FakeSampler(Wrapped):
-    """Samples with the numbers it was given, and records each `ahead`."""
+class DrawingRunner(Wrapped):
+    """Draws with the numbers it was given, and records each `ahead`."""
 
     def __init__(self, runner):
         super().__init__(runner)
-        self.asked = []
+        self.asked, self.sampler = [], SimpleNamespace(prepare=self._draw)
 
-    def prepare_sampling(self, sequence, sampling, tokens, uniforms, bias):
-        self._left, self._said, self._sampling = iter(uniforms), list(tokens), sampling
-        return sampling.top_k != 0
+    def _draw(self, sequence, drawing):
+        self._left, self._said, self._sampling = (
+            iter(drawing.uniforms),
+            list(drawing.tokens),
+            drawing.sampling,
+        )
+        return self._sampling.top_k != 0 and not drawing.top
 
     def run(self, slots, ahead=False):
         slot, chosen = slots[-1], self._runner.run(slots)
@@ -195,7 +200,7 @@ class FakeSampler(Wrapped):
 def test_sampling_on_the_device_gives_the_text_of_sampling_on_the_host(model, monkeypatch):
     hot = Sampling(temperature=1.5, top_k=50, repeat_penalty=1.2, seed=11)
     wanted = [t.id for t in answer(model, "once", sampling=hot)[1]]
-    runner = FakeSampler(model._runner)
+    runner = DrawingRunner(model._runner)
     monkeypatch.setattr(model.scheduler, "_runner", runner)
     assert [t.id for t in answer(model, "once", sampling=hot)[1]] == wanted
     assert runner.asked == [True] * 11 + [False]  # none runs ahead of the last

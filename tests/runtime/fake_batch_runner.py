@@ -4,7 +4,7 @@ import numpy as np
 
 from engine.runtime.checkpoints import checkpoint_slots
 from engine.runtime.kv_blocks import BLOCK, KVGroup
-from engine.runtime.sampling import Sampler, biased
+from engine.runtime.sampling import Sampler, biased, log_probabilities
 
 VOCAB = 256
 GROUPS = KVGroup(None, 64), KVGroup(40, 64)
@@ -23,6 +23,7 @@ def greedy_reply(prompt, n):
 
 
 class FakeBatchRunner:
+    sampler = None
     precompiled = True
     max_chunk = 128
     chunk_sizes = (128,)
@@ -34,7 +35,7 @@ class FakeBatchRunner:
         self.row_counts = (1, parallel)
         self.pools = [{} for _ in groups]
         self.tables = {}
-        self.ahead = {}  # the slots of a step that was launched already, with their logits
+        self.ahead = {}  # the slots of a step that was launched already, with the tokens of each
         self.steps = []  # (phase, tokens) of each
 
     def assign(self, sequence, tables):
@@ -65,9 +66,6 @@ class FakeBatchRunner:
     def piece_sizes(self, rows):
         return (32, self.max_chunk)
 
-    def prepare_sampling(self, *sampling):
-        return False
-
     def run(self, slots, ahead=False):
         for slot in slots:
             if slot.want == "none":
@@ -86,8 +84,10 @@ class FakeBatchRunner:
         if not all(row in known for row in rows):
             assert not known  # nobody asked for a step in vain
             known = self._step("decode", rows)
-        self._logits = np.array([known[row][0] for row in rows])
-        chosen = np.array([known[row][1] for row in rows], np.int32)
+        self._logits = np.array([next_logits(known[row]) for row in rows])
+        chosen = np.array(
+            [self._chosen(row, known[row], self._logits[i]) for i, row in enumerate(rows)], np.int32
+        )
         if ahead and len(rows) == len(known):
             self._logits = None
             following = [
@@ -98,13 +98,12 @@ class FakeBatchRunner:
         return chosen
 
     def _step(self, phase, rows):
-        """The logits after each row, and the token that is chosen."""
+        """All tokens of each row. A step ahead chooses the next ones when it is asked for."""
         self.steps.append((phase, len(rows)))
-        return {row: self._chosen(row, self._store(*row.inputs, row.position, row.sequence)) for row in rows}
+        return {row: self._store(*row.inputs, row.position, row.sequence) for row in rows}
 
-    def _chosen(self, row, tokens):
-        logits = next_logits(tokens)
-        return logits, int(logits.argmax())
+    def _chosen(self, row, tokens, logits):
+        return int(logits.argmax())
 
     def logits(self, rows=None):
         return self._logits if rows is None else self._logits[rows]
@@ -138,26 +137,47 @@ class FakeStateRunner(FakeBatchRunner):
 
 
 class FakeRowSampler(FakeBatchRunner):
-    """Samples as the host does."""
+    """Draws as the host does."""
 
     def __init__(self, *args, **options):
         super().__init__(*args, **options)
-        self.samplers = {}  # of each sequence, with its uniform numbers by position
+        self.sampler = FakeSampler()
 
-    def prepare_sampling(self, sequence, sampling, tokens, uniforms, bias):
-        by_position = dict(enumerate(uniforms, len(tokens) - 1))
-        self.samplers[sequence] = Sampler(sampling), by_position, bias
-        return sampling.top_k > 0
+    def _chosen(self, row, tokens, logits):
+        return self.sampler.draw(row, tokens, logits) if row.draw else super()._chosen(row, tokens, logits)
 
-    def _chosen(self, row, tokens):
-        if not row.draw:
-            return super()._chosen(row, tokens)
-        sampler, uniforms, bias = self.samplers[row.sequence]
-        logits = next_logits(tokens)
-        changed = biased(logits, bias)
-        if sampler.sampling.temperature == 0:
-            return logits, sampler.sample(changed, tokens)
-        ids, masses = sampler.candidates(changed, tokens)
-        cumulative = np.cumsum(masses)
-        place = np.searchsorted(cumulative, uniforms[row.position] * cumulative[-1], side="right")
-        return logits, int(ids[place])
+
+class FakeSampler:
+    def __init__(self):
+        self.drawings, self.masks, self.told = {}, {}, {}
+
+    def prepare(self, sequence, drawing):
+        by_position = dict(enumerate(drawing.uniforms, len(drawing.tokens) - 1))
+        self.drawings[sequence] = drawing, by_position
+        return drawing.sampling.top_k > 0
+
+    def allow(self, sequence, words):
+        assert self.drawings[sequence][0].masks
+        bits = np.ones(VOCAB) if words is None else np.unpackbits(words.view(np.uint8), bitorder="little")
+        self.masks[sequence] = bits[:VOCAB].astype(bool)
+
+    def log_probabilities(self, sequence, position, n):
+        logits, chosen = self.told.pop((sequence, position))
+        return log_probabilities(logits, chosen, n)
+
+    def draw(self, row, tokens, logits):
+        drawing, uniforms = self.drawings[row.sequence]
+        changed = biased(logits, drawing.bias)
+        if drawing.masks:  # each is for one step
+            changed = np.where(self.masks.pop(row.sequence), changed, np.float32(-np.inf))
+        sampler = Sampler(drawing.sampling)
+        if drawing.sampling.temperature == 0:
+            token = sampler.sample(changed, tokens)
+        else:
+            ids, masses = sampler.candidates(changed, tokens)
+            cumulative = np.cumsum(masses)
+            place = np.searchsorted(cumulative, uniforms[row.position] * cumulative[-1], side="right")
+            token = int(ids[place])
+        if drawing.top:
+            self.told[row.sequence, row.position] = logits, token
+        return token

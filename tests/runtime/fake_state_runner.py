@@ -17,6 +17,7 @@ class FakeStateRunner:
     """Steps check that the state is that after the tokens whose keys and values are in the cache. A step may run ahead,
     and the state has passed its token then."""
 
+    sampler = None
     precompiled = True
     parallel = 1
     max_chunk = 16
@@ -53,9 +54,6 @@ class FakeStateRunner:
 
     def piece_sizes(self, rows):
         return self.chunk_sizes
-
-    def prepare_sampling(self, *sampling):
-        return False
 
     def run(self, slots, ahead=False):
         [(_, inputs, position, want, _)] = slots

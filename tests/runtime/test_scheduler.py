@@ -1,5 +1,6 @@
 """Many requests at once over a runner without a model."""
 
+import json
 import statistics
 
 import numpy as np
@@ -8,9 +9,10 @@ import pytest
 from engine.errors import ContextFullError
 from engine.formats.gguf import GGUF
 from engine.formats.prompt import PromptEncoder
-from engine.protocol.events import TOKEN_GAP, Generate, Prefilling, Sampling, Token, TokenIds
+from engine.protocol.events import TOKEN_GAP, Generate, Grammar, Prefilling, Sampling, Token, TokenIds
 from engine.runtime import checkpoints, scheduler
 from engine.runtime.answer import Answers
+from engine.runtime.grammar import Constraint
 from engine.runtime.kv_blocks import KVGroup
 from engine.runtime.pace import Pace
 from engine.runtime.scheduler import Scheduler
@@ -58,6 +60,10 @@ class Bench:
                 break
             self.scheduler.step()
         return self
+
+    def told(self, id):
+        """Tokens, and what is reported of their probabilities."""
+        return [(event.id, event.logprob, event.top) for event in self.events[id] if isinstance(event, Token)]
 
     def reply(self, id):
         return [event.id for event in self.events[id] if isinstance(event, Token)]
@@ -167,7 +173,7 @@ def test_the_next_step_runs_ahead_unless_something_else_is_due(bench, monkeypatc
     assert bench.reply(other) == greedy_reply([4] * 9, 30) and bench.reply(later) == greedy_reply([5] * 40, 7)
     phases = [phase for phase, _ in bench.runner.steps]
     assert phases.count("ahead") > 2 * phases.count("decode") and phases.count("prefill") >= 3
-    host = bench.ask([6], 9, logprobs=1)
+    host = bench.ask([6], 9, sampling=Sampling(seed=1, top_k=1))
     bench.run()
     assert bench.runner.steps[-9:] == [("decode", 1)] * 9 and bench.reply(host) == greedy_reply([6], 9)
 
@@ -191,12 +197,9 @@ def test_samples_penalties_and_log_probabilities_are_those_of_one_conversation(b
     beside = [bench.ask([5, 6, 7], 9, **hot), bench.ask([5, 6], 20), bench.ask([1], 9, **hot)]
     bench.run()
     assert bench.reply(beside[0]) == bench.reply(alone) != bench.reply(beside[2])
-    tokens = lambda id: [
-        (event.id, event.logprob, event.top) for event in bench.events[id] if isinstance(event, Token)
-    ]
-    assert tokens(beside[0]) == tokens(alone)
-    logits = next_logits([5, 6, 7]).astype(float)
-    assert tokens(alone)[0][1] == pytest.approx(logits[tokens(alone)[0][0]] - np.log(np.exp(logits).sum()))
+    assert bench.told(beside[0]) == bench.told(alone)
+    logits, [(token, logprob, _), *_] = next_logits([5, 6, 7]).astype(float), bench.told(alone)
+    assert logprob == pytest.approx(logits[token] - np.log(np.exp(logits).sum()))
 
 
 def test_rows_sampled_by_the_runner_have_the_tokens_that_the_host_would_choose(bench, answers):
@@ -207,9 +210,10 @@ def test_rows_sampled_by_the_runner_have_the_tokens_that_the_host_would_choose(b
         {"sampling": Sampling(temperature=1.5, seed=7, top_k=0)},  # the runner declines this
         {"sampling": Sampling(temperature=0, repeat_penalty=1.5)},
         {"sampling": Sampling(temperature=1, seed=8), "logprobs": 1},
+        {"logprobs": 3},
         {},
     ]
-    asked = [(prompt, 10 + 9 * (i % 5), kinds[i % 7]) for i, prompt in enumerate(prompts(14, most=100))]
+    asked = [(prompt, 10 + 9 * (i % 5), kinds[i % 8]) for i, prompt in enumerate(prompts(14, most=100))]
     replies = []
     for runner in (FakeBatchRunner(), FakeRowSampler(3, (KVGroup(None, 13), KVGroup(40, 64)))):
         one = Bench(answers, runner)
@@ -217,20 +221,71 @@ def test_rows_sampled_by_the_runner_have_the_tokens_that_the_host_would_choose(b
         for prompt, n, kind in asked:
             ids.append(one.ask(prompt, n, **kind))
             one.run(4)
-        replies.append([one.run().reply(id) for id in ids])
+        replies.append([one.run().told(id) for id in ids])
     assert replies[0] == replies[1]
     alone = Bench(answers, FakeRowSampler())
-    for kind, logits_needed in zip(kinds, (0, 0, 0, 1, 0, 1, 0), strict=True):
+    for kind, logits_needed in zip(kinds, (0, 0, 0, 1, 0, 0, 0, 0), strict=True):
         del alone.runner.steps[:]
         alone.ask([1, 2], 9, **kind)
         alone.run()
         assert (("ahead", 1) in alone.runner.steps) != logits_needed
 
 
+def test_grammars_run_ahead_and_have_the_tokens_that_the_host_would_choose(tmp_path, monkeypatch):
+    """Beside other replies, with hardly enough room, some of them cancelled. Each mask is for one step."""
+    encoder = PromptEncoder(GGUF(generated_model.write(tmp_path / "m.gguf", layers=1)))
+    monkeypatch.setattr(encoder.tokenizer, "eos_ids", {3})
+    answers = Answers(encoder, context_length=1000)
+    numbers = Grammar(kind="lark", source='start: "[" NUMBER ("," NUMBER){,9} "]"\nNUMBER: /[1-9][0-9]{0,2}/')
+    kinds = [
+        {"grammar": numbers},
+        {},
+        {"grammar": numbers, "sampling": Sampling(temperature=1.5, seed=5), "logprobs": 2},
+        {"sampling": Sampling(temperature=1.5, seed=7)},
+        {"grammar": numbers, "sampling": Sampling(temperature=2, top_k=9, seed=5, repeat_penalty=1.3)},
+    ]
+    asked = [(prompt, 10 + 9 * (i % 5), kinds[i % 5]) for i, prompt in enumerate(prompts(15, most=100))]
+    benches = Bench(answers, FakeBatchRunner()), Bench(answers, FakeRowSampler(3, (KVGroup(None, 13),)))
+    for bench in benches:
+        for id, (prompt, n, kind) in enumerate(asked):
+            bench.ask(prompt, n, **kind)
+            bench.run(4)
+            if id % 6 == 4:
+                bench.stopped.add(id - 1)
+        bench.run()
+    host, device = benches
+    for id, (*_, kind) in enumerate(asked):
+        reasons = {bench.ends[id].reason for bench in benches}
+        assert len(reasons) == 1 or "cancelled" in reasons
+        n = min(len(host.told(id)), len(device.told(id)))
+        assert host.told(id)[:n] == device.told(id)[:n]
+        text = "".join(event.text for event in device.events[id] if isinstance(event, Token)).removesuffix(
+            "$"
+        )
+        if "grammar" in kind and device.ends[id].reason == "stop":
+            assert 0 < len(json.loads(text)) <= 10
+    assert [device.ends[id].reason for id in range(0, 15, 5)].count("stop") == 3
+    phases = [phase for phase, _ in device.runner.steps]
+    assert phases.count("ahead") > phases.count("decode")
+
+
+def test_a_grammar_that_fails_ends_its_own_request(answers, monkeypatch):
+    """Before the first token, and later, of a reply that is sampled by the runner."""
+    bench, steps = Bench(answers, FakeRowSampler()), iter(range(100))
+    lark = {"grammar": Grammar(kind="lark", source="start: /[a-f]+/")}
+    monkeypatch.setattr(Constraint, "allowed", lambda _: 1 / (next(steps) not in (0, 4)) and None)
+    bad, late = bench.ask([1, 2], 9, **lark), bench.ask([1, 3], 9, **lark)
+    good = bench.ask([3, 4], 9)
+    bench.run()
+    assert isinstance(bench.ends[bad], ZeroDivisionError) and not bench.reply(bad)
+    assert isinstance(bench.ends[late], ZeroDivisionError) and bench.reply(late)
+    assert bench.reply(good) == greedy_reply([3, 4], 9)
+
+
 def test_failures_end_the_requests_that_they_concern(bench, monkeypatch):
     bench = bench()
     bad, good = bench.ask([1, 2], 9, logprobs=1), bench.ask([3, 4], 9)
-    monkeypatch.setattr("engine.runtime.answer.log_probabilities", lambda *_: 1 / 0)
+    monkeypatch.setattr("engine.runtime.jobs.log_probabilities", lambda *_: 1 / 0)
     bench.run()
     assert isinstance(bench.ends[bad], ZeroDivisionError) and bench.reply(good) == greedy_reply([3, 4], 9)
     broken, waiting = [bench.ask([1, i], 9) for i in range(4)], bench.ask([5], 9)

@@ -33,6 +33,7 @@ def rates(
     from msgspec.structs import replace
 
     from engine.protocol.events import Sampling
+    from engine.runtime.model_runner import Drawing
     from engine.runtime.sampling import Sampler
 
     draw, parallel, context = random.Random(0), max(2, *rows), max(depths) + PROMPT + 4 * STEPS
@@ -45,7 +46,8 @@ def rates(
         sequences, took, steps = Sequences(runner), [], []
         for s, prompt in enumerate(prompts):
             sequences.prefill(prompt[:-1], sequence=s)
-            assert not sampled or runner.prepare_sampling(s, settings, prompt, uniforms[first + s])
+            drawing = Drawing(settings, prompt, uniforms[first + s])
+            assert not sampled or (runner.sampler and runner.sampler.prepare(s, drawing))
         tokens = [prompt[-1] for prompt in prompts]
         for i in range(STEPS):
             started = time.perf_counter()

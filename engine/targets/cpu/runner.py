@@ -15,7 +15,7 @@ from engine.formats.kv_format import KVFormat
 from engine.loading.weights import Weights
 from engine.measure.profile import Replay
 from engine.measure.timeline import timeline
-from engine.protocol.events import Sampling, Step
+from engine.protocol.events import Step
 from engine.runtime.model_runner import SearchReport, Slot, varied_tokens
 from engine.runtime.prefix_store import export_layout
 from engine.runtime.sampling import Logits
@@ -30,6 +30,7 @@ from engine.targets.cpu.step import step_kernels
 class CPURunner:
     """Implements `ModelRunner`. One captured step serves pieces of prompts of any length."""
 
+    sampler = None
     precompiled = False
     chunk_sizes: tuple[int, ...] = (1,)
     search_tokens = 0
@@ -107,16 +108,6 @@ class CPURunner:
 
     def logits(self, rows: Sequence[int] | None = None) -> Logits:
         return self._last if rows is None else self._last[list(rows)]
-
-    def prepare_sampling(
-        self,
-        sequence: int,
-        sampling: Sampling,
-        tokens: Sequence[int],
-        uniforms: NDArray[np.float64],
-        bias: Sequence[tuple[int, float]] = (),
-    ) -> bool:
-        return False
 
     def expert_choices(self) -> list[NDArray[np.int32]]:
         return self._model.expert_choices()

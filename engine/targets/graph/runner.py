@@ -15,7 +15,6 @@ from engine.formats.kv_format import KVFormat
 from engine.loading.weights import Weights
 from engine.measure.free_memory import free_bytes
 from engine.measure.profile import Replay
-from engine.protocol.events import Sampling
 from engine.protocol.events import Step as StepKind
 from engine.runtime.checkpoints import checkpoint_slots
 from engine.runtime.kv_blocks import BLOCK, KVGroup, blocks_of_one
@@ -30,6 +29,7 @@ class GraphRunner:
     """Implements `ModelRunner`. Slots are run one after another. Pieces of a prompt are padded to `max_chunk`, so one
     captured step serves all. Layers with a window keep all tokens, as those without."""
 
+    sampler = None
     precompiled = False
     max_chunk = BLOCK
     chunk_sizes: tuple[int, ...] = (max_chunk,)
@@ -108,16 +108,6 @@ class GraphRunner:
     def logits(self, rows: Sequence[int] | None = None) -> Logits:
         chosen = self._logits if rows is None else [self._logits[row] for row in rows]
         return np.array([logits.numpy() for logits in chosen], np.float32).reshape(len(chosen), -1)
-
-    def prepare_sampling(
-        self,
-        sequence: int,
-        sampling: Sampling,
-        tokens: Sequence[int],
-        uniforms: NDArray[np.float64],
-        bias: Sequence[tuple[int, float]] = (),
-    ) -> bool:
-        return False
 
     def expert_choices(self) -> list[NDArray[np.int32]]:
         return []  # not counted

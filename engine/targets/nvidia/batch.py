@@ -15,7 +15,7 @@ import numpy as np
 from tinygrad import Tensor, dtypes
 
 from engine.kernels.device_memory import device_zeros, overwrite
-from engine.targets.nvidia.device_sampler import DeviceSampler
+from engine.targets.nvidia.device_sampler import Ending
 from engine.targets.nvidia.input_scales import InputScales
 from engine.targets.nvidia.kernels.kernel_sequence import KernelSequence
 from engine.targets.nvidia.kernels.pieces import state_of
@@ -46,22 +46,19 @@ class BatchKernels(PrefillKernels):
         self._states = {n: device_zeros(4 * n, dtypes.int32) for n in rows}
         self.logits = {n: device_zeros(n * model.spec.vocab) for n in rows}
 
-    def rows_step(
-        self, rows: int, limit: int, next_ids: Tensor, sampler: DeviceSampler | None, changes: bool
-    ) -> KernelSequence:
-        """The kernels of a step of `rows` rows after fewer than `limit` tokens each, one of `context_limits`. It writes
-        the next tokens to `next_ids` (`StepRows.token_slot`): the most probable ones, or of rows that are sampled those
-        that `sampler` draws. `changes`: whether the logits of any of these are changed before."""
+    def rows_step(self, rows: int, limit: int, ending: Ending) -> KernelSequence:
+        """The kernels of a step of `rows` rows after fewer than `limit` tokens each, one of `context_limits`. The next
+        tokens are at `StepRows.token_slot`."""
         model, state = self._model, self.state(rows)
         step = RowsStep(self, state, rows, limit)
         self._embed(step, state, model.layers)
         for layer in model.layers:
             sums = layer.handler.rows(step, layer.norm)
             step.pending = Pending(sums, layer.post_norm, layer.scale)
-        self.finish(step, next_ids, sampler, changes)
+        self.finish(step, ending)
         return step.sequence
 
-    def finish(self, step: RowsStep, next_ids: Tensor, sampler: DeviceSampler | None, changes: bool) -> None:
+    def finish(self, step: RowsStep, ending: Ending) -> None:
         """Adds what follows the sublayers (`rows_step`)."""
         model, state, rows = self._model, step.state, step.tokens
         step.norm(model.output_norm)
@@ -73,9 +70,10 @@ class BatchKernels(PrefillKernels):
             for name, dtype in (("largest", dtypes.float32), ("largest_rows", dtypes.int32))
         }
         step.multiply(part, tiles, as_logits(model.spec.softcap), "head", logits=logits, **best)
-        if sampler:
-            sampler.add_to(step.sequence, logits, state, next_ids, changes, rows)
-        else:
+        next_ids, sampler, choice = ending
+        if choice and choice.draws:
+            sampler.add_to(step.sequence, logits, state, next_ids, choice, rows)
+        elif choice:
             step.add(next_tokens(blocks, rows), state=state, tokens=next_ids, **best)
 
     def state(self, rows: int) -> Tensor:

@@ -5,11 +5,11 @@ Everything that changes from step to step (the token, its position, keys and val
 
 from __future__ import annotations
 
-from tinygrad import Tensor, dtypes
+from tinygrad import dtypes
 
 from engine.kernels.device_memory import device_zeros
 from engine.targets.nvidia.decode_step import DecodeMemory, DecodeStep
-from engine.targets.nvidia.device_sampler import DeviceSampler
+from engine.targets.nvidia.device_sampler import Ending
 from engine.targets.nvidia.input_scales import InputScales
 from engine.targets.nvidia.kernels.embedding import embed
 from engine.targets.nvidia.kernels.epilogues import as_logits
@@ -39,11 +39,9 @@ class DecodeKernels(DecodeMemory):
             device_zeros(splits * max(a.heads for a in self.spec.attention) * 2),
         )
 
-    def step(
-        self, limit: int, history: Tensor, sampler: DeviceSampler | None = None, changes: bool = False
-    ) -> KernelSequence:
-        """The kernels of a step after fewer than `limit` tokens, one of `context_limits`. It writes the next token to
-        `state`, and to `history` at the position: the most probable token, or the one that `sampler` chooses."""
+    def step(self, limit: int, ending: Ending) -> KernelSequence:
+        """The kernels of a step after fewer than `limit` tokens, one of `context_limits`. The next token goes to the
+        position among those of the ending, and to `state`."""
         model, step = self._model, DecodeStep(self, limit)
         self._embed(step)
         following = [layer.inputs for layer in model.layers[1:]]
@@ -55,10 +53,11 @@ class DecodeKernels(DecodeMemory):
         best = {"largest": device_zeros(blocks), "largest_rows": device_zeros(blocks, dtypes.int32)}
         buffers = {"logits": self.logits, **best}
         step.multiply(model.head, model.output_norm, as_logits(self.spec.softcap), buffers, "head")
-        if sampler is None:
-            step.add(next_token(blocks, self._context), state=self.state, tokens=history, **best)
-        else:
-            sampler.add_to(step.sequence, self.logits, self.state, history, changes)
+        tokens, sampler, choice = ending
+        if choice and choice.draws:
+            sampler.add_to(step.sequence, self.logits, self.state, tokens, choice)
+        elif choice:
+            step.add(next_token(blocks, self._context), state=self.state, tokens=tokens, **best)
         return step.sequence
 
     def _embed(self, step: DecodeStep) -> None:

@@ -10,12 +10,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-from tinygrad import Tensor
 
 from engine.kernels.device_memory import overwrite
 from engine.runtime.model_runner import Slot
 from engine.targets.nvidia.batch import BatchKernels
-from engine.targets.nvidia.device_sampler import DeviceSampler
+from engine.targets.nvidia.device_sampler import Ending
 from engine.targets.nvidia.input_scales import InputScales
 from engine.targets.nvidia.kernels.embedding import reply_tokens
 from engine.targets.nvidia.kernels.kernel_sequence import KernelSequence
@@ -39,9 +38,7 @@ class MixedKernels(PrefillKernels):
         tokens: int,
         rows: int,
         limit: int,
-        next_ids: Tensor,
-        sampler: DeviceSampler | None,
-        changes: bool,
+        ending: Ending,
     ) -> KernelSequence:
         """The kernels for up to `rows` replies and `tokens` - `PIECE_ROWS` tokens of prompts. The rest as in
         `BatchKernels.rows_step`."""
@@ -58,7 +55,7 @@ class MixedKernels(PrefillKernels):
         replies.pending = Pending(last.handler.last_mixed(step, last.norm), last.post_norm, last.scale)
         for layer in layers[n + 1 :]:
             replies.pending = Pending(layer.handler.rows(replies, layer.norm), layer.post_norm, layer.scale)
-        batch.finish(replies, next_ids, sampler, changes)
+        batch.finish(replies, ending)
         return step.sequence
 
     def piece_rows(self, tokens: int) -> int:

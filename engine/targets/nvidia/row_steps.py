@@ -1,30 +1,30 @@
 """Decode steps of several sequences, of which one may run ahead of the host.
 
-A step leaves its next tokens on the device, as the rows of the step after it, and in a token_slots for the host. So
-that step can be launched before the host has read them, and the device does not wait for the host.
+A step leaves its next tokens on the device, as the rows of the step after it, and in slots for the host. So that
+step can be launched before the host has read them, and the device does not wait for the host. If it needs masks, which
+follow from these tokens, it is launched up to its logits, and its choice of tokens when it is asked for.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Literal
+from collections.abc import Callable, Hashable, Sequence
 
 import numpy as np
+from tinygrad import Tensor
 
 from engine.kernels.device_memory import overwrite, read_rows
 from engine.runtime.model_runner import Slot
 from engine.runtime.sampling import Logits
 from engine.targets.nvidia.batch import BatchKernels
 from engine.targets.nvidia.decode import DecodeKernels
-from engine.targets.nvidia.device_sampler import DeviceSampler
+from engine.targets.nvidia.device_sampler import Choice, DeviceSampler, Ending
 from engine.targets.nvidia.kernels.kernel_sequence import KernelSequence
 from engine.targets.nvidia.kernels.token_slots import TokenSlots
 from engine.targets.nvidia.mixed import MixedKernels
 
 _ENDED = (-1,)  # the token of a row that nobody will ask for
-Choice = Literal["best", "drawn", "changed"]
-"""How a step chooses its tokens: the most probable ones, or some rows are drawn, or drawn from changed logits."""
-Key = tuple[str | int, ...]
+_BEST = Choice()
+Key = tuple[Hashable, ...]
 Launch = Callable[[Key, Callable[[], KernelSequence]], None]
 """Launches the graph with a key, and the kernels that it has when it is first captured."""
 
@@ -50,6 +50,7 @@ class RowSteps:
         self._rows: list[Slot] = []  # what the device has as the rows of the next step,
         self._rows_count = 1  # one for so many rows
         self._is_ahead = False  # whether that step is launched
+        self._chooses: Choice | None = None  # what is not launched yet of a step that is
         # for how many rows the graph of the last step is, and which of them were wanted
         self._last: tuple[int, list[int]] = (1, [])
 
@@ -67,6 +68,7 @@ class RowSteps:
             self.finish()
             self._send(rows, self._count(rows, size))
             self._launch(rows, size)
+        self._choose()  # its masks are there
         places = {row: place for place, row in enumerate(self._rows)}
         step = self._rows
         self._is_ahead = ahead and len(rows) == len(step) and self._rows_count == self._count(rows)
@@ -84,8 +86,8 @@ class RowSteps:
     def logits(self, rows: Sequence[int] | None = None) -> Logits:
         """Those of these rows of the last step, or of all, float32 (rows, vocab), unless one is ahead."""
         count, places = self._last
-        source = self._one.logits if count == 1 else self._batch.logits[count]
-        return read_rows(source, count, places if rows is None else [places[row] for row in rows])
+        wanted = places if rows is None else [places[row] for row in rows]
+        return read_rows(self._logits(count), count, wanted)
 
     def end(self, sequence: int) -> None:
         """Says that the next row of a sequence is another one than the device has, even if it looks the same."""
@@ -94,23 +96,30 @@ class RowSteps:
     def finish(self) -> None:
         """Waits for a step that is ahead and not needed: its tokens must not come later."""
         if self._is_ahead:
-            self._take(self._rows)
-            self._rows, self._is_ahead = [], False
+            if not self._chooses:
+                self._take(self._rows)
+            self._rows, self._is_ahead, self._chooses = [], False, None
 
-    def launch(self, count: int, limit: int, choice: Choice = "best", size: int = 0) -> None:
+    def launch(self, count: int, limit: int, choice: Choice | None = _BEST, size: int = 0) -> None:
         """Launches a step of what the device has, for `count` rows after fewer than `limit` tokens each."""
         step = count, limit, choice, size
         self._launch_graph(step, lambda: self.kernels(*step))
 
-    def kernels(self, count: int, limit: int, choice: Choice = "best", size: int = 0) -> KernelSequence:
+    def kernels(self, count: int, limit: int, choice: Choice | None = _BEST, size: int = 0) -> KernelSequence:
         """Those of a step that `launch` launches."""
-        sampler, changes = None if choice == "best" else self._sampler, choice == "changed"
+        ending = Ending(self._slots(count).tensor, self._sampler, choice)
         if count == 1:
-            return self._one.step(limit, self._one_token_slots.tensor, sampler, changes)
-        ends = self._token_slots.tensor, sampler, changes
+            return self._one.step(limit, ending)
         if size:
-            return self._mixed.mixed_step(size, count, limit, *ends)
-        return self._batch.rows_step(count, limit, *ends)
+            return self._mixed.mixed_step(size, count, limit, ending)
+        return self._batch.rows_step(count, limit, ending)
+
+    def choice_kernels(self, count: int, choice: Choice) -> KernelSequence:
+        """Those that choose the tokens of a step of `count` rows."""
+        sequence, state = KernelSequence(), self._one.state if count == 1 else self._batch.state(count)
+        out = self._slots(count).tensor
+        self._sampler.add_to(sequence, self._logits(count), state, out, choice, count)
+        return sequence
 
     def limits(self, count: int) -> list[int]:
         """The numbers of tokens that the attention of a step of `count` rows is split for."""
@@ -145,16 +154,38 @@ class RowSteps:
         count = self._rows_count
         limit = self.limit(count, max(row.position for row in rows))
         drawn = [row.sequence for row in rows if row.draw]
-        changes = any(sequence in self._sampler.changing for sequence in drawn)
-        self.launch(count, limit, "changed" if changes else "drawn" if drawn else "best", size)
+        choice = self._sampler.choice(drawn)
+        if not choice.is_apart:
+            self.launch(count, limit, choice, size)
+            return
+        for row in rows:
+            self._sampler.expect(row.sequence, row.position)
+        self.launch(count, limit, None, size)
+        self._chooses = choice
+        if not choice.masks:
+            self._choose()
+
+    def _choose(self) -> None:
+        """Launches the choice of a step that is launched without."""
+        if choice := self._chooses:
+            self._chooses, count = None, self._rows_count
+            self._launch_graph(("choice", count, choice), lambda: self.choice_kernels(count, choice))
 
     def _take(self, rows: Sequence[Slot]) -> list[int]:
         """Waits for the next tokens of all rows of a launched step."""
         box, places = self._slots_of(rows)
         return [box.take(place) for place in places]
 
+    def _logits(self, count: int) -> Tensor:
+        """Those of a step of `count` rows."""
+        return self._one.logits if count == 1 else self._batch.logits[count]
+
+    def _slots(self, count: int) -> TokenSlots:
+        """Where such a step leaves its next tokens."""
+        return self._one_token_slots if count == 1 else self._token_slots
+
     def _slots_of(self, rows: Sequence[Slot]) -> tuple[TokenSlots, list[int]]:
-        """Where a step leaves the next tokens of its rows."""
+        """Where the step that is launched leaves the next tokens of its rows."""
         if (count := self._rows_count) == 1:
-            return self._one_token_slots, [rows[0].position]
-        return self._token_slots, [row.position % 2 * count + i for i, row in enumerate(rows)]
+            return self._slots(1), [rows[0].position]
+        return self._slots(count), [row.position % 2 * count + i for i, row in enumerate(rows)]

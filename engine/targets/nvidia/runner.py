@@ -22,7 +22,7 @@ from engine.kernels.device_memory import device_zeros, overwrite
 from engine.loading.weights import Weights
 from engine.measure.profile import Replay
 from engine.measure.timeline import timeline
-from engine.protocol.events import Sampling, Step
+from engine.protocol.events import Step
 from engine.runtime.kv_blocks import KVGroup
 from engine.runtime.model_runner import SearchReport, Slot, varied_tokens
 from engine.runtime.prefix_store import export_layout
@@ -30,7 +30,7 @@ from engine.runtime.sampling import Logits
 from engine.targets.buffer_uses import BufferUses
 from engine.targets.nvidia.batch import ROW_COUNTS, BatchKernels
 from engine.targets.nvidia.decode import DecodeKernels
-from engine.targets.nvidia.device_sampler import DeviceSampler
+from engine.targets.nvidia.device_sampler import Choice, DeviceSampler
 from engine.targets.nvidia.export import CacheExport
 from engine.targets.nvidia.input_scales import InputScales
 from engine.targets.nvidia.kernels.kernel_sequence import KernelSequence
@@ -52,6 +52,8 @@ _DECODE_AT_MOST = 1  # so few tokens of a prompt are faster one by one
 _DETOUR_AT_MOST = 128  # so few are so before the kernels of prefill are compiled
 _CHECK_TOKENS = (1, 77, 5, 1203)  # arbitrary: a search compares the logits after them
 _TIMING_S = 0.03
+_BEST, _DRAWN, _CHANGED = Choice(), Choice(draws=True), Choice(draws=True, changes=True)
+_ALL = Choice(draws=True, changes=True, masks=True, tells=True)  # it has all kernels of choices apart
 
 
 class NvidiaRunner:
@@ -81,9 +83,9 @@ class NvidiaRunner:
         counts = self.row_counts
         self._batch = BatchKernels(model, self._input_scales, context_length, counts[1:])
         self._prefill = MixedKernels(model, self._input_scales, self.max_chunk, self._batch)
-        self._sampler = DeviceSampler(Shortlist(model.spec.vocab), context_length, parallel, counts[-1])
+        self.sampler = DeviceSampler(Shortlist(model.spec.vocab), context_length, parallel, counts[-1])
         self._steps = RowSteps(
-            self._one, self._batch, self._prefill, self._sampler, counts, context_length, self._launch
+            self._one, self._batch, self._prefill, self.sampler, counts, context_length, self._launch
         )
         by_window = {a.heads.window: a for a in model.storing}
         self._windows = list(by_window)
@@ -128,7 +130,8 @@ class NvidiaRunner:
         compiler_processes.prepare()
         steps = self._steps
         sequences = [steps.kernels(n, limit) for n in self.row_counts for limit in steps.limits(n)]
-        sequences += [steps.kernels(n, steps.limits(n)[0], "changed") for n in self.row_counts]
+        sequences += [steps.kernels(n, steps.limits(n)[0], _CHANGED) for n in self.row_counts]
+        sequences += [steps.choice_kernels(n, _ALL) for n in self.row_counts]
         if not self._is_early:
             sequences += [self._prefill.step(size) for size in self.chunk_sizes]
         sequences += [*map(self._copy_sequence, self._windows), *self._states.kernels()]
@@ -137,9 +140,9 @@ class NvidiaRunner:
     def _capture_while(self, filling: Future[None]) -> None:
         """Captures the step that shows that the device works, and while weights travel those of a first answer."""
         shortest = self._steps.limits(1)[0]
-        self._capture((1, shortest, "best", 0), lambda: self._steps.kernels(1, shortest))
+        self._capture((1, shortest, _BEST, 0), lambda: self._steps.kernels(1, shortest))
         if not filling.done():
-            self._capture((1, shortest, "drawn", 0), lambda: self._steps.kernels(1, shortest, "drawn"))
+            self._capture((1, shortest, _DRAWN, 0), lambda: self._steps.kernels(1, shortest, _DRAWN))
         if not filling.done() and self._has_prefill(self._sizes[0]):
             self._prepare_prefill(self._sizes[0])
 
@@ -243,16 +246,6 @@ class NvidiaRunner:
             return self._steps.logits(rows)
         logits = np.concatenate([*self._earlier, self._steps.logits()])
         return logits if rows is None else logits[list(rows)]
-
-    def prepare_sampling(
-        self,
-        sequence: int,
-        sampling: Sampling,
-        tokens: Sequence[int],
-        uniforms: NDArray[np.float64],
-        bias: Sequence[tuple[int, float]] = (),
-    ) -> bool:
-        return self._sampler.prepare(sampling, tokens, uniforms, bias, sequence)
 
     def expert_choices(self) -> list[NDArray[np.int32]]:
         return self._model.choices.read()

@@ -12,8 +12,8 @@ from engine.loading.weights import Weights
 from engine.measure.kernel_roles import roles_of
 from engine.protocol.events import Sampling
 from engine.runtime.kv_blocks import BLOCK, KVBlocks
-from engine.runtime.model_runner import Slot
-from engine.runtime.sampling import Sampler
+from engine.runtime.model_runner import Drawing, Slot
+from engine.runtime.sampling import Sampler, log_probabilities
 from engine.targets.nvidia.runner import NvidiaRunner
 from tests import generated_model
 from tests.reference import Reference, divergence
@@ -23,7 +23,7 @@ SMALL = {"dim": 64, "heads": 2, "kv_heads": 1, "ffn": 64, "layers": 1}
 
 
 def check_rows() -> None:
-    hold(architecture="qwen3", **SMALL)
+    hold(binds=True, architecture="qwen3", **SMALL)
 
 
 def check_rows_with_windows_and_norms_after() -> None:
@@ -50,16 +50,17 @@ def check_rows_side_by_side() -> None:
     hold(architecture="gemma4-moe", **SMALL | {"dim": 192, "heads": 4, "kv_heads": 2, "layers": 2})
 
 
-def hold(**shape: Any) -> None:
+def hold(binds: bool = False, **shape: Any) -> None:
     """Two sequences in turns, and a third that begins like one of them; raises AssertionError where logits differ from
-    those of each alone."""
+    those of each alone. `binds`: some tokens have masks."""
     with tempfile.TemporaryDirectory() as folder:
         path = generated_model.write(Path(folder) / "model.gguf", **{"quant": "Q8_0"} | shape)
         file, reference = GGUF(path), Reference(path, CONTEXT)
         runner = NvidiaRunner(Weights(file, read_spec(file), lambda _: None), CONTEXT, 3)
     draw = np.random.default_rng(0)
     texts = [list(map(int, draw.integers(0, 100, n))) for n in (BLOCK + 3, 5, 0)]
-    blocks = KVBlocks(runner)
+    blocks, vocab = KVBlocks(runner), runner._model.spec.vocab
+    all_tokens = np.full(vocab // 32 + 1, 0xFFFFFFFF, np.uint32)
 
     def prefill(sequence: int, tokens: list[int]) -> None:
         pieces = tokens[: len(tokens) // 2], tokens[len(tokens) // 2 :]  # at most CHUNK tokens each
@@ -68,29 +69,45 @@ def hold(**shape: Any) -> None:
             runner.run([Slot(sequence, tuple(piece), blocks.length(sequence), "none")])
             blocks.commit(sequence, piece)
 
-    samplers = {s: Sampler(Sampling(seed=s, temperature=2, repeat_penalty=1.1, min_p=0)) for s in range(3)}
-    sampled: set[int] = set()
+    samplers: dict[int, Sampler] = {}
+    bound: set[int] = set()
 
-    def sample(s: int) -> None:
-        assert runner.prepare_sampling(s, samplers[s].sampling, texts[s], samplers[s].uniforms(9))
-        sampled.add(s)
+    def sample(s: int, binds: bool = False) -> None:
+        """From now on tokens of a sequence are drawn; if it `binds`, with masks, and log-probabilities are told."""
+        sampling = Sampling(seed=s, temperature=2, repeat_penalty=1.1, min_p=0)
+        samplers[s] = sampler = Sampler(sampling)
+        drawing = Drawing(sampling, texts[s], sampler.uniforms(9), top=3 * binds, masks=binds)
+        assert runner.sampler.prepare(s, drawing)
+        bound.update([s] * binds)
 
     def decode(*sequences: int, ahead: bool = False) -> None:
         rows = []
         for s in sequences:
             blocks.reserve(s, 2)
-            rows.append(Slot(s, (texts[s][-1],), len(texts[s]) - 1, draw=s in sampled))
+            rows.append(Slot(s, (texts[s][-1],), len(texts[s]) - 1, draw=s in samplers))
+        masks = {s: draw.integers(0, 1 << 32, vocab // 32 + 1, np.uint32) for s in bound & {*sequences}}
+        for s, mask in masks.items():
+            runner.sampler.allow(s, mask)
         best = runner.run(rows, ahead)
         logits = None if ahead else runner.logits()
         for i, s in enumerate(sequences):
             blocks.commit(s, texts[s][-1:])
             wanted = reference.logits(texts[s])[-1]
-            if s in sampled:
-                assert best[i] == samplers[s].sample(wanted, texts[s])
+            if s in samplers:
+                may = np.unpackbits(masks.get(s, all_tokens).view(np.uint8), bitorder="little")[:vocab] != 0
+                masked = np.where(may, wanted, np.float32(-np.inf))
+                assert best[i] == samplers[s].sample(masked, texts[s])
             else:
                 if logits is not None:
                     assert divergence(wanted, logits[i]) < 2e-5, (s, divergence(wanted, logits[i]))
                 assert best[i] == wanted.argmax()
+            if s in masks:
+                told = runner.sampler.log_probabilities(s, len(texts[s]) - 1, 3)
+                of_host = log_probabilities(wanted, int(best[i]), 3)
+                assert [t.id for t in told[1]] == [t.id for t in of_host[1]]
+                assert np.allclose(
+                    [told[0], told[1][2].logprob], [of_host[0], of_host[1][2].logprob], atol=3e-3
+                )
             texts[s].append(int(best[i]))
 
     for s in (0, 1):
@@ -129,6 +146,15 @@ def hold(**shape: Any) -> None:
     decode(0, 2)
     only = runner.logits([1])
     assert divergence(reference.logits(texts[2][:-1])[-1], only[0]) < 2e-5 and len(only) == 1
+    if binds:
+        sample(1, binds=True)
+        decode(2, 1, 0, ahead=True)
+        decode(2, 1, 0, ahead=True)
+        decode(1, 0, ahead=True)  # of a step that lacked its choice
+        decode(1, ahead=True)
+        decode(1, ahead=True)
+        blocks.drop(1)  # so what ran ahead is not needed
+        decode(0, 2)
     for step, kernels in (
         ("decode", {"QKV projection", "output head", "sampling"}),
         ("prefill", {"QKV projection", "norm"}),

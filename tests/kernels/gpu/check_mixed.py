@@ -13,7 +13,7 @@ from engine.formats.gguf import GGUF
 from engine.loading.weights import Weights
 from engine.protocol.events import Sampling
 from engine.runtime.kv_blocks import KVBlocks
-from engine.runtime.model_runner import Slot
+from engine.runtime.model_runner import Drawing, Slot
 from engine.runtime.sampling import Sampler
 from engine.targets.nvidia.runner import NvidiaRunner
 from tests import generated_model
@@ -107,7 +107,7 @@ def hold(sizes: Sequence[int] = (32, 64, 128), **shape: Any) -> None:
     blocks.drop(0)
     step({0: len(texts[0]) - 2}, 2, 1)
     sampler = Sampler(Sampling(seed=3, temperature=2, repeat_penalty=1.1, min_p=0))
-    assert runner.prepare_sampling(1, sampler.sampling, texts[1], sampler.uniforms(9))
+    assert runner.sampler.prepare(1, Drawing(sampler.sampling, texts[1], sampler.uniforms(9)))
     step({0: 1}, 1, draws=sampler)
     step({}, 2, 0, ahead=True)
     step({}, 2, 0)

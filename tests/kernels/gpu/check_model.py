@@ -14,14 +14,12 @@ from engine.measure import profile
 from engine.measure.kernel_roles import roles_of
 from engine.protocol.events import Sampling
 from engine.runtime.kv_blocks import KVBlocks
-from engine.runtime.model_runner import Slot
+from engine.runtime.model_runner import Drawing, Slot
 from engine.targets import nvidia as fused
-from engine.targets.nvidia.device_sampler import DeviceSampler
 from engine.targets.nvidia.kernels.device import multiprocessors
 from engine.targets.nvidia.kernels.kernel_sequence import KernelSequence
 from engine.targets.nvidia.kernels.pieces import state_size
 from engine.targets.nvidia.kernels.prefill_attention import prompt_tiling
-from engine.targets.nvidia.kernels.sampling import Shortlist
 from engine.targets.nvidia.kernels.small_batch import columns_size
 from engine.targets.nvidia.memory import CHUNK_SIZES
 from engine.targets.nvidia.runner import NvidiaRunner
@@ -44,12 +42,9 @@ def check_decode_steps() -> None:
         runner = NvidiaRunner(Weights(file, read_spec(file), lambda _: None), 32)
         alternating = {m.spec.alternating: len(m.pieces) for m in runner._model.matrices if len(m.pieces) > 1}
         assert alternating.keys() == {False, True}
-    runner._sampler = DeviceSampler(
-        Shortlist(wanted.shape[1], 16, (16, 4, 1)), 32
-    )  # emulation takes its time
     KVBlocks(runner).reserve(0, 3)
     runner.run([Slot(0, (tokens[0],), 0)], ahead=True)
-    assert runner.prepare_sampling(0, Sampling(top_k=1), tokens, np.zeros(1))
+    assert runner.sampler.prepare(0, Drawing(Sampling(top_k=1), tokens, np.zeros(1)))
     assert runner.run([Slot(0, (tokens[1],), 1, draw=True)]) == wanted[1].argmax()
     assert divergence(wanted[1], runner.logits()[0]) < 1e-6
     (choices,) = runner.expert_choices()

@@ -1,11 +1,12 @@
-"""Tokens drawn by kernels, against the sampler of the host."""
+"""Tokens drawn by kernels and their log-probabilities, against the sampler of the host."""
 
 import numpy as np
 from tinygrad import dtypes
 
 from engine.protocol.events import Sampling
-from engine.runtime.sampling import Sampler, biased, penalizes
-from engine.targets.nvidia.device_sampler import DeviceSampler
+from engine.runtime.model_runner import Drawing
+from engine.runtime.sampling import Sampler, biased, log_probabilities, penalizes
+from engine.targets.nvidia.device_sampler import Choice, DeviceSampler
 from engine.targets.nvidia.kernels.kernel_sequence import KernelSequence
 from engine.targets.nvidia.kernels.logit_changes import MAX_BIASES, penalize
 from engine.targets.nvidia.kernels.sampling import (
@@ -86,10 +87,11 @@ def check_sampling() -> None:
 
 def check_sampling_of_rows() -> None:
     """Rows with settings of their own: sampled, greedy in spite of settings, not used, or of a sequence that has no
-    settings yet. The tokens of even positions do not lie where those of odd ones do. The logits stay as they are."""
+    settings yet; with a mask, and then without. The tokens of even positions do not lie where those of odd ones do. The
+    logits stay as they are, and log-probabilities are theirs."""
     vocab, context, sequences, n = 150, 16, 4, 5
     logits = (rng.standard_normal((n, vocab)) * 2).astype(np.float32)
-    sampler = DeviceSampler(Shortlist(vocab, 16, (4, 2, 1)), context, sequences, n)
+    sampler = DeviceSampler(Shortlist(vocab, 32, (4, 2, 1)), context, sequences, n)
     said = [[9, 7, 9, 12], [int(logits[3].argmax())] * 3, [5, 6, 8, 3, 1], [4, 4]]
     settings = [
         Sampling(top_k=4, seed=1, repeat_penalty=1.5),
@@ -97,33 +99,52 @@ def check_sampling_of_rows() -> None:
         Sampling(top_k=16, temperature=1.5, top_p=0.9, min_p=0.01, seed=4),
     ]
     biases = [((9, 2.5), (int(logits[0].argmax()), -3.0)), ((vocab, 1.0), (149, 0.5)), ()]
-    uniforms = [Sampler(s).uniforms(9) for s in settings]
-    for i, s in enumerate(settings):
-        assert sampler.prepare(s, said[i], uniforms[i], biases[i], i)
-    assert sampler.changing == {0, 1}
+    drawings = [
+        Drawing(s, said[i], Sampler(s).uniforms(9), biases[i], i, masks=i == 2)
+        for i, s in enumerate(settings)
+    ]
+    for i, drawing in enumerate(drawings):
+        assert sampler.prepare(i, drawing)
+    assert sampler.choice([0]) == Choice(True, changes=True) and sampler.choice([]) == Choice()
+    assert sampler.choice([2, 1]) == Choice(True, changes=True, masks=True, tells=True)
     for beyond in ({"top_k": 0}, {"repeat_penalty": 1.1, "repeat_last_n": 5000}):
-        assert not sampler.prepare(Sampling(**beyond), [1], uniforms[0], (), 1)
+        assert not sampler.prepare(1, drawings[0]._replace(sampling=Sampling(**beyond)))
     too_many = [(i, 1.0) for i in range(MAX_BIASES + 1)]
-    assert not DeviceSampler(Shortlist(999, 16), context).prepare(settings[0], [1], uniforms[0], too_many)
+    for more in ({"bias": too_many}, {"top": 21}):
+        assert not DeviceSampler(Shortlist(999), context).prepare(0, drawings[0]._replace(**more))
+    allowed = np.array([0xF0F0F0F0, 0, 0xFFFF, 1 << 31], np.uint32)  # the last word is missing
     drawn = StepRows.SAMPLED
     rows = [(2, drawn), (0, 0), (0, StepRows.USED), (1, drawn), (3, drawn)]  # sequence, kind
     state = np.array([(said[s][-1], len(said[s]) - 1, s, kind) for s, kind in rows], np.int32).T
-    on_device, out, left = buffer(state), zeros(2 * n, dtypes.int32), buffer(logits)
-    step = KernelSequence()
-    sampler.add_to(step, left, on_device, out, True, n)
-    step.capture()()
-    after, letters, left = (
-        on_device.numpy().reshape(4, n),
-        out.numpy().reshape(2, n),
-        left.numpy().reshape(n, -1),
-    )
+    for words in (allowed, None):
+        sampler.allow(2, words)
+        on_device, out, left = buffer(state), zeros(2 * n, dtypes.int32), buffer(logits)
+        step = KernelSequence()
+        sampler.add_to(step, left, on_device, out, sampler.choice([2, 0, 1, 3]), n)
+        step.capture()()
+        hold_rows(sampler, rows, state, drawings, logits, words, on_device, out, left)
+
+
+def hold_rows(sampler, rows, state, drawings, logits, words, on_device, out, left):
+    """Raises AssertionError where a step of rows did not do what the host does. `words`: a mask, of sequence 2."""
+    n, vocab = logits.shape
+    after, letters = on_device.numpy().reshape(4, n), out.numpy().reshape(2, n)
     wanted = {row: int(logits[row].argmax()) for row in (2, 4)}
     for row in (0, 3):
         s = rows[row][0]
-        wanted[row] = Sampler(settings[s]).sample(biased(logits[row], biases[s]), said[s])
+        sampling, said, _, bias, *_ = drawings[s]
+        changed = biased(logits[row], bias)
+        if row == 0 and words is not None:
+            may = np.unpackbits(words.view(np.uint8), bitorder="little").astype(bool)
+            changed = np.where(np.pad(may, (0, vocab - may.size)), changed, np.float32(-np.inf))
+        wanted[row] = Sampler(sampling).sample(changed, said)
     for row, token in wanted.items():
-        position = len(said[rows[row][0]]) - 1
+        position = state[1, row]
         assert after[:, row].tolist() == [token, position + 1, *rows[row]]
         assert letters[:, row].tolist() == ([0, token] if position % 2 else [token, 0])
+        logprob, top = sampler.log_probabilities(rows[row][0], position, 20)
+        host, host_top = log_probabilities(logits[row], token, 20)
+        assert abs(logprob - host) < 1e-5 and [t.id for t in top] == [t.id for t in host_top]
+        close(np.array([t.logprob for t in top]), np.array([t.logprob for t in host_top]))
     assert after[:, 1].tolist() == state[:, 1].tolist() and not letters[:, 1].any()
-    assert np.array_equal(left, logits)
+    assert np.array_equal(left.numpy().reshape(n, -1), logits)

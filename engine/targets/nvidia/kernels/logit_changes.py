@@ -1,6 +1,6 @@
 """What a request changes of its logits before a token is drawn from them, in this order, as `engine.runtime.sampling`:
 
-    copied . add_bias . penalize
+    copied or allowed . add_bias . penalize
 
 They work on a copy: the logits themselves stay as they are. Rows that are not sampled (`StepRows`) are only copied.
 """
@@ -17,14 +17,19 @@ from engine.targets.nvidia.kernels.sampling import SETTINGS, StepRows
 from engine.targets.nvidia.kernels.uops import (
     I32,
     INDEX,
+    LOWEST,
+    U32,
     after_store,
     all_of,
     f32,
     finish,
     load,
     load_run,
+    mask,
     shared,
+    shift_right,
     store,
+    u32,
 )
 
 MAX_BIASES = 320
@@ -47,6 +52,39 @@ def copied(vocab: int, rows: StepRows = _ONE) -> Kernel:
         )
 
     return Kernel(kernel, ("out",), ("logits",))
+
+
+def n_words(vocab: int) -> int:
+    """Words of a mask, which has a bit for each token."""
+    return -(-vocab // 32)
+
+
+@functools.cache
+def allowed(vocab: int, rows: StepRows = _ONE) -> Kernel:
+    """As `copied`, except that tokens which may not be drawn get the lowest logit. Buffers: out; logits; words, a mask
+    of each sequence, uint32 (sequences, n_words); state (`StepRows`). Memory of the host may hold the words: each is
+    read once."""
+    of_sequence, width = n_words(vocab), 32 * _THREADS
+
+    def kernel(out: UOp, logits: UOp, words: UOp, state: UOp) -> UOp:
+        block, i, row = (
+            UOp.special(-(-vocab // width), "gidx0"),
+            UOp.special(_THREADS, "lidx0"),
+            rows.number(1),
+        )
+        number = block * _THREADS + i
+        ok = all_of(number < of_sequence, is_sampled := rows.is_sampled(state, row))
+        word = load(words, rows.sequence(state, row) * of_sequence + number, ok)
+        all_words, stores = after_store(shared(_THREADS, 0, U32), i, word), []
+        for j in range(32):
+            token = block * width + j * _THREADS + i
+            bit = mask(shift_right(load(all_words, j * (_THREADS // 32) + i // 32), (i % 32).cast(I32)), 1)
+            may = bit.ne(u32(0)) if is_sampled is None else bit.ne(u32(0)) | is_sampled.logical_not()
+            inside, place = token < vocab, row * vocab + token
+            stores.append(store(out, place, may.where(load(logits, place, inside), f32(LOWEST)), inside))
+        return finish(f"allowed_{vocab}_{rows.count}", stores)
+
+    return Kernel(kernel, ("out",), ("logits", "words", "state"))
 
 
 @functools.cache
