@@ -304,7 +304,8 @@ class LocalEngine:
             if self._process:
                 self._process.kill()
             for stream in self._streams.values():
-                if died_when_ready and stream.may_be_sent_again:
+                # One that is not joined yet waits for a process, and is sent when there is one.
+                if died_when_ready and stream.joined and stream.may_be_sent_again:
                     stream.joined, stream.may_be_sent_again = False, False
                     stream.joining = asyncio.ensure_future(self._join(stream))
         for stream in self._streams.values():

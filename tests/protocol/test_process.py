@@ -103,6 +103,20 @@ async def test_a_death_that_nobody_has_noticed_costs_no_prompt(engines):
     assert events[-1].request_id == 4 and engine.pid not in (None, pid)
 
 
+async def test_a_prompt_that_meets_a_death_is_sent_once_to_the_next_process(engines):
+    """The process has ended, and nobody was told so. Sent twice, the prompt would end the next one."""
+    engine = engines(tokens=2)
+    await collect(engine.start())
+    process = engine._process
+    os.kill(process.pid, signal.SIGKILL)
+    wait_until(lambda: process._process.returncode is not None)
+    pids = []
+    for id in (1, 2):
+        assert token_ids(await collect(engine.generate(ask(id)))) == [0, 1]
+        pids.append(engine._process.pid)
+    assert process.pid != pids[0] == pids[1]
+
+
 async def test_a_prompt_of_which_each_process_dies_is_sent_twice_only(engines):
     info = ModelInfo(
         name="", architecture="", quantization="", parameters=1, file_bytes=1, trained_context=1, thinks=False
