@@ -12,7 +12,8 @@ from widgets.text import counted, one_line
 @dataclass(frozen=True)
 class Handled:
     """A request for a completion that has ended, at `time` of the clock on the wall. `finished` is None if there was no
-    answer, or no end of it; `problem` says why. It holds nothing of what was asked and said."""
+    answer, or no end of it; `problem` says why. `note`: what of the request was not done. It holds nothing of what was
+    asked and said."""
 
     time: str
     client: str
@@ -20,6 +21,7 @@ class Handled:
     status: int
     finished: Finished | None = None
     problem: str = ""
+    note: str = ""
 
 
 class RequestList(Pane[tuple[Handled, ...]]):

@@ -53,14 +53,15 @@ class Access:
                 sent["Access-Control-Allow-Origin"] = origin
                 sent.add_vary_header("Origin")
                 if scope["method"] == "OPTIONS":
-                    sent["Access-Control-Allow-Methods"] = "GET, POST"
-                    sent["Access-Control-Allow-Headers"] = "Authorization, Content-Type, X-Api-Key"
+                    sent["Access-Control-Allow-Methods"] = "GET, POST, DELETE"
+                    wanted = headers.get("access-control-request-headers", "Authorization, Content-Type")
+                    sent["Access-Control-Allow-Headers"] = wanted
             await send(message)
 
         try:
             self._check_page(headers)
         except ApiError as error:
-            return await error_response(error)(scope, receive, send)
+            return await error_response(error, scope["path"])(scope, receive, send)
         if scope["method"] == "OPTIONS":  # what a browser asks before a page may
             return await Response(status_code=204)(scope, receive, send_with_origin)
         try:
@@ -68,7 +69,7 @@ class Access:
             if scope["path"] not in OPEN_PATHS:
                 self._check_key(given)
         except ApiError as error:
-            return await error_response(error)(scope, receive, send_with_origin)
+            return await error_response(error, scope["path"])(scope, receive, send_with_origin)
         await self._app({**scope, CLIENT: self._client(scope, given)}, receive, send_with_origin)
 
     def _client(self, scope: Scope, key: str) -> str:

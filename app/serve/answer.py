@@ -6,19 +6,42 @@ import string
 from collections.abc import AsyncGenerator, Iterable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
+from typing import Literal
 
 from app.serve.errors import of_failure, unavailable
 from app.serve.stop_texts import StopTexts
 from engine.formats.tool_calls import FunctionCall, ToolCallParser
 from engine.protocol.event_stream import AnswerStats
-from engine.protocol.events import Event, Failed, Finished, Generate, Prefilling, Thinking, Token, ToolCall
+from engine.protocol.events import Event, Failed, Finished, Generate, Prefilling, Thinking, Token
 
 _ID = string.ascii_letters + string.digits
 
 
+FinishReason = Literal["stop", "length", "tool_calls"]
+
+
 @dataclass(frozen=True)
 class AnswerBegun:
-    """The engine has begun with the request: it is valid."""
+    """The engine has begun with the request: it is valid. Of the prompt's tokens `cached_n` need not be computed."""
+
+    prompt_n: int
+    cached_n: int
+
+
+@dataclass(frozen=True)
+class AnswerProgress:
+    """More of the prompt has been read, as `prefilling` says."""
+
+    prefilling: Prefilling
+
+
+@dataclass(frozen=True)
+class CallPiece:
+    """The next piece of a call's arguments, which are JSON. The first one of a call has its id and name."""
+
+    arguments: str
+    id: str = ""
+    name: str = ""
 
 
 @dataclass(frozen=True)
@@ -27,20 +50,21 @@ class AnswerDelta:
 
     content: str = ""
     reasoning: str = ""
-    call: ToolCall | None = None
+    call: CallPiece | None = None
     tokens: tuple[Token, ...] = ()
 
 
 @dataclass(frozen=True)
 class AnswerEnd:
-    """`reasoning_n` tokens of the answer were thinking."""
+    """`reasoning_n` tokens of the answer were thinking. `stop_text`: the client's text at which it stopped, or ""."""
 
-    finish_reason: str
+    finish_reason: FinishReason
     finished: Finished
     reasoning_n: int
+    stop_text: str = ""
 
 
-Part = AnswerBegun | AnswerDelta | AnswerEnd
+Part = AnswerBegun | AnswerProgress | AnswerDelta | AnswerEnd
 Events = AsyncGenerator[Event, None]
 Parts = AsyncGenerator[tuple[int, Part], None]
 """The parts of several answers, each with the place of its answer."""
@@ -71,8 +95,9 @@ class ServedAnswer:
                     case Prefilling():
                         if not begun:
                             begun, self._stats = True, AnswerStats(self.request, reason="stop")
-                            yield AnswerBegun()
+                            yield AnswerBegun(event.total, event.cached)
                         self._stats.prompt_n, self._stats.cached_n = event.total, event.cached
+                        yield AnswerProgress(event)
                     case Thinking():
                         self._stats.count_token()
                         self._reasoning_n += 1
@@ -94,8 +119,10 @@ class ServedAnswer:
             for delta in self._flushed():
                 yield delta
             finished = end or self._stats.finished()
-            reason = "tool_calls" if self._called and finished.reason == "stop" else finished.reason
-            yield AnswerEnd(reason, finished, self._reasoning_n)
+            reason: FinishReason = "length" if finished.reason == "length" else "stop"
+            if self._called and reason == "stop":
+                reason = "tool_calls"
+            yield AnswerEnd(reason, finished, self._reasoning_n, self.stop.found)
 
     def _deltas(self, text: str) -> Iterable[AnswerDelta]:
         parts = self.parser.feed(text) if self.parser else [text] if text else []
@@ -109,7 +136,7 @@ class ServedAnswer:
     def _delta(self, part: str | FunctionCall) -> AnswerDelta:
         if isinstance(part, FunctionCall):
             self._called = True
-            return AnswerDelta(call=ToolCall(id=_call_id(), name=part.name, arguments=part.arguments))
+            return AnswerDelta(call=CallPiece(part.arguments, _call_id(), part.name))
         tokens, self._tokens = tuple(self._tokens), []
         return AnswerDelta(content=part, tokens=tokens)
 

@@ -1,5 +1,6 @@
-"""Errors in OpenAI's form: {"error": {"message", "type", "param", "code"}} with a status that fits."""
+"""Why a request is not answered: a status, and JSON in the form of the protocol that the client speaks."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,10 +18,43 @@ class ApiError(Exception):
     code: str | int | None = None
     headers: dict[str, str] = field(default_factory=dict)
 
-    @property
-    def body(self) -> dict[str, Any]:
-        error = {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}
-        return {"error": error}
+
+Form = Callable[[ApiError], dict[str, Any]]
+CONTEXT = "context_length_exceeded"  # OpenAI's code, for which agents look to summarize a conversation
+_ANTHROPIC_KINDS = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    500: "api_error",
+    503: "overloaded_error",
+}
+
+
+def openai_form(error: ApiError) -> dict[str, Any]:
+    """https://platform.openai.com/docs/guides/error-codes"""
+    fields = {"message": error.message, "type": error.kind, "param": error.param, "code": error.code}
+    return {"error": fields}
+
+
+def anthropic_form(error: ApiError) -> dict[str, Any]:
+    """https://docs.anthropic.com/en/api/errors. Claude Code knows a full context by the message's beginning."""
+    kind = _ANTHROPIC_KINDS.get(error.status, "invalid_request_error")
+    message = f"prompt is too long: {error.message}" if error.code == CONTEXT else error.message
+    return {"type": "error", "error": {"type": kind, "message": message}}
+
+
+def ollama_form(error: ApiError) -> dict[str, Any]:
+    """https://github.com/ollama/ollama/blob/main/docs/api.md"""
+    return {"error": error.message}
+
+
+def form_of(path: str) -> Form:
+    """The form of errors of the protocol that a path belongs to."""
+    if path.startswith("/api/"):
+        return ollama_form
+    return anthropic_form if "/messages" in path else openai_form
 
 
 def wrong(message: str, param: str) -> ApiError:
@@ -38,7 +72,7 @@ def of_failure(failed: Failed) -> ApiError:
     message = f"{failed.message} {failed.hint}".strip()
     match failed.kind:
         case "context":
-            return ApiError(400, message, code="context_length_exceeded")
+            return ApiError(400, message, code=CONTEXT)
         case "usage" | "model" if failed.request_id is not None:  # the prompt or the template, not the file
             return ApiError(400, message)
     return ApiError(500, message, "server_error")

@@ -1,18 +1,19 @@
-"""HTTP: JSON, server-sent events, and clients that go away."""
+"""HTTP: JSON, streams of it, and clients that go away."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable
 from contextlib import suppress
-from typing import Any, TypeVar
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
-from app.serve.errors import ApiError
+from app.serve.errors import ApiError, form_of
 
-KEEP_ALIVE_S = 15.0
-"""Between comments in a stream, as its specification recommends: proxies close connections on which nothing comes."""
+KEEP_ALIVE_S = 5.0
+"""Between signs of life in a stream: proxies close connections on which nothing comes, and so do some clients."""
 T = TypeVar("T")
 
 
@@ -24,8 +25,9 @@ def json_response(value: Any, status: int = 200, headers: dict[str, str] | None 
     return Response(msgspec.json.encode(value), status, headers, "application/json")
 
 
-def error_response(error: ApiError) -> Response:
-    return json_response(error.body, error.status, error.headers)
+def error_response(error: ApiError, path: str) -> Response:
+    """`error` as clients of `path` expect it."""
+    return json_response(form_of(path)(error), error.status, error.headers)
 
 
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
@@ -47,18 +49,52 @@ async def _disconnected(receive: Receive) -> None:
         pass
 
 
-class ServerSentEvents(Response):
-    """Server-sent events (https://html.spec.whatwg.org/multipage/server-sent-events.html), with a comment now and then.
-    When the client goes, `events` is closed."""
+@dataclass(frozen=True)
+class Framing:
+    """How JSON values follow each other in a stream. `still_here` is what nobody takes for one of them, if there is
+    such a thing, and `end` comes after the last one."""
 
-    media_type = "text/event-stream"
+    media_type: str
+    frame: Callable[[Any], bytes]
+    still_here: bytes = b""
+    end: bytes = b""
 
-    def __init__(self, events: AsyncGenerator[Any, None]) -> None:
-        """`events` yields JSON values. The first says that the answer has begun; it is not sent. An ApiError is the
-        last object of the stream."""
+
+# https://html.spec.whatwg.org/multipage/server-sent-events.html
+SSE = "text/event-stream"
+_COMMENT = b": still here\n\n"
+DATA = Framing(SSE, lambda value: b"data: %s\n\n" % _json(value), _COMMENT, b"data: [DONE]\n\n")
+NAMED_DATA = Framing(
+    SSE, lambda value: b"event: %s\ndata: %s\n\n" % (value["type"].encode(), _json(value)), _COMMENT
+)
+LINES = Framing("application/x-ndjson", lambda value: _json(value) + b"\n")
+
+
+class Writer(Protocol):
+    """What a stream asks of who writes its values."""
+
+    @property
+    def framing(self) -> Framing: ...
+
+    def pings(self) -> Iterable[Any]:
+        """Values that say that the answer is still worked at; none if a comment does."""
+        ...
+
+    def failed(self, error: ApiError) -> Any:
+        """The last value of a stream that is broken off."""
+        ...
+
+
+class EventStream(Response):
+    """A stream of values, with a sign of life now and then. When the client goes, `events` is closed."""
+
+    def __init__(self, events: AsyncGenerator[Any, None], writer: Writer) -> None:
+        """`events` yields JSON values. The first says that the answer has begun; it is not sent. Of an ApiError the
+        `writer` makes the last value."""
+        self._framing, self._writer, self._events = writer.framing, writer, events
+        self.media_type = self._framing.media_type
         super().__init__(headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
-        self._events = events
         self._begun = asyncio.ensure_future(anext(events))
 
     async def begin(self, receive: Receive) -> None:
@@ -81,16 +117,22 @@ class ServerSentEvents(Response):
 
     async def _send(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-        comments = asyncio.ensure_future(_comments(send))
+        frame, signs = self._framing.frame, asyncio.ensure_future(self._signs_of_life(send))
         try:
             await self._begun
             async for event in self._events:
-                await send(_part(b"data: %s\n\n" % msgspec.json.encode(event)))
+                await send(_part(frame(event)))
         except ApiError as error:
-            await send(_part(b"data: %s\n\n" % msgspec.json.encode(error.body)))
+            await send(_part(frame(self._writer.failed(error))))
         finally:
-            comments.cancel()
-        await send(_part(b"data: [DONE]\n\n", is_last=True))
+            signs.cancel()
+        await send(_part(self._framing.end, is_last=True))
+
+    async def _signs_of_life(self, send: Send) -> None:
+        while True:
+            await asyncio.sleep(KEEP_ALIVE_S)
+            if sign := b"".join(map(self._framing.frame, self._writer.pings())) or self._framing.still_here:
+                await send(_part(sign))
 
     async def _close(self) -> None:
         self._begun.cancel()
@@ -102,7 +144,5 @@ def _part(data: bytes, is_last: bool = False) -> Message:
     return {"type": "http.response.body", "body": data, "more_body": not is_last}
 
 
-async def _comments(send: Send) -> None:
-    while True:
-        await asyncio.sleep(KEEP_ALIVE_S)
-        await send(_part(b": still here\n\n"))
+def _json(value: Any) -> bytes:
+    return msgspec.json.encode(value)

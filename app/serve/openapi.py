@@ -1,6 +1,6 @@
 """The description of the server's paths, in OpenAPI 3.1 (https://spec.openapis.org/oas/v3.1.0), for clients and tools.
 
-The schemas of bodies are those of the types in `app/serve/requests` and `app/serve/messages`.
+The schemas of bodies are those of the types in `app/serve/protocols`.
 """
 
 import functools
@@ -8,11 +8,18 @@ from typing import Any
 
 import msgspec
 
-from app.serve.requests import ChatBody, DetokenizeBody, TextBody, TokenizeBody
+from app.serve.protocols.anthropic import CountBody, MessagesBody
+from app.serve.protocols.chat import ChatBody
+from app.serve.protocols.completions import TextBody
+from app.serve.protocols.responses import ResponsesBody
+from app.serve.protocols.tokens import DetokenizeBody, TokenizeBody
 
 BODIES = {
     "/chat/completions": ChatBody,
     "/completions": TextBody,
+    "/messages": MessagesBody,
+    "/messages/count_tokens": CountBody,
+    "/responses": ResponsesBody,
     "/tokenize": TokenizeBody,
     "/detokenize": DetokenizeBody,
 }
@@ -47,7 +54,7 @@ def description() -> dict[str, Any]:
         path: {
             "post": {
                 "requestBody": _json({"$ref": f"#/components/schemas/{body.__name__}"}) | {"required": True},
-                "responses": _responses({"type": "object"}, stream=issubclass(body, ChatBody | TextBody)),
+                "responses": _responses({"type": "object"}, stream="stream" in body.__struct_fields__),
             }
         }
         for path, body in BODIES.items()

@@ -3,10 +3,8 @@
 import asyncio
 import sys
 import traceback
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
-from contextlib import aclosing
-from dataclasses import replace
-from typing import Literal
+from collections.abc import Awaitable, Callable
+from typing import Any
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -15,36 +13,19 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
-from app.serve import replies
 from app.serve.access import CLIENT, Access
-from app.serve.answer import AnswerDelta, AnswerEnd, Parts, ServedAnswer
+from app.serve.answering import answer
 from app.serve.bodies import Bodies, read_body
 from app.serve.errors import ApiError
-from app.serve.http import (
-    ClientGoneError,
-    ServerSentEvents,
-    error_response,
-    json_response,
-    while_connected,
-)
+from app.serve.http import ClientGoneError, error_response, json_response
 from app.serve.metrics import CONTENT_TYPE, Gauges
 from app.serve.openapi import description_json
-from app.serve.requests import (
-    Body,
-    ChatBody,
-    DetokenizeBody,
-    TextBody,
-    TokenizeBody,
-    chat_request,
-    decoded,
-    text_request,
-    variants,
-)
+from app.serve.protocols import anthropic, chat, completions, models, responses
+from app.serve.protocols.reply import Asked
+from app.serve.protocols.requests import decoded
+from app.serve.protocols.tokens import DetokenizeBody, TokenizeBody, detokenized, tokenized
 from app.serve.service import CLIENT_GONE, Exchange, Service
-from app.serve.stop_texts import StopTexts
-from engine.formats.tool_calls import ToolCallParser
 from engine.measure.memory import gpu_used_bytes, resident_memory
-from engine.protocol.events import Chat
 
 Endpoint = Callable[[Request], Awaitable[Response]]
 
@@ -55,10 +36,16 @@ def application(service: Service, key: str = "") -> ASGIApp:
     paths: list[tuple[str, str, Endpoint]] = [
         ("GET", "/health", routes.health),
         ("GET", "/models", routes.models),
+        ("GET", "/models/{id:path}", routes.model),
         ("GET", "/metrics", routes.metrics),
         ("GET", "/openapi.json", routes.openapi),
-        ("POST", "/chat/completions", routes.chat),
-        ("POST", "/completions", routes.text),
+        ("POST", "/chat/completions", routes.completing(chat.ChatBody, chat.asked)),
+        ("POST", "/completions", routes.completing(completions.TextBody, completions.asked)),
+        ("POST", "/messages", routes.completing(anthropic.MessagesBody, anthropic.asked)),
+        ("POST", "/messages/count_tokens", routes.count_tokens),
+        ("POST", "/responses", routes.respond),
+        ("GET", "/responses/{id}", routes.response),
+        ("DELETE", "/responses/{id}", routes.forget_response),
         ("POST", "/embeddings", routes.embeddings),
         ("POST", "/tokenize", routes.tokenize),
         ("POST", "/detokenize", routes.detokenize),
@@ -77,55 +64,41 @@ def application(service: Service, key: str = "") -> ASGIApp:
 class Routes:
     def __init__(self, service: Service) -> None:
         self._service = service
+        self._conversations = responses.Conversations()
 
     # --- completions ---
 
-    async def chat(self, request: Request) -> Response:
-        return await self._complete(request, "chat")
+    def completing(self, kind: type[Any], asked: Callable[[Any, Service], Asked]) -> Endpoint:
+        """What answers requests whose bodies are of a `kind`, in a protocol."""
+        return lambda request: self._complete(request, kind, asked)
 
-    async def text(self, request: Request) -> Response:
-        return await self._complete(request, "text")
+    async def respond(self, request: Request) -> Response:
+        owner = _owner(request)
+        asked = lambda body, service: responses.asked(body, service, self._conversations, owner)
+        return await self._complete(request, responses.ResponsesBody, asked)
 
-    async def _complete(self, request: Request, kind: Literal["chat", "text"]) -> Response:
-        exchange = Exchange(self._service, request.scope[CLIENT], request.url.path)
-        with exchange.closed_by_errors():
-            return await self._answer(request, kind, exchange)
-
-    async def _answer(self, request: Request, kind: Literal["chat", "text"], exchange: Exchange) -> Response:
+    async def _complete(
+        self, request: Request, kind: type[Any], asked: Callable[[Any, Service], Asked]
+    ) -> Response:
         service = self._service
-        data = await read_body(request)
-        service.check_open()
-        body: Body
-        shown: int | None
-        if kind == "chat":
-            body = decoded(data, ChatBody)
-            asked = chat_request(body, service.sampling, service.file.form, service.think)
-            shown = body.top_logprobs or 0 if body.logprobs else None
-        else:
-            body = decoded(data, TextBody)
-            asked = text_request(body, service.sampling)
-            shown = body.logprobs
-        del data  # the answer may take long
-        if body.asker:
-            exchange.client = f"{body.asker}@{exchange.client}"
-        form, tools = service.file.form, asked.prompt.tools if isinstance(asked.prompt, Chat) else ""
+        exchange = Exchange(service, request.scope[CLIENT], request.url.path)
+        with exchange.closed_by_errors():
+            data = await read_body(request)
+            service.check_open()
+            wanted = asked(decoded(data, kind), service)
+            del data  # the answer may take long
+            return await answer(request, exchange, wanted)
 
-        def parser() -> ToolCallParser | None:
-            return ToolCallParser(form, tools) if form and tools else None
+    # --- what is remembered ---
 
-        requests = variants(asked, body.answers)
-        reply = replies.Reply(kind, service.model, service.file.tokenizer, shown)
-        each = [replace(reply, index=i) for i in range(len(requests))]
-        parts = service.parts(
-            exchange, [ServedAnswer(one, StopTexts(body.stops), parser()) for one in requests]
-        )
-        if not body.stream:
-            whole = await while_connected(request.receive, _collected(parts, each))
-            exchange.close(200)
-            return json_response(whole)
-        stream = ServerSentEvents(_chunks(parts, each, body.includes_usage, exchange))
-        await stream.begin(request.receive)
-        return stream
+    async def response(self, request: Request) -> Response:
+        known = self._conversations.get(request.path_params["id"], _owner(request))
+        return json_response(known.response)
+
+    async def forget_response(self, request: Request) -> Response:
+        id = request.path_params["id"]
+        self._conversations.forget(id, _owner(request))
+        return json_response({"id": id, "object": "response", "deleted": True})
 
     # --- what else there is ---
 
@@ -134,9 +107,14 @@ class Routes:
         return json_response({"status": "ok", "slots": self._service.parallel})
 
     async def models(self, request: Request) -> Response:
-        service = self._service
-        vocabulary = service.file.tokenizer.vocab_size
-        return json_response(replies.models(service.model, service.created, service.ready, vocabulary))
+        return json_response(models.listed([self._service]))
+
+    async def model(self, request: Request) -> Response:
+        id = request.path_params["id"]
+        if id != self._service.model:
+            message = f"There is no model of this name. There is: {self._service.model}."
+            raise ApiError(404, message, "not_found_error", param="model", code="model_not_found")
+        return json_response(models.model(self._service))
 
     async def metrics(self, request: Request) -> Response:
         service = self._service
@@ -160,66 +138,22 @@ class Routes:
         return Response(description_json(), media_type="application/json")
 
     async def tokenize(self, request: Request) -> Response:
-        """As llama-server: special tokens in the text are special unless the client says otherwise."""
         body = decoded(await read_body(request), TokenizeBody)
-        tokenizer = self._service.file.tokenizer
-        special, add = body.parse_special is not False, bool(body.add_special)
-        ids = await asyncio.to_thread(tokenizer.encode, body.content, special=special, add_special=add)
-        if not body.with_pieces:
-            return json_response({"tokens": ids})
-        return json_response({"tokens": [{"id": id, "piece": _piece(tokenizer.piece(id))} for id in ids]})
+        return json_response(await asyncio.to_thread(tokenized, body, self._service))
 
     async def detokenize(self, request: Request) -> Response:
         body = decoded(await read_body(request), DetokenizeBody)
-        pieces = b"".join(map(self._service.file.tokenizer.piece, body.tokens))
-        return json_response({"content": pieces.decode("utf-8", "replace")})
+        return json_response(detokenized(body, self._service))
+
+    async def count_tokens(self, request: Request) -> Response:
+        body = decoded(await read_body(request), anthropic.CountBody)
+        prompt = await asyncio.to_thread(chat.encoded, anthropic.chat_body(body), self._service)
+        return json_response({"input_tokens": len(prompt.ids)})
 
 
-def _piece(piece: bytes) -> str | list[int]:
-    """A token's text, or its bytes if they are only a part of a character."""
-    try:
-        return piece.decode()
-    except UnicodeDecodeError:
-        return [*piece]
-
-
-async def _collected(parts: Parts, answers: Sequence[replies.Reply]) -> replies.Json:
-    deltas: list[list[AnswerDelta]] = [[] for _ in answers]
-    ends: dict[int, AnswerEnd] = {}
-    async with aclosing(parts):
-        async for i, part in parts:
-            if isinstance(part, AnswerDelta):
-                deltas[i].append(part)
-            elif isinstance(part, AnswerEnd):
-                ends[i] = part
-    choices = [answer.choice(deltas[i], ends[i]) for i, answer in enumerate(answers)]
-    return answers[0].whole(choices, [ends[i] for i in range(len(answers))])
-
-
-async def _chunks(
-    parts: Parts, answers: Sequence[replies.Reply], include_usage: bool, exchange: Exchange
-) -> AsyncGenerator[replies.Json, None]:
-    """The objects of a stream, after an empty one when the engine has begun. Raises ApiError."""
-    ends = list[AnswerEnd]()
-    try:
-        with exchange.closed_by_errors():
-            async with aclosing(parts):
-                async for i, part in parts:
-                    if not exchange.is_streamed:
-                        exchange.is_streamed = True
-                        yield {}
-                        for answer in answers:
-                            if first := answer.first():
-                                yield first
-                    if isinstance(part, AnswerDelta) and (chunk := answers[i].chunk(part)):
-                        yield chunk
-                    elif isinstance(part, AnswerEnd):
-                        ends.append(part)
-                        yield answers[i].ending(part, timed=not include_usage)
-            if include_usage:
-                yield answers[0].usage(ends)
-    finally:
-        exchange.close(200)
+def _owner(request: Request) -> str:
+    """Who may see what a client has said: those with the same key, if there are several."""
+    return str(request.scope[CLIENT]).partition("#")[2]
 
 
 def _guarded(endpoint: Endpoint) -> Endpoint:
@@ -229,12 +163,13 @@ def _guarded(endpoint: Endpoint) -> Endpoint:
         try:
             return await endpoint(request)
         except ApiError as error:
-            return error_response(error)
+            return error_response(error, request.url.path)
         except ClientGoneError:
             return Response(status_code=CLIENT_GONE)
         except Exception as error:
             print(*traceback.format_tb(error.__traceback__), type(error).__name__, sep="", file=sys.stderr)
-            return error_response(ApiError(500, "The server failed.", "server_error"))
+            failed = ApiError(500, "The server failed.", "server_error")
+            return error_response(failed, request.url.path)
 
     return guarded
 
@@ -242,4 +177,5 @@ def _guarded(endpoint: Endpoint) -> Endpoint:
 async def _not_found(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     what = "There is nothing at this path." if error.status_code == 404 else f"{error.detail}."
-    return error_response(ApiError(error.status_code, what, headers=dict(error.headers or {})))
+    headers = dict(error.headers or {})
+    return error_response(ApiError(error.status_code, what, headers=headers), request.url.path)

@@ -7,7 +7,9 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
+from threading import Lock
 from typing import Self
 
 from msgspec.structs import replace
@@ -16,29 +18,61 @@ from app.serve.answer import AnswerBegun, AnswerEnd, Events, Parts, ServedAnswer
 from app.serve.errors import ApiError, unavailable
 from app.serve.http import ClientGoneError
 from app.serve.metrics import Metrics
+from engine.errors import OrinError
 from engine.formats.gguf import GGUF
+from engine.formats.template import ChatTemplate, Prompt
 from engine.formats.tokenizer import Tokenizer
 from engine.formats.tool_calls import ToolForm, tool_form
 from engine.protocol.client import LocalEngine
-from engine.protocol.events import Event, Failed, Finished, Generate, Ready, Sampling, Slots, Token
+from engine.protocol.events import (
+    Chat,
+    Effort,
+    Event,
+    Failed,
+    Finished,
+    Generate,
+    Ready,
+    Sampling,
+    Slots,
+    Token,
+)
 from widgets.request_list import Handled
 
 CLIENT_GONE = 499  # nginx's status of a request whose client did not wait
 MAX_RETRY_S = 60
 
 
-@dataclass(frozen=True)
+@dataclass
 class ModelFile:
     """What the server itself reads of a model file. `form` is how the model calls tools."""
 
     tokenizer: Tokenizer
     form: ToolForm | None
+    architecture: str
+    template: str
+    _rendering: Lock = field(default_factory=Lock)
 
     @classmethod
     def read(cls, path: Path) -> Self:
         """Takes about a second. Raises ModelFileError."""
         with GGUF(path) as file:
-            return cls(Tokenizer(file), tool_form(file.get("tokenizer.chat_template", str, "")))
+            template = file.get("tokenizer.chat_template", str, "")
+            architecture = file.get("general.architecture", str, "")
+            return cls(Tokenizer(file), tool_form(template), architecture, template)
+
+    def encoded(self, chat: Chat, effort: Effort | None = None) -> Prompt:
+        """A conversation as the model gets it. Takes as long as its text is; the first call starts the process that
+        renders templates. Raises ApiError."""
+        try:
+            with self._rendering:
+                return self._chats.encode(chat.messages, think=chat.think, effort=effort, tools=chat.tools)
+        except OrinError as error:
+            raise ApiError(400, f"{error.message} {error.hint}".strip()) from None
+
+    @cached_property
+    def _chats(self) -> ChatTemplate:
+        source = self.template if self.template.strip() else None
+        return ChatTemplate(source, self.architecture, self.tokenizer)
 
 
 @dataclass
@@ -134,6 +168,7 @@ class Exchange:
     _started: float = field(default_factory=time.perf_counter)
     answers: int = 1
     is_streamed: bool = False
+    note: str = ""  # what of the request is not done
     finished: list[Finished] = field(default_factory=list)
     _has_token: bool = False
     _closed: bool = False
@@ -181,7 +216,7 @@ class Exchange:
         together = replace(ended[0], predicted_n=sum(end.predicted_n for end in ended)) if ended else None
         problem = "" if together else error or "the client has gone"
         at = time.strftime("%H:%M:%S")
-        self.service.on_handled(Handled(at, self.client, self.path, status, together, problem))
+        self.service.on_handled(Handled(at, self.client, self.path, status, together, problem, self.note))
 
     @property
     def _seconds(self) -> float:

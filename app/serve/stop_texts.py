@@ -5,21 +5,20 @@ from collections.abc import Sequence
 
 class StopTexts:
     """Takes the text of an answer piece by piece. Text that could be the beginning of one of `texts` is held back until
-    the next pieces decide. `found`: the answer ends, without the text that was found."""
+    the next pieces decide. `found`: the one that was found, where the answer ends; "" so far."""
 
     def __init__(self, texts: Sequence[str]) -> None:
         self._texts = tuple(filter(None, texts))
         self._held = ""
-        self.found = False
+        self.found = ""
 
     def feed(self, text: str) -> str:
         """What can be shown now."""
         if self.found or not self._texts:
             return "" if self.found else text
         self._held += text
-        found = [at for stop in self._texts if (at := self._held.find(stop)) >= 0]
-        self.found = bool(found)
-        end = min(found) if found else len(self._held) - max(map(self._begun, self._texts))
+        found = [(at, stop) for stop in self._texts if (at := self._held.find(stop)) >= 0]
+        end, self.found = min(found, default=(len(self._held) - max(map(self._begun, self._texts)), ""))
         shown, self._held = self._held[:end], self._held[end:]
         return shown
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from engine.formats.thinking import overlap
+from engine.protocol.events import Grammar
 
 CALL_TOKENS = frozenset(
     ("<tool_call>", "</tool_call>", "<|tool_call|>", "<|python_tag|>", "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]")
@@ -142,6 +143,22 @@ class ToolCallParser:
         if text:
             self._after_call = False
             yield text
+
+
+def reply_grammar(
+    form: ToolForm | None, tools: str, schema: dict[str, Any] | None, *, is_required: bool
+) -> Grammar | None:
+    """What a reply may be. With `is_required`, it is a call of one of `tools` (`Chat.tools`). Else it keeps to the JSON
+    `schema`, if there is one, or is such a call. Raises ValueError if calls in this form cannot be demanded."""
+    if not (tools and form and (is_required or schema is not None)):
+        return None if schema is None else Grammar(kind="json_schema", source=json.dumps(schema))
+    if not (source := demand(form, tools)):
+        raise ValueError("This model's calls cannot be demanded: let tool_choice be auto.")
+    if not is_required:
+        source = (
+            f"{source.replace('start:', 'demanded:', 1)}\nstart: demanded | answer\nanswer: {_json(schema)}"
+        )
+    return Grammar(kind="lark", source=source)
 
 
 def demand(form: ToolForm, tools: str, name: str = "") -> str:

@@ -12,7 +12,8 @@ from msgspec.structs import replace
 
 from app.serve import bodies
 from app.serve.metrics import Metrics
-from app.serve.requests import ChatBody, TextBody
+from app.serve.protocols.chat import ChatBody
+from app.serve.protocols.completions import TextBody
 from app.serve.routes import application
 from engine.protocol.events import BlockCounts, Failed, RawText, Sampling, Slots, Token, TokenIds, TopToken
 from tests.app.fake_engine import READY, TOO_LONG, FakeEngine, reply, tokens
@@ -258,14 +259,13 @@ async def test_grammars(served):
         (CHAT, {**HELLO, "tools": [{"type": "function"}]}, "tools[0].function"),
         (CHAT, {**HELLO, "tools": [WEATHER, WEATHER]}, "tools"),
         (CHAT, {**HELLO, "tools": [WEATHER], "tool_choice": {"function": {"name": "f"}}}, "tool_choice"),
-        (CHAT, {**HELLO, "tools": [WEATHER], "response_format": {"type": "json_object"}}, "response_format"),
         (CHAT, {"messages": [{"content": "x"}]}, "messages[0].role"),
         (CHAT, {"messages": [{"role": "wizard", "content": "x"}]}, "messages[0].role"),
         (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content"),
-        (TEXT, {"prompt": ["a", "b"]}, "prompt"),
+        (TEXT, {"prompt": ["a", 3]}, "prompt"),
         (TEXT, {"prompt": []}, "prompt"),
         (TEXT, {"prompt": "a", "echo": True}, "echo"),
-        (TEXT, {"prompt": "a", "best_of": 2}, "best_of"),
+        (TEXT, {"prompt": "a", "n": 3, "best_of": 2}, "best_of"),
         (TEXT, {"prompt": "a", "logprobs": 99}, "logprobs"),
         (CHAT, [], None),
     ],
@@ -528,11 +528,18 @@ async def test_while_it_loads_and_when_it_stops(served):
     assert (await client.post(CHAT, json=HELLO)).status_code == 503
 
 
-async def test_the_model_is_listed_as_llama_server_does(served):
-    client, _ = served()
-    [model] = (await client.get("/v1/models")).json()["data"]
-    assert (model["id"], model["object"], model["owned_by"]) == ("tiny", "model", "orin-chat")
-    assert model["meta"]["n_ctx"] == 8192 and model["meta"]["n_ctx_train"] == 40960
+async def test_the_model_is_listed_as_others_do(served):
+    client, _ = served(model="qwen/qwen3:0.6b")
+    listed = (await client.get("/v1/models")).json()
+    [model] = listed["data"]
+    assert (model["id"], model["object"], model["owned_by"]) == ("qwen/qwen3:0.6b", "model", "orin-chat")
+    assert model["meta"]["n_ctx"] == model["max_model_len"] == model["context_length"] == 8192
+    assert model["meta"]["n_ctx_train"] == 40960 and "tools" in model["supported_parameters"]
+    assert model["capabilities"]["thinking"]["supported"] and listed["first_id"] == model["id"]
+    assert (await client.get("/v1/models/qwen/qwen3:0.6b")).json() == model
+    assert (await client.get("/v1/models/qwen%2Fqwen3:0.6b")).json() == model
+    unknown = await client.get("/v1/models/gpt-9")
+    assert unknown.status_code == 404 and "qwen/qwen3:0.6b" in error(unknown)["message"]
 
 
 async def test_metrics(served):
@@ -602,7 +609,7 @@ async def test_tokenize_and_back(served, model_file):
         await client.post("/tokenize", json={"content": "Rome<|im_end|>", "parse_special": False})
     ).json()
     assert plain["tokens"] == model_file.tokenizer.encode("Rome<|im_end|>")
-    assert (await client.post("/detokenize", json={"tokens": ids})).json() == {"content": "Rome<|im_end|>"}
+    assert (await client.post("/detokenize", json={"tokens": ids})).json()["content"] == "Rome<|im_end|>"
     pieces = (await client.post("/tokenize", json={"content": "é", "with_pieces": True})).json()["tokens"]
     assert [piece["piece"] for piece in pieces] == [[195], [169]]
     assert (await client.post("/tokenize", json={"content": 3})).status_code == 400

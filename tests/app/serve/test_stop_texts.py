@@ -13,7 +13,7 @@ def test_the_text_before_the_first_stop(text, stops, size):
     watch = StopTexts(stops)
     shown = "".join(watch.feed(text[i : i + size]) for i in range(0, len(text), size)) + watch.flush()
     places = [at for stop in stops if (at := text.find(stop)) >= 0]
-    assert watch.found == bool(places)
+    assert bool(watch.found) == bool(places)
     # A stop that ends first is found first, though another one that began before it may end later.
     assert text.startswith(shown) and (len(shown) == len(text) if not places else len(shown) >= min(places))
     assert not any(stop in shown for stop in stops)

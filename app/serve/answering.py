@@ -1,0 +1,80 @@
+"""A request for a completion from its arrival to its end, in whatever protocol it came."""
+
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from app.serve.answer import AnswerBegun, AnswerDelta, AnswerEnd, AnswerProgress, Parts, ServedAnswer
+from app.serve.http import EventStream, json_response, while_connected
+from app.serve.protocols.reply import Asked, Json, Reply
+from app.serve.service import Exchange
+from app.serve.stop_texts import StopTexts
+from engine.formats.tool_calls import ToolCallParser
+from engine.protocol.events import Chat, Generate
+
+
+async def answer(request: Request, exchange: Exchange, asked: Asked) -> Response:
+    """The answer to `request`, streamed if that is asked. Raises ApiError and ClientGoneError."""
+    if asked.asker:
+        exchange.client = f"{asked.asker}@{exchange.client}"
+    exchange.note = asked.note
+    service = exchange.service
+    answers = [ServedAnswer(one, StopTexts(asked.stops), _parser(exchange, one)) for one in asked.requests]
+    values = _values(service.parts(exchange, answers), asked.reply, exchange)
+    if not asked.is_streamed:
+        await while_connected(request.receive, _exhaust(values))
+        exchange.close(200)
+        return json_response(asked.reply.whole())
+    stream = EventStream(_closing(values, exchange), asked.reply)
+    await stream.begin(request.receive)
+    return stream
+
+
+def _parser(exchange: Exchange, request: Generate) -> ToolCallParser | None:
+    form, prompt = exchange.service.file.form, request.prompt
+    return ToolCallParser(form, prompt.tools) if form and isinstance(prompt, Chat) and prompt.tools else None
+
+
+async def _values(parts: Parts, reply: Reply, exchange: Exchange) -> AsyncGenerator[Json, None]:
+    """The values of a stream, after an empty one when the engine has begun. Raises ApiError."""
+    has_begun = False
+    async with aclosing(parts):
+        async for i, part in parts:
+            if not has_begun:
+                has_begun = True
+                yield {}
+                for value in reply.begin():
+                    yield value
+            match part:
+                case AnswerBegun():
+                    values = reply.begun(i, part)
+                case AnswerProgress():
+                    values = reply.progress(i, part.prefilling)
+                case AnswerDelta():
+                    values = reply.delta(i, part)
+                case AnswerEnd():
+                    values = reply.ended(i, part)
+            for value in values:
+                yield value
+    for value in reply.close():
+        yield value
+
+
+async def _exhaust(values: AsyncGenerator[Json, None]) -> None:
+    async with aclosing(values):
+        async for _ in values:
+            pass
+
+
+async def _closing(values: AsyncGenerator[Json, None], exchange: Exchange) -> AsyncGenerator[Json, None]:
+    """`values` of a stream. Closes the exchange at its end, whatever that is."""
+    try:
+        with exchange.closed_by_errors():
+            async with aclosing(values):
+                async for value in values:
+                    exchange.is_streamed = True
+                    yield value
+    finally:
+        exchange.close(200)

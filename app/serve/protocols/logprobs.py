@@ -1,0 +1,28 @@
+"""Log-probabilities of tokens in OpenAI's forms."""
+
+from collections.abc import Iterable
+
+from app.serve.protocols.reply import Json
+from engine.formats.tokenizer import Tokenizer
+from engine.protocol.events import Token
+
+
+def reported(tokens: Iterable[Token], tokenizer: Tokenizer) -> list[Token]:
+    """Those that have a log-probability, without the token that ends the answer."""
+    return [t for t in tokens if t.logprob is not None and t.id not in tokenizer.eos_ids]
+
+
+def of_chat(tokens: Iterable[Token], tokenizer: Tokenizer, n: int) -> list[Json]:
+    """The entries of tokens, each with the `n` most probable ones."""
+
+    def entry(id: int, logprob: float | None) -> Json:
+        return {"token": spelled(tokenizer, id), "logprob": logprob, "bytes": [*tokenizer.piece(id)]}
+
+    return [
+        entry(t.id, t.logprob) | {"top_logprobs": [entry(top.id, top.logprob) for top in t.top[:n]]}
+        for t in tokens
+    ]
+
+
+def spelled(tokenizer: Tokenizer, id: int) -> str:
+    return tokenizer.piece(id).decode("utf-8", "replace")

@@ -1,0 +1,62 @@
+"""What all protocols have in common: a request in the engine's terms, and who writes the parts of its answer."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from app.serve.answer import AnswerBegun, AnswerDelta, AnswerEnd
+from app.serve.errors import ApiError, openai_form
+from app.serve.http import DATA, Framing
+from engine.protocol.events import Generate, Prefilling
+
+Json = dict[str, Any]
+
+
+class Reply:
+    """Writes the answers to one request, which it gathers meanwhile: as a stream of values, or `whole`, once all have
+    ended. `i` is the place of an answer among them."""
+
+    framing: Framing = DATA
+
+    def begin(self) -> Iterable[Json]:
+        """Before all else, once the first answer has begun."""
+        return ()
+
+    def begun(self, i: int, begun: AnswerBegun) -> Iterable[Json]:
+        return ()
+
+    def progress(self, i: int, prefilling: Prefilling) -> Iterable[Json]:
+        return ()
+
+    def delta(self, i: int, delta: AnswerDelta) -> Iterable[Json]:
+        raise NotImplementedError
+
+    def ended(self, i: int, end: AnswerEnd) -> Iterable[Json]:
+        raise NotImplementedError
+
+    def close(self) -> Iterable[Json]:
+        """After all answers."""
+        return ()
+
+    def whole(self) -> Json:
+        raise NotImplementedError
+
+    def pings(self) -> Iterable[Json]:
+        """What says that the answer is still worked at; nothing if a comment of the stream does."""
+        return ()
+
+    def failed(self, error: ApiError) -> Json:
+        return openai_form(error)
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A request for answers. `requests` are those to the engine, whose text ends at one of `stops`. `asker`: for whom
+    the client asks, by its word. `note`: what of the request is not done."""
+
+    requests: Sequence[Generate]
+    reply: Reply
+    is_streamed: bool
+    stops: Sequence[str] = ()
+    asker: str = ""
+    note: str = ""

@@ -1,0 +1,65 @@
+"""Texts to tokens and back, as llama-server does it, and as vLLM."""
+
+from typing import Any
+
+import msgspec
+
+from app.serve.errors import wrong
+from app.serve.protocols import chat
+from app.serve.protocols.conversation import ChatMessage
+from app.serve.protocols.reply import Json
+from app.serve.service import Service
+
+
+class TokenizeBody(msgspec.Struct):
+    """llama-server's `content`, or vLLM's `prompt` or `messages`."""
+
+    content: str | None = None
+    prompt: str | None = None
+    messages: list[ChatMessage] | None = None
+    tools: list[dict[str, Any]] | None = None
+    add_special: bool | None = None
+    add_special_tokens: bool | None = None
+    parse_special: bool | None = True
+    with_pieces: bool | None = None
+
+
+class DetokenizeBody(msgspec.Struct):
+    tokens: list[int]
+
+
+def tokenized(body: TokenizeBody, service: Service) -> Json:
+    """Special tokens in a text are special unless the client says otherwise. vLLM adds those that the model expects
+    around it, llama-server does not. May take as long as the text is. Raises ApiError."""
+    tokenizer = service.file.tokenizer
+    if body.messages is not None:
+        ids = chat.encoded(chat.ChatBody(messages=body.messages, tools=body.tools), service).ids
+    elif (text := body.content if body.content is not None else body.prompt) is not None:
+        is_vllms = body.content is None
+        add = is_vllms if body.add_special_tokens is None else body.add_special_tokens
+        special = body.parse_special is not False
+        ids = tokenizer.encode(text, special=special, add_special=bool(add or body.add_special))
+    else:
+        raise wrong("There is no text: content, prompt or messages.", "content")
+    tokens: list[Any] = ids
+    if body.with_pieces:
+        tokens = [{"id": id, "piece": _piece(tokenizer.piece(id))} for id in ids]
+    context = service.ready.context_length if service.ready else None
+    return {"tokens": tokens, "count": len(ids), "max_model_len": context}
+
+
+def detokenized(body: DetokenizeBody, service: Service) -> Json:
+    """Raises ApiError."""
+    tokenizer = service.file.tokenizer
+    if not all(0 <= id < tokenizer.vocab_size for id in body.tokens):
+        raise wrong(f"Token ids are from 0 to {tokenizer.vocab_size - 1}.", "tokens")
+    text = b"".join(map(tokenizer.piece, body.tokens)).decode("utf-8", "replace")
+    return {"content": text, "prompt": text}
+
+
+def _piece(piece: bytes) -> str | list[int]:
+    """A token's text, or its bytes if they are only a part of a character."""
+    try:
+        return piece.decode()
+    except UnicodeDecodeError:
+        return [*piece]

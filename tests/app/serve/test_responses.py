@@ -1,0 +1,173 @@
+"""OpenAI's responses, over an engine that follows a script."""
+
+import asyncio
+import json
+
+import pytest
+
+from app.serve.errors import ApiError
+from app.serve.protocols.responses import Conversations, Remembered
+from engine.protocol.events import Failed
+from tests.app.fake_engine import TOO_LONG, FakeEngine, reply
+from tests.app.serve.conftest import WEATHER, error
+
+PATH = "/v1/responses"
+CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Rome"}}\n</tool_call>'
+TOOL = {"type": "function", **WEATHER["function"]}
+
+
+async def streamed(client, body):
+    response = await client.post(PATH, json={"input": "Hi", **body, "stream": True})
+    assert response.status_code == 200 and "[DONE]" not in response.text
+    parts = [part.split("\n") for part in response.text.split("\n\n") if part and not part.startswith(":")]
+    events = [json.loads(data.removeprefix("data: ")) for _, data in parts]
+    assert [name for name, _ in parts] == [f"event: {event['type']}" for event in events]
+    assert [event["sequence_number"] for event in events] == list(range(len(events)))
+    return events
+
+
+async def test_a_whole_response(served):
+    client, service = served(FakeEngine(reply("Good day.", "Let me see.", cached_n=6)))
+    response = (await client.post(PATH, json={"input": "Hi", "instructions": "Be brief."})).json()
+    thinking, message = response["output"]
+    assert thinking["content"] == [{"type": "reasoning_text", "text": "Let me see."}]
+    assert message["content"][0]["text"] == "Good day." and message["role"] == "assistant"
+    assert (response["object"], response["status"], response["model"]) == ("response", "completed", "tiny")
+    assert response["usage"]["input_tokens"] == 96 and response["usage"]["output_tokens"] == 7
+    assert response["usage"]["input_tokens_details"]["cached_tokens"] == 6
+    assert response["usage"]["output_tokens_details"]["reasoning_tokens"] == 3
+    system, user = service.engine.requests[0].prompt.messages
+    assert (system.content, user.content) == ("Be brief.", "Hi")
+
+
+async def test_a_streamed_response(served):
+    client, _ = served(FakeEngine(reply(f"I look.\n{CALL}", "Hm.")))
+    skipped = {"type": "web_search"}
+    events = await streamed(client, {"tools": [TOOL, skipped], "include": ["reasoning.encrypted_content"]})
+    kinds = [event["type"].removeprefix("response.") for event in events]
+    whole = ["output_item.added", "content_part.added", "TEXT.delta", "TEXT.done", "content_part.done"]
+    wanted = ["created", "in_progress"]
+    for text in ("reasoning_text", "output_text"):
+        wanted += [kind.replace("TEXT", text) for kind in whole] + ["output_item.done"]
+    wanted += ["output_item.added", "function_call_arguments.delta", "function_call_arguments.done"]
+    wanted += ["output_item.done", "completed"]
+    once = [kind for i, kind in enumerate(kinds) if not i or kinds[i - 1] != kind]
+    assert once == wanted
+    items = [event["item"] for event in events if event["type"] == "response.output_item.done"]
+    assert [item["type"] for item in items] == ["reasoning", "message", "function_call"]
+    assert json.loads(items[2]["arguments"]) == {"city": "Rome"} and items[2]["name"] == "get_weather"
+    deltas = [e["delta"] for e in events if e["type"] == "response.output_text.delta"]
+    assert "".join(deltas) == items[1]["content"][0]["text"]
+    assert events[-1]["response"]["output"] == items and items[0]["encrypted_content"]
+
+
+async def test_a_conversation_that_the_client_keeps(served):
+    """What the model thought comes back sealed, and is the same prompt as if it were open."""
+    engine = FakeEngine(reply(CALL, "Hm."))
+    client, _ = served(engine)
+    asked = {"tools": [TOOL], "store": False, "include": ["reasoning.encrypted_content"]}
+    first = (await client.post(PATH, json={**asked, "input": "Rome?"})).json()
+    thought, call = first["output"]
+    given = [{"role": "user", "content": [{"type": "input_text", "text": "Rome?"}]}]
+    result = {"type": "function_call_output", "call_id": call["call_id"], "output": "Sunny"}
+    unknown = {"type": "web_search_call", "id": "x"}
+    sealed = {name: value for name, value in thought.items() if name != "content"}
+    for said in (thought, sealed):
+        await client.post(PATH, json={**asked, "input": [*given, said, call, unknown, result]})
+    _, opened, closed = engine.requests
+    assert opened.prompt == closed.prompt
+    user, turn, tool = opened.prompt.messages
+    assert (user.content, turn.thinking, turn.content) == ("Rome?", "Hm.", "")
+    assert turn.tool_calls[0].name == tool.name == "get_weather" and tool.content == "Sunny"
+
+
+async def test_a_conversation_that_the_server_remembers(served):
+    engine = FakeEngine(reply("Bob."), reply("Yes."))
+    client, _ = served(engine)
+    first = (await client.post(PATH, json={"input": "Who?"})).json()
+    second = await client.post(PATH, json={"input": "Sure?", "previous_response_id": first["id"]})
+    said = [(m.role, m.content) for m in engine.requests[1].prompt.messages]
+    assert said == [("user", "Who?"), ("assistant", "Bob."), ("user", "Sure?")]
+    assert second.json()["previous_response_id"] == first["id"]
+    assert (await client.get(f"{PATH}/{first['id']}")).json()["output"] == first["output"]
+    assert (await client.delete(f"{PATH}/{first['id']}")).json()["deleted"]
+    unknown = await client.post(PATH, json={"input": "?", "previous_response_id": first["id"]})
+    assert unknown.status_code == 404 and error(unknown)["code"] == "previous_response_not_found"
+    hidden = (await client.post(PATH, json={"input": "Who?", "store": False})).json()
+    assert (await client.get(f"{PATH}/{hidden['id']}")).status_code == 404
+
+
+async def test_keys_do_not_see_each_others_responses(served):
+    client, _ = served(key="one,two")
+    keys = [{"Authorization": f"Bearer {key}"} for key in ("one", "two")]
+    first = (await client.post(PATH, json={"input": "Who?"}, headers=keys[0])).json()
+    found = [(await client.get(f"{PATH}/{first['id']}", headers=key)).status_code for key in keys]
+    assert found == [200, 404]
+
+
+def test_the_oldest_responses_are_forgotten():
+    kept = Conversations(max_bytes=300)
+    for i in range(5):
+        kept.keep(str(i), Remembered("", [{"text": "x" * 90}], {}))
+    assert kept.get("4", "").items
+    with pytest.raises(ApiError):
+        kept.get("0", "")
+
+
+async def test_custom_tools(served):
+    called = '<tool_call>\n{"name": "patch", "arguments": {"input": "*** Begin"}}\n</tool_call>'
+    engine = FakeEngine(reply(called))
+    client, _ = served(engine)
+    format = {"type": "grammar", "syntax": "lark", "definition": "start: /x/"}
+    tool = {"type": "custom", "name": "patch", "description": "Edits.", "format": format}
+    *_, done, completed = await streamed(client, {"tools": [tool]})
+    assert done["item"]["type"] == "custom_tool_call" and done["item"]["input"] == "*** Begin"
+    [shown] = json.loads(engine.requests[0].prompt.tools)
+    assert shown["function"]["name"] == "patch" and "start: /x/" in shown["function"]["description"]
+    result = {"type": "custom_tool_call_output", "call_id": done["item"]["call_id"], "output": "done"}
+    given = [{"role": "user", "content": "x"}, *completed["response"]["output"], result]
+    await client.post(PATH, json={"input": given, "tools": [tool]})
+    call = engine.requests[1].prompt.messages[1].tool_calls[0]
+    assert json.loads(call.arguments) == {"input": "*** Begin"}
+
+
+@pytest.mark.parametrize(
+    ("choice", "shown", "has_grammar"),
+    [("auto", 2, False), ("required", 2, True), ("none", 0, False),
+     ({"type": "function", "name": "get_weather"}, 1, True),
+     ({"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "other"}]}, 1, False)],
+)  # fmt: skip
+async def test_the_choice_of_tools(served, choice, shown, has_grammar):
+    engine = FakeEngine()
+    client, _ = served(engine)
+    tools = [TOOL, {**TOOL, "name": "other"}]
+    await client.post(PATH, json={"input": "Hi", "tools": tools, "tool_choice": choice})
+    [request] = engine.requests
+    assert len(json.loads(request.prompt.tools or "[]")) == shown and bool(request.grammar) is has_grammar
+
+
+async def test_ends_that_are_none(served):
+    died = Failed(kind="backend", message="The engine died.")
+    cut, broken = reply("one", reason="length"), [*reply("Well")[:-1], died]
+    client, _ = served(FakeEngine(cut, broken, [TOO_LONG]))
+    *_, last = await streamed(client, {"max_output_tokens": 1})
+    assert last["type"] == "response.incomplete" and last["response"]["status"] == "incomplete"
+    assert last["response"]["incomplete_details"] == {"reason": "max_output_tokens"}
+    *_, last = await streamed(client, {})
+    assert last["type"] == "response.failed" and last["response"]["error"]["message"] == "The engine died."
+    refused = await client.post(PATH, json={"input": "x", "stream": True})
+    assert refused.status_code == 400 and error(refused)["code"] == "context_length_exceeded"
+
+
+@pytest.mark.parametrize("begun", [False, True])
+async def test_events_come_while_a_prompt_is_read(served, monkeypatch, begun):
+    """Comments are not enough for Codex CLI."""
+    monkeypatch.setattr("app.serve.http.KEEP_ALIVE_S", 0.01)
+    events = reply("Hello.")
+    client, service = served(FakeEngine([*events[:1], None, *events[1:]] if begun else [None, *events]))
+    asked = asyncio.ensure_future(streamed(client, {}))
+    await asyncio.sleep(0.05)
+    service.engine.release()
+    kinds = [event["type"] for event in await asked]
+    assert kinds[:2] == ["response.created", "response.in_progress"] and kinds.count("response.created") == 1
+    assert kinds[2] == "response.in_progress" and kinds[-1] == "response.completed"
