@@ -170,6 +170,17 @@ NO_THINKING = """\
 """
 
 
+def damage(path: Path, tensor: str, row: int) -> None:
+    """Makes numbers of a row of a matrix NaN: all of float32, or the scales of Q8_0."""
+    reader = gguf.GGUFReader(path, "r+")
+    [data] = [t.data for t in reader.tensors if t.name == tensor]
+    if data.dtype == np.float32:
+        data[row] = np.nan
+    else:
+        data[row].reshape(-1, 34)[:, :2] = np.frombuffer(np.float16(np.nan).tobytes(), np.uint8)
+    reader.data.flush()
+
+
 def write(
     path: Path,
     *,

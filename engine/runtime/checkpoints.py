@@ -156,6 +156,12 @@ class Checkpoints:
             return
         self._store.save_state(self._add(text, ends_turn).slot, sequence)
 
+    def forget(self, tokens: Sequence[int]) -> None:
+        """Gives up the checkpoints within a text."""
+        text = _text(tokens, len(tokens))
+        for checkpoint in [c for c in self._kept if text.startswith(c.text)]:
+            self._give_up(checkpoint)
+
     def end_of_step(self, done: int, end: int, turns: Sequence[int], sequence: int = 0) -> int:
         """Where a prefill step from `done` to `end` should end, so that a checkpoint can be saved where one of `turns`
         ends (`Answer.turn_ends`): at the first that saves enough tokens, else at `end`."""

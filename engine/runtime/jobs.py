@@ -31,6 +31,7 @@ class Job:
     has_begun: bool = False  # to prefill, since it has its slot
     due: int = 0  # the sooner the fewer tokens are to be read: see `PATIENCE` in `scheduler`
     was_paused: bool = False
+    was_cleared: bool = False  # its KV cache, because a step had no finite numbers
     sampler: RowSampler | None = None  # of the device, if that draws its tokens
     restore: Restore | None = None
     """What is being read of its prompt from the disk."""

@@ -65,7 +65,7 @@ class BlockStore(Protocol):
         ...
 
     def copy_block(self, group: int, source: int, target: int) -> None:
-        """Copies the keys and values of a block in all layers of a group."""
+        """Copies the keys and values of a block in all layers of a group. With a `source` of -1 they become zeros."""
         ...
 
 
@@ -285,6 +285,25 @@ class KVBlocks:
         for node in reversed(s.nodes):
             node.users -= 1
             self._prune(node)
+
+    def clear(self, sequence: int) -> None:
+        """Ends a sequence whose keys and values are no numbers, so that nobody reads them: what is known of its text
+        that no other sequence has is forgotten, and its blocks are zeros. Where a step leaves a place of a block
+        out, it multiplies what is there by 0, which does not help if that is no number."""
+        tokens = self._sequences[sequence].tokens
+        own = [{b for b in table if b != _ABSENT} for table in self.tables(sequence)]
+        self.drop(sequence)
+        broken = [node for node, _ in self._path(tokens) if not node.users][:1]
+        while broken:  # and the texts that go on with it
+            node = broken.pop()
+            broken += [child for children in node.children.values() for child in children]
+            for g in range(len(self._groups)):
+                own[g].add(node.blocks[g])
+                self._remove_block(node, g)
+            self._prune(node)
+        for g, free in enumerate(self._free):
+            for block in own[g].intersection(free):
+                self._store.copy_block(g, _ABSENT, block)
 
     # --- the tree ----------------------------------------------------------------------------------------
 

@@ -14,6 +14,7 @@ from typing import Literal, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from engine.errors import ModelFileError
 from engine.measure.profile import Replay
 from engine.protocol.events import Sampling, Search, Step
 from engine.runtime.checkpoints import StateStore
@@ -125,10 +126,16 @@ class ModelRunner(BlockStore, StateStore, Protocol):
 
     def run(self, slots: Sequence[Slot], ahead: bool = False) -> NDArray[np.int32]:
         """Runs slots of different sequences; returns the next token of each that wants one, int32 (slots that want,).
+        It is negative where logits are no finite numbers (`not_finite`).
         With `ahead`, all slots want a token, their sequences have blocks for one more token each, and the caller is
         going to run the tokens that it gets and does not need the logits, so the next step may be launched already. The
         caller may then ask for fewer of these slots, as sequences end, or do anything else: steps that it launches
         later come after that one."""
+        ...
+
+    def not_finite(self, slot: Slot) -> ModelFileError:
+        """Why the logits of a slot are no finite numbers, which the last `run` had: runs it once more to find the
+        sublayer whose output is the first that is not finite."""
         ...
 
     def logits(self, rows: Sequence[int] | None = None) -> Logits:

@@ -217,9 +217,10 @@ class Scheduler:
         self._tidy(job.client)
         return job
 
-    def _pause(self, sequence: int) -> None:
-        """Lets a job wait again. What it has computed stays in the KV cache, until its room is needed."""
-        job = self._leave(sequence)
+    def _pause(self, sequence: int, is_whole: bool = True) -> None:
+        """Lets a job wait again. What it has computed stays in the KV cache, until its room is needed. `is_whole`: see
+        `_leave`."""
+        job = self._leave(sequence, is_whole)
         job.has_begun, job.was_paused = False, True
         self._waiting.setdefault(job.client, collections.deque()).appendleft(job)
 
@@ -379,6 +380,9 @@ class Scheduler:
         host = [n for n, (_, job) in enumerate(ready) if job.needs_logits]
         logits = dict(zip(host, self._runner.logits(host), strict=True)) if host else {}
         for n, (sequence, job) in enumerate(ready):
+            if chosen[n] < 0:
+                self._clear(sequence, job)
+                continue
             self.blocks.commit(sequence, job.answer.tokens[-1:])
             if self._states and self._states.is_due(sequence):
                 passed = [*job.answer.tokens, int(chosen[n])][: self._states.position(sequence)]
@@ -392,6 +396,20 @@ class Scheduler:
                 if job.answer.reason:
                     self._leave(sequence)
                     job.end(job.answer.finished())
+
+    def _clear(self, sequence: int, job: Job) -> None:
+        """After a step whose logits are no finite numbers. An earlier conversation may have left such keys and values
+        beside those of this one, so it is computed once more, with blocks that are cleared."""
+        why = self._runner.not_finite(job.last(sequence)) if job.was_cleared else None
+        self.blocks.clear(sequence)
+        if self._states:
+            self._states.forget(job.answer.tokens)
+        if why:
+            self._leave(sequence, is_whole=False)
+            job.end(why)
+        else:
+            job.was_cleared = True
+            self._pause(sequence, is_whole=False)
 
     def _goes_on(self, ready: Sequence[tuple[int, Job]]) -> bool:
         """Whether the next step has these rows too, as far as is known, and needs no logits. Makes room for it."""

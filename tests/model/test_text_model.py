@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from engine.errors import ContextFullError, UsageError
+from engine.errors import ContextFullError, ModelFileError, UsageError
 from engine.model.text_model import TextModel
 from engine.protocol.events import (
     Chat,
@@ -117,6 +117,25 @@ def test_prompts_that_cannot_be_answered(model):
     for prompt in (TokenIds(ids=()), TokenIds(ids=(10**6,)), TokenIds(ids=(-1,)), RawText(text="")):
         with pytest.raises(UsageError):
             answer(model, prompt)
+
+
+def test_weights_that_are_no_numbers_are_named_and_spoil_no_other_answer(tmp_path):
+    path = generated_model.write(tmp_path / "m.gguf", architecture="qwen3", tied=False)
+    generated_model.damage(path, "token_embd.weight", row=7)
+    model = TextModel(EngineOptions(model_path=str(path), context_length=128), lambda _: None)
+    whole = [TokenIds(ids=(6,) * n) for n in (5, 40)]
+    wanted = [[t.id for t in answer(model, prompt)[1]] for prompt in whole]
+    for sampling in (GREEDY, Sampling(temperature=0.8)):
+        with pytest.raises(ModelFileError, match="damaged: the output of the embedding is not finite"):
+            answer(model, TokenIds(ids=(3, 7)), sampling=sampling)
+    for n in range(5):  # which leave what is no number in all blocks, unnoticed
+        calls = iter(range(3))
+        answer(model, TokenIds(ids=(n, *[7] * 110)), cancelled=lambda calls=calls: next(calls) > 0)
+    assert [[t.id for t in answer(model, prompt)[1]] for prompt in whole] == wanted
+    generated_model.damage(path, "blk.1.ffn_down.weight", row=3)
+    model = TextModel(EngineOptions(model_path=str(path), context_length=128), lambda _: None)
+    with pytest.raises(ModelFileError, match=r"of layer 1 \(ffn_gate, ffn_up, ffn_down\) is not finite"):
+        answer(model, whole[0])
 
 
 def test_a_chat_ends_its_turn_and_thinking_is_told_apart(model, monkeypatch):

@@ -98,10 +98,11 @@ class Machine(RuleBasedStateMachine):
         self.longest[sequence] = max(self.longest.get(sequence, 0), len(text))
 
     @precondition(lambda self: self.texts)
-    @rule(data=st.data())
-    def drop(self, data):
+    @rule(data=st.data(), clears=st.booleans())
+    def drop(self, data, clears):
         sequence = data.draw(st.sampled_from(sorted(self.texts)))
-        self.blocks.drop(sequence)
+        end = self.blocks.clear if clears else self.blocks.drop
+        end(sequence)
         del self.texts[sequence], self.longest[sequence]
         self.found.pop(sequence, None)
 
@@ -170,6 +171,22 @@ def test_a_prompt_is_computed_once_for_all_that_share_it():
     blocks.drop(0)
     assert [c.held for c in blocks.counts()] == [0]
     assert blocks.match(1, system + text((2, 39), (4, 1))) == 70 + 39
+
+
+def test_what_is_no_number_is_forgotten_and_its_blocks_are_zeros():
+    blocks, store = opened(20)
+    shared = text((1, 64))
+    store_all(blocks, store, 0, shared + text((2, 40)))
+    store_all(blocks, store, 1, shared + text((3, 40)))
+    own = set(blocks.tables(0)[0]) - set(blocks.tables(1)[0])
+    blocks.clear(0)
+    assert {block for (block, _), content in store.pools[0].items() if content is None} == own and len(
+        own
+    ) == 2
+    assert blocks.match(0, shared + text((2, 40))) == 64  # what another has too
+    blocks.drop(0)
+    blocks.clear(1)
+    assert blocks.match(0, shared) == 0 and blocks.counts()[0].free == 20
 
 
 def test_equal_texts_side_by_side_become_one():

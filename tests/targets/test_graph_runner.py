@@ -34,6 +34,19 @@ def test_prefill_and_decode_agree_with_float32(name, tmp_path):
 
 
 @plain
+def test_numbers_that_are_not_finite(tmp_path):
+    path = written("qwen3 F32", tmp_path)
+    generated_model.damage(path, "blk.1.ffn_down.weight", row=3)
+    runner = LoneSequence(GraphRunner(opened(path), 64))
+    assert runner.decode(5, 0) == -1
+    assert "output of layer 1 (ffn_gate, ffn_up, ffn_down) is" in str(
+        runner.runner.not_finite(Slot(0, (5,), 0))
+    )
+    runner.runner.copy_block(0, -1, runner.blocks.tables(0)[0][0])
+    assert not any(cache.numpy().any() for cache in runner.runner._transformer._caches)
+
+
+@plain
 def test_sequences_side_by_side(tmp_path):
     """Sequences that grow in turn, so that their blocks alternate; pieces that end in the next block; one that begins
     with a full block and a part of another's, and one that is read at once with the others."""

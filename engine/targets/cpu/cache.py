@@ -94,7 +94,7 @@ class CPUCache:
             if self._group(heads) == group:
                 for buffer in cached:  # a head's elements of BLOCK slots lie together in all of them
                     blocks = buffer.reshape(heads.kv, heads.length // BLOCK, -1)
-                    blocks[:, target] = blocks[:, source]
+                    blocks[:, target] = blocks[:, source] if source >= 0 else 0
 
     def export_blocks(self, tables: Sequence[Sequence[int]]) -> NDArray[np.uint8]:
         """See `ModelRunner.export_blocks`."""

@@ -11,6 +11,7 @@ from math import ceil
 import numpy as np
 from numpy.typing import NDArray
 
+from engine.errors import ModelFileError
 from engine.formats.kv_format import KVFormat
 from engine.loading.weights import Weights
 from engine.measure.profile import Replay
@@ -25,6 +26,7 @@ from engine.targets.cpu.kernels.step_state import TILES, TOKENS
 from engine.targets.cpu.kernels.thread_pool import default_pool
 from engine.targets.cpu.model import CPUModel
 from engine.targets.cpu.step import step_kernels
+from engine.targets.not_finite import not_finite
 
 
 class CPURunner:
@@ -103,8 +105,13 @@ class CPURunner:
             self._set(tile, rows)
             self._decode[tile]()
         self._last = self._logits[: len(rows)]
-        best: NDArray[np.int32] = self._last.argmax(1).astype(np.int32)
+        best: NDArray[np.int32] = self._last.argmax(1).astype(np.int32)  # the first NaN, if there is one
+        best[~np.isfinite(self._last[range(len(rows)), best])] = -1
         return best
+
+    def not_finite(self, slot: Slot) -> ModelFileError:
+        self._set(1, [slot])
+        return not_finite(self._model.spec, self._decode[1].outputs())
 
     def logits(self, rows: Sequence[int] | None = None) -> Logits:
         return self._last if rows is None else self._last[list(rows)]

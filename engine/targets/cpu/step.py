@@ -31,6 +31,7 @@ def step_kernels(model: CPUModel, tile: int, rows: int = 0, whole: bool = False)
         embedding.stream,
     )
     _embed_layers(model, step)
+    step.sequence.output(step.x)
     last = None if rows or whole else model.layers[spec.last_keeping]
     for layer in model.layers:
         if layer is last:
@@ -40,6 +41,7 @@ def step_kernels(model: CPUModel, tile: int, rows: int = 0, whole: bool = False)
         layer.handler.add_kernels(step)
         if step.mixed is not None and layer.post_norm is not None:
             step.add_normed(step.x, step.mixed, layer.post_norm, layer.scale)
+        step.sequence.output(step.x)
     if rows:
         step.multiply(model.logits, model.head, step.quantize(step.x, [model.head], norm=model.output_norm))
         if spec.softcap:

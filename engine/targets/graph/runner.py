@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 import numpy as np
@@ -10,6 +11,7 @@ from tinygrad import Device, Tensor, TinyJit, UOp, dtypes
 from tinygrad.uop.ops import Ops
 
 from engine.description.spec import ModelSpec
+from engine.errors import ModelFileError
 from engine.fixes import fused_gathers, matvec_heuristic, search_trials
 from engine.formats.kv_format import KVFormat
 from engine.loading.weights import Weights
@@ -23,6 +25,7 @@ from engine.runtime.sampling import Logits
 from engine.targets.graph.delta_net import StateCopies
 from engine.targets.graph.inputs import Step, StepInputs
 from engine.targets.graph.step import Transformer
+from engine.targets.not_finite import not_finite
 
 
 class GraphRunner:
@@ -98,9 +101,14 @@ class GraphRunner:
     def _decode_step(self, *inputs: Tensor | UOp | int) -> tuple[Tensor, Tensor]:
         hidden = self._transformer(Step(*inputs))
         logits = self._transformer.logits(hidden).reshape(-1)
-        best = logits.argmax().cast(dtypes.int32)
+        best = logits.sum().isfinite().where(logits.argmax().cast(dtypes.int32), -1)
         Tensor.realize(best, logits)
         return best, logits
+
+    def not_finite(self, slot: Slot) -> ModelFileError:
+        transformer, step = self._transformer, self._step(slot, 1)
+        outputs = itertools.chain([transformer.embedded(step)], (x for x, _ in transformer.sublayers(step)))
+        return not_finite(transformer.spec, (x.numpy() for x in outputs))
 
     def prepare(self, size: int) -> None:
         pass  # the first use of a step captures it
@@ -133,7 +141,10 @@ class GraphRunner:
         self._inputs.assign(sequence, tables[0])
 
     def copy_block(self, group: int, source: int, target: int) -> None:
-        self._copy(self._source.bind(source), self._target.bind(target))
+        if source < 0:
+            self._transformer.clear_block(target)
+        else:
+            self._copy(self._source.bind(source), self._target.bind(target))
 
     def export_blocks(self, tables: Sequence[Sequence[int]]) -> NDArray[np.uint8]:
         raise NotImplementedError

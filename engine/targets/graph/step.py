@@ -104,6 +104,14 @@ class Transformer:
         byte if the model has none."""
         return self._no_rows if self._table is None else Tensor(self._table[tokens].reshape(-1)).realize()
 
+    def embedded(self, step: Step) -> Tensor:
+        """The embeddings of a step's tokens, float32 (n, dim)."""
+        x, scale = (
+            self._matrices[self.spec.embedding].take(step.tokens).contiguous(),
+            self.spec.embedding_scale,
+        )
+        return x if scale == 1 else x * scale
+
     def __call__(self, step: Step) -> Tensor:
         """Runs a step. Stores its keys and values in the cache and returns the normed output of the last sublayer,
         float32 (n, dim)."""
@@ -121,6 +129,13 @@ class Transformer:
         for cache in self._caches:
             block = cache[:, :, source * BLOCK : source * BLOCK + BLOCK].contiguous().realize()
             stored = cache[:, :, target * BLOCK : target * BLOCK + BLOCK].uop.store(block.uop)
+            Tensor(cache.uop.after(stored)).realize()
+
+    def clear_block(self, target: int) -> None:
+        """Makes the keys and values of a block zeros in all layers."""
+        for cache in self._caches:
+            block = cache[:, :, target * BLOCK : target * BLOCK + BLOCK]
+            stored = block.uop.store(block.const_like(0).uop)
             Tensor(cache.uop.after(stored)).realize()
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -167,9 +182,7 @@ class Transformer:
         """Runs a step as `__call__` does. Gives for each sublayer the residual stream after it, (n, dim), and the cache
         that was stored to last."""
         spec = self.spec
-        x, n = self._matrices[spec.embedding].take(step.tokens).contiguous(), cast(int, step.tokens.shape[0])
-        if spec.embedding_scale != 1:
-            x = x * spec.embedding_scale
+        x, n = self.embedded(step), cast(int, step.tokens.shape[0])
         run = _Run(
             step,
             {window: _mask(n, step.position, window) for window in {a.window for a in spec.attention}},

@@ -5,6 +5,11 @@ Everything that changes from step to step (the token, its position, keys and val
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator
+
+import numpy as np
+from numpy.typing import NDArray
 from tinygrad import dtypes
 
 from engine.kernels.device_memory import device_zeros
@@ -42,13 +47,26 @@ class DecodeKernels(DecodeMemory):
     def step(self, limit: int, ending: Ending) -> KernelSequence:
         """The kernels of a step after fewer than `limit` tokens, one of `context_limits`. The next token goes to the
         position among those of the ending, and to `state`."""
+        return self._step(limit, ending)[0]
+
+    def outputs(self, limit: int, ending: Ending) -> Iterator[NDArray[np.float32]]:
+        """Runs such a step as far as the embedding, and then each sublayer, and gives the residual stream."""
+        sequence, ends = self._step(limit, ending)
+        for first, end in itertools.pairwise([0, *ends]):
+            sequence.run(first, end)
+            yield self.h.numpy()
+
+    def _step(self, limit: int, ending: Ending) -> tuple[KernelSequence, list[int]]:
+        """The kernels of a step, and how many there are up to the embedding and to each sublayer."""
         model, step = self._model, DecodeStep(self, limit)
         self._embed(step)
+        ends = [len(step.sequence)]
         following = [layer.inputs for layer in model.layers[1:]]
         following.append(inputs_of(model.output_norm, model.head))
         for layer, inputs in zip(model.layers, following, strict=True):
             step.inputs, step.post_norm, step.scale = inputs, layer.post_norm, layer.scale
             layer.handler.decode(step, layer.norm)
+            ends.append(len(step.sequence))
         blocks = model.head.n_blocks
         best = {"largest": device_zeros(blocks), "largest_rows": device_zeros(blocks, dtypes.int32)}
         buffers = {"logits": self.logits, **best}
@@ -58,7 +76,7 @@ class DecodeKernels(DecodeMemory):
             sampler.add_to(step.sequence, self.logits, self.state, tokens, choice)
         elif choice:
             step.add(next_token(blocks, self._context), state=self.state, tokens=tokens, **best)
-        return step.sequence
+        return step.sequence, ends
 
     def _embed(self, step: DecodeStep) -> None:
         model, spec, tables = self._model, self.spec, self._model.layer_tables

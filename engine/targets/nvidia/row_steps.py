@@ -7,9 +7,10 @@ follow from these tokens, it is launched up to its logits, and its choice of tok
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 from tinygrad import Tensor
 
 from engine.kernels.device_memory import overwrite, read_rows
@@ -120,6 +121,14 @@ class RowSteps:
         out = self._slots(count).tensor
         self._sampler.add_to(sequence, self._logits(count), state, out, choice, count)
         return sequence
+
+    def outputs(self, row: Slot) -> Iterator[NDArray[np.float32]]:
+        """Runs the step of one row again, and gives the residual stream after each part of it (`DecodeKernels`)."""
+        self.finish()
+        self._send([row], 1)
+        self._rows = []
+        ending = Ending(self._one_token_slots.tensor, self._sampler, None)
+        return self._one.outputs(self.limit(1, row.position), ending)
 
     def limits(self, count: int) -> list[int]:
         """The numbers of tokens that the attention of a step of `count` rows is split for."""

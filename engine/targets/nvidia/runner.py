@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 from tinygrad import Device, UOp, dtypes
 
+from engine.errors import ModelFileError
 from engine.fixes import compiler_processes, launch_bounds
 from engine.formats.kv_format import KVFormat
 from engine.kernels.compilation import compile_once, was_compiled
@@ -28,6 +29,7 @@ from engine.runtime.model_runner import SearchReport, Slot, varied_tokens
 from engine.runtime.prefix_store import export_layout
 from engine.runtime.sampling import Logits
 from engine.targets.buffer_uses import BufferUses
+from engine.targets.not_finite import not_finite
 from engine.targets.nvidia.batch import ROW_COUNTS, BatchKernels
 from engine.targets.nvidia.decode import DecodeKernels
 from engine.targets.nvidia.device_sampler import Choice, DeviceSampler
@@ -240,6 +242,10 @@ class NvidiaRunner:
             return
         self._prefill.send(size, [slot])
         self._launch_prefill(size)
+
+    def not_finite(self, slot: Slot) -> ModelFileError:
+        self._send_tables()
+        return not_finite(self._model.spec, self._steps.outputs(slot))
 
     def logits(self, rows: Sequence[int] | None = None) -> Logits:
         if not self._earlier:

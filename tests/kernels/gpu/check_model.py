@@ -20,6 +20,7 @@ from engine.targets.nvidia.kernels.device import multiprocessors
 from engine.targets.nvidia.kernels.kernel_sequence import KernelSequence
 from engine.targets.nvidia.kernels.pieces import state_size
 from engine.targets.nvidia.kernels.prefill_attention import prompt_tiling
+from engine.targets.nvidia.kernels.sampling import NOT_FINITE
 from engine.targets.nvidia.kernels.small_batch import columns_size
 from engine.targets.nvidia.memory import CHUNK_SIZES
 from engine.targets.nvidia.runner import NvidiaRunner
@@ -30,13 +31,15 @@ from tests.reference import Reference, divergence
 
 def check_decode_steps() -> None:
     """Whole decode steps with experts, one of them launched ahead of being asked for and then not wanted, one that
-    draws. The choices of all are counted. Large matrices were repacked in pieces."""
+    draws, and two with an embedding that is no number. The choices of all are counted. Large matrices were repacked in
+    pieces."""
     shape = {"layers": 1, "dim": 32, "heads": 2, "kv_heads": 1, "ffn": 32}
     tokens, used = [3, 77], generated_model.EXPERTS["expert_used_count"]
     with tempfile.TemporaryDirectory() as folder:
         path = generated_model.write(
-            Path(folder) / "model.gguf", architecture="qwen3moe", quant="F32", **shape
+            Path(folder) / "model.gguf", architecture="qwen3moe", quant="F32", tied=False, **shape
         )
+        generated_model.damage(path, "token_embd.weight", row=5)
         file, wanted = GGUF(path), Reference(path).logits(tokens)
     with mock.patch.object(weights, "PIECE_BYTES", 1):
         runner = NvidiaRunner(Weights(file, read_spec(file), lambda _: None), 32)
@@ -49,6 +52,9 @@ def check_decode_steps() -> None:
     assert divergence(wanted[1], runner.logits()[0]) < 1e-6
     (choices,) = runner.expert_choices()
     assert choices.sum() == 3 * used and choices.max() <= 3
+    broken = Slot(0, (5,), 2)
+    assert runner.run([broken]) == runner.run([broken._replace(draw=True)]) == NOT_FINITE
+    assert "the output of the embedding is not finite" in str(runner.not_finite(broken))
 
 
 def only_looked_at(path: Path) -> NvidiaRunner:

@@ -1,5 +1,7 @@
 """Products with matrices of every type, for one token and for a prompt, and what is fused with them."""
 
+import math
+
 import numpy as np
 from tinygrad import dtypes
 
@@ -26,7 +28,7 @@ from engine.targets.nvidia.kernels.matvec import Schedule, StackedMatrices, matv
 from engine.targets.nvidia.kernels.post_norm import add_both, add_both_blocks, add_normed, add_normed_blocks
 from engine.targets.nvidia.kernels.prefill import activate_prompt, add_normed_sums, norm_prompt
 from engine.targets.nvidia.kernels.prefill_attention import attend_prompt, prompt_tiling
-from engine.targets.nvidia.kernels.sampling import next_token
+from engine.targets.nvidia.kernels.sampling import NOT_FINITE, next_token
 from engine.targets.nvidia.kernels.schedules import matvec_schedule
 from engine.targets.nvidia.kernels.small_batch import column_index, columns_size
 from engine.targets.nvidia.kernels.weight_layout import WeightLayout, input_scale, permuted_size
@@ -122,6 +124,12 @@ def check_epilogues() -> None:
     state, history = buffer(np.array([0, 2], np.int32)), zeros(4, dtypes.int32)
     run(next_token(8, 4, 32), state, history, best, best_row)
     assert state.numpy().tolist() == [y.argmax(), 3] and history.numpy()[2] == y.argmax()
+    for broken in (
+        math.inf,
+        -math.inf,
+    ):  # NaN among a block's logits makes that its largest one (`comparable`)
+        run(next_token(8, 4, 32), state, history, buffer(np.full(8, broken, np.float32)), best_row)
+    assert state.numpy().tolist() == [0, 5] and history.numpy()[3:].tolist() == [NOT_FINITE]
 
 
 def gated(gate, up, activation):

@@ -79,12 +79,14 @@ def check_rows_of_what_is_stored() -> None:
 
 
 def check_rows_over_a_quantized_cache() -> None:
-    """The same over q8_0; a block that is copied to another holds the same."""
+    """The same over q8_0; a block that is copied to another holds the same, and that of no other zeros."""
     h = heads_of(32, kv_format=KVFormat.Q8_0)
     decode(FlashSplit(256, 3, 2, 2, 1), h, (130, 5), (1, 0))
     k, v = rng.standard_normal((2, h.kv, h.slots, h.dim)).astype(np.float16)
     cache = cache_of(h, k, v)
-    run(copy_block(h), *cache, buffer(np.array([3, 7], np.int32)))
+    for source, target in ((3, 7), (-1, 0), (-1, 5)):
+        run(copy_block(h), *cache, buffer(np.array([source, target], np.int32)))
     for x, found in zip((k, v), stored_in(h, cache), strict=True):
         x[:, 7 * BLOCK : 8 * BLOCK] = x[:, 3 * BLOCK : 4 * BLOCK]
+        x[:, :BLOCK] = x[:, 5 * BLOCK : 6 * BLOCK] = 0
         assert np.array_equal(found, kept(h, x))

@@ -10,6 +10,7 @@ from engine.targets.nvidia.device_sampler import Choice, DeviceSampler
 from engine.targets.nvidia.kernels.kernel_sequence import KernelSequence
 from engine.targets.nvidia.kernels.logit_changes import MAX_BIASES, penalize
 from engine.targets.nvidia.kernels.sampling import (
+    NOT_FINITE,
     Shortlist,
     StepRows,
     draw,
@@ -43,7 +44,9 @@ def drawn_tokens(sampling, logits, previous, numbers, shortlist, context=16):
         state, history = buffer(np.array([0, position], np.int32)), zeros(context, dtypes.int32)
         run(draw(shortlist, context), state, history, tokens, values, *ids, settings, buffer(by_position))
         token = int(history.numpy()[position])
-        assert state.numpy().tolist() == [token, position + 1] and tokens.numpy()[position + 1] == token
+        following = max(token, 0)
+        assert state.numpy().tolist() == [following, position + 1]
+        assert tokens.numpy()[position + 1] == following
         drawn.append(token)
     return drawn, left.numpy()
 
@@ -83,6 +86,9 @@ def check_sampling() -> None:
         assert got == [ids[i] for i in over_heads for _ in (0, 1)] + [ids[-1]], (settings, got, ids)
         close(penalized, Sampler(wanted)._penalized(logits, previous))
     assert not any(shortlist.suffices(Sampling(top_k=k)) for k in (0, 17))
+    for broken in (logits * np.nan, np.where(order == 77, np.nan, logits), np.full(vocab, -np.inf)):
+        got, _ = drawn_tokens(Sampling(top_k=6), broken.astype(np.float32), previous, [0.3], shortlist)
+        assert got == [NOT_FINITE]
 
 
 def check_sampling_of_rows() -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+from numpy.typing import NDArray
 from tinygrad import Tensor, UOp
 from tinygrad.engine.realize import get_runtime
 
@@ -20,6 +22,7 @@ class KernelSequence:
     def __init__(self, pool: ThreadPool) -> None:
         self._pool = pool
         self._added: list[tuple[KernelFunction, tuple[Tensor, ...], int, bool]] = []
+        self._outputs: list[tuple[int, Tensor]] = []
 
     def add(self, kernel: KernelFunction, *buffers: Tensor, parts: int = 0, concurrent: bool = False) -> None:
         """`kernel` is called with the number of the part to compute, the number of parts, and a placeholder for each
@@ -27,6 +30,10 @@ class KernelSequence:
         `memory`, and the kernel uses every one of them. `parts` may run in any order; the default is one for each
         thread. `concurrent`: see `ThreadPool.add`."""
         self._added.append((kernel, buffers, parts or self._pool.count, concurrent))
+
+    def output(self, buffer: Tensor) -> None:
+        """Says that what the kernels so far leave in a buffer may be looked at (`CompiledSequence.outputs`)."""
+        self._outputs.append((len(self._added), buffer))
 
     @property
     def kernels(self) -> list[KernelTypes]:
@@ -42,7 +49,7 @@ class KernelSequence:
             addresses = [memory.address(b) for b in buffers]
             indices.append(self._pool.add(code, addresses, parts, concurrent and bool(calls)))
             calls.append((program, buffers))
-        return CompiledSequence(self._pool, indices[0], calls)
+        return CompiledSequence(self._pool, indices[0], calls, self._outputs)
 
 
 @dataclass(frozen=True)
@@ -52,9 +59,18 @@ class CompiledSequence:
     pool: ThreadPool
     first: int
     programs: Sequence[tuple[UOp, tuple[Tensor, ...]]]
+    _outputs: Sequence[tuple[int, Tensor]]
 
     def __call__(self) -> None:
         self.pool.run(self.first, len(self.programs))
+
+    def outputs(self) -> Iterator[NDArray[np.float32]]:
+        """Runs the kernels as far as the next buffer that `KernelSequence.output` named, and gives that."""
+        done = 0
+        for end, buffer in self._outputs:
+            self.pool.run(self.first + done, end - done)
+            yield memory.view(buffer)
+            done = end
 
     def call_s(self, i: int) -> float:
         """Runs the i-th kernel alone: the seconds that it takes."""

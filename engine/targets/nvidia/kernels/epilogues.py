@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -123,7 +124,7 @@ def as_logits(softcap: float = 0.0) -> Epilogue:
         i = rows.thread
         ok, row, first = rows.valid(i), rows.index(i), i.eq(0)
         value = rows.product(i, ok)
-        masked = ok.where(value, f32(LOWEST_LOGIT))
+        masked = ok.where(comparable(value), f32(LOWEST_LOGIT))
         values = after_store(shared(rows.count, slot=1), i, masked, i < rows.count)
         block_max, block_row = argmax([(load(values, k), UOp.const(k, I32)) for k in range(rows.count)])
         return [
@@ -208,6 +209,16 @@ def activate(n: int, activation: Activation = "silu", threads: int = 256) -> Ker
         return finish(f"activate_{n}", [store(out, permuted(column, n), value, ok)])
 
     return Kernel(kernel, ("out",), ("rows", "input_scale"))
+
+
+def comparable(logit: UOp) -> UOp:
+    """A logit, or infinity in place of NaN, which compares with nothing: so it is found as the largest one."""
+    return (logit < f32(math.inf)).where(logit, f32(math.inf))
+
+
+def is_finite(largest: UOp) -> UOp:
+    """Whether the largest of logits that are `comparable` is a number, so that a token can be chosen."""
+    return (largest > f32(LOWEST_LOGIT)) & (largest < f32(math.inf))
 
 
 def argmax(candidates: Sequence[tuple[UOp, UOp]]) -> tuple[UOp, UOp]:

@@ -40,6 +40,10 @@ class KernelSequence:
         """Compiles the kernels that are not compiled yet: the LINEAR, with programs in place of graphs."""
         return compile_calls(self.linear)
 
+    def run(self, first: int, end: int) -> None:
+        """Runs some of the kernels, one after the other."""
+        realize.run_linear(compile_calls(UOp(Ops.LINEAR, src=tuple(self.calls[first:end]))), jit=True)
+
     def capture(self) -> Callable[[], None]:
         """Compiles the sequence and makes a graph of it. The result launches the graph and does not wait for it."""
         linear = self.compile()

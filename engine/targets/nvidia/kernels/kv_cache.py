@@ -24,6 +24,7 @@ from engine.targets.nvidia.kernels.uops import (
     F16,
     INDEX,
     LOG2_E,
+    all_of,
     finish,
     load,
     load_index,
@@ -176,13 +177,14 @@ class Heads:
 
 @functools.cache
 def copy_block(heads: Heads) -> Kernel:
-    """Copies a block of a layer's pool to another. Buffers: cache (`Heads.cache_planes`); blocks, int32 (2,): source
-    and target."""
+    """Copies a block of a layer's pool to another. Buffers: cache (`Heads.cache_planes`); blocks, int32 (2,): source,
+    or -1 for zeros, and target."""
     h, threads = heads, 64
 
     def kernel(cache: Sequence[UOp], blocks: UOp) -> UOp:
         thread, kv = UOp.special(threads, "lidx0"), UOp.special(h.kv, "gidx0")
         source, target = (load_index(blocks, i, h.pool) for i in (0, 1))
+        is_there = load(blocks, 0) >= 0
         stores = []
         for plane, (size, _) in zip(cache, h.cache_planes, strict=True):
             n = size // (h.kv * h.pool)  # neighbouring numbers of a key head
@@ -190,7 +192,7 @@ def copy_block(heads: Heads) -> Kernel:
                 place = thread * 4 + first
                 ok = None if first + threads * 4 <= n else place < n
                 from_, to = ((kv * h.pool + block) * n + place for block in (source, target))
-                stores += store_run(plane, to, load_run(plane, from_, 4, ok), ok)
+                stores += store_run(plane, to, load_run(plane, from_, 4, all_of(is_there, ok)), ok)
         return finish(f"copy_block_{h.name}", stores)
 
     return Kernel(kernel, (("cache", len(h.cache_planes)),), ("blocks",))

@@ -28,7 +28,7 @@ from tinygrad.uop.ops import AxisType, Ops
 
 from engine.kernels.kernel import Kernel
 from engine.protocol.events import Sampling
-from engine.targets.nvidia.kernels.epilogues import LOWEST_LOGIT, argmax
+from engine.targets.nvidia.kernels.epilogues import LOWEST_LOGIT, argmax, comparable, is_finite
 from engine.targets.nvidia.kernels.uops import (
     F32,
     I32,
@@ -48,6 +48,8 @@ from engine.targets.nvidia.kernels.uops import (
     tree,
 )
 
+NOT_FINITE = -2
+"""In place of a next token, where logits are no finite numbers. The next step goes on with token 0."""
 SETTINGS = 8  # numbers of `settings_of`
 _LANES = 32  # threads that rank a group
 _RUN = 16  # numbers that a thread adds for a prefix sum
@@ -99,11 +101,11 @@ def next_token(n_blocks: int, context: int, threads: int = 1024) -> Kernel:
 
     def kernel(state: UOp, tokens: UOp, largest: UOp, largest_rows: UOp) -> UOp:
         thread = UOp.special(threads, "lidx0")
-        row = _most_probable(largest, largest_rows, n_blocks, thread, threads, lambda block: block)
+        row, told = _most_probable(largest, largest_rows, n_blocks, thread, threads, lambda block: block)
         first = thread.eq(0)
         position = load(state, 1)
         stores = [store(state, 0, row, first), store(state, 1, position + UOp.const(1, I32), first)]
-        stores.append(store(tokens, load_index(state, 1, context), row, first))
+        stores.append(store(tokens, load_index(state, 1, context), told, first))
         return finish("next_token", stores)
 
     return Kernel(kernel, ("state", "tokens"), ("largest", "largest_rows"))
@@ -120,10 +122,10 @@ def next_tokens(n_blocks: int, count: int, threads: int = 1024) -> Kernel:
     def kernel(state: UOp, tokens: UOp, largest: UOp, largest_rows: UOp) -> UOp:
         thread, token = UOp.special(threads, "lidx0"), UOp.special(count, "gidx0")
         place = lambda block: token * n_blocks + block
-        row = _most_probable(largest, largest_rows, n_blocks, thread, threads, place)
+        row, told = _most_probable(largest, largest_rows, n_blocks, thread, threads, place)
         used, position = all_of(thread.eq(0), rows.is_used(state, token)), load(state, token + count)
         stores = [
-            store(tokens, rows.token_slot(token, position.cast(INDEX)), row, used),
+            store(tokens, rows.token_slot(token, position.cast(INDEX)), told, used),
             store(state, token, row, used),
             store(state, token + count, position + UOp.const(1, I32), used),
         ]
@@ -134,9 +136,9 @@ def next_tokens(n_blocks: int, count: int, threads: int = 1024) -> Kernel:
 
 def _most_probable(
     block_max: UOp, block_row: UOp, n_blocks: int, thread: UOp, threads: int, place: Callable[[UOp], UOp]
-) -> UOp:
-    """The row of the largest logit, int32, from that of each block, which is at a `place` in two arrays. `thread`: the
-    number of the current one of `threads`, which all find it."""
+) -> tuple[UOp, UOp]:
+    """The row of the largest logit, int32, from that of each block, which is at a `place` in two arrays, and what the
+    host is told (`NOT_FINITE`). `thread`: the number of the current one of `threads`, which all find it."""
     each, warps, pairs = -(-n_blocks // threads), threads // 32, []
     for j in range(each):
         k = thread * each + j
@@ -158,7 +160,12 @@ def _most_probable(
         else:
             pairs = [(load(values, k), load(rows, k)) for k in range(32)]
         value, row = argmax(pairs)
-    return row
+    return _or_not_finite(row, is_finite(value))
+
+
+def _or_not_finite(token: UOp, ok: UOp) -> tuple[UOp, UOp]:
+    """The next token for the next step, and for the host. `ok`: whether it was chosen among finite logits."""
+    return ok.where(token, UOp.const(0, I32)), ok.where(token, UOp.const(NOT_FINITE, I32))
 
 
 @dataclass(frozen=True)
@@ -269,7 +276,8 @@ def draw(shortlist: Shortlist, context: int, rows: StepRows = _ONE) -> Kernel:
         i, row = UOp.special(n, "lidx0"), rows.number(0)
         sequence, position = rows.sequence(state, row), rows.position(state, row, context)
         # the natural logarithm of the probability, relative to the most probable token's
-        log_ratio = load(values, row * n + i) - load(values, row * n)
+        largest = load(values, row * n)
+        log_ratio = load(values, row * n + i) - largest
         top_k, top_p, log_min_p, slope = load_run(settings, sequence * SETTINGS, 4)
         # all threads read the position through this number before one of them advances the state
         first = i.eq(0)
@@ -285,12 +293,14 @@ def draw(shortlist: Shortlist, context: int, rows: StepRows = _ONE) -> Kernel:
         up_to, total = _prefix_sums(kept.where((log_ratio * slope).exp2(), f32(0)), i, n, 4)
         goal = load(uniform, 0) * total
         chosen = (first | (load(up_to, (i - 1).maximum(0)) <= goal)) & (goal < load(up_to, i))
+        finite = is_finite(largest)
+        chosen = finite.where(chosen, first)
         if (is_used := rows.is_used(state, row)) is not None:
             chosen = chosen & is_used
-        token = load(ids, row * n + i)
+        token, told = _or_not_finite(load(ids, row * n + i), finite)
         stores = [
             store(so_far, sequence * (context + 1) + position + 1, token, chosen),
-            store(tokens, rows.token_slot(row, position), token, chosen),
+            store(tokens, rows.token_slot(row, position), told, chosen),
             store(state, row, token, chosen),
             store(state, row + rows.count, (position + 1).cast(I32), chosen),
         ]
@@ -303,7 +313,8 @@ def _largest(logits: UOp, start: UOp, count: int, vocab: int, row: UOp) -> UOp:
     """The largest of `count` logits of a row from `start` on; the lowest value if all are beyond the vocabulary."""
     inside = [start + j < vocab for j in range(count)]
     values = (
-        ok.where(load(logits, row * vocab + start + j, ok), f32(LOWEST_LOGIT)) for j, ok in enumerate(inside)
+        ok.where(comparable(load(logits, row * vocab + start + j, ok)), f32(LOWEST_LOGIT))
+        for j, ok in enumerate(inside)
     )
     return maximum(list(values))
 

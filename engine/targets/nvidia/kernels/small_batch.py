@@ -28,7 +28,7 @@ from tinygrad import UOp
 from tinygrad.uop.ops import AxisType
 
 from engine.kernels.kernel import Kernel, Name, call_by_name
-from engine.targets.nvidia.kernels.epilogues import LOWEST_LOGIT, argmax
+from engine.targets.nvidia.kernels.epilogues import LOWEST_LOGIT, argmax, comparable
 from engine.targets.nvidia.kernels.half_pairs import unit_pairs
 from engine.targets.nvidia.kernels.matmul import as_half, wmma
 from engine.targets.nvidia.kernels.matrix_bytes import UNIT, units_of
@@ -229,7 +229,7 @@ def as_logits(softcap: float = 0.0) -> SmallBatchEpilogue:
             value = sums.sum(i, token)
             capped = soft_capped(value, softcap)
             results.append(store(logits, token * sums.rows + sums.first + i, capped, ok))
-            masked = (sums.first + i < sums.rows).where(value, f32(LOWEST_LOGIT))
+            masked = (sums.first + i < sums.rows).where(comparable(value), f32(LOWEST_LOGIT))
             kept.append(store(values, token * stride + i, masked))
         values, token = values.after(UOp.group(*kept)), sums.thread.minimum(sums.tokens - 1)
         best, row = argmax([(load(values, token * stride + i), UOp.const(i, I32)) for i in range(sums.width)])
