@@ -23,7 +23,7 @@ from app.serve.openapi import description_json
 from app.serve.protocols import anthropic, chat, completions, models, responses
 from app.serve.protocols.reply import Asked
 from app.serve.protocols.requests import decoded
-from app.serve.protocols.tokens import DetokenizeBody, TokenizeBody, detokenized, tokenized
+from app.serve.protocols.tokens import DetokenizeBody, TokenizeBody, detokenized, tokenized, tokenizer_info
 from app.serve.service import CLIENT_GONE, Exchange, Service
 from engine.measure.memory import gpu_used_bytes, resident_memory
 
@@ -49,6 +49,7 @@ def application(service: Service, key: str = "") -> ASGIApp:
         ("POST", "/embeddings", routes.embeddings),
         ("POST", "/tokenize", routes.tokenize),
         ("POST", "/detokenize", routes.detokenize),
+        ("GET", "/tokenizer_info", routes.tokenizer_info),
     ]
     app = Starlette(
         routes=[
@@ -144,6 +145,9 @@ class Routes:
     async def detokenize(self, request: Request) -> Response:
         body = decoded(await read_body(request), DetokenizeBody)
         return json_response(detokenized(body, self._service))
+
+    async def tokenizer_info(self, request: Request) -> Response:
+        return json_response(tokenizer_info(self._service))
 
     async def count_tokens(self, request: Request) -> Response:
         body = decoded(await read_body(request), anthropic.CountBody)

@@ -19,6 +19,7 @@ from app.serve.errors import ApiError, unavailable
 from app.serve.http import ClientGoneError
 from app.serve.metrics import Metrics
 from engine.errors import OrinError
+from engine.formats.fill_in import FillIn
 from engine.formats.gguf import GGUF
 from engine.formats.template import ChatTemplate, Prompt
 from engine.formats.tokenizer import Tokenizer
@@ -44,12 +45,14 @@ MAX_RETRY_S = 60
 
 @dataclass
 class ModelFile:
-    """What the server itself reads of a model file. `form` is how the model calls tools."""
+    """What the server itself reads of a model file. `form` is how the model calls tools, `fill_in` how it is asked to
+    fill in a text."""
 
     tokenizer: Tokenizer
     form: ToolForm | None
     architecture: str
     template: str
+    fill_in: FillIn | None
     _rendering: Lock = field(default_factory=Lock)
 
     @classmethod
@@ -58,7 +61,8 @@ class ModelFile:
         with GGUF(path) as file:
             template = file.get("tokenizer.chat_template", str, "")
             architecture = file.get("general.architecture", str, "")
-            return cls(Tokenizer(file), tool_form(template), architecture, template)
+            tokenizer = Tokenizer(file)
+            return cls(tokenizer, tool_form(template), architecture, template, FillIn.of(file, tokenizer))
 
     def encoded(self, chat: Chat, effort: Effort | None = None) -> Prompt:
         """A conversation as the model gets it. Takes as long as its text is; the first call starts the process that

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from engine.errors import SHORTEN, ContextFullError
+from engine.errors import SHORTEN, ContextFullError, UsageError
 from engine.formats.prompt import PromptEncoder, think_splitter
 from engine.formats.template import Prompt
 from engine.formats.vocabulary import StreamDecoder
@@ -22,7 +22,7 @@ from engine.protocol.events import (
     TopToken,
     decode_rate,
 )
-from engine.runtime.grammar import Constraint, Grammars
+from engine.runtime.grammar import Constraint, Forced, Grammars
 from engine.runtime.model_runner import Drawing
 from engine.runtime.sampling import Logits, LogProbabilities, Sampler, biased
 
@@ -39,10 +39,17 @@ class Answers:
         prompt = self._prompts.encode(request.prompt, request.sampling.effort, self._context_length)
         limit = _reply_limit(len(prompt.ids), request.max_tokens, self._context_length)
         answer = Answer(request, prompt, self._prompts, limit, report)
+        constraint: Constraint | None = None
         if request.grammar:
             thinks = isinstance(request.prompt, Chat) and request.prompt.think
             open_mark = prompt.marks.open if thinks else ""
-            answer.constraint = self._grammars.constraint(request.grammar, answer.splitter, open_mark)
+            constraint = self._grammars.constraint(request.grammar, answer.splitter, open_mark)
+        answer.constraint = constraint
+        if request.forced:
+            vocab_size = self._prompts.tokenizer.vocab_size
+            if not all(0 <= id < vocab_size for id in request.forced):
+                raise UsageError(f"Token ids are from 0 to {vocab_size - 1}.")
+            answer.constraint = Forced(request.forced, vocab_size, constraint)
         return answer
 
 
@@ -63,8 +70,8 @@ class Answer:
         self.reason: StopReason | None = None if limit else "length"
         self.sampler = Sampler(request.sampling)
         self.splitter = think_splitter(request.prompt, prompt)
-        self.constraint: Constraint | None = None
-        """What keeps the answer to a grammar."""
+        self.constraint: Constraint | Forced | None = None
+        """What keeps the answer to a grammar, or to tokens that are given."""
         self._eos_ids, self._decoder = prompts.tokenizer.eos_ids, StreamDecoder(prompts.tokenizer)
         self._report = report
         self.start()
@@ -127,7 +134,9 @@ class Answer:
         self.left -= 1
         if self.constraint:
             self.constraint.accept(token)
-        if token in self._eos_ids and not (self.request.ignore_eos and not self.constraint):
+        is_forced = len(self.tokens) - self.prompt_n <= len(self.request.forced)
+        goes_on = is_forced or (self.request.ignore_eos and not self.request.grammar)
+        if token in self._eos_ids and not goes_on:
             self.reason = "stop"
         elif not self.left:
             self.reason = "length"

@@ -6,6 +6,7 @@ docs/syntax.md for Lark, docs/json_schema.md). It is an optional extra, and is i
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -94,12 +95,7 @@ class Constraint:
     def masked(self, logits: Logits) -> Logits:
         """The logits, float32 (vocab,), with -inf for tokens that are not `allowed`. They are the same array if all
         are."""
-        if (words := self.allowed()) is None:
-            return logits
-        allowed = np.unpackbits(words.view(np.uint8), bitorder="little")[: logits.size].astype(bool)
-        masked = np.full_like(logits, -np.inf)
-        np.copyto(masked[: allowed.size], logits[: allowed.size], where=allowed)
-        return masked
+        return _masked(logits, self.allowed())
 
     def accept(self, token: int) -> None:
         """Takes the token that was chosen, before the splitter gets its text."""
@@ -116,6 +112,47 @@ class Constraint:
     @property
     def _applies(self) -> bool:
         return self._begun or self._splitter is None or self._splitter.answers_next
+
+
+class Forced:
+    """Lets an answer begin with the tokens `ids`; then `rest` keeps it, if there is one."""
+
+    def __init__(self, ids: Sequence[int], vocab_size: int, rest: Constraint | None) -> None:
+        self._ids, self._rest, self._given = ids, rest, 0
+        self._words = -(-vocab_size // 32)
+
+    @property
+    def is_done(self) -> bool:
+        return self._given == len(self._ids)
+
+    def allowed(self) -> NDArray[np.uint32] | None:
+        """As `Constraint.allowed`."""
+        if self.is_done:
+            return self._rest.allowed() if self._rest else None
+        words = np.zeros(self._words, np.uint32)
+        id = self._ids[self._given]
+        words[id // 32] = np.uint32(1 << id % 32)
+        return words
+
+    def masked(self, logits: Logits) -> Logits:
+        """As `Constraint.masked`."""
+        return _masked(logits, self.allowed())
+
+    def accept(self, token: int) -> None:
+        """As `Constraint.accept`."""
+        if not self.is_done:
+            self._given += 1
+        elif self._rest:
+            self._rest.accept(token)
+
+
+def _masked(logits: Logits, words: NDArray[np.uint32] | None) -> Logits:
+    if words is None:
+        return logits
+    allowed = np.unpackbits(words.view(np.uint8), bitorder="little")[: logits.size].astype(bool)
+    masked = np.full_like(logits, -np.inf)
+    np.copyto(masked[: allowed.size], logits[: allowed.size], where=allowed)
+    return masked
 
 
 class _Vocabulary:

@@ -140,3 +140,22 @@ def test_a_missing_library(model, monkeypatch):
     with pytest.raises(UsageError, match="not installed") as error:
         answer(model, RawText(text="x"), grammar=PERSON)
     assert "pip install llguidance" in error.value.hint
+
+
+def test_a_given_text_has_the_log_probabilities_that_it_would_have_as_an_answer(model):
+    _, end, events = answer(model, RawText(text="Once"), logprobs=2, max_tokens=12, ignore_eos=True)
+    said = [event for event in events if type(event) is Token]
+    eos = min(model.tokenizer.eos_ids)
+    forced = (*(token.id for token in said[:8]), eos)
+    _, end, events = answer(model, RawText(text="Once"), logprobs=2, max_tokens=10, forced=forced)
+    given = [event for event in events if type(event) is Token]
+    assert [token.id for token in given[:9]] == list(forced) and end.predicted_n == 10
+    assert [(t.logprob, t.top) for t in given[:8]] == [(t.logprob, t.top) for t in said[:8]]
+
+
+def test_a_schema_holds_after_a_text_that_is_given(model):
+    ids = tuple(model.tokenizer.encode("So: "))
+    text, end, _ = answer(model, RawText(text="Who? "), forced=ids, grammar=PERSON)
+    assert json.loads(text.removeprefix("So: ")).keys() == {"name", "age"} and end.reason == "stop"
+    with pytest.raises(UsageError, match="Token ids"):
+        answer(model, RawText(text="x"), forced=(1 << 20,))

@@ -1,23 +1,28 @@
-"""OpenAI's completions: texts that are continued without the chat template.
+"""OpenAI's completions: texts that are continued, or filled in, without the chat template.
 
 https://platform.openai.com/docs/api-reference/completions/create. With `echo` and `logprobs`, the tokens of the prompt
 come with their log-probabilities, which is how lm-evaluation-harness asks for them.
 """
 
+import dataclasses
+import itertools
 import secrets
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from app.serve.answer import AnswerDelta, AnswerEnd
-from app.serve.errors import wrong
+from msgspec.structs import replace
+
+from app.serve.answer import AnswerBegun, AnswerDelta, AnswerEnd
+from app.serve.errors import CONTEXT, ApiError, wrong
 from app.serve.protocols import logprobs
 from app.serve.protocols.figures import figures, timings
 from app.serve.protocols.reply import Asked, Json, Reply
 from app.serve.protocols.requests import MAX_LOGPROBS, MAX_N, Body, generate, grammar_of, variants
 from app.serve.service import Service
+from engine.errors import ContextFullError
 from engine.formats.tokenizer import Tokenizer
-from engine.protocol.events import RawText, Token, TokenIds
+from engine.protocol.events import Generate, RawText, Token, TokenIds
 
 MAX_PROMPTS = 128
 
@@ -32,26 +37,36 @@ class TextBody(Body, kw_only=True):
 
 def asked(body: TextBody, service: Service) -> Asked:
     """Raises ApiError."""
-    for name in ("echo", "suffix"):
-        if getattr(body, name):
-            raise wrong(f"{name} is not supported.", name)
     shown = body.logprobs
     if shown is not None and not 0 <= shown <= MAX_LOGPROBS:
         raise wrong(f"logprobs must be from 0 to {MAX_LOGPROBS}, not {shown}.", "logprobs")
     made = body.answers if body.best_of is None else body.best_of
     if not body.answers <= made <= MAX_N or (body.stream and made > body.answers):
         raise wrong(f"best_of must be from n to {MAX_N}, and n if the answers are streamed.", "best_of")
+    if body.echo and shown is not None and (body.stream or body.stops):
+        raise wrong("echo with logprobs is neither streamed nor has stop texts.", "echo")
     wanted = max(shown or 0, 1) if shown is not None or made > body.answers else 0
-    prompts = _prompts(body.prompt)
-    requests = [
-        one
-        for prompt in prompts
-        for one in variants(
-            generate(body, prompt, service.sampling, body.max_tokens, wanted, grammar_of(body)), made
-        )
-    ]
+    prompts = [_filled_in(prompt, body, service) for prompt in _prompts(body.prompt)]
+    requests, echoes = list[Generate](), list[Echo | None]()
+    for prompt in prompts:
+        request = generate(body, prompt, service.sampling, body.max_tokens, wanted, grammar_of(body))
+        echo = _echo(prompt, service, with_logprobs=shown is not None) if body.echo else None
+        if echo and echo.forced:
+            limit = request.max_tokens
+            more = None if limit is None else limit + len(echo.forced)
+            first = TokenIds(ids=echo.ids[:1])
+            request = replace(request, prompt=first, forced=echo.forced, max_tokens=more)
+        requests += variants(request, made)
+        echoes += [echo] * made
     reply = TextReply(
-        service.model, service.file.tokenizer, len(prompts), body.answers, made, shown, body.includes_usage
+        service.model,
+        service.file.tokenizer,
+        len(prompts),
+        body.answers,
+        made,
+        shown,
+        body.includes_usage,
+        echoes,
     )
     return Asked(requests, reply, bool(body.stream), body.stops, body.asker)
 
@@ -72,6 +87,54 @@ def _prompts(prompt: str | list[str | int | list[int]]) -> list[RawText | TokenI
     ]
 
 
+def _filled_in(prompt: RawText | TokenIds, body: TextBody, service: Service) -> RawText | TokenIds:
+    """With a `suffix`, the answer is what lies between. Raises ApiError."""
+    if not body.suffix:
+        return prompt
+    if body.echo or not isinstance(prompt, RawText):
+        raise wrong("suffix needs a text as prompt, and no echo.", "suffix")
+    return fill_in(service, prompt.text, body.suffix)
+
+
+def fill_in(service: Service, before: str, after: str) -> TokenIds:
+    """A prompt for what lies between two texts. Raises ApiError."""
+    tokens = service.file.fill_in
+    if tokens is None:
+        raise wrong("This model has no tokens to fill in between two texts.", "suffix")
+    return TokenIds(ids=tokens.prompt(service.file.tokenizer, before, after))
+
+
+@dataclass(frozen=True)
+class Echo:
+    """A prompt that is part of its answer. If its log-probabilities are asked for, the engine gets the first of its
+    tokens as the prompt, and the others as a `forced` reply."""
+
+    text: str
+    ids: tuple[int, ...] = ()
+
+    @property
+    def forced(self) -> tuple[int, ...]:
+        return self.ids[1:]
+
+
+def _echo(prompt: RawText | TokenIds, service: Service, *, with_logprobs: bool) -> Echo:
+    """Raises ApiError."""
+    tokenizer = service.file.tokenizer
+    if isinstance(prompt, TokenIds):
+        text = b"".join(map(tokenizer.piece, prompt.ids)).decode("utf-8", "replace")
+        return Echo(text, prompt.ids if with_logprobs else ())
+    if not with_logprobs:
+        return Echo(prompt.text)
+    try:
+        most = service.ready.context_length if service.ready else None
+        ids = tokenizer.encode(prompt.text, add_special=True, most=most)
+    except ContextFullError as error:
+        raise ApiError(400, f"{error.message} {error.hint}", code=CONTEXT) from None
+    if not ids:
+        raise wrong("The prompt is empty.", "prompt")
+    return Echo(prompt.text, tuple(ids))
+
+
 @dataclass
 class _Gathered:
     content: list[str] = field(default_factory=list)
@@ -82,7 +145,8 @@ class _Gathered:
 @dataclass
 class TextReply(Reply):
     """`made` answers to each of `prompts`, of which the `n` best are shown. `shown`: how many of the most probable
-    tokens the client wants to see; None if it did not ask for log-probabilities."""
+    tokens the client wants to see; None if it did not ask for log-probabilities. `echoes`: what comes before each
+    answer."""
 
     model: str
     tokenizer: Tokenizer
@@ -91,9 +155,14 @@ class TextReply(Reply):
     made: int = 1
     shown: int | None = None
     includes_usage: bool = False
+    echoes: Sequence[Echo | None] = (None,)
     id: str = field(default_factory=lambda: f"cmpl-{secrets.token_urlsafe(18)}")
     created: int = field(default_factory=lambda: int(time.time()))
     answers: dict[int, _Gathered] = field(default_factory=dict)
+
+    def begun(self, i: int, begun: AnswerBegun) -> Iterable[Json]:
+        if echo := self.echoes[i]:
+            yield self._chunk(i, echo.text, None)
 
     def delta(self, i: int, delta: AnswerDelta) -> Iterable[Json]:
         answer = self.answers.setdefault(i, _Gathered())
@@ -104,6 +173,9 @@ class TextReply(Reply):
             yield self._chunk(i, delta.content, shown)
 
     def ended(self, i: int, end: AnswerEnd) -> Iterable[Json]:
+        if (echo := self.echoes[i]) and (n := len(echo.forced)):
+            finished = replace(end.finished, prompt_n=1 + n, predicted_n=end.finished.predicted_n - n)
+            end = dataclasses.replace(end, finished=finished)
         self.answers.setdefault(i, _Gathered()).end = end
         last = self._chunk(i, "", None, end.finish_reason)
         yield last if self.includes_usage else last | {"timings": timings(end.finished)}
@@ -115,15 +187,34 @@ class TextReply(Reply):
     def whole(self) -> Json:
         choices: list[Json] = []
         for start in range(0, len(self.answers), self.made):
-            answers = [self.answers[i] for i in range(start, start + self.made)]
+            answers = [(self.answers[i], self.echoes[i]) for i in range(start, start + self.made)]
             if self.made > self.n:
                 answers.sort(key=_likelihood, reverse=True)
-            for answer in answers[: self.n]:
-                shown, text = self._logprobs(answer.tokens), "".join(answer.content)
+            for answer, echo in answers[: self.n]:
                 reason = answer.end.finish_reason if answer.end else None
+                text, shown = "".join(answer.content), self._logprobs(answer.tokens)
+                if echo and echo.ids:
+                    text, shown = self._echoed(echo, answer)
+                elif echo:
+                    text = echo.text + text
                 choice = {"index": len(choices), "finish_reason": reason, "logprobs": shown, "text": text}
                 choices.append(choice)
         return self._head() | {"choices": choices} | self._figures()
+
+    def _echoed(self, echo: Echo, answer: _Gathered) -> tuple[str, Json]:
+        """Text and log-probabilities with those of the prompt. Nothing is known of its first token."""
+        ends = answer.end and answer.end.finish_reason == "stop"
+        tokens = [t for t in answer.tokens if t.logprob is not None]
+        if ends and len(tokens) > len(echo.forced):
+            del tokens[-1]
+        first = logprobs.spelled(self.tokenizer, echo.ids[0])
+        shown = self._entries(tokens)
+        shown["tokens"].insert(0, first)
+        shown["token_logprobs"].insert(0, None)
+        shown["top_logprobs"].insert(0, None)
+        lengths = itertools.accumulate(map(len, shown["tokens"]), initial=0)
+        shown["text_offset"] = list(lengths)[:-1]
+        return first + "".join(answer.content), shown
 
     def _figures(self) -> Json:
         ends: Sequence[AnswerEnd] = [a.end for _, a in sorted(self.answers.items()) if a.end]
@@ -138,20 +229,20 @@ class TextReply(Reply):
 
     def _logprobs(self, tokens: Iterable[Token]) -> Json | None:
         reported = logprobs.reported(tokens, self.tokenizer)
-        if self.shown is None or not reported:
-            return None
-        texts = [logprobs.spelled(self.tokenizer, t.id) for t in reported]
+        return self._entries(reported) if self.shown is not None and reported else None
+
+    def _entries(self, tokens: Sequence[Token]) -> Json:
+        def spelled(id: int) -> str:
+            return logprobs.spelled(self.tokenizer, id)
+
         return {
-            "tokens": texts,
-            "token_logprobs": [t.logprob for t in reported],
-            "top_logprobs": [
-                {logprobs.spelled(self.tokenizer, top.id): top.logprob for top in t.top[: self.shown]}
-                for t in reported
-            ],
+            "tokens": [spelled(t.id) for t in tokens],
+            "token_logprobs": [t.logprob for t in tokens],
+            "top_logprobs": [{spelled(top.id): top.logprob for top in t.top[: self.shown]} for t in tokens],
         }
 
 
-def _likelihood(answer: _Gathered) -> float:
+def _likelihood(answer: tuple[_Gathered, Echo | None]) -> float:
     """The mean log-probability of its tokens."""
-    known = [t.logprob for t in answer.tokens if t.logprob is not None]
+    known = [t.logprob for t in answer[0].tokens if t.logprob is not None]
     return sum(known) / len(known) if known else 0.0

@@ -48,6 +48,22 @@ def tokenized(body: TokenizeBody, service: Service) -> Json:
     return {"tokens": tokens, "count": len(ids), "max_model_len": context}
 
 
+def tokenizer_info(service: Service) -> Json:
+    """As vLLM has it, for lm-evaluation-harness."""
+    file = service.file
+    eos = None if file.tokenizer.eos_id is None else file.tokenizer.text(file.tokenizer.eos_id)
+    return {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "model_max_length": service.ready.context_length if service.ready else None,
+        "bos_token": None if file.tokenizer.bos_id is None else file.tokenizer.text(file.tokenizer.bos_id),
+        "eos_token": eos,
+        "pad_token": eos,
+        "add_bos_token": file.tokenizer.add_bos,
+        "add_eos_token": file.tokenizer.add_eos,
+        "chat_template": file.template,
+    }
+
+
 def detokenized(body: DetokenizeBody, service: Service) -> Json:
     """Raises ApiError."""
     tokenizer = service.file.tokenizer

@@ -264,7 +264,10 @@ async def test_grammars(served):
         (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content"),
         (TEXT, {"prompt": ["a", 3]}, "prompt"),
         (TEXT, {"prompt": []}, "prompt"),
-        (TEXT, {"prompt": "a", "echo": True}, "echo"),
+        (TEXT, {"prompt": "a", "echo": True, "logprobs": 1, "stream": True}, "echo"),
+        (TEXT, {"prompt": "a", "suffix": "b"}, "suffix"),
+        (CHAT, {**HELLO, "tools": [WEATHER], "tool_choice": {"type": "function"}}, "tool_choice"),
+        (CHAT, {**HELLO, "tools": [{"type": "custom"}]}, "tools[0].custom"),
         (TEXT, {"prompt": "a", "n": 3, "best_of": 2}, "best_of"),
         (TEXT, {"prompt": "a", "logprobs": 99}, "logprobs"),
         (CHAT, [], None),
@@ -613,6 +616,102 @@ async def test_tokenize_and_back(served, model_file):
     pieces = (await client.post("/tokenize", json={"content": "é", "with_pieces": True})).json()["tokens"]
     assert [piece["piece"] for piece in pieces] == [[195], [169]]
     assert (await client.post("/tokenize", json={"content": 3})).status_code == 400
+
+
+async def test_several_prompts(served):
+    client, _ = served(FakeEngine(reply("one"), reply("two")), parallel=2)
+    body = (await client.post(TEXT, json={"prompt": ["a", [1, 2]]})).json()
+    assert [(c["index"], c["text"]) for c in body["choices"]] == [(0, "one"), (1, "two")]
+    assert body["usage"]["prompt_tokens"] == 2 * 96
+
+
+async def test_the_best_of_several_answers(served):
+    made = [
+        [*reply("")[:2], Token(request_id=0, id=i, text=text, logprob=logprob), reply("")[-1]]
+        for i, (text, logprob) in enumerate([("bad", -3.0), ("best", -0.1), ("good", -1.0)])
+    ]
+    client, _ = served(FakeEngine(*made), parallel=3)
+    body = (await client.post(TEXT, json={"prompt": "a", "n": 2, "best_of": 3})).json()
+    assert [c["text"] for c in body["choices"]] == ["best", "good"] and not body["choices"][0]["logprobs"]
+
+
+async def test_an_echo(served):
+    client, _ = served(FakeEngine(reply(" day", reason="length")))
+    asked = {"prompt": "Good", "echo": True}
+    body = (await client.post(TEXT, json=asked)).json()
+    assert body["choices"][0]["text"] == "Good day"
+    chunks = await events(client, TEXT, asked)
+    assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == "Good day"
+
+
+async def test_log_probabilities_of_a_prompt(served, model_file):
+    """As lm-evaluation-harness asks: the engine is made to say the prompt."""
+    tokenizer = model_file.tokenizer
+    ids = tokenizer.encode("so what now")
+    top = (TopToken(id=ids[0], logprob=-0.5),)
+    said = [
+        Token(request_id=0, id=id, text=tokenizer.piece(id).decode(), logprob=-0.5, top=top)
+        for id in (*ids[1:], ids[0])
+    ]
+    end = replace(reply("", reason="length")[-1], prompt_n=1, predicted_n=len(ids))
+    engine = FakeEngine([*reply("")[:1], *said, end])
+    client, _ = served(engine)
+    asked = {"prompt": ids, "echo": True, "logprobs": 1, "max_tokens": 1, "temperature": 0}
+    body = (await client.post(TEXT, json=asked)).json()
+    [request] = engine.requests
+    assert request.prompt == TokenIds(ids=tuple(ids[:1])) and request.forced == tuple(ids[1:])
+    assert request.max_tokens == len(ids) and request.logprobs == 1
+    logprobs = body["choices"][0]["logprobs"]
+    assert logprobs["token_logprobs"] == [None, *[-0.5] * len(ids)] and logprobs["top_logprobs"][0] is None
+    assert "".join(logprobs["tokens"][:-1]) == "so what now" and logprobs["text_offset"][:2] == [
+        0,
+        len(logprobs["tokens"][0]),
+    ]
+    assert body["choices"][0]["text"].startswith("so what now")
+    assert body["usage"]["prompt_tokens"] == len(ids) and body["usage"]["completion_tokens"] == 1
+    by_text = await client.post(TEXT, json={**asked, "prompt": "so what now", "max_tokens": 0})
+    assert by_text.status_code == 200 and engine.requests[1].forced == tuple(ids[1:])
+    assert engine.requests[1].max_tokens == len(ids) - 1
+
+
+async def test_the_tokenizer_is_described_as_vllm_does(served, model_file):
+    client, _ = served()
+    info = (await client.get("/tokenizer_info")).json()
+    assert info["eos_token"] and "add_generation_prompt" in info["chat_template"]
+    asked = {"prompt": info["eos_token"], "add_special_tokens": False}
+    tokenized = (await client.post("/tokenize", json=asked)).json()
+    assert tokenized["tokens"] == [model_file.tokenizer.eos_id] and tokenized["count"] == 1
+    back = await client.post("/detokenize", json={"tokens": tokenized["tokens"]})
+    assert back.json()["prompt"] == info["eos_token"]
+
+
+async def test_what_agents_send(served):
+    engine = FakeEngine(reply('<tool_call>{"name": "patch", "arguments": {"input": "x"}}</tool_call>'))
+    client, service = served(engine)
+    custom = {"type": "custom", "custom": {"name": "patch", "description": "Edits."}}
+    asked = {**HELLO, "tools": [WEATHER, custom, {"type": "web_search"}]}
+    said = (await client.post(CHAT, json=asked)).json()["choices"][0]["message"]["tool_calls"]
+    assert said[0]["type"] == "custom" and said[0]["custom"] == {"name": "patch", "input": "x"}
+    assert "web_search" in service.handled[0].note
+    *_, call, _ = await events(client, CHAT, asked)
+    assert call["choices"][0]["delta"]["tool_calls"][0]["custom"]["input"] == "x"
+    some = {"tools": [{"type": "custom", "custom": {"name": "patch"}}], "mode": "required"}
+    await client.post(CHAT, json={**asked, "tool_choice": {"type": "allowed_tools", "allowed_tools": some}})
+    assert (
+        len(json.loads(engine.requests[2].prompt.tools)) == 1 and "patch" in engine.requests[2].grammar.source
+    )
+    format = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"required": ["answer"]}}}
+    await client.post(CHAT, json={**asked, "response_format": format})
+    assert all(word in engine.requests[3].grammar.source for word in ("answer", "get_weather"))
+    old = [
+        {"role": "user", "content": "Rome?"},
+        {"role": "assistant", "content": None, "function_call": {"name": "f", "arguments": "{}"}},
+        {"role": "function", "name": "f", "content": "Sunny"},
+    ]
+    await client.post(CHAT, json={"messages": [*old, {**old[1], "function_call": None, "tool_calls": said}]})
+    _, called, result, last = engine.requests[4].prompt.messages
+    assert called.tool_calls[0].name == result.name == "f" and result.role == "tool"
+    assert json.loads(last.tool_calls[0].arguments) == {"input": "x"}
 
 
 @pytest.mark.parametrize(
