@@ -149,11 +149,10 @@ class Load(_Record, frozen=True, kw_only=True):
 class Generate(_Record, frozen=True, kw_only=True):
     """Answer `prompt`. `max_tokens` None: until the model stops or the context is full. `logprobs` N > 0 adds to each
     token its log-probability and the N most probable tokens, before sampling changes them. `grammar` allows only tokens
-    that begin a text which fits it. The reply begins with the tokens `forced`, which count among `max_tokens`: so the
-    log-probabilities of a given text are found. `logit_bias` adds numbers to the logits of tokens, given by id, before
-    they are sampled; ids that the model lacks are ignored. For measurements: `ignore_eos` continues after an
-    end-of-turn token, and `fresh` computes the whole prompt, also the part that is in the KV cache. `client` names who
-    asks: requests that wait take turns by client."""
+    that begin a text which fits it. A reply begins with the tokens `forced`, which count among `max_tokens`.
+    `logit_bias` adds to the logits of tokens, by id, before they are sampled; unknown ids are ignored. To measure:
+    `ignore_eos` continues after an end-of-turn token, and `fresh` computes the whole prompt. `client` names who asks:
+    requests that wait take turns by client."""
 
     request_id: int
     prompt: Chat | RawText | TokenIds
@@ -185,8 +184,7 @@ class Cancel(_Record, frozen=True, kw_only=True):
     request_id: int
 
 
-class Shutdown(_Record, frozen=True, kw_only=True):
-    pass
+class Shutdown(_Record, frozen=True, kw_only=True): ...
 
 
 Request = Generate | Measure | Profile

@@ -114,9 +114,19 @@ def asked(body: MessagesBody, service: Service) -> Asked:
     as_chat.max_tokens, as_chat.stop = body.max_tokens, body.stop_sequences
     as_chat.temperature, as_chat.top_p, as_chat.top_k = body.temperature, body.top_p, body.top_k
     request, tools = chat.chat_request(as_chat, service)
-    user = ((body.metadata and body.metadata.user_id) or "")[:MAX_USER]
+    user = _user(body.metadata.user_id or "") if body.metadata else ""
     reply = MessageReply(body.model or service.model)
     return Asked([request], reply, bool(body.stream), as_chat.stops, user, tools.note)
+
+
+def _user(id: str) -> str:
+    """For whom a client asks. Claude Code sends an object of several ids."""
+    try:
+        ids = msgspec.json.decode(id)
+    except msgspec.DecodeError:
+        return id[:MAX_USER]
+    session = ids.get("session_id") if isinstance(ids, dict) else None
+    return session[:8] if isinstance(session, str) else ""
 
 
 def chat_body(body: CountBody) -> chat.ChatBody:

@@ -28,6 +28,7 @@ async def test_a_whole_message(served):
     engine = FakeEngine(reply(f"I look.\n{CALL}", "Hm.", cached_n=6))
     client, service = served(engine)
     asked = {**ASKED, "tools": [TOOL], "thinking": {"type": "enabled", "budget_tokens": 1024}}
+    asked["metadata"] = {"user_id": json.dumps({"device_id": "d", "session_id": "0123456789"})}
     message = (await client.post(PATH, json=asked)).json()
     thinking, text, call = message["content"]
     assert thinking == {"type": "thinking", "thinking": "Hm.", "signature": "orin-chat"}
@@ -37,6 +38,7 @@ async def test_a_whole_message(served):
     assert message["usage"]["input_tokens"] == 90 and message["usage"]["cache_read_input_tokens"] == 6
     assert engine.requests[0].prompt.think and engine.requests[0].max_tokens == 99
     assert service.handled[0].path == PATH and service.handled[0].status == 200
+    assert service.handled[0].client == "01234567@127.0.0.1"
 
 
 async def test_a_streamed_message(served):
