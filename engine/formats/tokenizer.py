@@ -4,9 +4,13 @@ Everything around the merges follows llama.cpp (src/llama-vocab.cpp), so that bo
 difference: names of special tokens in a text are ordinary text unless the caller says otherwise.
 """
 
+from __future__ import annotations
+
 import re
+from array import array
 from collections.abc import Iterable, Sequence
 from functools import cached_property
+from sys import getsizeof
 from threading import Lock
 from typing import Any, Protocol
 
@@ -26,7 +30,8 @@ _HTML = re.compile(
     r"|span|bbox|ul|li|div|iframe|footer)>"
 )
 
-_REMEMBERED = 1 << 22  # characters of texts whose token ids are remembered
+_REMEMBERED_BYTES = 4 << 20  # of texts and their token ids
+_ENTRY_BYTES = 100  # of a dictionary
 
 
 class Merge(Protocol):
@@ -63,8 +68,8 @@ class Tokenizer(Vocabulary):
 
             merge = Merges(gguf, self)
         self.merge = merge
-        self._remembered: dict[str, list[int]] = {}  # those that were used last are the last
-        self._remembering, self._characters = Lock(), 0
+        self._remembered: dict[str, array[int]] = {}  # those that were used last are the last
+        self._remembering, self._remembered_bytes = Lock(), 0
 
     # --- text to ids -------------------------------------------------------------------------------------
 
@@ -159,9 +164,9 @@ class Tokenizer(Vocabulary):
         words = [piece for of_text in pieces.values() for piece in of_text if isinstance(piece, str)]
         merged = iter(self.merge(words) if words else [])
         for text, of_text in pieces.items():
-            known[text] = [
-                id for piece in of_text for id in ([piece] if isinstance(piece, int) else next(merged))
-            ]
+            known[text] = array(
+                "i", (id for piece in of_text for id in ([piece] if isinstance(piece, int) else next(merged)))
+            )
         self._remember({text: known[text] for text in texts})
         return [id for part in parts for id in ([part] if isinstance(part, int) else known[part])]
 
@@ -175,16 +180,20 @@ class Tokenizer(Vocabulary):
                 pieces.append(piece if self.writes_spaces else piece.replace(" ", SPACE))
         return pieces
 
-    def _remember(self, used: dict[str, list[int]]) -> None:
+    def _remember(self, used: dict[str, array[int]]) -> None:
         with self._remembering:
             for text, ids in used.items():
                 if self._remembered.pop(text, None) is None:
-                    self._characters += len(text)
+                    self._remembered_bytes += _bytes(text, ids)
                 self._remembered[text] = ids
-            while self._characters > _REMEMBERED:
+            while self._remembered_bytes > _REMEMBERED_BYTES:
                 oldest = next(iter(self._remembered))
-                self._characters -= len(oldest)
-                del self._remembered[oldest]
+                self._remembered_bytes -= _bytes(oldest, self._remembered.pop(oldest))
+
+
+def _bytes(text: str, ids: array[int]) -> int:
+    """What remembering a text takes."""
+    return getsizeof(text) + getsizeof(ids) + _ENTRY_BYTES
 
 
 def _code_points(text: str) -> NDArray[Any]:

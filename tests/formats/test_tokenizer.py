@@ -1,3 +1,4 @@
+import tracemalloc
 from itertools import pairwise
 
 import numpy as np
@@ -489,6 +490,17 @@ def test_texts_of_earlier_prompts_are_not_merged_again(tmp_path, monkeypatch):
     ids = t.encode_segments(chat)
     assert t.encode_segments([*chat, ("<|im_start|>", True), ("new", False)], most=13)[: len(ids)] == ids
     assert merged == ["abba", "new"]
-    monkeypatch.setattr("engine.formats.tokenizer._REMEMBERED", 8)
-    assert len(t.encode("c" * 9)) == 9 and t.encode_segments(chat) == ids
-    assert merged == ["abba", "new", "c" * 9, "abba"] and t._characters == 4
+    monkeypatch.setattr("engine.formats.tokenizer._REMEMBERED_BYTES", 400)
+    assert len(t.encode("c" * 90)) == 90 and t.encode_segments(chat) == ids
+    assert merged == ["abba", "new", "c" * 90, "abba"] and [*t._remembered] == ["abba"]
+
+
+def test_what_is_remembered_of_many_short_texts_is_bounded_in_bytes(tmp_path, monkeypatch):
+    t = Tokenizer(byte_level(tmp_path / "v"))
+    monkeypatch.setattr("engine.formats.tokenizer._REMEMBERED_BYTES", 10_000)
+    tracemalloc.start()
+    for i in range(2_000):
+        t.encode(f"{i}")
+    held_bytes, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert len(t._remembered) > 20 and held_bytes < 30_000
