@@ -11,6 +11,7 @@ MEASUREMENTS = {
     "step_rates": "a model's steps beside llama.cpp's own bench",
     "batch_rates": "decode of several sequences at once beside decode of one",
     "small_batch_rates": "products of a few tokens at once beside decode's product of one",
+    "product_rates": "products of prompts with matrices of every type, beside those of Q4_K",
     "turn_rates": "the first token when the last message of a long conversation is edited",
     "reopen_rates": "the first token of a long conversation after a start, with its KV cache on disk",
     "batch_fidelity": "the logits of several rows beside those of each sequence alone",

@@ -19,9 +19,8 @@ from engine.targets.nvidia.input_scales import InputScales
 from engine.targets.nvidia.kernels.embedding import embed
 from engine.targets.nvidia.kernels.epilogues import as_logits
 from engine.targets.nvidia.kernels.kernel_sequence import KernelSequence
-from engine.targets.nvidia.kernels.matrix_bytes import UNIT
+from engine.targets.nvidia.kernels.matrix_bytes import QUARTER, UNIT
 from engine.targets.nvidia.kernels.sampling import next_token
-from engine.targets.nvidia.kernels.weight_layout import QUARTER
 from engine.targets.nvidia.norms import inputs_of
 from engine.targets.nvidia.sublayers.attention import SHORT
 from engine.targets.nvidia.weights import GPUModel

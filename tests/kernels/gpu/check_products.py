@@ -364,7 +364,7 @@ def check_prompt_products() -> None:
         (12, 16, 256),
         (14, 16, 256),
         (0, 16, 64),
-        *((kind, 16, 256) for kind in (10, 11, 20, 23, 39)),
+        *((kind, 16, 256) for kind in (10, 11, 13, 20, 23, 39)),
     ):
         layout = WeightLayout(ggml_type)
         planes, weights = packed(ggml_type, rows, cols)

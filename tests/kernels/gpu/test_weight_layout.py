@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from engine.targets.nvidia.kernels.bit_packing import BitPacking
+from engine.targets.nvidia.kernels.matrix_bytes import QUARTER, UNIT
 from engine.targets.nvidia.kernels.weight_layout import WeightLayout
 
 
@@ -18,6 +19,17 @@ def test_every_bit_of_a_word_belongs_to_one_integer(bits):
             seen[word, low : low + n] += 1
         assert packing.position(j) + bits <= 24  # a float's significand
     assert (seen == 1).all()
+
+
+@pytest.mark.parametrize("bits", [3, 5])
+def test_a_quarter_of_a_unit_has_whole_words_and_a_half(bits):
+    packing = BitPacking(bits)
+    n = packing.quarter_words
+    for j in range(UNIT):
+        quarter = j // QUARTER
+        for word, low, _, _ in packing.fields(j):
+            whole = word // n == quarter
+            assert whole or (word == 4 * n + quarter // 2 and low // 16 == quarter % 2)
 
 
 @pytest.mark.parametrize(

@@ -1,15 +1,23 @@
 """Integers of 2, 3, 4, 5, 6 or 8 bits packed in 32-bit words, and how kernels unpack them.
 
 Each word holds as many whole integers as fit. The bits left over at the top of the words of a period make up the
-period's last integers:
+period's last integer:
 
     bits  words  integers of a period
        2      1        16 = 16 whole
-       3      3        32 = 10 whole in each word, 2 of spare bits
        4      1         8 = 8 whole
-       5      5        32 = 6 whole in each word, 2 of spare bits
        6      3        16 = 5 whole in each word, 1 of spare bits
        8      1         4 = 4 whole
+
+Of 3 or 5 bits, a quarter of a unit, 16 columns, takes 1 or 2 words and a half of one, so that threads which have a
+quarter each read nothing of another's but that other half. The period is the unit: the words of its quarters, then two
+words of halves.
+
+    bits  words  integers of a quarter
+       3    1.5        16 = 10 whole in a word, 5 in a half, 1 of spare bits
+       5    2.5        16 = 6 whole in each word, 3 in a half, 1 of spare bits
+
+Columns four apart lie half a word apart there, as tensor cores' kernels want them (`half_pairs`).
 
 **Fields as denormals.** If a field of a word lies within the lowest 24 bits, with its lowest bit at p, the masked word
 read as a float32 is exactly q * 2**(p - 149). The kernel that produces activations multiplies them by 2**(CENTER - p).
@@ -23,13 +31,14 @@ Then each product takes one AND and one FMA, without a shift or a conversion, an
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from tinygrad import Tensor, UOp, dtypes
 
 from engine.formats.quantization import packed_codes
+from engine.targets.nvidia.kernels.matrix_bytes import QUARTER, UNIT
 from engine.targets.nvidia.kernels.uops import F32, bitwise_or, mask, shift, shift_right, u32
 
 CENTER = 100
@@ -57,62 +66,70 @@ class BitPacking:
     bits: int
 
     @property
+    def has_halves(self) -> bool:
+        """Whether each quarter of a unit has a half of a word."""
+        return self.bits % 2 == 1
+
+    @property
     def period(self) -> int:
         """Integers in a period."""
-        return math.lcm(self.bits, 32) // self.bits
+        return UNIT if self.has_halves else math.lcm(self.bits, 32) // self.bits
 
     @property
     def words(self) -> int:
         """Words in a period."""
-        return math.lcm(self.bits, 32) // 32
+        return self.period * self.bits // 32
 
     @property
     def whole(self) -> int:
         """Whole integers in each word."""
         return 32 // self.bits
 
+    @property
+    def quarter_words(self) -> int:
+        """Whole words of a quarter of a unit."""
+        return QUARTER * self.bits // 32
+
     def fields(self, j: int) -> list[Field]:
         """The bits of integer j of a period: one field, or several if it consists of spare bits."""
+        if self.has_halves:
+            return self._fields_of_quarters(j)
         if j < self.whole * self.words:
             return [Field(j // self.whole, j % self.whole * self.bits, self.bits, 0)]
-        spare = 32 % self.bits
-        first, fields = (j - self.whole * self.words) * self.bits, []
-        done = 0
-        while done < self.bits:
-            word, low = divmod(first + done, spare)
-            n = min(spare - low, self.bits - done)
-            fields.append(Field(word, 32 - spare + low, n, done))
-            done += n
+        return self._spare([(word, 32, 32 % self.bits) for word in range(self.words)])
+
+    def _fields_of_quarters(self, j: int) -> list[Field]:
+        (quarter, column), n = divmod(j, QUARTER), self.quarter_words
+        half, top = UNIT // QUARTER * n + quarter // 2, 16 * (quarter % 2 + 1)
+        pair, side = column // 8 * 4 + column % 4, column % 8 // 4
+        in_word, in_half = self.whole // 2, 16 // self.bits
+        if pair < n * in_word:
+            place = pair % in_word + side * in_word
+            return [Field(quarter * n + pair // in_word, place * self.bits, self.bits, 0)]
+        place = pair - n * in_word + side * (in_half + 1) // 2
+        if place < in_half:
+            return [Field(half, top - 16 + place * self.bits, self.bits, 0)]
+        return self._spare([*((quarter * n + i, 32, 2) for i in range(n)), (half, top, 1)])
+
+    @staticmethod
+    def _spare(tops: Iterable[tuple[int, int, int]]) -> list[Field]:
+        """The integer of so many bits below a bit of each word."""
+        fields, start = [], 0
+        for word, top, n in tops:
+            fields.append(Field(word, top - n, n, start))
+            start += n
         return fields
 
-    def half(self, words: Sequence[UOp], is_second: UOp) -> list[UOp]:
-        """Words that hold the integers of a half of a period as words of a period hold its first ones."""
-        n, halves = self.period // 2, []
-        for start in range(0, n, self.whole):
-            runs: list[list[int]] = []  # bits of the second half: [word, lowest bit, number of bits, place]
-            for j in range(start, min(start + self.whole, n)):
-                for word, low, bits, first in self.fields(n + j):
-                    place = (j - start) * self.bits + first
-                    if runs and runs[-1][0] == word and runs[-1][1] + runs[-1][2] == low:
-                        runs[-1][2] += bits
-                    else:
-                        runs.append([word, low, bits, place])
-            moved = [mask(shift(words[w], low - to), ((1 << k) - 1) << to) for w, low, k, to in runs]
-            halves.append(is_second.where(bitwise_or(moved), words[start // self.whole]))
-        return halves
-
     def position(self, j: int) -> int:
-        """The bit at which `unpack` leaves integer j: where it is if that is within a significand."""
-        (_, low, _, _), *others = self.fields(j % self.period)
+        """The bit at which `unpack` leaves integer j: where it is if that is within a significand. Otherwise it and the
+        integers above it in its word, or its half of one, are shifted down by as many bits."""
+        (word, low, _, _), *others = self.fields(j % self.period)
         if others:
             return 0
-        return low if low + self.bits <= _MANTISSA else low - self._first_high
-
-    @property
-    def _first_high(self) -> int:
-        """The lowest bit of the first integer that does not fit a significand. It and the integers above it are shifted
-        down by as many bits."""
-        return (_MANTISSA - self.bits) // self.bits * self.bits + self.bits
+        if low + self.bits <= _MANTISSA:
+            return low
+        is_half = self.has_halves and word >= UNIT // QUARTER * self.quarter_words
+        return low - (16 if is_half else (_MANTISSA - self.bits) // self.bits * self.bits + self.bits)
 
     def unpack(self, words: Sequence[UOp], j: int) -> UOp:
         """Integer j of the period in `words`, shifted left by `position(j)`: uint32."""

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from tinygrad import UOp
 
 from engine.kernels.kernel import Kernel
-from engine.targets.nvidia.kernels.matrix_bytes import UNIT, units_of
+from engine.targets.nvidia.kernels.matrix_bytes import QUARTER, UNIT, units_of
 from engine.targets.nvidia.kernels.uops import (
     after_store,
     all_of,
@@ -22,7 +22,7 @@ from engine.targets.nvidia.kernels.uops import (
     store,
     tree,
 )
-from engine.targets.nvidia.kernels.weight_layout import QUARTER, WeightLayout, permuted
+from engine.targets.nvidia.kernels.weight_layout import WeightLayout, permuted
 
 
 @functools.cache

@@ -16,11 +16,19 @@ from collections.abc import Sequence
 from tinygrad import UOp
 from tinygrad.uop.ops import Ops
 
-from engine.targets.nvidia.kernels.bit_packing import BitPacking
-from engine.targets.nvidia.kernels.half_words import chosen_bytes, constants, halves, is_cuda, pairwise
-from engine.targets.nvidia.kernels.matrix_bytes import UNIT
-from engine.targets.nvidia.kernels.uops import F16, U32, bitwise_or, f32, mask, shift, shift_right
-from engine.targets.nvidia.kernels.weight_layout import QUARTER, Unit, WeightLayout
+from engine.formats.quantization import packed_codes
+from engine.targets.nvidia.kernels.bit_packing import E2M1_HALF_EXPONENT, BitPacking
+from engine.targets.nvidia.kernels.half_words import (
+    chosen_bytes,
+    constants,
+    halves,
+    is_cuda,
+    pairwise,
+    picked_bytes,
+)
+from engine.targets.nvidia.kernels.matrix_bytes import QUARTER, UNIT
+from engine.targets.nvidia.kernels.uops import F16, U32, bitwise_or, f32, mask, shift, shift_right, u32
+from engine.targets.nvidia.kernels.weight_layout import Unit, WeightLayout
 
 RUN = 8
 PAIRS = tuple((i, i + 4) for i in range(4))
@@ -30,16 +38,19 @@ _DENORMAL, _MANTISSA = 24, 10  # float16's smallest denormal is 2**-24; stored b
 _CENTER = 9  # fields become q * 2**-9: no scale below 128 is beyond half precision then
 
 Pair = tuple[UOp, UOp]
+_Window = tuple[UOp, int]  # a word, and the first of two of its bytes
+_At = tuple[_Window, int]  # and the lowest bit of an integer there
 
 
 def unit_pairs(unit: Unit) -> list[Pair]:
-    """The weights of a unit, float16: `PAIRS` of each eight columns in turn. Floats, codes and what is not for CUDA
-    are converted one by one."""
+    """The weights of a unit, float16: `PAIRS` of each eight columns in turn. Floats and what is not for CUDA are
+    converted one by one."""
     layout = unit.layout
     if not _has_pairs(layout):
         return _converted(unit.values())
-    scales = [_scales(*unit.factors(g)) for g in range(UNIT // layout.group)]
-    return [_weights(layout, unit.words, a, b, *scales[a // layout.group]) for a, b in _columns(UNIT)]
+    scales = [_scales(layout, *unit.factors(g)) for g in range(UNIT // layout.group)]
+    runs = (_run(layout, unit.words, first, *scales[first // layout.group]) for first in range(0, UNIT, RUN))
+    return [pair for run in runs for pair in run]
 
 
 def quarter_pairs(
@@ -49,48 +60,79 @@ def quarter_pairs(
     if not _has_pairs(layout):
         return _converted(layout.quarter(planes, row, units, unit, part))
     words, d, m = layout.load_quarter(planes, row, units, unit, part)
-    scales = _scales(d, m)
-    return [_weights(layout, words, a, b, *scales) for a, b in _columns(QUARTER)]
+    scales = _scales(layout, d, m)
+    return [pair for first in range(0, QUARTER, RUN) for pair in _run(layout, words, first, *scales)]
 
 
 def _has_pairs(layout: WeightLayout) -> bool:
-    format = layout.format
-    return is_cuda() and not (format is None or format.codebook or format.exponent)
-
-
-def _columns(n: int) -> list[tuple[int, int]]:
-    return [(run + a, run + b) for run in range(0, n, RUN) for a, b in PAIRS]
+    return is_cuda() and layout.format is not None
 
 
 def _converted(values: Sequence[UOp]) -> list[Pair]:
     halves = [value.cast(F16) for value in values]
-    return [(halves[a], halves[b]) for a, b in _columns(len(halves))]
+    return [(halves[run + a], halves[run + b]) for run in range(0, len(halves), RUN) for a, b in PAIRS]
 
 
-def _scales(d: UOp, m: UOp | None) -> tuple[UOp, UOp | None]:
-    """A scale times 2**9, and a minimum times -1: each twice in a word."""
-    scale = _twice(d * f32(2.0**_CENTER))
+def _scales(layout: WeightLayout, d: UOp, m: UOp | None) -> tuple[UOp, UOp | None]:
+    """A scale times 2**9 (of small floats as it is), and a minimum times -1: each twice in a word."""
+    center = 0 if layout.format and layout.format.exponent else _CENTER
+    scale = _twice(d * f32(2.0**center))
     return scale, None if m is None else _twice(m * f32(-1))
 
 
-def _weights(
-    layout: WeightLayout, words: Sequence[UOp], a: int, b: int, scale: UOp, minimum: UOp | None
-) -> Pair:
-    """The weights of columns a and b of a group."""
-    (first, p), (second, q) = (_window(BitPacking(layout.bits), words, column) for column in (a, b))
-    ones = (1 << layout.bits) - 1
-    fields = mask(_joined(first, second), ones << p | ones << (q + 16))
+def _run(
+    layout: WeightLayout, words: Sequence[UOp], first: int, scale: UOp, minimum: UOp | None
+) -> list[Pair]:
+    """The weights of eight columns of a group from `first` on."""
+    format = layout.format
+    if format and format.exponent:
+        numbers = (_small_floats(words[first // RUN], i) for i, _ in PAIRS)
+        return [_pair(pairwise("__hmul2", number, scale)) for number in numbers]
+    if format and format.codebook:
+        codes = _codes(words[first // RUN], format.codes)
+        return [
+            _weights(8, ((codes[0], i), 0), ((codes[1], i), 0), layout.offset, scale, None) for i, _ in PAIRS
+        ]
+    packing, columns = BitPacking(layout.bits), ((first + a, first + b) for a, b in PAIRS)
+    windows = (tuple(_window(packing, words, column) for column in pair) for pair in columns)
+    return [_weights(layout.bits, a, b, layout.offset, scale, minimum) for a, b in windows]
+
+
+def _small_floats(word: UOp, i: int) -> UOp:
+    """Floats i and i + 4 of 4 bits of a word, doubled (see `from_e2m1`)."""
+    magnitudes = mask(shift(word, 4 * i - 9), 7 << 9 | 7 << 25)
+    bits = bitwise_or([magnitudes, mask(shift(word, 4 * i + 3 - 15), 1 << 15 | 1 << 31)])
+    power = 2.0**E2M1_HALF_EXPONENT
+    return pairwise("__hmul2", bits, constants(power, power))
+
+
+def _codes(word: UOp, codes: Sequence[int]) -> list[UOp]:
+    """The codes that a word's eight integers of 4 bits stand for: a byte each in two words."""
+    tables = [u32(four) for four in packed_codes(codes)]
+    places = mask(word, 0x77777777)
+    choices = bitwise_or(
+        [mask(shift_right(word, 1), 0x44444444), u32(0x32103210)]
+    )  # by the highest bit of each
+    found = []
+    for by in (0, 16):
+        lower, upper = (picked_bytes(tables[i], tables[i + 1], shift_right(places, by)) for i in (0, 2))
+        found.append(picked_bytes(lower, upper, shift_right(choices, by)))
+    return found
+
+
+def _weights(bits: int, first: _At, second: _At, offset: int, scale: UOp, minimum: UOp | None) -> Pair:
+    """The weights of two columns of a group, whose integers are at these places."""
+    (a, p), (b, q) = first, second
+    ones = (1 << bits) - 1
+    fields = mask(_joined(a, b), ones << p | ones << (q + 16))
     powers = constants(*(2.0 ** (_DENORMAL - _CENTER - place) for place in (p, q)))
     if minimum is not None:
         return _pair(pairwise("__hfma2", pairwise("__hmul2", fields, powers), scale, minimum))
-    offset = -layout.offset * 2.0**-_CENTER
-    return _pair(pairwise("__hmul2", pairwise("__hfma2", fields, powers, constants(offset, offset)), scale))
+    less = -offset * 2.0**-_CENTER
+    return _pair(pairwise("__hmul2", pairwise("__hfma2", fields, powers, constants(less, less)), scale))
 
 
-_Window = tuple[UOp, int]
-
-
-def _window(packing: BitPacking, words: Sequence[UOp], column: int) -> tuple[_Window, int]:
+def _window(packing: BitPacking, words: Sequence[UOp], column: int) -> _At:
     """A word and the first of two of its bytes that hold the integer of a column, and the lowest bit of that."""
     period, place = divmod(column, packing.period)
     words, fields = words[period * packing.words :], packing.fields(place)

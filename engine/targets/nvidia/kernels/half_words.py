@@ -67,6 +67,11 @@ def unknown(index: UOp) -> UOp:
     return chosen_bytes(index.cast(U32), u32(0), range(4)).cast(INDEX) if is_cuda() else index
 
 
+def picked_bytes(a: UOp, b: UOp, places: UOp) -> UOp:
+    """As `chosen_bytes`, by the lowest four numbers of 4 bits of the word `places`, all below 8. Only for CUDA."""
+    return UOp(Ops.CUSTOM, U32, (a, b, places), "__byte_perm({0}, {1}, {2})")
+
+
 def integers(word: UOp, places: Sequence[int], offset: int) -> list[UOp]:
     """The bytes of a word at an even number of places, less `offset`, as float16. A byte becomes one without a
     conversion: it goes to the lowest bits of 1024."""

@@ -11,7 +11,7 @@ from engine.kernels.device_memory import aligned
 from engine.kernels.kernel import Kernel
 from engine.targets.nvidia.kernels.activation_order import PLACES, Order
 from engine.targets.nvidia.kernels.matmul import as_half
-from engine.targets.nvidia.kernels.matrix_bytes import UNIT, units_of
+from engine.targets.nvidia.kernels.matrix_bytes import QUARTER, UNIT, units_of
 from engine.targets.nvidia.kernels.uops import (
     after_store,
     chain,
@@ -26,7 +26,7 @@ from engine.targets.nvidia.kernels.uops import (
     store,
     tree,
 )
-from engine.targets.nvidia.kernels.weight_layout import QUARTER, WeightLayout
+from engine.targets.nvidia.kernels.weight_layout import WeightLayout
 
 
 def stride(tokens: int, size: int) -> int:

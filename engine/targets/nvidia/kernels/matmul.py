@@ -26,7 +26,7 @@ from tinygrad.uop.ops import AxisType
 
 from engine.kernels.kernel import Kernel
 from engine.targets.nvidia.kernels.half_pairs import PAIRS, quarter_pairs
-from engine.targets.nvidia.kernels.matrix_bytes import UNIT, units_of
+from engine.targets.nvidia.kernels.matrix_bytes import QUARTER, UNIT, units_of
 from engine.targets.nvidia.kernels.pieces import used_rows
 from engine.targets.nvidia.kernels.uops import (
     F16,
@@ -40,7 +40,7 @@ from engine.targets.nvidia.kernels.uops import (
     store_run,
     zeroed_registers,
 )
-from engine.targets.nvidia.kernels.weight_layout import QUARTER, WeightLayout
+from engine.targets.nvidia.kernels.weight_layout import WeightLayout
 
 _MAX_HALF = 65504.0  # the largest float16
 

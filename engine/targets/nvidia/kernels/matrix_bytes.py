@@ -3,6 +3,7 @@
 from engine.formats.quantization import unpacked_bytes
 
 UNIT = 64  # columns of a row, which a thread reads
+QUARTER = UNIT // 4
 
 
 def units_of(cols: int) -> int:

@@ -36,10 +36,9 @@ from engine.targets.nvidia.kernels.bit_packing import (
     looked_up,
     looked_up_above_256,
 )
-from engine.targets.nvidia.kernels.matrix_bytes import UNIT, matrix_bytes, units_of
+from engine.targets.nvidia.kernels.matrix_bytes import QUARTER, UNIT, matrix_bytes, units_of
 from engine.targets.nvidia.kernels.uops import F32, chain, f32, load, mask, shift, shift_right, u32
 
-QUARTER = UNIT // 4
 CODEBOOK = 1  # the input_scale of types with a codebook (`WeightLayout.input_scale_bits`)
 
 
@@ -176,16 +175,14 @@ class WeightLayout:
     # --- in kernels ------------------------------------------------------------------------------------
 
     def word_index(self, row: UOp, units: int, unit: UOp, i: int | UOp) -> UOp:
-        """The index of word i of a unit. `units`: units in a row."""
+        """The index of word i of a unit, which lies in the last group of words for all its values or for none.
+        `units`: units in a row."""
         width = self.unit_words % 4 or 4  # of the last group of words
-        if width == 4 or (isinstance(i, int) and i < self.unit_words // 4 * 4):
-            return row * (units * self.unit_words) + i // 4 * (units * 4) + unit * 4 + i % 4
         last = self.unit_words // 4
-        if isinstance(i, int):
-            return row * (units * self.unit_words) + last * (units * 4) + unit * width + i % 4
-        whole = i < last * 4
-        inside = whole.where(i // 4 * (units * 4) + unit * 4, last * (units * 4) + unit * width)
-        return row * (units * self.unit_words) + inside + i % 4
+        if width == 4 or (i if isinstance(i, int) else i.vmax) < last * 4:
+            return row * (units * self.unit_words) + i // 4 * (units * 4) + unit * 4 + i % 4
+        assert isinstance(i, int) or i.vmin >= last * 4
+        return row * (units * self.unit_words) + last * (units * 4) + unit * width + i % 4
 
     def load_unit(self, planes: Sequence[UOp], row: UOp, units: int, unit: UOp, valid: UOp | None) -> Unit:
         """Loads a unit of a row to registers."""
@@ -238,14 +235,16 @@ class WeightLayout:
     def load_quarter(
         self, planes: Sequence[UOp], row: UOp, units: int, unit: UOp, part: UOp
     ) -> tuple[list[UOp], UOp, UOp | None]:
-        """Words that begin with the integers of columns 16 * part to 16 * part + 15 of a unit, and the scale and the
-        minimum of these columns as float32, of a type that is none of floats."""
+        """Words that hold the integers of columns 16 * part to 16 * part + 15 of a unit where those of a unit hold its
+        first ones, and the scale and the minimum of these columns as float32, of a type that is none of floats."""
         packing = BitPacking(self.bits)
-        n, is_half = max(QUARTER // packing.period, 1) * packing.words, packing.period > QUARTER
-        first = (part // 2 if is_half else part) * n
-        words = [load(planes[0], self.word_index(row, units, unit, first + i)) for i in range(n)]
-        if is_half:
-            words = packing.half(words, (part % 2).eq(1))
+        n = packing.quarter_words
+        words = [load(planes[0], self.word_index(row, units, unit, part * n + i)) for i in range(n)]
+        if packing.has_halves:
+            half = load(planes[0], self.word_index(row, units, unit, part // 2 + 4 * n))
+            words += [shift_right(half, part % 2 * 16)] * (
+                3 * n + 1
+            )  # words of the other quarters are not read
         small_scales, halves = self._load_scales(planes, row, units, unit, None)
         d, m = self._halves_of(halves, part)
         if small_scales is not None:
