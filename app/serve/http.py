@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeVar
 
 import msgspec
@@ -63,9 +63,10 @@ class Framing:
 # https://html.spec.whatwg.org/multipage/server-sent-events.html
 SSE = "text/event-stream"
 _COMMENT = b": still here\n\n"
-DATA = Framing(SSE, lambda value: b"data: %s\n\n" % _json(value), _COMMENT, b"data: [DONE]\n\n")
-NAMED_DATA = Framing(
-    SSE, lambda value: b"event: %s\ndata: %s\n\n" % (value["type"].encode(), _json(value)), _COMMENT
+COMMENTED = Framing(SSE, lambda value: b"data: %s\n\n" % _json(value), _COMMENT)
+DATA = replace(COMMENTED, end=b"data: [DONE]\n\n")
+NAMED_DATA = replace(
+    COMMENTED, frame=lambda value: b"event: %s\ndata: %s\n\n" % (value["type"].encode(), _json(value))
 )
 LINES = Framing("application/x-ndjson", lambda value: _json(value) + b"\n")
 

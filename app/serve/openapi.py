@@ -11,6 +11,7 @@ import msgspec
 from app.serve.protocols.anthropic import CountBody, MessagesBody
 from app.serve.protocols.chat import ChatBody
 from app.serve.protocols.completions import TextBody
+from app.serve.protocols.llama import InfillBody
 from app.serve.protocols.responses import ResponsesBody
 from app.serve.protocols.tokens import DetokenizeBody, TokenizeBody
 
@@ -22,6 +23,8 @@ BODIES = {
     "/responses": ResponsesBody,
     "/tokenize": TokenizeBody,
     "/detokenize": DetokenizeBody,
+    "/apply-template": ChatBody,
+    "/infill": InfillBody,
 }
 _ERROR = {
     "type": "object",

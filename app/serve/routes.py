@@ -20,8 +20,8 @@ from app.serve.errors import ApiError
 from app.serve.http import ClientGoneError, error_response, json_response
 from app.serve.metrics import CONTENT_TYPE, Gauges
 from app.serve.openapi import description_json
-from app.serve.protocols import anthropic, chat, completions, models, responses
-from app.serve.protocols.reply import Asked
+from app.serve.protocols import anthropic, chat, completions, llama, models, ollama, responses
+from app.serve.protocols.reply import Asked, Json
 from app.serve.protocols.requests import decoded
 from app.serve.protocols.tokens import DetokenizeBody, TokenizeBody, detokenized, tokenized, tokenizer_info
 from app.serve.service import CLIENT_GONE, Exchange, Service
@@ -50,13 +50,29 @@ def application(service: Service, key: str = "") -> ASGIApp:
         ("POST", "/tokenize", routes.tokenize),
         ("POST", "/detokenize", routes.detokenize),
         ("GET", "/tokenizer_info", routes.tokenizer_info),
+        ("GET", "/props", routes.props),
+        ("GET", "/slots", routes.slots),
+        ("POST", "/apply-template", routes.apply_template),
+        ("POST", "/infill", routes.completing(llama.InfillBody, llama.infill_asked)),
+    ]
+    ollamas: list[tuple[str, str, Endpoint]] = [
+        ("GET", "/", routes.greet),
+        ("POST", "/api/chat", routes.completing(ollama.OllamaChatBody, ollama.chat_asked)),
+        ("POST", "/api/generate", routes.completing(ollama.OllamaGenerateBody, ollama.generate_asked)),
+        ("GET", "/api/tags", routes.tags),
+        ("GET", "/api/ps", routes.running),
+        ("GET", "/api/version", routes.version),
+        ("POST", "/api/show", routes.show),
+        ("POST", "/api/embed", routes.embeddings),
+        ("POST", "/api/embeddings", routes.embeddings),
     ]
     app = Starlette(
         routes=[
             Route(prefix + path, _guarded(endpoint), methods=[method])
             for method, path, endpoint in paths
             for prefix in ("/v1", "")
-        ],
+        ]
+        + [Route(path, _guarded(endpoint), methods=[method]) for method, path, endpoint in ollamas],
         exception_handlers={HTTPException: _not_found},
     )
     return Access(Bodies(app), key)
@@ -69,7 +85,7 @@ class Routes:
 
     # --- completions ---
 
-    def completing(self, kind: type[Any], asked: Callable[[Any, Service], Asked]) -> Endpoint:
+    def completing(self, kind: type[Any], asked: Callable[[Any, Service], Asked | Json]) -> Endpoint:
         """What answers requests whose bodies are of a `kind`, in a protocol."""
         return lambda request: self._complete(request, kind, asked)
 
@@ -79,7 +95,7 @@ class Routes:
         return await self._complete(request, responses.ResponsesBody, asked)
 
     async def _complete(
-        self, request: Request, kind: type[Any], asked: Callable[[Any, Service], Asked]
+        self, request: Request, kind: type[Any], asked: Callable[[Any, Service], Asked | Json]
     ) -> Response:
         service = self._service
         exchange = Exchange(service, request.scope[CLIENT], request.url.path)
@@ -88,6 +104,10 @@ class Routes:
             service.check_open()
             wanted = asked(decoded(data, kind), service)
             del data  # the answer may take long
+            if not isinstance(wanted, Asked):
+                exchange.answers = 0
+                exchange.close(200)
+                return json_response(wanted)
             return await answer(request, exchange, wanted)
 
     # --- what is remembered ---
@@ -148,6 +168,35 @@ class Routes:
 
     async def tokenizer_info(self, request: Request) -> Response:
         return json_response(tokenizer_info(self._service))
+
+    async def props(self, request: Request) -> Response:
+        self._service.check_ready()
+        return json_response(llama.props(self._service))
+
+    async def slots(self, request: Request) -> Response:
+        must_be_free = request.query_params.get("fail_on_no_slot", "0") not in ("", "0")
+        return json_response(llama.slots(self._service, must_be_free=must_be_free))
+
+    async def apply_template(self, request: Request) -> Response:
+        body = decoded(await read_body(request), chat.ChatBody)
+        return json_response(await asyncio.to_thread(llama.applied_template, body, self._service))
+
+    async def greet(self, request: Request) -> Response:
+        """Clients of Ollama see so whether a server runs."""
+        return Response("orin-chat is running", media_type="text/plain")
+
+    async def tags(self, request: Request) -> Response:
+        return json_response(ollama.tags([self._service]))
+
+    async def running(self, request: Request) -> Response:
+        return json_response(ollama.running([self._service]))
+
+    async def version(self, request: Request) -> Response:
+        return json_response({"version": ollama.VERSION})
+
+    async def show(self, request: Request) -> Response:
+        decoded(await read_body(request), ollama.ShowBody)
+        return json_response(ollama.show(self._service))
 
     async def count_tokens(self, request: Request) -> Response:
         body = decoded(await read_body(request), anthropic.CountBody)

@@ -74,6 +74,8 @@ def capabilities(service: Service) -> list[str]:
     can = ["completion"]
     if service.file.form:
         can.append("tools")
+    if service.file.fill_in:
+        can.append("insert")
     if service.ready and service.ready.model.thinks:
         can.append("thinking")
     return can

@@ -100,6 +100,65 @@ async def test_openais_client(model_path, model_file):
         await client.close()
 
 
+CALLED = reply('I look. <tool_call>{"name": "get_weather", "arguments": {"city": "Rome"}}</tool_call>', "Hm.")
+
+
+async def test_openais_client_of_responses(model_file):
+    async with running(FakeEngine(CALLED, reply("Sunny.")), model_file) as (address, _, _, _):
+        client = openai.AsyncOpenAI(base_url=f"{address}/v1", api_key="any")
+        tool = {"type": "function", "strict": False, **WEATHER["function"]}
+        async with client.responses.stream(model="tiny", input="Rome?", tools=[tool]) as stream:
+            kinds = [event.type async for event in stream]
+            response = await stream.get_final_response()
+        assert kinds[0] == "response.created" and kinds[-1] == "response.completed"
+        assert [item.type for item in response.output] == ["reasoning", "message", "function_call"]
+        assert response.output_text.strip() == "I look." and response.usage.input_tokens == 96
+        result = {"type": "function_call_output", "call_id": response.output[2].call_id, "output": "Sunny"}
+        told = await client.responses.create(model="tiny", previous_response_id=response.id, input=[result])
+        assert told.output_text == "Sunny." and told.status == "completed"
+        assert (await client.models.retrieve("tiny")).id == "tiny"
+        await client.close()
+
+
+async def test_anthropics_client(model_file):
+    anthropic = pytest.importorskip("anthropic")
+    async with running(FakeEngine(CALLED, reply("Sunny.")), model_file) as (address, _, _, _):
+        client = anthropic.AsyncAnthropic(base_url=address, api_key="any")
+        parameters = WEATHER["function"]["parameters"]
+        asked = {"model": "tiny", "max_tokens": 99, "messages": [{"role": "user", "content": "Rome?"}]}
+        tools = [{"name": "get_weather", "description": "d", "input_schema": parameters}]
+        thinking = {"type": "enabled", "budget_tokens": 1024}
+        async with client.messages.stream(**asked, tools=tools, thinking=thinking) as stream:
+            text = "".join([text async for text in stream.text_stream])
+            message = await stream.get_final_message()
+        assert text.strip() == "I look." and message.stop_reason == "tool_use"
+        assert [block.type for block in message.content] == ["thinking", "text", "tool_use"]
+        assert message.content[2].input == {"city": "Rome"} and message.usage.input_tokens == 96
+        told = await client.messages.create(**asked)
+        assert told.content[0].text == "Sunny."
+        counted = await client.messages.count_tokens(model="tiny", messages=asked["messages"])
+        assert counted.input_tokens > 5 and [m.id async for m in client.models.list()] == ["tiny"]
+        with pytest.raises(anthropic.BadRequestError, match="temperature"):
+            await client.messages.create(**asked, extra_body={"temperature": -1})
+        await client.close()
+
+
+async def test_ollamas_client(model_file):
+    ollama = pytest.importorskip("ollama")
+    async with running(FakeEngine(CALLED, reply("Sunny.")), model_file) as (address, _, _, _):
+        client = ollama.AsyncClient(host=address)
+        asked = {"model": "tiny", "messages": [{"role": "user", "content": "Rome?"}]}
+        parts = [part async for part in await client.chat(**asked, tools=[WEATHER], stream=True)]
+        calls = [call for part in parts for call in part.message.tool_calls or ()]
+        assert calls[0].function.arguments == {"city": "Rome"} and parts[-1].done_reason == "stop"
+        assert "".join(part.message.thinking or "" for part in parts) == "Hm."
+        assert (await client.generate(model="tiny", prompt="Rome?")).response == "Sunny."
+        assert (await client.list()).models[0].model == "tiny" and (await client.ps()).models
+        assert "tools" in (await client.show("tiny")).capabilities
+        with pytest.raises(ollama.ResponseError, match="temperature"):
+            await client.chat(**asked, options={"temperature": -1})
+
+
 async def test_our_own_client_finds_model_and_context(model_file):
     engine = FakeEngine(reply("Good day.", "Hm."), start=STARTED)
     async with running(engine, model_file) as (address, _, _, shown):

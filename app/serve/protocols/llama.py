@@ -1,0 +1,125 @@
+"""llama-server's own paths (llama.cpp, tools/server/README.md), which editors and dashboards ask."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import msgspec
+
+from app.serve.answer import AnswerDelta, AnswerEnd
+from app.serve.errors import unavailable
+from app.serve.http import COMMENTED, Framing
+from app.serve.protocols import chat
+from app.serve.protocols.completions import fill_in
+from app.serve.protocols.figures import timings
+from app.serve.protocols.reply import Asked, Json, Reply
+from app.serve.protocols.requests import Body, generate, grammar_of
+from app.serve.service import Service
+
+
+class ExtraText(msgspec.Struct):
+    text: str = ""
+    filename: str = ""
+
+
+class InfillBody(Body, kw_only=True):
+    """`prompt` is what has been written of the answer. `input_extra`: other files."""
+
+    input_prefix: str = ""
+    input_suffix: str = ""
+    input_extra: list[ExtraText] | None = None
+    prompt: str | None = None
+    n_predict: int | None = None
+
+
+def infill_asked(body: InfillBody, service: Service) -> Asked:
+    """Raises ApiError."""
+    before = body.input_prefix + (body.prompt or "")
+    if body.input_extra:
+        files = "\n".join(f"{extra.filename}\n{extra.text}" for extra in body.input_extra)
+        before = f"{files}\n{before}"
+    prompt = fill_in(service, before, body.input_suffix)
+    limit = body.max_tokens if body.n_predict is None else body.n_predict
+    request = generate(body, prompt, service.sampling, limit, 0, grammar_of(body))
+    return Asked([request], LlamaReply(service.model), bool(body.stream), body.stops)
+
+
+@dataclass
+class LlamaReply(Reply):
+    model: str
+    framing: Framing = COMMENTED
+    _content: list[str] = field(default_factory=list)
+    _end: AnswerEnd | None = None
+
+    def delta(self, i: int, delta: AnswerDelta) -> Iterable[Json]:
+        self._content.append(delta.content)
+        if delta.content:
+            yield {"index": i, "content": delta.content, "stop": False}
+
+    def ended(self, i: int, end: AnswerEnd) -> Iterable[Json]:
+        self._end = end
+        yield self._last("")
+
+    def whole(self) -> Json:
+        return self._last("".join(self._content))
+
+    def _last(self, content: str) -> Json:
+        assert self._end
+        end = self._end.finished
+        kind = "word" if self._end.stop_text else "limit" if self._end.finish_reason == "length" else "eos"
+        return {
+            "index": 0,
+            "content": content,
+            "stop": True,
+            "model": self.model,
+            "tokens_predicted": end.predicted_n,
+            "tokens_evaluated": end.prompt_n,
+            "tokens_cached": end.cached_n,
+            "truncated": False,
+            "stop_type": kind,
+            "stopping_word": self._end.stop_text,
+            "timings": timings(end),
+        }
+
+
+def props(service: Service) -> Json:
+    file, sampling = service.file, msgspec.to_builtins(service.sampling)
+    sampling.pop("type", None)
+    return {
+        "default_generation_settings": {"n_ctx": _context(service), "params": sampling},
+        "total_slots": service.parallel,
+        "model_alias": service.model,
+        "model_path": service.model,
+        "modalities": {"vision": False, "audio": False},
+        "chat_template": file.template,
+        "bos_token": file.tokenizer.text(file.tokenizer.bos_id),
+        "eos_token": file.tokenizer.text(file.tokenizer.eos_id),
+        "build_info": "orin-chat",
+    }
+
+
+def slots(service: Service, *, must_be_free: bool) -> list[Json]:
+    """What each slot does: counts, nothing that is asked or said. Raises ApiError if none is free that must be."""
+    at_work = service.slots.slots if service.slots else (None,) * service.parallel
+    if must_be_free and service.open >= service.parallel:
+        raise unavailable("No slot is free.")
+    return [
+        {
+            "id": i,
+            "n_ctx": _context(service),
+            "is_processing": slot is not None,
+            "n_prompt_tokens": slot.prompt_n if slot else 0,
+            "n_prompt_tokens_processed": slot.prompt_done if slot else 0,
+            "next_token": {"n_decoded": slot.predicted_n if slot else 0},
+        }
+        for i, slot in enumerate(at_work)
+    ]
+
+
+def applied_template(body: chat.ChatBody, service: Service) -> Json:
+    """The text that the model gets. May take as long as it is. Raises ApiError."""
+    ids = chat.encoded(body, service).ids
+    return {"prompt": b"".join(map(service.file.tokenizer.piece, ids)).decode("utf-8", "replace")}
+
+
+def _context(service: Service) -> int:
+    return service.ready.context_length if service.ready else 0

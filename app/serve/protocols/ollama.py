@@ -1,0 +1,371 @@
+"""Ollama's protocol, as chats: https://github.com/ollama/ollama/blob/main/docs/api.md. Streams are lines of JSON.
+
+Models are loaded by who runs the server: requests that pull, create or delete one find nothing.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from typing import Any, Literal
+
+import msgspec
+
+from app.serve.answer import AnswerDelta, AnswerEnd
+from app.serve.errors import ApiError, ollama_form, wrong
+from app.serve.http import LINES, Framing
+from app.serve.protocols import chat, logprobs
+from app.serve.protocols.blocks import Block, Blocks, Closed, Grown
+from app.serve.protocols.completions import TextBody, fill_in
+from app.serve.protocols.conversation import Call, CalledFunction, ChatMessage
+from app.serve.protocols.models import capabilities
+from app.serve.protocols.reply import Asked, Json, Reply
+from app.serve.protocols.requests import JsonSchema, ResponseFormat, generate, grammar_of
+from app.serve.protocols.tools import Tools
+from app.serve.service import Service
+from engine.formats.tokenizer import Tokenizer
+from engine.protocol.events import RawText
+
+VERSION = "0.12.6"
+"""Of the protocol: some clients ask only servers from a version on."""
+_EFFORTS = ("low", "medium", "high")
+
+
+class Options(msgspec.Struct):
+    """Other options are ignored: the context, for one, is the server's."""
+
+    num_predict: int | None = None
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    repeat_penalty: float | None = None
+    repeat_last_n: int | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+
+
+class GivenFunction(msgspec.Struct):
+    name: str
+    arguments: dict[str, Any] | str | None = None
+
+
+class GivenCall(msgspec.Struct):
+    function: GivenFunction
+    id: str | None = None
+
+
+class OllamaMessage(msgspec.Struct):
+    role: str
+    content: str | None = None
+    thinking: str | None = None
+    images: list[str] | None = None
+    tool_calls: list[GivenCall] | None = None
+    tool_name: str | None = None
+    tool_call_id: str | None = None
+
+
+class OllamaBody(msgspec.Struct, kw_only=True):
+    """The fields of both kinds of answers. `keep_alive` is ignored."""
+
+    model: str | None = None
+    stream: bool | None = None
+    format: str | dict[str, Any] | None = None
+    options: Options | None = None
+    think: bool | str | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+
+
+class OllamaChatBody(OllamaBody, kw_only=True):
+    messages: list[OllamaMessage] | None = None
+    tools: list[dict[str, Any]] | None = None
+
+
+class OllamaGenerateBody(OllamaBody, kw_only=True):
+    prompt: str | None = None
+    suffix: str | None = None
+    system: str | None = None
+    images: list[str] | None = None
+    raw: bool | None = None
+
+
+class ShowBody(msgspec.Struct):
+    model: str | None = None
+    name: str | None = None
+
+
+def chat_asked(body: OllamaChatBody, service: Service) -> Asked | Json:
+    """Raises ApiError. Without messages, the model is to be loaded only: it is."""
+    if not body.messages:
+        return _line(service.model, {"message": {"role": "assistant", "content": ""}}) | _loaded()
+    as_chat = chat.ChatBody(messages=_conversation(body.messages), tools=body.tools)
+    return _asked_as_chat(body, as_chat, service, "message")
+
+
+def generate_asked(body: OllamaGenerateBody, service: Service) -> Asked | Json:
+    """Raises ApiError."""
+    if body.images:
+        raise _no_pictures("images")
+    if not body.prompt and not body.suffix:
+        return _line(service.model, {"response": ""}) | _loaded()
+    if not (body.raw or body.suffix):
+        messages = [ChatMessage("system", body.system)] if body.system else []
+        messages.append(ChatMessage("user", body.prompt))
+        return _asked_as_chat(body, chat.ChatBody(messages=messages), service, "response")
+    as_text = TextBody(prompt=body.prompt or "")
+    _set_options(as_text, body)
+    prompt = (
+        fill_in(service, body.prompt or "", body.suffix) if body.suffix else RawText(text=body.prompt or "")
+    )
+    shown = max(body.top_logprobs or 0, 1) if body.logprobs else 0
+    limit, grammar = as_text.max_tokens, grammar_of(as_text)
+    request = generate(as_text, prompt, service.sampling, limit, shown, grammar)
+    return Asked(
+        [request], _reply(body, service, "response", Tools()), body.stream is not False, as_text.stops
+    )
+
+
+def _asked_as_chat(
+    body: OllamaBody, as_chat: chat.ChatBody, service: Service, place: Literal["message", "response"]
+) -> Asked:
+    _set_options(as_chat, body)
+    as_chat.logprobs, as_chat.top_logprobs = body.logprobs, body.top_logprobs
+    if isinstance(body.think, bool):
+        as_chat.chat_template_kwargs = {"enable_thinking": body.think}
+    elif body.think in _EFFORTS:
+        as_chat.reasoning_effort = body.think  # type: ignore[assignment]  # one of them
+    elif body.think is not None:
+        raise wrong("think is true, false, low, medium or high.", "think")
+    request, tools = chat.chat_request(as_chat, service)
+    reply = _reply(body, service, place, tools)
+    return Asked([request], reply, body.stream is not False, as_chat.stops, note=tools.note)
+
+
+def _reply(
+    body: OllamaBody, service: Service, place: Literal["message", "response"], tools: Tools
+) -> "OllamaReply":
+    shown = body.top_logprobs or 0 if body.logprobs else None
+    return OllamaReply(service.model, service.file.tokenizer, place, tools, shown)
+
+
+def _set_options(as_openai: chat.ChatBody | TextBody, body: OllamaBody) -> None:
+    """Raises ApiError."""
+    options = body.options or Options()
+    for name in Options.__struct_fields__:
+        if name != "num_predict":
+            setattr(as_openai, name, getattr(options, name))
+    limit = options.num_predict
+    as_openai.max_tokens = None if limit is None or limit < 0 else limit
+    if body.format == "json":
+        as_openai.response_format = ResponseFormat("json_object")
+    elif isinstance(body.format, dict):
+        as_openai.response_format = ResponseFormat("json_schema", JsonSchema(body.format))
+    elif body.format:
+        raise wrong("format is json, or a JSON schema.", "format")
+
+
+def _conversation(messages: Sequence[OllamaMessage]) -> list[ChatMessage]:
+    """Calls have ids here, of as many characters as all templates take; results of tools follow in the same order.
+    Raises ApiError."""
+    turns, due, n = list[ChatMessage](), list[tuple[str, str]](), 0
+    for i, message in enumerate(messages):
+        if message.images:
+            raise _no_pictures(f"messages[{i}].images")
+        calls = list[Call]()
+        for call in message.tool_calls or ():
+            n += 1
+            given = call.function.arguments
+            arguments = given if isinstance(given, str) else json.dumps(given or {}, ensure_ascii=False)
+            id = call.id or f"{n:09d}"
+            calls.append(Call(CalledFunction(call.function.name, arguments), id=id))
+            due.append((call.function.name, id))
+        id, name = message.tool_call_id or "", message.tool_name or ""
+        if message.role == "tool" and not id:
+            found = next((each for each in due if name in ("", each[0])), None)
+            if found:
+                due.remove(found)
+                name, id = found
+        turns.append(
+            ChatMessage(
+                message.role,
+                message.content,
+                message.thinking,
+                tool_calls=calls or None,
+                tool_call_id=id,
+                name=name,
+            )
+        )
+    return turns
+
+
+def _no_pictures(param: str) -> ApiError:
+    return wrong("This server reads text only: no images.", param)
+
+
+@dataclass
+class OllamaReply(Reply):
+    """`place` is the field that has the answer. `shown`: as in `chat.ChatReply`."""
+
+    model: str
+    tokenizer: Tokenizer
+    place: Literal["message", "response"]
+    tools: Tools
+    shown: int | None = None
+    framing: Framing = LINES
+    _blocks: Blocks = field(default_factory=Blocks)
+    _end: AnswerEnd | None = None
+
+    def delta(self, i: int, delta: AnswerDelta) -> Iterable[Json]:
+        return self._written(self._blocks.feed(delta))
+
+    def ended(self, i: int, end: AnswerEnd) -> Iterable[Json]:
+        yield from self._written(self._blocks.close())
+        self._end = end
+        yield self._value("") | self._figures()
+
+    def whole(self) -> Json:
+        blocks = self._blocks.all
+        texts = {kind: "".join(b.text for b in blocks if b.kind == kind) for kind in ("text", "thinking")}
+        calls = [self._call(block) for block in blocks if block.kind == "call"]
+        shown = self._logprobs([token for block in blocks for token in block.tokens])
+        return self._value(texts["text"], texts["thinking"], calls, shown) | self._figures()
+
+    def pings(self) -> Iterable[Json]:
+        """A piece without text: lines of JSON have no comments."""
+        yield self._value("") | {"done": False}
+
+    def failed(self, error: ApiError) -> Json:
+        return ollama_form(error)
+
+    def _written(self, changes: Iterable[Any]) -> Iterator[Json]:
+        for change in changes:
+            if isinstance(change, Grown) and change.block.kind != "call":
+                texts = (change.text, "") if change.block.kind == "text" else ("", change.text)
+                yield self._value(*texts, logprobs=self._logprobs(change.tokens)) | {"done": False}
+            elif isinstance(change, Closed) and change.block.kind == "call":
+                yield self._value("", calls=[self._call(change.block)]) | {"done": False}
+
+    def _value(
+        self, text: str, thinking: str = "", calls: Sequence[Json] = (), logprobs: Sequence[Json] = ()
+    ) -> Json:
+        thought = {"thinking": thinking} if thinking else {}
+        called = {"tool_calls": list(calls)} if calls else {}
+        shown = {"logprobs": list(logprobs)} if logprobs else {}
+        if self.place == "response":
+            return _line(self.model, {"response": text} | thought | shown)
+        return _line(
+            self.model, {"message": {"role": "assistant", "content": text} | thought | called} | shown
+        )
+
+    def _call(self, block: Block) -> Json:
+        try:
+            arguments = json.loads(block.text)
+        except (ValueError, RecursionError):  # the answer was cut off
+            arguments = {}
+        return {"id": block.id, "function": {"name": block.name, "arguments": arguments}}
+
+    def _logprobs(self, tokens: Sequence[Any]) -> list[Json]:
+        if self.shown is None:
+            return []
+        return logprobs.of_chat(logprobs.reported(tokens, self.tokenizer), self.tokenizer, self.shown)
+
+    def _figures(self) -> Json:
+        """Times are in nanoseconds."""
+        assert self._end
+        end = self._end.finished
+        return {
+            "done": True,
+            "done_reason": "length" if self._end.finish_reason == "length" else "stop",
+            "total_duration": _ns(end.load_ms + end.prompt_ms + end.predicted_ms),
+            "load_duration": _ns(end.load_ms),
+            "prompt_eval_count": end.prompt_n,
+            "prompt_eval_duration": _ns(end.prompt_ms),
+            "eval_count": end.predicted_n,
+            "eval_duration": _ns(end.predicted_ms),
+        }
+
+
+def _ns(ms: float) -> int:
+    return round(ms * 1e6)
+
+
+def _line(model: str, fields: Json) -> Json:
+    return {"model": model, "created_at": _time(datetime.now(UTC)), **fields}
+
+
+def _loaded() -> Json:
+    return {"done": True, "done_reason": "load"}
+
+
+def _time(at: datetime) -> str:
+    return at.strftime("%Y-%m-%dT%H:%M:%S.%fZ")
+
+
+# --- what there is ---------------------------------------------------------------------------------------
+
+
+def tags(services: Sequence[Service]) -> Json:
+    return {"models": [_listed(service) for service in services]}
+
+
+def running(services: Sequence[Service]) -> Json:
+    """Models that are loaded. They do not expire."""
+    loaded = [service for service in services if service.ready]
+    never = {"expires_at": "9999-12-31T23:59:59Z"}
+    return {"models": [_listed(service) | _memory(service) | never for service in loaded]}
+
+
+def show(service: Service) -> Json:
+    info: Json = {"general.architecture": service.file.architecture}
+    if ready := service.ready:
+        info |= {
+            "general.parameter_count": ready.model.parameters,
+            f"{service.file.architecture}.context_length": ready.context_length,
+        }
+    can = capabilities(service)
+    return {
+        "license": "",
+        "modelfile": "",
+        "parameters": "",
+        "template": service.file.template,
+        "details": _details(service),
+        "model_info": info,
+        "capabilities": can,
+        "modified_at": _time(datetime.fromtimestamp(service.created, UTC)),
+    }
+
+
+def _listed(service: Service) -> Json:
+    """The digest only tells models apart."""
+    size = service.ready.model.file_bytes if service.ready else 0
+    return {
+        "name": service.model,
+        "model": service.model,
+        "modified_at": _time(datetime.fromtimestamp(service.created, UTC)),
+        "size": size,
+        "digest": hashlib.sha256(f"{service.model} {size}".encode()).hexdigest(),
+        "details": _details(service),
+    }
+
+
+def _details(service: Service) -> Json:
+    info = service.ready.model if service.ready else None
+    return {
+        "parent_model": "",
+        "format": "gguf",
+        "family": service.file.architecture,
+        "families": [service.file.architecture],
+        "parameter_size": f"{info.parameters / 1e9:.1f}B" if info else "",
+        "quantization_level": info.quantization if info else "",
+    }
+
+
+def _memory(service: Service) -> Json:
+    assert service.ready
+    device_bytes = service.slots.device_bytes if service.slots else 0
+    on_gpu = 0 if service.ready.is_on_cpu else device_bytes
+    return {"size_vram": on_gpu, "context_length": service.ready.context_length}

@@ -1,0 +1,107 @@
+"""Ollama's protocol, over an engine that follows a script."""
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from engine.formats.fill_in import FillIn
+from engine.protocol.events import RawText, Sampling
+from tests.app.fake_engine import TOO_LONG, FakeEngine, reply
+from tests.app.serve.conftest import WEATHER
+
+CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Rome"}}\n</tool_call>'
+ASKED = {"model": "tiny:latest", "messages": [{"role": "user", "content": "Rome?"}]}
+
+
+async def lines(client, path, body):
+    response = await client.post(path, json=body)
+    assert response.status_code == 200 and response.headers["content-type"] == "application/x-ndjson"
+    return [json.loads(line) for line in response.text.splitlines()]
+
+
+async def test_a_chat(served):
+    client, service = served(FakeEngine(reply(f"I look.\n{CALL}", "Hm.")))
+    *parts, last = await lines(client, "/api/chat", {**ASKED, "tools": [WEATHER], "think": True})
+    messages = [part["message"] for part in parts]
+    assert not any(part["done"] for part in parts) and last["done"] and last["done_reason"] == "stop"
+    assert "".join(m.get("thinking", "") for m in messages) == "Hm."
+    assert "".join(m["content"] for m in messages).strip() == "I look."
+    [[call]] = [m["tool_calls"] for m in messages if "tool_calls" in m]
+    assert call["function"] == {"name": "get_weather", "arguments": {"city": "Rome"}}
+    assert last["prompt_eval_count"] == 96 and last["prompt_eval_duration"] == 210_000_000
+    whole = (await client.post("/api/chat", json={**ASKED, "tools": [WEATHER], "stream": False})).json()
+    assert whole["message"]["tool_calls"][0]["function"] == call["function"]
+    assert whole["message"]["thinking"] == "Hm." and whole["message"]["content"].strip() == "I look."
+    assert whole["eval_count"] == last["eval_count"] and service.handled[0].path == "/api/chat"
+
+
+async def test_options_and_formats(served):
+    engine = FakeEngine()
+    client, _ = served(engine, sampling=Sampling(top_k=7))
+    options = {"temperature": 0.5, "num_predict": 9, "stop": ["x"], "seed": 4, "num_ctx": 99}
+    schema = {"type": "object", "properties": {"a": {}}}
+    for format in ("json", schema):
+        asked = {**ASKED, "options": options, "format": format, "think": False}
+        assert (await client.post("/api/chat", json=asked)).status_code == 200
+    first, second = engine.requests
+    assert first.sampling == Sampling(temperature=0.5, top_k=7, seed=4) and first.max_tokens == 9
+    assert not first.prompt.think and json.loads(first.grammar.source) == {"type": "object"}
+    assert json.loads(second.grammar.source) == schema
+    await client.post("/api/chat", json={**ASKED, "think": "low", "options": {"num_predict": -1}})
+    assert engine.requests[2].sampling.effort == "low" and engine.requests[2].max_tokens is None
+    assert (await client.post("/api/chat", json={**ASKED, "format": "xml"})).status_code == 400
+
+
+async def test_a_conversation_with_tools(served):
+    engine = FakeEngine()
+    client, _ = served(engine)
+    call = {"function": {"name": "get_weather", "arguments": {"city": "Rome"}}}
+    said = {"role": "assistant", "content": "", "tool_calls": [call, call]}
+    results = [{"role": "tool", "tool_name": "get_weather", "content": text} for text in ("Sunny", "Rain")]
+    await client.post("/api/chat", json={"messages": [*ASKED["messages"], said, *results]})
+    _, turn, *tools = engine.requests[0].prompt.messages
+    assert [call.id for call in turn.tool_calls] == [tool.tool_call_id for tool in tools]
+    assert len({call.id for call in turn.tool_calls}) == 2 and len(turn.tool_calls[0].id) == 9
+    assert json.loads(turn.tool_calls[0].arguments) == {"city": "Rome"} and tools[0].name == "get_weather"
+
+
+async def test_a_text(served, model_file):
+    engine = FakeEngine(reply("Good day."))
+    client, _ = served(engine, file=replace(model_file, fill_in=FillIn(1, 2, 3)))
+    *parts, last = await lines(client, "/api/generate", {"model": "m", "prompt": "Hi", "system": "Be brief."})
+    assert "".join(part["response"] for part in parts) == "Good day." and last["done"]
+    assert [m.role for m in engine.requests[0].prompt.messages] == ["system", "user"]
+    await client.post("/api/generate", json={"prompt": "Hi", "raw": True})
+    await client.post("/api/generate", json={"prompt": "a", "suffix": "b"})
+    assert engine.requests[1].prompt == RawText(text="Hi")
+    assert [id for id in engine.requests[2].prompt.ids if id in (1, 2, 3)] == [1, 2, 3]
+    loaded = (await client.post("/api/generate", json={"model": "m"})).json()
+    assert loaded["done_reason"] == "load" and len(engine.requests) == 3
+    assert (await client.post("/api/chat", json={"model": "m", "messages": []})).json()["done"]
+
+
+async def test_what_there_is(served):
+    client, _ = served()
+    [model] = (await client.get("/api/tags")).json()["models"]
+    assert model["name"] == "tiny" and model["details"]["quantization_level"] == "Q6_K"
+    [running] = (await client.get("/api/ps")).json()["models"]
+    assert running["context_length"] == 8192 and running["size"] == model["size"]
+    shown = (await client.post("/api/show", json={"model": "tiny"})).json()
+    assert {"tools", "thinking", "completion"} == set(shown["capabilities"])
+    assert shown["model_info"]["qwen3.context_length"] == 8192
+    assert (await client.get("/api/version")).json()["version"]
+    assert (await client.get("/")).status_code == (await client.head("/")).status_code == 200
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_errors(served, stream):
+    client, _ = served(FakeEngine([TOO_LONG]))
+    refused = await client.post("/api/chat", json={**ASKED, "stream": stream})
+    assert refused.status_code == 400 and "8,192" in refused.json()["error"]
+    pictures = [{"role": "user", "content": "?", "images": ["x"]}]
+    refused = await client.post("/api/chat", json={"messages": pictures, "stream": stream})
+    assert refused.status_code == 400 and "reads text only" in refused.json()["error"]
+    assert (await client.post("/api/pull", json={"model": "x"})).json() == {
+        "error": "There is nothing at this path."
+    }
