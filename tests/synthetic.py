@@ -154,7 +154,9 @@ class SyntheticModel:
     def begin(self, request: Generate, report: Report) -> Any:
         return request, report
 
-    def add(self, answer: Any, cancelled: Callable[[], bool], end: Callable[[Any], None]) -> None:
+    def add(
+        self, answer: Any, cancelled: Callable[[], bool], end: Callable[[Any], None], came_s: float
+    ) -> None:
         self._waiting.append((*answer, cancelled, end))
 
     @property

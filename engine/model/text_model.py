@@ -237,6 +237,7 @@ class TextModel:
             yield
         for drawing in (None, *_drawings()) if runner.sampler else (None,):
             for count in runner.row_counts:
+                runner.prepare_rows(count)
                 for depth in self._depths(count):
                     self._run(min(count, runner.parallel), 0, depth, drawing)
                     yield

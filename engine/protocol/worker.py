@@ -26,7 +26,7 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Never, Protocol
 
 from msgspec.structs import replace
@@ -62,7 +62,7 @@ if TYPE_CHECKING:
 MAX_RESTARTS = 8
 _RESTARTED = "ORIN_CHAT_RESTARTED"  # how often, and the file descriptor with the commands so far
 _SEND_INTERVAL_S = 0.01
-_GRACE_S = 1.0  # after a load: a request that is about to come shall not wait for what prepares later ones
+_GRACE_S = 1.0  # a request that is about to come shall not wait for what prepares later ones
 
 Report = Callable[[Event], None]
 
@@ -80,9 +80,11 @@ class Answering(Protocol):
         answer: Answer,
         cancelled: Callable[[], bool],
         end: Callable[[Finished | Exception], None],
+        came_s: float,
     ) -> None:
-        """Answers a request in later steps. It reports `Prefilling`, `Token` and `Thinking`; `end` gets `Finished`, or
-        why it failed. Once `cancelled` returns True, the answer ends as "cancelled"."""
+        """Answers a request in later steps that came at `came_s` (`time.perf_counter`). It reports `Prefilling`,
+        `Token` and `Thinking`; `end` gets `Finished`, or why it failed. Once `cancelled` returns True, the answer ends
+        as "cancelled"."""
         ...
 
     def step(self) -> None:
@@ -173,10 +175,12 @@ class _Server:
         while command := self._inbox.get():
             if isinstance(command, Load):
                 model = self._load(command.options, load)
-                self._inbox.wait_for_request(_GRACE_S)
             elif model:
                 self._take(model, command)
-            if not model or not self._work(model) or not self._warm_up(model):
+            if not model or not self._work(model):
+                break
+            self._inbox.wait_for_request(_GRACE_S)
+            if not self._warm_up(model):
                 break
         while model and model.scheduler.busy:  # all are cancelled
             model.scheduler.step()
@@ -227,8 +231,8 @@ class _Server:
         if isinstance(begun.answer, Exception):
             end(begun.answer)
         else:
-            stop = self._inbox.cancelled(begun.request_id)
-            model.scheduler.add(begun.answer, stop, end)
+            stop, came_s = self._inbox.known(begun.request_id)
+            model.scheduler.add(begun.answer, stop.is_set, end, came_s)
 
     def _load(self, options: EngineOptions, load: Loader) -> Model | None:
         started = time.perf_counter()
@@ -306,31 +310,33 @@ class _Inbox:
         self._payloads: list[bytes] = []  # of all commands, while the model loads
         self._reading = threading.Lock()
         self._queue: SimpleQueue[Load | Request | _Begun | None] = SimpleQueue()
-        self._stops: dict[int, threading.Event] = {}
+        self._first: list[Load | Request | _Begun | None] = []  # what was waited for, before those
+        self._known: dict[int, tuple[threading.Event, float]] = {}
         threading.Thread(target=self._read, name="commands", daemon=True).start()
 
     def get(self) -> Load | Request | _Begun | None:
         """The next command; None after `Shutdown`."""
-        return self._queue.get()
+        return self._first.pop() if self._first else self._queue.get()
 
     def put(self, begun: _Begun) -> None:
         """Gives the main thread a request that can be answered now."""
         self._queue.put(begun)
 
     def has_request(self) -> bool:
-        return not self._queue.empty()
+        return bool(self._first) or not self._queue.empty()
 
     def wait_for_request(self, seconds: float) -> None:
         """Returns when there is a request, or after so many seconds."""
-        until = time.monotonic() + seconds
-        while not self.has_request() and time.monotonic() < until:
-            time.sleep(0.002)
+        if not self._first:
+            with contextlib.suppress(Empty):
+                self._first.append(self._queue.get(timeout=seconds))
 
-    def cancelled(self, request_id: int) -> Callable[[], bool]:
-        return self._stops[request_id].is_set
+    def known(self, request_id: int) -> tuple[threading.Event, float]:
+        """What is set when a request is cancelled, and when the request came (`time.perf_counter`)."""
+        return self._known[request_id]
 
     def forget(self, request_id: int) -> None:
-        self._stops.pop(request_id, None)
+        self._known.pop(request_id, None)
 
     def close(self) -> bytes:
         """Stops reading from the socket, and returns all frames so far."""
@@ -354,17 +360,17 @@ class _Inbox:
     def _take(self, payload: bytes) -> None:
         command = command_decoder.decode(payload)
         if isinstance(command, Cancel):
-            if stop := self._stops.get(command.request_id):
-                stop.set()
+            if known := self._known.get(command.request_id):
+                known[0].set()
         elif isinstance(command, Shutdown):
             if not self.interruptible:
                 _die()
-            for stop in list(self._stops.values()):
+            for stop, _ in list(self._known.values()):
                 stop.set()
             self._queue.put(None)
         else:
             if isinstance(command, Generate):
-                self._stops[command.request_id] = threading.Event()
+                self._known[command.request_id] = threading.Event(), time.perf_counter()
             self._queue.put(command)
 
 

@@ -19,14 +19,14 @@ from engine.runtime.sampling import Logits, LogProbabilities, log_probabilities
 
 @dataclass(eq=False)
 class Job:
-    """A request. `end` is called once, with how it ended; `number` counts requests as they come. It got its slot at
-    `slot_s`, and its first token at `reply_s` (`time.perf_counter`)."""
+    """A request. `end` is called once, with how it ended; `number` counts requests as they come. It came at
+    `came_s`, and has its first token since `reply_s` (`time.perf_counter`)."""
 
     answer: Answer
     cancelled: Callable[[], bool]
     end: Callable[[Finished | Exception], None]
     number: int
-    slot_s: float = 0.0
+    came_s: float
     reply_s: float = math.inf
     has_begun: bool = False  # to prefill, since it has its slot
     due: int = 0  # the sooner the fewer tokens are to be read: see `PATIENCE` in `scheduler`

@@ -41,6 +41,16 @@ class Slot(NamedTuple):
     draw: bool = False
 
 
+Ahead = Callable[[], "Sequence[Slot] | None"]
+"""Called once when a step is launched, before the host waits for its tokens. Gives the slots without tokens (`want`
+"none") of the next step, which has those rows of this one that want a token; None if it may not be launched yet."""
+
+
+def no_pieces() -> Sequence[Slot]:
+    """An `Ahead`: the next step may be launched, without pieces of prompts."""
+    return ()
+
+
 class Drawing(NamedTuple):
     """How the device draws tokens that continue `tokens`. `uniforms`: a number for each (`Sampler.uniforms`), float64
     (n,). `bias`: what is added to the logits of tokens before that (`sampling.biased`). `top`: how many of the most
@@ -124,13 +134,18 @@ class ModelRunner(BlockStore, StateStore, Protocol):
         prompts go token by token, and the first long one waits."""
         ...
 
-    def run(self, slots: Sequence[Slot], ahead: bool = False) -> NDArray[np.int32]:
+    def prepare_rows(self, count: int) -> None:
+        """Compiles steps of one of `row_counts`, if the runner was ready before that. Until then steps of more slots
+        serve."""
+        ...
+
+    def run(self, slots: Sequence[Slot], ahead: Ahead | None = None) -> NDArray[np.int32]:
         """Runs slots of different sequences; returns the next token of each that wants one, int32 (slots that want,).
         It is negative where logits are no finite numbers (`not_finite`).
-        With `ahead`, all slots want a token, their sequences have blocks for one more token each, and the caller is
-        going to run the tokens that it gets and does not need the logits, so the next step may be launched already. The
-        caller may then ask for fewer of these slots, as sequences end, or do anything else: steps that it launches
-        later come after that one."""
+        With `ahead`, the sequences of these have blocks for one more token each, and the caller is going to run the
+        tokens that it gets and does not need the logits: so the next step may be launched already, with the slots that
+        `ahead` gives beside. A runner that does not do so need not call it. The caller may then ask for fewer of these
+        slots, as sequences end, or do anything else: steps that it launches later come after that one."""
         ...
 
     def not_finite(self, slot: Slot) -> ModelFileError:

@@ -1,13 +1,14 @@
 """Continuous batching: conversations share the steps of one runner. A chat is the case of one.
 
 A round is a step of the runner: the next token of every reply, and pieces of prompts. Of a prompt that ends with its
-piece, the first token of the reply is in the same step. While the next round is going to decode the same replies and no
-prompt waits, its step runs ahead: the runner launches it before the host has this one's tokens. If a reply ends all the
-same, its row is of no use but does no harm: its blocks are free at once, as what others store there is stored after it.
+piece, the first token of the reply is in the same step. While the next round is going to decode the same replies, its
+step runs ahead, pieces of prompts included: the runner launches it before the host has this one's tokens. If a reply
+ends all the same, its row is of no use but does no harm: its blocks are free at once, as what others store there is
+stored after it.
 
 The prompt with the least to read goes first, but a long one is overtaken only for a while (`PATIENCE`). A prompt
-slows replies down by a bound (`pace`). Only those that have just begun when it gets its slot wait for it: their prompts
-and this one came together, and the first tokens of all come soonest so.
+slows replies down by a bound (`pace`). Only those wait for it that had hardly begun when it came: their prompts and
+this one came together, and the first tokens of all come soonest so.
 
 A request gets a slot, one of the runner's sequences, as soon as one is free, and leaves it when it ends. Clients take
 turns, however many requests each has. If the KV cache is too small for all slots, the latest request gives its slot
@@ -33,7 +34,7 @@ from engine.runtime.answer import Answer
 from engine.runtime.checkpoints import Checkpoints
 from engine.runtime.jobs import Job, Piece
 from engine.runtime.kv_blocks import BLOCK, KVBlocks, PoolFullError
-from engine.runtime.model_runner import ModelRunner, Slot
+from engine.runtime.model_runner import Ahead, ModelRunner, Slot
 from engine.runtime.pace import Pace
 from engine.runtime.prefix_keeper import PrefixKeeper
 from engine.runtime.prefix_store import PrefixStore
@@ -41,8 +42,8 @@ from engine.runtime.prefix_store import PrefixStore
 REPORT_S = 0.25
 PATIENCE = 4
 """A prompt of n tokens lets shorter ones pass until so many times n tokens of them are read."""
-TOGETHER_S = 0.25
-"""A reply that began no longer than this before a prompt got its slot has just begun."""
+TOGETHER_S = 0.05
+"""A reply that began no longer than this before a prompt came had hardly begun."""
 
 
 class Scheduler:
@@ -67,7 +68,8 @@ class Scheduler:
         self._count = itertools.count(1)
         self._pace = Pace(token_gap)
         self._report_due_s = 0.0
-        self._is_ahead = False  # whether the runner has launched the next step
+        # the pieces of the next step, and its room, once they are chosen
+        self._next: tuple[list[Piece], int] | None = None
         self._last: list[int] = []  # the tokens in the KV cache of the conversation that ended last
         self._n_read = 0  # tokens of all prompts so far
         self._step = 0, 0, 0  # rows of the last step, its tokens of prompts, and the room for these
@@ -79,9 +81,12 @@ class Scheduler:
         answer: Answer,
         cancelled: Callable[[], bool],
         end: Callable[[Finished | Exception], None],
+        came_s: float | None = None,
     ) -> None:
-        """Answers a request in later rounds. `end` gets `Finished`, or why it failed."""
-        job = Job(answer, cancelled, end, next(self._count))
+        """Answers a request in later rounds. `end` gets `Finished`, or why it failed. `came_s`: when the request came
+        (`time.perf_counter`), if not now."""
+        came_s = time.perf_counter() if came_s is None else came_s
+        job = Job(answer, cancelled, end, next(self._count), came_s)
         if answer.reason:  # no token is wanted
             end(answer.finished())
         else:
@@ -99,7 +104,7 @@ class Scheduler:
         try:
             self._round()
         except Exception as error:
-            self._is_ahead = False
+            self._next = None
             for sequence, job in self._live():
                 self._leave(sequence, is_whole=False)
                 job.end(error)
@@ -125,38 +130,37 @@ class Scheduler:
 
     def _round(self) -> None:
         started = time.perf_counter()
-        pieces, room = ([], 0) if self._is_ahead else self._pieces()  # what runs ahead ends first
+        pieces, room = self._next or self._pieces()
+        self._next = None
         for sequence, job in self._live():
             if self._is_prefilled(sequence, job):
                 self._reserve(sequence, 1)
-        pieces = [piece for piece in pieces if self._slots[piece.slot.sequence] is piece.job]
+        pieces = [piece for piece in pieces if self._is_due(piece)]
         ending = [piece.job for piece in pieces if piece.is_last]
         ready = [(i, job) for i, job in self._live() if self._is_prefilled(i, job) or job in ending]
-        self._is_ahead = bool(ready) and self._goes_on(ready)
         self._step = len(ready), sum(len(piece.slot.inputs) for piece in pieces), room
-        chosen = self._run(pieces, [job.last(i) for i, job in ready])
+        chosen = self._run(pieces, ready)
         if ready:
             self._take_tokens(ready, chosen)
             self._pace.measured(self._room_of(pieces, len(ready)), time.perf_counter() - started)
 
-    def _run(self, pieces: Sequence[Piece], rows: Sequence[Slot]) -> NDArray[np.int32]:
-        """Runs a step; returns the next token of each row. A piece that is timed runs before, and so does one after
-        which the recurrent state is kept."""
-        slots = [piece.slot for piece in pieces]
+    def _run(self, pieces: Sequence[Piece], ready: Sequence[tuple[int, Job]]) -> NDArray[np.int32]:
+        """Runs a step; returns the next token of each reply that is `ready`. A piece that is timed runs before, and so
+        does one after which the recurrent state is kept."""
+        slots, rows = [piece.slot for piece in pieces], [job.last(sequence) for sequence, job in ready]
         restore = pieces[0].job.restore if pieces else None
         if restore or (self._states and any(piece.is_last for piece in pieces)):
             if restore:
                 restore.time(lambda: self._runner.run(slots), slots[0].position, len(slots[0].inputs))
             else:
                 self._runner.run(slots)
-            for piece in pieces:
-                self._end_piece(piece)
-            pieces, slots = [], list[Slot]()
+            self._end_pieces(list(pieces))
+            pieces, slots = [], []
         if not (slots or rows):
             return np.zeros(0, np.int32)
-        chosen = self._runner.run([*slots, *rows], self._is_ahead)
-        for piece in pieces:
-            self._end_piece(piece)
+        unended = list(pieces)
+        chosen = self._runner.run([*slots, *rows], self._ahead(unended, ready))
+        self._end_pieces(unended)
         return chosen
 
     def _live(self) -> Iterator[tuple[int, Job]]:
@@ -178,7 +182,13 @@ class Scheduler:
             self._tidy(client)
 
     def _admit(self) -> None:
-        """Gives free slots to those that wait. A client without a slot gets one of a client that has several."""
+        """Gives free slots to those that wait. A client without a slot gets one of a client that has several. Who has
+        to wait longer counts as coming later."""
+        self._give_slots()
+        for job in itertools.chain(*self._waiting.values()):
+            job.came_s = time.perf_counter()
+
+    def _give_slots(self) -> None:
         while self._waiting:
             held = collections.Counter(job.client for _, job in self._live())
             client = min(self._waiting, key=lambda name: (held[name], self._served.get(name, 0)))
@@ -193,7 +203,6 @@ class Scheduler:
             self._waiting[client].popleft()
             sequence = self._slots.index(None)
             self._slots[sequence] = job
-            job.slot_s = time.perf_counter()
             rest = len(job.stored) - self.blocks.known(sequence, job.stored)
             job.due = self._n_read + PATIENCE * rest
             if self._states:
@@ -294,15 +303,21 @@ class Scheduler:
             self._begin_reply(sequence, job)
         return piece if self._reserve(sequence, end - done + piece.is_last) else None
 
-    def _end_piece(self, piece: Piece) -> None:
-        """After the step of a piece."""
-        job, (sequence, inputs, position, *_) = piece
-        end = position + len(inputs)
-        self.blocks.commit(sequence, inputs)
-        if self._states:
-            wanted = job.stored
-            self._states.save(wanted[:end], end in (*job.answer.turn_ends, len(wanted)), sequence)
-        self._n_read += len(inputs)
+    def _is_due(self, piece: Piece) -> bool:
+        """Whether a piece is still what comes next in its sequence."""
+        job, (sequence, _, position, *_) = piece
+        return self._slots[sequence] is job and job.has_begun and self.blocks.length(sequence) == position
+
+    def _end_pieces(self, pieces: list[Piece]) -> None:
+        """Once the step of these pieces is launched. Takes them out of the list."""
+        while pieces:
+            job, (sequence, inputs, position, *_) = pieces.pop(0)
+            end = position + len(inputs)
+            self.blocks.commit(sequence, inputs)
+            if self._states:
+                wanted = job.stored
+                self._states.save(wanted[:end], end in (*job.answer.turn_ends, len(wanted)), sequence)
+            self._n_read += len(inputs)
 
     def _begin_reply(self, sequence: int, job: Job) -> None:
         try:
@@ -363,7 +378,7 @@ class Scheduler:
     def _room(self, job: Job) -> int:
         """The most tokens of prompts in the next step, of which `job`'s is the first."""
         replies = list(self._replies())
-        if any(job.slot_s - reply.reply_s > TOGETHER_S for reply in replies):
+        if any(job.came_s - reply.reply_s > TOGETHER_S for reply in replies):
             return self._pace.room(self._runner.piece_sizes(len(replies)))
         return self._runner.piece_sizes(len(replies))[-1]
 
@@ -411,11 +426,29 @@ class Scheduler:
             job.was_cleared = True
             self._pause(sequence, is_whole=False)
 
+    def _ahead(self, unended: list[Piece], ready: Sequence[tuple[int, Job]]) -> Ahead | None:
+        """What chooses the pieces of the next step, if that has the same rows. `unended`: those of this one."""
+
+        def ahead() -> Sequence[Slot] | None:
+            self._end_pieces(unended)
+            # nobody may be paused for pieces while the step of its row runs
+            if any(job.restore for _, job in self._live()) or not self.blocks.has_room(self._most_room):
+                return None
+            self._next = self._pieces()
+            pieces, _ = self._next
+            begins = any(piece.is_last for piece in pieces) or sum(1 for _ in self._replies()) > len(ready)
+            return None if begins or any(p.job.restore for p in pieces) else [piece.slot for piece in pieces]
+
+        return ahead if self._goes_on(ready) else None
+
+    @property
+    def _most_room(self) -> int:
+        """The most tokens for which `_pieces` makes room."""
+        return self._runner.max_chunk + BLOCK * self._runner.parallel
+
     def _goes_on(self, ready: Sequence[tuple[int, Job]]) -> bool:
         """Whether the next step has these rows too, as far as is known, and needs no logits. Makes room for it."""
-        if any(job.needs_logits or job.answer.left == 1 for _, job in ready):
-            return False
-        if len(ready) < sum(1 for _ in self._live()):  # there is a prompt to prefill
+        if not ready or any(job.needs_logits or job.answer.left == 1 for _, job in ready):
             return False
         try:
             for sequence, job in ready:

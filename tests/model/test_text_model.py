@@ -184,7 +184,7 @@ class Scripted(Wrapped):
         super().__init__(runner)
         self._script = iter(script)
 
-    def run(self, slots, ahead=False):
+    def run(self, slots, ahead=None):
         self._runner.run(slots)
         return np.array([next(self._script) for slot in slots if slot.want == "last"])
 
@@ -204,12 +204,12 @@ class DrawingRunner(Wrapped):
         )
         return self._sampling.top_k != 0 and not drawing.top
 
-    def run(self, slots, ahead=False):
+    def run(self, slots, ahead=None):
         slot, chosen = slots[-1], self._runner.run(slots)
         if not slot.draw:
             return chosen
         assert slot.inputs == (self._said[slot.position],)
-        self.asked.append(ahead)
+        self.asked.append(ahead is not None)
         ids, masses = Sampler(self._sampling).candidates(self._runner.logits()[0], self._said)
         place = np.searchsorted(np.cumsum(masses), next(self._left) * masses.sum(), "right")
         self._said.append(int(ids[place]))

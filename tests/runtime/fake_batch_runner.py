@@ -36,6 +36,7 @@ class FakeBatchRunner:
         self.pools = [{} for _ in groups]
         self.tables = {}
         self.ahead = {}  # the slots of a step that was launched already, with the tokens of each
+        self.pieces_ahead = []  # and its pieces of prompts
         self.steps = []  # (phase, tokens) of each
 
     def assign(self, sequence, tables):
@@ -66,15 +67,18 @@ class FakeBatchRunner:
     def piece_sizes(self, rows):
         return (32, self.max_chunk)
 
-    def run(self, slots, ahead=False):
-        for slot in slots:
-            if slot.want == "none":
-                assert 0 < len(slot.inputs) <= self.max_chunk
-                self.steps.append(("prefill", len(slot.inputs)))
-                for i, token in enumerate(slot.inputs):
-                    self._store(token, slot.position + i, slot.sequence)
+    def run(self, slots, ahead=None):
+        self._prefill([slot for slot in slots if slot.want == "none" and slot not in self.pieces_ahead])
+        self.pieces_ahead = []
         rows = [slot for slot in slots if slot.want == "last"]
         return self._decode(rows, ahead) if rows else np.zeros(0, np.int32)
+
+    def _prefill(self, pieces, phase="prefill"):
+        for piece in pieces:
+            assert 0 < len(piece.inputs) <= self.max_chunk
+            self.steps.append((phase, len(piece.inputs)))
+            for i, token in enumerate(piece.inputs):
+                self._store(token, piece.position + i, piece.sequence)
 
     def _decode(self, rows, ahead):
         assert (
@@ -88,8 +92,10 @@ class FakeBatchRunner:
         chosen = np.array(
             [self._chosen(row, known[row], self._logits[i]) for i, row in enumerate(rows)], np.int32
         )
-        if ahead and len(rows) == len(known):
+        if ahead and len(rows) == len(known) and (pieces := ahead()) is not None:
             self._logits = None
+            self._prefill(pieces, "prefill ahead")
+            self.pieces_ahead = pieces
             following = [
                 r._replace(inputs=(int(i),), position=r.position + 1)
                 for i, r in zip(chosen, rows, strict=True)

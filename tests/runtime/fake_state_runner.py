@@ -55,7 +55,7 @@ class FakeStateRunner:
     def piece_sizes(self, rows):
         return self.chunk_sizes
 
-    def run(self, slots, ahead=False):
+    def run(self, slots, ahead=None):
         [(_, inputs, position, want, _)] = slots
         assert 0 < len(inputs) <= self.max_chunk
         if want == "none":
@@ -66,7 +66,7 @@ class FakeStateRunner:
             self._run(inputs, position)
         best = next_token(self.state)
         self.ahead = None
-        if ahead:
+        if ahead and ahead() is not None:
             self._run([best], position + 1)
             self.ahead = best, position + 1
         return np.array([best], np.int32)

@@ -120,12 +120,12 @@ class Sequences:
 
     def decode(self, tokens: Sequence[int], ahead: bool = False, draw: bool = False) -> list[int]:
         """Runs a token of each of the first sequences; returns the next ones."""
-        from engine.runtime.model_runner import Slot
+        from engine.runtime.model_runner import Slot, no_pieces
 
         for sequence in range(len(tokens)):
             self.blocks.reserve(sequence, 1 + ahead)
         slots = [Slot(s, (token,), self.blocks.length(s), draw=draw) for s, token in enumerate(tokens)]
-        chosen = self.runner.run(slots, ahead)
+        chosen = self.runner.run(slots, no_pieces if ahead else None)
         for sequence, token in enumerate(tokens):
             self.blocks.commit(sequence, [token])
         return [int(token) for token in chosen]

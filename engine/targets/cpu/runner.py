@@ -17,7 +17,7 @@ from engine.loading.weights import Weights
 from engine.measure.profile import Replay
 from engine.measure.timeline import timeline
 from engine.protocol.events import Step
-from engine.runtime.model_runner import SearchReport, Slot, varied_tokens
+from engine.runtime.model_runner import Ahead, SearchReport, Slot, varied_tokens
 from engine.runtime.prefix_store import export_layout
 from engine.runtime.sampling import Logits
 from engine.targets.cpu.kernels import memory
@@ -91,9 +91,12 @@ class CPURunner:
         return self._piece_sizes
 
     def prepare(self, size: int) -> None:
-        """All steps are there."""
+        pass  # all steps are there
 
-    def run(self, slots: Sequence[Slot], ahead: bool = False) -> NDArray[np.int32]:
+    def prepare_rows(self, count: int) -> None:
+        pass  # all steps are there
+
+    def run(self, slots: Sequence[Slot], ahead: Ahead | None = None) -> NDArray[np.int32]:
         rows = [slot for slot in slots if slot.want == "last"]
         for slot in slots:
             assert self._cache.has_blocks(slot.sequence, slot.position + len(slot.inputs) - 1)

@@ -20,7 +20,7 @@ from engine.measure.profile import Replay
 from engine.protocol.events import Step as StepKind
 from engine.runtime.checkpoints import checkpoint_slots
 from engine.runtime.kv_blocks import BLOCK, KVGroup, blocks_of_one
-from engine.runtime.model_runner import SearchReport, Slot, varied_tokens
+from engine.runtime.model_runner import Ahead, SearchReport, Slot, varied_tokens
 from engine.runtime.sampling import Logits
 from engine.targets.graph.delta_net import StateCopies
 from engine.targets.graph.inputs import Step, StepInputs
@@ -66,7 +66,10 @@ class GraphRunner:
 
     # --- steps -------------------------------------------------------------------------------------------
 
-    def run(self, slots: Sequence[Slot], ahead: bool = False) -> NDArray[np.int32]:
+    def prepare_rows(self, count: int) -> None:
+        pass  # a step has one row
+
+    def run(self, slots: Sequence[Slot], ahead: Ahead | None = None) -> NDArray[np.int32]:
         chosen: list[int] = []
         self._logits = []
         for slot in slots:

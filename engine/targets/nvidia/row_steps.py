@@ -23,6 +23,9 @@ from engine.targets.nvidia.kernels.kernel_sequence import KernelSequence
 from engine.targets.nvidia.kernels.token_slots import TokenSlots
 from engine.targets.nvidia.mixed import MixedKernels
 
+Following = Callable[[], int | None]
+"""Called when a step is launched. The size of the step after it, 0 without pieces of prompts; None if it is not to be
+launched yet."""
 _ENDED = (-1,)  # the token of a row that nobody will ask for
 _BEST = Choice()
 Key = tuple[Hashable, ...]
@@ -61,20 +64,25 @@ class RowSteps:
         """Whether the step that is ahead has these rows."""
         return self._is_ahead and set(self._rows) >= set(rows)
 
-    def decode(self, rows: Sequence[Slot], ahead: bool, size: int = 0) -> list[int]:
+    def can_follow(self, rows: Sequence[Slot], size: int) -> bool:
+        """Whether a step of `size` can follow the one that is launched: it has the same rows, and the device has them
+        as that step's."""
+        return len(rows) == len(self._rows) and self._rows_count == self._count(rows, size)
+
+    def decode(self, rows: Sequence[Slot], ahead: Following | None, size: int = 0) -> list[int]:
         """The next token of each row. `size`: if pieces of prompts are to be in the same step (`MixedKernels.send`),
-        the tokens of such a step. With `ahead`, the step after this one is launched too, without pieces, if this one
-        has no other rows than these, and the device has them as that step's."""
+        the tokens of such a step. With `ahead`, the step after this one is launched too, if it can follow."""
         if not self.is_launched(rows):
             self.finish()
             self._send(rows, self._count(rows, size))
             self._launch(rows, size)
         self._choose()  # its masks are there
         places = {row: place for place, row in enumerate(self._rows)}
-        step = self._rows
-        self._is_ahead = ahead and len(rows) == len(step) and self._rows_count == self._count(rows)
-        if self._is_ahead:
-            self._launch([row._replace(position=row.position + 1) for row in step])
+        step, self._is_ahead = self._rows, False
+        following = ahead() if ahead else None
+        if following is not None and self.can_follow(rows, following):
+            self._is_ahead = True
+            self._launch([row._replace(position=row.position + 1) for row in step], following)
         tokens = self._take(step)
         self._rows = [
             row._replace(inputs=(token,), position=row.position + 1)

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import os
 import time
+from bisect import insort
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,7 +27,7 @@ from engine.measure.profile import Replay
 from engine.measure.timeline import timeline
 from engine.protocol.events import Step
 from engine.runtime.kv_blocks import KVGroup
-from engine.runtime.model_runner import SearchReport, Slot, varied_tokens
+from engine.runtime.model_runner import Ahead, SearchReport, Slot, varied_tokens
 from engine.runtime.prefix_store import export_layout
 from engine.runtime.sampling import Logits
 from engine.targets.buffer_uses import BufferUses
@@ -54,6 +56,8 @@ _DECODE_AT_MOST = 1  # so few tokens of a prompt are faster one by one
 _DETOUR_AT_MOST = 128  # so few are so before the kernels of prefill are compiled
 _CHECK_TOKENS = (1, 77, 5, 1203)  # arbitrary: a search compares the logits after them
 _TIMING_S = 0.03
+_MISSED_AT_MOST = 1000
+"""So many steps wait for an idle moment to compile kernels for their number of rows. Then a pause costs less."""
 _BEST, _DRAWN, _CHANGED = Choice(), Choice(draws=True), Choice(draws=True, changes=True)
 _ALL = Choice(draws=True, changes=True, masks=True, tells=True)  # it has all kernels of choices apart
 
@@ -83,11 +87,13 @@ class NvidiaRunner:
         self._input_scales = InputScales()
         self._one = DecodeKernels(model, self._input_scales, context_length)
         counts = self.row_counts
+        self._counts = sorted({1, counts[-1]})  # those whose kernels are compiled
+        self._missed = dict.fromkeys(counts, 0)  # for how many steps each would have been better
         self._batch = BatchKernels(model, self._input_scales, context_length, counts[1:])
         self._prefill = MixedKernels(model, self._input_scales, self.max_chunk, self._batch)
         self.sampler = DeviceSampler(Shortlist(model.spec.vocab), context_length, parallel, counts[-1])
         self._steps = RowSteps(
-            self._one, self._batch, self._prefill, self.sampler, counts, context_length, self._launch
+            self._one, self._batch, self._prefill, self.sampler, self._counts, context_length, self._launch
         )
         by_window = {a.heads.window: a for a in model.storing}
         self._windows = list(by_window)
@@ -114,9 +120,13 @@ class NvidiaRunner:
         self._captured: dict[Key, Callable[[], None]] = {}
         self._prepared: set[int] = set()  # what `prepare` was called with
         self._compiled: dict[int, bool] = {}  # of the sizes of prefill that were asked for
+        self._launched: Sequence[Slot] = ()  # the pieces of prompts in the step that is ahead
         self._earlier: list[Logits] = []  # of the steps before the last one of one `run`
         with timeline.span("kernels"):
             compile_once((*self._set_up, is_early), self._linears)
+            for n in counts[1:-1]:
+                if was_compiled((*self._set_up, "rows", n)):
+                    self.prepare_rows(n)
             # of the steps with prompts and replies, those whose kernels are compiled
             self._mixed_sizes = {
                 size for size in self._mixing if was_compiled((*self._set_up, "mixed", size))
@@ -128,12 +138,12 @@ class NvidiaRunner:
             filling.result()
 
     def _linears(self) -> list[UOp]:
-        """All kernels, or all but those of prefill, to be compiled at once, so that several compilers share them."""
+        """The kernels that answers need at first, to be compiled at once, so that several compilers share them: the
+        least and the most rows, and prefill unless that is compiled later."""
         compiler_processes.prepare()
         steps = self._steps
-        sequences = [steps.kernels(n, limit) for n in self.row_counts for limit in steps.limits(n)]
-        sequences += [steps.kernels(n, steps.limits(n)[0], _CHANGED) for n in self.row_counts]
-        sequences += [steps.choice_kernels(n, _ALL) for n in self.row_counts]
+        sequences = [steps.kernels(n, limit) for n in self._counts for limit in steps.limits(n)]
+        sequences += [steps.kernels(n, steps.limits(n)[0], _DRAWN) for n in self._counts]
         if not self._is_early:
             sequences += [self._prefill.step(size) for size in self.chunk_sizes]
         sequences += [*map(self._copy_sequence, self._windows), *self._states.kernels()]
@@ -154,6 +164,26 @@ class NvidiaRunner:
             return (1,)
         fewer = sum(n < self.parallel for n in ROW_COUNTS)
         return (1, *ROW_COUNTS[: fewer + 1])
+
+    def prepare_rows(self, count: int) -> None:
+        if count not in self._counts:
+            compile_once((*self._set_up, "rows", count), lambda: self._rows_linears(count))
+            insort(self._counts, count)
+
+    def _rows_linears(self, count: int) -> list[UOp]:
+        """The kernels of steps of so many rows, for all ways to choose tokens."""
+        steps, limits = self._steps, self._steps.limits(count)
+        sequences = [steps.kernels(count, limit) for limit in limits]
+        sequences += [steps.kernels(count, limits[0], _CHANGED), steps.choice_kernels(count, _ALL)]
+        return [sequence.linear for sequence in sequences]
+
+    def _note_missed(self, rows: int) -> None:
+        """Compiles the kernels of so many rows if many steps would have been faster with them."""
+        best = next((n for n in self.row_counts if rows <= n), self.row_counts[-1])
+        if best not in self._counts:
+            self._missed[best] += 1
+            if self._missed[best] >= _MISSED_AT_MOST:
+                self.prepare_rows(best)
 
     def decode_depths(self, rows: int) -> tuple[int, ...]:
         return (0, *(limit for limit in self._steps.limits(rows) if limit < self._context))
@@ -188,10 +218,12 @@ class NvidiaRunner:
 
     # ---- steps ----
 
-    def run(self, slots: Sequence[Slot], ahead: bool = False) -> NDArray[np.int32]:
+    def run(self, slots: Sequence[Slot], ahead: Ahead | None = None) -> NDArray[np.int32]:
         pieces, rows = ([slot for slot in slots if slot.want == want] for want in ("none", "last"))
-        for slot in slots:
-            self._states.set(slot.position + len(slot.inputs), slot.sequence)
+        self._set_positions(slots)
+        pieces, self._launched = [piece for piece in pieces if piece not in self._launched], ()
+        if rows:
+            self._note_missed(len(rows))
         most, size = self.row_counts[-1], self._mixed_size(pieces, rows)
         if size:
             self._prefill.send(size, pieces, len(rows))
@@ -202,8 +234,28 @@ class NvidiaRunner:
         for first in range(0, len(rows), most):
             if first:  # the next step overwrites them
                 self._earlier.append(self._steps.logits())
-            chosen += self._steps.decode(rows[first : first + most], ahead and len(rows) <= most, size)
+            following = partial(self._following, rows, ahead) if ahead and len(rows) <= most else None
+            chosen += self._steps.decode(rows[first : first + most], following, size)
         return np.asarray(chosen, np.int32)
+
+    def _following(self, rows: Sequence[Slot], ahead: Ahead) -> int | None:
+        """The size of the next step with these rows, whose pieces it sends (`row_steps.Following`)."""
+        pieces = ahead()
+        if pieces is None or (pieces and not self._mixes(rows)):
+            return None
+        size = self._fitting(pieces) if pieces else 0
+        if (pieces and not size) or not self._steps.can_follow(rows, size):
+            return None
+        if pieces:
+            self._prefill.send(size, pieces, len(rows))
+            self._set_positions(pieces)
+            self._launched = pieces
+        return size
+
+    def _set_positions(self, slots: Sequence[Slot]) -> None:
+        """Says how many tokens the recurrent states have after these slots."""
+        for slot in slots:
+            self._states.set(slot.position + len(slot.inputs), slot.sequence)
 
     def piece_sizes(self, rows: int) -> tuple[int, ...]:
         mixes = self._mixing and 0 < rows <= self.row_counts[-1]
@@ -212,8 +264,16 @@ class NvidiaRunner:
 
     def _mixed_size(self, pieces: Sequence[Slot], rows: Sequence[Slot]) -> int:
         """The size of the step that has room for pieces and rows together; 0 if they go in steps of their own."""
-        if not pieces or not rows or len(rows) > self.row_counts[-1] or self._steps.is_launched(rows):
+        if not pieces or not self._mixes(rows) or self._steps.is_launched(rows):
             return 0
+        return self._fitting(pieces)
+
+    def _mixes(self, rows: Sequence[Slot]) -> bool:
+        """Whether a step may have these rows and pieces."""
+        return 0 < len(rows) <= self.row_counts[-1]
+
+    def _fitting(self, pieces: Sequence[Slot]) -> int:
+        """The smallest size of steps with rows that has room for these pieces; 0 if none has."""
         fits = (size for size in self._mixed_sizes if self._prefill.fits(size, pieces, True))
         return min(fits, default=0)
 
@@ -238,7 +298,7 @@ class NvidiaRunner:
         size = self._size_of(len(slot.inputs))
         if len(slot.inputs) <= (_DECODE_AT_MOST if self._has_prefill(size) else _DETOUR_AT_MOST):
             for i, token in enumerate(slot.inputs):
-                self._steps.decode([Slot(slot.sequence, (token,), slot.position + i)], ahead=False)
+                self._steps.decode([Slot(slot.sequence, (token,), slot.position + i)], ahead=None)
             return
         self._prefill.send(size, [slot])
         self._launch_prefill(size)

@@ -64,23 +64,47 @@ def hold(sizes: Sequence[int] = (32, 64, 128), **shape: Any) -> None:
     texts = [list(map(int, draw.integers(0, 100, n))) for n in (6, 36, 22)]
     blocks = KVBlocks(runner)
 
-    def step(pieces: dict[int, int], *rows: int, ahead: bool = False, draws: Sampler | None = None) -> None:
-        """Reads so many tokens of the prompts of `pieces`, and decodes a token of each of `rows`."""
-        slots = []
-        for s, n in pieces.items():
-            done = blocks.length(s)
-            blocks.reserve(s, n + 2)
-            slots.append(Slot(s, tuple(texts[s][done : done + n]), done, "none"))
+    def step(
+        pieces: dict[int, int],
+        *rows: int,
+        then: dict[int, int] | None = None,
+        draws: Sampler | None = None,
+    ) -> None:
+        """Reads so many tokens of the prompts of `pieces`, and decodes a token of each of `rows`. With `then`, the step
+        after it runs ahead, with these pieces."""
+
+        def slots_of(pieces: dict[int, int]) -> list[Slot]:
+            for s, n in pieces.items():
+                blocks.reserve(s, n + 2)
+            lengths = {s: blocks.length(s) for s in pieces}
+            return [
+                Slot(s, tuple(texts[s][(at := lengths[s]) : at + n]), at, "none") for s, n in pieces.items()
+            ]
+
+        def ahead() -> list[Slot]:
+            commit(read)
+            read.clear()
+            return slots_of(then or {})
+
+        def commit(slots: Sequence[Slot]) -> None:
+            for slot in slots:
+                blocks.commit(slot.sequence, list(slot.inputs))
+
+        slots = slots_of(pieces)
+        read = list(slots)
         for s in rows:
             if s not in pieces:
                 blocks.reserve(s, 2)
             slots.append(Slot(s, (texts[s][-1],), len(texts[s]) - 1, draw=draws is not None))
         is_mixed = bool(pieces and rows)
-        assert bool(runner._mixed_size(slots[: len(pieces)], slots[len(pieces) :])) == is_mixed
-        best = runner.run(slots, ahead)
-        for slot in slots:
-            blocks.commit(slot.sequence, list(slot.inputs))
-        logits = runner.logits() if rows and not ahead else None
+        is_launched = runner._steps.is_launched(slots[len(pieces) :])
+        assert bool(runner._mixed_size(slots[: len(pieces)], slots[len(pieces) :])) == (
+            is_mixed and not is_launched
+        )
+        best = runner.run(slots, ahead if then is not None else None)
+        assert not rows or runner._steps._is_ahead == (then is not None)
+        commit([*read, *slots[len(pieces) :]])
+        logits = runner.logits() if rows and then is None else None
         for i, s in enumerate(rows):
             wanted = reference.logits(texts[s])[-1]
             if draws:
@@ -109,5 +133,12 @@ def hold(sizes: Sequence[int] = (32, 64, 128), **shape: Any) -> None:
     sampler = Sampler(Sampling(seed=3, temperature=2, repeat_penalty=1.1, min_p=0))
     assert runner.sampler.prepare(1, Drawing(sampler.sampling, texts[1], sampler.uniforms(9)))
     step({0: 1}, 1, draws=sampler)
-    step({}, 2, 0, ahead=True)
+    step({}, 2, 0, then={})
     step({}, 2, 0)
+    blocks.drop(1)
+    step({}, 2, 0)
+    step({1: 5}, 2, 0, then={1: 9})
+    step({1: 9}, 2, 0, then={1: 2})
+    step({1: 2}, 2, 0, then={})
+    step({}, 0)  # the other one has ended
+    step({1: len(texts[1]) - 17}, 0, 1)
