@@ -179,9 +179,11 @@ class _Server:
                 self._take(model, command)
             if not model or not self._work(model):
                 break
-            self._inbox.wait_for_request(_GRACE_S)
+            if not self._later:
+                self._inbox.wait_for_request(_GRACE_S)
             if not self._warm_up(model):
                 break
+            self._measure_later(model)
         while model and model.scheduler.busy:  # all are cancelled
             model.scheduler.step()
         self._outbox.close()
@@ -206,9 +208,6 @@ class _Server:
         except Exception as error:
             self._report_failure(error)
             return False
-        is_idle = not model.scheduler.busy and not self._beginning
-        while is_idle and self._later:
-            self._measure(model, self._later.popleft())
         return True
 
     def _begin_next(self, model: Model) -> None:
@@ -262,6 +261,12 @@ class _Server:
         with contextlib.suppress(OSError):  # the disk is full
             traceback.print_exception(error)
         self._outbox.put(Failed.from_error(error))
+
+    def _measure_later(self, model: Model) -> None:
+        """Measures what was asked for, unless there are requests: answers come first, and so do preparations for them,
+        or what is measured would wait for a compiler."""
+        while self._later and not (self._beginning or model.scheduler.busy or self._inbox.has_request()):
+            self._measure(model, self._later.popleft())
 
     def _measure(self, model: Model, request: Measure | Profile) -> None:
         end: Event

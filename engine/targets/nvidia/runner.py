@@ -56,7 +56,7 @@ _DECODE_AT_MOST = 1  # so few tokens of a prompt are faster one by one
 _DETOUR_AT_MOST = 128  # so few are so before the kernels of prefill are compiled
 _CHECK_TOKENS = (1, 77, 5, 1203)  # arbitrary: a search compares the logits after them
 _TIMING_S = 0.03
-_MISSED_AT_MOST = 1000
+_MISSED_AT_MOST = 256
 """So many steps wait for an idle moment to compile kernels for their number of rows. Then a pause costs less."""
 _BEST, _DRAWN, _CHANGED = Choice(), Choice(draws=True), Choice(draws=True, changes=True)
 _ALL = Choice(draws=True, changes=True, masks=True, tells=True)  # it has all kernels of choices apart
