@@ -192,6 +192,7 @@ def _converse(args: Namespace, settings: Settings, configuration: Configuration,
     import asyncio
 
     from app.chat.conversation import past_chat
+    from app.chat.files import mention_of
     from app.chat.history import History
     from app.chat.session import ChatOptions
     from app.cli.model_file import greet, remember_last_model
@@ -206,6 +207,7 @@ def _converse(args: Namespace, settings: Settings, configuration: Configuration,
             "The screen is drawn on standard error, which goes elsewhere.",
             "Leave its redirection (2>) away, or use --plain.",
         )
+    draft = " ".join(mention_of(name) for name in args.files) + " " if args.files else ""
     history = History.open()
     try:
         chat_id = past_chat(history, args.chat, latest=args.resume)
@@ -219,7 +221,8 @@ def _converse(args: Namespace, settings: Settings, configuration: Configuration,
             args, configuration, lambda: None if problem else remember_last_model(args.model, settings)
         )
         if in_lines:
-            from app.lines.line_chat import LineChat, completions
+            from app.chat.commands import completions
+            from app.lines.line_chat import LineChat
             from app.lines.line_input import FileLines, TerminalLines
             from app.lines.other_models import OtherModels
 
@@ -231,7 +234,15 @@ def _converse(args: Namespace, settings: Settings, configuration: Configuration,
             lines = typed or FileLines(sys.stdin, sys.stdout)
             models = None if args.engine else OtherModels(configuration.engine, settings)
             line_chat = LineChat(
-                engine, history, lines, sys.stdout, sys.stderr, chat_id=chat_id, models=models, **chat
+                engine,
+                history,
+                lines,
+                sys.stdout,
+                sys.stderr,
+                chat_id=chat_id,
+                draft=draft,
+                models=models,
+                **chat,
             )
             return asyncio.run(line_chat.run())
         from app.chat.settings import remember, remembered
@@ -253,7 +264,16 @@ def _converse(args: Namespace, settings: Settings, configuration: Configuration,
             if args.compare:
                 engine = setup.compare(engine)
         theme, warning = remembered("theme"), problem and f"{problem} · Ctrl+L chooses another"
-        app = ChatApp(engine, history, setup=setup, theme=theme, chat_id=chat_id, warning=warning, **chat)
+        app = ChatApp(
+            engine,
+            history,
+            setup=setup,
+            theme=theme,
+            chat_id=chat_id,
+            draft=draft,
+            warning=warning,
+            **chat,
+        )
         app.run()
         remember("theme", app.theme)
         if not app.return_code and (way_back := app.session.conversation.way_back()):

@@ -8,6 +8,7 @@ batch. If several keys arrive at once (a fast typist, a slow line, a busy machin
 in place of `ac`.
 """
 
+from textual.binding import Binding
 from textual.events import Key
 from textual.widget import Widget
 from textual.widgets import Input, TextArea
@@ -25,6 +26,15 @@ class OrderedInput(Input):
 
 
 class OrderedTextArea(TextArea):
+    BINDINGS = [
+        Binding("ctrl+home", "cursor_document(0)", show=False),
+        Binding("ctrl+end", "cursor_document(1)", show=False),
+    ]
+
+    def action_cursor_document(self, end: int) -> None:
+        """Moves the cursor to the start of the text, or to its end."""
+        self.move_cursor(self.document.end if end else (0, 0))
+
     def _set_document(self, text: str, language: str | None) -> None:
         super()._set_document(editable(text), language)
 

@@ -1,6 +1,6 @@
 """The box for the prompt, of several lines."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -10,7 +10,8 @@ from textual.message import Message
 
 from widgets.ordered_input import OrderedTextArea
 from widgets.prompt_history import PromptHistory
-from widgets.text import clean
+from widgets.suggestions import Suggestions
+from widgets.text import clean, editable
 
 NEWLINE_KEYS = frozenset({"shift+enter", "alt+enter", "ctrl+j", "ctrl+enter", "shift+\r"})
 
@@ -25,7 +26,8 @@ _ansi_sequences.ANSI_SEQUENCES_KEYS["\x1b\r"] = (_LegacyKey.ALT_ENTER,)  # type:
 
 class Prompt(OrderedTextArea):
     """Enter sends; Shift+Enter, Alt+Enter or Ctrl+J starts a new line. Up in the first line and Down in the last one
-    go through the earlier prompts."""
+    go through the earlier prompts. While `suggestions` are listed, Up and Down choose one, and Tab or Enter takes it.
+    `suggest` lists them for what stands before the cursor; `paste` is what a pasted text becomes."""
 
     DEFAULT_CSS = """
     Prompt {
@@ -49,6 +51,12 @@ class Prompt(OrderedTextArea):
 
         text: str
 
+    class Left(Message):
+        """The user pressed Ctrl+D in an empty box."""
+
+    class NothingToUndo(Message):
+        """The user pressed Ctrl+Z with nothing to undo."""
+
     def __init__(self, placeholder: str = "") -> None:
         super().__init__(
             soft_wrap=True,
@@ -58,6 +66,10 @@ class Prompt(OrderedTextArea):
             placeholder=Content(placeholder),
         )
         self._history = PromptHistory()
+        self._shown = ""
+        self.suggestions = Suggestions()
+        self.suggest: Callable[[], None] = lambda: None
+        self.paste: Callable[[str], str] = lambda text: text
 
     def remember(self, prompts: Iterable[str]) -> None:
         """Sets the earlier prompts, oldest first."""
@@ -72,9 +84,21 @@ class Prompt(OrderedTextArea):
         self._history.replace(self.text, text)
         self._show(text)
 
+    @property
+    def is_typed(self) -> bool:
+        """Whether the user has changed the text since it was put here."""
+        return self.text != self._shown
+
     def _show(self, text: str) -> None:
+        self._shown = editable(text)
         self.load_text(text)
         self.move_cursor(self.document.end)
+
+    def action_undo(self) -> None:
+        before = self.text
+        super().action_undo()
+        if self.text == before:
+            self.post_message(self.NothingToUndo())
 
     def action_cursor_up(self, select: bool = False) -> None:
         if select or self._cursor_row() > 0:
@@ -98,17 +122,53 @@ class Prompt(OrderedTextArea):
         self.call_after_refresh(self.refresh, layout=True)
         self.call_after_refresh(self.scroll_cursor_visible)
 
+    @property
+    def before_cursor(self) -> str:
+        """The line of the cursor, up to it."""
+        row, column = self.cursor_location
+        return self.document[row][:column]
+
     async def _on_key(self, event: events.Key) -> None:
-        if event.key != "enter" and event.key not in NEWLINE_KEYS:
-            return
-        event.stop()
-        event.prevent_default()
-        if event.key in NEWLINE_KEYS:
+        if self._handle(event.key):
+            event.stop()
+            event.prevent_default()
+
+    def _handle(self, key: str) -> bool:
+        """Whether the key is one of this box alone."""
+        if self.suggestions.is_open and key in ("up", "down", "escape"):
+            self.suggestions.close() if key == "escape" else self.suggestions.move(-1 if key == "up" else 1)
+        elif key == "tab" and self.text:  # letters typed after it belong to the prompt
+            self.suggest()
+            self._take_suggestion()
+        elif key in NEWLINE_KEYS:
             self.insert("\n")
-        elif self.text.strip():
+        elif key == "enter":
+            self._enter()
+        elif key == "ctrl+d" and not self.text:
+            self.post_message(self.Left())
+        else:
+            return False
+        return True
+
+    def _enter(self) -> None:
+        """Takes the suggestion that is highlighted if more was suggested than is typed, and else sends the text."""
+        chosen = self.suggestions.highlighted
+        is_typed = chosen is None or self.before_cursor[self.suggestions.start :] == chosen.text
+        if chosen is not None and not is_typed:
+            self._take_suggestion()
+        if (is_typed or (chosen is not None and chosen.ends)) and self.text.strip():
+            self.suggestions.close()
             self.post_message(self.Submitted(self.text.strip("\n")))
+
+    def _take_suggestion(self) -> None:
+        chosen, (row, column) = self.suggestions.highlighted, self.cursor_location
+        if chosen is not None:
+            start = self.suggestions.start
+            self.suggestions.close()
+            goes_on = chosen.ends or chosen.text.endswith("/")
+            self.replace(chosen.text + ("" if goes_on else " "), (row, start), (row, column))
 
     async def _on_paste(self, event: events.Paste) -> None:
         event.stop()
         event.prevent_default()
-        self.insert(event.text)  # whose line ends must not send the prompt
+        self.insert(self.paste(event.text))  # whose line ends must not send the prompt

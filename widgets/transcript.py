@@ -5,14 +5,15 @@ come near. What is visible stays where it is on the screen meanwhile. So neither
 that of a reply costs anything while a reply streams.
 """
 
+import re
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
 from rich.segment import Segment
-from textual.events import Resize
-from textual.geometry import Size
+from textual.events import Click, Resize, TextSelected
+from textual.geometry import Offset, Size
 from textual.message import Message
 from textual.scroll_view import ScrollView
 from textual.selection import Selection
@@ -25,8 +26,16 @@ from widgets.turn_lines import TurnLines
 
 _GUTTER = 2
 """Cells left of the text: a bar for prompts, else blank."""
+_WORD = re.compile(r"[\w@~/\\.:#%&?=+-]*[\w/~]")
 _TOP = 1
 """Blank rows above the first turn."""
+
+
+def word_at(text: str, at: int) -> tuple[int, int]:
+    """Where the word around a character begins and ends: letters and digits with what joins them in paths, addresses
+    and names; the character alone if it is none of these."""
+    found = next((word for word in _WORD.finditer(text) if word.start() <= at < word.end()), None)
+    return found.span() if found else (at, min(at + 1, len(text)))
 
 
 class Transcript(ScrollView, can_focus=False):
@@ -250,6 +259,32 @@ class Transcript(ScrollView, can_focus=False):
         return Strip([*gutter, *texts]).adjust_cell_length(width, base.rich_style)
 
     # --- selecting ----------------------------------------------------------------------------------------------
+
+    async def _on_click(self, event: Click) -> None:
+        """A double click selects a word, a triple click a line with all rows that it is wrapped into. Textual would
+        select all that the widget shows."""
+        widget, offset = self.screen.get_widget_and_offset_at(event.screen_x, event.screen_y)
+
+        if event.chain < 2 or widget is not self or offset is None:
+            return
+        event.prevent_default()
+        row = offset.y
+        if (line := self._line(row)) is None:
+            return
+        if event.chain == 2:
+            start, end = word_at(line.content.plain, offset.x)
+            selection = Selection(Offset(start, row), Offset(end, row))
+        else:
+            first = last = row
+            while (before := self._line(first - 1)) is not None and before.end != "\n":
+                first -= 1
+            while (here := self._line(last)) is not None and here.end != "\n":
+                last += 1
+            end_of_last = self._line(last)
+            assert end_of_last is not None
+            selection = Selection(Offset(0, first), Offset(len(end_of_last.content.plain), last))
+        self.screen.selections = {self: selection}
+        self.screen.post_message(TextSelected())
 
     def selection_updated(self, selection: Selection | None) -> None:
         self.refresh()

@@ -1,7 +1,10 @@
 """A turn of the conversation. The application owns the turns and changes them; the transcript reads them."""
 
+import re
 from dataclasses import dataclass
 from typing import Literal
+
+import msgspec
 
 from engine.protocol.events import Message
 
@@ -9,12 +12,37 @@ WARNING = "⚠"
 """The first character of a note about something that went wrong."""
 
 
+class Attachment(msgspec.Struct, frozen=True, kw_only=True):
+    """A file that the user gave with a prompt, as it was then: its lines from `first` to `last` (0: all). `name` is how
+    it is shown; `stamp` changes when the file does. `tokens` is None if they were not counted."""
+
+    name: str
+    path: str
+    text: str
+    first: int = 0
+    last: int = 0
+    stamp: str = ""
+    tokens: int | None = None
+
+    @property
+    def label(self) -> str:
+        """The name and its size: notes.txt 1,234 tokens."""
+        size = f"{len(self.text):,} characters" if self.tokens is None else f"{self.tokens:,} tokens"
+        return f"{self.name} {size}"
+
+    @property
+    def quoted(self) -> str:
+        """What the model reads of it. The fence is longer than any in the text, so that the text cannot end it."""
+        ticks = max(map(len, re.findall(r"`{3,}", self.text)), default=2) + 1
+        return f"{self.name}:\n{'`' * ticks}\n{self.text.rstrip(chr(10))}\n{'`' * ticks}"
+
+
 @dataclass(eq=False)
 class Turn:
     """`content` and `thinking` are raw text from the user or the model; the widgets clean it. `streaming`: more text is
     to come. `finished` is False for a reply that is not complete, or was not when the program ended. `thinking_s` is
     in seconds (None: not measured). `note` is one line about the turn (stopped, failed), which no model sees.
-    `message_id` is its row in the history (None: not saved yet)."""
+    `message_id` is its row in the history (None: not saved yet). `files` came with a prompt."""
 
     role: Literal["user", "assistant"]
     content: str = ""
@@ -24,8 +52,15 @@ class Turn:
     thinking_s: float | None = None
     note: str = ""
     message_id: int | None = None
+    files: tuple[Attachment, ...] = ()
 
     @property
     def message(self) -> Message:
-        """What a model is sent."""
+        """What a model is sent: the files before the prompt."""
+        parts = *(file.quoted for file in self.files), self.content
+        return Message(role=self.role, content="\n\n".join(parts), thinking=self.thinking)
+
+    @property
+    def written(self) -> Message:
+        """What was written, without the files."""
         return Message(role=self.role, content=self.content, thinking=self.thinking)

@@ -54,6 +54,8 @@ class TurnLines:
 
     def _prompt(self, width: int) -> Sequence[Line]:
         rows = wrapped(Content(clean(self.turn.content)), width)
+        if files := "  ".join(f"▪ {one_line(file.label)}" for file in self.turn.files):
+            rows += wrapped(Content.styled(files, _MUTED), width)
         for row in rows:
             row.is_prompt = True
         return [*rows, Line(Content("")), *self._note(width)]

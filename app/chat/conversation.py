@@ -66,11 +66,13 @@ class Conversation:
                 continue
             assert message.role != "tool"  # no chat has tools
             role, finished = message.role, stored.finished
-            turn = Turn(role, message.content, message.thinking, finished, message_id=stored.id)
+            turn = Turn(
+                role, message.content, message.thinking, finished, message_id=stored.id, files=stored.files
+            )
             if not stored.finished:
                 turn.note = INTERRUPTED if turn.role == "assistant" else UNANSWERED
             self.turns.append(turn)
-            self._stored[stored.id] = turn.message, turn.finished
+            self._stored[stored.id] = turn.written, turn.finished
         self._stored_first = self.history.first_read(chat_id)
         if self._stored_first:
             left_out = (i for i, turn in enumerate(self.turns) if (turn.message_id or 0) < self._stored_first)
@@ -174,15 +176,15 @@ class Conversation:
                     before = self.turns[index - 1].message_id if index else 0
                     self.history.truncate(self.chat_id, before or 0)
                     self._cut_off = False
-                turn.message_id = self.history.append(self.chat_id, turn.message, turn.finished)
-                self._stored[turn.message_id] = turn.message, turn.finished
+                turn.message_id = self.history.append(self.chat_id, turn.written, turn.finished, turn.files)
+                self._stored[turn.message_id] = turn.written, turn.finished
         first = (self.turns[self.start].message_id or 0) if 0 < self.start < len(self.turns) else 0
         if first != self._stored_first:
             self.history.set_first_read(self.chat_id, first)
             self._stored_first = first
         # The reply in progress, and the prompt that it answers. After a failure, older ones may have changed too.
         for turn in self.turns[-2:] if self.problem is None else self.turns:
-            state = turn.message, turn.finished
+            state = turn.written, turn.finished
             if turn.message_id is not None and self._stored[turn.message_id] != state:
                 self.history.update(turn.message_id, turn.content, turn.thinking, turn.finished)
                 self._stored[turn.message_id] = state

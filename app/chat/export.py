@@ -8,7 +8,7 @@ import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 
-from engine.errors import OrinError
+from engine.errors import OrinError, UsageError
 from engine.protocol.events import Message
 from widgets.text import clean, one_line
 
@@ -36,6 +36,19 @@ def write_new(path: Path, text: str) -> None:
         except OSError:
             path.unlink(missing_ok=True)
             raise
+
+
+def write_named(name: str, text: str) -> Path:
+    """Writes a new file that the user named, and returns its path. Raises UsageError."""
+    path = Path(name).expanduser()
+    try:
+        write_new(path, text)
+    except FileExistsError:
+        raise UsageError(f"{path} exists already.", "Choose another name.") from None
+    except (OSError, ValueError) as error:  # a ValueError for a character that no name can have
+        reason = getattr(error, "strerror", None) or error
+        raise UsageError(f"{path} cannot be written: {reason}.") from None
+    return path
 
 
 def write_new_file(title: str, text: str) -> Path:

@@ -19,6 +19,7 @@ import platformdirs
 from app.chat.history_database import HistoryDatabase, HistoryError
 from engine.protocol.events import Message
 from engine.runtime import prefix_folder
+from widgets.turn import Attachment
 
 TITLE_CHARS = 60
 EXCERPT_CHARS, EXCERPT_BEFORE = 200, 40  # of a message, and before a word that was searched for, at most
@@ -30,11 +31,12 @@ _WITHOUT_SPACES = re.compile(
 
 
 class StoredMessage(msgspec.Struct, frozen=True):
-    """`finished` is False for a reply that is not complete."""
+    """`finished` is False for a reply that is not complete. `files` came with a prompt."""
 
     id: int
     message: Message
     finished: bool
+    files: tuple[Attachment, ...] = ()
 
 
 class ChatSummary(msgspec.Struct, frozen=True):
@@ -81,13 +83,18 @@ class History(HistoryDatabase):
         sql = "INSERT INTO chats (model, created, updated) VALUES (?, ?, ?)"
         return self._insert(sql, _storable(model), now, now)
 
-    def append(self, chat_id: int, message: Message, finished: bool = True) -> int:
-        """Adds `message` at the end of the chat and returns its id."""
-        sql = """INSERT INTO messages (chat_id, role, content, thinking, finished, writer)
-            VALUES (?, ?, ?, ?, ?, ?)"""
+    def append(
+        self, chat_id: int, message: Message, finished: bool = True, files: Sequence[Attachment] = ()
+    ) -> int:
+        """Adds `message` at the end of the chat, with its `files`, and returns its id."""
+        last = "SELECT coalesce(max(id), 0) FROM messages WHERE chat_id = ? AND shown AND id > 0"
+        sql = f"""INSERT INTO messages (chat_id, role, content, thinking, finished, writer, files, parent)
+            VALUES (?, ?, ?, ?, ?, ?, ?, ({last}))"""
         content, thinking = _storable(message.content), _storable(message.thinking)
+        brought = _storable(msgspec.json.encode(files).decode()) if files else ""
+        values = chat_id, message.role, content, thinking, finished, os.getpid(), brought, chat_id
         with self._transaction():
-            message_id = self._insert(sql, chat_id, message.role, content, thinking, finished, os.getpid())
+            message_id = self._insert(sql, *values)
             self._run("UPDATE chats SET updated = ? WHERE id = ?", time.time(), chat_id)
         return message_id
 
@@ -119,20 +126,29 @@ class History(HistoryDatabase):
         return int(rows[0][0]) if rows else 0
 
     def truncate(self, chat_id: int, after_message_id: int) -> None:
-        """Deletes the messages after one (0: all of them), but not the system prompt."""
-        sql = "DELETE FROM messages WHERE chat_id = ? AND id > ? AND role != 'system'"
+        """Ends the chat after a message (0: before all of them, but for the system prompt). What followed stays as
+        another version."""
+        sql = "UPDATE messages SET shown = 0 WHERE chat_id = ? AND id > ? AND role != 'system'"
         self._run(sql, chat_id, after_message_id)
 
     def messages(self, chat_id: int) -> list[StoredMessage]:
-        sql = "SELECT id, role, content, thinking, finished FROM messages WHERE chat_id = ? ORDER BY id"
+        """The messages of the version that is shown."""
+        sql = """SELECT id, role, content, thinking, finished, files FROM messages
+            WHERE chat_id = ? AND shown ORDER BY id"""
         return [
-            StoredMessage(id, Message(role=role, content=content, thinking=thinking), bool(finished))
-            for id, role, content, thinking, finished in self._run(sql, chat_id)
+            StoredMessage(
+                id,
+                Message(role=role, content=content, thinking=thinking),
+                bool(finished),
+                msgspec.json.decode(files, type=tuple[Attachment, ...]) if files else (),
+            )
+            for id, role, content, thinking, finished, files in self._run(sql, chat_id)
         ]
 
     def title(self, chat_id: int) -> str:
         """The title that the user gave, or the first line of the first prompt."""
-        prompt = "SELECT content FROM messages WHERE chat_id = chats.id AND role = 'user' ORDER BY id LIMIT 1"
+        prompt = """SELECT content FROM messages
+            WHERE chat_id = chats.id AND role = 'user' AND shown ORDER BY id LIMIT 1"""
         rows = self._run(f"SELECT title, ({prompt}) FROM chats WHERE id = ?", chat_id)
         return _title(*rows[0]) if rows else UNTITLED
 
@@ -168,7 +184,7 @@ class History(HistoryDatabase):
 
     def summaries(self, chat_ids: Sequence[int], query: str = "") -> list[ChatSummary]:
         """Of some of the chats that `query` has found, in this order, without those that are deleted."""
-        of_chat = "messages WHERE chat_id = chats.id"
+        of_chat = "messages WHERE chat_id = chats.id AND shown"
         in_message, parameters = _search(terms) if (terms := _terms(query)) else ("FALSE", [])
         rows = self._run(
             f"""SELECT chats.id, chats.title, model, updated, (SELECT count(*) FROM {of_chat}),

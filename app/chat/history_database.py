@@ -49,6 +49,14 @@ MIGRATIONS: tuple[tuple[str, ...], ...] = (
     ),
     # The first message that the model reads; 0: all of them.
     ("ALTER TABLE chats ADD COLUMN first_read INTEGER NOT NULL DEFAULT 0",),
+    (
+        "ALTER TABLE messages ADD COLUMN files TEXT NOT NULL DEFAULT ''",  # JSON, see `Attachment`
+        # What is replaced stays as another version: `shown` is 0. `parent` is the message before; 0: none.
+        "ALTER TABLE messages ADD COLUMN shown INTEGER NOT NULL DEFAULT 1",
+        "ALTER TABLE messages ADD COLUMN parent INTEGER NOT NULL DEFAULT 0",
+        """UPDATE messages SET parent = coalesce((SELECT max(before.id) FROM messages AS before
+            WHERE before.chat_id = messages.chat_id AND before.id > 0 AND before.id < messages.id), 0)""",
+    ),
 )
 _NOT_SAVED = "until then chats are not saved."
 _PROBLEMS = (  # a part of SQLite's message, what it means, and a hint

@@ -4,12 +4,13 @@ or the line mode."""
 import asyncio
 import itertools
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any, TypedDict
 
 from app.chat.configuration import without_effect
 from app.chat.conversation import Conversation
+from app.chat.failures import events_of, in_words, is_about_model, lacks_memory
 from app.chat.history import History
 from app.chat.history_database import HistoryError
 from app.chat.saver import Saver
@@ -18,8 +19,8 @@ from app.chat.summary import SOURCE_SHARE, Summarized, summary_tokens
 from app.chat.view import View
 from engine.protocol.client import Engine, leave
 from engine.protocol.events import Chat, Event, Failed, Finished, Generate, Ready, Sampling, Thinking, Token
-from widgets.text import counted, one_line
-from widgets.turn import WARNING, Turn
+from widgets.text import counted
+from widgets.turn import WARNING, Attachment, Turn
 
 STOP_S = 3.0
 """If an engine does not stop within this time, its reply is ignored from then on."""
@@ -75,6 +76,7 @@ class Session:
         self.conversation = Conversation(history, system)
         self.status = StatusObserver(clock)
         self.queued = ""
+        self._queued_files: tuple[Attachment, ...] = ()
         self.reply: Turn | None = None  # the one that grows, from its first text on
         self.candidate: Candidate | None = None  # the engine that the session switches to when it is ready
         self.other_model = ""  # a sentence on how to choose one, for the user whose model does not load
@@ -98,6 +100,13 @@ class Session:
         """Whether the engine is starting or answering."""
         return self._is_starting or self.is_answering
 
+    def room(self, *, in_place: bool = False) -> int:
+        """The tokens that the context has left for a prompt (0: not known). `in_place`: of an earlier one; what stands
+        before that is not known."""
+        status = self.status.snapshot()
+        used = 0 if in_place else status.context_used or 0
+        return max(1, status.context_length - used) if status.context_length else 0
+
     # --- what a user does -------------------------------------------------------------------------------
 
     def start(self) -> None:
@@ -105,21 +114,24 @@ class Session:
         self._is_starting = True
         self._spawn(self._start())
 
-    async def send(self, text: str, in_place_of: int | None = None) -> None:
-        """Sends a prompt. If the engine is busy, the prompt waits. `in_place_of`: the index of a turn that is removed
-        first, with all after it."""
+    async def send(
+        self, text: str, in_place_of: int | None = None, files: tuple[Attachment, ...] = ()
+    ) -> None:
+        """Sends a prompt with `files`. If the engine is busy, the prompt waits. `in_place_of`: the index of a turn that
+        is removed first, with all after it."""
         if in_place_of is not None:
             self.conversation.cut(in_place_of)
             await self.view.cut(in_place_of)
         if self.is_busy:
-            self.queued = text
+            self.queued, self._queued_files = text, files
             self.view.queue_changed()
         else:
-            await self._send(text)
+            await self._send(text, files)
 
     def take_back(self) -> None:
-        """Gives the prompt that waits back to the user."""
+        """Gives the prompt that waits back to the user. Its files are read again when it is sent."""
         text, self.queued = self.queued, ""
+        self._queued_files = ()
         self.view.queue_changed()
         if text:
             self.view.give_back(text)
@@ -193,7 +205,9 @@ class Session:
         reply, such as one that did not fit into the context, is sent after it."""
         before, status = self.conversation, self.status.snapshot()
         messages = [message for message in before.messages() if message.role != "system"]
-        waiting = messages.pop().content if messages and messages[-1].role == "user" else ""
+        waiting = before.turns[-1] if messages and messages[-1].role == "user" else None
+        if waiting is not None:
+            messages.pop()
         if not messages or before.awaits_summary:
             self.view.notice("There is nothing to summarize yet", warning=True)
             return
@@ -207,7 +221,8 @@ class Session:
         turn = Turn("user", summarized.request(status.context_length), finished=False)
         conversation.turns.append(turn)
         self.save()
-        self.queued = waiting
+        if waiting is not None:
+            self.queued, self._queued_files = waiting.content, waiting.files
         self.view.queue_changed()
         self._ask()
         await self.view.added(turn)
@@ -257,7 +272,7 @@ class Session:
 
     async def _start(self) -> None:
         engine, failure = self.engine, None
-        async for event in _events(engine.start()):
+        async for event in events_of(engine.start()):
             if self.engine is not engine:
                 return  # the session has switched to another one
             self.status.observe(event)
@@ -269,13 +284,13 @@ class Session:
         self._is_starting = False
         if failure is not None:
             advice = self.other_model if is_about_model(failure) else ""
-            self.view.notice(f"{_sentence(failure)} {advice}".strip(), warning=True)
+            self.view.notice(f"{in_words(failure)} {advice}".strip(), warning=True)
         await self._next(may_send=failure is None)
 
     async def _switch(self, candidate: Candidate, adopted: Callable[[], None]) -> None:
         end = await self._start_candidate(candidate)
         squeezed = isinstance(end, Ready) and end.is_squeezed
-        if (squeezed or _lacks_memory(end)) and await self._may_take_over(candidate):
+        if (squeezed or lacks_memory(end)) and await self._may_take_over(candidate):
             # Memory does not hold two engines. Close the one in use and try again; it restarts if it is needed.
             await self.engine.close()
             if squeezed:
@@ -288,7 +303,7 @@ class Session:
         self.candidate = None
         if isinstance(end, Failed):
             await candidate.engine.close()
-            self.view.notice(f"{candidate.name} did not start: {_sentence(end)}", warning=True)
+            self.view.notice(f"{candidate.name} did not start: {in_words(end)}", warning=True)
             return
         old_engine, self.engine = self.engine, candidate.engine
         self._is_starting = self.is_full = False
@@ -308,7 +323,7 @@ class Session:
         return *ready.warnings, *without_effect(self.sampling, ready)
 
     async def _start_candidate(self, candidate: Candidate) -> Ready | Failed:
-        async for event in _events(candidate.engine.start()):
+        async for event in events_of(candidate.engine.start()):
             candidate.status.observe(event)
             if isinstance(event, Ready | Failed):
                 return event
@@ -325,13 +340,14 @@ class Session:
         """The engine is idle. Sends the prompt that waits; after a failure or a stop, the user gets it back."""
         if self.queued and may_send:
             text, self.queued = self.queued, ""
+            files, self._queued_files = self._queued_files, ()
             self.view.queue_changed()
-            await self._send(text)
+            await self._send(text, files)
         elif self.queued:
             self.take_back()
 
-    async def _send(self, text: str) -> None:
-        turn = Turn("user", text, finished=False)  # until a reply begins, or its request ends
+    async def _send(self, text: str, files: tuple[Attachment, ...] = ()) -> None:
+        turn = Turn("user", text, finished=False, files=files)  # until a reply begins, or its request ends
         self.view.notice("")
         self.conversation.turns.append(turn)
         self.save()
@@ -358,7 +374,7 @@ class Session:
     async def _answer(self, request: Generate, replaced: Turn | None) -> None:
         end: Finished | Failed = Failed(kind="internal", message="The engine stopped without saying why.")
         gained = False
-        async for event in _events(self.engine.generate(request)):
+        async for event in events_of(self.engine.generate(request)):
             if self._request is not request:
                 return  # the session ignores this reply now
             self.status.observe(event)
@@ -450,7 +466,7 @@ class Session:
     def _reason(self, end: Finished | Failed) -> tuple[str, str] | tuple[()]:
         """Why a reply is not complete, and which key helps; empty if it is."""
         if isinstance(end, Failed):
-            return f"{WARNING} {_sentence(end)}", FULL if self.is_full else "Ctrl+R tries again"
+            return f"{WARNING} {in_words(end)}", FULL if self.is_full else "Ctrl+R tries again"
         if end.reason == "cancelled":
             return "stopped", "Ctrl+G goes on"
         if end.reason == "length":
@@ -461,26 +477,3 @@ class Session:
             length = self.status.snapshot().context_length
             return f"{WARNING} The context of {length:,} tokens is full", FULL
         return ()
-
-
-def is_about_model(failure: Failed) -> bool:
-    """Whether another model may start where this one failed."""
-    return failure.kind == "model" or _lacks_memory(failure)
-
-
-def _lacks_memory(event: Event) -> bool:
-    return isinstance(event, Failed) and "memory" in event.message.lower()
-
-
-def _sentence(failure: Failed) -> str:
-    message = failure.message if failure.message.endswith((".", "!", "?")) else f"{failure.message}."
-    return one_line(f"{message} {failure.hint}")
-
-
-async def _events(stream: AsyncIterator[Event]) -> AsyncIterator[Event]:
-    """The events of an engine. If it raises, which it should not, the conversation goes on."""
-    try:
-        async for event in stream:
-            yield event
-    except Exception as error:
-        yield Failed(kind="internal", message=f"The engine broke off: {type(error).__name__}: {error}.")

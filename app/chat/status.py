@@ -61,6 +61,7 @@ class StatusObserver:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self.search = SearchSummary()
+        self.last: Finished | None = None  # the figures of the last reply
         self._status = EngineStatus(context_used=0)
         self._since = clock()  # the beginning of the phase, or of the request
         self._done_at_start = 0
@@ -133,6 +134,7 @@ class StatusObserver:
             case Token():
                 self._token(event)
             case Finished():
+                self.last = event
                 self._status = replace(
                     self._status,
                     phase=Phase.READY,

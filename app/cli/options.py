@@ -8,6 +8,7 @@ import re
 import stat
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 from engine.errors import UsageError
@@ -24,11 +25,13 @@ if TYPE_CHECKING:
 BACKENDS = ("auto", "CPU", "CUDA", "NV")
 EFFORTS = ("low", "medium", "high")
 STDIN_LIMIT_BYTES = 16 << 20
+_FILE_NAME = re.compile(r"[^\s?]*\.\w{1,5}")  # a word that ends as names of files do
 
 EPILOG = """\
 With a PROMPT, or text on standard input, the answer goes to standard output and
-the program ends. Both are joined: cat report.txt | orin-chat "Summarize this."
-A PROMPT that is the name of a command comes after --.
+the program ends. All are joined: cat report.txt | orin-chat notes.md "Compare."
+A FILE alone opens the chat with it. A PROMPT that is the name of a command or
+of a file comes after --.
 
 commands (each has its own --help):
 {commands}
@@ -64,16 +67,23 @@ class Parser(argparse.ArgumentParser):
 
 
 def parse(arguments: Sequence[str], commands: dict[str, str]) -> argparse.Namespace:
-    """The options; `one_shot` is added and says whether they ask for a single answer. `commands` (name: meaning) are
-    listed in the help. Raises UsageError."""
+    """The options; `files` and `one_shot` are added: the paths among the PROMPTs, and whether a single answer is asked
+    for. `commands` (name: meaning) are listed in the help. Raises UsageError."""
     parser = _parser(commands)
     args = parser.parse_args(arguments)
     if args.version:
         print("orin-chat", own_version())
         parser.exit()
+    # A script that passes a prompt on must not read a file because the prompt spells its name.
+    may_be_files = "--" not in arguments and (len(args.prompt) > 1 or (_is_terminal() and not args.json))
+    args.files = [text for text in args.prompt if may_be_files and _is_file(text)]
+    args.prompt = [text for text in args.prompt if text not in args.files]
     if len(args.prompt) > 1:
         if args.prompt[0] in commands and "--" not in arguments:
             parser.error(f"the command comes first: {call(args.prompt[0])} ...")
+        missing = [text for text in args.prompt if _FILE_NAME.fullmatch(text)]
+        if missing and len(missing) < len(args.prompt):
+            parser.error(f"there is no file {missing[0]}")
         parser.error("the prompt is one argument: put it in quotes")
     asked = bool(args.prompt) or args.prompt_ids is not None
     args.one_shot = asked or (not args.plain and not args.once and _stdin_has_text())
@@ -84,12 +94,17 @@ def parse(arguments: Sequence[str], commands: dict[str, str]) -> argparse.Namesp
 def _parser(commands: dict[str, str]) -> Parser:
     listed = "\n".join(f"  {name:<16} {meaning}" for name, meaning in commands.items())
     parser = Parser(
-        usage="orin-chat [OPTION...] [PROMPT]\n       orin-chat COMMAND ...",
+        usage="orin-chat [OPTION...] [FILE...] [PROMPT]\n       orin-chat COMMAND ...",
         description="Chat with a GGUF model in the terminal, and see what the machine does.",
         epilog=EPILOG.format(commands=listed),
     )
     add = parser.add_argument
-    add("prompt", nargs="*", metavar="PROMPT", help="answer this and end; without it, open the chat")
+    add(
+        "prompt",
+        nargs="*",
+        metavar="PROMPT",
+        help="answer this, with the files before it; without it, open the chat",
+    )
     add("--version", action="store_true", help="show the version and exit")
     add("--verbose", action="store_true", help="show on standard error what the engine did")
 
@@ -138,7 +153,7 @@ def _refuse_contradictions(args: argparse.Namespace) -> None:
     alone = args.one_shot or no_screen or args.engine
     for refused, sentence in (
         (
-            by_ids and (templated or args.raw or args.prompt),
+            by_ids and (templated or args.raw or args.prompt or args.files),
             "--prompt-ids takes no other prompt, and no chat template.",
         ),
         (args.raw and templated, "--raw takes no chat template, so no --system, --no-think or --effort."),
@@ -167,12 +182,15 @@ def _refuse_contradictions(args: argparse.Namespace) -> None:
 
 
 def prompt(args: argparse.Namespace) -> Chat | RawText | TokenIds:
-    """The prompt of a single answer: PROMPT, then standard input. Raises UsageError if it is empty or too long."""
+    """The prompt of a single answer: FILES, PROMPT, then standard input. Raises UsageError if it is empty or too long,
+    or if a file cannot be read."""
+    from app.chat.files import Mention, read
     from engine.protocol.events import Chat, Message, RawText, TokenIds
 
     if args.prompt_ids is not None:
         return TokenIds(ids=args.prompt_ids)
-    parts = [*args.prompt, *([_read_stdin()] if _stdin_has_text() else [])]
+    files = [read(Mention(Path(name))).quoted for name in args.files]
+    parts = [*files, *args.prompt, *([_read_stdin()] if _stdin_has_text() else [])]
     text = "\n\n".join(part for part in parts if part)
     if args.raw:
         return RawText(text=text)
@@ -243,6 +261,21 @@ def _stdin_has_text() -> bool:
     except (OSError, ValueError, AttributeError):  # closed, or not a file at all
         return False
     return stat.S_ISREG(mode) or stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode)
+
+
+def _is_terminal() -> bool:
+    try:
+        return sys.stdin.isatty() and sys.stdout.isatty()
+    except (ValueError, AttributeError):  # closed
+        return False
+
+
+def _is_file(text: str) -> bool:
+    """Whether an argument is the path of a file."""
+    try:
+        return Path(text).is_file()
+    except (OSError, ValueError):  # a long prompt is no name of a file
+        return False
 
 
 def _read_stdin() -> str:

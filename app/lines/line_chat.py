@@ -1,26 +1,36 @@
 """The line mode: a chat without a full screen, for simple terminals, screen readers and scripts.
 
-The method `do_NAME` of `LineChat` is the command /NAME. Its docstring is its line in /help.
+The method `do_NAME` of `LineChat` is the command /NAME of `app/chat/commands`.
 """
 
 import asyncio
 import signal
 import threading
 import time
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine
 from pathlib import Path
-from typing import Annotated, Any, TextIO, Unpack
+from typing import Any, TextIO, Unpack
 
 import msgspec
 from msgspec.structs import replace
 
+from app.chat.commands import (
+    ENGINE_OPTIONS,
+    chat_number,
+    commands,
+    engine_option,
+    set_option,
+    set_think,
+    split,
+)
 from app.chat.configuration import without_effect
 from app.chat.conversation import require_chat
-from app.chat.export import to_markdown, write_new
+from app.chat.export import to_markdown, write_named
+from app.chat.failures import is_about_model
+from app.chat.file_reader import FileReader, TokenCounter
 from app.chat.history import History
 from app.chat.history_database import HistoryError
-from app.chat.session import ChatOptions, Session, is_about_model
-from app.chat.settings import check_sampling
+from app.chat.session import ChatOptions, Session
 from app.chat.view import View
 from app.cli.oneshot import TextOutput
 from app.cli.progress import describe, figures
@@ -29,30 +39,15 @@ from app.lines.line_input import FileLines, TerminalLines
 from app.lines.other_models import OtherModels
 from app.lines.word_wrap import WordWrap
 from engine.errors import OrinError, UsageError
-from engine.formats.kv_format import KVFormat
 from engine.protocol.client import Engine
-from engine.protocol.events import ContextLength, EngineOptions, Event, Failed, Finished, Ready, Sampling
+from engine.protocol.events import EngineOptions, Event, Failed, Finished, Ready
 from presets import GUIDE
 from widgets.text import clean, one_line
+from widgets.turn import Attachment
 
 OTHER_MODEL = f"/model NAME goes on with another model, /model {GUIDE} with the one that is built in."
 WAYS_ON = "/summary begins a new chat with a summary, /shorten leaves out the oldest turns"
 LONGEST = "/set context max takes the longest context"
-SETTABLE = (*Sampling.__struct_fields__, "max_tokens")
-ENGINE_OPTIONS = {"context": ("context_length", ContextLength), "kv": ("kv", KVFormat)}
-"""Options that need another start of the engine: their names in `EngineOptions`, and their types."""
-_Positive = Annotated[int, msgspec.Meta(ge=1)]
-
-
-def commands() -> dict[str, str]:
-    """The help of each command, by name."""
-    methods = {name: method for name, method in vars(LineChat).items() if name.startswith("do_")}
-    return {name.removeprefix("do_"): method.__doc__ or "" for name, method in methods.items()}
-
-
-def completions() -> dict[str, Sequence[str]]:
-    """The words that may follow each command, by name."""
-    return dict.fromkeys(commands(), ()) | {"set": (*SETTABLE, *ENGINE_OPTIONS), "think": ("on", "off")}
 
 
 class LineChat(View):
@@ -68,21 +63,24 @@ class LineChat(View):
         messages: TextIO,
         *,
         chat_id: int | None = None,
+        draft: str = "",
         models: OtherModels | None = None,
         **options: Unpack[ChatOptions],
     ) -> None:
         """Reads messages and commands from `lines`. Writes the chat to `out`, and progress and failures to
-        `messages`. `chat_id` continues a chat of `history`. `models` is None for an engine that has no others."""
+        `messages`. `chat_id` continues a chat of `history`. The first line begins with `draft`. `models` is None for an
+        engine that has no others."""
         self.session = Session(engine, history, self, spawn=self._spawn, **options)
         self.session.other_model = OTHER_MODEL if models and lines.is_terminal else ""
         self.session.ways_on = f"{WAYS_ON}{f', {LONGEST}' if models else ''}."
         self._models = models
+        self._reader = FileReader(TokenCounter(lambda: Path(models.options.model_path) if models else None))
         self.session.watch = self._observe
         self._lines = lines
         self._out = WordWrap(out) if lines.is_terminal else out
         self._output = TextOutput(self._out, messages)
         self._past_chat = chat_id
-        self._draft = ""  # what the next line begins with
+        self._draft = draft  # what the next line begins with
         self._tasks: list[asyncio.Task[None]] = []  # what the session works on
         self._ready: Ready | None = None
         self._end: Finished | None = None  # of the last reply
@@ -123,18 +121,30 @@ class LineChat(View):
 
     async def _handle(self, text: str) -> None:
         """Runs a command, or sends a message and waits for the reply."""
-        if text.startswith("/"):
-            name, _, argument = text[1:].partition(" ")
-            if name not in commands():
-                self._draft = " " + text
-                raise UsageError(
-                    f"There is no command /{name}; /help lists them.",
-                    "To send it as a message, put a space before it.",
-                )
-            await getattr(self, f"do_{name}")(argument.strip())
+        try:
+            command = split(text)
+        except UsageError:
+            self._draft = " " + text
+            raise
+        if command is not None:
+            name, argument = command
+            await getattr(self, f"do_{name}")(argument)
         elif text.strip():
-            await self.session.send(text.strip())
-            await self._finish_reply()
+            await self._send(text.strip())
+
+    async def _send(self, text: str) -> None:
+        """Sends a message. What a terminal's user names with @ goes along; the lines of a file name no other files."""
+        files: tuple[Attachment, ...] = ()
+        if self._lines.is_terminal:
+            try:
+                files = await asyncio.to_thread(self._reader.read_all, text, self.session.room())
+            except OrinError:
+                self._draft = text
+                raise
+        for file in files:
+            self._print(f"[{file.label}]")
+        await self.session.send(text, files=files)
+        await self._finish_reply()
 
     # --- the session ------------------------------------------------------------------------------------
 
@@ -211,18 +221,15 @@ class LineChat(View):
     # --- commands ---------------------------------------------------------------------------------------
 
     async def do_help(self, _: str) -> None:
-        """this list"""
         for name, meaning in commands().items():
             self._print(f"  /{name:<12} {meaning}")
         self._print("Alt+Enter begins a new line; Up and Down bring back earlier prompts.")
 
     async def do_new(self, _: str) -> None:
-        """start a new chat"""
         await self.session.open(None)
         self._print("A new chat.")
 
     async def do_chats(self, words: str) -> None:
-        """[WORDS]: past chats, or those that hold these words"""
         chats = self.session.history.chats(limit=20, query=words)
         if not chats:
             self._print("No message has these words." if words else "No chats yet.")
@@ -231,12 +238,10 @@ class LineChat(View):
             self._print(f"  {chat.id:>4}  {when}  {one_line(chat.title)}")
 
     async def do_open(self, number: str) -> None:
-        """NUMBER: go on with a past chat"""
-        await self._open(_chat_number("open", number))
+        await self._open(chat_number("open", number))
 
     async def do_delete(self, number: str) -> None:
-        """NUMBER: delete a past chat for good"""
-        chat_id = _chat_number("delete", number)
+        chat_id = chat_number("delete", number)
         history = self.session.history
         require_chat(history, chat_id)
         self._print(f"Delete “{one_line(history.title(chat_id))}” for good? y deletes it.")
@@ -249,7 +254,6 @@ class LineChat(View):
             await self.do_new("")
 
     async def do_continue(self, _: str) -> None:
-        """go on with the last reply where it ended or, in a new chat, with the most recent chat"""
         turns = self.session.conversation.turns
         if not turns:
             if not (chats := self.session.history.chats(limit=1)):
@@ -260,13 +264,11 @@ class LineChat(View):
         await self._finish_reply()
 
     async def do_regenerate(self, _: str) -> None:
-        """answer the last message again"""
         self._last_prompt()
         await self.session.regenerate()
         await self._finish_reply()
 
     async def do_summary(self, _: str) -> None:
-        """go on in a new chat, with a summary of this one that the model writes"""
         await self.session.summarize()
         if self.session.is_busy:
             self._print(f"A new chat.\n> {self.session.conversation.turns[0].content}")
@@ -275,33 +277,21 @@ class LineChat(View):
         await self._finish_reply()
 
     async def do_shorten(self, _: str) -> None:
-        """leave the oldest turns out of what the model reads; the chat keeps them"""
         await self.session.leave_out()
         await self._finish_reply()
 
     async def do_edit(self, _: str) -> None:
-        """change the last message and send it again"""
         self._draft = self.session.conversation.cut(self._last_prompt())[0].content
 
     async def do_save(self, name: str) -> None:
-        """FILE: write the chat as Markdown"""
         if not name:
             raise UsageError("/save needs the name of a file.")
-        path = Path(name).expanduser()
         model = self._ready.model.name if self._ready else ""
         conversation = self.session.conversation
-        text = to_markdown(conversation.title, model, conversation.all_messages())
-        try:
-            write_new(path, text)
-        except FileExistsError:
-            raise UsageError(f"{path} exists already.", "Choose another name.") from None
-        except (OSError, ValueError) as error:  # a ValueError for a character that no name can have
-            reason = getattr(error, "strerror", None) or error
-            raise UsageError(f"{path} cannot be written: {reason}.") from None
+        path = write_named(name, to_markdown(conversation.title, model, conversation.all_messages()))
         self._print(f"Saved as {path}.")
 
     async def do_model(self, name: str) -> None:
-        """[NAME]: what is answering, or go on with another model"""
         if name:
             await self._switch_model(name)
             return
@@ -338,31 +328,25 @@ class LineChat(View):
         await run_until_signal(self._finish_tasks(), signal.SIGINT, stop=give_up)
 
     async def do_stats(self, _: str) -> None:
-        """figures of the last reply"""
         self._print(self._figures(self._end) if self._end else "There is no reply yet.")
 
     async def do_system(self, text: str) -> None:
-        """[TEXT]: show the system prompt, or start a new chat under this one ("none": without)"""
         if text:
             self.session.system = "" if text == "none" else text
             await self.do_new("")
         self._print(f"System prompt: {self.session.conversation.system or 'none'}")
 
     async def do_think(self, choice: str) -> None:
-        """on|off: whether a thinking model should think"""
-        if choice not in ("on", "off"):
-            raise UsageError("/think needs on or off.")
-        self.session.think = choice == "on"
+        set_think(self.session, choice)
 
     async def do_set(self, argument: str) -> None:
-        """[NAME VALUE]: show the sampling options and the engine's, or change one ("none": without)"""
         if argument:
             name, _, value = argument.partition(" ")
             name = name.replace("-", "_")
             if name in ENGINE_OPTIONS:
                 await self._set_up(name, value.strip())
                 return
-            self._set(name, value.strip())
+            set_option(self.session, name, value.strip())
             if self._ready and name == "effort":
                 for sentence in without_effect(self.session.sampling, self._ready):
                     self._print(sentence)
@@ -377,37 +361,9 @@ class LineChat(View):
         """Goes over to an engine with another option."""
         if (models := self._models) is None:
             raise UsageError(f"This engine has its own {name}, which is set where it runs.")
-        field, kind = ENGINE_OPTIONS[name]
-        try:
-            chosen = msgspec.convert("null" if text == "none" else text, kind, strict=False)
-        except msgspec.ValidationError:
-            raise UsageError(f"{text!r} is no value for {name}.") from None
+        changed = engine_option(name, text)
         model = self._ready.model.name if self._ready else "the engine"
-        changed = {field: msgspec.to_builtins(chosen)}
         await self._switch(models, *models.with_options(**changed), f"{model} with {name} {text}")
 
-    def _set(self, name: str, text: str) -> None:
-        if name not in SETTABLE:
-            listed = ", ".join((*SETTABLE, *ENGINE_OPTIONS))
-            raise UsageError(f"There is no option {name}.", f"The options are {listed}.")
-        value = "null" if text == "none" else text
-        try:
-            if name == "max_tokens":
-                self.session.max_tokens = msgspec.convert(value, _Positive | None, strict=False)
-            else:
-                fields = msgspec.structs.asdict(self.session.sampling) | {name: value}
-                changed = msgspec.convert(fields, Sampling, strict=False)
-                check_sampling(changed)
-                self.session.sampling = changed
-        except msgspec.ValidationError:
-            raise UsageError(f"{text!r} is no value for {name}.") from None
-
     async def do_quit(self, _: str) -> None:
-        """end the chat"""
         raise EOFError
-
-
-def _chat_number(command: str, text: str) -> int:
-    if not (text.isascii() and text.isdigit()):
-        raise UsageError(f"/{command} needs the number of a chat.", "/chats lists them.")
-    return int(text)

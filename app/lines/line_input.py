@@ -6,7 +6,7 @@ from typing import TextIO
 
 from prompt_toolkit import PromptSession
 from prompt_toolkit.application import create_app_session
-from prompt_toolkit.completion import CompleteEvent, Completer, Completion
+from prompt_toolkit.completion import CompleteEvent, Completer, Completion, ThreadedCompleter
 from prompt_toolkit.document import Document
 from prompt_toolkit.history import InMemoryHistory
 from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
@@ -14,6 +14,7 @@ from prompt_toolkit.keys import Keys
 from prompt_toolkit.output.plain_text import PlainTextOutput
 from prompt_toolkit.utils import is_dumb_terminal
 
+from app.chat import files
 from widgets.text import clean, editable
 
 PROMPT = "> "
@@ -37,7 +38,7 @@ class TerminalLines:
             self._session: PromptSession[str] = PromptSession(
                 PROMPT,
                 history=self._history,
-                completer=CommandCompleter(commands),
+                completer=ThreadedCompleter(CommandCompleter(commands)),  # a folder may be slow
                 key_bindings=keys,
                 multiline=True,
                 enable_suspend=True,  # Ctrl-Z, as in a shell
@@ -78,7 +79,7 @@ class FileLines:
 
 
 class CommandCompleter(Completer):
-    """Completes /NAME at the beginning of a line, and the word after it."""
+    """Completes /NAME at the beginning of a line, the word after it, and files as @NAME."""
 
     def __init__(self, commands: Mapping[str, Iterable[str]]) -> None:
         self._commands = commands
@@ -86,6 +87,9 @@ class CommandCompleter(Completer):
     def get_completions(self, document: Document, complete_event: CompleteEvent) -> Iterable[Completion]:
         text = document.text_before_cursor
         if not text.startswith("/"):
+            start, names = files.completions(document.current_line_before_cursor)
+            written = len(document.current_line_before_cursor) - start
+            yield from (Completion(name, -written) for name in names)
             return
         name, space, argument = text[1:].partition(" ")
         word, choices = (argument, self._commands.get(name, ())) if space else (name, self._commands)
@@ -103,7 +107,7 @@ def _new_line(event: KeyPressEvent) -> None:
 
 
 def _paste(event: KeyPressEvent) -> None:
-    event.current_buffer.insert_text(editable(event.data))
+    event.current_buffer.insert_text(editable(files.pasted(event.data)))
 
 
 def _ignore(event: KeyPressEvent) -> None:

@@ -20,6 +20,9 @@ ACTIONS = (
     Action("f2", "edit", "Edit last prompt", "Bring the last prompt back, to change and resend it"),
     Action("f3", "copy_reply", "Copy reply", "Copy the last reply, as Markdown"),
     Action("f4", "copy_code", "Copy code block", "Copy the last code block"),
+    Action(
+        "alt+u", "read_again", "Read files again", "Name the files that have changed since they were sent"
+    ),
     Action("ctrl+t", "toggle_thinking", "Show or fold thinking", "Unfold what the model thought, or fold it"),
     Action("ctrl+n", "new_chat", "New chat", "Start an empty chat; this one stays in the past chats"),
     Action("ctrl+o", "past_chats", "Past chats", "Find, open, rename or delete earlier conversations"),
@@ -34,6 +37,7 @@ ACTIONS = (
     Action("f9", "zoom", "Whole pane", "Give the next pane of the dashboard the whole screen"),
     Action("f10", "compare", "Compare", "Have llama.cpp answer beside orin-chat, or no longer"),
     Action("f12", "system", "System prompt", "See or change the system prompt of this chat"),
+    Action("alt+z", "suspend", "Suspend", "Go back to the shell; its command fg comes back"),
     Action("f1", "help", "Help", "All keys"),
     Action("ctrl+q", "quit", "Quit", "Leave; the conversation is saved"),
 )
@@ -41,23 +45,27 @@ ACTIONS = (
 OTHER_KEYS = (
     ("Enter", "Send the prompt"),
     ("Ctrl+J, Alt+Enter", "New line; Shift+Enter too, where the terminal knows it"),
+    ("@", "A file goes along: @notes.txt, @src/*.py; :10-40 after it takes lines; Tab completes its name"),
+    ("/", "A command, such as /help; Tab completes it"),
     ("Up, Down", "Earlier prompts, from the first and the last line"),
     ("Page Up, Page Down", "Scroll; at the end the view follows the reply again"),
     ("Ctrl+Home, Ctrl+End", "First message, last message"),
-    ("Mouse", "Selecting text copies it; a click copies a link"),
-    ("Ctrl+C", "Copy the selection; without one, stop the reply"),
+    ("Mouse", "Selecting text copies it, a double click a word, a triple one a line; a click copies a link"),
+    ("Ctrl+C", "Copy the selection; without one, stop the reply or clear the draft; twice, quit"),
+    ("Ctrl+D", "In an empty prompt: quit"),
     ("Ctrl+P", "All commands, and the theme"),
 )
 
 PANE_KEYS = (
     (
         "In the kernel table",
-        "d decode or prefill, s sorts, f filters, p holds, m measures again, Enter shows the source; F9 or Tab goes "
-        "there",
+        "d decode or prefill, s sorts, f filters, p holds, m measures again, Enter shows the source; F9 goes there, "
+        "and Tab from an empty prompt",
     ),
     (
         "In the graphs",
-        "t changes between one minute and five, Left and Right show the figures of a moment; F9 or Tab goes there",
+        "t changes between one minute and five, Left and Right show the figures of a moment; F9 goes there, and Tab "
+        "from an empty prompt",
     ),
 )
 

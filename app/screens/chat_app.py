@@ -1,6 +1,8 @@
 """The full-screen chat: its layout and what its keys do."""
 
 import contextlib
+import os
+import signal
 import time
 from collections.abc import Callable, Iterable
 from typing import Unpack
@@ -9,7 +11,7 @@ from textual import on, work
 from textual.app import ComposeResult, SystemCommand
 from textual.binding import Binding
 from textual.containers import Horizontal
-from textual.events import Event, Key, Resize, TextSelected
+from textual.events import Event, Key, Resize
 from textual.screen import ModalScreen, Screen
 from textual.theme import ThemeProvider
 from textual.widget import Widget
@@ -22,25 +24,24 @@ from app.screens import garbage
 from app.screens.actions import ACTIONS, key_label
 from app.screens.chat_column import TINY_WIDTH, ChatColumn
 from app.screens.chats import ChatsScreen
-from app.screens.clipboard import copy_by_tmux, is_in_tmux
 from app.screens.context_actions import WAYS, ContextActions
+from app.screens.copying import Copying
 from app.screens.dashboard import Dashboard
 from app.screens.edit_page import EditPage
-from app.screens.engine_actions import EngineActions
 from app.screens.engine_setup import EngineSetup
+from app.screens.file_actions import FileActions
 from app.screens.frame_pacer import TICK_S, FramePacer
 from app.screens.help import HelpScreen
 from app.screens.palette import Palette
+from app.screens.slash_commands import SlashCommands
 from app.screens.system_prompt import Instructions, SystemScreen
 from engine.errors import OrinError
 from engine.protocol.client import Engine
 from engine.protocol.events import Counter
 from presets import GUIDE
 from widgets.comparison_pane import ComparisonPane
-from widgets.markdown.parser import code_blocks
+from widgets.prompt import Prompt
 from widgets.terminal_signals import end_with_terminal, suspend_between_events
-from widgets.text import clean, counted
-from widgets.transcript import Transcript
 
 CHAT_ONLY = ("next_backend", "next_beam", "scroll", "scroll_to_start", "scroll_to_end")
 """Actions with keys that mean something else in a text box. In the chat they have priority; on a page they are off."""
@@ -50,16 +51,20 @@ WIDE_WIDTH = 110
 """A terminal of this width shows the dashboard beside the chat, a narrower one in its place."""
 MEDIUM_HEIGHT = 24
 """A lower terminal leaves out the panes of the machine and the kernels, and what the commands of the palette do."""
+FILES_S = 2.0
+"""How often the files of the chat are looked at, for changes."""
+AGAIN_S = 3.0
+"""How long a key that has to be pressed twice waits for the second time."""
 DRAFT_S = 1.0
 """A crash loses at most this much of what is being typed."""
 
 
-class ChatApp(ContextActions, EngineActions):
+class ChatApp(Copying, FileActions, SlashCommands, ContextActions):
     """A conversation with an engine, saved in a history. The engine is started with the application and closed with it.
 
-    `chat_id` opens a past chat. `initial_prompt` is sent as soon as the engine is ready. `theme` is the name of one of
-    Textual's themes; an unknown one is ignored. `warning` is shown at first. `clock` gives the seconds for everything
-    that the screen times.
+    `chat_id` opens a past chat. `initial_prompt` is sent as soon as the engine is ready, and `draft` is in the prompt.
+    `theme` is the name of one of Textual's themes; an unknown one is ignored. `warning` is shown at first. `clock`
+    gives the seconds for everything that the screen times.
     """
 
     TITLE = "orin-chat"
@@ -102,6 +107,7 @@ class ChatApp(ContextActions, EngineActions):
         *,
         chat_id: int | None = None,
         initial_prompt: str = "",
+        draft: str = "",
         theme: str = "",
         warning: str = "",
         setup: EngineSetup | None = None,
@@ -112,7 +118,7 @@ class ChatApp(ContextActions, EngineActions):
         super().__init__()
         self.history = history
         self.setup = setup
-        self.column = ChatColumn(clock)
+        self.column = ChatColumn(clock, lambda: setup.model_path if setup else None)
         self.prompt, self.transcript = self.column.prompt, self.column.transcript
         self.notice = self.column.notice
         self.session = Session(
@@ -130,11 +136,12 @@ class ChatApp(ContextActions, EngineActions):
         self.dashboard = Dashboard(self.session, setup, read_counters)
         self._first_theme, self._first_warning = theme, warning
         self._open_first = chat_id
-        self._send_first = initial_prompt
+        self._send_first, self._first_draft = initial_prompt, draft
         self._resumable: int | None = None  # the chat that Ctrl+G opens while this one is empty
         self._pacer = FramePacer()
         self._save_draft_at = 0.0
         self._saved_draft = ""
+        self._quits_until = 0.0  # until then, Ctrl+C quits
         self._is_prompt_visible = True
         self._has_dashboard_drawn = False
         self.animation_level = "none"
@@ -162,6 +169,7 @@ class ChatApp(ContextActions, EngineActions):
             await self.session.send(self._send_first)
         garbage.postpone()
         self.set_interval(TICK_S, self._tick)
+        self.set_interval(FILES_S, self._look_at_files)
         suspend_between_events(self)
         end_with_terminal(self)
 
@@ -175,7 +183,12 @@ class ChatApp(ContextActions, EngineActions):
         """Takes earlier prompts and the draft of a crashed chat from the history, and offers its interrupted reply."""
         try:
             self.prompt.remember(self.history.prompts())
-            self.prompt.put(self.history.take_draft())
+            kept = self.history.take_draft()
+            self.prompt.put(kept)
+            if self._first_draft:
+                self.prompt.put(self._first_draft)
+            elif kept:
+                self.notice("This draft is from the last time · Ctrl+C clears it", seconds=30)
             recent = self.history.chats(limit=1)
             if recent and recent[0].interrupted and self._open_first is None:
                 self._resumable = recent[0].id
@@ -279,10 +292,13 @@ class ChatApp(ContextActions, EngineActions):
     async def action_new_chat(self) -> None:
         await self.session.open(None)
 
+    def action_past_chats(self) -> None:
+        self.past_chats()
+
     @work(group="chats", exclusive=True)
-    async def action_past_chats(self) -> None:
+    async def past_chats(self, search: str = "", delete: int | None = None) -> None:
         current = self.session.conversation.chat_id
-        screen = ChatsScreen(self.history, current)
+        screen = ChatsScreen(self.history, current, search=search, delete=delete)
         chosen = await self.push_screen_wait(screen)
         if chosen is not None and chosen != current:
             await self.session.open(chosen)
@@ -388,46 +404,36 @@ class ChatApp(ContextActions, EngineActions):
         else:
             self.action_compare()
 
-    # --- copying ----------------------------------------------------------------------------------------
-
-    def action_copy_reply(self) -> None:
-        reply = self.session.conversation.last_reply
-        text = clean(reply.content).strip() if reply else ""
-        self._copy(text, "the reply", "There is no reply to copy yet")
-
-    def action_copy_code(self) -> None:
-        replies = (turn for turn in reversed(self.session.conversation.turns) if turn.role == "assistant")
-        blocks = (block for reply in replies for block in reversed(code_blocks(clean(reply.content))))
-        self._copy(next(blocks, ""), "the code block", "There is no code block to copy yet")
-
-    def _copy(self, text: str, name: str, nothing: str = "") -> None:
-        if text:
-            self.copy_to_clipboard(text)
-        self.notice(f"Copied {name} ({counted(len(text), 'character')})" if text else nothing)
-
-    def copy_to_clipboard(self, text: str) -> None:
-        super().copy_to_clipboard(text)
-        if is_in_tmux():
-            self.run_worker(copy_by_tmux(text))
-
-    @on(TextSelected)
-    def _copy_selection(self) -> None:
-        text = self.screen.get_selected_text()
-        if text and text.strip():
-            self._copy(text, "the selection")
-
-    @on(Transcript.LinkClicked)
-    def _copy_link(self, event: Transcript.LinkClicked) -> None:
-        self._copy(event.address, f"the link {event.address}")
-
     # --- the rest ---------------------------------------------------------------------------------------
 
     def action_help_quit(self) -> None:
-        """Textual calls this for Ctrl+C without a selection. In a terminal that key stops what runs."""
+        """Textual calls this for Ctrl+C without a selection. In a terminal that key stops what runs; then it clears the
+        draft, which Up brings back; and pressed again it quits."""
+        now = time.monotonic()
         if self.session.is_answering:
             self.action_stop()
+        elif self.column.editing is not None:
+            self.column.leave_editing()
+        elif self.prompt.text and self.screen is self.page:
+            self.prompt.put("")
+            self.notice("Cleared; Up brings it back")
+        elif now < self._quits_until:
+            self.call_later(self.action_quit)
         else:
-            self.notice("Ctrl+Q quits")
+            self._quits_until = now + AGAIN_S
+            self.notice("Ctrl+C again quits, and so does Ctrl+Q", seconds=AGAIN_S)
+
+    @on(Prompt.Left)
+    async def _leave(self) -> None:
+        await self.action_quit()
+
+    @on(Prompt.NothingToUndo)
+    def _name_suspend(self) -> None:
+        self.notice("There is nothing to undo · Alt+Z suspends orin-chat")
+
+    def action_suspend(self) -> None:
+        """Gives the terminal back to the shell, until `fg`."""
+        os.kill(os.getpid(), signal.SIGTSTP)  # see widgets/terminal_signals
 
     async def action_quit(self) -> None:
         """Quits, unless a page has edits that are not saved: it comes to the front and asks."""

@@ -1,19 +1,26 @@
 """The column of the conversation, from the transcript to the prompt: shows a session."""
 
+import asyncio
 from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
 
 from textual import on
 from textual.app import ComposeResult
 from textual.containers import Vertical
 from textual.content import Content
 from textual.events import Resize
-from textual.widgets import Static
+from textual.message import Message
+from textual.widgets import Static, TextArea
 
+from app.chat.commands import split
 from app.chat.history_database import HistoryError
 from app.chat.session import Session
 from app.chat.view import View
 from app.comparison.comparison_engine import ComparisonEngine
 from app.screens import garbage
+from app.screens.typing_help import TypingHelp
+from engine.errors import OrinError
 from widgets.activity_line import ActivityLine, status_text
 from widgets.comparison_pane import ComparisonPane
 from widgets.engine_status import Phase
@@ -21,7 +28,7 @@ from widgets.prompt import Prompt
 from widgets.status_line import StatusLine, tiny_status
 from widgets.text import longest_fitting, one_line
 from widgets.transcript import Transcript
-from widgets.turn import Turn
+from widgets.turn import Attachment, Turn
 from widgets.welcome import Welcome
 
 PLACEHOLDERS = (
@@ -57,11 +64,21 @@ class ChatColumn(View, Vertical):
         display: none; height: 1; padding: 0 2; color: $text-accent; text-wrap: nowrap; text-overflow: ellipsis;
     }
     ChatColumn #queued.-waiting { display: block; }
+    ChatColumn #files { display: none; height: auto; max-height: 3; padding: 0 2; }
+    ChatColumn #files.-shown { display: block; }
     ChatColumn Prompt { margin: 0 1; }
     """
     session: Session
 
-    def __init__(self, clock: Callable[[], float]) -> None:
+    @dataclass
+    class Commanded(Message):
+        """The user sent the command /`name`."""
+
+        name: str
+        argument: str
+
+    def __init__(self, clock: Callable[[], float], model: Callable[[], Path | None] = lambda: None) -> None:
+        """`model` returns the file of the model in use, whose tokens are counted."""
         super().__init__(id="chat")
         self.clock = clock
         self.problem: HistoryError | None = None  # why the conversation is not saved
@@ -74,11 +91,13 @@ class ChatColumn(View, Vertical):
         # Made here, since `query_one` searches the screen on top, which may be another one.
         self.welcome, self.transcript, self.comparison = Welcome(), Transcript(), ComparisonPane()
         self.activity, self.prompt = ActivityLine(), Prompt(PLACEHOLDERS[0])
+        self.typing = TypingHelp(self, self.prompt, model)
         self.queued = Static(id="queued", markup=False)
         self.status_line = StatusLine()
 
     def compose(self) -> ComposeResult:
-        yield from (self.welcome, self.transcript, self.comparison, self.activity, self.queued, self.prompt)
+        yield from (self.welcome, self.transcript, self.comparison, self.activity, self.queued)
+        yield from (self.prompt.suggestions, self.typing.chips, self.prompt)
 
     def on_resize(self, event: Resize) -> None:
         self.prompt.placeholder = longest_fitting(PLACEHOLDERS, event.size.width - _BOX)
@@ -149,7 +168,8 @@ class ChatColumn(View, Vertical):
         self.activity.activity = pair.doing if pair and is_working else ""
         is_idle = status.phase in (Phase.READY, Phase.GONE)
         keys = "F1 keys  Ctrl+P commands" if is_idle else "Esc stops" if session.is_answering else ""
-        self.activity.hint = self.back_keys or keys
+        below = "" if self.transcript.is_following else "↓ more below  Ctrl+End"
+        self.activity.hint = self.back_keys or below or keys
         if (candidate := session.candidate) is not None and not session.is_answering:
             progress = status_text(candidate.status.snapshot())
             self.notice(f"{candidate.name}: {progress} · Esc gives it up", seconds=2)
@@ -184,15 +204,46 @@ class ChatColumn(View, Vertical):
             self.notice("The engine is still starting")
         return self.session.is_busy
 
+    @on(TextArea.Changed)
+    def _text_changed(self) -> None:
+        self.typing.text_changed()
+
+    @on(TextArea.SelectionChanged)
+    def _cursor_moved(self) -> None:
+        self.typing.cursor_moved()
+
     @on(Prompt.Submitted)
     async def submit(self, event: Prompt.Submitted) -> None:
-        if self.session.is_busy and self.session.queued:
-            self.notice("One prompt is waiting already · F2 takes it back")
+        try:
+            command = split(event.text)
+        except OrinError as error:
+            self.notice(str(error), warning=True)
             return
+        if command is not None:
+            self.prompt.sent(event.text)
+            self.post_message(self.Commanded(*command))
+        elif self.session.is_busy and self.session.queued:
+            self.notice("One prompt is waiting already · F2 takes it back")
+        else:
+            await self._send(event.text)
+
+    async def _send(self, text: str) -> None:
+        """Sends a prompt with the files that it names. If one of them cannot be, the box gets the prompt back."""
         index = self.editing
         self.end_editing()
-        self.prompt.sent(event.text)
-        await self.session.send(event.text, in_place_of=index)
+        self.prompt.sent(text)
+        files: tuple[Attachment, ...] = ()
+        if "@" in text:
+            room = self.session.room(in_place=index is not None)
+            try:
+                files = await asyncio.to_thread(self.typing.reader.read_all, text, room)
+            except OrinError as error:
+                self.prompt.put(text)
+                if index is not None:
+                    self._begin_editing(index)
+                self.notice(str(error), warning=True)
+                return
+        await self.session.send(text, in_place_of=index, files=files)
 
     def edit(self) -> None:
         """Puts the last prompt into the box or, if it is there already, the one before it."""
@@ -208,10 +259,13 @@ class ChatColumn(View, Vertical):
         else:
             if self.editing is None:
                 self._draft = self.prompt.text
-            self.editing = index
             self.prompt.put(self.session.conversation.turns[index].content)
-            self.prompt.add_class("-editing")
-            self._show_title()
+            self._begin_editing(index)
+
+    def _begin_editing(self, index: int) -> None:
+        self.editing = index
+        self.prompt.add_class("-editing")
+        self._show_title()
 
     def leave_editing(self) -> None:
         """Puts back what the box held before."""

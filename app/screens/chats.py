@@ -56,12 +56,24 @@ class ChatsScreen(ListPage[ChatSummary, int | None]):
     NOTHING_FOUND = "No message has these words."
     BINDINGS = [Binding("f2", "rename", "Rename", priority=True)]
 
-    def __init__(self, history: History, current: int | None) -> None:
-        """`current` is the id of the open chat (None: a new one)."""
-        super().__init__()
+    def __init__(
+        self, history: History, current: int | None, *, search: str = "", delete: int | None = None
+    ) -> None:
+        """`current` is the id of the open chat (None: a new one). The page begins with a `search`, or asks whether to
+        `delete` a chat."""
+        super().__init__(search)
         self.history = history
+        self._to_delete = delete
         self.current = current
         self.deleted: set[int] = set()
+
+    def on_mount(self) -> None:
+        if self._to_delete is not None:
+            self.call_after_refresh(self._ask_to_delete, self._to_delete)
+
+    def _ask_to_delete(self, chat_id: int) -> None:
+        self.show_entries(chat_id)
+        self.action_delete()
 
     def find(self, text: str) -> Sequence[ChatSummary]:
         try:
@@ -101,8 +113,8 @@ class ChatsScreen(ListPage[ChatSummary, int | None]):
     def action_rename(self) -> None:
         if (chat := self.highlighted) is not None:
             rename = lambda title: self.attempt(lambda: self.history.rename(chat.id, one_line(title)))
-            question = "New title: Enter renames, Esc leaves it; an empty one brings back the first prompt"
-            self.ask_text(question, one_line(chat.title), rename)
+            question = "Enter renames, Esc leaves it; an empty title brings back the first prompt"
+            self.ask_text("new title", question, one_line(chat.title), rename)
 
     def delete(self, chat: ChatSummary) -> None:
         question = f"Delete it for good? y deletes, any other key keeps it: “{one_line(chat.title)}”"

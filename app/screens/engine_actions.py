@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import replace
 from textual import work
@@ -80,15 +80,20 @@ class EngineActions(App[None]):
 
     # --- models -----------------------------------------------------------------------------------------
 
+    def action_models(self) -> None:
+        self.models()
+
     @work(group="models", exclusive=True)
-    async def action_models(self) -> None:
+    async def models(self, search: str = "") -> None:
         if (setup := self.setup) is None:
             self.column.notice("This engine has no other models")
             return
         from app.screens.models import ModelsScreen  # imports numpy
 
         backend = setup.options.backend
-        screen = ModelsScreen(setup.models, setup.model_path, backend=backend, download=self._download)
+        screen = ModelsScreen(
+            setup.models, setup.model_path, backend=backend, download=self._download, search=search
+        )
         model = await self.push_screen_wait(screen)
         self._download = screen.download
         if model is None or (path := model.path) is None or path == setup.model_path:
@@ -132,20 +137,36 @@ class EngineActions(App[None]):
         """Goes over to the longest context, and on with the reply that was cut or missing for want of room."""
         if (setup := self.setup) is None:
             self.column.notice("The context of this engine is set where it runs")
+        elif self._is_context_trained():
+            self.column.notice(
+                "The context is as long as the model was trained for: Ctrl+L chooses a model with a longer one"
+            )
+        elif setup.options.context_length == "max":
+            self.column.notice("Memory has room for no longer context: Ctrl+L chooses a smaller model")
+        else:
+            self.switch_options("the longest context", context_length="max")
+
+    def _is_context_trained(self) -> bool:
+        """Whether the context is all that the model was trained for."""
+        status = self.session.status.snapshot()
+        return 0 < status.ready.model.trained_context <= status.context_length
+
+    def switch_options(self, name: str, **changed: Any) -> None:
+        """Goes over to an engine with other options, which the user knows by `name`. A reply that was cut for want of
+        room goes on then."""
+        if (setup := self.setup) is None:
+            self.column.notice("The options of this engine are set where it runs")
             return
-        if setup.options.context_length == "max":
-            self.column.notice("The context is as long as the model and memory allow already")
-            return
-        engine, options = setup.with_longest_context()
+        engine, options = setup.with_options(**changed)
         session, was_full = self.session, self.session.is_full
 
         def adopt() -> None:
             setup.adopt(setup.name, options)
-            setup.command_line = {**setup.command_line, "context_length": "max"}
+            setup.command_line = {**setup.command_line, **changed}
             if was_full:
                 self.call_later(self.run_action, "go_on")
 
-        session.switch(self._compared_as_now(setup, engine), "the engine with the longest context", adopt)
+        session.switch(self._compared_as_now(setup, engine), f"the engine with {name}", adopt)
 
     # --- comparison -------------------------------------------------------------------------------------
 

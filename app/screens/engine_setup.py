@@ -70,9 +70,9 @@ class EngineSetup:
         options = with_other_model(self.options, path, trained_context)
         return self._make(options), options
 
-    def with_longest_context(self) -> tuple[Engine, EngineOptions]:
-        """An engine with as long a context as the model and memory allow, and its options."""
-        options = replace(self.options, context_length="max")
+    def with_options(self, **changed: Any) -> tuple[Engine, EngineOptions]:
+        """An engine for the same model with other options, and these."""
+        options = replace(self.options, **changed)
         return self._make(options), options
 
     def compare(self, ours: Engine, *, together: bool = False) -> ComparisonEngine:

@@ -31,6 +31,7 @@ class ListPage(Page[ScreenResultType], Generic[Entry, ScreenResultType]):
     DEFAULT_CSS = """
     ListPage .line { height: auto; max-height: 3; display: none; padding: 0 1; }
     ListPage .line.-shown { display: block; }
+    ListPage Input.-editing, ListPage Input.-editing:focus { background: $warning 15%; }
     ListPage #question { color: $text-warning; }
     """
     BINDINGS = [
@@ -44,11 +45,12 @@ class ListPage(Page[ScreenResultType], Generic[Entry, ScreenResultType]):
         Binding("delete,ctrl+d", "delete", "Delete", priority=True),
     ]
 
-    def __init__(self) -> None:
+    def __init__(self, search: str = "") -> None:
+        """The page begins with a `search`."""
         super().__init__()
-        self.search_text = ""
+        self.search_text = search
         self.entries: Sequence[Entry] = ()  # all that the search finds
-        self.field = OrderedInput(placeholder=self.PLACEHOLDER, select_on_focus=False)
+        self.field = OrderedInput(search, placeholder=self.PLACEHOLDER, select_on_focus=False)
         self.list = EntryList()
         self.question = Static(id="question", classes="line", markup=False)
         self._on_yes: Callable[[], object] | None = None  # while a yes or no is awaited
@@ -180,15 +182,21 @@ class ListPage(Page[ScreenResultType], Generic[Entry, ScreenResultType]):
         self.field.disabled = True  # else the answer would be typed into it
         self.say(question)
 
-    def ask_text(self, question: str, text: str, on_text: Callable[[str], object]) -> None:
-        """Puts `text` into the field to be edited. Enter answers with it, Esc gives up."""
+    def ask_text(self, label: str, question: str, text: str, on_text: Callable[[str], object]) -> None:
+        """Puts `text` into the field to be edited, which the frame then calls `label`. Enter answers with it, Esc gives
+        up. Then the field has the search again."""
         self._on_text = on_text
-        self.field.value = text
+        self.query_one(Frame).border_title = Content(f"{self.FRAME_TITLE} · {label}")
+        self.field.add_class("-editing")
+        with self.prevent(Input.Changed):
+            self.field.value = text
         self.field.cursor_position = len(text)
         self.say(question)
 
     def _end_text(self) -> None:
         self._on_text = None
+        self.query_one(Frame).border_title = Content(self.FRAME_TITLE)
+        self.field.remove_class("-editing")
         with self.prevent(Input.Changed):
             self.field.value = self.search_text
         self.say("")

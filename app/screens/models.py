@@ -49,10 +49,11 @@ class ModelsScreen(ListPage[Entry, Entry | None]):
         *,
         backend: str = "auto",
         download: Download | None = None,
+        search: str = "",
     ) -> None:
         """`names` are the user's own names of models. `current` is the file in use. The models are compared with the
-        memory of `backend`."""
-        super().__init__()
+        memory of `backend`. The page begins with a `search`."""
+        super().__init__(search)
         self.names = names
         self.current = current.resolve() if current else None
         self.download = download

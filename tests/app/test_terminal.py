@@ -18,12 +18,13 @@ from rich.console import Console
 import engine.protocol.client
 from app.bench.results import Result
 from app.bench.tables import to_markdown, to_tables
+from app.chat.commands import completions
 from app.chat.history import History
 from app.cli import doctor
 from app.cli.oneshot import TextOutput
 from app.cli.start_lines import show_start
 from app.comparison.report import report
-from app.lines.line_chat import LineChat, completions
+from app.lines.line_chat import LineChat
 from app.lines.line_input import FileLines, TerminalLines
 from app.main import main
 from app.serve.lines import Lines

@@ -7,8 +7,8 @@ import re
 import pytest
 from textual.widgets import TextArea
 
+from app.chat.commands import commands
 from app.cli import options
-from app.lines.line_chat import commands
 from app.main import COMMANDS
 from app.screens.actions import ACTIONS, OTHER_KEYS, key_label
 from engine.catalog.names import known_models

@@ -12,8 +12,8 @@ from string import ascii_lowercase, ascii_uppercase
 from typing import NamedTuple
 
 from app.chat import settings
+from app.chat.commands import ENGINE_OPTIONS, SETTABLE, commands
 from app.cli import options
-from app.lines.line_chat import ENGINE_OPTIONS, SETTABLE, commands
 from app.main import COMMANDS
 from app.screens.actions import ACTIONS, OTHER_KEYS, PANE_KEYS, key_label
 from engine.catalog import names

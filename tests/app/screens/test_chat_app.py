@@ -152,7 +152,7 @@ async def test_ctrl_c_stops_and_otherwise_tells_how_to_quit(history):
         await user.press("ctrl+c")
         await user.sees("stopped")
         await user.press("ctrl+c")
-        await user.sees("Ctrl+Q quits")
+        await user.sees("Ctrl+C again quits")
 
 
 async def test_stop_before_the_first_word(history):

@@ -112,7 +112,7 @@ async def test_a_full_context_goes_on_with_the_longest_one(hub, setup, first, hi
         assert engine.prompts() == [[("user", "Tell me all"), ("assistant", "So much")]]
         await user.idle()
         await user.press("ctrl+p", *"longest", "enter")
-        await user.sees("The context is as long as the model and memory allow already")
+        await user.sees("Memory has room for no longer context")
 
 
 async def test_a_first_model_that_does_not_load_can_be_replaced(hub, setup, first, history):

@@ -1,0 +1,246 @@
+"""Files in a prompt: `@path`, `@"path with spaces"`, globs, and lines of a file as `@path:10-40`.
+
+A mention counts only if it names something on this machine, since an @ also stands in code and in addresses. What a
+file brings is text of the user's message, and the chat template gets it as such: it cannot spell a special token
+(`engine/formats/template`).
+"""
+
+import glob
+import os
+import re
+import shlex
+import stat
+import urllib.parse
+from collections.abc import Sequence
+from pathlib import Path
+from typing import BinaryIO, NamedTuple
+
+from engine.errors import UsageError
+from widgets.text import as_bytes, counted, one_line
+from widgets.turn import Attachment
+
+LIMIT_BYTES = 4 << 20
+"""No context holds more: it is refused before it is read."""
+MOST_FILES = 50
+_MENTION = re.compile(
+    r"""(?:(?<=\s)|(?<=[("'])|^)@(?:"(?P<quoted>[^"\n]+)"(?P<of_quoted>:\d+(?:-\d+)?)?|(?P<bare>[^\s"'@]+))"""
+)
+_LINES = re.compile(r":(\d{1,9})(?:-(\d{1,9}))?$")
+_AFTER = ".,;:!?)]}>"  # punctuation that may follow a mention
+_GLOB = re.compile(r"[*?\[]")
+
+
+class Mention(NamedTuple):
+    """A file that a prompt names: its `path`, and its lines from `first` to `last` (0: all)."""
+
+    path: Path
+    first: int = 0
+    last: int = 0
+
+    @property
+    def name(self) -> str:
+        lines = (
+            f":{self.first}-{self.last}" if self.last > self.first else f":{self.first}" if self.first else ""
+        )
+        return one_line(shown(self.path)) + lines
+
+
+def mentions(prompt: str, folder: Path | None = None) -> list[Mention]:
+    """The files that `prompt` names, each once. `folder`: what relative paths begin at (None: the current one).
+
+    Raises UsageError for more than MOST_FILES."""
+    found: dict[Mention, None] = {}
+    for match in _MENTION.finditer(prompt):
+        text = match["quoted"] + (match["of_quoted"] or "") if match["quoted"] else match["bare"]
+        while text:
+            named = _named(text, folder or Path.cwd())
+            if named or match["quoted"] or text[-1] not in _AFTER:
+                break
+            text = text[:-1]
+        found |= dict.fromkeys(named)
+        if len(found) > MOST_FILES:
+            raise UsageError(f"@{one_line(text)} makes more than {MOST_FILES} files.", "Name fewer.")
+    return list(found)
+
+
+def _named(text: str, folder: Path) -> list[Mention]:
+    """What a mention names; nothing if that does not exist."""
+    lines = _LINES.search(text)
+    for path, first, last in (
+        (text, 0, 0),
+        *([(text[: lines.start()], int(lines[1]), int(lines[2] or lines[1]))] if lines else []),
+    ):
+        try:
+            full = folder / Path(path).expanduser()
+            if full.exists():
+                return [Mention(full, first, last)]
+        except (OSError, ValueError, RuntimeError):  # a name that no file can have, or no home folder
+            continue
+        if _GLOB.search(path) and (paths := _matching(full)):
+            return [Mention(each, first, last) for each in paths]
+    return []
+
+
+def _matching(pattern: Path) -> list[Path]:
+    """The files that a glob finds, at most one too many; ** goes through folders."""
+    found = []
+    for name in glob.iglob(str(pattern), recursive=True):  # noqa: PTH207 (Path.glob takes no absolute pattern)
+        path = Path(name)
+        if path.is_file():
+            found.append(path)
+            if len(found) > MOST_FILES:
+                break
+    return sorted(found)
+
+
+def read(mention: Mention) -> Attachment:
+    """The text of a file, or of some of its lines. Raises UsageError if it is no text, too long, or cannot be read."""
+    path, name = mention.path, mention.name
+    if path.is_dir():
+        raise UsageError(f"{name} is a folder.", f"@{name}/* takes the files in it.")
+    try:
+        # A pipe would block when it is opened.
+        with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+            state = os.fstat(file.fileno())
+            if not stat.S_ISREG(state.st_mode):
+                raise UsageError(f"{name} is no file with text.")
+            if state.st_size > LIMIT_BYTES and not mention.first:
+                raise UsageError(
+                    f"{name} has {as_bytes(state.st_size)}: no context holds that much.",
+                    f"@{name}:1-200 takes some of its lines.",
+                )
+            data = _lines(file, mention) if mention.first else file.read()
+    except OSError as error:
+        raise UsageError(f"{name} cannot be read: {error.strerror or error}.") from None
+    if mention.first and not data:
+        raise UsageError(f"{name} has no such lines.")
+    if (text := _decoded(data)) is None:
+        raise UsageError(f"{name} is no text ({as_bytes(state.st_size)}): a model reads text only.")
+    return Attachment(name=name, path=str(path.absolute()), first=mention.first, last=mention.last, text=text,
+                      stamp=_stamp(state))  # fmt: skip
+
+
+def _lines(file: BinaryIO, mention: Mention) -> bytes:
+    """The lines that a mention asks for, at most about LIMIT_BYTES."""
+    taken, size = [], 0
+    for number, line in enumerate(iter(lambda: file.readline(LIMIT_BYTES), b""), 1):
+        if number > max(mention.first, mention.last) or size > LIMIT_BYTES:
+            break
+        if number >= mention.first:
+            taken.append(line)
+            size += len(line)
+    return b"".join(taken)
+
+
+def _decoded(data: bytes) -> str | None:
+    """The text in `data`: UTF-8, or UTF-16 with its mark; None if it is none."""
+    encoding = "utf-16" if data[:2] in (b"\xff\xfe", b"\xfe\xff") else "utf-8-sig"
+    try:
+        text = data.decode(encoding)
+    except UnicodeDecodeError:
+        return None
+    return None if "\0" in text else text.replace("\r\n", "\n")
+
+
+def read_all(prompt: str, folder: Path | None = None) -> tuple[Attachment, ...]:
+    """The files that a prompt names. Raises UsageError."""
+    return tuple(read(mention) for mention in mentions(prompt, folder))
+
+
+def stamp(path: Path) -> str:
+    """What changes when a file does; "" if there is none."""
+    try:
+        return _stamp(path.stat())
+    except (OSError, ValueError):
+        return ""
+
+
+def _stamp(state: os.stat_result) -> str:
+    return f"{state.st_mtime_ns}:{state.st_size}"
+
+
+def changed(attachments: Sequence[Attachment]) -> list[Attachment]:
+    """Those whose files have changed since they were read. A file that is gone has not."""
+    stamps = ((attachment, stamp(Path(attachment.path))) for attachment in attachments)
+    return [attachment for attachment, now in stamps if now not in ("", attachment.stamp)]
+
+
+def require_room(attachments: Sequence[Attachment], tokens: int, room: int) -> None:
+    """Raises UsageError if files of `tokens` do not fit into a context that has `room` for them (0: not known)."""
+    if attachments and 0 < room < tokens:
+        names = attachments[0].name if len(attachments) == 1 else counted(len(attachments), "file")
+        have = "has" if len(attachments) == 1 else "have"
+        raise UsageError(
+            f"{names} {have} {counted(tokens, 'token')}, and the context has room for {room:,}.",
+            f"@{attachments[0].name.partition(':')[0]}:1-200 takes some lines; a longer context may hold all.",
+        )
+
+
+# --- what is typed and pasted -----------------------------------------------------------------------------
+
+
+def shown(path: Path) -> str:
+    """A path as short as it can be named from here: relative to the current folder, or to the home folder."""
+    for base, prefix in ((Path.cwd(), ""), (Path.home(), "~/")):
+        if path.is_relative_to(base) and path != base:
+            return prefix + str(path.relative_to(base))
+    return str(path)
+
+
+def mention_of(name: str) -> str:
+    """The text that mentions a file."""
+    if not re.search(r"\s", name):
+        return f"@{name}"
+    lines = _LINES.search(name)
+    path, of = (name[: lines.start()], lines[0]) if lines else (name, "")
+    return f'@"{path}"{of}'
+
+
+def pasted(text: str) -> str:
+    """What a pasted text becomes: mentions, if it consists of nothing but absolute paths of files, as a terminal writes
+    them where files are dropped; else the text itself."""
+    stripped = text.strip()
+    if "\n" in stripped or not stripped.startswith(("/", "~/", "'/", '"/', "file://")):
+        return text
+    try:
+        words = [stripped] if Path(stripped).is_file() else shlex.split(stripped)
+        paths = [Path(_local(word)).expanduser() for word in words]
+        if not all(path.is_absolute() and path.is_file() for path in paths):
+            return text
+    except (OSError, ValueError, RuntimeError):
+        return text
+    return " ".join(mention_of(shown(path)) for path in paths) + " "
+
+
+def _local(word: str) -> str:
+    return urllib.parse.unquote(word.removeprefix("file://")) if word.startswith("file:///") else word
+
+
+def completions(text: str, folder: Path | None = None, limit: int = 200) -> tuple[int, list[str]]:
+    """How the mention at the end of `text` could go on: the index at which it begins, and whole mentions. Folders end
+    in "/". Those whose names begin with what was typed come first. No mention: (-1, [])."""
+    match = re.search(r'(?:^|(?<=[\s("\']))@(?:"([^"\n]*)|([^\s"@]*))$', text)
+    if match is None:
+        return -1, []
+    typed = match[1] if match[1] is not None else match[2]
+    if _LINES.search(typed) or _GLOB.search(typed):
+        return -1, []
+    head, slash, name = typed.rpartition("/")
+    base = folder or Path.cwd()
+    try:
+        parent = base / Path(head + slash).expanduser() if typed != "~" else Path.home()
+        with os.scandir(parent) as entries:
+            names = [entry.name + ("/" if entry.is_dir() else "") for entry in entries]
+    except (OSError, ValueError, RuntimeError):
+        return -1, []
+    start, low = head + slash if typed != "~" else "~/", name.lower() if typed != "~" else ""
+    names = [
+        each for each in names if low in each.lower() and (name.startswith(".") or not each.startswith("."))
+    ]
+    names.sort(key=lambda each: (not each.lower().startswith(low), not each.endswith("/"), each.lower()))
+    return match.start(), [_unfinished(start + each) for each in names[:limit] if one_line(each) == each]
+
+
+def _unfinished(name: str) -> str:
+    """The mention of a name that may go on: of a folder, without the closing quote."""
+    return mention_of(name).removesuffix('"') if name.endswith("/") else mention_of(name)

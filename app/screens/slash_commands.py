@@ -1,0 +1,122 @@
+"""The commands that begin with "/" in the prompt of the full screen. The method `command_NAME` is /NAME; most are an
+action with a key."""
+
+from textual import on
+
+from app.chat.commands import ENGINE_OPTIONS, chat_number, engine_option, set_option, set_think
+from app.chat.configuration import without_effect
+from app.chat.conversation import require_chat
+from app.chat.export import to_markdown, write_named
+from app.chat.history import History
+from app.cli.progress import figures
+from app.screens.chat_column import ChatColumn
+from app.screens.engine_actions import EngineActions
+from engine.errors import OrinError, UsageError
+
+
+class SlashCommands(EngineActions):
+    """A part of `ChatApp`."""
+
+    history: History
+
+    @on(ChatColumn.Commanded)
+    async def _command(self, event: ChatColumn.Commanded) -> None:
+        try:
+            await getattr(self, f"command_{event.name}")(event.argument)
+        except OrinError as error:
+            self.column.notice(str(error), warning=True)
+            if event.argument:
+                self.column.prompt.put(f"/{event.name} {event.argument}")
+
+    def past_chats(self, search: str = "", delete: int | None = None) -> object:
+        """Opens the page of past chats, with a search or with the question whether to delete a chat."""
+        raise NotImplementedError
+
+    async def command_help(self, _: str) -> None:
+        await self.run_action("help")
+
+    async def command_new(self, _: str) -> None:
+        await self.run_action("new_chat")
+
+    async def command_chats(self, words: str) -> None:
+        self.past_chats(words)
+
+    async def command_open(self, number: str) -> None:
+        chat_id = chat_number("open", number)
+        require_chat(self.history, chat_id)
+        await self.session.open(chat_id)
+
+    async def command_delete(self, number: str) -> None:
+        chat_id = chat_number("delete", number)
+        require_chat(self.history, chat_id)
+        self.past_chats(delete=chat_id)
+
+    async def command_continue(self, _: str) -> None:
+        if self.session.conversation.turns or not (chats := self.history.chats(limit=1)):
+            await self.run_action("go_on")
+        else:
+            await self.session.open(chats[0].id)
+
+    async def command_regenerate(self, _: str) -> None:
+        if not self.session.conversation.turns:
+            raise UsageError("There is no message yet.")
+        await self.run_action("regenerate")
+
+    async def command_summary(self, _: str) -> None:
+        await self.run_action("summarize")
+
+    async def command_shorten(self, _: str) -> None:
+        await self.run_action("leave_out")
+
+    async def command_edit(self, _: str) -> None:
+        await self.run_action("edit")
+
+    async def command_save(self, name: str) -> None:
+        conversation = self.session.conversation
+        if not name or not conversation.turns:
+            await self.run_action("export")
+            return
+        model = self.session.status.snapshot().ready.model.name
+        document = to_markdown(conversation.title, model, conversation.all_messages())
+        self.column.notice(f"Saved as {write_named(name, document)}")
+
+    async def command_model(self, name: str) -> None:
+        self.models(name)
+
+    async def command_stats(self, _: str) -> None:
+        last = self.session.status.last
+        self.column.notice(figures(last) if last else "There is no reply yet", seconds=60)
+
+    async def command_system(self, text: str) -> None:
+        if not text:
+            await self.run_action("system")
+            return
+        self.session.system = "" if text == "none" else text
+        await self.session.open(None)
+        self.column.notice("A new chat under this system prompt" if self.session.system else "A new chat")
+
+    async def command_think(self, choice: str) -> None:
+        set_think(self.session, choice)
+        thinks = "thinks, if it can," if self.session.think else "does not think"
+        self.column.notice(f"The model {thinks} from the next prompt on")
+
+    async def command_set(self, argument: str) -> None:
+        name, _, value = argument.partition(" ")
+        name, value = name.replace("-", "_"), value.strip()
+        if name in ENGINE_OPTIONS and value:
+            self.switch_options(f"{name} {value}", **engine_option(name, value))
+            return
+        sampling = self.session.sampling
+        if argument:
+            set_option(self.session, name, value)
+            ready = self.session.status.snapshot().ready
+            remarks = without_effect(self.session.sampling, ready) if name == "effort" else ()
+            self.column.notice(" ".join((f"{name} is {value} from the next prompt on.", *remarks)))
+            return
+        values = {each: getattr(sampling, each) for each in sampling.__struct_fields__}
+        values |= {"max_tokens": self.session.max_tokens}
+        shown = (f"{each} {'none' if chosen is None else chosen}" for each, chosen in values.items())
+        self.column.notice(" · ".join(shown), seconds=60)
+
+    async def command_quit(self, _: str) -> None:
+        await self.run_action("quit")

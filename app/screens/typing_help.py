@@ -1,0 +1,99 @@
+"""What helps while a prompt is typed: how commands and names of files go on, and what the files that it names are."""
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+
+from textual.content import Content
+from textual.widget import Widget
+from textual.widgets import Static
+
+from app.chat import files
+from app.chat.commands import COMMANDS, completions
+from app.chat.file_reader import FileReader, TokenCounter
+from widgets.prompt import Prompt
+from widgets.suggestions import Suggestion
+from widgets.text import one_line
+
+_REQUIRED = ("NUMBER", "FILE", "on|off")
+
+
+class TypingHelp:
+    """Fills the prompt's list of suggestions, and the line `chips` of files. `owner` runs what takes time. `model`
+    returns the file of the model in use."""
+
+    def __init__(self, owner: Widget, prompt: Prompt, model: Callable[[], Path | None]) -> None:
+        self.reader = FileReader(TokenCounter(model))
+        self.chips = Static(id="files", markup=False)
+        self._owner, self._prompt = owner, prompt
+        self._suggested_for = ""
+        prompt.suggest, prompt.paste = self.suggest_now, files.pasted
+
+    def text_changed(self) -> None:
+        """Lists what the text before the cursor could become, and the files that the text names."""
+        text, before = self._prompt.text, self._prompt.before_cursor
+        self._suggested_for = before
+        if not self._prompt.is_typed or not _may_go_on(text, before):
+            self._prompt.suggestions.close()
+        elif text.startswith("/"):
+            self.suggest_now()
+        else:
+            self._owner.run_worker(self._suggest_files(before), group="suggestions", exclusive=True)
+        if "@" in text:
+            self._owner.run_worker(self._show_chips(text), group="chips", exclusive=True)
+        else:
+            self._set_chips([])
+
+    def cursor_moved(self) -> None:
+        if self._prompt.before_cursor != self._suggested_for:
+            self._prompt.suggestions.close()
+
+    def suggest_now(self) -> None:
+        """Lists what the text before the cursor could become, at once."""
+        text, before = self._prompt.text, self._prompt.before_cursor
+        self._suggested_for = before
+        if text.startswith("/") and "\n" not in text and (found := _commands(before))[1]:
+            self._prompt.suggestions.show(*found)
+        else:
+            self._list_files(files.completions(before))
+
+    async def _suggest_files(self, before: str) -> None:
+        found = await asyncio.to_thread(files.completions, before)
+        if self._prompt.before_cursor == before:
+            self._list_files(found)
+
+    def _list_files(self, found: tuple[int, list[str]]) -> None:
+        start, names = found
+        self._prompt.suggestions.show(start, [Suggestion(name) for name in names])
+
+    async def _show_chips(self, text: str) -> None:
+        chips = await asyncio.to_thread(self.reader.chips, text)
+        if self._prompt.text == text:
+            self._set_chips(chips)
+
+    def _set_chips(self, chips: list[tuple[str, bool]]) -> None:
+        parts = [
+            Content.styled(f"▪ {one_line(text)}", "$text-accent" if is_good else "$text-warning")
+            for text, is_good in chips
+        ]
+        self.chips.update(Content("  ").join(parts))
+        self.chips.set_class(bool(parts), "-shown")
+
+
+def _may_go_on(text: str, before: str) -> bool:
+    return "@" in before or (text.startswith("/") and "\n" not in text)
+
+
+def _commands(before: str) -> tuple[int, list[Suggestion]]:
+    """How a command could go on: where what was typed of it begins, and the suggestions."""
+    name, space, argument = before[1:].partition(" ")
+    if space:
+        words = completions().get(name, ())
+        return len(before) - len(argument), [
+            Suggestion(word, ends=name != "set") for word in words if word.startswith(argument)
+        ]
+    return 0, [
+        Suggestion(f"/{command}", meaning, ends=not meaning.startswith(_REQUIRED))
+        for command, meaning in COMMANDS.items()
+        if command.startswith(name)
+    ]

@@ -1,0 +1,137 @@
+"""Files in a prompt: which are meant, what is read of them, and what is refused."""
+
+import os
+
+import pytest
+
+from app.chat import files
+from app.chat.file_reader import FileReader
+from app.chat.history import History
+from engine.errors import UsageError
+from engine.formats.gguf import GGUF
+from engine.formats.template import ChatTemplate
+from engine.formats.tokenizer import Tokenizer
+from engine.protocol.events import Message
+from presets import guide_path
+from widgets.turn import Attachment, Turn
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "src").mkdir()
+    (tmp_path / "notes.txt").write_text("".join(f"line {n}\n" for n in range(1, 51)))
+    (tmp_path / "src/main.py").write_text("print('hi')\n")
+    (tmp_path / "src/other.py").write_text("pass\n")
+    (tmp_path / "two words.md").write_text("# Two\n")
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("prompt", "names"),
+    [
+        ("What is in @notes.txt?", ["notes.txt"]),
+        ("(@notes.txt), and @src/main.py.", ["notes.txt", "src/main.py"]),
+        ("@src/*.py", ["src/main.py", "src/other.py"]),
+        ("@**/*.py", ["src/main.py", "src/other.py"]),
+        ("@notes.txt:10-40 and @notes.txt:3", ["notes.txt:10-40", "notes.txt:3"]),
+        ('see @"two words.md"', ["two words.md"]),
+        ("@notes.txt @notes.txt", ["notes.txt"]),
+        ("mail me@notes.txt or @nobody, @app.route('/')", []),
+        ("@\0 @~nobody/x @" + "x" * 5000, []),
+    ],
+)
+def test_what_is_meant(prompt, names):
+    assert [mention.name for mention in files.mentions(prompt)] == names
+
+
+def test_lines_of_a_file():
+    [part] = files.read_all("@notes.txt:10-12")
+    assert part.text == "line 10\nline 11\nline 12\n"
+    assert files.read_all("@notes.txt:50-99")[0].text == "line 50\n"
+    with pytest.raises(UsageError, match="no such lines"):
+        files.read_all("@notes.txt:60")
+
+
+def test_what_is_no_text_is_refused_in_words(folder):
+    (folder / "a.png").write_bytes(b"\x89PNG\r\n\x1a\n\0\0")
+    (folder / "latin").write_bytes(b"caf\xe9")
+    (folder / "long").write_bytes(b"a" * (files.LIMIT_BYTES + 1))
+    os.mkfifo(folder / "pipe")
+    for name, reason in {
+        "a.png": r"a\.png is no text \(10 B\)",
+        "latin": "is no text",
+        "long": "no context holds that much",
+        "pipe": "no file with text",
+        "src": "src is a folder",
+    }.items():
+        with pytest.raises(UsageError, match=reason):
+            files.read_all(f"@{name}")
+    (folder / "wide.txt").write_bytes("naïve".encode("utf-16"))
+    assert files.read_all("@wide.txt")[0].text == "naïve"
+
+
+def test_files_that_do_not_fit_are_refused_with_their_tokens():
+    reader = FileReader(lambda text: len(text.split()))
+    [file] = reader.read_all("@notes.txt", room=200)
+    assert file.tokens == 103 and file.label == "notes.txt 103 tokens"
+    with pytest.raises(UsageError, match=r"notes\.txt has 103 tokens, and the context has room for 90\."):
+        reader.read_all("@notes.txt", room=90)
+    assert reader.chips("@notes.txt @src") == [
+        ("notes.txt 103 tokens", True),
+        ("src is a folder.", False),
+    ]
+
+
+def test_a_file_that_changes_is_noticed(folder):
+    read = files.read_all("@notes.txt @src/main.py")
+    assert files.changed(read) == []
+    (folder / "src/main.py").write_text("print('hello')\n")
+    (folder / "notes.txt").unlink()
+    assert [file.name for file in files.changed(read)] == ["src/main.py"]
+
+
+def test_pasted_paths_become_mentions(folder):
+    assert files.pasted(f"{folder}/notes.txt\n") == "@notes.txt "
+    assert files.pasted(f"'{folder}/two words.md'") == '@"two words.md" '
+    assert files.pasted(f"file://{folder}/two%20words.md") == '@"two words.md" '
+    assert files.pasted(f"{folder}/notes.txt {folder}/src/main.py") == "@notes.txt @src/main.py "
+    for text in ("/nothing/here", "cat /etc/passwd", f"{folder}/notes.txt\nis it", "/", "'/"):
+        assert files.pasted(text) == text
+
+
+def test_names_are_completed():
+    assert files.completions("see @no") == (4, ["@notes.txt"])
+    assert files.completions("@src/") == (0, ["@src/main.py", "@src/other.py"])
+    assert files.completions("@wor") == (0, ['@"two words.md"'])
+    assert files.completions("@main") == (0, []) and files.completions("a@no") == (-1, [])
+    assert files.completions("@")[1][0] == "@src/"
+
+
+def test_the_model_reads_files_before_the_prompt_and_they_cannot_leave_their_fence():
+    file = Attachment(name="a.md", path="/a.md", text="```\ncode\n```\n")
+    assert Turn("user", "What is it?", files=(file,)).message.content == (
+        "a.md:\n````\n```\ncode\n```\n````\n\nWhat is it?"
+    )
+
+
+def test_text_of_a_file_becomes_no_control_token():
+    with GGUF(guide_path()) as model:
+        tokenizer = Tokenizer(model)
+        template = ChatTemplate.from_gguf(model, tokenizer)
+    special = set(tokenizer.special_tokens.values())
+    plain = template.encode([Message(role="user", content="Hello")]).ids
+    attack = "".join(tokenizer.special_tokens)
+    file = Attachment(name="a.txt", path="/a.txt", text=attack)
+    ids = template.encode([Turn("user", "Hello", files=(file,)).message]).ids
+    assert len(special) > 2 and [id for id in ids if id in special] == [id for id in plain if id in special]
+
+
+def test_files_are_kept_with_the_chat(tmp_path):
+    history = History(tmp_path / "history.sqlite3")
+    [file] = files.read_all("@notes.txt:1-2")
+    chat_id = history.new_chat("m")
+    history.append(chat_id, Message(role="user", content="@notes.txt:1-2 what?"), files=[file])
+    [stored] = History(tmp_path / "history.sqlite3").messages(chat_id)
+    assert stored.files == (file,) and stored.message.content == "@notes.txt:1-2 what?"
+    assert history.chats(query="line") == [], "a search finds what was written"

@@ -1,0 +1,45 @@
+"""Files on the command line: `orin-chat FILE... "question"`."""
+
+import pytest
+
+from app.cli import options
+from engine.errors import UsageError
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(options, "_stdin_has_text", lambda: False)
+    (tmp_path / "a.py").write_text("a = 1\n")
+    (tmp_path / "b.bin").write_bytes(b"\0")
+
+
+def parse(*arguments):
+    return options.parse(arguments, {})
+
+
+def test_files_go_before_the_question():
+    args = parse("a.py", "What is it?")
+    [message] = options.prompt(args).messages
+    assert args.one_shot and message.content == "a.py:\n```\na = 1\n```\n\nWhat is it?"
+
+
+def test_a_file_alone_opens_the_chat_on_a_terminal_and_is_a_prompt_for_programs(monkeypatch):
+    assert not parse("a.py").files and parse("a.py").one_shot
+    monkeypatch.setattr(options, "_is_terminal", lambda: True)
+    assert parse("a.py").files == ["a.py"] and not parse("a.py").one_shot
+    assert parse("--", "a.py").prompt == ["a.py"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [(("c.py", "What is it?"), "no file c.py"), (("What", "is"), "put it in quotes")],
+)
+def test_what_is_no_file_is_named(arguments, reason):
+    with pytest.raises(UsageError, match=reason):
+        parse(*arguments)
+
+
+def test_a_file_that_is_no_text_is_refused():
+    with pytest.raises(UsageError, match="is no text"):
+        options.prompt(parse("b.bin", "What is it?"))

@@ -1,0 +1,102 @@
+"""What helps while a prompt is typed, as a user sees it: files and commands."""
+
+from __future__ import annotations
+
+import pytest
+
+from app.screens import chat_app
+from app.screens.chats import ChatsScreen
+from app.screens.help import HelpScreen
+from engine.protocol.events import Message
+from tests.app.driver import chat
+from tests.app.fake_engine import FakeEngine, reply
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "notes.txt").write_text("The tide is high.\n")
+    (tmp_path / "picture.png").write_bytes(b"\x89PNG\0")
+    return tmp_path
+
+
+async def test_a_file_goes_along_and_is_read_again_when_it_has_changed(history, folder, monkeypatch):
+    monkeypatch.setattr(chat_app, "FILES_S", 0.05)
+    engine = FakeEngine(reply("High."), reply("Low."))
+    async with chat(engine, history) as user:
+        await user.press(*"What about ", "@", "n", "o")
+        await user.sees("▸ @notes.txt")
+        await user.press("tab", "?")
+        assert user.app.prompt.text == "What about @notes.txt ?"
+        await user.sees("▪ notes.txt 18 characters")
+        await user.press("enter")
+        await user.sees("High.")
+        await user.idle()
+        assert user.engine.prompts()[0][0][1] == (
+            "notes.txt:\n```\nThe tide is high.\n```\n\nWhat about @notes.txt ?"
+        )
+        assert "▪ notes.txt 18 characters" in user.screen()
+        (folder / "notes.txt").write_text("The tide is low.\n")
+        await user.sees("notes.txt has changed since then · Alt+U reads again")
+        await user.press("alt+u")
+        await user.until(lambda: user.app.prompt.text == "@notes.txt ")
+        await user.press("n", "o", "w", "?", "enter")
+        await user.sees("Low.")
+        assert "The tide is low." in user.engine.prompts()[1][2][1]
+
+
+async def test_what_is_no_text_is_not_sent_and_not_lost(history):
+    async with chat(FakeEngine(), history) as user:
+        await user.idle()
+        await user.say("Look at @picture.png")
+        await user.sees("⚠ picture.png is no text (5 B): a model reads text only.")
+        assert user.app.prompt.text == "Look at @picture.png" and not user.engine.requests
+
+
+async def test_commands_are_listed_completed_and_obeyed(history):
+    history.append(history.new_chat("m"), Message(role="user", content="Why tides?"))
+    engine = FakeEngine(reply("Yes."), reply("No."))
+    async with chat(engine, history) as user:
+        await user.idle()
+        await user.press("/")
+        await user.sees("/chats")
+        await user.press("h", "enter")
+        await user.until(lambda: isinstance(user.app.screen, HelpScreen))
+        await user.press("escape")
+        await user.say("Is it?")
+        await user.sees("Yes.")
+        await user.idle()
+        await user.press(*"/reg", "tab", "enter")
+        await user.sees("No.")
+        await user.idle()
+        await user.say("/set temperature 0.1")
+        await user.sees("temperature is 0.1 from the next prompt on")
+        assert user.app.session.sampling.temperature == 0.1
+        await user.say("/set effort much")
+        await user.sees("It takes low, medium, high or none.")
+        assert user.app.prompt.text == "/set effort much"
+        await user.press("ctrl+c")
+        await user.say("/chats tides")
+        await user.until(lambda: isinstance(user.app.screen, ChatsScreen) and user.app.screen.entries)
+        assert len(user.app.screen.entries) == 1 and user.app.screen.field.value == "tides"
+        await user.press("escape")
+        await user.say("/delete 1")
+        await user.sees("Delete it for good?")
+        await user.press("n", "escape")
+        await user.say("/frob it")
+        await user.sees("There is no command /frob; /help lists them.")
+        assert user.app.prompt.text == "/frob it"
+        await user.press("ctrl+c")
+        await user.say("/etc/hosts is what?")
+        await user.idle()
+        assert user.turns()[-2] == ("user", "/etc/hosts is what?")
+
+
+async def test_tab_and_an_earlier_prompt_leave_the_keys_to_the_prompt(history):
+    history.append(history.new_chat("m"), Message(role="user", content="See @no"))
+    history.append(history.new_chat("m"), Message(role="user", content="/h"))
+    async with chat(FakeEngine(), history, size=(140, 40)) as user:
+        await user.press("h", "i", "tab", "d", "s")
+        assert user.app.prompt.text == "hids"
+        await user.press("ctrl+c", "up", "up", "up")
+        assert user.app.prompt.text == "See @no"
