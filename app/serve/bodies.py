@@ -1,13 +1,16 @@
 """The bodies of requests: how long one may be, how long it may take to arrive, and how many are held at once."""
 
 import asyncio
+from collections.abc import Sequence
 from contextlib import suppress
 
+import numpy as np
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from app.serve.errors import ApiError, unavailable
 from app.serve.http import ClientGoneError
+from engine.protocol.events import Generate
 
 MAX_BODY_BYTES = 16 << 20
 BODY_S = 60.0  # for the whole body to arrive
@@ -15,7 +18,10 @@ MAX_HELD_BYTES = 128 << 20
 FREE_BYTES = 64 << 10
 """So much of each body does not count: ordinary requests are answered while others hold all that may be held. The limit
 of connections bounds these."""
+MAX_PARTS = 1 << 18
+"""Lists and objects of a body. Making more of them takes so long that others wait for it."""
 _RETRY_S = 5
+_PIECE_BYTES = 1 << 20
 
 
 class Bodies:
@@ -53,8 +59,8 @@ class Bodies:
 
 
 async def read_body(request: Request) -> bytearray:
-    """Raises ApiError for a body that is too long, finds no room or does not arrive, ClientGoneError if the client
-    goes."""
+    """Raises ApiError for a body that is too long, has too many parts, finds no room or does not arrive,
+    ClientGoneError if the client goes."""
     too_long = ApiError(413, f"The request is longer than {MAX_BODY_BYTES >> 20} MiB.")
     body = bytearray()
     if _stated_bytes(request) > MAX_BODY_BYTES:
@@ -69,7 +75,31 @@ async def read_body(request: Request) -> bytearray:
         raise ClientGoneError from None
     except TimeoutError:
         raise ApiError(408, "The request did not arrive in time.") from None
+    most_parts = body.count(b"[") + body.count(b"{")  # those within texts too
+    if most_parts > MAX_PARTS and await asyncio.to_thread(_parts, body) > MAX_PARTS:
+        raise ApiError(413, f"The request has more than {MAX_PARTS} lists and objects.")
     return body
+
+
+def check_copies(body: bytearray, requests: Sequence[Generate]) -> None:
+    """Raises ApiError if a long prompt is to be answered often: each request brings its own to the engine."""
+    copies = len(requests) // max(1, len({id(request.prompt) for request in requests}))
+    if len(body) * copies > MAX_BODY_BYTES:
+        raise ApiError(
+            413, f"The request is longer than {MAX_BODY_BYTES >> 20} MiB for its {copies} answers."
+        )
+
+
+def _parts(body: bytearray) -> int:
+    """How many lists and objects JSON has. What it does is short enough between two steps for other threads."""
+    plain = body.replace(rb"\\", b"  ").replace(rb"\"", b"  ")
+    count, in_text = 0, False
+    for start in range(0, len(plain), _PIECE_BYTES):
+        piece = np.frombuffer(plain, np.uint8, min(_PIECE_BYTES, len(plain) - start), start)
+        in_texts = np.logical_xor.accumulate(piece == ord('"')) ^ in_text
+        count += int(np.count_nonzero(((piece == ord("[")) | (piece == ord("{"))) & ~in_texts))
+        in_text = bool(in_texts[-1])
+    return count
 
 
 def _stated_bytes(request: Request) -> int:

@@ -42,6 +42,7 @@ async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
         task.cancel()
         gone.cancel()
         await asyncio.gather(task, gone, return_exceptions=True)
+        del task  # an error of it would keep it with this frame, and the request, until garbage is collected
 
 
 async def _disconnected(receive: Receive) -> None:
@@ -139,6 +140,7 @@ class EventStream(Response):
         self._begun.cancel()
         await asyncio.gather(self._begun, return_exceptions=True)
         await self._events.aclose()
+        del self._begun  # see `while_connected`
 
 
 def _part(data: bytes, is_last: bool = False) -> Message:

@@ -15,7 +15,7 @@ from starlette.types import ASGIApp
 
 from app.serve.access import CLIENT, Access
 from app.serve.answering import answer
-from app.serve.bodies import Bodies, read_body
+from app.serve.bodies import Bodies, check_copies, read_body
 from app.serve.errors import ApiError
 from app.serve.http import ClientGoneError, error_response, json_response
 from app.serve.metrics import CONTENT_TYPE, Gauges
@@ -103,11 +103,12 @@ class Routes:
             data = await read_body(request)
             service.check_open()
             wanted = asked(decoded(data, kind), service)
-            del data  # the answer may take long
             if not isinstance(wanted, Asked):
                 exchange.answers = 0
                 exchange.close(200)
                 return json_response(wanted)
+            check_copies(data, wanted.requests)
+            del data  # the answer may take long
             return await answer(request, exchange, wanted)
 
     # --- what is remembered ---

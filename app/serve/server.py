@@ -1,7 +1,6 @@
 """Runs the server: the socket, the start of the engine beside it, and an orderly end."""
 
 import asyncio
-import ctypes
 import logging
 import resource
 import signal
@@ -17,6 +16,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from app.cli.signals import run_until_signal
 from app.serve.service import Service
 from engine.errors import UsageError
+from engine.heap import return_large_blocks
 from engine.protocol.client import Engine, leave
 from engine.protocol.events import Event, Failed, Ready
 
@@ -28,7 +28,6 @@ while a request is on its way."""
 HEAD_S = 20.0  # for the head of a request to arrive, and for a body that nobody waits for
 UNREAD_S = 60.0
 """A client that takes nothing of its answer for so long is gone: it would keep a place that others wait for."""
-_MMAP_THRESHOLD = -3  # M_MMAP_THRESHOLD of malloc.h
 MOST_CONNECTIONS = 4096
 """More than the system lets wait for their acceptance: an honest client among many that vanish is not refused."""
 
@@ -91,7 +90,7 @@ class Server:
 
         The first signal lets answers end for DRAIN_S; then, or at the second signal, they are ended."""
         _allow_descriptors()
-        _return_memory()
+        return_large_blocks()
         try:
             return await run_until_signal(self._serve(), signal.SIGINT, signal.SIGTERM, stop=self._stop)
         finally:
@@ -134,13 +133,6 @@ def _allow_descriptors() -> None:
     wanted = 2 * MOST_CONNECTIONS if hard == resource.RLIM_INFINITY else min(2 * MOST_CONNECTIONS, hard)
     if soft != resource.RLIM_INFINITY and soft < wanted:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-
-
-def _return_memory() -> None:
-    """Lets long bodies be memory of their own, which the system gets back. Without a limit that is set, glibc raises
-    its own with the first of them, and keeps the memory of the others for ever (mallopt(3))."""
-    if hasattr(libc := ctypes.CDLL(None), "mallopt"):
-        libc.mallopt(_MMAP_THRESHOLD, 1 << 20)
 
 
 class _HttpServer(uvicorn.Server):

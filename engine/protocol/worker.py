@@ -32,6 +32,7 @@ from typing import TYPE_CHECKING, Never, Protocol
 from msgspec.structs import replace
 
 from engine.errors import PreemptedError
+from engine.heap import return_large_blocks
 from engine.measure.timeline import timeline
 from engine.protocol.client_turns import ClientTurns
 from engine.protocol.events import (
@@ -129,6 +130,7 @@ def serve(sock: socket.socket, load: Loader) -> None:
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     faulthandler.enable()
+    return_large_blocks()
     # Registered first, so it runs last: the interpreter would take long to unload all modules.
     atexit.register(os._exit, 0)
     sock.set_inheritable(False)  # or a compiler process would keep the socket open after this one died
@@ -213,12 +215,15 @@ class _Server:
     def _begin_next(self, model: Model) -> None:
         """Makes an answer of a request, in the thread for prompts."""
         request = self._to_begin.take()
+        self._inbox.put(_Begun(request.request_id, self._begun(model, request)))
+
+    def _begun(self, model: Model, request: Generate) -> Answer | Exception:
         started = time.perf_counter()
         try:
-            answer: Answer | Exception = model.begin(request, self._reporter(started))
+            return model.begin(request, self._reporter(started))
         except Exception as error:
-            answer = error
-        self._inbox.put(_Begun(request.request_id, answer))
+            # A variable with the error would keep it, and with its frames the prompt, until garbage is collected.
+            return error
 
     def _add(self, model: Model, begun: _Begun) -> None:
         def end(result: Finished | Exception) -> None:

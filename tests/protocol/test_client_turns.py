@@ -1,5 +1,11 @@
 """Prompts of many clients, one after the other."""
 
+import gc
+import weakref
+from types import SimpleNamespace
+
+from engine.errors import UsageError
+from engine.protocol import worker
 from engine.protocol.client_turns import ClientTurns
 from engine.protocol.events import Generate, TokenIds
 
@@ -18,3 +24,25 @@ def test_clients_take_turns():
     order = [turns.take().request_id for _ in range(6)]
     assert first.request_id == 0
     assert order == [10, 20, 1, 11, 2, 3]
+
+
+def test_a_prompt_that_is_refused_is_not_kept():
+    """Nor until garbage is collected, which is seldom beside long texts."""
+
+    class LongText:
+        pass
+
+    def refuse(request, report):
+        texts.append(weakref.ref(text := LongText()))
+        raise UsageError(f"not {text}")
+
+    server = SimpleNamespace(_reporter=lambda started: None)
+    texts, model = [], SimpleNamespace(begin=refuse)
+    gc.disable()
+    try:
+        refused = worker._Server._begun(server, model, request("one", 1))
+        assert isinstance(refused, UsageError) and texts[0]()
+        del refused
+        assert not texts[0]()
+    finally:
+        gc.enable()

@@ -2,6 +2,7 @@
 
 import asyncio
 import functools
+import gc
 import json
 import os
 
@@ -15,7 +16,17 @@ from app.serve.metrics import Metrics
 from app.serve.protocols.chat import ChatBody
 from app.serve.protocols.completions import TextBody
 from app.serve.routes import application
-from engine.protocol.events import BlockCounts, Failed, RawText, Sampling, Slots, Token, TokenIds, TopToken
+from engine.protocol.events import (
+    BlockCounts,
+    Failed,
+    Generate,
+    RawText,
+    Sampling,
+    Slots,
+    Token,
+    TokenIds,
+    TopToken,
+)
 from tests.app.fake_engine import READY, TOO_LONG, FakeEngine, reply, tokens
 from tests.app.serve.conftest import HELLO, WEATHER, error, events
 
@@ -337,6 +348,44 @@ async def test_a_body_that_is_too_long(served):
         CHAT, content=b"{}", headers={"Content-Length": str(bodies.MAX_BODY_BYTES + 1)}
     )
     assert at_once.status_code == 413
+
+
+async def test_a_body_of_too_many_lists(served, monkeypatch):
+    monkeypatch.setattr(bodies, "MAX_PARTS", 99)
+    monkeypatch.setattr(bodies, "_PIECE_BYTES", 7)
+    client, _ = served()
+    quoted = {"messages": [{"role": "user", "content": '"[{\\' * 60}], "unknown": [[]] * 90 + ["\\", '"[']}
+    assert (await client.post(CHAT, json=quoted)).status_code == 200
+    response = await client.post(CHAT, json={**quoted, "more": [{}] * 5})
+    assert response.status_code == 413
+    assert error(response)["message"] == "The request has more than 99 lists and objects."
+
+
+async def test_a_long_prompt_with_many_answers(served, monkeypatch):
+    monkeypatch.setattr(bodies, "MAX_BODY_BYTES", 2 << 20)
+    client, service = served()
+    body = {"messages": [{"role": "user", "content": "x" * (1 << 19)}]}
+    assert (await client.post(CHAT, json={**body, "n": 3})).status_code == 200
+    response = await client.post(CHAT, json={**body, "n": 4})
+    assert response.status_code == 413 and len(service.engine.requests) == 3
+    assert error(response)["message"] == "The request is longer than 2 MiB for its 4 answers."
+    different = {"prompt": ["x" * (1 << 18), "y", "z", "w"]}  # each goes to the engine once
+    assert (await client.post(TEXT, json=different)).status_code == 200
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_request_that_failed_is_not_kept(served, stream):
+    client, service = served(FakeEngine([TOO_LONG]))
+    gc.collect()
+    gc.disable()
+    try:
+        assert (await client.post(CHAT, json={**HELLO, "seed": 8_151, "stream": stream})).status_code == 400
+        service.engine.requests.clear()
+        await asyncio.sleep(0)  # the event loop has what it last woke
+        kept = [each for each in gc.get_objects() if isinstance(each, Generate)]
+        assert not [each for each in kept if each.sampling.seed == 8_151]
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("stream", [False, True])
