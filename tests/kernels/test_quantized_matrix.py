@@ -9,12 +9,16 @@ from tinygrad import Tensor
 from engine.formats.quantization import FLOATS, QUANTIZED
 from engine.kernels.quantized_matrix import QuantizedMatrix
 from tests.quantized_blocks import random_blocks
+from tests.thorough import thorough
 
 ROWS = 40
+# Types of which a commit is checked with others that are alike: as many bits, scales of the same kind.
+ALIKE = (Type.F16, Type.Q4_0, Type.Q5_1, Type.Q2_K, Type.Q4_K, Type.IQ4_NL)
+KINDS = [pytest.param(kind, marks=thorough) if kind in ALIKE else kind for kind in (*FLOATS, *QUANTIZED)]
 
 
 @pytest.mark.usefixtures("plain_graphs")
-@pytest.mark.parametrize("kind", [*FLOATS, *QUANTIZED], ids=lambda kind: Type(kind).name)
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: Type(kind).name)
 def test_weights_rows_and_products(kind: int) -> None:
     """Weights and rows are equal to the last bit; products are, but for the rounding of sums."""
     cols = 512 if gguf.GGML_QUANT_SIZES[Type(kind)][0] == 256 else 96  # no whole plane bytes

@@ -19,7 +19,7 @@ from engine.targets.cpu.kernels.thread_pool import ThreadPool
 from engine.targets.cpu.kernels.weight_layout import LaneLayout
 from engine.targets.cpu.kernels.weight_repacking import repack
 from tests.quantized_blocks import random_blocks
-from tests.thorough import rarely
+from tests.thorough import rarely, thorough
 
 LANES = 8  # kernels of half the size: less to compile
 TYPES = [*FLOATS, *QUANTIZED]
@@ -83,6 +83,12 @@ def test_one_token(pool: ThreadPool, kind: int) -> None:
 
 
 KINDS_OF_BLOCKS = (Type.F32, Type.Q8_0, Type.Q6_K, Type.Q4_K)
+EMBEDDED = [
+    kind
+    if kind in (*KINDS_OF_BLOCKS, Type.Q3_K, Type.IQ4_XS, Type.MXFP4)
+    else pytest.param(kind, marks=thorough)
+    for kind in TYPES
+]
 
 
 # In registers; and through the L1 cache.
@@ -112,7 +118,7 @@ def test_columns_that_make_no_whole_spans(pool: ThreadPool) -> None:
     assert multiply(pool, Type.Q8_0, 16, 96, LANES, LANES) < 1e-4
 
 
-@pytest.mark.parametrize("kind", TYPES, ids=lambda kind: Type(kind).name)
+@pytest.mark.parametrize("kind", EMBEDDED, ids=lambda kind: Type(kind).name)
 def test_rows_of_the_embedding(pool: ThreadPool, kind: int) -> None:
     """Repacked, and as the file holds them."""
     blocks, weights = blocks_of(Type(kind), 40, 512)

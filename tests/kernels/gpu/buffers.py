@@ -1,6 +1,7 @@
 """Matrices, buffers and launches for the checks of GPU kernels, and what numpy expects of them."""
 
 import functools
+from unittest import mock
 
 import gguf
 import numpy as np
@@ -10,6 +11,7 @@ from engine.formats.quantization import QUANTIZED
 from engine.targets.nvidia.kernels.kernel_sequence import KernelSequence
 from engine.targets.nvidia.kernels.matrix_bytes import UNIT, units_of
 from engine.targets.nvidia.kernels.pieces import state_of
+from engine.targets.nvidia.kernels.sampling import Shortlist
 from engine.targets.nvidia.kernels.upload import Part, upload
 from engine.targets.nvidia.kernels.weight_layout import WeightLayout, input_scale, permuted_size
 from engine.targets.nvidia.kernels.weight_repacking import MatrixSpec, TensorRows, repack
@@ -58,6 +60,11 @@ def _packed(ggml_type, rows, cols):
     planes = spec.allocate()
     repack(spec, upload([part_of(raw)]), planes)
     return planes, weights
+
+
+def short_lists():
+    """Runners that are made meanwhile rank so few tokens that the simulated board takes no seconds for it."""
+    return mock.patch("engine.targets.nvidia.runner.Shortlist", functools.partial(Shortlist, length=64))
 
 
 def part_of(values):

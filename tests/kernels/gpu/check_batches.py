@@ -16,6 +16,7 @@ from engine.runtime.model_runner import Drawing, Slot, no_pieces
 from engine.runtime.sampling import Sampler, log_probabilities
 from engine.targets.nvidia.runner import NvidiaRunner
 from tests import generated_model
+from tests.kernels.gpu.buffers import short_lists
 from tests.reference import Reference, divergence
 
 CONTEXT, CHUNK = 96, 32
@@ -53,7 +54,7 @@ def check_rows_side_by_side() -> None:
 def hold(binds: bool = False, **shape: Any) -> None:
     """Two sequences in turns, and a third that begins like one of them; raises AssertionError where logits differ from
     those of each alone. `binds`: some tokens have masks."""
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, short_lists():
         path = generated_model.write(Path(folder) / "model.gguf", **{"quant": "Q8_0"} | shape)
         file, reference = GGUF(path), Reference(path, CONTEXT)
         runner = NvidiaRunner(Weights(file, read_spec(file), lambda _: None), CONTEXT, 3)

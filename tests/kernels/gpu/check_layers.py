@@ -68,8 +68,8 @@ def check_layers_side_by_side() -> None:
     hold(architecture="gemma4-moe", **SMALL | {"dim": 192, "heads": 4, "kv_heads": 2, "layers": 2})
 
 
-def check_layers_with_shared_experts() -> None:
-    hold(architecture="qwen35moe", **SMALL | {"layers": 2})
+def check_layers_with_delta_nets_and_shared_experts() -> None:
+    hold(architecture="qwen35moe", rotated=8, **SMALL | {"layers": 2})
 
 
 def hold(**shape: Any) -> None:

@@ -17,6 +17,7 @@ from engine.runtime.model_runner import Drawing, Slot
 from engine.runtime.sampling import Sampler
 from engine.targets.nvidia.runner import NvidiaRunner
 from tests import generated_model
+from tests.kernels.gpu.buffers import short_lists
 from tests.reference import Reference, divergence
 
 CONTEXT = 128
@@ -56,7 +57,7 @@ def check_mixed_side_by_side() -> None:
 def hold(sizes: Sequence[int] = (32, 64, 128), **shape: Any) -> None:
     """Steps of replies, of pieces of one or two prompts, and of both, of these sizes; raises AssertionError where
     logits differ from the reference's."""
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, short_lists():
         path = generated_model.write(Path(folder) / "model.gguf", **{"quant": "Q8_0"} | shape)
         file, reference = GGUF(path), Reference(path, CONTEXT)
         runner = NvidiaRunner(Weights(file, read_spec(file), lambda _: None), CONTEXT, 3, is_early=True)
