@@ -20,7 +20,11 @@ class Saver:
             self._later(RETRY_S)
 
     def soon(self) -> None:
-        """After a failure this is with the next try."""
+        """After a failure this is with the next try. Where the program is late, what is due comes before more text is
+        shown."""
+        if self._timer and asyncio.get_running_loop().time() >= self._timer.when():
+            self._timer.cancel()
+            self._due()
         self._later(SAVE_S)
 
     def _later(self, seconds: float) -> None:

@@ -90,6 +90,7 @@ class Session:
         self._ended = asyncio.Event()
         self._thinking_since: float | None = None
         self._saver = Saver(self._write)
+        self._left: list[Conversation] = []  # chats that were left before the disk had room for them
 
     @property
     def is_answering(self) -> bool:
@@ -238,11 +239,16 @@ class Session:
             except TimeoutError:
                 self._request = self.reply = None
             self.take_back()
+        unsaved = (chat for chat in self._left if chat_id is not None and chat.chat_id == chat_id)
         try:
-            self.conversation = Conversation(self.history, self.system, chat_id)
+            opened = next(unsaved, None) or Conversation(self.history, self.system, chat_id)
         except HistoryError as error:
             self.view.notice(str(error), warning=True)
             return
+        if self.conversation.problem:
+            self._left.append(self.conversation)
+        self._left = [chat for chat in self._left if chat is not opened]
+        self.conversation = opened
         self.is_full = False
         self.status.new_conversation(context_used=0 if chat_id is None else None)
         self.view.notice("")
@@ -264,9 +270,13 @@ class Session:
         self._saver.now()
 
     def _write(self) -> bool:
-        self.conversation.save(self.status.snapshot().ready.model.name)
-        self.view.problem_changed(self.history.problem or self.conversation.problem)
-        return self.conversation.problem is None
+        model, problem = self.status.snapshot().ready.model.name, None
+        for chat in (*self._left, self.conversation):
+            chat.save(model)
+            problem = chat.problem or problem
+        self._left = [chat for chat in self._left if chat.problem]
+        self.view.problem_changed(self.history.problem or problem)
+        return problem is None
 
     # --- the engine -------------------------------------------------------------------------------------
 

@@ -98,6 +98,33 @@ async def test_what_a_full_disk_did_not_take_is_saved_when_it_has_room(begin, mo
     assert (prompt.message.content, answer.message.content) == ("a" * 10_000, "A" * 10_000)
 
 
+async def test_a_chat_that_is_left_while_the_disk_is_full_is_saved_too(begin, monkeypatch):
+    monkeypatch.setattr(saver, "RETRY_S", 0.01)
+    session, view = begin(FakeEngine(reply("A" * 10_000), reply("B" * 10_000)))
+    problems = []
+    view.problem_changed = problems.append
+    pages = session.history._db.execute("PRAGMA page_count").fetchone()[0]
+    session.history._db.execute(f"PRAGMA max_page_count = {pages}")
+    for text in ("a", "b"):
+        await session.send(text)
+        await until(lambda: not session.is_busy and problems[-1])
+        await session.open(None)
+    session.history._db.execute("PRAGMA max_page_count = 1000000")
+    await until(lambda: problems[-1] is None)
+    saved = [session.history.messages(chat.id) for chat in session.history.chats()]
+    assert sorted(len(each[1].message.content) for each in saved) == [10_000, 10_000]
+
+
+async def test_a_save_that_is_late_comes_before_more_text(monkeypatch):
+    saves = []
+    monkeypatch.setattr(saver, "SAVE_S", 0.0)
+    late = saver.Saver(lambda: not saves.append(len(shown)))
+    for n in range(3):  # the loop does nothing else meanwhile
+        shown = "text" * n
+        late.soon()
+    assert saves == [4, 8]
+
+
 async def test_what_is_wrong_with_a_model_is_said_when_it_is_ready(begin):
     odd = replace(READY, warnings=("Its template does not work.",))
     session, view = begin(FakeEngine(reply("A"), start=[odd]))
