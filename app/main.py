@@ -47,6 +47,9 @@ def _run(arguments: list[str]) -> int:
     try:
         if arguments and arguments[0] in COMMANDS:
             return COMMANDS[arguments[0]][0](arguments[1:])
+        if len(arguments) == 1 and (answer := options.instead_of(arguments[0])):
+            print(answer)
+            return 0
         return _chat(arguments)
     except OrinError as error:
         return _print_error(error, as_json=as_json)
@@ -93,19 +96,24 @@ def _print_error(error: OrinError, *, as_json: bool = False) -> int:
 
 
 def _settings() -> Settings:
-    """The user's settings. If they cannot be used, prints a warning and returns the defaults. Before any other file is
-    touched: says if folders that cannot be written are replaced."""
-    from app.chat.settings import Settings, load_settings
+    """The user's settings. Prints a sentence on each key that cannot be used, which is left out. Before any other file
+    is touched: says if folders that cannot be written are replaced."""
+    settings, flaws = _settings_and_flaws()
+    if flaws:
+        from app.cli.progress import say
+
+        say(sys.stderr, *flaws)
+    return settings
+
+
+def _settings_and_flaws() -> tuple[Settings, tuple[str, ...]]:
+    from app.chat.settings import usable_settings
     from app.cli.progress import say
     from app.cli.stand_in import stand_in_where_needed
 
     if sentence := stand_in_where_needed():
         say(sys.stderr, sentence)
-    try:
-        return load_settings()
-    except UsageError as error:
-        _print_error(UsageError(error.message, "The defaults are used instead."))
-        return Settings()
+    return usable_settings()
 
 
 # --- the chat, a single answer, the dashboard as text ------------------------------------------------------
@@ -113,7 +121,11 @@ def _settings() -> Settings:
 
 def _chat(arguments: Sequence[str]) -> int:
     args = options.parse(arguments, {name: meaning for name, (_, meaning) in COMMANDS.items()})
-    settings = _settings()
+    settings, flaws = _settings_and_flaws()
+    if flaws and (args.one_shot or args.once or args.plain):
+        from app.cli.progress import say
+
+        say(sys.stderr, *flaws)
     configuration = options.configuration(args, settings)
     if args.system is None and not args.raw:
         args.system = settings.system
@@ -132,7 +144,7 @@ def _chat(arguments: Sequence[str]) -> int:
         return asyncio.run(print_dashboard(_engine(args, configuration), sys.stdout, sys.stderr))
     if args.one_shot:
         return _answer(args, settings, configuration)
-    return _converse(args, settings, configuration, problem)
+    return _converse(args, settings, configuration, problem, flaws)
 
 
 def _engine(
@@ -186,9 +198,15 @@ def _answer(args: Namespace, settings: Settings, configuration: Configuration) -
     return code
 
 
-def _converse(args: Namespace, settings: Settings, configuration: Configuration, problem: str) -> int:
+def _converse(
+    args: Namespace,
+    settings: Settings,
+    configuration: Configuration,
+    problem: str,
+    flaws: Sequence[str],
+) -> int:
     """Chats, line by line or on the full screen. `problem`: why the built-in model answers instead of the user's, or
-    ""."""
+    "". `flaws` are sentences about the settings."""
     import asyncio
 
     from app.chat.conversation import past_chat
@@ -263,7 +281,8 @@ def _converse(args: Namespace, settings: Settings, configuration: Configuration,
             )
             if args.compare:
                 engine = setup.compare(engine)
-        theme, warning = remembered("theme"), problem and f"{problem} · Ctrl+L chooses another"
+        theme = remembered("theme")
+        warning = " ".join((*flaws, problem and f"{problem} · Ctrl+L chooses another")).strip()
         app = ChatApp(
             engine,
             history,

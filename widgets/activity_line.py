@@ -5,9 +5,10 @@ from textual.reactive import reactive
 from textual.widget import Widget
 
 from widgets.engine_status import EngineStatus, Phase
+from widgets.plot import IS_CONSOLE
 from widgets.text import as_bytes, as_duration, cache_text, counted, one_line
 
-SPINNER = "⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏"
+SPINNER = "|/-\\" if IS_CONSOLE else "⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏"
 SPINNER_S = 0.1
 _START = (Phase.STARTING, Phase.LOADING, Phase.WARMING)
 
@@ -28,6 +29,8 @@ def status_text(status: EngineStatus) -> str:
             cached = f"{status.cached} from the cache" if status.cached else ""
             count = counted(total or done, "product") if status.searching else str(total or done)
             count = f"{done} of {count}" if total else count
+            # A search may end before its time is over.
+            left = f"at most {left}" if status.searching and left else left
             parts = [task, one_line(status.searching), count, cached, left]
         case Phase.PREFILLING:
             parts = [

@@ -1,11 +1,14 @@
 """Braille plots, bars and the numbers beside them. A cell of braille has two columns and four rows of dots."""
 
+import os
 from collections.abc import Sequence
 from math import floor, log10
 from typing import NamedTuple
 
 _DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))  # bits by row from the top, then by column
 _BRAILLE = 0x2800
+IS_CONSOLE = os.environ.get("TERM") == "linux"
+"""The console of Linux has neither Braille nor eighths of blocks in its font, only halves."""
 
 
 class Column(NamedTuple):
@@ -48,9 +51,17 @@ def cells(columns: Sequence[Column], width: int, height: int) -> list[list[Cell]
                 elif dot == line_dots[column]:
                     kind = kind or "line"
                     bits |= _DOTS[row][right]
-        return Cell(chr(_BRAILLE + bits) if bits else " ", kind)
+        return Cell(_character(bits), kind)
 
     return [[cell(x, y) for x in range(width)] for y in range(height)]
+
+
+def _character(bits: int) -> str:
+    """The character with these dots; on a console, a block of the halves that have any."""
+    if IS_CONSOLE:
+        upper, lower = bits & 0x1B, bits & 0xE4
+        return " ▀▄█"[bool(upper) + 2 * bool(lower)]
+    return chr(_BRAILLE + bits) if bits else " "
 
 
 def _dots(share: float, dots: int) -> int:
@@ -80,4 +91,6 @@ def bar(share: float, width: int) -> str:
     eighths = round(max(0.0, min(1.0, share)) * width * 8)
     if share > 0:
         eighths = max(1, eighths)
+    if IS_CONSOLE:
+        eighths = -(-eighths // 4) * 4
     return ("█" * (eighths // 8) + " ▏▎▍▌▋▊▉"[eighths % 8].strip()).ljust(width)[:width]

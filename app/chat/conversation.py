@@ -53,6 +53,7 @@ class Conversation:
         self._stored_system = ""
         self._stored_first = 0  # the message id of the first turn that the model reads; 0: it reads all
         self._stored: dict[int, tuple[Message, bool]] = {}  # by message id: what the history has
+        self._is_open = False  # whether the history knows that this chat is open
         self._cut_off = False  # the history still has messages after the last turn
         if chat_id is not None:
             self._read(chat_id)
@@ -167,6 +168,9 @@ class Conversation:
             return
         if self.chat_id is None:
             self.chat_id = self.history.new_chat(model)
+        if not self._is_open:
+            self.history.set_open(self.chat_id)
+            self._is_open = True
         if self.system != self._stored_system:
             self.history.set_system(self.chat_id, self.system)
             self._stored_system = self.system

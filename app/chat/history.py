@@ -217,6 +217,23 @@ class History(HistoryDatabase):
         of_user = "SELECT content FROM messages WHERE role = 'user' GROUP BY content"
         return [text for (text,) in reversed(self._run(f"{of_user} ORDER BY max(id) DESC LIMIT ?", limit))]
 
+    def set_open(self, chat_id: int | None) -> None:
+        """Says which chat this process has open (None: none), in case that it dies."""
+        if chat_id is None:
+            self._run("DELETE FROM open_chats WHERE writer = ?", os.getpid())
+        else:
+            self._run("INSERT OR REPLACE INTO open_chats VALUES (?, ?)", os.getpid(), chat_id)
+
+    def take_left_open(self) -> int | None:
+        """The chat that was written to last of those whose processes died; None if there is none. Forgets them all."""
+        rows = self._run(
+            "SELECT writer, chat_id FROM open_chats JOIN chats ON chats.id = chat_id ORDER BY updated DESC"
+        )
+        left = [(writer, chat_id) for writer, chat_id in rows if not _is_alive(writer)]
+        for writer, _ in left:
+            self._run("DELETE FROM open_chats WHERE writer = ?", writer)
+        return left[0][1] if left else None
+
     def save_draft(self, text: str) -> None:
         """Saves the prompt that this process has not sent; "" deletes it."""
         if text:

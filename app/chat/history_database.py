@@ -57,6 +57,8 @@ MIGRATIONS: tuple[tuple[str, ...], ...] = (
         """UPDATE messages SET parent = coalesce((SELECT max(before.id) FROM messages AS before
             WHERE before.chat_id = messages.chat_id AND before.id > 0 AND before.id < messages.id), 0)""",
     ),
+    # The chat that each running process has open.
+    ("CREATE TABLE open_chats (writer INTEGER PRIMARY KEY, chat_id INTEGER NOT NULL)",),
 )
 _NOT_SAVED = "until then chats are not saved."
 _PROBLEMS = (  # a part of SQLite's message, what it means, and a hint

@@ -1,7 +1,10 @@
 """The user's settings (settings.toml, which is only read), and what one run stores for the next (last model, theme)."""
 
 import contextlib
+import tomllib
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import platformdirs
@@ -59,6 +62,45 @@ def load_settings(path: Path | None = None) -> Settings:
         reason = error.strerror if isinstance(error, OSError) else str(error).rstrip(".")
         raise UsageError(f"The settings in {path} cannot be used: {reason}.") from error
     return settings
+
+
+def usable_settings(path: Path | None = None) -> tuple[Settings, tuple[str, ...]]:
+    """The settings in `path` (None: `settings_path()`) without the keys that cannot be used, and a sentence on each of
+    these."""
+    path = path or settings_path()
+    try:
+        return load_settings(path), ()
+    except UsageError as error:
+        whole = str(error)
+    try:
+        tables = tomllib.loads(path.read_text("utf-8"))
+    except (OSError, ValueError):  # no part of the file can be read
+        return Settings(), (f"{whole} The defaults are used instead.",)
+    usable: dict[str, Any] = {}
+    flaws = []
+    for names, value in _leaves(tables):
+        tried = _with(usable, names, value)
+        try:
+            check_sampling(msgspec.convert(tried, Settings).sampling)
+            usable = tried
+        except (ValueError, UsageError) as error:
+            reason = str(error).rstrip(".").partition(" - at `")[0]
+            flaws.append(f"{path.name}: {'.'.join(names)} is left out: {reason[:1].lower()}{reason[1:]}.")
+    return msgspec.convert(usable, Settings), tuple(flaws)
+
+
+def _leaves(tables: dict[str, Any]) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Each key with its value; those of tables by the names of both."""
+    for name, value in tables.items():
+        if isinstance(value, dict):
+            yield from (((name, key), inner) for key, inner in value.items())
+        else:
+            yield (name,), value
+
+
+def _with(tables: dict[str, Any], names: tuple[str, ...], value: Any) -> dict[str, Any]:
+    name, *rest = names
+    return {**tables, name: {**tables.get(name, {}), rest[0]: value} if rest else value}
 
 
 def check_sampling(sampling: Sampling) -> None:

@@ -91,6 +91,26 @@ def parse(arguments: Sequence[str], commands: dict[str, str]) -> argparse.Namesp
     return args
 
 
+def instead_of(word: str) -> str:
+    """What to print for a single word that is no command but looks like one; "" for a prompt."""
+    if word in ("preset", "presets"):
+        from presets.loader import preset_files
+        from widgets.text import one_line
+
+        titles = (
+            (name, file.preset.title if file.preset else file.problem)
+            for name, file in preset_files().items()
+        )
+        lines = [f"  {name:<16} {one_line(title)}" for name, title in titles]
+        return "\n".join(
+            ["presets:", *lines, "", f"{call('--preset NAME')} uses one; F8 in the chat edits them."]
+        )
+    meant = {"chat": "", "help": "--help", "version": "--version", "list": "models", "run": "--model NAME"}
+    if word not in meant:
+        return ""
+    return f"Is that a command? That is: {call(meant[word])}\nIs it a prompt? That is: {call(f'-- {word}')}"
+
+
 def _parser(commands: dict[str, str]) -> Parser:
     listed = "\n".join(f"  {name:<16} {meaning}" for name, meaning in commands.items())
     parser = Parser(

@@ -53,6 +53,8 @@ if TYPE_CHECKING:
     from engine.peers.llama_server import LlamaServer
 
 GREEDY = Sampling(temperature=0)
+WATCH_S = 1.0
+"""How often other programs are looked at while engines are compared."""
 CANDIDATES = 20
 """Where the answers part, each engine gives the probabilities of this many tokens."""
 
@@ -157,6 +159,7 @@ class ComparisonEngine:
         self._asked_together, peer_first = self.together, self._peer_first
         self._peer_first = not peer_first
         peer_answer: asyncio.Task[None] | None = None
+        others = asyncio.create_task(self._watch_other_programs())
         on_event = self.ours.on_event
         await asyncio.to_thread(self._read_counters)  # the next reading is of the time since this one
         try:
@@ -178,9 +181,8 @@ class ComparisonEngine:
                 await peer_answer
             elif not peer_first:
                 await self._follow_peer(work)
-            # A peer that is no process of ours would count as another program.
-            if self._peer and self._peer.pid:
-                self._remark = other_programs(await asyncio.to_thread(self._read_counters))
+            others.cancel()
+            await self._look_at_other_programs()
             await self._compare_candidates(prompt.ids)
             for side in (self._left, self._right):
                 side.skip()
@@ -188,9 +190,22 @@ class ComparisonEngine:
             self.view()  # records the memory of both while they hold it
             yield end
         finally:
+            others.cancel()
             self.ours.on_event = on_event
             if peer_answer:
                 peer_answer.cancel()
+
+    async def _watch_other_programs(self) -> None:
+        """Looks at them while the two answer, so that no ratio is shown meanwhile either."""
+        while True:
+            await asyncio.sleep(WATCH_S)
+            await self._look_at_other_programs()
+
+    async def _look_at_other_programs(self) -> None:
+        # A peer that is no process of ours would count as another program.
+        if self._peer and self._peer.pid:
+            remark = other_programs(await asyncio.to_thread(self._read_counters))
+            self._remark = self._remark or remark
 
     def forget(self) -> None:
         """Drops the last answers: the conversation is another one."""

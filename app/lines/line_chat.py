@@ -4,6 +4,7 @@ The method `do_NAME` of `LineChat` is the command /NAME of `app/chat/commands`.
 """
 
 import asyncio
+import contextlib
 import signal
 import threading
 import time
@@ -93,6 +94,8 @@ class LineChat(View):
         try:
             return await run_until_signal(self._run(), signal.SIGTERM)
         finally:
+            with contextlib.suppress(HistoryError):
+                self.session.history.set_open(None)
             await self.session.close()
 
     async def _run(self) -> int:

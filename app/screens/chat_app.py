@@ -40,6 +40,7 @@ from engine.protocol.client import Engine
 from engine.protocol.events import Counter
 from presets import GUIDE
 from widgets.comparison_pane import ComparisonPane
+from widgets.no_color import respect_no_color
 from widgets.prompt import Prompt
 from widgets.terminal_signals import end_with_terminal, suspend_between_events
 
@@ -116,6 +117,7 @@ class ChatApp(Copying, FileActions, SlashCommands, ContextActions):
         **options: Unpack[ChatOptions],
     ) -> None:
         super().__init__()
+        respect_no_color(self)
         self.history = history
         self.setup = setup
         self.column = ChatColumn(clock, lambda: setup.model_path if setup else None)
@@ -176,6 +178,8 @@ class ChatApp(Copying, FileActions, SlashCommands, ContextActions):
     async def on_unmount(self) -> None:
         self.session.save()
         self._save_draft()
+        with contextlib.suppress(HistoryError):
+            self.history.set_open(None)
         garbage.resume()
         await self.session.close()
 
@@ -193,6 +197,10 @@ class ChatApp(Copying, FileActions, SlashCommands, ContextActions):
             if recent and recent[0].interrupted and self._open_first is None:
                 self._resumable = recent[0].id
                 self.notice(f"The reply in “{recent[0].title}” was interrupted · Ctrl+G opens it", seconds=60)
+            elif (left := self.history.take_left_open()) is not None and self._open_first is None:
+                self._resumable = left
+                title = self.history.title(left)
+                self.notice(f"orin-chat ended in the middle of “{title}” · Ctrl+G opens it", seconds=60)
             self.column.problem_changed(self.history.problem)
         except HistoryError as error:
             self.column.problem_changed(error)

@@ -11,6 +11,7 @@ from textual.app import App, ComposeResult
 from tests.app.fake_engine import READY
 from widgets.activity_line import ActivityLine, status_text
 from widgets.engine_status import EngineStatus, Phase
+from widgets.plot import Column, bar, cells
 from widgets.status_line import StatusLine, context_meter
 
 STATUS = EngineStatus(
@@ -94,7 +95,7 @@ def test_what_an_engine_does_in_words():
     assert say(Phase.WARMING, done=3, total=0) == "preparing kernels · 3"
     assert say(Phase.WARMING, done=3, total=48, cached=2) == "preparing kernels · 3 of 48 · 2 from the cache"
     assert say(Phase.WARMING, done=3, total=5, cached=2, searching="o Q6_K 2048x2048", seconds_left=14) == (
-        "searching · o Q6_K 2048x2048 · 3 of 5 products · 2 from the cache · 14 s left"
+        "searching · o Q6_K 2048x2048 · 3 of 5 products · 2 from the cache · at most 14 s left"
     )
     assert say(Phase.PREFILLING, done=0, total=0) == "reading the prompt"
     assert say(Phase.PREFILLING, done=1024, total=4096, seconds_left=75) == (
@@ -119,3 +120,10 @@ async def test_a_notice_is_plain_text_and_has_the_room_it_needs():
         assert line.size.height == 2
         line.is_warning = True
         assert line.render().plain.startswith("⚠ ")
+
+
+def test_a_console_without_braille_gets_blocks(monkeypatch):
+    monkeypatch.setattr("widgets.plot.IS_CONSOLE", True)
+    rows = cells([Column(share / 8) for share in range(9)], 5, 2)
+    assert {cell.text for row in rows for cell in row} <= set(" ▀▄█")
+    assert set(bar(0.3, 10)) <= set(" ▌█")

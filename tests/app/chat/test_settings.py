@@ -12,6 +12,7 @@ from app.chat.settings import (
     remember,
     remember_model,
     remembered,
+    usable_settings,
 )
 from engine.errors import UsageError
 from engine.protocol.events import EngineOptions, Generate, RawText, Sampling, command_decoder, encode
@@ -57,6 +58,21 @@ def test_a_broken_file_is_named_with_what_is_wrong(home, text, named):
     path.write_text(text)
     with pytest.raises(UsageError, match=named):
         load_settings(path)
+
+
+def test_a_bad_key_drops_itself_alone_and_is_named(home):
+    path = home / "settings.toml"
+    path.write_text(
+        'model = "m.gguf"\nmodle = "x"\nkv = "f17"\n[sampling]\ntop_k = 3\ntop_p = 2\n[models]\na = "b"\n'
+    )
+    settings, flaws = usable_settings(path)
+    assert (settings.model, settings.kv, settings.sampling.top_k, settings.models) == (
+        "m.gguf", None, 3, {"a": "b"},
+    )  # fmt: skip
+    assert len(flaws) == 3 and all("is left out" in flaw for flaw in flaws)
+    assert [flaw.split()[1] for flaw in flaws] == ["modle", "kv", "sampling.top_p"]
+    path.write_text("model = ")
+    assert usable_settings(path)[0] == Settings() and "defaults" in usable_settings(path)[1][0]
 
 
 def test_bytes_that_are_not_text(home):

@@ -37,7 +37,7 @@ def test_a_search_says_what_was_known_how_far_it_is_and_how_long_it_may_take():
     status.observe(searching(1, 1, 20.0))
     clock.now = 6.0
     said = status_text(status.snapshot())
-    assert said == "searching · o Q6_K 2048x2048 · 1 of 5 products · 1 from the cache · 14 s left"
+    assert said == "searching · o Q6_K 2048x2048 · 1 of 5 products · 1 from the cache · at most 14 s left"
     status.observe(Warming(done=1, total=83, cached=1))  # then the steps are compiled
     clock.now = 8.0
     assert status_text(status.snapshot()).startswith("preparing kernels · 1 of 83 · 1 from the cache")

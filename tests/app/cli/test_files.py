@@ -3,6 +3,7 @@
 import pytest
 
 from app.cli import options
+from app.main import main
 from engine.errors import UsageError
 
 
@@ -43,3 +44,12 @@ def test_what_is_no_file_is_named(arguments, reason):
 def test_a_file_that_is_no_text_is_refused():
     with pytest.raises(UsageError, match="is no text"):
         options.prompt(parse("b.bin", "What is it?"))
+
+
+def test_words_that_look_like_commands_are_answered(home, capsys):
+    assert main(["presets"]) == 0
+    listed = capsys.readouterr().out
+    assert "cuda" in listed and "--preset NAME" in listed
+    assert main(["chat"]) == 0
+    assert "Is that a command?" in capsys.readouterr().out
+    assert not options.instead_of("hello")

@@ -6,6 +6,7 @@ import math
 import pytest
 from msgspec.structs import replace
 
+from app.comparison import comparison_engine
 from app.comparison.common_prefix import CommonPrefix
 from app.comparison.comparison_engine import ComparisonEngine, answered_together, compare_with_llama_server
 from app.comparison.report import report
@@ -30,6 +31,8 @@ from engine.protocol.events import (
 )
 from tests import generated_model, synthetic
 from tests.synthetic import _pieces
+from tests.waiting import until
+from widgets.comparison_data import figure_rows
 
 HELLO = Chat(messages=(Message(role="user", content="hello"),))
 QUICK = {"load_s": 0.0, "prefill_s": 0.02, "rate": 400, "tokens": 12}
@@ -182,6 +185,18 @@ async def test_what_other_programs_take_is_said_beside_the_figures(compare, load
     assert report(comparison.view()).count(remark or "⚠") == bool(remark)
     comparison.forget()
     assert not comparison.view().remark
+
+
+async def test_other_programs_are_looked_at_while_the_answers_come(compare, monkeypatch):
+    monkeypatch.setattr(comparison_engine, "WATCH_S", 0.001)
+    comparison = compare(read_counters=lambda: (Counter(name="other load", value=43.4, unit="%"),))
+    async for event in comparison.generate(ask(max_tokens=2)):
+        if isinstance(event, Token):
+            await until(lambda: comparison.view().remark)
+            assert not comparison.view().complete
+            assert all(row.ratio is None for row in figure_rows(comparison.view()))
+            return
+    raise AssertionError("there was no token")
 
 
 async def test_where_they_part_and_how_probable_both_ways_were(compare):
