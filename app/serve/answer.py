@@ -72,14 +72,15 @@ Parts = AsyncGenerator[tuple[int, Part], None]
 
 @dataclass
 class ServedAnswer:
-    """Follows one answer. `stopped` was asked for by the client's stop texts."""
+    """Follows one answer. It ends at one of the client's texts (`stop`), and with `one_call` before a second call."""
 
     request: Generate
     stop: StopTexts
     parser: ToolCallParser | None = None
+    one_call: bool = False
     _stats: AnswerStats = field(init=False)
     _tokens: list[Token] = field(default_factory=list)
-    _called: bool = False
+    _calls: int = 0
     _reasoning_n: int = 0
 
     async def parts(self, events: Events) -> AsyncGenerator[Part, None]:
@@ -108,7 +109,7 @@ class ServedAnswer:
                         self._tokens.append(event)
                         for delta in self._deltas(self.stop.feed(event.text)):
                             yield delta
-                        if self.stop.found:
+                        if self.stop.found or self._has_enough:
                             break
                     case Finished(reason="cancelled"):
                         raise unavailable("The server is stopping.")
@@ -120,23 +121,31 @@ class ServedAnswer:
                 yield delta
             finished = end or self._stats.finished()
             reason: FinishReason = "length" if finished.reason == "length" else "stop"
-            if self._called and reason == "stop":
+            if self._calls and reason == "stop":
                 reason = "tool_calls"
             yield AnswerEnd(reason, finished, self._reasoning_n, self.stop.found)
 
+    @property
+    def _has_enough(self) -> bool:
+        return self.one_call and self._calls > 1
+
     def _deltas(self, text: str) -> Iterable[AnswerDelta]:
-        parts = self.parser.feed(text) if self.parser else [text] if text else []
-        return map(self._delta, parts)
+        yield from self._made(self.parser.feed(text) if self.parser else [text] if text else [])
+
+    def _made(self, parts: Iterable[str | FunctionCall]) -> Iterable[AnswerDelta]:
+        for part in parts:
+            self._calls += isinstance(part, FunctionCall) and bool(part.name)
+            if not self._has_enough:
+                yield self._delta(part)
 
     def _flushed(self) -> Iterable[AnswerDelta]:
-        yield from map(self._delta, self.parser.flush() if self.parser else ())
+        yield from self._made(self.parser.flush() if self.parser else ())
         if self.request.logprobs and self._tokens:
             yield self._delta("")
 
     def _delta(self, part: str | FunctionCall) -> AnswerDelta:
         if isinstance(part, FunctionCall):
-            self._called = True
-            return AnswerDelta(call=CallPiece(part.arguments, _call_id(), part.name))
+            return AnswerDelta(call=CallPiece(part.arguments, _call_id() if part.name else "", part.name))
         tokens, self._tokens = tuple(self._tokens), []
         return AnswerDelta(content=part, tokens=tokens)
 

@@ -21,7 +21,10 @@ async def answer(request: Request, exchange: Exchange, asked: Asked) -> Response
         exchange.client = f"{asked.asker}@{exchange.client}"
     exchange.note = asked.note
     service = exchange.service
-    answers = [ServedAnswer(one, StopTexts(asked.stops), _parser(exchange, one)) for one in asked.requests]
+    answers = [
+        ServedAnswer(one, StopTexts(asked.stops), _parser(exchange, asked, one), asked.one_call)
+        for one in asked.requests
+    ]
     values = _values(service.parts(exchange, answers), asked.reply, exchange)
     if not asked.is_streamed:
         await while_connected(request.receive, _exhaust(values))
@@ -32,9 +35,11 @@ async def answer(request: Request, exchange: Exchange, asked: Asked) -> Response
     return stream
 
 
-def _parser(exchange: Exchange, request: Generate) -> ToolCallParser | None:
+def _parser(exchange: Exchange, asked: Asked, request: Generate) -> ToolCallParser | None:
     form, prompt = exchange.service.file.form, request.prompt
-    return ToolCallParser(form, prompt.tools) if form and isinstance(prompt, Chat) and prompt.tools else None
+    if not (form and isinstance(prompt, Chat) and prompt.tools):
+        return None
+    return ToolCallParser(form, prompt.tools, in_pieces=asked.is_streamed and asked.reply.takes_pieces)
 
 
 async def _values(parts: Parts, reply: Reply, exchange: Exchange) -> AsyncGenerator[Json, None]:

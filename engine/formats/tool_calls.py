@@ -6,12 +6,12 @@ A client describes tools in OpenAI's form: a JSON array of {"type": "function", 
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from engine.formats.thinking import overlap
-from engine.protocol.events import Grammar
+from engine.formats.tool_arguments import Arguments, JsonArguments, TagArguments
 
 CALL_TOKENS = frozenset(
     ("<tool_call>", "</tool_call>", "<|tool_call|>", "<|python_tag|>", "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]")
@@ -23,8 +23,8 @@ CALL_TOKENS = frozenset(
 class ToolForm:
     """How a family writes a call: after one of `opens`, and before `close` ("": before the next call, or the end of the
     reply). `bare`: a reply that is nothing but a JSON object is a call, too. A call is a JSON object with the name and,
-    under `key`, the arguments, or a list of these; or the name, then `between`, then the arguments. `other`: it is
-    written in another way, so it cannot be demanded."""
+    under `key`, the arguments, or a list of these; or the name, then `between`, then the arguments; or, with `tagged`,
+    the name and the arguments in tags."""
 
     opens: tuple[str, ...]
     close: str = ""
@@ -32,16 +32,16 @@ class ToolForm:
     key: str = "arguments"
     listed: bool = False
     between: str = ""
-    other: bool = False
+    tagged: bool = False
 
 
 HERMES = ToolForm(("<tool_call>",), "</tool_call>")  # Qwen 2.5 and 3 too
-QWEN_XML = replace(HERMES, other=True)  # Qwen 3.5, Qwen3-Coder: <function=NAME><parameter=KEY>…
+QWEN_XML = replace(HERMES, tagged=True)  # Qwen 3.5, Qwen3-Coder: <function=NAME><parameter=KEY>…
 MISTRAL = ToolForm(("[TOOL_CALLS]",), listed=True)
 MISTRAL_ARGS = ToolForm(("[TOOL_CALLS]",), between="[ARGS]")  # Ministral 3
 GRANITE = ToolForm(("<|tool_call|>",), listed=True)
 LLAMA = ToolForm(("<|python_tag|>",), bare=True, key="parameters")
-HARMONY = ToolForm((" to=functions.",), other=True)  # gpt-oss, as `channels` shows it
+HARMONY = ToolForm((" to=functions.",), between="<|message|>")  # gpt-oss, as `channels` shows it
 _SIGNS = (  # what a template with the form holds; the first one that fits counts
     (("<|channel|>", " to=functions."), HARMONY),
     (("<|channel|>commentary",), HARMONY),
@@ -63,7 +63,7 @@ def tool_form(template: str) -> ToolForm | None:
 
 
 class FunctionCall(NamedTuple):
-    """`arguments` is JSON."""
+    """A call, or its beginning. `arguments` is JSON. Without a name, these are more arguments of the last call."""
 
     name: str
     arguments: str
@@ -73,12 +73,16 @@ class ToolCallParser:
     """Takes the text of a reply piece by piece, without its thinking. Text that could be the beginning of a call is
     held back until the next pieces decide. What begins like a call and is none is text."""
 
-    def __init__(self, form: ToolForm, tools: str) -> None:
-        """`tools` is `Chat.tools`."""
-        self._form = form
-        self._schemas = dict(_functions(tools))
+    def __init__(self, form: ToolForm, tools: str, *, in_pieces: bool = False) -> None:
+        """`tools` is `Chat.tools`. With `in_pieces`, the arguments of a call are given as they come, once it has begun
+        with the name of one of `tools`: so they may turn out to be no JSON."""
+        self._form, self._in_pieces = form, in_pieces
+        self._schemas = dict(functions(tools))
         self._held = ""
         self._open: str | None = None  # what opened the call that is being read
+        self._arguments: Arguments | None = None  # of the call that is being handed on in pieces
+        self._name = ""  # of that call, until it is given
+        self._has_called = False  # whether there was such a call since `_open`
         self._at_start = form.bare
         self._after_call = False
 
@@ -90,6 +94,11 @@ class ToolCallParser:
                 yield from self._before_call()
                 if self._open is None:
                     return
+            if self._arguments or (self._in_pieces and self._can_begin()):
+                yield from self._more_arguments()
+                if self._arguments:
+                    return
+                continue
             body, mark, rest = self._partition_body()
             if not mark:
                 return
@@ -101,7 +110,31 @@ class ToolCallParser:
     def flush(self) -> Iterator[str | FunctionCall]:
         """What is still held back at the end of the reply."""
         text, self._held = self._held, ""
+        if self._arguments:
+            if piece := self._arguments.flush(text):
+                yield FunctionCall("", piece)
+            return
         yield from self._text(text) if self._open is None else self._read(text, "")
+
+    def _can_begin(self) -> bool:
+        """Whether a call of a known tool begins here. Reads up to its arguments, and yields its name with them."""
+        for pattern, takes in _BEGINNINGS:
+            found = pattern.match(self._held)
+            if found and (schema := self._schemas.get(found["name"])) is not None:
+                self._held = self._held[found.end() :]
+                self._arguments, self._name = takes(schema), found["name"]
+                self._has_called = self._after_call = True
+                return True
+        return False
+
+    def _more_arguments(self) -> Iterator[FunctionCall]:
+        assert self._arguments
+        piece, self._held = self._arguments.feed(self._held)
+        if piece or self._name:
+            yield FunctionCall(self._name, piece)
+        self._name = ""
+        if self._arguments.is_done:
+            self._arguments = None
 
     def _before_call(self) -> Iterator[str]:
         """Yields the text before the next call, and opens the call if it is there."""
@@ -130,10 +163,15 @@ class ToolCallParser:
 
     def _read(self, body: str, end: str) -> Iterator[str | FunctionCall]:
         opened, self._open = self._open, None
+        has_called, self._has_called = self._has_called, False
+        if has_called and not _CLOSING.sub("", body):
+            return
         calls = list(_calls(body, self._schemas))
         if calls and (opened or all(call.name in self._schemas for call in calls)):
             self._after_call = True
             yield from calls
+        elif has_called:  # what follows a call, and is none
+            yield from self._text(body.lstrip("}] \n"))
         else:
             yield from self._text(f"{opened}{body}{end if self._form.close else ''}")
 
@@ -145,63 +183,7 @@ class ToolCallParser:
             yield text
 
 
-def reply_grammar(
-    form: ToolForm | None, tools: str, schema: dict[str, Any] | None, *, is_required: bool
-) -> Grammar | None:
-    """What a reply may be. With `is_required`, it is a call of one of `tools` (`Chat.tools`). Else it keeps to the JSON
-    `schema`, if there is one, or is such a call. Raises ValueError if calls in this form cannot be demanded."""
-    if not (tools and form and (is_required or schema is not None)):
-        return None if schema is None else Grammar(kind="json_schema", source=json.dumps(schema))
-    if not (source := demand(form, tools)):
-        raise ValueError("This model's calls cannot be demanded: let tool_choice be auto.")
-    if not is_required:
-        source = (
-            f"{source.replace('start:', 'demanded:', 1)}\nstart: demanded | answer\nanswer: {_json(schema)}"
-        )
-    return Grammar(kind="lark", source=source)
-
-
-def demand(form: ToolForm, tools: str, name: str = "") -> str:
-    """A Lark grammar, as llguidance reads it, of a reply that is a call of one of `tools` (`Chat.tools`), or of the one
-    called `name`. "" if calls in this form cannot be demanded."""
-    if form.other:
-        return ""
-    schemas = {known: schema for known, schema in _functions(tools) if name in ("", known)}
-    line = "\n" if form.close else ""
-    opened, closed = "" if form.bare else form.opens[0] + line, line + form.close
-    if form.between:
-        calls = [f"{_literal(opened + known + form.between)} call{i}" for i, known in enumerate(schemas)]
-        rules = [f"call{i}: {_json(schema)}" for i, schema in enumerate(schemas.values())]
-        return "\n".join((f"start: {' | '.join(calls)}", *rules))
-    body: dict[str, Any] = {"anyOf": [_call_schema(known, form.key, schemas[known]) for known in schemas]}
-    if form.listed:
-        body = {"type": "array", "items": body, "minItems": 1}
-    return f"start: {_literal(opened)} call {_literal(closed)}\ncall: {_json(body)}"
-
-
-def _json(schema: Any) -> str:
-    return f"%json {json.dumps(schema | {'x-guidance': {'whitespace_pattern': WHITE_SPACE}})}"
-
-
-def _literal(text: str) -> str:
-    """A text in a Lark grammar."""
-    return json.dumps(text) if text else ""
-
-
-# Where JSON may have white space: without a bound, a model could go on with it for ever.
-WHITE_SPACE = r" |\n{1,2}[ \t]{0,20}"
-
-
-def _call_schema(name: str, key: str, arguments: Any) -> dict[str, Any]:
-    return {
-        "type": "object",
-        "properties": {"name": {"const": name}, key: arguments},
-        "required": ["name", key],
-        "additionalProperties": False,
-    }
-
-
-def _functions(tools: str) -> Iterator[tuple[str, Any]]:
+def functions(tools: str) -> Iterator[tuple[str, Any]]:
     """The name and the schema of the parameters of each tool."""
     for tool in json.loads(tools):
         function = tool["function"]
@@ -211,6 +193,20 @@ def _functions(tools: str) -> Iterator[tuple[str, Any]]:
 _NAMED = re.compile(r"([\w.-]+)\s*(?:\[CALL_ID\][\w-]*)?(?:\[ARGS\]|<\|message\|>)?\s*(?=\{)")
 _FUNCTION = re.compile(r"<function=([^>\s]+)>(.*?)(?:</function>|$)", re.DOTALL)
 _PARAMETER = re.compile(r"<parameter=([^>\s]+)>\n?(.*?)\n?(?:</parameter>|(?=<parameter=)|$)", re.DOTALL)
+_CLOSING = re.compile(r"[\s}\],;]+")  # what may follow the arguments of a call
+_BEGINNINGS: tuple[tuple[re.Pattern[str], Callable[[Any], Arguments]], ...] = (
+    (
+        re.compile(
+            r'[\s{}\[\],;]*"name"\s*:\s*"(?P<name>[^"\\]+)"\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)'
+        ),
+        lambda _: JsonArguments(),
+    ),
+    (
+        re.compile(r"\s*(?P<name>[\w.-]+)\s*(?:\[CALL_ID\][\w-]*)?(?:\[ARGS\]|<\|message\|>)?\s*(?=\{)"),
+        lambda _: JsonArguments(),
+    ),
+    (re.compile(r"\s*<function=(?P<name>[^>\s]+)>"), TagArguments),
+)
 _decoder = json.JSONDecoder()
 
 

@@ -95,9 +95,9 @@ class Sampling(_Record, frozen=True, kw_only=True):
 
 class Grammar(_Record, frozen=True, kw_only=True):
     """What an answer may be: JSON that a schema describes, or a text of a Lark grammar, as the library llguidance reads
-    them. Thinking before the answer is free."""
+    them. Thinking before the answer is free, unless the kind is "reply": then the grammar is of the whole reply."""
 
-    kind: Literal["json_schema", "lark"]
+    kind: Literal["json_schema", "lark", "reply"]
     source: str
 
 

@@ -13,9 +13,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.errors import UsageError, one_line
+from engine.formats.channels import channel_marks
 from engine.formats.thinking import ReplySplitter
 from engine.formats.tokenizer import Tokenizer
-from engine.formats.tool_calls import WHITE_SPACE
+from engine.formats.tool_grammars import WHITE_SPACE
 from engine.invocation import pip_install
 from engine.protocol.events import Grammar
 from engine.runtime.sampling import Logits
@@ -34,7 +35,7 @@ class Grammars:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        self._vocabulary: LLTokenizer | None = None
+        self._vocabularies: dict[bool, LLTokenizer] = {}
 
     def constraint(self, grammar: Grammar, splitter: ReplySplitter | None, open_mark: str) -> Constraint:
         """Keeps one answer to `grammar`. `splitter` gets the text of the reply, which may begin with `open_mark` and
@@ -49,12 +50,13 @@ class Grammars:
             ) from None
         if len(grammar.source) > MAX_SOURCE:
             raise _invalid(f"it has more than {MAX_SOURCE:,} characters")
-        if self._vocabulary is None:
-            self._vocabulary = _vocabulary(self._tokenizer)
+        is_whole = grammar.kind == "reply"
+        if is_whole not in self._vocabularies:
+            self._vocabularies[is_whole] = _vocabulary(self._tokenizer, is_whole)
         try:
             source = (
                 LLMatcher.grammar_from_lark(grammar.source)
-                if grammar.kind == "lark"
+                if grammar.kind != "json_schema"
                 else LLMatcher.grammar_from_json_schema(
                     grammar.source, overrides={"whitespace_pattern": WHITE_SPACE}
                 )
@@ -63,9 +65,11 @@ class Grammars:
             raise _invalid(str(error)) from None
         # A fraction of the library's own limits: no other conversation goes on while it works.
         limits = LLParserLimits(initial_lexer_fuel=300_000, max_grammar_size=50_000)
-        matcher = LLMatcher(self._vocabulary, source, log_level=0, limits=limits)
+        matcher = LLMatcher(self._vocabularies[is_whole], source, log_level=0, limits=limits)
         if matcher.is_error():
             raise _invalid(matcher.get_error())
+        if is_whole:
+            return Constraint(matcher, None, None)
         return Constraint(matcher, splitter, self._tokenizer.special_tokens.get(open_mark))
 
 
@@ -156,28 +160,30 @@ def _masked(logits: Logits, words: NDArray[np.uint32] | None) -> Logits:
 
 
 class _Vocabulary:
-    """What `llguidance.TokenizerWrapper` asks of a tokenizer."""
+    """What `llguidance.TokenizerWrapper` asks of a tokenizer. `with_channels`: the marks of gpt-oss's messages are
+    special, so that a grammar can name them; else they are text."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, with_channels: bool) -> None:
         self._tokenizer = tokenizer
         self.bos_token_id = tokenizer.bos_id
         self.eos_token_id = min(tokenizer.eos_ids)
         self.tokens = [tokenizer.piece(id) for id in range(tokenizer.vocab_size)]
         hidden = [id for id in range(tokenizer.vocab_size) if tokenizer.is_hidden(id)]
-        self.special_token_ids = sorted({*hidden, *tokenizer.eos_ids})
+        marks = channel_marks(tokenizer.special_tokens) if with_channels else ()
+        self.special_token_ids = sorted({*hidden, *marks, *tokenizer.eos_ids})
 
     def __call__(self, text: bytes | str) -> list[int]:
         return self._tokenizer.encode(text if isinstance(text, str) else text.decode("utf-8", "replace"))
 
 
-def _vocabulary(tokenizer: Tokenizer) -> LLTokenizer:
+def _vocabulary(tokenizer: Tokenizer, with_channels: bool) -> LLTokenizer:
     """Raises UsageError for a model that cannot end an answer."""
     from llguidance import LLTokenizer, TokenizerWrapper
 
     if not tokenizer.eos_ids:
         raise UsageError("This model has no token that ends an answer, so it cannot keep to a grammar.")
     return LLTokenizer(
-        TokenizerWrapper(_Vocabulary(tokenizer)),
+        TokenizerWrapper(_Vocabulary(tokenizer, with_channels)),
         n_vocab=tokenizer.vocab_size,
         eos_token=sorted(tokenizer.eos_ids),
     )

@@ -14,7 +14,6 @@ from engine.formats.tool_calls import (
     QWEN_XML,
     FunctionCall,
     ToolCallParser,
-    demand,
     tool_form,
 )
 from tests.paths import SHARED
@@ -65,10 +64,12 @@ REPLIES = {
 }
 
 
-def parts(form, chunks):
-    parser, found = ToolCallParser(form, TOOLS), []
+def parts(form, chunks, in_pieces=False):
+    parser, found = ToolCallParser(form, TOOLS, in_pieces=in_pieces), []
     for part in (*(part for chunk in chunks for part in parser.feed(chunk)), *parser.flush()):
-        if isinstance(part, str) and found and isinstance(found[-1], str):
+        if isinstance(part, FunctionCall) and not part.name:
+            found[-1] = FunctionCall(found[-1].name, found[-1].arguments + part.arguments)
+        elif isinstance(part, str) and found and isinstance(found[-1], str):
             found[-1] += part
         else:
             found.append(part)
@@ -79,7 +80,52 @@ def parts(form, chunks):
 def test_calls_are_taken_out_however_the_text_is_cut(name):
     form, reply, wanted = REPLIES[name]
     for size in (1, 3, 7, len(reply)):
-        assert parts(form, [reply[i : i + size] for i in range(0, len(reply), size)]) == wanted
+        for in_pieces in (False, True):
+            assert parts(form, [reply[i : i + size] for i in range(0, len(reply), size)], in_pieces) == wanted
+
+
+@pytest.mark.parametrize("name", ["hermes", "xml", "mistral", "ministral", "granite", "llama", "gpt-oss"])
+def test_arguments_come_in_pieces(name):
+    form, reply, _ = REPLIES[name]
+    parser = ToolCallParser(form, TOOLS, in_pieces=True)
+    seen = [
+        [part for part in parser.feed(character) if isinstance(part, FunctionCall)] for character in reply
+    ]
+    when = [at for at, calls in enumerate(seen) if calls]
+    assert len(when) > 8 and next(calls for calls in seen if calls)[0].name == "get_weather"
+    assert when[0] < reply.index("city") + len("city>") + 1
+
+
+PIECES = [*'a\n<>/"\\{}é', "</p", "</parameter", "</tool_call>"]
+TEXTS = (
+    st.lists(st.sampled_from(PIECES), max_size=12)
+    .map("".join)
+    .filter(lambda text: "</parameter>" not in text)
+)
+
+
+@given(TEXTS, st.integers(), st.integers(1, 9), st.booleans())
+def test_arguments_of_any_text(text, days, size, in_tags):
+    """However they are cut, and whatever is in them."""
+    if in_tags:
+        reply = (
+            f"<tool_call>\n<function=get_weather>\n<parameter=city>\n{text}\n</parameter>\n<parameter=days>\n"
+        )
+        reply += f"{days}\n</parameter>\n</function>\n</tool_call>"
+        form = QWEN_XML
+    else:
+        arguments = json.dumps({"city": text, "days": days}, ensure_ascii=False)
+        reply, form = f'<tool_call>{{"name": "get_weather", "arguments": {arguments}}}</tool_call>', HERMES
+    [call] = parts(form, [reply[i : i + size] for i in range(0, len(reply), size)], in_pieces=True)
+    assert call.name == "get_weather" and json.loads(call.arguments) == {"city": text, "days": days}
+
+
+def test_a_reply_that_is_cut_off_within_a_call():
+    for form, reply in ((HERMES, f"<tool_call>\n{JSON[:-12]}"), (QWEN_XML, REPLIES["xml"][1][:-60])):
+        [call] = parts(form, [reply], in_pieces=True)
+        assert call.name == "get_weather" and call.arguments.startswith('{"city": "Rome')
+        with pytest.raises(ValueError):  # nobody acts on half of a value
+            json.loads(call.arguments)
 
 
 @given(st.sampled_from([HERMES, MISTRAL_ARGS, LLAMA, HARMONY]), st.lists(st.sampled_from(
@@ -99,35 +145,3 @@ def test_text_without_calls_stays_as_it_is(form, chunks):
 )  # fmt: skip
 def test_a_template_tells_the_form(name, form):
     assert tool_form((SHARED / f"models/vocab/{name}.jinja").read_text()) == form
-
-
-@pytest.mark.parametrize("form", [HERMES, MISTRAL, MISTRAL_ARGS, GRANITE, LLAMA])
-def test_what_is_demanded_is_read_again(form):
-    """The grammar's own parser says whether it takes a call as the model would write it."""
-    llguidance = pytest.importorskip("llguidance")
-    grammar = demand(form, TOOLS, "get_weather")
-    assert "stop" not in grammar
-    body = JSON.replace("arguments", form.key)
-    if form.between:
-        body = f"get_weather[ARGS]{CALL.arguments}"
-    elif form.listed:
-        body = f"[{body}]"
-    line = "\n" if form.close else ""
-    reply = f"{'' if form.bare else form.opens[0]}{line}{body}{line}{form.close}"
-    vocabulary = llguidance.LLTokenizer(llguidance.TokenizerWrapper(_Bytes()), n_vocab=257, eos_token=256)
-    matcher = llguidance.LLMatcher(vocabulary, llguidance.LLMatcher.grammar_from_lark(grammar), log_level=0)
-    assert matcher.consume_tokens(list(reply.encode())) and matcher.is_accepting(), matcher.get_error()
-    assert parts(form, [reply]) == [CALL]
-
-
-@pytest.mark.parametrize("form", [QWEN_XML, HARMONY])
-def test_what_cannot_be_demanded(form):
-    assert demand(form, TOOLS) == ""
-
-
-class _Bytes:
-    eos_token_id, bos_token_id, special_token_ids = 256, None, (256,)
-    tokens = [*(bytes([byte]) for byte in range(256)), b"<eos>"]  # noqa: RUF012
-
-    def __call__(self, text):
-        return list(text if isinstance(text, bytes) else text.encode())

@@ -9,6 +9,8 @@ import pytest
 
 from engine.errors import UsageError
 from engine.formats.thinking import THINK, ThinkSplitter
+from engine.formats.tool_calls import ToolCallParser, tool_form
+from engine.formats.tool_grammars import reply_grammar
 from engine.protocol.events import (
     Chat,
     Generate,
@@ -159,3 +161,39 @@ def test_a_schema_holds_after_a_text_that_is_given(model):
     assert json.loads(text.removeprefix("So: ")).keys() == {"name", "age"} and end.reason == "stop"
     with pytest.raises(UsageError, match="Token ids"):
         answer(model, RawText(text="x"), forced=(1 << 20,))
+
+
+HARMONY_TEMPLATE = """\
+{%- for message in messages %}<|start|>{{ message.role }}<|message|>{{ message.content }}<|end|>{% endfor -%}
+{#- "<|channel|>analysis<|message|>" "<|start|>assistant<|channel|>final<|message|>" tools to=functions. #}
+{%- if add_generation_prompt %}<|start|>assistant{% endif -%}
+"""
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_gpt_oss_can_be_made_to_call(tmp_path, monkeypatch, seed):
+    """The grammar has the headers of messages, too."""
+    marks = ("<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|constrain|>", "<|call|>", "<|return|>")
+    monkeypatch.setattr(generated_model, "SPECIALS", (*generated_model.SPECIALS, *marks))
+    path = generated_model.write(tmp_path / "m.gguf", template=HARMONY_TEMPLATE)
+    properties = {"city": {"enum": ["Rome", "Oslo"]}}
+    schema = {"type": "object", "properties": properties, "required": ["city"], "additionalProperties": False}
+    tools = json.dumps([{"type": "function", "function": {"name": "look", "parameters": schema}}])
+    form = tool_form(HARMONY_TEMPLATE)
+    prompt = Chat(messages=(Message(role="user", content="Rome?"),), tools=tools)
+    harmony = ReferenceModel(path, 256)
+    end_id = harmony.tokenizer.special_tokens["<|end|>"]
+    text, end, _ = answer(
+        harmony,
+        prompt,
+        grammar=reply_grammar(form, tools, None, is_required=True),
+        sampling=Sampling(temperature=1.5, seed=seed),
+        logit_bias=((end_id, 12.0),),  # it does not think for long
+    )
+    parser = ToolCallParser(form, tools)
+    [call] = [*parser.feed(text), *parser.flush()]
+    assert (
+        end.reason == "stop"
+        and call.name == "look"
+        and json.loads(call.arguments)["city"] in ("Rome", "Oslo")
+    )

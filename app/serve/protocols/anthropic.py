@@ -116,7 +116,8 @@ def asked(body: MessagesBody, service: Service) -> Asked:
     request, tools = chat.chat_request(as_chat, service)
     user = _user(body.metadata.user_id or "") if body.metadata else ""
     reply = MessageReply(body.model or service.model)
-    return Asked([request], reply, bool(body.stream), as_chat.stops, user, tools.note)
+    one_call = bool(body.tool_choice and body.tool_choice.disable_parallel_tool_use)
+    return Asked([request], reply, bool(body.stream), as_chat.stops, user, tools.note, one_call)
 
 
 def _user(id: str) -> str:

@@ -22,7 +22,7 @@ from app.serve.protocols.tools import Choice, Tools, chosen_tools
 from app.serve.service import Service
 from engine.formats.template import Prompt
 from engine.formats.tokenizer import Tokenizer
-from engine.formats.tool_calls import reply_grammar
+from engine.formats.tool_grammars import reply_grammar
 from engine.protocol.events import Chat, Generate, Prefilling, Token
 
 
@@ -47,7 +47,13 @@ def asked(body: ChatBody, service: Service) -> Asked:
         service.model, service.file.tokenizer, shown, tools, body.includes_usage, bool(body.return_progress)
     )
     return Asked(
-        variants(request, body.answers), reply, bool(body.stream), body.stops, body.asker, tools.note
+        variants(request, body.answers),
+        reply,
+        bool(body.stream),
+        body.stops,
+        body.asker,
+        tools.note,
+        one_call=body.parallel_tool_calls is False,
     )
 
 
@@ -61,10 +67,7 @@ def chat_request(body: ChatBody, service: Service) -> tuple[Generate, Tools]:
     if asked and not body.logprobs:
         raise wrong("top_logprobs needs logprobs: true.", "top_logprobs")
     tools = chosen_tools(body.tools, body.tool_choice, form := service.file.form)
-    try:
-        grammar = reply_grammar(form, tools.shown, schema_of(body), is_required=tools.is_required)
-    except ValueError as error:
-        raise wrong(f"{error}", "tool_choice") from None
+    grammar = reply_grammar(form, tools.shown, schema_of(body), is_required=tools.is_required)
     limit = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
     if limit == 0:
         raise wrong("max_tokens must be 1 or more.", "max_tokens")

@@ -216,6 +216,7 @@ class OllamaReply(Reply):
     tools: Tools
     shown: int | None = None
     framing: Framing = LINES
+    takes_pieces: bool = False
     _blocks: Blocks = field(default_factory=Blocks)
     _end: AnswerEnd | None = None
 

@@ -17,6 +17,8 @@ class Reply:
     ended. `i` is the place of an answer among them."""
 
     framing: Framing = DATA
+    takes_pieces: bool = True
+    """Whether the protocol has a place for pieces of a call's arguments."""
 
     def begin(self) -> Iterable[Json]:
         """Before all else, once the first answer has begun."""
@@ -52,7 +54,7 @@ class Reply:
 @dataclass(frozen=True)
 class Asked:
     """A request for answers. `requests` are those to the engine, whose text ends at one of `stops`. `asker`: for whom
-    the client asks, by its word. `note`: what of the request is not done."""
+    the client asks, by its word. `note`: what of the request is not done. `one_call`: an answer calls one tool."""
 
     requests: Sequence[Generate]
     reply: Reply
@@ -60,3 +62,4 @@ class Asked:
     stops: Sequence[str] = ()
     asker: str = ""
     note: str = ""
+    one_call: bool = False

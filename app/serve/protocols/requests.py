@@ -4,7 +4,6 @@ The names are those of OpenAI's protocol, and those that llama-server and vLLM a
 null is the same as a field that is absent.
 """
 
-import json
 import re
 from itertools import chain
 from typing import Any, Literal, TypeVar
@@ -13,6 +12,7 @@ import msgspec
 from msgspec.structs import replace
 
 from app.serve.errors import ApiError, wrong
+from engine.formats.tool_grammars import schema_grammar
 from engine.protocol.events import Chat, Generate, Grammar, RawText, Sampling, TokenIds
 from presets.sampling import out_of_range
 
@@ -166,7 +166,7 @@ def schema_of(body: Body) -> dict[str, Any] | None:
 def grammar_of(body: Body) -> Grammar | None:
     """Raises ApiError."""
     schema = schema_of(body)
-    return None if schema is None else Grammar(kind="json_schema", source=json.dumps(schema))
+    return None if schema is None else schema_grammar(schema)
 
 
 def check_size(value: dict[str, Any] | list[Any], param: str) -> None:

@@ -161,7 +161,8 @@ def asked(body: ResponsesBody, service: Service, kept: Conversations, owner: str
             reply.id, Remembered(owner, [*items, *reply.output], reply.response("completed"))
         )
     user = (body.safety_identifier or body.user or "")[:MAX_USER]
-    return Asked([request], reply, bool(body.stream), asker=user, note=tools.note)
+    one_call = body.parallel_tool_calls is False
+    return Asked([request], reply, bool(body.stream), asker=user, note=tools.note, one_call=one_call)
 
 
 def _tool(tool: dict[str, Any]) -> dict[str, Any]:

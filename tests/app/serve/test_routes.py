@@ -195,11 +195,18 @@ async def test_calls_of_tools(served):
     assert first["id"] != second["id"] and len(first["id"]) == 9 and first["type"] == "function"
     *chunks, last = await events(client, CHAT, asked)
     calls = [c for chunk in chunks for c in chunk["choices"][0]["delta"].get("tool_calls", ())]
-    assert [call["index"] for call in calls] == [0, 1] and calls[1]["function"] == first["function"]
+    begun = [call for call in calls if "id" in call]
+    assert [call["index"] for call in begun] == [0, 1] and len(calls) > 6
+    for i in (0, 1):  # in pieces, as they were made
+        pieces = [call["function"]["arguments"] for call in calls if call["index"] == i]
+        assert "".join(pieces) == '{"city": "Rome"}' and begun[i]["function"]["name"] == "get_weather"
     assert last["choices"][0]["finish_reason"] == "tool_calls"
     assert json.loads(engine.requests[0].prompt.tools) == [WEATHER]
     await client.post(CHAT, json={**asked, "tool_choice": "none"})
     assert engine.requests[2].prompt.tools == ""
+    for stream in (False, True):
+        one = (await client.post(CHAT, json={**asked, "parallel_tool_calls": False, "stream": stream})).text
+        assert one.count("get_weather") == 1 and '"tool_calls"' in one
 
 
 async def test_a_conversation_with_tools(served):

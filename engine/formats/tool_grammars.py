@@ -1,0 +1,146 @@
+"""What a reply may be that has to call a tool, or to keep to a JSON schema: grammars as llguidance reads them.
+
+Its syntax: https://github.com/guidance-ai/llguidance, docs/syntax.md.
+"""
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from engine.formats.json_formats import with_strict_formats
+from engine.formats.tool_calls import HARMONY, ToolForm, functions
+from engine.protocol.events import Grammar
+
+# Where JSON may have white space: without a bound, a model could go on with it for ever.
+WHITE_SPACE = r" |\n{1,2}[ \t]{0,20}"
+_ANY_TEXT = "/(?s:.*)/"
+
+
+def reply_grammar(
+    form: ToolForm | None, tools: str, schema: dict[str, Any] | None, *, is_required: bool
+) -> Grammar | None:
+    """What a reply may be; None if it may be anything. With `is_required`, it is a call of one of `tools`
+    (`Chat.tools`). Else it keeps to the JSON `schema`, if there is one, or is such a call; without a schema, it is any
+    text, but calls keep to the schemas of `tools` if one of these is strict."""
+    if not (tools and form):
+        return None if schema is None else schema_grammar(schema)
+    if is_required:
+        return _grammar(form, tools, "")
+    if schema is not None:
+        return _grammar(form, tools, f"answer: {_json(schema)}")
+    if any(tool["function"].get("strict") is True for tool in json.loads(tools)) and not (
+        form.bare or form is HARMONY
+    ):
+        return _held_calls(form, tools)
+    return None
+
+
+def schema_grammar(schema: dict[str, Any]) -> Grammar:
+    return Grammar(kind="json_schema", source=json.dumps(with_strict_formats(schema)))
+
+
+def _grammar(form: ToolForm, tools: str, answer: str) -> Grammar:
+    """A call, or what the rule `answer` says, if there is one."""
+    rules = [*_call(form, tools), *filter(None, [answer])]
+    if form is HARMONY:
+        final = ' | <|channel|> "final" <|message|> answer' if answer else ""
+        rules += [
+            f"start: thought? (call{final})",
+            'thought: <|channel|> "analysis" <|message|> thinking <|end|> <|start|> "assistant"',
+            f"thinking: {_ANY_TEXT}",
+        ]
+        return Grammar(kind="reply", source="\n".join(rules))
+    opened = "" if form.bare else _literal(form.opens[0])
+    rules.append(f"start: {opened} call{' | answer' if answer else ''}")
+    return Grammar(kind="lark", source="\n".join(rules))
+
+
+def _held_calls(form: ToolForm, tools: str) -> Grammar:
+    """Any text, and calls after it. A text ends where a call is opened."""
+    opened = _literal(form.opens[0])
+    rules = [
+        *_call(form, tools),
+        "start: text | before call (more call)*",
+        f"text: {_ANY_TEXT}",
+        f"before[suffix={opened}]: {_ANY_TEXT}",
+        f"more: /\\s*/ {opened}",
+    ]
+    return Grammar(kind="lark", source="\n".join(rules))
+
+
+def _call(form: ToolForm, tools: str) -> Iterator[str]:
+    """The rule `call`, which is what follows the mark that opens a call, and those that it needs."""
+    known = dict(functions(tools))
+    names = [f"call{i}" for i in range(len(known))]
+    if form is HARMONY:
+        begin = '<|channel|> "commentary to=functions.%s " <|constrain|> "json" <|message|>'
+        yield from (f"{name}: {begin % tool} json{name}" for name, tool in zip(names, known, strict=True))
+        yield from (
+            f"json{name}: {_json(schema)}" for name, schema in zip(names, known.values(), strict=True)
+        )
+        yield f"call: {' | '.join(names)}"
+    elif form.tagged:
+        for name, (tool, schema) in zip(names, known.items(), strict=True):
+            yield from _tagged(name, tool, schema)
+        yield f'call: "\\n" ({" | ".join(names)}) {_literal(f"{chr(10)}{form.close}")}'
+    elif form.between:
+        for name, (tool, schema) in zip(names, known.items(), strict=True):
+            yield f"{name}: {_literal(tool + form.between)} json{name}"
+            yield f"json{name}: {_json(schema)}"
+        yield f"call: {' | '.join(names)}"
+    else:
+        body: dict[str, Any] = {
+            "anyOf": [_call_schema(tool, form.key, schema) for tool, schema in known.items()]
+        }
+        if form.listed:
+            body = {"type": "array", "items": body, "minItems": 1}
+        line = _literal("\n") if form.close else ""
+        yield f"call: {line} json_call {_literal(f'{chr(10)}{form.close}') if form.close else ''}"
+        yield f"json_call: {_json(body)}"
+
+
+def _tagged(name: str, tool: str, schema: Any) -> Iterator[str]:
+    """The rule `name` of a call in tags. Its parameters come in the order of the schema."""
+    properties = schema.get("properties") or {} if isinstance(schema, Mapping) else {}
+    required = schema.get("required") or () if isinstance(schema, Mapping) else ()
+    parts = list[str]()
+    for i, (key, value) in enumerate(properties.items()):
+        rule = f"{name}_{i}"
+        parts.append(rule if key in required else f"{rule}?")
+        yield f"{rule}: {_literal(f'<parameter={key}>{chr(10)}')} value_{rule}"
+        yield from _value(f"value_{rule}", value, schema)
+    yield f"{name}: {_literal(f'<function={tool}>{chr(10)}')} {' '.join(parts)} {_literal('</function>')}"
+
+
+def _value(name: str, schema: Any, whole: Mapping[str, Any]) -> Iterator[str]:
+    """The rule `name` of a value and the end of its tag. A text is written as it is."""
+    end = _literal("\n</parameter>\n")
+    kind = schema.get("type") if isinstance(schema, Mapping) else None
+    if kind in (None, "string") and isinstance(schema, Mapping) and isinstance(schema.get("enum"), list):
+        texts = [one if isinstance(one, str) else json.dumps(one) for one in schema["enum"]]
+        yield f"{name}: ({' | '.join(map(_literal, texts))}) {end}"
+    elif kind in (None, "string"):
+        yield f"{name}[suffix={end}]: {_ANY_TEXT}"
+    else:
+        shared = {key: whole[key] for key in ("$defs", "definitions") if key in whole}
+        yield f"{name}: json_{name} {end}"
+        yield f"json_{name}: {_json({**shared, **schema})}"
+
+
+def _json(schema: Any) -> str:
+    schema = with_strict_formats(schema)
+    return f"%json {json.dumps(schema | {'x-guidance': {'whitespace_pattern': WHITE_SPACE}})}"
+
+
+def _literal(text: str) -> str:
+    """A text in a Lark grammar."""
+    return json.dumps(text) if text else ""
+
+
+def _call_schema(name: str, key: str, arguments: Any) -> dict[str, Any]:
+    return {
+        "type": "object",
+        "properties": {"name": {"const": name}, key: arguments},
+        "required": ["name", key],
+        "additionalProperties": False,
+    }

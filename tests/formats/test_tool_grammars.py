@@ -1,0 +1,174 @@
+"""The grammars' own parser says which replies they take."""
+
+import json
+import re
+from datetime import UTC, datetime
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine.formats.channels import ChannelSplitter, channel_marks
+from engine.formats.json_formats import with_strict_formats
+from engine.formats.tool_calls import (
+    GRANITE,
+    HARMONY,
+    HERMES,
+    LLAMA,
+    MISTRAL,
+    MISTRAL_ARGS,
+    QWEN_XML,
+    FunctionCall,
+    ToolCallParser,
+)
+from engine.formats.tool_grammars import reply_grammar, schema_grammar
+
+llguidance = pytest.importorskip("llguidance")
+PARAMETERS = {
+    "type": "object",
+    "properties": {
+        "city": {"type": "string"},
+        "days": {"type": "integer"},
+        "unit": {"type": "string", "enum": ["C", "F"]},
+    },
+    "required": ["city"],
+    "additionalProperties": False,
+}
+WEATHER = {"type": "function", "function": {"name": "get_weather", "parameters": PARAMETERS}}
+STOP = {"type": "function", "function": {"name": "stop"}}
+TOOLS = json.dumps([WEATHER, STOP])
+JSON = '{"name": "get_weather", "arguments": {"city": "Rome", "days": 2}}'
+CALL = FunctionCall("get_weather", '{"city": "Rome", "days": 2}')
+CALLS = {
+    "hermes": (HERMES, f"<tool_call>\n{JSON}\n</tool_call>"),
+    "mistral": (MISTRAL, f"[TOOL_CALLS][{JSON}]"),
+    "ministral": (MISTRAL_ARGS, f"[TOOL_CALLS]get_weather[ARGS]{CALL.arguments}"),
+    "granite": (GRANITE, f"<|tool_call|>[{JSON}]"),
+    "llama": (LLAMA, JSON.replace("arguments", "parameters")),
+    "tags": (
+        QWEN_XML,
+        "<tool_call>\n<function=get_weather>\n<parameter=city>\nRome\n</parameter>\n<parameter=days>\n2\n"
+        "</parameter>\n</function>\n</tool_call>",
+    ),
+    "gpt-oss": (
+        HARMONY,
+        "<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>" + CALL.arguments,
+    ),
+}
+MARKS = ("<|constrain|>", "<|channel|>", "<|message|>", "<|start|>", "<|end|>")
+
+
+class _Bytes:
+    """A token for each byte, and the special ones."""
+
+    eos_token_id, bos_token_id, special_token_ids = 256, None, tuple(range(256, 257 + len(MARKS)))
+    tokens = [*(bytes([byte]) for byte in range(256)), b"<eos>", *(m.encode() for m in MARKS)]  # noqa: RUF012
+
+    def __call__(self, text):
+        return list(text if isinstance(text, bytes) else text.encode())
+
+
+VOCABULARY = llguidance.LLTokenizer(
+    llguidance.TokenizerWrapper(_Bytes()), n_vocab=257 + len(MARKS), eos_token=256
+)
+
+
+def takes(grammar, reply):
+    matcher = llguidance.LLMatcher
+    from_source = (
+        matcher.grammar_from_json_schema if grammar.kind == "json_schema" else matcher.grammar_from_lark
+    )
+    made = matcher(VOCABULARY, from_source(grammar.source), log_level=0)
+    assert not made.is_error(), made.get_error()
+    parts = re.split("(" + "|".join(map(re.escape, MARKS)) + ")", reply)
+    ids = [id for part in parts for id in ([257 + MARKS.index(part)] if part in MARKS else part.encode())]
+    return made.consume_tokens(ids) and made.is_accepting()
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_call_that_is_demanded(name):
+    form, reply = CALLS[name]
+    grammar = reply_grammar(form, TOOLS, None, is_required=True)
+    assert takes(grammar, reply)
+    assert not takes(grammar, "I look.") and not takes(grammar, reply.replace("get_weather", "nothing"))
+    assert not takes(grammar, reply.replace("2", '"2"' if name != "tags" else "two"))
+    with_schema = reply_grammar(form, TOOLS, {"type": "integer"}, is_required=False)
+    answer = "<|channel|>final<|message|>7" if form is HARMONY else "7"
+    assert takes(with_schema, reply) and takes(with_schema, answer)
+    assert not takes(with_schema, answer.replace("7", "seven"))
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_what_is_demanded_is_read_again(name):
+    form, reply = CALLS[name]
+    if form is HARMONY:  # as `ChannelSplitter` shows it
+        marks = channel_marks(
+            {mark: i for i, mark in enumerate(("<|start|>", "<|channel|>", "<|message|>", "<|end|>"))}
+        )
+        splitter = ChannelSplitter(marks, with_tools=True)
+        pieces = ("<|channel|>", 1), ("commentary to=functions.get_weather ", 9), ("", 8), ("json", 9)
+        fed = [splitter.feed(*piece) for piece in (*pieces, ("<|message|>", 2), (CALL.arguments, 9))]
+        reply = "".join(text for thinks, text in fed if not thinks)
+    parser = ToolCallParser(form, TOOLS)
+    assert [*parser.feed(reply), *parser.flush()] == [CALL]
+
+
+def test_texts_and_choices_in_tags():
+    grammar = reply_grammar(QWEN_XML, TOOLS, None, is_required=True)
+    call = (
+        "<tool_call>\n<function=get_weather>\n<parameter=city>\n{}\n</parameter>\n{}</function>\n</tool_call>"
+    )
+    assert takes(grammar, call.format("a < b\n</p> <parameter=", ""))
+    unit = "<parameter=unit>\n{}\n</parameter>\n"
+    assert takes(grammar, call.format("x", unit.format("F")))
+    assert not takes(grammar, call.format("x", unit.format("K")))
+    assert takes(grammar, "<tool_call>\n<function=stop>\n</function>\n</tool_call>")
+
+
+def test_gpt_oss_may_think_first():
+    form, call = CALLS["gpt-oss"]
+    grammar = reply_grammar(form, TOOLS, None, is_required=True)
+    thought = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant"
+    assert grammar.kind == "reply" and takes(grammar, thought + call) and not takes(grammar, thought)
+    assert not takes(grammar, f"{thought}<|channel|>final<|message|>No.")
+
+
+@pytest.mark.parametrize("name", ["hermes", "mistral", "ministral", "tags"])
+def test_calls_of_strict_tools_keep_to_their_schemas(name):
+    form, reply = CALLS[name]
+    strict = json.dumps([{**WEATHER, "function": {**WEATHER["function"], "strict": True}}])
+    grammar = reply_grammar(form, strict, None, is_required=False)
+    for text in ("", "Just text.", f"I look.\n{reply}", reply):
+        assert takes(grammar, text)
+    assert not takes(grammar, reply.replace("city", "town")) and not takes(grammar, "So: " + reply[:-3])
+    if form.close:
+        assert takes(grammar, f"{reply}\n{reply}")
+    assert reply_grammar(form, TOOLS, None, is_required=False) is None
+
+
+@pytest.mark.parametrize(
+    ("format", "good", "bad"),
+    [
+        ("time", ["21:55:02Z", "00:00:00.5+01:00"], ["21:55:02", "24:00:00Z", "21:55:60Z", "1:00:00Z", "x"]),
+        ("date", ["2024-02-29", "2000-02-29", "1999-12-31"], ["2023-02-29", "1900-02-29", "2020-04-31"]),
+        ("date-time", ["2024-02-29T21:55:02Z"], ["2024-02-29", "2024-02-29T21:55:60Z"]),
+    ],
+)
+def test_times_are_those_of_rfc_3339(format, good, bad):
+    grammar = schema_grammar({"properties": {"at": {"type": "string", "format": format}}})
+    assert all(takes(grammar, json.dumps({"at": text})) for text in good)
+    assert not any(takes(grammar, json.dumps({"at": text})) for text in bad)
+
+
+@given(st.datetimes(min_value=datetime(1000, 1, 1)))
+@settings(max_examples=50)
+def test_every_moment_can_be_said(at):
+    at = at.replace(tzinfo=UTC)
+    assert takes(schema_grammar({"type": "string", "format": "date-time"}), json.dumps(at.isoformat()))
+
+
+def test_only_schemas_are_changed():
+    data = {"enum": [{"type": "string", "format": "time"}], "properties": {"format": {"const": "time"}}}
+    assert with_strict_formats(data) == data and with_strict_formats(True) is True
+    both = with_strict_formats({"type": "string", "format": "time", "pattern": "^2"})
+    assert both["pattern"] == "^2" and both["allOf"]
