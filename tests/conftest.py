@@ -27,7 +27,7 @@ os.environ["PARALLEL"] = "0"  # a process that computes for many tests has no co
 prepare(EngineOptions(model_path="", backend=os.environ.get("DEV", "CPU")))
 
 # How long an example takes says nothing about it.
-settings.register_profile("any machine", deadline=None, max_examples=100 if THOROUGH else 30)
+settings.register_profile("any machine", deadline=None, max_examples=100 if THOROUGH else 20)
 settings.load_profile("any machine")
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # in the background of a script; children inherit it

@@ -228,4 +228,4 @@ def test_kernels_that_wait_late_wait_before_they_touch_what_they_wait_for():
     run = [sys.executable, "-m", "tests.kernels.gpu.late_waits"]
     done = subprocess.run(run, env=env, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
-    assert int(done.stdout) > 8
+    assert int(done.stdout) > 6

@@ -4,7 +4,6 @@ import asyncio
 import os
 import signal
 import tempfile
-import time
 from pathlib import Path
 
 import pytest
@@ -17,6 +16,7 @@ from engine.protocol.events import Finished, Loading, Ready
 from tests import synthetic
 from tests.protocol.conftest import running
 from tests.protocol.test_client import ask, collect, token_ids
+from tests.waiting import LIMIT_S
 from tests.waiting import until as soon
 
 
@@ -74,7 +74,7 @@ async def test_an_answer_in_progress_is_ended_first(warm):
     pid = first.pid
     await leave(first)
     second = warm(rate=50)
-    events = await asyncio.wait_for(collect(second.generate(ask(max_tokens=2))), 10)
+    events = await asyncio.wait_for(collect(second.generate(ask(max_tokens=2))), LIMIT_S)
     assert token_ids(events) == [0, 1] and second.pid == pid
     await second.close()
     await gone(pid)
@@ -85,7 +85,6 @@ async def test_it_ends_after_its_time(warm):
     await collect(engine.start())
     pid = engine.pid
     await leave(engine)
-    assert running(pid)
     await gone(pid)
     assert not kept_engines.stop()
 
@@ -110,10 +109,9 @@ async def test_an_engine_that_died_while_it_was_kept_is_started_anew(warm):
     await leave(engine)
     os.kill(pid, signal.SIGKILL)
     await gone(pid)
-    started = time.monotonic()
     other = warm()
     events = await collect(other.start())
-    assert isinstance(events[0], Loading) and other.pid != pid and time.monotonic() - started < 30
+    assert isinstance(events[0], Loading) and other.pid != pid
     await other.close()
 
 

@@ -29,6 +29,7 @@ from engine.protocol.events import (
 )
 from tests.app.fake_engine import READY, TOO_LONG, FakeEngine, reply, tokens
 from tests.app.serve.conftest import HELLO, WEATHER, error, events
+from tests.waiting import LIMIT_S
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Rome"}}\n</tool_call>'
@@ -564,7 +565,7 @@ async def test_a_client_that_goes_cancels_its_request(served, stream, before):
     while not engine.requests or (stream and before and len(sent) < 3):
         await asyncio.sleep(0)
     gone.set()
-    await asyncio.wait_for(call, 5)
+    await asyncio.wait_for(call, LIMIT_S)
     assert closed.is_set() and service.open == service.processing == 0
     assert [(h.status, h.problem) for h in service.handled] == [(499, "the client has gone")]
 

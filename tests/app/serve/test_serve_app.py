@@ -17,7 +17,7 @@ from engine.protocol.events import BlockCounts, Ready, Slot, Slots
 from tests.app.fake_engine import READY, MeasuredEngine, reply
 from tests.app.scenes import COUNTERS, drawn, settled
 from tests.app.serve.conftest import HELLO
-from tests.waiting import until
+from tests.waiting import LIMIT_S, until
 from widgets.request_list import Handled
 
 SLOTS = Slots(
@@ -157,7 +157,7 @@ async def test_the_server_ends_the_screen_and_ctrl_c_the_server(model_file):
     await until(lambda: app.is_running and app.head.data is not None)
     print("Traceback", file=sys.stderr)
     app.simulate_key("ctrl+c")
-    assert await asyncio.wait_for(run, 10) == 130
+    assert await asyncio.wait_for(run, LIMIT_S) == 130
     assert "Traceback" in "".join(app.printed)
 
 

@@ -25,7 +25,7 @@ from tests.app.fake_engine import STARTED, FakeEngine, reply, tokens
 from tests.app.serve.conftest import HELLO, WEATHER
 from tests.app.serve.model_engine import ModelEngine
 from tests.paths import ROOT
-from tests.waiting import until
+from tests.waiting import LIMIT_S, until
 
 SCHEMA = {
     "type": "object",
@@ -226,7 +226,7 @@ async def test_connections_beyond_a_limit_are_closed(model_file, monkeypatch):
     async with running(FakeEngine(), model_file) as (address, _, _, _):
         opened = [await asyncio.open_connection("127.0.0.1", int(address.split(":")[-1])) for _ in range(3)]
         with contextlib.suppress(ConnectionError):
-            assert await asyncio.wait_for(opened[2][0].read(), 10) == b""
+            assert await asyncio.wait_for(opened[2][0].read(), LIMIT_S) == b""
         opened[0][1].close()
         await asyncio.sleep(0.05)
         async with httpx.AsyncClient() as client:
@@ -278,7 +278,8 @@ async def test_a_signal_lets_answers_end(model_file, monkeypatch, ends):
         assert await run == 130 and engine.closed
 
 
-async def test_a_second_signal_does_not_wait(model_file):
+async def test_a_second_signal_does_not_wait(model_file, monkeypatch):
+    monkeypatch.setattr(server_module, "DRAIN_S", 600)
     engine = FakeEngine([*reply("")[:2], None])
     async with running(engine, model_file) as (address, service, run, _), httpx.AsyncClient() as client:
         asked = asyncio.create_task(client.post(f"{address}/v1/chat/completions", json=HELLO))
@@ -288,7 +289,7 @@ async def test_a_second_signal_does_not_wait(model_file):
             os.kill(os.getpid(), signal.SIGTERM)
             await asyncio.sleep(0.02)
         assert (await asked).status_code == 503
-        assert await asyncio.wait_for(run, 4) == 143
+        assert await asyncio.wait_for(run, LIMIT_S) == 143
 
 
 async def test_an_engine_that_does_not_start(model_file):

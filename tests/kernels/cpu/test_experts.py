@@ -65,10 +65,17 @@ def wanted_choice(logits: np.ndarray, used: int, least: float | None) -> tuple[n
     return best, weights
 
 
-@pytest.mark.parametrize("lanes", [8, 16])
-@pytest.mark.parametrize("tokens", [1, 21])
 @pytest.mark.parametrize(
-    ("experts", "used", "least"), [(5, 1, None), (6, 2, LEAST), (32, 4, None), (64, 8, 0.5), (3, 3, LEAST)]
+    ("experts", "used", "least", "tokens", "lanes"),
+    [
+        (5, 1, None, 1, 16),
+        (5, 1, None, 21, 8),
+        (6, 2, LEAST, 21, 16),
+        (32, 4, None, 21, 16),
+        (64, 8, 0.5, 1, 8),
+        (64, 8, 0.5, 21, 8),
+        (3, 3, LEAST, 1, 8),
+    ],
 )
 def test_choice(
     pool: ThreadPool, experts: int, used: int, least: float | None, tokens: int, lanes: int

@@ -294,8 +294,9 @@ def check_a_quantized_cache() -> None:
     """q8_0: one block a head and several, one round and several, runs of the values' dimensions, a window, a prompt."""
     q8_0 = {"kv_format": KVFormat.Q8_0}
     small, windowed = heads_of(32, norm_eps=1e-6, **q8_0), heads_of(32, window=101, **q8_0)
-    decode_attention(0, FlashSplit(64, 1, 2, 2, 2), small)
     decode_attention(50, FlashSplit(64, 1, 2, 2, 2, 2), heads_of(64, **q8_0))
+    if THOROUGH:
+        decode_attention(0, FlashSplit(64, 1, 2, 2, 2), small)
     decode_attention(130, FlashSplit(256, 3, 2, 2, 1), small)
     decode_attention(231, FlashSplit(103, 3, 1, 2, 1), windowed)
     for n, position in ((1, 0), (11, 40)):

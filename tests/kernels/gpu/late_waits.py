@@ -48,12 +48,8 @@ def products() -> Iterator[Made]:
     types = {layout: [dtype for _, dtype in layout.shapes(64, 256)] for layout in (q4, q6, f32)}
     one, two = StackedMatrices.single(q6, 64, 256), StackedMatrices(((q4, 64), (q6, 64)), 256)
     for schedule in (SHORT, LONG) if THOROUGH else (LONG,):
-        for epilogue, options in (
-            (STORE, {"n_norm_sums": 8}),
-            (add_residual(2), {}),
-            (as_logits(), {"n_norm_sums": 8}),
-            (STORE, {"starts_next": True}),
-        ):
+        more = ((STORE, {"n_norm_sums": 8}), (as_logits(), {"n_norm_sums": 8})) if THOROUGH else ()
+        for epilogue, options in ((add_residual(2), {}), (STORE, {"starts_next": True}), *more):
             yield matvec(one, schedule, epilogue, "t", **options), types[q6]
         yield matvec(two, schedule, STORE_BIASED, "t", 8), types[q4] + types[q6]
         choice = ChosenExperts(2, 8, False, True, None, True)

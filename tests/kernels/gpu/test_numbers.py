@@ -30,6 +30,7 @@ LONG = {  # other checks run the same kernels, in fewer steps of fewer models, o
     "check_head_sizes",
     "check_layers_side_by_side",
     "check_layers_with_delta_nets_and_gated_attention",
+    "check_layers_with_windows_and_norms_after",
     "check_mixed_delta_nets_and_gated_attention",
     "check_mixed_embeddings_and_shared_caches",
     "check_mixed_experts_sinks_and_biases",
