@@ -20,8 +20,8 @@ STEP_EVERY = 16
 AGAIN_AFTER = 250
 """After so many steps, a room that took too long is tried again."""
 CHANGED = 1.5
-"""If a step without prompts takes so much longer or shorter than before, there are other replies: all is measured
-anew."""
+"""If a step without prompts takes so much longer or shorter than before, there are other replies. Then steps with
+prompts take so many seconds more or less too, until they are measured."""
 _KEPT = 5  # times of a room
 
 
@@ -70,8 +70,10 @@ class Pace:
             self._alone.append(seconds)
             self._last_alone = self._steps
             if not self._basis_s / CHANGED < self.step_s < self._basis_s * CHANGED:
+                for room, times in self._times.items():
+                    shifted = (before + self.step_s - self._basis_s for before in times)
+                    self._times[room] = deque(shifted, maxlen=_KEPT)
                 self._basis_s = self.step_s
-                self._times.clear()
         else:
             if self._steps - self._used.get(room, self._steps) >= AGAIN_AFTER:
                 self._times.pop(room, None)  # too old

@@ -62,3 +62,11 @@ def test_other_sizes_for_other_numbers_of_replies():
     pace = Pace()
     assert steps(pace, lambda n: 0.01, SIZES)[-1][0] == 512
     assert {n for n, _ in steps(pace, lambda n: 0.01, (40,), 40)} == {0, 40}
+
+
+def test_what_took_too_long_is_not_tried_again_because_replies_came():
+    pace, sizes = Pace(), (32, 96, 512)
+    times = {0: 0.6, 32: 1.0, 96: 1.2, 512: 8.0}
+    assert 512 in {n for n, _ in steps(pace, times.__getitem__, sizes, 40)}  # once
+    more = {n for n, _ in steps(pace, lambda n: times[n] + 0.5, sizes, 100)}
+    assert more == {0, 32, 96}
