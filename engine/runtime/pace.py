@@ -20,8 +20,8 @@ STEP_EVERY = 16
 AGAIN_AFTER = 250
 """After so many steps, a room that took too long is tried again."""
 CHANGED = 1.5
-"""If a step without prompts takes so much longer or shorter than before, there are other replies. Then steps with
-prompts take so many seconds more or less too, until they are measured."""
+"""If a step without prompts takes so much longer or shorter than before, there are other replies. With more of them,
+steps with prompts take so much longer too; with fewer, all is measured anew."""
 _KEPT = 5  # times of a room
 
 
@@ -70,9 +70,9 @@ class Pace:
             self._alone.append(seconds)
             self._last_alone = self._steps
             if not self._basis_s / CHANGED < self.step_s < self._basis_s * CHANGED:
-                for room, times in self._times.items():
-                    shifted = (before + self.step_s - self._basis_s for before in times)
-                    self._times[room] = deque(shifted, maxlen=_KEPT)
+                longer = self.step_s - self._basis_s
+                known = self._times.items() if longer > 0 else ()
+                self._times = {n: deque((s + longer for s in times), _KEPT) for n, times in known}
                 self._basis_s = self.step_s
         else:
             if self._steps - self._used.get(room, self._steps) >= AGAIN_AFTER:
