@@ -4,6 +4,10 @@ import os
 import shutil
 import tempfile
 from pathlib import Path
+from unittest import mock
+
+from engine.devices.clang import zig_clang
+from tests.paths import ROOT
 
 # Variables that change what the program shows, where it writes, or how tinygrad computes. PYTHONDONTWRITEBYTECODE is
 # one of them: each process would compile the program anew.
@@ -14,11 +18,14 @@ _REMOVED = (
 )  # fmt: skip
 _FOLDER = "ORIN_TESTS_FOLDER"
 _OWNER = "ORIN_TESTS_FOLDER_OWNER"  # the id of the process that made it
+KERNELS = ROOT / "build/test-kernels"
 
 
 def enter() -> None:
-    """Replaces the user's environment by one in a temporary folder, with one cache of compiled kernels for all tests.
-    Processes that pytest-xdist starts inherit it."""
+    """Replaces the user's environment by one in a temporary folder. Processes that pytest-xdist starts inherit it.
+
+    Compiled kernels stay for all tests and for the next run: `engine.disk_cache` finds them by all that they follow
+    from. A part of that is the compiler's path."""
     if _FOLDER in os.environ:
         return
     for name in [name for name in os.environ if name.startswith(_REMOVED)]:
@@ -38,6 +45,15 @@ def enter() -> None:
     for place in private.values():
         Path(place).mkdir(0o700)
     tempfile.tempdir = None  # what it was before
+    kept, cache = KERNELS / "cpu", Path(folder, ".cache/orin-chat")
+    kept.mkdir(parents=True, exist_ok=True)
+    cache.mkdir(parents=True)
+    (cache / "kernels").symlink_to(kept)
+    if not shutil.which("clang"):
+        with mock.patch.dict(os.environ, XDG_CACHE_HOME=str(KERNELS)):
+            compiler = zig_clang()
+        if compiler:
+            os.environ["CC"] = compiler
 
 
 def empty_home() -> Path:

@@ -23,6 +23,7 @@ from tinygrad.renderer.cstyle import CStyleLanguage, CUDARenderer
 from tinygrad.runtime.support.elf import elf_loader, jit_loader
 
 from engine.devices.clang import find_clang, zig_clang
+from tests.environment import KERNELS
 from tests.paths import ROOT
 
 PARAMETERS = 0x160  # where they begin in the constant bank, on compute capability 8
@@ -154,8 +155,8 @@ def keeping_kernels(**variables: str) -> dict[str, str]:
     digest = hashlib.sha256(subprocess.run([compiler() or "true", "--version"], capture_output=True).stdout)
     for file in [*sorted(_PRELUDE.parent.glob("*.[ph]*")), ROOT / "tests/kernels/gpu/alignment.py"]:
         digest.update(file.read_bytes())
-    folder = ROOT / "build/test-kernels" / digest.hexdigest()
-    for other in set(folder.parent.glob("*")) - {folder}:
+    folder = KERNELS / digest.hexdigest()
+    for other in set(KERNELS.glob("?" * len(folder.name))) - {folder}:
         shutil.rmtree(other, ignore_errors=True)
     inherited = {name: value for name, value in os.environ.items() if name != "CC"}
     return inherited | {"XDG_CACHE_HOME": str(folder), **variables}

@@ -10,7 +10,6 @@ import subprocess
 import sys
 
 import httpx
-import openai
 import pytest
 
 from app.serve import server as server_module
@@ -55,6 +54,8 @@ async def running(engine, model_file, *, loads=True, **fields):
 
 
 async def test_openais_client(model_path, model_file):
+    import openai  # takes a second, and one of the processes that run tests needs it
+
     async with running(ModelEngine(model_path), model_file) as (address, _, _, _):
         client = openai.AsyncOpenAI(base_url=f"{address}/v1", api_key="any")
         assert [model.id async for model in client.models.list()] == ["tiny"]
@@ -104,6 +105,8 @@ CALLED = reply('I look. <tool_call>{"name": "get_weather", "arguments": {"city":
 
 
 async def test_openais_client_of_responses(model_file):
+    import openai
+
     async with running(FakeEngine(CALLED, reply("Sunny.")), model_file) as (address, _, _, _):
         client = openai.AsyncOpenAI(base_url=f"{address}/v1", api_key="any")
         tool = {"type": "function", "strict": False, **WEATHER["function"]}
