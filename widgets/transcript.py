@@ -20,13 +20,15 @@ from textual.selection import Selection
 from textual.strip import Strip
 
 from widgets.markdown.lines import Line
-from widgets.text import one_line
+from widgets.text import clean, one_line
 from widgets.turn import Turn
 from widgets.turn_lines import TurnLines
 
 _GUTTER = 2
 """Cells left of the text: a bar for prompts, else blank."""
 _WORD = re.compile(r"[\w@~/\\.:#%&?=+-]*[\w/~]")
+_CONTEXT_ROWS = 4
+"""Rows above what was searched for."""
 _TOP = 1
 """Blank rows above the first turn."""
 
@@ -78,6 +80,8 @@ class Transcript(ScrollView, can_focus=False):
         self.unfolded = False  # whether thinking is shown in full
         self._is_settling = False
         self._style_version = 0
+        self._wanted: tuple[int, str, int] | None = None  # what `to_turn` was asked for too early
+        self._query = ""  # what is searched for, in lower case
 
     # --- what is shown ------------------------------------------------------------------------------------------
 
@@ -115,6 +119,46 @@ class Transcript(ScrollView, can_focus=False):
         self.is_following = False
         self._scroll(0)
         self._settle()
+
+    def to_turn(self, index: int, query: str = "", nth: int = 0) -> None:
+        """Scrolls so that a turn, or the row of it with the `nth` place (from 0) of `query`, is near the top."""
+        if not 0 <= index < len(self._turns):
+            return
+        if not self.size.height:  # it is not on the screen yet
+            self._wanted = index, query, nth
+            return
+        self.is_following = False
+        self._measure()
+        self._scroll(min(self._tops[index], self._last_top))
+        self._settle()
+        row = self._tops[index]
+        rows = [
+            y
+            for y, line in enumerate(self._turns[index].lines)
+            if query and query in line.content.plain.lower()
+        ]
+        if rows:
+            row += rows[min(nth, len(rows) - 1)]
+        self._scroll(max(0, min(row - min(_CONTEXT_ROWS, self.size.height // 3), self._last_top)))
+        self.is_following = self.scroll_y >= self.max_scroll_y
+        self._settle()
+
+    @property
+    def _last_top(self) -> int:
+        return max(0, self._n_rows - self.size.height)
+
+    def find(self, query: str) -> list[tuple[int, int]]:
+        """Marks the places of `query`, in any case. Returns the turn of each, and which it is in that turn."""
+        self._query = query.lower()
+        self._style_version += 1
+        self.refresh()
+        if not self._query:
+            return []
+        return [
+            (index, nth)
+            for index, lines in enumerate(self._turns)
+            for nth in range(clean(lines.turn.content).lower().count(self._query))
+        ]
 
     def unfold(self, unfolded: bool) -> None:
         """Shows thinking in full, or folds it."""
@@ -217,6 +261,9 @@ class Transcript(ScrollView, can_focus=False):
 
     def on_resize(self, event: Resize) -> None:
         self._settle()
+        if self._wanted and self.size.height:
+            wanted, self._wanted = self._wanted, None
+            self.to_turn(*wanted)
 
     # --- drawing ------------------------------------------------------------------------------------------------
 
@@ -248,6 +295,11 @@ class Transcript(ScrollView, can_focus=False):
             gutter = [Segment("▌", bar), Segment(" ", base.rich_style)]
         else:
             gutter = [Segment(" " * _GUTTER, base.rich_style)]
+        if self._query:
+            text = content.plain.lower()
+            places = (at.start() for at in re.finditer(re.escape(self._query), text))
+            for at in places:
+                content = content.stylize("$text on $warning 50%", at, at + len(self._query))
         if selected is not None:
             start, end = selected
             style = self.screen.get_visual_style("screen--selection")

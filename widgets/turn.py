@@ -42,7 +42,8 @@ class Turn:
     """`content` and `thinking` are raw text from the user or the model; the widgets clean it. `streaming`: more text is
     to come. `finished` is False for a reply that is not complete, or was not when the program ended. `thinking_s` is
     in seconds (None: not measured). `note` is one line about the turn (stopped, failed), which no model sees.
-    `message_id` is its row in the history (None: not saved yet). `files` came with a prompt."""
+    `message_id` is its row in the history (None: not saved yet). `files` came with a prompt. `version`: which
+    of how many versions is shown from this prompt on."""
 
     role: Literal["user", "assistant"]
     content: str = ""
@@ -53,6 +54,7 @@ class Turn:
     note: str = ""
     message_id: int | None = None
     files: tuple[Attachment, ...] = ()
+    version: tuple[int, int] = (1, 1)
 
     @property
     def message(self) -> Message:

@@ -11,6 +11,7 @@ from widgets.text import as_duration, clean, counted, one_line
 from widgets.turn import WARNING, Turn
 
 _MUTED = "$foreground 60%"
+VERSION_KEYS = "Alt+Left, Alt+Right"
 _THOUGHT_BAR = Content.styled("│ ", "$foreground 20%")
 
 
@@ -50,12 +51,15 @@ class TurnLines:
     def _key_now(self, width: int) -> tuple[object, ...]:
         turn = self.turn
         sizes = len(turn.content), len(turn.thinking)
-        return width, *sizes, turn.thinking_s, turn.streaming, turn.note, self.unfolded
+        return width, *sizes, turn.thinking_s, turn.streaming, turn.note, turn.version, self.unfolded
 
     def _prompt(self, width: int) -> Sequence[Line]:
         rows = wrapped(Content(clean(self.turn.content)), width)
         if files := "  ".join(f"▪ {one_line(file.label)}" for file in self.turn.files):
             rows += wrapped(Content.styled(files, _MUTED), width)
+        version, count = self.turn.version
+        if count > 1:
+            rows += wrapped(Content.styled(f"{version}/{count} · {VERSION_KEYS}", _MUTED), width)
         for row in rows:
             row.is_prompt = True
         return [*rows, Line(Content("")), *self._note(width)]

@@ -22,6 +22,7 @@ COMMANDS: Mapping[str, str] = {
     "summary": "go on in a new chat, with a summary of this one that the model writes",
     "shorten": "leave the oldest turns out of what the model reads; the chat keeps them",
     "edit": "change the last message and send it again",
+    "fork": "start a new chat with all before the last message, to go another way from there",
     "save": "FILE: write the chat as Markdown",
     "model": "[NAME]: what is answering, or go on with another model",
     "stats": "figures of the last reply",

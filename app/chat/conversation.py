@@ -74,6 +74,7 @@ class Conversation:
                 turn.note = INTERRUPTED if turn.role == "assistant" else UNANSWERED
             self.turns.append(turn)
             self._stored[stored.id] = turn.written, turn.finished
+        self._mark_versions()
         self._stored_first = self.history.first_read(chat_id)
         if self._stored_first:
             left_out = (i for i, turn in enumerate(self.turns) if (turn.message_id or 0) < self._stored_first)
@@ -145,6 +146,24 @@ class Conversation:
                 self.turns[index - 1].note = note
         self.start = start
 
+    def _mark_versions(self) -> None:
+        if self.chat_id is not None:
+            versions = self.history.versions(self.chat_id)
+            for turn in self.turns:
+                if turn.role == "user" and turn.message_id is not None:
+                    turn.version = versions.mark(turn.message_id)
+
+    def show_version(self, index: int, step: int) -> bool:
+        """Makes the history show the version before (-1) or after (1) the one at a prompt. Whether there is one; then
+        the chat is to be read again. Raises HistoryError."""
+        prompt = self.turns[index].message_id
+        if self.chat_id is None or prompt is None:
+            return False
+        ids = self.history.versions(self.chat_id).beside(prompt, step)
+        if ids is not None:
+            self.history.show(self.chat_id, ids)
+        return ids is not None
+
     def cut(self, index: int) -> list[Turn]:
         """Removes the turns from `index` on and returns them. The history has them until another turn is saved in their
         place, so `add` can restore them."""
@@ -174,14 +193,18 @@ class Conversation:
         if self.system != self._stored_system:
             self.history.set_system(self.chat_id, self.system)
             self._stored_system = self.system
+        is_longer = False
         for index, turn in enumerate(self.turns):
             if turn.message_id is None:
+                is_longer = True
                 if self._cut_off:
                     before = self.turns[index - 1].message_id if index else 0
                     self.history.truncate(self.chat_id, before or 0)
                     self._cut_off = False
                 turn.message_id = self.history.append(self.chat_id, turn.written, turn.finished, turn.files)
                 self._stored[turn.message_id] = turn.written, turn.finished
+        if is_longer:
+            self._mark_versions()
         first = (self.turns[self.start].message_id or 0) if 0 < self.start < len(self.turns) else 0
         if first != self._stored_first:
             self.history.set_first_read(self.chat_id, first)

@@ -1,9 +1,39 @@
-"""Failures of an engine: in words, and what may help."""
+"""How replies end and engines fail: in words, and what may help."""
 
 from collections.abc import AsyncIterator
 
-from engine.protocol.events import Event, Failed
-from widgets.text import one_line
+from engine.protocol.events import Event, Failed, Finished
+from widgets.text import counted, one_line
+from widgets.turn import WARNING
+
+FULL = "Ctrl+G offers how to go on"
+
+
+def fills_context(end: Finished | Failed, length: int, max_tokens: int | None) -> bool:
+    """Whether a reply was cut, or refused, because the context of `length` tokens (0: not known) is full. `max_tokens`
+    was the longest reply that was asked for."""
+    if isinstance(end, Failed):
+        return end.kind == "context"
+    if end.reason != "length" or (max_tokens is not None and end.predicted_n >= max_tokens):
+        return False
+    return 0 < length - 1 <= end.context_used  # else it is a limit of a server; some leave one token free
+
+
+def reason(
+    end: Finished | Failed, length: int, max_tokens: int | None, *, is_full: bool
+) -> tuple[str, str] | tuple[()]:
+    """Why a reply is not complete, and which key helps; empty if it is. `is_full`: the context of `length` tokens."""
+    if isinstance(end, Failed):
+        return f"{WARNING} {in_words(end)}", FULL if is_full else "Ctrl+R tries again"
+    if end.reason == "cancelled":
+        return "stopped", "Ctrl+G goes on"
+    if end.reason == "length":
+        if max_tokens is not None and end.predicted_n >= max_tokens:
+            return f"stopped at {counted(end.predicted_n, 'token')}, as asked", "Ctrl+G goes on"
+        if not is_full:
+            return f"cut at {counted(end.predicted_n, 'token')}", "Ctrl+G goes on"
+        return f"{WARNING} The context of {length:,} tokens is full", FULL
+    return ()
 
 
 def is_about_model(failure: Failed) -> bool:

@@ -17,6 +17,7 @@ import msgspec
 import platformdirs
 
 from app.chat.history_database import HistoryDatabase, HistoryError
+from app.chat.versions import Node, Versions
 from engine.protocol.events import Message
 from engine.runtime import prefix_folder
 from widgets.turn import Attachment
@@ -130,6 +131,28 @@ class History(HistoryDatabase):
         another version."""
         sql = "UPDATE messages SET shown = 0 WHERE chat_id = ? AND id > ? AND role != 'system'"
         self._run(sql, chat_id, after_message_id)
+
+    def versions(self, chat_id: int) -> Versions:
+        """All versions of a chat."""
+        sql = "SELECT id, parent, role, shown FROM messages WHERE chat_id = ? AND id > 0"
+        return Versions(
+            [Node(id, parent, role, bool(shown)) for id, parent, role, shown in self._run(sql, chat_id)]
+        )
+
+    def show(self, chat_id: int, message_ids: Sequence[int]) -> None:
+        """Makes these messages the version of the chat that is shown."""
+        listed = "(SELECT value FROM json_each(?))"
+        sql = f"UPDATE messages SET shown = (id IN {listed}) WHERE chat_id = ? AND role != 'system'"
+        self._run(sql, msgspec.json.encode(list(message_ids)).decode(), chat_id)
+
+    def found_in(self, chat_id: int, query: str) -> int | None:
+        """The first message of a chat that a search finds, in any version; None if it finds none."""
+        if not (terms := _terms(query)):
+            return None
+        in_message, parameters = _search(terms)
+        sql = f"SELECT min(id) FROM messages WHERE {in_message} AND chat_id = ? AND id > 0"
+        [(found,)] = self._run(sql, *parameters, chat_id)
+        return None if found is None else int(found)
 
     def messages(self, chat_id: int) -> list[StoredMessage]:
         """The messages of the version that is shown."""

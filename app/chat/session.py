@@ -5,12 +5,12 @@ import asyncio
 import itertools
 import time
 from collections.abc import Callable, Coroutine
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypedDict
 
 from app.chat.configuration import without_effect
 from app.chat.conversation import Conversation
-from app.chat.failures import events_of, in_words, is_about_model, lacks_memory
+from app.chat.failures import events_of, fills_context, in_words, is_about_model, lacks_memory, reason
 from app.chat.history import History
 from app.chat.history_database import HistoryError
 from app.chat.saver import Saver
@@ -20,11 +20,10 @@ from app.chat.view import View
 from engine.protocol.client import Engine, leave
 from engine.protocol.events import Chat, Event, Failed, Finished, Generate, Ready, Sampling, Thinking, Token
 from widgets.text import counted
-from widgets.turn import WARNING, Attachment, Turn
+from widgets.turn import Attachment, Turn
 
 STOP_S = 3.0
 """If an engine does not stop within this time, its reply is ignored from then on."""
-FULL = "Ctrl+G offers how to go on"
 NOTHING_OLDER = "There are no older turns to leave out: F2 shortens the prompt, Ctrl+N starts a new chat"
 EMPTY = "The model gave an empty reply"
 NOTHING_TO_ADD = "The model has nothing to add"
@@ -254,6 +253,29 @@ class Session:
         self.view.notice("")
         await self.view.opened()
 
+    async def show_version(self, index: int, step: int) -> bool:
+        """Goes over to the version before (-1) or after (1) the one that is shown at a prompt. Whether there is one."""
+        self.save()
+        try:
+            if not self.conversation.show_version(index, step):
+                return False
+        except HistoryError as error:
+            self.view.notice(str(error), warning=True)
+            return False
+        await self.open(self.conversation.chat_id)
+        return True
+
+    async def fork(self, index: int) -> None:
+        """Begins a new chat with all that came before a prompt, and gives the prompt to the user."""
+        before = self.conversation
+        await self.open(None)
+        conversation = self.conversation
+        conversation.system = before.system
+        conversation.turns = [replace(turn, message_id=None, version=(1, 1)) for turn in before.turns[:index]]
+        self.save()
+        await self.view.opened()
+        self.view.give_back(before.turns[index].content)
+
     def set_system(self, text: str) -> None:
         """Sets the system prompt of this conversation ("": none), from the next prompt on."""
         self.conversation.system = text
@@ -415,7 +437,8 @@ class Session:
 
     async def _end(self, end: Finished | Failed, gained: bool, replaced: Turn | None) -> None:
         """A reply has ended. `gained`: it has text."""
-        self.is_full = self._fills_context(end)
+        asked = self._request.max_tokens if self._request else None
+        self.is_full = fills_context(end, self.status.snapshot().context_length, asked)
         if self.is_full and await self._summarizes_less():
             self._ask(replaced=replaced)
             return
@@ -423,16 +446,16 @@ class Session:
         turn.streaming = False
         if gained:
             turn.finished = isinstance(end, Finished)
-            turn.note = self._note(end)
+            turn.note = " · ".join(self._reason(end))
         elif replaced is not None:
             self.conversation.turns.append(replaced)
             await self.view.added(replaced)
-            reason, *_ = self._reason(end) or (EMPTY,)
-            self.view.notice(f"{reason}; the earlier reply stays", warning=True)
+            why, *_ = self._reason(end) or (EMPTY,)
+            self.view.notice(f"{why}; the earlier reply stays", warning=True)
         else:
             turn.finished = turn.finished or turn.role == "user" or isinstance(end, Finished)
             empty = f"{EMPTY} · Ctrl+R tries again" if turn.role == "user" else NOTHING_TO_ADD
-            turn.note = self._note(end) or empty
+            turn.note = " · ".join(self._reason(end)) or empty
         self._request = self.reply = None
         self.save()
         await self.view.changed(turn)
@@ -459,31 +482,5 @@ class Session:
         self.view.notice("The chat does not fit into the context: older messages are left out of the summary")
         return True
 
-    def _fills_context(self, end: Finished | Failed) -> bool:
-        """Whether a reply was cut, or refused, because the context is full."""
-        if isinstance(end, Failed):
-            return end.kind == "context"
-        asked = self._request.max_tokens if self._request else None
-        if end.reason != "length" or (asked is not None and end.predicted_n >= asked):
-            return False
-        length = self.status.snapshot().context_length
-        return 0 < length - 1 <= end.context_used  # else it is a limit of a server; some leave one token free
-
-    def _note(self, end: Finished | Failed) -> str:
-        """One line about how a reply ended, and which key helps; "" if it is complete."""
-        return " · ".join(self._reason(end))
-
     def _reason(self, end: Finished | Failed) -> tuple[str, str] | tuple[()]:
-        """Why a reply is not complete, and which key helps; empty if it is."""
-        if isinstance(end, Failed):
-            return f"{WARNING} {in_words(end)}", FULL if self.is_full else "Ctrl+R tries again"
-        if end.reason == "cancelled":
-            return "stopped", "Ctrl+G goes on"
-        if end.reason == "length":
-            if self.max_tokens is not None and end.predicted_n >= self.max_tokens:
-                return f"stopped at {counted(end.predicted_n, 'token')}, as asked", "Ctrl+G goes on"
-            if not self.is_full:
-                return f"cut at {counted(end.predicted_n, 'token')}", "Ctrl+G goes on"
-            length = self.status.snapshot().context_length
-            return f"{WARNING} The context of {length:,} tokens is full", FULL
-        return ()
+        return reason(end, self.status.snapshot().context_length, self.max_tokens, is_full=self.is_full)

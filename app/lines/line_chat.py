@@ -286,6 +286,10 @@ class LineChat(View):
     async def do_edit(self, _: str) -> None:
         self._draft = self.session.conversation.cut(self._last_prompt())[0].content
 
+    async def do_fork(self, _: str) -> None:
+        await self.session.fork(self._last_prompt())
+        self._print("A new chat.")
+
     async def do_save(self, name: str) -> None:
         if not name:
             raise UsageError("/save needs the name of a file.")

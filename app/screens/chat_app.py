@@ -33,6 +33,7 @@ from app.screens.file_actions import FileActions
 from app.screens.frame_pacer import TICK_S, FramePacer
 from app.screens.help import HelpScreen
 from app.screens.palette import Palette
+from app.screens.place_actions import PlaceActions
 from app.screens.slash_commands import SlashCommands
 from app.screens.system_prompt import Instructions, SystemScreen
 from engine.errors import OrinError
@@ -60,7 +61,7 @@ DRAFT_S = 1.0
 """A crash loses at most this much of what is being typed."""
 
 
-class ChatApp(Copying, FileActions, SlashCommands, ContextActions):
+class ChatApp(Copying, PlaceActions, FileActions, SlashCommands, ContextActions):
     """A conversation with an engine, saved in a history. The engine is started with the application and closed with it.
 
     `chat_id` opens a past chat. `initial_prompt` is sent as soon as the engine is ready, and `draft` is in the prompt.
@@ -93,6 +94,8 @@ class ChatApp(Copying, FileActions, SlashCommands, ContextActions):
             Binding(action.key, action.name, action.title, show=False, priority=action.name in PRIORITY)
             for action in ACTIONS
         ),
+        Binding("alt+left", "version(-1)", show=False),
+        Binding("alt+right", "version(1)", show=False),
         Binding("pageup", "scroll(-1)", show=False, priority=True),
         Binding("pagedown", "scroll(1)", show=False, priority=True),
         Binding("ctrl+home", "scroll_to_start", show=False, priority=True),
@@ -237,7 +240,8 @@ class ChatApp(Copying, FileActions, SlashCommands, ContextActions):
 
     def on_key(self, event: Key) -> None:
         """Types into the prompt what no other widget has a use for."""
-        is_outside = self.screen is self.page and self.page.focused is not self.prompt and self.prompt.size
+        is_typing = self.page.focused in (self.prompt, self.column.find_bar.field)
+        is_outside = self.screen is self.page and not is_typing and self.prompt.size
         if is_outside and event.is_printable and event.key not in self.active_bindings:
             self.prompt.focus()
             self.prompt.insert(event.character or "")
@@ -255,9 +259,12 @@ class ChatApp(Copying, FileActions, SlashCommands, ContextActions):
         self.column.edit()
 
     def action_stop(self) -> None:
-        """Ends the first of these: a pane on the whole screen, editing, the reply, a switch of engines, the queue."""
+        """Ends the first of these: a pane on the whole screen, a search, editing, the reply, a switch of engines, the
+        queue."""
         if self.dashboard.whole is not None:
             self._show_whole(None)
+        elif self.column.find_bar.is_open:
+            self.column.find_bar.action_close()
         elif self.column.editing is not None:
             self.column.leave_editing()
         elif self.session.is_answering:
@@ -308,8 +315,8 @@ class ChatApp(Copying, FileActions, SlashCommands, ContextActions):
         current = self.session.conversation.chat_id
         screen = ChatsScreen(self.history, current, search=search, delete=delete)
         chosen = await self.push_screen_wait(screen)
-        if chosen is not None and chosen != current:
-            await self.session.open(chosen)
+        if chosen is not None and (chosen != current or screen.search_text):
+            await self.open_at(chosen, screen.search_text)
         elif current in screen.deleted:
             await self.session.open(None)
 

@@ -19,6 +19,7 @@ from app.chat.session import Session
 from app.chat.view import View
 from app.comparison.comparison_engine import ComparisonEngine
 from app.screens import garbage
+from app.screens.find_bar import FindBar
 from app.screens.typing_help import TypingHelp
 from engine.errors import OrinError
 from widgets.activity_line import ActivityLine, status_text
@@ -90,13 +91,14 @@ class ChatColumn(View, Vertical):
         self._subtitle = Content("")
         # Made here, since `query_one` searches the screen on top, which may be another one.
         self.welcome, self.transcript, self.comparison = Welcome(), Transcript(), ComparisonPane()
+        self.find_bar = FindBar(self.transcript)
         self.activity, self.prompt = ActivityLine(), Prompt(PLACEHOLDERS[0])
         self.typing = TypingHelp(self, self.prompt, model)
         self.queued = Static(id="queued", markup=False)
         self.status_line = StatusLine()
 
     def compose(self) -> ComposeResult:
-        yield from (self.welcome, self.transcript, self.comparison, self.activity, self.queued)
+        yield from (self.welcome, self.transcript, self.comparison, self.find_bar, self.activity, self.queued)
         yield from (self.prompt.suggestions, self.typing.chips, self.prompt)
 
     def on_resize(self, event: Resize) -> None:
@@ -119,6 +121,8 @@ class ChatColumn(View, Vertical):
 
     async def opened(self) -> None:
         self.end_editing()
+        if self.find_bar.is_open:
+            self.find_bar.action_close()
         if isinstance(pair := self.session.engine, ComparisonEngine):
             pair.forget()
         self.transcript.show(self.session.conversation.turns)
