@@ -5,6 +5,7 @@ from functools import lru_cache
 from typing import Protocol
 
 from markdown_it.tree import SyntaxTreeNode
+from pygments.token import Token  # type: ignore[import-untyped]
 from textual.content import Content
 from textual.highlight import HighlightTheme, highlight
 
@@ -199,13 +200,18 @@ def _widest(first: Sequence[int], second: Sequence[int]) -> list[int]:
 
 
 class CodeTheme(HighlightTheme):
-    """Textual's, without its underlines: in a terminal those are links."""
+    """Textual's, without its underlines: in a terminal those are links. And the lines of a diff."""
 
-    STYLES = {kind: style.replace(" underline", "") for kind, style in HighlightTheme.STYLES.items()}
+    STYLES = {kind: style.replace(" underline", "") for kind, style in HighlightTheme.STYLES.items()} | {
+        Token.Generic.Inserted: "$text-success",
+        Token.Generic.Deleted: "$text-error",
+    }
 
 
 def code_lines(code: str, info: str) -> list[Content]:
-    """The lines of a complete block of code, highlighted as `info`, the words after its opening mark, says."""
+    """The lines of a complete block of code, highlighted as `info`, the words after its opening mark, says. Tabs become
+    spaces first: colours would stay where the text before them was."""
+    code = code.expandtabs(8)
     if len(code) > HIGHLIGHT_LIMIT_CHARS:
         return [Content(line) for line in code.split("\n")]
     return _highlighted(code, (info.split() or ["text"])[0])

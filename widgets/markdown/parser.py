@@ -6,6 +6,7 @@ from markdown_it import MarkdownIt
 from markdown_it.rules_core import StateCore
 from markdown_it.token import Token
 
+from widgets.markdown.formulas import add_formulas
 from widgets.text import clean
 
 
@@ -29,6 +30,7 @@ def parser() -> MarkdownIt:
         .enable(["table", "strikethrough"])
         .disable(["image", "reference"])
     )
+    add_formulas(markdown)
     markdown.core.ruler.push("clean_entities", _clean_entities)
     return markdown
 
