@@ -5,8 +5,9 @@
 # make soak    faults and hostile input, 100,000 times, with a table of what was lost; ARGS="engine --share 0.1"
 # make check   everything that continuous integration checks; check-thorough: with the tests that take minutes
 # make lock    requirements.lock anew, with the newest versions that pyproject.toml allows (needs uv)
+# make release a wheel of the last commit in dist/, tried in an empty environment, and a software bill of materials
 # make clean   remove what these made
-.PHONY: chat serve test soak check check-thorough lock clean
+.PHONY: chat serve test soak check check-thorough lock release clean
 BACKEND ?= auto
 PYTHON = .venv/bin/python
 
@@ -38,6 +39,10 @@ lock:
 	@echo "setuptools>=77" | uv pip compile pyproject.toml - --universal --python-version 3.11 \
 		--extra cpu --extra gpu --extra serve --generate-hashes --no-emit-index-url --no-annotate --upgrade \
 		--custom-compile-command "make lock" --quiet --output-file requirements.lock
+
+release:
+	@$(PYTHON) -m tools.release dist
+	@.ci/try-wheel $(PYTHON)
 
 clean:
 	rm -rf .venv build dist *.egg-info

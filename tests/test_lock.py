@@ -1,7 +1,10 @@
 """requirements.lock: every library that pyproject.toml names, of a version that it allows, with hashes."""
 
+import os
 import re
 import tomllib
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
 
 import pytest
 from packaging.markers import default_environment
@@ -45,3 +48,11 @@ def test_it_has_what_the_project_needs(python, machine):
     wanted += [need for extra in EXTRAS for need in project["optional-dependencies"][extra]]
     for need in map(Requirement, wanted):
         assert need.specifier.contains(versions[canonicalize_name(need.name)], prereleases=True), need
+
+
+@pytest.mark.skipif(not os.environ.get("ORIN_LOCKED"), reason="`make check` installs what the lock names")
+def test_what_is_installed_is_what_is_locked():
+    for lock in LOCKED:
+        if lock.name != "setuptools" and (lock.marker is None or lock.marker.evaluate()):
+            with suppress(PackageNotFoundError):  # of an extra that is not installed
+                assert lock.specifier.contains(version(lock.name), prereleases=True), lock
