@@ -13,7 +13,10 @@ _SUPER = str.maketrans(
     "0123456789+-=()niabcdefghjklmoprstuvwxyzT", "⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻⁼⁽⁾ⁿⁱᵃᵇᶜᵈᵉᶠᵍʰʲᵏˡᵐᵒᵖʳˢᵗᵘᵛʷˣʸᶻᵀ"
 )
 _SUB = str.maketrans("0123456789+-=()aehijklmnoprstuvx", "₀₁₂₃₄₅₆₇₈₉₊₋₌₍₎ₐₑₕᵢⱼₖₗₘₙₒₚᵣₛₜᵤᵥₓ")
-_LOWER = "alpha beta gamma delta epsilon zeta eta theta iota kappa lambda mu nu xi pi rho sigma tau upsilon phi chi psi omega"
+_LOWER = (
+    "alpha beta gamma delta epsilon zeta eta theta iota kappa lambda mu nu xi pi rho sigma tau upsilon phi chi psi "
+    "omega"
+)
 _UPPER = "Gamma Delta Theta Lambda Xi Pi Sigma Phi Psi Omega varepsilon varphi"
 _GREEK = dict(zip(f"{_LOWER} {_UPPER}".split(" "), "αβγδϵζηθικλμνξπρστυϕχψωΓΔΘΛΞΠΣΦΨΩεφ", strict=True))
 _SYMBOLS = _GREEK | {
