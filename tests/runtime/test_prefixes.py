@@ -20,7 +20,7 @@ PROMPT = tuple(i * 7 % 200 for i in range(2 * 2048))
 CONTEXT = len(PROMPT) + 64
 
 
-@pytest.fixture(scope="module", params=["qwen3", "gemma3"])
+@pytest.fixture(scope="module", params=[rarely("qwen3"), "gemma3"])
 def path(request, tmp_path_factory):
     """A model without windows, and one with a window in most layers."""
     where = tmp_path_factory.mktemp("model") / "m.gguf"

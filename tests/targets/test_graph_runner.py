@@ -12,7 +12,7 @@ from tests import generated_model
 from tests.reference import Reference, divergence
 from tests.targets.layers import opened, written
 from tests.targets.lone_sequence import LoneSequence
-from tests.thorough import THOROUGH, rarely
+from tests.thorough import THOROUGH, rarely, thorough
 
 # The model that decodes is compiled as for users, the others as plain loops.
 plain = Context(NOOPT=int(not THOROUGH))
@@ -87,6 +87,7 @@ def test_sequences_side_by_side(tmp_path):
             texts[sequence].append(token)
 
 
+@thorough
 @plain
 def test_a_quantized_cache_of_heads_of_several_blocks(tmp_path):
     path = generated_model.write(tmp_path / "model.gguf", quant="F32", layers=1, dim=128, heads=2, kv_heads=1)

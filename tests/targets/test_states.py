@@ -17,6 +17,7 @@ from tests import generated_model
 from tests.reference import Reference, divergence
 from tests.targets.layers import opened
 from tests.targets.lone_sequence import LoneSequence
+from tests.thorough import thorough
 
 TOKENS = np.random.default_rng(2).integers(0, 256, 80).tolist()
 
@@ -27,7 +28,7 @@ def path(tmp_path_factory):
     return generated_model.write(path, architecture="qwen35", quant="F32", layers=3, rotated=8)
 
 
-@pytest.fixture(scope="module", params=[GraphRunner, CPURunner])
+@pytest.fixture(scope="module", params=[pytest.param(GraphRunner, marks=thorough), CPURunner])
 def runner(path, request, plain_graphs):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cpu_runner, "register_lanes", lambda: 8)  # less to compile

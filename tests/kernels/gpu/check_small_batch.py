@@ -38,7 +38,7 @@ def given(ggml_type, tokens, rows, cols):
 def check_small_batch_of_every_type() -> None:
     """Every type: whole units and not, rows and columns left over, warps that share columns unevenly."""
     ragged = {8: (17, 352), 14: (40, 512), 1: (5, 72), 39: (33, 96)}
-    for ggml_type in (*QUANTIZED, *FLOATS) if THOROUGH else (11, 12, *ragged):  # others: with one token
+    for ggml_type in (*QUANTIZED, *FLOATS) if THOROUGH else (11, 12, *ragged):  # others: in check_products
         rows, cols = ragged.get(ggml_type, (16, 256))
         tiles = SmallBatchTiles(1, 1, 2 if cols > 256 else 1)
         layout, planes, x, wanted = given(ggml_type, 5, rows, cols)

@@ -25,8 +25,13 @@ CHECKS = {
 """The functions to run, and their modules."""
 
 LONG = {  # other checks run the same kernels, in fewer steps of fewer models, or in fewer shapes
+    "check_a_quantized_cache",
+    "check_choice_of_experts",
     "check_chunks_leave_the_same_state",
-    "check_small_batch_divided",
+    "check_delta_nets_of_one_token",
+    "check_delta_nets_of_prompts_of_several_sequences",
+    "check_expert_products",
+    "check_gated_heads",
     "check_head_sizes",
     "check_layers_side_by_side",
     "check_layers_with_delta_nets_and_gated_attention",
@@ -38,14 +43,21 @@ LONG = {  # other checks run the same kernels, in fewer steps of fewer models, o
     "check_mixed_steps_of_all_sizes",
     "check_mixed_windows_and_norms_after",
     "check_norms_over_all_heads",
+    "check_products_beside_experts",
     "check_profile_of_a_prompt",
     "check_profile_of_experts",
+    "check_prompts_of_several_sequences",
+    "check_router",
     "check_rows_of_what_is_stored",
     "check_rows_side_by_side",
     "check_rows_with_delta_nets_and_gated_attention",
     "check_rows_with_embeddings_and_shared_caches",
     "check_rows_with_experts_sinks_and_biases",
     "check_rows_with_windows_and_norms_after",
+    "check_sinks",
+    "check_sinks_of_prompts",
+    "check_small_batch_divided",
+    "check_sorted_assignments",
 }
 SELECTED = [pytest.param(name, marks=thorough) if name in LONG else name for name in CHECKS]
 
