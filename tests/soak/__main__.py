@@ -19,6 +19,7 @@ from tests.soak import (
     hostile_files,
     hostile_hub,
     program_deaths,
+    protocol_mutants,
     screen_storms,
     searches,
     served_chats,
@@ -40,6 +41,7 @@ PARTS = {
     "served": (served_chats.run, 300),
     "suspension": (suspensions.run, 400),
     "request": (server_schemas.run, 20_000),
+    "protocol": (protocol_mutants.run, 40_000),
     "attack": (server_attacks.run, 4_000),
     "model-attack": (partial(server_attacks.run, real=True), 16_000),
 }

@@ -37,6 +37,14 @@ BUSY = (
 )
 CHAT = "/v1/chat/completions"
 HELLO = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 24, "reasoning_effort": "none"}
+_ASKED = [{"role": "user", "content": "Hello"}]
+HELLOS = {
+    CHAT: HELLO,
+    "/v1/messages": {"messages": _ASKED, "max_tokens": 24},
+    "/v1/responses": {"input": "Hello", "max_output_tokens": 24, "reasoning": {"effort": "none"}},
+    "/api/chat": {"messages": _ASKED, "think": False, "options": {"num_predict": 24}},
+}
+"""The same question in each protocol."""
 
 
 def _nested(depth: int) -> object:
@@ -197,8 +205,8 @@ async def _settled(target: Target) -> tuple[int, int]:
 # --- attacks: each raises an error if the server does not do what it should ---------------------------------
 
 
-def _request(body: bytes, *headers: str, key: str = KEY) -> bytes:
-    head = [f"POST {CHAT} HTTP/1.1", "Host: localhost", f"X-Api-Key: {key}", *headers]
+def _request(body: bytes, *headers: str, key: str = KEY, path: str = CHAT) -> bytes:
+    head = [f"POST {path} HTTP/1.1", "Host: localhost", f"X-Api-Key: {key}", *headers]
     return "\r\n".join([*head, f"Content-Length: {len(body)}", "", ""]).encode() + body
 
 
@@ -235,7 +243,8 @@ def _status(answer: bytes) -> int:
 async def _vanishes(target: Target) -> None:
     with await target.connect() as sock:
         stream, n = target.choose.random() < 0.7, target.choose.choice((1, 1, 1, 3))
-        await _send(sock, _request(_asked(stream=stream, n=n)))
+        path = target.choose.choice([*HELLOS])
+        await _send(sock, _request(json.dumps(HELLOS[path] | {"stream": stream, "n": n}).encode(), path=path))
         await asyncio.sleep(target.choose.choice((0, 0.002, 0.01, 0.03)))
         if target.choose.random() < 0.5:  # RST in place of FIN
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))

@@ -14,6 +14,7 @@ FEW = {
     "served": 1,
     "suspension": 2,
     "request": 10,
+    "protocol": 300,
     "attack": 100,
 }
 

@@ -17,6 +17,7 @@ from typing import Any, Literal
 import msgspec
 
 from app.serve.answer import AnswerDelta, AnswerEnd
+from app.serve.bodies import MAX_BODY_BYTES
 from app.serve.errors import CONTEXT, ApiError, wrong
 from app.serve.http import NAMED_DATA, Framing
 from app.serve.protocols import chat, logprobs
@@ -102,7 +103,8 @@ class Remembered:
 
 
 class Conversations:
-    """The last responses, up to `max_bytes` of JSON."""
+    """The last responses, up to `max_bytes` of JSON. Of one that no request could send at once none is kept: it would
+    grow by a request each time, and others would wait while it is read."""
 
     def __init__(self, max_bytes: int = MAX_BYTES) -> None:
         self._max_bytes, self._bytes = max_bytes, 0
@@ -110,6 +112,8 @@ class Conversations:
 
     def keep(self, id: str, remembered: Remembered) -> None:
         data = msgspec.json.encode((remembered.items, remembered.response))
+        if len(data) > MAX_BODY_BYTES:
+            return
         self._kept[id] = data, remembered.owner
         self._bytes += len(data)
         while self._bytes > self._max_bytes and self._kept:

@@ -5,6 +5,7 @@ import json
 
 import pytest
 
+from app.serve.bodies import MAX_BODY_BYTES
 from app.serve.errors import ApiError
 from app.serve.protocols.responses import Conversations, Remembered
 from engine.protocol.events import Failed
@@ -106,6 +107,11 @@ async def test_keys_do_not_see_each_others_responses(served):
 
 
 def test_the_oldest_responses_are_forgotten():
+    too_long = Remembered("", [{"type": "unknown", "text": "x" * MAX_BODY_BYTES}], {"id": "resp_0"})
+    whole = Conversations()
+    whole.keep("resp_0", too_long)
+    with pytest.raises(ApiError, match="send the whole conversation"):
+        whole.get("resp_0", "")
     kept = Conversations(max_bytes=300)
     for i in range(5):
         kept.keep(str(i), Remembered("", [{"text": "x" * 90}], {}))
