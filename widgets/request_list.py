@@ -12,7 +12,8 @@ from widgets.text import counted, one_line
 @dataclass(frozen=True)
 class Handled:
     """A request for a completion that has ended, at `time` of the clock on the wall. `finished` is None if there was no
-    answer, or no end of it; `problem` says why. `note`: what of the request was not done. It holds nothing of what was
+    answer, or no end of it; `problem` says why. `note`: what of the request was not done.
+    `model`: the one that answered, of several. It holds nothing of what was
     asked and said."""
 
     time: str
@@ -22,6 +23,7 @@ class Handled:
     finished: Finished | None = None
     problem: str = ""
     note: str = ""
+    model: str = ""
 
 
 class RequestList(Pane[tuple[Handled, ...]]):

@@ -25,5 +25,6 @@ class Lines:
     def handled(self, request: Handled) -> None:
         how = figures(request.finished) if request.finished else request.problem
         note = f" ({request.note})" if request.note else ""
-        line = f"{request.time} {request.client} {request.path} {request.status}: {how}{note}"
+        model = f" {request.model}" if request.model else ""
+        line = f"{request.time} {request.client} {request.path}{model} {request.status}: {how}{note}"
         print(one_line(line), flush=True)

@@ -4,7 +4,7 @@ import asyncio
 import sys
 import traceback
 from collections.abc import Awaitable, Callable
-from typing import Any
+from typing import Any, TypeVar
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -19,6 +19,7 @@ from app.serve.bodies import Bodies, check_copies, read_body
 from app.serve.errors import ApiError
 from app.serve.http import ClientGoneError, error_response, json_response
 from app.serve.metrics import CONTENT_TYPE, Gauges
+from app.serve.model_pool import ModelPool
 from app.serve.openapi import description_json
 from app.serve.protocols import anthropic, chat, completions, llama, models, ollama, responses
 from app.serve.protocols.reply import Asked, Json
@@ -28,11 +29,12 @@ from app.serve.service import CLIENT_GONE, Exchange, Service
 from engine.measure.memory import gpu_used_bytes, resident_memory
 
 Endpoint = Callable[[Request], Awaitable[Response]]
+B = TypeVar("B")
 
 
-def application(service: Service, key: str = "") -> ASGIApp:
-    """The server of `service`. `key` "": none is needed, and only this machine is answered."""
-    routes = Routes(service)
+def application(models: Service | ModelPool, key: str = "") -> ASGIApp:
+    """The server of a model or several. `key` "": none is needed, and only this machine is answered."""
+    routes = Routes(ModelPool(models) if isinstance(models, Service) else models)
     paths: list[tuple[str, str, Endpoint]] = [
         ("GET", "/health", routes.health),
         ("GET", "/models", routes.models),
@@ -42,17 +44,17 @@ def application(service: Service, key: str = "") -> ASGIApp:
         ("POST", "/chat/completions", routes.completing(chat.ChatBody, chat.asked)),
         ("POST", "/completions", routes.completing(completions.TextBody, completions.asked)),
         ("POST", "/messages", routes.completing(anthropic.MessagesBody, anthropic.asked)),
-        ("POST", "/messages/count_tokens", routes.count_tokens),
+        ("POST", "/messages/count_tokens", routes.computing(anthropic.CountBody, anthropic.counted)),
         ("POST", "/responses", routes.respond),
         ("GET", "/responses/{id}", routes.response),
         ("DELETE", "/responses/{id}", routes.forget_response),
         ("POST", "/embeddings", routes.embeddings),
-        ("POST", "/tokenize", routes.tokenize),
-        ("POST", "/detokenize", routes.detokenize),
+        ("POST", "/tokenize", routes.computing(TokenizeBody, tokenized)),
+        ("POST", "/detokenize", routes.computing(DetokenizeBody, detokenized)),
         ("GET", "/tokenizer_info", routes.tokenizer_info),
         ("GET", "/props", routes.props),
         ("GET", "/slots", routes.slots),
-        ("POST", "/apply-template", routes.apply_template),
+        ("POST", "/apply-template", routes.computing(chat.ChatBody, llama.applied_template)),
         ("POST", "/infill", routes.completing(llama.InfillBody, llama.infill_asked)),
     ]
     ollamas: list[tuple[str, str, Endpoint]] = [
@@ -62,7 +64,7 @@ def application(service: Service, key: str = "") -> ASGIApp:
         ("GET", "/api/tags", routes.tags),
         ("GET", "/api/ps", routes.running),
         ("GET", "/api/version", routes.version),
-        ("POST", "/api/show", routes.show),
+        ("POST", "/api/show", routes.computing(ollama.ShowBody, ollama.show)),
         ("POST", "/api/embed", routes.embeddings),
         ("POST", "/api/embeddings", routes.embeddings),
     ]
@@ -79,8 +81,8 @@ def application(service: Service, key: str = "") -> ASGIApp:
 
 
 class Routes:
-    def __init__(self, service: Service) -> None:
-        self._service = service
+    def __init__(self, models: ModelPool) -> None:
+        self._models = models
         self._conversations = responses.Conversations()
 
     # --- completions ---
@@ -97,18 +99,19 @@ class Routes:
     async def _complete(
         self, request: Request, kind: type[Any], asked: Callable[[Any, Service], Asked | Json]
     ) -> Response:
-        service = self._service
-        exchange = Exchange(service, request.scope[CLIENT], request.url.path)
+        exchange = Exchange(self._models.default, request.scope[CLIENT], request.url.path)
         with exchange.closed_by_errors():
             data = await read_body(request)
-            service.check_open()
-            wanted = asked(decoded(data, kind), service)
+            self._models.default.check_open()
+            body = decoded(data, kind)
+            exchange.service = service = await self._models.named(body.model)
+            wanted = asked(body, service)
             if not isinstance(wanted, Asked):
                 exchange.answers = 0
                 exchange.close(200)
                 return json_response(wanted)
             check_copies(data, wanted.requests)
-            del data  # the answer may take long
+            del data, body  # the answer may take long
             return await answer(request, exchange, wanted)
 
     # --- what is remembered ---
@@ -125,30 +128,30 @@ class Routes:
     # --- what else there is ---
 
     async def health(self, request: Request) -> Response:
-        self._service.check_ready()
-        return json_response({"status": "ok", "slots": self._service.parallel})
+        service = self._models.default
+        service.check_open()
+        if len(self._models.names) == 1:  # else models are loaded as they are asked for
+            service.check_ready()
+        return json_response({"status": "ok", "slots": service.parallel})
 
     async def models(self, request: Request) -> Response:
-        return json_response(models.listed([self._service]))
+        return json_response(models.listed(self._models))
 
     async def model(self, request: Request) -> Response:
-        id = request.path_params["id"]
-        if id != self._service.model:
-            message = f"There is no model of this name. There is: {self._service.model}."
-            raise ApiError(404, message, "not_found_error", param="model", code="model_not_found")
-        return json_response(models.model(self._service))
+        return json_response(models.model(await self._models.found(request.path_params["id"])))
 
     async def metrics(self, request: Request) -> Response:
-        service = self._service
-        memory = resident_memory(service.engine.pid)
+        services = self._models.known
+        memories = [resident_memory(service.engine.pid) for service in services]
+        resident = [memory.now_bytes for memory in memories if memory]
         gauges = Gauges(
-            service.processing,
-            service.waiting,
-            service.slots,
-            memory.now_bytes if memory else None,
+            sum(service.processing for service in services),
+            sum(service.waiting for service in services),
+            next((service.slots for service in services if service.slots), None),
+            sum(resident) if resident else None,
             gpu_used_bytes(),
         )
-        text = service.metrics.text(gauges)
+        text = self._models.default.metrics.text(gauges)
         return Response(text, headers={"Content-Type": CONTENT_TYPE})
 
     async def embeddings(self, request: Request) -> Response:
@@ -159,50 +162,44 @@ class Routes:
     async def openapi(self, request: Request) -> Response:
         return Response(description_json(), media_type="application/json")
 
-    async def tokenize(self, request: Request) -> Response:
-        body = decoded(await read_body(request), TokenizeBody)
-        return json_response(await asyncio.to_thread(tokenized, body, self._service))
+    def computing(self, kind: type[B], make: Callable[[B, Service], Json]) -> Endpoint:
+        """What answers requests whose bodies are of a `kind`, and need no engine. `make` may take long."""
 
-    async def detokenize(self, request: Request) -> Response:
-        body = decoded(await read_body(request), DetokenizeBody)
-        return json_response(detokenized(body, self._service))
+        async def endpoint(request: Request) -> Response:
+            body = decoded(await read_body(request), kind)
+            service = await self._models.named(getattr(body, "model", None))
+            return json_response(await asyncio.to_thread(make, body, service))
+
+        return endpoint
 
     async def tokenizer_info(self, request: Request) -> Response:
-        return json_response(tokenizer_info(self._service))
+        return json_response(tokenizer_info(await self._asked(request)))
 
     async def props(self, request: Request) -> Response:
-        self._service.check_ready()
-        return json_response(llama.props(self._service))
+        service = await self._asked(request)
+        service.check_ready()
+        return json_response(llama.props(service))
 
     async def slots(self, request: Request) -> Response:
         must_be_free = request.query_params.get("fail_on_no_slot", "0") not in ("", "0")
-        return json_response(llama.slots(self._service, must_be_free=must_be_free))
-
-    async def apply_template(self, request: Request) -> Response:
-        body = decoded(await read_body(request), chat.ChatBody)
-        return json_response(await asyncio.to_thread(llama.applied_template, body, self._service))
+        return json_response(llama.slots(await self._asked(request), must_be_free=must_be_free))
 
     async def greet(self, request: Request) -> Response:
         """Clients of Ollama see so whether a server runs."""
         return Response("orin-chat is running", media_type="text/plain")
 
     async def tags(self, request: Request) -> Response:
-        return json_response(ollama.tags([self._service]))
+        return json_response(ollama.tags(self._models))
 
     async def running(self, request: Request) -> Response:
-        return json_response(ollama.running([self._service]))
+        return json_response(ollama.running(self._models))
 
     async def version(self, request: Request) -> Response:
         return json_response({"version": ollama.VERSION})
 
-    async def show(self, request: Request) -> Response:
-        decoded(await read_body(request), ollama.ShowBody)
-        return json_response(ollama.show(self._service))
-
-    async def count_tokens(self, request: Request) -> Response:
-        body = decoded(await read_body(request), anthropic.CountBody)
-        prompt = await asyncio.to_thread(chat.encoded, anthropic.chat_body(body), self._service)
-        return json_response({"input_tokens": len(prompt.ids)})
+    async def _asked(self, request: Request) -> Service:
+        """The model that a request names which has no body."""
+        return await self._models.named(request.query_params.get("model"))
 
 
 def _owner(request: Request) -> str:

@@ -1,12 +1,15 @@
-"""`orin-chat serve`: the model answers other programs, with OpenAI's protocol over HTTP."""
+"""`orin-chat serve`: a model, or one of several, answers other programs over HTTP."""
 
 import asyncio
 import math
 import os
+import re
 import sys
 from argparse import ArgumentTypeError, Namespace
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import partial
+from pathlib import Path
 
 from msgspec.structs import replace
 
@@ -20,6 +23,7 @@ from engine.protocol.events import TOKEN_GAP
 from widgets.text import one_line
 
 MAX_WAITING = 32
+_LATER_PART = re.compile(r"-(?!00001)\d{5}-of-\d{5}$")  # of a model in several files
 EPILOG = """\
 A client takes the address that is printed, such as http://127.0.0.1:8080/v1:
   orin-chat --engine http://127.0.0.1:8080/v1
@@ -38,12 +42,13 @@ def run(arguments: Sequence[str], settings: Settings) -> int:
     _check_libraries()
     from app.serve.access import is_loopback
     from app.serve.lines import Lines
+    from app.serve.model_pool import ModelPool
     from app.serve.routes import application
     from app.serve.server import Server, listen
     from app.serve.service import ModelFile, Service
 
     key, configuration = options.key(args), options.configuration(args, settings)
-    path = model_path(args.model, settings)
+    paths = _models(args, settings)
     with listen(args.host, args.port) as sock:
         host, port = sock.getsockname()[:2]
         if not key and not is_loopback(host):
@@ -51,30 +56,68 @@ def run(arguments: Sequence[str], settings: Settings) -> int:
                 f"Everyone who reaches {args.host} could use this server.",
                 "Put a key into an environment variable and name it: --api-key-env NAME.",
             )
-        file = ModelFile.read(path)  # clients that come meanwhile wait
-        engine_options = replace(
-            configuration.engine, model_path=str(path), parallel=args.parallel, token_gap=args.token_gap
-        )
-        engine = LocalEngine(engine_options, keep_warm_s=configuration.keep_warm_s)
-        service = Service(
-            engine,
-            model=one_line(path.stem if not args.model or args.model.endswith(path.name) else args.model),
-            file=file,
-            sampling=configuration.sampling,
-            think=not args.no_think,
-            parallel=args.parallel,
-            max_waiting=args.queue,
+        engine_options = replace(configuration.engine, parallel=args.parallel, token_gap=args.token_gap)
+
+        def service_of(name: str) -> Service:
+            file = ModelFile.read(paths[name])  # clients that come meanwhile wait
+            keep_warm_s = configuration.keep_warm_s if len(paths) == 1 else None
+            engine = LocalEngine(
+                replace(engine_options, model_path=str(paths[name])), keep_warm_s=keep_warm_s
+            )
+            service = Service(
+                engine,
+                model=name,
+                file=file,
+                sampling=configuration.sampling,
+                think=not args.no_think,
+                parallel=args.parallel,
+                max_waiting=args.queue,
+            )
+            engine.on_event = service.observe
+            return service
+
+        first, *others = paths
+        service = service_of(first)
+
+        def other(name: str) -> Service:
+            made = service_of(name)
+            made.metrics, made.on_handled, made.stopping = service.metrics, lines.handled, service.stopping
+            return made
+
+        pool = ModelPool(
+            service,
+            {name: partial(other, name) for name in others},
+            most_loaded=args.loaded,
+            idle_s=args.unload_after,
         )
         address = f"http://{f'[{host}]' if ':' in host else host}:{port}/v1"
-        http = application(service, key)
-        if not args.plain and _has_screen():
+        http = application(pool, key)
+        if not args.plain and not others and _has_screen():
             from app.serve.serve_app import serve_on_screen
 
-            return asyncio.run(serve_on_screen(service, engine, http, sock, address))
+            return asyncio.run(serve_on_screen(service, service.engine, http, sock, address))
         lines = Lines(address)
-        engine.on_event = service.observe
         service.on_handled = lines.handled
-        return asyncio.run(Server(service, engine, http, sock, lines.show).run())
+        return asyncio.run(Server(service, service.engine, http, sock, lines.show, pool).run())
+
+
+def _models(args: Namespace, settings: Settings) -> dict[str, Path]:
+    """The files of the models by the names that clients use. Raises OrinError."""
+    if not args.models:
+        path = model_path(args.model, settings)
+        is_file = not args.model or args.model.endswith(path.name)
+        return {one_line(path.stem if is_file else args.model): path}
+    if args.model:
+        raise UsageError("--model and --models are two ways to say the same.", "Leave one of them out.")
+    folder = Path(args.models).expanduser()
+    if folder.is_dir():
+        files = sorted(folder.glob("*.gguf"))
+        paths = {one_line(file.stem): file for file in files if not _LATER_PART.search(file.stem)}
+        if not paths:
+            raise UsageError(f"There is no GGUF file in {folder}.", "Name a folder with models, or models.")
+        return paths
+    found = {name: model_path(name, settings) for name in args.models.split(",") if name}
+    return {one_line(path.stem if name.endswith(path.name) else name): path for name, path in found.items()}
 
 
 def _parse(arguments: Sequence[str]) -> Namespace:
@@ -85,6 +128,16 @@ def _parse(arguments: Sequence[str]) -> Namespace:
     add("--host", default="127.0.0.1", metavar="NAME", help="the address to listen on (127.0.0.1)")
     add("--port", type=_port, default=8080, metavar="N", help="the port; 0 takes a free one (8080)")
     add("--api-key-env", metavar="NAME", help="the environment variable that holds the key for clients")
+    add(
+        "--models", metavar="NAMES", help="several models with commas between them, or a folder of GGUF files"
+    )
+    add("--loaded", type=options.positive, default=1, metavar="N", help="of --models: so many at a time (1)")
+    add(
+        "--unload-after",
+        type=options.duration,
+        metavar="TIME",
+        help="of --models: 10m unloads one that nobody has asked for so long (never)",
+    )
     add("--parallel", type=options.positive, default=1, metavar="N", help="answers at the same time (1)")
     add(
         "--queue",

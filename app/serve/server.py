@@ -14,6 +14,7 @@ from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from app.cli.signals import run_until_signal
+from app.serve.model_pool import ModelPool
 from app.serve.service import Service
 from engine.errors import UsageError
 from engine.heap import return_large_blocks
@@ -55,7 +56,8 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 class Server:
-    """One run of the server. `show` gets the events of the engine's start."""
+    """One run of the server. `show` gets the events of the engine's start. `pool` has the models beside that of
+    `service`, if there are any."""
 
     def __init__(
         self,
@@ -64,8 +66,10 @@ class Server:
         app: ASGIApp,
         sock: socket.socket,
         show: Callable[[Event], object],
+        pool: ModelPool | None = None,
     ) -> None:
         self._service, self._engine, self._show, self._sock = service, engine, show, sock
+        self._pool = pool or ModelPool(service)
         config = uvicorn.Config(
             app,
             http=_Connection,
@@ -94,18 +98,23 @@ class Server:
         try:
             return await run_until_signal(self._serve(), signal.SIGINT, signal.SIGTERM, stop=self._stop)
         finally:
-            await leave(self._engine)
+            for service in self._pool.known:
+                await leave(self._engine if service is self._service else service.engine)
 
     async def _serve(self) -> int:
         self._loading = asyncio.create_task(self._load())
         serving = asyncio.create_task(self._http.serve(sockets=[self._sock]))
-        with suppress(asyncio.CancelledError):
-            if code := await self._loading:
-                self._service.stopping = self._http.should_exit = True  # or a request would load it again
-                await serving
-                return code
-        await serving
-        return 0
+        unloading = asyncio.create_task(self._pool.unload_idle())
+        try:
+            with suppress(asyncio.CancelledError):
+                if code := await self._loading:
+                    self._service.stopping = self._http.should_exit = True  # or a request would load it again
+                    await serving
+                    return code
+            await serving
+            return 0
+        finally:
+            unloading.cancel()
 
     async def _load(self) -> int:
         async for event in self._engine.start():
@@ -117,14 +126,18 @@ class Server:
         return 0
 
     async def _stop(self) -> None:
-        is_first, self._service.stopping = not self._service.stopping, True
+        is_first, services = not self._service.stopping, self._pool.known
+        for service in services:
+            service.stopping = True
         self._http.should_exit = True
         if self._loading:
             self._loading.cancel()
         end = asyncio.get_running_loop().time() + (DRAIN_S if is_first else 0)
-        while self._service.open and asyncio.get_running_loop().time() < end:
+        while any(service.open for service in services) and asyncio.get_running_loop().time() < end:
             await asyncio.sleep(0.05)
-        await self._engine.stop()
+        await asyncio.gather(
+            self._engine.stop(), *(s.engine.stop() for s in services if s is not self._service)
+        )
 
 
 def _allow_descriptors() -> None:

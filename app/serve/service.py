@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -79,11 +79,16 @@ class ModelFile:
         return ChatTemplate(source, self.architecture, self.tokenizer)
 
 
+async def _at_once() -> None:
+    pass
+
+
 @dataclass
 class Service:
     """`sampling` and `think` hold where a request does not say otherwise. Requests beyond `parallel` wait,
     `max_waiting` of them at most. `on_handled` gets every request that has ended, and `watch` the events of every
-    answer, which it passes on."""
+    answer, which it passes on. `make_room` waits until the engine may be loaded, and `on_ended` hears that requests
+    have ended."""
 
     engine: LocalEngine
     model: str
@@ -96,6 +101,9 @@ class Service:
     stopping: bool = False
     on_handled: Callable[[Handled], object] = lambda _: None
     watch: Callable[[Generate, Events], Events] = lambda _, events: events
+    make_room: Callable[[], Awaitable[None]] = _at_once
+    on_ended: Callable[[], object] = lambda: None
+    shown_name: str = ""  # among several models
     metrics: Metrics = field(default_factory=Metrics)
     created: int = field(default_factory=lambda: int(time.time()))
     slots: Slots | None = None
@@ -109,6 +117,8 @@ class Service:
     def observe(self, event: Event) -> None:
         """Takes the engine's own events."""
         match event:
+            case Ready():
+                self.ready, self.parallel = event, event.parallel
             case Slots():
                 self.slots = event
             case Failed(request_id=None):
@@ -136,6 +146,7 @@ class Service:
         begun, ended = set[int](), set[int]()
         self.open += n
         try:
+            await self.make_room()
             requests = [replace(answer.request, client=exchange.client) for answer in answers]
             events = [
                 self.watch(request, exchange.timed(self.engine.generate(request))) for request in requests
@@ -155,6 +166,7 @@ class Service:
         finally:
             self.open -= n - len(ended)
             self.processing -= len(begun - ended)
+            self.on_ended()
 
     def _retry_s(self) -> int:
         """When a place may be free: the mean time of an answer, for each that waits."""
@@ -220,7 +232,9 @@ class Exchange:
         together = replace(ended[0], predicted_n=sum(end.predicted_n for end in ended)) if ended else None
         problem = "" if together else error or "the client has gone"
         at = time.strftime("%H:%M:%S")
-        self.service.on_handled(Handled(at, self.client, self.path, status, together, problem, self.note))
+        self.service.on_handled(
+            Handled(at, self.client, self.path, status, together, problem, self.note, self.service.shown_name)
+        )
 
     @property
     def _seconds(self) -> float:

@@ -120,6 +120,11 @@ def asked(body: MessagesBody, service: Service) -> Asked:
     return Asked([request], reply, bool(body.stream), as_chat.stops, user, tools.note, one_call)
 
 
+def counted(body: CountBody, service: Service) -> Json:
+    """How many tokens a prompt has. May take as long as the text is. Raises ApiError."""
+    return {"input_tokens": len(chat.encoded(chat_body(body), service).ids)}
+
+
 def _user(id: str) -> str:
     """For whom a client asks. Claude Code sends an object of several ids."""
     try:

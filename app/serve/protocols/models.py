@@ -2,6 +2,7 @@
 
 from datetime import UTC, datetime
 
+from app.serve.model_pool import ModelPool
 from app.serve.protocols.reply import Json
 from app.serve.service import Service
 
@@ -12,27 +13,35 @@ _PARAMETERS = [
 ]  # fmt: skip
 
 
-def listed(services: list[Service]) -> Json:
-    data = [model(service) for service in services]
-    ends = {"first_id": data[0]["id"], "last_id": data[-1]["id"]} if data else {}
+def listed(pool: ModelPool) -> Json:
+    """Of models whose files have not been read, only the names."""
+    known = {service.model: model(service) for service in pool.known}
+    data = [known.get(name) or _named(name, pool.default.created) for name in pool.names]
+    ends = {"first_id": data[0]["id"], "last_id": data[-1]["id"]}
     return {"object": "list", "data": data, "has_more": False} | ends
+
+
+def _named(name: str, created: int) -> Json:
+    at = datetime.fromtimestamp(created, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+    return {
+        "id": name,
+        "object": "model",
+        "type": "model",
+        "created": created,
+        "created_at": at,
+        "owned_by": OWNER,
+        "display_name": name,
+        "lifecycle": "active",
+    }
 
 
 def model(service: Service) -> Json:
     """A model. What is only known once it has been loaded is left out before."""
-    made = datetime.fromtimestamp(service.created, UTC)
     can, parameters = capabilities(service), [*_PARAMETERS]
     parameters += ["tools", "tool_choice"] if "tools" in can else []
     parameters += ["reasoning", "include_reasoning"] if "thinking" in can else []
     described: Json = {
-        "id": service.model,
-        "object": "model",
-        "type": "model",
-        "created": service.created,
-        "created_at": made.strftime("%Y-%m-%dT%H:%M:%SZ"),
-        "owned_by": OWNER,
-        "display_name": service.model,
-        "lifecycle": "active",
+        **_named(service.model, service.created),
         "capabilities": {
             "tools": _supported("tools" in can),
             "thinking": _supported("thinking" in can),

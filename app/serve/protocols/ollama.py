@@ -15,6 +15,7 @@ import msgspec
 from app.serve.answer import AnswerDelta, AnswerEnd
 from app.serve.errors import ApiError, ollama_form, wrong
 from app.serve.http import LINES, Framing
+from app.serve.model_pool import ModelPool
 from app.serve.protocols import chat, logprobs
 from app.serve.protocols.blocks import Block, Blocks, Closed, Grown
 from app.serve.protocols.completions import TextBody, fill_in
@@ -95,7 +96,6 @@ class OllamaGenerateBody(OllamaBody, kw_only=True):
 
 class ShowBody(msgspec.Struct):
     model: str | None = None
-    name: str | None = None
 
 
 def chat_asked(body: OllamaChatBody, service: Service) -> Asked | Json:
@@ -309,18 +309,20 @@ def _time(at: datetime) -> str:
 # --- what there is ---------------------------------------------------------------------------------------
 
 
-def tags(services: Sequence[Service]) -> Json:
-    return {"models": [_listed(service) for service in services]}
+def tags(models: ModelPool) -> Json:
+    """Of models whose files have not been read, only the names."""
+    known = {service.model: _listed(service) for service in models.known}
+    return {"models": [known.get(name) or {"name": name, "model": name} for name in models.names]}
 
 
-def running(services: Sequence[Service]) -> Json:
+def running(models: ModelPool) -> Json:
     """Models that are loaded. They do not expire."""
-    loaded = [service for service in services if service.ready]
+    loaded = [service for service in models.known if service.ready]
     never = {"expires_at": "9999-12-31T23:59:59Z"}
     return {"models": [_listed(service) | _memory(service) | never for service in loaded]}
 
 
-def show(service: Service) -> Json:
+def show(body: ShowBody, service: Service) -> Json:
     info: Json = {"general.architecture": service.file.architecture}
     if ready := service.ready:
         info |= {

@@ -14,6 +14,7 @@ from app.serve.service import Service
 class TokenizeBody(msgspec.Struct):
     """llama-server's `content`, or vLLM's `prompt` or `messages`."""
 
+    model: str | None = None
     content: str | None = None
     prompt: str | None = None
     messages: list[ChatMessage] | None = None
@@ -26,6 +27,7 @@ class TokenizeBody(msgspec.Struct):
 
 class DetokenizeBody(msgspec.Struct):
     tokens: list[int]
+    model: str | None = None
 
 
 def tokenized(body: TokenizeBody, service: Service) -> Json:

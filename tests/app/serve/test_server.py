@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import httpx
 import pytest
@@ -438,6 +439,24 @@ def test_what_the_engine_is_told(model_path, monkeypatch, arguments, gap):
         serve_command.run(["--port", "0", "--model", str(model_path), "--plain", *arguments], Settings()) == 0
     )
     assert made[0].token_gap == gap
+
+
+def test_a_folder_of_models(model_path, tmp_path, monkeypatch):
+    from app.chat.settings import Settings
+    from app.serve import serve_command
+
+    made, names = [], []
+    engine = lambda options, **_: made.append(options.model_path) or FakeEngine()
+    monkeypatch.setattr(serve_command, "LocalEngine", engine)
+    monkeypatch.setattr("app.serve.routes.application", lambda pool, key: names.extend(pool.names))
+    monkeypatch.setattr("app.serve.server.Server", lambda *_: SimpleNamespace(run=lambda: None))
+    monkeypatch.setattr(asyncio, "run", lambda run: 0)
+    for name in ("b.gguf", "a.gguf", "c-00001-of-00002.gguf", "c-00002-of-00002.gguf"):
+        (tmp_path / name).symlink_to(model_path)
+    assert serve_command.run(["--port", "0", "--models", str(tmp_path), "--loaded", "2"], Settings()) == 0
+    assert names == ["a", "b", "c-00001-of-00002"] and made == [str(tmp_path / "a.gguf")]
+    with pytest.raises(UsageError, match="two ways"):
+        serve_command.run(["--models", str(tmp_path), "--model", "x"], Settings())
 
 
 def test_a_missing_extra(monkeypatch):
