@@ -357,13 +357,15 @@ def check_embedding() -> None:
 
 
 def check_prompt_products() -> None:
-    """Tensor-core products of types whose quarters differ, cut and whole, fewer tokens than the tile."""
-    tokens, n = 16, 11
+    """Tensor-core products of types whose quarters differ, cut and whole, fewer tokens than the tile, and warps that
+    have none."""
+    tokens, n = 32, 11
     for ggml_type, rows, cols in (
         (8, 24, 256),
         (6, 16, 256),
         (14, 16, 256),
         (0, 16, 64),
+        (1, 16, 192),
         *((kind, 16, 256) for kind in ((10, 11, 12, 13, 20, 23, 39) if THOROUGH else (10, 13, 39))),
     ):
         layout = WeightLayout(ggml_type)
@@ -380,7 +382,7 @@ def check_prompt_products() -> None:
         run(kernel, out, buffer(fragments), prompt, *planes)
         close(out.numpy().reshape(parts, tokens, rows).sum(0)[:n], wanted, 1e-3)
         out = zeros(fragments_size(tokens, rows // 2), dtypes.float16)
-        kernel = matmul(layout, tokens, rows, cols, Tiles(1, 2, 1, 1, 1), True, "t")
+        kernel = matmul(layout, tokens, rows, cols, Tiles(1, 2, 2, 1, 1), True, "t")
         run(kernel, out, buffer(fragments), prompt, *planes)
         place = prompt_index(lambda m, e, rows=rows: fragment_index(m, e, rows // 2), n, rows // 2)
         close(out.numpy()[place], gated(wanted[:, 0::2], wanted[:, 1::2], "silu"), 2e-3)

@@ -53,7 +53,9 @@ def embed(
             unit = thread + s * threads
             inside = None if (s + 1) * threads <= units else unit < units
             safe = unit if inside is None else inside.where(unit, 0)
-            values = scaled(layout.quarter(planes, token, units, safe, quarter), scale)
+            values = scaled(
+                layout.quarter(layout.load_quarter(planes, token, units, safe, quarter), quarter), scale
+            )
             for j, value in enumerate(values):
                 column = unit * UNIT + quarter * QUARTER + j
                 ok = all_of(inside, None if cols % UNIT == 0 else column < cols)
@@ -115,7 +117,9 @@ def embed_prompt(layout: WeightLayout, tokens: int, vocab: int, cols: int, scale
         index = chunk * threads + thread
         safe = index if quarters % threads == 0 else index.minimum(quarters - 1)
         row = load(ids, token).maximum(0).minimum(vocab - 1).cast(thread.dtype)
-        values = scaled(layout.quarter(planes, row, units, safe // 4, safe % 4), scale)
+        values = scaled(
+            layout.quarter(layout.load_quarter(planes, row, units, safe // 4, safe % 4), safe % 4), scale
+        )
         stores = []
         for j, value in enumerate(values):
             column = index * QUARTER + j

@@ -53,13 +53,11 @@ def unit_pairs(unit: Unit) -> list[Pair]:
     return [pair for run in runs for pair in run]
 
 
-def quarter_pairs(
-    layout: WeightLayout, planes: Sequence[UOp], row: UOp, units: int, unit: UOp, part: UOp
-) -> list[Pair]:
-    """As `unit_pairs`, of the columns of `WeightLayout.quarter`."""
+def quarter_pairs(layout: WeightLayout, loaded: Sequence[UOp], part: UOp) -> list[Pair]:
+    """As `unit_pairs`, of a quarter (`WeightLayout.load_quarter`)."""
     if not _has_pairs(layout):
-        return _converted(layout.quarter(planes, row, units, unit, part))
-    words, d, m = layout.load_quarter(planes, row, units, unit, part)
+        return _converted(layout.quarter(loaded, part))
+    words, d, m = layout.integers(loaded, part)
     scales = _scales(layout, d, m)
     return [pair for first in range(0, QUARTER, RUN) for pair in _run(layout, words, first, *scales)]
 

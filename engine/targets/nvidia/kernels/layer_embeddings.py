@@ -60,7 +60,8 @@ def layer_embeddings(
         projected = [chain(terms) * factor for terms in zip(*runs, strict=True)]
         squares = after_store(shared(threads, slot=0), thread, chain(x * x for x in projected))
         scale = inverse_rms(tree(load_run(squares, 0, threads)), size, eps)
-        own = layout.quarter(planes, row, units, column // UNIT, column % UNIT // QUARTER)
+        part = column % UNIT // QUARTER
+        own = layout.quarter(layout.load_quarter(planes, row, units, column // UNIT, part), part)
         results = []
         for j, (a, b) in enumerate(zip(projected, own, strict=True)):
             value = (a * scale * load(norm, first + j) + b * f32(size**0.5)) * f32(0.5**0.5)

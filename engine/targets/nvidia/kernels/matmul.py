@@ -19,13 +19,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tinygrad import UOp
 from tinygrad.uop.ops import AxisType
 
 from engine.kernels.kernel import Kernel
 from engine.targets.nvidia.kernels.half_pairs import PAIRS, quarter_pairs
+from engine.targets.nvidia.kernels.load_ahead import LoadedAhead
 from engine.targets.nvidia.kernels.matrix_bytes import QUARTER, UNIT, units_of
 from engine.targets.nvidia.kernels.pieces import used_rows
 from engine.targets.nvidia.kernels.uops import (
@@ -42,6 +43,7 @@ from engine.targets.nvidia.kernels.uops import (
 )
 from engine.targets.nvidia.kernels.weight_layout import WeightLayout
 
+_MANY = 8  # blocks for each multiprocessor, of which four run at a time
 _MAX_HALF = 65504.0  # the largest float16
 
 
@@ -108,14 +110,17 @@ def expert_tiles(tokens: int, used: int, n: int) -> ExpertTiles:
 
 def tiles_for(tokens: int, rows: int, cols: int, multiprocessors: int, paired: bool) -> Tiles:
     """Tiles that give every multiprocessor two blocks, by dividing the common dimension if there are too few. `paired`
-    products are not divided, because the activation needs the whole sums of gate and up."""
+    products are not divided, because the activation needs the whole sums of gate and up. If there are many, twice as
+    many tokens share a block, and the weights that it loads."""
     # Tall tiles: a weight is converted to half precision once for 128 tokens.
     tiles = Tiles(min(8, tokens // 16), 4, 1, 2, 1)
     blocks = -(-tokens // tiles.tokens) * -(-rows // tiles.width)
+    if blocks >= _MANY * multiprocessors and tokens % (2 * tiles.tokens) == 0:
+        return replace(tiles, down=2)
     parts = 1
     while not paired and parts < 8 and blocks * parts < 2 * multiprocessors and units_of(cols) // parts >= 8:
         parts *= 2
-    return Tiles(tiles.rows, tiles.cols, tiles.down, tiles.across, parts)
+    return replace(tiles, parts=parts)
 
 
 def fragment_index(token: UOp, column: UOp, cols: int) -> UOp:
@@ -166,6 +171,8 @@ def matmul(
     steps = -(-units // tiles.parts)
     blocks = experts.count if experts else tokens // tiles.tokens
     gathered = experts and paired
+    # Not of more bits, which would take too many registers, nor of experts, where it takes longer.
+    loads_ahead = steps > 1 and layout.bits <= 16 and not experts
 
     def kernel(
         out: UOp, x: UOp, prompt: UOp | None, assignments: UOp | None, tile_experts: UOp | None,
@@ -185,13 +192,26 @@ def matmul(
         else:
             assert prompt is not None
             n = used_rows(prompt, tokens)
-            live = column_block * tiles.tokens < n
+            live = first_tile * 16 < n
         n_acc = tiles.rows * tiles.cols * 4
         acc = zeroed_registers(n_acc, 0)
         part_steps = (units - part * steps).minimum(steps) if units % tiles.parts else UOp.const(steps)
-        bound = live.where(part_steps, 0)  # blocks beyond the prompt do nothing
+        bound = live.where(part_steps, 0)  # warps beyond the prompt do nothing
         step = UOp.range(bound, 0, AxisType.REDUCE) if steps > 1 else UOp.const(0)
         unit = part * steps + step
+
+        def fetch(unit: UOp) -> list[list[UOp]]:
+            """This thread's weights of a unit, of each right tile."""
+            quarters = []
+            for j in range(tiles.cols):
+                row = first_row + j * 8 + thread // 4
+                if rows % tiles.width:
+                    row = row.minimum(rows - 1)
+                row = row + expert_row if experts else row
+                quarters.append(layout.load_quarter(planes, row, units, unit, thread % 4))
+            return quarters
+
+        ahead = LoadedAhead(fetch(part * steps), slot=1) if loads_ahead else None
 
         def place(i: int, k: int) -> UOp:
             """The token, or the place of the assignment, of row g or g + 8 of this thread in the i-th left tile."""
@@ -211,13 +231,8 @@ def matmul(
 
         so_far = acc.after(step) if steps > 1 else acc
         sums = [load_run(so_far, j * 4, 4) for j in range(tiles.rows * tiles.cols)]
-        weights = []
-        for j in range(tiles.cols):
-            row = first_row + j * 8 + thread // 4
-            if rows % tiles.width:
-                row = row.minimum(rows - 1)
-            row = row + expert_row if experts else row
-            weights.append(quarter_pairs(layout, planes, row, units, unit, thread % 4))
+        loaded = ahead.of(step) if ahead else fetch(unit)
+        weights = [quarter_pairs(layout, quarter, thread % 4) for quarter in loaded]
         lefts = [gather(i) for i in range(tiles.rows)] if gathered else []
         for quad in range(4):
             for i in range(tiles.rows):
@@ -228,6 +243,8 @@ def matmul(
                     right = [v for pair in weights[j][quad * 2 : quad * 2 + 2] for v in pair]
                     sums[k] = wmma(left, right, sums[k])
         stores = UOp.group(*store_run(acc, 0, (x for four in sums for x in four)))
+        if ahead:
+            stores = ahead.keep(fetch((unit + 1).minimum(units - 1)), stores)
         acc = acc.after(stores.end(step) if steps > 1 else stores)
         results = []
         for i in range(tiles.rows):

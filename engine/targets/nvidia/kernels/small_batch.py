@@ -30,6 +30,7 @@ from tinygrad.uop.ops import AxisType
 from engine.kernels.kernel import Kernel, Name, call_by_name
 from engine.targets.nvidia.kernels.epilogues import LOWEST_LOGIT, argmax, comparable
 from engine.targets.nvidia.kernels.half_pairs import unit_pairs
+from engine.targets.nvidia.kernels.load_ahead import LoadedAhead
 from engine.targets.nvidia.kernels.matmul import as_half, wmma
 from engine.targets.nvidia.kernels.matrix_bytes import UNIT, units_of
 from engine.targets.nvidia.kernels.uops import (
@@ -54,6 +55,7 @@ _TILE, _ROWS, _ABREAST = 8, 16, 4  # tokens and rows of a tile; units that a war
 _WARPS = 24  # of a multiprocessor that together read weights as fast as memory gives them
 _CACHED = 0.3  # the time of a byte from the L2 cache beside a byte of weights
 _SUMS_BYTES = 34 << 10  # of shared memory, which leaves some for an epilogue
+_PARTS = 4  # warps that share the columns of 32 rows
 _RUN = 8  # halves that a thread loads at once
 
 
@@ -84,11 +86,13 @@ class SmallBatchTiles:
 def small_batch_tiles(
     layout: WeightLayout, tokens: int, rows: int, cols: int, multiprocessors: int, divided: bool = False
 ) -> SmallBatchTiles:
-    """Tiles for a matrix of any shape, as was fastest on an H200. The columns are `divided` among blocks, where that
-    takes least time by an estimate (`_cost`), if the product may leave several sums. Else there is a block for every 16
-    rows, or 32 for more than 32 tokens, whose columns are divided among the more warps the fewer blocks there are."""
+    """Tiles for a matrix of any shape, as was fastest on an H200. For more than 16 tokens there is a block for every 32
+    rows. If these are few blocks, the columns are `divided` among more, if the product may leave several sums, or else
+    there are blocks of 16 rows. For fewer tokens, and for small matrices, the columns are divided where that takes
+    least time by an estimate (`_cost`). The fewer blocks there are, the more warps share the columns of each."""
     columns, steps = -(-tokens // _TILE), steps_of(cols)
-    if divided:
+    blocks, full = -(-rows // (2 * _ROWS)), 2 * multiprocessors
+    if divided and (columns <= 2 or blocks * (steps // _PARTS) < multiprocessors):
         candidates = [
             SmallBatchTiles(tile_rows, across, parts, splits=splits)
             for tile_rows in ((1, 2) if columns > 1 else (1,))
@@ -100,12 +104,19 @@ def small_batch_tiles(
         fits = [t for t in candidates if t.parts * t.width * (columns * _TILE + 1) * 4 <= _SUMS_BYTES]
         bytes_of_row = layout.n_bytes(rows, cols) / rows
         return min(fits, key=lambda t: _cost(t, tokens, rows, cols, bytes_of_row, multiprocessors))
-    tile_rows = 2 if columns > 4 else 1
-    blocks = -(-rows // (_ROWS * tile_rows))
-    most = 16 if blocks <= 2 * multiprocessors else 8 if blocks <= 16 * multiprocessors else 4
-    most = min(steps, 4 if columns > 4 else most)
-    parts = next((n for n in range(most, most // 2, -1) if steps % n == 0), most)
-    return SmallBatchTiles(tile_rows, max(1, 4 // parts), parts)
+    if divided or columns > 4 or (columns > 2 and blocks >= full):
+        parts = _divisor(steps, min(steps, _PARTS))
+        splits = max(1, min(full // blocks, steps // parts, 8)) if divided else 1
+        return SmallBatchTiles(2, 1, parts, splits=splits)
+    blocks = -(-rows // _ROWS)
+    most = 16 if blocks <= full else 8 if blocks <= 8 * full else 4
+    parts = _divisor(steps, min(steps, most))
+    return SmallBatchTiles(1, max(1, 4 // parts), parts)
+
+
+def _divisor(n: int, most: int) -> int:
+    """The largest divisor of n from most / 2 to `most`, or `most` if there is none."""
+    return next((d for d in range(most, most // 2, -1) if n % d == 0), most)
 
 
 def _cost(
@@ -261,6 +272,14 @@ def small_batch_product(
     float16 (columns_size(tokens, cols),); the epilogue's ins; the matrix's planes."""
     units, steps, columns = units_of(cols), steps_of(cols), -(-tokens // _TILE)
     assert 0 < tokens <= MAX_TOKENS and tiles.threads <= 1024 and tiles.parts * tiles.splits <= steps
+    # Few warps wait for memory at a time if they have many rows. With more than 32 tokens there are no registers for
+    # it: integers of 5 bits are spilled either way, and less so if they are loaded ahead.
+    loads_ahead = (
+        tiles.rows > 1
+        and steps > tiles.parts * tiles.splits
+        and layout.format is not None
+        and (columns <= 4 or layout.bits == 5)
+    )
     n_acc, padded = tiles.rows * columns * tiles.chains * 4, columns * _TILE + 1
 
     def kernel(x: UOp, planes: Sequence[UOp], **others: UOp | list[UOp]) -> UOp:
@@ -276,17 +295,24 @@ def small_batch_product(
         loops = steps > turns or steps % turns > 0
         loop = UOp.range(trips, 0, AxisType.REDUCE) if loops else UOp.const(0)
         step = loop * turns + own
-        unit = step * _ABREAST + t
-        if units % _ABREAST:  # a thread beyond the row multiplies some weights by zeros
-            unit = unit.minimum(units - 1)
+
+        def fetch(step: UOp) -> list[list[UOp]]:
+            """This thread's weights of a step, of each row of each tile."""
+            unit = step * _ABREAST + t
+            if units % _ABREAST:  # a thread beyond the row multiplies some weights by zeros
+                unit = unit.minimum(units - 1)
+            found = []
+            for r in range(tiles.rows):
+                for side in (0, 1):
+                    row = first + (across * tiles.rows + r) * _ROWS + side * 8 + g
+                    if rows % tiles.width:
+                        row = row.minimum(rows - 1)
+                    found.append(layout.load_words(planes, row, units, unit))
+            return found
+
         sums = load_run(acc.after(loop) if loops else acc, 0, n_acc)
-        loaded = []
-        for r in range(tiles.rows):
-            for side in (0, 1):
-                row = first + (across * tiles.rows + r) * _ROWS + side * 8 + g
-                if rows % tiles.width:
-                    row = row.minimum(rows - 1)
-                loaded.append(layout.load_unit(planes, row, units, unit, None))
+        ahead = LoadedAhead(fetch(own), slot=3) if loads_ahead else None
+        loaded = [layout.unit_of(words) for words in (ahead.of(loop) if ahead else fetch(step))]
         rights = []
         for c in range(columns):
             runs = ((c * steps + step) * (UNIT // _RUN) + i for i in range(UNIT // _RUN))
@@ -299,6 +325,8 @@ def small_batch_product(
                     i = ((r * columns + c) * tiles.chains + k // 4 % tiles.chains) * 4
                     sums[i : i + 4] = wmma(left, rights[c][k : k + 4], sums[i : i + 4])
         so_far = UOp.group(*store_run(acc, 0, sums))
+        if ahead:
+            so_far = ahead.keep(fetch((step + turns).minimum(steps - 1)), so_far)
         acc = acc.after(so_far.end(loop) if loops else so_far)
         partial = shared(tiles.parts * tiles.width * padded, slot=1)
         results = []

@@ -186,35 +186,60 @@ class WeightLayout:
 
     def load_unit(self, planes: Sequence[UOp], row: UOp, units: int, unit: UOp, valid: UOp | None) -> Unit:
         """Loads a unit of a row to registers."""
+        return self.unit_of(self.load_words(planes, row, units, unit, valid))
+
+    def load_words(
+        self, planes: Sequence[UOp], row: UOp, units: int, unit: UOp, valid: UOp | None = None
+    ) -> list[UOp]:
+        """Loads a unit of a row: words, and what `_load_scales` loads."""
         words = [load(planes[0], self.word_index(row, units, unit, i), valid) for i in range(self.unit_words)]
-        return Unit(self, words, *self._load_scales(planes, row, units, unit, valid))
+        return words + self._load_scales(planes, row, units, unit, valid)
+
+    def unit_of(self, loaded: Sequence[UOp]) -> Unit:
+        """A unit that was loaded."""
+        n = self.unit_words
+        return Unit(self, list(loaded[:n]), *self._scales(loaded[n:]))
 
     def _load_scales(
-        self, planes: Sequence[UOp], row: UOp, units: int, unit: UOp, valid: UOp | None
-    ) -> tuple[UOp | None, list[UOp]]:
+        self, planes: Sequence[UOp], row: UOp, units: int, unit: UOp, valid: UOp | None = None
+    ) -> list[UOp]:
+        """What a unit has beside its integers: its small scales, if the type has them, as uint32; then d and m of its
+        blocks, float16, or its exponents, uint32."""
+        if self.format is None:
+            return []
+        place = row * units + unit
+        small = [load(plane, place, valid).cast(dtypes.uint32) for plane in planes[1:-1]]
+        if self.format.exponent:
+            return [*small, load(planes[-1], place, valid).cast(dtypes.uint32)]
+        units_a_load = self._halves_span // UNIT
+        place = row * (units // units_a_load) + (unit // units_a_load if units_a_load > 1 else unit)
+        return small + [load(planes[-1], place * self._halves + i, valid) for i in range(self._halves)]
+
+    def _scales(self, loaded: Sequence[UOp]) -> tuple[UOp | None, list[UOp]]:
         """The word with a unit's small scales, if the type has them, and d and m of its blocks as float32."""
         if self.format is None:
             return None, []
-        small = load(planes[1], row * units + unit, valid) if "scale" in self.format.scales else None
-        if small is not None:
-            small = small.cast(dtypes.uint32)
+        small, halves = (loaded[0], loaded[1:]) if "scale" in self.format.scales else (None, loaded)
         if self.format.exponent:
-            exponents = load(planes[-1], row * units + unit, valid).cast(dtypes.uint32)
-            powers = [mask(shift(exponents, -bits), 255 << 23).bitcast(F32) for bits in (23, 15)]
+            powers = [mask(shift(halves[0], -bits), 255 << 23).bitcast(F32) for bits in (23, 15)]
             return small, [power * f32(0.5) for power in powers]
-        units_a_load = self._halves_span // UNIT
-        place = row * (units // units_a_load) + (unit // units_a_load if units_a_load > 1 else unit)
-        halves = [load(planes[-1], place * self._halves + i, valid).cast(F32) for i in range(self._halves)]
-        return small, halves
+        return small, [half.cast(F32) for half in halves]
 
-    def quarter(self, planes: Sequence[UOp], row: UOp, units: int, unit: UOp, part: UOp) -> list[UOp]:
-        """The weights of columns 16 * part to 16 * part + 15 of a unit, float32. `part` is a value of the kernel."""
+    def load_quarter(self, planes: Sequence[UOp], row: UOp, units: int, unit: UOp, part: UOp) -> list[UOp]:
+        """Loads columns 16 * part to 16 * part + 15 of a unit: words, and what `_load_scales` loads. `part` is a value
+        of the kernel."""
+        n = QUARTER * self.bits // 32
+        words = [load(planes[0], self.word_index(row, units, unit, part * n + i)) for i in range(n)]
+        if self.format and BitPacking(self.bits).has_halves:
+            words.append(load(planes[0], self.word_index(row, units, unit, part // 2 + 4 * n)))
+        return words + self._load_scales(planes, row, units, unit)
+
+    def quarter(self, loaded: Sequence[UOp], part: UOp) -> list[UOp]:
+        """The weights of a quarter that was loaded, float32."""
         if self.format is None:
-            n = QUARTER * self.bits // 32
-            words = [load(planes[0], self.word_index(row, units, unit, part * n + i)) for i in range(n)]
-            return [self.float_of(words, j) for j in range(QUARTER)]
+            return [self.float_of(loaded, j) for j in range(QUARTER)]
         packing = BitPacking(self.bits)
-        words, d, m = self.load_quarter(planes, row, units, unit, part)
+        words, d, m = self.integers(loaded, part)
 
         def fraction(j: int) -> UOp:
             k, j = divmod(j, packing.period)
@@ -232,20 +257,18 @@ class WeightLayout:
             offset = offset - m
         return [v * d + offset for v in values]
 
-    def load_quarter(
-        self, planes: Sequence[UOp], row: UOp, units: int, unit: UOp, part: UOp
-    ) -> tuple[list[UOp], UOp, UOp | None]:
-        """Words that hold the integers of columns 16 * part to 16 * part + 15 of a unit where those of a unit hold its
-        first ones, and the scale and the minimum of these columns as float32, of a type that is none of floats."""
+    def integers(self, loaded: Sequence[UOp], part: UOp) -> tuple[list[UOp], UOp, UOp | None]:
+        """Words that hold the integers of a quarter that was loaded where those of a unit hold its first ones, and the
+        scale and the minimum of these columns as float32, of a type that is none of floats."""
         packing = BitPacking(self.bits)
         n = packing.quarter_words
-        words = [load(planes[0], self.word_index(row, units, unit, part * n + i)) for i in range(n)]
+        words, scales = list(loaded[:n]), loaded[n:]
         if packing.has_halves:
-            half = load(planes[0], self.word_index(row, units, unit, part // 2 + 4 * n))
+            half, *scales = scales
             words += [shift_right(half, part % 2 * 16)] * (
                 3 * n + 1
             )  # words of the other quarters are not read
-        small_scales, halves = self._load_scales(planes, row, units, unit, None)
+        small_scales, halves = self._scales(scales)
         d, m = self._halves_of(halves, part)
         if small_scales is not None:
             group = part // (self.group // QUARTER) if self.group > QUARTER else part
