@@ -134,7 +134,7 @@ class DeviceSampler:
         """Adds the kernels of a choice, in place of `kernels.sampling.next_token` or `next_tokens`."""
         shortlist, context, of = self._shortlist, self._context, StepRows(rows, self._sequences)
         vocab, settings, so_far = shortlist.vocab, self._settings, self._tokens
-        leading, left = self._of_logits, logits
+        leading, left, kinds = self._of_logits, logits, state if of.differ else None
         if choice.tells:
             leading.add_to(step, logits, rows)
             step.add(exp_sums(shortlist, rows), out=self._sums, logits=logits, values=leading.values)
@@ -142,11 +142,11 @@ class DeviceSampler:
             leading, left = self._of_changed, self._changed
         if choice.masks:
             kernel = allowed(vocab, of)
-            step.add(kernel, out=left, logits=logits, words=self._words.tensor, state=state)
+            step.add(kernel, out=left, logits=logits, words=self._words.tensor, state=kinds)
         elif choice.changes:
             step.add(copied(vocab, of), out=left, logits=logits)
         if choice.changes:
-            step.add(add_bias(vocab, of), logits=left, ids=self._bias_ids, biases=self._biases, state=state)
+            step.add(add_bias(vocab, of), logits=left, ids=self._bias_ids, biases=self._biases, state=kinds)
             kernel = penalize(vocab, context, rows=of)
             step.add(kernel, logits=left, settings=settings, state=state, so_far=so_far)
         if leading is self._of_changed or not choice.tells:

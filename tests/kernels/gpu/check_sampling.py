@@ -131,6 +131,21 @@ def check_sampling_of_rows() -> None:
         hold_rows(sampler, rows, state, drawings, logits, words, on_device, out, left)
 
 
+def check_sampling_of_a_lone_sequence() -> None:
+    """Biases and masks where there is one sequence, so that no kernel asks which it is."""
+    vocab, context, said, bias = 150, 16, [9, 12], ((9, 2.5),)
+    logits, sampling = rng.standard_normal(vocab).astype(np.float32), Sampling(top_k=4, seed=1)
+    sampler = DeviceSampler(Shortlist(vocab, 32, (4, 2, 1)), context)
+    assert sampler.prepare(0, Drawing(sampling, said, Sampler(sampling).uniforms(9), bias))
+    wanted = Sampler(sampling).sample(biased(logits, bias), said)
+    for masks in (False, True):
+        step, out = KernelSequence(), zeros(context, dtypes.int32)
+        state = buffer(np.array([said[-1], len(said) - 1, 0], np.int32))
+        sampler.add_to(step, buffer(logits), state, out, Choice(True, changes=True, masks=masks))
+        step.capture()()
+        assert out.numpy()[len(said) - 1] == wanted
+
+
 def hold_rows(sampler, rows, state, drawings, logits, words, on_device, out, left):
     """Raises AssertionError where a step of rows did not do what the host does. `words`: a mask, of sequence 2."""
     n, vocab = logits.shape

@@ -38,7 +38,13 @@ class KernelSequence:
 
     def compile(self) -> UOp:
         """Compiles the kernels that are not compiled yet: the LINEAR, with programs in place of graphs."""
-        return compile_calls(self.linear)
+        linear = compile_calls(self.linear)
+        for call in linear.src:  # CUDA's graphs take no other arguments than a program has
+            program, *buffers = call.src
+            assert len(program.arg.globals) == len(buffers), (
+                f"{program.arg.name} does not use all its buffers"
+            )
+        return linear
 
     def run(self, first: int, end: int) -> None:
         """Runs some of the kernels, one after the other."""

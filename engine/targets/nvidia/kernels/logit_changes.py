@@ -62,11 +62,11 @@ def n_words(vocab: int) -> int:
 @functools.cache
 def allowed(vocab: int, rows: StepRows = _ONE) -> Kernel:
     """As `copied`, except that tokens which may not be drawn get the lowest logit. Buffers: out; logits; words, a mask
-    of each sequence, uint32 (sequences, n_words); state (`StepRows`). Memory of the host may hold the words: each is
-    read once."""
+    of each sequence, uint32 (sequences, n_words); state (`StepRows`), if rows `differ`. Memory of the host may hold the
+    words: each is read once."""
     of_sequence, width = n_words(vocab), 32 * _THREADS
 
-    def kernel(out: UOp, logits: UOp, words: UOp, state: UOp) -> UOp:
+    def kernel(out: UOp, logits: UOp, words: UOp, state: UOp | None) -> UOp:
         block, i, row = (
             UOp.special(-(-vocab // width), "gidx0"),
             UOp.special(_THREADS, "lidx0"),
@@ -84,15 +84,15 @@ def allowed(vocab: int, rows: StepRows = _ONE) -> Kernel:
             stores.append(store(out, place, may.where(load(logits, place, inside), f32(LOWEST)), inside))
         return finish(f"allowed_{vocab}_{rows.count}", stores)
 
-    return Kernel(kernel, ("out",), ("logits", "words", "state"))
+    return Kernel(kernel, ("out",), ("logits", "words", rows.differ and "state"))
 
 
 @functools.cache
 def add_bias(vocab: int, rows: StepRows = _ONE) -> Kernel:
     """Buffers: logits, float32 (rows, vocab); of each sequence ids, different tokens, int32 (MAX_BIASES,), -1 for none,
-    and biases, what is added to their logits, float32 (MAX_BIASES,); state (`StepRows`)."""
+    and biases, what is added to their logits, float32 (MAX_BIASES,); state (`StepRows`), if rows `differ`."""
 
-    def kernel(logits: UOp, ids: UOp, biases: UOp, state: UOp) -> UOp:
+    def kernel(logits: UOp, ids: UOp, biases: UOp, state: UOp | None) -> UOp:
         i, row = UOp.special(MAX_BIASES, "lidx0"), rows.number(0)
         entry = rows.sequence(state, row) * MAX_BIASES + i
         token = load(ids, entry)
@@ -101,7 +101,7 @@ def add_bias(vocab: int, rows: StepRows = _ONE) -> Kernel:
         ok = all_of(token >= 0, rows.is_sampled(state, row))
         return finish(f"add_bias_{vocab}_{rows.count}", [store(logits, place, biased, ok)])
 
-    return Kernel(kernel, ("logits",), ("ids", "biases", "state"))
+    return Kernel(kernel, ("logits",), ("ids", "biases", rows.differ and "state"))
 
 
 @functools.cache

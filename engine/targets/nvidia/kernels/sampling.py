@@ -66,6 +66,11 @@ class StepRows:
     USED: ClassVar[int] = 1  # a row whose next token is the most probable one; 0: there is none
     SAMPLED: ClassVar[int] = 2  # a row whose next token is drawn
 
+    @property
+    def differ(self) -> bool:
+        """Whether it depends on the state of which sequence a row is, and whether it is drawn."""
+        return self.count > 1 or self.sequences > 1
+
     def number(self, axis: int) -> UOp:
         """That of the row which a block works on, along an axis of the grid."""
         return UOp.special(self.count, f"gidx{axis}") if self.count > 1 else UOp.const(0)
@@ -73,16 +78,22 @@ class StepRows:
     def position(self, state: UOp, row: UOp, context: int) -> UOp:
         return load_index(state, row + self.count, context)
 
-    def sequence(self, state: UOp, row: UOp) -> UOp:
-        return load(state, row + 2 * self.count).cast(INDEX) if self.sequences > 1 else UOp.const(0)
+    def sequence(self, state: UOp | None, row: UOp) -> UOp:
+        if self.sequences == 1:
+            return UOp.const(0)
+        assert state is not None
+        return load(state, row + 2 * self.count).cast(INDEX)
 
     def is_used(self, state: UOp, row: UOp) -> UOp | None:
         """None: every row is."""
         return load(state, row + 3 * self.count).ne(0) if self.count > 1 else None
 
-    def is_sampled(self, state: UOp, row: UOp) -> UOp | None:
+    def is_sampled(self, state: UOp | None, row: UOp) -> UOp | None:
         """None: every row is."""
-        return load(state, row + 3 * self.count).eq(self.SAMPLED) if self.count > 1 else None
+        if self.count == 1:
+            return None
+        assert state is not None
+        return load(state, row + 3 * self.count).eq(self.SAMPLED)
 
     def token_slot(self, row: UOp, position: UOp) -> UOp:
         """Where the next token goes: that of one row to its position; those of several to int32 (2, count), the first
