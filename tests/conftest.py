@@ -7,6 +7,7 @@ import signal
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -89,6 +90,18 @@ def _survivors() -> None:
     """Collections of garbage leave out all that earlier tests have left and that is none."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _survivors_of_screens() -> Iterator[None]:
+    """A screen that ends does not make them visible again: it takes seconds to look at a million graphs."""
+    from app.screens import garbage  # which keeps the thresholds that it finds
+
+    stock = {name: getattr(gc, name) for name in ("set_threshold", "get_count", "collect")}
+    with mock.patch.object(
+        garbage, "gc", SimpleNamespace(**stock, freeze=lambda: None, unfreeze=lambda: None)
+    ):
+        yield
 
 
 @pytest.fixture(scope="module")

@@ -8,13 +8,19 @@ import pytest
 from app.screens import garbage
 
 
+@pytest.fixture(autouse=True)
+def stock_gc(monkeypatch):
+    """Not what conftest.py puts in its place."""
+    monkeypatch.setattr(garbage, "gc", gc)
+
+
 class Ring:
     def __init__(self):
         self.itself = self
 
 
 @pytest.fixture
-def collections(monkeypatch):
+def collections(monkeypatch, stock_gc):
     """The generations of the collections that were made."""
     made, thresholds = [], gc.get_threshold()
     monkeypatch.setattr(garbage, "_THRESHOLDS", (700, 10, 10))  # Python's own, and not those of our tests
