@@ -307,6 +307,8 @@ def _converse(
 
 def _command(name: str, arguments: Sequence[str]) -> int:
     match name:
+        case "agents":
+            from app.serve.agents_command import run
         case "bench":
             from app.bench.bench_command import run
         case "board":
@@ -331,6 +333,7 @@ def _command(name: str, arguments: Sequence[str]) -> int:
 COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
     name: (partial(_command, name), meaning)
     for name, meaning in {
+        "agents": "set other programs up for orin-chat serve",
         "bench": "how fast models are on this machine, also beside llama.cpp",
         "board": "measure a Jetson beside the figures of before, with a report",
         "doctor": "what this machine has and lacks, and what to do about it",
