@@ -77,6 +77,7 @@ class Transcript(ScrollView, can_focus=False):
         self.is_following = True  # whether the end stays in sight
         self._turns: list[TurnLines] = []
         self._tops: list[int] = []  # the first row of each turn
+        self.stride = 1  # rows by which the view follows a growing end: each time, all rows are drawn
         self.unfolded = False  # whether thinking is shown in full
         self._is_settling = False
         self._style_version = 0
@@ -144,6 +145,11 @@ class Transcript(ScrollView, can_focus=False):
         self._settle()
 
     @property
+    def _end(self) -> int:
+        """The row at the top while the end is in sight. With a `stride`, some rows below the end may be free."""
+        return -(-self._last_top // self.stride) * self.stride
+
+    @property
     def _last_top(self) -> int:
         return max(0, self._n_rows - self.size.height)
 
@@ -193,12 +199,12 @@ class Transcript(ScrollView, can_focus=False):
         try:
             while True:
                 self._measure()
-                top = max(0, self._n_rows - height) if self.is_following else round(self.scroll_y)
+                top = self._end if self.is_following else round(self.scroll_y)
                 first = self._turn_at(top - height)
                 if not self._lay_out_near(first, top, height):
                     break
             self._measure()
-            self._scroll(max(0, self._n_rows - height) if self.is_following else round(self.scroll_y))
+            self._scroll(self._end if self.is_following else round(self.scroll_y))
         finally:
             self._is_settling = False
         self.refresh()
@@ -244,7 +250,8 @@ class Transcript(ScrollView, can_focus=False):
     # --- scrolling ----------------------------------------------------------------------------------------------
 
     def _scroll(self, y: int) -> None:
-        self.virtual_size = Size(self.size.width, self._n_rows)
+        free = max(0, y + self.size.height - self._n_rows) if self.is_following and self.stride > 1 else 0
+        self.virtual_size = Size(self.size.width, self._n_rows + (free if self._last_top else 0))
         was, self._is_settling = self._is_settling, True
         self.scroll_target_y = self.scroll_y = y
         self._is_settling = was

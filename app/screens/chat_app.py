@@ -42,6 +42,7 @@ from engine.protocol.events import Counter
 from presets import GUIDE
 from widgets.comparison_pane import ComparisonPane
 from widgets.no_color import respect_no_color
+from widgets.paced_output import PacedOutput, TerminalKey
 from widgets.prompt import Prompt
 from widgets.terminal_signals import end_with_terminal, suspend_between_events
 
@@ -55,13 +56,15 @@ MEDIUM_HEIGHT = 24
 """A lower terminal leaves out the panes of the machine and the kernels, and what the commands of the palette do."""
 FILES_S = 2.0
 """How often the files of the chat are looked at, for changes."""
+SLOW_STRIDE = 10
+"""Rows by which the transcript follows a reply on a slow line."""
 AGAIN_S = 3.0
 """How long a key that has to be pressed twice waits for the second time."""
 DRAFT_S = 1.0
 """A crash loses at most this much of what is being typed."""
 
 
-class ChatApp(Copying, PlaceActions, FileActions, SlashCommands, ContextActions):
+class ChatApp(PacedOutput, Copying, PlaceActions, FileActions, SlashCommands, ContextActions):
     """A conversation with an engine, saved in a history. The engine is started with the application and closed with it.
 
     `chat_id` opens a past chat. `initial_prompt` is sent as soon as the engine is ready, and `draft` is in the prompt.
@@ -215,6 +218,7 @@ class ChatApp(Copying, PlaceActions, FileActions, SlashCommands, ContextActions)
             return
         self.call_after_refresh(self._focus_visible)  # a widget that has just been shown has no size
         self.report_download()
+        self.transcript.stride = SLOW_STRIDE if self.is_line_slow else 1
         # A frame draws one of the two, since a key waits until the frame is drawn.
         self._has_dashboard_drawn = not self._has_dashboard_drawn and self.dashboard.draw()
         if not self._has_dashboard_drawn:
@@ -234,7 +238,7 @@ class ChatApp(Copying, PlaceActions, FileActions, SlashCommands, ContextActions)
             self.page.set_focus(next((widget for widget in widgets if widget.size), None))
 
     async def on_event(self, event: Event) -> None:
-        if isinstance(event, Key):
+        if isinstance(event, Key) and event.key != TerminalKey.ANSWER:
             self._pacer.key_pressed()
         await super().on_event(event)
 

@@ -215,5 +215,20 @@ async def test_lines_end_where_the_model_ended_them():
     async with showing([Turn("assistant", poem)]) as (transcript, _):
         lines = [line.removeprefix("▌ ") for line in text(transcript).splitlines() if line]
         rule = lines.pop(2)
-        assert lines == ["Roses are red[^1],", "Violets are blue.", "quoted", "twice", "[^1]: a note"]
+        assert lines == ["Roses are red¹,", "Violets are blue.", "quoted", "twice", "¹: a note"]
         assert set(rule) == {"─"}, "a rule is seen"
+
+
+async def test_on_a_slow_line_the_view_follows_in_strides():
+    turns = [Turn("assistant", "line\n\n" * 40, streaming=True)]
+    async with showing(turns) as (transcript, pilot):
+        transcript.stride, tops = 10, set()
+        for _ in range(30):
+            turns[0].content += "more\n\n"
+            transcript.sync(turns[0])
+            assert transcript.is_following
+            tops.add(round(transcript.scroll_y))
+        assert len(tops) <= 7 and all(top % 10 == 0 for top in tops)
+        await pilot.pause()
+        shown = "".join(transcript.render_line(y).text for y in range(transcript.size.height))
+        assert "more" in shown

@@ -19,6 +19,7 @@ MEASUREMENTS = {
     "oracle_check": "the engine beside llama.cpp's exact answers",
     "router_check": "the experts that the engine chooses beside those of the reference",
     "reach": "how the screen keeps up: keys and Esc under streams of text, and long chats",
+    "slow_line": "how keys keep up on a slow line, and what is written",
     "screenshots": "pictures of the chat for the README",
     "recorded_run": "pictures of a conversation that goes over from preset to preset",
     "recording": "twenty seconds of the chat as an animated picture",

@@ -1,0 +1,65 @@
+"""Frames wait for the terminal."""
+
+from __future__ import annotations
+
+import contextlib
+
+from textual.app import ComposeResult
+from textual.events import Key
+from textual.widgets import Static
+
+from tests.waiting import until
+from widgets import paced_output
+from widgets.paced_output import QUESTION, PacedOutput, TerminalKey
+
+
+class PacedApp(PacedOutput):
+    def compose(self) -> ComposeResult:
+        yield Static("none", id="text")
+
+
+@contextlib.asynccontextmanager
+async def paced():
+    """An application, what it has written, and a function that shows a text."""
+    app = PacedApp()
+    async with app.run_test(size=(20, 3)) as pilot:
+        written: list[str] = []
+        app._driver.write = written.append  # type: ignore[method-assign]
+        app._driver._writer_thread = object()  # type: ignore[attr-defined]
+
+        async def show(text: str) -> None:
+            app.query_one(Static).update(text)
+            await pilot.pause()
+
+        yield app, written, show
+
+
+async def test_a_frame_waits_until_the_terminal_has_drawn_the_one_before():
+    async with paced() as (app, written, show):
+        await show("one")
+        assert len(written) == 1 and "one" in written[0] and written[0].endswith(QUESTION)
+        app._thread_has_written()
+        for text in ("two", "three", "four"):
+            await show(text)
+        assert len(written) == 1, "they are collected"
+        app.post_message(Key(TerminalKey.ANSWER, None))
+        await until(lambda: len(written) == 2)
+        assert "four" in written[1] and "three" not in written[1]
+        app._thread_has_written()
+        app.post_message(Key(TerminalKey.ANSWER, None))
+        await show("four")
+        assert len(written) == 2, "what has not changed is not written"
+
+
+async def test_a_terminal_that_does_not_answer_is_paced_by_what_is_written(monkeypatch):
+    monkeypatch.setattr(paced_output, "PATIENCE_S", 0.05)
+    async with paced() as (app, written, show):
+        await show("one")
+        app._thread_has_written()
+        await show("two")
+        await until(lambda: len(written) == 2)
+        assert not written[1].endswith(QUESTION), "it is not asked again"
+        await show("six")
+        assert len(written) == 2, "the thread still writes"
+        app._thread_has_written()
+        await until(lambda: len(written) == 3)

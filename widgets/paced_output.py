@@ -1,0 +1,171 @@
+"""Draws on a terminal only what has changed, and only when the terminal has drawn the frame before.
+
+On a slow line, frames would queue up: in this program, in the kernel, in SSH. A key would be seen only after all of
+them. So each frame ends with a question to the terminal (DSR, ECMA-48 8.3.35). While its answer is missing, what
+changes is collected for the next frame. Terminals that do not answer are paced by the file alone.
+"""
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable
+from enum import StrEnum
+from typing import Any, TextIO, cast
+
+from rich.console import RenderableType
+from rich.control import Control
+from textual import _ansi_sequences
+from textual._compositor import ChopsUpdate, LayoutUpdate
+from textual.app import App
+from textual.driver import Driver
+from textual.drivers._writer_thread import WriterThread
+from textual.events import Event, Key, Resize
+from textual.screen import Screen
+from textual.strip import Strip
+
+from widgets.screen_rows import ScreenRows
+
+QUESTION, ANSWER = "\x1b[5n", "\x1b[0n"
+SLOW_S, STAYS_SLOW_S = 0.08, 10.0
+"""A line on which a frame takes longer than SLOW_S is slow, and is taken to be so for STAYS_SLOW_S."""
+PATIENCE_S = 3.0
+"""A terminal that has not answered its first question by then answers none; an answer later than this is lost."""
+
+
+class TerminalKey(StrEnum):
+    ANSWER = "terminal-answer"
+
+
+_ansi_sequences.ANSI_SEQUENCES_KEYS[ANSWER] = (TerminalKey.ANSWER,)  # type: ignore[index]
+
+
+class _Reported:
+    """The file of the writing thread; says when all that was queued is written."""
+
+    def __init__(self, file: TextIO, written: Callable[[], None]) -> None:
+        self._file, self._written = file, written
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)
+
+    def flush(self) -> None:
+        self._file.flush()
+        self._written()
+
+
+class PacedOutput(App[None]):
+    """A part of an application."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._rows = ScreenRows()
+        self._dirty: set[int] = set()  # rows that may have changed
+        self._asked_at = 0.0  # when the terminal was asked; 0: it has answered
+        self._answers: bool | None = None  # None: not known yet
+        self._is_waiting = False  # for an answer, with a timer
+        self._slow_until = 0.0
+        self._is_writing = threading.Event()
+        self._writer: WriterThread | None = None
+        self._events: asyncio.AbstractEventLoop | None = None
+
+    @property
+    def is_line_slow(self) -> bool:
+        """Whether the terminal is behind a slow line."""
+        return time.monotonic() < self._slow_until
+
+    def get_driver_class(self) -> type[Driver]:
+        driver_class, app = super().get_driver_class(), self
+
+        class ReportingDriver(driver_class):  # type: ignore[misc, valid-type]
+            def __init__(self, *arguments: Any, **options: Any) -> None:
+                super().__init__(*arguments, **options)
+                file: TextIO = self._file  # type: ignore[has-type]
+                self._file = _Reported(file, app._thread_has_written)
+
+        return ReportingDriver
+
+    def _has_writer(self) -> bool:
+        """Whether a thread writes to a terminal. After the terminal was lent to somebody else there is a new one, and
+        what it shows is not known."""
+        writer = cast(WriterThread | None, getattr(self._driver, "_writer_thread", None))
+        if writer is not None and writer is not self._writer:
+            self._writer, self._events = writer, asyncio.get_running_loop()
+            self._forget()
+        return writer is not None
+
+    def _forget(self) -> None:
+        self._rows.forget()
+        self._asked_at = 0.0
+        self._is_writing.clear()
+
+    def _thread_has_written(self) -> None:
+        if self._is_writing.is_set():
+            self._is_writing.clear()
+            if self._events is not None and not self._events.is_closed():
+                self._events.call_soon_threadsafe(self._write_frame)
+
+    def _display(self, screen: Screen[object], renderable: RenderableType | None) -> None:
+        is_update = isinstance(renderable, ChopsUpdate | LayoutUpdate)
+        if self._batch_count or not is_update or not self._running or not self._has_writer():
+            super()._display(screen, renderable)
+            return
+        if isinstance(renderable, ChopsUpdate):
+            self._dirty.update(y for y, _, _ in renderable.spans)
+        elif isinstance(renderable, LayoutUpdate):
+            self._dirty.update(renderable.region.line_range)
+        self._write_frame()
+        self.post_display_hook()
+
+    @property
+    def _has_drained(self) -> bool:
+        if self._is_writing.is_set():
+            return False
+        if not self._asked_at:
+            return True
+        if time.monotonic() - self._asked_at < PATIENCE_S:
+            return False
+        self._answers = bool(self._answers)
+        self._asked_at = 0.0
+        return True
+
+    def _write_frame(self) -> None:
+        """Writes what has changed, if the terminal is ready for it."""
+        if not self._dirty or not self._running or self._closed or self._driver is None:
+            return
+        if not self._has_drained:
+            if self._asked_at and not self._is_waiting:
+                self._is_waiting = True
+                self.set_timer(PATIENCE_S, self._stop_waiting)
+            return
+        dirty, self._dirty = self._dirty, set()
+        compositor, height = self.screen._compositor, self.size.height
+        chops = compositor._render_chops(compositor.size.region, dirty.__contains__)
+        rows = {y: Strip.join(chops[y].values()) for y in sorted(dirty) if y < min(height, len(chops))}
+        frame = self._rows.update(rows, self.console)
+        if not frame:
+            return
+        cursor = self.screen.outer_size.clamp_offset(self.cursor_position)
+        frame += Control.move_to(*cursor).segment.text
+        if self._sync_available:
+            frame = f"\x1b[?2026h{frame}\x1b[?2026l"
+        if self._answers is not False:
+            frame += QUESTION
+            self._asked_at = time.monotonic()
+        self._is_writing.set()
+        self._driver.write(frame)
+
+    def _stop_waiting(self) -> None:
+        self._is_waiting = False
+        self._write_frame()
+
+    async def on_event(self, event: Event) -> None:
+        if isinstance(event, Key) and event.key == TerminalKey.ANSWER:
+            now = time.monotonic()
+            if self._asked_at and now - self._asked_at > SLOW_S:
+                self._slow_until = now + STAYS_SLOW_S
+            self._answers, self._asked_at = True, 0.0
+            self._write_frame()
+            return
+        if isinstance(event, Resize):
+            self._forget()
+        await super().on_event(event)
