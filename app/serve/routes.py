@@ -22,6 +22,7 @@ from app.serve.metrics import CONTENT_TYPE, Gauges
 from app.serve.model_pool import ModelPool
 from app.serve.openapi import description_json
 from app.serve.protocols import anthropic, chat, completions, llama, models, ollama, responses
+from app.serve.protocols.remembered import Conversations
 from app.serve.protocols.reply import Asked, Json
 from app.serve.protocols.requests import decoded
 from app.serve.protocols.tokens import DetokenizeBody, TokenizeBody, detokenized, tokenized, tokenizer_info
@@ -83,7 +84,7 @@ def application(models: Service | ModelPool, key: str = "") -> ASGIApp:
 class Routes:
     def __init__(self, models: ModelPool) -> None:
         self._models = models
-        self._conversations = responses.Conversations()
+        self._conversations = Conversations()
 
     # --- completions ---
 

@@ -9,7 +9,6 @@ import base64
 import binascii
 import secrets
 import time
-from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -17,20 +16,19 @@ from typing import Any, Literal
 import msgspec
 
 from app.serve.answer import AnswerDelta, AnswerEnd
-from app.serve.bodies import MAX_BODY_BYTES
 from app.serve.errors import CONTEXT, ApiError, wrong
 from app.serve.http import NAMED_DATA, Framing
 from app.serve.protocols import chat, logprobs
 from app.serve.protocols.blocks import Block, Blocks, Change, Grown, Opened
 from app.serve.protocols.conversation import Call, CalledFunction, ChatMessage, CustomInput, Part
 from app.serve.protocols.figures import usage
+from app.serve.protocols.remembered import Conversations, Remembered
 from app.serve.protocols.reply import Asked, Json, Reply
 from app.serve.protocols.requests import MAX_USER, JsonSchema, ResponseFormat, StreamOptions
 from app.serve.protocols.tools import Allowed, Choice, Function, Named, Tool, ToolChoice, Tools
 from app.serve.service import Service
 from engine.formats.tokenizer import Tokenizer
 
-MAX_BYTES = 64 << 20  # of all conversations that are remembered, as JSON
 _SEALED = "orin-chat:"  # begins `encrypted_content`, which is not encrypted
 _TEXT_PARTS = ("input_text", "output_text", "text", "refusal")
 
@@ -93,47 +91,8 @@ class ResponsesBody(msgspec.Struct, kw_only=True):
         return self.store is not False
 
 
-@dataclass(frozen=True)
-class Remembered:
-    """A response and all items before it, for those who have the key of its `owner`."""
-
-    owner: str
-    items: list[dict[str, Any]]
-    response: Json
-
-
-class Conversations:
-    """The last responses, up to `max_bytes` of JSON. Of one that no request could send at once none is kept: it would
-    grow by a request each time, and others would wait while it is read."""
-
-    def __init__(self, max_bytes: int = MAX_BYTES) -> None:
-        self._max_bytes, self._bytes = max_bytes, 0
-        self._kept: OrderedDict[str, tuple[bytes, str]] = OrderedDict()
-
-    def keep(self, id: str, remembered: Remembered) -> None:
-        data = msgspec.json.encode((remembered.items, remembered.response))
-        if len(data) > MAX_BODY_BYTES:
-            return
-        self._kept[id] = data, remembered.owner
-        self._bytes += len(data)
-        while self._bytes > self._max_bytes and self._kept:
-            _, (oldest, _) = self._kept.popitem(last=False)
-            self._bytes -= len(oldest)
-
-    def get(self, id: str, owner: str) -> Remembered:
-        """Raises ApiError if it is not remembered, or another's."""
-        data, its_owner = self._kept.get(id, (b"", ""))
-        if not data or its_owner != owner:
-            message = "The server does not know this response, or no longer: send the whole conversation."
-            raise ApiError(404, message, param="previous_response_id", code="previous_response_not_found")
-        self._kept.move_to_end(id)
-        items, response = msgspec.json.decode(data)
-        return Remembered(owner, items, response)
-
-    def forget(self, id: str, owner: str) -> None:
-        """Raises ApiError, as `get`."""
-        self.get(id, owner)
-        self._bytes -= len(self._kept.pop(id)[0])
+Spaces = dict[str, tuple[str, str]]
+"""Of functions that are in a namespace: that, and their own name, by the name that the model sees."""
 
 
 def asked(body: ResponsesBody, service: Service, kept: Conversations, owner: str) -> Asked:
@@ -146,7 +105,7 @@ def asked(body: ResponsesBody, service: Service, kept: Conversations, owner: str
     messages = [ChatMessage("system", body.instructions)] if body.instructions else []
     messages += _Messages().of(items, len(before))
     as_chat = chat.ChatBody(messages=messages)
-    as_chat.tools = [_tool(tool) for tool in body.tools or ()]
+    as_chat.tools, spaces = _tools(body.tools or ())
     as_chat.tool_choice = _choice(body.tool_choice)
     as_chat.max_tokens, as_chat.temperature, as_chat.top_p = (
         body.max_output_tokens,
@@ -159,7 +118,7 @@ def asked(body: ResponsesBody, service: Service, kept: Conversations, owner: str
     if body.text and (format := body.text.format):
         as_chat.response_format = ResponseFormat(format.type, JsonSchema(format.schema))
     request, tools = chat.chat_request(as_chat, service)
-    reply = ResponseReply(body, service.model, service.file.tokenizer, tools)
+    reply = ResponseReply(body, service.model, service.file.tokenizer, tools, spaces)
     if body.is_stored:
         reply.keep = lambda: kept.keep(
             reply.id, Remembered(owner, [*items, *reply.output], reply.response("completed"))
@@ -167,6 +126,25 @@ def asked(body: ResponsesBody, service: Service, kept: Conversations, owner: str
     user = (body.safety_identifier or body.user or "")[:MAX_USER]
     one_call = body.parallel_tool_calls is False
     return Asked([request], reply, bool(body.stream), asker=user, note=tools.note, one_call=one_call)
+
+
+def _tools(tools: Sequence[dict[str, Any]]) -> tuple[list[dict[str, Any]], Spaces]:
+    """In the form of chat completions. Codex CLI has functions in namespaces: the model sees both names as one."""
+    made, spaces = list[dict[str, Any]](), Spaces()
+    for tool in tools:
+        space, inner = tool.get("name"), tool.get("tools")
+        if tool.get("type") != "namespace" or not (isinstance(space, str) and isinstance(inner, list)):
+            made.append(_tool(tool))
+            continue
+        for each in inner:
+            if isinstance(each, dict) and isinstance(name := each.get("name"), str):
+                spaces[_named_within(space, name)] = space, name
+                made.append(_tool({**each, "name": _named_within(space, name)}))
+    return made, spaces
+
+
+def _named_within(space: str, name: str) -> str:
+    return f"{space}__{name}" if space else name
 
 
 def _tool(tool: dict[str, Any]) -> dict[str, Any]:
@@ -216,6 +194,7 @@ class _Messages:
                 turn.reasoning_content = (turn.reasoning_content or "") + _thought(item)
             case "function_call":
                 call = msgspec.convert(item, CalledFunction)
+                call.name = _named_within(_text_field(item, "namespace"), call.name)
                 self._call(Call(call, id=_text_field(item, "call_id")))
             case "custom_tool_call":
                 self._call(Call(custom=msgspec.convert(item, CustomInput), id=_text_field(item, "call_id")))
@@ -280,6 +259,7 @@ class ResponseReply(Reply):
     model: str
     tokenizer: Tokenizer
     tools: Tools
+    spaces: Spaces = field(default_factory=dict)
     keep: Any = None
     """Remembers the response, if that is asked for."""
     id: str = field(default_factory=lambda: f"resp_{secrets.token_hex(24)}")
@@ -454,7 +434,8 @@ class ResponseReply(Reply):
                 return item
             case "text":
                 return {"type": "message", **head, "role": "assistant", "content": parts}
-        call = {**head, "call_id": block.id, "name": block.name}
+        space, name = self.spaces.get(block.name, ("", block.name))
+        call = {**head, "call_id": block.id, "name": name} | ({"namespace": space} if space else {})
         if block.name in self.tools.custom:
             given = self.tools.text_input(block.text) if is_done else ""
             return {"type": "custom_tool_call", **call, "input": given}

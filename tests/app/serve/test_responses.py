@@ -7,7 +7,7 @@ import pytest
 
 from app.serve.bodies import MAX_BODY_BYTES
 from app.serve.errors import ApiError
-from app.serve.protocols.responses import Conversations, Remembered
+from app.serve.protocols.remembered import Conversations, Remembered
 from engine.protocol.events import Failed
 from tests.app.fake_engine import TOO_LONG, FakeEngine, reply
 from tests.app.serve.conftest import WEATHER, error
@@ -177,3 +177,19 @@ async def test_events_come_while_a_prompt_is_read(served, monkeypatch, begun):
     kinds = [event["type"] for event in await asked]
     assert kinds[:2] == ["response.created", "response.in_progress"] and kinds.count("response.created") == 1
     assert kinds[2] == "response.in_progress" and kinds[-1] == "response.completed"
+
+
+async def test_tools_in_a_namespace(served):
+    """As Codex CLI has them."""
+    called = '<tool_call>\n{"name": "agents__spawn", "arguments": {}}\n</tool_call>'
+    engine = FakeEngine(reply(called))
+    client, service = served(engine)
+    space = {"type": "namespace", "name": "agents", "tools": [{**TOOL, "name": "spawn"}]}
+    response = (await client.post(PATH, json={"input": "x", "tools": [TOOL, space]})).json()
+    [call] = response["output"]
+    assert (call["namespace"], call["name"]) == ("agents", "spawn") and not service.handled[0].note
+    shown = [tool["function"]["name"] for tool in json.loads(engine.requests[0].prompt.tools)]
+    assert shown == ["get_weather", "agents__spawn"]
+    given = [{"role": "user", "content": "x"}, call]
+    await client.post(PATH, json={"input": given, "tools": [TOOL, space]})
+    assert engine.requests[1].prompt.messages[1].tool_calls[0].name == "agents__spawn"

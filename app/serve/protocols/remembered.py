@@ -1,0 +1,56 @@
+"""Responses that the server remembers, so that the next request may go on with one."""
+
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from app.serve.bodies import MAX_BODY_BYTES
+from app.serve.errors import ApiError
+from app.serve.protocols.reply import Json
+
+MAX_BYTES = 64 << 20  # of all conversations that are remembered, as JSON
+
+
+@dataclass(frozen=True)
+class Remembered:
+    """A response and all items before it, for those who have the key of its `owner`."""
+
+    owner: str
+    items: list[dict[str, Any]]
+    response: Json
+
+
+class Conversations:
+    """The last responses, up to `max_bytes` of JSON. Of one that no request could send at once none is kept: it would
+    grow by a request each time, and others would wait while it is read."""
+
+    def __init__(self, max_bytes: int = MAX_BYTES) -> None:
+        self._max_bytes, self._bytes = max_bytes, 0
+        self._kept: OrderedDict[str, tuple[bytes, str]] = OrderedDict()
+
+    def keep(self, id: str, remembered: Remembered) -> None:
+        data = msgspec.json.encode((remembered.items, remembered.response))
+        if len(data) > MAX_BODY_BYTES:
+            return
+        self._kept[id] = data, remembered.owner
+        self._bytes += len(data)
+        while self._bytes > self._max_bytes and self._kept:
+            _, (oldest, _) = self._kept.popitem(last=False)
+            self._bytes -= len(oldest)
+
+    def get(self, id: str, owner: str) -> Remembered:
+        """Raises ApiError if it is not remembered, or another's."""
+        data, its_owner = self._kept.get(id, (b"", ""))
+        if not data or its_owner != owner:
+            message = "The server does not know this response, or no longer: send the whole conversation."
+            raise ApiError(404, message, param="previous_response_id", code="previous_response_not_found")
+        self._kept.move_to_end(id)
+        items, response = msgspec.json.decode(data)
+        return Remembered(owner, items, response)
+
+    def forget(self, id: str, owner: str) -> None:
+        """Raises ApiError, as `get`."""
+        self.get(id, owner)
+        self._bytes -= len(self._kept.pop(id)[0])
