@@ -42,15 +42,17 @@ _ansi_sequences.ANSI_SEQUENCES_KEYS[ANSWER] = (TerminalKey.ANSWER,)  # type: ign
 class _Reported:
     """The file of the writing thread; says when all that was queued is written."""
 
-    def __init__(self, file: TextIO, written: Callable[[], None]) -> None:
+    def __init__(self, file: TextIO, written: Callable[[float], None]) -> None:
+        """`written` gets the seconds that the terminal took for the last of it."""
         self._file, self._written = file, written
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._file, name)
 
     def flush(self) -> None:
+        started = time.monotonic()
         self._file.flush()
-        self._written()
+        self._written(time.monotonic() - started)
 
 
 class PacedOutput(App[None]):
@@ -98,7 +100,8 @@ class PacedOutput(App[None]):
         self._asked_at = 0.0
         self._is_writing.clear()
 
-    def _thread_has_written(self) -> None:
+    def _thread_has_written(self, took_s: float = 0.0) -> None:
+        self._frame_took(took_s)
         if self._is_writing.is_set():
             self._is_writing.clear()
             if self._events is not None and not self._events.is_closed():
@@ -154,15 +157,18 @@ class PacedOutput(App[None]):
         self._is_writing.set()
         self._driver.write(frame)
 
+    def _frame_took(self, took_s: float) -> None:
+        if took_s > SLOW_S:
+            self._slow_until = time.monotonic() + STAYS_SLOW_S
+
     def _stop_waiting(self) -> None:
         self._is_waiting = False
         self._write_frame()
 
     async def on_event(self, event: Event) -> None:
         if isinstance(event, Key) and event.key == TerminalKey.ANSWER:
-            now = time.monotonic()
-            if self._asked_at and now - self._asked_at > SLOW_S:
-                self._slow_until = now + STAYS_SLOW_S
+            if self._asked_at:
+                self._frame_took(time.monotonic() - self._asked_at)
             self._answers, self._asked_at = True, 0.0
             self._write_frame()
             return

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
+from app.chat.roofline import device_key, keep_best
 from app.chat.slowdown import other_programs
 from app.comparison.common_prefix import CommonPrefix
 from app.comparison.side import Side
@@ -228,9 +229,11 @@ class ComparisonEngine:
 
     async def measure(self) -> Measured | Failed:
         measured = await self.ours.measure()
-        if isinstance(measured, Measured):  # other programs only make a bandwidth less
+        if isinstance(measured, Measured):
+            ready, gbps = self._left.ready, measured.copy_gbps
+            best = keep_best(device_key(ready), gbps) if ready else gbps
             for side in (self._left, self._right):
-                side.copy_gbps = max(side.copy_gbps, measured.copy_gbps)
+                side.copy_gbps = max(side.copy_gbps, best)
         return measured
 
     async def profile(self, step: Step = "decode") -> KernelProfile | Failed:

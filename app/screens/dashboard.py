@@ -43,8 +43,8 @@ class Dashboard(PaneStack):
 
     DEFAULT_CSS = """
     Dashboard { width: 1fr; }
-    Dashboard ThroughputGraph { height: 2fr; min-height: 6; }
-    Dashboard KernelTable { height: 1fr; min-height: 11; }
+    Dashboard ThroughputGraph { height: 1fr; min-height: 6; }
+    Dashboard KernelTable { height: 2fr; min-height: 11; }
     Dashboard ExpertStrip { height: auto; max-height: 7; }
     Dashboard ExpertStrip.-absent, Dashboard.-low ExpertStrip { display: none; }
     Dashboard MachinePanel { height: auto; max-height: 13; }

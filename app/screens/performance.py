@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from statistics import fmean, median
 
+from app.chat.roofline import device_key, keep_best
 from app.chat.slowdown import explain_slowdown
 from app.screens.expert_window import ExpertWindow
 from engine.protocol.events import (
@@ -54,7 +55,6 @@ class PerformanceObserver:
         self._rates: deque[float] = deque(maxlen=MAX_RATES)  # decode samples of the engine, in tokens/s
         self._current: deque[float] = deque(maxlen=_CURRENT_SAMPLES)  # the last ones, of one answer
         self._best: tuple[float, int] | None = None  # the best current speed, and the bytes a token read then
-        self._best_gbps: dict[str, float] = {}  # the highest bandwidth measured, by device
         self._prefill: float | None = None
         self._position = self._cached = 0  # tokens in the context; tokens of the prompt from earlier turns
         self._tokens, self._since_s = 0, 0.0  # of the decode sample in progress
@@ -89,9 +89,8 @@ class PerformanceObserver:
 
     def _bandwidth_measured(self, copy_gbps: float) -> None:
         """The best of a device counts: other programs only make it less."""
-        device = f"{self.ready.backend} {self.ready.device_name}" if self.ready else ""
-        self._best_gbps[device] = max(copy_gbps, self._best_gbps.get(device, 0.0))
-        self._set_kernels(replace(self.kernels, copy_gbps=self._best_gbps[device]))
+        best = keep_best(device_key(self.ready), copy_gbps) if self.ready else copy_gbps
+        self._set_kernels(replace(self.kernels, copy_gbps=best))
 
     def _set_kernels(self, kernels: KernelProfiles) -> None:
         self.kernels = kernels
