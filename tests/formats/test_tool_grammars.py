@@ -151,10 +151,15 @@ def test_calls_of_strict_tools_keep_to_their_schemas(name):
     [
         ("time", ["21:55:02Z", "00:00:00.5+01:00"], ["21:55:02", "24:00:00Z", "21:55:60Z", "1:00:00Z", "x"]),
         ("date", ["2024-02-29", "2000-02-29", "1999-12-31"], ["2023-02-29", "1900-02-29", "2020-04-31"]),
+        (
+            "email",
+            ["ann.b+c@mail.example.org"],
+            ["x" * 65 + "@example.org", "ann@", "a..b@example.org", "ann"],
+        ),
         ("date-time", ["2024-02-29T21:55:02Z"], ["2024-02-29", "2024-02-29T21:55:60Z"]),
     ],
 )
-def test_times_are_those_of_rfc_3339(format, good, bad):
+def test_formats_are_those_of_their_standards(format, good, bad):
     grammar = schema_grammar({"properties": {"at": {"type": "string", "format": format}}})
     assert all(takes(grammar, json.dumps({"at": text})) for text in good)
     assert not any(takes(grammar, json.dumps({"at": text})) for text in bad)
