@@ -253,6 +253,12 @@ class ComparisonEngine:
         """What the two are working on, in words; "" while they are idle."""
         return "; ".join(doing for side in (self._left, self._right) if (doing := side.doing))
 
+    async def peer_problem(self) -> str:
+        """Waits until the other engine has started or failed. Why it failed, or ""."""
+        if self._peer_start is not None:
+            await asyncio.wait([self._peer_start])
+        return self._right.problem
+
     # --- the view ---------------------------------------------------------------------------------------
 
     def view(self) -> ComparisonData:

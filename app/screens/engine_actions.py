@@ -28,6 +28,9 @@ if TYPE_CHECKING:
     from app.chat.download import Download
 
 
+BOTH = "Both answer from the next prompt on · F10 leaves the comparison"
+
+
 class EngineActions(App[None]):
     """A part of `ChatApp`. `setup` is None for an engine that has no presets and models here."""
 
@@ -189,9 +192,16 @@ class EngineActions(App[None]):
             notice("Only an engine of orin-chat's own can be compared with llama.cpp")
         else:
             session.engine = comparison = self.setup.compare(engine)
-            notice("Both answer from the next prompt on · F10 leaves the comparison", seconds=15)
+            notice(BOTH, seconds=15)
             if session.status.is_ready:  # else the next prompt starts both
-                self.run_worker(_start(comparison))
+                self.run_worker(self._start_comparison(comparison))
+
+    async def _start_comparison(self, comparison: ComparisonEngine) -> None:
+        """If the other engine does not start, its column says so, and nothing else says that both answer."""
+        async for _ in comparison.start():
+            pass
+        if await comparison.peer_problem() and self.column.activity.notice == BOTH:
+            self.column.notice("")
 
     def toggle_together(self) -> None:
         """Lets the engines of a comparison answer at the same time, or again in turn."""
@@ -204,8 +214,3 @@ class EngineActions(App[None]):
         """`engine`, in a comparison if the one in use is in one."""
         pair = self.session.engine
         return setup.compare(engine, together=pair.together) if isinstance(pair, ComparisonEngine) else engine
-
-
-async def _start(comparison: Engine) -> None:
-    async for _ in comparison.start():
-        pass

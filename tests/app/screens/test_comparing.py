@@ -204,6 +204,13 @@ async def test_a_server_elsewhere_cannot_be_compared():
         await sees(pilot, "Only an engine of orin-chat's own")
 
 
+async def test_a_peer_that_does_not_start_is_told_once():
+    async with chat(MeasuredEngine(reply("One.")), FakeEngine(start=[NOT_FOUND])) as (app, pilot):
+        await pilot.press("f10")
+        await sees(pilot, "There is no llama-server. Install it.")
+        await until(lambda: not app.column.activity.notice)
+
+
 async def test_ours_dying_is_told_in_its_column():
     ours = synthetic.engine(load_s=0.0, prefill_s=0.0, tokens=40, rate=200, die_at=8)
     async with chat(ours, FakeEngine(reply("Eins."))) as (app, pilot):
