@@ -172,7 +172,7 @@ def require_room(attachments: Sequence[Attachment], tokens: int, room: int) -> N
         have = "has" if len(attachments) == 1 else "have"
         raise UsageError(
             f"{names} {have} {counted(tokens, 'token')}, and the context has room for {room:,}.",
-            f"@{attachments[0].name.partition(':')[0]}:1-200 takes some lines; a longer context may hold all.",
+            f"@{attachments[0].name.partition(':')[0]}:1-200 takes some of the lines.",
         )
 
 
