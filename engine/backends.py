@@ -64,8 +64,15 @@ def install(dev: str) -> None:
     """Applies the fixes to tinygrad that every engine on a device needs. `dev` is the value of DEV ("NV",
     "TEGRA+NV:CUDA"). To be called after `prepare` and before the first kernel. Raises BackendError if another version
     of tinygrad is installed."""
-    from engine.fixes import compiler_processes, index_lowering, slice_shapes, unused_renderers
+    from engine.fixes import (
+        codegen_threads,
+        compiler_processes,
+        index_lowering,
+        slice_shapes,
+        unused_renderers,
+    )
 
+    codegen_threads.apply()
     compiler_processes.apply()
     index_lowering.apply()
     slice_shapes.apply()

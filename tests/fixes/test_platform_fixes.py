@@ -206,5 +206,5 @@ def test_a_device_gets_the_changes_that_are_for_it(dev, wanted):
         "import sys; from engine import backends, fixes; backends.install(sys.argv[1]); print(*fixes.applied())",
         dev,
     )
-    always = ["compiler_processes", "index_lowering", "slice_shapes"]
+    always = ["codegen_threads", "compiler_processes", "index_lowering", "slice_shapes"]
     assert found == [f"engine.fixes.{name}" for name in sorted([*always, *wanted])]

@@ -123,7 +123,8 @@ class NvidiaRunner:
         self._launched: Sequence[Slot] = ()  # the pieces of prompts in the step that is ahead
         self._earlier: list[Logits] = []  # of the steps before the last one of one `run`
         with timeline.span("kernels"):
-            compile_once((*self._set_up, is_early), self._linears)
+            schedules = {product.stack.name: product.schedule for product in model.products}
+            compile_once((*self._set_up, is_early, *schedules.items()), self._linears)
             for n in counts[1:-1]:
                 if was_compiled((*self._set_up, "rows", n)):
                     self.prepare_rows(n)
