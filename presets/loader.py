@@ -9,6 +9,7 @@ beside this file. The user's presets lie in the configuration folder and replace
                               # fused: our search for schedules, on a GPU; graph: tinygrad's search
     context = 8192            # tokens, or "max": what the model was trained for and memory has room for
     kv = "f16"                # the format of the KV cache; q8_0 takes half the memory
+    speculate = "auto"        # guesses of the next tokens, several of which are checked in a step: auto, off, lookup
     [matvec]                  # tinygrad's heuristic for matrix-vector products, in "graph"
     block_size = 4
     threads_per_row = 8
@@ -29,7 +30,7 @@ from msgspec import Meta
 
 from engine.errors import UsageError
 from engine.formats.kv_format import KVFormat
-from engine.protocol.events import KernelPath, Matvec
+from engine.protocol.events import KernelPath, Matvec, Speculate
 from engine.whole_file import write_whole
 from presets.sampling import PresetSampling, out_of_range
 
@@ -52,6 +53,7 @@ class Preset(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     jitbeam: _Width = 0
     context: Annotated[int, Meta(ge=2, le=2**31 - 1)] | Literal["max"] | None = None
     kv: KVFormat | None = None
+    speculate: Speculate | None = None
     matvec: PresetMatvec | None = None
     sampling: PresetSampling = PresetSampling()
 

@@ -83,6 +83,7 @@ def _parse(arguments: Sequence[str]) -> Namespace:
     add("--preset", metavar="NAME", action="append", help="a preset; again for another one")
     options.add_backend(add, "the device")
     options.add_kv(add)
+    options.add_speculate(add, "off")
     add("--beam", type=options.count, metavar="N", help="width of the search for faster kernels")
     add("-p", "--prompt", type=options.counts, metavar="N,…", help="(32,128,256,512)")
     add("-n", "--gen", type=options.counts, metavar="N,…", help="tokens of generation (128)")
@@ -136,14 +137,20 @@ def _setups(args: Namespace, settings: Settings) -> Iterator[tuple[str, EngineOp
         path = str(model_path(name, settings))
         for preset in args.preset or [""]:
             searched = "" if args.beam is None else f"beam{args.beam}"
-            command_line = {"backend": args.backend, "kv": args.kv, "search_width": args.beam}
+            command_line = {
+                "backend": args.backend,
+                "kv": args.kv,
+                "speculate": args.speculate or "off",
+                "search_width": args.beam,
+            }
             chosen = configure(
                 path,
                 Settings(prefix_cache_gb=0),
                 preset=find_preset(preset) if preset else None,
                 command_line=command_line,
             )
-            yield " ".join(filter(None, (preset, searched, args.kv))), chosen.engine
+            guesses = args.speculate and f"speculate {args.speculate}"
+            yield " ".join(filter(None, (preset, searched, args.kv, guesses))), chosen.engine
 
 
 def _measure(

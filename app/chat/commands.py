@@ -9,7 +9,7 @@ from app.chat.session import Session
 from app.chat.settings import check_sampling
 from engine.errors import UsageError
 from engine.formats.kv_format import KVFormat
-from engine.protocol.events import ContextLength, Sampling
+from engine.protocol.events import ContextLength, Sampling, Speculate
 
 COMMANDS: Mapping[str, str] = {
     "help": "this list",
@@ -33,7 +33,11 @@ COMMANDS: Mapping[str, str] = {
 }
 """The help of each command, by name."""
 SETTABLE = (*Sampling.__struct_fields__, "max_tokens")
-ENGINE_OPTIONS = {"context": ("context_length", ContextLength), "kv": ("kv", KVFormat)}
+ENGINE_OPTIONS = {
+    "context": ("context_length", ContextLength),
+    "kv": ("kv", KVFormat),
+    "speculate": ("speculate", Speculate),
+}
 """Options that need another start of the engine: their names in `EngineOptions`, and their types."""
 _Positive = Annotated[int, msgspec.Meta(ge=1)]
 
@@ -110,6 +114,7 @@ def allowed(name: str) -> str:
         "effort": "low, medium, high or none",
         "context": "a number of tokens, max or none",
         "kv": f"{', '.join(each.value for each in KVFormat)} or none",
+        "speculate": "auto, off, lookup or none",
         "max_tokens": "a whole number of 1 or more, or none",
         "seed": "a whole number, or none",
         "top_k": "a whole number of 0 or more",

@@ -46,6 +46,7 @@ def configure(
         "backend": settings.backend,
         "context_length": settings.context,
         "kv": settings.kv and settings.kv.value,
+        "speculate": settings.speculate,
         "keep_packed": settings.keep_packed,
         **asdict(settings.sampling),
     }
@@ -86,6 +87,7 @@ def _fields(preset: Preset) -> dict[str, Any]:
         "search_width": preset.search_width,
         "context_length": preset.context,
         "kv": preset.kv and preset.kv.value,
+        "speculate": preset.speculate,
         "matvec": None if preset.matvec is None else Matvec(**asdict(preset.matvec)),
         **asdict(preset.sampling),
     }

@@ -11,7 +11,7 @@ import platformdirs
 
 from engine.errors import UsageError
 from engine.formats.kv_format import KVFormat
-from engine.protocol.events import ContextLength, Sampling
+from engine.protocol.events import ContextLength, Sampling, Speculate
 from engine.whole_file import write_whole
 from presets import GUIDE, guide_path
 from presets.sampling import out_of_range
@@ -29,6 +29,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     backend: str = "auto"
     context: ContextLength = None
     kv: KVFormat | None = None
+    speculate: Speculate | None = None
     system: str = ""
     llama_server: str = ""  # the program, or the address of a server, for comparisons
     keep_packed: bool = False  # stores a CPU's packed weights on disk for the next start

@@ -167,7 +167,7 @@ def _refuse_contradictions(args: argparse.Namespace) -> None:
     resumed = args.resume or args.chat is not None
     asked_of_chat = args.one_shot or resumed
     for_programs = args.raw or args.json or args.ignore_eos
-    set_up = args.preset or args.backend or args.context or args.kv or args.beam is not None
+    set_up = args.preset or args.backend or args.context or args.kv or args.speculate or args.beam is not None
     keyed = args.engine or args.llama_server
     no_screen = args.plain or args.once
     alone = args.one_shot or no_screen or args.engine
@@ -253,6 +253,7 @@ def command_line(args: argparse.Namespace) -> dict[str, Any]:
         "backend": args.backend,
         "context_length": args.context,
         "kv": args.kv,
+        "speculate": args.speculate,
         "search_width": args.beam,
     }
     return engine | {name: getattr(args, name, None) for name in PresetSampling.__struct_fields__}
@@ -327,6 +328,7 @@ def add_engine(add: Callable[..., Any]) -> None:
         help="tokens; max is all that fits (the model's, up to 8192)",
     )
     add_kv(add)
+    add_speculate(add, "auto")
     add(
         "--keep-warm",
         type=duration,
@@ -339,6 +341,15 @@ def add_engine(add: Callable[..., Any]) -> None:
 def add_kv(add: Callable[..., Any]) -> None:
     """Adds the format of the KV cache."""
     add("--kv", choices=KV_FORMATS, help="format of the KV cache; q8_0 takes half the memory (f16)")
+
+
+SPECULATE = "auto", "off", "lookup"  # engine.protocol.events.Speculate, whose import takes long
+
+
+def add_speculate(add: Callable[..., Any], default: str) -> None:
+    """Adds how the next tokens are guessed."""
+    help = f"how next tokens are guessed, of which a step checks several; the text stays the same ({default})"
+    add("--speculate", choices=SPECULATE, help=help)
 
 
 def add_sampling(add: Callable[..., Any]) -> None:

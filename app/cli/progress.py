@@ -56,10 +56,11 @@ def figures(end: Finished) -> str:
     prefill = shown_prefill_rate(end.prompt_n, end.cached_n, end.prompt_ms)
     decode = decode_rate(end.predicted_n, end.predicted_ms)
     first_token = as_latency(end.prompt_ms / 1e3)
+    guesses = f", {end.draft_n_accepted:,} of {end.draft_n:,} guessed tokens right" if end.draft_n else ""
     return (
         f"prompt {counted(end.prompt_n, 'token')} ({end.cached_n:,} cached), first token after {first_token}"
         f"{'' if prefill is None else f' ({prefill:.0f} tok/s)'}; "
-        f"reply {counted(end.predicted_n, 'token')}{f', {decode:.1f} tok/s' if decode else ''}{ended}"
+        f"reply {counted(end.predicted_n, 'token')}{f', {decode:.1f} tok/s' if decode else ''}{guesses}{ended}"
     )
 
 

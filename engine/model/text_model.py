@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 from collections.abc import Callable, Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -96,7 +97,11 @@ class TextModel:
             self._choices = ChoiceReporter(self._runner.expert_choices, report)
             store = _prefix_store(file, self._runner.export_layout, options.prefix_cache_bytes)
             self.scheduler = Scheduler(
-                self._runner, lambda slots: self._report_slots(slots, report), store, options.token_gap
+                self._runner,
+                lambda slots: self._report_slots(slots, report),
+                store,
+                options.token_gap,
+                options.speculate,
             )
             self._search(options, report)
             self._captures = self._capture_steps()
@@ -104,6 +109,7 @@ class TextModel:
                 next(self._captures)
             if not self._runner.precompiled:  # else the first prompt and reply would wait for the compiler
                 collections.deque(self._captures, 0)
+            self._captures = chain(self._captures, self._prepare_checks())
         compiler_processes.dismiss()
         with timeline.span("waiting for the tokenizer"):
             self.prompts = prompts.encoder()
@@ -253,6 +259,11 @@ class TextModel:
                 for depth in self._depths(count):
                     self._run(rows, size, depth)
                     yield
+
+    def _prepare_checks(self) -> Iterator[None]:
+        for rows in self._runner.check_rows:
+            self._runner.prepare_rows(rows)
+            yield
 
     def _depths(self, rows: int) -> tuple[int, ...]:
         """The positions at which steps of so many replies are captured. There are many steps of several."""

@@ -19,6 +19,7 @@ KernelPath = Literal["auto", "fused", "graph"]
 ContextLength = int | Literal["max"] | None
 """Tokens. "max": as many as the model was trained for and memory has room for. None: the model's own, up to 8192."""
 Step = Literal["decode", "prefill"]
+Speculate = Literal["auto", "off", "lookup"]
 KernelRole = Literal[
     "embedding", "QKV projection", "attention", "delta net", "attention output", "FFN gate+up", "FFN down", "router",
     "experts gate+up", "experts down", "output head", "norm", "element-wise", "sampling", "copy",
@@ -30,9 +31,6 @@ MIN_TOKENS = 32  # the prefill rate of fewer new tokens is not shown, and no spe
 
 class _Record(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Base of all messages: frozen, keyword-only, and tagged with the class name (subclasses inherit the tag)."""
-
-
-# --- parts of a request --------------------------------------------------------------------------------
 
 
 class ToolCall(_Record, frozen=True, kw_only=True):
@@ -110,19 +108,18 @@ class Matvec(_Record, frozen=True, kw_only=True):
 
 
 class EngineOptions(_Record, frozen=True, kw_only=True):
-    """The options of an engine, fixed for the life of its process. `backend` is a tinygrad device ("CPU", "CUDA", "NV")
-    or "auto".
+    """The options of an engine, fixed for the life of its process. `backend` is "auto" or a tinygrad device.
 
     `kernels`: "fused" are quantized kernels of our own, "graph" plain tensor graphs that tinygrad schedules, "auto"
     takes what suits the device. `search_width` is the width of the search for faster kernels in the captured steps
-    (JITBEAM): on "graph" it is tinygrad's own, on "fused" ours for the products of a decode step. `matvec` is
-    tinygrad's heuristic. On "graph", None leaves both to the environment. `search_s` bounds our search in seconds
-    (None: by its width); `search_again` repeats a search whose result is known from an earlier start. `keep_packed`
-    keeps a CPU's packed weights on disk for the next start. With `parallel` above 1, as many conversations are answered
-    at the same time, each with its own context, where the device's kernels can do that. `kv` names the format of the KV
-    cache (`engine.formats.kv_format`). `prefix_cache_bytes` limits what is kept on disk of the KV cache of long
-    conversations, so that they can be opened again without prefill (None: what the disk has room for). `token_gap`, 1
-    or more, bounds the time between two tokens of a reply while prompts are read, as a multiple of that without."""
+    (JITBEAM): on "graph" tinygrad's own, on "fused" ours for the products of a decode step. `matvec` is tinygrad's
+    heuristic. On "graph", None leaves both to the environment. `search_s` bounds our search (None: by its width);
+    `search_again` repeats one whose result is known. `keep_packed` keeps a CPU's packed weights on disk for the next
+    start. `parallel` conversations are answered at the same time, each with its own context, where the device's kernels
+    can do that. `kv` names the format of the KV cache (`engine.formats.kv_format`). `prefix_cache_bytes` limits what is
+    kept on disk of the KV cache of long conversations (None: what the disk has room for). `token_gap`, 1 or more,
+    bounds the time between two tokens of a reply while prompts are read, as a multiple of that without. `speculate`:
+    how next tokens are guessed, to check several in a step (`engine.runtime.speculation`)."""
 
     model_path: str
     backend: str = "auto"
@@ -137,6 +134,7 @@ class EngineOptions(_Record, frozen=True, kw_only=True):
     kv: str = "f16"
     prefix_cache_bytes: int | None = 0
     token_gap: float = TOKEN_GAP
+    speculate: Speculate = "auto"
 
 
 # --- commands ------------------------------------------------------------------------------------------
@@ -338,7 +336,7 @@ class ExpertChoices(_Record, frozen=True, kw_only=True):
 class Finished(_Record, frozen=True, kw_only=True):
     """The end of an answer. `prompt_n` counts all prompt tokens, of which `cached_n` were in the KV cache;
     `predicted_n` counts the tokens of the answer, the end-of-turn token included. `prompt_ms` is the time to the first
-    token, `predicted_ms` the time from the first token to the last (see `decode_rate`)."""
+    token, `predicted_ms` from there to the last (`decode_rate`). `draft_n_accepted` of `draft_n` guesses were right."""
 
     request_id: int
     reason: StopReason
@@ -349,6 +347,8 @@ class Finished(_Record, frozen=True, kw_only=True):
     predicted_ms: float
     load_ms: float
     seed: int
+    draft_n: int = 0
+    draft_n_accepted: int = 0
 
     @property
     def context_used(self) -> int:

@@ -67,6 +67,7 @@ class Answer:
     ) -> None:
         self.request, self.tokens, self.prompt_n = request, list(prompt.ids), len(prompt.ids)
         self.left, self.cached = limit, 0
+        self.draft_n = self.draft_n_accepted = 0
         self.reason: StopReason | None = None if limit else "length"
         self.sampler = Sampler(request.sampling)
         self.splitter = think_splitter(request.prompt, prompt)
@@ -171,6 +172,8 @@ class Answer:
             predicted_ms=(self._last_token - self._first_token) * 1e3,
             load_ms=0.0,
             seed=self.sampler.seed,
+            draft_n=self.draft_n,
+            draft_n_accepted=self.draft_n_accepted,
         )
 
     def _report_token(self, token: int, probabilities: Callable[[int], LogProbabilities]) -> None:

@@ -11,10 +11,11 @@ from typing import NamedTuple
 
 from engine.protocol.events import Finished
 from engine.runtime.answer import Answer
+from engine.runtime.guesser import Guesser
 from engine.runtime.kv_blocks import BLOCK
 from engine.runtime.model_runner import RowSampler, Slot
 from engine.runtime.prefix_keeper import Restore
-from engine.runtime.sampling import Logits, LogProbabilities, log_probabilities
+from engine.runtime.sampling import Logits, LogProbabilities, log_probabilities, penalizes
 
 
 @dataclass(eq=False)
@@ -33,6 +34,7 @@ class Job:
     was_paused: bool = False
     was_cleared: bool = False  # its KV cache, because a step had no finite numbers
     sampler: RowSampler | None = None  # of the device, if that draws its tokens
+    guesser: Guesser | None = None
     restore: Restore | None = None
     """What is being read of its prompt from the disk."""
 
@@ -47,8 +49,21 @@ class Job:
 
     def last(self, sequence: int) -> Slot:
         """The step of its last token."""
-        tokens = self.answer.tokens
-        return Slot(sequence, (tokens[-1],), len(tokens) - 1, draw=self.sampler is not None)
+        return self.rows(sequence, ())[0]
+
+    def rows(self, sequence: int, guesses: Sequence[int]) -> list[Slot]:
+        """The step of its last token and of guesses of the next ones."""
+        last, draws = len(self.answer.tokens) - 1, self.sampler is not None
+        inputs = self.answer.tokens[-1], *guesses
+        return [Slot(sequence, (token,), last + i, draw=draws) for i, token in enumerate(inputs)]
+
+    @property
+    def may_check(self) -> bool:
+        """Whether a step may choose several tokens: the host does so one by one, and the device if they do not depend
+        on each other."""
+        request = self.answer.request
+        depends = penalizes(request.sampling) or self.answer.constraint or request.logprobs
+        return not (self.sampler and depends)
 
     @property
     def stored(self) -> list[int]:

@@ -134,14 +134,22 @@ class ModelRunner(BlockStore, StateStore, Protocol):
         prompts go token by token, and the first long one waits."""
         ...
 
+    check_rows: tuple[int, ...]
+    """How many slots that want a token a step may have if some are of one sequence, at places that follow each other,
+    ascending: so guesses of the next tokens are checked. () if that cannot be."""
+
+    def is_prepared(self, count: int) -> bool:
+        """Whether steps of one of `row_counts` or `check_rows` are compiled."""
+        ...
+
     def prepare_rows(self, count: int) -> None:
-        """Compiles steps of one of `row_counts`, if the runner was ready before that. Until then steps of more slots
-        serve."""
+        """Compiles steps of one of `row_counts` or `check_rows`, if the runner was ready before that. Until then steps
+        of more slots serve."""
         ...
 
     def run(self, slots: Sequence[Slot], ahead: Ahead | None = None) -> NDArray[np.int32]:
-        """Runs slots of different sequences; returns the next token of each that wants one, int32 (slots that want,).
-        It is negative where logits are no finite numbers (`not_finite`).
+        """Runs slots of different sequences, but for checks (`check_rows`). Returns the next token of each that wants
+        one, int32 (slots that want,), negative where logits are no finite numbers (`not_finite`).
         With `ahead`, the sequences of these have blocks for one more token each, and the caller is going to run the
         tokens that it gets and does not need the logits: so the next step may be launched already, with the slots that
         `ahead` gives beside. A runner that does not do so need not call it. The caller may then ask for fewer of these

@@ -29,15 +29,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.errors import ContextFullError
-from engine.protocol.events import TOKEN_GAP, Finished, Slots
+from engine.protocol.events import TOKEN_GAP, Finished, Slots, Speculate
 from engine.runtime.answer import Answer
 from engine.runtime.checkpoints import Checkpoints
+from engine.runtime.guesser import Guesser
 from engine.runtime.jobs import Job, Piece
+from engine.runtime.known_tokens import end_of_piece, find_known, keep_state
 from engine.runtime.kv_blocks import BLOCK, KVBlocks, PoolFullError
 from engine.runtime.model_runner import Ahead, ModelRunner, Slot
 from engine.runtime.pace import Pace
 from engine.runtime.prefix_keeper import PrefixKeeper
 from engine.runtime.prefix_store import PrefixStore
+from engine.runtime.sampling import Logits
+from engine.runtime.speculation import Check, Speculation
 
 REPORT_S = 0.25
 PATIENCE = 4
@@ -55,9 +59,10 @@ class Scheduler:
         report: Callable[[Slots], None],
         store: PrefixStore | None = None,
         token_gap: float = TOKEN_GAP,
+        speculate: Speculate = "auto",
     ) -> None:
-        """`report` gets what is at work, a few times a second. `store`: where long conversations are kept. `token_gap`:
-        see `engine.protocol.events.EngineOptions`."""
+        """`report` gets what is at work, a few times a second. `store`: where long conversations are kept. `token_gap`
+        and `speculate`: see `engine.protocol.events.EngineOptions`."""
         self._runner, self._report = runner, report
         self.blocks = KVBlocks(runner)
         self._states = Checkpoints(runner) if runner.state_slots else None
@@ -67,6 +72,9 @@ class Scheduler:
         self._served: dict[str, int] = {}  # when each client that has requests got its last slot
         self._count = itertools.count(1)
         self._pace = Pace(token_gap)
+        check_rows = () if speculate == "off" else runner.check_rows
+        self._speculation = Speculation(check_rows, runner.is_prepared)
+        self._guesses = bool(check_rows)
         self._report_due_s = 0.0
         # the pieces of the next step, and its room, once they are chosen
         self._next: tuple[list[Piece], int] | None = None
@@ -87,6 +95,7 @@ class Scheduler:
         (`time.perf_counter`), if not now."""
         came_s = time.perf_counter() if came_s is None else came_s
         job = Job(answer, cancelled, end, next(self._count), came_s)
+        job.guesser = Guesser() if self._guesses else None
         if answer.reason:  # no token is wanted
             end(answer.finished())
         else:
@@ -139,15 +148,33 @@ class Scheduler:
         ending = [piece.job for piece in pieces if piece.is_last]
         ready = [(i, job) for i, job in self._live() if self._is_prefilled(i, job) or job in ending]
         self._step = len(ready), sum(len(piece.slot.inputs) for piece in pieces), room
-        chosen = self._run(pieces, ready)
+        check = None if pieces else self._check(ready)
+        chosen = self._run(pieces, ready, check)
         if ready:
-            self._take_tokens(ready, chosen)
-            self._pace.measured(self._room_of(pieces, len(ready)), time.perf_counter() - started)
+            self._take_tokens(ready, chosen, check)
+            seconds = time.perf_counter() - started
+            if not pieces:
+                self._speculation.times.measured(check.rows if check else len(ready), seconds)
+            if not check:
+                self._pace.measured(self._room_of(pieces, len(ready)), seconds)
 
-    def _run(self, pieces: Sequence[Piece], ready: Sequence[tuple[int, Job]]) -> NDArray[np.int32]:
-        """Runs a step; returns the next token of each reply that is `ready`. A piece that is timed runs before, and so
-        does one after which the recurrent state is kept."""
-        slots, rows = [piece.slot for piece in pieces], [job.last(sequence) for sequence, job in ready]
+    def _check(self, ready: Sequence[tuple[int, Job]]) -> Check | None:
+        """The guesses that the next step checks. Makes room for them, if nobody has to be paused for that."""
+        check = self._speculation.plan([job for _, job in ready])
+        try:
+            if check:
+                self.blocks.reserve(ready[check.place][0], 1 + len(check.tokens))
+        except PoolFullError:
+            return None
+        return check
+
+    def _run(
+        self, pieces: Sequence[Piece], ready: Sequence[tuple[int, Job]], check: Check | None
+    ) -> NDArray[np.int32]:
+        """Runs a step; returns the next token of each reply that is `ready`, and of each guess in a check after its
+        own. A piece that is timed runs before, and so does one after which the recurrent state is kept."""
+        slots = [piece.slot for piece in pieces]
+        rows = [slot for n, (i, job) in enumerate(ready) for slot in job.rows(i, _guesses(check, n))]
         restore = pieces[0].job.restore if pieces else None
         if restore or (self._states and any(piece.is_last for piece in pieces)):
             if restore:
@@ -159,7 +186,8 @@ class Scheduler:
         if not (slots or rows):
             return np.zeros(0, np.int32)
         unended = list(pieces)
-        chosen = self._runner.run([*slots, *rows], self._ahead(unended, ready))
+        ahead = None if check else self._ahead(unended, ready)
+        chosen = self._runner.run([*slots, *rows], ahead)
         self._end_pieces(unended)
         return chosen
 
@@ -217,7 +245,7 @@ class Scheduler:
         if self._states and is_whole:
             # Who goes on with a reply that was stopped may begin a token earlier: no turn has ended.
             ends_turn = job.answer.reason != "cancelled"
-            self._keep_state(self._states, sequence, job.answer.tokens, ends_turn)
+            keep_state(self.blocks, self._states, sequence, job.answer.tokens, ends_turn)
         self._last = job.answer.tokens[: self.blocks.length(sequence)]
         if self._keeper and is_whole and not job.answer.request.fresh:
             self._keeper.note(self._last, job.answer.messages_end)
@@ -288,14 +316,14 @@ class Scheduler:
         """The next piece of a prompt, of about `room` tokens at most. None if there is no room in the KV cache, if all
         is there already, or if one of the `others` computes the same."""
         answer, wanted = job.answer, job.stored
-        done = self._find(sequence, job)
+        done = find_known(self.blocks, self._states, sequence, job)
         if not job.was_paused:
             answer.report_prefill(done)
         if self._is_prefilled(sequence, job):
             self._begin_reply(sequence, job)
         if any(other.shares_block(wanted, done) for other in others):
             return None
-        end = self._end_of_piece(sequence, job, done, room)
+        end = end_of_piece(self._states, sequence, job, done, room)
         if done == end:
             return None
         piece = Piece(job, Slot(sequence, tuple(wanted[done:end]), done, "none"))
@@ -337,41 +365,6 @@ class Scheduler:
         elif self._keeper:
             job.restore = self._keeper.restore(job.stored, self.blocks.known(sequence, job.stored))
 
-    def _end_of_piece(self, sequence: int, job: Job, done: int, piece: int) -> int:
-        """Where a piece from `done` on ends that has about `piece` tokens."""
-        end = min(done + piece, len(job.stored))
-        if job.restore:
-            end = min(end, job.restore.first)
-        if end < len(job.stored) and end - done >= 4 * BLOCK:  # whole blocks can be shared at once
-            end = end // BLOCK * BLOCK
-        return self._states.end_of_step(done, end, job.answer.turn_ends, sequence) if self._states else end
-
-    def _find(self, sequence: int, job: Job) -> int:
-        """Takes what is in the KV cache already: another conversation may just have computed what comes next in this
-        one. Returns how many tokens the sequence has."""
-        done = self.blocks.length(sequence)
-        if job.answer.request.fresh:
-            return done
-        wanted = job.stored
-        if self._states:
-            n = self._states.find(wanted, len(wanted))
-            while n > done and (known := self.blocks.known(sequence, wanted[:n])) < n:
-                n = self._states.find(wanted, known)
-            del wanted[max(done, n) :]
-        found = self.blocks.match(sequence, wanted)
-        if self._states and found > done:
-            self._states.load(wanted, found, sequence)
-        if not job.was_paused:
-            job.answer.cached += found - done
-        return found
-
-    def _keep_state(self, states: Checkpoints, sequence: int, tokens: list[int], ends_turn: bool) -> None:
-        """Keeps the state of a sequence that ends. If its last step ran ahead, its token is in the KV cache too."""
-        length, position = self.blocks.length(sequence), states.position(sequence)
-        if length and position in (length, length + 1):
-            self.blocks.commit(sequence, tokens[length:position])
-            states.save(tokens[:position], ends_turn, sequence)
-
     def _replies(self) -> Iterator[Job]:
         return (job for sequence, job in self._live() if self._is_prefilled(sequence, job))
 
@@ -390,27 +383,50 @@ class Scheduler:
         sizes = self._runner.piece_sizes(replies)
         return next((n for n in sizes if tokens <= n), sizes[-1])
 
-    def _take_tokens(self, ready: Sequence[tuple[int, Job]], chosen: NDArray[np.int32]) -> None:
+    def _take_tokens(
+        self, ready: Sequence[tuple[int, Job]], chosen: NDArray[np.int32], check: Check | None
+    ) -> None:
         """Gives replies their next tokens, those that the runner has `chosen` unless the host chooses them."""
-        host = [n for n, (_, job) in enumerate(ready) if job.needs_logits]
+        rows, first = list[range](), 0  # of each reply
+        for n in range(len(ready)):
+            rows.append(range(first, first := first + 1 + len(_guesses(check, n))))
+        host = [row for n, (_, job) in enumerate(ready) if job.needs_logits for row in rows[n]]
         logits = dict(zip(host, self._runner.logits(host), strict=True)) if host else {}
         for n, (sequence, job) in enumerate(ready):
-            if chosen[n] < 0:
-                self._clear(sequence, job)
-                continue
-            self.blocks.commit(sequence, job.answer.tokens[-1:])
-            if self._states and self._states.is_due(sequence):
-                passed = [*job.answer.tokens, int(chosen[n])][: self._states.position(sequence)]
-                self._states.save(passed, sequence=sequence)
-            try:
-                job.take(sequence, int(chosen[n]), logits.get(n))
-            except Exception as error:  # of its grammar, for example
-                self._leave(sequence)
-                job.end(error)
-            else:
-                if job.answer.reason:
-                    self._leave(sequence)
-                    job.end(job.answer.finished())
+            guesses = _guesses(check, n)
+            right = 0
+            for row, guess in itertools.zip_longest(rows[n], guesses):
+                if chosen[row] < 0 and right:  # the next step finds out why
+                    break
+                if not self._take(sequence, job, int(chosen[row]), logits.get(row)):
+                    break
+                if job.answer.tokens[-1] != guess:
+                    break
+                right += 1
+            if guesses and job.guesser:
+                job.guesser.checked(right, len(guesses))
+                job.answer.draft_n += len(guesses)
+                job.answer.draft_n_accepted += right
+
+    def _take(self, sequence: int, job: Job, chosen: int, logits: Logits | None) -> bool:
+        """Gives a reply its next token. False if it does not go on."""
+        if chosen < 0:
+            self._clear(sequence, job)
+            return False
+        self.blocks.commit(sequence, job.answer.tokens[-1:])
+        if self._states and self._states.is_due(sequence):
+            passed = [*job.answer.tokens, chosen][: self._states.position(sequence)]
+            self._states.save(passed, sequence=sequence)
+        try:
+            job.take(sequence, chosen, logits)
+        except Exception as error:  # of its grammar, for example
+            self._leave(sequence)
+            job.end(error)
+            return False
+        if job.answer.reason:
+            self._leave(sequence)
+            job.end(job.answer.finished())
+        return job.answer.reason is None
 
     def _clear(self, sequence: int, job: Job) -> None:
         """After a step whose logits are no finite numbers. An earlier conversation may have left such keys and values
@@ -470,3 +486,8 @@ class Scheduler:
             prompt_tokens=prompt_tokens,
             room=room,
         )
+
+
+def _guesses(check: Check | None, place: int) -> tuple[int, ...]:
+    """Those of the reply at a place that a step checks."""
+    return check.tokens if check and check.place == place else ()

@@ -25,6 +25,7 @@ def greedy_reply(prompt, n):
 class FakeBatchRunner:
     sampler = None
     precompiled = True
+    check_rows = ()
     max_chunk = 128
     chunk_sizes = (128,)
     state_slots = search_tokens = 0
@@ -60,6 +61,9 @@ class FakeBatchRunner:
         for pool, table in zip(self.pools, self.tables[sequence], strict=True):
             pool[table[position // BLOCK], position % BLOCK] = (*before, token)
         return (*before, token)
+
+    def is_prepared(self, count):
+        return True
 
     def prepare(self, size):
         pass

@@ -19,6 +19,7 @@ class FakeStateRunner:
 
     sampler = None
     precompiled = True
+    check_rows = ()
     parallel = 1
     max_chunk = 16
     chunk_sizes = (16,)
@@ -51,6 +52,9 @@ class FakeStateRunner:
 
     def load_state(self, slot, sequence=0):
         self.state, self.ahead = list(self.saved[slot]), None
+
+    def is_prepared(self, count):
+        return True
 
     def piece_sizes(self, rows):
         return self.chunk_sizes

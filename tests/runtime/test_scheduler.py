@@ -37,10 +37,10 @@ def answers(tmp_path_factory):
 class Bench:
     """A scheduler and what its requests got."""
 
-    def __init__(self, answers, runner, token_gap=TOKEN_GAP):
+    def __init__(self, answers, runner, token_gap=TOKEN_GAP, **options):
         self.answers, self.runner = answers, runner
         self.slots, self.events, self.ends = [], {}, {}
-        self.scheduler = Scheduler(runner, self.slots.append, token_gap=token_gap)
+        self.scheduler = Scheduler(runner, self.slots.append, token_gap=token_gap, **options)
         self.stopped = set()
 
     def ask(self, prompt, n=8, client="", **request):

@@ -15,7 +15,6 @@ FEW = {
     "suspension": 2,
     "request": 10,
     "protocol": 300,
-    "models": 60,
     "attack": 100,
 }
 

@@ -41,4 +41,5 @@ def timings(end: Finished) -> Json:
         "predicted_ms": end.predicted_ms,
         "predicted_per_token_ms": end.predicted_ms / max(end.predicted_n - 1, 1),
         "predicted_per_second": decode_rate(end.predicted_n, end.predicted_ms),
+        **({"draft_n": end.draft_n, "draft_n_accepted": end.draft_n_accepted} if end.draft_n else {}),
     }

@@ -37,7 +37,7 @@ class Layer:
 
 class CPUModel(StepBuffers):
     """A model's weights and KV cache for `parallel` sequences, and the buffers of its steps. Decode writes `logits`,
-    float32 (rows, vocab or a little more), of as many rows as there are sequences."""
+    float32 (rows, vocab or a little more)."""
 
     def __init__(
         self,
@@ -48,8 +48,10 @@ class CPUModel(StepBuffers):
         keep_packed: bool,
         parallel: int = 1,
         kv: KVFormat = KVFormat.F16,
+        rows: int = 1,
     ) -> None:
-        """`kv`: the format of the cache. Raises ModelFileError."""
+        """`kv`: the format of the cache. `rows`: of the largest decode step, if not of all sequences. Raises
+        ModelFileError."""
         spec = weights.spec
         self.cache = CPUCache(spec, context, max_chunk(lanes), lanes, parallel, kv)
         self.states = CPUStates(parallel)
@@ -66,7 +68,7 @@ class CPUModel(StepBuffers):
         self.layer_tables = loader.layer_tables(spec)
         loader.finish()
         super().__init__(spec, context, self.cache.positions, pool, loader, lanes)
-        rows = self.max_rows(parallel)
+        rows = max(rows, self.max_rows(parallel))
         self.logits = memory.zeros(rows * self.head.layout.groups(spec.vocab) * lanes, dtypes.float32)
 
     def max_rows(self, parallel: int) -> int:

@@ -28,6 +28,9 @@ from engine.targets.cpu.model import CPUModel
 from engine.targets.cpu.step import step_kernels
 from engine.targets.not_finite import not_finite
 
+CHECK_ROWS = (4, 8)
+"""See `ModelRunner.check_rows`."""
+
 
 class CPURunner:
     """Implements `ModelRunner`. One captured step serves pieces of prompts of any length."""
@@ -51,7 +54,8 @@ class CPURunner:
         with timeline.span("threads"):
             self._lanes, pool = register_lanes(), default_pool()
         with timeline.span("weights"):
-            model = CPUModel(weights, context_length, pool, self._lanes, keep_packed, parallel, kv)
+            most = max((n for n in CHECK_ROWS if n <= self._lanes), default=1)
+            model = CPUModel(weights, context_length, pool, self._lanes, keep_packed, parallel, kv, most)
         self._model, self._cache, self.max_chunk = model, model.cache, model.max_chunk
         self.kv_groups, self.assign, self.copy_block = (
             self._cache.groups,
@@ -75,7 +79,9 @@ class CPURunner:
         rows = {tile: tile for tile in tiles} | {tiles[-1]: model.max_rows(parallel)}
         self.row_counts = tuple(rows.values())
         self._piece_sizes = (*(1 << i for i in range(5, self.max_chunk.bit_length() - 1)), self.max_chunk)
-        self._logits = memory.view(model.logits).reshape(self.row_counts[-1], -1)[:, : self._vocab]
+        self.check_rows = () if states.state_slots else tuple(n for n in CHECK_ROWS if n <= most)
+        most = max(most, self.row_counts[-1])
+        self._logits = memory.view(model.logits).reshape(most, -1)[:, : self._vocab]
         self._last: Logits = self._logits[:0]
         with timeline.span("kernels"):
             decode = {tile: step_kernels(model, tile, n) for tile, n in rows.items()}
@@ -93,8 +99,14 @@ class CPURunner:
     def prepare(self, size: int) -> None:
         pass  # all steps are there
 
+    def is_prepared(self, count: int) -> bool:
+        return self._model.tile_of(count) in self._decode
+
     def prepare_rows(self, count: int) -> None:
-        pass  # all steps are there
+        if not self.is_prepared(count):
+            step = step_kernels(self._model, count, count)
+            default_pool().compile(step.kernels)
+            self._decode[count] = step.compile()
 
     def run(self, slots: Sequence[Slot], ahead: Ahead | None = None) -> NDArray[np.int32]:
         rows = [slot for slot in slots if slot.want == "last"]
@@ -104,7 +116,8 @@ class CPURunner:
                 self._set(self._lanes, [slot])
                 self._prefill()
         if rows:
-            tile = self._model.tile_of(len(rows))
+            least = self._model.tile_of(len(rows))
+            tile = min(tile for tile in self._decode if least <= tile)
             self._set(tile, rows)
             self._decode[tile]()
         self._last = self._logits[: len(rows)]

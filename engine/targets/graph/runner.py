@@ -37,6 +37,7 @@ class GraphRunner:
     max_chunk = BLOCK
     chunk_sizes: tuple[int, ...] = (max_chunk,)
     row_counts: tuple[int, ...] = (1,)
+    check_rows: tuple[int, ...] = ()
     search_tokens = 0
     export_layout = ""
 
@@ -65,6 +66,9 @@ class GraphRunner:
         self._positions = [0] * parallel
 
     # --- steps -------------------------------------------------------------------------------------------
+
+    def is_prepared(self, count: int) -> bool:
+        return True
 
     def prepare_rows(self, count: int) -> None:
         pass  # a step has one row

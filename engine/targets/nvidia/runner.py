@@ -66,6 +66,7 @@ class NvidiaRunner:
     """Implements `ModelRunner`."""
 
     precompiled = True
+    check_rows: tuple[int, ...] = ()
     max_chunk = CHUNK_SIZES[-1]
 
     def __init__(
@@ -165,6 +166,9 @@ class NvidiaRunner:
             return (1,)
         fewer = sum(n < self.parallel for n in ROW_COUNTS)
         return (1, *ROW_COUNTS[: fewer + 1])
+
+    def is_prepared(self, count: int) -> bool:
+        return count in self._counts
 
     def prepare_rows(self, count: int) -> None:
         if count not in self._counts:

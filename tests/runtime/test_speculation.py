@@ -1,0 +1,96 @@
+"""Guesses of next tokens: the text is the same as without them, and they pay or end."""
+
+import numpy as np
+import pytest
+
+from engine.formats.gguf import GGUF
+from engine.formats.prompt import PromptEncoder
+from engine.protocol.events import Sampling
+from engine.runtime.answer import Answers
+from tests import generated_model
+from tests.runtime.fake_batch_runner import VOCAB, FakeBatchRunner
+from tests.runtime.test_scheduler import Bench
+
+STEP_S = {1: 1.0, 2: 1.1, 3: 1.2, 4: 1.3, 5: 1.8, 6: 1.8, 7: 1.8, 8: 1.8}  # by rows
+DRAWN = Sampling(temperature=0.8, seed=4, min_p=0.05)
+
+
+@pytest.fixture(scope="module")
+def answers(tmp_path_factory):
+    path = generated_model.write(tmp_path_factory.mktemp("model") / "m.gguf", layers=1)
+    return Answers(PromptEncoder(GGUF(path)), context_length=1000)
+
+
+def repeats(tokens):
+    """The most probable token follows from the last one, so a greedy text becomes a circle."""
+    return np.random.default_rng(tokens[-1]).normal(size=VOCAB).astype(np.float32) * 9
+
+
+def misleads(tokens):
+    """The last tokens have nearly always been there, but what comes next is another one."""
+    token = np.random.default_rng(list(tokens)).integers(6)
+    return np.eye(VOCAB, dtype=np.float32)[token]
+
+
+class CheckingRunner(FakeBatchRunner):
+    check_rows = (4, 8)
+
+    def __init__(self, logits_after, clock):
+        super().__init__()
+        self._logits_after, self._clock, self.rows = logits_after, clock, []
+
+    def _decode(self, rows, ahead):
+        texts = [self._store(*row.inputs, row.position, row.sequence) for row in rows]
+        self.rows.append(len(rows))
+        self._clock[0] += STEP_S[len(rows)]
+        self._logits = np.array([self._logits_after(text) for text in texts])
+        return self._logits.argmax(1).astype(np.int32)
+
+
+@pytest.fixture
+def ask(answers, monkeypatch):
+    """Answers requests with guesses, or without, on a device that takes `STEP_S`; returns the bench."""
+
+    def ask(logits_after, requests, checks=True):
+        clock = [0.0]
+        monkeypatch.setattr("time.perf_counter", lambda: clock[0])
+        bench = Bench(answers, CheckingRunner(logits_after, clock), speculate="auto" if checks else "off")
+        for prompt, n, sampling in requests:
+            bench.ask(prompt, n, sampling=sampling, logprobs=2 if sampling is DRAWN else 0)
+        bench.run()
+        bench.seconds = clock[0]
+        return bench
+
+    return ask
+
+
+def test_a_text_that_repeats_itself_takes_fewer_steps_and_stays_the_same(ask):
+    requests = [([1, 2, 3], 300, Sampling(temperature=0))]
+    plain, checked = ask(repeats, requests, checks=False), ask(repeats, requests)
+    assert checked.reply(0) == plain.reply(0)
+    assert plain.seconds > 2.5 * checked.seconds
+    end = checked.ends[0]
+    assert end.draft_n_accepted > 200 and end.draft_n_accepted > 0.8 * end.draft_n
+    assert (plain.ends[0].draft_n, end.predicted_n) == (0, 300)
+
+
+@pytest.mark.parametrize("sampling", [DRAWN, Sampling(temperature=0, repeat_penalty=1.05)])
+def test_drawn_tokens_and_their_probabilities_stay_the_same(ask, sampling):
+    requests = [([i, 2, 3] * 9, 60 + 20 * i, sampling) for i in range(3)]
+    plain, checked = ask(repeats, requests, checks=False), ask(repeats, requests)
+    assert [checked.told(i) for i in range(3)] == [plain.told(i) for i in range(3)]
+    assert any(rows > 3 for rows in checked.runner.rows)
+
+
+def test_guesses_that_are_wrong_end(ask):
+    requests = [([1, 2, 3], 900, Sampling(temperature=0))]
+    plain, checked = ask(misleads, requests, checks=False), ask(misleads, requests)
+    assert checked.reply(0) == plain.reply(0)
+    assert checked.seconds < 1.02 * plain.seconds
+    assert sum(rows > 1 for rows in checked.runner.rows[20:]) <= 900 // 64 + 5
+
+
+@pytest.mark.parametrize("n", [101, 102, 103, 104, 105])
+def test_no_token_comes_after_the_last_one(ask, n):
+    end = ask(repeats, [([1, 2, 3], n, Sampling(temperature=0))])
+    assert len(end.reply(0)) == end.ends[0].predicted_n == n and end.ends[0].reason == "length"
