@@ -14,10 +14,12 @@ from functools import partial
 
 from tests import environment
 from tests.soak import (
+    damaged_weights,
     engine_faults,
     full_disks,
     hostile_files,
     hostile_hub,
+    many_models,
     program_deaths,
     protocol_mutants,
     screen_storms,
@@ -31,6 +33,7 @@ from tests.soak import (
 
 PARTS = {
     "files": (hostile_files.run, 80_000),
+    "weights": (damaged_weights.run, 2_000),
     "hub": (hostile_hub.run, 20_000),
     "engine": (engine_faults.run, 1_000),
     "program": (program_deaths.run, 1_000),
@@ -42,6 +45,7 @@ PARTS = {
     "suspension": (suspensions.run, 400),
     "request": (server_schemas.run, 20_000),
     "protocol": (protocol_mutants.run, 40_000),
+    "models": (many_models.run, 20_000),
     "attack": (server_attacks.run, 4_000),
     "model-attack": (partial(server_attacks.run, real=True), 16_000),
 }

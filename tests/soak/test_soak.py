@@ -15,6 +15,7 @@ FEW = {
     "suspension": 2,
     "request": 10,
     "protocol": 300,
+    "models": 60,
     "attack": 100,
 }
 
