@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, Self
+from typing import Literal, NamedTuple, Self
 
 from engine.protocol.events import KernelProfile, KernelRole, KernelTime
 from widgets.pane import Line
@@ -79,6 +79,26 @@ def step_us(profile: KernelProfile) -> float:
     return max(profile.wall_us, kernels_us(profile)) or 1.0
 
 
+class Unit(NamedTuple):
+    """A unit of time: its name, its length in µs, and the decimals of a sum and of a kernel in it."""
+
+    name: str
+    us: float
+    decimals: int
+    kernel_decimals: int
+
+    def text(self, us: float) -> str:
+        return f"{us / self.us:,.{self.decimals}f}"
+
+
+MICROSECONDS, MILLISECONDS = Unit("µs", 1.0, 0, 1), Unit("ms", 1e3, 1, 2)
+
+
+def unit_of(profile: KernelProfile) -> Unit:
+    """The one unit in which all times of a profile are shown: 79,237 µs are 79.2 ms."""
+    return MILLISECONDS if step_us(profile) > 20_000 else MICROSECONDS
+
+
 def summary(profile: KernelProfile) -> list[GroupTime]:
     """The time of each group and of the gaps between kernels. The shares add up to 1."""
     whole, groups = step_us(profile), []
@@ -136,7 +156,8 @@ def header(
     text = _totals(profile, width - (len(state) if is_paused else 0))
     if len(state) > (room := max(0, width - len(text))):
         state = f"{state[: room - 1]}…" if room > 4 else ""
-    digits = len(f"{step_us(profile):,.0f}")
+    unit = unit_of(profile)
+    digits = len(unit.text(step_us(profile)))
     groups = summary(profile)
     has_gaps = kernels_us(profile) <= profile.wall_us
     if is_brief:
@@ -146,22 +167,23 @@ def header(
     return [
         [(text[:width], "strong"), (state, "warning")],
         *_answer_line(profile, data.answer_us, width),
-        *(_group_line(group, data.copy_gbps, width, digits) for group in groups),
+        *(_group_line(group, unit, data.copy_gbps, width, digits) for group in groups),
         *([] if has_gaps or is_brief else [_no_gaps_line(profile, width)]),
-        [(_titles(width), "strong")],
+        [(_titles(width, unit), "strong")],
     ]
 
 
 def _totals(profile: KernelProfile, width: int) -> str:
     """As many figures as fit; none is cut, since the digits that are left would be another figure."""
     total, calls = kernels_us(profile), sum(kernel.calls for kernel in profile.kernels)
-    wall = f"wall {profile.wall_us:,.0f} µs"
+    unit = unit_of(profile)
+    wall = f"wall {unit.text(profile.wall_us)} {unit.name}"
     count = counted(calls, "kernel")
-    text = longest_fitting((f"{count} · sum {total:,.0f} · {wall}", f"{count} · {wall}", wall), width)
+    text = longest_fitting((f"{count} · sum {unit.text(total)} · {wall}", f"{count} · {wall}", wall), width)
     gap = profile.wall_us - total
     for more in (
         f" · {profile.tokens} tokens" if profile.tokens > 1 else "",
-        f" · gap {gap:,.0f}" if gap >= 0 else "",
+        f" · gap {unit.text(gap)}" if gap >= 0 else "",
     ):
         text += more if len(text + more) <= width else ""
     return text
@@ -172,9 +194,9 @@ def _answer_line(profile: KernelProfile, answer_us: float | None, width: int) ->
     host, other clocks than at the time of the measurement, or a longer context."""
     if profile.step != "decode" or not answer_us:
         return []
-    share = f"{profile.wall_us / answer_us:.0%}"
+    share, unit = f"{profile.wall_us / answer_us:.0%}", unit_of(profile)
     texts = (
-        f"explains {share} of the last answer's {answer_us:,.0f} µs a token",
+        f"explains {share} of the last answer's {unit.text(answer_us)} {unit.name} a token",
         f"explains {share} of the last answer's time",
         f"explains {share} of the last answer",
         f"{share} of last answer",
@@ -182,8 +204,8 @@ def _answer_line(profile: KernelProfile, answer_us: float | None, width: int) ->
     return [[(longest_fitting(texts, width), "")]]
 
 
-def _group_line(group: GroupTime, copy_gbps: float | None, width: int, digits: int) -> Line:
-    figures = f"{group.name:<{_GROUP}}{group.total_us:>{max(8, digits + 1)},.0f} {group.share:>4.0%} "
+def _group_line(group: GroupTime, unit: Unit, copy_gbps: float | None, width: int, digits: int) -> Line:
+    figures = f"{group.name:<{_GROUP}}{unit.text(group.total_us):>{max(8, digits + 1)}} {group.share:>4.0%} "
     rest = width - len(figures)
     has_bandwidth = rest >= 28
     line: Line = [
@@ -219,11 +241,16 @@ def row(profile: KernelProfile, kernel: KernelTime, copy_gbps: float | None, wid
     role = longest_fitting((kernel.role, *_SHORT_ROLES.get(kernel.role, ())), role_width - 1)
     name = one_line(kernel.name)
     name = name if len(name) < name_width else name[: name_width - 2] + "…" if name_width > 1 else ""
-    us_decimals, gbps_decimals = 1 if kernel.total_us < 99_999 else 0, 0 if bandwidth >= 99.95 else 1
+    unit = unit_of(profile)
+    time_decimals = unit.kernel_decimals if kernel.total_us / unit.us < 99_999 else 0
+    gbps_decimals = 0 if bandwidth >= 99.95 else 1
     line: Line = [
         (role[: max(0, role_width - 1)].ljust(role_width), "dim" if name_width else ""),
         (name.ljust(name_width), ""),
-        (f"{kernel.calls:>{_CALLS}}{kernel.total_us:>{_US},.{us_decimals}f}{share:>{_SHARE}.0%}", ""),
+        (
+            f"{kernel.calls:>{_CALLS}}{kernel.total_us / unit.us:>{_US},.{time_decimals}f}{share:>{_SHARE}.0%}",
+            "",
+        ),
     ]
     if has_bar:
         line.append((f" {bar(share, _BAR)}", "value"))
@@ -233,10 +260,10 @@ def row(profile: KernelProfile, kernel: KernelTime, copy_gbps: float | None, wid
     return line
 
 
-def _titles(width: int) -> str:
+def _titles(width: int, unit: Unit) -> str:
     role_width, name_width, has_bar, has_roof = _columns(width)
     text = "role".ljust(role_width)[:role_width] + "kernel".ljust(name_width)[:name_width]
-    text += f"{'calls':>{_CALLS}}{'µs':>{_US}}{'%':>{_SHARE}}" + (" " * (_BAR + 1) if has_bar else "")
+    text += f"{'calls':>{_CALLS}}{unit.name:>{_US}}{'%':>{_SHARE}}" + (" " * (_BAR + 1) if has_bar else "")
     return text + f"{'GB/s':>{_GBPS}}" + (f"{'roof':>{_ROOF}}" if has_roof else "")
 
 

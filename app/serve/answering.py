@@ -1,6 +1,6 @@
 """A request for a completion from its arrival to its end, in whatever protocol it came."""
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 
 from starlette.requests import Request
@@ -13,6 +13,7 @@ from app.serve.service import Exchange
 from app.serve.stop_texts import StopTexts
 from engine.formats.tool_calls import ToolCallParser
 from engine.protocol.events import Chat, Generate
+from widgets.text import counted
 
 
 async def answer(request: Request, exchange: Exchange, asked: Asked) -> Response:
@@ -25,7 +26,8 @@ async def answer(request: Request, exchange: Exchange, asked: Asked) -> Response
         ServedAnswer(one, StopTexts(asked.stops), _parser(exchange, asked, one), asked.one_call)
         for one in asked.requests
     ]
-    values = _values(service.parts(exchange, answers), asked.reply, exchange)
+    values = _values(service.parts(exchange, answers), asked.reply)
+    values = _noting(values, answers, exchange)
     if not asked.is_streamed:
         await while_connected(request.receive, _exhaust(values))
         exchange.close(200)
@@ -42,7 +44,19 @@ def _parser(exchange: Exchange, asked: Asked, request: Generate) -> ToolCallPars
     return ToolCallParser(form, prompt.tools, in_pieces=asked.is_streamed and asked.reply.takes_pieces)
 
 
-async def _values(parts: Parts, reply: Reply, exchange: Exchange) -> AsyncGenerator[Json, None]:
+async def _noting(
+    values: AsyncGenerator[Json, None], answers: Sequence[ServedAnswer], exchange: Exchange
+) -> AsyncGenerator[Json, None]:
+    """`values`. Notes at their end how many calls of the model could not be read, and were given as text."""
+    async with aclosing(values):
+        async for value in values:
+            yield value
+    if misread := sum(answer.parser.misread for answer in answers if answer.parser):
+        unread = f"{counted(misread, 'call')} of tools could not be read"
+        exchange.note = "; ".join(filter(None, (exchange.note, unread)))
+
+
+async def _values(parts: Parts, reply: Reply) -> AsyncGenerator[Json, None]:
     """The values of a stream, after an empty one when the engine has begun. Raises ApiError."""
     has_begun = False
     async with aclosing(parts):

@@ -71,12 +71,13 @@ class FunctionCall(NamedTuple):
 
 class ToolCallParser:
     """Takes the text of a reply piece by piece, without its thinking. Text that could be the beginning of a call is
-    held back until the next pieces decide. What begins like a call and is none is text."""
+    held back until the next pieces decide. What begins like a call and is none is text: there were `misread` of it."""
 
     def __init__(self, form: ToolForm, tools: str, *, in_pieces: bool = False) -> None:
         """`tools` is `Chat.tools`. With `in_pieces`, the arguments of a call are given as they come, once it has begun
         with the name of one of `tools`: so they may turn out to be no JSON."""
         self._form, self._in_pieces = form, in_pieces
+        self.misread = 0
         self._schemas = dict(functions(tools))
         self._held = ""
         self._open: str | None = None  # what opened the call that is being read
@@ -173,6 +174,7 @@ class ToolCallParser:
         elif has_called:  # what follows a call, and is none
             yield from self._text(body.lstrip("}] \n"))
         else:
+            self.misread += bool(opened)
             yield from self._text(f"{opened}{body}{end if self._form.close else ''}")
 
     def _text(self, text: str) -> Iterator[str]:

@@ -486,3 +486,33 @@ def test_completion_of_commands():
     assert complete("/set top") == ["top_k", "top_p"]
     assert complete("/think ") == ["on", "off"]
     assert complete("hello /s") == complete("/nope x") == complete("") == []
+
+
+async def test_files_go_along_on_a_terminal_and_not_from_a_file_of_lines(
+    chat, history, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "notes.txt").write_text("The tide is high.\n")
+    (tmp_path / "b.bin").write_bytes(b"\0")
+    c = await chat("See @notes.txt", "See @b.bin", is_terminal=True)
+    assert "[notes.txt 18 characters]" in c.out and "b.bin is no text" in c.err
+    [file] = history.messages(1)[0].files
+    assert (file.name, file.text) == ("notes.txt", "The tide is high.\n")
+    assert c.drafts[2] == "See @b.bin", "it is not lost"
+    await chat("See @notes.txt")
+    assert history.messages(2)[0].files == ()
+
+
+async def test_a_chat_is_forked(chat, history):
+    c = await chat("One?", "Two?", "/fork", "Other?")
+    assert c.drafts[3] == "Two?"
+    assert [text for _, text in contents(history, 2)] == ["One?", "Yes.\n", "Other?", "Yes.\n"]
+    assert len(contents(history, 1)) == 4
+
+
+def test_completion_of_files(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "notes.txt").touch()
+    completer = CommandCompleter(completions())
+    [found] = completer.get_completions(Document("see @no"), CompleteEvent())
+    assert (found.text, found.start_position) == ("@notes.txt", -3)

@@ -742,6 +742,14 @@ async def test_the_tokenizer_is_described_as_vllm_does(served, model_file):
     assert back.json()["prompt"] == info["eos_token"]
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_call_that_cannot_be_read_is_text(served, stream):
+    client, service = served(FakeEngine(reply("<tool_call>\n{name: get_weather}\n</tool_call>")))
+    response = await client.post(CHAT, json={**HELLO, "tools": [WEATHER], "stream": stream})
+    assert "tool_calls" not in response.text and '"stop"' in response.text
+    assert service.handled[0].note == "1 call of tools could not be read"
+
+
 async def test_what_agents_send(served):
     engine = FakeEngine(reply('<tool_call>{"name": "patch", "arguments": {"input": "x"}}</tool_call>'))
     client, service = served(engine)

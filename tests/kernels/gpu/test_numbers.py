@@ -30,7 +30,9 @@ LONG = {  # other checks run the same kernels, in fewer steps of fewer models, o
     "check_chunks_leave_the_same_state",
     "check_delta_nets_of_one_token",
     "check_delta_nets_of_prompts_of_several_sequences",
+    "check_down_of_chosen_experts",
     "check_expert_products",
+    "check_gate_and_up_of_chosen_experts",
     "check_gated_heads",
     "check_head_sizes",
     "check_layers_side_by_side",
@@ -48,6 +50,7 @@ LONG = {  # other checks run the same kernels, in fewer steps of fewer models, o
     "check_profile_of_experts",
     "check_prompts_of_several_sequences",
     "check_router",
+    "check_rows_of_several_sequences",
     "check_rows_of_what_is_stored",
     "check_rows_side_by_side",
     "check_rows_with_delta_nets_and_gated_attention",
@@ -58,6 +61,7 @@ LONG = {  # other checks run the same kernels, in fewer steps of fewer models, o
     "check_sinks_of_prompts",
     "check_small_batch_divided",
     "check_sorted_assignments",
+    "check_what_is_stored",
 }
 SELECTED = [pytest.param(name, marks=thorough) if name in LONG else name for name in CHECKS]
 
