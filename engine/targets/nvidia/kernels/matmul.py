@@ -25,6 +25,7 @@ from tinygrad import UOp
 from tinygrad.uop.ops import AxisType
 
 from engine.kernels.kernel import Kernel
+from engine.targets.nvidia.kernels.device import capability
 from engine.targets.nvidia.kernels.half_pairs import PAIRS, quarter_pairs
 from engine.targets.nvidia.kernels.load_ahead import LoadedAhead
 from engine.targets.nvidia.kernels.matrix_bytes import QUARTER, UNIT, units_of
@@ -44,6 +45,7 @@ from engine.targets.nvidia.kernels.uops import (
 from engine.targets.nvidia.kernels.weight_layout import WeightLayout
 
 _MANY = 8  # blocks for each multiprocessor, of which four run at a time
+_MIN_CAPABILITY = 90  # on 8.6 to 8.9, registers spill if warps of a block take different numbers of steps
 _MAX_HALF = 65504.0  # the largest float16
 
 
@@ -111,11 +113,12 @@ def expert_tiles(tokens: int, used: int, n: int) -> ExpertTiles:
 def tiles_for(tokens: int, rows: int, cols: int, multiprocessors: int, paired: bool) -> Tiles:
     """Tiles that give every multiprocessor two blocks, by dividing the common dimension if there are too few. `paired`
     products are not divided, because the activation needs the whole sums of gate and up. If there are many, twice as
-    many tokens share a block, and the weights that it loads."""
+    many tokens share a block, and the weights that it loads, on GPUs where that is faster."""
     # Tall tiles: a weight is converted to half precision once for 128 tokens.
     tiles = Tiles(min(8, tokens // 16), 4, 1, 2, 1)
     blocks = -(-tokens // tiles.tokens) * -(-rows // tiles.width)
-    if blocks >= _MANY * multiprocessors and tokens % (2 * tiles.tokens) == 0:
+    is_tall = int(capability()[3:]) >= _MIN_CAPABILITY and tokens % (2 * tiles.tokens) == 0
+    if is_tall and blocks >= _MANY * multiprocessors:
         return replace(tiles, down=2)
     parts = 1
     while not paired and parts < 8 and blocks * parts < 2 * multiprocessors and units_of(cols) // parts >= 8:
