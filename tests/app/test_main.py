@@ -1,5 +1,6 @@
 """The command line, in this process with a synthetic engine; signals and pipes in processes of their own."""
 
+import codecs
 import contextlib
 import errno
 import fcntl
@@ -23,8 +24,10 @@ from app.main import main
 from engine.protocol.events import Sampling
 from presets import GUIDE, guide_path
 from tests import synthetic
+from tests.app.terminal import Terminal
 from tests.generated_model import write
 from tests.paths import ROOT
+from tests.waiting import LIMIT_S
 
 INSTANT = {"rate": 0, "load_s": 0, "prefill_s": 0}
 ESCAPES = "\x1b[31mred\x07 \x9b2J\u202e"
@@ -528,14 +531,20 @@ def test_the_way_back_is_printed_after_the_screen_is_left(model):
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("4H", 30, 100, 0, 0))
     process = start(model, INSTANT | {"tokens": 3}, stdin=theirs, stdout=theirs, stderr=theirs)
     os.close(theirs)
-    seen = ""
+    seen, terminal, ends = "", Terminal(100, 30), time.monotonic() + LIMIT_S
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def read_until(text):
+        """Frames hold what has changed, so a text may come in pieces: the screen has it whole."""
         nonlocal seen
         with contextlib.suppress(OSError):  # the terminal is closed
-            while text not in seen and select.select([ours], [], [], 60)[0]:
-                seen += os.read(ours, 1 << 16).decode(errors="replace")
-        assert text in seen, seen[-2000:]
+            while all(text not in line for line in terminal.display):
+                assert time.monotonic() < ends, terminal.text()
+                if select.select([ours], [], [], 1)[0]:
+                    new = decoder.decode(os.read(ours, 1 << 16))
+                    seen += new
+                    terminal.feed(new)
+        assert any(text in line for line in terminal.display), terminal.text()
 
     read_until("Ask anything")
     os.write(ours, b"why?\r")
