@@ -14,8 +14,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from engine.runtime.guesser import StepTimes
+from engine.runtime.guesser import Guesser, StepTimes
 from engine.runtime.jobs import Job
+from engine.runtime.lookup import Guess
 
 WORTH = 1.05
 """A check has to promise so many times the rate of a plain step."""
@@ -40,17 +41,14 @@ class Speculation:
         """What a step of these replies checks beside their last tokens, if that pays or has to be tried. One reply's
         guesses take all the room that there is."""
         rows = len(replies)
-        widths = [n for n in self._check_rows if n > rows and self._is_prepared(n)]
+        guesses = self._guesses(replies)
+        widths = [n for n in self._check_rows if guesses and n > rows and self._is_prepared(n)]
         if not widths or not self.times.seconds(rows):
             return None
         best, best_gain = None, WORTH
-        for place, job in enumerate(replies):
-            if not (guesser := job.guesser) or not job.may_check:
-                continue
-            text = job.answer.tokens
-            guess = guesser.guess(text, min(widths[-1] - rows, job.answer.left - 1))
+        for place, guesser, text, guess in guesses:
             least = 0.0 if guesser.is_due(text) else best_gain
-            for width in widths if guess.tokens else ():
+            for width in widths:
                 n = min(width - rows, len(guess.tokens))
                 if (gain := guesser.gain(guess, n, self.times, rows, width)) > least:
                     best, best_gain, least = Check(place, guess.tokens[:n], width), max(gain, best_gain), gain
@@ -60,3 +58,14 @@ class Speculation:
             assert checked.guesser
             checked.guesser.checking(match, checked.answer.tokens)
         return best
+
+    def _guesses(self, replies: Sequence[Job]) -> list[tuple[int, Guesser, Sequence[int], Guess]]:
+        """For each reply that has one its place, guesser, tokens, and guess."""
+        room = self._check_rows[-1] - len(replies) if self._check_rows else 0
+        found = list[tuple[int, Guesser, Sequence[int], Guess]]()
+        for place, job in enumerate(replies if room > 0 else ()):
+            if job.guesser and job.may_check:
+                text = job.answer.tokens
+                if (guess := job.guesser.guess(text, min(room, job.answer.left - 1))).tokens:
+                    found.append((place, job.guesser, text, guess))
+        return found

@@ -6,7 +6,7 @@ A decode step takes a token of each sequence in one pass over the weights, as pr
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import ceil
+from math import ceil, isfinite
 
 import numpy as np
 from numpy.typing import NDArray
@@ -116,13 +116,16 @@ class CPURunner:
                 self._set(self._lanes, [slot])
                 self._prefill()
         if rows:
-            least = self._model.tile_of(len(rows))
-            tile = min(tile for tile in self._decode if least <= tile)
+            tile = self._model.tile_of(len(rows))
+            if tile not in self._decode:
+                tile = min(larger for larger in self._decode if tile <= larger)
             self._set(tile, rows)
             self._decode[tile]()
         self._last = self._logits[: len(rows)]
         best: NDArray[np.int32] = self._last.argmax(1).astype(np.int32)  # the first NaN, if there is one
-        best[~np.isfinite(self._last[range(len(rows)), best])] = -1
+        for row, token in enumerate(best):  # faster than all at once: there are few rows
+            if not isfinite(self._last[row, token]):
+                best[row] = -1
         return best
 
     def not_finite(self, slot: Slot) -> ModelFileError:
