@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import subprocess
+    from typing import Any
 
 _PROGRAM = Path(__file__).resolve().parents[1]  # the checkout, or the folder of installed packages
 
@@ -35,7 +36,7 @@ def signal_group(leader: int, number: signal.Signals) -> None:
         os.killpg(leader, number)
 
 
-def kill(child: subprocess.Popen[str]) -> None:
+def kill(child: subprocess.Popen[Any]) -> None:
     """Kills a child, closes its pipes and waits for its end."""
     child.kill()
     with contextlib.suppress(OSError), child:  # leaving it closes the pipes and waits

@@ -31,6 +31,12 @@ class UsageError(OrinError):
     kind = "usage"
 
 
+class PictureError(OrinError):
+    """A picture is not read: its file is damaged, too large, or of a kind that is not known."""
+
+    kind = "usage"
+
+
 class ModelFileError(OrinError):
     """The model file is missing, damaged, or of a kind that the engine does not run."""
 

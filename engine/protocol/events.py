@@ -11,8 +11,17 @@ from typing import Literal
 import msgspec
 
 from engine.errors import EXIT_CODES, FailureKind, OrinError, one_line
+from engine.protocol.conversation import PICTURE_MARK as PICTURE_MARK
+from engine.protocol.conversation import Chat as Chat
+from engine.protocol.conversation import Message as Message
+from engine.protocol.conversation import Picture as Picture
+from engine.protocol.conversation import RawText as RawText
+from engine.protocol.conversation import Record as _Record
+from engine.protocol.conversation import Role as Role
+from engine.protocol.conversation import TokenIds as TokenIds
+from engine.protocol.conversation import ToolCall as ToolCall
+from engine.protocol.conversation import plain as plain
 
-Role = Literal["system", "user", "assistant", "tool"]
 StopReason = Literal["stop", "length", "cancelled"]
 Effort = Literal["low", "medium", "high"]
 KernelPath = Literal["auto", "fused", "graph"]
@@ -27,51 +36,6 @@ KernelRole = Literal[
 MESSAGE_CHARS = 500  # of a failure's message, and of its hint
 TOKEN_GAP = 2.0  # how many times as long a step may take that reads prompts, unless said otherwise
 MIN_TOKENS = 32  # the prefill rate of fewer new tokens is not shown, and no speed of fewer is recorded
-
-
-class _Record(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Base of all messages: frozen, keyword-only, and tagged with the class name (subclasses inherit the tag)."""
-
-
-class ToolCall(_Record, frozen=True, kw_only=True):
-    """A function that the model asked for. `arguments` is JSON, as the model wrote it."""
-
-    id: str
-    name: str
-    arguments: str
-
-
-class Message(_Record, frozen=True, kw_only=True):
-    """One turn of a conversation. `thinking` is the model's reasoning before `content`, if there was any. A message of
-    the role "tool" is the result of the call `tool_call_id` of the function `name`."""
-
-    role: Role
-    content: str
-    thinking: str = ""
-    tool_calls: tuple[ToolCall, ...] = ()
-    tool_call_id: str = ""
-    name: str = ""
-
-
-class Chat(_Record, frozen=True, kw_only=True):
-    """A conversation, for the model's chat template. `think` False asks a thinking model not to think. `tools` is a
-    JSON array of the functions that the model may ask for, in OpenAI's form, or ""."""
-
-    messages: tuple[Message, ...]
-    think: bool = True
-    tools: str = ""
-
-
-class RawText(_Record, frozen=True, kw_only=True):
-    """Text for the model without a template. Special tokens in it are read as plain text."""
-
-    text: str
-
-
-class TokenIds(_Record, frozen=True, kw_only=True):
-    """Token ids for the model, without a template or a tokenizer."""
-
-    ids: tuple[int, ...]
 
 
 class Sampling(_Record, frozen=True, kw_only=True):
@@ -119,7 +83,8 @@ class EngineOptions(_Record, frozen=True, kw_only=True):
     can do that. `kv` names the format of the KV cache (`engine.formats.kv_format`). `prefix_cache_bytes` limits what is
     kept on disk of the KV cache of long conversations (None: what the disk has room for). `token_gap`, 1 or more,
     bounds the time between two tokens of a reply while prompts are read, as a multiple of that without. `speculate`:
-    how next tokens are guessed, to check several in a step (`engine.runtime.speculation`)."""
+    how next tokens are guessed, to check several in a step (`engine.runtime.speculation`). `mmproj` is the file of the
+    encoder with which the model sees pictures ("": none)."""
 
     model_path: str
     backend: str = "auto"
@@ -135,6 +100,7 @@ class EngineOptions(_Record, frozen=True, kw_only=True):
     prefix_cache_bytes: int | None = 0
     token_gap: float = TOKEN_GAP
     speculate: Speculate = "auto"
+    mmproj: str = ""
 
 
 # --- commands ------------------------------------------------------------------------------------------
@@ -194,7 +160,8 @@ Command = Load | Request | Cancel | Shutdown
 
 class ModelInfo(_Record, frozen=True, kw_only=True):
     """The metadata of a model file. `quantization` is its file type ("Q4_K_M"), else the type that takes most bytes.
-    `trained_context` is in tokens. `thinks`: the chat template supports thinking. `takes_effort`: it reads how much."""
+    `trained_context` is in tokens. `thinks`: the chat template supports thinking. `takes_effort`: it reads how much.
+    `sees`: an encoder is loaded, so that messages may have pictures."""
 
     name: str
     architecture: str
@@ -204,6 +171,7 @@ class ModelInfo(_Record, frozen=True, kw_only=True):
     trained_context: int
     thinks: bool
     takes_effort: bool = False
+    sees: bool = False
 
 
 class Loading(_Record, frozen=True, kw_only=True):
@@ -293,6 +261,19 @@ class Ready(_Record, frozen=True, kw_only=True):
             return 0
         windows = min(position, self.window) * self.window_kv_bytes_per_token
         return self.weight_bytes_per_token + self.state_bytes + position * self.kv_bytes_per_token + windows
+
+
+class Seeing(_Record, frozen=True, kw_only=True):
+    """Of the prompt's `pictures`, the one at `index` becomes `tokens` tokens: `done` of `total` parts of the encoder's
+    work on it are done. Comes before `Prefilling`, at most four times a second while a picture is encoded, and for each
+    picture once with `done` equal to `total`, also if nothing was to be computed for it."""
+
+    request_id: int
+    index: int
+    pictures: int
+    tokens: int
+    done: int
+    total: int
 
 
 class Prefilling(_Record, frozen=True, kw_only=True):
@@ -475,7 +456,7 @@ class Failed(_Record, frozen=True, kw_only=True):
 
 
 Event = (
-    Loading | Warming | Ready | Prefilling | Token | Thinking | ExpertChoices | Finished | Slots | Measured
+    Loading | Warming | Ready | Seeing | Prefilling | Token | Thinking | ExpertChoices | Finished | Slots | Measured
     | KernelProfile | Failed
 )  # fmt: skip
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 from engine.protocol.events import Command, Event, encode
 
-MAX_FRAME_BYTES = 64 << 20
+MAX_FRAME_BYTES = 512 << 20  # of a conversation with its pictures
 _LENGTH_BYTES = 4
 
 

@@ -1,0 +1,113 @@
+"""Decodes pictures in a process of its own (`picture_process`), and kills the process if that takes too long."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+import weakref
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.child_process import kill
+from engine.errors import PictureError
+
+MAX_BYTES = 20 << 20  # of a picture's file
+START_S = 30.0  # for the process to start; on a busy machine that takes seconds
+DECODE_S = 30.0  # 64 million pixels take about 2 s on a fast machine
+
+
+@dataclass(frozen=True)
+class Pixels:
+    """A decoded picture: `rgb` is uint8 [height, width, 3], upright, with white where it was transparent. `hash` is of
+    its size and pixels. `full` is its width and height before it was made to fit, `format` as "JPEG". `is_animated`:
+    it is the first of several frames."""
+
+    rgb: NDArray[np.uint8]
+    hash: str
+    full: tuple[int, int]
+    format: str
+    is_animated: bool
+
+
+class PictureDecoder:
+    """A process that decodes pictures and ends with this object. It starts with the first picture, or with `start`, and
+    again if it was killed. Any thread may use it, one at a time."""
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[bytes] | None = None
+        self._ready = False
+        self._turn = threading.Lock()
+
+    def start(self) -> None:
+        """Starts the process and does not wait for it. Raises PictureError."""
+        script = Path(__file__).with_name("picture_process.py")
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", str(script)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,  # so that Ctrl-C in the terminal does not end it
+            )
+        except OSError as error:
+            hint = f"The system says: {error.strerror}. Free some memory and try again."
+            raise PictureError("The process that decodes pictures does not start.", hint) from None
+        self._kill = weakref.finalize(self, kill, self._process)
+        self._ready = False
+
+    def decode(self, data: bytes, within: tuple[int, int] | None = None) -> Pixels:
+        """The pixels of a file, made to fit into the width and height `within`. Raises PictureError."""
+        if len(data) > MAX_BYTES:
+            size = f"{len(data) / 1e6:.1f} MB"
+            raise PictureError(f"The picture's file has {size}. At most {MAX_BYTES >> 20} MiB are read.")
+        with self._turn:
+            line, pixels = self._answer(data, within)
+        about = json.loads(line)
+        if reason := about.get("refused"):
+            raise PictureError(reason)
+        return Pixels(
+            np.frombuffer(pixels, np.uint8).reshape(about["height"], about["width"], 3),
+            about["hash"],
+            tuple(about["full"]),
+            about["format"],
+            about["is_animated"],
+        )
+
+    def _answer(self, data: bytes, within: tuple[int, int] | None) -> tuple[bytes, bytes]:
+        if self._process is None or self._process.poll() is not None:
+            self.start()
+        assert self._process and self._process.stdin and self._process.stdout
+        out = self._process.stdout
+        timer = threading.Timer(DECODE_S if self._ready else START_S + DECODE_S, self._process.kill)
+        timer.start()
+        try:
+            if not self._ready and out.readline() != b"ready\n":
+                self._end()
+                raise PictureError(
+                    "The process that decodes pictures does not start.", "Install orin-chat again."
+                )
+            self._ready = True
+            request = {"bytes": len(data), "within": within}
+            with suppress(BrokenPipeError):  # the process has died; reading finds that out
+                self._process.stdin.write(json.dumps(request).encode() + b"\n" + data)
+                self._process.stdin.flush()
+            line = out.readline()
+            about = json.loads(line) if line.endswith(b"\n") else {}
+            count = 0 if "refused" in about else about.get("width", 0) * about.get("height", 0) * 3
+            pixels = out.read(count)
+        finally:
+            timer.cancel()
+        if not about or len(pixels) < count:  # the process was killed, or died
+            self._end()
+            raise PictureError("The picture takes too much time or memory to decode.")
+        return line, pixels
+
+    def _end(self) -> None:
+        self._kill()
+        self._process = None

@@ -1,0 +1,134 @@
+"""The process that decodes pictures: `picture` runs this file as a script.
+
+A picture is an untrusted file, and its decoders are C. So they run here, with limits on memory and processor time, and
+the parent process kills this one when it takes too long.
+
+The parent writes a line of JSON, {"bytes", "within"}, and then so many bytes of a file. The answer is a line of JSON:
+{"refused"} with a sentence, or {"width", "height", "full", "format", "is_animated", "hash"}, and then the pixels, RGB
+row by row. "within" is null, or the width and height into which the picture is made to fit; "full" is its size before.
+The hash is of the width and the pixels.
+"""
+
+import hashlib
+import io
+import json
+import resource
+import sys
+import warnings
+from contextlib import suppress
+from typing import Any
+
+from PIL import Image, ImageOps, UnidentifiedImageError
+
+MEMORY_BYTES = 2 << 30
+DECODING_S = 20  # of processor time: ends the process if its parent has died
+MAX_PIXELS = 64_000_000
+FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP")
+_ORIENTATION = 0x112  # EXIF's tag; from 5 on, rows and columns change places
+_ISO_BRANDS = {b"avif": "an AVIF"} | dict.fromkeys((b"heic", b"heix", b"hevc", b"mif1", b"msf1"), "a HEIC")
+
+
+class Refusal(Exception):
+    """Why a picture is not decoded, in a sentence."""
+
+
+def answer(data: bytes, within: tuple[int, int] | None) -> tuple[dict[str, Any], bytes]:
+    """The answer to a file, and its pixels."""
+    try:
+        return _decoded(data, within)
+    except Refusal as refusal:
+        reason = str(refusal)
+    except UnidentifiedImageError:
+        reason = _unknown(data)
+    except (MemoryError, Image.DecompressionBombError):
+        reason = "The picture takes too much memory."
+    except Exception as error:  # of Pillow's decoders: there is no end to what they raise
+        text = " ".join(str(error).split())
+        reason = f"The picture is damaged: {text[:200] or type(error).__name__}."
+    return {"refused": reason}, b""
+
+
+def _decoded(data: bytes, within: tuple[int, int] | None) -> tuple[dict[str, Any], bytes]:
+    picture = Image.open(io.BytesIO(data), formats=FORMATS)  # reads the header
+    width, height = picture.size
+    if width * height > MAX_PIXELS:
+        raise Refusal(
+            f"The picture has {width} x {height} pixels, {width * height / 1e6:.0f} million. "
+            f"At most {MAX_PIXELS / 1e6:.0f} million are read."
+        )
+    # An MPO is a JPEG with more pictures after it, such as previews.
+    about = {
+        "format": "JPEG" if picture.format == "MPO" else picture.format,
+        "is_animated": picture.format != "MPO" and getattr(picture, "is_animated", False),
+    }
+    if within:
+        picture.draft("RGB", (within[0] * 2, within[1] * 2))  # decodes a JPEG at a part of its size
+    upright, is_turned = _upright(picture)
+    about["full"] = (height, width) if is_turned else (width, height)
+    rgb = _rgb(upright)
+    if within:
+        rgb.thumbnail(within)
+    pixels = rgb.tobytes()
+    digest = hashlib.blake2b(b"%d " % rgb.width + pixels, digest_size=16).hexdigest()
+    return about | {"width": rgb.width, "height": rgb.height, "hash": digest}, pixels
+
+
+def _upright(picture: Image.Image) -> tuple[Image.Image, bool]:
+    """A picture turned as its camera says, and whether rows and columns have changed places."""
+    try:
+        return ImageOps.exif_transpose(picture), picture.getexif().get(_ORIENTATION, 1) >= 5
+    except (OSError, MemoryError):
+        raise
+    except Exception:  # what the camera says makes no sense
+        return picture, False
+
+
+def _rgb(picture: Image.Image) -> Image.Image:
+    """What is transparent becomes white."""
+    if picture.has_transparency_data:
+        picture = picture.convert("RGBA")
+        white = Image.new("RGBA", picture.size, "white")
+        white.alpha_composite(picture)
+        picture = white
+    elif picture.mode.startswith("I"):  # 16 bits of grey; Pillow's own conversion makes 255 of all above
+        picture = picture.convert("I").point(lambda value: value * (255 / 65535)).convert("L")
+    return picture.convert("RGB")
+
+
+def _unknown(data: bytes) -> str:
+    """Of a file whose kind is not decoded."""
+    kind = _ISO_BRANDS.get(data[8:12], "") if data[4:8] == b"ftyp" else ""
+    if data[:4] in (b"II*\0", b"MM\0*"):
+        kind = "a TIFF"
+    elif b"<svg" in data[:1000]:
+        kind = "an SVG"
+    what = f"This is {kind} file" if kind else "This is not a picture"
+    return f"{what}. JPEG, PNG, WebP, GIF and BMP are read."
+
+
+def _limit_processor_time() -> None:
+    """Allows a little more than the process has used so far."""
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    limit = int(used.ru_utime + used.ru_stime) + 1 + DECODING_S
+    resource.setrlimit(resource.RLIMIT_CPU, (limit, resource.RLIM_INFINITY))
+
+
+def main() -> None:
+    with suppress(OSError, ValueError):  # not every system has this limit
+        resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, resource.RLIM_INFINITY))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    warnings.simplefilter("ignore")
+    Image.MAX_IMAGE_PIXELS = MAX_PIXELS  # for parts of a file; Pillow refuses more than twice as many
+    Image.init()
+    print("ready", flush=True)
+    files, out = sys.stdin.buffer, sys.stdout.buffer
+    while line := files.readline():
+        request = json.loads(line)
+        _limit_processor_time()
+        about, pixels = answer(files.read(request["bytes"]), request["within"])
+        out.write(json.dumps(about).encode() + b"\n" + pixels)
+        out.flush()
+
+
+if __name__ == "__main__":
+    main()

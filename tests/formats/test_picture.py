@@ -1,0 +1,75 @@
+"""Pictures become pixels in a process with limits, and what is wrong with one is said in a sentence."""
+
+import io
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from engine.errors import PictureError
+from engine.formats.picture import PictureDecoder
+
+
+@pytest.fixture(scope="module")
+def decoder():
+    return PictureDecoder()
+
+
+def file_of(picture: Image.Image, kind: str = "PNG", **options) -> bytes:
+    data = io.BytesIO()
+    picture.save(data, kind, **options)
+    return data.getvalue()
+
+
+def test_pixels_are_rgb_upright_and_white_where_nothing_is(decoder):
+    half = Image.new("RGBA", (3, 2), (255, 0, 0, 255))
+    half.putpixel((0, 0), (0, 0, 0, 0))
+    assert decoder.decode(file_of(half)).rgb[0].tolist() == [[255, 255, 255], [255, 0, 0], [255, 0, 0]]
+
+    turned = Image.new("RGB", (40, 20), "navy")
+    exif = turned.getexif()
+    exif[0x112] = 6
+    pixels = decoder.decode(file_of(turned, "JPEG", exif=exif), (10, 10))
+    assert (pixels.full, pixels.format, pixels.rgb.shape) == ((20, 40), "JPEG", (10, 5, 3))
+
+    grey = Image.fromarray(np.array([[0, 256, 65535]], np.uint16))  # 16 bits
+    assert decoder.decode(file_of(grey)).rgb[0, :, 0].tolist() == [0, 0, 255]
+
+
+def test_the_hash_is_of_the_pixels_and_their_shape(decoder):
+    wide, high = (Image.new("L", size, 7) for size in ((4, 2), (2, 4)))
+    assert decoder.decode(file_of(wide)).hash == decoder.decode(file_of(wide, "BMP")).hash
+    assert decoder.decode(file_of(wide)).hash != decoder.decode(file_of(high)).hash
+
+
+def test_of_an_animation_the_first_frame_is_read(decoder):
+    frames = [Image.new("RGB", (2, 2), color) for color in ("red", "blue")]
+    pixels = decoder.decode(
+        file_of(frames[0], "WEBP", save_all=True, append_images=frames[1:], lossless=True)
+    )
+    assert pixels.is_animated and pixels.rgb[0, 0].tolist() == [255, 0, 0]
+
+
+@pytest.mark.parametrize(
+    ("data", "reason"),
+    [
+        (b"", "not a picture"),
+        (b"\0\0\0\x18ftypheic", "a HEIC file"),
+        (b"<?xml version='1.0'?><svg/>", "an SVG file"),
+        (file_of(Image.new("L", (10_000, 10_000))), "10000 x 10000 pixels, 100 million"),
+        (file_of(Image.effect_noise((90, 90), 50))[:2000], "damaged"),
+        (bytes(21 << 20), "At most 20 MiB"),
+    ],
+    ids=["empty", "heic", "svg", "large", "cut off", "large file"],
+)
+def test_what_is_not_read_is_said(decoder, data, reason):
+    with pytest.raises(PictureError, match=reason):
+        decoder.decode(data)
+
+
+def test_a_killed_process_is_replaced(decoder):
+    picture = file_of(Image.new("RGB", (1, 1), "lime"))
+    decoder.decode(picture)
+    decoder._process.kill()
+    decoder._process.wait()
+    assert decoder.decode(picture).rgb.tolist() == [[[0, 255, 0]]]
