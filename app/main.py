@@ -135,7 +135,7 @@ def _chat(arguments: Sequence[str]) -> int:
 
         is_chat = not args.one_shot and not args.once
         path, problem = find_model(args.model, settings, or_built_in=is_chat)
-        configuration = configuration.with_model(path)
+        configuration = configuration.with_model(path, args.mmproj)
     if args.once:
         import asyncio
 

@@ -16,8 +16,11 @@ from typing import Any, NamedTuple, Self
 from msgspec.structs import asdict, replace
 
 from app.chat.settings import Settings, check_sampling
+from engine.catalog.encoders import encoder_beside
+from engine.errors import UsageError
 from engine.protocol.events import EngineOptions, Matvec, Ready, Sampling
 from presets.loader import Preset
+from widgets.text import one_line
 
 
 class Configuration(NamedTuple):
@@ -26,8 +29,10 @@ class Configuration(NamedTuple):
     keep_warm_s: float = 0.0
     """For how long the engine lives on when the program ends, for the next run."""
 
-    def with_model(self, path: Path) -> Self:
-        return self._replace(engine=replace(self.engine, model_path=str(path)))
+    def with_model(self, path: Path, mmproj: str | None = None) -> Self:
+        """`mmproj`: see `encoder_of`."""
+        engine = replace(self.engine, model_path=str(path), mmproj=encoder_of(path, mmproj))
+        return self._replace(engine=engine)
 
 
 def configure(
@@ -64,6 +69,18 @@ def configure(
     return Configuration(EngineOptions(model_path=model_path, **engine), chosen)
 
 
+def encoder_of(model: Path, asked: str | None = None) -> str:
+    """The file of the encoder with which a model sees: the one that is `asked` for ("off": none), else the one beside
+    the model. "" if there is none. Raises UsageError if there is no such file."""
+    if asked is None:
+        return str(encoder_beside(model) or "")
+    if asked != "off" and not Path(asked).expanduser().is_file():
+        raise UsageError(
+            f"There is no file {one_line(asked)}.", "Give the path of the encoder: --mmproj FILE."
+        )
+    return "" if asked == "off" else str(Path(asked).expanduser())
+
+
 def without_effect(sampling: Sampling, ready: Ready) -> tuple[str, ...]:
     """Sentences about options that the model does not heed."""
     if sampling.effort and not ready.model.takes_effort:
@@ -76,7 +93,7 @@ def with_other_model(options: EngineOptions, path: Path, trained_context: int = 
     length = options.context_length
     if isinstance(length, int) and trained_context:
         length = min(length, trained_context)
-    return replace(options, model_path=str(path), context_length=length)
+    return replace(options, model_path=str(path), mmproj=encoder_of(path), context_length=length)
 
 
 def _fields(preset: Preset) -> dict[str, Any]:

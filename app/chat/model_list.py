@@ -7,6 +7,7 @@ from pathlib import Path
 
 from app.chat.speed_history import ModelRecord, model_records
 from engine.catalog import cache
+from engine.catalog.encoders import encoder_beside
 from engine.catalog.files import quantization_of
 from engine.catalog.names import HubModel, Source, WebFile, known_models, parse, short_name
 from engine.description import file_summary
@@ -23,7 +24,8 @@ from widgets.text import as_count
 class Entry:
     """A model. Where `path` is None it is not on this machine, and `size_bytes`, `parameters`, `context_length`
     (tokens) and `need_bytes` (the memory that it needs with the default context) are 0. `active_parameters`: those that
-    a token uses. `problem` says why it cannot be used, "" if it can. `record` None: not used here yet."""
+    a token uses. `problem` says why it cannot be used, "" if it can. `record` None: not used here yet. `encoder`: with
+    which it sees pictures."""
 
     name: str
     source: Source
@@ -37,6 +39,7 @@ class Entry:
     need_bytes: int = 0
     record: ModelRecord | None = None
     problem: str = ""
+    encoder: Path | None = None
 
     @property
     def parameters_text(self) -> str:
@@ -104,6 +107,7 @@ def read_entry(source: Source, path: Path, names: Mapping[str, str] = {}) -> Ent
                 need_bytes=need_bytes,
                 record=record,
                 problem=problem,
+                encoder=encoder_beside(path),
             )
     except Exception as error:  # whatever is wrong with a file, it must not hide the others
         size = path.stat().st_size if path.is_file() else 0

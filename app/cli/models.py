@@ -76,7 +76,7 @@ def _row(entry: Entry) -> tuple[str, ...]:
     cells = (
         entry.name,
         as_bytes(entry.size_bytes),
-        entry.quantization or UNKNOWN,
+        (entry.quantization or UNKNOWN) + (", sees" if entry.encoder else ""),
         entry.parameters_text or UNKNOWN,
         f"{entry.context_length:,}" if entry.context_length else UNKNOWN,
         ago(entry.record.used_at) if entry.record else UNKNOWN,
@@ -110,6 +110,8 @@ def pull(args: Namespace, aliases: Mapping[str, str]) -> None:
         return
     facts = f"{entry.quantization}, {as_bytes(entry.size_bytes)}"
     print(one_line(f"{entry.name} is {path.name} ({facts}): {path}"))
+    if entry.encoder:
+        print(one_line(f"It sees pictures, with {_encoder_text(entry.encoder)}"))
     if entry.problem:
         print(one_line(entry.problem), file=sys.stderr)
 
@@ -203,6 +205,7 @@ def show(args: Namespace, aliases: Mapping[str, str]) -> None:
         ("name", entry.name),
         ("file", str(path)),
         ("type", f"{entry.quantization}, {as_bytes(entry.size_bytes)}"),
+        *([("pictures", _encoder_text(entry.encoder))] if entry.encoder else ()),
         ("architecture", entry.architecture),
         ("parameters", entry.parameters_text),
         ("context", f"{entry.context_length:,} tokens"),
@@ -284,6 +287,10 @@ def _memory_rows(memory: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         )
 
 
+def _encoder_text(encoder: Path) -> str:
+    return f"{encoder.name} ({as_bytes(encoder.stat().st_size)}): {encoder}"
+
+
 def _plain(value: object) -> Any:
     """A metadata value for printing; of a list, its length."""
     if isinstance(value, np.ndarray):
@@ -342,4 +349,5 @@ def _as_json(entry: Entry) -> dict[str, Any]:
         "tokens_per_s": entry.tokens_per_s,
         "backend": (entry.record.backend or None) if entry.record else None,
         "problem": entry.problem or None,
+        "mmproj": None if entry.encoder is None else str(entry.encoder),
     }

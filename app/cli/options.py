@@ -167,7 +167,8 @@ def _refuse_contradictions(args: argparse.Namespace) -> None:
     resumed = args.resume or args.chat is not None
     asked_of_chat = args.one_shot or resumed
     for_programs = args.raw or args.json or args.ignore_eos
-    set_up = args.preset or args.backend or args.context or args.kv or args.speculate or args.beam is not None
+    chosen = args.preset, args.mmproj, args.backend, args.context, args.kv, args.speculate
+    set_up = any(chosen) or args.beam is not None
     keyed = args.engine or args.llama_server
     no_screen = args.plain or args.once
     alone = args.one_shot or no_screen or args.engine
@@ -318,6 +319,11 @@ def add_engine(add: Callable[..., Any]) -> None:
         "--model",
         metavar="NAME",
         help="qwen3:0.6b, hf.co/user/repository, a GGUF file (the last one, or orin-guide)",
+    )
+    add(
+        "--mmproj",
+        metavar="FILE",
+        help="the encoder with which it sees pictures (the one beside it); off: none",
     )
     add("--preset", metavar="NAME", help="how the engine is set up: cpu, cuda, nv, safe or one of your own")
     add_backend(add)

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
+from app.chat.configuration import encoder_of
 from app.chat.settings import Settings
 from app.cli import options
 from app.cli.model_file import model_path
@@ -49,6 +50,8 @@ def run(arguments: Sequence[str], settings: Settings) -> int:
 
     key, configuration = options.key(args), options.configuration(args, settings)
     paths = _models(args, settings)
+    if len(paths) > 1 and args.mmproj not in (None, "off"):
+        raise UsageError("--mmproj FILE is for one model.", "Those of --models are found beside them.")
     with listen(args.host, args.port) as sock:
         host, port = sock.getsockname()[:2]
         if not key and not is_loopback(host):
@@ -61,9 +64,9 @@ def run(arguments: Sequence[str], settings: Settings) -> int:
         def service_of(name: str) -> Service:
             file = ModelFile.read(paths[name])  # clients that come meanwhile wait
             keep_warm_s = configuration.keep_warm_s if len(paths) == 1 else None
-            engine = LocalEngine(
-                replace(engine_options, model_path=str(paths[name])), keep_warm_s=keep_warm_s
-            )
+            path, mmproj = paths[name], encoder_of(paths[name], args.mmproj)
+            options_of_model = replace(engine_options, model_path=str(path), mmproj=mmproj)
+            engine = LocalEngine(options_of_model, keep_warm_s=keep_warm_s)
             service = Service(
                 engine,
                 model=name,

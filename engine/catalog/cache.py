@@ -17,6 +17,7 @@ from urllib.parse import urlsplit
 
 import platformdirs
 
+from engine.catalog.encoders import is_encoder
 from engine.catalog.files import models_among, pick
 from engine.catalog.names import DEFAULT_REVISION, HubModel, WebFile
 
@@ -82,8 +83,9 @@ def installed() -> list[Installed]:
 
 
 def remove(model: Installed) -> int:
-    """Deletes a model, and what an unfinished download of it left; returns the bytes freed. Files that other
-    snapshots of the repository use stay, and so does what lies outside the cache. Raises OSError."""
+    """Deletes a model, and what an unfinished download of it left; returns the bytes freed. With the last model of a
+    repository, its encoders go. Files that other snapshots of the repository use stay, and so does what lies outside
+    the cache. Raises OSError."""
     if isinstance(model.source, WebFile):
         size = model.size_bytes
         shutil.rmtree(model.path.parent)
@@ -92,6 +94,9 @@ def remove(model: Installed) -> int:
     root = folder / "snapshots"
     names = {path.relative_to(root / path.relative_to(root).parts[0]) for path in model.paths}
     links = [snapshot / name for snapshot in _snapshots(folder) for name in names]
+    present = {snapshot / name for snapshot in _snapshots(folder) for name in _files(snapshot)}
+    if not models_among(link.relative_to(root).as_posix() for link in present.difference(links)):
+        links += [link for link in present.difference(links) if is_encoder(link.name)]
     blobs = {link.parent / link.readlink() for link in links if link.is_symlink()}
     freed = sum(link.stat().st_size for link in links if link.is_file() and not link.is_symlink())
     for link in links:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from engine.catalog import cache, hub
+from engine.catalog.encoders import SEEING, encoders_among
 from engine.catalog.files import models_among, must_pick
 from engine.catalog.hub import DownloadError, RemoteFile
 from engine.catalog.names import HubModel, WebFile
@@ -53,7 +54,7 @@ def download(
 
 @dataclass(frozen=True)
 class RemoteModel:
-    """A model on the hub, at one commit."""
+    """A model on the hub, at one commit: its parts, then its encoder if it has one."""
 
     commit: str
     files: tuple[RemoteFile, ...]
@@ -71,7 +72,8 @@ def find_on_hub(model: HubModel) -> RemoteModel:
     picked = must_pick(model, models_among(repository.files))
     if repository.architecture:
         check_architecture(repository.architecture, str(model))
-    files = tuple(repository.files[name] for name in picked.files)
+    encoders = encoders_among(repository.files, picked.file) if repository.architecture in SEEING else []
+    files = tuple(repository.files[name] for name in (*picked.files, *encoders[:1]))
     if empty := next((file.name for file in files if file.size_bytes == 0), ""):
         raise DownloadError(f"{printable(empty)} is empty on the hub.", "Choose another repository.")
     return RemoteModel(repository.commit, files, frozenset(file.digest for file in repository.files.values()))

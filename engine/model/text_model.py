@@ -17,6 +17,7 @@ from engine.description import file_summary
 from engine.description.architectures import read_spec
 from engine.description.spec import ModelSpec
 from engine.devices.device_name import device_name
+from engine.errors import UsageError
 from engine.fixes import compiler_processes, program_cache
 from engine.formats.gguf import GGUF
 from engine.formats.kv_format import KVFormat
@@ -33,6 +34,7 @@ from engine.model.memory_need import MemoryNeed, check_fits, chosen_context, squ
 from engine.model.open_runner import open_runner
 from engine.model.pending_encoder import PendingEncoder
 from engine.protocol.events import (
+    Chat,
     EngineOptions,
     Event,
     Finished,
@@ -180,6 +182,11 @@ class TextModel:
     def begin(self, request: Generate, report: Report) -> Answer:
         """The answer to a request, for `scheduler`. Only one thread may call it, but any. Raises ContextFullError,
         TemplateError and UsageError."""
+        if isinstance(request.prompt, Chat) and request.prompt.pictures and not self.ready.model.sees:
+            raise UsageError(
+                f"{self.ready.model.name} sees no pictures: it has no encoder for them.",
+                "Take a model that does, or name its encoder: --mmproj FILE.",
+            )
         return self._answers.begin(request, report)
 
     def generate(self, request: Generate, report: Report, cancelled: Callable[[], bool]) -> Finished:

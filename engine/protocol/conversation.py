@@ -51,6 +51,11 @@ class Chat(Record, frozen=True, kw_only=True):
     think: bool = True
     tools: str = ""
 
+    @property
+    def pictures(self) -> tuple[Picture, ...]:
+        """Those of all messages."""
+        return tuple(picture for message in self.messages for picture in message.pictures)
+
 
 class RawText(Record, frozen=True, kw_only=True):
     """Text for the model without a template. Special tokens in it are read as plain text."""

@@ -1,0 +1,80 @@
+"""Encoders of pictures: the "mmproj" files beside models and in their repositories."""
+
+import contextlib
+import re
+from collections.abc import Iterable
+from itertools import pairwise, takewhile
+from pathlib import Path
+
+from engine.catalog.files import is_safe, quantization_of
+from engine.errors import ModelFileError
+
+# The encoders that run, by `clip.projector_type`, and the architectures of the models that they are for.
+MODELS_OF = {
+    "qwen3vl_merger": {"qwen35", "qwen35moe"},
+    "gemma3": {"gemma3"},
+    "gemma4v": {"gemma4"},
+    "pixtral": {"mistral3"},
+}
+SEEING = frozenset().union(*MODELS_OF.values())
+"""The architectures of models that see with an encoder."""
+_PREFERRED = ("F16", "BF16", "Q8_0", "F32")
+_ENCODER = re.compile(r"mmproj[^/]*\.gguf$", re.I)
+
+
+def is_encoder(file: str) -> bool:
+    """Whether the name of a file is that of an encoder."""
+    return _ENCODER.search(file) is not None
+
+
+def encoders_among(files: Iterable[str], model: str) -> list[str]:
+    """The encoders among the names of files, the best for the file `model` first: those in its folder, those whose
+    names have most in common with its name, and the types that published models have."""
+    folder, _, name = model.rpartition("/")
+
+    def rank(file: str) -> tuple[bool, int, int, str]:
+        quantization = quantization_of(file)
+        kind = _PREFERRED.index(quantization) if quantization in _PREFERRED else len(_PREFERRED)
+        return file.rpartition("/")[0] != folder, -_in_common(file.rpartition("/")[2], name), kind, file
+
+    return sorted((file for file in files if is_encoder(file) and is_safe(file)), key=rank)
+
+
+def _in_common(encoder: str, model: str) -> int:
+    """How many characters the names begin with alike, without "mmproj"."""
+    pairs = zip(re.sub(r"mmproj[-_.]?", "", encoder.lower()), model.lower(), strict=False)
+    return len(list(takewhile(lambda pair: pair[0] == pair[1], pairs)))
+
+
+def encoder_beside(model: Path) -> Path | None:
+    """The encoder for a model's file: the best one that fits it, in its folder or, in the hub's cache, anywhere in its
+    repository. None if there is none."""
+    snapshot = _snapshot(model)
+    folder = snapshot or model.parent
+    try:
+        files = [file for file in (folder.rglob if snapshot else folder.glob)("*.gguf") if file.is_file()]
+        found = (file.relative_to(folder).as_posix() for file in files)
+        names = encoders_among(found, model.relative_to(folder).as_posix())
+        return next((folder / name for name in names if fits(folder / name, model)), None)
+    except OSError:
+        return None
+
+
+def fits(encoder: Path, model: Path) -> bool:
+    """Whether an encoder runs, and is for models such as this one. Reads the heads of both files."""
+    from engine.formats.gguf import GGUF  # imports numpy
+
+    with contextlib.suppress(ModelFileError, OSError), GGUF(encoder) as seen, GGUF(model) as file:
+        architecture = file.get("general.architecture", str, "")
+        kind = seen.get("clip.projector_type", str, "") or seen.get("clip.vision.projector_type", str, "")
+        width = file.get(f"{architecture}.embedding_length", int, 0)
+        return (
+            architecture in MODELS_OF.get(kind, ())
+            and seen.get("clip.vision.projection_dim", int, 0) == width
+        )
+    return False
+
+
+def _snapshot(model: Path) -> Path | None:
+    """The folder of a repository's files at one commit, in the hub's cache; None for a file elsewhere."""
+    return next((folder for folder, root in pairwise(model.parents) if root.name == "snapshots"), None)
