@@ -7,7 +7,9 @@ follows from: the function that builds it, the function's arguments, and the sou
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
 from enum import Enum
 from types import FunctionType
@@ -19,12 +21,26 @@ from tinygrad.engine import realize
 from tinygrad.uop.ops import Ops
 
 from engine.disk_cache import disk_cache, source_digest
+from engine.errors import PreemptedError
 
 KernelFunction = Callable[..., UOp]
 """A function that takes placeholders of buffers and returns a kernel's graph: a kernel of a CPU."""
 
 _programs: dict[UOp, UOp] = {}  # the programs of the graphs that this process has compiled
 _cache_keys: dict[UOp, str] = {}  # graphs to compile, and the keys of their programs in the disk cache
+_interrupted: Callable[[], bool] | None = None
+
+
+@contextmanager
+def interruptible(interrupted: Callable[[], bool]) -> Iterator[None]:
+    """Meanwhile, `compile_all` raises PreemptedError once `interrupted`. Calling it again goes on: what was compiled by
+    then is kept."""
+    global _interrupted
+    _interrupted = interrupted
+    try:
+        yield
+    finally:
+        _interrupted = None
 
 
 def call_of(kernel: UOp, buffers: Sequence[UOp]) -> UOp:
@@ -42,18 +58,28 @@ def compile_calls(linear: UOp) -> UOp:
 
 
 def compile_all(linears: Sequence[UOp]) -> None:
-    """Compiles the kernels of several LINEARs at once, so that tinygrad's compiler processes share the work."""
+    """Compiles the kernels of several LINEARs at once, so that tinygrad's compiler processes share the work. Raises
+    PreemptedError (`interruptible`)."""
     todo = {call.src[0]: call for linear in linears for call in linear.src if call.src[0] not in _programs}
     graphs = [graph for graph in todo if graph.op is Ops.SINK]
     if not graphs:
         return
     # The largest come first, or all processes would wait for the last of them.
     graphs.sort(key=lambda graph: len(graph.toposort()), reverse=True)
-    compiled = realize.compile_linear(UOp(Ops.LINEAR, src=tuple(todo[graph] for graph in graphs)))
-    for graph, call in zip(graphs, compiled.src, strict=True):
-        _programs[graph] = call.src[0]
-        if key := _cache_keys.pop(graph, ""):
-            disk_cache().put("kernels", key, to_program_key(graph, Device[Device.DEFAULT].renderer))
+    # What may be interrupted asks after each kernel of every process.
+    batch = max(1, int(os.environ.get("PARALLEL", "0"))) if _interrupted else len(graphs)
+    for start in range(0, len(graphs), batch):
+        if start and _interrupted and _interrupted():
+            raise PreemptedError("Compiling stopped because a request came in.")
+        _compile([todo[graph] for graph in graphs[start : start + batch]])
+
+
+def _compile(calls: Sequence[UOp]) -> None:
+    compiled = realize.compile_linear(UOp(Ops.LINEAR, src=tuple(calls)))
+    for call, done in zip(calls, compiled.src, strict=True):
+        _programs[call.src[0]] = done.src[0]
+        if key := _cache_keys.pop(call.src[0], ""):
+            disk_cache().put("kernels", key, to_program_key(call.src[0], Device[Device.DEFAULT].renderer))
 
 
 def compile_once(description: tuple[object, ...], build: Callable[[], Sequence[UOp]]) -> None:

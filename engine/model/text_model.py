@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -17,11 +18,12 @@ from engine.description import file_summary
 from engine.description.architectures import read_spec
 from engine.description.spec import ModelSpec
 from engine.devices.device_name import device_name
-from engine.errors import UsageError
+from engine.errors import PreemptedError, UsageError
 from engine.fixes import compiler_processes, program_cache
 from engine.formats.gguf import GGUF
 from engine.formats.kv_format import KVFormat
 from engine.formats.template import ChatTemplate
+from engine.kernels.compilation import interruptible
 from engine.loading import packed_weights_cache
 from engine.loading.weights import Weights
 from engine.measure.bandwidth import copy_gbps
@@ -106,6 +108,7 @@ class TextModel:
                 options.speculate,
             )
             self._search(options, report)
+            self._interrupted: Callable[[], bool] = lambda: False
             self._captures = self._capture_steps()
             with timeline.span("first step"):
                 next(self._captures)
@@ -166,6 +169,7 @@ class TextModel:
         their first use. What conversations have added to the KV cache is kept on disk."""
         if self.scheduler.busy:
             return
+        self._interrupted = interrupted
         while not interrupted() and next(self._captures, self) is None:
             self._choices.skip()
         compiler_processes.dismiss()
@@ -245,12 +249,12 @@ class TextModel:
         runner.logits()
         yield
         for size in runner.chunk_sizes:
-            runner.prepare(size)
+            yield from self._prepare(partial(runner.prepare, size))
             self._run(0, size // 2 + 1)
             yield
         for drawing in (None, *_drawings()) if runner.sampler else (None,):
             for count in runner.row_counts:
-                runner.prepare_rows(count)
+                yield from self._prepare(partial(runner.prepare_rows, count))
                 for depth in self._depths(count):
                     self._run(min(count, runner.parallel), 0, depth, drawing)
                     yield
@@ -269,8 +273,17 @@ class TextModel:
 
     def _prepare_checks(self) -> Iterator[None]:
         for rows in self._runner.check_rows:
-            self._runner.prepare_rows(rows)
+            yield from self._prepare(partial(self._runner.prepare_rows, rows))
             yield
+
+    def _prepare(self, prepare: Callable[[], None]) -> Iterator[None]:
+        """Compiles the kernels of a step. A turn ends early if that is interrupted, and the next one goes on."""
+        while True:
+            try:
+                with interruptible(self._interrupted):
+                    return prepare()
+            except PreemptedError:
+                yield
 
     def _depths(self, rows: int) -> tuple[int, ...]:
         """The positions at which steps of so many replies are captured. There are many steps of several."""

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from engine.errors import ContextFullError, ModelFileError, UsageError
+from engine.errors import ContextFullError, ModelFileError, PreemptedError, UsageError
 from engine.model.text_model import TextModel
 from engine.protocol.events import (
     Chat,
@@ -249,6 +249,22 @@ def test_what_is_captured_later_gives_way_to_a_prompt(model, monkeypatch):
     answer(model, "once", sampling=GREEDY)
     model.warm_up(lambda: False)
     assert uses == [*range(9)]
+
+
+def test_kernels_that_are_compiled_later_give_way_to_a_prompt(model, monkeypatch):
+    tries = []
+
+    def prepare():
+        tries.append(len(tries))
+        if len(tries) == 1:
+            raise PreemptedError("a prompt came")
+
+    monkeypatch.setattr(model, "_captures", model._prepare(prepare))
+    asked = iter([False, True])
+    model.warm_up(lambda: next(asked))
+    assert tries == [0]
+    model.warm_up(lambda: False)
+    assert tries == [0, 1]
 
 
 def test_what_is_captured_takes_no_room_from_a_conversation(model, monkeypatch):

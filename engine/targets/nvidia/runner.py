@@ -171,8 +171,8 @@ class NvidiaRunner:
         return count in self._counts
 
     def prepare_rows(self, count: int) -> None:
+        compile_once((*self._set_up, "rows", count), lambda: self._rows_linears(count))
         if count not in self._counts:
-            compile_once((*self._set_up, "rows", count), lambda: self._rows_linears(count))
             insort(self._counts, count)
 
     def _rows_linears(self, count: int) -> list[UOp]:
@@ -328,11 +328,11 @@ class NvidiaRunner:
     def prepare(self, size: int) -> None:
         if size in self._prepared:
             return
-        self._prepared.add(size)
         self._prepare_prefill(size)
         if size in self._mixing:
             compile_once((*self._set_up, "mixed", size), lambda: self._mixed_linears(size))
             self._mixed_sizes.add(size)
+        self._prepared.add(size)
 
     def _prepare_prefill(self, size: int) -> None:
         if ("prefill", size) not in self._captured:
