@@ -47,7 +47,7 @@ REPORT_S = 0.25
 PATIENCE = 4
 """A prompt of n tokens lets shorter ones pass until so many times n tokens of them are read."""
 TOGETHER_S = 0.05
-"""A reply that began no longer than this before a prompt came had hardly begun."""
+"""Prompts that come within this time come together, also if the first of them has its first token by then."""
 
 
 class Scheduler:
@@ -371,7 +371,7 @@ class Scheduler:
     def _room(self, job: Job) -> int:
         """The most tokens of prompts in the next step, of which `job`'s is the first."""
         replies = list(self._replies())
-        if any(job.came_s - reply.reply_s > TOGETHER_S for reply in replies):
+        if any(job.came_s > max(reply.reply_s, reply.came_s + TOGETHER_S) for reply in replies):
             return self._pace.room(self._runner.piece_sizes(len(replies)))
         return self._runner.piece_sizes(len(replies))[-1]
 

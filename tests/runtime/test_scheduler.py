@@ -365,13 +365,17 @@ def test_prompts_that_come_together_are_read_with_the_whole_device(bench):
     assert all(bench.reply(id) for id in range(4))
 
 
-@pytest.mark.parametrize(("after_s", "pieces"), [(0.04, [99]), (0.06, [32, 32, 32, 3])])
-def test_a_prompt_slows_only_those_down_that_have_just_begun(bench, monkeypatch, after_s, pieces):
+@pytest.mark.parametrize(
+    ("read_s", "after_s", "pieces"),
+    [(0.0, 0.04, [99]), (0.0, 0.06, [32, 32, 32, 3]), (0.1, 0.01, [32, 32, 32, 3])],
+)
+def test_a_prompt_slows_only_those_down_that_came_with_it(bench, monkeypatch, read_s, after_s, pieces):
     now = [0.0]
     monkeypatch.setattr("time.perf_counter", lambda: now[0])
     monkeypatch.setattr(Pace, "room", lambda pace, sizes: sizes[0])
     bench = bench()
     bench.ask([1], 900)
+    now[0] += read_s
     bench.run(20)
     bench.runner.steps.clear()
     now[0] += after_s
