@@ -225,7 +225,8 @@ def _converse(
             "The screen is drawn on standard error, which goes elsewhere.",
             "Leave its redirection (2>) away, or use --plain.",
         )
-    draft = " ".join(mention_of(name) for name in args.files) + " " if args.files else ""
+    named = [*args.image, *args.files]
+    draft = " ".join(map(mention_of, named)) + " " if named else ""
     history = History.open()
     try:
         chat_id = past_chat(history, args.chat, latest=args.resume)

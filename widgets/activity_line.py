@@ -32,6 +32,8 @@ def status_text(status: EngineStatus) -> str:
             # A search may end before its time is over.
             left = f"at most {left}" if status.searching and left else left
             parts = [task, one_line(status.searching), count, cached, left]
+        case Phase.PREFILLING if status.looking_at:
+            parts = [f"looking at {status.looking_at}", share, left]
         case Phase.PREFILLING:
             parts = [
                 "reading the prompt",

@@ -29,6 +29,8 @@ _GUTTER = 2
 _WORD = re.compile(r"[\w@~/\\.:#%&?=+-]*[\w/~]")
 _CONTEXT_ROWS = 4
 """Rows above what was searched for."""
+SLOW_STRIDE = 10
+"""Rows by which the view follows a reply on a slow line."""
 _TOP = 1
 """Blank rows above the first turn."""
 
@@ -79,6 +81,7 @@ class Transcript(ScrollView, can_focus=False):
         self._tops: list[int] = []  # the first row of each turn
         self.stride = 1  # rows by which the view follows a growing end: each time, all rows are drawn
         self.unfolded = False  # whether thinking is shown in full
+        self.has_thumbnails = True  # of pictures
         self._is_settling = False
         self._style_version = 0
         self._wanted: tuple[int, str, int] | None = None  # what `to_turn` was asked for too early
@@ -92,13 +95,16 @@ class Transcript(ScrollView, can_focus=False):
 
     def show(self, turns: Sequence[Turn]) -> None:
         """Replaces everything by `turns` and goes to the end."""
-        self._turns = [TurnLines(turn, i, unfolded=self.unfolded) for i, turn in enumerate(turns)]
+        self._turns = [self._lines_of(turn, i) for i, turn in enumerate(turns)]
         self.to_end()
 
     def add(self, turn: Turn) -> None:
         """Adds `turn` at the end; it is visible if the end is."""
-        self._turns.append(TurnLines(turn, len(self._turns), unfolded=self.unfolded))
+        self._turns.append(self._lines_of(turn, len(self._turns)))
         self._settle()
+
+    def _lines_of(self, turn: Turn, index: int) -> TurnLines:
+        return TurnLines(turn, index, unfolded=self.unfolded, has_thumbnails=self.has_thumbnails)
 
     def cut(self, index: int) -> None:
         """Removes the turns from `index` on."""
@@ -172,6 +178,16 @@ class Transcript(ScrollView, can_focus=False):
         for lines in self._turns:
             lines.unfolded = unfolded
         self._settle()
+
+    def pace(self, *, is_slow: bool) -> None:
+        """On a slow line, the view follows a reply by many rows at a time, and pictures are shown by their names alone
+        from then on."""
+        self.stride = SLOW_STRIDE if is_slow else 1
+        if is_slow and self.has_thumbnails:
+            self.has_thumbnails = False
+            for lines in self._turns:
+                lines.has_thumbnails = False
+            self._settle()
 
     def action_toggle_thinking(self, index: int) -> None:
         """Shows or folds what was thought before one reply."""

@@ -6,15 +6,28 @@ from typing import Literal
 
 import msgspec
 
-from engine.protocol.events import Message
+from engine.protocol.events import Message, Picture, plain
 
 WARNING = "⚠"
 """The first character of a note about something that went wrong."""
 
 
+class PictureFile(msgspec.Struct, frozen=True, kw_only=True):
+    """The file of a picture, of `width` x `height` pixels. `thumbnail` is it in small: RGB, rows of `thumbnail_width`
+    pixels."""
+
+    data: bytes
+    width: int = 0
+    height: int = 0
+    is_animated: bool = False
+    thumbnail: bytes = b""
+    thumbnail_width: int = 0
+
+
 class Attachment(msgspec.Struct, frozen=True, kw_only=True):
     """A file that the user gave with a prompt, as it was then: its lines from `first` to `last` (0: all). `name` is how
-    it is shown; `stamp` changes when the file does. `tokens` is None if they were not counted."""
+    it is shown; `stamp` changes when the file does. `tokens` is None if they were not counted. Of a `picture`, the
+    engine says them, and `text` is ""."""
 
     name: str
     path: str
@@ -23,12 +36,19 @@ class Attachment(msgspec.Struct, frozen=True, kw_only=True):
     last: int = 0
     stamp: str = ""
     tokens: int | None = None
+    picture: PictureFile | None = None
 
     @property
     def label(self) -> str:
         """The name and its size: notes.txt 1,234 tokens."""
-        size = f"{len(self.text):,} characters" if self.tokens is None else f"{self.tokens:,} tokens"
-        return f"{self.name} {size}"
+        parts = [self.name]
+        if picture := self.picture:
+            parts += [f"{picture.width}×{picture.height}"] if picture.width else []
+            parts += ["(the first frame)"] if picture.is_animated else []
+        elif self.tokens is None:
+            parts.append(f"{len(self.text):,} characters")
+        parts += [] if self.tokens is None else [f"{self.tokens:,} tokens"]
+        return " ".join(parts)
 
     @property
     def quoted(self) -> str:
@@ -59,8 +79,15 @@ class Turn:
     @property
     def message(self) -> Message:
         """What a model is sent: the files before the prompt."""
-        parts = *(file.quoted for file in self.files), self.content
-        return Message(role=self.role, content="\n\n".join(parts), thinking=self.thinking)
+        parts = *(file.quoted for file in self.files if not file.picture), self.content
+        return Message(
+            role=self.role,
+            content=plain("\n\n".join(parts)),
+            thinking=self.thinking,
+            pictures=tuple(
+                Picture(data=file.picture.data, name=file.path) for file in self.files if file.picture
+            ),
+        )
 
     @property
     def written(self) -> Message:

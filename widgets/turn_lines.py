@@ -8,6 +8,7 @@ from textual.style import Style
 from widgets.markdown.lines import Line, indented, wrapped
 from widgets.markdown.stream import StreamedMarkdown, decided
 from widgets.text import as_duration, clean, counted, one_line
+from widgets.thumbnail import thumbnail_lines
 from widgets.turn import WARNING, Turn
 
 _MUTED = "$foreground 60%"
@@ -19,8 +20,10 @@ class TurnLines:
     """Follows a turn, whose text can only grow. `index` is its place in the conversation, which clicks on it name.
     `lines` are as `lay_out` left them; before it is called there are none, and `height` is an estimate."""
 
-    def __init__(self, turn: Turn, index: int, *, unfolded: bool = False) -> None:
-        self.turn, self.unfolded = turn, unfolded
+    def __init__(
+        self, turn: Turn, index: int, *, unfolded: bool = False, has_thumbnails: bool = True
+    ) -> None:
+        self.turn, self.unfolded, self.has_thumbnails = turn, unfolded, has_thumbnails
         self._index = index
         self._markdown = StreamedMarkdown()
         self._n_parsed = 0  # characters of the reply
@@ -51,12 +54,16 @@ class TurnLines:
     def _key_now(self, width: int) -> tuple[object, ...]:
         turn = self.turn
         sizes = len(turn.content), len(turn.thinking)
-        return width, *sizes, turn.thinking_s, turn.streaming, turn.note, turn.version, self.unfolded
+        shown = self.unfolded, self.has_thumbnails
+        return width, *sizes, turn.thinking_s, turn.streaming, turn.note, turn.version, id(turn.files), *shown
 
     def _prompt(self, width: int) -> Sequence[Line]:
         rows = wrapped(Content(clean(self.turn.content)), width)
         if files := "  ".join(f"▪ {one_line(file.label)}" for file in self.turn.files):
             rows += wrapped(Content.styled(files, _MUTED), width)
+        for file in self.turn.files if self.has_thumbnails else ():
+            if file.picture:
+                rows += thumbnail_lines(file.picture, width)
         version, count = self.turn.version
         if count > 1:
             rows += wrapped(Content.styled(f"{version}/{count} · {VERSION_KEYS}", _MUTED), width)

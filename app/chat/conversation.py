@@ -2,15 +2,18 @@
 
 import contextlib
 from itertools import zip_longest
+from pathlib import Path
+
+from msgspec.structs import replace
 
 from app.chat.history import UNTITLED, History
 from app.chat.history_database import HistoryError
 from app.chat.summary import Summarized, newest
 from engine.errors import UsageError
 from engine.invocation import call
-from engine.protocol.events import Message
+from engine.protocol.events import Message, plain
 from widgets.text import counted
-from widgets.turn import Turn
+from widgets.turn import Attachment, Turn
 
 INTERRUPTED = "interrupted · Ctrl+G goes on with it"
 UNANSWERED = "interrupted before there was a reply · Ctrl+G answers it"
@@ -34,6 +37,12 @@ def past_chat(history: History, chat_id: int | None, *, latest: bool) -> int | N
     return chat_id
 
 
+def _named(message: Message) -> Message:
+    """A message with the names of its pictures in place of them."""
+    names = "".join(f"[picture: {Path(picture.name).name}]\n\n" for picture in message.pictures)
+    return replace(message, content=names + message.content, pictures=()) if names else message
+
+
 class Conversation:
     """The system prompt and the turns. If the history fails, the conversation goes on: `problem` says why, and the next
     `save` that succeeds writes what is missing."""
@@ -53,6 +62,7 @@ class Conversation:
         self._stored_system = ""
         self._stored_first = 0  # the message id of the first turn that the model reads; 0: it reads all
         self._stored: dict[int, tuple[Message, bool]] = {}  # by message id: what the history has
+        self._stored_files: dict[int, tuple[Attachment, ...]] = {}
         self._is_open = False  # whether the history knows that this chat is open
         self._cut_off = False  # the history still has messages after the last turn
         if chat_id is not None:
@@ -73,7 +83,7 @@ class Conversation:
             if not stored.finished:
                 turn.note = INTERRUPTED if turn.role == "assistant" else UNANSWERED
             self.turns.append(turn)
-            self._stored[stored.id] = turn.written, turn.finished
+            self._stored[stored.id], self._stored_files[stored.id] = (turn.written, turn.finished), turn.files
         self._mark_versions()
         self._stored_first = self.history.first_read(chat_id)
         if self._stored_first:
@@ -112,18 +122,39 @@ class Conversation:
         system = [Message(role="system", content=self.system)] if self.system else []
         return system + [turn.message for turn in self.turns]
 
-    def messages(self) -> tuple[Message, ...]:
-        """What a model is sent. A prompt without a reply is left out if another prompt follows: most chat templates
-        refuse two prompts in a row."""
-        system = (Message(role="system", content=self.system),) if self.system else ()
-        summarized = self.summarized.messages if self.summarized and self.awaits_summary else ()
+    def messages(self, *, sees: bool = True) -> tuple[Message, ...]:
+        """What a model is sent. One that does not see gets the names of earlier pictures."""
+        system = (Message(role="system", content=plain(self.system)),) if self.system else ()
+        messages = self._summarized + tuple(turn.message for turn in self._sent())
+        if not sees:
+            messages = (*map(_named, messages[:-1]), *messages[-1:])
+        return system + messages
+
+    @property
+    def _summarized(self) -> tuple[Message, ...]:
+        return self.summarized.messages if self.summarized and self.awaits_summary else ()
+
+    def _sent(self) -> list[Turn]:
+        """The turns that a model reads. A prompt without a reply is left out if another prompt follows: most chat
+        templates refuse two prompts in a row."""
         turns = self.turns[self.start :]
-        answered = (
+        return [
             turn
             for turn, following in zip_longest(turns, turns[1:])
             if turn.role == "assistant" or following is None or following.role == "assistant"
-        )
-        return system + summarized + tuple(turn.message for turn in answered)
+        ]
+
+    def seen(self, index: int, tokens: int) -> Turn | None:
+        """The picture at `index` of those that a model is sent has so many tokens. Returns its turn if that is news."""
+        index -= sum(len(message.pictures) for message in self._summarized)
+        places = [(turn, i) for turn in self._sent() for i, file in enumerate(turn.files) if file.picture]
+        if not 0 <= index < len(places):
+            return None
+        turn, i = places[index]
+        if turn.files[i].tokens == tokens:
+            return None
+        turn.files = (*turn.files[:i], replace(turn.files[i], tokens=tokens), *turn.files[i + 1 :])
+        return turn
 
     @property
     def awaits_summary(self) -> bool:
@@ -203,6 +234,7 @@ class Conversation:
                     self._cut_off = False
                 turn.message_id = self.history.append(self.chat_id, turn.written, turn.finished, turn.files)
                 self._stored[turn.message_id] = turn.written, turn.finished
+                self._stored_files[turn.message_id] = turn.files
         if is_longer:
             self._mark_versions()
         first = (self.turns[self.start].message_id or 0) if 0 < self.start < len(self.turns) else 0
@@ -215,3 +247,6 @@ class Conversation:
             if turn.message_id is not None and self._stored[turn.message_id] != state:
                 self.history.update(turn.message_id, turn.content, turn.thinking, turn.finished)
                 self._stored[turn.message_id] = state
+            if turn.message_id is not None and self._stored_files[turn.message_id] is not turn.files:
+                self.history.set_files(turn.message_id, turn.files)
+                self._stored_files[turn.message_id] = turn.files

@@ -7,6 +7,7 @@ import re
 import tempfile
 from collections.abc import Iterable
 from pathlib import Path
+from urllib.parse import quote
 
 from engine.errors import OrinError, UsageError
 from engine.protocol.events import Message
@@ -21,8 +22,15 @@ def to_markdown(title: str, model: str, messages: Iterable[Message]) -> str:
         parts.append(f"## {authors[message.role]}")
         if thinking := clean(message.thinking).strip():
             parts.append(f"<details><summary>Thinking</summary>\n\n{thinking}\n\n</details>")
+        parts += [_link(picture.name) for picture in message.pictures]
         parts.append(clean(message.content).strip())
     return "\n\n".join(parts) + "\n"
+
+
+def _link(path: str) -> str:
+    """A picture as Markdown links it."""
+    name = re.sub(r"[\[\]\\]", " ", one_line(Path(path).name))
+    return f"![{name}](<{quote(path)}>)" if path else "(a picture)"
 
 
 def write_new(path: Path, text: str) -> None:

@@ -1,17 +1,19 @@
 """Reads the files of a prompt, with their tokens. What was read stays until its file changes."""
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
 from msgspec.structs import replace
 
 from app.chat import files
-from engine.errors import OrinError
+from engine.errors import OrinError, PictureError
 from widgets.turn import Attachment
 
 _KEPT = 100  # files
+THUMBNAIL = 48, 32
+"""The pixels into which a small picture fits."""
 
 
 class TokenCounter:
@@ -45,35 +47,78 @@ def _counter(path: Path) -> Callable[[str], int]:
     return lambda text: len(tokenizer.encode(text))
 
 
+def with_thumbnail(file: Attachment) -> Attachment:
+    """A picture with its size and a small one of it. Raises PictureError."""
+    from engine.formats.picture import PictureDecoder  # imports numpy
+
+    assert file.picture
+    decoder = PictureDecoder()
+    try:
+        pixels = decoder.decode(file.picture.data, THUMBNAIL)
+    except PictureError as error:
+        raise PictureError(f"{file.name}: {error.message}", error.hint) from None
+    finally:
+        decoder.close()
+    width, height = pixels.full
+    picture = replace(
+        file.picture,
+        width=width,
+        height=height,
+        is_animated=pixels.is_animated,
+        thumbnail=pixels.rgb.tobytes(),
+        thumbnail_width=pixels.rgb.shape[1],
+    )
+    return replace(file, picture=picture)
+
+
+def _path(path: Path) -> str:
+    return str(path.absolute())
+
+
 class FileReader:
     def __init__(self, count: Callable[[str], int | None]) -> None:
         self._count = count
         self._kept: dict[tuple[files.Mention, str], Attachment] = {}
+        self._sent: dict[tuple[str, int, int], Attachment] = {}  # by path and lines
+
+    def remember(self, sent: Sequence[Attachment]) -> None:
+        """Files of an earlier prompt. They can be named again when they are gone."""
+        self._sent |= {(file.path, file.first, file.last): file for file in sent}
 
     def read(self, mention: files.Mention) -> Attachment:
-        """The file with its tokens. Raises UsageError."""
-        key = mention, files.stamp(mention.path)
+        """The file with its tokens, or a picture with a small one of it. Raises OrinError."""
+        stamp = files.stamp(mention.path)
+        if not stamp and (sent := self._sent.get((_path(mention.path), mention.first, mention.last))):
+            return sent
+        key = mention, stamp
         if key not in self._kept:
             read = files.read(mention)
             while len(self._kept) >= _KEPT:
                 self._kept.pop(next(iter(self._kept)))
-            self._kept[key] = replace(read, tokens=self._count(read.quoted))
-        elif (kept := self._kept[key]).tokens is None:
-            self._kept[key] = replace(kept, tokens=self._count(kept.quoted))
+            self._kept[key] = with_thumbnail(read) if read.picture else self._counted(read)
+        elif (kept := self._kept[key]).tokens is None and not kept.picture:
+            self._kept[key] = self._counted(kept)
         return self._kept[key]
+
+    def _counted(self, file: Attachment) -> Attachment:
+        return replace(file, tokens=self._count(file.quoted))
 
     def read_all(self, prompt: str, room: int = 0) -> tuple[Attachment, ...]:
         """The files that `prompt` names. `room`: tokens that the context has for them (0: not known). Raises
         UsageError, also if they do not fit."""
-        read = tuple(map(self.read, files.mentions(prompt)))
+        read = tuple(map(self.read, self._mentions(prompt)))
         files.require_room(read, sum(file.tokens or 0 for file in read), room)
         return read
+
+    def _mentions(self, prompt: str) -> list[files.Mention]:
+        paths = {path for path, _, _ in self._sent}
+        return files.mentions(prompt, known=lambda path: _path(path) in paths)
 
     def chips(self, prompt: str) -> list[tuple[str, bool]]:
         """A few words on each file that `prompt` names, and whether it can be read."""
         shown = []
         try:
-            named = files.mentions(prompt)
+            named = self._mentions(prompt)
         except OrinError as error:
             return [(error.message, False)]
         for mention in named:

@@ -2,7 +2,7 @@
 
 A mention counts only if it names something on this machine, since an @ also stands in code and in addresses. What a
 file brings is text of the user's message, and the chat template gets it as such: it cannot spell a special token
-(`engine/formats/template`).
+(`engine/formats/template`). A picture goes along as its file.
 """
 
 import glob
@@ -11,13 +11,16 @@ import re
 import shlex
 import stat
 import urllib.parse
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
+from app.chat.status import StatusObserver
 from engine.errors import UsageError
+from engine.formats.picture_kind import HEAD_BYTES, MAX_BYTES, is_binary_picture
 from widgets.text import as_bytes, counted, one_line
-from widgets.turn import Attachment
+from widgets.turn import Attachment, PictureFile
 
 LIMIT_BYTES = 4 << 20
 """No context holds more: it is refused before it is read."""
@@ -45,15 +48,18 @@ class Mention(NamedTuple):
         return one_line(shown(self.path)) + lines
 
 
-def mentions(prompt: str, folder: Path | None = None) -> list[Mention]:
-    """The files that `prompt` names, each once. `folder`: what relative paths begin at (None: the current one).
+def mentions(
+    prompt: str, folder: Path | None = None, known: Callable[[Path], bool] = lambda path: False
+) -> list[Mention]:
+    """The files that `prompt` names, each once. `folder`: what relative paths begin at (None: the current one). `known`
+    says of a file that is gone whether it counts all the same.
 
     Raises UsageError for more than MOST_FILES."""
     found: dict[Mention, None] = {}
     for match in _MENTION.finditer(prompt):
         text = match["quoted"] + (match["of_quoted"] or "") if match["quoted"] else match["bare"]
         while text:
-            named = _named(text, folder or Path.cwd())
+            named = _named(text, folder or Path.cwd(), known)
             if named or match["quoted"] or text[-1] not in _AFTER:
                 break
             text = text[:-1]
@@ -63,7 +69,7 @@ def mentions(prompt: str, folder: Path | None = None) -> list[Mention]:
     return list(found)
 
 
-def _named(text: str, folder: Path) -> list[Mention]:
+def _named(text: str, folder: Path, known: Callable[[Path], bool]) -> list[Mention]:
     """What a mention names; nothing if that does not exist."""
     lines = _LINES.search(text)
     for path, first, last in (
@@ -72,7 +78,7 @@ def _named(text: str, folder: Path) -> list[Mention]:
     ):
         try:
             full = folder / Path(path).expanduser()
-            if full.exists():
+            if full.exists() or known(full):
                 return [Mention(full, first, last)]
         except (OSError, ValueError, RuntimeError):  # a name that no file can have, or no home folder
             continue
@@ -94,7 +100,8 @@ def _matching(pattern: Path) -> list[Path]:
 
 
 def read(mention: Mention) -> Attachment:
-    """The text of a file, or of some of its lines. Raises UsageError if it is no text, too long, or cannot be read."""
+    """The text of a file, or of some of its lines, or a picture, which is not decoded. Raises UsageError if it is
+    neither, too long, or cannot be read."""
     path, name = mention.path, mention.name
     if path.is_dir():
         raise UsageError(f"{name} is a folder.", f"@{name}/* takes the files in it.")
@@ -104,7 +111,13 @@ def read(mention: Mention) -> Attachment:
             state = os.fstat(file.fileno())
             if not stat.S_ISREG(state.st_mode):
                 raise UsageError(f"{name} is no file with text.")
-            if state.st_size > LIMIT_BYTES and not mention.first:
+            is_picture = not mention.first and is_binary_picture(file.read(HEAD_BYTES))
+            file.seek(0)
+            if is_picture and state.st_size > MAX_BYTES:
+                raise UsageError(
+                    f"{name} has {as_bytes(state.st_size)}: pictures of at most {as_bytes(MAX_BYTES)} are read."
+                )
+            if state.st_size > LIMIT_BYTES and not (mention.first or is_picture):
                 raise UsageError(
                     f"{name} has {as_bytes(state.st_size)}: no context holds that much.",
                     f"@{name}:1-200 takes some of its lines.",
@@ -114,10 +127,21 @@ def read(mention: Mention) -> Attachment:
         raise UsageError(f"{name} cannot be read: {error.strerror or error}.") from None
     if mention.first and not data:
         raise UsageError(f"{name} has no such lines.")
+    file_of = partial(Attachment, name=name, path=str(path.absolute()), stamp=_stamp(state))
+    if is_picture:
+        return file_of(text="", picture=PictureFile(data=data))
     if (text := _decoded(data)) is None:
-        raise UsageError(f"{name} is no text ({as_bytes(state.st_size)}): a model reads text only.")
-    return Attachment(name=name, path=str(path.absolute()), first=mention.first, last=mention.last, text=text,
-                      stamp=_stamp(state))  # fmt: skip
+        size = as_bytes(state.st_size)
+        raise UsageError(f"{name} is no text and no picture ({size}).")
+    return file_of(text=text, first=mention.first, last=mention.last)
+
+
+def read_picture(name: str) -> Attachment:
+    """The picture in a file. Raises UsageError if it is none, too large, or cannot be read."""
+    file = read(Mention(Path(name).expanduser()))
+    if file.picture is None:
+        raise UsageError(f"{file.name} is not a picture.", "Name it without --image, or with @.")
+    return file
 
 
 def _lines(file: BinaryIO, mention: Mention) -> bytes:
@@ -173,6 +197,15 @@ def require_room(attachments: Sequence[Attachment], tokens: int, room: int) -> N
         raise UsageError(
             f"{names} {have} {counted(tokens, 'token')}, and the context has room for {room:,}.",
             f"@{attachments[0].name.partition(':')[0]}:1-200 takes some of the lines.",
+        )
+
+
+def refuse_pictures(attachments: Sequence[Attachment], status: StatusObserver) -> None:
+    """Raises UsageError if there are pictures, and the model is known to see none."""
+    if not status.sees and any(file.picture for file in attachments):
+        raise UsageError(
+            f"{one_line(status.snapshot().ready.model.name)} sees no pictures.",
+            "A model does that has its encoder beside it, such as gemma3:4b; `orin-chat pull` gets both.",
         )
 
 

@@ -5,6 +5,7 @@ ended, was interrupted.
 """
 
 import contextlib
+import hashlib
 import os
 import re
 import time
@@ -15,6 +16,7 @@ from typing import Self
 
 import msgspec
 import platformdirs
+from msgspec.structs import replace
 
 from app.chat.history_database import HistoryDatabase, HistoryError
 from app.chat.versions import Node, Versions
@@ -92,12 +94,32 @@ class History(HistoryDatabase):
         sql = f"""INSERT INTO messages (chat_id, role, content, thinking, finished, writer, files, parent)
             VALUES (?, ?, ?, ?, ?, ?, ?, ({last}))"""
         content, thinking = _storable(message.content), _storable(message.thinking)
-        brought = _storable(msgspec.json.encode(files).decode()) if files else ""
-        values = chat_id, message.role, content, thinking, finished, os.getpid(), brought, chat_id
+        values = (
+            chat_id,
+            message.role,
+            content,
+            thinking,
+            finished,
+            os.getpid(),
+            _without_pictures(files),
+            chat_id,
+        )
         with self._transaction():
             message_id = self._insert(sql, *values)
+            self._keep_pictures(message_id, files)
             self._run("UPDATE chats SET updated = ? WHERE id = ?", time.time(), chat_id)
         return message_id
+
+    def _keep_pictures(self, message_id: int, files: Sequence[Attachment]) -> None:
+        for place, file in enumerate(files):
+            if file.picture is not None:
+                hash = hashlib.blake2b(file.picture.data, digest_size=16).hexdigest()
+                self._run("INSERT OR IGNORE INTO pictures VALUES (?, ?)", hash, file.picture.data)
+                self._run("INSERT INTO message_pictures VALUES (?, ?, ?)", message_id, place, hash)
+
+    def set_files(self, message_id: int, files: Sequence[Attachment]) -> None:
+        """Replaces what is known of the files of a message; the files stay the same."""
+        self._run("UPDATE messages SET files = ? WHERE id = ?", _without_pictures(files), message_id)
 
     def update(self, message_id: int, content: str, thinking: str = "", finished: bool = True) -> None:
         """Replaces the text of a message. Saves a reply while it streams (`finished` False)."""
@@ -163,10 +185,22 @@ class History(HistoryDatabase):
                 id,
                 Message(role=role, content=content, thinking=thinking),
                 bool(finished),
-                msgspec.json.decode(files, type=tuple[Attachment, ...]) if files else (),
+                self._with_pictures(id, msgspec.json.decode(files, type=tuple[Attachment, ...]))
+                if files
+                else (),
             )
             for id, role, content, thinking, finished, files in self._run(sql, chat_id)
         ]
+
+    def _with_pictures(self, message_id: int, files: Sequence[Attachment]) -> tuple[Attachment, ...]:
+        if not any(file.picture for file in files):
+            return tuple(files)
+        sql = "SELECT place, data FROM message_pictures JOIN pictures USING (hash) WHERE message_id = ?"
+        data = dict(self._run(sql, message_id))
+        return tuple(
+            replace(file, picture=replace(file.picture, data=data.get(place, b""))) if file.picture else file
+            for place, file in enumerate(files)
+        )
 
     def title(self, chat_id: int) -> str:
         """The title that the user gave, or the first line of the first prompt."""
@@ -181,7 +215,9 @@ class History(HistoryDatabase):
 
     def delete(self, chat_id: int) -> None:
         """Deletes a chat, and what the disk keeps of KV caches: nobody knows which of it is of this chat."""
-        self._run("DELETE FROM chats WHERE id = ?", chat_id)
+        with self._transaction():
+            self._run("DELETE FROM chats WHERE id = ?", chat_id)
+            self._run("DELETE FROM pictures WHERE hash NOT IN (SELECT hash FROM message_pictures)")
         with contextlib.suppress(OSError):
             prefix_folder.clear()
 
@@ -272,6 +308,14 @@ class History(HistoryDatabase):
                 self._run("DELETE FROM drafts WHERE writer = ?", writer)
                 return str(text)
         return ""
+
+
+def _without_pictures(files: Sequence[Attachment]) -> str:
+    """The files of a message in JSON; their pictures are kept elsewhere."""
+    bare = [
+        replace(file, picture=replace(file.picture, data=b"")) if file.picture else file for file in files
+    ]
+    return _storable(msgspec.json.encode(bare).decode()) if files else ""
 
 
 def _storable(text: str) -> str:

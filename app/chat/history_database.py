@@ -59,6 +59,16 @@ MIGRATIONS: tuple[tuple[str, ...], ...] = (
     ),
     # The chat that each running process has open.
     ("CREATE TABLE open_chats (writer INTEGER PRIMARY KEY, chat_id INTEGER NOT NULL)",),
+    # The files of pictures, each once, and the messages that they came with.
+    (
+        "CREATE TABLE pictures (hash TEXT PRIMARY KEY, data BLOB NOT NULL)",
+        """CREATE TABLE message_pictures (
+            message_id INTEGER NOT NULL REFERENCES messages (id) ON DELETE CASCADE,
+            place INTEGER NOT NULL,                 -- among the files of the message
+            hash TEXT NOT NULL REFERENCES pictures (hash),
+            PRIMARY KEY (message_id, place))""",
+        "CREATE INDEX message_pictures_hash ON message_pictures (hash)",
+    ),
 )
 _NOT_SAVED = "until then chats are not saved."
 _PROBLEMS = (  # a part of SQLite's message, what it means, and a hint

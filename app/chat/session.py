@@ -18,7 +18,18 @@ from app.chat.status import StatusObserver
 from app.chat.summary import SOURCE_SHARE, Summarized, summary_tokens
 from app.chat.view import View
 from engine.protocol.client import Engine, leave
-from engine.protocol.events import Chat, Event, Failed, Finished, Generate, Ready, Sampling, Thinking, Token
+from engine.protocol.events import (
+    Chat,
+    Event,
+    Failed,
+    Finished,
+    Generate,
+    Ready,
+    Sampling,
+    Seeing,
+    Thinking,
+    Token,
+)
 from widgets.text import counted
 from widgets.turn import Attachment, Turn
 
@@ -395,7 +406,7 @@ class Session:
         self.is_full = False
         self._request = Generate(
             request_id=next(self._request_ids),
-            prompt=Chat(messages=conversation.messages(), think=think),
+            prompt=Chat(messages=conversation.messages(sees=self.status.sees), think=think),
             sampling=self.sampling,
             max_tokens=most,
         )
@@ -411,7 +422,9 @@ class Session:
                 return  # the session ignores this reply now
             self.status.observe(event)
             self.watch(event)
-            if isinstance(event, Token) and event.text:
+            if isinstance(event, Seeing) and (turn := self.conversation.seen(event.index, event.tokens)):
+                await self.view.changed(turn)
+            elif isinstance(event, Token) and event.text:
                 gained = True
                 await self._receive(event)
             elif isinstance(event, Finished | Failed):

@@ -13,6 +13,7 @@ from engine.protocol.events import (
     Prefilling,
     Ready,
     Search,
+    Seeing,
     Token,
     Warming,
     decode_rate,
@@ -75,6 +76,11 @@ class StatusObserver:
         """Whether the engine can answer."""
         return self._status.phase in (Phase.READY, Phase.PREFILLING, Phase.GENERATING, Phase.STOPPING)
 
+    @property
+    def sees(self) -> bool:
+        """False if the model is known to see no pictures."""
+        return self._status.ready.model.sees or not self.is_ready
+
     def snapshot(self) -> EngineStatus:
         """The status at this moment, with the current speed and time left."""
         status, elapsed_s = self._status, self._clock() - self._since
@@ -128,7 +134,11 @@ class StatusObserver:
                 self._enter(Phase.READY)
                 self._status = replace(self._status, ready=event)
                 self._set_context(event)
+            case Seeing(done=done, total=total):
+                self._look_at(f"picture {event.index + 1} of {event.pictures}")
+                self._progress(Phase.PREFILLING, done, total)
             case Prefilling(done=done, total=total, cached=cached):
+                self._look_at("")
                 self._progress(Phase.PREFILLING, done, total, start=cached)
                 self._status = replace(self._status, context_used=done)
             case Token():
@@ -163,6 +173,12 @@ class StatusObserver:
         phase = Phase.STOPPING if status.phase is Phase.STOPPING else Phase.GENERATING
         self._status = replace(status, phase=phase, tokens=status.tokens + 1)
 
+    def _look_at(self, what: str) -> None:
+        """Progress counts anew with each picture, and with the prompt after them."""
+        if what != self._status.looking_at:
+            self._begin(0)
+            self._status = replace(self._status, looking_at=what, done=0, total=0)
+
     def _search(self, search: Search | None, cached: int) -> None:
         if (search is None) == bool(self._status.searching):  # kernels are counted now, or products
             self._begin(self._status.done)
@@ -180,7 +196,9 @@ class StatusObserver:
 
     def _enter(self, phase: Phase) -> None:
         self._begin(0)
-        self._status = replace(self._status, phase=phase, done=0, total=0, cached=0, searching="")
+        self._status = replace(
+            self._status, phase=phase, done=0, total=0, cached=0, searching="", looking_at=""
+        )
 
     def _begin(self, done: int) -> None:
         self._since = self._progress_at = self._clock()

@@ -143,6 +143,7 @@ def _parser(commands: dict[str, str]) -> Parser:
     add("--effort", choices=EFFORTS, help="how much gpt-oss should think (medium)")
     add("--once", action="store_true", help="measure the engine, print the dashboard as text, and leave")
     add("--plain", action="store_true", help="chat line by line, without the full screen")
+    add("--image", action="append", default=[], metavar="FILE", help="a picture with the prompt; repeatable")
     add("--continue", dest="resume", action="store_true", help="go on with the most recent chat")
     add("--chat", type=count, metavar="ID", help="go on with this past chat (--plain lists them: /chats)")
 
@@ -174,7 +175,7 @@ def _refuse_contradictions(args: argparse.Namespace) -> None:
     alone = args.one_shot or no_screen or args.engine
     for refused, sentence in (
         (
-            by_ids and (templated or args.raw or args.prompt or args.files),
+            by_ids and (templated or args.raw or args.prompt or args.files or args.image),
             "--prompt-ids takes no other prompt, and no chat template.",
         ),
         (args.raw and templated, "--raw takes no chat template, so no --system, --no-think or --effort."),
@@ -205,20 +206,31 @@ def _refuse_contradictions(args: argparse.Namespace) -> None:
 def prompt(args: argparse.Namespace) -> Chat | RawText | TokenIds:
     """The prompt of a single answer: FILES, PROMPT, then standard input. Raises UsageError if it is empty or too long,
     or if a file cannot be read."""
-    from app.chat.files import Mention, read
-    from engine.protocol.events import Chat, Message, RawText, TokenIds
+    from app.chat.files import Mention, read, read_picture
+    from engine.formats.picture_kind import is_binary_picture
+    from engine.protocol.events import Chat, Message, Picture, RawText, TokenIds, plain
 
     if args.prompt_ids is not None:
         return TokenIds(ids=args.prompt_ids)
-    files = [read(Mention(Path(name))).quoted for name in args.files]
-    parts = [*files, *args.prompt, *([_read_stdin()] if _stdin_has_text() else [])]
+    files = [*map(read_picture, args.image), *(read(Mention(Path(name))) for name in args.files)]
+    pictures = [Picture(data=file.picture.data, name=file.path) for file in files if file.picture]
+    parts = [*(file.quoted for file in files if not file.picture), *args.prompt]
+    if _stdin_has_text():
+        data = _read_stdin()
+        if is_binary_picture(data):
+            pictures.append(Picture(data=data))
+        else:
+            parts.append(data.decode("utf-8", "replace"))
     text = "\n\n".join(part for part in parts if part)
     if args.raw:
+        if pictures:
+            raise UsageError("--raw takes no pictures: the chat template says where they stand.")
         return RawText(text=text)
-    if not text.strip():
+    if not text.strip() and not pictures:
         raise UsageError("The prompt is empty.", "Write it in quotes, or on standard input.")
-    system = [Message(role="system", content=args.system)] if args.system else []
-    return Chat(messages=(*system, Message(role="user", content=text.rstrip("\n"))), think=not args.no_think)
+    system = [Message(role="system", content=plain(args.system))] if args.system else []
+    asked = Message(role="user", content=plain(text.rstrip("\n")), pictures=tuple(pictures))
+    return Chat(messages=(*system, asked), think=not args.no_think)
 
 
 def configuration(args: argparse.Namespace, settings: Settings) -> Configuration:
@@ -300,14 +312,14 @@ def _is_file(text: str) -> bool:
         return False
 
 
-def _read_stdin() -> str:
+def _read_stdin() -> bytes:
     data = sys.stdin.buffer.read(STDIN_LIMIT_BYTES + 1)
     if len(data) > STDIN_LIMIT_BYTES:
         limit = f"{STDIN_LIMIT_BYTES >> 20} MiB"
         raise UsageError(
             f"Standard input is longer than {limit}. No context holds that much.", "Give a part of it."
         )
-    return data.decode("utf-8", "replace")
+    return data
 
 
 # --- values --------------------------------------------------------------------------------------------

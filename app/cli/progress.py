@@ -11,6 +11,7 @@ from engine.protocol.events import (
     Prefilling,
     Ready,
     Search,
+    Seeing,
     Thinking,
     Warming,
     decode_rate,
@@ -37,6 +38,9 @@ def describe(event: Event) -> str:
             if event.keep_warm_s:
                 parts.append(f"stays warm for {event.keep_warm_s / 60:.3g} min after the end")
             return one_line(", ".join(part for part in parts if part))
+        case Seeing(done=done, total=total):
+            share = f", {done / total:.0%}" if total else ""
+            return f"looking at picture {event.index + 1} of {event.pictures}{share}"
         case Prefilling(done=done, total=total):
             return f"reading the prompt, {done:,} of {counted(total, 'token')}"
         case Thinking():

@@ -12,6 +12,7 @@ from engine.protocol.events import (
     Loading,
     Prefilling,
     Ready,
+    Seeing,
     Token,
     Warming,
     decode_rate,
@@ -84,7 +85,7 @@ class Side:
         match event:
             case Ready():
                 self.ready, self._state, self.problem = event, "ready", ""
-            case Loading() | Warming() | Prefilling():
+            case Loading() | Warming() | Seeing() | Prefilling():
                 self._state = describe(event)
             case Token():
                 self.tokens.append(event)

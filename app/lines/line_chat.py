@@ -29,6 +29,7 @@ from app.chat.conversation import require_chat
 from app.chat.export import to_markdown, write_named
 from app.chat.failures import is_about_model
 from app.chat.file_reader import FileReader, TokenCounter
+from app.chat.files import refuse_pictures
 from app.chat.history import History
 from app.chat.history_database import HistoryError
 from app.chat.session import ChatOptions, Session
@@ -141,9 +142,11 @@ class LineChat(View):
         if self._lines.is_terminal:
             try:
                 files = await asyncio.to_thread(self._reader.read_all, text, self.session.room())
+                refuse_pictures(files, self.session.status)
             except OrinError:
                 self._draft = text
                 raise
+        self._reader.remember(files)
         for file in files:
             self._print(f"[{file.label}]")
         await self.session.send(text, files=files)
@@ -189,6 +192,7 @@ class LineChat(View):
 
     async def opened(self) -> None:
         for turn in self.session.conversation.turns:
+            self._reader.remember(turn.files)
             self._print(f"> {turn.content}" if turn.role == "user" else turn.content)
 
     def give_back(self, text: str) -> None:

@@ -56,8 +56,6 @@ MEDIUM_HEIGHT = 24
 """A lower terminal leaves out the panes of the machine and the kernels, and what the commands of the palette do."""
 FILES_S = 2.0
 """How often the files of the chat are looked at, for changes."""
-SLOW_STRIDE = 10
-"""Rows by which the transcript follows a reply on a slow line."""
 AGAIN_S = 3.0
 """How long a key that has to be pressed twice waits for the second time."""
 DRAFT_S = 1.0
@@ -218,7 +216,7 @@ class ChatApp(PacedOutput, Copying, PlaceActions, FileActions, SlashCommands, Co
             return
         self.call_after_refresh(self._focus_visible)  # a widget that has just been shown has no size
         self.report_download()
-        self.transcript.stride = SLOW_STRIDE if self.is_line_slow else 1
+        self.transcript.pace(is_slow=self.is_line_slow)
         # A frame draws one of the two, since a key waits until the frame is drawn.
         self._has_dashboard_drawn = not self._has_dashboard_drawn and self.dashboard.draw()
         if not self._has_dashboard_drawn:

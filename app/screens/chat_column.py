@@ -14,6 +14,7 @@ from textual.message import Message
 from textual.widgets import Static, TextArea
 
 from app.chat.commands import split
+from app.chat.files import refuse_pictures
 from app.chat.history_database import HistoryError
 from app.chat.session import Session
 from app.chat.view import View
@@ -126,6 +127,8 @@ class ChatColumn(View, Vertical):
         if isinstance(pair := self.session.engine, ComparisonEngine):
             pair.forget()
         self.transcript.show(self.session.conversation.turns)
+        for turn in self.session.conversation.turns:
+            self.typing.reader.remember(turn.files)
         garbage.forget_survivors()  # the turns of another chat
         self.show_status()
 
@@ -241,12 +244,14 @@ class ChatColumn(View, Vertical):
             room = self.session.room(in_place=index is not None)
             try:
                 files = await asyncio.to_thread(self.typing.reader.read_all, text, room)
+                refuse_pictures(files, self.session.status)
             except OrinError as error:
                 self.prompt.put(text)
                 if index is not None:
                     self._begin_editing(index)
                 self.notice(str(error), warning=True)
                 return
+        self.typing.reader.remember(files)
         await self.session.send(text, in_place_of=index, files=files)
 
     def edit(self) -> None:

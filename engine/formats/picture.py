@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 
 from engine.child_process import kill
 from engine.errors import PictureError
+from engine.formats.picture_kind import MAX_BYTES, refusal
 
-MAX_BYTES = 20 << 20  # of a picture's file
 START_S = 30.0  # for the process to start; on a busy machine that takes seconds
 DECODE_S = 30.0  # 64 million pixels take about 2 s on a fast machine
 
@@ -69,7 +69,7 @@ class PictureDecoder:
         with self._turn:
             line, pixels = self._answer(data, within)
         about = json.loads(line)
-        if reason := about.get("refused"):
+        if reason := about.get("refused") or ("unknown" in about and refusal(data)):
             raise PictureError(reason)
         return Pixels(
             np.frombuffer(pixels, np.uint8).reshape(about["height"], about["width"], 3),
@@ -99,7 +99,7 @@ class PictureDecoder:
                 self._process.stdin.flush()
             line = out.readline()
             about = json.loads(line) if line.endswith(b"\n") else {}
-            count = 0 if "refused" in about else about.get("width", 0) * about.get("height", 0) * 3
+            count = about.get("width", 0) * about.get("height", 0) * 3
             pixels = out.read(count)
         finally:
             timer.cancel()
@@ -107,6 +107,12 @@ class PictureDecoder:
             self._end()
             raise PictureError("The picture takes too much time or memory to decode.")
         return line, pixels
+
+    def close(self) -> None:
+        """Ends the process. The next picture starts it again."""
+        with self._turn:
+            if self._process is not None:
+                self._end()
 
     def _end(self) -> None:
         self._kill()

@@ -4,9 +4,9 @@ A picture is an untrusted file, and its decoders are C. So they run here, with l
 the parent process kills this one when it takes too long.
 
 The parent writes a line of JSON, {"bytes", "within"}, and then so many bytes of a file. The answer is a line of JSON:
-{"refused"} with a sentence, or {"width", "height", "full", "format", "is_animated", "hash"}, and then the pixels, RGB
-row by row. "within" is null, or the width and height into which the picture is made to fit; "full" is its size before.
-The hash is of the width and the pixels.
+{"unknown"} for another kind of file, {"refused"} with a sentence, or {"width", "height", "full", "format",
+"is_animated", "hash"}, and then the pixels, RGB row by row. "within" is null, or the width and height into which the
+picture is made to fit; "full" is its size before. The hash is of the width and the pixels.
 """
 
 import hashlib
@@ -25,7 +25,6 @@ DECODING_S = 20  # of processor time: ends the process if its parent has died
 MAX_PIXELS = 64_000_000
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP")
 _ORIENTATION = 0x112  # EXIF's tag; from 5 on, rows and columns change places
-_ISO_BRANDS = {b"avif": "an AVIF"} | dict.fromkeys((b"heic", b"heix", b"hevc", b"mif1", b"msf1"), "a HEIC")
 
 
 class Refusal(Exception):
@@ -39,7 +38,7 @@ def answer(data: bytes, within: tuple[int, int] | None) -> tuple[dict[str, Any],
     except Refusal as refusal:
         reason = str(refusal)
     except UnidentifiedImageError:
-        reason = _unknown(data)
+        return {"unknown": True}, b""
     except (MemoryError, Image.DecompressionBombError):
         reason = "The picture takes too much memory."
     except Exception as error:  # of Pillow's decoders: there is no end to what they raise
@@ -93,17 +92,6 @@ def _rgb(picture: Image.Image) -> Image.Image:
     elif picture.mode.startswith("I"):  # 16 bits of grey; Pillow's own conversion makes 255 of all above
         picture = picture.convert("I").point(lambda value: value * (255 / 65535)).convert("L")
     return picture.convert("RGB")
-
-
-def _unknown(data: bytes) -> str:
-    """Of a file whose kind is not decoded."""
-    kind = _ISO_BRANDS.get(data[8:12], "") if data[4:8] == b"ftyp" else ""
-    if data[:4] in (b"II*\0", b"MM\0*"):
-        kind = "a TIFF"
-    elif b"<svg" in data[:1000]:
-        kind = "an SVG"
-    what = f"This is {kind} file" if kind else "This is not a picture"
-    return f"{what}. JPEG, PNG, WebP, GIF and BMP are read."
 
 
 def _limit_processor_time() -> None:

@@ -1,24 +1,17 @@
 """Pictures become pixels in a process with limits, and what is wrong with one is said in a sentence."""
 
-import io
-
 import numpy as np
 import pytest
 from PIL import Image
 
 from engine.errors import PictureError
 from engine.formats.picture import PictureDecoder
+from tests.pictures import file_of
 
 
 @pytest.fixture(scope="module")
 def decoder():
     return PictureDecoder()
-
-
-def file_of(picture: Image.Image, kind: str = "PNG", **options) -> bytes:
-    data = io.BytesIO()
-    picture.save(data, kind, **options)
-    return data.getvalue()
 
 
 def test_pixels_are_rgb_upright_and_white_where_nothing_is(decoder):

@@ -54,12 +54,12 @@ def test_lines_of_a_file():
 
 
 def test_what_is_no_text_is_refused_in_words(folder):
-    (folder / "a.png").write_bytes(b"\x89PNG\r\n\x1a\n\0\0")
+    (folder / "a.zip").write_bytes(b"PK\3\4\x1a\n\0\0\0\0")
     (folder / "latin").write_bytes(b"caf\xe9")
     (folder / "long").write_bytes(b"a" * (files.LIMIT_BYTES + 1))
     os.mkfifo(folder / "pipe")
     for name, reason in {
-        "a.png": r"a\.png is no text \(10 B\)",
+        "a.zip": r"a\.zip is no text and no picture \(10 B\)",
         "latin": "is no text",
         "long": "no context holds that much",
         "pipe": "no file with text",

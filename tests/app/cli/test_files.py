@@ -5,6 +5,7 @@ import pytest
 from app.cli import options
 from app.main import main
 from engine.errors import UsageError
+from tests.pictures import plain_picture
 
 
 @pytest.fixture(autouse=True)
@@ -44,6 +45,25 @@ def test_what_is_no_file_is_named(arguments, reason):
 def test_a_file_that_is_no_text_is_refused():
     with pytest.raises(UsageError, match="is no text"):
         options.prompt(parse("b.bin", "What is it?"))
+
+
+def test_pictures_go_along_as_files(tmp_path, monkeypatch):
+    for name in ("a.png", "b.png"):
+        (tmp_path / name).write_bytes(plain_picture())
+    args = parse("--image", "a.png", "b.png", "a.py", "What \ufffc is it?")
+    [message] = options.prompt(args).messages
+    assert [picture.name for picture in message.pictures] == [
+        str(tmp_path / name) for name in ("a.png", "b.png")
+    ]
+    assert message.content == "a.py:\n```\na = 1\n```\n\nWhat \ufffd is it?"
+    with pytest.raises(UsageError, match=r"a\.py is not a picture"):
+        options.prompt(parse("--image", "a.py", "What is it?"))
+    with pytest.raises(UsageError, match="--raw takes no pictures"):
+        options.prompt(parse("--raw", "--image", "a.png", "What is it?"))
+    monkeypatch.setattr(options, "_stdin_has_text", lambda: True)
+    monkeypatch.setattr(options, "_read_stdin", plain_picture)
+    [message] = options.prompt(parse("What is it?")).messages
+    assert (message.content, message.pictures[0].data) == ("What is it?", plain_picture())
 
 
 def test_words_that_look_like_commands_are_answered(home, capsys):

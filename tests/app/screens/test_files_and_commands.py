@@ -49,7 +49,7 @@ async def test_what_is_no_text_is_not_sent_and_not_lost(history):
     async with chat(FakeEngine(), history) as user:
         await user.idle()
         await user.say("Look at @picture.png")
-        await user.sees("⚠ picture.png is no text (5 B): a model reads text only.")
+        await user.sees("⚠ picture.png is no text and no picture (5 B)")
         assert user.app.prompt.text == "Look at @picture.png" and not user.engine.requests
 
 

@@ -1,0 +1,54 @@
+"""Pictures in a chat, as a user sees them."""
+
+from __future__ import annotations
+
+import pytest
+from msgspec.structs import replace
+
+from engine.protocol.events import Seeing
+from tests.app.driver import chat
+from tests.app.fake_engine import MODEL, READY, FakeEngine, reply
+from tests.pictures import plain_picture
+
+SEEING = replace(READY, model=replace(MODEL, sees=True))
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "sea.png").write_bytes(plain_picture("navy"))
+    return tmp_path
+
+
+def seeing(done):
+    return Seeing(request_id=0, index=0, pictures=1, tokens=256, done=done, total=27)
+
+
+async def test_a_picture_goes_along_and_is_shown_in_small(history, folder):
+    engine = FakeEngine([seeing(9), None, seeing(27), *reply("Blue.")], reply("Still."), start=[SEEING])
+    async with chat(engine, history) as user:
+        await user.idle()
+        user.app.prompt.insert(user.app.prompt.paste(f"{folder}/sea.png"))
+        await user.sees("▪ sea.png 60×40")
+        await user.press(*"what?", "enter")
+        await user.sees("looking at picture 1 of 1 · 33%")
+        assert "▀" * 48 in user.screen()
+        engine.release()
+        await user.sees("Blue.")
+        await user.sees("▪ sea.png 60×40 256 tokens")
+        await user.idle()
+        user.app.transcript.pace(is_slow=True)
+        await user.until(lambda: "▀" not in user.screen())
+        (folder / "sea.png").unlink()
+        await user.press("f2", "end", "!", "enter")
+        await user.sees("Still.")
+        first, second = ([m.pictures for m in request.prompt.messages] for request in engine.requests)
+        assert first == second and first[0][0].data == plain_picture("navy")
+
+
+async def test_a_model_that_does_not_see_leaves_the_prompt_where_it_is(history):
+    async with chat(FakeEngine(), history) as user:
+        await user.idle()
+        await user.say("Look at @sea.png")
+        await user.sees("Qwen3 0.6B sees no pictures. A model does that has its encoder beside it")
+        assert user.app.prompt.text == "Look at @sea.png" and not user.engine.requests
