@@ -6,6 +6,7 @@ import sys
 from argparse import Namespace
 from collections.abc import Callable, Sequence
 
+from msgspec.structs import replace
 from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
@@ -46,7 +47,12 @@ def run(
     )
     display = _Display(Console(stderr=True, highlight=False, soft_wrap=True))
     try:
-        return asyncio.run(_search(make(engine_options), display))
+        if code := asyncio.run(_start(make(engine_options), display)):
+            return code
+        if display.has_found:  # what was found is proved by a start of its own
+            proof = replace(engine_options, search_width=None, search_s=None, search_again=False)
+            return asyncio.run(_start(make(proof), display))
+        return 0
     finally:
         if table := display.results():
             Console(width=None if sys.stdout.isatty() else 120, highlight=False).print(table)
@@ -68,6 +74,7 @@ class _Display:
     def __init__(self, messages: Console) -> None:
         self._messages = messages
         self._searches: dict[str, Search] = {}  # by product
+        self._said: set[str] = set()  # the warnings
         self.progress = Progress(
             TextColumn("{task.description}", markup=False),
             BarColumn(),
@@ -90,13 +97,21 @@ class _Display:
                     total=search.total or None,
                     left=f"{search.left_s:.0f} s left" if search.left_s else "",
                 )
-            case Ready(backend=backend, device_name=device):
+            case Ready(backend=backend, device_name=device, warnings=warnings):
                 if not self._searches:
                     self._say(f"There is nothing to search for on {backend} ({device}).")
+                for warning in [w for w in warnings if w not in self._said]:
+                    self._say(warning)
+                self._said.update(warnings)
             case Failed():
                 self._say(f"{event.message} {event.hint}")
             case _ if words := describe(event):
                 self.progress.update(self._task, description=one_line(words), total=None, left="")
+
+    @property
+    def has_found(self) -> bool:
+        """Whether products were searched that no earlier search knew."""
+        return any(not search.found for search in self._searches.values())
 
     def results(self) -> Table | None:
         """A row for each product; None if nothing was searched."""
@@ -118,8 +133,8 @@ class _Display:
         self._messages.print(one_line(f"orin-chat: {sentence}"), markup=False)
 
 
-async def _search(engine: Engine, display: _Display) -> int:
-    """Starts `engine`, which is the search, and returns the exit code."""
+async def _start(engine: Engine, display: _Display) -> int:
+    """Starts `engine`, which searches if its options say so, and returns the exit code."""
     try:
         with display.progress:
             return await run_until_signal(follow(engine.start(), display.show), signal.SIGINT, signal.SIGTERM)

@@ -58,6 +58,7 @@ from engine.runtime.model_runner import Drawing, Slot
 from engine.runtime.prefix_folder import default_limit_bytes
 from engine.runtime.prefix_store import PrefixStore
 from engine.runtime.scheduler import Scheduler
+from engine.start_trial import start_trials
 
 Report = Callable[[Event], None]
 
@@ -112,6 +113,7 @@ class TextModel:
             self._captures = self._capture_steps()
             with timeline.span("first step"):
                 next(self._captures)
+            start_trials.proved()
             if not self._runner.precompiled:  # else the first prompt and reply would wait for the compiler
                 collections.deque(self._captures, 0)
             self._captures = chain(self._captures, self._prepare_checks())
@@ -162,7 +164,12 @@ class TextModel:
             f"Its {encoder} encoder is not loaded: orin-chat gives it text alone."
             for encoder in spec.encoders
         ]
-        return (*self.prompts.warnings, *filter(None, [as_graph, unkept, shorter, *text_only]))
+        dropped = ""
+        if start_trials.dropped:
+            dropped = (
+                "What a search of schedules found made an earlier start fail, so it is not used any more."
+            )
+        return (*self.prompts.warnings, *filter(None, [as_graph, unkept, dropped, shorter, *text_only]))
 
     def warm_up(self, interrupted: Callable[[], bool]) -> None:
         """Captures the remaining steps one by one until `interrupted`. Steps that are not captured here are captured at

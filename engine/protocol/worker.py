@@ -54,6 +54,7 @@ from engine.protocol.events import (
     command_decoder,
 )
 from engine.protocol.transport import Deframer, frame, pack
+from engine.start_trial import start_trials
 
 if TYPE_CHECKING:
     from engine.formats.tokenizer import Merge
@@ -242,7 +243,8 @@ class _Server:
         started = time.perf_counter()
         gc.disable()  # objects made by a load stay alive; garbage collection would take a tenth of the time
         try:
-            model = load(options, self._outbox.put)
+            with start_trials.start(self.restart):
+                model = load(options, self._outbox.put)
         except Exception as error:
             self._report_failure(error)
             return None

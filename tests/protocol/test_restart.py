@@ -14,6 +14,9 @@ from tests.protocol.test_client import ask, collect, token_ids, until
 
 WORKER = """
 import os, socket, subprocess, sys, threading, time
+from pathlib import Path
+from engine.disk_cache import DiskCache
+from engine.start_trial import start_trials
 from engine.protocol import worker
 from engine.protocol.events import Warming
 from tests.synthetic import Behaviour, SyntheticModel
@@ -29,6 +32,11 @@ def load(options, report):
         if how == "hangs":
             threading.Timer(0.05, worker.restart).start()
             time.sleep(60)
+        if how == "raises":
+            start_trials.begin(DiskCache(Path(marks + ".cache"), ""), "found")
+            start_trials.__init__()  # as in a later process
+            assert start_trials.may_use(DiskCache(Path(marks + ".cache"), ""), "found")
+            raise AssertionError("usage of device CUDA disallowed")
         worker.restart()
     return SyntheticModel(Behaviour(load_s=0.0, prefill_s=0.0, rate=0), report)
 worker.serve(socket.socket(fileno=int(sys.argv[-1])), load)
@@ -41,7 +49,7 @@ def engine(marks, how="faults", restarts=1):
     return LocalEngine(options, environment={"PYTHONPATH": str(ROOT)}, command=command)
 
 
-@pytest.mark.parametrize("how", ["faults", "hangs"])
+@pytest.mark.parametrize("how", ["faults", "hangs", "raises"])
 async def test_its_client_sees_nothing_of_it(engines, tmp_path, how):
     local = engines.add(engine(tmp_path / "marks", how))
     events = await collect(local.start())

@@ -13,6 +13,7 @@ from engine.disk_cache import DiskCache
 from engine.measure.compiling import kernels_reported
 from engine.model.text_model import SEARCH_S_PER_WIDTH, TextModel
 from engine.protocol.events import EngineOptions, Warming
+from engine.start_trial import StartTrials
 from engine.targets.nvidia import schedule_search
 from engine.targets.nvidia.kernels import schedules
 from engine.targets.nvidia.kernels.chosen_experts import ChosenExperts
@@ -140,6 +141,17 @@ def test_what_spoils_the_device_costs_a_restart_and_is_not_tried_again(monkeypat
             restarts += 1
     wanted = sum(faults(s) for s in candidates(product().stack, _by_rule(3072, 32, 96)))
     assert restarts == wanted > 0 and runner.products[0].schedule == FASTEST
+
+
+def test_what_made_a_later_start_fail_is_found_no_more(monkeypatch):
+    run(FakeRunner(product()))
+    for starts in (found := [StartTrials() for _ in range(3)]):
+        monkeypatch.setattr(schedules, "start_trials", starts)
+        known = schedules.search_result(product().stack)
+        assert (known is None) == (starts is not found[0])
+        with pytest.raises(AssertionError), starts.start(lambda: None):
+            raise AssertionError
+    assert [starts.dropped for starts in found] == [0, 1, 0]  # it is said once
 
 
 def test_it_ends_when_its_time_is_up(monkeypatch):

@@ -49,7 +49,8 @@ def run(tmp_path, monkeypatch):
 
         code = tune.run(["--model", str(file), *arguments], Settings(), make=make)
         assert engine.closed
-        return code, asked[0]
+        assert all(options.search_width is None for options in asked[1:])
+        return code, *asked
 
     return run
 
@@ -62,7 +63,7 @@ STEPS = (
 
 
 def test_what_was_found_is_listed(run, capsys):
-    code, options = run(Engine(*STEPS, READY), "--seconds", "30", "--backend", "CUDA")
+    code, options, _proof = run(Engine(*STEPS, READY), "--seconds", "30", "--backend", "CUDA")
     assert code == 0
     assert (options.kernels, options.search_width, options.search_s, options.backend) == (
         "fused",

@@ -12,6 +12,7 @@ from importlib import resources
 import msgspec
 
 from engine.disk_cache import disk_cache, source_digest
+from engine.start_trial import start_trials
 from engine.targets.nvidia.kernels.device import capability, multiprocessors
 from engine.targets.nvidia.kernels.matvec import Schedule, StackedMatrices
 
@@ -124,13 +125,21 @@ def _distance(a: Schedule, b: Schedule) -> float:
 
 
 def search_result(stack: StackedMatrices) -> tuple[Schedule, int] | None:
-    """The schedule that a search on this machine chose, and the search's width."""
-    result = disk_cache().get("tuned", _key(stack))
-    return result and (Schedule(*result[0]), result[1])
+    """The schedule that a search on this machine chose, and the search's width. None also if an earlier start failed
+    with it."""
+    cache, key = disk_cache(), _key(stack)
+    if not (result := cache.get("tuned", key)):
+        return None
+    if not start_trials.may_use(cache, key):
+        cache.delete("tuned", key)
+        return None
+    return Schedule(*result[0]), result[1]
 
 
 def save_search_result(stack: StackedMatrices, schedule: Schedule, width: int) -> None:
-    disk_cache().put("tuned", _key(stack), (astuple(schedule), width))
+    cache, key = disk_cache(), _key(stack)
+    start_trials.begin(cache, key)
+    cache.put("tuned", key, (astuple(schedule), width))
 
 
 def _key(stack: StackedMatrices) -> tuple[str, ...]:

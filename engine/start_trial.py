@@ -1,0 +1,72 @@
+"""What a search found is on trial until a start of a fresh process has ended well with it.
+
+A result that was fast within the search may still make the next start fail: kernels are compiled in another order and
+beside other work there. So each start with a result that is not proved yet is counted on disk before it begins. After
+MAX_STARTS of them that did not end, or one that raised an error, the result is not used any more.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
+
+from engine.disk_cache import DiskCache
+from engine.errors import OrinError
+
+MAX_STARTS = 3  # a start may also be ended by its user
+_TABLE = "starts"
+
+
+class StartTrials:
+    """The results of searches that are on trial, by keys. There is one for a process (`start_trials`)."""
+
+    def __init__(self) -> None:
+        self._own: set[Hashable] = set()  # what was found in this process, which thus proves nothing
+        self._used: dict[Hashable, DiskCache] = {}  # what this process has taken, and is not proved
+        self.dropped = 0  # results that failed, and are not used in this process
+
+    def begin(self, cache: DiskCache, key: Hashable) -> None:
+        """Puts a new result on trial."""
+        self._own.add(key)
+        cache.put(_TABLE, key, 0)
+
+    def may_use(self, cache: DiskCache, key: Hashable) -> bool:
+        """Whether this start may use a result. False once for one that failed; the caller then deletes it."""
+        starts: int | None = cache.get(_TABLE, key)
+        if starts is None or key in self._own or key in self._used:
+            return True
+        if starts >= MAX_STARTS:
+            cache.delete(_TABLE, key)
+            self.dropped += 1
+            return False
+        cache.put(_TABLE, key, starts + 1)
+        self._used[key] = cache
+        return True
+
+    def proved(self) -> None:
+        """This start ended well."""
+        for key, cache in self._used.items():
+            cache.delete(_TABLE, key)
+        self._used.clear()
+
+    @contextmanager
+    def start(self, restart: Callable[[], object]) -> Iterator[None]:
+        """Loads a model in its body. If that fails, results on trial are not used again, and `restart` begins anew
+        without them. What the user can mend (OrinError) is not their fault."""
+        try:
+            yield
+        except OrinError:
+            for key, cache in self._used.items():
+                cache.put(_TABLE, key, cache.get(_TABLE, key) - 1)
+            raise
+        except Exception:
+            for key, cache in self._used.items():
+                cache.put(_TABLE, key, MAX_STARTS)
+            if self._used:
+                traceback.print_exc()
+                restart()
+            raise
+
+
+start_trials = StartTrials()
