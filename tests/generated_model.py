@@ -197,6 +197,7 @@ def write(
     rope_factors: bool = False,
     keys: Mapping[str, int | float | str | Sequence[int]] | None = None,
     template: str | None = None,
+    classes: int = 0,
     seed: int = 0,
 ) -> Path:
     """Writes a model to `path` and returns it. The same arguments give the same bytes.
@@ -206,7 +207,7 @@ def write(
     multiples of its block: 32, or 256 for the K types and IQ4_XS. A head has `dim // heads` elements,
     of which the first `rotated` (by
     default all) are rotated. `rope_factors` adds rope_freqs.weight. `keys` change the architecture's metadata.
-    `template` None is ChatML.
+    `template` None is ChatML. With `classes`, the model ranks documents.
     """
     parts = ARCHITECTURES[architecture]
     architecture = parts.architecture or architecture
@@ -310,6 +311,9 @@ def write(
     vector("output_norm.weight", dim, 1.0)
     if not tied:
         matrix("output", len(tokens) + len(specials), dim)
+    if classes:
+        writer.add_uint32(f"{architecture}.pooling_type", 4)
+        matrix("cls.output", classes, dim)
     if rope_factors:
         writer.add_tensor("rope_freqs.weight", np.geomspace(1, 8, rotated // 2).astype(np.float32))
     if architecture == "phi3":

@@ -29,6 +29,7 @@ from engine.description.sublayers import (
 )
 from engine.errors import ModelFileError
 from engine.formats.gguf import GGUF, damaged, printable
+from engine.formats.pooling import CLASSES, check_causal, pooling_of
 
 
 @dataclass(frozen=True)
@@ -88,12 +89,24 @@ _ENCODERS = {"v.": "vision", "a.": "audio"}
 _PROJECTOR = "mm."
 """And those of the layer between them and the model."""
 
+_BOTH_WAYS = (
+    "bert", "modern-bert", "neo-bert", "eurobert", "nomic-bert", "nomic-bert-moe", "jina-bert-v2", "jina-bert-v3",
+    "gemma-embedding", "llama-embed",
+)  # fmt: skip
+"""Architectures for embeddings that are not run: llama-arch.cpp of llama.cpp."""
+
 _DRAFT = "mtp."
 """How the names of tensors of a draft layer begin in files of Ollama."""
 
 
 def check_architecture(architecture: str, model: str) -> None:
     """Raises ModelFileError if the engine does not run this architecture; the message calls the model `model`."""
+    if architecture in _BOTH_WAYS:
+        raise ModelFileError(
+            f"{model} is for embeddings of the architecture {architecture}, whose tokens attend to those that follow "
+            "them. orin-chat does not run it.",
+            "Choose a model for embeddings whose tokens see only earlier ones, such as Qwen3-Embedding.",
+        )
     if architecture not in ARCHITECTURES:
         raise ModelFileError(
             f"{model} is of the architecture {printable(architecture)}, which orin-chat does not run.",
@@ -106,6 +119,7 @@ def read_spec(file: GGUF) -> ModelSpec:
     metadata."""
     architecture = file.get("general.architecture", str)
     check_architecture(architecture, printable(file.path.name))
+    check_causal(file, printable(file.path.name))
     try:
         return _Reader(file, architecture).spec()
     except (ArithmeticError, ValueError):  # scales close to 0, whose inverse is no number
@@ -171,6 +185,7 @@ class _Reader(HeadReader):
                 for begin, encoder in _ENCODERS.items()
                 if any(name.startswith(begin) for name in self.file.tensors)
             ),
+            classes=self.classes(),
         )
         if not spec.attention:
             raise damaged(self.file.path, "no layer has attention")
@@ -182,6 +197,11 @@ class _Reader(HeadReader):
                 "It is of a variant that orin-chat does not run. Choose another model.",
             )
         return spec
+
+    def classes(self) -> Weight | None:
+        if pooling_of(self.file) != "rank" or not self.has(CLASSES):
+            return None
+        return self.weight(CLASSES.removesuffix(".weight"), self.file.tensors[CLASSES].shape[0], self.dim)
 
     def is_left_out(self, tensor: str) -> bool:
         """Whether a tensor is of draft layers, which come after the others, or of an encoder of images or sound."""

@@ -112,6 +112,8 @@ class ModelSpec:
     """Layers of the file that would guess further tokens (multi-token prediction). They are not run."""
     encoders: tuple[str, ...] = ()
     """What the file has besides, "vision" or "audio", which is not run."""
+    classes: Weight | None = None
+    """What gives the classes of a model that ranks documents: (classes, dim). The host computes them."""
 
     @property
     def not_run(self) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 from msgspec.structs import replace
-from tinygrad import Device
+from tinygrad import Device, Tensor
 from tinygrad.helpers import GlobalCounters
 
 from engine.description import file_summary
@@ -24,6 +24,7 @@ from engine.formats.gguf import GGUF
 from engine.formats.kv_format import KVFormat
 from engine.formats.template import ChatTemplate
 from engine.kernels.compilation import interruptible
+from engine.kernels.quantized_matrix import QuantizedMatrix
 from engine.loading import packed_weights_cache
 from engine.loading.weights import Weights
 from engine.measure.bandwidth import copy_gbps
@@ -54,6 +55,7 @@ from engine.protocol.events import (
 )
 from engine.runtime.answer import Answer, Answers
 from engine.runtime.choice_reporter import ChoiceReporter
+from engine.runtime.embedding import Embeddings, Pooler
 from engine.runtime.model_runner import Drawing, Slot
 from engine.runtime.prefix_folder import default_limit_bytes
 from engine.runtime.prefix_store import PrefixStore
@@ -122,6 +124,7 @@ class TextModel:
             self.prompts = prompts.encoder()
         self.tokenizer = self.prompts.tokenizer
         self._answers = Answers(self.prompts, self.context_length)
+        self._embeddings = Embeddings(self.prompts, self.context_length, _pooler(weights))
         self._choices.skip()
         with timeline.span("template"):
             warnings = self._warnings(spec, options)
@@ -198,6 +201,8 @@ class TextModel:
                 f"{self.ready.model.name} sees no pictures: it has no encoder for them.",
                 "Take a model that does, or name its encoder: --mmproj FILE.",
             )
+        if request.pooling:
+            return self._embeddings.begin(request, report)
         return self._answers.begin(request, report)
 
     def generate(self, request: Generate, report: Report, cancelled: Callable[[], bool]) -> Finished:
@@ -325,6 +330,15 @@ def _has_room_for(file: GGUF, need: MemoryNeed) -> bool:
     if uses_host_memory(Device.DEFAULT):
         needed += need.total_bytes
     return free is None or needed <= free
+
+
+def _pooler(weights: Weights) -> Pooler:
+    """Raises ModelFileError."""
+    spec, classes = weights.spec, None
+    if of := spec.classes:
+        rows = Tensor(weights.read(of, range(of.rows)))
+        classes = QuantizedMatrix(of.type, of.rows, of.cols).dequantize_rows(rows, of.rows).numpy()
+    return Pooler(weights.vector(spec.output_norm), spec.stream_eps, classes)
 
 
 def _prefix_store(file: GGUF, layout: str, limit_bytes: int | None) -> PrefixStore | None:

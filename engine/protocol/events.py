@@ -29,6 +29,9 @@ ContextLength = int | Literal["max"] | None
 """Tokens. "max": as many as the model was trained for and memory has room for. None: the model's own, up to 8192."""
 Step = Literal["decode", "prefill"]
 Speculate = Literal["auto", "off", "lookup"]
+Pooling = Literal["mean", "cls", "last", "rank"]
+"""What an embedding is made of: the mean over all tokens, the first or the last of them; or the classes of a model that
+ranks documents, by the last one."""
 KernelRole = Literal[
     "embedding", "QKV projection", "attention", "delta net", "attention output", "FFN gate+up", "FFN down", "router",
     "experts gate+up", "experts down", "output head", "norm", "element-wise", "sampling", "copy",
@@ -116,7 +119,7 @@ class Generate(_Record, frozen=True, kw_only=True):
     that begin a text which fits it. A reply begins with the tokens `forced`, which count among `max_tokens`.
     `logit_bias` adds to the logits of tokens, by id, before they are sampled; unknown ids are ignored. To measure:
     `ignore_eos` continues after an end-of-turn token, and `fresh` computes the whole prompt. `client` names who asks:
-    requests that wait take turns by client."""
+    requests that wait take turns by client. With `pooling`, there is no reply: `Embedded` comes in its place."""
 
     request_id: int
     prompt: Chat | RawText | TokenIds
@@ -129,6 +132,7 @@ class Generate(_Record, frozen=True, kw_only=True):
     grammar: Grammar | None = None
     forced: tuple[int, ...] = ()
     logit_bias: tuple[tuple[int, float], ...] = ()
+    pooling: Pooling | None = None
 
 
 class Measure(_Record, frozen=True, kw_only=True):
@@ -307,6 +311,13 @@ class Thinking(Token, frozen=True, kw_only=True):
     """One token of the model's reasoning. The marks that open and close it are such tokens too, with empty `text`."""
 
 
+class Embedded(_Record, frozen=True, kw_only=True):
+    """The embedding of a prompt, or its probabilities of classes: `values` are float32 numbers, little-endian."""
+
+    request_id: int
+    values: bytes
+
+
 class ExpertChoices(_Record, frozen=True, kw_only=True):
     """How often each expert of each layer was chosen since the event before, also by the tokens of prompts, unless they
     need no experts of the layer. Comes at most once a second while the engine answers, and once at the end."""
@@ -456,8 +467,8 @@ class Failed(_Record, frozen=True, kw_only=True):
 
 
 Event = (
-    Loading | Warming | Ready | Seeing | Prefilling | Token | Thinking | ExpertChoices | Finished | Slots | Measured
-    | KernelProfile | Failed
+    Loading | Warming | Ready | Seeing | Prefilling | Token | Thinking | Embedded | ExpertChoices | Finished | Slots
+    | Measured | KernelProfile | Failed
 )  # fmt: skip
 
 encode = msgspec.msgpack.Encoder().encode

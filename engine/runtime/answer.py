@@ -23,7 +23,7 @@ from engine.protocol.events import (
     decode_rate,
 )
 from engine.runtime.grammar import Constraint, Forced, Grammars
-from engine.runtime.model_runner import Drawing
+from engine.runtime.model_runner import Drawing, Want
 from engine.runtime.sampling import Logits, LogProbabilities, Sampler, biased
 
 
@@ -57,6 +57,9 @@ class Answer:
     """`tokens` are those of the prompt and of the reply so far; once `reason` says why it ended, no more may follow.
     `cached` of the prompt's tokens were in the KV cache. `left` is the most tokens that may still follow."""
 
+    replies = True
+    """Whether tokens follow the prompt at all."""
+
     def __init__(
         self,
         request: Generate,
@@ -80,6 +83,20 @@ class Answer:
     def start(self) -> None:
         """From now on time counts: a request that has to wait is started when its prompt is read."""
         self._started = self._first_token = self._last_token = time.perf_counter()
+
+    @property
+    def stored_n(self) -> int:
+        """How many of the tokens have to be in the KV cache before the next one can be computed."""
+        return len(self.tokens) - 1
+
+    @property
+    def reusable(self) -> list[int]:
+        """The first tokens, whose keys and values may be those of earlier conversations."""
+        return [] if self.request.fresh else self.tokens[: self.stored_n]
+
+    def want(self, start: int, end: int) -> Want:
+        """What a step is to give of the prompt's tokens from `start` to `end`."""
+        return "none"
 
     @property
     def is_best_token(self) -> bool:
@@ -149,7 +166,7 @@ class Answer:
         return Slot(
             request_id=self.request.request_id,
             client=self.request.client,
-            phase="decode" if stored == len(self.tokens) - 1 else "prefill",
+            phase="decode" if self.replies and stored == self.stored_n else "prefill",
             prompt_done=min(stored, self.prompt_n),
             prompt_n=self.prompt_n,
             predicted_n=predicted_n,

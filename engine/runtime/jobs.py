@@ -67,8 +67,8 @@ class Job:
 
     @property
     def stored(self) -> list[int]:
-        """The tokens that have to be in the KV cache before the next one can be computed: all but the last."""
-        return self.answer.tokens[:-1]
+        """The tokens that have to be in the KV cache before the next one can be computed."""
+        return self.answer.tokens[: self.answer.stored_n]
 
     def begin_reply(self, sequence: int, sampler: RowSampler | None) -> None:
         """Before the step of its first token, or of the next one after a pause: prepares drawing on the device, if
@@ -103,14 +103,15 @@ class Job:
 
 
 class Piece(NamedTuple):
-    """Some tokens of a prompt in a step. `is_last`: after them, the first token of the reply is computed."""
+    """Some tokens of a prompt in a step. `is_last`: after them, the first token of the reply is computed, if there is
+    one."""
 
     job: Job
     slot: Slot
 
     @property
     def is_last(self) -> bool:
-        return self.slot.position + len(self.slot.inputs) == len(self.job.answer.tokens) - 1
+        return self.slot.position + len(self.slot.inputs) == self.job.answer.stored_n
 
     @property
     def rounded(self) -> int:

@@ -12,9 +12,8 @@ def find_known(blocks: KVBlocks, states: Checkpoints | None, sequence: int, job:
     """Takes what is in the KV cache already: another conversation may just have computed what comes next in this
     one. Returns how many tokens the sequence has."""
     done = blocks.length(sequence)
-    if job.answer.request.fresh:
+    if not (wanted := job.answer.reusable):
         return done
-    wanted = job.stored
     if states:
         n = states.find(wanted, len(wanted))
         while n > done and (known := blocks.known(sequence, wanted[:n])) < n:

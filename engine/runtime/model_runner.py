@@ -24,15 +24,15 @@ from engine.runtime.sampling import Logits, LogProbabilities
 SearchReport = Callable[[int, int, int, Search], None]
 """Called as (shapes done, shapes in all, shapes known from earlier searches, the shape at hand)."""
 
-Want = Literal["none", "last"]
-"""What a step is to give of a slot: nothing (the keys and values of a prompt's piece are stored), or the token after
-its last input."""
+Want = Literal["none", "last", "hidden"]
+"""What a step is to give of a slot: nothing (the keys and values of a prompt's piece are stored), the token after its
+last input, or what embeddings are made of (`ModelRunner.hidden`)."""
 
 
 class Slot(NamedTuple):
     """What a step computes of one sequence: `inputs`, token ids, at `position` and the places after it. With `want`
-    "none" these are 1 to `ModelRunner.max_chunk`, with "last" it is one. `draw`: the device draws the token that is
-    wanted (`RowSampler`); else it is the most probable one."""
+    "last" it is one, else these are 1 to `ModelRunner.max_chunk`. `draw`: the device draws the token that is wanted
+    (`RowSampler`); else it is the most probable one."""
 
     sequence: int
     inputs: tuple[int, ...]
@@ -164,6 +164,11 @@ class ModelRunner(BlockStore, StateStore, Protocol):
     def logits(self, rows: Sequence[int] | None = None) -> Logits:
         """The logits of these slots of the last `run`, by their place among those that wanted a token, or of all of
         them: float32 (rows, vocab), valid until the next step."""
+        ...
+
+    def hidden(self) -> list[NDArray[np.float32]]:
+        """Of each slot of the last `run` that wanted it ("hidden") the residual stream after the last sublayer, float32
+        (inputs, dim). Their kernels may be compiled when they are first used."""
         ...
 
     def expert_choices(self) -> list[NDArray[np.int32]]:

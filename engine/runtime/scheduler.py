@@ -32,6 +32,7 @@ from engine.errors import ContextFullError
 from engine.protocol.events import TOKEN_GAP, Finished, Slots, Speculate
 from engine.runtime.answer import Answer
 from engine.runtime.checkpoints import Checkpoints
+from engine.runtime.embedding import Embedding, read_streams
 from engine.runtime.guesser import Guesser
 from engine.runtime.jobs import Job, Piece
 from engine.runtime.known_tokens import end_of_piece, find_known, keep_state
@@ -41,7 +42,7 @@ from engine.runtime.pace import Pace
 from engine.runtime.prefix_keeper import PrefixKeeper
 from engine.runtime.prefix_store import PrefixStore
 from engine.runtime.sampling import Logits
-from engine.runtime.speculation import Check, Speculation
+from engine.runtime.speculation import Check, Speculation, guesses_at
 
 REPORT_S = 0.25
 PATIENCE = 4
@@ -146,10 +147,11 @@ class Scheduler:
                 self._reserve(sequence, 1)
         pieces = [piece for piece in pieces if self._is_due(piece)]
         ending = [piece.job for piece in pieces if piece.is_last]
-        ready = [(i, job) for i, job in self._live() if self._is_prefilled(i, job) or job in ending]
+        ready = [(i, job) for i, job in self._replying() if self._is_prefilled(i, job) or job in ending]
         self._step = len(ready), sum(len(piece.slot.inputs) for piece in pieces), room
         check = None if pieces else self._check(ready)
         chosen = self._run(pieces, ready, check)
+        self._end_embeddings(pieces)
         if ready:
             self._take_tokens(ready, chosen, check)
             seconds = time.perf_counter() - started
@@ -160,12 +162,11 @@ class Scheduler:
 
     def _check(self, ready: Sequence[tuple[int, Job]]) -> Check | None:
         """The guesses that the next step checks. Makes room for them, if nobody has to be paused for that."""
-        check = self._speculation.plan([job for _, job in ready])
-        try:
-            if check:
+        if check := self._speculation.plan([job for _, job in ready]):
+            try:
                 self.blocks.reserve(ready[check.place][0], 1 + len(check.tokens))
-        except PoolFullError:
-            return None
+            except PoolFullError:
+                return None
         return check
 
     def _run(
@@ -174,13 +175,14 @@ class Scheduler:
         """Runs a step; returns the next token of each reply that is `ready`, and of each guess in a check after its
         own. A piece that is timed runs before, and so does one after which the recurrent state is kept."""
         slots = [piece.slot for piece in pieces]
-        rows = [slot for n, (i, job) in enumerate(ready) for slot in job.rows(i, _guesses(check, n))]
+        rows = [slot for n, (i, job) in enumerate(ready) for slot in job.rows(i, guesses_at(check, n))]
         restore = pieces[0].job.restore if pieces else None
         if restore or (self._states and any(piece.is_last for piece in pieces)):
             if restore:
                 restore.time(lambda: self._runner.run(slots), slots[0].position, len(slots[0].inputs))
             else:
                 self._runner.run(slots)
+            read_streams(self._runner, pieces)
             self._end_pieces(list(pieces))
             pieces, slots = [], []
         if not (slots or rows):
@@ -188,11 +190,24 @@ class Scheduler:
         unended = list(pieces)
         ahead = None if check else self._ahead(unended, ready)
         chosen = self._runner.run([*slots, *rows], ahead)
+        read_streams(self._runner, pieces)
         self._end_pieces(unended)
         return chosen
 
+    def _end_embeddings(self, pieces: Sequence[Piece]) -> None:
+        """Ends those whose last pieces are computed."""
+        for job, sequence in [(piece.job, piece.slot.sequence) for piece in pieces if piece.is_last]:
+            if isinstance(job.answer, Embedding) and job.answer.end():
+                self._leave(sequence)
+                job.end(job.answer.finished())
+            elif isinstance(job.answer, Embedding):
+                self._clear(sequence, job)
+
     def _live(self) -> Iterator[tuple[int, Job]]:
         return ((sequence, job) for sequence, job in enumerate(list(self._slots)) if job)
+
+    def _replying(self) -> Iterator[tuple[int, Job]]:
+        return ((sequence, job) for sequence, job in self._live() if job.answer.replies)
 
     # --- slots -------------------------------------------------------------------------------------------
 
@@ -247,7 +262,7 @@ class Scheduler:
             ends_turn = job.answer.reason != "cancelled"
             keep_state(self.blocks, self._states, sequence, job.answer.tokens, ends_turn)
         self._last = job.answer.tokens[: self.blocks.length(sequence)]
-        if self._keeper and is_whole and not job.answer.request.fresh:
+        if self._keeper and is_whole and job.answer.replies and not job.answer.request.fresh:
             self._keeper.note(self._last, job.answer.messages_end)
         self.blocks.drop(sequence)
         self._slots[sequence] = None
@@ -286,7 +301,7 @@ class Scheduler:
     # --- steps -------------------------------------------------------------------------------------------
 
     def _is_prefilled(self, sequence: int, job: Job) -> bool:
-        return job.has_begun and self.blocks.length(sequence) == len(job.answer.tokens) - 1
+        return job.has_begun and self.blocks.length(sequence) == job.answer.stored_n
 
     def _pieces(self) -> tuple[list[Piece], int]:
         """The next step's pieces of the prompts with the least to read, for which it makes room, and its budget."""
@@ -326,7 +341,7 @@ class Scheduler:
         end = end_of_piece(self._states, sequence, job, done, room)
         if done == end:
             return None
-        piece = Piece(job, Slot(sequence, tuple(wanted[done:end]), done, "none"))
+        piece = Piece(job, Slot(sequence, tuple(wanted[done:end]), done, answer.want(done, end)))
         if piece.is_last:
             self._begin_reply(sequence, job)
         return piece if self._reserve(sequence, end - done + piece.is_last) else None
@@ -343,8 +358,8 @@ class Scheduler:
             end = position + len(inputs)
             self.blocks.commit(sequence, inputs)
             if self._states:
-                wanted = job.stored
-                self._states.save(wanted[:end], end in (*job.answer.turn_ends, len(wanted)), sequence)
+                is_end = end in (*job.answer.turn_ends, job.answer.stored_n)
+                self._states.save(job.stored[:end], is_end, sequence)
             self._n_read += len(inputs)
 
     def _begin_reply(self, sequence: int, job: Job) -> None:
@@ -362,18 +377,18 @@ class Scheduler:
         if job.answer.request.fresh:
             for size in self._runner.chunk_sizes:  # what is measured must not wait for a compiler
                 self._runner.prepare(size)
-        elif self._keeper:
+        elif self._keeper and job.answer.replies:
             job.restore = self._keeper.restore(job.stored, self.blocks.known(sequence, job.stored))
 
     def _replies(self) -> Iterator[Job]:
-        return (job for sequence, job in self._live() if self._is_prefilled(sequence, job))
+        return (job for sequence, job in self._replying() if self._is_prefilled(sequence, job))
 
     def _room(self, job: Job) -> int:
         """The most tokens of prompts in the next step, of which `job`'s is the first."""
         replies = list(self._replies())
-        if any(job.came_s > max(reply.reply_s, reply.came_s + TOGETHER_S) for reply in replies):
-            return self._pace.room(self._runner.piece_sizes(len(replies)))
-        return self._runner.piece_sizes(len(replies))[-1]
+        sizes = self._runner.piece_sizes(len(replies))
+        had_begun = any(job.came_s > max(reply.reply_s, reply.came_s + TOGETHER_S) for reply in replies)
+        return self._pace.room(sizes) if had_begun else sizes[-1]
 
     def _room_of(self, pieces: Sequence[Piece], replies: int) -> int:
         """The room of a step with these pieces; 0 without any."""
@@ -389,11 +404,11 @@ class Scheduler:
         """Gives replies their next tokens, those that the runner has `chosen` unless the host chooses them."""
         rows, first = list[range](), 0  # of each reply
         for n in range(len(ready)):
-            rows.append(range(first, first := first + 1 + len(_guesses(check, n))))
+            rows.append(range(first, first := first + 1 + len(guesses_at(check, n))))
         host = [row for n, (_, job) in enumerate(ready) if job.needs_logits for row in rows[n]]
         logits = dict(zip(host, self._runner.logits(host), strict=True)) if host else {}
         for n, (sequence, job) in enumerate(ready):
-            guesses = _guesses(check, n)
+            guesses = guesses_at(check, n)
             right = 0
             for row, guess in itertools.zip_longest(rows[n], guesses):
                 if chosen[row] < 0 and right:  # the next step finds out why
@@ -447,20 +462,17 @@ class Scheduler:
 
         def ahead() -> Sequence[Slot] | None:
             self._end_pieces(unended)
-            # nobody may be paused for pieces while the step of its row runs
-            if any(job.restore for _, job in self._live()) or not self.blocks.has_room(self._most_room):
+            # nobody may be paused for pieces while the step of its row runs: `_pieces` makes room for so many tokens
+            most = self._runner.max_chunk + BLOCK * self._runner.parallel
+            if any(job.restore for _, job in self._live()) or not self.blocks.has_room(most):
                 return None
             self._next = self._pieces()
             pieces, _ = self._next
             begins = any(piece.is_last for piece in pieces) or sum(1 for _ in self._replies()) > len(ready)
-            return None if begins or any(p.job.restore for p in pieces) else [piece.slot for piece in pieces]
+            alone = any(piece.job.restore or piece.slot.want == "hidden" for piece in pieces)
+            return None if begins or alone else [piece.slot for piece in pieces]
 
         return ahead if self._goes_on(ready) else None
-
-    @property
-    def _most_room(self) -> int:
-        """The most tokens for which `_pieces` makes room."""
-        return self._runner.max_chunk + BLOCK * self._runner.parallel
 
     def _goes_on(self, ready: Sequence[tuple[int, Job]]) -> bool:
         """Whether the next step has these rows too, as far as is known, and needs no logits. Makes room for it."""
@@ -486,8 +498,3 @@ class Scheduler:
             prompt_tokens=prompt_tokens,
             room=room,
         )
-
-
-def _guesses(check: Check | None, place: int) -> tuple[int, ...]:
-    """Those of the reply at a place that a step checks."""
-    return check.tokens if check and check.place == place else ()

@@ -30,6 +30,11 @@ class Check(NamedTuple):
     rows: int
 
 
+def guesses_at(check: Check | None, place: int) -> tuple[int, ...]:
+    """Those of the reply at a place that a step checks."""
+    return check.tokens if check and check.place == place else ()
+
+
 class Speculation:
     """Decides which guesses a step checks. `check_rows` and `is_prepared` are those of the runner."""
 

@@ -11,6 +11,7 @@ from engine.errors import ContextFullError, ModelFileError, PreemptedError, Usag
 from engine.model.text_model import TextModel
 from engine.protocol.events import (
     Chat,
+    Embedded,
     EngineOptions,
     Finished,
     Generate,
@@ -128,6 +129,8 @@ def test_weights_that_are_no_numbers_are_named_and_spoil_no_other_answer(tmp_pat
     for sampling in (GREEDY, Sampling(temperature=0.8)):
         with pytest.raises(ModelFileError, match="damaged: the output of the embedding is not finite"):
             answer(model, TokenIds(ids=(3, 7)), sampling=sampling)
+    with pytest.raises(ModelFileError, match="damaged: the output of the embedding is not finite"):
+        answer(model, TokenIds(ids=(3, 7)), pooling="mean")
     for n in range(5):  # which leave what is no number in all blocks, unnoticed
         calls = iter(range(3))
         answer(model, TokenIds(ids=(n, *[7] * 110)), cancelled=lambda calls=calls: next(calls) > 0)
@@ -277,3 +280,28 @@ def test_what_is_captured_takes_no_room_from_a_conversation(model, monkeypatch):
     steps.clear()
     model._run(1, 0)
     assert not steps
+
+
+@pytest.mark.parametrize(("kernels", "quant"), [("auto", "Q8_0"), ("graph", "F32")])
+def test_embeddings_are_the_references(kernels, quant, tmp_path):
+    """Also of a prompt in several pieces, and of one of which most is known."""
+    path = generated_model.write(tmp_path / "m.gguf", architecture="qwen3", quant=quant, classes=3)
+    model = TextModel(
+        EngineOptions(model_path=str(path), context_length=128, kernels=kernels), lambda _: None
+    )
+    reference = Reference(path)
+    norm, classes = (reference._tensors[f"{name}.weight"] for name in ("output_norm", "cls.output"))
+    for tokens in np.random.default_rng(2).integers(0, 200, (2, 100)), [[5]]:
+        for text in [*tokens, *tokens]:
+            ids = [*map(int, text)]
+            stream = reference.streams(ids)[-1]
+            hidden = stream / np.sqrt((stream * stream).mean(-1, keepdims=True) + 1e-6) * norm
+            powers = np.exp(classes @ hidden[-1])
+            wanted = {"mean": hidden.mean(0), "last": hidden[-1], "rank": powers / powers.sum()}
+            for pooling, vector in wanted.items():
+                events = []
+                request = Generate(request_id=1, prompt=TokenIds(ids=tuple(ids)), pooling=pooling)
+                model.generate(request, events.append, lambda: False)
+                [values] = [np.frombuffer(e.values, "<f4") for e in events if isinstance(e, Embedded)]
+                error = np.linalg.norm(values - vector) / np.linalg.norm(vector)
+                assert error < (1e-5 if quant == "F32" else 1e-2), (pooling, error)

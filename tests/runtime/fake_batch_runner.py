@@ -72,7 +72,8 @@ class FakeBatchRunner:
         return (32, self.max_chunk)
 
     def run(self, slots, ahead=None):
-        self._prefill([slot for slot in slots if slot.want == "none" and slot not in self.pieces_ahead])
+        self.streams = []
+        self._prefill([slot for slot in slots if slot.want != "last" and slot not in self.pieces_ahead])
         self.pieces_ahead = []
         rows = [slot for slot in slots if slot.want == "last"]
         return self._decode(rows, ahead) if rows else np.zeros(0, np.int32)
@@ -81,8 +82,15 @@ class FakeBatchRunner:
         for piece in pieces:
             assert 0 < len(piece.inputs) <= self.max_chunk
             self.steps.append((phase, len(piece.inputs)))
-            for i, token in enumerate(piece.inputs):
-                self._store(token, piece.position + i, piece.sequence)
+            texts = [
+                self._store(token, piece.position + i, piece.sequence) for i, token in enumerate(piece.inputs)
+            ]
+            if piece.want == "hidden":
+                assert phase == "prefill"
+                self.streams.append(np.array([next_logits(text) for text in texts]))
+
+    def hidden(self):
+        return self.streams
 
     def _decode(self, rows, ahead):
         assert (

@@ -21,6 +21,7 @@ from engine.runtime.model_runner import Ahead, SearchReport, Slot, varied_tokens
 from engine.runtime.prefix_store import export_layout
 from engine.runtime.sampling import Logits
 from engine.targets.cpu.kernels import memory
+from engine.targets.cpu.kernels.kernel_sequence import CompiledSequence
 from engine.targets.cpu.kernels.lanes import register_lanes
 from engine.targets.cpu.kernels.step_state import TILES, TOKENS
 from engine.targets.cpu.kernels.thread_pool import default_pool
@@ -83,6 +84,8 @@ class CPURunner:
         most = max(most, self.row_counts[-1])
         self._logits = memory.view(model.logits).reshape(most, -1)[:, : self._vocab]
         self._last: Logits = self._logits[:0]
+        self._whole: CompiledSequence | None = None  # prefill that gives what embeddings are made of
+        self._hidden: list[NDArray[np.float32]] = []
         with timeline.span("kernels"):
             decode = {tile: step_kernels(model, tile, n) for tile, n in rows.items()}
             prefill = step_kernels(model, self._lanes)
@@ -110,11 +113,15 @@ class CPURunner:
 
     def run(self, slots: Sequence[Slot], ahead: Ahead | None = None) -> NDArray[np.int32]:
         rows = [slot for slot in slots if slot.want == "last"]
+        self._hidden = []
         for slot in slots:
             assert self._cache.has_blocks(slot.sequence, slot.position + len(slot.inputs) - 1)
             if slot.want == "none":
                 self._set(self._lanes, [slot])
                 self._prefill()
+            elif slot.want == "hidden":
+                self._set(self._lanes, [slot])
+                self._hidden.append(self._stream(len(slot.inputs)))
         if rows:
             tile = self._model.tile_of(len(rows))
             if tile not in self._decode:
@@ -127,6 +134,19 @@ class CPURunner:
             if not isfinite(self._last[row, token]):
                 best[row] = -1
         return best
+
+    def _stream(self, n: int) -> NDArray[np.float32]:
+        """Runs prefill of the whole model; gives the residual stream of the step's `n` tokens, float32 (n, dim)."""
+        if self._whole is None:
+            step = step_kernels(self._model, self._lanes, whole=True)
+            default_pool().compile(step.kernels)
+            self._whole = step.compile()
+        self._whole()
+        dim = self._model.spec.dim
+        return self._whole.last_output[: n * dim].reshape(n, dim).copy()
+
+    def hidden(self) -> list[NDArray[np.float32]]:
+        return self._hidden
 
     def not_finite(self, slot: Slot) -> ModelFileError:
         self._set(1, [slot])

@@ -54,11 +54,12 @@ class GraphRunner:
         self._transformer = Transformer(weights, length, context_length, parallel, blocks, kv)
         self._inputs = StepInputs(parallel, length, blocks)
         self._prefill, self._decode = TinyJit(self._prefill_step), TinyJit(self._decode_step)
-        self._copy = TinyJit(self._transformer.copy_block)
-        for jit in (self._prefill, self._decode, self._copy):
+        self._whole, self._copy = TinyJit(self._whole_step), TinyJit(self._transformer.copy_block)
+        for jit in (self._prefill, self._decode, self._whole, self._copy):
             jit.cnt = 1  # capture at the first call, not at the second
         self._source, self._target = (UOp.variable(name, 0, blocks - 1) for name in ("source", "target"))
         self._logits: list[Tensor] = []
+        self._hidden: list[NDArray[np.float32]] = []
         self.state_bytes = spec.state_bytes
         self.state_slots = checkpoint_slots(parallel) if self.state_bytes else 0
         self._states = StateCopies(self._transformer.states, self.state_slots)
@@ -75,13 +76,15 @@ class GraphRunner:
 
     def run(self, slots: Sequence[Slot], ahead: Ahead | None = None) -> NDArray[np.int32]:
         chosen: list[int] = []
-        self._logits = []
+        self._logits, self._hidden = [], []
         for slot in slots:
             n = len(slot.inputs)
             if slot.position == 0:
                 self._states.clear(slot.sequence)
             if slot.want == "none":
                 self._prefill(*self._step(slot, self.max_chunk))
+            elif slot.want == "hidden":
+                self._hidden.append(self._whole(*self._step(slot, self.max_chunk)).numpy()[:n])
             else:
                 if self._logits:  # the step overwrites those of the last one
                     self._logits[-1] = self._logits[-1].clone().realize()
@@ -111,6 +114,13 @@ class GraphRunner:
         best = logits.sum().isfinite().where(logits.argmax().cast(dtypes.int32), -1)
         Tensor.realize(best, logits)
         return best, logits
+
+    def _whole_step(self, *inputs: Tensor | UOp | int) -> Tensor:
+        *_, (x, _) = self._transformer.sublayers(Step(*inputs))
+        return x.contiguous().realize()
+
+    def hidden(self) -> list[NDArray[np.float32]]:
+        return self._hidden
 
     def not_finite(self, slot: Slot) -> ModelFileError:
         transformer, step = self._transformer, self._step(slot, 1)

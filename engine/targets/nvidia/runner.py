@@ -122,6 +122,7 @@ class NvidiaRunner:
         self._prepared: set[int] = set()  # what `prepare` was called with
         self._compiled: dict[int, bool] = {}  # of the sizes of prefill that were asked for
         self._launched: Sequence[Slot] = ()  # the pieces of prompts in the step that is ahead
+        self._hidden: list[NDArray[np.float32]] = []
         self._earlier: list[Logits] = []  # of the steps before the last one of one `run`
         with timeline.span("kernels"):
             schedules = {product.stack.name: product.schedule for product in model.products}
@@ -224,7 +225,8 @@ class NvidiaRunner:
     # ---- steps ----
 
     def run(self, slots: Sequence[Slot], ahead: Ahead | None = None) -> NDArray[np.int32]:
-        pieces, rows = ([slot for slot in slots if slot.want == want] for want in ("none", "last"))
+        by_want = ([slot for slot in slots if slot.want == want] for want in ("none", "hidden", "last"))
+        pieces, embedded, rows = by_want
         self._set_positions(slots)
         pieces, self._launched = [piece for piece in pieces if piece not in self._launched], ()
         if rows:
@@ -234,6 +236,7 @@ class NvidiaRunner:
             self._prefill.send(size, pieces, len(rows))
         else:
             self._store(pieces)
+        self._hidden = [*map(self._stream, embedded)]
         chosen: list[int] = []
         self._earlier = []
         for first in range(0, len(rows), most):
@@ -307,6 +310,18 @@ class NvidiaRunner:
             return
         self._prefill.send(size, [slot])
         self._launch_prefill(size)
+
+    def _stream(self, slot: Slot) -> NDArray[np.float32]:
+        """Prefills a piece of a prompt with all sublayers; gives the residual stream, float32 (inputs, dim)."""
+        size, n = self._size_of(len(slot.inputs)), len(slot.inputs)
+        self._prefill.send(size, [slot])
+        if ("whole", size) not in self._captured:
+            compile_once((*self._set_up, "whole", size), lambda: [self._prefill.whole_step(size).linear])
+        self._launch(("whole", size), lambda: self._prefill.whole_step(size))
+        return self._prefill.stream(size)[:n]
+
+    def hidden(self) -> list[NDArray[np.float32]]:
+        return self._hidden
 
     def not_finite(self, slot: Slot) -> ModelFileError:
         self._send_tables()

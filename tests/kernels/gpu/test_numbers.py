@@ -61,6 +61,7 @@ LONG = {  # other checks run the same kernels, in fewer steps of fewer models, o
     "check_sinks_of_prompts",
     "check_small_batch_divided",
     "check_sorted_assignments",
+    "check_streams_of_norms_after_and_windows",
     "check_what_is_stored",
 }
 SELECTED = [pytest.param(name, marks=thorough) if name in LONG else name for name in CHECKS]

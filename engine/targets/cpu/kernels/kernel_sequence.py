@@ -72,6 +72,11 @@ class CompiledSequence:
             yield memory.view(buffer)
             done = end
 
+    @property
+    def last_output(self) -> NDArray[np.float32]:
+        """What the last run left in the last of these buffers."""
+        return memory.view(self._outputs[-1][1])
+
     def call_s(self, i: int) -> float:
         """Runs the i-th kernel alone: the seconds that it takes."""
         return self.pool.call_s(self.first + i)

@@ -1,0 +1,141 @@
+"""Requests for the embedding of a prompt: one vector for all of it, in place of a reply.
+
+It is pooled from the residual stream after the last sublayer, which pieces of the prompt give that want it (`Slot`).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.errors import ContextFullError, UsageError
+from engine.formats.prompt import PromptEncoder
+from engine.formats.template import Prompt
+from engine.protocol.events import Embedded, Event, Generate, Pooling
+from engine.runtime.answer import Answer
+from engine.runtime.model_runner import ModelRunner, Want
+
+if TYPE_CHECKING:
+    from engine.runtime.jobs import Piece
+
+
+class Pooler:
+    """What a model makes of the residual stream: `norm` is the weight of its last norm, float32 (dim,), and `classes`
+    the matrix of its classes, float32 (classes, dim), if it ranks documents."""
+
+    def __init__(self, norm: NDArray[np.float32], eps: float, classes: NDArray[np.float32] | None) -> None:
+        self._norm, self._eps, self._classes = norm, np.float32(eps), classes
+
+    def check(self, pooling: Pooling) -> None:
+        """Raises UsageError if the model cannot pool so."""
+        if pooling == "rank" and self._classes is None:
+            raise UsageError(
+                "This model does not rank documents: its file has no classes.",
+                "Choose a model that is made for it, such as Qwen3-Reranker.",
+            )
+
+    def normed(self, stream: NDArray[np.float32]) -> NDArray[np.float32]:
+        """(n, dim) -> (n, dim)."""
+        with np.errstate(all="ignore"):  # what is not finite is noticed later
+            size = np.sqrt((stream * stream).mean(-1, keepdims=True) + self._eps)
+            return np.asarray(stream / size * self._norm, np.float32)
+
+    def probabilities(self, hidden: NDArray[np.float32]) -> NDArray[np.float32]:
+        """Those of the classes: (dim,) -> (classes,)."""
+        assert self._classes is not None
+        scores = self._classes @ hidden
+        powers = np.exp(scores - scores.max())
+        return np.asarray(powers / powers.sum(), np.float32)
+
+
+class Embedding(Answer):
+    """A request for an embedding, which ends with its prompt."""
+
+    replies = False
+
+    def __init__(
+        self,
+        request: Generate,
+        prompt: Prompt,
+        prompts: PromptEncoder,
+        pooler: Pooler,
+        report: Callable[[Event], None],
+    ) -> None:
+        """Raises UsageError."""
+        super().__init__(request, prompt, prompts, 1, report)
+        assert request.pooling
+        self._pooler, self._pooling = pooler, request.pooling
+        self._sum: NDArray[np.float64] = np.zeros(0)
+        pooler.check(self._pooling)
+
+    @property
+    def stored_n(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def reusable(self) -> list[int]:
+        """Of the tokens that are pooled, the stream is needed, which is not kept."""
+        return self.tokens[:-1] if self._pooling in ("last", "rank") else []
+
+    @property
+    def needs_logits(self) -> bool:
+        return False
+
+    def want(self, start: int, end: int) -> Want:
+        match self._pooling:
+            case "mean":
+                is_wanted = True
+            case "cls":
+                is_wanted = start == 0
+            case "last" | "rank":
+                is_wanted = end == len(self.tokens)
+        return "hidden" if is_wanted else "none"
+
+    def read(self, position: int, stream: NDArray[np.float32]) -> None:
+        """Takes the stream of the tokens from `position` on, (n, dim). After a pause, they come again from the
+        first."""
+        rows = {"mean": slice(None), "cls": slice(1)}.get(self._pooling, slice(-1, None))
+        added = self._pooler.normed(stream[rows]).sum(0, dtype=np.float64)
+        self._sum = added if position == 0 or self._pooling != "mean" else self._sum + added
+
+    def end(self) -> bool:
+        """Reports the embedding, once all tokens are read. False if its numbers are not finite."""
+        if not np.isfinite(self._sum).all():
+            return False
+        self._first_token = self._last_token = time.perf_counter()
+        self.report_prefill(self.prompt_n)
+        hidden = (self._sum / (self.prompt_n if self._pooling == "mean" else 1)).astype(np.float32)
+        values = self._pooler.probabilities(hidden) if self._pooling == "rank" else hidden
+        self._report(Embedded(request_id=self.request.request_id, values=values.astype("<f4").tobytes()))
+        self.reason = "stop"
+        return True
+
+
+class Embeddings:
+    """Makes the embeddings of one model."""
+
+    def __init__(self, prompts: PromptEncoder, context_length: int, pooler: Pooler) -> None:
+        self._prompts, self._context_length, self._pooler = prompts, context_length, pooler
+
+    def begin(self, request: Generate, report: Callable[[Event], None]) -> Embedding:
+        """A request with `pooling`. Raises ContextFullError, TemplateError and UsageError."""
+        most = self._context_length
+        prompt = self._prompts.encode(request.prompt, most=most)
+        if len(prompt.ids) > most:
+            raise ContextFullError(
+                f"The text has {len(prompt.ids)} tokens and the context holds {most}.",
+                "Cut it into parts, or choose a longer context.",
+            )
+        return Embedding(request, prompt, self._prompts, self._pooler, report)
+
+
+def read_streams(runner: ModelRunner, pieces: Iterable[Piece]) -> None:
+    """Gives embeddings the streams of the pieces of a step that has been run."""
+    wanting = [piece for piece in pieces if piece.slot.want == "hidden"]
+    for (job, slot), stream in zip(wanting, runner.hidden() if wanting else (), strict=True):
+        assert isinstance(job.answer, Embedding)
+        job.answer.read(slot.position, stream)

@@ -1,0 +1,47 @@
+"""Prompts of which embeddings are made: their residual streams after the last sublayer are the reference's."""
+
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from engine.description.architectures import read_spec
+from engine.formats.gguf import GGUF
+from engine.loading.weights import Weights
+from engine.runtime.kv_blocks import KVBlocks
+from engine.runtime.model_runner import Slot
+from engine.targets.nvidia.runner import NvidiaRunner
+from tests import generated_model
+from tests.kernels.gpu.buffers import short_lists
+from tests.reference import Reference
+
+SMALL = {"dim": 64, "heads": 2, "kv_heads": 1, "ffn": 64, "layers": 2}
+
+
+def check_streams_of_prompts() -> None:
+    hold(architecture="qwen3", quant="Q8_0", **SMALL)
+
+
+def check_streams_of_norms_after_and_windows() -> None:
+    keys = {"attention.sliding_window": 4, "attention.sliding_window_pattern": 2}
+    hold(architecture="gemma3", keys=keys, quant="Q8_0", **SMALL)
+
+
+def hold(**shape: Any) -> None:
+    """Two pieces of a prompt, the second beside a reply; raises AssertionError where the stream differs."""
+    with tempfile.TemporaryDirectory() as folder, short_lists():
+        path = generated_model.write(Path(folder) / "model.gguf", **shape)
+        file, reference = GGUF(path), Reference(path, 64)
+        runner = NvidiaRunner(Weights(file, read_spec(file), lambda _: None), 64, 2)
+    tokens = np.random.default_rng(3).integers(0, 100, 45).tolist()
+    wanted, blocks = reference.streams(tokens)[-1], KVBlocks(runner)
+    sizes = np.linalg.norm(wanted, axis=1)
+    for sequence in (0, 1):
+        blocks.reserve(sequence, 46)
+    for start, end, beside in ((0, 33, []), (33, 45, [Slot(1, (tokens[0],), 0)])):
+        runner.run([Slot(0, tuple(tokens[start:end]), start, "hidden"), *beside])
+        [stream] = runner.hidden()
+        errors = np.linalg.norm(stream - wanted[start:end], axis=1) / sizes[start:end]
+        assert errors.max() < 4e-3, errors  # the cache and the activations are rounded
+    assert np.abs(runner.logits()[0] - reference.logits(tokens[:1])[0]).max() < 0.02
