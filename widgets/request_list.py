@@ -41,6 +41,7 @@ def _line(request: Handled, width: int) -> Line:
     if end := request.finished:
         rate = decode_rate(end.predicted_n, end.predicted_ms)
         what = f"{counted(end.predicted_n, 'token')}{f', {short_number(rate)} tok/s' if rate else ''}"
+        what = what if end.predicted_n else f"{counted(end.prompt_n, 'token')} read"
     status = (f"{request.status} ", "" if request.status == 200 else "warning")
     client, path = f"{client_name(request.client):<15} ", f"{client_name(request.path)} "
     time = f"{request.time} "

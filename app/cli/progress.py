@@ -58,6 +58,10 @@ def figures(end: Finished) -> str:
     """The figures of an answer on one line, and how it ended unless it came to its own end."""
     ended = {"stop": "", "length": ", cut at the limit", "cancelled": ", stopped"}[end.reason]
     prefill = shown_prefill_rate(end.prompt_n, end.cached_n, end.prompt_ms)
+    if not end.predicted_n and end.reason == "stop":  # an embedding
+        rate = "" if prefill is None else f" ({prefill:.0f} tok/s)"
+        took = as_latency(end.prompt_ms / 1e3)
+        return f"{counted(end.prompt_n, 'token')} ({end.cached_n:,} cached) read in {took}{rate}"
     decode = decode_rate(end.predicted_n, end.predicted_ms)
     first_token = as_latency(end.prompt_ms / 1e3)
     guesses = f", {end.draft_n_accepted:,} of {end.draft_n:,} guessed tokens right" if end.draft_n else ""

@@ -12,7 +12,7 @@ from app.serve.errors import of_failure, unavailable
 from app.serve.stop_texts import StopTexts
 from engine.formats.tool_calls import FunctionCall, ToolCallParser
 from engine.protocol.event_stream import AnswerStats
-from engine.protocol.events import Event, Failed, Finished, Generate, Prefilling, Thinking, Token
+from engine.protocol.events import Embedded, Event, Failed, Finished, Generate, Prefilling, Thinking, Token
 
 _ID = string.ascii_letters + string.digits
 
@@ -55,6 +55,13 @@ class AnswerDelta:
 
 
 @dataclass(frozen=True)
+class AnswerVector:
+    """What there is in place of an answer: see `Embedded`."""
+
+    values: bytes
+
+
+@dataclass(frozen=True)
 class AnswerEnd:
     """`reasoning_n` tokens of the answer were thinking. `stop_text`: the client's text at which it stopped, or ""."""
 
@@ -64,7 +71,7 @@ class AnswerEnd:
     stop_text: str = ""
 
 
-Part = AnswerBegun | AnswerProgress | AnswerDelta | AnswerEnd
+Part = AnswerBegun | AnswerProgress | AnswerDelta | AnswerVector | AnswerEnd
 Events = AsyncGenerator[Event, None]
 Parts = AsyncGenerator[tuple[int, Part], None]
 """The parts of several answers, each with the place of its answer."""
@@ -111,6 +118,8 @@ class ServedAnswer:
                             yield delta
                         if self.stop.found or self._has_enough:
                             break
+                    case Embedded():
+                        yield AnswerVector(event.values)
                     case Finished(reason="cancelled"):
                         raise unavailable("The server is stopping.")
                     case Finished():
@@ -155,9 +164,9 @@ def _call_id() -> str:
     return "".join(secrets.choice(_ID) for _ in range(9))
 
 
-async def merged(streams: Sequence[AsyncGenerator[Part, None]]) -> Parts:
-    """The parts as they come. Closing them early cancels all; so
-    does an error of one."""
+async def merged(streams: Sequence[AsyncGenerator[Part, None]], at_once: int) -> Parts:
+    """The parts as they come, of so many streams at a time. Closing them early cancels all; so does an error of
+    one."""
     if len(streams) == 1:
         async with aclosing(streams[0]) as parts:
             async for part in parts:
@@ -165,9 +174,11 @@ async def merged(streams: Sequence[AsyncGenerator[Part, None]]) -> Parts:
         return
     queue: asyncio.Queue[tuple[int, Part | None]] = asyncio.Queue()
 
+    places = asyncio.Semaphore(at_once)
+
     async def follow(i: int, stream: AsyncGenerator[Part, None]) -> None:
         try:
-            async with aclosing(stream) as parts:
+            async with places, aclosing(stream) as parts:
                 async for part in parts:
                     queue.put_nowait((i, part))
         finally:

@@ -1,12 +1,21 @@
 """A request for a completion from its arrival to its end, in whatever protocol it came."""
 
+import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 
 from starlette.requests import Request
 from starlette.responses import Response
 
-from app.serve.answer import AnswerBegun, AnswerDelta, AnswerEnd, AnswerProgress, Parts, ServedAnswer
+from app.serve.answer import (
+    AnswerBegun,
+    AnswerDelta,
+    AnswerEnd,
+    AnswerProgress,
+    AnswerVector,
+    Parts,
+    ServedAnswer,
+)
 from app.serve.http import EventStream, json_response, while_connected
 from app.serve.protocols.reply import Asked, Json, Reply
 from app.serve.service import Exchange
@@ -20,7 +29,7 @@ async def answer(request: Request, exchange: Exchange, asked: Asked) -> Response
     """The answer to `request`, streamed if that is asked. Raises ApiError and ClientGoneError."""
     if asked.asker:
         exchange.client = f"{asked.asker}@{exchange.client}"
-    exchange.note = asked.note
+    exchange.note, exchange.one_by_one = asked.note, asked.one_by_one
     service = exchange.service
     answers = [
         ServedAnswer(one, StopTexts(asked.stops), _parser(exchange, asked, one), asked.one_call)
@@ -31,7 +40,7 @@ async def answer(request: Request, exchange: Exchange, asked: Asked) -> Response
     if not asked.is_streamed:
         await while_connected(request.receive, _exhaust(values))
         exchange.close(200)
-        return json_response(asked.reply.whole())
+        return json_response(await asyncio.to_thread(asked.reply.whole))
     stream = EventStream(_closing(values, exchange), asked.reply)
     await stream.begin(request.receive)
     return stream
@@ -73,6 +82,9 @@ async def _values(parts: Parts, reply: Reply) -> AsyncGenerator[Json, None]:
                     values = reply.progress(i, part.prefilling)
                 case AnswerDelta():
                     values = reply.delta(i, part)
+                case AnswerVector():
+                    reply.vector(i, part.values)
+                    continue
                 case AnswerEnd():
                     values = reply.ended(i, part)
             for value in values:

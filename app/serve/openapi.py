@@ -11,6 +11,7 @@ import msgspec
 from app.serve.protocols.anthropic import CountBody, MessagesBody
 from app.serve.protocols.chat import ChatBody
 from app.serve.protocols.completions import TextBody
+from app.serve.protocols.embeddings import EmbeddingsBody, RerankBody
 from app.serve.protocols.llama import InfillBody
 from app.serve.protocols.responses import ResponsesBody
 from app.serve.protocols.tokens import DetokenizeBody, TokenizeBody
@@ -21,6 +22,8 @@ BODIES = {
     "/messages": MessagesBody,
     "/messages/count_tokens": CountBody,
     "/responses": ResponsesBody,
+    "/embeddings": EmbeddingsBody,
+    "/rerank": RerankBody,
     "/tokenize": TokenizeBody,
     "/detokenize": DetokenizeBody,
     "/apply-template": ChatBody,

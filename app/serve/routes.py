@@ -21,7 +21,7 @@ from app.serve.http import ClientGoneError, error_response, json_response
 from app.serve.metrics import CONTENT_TYPE, Gauges
 from app.serve.model_pool import ModelPool
 from app.serve.openapi import description_json
-from app.serve.protocols import anthropic, chat, completions, llama, models, ollama, responses
+from app.serve.protocols import anthropic, chat, completions, embeddings, llama, models, ollama, responses
 from app.serve.protocols.remembered import Conversations
 from app.serve.protocols.reply import Asked, Json
 from app.serve.protocols.requests import decoded
@@ -49,7 +49,12 @@ def application(models: Service | ModelPool, key: str = "") -> ASGIApp:
         ("POST", "/responses", routes.respond),
         ("GET", "/responses/{id}", routes.response),
         ("DELETE", "/responses/{id}", routes.forget_response),
-        ("POST", "/embeddings", routes.embeddings),
+        ("POST", "/embeddings", routes.completing(embeddings.EmbeddingsBody, embeddings.openai_asked)),
+        (
+            "POST",
+            "/rerank",
+            routes.completing(embeddings.RerankBody, embeddings.rerank_asked, in_thread=True),
+        ),
         ("POST", "/tokenize", routes.computing(TokenizeBody, tokenized)),
         ("POST", "/detokenize", routes.computing(DetokenizeBody, detokenized)),
         ("GET", "/tokenizer_info", routes.tokenizer_info),
@@ -66,8 +71,16 @@ def application(models: Service | ModelPool, key: str = "") -> ASGIApp:
         ("GET", "/api/ps", routes.running),
         ("GET", "/api/version", routes.version),
         ("POST", "/api/show", routes.computing(ollama.ShowBody, ollama.show)),
-        ("POST", "/api/embed", routes.embeddings),
-        ("POST", "/api/embeddings", routes.embeddings),
+        (
+            "POST",
+            "/api/embed",
+            routes.completing(embeddings.EmbedBody, embeddings.ollama_asked, in_thread=True),
+        ),
+        (
+            "POST",
+            "/api/embeddings",
+            routes.completing(embeddings.OldEmbedBody, embeddings.old_ollama_asked, in_thread=True),
+        ),
     ]
     app = Starlette(
         routes=[
@@ -88,9 +101,11 @@ class Routes:
 
     # --- completions ---
 
-    def completing(self, kind: type[Any], asked: Callable[[Any, Service], Asked | Json]) -> Endpoint:
-        """What answers requests whose bodies are of a `kind`, in a protocol."""
-        return lambda request: self._complete(request, kind, asked)
+    def completing(
+        self, kind: type[Any], asked: Callable[[Any, Service], Asked | Json], in_thread: bool = False
+    ) -> Endpoint:
+        """What answers requests whose bodies are of a `kind`, in a protocol. `in_thread`: `asked` may take long."""
+        return lambda request: self._complete(request, kind, asked, in_thread)
 
     async def respond(self, request: Request) -> Response:
         owner = _owner(request)
@@ -98,7 +113,11 @@ class Routes:
         return await self._complete(request, responses.ResponsesBody, asked)
 
     async def _complete(
-        self, request: Request, kind: type[Any], asked: Callable[[Any, Service], Asked | Json]
+        self,
+        request: Request,
+        kind: type[Any],
+        asked: Callable[[Any, Service], Asked | Json],
+        in_thread: bool = False,
     ) -> Response:
         exchange = Exchange(self._models.default, request.scope[CLIENT], request.url.path)
         with exchange.closed_by_errors():
@@ -106,7 +125,7 @@ class Routes:
             self._models.default.check_open()
             body = decoded(data, kind)
             exchange.service = service = await self._models.named(body.model)
-            wanted = asked(body, service)
+            wanted = await asyncio.to_thread(asked, body, service) if in_thread else asked(body, service)
             if not isinstance(wanted, Asked):
                 exchange.answers = 0
                 exchange.close(200)
@@ -154,11 +173,6 @@ class Routes:
         )
         text = self._models.default.metrics.text(gauges)
         return Response(text, headers={"Content-Type": CONTENT_TYPE})
-
-    async def embeddings(self, request: Request) -> Response:
-        raise ApiError(
-            501, "This server has no embeddings: it generates text.", "not_supported_error", code=501
-        )
 
     async def openapi(self, request: Request) -> Response:
         return Response(description_json(), media_type="application/json")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import aclosing, contextmanager
@@ -21,6 +22,7 @@ from app.serve.metrics import Metrics
 from engine.errors import OrinError
 from engine.formats.fill_in import FillIn
 from engine.formats.gguf import GGUF
+from engine.formats.pooling import pooling_of
 from engine.formats.template import ChatTemplate, Prompt
 from engine.formats.tokenizer import Tokenizer
 from engine.formats.tool_calls import ToolForm, tool_form
@@ -32,6 +34,7 @@ from engine.protocol.events import (
     Failed,
     Finished,
     Generate,
+    Pooling,
     Ready,
     Sampling,
     Slots,
@@ -46,13 +49,17 @@ MAX_RETRY_S = 60
 @dataclass
 class ModelFile:
     """What the server itself reads of a model file. `form` is how the model calls tools, `fill_in` how it is asked to
-    fill in a text."""
+    fill in a text. `pooling` is how its embeddings of so many `dimensions` are made, and `rank_template` what it gets
+    of a query and a document."""
 
     tokenizer: Tokenizer
     form: ToolForm | None
     architecture: str
     template: str
     fill_in: FillIn | None
+    pooling: Pooling | None = None
+    dimensions: int = 0
+    rank_template: str = ""
     _rendering: Lock = field(default_factory=Lock)
 
     @classmethod
@@ -62,7 +69,17 @@ class ModelFile:
             template = file.get("tokenizer.chat_template", str, "")
             architecture = file.get("general.architecture", str, "")
             tokenizer = Tokenizer(file)
-            return cls(tokenizer, tool_form(template), architecture, template, FillIn.of(file, tokenizer))
+            rank_template = file.get("tokenizer.chat_template.rerank", str, "")
+            return cls(
+                tokenizer,
+                tool_form(template),
+                architecture,
+                template,
+                FillIn.of(file, tokenizer),
+                pooling_of(file),
+                file.get(f"{architecture}.embedding_length", int, 0),
+                rank_template,
+            )
 
     def encoded(self, chat: Chat, effort: Effort | None = None) -> Prompt:
         """A conversation as the model gets it. Takes as long as its text is; the first call starts the process that
@@ -72,6 +89,12 @@ class ModelFile:
                 return self._chats.encode(chat.messages, think=chat.think, effort=effort, tools=chat.tools)
         except OrinError as error:
             raise ApiError(400, f"{error.message} {error.hint}".strip()) from None
+
+    def rank_prompt(self, query: str, document: str) -> list[int]:
+        """What a model that ranks gets of a document. Special tokens are those of the template."""
+        texts = {"{query}": query, "{document}": document}
+        parts = re.split(r"(\{query\}|\{document\})", self.rank_template)
+        return self.tokenizer.encode_segments((texts.get(part, part), part not in texts) for part in parts)
 
     @cached_property
     def _chats(self) -> ChatTemplate:
@@ -139,12 +162,14 @@ class Service:
         """While the model loads, they wait for it. Closing the parts early cancels the requests. Raises ApiError."""
         self.check_open()
         exchange.answers = n = len(answers)
-        if self.open + n > self.parallel + self.max_waiting:
+        at_once = min(2 * self.parallel, self.parallel + self.max_waiting) if exchange.one_by_one else n
+        places = min(n, at_once)
+        if self.open + places > self.parallel + self.max_waiting:
             message = f"The server has {self.parallel} requests at work and {self.waiting} waiting."
             headers = {"Retry-After": str(self._retry_s())}
             raise ApiError(429, message, "rate_limit_error", code="too_many_requests", headers=headers)
         begun, ended = set[int](), set[int]()
-        self.open += n
+        self.open += places
         try:
             await self.make_room()
             requests = [replace(answer.request, client=exchange.client) for answer in answers]
@@ -152,7 +177,7 @@ class Service:
                 self.watch(request, exchange.timed(self.engine.generate(request))) for request in requests
             ]
             streams = [answer.parts(each) for answer, each in zip(answers, events, strict=True)]
-            async with aclosing(merged(streams)) as parts:
+            async with aclosing(merged(streams, at_once)) as parts:
                 async for i, part in parts:
                     if isinstance(part, AnswerBegun):
                         begun.add(i)
@@ -160,11 +185,13 @@ class Service:
                     elif isinstance(part, AnswerEnd):
                         ended.add(i)
                         exchange.finished.append(part.finished)
-                        self.open -= 1
+                        left = min(n - len(ended), at_once)
+                        self.open -= places - left
+                        places = left
                         self.processing -= i in begun
                     yield i, part
         finally:
-            self.open -= n - len(ended)
+            self.open -= places
             self.processing -= len(begun - ended)
             self.on_ended()
 
@@ -185,6 +212,7 @@ class Exchange:
     answers: int = 1
     is_streamed: bool = False
     note: str = ""  # what of the request is not done
+    one_by_one: bool = False  # see `Asked`
     finished: list[Finished] = field(default_factory=list)
     _has_token: bool = False
     _closed: bool = False
@@ -230,6 +258,9 @@ class Exchange:
         for finished in ended:
             metrics.answered(finished, self._seconds)
         together = replace(ended[0], predicted_n=sum(end.predicted_n for end in ended)) if ended else None
+        if together and self.one_by_one:
+            names = ("prompt_n", "cached_n", "prompt_ms")
+            together = replace(together, **{name: sum(getattr(end, name) for end in ended) for name in names})
         problem = "" if together else error or "the client has gone"
         at = time.strftime("%H:%M:%S")
         self.service.on_handled(

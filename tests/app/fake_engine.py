@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import struct
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 
 from msgspec.structs import replace
 
 from engine.protocol.events import (
     Chat,
+    Embedded,
     Event,
     ExpertChoices,
     Failed,
@@ -87,6 +89,12 @@ def reply(text: str, thinking: str = "", **changes: object) -> list[Event]:
         *pieces,
         Finished(**{**end, **changes}),  # type: ignore[arg-type]
     ]
+
+
+def vector_of(*numbers: float) -> list[Event]:
+    """The events of an embedding."""
+    begun, read, *_, end = reply("", predicted_n=0)
+    return [begun, read, Embedded(request_id=0, values=struct.pack(f"<{len(numbers)}f", *numbers)), end]
 
 
 class FakeEngine:

@@ -33,6 +33,10 @@ class Reply:
     def delta(self, i: int, delta: AnswerDelta) -> Iterable[Json]:
         raise NotImplementedError
 
+    def vector(self, i: int, values: bytes) -> None:
+        """Takes an embedding, or probabilities of classes: float32, little-endian."""
+        raise NotImplementedError
+
     def ended(self, i: int, end: AnswerEnd) -> Iterable[Json]:
         raise NotImplementedError
 
@@ -54,7 +58,8 @@ class Reply:
 @dataclass(frozen=True)
 class Asked:
     """A request for answers. `requests` are those to the engine, whose text ends at one of `stops`. `asker`: for whom
-    the client asks, by its word. `note`: what of the request is not done. `one_call`: an answer calls one tool."""
+    the client asks, by its word. `note`: what of the request is not done. `one_call`: an answer calls one tool.
+    `one_by_one`: the requests are worked at a few at a time, as those of one client, and have no prompt in common."""
 
     requests: Sequence[Generate]
     reply: Reply
@@ -63,3 +68,4 @@ class Asked:
     asker: str = ""
     note: str = ""
     one_call: bool = False
+    one_by_one: bool = False

@@ -782,7 +782,6 @@ async def test_what_agents_send(served):
 @pytest.mark.parametrize(
     ("method", "path", "status"),
     [
-        ("POST", "/v1/embeddings", 501),
         ("GET", "/v1/nothing", 404),
         ("GET", CHAT, 405),
         ("DELETE", "/health", 405),

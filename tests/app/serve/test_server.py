@@ -21,7 +21,7 @@ from engine.errors import UsageError
 from engine.peers.openai_api import OpenAIEngine
 from engine.protocol.events import Chat, Failed, Finished, Generate, Message, Ready, Token
 from tests import synthetic
-from tests.app.fake_engine import STARTED, FakeEngine, reply, tokens
+from tests.app.fake_engine import STARTED, FakeEngine, reply, tokens, vector_of
 from tests.app.serve.conftest import HELLO, WEATHER
 from tests.app.serve.model_engine import ModelEngine
 from tests.paths import ROOT
@@ -108,7 +108,8 @@ CALLED = reply('I look. <tool_call>{"name": "get_weather", "arguments": {"city":
 async def test_openais_client_of_responses(model_file):
     import openai
 
-    async with running(FakeEngine(CALLED, reply("Sunny.")), model_file) as (address, _, _, _):
+    engine = FakeEngine(CALLED, reply("Sunny."), vector_of(3, 4))
+    async with running(engine, model_file) as (address, _, _, _):
         client = openai.AsyncOpenAI(base_url=f"{address}/v1", api_key="any")
         tool = {"type": "function", "strict": False, **WEATHER["function"]}
         async with client.responses.stream(model="tiny", input="Rome?", tools=[tool]) as stream:
@@ -121,6 +122,8 @@ async def test_openais_client_of_responses(model_file):
         told = await client.responses.create(model="tiny", previous_response_id=response.id, input=[result])
         assert told.output_text == "Sunny." and told.status == "completed"
         assert (await client.models.retrieve("tiny")).id == "tiny"
+        embedded = await client.embeddings.create(model="tiny", input=["a", "b"])  # asks for Base64
+        assert embedded.data[1].embedding == pytest.approx([0.6, 0.8])
         await client.close()
 
 
@@ -149,7 +152,8 @@ async def test_anthropics_client(model_file):
 
 async def test_ollamas_client(model_file):
     ollama = pytest.importorskip("ollama")
-    async with running(FakeEngine(CALLED, reply("Sunny.")), model_file) as (address, _, _, _):
+    engine = FakeEngine(CALLED, reply("Sunny."), vector_of(3, 4))
+    async with running(engine, model_file) as (address, _, _, _):
         client = ollama.AsyncClient(host=address)
         asked = {"model": "tiny", "messages": [{"role": "user", "content": "Rome?"}]}
         parts = [part async for part in await client.chat(**asked, tools=[WEATHER], stream=True)]
@@ -159,6 +163,7 @@ async def test_ollamas_client(model_file):
         assert (await client.generate(model="tiny", prompt="Rome?")).response == "Sunny."
         assert (await client.list()).models[0].model == "tiny" and (await client.ps()).models
         assert "tools" in (await client.show("tiny")).capabilities
+        assert (await client.embed("tiny", ["a"])).embeddings == [[0.6, 0.8]]
         with pytest.raises(ollama.ResponseError, match="temperature"):
             await client.chat(**asked, options={"temperature": -1})
 

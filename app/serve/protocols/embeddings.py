@@ -1,0 +1,250 @@
+"""Vectors in place of answers: OpenAI's embeddings, Ollama's, and the ranking of documents.
+
+https://platform.openai.com/docs/api-reference/embeddings/create, Ollama's docs/api.md, and llama.cpp's
+tools/server/README.md for `/rerank`, whose fields are those of Jina and Cohere.
+"""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from app.serve.answer import AnswerEnd
+from app.serve.errors import ApiError, wrong
+from app.serve.protocols.reply import Asked, Json, Reply
+from app.serve.service import Service
+from engine.protocol.events import Generate, Pooling, RawText, TokenIds
+
+MAX_INPUTS = 2048
+_CHARACTERS = 32  # tokens have fewer on the average
+Floats = NDArray[np.float32]
+
+
+class EmbeddingsBody(msgspec.Struct, kw_only=True):
+    input: str | list[str | int | list[int]]
+    model: str | None = None
+    dimensions: int | None = None
+    encoding_format: Literal["float", "base64"] | None = None
+    user: str | None = None
+
+
+class EmbedBody(msgspec.Struct, kw_only=True):
+    """Ollama's. `options` and `keep_alive` are ignored."""
+
+    input: str | list[str] | None = None
+    model: str | None = None
+    truncate: bool | None = None
+    dimensions: int | None = None
+
+
+class OldEmbedBody(msgspec.Struct, kw_only=True):
+    """Ollama's first form, of one text."""
+
+    prompt: str | None = None
+    model: str | None = None
+
+
+class Document(msgspec.Struct):
+    text: str
+
+
+class RerankBody(msgspec.Struct, kw_only=True):
+    query: str
+    documents: list[str | Document]
+    model: str | None = None
+    top_n: int | None = None
+    return_documents: bool | None = None
+
+
+@dataclass
+class _Vectors(Reply):
+    """Gathers a vector for each of the texts."""
+
+    model: str
+    vectors: dict[int, Floats] = field(default_factory=dict)
+    ends: dict[int, AnswerEnd] = field(default_factory=dict)
+
+    def vector(self, i: int, values: bytes) -> None:
+        self.vectors[i] = np.frombuffer(values, "<f4")
+
+    def ended(self, i: int, end: AnswerEnd) -> Iterable[Json]:
+        self.ends[i] = end
+        return ()
+
+    @property
+    def in_order(self) -> Sequence[Floats]:
+        return [self.vectors[i] for i in sorted(self.vectors)]
+
+    @property
+    def prompt_n(self) -> int:
+        return sum(end.finished.prompt_n for end in self.ends.values())
+
+    @property
+    def usage(self) -> Json:
+        return {"prompt_tokens": self.prompt_n, "total_tokens": self.prompt_n}
+
+
+@dataclass
+class EmbeddingsReply(_Vectors):
+    dimensions: int | None = None
+    is_base64: bool = False
+
+    def whole(self) -> Json:
+        data = [
+            {"object": "embedding", "index": i, "embedding": self._shown(vector)}
+            for i, vector in enumerate(cut(self.in_order, self.dimensions))
+        ]
+        return {"object": "list", "data": data, "model": self.model, "usage": self.usage}
+
+    def _shown(self, vector: NDArray[np.float64]) -> str | msgspec.Raw:
+        if self.is_base64:
+            return base64.b64encode(vector.astype("<f4").tobytes()).decode()
+        return numbers(vector)
+
+
+@dataclass
+class EmbedReply(_Vectors):
+    dimensions: int | None = None
+    is_one: bool = False
+
+    def whole(self) -> Json:
+        vectors = [*map(numbers, cut(self.in_order, self.dimensions))]
+        if self.is_one:
+            return {"embedding": vectors[0]}
+        load_ms = max(end.finished.load_ms for end in self.ends.values()) if self.ends else 0
+        prompt_ms = sum(end.finished.prompt_ms for end in self.ends.values())
+        return {
+            "model": self.model,
+            "embeddings": vectors,
+            "total_duration": round((load_ms + prompt_ms) * 1e6),  # in nanoseconds
+            "load_duration": round(load_ms * 1e6),
+            "prompt_eval_count": self.prompt_n,
+        }
+
+
+@dataclass
+class RerankReply(_Vectors):
+    texts: Sequence[str] | None = None
+    top_n: int | None = None
+
+    def whole(self) -> Json:
+        scores = [float(vector[0]) for vector in self.in_order]
+        order = sorted(range(len(scores)), key=lambda i: -scores[i])[: self.top_n]
+        results: list[Json] = [{"index": i, "relevance_score": scores[i]} for i in order]
+        if self.texts is not None:
+            for result in results:
+                result["document"] = {"text": self.texts[result["index"]]}
+        return {"object": "list", "model": self.model, "usage": self.usage, "results": results}
+
+
+def cut(vectors: Iterable[Floats], dimensions: int | None) -> Iterable[NDArray[np.float64]]:
+    """The first `dimensions` of vectors, of length 1."""
+    for vector in vectors:
+        wide = vector[:dimensions].astype(np.float64)
+        yield wide / max(float(np.linalg.norm(wide)), 1e-12)
+
+
+def numbers(vector: NDArray[np.float64]) -> msgspec.Raw:
+    """A vector of length 1 as JSON. It is encoded by itself, so that other threads go on between vectors."""
+    return msgspec.Raw(msgspec.json.encode(vector.round(8).tolist()))
+
+
+def openai_asked(body: EmbeddingsBody, service: Service) -> Asked:
+    """Raises ApiError."""
+    _check_dimensions(body.dimensions, service)
+    given = body.input
+    ids = [id for id in given if isinstance(id, int)]
+    texts: Sequence[str | list[int]]
+    if isinstance(given, str):
+        texts = [given]
+    elif ids and len(ids) == len(given):
+        texts = [ids]
+    elif ids:
+        raise wrong("input is texts, or lists of token ids, not both.", "input")
+    else:
+        texts = [one for one in given if not isinstance(one, int)]
+    _check_count(len(texts), "input")
+    prompts = [RawText(text=one) if isinstance(one, str) else TokenIds(ids=tuple(one)) for one in texts]
+    reply = EmbeddingsReply(service.model, dimensions=body.dimensions)
+    reply.is_base64 = body.encoding_format == "base64"
+    return _asked(prompts, reply, service, body.user or "")
+
+
+def ollama_asked(body: EmbedBody, service: Service) -> Asked | Json:
+    """Raises ApiError. Without a text, the model is to be loaded only. May take as long as its texts are."""
+    _check_dimensions(body.dimensions, service)
+    texts = [body.input] if isinstance(body.input, str) else body.input
+    if not texts:
+        return {"model": service.model, "embeddings": []}
+    _check_count(len(texts), "input")
+    cuts = body.truncate is not False
+    prompts = [_beginning(text, service) if cuts else RawText(text=text) for text in texts]
+    return _asked(prompts, EmbedReply(service.model, dimensions=body.dimensions), service)
+
+
+def old_ollama_asked(body: OldEmbedBody, service: Service) -> Asked | Json:
+    """Raises ApiError. May take as long as its text is."""
+    if not body.prompt:
+        return {"embedding": []}
+    return _asked([_beginning(body.prompt, service)], EmbedReply(service.model, is_one=True), service)
+
+
+def rerank_asked(body: RerankBody, service: Service) -> Asked:
+    """Raises ApiError. May take as long as its texts are."""
+    file = service.file
+    if file.pooling != "rank" or not file.rank_template:
+        raise ApiError(
+            501,
+            "This model does not rank documents: take one that is made for it, such as Qwen3-Reranker.",
+            "not_supported_error",
+            code=501,
+        )
+    _check_count(len(body.documents), "documents")
+    if body.top_n is not None and body.top_n < 1:
+        raise wrong("top_n must be 1 or more.", "top_n")
+    texts = [one if isinstance(one, str) else one.text for one in body.documents]
+    prompts = [TokenIds(ids=tuple(file.rank_prompt(body.query, text))) for text in texts]
+    reply = RerankReply(service.model, texts=texts if body.return_documents else None, top_n=body.top_n)
+    return _made(prompts, "rank", reply)
+
+
+def _asked(prompts: Sequence[RawText | TokenIds], reply: Reply, service: Service, asker: str = "") -> Asked:
+    pooling = service.file.pooling
+    if pooling == "rank":
+        raise wrong("This model ranks documents (/v1/rerank); it has no embeddings.", "model")
+    note = "" if pooling else "mean of a model that is not made for embeddings"
+    return _made(prompts, pooling or "mean", reply, asker, note)
+
+
+def _made(
+    prompts: Sequence[RawText | TokenIds], pooling: Pooling, reply: Reply, asker: str = "", note: str = ""
+) -> Asked:
+    requests = [Generate(request_id=0, prompt=prompt, pooling=pooling) for prompt in prompts]
+    return Asked(requests, reply, is_streamed=False, asker=asker, note=note, one_by_one=True)
+
+
+def _beginning(text: str, service: Service) -> RawText | TokenIds:
+    """As much of a text as the context holds; with the token at the end that the model expects there."""
+    most = service.ready.context_length if service.ready else None
+    if most is None or len(text) < most // 2:
+        return RawText(text=text)
+    ids = service.file.tokenizer.encode(text[: _CHARACTERS * most], add_special=True)
+    last = ids[-1:] if service.file.tokenizer.add_eos else []
+    return TokenIds(ids=tuple(ids if len(ids) <= most else [*ids[: most - len(last)], *last]))
+
+
+def _check_count(n: int, param: str) -> None:
+    if not 1 <= n <= MAX_INPUTS:
+        raise wrong(f"{param} has from 1 to {MAX_INPUTS} texts.", param)
+
+
+def _check_dimensions(dimensions: int | None, service: Service) -> None:
+    most = service.file.dimensions
+    if dimensions is not None and not 1 <= dimensions <= most:
+        raise wrong(f"The embeddings of this model have from 1 to {most} dimensions.", "dimensions")
