@@ -15,7 +15,7 @@ from typing import Any
 import httpx
 import msgspec
 
-from engine.errors import BackendError, ModelFileError, OrinError, one_line
+from engine.errors import BackendError, ModelFileError, OrinError, UsageError, one_line
 from engine.formats.gguf import GGUF, StringArray
 from engine.formats.prompt import PromptEncoder, think_splitter
 from engine.formats.template import Prompt
@@ -176,6 +176,8 @@ class LlamaServer(ServerEngine):
         if isinstance(request.prompt, TokenIds):
             prompt = Prompt(list(request.prompt.ids))
         else:
+            if isinstance(request.prompt, Chat) and request.prompt.pictures:
+                raise UsageError("llama.cpp gets token ids from orin-chat, so it gets no pictures.")
             prompt = await asyncio.to_thread(self._encode, request.prompt, request.sampling.effort)
         splitter = think_splitter(request.prompt, prompt)
         async for event in split_thinking(self._completed(request, prompt.ids, stats), splitter):

@@ -4,6 +4,7 @@ The protocol: https://platform.openai.com/docs/api-reference/chat. Servers add t
 the reasoning field, and more sampling options for the servers in EXTRA_OPTIONS.
 """
 
+import base64
 import time
 from collections.abc import AsyncGenerator
 from typing import Any
@@ -12,11 +13,23 @@ from urllib.parse import urlsplit
 import msgspec
 
 from engine.errors import BackendError, UsageError, one_line
+from engine.formats.picture_kind import media_type
 from engine.formats.thinking import ThinkSplitter, split_thinking
 from engine.peers import http
 from engine.peers.server_engine import ServerEngine, chosen_seed
 from engine.protocol.event_stream import AnswerStats
-from engine.protocol.events import Chat, Event, Generate, ModelInfo, RawText, Ready, Thinking, Token, TokenIds
+from engine.protocol.events import (
+    Chat,
+    Event,
+    Generate,
+    Message,
+    ModelInfo,
+    RawText,
+    Ready,
+    Thinking,
+    Token,
+    TokenIds,
+)
 
 MAX_TEXT = 100_000  # characters of an event: a screen that lays out more at once stands still
 # By `owned_by`, which /models lists with a model.
@@ -68,6 +81,7 @@ class OpenAIEngine(ServerEngine):
                 trained_context=meta.n_ctx_train or chosen.max_model_len or 0,
                 thinks=True,  # not known in advance
                 takes_effort=True,
+                sees=True,
             ),
             backend=NAMES.get(self._owner, "server"),
             device_name=address,
@@ -152,7 +166,7 @@ class OpenAIEngine(ServerEngine):
             body["max_tokens"] = request.max_tokens
         match request.prompt:
             case Chat(messages=messages, think=think):
-                body["messages"] = [{"role": m.role, "content": m.content} for m in messages]
+                body["messages"] = [{"role": m.role, "content": _content(m)} for m in messages]
                 variables: dict[str, Any] = {}  # of the chat template
                 if not think:
                     variables["enable_thinking"] = False
@@ -173,6 +187,22 @@ class OpenAIEngine(ServerEngine):
         if self._owner in ("llamacpp", "orin-chat") and request.fresh:
             body["cache_prompt"] = False
         return body
+
+
+def _content(message: Message) -> str | list[http.Json]:
+    """A turn's text or, if it has pictures, its parts."""
+    if not message.pictures:
+        return message.content
+    return [
+        {"type": "text", "text": part}
+        if isinstance(part, str)
+        else {"type": "image_url", "image_url": {"url": _data_url(part.data)}}
+        for part in message.parts
+    ]
+
+
+def _data_url(data: bytes) -> str:
+    return f"data:{media_type(data)};base64,{base64.b64encode(data).decode()}"
 
 
 # --- the JSON that servers send --------------------------------------------------------------------------

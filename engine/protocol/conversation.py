@@ -42,6 +42,16 @@ class Message(Record, frozen=True, kw_only=True):
     name: str = ""
     pictures: tuple[Picture, ...] = ()
 
+    @property
+    def parts(self) -> list[str | Picture]:
+        """The texts and the pictures of a turn, in their order; no text is empty."""
+        texts = self.content.split(PICTURE_MARK, len(self.pictures))
+        first = len(self.pictures) - len(texts) + 1  # of those with a mark
+        parts: list[str | Picture] = [*self.pictures[:first], texts[0]]
+        for picture, text in zip(self.pictures[first:], texts[1:], strict=True):
+            parts += picture, text
+        return [part for part in parts if part]
+
 
 class Chat(Record, frozen=True, kw_only=True):
     """A conversation, for the model's chat template. `think` False asks a thinking model not to think. `tools` is a

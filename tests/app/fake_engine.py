@@ -47,6 +47,7 @@ READY = Ready(
     weight_bytes_per_token=490_000_000,
     kv_bytes_per_token=114_688,
 )
+SEEING = replace(READY, model=replace(MODEL, sees=True))
 STARTED: tuple[Event, ...] = (
     Loading(done_bytes=318_000_000, total_bytes=636_000_000),
     Warming(done=12, total=48),

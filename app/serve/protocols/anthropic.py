@@ -18,7 +18,8 @@ from app.serve.errors import ApiError, anthropic_form, wrong
 from app.serve.http import NAMED_DATA, Framing
 from app.serve.protocols import chat
 from app.serve.protocols.blocks import Block, Blocks, Change, Grown, Opened
-from app.serve.protocols.conversation import Call, CalledFunction, ChatMessage
+from app.serve.protocols.conversation import Call, CalledFunction, ChatMessage, Part, PicturePart
+from app.serve.protocols.pictures import NOTHING_ELSE, from_source
 from app.serve.protocols.reply import Asked, Json, Reply
 from app.serve.protocols.requests import MAX_USER, JsonSchema, ResponseFormat
 from app.serve.protocols.tools import Choice, Named, ToolChoice
@@ -165,7 +166,8 @@ def _messages(message: AnthropicMessage, param: str) -> Iterator[ChatMessage]:
     if isinstance(message.content, str):
         yield ChatMessage(message.role, message.content)
         return
-    texts, thinking, calls, has_results = list[str](), list[str](), list[Call](), False
+    parts, thinking, calls, has_results = list[Part](), list[str](), list[Call](), False
+    joint = "\n\n" if message.role == "user" else ""
     for i, block in enumerate(message.content):
         match block.type:
             case "thinking":
@@ -177,14 +179,28 @@ def _messages(message: AnthropicMessage, param: str) -> Iterator[ChatMessage]:
                 calls.append(Call(CalledFunction(block.name or "", arguments), id=block.id or ""))
             case "tool_result":
                 has_results = True
-                text = _text(block.content, f"{param}.content[{i}]")
+                text, pictures = _result(block.content, f"{param}.content[{i}]")
                 text = f"Error: {text}" if block.is_error else text
                 yield ChatMessage("tool", text, tool_call_id=block.tool_use_id)
+                parts += pictures  # templates expect them of the user alone
+            case "image":
+                parts.append(PicturePart(picture=from_source(block.source, f"{param}.content[{i}]")))
             case _:
-                texts.append(_block_text(block, f"{param}.content[{i}]"))
-    text = ("\n\n" if message.role == "user" else "").join(texts)
-    if text or not has_results:
-        yield ChatMessage(message.role, text, "".join(thinking), tool_calls=calls or None)
+                if parts and parts[-1].text is not None:
+                    parts.append(Part("text", joint))
+                parts.append(Part("text", _block_text(block, f"{param}.content[{i}]")))
+    if not has_results or any(part.text or part.type == "picture" for part in parts):
+        yield ChatMessage(message.role, parts, "".join(thinking), tool_calls=calls or None)
+
+
+def _result(content: Any, param: str) -> tuple[str, list[PicturePart]]:
+    """The text of a tool's result, and its pictures."""
+    if not isinstance(content, list):
+        return _text(content, param), []
+    pictures = [block for block in content if isinstance(block, dict) and block.get("type") == "image"]
+    text = _text([block for block in content if block not in pictures], param)
+    parts = [PicturePart(picture=from_source(block.get("source"), param)) for block in pictures]
+    return text or ("(a picture)" if pictures else ""), parts
 
 
 def _text(content: Any, param: str, depth: int = 0) -> str:
@@ -213,7 +229,7 @@ def _block_text(block: ContentBlock, param: str, depth: int = 0) -> str:
             return f"{block.title or ''}\n{_text(block.content, param, depth + 1)}".strip()
         case "tool_reference":
             return ""
-    raise wrong("This server reads text only: no images, sounds or files.", param)
+    raise wrong(NOTHING_ELSE, param)
 
 
 def _tool(tool: MessageTool) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from app.serve.errors import wrong
 from app.serve.protocols import logprobs
 from app.serve.protocols.conversation import ChatMessage, conversation
 from app.serve.protocols.figures import figures, timings
+from app.serve.protocols.pictures import unseen
 from app.serve.protocols.reply import Asked, Json, Reply
 from app.serve.protocols.requests import MAX_LOGPROBS, Body, generate, schema_of, variants
 from app.serve.protocols.tools import Choice, Tools, chosen_tools
@@ -76,6 +77,8 @@ def chat_request(body: ChatBody, service: Service) -> tuple[Generate, Tools]:
         sampling = replace(sampling, effort=body.reasoning_effort)
     think = _thinks(body, service.think)
     prompt = Chat(messages=conversation(body.messages), think=think, tools=tools.shown)
+    if prompt.pictures and service.ready and not service.ready.model.sees:
+        raise unseen(service.model)
     shown = max(asked, 1) if body.logprobs else 0
     return generate(body, prompt, sampling, limit, shown, grammar), tools
 

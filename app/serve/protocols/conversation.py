@@ -2,18 +2,32 @@
 
 import json
 from collections.abc import Sequence
+from typing import Any
 
 import msgspec
 
 from app.serve.errors import wrong
+from app.serve.protocols.pictures import NOTHING_ELSE, from_url
 from app.serve.protocols.tools import INPUT
-from engine.protocol.events import Message, ToolCall
+from engine.protocol.events import PICTURE_MARK, Message, Picture, ToolCall, plain
+
+TEXTS = ("text", "input_text", "output_text", "refusal")
+PICTURES = ("image_url", "input_image")
+"""The types of parts, in chat completions and in responses."""
 
 
 class Part(msgspec.Struct):
     type: str
     text: str | None = None
     refusal: str | None = None
+    image_url: Any = None
+
+
+class PicturePart(Part, kw_only=True):
+    """A picture that was read in another protocol."""
+
+    type: str = "picture"
+    picture: Picture
 
 
 class CalledFunction(msgspec.Struct):
@@ -57,12 +71,12 @@ def conversation(messages: Sequence[ChatMessage]) -> tuple[Message, ...]:
     names: dict[str, str] = {}  # of the functions that were called, by the id of the call
     converted: list[Message] = []
     for i, message in enumerate(messages):
-        content = _text(message, f"messages[{i}].content")
+        content, pictures = _content(message, f"messages[{i}].content")
         match message.role:
             case "system" | "developer":
                 converted.append(Message(role="system", content=content))
             case "user":
-                converted.append(Message(role="user", content=content))
+                converted.append(Message(role="user", content=content, pictures=pictures))
             case "assistant":
                 called = [(call.id, call.called) for call in message.tool_calls or ()]
                 if message.function_call:
@@ -71,7 +85,7 @@ def conversation(messages: Sequence[ChatMessage]) -> tuple[Message, ...]:
                     ToolCall(id=id, name=call.name, arguments=call.arguments) for id, call in called
                 )
                 names |= {call.id: call.name for call in calls}
-                thinking = message.reasoning_content or message.reasoning or ""
+                thinking = plain(message.reasoning_content or message.reasoning or "")
                 converted.append(
                     Message(role="assistant", content=content, thinking=thinking, tool_calls=calls)
                 )
@@ -86,10 +100,23 @@ def conversation(messages: Sequence[ChatMessage]) -> tuple[Message, ...]:
     return tuple(converted)
 
 
-def _text(message: ChatMessage, param: str) -> str:
+def _content(message: ChatMessage, param: str) -> tuple[str, tuple[Picture, ...]]:
+    """The text, with marks where pictures stand, and the pictures. Raises ApiError."""
     if not isinstance(message.content, list):
-        return message.content or ""
+        return plain(message.content or ""), ()
+    texts, pictures = list[str](), list[Picture]()
     for part in message.content:
-        if part.type not in ("text", "input_text", "output_text", "refusal"):
-            raise wrong("This server reads text only: no images, sounds or files.", param)
-    return "".join(part.text or part.refusal or "" for part in message.content)
+        if part.type in TEXTS:
+            texts.append(plain(part.text or part.refusal or ""))
+        elif message.role != "user":
+            raise wrong("Pictures stand in messages of the user.", param)
+        else:
+            texts.append(PICTURE_MARK)
+            pictures.append(part.picture if isinstance(part, PicturePart) else _picture(part, param))
+    return "".join(texts), tuple(pictures)
+
+
+def _picture(part: Part, param: str) -> Picture:
+    if part.type not in PICTURES:
+        raise wrong(NOTHING_ELSE, param)
+    return from_url(part.image_url, param)

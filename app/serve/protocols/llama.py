@@ -11,6 +11,7 @@ from app.serve.http import COMMENTED, Framing
 from app.serve.protocols import chat
 from app.serve.protocols.completions import fill_in
 from app.serve.protocols.figures import timings
+from app.serve.protocols.models import capabilities
 from app.serve.protocols.reply import Asked, Json, Reply
 from app.serve.protocols.requests import Body, generate, grammar_of
 from app.serve.service import Service
@@ -89,7 +90,7 @@ def props(service: Service) -> Json:
         "total_slots": service.parallel,
         "model_alias": service.model,
         "model_path": service.model,
-        "modalities": {"vision": False, "audio": False},
+        "modalities": {"vision": "vision" in capabilities(service), "audio": False},
         "chat_template": file.template,
         "bos_token": file.tokenizer.text(file.tokenizer.bos_id),
         "eos_token": file.tokenizer.text(file.tokenizer.eos_id),

@@ -38,6 +38,7 @@ def _named(name: str, created: int) -> Json:
 def model(service: Service) -> Json:
     """A model. What is only known once it has been loaded is left out before."""
     can, parameters = capabilities(service), [*_PARAMETERS]
+    takes = ["text", "image"] if "vision" in can else ["text"]
     parameters += ["tools", "tool_choice"] if "tools" in can else []
     parameters += ["reasoning", "include_reasoning"] if "thinking" in can else []
     described: Json = {
@@ -46,12 +47,12 @@ def model(service: Service) -> Json:
             "tools": _supported("tools" in can),
             "thinking": _supported("thinking" in can),
             "structured_outputs": _supported(True),
-            "image_input": _supported(False),
+            "image_input": _supported("vision" in can),
         },
         "architecture": {
-            "input_modalities": ["text"],
+            "input_modalities": takes,
             "output_modalities": ["text"],
-            "modality": "text->text",
+            "modality": f"{'+'.join(takes)}->text",
         },
         "supported_parameters": parameters,
     }
@@ -87,4 +88,6 @@ def capabilities(service: Service) -> list[str]:
         can.append("insert")
     if service.ready and service.ready.model.thinks:
         can.append("thinking")
+    if service.ready and service.ready.model.sees:
+        can.append("vision")
     return can

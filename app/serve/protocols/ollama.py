@@ -19,8 +19,9 @@ from app.serve.model_pool import ModelPool
 from app.serve.protocols import chat, logprobs
 from app.serve.protocols.blocks import Block, Blocks, Closed, Grown
 from app.serve.protocols.completions import TextBody, fill_in
-from app.serve.protocols.conversation import Call, CalledFunction, ChatMessage
+from app.serve.protocols.conversation import Call, CalledFunction, ChatMessage, Part, PicturePart
 from app.serve.protocols.models import capabilities
+from app.serve.protocols.pictures import from_base64, from_url
 from app.serve.protocols.reply import Asked, Json, Reply
 from app.serve.protocols.requests import JsonSchema, ResponseFormat, generate, grammar_of
 from app.serve.protocols.tools import Tools
@@ -108,13 +109,13 @@ def chat_asked(body: OllamaChatBody, service: Service) -> Asked | Json:
 
 def generate_asked(body: OllamaGenerateBody, service: Service) -> Asked | Json:
     """Raises ApiError."""
-    if body.images:
-        raise _no_pictures("images")
-    if not body.prompt and not body.suffix:
+    if body.images and (body.raw or body.suffix):
+        raise wrong("raw and suffix take no images: a chat template says where they stand.", "images")
+    if not body.prompt and not body.suffix and not body.images:
         return _line(service.model, {"response": ""}) | _loaded()
     if not (body.raw or body.suffix):
         messages = [ChatMessage("system", body.system)] if body.system else []
-        messages.append(ChatMessage("user", body.prompt))
+        messages.append(ChatMessage("user", _content(body.prompt, body.images, "images")))
         return _asked_as_chat(body, chat.ChatBody(messages=messages), service, "response")
     as_text = TextBody(prompt=body.prompt or "")
     _set_options(as_text, body)
@@ -173,8 +174,6 @@ def _conversation(messages: Sequence[OllamaMessage]) -> list[ChatMessage]:
     Raises ApiError."""
     turns, due, n = list[ChatMessage](), list[tuple[str, str]](), 0
     for i, message in enumerate(messages):
-        if message.images:
-            raise _no_pictures(f"messages[{i}].images")
         calls = list[Call]()
         for call in message.tool_calls or ():
             n += 1
@@ -192,7 +191,7 @@ def _conversation(messages: Sequence[OllamaMessage]) -> list[ChatMessage]:
         turns.append(
             ChatMessage(
                 message.role,
-                message.content,
+                _content(message.content, message.images, f"messages[{i}].images"),
                 message.thinking,
                 tool_calls=calls or None,
                 tool_call_id=id,
@@ -202,8 +201,13 @@ def _conversation(messages: Sequence[OllamaMessage]) -> list[ChatMessage]:
     return turns
 
 
-def _no_pictures(param: str) -> ApiError:
-    return wrong("This server reads text only: no images.", param)
+def _content(text: str | None, images: Sequence[str] | None, param: str) -> str | list[Part] | None:
+    """The pictures before the text. Raises ApiError."""
+    if not images:
+        return text
+    read = [from_url if image[:5].lower() == "data:" else from_base64 for image in images]
+    pictures = [PicturePart(picture=of(image, param)) for of, image in zip(read, images, strict=True)]
+    return [*pictures, Part("text", text)]
 
 
 @dataclass

@@ -20,8 +20,17 @@ from app.serve.errors import CONTEXT, ApiError, wrong
 from app.serve.http import NAMED_DATA, Framing
 from app.serve.protocols import chat, logprobs
 from app.serve.protocols.blocks import Block, Blocks, Change, Grown, Opened
-from app.serve.protocols.conversation import Call, CalledFunction, ChatMessage, CustomInput, Part
+from app.serve.protocols.conversation import (
+    PICTURES,
+    TEXTS,
+    Call,
+    CalledFunction,
+    ChatMessage,
+    CustomInput,
+    Part,
+)
 from app.serve.protocols.figures import usage
+from app.serve.protocols.pictures import NOTHING_ELSE
 from app.serve.protocols.remembered import Conversations, Remembered
 from app.serve.protocols.reply import Asked, Json, Reply
 from app.serve.protocols.requests import MAX_USER, JsonSchema, ResponseFormat, StreamOptions
@@ -30,7 +39,6 @@ from app.serve.service import Service
 from engine.formats.tokenizer import Tokenizer
 
 _SEALED = "orin-chat:"  # begins `encrypted_content`, which is not encrypted
-_TEXT_PARTS = ("input_text", "output_text", "text", "refusal")
 
 
 class Reasoning(msgspec.Struct):
@@ -200,8 +208,11 @@ class _Messages:
                 self._call(Call(custom=msgspec.convert(item, CustomInput), id=_text_field(item, "call_id")))
             case "function_call_output" | "custom_tool_call_output":
                 self._turn = None
-                text = _output(item.get("output"), param)
-                self._messages.append(ChatMessage("tool", text, tool_call_id=_text_field(item, "call_id")))
+                content = _output(item.get("output"), param)
+                texts = [part for part in content if part.type not in PICTURES]
+                self._messages.append(ChatMessage("tool", texts, tool_call_id=_text_field(item, "call_id")))
+                if pictures := [part for part in content if part.type in PICTURES]:
+                    self._messages.append(ChatMessage("user", pictures))
             case "item_reference":
                 raise wrong("Items cannot be named by id: send them.", param)
 
@@ -209,7 +220,7 @@ class _Messages:
         role, content = _text_field(item, "role"), _output(item.get("content"), param)
         if role == "assistant":
             turn = self._assistant(begins=bool(self._turn and (self._turn.content or self._turn.tool_calls)))
-            turn.content = content
+            turn.content = "".join(part.text or part.refusal or "" for part in content)
             return
         self._turn = None
         self._messages.append(ChatMessage(role, content))
@@ -231,14 +242,14 @@ def _text_field(item: dict[str, Any], name: str) -> str:
     return value if isinstance(value, str) else ""
 
 
-def _output(content: Any, param: str) -> str:
+def _output(content: Any, param: str) -> list[Part]:
     """What is given as a text or as parts. Raises ApiError."""
     if content is None or isinstance(content, str):
-        return content or ""
+        return [Part("text", content or "")]
     parts = msgspec.convert(content, list[Part])
-    if any(part.type not in _TEXT_PARTS for part in parts):
-        raise wrong("This server reads text only: no images, sounds or files.", param)
-    return "".join(part.text or part.refusal or "" for part in parts)
+    if any(part.type not in TEXTS + PICTURES for part in parts):
+        raise wrong(NOTHING_ELSE, param)
+    return parts
 
 
 def _thought(item: dict[str, Any]) -> str:

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from msgspec.structs import replace
 
 from engine.protocol.events import Seeing
 from tests.app.driver import chat
-from tests.app.fake_engine import MODEL, READY, FakeEngine, reply
+from tests.app.fake_engine import SEEING, FakeEngine, reply
 from tests.pictures import plain_picture
-
-SEEING = replace(READY, model=replace(MODEL, sees=True))
 
 
 @pytest.fixture(autouse=True)

@@ -155,4 +155,4 @@ async def test_errors_have_the_protocols_form(served):
     picture = [{"type": "image", "source": {}}]
     service.stopping = False
     refused = await client.post(PATH, json={**ASKED, "messages": [{"role": "user", "content": picture}]})
-    assert "reads text only" in refused.json()["error"]["message"]
+    assert "reads text and pictures" in refused.json()["error"]["message"]

@@ -101,7 +101,7 @@ async def test_errors(served, stream):
     assert refused.status_code == 400 and "8,192" in refused.json()["error"]
     pictures = [{"role": "user", "content": "?", "images": ["x"]}]
     refused = await client.post("/api/chat", json={"messages": pictures, "stream": stream})
-    assert refused.status_code == 400 and "reads text only" in refused.json()["error"]
+    assert refused.status_code == 400 and "not valid base64" in refused.json()["error"]
     assert (await client.post("/api/pull", json={"model": "x"})).json() == {
         "error": "There is nothing at this path."
     }

@@ -1,6 +1,7 @@
 """The server on a real socket: other programs' clients, our own, signals, and the command."""
 
 import asyncio
+import base64
 import contextlib
 import json
 import os
@@ -19,12 +20,23 @@ from app.serve.server import Server, listen
 from app.serve.service import Service
 from engine.errors import UsageError
 from engine.peers.openai_api import OpenAIEngine
-from engine.protocol.events import Chat, Failed, Finished, Generate, Message, Ready, Token
+from engine.protocol.events import (
+    PICTURE_MARK,
+    Chat,
+    Failed,
+    Finished,
+    Generate,
+    Message,
+    Picture,
+    Ready,
+    Token,
+)
 from tests import synthetic
-from tests.app.fake_engine import STARTED, FakeEngine, reply, tokens, vector_of
+from tests.app.fake_engine import SEEING, STARTED, FakeEngine, reply, tokens, vector_of
 from tests.app.serve.conftest import HELLO, WEATHER
 from tests.app.serve.model_engine import ModelEngine
 from tests.paths import ROOT
+from tests.pictures import plain_picture
 from tests.waiting import LIMIT_S, until
 
 SCHEMA = {
@@ -103,6 +115,50 @@ async def test_openais_client(model_path, model_file):
 
 
 CALLED = reply('I look. <tool_call>{"name": "get_weather", "arguments": {"city": "Rome"}}</tool_call>', "Hm.")
+
+
+async def test_clients_send_pictures(model_file):
+    """16 of them at once."""
+    import openai
+
+    anthropic, ollama = pytest.importorskip("anthropic"), pytest.importorskip("ollama")
+    files = [plain_picture(size=(8, i + 1)) for i in range(16)]
+    texts = [base64.b64encode(file).decode() for file in files]
+    urls = [f"data:image/png;base64,{text}" for text in texts]
+    sources = [{"type": "base64", "media_type": "image/png", "data": text} for text in texts]
+    engine = FakeEngine(reply("Blue."), start=[SEEING])
+    async with running(engine, model_file) as (address, _, _, _):
+        client = openai.AsyncOpenAI(base_url=f"{address}/v1", api_key="any")
+        ask = lambda content: {"model": "tiny", "messages": [{"role": "user", "content": content}]}
+        parts = [{"type": "image_url", "image_url": {"url": url, "detail": "low"}} for url in urls]
+        told = await client.chat.completions.create(**ask([*parts, {"type": "text", "text": "?"}]))
+        assert told.choices[0].message.content == "Blue."
+        inputs = [{"type": "input_image", "image_url": url, "detail": "auto"} for url in urls]
+        given = [{"role": "user", "content": [*inputs, {"type": "input_text", "text": "?"}]}]
+        assert (await client.responses.create(model="tiny", input=given)).output_text == "Blue."
+        [model] = [model async for model in client.models.list()]
+        assert model.architecture["input_modalities"] == ["text", "image"]
+        await client.close()
+        client = anthropic.AsyncAnthropic(base_url=address, api_key="any")
+        blocks = [{"type": "image", "source": source} for source in sources]
+        await client.messages.create(**ask([*blocks, {"type": "text", "text": "?"}]), max_tokens=9)
+        await client.close()
+        client = ollama.AsyncClient(host=address)
+        await client.chat("tiny", [{"role": "user", "content": "?", "images": files}])
+        await client.generate("tiny", "?", images=texts)
+        assert "vision" in (await client.show("tiny")).capabilities
+        peer = OpenAIEngine(address)
+        assert [event.model.sees async for event in peer.start()] == [True]
+        pictures = tuple(Picture(data=file) for file in files)
+        message = Message(role="user", content=PICTURE_MARK * 15 + "?", pictures=pictures)
+        asked = Generate(request_id=1, prompt=Chat(messages=(message,)))
+        assert isinstance([event async for event in peer.generate(asked)][-1], Finished)
+        await peer.close()
+    assert len(engine.requests) == 6
+    for request in engine.requests:
+        [message] = request.prompt.messages
+        assert [picture.data for picture in message.pictures] == files
+        assert message.content == PICTURE_MARK * 16 + "?"
 
 
 async def test_openais_client_of_responses(model_file):

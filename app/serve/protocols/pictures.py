@@ -1,0 +1,59 @@
+"""Pictures in requests. They come with the request, in base64: what is not in it, the server does not fetch."""
+
+import binascii
+from typing import Any
+
+from app.serve.errors import ApiError, wrong
+from engine.formats.picture_kind import READ, media_type, refusal
+from engine.protocol.events import Picture
+
+_SEND = "Send the picture itself, as data:image/png;base64 and its bytes."
+NOTHING_ELSE = "This server reads text and pictures: no sounds, PDFs or other files."
+
+
+def from_url(url: Any, param: str) -> Picture:
+    """The picture of a data: URL. Raises ApiError for any other address: it could lead into the server's own network,
+    to a router, a service of this machine or a file."""
+    if isinstance(url, dict):
+        url = url.get("url")
+    if not isinstance(url, str):
+        raise wrong(f"There is no picture. {_SEND}", param)
+    scheme = url[:10].partition(":")[0].lower()
+    if scheme in ("http", "https"):
+        raise wrong(
+            f"This server fetches nothing: an address could lead into its own network. {_SEND}", param
+        )
+    if scheme != "data":
+        raise wrong(f"This server opens no files for clients. {_SEND}", param)
+    head, _, data = url.partition(",")
+    if not head.lower().endswith(";base64"):
+        raise wrong(f"A data: URL has its data in base64. {_SEND}", param)
+    return from_base64(data, param)
+
+
+def from_base64(text: Any, param: str) -> Picture:
+    """Raises ApiError."""
+    try:
+        data = binascii.a2b_base64("".join(text.split()) if isinstance(text, str) else "", strict_mode=True)
+    except (binascii.Error, ValueError):
+        raise wrong("The picture is not valid base64.", param) from None
+    if media_type(data) not in READ:
+        raise wrong(refusal(data), param)
+    return Picture(data=data)
+
+
+def from_source(source: Any, param: str) -> Picture:
+    """The picture of an image block in Anthropic's form. Raises ApiError."""
+    match source:
+        case {"type": "base64", "data": data}:
+            return from_base64(data, param)
+        case {"type": "url", "url": url}:
+            return from_url(url, param)
+    raise wrong(f"There is no picture: a source is of the type base64. {NOTHING_ELSE}", param)
+
+
+def unseen(model: str, param: str = "messages") -> ApiError:
+    """Of a model that sees no pictures."""
+    return wrong(
+        f"{model} sees no pictures: it has no encoder for them. /v1/models says which models do.", param
+    )

@@ -1,0 +1,102 @@
+"""Pictures in requests: what is taken, and what is refused with the reason."""
+
+import base64
+
+import pytest
+
+from engine.protocol.events import PICTURE_MARK, Failed
+from tests.app.fake_engine import READY, SEEING, FakeEngine, reply
+from tests.pictures import plain_picture
+
+DATA = base64.b64encode(plain_picture()).decode()
+URL = f"data:image/png;base64,{DATA}"
+CHAT = "/v1/chat/completions"
+
+
+def asked(*parts, role="user"):
+    return {"messages": [{"role": role, "content": list(parts)}]}
+
+
+def image(url):
+    return {"type": "image_url", "image_url": {"url": url}}
+
+
+@pytest.mark.parametrize(
+    ("url", "reason"),
+    [
+        ("http://169.254.169.254/latest/meta-data", "fetches nothing"),
+        ("HTTPS://example.org/a.png", "fetches nothing"),
+        ("file:///etc/passwd", "opens no files"),
+        ("/etc/passwd", "opens no files"),
+        ("data:image/png," + DATA, "in base64"),
+        ("data:image/png;base64,****", "not valid base64"),
+        ("data:image/png;base64," + base64.b64encode(b"text").decode(), "not a picture. JPEG"),
+        ("data:image/heic;base64," + base64.b64encode(b"\0\0\0\x18ftypheic").decode(), "a HEIC file"),
+        (None, "no picture"),
+    ],
+)
+async def test_what_is_not_taken(served, url, reason):
+    engine = FakeEngine()
+    client, _ = served(engine, ready=SEEING)
+    for path, body in (
+        (CHAT, asked(image(url))),
+        ("/v1/responses", {"input": asked({"type": "input_image", "image_url": url})["messages"]}),
+        ("/v1/messages", asked({"type": "image", "source": {"type": "url", "url": url}}) | {"max_tokens": 9}),
+    ):
+        response = await client.post(path, json=body)
+        assert response.status_code == 400 and reason in response.json()["error"]["message"], path
+    assert not engine.requests
+
+
+async def test_marks_in_texts_are_no_pictures_and_pictures_keep_their_places(served):
+    engine = FakeEngine(reply("Yes."))
+    client, _ = served(engine, ready=SEEING)
+    text = {"type": "text", "text": f"a{PICTURE_MARK}"}
+    assert (await client.post(CHAT, json=asked(text, image(URL), text))).status_code == 200
+    assert (await client.post(CHAT, json=asked(text, role="system"))).status_code == 200
+    first, second = (request.prompt.messages[0] for request in engine.requests)
+    assert first.content == f"a\ufffd{PICTURE_MARK}a\ufffd" and len(first.pictures) == 1
+    assert second.content == "a\ufffd"
+    refused = await client.post(CHAT, json=asked(image(URL), role="assistant"))
+    assert "messages of the user" in refused.json()["error"]["message"]
+
+
+async def test_a_picture_in_a_tools_result_comes_from_the_user(served):
+    engine = FakeEngine(reply("Blue."))
+    client, _ = served(engine, ready=SEEING)
+    source = {"type": "base64", "media_type": "image/png", "data": DATA}
+    result = {"type": "tool_result", "tool_use_id": "1", "content": [{"type": "image", "source": source}]}
+    call = {"type": "tool_use", "id": "1", "name": "look", "input": {}}
+    turns = [("user", "Look."), ("assistant", [call]), ("user", [result])]
+    body = {"max_tokens": 9, "messages": [{"role": role, "content": content} for role, content in turns]}
+    assert (await client.post("/v1/messages", json=body)).status_code == 200
+    item = {
+        "type": "function_call_output",
+        "call_id": "1",
+        "output": [{"type": "input_image", "image_url": URL}],
+    }
+    assert (await client.post("/v1/responses", json={"input": [item]})).status_code == 200
+    for request in engine.requests:
+        *_, tool, user = request.prompt.messages
+        assert (tool.role, user.role, user.content) == ("tool", "user", PICTURE_MARK)
+        assert user.pictures[0].data == plain_picture()
+
+
+async def test_a_model_that_does_not_see_says_so(served):
+    client, _ = served(ready=READY)
+    refused = await client.post(CHAT, json=asked(image(URL)))
+    assert refused.status_code == 400 and "tiny sees no pictures" in refused.json()["error"]["message"]
+    [model] = (await client.get("/v1/models")).json()["data"]
+    assert model["architecture"]["modality"] == "text->text"
+    assert not (await client.get("/props")).json()["modalities"]["vision"]
+    client, _ = served(ready=SEEING)
+    [model] = (await client.get("/v1/models")).json()["data"]
+    assert model["architecture"]["modality"] == "text+image->text" and model["capabilities"]["image_input"]
+    assert (await client.get("/props")).json()["modalities"]["vision"]
+
+
+async def test_what_the_engine_says_of_a_picture_is_passed_on(served):
+    damaged = Failed(kind="usage", message="The picture is damaged: cut off.", request_id=1)
+    client, _ = served(FakeEngine([damaged]), ready=SEEING)
+    response = await client.post(CHAT, json=asked(image(URL)))
+    assert response.status_code == 400 and "damaged" in response.json()["error"]["message"]
