@@ -22,6 +22,9 @@ START_S = 30.0  # for the process to start; on a busy machine that takes seconds
 DECODE_S = 30.0  # 64 million pixels take about 2 s on a fast machine
 
 
+STOPPED = "The picture takes too much time or memory to decode."
+
+
 @dataclass(frozen=True)
 class Pixels:
     """A decoded picture: `rgb` is uint8 [height, width, 3], upright, with white where it was transparent. `hash` is of
@@ -105,7 +108,7 @@ class PictureDecoder:
             timer.cancel()
         if not about or len(pixels) < count:  # the process was killed, or died
             self._end()
-            raise PictureError("The picture takes too much time or memory to decode.")
+            raise PictureError(STOPPED)
         return line, pixels
 
     def close(self) -> None:

@@ -19,6 +19,7 @@ from tests.soak import (
     full_disks,
     hostile_files,
     hostile_hub,
+    hostile_pictures,
     many_models,
     program_deaths,
     protocol_mutants,
@@ -33,6 +34,7 @@ from tests.soak import (
 
 PARTS = {
     "files": (hostile_files.run, 80_000),
+    "pictures": (hostile_pictures.run, 10_000),
     "weights": (damaged_weights.run, 2_000),
     "hub": (hostile_hub.run, 20_000),
     "engine": (engine_faults.run, 1_000),

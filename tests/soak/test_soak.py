@@ -6,6 +6,7 @@ from tests.soak.__main__ import PARTS
 
 FEW = {
     "files": 150,
+    "pictures": 150,
     "hub": 60,
     "engine": 3,
     "program": 1,
