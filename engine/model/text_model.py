@@ -118,7 +118,8 @@ class TextModel:
             start_trials.proved()
             if not self._runner.precompiled:  # else the first prompt and reply would wait for the compiler
                 collections.deque(self._captures, 0)
-            self._captures = chain(self._captures, self._prepare_checks())
+            if options.speculate != "off":
+                self._captures = chain(self._captures, self._capture_checks())
         compiler_processes.dismiss()
         with timeline.span("waiting for the tokenizer"):
             self.prompts = prompts.encoder()
@@ -283,10 +284,14 @@ class TextModel:
                     self._run(rows, size, depth)
                     yield
 
-    def _prepare_checks(self) -> Iterator[None]:
+    def _capture_checks(self) -> Iterator[None]:
+        """Captures steps that check guesses of the next tokens of one reply."""
         for rows in self._runner.check_rows:
-            yield from self._prepare(partial(self._runner.prepare_rows, rows))
+            yield from self._prepare(partial(self._runner.prepare_check, rows))
             yield
+            for drawing in (None, *_drawings())[: 2 if self._runner.sampler else 1]:
+                self._run(rows, 0, drawing=drawing, checks=True)
+                yield
 
     def _prepare(self, prepare: Callable[[], None]) -> Iterator[None]:
         """Compiles the kernels of a step. A turn ends early if that is interrupted, and the next one goes on."""
@@ -302,14 +307,24 @@ class TextModel:
         depths = self._runner.decode_depths(rows)
         return depths if rows == 1 else depths[:2]
 
-    def _run(self, rows: int, prompt_tokens: int, position: int = 0, drawing: Drawing | None = None) -> None:
+    def _run(
+        self,
+        rows: int,
+        prompt_tokens: int,
+        position: int = 0,
+        drawing: Drawing | None = None,
+        checks: bool = False,
+    ) -> None:
         """Runs a step of so many replies at a position and a prompt's piece, if there are free blocks for it. All
-        sequences are empty before and after. `drawing`: what the first reply is drawn with."""
-        lengths = [position + 1] * rows + [prompt_tokens] * (prompt_tokens > 0)
-        if position >= self.context_length or not self.scheduler.blocks.has_free(lengths):
+        sequences are empty before and after. `drawing`: what the first reply is drawn with. If it `checks`, all rows
+        are of that."""
+        lengths = [position + rows] if checks else [position + 1] * rows
+        lengths += [prompt_tokens] * (prompt_tokens > 0)
+        if max(lengths) > self.context_length or not self.scheduler.blocks.has_free(lengths):
             return
         is_drawn = drawing and self._runner.sampler and self._runner.sampler.prepare(0, drawing)
-        slots = [Slot(sequence, (0,), position, draw=bool(is_drawn)) for sequence in range(rows)]
+        places = [(0, position + i) if checks else (i, position) for i in range(rows)]
+        slots = [Slot(sequence, (0,), place, draw=bool(is_drawn)) for sequence, place in places]
         if prompt_tokens:
             slots.insert(0, Slot(rows, (0,) * prompt_tokens, 0, "none"))
         with self.scheduler.blocks.room(*lengths):

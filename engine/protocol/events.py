@@ -82,12 +82,12 @@ class EngineOptions(_Record, frozen=True, kw_only=True):
     (JITBEAM): on "graph" tinygrad's own, on "fused" ours for the products of a decode step. `matvec` is tinygrad's
     heuristic. On "graph", None leaves both to the environment. `search_s` bounds our search (None: by its width);
     `search_again` repeats one whose result is known. `keep_packed` keeps a CPU's packed weights on disk for the next
-    start. `parallel` conversations are answered at the same time, each with its own context, where the device's kernels
-    can do that. `kv` names the format of the KV cache (`engine.formats.kv_format`). `prefix_cache_bytes` limits what is
-    kept on disk of the KV cache of long conversations (None: what the disk has room for). `token_gap`, 1 or more,
-    bounds the time between two tokens of a reply while prompts are read, as a multiple of that without. `speculate`:
-    how next tokens are guessed, to check several in a step (`engine.runtime.speculation`). `mmproj` is the file of the
-    encoder with which the model sees pictures ("": none)."""
+    start. `parallel` conversations are answered at once, each with its own context, if the device's kernels can. `kv`
+    names the format of the KV cache (`engine.formats.kv_format`). `prefix_cache_bytes` limits what is kept on disk of
+    the KV cache of long conversations (None: what the disk has room for). `token_gap`, 1 or more, bounds the time
+    between two tokens of a reply while prompts are read, as a multiple of that without. `speculate`: who guesses next
+    tokens (`engine.runtime.speculation`). `mmproj` is the file of the encoder with which the model sees pictures ("":
+    none)."""
 
     model_path: str
     backend: str = "auto"
@@ -118,8 +118,9 @@ class Generate(_Record, frozen=True, kw_only=True):
     token its log-probability and the N most probable tokens, before sampling changes them. `grammar` allows only tokens
     that begin a text which fits it. A reply begins with the tokens `forced`, which count among `max_tokens`.
     `logit_bias` adds to the logits of tokens, by id, before they are sampled; unknown ids are ignored. To measure:
-    `ignore_eos` continues after an end-of-turn token, and `fresh` computes the whole prompt. `client` names who asks:
-    requests that wait take turns by client. With `pooling`, there is no reply: `Embedded` comes in its place."""
+    `ignore_eos` continues after an end-of-turn token, `fresh` computes the whole prompt, and without `guesses` each
+    token has a step. `client` names who asks: requests that wait take turns by client. With `pooling`, there is no
+    reply: `Embedded` comes in its place."""
 
     request_id: int
     prompt: Chat | RawText | TokenIds
@@ -128,6 +129,7 @@ class Generate(_Record, frozen=True, kw_only=True):
     logprobs: int = 0
     ignore_eos: bool = False
     fresh: bool = False
+    guesses: bool = True
     client: str = ""
     grammar: Grammar | None = None
     forced: tuple[int, ...] = ()
@@ -326,9 +328,9 @@ class ExpertChoices(_Record, frozen=True, kw_only=True):
 
 
 class Finished(_Record, frozen=True, kw_only=True):
-    """The end of an answer. `prompt_n` counts all prompt tokens, of which `cached_n` were in the KV cache;
-    `predicted_n` counts the tokens of the answer, the end-of-turn token included. `prompt_ms` is the time to the first
-    token, `predicted_ms` from there to the last (`decode_rate`). `draft_n_accepted` of `draft_n` guesses were right."""
+    """The end of an answer. `cached_n` of the `prompt_n` tokens of its prompt were in the KV cache; `predicted_n` are
+    its own, with the end-of-turn token. `prompt_ms` is the time to the first token, `predicted_ms` from there to the
+    last (`decode_rate`). `draft_n_accepted` of `draft_n` guesses were right."""
 
     request_id: int
     reason: StopReason
@@ -413,8 +415,8 @@ class KernelTime(_Record, frozen=True, kw_only=True):
 
 class KernelProfile(_Record, frozen=True, kw_only=True):
     """The answer to `Profile`: a step of `tokens` tokens (1 in decode) at `position`, kernel by kernel. `wall_us` is
-    the time of the whole step as it runs in an answer; what it exceeds the sum of the kernels by is gaps between
-    launches. All times are medians of `rounds`."""
+    the time of the whole step as it runs in an answer, gaps between launches included. All times are medians of
+    `rounds`."""
 
     request_id: int
     step: Step

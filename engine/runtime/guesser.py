@@ -18,17 +18,17 @@ _KEPT = 5  # times of steps
 
 
 class StepTimes:
-    """What steps without prompts take, by their rows."""
+    """What steps without prompts take, by their rows and by whether they check guesses."""
 
     def __init__(self) -> None:
-        self._seconds: dict[int, deque[float]] = {}
+        self._seconds: dict[tuple[int, bool], deque[float]] = {}
 
-    def measured(self, rows: int, seconds: float) -> None:
-        self._seconds.setdefault(rows, deque(maxlen=_KEPT)).append(seconds)
+    def measured(self, rows: int, seconds: float, checks: bool = False) -> None:
+        self._seconds.setdefault((rows, checks), deque(maxlen=_KEPT)).append(seconds)
 
-    def seconds(self, rows: int) -> float:
+    def seconds(self, rows: int, checks: bool = False) -> float:
         """0 if that is not known."""
-        times = self._seconds.get(rows)
+        times = self._seconds.get((rows, checks))
         return statistics.median(times) if times else 0.0
 
 
@@ -40,36 +40,25 @@ class Guesser:
         self._tried = [2.0] * len(_MATCHES)
         self._right = [2.0 * share for share in _RIGHT]
         self._last_check = 0  # the tokens of the text then
-        self._match = 0  # of the guess that is being checked, its place in `_MATCHES`
 
     def guess(self, text: Sequence[int], most: int) -> Guess:
         """At most `most` tokens that may follow `text`."""
         return self._lookup.guess(text, most) if most > 0 else NO_GUESS
 
-    def gain(self, guess: Guess, n: int, times: StepTimes, rows: int, check_rows: int) -> float:
-        """How many times as fast the reply goes on, as far as is known, if a step of `rows` rows becomes one of
-        `check_rows` that checks `n` tokens."""
-        right = self._share(_place(guess.match))
-        tokens = sum(right**i for i in range(n + 1))
-        plain, check = times.seconds(rows), times.seconds(check_rows)
-        return tokens * plain / check if plain and check else tokens / 2**0.5  # not measured yet
+    def share(self, guess: Guess) -> float:
+        """The probability that a token of a guess is right if those before it are."""
+        i = _place(guess.match)
+        return self._right[i] / self._tried[i]
 
     def is_due(self, text: Sequence[int]) -> bool:
         """Whether a check should be made even if it promises nothing."""
         return len(text) - self._last_check >= PROBE_EVERY
 
-    def checking(self, guess: Guess, text: Sequence[int]) -> None:
-        """A step is about to check a guess."""
-        self._match, self._last_check = _place(guess.match), len(text)
-
-    def checked(self, right: int, n: int) -> None:
-        """Of the last guess, `n` tokens were checked, and the first `right` were right."""
-        i = self._match
-        self._tried[i] = self._tried[i] * _MEMORY + right + (right < n)
+    def checked(self, guess: Guess, right: int, length: int) -> None:
+        """A guess was checked, of which the first `right` tokens were right. The text has so many tokens now."""
+        i, self._last_check = _place(guess.match), length
+        self._tried[i] = self._tried[i] * _MEMORY + right + (right < len(guess.tokens))
         self._right[i] = self._right[i] * _MEMORY + right
-
-    def _share(self, i: int) -> float:
-        return self._right[i] / self._tried[i]
 
 
 def _place(match: int) -> int:

@@ -13,6 +13,7 @@ from engine.protocol.events import Finished
 from engine.runtime.answer import Answer
 from engine.runtime.guesser import Guesser
 from engine.runtime.kv_blocks import BLOCK
+from engine.runtime.lookup import Guess
 from engine.runtime.model_runner import RowSampler, Slot
 from engine.runtime.prefix_keeper import Restore
 from engine.runtime.sampling import Logits, LogProbabilities, log_probabilities, penalizes
@@ -64,6 +65,13 @@ class Job:
         request = self.answer.request
         depends = penalizes(request.sampling) or self.answer.constraint or request.logprobs
         return not (self.sampler and depends)
+
+    def checked(self, guess: Guess, right: int) -> None:
+        """A step has checked a guess, of which the first `right` tokens were right."""
+        assert self.guesser
+        self.guesser.checked(guess, right, len(self.answer.tokens))
+        self.answer.draft_n += len(guess.tokens)
+        self.answer.draft_n_accepted += right
 
     @property
     def stored(self) -> list[int]:

@@ -22,6 +22,10 @@ class Guess(NamedTuple):
     tokens: tuple[int, ...]
     match: int
 
+    def first(self, n: int) -> Guess:
+        """The first `n` tokens of it."""
+        return self._replace(tokens=self.tokens[:n])
+
 
 NO_GUESS = Guess((), 0)
 

@@ -138,13 +138,17 @@ class ModelRunner(BlockStore, StateStore, Protocol):
     """How many slots that want a token a step may have if some are of one sequence, at places that follow each other,
     ascending: so guesses of the next tokens are checked. () if that cannot be."""
 
-    def is_prepared(self, count: int) -> bool:
-        """Whether steps of one of `row_counts` or `check_rows` are compiled."""
+    def can_check(self, count: int) -> bool:
+        """Whether checks of one of `check_rows` are compiled."""
+        ...
+
+    def prepare_check(self, count: int) -> None:
+        """Compiles them."""
         ...
 
     def prepare_rows(self, count: int) -> None:
-        """Compiles steps of one of `row_counts` or `check_rows`, if the runner was ready before that. Until then steps
-        of more slots serve."""
+        """Compiles steps of one of `row_counts`, if the runner was ready before that. Until then steps of more slots
+        serve."""
         ...
 
     def run(self, slots: Sequence[Slot], ahead: Ahead | None = None) -> NDArray[np.int32]:

@@ -42,7 +42,7 @@ from engine.runtime.pace import Pace
 from engine.runtime.prefix_keeper import PrefixKeeper
 from engine.runtime.prefix_store import PrefixStore
 from engine.runtime.sampling import Logits
-from engine.runtime.speculation import Check, Speculation, guesses_at
+from engine.runtime.speculation import Check, Speculation
 
 REPORT_S = 0.25
 PATIENCE = 4
@@ -74,7 +74,7 @@ class Scheduler:
         self._count = itertools.count(1)
         self._pace = Pace(token_gap)
         check_rows = () if speculate == "off" else runner.check_rows
-        self._speculation = Speculation(check_rows, runner.is_prepared)
+        self._speculation = Speculation(check_rows, runner.can_check)
         self._guesses = bool(check_rows)
         self._report_due_s = 0.0
         # the pieces of the next step, and its room, once they are chosen
@@ -96,7 +96,7 @@ class Scheduler:
         (`time.perf_counter`), if not now."""
         came_s = time.perf_counter() if came_s is None else came_s
         job = Job(answer, cancelled, end, next(self._count), came_s)
-        job.guesser = Guesser() if self._guesses else None
+        job.guesser = Guesser() if self._guesses and answer.request.guesses else None
         if answer.reason:  # no token is wanted
             end(answer.finished())
         else:
@@ -149,33 +149,25 @@ class Scheduler:
         ending = [piece.job for piece in pieces if piece.is_last]
         ready = [(i, job) for i, job in self._replying() if self._is_prefilled(i, job) or job in ending]
         self._step = len(ready), sum(len(piece.slot.inputs) for piece in pieces), room
-        check = None if pieces else self._check(ready)
-        chosen = self._run(pieces, ready, check)
+        check, may_be_ahead = self._speculation.begin([] if pieces else ready, self.blocks)
+        chosen = self._run(pieces, ready, check, may_be_ahead)
         self._end_embeddings(pieces)
         if ready:
             self._take_tokens(ready, chosen, check)
             seconds = time.perf_counter() - started
             if not pieces:
-                self._speculation.times.measured(check.rows if check else len(ready), seconds)
-            if not check:
+                self._speculation.measured(check, len(ready), seconds)
+            if not check.rows:
                 self._pace.measured(self._room_of(pieces, len(ready)), seconds)
 
-    def _check(self, ready: Sequence[tuple[int, Job]]) -> Check | None:
-        """The guesses that the next step checks. Makes room for them, if nobody has to be paused for that."""
-        if check := self._speculation.plan([job for _, job in ready]):
-            try:
-                self.blocks.reserve(ready[check.place][0], 1 + len(check.tokens))
-            except PoolFullError:
-                return None
-        return check
-
     def _run(
-        self, pieces: Sequence[Piece], ready: Sequence[tuple[int, Job]], check: Check | None
+        self, pieces: Sequence[Piece], ready: Sequence[tuple[int, Job]], check: Check, may_be_ahead: bool
     ) -> NDArray[np.int32]:
         """Runs a step; returns the next token of each reply that is `ready`, and of each guess in a check after its
-        own. A piece that is timed runs before, and so does one after which the recurrent state is kept."""
+        own. A piece that is timed runs before, and so does one after which the recurrent state is kept. The next step
+        `may_be_ahead`."""
         slots = [piece.slot for piece in pieces]
-        rows = [slot for n, (i, job) in enumerate(ready) for slot in job.rows(i, guesses_at(check, n))]
+        rows = [slot for n, (i, job) in enumerate(ready) for slot in job.rows(i, check.of(n))]
         restore = pieces[0].job.restore if pieces else None
         if restore or (self._states and any(piece.is_last for piece in pieces)):
             if restore:
@@ -188,7 +180,7 @@ class Scheduler:
         if not (slots or rows):
             return np.zeros(0, np.int32)
         unended = list(pieces)
-        ahead = None if check else self._ahead(unended, ready)
+        ahead = self._ahead(unended, ready) if may_be_ahead else None
         chosen = self._runner.run([*slots, *rows], ahead)
         read_streams(self._runner, pieces)
         self._end_pieces(unended)
@@ -398,17 +390,15 @@ class Scheduler:
         sizes = self._runner.piece_sizes(replies)
         return next((n for n in sizes if tokens <= n), sizes[-1])
 
-    def _take_tokens(
-        self, ready: Sequence[tuple[int, Job]], chosen: NDArray[np.int32], check: Check | None
-    ) -> None:
+    def _take_tokens(self, ready: Sequence[tuple[int, Job]], chosen: NDArray[np.int32], check: Check) -> None:
         """Gives replies their next tokens, those that the runner has `chosen` unless the host chooses them."""
         rows, first = list[range](), 0  # of each reply
         for n in range(len(ready)):
-            rows.append(range(first, first := first + 1 + len(guesses_at(check, n))))
+            rows.append(range(first, first := first + 1 + len(check.of(n))))
         host = [row for n, (_, job) in enumerate(ready) if job.needs_logits for row in rows[n]]
         logits = dict(zip(host, self._runner.logits(host), strict=True)) if host else {}
         for n, (sequence, job) in enumerate(ready):
-            guesses = guesses_at(check, n)
+            guesses = check.of(n)
             right = 0
             for row, guess in itertools.zip_longest(rows[n], guesses):
                 if chosen[row] < 0 and right:  # the next step finds out why
@@ -418,10 +408,8 @@ class Scheduler:
                 if job.answer.tokens[-1] != guess:
                     break
                 right += 1
-            if guesses and job.guesser:
-                job.guesser.checked(right, len(guesses))
-                job.answer.draft_n += len(guesses)
-                job.answer.draft_n_accepted += right
+            if guesses:
+                job.checked(check.guesses[n], right)
 
     def _take(self, sequence: int, job: Job, chosen: int, logits: Logits | None) -> bool:
         """Gives a reply its next token. False if it does not go on."""
@@ -470,7 +458,10 @@ class Scheduler:
             pieces, _ = self._next
             begins = any(piece.is_last for piece in pieces) or sum(1 for _ in self._replies()) > len(ready)
             alone = any(piece.job.restore or piece.slot.want == "hidden" for piece in pieces)
-            return None if begins or alone else [piece.slot for piece in pieces]
+            if begins or alone:
+                return None
+            self._speculation.goes_ahead()
+            return [piece.slot for piece in pieces]
 
         return ahead if self._goes_on(ready) else None
 

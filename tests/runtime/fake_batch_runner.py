@@ -62,7 +62,7 @@ class FakeBatchRunner:
             pool[table[position // BLOCK], position % BLOCK] = (*before, token)
         return (*before, token)
 
-    def is_prepared(self, count):
+    def can_check(self, count):
         return True
 
     def prepare(self, size):

@@ -53,7 +53,7 @@ class FakeStateRunner:
     def load_state(self, slot, sequence=0):
         self.state, self.ahead = list(self.saved[slot]), None
 
-    def is_prepared(self, count):
+    def can_check(self, count):
         return True
 
     def piece_sizes(self, rows):

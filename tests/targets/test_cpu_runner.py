@@ -156,7 +156,7 @@ def test_guesses_are_checked_in_one_step(architecture, tmp_path):
     wanted, blocks = Reference(path).logits(tokens), KVBlocks(runner)
     assert runner.check_rows == (4, 8)
     for rows in runner.check_rows:
-        runner.prepare_rows(rows)
+        runner.prepare_check(rows)
     blocks.reserve(0, 30)
     runner.run([Slot(0, tuple(tokens[:9]), 0, "none")])
     blocks.commit(0, tokens[:9])

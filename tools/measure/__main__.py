@@ -10,6 +10,7 @@ from importlib import import_module
 MEASUREMENTS = {
     "step_rates": "a model's steps beside llama.cpp's own bench",
     "batch_rates": "decode of several sequences at once beside decode of one",
+    "guess_rates": "answers whose next tokens are guessed beside those without guesses",
     "small_batch_rates": "products of a few tokens at once beside decode's product of one",
     "product_rates": "products of prompts with matrices of every type, beside those of Q4_K",
     "turn_rates": "the first token when the last message of a long conversation is edited",

@@ -102,11 +102,14 @@ class CPURunner:
     def prepare(self, size: int) -> None:
         pass  # all steps are there
 
-    def is_prepared(self, count: int) -> bool:
+    def can_check(self, count: int) -> bool:
         return self._model.tile_of(count) in self._decode
 
+    def prepare_check(self, count: int) -> None:
+        self.prepare_rows(count)
+
     def prepare_rows(self, count: int) -> None:
-        if not self.is_prepared(count):
+        if not self.can_check(count):
             step = step_kernels(self._model, count, count)
             default_pool().compile(step.kernels)
             self._decode[count] = step.compile()

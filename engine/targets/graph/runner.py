@@ -68,8 +68,11 @@ class GraphRunner:
 
     # --- steps -------------------------------------------------------------------------------------------
 
-    def is_prepared(self, count: int) -> bool:
-        return True
+    def can_check(self, count: int) -> bool:
+        return False
+
+    def prepare_check(self, count: int) -> None:
+        """There are none."""
 
     def prepare_rows(self, count: int) -> None:
         pass  # a step has one row

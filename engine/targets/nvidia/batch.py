@@ -2,9 +2,9 @@
 
     embed . those of the sublayers' handlers . norm . head . next tokens
 
-Its rows are the tokens of different sequences, a small prompt whose products are bound by memory as in decode
-(`kernels.small_batch`). Attention is decode's, of each row over the blocks of its own sequence. What lies
-between is prefill's: a product leaves its sums, and the norm before the next one adds them.
+Its rows are the tokens of different sequences, or guesses of the next tokens too, a small prompt whose products are
+bound by memory as in decode (`kernels.small_batch`). Attention is decode's, of each row over the blocks of its own
+sequence. What lies between is prefill's: a product leaves its sums, and the norm before the next one adds them.
 """
 
 from __future__ import annotations
@@ -46,11 +46,12 @@ class BatchKernels(PrefillKernels):
         self._states = {n: device_zeros(4 * n, dtypes.int32) for n in rows}
         self.logits = {n: device_zeros(n * model.spec.vocab) for n in rows}
 
-    def rows_step(self, rows: int, limit: int, ending: Ending) -> KernelSequence:
+    def rows_step(self, rows: int, limit: int, ending: Ending, checks: bool = False) -> KernelSequence:
         """The kernels of a step of `rows` rows after fewer than `limit` tokens each, one of `context_limits`. The next
-        tokens are at `StepRows.token_slot`."""
+        tokens are at `StepRows.token_slot`. If it `checks`, some rows are of one sequence, at places that follow each
+        other."""
         model, state = self._model, self.state(rows)
-        step = RowsStep(self, state, rows, limit)
+        step = RowsStep(self, state, rows, limit, checks)
         self._embed(step, state, model.layers)
         for layer in model.layers:
             sums = layer.handler.rows(step, layer.norm)

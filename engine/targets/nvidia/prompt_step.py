@@ -172,11 +172,13 @@ class PromptStep(Step):
 
 class RowsStep(PromptStep):
     """A decode step of several rows, after fewer than `limit` tokens each: a prompt of the next tokens of different
-    sequences. It reads `state`, int32 (4, rows) (`BatchKernels`)."""
+    sequences, or of guesses too, if it `checks`. It reads `state`, int32 (4, rows) (`BatchKernels`)."""
 
-    def __init__(self, memory: PromptMemory, state: Tensor, rows: int, limit: int) -> None:
+    def __init__(
+        self, memory: PromptMemory, state: Tensor, rows: int, limit: int, checks: bool = False
+    ) -> None:
         super().__init__(memory, rows)
-        self.state, self.limit = state, limit
+        self.state, self.limit, self.checks = state, limit, checks
 
     def stacked(self, product: Product, name: str, bias: Tensor | None = None) -> Tensor:
         """Adds a product of the normed stream; returns its rows, of all tokens one after the other."""

@@ -34,8 +34,9 @@ Launch = Callable[[Key, Callable[[], KernelSequence]], None]
 
 
 class RowSteps:
-    """Launches steps of one row, by `one`, of up to so many as one of `counts`, ascending, by `batch`, and of those
-    that have pieces of prompts too, by `mixed`. `sampler` draws the tokens of rows that are sampled."""
+    """Launches steps of one row, by `one`, of up to so many as one of `counts`, ascending, or of `most` in checks, by
+    `batch`, and of those that have pieces of prompts too, by `mixed`. `sampler` draws the tokens of rows that are
+    sampled."""
 
     def __init__(
         self,
@@ -44,13 +45,14 @@ class RowSteps:
         mixed: MixedKernels,
         sampler: DeviceSampler,
         counts: Sequence[int],
+        most: int,
         context: int,
         launch: Launch,
     ) -> None:
         self._one, self._batch, self._mixed, self._sampler = one, batch, mixed, sampler
         self._counts, self._launch_graph = counts, launch
         self._one_token_slots = TokenSlots(context)
-        self._token_slots = TokenSlots(2 * counts[-1])  # a step and the one ahead of it use different halves
+        self._token_slots = TokenSlots(2 * most)  # a step and the one ahead of it use different halves
         self._rows: list[Slot] = []  # what the device has as the rows of the next step,
         self._rows_count = 1  # one for so many rows
         self._is_ahead = False  # whether that step is launched
@@ -92,6 +94,17 @@ class RowSteps:
         self._last = self._rows_count, wanted
         return [tokens[place] for place in wanted]
 
+    def check(self, rows: Sequence[Slot], count: int) -> list[int]:
+        """The next token of each row, of which some are guesses, in a step for `count` rows."""
+        self.finish()
+        self._send(rows, count)
+        self._launch(rows, checks=True)
+        self._choose()
+        tokens = self._take(rows)
+        self._rows = []  # the next step has other rows than the device
+        self._last = count, list(range(len(rows)))
+        return tokens
+
     def logits(self, rows: Sequence[int] | None = None) -> Logits:
         """Those of these rows of the last step, or of all, float32 (rows, vocab), unless one is ahead."""
         count, places = self._last
@@ -109,19 +122,23 @@ class RowSteps:
                 self._take(self._rows)
             self._rows, self._is_ahead, self._chooses = [], False, None
 
-    def launch(self, count: int, limit: int, choice: Choice | None = _BEST, size: int = 0) -> None:
+    def launch(
+        self, count: int, limit: int, choice: Choice | None = _BEST, size: int = 0, checks: bool = False
+    ) -> None:
         """Launches a step of what the device has, for `count` rows after fewer than `limit` tokens each."""
-        step = count, limit, choice, size
+        step = count, limit, choice, size, checks
         self._launch_graph(step, lambda: self.kernels(*step))
 
-    def kernels(self, count: int, limit: int, choice: Choice | None = _BEST, size: int = 0) -> KernelSequence:
+    def kernels(
+        self, count: int, limit: int, choice: Choice | None = _BEST, size: int = 0, checks: bool = False
+    ) -> KernelSequence:
         """Those of a step that `launch` launches."""
         ending = Ending(self._slots(count).tensor, self._sampler, choice)
         if count == 1:
             return self._one.step(limit, ending)
         if size:
             return self._mixed.mixed_step(size, count, limit, ending)
-        return self._batch.rows_step(count, limit, ending)
+        return self._batch.rows_step(count, limit, ending, checks)
 
     def choice_kernels(self, count: int, choice: Choice) -> KernelSequence:
         """Those that choose the tokens of a step of `count` rows."""
@@ -164,7 +181,7 @@ class RowSteps:
             fields = ((*r.inputs, r.position, r.sequence, r.draw) for r in rows)
             self._batch.send(count, *zip(*fields, strict=True))
 
-    def _launch(self, rows: Sequence[Slot], size: int = 0) -> None:
+    def _launch(self, rows: Sequence[Slot], size: int = 0, checks: bool = False) -> None:
         box, places = self._slots_of(rows)
         for place in places:
             box.expect(place)
@@ -173,11 +190,11 @@ class RowSteps:
         drawn = [row.sequence for row in rows if row.draw]
         choice = self._sampler.choice(drawn)
         if not choice.is_apart:
-            self.launch(count, limit, choice, size)
+            self.launch(count, limit, choice, size, checks)
             return
         for row in rows:
             self._sampler.expect(row.sequence, row.position)
-        self.launch(count, limit, None, size)
+        self.launch(count, limit, None, size, checks)
         self._chooses = choice
         if not choice.masks:
             self._choose()

@@ -48,7 +48,7 @@ from engine.targets.nvidia.row_steps import Key, RowSteps
 from engine.targets.nvidia.schedule_search import SearchTarget, search
 from engine.targets.nvidia.states import DeviceStates
 from engine.targets.nvidia.uses import uses_of
-from engine.targets.nvidia.weights import allocate
+from engine.targets.nvidia.weights import GPUModel, allocate
 
 _BETWEEN_STEPS = (128, 256)
 """Between the decode steps of other conversations, prompts go in pieces that take about as long as such a step."""
@@ -58,6 +58,7 @@ _CHECK_TOKENS = (1, 77, 5, 1203)  # arbitrary: a search compares the logits afte
 _TIMING_S = 0.03
 _MISSED_AT_MOST = 256
 """So many steps wait for an idle moment to compile kernels for their number of rows. Then a pause costs less."""
+_CHECK_ROWS = 8, 16
 _BEST, _DRAWN, _CHANGED = Choice(), Choice(draws=True), Choice(draws=True, changes=True)
 _ALL = Choice(draws=True, changes=True, masks=True, tells=True)  # it has all kernels of choices apart
 
@@ -66,7 +67,6 @@ class NvidiaRunner:
     """Implements `ModelRunner`."""
 
     precompiled = True
-    check_rows: tuple[int, ...] = ()
     max_chunk = CHUNK_SIZES[-1]
 
     def __init__(
@@ -89,12 +89,23 @@ class NvidiaRunner:
         self._one = DecodeKernels(model, self._input_scales, context_length)
         counts = self.row_counts
         self._counts = sorted({1, counts[-1]})  # those whose kernels are compiled
+        self._checks: list[int] = []  # those of `check_rows` whose kernels are
         self._missed = dict.fromkeys(counts, 0)  # for how many steps each would have been better
-        self._batch = BatchKernels(model, self._input_scales, context_length, counts[1:])
+        self.check_rows = check_rows(model, parallel)
+        most = max(counts[-1], *self.check_rows, 1)
+        batches = sorted({*counts[1:], *self.check_rows})
+        self._batch = BatchKernels(model, self._input_scales, context_length, batches)
         self._prefill = MixedKernels(model, self._input_scales, self.max_chunk, self._batch)
-        self.sampler = DeviceSampler(Shortlist(model.spec.vocab), context_length, parallel, counts[-1])
+        self.sampler = DeviceSampler(Shortlist(model.spec.vocab), context_length, parallel, most)
         self._steps = RowSteps(
-            self._one, self._batch, self._prefill, self.sampler, self._counts, context_length, self._launch
+            self._one,
+            self._batch,
+            self._prefill,
+            self.sampler,
+            self._counts,
+            most,
+            context_length,
+            self._launch,
         )
         by_window = {a.heads.window: a for a in model.storing}
         self._windows = list(by_window)
@@ -155,9 +166,9 @@ class NvidiaRunner:
     def _capture_while(self, filling: Future[None]) -> None:
         """Captures the step that shows that the device works, and while weights travel those of a first answer."""
         shortest = self._steps.limits(1)[0]
-        self._capture((1, shortest, _BEST, 0), lambda: self._steps.kernels(1, shortest))
+        self._capture((1, shortest, _BEST, 0, False), lambda: self._steps.kernels(1, shortest))
         if not filling.done():
-            self._capture((1, shortest, _DRAWN, 0), lambda: self._steps.kernels(1, shortest, _DRAWN))
+            self._capture((1, shortest, _DRAWN, 0, False), lambda: self._steps.kernels(1, shortest, _DRAWN))
         if not filling.done() and self._has_prefill(self._sizes[0]):
             self._prepare_prefill(self._sizes[0])
 
@@ -168,8 +179,20 @@ class NvidiaRunner:
         fewer = sum(n < self.parallel for n in ROW_COUNTS)
         return (1, *ROW_COUNTS[: fewer + 1])
 
-    def is_prepared(self, count: int) -> bool:
-        return count in self._counts
+    def can_check(self, count: int) -> bool:
+        return count in self._checks
+
+    def prepare_check(self, count: int) -> None:
+        compile_once((*self._set_up, "check", count), lambda: self._check_linears(count))
+        if count not in self._checks:
+            insort(self._checks, count)
+
+    def _check_linears(self, count: int) -> list[UOp]:
+        """The kernels of steps of so many rows that check guesses."""
+        steps, limits = self._steps, self._steps.limits(count)
+        sequences = [steps.kernels(count, limit, checks=True) for limit in limits]
+        sequences.append(steps.kernels(count, limits[0], _DRAWN, checks=True))
+        return [sequence.linear for sequence in sequences]
 
     def prepare_rows(self, count: int) -> None:
         compile_once((*self._set_up, "rows", count), lambda: self._rows_linears(count))
@@ -227,6 +250,10 @@ class NvidiaRunner:
     def run(self, slots: Sequence[Slot], ahead: Ahead | None = None) -> NDArray[np.int32]:
         by_want = ([slot for slot in slots if slot.want == want] for want in ("none", "hidden", "last"))
         pieces, embedded, rows = by_want
+        if len({row.sequence for row in rows}) < len(rows):
+            self._earlier = []
+            count = next(n for n in self._checks if len(rows) <= n)
+            return np.asarray(self._steps.check(rows, count), np.int32)
         self._set_positions(slots)
         pieces, self._launched = [piece for piece in pieces if piece not in self._launched], ()
         if rows:
@@ -460,3 +487,11 @@ class NvidiaRunner:
             else:
                 steps = max(1, min(max_steps, int(_TIMING_S / seconds)))
         return best
+
+
+def check_rows(model: GPUModel, parallel: int) -> tuple[int, ...]:
+    """See `ModelRunner.check_rows`. A step of 8 rows takes about as long as one of fewer. No token can be taken out of
+    a recurrent state again."""
+    if model.deltas:
+        return ()
+    return _CHECK_ROWS if parallel >= _CHECK_ROWS[0] else _CHECK_ROWS[:1]

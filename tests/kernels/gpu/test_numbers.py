@@ -34,6 +34,8 @@ LONG = {  # other checks run the same kernels, in fewer steps of fewer models, o
     "check_expert_products",
     "check_gate_and_up_of_chosen_experts",
     "check_gated_heads",
+    "check_guesses_of_several_sequences",
+    "check_guesses_with_embeddings_and_shared_caches",
     "check_head_sizes",
     "check_layers_side_by_side",
     "check_layers_with_delta_nets_and_gated_attention",

@@ -64,7 +64,7 @@ class DecodeBlock:
     """A block of decode attention: `group` query heads from `first_head` on, which share the key head `kv`, and `count`
     cached tokens from `start` on: those before `position`, or those of them in the window, from a multiple of sixteen
     on (`sees`), of which a block takes one of `splits` parts. The blocks of the first part also handle the new token,
-    unless the cache is another layer's: then it is among the cached ones.
+    unless it is among the cached ones (`Heads.has_new`). A `group` of 0 is of a block that only stores the new token.
 
     Buffers: cache, the cached keys and values (`Heads.cache_planes`); rows, the new token's queries, keys and values,
     float32 (`Heads.rows`,), with gates before them if heads are gated; angles, cos and sin of its angles, float32
@@ -101,12 +101,13 @@ class DecodeBlock:
         self.sinks: UOp | None = buffers.get("sinks")
         self.input_scale: UOp | None = buffers.get("input_scale")
         self.heads, self.group, self.thread, self.n_threads = heads, group, thread, n_threads
-        blocks, blocks_of_kv = heads.query // group, heads.shared_by // group
+        blocks = heads.query // group if group else heads.kv
+        blocks_of_kv = blocks // heads.kv
         self.number = UOp.special(blocks * max(tokens, 1), "gidx0")
         self.token = UOp.const(0)
         if tokens:
             self.token, self.number = self.number // blocks, self.number % blocks
-        self.has_new = heads.stored != "nothing"
+        self.has_new = heads.has_new
         self._first_gate = self.token * heads.rows
         self._first_row = self._first_gate + heads.first_row
         self.first_head, self.kv = self.number * group, self.number // blocks_of_kv

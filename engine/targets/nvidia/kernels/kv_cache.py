@@ -76,7 +76,8 @@ class Heads:
     `pool` of so many blocks of `block` tokens, a multiple of 16. With a `window`, a query sees the last `window`
     tokens, its own included. `kv_format`: how the cache holds keys and values. With `normed_values`, values are
     RMS-normed over a head, with `norm_eps`. With `gated` heads, the rows of the QKV product begin with a gate for each
-    element of the result, which is multiplied by its sigmoid."""
+    element of the result, which is multiplied by its sigmoid. If a token `is_stored`, another kernel has put its key
+    and value into the cache before attention begins."""
 
     query: int
     kv: int
@@ -92,6 +93,7 @@ class Heads:
     stored: Stored = "keys and values"
     normed_values: bool = False
     gated: bool = False
+    is_stored: bool = False
 
     def __post_init__(self) -> None:
         assert self.block % TILE == 0 and self.kv_format.fits(self.dim)
@@ -112,6 +114,11 @@ class Heads:
         """Elements of a token's gates, queries, keys and values, as far as the layer computes them."""
         heads_of_kv = {"keys and values": 2, "keys": 1, "nothing": 0}[self.stored]
         return self.first_row + (self.query + self.kv * heads_of_kv) * self.dim
+
+    @property
+    def has_new(self) -> bool:
+        """Whether attention has to store the keys and values of the tokens that it is of."""
+        return self.stored != "nothing" and not self.is_stored
 
     @property
     def slots(self) -> int:
@@ -158,11 +165,11 @@ class Heads:
         """The part of kernels' names that tells layers of a model apart."""
         stored = {"keys and values": "", "keys": "_keys", "nothing": "_shared"}[self.stored]
         values = "_normed" * self.normed_values
-        return f"{self.cache_name}{stored}{values}{'_gated' * self.gated}"
+        return f"{self.cache_name}{stored}{values}{'_gated' * self.gated}{'_stored' * self.is_stored}"
 
     def cached(self, limit: int) -> int:
         """The largest number of cached tokens that a query before position `limit` reads, in whole tiles."""
-        limit, own = min(limit, self.length), self.stored == "nothing"
+        limit, own = min(limit, self.length), not self.has_new
         return min(limit, self.window + TILE - 2 + own) if self.window else limit
 
     def first_seen(self, position: UOp) -> UOp:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import accumulate
 
 import numpy as np
@@ -27,6 +28,7 @@ from engine.targets.nvidia.kernels.prefill_attention import (
     combine_prompt,
     prompt_tiling,
 )
+from engine.targets.nvidia.kernels.store_rows import store_rows
 from engine.targets.nvidia.kernels.weight_layout import permuted_size
 from engine.targets.nvidia.matrices import product_of
 from engine.targets.nvidia.norms import Norm
@@ -124,6 +126,12 @@ class AttentionHandler(Handler):
     def _attend_rows(self, step: RowsStep, rows: Tensor, attended: Tensor, order: Order = "columns") -> None:
         """Adds attention of rows of queries, keys and values, whose result is `attended`, in an order."""
         heads, tokens, has_sinks = self.heads, step.tokens, self.sinks is not None
+        ins = {"cos": self.cos, "sin": self.sin, "tables": self.tables, "state": step.state}
+        ins |= {"rows": rows, "norms": self.norms}
+        if step.checks:
+            if heads.has_new:
+                step.add(store_rows(heads, tokens, self.is_over_heads), cache=self.cache, **ins)
+            heads = replace(heads, is_stored=True)
         split = rows_split(heads, step.limit, tokens, multiprocessors())
         parts = {
             name: step.buffer(name, split.splits * tokens * n)
@@ -136,12 +144,7 @@ class AttentionHandler(Handler):
             ),
             **(parts or {"out": attended, "sinks": self.sinks}),
             cache=self.cache,
-            rows=rows,
-            cos=self.cos,
-            sin=self.sin,
-            tables=self.tables,
-            state=step.state,
-            norms=self.norms,
+            **ins,
             temperature=self.temperature,
         )
         if parts:
