@@ -1,6 +1,7 @@
 """Chooses tinygrad's device and prepares tinygrad for it: variables that it reads at import, and fixes to its code."""
 
 import os
+import re
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -20,7 +21,8 @@ _MAX_COMPILERS = 32
 
 def prepare(options: EngineOptions) -> str:
     """Sets the environment variables that tinygrad reads at import: DEV, CC and PARALLEL for `options.backend`, and
-    BEAM, JITBEAM and MV_* for the other options. To be called before tinygrad is imported. Returns DEV.
+    BEAM, JITBEAM and MV_* for the other options. To be called before tinygrad is imported. Returns DEV, which names a
+    chip that is asked for.
 
     "auto" is the user's own DEV if it is set, else CUDA if there is a usable NVIDIA GPU, else CPU. Raises UsageError
     for an unknown backend, BackendError for one that cannot work on this machine.
@@ -34,6 +36,8 @@ def prepare(options: EngineOptions) -> str:
     elif backend == "CUDA" and (why := cuda_driver.unusable_because()):
         raise BackendError(f"The CUDA backend cannot be used: {why}.", "Fix that, or choose --backend CPU.")
     device = _device(backend)
+    if options.chip:
+        backend = _as_chip(options.chip, device)
     if device == "NV" and (why := why_not_nv(gpus())):
         raise BackendError(f"{why[0].upper()}{why[1:]}.", "Choose --backend CUDA.")
     if clang := find_clang():
@@ -53,6 +57,19 @@ def prepare(options: EngineOptions) -> str:
     if options.kernels == "graph" or device not in BACKENDS:
         os.environ.update(_search_variables(options))
     return backend
+
+
+def _as_chip(chip: str, device: str) -> str:
+    """DEV for a GPU that stands in for one of the compute capability `chip`. Raises UsageError, BackendError."""
+    if not (number := re.fullmatch(r"sm_(\d\d+)", chip)) or device != "CUDA":
+        raise UsageError(
+            f"No GPU can stand in for {chip} on {device}.", "Name a chip as sm_87, on --backend CUDA."
+        )
+    major, minor = cuda_driver.compute_capability()
+    if int(number[1]) > 10 * major + minor:
+        own = f"its compute capability is {major}.{minor}"
+        raise BackendError(f"This GPU cannot stand in for {chip}: {own}.", "Name an earlier one.")
+    return f"CUDA:CUDA:{chip}"
 
 
 def may_use_gpu(options: EngineOptions) -> bool:

@@ -82,6 +82,7 @@ def _parse(arguments: Sequence[str]) -> Namespace:
     add("--model", metavar="NAME", action="append", help="a model, as in orin-chat; again for another one")
     add("--preset", metavar="NAME", action="append", help="a preset; again for another one")
     options.add_backend(add, "the device")
+    add("--as", dest="chip", metavar="CHIP", help="as on another GPU, with the kernels of sm_87, …")
     options.add_kv(add)
     options.add_speculate(add, "off")
     add("--beam", type=options.count, metavar="N", help="width of the search for faster kernels")
@@ -142,6 +143,7 @@ def _setups(args: Namespace, settings: Settings) -> Iterator[tuple[str, EngineOp
                 "kv": args.kv,
                 "speculate": args.speculate or "off",
                 "search_width": args.beam,
+                "chip": args.chip,
             }
             chosen = configure(
                 path,
@@ -150,7 +152,8 @@ def _setups(args: Namespace, settings: Settings) -> Iterator[tuple[str, EngineOp
                 command_line=command_line,
             )
             guesses = args.speculate and f"speculate {args.speculate}"
-            yield " ".join(filter(None, (preset, searched, args.kv, guesses))), chosen.engine
+            as_chip = args.chip and f"as {args.chip}"
+            yield " ".join(filter(None, (preset, searched, args.kv, guesses, as_chip))), chosen.engine
 
 
 def _measure(

@@ -2,14 +2,15 @@
 
 tinygrad makes CUDA's compiler stop at PTX. The driver then translates the PTX in the engine's process, one program
 after the other under a lock: 3 seconds for a model's start on an H200, 50 ms for each candidate of a search. With this
-fix the compiler emits machine code (a cubin) directly, as it does for tinygrad's NV device.
+fix the compiler emits machine code (a cubin) directly, as it does for tinygrad's NV device. If DEV names a chip that
+the GPU stands in for, it stays PTX, which later chips run too.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from tinygrad.helpers import DEBUG
+from tinygrad.helpers import DEBUG, DEV
 from tinygrad.renderer.cstyle import CUDARenderer
 
 from engine.fixes import once
@@ -26,6 +27,7 @@ def apply() -> None:
 def _init(self: CUDARenderer, target: Any, use_nvcc: bool = False) -> None:
     _stock_init(self, target, use_nvcc)
     # tinygrad's mock GPU runs PTX, and DEBUG=5 prints it.
-    if target.device == "CUDA" and not target.interface.startswith("MOCK") and DEBUG < 5:
+    takes_ptx = target.interface.startswith("MOCK") or DEBUG >= 5 or DEV.target("CUDA").arch
+    if target.device == "CUDA" and not takes_ptx:
         self.compiler.ptx = False
         self.compiler.cachekey = f"{self.compiler.cachekey}_binary"

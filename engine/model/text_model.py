@@ -173,7 +173,9 @@ class TextModel:
             dropped = (
                 "What a search of schedules found made an earlier start fail, so it is not used any more."
             )
-        return (*self.prompts.warnings, *filter(None, [as_graph, unkept, dropped, shorter, *text_only]))
+        stands_in = options.chip and f"The kernels are those of {options.chip}, as if this were such a GPU."
+        notes = [stands_in, as_graph, unkept, dropped, shorter, *text_only]
+        return (*self.prompts.warnings, *filter(None, notes))
 
     def warm_up(self, interrupted: Callable[[], bool]) -> None:
         """Captures the remaining steps one by one until `interrupted`. Steps that are not captured here are captured at

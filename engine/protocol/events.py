@@ -87,7 +87,7 @@ class EngineOptions(_Record, frozen=True, kw_only=True):
     the KV cache of long conversations (None: what the disk has room for). `token_gap`, 1 or more, bounds the time
     between two tokens of a reply while prompts are read, as a multiple of that without. `speculate`: who guesses next
     tokens (`engine.runtime.speculation`). `mmproj` is the file of the encoder with which the model sees pictures ("":
-    none)."""
+    none). `chip`: "sm_87" takes the kernels of such GPUs on CUDA ("": its own)."""
 
     model_path: str
     backend: str = "auto"
@@ -104,6 +104,7 @@ class EngineOptions(_Record, frozen=True, kw_only=True):
     token_gap: float = TOKEN_GAP
     speculate: Speculate = "auto"
     mmproj: str = ""
+    chip: str = ""
 
 
 # --- commands ------------------------------------------------------------------------------------------

@@ -113,6 +113,24 @@ def test_which_device(bare, monkeypatch):
     assert prepare("NV") == os.environ["DEV"] == "NV", "unless asked for another"
 
 
+def test_a_gpu_stands_in_for_an_earlier_one(bare, monkeypatch):
+    program(bare / "clang", "echo clang version 18.1")
+    as_chip = lambda chip, backend="CUDA": backends.prepare(
+        EngineOptions(model_path="", backend=backend, chip=chip)
+    )
+    monkeypatch.setattr(backends.cuda_driver, "unusable_because", lambda: "")
+    monkeypatch.setattr(backends.cuda_driver, "compute_capability", lambda: (9, 0))
+    monkeypatch.delenv("DEV")
+    assert as_chip("sm_87") == as_chip("sm_87", "auto") == os.environ["DEV"] == "CUDA:CUDA:sm_87"
+    with pytest.raises(BackendError, match=r"cannot stand in for sm_100: its compute capability is 9\.0"):
+        as_chip("sm_100")
+    for chip, backend in (("orin", "CUDA"), ("sm_87; DEV=CPU", "CUDA"), ("sm_87", "CPU")):
+        monkeypatch.delenv("DEV")
+        with pytest.raises(UsageError, match="stand in"):
+            as_chip(chip, backend)
+        monkeypatch.setenv("DEV", "")
+
+
 def test_kernels_are_compiled_by_all_cores_unless_candidates_are_timed_on_them(bare, monkeypatch):
     program(bare / "clang", "echo clang version 18.1")
     monkeypatch.setattr(backends.os, "sched_getaffinity", lambda _: {0, 1, 2}, raising=False)

@@ -13,6 +13,7 @@ MEASUREMENTS = {
     "guess_rates": "answers whose next tokens are guessed beside those without guesses",
     "small_batch_rates": "products of a few tokens at once beside decode's product of one",
     "product_rates": "products of prompts with matrices of every type, beside those of Q4_K",
+    "chip_kernels": "every kernel that a GPU would run, compiled for it: registers, spills, shared memory",
     "turn_rates": "the first token when the last message of a long conversation is edited",
     "reopen_rates": "the first token of a long conversation after a start, with its KV cache on disk",
     "batch_fidelity": "the logits of several rows beside those of each sequence alone",

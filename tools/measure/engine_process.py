@@ -31,6 +31,10 @@ def add_models(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--backend", default="auto")
 
 
+def add_chip(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--as", dest="chip", default="", metavar="CHIP", help="take the kernels of sm_87, …")
+
+
 def numbers(text: str) -> list[int]:
     """The argument "1,2,4"."""
     return [int(n) for n in text.split(",")]
@@ -42,12 +46,12 @@ def alone(function: Callable[..., T], *arguments: object) -> T:
         return own.submit(function, *arguments).result()
 
 
-def set_up(backend: str) -> None:
+def set_up(backend: str, chip: str = "") -> None:
     """Sets this process up for tinygrad's device as the engine's worker does. To be called before tinygrad is
-    imported."""
+    imported. `chip`: the one that a GPU stands in for (`EngineOptions.chip`)."""
     from engine.backends import install, prepare
 
-    install(prepare(EngineOptions(model_path="", backend=backend)))
+    install(prepare(EngineOptions(model_path="", backend=backend, chip=chip)))
 
 
 def runners(path: str, backend: str) -> tuple[Callable[..., ModelRunner], int]:
@@ -67,7 +71,7 @@ def runners(path: str, backend: str) -> tuple[Callable[..., ModelRunner], int]:
 
 def warm_model(path: str, backend: str, context: int, **how: Any) -> TextModel:
     """A model that has prepared for answers. `how`: more fields of EngineOptions. Sets this process up."""
-    set_up(backend)
+    set_up(backend, how.get("chip", ""))
     from engine.model.text_model import TextModel
 
     options = EngineOptions(model_path=path, backend=backend, context_length=context, **how)

@@ -1,9 +1,9 @@
 """How far the engine is from llama.cpp's exact answers, for every small model beside the checkout (`tests.oracles`).
 
-    python -m tools.measure oracle_check BACKEND...
+    python -m tools.measure oracle_check BACKEND... [--as sm_87]
 
 A BACKEND is `reference` (numpy), `cpu`, `graph` or `fused`. DEV chooses the device of the last two; by default graph
-runs on the CPU and fused on CUDA.
+runs on the CPU and fused on CUDA. With --as, a GPU runs on `fused` what one of that compute capability would run.
 """
 
 import argparse
@@ -12,14 +12,15 @@ import tempfile
 from pathlib import Path
 
 from tests.paths import SHARED
-from tools.measure.engine_process import alone, set_up
+from tools.measure.engine_process import add_chip, alone, set_up
 
 DEVICES = {"reference": "CPU", "cpu": "CPU", "graph": "CPU", "fused": "CUDA"}
 
 
-def check(backend: str, models: list[str]) -> None:
+def check(backend: str, models: list[str], chip: str) -> None:
     """Prints a line for each model and prompt."""
-    set_up(DEVICES[backend] if backend == "cpu" else os.environ.get("DEV", DEVICES[backend]))
+    device = DEVICES[backend] if backend == "cpu" else os.environ.get("DEV", DEVICES[backend])
+    set_up(device, chip if backend == "fused" else "")
     from engine.errors import ModelFileError
     from engine.loading.weights import Weights
     from engine.model.open_runner import open_runner
@@ -56,8 +57,9 @@ def check(backend: str, models: list[str]) -> None:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("backends", nargs="+", choices=DEVICES, metavar="BACKEND")
     parser.add_argument("--model", action="append", default=[], help="only models with this in their names")
+    add_chip(parser)
 
 
 def run(given: argparse.Namespace) -> None:
     for backend in given.backends:
-        alone(check, backend, given.model)
+        alone(check, backend, given.model, given.chip)

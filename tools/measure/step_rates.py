@@ -23,7 +23,7 @@ from functools import partial
 from pathlib import Path
 
 from tests.paths import ROOT
-from tools.measure.engine_process import Sequences, add_models, alone, numbers, warm_model
+from tools.measure.engine_process import Sequences, add_chip, add_models, alone, numbers, warm_model
 
 REPLY = 128
 
@@ -38,11 +38,13 @@ class Rates:
     about: str = ""
 
 
-def ours(path: str, backend: str, depths: list[int], prompts: list[int], repetitions: int, kv: str) -> Rates:
+def ours(
+    path: str, backend: str, depths: list[int], prompts: list[int], repetitions: int, kv: str, chip: str = ""
+) -> Rates:
     """To be called in a process of its own."""
     from engine.protocol.events import Measure
 
-    model = warm_model(path, backend, max(depths) + max(*prompts, REPLY) + 1, kv=kv)
+    model = warm_model(path, backend, max(depths) + max(*prompts, REPLY) + 1, kv=kv, chip=chip)
     from tinygrad import Device
 
     sequences, device, draw = Sequences(model._runner), Device[Device.DEFAULT], random.Random(0)
@@ -119,6 +121,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--repetitions", type=int, default=7)
     parser.add_argument("--kv", default="f16", help="the format of the KV cache")
     parser.add_argument("--llama-bench", metavar="PROGRAM")
+    add_chip(parser)
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1, help="llama-bench's")
     parser.add_argument("--starts", type=int, default=0, metavar="N", help="one-shots with kept kernels")
 
@@ -131,7 +134,9 @@ def run(given: argparse.Namespace) -> None:
     print("|---" * (1 + len(tests)) + "|", flush=True)
     notes = []
     for path in given.models:
-        our = alone(ours, path, given.backend, given.depths, given.prompts, given.repetitions, given.kv)
+        our = alone(
+            ours, path, given.backend, given.depths, given.prompts, given.repetitions, given.kv, given.chip
+        )
         their = Rates({}, {})
         if given.llama_bench:
             their = theirs(given.llama_bench, path, given.depths, given.prompts, 5, given.threads, given.kv)

@@ -61,6 +61,7 @@ from engine.targets.nvidia.kernels.weight_layout import WeightLayout, permuted_s
 from engine.targets.nvidia.runner import NvidiaRunner
 from tests import generated_model
 from tests.kernels.gpu.alignment import BASE_BYTES, prove_uops
+from tools.measure.chip_compiler import joined
 
 F, H = dtypes.float32, dtypes.float16
 CONTEXT = 608  # prompts in chunks of both sizes, decode near the start and deep in the context
@@ -263,19 +264,6 @@ def render_small_batch_products() -> None:
             render(kernel, *buffers, *p.shapes(rows, cols))
 
 
-def joined(sources: list[str]) -> str:
-    """One file of CUDA C: each kernel in a namespace of its own, what they include before them."""
-    includes: dict[str, None] = {}
-    spaces = []
-    for i, source in enumerate(dict.fromkeys(sources)):
-        lines = source.splitlines()
-        includes.update((line, None) for line in lines if line.startswith("#include"))
-        text = "\n".join(line for line in lines if not line.startswith("#include"))
-        spaces.append(f"namespace k{i} {{\n{text}\n}}")
-    body = "\n".join(spaces).replace('extern "C" __global__', "__global__")
-    return "\n".join([*includes, "#undef INFINITY", "#undef NAN", body])
-
-
 def check_where_buffers_begin() -> None:
     """From now on, a buffer that does not begin at a multiple of BASE_BYTES raises AssertionError."""
     stock = Buffer.__init__
@@ -320,7 +308,7 @@ def main(path: str, folder: str, *quants: str) -> None:
             render_rows()
         vectors = sum(map(prove_uops, programs))
         sources = [str(program.src[2].arg) for program in programs]
-        Path(folder, quant).write_text("\n".join(sources) if is_ptx else joined(sources))
+        Path(folder, quant).write_text("\n".join(sources) if is_ptx else joined([*dict.fromkeys(sources)]))
         print(quant, len(programs), vectors, flush=True)
 
 

@@ -28,6 +28,7 @@ from engine.kernels.launch_hints import LaunchHints
 from engine.targets.nvidia.kernels.activation_order import Order
 from engine.targets.nvidia.kernels.cache_fragments import Loads, fragments, upper_rows
 from engine.targets.nvidia.kernels.decode_block import DecodeBlock, block_buffers
+from engine.targets.nvidia.kernels.device import spills_early
 from engine.targets.nvidia.kernels.kv_cache import TILE, Heads
 from engine.targets.nvidia.kernels.matmul import wmma
 from engine.targets.nvidia.kernels.matrix_bytes import UNIT
@@ -110,7 +111,8 @@ def flash_split(heads: Heads, limit: int, short: int, multiprocessors: int) -> F
     if limit <= short:
         if heads.dim > _MAX_DIM:
             return FlashSplit(limit, 1, group, 4, 1, most_across, ways)
-        return FlashSplit(limit, 1, group, max(8, warps), 2, most_across)
+        steps = 1 if heads.gated and spills_early() else 2
+        return FlashSplit(limit, 1, group, max(8, warps), steps, most_across)
     resident, steps, blocks = 2, 1, 0
     if heads.dim <= 64:  # registers allow more
         if not heads.window and 2 * warps * group * heads.dim * 4 <= _MAX_SUMS_BYTES:

@@ -25,7 +25,7 @@ from tinygrad import UOp
 from tinygrad.uop.ops import AxisType
 
 from engine.kernels.kernel import Kernel
-from engine.targets.nvidia.kernels.device import capability
+from engine.targets.nvidia.kernels.device import spills_early
 from engine.targets.nvidia.kernels.half_pairs import PAIRS, quarter_pairs
 from engine.targets.nvidia.kernels.load_ahead import LoadedAhead
 from engine.targets.nvidia.kernels.matrix_bytes import QUARTER, UNIT, units_of
@@ -45,7 +45,6 @@ from engine.targets.nvidia.kernels.uops import (
 from engine.targets.nvidia.kernels.weight_layout import WeightLayout
 
 _MANY = 8  # blocks for each multiprocessor, of which four run at a time
-_MIN_CAPABILITY = 90  # on 8.6 to 8.9, registers spill if warps of a block take different numbers of steps
 _MAX_HALF = 65504.0  # the largest float16
 
 
@@ -117,7 +116,8 @@ def tiles_for(tokens: int, rows: int, cols: int, multiprocessors: int, paired: b
     # Tall tiles: a weight is converted to half precision once for 128 tokens.
     tiles = Tiles(min(8, tokens // 16), 4, 1, 2, 1)
     blocks = -(-tokens // tiles.tokens) * -(-rows // tiles.width)
-    is_tall = int(capability()[3:]) >= _MIN_CAPABILITY and tokens % (2 * tiles.tokens) == 0
+    # Registers spill early if warps of a block take different numbers of steps.
+    is_tall = not spills_early() and tokens % (2 * tiles.tokens) == 0
     if is_tall and blocks >= _MANY * multiprocessors:
         return replace(tiles, down=2)
     parts = 1

@@ -28,6 +28,7 @@ from engine.kernels.kernel import Kernel, Name
 from engine.kernels.launch_hints import LaunchHints
 from engine.targets.nvidia.kernels.activation_order import PLACES, Order
 from engine.targets.nvidia.kernels.cache_tiles import STORAGES
+from engine.targets.nvidia.kernels.device import spills_early
 from engine.targets.nvidia.kernels.half_words import unknown
 from engine.targets.nvidia.kernels.kv_cache import Heads, Pages
 from engine.targets.nvidia.kernels.matmul import wmma
@@ -114,8 +115,11 @@ def prompt_tiling(
     dim, is_large = heads.dim, heads.dim > 128
     rows = 2 if dim <= 64 and heads.shared_by * tokens >= 512 else 1
     units = heads.shared_by * tokens // (16 * rows)
-    shapes = [(8, 1), (4, 1), (2, 1)] if is_large else [(8, 4)] * (units >= 8) + [(8, 2), (8, 1)]
-    across = 2 if dim > 256 else 1  # the sums of so many dimensions are more than a warp's registers hold
+    fits_two = units >= 8 or dim <= 64 or not spills_early()
+    small = [(8, 4)] * (units >= 8) + [(8, 2)] * fits_two + [(8, 1)]
+    shapes = [(8, 1), (4, 1), (2, 1)] if is_large else small
+    # More dimensions than these have more sums than a warp's registers hold.
+    across = 2 if dim > (128 if spills_early() else 256) else 1
     tilings = [
         PromptTiling(rows, min(units * across, warps), steps, 1, is_large, across, held)
         for held in (2, 1)

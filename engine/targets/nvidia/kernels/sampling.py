@@ -28,6 +28,7 @@ from tinygrad.uop.ops import AxisType, Ops
 
 from engine.kernels.kernel import Kernel
 from engine.protocol.events import Sampling
+from engine.targets.nvidia.kernels.device import spills_early
 from engine.targets.nvidia.kernels.epilogues import LOWEST_LOGIT, argmax, comparable, is_finite
 from engine.targets.nvidia.kernels.uops import (
     F32,
@@ -105,10 +106,11 @@ _ONE = StepRows()
 
 
 @functools.cache
-def next_token(n_blocks: int, context: int, threads: int = 1024) -> Kernel:
+def next_token(n_blocks: int, context: int, threads: int = 0) -> Kernel:
     """The most probable token, from the outs of `epilogues.as_logits`. Buffers: state, int32 (2,):
     token and position, which advances by one; tokens, that after each position, int32 (context,); largest, the largest
     logit of each block, float32 (n_blocks,), and largest_rows, its row, int32 (n_blocks,)."""
+    threads = threads or _threads()
 
     def kernel(state: UOp, tokens: UOp, largest: UOp, largest_rows: UOp) -> UOp:
         thread = UOp.special(threads, "lidx0")
@@ -123,12 +125,12 @@ def next_token(n_blocks: int, context: int, threads: int = 1024) -> Kernel:
 
 
 @functools.cache
-def next_tokens(n_blocks: int, count: int, threads: int = 1024) -> Kernel:
+def next_tokens(n_blocks: int, count: int) -> Kernel:
     """As `next_token`, for a step of several sequences, from the outs of `small_batch.as_logits`.
     Buffers: state (`StepRows`), in which tokens that are used become the next ones and positions advance; tokens, the
     next ones (`StepRows.token_slot`); largest, the largest logit of each token and block, float32 (count, n_blocks),
     and largest_rows, its row, int32 (count, n_blocks)."""
-    rows = StepRows(count)
+    rows, threads = StepRows(count), _threads()
 
     def kernel(state: UOp, tokens: UOp, largest: UOp, largest_rows: UOp) -> UOp:
         thread, token = UOp.special(threads, "lidx0"), UOp.special(count, "gidx0")
@@ -143,6 +145,11 @@ def next_tokens(n_blocks: int, count: int, threads: int = 1024) -> Kernel:
         return finish(f"next_tokens_{count}", stores)
 
     return Kernel(kernel, ("state", "tokens"), ("largest", "largest_rows"))
+
+
+def _threads() -> int:
+    """Of a block that finds the largest of many logits. More share the work, but have fewer registers."""
+    return 512 if spills_early() else 1024
 
 
 def _most_probable(

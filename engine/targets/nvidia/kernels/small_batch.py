@@ -21,6 +21,7 @@ converted two at a time (`half_pairs`).
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -28,6 +29,7 @@ from tinygrad import UOp
 from tinygrad.uop.ops import AxisType
 
 from engine.kernels.kernel import Kernel, Name, call_by_name
+from engine.targets.nvidia.kernels.device import spills_early
 from engine.targets.nvidia.kernels.epilogues import LOWEST_LOGIT, argmax, comparable
 from engine.targets.nvidia.kernels.half_pairs import unit_pairs
 from engine.targets.nvidia.kernels.load_ahead import LoadedAhead
@@ -87,15 +89,17 @@ def small_batch_tiles(
     layout: WeightLayout, tokens: int, rows: int, cols: int, multiprocessors: int, divided: bool = False
 ) -> SmallBatchTiles:
     """Tiles for a matrix of any shape, as was fastest on an H200. For more than 16 tokens there is a block for every 32
-    rows. If these are few blocks, the columns are `divided` among more, if the product may leave several sums, or else
-    there are blocks of 16 rows. For fewer tokens, and for small matrices, the columns are divided where that takes
-    least time by an estimate (`_cost`). The fewer blocks there are, the more warps share the columns of each."""
+    rows, or for 16 where registers would spill. If these are few blocks, the columns are `divided` among more, if the
+    product may leave several sums, or else there are blocks of 16 rows. For fewer tokens, and for small matrices, the
+    columns are divided where that takes least time by an estimate (`_cost`). The fewer blocks there are, the more warps
+    share the columns of each."""
     columns, steps = -(-tokens // _TILE), steps_of(cols)
     blocks, full = -(-rows // (2 * _ROWS)), 2 * multiprocessors
+    most_of_two = 4 if spills_early() else 8  # columns of a warp that has 32 rows
     if divided and (columns <= 2 or blocks * (steps // _PARTS) < multiprocessors):
         candidates = [
             SmallBatchTiles(tile_rows, across, parts, splits=splits)
-            for tile_rows in ((1, 2) if columns > 1 else (1,))
+            for tile_rows in ((1, 2) if 1 < columns <= most_of_two else (1,))
             for across in (1, 2, 3, 4, 6)
             for parts in (1, 2, 3, 4, 6, 8, 12, 16)
             for splits in (1, 2, 3, 4, 6, 8)
@@ -105,9 +109,14 @@ def small_batch_tiles(
         bytes_of_row = layout.n_bytes(rows, cols) / rows
         return min(fits, key=lambda t: _cost(t, tokens, rows, cols, bytes_of_row, multiprocessors))
     if divided or columns > 4 or (columns > 2 and blocks >= full):
+        tile_rows = 2 if columns <= most_of_two else 1
         parts = _divisor(steps, min(steps, _PARTS))
+        if spills_early():  # registers, if warps take different numbers of steps
+            parts = math.gcd(steps, _PARTS)
+        across = _PARTS // parts if parts < steps else 1
+        blocks = -(-rows // (tile_rows * across * _ROWS))
         splits = max(1, min(full // blocks, steps // parts, 8)) if divided else 1
-        return SmallBatchTiles(2, 1, parts, splits=splits)
+        return SmallBatchTiles(tile_rows, across, parts, splits=splits)
     blocks = -(-rows // _ROWS)
     most = 16 if blocks <= full else 8 if blocks <= 8 * full else 4
     parts = _divisor(steps, min(steps, most))
