@@ -87,6 +87,9 @@ class Transcript(ScrollView, can_focus=False):
         self._wanted: tuple[int, str, int] | None = None  # what `to_turn` was asked for too early
         self._query = ""  # what is searched for, in lower case
 
+    def on_mount(self) -> None:
+        self.has_thumbnails = not self.app.no_color
+
     # --- what is shown ------------------------------------------------------------------------------------------
 
     @property

@@ -61,9 +61,8 @@ class TurnLines:
         rows = wrapped(Content(clean(self.turn.content)), width)
         if files := "  ".join(f"▪ {one_line(file.label)}" for file in self.turn.files):
             rows += wrapped(Content.styled(files, _MUTED), width)
-        for file in self.turn.files if self.has_thumbnails else ():
-            if file.picture:
-                rows += thumbnail_lines(file.picture, width)
+        if self.has_thumbnails:
+            rows += thumbnail_lines([file.picture for file in self.turn.files if file.picture], width)
         version, count = self.turn.version
         if count > 1:
             rows += wrapped(Content.styled(f"{version}/{count} · {VERSION_KEYS}", _MUTED), width)
