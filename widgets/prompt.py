@@ -51,6 +51,9 @@ class Prompt(OrderedTextArea):
 
         text: str
 
+    class PasteAsked(Message):
+        """The user pressed Ctrl+V, which terminals keep for what they paste themselves, or pass on."""
+
     class Left(Message):
         """The user pressed Ctrl+D in an empty box."""
 
@@ -93,6 +96,13 @@ class Prompt(OrderedTextArea):
         self._shown = editable(text)
         self.load_text(text)
         self.move_cursor(self.document.end)
+
+    def action_paste(self) -> None:
+        self.post_message(self.PasteAsked())
+
+    def paste_copied(self) -> None:
+        """Pastes what was copied in this program."""
+        super().action_paste()
 
     def action_undo(self) -> None:
         before = self.text

@@ -5,12 +5,14 @@ import errno
 import os
 import re
 import tempfile
+from base64 import b64encode
 from collections.abc import Iterable
 from pathlib import Path
 from urllib.parse import quote
 
 from engine.errors import OrinError, UsageError
-from engine.protocol.events import Message
+from engine.formats.picture_kind import media_type
+from engine.protocol.events import Message, Picture
 from widgets.text import clean, one_line
 
 
@@ -22,15 +24,17 @@ def to_markdown(title: str, model: str, messages: Iterable[Message]) -> str:
         parts.append(f"## {authors[message.role]}")
         if thinking := clean(message.thinking).strip():
             parts.append(f"<details><summary>Thinking</summary>\n\n{thinking}\n\n</details>")
-        parts += [_link(picture.name) for picture in message.pictures]
+        parts += map(_link, message.pictures)
         parts.append(clean(message.content).strip())
     return "\n\n".join(parts) + "\n"
 
 
-def _link(path: str) -> str:
-    """A picture as Markdown links it."""
-    name = re.sub(r"[\[\]\\]", " ", one_line(Path(path).name))
-    return f"![{name}](<{quote(path)}>)" if path else "(a picture)"
+def _link(picture: Picture) -> str:
+    """A link to a picture's file or, where that is gone, with the picture in it."""
+    name = re.sub(r"[\[\]\\]", " ", one_line(Path(picture.name).name))
+    if Path(picture.name).is_file():
+        return f"![{name}](<{quote(picture.name)}>)"
+    return f"![{name}](data:{media_type(picture.data)};base64,{b64encode(picture.data).decode()})"
 
 
 def write_new(path: Path, text: str) -> None:

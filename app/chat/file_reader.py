@@ -3,13 +3,14 @@
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from itertools import count
 from pathlib import Path
 
 from msgspec.structs import replace
 
 from app.chat import files
 from engine.errors import OrinError, PictureError
-from widgets.turn import Attachment
+from widgets.turn import Attachment, PictureFile
 
 _KEPT = 100  # files
 THUMBNAIL = 48, 32
@@ -84,6 +85,14 @@ class FileReader:
     def remember(self, sent: Sequence[Attachment]) -> None:
         """Files of an earlier prompt. They can be named again when they are gone."""
         self._sent |= {(file.path, file.first, file.last): file for file in sent}
+
+    def keep(self, data: bytes) -> str:
+        """Keeps a picture that has no file. Returns the name by which a prompt can have it. Raises PictureError."""
+        paths = (Path.cwd() / f"pasted-{n}.png" for n in count(1))
+        path = next(path for path in paths if not path.exists() and (str(path), 0, 0) not in self._sent)
+        file = Attachment(name=path.name, path=str(path), text="", picture=PictureFile(data=data))
+        self.remember([with_thumbnail(file)])
+        return path.name
 
     def read(self, mention: files.Mention) -> Attachment:
         """The file with its tokens, or a picture with a small one of it. Raises OrinError."""

@@ -54,6 +54,7 @@ OTHER_KEYS = (
     ("Enter", "Send the prompt"),
     ("Ctrl+J, Alt+Enter", "New line; Shift+Enter too, where the terminal knows it"),
     ("@", "A file goes along: @notes.txt, @src/*.py; :10-40 after it takes lines; Tab completes its name"),
+    ("Ctrl+V", "A picture that was copied on this machine's desktop goes along"),
     ("/", "A command, such as /help; Tab completes it"),
     ("Up, Down", "Earlier prompts, from the first and the last line"),
     ("Alt+Left, Alt+Right", "Versions: what Ctrl+R and F2 replaced, and back"),

@@ -1,10 +1,42 @@
-"""Copies text by tmux. A program reaches the terminal's clipboard by OSC 52, also over SSH, but tmux does not pass that
-on by default. It passes on what its own command gets."""
+"""The clipboard, where the terminal does not help.
+
+A program copies to the terminal's clipboard by OSC 52, also over SSH, but tmux does not pass that on by default. It
+passes on what its own command gets. No terminal gives a program the picture that was copied. On the machine with the
+desktop, the desktop's own commands do.
+"""
 
 import asyncio
 import contextlib
 import os
 from asyncio.subprocess import DEVNULL, PIPE
+
+from engine.formats.picture_kind import is_binary_picture
+
+PICTURE_S = 2.0  # for a command to give a picture; one that asks a program that hangs would take longer
+_COMMANDS = {
+    "WAYLAND_DISPLAY": ("wl-paste", "--no-newline", "--type", "image/png"),
+    "DISPLAY": ("xclip", "-selection", "clipboard", "-target", "image/png", "-out"),
+}
+"""What prints the picture in the clipboard, by the variable that says which desktop there is."""
+
+
+async def copied_picture() -> bytes:
+    """The picture that was copied on this machine's desktop; b"" if there is none, or no command that gives it."""
+    for variable, command in _COMMANDS.items():
+        if variable in os.environ:
+            with contextlib.suppress(OSError):
+                process = await asyncio.create_subprocess_exec(
+                    *command, stdin=DEVNULL, stdout=PIPE, stderr=DEVNULL
+                )
+                try:
+                    data, _ = await asyncio.wait_for(process.communicate(), PICTURE_S)
+                except TimeoutError:
+                    process.kill()
+                    await process.wait()
+                    continue
+                if is_binary_picture(data):
+                    return data
+    return b""
 
 
 def is_in_tmux() -> bool:

@@ -1,11 +1,14 @@
-"""The files of a chat that change while it goes on."""
+"""The files of a chat that change while it goes on, and pictures that are pasted."""
 
 import asyncio
 
-from textual import work
+from textual import on, work
 
 from app.chat.files import changed, mention_of
+from app.screens.clipboard import copied_picture
 from app.screens.engine_actions import EngineActions
+from engine.errors import OrinError
+from widgets.prompt import Prompt
 from widgets.turn import Attachment
 
 
@@ -30,6 +33,21 @@ class FileActions(EngineActions):
             what = sorted(new)[0] if len(new) == 1 else f"{len(new)} files"
             verb = "has" if len(new) == 1 else "have"
             self.column.notice(f"{what} {verb} changed since then · Alt+U reads again", seconds=60)
+
+    @on(Prompt.PasteAsked)
+    @work(group="paste", exclusive=True)
+    async def _paste(self) -> None:
+        """Adds the picture that was copied on the desktop to the prompt, or pastes what was copied here."""
+        prompt = self.column.prompt
+        if not (data := await copied_picture()):
+            prompt.paste_copied()
+            return
+        try:
+            name = await asyncio.to_thread(self.column.typing.reader.keep, data)
+        except OrinError as error:
+            self.column.notice(str(error), warning=True)
+        else:
+            prompt.insert(f"{mention_of(name)} ")
 
     async def action_read_again(self) -> None:
         """Puts the files that have changed into the prompt, which sends them as they are now."""

@@ -90,3 +90,6 @@ def test_an_export_links_pictures(reader, folder):
     [file] = reader.read_all("@sea.png")
     text = to_markdown("Sea", "model", [Turn("user", "Look.", files=(file,)).message])
     assert f"![sea.png](<{folder}/sea.png>)\n\nLook." in text
+    (folder / "sea.png").unlink()
+    text = to_markdown("Sea", "model", [Turn("user", "Look.", files=(file,)).message])
+    assert "![sea.png](data:image/png;base64,iVBOR" in text

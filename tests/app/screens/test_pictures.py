@@ -49,3 +49,24 @@ async def test_a_model_that_does_not_see_leaves_the_prompt_where_it_is(history):
         await user.say("Look at @sea.png")
         await user.sees("Qwen3 0.6B sees no pictures. A model does that has its encoder beside it")
         assert user.app.prompt.text == "Look at @sea.png" and not user.engine.requests
+
+
+async def test_a_copied_picture_is_pasted_and_has_a_name(history, folder, monkeypatch):
+    (folder / "copied").write_bytes(plain_picture("red"))
+    command = folder / "wl-paste"
+    command.write_text(f"#!/bin/sh\ncat {folder}/copied\n")
+    command.chmod(0o700)
+    monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
+    monkeypatch.setenv("WAYLAND_DISPLAY", "wayland-0")
+    async with chat(FakeEngine(reply("Red."), start=[SEEING]), history) as user:
+        await user.idle()
+        await user.press("ctrl+v")
+        await user.until(lambda: user.app.prompt.text == "@pasted-1.png ")
+        await user.press("?", "enter")
+        await user.sees("Red.")
+        [message] = user.engine.requests[0].prompt.messages
+        assert message.pictures[0].data == plain_picture("red")
+        (folder / "copied").write_bytes(b"no picture")
+        user.app.copy_to_clipboard("a text")
+        await user.press("ctrl+v")
+        await user.until(lambda: user.app.prompt.text == "a text")
