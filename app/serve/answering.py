@@ -16,7 +16,7 @@ from app.serve.answer import (
     Parts,
     ServedAnswer,
 )
-from app.serve.http import EventStream, json_response, while_connected
+from app.serve.http import EventStream, SlowJson
 from app.serve.protocols.reply import Asked, Json, Reply
 from app.serve.service import Exchange
 from app.serve.stop_texts import StopTexts
@@ -38,9 +38,9 @@ async def answer(request: Request, exchange: Exchange, asked: Asked) -> Response
     values = _values(service.parts(exchange, answers), asked.reply)
     values = _noting(values, answers, exchange)
     if not asked.is_streamed:
-        await while_connected(request.receive, _exhaust(values))
-        exchange.close(200)
-        return json_response(await asyncio.to_thread(asked.reply.whole))
+        whole = SlowJson(_whole(values, asked.reply, exchange), asked.reply.failed)
+        await whole.begin(request.receive)
+        return whole
     stream = EventStream(_closing(values, exchange), asked.reply)
     await stream.begin(request.receive)
     return stream
@@ -93,10 +93,16 @@ async def _values(parts: Parts, reply: Reply) -> AsyncGenerator[Json, None]:
         yield value
 
 
-async def _exhaust(values: AsyncGenerator[Json, None]) -> None:
-    async with aclosing(values):
-        async for _ in values:
-            pass
+async def _whole(values: AsyncGenerator[Json, None], reply: Reply, exchange: Exchange) -> Json:
+    """The answer that is made of `values`. Closes the exchange at its end, whatever that is."""
+    try:
+        with exchange.closed_by_errors():
+            async with aclosing(values):
+                async for _ in values:
+                    pass
+            return await asyncio.to_thread(reply.whole)
+    finally:
+        exchange.close(200)
 
 
 async def _closing(values: AsyncGenerator[Json, None], exchange: Exchange) -> AsyncGenerator[Json, None]:

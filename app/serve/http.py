@@ -14,6 +14,8 @@ from app.serve.errors import ApiError, form_of
 
 KEEP_ALIVE_S = 5.0
 """Between signs of life in a stream: proxies close connections on which nothing comes, and so do some clients."""
+QUIET_S = 20.0
+"""An answer that is not streamed has its first sign of life after so long: with it goes the status."""
 T = TypeVar("T")
 
 
@@ -141,6 +143,53 @@ class EventStream(Response):
         await asyncio.gather(self._begun, return_exceptions=True)
         await self._events.aclose()
         del self._begun  # see `while_connected`
+
+
+class SlowJson(Response):
+    """JSON that may take long to make. After `QUIET_S` white space is sent, as JSON may begin with it, and again and
+    again. What fails later is told with the status that was sent, 200. When the client goes, the work is cancelled."""
+
+    def __init__(self, work: Coroutine[Any, Any, Any], failed: Callable[[ApiError], Any]) -> None:
+        """Of an ApiError, `failed` makes the value."""
+        super().__init__(media_type="application/json")
+        self._work, self._failed = asyncio.ensure_future(work), failed
+
+    async def begin(self, receive: Receive) -> None:
+        """Waits until the value is there, but not longer than a proxy may. Raises ApiError and ClientGoneError."""
+        try:
+            await while_connected(receive, asyncio.wait([self._work], timeout=QUIET_S))
+            if self._work.done():
+                self.body = _json(await self._work)
+                self.headers["content-length"] = str(len(self.body))
+        except BaseException:
+            await self._close()
+            raise
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if self.body:
+            return await super().__call__(scope, receive, send)
+        try:
+            with suppress(ClientGoneError):
+                await while_connected(receive, self._send(send))
+        finally:
+            await self._close()
+
+    async def _send(self, send: Send) -> None:
+        del self.headers["content-length"]
+        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        while not self._work.done():
+            await send(_part(b" "))
+            await asyncio.wait([self._work], timeout=KEEP_ALIVE_S)
+        try:
+            value = await self._work
+        except ApiError as error:
+            value = self._failed(error)
+        await send(_part(_json(value), is_last=True))
+
+    async def _close(self) -> None:
+        self._work.cancel()
+        await asyncio.gather(self._work, return_exceptions=True)
+        del self._work  # see `while_connected`
 
 
 def _part(data: bytes, is_last: bool = False) -> Message:

@@ -12,7 +12,7 @@ from app.serve.protocols.anthropic import CountBody, MessagesBody
 from app.serve.protocols.chat import ChatBody
 from app.serve.protocols.completions import TextBody
 from app.serve.protocols.embeddings import EmbeddingsBody, RerankBody
-from app.serve.protocols.llama import InfillBody
+from app.serve.protocols.llama import CompletionBody, InfillBody
 from app.serve.protocols.responses import ResponsesBody
 from app.serve.protocols.tokens import DetokenizeBody, TokenizeBody
 
@@ -27,6 +27,7 @@ BODIES = {
     "/tokenize": TokenizeBody,
     "/detokenize": DetokenizeBody,
     "/apply-template": ChatBody,
+    "/completion": CompletionBody,
     "/infill": InfillBody,
 }
 _ERROR = {

@@ -61,6 +61,7 @@ def application(models: Service | ModelPool, key: str = "") -> ASGIApp:
         ("GET", "/props", routes.props),
         ("GET", "/slots", routes.slots),
         ("POST", "/apply-template", routes.computing(chat.ChatBody, llama.applied_template)),
+        ("POST", "/completion", routes.completing(llama.CompletionBody, llama.completion_asked)),
         ("POST", "/infill", routes.completing(llama.InfillBody, llama.infill_asked)),
     ]
     ollamas: list[tuple[str, str, Endpoint]] = [

@@ -19,7 +19,7 @@ from app.serve.protocols.figures import figures, timings
 from app.serve.protocols.pictures import unseen
 from app.serve.protocols.reply import Asked, Json, Reply
 from app.serve.protocols.requests import MAX_LOGPROBS, Body, generate, schema_of, variants
-from app.serve.protocols.tools import Choice, Tools, chosen_tools
+from app.serve.protocols.tools import Choice, Named, ToolChoice, Tools, chosen_tools
 from app.serve.service import Service
 from engine.formats.template import Prompt
 from engine.formats.tokenizer import Tokenizer
@@ -35,6 +35,8 @@ class ChatBody(Body, kw_only=True):
     tools: list[dict[str, Any]] | None = None
     tool_choice: Choice = None
     parallel_tool_calls: bool | None = None
+    functions: list[dict[str, Any]] | None = None  # OpenAI's first form of tools
+    function_call: Literal["none", "auto"] | Named | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
     return_progress: bool | None = None  # llama-server's
@@ -44,8 +46,15 @@ def asked(body: ChatBody, service: Service) -> Asked:
     """Raises ApiError."""
     request, tools = chat_request(body, service)
     shown = body.top_logprobs or 0 if body.logprobs else None
+    is_old = bool(body.functions and not body.tools)
     reply = ChatReply(
-        service.model, service.file.tokenizer, shown, tools, body.includes_usage, bool(body.return_progress)
+        service.model,
+        service.file.tokenizer,
+        shown,
+        tools,
+        body.includes_usage,
+        bool(body.return_progress),
+        calls_a_function=is_old,
     )
     return Asked(
         variants(request, body.answers),
@@ -54,7 +63,7 @@ def asked(body: ChatBody, service: Service) -> Asked:
         body.stops,
         body.asker,
         tools.note,
-        one_call=body.parallel_tool_calls is False,
+        one_call=is_old or body.parallel_tool_calls is False,
     )
 
 
@@ -67,7 +76,7 @@ def chat_request(body: ChatBody, service: Service) -> tuple[Generate, Tools]:
         raise wrong(f"top_logprobs must be from 0 to {MAX_LOGPROBS}, not {asked}.", "top_logprobs")
     if asked and not body.logprobs:
         raise wrong("top_logprobs needs logprobs: true.", "top_logprobs")
-    tools = chosen_tools(body.tools, body.tool_choice, form := service.file.form)
+    tools = chosen_tools(*_given_tools(body), form := service.file.form)
     grammar = reply_grammar(form, tools.shown, schema_of(body), is_required=tools.is_required)
     limit = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
     if limit == 0:
@@ -81,6 +90,14 @@ def chat_request(body: ChatBody, service: Service) -> tuple[Generate, Tools]:
         raise unseen(service.model)
     shown = max(asked, 1) if body.logprobs else 0
     return generate(body, prompt, sampling, limit, shown, grammar), tools
+
+
+def _given_tools(body: ChatBody) -> tuple[list[dict[str, Any]] | None, Choice]:
+    if body.tools or not body.functions:
+        return body.tools, body.tool_choice
+    one = body.function_call
+    choice = ToolChoice(function=one) if isinstance(one, Named) else one
+    return [{"type": "function", "function": function} for function in body.functions], choice
 
 
 def encoded(body: ChatBody, service: Service) -> Prompt:
@@ -112,7 +129,7 @@ class _Gathered:
 @dataclass
 class ChatReply(Reply):
     """`shown`: how many of the most probable tokens the client wants to see; None if it did not ask for
-    log-probabilities."""
+    log-probabilities. `calls_a_function`: a call has OpenAI's first form."""
 
     model: str
     tokenizer: Tokenizer
@@ -120,6 +137,7 @@ class ChatReply(Reply):
     tools: Tools = field(default_factory=Tools)
     includes_usage: bool = False
     with_progress: bool = False
+    calls_a_function: bool = False
     id: str = field(default_factory=lambda: f"chatcmpl-{secrets.token_urlsafe(18)}")
     created: int = field(default_factory=lambda: int(time.time()))
     answers: dict[int, _Gathered] = field(default_factory=dict)
@@ -150,7 +168,7 @@ class ChatReply(Reply):
             new["reasoning_content"] = delta.reasoning
             answer.reasoning.append(delta.reasoning)
         if (piece := delta.call) and (call := self._called(answer, piece)):
-            new["tool_calls"] = [call]
+            new |= {"function_call": call["function"]} if self.calls_a_function else {"tool_calls": [call]}
         if new:
             yield self._chunk(i, new, logprobs=shown)
 
@@ -160,7 +178,7 @@ class ChatReply(Reply):
         custom = [(n, call) for n, call in enumerate(answer.calls) if call.name in self.tools.custom]
         for n, call in custom:
             yield self._chunk(i, {"tool_calls": [{"index": n} | self._call(call)]})
-        last = self._chunk(i, {}, end.finish_reason)
+        last = self._chunk(i, {}, self._reason(end))
         yield last if self.includes_usage else last | {"timings": timings(end.finished)}
 
     def close(self) -> Iterable[Json]:
@@ -183,12 +201,19 @@ class ChatReply(Reply):
         message: Json = {"role": "assistant", "content": content}
         if answer.calls:
             calls = [self._call(call) for call in answer.calls]
-            message |= {"content": content.strip() or None, "tool_calls": calls}
+            called = (
+                {"function_call": calls[0]["function"]} if self.calls_a_function else {"tool_calls": calls}
+            )
+            message |= {"content": content.strip() or None} | called
         if answer.reasoning:
             message["reasoning_content"] = "".join(answer.reasoning)
-        reason = answer.end.finish_reason if answer.end else None
+        reason = self._reason(answer.end) if answer.end else None
         shown = self._logprobs(answer.tokens)
         return {"index": i, "finish_reason": reason, "logprobs": shown, "message": message}
+
+    def _reason(self, end: AnswerEnd) -> str:
+        calls = end.finish_reason == "tool_calls" and self.calls_a_function
+        return "function_call" if calls else end.finish_reason
 
     def _head(self, kind: str) -> Json:
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model}

@@ -2,19 +2,29 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
 import msgspec
 
 from app.serve.answer import AnswerDelta, AnswerEnd
-from app.serve.errors import unavailable
+from app.serve.errors import unavailable, wrong
 from app.serve.http import COMMENTED, Framing
-from app.serve.protocols import chat
+from app.serve.protocols import chat, logprobs
 from app.serve.protocols.completions import fill_in
 from app.serve.protocols.figures import timings
 from app.serve.protocols.models import capabilities
 from app.serve.protocols.reply import Asked, Json, Reply
-from app.serve.protocols.requests import Body, generate, grammar_of
+from app.serve.protocols.requests import (
+    MAX_LOGPROBS,
+    Body,
+    JsonSchema,
+    ResponseFormat,
+    generate,
+    grammar_of,
+)
 from app.serve.service import Service
+from engine.formats.tokenizer import Tokenizer
+from engine.protocol.events import RawText, Token, TokenIds
 
 
 class ExtraText(msgspec.Struct):
@@ -32,6 +42,30 @@ class InfillBody(Body, kw_only=True):
     n_predict: int | None = None
 
 
+class CompletionBody(Body, kw_only=True):
+    """`n_probs`: so many of the most probable tokens are shown at each place."""
+
+    prompt: str | list[int]
+    n_predict: int | None = None
+    n_probs: int | None = None
+    json_schema: dict[str, Any] | None = None
+    grammar: str | None = None
+
+
+def completion_asked(body: CompletionBody, service: Service) -> Asked:
+    """Raises ApiError."""
+    shown = body.n_probs or 0
+    if not 0 <= shown <= MAX_LOGPROBS:
+        raise wrong(f"n_probs must be from 0 to {MAX_LOGPROBS}, not {shown}.", "n_probs")
+    if body.grammar:
+        raise wrong("This server reads no GBNF grammars: give a json_schema.", "grammar")
+    if body.json_schema is not None:
+        body.response_format = ResponseFormat("json_schema", JsonSchema(body.json_schema))
+    given = body.prompt
+    prompt = RawText(text=given) if isinstance(given, str) else TokenIds(ids=tuple(given))
+    return _asked(body, prompt, body.n_predict, service, shown)
+
+
 def infill_asked(body: InfillBody, service: Service) -> Asked:
     """Raises ApiError."""
     before = body.input_prefix + (body.prompt or "")
@@ -39,29 +73,48 @@ def infill_asked(body: InfillBody, service: Service) -> Asked:
         files = "\n".join(f"{extra.filename}\n{extra.text}" for extra in body.input_extra)
         before = f"{files}\n{before}"
     prompt = fill_in(service, before, body.input_suffix)
-    limit = body.max_tokens if body.n_predict is None else body.n_predict
-    request = generate(body, prompt, service.sampling, limit, 0, grammar_of(body))
-    return Asked([request], LlamaReply(service.model), bool(body.stream), body.stops)
+    return _asked(body, prompt, body.n_predict, service)
+
+
+def _asked(
+    body: Body, prompt: RawText | TokenIds, n_predict: int | None, service: Service, shown: int = 0
+) -> Asked:
+    if body.answers != 1:
+        raise wrong("This path gives one answer: n must be 1.", "n")
+    limit = body.max_tokens if n_predict is None else n_predict
+    request = generate(body, prompt, service.sampling, limit, shown, grammar_of(body))
+    reply = LlamaReply(service.model, service.file.tokenizer, shown)
+    return Asked([request], reply, bool(body.stream), body.stops, body.asker)
 
 
 @dataclass
 class LlamaReply(Reply):
     model: str
+    tokenizer: Tokenizer
+    shown: int = 0
     framing: Framing = COMMENTED
     _content: list[str] = field(default_factory=list)
+    _tokens: list[Token] = field(default_factory=list)
     _end: AnswerEnd | None = None
 
     def delta(self, i: int, delta: AnswerDelta) -> Iterable[Json]:
         self._content.append(delta.content)
-        if delta.content:
-            yield {"index": i, "content": delta.content, "stop": False}
+        self._tokens += delta.tokens
+        if delta.content or (self.shown and delta.tokens):
+            yield {"index": i, "content": delta.content, "stop": False} | self._probabilities(delta.tokens)
 
     def ended(self, i: int, end: AnswerEnd) -> Iterable[Json]:
         self._end = end
         yield self._last("")
 
     def whole(self) -> Json:
-        return self._last("".join(self._content))
+        return self._last("".join(self._content)) | self._probabilities(self._tokens)
+
+    def _probabilities(self, tokens: Iterable[Token]) -> Json:
+        if not self.shown:
+            return {}
+        entries = logprobs.of_chat(logprobs.reported(tokens, self.tokenizer), self.tokenizer, self.shown)
+        return {"completion_probabilities": entries}
 
     def _last(self, content: str) -> Json:
         assert self._end

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from engine.formats.fill_in import FillIn
-from engine.protocol.events import BlockCounts, Slot, Slots
+from engine.protocol.events import BlockCounts, RawText, Slot, Slots, TokenIds
 from tests.app.fake_engine import FakeEngine, reply
 from tests.app.serve.conftest import HELLO, error
 
@@ -23,6 +23,24 @@ async def test_filling_in(served, model_file):
     client, _ = served(engine)
     refused = await client.post("/infill", json=asked)
     assert refused.status_code == 400 and "no tokens to fill in" in error(refused)["message"]
+
+
+async def test_completions(served, model_file):
+    engine = FakeEngine(reply("one, two"))
+    client, _ = served(engine)
+    asked = {"prompt": "Count:", "n_predict": 9, "n_probs": 2, "json_schema": {"type": "object"}}
+    body = (await client.post("/completion", json=asked)).json()
+    assert body["content"] == "one, two" and body["stop_type"] == "eos" and "completion_probabilities" in body
+    await client.post("/completion", json={"prompt": [5, 6], "stream": True})
+    first, second = engine.requests
+    assert (first.prompt, first.max_tokens, first.logprobs) == (
+        RawText(text="Count:"),
+        9,
+        2,
+    ) and first.grammar
+    assert second.prompt == TokenIds(ids=(5, 6))
+    for wrong in ({"n_probs": 99}, {"grammar": "root ::= x"}, {"n": 2}):
+        assert (await client.post("/completion", json={"prompt": "a", **wrong})).status_code == 400
 
 
 async def test_properties_and_slots(served, model_file):

@@ -522,6 +522,45 @@ async def test_a_proxy_sees_that_a_silent_stream_lives(served, monkeypatch):
     assert service.open == 0 and service.handled[0].problem
 
 
+async def test_an_answer_that_is_not_streamed_shows_that_it_lives(served, monkeypatch):
+    for name in ("KEEP_ALIVE_S", "QUIET_S"):
+        monkeypatch.setattr(f"app.serve.http.{name}", 0.01)
+    engine = FakeEngine([None, *reply("Well.")], [None, TOO_LONG])
+    client, service = served(engine)
+    for told in ("choices", "error"):
+        asked = asyncio.ensure_future(client.post(CHAT, json=HELLO))
+        await asyncio.sleep(0.05)
+        engine.release()
+        response = await asked
+        assert response.text.startswith("  ") and told in response.json() and response.status_code == 200
+        assert "content-length" not in response.headers and service.open == 0
+    assert service.handled[1].problem
+    task = asyncio.ensure_future(client.post(CHAT, json=HELLO))
+    await asyncio.sleep(0.05)
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    assert service.open == 0 and service.handled[2].status == 499
+
+
+async def test_functions_are_tools_in_their_first_form(served):
+    call = '<tool_call>{"name": "get_weather", "arguments": {"city": "Rome"}}</tool_call>'
+    engine = FakeEngine(reply(f"{call}{call}"))
+    client, _ = served(engine)
+    asked = {**HELLO, "functions": [WEATHER["function"]], "function_call": {"name": "get_weather"}}
+    [choice] = (await client.post(CHAT, json=asked)).json()["choices"]
+    assert choice["finish_reason"] == "function_call" and "tool_calls" not in choice["message"]
+    called = choice["message"]["function_call"]
+    assert called["name"] == "get_weather" and json.loads(called["arguments"]) == {"city": "Rome"}
+    assert "get_weather" in engine.requests[0].prompt.tools and engine.requests[0].grammar
+    parts = [part["choices"][0] for part in await events(client, CHAT, {**asked, "function_call": "auto"})]
+    pieces = [part["delta"]["function_call"] for part in parts if "function_call" in part["delta"]]
+    assert pieces[0]["name"] == "get_weather" and parts[-1]["finish_reason"] == "function_call"
+    assert json.loads("".join(piece["arguments"] for piece in pieces)) == {"city": "Rome"}
+    assert engine.requests[1].grammar is None
+    await client.post(CHAT, json={**asked, "function_call": "none"})
+    assert not engine.requests[2].prompt.tools
+
+
 async def test_a_bias_reaches_the_engine(served):
     engine = FakeEngine()
     client, _ = served(engine)
