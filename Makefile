@@ -37,7 +37,7 @@ check-thorough:
 # For every platform and Python at once. setuptools builds the package itself.
 lock:
 	@echo "setuptools>=77" | uv pip compile pyproject.toml - --universal --python-version 3.11 \
-		--extra cpu --extra gpu --extra serve --generate-hashes --no-emit-index-url --no-annotate --upgrade \
+		--extra cpu --extra gpu --extra mcp --extra serve --generate-hashes --no-emit-index-url --no-annotate --upgrade \
 		--custom-compile-command "make lock" --quiet --output-file requirements.lock
 
 release:

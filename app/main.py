@@ -185,7 +185,12 @@ def _answer(args: Namespace, settings: Settings, configuration: Configuration) -
     as_text = TextOutput(sys.stdout, sys.stderr, verbose=args.verbose, sampling=request.sampling)
     show = partial(show_as_json, sys.stdout) if args.json else as_text.show
     if not args.compare:
-        return asyncio.run(run(_engine(args, configuration), request, show))
+        tools = None
+        if args.allow_tools:
+            from app.cli.oneshot_tools import tools_for
+
+            tools = tools_for(settings, args.allow_tools, configuration.engine.model_path, as_json=args.json)
+        return asyncio.run(run(_engine(args, configuration), request, show, tools))
     from app.comparison.comparison_engine import compare_with_llama_server
     from app.comparison.report import report
 
@@ -209,12 +214,13 @@ def _converse(
     "". `flaws` are sentences about the settings."""
     import asyncio
 
+    from app.chat.chat_options import ChatOptions
     from app.chat.conversation import past_chat
     from app.chat.files import mention_of
     from app.chat.history import History
-    from app.chat.session import ChatOptions
     from app.cli.model_file import greet, remember_last_model
     from app.cli.progress import say
+    from app.tools.toolbox import Toolbox
 
     is_terminal = sys.stdin.isatty() and sys.stdout.isatty()
     if not is_terminal and not args.plain:
@@ -235,6 +241,8 @@ def _converse(
             system=args.system,
             max_tokens=args.max_tokens,
             think=not args.no_think,
+            tools=Toolbox(settings.mcp),
+            allowed=args.allow_tools,
         )
         engine = _engine(
             args, configuration, lambda: None if problem else remember_last_model(args.model, settings)

@@ -13,7 +13,7 @@ from packaging.utils import canonicalize_name
 
 from tests.paths import ROOT
 
-EXTRAS = ("cpu", "gpu", "serve")
+EXTRAS = ("cpu", "gpu", "mcp", "serve")
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))
 LOCK = (ROOT / "requirements.lock").read_text("utf-8")
 ENTRY = re.compile(

@@ -6,7 +6,7 @@ from typing import Literal
 
 import msgspec
 
-from engine.protocol.events import Message, Picture, plain
+from engine.protocol.events import Message, Picture, ToolCall, plain
 
 WARNING = "⚠"
 """The first character of a note about something that went wrong."""
@@ -57,13 +57,34 @@ class Attachment(msgspec.Struct, frozen=True, kw_only=True):
         return f"{self.name}:\n{'`' * ticks}\n{self.text.rstrip(chr(10))}\n{'`' * ticks}"
 
 
+CallState = Literal["open", "asked", "running", "returned", "failed", "refused"]
+"""Of a call of a tool: not run yet; the user is asked whether it may run; it runs; how it ended."""
+NOT_RUN = "The call was not run."
+
+
+class Call(msgspec.Struct, frozen=True, kw_only=True):
+    """A tool that the model called. `arguments` are JSON, as it wrote them; `result` is what the tool returned, or why
+    it did not."""
+
+    id: str
+    name: str
+    arguments: str
+    state: CallState = "open"
+    result: str = ""
+
+    @property
+    def is_over(self) -> bool:
+        return self.state in ("returned", "failed", "refused")
+
+
 @dataclass(eq=False)
 class Turn:
     """`content` and `thinking` are raw text from the user or the model; the widgets clean it. `streaming`: more text is
     to come. `finished` is False for a reply that is not complete, or was not when the program ended. `thinking_s` is
     in seconds (None: not measured). `note` is one line about the turn (stopped, failed), which no model sees.
     `message_id` is its row in the history (None: not saved yet). `files` came with a prompt. `version`: which
-    of how many versions is shown from this prompt on."""
+    of how many versions is shown from this prompt on. `calls` are those of tools at the end of a reply; what the model
+    says to their results is another turn."""
 
     role: Literal["user", "assistant"]
     content: str = ""
@@ -75,19 +96,26 @@ class Turn:
     message_id: int | None = None
     files: tuple[Attachment, ...] = ()
     version: tuple[int, int] = (1, 1)
+    calls: tuple[Call, ...] = ()
 
     @property
-    def message(self) -> Message:
-        """What a model is sent: the files before the prompt."""
+    def messages(self) -> tuple[Message, ...]:
+        """What a model is sent: the files before the prompt; the results after the calls."""
         parts = *(file.quoted for file in self.files if not file.picture), self.content
-        return Message(
+        pictures = (Picture(data=file.picture.data, name=file.path) for file in self.files if file.picture)
+        calls = tuple(ToolCall(id=call.id, name=call.name, arguments=call.arguments) for call in self.calls)
+        said = Message(
             role=self.role,
             content=plain("\n\n".join(parts)),
             thinking=self.thinking,
-            pictures=tuple(
-                Picture(data=file.picture.data, name=file.path) for file in self.files if file.picture
-            ),
+            pictures=tuple(pictures),
+            tool_calls=calls,
         )
+        results = (
+            Message(role="tool", content=plain(call.result) or NOT_RUN, tool_call_id=call.id, name=call.name)
+            for call in self.calls
+        )
+        return said, *results
 
     @property
     def written(self) -> Message:

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from textual.content import Content
 from textual.style import Style
 
+from widgets.call_lines import call_lines
 from widgets.markdown.lines import Line, indented, wrapped
 from widgets.markdown.stream import StreamedMarkdown, decided
 from widgets.text import as_duration, clean, counted, one_line
@@ -54,8 +55,8 @@ class TurnLines:
     def _key_now(self, width: int) -> tuple[object, ...]:
         turn = self.turn
         sizes = len(turn.content), len(turn.thinking)
-        shown = self.unfolded, self.has_thumbnails
-        return width, *sizes, turn.thinking_s, turn.streaming, turn.note, turn.version, id(turn.files), *shown
+        state = turn.thinking_s, turn.streaming, turn.note, turn.version, turn.calls, id(turn.files)
+        return width, *sizes, *state, self.unfolded, self.has_thumbnails
 
     def _prompt(self, width: int) -> Sequence[Line]:
         rows = wrapped(Content(clean(self.turn.content)), width)
@@ -78,7 +79,8 @@ class TurnLines:
             self._n_parsed = end
         rows = self._markdown.lines(width)
         gap = [Line(Content(""))] if rows else []
-        return [*self._thinking(width), *rows, *gap, *self._note(width)]
+        calls = call_lines(self.turn.calls, width, self._index, unfolded=self.unfolded)
+        return [*self._thinking(width), *rows, *gap, *calls, *self._note(width)]
 
     def _thinking(self, width: int) -> Sequence[Line]:
         """One line with the duration, and the text under it where it is unfolded."""

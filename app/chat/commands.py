@@ -25,6 +25,7 @@ COMMANDS: Mapping[str, str] = {
     "fork": "start a new chat with all before the last message, to go another way from there",
     "save": "FILE: write the chat as Markdown",
     "model": "[NAME]: what is answering, or go on with another model",
+    "mcp": "[again]: the servers of tools and their tools; starts those anew that are down",
     "stats": "figures of the last reply",
     "system": '[TEXT]: show the system prompt, or start a new chat under this one ("none": without)',
     "think": "on|off: whether a thinking model should think",
@@ -49,7 +50,11 @@ def commands() -> dict[str, str]:
 
 def completions() -> dict[str, Sequence[str]]:
     """The words that may follow each command, by name."""
-    return dict.fromkeys(COMMANDS, ()) | {"set": (*SETTABLE, *ENGINE_OPTIONS), "think": ("on", "off")}
+    return dict.fromkeys(COMMANDS, ()) | {
+        "set": (*SETTABLE, *ENGINE_OPTIONS),
+        "think": ("on", "off"),
+        "mcp": ("again",),
+    }
 
 
 def split(text: str) -> tuple[str, str] | None:

@@ -108,3 +108,8 @@ def _fields(preset: Preset) -> dict[str, Any]:
         "matvec": None if preset.matvec is None else Matvec(**asdict(preset.matvec)),
         **asdict(preset.sampling),
     }
+
+
+def remarks_on(ready: Ready, sampling: Sampling) -> tuple[str, ...]:
+    """Sentences on what is unexpected in an engine, or has no effect there."""
+    return *ready.warnings, *without_effect(sampling, ready)

@@ -1,6 +1,7 @@
 """One conversation: its turns in memory, and their copy in the history."""
 
 import contextlib
+import dataclasses
 from itertools import zip_longest
 from pathlib import Path
 
@@ -8,13 +9,14 @@ from msgspec.structs import replace
 
 from app.chat.history import UNTITLED, History
 from app.chat.history_database import HistoryError
-from app.chat.summary import Summarized, newest
+from app.chat.summary import SOURCE_SHARE, Summarized, newest
 from engine.errors import UsageError
 from engine.invocation import call
 from engine.protocol.events import Message, plain
 from widgets.text import counted
-from widgets.turn import Attachment, Turn
+from widgets.turn import Attachment, Call, Turn
 
+_State = tuple[Message, bool, tuple[Call, ...]]
 INTERRUPTED = "interrupted · Ctrl+G goes on with it"
 UNANSWERED = "interrupted before there was a reply · Ctrl+G answers it"
 
@@ -61,7 +63,7 @@ class Conversation:
         self.problem: HistoryError | None = None
         self._stored_system = ""
         self._stored_first = 0  # the message id of the first turn that the model reads; 0: it reads all
-        self._stored: dict[int, tuple[Message, bool]] = {}  # by message id: what the history has
+        self._stored: dict[int, _State] = {}  # by message id: what the history has
         self._stored_files: dict[int, tuple[Attachment, ...]] = {}
         self._is_open = False  # whether the history knows that this chat is open
         self._cut_off = False  # the history still has messages after the last turn
@@ -75,15 +77,14 @@ class Conversation:
             if message.role == "system":
                 self.system = self._stored_system = message.content
                 continue
-            assert message.role != "tool"  # no chat has tools
+            assert message.role != "tool"  # results are with the calls
             role, finished = message.role, stored.finished
-            turn = Turn(
-                role, message.content, message.thinking, finished, message_id=stored.id, files=stored.files
-            )
+            turn = Turn(role, message.content, message.thinking, finished, message_id=stored.id)
+            turn.files, turn.calls = stored.files, stored.calls
             if not stored.finished:
                 turn.note = INTERRUPTED if turn.role == "assistant" else UNANSWERED
             self.turns.append(turn)
-            self._stored[stored.id], self._stored_files[stored.id] = (turn.written, turn.finished), turn.files
+            self._stored[stored.id], self._stored_files[stored.id] = _state(turn), turn.files
         self._mark_versions()
         self._stored_first = self.history.first_read(chat_id)
         if self._stored_first:
@@ -120,12 +121,12 @@ class Conversation:
     def all_messages(self) -> list[Message]:
         """The system prompt and all turns."""
         system = [Message(role="system", content=self.system)] if self.system else []
-        return system + [turn.message for turn in self.turns]
+        return system + [message for turn in self.turns for message in turn.messages]
 
     def messages(self, *, sees: bool = True) -> tuple[Message, ...]:
         """What a model is sent. One that does not see gets the names of earlier pictures."""
         system = (Message(role="system", content=plain(self.system)),) if self.system else ()
-        messages = self._summarized + tuple(turn.message for turn in self._sent())
+        messages = self._summarized + tuple(message for turn in self._sent() for message in turn.messages)
         if not sees:
             messages = (*map(_named, messages[:-1]), *messages[-1:])
         return system + messages
@@ -161,6 +162,28 @@ class Conversation:
         """Whether the summary of another chat is the last reply, or is asked for."""
         return self.summarized is not None and len(self.turns) <= 2
 
+    def to_summarize(self, context_length: int, context_used: int | None) -> Summarized | None:
+        """What a model can summarize of this chat, without a prompt that waits for its reply; None if there is nothing.
+        Of a context of so many tokens (0: not known), so many are used."""
+        messages = [message for message in self.messages() if message.role != "system"]
+        if messages and messages[-1].role == "user":
+            messages.pop()
+        if not messages or self.awaits_summary:
+            return None
+        share = SOURCE_SHARE * context_length / context_used if context_used else 1.0
+        summarized = Summarized(self.title, tuple(messages), self.start)
+        return summarized.part(share) or summarized if 0 < share < 1 else summarized
+
+    def summarize_less(self, context_length: int) -> bool:
+        """Asks for a summary of less than it was asked for, anew. Whether so little is worth one."""
+        if not (self.awaits_summary and self.summarized):
+            return False
+        if (less := self.summarized.part(SOURCE_SHARE)) is None:
+            return False
+        self.cut(1)
+        self.summarized, self.turns[0].content = less, less.request(context_length)
+        return True
+
     def leave_out(self) -> int:
         """Leaves the oldest turns out of what the model reads, so that about half of the text stays, at least the last
         prompt and its reply. Returns how many turns these are; 0: there are no older ones."""
@@ -176,6 +199,13 @@ class Conversation:
             if index:
                 self.turns[index - 1].note = note
         self.start = start
+
+    def begin_as(self, other: "Conversation", end: int) -> None:
+        """Takes the turns of another chat before the one at index `end`."""
+        self.system = other.system
+        self.turns = [
+            dataclasses.replace(turn, message_id=None, version=(1, 1)) for turn in other.turns[:end]
+        ]
 
     def _mark_versions(self) -> None:
         if self.chat_id is not None:
@@ -232,9 +262,9 @@ class Conversation:
                     before = self.turns[index - 1].message_id if index else 0
                     self.history.truncate(self.chat_id, before or 0)
                     self._cut_off = False
-                turn.message_id = self.history.append(self.chat_id, turn.written, turn.finished, turn.files)
-                self._stored[turn.message_id] = turn.written, turn.finished
-                self._stored_files[turn.message_id] = turn.files
+                attached = turn.files, turn.calls
+                turn.message_id = self.history.append(self.chat_id, turn.written, turn.finished, *attached)
+                self._stored[turn.message_id], self._stored_files[turn.message_id] = _state(turn), turn.files
         if is_longer:
             self._mark_versions()
         first = (self.turns[self.start].message_id or 0) if 0 < self.start < len(self.turns) else 0
@@ -243,10 +273,16 @@ class Conversation:
             self._stored_first = first
         # The reply in progress, and the prompt that it answers. After a failure, older ones may have changed too.
         for turn in self.turns[-2:] if self.problem is None else self.turns:
-            state = turn.written, turn.finished
+            state = _state(turn)
             if turn.message_id is not None and self._stored[turn.message_id] != state:
-                self.history.update(turn.message_id, turn.content, turn.thinking, turn.finished)
+                text = turn.content, turn.thinking
+                self.history.update(turn.message_id, *text, turn.finished, turn.calls)
                 self._stored[turn.message_id] = state
             if turn.message_id is not None and self._stored_files[turn.message_id] is not turn.files:
                 self.history.set_files(turn.message_id, turn.files)
                 self._stored_files[turn.message_id] = turn.files
+
+
+def _state(turn: Turn) -> _State:
+    """What the history has of a turn."""
+    return turn.written, turn.finished, turn.calls

@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import html
 import os
 import re
 import tempfile
@@ -17,16 +18,34 @@ from widgets.text import clean, one_line
 
 
 def to_markdown(title: str, model: str, messages: Iterable[Message]) -> str:
-    """A heading for the chat and for each message, under its author. Thinking is folded in a `<details>`."""
+    """A heading for the chat and for each message, under its author. Thinking and what tools returned are folded in
+    `<details>`."""
     authors = {"system": "System", "user": "You", "assistant": one_line(model) or "Assistant"}
-    parts = [f"# {one_line(title)}"]
+    parts, author, arguments = [f"# {one_line(title)}"], "", dict[str, str]()
     for message in messages:
-        parts.append(f"## {authors[message.role]}")
+        arguments |= {call.id: one_line(call.arguments) for call in message.tool_calls}
+        if message.role == "tool":
+            called = f"{one_line(message.name)} {arguments.get(message.tool_call_id, '')}"
+            parts.append(_folded(html.escape(called, quote=False), _fenced(clean(message.content))))
+            continue
+        if author != message.role or message.role == "user":
+            parts.append(f"## {authors[message.role]}")
+        author = message.role
         if thinking := clean(message.thinking).strip():
-            parts.append(f"<details><summary>Thinking</summary>\n\n{thinking}\n\n</details>")
+            parts.append(_folded("Thinking", thinking))
         parts += map(_link, message.pictures)
         parts.append(clean(message.content).strip())
-    return "\n\n".join(parts) + "\n"
+    return "\n\n".join(filter(None, parts)) + "\n"
+
+
+def _folded(summary: str, text: str) -> str:
+    return f"<details><summary>{summary}</summary>\n\n{text}\n\n</details>"
+
+
+def _fenced(text: str) -> str:
+    """As a block of code that the text cannot end."""
+    ticks = "`" * (max(map(len, re.findall(r"`{3,}", text)), default=2) + 1)
+    return f"{ticks}\n{text.strip()}\n{ticks}"
 
 
 def _link(picture: Picture) -> str:

@@ -6,7 +6,22 @@ from engine.protocol.events import Event, Failed, Finished
 from widgets.text import counted, one_line
 from widgets.turn import WARNING
 
+NOTHING_OLDER = "There are no older turns to leave out: F2 shortens the prompt, Ctrl+N starts a new chat"
+EMPTY = "The model gave an empty reply"
+NOTHING_TO_ADD = "The model has nothing to add"
 FULL = "Ctrl+G offers how to go on"
+STOPPED = Finished(
+    request_id=0,
+    reason="cancelled",
+    prompt_n=0,
+    cached_n=0,
+    prompt_ms=0,
+    predicted_n=0,
+    predicted_ms=0,
+    load_ms=0,
+    seed=0,
+)
+"""The end of a reply that was stopped before the engine was asked."""
 
 
 def fills_context(end: Finished | Failed, length: int, max_tokens: int | None) -> bool:

@@ -22,7 +22,7 @@ from app.chat.history_database import HistoryDatabase, HistoryError
 from app.chat.versions import Node, Versions
 from engine.protocol.events import Message
 from engine.runtime import prefix_folder
-from widgets.turn import Attachment
+from widgets.turn import Attachment, Call
 
 TITLE_CHARS = 60
 EXCERPT_CHARS, EXCERPT_BEFORE = 200, 40  # of a message, and before a word that was searched for, at most
@@ -34,12 +34,13 @@ _WITHOUT_SPACES = re.compile(
 
 
 class StoredMessage(msgspec.Struct, frozen=True):
-    """`finished` is False for a reply that is not complete. `files` came with a prompt."""
+    """`finished` is False for a reply that is not complete. `files` came with a prompt, `calls` are of a reply."""
 
     id: int
     message: Message
     finished: bool
     files: tuple[Attachment, ...] = ()
+    calls: tuple[Call, ...] = ()
 
 
 class ChatSummary(msgspec.Struct, frozen=True):
@@ -87,23 +88,20 @@ class History(HistoryDatabase):
         return self._insert(sql, _storable(model), now, now)
 
     def append(
-        self, chat_id: int, message: Message, finished: bool = True, files: Sequence[Attachment] = ()
+        self,
+        chat_id: int,
+        message: Message,
+        finished: bool = True,
+        files: Sequence[Attachment] = (),
+        calls: Sequence[Call] = (),
     ) -> int:
-        """Adds `message` at the end of the chat, with its `files`, and returns its id."""
+        """Adds `message` at the end of the chat, with its `files` and `calls`, and returns its id."""
         last = "SELECT coalesce(max(id), 0) FROM messages WHERE chat_id = ? AND shown AND id > 0"
-        sql = f"""INSERT INTO messages (chat_id, role, content, thinking, finished, writer, files, parent)
-            VALUES (?, ?, ?, ?, ?, ?, ?, ({last}))"""
+        sql = f"""INSERT INTO messages (chat_id, role, content, thinking, finished, writer, files, calls, parent)
+            VALUES (?, ?, ?, ?, ?, ?, ?, ?, ({last}))"""
         content, thinking = _storable(message.content), _storable(message.thinking)
-        values = (
-            chat_id,
-            message.role,
-            content,
-            thinking,
-            finished,
-            os.getpid(),
-            _without_pictures(files),
-            chat_id,
-        )
+        attached = _without_pictures(files), _as_json(calls)
+        values = chat_id, message.role, content, thinking, finished, os.getpid(), *attached, chat_id
         with self._transaction():
             message_id = self._insert(sql, *values)
             self._keep_pictures(message_id, files)
@@ -121,12 +119,22 @@ class History(HistoryDatabase):
         """Replaces what is known of the files of a message; the files stay the same."""
         self._run("UPDATE messages SET files = ? WHERE id = ?", _without_pictures(files), message_id)
 
-    def update(self, message_id: int, content: str, thinking: str = "", finished: bool = True) -> None:
-        """Replaces the text of a message. Saves a reply while it streams (`finished` False)."""
-        sql = "UPDATE messages SET content = ?, thinking = ?, finished = ?, writer = ? WHERE id = ?"
+    def update(
+        self,
+        message_id: int,
+        content: str,
+        thinking: str = "",
+        finished: bool = True,
+        calls: Sequence[Call] = (),
+    ) -> None:
+        """Replaces the text and the calls of a message. Saves a reply while it streams (`finished` False)."""
+        sql = (
+            "UPDATE messages SET content = ?, thinking = ?, finished = ?, writer = ?, calls = ? WHERE id = ?"
+        )
         chat = "(SELECT chat_id FROM messages WHERE id = ?)"
+        values = _storable(content), _storable(thinking), finished, os.getpid(), _as_json(calls), message_id
         with self._transaction():
-            self._run(sql, _storable(content), _storable(thinking), finished, os.getpid(), message_id)
+            self._run(sql, *values)
             self._run(f"UPDATE chats SET updated = ? WHERE id = {chat}", time.time(), message_id)
 
     def set_system(self, chat_id: int, text: str) -> None:
@@ -178,7 +186,7 @@ class History(HistoryDatabase):
 
     def messages(self, chat_id: int) -> list[StoredMessage]:
         """The messages of the version that is shown."""
-        sql = """SELECT id, role, content, thinking, finished, files FROM messages
+        sql = """SELECT id, role, content, thinking, finished, files, calls FROM messages
             WHERE chat_id = ? AND shown ORDER BY id"""
         return [
             StoredMessage(
@@ -188,8 +196,9 @@ class History(HistoryDatabase):
                 self._with_pictures(id, msgspec.json.decode(files, type=tuple[Attachment, ...]))
                 if files
                 else (),
+                msgspec.json.decode(calls, type=tuple[Call, ...]) if calls else (),
             )
-            for id, role, content, thinking, finished, files in self._run(sql, chat_id)
+            for id, role, content, thinking, finished, files, calls in self._run(sql, chat_id)
         ]
 
     def _with_pictures(self, message_id: int, files: Sequence[Attachment]) -> tuple[Attachment, ...]:
@@ -321,6 +330,10 @@ def _without_pictures(files: Sequence[Attachment]) -> str:
 def _storable(text: str) -> str:
     """`text` without lone surrogates, which UTF-8 cannot hold."""
     return text.encode("utf-8", "replace").decode()
+
+
+def _as_json(calls: Sequence[Call]) -> str:
+    return _storable(msgspec.json.encode(calls).decode()) if calls else ""
 
 
 def _terms(query: str) -> list[str]:

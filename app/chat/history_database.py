@@ -69,6 +69,7 @@ MIGRATIONS: tuple[tuple[str, ...], ...] = (
             PRIMARY KEY (message_id, place))""",
         "CREATE INDEX message_pictures_hash ON message_pictures (hash)",
     ),
+    ("ALTER TABLE messages ADD COLUMN calls TEXT NOT NULL DEFAULT ''",),  # of tools: JSON, see `Call`
 )
 _NOT_SAVED = "until then chats are not saved."
 _PROBLEMS = (  # a part of SQLite's message, what it means, and a hint

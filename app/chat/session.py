@@ -4,19 +4,21 @@ or the line mode."""
 import asyncio
 import itertools
 import time
-from collections.abc import Callable, Coroutine
-from dataclasses import dataclass, replace
-from typing import Any, TypedDict
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any
 
-from app.chat.configuration import without_effect
+from app.chat import failures
+from app.chat.candidate import Candidate
+from app.chat.configuration import remarks_on
 from app.chat.conversation import Conversation
-from app.chat.failures import events_of, fills_context, in_words, is_about_model, lacks_memory, reason
 from app.chat.history import History
 from app.chat.history_database import HistoryError
 from app.chat.saver import Saver
 from app.chat.status import StatusObserver
-from app.chat.summary import SOURCE_SHARE, Summarized, summary_tokens
+from app.chat.summary import summary_tokens
+from app.chat.tool_use import Permissions, ToolUse, with_tools
 from app.chat.view import View
+from app.tools.toolbox import Toolbox
 from engine.protocol.client import Engine, leave
 from engine.protocol.events import (
     Chat,
@@ -35,27 +37,6 @@ from widgets.turn import Attachment, Turn
 
 STOP_S = 3.0
 """If an engine does not stop within this time, its reply is ignored from then on."""
-NOTHING_OLDER = "There are no older turns to leave out: F2 shortens the prompt, Ctrl+N starts a new chat"
-EMPTY = "The model gave an empty reply"
-NOTHING_TO_ADD = "The model has nothing to add"
-
-
-@dataclass
-class Candidate:
-    """An engine that starts while another one is in use. The user knows it as `name`."""
-
-    engine: Engine
-    name: str
-    status: StatusObserver
-
-
-class ChatOptions(TypedDict, total=False):
-    """How a chat begins. A session may change all of these later."""
-
-    sampling: Sampling
-    system: str
-    max_tokens: int | None
-    think: bool
 
 
 class Session:
@@ -73,6 +54,8 @@ class Session:
         system: str = "",
         max_tokens: int | None = None,
         think: bool = True,
+        tools: Toolbox | None = None,
+        allowed: Sequence[str] = (),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.engine = engine
@@ -84,6 +67,7 @@ class Session:
         self.think = think
         self.clock = clock
         self.conversation = Conversation(history, system)
+        self.tools = ToolUse(tools or Toolbox({}), Permissions(allowed), view)
         self.status = StatusObserver(clock)
         self.queued = ""
         self._queued_files: tuple[Attachment, ...] = ()
@@ -152,7 +136,7 @@ class Session:
         The conversation stays. The engine in use answers until then, and goes on if `engine` does not start. An
         engine that is starting already is given up."""
         self.cancel_switch()
-        self.candidate = Candidate(engine, name, StatusObserver(self.clock))
+        self.candidate = Candidate(engine, name, self.clock)
         self._spawn(self._switch(self.candidate, adopted))
         if self.is_answering:
             self.view.notice(f"{name} is being prepared and answers after this reply")
@@ -168,16 +152,17 @@ class Session:
         """Ends the reply in progress and keeps what has arrived."""
         if self.is_answering:
             self.status.stopping()
-            await self.engine.stop()
+            if not self.tools.stop():
+                await self.engine.stop()
 
     async def regenerate(self) -> None:
         """Answers the last prompt again. If no new reply comes, the earlier one stays."""
         turns = self.conversation.turns
-        replaced = None
-        if turns[-1].role == "assistant":
-            [replaced] = self.conversation.cut(len(turns) - 1)
+        prompt = self.conversation.prompt_before()
+        replaced = self.conversation.cut(len(turns) if prompt is None else prompt + 1)
+        self.tools.begin()
         self._ask(replaced=replaced)
-        if replaced is not None:
+        if replaced:
             await self.view.cut(len(turns))
         if turns:
             turns[-1].note = ""
@@ -187,10 +172,16 @@ class Session:
         """Continues the last reply where it ended. A prompt without a reply is answered."""
         reply = self.conversation.turns[-1]
         if reply.role == "user":
-            return await self.regenerate()
-        reply.note, reply.finished, reply.streaming = "", False, True
-        self._ask(reply=reply)
-        await self.view.changed(reply)
+            await self.regenerate()
+            return
+        self.tools.begin()
+        if reply.calls:
+            self._request = Generate(request_id=0, prompt=Chat(messages=()))
+            self._spawn(self._call_tools(reply))
+        else:
+            reply.note, reply.finished, reply.streaming = "", False, True
+            self._ask(reply=reply)
+            await self.view.changed(reply)
 
     async def leave_out(self) -> None:
         """Leaves the oldest turns out of what the model reads. The chat keeps them. Then goes on where the context was
@@ -198,7 +189,7 @@ class Session:
         conversation, was_full = self.conversation, self.is_full
         before = conversation.start
         if not (count := conversation.leave_out()):
-            self.view.notice(NOTHING_OLDER, warning=True)
+            self.view.notice(failures.NOTHING_OLDER, warning=True)
             return
         self.is_full = False
         self.save()
@@ -215,17 +206,10 @@ class Session:
         """Begins a new chat with a summary of this one, which the model writes as the first reply. A prompt without a
         reply, such as one that did not fit into the context, is sent after it."""
         before, status = self.conversation, self.status.snapshot()
-        messages = [message for message in before.messages() if message.role != "system"]
-        waiting = before.turns[-1] if messages and messages[-1].role == "user" else None
-        if waiting is not None:
-            messages.pop()
-        if not messages or before.awaits_summary:
+        if (summarized := before.to_summarize(status.context_length, status.context_used)) is None:
             self.view.notice("There is nothing to summarize yet", warning=True)
             return
-        share = SOURCE_SHARE * status.context_length / status.context_used if status.context_used else 1.0
-        summarized = Summarized(before.title, tuple(messages), before.start)
-        if 0 < share < 1:
-            summarized = summarized.part(share) or summarized
+        waiting = before.turns[-1] if before.turns[-1].role == "user" else None
         await self.open(None)
         conversation = self.conversation
         conversation.system, conversation.summarized = before.system, summarized
@@ -259,6 +243,7 @@ class Session:
             self._left.append(self.conversation)
         self._left = [chat for chat in self._left if chat is not opened]
         self.conversation = opened
+        self.tools.permissions.new_chat()
         self.is_full = False
         self.status.new_conversation(context_used=0 if chat_id is None else None)
         self.view.notice("")
@@ -280,9 +265,7 @@ class Session:
         """Begins a new chat with all that came before a prompt, and gives the prompt to the user."""
         before = self.conversation
         await self.open(None)
-        conversation = self.conversation
-        conversation.system = before.system
-        conversation.turns = [replace(turn, message_id=None, version=(1, 1)) for turn in before.turns[:index]]
+        self.conversation.begin_as(before, index)
         self.save()
         await self.view.opened()
         self.view.give_back(before.turns[index].content)
@@ -296,6 +279,7 @@ class Session:
         """Ends the engines, or keeps the one in use warm if it was made so."""
         if self.candidate is not None:
             await self.candidate.engine.close()
+        await self.tools.toolbox.close()
         await leave(self.engine)
 
     def save(self) -> None:
@@ -315,38 +299,37 @@ class Session:
 
     async def _start(self) -> None:
         engine, failure = self.engine, None
-        async for event in events_of(engine.start()):
+        async for event in failures.events_of(engine.start()):
             if self.engine is not engine:
                 return  # the session has switched to another one
             self.status.observe(event)
             self.watch(event)
             if isinstance(event, Failed):
                 failure = event
-            elif isinstance(event, Ready) and (remarks := self._remarks(event)):
+            elif isinstance(event, Ready) and (remarks := remarks_on(event, self.sampling)):
                 self.view.notice(" ".join(remarks), warning=bool(event.warnings))
         self._is_starting = False
         if failure is not None:
-            advice = self.other_model if is_about_model(failure) else ""
-            self.view.notice(f"{in_words(failure)} {advice}".strip(), warning=True)
+            advice = self.other_model if failures.is_about_model(failure) else ""
+            self.view.notice(f"{failures.in_words(failure)} {advice}".strip(), warning=True)
         await self._next(may_send=failure is None)
 
     async def _switch(self, candidate: Candidate, adopted: Callable[[], None]) -> None:
-        end = await self._start_candidate(candidate)
+        end = await candidate.start()
         squeezed = isinstance(end, Ready) and end.is_squeezed
-        if (squeezed or lacks_memory(end)) and await self._may_take_over(candidate):
+        if (squeezed or failures.lacks_memory(end)) and await self._may_take_over(candidate):
             # Memory does not hold two engines. Close the one in use and try again; it restarts if it is needed.
             await self.engine.close()
             if squeezed:
                 await candidate.engine.close()
-            candidate.status = StatusObserver(self.clock)
-            end = await self._start_candidate(candidate)
+            end = await candidate.start()
         has_failed = isinstance(end, Failed)  # then there is no need to wait for the end of a reply
         if not (self.candidate is candidate if has_failed else await self._may_take_over(candidate)):
             return
         self.candidate = None
         if isinstance(end, Failed):
             await candidate.engine.close()
-            self.view.notice(f"{candidate.name} did not start: {in_words(end)}", warning=True)
+            self.view.notice(f"{candidate.name} did not start: {failures.in_words(end)}", warning=True)
             return
         old_engine, self.engine = self.engine, candidate.engine
         self._is_starting = self.is_full = False
@@ -358,19 +341,9 @@ class Session:
         adopted()
         self.watch(end)
         welcome = ", ".join(filter(None, [f"{candidate.name} answers now", candidate.status.search.text]))
-        self.view.notice(". ".join([welcome, *self._remarks(end)]), warning=bool(end.warnings))
+        self.view.notice(". ".join([welcome, *remarks_on(end, self.sampling)]), warning=bool(end.warnings))
         await self._next(may_send=True)
         await old_engine.close()
-
-    def _remarks(self, ready: Ready) -> tuple[str, ...]:
-        return *ready.warnings, *without_effect(self.sampling, ready)
-
-    async def _start_candidate(self, candidate: Candidate) -> Ready | Failed:
-        async for event in events_of(candidate.engine.start()):
-            candidate.status.observe(event)
-            if isinstance(event, Ready | Failed):
-                return event
-        return Failed(kind="internal", message="Its start ended without an event that says how.")
 
     async def _may_take_over(self, candidate: Candidate) -> bool:
         """Waits for the end of the reply in progress. False if `candidate` was given up."""
@@ -394,10 +367,11 @@ class Session:
         self.view.notice("")
         self.conversation.turns.append(turn)
         self.save()
+        self.tools.begin()
         self._ask()
         await self.view.added(turn)
 
-    def _ask(self, reply: Turn | None = None, replaced: Turn | None = None) -> None:
+    def _ask(self, reply: Turn | None = None, replaced: Sequence[Turn] = ()) -> None:
         """Asks the engine for a reply. `reply`: the last turn, which it continues. `replaced`: the earlier reply, which
         comes back if there is no new one."""
         conversation, most, think = self.conversation, self.max_tokens, self.think
@@ -411,13 +385,18 @@ class Session:
             max_tokens=most,
         )
         self.reply, self._thinking_since = reply, None
-        self.status.request()
         self._spawn(self._answer(self._request, replaced))
 
-    async def _answer(self, request: Generate, replaced: Turn | None) -> None:
+    async def _answer(self, request: Generate, replaced: Sequence[Turn]) -> None:
         end: Finished | Failed = Failed(kind="internal", message="The engine stopped without saying why.")
         gained = False
-        async for event in events_of(self.engine.generate(request)):
+        tools = "" if self.conversation.awaits_summary else await self.tools.offer()
+        if tools is None:
+            await self._end(failures.STOPPED, False, replaced)
+            return
+        self.status.request()
+        events = failures.events_of(self.engine.generate(with_tools(request, tools)))
+        async for event in self.tools.without_calls(events):
             if self._request is not request:
                 return  # the session ignores this reply now
             self.status.observe(event)
@@ -431,14 +410,17 @@ class Session:
                 end = event
         await self._end(end, gained, replaced)
 
-    async def _receive(self, token: Token) -> None:
-        reply = self.reply
-        if reply is None:
+    async def _reply(self) -> Turn:
+        """The turn of the reply in progress."""
+        if (reply := self.reply) is None:
             self.conversation.turns[-1].finished = True
             reply = self.reply = Turn("assistant", finished=False, streaming=True)
             self.conversation.turns.append(reply)
             await self.view.added(reply)
-        now = self.clock()
+        return reply
+
+    async def _receive(self, token: Token) -> None:
+        reply, now = await self._reply(), self.clock()
         if isinstance(token, Thinking):
             self._thinking_since = self._thinking_since or now
             reply.thinking += token.text
@@ -448,27 +430,50 @@ class Session:
         if self.history.problem is None:
             self._saver.soon()
 
-    async def _end(self, end: Finished | Failed, gained: bool, replaced: Turn | None) -> None:
+    async def _end(self, end: Finished | Failed, gained: bool, replaced: Sequence[Turn]) -> None:
         """A reply has ended. `gained`: it has text."""
         asked = self._request.max_tokens if self._request else None
-        self.is_full = fills_context(end, self.status.snapshot().context_length, asked)
+        self.is_full = failures.fills_context(end, self.status.snapshot().context_length, asked)
         if self.is_full and await self._summarizes_less():
             self._ask(replaced=replaced)
             return
+        if calls := self.tools.calls:
+            (await self._reply()).calls, gained = calls, True
         turn = self.reply or self.conversation.turns[-1]
         turn.streaming = False
         if gained:
             turn.finished = isinstance(end, Finished)
             turn.note = " · ".join(self._reason(end))
-        elif replaced is not None:
-            self.conversation.turns.append(replaced)
-            await self.view.added(replaced)
-            why, *_ = self._reason(end) or (EMPTY,)
+        elif replaced:
+            self.conversation.turns += replaced
+            for earlier in replaced:
+                await self.view.added(earlier)
+            why, *_ = self._reason(end) or (failures.EMPTY,)
             self.view.notice(f"{why}; the earlier reply stays", warning=True)
         else:
             turn.finished = turn.finished or turn.role == "user" or isinstance(end, Finished)
-            empty = f"{EMPTY} · Ctrl+R tries again" if turn.role == "user" else NOTHING_TO_ADD
+            empty = (
+                f"{failures.EMPTY} · Ctrl+R tries again" if turn.role == "user" else failures.NOTHING_TO_ADD
+            )
             turn.note = " · ".join(self._reason(end)) or empty
+        if calls and not self._reason(end):
+            await self._call_tools(turn)
+        else:
+            await self._over(turn, end)
+
+    async def _call_tools(self, turn: Turn) -> None:
+        """Runs the calls at the end of a reply. Then the model goes on with what they returned."""
+        request, self.reply = self._request, None
+        self.save()
+        await self.view.changed(turn)
+        turn.note = await self.tools.run(turn, self.status.snapshot().context_length)
+        if self._request is request and turn.note:
+            await self._over(turn, failures.STOPPED)
+        elif self._request is request:  # else the chat was left
+            self._ask()
+
+    async def _over(self, turn: Turn, end: Finished | Failed) -> None:
+        """There is no more to come. `turn` is the last that has changed."""
         self._request = self.reply = None
         self.save()
         await self.view.changed(turn)
@@ -481,19 +486,14 @@ class Session:
 
     async def _summarizes_less(self) -> bool:
         """Whether a chat that does not fit into the context is shortened, to be summarized again."""
-        conversation = self.conversation
-        if not (conversation.awaits_summary and conversation.summarized):
+        if not self.conversation.summarize_less(self.status.snapshot().context_length):
             return False
-        if (less := conversation.summarized.part(SOURCE_SHARE)) is None:
-            return False
-        if len(conversation.turns) > 1:
-            conversation.cut(1)
-            await self.view.cut(1)
-        prompt, conversation.summarized = conversation.turns[0], less
-        prompt.content = less.request(self.status.snapshot().context_length)
-        await self.view.changed(prompt)
+        await self.view.cut(1)
+        await self.view.changed(self.conversation.turns[0])
         self.view.notice("The chat does not fit into the context: older messages are left out of the summary")
         return True
 
     def _reason(self, end: Finished | Failed) -> tuple[str, str] | tuple[()]:
-        return reason(end, self.status.snapshot().context_length, self.max_tokens, is_full=self.is_full)
+        return failures.reason(
+            end, self.status.snapshot().context_length, self.max_tokens, is_full=self.is_full
+        )

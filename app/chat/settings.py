@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 import platformdirs
 
+from app.tools.messages import SERVER_NAME, Server
 from engine.errors import UsageError
 from engine.formats.kv_format import KVFormat
 from engine.protocol.events import ContextLength, Sampling, Speculate
@@ -22,7 +23,7 @@ class SamplingSettings(Sampling, frozen=True, kw_only=True, tag="Sampling", forb
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The keys of settings.toml and their defaults; [sampling] and [models] are tables."""
+    """The keys of settings.toml and their defaults; [sampling], [models] and [mcp.NAME] are tables."""
 
     model: str = ""
     preset: str = ""
@@ -35,6 +36,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     keep_packed: bool = False  # stores a CPU's packed weights on disk for the next start
     keep_warm: str = ""  # for how long the engine lives on for the next run: 10m
     prefix_cache_gb: float | None = None  # of long chats on disk; None: what the disk has room for
+    mcp: dict[str, Server] = {}  # servers of tools, by name
     models: dict[str, str] = {}  # the user's own names of files and addresses
     sampling: SamplingSettings = SamplingSettings()
 
@@ -56,7 +58,7 @@ def load_settings(path: Path | None = None) -> Settings:
     path = path or settings_path()
     try:
         settings = msgspec.toml.decode(path.read_bytes(), type=Settings)
-        check_sampling(settings.sampling)
+        _check(settings)
     except (FileNotFoundError, NotADirectoryError):
         return Settings()
     except (OSError, ValueError, UsageError) as error:  # msgspec's errors are ValueErrors
@@ -82,7 +84,7 @@ def usable_settings(path: Path | None = None) -> tuple[Settings, tuple[str, ...]
     for names, value in _leaves(tables):
         tried = _with(usable, names, value)
         try:
-            check_sampling(msgspec.convert(tried, Settings).sampling)
+            _check(msgspec.convert(tried, Settings))
             usable = tried
         except (ValueError, UsageError) as error:
             reason = str(error).rstrip(".").partition(" - at `")[0]
@@ -102,6 +104,14 @@ def _leaves(tables: dict[str, Any]) -> Iterator[tuple[tuple[str, ...], Any]]:
 def _with(tables: dict[str, Any], names: tuple[str, ...], value: Any) -> dict[str, Any]:
     name, *rest = names
     return {**tables, name: {**tables.get(name, {}), rest[0]: value} if rest else value}
+
+
+def _check(settings: Settings) -> None:
+    """Raises UsageError."""
+    check_sampling(settings.sampling)
+    for name in settings.mcp:
+        if not SERVER_NAME.fullmatch(name):
+            raise UsageError(f"The name of a server has small letters, digits, _ and -, not {name!r}.")
 
 
 def check_sampling(sampling: Sampling) -> None:

@@ -1,7 +1,12 @@
 """What a session tells those who show it."""
 
+from typing import Literal
+
 from app.chat.history_database import HistoryError
-from widgets.turn import Turn
+from widgets.turn import Call, Turn
+
+Permission = Literal["once", "chat", "always", "no"]
+"""Whether a call may run: this one; all of its tool in this chat; in every chat; or not."""
 
 
 class View:
@@ -31,3 +36,7 @@ class View:
 
     def problem_changed(self, problem: HistoryError | None) -> None:
         """Says why the conversation is not saved (None: it is). May be called again with the same problem."""
+
+    async def may_run(self, call: Call) -> Permission:
+        """Asks the user. Without anyone to ask, nothing may run."""
+        return "no"

@@ -2,7 +2,7 @@
 
 import json
 import signal
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any, Protocol, TextIO
 
 import msgspec
@@ -24,7 +24,19 @@ class Writer(Protocol):
     def flush(self) -> object: ...
 
 
-async def run(engine: Engine, request: Generate, show: Callable[[Event], None]) -> int:
+class Tools(Protocol):
+    """Lets the model of an answer call tools."""
+
+    def answer(
+        self, engine: Engine, request: Generate, show: Callable[[Event], None]
+    ) -> Coroutine[Any, Any, int]: ...
+
+    async def close(self) -> None: ...
+
+
+async def run(
+    engine: Engine, request: Generate, show: Callable[[Event], None], tools: Tools | None = None
+) -> int:
     """Starts `engine`, shows the events of its start and of its answer, closes it, and returns the exit code.
 
     SIGINT and SIGTERM stop the answer. Raises what `show` raises."""
@@ -32,9 +44,11 @@ async def run(engine: Engine, request: Generate, show: Callable[[Event], None]) 
     try:
         if code := await run_until_signal(follow(engine.start(), show), *signals):
             return code
-        answer = follow(engine.generate(request), show)
+        answer = tools.answer(engine, request, show) if tools else follow(engine.generate(request), show)
         return await run_until_signal(answer, *signals, stop=engine.stop)
     finally:
+        if tools:
+            await tools.close()
         await leave(engine)
 
 

@@ -141,6 +141,13 @@ def _parser(commands: dict[str, str]) -> Parser:
     add("--system", metavar="TEXT", help="the system prompt")
     add("--no-think", action="store_true", help="ask a thinking model not to think")
     add("--effort", choices=EFFORTS, help="how much gpt-oss should think (medium)")
+    add(
+        "--allow-tools",
+        type=names,
+        default=(),
+        metavar="NAME,...",
+        help="these run unasked: a server of settings.toml, files.read_*, or all",
+    )
     add("--once", action="store_true", help="measure the engine, print the dashboard as text, and leave")
     add("--plain", action="store_true", help="chat line by line, without the full screen")
     add("--image", action="append", default=[], metavar="FILE", help="a picture with the prompt; repeatable")
@@ -194,6 +201,10 @@ def _refuse_contradictions(args: argparse.Namespace) -> None:
         (args.api_key_env and not keyed, "--api-key-env is for the server of --engine."),
         (args.llama_server and alone and not args.compare, "--llama-server is for a comparison."),
         (args.compare and no_screen, "--compare is for the full screen, or for a PROMPT."),
+        (
+            args.allow_tools and (args.raw or by_ids or args.compare or args.once),
+            "--allow-tools needs a chat, or a PROMPT with the model's chat template.",
+        ),
         (args.compare and args.logprobs, "--compare leaves no place for --logprobs."),
     ):
         if refused:
@@ -420,6 +431,11 @@ def context(text: str) -> int | Literal["max"]:
         return "max" if text == "max" else positive(text)
     except argparse.ArgumentTypeError:
         raise argparse.ArgumentTypeError(f"must be a whole number, 1 or more, or max, not {text!r}") from None
+
+
+def names(text: str) -> tuple[str, ...]:
+    """Names with commas between them."""
+    return tuple(filter(None, (part.strip() for part in text.split(","))))
 
 
 def counts(text: str) -> tuple[int, ...]:

@@ -15,6 +15,7 @@ from typing import Any, TextIO, Unpack
 import msgspec
 from msgspec.structs import replace
 
+from app.chat.chat_options import ChatOptions
 from app.chat.commands import (
     ENGINE_OPTIONS,
     chat_number,
@@ -32,20 +33,23 @@ from app.chat.file_reader import FileReader, TokenCounter
 from app.chat.files import refuse_pictures
 from app.chat.history import History
 from app.chat.history_database import HistoryError
-from app.chat.session import ChatOptions, Session
-from app.chat.view import View
+from app.chat.session import Session
+from app.chat.view import Permission, View
 from app.cli.oneshot import TextOutput
 from app.cli.progress import describe, figures
 from app.cli.signals import run_until_signal
 from app.lines.line_input import FileLines, TerminalLines
 from app.lines.other_models import OtherModels
 from app.lines.word_wrap import WordWrap
+from app.tools.form import form_of
+from app.tools.toolbox import NONE
 from engine.errors import OrinError, UsageError
 from engine.protocol.client import Engine
 from engine.protocol.events import EngineOptions, Event, Failed, Finished, Ready
 from presets import GUIDE
+from widgets.call_text import call_line, pretty
 from widgets.text import clean, one_line
-from widgets.turn import Attachment
+from widgets.turn import Attachment, Call, Turn
 
 OTHER_MODEL = f"/model NAME goes on with another model, /model {GUIDE} with the one that is built in."
 WAYS_ON = "/summary begins a new chat with a summary, /shorten leaves out the oldest turns"
@@ -74,6 +78,7 @@ class LineChat(View):
         engine that has no others."""
         self.session = Session(engine, history, self, spawn=self._spawn, **options)
         self.session.other_model = OTHER_MODEL if models and lines.is_terminal else ""
+        self.session.tools.form = lambda: form_of(Path(models.options.model_path) if models else None)
         self.session.ways_on = f"{WAYS_ON}{f', {LONGEST}' if models else ''}."
         self._models = models
         self._reader = FileReader(TokenCounter(lambda: Path(models.options.model_path) if models else None))
@@ -82,6 +87,7 @@ class LineChat(View):
         self._out = WordWrap(out) if lines.is_terminal else out
         self._output = TextOutput(self._out, messages)
         self._past_chat = chat_id
+        self._told: set[str] = set()  # the ids of the calls of tools whose end was printed
         self._draft = draft  # what the next line begins with
         self._tasks: list[asyncio.Task[None]] = []  # what the session works on
         self._ready: Ready | None = None
@@ -194,6 +200,26 @@ class LineChat(View):
         for turn in self.session.conversation.turns:
             self._reader.remember(turn.files)
             self._print(f"> {turn.content}" if turn.role == "user" else turn.content)
+            await self.changed(turn)
+
+    async def changed(self, turn: Turn) -> None:
+        """Prints what has come of the calls of a reply."""
+        for call in turn.calls:
+            if call.is_over and call.id not in self._told:
+                self._told.add(call.id)
+                self._print(f"[{call_line(call)}]")
+
+    async def may_run(self, call: Call) -> Permission:
+        """Asks on a terminal. What a script is fed from may not answer."""
+        if not self._lines.is_terminal:
+            return "no"
+        self._print(f"The model calls {call.name} with\n{pretty(call.arguments)}")
+        self._print("May it run? y once, c always in this chat, a always for this tool; else it does not.")
+        answers: dict[str, Permission] = {"y": "once", "yes": "once", "c": "chat", "a": "always"}
+        try:
+            return answers.get((await self._lines.read("")).strip().lower(), "no")
+        except (EOFError, KeyboardInterrupt):
+            return "no"
 
     def give_back(self, text: str) -> None:
         self._draft = text
@@ -337,6 +363,16 @@ class LineChat(View):
         self._print(f"Starting {name}.")
         self.session.switch(engine, name, lambda: models.adopt(options))
         await run_until_signal(self._finish_tasks(), signal.SIGINT, stop=give_up)
+
+    async def do_mcp(self, argument: str) -> None:
+        toolbox = self.session.tools.toolbox
+        if not toolbox.servers:
+            self._print(NONE)
+        await (toolbox.again() if argument == "again" else toolbox.start())
+        for name, state in toolbox.states.items():
+            self._print(f"{name}: {state.text}")
+            for tool in state.tools:
+                self._print(f"  {tool.name}  {one_line(tool.about)}")
 
     async def do_stats(self, _: str) -> None:
         self._print(self._figures(self._end) if self._end else "There is no reply yet.")

@@ -62,6 +62,10 @@ OTHER_KEYS = (
     ("Ctrl+Home, Ctrl+End", "First message, last message"),
     ("Mouse", "Selecting text copies it, a double click a word, a triple one a line; a click copies a link"),
     ("Ctrl+C", "Copy the selection; without one, stop the reply or clear the draft; twice, quit"),
+    (
+        "Alt+Y, Alt+N",
+        "When a tool asks: run it once, or not; Alt+C always in this chat, Alt+A always for this tool",
+    ),
     ("Ctrl+D", "In an empty prompt: quit"),
     ("Ctrl+P", "All commands, and the theme"),
 )

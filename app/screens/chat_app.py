@@ -16,10 +16,11 @@ from textual.screen import ModalScreen, Screen
 from textual.theme import ThemeProvider
 from textual.widget import Widget
 
+from app.chat.chat_options import ChatOptions
 from app.chat.export import to_markdown, write_new_file
 from app.chat.history import History
 from app.chat.history_database import HistoryError
-from app.chat.session import ChatOptions, Session
+from app.chat.session import Session
 from app.screens import garbage
 from app.screens.actions import ACTIONS, key_label
 from app.screens.chat_column import TINY_WIDTH, ChatColumn
@@ -36,6 +37,7 @@ from app.screens.palette import Palette
 from app.screens.place_actions import PlaceActions
 from app.screens.slash_commands import SlashCommands
 from app.screens.system_prompt import Instructions, SystemScreen
+from app.screens.tool_actions import ToolActions
 from engine.errors import OrinError
 from engine.protocol.client import Engine
 from engine.protocol.events import Counter
@@ -62,7 +64,7 @@ DRAFT_S = 1.0
 """A crash loses at most this much of what is being typed."""
 
 
-class ChatApp(PacedOutput, Copying, PlaceActions, FileActions, SlashCommands, ContextActions):
+class ChatApp(PacedOutput, Copying, PlaceActions, FileActions, ToolActions, SlashCommands, ContextActions):
     """A conversation with an engine, saved in a history. The engine is started with the application and closed with it.
 
     `chat_id` opens a past chat. `initial_prompt` is sent as soon as the engine is ready, and `draft` is in the prompt.
@@ -139,17 +141,16 @@ class ChatApp(PacedOutput, Copying, PlaceActions, FileActions, SlashCommands, Co
         if setup is not None:
             self.session.other_model = f"Ctrl+L chooses another model, such as {GUIDE}, which is built in."
         self.column.session = self.session
+        self.session.tools.form = self.tool_form
         self.dashboard = Dashboard(self.session, setup, read_counters)
         self._first_theme, self._first_warning = theme, warning
         self._open_first = chat_id
         self._send_first, self._first_draft = initial_prompt, draft
         self._resumable: int | None = None  # the chat that Ctrl+G opens while this one is empty
         self._pacer = FramePacer()
-        self._save_draft_at = 0.0
-        self._saved_draft = ""
+        self._save_draft_at, self._saved_draft = 0.0, ""
         self._quits_until = 0.0  # until then, Ctrl+C quits
-        self._is_prompt_visible = True
-        self._has_dashboard_drawn = False
+        self._is_prompt_visible, self._has_dashboard_drawn = True, False
         self.animation_level = "none"
 
     def compose(self) -> ComposeResult:

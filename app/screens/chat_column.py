@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
 from textual import on
 from textual.app import ComposeResult
@@ -17,7 +18,7 @@ from app.chat.commands import split
 from app.chat.files import refuse_pictures
 from app.chat.history_database import HistoryError
 from app.chat.session import Session
-from app.chat.view import View
+from app.chat.view import Permission, View
 from app.comparison.comparison_engine import ComparisonEngine
 from app.screens import garbage
 from app.screens.find_bar import FindBar
@@ -29,8 +30,9 @@ from widgets.engine_status import Phase
 from widgets.prompt import Prompt
 from widgets.status_line import StatusLine, tiny_status
 from widgets.text import longest_fitting, one_line
+from widgets.tool_question import ToolQuestion
 from widgets.transcript import Transcript
-from widgets.turn import Attachment, Turn
+from widgets.turn import Attachment, Call, Turn
 from widgets.welcome import Welcome
 
 PLACEHOLDERS = (
@@ -96,11 +98,12 @@ class ChatColumn(View, Vertical):
         self.activity, self.prompt = ActivityLine(), Prompt(PLACEHOLDERS[0])
         self.typing = TypingHelp(self, self.prompt, model)
         self.queued = Static(id="queued", markup=False)
+        self.question = ToolQuestion()
         self.status_line = StatusLine()
 
     def compose(self) -> ComposeResult:
         yield from (self.welcome, self.transcript, self.comparison, self.find_bar, self.activity, self.queued)
-        yield from (self.prompt.suggestions, self.typing.chips, self.prompt)
+        yield from (self.question, self.prompt.suggestions, self.typing.chips, self.prompt)
 
     def on_resize(self, event: Resize) -> None:
         self.prompt.placeholder = longest_fitting(PLACEHOLDERS, event.size.width - _BOX)
@@ -147,6 +150,9 @@ class ChatColumn(View, Vertical):
         duration_s = seconds or (0.0 if warning else NOTICE_S)
         self._notice_until = self.clock() + duration_s if text and duration_s else 0.0
 
+    async def may_run(self, call: Call) -> Permission:
+        return cast(Permission, await self.question.ask(call.name))
+
     def problem_changed(self, problem: HistoryError | None) -> None:
         """Shows the problem once, and two words in the status line for as long as it lasts."""
         if problem is not None and self.problem is None:
@@ -172,8 +178,8 @@ class ChatColumn(View, Vertical):
         if pair is not None:
             self.comparison.data = pair.view()
         is_working = status.phase in (Phase.PREFILLING, Phase.GENERATING)
-        self.activity.activity = pair.doing if pair and is_working else ""
-        is_idle = status.phase in (Phase.READY, Phase.GONE)
+        self.activity.activity = pair.doing if pair and is_working else session.tools.doing
+        is_idle = status.phase in (Phase.READY, Phase.GONE) and not session.tools.doing
         keys = "F1 keys  Ctrl+P commands" if is_idle else "Esc stops" if session.is_answering else ""
         below = "" if self.transcript.is_following else "↓ more below  Ctrl+End"
         self.activity.hint = self.back_keys or below or keys

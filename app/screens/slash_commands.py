@@ -32,6 +32,13 @@ class SlashCommands(EngineActions):
         """Opens the page of past chats, with a search or with the question whether to delete a chat."""
         raise NotImplementedError
 
+    def show_tools(self, argument: str) -> object:
+        """Opens the page of tools. `argument` "again" starts the servers that are down."""
+        raise NotImplementedError
+
+    async def command_mcp(self, argument: str) -> None:
+        self.show_tools(argument)
+
     async def command_help(self, _: str) -> None:
         await self.run_action("help")
 

@@ -4,7 +4,10 @@ The protocol: https://platform.openai.com/docs/api-reference/chat. Servers add t
 the reasoning field, and more sampling options for the servers in EXTRA_OPTIONS.
 """
 
+from __future__ import annotations
+
 import base64
+import json
 import time
 from collections.abc import AsyncGenerator
 from typing import Any
@@ -15,6 +18,7 @@ import msgspec
 from engine.errors import BackendError, UsageError, one_line
 from engine.formats.picture_kind import media_type
 from engine.formats.thinking import ThinkSplitter, split_thinking
+from engine.formats.tool_calls import functions
 from engine.peers import http
 from engine.peers.server_engine import ServerEngine, chosen_seed
 from engine.protocol.event_stream import AnswerStats
@@ -31,6 +35,7 @@ from engine.protocol.events import (
     TokenIds,
 )
 
+MOST_CALLS = 100  # of tools in an answer
 MAX_TEXT = 100_000  # characters of an event: a screen that lays out more at once stands still
 # By `owned_by`, which /models lists with a model.
 NAMES = {"llamacpp": "llama.cpp", "vllm": "vLLM", "orin-chat": "orin-chat"}
@@ -48,6 +53,7 @@ class OpenAIEngine(ServerEngine):
     server knows; "" takes the first one that it lists."""
 
     name = "server"
+    takes_tools = True
 
     def __init__(self, url: str, *, api_key: str = "", model: str = "") -> None:
         super().__init__()
@@ -127,7 +133,7 @@ class OpenAIEngine(ServerEngine):
         stats.seed = chosen_seed(request.sampling)
         body = self._body(request, stats.seed)
         path = "chat/completions" if "messages" in body else "completions"
-        ended, usage = False, _Usage()
+        ended, usage, calls = False, _Usage(), _Calls(request)
         async for chunk in http.stream(self._server, path, body, _Chunk, self.name):
             usage = chunk.usage or usage  # in the last chunk, or in every one
             for choice in chunk.choices[:1]:
@@ -142,11 +148,15 @@ class OpenAIEngine(ServerEngine):
                         raise BackendError(
                             f"{self.name} sent {len(text):,} characters at once; the first {MAX_TEXT:,} are here."
                         )
+                calls.take(delta.tool_calls or ())
                 if choice.finish_reason:
                     ended = True
                     stats.reason = "length" if choice.finish_reason == "length" else "stop"
         if not ended:
             raise self._broken_off()
+        if text := calls.text:
+            stats.count_token()
+            yield Token(request_id=request.request_id, id=-1, text=text)
         stats.prompt_n = usage.prompt_tokens
         stats.predicted_n = usage.completion_tokens or stats.predicted_n
         if usage.prompt_tokens_details:
@@ -166,7 +176,9 @@ class OpenAIEngine(ServerEngine):
             body["max_tokens"] = request.max_tokens
         match request.prompt:
             case Chat(messages=messages, think=think):
-                body["messages"] = [{"role": m.role, "content": _content(m)} for m in messages]
+                body["messages"] = [_message(message) for message in messages]
+                if tools := request.prompt.tools:
+                    body["tools"] = _functions(tools)
                 variables: dict[str, Any] = {}  # of the chat template
                 if not think:
                     variables["enable_thinking"] = False
@@ -205,6 +217,64 @@ def _data_url(data: bytes) -> str:
     return f"data:{media_type(data)};base64,{base64.b64encode(data).decode()}"
 
 
+# --- tools ---------------------------------------------------------------------------------------------
+
+
+def _message(message: Message) -> http.Json:
+    fields: dict[str, Any] = {"role": message.role, "content": _content(message)}
+    if message.tool_calls:
+        fields["tool_calls"] = [
+            {
+                "id": call.id,
+                "type": "function",
+                "function": {"name": _on_the_wire(call.name), "arguments": call.arguments},
+            }
+            for call in message.tool_calls
+        ]
+    if message.role == "tool":
+        fields["tool_call_id"] = message.tool_call_id
+    return fields
+
+
+def _functions(tools: str) -> list[Any]:
+    functions: list[Any] = json.loads(tools)
+    for tool in functions:
+        tool["function"]["name"] = _on_the_wire(tool["function"]["name"])
+    return functions
+
+
+def _on_the_wire(name: str) -> str:
+    """OpenAI's protocol has no dots in names of functions."""
+    return name.replace(".", "__")
+
+
+class _Calls:
+    """Collects the calls of tools in an answer."""
+
+    def __init__(self, request: Generate) -> None:
+        tools = request.prompt.tools if isinstance(request.prompt, Chat) else ""
+        self._names = {_on_the_wire(name): name for name, _ in functions(tools or "[]")}
+        self._calls: dict[int, _Function] = {}
+
+    def take(self, pieces: tuple[_CallPiece, ...]) -> None:
+        for piece in pieces:
+            if piece.function and len(self._calls) < MOST_CALLS:
+                call = self._calls.setdefault(piece.index, _Function("", ""))
+                call.name = call.name or piece.function.name or ""
+                call.arguments = ((call.arguments or "") + (piece.function.arguments or ""))[:MAX_TEXT]
+
+    @property
+    def text(self) -> str:
+        """The calls as `engine.formats.tool_calls.HERMES` has them."""
+        calls = (
+            json.dumps(
+                {"name": self._names.get(call.name or "", call.name), "arguments": call.arguments or "{}"}
+            )
+            for call in self._calls.values()
+        )
+        return "\n".join(f"<tool_call>{call}</tool_call>" for call in calls)
+
+
 # --- the JSON that servers send --------------------------------------------------------------------------
 
 
@@ -218,7 +288,18 @@ class _Usage(msgspec.Struct):
     prompt_tokens_details: _Details | None = None
 
 
+class _Function(msgspec.Struct):
+    name: str | None = None
+    arguments: str | None = None
+
+
+class _CallPiece(msgspec.Struct):
+    index: int = 0
+    function: _Function | None = None
+
+
 class _Delta(msgspec.Struct):
+    tool_calls: tuple[_CallPiece, ...] | None = None
     content: str | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None

@@ -23,6 +23,7 @@ class ServerEngine(ABC):
     stream as `Failed`. As with every engine, `generate` connects first if that has not been done."""
 
     name: str
+    takes_tools = False  # whether its protocol has tools
 
     def __init__(self) -> None:
         self._server: httpx.AsyncClient | None = None
@@ -126,7 +127,8 @@ class ServerEngine(ABC):
         load_ms, context = (self._ready.load_ms, self._ready.context_length) if self._ready else (0.0, 0)
         stats = stream.stats = AnswerStats(request, load_ms)
         try:
-            if request.grammar or (isinstance(request.prompt, Chat) and request.prompt.tools):
+            has_tools = isinstance(request.prompt, Chat) and request.prompt.tools
+            if request.grammar or (has_tools and not self.takes_tools):
                 raise UsageError(f"{self.name} gets no tools and no grammar from orin-chat.")
             limits = request.max_tokens, context or MOST_TOKENS
             # More characters than a reply has if the server keeps to these limits.

@@ -3,8 +3,8 @@
 import asyncio
 
 import pytest
-from msgspec.structs import replace
 
+from engine.formats.tool_calls import HERMES, ToolCallParser
 from engine.peers.openai_api import OpenAIEngine
 from engine.protocol.events import (
     Chat,
@@ -19,6 +19,7 @@ from engine.protocol.events import (
     Thinking,
     Token,
     TokenIds,
+    ToolCall,
     decode_rate,
 )
 from tests.peers.conftest import collect
@@ -160,6 +161,32 @@ async def test_how_much_a_server_should_think(engines, fake, owner):
     assert (body["reasoning_effort"], body.get("chat_template_kwargs")) == ("low", variables)
 
 
+async def test_tools_of_a_chat_and_calls_of_them(engines, fake):
+    tools = '[{"type": "function", "function": {"name": "files.read", "parameters": {"type": "object"}}}]'
+    call = ToolCall(id="abc", name="files.read", arguments='{"path": "a"}')
+    messages = (
+        Message(role="user", content="Read a and b"),
+        Message(role="assistant", content="", tool_calls=(call,)),
+        Message(role="tool", content="text of a", tool_call_id="abc", name="files.read"),
+    )
+    pieces = (
+        {"index": 0, "id": "x", "function": {"name": "files__read", "arguments": '{"path"'}},
+        {"index": 0, "function": {"arguments": ': "b"}'}},
+    )
+    fake.answer("/v1/chat/completions", *sse(*(delta(tool_calls=[piece]) for piece in pieces), END, USAGE))
+    engine = engines(f"{fake.url}/v1")
+    await collect(engine.start())
+    events = await collect(engine.generate(ask(Chat(messages=messages, tools=tools))))
+    body = fake.requests[-1][2]
+    assert body["tools"][0]["function"]["name"] == "files__read"
+    assert body["messages"][1]["tool_calls"][0]["function"] == {
+        "name": "files__read",
+        "arguments": '{"path": "a"}',
+    }
+    assert body["messages"][2] == {"role": "tool", "content": "text of a", "tool_call_id": "abc"}
+    assert [*ToolCallParser(HERMES, tools).feed(said(events))] == [("files.read", '{"path": "b"}')]
+
+
 async def test_a_server_of_unknown_kind_gets_what_is_in_the_protocol(engines, fake):
     fake.answer("/v1/models", {"data": [{"id": "gpt", "owned_by": "somebody"}]})
     fake.answer("/v1/chat/completions", *sse(delta(content="Hi"), END))
@@ -279,7 +306,7 @@ async def test_refusals(engines, fake, status, error, kind, message):
 
 @pytest.mark.parametrize(
     "request_",
-    [ask(logprobs=2), ask(grammar=Grammar(kind="lark", source="x")), ask(replace(HELLO, tools="[]"))],
+    [ask(logprobs=2), ask(grammar=Grammar(kind="lark", source="x"))],
 )
 async def test_what_is_not_to_be_had(engines, fake, request_):
     engine = engines(fake.url)

@@ -30,6 +30,7 @@ from tests.soak import (
     server_schemas,
     suspensions,
     switches,
+    tool_servers,
 )
 
 PARTS = {
@@ -48,6 +49,7 @@ PARTS = {
     "request": (server_schemas.run, 20_000),
     "protocol": (protocol_mutants.run, 40_000),
     "models": (many_models.run, 20_000),
+    "tools": (tool_servers.run, 1_000),
     "attack": (server_attacks.run, 4_000),
     "model-attack": (partial(server_attacks.run, real=True), 16_000),
 }

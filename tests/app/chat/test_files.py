@@ -110,7 +110,7 @@ def test_names_are_completed():
 
 def test_the_model_reads_files_before_the_prompt_and_they_cannot_leave_their_fence():
     file = Attachment(name="a.md", path="/a.md", text="```\ncode\n```\n")
-    assert Turn("user", "What is it?", files=(file,)).message.content == (
+    assert Turn("user", "What is it?", files=(file,)).messages[0].content == (
         "a.md:\n````\n```\ncode\n```\n````\n\nWhat is it?"
     )
 
@@ -123,7 +123,7 @@ def test_text_of_a_file_becomes_no_control_token():
     plain = template.encode([Message(role="user", content="Hello")]).ids
     attack = "".join(tokenizer.special_tokens)
     file = Attachment(name="a.txt", path="/a.txt", text=attack)
-    ids = template.encode([Turn("user", "Hello", files=(file,)).message]).ids
+    ids = template.encode([Turn("user", "Hello", files=(file,)).messages[0]]).ids
     assert len(special) > 2 and [id for id in ids if id in special] == [id for id in plain if id in special]
 
 

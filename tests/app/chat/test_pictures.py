@@ -88,7 +88,7 @@ def test_a_model_that_does_not_see_gets_the_names_of_earlier_pictures(reader):
 
 def test_an_export_links_pictures(reader, folder):
     [file] = reader.read_all("@sea.png")
-    text = to_markdown("Sea", "model", [Turn("user", "Look.", files=(file,)).message])
+    text = to_markdown("Sea", "model", [Turn("user", "Look.", files=(file,)).messages[0]])
     assert f"![sea.png](<{folder}/sea.png>)\n\nLook." in text
     (folder / "sea.png").unlink()
     text = to_markdown("Sea", "model", [Turn("user", "Look.", files=(file,)).message])

@@ -75,6 +75,25 @@ def test_a_bad_key_drops_itself_alone_and_is_named(home):
     assert usable_settings(path)[0] == Settings() and "defaults" in usable_settings(path)[1][0]
 
 
+def test_servers_of_tools(home):
+    path = home / "settings.toml"
+    path.write_text(
+        '[mcp.files]\ncommand = "npx"\nargs = ["-y", "a"]\nenv = {A = "b"}\n[mcp.web]\nurl = "http://a/mcp"\n'
+        '[mcp.both]\ncommand = "a"\nurl = "http://a"\n[mcp.neither]\n[mcp."a.b"]\ncommand = "a"\n'
+        '[mcp.file]\nurl = "file:///a"\n[mcp.quick]\ncommand = "a"\ntimeout_s = 0\n'
+    )
+    settings, flaws = usable_settings(path)
+    assert settings.mcp["files"].args == ("-y", "a") and [*settings.mcp] == ["files", "web"]
+    assert [flaw.split()[1] for flaw in flaws] == [
+        "mcp.both",
+        "mcp.neither",
+        "mcp.a.b",
+        "mcp.file",
+        "mcp.quick",
+    ]
+    assert "a command or a url" in flaws[0] and "small letters" in flaws[2]
+
+
 def test_bytes_that_are_not_text(home):
     path = home / "settings.toml"
     path.write_bytes(b"model = '\xff\xfe'")

@@ -1,0 +1,19 @@
+"""How the model of a chat writes calls of tools."""
+
+from functools import lru_cache
+from pathlib import Path
+
+from engine.formats.gguf import GGUF
+from engine.formats.tool_calls import HERMES, ToolForm, tool_form
+
+
+def form_of(model: Path | None) -> ToolForm | None:
+    """The form of a model file's chat template; None if it takes no tools. `model` None is the server of --engine: its
+    calls are written as Hermes does. Raises ModelFileError. Takes up to a second for the first time."""
+    return HERMES if model is None else _read(model)
+
+
+@lru_cache(4)
+def _read(model: Path) -> ToolForm | None:
+    with GGUF(model) as file:
+        return tool_form(file.get("tokenizer.chat_template", str, ""))

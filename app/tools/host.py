@@ -1,0 +1,299 @@
+"""The process in which the MCP servers of a chat are run: python -m app.tools.host. It reads commands (`messages`) from
+its standard input and writes events to its standard output, and ends all servers when its input ends.
+
+The library `mcp` takes most of a second to be imported, and what a server sends may be large or never end: none of that
+holds the screen up here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import os
+import sys
+import threading
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack
+from typing import Any
+
+import httpx2
+import msgspec
+from mcp import Client, MCPError
+from mcp.client.streamable_http import streamable_http_client
+from mcp_types import (
+    REQUEST_TIMEOUT,
+    AudioContent,
+    CallToolResult,
+    ContentBlock,
+    EmbeddedResource,
+    ImageContent,
+    ResourceLink,
+    TextContent,
+    TextResourceContents,
+)
+
+from app.tools.messages import (
+    Call,
+    Cancel,
+    Down,
+    Event,
+    Listed,
+    ListedTool,
+    Result,
+    Server,
+    Start,
+    decode_command,
+    encode,
+)
+from app.tools.stdio import MESSAGE_BYTES, StdioServer
+
+START_S = 30.0
+"""A server has so long to begin and to list its tools. Some are downloaded at their first start."""
+MOST_TOOLS = 100  # of a server
+DESCRIPTION_CHARS, SCHEMA_CHARS = 1000, 20_000  # of a tool
+RESULT_CHARS = 200_000
+"""Of a longer result, the beginning is passed on."""
+
+
+class Connection:
+    """One server, from its start to its end."""
+
+    def __init__(self, name: str, server: Server, write: Callable[[Event], None]) -> None:
+        self._name, self._server, self._write = name, server, write
+        self._process = StdioServer(server) if server.command else None
+        self._client: Client | None = None
+        self._is_listed = asyncio.Event()
+
+    async def run(self) -> None:
+        """Runs the server until this is cancelled, or until it ends. What happens is written."""
+        life = asyncio.ensure_future(self._live())
+        listed = asyncio.ensure_future(self._is_listed.wait())
+        try:
+            await asyncio.wait((life, listed), timeout=START_S, return_when=asyncio.FIRST_COMPLETED)
+            if not self._is_listed.is_set() and not life.done():
+                self._write(Down(server=self._name, problem=f"did not answer within {START_S:.0f} s"))
+                life.cancel()
+            await life
+        except asyncio.CancelledError:
+            life.cancel()
+            await asyncio.wait((life,))
+        except Exception as error:
+            self._write(Down(server=self._name, problem=self._reason(error)))
+        finally:
+            self._client = None
+            listed.cancel()
+
+    async def _live(self) -> None:
+        async with AsyncExitStack() as stack:
+            transport = self._process.streams() if self._process else await self._http(stack)
+            client = await stack.enter_async_context(Client(transport, read_timeout_seconds=START_S))
+            tools, note = await _tools(client)
+            self._client = client
+            self._is_listed.set()
+            self._write(Listed(server=self._name, tools=tools, note=note))
+            await (self._process.over if self._process else asyncio.Event()).wait()
+            assert self._process
+            self._write(Down(server=self._name, problem=self._process.problem))
+
+    async def _http(self, stack: AsyncExitStack) -> Any:
+        http = httpx2.AsyncClient(
+            headers=self._server.headers,
+            timeout=httpx2.Timeout(START_S, read=max(START_S, self._server.timeout_s)),
+            transport=_Bounded(),
+        )
+        return streamable_http_client(
+            self._server.url,
+            http_client=await stack.enter_async_context(http),
+            max_sse_event_size=MESSAGE_BYTES,
+        )
+
+    async def call(self, call: Call) -> Result:
+        """What the tool returned, or why it did not."""
+        if self._client is None:
+            return Result(id=call.id, text=f"{self._name} is not running.", is_error=True)
+        try:
+            arguments = json.loads(call.arguments)
+            if not isinstance(arguments, dict):
+                raise ValueError("they are no JSON object")
+        except (ValueError, RecursionError) as error:
+            return Result(id=call.id, text=f"The arguments cannot be used: {error}.", is_error=True)
+        try:
+            timeout = self._server.timeout_s
+            returned = await self._client.call_tool(call.tool, arguments, read_timeout_seconds=timeout)
+        except Exception as error:
+            # The reason that the server ended comes a moment later than the end of its stream.
+            if self._process:
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._process.over.wait(), 0.0 if _is_late(error) else 0.5)
+            return Result(id=call.id, text=f"{self._name} {self._reason(error)}.", is_error=True)
+        text = _text_of(returned)
+        is_error = bool(returned.is_error)
+        return Result(id=call.id, text=text[:RESULT_CHARS], is_error=is_error, chars=len(text))
+
+    def _reason(self, error: BaseException) -> str:
+        """Goes on after the server's name."""
+        if self._process and self._process.over.is_set():
+            return self._process.problem
+        if _is_late(error):
+            return f"did not answer within {self._server.timeout_s:g} s"
+        while isinstance(error, BaseExceptionGroup):
+            error = error.exceptions[0]
+        if isinstance(error, OSError) and self._process:
+            return f"does not start: {error.strerror or error}: {self._server.command}"
+        text = str(error).strip().partition("\n")[0].rstrip(".") or type(error).__name__
+        return f"failed: {text[:300]}"
+
+
+def _is_late(error: BaseException) -> bool:
+    return isinstance(error, MCPError) and error.code == REQUEST_TIMEOUT
+
+
+class _TooLong(Exception):
+    def __str__(self) -> str:
+        return f"it sent an answer of more than {MESSAGE_BYTES >> 20} MiB"
+
+
+class _Bounded(httpx2.AsyncHTTPTransport):
+    """Ends an answer that is longer than MESSAGE_BYTES. Streams of events, whose events are bounded, may be longer."""
+
+    async def handle_async_request(self, request: httpx2.Request) -> httpx2.Response:
+        response = await super().handle_async_request(request)
+        if not response.headers.get("content-type", "").startswith("text/event-stream"):
+            assert isinstance(response.stream, httpx2.AsyncByteStream)
+            response.stream = _BoundedStream(response.stream)
+        return response
+
+
+class _BoundedStream(httpx2.AsyncByteStream):
+    def __init__(self, stream: httpx2.AsyncByteStream) -> None:
+        self._stream = stream
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        size = 0
+        async for piece in self._stream:
+            if (size := size + len(piece)) > MESSAGE_BYTES:
+                raise _TooLong
+            yield piece
+
+    async def aclose(self) -> None:
+        await self._stream.aclose()
+
+
+async def _tools(client: Client) -> tuple[tuple[ListedTool, ...], str]:
+    """The tools of a server, and what of them is left out."""
+    tools: list[ListedTool] = []
+    left_out: list[str] = []
+    cursor: str | None = None
+    for _ in range(MOST_TOOLS):  # pages
+        page = await client.list_tools(cursor=cursor)
+        for tool in page.tools:
+            schema = json.dumps(tool.input_schema)
+            if len(tools) >= MOST_TOOLS:
+                return tuple(tools), f"it has more than {MOST_TOOLS} tools: the first are offered"
+            if len(schema) > SCHEMA_CHARS or len(tool.name) > 128:
+                left_out.append(tool.name[:128])
+                continue
+            description = (tool.description or tool.title or "")[:DESCRIPTION_CHARS]
+            tools.append(ListedTool(name=tool.name, description=description, schema=schema))
+        cursor = page.next_cursor
+        if not cursor:
+            break
+    return tuple(tools), f"too long to be offered: {', '.join(left_out[:5])}" if left_out else ""
+
+
+def _text_of(returned: CallToolResult) -> str:
+    """The content in words: other than text is named only."""
+    parts = [part for block in returned.content if (part := _part(block))]
+    if not parts and returned.structured_content is not None:
+        parts = [json.dumps(returned.structured_content, ensure_ascii=False)]
+    return "\n".join(parts)
+
+
+def _part(block: ContentBlock) -> str:
+    match block:
+        case TextContent():
+            return block.text
+        case EmbeddedResource(resource=TextResourceContents() as resource):
+            return f"{resource.uri}:\n{resource.text}"
+        case ResourceLink():
+            return f"[{block.uri}]"
+        case ImageContent() | AudioContent():
+            return f"[{block.mime_type}, {len(block.data) * 3 // 4:,} bytes, not shown]"
+    return f"[{block.type}, not shown]"
+
+
+class Host:
+    def __init__(self, write: Callable[[Event], None]) -> None:
+        self._write = write
+        self._connections: dict[str, tuple[Connection, asyncio.Task[None]]] = {}
+        self._calls: dict[int, asyncio.Task[None]] = {}
+
+    async def obey(self, command: Start | Call | Cancel) -> None:
+        match command:
+            case Start(servers=servers):
+                for name, server in servers.items():
+                    if name in self._connections:
+                        await self._end(name)
+                    connection = Connection(name, server, self._write)
+                    self._connections[name] = connection, asyncio.ensure_future(connection.run())
+            case Call():
+                self._calls[command.id] = asyncio.ensure_future(self._call(command))
+            case Cancel(id=id):
+                if id in self._calls:
+                    self._calls.pop(id).cancel()
+
+    async def _call(self, call: Call) -> None:
+        if call.server in self._connections:
+            result = await self._connections[call.server][0].call(call)
+        else:
+            result = Result(id=call.id, text=f"There is no server {call.server}.", is_error=True)
+        if self._calls.pop(call.id, None):
+            self._write(result)
+
+    async def _end(self, name: str) -> None:
+        _, task = self._connections.pop(name)
+        task.cancel()
+        await asyncio.wait((task,))
+
+    async def close(self) -> None:
+        for task in self._calls.values():
+            task.cancel()
+        await asyncio.gather(*map(self._end, list(self._connections)))
+
+
+async def _serve(out: int) -> None:
+    loop = asyncio.get_running_loop()
+    lines: asyncio.Queue[bytes] = asyncio.Queue()
+
+    def read() -> None:
+        for line in sys.stdin.buffer:
+            loop.call_soon_threadsafe(lines.put_nowait, line)
+        loop.call_soon_threadsafe(lines.put_nowait, b"")
+
+    threading.Thread(target=read, daemon=True).start()
+
+    def write(event: Event) -> None:
+        data = memoryview(encode(event) + b"\n")
+        while data:
+            data = data[os.write(out, data) :]
+
+    host = Host(write)
+    while line := await lines.get():
+        with contextlib.suppress(msgspec.MsgspecError):
+            await host.obey(decode_command(line))
+    await host.close()
+
+
+def main() -> None:
+    logging.disable(logging.CRITICAL)  # the library logs with tracebacks
+    out = os.dup(1)
+    os.dup2(2, 1)  # what a library prints is no event
+    with contextlib.suppress(BrokenPipeError, KeyboardInterrupt):
+        asyncio.run(_serve(out))
+    os._exit(0)  # the thread that reads may still wait
+
+
+if __name__ == "__main__":
+    main()

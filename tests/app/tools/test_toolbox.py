@@ -1,0 +1,155 @@
+"""Servers of tools in processes: what they offer, what calls return, and what becomes of those that break the rules."""
+
+import asyncio
+import json
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from app.tools import toolbox as toolbox_module
+from app.tools.messages import Listed, ListedTool, Result, Server
+from app.tools.toolbox import Toolbox, without_sequences
+from tests.paths import ROOT
+from tests.thorough import thorough
+
+pytest.importorskip("mcp")
+SERVER = Path(__file__).with_name("server.py")
+
+
+def real(**options) -> Server:
+    return Server(command=sys.executable, args=(str(SERVER),), folder=str(ROOT), **options)
+
+
+async def call(box: Toolbox, name: str, **arguments):
+    return await box.call(box.tools[name], json.dumps(arguments))
+
+
+@thorough
+async def test_a_real_server_lists_answers_and_dies():
+    box = Toolbox({"calc": real(), "gone": Server(command="no-such-program")})
+    await box.start()
+    try:
+        assert box.states["gone"].text == "does not start: No such file or directory: no-such-program"
+        # Each name is of its server, and of letters that do not look like others.
+        assert [*box.tools] == [
+            f"calc.{name}" for name in ("add", "_dd", "web_search", "large", "hang", "die")
+        ]
+        shown = json.loads(box.shown())
+        assert shown[0]["function"]["description"] == "Adds numbers."
+        assert shown[0]["function"]["parameters"]["required"] == ["a", "b"]
+        assert (await call(box, "calc.add", a=2, b=3)).text == "5"
+        assert (await call(box, "calc._dd")).text == "redtext"
+        wrong = await box.call(box.tools["calc.add"], "[1]")
+        assert wrong.is_error and "no JSON object" in wrong.text
+        assert (await call(box, "calc.add", a="x")).is_error
+        dead = await call(box, "calc.die")
+        assert dead.is_error and dead.text == "calc ended: exit status 3, the last words."
+        assert box.states["calc"].problem == "ended: exit status 3, the last words" and not box.tools
+    finally:
+        await box.close()
+
+
+@thorough
+async def test_servers_that_hang_send_too_much_or_are_started_again(monkeypatch):
+    monkeypatch.setattr(toolbox_module, "START_S", 8.0)
+    quick, mute = real(timeout_s=0.5), Server(command="sleep", args=("100",))
+    box = Toolbox({"quick": quick, "calc": real(), "mute": mute})
+    try:
+        await box.start()
+        assert box.states["mute"].text == "did not answer in time"
+        assert (await call(box, "quick.hang")).text == "quick did not answer within 0.5 s."
+        assert (await call(box, "quick.add", a=2, b=3)).text == "5"  # the server lives on
+        large = await call(box, "calc.large", mib=1)
+        assert len(large.text) == 200_000 and large.left_out == (1 << 20) - 200_000
+        huge = await call(box, "calc.large", mib=100)
+        assert huge.text == "calc sent a message of more than 8 MiB and was ended."
+        await box.again()
+        assert (await call(box, "calc.add", a=2, b=3)).text == "5"
+    finally:
+        await box.close()
+
+
+@thorough
+async def test_a_server_over_http():
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    process = subprocess.Popen(
+        [sys.executable, str(SERVER), str(port)],
+        cwd=ROOT,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    try:
+        deadline = time.monotonic() + 30
+        while time.monotonic() < deadline:
+            with socket.socket() as tried:
+                if tried.connect_ex(("127.0.0.1", port)) == 0:
+                    break
+            await asyncio.sleep(0.05)
+        box = Toolbox({"web": Server(url=f"http://127.0.0.1:{port}/mcp")})
+        await box.start()
+        assert (await call(box, "web.add", a=2, b=3)).text == "5"
+        huge = await call(box, "web.large", mib=30)
+        assert huge.is_error and "web " in huge.text
+        await box.close()
+    finally:
+        process.kill()
+        process.wait()
+
+
+async def test_the_process_of_the_servers_is_lost_and_begins_again(monkeypatch):
+    box = Toolbox({"calc": Server(command="none")})
+    monkeypatch.setattr(
+        toolbox_module, "module_command", lambda _: [sys.executable, "-c", "raise SystemExit(7)"]
+    )
+    await box.start()
+    assert box.states["calc"].text == "was lost: the process of the servers ended with exit status 7"
+    lists = "import sys; sys.stdin.readline(); print('{}'); print(sys.argv[1], flush=True); sys.stdin.read()"
+    line = '{"type":"Listed","server":"calc","tools":[{"name":"add","schema":"{}"}]}'
+    monkeypatch.setattr(toolbox_module, "module_command", lambda _: [sys.executable, "-c", lists, line])
+    await box.start()
+    assert [*box.tools] == ["calc.add"]
+    await box.close()
+
+
+async def test_nothing_is_started_without_servers(monkeypatch):
+    monkeypatch.setattr(toolbox_module, "module_command", None)
+    box = Toolbox({})
+    await box.start()
+    assert box.shown() == ""
+    await box.close()
+
+
+def test_names_and_texts_are_made_harmless():
+    box = Toolbox({"a": Server(command="a"), "a_b": Server(command="b")})
+    hostile = [ListedTool(name=name, schema="{}") for name in ("x", "х", "x", "b.x", "\x1b[1m", "y" * 100)]
+    box._take(Listed(server="a", tools=tuple(hostile), note="\x1b[31mnote"))
+    box._take(Listed(server="a_b", tools=(ListedTool(name="x", schema="{}"),)))
+    names = [*box.tools]
+    assert len(set(names)) == 7 and all(name.isascii() and len(name) < 80 for name in names)
+    assert names[0] == "a.x" and names[-1] == "a_b.x"
+    assert box.states["a"].note.isprintable()
+    assert (
+        without_sequences("\x1b[1;31mred\x1b]8;;http://a\x1b\\link\x1bP1$r\x1b\\\x9b2Jend\x1b")
+        == "redlinkend\x1b"
+    )
+
+
+def test_a_tool_that_changes_has_another_definition():
+    def definition(server: Server, tool: ListedTool) -> str:
+        box = Toolbox({"a": server})
+        box._take(Listed(server="a", tools=(tool,)))
+        return box.tools["a.x"].definition
+
+    first = definition(Server(command="a"), ListedTool(name="x", schema="{}"))
+    assert first == definition(Server(command="a"), ListedTool(name="x", schema="{}"))
+    assert first != definition(Server(command="a"), ListedTool(name="x", description="more", schema="{}"))
+    assert first != definition(Server(command="b"), ListedTool(name="x", schema="{}"))
+
+
+def test_a_result_that_nobody_waits_for_is_forgotten():
+    Toolbox({"a": Server(command="a")})._take(Result(id=7, text="late"))
