@@ -91,5 +91,5 @@ def test_an_export_links_pictures(reader, folder):
     text = to_markdown("Sea", "model", [Turn("user", "Look.", files=(file,)).messages[0]])
     assert f"![sea.png](<{folder}/sea.png>)\n\nLook." in text
     (folder / "sea.png").unlink()
-    text = to_markdown("Sea", "model", [Turn("user", "Look.", files=(file,)).message])
+    text = to_markdown("Sea", "model", [Turn("user", "Look.", files=(file,)).messages[0]])
     assert "![sea.png](data:image/png;base64,iVBOR" in text
