@@ -121,4 +121,4 @@ def _name(counter: Counter) -> tuple[str, str]:
 
 
 def _number(value: float, unit: str = "") -> str:
-    return f"{value:.1f}" if unit in ("GB", "W") and value < 100 else f"{value:,.0f}"
+    return f"{value:.1f}" if unit in ("GB", "W", "tok/J") and value < 100 else f"{value:,.0f}"

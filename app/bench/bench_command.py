@@ -6,6 +6,7 @@ import signal
 import sys
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from itertools import product, zip_longest
 from pathlib import Path
 
@@ -23,6 +24,7 @@ from app.cli import options
 from app.cli.model_file import model_path
 from app.cli.progress import say
 from app.cli.signals import run_until_signal
+from engine.devices.power_modes import kept_mode, power_modes, set_mode
 from engine.errors import UsageError
 from engine.formats.gguf import GGUF, StringArray
 from engine.peers.llama_process import find_llama_server
@@ -60,8 +62,16 @@ def run(arguments: Sequence[str], settings: Settings) -> int:
     measured: list[Result] = []
     failures: list[Failed] = []
     try:
-        for preset, engine_options in _setups(args, settings):
-            failures += _measure(args, preset, engine_options, llama_server, earlier, measured)
+        with (
+            kept_mode(args.power_modes, os.geteuid() == 0) if args.power_modes is not None else nullcontext()
+        ):
+            for mode in args.power_modes or [None]:
+                if mode and (why := set_mode(mode.id)):
+                    say(sys.stderr, f"The power mode {mode.name} is left out: {why}.")
+                    continue
+                for preset, engine_options in _setups(args, settings):
+                    label = f"{preset} in {mode.name}".strip() if mode else preset
+                    failures += _measure(args, label, engine_options, llama_server, earlier, measured)
     finally:
         if measured:
             _write(measured, args)
@@ -104,6 +114,12 @@ def _parse(arguments: Sequence[str]) -> Namespace:
         help="with --parallel: while prompts of so many tokens arrive (2048; with -n 256)",
     )
     add("-r", "--repetitions", type=options.count, metavar="N", default=5, help="after a warm-up (5)")
+    add(
+        "--power-modes",
+        action="store_const",
+        const=power_modes(),
+        help="on a Jetson, as root: in each power mode, with the highest clocks of each",
+    )
     add("--compare", choices=(PEER,), help="measure llama.cpp's llama-server in between")
     add("--llama-server", metavar="PATH", help="the program (the one on PATH, or as LLAMA_SERVER says)")
 
@@ -197,7 +213,8 @@ def _measure(
         measured += benchmark.results()
         if preset in (args.preset or ()):
             _record_speeds(benchmark.results())
-    for sentence in benchmark.left_out:
+    below_full = dict.fromkeys(r.below_full for r in benchmark.results() if r.below_full)
+    for sentence in (*benchmark.left_out, *list(below_full)[-1:]):
         say(sys.stderr, sentence)
     if code:
         sys.exit(code)

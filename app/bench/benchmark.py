@@ -13,12 +13,15 @@ from datetime import UTC, datetime
 import numpy as np
 from msgspec.structs import replace
 
-from app.bench.results import OURS, PEER, Result, sample_fields
+from app.bench.results import OURS, PEER, Result, power_fields, sample_fields
 from app.bench.samples import AnswerFailedError, Ids, Repetition, TimedAnswer, interrupted, together
 from app.cli.progress import describe
 from engine.devices.device_name import device_name
+from engine.devices.nvidia import is_jetson
 from engine.invocation import own_version
+from engine.measure.counters import device_counters
 from engine.measure.memory import gpu_used_bytes, resident_memory
+from engine.measure.power import PowerMeter, Samples, merged
 from engine.peers.llama_server import LlamaServer
 from engine.protocol.client import LocalEngine, Measurable
 from engine.protocol.events import (
@@ -160,6 +163,7 @@ class Benchmark:
         preset: str = "",
         make_peer: Callable[[EngineOptions], LlamaServer] | None = None,
         on_step: Callable[[str, int], None] = lambda words, done: None,
+        meter: PowerMeter | None = None,
         seed: int = 0,
     ) -> None:
         self.options = options
@@ -172,6 +176,8 @@ class Benchmark:
         self.engines = [MeasuredEngine(LocalEngine(options), OURS)]
         self._make_peer = make_peer
         self._on_step = on_step
+        self._meter = meter or PowerMeter(device_counters().read)
+        self._samples: dict[tuple[str, Case], list[Samples]] = {}
         self._done = 0
         self._vocab_size = vocab_size
         self._random = np.random.default_rng(seed)
@@ -232,7 +238,8 @@ class Benchmark:
             self._on_step(f"{case.name}, {number}: {engine.name}", self._done)
             self._done += 1
             try:
-                measured = await engine.measure(case, prompts, lambda: self._ids(case.n_arrival))
+                with self._meter.running() as samples:
+                    measured = await engine.measure(case, prompts, lambda: self._ids(case.n_arrival))
             except AnswerFailedError as error:
                 engine.failed = error.failed
                 continue
@@ -240,6 +247,7 @@ class Benchmark:
                 self._leave_out(f"{case.name}: {engine.name} did not decode all of them at the same time.")
             elif repetition:
                 engine.repetitions.setdefault(case, []).append(measured)
+                self._samples.setdefault((engine.name, case), []).append(samples)
 
     def _ids(self, n: int) -> Ids:
         return tuple(self._random.integers(0, self._vocab_size, n).tolist())
@@ -305,6 +313,9 @@ class Benchmark:
             **asdict(case),
             **sample_fields([each.ms for each in repetitions], [each.rate for each in repetitions]),
         )
+        taken = merged(self._samples.get((engine.name, case), []))
+        if not model.is_on_cpu or is_jetson():  # a card's power is not that of the CPU beside it
+            result = replace(result, **power_fields(taken, result.median_ts))
         if case.n_parallel or not case.n_gen:
             return result
         # Both engines read the same file, and a KV cache of 16 bits a number.

@@ -9,6 +9,7 @@ import msgspec
 
 from engine.errors import UsageError
 from engine.invocation import call
+from engine.measure.power import Samples
 from widgets.text import one_line
 
 OURS, PEER = "orin-chat", "llama.cpp"
@@ -16,6 +17,10 @@ OURS, PEER = "orin-chat", "llama.cpp"
 
 class Result(msgspec.Struct, frozen=True, kw_only=True):
     """One test of one engine.
+
+    `watts` is the mean power while the test ran, `tokens_per_joule` the median rate divided by it, and the clocks are
+    medians (`engine.measure.power`). `below_full` says what kept the machine below its full speed, "" if nothing is
+    known to.
 
     The fields up to `samples_ts` have the names and meanings of `llama-bench -o json`: times in nanoseconds, `ts` in
     tokens a second, sizes in bytes. One meaning differs: a prompt's time ends with the first token. `n_gen` counts
@@ -76,6 +81,16 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
     kernels_per_token: int | None = None
     peak_resident_bytes: int | None = None
     device_bytes: int | None = None
+    watts: float | None = None
+    tokens_per_joule: float | None = None
+    power_mode: str = ""
+    jetson_clocks: str = ""
+    gpu_mhz: float | None = None
+    gpu_max_mhz: float | None = None
+    memory_mhz: float | None = None
+    memory_max_mhz: float | None = None
+    throttled: str = ""
+    below_full: str = ""
 
     @property
     def test(self) -> str:
@@ -108,6 +123,23 @@ def sample_fields(times_ms: Sequence[float], rates: Sequence[float]) -> dict[str
         "avg_ts": statistics.fmean(rates),
         "stddev_ts": statistics.stdev(rates) if len(rates) > 1 else 0.0,
         "median_ts": statistics.median(rates),
+    }
+
+
+def power_fields(samples: Samples, rate: float) -> dict[str, Any]:
+    """The fields of a `Result` about power and clocks; `rate` in tokens/s."""
+    memory = "EMC clock" if samples.value("EMC clock") else "memory clock"
+    return {
+        "watts": samples.watts,
+        "tokens_per_joule": rate / samples.watts if samples.watts else None,
+        "power_mode": samples.text("power mode"),
+        "jetson_clocks": samples.text("jetson_clocks"),
+        "gpu_mhz": samples.value("GPU clock"),
+        "gpu_max_mhz": samples.maximum("GPU clock"),
+        "memory_mhz": samples.value(memory),
+        "memory_max_mhz": samples.maximum(memory),
+        "throttled": samples.throttled,
+        "below_full": samples.below_full(),
     }
 
 

@@ -11,7 +11,7 @@ from app.bench.results import OURS, PEER, Result
 from widgets.text import as_bytes, as_count, one_line
 
 Row = tuple[str, ...]
-WIDE_ONLY = ("median", "of memory")
+WIDE_ONLY = ("median", "of memory", "W")
 """A terminal narrower than WIDE columns does not show these. JSON and Markdown have everything."""
 WIDE = 104
 WORD_COLUMNS = 2  # the first ones, aligned left
@@ -71,6 +71,8 @@ _ALONE: Columns = {
     "p50/p90/p99 ms": lambda r: _joined(r.latency_p50_ms, r.latency_p90_ms, r.latency_p99_ms),
     "GB/s": lambda r: _known(r.gbps, "{:.1f}"),
     "of memory": lambda r: _known(r.roofline_share, "{:.0%}"),
+    "W": lambda r: _known(r.watts, "{:.0f}"),
+    "tok/J": lambda r: "" if r.tokens_per_joule is None else number(r.tokens_per_joule),
 }
 _TOGETHER: Columns = {
     "total tok/s": lambda r: f"{number(r.median_ts)} ± {number(r.stddev_ts)}",

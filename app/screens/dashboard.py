@@ -16,6 +16,7 @@ from app.comparison.comparison_engine import answered_together
 from app.screens.engine_setup import EngineSetup
 from app.screens.performance import PerformanceObserver
 from engine.measure.counters import Counters
+from engine.measure.power import Samples, with_efficiency
 from engine.protocol.events import (
     MIN_TOKENS,
     Counter,
@@ -158,6 +159,11 @@ class Dashboard(PaneStack):
     async def _sample_counters(self) -> None:
         if self.is_visible:
             self._counters = await asyncio.to_thread(self._read_counters)
-            slowdown = self.performance.slowdown(self._counters)
-            self.machine.data = MachineState(self._counters, slowdown if self.session.is_answering else "")
+            state = MachineState(self._counters)
+            if self.session.is_answering:
+                relevant = self.performance.relevant(self._counters)
+                warning = self.performance.slowdown(self._counters) or Samples([relevant]).below_full()
+                rate, on_cpu = self.performance.current, self.performance.is_on_cpu
+                state = MachineState(with_efficiency(self._counters, rate, on_cpu), warning)
+            self.machine.data = state
             self._drawn_changes = -1  # the graph shows a counter too

@@ -109,13 +109,13 @@ class PerformanceObserver:
         return fmean(self._current) if self._current else None
 
     @property
-    def _is_on_cpu(self) -> bool:
+    def is_on_cpu(self) -> bool:
         return self.ready is not None and self.ready.is_on_cpu
 
     def relevant(self, counters: Sequence[Counter]) -> tuple[Counter, ...]:
         """The counters that bear on the speed of this engine: those of a graphics card do not if it runs on the CPU.
         (On a Jetson the CPU and the GPU share the memory; its counter has another name.)"""
-        return tuple(c for c in counters if not self._is_on_cpu or c.name not in _CARD_COUNTERS)
+        return tuple(c for c in counters if not self.is_on_cpu or c.name not in _CARD_COUNTERS)
 
     def throughput(self, counters: Sequence[Counter] = ()) -> Throughput:
         rates, current = self._rates, self.current
@@ -133,7 +133,7 @@ class PerformanceObserver:
             prefill=self._prefill,
             gbps=now.gbps if current else None,
             copy_gbps=self.kernels.copy_gbps,
-            measured="reading" if self._is_on_cpu else "copy",
+            measured="reading" if self.is_on_cpu else "copy",
             share=share,
             is_cached=share is not None and share > 1 and now.bytes_per_token <= CACHEABLE_BYTES,
             memory=_memory_load(self.relevant(counters)),

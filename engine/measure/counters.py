@@ -20,6 +20,20 @@ class Source(Protocol):
     def read(self) -> Iterator[Counter]: ...
 
 
+class NoCounters:
+    """Of a machine without a GPU that tells any."""
+
+    def read(self) -> Iterator[Counter]:
+        return iter(())
+
+
+def device_counters(root: Path = Path("/"), nvml_module: str = "pynvml") -> Source:
+    """Those of the GPU, with clocks, power and what throttles them; on a Jetson the whole board's."""
+    if is_jetson(root):
+        return JetsonCounters(root)
+    return NvmlCounters(nvml_module) if (root / "dev/nvidiactl").exists() else NoCounters()
+
+
 class Counters:
     """All counters of a machine. Not thread-safe, and meant to be read at most once a second."""
 
@@ -27,11 +41,7 @@ class Counters:
         self, root: Path = Path("/"), *, process_id: int | None = None, nvml_module: str = "pynvml"
     ) -> None:
         """`process_id`: see `CpuCounters`. `nvml_module`: the Python module that wraps NVML."""
-        self._sources: list[Source] = [CpuCounters(root, process_id)]
-        if is_jetson(root):
-            self._sources.insert(0, JetsonCounters(root))
-        elif (root / "dev/nvidiactl").exists():
-            self._sources.insert(0, NvmlCounters(nvml_module))
+        self._sources = [device_counters(root, nvml_module), CpuCounters(root, process_id)]
 
     def read(self) -> tuple[Counter, ...]:
         return tuple(counter for source in self._sources for counter in source.read())

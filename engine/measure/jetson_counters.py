@@ -13,6 +13,7 @@ _GPU_NODES = ("gpu", "ga10b", "gv11b", "gp10b", "gm20b")  # device tree names of
 _EMC = "sys/kernel/debug/bpmp/debug/clk/emc"  # the external memory controller
 _EMC_ACTIVITY = ("sys/kernel/debug/cactmon/mc_all", "sys/kernel/actmon_avg_activity/mc_all")
 _NO_EMC = "debugfs shows no EMC (it is for root only)"
+_ALERT = "-throttle-alert"  # how the names of these cooling devices end
 _POWER_MODE_TIMEOUT_S = 2.0
 
 
@@ -30,12 +31,16 @@ class JetsonCounters:
         no_gpu = "no GPU is listed in /sys/class/devfreq"
         yield _counter("GPU load", gpu / "device/load", "%", 10, absent=no_gpu)
         yield _counter("GPU clock", gpu / "cur_freq", "MHz", 1e6, maximum=gpu / "max_freq", absent=no_gpu)
+        least, most = (read_text(gpu / name) for name in ("min_freq", "max_freq"))
+        if least and most:  # jetson_clocks holds the clock at its maximum
+            yield Counter(name="jetson_clocks", text="on" if least == most else "off")
         emc = self._root / _EMC
         yield _counter("EMC clock", emc / "rate", "MHz", 1e6, maximum=emc / "max_rate", absent=_NO_EMC)
         yield self._emc_activity(emc)
         zones = thermal_zones(self._root)
         yield hottest(zones) if zones else Counter(name="temperature", absent="no zone can be read")
         yield self._power()
+        yield from self._throttled()
         if self._mode is None:
             self._mode = _power_mode()
         yield self._mode
@@ -51,6 +56,16 @@ class JetsonCounters:
             if busy_khz.absent.startswith("no permission"):
                 return busy_khz
         return Counter(name="EMC activity", absent=_NO_EMC)
+
+    def _throttled(self) -> Iterator[Counter]:
+        """Which of the alerts that slow clocks down are on: cooling devices of Linux' thermal framework."""
+        devices = [*(self._root / "sys/class/thermal").glob("cooling_device*")]
+        alerts = {d: kind for d in devices if (kind := read_text(d / "type")).endswith(_ALERT)}
+        if alerts:
+            on = tuple(
+                kind for d, kind in sorted(alerts.items()) if read_text(d / "cur_state") not in ("", "0")
+            )
+            yield Counter(name="throttled", text=", ".join(on) or "no", parts=on)
 
     def _power(self) -> Counter:
         """The power of all rails of the ina3221 sensors: the rail VDD_IN is the whole board; without it, their sum."""

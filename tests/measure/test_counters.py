@@ -46,7 +46,10 @@ def jetson(pc):
         "etc/nv_tegra_release": "# R36 (release)",
         "sys/class/devfreq/other/device/of_node/name": "nvenc\0",
         f"{gpu}/device/of_node/name": "gpu\0", f"{gpu}/device/load": 873,
-        f"{gpu}/cur_freq": 1_300_500_000, f"{gpu}/max_freq": 1_300_500_000,
+        f"{gpu}/cur_freq": 1_300_500_000, f"{gpu}/max_freq": 1_300_500_000, f"{gpu}/min_freq": 1_300_500_000,
+        "sys/class/thermal/cooling_device0/type": "gpu-throttle-alert",
+        "sys/class/thermal/cooling_device0/cur_state": 1,
+        "sys/class/thermal/cooling_device1/type": "pwm-fan", "sys/class/thermal/cooling_device1/cur_state": 3,
         "sys/kernel/debug/bpmp/debug/clk/emc/rate": 3_199_000_000,
         "sys/kernel/debug/bpmp/debug/clk/emc/max_rate": 3_199_000_000,
         "sys/kernel/debug/cactmon/mc_all": 1_599_500,
@@ -133,6 +136,7 @@ def test_a_jetson(jetson):
         ("VDD_GPU_SOC 20.0 W", "VDD_CPU_CV 5.0 W"),
     )
     assert figures["power mode"].absent == "nvpmodel does not answer"
+    assert figures["jetson_clocks"].text == "on" and figures["throttled"].parts == ("gpu-throttle-alert",)
 
 
 def test_a_jetson_whose_debugfs_is_closed(jetson, monkeypatch):
