@@ -10,6 +10,7 @@ import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import numpy as np
 
@@ -42,7 +43,8 @@ class Family:
     their sum. Of `attention_every` layers the last has attention, and the others are gated delta nets, unless the
     metadata say otherwise (0: all have attention). `gated_attention`: in each head the rows of the query come before
     those of a gate of its result. `unscaled_attention`: scores are multiplied by nothing. `normed_values`: values are
-    normed over a head."""
+    normed over a head. `grid_positions`: tokens of pictures have a row and a column (`Rope.sections`). Of pictures,
+    tokens see those after them in the same picture in no layer, in all, or in those with a window (`sees_pictures`)."""
 
     interleaved: bool = False
     activation: Activation = "silu"
@@ -55,6 +57,8 @@ class Family:
     gated_attention: bool = False
     unscaled_attention: bool = False
     normed_values: bool = False
+    grid_positions: bool = False
+    sees_pictures: Literal["no layer", "all layers", "window layers"] = "no layer"
 
 
 ARCHITECTURES: Mapping[str, Family] = {
@@ -63,7 +67,13 @@ ARCHITECTURES: Mapping[str, Family] = {
     "qwen3": Family(),
     "mistral3": Family(interleaved=True),
     "phi3": Family(),
-    "gemma3": Family(activation="gelu", full_attention_every=6, plain_windows=True, scaled_embedding=True),
+    "gemma3": Family(
+        activation="gelu",
+        full_attention_every=6,
+        plain_windows=True,
+        scaled_embedding=True,
+        sees_pictures="all layers",
+    ),
     "gemma4": Family(
         activation="gelu",
         full_attention_every=6,
@@ -71,6 +81,7 @@ ARCHITECTURES: Mapping[str, Family] = {
         scaled_embedding=True,
         unscaled_attention=True,
         normed_values=True,
+        sees_pictures="window layers",
     ),
     "granite": Family(interleaved=True),
     "smollm3": Family(interleaved=True, unrotated_every=4),
@@ -78,8 +89,8 @@ ARCHITECTURES: Mapping[str, Family] = {
     "olmoe": Family(renormalised=False),
     "qwen3moe": Family(),
     "gpt-oss": Family(activation="swiglu_oai", full_attention_every=2),
-    "qwen35": Family(attention_every=4, gated_attention=True),
-    "qwen35moe": Family(attention_every=4, gated_attention=True),
+    "qwen35": Family(attention_every=4, gated_attention=True, grid_positions=True),
+    "qwen35moe": Family(attention_every=4, gated_attention=True, grid_positions=True),
 }
 
 
@@ -351,11 +362,23 @@ class _Reader(HeadReader):
             q_bias=q_bias, k_bias=k_bias, v_bias=v_bias, o_bias=self.vector(f"{prefix}attn_output.bias", dim),
             q_norm=norm("q"), k_norm=norm("k") if k else None,
             heads=heads.count, kv_heads=heads.kv, head_dim=head_dim,
-            rope=self.rope(heads, not every or (i + 1) % every != 0, window > 0 and self.family.plain_windows),
+            rope=self.rope(
+                heads,
+                not every or (i + 1) % every != 0,
+                window > 0 and self.family.plain_windows,
+                self.family.grid_positions,
+            ),
+            sees_pictures=self.sees_pictures(window),
             scale=self.factor("attention.scale", scale),
             window=window, sinks=self.vector(f"{prefix}attn_sinks.weight", heads.count), gate=gate(), cache_of=of,
             has_normed_values=self.family.normed_values,
         )  # fmt: skip
+
+    def sees_pictures(self, window: int) -> bool:
+        """See `Attention`. Gemma 4's small models, which have embeddings of layers, look back alone."""
+        if self.layer_embedding or self.family.sees_pictures == "no layer":
+            return False
+        return self.family.sees_pictures == "all layers" or window > 0
 
     def cache_of(self, i: int, window: int) -> int | None:
         """The layer whose KV cache layer i reads, None if it has its own: the last one of these that has a window too,

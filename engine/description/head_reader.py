@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -69,13 +69,23 @@ class HeadReader(CheckedFile):
     def original_context(self) -> int:
         return self.size("rope.scaling.original_context_length", self.context)
 
-    def rope(self, heads: AttentionHeads, is_rotated: bool, plain: bool) -> int:
+    def rope(self, heads: AttentionHeads, is_rotated: bool, plain: bool, has_grid: bool = False) -> int:
         """The index of a layer's rotary embedding. `plain`: with the base of layers with a window, and no scaling
-        (gemma3.cpp)."""
+        (gemma3.cpp). `has_grid`: with the sections of the file, if it says some."""
         rope = self._rotation(heads, plain) if is_rotated else Rope(heads.dim // 2)
+        if has_grid:
+            rope = replace(rope, sections=self._sections())
         if rope not in self.ropes:
             self.ropes.append(rope)
         return self.ropes.index(rope)
+
+    def _sections(self) -> tuple[int, ...]:
+        sections = self.file.metadata.get(self.key("rope.dimension_sections"))
+        if sections is None:
+            return ()
+        if not isinstance(sections, np.ndarray) or len(sections) < 3 or sections.dtype.kind not in "iu":
+            raise damaged(self.file.path, "its rotary embeddings have no three sections")
+        return tuple(min(max(int(n), 0), MAX_HEAD) for n in sections[:3])
 
     def _rotation(self, heads: AttentionHeads, plain: bool) -> Rope:
         """Raises ModelFileError."""

@@ -24,13 +24,25 @@ from engine.formats.kv_format import KVFormat
 class Rope:
     """Rotary position embedding of heads with `pairs` pairs. `frequencies`: radians per position of the first pairs;
     the others do not turn. `long_frequencies`, if any, take their place in contexts of more than `short_context`
-    tokens. The rotated elements are multiplied by `magnitude`."""
+    tokens. The rotated elements are multiplied by `magnitude`.
+
+    With `sections`, a token has three positions (`engine.runtime.pictures`), which are one in texts: pair j turns by
+    the second if j mod 3 is 1 and j < 3 * sections[1], by the third if j mod 3 is 2 and j < 3 * sections[2], else by
+    the first."""
 
     pairs: int
     frequencies: tuple[float, ...] = ()
     long_frequencies: tuple[float, ...] = ()
     short_context: int = 0
     magnitude: float = 1.0
+    sections: tuple[int, ...] = ()
+
+    @property
+    def turned_by(self) -> NDArray[np.intp]:
+        """Which of the three positions turns each pair: (pairs,)."""
+        j = np.arange(self.pairs)
+        second, third = ((j % 3 == i) & (j < 3 * self.sections[i]) for i in (1, 2))
+        return np.where(second, 1, np.where(third, 2, 0))
 
     def tables(self, length: int, context: int) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
         """Cosines and sines of the rotations at positions 0 to `length` - 1, in a session that was opened with a

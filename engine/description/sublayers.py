@@ -128,6 +128,8 @@ class Attention(Operator):
     that joins those of the keys, unscaled, and whose value is zero. `gate`: the result is multiplied by
     sigmoid(gate x) before the output projection.
 
+    With `sees_pictures`, a picture's tokens attend also to those after them in the same picture.
+
     Without `v`, the keys before norm and rotation are the values. With `has_normed_values`, values are normed over a
     head, without a weight. `cache_of`: an index in `ModelSpec.attention` of a layer whose keys and values it reads; it
     has none of its own."""
@@ -152,6 +154,7 @@ class Attention(Operator):
     gate: Weight | None = None
     cache_of: int | None = None
     has_normed_values: bool = False
+    sees_pictures: bool = False
     words = "attention"
 
     @property

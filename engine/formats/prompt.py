@@ -59,7 +59,8 @@ class PromptEncoder:
                 encoded = Prompt(list(ids))
         if not encoded.ids:
             raise UsageError("The prompt is empty.", "Type a message or a text to continue.")
-        if not all(0 <= id < self.tokenizer.vocab_size for id in encoded.ids):
+        least = None if encoded.pictures else 0  # their ids are negative
+        if not all((least is None or least <= id) and id < self.tokenizer.vocab_size for id in encoded.ids):
             raise UsageError(
                 "The prompt has token ids that are not in the model's vocabulary.",
                 f"Use ids from 0 to {self.tokenizer.vocab_size - 1}.",

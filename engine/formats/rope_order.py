@@ -21,16 +21,18 @@ Rows = TypeVar("Rows", "Tensor", NDArray[Any])
 @dataclass(frozen=True)
 class HeadOrder:
     """The order of a file's heads of `head_dim` elements, of which the first `rotated` are rotated. `interleaved`: the
-    two elements of a pair are neighbours; else they are rotated / 2 apart."""
+    two elements of a pair are neighbours; else they are rotated / 2 apart. `halves`: so is each half of a head by
+    itself, and all of it is rotated (Gemma 4's pictures)."""
 
     head_dim: int
     rotated: int
     interleaved: bool
+    halves: bool = False
 
     @property
     def is_engines(self) -> bool:
         """Whether the file's order is the engine's."""
-        return not self.interleaved and self.rotated in (0, self.head_dim)
+        return not (self.interleaved or self.halves) and self.rotated in (0, self.head_dim)
 
     def apply(self, rows: Rows) -> Rows:
         """Reorders the rows of heads, (heads * head_dim, ...): in each head the first elements of all pairs come first,
@@ -39,6 +41,12 @@ class HeadOrder:
             return rows
         heads = rows.reshape(int(rows.shape[0]) // self.head_dim, self.head_dim, *rows.shape[1:])
         turned, still = heads[:, : self.rotated], heads[:, self.rotated :]
+        if self.halves:
+            n = self.head_dim // 4
+            quarters = [heads[:, i * n : (i + 1) * n] for i in (0, 2, 1, 3)]
+            if isinstance(heads, np.ndarray):
+                return np.concatenate(quarters, axis=1).reshape(rows.shape)
+            return quarters[0].cat(*quarters[1:], dim=1).reshape(rows.shape)
         if self.interleaved:
             first, second = turned[:, 0::2], turned[:, 1::2]
         else:

@@ -10,36 +10,48 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, Self
 
 import msgspec
 
-from engine.errors import TemplateError
+from engine.errors import SHORTEN, ContextFullError, TemplateError
 from engine.formats.channels import channel_marks
 from engine.formats.fallback_templates import CHATML, fallback_template
 from engine.formats.gguf import GGUF, printable
+from engine.formats.prompt_pictures import (
+    Eyes,
+    PictureMarks,
+    PlacedPicture,
+    around_pictures,
+    as_parts,
+    cannot_see,
+    with_marks,
+)
 from engine.formats.template_renderer import Broken, Refused, TemplateRenderer
 from engine.formats.thinking import HARMONY, THINK, ThinkMarks, marks_of
 from engine.formats.tokenizer import Tokenizer
-from engine.protocol.events import Effort, Message, ToolCall
+from engine.protocol.events import Effort, Message, Picture, ToolCall
 
 
 @dataclass(frozen=True)
 class Prompt:
     """The tokens that the model is given. `opens_thinking`: they end in the mark that opens thinking, so the reply
     begins with thinking. `marks` are those that the model writes; `channels` are those of gpt-oss by token id (see
-    `ChannelSplitter`), empty for other models."""
+    `ChannelSplitter`), empty for other models. `pictures`: those whose
+    ids are among them."""
 
     ids: list[int]
     opens_thinking: bool = False
     marks: ThinkMarks = THINK
     channels: Mapping[int, str] = field(default_factory=dict)
+    pictures: tuple[PlacedPicture, ...] = ()
 
 
 class ChatTemplate:
     """Renders conversations for one model. `thinks`: whether the template supports thinking. `warning`: a sentence that
-    says why another template than the file's is used, or ""; it may appear only after `encode`."""
+    says why another template than the file's is used, or ""; it may appear only after `encode`. `eyes`: how messages
+    may have pictures, if they may."""
 
     def __init__(self, source: str | None, architecture: str, tokenizer: Tokenizer) -> None:
         """`source`: the template in Jinja, None to use the one of the model's family."""
@@ -56,9 +68,10 @@ class ChatTemplate:
         self.thinks = any(sign in source for sign in signs) if source else self._can_think
         self._renderer, self._fallback = TemplateRenderer(source or fallback), TemplateRenderer(fallback)
         self._renderer.start()
+        self._knows_pictures = "image" in (source or "")
+        self.eyes: Eyes | None = None
 
-        names = (name.strip() for name in tokenizer.special_tokens)
-        self._edges = sorted({edge for name in names if name for edge in (name[0], name[-1])})
+        self._edges = _edges(tokenizer.special_tokens)
 
     @cached_property
     def takes_effort(self) -> bool:
@@ -100,9 +113,16 @@ class ChatTemplate:
         unfinished = None
         if add_generation_prompt and len(messages) > 1 and _may_go_on(messages[-1]):
             *messages, unfinished = messages
+        messages = [with_marks(message) for message in messages]
+        pictures = [picture for message in messages for picture in message.pictures]
+        if pictures and not self.eyes:
+            raise cannot_see()
+        written = self.eyes.marks.written if self.eyes else ""
         functions = json.loads(tools) if tools else None
-        disguise = self._disguise([functions, *(_as_variables(message) for message in messages)])
-        text = self._render(
+        edges = sorted({*self._edges, *_edges([written])}) if pictures else self._edges
+        disguise = _disguise([functions, *(_as_variables(message) for message in messages)], edges)
+        render = partial(
+            self._render,
             {
                 "enable_thinking": think,
                 "thinking": think,
@@ -118,22 +138,56 @@ class ChatTemplate:
             messages,
             disguise,
         )
+        text = render(bool(pictures) and self._knows_pictures)
+        if pictures and self._knows_pictures and len(_around(text, disguise, written)) <= len(pictures):
+            text = render(False)  # it leaves pictures out in some places
         opens_thinking = add_generation_prompt and text.rstrip().endswith(self._marks.open)
-        segments = [*_segments(text, disguise)]
+        runs = _around(text, disguise, written) if pictures else [[*_segments(text, disguise)]]
         if unfinished:
-            segments += _unfinished_reply(unfinished, text, self._marks)
+            runs[-1] += _unfinished_reply(unfinished, text, self._marks)
             opens_thinking = not unfinished.content and bool(unfinished.thinking or opens_thinking)
-        ids = self._tokenizer.encode_segments(segments, most)
-        bos = self._tokenizer.bos_id
-        if self._tokenizer.add_bos and bos is not None and ids[:1] != [bos]:
-            ids = [bos, *ids]
-        return Prompt(ids, opens_thinking, self._marks, self._channels)
+        if len(runs) != len(pictures) + 1:
+            raise TemplateError(
+                "The model's chat template leaves out a picture.",
+                "Put pictures into messages of the user, or start a new chat.",
+            )
+        ids, placed = self._tokens(runs, pictures, most)
+        return Prompt(ids, opens_thinking, self._marks, self._channels, placed)
+
+    def _tokens(
+        self, runs: Sequence[Sequence[tuple[str, bool]]], pictures: Sequence[Picture], most: int | None
+    ) -> tuple[list[int], tuple[PlacedPicture, ...]]:
+        """The ids of the segments around pictures, and theirs."""
+        bos, marks, placed = self._tokenizer.bos_id, self.eyes.marks if self.eyes else PictureMarks(""), []
+        ids: list[int] = []
+        for i, run in enumerate(runs):
+            if i and self.eyes:
+                picture = self.eyes.look(pictures[i - 1])
+                placed.append(PlacedPicture(len(ids), picture))
+                ids += picture.ids
+                run = [(marks.after, True), *run]
+            if i < len(pictures):
+                run = [*run, (marks.before, True)]
+            if most is not None and len(ids) > most:
+                n = f"{len(ids)} tokens with its pictures"
+                raise ContextFullError(f"The conversation has over {n}; the context holds {most}.", SHORTEN)
+            ids += self._tokenizer.encode_segments(run, None if most is None else most - len(ids))
+            if not i and self._tokenizer.add_bos and bos is not None and ids[:1] != [bos]:
+                ids = [bos, *ids]
+        return ids, tuple(placed)
 
     def _render(
-        self, variables: dict[str, Any], messages: Sequence[Message], disguise: dict[int, str]
+        self,
+        variables: dict[str, Any],
+        messages: Sequence[Message],
+        disguise: dict[int, str],
+        in_parts: bool = False,
     ) -> str:
+        """`in_parts`: messages with pictures are lists of their parts, for templates that know pictures."""
+
         def render(messages: Sequence[Message], renderer: TemplateRenderer = self._renderer) -> str:
-            return renderer.render(variables | {"messages": [_as_variables(m, disguise) for m in messages]})
+            asked = [_as_variables(m, disguise, in_parts) for m in messages]
+            return renderer.render(variables | {"messages": asked})
 
         simpler = _simplified(messages)
         try:
@@ -158,20 +212,28 @@ class ChatTemplate:
             self.warning = (
                 f"The model's chat template does not work ({reason}); the format of its family is used."
             )
+            in_parts = False
             return render(messages, self._fallback)
 
-    def _disguise(self, values: list[Any]) -> dict[int, str]:
-        """A table for `str.translate`: each character that a special token begins or ends with -> a character of a
-        private-use area that is in no message. `values` are what the template gets.
 
-        The template gets the messages translated, and they are translated back only after special tokens were searched.
-        So a message can never spell a special token, whatever the template does with its text: cuts, strips, joins,
-        changes of case. Nor does a template that searches messages for marks (`'</think>' in content`) find any: only
-        marks that the template writes count.
-        """
-        used = set(json.dumps(values, ensure_ascii=False))
-        free = (chr(code) for code in range(0xF0000, 0x10FFFE) if chr(code) not in used)
-        return {ord(edge): next(free) for edge in self._edges}
+def _edges(names: Iterable[str]) -> list[str]:
+    """The characters that these names begin or end with."""
+    stripped = (name.strip() for name in names)
+    return sorted({edge for name in stripped if name for edge in (name[0], name[-1])})
+
+
+def _disguise(values: list[Any], edges: Sequence[str]) -> dict[int, str]:
+    """A table for `str.translate`: each of `edges`, the characters that special tokens begin or end with -> a character
+    of a private-use area that is in no message. `values` are what the template gets.
+
+    The template gets the messages translated, and they are translated back only after special tokens were searched.
+    So a message can never spell a special token, whatever the template does with its text: cuts, strips, joins,
+    changes of case. Nor does a template that searches messages for marks (`'</think>' in content`) find any: only
+    marks that the template writes count.
+    """
+    used = set(json.dumps(values, ensure_ascii=False))
+    free = (chr(code) for code in range(0xF0000, 0x10FFFE) if chr(code) not in used)
+    return {ord(edge): next(free) for edge in edges}
 
 
 def _may_go_on(message: Message) -> bool:
@@ -179,7 +241,14 @@ def _may_go_on(message: Message) -> bool:
     return message.role == "assistant" and not message.tool_calls
 
 
-def _as_variables(message: Message, disguise: Mapping[int, str] = {}) -> dict[str, Any]:
+def _around(text: str, disguise: dict[int, str], written: str) -> list[list[tuple[str, bool]]]:
+    """See `around_pictures`."""
+    return around_pictures(_segments(text, disguise), written)
+
+
+def _as_variables(
+    message: Message, disguise: Mapping[int, str] = {}, in_parts: bool = False
+) -> dict[str, Any]:
     """A message under the names that templates use
     (https://huggingface.co/docs/transformers/chat_extras), with its texts translated."""
     fields: dict[str, Any] = {"content": message.content}
@@ -193,7 +262,10 @@ def _as_variables(message: Message, disguise: Mapping[int, str] = {}) -> dict[st
         ]
     if message.role == "tool":
         fields |= {"tool_call_id": message.tool_call_id, "name": message.name}
-    return {"role": message.role, **_translated(fields, disguise)}
+    variables = {"role": message.role, **_translated(fields, disguise)}
+    if in_parts and message.pictures:
+        variables["content"] = as_parts(variables["content"])
+    return variables
 
 
 def _value(call: ToolCall) -> Any:
@@ -248,7 +320,8 @@ def _simplified(messages: Sequence[Message]) -> list[Message]:
         role = "user" if message.role == "system" else message.role
         if joined and joined[-1].role == role and (role == "user" or _may_go_on(joined[-1])):
             content = "\n\n".join(filter(None, (joined[-1].content, message.content)))
-            joined[-1] = msgspec.structs.replace(joined[-1], content=content)
+            pictures = joined[-1].pictures + message.pictures
+            joined[-1] = msgspec.structs.replace(joined[-1], content=content, pictures=pictures)
         else:
             joined.append(msgspec.structs.replace(message, role=role))
     return joined

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -40,17 +40,17 @@ def _place(weight: Weight, row: int) -> int:
     return weight.first + row
 
 
-class Weights:
-    """Reads a model's weights from its file, and reports the number of bytes done so far with every piece."""
+class FileWeights:
+    """Reads matrices and vectors from a file, and reports the number of bytes done so far with every piece."""
 
     def __init__(
-        self, file: GGUF, spec: ModelSpec, report: Callable[[int], None], keep_cached: bool = True
+        self, file: GGUF, matrices: Iterable[Weight], report: Callable[[int], None], keep_cached: bool = True
     ) -> None:
-        """`keep_cached`: see `TensorInfo.release`. Raises ModelFileError if a matrix is of a type that the engine does
-        not run."""
-        self.file, self.spec = file, spec
+        """`keep_cached`: see `TensorInfo.release`. Raises ModelFileError if one of the `matrices` is of a type that the
+        engine does not run."""
+        self.file = file
         self._report, self._bytes_done, self._keep_cached = report, 0, keep_cached
-        for weight in spec.weights():
+        for weight in matrices:
             if weight.type not in QUANTIZED and weight.type not in FLOATS:
                 types = ", ".join(["F32", "F16", "BF16", *(format.name for format in QUANTIZED.values())])
                 raise ModelFileError(
@@ -135,3 +135,14 @@ class Weights:
         # tinygrad's CUDA device copies only from memory that is marked as writable, though it just reads it.
         buffer = (ctypes.c_uint8 * n_bytes).from_address(info.data.ctypes.data + start)
         return np.ctypeslib.as_array(buffer)
+
+
+class Weights(FileWeights):
+    """Reads those of a model."""
+
+    def __init__(
+        self, file: GGUF, spec: ModelSpec, report: Callable[[int], None], keep_cached: bool = True
+    ) -> None:
+        """See `FileWeights`."""
+        super().__init__(file, spec.weights(), report, keep_cached)
+        self.spec = spec

@@ -11,6 +11,7 @@ from engine.loading.weights import Weights
 from engine.model.coverage import runs_as_graph_because, target_of
 from engine.protocol.events import KernelPath
 from engine.runtime.model_runner import ModelRunner
+from engine.runtime.pictures import PictureRoom
 from engine.targets.graph.runner import GraphRunner
 
 
@@ -22,6 +23,7 @@ def open_runner(
     parallel: int = 1,
     kv: KVFormat = KVFormat.F16,
     is_early: bool = False,
+    pictures: PictureRoom | None = None,
 ) -> ModelRunner:
     """Loads the weights into the runner for tinygrad's default device: the one with its own quantized kernels where
     there is one that has all parts of the model, else tensor graphs. `kernels` chooses one of the two; `keep_packed` is
@@ -41,10 +43,10 @@ def open_runner(
         case "cpu":
             from engine.targets.cpu.runner import CPURunner
 
-            return CPURunner(weights, context_length, parallel, keep_packed, kv)
+            return CPURunner(weights, context_length, parallel, keep_packed, kv, pictures)
         case "nvidia":
             from engine.targets.nvidia.runner import NvidiaRunner
 
             return NvidiaRunner(weights, context_length, parallel, kv, is_early)
         case "graph":
-            return GraphRunner(weights, context_length, parallel, kv)
+            return GraphRunner(weights, context_length, parallel, kv, pictures)

@@ -33,6 +33,7 @@ from engine.measure.free_memory import free_bytes, host_free_bytes, uses_host_me
 from engine.measure.profile import profile
 from engine.measure.timeline import timeline
 from engine.model.coverage import runs_as_graph_because, target_of
+from engine.model.eyes import EncoderFile
 from engine.model.memory_need import MemoryNeed, check_fits, chosen_context, squeezed_because
 from engine.model.open_runner import open_runner
 from engine.model.pending_encoder import PendingEncoder
@@ -62,6 +63,10 @@ from engine.runtime.prefix_store import PrefixStore
 from engine.runtime.scheduler import Scheduler
 from engine.start_trial import start_trials
 
+_GRAPH_FOR_PICTURES = (
+    "With its encoder, this model runs as tensor graphs, which are slower: orin-chat's kernels for GPUs read no "
+    "pictures."
+)
 Report = Callable[[Event], None]
 
 SEARCH_S_PER_WIDTH = 20.0  # default limit of a search for schedules, for each unit of its width
@@ -77,10 +82,15 @@ class TextModel:
         prompts = prompts or PendingEncoder(options.model_path)
         file = prompts.file()
         spec = read_spec(file)
+        encoder = EncoderFile(options.mmproj, spec) if options.mmproj else None
         free, device, kv = free_bytes(Device.DEFAULT), str(Device.DEFAULT), KVFormat.parse(options.kv)
-        set_up = target_of(spec, device, options.kernels), options.parallel, kv
-        self.context_length = chosen_context(spec, options.context_length, free, *set_up)
-        need = check_fits(spec, self.context_length, free, *set_up)
+        kernels = options.kernels
+        if encoder and target_of(spec, device, kernels) == "nvidia":  # its kernels read no pictures yet
+            kernels = "graph"
+        set_up = target_of(spec, device, kernels), options.parallel, kv
+        left = free if encoder is None or free is None else free - encoder.spec.n_bytes
+        self.context_length = chosen_context(spec, options.context_length, left, *set_up)
+        need = check_fits(spec, self.context_length, left, *set_up)
         if Device.DEFAULT.split(":")[0] == "CPU":  # repacking the weights keeps all cores busy
             prompts.encoder()
         loading = Loading(
@@ -99,8 +109,9 @@ class TextModel:
         )
         program_cache.apply()
         with kernels_reported(lambda done, total: report(Warming(done=done, total=total))):
-            how = self.context_length, options.kernels, options.keep_packed, options.parallel, kv
-            self._runner = open_runner(weights, *how, is_early=True)
+            how = self.context_length, kernels, options.keep_packed, options.parallel, kv
+            pictures = encoder.room(spec) if encoder else None
+            self._runner = open_runner(weights, *how, is_early=True, pictures=pictures)
             self._choices = ChoiceReporter(self._runner.expert_choices, report)
             store = _prefix_store(file, self._runner.export_layout, options.prefix_cache_bytes)
             self.scheduler = Scheduler(
@@ -109,6 +120,7 @@ class TextModel:
                 store,
                 options.token_gap,
                 options.speculate,
+                encoder.open() if encoder else None,
             )
             self._search(options, report)
             self._interrupted: Callable[[], bool] = lambda: False
@@ -124,13 +136,18 @@ class TextModel:
         with timeline.span("waiting for the tokenizer"):
             self.prompts = prompts.encoder()
         self.tokenizer = self.prompts.tokenizer
-        self._answers = Answers(self.prompts, self.context_length)
+        if encoder:
+            self.prompts.template.eyes = encoder.eyes
+        whole_pictures = self._runner.max_chunk if pictures and pictures.whole else 0
+        self._answers = Answers(self.prompts, self.context_length, whole_pictures)
         self._embeddings = Embeddings(self.prompts, self.context_length, _pooler(weights))
         self._choices.skip()
         with timeline.span("template"):
             warnings = self._warnings(spec, options)
+            if kernels != options.kernels:
+                warnings += (_GRAPH_FOR_PICTURES,)
         self.ready = Ready(
-            model=_model_info(file, spec, self.prompts.template),
+            model=_model_info(file, spec, self.prompts.template, sees=encoder is not None),
             backend=str(Device.DEFAULT),
             device_name=device_name(str(Device.DEFAULT)),
             context_length=self.context_length,
@@ -364,7 +381,7 @@ def _prefix_store(file: GGUF, layout: str, limit_bytes: int | None) -> PrefixSto
     return PrefixStore(file, layout, limit) if limit and layout else None
 
 
-def _model_info(file: GGUF, spec: ModelSpec, template: ChatTemplate) -> ModelInfo:
+def _model_info(file: GGUF, spec: ModelSpec, template: ChatTemplate, sees: bool) -> ModelInfo:
     return ModelInfo(
         name=spec.name,
         architecture=spec.architecture,
@@ -374,4 +391,5 @@ def _model_info(file: GGUF, spec: ModelSpec, template: ChatTemplate) -> ModelInf
         trained_context=spec.trained_context,
         thinks=template.thinks,
         takes_effort=template.takes_effort,
+        sees=sees,
     )

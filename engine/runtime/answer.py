@@ -15,6 +15,7 @@ from engine.protocol.events import (
     Finished,
     Generate,
     Prefilling,
+    Seeing,
     Slot,
     StopReason,
     Thinking,
@@ -24,21 +25,24 @@ from engine.protocol.events import (
 )
 from engine.runtime.grammar import Constraint, Forced, Grammars
 from engine.runtime.model_runner import Drawing, Want
+from engine.runtime.pictures import Pictures
 from engine.runtime.sampling import Logits, LogProbabilities, Sampler, biased
 
 
 class Answers:
     """Makes the answers of one model."""
 
-    def __init__(self, prompts: PromptEncoder, context_length: int) -> None:
-        self._prompts, self._context_length = prompts, context_length
+    def __init__(self, prompts: PromptEncoder, context_length: int, whole_pictures: int = 0) -> None:
+        """`whole_pictures`: the most tokens of a step, if a picture's have to be in one; else 0."""
+        self._prompts, self._context_length, self._whole = prompts, context_length, whole_pictures
         self._grammars = Grammars(prompts.tokenizer)
 
     def begin(self, request: Generate, report: Callable[[Event], None]) -> Answer:
         """The answer to a request, with no token yet. Raises ContextFullError, TemplateError and UsageError."""
         prompt = self._prompts.encode(request.prompt, request.sampling.effort, self._context_length)
         limit = _reply_limit(len(prompt.ids), request.max_tokens, self._context_length)
-        answer = Answer(request, prompt, self._prompts, limit, report)
+        pictures = Pictures(prompt.pictures, self._whole) if prompt.pictures else None
+        answer = Answer(request, prompt, self._prompts, limit, report, pictures)
         constraint: Constraint | None = None
         if request.grammar:
             thinks = isinstance(request.prompt, Chat) and request.prompt.think
@@ -67,9 +71,11 @@ class Answer:
         prompts: PromptEncoder,
         limit: int,
         report: Callable[[Event], None],
+        pictures: Pictures | None = None,
     ) -> None:
         self.request, self.tokens, self.prompt_n = request, list(prompt.ids), len(prompt.ids)
         self.left, self.cached = limit, 0
+        self.pictures = pictures
         self.draft_n = self.draft_n_accepted = 0
         self.reason: StopReason | None = None if limit else "length"
         self.sampler = Sampler(request.sampling)
@@ -117,6 +123,12 @@ class Answer:
         return ends[:1] + ends[-2:]
 
     @property
+    def checkpoint_ends(self) -> list[int]:
+        """Where a recurrent state is worth keeping: also after the last two pictures, of which more is asked."""
+        ends = self.pictures.ends[-2:] if self.pictures else []
+        return [*ends, *self.turn_ends]
+
+    @property
     def messages_end(self) -> int:
         """Where the messages of the prompt end, in tokens."""
         return max(self.turn_ends, default=self.prompt_n - 1)
@@ -139,6 +151,21 @@ class Answer:
         """Reports that `done` tokens of the prompt are in the KV cache."""
         self._report(
             Prefilling(request_id=self.request.request_id, done=done, total=self.prompt_n, cached=self.cached)
+        )
+
+    def report_picture(self, index: int, done: int, total: int) -> None:
+        """Reports that `done` of `total` parts of the work on a picture are done."""
+        assert self.pictures
+        placed = self.pictures.placed
+        self._report(
+            Seeing(
+                request_id=self.request.request_id,
+                index=index,
+                pictures=len(placed),
+                tokens=len(placed[index].picture.ids),
+                done=done,
+                total=total,
+            )
         )
 
     def add(self, token: int, probabilities: Callable[[int], LogProbabilities]) -> None:

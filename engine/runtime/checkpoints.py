@@ -164,7 +164,7 @@ class Checkpoints:
 
     def end_of_step(self, done: int, end: int, turns: Sequence[int], sequence: int = 0) -> int:
         """Where a prefill step from `done` to `end` should end, so that a checkpoint can be saved where one of `turns`
-        ends (`Answer.turn_ends`): at the first that saves enough tokens, else at `end`."""
+        ends (`Answer.checkpoint_ends`): at the first that saves enough tokens, else at `end`."""
         last = self._last.get(sequence, 0)
         saved = dict.fromkeys(turns, WORTH_A_STEP) | dict.fromkeys(turns[-2:-1], WORTH_AN_EDIT)
         places = (place for place, least in saved.items() if max(done + 1, last + least) <= place < end)

@@ -125,6 +125,10 @@ class Embeddings:
         """A request with `pooling`. Raises ContextFullError, TemplateError and UsageError."""
         most = self._context_length
         prompt = self._prompts.encode(request.prompt, most=most)
+        if prompt.pictures:
+            raise UsageError(
+                "Only texts have embeddings, and this one has pictures.", "Leave the pictures out."
+            )
         if len(prompt.ids) > most:
             raise ContextFullError(
                 f"The text has {len(prompt.ids)} tokens and the context holds {most}.",

@@ -56,7 +56,16 @@ class Job:
         """The step of its last token and of guesses of the next ones."""
         last, draws = len(self.answer.tokens) - 1, self.sampler is not None
         inputs = self.answer.tokens[-1], *guesses
-        return [Slot(sequence, (token,), last + i, draw=draws) for i, token in enumerate(inputs)]
+        pictures = self.answer.pictures
+        return [
+            Slot(sequence, (token,), last + i, draw=draws, pictures=pictures)
+            for i, token in enumerate(inputs)
+        ]
+
+    def slot(self, sequence: int, first: int, end: int) -> Slot:
+        """The step of its prompt's tokens from `first` to `end` - 1."""
+        inputs, answer = tuple(self.stored[first:end]), self.answer
+        return Slot(sequence, inputs, first, answer.want(first, end), pictures=answer.pictures)
 
     @property
     def may_check(self) -> bool:

@@ -34,7 +34,9 @@ def end_of_piece(states: Checkpoints | None, sequence: int, job: Job, done: int,
         end = min(end, job.restore.first)
     if end < len(job.stored) and end - done >= 4 * BLOCK:  # whole blocks can be shared at once
         end = end // BLOCK * BLOCK
-    return states.end_of_step(done, end, job.answer.turn_ends, sequence) if states else end
+    if job.answer.pictures:
+        end = job.answer.pictures.end_of_piece(done, end)
+    return states.end_of_step(done, end, job.answer.checkpoint_ends, sequence) if states else end
 
 
 def keep_state(

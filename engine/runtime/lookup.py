@@ -7,6 +7,7 @@ guess takes as long at 128k tokens as at the start.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import takewhile
 from typing import NamedTuple
 
 KEY_TOKENS = 3
@@ -48,8 +49,13 @@ class Lookup:
         if len(text) < KEY_TOKENS or not (place := self._ends.get(_key(text, len(text)))):
             return NO_GUESS
         period = len(text) - place
-        tokens = tuple(text[place + i % period] for i in range(n))
+        tokens = tuple(takewhile(is_text, (text[place + i % period] for i in range(n))))
         return Guess(tokens, _same_before(text, place))
+
+
+def is_text(token: int) -> bool:
+    """Whether it is no part of a picture."""
+    return token >= 0
 
 
 def _key(text: Sequence[int], end: int) -> int:

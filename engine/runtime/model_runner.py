@@ -19,6 +19,7 @@ from engine.measure.profile import Replay
 from engine.protocol.events import Sampling, Search, Step
 from engine.runtime.checkpoints import StateStore
 from engine.runtime.kv_blocks import BlockStore
+from engine.runtime.pictures import Pictures
 from engine.runtime.sampling import Logits, LogProbabilities
 
 SearchReport = Callable[[int, int, int, Search], None]
@@ -32,13 +33,16 @@ last input, or what embeddings are made of (`ModelRunner.hidden`)."""
 class Slot(NamedTuple):
     """What a step computes of one sequence: `inputs`, token ids, at `position` and the places after it. With `want`
     "last" it is one, else these are 1 to `ModelRunner.max_chunk`. `draw`: the device draws the token that is wanted
-    (`RowSampler`); else it is the most probable one."""
+    (`RowSampler`); else it is the most probable one. `pictures`: those of the sequence, whose embeddings take the place
+    of inputs with negative ids. If a layer's tokens see those after them in a picture, no picture's tokens are in two
+    slots, but for those that were in the cache before."""
 
     sequence: int
     inputs: tuple[int, ...]
     position: int
     want: Want = "last"
     draw: bool = False
+    pictures: Pictures | None = None
 
 
 Ahead = Callable[[], "Sequence[Slot] | None"]

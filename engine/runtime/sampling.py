@@ -76,6 +76,7 @@ class Sampler:
             return logits
         logits = logits.copy()
         last = np.asarray(previous[-s.repeat_last_n :], np.int64)
+        last = last[last >= 0]  # not of pictures
         recent, counts = np.unique(last, return_counts=True)
         x = logits[recent]
         x = np.where(x > 0, x / s.repeat_penalty, x * s.repeat_penalty)

@@ -39,14 +39,17 @@ from engine.runtime.known_tokens import end_of_piece, find_known, keep_state
 from engine.runtime.kv_blocks import BLOCK, KVBlocks, PoolFullError
 from engine.runtime.model_runner import Ahead, ModelRunner, Slot
 from engine.runtime.pace import Pace
+from engine.runtime.pictures import PictureEncoder
 from engine.runtime.prefix_keeper import PrefixKeeper
 from engine.runtime.prefix_store import PrefixStore
 from engine.runtime.sampling import Logits
+from engine.runtime.sight import Sight
 from engine.runtime.speculation import Check, Speculation
 
 REPORT_S = 0.25
 PATIENCE = 4
 """A prompt of n tokens lets shorter ones pass until so many times n tokens of them are read."""
+_FULL = "The KV cache has no room for more of this conversation."
 TOGETHER_S = 0.05
 """Prompts that come within this time come together, also if the first of them has its first token by then."""
 
@@ -61,13 +64,15 @@ class Scheduler:
         store: PrefixStore | None = None,
         token_gap: float = TOKEN_GAP,
         speculate: Speculate = "auto",
+        encoder: PictureEncoder | None = None,
     ) -> None:
         """`report` gets what is at work, a few times a second. `store`: where long conversations are kept. `token_gap`
-        and `speculate`: see `engine.protocol.events.EngineOptions`."""
+        and `speculate`: see `engine.protocol.events.EngineOptions`. Without an `encoder` no prompt has pictures."""
         self._runner, self._report = runner, report
         self.blocks = KVBlocks(runner)
         self._states = Checkpoints(runner) if runner.state_slots else None
         self._keeper = PrefixKeeper(runner, self.blocks, store, self._states) if store else None
+        self._sight = Sight(encoder)
         self._slots: list[Job | None] = [None] * runner.parallel
         self._waiting: dict[str, collections.deque[Job]] = {}
         self._served: dict[str, int] = {}  # when each client that has requests got its last slot
@@ -190,8 +195,7 @@ class Scheduler:
         """Ends those whose last pieces are computed."""
         for job, sequence in [(piece.job, piece.slot.sequence) for piece in pieces if piece.is_last]:
             if isinstance(job.answer, Embedding) and job.answer.end():
-                self._leave(sequence)
-                job.end(job.answer.finished())
+                self._leave(sequence).end(job.answer.finished())
             elif isinstance(job.answer, Embedding):
                 self._clear(sequence, job)
 
@@ -207,8 +211,7 @@ class Scheduler:
         for sequence, job in self._live():
             if job.cancelled():
                 job.answer.cancel()
-                self._leave(sequence)
-                job.end(job.answer.finished())
+                self._leave(sequence).end(job.answer.finished())
         for client, queue in list(self._waiting.items()):
             for job in [job for job in queue if job.cancelled()]:
                 queue.remove(job)
@@ -277,17 +280,15 @@ class Scheduler:
 
     def _reserve(self, sequence: int, n: int) -> bool:
         """Makes room for n more tokens; the latest requests give theirs up. False if this was one of them."""
-        while (job := self._slots[sequence]) is not None:
+        while self._slots[sequence]:
             try:
                 self.blocks.reserve(sequence, n)
                 return True
             except PoolFullError:
-                latest = max((other.number, i) for i, other in self._live())[1]
                 if sum(1 for _ in self._live()) > 1:
-                    self._pause(latest)
+                    self._pause(max((other.number, i) for i, other in self._live())[1])
                 else:
-                    self._leave(sequence)
-                    job.end(ContextFullError("The KV cache has no room for more of this conversation."))
+                    self._leave(sequence).end(ContextFullError(_FULL))
         return False
 
     # --- steps -------------------------------------------------------------------------------------------
@@ -324,16 +325,18 @@ class Scheduler:
         is there already, or if one of the `others` computes the same."""
         answer, wanted = job.answer, job.stored
         done = find_known(self.blocks, self._states, sequence, job)
+        end = end_of_piece(self._states, sequence, job, done, room)
+        if not self._try(sequence, lambda: self._sight.sees(job.answer, done, end)):
+            return None
         if not job.was_paused:
             answer.report_prefill(done)
         if self._is_prefilled(sequence, job):
             self._begin_reply(sequence, job)
         if any(other.shares_block(wanted, done) for other in others):
             return None
-        end = end_of_piece(self._states, sequence, job, done, room)
-        if done == end:
+        if done == end or (end - done > room and others):  # the next step has room for a whole picture
             return None
-        piece = Piece(job, Slot(sequence, tuple(wanted[done:end]), done, answer.want(done, end)))
+        piece = Piece(job, job.slot(sequence, done, end))
         if piece.is_last:
             self._begin_reply(sequence, job)
         return piece if self._reserve(sequence, end - done + piece.is_last) else None
@@ -350,16 +353,20 @@ class Scheduler:
             end = position + len(inputs)
             self.blocks.commit(sequence, inputs)
             if self._states:
-                is_end = end in (*job.answer.turn_ends, job.answer.stored_n)
+                is_end = end in (*job.answer.checkpoint_ends, job.answer.stored_n)
                 self._states.save(job.stored[:end], is_end, sequence)
             self._n_read += len(inputs)
 
     def _begin_reply(self, sequence: int, job: Job) -> None:
+        self._try(sequence, lambda: job.begin_reply(sequence, self._runner.sampler))
+
+    def _try(self, sequence: int, do: Callable[[], bool | None]) -> bool:
+        """False if it gives False, or fails: the error, of a grammar for example, ends the job."""
         try:
-            job.begin_reply(sequence, self._runner.sampler)
-        except Exception as error:  # of its grammar, for example
-            self._leave(sequence)
-            job.end(error)
+            return do() is not False
+        except Exception as error:
+            self._leave(sequence).end(error)
+            return False
 
     def _begin(self, sequence: int, job: Job) -> None:
         """Its first piece since it has its slot."""
@@ -420,16 +427,9 @@ class Scheduler:
         if self._states and self._states.is_due(sequence):
             passed = [*job.answer.tokens, chosen][: self._states.position(sequence)]
             self._states.save(passed, sequence=sequence)
-        try:
-            job.take(sequence, chosen, logits)
-        except Exception as error:  # of its grammar, for example
-            self._leave(sequence)
-            job.end(error)
-            return False
-        if job.answer.reason:
-            self._leave(sequence)
-            job.end(job.answer.finished())
-        return job.answer.reason is None
+        if self._try(sequence, lambda: job.take(sequence, chosen, logits)) and job.answer.reason:
+            self._leave(sequence).end(job.answer.finished())
+        return self._slots[sequence] is job
 
     def _clear(self, sequence: int, job: Job) -> None:
         """After a step whose logits are no finite numbers. An earlier conversation may have left such keys and values

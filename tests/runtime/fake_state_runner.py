@@ -60,7 +60,7 @@ class FakeStateRunner:
         return self.chunk_sizes
 
     def run(self, slots, ahead=None):
-        [(_, inputs, position, want, _)] = slots
+        [(_, inputs, position, want, *_)] = slots
         assert 0 < len(inputs) <= self.max_chunk
         if want == "none":
             self.prefilled.append(len(inputs))

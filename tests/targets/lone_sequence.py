@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 from engine.runtime.kv_blocks import KVBlocks
 from engine.runtime.model_runner import ModelRunner, Slot
+from engine.runtime.pictures import Pictures
 from engine.runtime.sampling import Logits
 
 
@@ -13,15 +14,18 @@ class LoneSequence:
     def __init__(self, runner: ModelRunner) -> None:
         self.runner, self.blocks = runner, KVBlocks(runner)
 
-    def prefill(self, tokens: Sequence[int], position: int) -> None:
-        """Stores tokens, in pieces of at most `max_chunk`."""
-        for first in range(0, len(tokens), self.runner.max_chunk):
-            piece = tuple(tokens[first : first + self.runner.max_chunk])
-            self._run(Slot(0, piece, position + first, "none"))
+    def prefill(self, tokens: Sequence[int], position: int, pictures: Pictures | None = None) -> None:
+        """Stores tokens, in pieces of at most `max_chunk`. `pictures`: those of all tokens from 0 on."""
+        first = 0
+        while first < len(tokens):
+            end = min(first + self.runner.max_chunk, len(tokens))
+            end = pictures.end_of_piece(first, end) if pictures else end
+            self._run(Slot(0, tuple(tokens[first:end]), position + first, "none", pictures=pictures))
+            first = end
 
-    def decode(self, token: int, position: int) -> int:
+    def decode(self, token: int, position: int, pictures: Pictures | None = None) -> int:
         """The most probable token after it."""
-        [best] = self._run(Slot(0, (token,), position))
+        [best] = self._run(Slot(0, (token,), position, pictures=pictures))
         return best
 
     def logits(self) -> Logits:

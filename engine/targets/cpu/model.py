@@ -13,6 +13,7 @@ from engine.description.spec import Sublayer
 from engine.formats.kv_format import KVFormat
 from engine.loading.weights import Weights
 from engine.measure.kernel_roles import BufferUse
+from engine.runtime.pictures import PictureRoom
 from engine.targets.buffer_uses import BufferUses
 from engine.targets.cpu.cache import CPUCache
 from engine.targets.cpu.handlers import HANDLERS
@@ -49,17 +50,19 @@ class CPUModel(StepBuffers):
         parallel: int = 1,
         kv: KVFormat = KVFormat.F16,
         rows: int = 1,
+        pictures: PictureRoom | None = None,
     ) -> None:
         """`kv`: the format of the cache. `rows`: of the largest decode step, if not of all sequences. Raises
         ModelFileError."""
         spec = weights.spec
-        self.cache = CPUCache(spec, context, max_chunk(lanes), lanes, parallel, kv)
+        chunk = max_chunk(lanes, pictures.whole if pictures else 0)
+        self.cache = CPUCache(spec, context, chunk, lanes, parallel, kv)
         self.states = CPUStates(parallel)
         loader = CPUWeights(weights, pool, lanes, keep_packed)
         # The largest matrices first, because repacking needs memory for both forms.
         self.embedding = loader.matrix(spec.embedding)
         self.head = self.embedding if spec.is_tied else loader.matrix(spec.head)
-        loading = Loading(loader, spec, lanes, self.cache, self.states)
+        loading = Loading(loader, spec, lanes, self.cache, self.states, pictures)
         self.layers, self._choices = (
             [_layer(sublayer, loading) for sublayer in spec.sublayers],
             loading.choices,
@@ -67,7 +70,7 @@ class CPUModel(StepBuffers):
         self.output_norm = loader.vector(spec.output_norm)
         self.layer_tables = loader.layer_tables(spec)
         loader.finish()
-        super().__init__(spec, context, self.cache.positions, pool, loader, lanes)
+        super().__init__(spec, context, self.cache.positions, pool, loader, lanes, pictures)
         rows = max(rows, self.max_rows(parallel))
         self.logits = memory.zeros(rows * self.head.layout.groups(spec.vocab) * lanes, dtypes.float32)
 

@@ -18,6 +18,7 @@ from engine.measure.profile import Replay
 from engine.measure.timeline import timeline
 from engine.protocol.events import Step
 from engine.runtime.model_runner import Ahead, SearchReport, Slot, varied_tokens
+from engine.runtime.pictures import PictureRoom, positions_of
 from engine.runtime.prefix_store import export_layout
 from engine.runtime.sampling import Logits
 from engine.targets.cpu.kernels import memory
@@ -48,15 +49,18 @@ class CPURunner:
         parallel: int = 1,
         keep_packed: bool = False,
         kv: KVFormat = KVFormat.F16,
+        pictures: PictureRoom | None = None,
     ) -> None:
         """`keep_packed`: reads packed weights from the cache on disk, or writes them there (`packed_weights_cache`).
-        `kv`: the format of the KV cache. Raises ModelFileError."""
+        `kv`: the format of the KV cache. `pictures`: if prompts may have some. Raises ModelFileError."""
         self.parallel, self._context, self._vocab = parallel, context_length, weights.spec.vocab
         with timeline.span("threads"):
             self._lanes, pool = register_lanes(), default_pool()
         with timeline.span("weights"):
             most = max((n for n in CHECK_ROWS if n <= self._lanes), default=1)
-            model = CPUModel(weights, context_length, pool, self._lanes, keep_packed, parallel, kv, most)
+            model = CPUModel(
+                weights, context_length, pool, self._lanes, keep_packed, parallel, kv, most, pictures
+            )
         self._model, self._cache, self.max_chunk = model, model.cache, model.max_chunk
         self.kv_groups, self.assign, self.copy_block = (
             self._cache.groups,
@@ -184,6 +188,8 @@ class CPURunner:
                 self._tokens[piece], self._positions[piece] = slot.inputs, range(position, position + n)
                 self._sequences[piece] = slot.sequence
             self._model.states.begin(position, n, slot.sequence)
+            if self._model.of_pictures:
+                self._set_pictures(slot, done)
             done += n
         tiles = ceil(done / tile)
         self._state[TILES], self._state[TOKENS] = tiles, done
@@ -191,3 +197,21 @@ class CPURunner:
             filled = slice(done, tiles * tile)
             self._tokens[filled] = self._positions[filled] = 0
             self._sequences[filled] = self.parallel  # of none
+
+    def _set_pictures(self, slot: Slot, first: int) -> None:
+        """Says of the slot's tokens, which are those from `first` on in the step, what pictures change."""
+        model, pictures, (position, n) = self._model, slot.pictures, (slot.position, len(slot.inputs))
+        tokens = slice(first, first + n)
+        if slot.want != "last":
+            seen = memory.view(model.seen)
+            seen[:] = np.arange(position + 1, position + len(seen) + 1)
+            if pictures:
+                seen[:n] = pictures.seen(position, n)
+                if (embeddings := pictures.embeddings(position, n)) is not None:
+                    memory.view(model.of_pictures[0]).reshape(-1, model.spec.dim)[:n] = embeddings
+        for i, tables in model.turned.items():
+            rope = model.spec.ropes[i]
+            places = positions_of(pictures, position, n)
+            for table, rows in zip(tables, model.ropes[i], strict=True):
+                out = memory.view(rows).reshape(-1, rope.pairs)
+                out[tokens] = table[places[rope.turned_by].T, np.arange(rope.pairs)]

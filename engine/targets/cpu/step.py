@@ -22,13 +22,15 @@ def step_kernels(model: CPUModel, tile: int, rows: int = 0, whole: bool = False)
     """The kernels of a step. With `rows`, decode of as many tokens at most, each of another sequence, with logits; else
     prefill of as many tiles of tokens as the state says, of the `whole` model or of what later tokens need."""
     spec, embedding, step = model.spec, model.embedding, StepBuilder(model, tile, rows)
+    of_pictures = [] if rows else model.of_pictures
     step.add(
-        embed(embedding.layout, tile, spec.embedding_scale),
+        embed(embedding.layout, tile, spec.embedding_scale, bool(of_pictures)),
         step.x,
         model.sizes(embedding.rows, embedding.cols // embedding.layout.block),
         *step.state,
         model.tokens,
         embedding.stream,
+        *of_pictures,
     )
     _embed_layers(model, step)
     step.sequence.output(step.x)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import numpy as np
+from numpy.typing import NDArray
 from tinygrad import Tensor, dtypes
 from tinygrad.dtype import DType
 
 from engine.description.spec import ModelSpec
 from engine.measure.kernel_roles import BufferUse
+from engine.runtime.pictures import PictureRoom
 from engine.targets.buffer_uses import BufferUses
 from engine.targets.cpu.kernels import memory
 from engine.targets.cpu.kernels.attention import mask
@@ -21,16 +24,31 @@ class StepBuffers:
     position, of which there are `positions`."""
 
     def __init__(
-        self, spec: ModelSpec, context: int, positions: int, pool: ThreadPool, weights: CPUWeights, lanes: int
+        self,
+        spec: ModelSpec,
+        context: int,
+        positions: int,
+        pool: ThreadPool,
+        weights: CPUWeights,
+        lanes: int,
+        pictures: PictureRoom | None,
     ) -> None:
         self.spec, self.pool, self.lanes, self.sizes = spec, pool, lanes, weights.sizes
-        self.positions, self.max_chunk = positions, max_chunk(lanes)
+        self.positions, self.max_chunk = positions, max_chunk(lanes, pictures.whole if pictures else 0)
         sizes = SIZE, 2 * self.max_chunk, self.max_chunk
         self.state, self.places, self.tokens = (memory.zeros(n, dtypes.int32) for n in sizes)
+        tables = [rope.tables(positions, context) for rope in spec.ropes]
+        # Where positions are three, kernels read tables of the step's tokens, which are made of those by position.
+        self.turned = {i: tables[i] for i, rope in enumerate(spec.ropes) if pictures and rope.sections}
         self.ropes = [
-            [memory.array(table, dtypes.float32) for table in rope.tables(positions, context)]
-            for rope in spec.ropes
+            [
+                memory.array(_rows(table, self.max_chunk) if i in self.turned else table, dtypes.float32)
+                for table in both
+            ]
+            for i, both in enumerate(tables)
         ]
+        self.seen = memory.zeros(self.max_chunk, dtypes.int32)
+        self.of_pictures = [memory.zeros(self.max_chunk * spec.dim, dtypes.float32)] if pictures else []
         factors = [spec.temperature.factors(positions)] if spec.temperature else []
         self.temperatures = [memory.array(of, dtypes.float32) for of in factors]
         self.mask = memory.array(mask(lanes), dtypes.float32)
@@ -48,8 +66,14 @@ class StepBuffers:
     def add_uses(self, uses: BufferUses) -> None:
         tables = *(t for tables in self.ropes for t in tables), *self.temperatures
         uses.add(BufferUse("attention", "token", self.positions), *tables)
-        uses.add(BufferUse("attention", "token", self.max_chunk), self.places)
+        uses.add(BufferUse("attention", "token", self.max_chunk), self.places, self.seen)
+        uses.add(BufferUse("embedding", "token", self.max_chunk), *self.of_pictures)
         # A kernel touches only as much of these two as its product, or the context, is long.
         uses.add(BufferUse("norm", "token", self.zeros.numel()), self.zeros)
         scores = [buffer for (name, *_), buffer in self._scratch.items() if name == "scores"]
         uses.add(BufferUse("attention", "context", self.positions), *scores)
+
+
+def _rows(table: NDArray[np.float32], n: int) -> NDArray[np.float32]:
+    """Zeros for `n` rows of such a table."""
+    return np.zeros((n, table.shape[1]), np.float32)

@@ -34,6 +34,15 @@ class Step(NamedTuple):
     tail: UOp | int = 0
     tail_rows: UOp | int = 0
     tail_place: UOp | int = 0
+    of_pictures: Tensor | None = None
+    """What negative tokens have in place of embeddings, float32 (n, dim), if prompts may have pictures."""
+    cos: Tensor | None = None
+    """Of rotary embeddings with three positions, cosines and sines of the tokens, float32 (n, pairs) each."""
+    sin: Tensor | None = None
+    seen: Tensor | None = None
+    """In steps that may have a whole picture, how many tokens each token sees, int32 (n,), and which of the step's
+    tokens lies at each place of the cache, int32 (places,), -1 for none: so they lie in any number of blocks."""
+    owners: Tensor | None = None
 
 
 class StepInputs:
@@ -41,6 +50,7 @@ class StepInputs:
     lie in `blocks`."""
 
     def __init__(self, sequences: int, length: int, blocks: int) -> None:
+        self._n_places = blocks * BLOCK
         self._tables = np.zeros((sequences, ceil(length / BLOCK)), np.int32)
         self._places: dict[int, Tensor] = {}
         self._position = UOp.variable("position", 0, length - 1)
@@ -60,7 +70,7 @@ class StepInputs:
         self._places.pop(sequence, None)
 
     def step(self, tokens: Sequence[int], rows: Tensor, sequence: int, position: int, used: int) -> Step:
-        """A step of these tokens, one or BLOCK, of which the first `used` count. `rows`: see `Step`."""
+        """A step of these tokens, of which the first `used` count. `rows`: see `Step`."""
         n = len(tokens)
         if sequence not in self._places:
             places = self._tables[sequence][:, None] * BLOCK + np.arange(BLOCK, dtype=np.int32)
@@ -75,6 +85,10 @@ class StepInputs:
         )
         if n == 1:
             return step
+        if n > BLOCK:
+            owners = np.full(self._n_places, -1, np.int32)
+            owners[[self._place_of(sequence, position + i) for i in range(used)]] = range(used)
+            return step._replace(owners=Tensor(owners).realize())
         head = min(used, BLOCK - position % BLOCK)
         tail = min(head, used - 1)
         return step._replace(

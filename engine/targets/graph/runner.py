@@ -21,6 +21,7 @@ from engine.protocol.events import Step as StepKind
 from engine.runtime.checkpoints import checkpoint_slots
 from engine.runtime.kv_blocks import BLOCK, KVGroup, blocks_of_one
 from engine.runtime.model_runner import Ahead, SearchReport, Slot, varied_tokens
+from engine.runtime.pictures import PictureRoom, positions_of
 from engine.runtime.sampling import Logits
 from engine.targets.graph.delta_net import StateCopies
 from engine.targets.graph.inputs import Step, StepInputs
@@ -42,20 +43,34 @@ class GraphRunner:
     export_layout = ""
 
     def __init__(
-        self, weights: Weights, context_length: int, parallel: int = 1, kv: KVFormat = KVFormat.F16
+        self,
+        weights: Weights,
+        context_length: int,
+        parallel: int = 1,
+        kv: KVFormat = KVFormat.F16,
+        pictures: PictureRoom | None = None,
     ) -> None:
+        """`pictures`: if prompts may have some. Raises ModelFileError."""
         matvec_heuristic.apply()
         fused_gathers.apply()
         search_trials.apply()
-        spec, self.parallel = weights.spec, parallel
+        spec, self.parallel, self._has_pictures = weights.spec, parallel, pictures is not None
+        if pictures and pictures.whole:
+            self.max_chunk = -(-pictures.whole // BLOCK) * BLOCK
+            self.chunk_sizes = BLOCK, self.max_chunk
+        self._turned = next((rope for rope in spec.ropes if pictures and rope.sections), None)
         blocks = _n_blocks(spec, context_length, parallel, kv)
         self.kv_groups: tuple[KVGroup, ...] = (KVGroup(None, blocks),)
         length = context_length + self.max_chunk  # with what fills a step
+        self._turns = self._turned.tables(length, context_length) if self._turned else ()
         self._transformer = Transformer(weights, length, context_length, parallel, blocks, kv)
         self._inputs = StepInputs(parallel, length, blocks)
-        self._prefill, self._decode = TinyJit(self._prefill_step), TinyJit(self._decode_step)
-        self._whole, self._copy = TinyJit(self._whole_step), TinyJit(self._transformer.copy_block)
-        for jit in (self._prefill, self._decode, self._whole, self._copy):
+        self._prefill, self._whole = (
+            {size: TinyJit(step) for size in self.chunk_sizes}
+            for step in (self._prefill_step, self._whole_step)
+        )
+        self._decode, self._copy = TinyJit(self._decode_step), TinyJit(self._transformer.copy_block)
+        for jit in (*self._prefill.values(), *self._whole.values(), self._decode, self._copy):
             jit.cnt = 1  # capture at the first call, not at the second
         self._source, self._target = (UOp.variable(name, 0, blocks - 1) for name in ("source", "target"))
         self._logits: list[Tensor] = []
@@ -85,9 +100,11 @@ class GraphRunner:
             if slot.position == 0:
                 self._states.clear(slot.sequence)
             if slot.want == "none":
-                self._prefill(*self._step(slot, self.max_chunk))
+                size = self._size_of(slot)
+                self._prefill[size](*self._step(slot, size))
             elif slot.want == "hidden":
-                self._hidden.append(self._whole(*self._step(slot, self.max_chunk)).numpy()[:n])
+                size = self._size_of(slot)
+                self._hidden.append(self._whole[size](*self._step(slot, size)).numpy()[:n])
             else:
                 if self._logits:  # the step overwrites those of the last one
                     self._logits[-1] = self._logits[-1].clone().realize()
@@ -103,10 +120,34 @@ class GraphRunner:
     def piece_sizes(self, rows: int) -> tuple[int, ...]:
         return self.chunk_sizes
 
+    def _size_of(self, slot: Slot) -> int:
+        """The size of the step for a piece of a prompt."""
+        return next(size for size in self.chunk_sizes if len(slot.inputs) <= size)
+
     def _step(self, slot: Slot, size: int) -> Step:
         padded = [*slot.inputs, *[0] * (size - len(slot.inputs))]
-        rows = self._transformer.rows_of(padded)
-        return self._inputs.step(padded, rows, slot.sequence, slot.position, len(slot.inputs))
+        rows = self._transformer.rows_of([max(token, 0) for token in padded])
+        step = self._inputs.step(padded, rows, slot.sequence, slot.position, len(slot.inputs))
+        return self._with_pictures(step, slot, size) if self._has_pictures else step
+
+    def _with_pictures(self, step: Step, slot: Slot, size: int) -> Step:
+        position, pictures = slot.position, slot.pictures
+        if self._turned:
+            places = positions_of(pictures, position, size)
+            by_pair = places[self._turned.turned_by].T, np.arange(self._turned.pairs)
+            cos, sin = (Tensor(table[by_pair]).realize() for table in self._turns)
+            step = step._replace(cos=cos, sin=sin)
+        if size == 1:
+            return step
+        n = len(slot.inputs)
+        of_pictures = np.zeros((size, self._transformer.spec.dim), np.float32)
+        seen = np.arange(position + 1, position + size + 1, dtype=np.int32)
+        if pictures:
+            seen[:n] = pictures.seen(position, n)
+            if (embeddings := pictures.embeddings(position, n)) is not None:
+                of_pictures[:n] = embeddings
+        step = step._replace(of_pictures=Tensor(of_pictures).realize())
+        return step._replace(seen=Tensor(seen).realize()) if size > BLOCK else step
 
     def _prefill_step(self, *inputs: Tensor | UOp | int) -> None:
         self._transformer.store(Step(*inputs)).realize()
@@ -141,7 +182,7 @@ class GraphRunner:
         return []  # not counted
 
     def replay(self, step: StepKind, position: int) -> Replay:
-        jit, n = (self._decode, 1) if step == "decode" else (self._prefill, self.max_chunk)
+        jit, n = (self._decode, 1) if step == "decode" else (self._prefill[self.max_chunk], self.max_chunk)
         inputs = self._step(Slot(0, tuple(varied_tokens(n, self._transformer.spec.vocab)), position), n)
         return Replay(
             calls=[kernel for call in jit.captured.linear.src for kernel in _kernels(call)],
@@ -149,7 +190,7 @@ class GraphRunner:
             tokens=n,
             run=lambda: jit(*inputs),
             variables={u.unbind()[0].expr: u.unbind()[1] for u in inputs if isinstance(u, UOp)},
-            inputs=tuple(t.uop.base for t in (inputs.tokens, inputs.rows, inputs.places)),
+            inputs=tuple(t.uop.base for t in inputs if isinstance(t, Tensor)),
         )
 
     def search(self, width: int, seconds: float, report: SearchReport, again: bool = False) -> None:

@@ -49,12 +49,12 @@ def gated(gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
 
 @dataclass
 class _Run:
-    """What the sublayers of a step share. `masks`: by window. `of_layers`: what the tokens give each layer. `caches`
-    and `states` are those of the sublayers to come, and `read` is the cache that each attention so far has read.
-    `stored`: the cache that was stored to last."""
+    """What the sublayers of a step share. `masks`: by window and by whether pictures are seen. `of_layers`: what the
+    tokens give each layer. `caches` and `states` are those of the sublayers to come, and `read` is the cache that each
+    attention so far has read. `stored`: the cache that was stored to last."""
 
     step: Step
-    masks: dict[int, Tensor | None]
+    masks: dict[tuple[int, bool], Tensor | None]
     of_layers: list[Tensor]
     caches: Iterator[Tensor]
     states: Iterator[DeltaState]
@@ -97,6 +97,7 @@ class Transformer:
             for a, width in zip(spec.caching, widths, strict=True)
         ]
         Tensor.realize(*self._caches)
+        self._numbers = Tensor(np.arange(length, dtype=np.int32)).realize()
         self.states = [DeltaState.zeros(operator, sequences) for operator in spec.deltas]
 
     def rows_of(self, tokens: Sequence[int]) -> Tensor:
@@ -106,11 +107,14 @@ class Transformer:
 
     def embedded(self, step: Step) -> Tensor:
         """The embeddings of a step's tokens, float32 (n, dim)."""
-        x, scale = (
-            self._matrices[self.spec.embedding].take(step.tokens).contiguous(),
-            self.spec.embedding_scale,
-        )
-        return x if scale == 1 else x * scale
+        tokens, scale = step.tokens, self.spec.embedding_scale
+        if step.of_pictures is not None:
+            tokens = tokens.maximum(0)
+        x = self._matrices[self.spec.embedding].take(tokens).contiguous()
+        x = x if scale == 1 else x * scale
+        if step.of_pictures is not None:
+            x = (step.tokens < 0).unsqueeze(-1).where(step.of_pictures, x)
+        return x
 
     def __call__(self, step: Step) -> Tensor:
         """Runs a step. Stores its keys and values in the cache and returns the normed output of the last sublayer,
@@ -185,7 +189,10 @@ class Transformer:
         x, n = self.embedded(step), cast(int, step.tokens.shape[0])
         run = _Run(
             step,
-            {window: _mask(n, step.position, window) for window in {a.window for a in spec.attention}},
+            {
+                kind: _mask(n, step.position, kind[0], self._seen(step) if kind[1] else None)
+                for kind in {(a.window, a.sees_pictures) for a in spec.attention}
+            },
             self._layer_embeddings(x, step.rows) if spec.layer_embeddings else [],
             iter(self._caches),
             iter(self.states),
@@ -313,10 +320,19 @@ class Transformer:
         heads = x.reshape(n, n_heads, -1).transpose(0, 1)
         return self._norm(heads, norm) if norm and norm.size != width else heads
 
-    def _rotated(self, x: Tensor, rope: int, position: UOp) -> Tensor:
+    def _seen(self, step: Step) -> Tensor | None:
+        """Where the tokens of a step see no token, (n, position + n); None if each sees those up to its own."""
+        if step.seen is None:
+            return None
+        n = cast(int, step.tokens.shape[0])
+        return self._numbers[: step.position + n].unsqueeze(0) >= step.seen.unsqueeze(1)
+
+    def _rotated(self, x: Tensor, rope: int, step: Step) -> Tensor:
         """Rotary position embedding of x (heads, n, head_dim): rotates element i with element i + head_dim / 2."""
-        n = x.shape[1]
+        n, position = x.shape[1], step.position
         cos, sin = (table[position : position + n].unsqueeze(0) for table in self._ropes[rope])
+        if step.cos is not None and step.sin is not None and self.spec.ropes[rope].sections:
+            cos, sin = step.cos.unsqueeze(0), step.sin.unsqueeze(0)
         a, b = x.chunk(2, dim=-1)
         return (a * cos - b * sin).cat(b * cos + a * sin, dim=-1)
 
@@ -324,14 +340,14 @@ class Transformer:
         """The output projection of attention over x (n, dim), which is normed. New keys and values are stored in the
         layer's cache. The mask, if any, is added to the scores: (n, position + n)."""
         run.read.append(next(run.caches) if a.cache_of is None else run.read[a.cache_of])
-        kv, mask, step = run.read[-1], run.masks[a.window], run.step
+        kv, mask, step = run.read[-1], run.masks[a.window, a.sees_pictures], run.step
         n, position = cast(int, x.shape[0]), step.position
-        q = self._rotated(self._heads(self._product(a.q, x, a.q_bias), a.heads, a.q_norm), a.rope, position)
+        q = self._rotated(self._heads(self._product(a.q, x, a.q_bias), a.heads, a.q_norm), a.rope, step)
         if self._temperatures is not None:
             q = q * self._temperatures[position : position + n].reshape(1, n, 1)
         if a.k:
             projected = self._product(a.k, x, a.k_bias)
-            k = self._rotated(self._heads(projected, a.kv_heads, a.k_norm), a.rope, position)
+            k = self._rotated(self._heads(projected, a.kv_heads, a.k_norm), a.rope, step)
             v = self._heads(self._product(a.v, x, a.v_bias) if a.v else projected, a.kv_heads, None)
             if a.has_normed_values:
                 v = _normed(v, self.spec.eps)
@@ -381,6 +397,10 @@ def _normed(x: Tensor, eps: float) -> Tensor:
 
 def _stored(cache: Tensor, new: Tensor, step: Step) -> Tensor:
     """The cache with the keys and values (2, kv_heads, n, width) of a step."""
+    if step.owners is not None:
+        new = new.contiguous()[:, :, step.owners.maximum(0)]
+        whole = (step.owners >= 0).reshape(1, 1, -1, 1).where(new, cache)
+        return Tensor(cache.uop.after(cache.uop.store(whole.uop)))
     stores = [cache[:, :, step.place : step.place + step.head].uop.store(new[:, :, : step.head].uop)]
     if new.shape[2] != 1:
         tail = new[:, :, step.tail : step.tail + step.tail_rows]
@@ -418,10 +438,13 @@ def _load_matrix(weights: Weights, weight: Weight) -> QuantizedMatrix:
     return matrix
 
 
-def _mask(n: int, position: UOp, window: int) -> Tensor | None:
-    """-inf where a query of n, the first at `position`, does not see a key: (n, position + n). None if all see all."""
+def _mask(n: int, position: UOp, window: int, unseen: Tensor | None = None) -> Tensor | None:
+    """-inf where a query of n, the first at `position`, does not see a key: (n, position + n). None if all see all.
+    `unseen`: where queries see no key if it is not those after their own."""
     if n == 1 and not window:
         return None
     hidden = Tensor.full((n, position + n), float("-inf"))
     mask = hidden.triu(position + 1)  # causal
+    if unseen is not None:
+        mask = unseen.where(hidden, 0.0)
     return mask + hidden.tril(position - window) if window else mask

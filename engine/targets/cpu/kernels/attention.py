@@ -49,17 +49,24 @@ def n_parts(heads: HeadLanes, threads: int, tile: int, rows: int = 0) -> int:
     return min(heads.query // task_heads * (tile // tokens), 4 * threads)
 
 
-def max_blocks(heads: HeadLanes, tokens: int) -> int:
+def max_blocks(heads: HeadLanes, tokens: int, rows: int = 0) -> int:
     """The largest number of blocks of `lanes` tokens that a task with `tokens` tokens reads."""
     if not heads.window:
         return heads.table * heads.block // heads.lanes
-    return (heads.window + tokens - 2) // heads.lanes + 2
+    ahead = 0 if rows else heads.ahead
+    return (heads.window + ahead + tokens - 2) // heads.lanes + 2
 
 
 def scratch_size(heads: HeadLanes, threads: int, tile: int, rows: int = 0) -> int:
     """Elements of the scratch buffer."""
     task_heads, tokens = task_shape(heads, threads, tile, rows)
-    return n_parts(heads, threads, tile, rows) * task_heads * tokens * max_blocks(heads, tokens) * heads.lanes
+    return (
+        n_parts(heads, threads, tile, rows)
+        * task_heads
+        * tokens
+        * max_blocks(heads, tokens, rows)
+        * heads.lanes
+    )
 
 
 def mask(lanes: int) -> NDArray[np.float32]:
@@ -73,11 +80,13 @@ def mask(lanes: int) -> NDArray[np.float32]:
 def attention(heads: HeadLanes, threads: int, tile: int, rows: int = 0) -> KernelFunction:
     """Buffers: out, float32 (tokens, query * dim); scratch, float32 (`scratch_size`,); the layer's cache
     (`HeadLanes.cached`); the tables of the sequences, int32 (sequences, heads.table); the state, unless there are
-    `rows`; the tokens' places; the queries of `rope.rotate`; `mask`; the sinks, float32 (query,), if there are any."""
+    `rows`; the tokens' places; the queries of `rope.rotate`; `mask`; the sinks, float32 (query,), if there are any; how
+    many tokens each token sees, int32 (tokens,), if `heads` look ahead, unless there are `rows`."""
     h, lanes = heads, heads.lanes
     task_heads, tokens = task_shape(heads, threads, tile, rows)
     n = task_heads * tokens
-    task_blocks = max_blocks(heads, tokens)
+    task_blocks = max_blocks(heads, tokens, rows)
+    looks_ahead = heads.ahead > 0 and not rows
     vectors = h.dim // lanes
     at_once = max(d for d in range(1, vectors + 1) if vectors % d == 0 and (d == 1 or d * n <= _MAX_SUMS))
     if h.is_quantized:  # whole blocks of elements with a scale, or a part of one
@@ -89,7 +98,9 @@ def attention(heads: HeadLanes, threads: int, tile: int, rows: int = 0) -> Kerne
         out, scores, keys, values, *rest = buffers
         key_scales, value_scales = (rest.pop(0) if h.is_quantized else None for _ in range(2))
         tables, state = rest.pop(0), None if rows else rest.pop(0)
-        places, queries, score_mask, *sinks = rest
+        places, queries, score_mask, *rest = rest
+        seen_by = rest.pop() if looks_ahead else None
+        sinks = rest
         assert len(sinks) == h.sinks
         k = KernelBuilder(lanes)
         k.scratch(scores)
@@ -145,10 +156,13 @@ def attention(heads: HeadLanes, threads: int, tile: int, rows: int = 0) -> Kerne
                             k.store(s, 0, k.vector(s, 0) + key * k.load(queries, query_at[q] + d))
                 for q, s in enumerate(sums):
                     # a query attends to the tokens up to its own
-                    seen = seen_from + q // task_heads + 1 - first_token
+                    own = seen_from + q // task_heads + 1 - first_token
+                    seen = own
+                    if seen_by is not None:
+                        seen = k.index(seen_by, token + q // task_heads) - first_token
                     score = k.vector(s, 0) + k.vector(score_mask, lanes - seen.maximum(0).minimum(lanes))
                     if h.window:
-                        before = (seen - h.window).maximum(0).minimum(lanes)
+                        before = (own - h.window).maximum(0).minimum(lanes)
                         score = score + k.vector(score_mask, 2 * lanes - before)
                     k.store(scores, score_index(b, q), score)
                     k.store(largest[q], 0, k.vector(largest[q], 0).maximum(score))

@@ -27,14 +27,15 @@ from engine.targets.cpu.kernels.weight_layout import LaneLayout, as_float, bent_
 
 
 @functools.cache
-def embed(layout: LaneLayout, tile: int, scale: float = 1.0) -> KernelFunction:
+def embed(layout: LaneLayout, tile: int, scale: float = 1.0, has_pictures: bool = False) -> KernelFunction:
     """The rows times `scale`. Buffers: out, float32 (tokens, cols); the matrix's rows and its blocks in a row, int32
     (2,); the state if tile is more than 1; the tokens, int32; the matrix's stream. Tokens outside the vocabulary are
-    clamped."""
+    clamped; if it `has_pictures`, negative ones get their rows of the last buffer, float32 (tokens, cols)."""
 
     def kernel(part: UOp, parts: UOp, out: UOp, shape: UOp, *buffers: UOp) -> UOp:
         k = KernelBuilder(layout.lanes)
-        *state, tokens, stream = buffers
+        *rest, of_pictures = buffers if has_pictures else (*buffers, None)
+        *state, tokens, stream = rest
         rows, blocks = (k.index(shape, i) for i in range(2))
         cols = blocks * layout.block
         columns = UNIT if layout.format else 1
@@ -43,7 +44,10 @@ def embed(layout: LaneLayout, tile: int, scale: float = 1.0) -> KernelFunction:
             row = k.index(tokens, token).maximum(0).minimum(rows - 1)
             group, lane, unit = row // layout.lanes, row % layout.lanes, first + i
             for c, value in enumerate(layout.columns(k, stream, group, blocks, unit, lane)):
-                k.store(out, token * cols + unit * columns + c, value * scale if scale != 1.0 else value)
+                at, value = token * cols + unit * columns + c, value * scale if scale != 1.0 else value
+                if of_pictures is not None:
+                    value = (k.load(tokens, token) < 0).where(k.load(of_pictures, at), value)
+                k.store(out, at, value)
         return k.finish(f"embed_{layout.name}_{tile}")
 
     return kernel

@@ -1,9 +1,12 @@
 """How many rows of a matrix and how many tokens the kernels of a CPU take at a time."""
 
 import functools
+from math import ceil
 from pathlib import Path
 
 MAX_TILES = 8  # of `lanes` tokens of a prompt
+MOST_TILES = 40
+"""The same if a step has to have whole pictures: 320 tokens of 8 lanes."""
 
 
 @functools.cache
@@ -16,6 +19,7 @@ def register_lanes() -> int:
     return 16 if "avx512f" in flags else 8
 
 
-def max_chunk(lanes: int) -> int:
-    """The most tokens of a prompt in a step."""
-    return MAX_TILES * lanes
+def max_chunk(lanes: int, whole: int = 0) -> int:
+    """The most tokens of a prompt in a step, at least `whole`."""
+    assert ceil(whole / lanes) <= MOST_TILES
+    return max(MAX_TILES, ceil(whole / lanes)) * lanes

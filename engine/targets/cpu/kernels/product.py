@@ -21,7 +21,7 @@ from tinygrad import UOp
 from engine.kernels.compilation import KernelFunction
 from engine.targets.cpu.kernels.activations import Activations, buffer_names
 from engine.targets.cpu.kernels.kernel_builder import F32, I16, I32, Index, KernelBuilder, add, even_share
-from engine.targets.cpu.kernels.lanes import MAX_TILES
+from engine.targets.cpu.kernels.lanes import MOST_TILES
 from engine.targets.cpu.kernels.step_state import TILES
 from engine.targets.cpu.kernels.stream_size import UNIT
 from engine.targets.cpu.kernels.weight_layout import PAIRS, LaneLayout, as_float
@@ -208,12 +208,12 @@ def products_of_few(rows: GroupOfRows, tile_number: Index) -> list[UOp]:
 
 
 def products_of_tiles(rows: GroupOfRows, tiles: Index, span: int, first_tile: Index = 0) -> UOp:
-    """The products with the tokens of up to MAX_TILES `tiles`, an array of float32 (tokens, lanes)."""
+    """The products with the tokens of up to MOST_TILES `tiles`, an array of float32 (tokens, lanes)."""
     k, layout, stream, group, blocks, x = rows
     lanes, tile, format = k.lanes, x.tile, layout.format
     assert format
     units = layout.block // UNIT
-    totals = k.registers((MAX_TILES if isinstance(tiles, UOp) else tiles) * tile * lanes)
+    totals = k.registers((MOST_TILES if isinstance(tiles, UOp) else tiles) * tile * lanes)
     weights = k.registers(span * UNIT * lanes, I16)
     scales = k.registers(span * lanes)
     runs = UNIT // format.group if format.has_nibble_scales else 1  # with minima of their own in a unit

@@ -26,7 +26,8 @@ class HeadLanes:
     `norms_over_heads`: over all heads together. `temperature`: whether queries are multiplied by a factor of their
     position. `sinks`: each query head has a score that joins those of the keys, unscaled, and whose value is zero.
     `stored`: without values of their own, the keys before norm and rotation are the values; with nothing, the cache is
-    that of another layer. `value_norm`: values are RMS-normed over a head.
+    that of another layer. `value_norm`: values are RMS-normed over a head. `turns_tokens`: the tables of angles are by
+    the tokens of the step, not by position. `ahead`: in prompts, a query sees up to so many tokens after its own.
 
     With a `window`, a query at position p sees the keys from p - window + 1 to p; 0 is no window. The cache of a layer
     has `length` slots of type `dtype`: keys (kv, length / lanes, dim, lanes), values (kv, length, dim). If it is int8,
@@ -52,6 +53,8 @@ class HeadLanes:
     sinks: bool = False
     stored: Literal["keys and values", "keys", "nothing"] = "keys and values"
     value_norm: bool = False
+    turns_tokens: bool = False
+    ahead: int = 0
 
     @property
     def rows(self) -> int:
@@ -98,8 +101,8 @@ def rotate(heads: HeadLanes, tile: int) -> KernelFunction:
     (tokens, query * dim), multiplied by `scale`; the layer's cache (`HeadLanes.cached`) and the tables of the
     sequences, int32 (sequences, heads.table), if it stores something; the state if tile is more than 1; the tokens'
     places; the products' rows, float32 (tokens, heads.rows): queries, keys, values; cos and sin of the angles, float32
-    (positions, dim / 2) each; of the queries' norm and of the keys' the weights, float32 (dim,) or of all heads, if
-    there is one; the temperatures, float32 (positions,), if there are any."""
+    (positions, dim / 2) each, or (tokens, dim / 2); of the queries' norm and of the keys' the weights, float32 (dim,)
+    or of all heads, if there is one; the temperatures, float32 (positions,), if there are any."""
     h, half = heads, heads.dim // 2
     n = gcd(half, h.lanes)
 
@@ -114,7 +117,7 @@ def rotate(heads: HeadLanes, tile: int) -> KernelFunction:
         k = KernelBuilder(h.lanes)
 
         def rotated(
-            at: Index, position: Index, j: UOp, weight: UOp | None, factor: UOp | None, head: Index
+            at: Index, angle: Index, j: UOp, weight: UOp | None, factor: UOp | None, head: Index
         ) -> tuple[UOp, UOp]:
             """n elements of a rotated head from j on, and n from j + half on."""
             first = head * h.dim if h.norms_over_heads else 0  # of the head's weights
@@ -124,7 +127,7 @@ def rotate(heads: HeadLanes, tile: int) -> KernelFunction:
                     v * k.load(factor, 0) * k.vector(weight, first + (offset + j), n)
                     for v, offset in ((a, 0), (b, half))
                 )
-            c, s = (k.vector(table, position * half + j, n) for table in (cos, sin))
+            c, s = (k.vector(table, angle * half + j, n) for table in (cos, sin))
             return a * c - b * s, b * c + a * s
 
         def norm_factor(at: Index, size: int) -> UOp:
@@ -135,7 +138,7 @@ def rotate(heads: HeadLanes, tile: int) -> KernelFunction:
 
         key_head = k.registers(h.dim) if h.is_quantized and h.stored != "nothing" else None
 
-        def store(t: UOp, position: Index, slot: Index) -> None:
+        def store(t: UOp, angle: Index, slot: Index) -> None:
             """Stores the keys and values of a token."""
             first, count = even_share(h.kv, part, parts)
             factor = None
@@ -155,7 +158,7 @@ def rotate(heads: HeadLanes, tile: int) -> KernelFunction:
                     factor = norm_factor(at, h.dim)
                 with k.loop(half // n) as j:
                     for v, offset in zip(
-                        rotated(at, position, j * n, key_norm, factor, head), (0, half), strict=True
+                        rotated(at, angle, j * n, key_norm, factor, head), (0, half), strict=True
                     ):
                         if key_head is not None:
                             k.store(key_head, j * n + offset, v)
@@ -180,6 +183,7 @@ def rotate(heads: HeadLanes, tile: int) -> KernelFunction:
 
         with k.loop(n_tokens(k, state, tile)) as t:
             position = position_of(k, places, t)
+            angle: Index = t if h.turns_tokens else position
             scale: float | UOp = h.scale
             if h.temperature:
                 scale = k.load(rest[0], position) * h.scale
@@ -191,12 +195,12 @@ def rotate(heads: HeadLanes, tile: int) -> KernelFunction:
                 if h.query_norm and not h.norms_over_heads:
                     factor = norm_factor(at, h.dim)
                 with k.loop(half // n) as j:
-                    a, b = rotated(at, position, j * n, query_norm, factor, head)
+                    a, b = rotated(at, angle, j * n, query_norm, factor, head)
                     to = t * (h.query * h.dim) + head * h.dim + j * n
                     k.store(queries, to, a * scale)
                     k.store(queries, to + half, b * scale)
             if tables is not None:
-                store(t, position, h.slot(k, tables, sequence_of(k, places, t), position))
+                store(t, angle, h.slot(k, tables, sequence_of(k, places, t), position))
         return k.finish(f"rotate_{h.query}_{h.kv}_{h.dim}_{tile}")
 
     return kernel

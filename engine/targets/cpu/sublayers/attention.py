@@ -31,6 +31,8 @@ class AttentionHandler(Handler):
             window=window, dtype=cache.dtype,
             norms_over_heads=part.has_norms_over_heads, sinks=part.sinks is not None,
             stored="keys and values" if part.v else "keys" if part.k else "nothing", value_norm=part.has_normed_values,
+            turns_tokens=bool(loading.pictures and spec.ropes[part.rope].sections),
+            ahead=loading.pictures.whole if loading.pictures and part.sees_pictures else 0,
         )  # fmt: skip
         biases = part.q_bias, part.k_bias, part.v_bias
         self.cached, self._table = cache.add(heads, part.cache_of), cache.tables(heads)
@@ -51,7 +53,8 @@ class AttentionHandler(Handler):
         scores = step.scratch("scores", scratch_size(heads, threads, tile, rows), dtypes.float32)
         kernel, parts = attention(heads, threads, tile, rows), n_parts(heads, threads, tile, rows)
         of_step = self._table, *([] if rows else step.state), step.buffers.places
-        reads = *self.cached, *of_step, queries, step.buffers.mask, *self._sinks
+        seen = [step.buffers.seen] if heads.ahead and not rows else []
+        reads = *self.cached, *of_step, queries, step.buffers.mask, *self._sinks, *seen
         step.add(kernel, attended, scores, *reads, parts=parts)
         if gates is not None:
             inputs = step.quantize(gates, [self._o], gate=("sigmoid", attended))

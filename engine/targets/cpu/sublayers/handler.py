@@ -9,6 +9,7 @@ from typing import Any
 from tinygrad import Tensor
 
 from engine.description.spec import ModelSpec
+from engine.runtime.pictures import PictureRoom
 from engine.targets.buffer_uses import BufferUses
 from engine.targets.cpu.cache import CPUCache
 from engine.targets.cpu.states import CPUStates
@@ -26,6 +27,7 @@ class Loading:
     lanes: int
     cache: CPUCache
     states: CPUStates
+    pictures: PictureRoom | None = None
     choices: list[Tensor] = field(default_factory=list)
 
 

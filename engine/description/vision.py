@@ -1,0 +1,185 @@
+"""The description of an encoder of pictures: data that `engine.description.vision_reader` reads from an "mmproj" file.
+
+    x = patches @ kernels + bias + positions;  x = norm(x)
+    for each sublayer:  x += post_norm(operator(norm(x)))
+    for each step of the projector:  x = step(x)
+
+x has a row for each patch. The patches of a token follow each other, row by row of their square, so that they can be
+merged at last. What the products clamp, which norms there are and how heads are rotated is in the description; the
+targets know no family.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.description.picture_size import SizeRule
+from engine.description.sublayers import Vector, Weight
+
+Activation = Literal["gelu", "exact gelu", "silu"]
+"""GELU in the form with tanh, GELU with erf, or SiLU."""
+
+
+@dataclass(frozen=True)
+class Linear:
+    """x times the transpose of `weight`, and `bias`. With `inputs`, x is clamped to this range before, and with
+    `outputs` the result. `transposed`: `weight` has a row for each input, and x is multiplied by itself."""
+
+    weight: Weight
+    bias: Vector | None = None
+    inputs: tuple[float, float] | None = None
+    outputs: tuple[float, float] | None = None
+    transposed: bool = False
+
+
+@dataclass(frozen=True)
+class Norm:
+    """An RMS norm, or a layer norm if it is `centred`: without the mean. Then times `weight`, plus `bias`."""
+
+    eps: float
+    weight: Vector | None = None
+    bias: Vector | None = None
+    centred: bool = False
+
+
+@dataclass(frozen=True)
+class PatchAttention:
+    """Attention of all patches to all. Queries and keys are normed over a head, values without a weight, and queries
+    and keys are rotated if the encoder has `rotations`. Scores are multiplied by `scale`."""
+
+    q: Linear
+    k: Linear
+    v: Linear
+    o: Linear
+    q_norm: Norm | None
+    k_norm: Norm | None
+    v_norm: Norm | None
+    heads: int
+    head_dim: int
+    scale: float
+
+
+@dataclass(frozen=True)
+class PatchFeedForward:
+    """down(activation(gate x) * up x), or down(activation(up x)) without a gate."""
+
+    gate: Linear | None
+    up: Linear
+    down: Linear
+    activation: Activation
+
+
+@dataclass(frozen=True)
+class PatchSublayer:
+    norm: Norm
+    operator: PatchAttention | PatchFeedForward
+    post_norm: Norm | None
+
+
+@dataclass(frozen=True)
+class Merge:
+    """What becomes of the patches of a token: their rows one after the other ("join"), those channel by channel
+    ("channels"), or their mean."""
+
+    how: Literal["join", "channels", "mean"]
+
+
+@dataclass(frozen=True)
+class Affine:
+    """(x * factor - minus) * times."""
+
+    factor: float = 1.0
+    minus: Vector | None = None
+    times: Vector | None = None
+
+
+@dataclass(frozen=True)
+class Bend:
+    activation: Activation
+
+
+ProjectorStep = Norm | Merge | Linear | Affine | Bend
+
+
+@dataclass(frozen=True)
+class Rotations:
+    """Radians by which each pair of a head turns for each row of patches, and for each column: (head_dim / 2,)."""
+
+    by_row: tuple[float, ...]
+    by_column: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class Positions:
+    """What is added to patches by their place, of a table float32 (rows, dim). "stretched": a square of places,
+    stretched to the picture's bilinearly, corners on corners. "patch": a row for each patch. "column and row": the row
+    of the patch's column in the first half of the table, and that of its row in the second."""
+
+    table: Vector
+    how: Literal["stretched", "patch", "column and row"]
+
+
+@dataclass(frozen=True)
+class VisionSpec:
+    """An encoder. `patch`: the side of a patch in pixels. `merge`: so many patches a side become a token. `mean` and
+    `std` of the colours (0 to 1), for (colour - mean) / std. `out`: elements of an embedding. `line_end`: the embedding
+    after each row of tokens but the last."""
+
+    kind: str
+    name: str
+    dim: int
+    patch: int
+    merge: int
+    out: int
+    mean: tuple[float, float, float]
+    std: tuple[float, float, float]
+    size: SizeRule
+    kernels: tuple[Weight, ...]
+    bias: Vector | None
+    positions: Positions | None
+    norm: Norm | None
+    sublayers: tuple[PatchSublayer, ...]
+    rotations: Rotations | None
+    projector: tuple[ProjectorStep, ...]
+    line_end: Vector | None
+
+    def weights(self) -> Iterator[Weight]:
+        """All matrices."""
+        return (part for part in _parts(self) if isinstance(part, Weight))
+
+    def vectors(self) -> Iterator[Vector]:
+        return (part for part in _parts(self) if isinstance(part, Vector))
+
+    @property
+    def n_bytes(self) -> int:
+        """Bytes of all matrices and vectors in memory."""
+        return sum(w.n_bytes for w in self.weights()) + sum(4 * v.size for v in self.vectors())
+
+    @property
+    def is_float32(self) -> bool:
+        return all(weight.type == 0 for weight in self.weights())
+
+    def turns(
+        self, rows: NDArray[Any], columns: NDArray[Any]
+    ) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+        """Cosines and sines of the rotations of patches at these places, float32 (n, head_dim / 2) each."""
+        assert self.rotations
+        angles = np.outer(rows, self.rotations.by_row) + np.outer(columns, self.rotations.by_column)
+        return np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
+
+
+def _parts(value: Any) -> Iterator[Any]:
+    """What a description consists of, down to matrices and vectors."""
+    if isinstance(value, Weight | Vector):
+        yield value
+    elif isinstance(value, tuple):
+        for item in value:
+            yield from _parts(item)
+    elif hasattr(value, "__dataclass_fields__"):
+        for field in fields(value):
+            yield from _parts(getattr(value, field.name))

@@ -1,0 +1,322 @@
+"""Reads an "mmproj" file into the description of its encoder of pictures. No other file knows its families.
+
+Names and keys: tools/mtmd/clip-impl.h of llama.cpp. Where its encoders differ from the published ones, these count:
+the exact GELU in mergers, and the form with tanh where a file of Gemma 4 names none.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import numpy as np
+
+from engine.description.checked_file import CheckedFile
+from engine.description.picture_size import SizeRule
+from engine.description.sublayers import Weight
+from engine.description.vision import (
+    Activation,
+    Affine,
+    Bend,
+    Linear,
+    Merge,
+    Norm,
+    PatchAttention,
+    PatchFeedForward,
+    PatchSublayer,
+    Positions,
+    ProjectorStep,
+    Rotations,
+    VisionSpec,
+)
+from engine.errors import ModelFileError
+from engine.formats.gguf import GGUF, damaged, printable
+from engine.formats.rope_order import HeadOrder
+
+ARCHITECTURE = "clip"
+KINDS = {"qwen3vl_merger": 2, "gemma3": 4, "gemma4v": 3, "pixtral": 2}
+"""The projector types that the engine runs, and how many patches a side become a token if a file does not say."""
+
+_MAX_MERGE, _MAX_SIDE, _MAX_HEAD, _MAX_LAYERS = 16, 1 << 14, 1 << 10, 1 << 10
+_QWEN_TOKENS = 64, 4096
+"""The least is that of its published processor. The most is llama.cpp's: the published 16384 fill most contexts."""
+_GEMMA4_TOKENS = 280
+_MOST_WHOLE = 320
+"""The most tokens of a picture that has to be in one step; published files have 256."""
+_AUDIO = "a.", "mm.a."
+
+
+def is_encoder(file: GGUF) -> bool:
+    """Whether a file holds an encoder, and no language model."""
+    return file.get("general.architecture", str, "") == ARCHITECTURE
+
+
+def read_vision(file: GGUF) -> VisionSpec:
+    """Raises ModelFileError for a file that is no encoder of pictures, for a kind of encoder that the engine does not
+    run, and for damaged metadata."""
+    name = printable(file.path.name)
+    if not is_encoder(file):
+        raise ModelFileError(
+            f"{name} is not an encoder of pictures.",
+            'Choose the file that came with the model; its name usually has "mmproj" in it.',
+        )
+    try:
+        return _Reader(file).spec()
+    except (ArithmeticError, ValueError):
+        raise damaged(file.path, "its metadata has numbers that nothing can be computed with") from None
+
+
+class _Reader(CheckedFile):
+    """Reads one file. All methods raise ModelFileError."""
+
+    def __init__(self, file: GGUF) -> None:
+        super().__init__(file, f"{ARCHITECTURE}.vision")
+        kind = file.get("clip.projector_type", str, "") or file.get(self.key("projector_type"), str, "")
+        if kind not in KINDS:
+            raise ModelFileError(
+                f"{self.name} has a projector of the type {printable(kind) or 'none'}, which orin-chat does not run.",
+                f"orin-chat runs these: {', '.join(KINDS)}.",
+            )
+        self.kind = kind
+        self.dim, self.patch = self.size("embedding_length"), self.size("patch_size")
+        self.heads = self.size("attention.head_count")
+        self.head_dim = self.dim // self.heads
+        if self.dim % self.heads or self.head_dim % 4 or self.head_dim > _MAX_HEAD or self.patch > _MAX_SIDE:
+            raise damaged(file.path, f"{self.dim} elements cannot be {self.heads} heads of patches")
+        merge = self.size("projector.scale_factor", KINDS[kind])
+        self.merge = self.size("spatial_merge_size", merge)
+        if self.merge > _MAX_MERGE:
+            raise damaged(file.path, f"{self.merge} patches a side become a token")
+        self.eps = self.number("attention.layer_norm_epsilon", 1e-6)
+        if not 0 < self.eps < 1:
+            raise damaged(file.path, f"the epsilon of its norms is {self.eps}")
+
+    def spec(self) -> VisionSpec:
+        layers = self.size("block_count")
+        if layers > _MAX_LAYERS:
+            raise damaged(self.file.path, f"it has {layers} layers")
+        out, projector = self.projector()
+        spec = VisionSpec(
+            kind=self.kind,
+            name=self.file.get("general.name", str, self.file.path.stem),
+            dim=self.dim,
+            patch=self.patch,
+            merge=self.merge,
+            out=out,
+            mean=self.colours("image_mean"),
+            std=self.colours("image_std"),
+            size=self.size_rule(),
+            kernels=tuple(self.kernels()),
+            bias=self.vector("v.patch_embd.bias", self.dim),
+            positions=self.positions(),
+            norm=self.norm("v.pre_ln") if self.has("v.pre_ln.weight") else None,
+            sublayers=tuple(sublayer for i in range(layers) for sublayer in self.layer(f"v.blk.{i}.")),
+            rotations=self.rotations(),
+            projector=projector,
+            line_end=self.required("v.token_embd.img_break", out) if self.kind == "pixtral" else None,
+        )
+        unread = [name for name in self.file.tensors.keys() - self.used if not name.startswith(_AUDIO)]
+        if unread:
+            raise ModelFileError(
+                f"{self.name} holds {printable(min(unread))}, which orin-chat does not know in an encoder of the type "
+                f"{self.kind}.",
+                "It is of a variant that orin-chat does not run. Choose another one.",
+            )
+        return spec
+
+    # --- pictures --------------------------------------------------------------------------------------
+
+    def colours(self, key: str) -> tuple[float, float, float]:
+        values = self.file.metadata.get(self.key(key))
+        if not isinstance(values, np.ndarray) or values.shape != (3,) or values.dtype.kind not in "iuf":
+            raise damaged(self.file.path, f"{self.key(key)} is not a number for each of three colours")
+        red, green, blue = (float(value) for value in values)
+        if not all(map(math.isfinite, (red, green, blue))) or (
+            key == "image_std" and 0 in (red, green, blue)
+        ):
+            raise damaged(self.file.path, f"{self.key(key)} cannot be what colours are divided by")
+        if self.kind == "gemma4v":  # its encoder takes 2 colour - 1, which its files leave out
+            return (0.5, 0.5, 0.5)
+        return red, green, blue
+
+    def size_rule(self) -> SizeRule:
+        align = self.patch * self.merge
+        if self.kind == "qwen3vl_merger":
+            return SizeRule("area", align, *(n * align**2 for n in reversed(_QWEN_TOKENS)))
+        if self.kind == "gemma4v":
+            return SizeRule("tokens", align, _GEMMA4_TOKENS, longest=self.places // self.merge * align)
+        side = self.size("image_size")
+        is_odd = self.kind == "gemma3" and (side % align or (side // align) ** 2 > _MOST_WHOLE)
+        if side > _MAX_SIDE or is_odd:
+            raise damaged(self.file.path, f"its pictures have sides of {side} pixels")
+        return SizeRule("square" if self.kind == "gemma3" else "sides", align, side)
+
+    # --- the first product -----------------------------------------------------------------------------
+
+    def kernels(self) -> Iterator[Weight]:
+        """The kernels of patches: those of a second frame get the same picture."""
+        for name in ("v.patch_embd.weight", "v.patch_embd.weight.1"):
+            if self.has(name) or name == "v.patch_embd.weight":
+                type = self.check(name, (self.dim, 3, self.patch, self.patch))
+                yield Weight(name, self.dim, 3 * self.patch**2, type)
+
+    @property
+    def places(self) -> int:
+        """The rows of each half of gemma4's table of positions: the most patches a side."""
+        info = self.file.tensors.get("v.position_embd.weight")
+        if info is None or len(info.shape) != 3 or info.shape[1] < self.merge:
+            raise damaged(self.file.path, "its table of positions has no place for a token")
+        return info.shape[1]
+
+    def positions(self) -> Positions | None:
+        name = "v.position_embd.weight"
+        if self.kind == "pixtral":
+            return None
+        shape = self.file.tensors[name].shape if self.has(name) else ()
+        if self.kind == "gemma4v":
+            return Positions(self.required(name, 2, self.places, self.dim), "column and row")
+        rows = shape[0] if shape else 0
+        if self.kind == "gemma3":
+            return Positions(
+                self.required(name, (self.size("image_size") // self.patch) ** 2, self.dim), "patch"
+            )
+        if math.isqrt(rows) ** 2 != rows or not rows:
+            raise damaged(self.file.path, f"the places of {name} are no square")
+        return Positions(self.required(name, rows, self.dim), "stretched")
+
+    def rotations(self) -> Rotations | None:
+        """See `engine.formats.rope_order`: the pairs are half a head apart."""
+        d, n = self.head_dim, self.head_dim // 4
+        none, i = (0.0,) * n, np.arange(n)
+        if self.kind == "gemma4v":
+            rates = tuple((100.0 ** (-2 * i / (d // 2))).tolist())
+            return Rotations(by_row=(*none, *rates), by_column=(*rates, *none))
+        if self.kind == "pixtral":
+            rows = 10000.0 ** (-4 * i / d)
+            columns = tuple((rows * 10000.0 ** (-2 / d)).tolist())
+            return Rotations(by_row=(*rows.tolist(), *none), by_column=(*none, *columns))
+        if self.kind == "qwen3vl_merger":
+            rates = tuple((10000.0 ** (-2 * i / (d // 2))).tolist())
+            return Rotations(by_row=(*rates, *none), by_column=(*none, *rates))
+        return None
+
+    @property
+    def order(self) -> HeadOrder | None:
+        """The order of the rows of queries and keys in the file."""
+        if self.kind == "gemma4v":
+            return HeadOrder(self.head_dim, self.head_dim, False, halves=True)
+        return HeadOrder(self.head_dim, self.head_dim, True) if self.kind == "pixtral" else None
+
+    # --- layers ----------------------------------------------------------------------------------------
+
+    def norm(self, name: str, size: int = 0) -> Norm:
+        centred = self.has(f"{name}.bias")
+        weight = self.required(f"{name}.weight", size or self.dim)
+        return Norm(self.eps, weight, self.vector(f"{name}.bias", size or self.dim), centred)
+
+    def linear(
+        self, name: str, rows: int, cols: int, first: int = 0, of: int = 0, order: HeadOrder | None = None
+    ) -> Linear:
+        def limits(end: str) -> tuple[float, float] | None:
+            names = [f"{name}.{end}_{side}" for side in ("min", "max")]
+            if not any(map(self.has, names)):
+                return None
+            low, high = map(self.scalar, names)
+            if low > high:
+                raise damaged(self.file.path, f"{names[0]} is above {names[1]}")
+            return low, high
+
+        weight = self.weight(name, rows, cols, first, of, order)
+        bias = self.vector(f"{name}.bias", rows, order, first, of)
+        return Linear(weight, bias, limits("input"), limits("output"))
+
+    def scalar(self, tensor: str) -> float:
+        """A tensor of one float32."""
+        if self.check(tensor, (1,)) != 0:
+            raise damaged(self.file.path, f"{tensor} is no float32")
+        value = float(self.file.tensors[tensor].data.view(np.float32)[0])
+        if math.isnan(value):
+            raise damaged(self.file.path, f"{tensor} is {value}")
+        return value
+
+    def layer(self, prefix: str) -> Iterator[PatchSublayer]:
+        def post(name: str) -> Norm | None:
+            return self.norm(prefix + name) if self.has(f"{prefix}{name}.weight") else None
+
+        yield PatchSublayer(self.norm(f"{prefix}ln1"), self.attention(prefix), post("attn_post_norm"))
+        yield PatchSublayer(self.norm(f"{prefix}ln2"), self.feed_forward(prefix), post("ffn_post_norm"))
+
+    def attention(self, prefix: str) -> PatchAttention:
+        dim, order = self.dim, self.order
+        if self.has(f"{prefix}attn_qkv.weight"):
+            q, k, v = (
+                self.linear(f"{prefix}attn_qkv", dim, dim, i * dim, 3 * dim, order if i < 2 else None)
+                for i in range(3)
+            )
+        else:
+            q, k, v = (
+                self.linear(f"{prefix}attn_{x}", dim, dim, order=order if x != "v" else None) for x in "qkv"
+            )
+
+        def head_norm(name: str) -> Norm | None:
+            weight = self.vector(f"{prefix}{name}.weight", self.head_dim, order)
+            return Norm(self.eps, weight) if weight else None
+
+        is_gemma4 = self.kind == "gemma4v"
+        return PatchAttention(
+            q=q, k=k, v=v, o=self.linear(f"{prefix}attn_out", dim, dim),
+            q_norm=head_norm("attn_q_norm"), k_norm=head_norm("attn_k_norm"),
+            v_norm=Norm(self.eps) if is_gemma4 else None,
+            heads=self.heads, head_dim=self.head_dim, scale=1.0 if is_gemma4 else self.head_dim**-0.5,
+        )  # fmt: skip
+
+    def feed_forward(self, prefix: str) -> PatchFeedForward:
+        width, up, down = self.size("feed_forward_length"), "ffn_up", "ffn_down"
+        info = self.file.tensors.get(f"{prefix}{up}.weight")
+        if info and info.shape == (self.dim, width) and self.dim != width:
+            up, down = down, up  # older files of gemma3 have the two names swapped
+        has_gate = self.has(f"{prefix}ffn_gate.weight")
+        return PatchFeedForward(
+            gate=self.linear(f"{prefix}ffn_gate", width, self.dim) if has_gate else None,
+            up=self.linear(prefix + up, width, self.dim),
+            down=self.linear(prefix + down, self.dim, width),
+            activation=self.activation,
+        )
+
+    @property
+    def activation(self) -> Activation:
+        if self.file.get("clip.use_silu", bool, False):
+            return "silu"
+        if not self.file.get("clip.use_gelu", bool, False) and self.kind != "gemma4v":
+            raise ModelFileError(
+                f"{self.name} has an activation that orin-chat does not run.", "Choose another encoder."
+            )
+        return "gelu"
+
+    # --- the projector ---------------------------------------------------------------------------------
+
+    def projector(self) -> tuple[int, tuple[ProjectorStep, ...]]:
+        """The elements of an embedding, and the steps to it."""
+        out, dim, joined = self.size("projection_dim"), self.dim, self.merge**2 * self.dim
+        match self.kind:
+            case "qwen3vl_merger":
+                first, last = self.linear("mm.0", joined, joined), self.linear("mm.2", out, joined)
+                steps = self.norm("v.post_ln"), Merge("join"), first, Bend("exact gelu"), last
+            case "gemma3":
+                name = "mm.input_projection.weight"
+                weight = Weight(name, dim, out, self.check(name, (dim, out)))
+                norms = self.norm("v.post_ln"), self.norm("mm.soft_emb_norm")
+                return out, (norms[0], Merge("mean"), norms[1], Linear(weight, transposed=True))
+            case "gemma4v":
+                scaled = Affine(math.sqrt(dim))
+                if self.has("v.std_bias"):
+                    minus, times = (self.required(f"v.std_{x}", dim) for x in ("bias", "scale"))
+                    scaled = Affine(scaled.factor, minus, times)
+                last = self.linear("mm.input_projection", out, dim)
+                return out, (Merge("mean"), scaled, Norm(self.eps), last)
+            case _:
+                merger = self.linear("mm.patch_merger", dim, joined)
+                first, last = self.linear("mm.1", out, dim), self.linear("mm.2", out, out)
+                norm = self.norm("mm.input_norm")
+                return out, (norm, Merge("channels"), merger, first, Bend("exact gelu"), last)
+        return out, steps

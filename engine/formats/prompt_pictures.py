@@ -1,0 +1,110 @@
+"""The pictures of a prompt as its tokens: what a chat template writes for one, and what takes its place."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.errors import PictureError
+from engine.protocol.events import PICTURE_MARK, Message, Picture
+
+
+@dataclass(frozen=True, eq=False)
+class SeenPicture:
+    """A picture at the size of an encoder: `rgb`, uint8 (height, width, 3), which becomes `rows` x `columns` tokens,
+    and others between rows in some models. `ids`: theirs. `key`: of what the encoder makes of its pixels."""
+
+    rgb: NDArray[np.uint8]
+    rows: int
+    columns: int
+    ids: tuple[int, ...]
+    key: str
+
+
+@dataclass(frozen=True)
+class PlacedPicture:
+    """A picture whose first token is at the place `first` of a prompt."""
+
+    first: int
+    picture: SeenPicture
+
+
+Look = Callable[[Picture], SeenPicture]
+"""Reads a picture's file. Raises PictureError."""
+
+
+@dataclass(frozen=True)
+class PictureMarks:
+    """What a family's chat template writes for a picture, and what comes before and after its embeddings in its
+    place."""
+
+    written: str
+    before: str = ""
+    after: str = ""
+
+
+PICTURE_MARKS = {
+    "qwen3vl_merger": PictureMarks(
+        "<|vision_start|><|image_pad|><|vision_end|>", "<|vision_start|>", "<|vision_end|>"
+    ),
+    "gemma3": PictureMarks("<start_of_image>", "\n\n<start_of_image>", "<end_of_image>\n\n"),
+    "gemma4v": PictureMarks("<|image|>", "<|image>", "<image|>"),
+    "pixtral": PictureMarks("[IMG]", "", "[IMG_END]"),
+}
+"""By the encoder's kind: the processors in transformers."""
+
+
+@dataclass(frozen=True)
+class Eyes:
+    """How messages with pictures become prompts."""
+
+    look: Look
+    marks: PictureMarks
+
+
+def with_marks(message: Message) -> Message:
+    """A message with a mark for each of its pictures: those without one come first. Marks without a picture become
+    U+FFFD."""
+    *kept, rest = message.content.split(PICTURE_MARK, len(message.pictures))
+    rest = rest.replace(PICTURE_MARK, "\N{REPLACEMENT CHARACTER}")
+    missing = PICTURE_MARK * (len(message.pictures) - len(kept))
+    return msgspec.structs.replace(message, content=missing + PICTURE_MARK.join([*kept, rest]))
+
+
+def as_parts(content: str) -> list[dict[str, str]]:
+    """A text with marks as templates take it that know pictures
+    (https://huggingface.co/docs/transformers/chat_templating_multimodal)."""
+    parts: list[dict[str, str]] = []
+    for i, text in enumerate(content.split(PICTURE_MARK)):
+        if i:
+            parts.append({"type": "image"})
+        if text:
+            parts.append({"type": "text", "text": text})
+    return parts
+
+
+def around_pictures(segments: Iterable[tuple[str, bool]], written: str) -> list[list[tuple[str, bool]]]:
+    """The segments of a rendered text (`Tokenizer.encode_segments`) before, between and after its pictures, which the
+    template wrote as `written`, or of which it kept the marks."""
+    sign = re.compile("|".join(re.escape(sign) for sign in (written, PICTURE_MARK) if sign))
+    runs: list[list[tuple[str, bool]]] = [[]]
+    for text, special in segments:
+        pieces = sign.split(text) if special else [text]
+        for i, piece in enumerate(pieces):
+            if i:
+                runs.append([])
+            runs[-1].append((piece, special))
+    return runs
+
+
+def cannot_see() -> PictureError:
+    """The error where a model without an encoder gets a picture."""
+    return PictureError(
+        "This model is loaded without an encoder, so it sees no pictures.",
+        "Load the encoder's file with --mmproj FILE (mmproj-*.gguf beside the model), or choose a model that sees.",
+    )

@@ -1,0 +1,84 @@
+"""How a model sees: its encoder's file, and what becomes of the pictures of messages."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import OrderedDict
+from pathlib import Path
+
+from engine.description.spec import ModelSpec
+from engine.description.vision import VisionSpec
+from engine.description.vision_reader import read_vision
+from engine.errors import ModelFileError
+from engine.formats.gguf import GGUF, printable
+from engine.formats.picture import PictureDecoder
+from engine.formats.prompt_pictures import PICTURE_MARKS, Eyes, SeenPicture
+from engine.loading.weights import FileWeights
+from engine.pictures import Grid, resized
+from engine.protocol.events import Picture
+from engine.runtime.pictures import PictureEncoder, PictureRoom, picture_ids
+from engine.targets.graph.vision import GraphEncoder
+
+FITTING = {
+    "qwen35": "qwen3vl_merger",
+    "qwen35moe": "qwen3vl_merger",
+    "gemma3": "gemma3",
+    "gemma4": "gemma4v",
+    "mistral3": "pixtral",
+}
+"""The kind of encoder that models of an architecture have."""
+_REMEMBERED = 32  # pictures: a chat sends all its messages with each prompt
+
+
+class EncoderFile:
+    """A model's encoder, read from its file."""
+
+    def __init__(self, path: str, model: ModelSpec) -> None:
+        """Raises ModelFileError if it is no encoder, or not one of this model."""
+        self.file = GGUF(path)
+        self.spec: VisionSpec = read_vision(self.file)
+        name = printable(Path(path).name)
+        if FITTING.get(model.architecture) != self.spec.kind:
+            raise ModelFileError(
+                f"{name} is an encoder of the type {self.spec.kind}, which does not fit a model of the architecture "
+                f"{model.architecture}.",
+                "Choose the encoder's file that came with the model.",
+            )
+        if self.spec.out != model.dim:
+            raise ModelFileError(
+                f"{name} makes embeddings of {self.spec.out} elements, and {model.name} takes {model.dim}.",
+                "Choose the encoder's file that came with the model.",
+            )
+        stat = Path(path).stat()
+        self._identity = f"{Path(path).resolve()} {stat.st_size} {stat.st_mtime_ns}"
+        self._decoder = PictureDecoder()
+        self._seen: OrderedDict[bytes, SeenPicture] = OrderedDict()
+
+    def room(self, model: ModelSpec) -> PictureRoom:
+        """What the model's runner needs for pictures."""
+        is_whole = any(attention.sees_pictures for attention in model.attention)
+        return PictureRoom(self.spec.size.most_tokens if is_whole else 0)
+
+    def open(self) -> PictureEncoder:
+        """The encoder on tinygrad's device. Raises ModelFileError."""
+        weights = FileWeights(self.file, list(self.spec.weights()), lambda _: None)
+        return GraphEncoder(weights, self.spec)
+
+    @property
+    def eyes(self) -> Eyes:
+        return Eyes(self.look, PICTURE_MARKS[self.spec.kind])
+
+    def look(self, picture: Picture) -> SeenPicture:
+        """A picture as tokens. Only one thread may call it. Raises PictureError."""
+        digest = hashlib.sha256(picture.data).digest()
+        if digest not in self._seen:
+            pixels = self._decoder.decode(picture.data)
+            rgb = resized(self.spec, pixels.rgb)
+            grid = Grid.of(self.spec, pixels.rgb.shape[1], pixels.rgb.shape[0])
+            key = f"{pixels.hash} {self._identity}"
+            ids = picture_ids(key, grid.tokens(self.spec))
+            self._seen[digest] = SeenPicture(rgb, grid.rows, grid.columns, ids, key)
+            while len(self._seen) > _REMEMBERED:
+                self._seen.popitem(last=False)
+        self._seen.move_to_end(digest)
+        return self._seen[digest]

@@ -1,0 +1,131 @@
+"""The pictures of a prompt: runs of embeddings among its tokens.
+
+Each embedding has a token id of its own, a negative number that follows from the picture's pixels and its place in the
+picture. So the tree of known texts tells pictures apart as it tells texts, in memory and on disk.
+
+In models whose rotary embeddings have a grid (`Rope.sections`), a token's position is three numbers. Those of a text
+are the same: one more than the last. Those of a picture at p are p, p + its row, p + its column; and the text after it
+goes on at p + the larger side. So positions are behind the places in the KV cache from the first picture on.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.formats.prompt_pictures import PlacedPicture, SeenPicture
+
+Floats = NDArray[np.float32]
+
+
+class PictureRoom(NamedTuple):
+    """What a runner needs for pictures. `whole`: the most tokens of one, if a layer's tokens see those after them in
+    the same picture, so that it has to be in one step; else 0."""
+
+    whole: int
+
+
+class PictureEncoder(Protocol):
+    """Computes embeddings on a device, in the runner's thread."""
+
+    def encode(self, rgb: NDArray[np.uint8]) -> Generator[tuple[int, int], None, Floats]:
+        """The embeddings of a picture at the encoder's size, uint8 (height, width, 3): float32 (tokens, dim). Gives
+        (done, total) after each part of the work."""
+        ...
+
+
+@dataclass(eq=False)
+class Encoding:
+    """A picture, and its embeddings as far as they are computed. `done` of `total` parts of the work are done."""
+
+    picture: SeenPicture
+    work: Generator[tuple[int, int], None, Floats]
+    embeddings: Floats | None = None
+    done: int = 0
+    total: int = 1
+
+    def step(self) -> None:
+        """Computes the next part. Raises what the device raises."""
+        try:
+            self.done, self.total = next(self.work)
+        except StopIteration as end:
+            self.embeddings, self.done = end.value, self.total
+            assert len(end.value) == len(self.picture.ids)
+
+
+class Pictures:
+    """Those of one prompt. `encodings`: what is known of each, once it is needed. `reported`: those of which users know
+    that nothing is left to be computed. `ends`: the places after their last tokens."""
+
+    def __init__(self, placed: Sequence[PlacedPicture], whole: int = 0) -> None:
+        """`whole`: the most tokens of a piece, if it has to have whole pictures; else 0."""
+        self.placed, self._whole = tuple(placed), whole
+        self.reported = set[int]()
+        self.encodings: list[Encoding | None] = [None] * len(self.placed)
+        self._first = [at.first for at in placed]
+        self.ends = [at.first + len(at.picture.ids) for at in placed]
+
+    def within(self, first: int, end: int) -> list[int]:
+        """The numbers of the pictures that have tokens among those from `first` to `end` - 1."""
+        return [i for i in range(len(self.placed)) if self._first[i] < end and first < self.ends[i]]
+
+    def end_of_piece(self, first: int, end: int) -> int:
+        """Where a piece from `first` on ends that should end at `end`: in no picture that has to be whole, but before
+        one that does not fit, or after it."""
+        for i in self.within(first, end) if self._whole else ():
+            if self.ends[i] > end:
+                return self.ends[i] if self.ends[i] - first <= self._whole else max(self._first[i], first + 1)
+        return end
+
+    def embeddings(self, first: int, n: int) -> Floats | None:
+        """Those of the tokens from `first` on, float32 (n, dim), zeros where there is none; None if there is none at
+        all. All pictures among them are encoded."""
+        out: Floats | None = None
+        for i in self.within(first, first + n):
+            encoding = self.encodings[i]
+            assert encoding and encoding.embeddings is not None
+            rows = encoding.embeddings
+            begin, end = max(first, self._first[i]), min(first + n, self.ends[i])
+            if out is None:
+                out = np.zeros((n, rows.shape[1]), np.float32)
+            out[begin - first : end - first] = rows[begin - self._first[i] : end - self._first[i]]
+        return out
+
+    def seen(self, first: int, n: int) -> NDArray[np.int32]:
+        """How many tokens each of those from `first` on sees, if those of a picture see all of it: int32 (n,)."""
+        seen = np.arange(first + 1, first + n + 1, dtype=np.int32)
+        for i in self.within(first, first + n):
+            seen[max(self._first[i] - first, 0) : self.ends[i] - first] = self.ends[i]
+        return seen
+
+    def positions(self, first: int, n: int) -> NDArray[np.int32]:
+        """The three positions of the tokens from `first` on, int32 (3, n)."""
+        places = np.arange(first, first + n)
+        out = np.broadcast_to(places, (3, n)).copy()
+        for at, end in zip(self.placed, self.ends, strict=True):
+            picture = at.picture
+            length = end - at.first
+            out[:, places >= end] -= length - max(picture.rows, picture.columns)
+            inside = (places >= at.first) & (places < end)
+            rows, columns = np.divmod(places[inside] - at.first, picture.columns)
+            # `out` is behind by the pictures before: what is the first token's position
+            begin = out[0, inside] - (places[inside] - at.first)
+            out[:, inside] = [begin, begin + rows, begin + columns]
+        return out.astype(np.int32)
+
+
+def positions_of(pictures: Pictures | None, first: int, n: int) -> NDArray[np.int32]:
+    """`Pictures.positions`, also of a text without pictures."""
+    return (pictures or Pictures([])).positions(first, n)
+
+
+def picture_ids(key: str, n: int) -> tuple[int, ...]:
+    """The token ids of a picture's n embeddings, negative int32. `key`: of what the encoder makes of its pixels."""
+    digest = hashlib.shake_256(key.encode()).digest(4 * n)
+    ids = np.frombuffer(digest, np.int32) | np.int32(-(1 << 31))
+    return tuple(ids.tolist())

@@ -1,0 +1,75 @@
+"""Files of encoders: what is read of them, and what is refused."""
+
+import gguf
+import numpy as np
+import pytest
+
+from engine.description.architectures import read_spec
+from engine.description.picture_size import SizeRule
+from engine.description.vision import PatchAttention
+from engine.description.vision_reader import KINDS, read_vision
+from engine.errors import ModelFileError
+from engine.formats.gguf import GGUF
+from tests import generated_encoder, generated_model
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_is_read(kind, tmp_path):
+    spec = read_vision(GGUF(generated_encoder.write(tmp_path / "e.gguf", kind, out=96)))
+    assert (spec.kind, spec.out, spec.merge) == (kind, 96, KINDS[kind])
+    [attend] = [s.operator for s in spec.sublayers if isinstance(s.operator, PatchAttention)]
+    assert bool(spec.rotations) == (kind != "gemma3")
+    assert bool(attend.o.inputs) == (kind == "gemma4v")
+
+
+def test_what_is_no_encoder_is_refused(tmp_path):
+    model = generated_model.write(tmp_path / "m.gguf")
+    with pytest.raises(ModelFileError, match="not an encoder of pictures"):
+        read_vision(GGUF(model))
+    with pytest.raises(ModelFileError, match="clip"):
+        read_spec(GGUF(generated_encoder.write(tmp_path / "e.gguf", "gemma3")))
+
+
+@pytest.mark.parametrize(
+    "key, value",
+    [
+        ("clip.vision.attention.head_count", 5),
+        ("clip.vision.block_count", 2000),
+        ("clip.vision.block_count", 2),
+        ("clip.vision.patch_size", 1 << 20),
+        ("clip.vision.image_size", 31),
+        ("clip.vision.attention.layer_norm_epsilon", np.float32("nan")),
+        ("clip.vision.image_std", 0.0),
+    ],
+)
+def test_impossible_sizes_are_refused(key, value, tmp_path):
+    path = generated_encoder.write(tmp_path / "e.gguf", "gemma3")
+    reader = gguf.GGUFReader(path, "r+")
+    field = reader.fields[key]
+    field.parts[field.data[0]][0] = value
+    reader.data.flush()
+    with pytest.raises(ModelFileError):
+        read_vision(GGUF(path))
+
+
+@pytest.mark.parametrize(
+    "rule, size, wanted",
+    [
+        (SizeRule("square", 56, 896), (100, 900), (896, 896)),
+        (SizeRule("area", 32, 4096 * 1024, 64 * 1024), (640, 480), (640, 480)),
+        (SizeRule("area", 32, 4096 * 1024, 64 * 1024), (10, 10), (256, 256)),
+        (SizeRule("area", 32, 4096 * 1024, 64 * 1024), (8000, 6000), (2336, 1760)),
+        (SizeRule("tokens", 48, 280, longest=8160), (333, 150), (1152, 528)),
+        (SizeRule("tokens", 48, 280, longest=8160), (1, 9000), (48, 8160)),
+        (SizeRule("sides", 28, 1540), (3080, 1000), (1540, 504)),
+    ],
+)
+def test_sizes(rule, size, wanted):
+    assert rule(*size) == wanted
+
+
+def test_no_shape_makes_a_picture_larger_than_the_most():
+    rule = SizeRule("area", 32, 4096 * 1024, 64 * 1024)
+    for size in ((1, 64_000_000), (64_000_000, 1), (8000, 8000), (1, 1)):
+        across, down = rule(*size)
+        assert across * down <= rule.most, size

@@ -1,0 +1,80 @@
+"""Messages with pictures as prompts: where a picture stands, whatever the template makes of it."""
+
+import numpy as np
+import pytest
+
+from engine.errors import ContextFullError, PictureError
+from engine.formats.prompt_pictures import PICTURE_MARKS, Eyes, SeenPicture
+from engine.formats.template import ChatTemplate
+from engine.formats.tokenizer import Tokenizer
+from engine.protocol.events import PICTURE_MARK, Message, Picture
+from tests.formats.vocabularies import CONTROL, byte_level, spelled_out
+
+IMAGES = ("<|vision_start|>", "<|image_pad|>", "<|vision_end|>")
+PARTS = (
+    "{% for m in messages %}[{{ m.role }}]{% if m.content is string %}{{ m.content }}{% else %}{% for p in m.content %}"
+    "{% if p.type == 'image' %}<|vision_start|><|image_pad|><|vision_end|>{% else %}{{ p.text }}{% endif %}{% endfor %}"
+    "{% endif %}{% endfor %}"
+)
+TEXT = "{% for m in messages %}[{{ m.role }}]{{ m.content | trim }}{% endfor %}"
+DEAF = (
+    "{# image #}{% for m in messages %}[{{ m.role }}]"
+    "{{ m.content if m.content is string else m.content[-1].text }}{% endfor %}"
+)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    special = [(name, CONTROL) for name in IMAGES]
+    return Tokenizer(byte_level(tmp_path_factory.mktemp("v") / "v", special=tuple(special)))
+
+
+@pytest.fixture
+def encode(tokenizer):
+    def look(picture):
+        n = picture.data[0]
+        return SeenPicture(np.zeros((1, 1, 3), np.uint8), 1, n, (-n,) * n, str(n))
+
+    def encode(source, *messages, **options):
+        template = ChatTemplate(source, "other", tokenizer)
+        template.eyes = Eyes(look, PICTURE_MARKS["qwen3vl_merger"])
+        prompt = template.encode(messages, **options)
+        text = "".join(str(id) if id < 0 else spelled_out(tokenizer, [id]) for id in prompt.ids)
+        return text, [at.first for at in prompt.pictures], prompt.ids
+
+    return encode
+
+
+def user(text, *sizes):
+    return Message(role="user", content=text, pictures=tuple(Picture(data=bytes([n])) for n in sizes))
+
+
+@pytest.mark.parametrize("source", [PARTS, TEXT, DEAF])
+def test_pictures_stand_where_their_marks_are(encode, source):
+    text, first, ids = encode(source, user(f"a {PICTURE_MARK} b", 2))
+    assert text == "[user]a <|vision_start|>-2-2<|vision_end|> b"
+    assert ids[first[0] : first[0] + 2] == [-2, -2]
+    text, _, _ = encode(source, user("what?", 1, 2), user(f"and {PICTURE_MARK}", 3))
+    first, second = (f"<|vision_start|>-{'-'.join([str(n)] * n)}<|vision_end|>" for n in (1, 2))
+    assert text.startswith(f"[user]{first}{second}what?")
+    assert text.endswith("-3-3-3<|vision_end|>")
+
+
+@pytest.mark.parametrize("source", [PARTS, TEXT])
+def test_nobody_spells_a_picture(encode, source):
+    spelled = "".join(IMAGES)
+    text, first, ids = encode(source, user(f"{spelled} {PICTURE_MARK}{PICTURE_MARK}", 1))
+    rest = "\N{REPLACEMENT CHARACTER}"
+    assert text.rstrip(rest) == f"[user]{spelled} <|vision_start|>-1<|vision_end|>"
+    assert text.endswith(rest)
+    assert first == [ids.index(-1)]
+
+
+def test_what_has_no_room(encode):
+    with pytest.raises(ContextFullError):
+        encode(TEXT, user("hm", 200), most=100)
+
+
+def test_a_model_that_does_not_see_says_so(tokenizer):
+    with pytest.raises(PictureError, match="sees no pictures"):
+        ChatTemplate(TEXT, "other", tokenizer).encode([user("what?", 1)])

@@ -1,0 +1,103 @@
+"""A small encoder of pictures with random weights: a real "mmproj" file of each kind, made in milliseconds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import gguf
+import numpy as np
+
+from engine.description.vision_reader import KINDS
+
+DIM, WIDTH, HEADS, PATCH = 32, 48, 2, 4
+
+
+def write(path: Path, kind: str, *, out: int = 64, half: bool = False, side: int = 0, seed: int = 0) -> Path:
+    """Writes an encoder to `path` and returns it. `half`: matrices are float16. `side`: of pictures, for those that are
+    all of one size (gemma3), or at most so long (pixtral)."""
+    rng, merge, head = np.random.default_rng(seed), KINDS[kind], DIM // HEADS
+    joined = merge**2 * DIM
+    side = side or 2 * merge * PATCH
+    writer = gguf.GGUFWriter(str(path), "clip")
+    writer.add_name("random eyes")
+    writer.add_string("clip.projector_type", kind)
+    sizes = {
+        "image_size": side, "patch_size": PATCH, "embedding_length": DIM, "feed_forward_length": WIDTH,
+        "block_count": 1, "projection_dim": out, "attention.head_count": HEADS,
+    }  # fmt: skip
+    for key, value in sizes.items():
+        writer.add_uint32(f"clip.vision.{key}", value)
+    writer.add_float32("clip.vision.attention.layer_norm_epsilon", 1e-6)
+    for key in "mean", "std":
+        writer.add_array(f"clip.vision.image_{key}", [0.5, 0.4, 0.6])
+    writer.add_bool("clip.use_silu" if kind == "pixtral" else "clip.use_gelu", True)
+
+    def tensor(name: str, *shape: int, mean: float = 0.0, std: float = 0.1) -> None:
+        data = (mean + std * rng.standard_normal(shape)).astype(np.float32)
+        is_matrix = len(shape) > 1 and "position" not in name
+        writer.add_tensor(name, data.astype(np.float16) if half and is_matrix else data)
+
+    has_biases, has_gate = kind in ("qwen3vl_merger", "gemma3"), kind in ("gemma4v", "pixtral")
+
+    def matrix(name: str, *shape: int) -> None:
+        tensor(f"{name}.weight", *shape, std=float(np.prod(shape[1:])) ** -0.5)
+        if has_biases and name != "mm.input_projection":
+            tensor(f"{name}.bias", shape[0])
+
+    def norm(name: str, size: int = DIM, has_bias: bool = has_biases) -> None:
+        tensor(f"{name}.weight", size, mean=1.0)
+        if has_bias:
+            tensor(f"{name}.bias", size)
+
+    matrix("v.patch_embd", DIM, 3, PATCH, PATCH)
+    places = {"qwen3vl_merger": (9, DIM), "gemma3": ((side // PATCH) ** 2, DIM), "gemma4v": (2, 128, DIM)}
+    if kind in places:
+        tensor("v.position_embd.weight", *places[kind], std=0.5)
+    if kind == "pixtral":
+        norm("v.pre_ln")
+    prefix = "v.blk.0."
+    for name in ["ln1", "ln2", *(["attn_post_norm", "ffn_post_norm"] if kind == "gemma4v" else [])]:
+        norm(prefix + name)
+    if kind == "qwen3vl_merger":
+        tensor("v.patch_embd.weight.1", DIM, 3, PATCH, PATCH)
+        matrix(prefix + "attn_qkv", 3 * DIM, DIM)
+    else:
+        for name in "qkv":
+            matrix(f"{prefix}attn_{name}", DIM, DIM)
+    matrix(prefix + "attn_out", DIM, DIM)
+    for name in ["ffn_up", *(["ffn_gate"] if has_gate else [])]:
+        matrix(prefix + name, WIDTH, DIM)
+    matrix(prefix + "ffn_down", DIM, WIDTH)
+    match kind:
+        case "qwen3vl_merger":
+            norm("v.post_ln")
+            matrix("mm.0", joined, joined)
+            matrix("mm.2", out, joined)
+        case "gemma3":
+            norm("v.post_ln")
+            norm("mm.soft_emb_norm", has_bias=False)
+            matrix("mm.input_projection", DIM, out)
+        case "gemma4v":
+            for name in "q", "k":
+                norm(f"{prefix}attn_{name}_norm", head)
+            for end, value in (
+                ("input_min", -2.0),
+                ("input_max", 2.0),
+                ("output_min", -3.0),
+                ("output_max", 3.0),
+            ):
+                tensor(f"{prefix}attn_out.{end}", 1, mean=value, std=0.0)
+            tensor("v.std_bias", DIM)
+            tensor("v.std_scale", DIM, mean=1.0)
+            matrix("mm.input_projection", out, DIM)
+        case _:
+            norm("mm.input_norm")
+            matrix("mm.patch_merger", DIM, joined)
+            matrix("mm.1", out, DIM)
+            matrix("mm.2", out, out)
+            tensor("v.token_embd.img_break", out)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
