@@ -2,9 +2,11 @@
 
 from typing import ClassVar, Literal
 
-FailureKind = Literal["usage", "model", "backend", "context", "internal"]
+FailureKind = Literal["usage", "model", "template", "backend", "context", "internal"]
 # What the command line returns when a failure ends it; `orin-chat --help` and the docs list the same codes.
-EXIT_CODES: dict[FailureKind, int] = {"internal": 1, "usage": 2, "model": 3, "backend": 4, "context": 5}
+EXIT_CODES: dict[FailureKind, int] = {
+    "internal": 1, "usage": 2, "model": 3, "template": 3, "backend": 4, "context": 5,
+}  # fmt: skip
 
 
 class OrinError(Exception):
@@ -60,9 +62,9 @@ class ContextFullError(OrinError):
 
 
 class TemplateError(OrinError):
-    """The model's chat template does not render."""
+    """The model's chat template does not render, or refuses a conversation."""
 
-    kind = "model"
+    kind = "template"
 
 
 class PreemptedError(OrinError):

@@ -53,7 +53,7 @@ def reason(
 
 def is_about_model(failure: Failed) -> bool:
     """Whether another model may start where this one failed."""
-    return failure.kind == "model" or lacks_memory(failure)
+    return failure.kind in ("model", "template") or lacks_memory(failure)
 
 
 def lacks_memory(event: Event) -> bool:

@@ -73,6 +73,6 @@ def of_failure(failed: Failed) -> ApiError:
     match failed.kind:
         case "context":
             return ApiError(400, message, code=CONTEXT)
-        case "usage" | "model" if failed.request_id is not None:  # the prompt or the template, not the file
+        case "usage" | "template" if failed.request_id is not None:  # else the file is damaged
             return ApiError(400, message)
     return ApiError(500, message, "server_error")

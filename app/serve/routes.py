@@ -18,6 +18,7 @@ from app.serve.answering import answer
 from app.serve.bodies import Bodies, check_copies, read_body
 from app.serve.errors import ApiError
 from app.serve.http import ClientGoneError, error_response, json_response
+from app.serve.limits import NO_LIMITS, Budgets, Limits
 from app.serve.metrics import CONTENT_TYPE, Gauges
 from app.serve.model_pool import ModelPool
 from app.serve.openapi import description_json
@@ -33,9 +34,10 @@ Endpoint = Callable[[Request], Awaitable[Response]]
 B = TypeVar("B")
 
 
-def application(models: Service | ModelPool, key: str = "") -> ASGIApp:
-    """The server of a model or several. `key` "": none is needed, and only this machine is answered."""
-    routes = Routes(ModelPool(models) if isinstance(models, Service) else models)
+def application(models: Service | ModelPool, key: str = "", limits: Limits = NO_LIMITS) -> ASGIApp:
+    """The server of a model or several. `key` "": none is needed, and only this machine is answered. `limits`: those of
+    each key."""
+    routes = Routes(ModelPool(models) if isinstance(models, Service) else models, Budgets(limits))
     paths: list[tuple[str, str, Endpoint]] = [
         ("GET", "/health", routes.health),
         ("GET", "/models", routes.models),
@@ -96,8 +98,8 @@ def application(models: Service | ModelPool, key: str = "") -> ASGIApp:
 
 
 class Routes:
-    def __init__(self, models: ModelPool) -> None:
-        self._models = models
+    def __init__(self, models: ModelPool, budgets: Budgets) -> None:
+        self._models, self._budgets = models, budgets
         self._conversations = Conversations()
 
     # --- completions ---
@@ -122,6 +124,7 @@ class Routes:
     ) -> Response:
         exchange = Exchange(self._models.default, request.scope[CLIENT], request.url.path)
         with exchange.closed_by_errors():
+            self._enter(exchange, _owner(request) or exchange.client)
             data = await read_body(request)
             self._models.default.check_open()
             body = decoded(data, kind)
@@ -134,6 +137,11 @@ class Routes:
             check_copies(data, wanted.requests)
             del data, body  # the answer may take long
             return await answer(request, exchange, wanted)
+
+    def _enter(self, exchange: Exchange, who: str) -> None:
+        """Counts a request to its key's limits, until it has ended. Raises ApiError if it is one too many."""
+        self._budgets.enter(who)
+        exchange.on_closed = lambda tokens: self._budgets.leave(who, tokens)
 
     # --- what is remembered ---
 

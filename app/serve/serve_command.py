@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
@@ -22,6 +23,9 @@ from engine.invocation import pip_install
 from engine.protocol.client import LocalEngine
 from engine.protocol.events import TOKEN_GAP
 from widgets.text import one_line
+
+if TYPE_CHECKING:
+    from app.serve.limits import Limits
 
 MAX_WAITING = 32
 _LATER_PART = re.compile(r"-(?!00001)\d{5}-of-\d{5}$")  # of a model in several files
@@ -42,6 +46,7 @@ def run(arguments: Sequence[str], settings: Settings) -> int:
     args = _parse(arguments)
     _check_libraries()
     from app.serve.access import is_loopback
+    from app.serve.limits import NO_LIMITS
     from app.serve.lines import Lines
     from app.serve.model_pool import ModelPool
     from app.serve.routes import application
@@ -62,9 +67,9 @@ def run(arguments: Sequence[str], settings: Settings) -> int:
         engine_options = replace(configuration.engine, parallel=args.parallel, token_gap=args.token_gap)
 
         def service_of(name: str) -> Service:
+            file = ModelFile.read(paths[name])  # clients that come meanwhile wait
             keep_warm_s = configuration.keep_warm_s if len(paths) == 1 else None
             path, mmproj = paths[name], encoder_of(paths[name], args.mmproj)
-            file = ModelFile.read(path, mmproj)  # clients that come meanwhile wait
             options_of_model = replace(engine_options, model_path=str(path), mmproj=mmproj)
             engine = LocalEngine(options_of_model, keep_warm_s=keep_warm_s)
             service = Service(
@@ -94,7 +99,7 @@ def run(arguments: Sequence[str], settings: Settings) -> int:
             idle_s=args.unload_after,
         )
         address = f"http://{f'[{host}]' if ':' in host else host}:{port}/v1"
-        http = application(pool, key)
+        http = application(pool, key, args.limits or NO_LIMITS)
         if not args.plain and not others and _has_screen():
             from app.serve.serve_app import serve_on_screen
 
@@ -156,6 +161,12 @@ def _parse(arguments: Sequence[str]) -> Namespace:
         metavar="X",
         help=f"while prompts are read, the next token may take X times as long ({TOKEN_GAP})",
     )
+    add(
+        "--limits",
+        type=_limits,
+        metavar="LIMITS",
+        help="of each key: requests=60,tokens=100000 a minute, open=4 at a time (none)",
+    )
     add("--plain", action="store_true", help="a line for each request instead of the screen")
     add = parser.add_argument_group("sampling").add_argument
     options.add_sampling(add)
@@ -168,6 +179,12 @@ def _port(text: str) -> int:
     if port > 65535:
         raise UsageError(f"There is no port {port}.", "The highest is 65535.")
     return port
+
+
+def _limits(text: str) -> "Limits":
+    from app.serve.limits import Limits
+
+    return Limits.parse(text)
 
 
 def _token_gap(text: str) -> float:

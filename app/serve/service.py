@@ -19,7 +19,6 @@ from app.serve.answer import AnswerBegun, AnswerEnd, Events, Parts, ServedAnswer
 from app.serve.errors import ApiError, unavailable
 from app.serve.http import ClientGoneError
 from app.serve.metrics import Metrics
-from app.serve.picture_tokens import counting_eyes
 from engine.errors import OrinError
 from engine.formats.fill_in import FillIn
 from engine.formats.gguf import GGUF
@@ -51,7 +50,7 @@ MAX_RETRY_S = 60
 class ModelFile:
     """What the server itself reads of a model file. `form` is how the model calls tools, `fill_in` how it is asked to
     fill in a text. `pooling` is how its embeddings of so many `dimensions` are made, and `rank_template` what it gets
-    of a query and a document. `mmproj`: its encoder, whose pictures are counted."""
+    of a query and a document."""
 
     tokenizer: Tokenizer
     form: ToolForm | None
@@ -61,11 +60,10 @@ class ModelFile:
     pooling: Pooling | None = None
     dimensions: int = 0
     rank_template: str = ""
-    mmproj: str = ""
     _rendering: Lock = field(default_factory=Lock)
 
     @classmethod
-    def read(cls, path: Path, mmproj: str = "") -> Self:
+    def read(cls, path: Path) -> Self:
         """Takes about a second. Raises ModelFileError."""
         with GGUF(path) as file:
             template = file.get("tokenizer.chat_template", str, "")
@@ -81,7 +79,6 @@ class ModelFile:
                 pooling_of(file),
                 file.get(f"{architecture}.embedding_length", int, 0),
                 rank_template,
-                mmproj,
             )
 
     def encoded(self, chat: Chat, effort: Effort | None = None) -> Prompt:
@@ -102,9 +99,7 @@ class ModelFile:
     @cached_property
     def _chats(self) -> ChatTemplate:
         source = self.template if self.template.strip() else None
-        template = ChatTemplate(source, self.architecture, self.tokenizer)
-        template.eyes = counting_eyes(Path(self.mmproj)) if self.mmproj else None
-        return template
+        return ChatTemplate(source, self.architecture, self.tokenizer)
 
 
 async def _at_once() -> None:
@@ -218,6 +213,7 @@ class Exchange:
     is_streamed: bool = False
     note: str = ""  # what of the request is not done
     one_by_one: bool = False  # see `Asked`
+    on_closed: Callable[[int], object] = lambda tokens: None  # hears how many there were
     finished: list[Finished] = field(default_factory=list)
     _has_token: bool = False
     _closed: bool = False
@@ -256,6 +252,7 @@ class Exchange:
         if self._closed:
             return
         self._closed = True
+        self.on_closed(sum(end.prompt_n + end.predicted_n for end in self.finished))
         if not error and len(self.finished) < self.answers:
             status = CLIENT_GONE
         metrics, ended = self.service.metrics, self.finished

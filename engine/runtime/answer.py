@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from functools import partial
 
 from engine.errors import SHORTEN, ContextFullError, UsageError
 from engine.formats.prompt import PromptEncoder, think_splitter
@@ -28,9 +27,6 @@ from engine.runtime.grammar import Constraint, Forced, Grammars
 from engine.runtime.model_runner import Drawing, Want
 from engine.runtime.pictures import Pictures
 from engine.runtime.sampling import Logits, LogProbabilities, Sampler, biased
-
-Late = list[Callable[[], None]]
-"""What is to be told later, in order."""
 
 
 class Answers:
@@ -172,11 +168,9 @@ class Answer:
             )
         )
 
-    def add(
-        self, token: int, probabilities: Callable[[int], LogProbabilities], late: Late | None = None
-    ) -> None:
-        """Takes the next token and reports it, or adds that to what comes `late`, if nothing depends on the report.
-        `probabilities` gives its log-probability, and so many of the most probable tokens."""
+    def add(self, token: int, probabilities: Callable[[int], LogProbabilities]) -> None:
+        """Takes the next token and reports it. `probabilities` gives its log-probability, and so many of the most
+        probable tokens."""
         self._last_token = time.perf_counter()
         if len(self.tokens) == self.prompt_n:
             self._first_token = self._last_token
@@ -191,11 +185,7 @@ class Answer:
             self.reason = "stop"
         elif not self.left:
             self.reason = "length"
-        report = partial(self._report_token, token, probabilities, self.reason is not None)
-        if late is None or self.constraint or self.request.logprobs:
-            report()
-        else:
-            late.append(report)
+        self._report_token(token, probabilities)
 
     def slot(self, stored: int) -> Slot:
         """What the answer does, with `stored` of its tokens in the KV cache."""
@@ -230,8 +220,8 @@ class Answer:
             draft_n_accepted=self.draft_n_accepted,
         )
 
-    def _report_token(self, token: int, probabilities: Callable[[int], LogProbabilities], last: bool) -> None:
-        """`last`: text that was held back is reported too."""
+    def _report_token(self, token: int, probabilities: Callable[[int], LogProbabilities]) -> None:
+        last = self.reason is not None  # so text that was held back is reported too
         text = self._decoder.feed(token) + (self._decoder.flush() if last else "")
         thinking = False
         if self.splitter is not None:

@@ -14,6 +14,8 @@ from functools import partial
 
 from tests import environment
 from tests.soak import (
+    cancelled_guesses,
+    changed_blocks,
     damaged_weights,
     engine_faults,
     full_disks,
@@ -38,6 +40,8 @@ PARTS = {
     "files": (hostile_files.run, 80_000),
     "pictures": (hostile_pictures.run, 10_000),
     "weights": (damaged_weights.run, 2_000),
+    "guesses": (cancelled_guesses.run, 5_000),
+    "blocks": (changed_blocks.run, 1_000),
     "hub": (hostile_hub.run, 20_000),
     "engine": (engine_faults.run, 1_000),
     "program": (program_deaths.run, 1_000),

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import os
 import random
-import subprocess
 import sys
 import tempfile
-import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +17,7 @@ from engine.backends import prepare
 from engine.errors import ModelFileError
 from engine.protocol.events import EngineOptions, Generate, Sampling, Token, TokenIds
 from tests import environment, generated_model
-from tests.paths import ROOT
+from tests.soak.child import follow, report
 from tests.soak.counts import Counts
 
 MODELS = (("llama", "Q8_0"), ("gemma3", "F32"), ("qwen3moe", "Q4_0"), ("gpt-oss", "MXFP4"), ("qwen35", "F16"))
@@ -35,17 +33,7 @@ def run(tries: int, number: int = 0) -> Counts:
     counts, done = Counts("models with damaged weights"), 0
     while done < tries:
         end = min(tries, done + _OF_A_PROCESS)
-        command = [sys.executable, "-m", "tests.soak.damaged_weights", *map(str, (number, done, end))]
-        with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
-            assert process.stdout
-            for line in process.stdout:
-                outcome, took_ms = json.loads(line)
-                done += 1
-                (counts.lost if outcome.startswith("lost") else counts.survived)[outcome] += 1
-                counts.took(took_ms)
-        if process.returncode:
-            counts.lost[f"the process ended with {process.returncode}"] += 1
-            done += 1
+        done += follow(counts, "tests.soak.damaged_weights", number, done, end)
     return counts
 
 
@@ -107,12 +95,7 @@ def main(number: int, first: int, end: int) -> None:
     prepare(EngineOptions(model_path="", backend="CPU"))
     with tempfile.TemporaryDirectory() as folder:
         for i in range(first, end):
-            started = time.perf_counter()
-            try:
-                outcome = _try(Path(folder, "model.gguf"), random.Random(f"{number} {i}"))
-            except Exception as error:
-                outcome = f"lost {i}: {type(error).__name__} {str(error)[:100]}"
-            print(json.dumps([outcome, (time.perf_counter() - started) * 1e3]), flush=True)
+            report(i, partial(_try, Path(folder, "model.gguf"), random.Random(f"{number} {i}")))
 
 
 if __name__ == "__main__":

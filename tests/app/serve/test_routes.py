@@ -439,7 +439,8 @@ async def test_the_description_of_the_paths(served):
     [
         (TOO_LONG, 400, "context_length_exceeded"),
         (Failed(kind="usage", message="The prompt is empty.", request_id=0), 400, None),
-        (Failed(kind="model", message="The template refuses.", request_id=0), 400, None),
+        (Failed(kind="template", message="The template refuses.", request_id=0), 400, None),
+        (Failed(kind="model", message="The weights are damaged.", request_id=0), 500, None),
         (Failed(kind="backend", message="The engine died."), 500, None),
     ],
 )

@@ -509,7 +509,7 @@ def test_a_folder_of_models(model_path, tmp_path, monkeypatch):
     made, names = [], []
     engine = lambda options, **_: made.append(options.model_path) or FakeEngine()
     monkeypatch.setattr(serve_command, "LocalEngine", engine)
-    monkeypatch.setattr("app.serve.routes.application", lambda pool, key: names.extend(pool.names))
+    monkeypatch.setattr("app.serve.routes.application", lambda pool, *_: names.extend(pool.names))
     monkeypatch.setattr("app.serve.server.Server", lambda *_: SimpleNamespace(run=lambda: None))
     monkeypatch.setattr(asyncio, "run", lambda run: 0)
     for name in ("b.gguf", "a.gguf", "c-00001-of-00002.gguf", "c-00002-of-00002.gguf"):
