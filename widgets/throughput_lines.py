@@ -23,7 +23,8 @@ class Throughput:
     """`samples` and `marks` are oldest first, with times up to `now_s`. `current`, `median`, `best` (decode) and
     `prefill` (of the last prompt) are in tokens/s. `copy_gbps` is the measured bandwidth of the device: of a copy or
     of reading, as `measured` says. `share` is the reached part of the roofline, which may be above 1 where weights
-    stay in caches (`is_cached`). `memory` is a phrase about the load of the memory controller. None: not known yet."""
+    stay in caches (`is_cached`). `memory` is a phrase about the load of the memory controller, `guesses` one about
+    the guesses of next tokens in the last answer. None: not known yet."""
 
     samples: tuple[Sample, ...] = ()
     marks: tuple[Mark, ...] = ()
@@ -38,6 +39,7 @@ class Throughput:
     share: float | None = None
     is_cached: bool = False
     memory: str = ""
+    guesses: str = ""
 
 
 def axis(data: Throughput, width: int, seconds: float) -> TimeAxis:
@@ -91,7 +93,7 @@ def _figures(data: Throughput) -> list[Line]:
     return [
         [(f"{current} tok/s", "strong"), (share, "")],
         [(f"median {median}  best {best}  prefill {prefill}", "dim")],
-        *([[(data.memory, "dim")]] if data.memory else []),
+        *([[(phrase, "dim")] for phrase in (data.guesses, data.memory) if phrase]),
     ]
 
 

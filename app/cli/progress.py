@@ -54,6 +54,12 @@ def _context(event: Loading | Ready) -> str:
     return f"context of {counted(event.context_length, 'token')}{cost}" if event.context_length else ""
 
 
+def guessed(end: Finished) -> str:
+    """What guesses of next tokens were worth; there were some."""
+    gain = f", {end.draft_gain:.1f}x as fast" if end.draft_gain else ""
+    return f"{end.draft_n_accepted:,} of {end.draft_n:,} guessed tokens right{gain}"
+
+
 def figures(end: Finished) -> str:
     """The figures of an answer on one line, and how it ended unless it came to its own end."""
     ended = {"stop": "", "length": ", cut at the limit", "cancelled": ", stopped"}[end.reason]
@@ -64,7 +70,7 @@ def figures(end: Finished) -> str:
         return f"{counted(end.prompt_n, 'token')} ({end.cached_n:,} cached) read in {took}{rate}"
     decode = decode_rate(end.predicted_n, end.predicted_ms)
     first_token = as_latency(end.prompt_ms / 1e3)
-    guesses = f", {end.draft_n_accepted:,} of {end.draft_n:,} guessed tokens right" if end.draft_n else ""
+    guesses = f", {guessed(end)}" if end.draft_n else ""
     return (
         f"prompt {counted(end.prompt_n, 'token')} ({end.cached_n:,} cached), first token after {first_token}"
         f"{'' if prefill is None else f' ({prefill:.0f} tok/s)'}; "

@@ -56,6 +56,7 @@ class PerformanceObserver:
         self._current: deque[float] = deque(maxlen=_CURRENT_SAMPLES)  # the last ones, of one answer
         self._best: tuple[float, int] | None = None  # the best current speed, and the bytes a token read then
         self._prefill: float | None = None
+        self._guesses = ""
         self._position = self._cached = 0  # tokens in the context; tokens of the prompt from earlier turns
         self._tokens, self._since_s = 0, 0.0  # of the decode sample in progress
         self._in_decode = self._has_decode_sample = False  # of this answer
@@ -137,6 +138,7 @@ class PerformanceObserver:
             share=share,
             is_cached=share is not None and share > 1 and now.bytes_per_token <= CACHEABLE_BYTES,
             memory=_memory_load(self.relevant(counters)),
+            guesses=self._guesses,
         )
 
     def experts(self) -> ExpertUse | None:
@@ -216,6 +218,7 @@ class PerformanceObserver:
             self._prefill = prefill or self._prefill
         if speed:
             self._set_kernels(replace(self.kernels, answer_us=1e6 / speed))
+        self._guesses = _guesses(end)
         self._position = end.context_used
         self._end_answer()
 
@@ -249,6 +252,15 @@ class PerformanceObserver:
         for events in (self._samples, self._marks):
             while events and events[0].at_s < since_s:
                 events.popleft()
+
+
+def _guesses(end: Finished) -> str:
+    """What guesses of next tokens were worth in an answer; "" if there were none."""
+    if not end.draft_n:
+        return ""
+    a_step = end.predicted_n / max(1, end.predicted_n - end.draft_n_accepted)
+    gain = f", {end.draft_gain:.1f}x as fast" if end.draft_gain else ""
+    return f"guesses: {a_step:.1f} tokens a step, {end.draft_n_accepted / end.draft_n:.0%} right{gain}"
 
 
 def _memory_load(counters: Sequence[Counter]) -> str:

@@ -77,6 +77,7 @@ class Answer:
         self.left, self.cached = limit, 0
         self.pictures = pictures
         self.draft_n = self.draft_n_accepted = 0
+        self._timed_n, self._steps_s, self._plain_s = self.prompt_n, 0.0, 0.0
         self.reason: StopReason | None = None if limit else "length"
         self.sampler = Sampler(request.sampling)
         self.splitter = think_splitter(request.prompt, prompt)
@@ -200,6 +201,14 @@ class Answer:
             rate=decode_rate(predicted_n, (self._last_token - self._first_token) * 1e3),
         )
 
+    def timed(self, seconds: float, plain_s: float) -> None:
+        """Its last step took `seconds`, where one without guesses takes `plain_s` (0: there were prompts too, or that
+        is not known)."""
+        new, self._timed_n = len(self.tokens) - self._timed_n, len(self.tokens)
+        if plain_s:
+            self._steps_s += seconds
+            self._plain_s += new * plain_s
+
     def cancel(self) -> None:
         self.reason = "cancelled"
 
@@ -218,6 +227,7 @@ class Answer:
             seed=self.sampler.seed,
             draft_n=self.draft_n,
             draft_n_accepted=self.draft_n_accepted,
+            draft_gain=self._plain_s / self._steps_s if self.draft_n and self._steps_s else 0.0,
         )
 
     def _report_token(self, token: int, probabilities: Callable[[int], LogProbabilities]) -> None:

@@ -160,8 +160,9 @@ class Scheduler:
         if ready:
             self._take_tokens(ready, chosen, check)
             seconds = time.perf_counter() - started
-            if not pieces:
-                self._speculation.measured(check, len(ready), seconds)
+            plain_s = 0.0 if pieces else self._speculation.measured(check, len(ready), seconds)
+            for _, job in ready:
+                job.answer.timed(seconds, plain_s)
             if not check.rows:
                 self._pace.measured(self._room_of(pieces, len(ready)), seconds)
 

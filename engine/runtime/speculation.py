@@ -71,12 +71,13 @@ class Speculation:
         """The next step may be launched ahead."""
         self._is_ahead = self._runs_ahead = True
 
-    def measured(self, check: Check, rows: int, seconds: float) -> None:
-        """What a step took that had no prompts."""
+    def measured(self, check: Check, rows: int, seconds: float) -> float:
+        """What a step took that had no prompts. Returns what one takes that checks nothing, 0 if that is not known."""
         if check.rows:
             self.times.measured(check.rows, seconds, checks=True)
         elif self._was_ahead == self._runs_ahead:
             self.times.measured(rows, seconds)
+        return self.times.seconds(rows)
 
     def plan(self, replies: Sequence[Job]) -> Check:
         """What a step of these replies checks beside their last tokens, if that pays or has to be tried."""

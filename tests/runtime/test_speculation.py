@@ -87,7 +87,8 @@ def test_a_text_that_repeats_itself_takes_fewer_steps_and_stays_the_same(ask, ru
     assert plain.seconds > 2.5 * checked.seconds
     end = checked.ends[0]
     assert end.draft_n_accepted > 200 and end.draft_n_accepted > 0.8 * end.draft_n
-    assert (plain.ends[0].draft_n, end.predicted_n) == (0, 300)
+    assert end.draft_gain == pytest.approx(plain.seconds / checked.seconds, rel=0.1)
+    assert (plain.ends[0].draft_n, plain.ends[0].draft_gain, end.predicted_n) == (0, 0, 300)
 
 
 @pytest.mark.parametrize("sampling", [DRAWN, Sampling(temperature=0, repeat_penalty=1.05)])

@@ -58,6 +58,12 @@ def test_an_answer_too_short_for_a_sample_is_one(performance):
     assert performance.current == pytest.approx(100)
 
 
+def test_what_guesses_were_worth(performance):
+    *_, end = reply("a few words")
+    performance.observe(replace(end, predicted_n=90, draft_n=80, draft_n_accepted=60, draft_gain=2.16))
+    assert performance.throughput().guesses == "guesses: 3.0 tokens a step, 75% right, 2.2x as fast"
+
+
 def test_the_roofline_falls_as_the_context_grows(performance):
     performance.observe(Prefilling(request_id=1, done=1000, total=1000, cached=0))
     decode(performance, 100, 100.0)
