@@ -203,7 +203,11 @@ class LineChat(View):
             await self.changed(turn)
 
     async def changed(self, turn: Turn) -> None:
-        """Prints what has come of the calls of a reply."""
+        """Prints what has come of the calls of a reply, and once how many tokens a picture took."""
+        seen = {file.label for file in turn.files if file.picture and file.tokens is not None}
+        for label in sorted(seen - self._told):
+            self._print(f"[{label}]")
+        self._told |= seen
         for call in turn.calls:
             if call.is_over and call.id not in self._told:
                 self._told.add(call.id)

@@ -43,6 +43,8 @@ _QWEN_TOKENS = 64, 4096
 _GEMMA4_TOKENS = 280
 _MOST_WHOLE = 320
 """The most tokens of a picture that has to be in one step; published files have 256."""
+_MOST_PATCHES = 1 << 15
+"""Of a picture. Published files have at most half as many; attention of far more would take hours."""
 _AUDIO = "a.", "mm.a."
 
 
@@ -115,6 +117,8 @@ class _Reader(CheckedFile):
             projector=projector,
             line_end=self.required("v.token_embd.img_break", out) if self.kind == "pixtral" else None,
         )
+        if spec.size.most_tokens * self.merge**2 > _MOST_PATCHES:
+            raise damaged(self.file.path, "its pictures would have too many patches")
         unread = [name for name in self.file.tensors.keys() - self.used if not name.startswith(_AUDIO)]
         if unread:
             raise ModelFileError(

@@ -20,6 +20,7 @@ from tests.soak import (
     engine_faults,
     full_disks,
     gpu_memory,
+    hostile_encoders,
     hostile_files,
     hostile_hub,
     hostile_pictures,
@@ -39,6 +40,7 @@ from tests.soak import (
 PARTS = {
     "files": (hostile_files.run, 80_000),
     "pictures": (hostile_pictures.run, 10_000),
+    "encoders": (hostile_encoders.run, 1_000),
     "weights": (damaged_weights.run, 2_000),
     "guesses": (cancelled_guesses.run, 5_000),
     "blocks": (changed_blocks.run, 1_000),

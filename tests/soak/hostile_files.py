@@ -25,7 +25,7 @@ _PIECES = st.one_of(
     _NUMBERS.map(lambda number: number.to_bytes(8, "little")),
     _NUMBERS.map(lambda number: (number & 0xFFFFFFFF).to_bytes(4, "little")),
 )
-_CHANGES = st.lists(st.tuples(st.floats(0, 1, exclude_max=True), _PIECES), min_size=1, max_size=4)
+CHANGES = st.lists(st.tuples(st.floats(0, 1, exclude_max=True), _PIECES), min_size=1, max_size=4)
 
 
 def run(tries: int, number: int = 0) -> Counts:
@@ -42,7 +42,7 @@ def run(tries: int, number: int = 0) -> Counts:
             with GGUF(path) as file:
                 heads.append(len(data) - sum(tensor.data.nbytes for tensor in file.tensors.values()))
 
-        @drawn(tries, number, st.integers(0, len(files) - 1), _CHANGES, st.none() | st.floats(0, 1))
+        @drawn(tries, number, st.integers(0, len(files) - 1), CHANGES, st.none() | st.floats(0, 1))
         def read(which: int, changes: list[tuple[float, bytes]], cut: float | None) -> None:
             data = bytearray(files[which])
             for place, piece in changes:

@@ -19,7 +19,7 @@ from app.serve.routes import application
 from app.serve.service import ModelFile, Service
 from engine.protocol.events import Event, Failed
 from tests import generated_model
-from tests.app.fake_engine import READY, TOO_LONG, FakeEngine, reply, tokens
+from tests.app.fake_engine import SEEING, TOO_LONG, FakeEngine, reply, tokens
 from tests.app.serve.conftest import TOOL_TEMPLATE
 from tests.soak.counts import Counts
 
@@ -31,12 +31,18 @@ _OPENAI_CALL = {
     "type": "function",
     "function": {"name": "get_weather", "arguments": '{"city": "Oslo"}'},
 }
+_PNG = "iVBORw0KGgo="
+_URL = f"data:image/png;base64,{_PNG}"
+_IMAGE = {"type": "image_url", "image_url": {"url": _URL}}
+_INPUT = {"type": "input_image", "image_url": _URL}
+_BLOCK = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": _PNG}}
+_RESULT = [{"type": "text", "text": "rain"}, _BLOCK]
 _OPTIONS = {"temperature": 0.5, "top_k": 3, "seed": 7, "stop": ["\n\n"], "num_predict": 9}
 REQUESTS: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": {
         "messages": [
             {"role": "system", "content": "Be brief."},
-            {"role": "user", "content": [{"type": "text", "text": "Hello"}]},
+            {"role": "user", "content": [_IMAGE, {"type": "text", "text": "Hello"}]},
             {"role": "assistant", "content": None, "tool_calls": [_OPENAI_CALL]},
             {"role": "tool", "tool_call_id": "c1", "content": "rain"},
         ],
@@ -49,7 +55,7 @@ REQUESTS: dict[str, dict[str, Any]] = {
     "/v1/messages": {
         "model": "tiny", "max_tokens": 9, "system": [{"type": "text", "text": "Be brief."}],
         "messages": [
-            {"role": "user", "content": [{"type": "text", "text": "Hello"}]},
+            {"role": "user", "content": [_BLOCK, {"type": "text", "text": "Hello"}]},
             {
                 "role": "assistant",
                 "content": [
@@ -60,7 +66,7 @@ REQUESTS: dict[str, dict[str, Any]] = {
             {
                 "role": "user",
                 "content": [
-                    {"type": "tool_result", "tool_use_id": "c1", "content": [{"type": "text", "text": "rain"}]}
+                    {"type": "tool_result", "tool_use_id": "c1", "content": _RESULT}
                 ],
             },
         ],
@@ -72,7 +78,7 @@ REQUESTS: dict[str, dict[str, Any]] = {
     "/v1/responses": {
         "instructions": "Be brief.", "previous_response_id": None, "max_output_tokens": 9,
         "input": [
-            {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "Hello"}]},
+            {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "Hello"}, _INPUT]},
             {"type": "reasoning", "id": "rs_1", "summary": [], "encrypted_content": "orin-chat:SG0u"},
             {"type": "function_call", "call_id": "c1", "name": "get_weather", "arguments": '{"city": "Oslo"}'},
             {"type": "function_call_output", "call_id": "c1", "output": [{"type": "input_text", "text": "rain"}]},
@@ -85,20 +91,20 @@ REQUESTS: dict[str, dict[str, Any]] = {
     "/api/chat": {
         "model": "tiny", "think": "low", "format": _SCHEMA, "options": _OPTIONS,
         "messages": [
-            {"role": "user", "content": "Hello"},
+            {"role": "user", "content": "Hello", "images": [_PNG]},
             {"role": "assistant", "tool_calls": [{"function": {"name": "get_weather", "arguments": {"city": "Oslo"}}}]},
             {"role": "tool", "tool_name": "get_weather", "content": "rain"},
         ],
         "tools": [{"type": "function", "function": _TOOL}],
     },
-    "/api/generate": {"prompt": "Hello", "system": "Be brief.", "raw": False, "options": _OPTIONS},
+    "/api/generate": {"prompt": "Hello", "images": [_URL], "system": "Be brief.", "raw": False, "options": _OPTIONS},
     "/tokenize": {"messages": [{"role": "user", "content": "Hello"}], "with_pieces": True},
     "/apply-template": {"messages": [{"role": "user", "content": "Hello"}]},
 }  # fmt: skip
 _ODD = (
     None, True, 0, -1, 1, 2**31, 2**63, 10**30, 1e308, 1.5, "", "x", "none", "auto", "\ud800", "\x1b[31m", "x" * 70_000,
     [], {}, [[]], [None], {"": None}, {"type": "text"}, {"type": "object"}, ["\x00"], {"role": "user"},
-    {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "iVBORw0KGgo="}},
+    _BLOCK, {"type": "image_url", "image_url": {"url": "file:///etc/passwd"}},
 )  # fmt: skip
 _CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Rome"}}\n</tool_call>'
 
@@ -112,7 +118,7 @@ def run(tries: int, number: int = 0) -> Counts:
             generated_model.write(Path(folder, "tiny.gguf"), architecture="qwen3", template=TOOL_TEMPLATE)
         )
     engine = _Engine(choose)
-    service = Service(engine, "tiny", file, ready=READY, parallel=8)
+    service = Service(engine, "tiny", file, ready=SEEING, parallel=8)
     asyncio.run(_all(service, tries, choose, counts))
     return counts
 

@@ -8,7 +8,9 @@ import pytest
 from app.main import main
 from engine.backends import unusable_because
 from presets import GUIDE
+from tests import generated_encoder
 from tests.generated_model import write
+from tests.pictures import plain_picture
 from tests.thorough import thorough
 
 
@@ -47,6 +49,27 @@ def test_an_answer_with_log_probabilities(tmp_path, capfd):
     end = events[-1]
     assert (end["event"], end["reason"], end["prompt_n"], end["predicted_n"]) == ("finished", "length", 3, 5)
     assert min(end["prompt_ms"], end["predicted_ms"], end["load_ms"]) > 0
+
+
+@thorough
+def test_a_picture_from_the_command_line_to_the_reply(tmp_path, capfd):
+    """The encoder beside the model is found."""
+    model = write(tmp_path / "noise-F32.gguf", architecture="mistral3")
+    encoder = generated_encoder.write(tmp_path / "mmproj-noise.gguf", "pixtral")
+    (tmp_path / "sea.png").write_bytes(plain_picture())
+    options = f"--model {model} --backend CPU --context 512 --max-tokens 3 --ignore-eos --json"
+    asked = [*options.split(), "--image", str(tmp_path / "sea.png"), "What is it?"]
+    assert main(asked) == 0
+    events = [json.loads(line) for line in capfd.readouterr().out.splitlines()]
+    assert next(event for event in events if event["event"] == "ready")["model"]["sees"]
+    seen = [event for event in events if event["event"] == "seeing"][-1]
+    assert seen["done"] == seen["total"] and 0 < seen["tokens"] < events[-1]["prompt_n"]
+    (tmp_path / "sea.png").write_bytes(plain_picture()[:60])
+    assert main(asked) == 2
+    assert "damaged" in capfd.readouterr().out
+    encoder.unlink()
+    assert main(asked) == 2
+    assert "sees no pictures" in capfd.readouterr().out
 
 
 @pytest.mark.skipif(not unusable_because("NV"), reason="NV works here")
