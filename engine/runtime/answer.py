@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import partial
 
 from engine.errors import SHORTEN, ContextFullError, UsageError
 from engine.formats.prompt import PromptEncoder, think_splitter
@@ -27,6 +28,9 @@ from engine.runtime.grammar import Constraint, Forced, Grammars
 from engine.runtime.model_runner import Drawing, Want
 from engine.runtime.pictures import Pictures
 from engine.runtime.sampling import Logits, LogProbabilities, Sampler, biased
+
+Late = list[Callable[[], None]]
+"""What is to be told later, in order."""
 
 
 class Answers:
@@ -169,9 +173,11 @@ class Answer:
             )
         )
 
-    def add(self, token: int, probabilities: Callable[[int], LogProbabilities]) -> None:
-        """Takes the next token and reports it. `probabilities` gives its log-probability, and so many of the most
-        probable tokens."""
+    def add(
+        self, token: int, probabilities: Callable[[int], LogProbabilities], late: Late | None = None
+    ) -> None:
+        """Takes the next token and reports it, or adds that to what comes `late`, if nothing depends on the report.
+        `probabilities` gives its log-probability, and so many of the most probable tokens."""
         self._last_token = time.perf_counter()
         if len(self.tokens) == self.prompt_n:
             self._first_token = self._last_token
@@ -186,7 +192,11 @@ class Answer:
             self.reason = "stop"
         elif not self.left:
             self.reason = "length"
-        self._report_token(token, probabilities)
+        report = partial(self._report_token, token, probabilities, self.reason is not None)
+        if late is None or self.constraint or self.request.logprobs:
+            report()
+        else:
+            late.append(report)
 
     def slot(self, stored: int) -> Slot:
         """What the answer does, with `stored` of its tokens in the KV cache."""
@@ -230,8 +240,8 @@ class Answer:
             draft_gain=self._plain_s / self._steps_s if self.draft_n and self._steps_s else 0.0,
         )
 
-    def _report_token(self, token: int, probabilities: Callable[[int], LogProbabilities]) -> None:
-        last = self.reason is not None  # so text that was held back is reported too
+    def _report_token(self, token: int, probabilities: Callable[[int], LogProbabilities], last: bool) -> None:
+        """`last`: text that was held back is reported too."""
         text = self._decoder.feed(token) + (self._decoder.flush() if last else "")
         thinking = False
         if self.splitter is not None:

@@ -8,12 +8,10 @@ from collections.abc import Sequence
 
 from engine.runtime.lookup import NO_GUESS, Guess, Lookup
 
-PROBE_EVERY = 64
-"""After so many tokens without a check, one is made to see whether guesses are right again."""
 _MATCHES = (3, 5, 9, 17)
 """Guesses are judged together whose matches have at least so many tokens, and fewer than the next number."""
 _RIGHT = (0.3, 0.5, 0.7, 0.9)  # the share of right guesses until more is known
-_MEMORY = 0.85  # what is left of the weight of earlier checks with each one
+_MEMORY = 0.92  # what is left of the weight of earlier guesses with each one
 _KEPT = 5  # times of steps
 
 
@@ -39,7 +37,6 @@ class Guesser:
         self._lookup = Lookup()
         self._tried = [2.0] * len(_MATCHES)
         self._right = [2.0 * share for share in _RIGHT]
-        self._last_check = 0  # the tokens of the text then
 
     def guess(self, text: Sequence[int], most: int) -> Guess:
         """At most `most` tokens that may follow `text`."""
@@ -50,13 +47,9 @@ class Guesser:
         i = _place(guess.match)
         return self._right[i] / self._tried[i]
 
-    def is_due(self, text: Sequence[int]) -> bool:
-        """Whether a check should be made even if it promises nothing."""
-        return len(text) - self._last_check >= PROBE_EVERY
-
-    def checked(self, guess: Guess, right: int, length: int) -> None:
-        """A guess was checked, of which the first `right` tokens were right. The text has so many tokens now."""
-        i, self._last_check = _place(guess.match), length
+    def checked(self, guess: Guess, right: int) -> None:
+        """A guess was compared with the text, of which the first `right` tokens were right."""
+        i = _place(guess.match)
         self._tried[i] = self._tried[i] * _MEMORY + right + (right < len(guess.tokens))
         self._right[i] = self._right[i] * _MEMORY + right
 

@@ -10,9 +10,9 @@ from functools import partial
 from typing import NamedTuple
 
 from engine.protocol.events import Finished
-from engine.runtime.answer import Answer
+from engine.runtime.answer import Answer, Late
 from engine.runtime.guesser import Guesser
-from engine.runtime.kv_blocks import BLOCK
+from engine.runtime.kv_blocks import BLOCK, KVBlocks, PoolFullError
 from engine.runtime.lookup import Guess
 from engine.runtime.model_runner import RowSampler, Slot
 from engine.runtime.prefix_keeper import Restore
@@ -78,9 +78,14 @@ class Job:
     def checked(self, guess: Guess, right: int) -> None:
         """A step has checked a guess, of which the first `right` tokens were right."""
         assert self.guesser
-        self.guesser.checked(guess, right, len(self.answer.tokens))
+        self.guesser.checked(guess, right)
         self.answer.draft_n += len(guess.tokens)
         self.answer.draft_n_accepted += right
+
+    def compared(self, guess: Guess) -> None:
+        """The token that a guess was of has come otherwise."""
+        assert self.guesser
+        self.guesser.checked(guess.first(1), int(self.answer.tokens[-1] == guess.tokens[0]))
 
     @property
     def stored(self) -> list[int]:
@@ -94,18 +99,18 @@ class Job:
         self.sampler = sampler if is_drawn else None
         self._allow(sequence)
 
-    def take(self, sequence: int, chosen: int, logits: Logits | None) -> None:
+    def take(self, sequence: int, chosen: int, logits: Logits | None, late: Late | None = None) -> None:
         """Adds the next token, which the runner has `chosen` unless the host chooses it. `logits`: its own, float32
-        (vocab,), if the host needs them. Raises UsageError if the grammar fails."""
+        (vocab,), if the host needs them. `late`: see `Answer.add`. Raises UsageError if the grammar fails."""
         answer = self.answer
         if self.reply_s == math.inf:
             self.reply_s = time.perf_counter()
         if logits is not None:
             token = chosen if answer.is_best_token else answer.choose(logits)
-            answer.add(token, partial(log_probabilities, logits, token))
+            answer.add(token, partial(log_probabilities, logits, token), late)
         else:
             position = len(answer.tokens) - 1
-            answer.add(chosen, lambda n: self._told(sequence, position, n))
+            answer.add(chosen, lambda n: self._told(sequence, position, n), late)
         if not answer.reason:
             self._allow(sequence)
 
@@ -117,6 +122,19 @@ class Job:
         """Says what the device may draw next."""
         if self.sampler and self.answer.constraint:
             self.sampler.allow(sequence, self.answer.constraint.allowed())
+
+
+def go_on(replies: Sequence[tuple[int, Job]], blocks: KVBlocks) -> bool:
+    """Whether the next step has these replies too, as far as is known, and needs no logits. Makes room in their
+    sequences for it."""
+    if not replies or any(job.needs_logits or job.answer.left == 1 for _, job in replies):
+        return False
+    try:
+        for sequence, job in replies:
+            blocks.reserve(sequence, len(job.answer.tokens) - blocks.length(sequence) + 1)
+    except PoolFullError:
+        return False
+    return True
 
 
 class Piece(NamedTuple):

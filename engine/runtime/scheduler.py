@@ -30,11 +30,11 @@ from numpy.typing import NDArray
 
 from engine.errors import ContextFullError
 from engine.protocol.events import TOKEN_GAP, Finished, Slots, Speculate
-from engine.runtime.answer import Answer
+from engine.runtime.answer import Answer, Late
 from engine.runtime.checkpoints import Checkpoints
 from engine.runtime.embedding import Embedding, read_streams
 from engine.runtime.guesser import Guesser
-from engine.runtime.jobs import Job, Piece
+from engine.runtime.jobs import Job, Piece, go_on
 from engine.runtime.known_tokens import end_of_piece, find_known, keep_state
 from engine.runtime.kv_blocks import BLOCK, KVBlocks, PoolFullError
 from engine.runtime.model_runner import Ahead, ModelRunner, Slot
@@ -81,6 +81,7 @@ class Scheduler:
         check_rows = () if speculate == "off" else runner.check_rows
         self._speculation = Speculation(check_rows, runner.can_check)
         self._guesses = bool(check_rows)
+        self._late: Late = []
         self._report_due_s = 0.0
         # the pieces of the next step, and its room, once they are chosen
         self._next: tuple[list[Piece], int] | None = None
@@ -187,10 +188,21 @@ class Scheduler:
             return np.zeros(0, np.int32)
         unended = list(pieces)
         ahead = self._ahead(unended, ready) if may_be_ahead else None
-        chosen = self._runner.run([*slots, *rows], ahead)
+
+        def launched() -> Sequence[Slot] | None:
+            self._tell()
+            return ahead() if ahead else None
+
+        chosen = self._runner.run([*slots, *rows], launched)
+        self._tell()
         read_streams(self._runner, pieces)
         self._end_pieces(unended)
         return chosen
+
+    def _tell(self) -> None:
+        """Reports the tokens of a check, while the next step runs if there is one."""
+        while self._late:
+            self._late.pop(0)()
 
     def _end_embeddings(self, pieces: Sequence[Piece]) -> None:
         """Ends those whose last pieces are computed."""
@@ -251,6 +263,7 @@ class Scheduler:
 
     def _leave(self, sequence: int, is_whole: bool = True) -> Job:
         """Takes the job out of a slot. `is_whole`: the steps of its sequence have not failed."""
+        self._tell()
         job = self._slots[sequence]
         assert job
         if self._states and is_whole:
@@ -405,21 +418,24 @@ class Scheduler:
             rows.append(range(first, first := first + 1 + len(check.of(n))))
         host = [row for n, (_, job) in enumerate(ready) if job.needs_logits for row in rows[n]]
         logits = dict(zip(host, self._runner.logits(host), strict=True)) if host else {}
+        late = self._late if check.rows else None
         for n, (sequence, job) in enumerate(ready):
-            guesses = check.of(n)
-            right = 0
+            guesses, text = check.of(n), job.answer.tokens
+            right, length = 0, len(text)
             for row, guess in itertools.zip_longest(rows[n], guesses):
                 if chosen[row] < 0 and right:  # the next step finds out why
                     break
-                if not self._take(sequence, job, int(chosen[row]), logits.get(row)):
+                if not self._take(sequence, job, int(chosen[row]), logits.get(row), late):
                     break
-                if job.answer.tokens[-1] != guess:
+                if text[-1] != guess:
                     break
                 right += 1
             if guesses:
                 job.checked(check.guesses[n], right)
+            elif (other := check.others.get(n)) and length < len(text):
+                job.compared(other)
 
-    def _take(self, sequence: int, job: Job, chosen: int, logits: Logits | None) -> bool:
+    def _take(self, sequence: int, job: Job, chosen: int, logits: Logits | None, late: Late | None) -> bool:
         """Gives a reply its next token. False if it does not go on."""
         if chosen < 0:
             self._clear(sequence, job)
@@ -428,7 +444,7 @@ class Scheduler:
         if self._states and self._states.is_due(sequence):
             passed = [*job.answer.tokens, chosen][: self._states.position(sequence)]
             self._states.save(passed, sequence=sequence)
-        if self._try(sequence, lambda: job.take(sequence, chosen, logits)) and job.answer.reason:
+        if self._try(sequence, lambda: job.take(sequence, chosen, logits, late)) and job.answer.reason:
             self._leave(sequence).end(job.answer.finished())
         return self._slots[sequence] is job
 
@@ -464,18 +480,7 @@ class Scheduler:
             self._speculation.goes_ahead()
             return [piece.slot for piece in pieces]
 
-        return ahead if self._goes_on(ready) else None
-
-    def _goes_on(self, ready: Sequence[tuple[int, Job]]) -> bool:
-        """Whether the next step has these rows too, as far as is known, and needs no logits. Makes room for it."""
-        if not ready or any(job.needs_logits or job.answer.left == 1 for _, job in ready):
-            return False
-        try:
-            for sequence, job in ready:
-                self.blocks.reserve(sequence, len(job.answer.tokens) - self.blocks.length(sequence) + 1)
-        except PoolFullError:
-            return False
-        return True
+        return ahead if go_on(ready, self.blocks) else None
 
     def _state(self) -> Slots:
         rows, prompt_tokens, room = self._step if self.busy else (0, 0, 0)

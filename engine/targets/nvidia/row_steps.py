@@ -94,12 +94,15 @@ class RowSteps:
         self._last = self._rows_count, wanted
         return [tokens[place] for place in wanted]
 
-    def check(self, rows: Sequence[Slot], count: int) -> list[int]:
-        """The next token of each row, of which some are guesses, in a step for `count` rows."""
+    def check(self, rows: Sequence[Slot], count: int, launched: Callable[[], object] | None) -> list[int]:
+        """The next token of each row, of which some are guesses, in a step for `count` rows. `launched` is called then,
+        before the host waits."""
         self.finish()
         self._send(rows, count)
         self._launch(rows, checks=True)
         self._choose()
+        if launched:
+            launched()
         tokens = self._take(rows)
         self._rows = []  # the next step has other rows than the device
         self._last = count, list(range(len(rows)))

@@ -253,7 +253,7 @@ class NvidiaRunner:
         if len({row.sequence for row in rows}) < len(rows):
             self._earlier = []
             count = next(n for n in self._checks if len(rows) <= n)
-            return np.asarray(self._steps.check(rows, count), np.int32)
+            return np.asarray(self._steps.check(rows, count, ahead), np.int32)
         self._set_positions(slots)
         pieces, self._launched = [piece for piece in pieces if piece not in self._launched], ()
         if rows:
