@@ -67,9 +67,9 @@ def run(arguments: Sequence[str], settings: Settings) -> int:
         engine_options = replace(configuration.engine, parallel=args.parallel, token_gap=args.token_gap)
 
         def service_of(name: str) -> Service:
-            file = ModelFile.read(paths[name])  # clients that come meanwhile wait
             keep_warm_s = configuration.keep_warm_s if len(paths) == 1 else None
             path, mmproj = paths[name], encoder_of(paths[name], args.mmproj)
+            file = ModelFile.read(path, mmproj)  # clients that come meanwhile wait
             options_of_model = replace(engine_options, model_path=str(path), mmproj=mmproj)
             engine = LocalEngine(options_of_model, keep_warm_s=keep_warm_s)
             service = Service(

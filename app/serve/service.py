@@ -19,6 +19,7 @@ from app.serve.answer import AnswerBegun, AnswerEnd, Events, Parts, ServedAnswer
 from app.serve.errors import ApiError, unavailable
 from app.serve.http import ClientGoneError
 from app.serve.metrics import Metrics
+from app.serve.picture_tokens import counting_eyes
 from engine.errors import OrinError
 from engine.formats.fill_in import FillIn
 from engine.formats.gguf import GGUF
@@ -50,7 +51,7 @@ MAX_RETRY_S = 60
 class ModelFile:
     """What the server itself reads of a model file. `form` is how the model calls tools, `fill_in` how it is asked to
     fill in a text. `pooling` is how its embeddings of so many `dimensions` are made, and `rank_template` what it gets
-    of a query and a document."""
+    of a query and a document. `mmproj`: its encoder, whose pictures are counted."""
 
     tokenizer: Tokenizer
     form: ToolForm | None
@@ -60,10 +61,11 @@ class ModelFile:
     pooling: Pooling | None = None
     dimensions: int = 0
     rank_template: str = ""
+    mmproj: str = ""
     _rendering: Lock = field(default_factory=Lock)
 
     @classmethod
-    def read(cls, path: Path) -> Self:
+    def read(cls, path: Path, mmproj: str = "") -> Self:
         """Takes about a second. Raises ModelFileError."""
         with GGUF(path) as file:
             template = file.get("tokenizer.chat_template", str, "")
@@ -79,6 +81,7 @@ class ModelFile:
                 pooling_of(file),
                 file.get(f"{architecture}.embedding_length", int, 0),
                 rank_template,
+                mmproj,
             )
 
     def encoded(self, chat: Chat, effort: Effort | None = None) -> Prompt:
@@ -99,7 +102,9 @@ class ModelFile:
     @cached_property
     def _chats(self) -> ChatTemplate:
         source = self.template if self.template.strip() else None
-        return ChatTemplate(source, self.architecture, self.tokenizer)
+        template = ChatTemplate(source, self.architecture, self.tokenizer)
+        template.eyes = counting_eyes(Path(self.mmproj)) if self.mmproj else None
+        return template
 
 
 async def _at_once() -> None:

@@ -15,13 +15,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from engine.catalog import cache, hub
-from engine.catalog.encoders import SEEING, encoders_among
+from engine.catalog.encoders import encoders_among
 from engine.catalog.files import models_among, must_pick
 from engine.catalog.hub import DownloadError, RemoteFile
 from engine.catalog.names import HubModel, WebFile
 from engine.catalog.progress import Meter, Progress
 from engine.catalog.transfer import LOCK_S, Target, fetch
 from engine.description.architectures import check_architecture
+from engine.description.vision_reader import FITTING
 from engine.errors import ModelFileError
 from engine.formats.gguf import GGUF, printable
 
@@ -72,7 +73,7 @@ def find_on_hub(model: HubModel) -> RemoteModel:
     picked = must_pick(model, models_among(repository.files))
     if repository.architecture:
         check_architecture(repository.architecture, str(model))
-    encoders = encoders_among(repository.files, picked.file) if repository.architecture in SEEING else []
+    encoders = encoders_among(repository.files, picked.file) if repository.architecture in FITTING else []
     files = tuple(repository.files[name] for name in (*picked.files, *encoders[:1]))
     if empty := next((file.name for file in files if file.size_bytes == 0), ""):
         raise DownloadError(f"{printable(empty)} is empty on the hub.", "Choose another repository.")

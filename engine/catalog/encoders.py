@@ -9,15 +9,6 @@ from pathlib import Path
 from engine.catalog.files import is_safe, quantization_of
 from engine.errors import ModelFileError
 
-# The encoders that run, by `clip.projector_type`, and the architectures of the models that they are for.
-MODELS_OF = {
-    "qwen3vl_merger": {"qwen35", "qwen35moe"},
-    "gemma3": {"gemma3"},
-    "gemma4v": {"gemma4"},
-    "pixtral": {"mistral3"},
-}
-SEEING = frozenset().union(*MODELS_OF.values())
-"""The architectures of models that see with an encoder."""
 _PREFERRED = ("F16", "BF16", "Q8_0", "F32")
 _ENCODER = re.compile(r"mmproj[^/]*\.gguf$", re.I)
 
@@ -62,16 +53,13 @@ def encoder_beside(model: Path) -> Path | None:
 
 def fits(encoder: Path, model: Path) -> bool:
     """Whether an encoder runs, and is for models such as this one. Reads the heads of both files."""
-    from engine.formats.gguf import GGUF  # imports numpy
+    from engine.description.vision_reader import FITTING, read_vision  # imports numpy
+    from engine.formats.gguf import GGUF
 
     with contextlib.suppress(ModelFileError, OSError), GGUF(encoder) as seen, GGUF(model) as file:
-        architecture = file.get("general.architecture", str, "")
-        kind = seen.get("clip.projector_type", str, "") or seen.get("clip.vision.projector_type", str, "")
+        architecture, spec = file.get("general.architecture", str, ""), read_vision(seen)
         width = file.get(f"{architecture}.embedding_length", int, 0)
-        return (
-            architecture in MODELS_OF.get(kind, ())
-            and seen.get("clip.vision.projection_dim", int, 0) == width
-        )
+        return FITTING.get(architecture) == spec.kind and spec.out == width
     return False
 
 

@@ -36,6 +36,14 @@ from engine.formats.rope_order import HeadOrder
 ARCHITECTURE = "clip"
 KINDS = {"qwen3vl_merger": 2, "gemma3": 4, "gemma4v": 3, "pixtral": 2}
 """The projector types that the engine runs, and how many patches a side become a token if a file does not say."""
+FITTING = {
+    "qwen35": "qwen3vl_merger",
+    "qwen35moe": "qwen3vl_merger",
+    "gemma3": "gemma3",
+    "gemma4": "gemma4v",
+    "mistral3": "pixtral",
+}
+"""The kind of encoder that models of an architecture have."""
 
 _MAX_MERGE, _MAX_SIDE, _MAX_HEAD, _MAX_LAYERS = 16, 1 << 14, 1 << 10, 1 << 10
 _QWEN_TOKENS = 64, 4096

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from engine.description.spec import ModelSpec
 from engine.description.vision import VisionSpec
-from engine.description.vision_reader import read_vision
+from engine.description.vision_reader import FITTING, read_vision
 from engine.errors import ModelFileError
 from engine.formats.gguf import GGUF, printable
 from engine.formats.picture import PictureDecoder
@@ -19,14 +19,6 @@ from engine.protocol.events import Picture
 from engine.runtime.pictures import PictureEncoder, PictureRoom, picture_ids
 from engine.targets.graph.vision import GraphEncoder
 
-FITTING = {
-    "qwen35": "qwen3vl_merger",
-    "qwen35moe": "qwen3vl_merger",
-    "gemma3": "gemma3",
-    "gemma4": "gemma4v",
-    "mistral3": "pixtral",
-}
-"""The kind of encoder that models of an architecture have."""
 _REMEMBERED = 32  # pictures: a chat sends all its messages with each prompt
 
 

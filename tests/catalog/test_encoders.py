@@ -7,22 +7,12 @@ from engine.catalog import cache
 from engine.catalog.downloads import download
 from engine.catalog.encoders import encoder_beside, encoders_among
 from engine.catalog.names import HubModel
+from tests import generated_encoder
 
 
 def model_file(path, architecture="gemma3", width=64):
     writer = GGUFWriter(path, architecture)
     writer.add_embedding_length(width)
-    return written(writer, path)
-
-
-def encoder_file(path, kind="gemma3", width=64):
-    writer = GGUFWriter(path, "clip")
-    writer.add_string("clip.projector_type", kind)
-    writer.add_uint32("clip.vision.projection_dim", width)
-    return written(writer, path)
-
-
-def written(writer, path):
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -48,11 +38,11 @@ def test_the_best_is_first():
 
 def test_one_that_does_not_fit_is_not_taken(tmp_path):
     model = model_file(tmp_path / "gemma-Q4_0.gguf")
-    encoder_file(tmp_path / "mmproj-gemma-narrow.gguf", width=32)
-    encoder_file(tmp_path / "mmproj-gemma-other.gguf", kind="qwen3vl_merger")
+    generated_encoder.write(tmp_path / "mmproj-gemma-narrow.gguf", "gemma3", out=32)
+    generated_encoder.write(tmp_path / "mmproj-gemma-other.gguf", "qwen3vl_merger")
     (tmp_path / "mmproj-gemma-cut.gguf").write_bytes(b"GGUF")
     assert encoder_beside(model) is None
-    other = encoder_file(tmp_path / "mmproj-some.gguf")
+    other = generated_encoder.write(tmp_path / "mmproj-some.gguf", "gemma3")
     assert encoder_beside(model) == other
 
 
@@ -62,7 +52,7 @@ def seeing(fake_hub, tmp_path):
     fake_hub.architecture = "gemma3"
     for name in ("model-Q8_0.gguf", "model-F16.gguf"):
         fake_hub.files[name] = model_file(tmp_path / name).read_bytes()
-    fake_hub.files["mmproj-F16.gguf"] = encoder_file(tmp_path / "mmproj").read_bytes()
+    fake_hub.files["mmproj-F16.gguf"] = generated_encoder.write(tmp_path / "mmproj", "gemma3").read_bytes()
     return fake_hub
 
 

@@ -10,11 +10,10 @@ import pytest
 
 from engine.description.architectures import read_spec
 from engine.description.sublayers import Attention
-from engine.description.vision_reader import KINDS, read_vision
+from engine.description.vision_reader import FITTING, KINDS, read_vision
 from engine.formats.gguf import GGUF
 from engine.formats.prompt_pictures import PlacedPicture, SeenPicture
 from engine.loading.weights import FileWeights, Weights
-from engine.model.eyes import FITTING
 from engine.pictures import resized
 from engine.runtime.pictures import Encoding, PictureRoom, Pictures, picture_ids
 from engine.targets.cpu.runner import CPURunner

@@ -171,7 +171,7 @@ def slots(service: Service, *, must_be_free: bool) -> list[Json]:
 
 def applied_template(body: chat.ChatBody, service: Service) -> Json:
     """The text that the model gets. May take as long as it is. Raises ApiError."""
-    ids = chat.encoded(body, service).ids
+    ids = [id for id in chat.encoded(body, service).ids if id >= 0]  # without those of pictures
     return {"prompt": b"".join(map(service.file.tokenizer.piece, ids)).decode("utf-8", "replace")}
 
 

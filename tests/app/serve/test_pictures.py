@@ -4,7 +4,12 @@ import base64
 
 import pytest
 
+from app.serve.service import ModelFile
+from engine.description.vision_reader import read_vision
+from engine.formats.gguf import GGUF
+from engine.pictures import Grid
 from engine.protocol.events import PICTURE_MARK, Failed
+from tests import generated_encoder
 from tests.app.fake_engine import READY, SEEING, FakeEngine, reply
 from tests.pictures import plain_picture
 
@@ -100,3 +105,19 @@ async def test_what_the_engine_says_of_a_picture_is_passed_on(served):
     client, _ = served(FakeEngine([damaged]), ready=SEEING)
     response = await client.post(CHAT, json=asked(image(URL)))
     assert response.status_code == 400 and "damaged" in response.json()["error"]["message"]
+
+
+async def test_tokens_of_pictures_are_counted_without_the_engine(served, model_path, tmp_path):
+    encoder = generated_encoder.write(tmp_path / "mmproj.gguf", "qwen3vl_merger")
+    client, _ = served(ready=SEEING, file=ModelFile.read(model_path, str(encoder)))
+    block = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": DATA}}
+    path, body = "/v1/messages/count_tokens", asked({"type": "text", "text": "?"})
+    text = (await client.post(path, json=body)).json()["input_tokens"]
+    body["messages"][0]["content"] = [block, *body["messages"][0]["content"]]
+    both = (await client.post(path, json=body)).json()["input_tokens"]
+    with GGUF(encoder) as file:
+        spec = read_vision(file)
+    tokens = Grid.of(spec, 60, 40).tokens(spec)
+    assert both - text >= tokens > 8, "what stands around a picture counts, too"
+    prompt = (await client.post("/apply-template", json=asked(image(URL)))).json()["prompt"]
+    assert prompt.startswith("<|im_start|>user")
