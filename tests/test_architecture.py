@@ -97,10 +97,15 @@ def test_libraries_stay_in_their_rooms(trees):
         assert not found, f"{module} imports {found}"
 
 
-def test_a_chat_without_a_screen_needs_no_textual():
-    script = (
-        "import sys, app.chat.session, app.chat.model_list; print({'textual', 'tinygrad'} & set(sys.modules))"
-    )
+@pytest.mark.parametrize(
+    ("imported", "heavy"),
+    [
+        ("app.chat.session, app.chat.model_list", {"textual", "tinygrad"}),
+        ("app.screens.chat_app", {"tinygrad", "numpy", "mcp", "PIL", "httpx", "jinja2"}),
+    ],
+)
+def test_what_starts_imports_no_more_than_it_needs(imported, heavy):
+    script = f"import sys, {imported}; print({heavy} & set(sys.modules))"
     done = subprocess.run(
         [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True
     )

@@ -3,7 +3,6 @@
 from functools import lru_cache
 from pathlib import Path
 
-from engine.formats.gguf import GGUF
 from engine.formats.tool_calls import HERMES, ToolForm, tool_form
 
 
@@ -15,5 +14,7 @@ def form_of(model: Path | None) -> ToolForm | None:
 
 @lru_cache(4)
 def _read(model: Path) -> ToolForm | None:
+    from engine.formats.gguf import GGUF  # with numpy, which the screen's start does not wait for
+
     with GGUF(model) as file:
         return tool_form(file.get("tokenizer.chat_template", str, ""))
