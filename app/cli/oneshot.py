@@ -105,6 +105,10 @@ class TextOutput:
             for warning in (*event.warnings, *without_effect(self._sampling, event)):
                 self.say(warning)
 
+    def clear(self) -> None:
+        """Removes the progress, so that something else can be printed."""
+        self._status.clear()
+
     def say(self, *sentences: str) -> None:
         """Writes one line to `messages`."""
         self._status.clear()

@@ -87,7 +87,7 @@ class LineChat(View):
         self._out = WordWrap(out) if lines.is_terminal else out
         self._output = TextOutput(self._out, messages)
         self._past_chat = chat_id
-        self._told: set[str] = set()  # the ids of the calls of tools whose end was printed
+        self._told: set[str] = set()  # labels of pictures, and ids of calls of tools whose end was printed
         self._draft = draft  # what the next line begins with
         self._tasks: list[asyncio.Task[None]] = []  # what the session works on
         self._ready: Ready | None = None
@@ -206,6 +206,7 @@ class LineChat(View):
         """Prints what has come of the calls of a reply, and once how many tokens a picture took."""
         seen = {file.label for file in turn.files if file.picture and file.tokens is not None}
         for label in sorted(seen - self._told):
+            self._output.clear()
             self._print(f"[{label}]")
         self._told |= seen
         for call in turn.calls:
