@@ -123,6 +123,7 @@ class ModelsScreen(ListPage[Entry, Entry | None]):
             model.quantization,
             as_bytes(model.size_bytes) if model.size_bytes else "",
             *self._size_facts(model),
+            "sees" if model.encoder else "",
             f"{model.tokens_per_s:.0f} tok/s" if model.tokens_per_s else "",
             model.parameters_text,
             f"{model.context_length:,} tokens" if model.context_length else "",
