@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import hashlib
 from collections import OrderedDict
+from contextlib import suppress
 from pathlib import Path
 
 from engine.description.spec import ModelSpec
 from engine.description.vision import VisionSpec
 from engine.description.vision_reader import FITTING, read_vision
-from engine.errors import ModelFileError
+from engine.errors import ModelFileError, PictureError
 from engine.formats.gguf import GGUF, printable
 from engine.formats.picture import PictureDecoder
 from engine.formats.prompt_pictures import PICTURE_MARKS, Eyes, SeenPicture
@@ -44,6 +45,8 @@ class EncoderFile:
         stat = Path(path).stat()
         self._identity = f"{Path(path).resolve()} {stat.st_size} {stat.st_mtime_ns}"
         self._decoder = PictureDecoder()
+        with suppress(PictureError):  # the first picture says so
+            self._decoder.start()
         self._seen: OrderedDict[bytes, SeenPicture] = OrderedDict()
 
     def room(self, model: ModelSpec) -> PictureRoom:
