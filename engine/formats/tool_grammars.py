@@ -14,6 +14,7 @@ from engine.protocol.events import Grammar
 # Where JSON may have white space: without a bound, a model could go on with it for ever.
 WHITE_SPACE = r" |\n{1,2}[ \t]{0,20}"
 _ANY_TEXT = "/(?s:.*)/"
+_CHANNEL_NAMES = '("analysis" | "commentary" | "final")'
 
 
 def reply_grammar(
@@ -28,10 +29,8 @@ def reply_grammar(
         return _grammar(form, tools, "")
     if schema is not None:
         return _grammar(form, tools, f"answer: {_json(schema)}")
-    if any(tool["function"].get("strict") is True for tool in json.loads(tools)) and not (
-        form.bare or form is HARMONY
-    ):
-        return _held_calls(form, tools)
+    if any(tool["function"].get("strict") is True for tool in json.loads(tools)):
+        return _held_messages(form, tools) if form is HARMONY else _held_calls(form, tools)
     return None
 
 
@@ -56,16 +55,32 @@ def _grammar(form: ToolForm, tools: str, answer: str) -> Grammar:
 
 
 def _held_calls(form: ToolForm, tools: str) -> Grammar:
-    """Any text, and calls after it. A text ends where a call is opened."""
+    """Any text, and calls after it. A text ends where a call is opened. Where JSON alone is a call, too, no other text
+    begins so."""
     opened = _literal(form.opens[0])
+    text = r"/(?s:\s*([^{\s].*)?)/" if form.bare else _ANY_TEXT
     rules = [
         *_call(form, tools),
-        "start: text | before call (more call)*",
-        f"text: {_ANY_TEXT}",
-        f"before[suffix={opened}]: {_ANY_TEXT}",
+        f"start: text | before call (more call)*{' | bare call' if form.bare else ''}",
+        f"text: {text}",
+        f"before[suffix={opened}]: {text}",
         f"more: /\\s*/ {opened}",
     ]
+    if form.bare:
+        rules.append(r"bare: /\s*/")
     return Grammar(kind="lark", source="\n".join(rules))
+
+
+def _held_messages(form: ToolForm, tools: str) -> Grammar:
+    """Messages of gpt-oss on any channel, the last of which may be a call."""
+    rules = [
+        *_call(form, tools),
+        "start: (said next)* (said | call)",
+        'next: <|end|> <|start|> "assistant"',
+        f"said: <|channel|> {_CHANNEL_NAMES} <|message|> text",
+        f"text: {_ANY_TEXT}",
+    ]
+    return Grammar(kind="reply", source="\n".join(rules))
 
 
 def _call(form: ToolForm, tools: str) -> Iterator[str]:

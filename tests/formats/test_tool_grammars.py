@@ -133,14 +133,25 @@ def test_gpt_oss_may_think_first():
     assert not takes(grammar, f"{thought}<|channel|>final<|message|>No.")
 
 
-@pytest.mark.parametrize("name", ["hermes", "mistral", "ministral", "tags"])
+@pytest.mark.parametrize("name", ["hermes", "mistral", "ministral", "tags", "llama", "gpt-oss"])
 def test_calls_of_strict_tools_keep_to_their_schemas(name):
     form, reply = CALLS[name]
     strict = json.dumps([{**WEATHER, "function": {**WEATHER["function"], "strict": True}}])
     grammar = reply_grammar(form, strict, None, is_required=False)
-    for text in ("", "Just text.", f"I look.\n{reply}", reply):
-        assert takes(grammar, text)
-    assert not takes(grammar, reply.replace("city", "town")) and not takes(grammar, "So: " + reply[:-3])
+    texts = ["", "Just text.", f"I look.\n{reply}"]
+    if form is LLAMA:
+        texts = ["", " Just {text}.", f"I look.<|python_tag|>{reply}", f" \n{reply}"]
+    elif form is HARMONY:
+        thought = "<|channel|>analysis<|message|>Hm {.<|end|><|start|>assistant"
+        texts = [
+            f"{thought}<|channel|>final<|message|>No.",
+            f"{thought}<|channel|>commentary<|message|>I look.",
+            thought + reply,
+        ]
+    for text in (*texts, reply):
+        assert takes(grammar, text), text
+    assert not takes(grammar, reply.replace("city", "town"))
+    assert not takes(grammar, ("" if form in (LLAMA, HARMONY) else "So: ") + reply[:-3])
     if form.close:
         assert takes(grammar, f"{reply}\n{reply}")
     assert reply_grammar(form, TOOLS, None, is_required=False) is None
