@@ -37,7 +37,8 @@ B = TypeVar("B")
 def application(models: Service | ModelPool, key: str = "", limits: Limits = NO_LIMITS) -> ASGIApp:
     """The server of a model or several. `key` "": none is needed, and only this machine is answered. `limits`: those of
     each key."""
-    routes = Routes(ModelPool(models) if isinstance(models, Service) else models, Budgets(limits))
+    pool = ModelPool(models) if isinstance(models, Service) else models
+    routes = Routes(pool, Budgets(limits), has_keys="," in key)
     paths: list[tuple[str, str, Endpoint]] = [
         ("GET", "/health", routes.health),
         ("GET", "/models", routes.models),
@@ -66,7 +67,12 @@ def application(models: Service | ModelPool, key: str = "", limits: Limits = NO_
         ("POST", "/completion", routes.completing(llama.CompletionBody, llama.completion_asked)),
         ("POST", "/infill", routes.completing(llama.InfillBody, llama.infill_asked)),
     ]
-    ollamas: list[tuple[str, str, Endpoint]] = [
+    of_others: list[tuple[str, str, Endpoint]] = [
+        (
+            "POST",
+            "/v2/rerank",
+            routes.completing(embeddings.RerankBody, embeddings.rerank_asked, in_thread=True),
+        ),
         ("GET", "/", routes.greet),
         ("POST", "/api/chat", routes.completing(ollama.OllamaChatBody, ollama.chat_asked)),
         ("POST", "/api/generate", routes.completing(ollama.OllamaGenerateBody, ollama.generate_asked)),
@@ -91,15 +97,16 @@ def application(models: Service | ModelPool, key: str = "", limits: Limits = NO_
             for method, path, endpoint in paths
             for prefix in ("/v1", "")
         ]
-        + [Route(path, _guarded(endpoint), methods=[method]) for method, path, endpoint in ollamas],
+        + [Route(path, _guarded(endpoint), methods=[method]) for method, path, endpoint in of_others],
         exception_handlers={HTTPException: _not_found},
     )
     return Access(Bodies(app), key)
 
 
 class Routes:
-    def __init__(self, models: ModelPool, budgets: Budgets) -> None:
-        self._models, self._budgets = models, budgets
+    def __init__(self, models: ModelPool, budgets: Budgets, *, has_keys: bool) -> None:
+        """`has_keys`: clients have different ones."""
+        self._models, self._budgets, self._has_keys = models, budgets, has_keys
         self._conversations = Conversations()
 
     # --- completions ---
@@ -124,7 +131,7 @@ class Routes:
     ) -> Response:
         exchange = Exchange(self._models.default, request.scope[CLIENT], request.url.path)
         with exchange.closed_by_errors():
-            self._enter(exchange, _owner(request) or exchange.client)
+            self._enter(exchange, _owner(request) if self._has_keys else exchange.client.partition("#")[0])
             data = await read_body(request)
             self._models.default.check_open()
             body = decoded(data, kind)

@@ -22,6 +22,7 @@ from engine.errors import PreemptedError, UsageError
 from engine.fixes import compiler_processes, program_cache
 from engine.formats.gguf import GGUF
 from engine.formats.kv_format import KVFormat
+from engine.formats.pooling import pooling_of
 from engine.formats.template import ChatTemplate
 from engine.kernels.compilation import interruptible
 from engine.kernels.quantized_matrix import QuantizedMatrix
@@ -57,7 +58,7 @@ from engine.protocol.events import (
 from engine.runtime.answer import Answer, Answers
 from engine.runtime.choice_reporter import ChoiceReporter
 from engine.runtime.embedding import Embeddings, Pooler
-from engine.runtime.model_runner import Drawing, Slot
+from engine.runtime.model_runner import Drawing, Slot, Want
 from engine.runtime.prefix_folder import default_limit_bytes
 from engine.runtime.prefix_store import PrefixStore
 from engine.runtime.scheduler import Scheduler
@@ -123,6 +124,7 @@ class TextModel:
                 encoder.open() if encoder else None,
             )
             self._search(options, report)
+            self._embeds = pooling_of(file) is not None
             self._interrupted: Callable[[], bool] = lambda: False
             self._captures = self._capture_steps()
             with timeline.span("first step"):
@@ -284,6 +286,9 @@ class TextModel:
             yield from self._prepare(partial(runner.prepare, size))
             self._run(0, size // 2 + 1)
             yield
+            if self._embeds:
+                self._run(0, size // 2 + 1, want="hidden")
+                yield
         for drawing in (None, *_drawings()) if runner.sampler else (None,):
             for count in runner.row_counts:
                 yield from self._prepare(partial(runner.prepare_rows, count))
@@ -333,10 +338,11 @@ class TextModel:
         position: int = 0,
         drawing: Drawing | None = None,
         checks: bool = False,
+        want: Want = "none",
     ) -> None:
         """Runs a step of so many replies at a position and a prompt's piece, if there are free blocks for it. All
         sequences are empty before and after. `drawing`: what the first reply is drawn with. If it `checks`, all rows
-        are of that."""
+        are of that. `want`: of the piece."""
         lengths = [position + rows] if checks else [position + 1] * rows
         lengths += [prompt_tokens] * (prompt_tokens > 0)
         if max(lengths) > self.context_length or not self.scheduler.blocks.has_free(lengths):
@@ -345,7 +351,7 @@ class TextModel:
         places = [(0, position + i) if checks else (i, position) for i in range(rows)]
         slots = [Slot(sequence, (0,), place, draw=bool(is_drawn)) for sequence, place in places]
         if prompt_tokens:
-            slots.insert(0, Slot(rows, (0,) * prompt_tokens, 0, "none"))
+            slots.insert(0, Slot(rows, (0,) * prompt_tokens, 0, want))
         with self.scheduler.blocks.room(*lengths):
             self._runner.run(slots)
 

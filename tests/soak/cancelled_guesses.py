@@ -91,7 +91,7 @@ def main(number: int, tries: int) -> None:
             return outcomes.pop()
 
         for rows in model._runner.check_rows:
-            model._runner.prepare_rows(rows)
+            model._runner.prepare_check(rows)
         for i in range(tries):
             report(i, attempt)
 

@@ -69,6 +69,14 @@ async def test_each_key_has_its_own(served):
     assert again.is_success
 
 
+async def test_keys_that_nobody_asked_for_are_no_way_around(served):
+    _, service = served()
+    transport = httpx.ASGITransport(application(service, "", Limits(requests=1)))
+    client = httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1:8080")
+    asked = [client.post("/v1/chat/completions", json=HELLO, headers={"X-Api-Key": key}) for key in "ab"]
+    assert [(await each).status_code for each in asked] == [200, 429]
+
+
 async def _release(engine):
     await asyncio.sleep(0.02)
     engine.release()
