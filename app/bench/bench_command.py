@@ -120,6 +120,7 @@ def _parse(arguments: Sequence[str]) -> Namespace:
         const=power_modes(),
         help="on a Jetson, as root: in each power mode, with the highest clocks of each",
     )
+    add("--kernels", action="store_true", help="also save the time of each kernel of a token")
     add("--compare", choices=(PEER,), help="measure llama.cpp's llama-server in between")
     add("--llama-server", metavar="PATH", help="the program (the one on PATH, or as LLAMA_SERVER says)")
 
@@ -202,6 +203,7 @@ def _measure(
         vocab_size=vocab_size,
         repetitions=args.repetitions,
         preset=preset,
+        with_kernels=args.kernels,
         make_peer=(lambda options: LlamaServer(options, llama_server)) if llama_server else None,
         on_step=lambda words, done: progress.update(task, description=one_line(words), completed=done),
     )

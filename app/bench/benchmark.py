@@ -13,7 +13,7 @@ from datetime import UTC, datetime
 import numpy as np
 from msgspec.structs import replace
 
-from app.bench.results import OURS, PEER, Result, power_fields, sample_fields
+from app.bench.results import OURS, PEER, KernelRow, Result, power_fields, sample_fields
 from app.bench.samples import AnswerFailedError, Ids, Repetition, TimedAnswer, interrupted, together
 from app.cli.progress import describe
 from engine.devices.device_name import device_name
@@ -30,6 +30,7 @@ from engine.protocol.events import (
     Failed,
     Finished,
     Generate,
+    KernelProfile,
     Measured,
     Ready,
     Sampling,
@@ -164,6 +165,7 @@ class Benchmark:
         make_peer: Callable[[EngineOptions], LlamaServer] | None = None,
         on_step: Callable[[str, int], None] = lambda words, done: None,
         meter: PowerMeter | None = None,
+        with_kernels: bool = False,
         seed: int = 0,
     ) -> None:
         self.options = options
@@ -176,6 +178,7 @@ class Benchmark:
         self.engines = [MeasuredEngine(LocalEngine(options), OURS)]
         self._make_peer = make_peer
         self._on_step = on_step
+        self._with_kernels, self._kernels = with_kernels, tuple[KernelRow, ...]()
         self._meter = meter or PowerMeter(device_counters().read)
         self._samples: dict[tuple[str, Case], list[Samples]] = {}
         self._done = 0
@@ -196,6 +199,8 @@ class Benchmark:
             for case in self.cases:
                 for repetition in range(self.repetitions + 1):  # the first is the warm-up
                     await self._repeat(case, repetition)
+            if self._with_kernels:
+                self._kernels = await self._profile()
         finally:
             for engine in self.engines:
                 memory = resident_memory(engine.engine.pid)
@@ -224,6 +229,21 @@ class Benchmark:
                 engine.failed = Failed(kind="backend", message=message)
             else:
                 self._leave_out(message)
+
+    async def _profile(self) -> tuple[KernelRow, ...]:
+        """The kernels of our decode step, those that take most time first."""
+        engine = self.engines[0].engine
+        profile = (
+            await engine.profile() if isinstance(engine, Measurable) and not self.engines[0].failed else None
+        )
+        if not isinstance(profile, KernelProfile):
+            self._leave_out("The kernels of a step could not be measured.")
+            return ()
+        by_time = sorted(profile.kernels, key=lambda kernel: -kernel.total_us)
+        return tuple(
+            KernelRow(k.name, k.role, k.calls, k.total_us, k.bytes / k.total_us / 1e3 if k.total_us else 0.0)
+            for k in by_time
+        )
 
     def _leave_out(self, sentence: str) -> None:
         if sentence not in self.left_out:
@@ -322,7 +342,8 @@ class Benchmark:
         n_bytes = round(model.bytes_per_token(case.n_depth + case.n_gen / 2))
         gbps = n_bytes * result.median_ts / 1e9
         share = gbps / result.copy_gbps if result.copy_gbps else None
-        return replace(result, bytes_per_token=n_bytes, gbps=gbps, roofline_share=share)
+        kernels = self._kernels if engine.name == OURS and not case.n_depth else ()
+        return replace(result, bytes_per_token=n_bytes, gbps=gbps, roofline_share=share, kernels=kernels)
 
 
 def _percentiles(

@@ -1,7 +1,7 @@
 """`orin-chat board`: measures a Jetson. It runs the doctor and then models on each backend, prints tables beside the
-earlier figures, and writes a report for an issue. A run that has results is not repeated."""
+earlier figures, and ends with a file for an issue. A run that has results is not repeated."""
 
-import io
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -12,9 +12,11 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from app.bench.board_file import board_text
 from app.bench.board_plan import Board, BoardModel, Lengths, load
 from app.bench.board_run import BoardRun, board_runs, hung_backends_last
 from app.bench.results import OURS, PEER, Result
+from app.chat.model_list import on_this_machine
 from app.chat.settings import Settings
 from app.cli import doctor, options
 from app.cli.model_file import model_path
@@ -26,17 +28,19 @@ from engine.peers.llama_process import find_llama_server
 from widgets.text import as_duration, one_line
 
 NOTHING_MEASURED = 1
+REPORT = "orin-board.md"
 TIMEOUT_S, SEARCH_TIMEOUT_S = 600.0, 1500.0
 """A run that takes longer than this hangs."""
-WIDE = 110
 EPILOG = """\
 It takes half an hour. The same command goes on with what is left then; with --retry, it also
-repeats what failed. It downloads the models first (4 GB). For figures like the earlier ones:
+repeats what failed. It downloads three models first (4 GB); larger ones
+are measured if they are here. For figures like the earlier ones:
 
     sudo nvpmodel -m 0 && sudo jetson_clocks
     orin-chat board --llama-server ~/llama.cpp/build/bin/llama-server
 
-Then attach orin-board/report.json to an issue. It contains nothing private.
+In the end it shows one file, orin-board/orin-board.md, and asks whether to write it:
+attach that to an issue. It contains nothing private.
 
 exit codes: 0 something was measured, 1 nothing was
 """
@@ -45,7 +49,8 @@ exit codes: 0 something was measured, 1 nothing was
 def run(arguments: Sequence[str], settings: Settings) -> int:
     """Returns the exit code. Raises UsageError."""
     args = _parse(arguments)
-    board = load(args.model or (), args.setup or ())
+    present = [entry.name for entry in on_this_machine() if entry.path] if not args.model else []
+    board = load(args.model or (), args.setup or (), present)
     lengths = Lengths(args.prompt, args.gen, args.repetitions)
     folder: Path = args.folder
     out = Console(width=None, highlight=False)
@@ -70,8 +75,7 @@ def run(arguments: Sequence[str], settings: Settings) -> int:
         out.print(table)
     for sentence in _missing(runs):
         out.print(sentence, markup=False)
-    _write(report, board, runs, tables, folder)
-    out.print(f"\nThe report is in {folder / 'report.json'} (and report.txt).", markup=False)
+    _write(board_text(report, board, runs, lengths, kernel_log()), folder / REPORT, out)
     return 0 if any(run.results() for run in runs) else NOTHING_MEASURED
 
 
@@ -86,6 +90,7 @@ def _parse(arguments: Sequence[str]) -> Any:
     add("--folder", type=Path, default=Path("orin-board"), metavar="DIR", help="for all results (orin-board)")
     add("--retry", action="store_true", help="do again what failed")
     add("--llama-server", metavar="PATH", help="llama.cpp's (the one on PATH, or as LLAMA_SERVER says)")
+    add("--as", dest="chip", metavar="CHIP", help="as on another GPU, with the kernels of sm_87, …")
     add("--model", action="append", metavar="NAME", help="another model than the three; again for one more")
     add("--setup", action="append", metavar="NAME", help="these alone: nv-fused, cuda-jitbeam4, cpu …")
     add("-p", "--prompt", type=options.counts, metavar="N,…", default=usual.prompts, help="(32,128,256,512)")
@@ -144,7 +149,7 @@ def _measure(
             peer = llama_server if compared[run.model.name] == run.setup.name else ""
             began, title = time.monotonic(), one_line(f"{number}/{total} {run.title}")
             with out.status(f"{title}, {as_duration(left_s)} left"):
-                run.measure(paths[run.model.name], lengths, peer, timeout_s)
+                run.measure(paths[run.model.name], lengths, peer, timeout_s, args.chip or "")
             duration = as_duration(time.monotonic() - began)
             out.print(f"{title}: {one_line(run.failure) or 'done'} ({duration})", markup=False)
 
@@ -216,27 +221,13 @@ def _missing(runs: Sequence[BoardRun]) -> list[str]:
     return [one_line(f"{title}: {reason}") for title, reason in reasons if reason]
 
 
-def _write(
-    report: doctor.Report, board: Board, runs: Sequence[BoardRun], tables: Sequence[Table], folder: Path
-) -> None:
-    """Writes report.json and report.txt. Raises UsageError."""
-    log = kernel_log()
-    run_reports = [
-        {
-            "model": run.model.title,
-            "setup": run.setup.name,
-            "failed": run.failure or run.not_started,
-            "before": dict(board.earlier(run.model.name, run.setup.name)),
-            "results": run.results(),
-        }
-        for run in runs
-    ]
-    with_runs = msgspec.structs.replace(report, board={"runs": run_reports, "kernel_log": log})
-    doctor.write(with_runs, folder / "report.json")
-    text = io.StringIO()
-    console = Console(file=text, width=WIDE)
-    for table in tables:
-        console.print(table)
-        console.print()
-    end = "\n".join([*_missing(runs), "", *log])
-    doctor.write_text(f"{doctor.as_plain_text(report)}\n{text.getvalue()}{end}\n", folder / "report.txt")
+def _write(text: str, path: Path, out: Console) -> None:
+    """Shows the file and writes it, unless the user says no. Raises UsageError."""
+    out.print(f"\n{'─' * 8} {path.name} {'─' * 8}\n{text}{'─' * 30}", markup=False, soft_wrap=True)
+    if sys.stdin.isatty() and sys.stdout.isatty():
+        answer = input(f"That is all that {path} would hold. Write it? [Y/n] ")
+        if answer.strip().lower().startswith("n"):
+            out.print("It is not written. The same command shows it again.")
+            return
+    doctor.write_text(text, path)
+    out.print(f"Attach {path} to an issue: it holds what is shown above.", markup=False)

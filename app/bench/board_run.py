@@ -71,7 +71,9 @@ class BoardRun:
             self.failure_path.unlink(missing_ok=True)
             self.results_path.unlink(missing_ok=True)
 
-    def measure(self, model_path: Path, lengths: Lengths, llama_server: str, timeout_s: float) -> bool:
+    def measure(
+        self, model_path: Path, lengths: Lengths, llama_server: str, timeout_s: float, chip: str = ""
+    ) -> bool:
         """Runs the benchmark and writes its results, or its failure. If `llama_server` names the program, llama.cpp is
         measured, too. Returns False if it took longer than `timeout_s` and was ended."""
         preset = f"board-{self.setup.name}"
@@ -81,6 +83,7 @@ class BoardRun:
         partial_results = self.results_path.with_suffix(".part")
         command = module_command("app", "bench", "--model", str(model_path), "--preset", preset)
         command += [*lengths.arguments(), "-o", "json", "--save", str(partial_results)]
+        command += ["--kernels"] * (self.setup.kernels == "fused") + ["--as", chip] * bool(chip)
         if llama_server:
             command += ["--compare", PEER, "--llama-server", llama_server]
         with self.log_path.open("wb") as log:
@@ -102,8 +105,13 @@ class BoardRun:
 
 
 def board_runs(board: Board, folder: Path) -> list[BoardRun]:
-    """Each setup with each model."""
-    return [BoardRun(folder, model, setup) for setup in board.setups for model in board.models]
+    """Each setup with each model, but only our own kernels with those that are `at_hand`."""
+    return [
+        BoardRun(folder, model, setup)
+        for setup in board.setups
+        for model in board.models
+        if setup.kernels == "fused" or not model.at_hand
+    ]
 
 
 def hung_backends_last(runs: list[BoardRun]) -> Iterator[BoardRun]:

@@ -15,12 +15,22 @@ from widgets.text import one_line
 OURS, PEER = "orin-chat", "llama.cpp"
 
 
+class KernelRow(msgspec.Struct, frozen=True):
+    """Kernels of a decode step with the same name and part of the model. `us` is the time of all calls."""
+
+    name: str
+    role: str
+    calls: int
+    us: float
+    gbps: float
+
+
 class Result(msgspec.Struct, frozen=True, kw_only=True):
     """One test of one engine.
 
     `watts` is the mean power while the test ran, `tokens_per_joule` the median rate divided by it, and the clocks are
     medians (`engine.measure.power`). `below_full` says what kept the machine below its full speed, "" if nothing is
-    known to.
+    known to. `kernels` of a decode step are there if they were asked for.
 
     The fields up to `samples_ts` have the names and meanings of `llama-bench -o json`: times in nanoseconds, `ts` in
     tokens a second, sizes in bytes. One meaning differs: a prompt's time ends with the first token. `n_gen` counts
@@ -91,6 +101,7 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
     memory_max_mhz: float | None = None
     throttled: str = ""
     below_full: str = ""
+    kernels: tuple[KernelRow, ...] = ()
 
     @property
     def test(self) -> str:

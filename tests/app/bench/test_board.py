@@ -4,11 +4,12 @@ import json
 import sys
 
 import pytest
+from rich.console import Console
 
-from app.bench import board_command, board_run
+from app.bench import board_command, board_file, board_run
 from app.bench.board_plan import BoardModel, Lengths, load
 from app.bench.board_run import BoardRun
-from app.bench.results import Result, to_json
+from app.bench.results import KernelRow, Result, to_json
 from app.chat.settings import Settings
 from app.cli import doctor
 from engine.doctor import Section, backend_checks, good
@@ -36,7 +37,11 @@ def a_healthy_cpu(monkeypatch):
 
 def test_the_plan_is_the_users_tables():
     planned = load()
-    assert [model.name for model in planned.models] == ["llama3.2:1b", "qwen3:0.6b", "qwen3:1.7b"]
+    assert [model.name for model in planned.models if not model.at_hand] == [
+        "llama3.2:1b",
+        "qwen3:0.6b",
+        "qwen3:1.7b",
+    ]
     by_backend = {
         backend: {setup.name.partition("-")[2] for setup in planned.setups if setup.backend == backend}
         for backend in ("NV", "CUDA", "CPU")
@@ -82,15 +87,16 @@ def test_a_run_is_measured_once_and_a_broken_one_is_told(tmp_path, capsys, monke
         "1/2 broken.gguf, CPU, quantized kernels: " in said and "2/2 noise.gguf" in said and ": done" in said
     )
     out = tmp_path / "out"
-    report = json.loads((out / "report.json").read_text())
-    runs = {run["model"]: run for run in report["board"]["runs"]}
-    assert runs["broken.gguf"]["failed"] and not runs["broken.gguf"]["results"]
-    tests = {r["engine"] + " " + ("pp16" if r["n_prompt"] else "tg4") for r in runs["noise.gguf"]["results"]}
-    assert tests == {"orin-chat pp16", "orin-chat tg4"} and not runs["noise.gguf"]["failed"]
-    assert report["board"]["kernel_log"] == ["nvgpu: all is well"]
-    assert [s["title"] for s in report["sections"]] == ["Machine", "Endurance"]
-    text = (out / "report.txt").read_text()
-    assert "noise.gguf: tokens a second" in text and "broken.gguf, CPU, quantized kernels: " in text
+    text = (out / "orin-board.md").read_text()
+    assert text in said, "it is shown before it is written"
+    for part in ("## Endurance", "| pp16 |", "| tg4 |", "nvgpu: all is well", "## Kernels"):
+        assert part in text
+    assert "## Not measured\n\n- a model of the user's own, CPU, quantized kernels: MODEL" in text
+    for private in ("noise", "broken", str(tmp_path), "orin-tests"):
+        assert private not in text
+    data = json.loads(text.rpartition("```json")[2].rpartition("```")[0])
+    assert {r["n_prompt"] or r["n_gen"] for r in data} == {16, 4}
+    assert {r["model_filename"] for r in data} == {"a model of the user's own (llama Q8_0)"}
 
     monkeypatch.setattr(board_run, "_run", lambda *_: pytest.fail("it is done"))
     assert measured(tmp_path, *both) == 0  # nothing is done twice
@@ -134,6 +140,41 @@ def test_figures_of_before_stand_beside(tmp_path, capsys):
     }
     assert cells["NV, graphs, JITBEAM=4"][:2] == ["NV, graphs, JITBEAM=4", "123 (36.7)"]
     assert cells["llama.cpp"][1:3] == ["30.0 (25.6)", "– (574)"]
+
+
+def test_published_figures_stand_beside_ours(tmp_path):
+    plan = load(setups=["cuda-fused"], present=["qwen3:8b"])
+    assert [model.name for model in plan.models][-1] == "qwen3:8b"
+    run = BoardRun(tmp_path, plan.models[2], plan.setups[0])
+    result = Result(
+        engine="orin-chat", n_gen=128, median_ts=130.0, samples_ts=[130.0], model_type="qwen3 Q4_K_M",
+        model_n_params=2_030_000_000, gpu_mhz=612, gpu_max_mhz=1300, below_full="Below full speed: a clock.",
+        power_mode="15W", watts=12, kernels=(KernelRow("head_Q6_K", "head", 1, 900.0, 180.0),),
+    )  # fmt: skip
+    (tmp_path / f"{run.name}.json").write_text(to_json([result]))
+    report = board_command.doctor.examine(Settings())
+    text = board_file.board_text(report, plan, [run], Lengths(), [])
+    assert "Qwen3 1.7B: 101 tokens a second are published for an AGX Orin (W4A16); here 130" in text
+    assert "power mode 15W, GPU 0.6 of 1.3 GHz" in text and "- ! Below full speed: a clock." in text
+    assert "| head_Q6_K | head | 1 | 900.0 | 100.0% | 180.0 |" in text
+    assert text.count("published for") == 1, "others are of other models"
+
+
+def test_paths_of_the_user_are_cut():
+    told = "see ~/models/a.gguf, /home/ann/x/libnvrtc.so.12 and /dev/nvgpu/igpu0/ctrl: 1/2 of http://a.b/c/d"
+    assert board_file.without_paths(told) == (
+        "see a.gguf, libnvrtc.so.12 and /dev/nvgpu/igpu0/ctrl: 1/2 of http://a.b/c/d"
+    )
+
+
+def test_a_user_who_says_no_keeps_the_file_unwritten(tmp_path, monkeypatch, capsys):
+    path = tmp_path / "b.md"
+    for stream in (sys.stdin, sys.stdout):
+        monkeypatch.setattr(stream, "isatty", lambda: True, raising=False)
+    for answer, written in (("n", False), ("", True)):
+        monkeypatch.setattr("builtins.input", lambda _, answer=answer: answer)
+        board_command._write("all", path, Console())
+        assert path.exists() == written
 
 
 # --- runs of their own -----------------------------------------------------------------------------------
