@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import multiprocessing
 import os
 import re
 import subprocess
@@ -34,6 +35,7 @@ from tools.measure.chip_compiler import LIMITS, STATIC_SHARED, RuntimeCompiler, 
 from tools.measure.engine_process import alone
 
 CONTEXT = 16384
+_TOGETHER = 24  # kernels that are compiled as one text
 _LAYERS: dict[str, Any] = {"architecture": "qwen3", "dim": 2048, "heads": 16, "kv_heads": 8, "ffn": 6144}
 FULL_SIZE = (
     "llama3.2:1b", "llama3.2:3b", "qwen3:0.6b", "qwen3:1.7b", "qwen3:8b", "qwen3:30b-a3b", "qwen3.5:4b", "qwen3.5:9b",
@@ -194,10 +196,13 @@ def fault(kernel: KernelText, use: Use, chip: str) -> str:
     return f"{resident} blocks fit, not {kernel.least}" if resident < kernel.least else ""
 
 
-def report(compiler: RuntimeCompiler, kernels: Sequence[KernelText], chip: str) -> list[str]:
+def _uses(path: Path, kernels: Sequence[KernelText], chip: str) -> list[Use]:
+    return RuntimeCompiler(path).uses([kernel.source for kernel in kernels], chip)
+
+
+def report(compiler: str, kernels: Sequence[KernelText], uses: Sequence[Use], chip: str) -> list[str]:
     """Prints a line for each kernel, and returns those that do not do."""
     faults = []
-    uses = compiler.uses([kernel.source for kernel in kernels], chip)
     print(f"{'kernel':58} threads registers spilled  shared blocks", flush=True)
     for kernel, use in sorted(zip(kernels, uses, strict=True), key=lambda pair: pair[0].name):
         shared = use.shared + kernel.dynamic_shared
@@ -209,7 +214,7 @@ def report(compiler: RuntimeCompiler, kernels: Sequence[KernelText], chip: str) 
     most = max(use.registers for use in uses)
     shared = max(u.shared + k.dynamic_shared for k, u in zip(kernels, uses, strict=True))
     print(
-        f"{len(kernels)} kernels for {chip} by {compiler.name}: at most {most} registers and {shared:,} bytes of "
+        f"{len(kernels)} kernels for {chip} by {compiler}: at most {most} registers and {shared:,} bytes of "
         f"shared memory; {len(faults)} do not do\n",
         flush=True,
     )
@@ -228,21 +233,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(given: argparse.Namespace) -> None:
-    compilers = [RuntimeCompiler(path) for path in given.nvrtc or runtime_compilers()]
+    compilers = {path: RuntimeCompiler(path).name for path in given.nvrtc or runtime_compilers()}
     if not compilers:
         raise BackendError("There is no libnvrtc here.", "Install it: pip install nvidia-cuda-nvrtc-cu12")
     seen, faults = set[str](), list[str]()
     models = {Path(path).name: path for path in given.models} or usual_models()
-    with tempfile.TemporaryDirectory() as folder, ProcessPoolExecutor(given.processes) as pool:
-        how = given.chip, given.parallel, given.kv, given.nv
-        chosen = [name for name in models if given.only in name]
-        made = pool.map(partial(_kernels, Path(folder), how), chosen, (models[name] for name in chosen))
-        for name, found in zip(chosen, made, strict=True):
+    chosen = [name for name in models if given.only in name]
+    how = given.chip, given.parallel, given.kv, given.nv
+    new_pool = partial(ProcessPoolExecutor, given.processes, multiprocessing.get_context("spawn"))
+    with tempfile.TemporaryDirectory() as folder, new_pool() as rendering, new_pool() as compiling:
+        made = [rendering.submit(_kernels, Path(folder), how, name, models[name]) for name in chosen]
+        for name, found in zip(chosen, (future.result() for future in made), strict=True):
             new = [kernel for kernel in found if kernel.source not in seen]
             seen.update(kernel.source for kernel in new)
-            for compiler in compilers if new else ():
+            parts = [new[i : i + _TOGETHER] for i in range(0, len(new), _TOGETHER)]
+            for path, compiler in compilers.items():
+                each = partial(_uses, path, chip=given.chip)
+                uses = [use for part in compiling.map(each, parts) for use in part]
                 print(f"{name}: {len(found)} kernels, {len(new)} of them new")
-                faults += [f"{name}, {compiler.name}: {why}" for why in report(compiler, new, given.chip)]
+                told = report(compiler, new, uses, given.chip) if new else []
+                faults += [f"{name}, {compiler}: {why}" for why in told]
     print(f"{len(seen)} kernels in all.", *faults, sep="\n")
     if faults:
         sys.exit(1)
