@@ -47,6 +47,8 @@ def prepare(options: EngineOptions) -> str:
             "The CPU backend needs the compiler clang, which is not installed.",
             f"Install it from your system's packages, or run: {pip_install('ziglang')}",
         )
+    if device == "CUDA" and (path := cuda_driver.search_path()):
+        os.environ["LD_LIBRARY_PATH"] = path
     os.environ["DEV"] = backend
     os.environ.setdefault("PATH", os.defpath)  # tinygrad fails without PATH
     # Processes that compile kernels for this one. tinygrad's search times kernels on the CPU cores, which they would

@@ -3,25 +3,37 @@
 Names of functions and structures are those of cuda.h (CUDA driver API). Nothing here allocates memory on a GPU.
 """
 
+import contextlib
 import ctypes
+import os
+from pathlib import Path
 
-_LIBRARY = "libcuda.so.1"
+LIBRARY = "libcuda.so.1"
+TEGRA_FOLDERS = "usr/lib/aarch64-linux-gnu/nvidia", "usr/lib/aarch64-linux-gnu/tegra"
+"""Where JetPack has the library. Its linker knows them, unless the image is a container or was changed."""
 _NAME_BYTES = 256
 _CAPABILITY = 75, 76  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, _MINOR
 
 
 def library() -> ctypes.CDLL | None:
     """The driver library; None on a machine without an NVIDIA driver."""
-    try:
-        return ctypes.CDLL(_LIBRARY)
-    except OSError:
-        return None
+    for name in (LIBRARY, *(f"/{folder}/{LIBRARY}" for folder in TEGRA_FOLDERS)):
+        with contextlib.suppress(OSError):
+            return ctypes.CDLL(name)
+    return None
+
+
+def search_path(root: Path = Path("/")) -> str:
+    """LD_LIBRARY_PATH with JetPack's folders, in which tinygrad would not look for the library."""
+    folders = [f"/{folder}" for folder in TEGRA_FOLDERS if (root / folder / LIBRARY).exists()]
+    own = os.environ.get("LD_LIBRARY_PATH", "").split(os.pathsep)
+    return os.pathsep.join(dict.fromkeys(folder for folder in (*own, *folders) if folder))
 
 
 def unusable_because() -> str:
     """Why CUDA cannot be used on this machine, in a few words; "" if it can."""
     if (cuda := library()) is None:
-        return f"there is no NVIDIA driver ({_LIBRARY})"
+        return f"there is no NVIDIA driver ({LIBRARY})"
     count = ctypes.c_int()
     if error := cuda.cuInit(0) or cuda.cuDeviceGetCount(ctypes.byref(count)):
         return f"the NVIDIA driver reports error {error}"

@@ -15,6 +15,8 @@ from engine.measure.jetson_counters import JetsonCounters
 from engine.protocol.events import Counter
 from engine.tegra.abi import CTRL, L4T, NVMAP
 
+JETPACKS = {36: "JetPack 6", 38: "JetPack 7.0 or 7.1", 39: "JetPack 7.2"}
+"""The name of a release of L4T, by its first number."""
 _RELEASE = re.compile(r"#\s*R(\d+)\s*\(release\),\s*REVISION:\s*([\d.]+)")
 _MODE_ADVICE = "For full speed: sudo nvpmodel -m 0 (some modes need a restart), then sudo jetson_clocks"
 
@@ -28,6 +30,12 @@ def may_use(path: Path) -> bool:
 def is_found(root: Path) -> bool:
     """Whether the machine is a Jetson. A container on one may lack its release file, but have its device nodes."""
     return is_jetson(root) or (root / CTRL.lstrip("/")).exists()
+
+
+def toolkit(root: Path) -> str:
+    """The package of CUDA's compiler and headers for the release."""
+    release = _RELEASE.search(read_text(root / "etc/nv_tegra_release"))
+    return "cuda-toolkit-13-2" if release and int(release[1]) >= 39 else "cuda-toolkit-12-6"
 
 
 def examine(
@@ -56,12 +64,16 @@ def _release(root: Path) -> Finding:
         advice = "In a container, mount /etc/nv_tegra_release. Without it, see below whether NV works."
         return note("L4T", "the release is not known: there is no /etc/nv_tegra_release", advice)
     major, name = int(release[1]), f"r{release[1]}.{release[2]}"
+    known = f"{name}{f' ({JETPACKS[major]})' if major in JETPACKS else ''}"
     if name.startswith(L4T):
-        return good("L4T", f"{name}; the NV backend is written for {L4T}")
+        return good("L4T", f"{known}; the NV backend is written for {L4T}")
     if major >= 36:
-        advice = "See below whether NV works. If not, take the CUDA backend and send the report."
-        return fair("L4T", f"{name}; the NV backend is written for {L4T}", advice)
-    advice = "Take the CUDA backend, or install JetPack 6."
+        advice = (
+            "CUDA needs no such thing. NV asks the drivers whether their interface is the same: see below. If not, "
+            "take the CUDA backend and send the report."
+        )
+        return fair("L4T", f"{known}; the NV backend is written for {L4T}, and has met no other", advice)
+    advice = "Take the CUDA backend, or install JetPack 6 or 7.2."
     return bad("L4T", f"{name} is older than JetPack 6; the NV backend needs {L4T}", advice)
 
 

@@ -4,15 +4,15 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+from engine.devices import cuda_driver
 from engine.devices.cuda_toolkit import headers, runtime_compilers, stock_headers
 from engine.devices.nvidia import gpus, why_not_nv
 from engine.devices.system_files import read_text
 from engine.doctor import Finding, bad, fair, good, note
+from engine.doctor import jetson as jetsons
 from engine.doctor.host import as_text
 from engine.invocation import pip_install
 from engine.measure.nvml_counters import NvmlCounters
-
-_TOOLKIT = "Install CUDA's toolkit (on a Jetson: sudo apt install cuda-toolkit-12-6)"
 
 
 def examine(root: Path = Path("/"), *, jetson: bool = False) -> list[Finding]:
@@ -22,7 +22,8 @@ def examine(root: Path = Path("/"), *, jetson: bool = False) -> list[Finding]:
     if not (jetson or nodes or names):
         return []
     counters = [] if jetson or root != Path("/") else list(_counters())
-    return [*_driver(root, names, nodes, jetson), *counters, *_compiler(root)]
+    toolkit = f"sudo apt install {jetsons.toolkit(root)}" if jetson else "Install CUDA's toolkit"
+    return [*_driver(root, names, nodes, jetson), *counters, *_compiler(root, toolkit)]
 
 
 def _driver(root: Path, names: list[str], nodes: bool, jetson: bool) -> Iterator[Finding]:
@@ -34,6 +35,11 @@ def _driver(root: Path, names: list[str], nodes: bool, jetson: bool) -> Iterator
         yield good("driver", release[1])
     elif nodes and not jetson:
         yield note("driver", "its release is not known: there is none in /proc/driver/nvidia/version")
+    folders = [
+        folder for folder in cuda_driver.TEGRA_FOLDERS if (root / folder / cuda_driver.LIBRARY).exists()
+    ]
+    if jetson and folders:
+        yield good("libcuda", f"/{folders[0]}/{cuda_driver.LIBRARY}")
     if why := why_not_nv(names):
         yield note("NV", f"not for this GPU: {why}", "Take the CUDA backend.")
 
@@ -50,15 +56,15 @@ def _counters(nvml: str = "pynvml") -> Iterator[Finding]:
             yield note(counter.name, as_text(counter))
 
 
-def _compiler(root: Path) -> Iterator[Finding]:
+def _compiler(root: Path, toolkit: str) -> Iterator[Finding]:
     libraries, folders = runtime_compilers(root), headers(root)
     if libraries:
         yield good("libnvrtc", str(libraries[0]))
     else:
-        advice = f"{_TOOLKIT}, or: {pip_install('nvidia-cuda-nvrtc-cu12')}. Or set NVRTC_PATH to the library."
+        advice = f"{toolkit}, or: {pip_install('nvidia-cuda-nvrtc-cu12')}. Or set NVRTC_PATH to the library."
         yield bad("libnvrtc", "not found: no kernel can be compiled for this GPU", advice)
     if not folders:
-        advice = f"{_TOOLKIT}, or: {pip_install('nvidia-cuda-runtime-cu12')}. Or set CUDA_INCLUDE_PATH to the folder."
+        advice = f"{toolkit}, or: {pip_install('nvidia-cuda-runtime-cu12')}. Or set CUDA_INCLUDE_PATH to the folder."
         yield bad("headers", "cuda_fp16.h is missing: kernels in half precision do not compile", advice)
         return
     define = re.search(r"#define CUDA_VERSION (\d+)", read_text(folders[0] / "cuda.h"))  # 12060 for 12.6

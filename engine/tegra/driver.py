@@ -159,7 +159,7 @@ class Control(File):
         if size != sizeof(gpu):
             raise DriverError(
                 f"nvgpu describes the GPU in {size} bytes; {abi.L4T} uses {sizeof(gpu)}.",
-                "Use a release of JetPack 6 (L4T r36), or the CUDA backend.",
+                "Take the CUDA backend, or a release of JetPack 6 (L4T r36).",
             )
         return gpu
 

@@ -4,6 +4,7 @@ import getpass
 import io
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +14,7 @@ from rich.console import Console
 
 from app.chat.settings import Settings
 from app.cli import doctor
+from engine.devices import cuda_driver
 from engine.doctor import Section, backend_checks, bad, good, jetson
 from engine.doctor.backend_checks import run_check
 from engine.doctor.checks import CheckResult
@@ -95,6 +97,7 @@ def test_a_jetson_whose_user_is_in_no_group(tmp_path):
     [
         ("# R36 (release), REVISION: 4.4, GCID: 1", "good"),
         ("# R36 (release), REVISION: 5.0, GCID: 1", "fair"),
+        ("# R39 (release), REVISION: 2.0, GCID: 1", "fair"),
         ("# R35 (release), REVISION: 4.1, GCID: 1", "bad"),
         ("no release", "note"),
     ],
@@ -103,6 +106,25 @@ def test_releases(release, state, tmp_path):
     found = {f.topic: f for f in jetson.examine(machines.jetson(tmp_path, release))}
     assert found["L4T"].state == state
     assert found["L4T"].advice or state == "good"
+
+
+def test_jetpack_7_2(tmp_path, monkeypatch):
+    cuda, nvidia = "usr/local/cuda-13.2/targets/sbsa-linux", "usr/lib/aarch64-linux-gnu/nvidia"
+    root = machines.jetson(tmp_path, "# R39 (release), REVISION: 2.0, GCID: 1")
+    shutil.rmtree(root / "usr/local/cuda-12.6")
+    _, found = examined(root)
+    assert "cuda-toolkit-13-2" in found["libnvrtc"].advice and "JetPack 7.2" in found["L4T"].text
+    machines.write(root, {
+        f"{cuda}/lib/libnvrtc.so.13": "",
+        f"{cuda}/include/cuda_fp16.h": "",
+        f"{cuda}/include/cuda.h": "#define CUDA_VERSION 13020\n",
+        f"{nvidia}/libcuda.so.1": "",
+    })  # fmt: skip
+    _, found = examined(root)
+    assert found["libnvrtc"].state == found["libcuda"].state == "good"
+    assert found["headers"].text == "tinygrad alone would not find them; orin-chat tells it where they are"
+    monkeypatch.setenv("LD_LIBRARY_PATH", "/own")
+    assert cuda_driver.search_path(root) == f"/own:/{nvidia}"
 
 
 def test_a_node_that_a_container_was_not_given(tmp_path):

@@ -142,7 +142,9 @@ class PromptStep(Step):
         if self.order == "columns":
             self.multiply(part, self.tiles(part), activated(activation), "gate_up", out=out)
             return
-        tiles = tiles_for(self.tokens, part.rows, part.cols, multiprocessors(), True)
+        tiles = tiles_for(
+            self.tokens, part.rows, part.cols, multiprocessors(), paired=True, bits=part.layout.bits
+        )
         kernel = matmul(part.layout, self.tokens, part.rows, part.cols, tiles, True, "gate_up", activation)
         self.add(kernel, out=out, x=self.x, prompt=self.prompt, planes=part.planes)
 

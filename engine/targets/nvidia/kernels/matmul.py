@@ -109,12 +109,13 @@ def expert_tiles(tokens: int, used: int, n: int) -> ExpertTiles:
     return ExpertTiles(tokens, used, n, tile)
 
 
-def tiles_for(tokens: int, rows: int, cols: int, multiprocessors: int, paired: bool) -> Tiles:
+def tiles_for(tokens: int, rows: int, cols: int, multiprocessors: int, paired: bool, bits: int = 0) -> Tiles:
     """Tiles that give every multiprocessor two blocks, by dividing the common dimension if there are too few. `paired`
     products are not divided, because the activation needs the whole sums of gate and up. If there are many, twice as
-    many tokens share a block, and the weights that it loads, on GPUs where that is faster."""
+    many tokens share a block, and the weights that it loads, on GPUs where that is faster. `bits`: of a weight."""
     # Tall tiles: a weight is converted to half precision once for 128 tokens.
-    tiles = Tiles(min(8, tokens // 16), 4, 1, 2, 1)
+    is_narrow = paired and bits == 6 and spills_early()
+    tiles = Tiles(min(8, tokens // 16), 2 if is_narrow else 4, 1, 2, 1)
     blocks = -(-tokens // tiles.tokens) * -(-rows // tiles.width)
     # Registers spill early if warps of a block take different numbers of steps.
     is_tall = not spills_early() and tokens % (2 * tiles.tokens) == 0
