@@ -184,7 +184,7 @@ def _llama_server(path: str | None, out: Console) -> str:
 def _table(board: Board, model: BoardModel, runs: Sequence[BoardRun], lengths: Lengths) -> Table:
     """Tokens/s by setup and test, beside the earlier figures."""
     table = Table(box=None, pad_edge=False, header_style="dim", title_justify="left", title_style="bold")
-    before = " (before)" if model.name in board.figures else ""
+    before = " (before, at low clocks)" if model.name in board.figures else ""
     table.title = Text(f"{model.title}: tokens a second{before}", no_wrap=True)
     table.add_column("setup")
     for test in lengths.names:
