@@ -10,7 +10,7 @@ from widgets.text import counted, one_line
 @dataclass(frozen=True)
 class ServerState:
     """`engine` are phrases on the model and its engine, or on its start. `warnings` are sentences. `ending`: how the
-    server ends; "" while it serves."""
+    server ends; "" while it serves. `others`: the other models that it serves, in words."""
 
     address: str
     engine: tuple[str, ...] = ()
@@ -20,6 +20,7 @@ class ServerState:
     reply_tokens: int = 0
     warnings: tuple[str, ...] = ()
     ending: str = ""
+    others: tuple[str, ...] = ()
 
 
 class ServerHead(FittedPane[ServerState]):
@@ -39,6 +40,7 @@ class ServerHead(FittedPane[ServerState]):
             (data.address, "strong"),
             *((f"⚠ {one_line(warning)}", "warning") for warning in data.warnings),
             (" · ".join(one_line(part) for part in data.engine if part), ""),
+            (f"other models: {', '.join(map(one_line, data.others))}" if data.others else "", "dim"),
             (" · ".join(figures), "dim"),
         )
         return [[(line, style)] for text, style in texts for line in textwrap.wrap(text, max(8, width))]

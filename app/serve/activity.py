@@ -3,7 +3,7 @@ here: only counts, times and names of clients."""
 
 import time
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 
@@ -15,6 +15,7 @@ from engine.protocol.events import (
     Failed,
     Generate,
     KernelProfile,
+    Loading,
     Measured,
     Prefilling,
     Ready,
@@ -60,7 +61,10 @@ class Activity:
     """`observe` takes the engine's own events, `handled` the requests that have ended, and `follow` the events of each
     answer. `changes` grows with each change of a figure, so that nothing is drawn twice."""
 
-    def __init__(self, address: str, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, address: str, clock: Callable[[], float] = time.monotonic, beside: "Activity | None" = None
+    ) -> None:
+        """`beside`: of another model of the same server, with which it shares the requests and the throughput."""
         self.address, self._clock = address, clock
         self.changes = 0
         self.kernels = KernelProfiles()
@@ -69,9 +73,9 @@ class Activity:
         self._start = "starting"
         self._slots: Slots | None = None
         self._replies: dict[int, _Reply] = {}
-        self.requests: deque[Handled] = deque(maxlen=MAX_REQUESTS)
-        self._bins: dict[int, Counter[str]] = {}  # reply tokens by client
-        self._prompt_bins: Counter[int] = Counter()
+        self.requests: deque[Handled] = beside.requests if beside else deque(maxlen=MAX_REQUESTS)
+        self._bins: dict[int, Counter[str]] = beside._bins if beside else {}  # reply tokens by client
+        self._prompt_bins: Counter[int] = beside._prompt_bins if beside else Counter()
 
     # --- what happens -----------------------------------------------------------------------------------
 
@@ -82,6 +86,8 @@ class Activity:
             case Failed(request_id=None):
                 self.failed = event
                 self._slots = None
+            case Loading() if self._ready is not None:  # it is loaded once more
+                self._ready, self._slots, self._start = None, None, describe(event)
             case Slots():
                 self._slots = event
             case Measured(copy_gbps=copy_gbps):  # the best counts: other programs only make it less
@@ -94,6 +100,12 @@ class Activity:
             case _:
                 return
         self.changes += 1
+
+    def unloaded(self) -> None:
+        """Says that the engine has been ended, to make room or since nobody asked."""
+        if self._ready is not None:
+            self._ready, self._slots, self._start = None, None, "not loaded"
+            self.changes += 1
 
     def note(self, text: str) -> None:
         """Shows `text` in the kernel table."""
@@ -169,7 +181,8 @@ class Activity:
         """What says how the blocks of the KV cache are used; None if it has none."""
         return self._slots if self._slots and self._slots.blocks else None
 
-    def head(self, service: Service, ending: str = "") -> ServerState:
+    def head(self, service: Service, ending: str = "", others: Sequence[str] = ()) -> ServerState:
+        """`others`: the other models, in words."""
         ready, metrics = self._ready, service.metrics
         engine: tuple[str, ...] = (service.model, self._start)
         if ready is not None:
@@ -189,6 +202,7 @@ class Activity:
             metrics.predicted_tokens,
             (*(ready.warnings if ready else ()), *([self.failed.message] if self.failed else [])),
             ending,
+            tuple(others),
         )
 
     def _forget(self) -> None:

@@ -35,6 +35,8 @@ class ModelPool:
         self._most_loaded, self._idle_s, self._clock = most_loaded, idle_s, clock
         self._loaded: dict[str, float] = {default.model: clock()}
         """When each model that is loaded was asked last. The first is loaded by who runs the server."""
+        self.on_made: Callable[[Service], object] = lambda _: None
+        """Hears of services that are made."""
         self._queued = Counter[str]()  # requests that wait until their model may be loaded
         self._making, self._loading, self._ended = asyncio.Lock(), asyncio.Lock(), asyncio.Event()
         if others:
@@ -69,6 +71,7 @@ class ModelPool:
                 service = await asyncio.to_thread(self._makers[name])
                 self._services[name] = service
                 self._manage(service)
+                self.on_made(service)
             return self._services[name]
 
     async def unload_idle(self) -> None:

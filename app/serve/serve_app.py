@@ -8,6 +8,8 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from starlette.types import ASGIApp
@@ -22,11 +24,13 @@ from app.chat.idle_profiler import IdleProfiler
 from app.chat.slowdown import is_quiet
 from app.cli.progress import say
 from app.serve.activity import Activity
+from app.serve.answer import Events
+from app.serve.model_pool import ModelPool
 from app.serve.server import DRAIN_S, Server
 from app.serve.service import Service
 from engine.measure.counters import Counters
-from engine.protocol.client import Engine, LocalEngine
-from engine.protocol.events import Counter, Event
+from engine.protocol.client import Engine
+from engine.protocol.events import Counter, Event, Generate, Loading, Ready
 from widgets.block_bar import BlockBar
 from widgets.client_graph import ClientGraph
 from widgets.kernel_table import KernelTable
@@ -50,8 +54,18 @@ def interrupt() -> None:
     signal.raise_signal(signal.SIGINT)
 
 
+@dataclass(frozen=True)
+class FollowedModel:
+    """One of the server's models."""
+
+    service: Service
+    activity: Activity
+    profiler: IdleProfiler
+
+
 class ServeApp(App[None]):
-    """Shows `activity` and `service`. `stop` is called by Ctrl+C and Ctrl+Q. Exits when whoever runs it says so."""
+    """Shows `activity` and `service`; of several models (`pool`), the one that was loaded or asked last. `stop` is
+    called by Ctrl+C and Ctrl+Q. Exits when whoever runs it says so."""
 
     TITLE = "orin-chat serve"
     ENABLE_COMMAND_PALETTE = False
@@ -102,12 +116,14 @@ class ServeApp(App[None]):
         *,
         stop: Callable[[], object] = interrupt,
         read_counters: Callable[[], tuple[Counter, ...]] | None = None,
+        pool: ModelPool | None = None,
     ) -> None:
         super().__init__()
-        self.service, self.activity, self._stop = service, activity, stop
+        self._pool = pool or ModelPool(service)
+        self._models = [self._followed(service, engine, activity)]
+        self._shown, self._stop = self._models[0], stop
         self._read_counters = read_counters or Counters().read
         self._counters: tuple[Counter, ...] = ()
-        self.profiler = IdleProfiler(lambda: engine, self._is_idle, activity)
         self.head, self.graph, self.slots = ServerHead(), ClientGraph(), SlotTable()
         self.requests, self.blocks = RequestList(), BlockBar(classes="-absent")
         self.table, self.machine = KernelTable(), MachinePanel()
@@ -116,7 +132,7 @@ class ServeApp(App[None]):
         self.engine_panes.panes = (self.blocks, self.table, self.machine)
         self.printed: deque[str] = deque(maxlen=200)
         """What was written to standard error, such as a traceback: for the terminal after the screen."""
-        self._drawn_changes = -1
+        self._drawn: tuple[FollowedModel, int] | None = None
         self._stop_at = 0.0
         self.animation_level = "none"
 
@@ -139,34 +155,66 @@ class ServeApp(App[None]):
     def on_print(self, event: Print) -> None:
         self.printed.append(event.text)
 
-    # --- events -----------------------------------------------------------------------------------------
+    # --- the models ---------------------------------------------------------------------------------------
 
-    def observe(self, event: Event) -> None:
-        """Takes the engine's own events."""
-        self.activity.observe(event)
-        self.service.observe(event)
-        self.profiler.observe(event)
+    @property
+    def service(self) -> Service:
+        return self._shown.service
+
+    @property
+    def activity(self) -> Activity:
+        return self._shown.activity
+
+    def add(self, service: Service) -> None:
+        """Follows another model, too."""
+        activity = Activity(self.activity.address, beside=self._models[0].activity)
+        self._models.append(model := self._followed(service, service.engine, activity))
+        service.engine.on_event = partial(self.observe, model=model)
+        service.watch = partial(self.follow, model=model)
+
+    def _followed(self, service: Service, engine: Engine, activity: Activity) -> FollowedModel:
+        is_idle = lambda: service.ready is not None and self._is_idle()
+        return FollowedModel(service, activity, IdleProfiler(lambda: engine, is_idle, activity))
 
     def _is_idle(self) -> bool:
-        service = self.service
-        return service.ready is not None and not service.open and not service.stopping
+        services = [model.service for model in self._models]
+        return not any(service.open or service.stopping for service in services)
+
+    # --- events -----------------------------------------------------------------------------------------
+
+    def observe(self, event: Event, model: FollowedModel | None = None) -> None:
+        """Takes the own events of an engine, that of the first model if not of another."""
+        model = model or self._models[0]
+        if isinstance(event, Loading | Ready):
+            self._shown = model
+        for each in (model.activity, model.service, model.profiler):
+            each.observe(event)
+
+    def follow(self, request: Generate, events: Events, model: FollowedModel | None = None) -> Events:
+        """The events of an answer by a model, the first one if not another."""
+        self._shown = model or self._models[0]
+        return self._shown.activity.follow(request, events)
 
     @on(KernelTable.ProfileRequested)
     def _profile_requested(self, message: KernelTable.ProfileRequested) -> None:
-        self.profiler.request(message.step)
+        self._shown.profiler.request(message.step)
 
     # --- drawing ----------------------------------------------------------------------------------------
 
     def draw(self) -> None:
         """Shows what has changed."""
-        activity, service = self.activity, self.service
+        shown = self._shown
+        activity, service = shown.activity, shown.service
+        if service.ready is None:
+            activity.unloaded()
         with_kernels = self.table.size.width > 0 and not self.table.is_paused
-        self.profiler.measure_if_idle(with_kernels=with_kernels, is_quiet=is_quiet(self._counters))
-        if self._drawn_changes == activity.changes and not activity.moves and not service.stopping:
+        shown.profiler.measure_if_idle(with_kernels=with_kernels, is_quiet=is_quiet(self._counters))
+        state = shown, sum(model.activity.changes for model in self._models)
+        if self._drawn == state and not activity.moves and not service.stopping:
             return
-        self._drawn_changes = activity.changes
+        self._drawn = state
         with self.batch_update():
-            self.head.data = activity.head(service, self._ending())
+            self.head.data = activity.head(service, self._ending(), self._others())
             self.graph.data = activity.throughput(service)
             self.slots.data = activity.slots(service)
             self.requests.data = tuple(activity.requests)
@@ -175,13 +223,18 @@ class ServeApp(App[None]):
             self.blocks.data = blocks
             self.table.data = activity.kernels
 
+    def _others(self) -> list[str]:
+        loaded = {model.service.model for model in self._models if model.service.ready}
+        names = [name for name in self._pool.names if name != self.service.model]
+        return [f"{name} (loaded)" if name in loaded else name for name in names]
+
     def _ending(self) -> str:
         if not self.service.stopping:
             return ""
         self._stop_at = self._stop_at or time.monotonic() + DRAIN_S
         self.screen.set_class(True, "-ending")
         left = max(0.0, self._stop_at - time.monotonic())
-        answers = counted(self.service.open, "answer")
+        answers = counted(sum(model.service.open for model in self._models), "answer")
         return f"The server ends: {answers} in progress, {left:.0f} s left. Ctrl+C ends them now."
 
     async def _sample_counters(self) -> None:
@@ -210,15 +263,13 @@ class ServeApp(App[None]):
             self.screen.set_focus(None)
 
 
-async def serve_on_screen(
-    service: Service, engine: LocalEngine, http: ASGIApp, sock: socket.socket, address: str
-) -> int:
+async def serve_on_screen(pool: ModelPool, http: ASGIApp, sock: socket.socket, address: str) -> int:
     """Serves as `Server.run` does, with a screen, and returns the exit code."""
-    activity = Activity(address)
-    app = ServeApp(service, engine, activity)
-    engine.on_event, service.on_handled = app.observe, activity.handled
-    service.watch = activity.follow
-    code = await run_beside(app, Server(service, engine, http, sock, activity.observe).run())
+    service, activity = pool.default, Activity(address)
+    app = ServeApp(service, service.engine, activity, pool=pool)
+    service.engine.on_event, service.on_handled, service.watch = app.observe, activity.handled, app.follow
+    pool.on_made = app.add
+    code = await run_beside(app, Server(service, service.engine, http, sock, activity.observe, pool).run())
     sys.stderr.write("".join(app.printed))
     if activity.failed and service.ready is None:
         say(sys.stderr, activity.failed.message, activity.failed.hint)

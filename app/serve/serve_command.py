@@ -89,7 +89,11 @@ def run(arguments: Sequence[str], settings: Settings) -> int:
 
         def other(name: str) -> Service:
             made = service_of(name)
-            made.metrics, made.on_handled, made.stopping = service.metrics, lines.handled, service.stopping
+            made.metrics, made.on_handled, made.stopping = (
+                service.metrics,
+                service.on_handled,
+                service.stopping,
+            )
             return made
 
         pool = ModelPool(
@@ -100,10 +104,10 @@ def run(arguments: Sequence[str], settings: Settings) -> int:
         )
         address = f"http://{f'[{host}]' if ':' in host else host}:{port}/v1"
         http = application(pool, key, args.limits or NO_LIMITS)
-        if not args.plain and not others and _has_screen():
+        if not args.plain and _has_screen():
             from app.serve.serve_app import serve_on_screen
 
-            return asyncio.run(serve_on_screen(service, service.engine, http, sock, address))
+            return asyncio.run(serve_on_screen(pool, http, sock, address))
         lines = Lines(address)
         service.on_handled = lines.handled
         return asyncio.run(Server(service, service.engine, http, sock, lines.show, pool).run())

@@ -81,6 +81,8 @@ def _supported(is_so: bool) -> Json:
 
 def capabilities(service: Service) -> list[str]:
     """In Ollama's words."""
+    if service.file.pooling:
+        return ["embedding"] if service.file.pooling != "rank" else []
     can = ["completion"]
     if service.file.form:
         can.append("tools")

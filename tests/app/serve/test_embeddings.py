@@ -79,6 +79,7 @@ async def test_ollamas(served, made_for, model_file):
     assert body["embeddings"] == [[0.0, 1.0]] * 2 and body["prompt_eval_count"] == 192
     assert (await client.post("/api/embeddings", json={"prompt": "a"})).json() == {"embedding": [0.0, 1.0]}
     assert (await client.post("/api/embed", json={"model": "tiny"})).json()["embeddings"] == []
+    assert (await client.post("/api/show", json={"model": "tiny"})).json()["capabilities"] == ["embedding"]
     long = "word " * 20_000
     await client.post("/api/embed", json={"input": long})
     prompt = engine.requests[-1].prompt

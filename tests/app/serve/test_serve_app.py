@@ -10,6 +10,7 @@ from msgspec.structs import replace
 
 from app.serve import serve_app, serve_command
 from app.serve.activity import Activity
+from app.serve.model_pool import ModelPool
 from app.serve.routes import application
 from app.serve.serve_app import ServeApp, run_beside
 from app.serve.service import Service
@@ -92,6 +93,28 @@ async def test_slots_of_the_engine(model_file):
         assert app.table.size.width > 130
         await pilot.press("escape")
         assert app.table.size.width and app.graph.size.width
+
+
+async def test_several_models(model_file):
+    """The one that was asked last is shown, with the requests of all."""
+    app, *_ = served(model_file)
+    others = {"other": lambda: Service(MeasuredEngine(), "other", model_file, metrics=app.service.metrics)}
+    app._pool = pool = ModelPool(app.service, others, most_loaded=2)
+    app.service.watch, pool.on_made = app.follow, app.add
+    transport = httpx.ASGITransport(application(pool))
+    client = httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1:8080")
+    async with app.run_test(size=(140, 40)) as pilot:
+        load(app)
+        await shows(pilot, "tiny · Q6_K", "other models: other")
+        assert (
+            await client.post("/v1/chat/completions", json={**HELLO, "model": "other"})
+        ).status_code == 200
+        app.observe(replace(READY, context_length=512), model=app._models[1])
+        await shows(pilot, "other · Q6_K", "context 512", "other models: tiny (loaded)", "1 request")
+        app.service.ready = None
+        await shows(pilot, "other · not loaded")
+        await client.post("/v1/chat/completions", json={**HELLO, "model": "tiny"})
+        await shows(pilot, "tiny · Q6_K", "other models: other", "2 requests")
 
 
 async def test_80_columns_hold_what_a_step_had_and_how_long_first_tokens_took(model_file):
