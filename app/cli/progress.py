@@ -63,7 +63,7 @@ def guessed(end: Finished) -> str:
 def figures(end: Finished) -> str:
     """The figures of an answer on one line, and how it ended unless it came to its own end."""
     ended = {"stop": "", "length": ", cut at the limit", "cancelled": ", stopped"}[end.reason]
-    prefill = shown_prefill_rate(end.prompt_n, end.cached_n, end.prompt_ms)
+    prefill = shown_prefill_rate(end.prompt_n, end.cached_n, end.prompt_ms - end.pictures_ms)
     if not end.predicted_n and end.reason == "stop":  # an embedding
         rate = "" if prefill is None else f" ({prefill:.0f} tok/s)"
         took = as_latency(end.prompt_ms / 1e3)
@@ -71,8 +71,9 @@ def figures(end: Finished) -> str:
     decode = decode_rate(end.predicted_n, end.predicted_ms)
     first_token = as_latency(end.prompt_ms / 1e3)
     guesses = f", {guessed(end)}" if end.draft_n else ""
+    pictures = f", pictures seen in {as_latency(end.pictures_ms / 1e3)}" if end.pictures_ms else ""
     return (
-        f"prompt {counted(end.prompt_n, 'token')} ({end.cached_n:,} cached), first token after {first_token}"
+        f"prompt {counted(end.prompt_n, 'token')} ({end.cached_n:,} cached){pictures}, first token after {first_token}"
         f"{'' if prefill is None else f' ({prefill:.0f} tok/s)'}; "
         f"reply {counted(end.predicted_n, 'token')}{f', {decode:.1f} tok/s' if decode else ''}{guesses}{ended}"
     )

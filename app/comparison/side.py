@@ -132,7 +132,7 @@ class Side:
             return (
                 decode_rate(end.predicted_n, end.predicted_ms) or None,
                 end.prompt_ms / 1e3,
-                shown_prefill_rate(end.prompt_n, end.cached_n, end.prompt_ms),
+                shown_prefill_rate(end.prompt_n, end.cached_n, end.prompt_ms - end.pictures_ms),
             )
         first_ms, last_ms = (self.tokens[0].at_ms, self.tokens[-1].at_ms) if self.tokens else (None, None)
         if first_ms is None or last_ms is None:

@@ -111,7 +111,7 @@ class Dashboard(PaneStack):
         if end.predicted_n >= MIN_TOKENS:
             decode = decode_rate(end.predicted_n, end.predicted_ms)
         if end.predicted_n:
-            prefill = shown_prefill_rate(end.prompt_n, end.cached_n, end.prompt_ms)
+            prefill = shown_prefill_rate(end.prompt_n, end.cached_n, end.prompt_ms - end.pictures_ms)
         self.setup.record_speed(decode, prefill)
         self.show_preset()
 

@@ -20,6 +20,7 @@ from engine.protocol.events import (
     Measured,
     Prefilling,
     Ready,
+    Seeing,
     Token,
     decode_rate,
     shown_prefill_rate,
@@ -61,7 +62,7 @@ class PerformanceObserver:
         self._tokens, self._since_s = 0, 0.0  # of the decode sample in progress
         self._in_decode = self._has_decode_sample = False  # of this answer
         self._prompt: tuple[int, float] | None = None  # its tokens at the last prefill sample, and its time
-        self._has_prompt_sample = False
+        self._has_prompt_sample = self._has_looked = False
         self._experts: ExpertWindow | None = None
 
     def observe(self, event: Event) -> None:
@@ -70,6 +71,8 @@ class PerformanceObserver:
                 self._token(event)
             case Prefilling():
                 self._prefilling(event)
+            case Seeing():
+                self._seeing(event)
             case Finished():
                 self._finished(event)
             case Ready():
@@ -184,6 +187,12 @@ class PerformanceObserver:
             self._has_prompt_sample, self._prompt = True, (event.done, now)
         self._position, self._cached = event.done, event.cached
 
+    def _seeing(self, event: Seeing) -> None:
+        """The time in which a picture is encoded is not one of reading."""
+        if event.done < event.total:
+            self._has_looked = True
+            self._prompt = self._prompt and (self._prompt[0], self._clock())
+
     def _token(self, token: Token) -> None:
         now = self._clock() if token.at_ms is None else token.at_ms / 1e3
         if not self._in_decode:
@@ -198,8 +207,8 @@ class PerformanceObserver:
 
     def _end_prompt(self, first: Token) -> None:
         """A prompt too short for a sample on the way is one sample, up to the `first` token of the answer. One of fewer
-        than `MIN_TOKENS` new tokens is none."""
-        if self._prompt is None or self._position - self._cached < MIN_TOKENS:
+        than `MIN_TOKENS` new tokens is none, and so is one with pictures that were encoded: its end says how long."""
+        if self._prompt is None or self._has_looked or self._position - self._cached < MIN_TOKENS:
             return
         done, since_s = self._prompt
         elapsed_s = self._clock() - since_s if first.at_ms is None else first.at_ms / 1e3
@@ -214,7 +223,7 @@ class PerformanceObserver:
         if self._in_decode and not self._has_decode_sample and speed:
             self._add_decode(speed, end.predicted_ms / 1e3)
         if end.predicted_n:
-            prefill = shown_prefill_rate(end.prompt_n, end.cached_n, end.prompt_ms)
+            prefill = shown_prefill_rate(end.prompt_n, end.cached_n, end.prompt_ms - end.pictures_ms)
             self._prefill = prefill or self._prefill
         if speed:
             self._set_kernels(replace(self.kernels, answer_us=1e6 / speed))
@@ -223,7 +232,7 @@ class PerformanceObserver:
         self._end_answer()
 
     def _end_answer(self) -> None:
-        self._in_decode, self._prompt = False, None
+        self._in_decode, self._prompt, self._has_looked = False, None, False
         self.changes += 1
 
     # --- samples and marks ------------------------------------------------------------------------------

@@ -330,9 +330,10 @@ class ExpertChoices(_Record, frozen=True, kw_only=True):
 
 class Finished(_Record, frozen=True, kw_only=True):
     """The end of an answer. `cached_n` of the `prompt_n` tokens of its prompt were in the KV cache; `predicted_n` are
-    its own, with the end-of-turn token. `prompt_ms` is the time to the first token, `predicted_ms` from there to the
-    last (`decode_rate`). `draft_n_accepted` of `draft_n` guesses were right, each of which saved a step; `draft_gain`
-    is how many times as fast the reply was as measured steps without guesses (0: there were none)."""
+    its own, with the end-of-turn token. `prompt_ms` is the time to the first token, and `pictures_ms` its part in which
+    pictures were encoded; `predicted_ms` is from there to the last (`decode_rate`). `draft_n_accepted` of `draft_n`
+    guesses were right, each of which saved a step; `draft_gain` is how many times as fast the reply was as measured
+    steps without guesses (0: there were none)."""
 
     request_id: int
     reason: StopReason
@@ -346,6 +347,7 @@ class Finished(_Record, frozen=True, kw_only=True):
     draft_n: int = 0
     draft_n_accepted: int = 0
     draft_gain: float = 0.0
+    pictures_ms: float = 0.0
 
     @property
     def context_used(self) -> int:

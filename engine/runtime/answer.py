@@ -238,6 +238,7 @@ class Answer:
             draft_n=self.draft_n,
             draft_n_accepted=self.draft_n_accepted,
             draft_gain=self._plain_s / self._steps_s if self.draft_n and self._steps_s else 0.0,
+            pictures_ms=self.pictures.took_s * 1e3 if self.pictures else 0.0,
         )
 
     def _report_token(self, token: int, probabilities: Callable[[int], LogProbabilities], last: bool) -> None:

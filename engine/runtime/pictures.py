@@ -60,12 +60,13 @@ class Encoding:
 
 class Pictures:
     """Those of one prompt. `encodings`: what is known of each, once it is needed. `reported`: those of which users know
-    that nothing is left to be computed. `ends`: the places after their last tokens."""
+    that nothing is left to be computed. `ends`: the places after their last tokens. `took_s`: to encode them."""
 
     def __init__(self, placed: Sequence[PlacedPicture], whole: int = 0) -> None:
         """`whole`: the most tokens of a piece, if it has to have whole pictures; else 0."""
         self.placed, self._whole = tuple(placed), whole
         self.reported = set[int]()
+        self.took_s = 0.0
         self.encodings: list[Encoding | None] = [None] * len(self.placed)
         self._first = [at.first for at in placed]
         self.ends = [at.first + len(at.picture.ids) for at in placed]

@@ -30,7 +30,9 @@ class Sight:
             encoding = pictures.encodings[i] or self._of(pictures.placed[i].picture)
             pictures.encodings[i] = encoding
             if encoding.embeddings is None:
+                began_s = time.perf_counter()
                 self._compute(encoding)
+                pictures.took_s += time.perf_counter() - began_s
             if encoding.embeddings is None:
                 if time.perf_counter() >= self._report_due_s:
                     self._report_due_s = time.perf_counter() + _REPORT_S

@@ -59,9 +59,9 @@ def test_a_picture_changes_the_reply_and_is_read_once(model):
     assert model.ready.model.sees
     end, first, seeing = ask(model, "What is it?", png(1), fresh=True)
     assert [e.done for e in seeing][-1] == seeing[-1].total
-    assert seeing[-1].tokens < end.prompt_n
+    assert seeing[-1].tokens < end.prompt_n and 0 < end.pictures_ms < end.prompt_ms
     again, same, seeing = ask(model, "What is it?", png(1))
-    assert again.cached_n == again.prompt_n - 1
+    assert again.cached_n == again.prompt_n - 1 and again.pictures_ms == 0
     assert same == pytest.approx(first, abs=2e-3)
     assert [(e.done == e.total, e.tokens > 0) for e in seeing] == [(True, True)]
     _, other, _ = ask(model, "What is it?", png(2))

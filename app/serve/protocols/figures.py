@@ -36,7 +36,7 @@ def timings(end: Finished) -> Json:
         "prompt_n": prompt_n,
         "prompt_ms": end.prompt_ms,
         "prompt_per_token_ms": end.prompt_ms / max(prompt_n, 1),
-        "prompt_per_second": prefill_rate(end.prompt_n, end.cached_n, end.prompt_ms),
+        "prompt_per_second": prefill_rate(end.prompt_n, end.cached_n, end.prompt_ms - end.pictures_ms),
         "predicted_n": end.predicted_n,
         "predicted_ms": end.predicted_ms,
         "predicted_per_token_ms": end.predicted_ms / max(end.predicted_n - 1, 1),

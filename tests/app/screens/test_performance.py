@@ -8,7 +8,7 @@ from msgspec.structs import replace
 from app.chat import speed_history
 from app.chat.slowdown import explain_slowdown
 from app.screens.performance import PerformanceObserver
-from engine.protocol.events import Counter, Measured, Prefilling, Token
+from engine.protocol.events import Counter, Measured, Prefilling, Seeing, Token
 from tests.app.fake_engine import CHOICES, READY, WITH_EXPERTS, profile, reply
 from widgets.expert_strip import ExpertUse
 
@@ -56,6 +56,22 @@ def test_an_answer_too_short_for_a_sample_is_one(performance):
     for event in reply("a few words"):
         performance.observe(event)
     assert performance.current == pytest.approx(100)
+
+
+def test_the_time_of_pictures_is_not_one_of_reading(performance, clock):
+    start, *_, end = reply("a few words", prompt_ms=10_000.0, pictures_ms=9_000.0)
+    performance.observe(start)
+    for clock.now in (2.0, 4.0, 9.0):
+        performance.observe(
+            Seeing(request_id=0, index=0, pictures=1, tokens=64, done=int(clock.now), total=10)
+        )
+    clock.now = 10.0
+    performance.observe(Prefilling(request_id=0, done=96, total=96, cached=0))
+    [sample] = performance.throughput().samples
+    assert sample.tokens_per_s == pytest.approx(96) and sample.is_prefill
+    performance.observe(Token(request_id=0, id=1, text="x", at_ms=10_000.0))
+    performance.observe(end)
+    assert performance.throughput().prefill == pytest.approx(96)
 
 
 def test_what_guesses_were_worth(performance):
