@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
+from widgets.labels import LABELS
 from widgets.pane import FittedPane, Line
 from widgets.text import longest_fitting
 
@@ -26,6 +27,7 @@ class ExpertStrip(FittedPane[ExpertUse]):
     blocks of its own."""
 
     BORDER_TITLE = "experts, last minute"
+    LABELS = LABELS["experts"]
 
     def draw(self, data: ExpertUse, width: int, height: int) -> list[Line]:
         short = strip(data, width)

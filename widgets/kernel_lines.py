@@ -21,6 +21,8 @@ GROUPS: dict[str, tuple[KernelRole, ...]] = {
 GAPS = "launch gaps"
 SMALL_SHARE = 0.015
 """In a brief header, groups below this share of the step are one."""
+EXPLAINED, LONGER = 0.9, 1.05
+"""Where a step is less of a token's time in an answer, or more, the header says what may be the reason."""
 Sort = Literal["total", "GB/s", "calls", "role", "name"]
 SORTS: tuple[Sort, ...] = ("total", "GB/s", "calls", "role", "name")
 CACHEABLE_BYTES = 512 << 20
@@ -195,8 +197,21 @@ def _answer_line(profile: KernelProfile, answer_us: float | None, width: int) ->
     if profile.step != "decode" or not answer_us:
         return []
     share, unit = f"{profile.wall_us / answer_us:.0%}", unit_of(profile)
+    whole = f"the last answer's {unit.text(answer_us)} {unit.name} a token"
+    if profile.wall_us > LONGER * answer_us:
+        texts: tuple[str, ...] = (
+            f"a step takes {share} of {whole}: guesses were right then, or the machine was quieter",
+            f"a step takes {share} of {whole}",
+            f"{share} of last answer",
+        )
+        return [[(longest_fitting(texts, width), "")]]
     texts = (
-        f"explains {share} of the last answer's {unit.text(answer_us)} {unit.name} a token",
+        *(
+            [f"explains {share} of {whole}; the rest is the host, other programs or a longer context"]
+            if profile.wall_us < EXPLAINED * answer_us
+            else []
+        ),
+        f"explains {share} of {whole}",
         f"explains {share} of the last answer's time",
         f"explains {share} of the last answer",
         f"{share} of last answer",

@@ -9,6 +9,7 @@ from textual.reactive import reactive
 from engine.protocol.events import KernelProfile, KernelTime, Step
 from widgets.kernel_lines import GROUPS, SORTS, KernelProfiles, Sort, header, ordered, row
 from widgets.kernel_source import KernelScreen
+from widgets.labels import LABELS
 from widgets.pane import Line, Pane
 from widgets.text import longest_fitting, one_line
 
@@ -19,6 +20,7 @@ class KernelTable(Pane[KernelProfiles]):
     """The keys work while the table has the focus. While it is paused, new data is not shown."""
 
     BORDER_TITLE = "kernels"
+    LABELS = LABELS["kernels"]
     can_focus = True
     BINDINGS = [
         Binding("up", "move(-1)", show=False),

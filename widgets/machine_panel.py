@@ -1,12 +1,14 @@
 """The pane of the machine: its counters, and one sentence on what slows the engine down."""
 
 import textwrap
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import zip_longest
 
 from engine.protocol.events import Counter
+from widgets.labels import LABELS
 from widgets.pane import FittedPane, Line
-from widgets.plot import bar
+from widgets.plot import bar, blocks
 from widgets.text import longest_fitting, one_line
 
 _NAME, _VALUE, _BAR = 16, 19, 8  # cells of the columns, one counter a line
@@ -15,16 +17,19 @@ _GAP = 2  # cells between two counters of a line
 
 @dataclass(frozen=True)
 class MachineState:
-    """`slowdown` is a sentence, "" if there is none."""
+    """`slowdown` is a sentence, "" if there is none. `history` has the last values of each counter by name, oldest
+    first."""
 
     counters: tuple[Counter, ...] = ()
     slowdown: str = ""
+    history: Mapping[str, Sequence[float]] = field(default_factory=dict)
 
 
 class MachinePanel(FittedPane[MachineState]):
     """Is as high as its short lines are many. With the whole screen, it shows one counter a line."""
 
     BORDER_TITLE = "machine"
+    LABELS = LABELS["machine"]
 
     def draw(self, data: MachineState, width: int, height: int) -> list[Line]:
         in_full = lines(data, width)
@@ -36,7 +41,12 @@ class MachinePanel(FittedPane[MachineState]):
 
 def lines(state: MachineState, width: int) -> list[Line]:
     """One counter a line. Counters that are absent come last: a low pane does not show them."""
-    present = [_line(counter, width) for counter in state.counters if not counter.absent]
+    present = [
+        line
+        for counter in state.counters
+        if not counter.absent
+        for line in _line(counter, width, state.history.get(counter.name, ()))
+    ]
     absent = [line for counter in state.counters if counter.absent for line in _absent(counter, width)]
     return [*_slowdown(state, width), *present, *absent]
 
@@ -94,19 +104,22 @@ def _values(counter: Counter) -> list[str]:
     return texts
 
 
-def _line(counter: Counter, width: int) -> Line:
+def _line(counter: Counter, width: int, history: Sequence[float]) -> list[Line]:
+    """The value with its last minutes and, where there is room for another line, what it consists of."""
     if counter.value is None:
-        return [_name(counter), (one_line(counter.text), "")]
+        return [[_name(counter), (one_line(counter.text), "")]]
     value = _number(counter.value, counter.unit)
     if counter.maximum and counter.unit != "%":
-        value += f" of {_number(counter.maximum)}"
+        value += f" of {_number(counter.maximum, counter.unit)}"
     line: Line = [_name(counter), (f"{value} {counter.unit}"[:_VALUE].ljust(_VALUE), "")]
     rest = width - _NAME - _VALUE
-    if counter.maximum and rest >= _BAR:
-        line.append((bar(counter.value / counter.maximum, _BAR), "value"))
-    elif counter.parts and rest >= _BAR:
-        line.append((one_line(", ".join(counter.parts))[:rest], "dim"))
-    return line
+    top = counter.maximum or max((*history, counter.value)) or 1.0
+    if rest >= _BAR:
+        line.append((bar(counter.value / top, _BAR) if counter.maximum else " " * _BAR, "value"))
+    if (room := rest - _BAR - _GAP) >= _BAR and len(history) > 1:
+        line.append((" " * _GAP + blocks(history[-room:], top), "line"))
+    parts = one_line(", ".join(counter.parts))
+    return [line, *([[(" " * _NAME + parts[: max(0, width - _NAME)], "dim")]] if parts else [])]
 
 
 def _absent(counter: Counter, width: int) -> list[Line]:

@@ -1,13 +1,17 @@
 """The base of the dashboard's panes, which draw lines of styled text from immutable data."""
 
+from collections.abc import Mapping
 from typing import Generic, TypeVar
 
 from rich.segment import Segment
 from rich.style import Style
+from textual.events import MouseMove
 from textual.geometry import Region, Size
 from textual.reactive import reactive
 from textual.strip import Strip
 from textual.widget import Widget
+
+from widgets.labels import label_at
 
 Data = TypeVar("Data")
 Line = list[tuple[str, str]]
@@ -37,6 +41,7 @@ class Pane(Widget, Generic[Data]):
         & > .pane--selected { background: $primary 25%; text-style: bold; }
     }
     """
+    LABELS: Mapping[str, str] = {}  # what the tooltip says of each label
     ALLOW_SELECT = False
     FOCUS_ON_CLICK = False  # a click must not take the keys from the prompt
 
@@ -47,6 +52,14 @@ class Pane(Widget, Generic[Data]):
     def draw(self, data: Data, width: int, height: int) -> list[Line]:
         """The lines of `data`. Those below `height` are not shown, and longer ones are cut."""
         raise NotImplementedError
+
+    def on_mouse_move(self, event: MouseMove) -> None:
+        """The tooltip is that of the label under the mouse."""
+        at = event.get_content_offset(self)
+        line = self._strips[at.y].text if at is not None and at.y < len(self._strips) else ""
+        help = label_at(line, at.x, self.LABELS) if at is not None else ""
+        if (help or None) != self.tooltip:
+            self.tooltip = help or None
 
     def styles_by_name(self) -> dict[str, Style]:
         """The styles that pieces of lines may have."""

@@ -94,3 +94,11 @@ def bar(share: float, width: int) -> str:
     if IS_CONSOLE:
         eighths = -(-eighths // 4) * 4
     return ("█" * (eighths // 8) + " ▏▎▍▌▋▊▉"[eighths % 8].strip()).ljust(width)[:width]
+
+
+def blocks(values: Sequence[float], top: float) -> str:
+    """A block for each value, in eighths of `top`; on a console in halves."""
+    shares = [max(0.0, min(1.0, value / top)) if top > 0 else 0.0 for value in values]
+    if IS_CONSOLE:
+        return "".join("_▄█"[round(2 * share)] for share in shares)
+    return "".join("▁▂▃▄▅▆▇█"[min(7, int(8 * share))] for share in shares)

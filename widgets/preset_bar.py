@@ -3,9 +3,11 @@
 from dataclasses import dataclass
 
 from textual.content import Content
+from textual.events import MouseMove
 from textual.reactive import reactive
 from textual.widget import Widget
 
+from widgets.labels import LABELS, label_at
 from widgets.text import longest_fitting, one_line
 
 BACKEND_KEY, BEAM_KEY, LIST_KEY = "F6", "F7", "F8"
@@ -40,6 +42,11 @@ class PresetBar(Widget):
     ALLOW_SELECT = False
 
     data: reactive[PresetBarData] = reactive(PresetBarData())
+
+    def on_mouse_move(self, event: MouseMove) -> None:
+        at, rows = event.get_content_offset(self), self.render().plain.split("\n")
+        row = rows[at.y] if at is not None and at.y < len(rows) else ""
+        self.tooltip = (label_at(row, at.x, LABELS["preset"]) if at is not None else "") or None
 
     def render(self) -> Content:
         data, width = self.data, self.size.width

@@ -1,11 +1,13 @@
 """The bottom line: model, quantization, backend, speed and how full the context is."""
 
 from textual.content import Content
+from textual.events import MouseMove
 from textual.reactive import reactive
 from textual.widget import Widget
 
 from widgets.engine_status import NEARLY_FULL, EngineStatus
-from widgets.text import as_bytes, as_latency, one_line
+from widgets.labels import LABELS, label_at
+from widgets.text import as_bytes, as_latency, as_rate, one_line
 from widgets.turn import WARNING
 
 MIN_METER, GOOD_METER, MAX_METER = 4, 32, 48
@@ -25,9 +27,18 @@ class StatusLine(Widget):
     warning: reactive[str] = reactive("")
     """A lasting problem, in two or three words ("not saved")."""
 
+    def on_mouse_move(self, event: MouseMove) -> None:
+        """The tooltip is that of the label under the mouse; else it is about the context."""
+        at = event.get_content_offset(self)
+        help = label_at(self.render().plain, at.x, LABELS["status line"]) if at is not None else ""
+        self._show_help(context_help(self.status) if help.startswith("tokens:") or not help else help)
+
     def watch_status(self, status: EngineStatus) -> None:
-        if self.tooltip != (help := Content(context_help(status))):
-            self.tooltip = help
+        self._show_help(context_help(status))
+
+    def _show_help(self, help: str) -> None:
+        if self.tooltip != (text := Content(help)):
+            self.tooltip = text
 
     def render(self) -> Content:
         """A narrow line leaves out the device, then the time to the first token, then the end of the model's name."""
@@ -79,9 +90,7 @@ def tiny_status(status: EngineStatus, width: int, warning: str = "") -> Content:
 
 
 def _rate(tokens_per_s: float | None, compact: bool) -> str:
-    if tokens_per_s is None:
-        return "–"
-    return f"{tokens_per_s:.0f}" if compact else f"{tokens_per_s:,.{0 if tokens_per_s >= 1000 else 1}f}"
+    return f"{tokens_per_s:.0f}" if compact and tokens_per_s is not None else as_rate(tokens_per_s)
 
 
 def context_meter(used: int | None, total: int, width: int) -> Content:
@@ -107,7 +116,7 @@ def context_meter(used: int | None, total: int, width: int) -> Content:
 
 def context_help(status: EngineStatus) -> str:
     """What the meter shows, and how the engine goes back in a chat."""
-    text = "Context: the tokens of this chat that the model has read and written, of those for which there is room."
+    text = LABELS["status line"]["tokens"]
     ready = status.ready
     if not ready.checkpoints:
         return text

@@ -52,6 +52,13 @@ def cache_text(n_bytes: int, kv: str) -> str:
     return f"{as_bytes(n_bytes)} of KV cache{f' in {kv}' if kv not in ('', 'f16') else ''}"
 
 
+def as_rate(value: float | None) -> str:
+    """0.52, 9.1, 84.0, 790, 39,000; "–" if it is not known: tokens or gigabytes a second, wherever they are shown."""
+    if value is None:
+        return "–"
+    return f"{value:,.{0 if value >= 99.95 else 1 if value >= 0.995 else 2}f}"
+
+
 def as_count(count: int) -> str:
     """752M, 8.03B: a count as in the names of models."""
     return _scaled(count, ("", "K", "M", "B", "T")).replace(" ", "")

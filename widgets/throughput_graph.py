@@ -9,6 +9,7 @@ from textual.content import Content
 from textual.events import Leave, MouseMove
 from textual.reactive import reactive
 
+from widgets.labels import LABELS
 from widgets.pane import Line, Pane
 from widgets.text import longest_fitting
 from widgets.throughput_lines import HEAT_STEPS, MARGIN, Throughput, axis, legend, lines, readouts
@@ -22,6 +23,7 @@ class ThroughputGraph(Pane[Throughput]):
     that was chosen by keys; else it says what the symbols on the axis mean."""
 
     BORDER_TITLE = "throughput"
+    LABELS = LABELS["throughput"]
     COMPONENT_CLASSES = {"pane--cool", "pane--mild", "pane--warm", "pane--hot"}
     DEFAULT_CSS = """
     ThroughputGraph > .pane--cool { color: $text-primary; }
@@ -141,6 +143,7 @@ class ThroughputGraph(Pane[Throughput]):
             self.chosen = None if following is None else time.first + following
 
     def on_mouse_move(self, event: MouseMove) -> None:
+        super().on_mouse_move(event)
         content = event.get_content_offset(self)
         cell = content.x - MARGIN if content is not None else -1
         self.hovered = cell if 0 <= cell < self.size.width - 2 * MARGIN else None

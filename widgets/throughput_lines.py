@@ -7,7 +7,7 @@ from math import ceil
 
 from widgets.pane import Line
 from widgets.plot import Column, cells, nice_top, short_number
-from widgets.text import as_duration, longest_fitting, one_line
+from widgets.text import as_duration, as_rate, longest_fitting, one_line
 from widgets.timeline import Mark, Sample, TimeAxis
 
 MARGIN = 5  # cells at each side of a graph: a label and the gap beside it
@@ -52,7 +52,7 @@ def lines(
 ) -> list[Line]:
     """The figures, the graph of the speeds and, where there is room, that of the bandwidth. The graphs show the last
     `seconds`. The cell `chosen` of the axis is marked."""
-    figures = _figures(data)
+    figures = _figures(data, width)
     if height - len(figures) <= MIN_GRAPH_ROWS:  # the axis comes before the load of the memory
         figures = figures[:2]
     rows = height - len(figures)
@@ -86,26 +86,24 @@ def whole_lines(data: Throughput, width: int, height: int) -> list[Line]:
     return [*lines(data, width, height - 1, seconds), meaning]
 
 
-def _figures(data: Throughput) -> list[Line]:
-    current, median, best, prefill = map(_number, (data.current, data.median, data.best, data.prefill))
-    share = "" if data.share is None else f"  {data.share:.0%} of roofline"
+def _figures(data: Throughput, width: int) -> list[Line]:
+    current, median, best, prefill = map(as_rate, (data.current, data.median, data.best, data.prefill))
+    share = "" if data.share is None else f"{data.share:.0%} of roofline"
     share += ", cached" if data.is_cached else ""
+    speed = f"{current} tok/s"
+    gap = "  " if len(speed + share) + 2 <= width else " "
     return [
-        [(f"{current} tok/s", "strong"), (share, "")],
+        [(speed, "strong"), (gap + share if share else "", "")],
         [(f"median {median}  best {best}  prefill {prefill}", "dim")],
         *([[(phrase, "dim")] for phrase in (data.guesses, data.memory) if phrase]),
     ]
 
 
 def _bandwidth_title(data: Throughput, width: int) -> str:
-    title = f"{_number(data.gbps)} GB/s modelled"
-    limit = "" if data.copy_gbps is None else f"{data.measured} {short_number(data.copy_gbps)}"
+    title = f"{as_rate(data.gbps)} GB/s modelled"
+    limit = "" if data.copy_gbps is None else f"{data.measured} {as_rate(data.copy_gbps)}"
     titles = [f"{title} · {limit} measured", f"{title} · {limit}"] if limit else []
-    return longest_fitting([*titles, title, f"{_number(data.gbps)} GB/s"], width)
-
-
-def _number(value: float | None) -> str:
-    return "–" if value is None else short_number(value)
+    return longest_fitting([*titles, title, f"{as_rate(data.gbps)} GB/s"], width)
 
 
 # --- graphs --------------------------------------------------------------------------------------------
@@ -255,9 +253,5 @@ def _speed(samples: Sequence[Sample]) -> tuple[str, str]:
     seconds = sum(sample.seconds for sample in samples)
     rate = sum(sample.tokens_per_s * sample.seconds for sample in samples) / seconds
     gbps = sum((sample.gbps or 0.0) * sample.seconds for sample in samples) / seconds
-    speed = f"{'prefill' if samples[0].is_prefill else 'decode'} {_figure(rate)} tok/s"
-    return speed, f"{_figure(gbps)} GB/s" if gbps else ""
-
-
-def _figure(value: float) -> str:
-    return f"{value:,.0f}" if value >= 99.95 else f"{value:.1f}"
+    speed = f"{'prefill' if samples[0].is_prefill else 'decode'} {as_rate(rate)} tok/s"
+    return speed, f"{as_rate(gbps)} GB/s" if gbps else ""

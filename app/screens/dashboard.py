@@ -3,6 +3,7 @@
 import asyncio
 import os
 import time
+from collections import deque
 from collections.abc import Callable
 
 from textual import on
@@ -35,6 +36,7 @@ from widgets.throughput_graph import ThroughputGraph
 
 FRAME_S = 0.5 if "SSH_CONNECTION" in os.environ else 0.25
 COUNTERS_S = 1.0
+HISTORY = 300  # values of each counter: five minutes
 LOW_HEIGHT = 32
 """With fewer rows, the experts are left out (F9 shows them): the kernels would not fit."""
 
@@ -67,6 +69,7 @@ class Dashboard(PaneStack):
         self.panes = (self.graph, self.table, self.experts, self.machine)
         self._read_counters = read_counters or Counters().read
         self._counters: tuple[Counter, ...] = ()
+        self._history: dict[str, deque[float]] = {}  # of each counter
         self._drawn_at = 0.0
         self._drawn_changes = -1
         session.watch = self.observe
@@ -159,11 +162,14 @@ class Dashboard(PaneStack):
     async def _sample_counters(self) -> None:
         if self.is_visible:
             self._counters = await asyncio.to_thread(self._read_counters)
-            state = MachineState(self._counters)
+            for counter in self._counters:
+                if counter.value is not None:
+                    self._history.setdefault(counter.name, deque(maxlen=HISTORY)).append(counter.value)
+            history = {name: tuple(values) for name, values in self._history.items()}
+            counters, warning = self._counters, ""
             if self.session.is_answering:
-                relevant = self.performance.relevant(self._counters)
-                warning = self.performance.slowdown(self._counters) or Samples([relevant]).below_full()
-                rate, on_cpu = self.performance.current, self.performance.is_on_cpu
-                state = MachineState(with_efficiency(self._counters, rate, on_cpu), warning)
-            self.machine.data = state
+                relevant = self.performance.relevant(counters)
+                warning = self.performance.slowdown(counters) or Samples([relevant]).below_full()
+                counters = with_efficiency(counters, self.performance.current, self.performance.is_on_cpu)
+            self.machine.data = MachineState(counters, warning, history)
             self._drawn_changes = -1  # the graph shows a counter too

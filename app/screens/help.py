@@ -1,4 +1,4 @@
-"""The page of all keys."""
+"""The page of all keys and labels."""
 
 from textual.app import ComposeResult
 from textual.binding import Binding
@@ -6,6 +6,7 @@ from textual.containers import Grid, VerticalScroll
 from textual.widgets import Static
 
 from app.screens.actions import ACTIONS, OTHER_KEYS, PANE_KEYS, key_label
+from widgets.labels import LABELS
 from widgets.page import Frame, Page
 
 
@@ -25,8 +26,12 @@ class HelpScreen(Page[None]):
 
     def compose(self) -> ComposeResult:
         actions = tuple((key_label(action.key), action.help) for action in ACTIONS)
-        with Frame("Keys", "Up and Down scroll · Esc closes", "Esc closes"), VerticalScroll():
-            for table in (actions, OTHER_KEYS, PANE_KEYS):
+        with (
+            Frame("Keys, and what labels mean", "Up and Down scroll · Esc closes", "Esc closes"),
+            VerticalScroll(),
+        ):
+            labels = tuple((label, meaning) for table in LABELS.values() for label, meaning in table.items())
+            for table in (actions, OTHER_KEYS, PANE_KEYS, labels):
                 with Grid():
                     for key, help in table:
                         yield Static(key, markup=False, classes="key")

@@ -4,8 +4,12 @@ import contextlib
 import importlib
 from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
+from msgspec.structs import replace
+
+from engine.devices.system_files import read_text
 from engine.protocol.events import Counter
 
 # The reasons in nvmlClocksEventReasons (nvml.h) that slow a GPU down, without idleness and the user's own limits.
@@ -51,8 +55,21 @@ class NvmlCounters:
             lambda: n.nvmlDeviceGetPowerUsage(gpu) / 1e3,
             lambda: n.nvmlDeviceGetEnforcedPowerLimit(gpu) / 1e3,
         )
-        yield _counter("GPU memory", "GB", lambda: memory().used / 1e9, lambda: memory().total / 1e9)
+        used = _counter("GPU memory", "GB", lambda: memory().used / 1e9, lambda: memory().total / 1e9)
+        yield replace(used, parts=self._programs())
         yield self._throttling()
+
+    def _programs(self) -> tuple[str, ...]:
+        """The programs that hold the GPU's memory, those with most first, as far as the driver tells."""
+        with contextlib.suppress(Exception):
+            held = [
+                (p.usedGpuMemory or 0, p.pid)
+                for p in self._nvml.nvmlDeviceGetComputeRunningProcesses(self._gpu)
+            ]
+            return tuple(
+                f"{_program(pid)} {used / 1e9:.1f} GB" for used, pid in sorted(held, reverse=True)[:4]
+            )
+        return ()
 
     def _throttling(self) -> Counter:
         try:
@@ -75,3 +92,7 @@ def _counter(
     with contextlib.suppress(Exception):
         limit = float(maximum())
     return Counter(name=name, value=current, unit=unit, maximum=limit or None)
+
+
+def _program(pid: int) -> str:
+    return read_text(Path(f"/proc/{pid}/comm")).strip() or f"process {pid}"

@@ -7,29 +7,39 @@ from typing import NamedTuple
 from engine.devices.system_files import read_text
 
 # Fields of /proc/PID/stat, counted from the state, which follows the name. A name can hold spaces.
-_PARENT, _UTIME, _CUTIME = 1, 11, 13
+_PARENT, _UTIME, _CUTIME, _RSS = 1, 11, 13, 21
 
 
 class ProcessTimes(NamedTuple):
     """The CPU time of a process: `used` by itself (utime + stime), and `waited_for`, used by children that ended and
-    that it waited for (cutime + cstime)."""
+    that it waited for (cutime + cstime). `pages` of memory are its own or shared with others."""
 
     parent: int
     used: int
     waited_for: int
+    name: str = ""
+    pages: int = 0
 
 
-def family_times(root: Path, process_id: int) -> dict[int, ProcessTimes]:
-    """The times of a process and of all its descendants, by process id."""
+def all_times(root: Path) -> dict[int, ProcessTimes]:
+    """The times of all processes, by process id."""
     times: dict[int, ProcessTimes] = {}
-    children: dict[int, list[int]] = {}
     for process in (root / "proc").glob("[0-9]*"):
-        fields = read_text(process / "stat").rpartition(")")[2].split()
+        head, _, tail = read_text(process / "stat").rpartition(")")
+        fields = tail.split()
         if len(fields) > _CUTIME + 1:
-            pid, parent = int(process.name), int(fields[_PARENT])
-            children.setdefault(parent, []).append(pid)
             used, waited_for = (sum(map(int, fields[i : i + 2])) for i in (_UTIME, _CUTIME))
-            times[pid] = ProcessTimes(parent, used, waited_for)
+            pages = int(fields[_RSS]) if len(fields) > _RSS else 0
+            parent, name = int(fields[_PARENT]), head.partition("(")[2]
+            times[int(process.name)] = ProcessTimes(parent, used, waited_for, name, pages)
+    return times
+
+
+def family_of(process_id: int, times: Mapping[int, ProcessTimes]) -> dict[int, ProcessTimes]:
+    """Those of a process and of all its descendants."""
+    children: dict[int, list[int]] = {}
+    for pid, process in times.items():
+        children.setdefault(process.parent, []).append(pid)
     family, todo = {}, [process_id]
     while todo:
         pid = todo.pop()

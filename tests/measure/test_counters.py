@@ -9,7 +9,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 
 from engine.measure.counters import Counters
-from engine.measure.process_times import family_times, ticks_between
+from engine.measure.process_times import all_times, family_of, ticks_between
 
 
 def lay(root, files):
@@ -124,6 +124,23 @@ def test_what_others_used_is_told_where_no_one_waited_for_one_that_ended(pc):
     assert other_load(pc, before, [APP, (8, 7, 60, 0, 0, 0)]) == 30
 
 
+def test_cores_other_programs_by_name_and_what_the_engine_holds(pc):
+    line = "{} ({}) S {} " + "0 " * 9 + "{} 0 0 0 20 0 1 0 0 0 {}\n"
+
+    def lay_down(*tree):
+        lay(pc, {f"proc/{each[0]}/stat": line.format(*each) for each in tree})
+
+    lay(pc, {"proc/stat": "cpu 100 0 0 100 0\ncpu0 50 0 0 50 0\ncpu1 50 0 0 50 0\n"})
+    lay_down((7, "orin", 1, 0, 9), (8, "engine", 7, 0, 500), (60, "cc1 (a)", 1, 10, 9), (61, "sh", 1, 0, 9))
+    counters = Counters(pc, process_id=7)
+    lay(pc, {"proc/stat": "cpu 250 0 0 150 0\ncpu0 150 0 0 50 0\ncpu1 100 0 0 100 0\n"})
+    lay_down((7, "orin", 1, 0, 9), (8, "engine", 7, 100, 500), (60, "cc1 (a)", 1, 60, 9), (61, "sh", 1, 1, 9))
+    figures = {counter.name: counter for counter in counters.read()}
+    assert (figures["busiest core"].value, figures["busiest core"].parts) == (100, ("100 %", "50 %"))
+    assert figures["other load"].parts == ("cc1 (a) 25 %",) and figures["other load"].value == 25
+    assert figures["engine memory"].value == 500 * os.sysconf("SC_PAGE_SIZE") / 1e9
+
+
 def test_a_jetson(jetson):
     figures = read(jetson)
     assert figures["GPU load"].value == 87.3
@@ -206,6 +223,14 @@ def test_an_nvidia_gpu(gpu_pc, monkeypatch):
     assert (figures["GPU clock"].value, figures["GPU clock"].maximum) == (1700, None)
     assert figures["power"].absent == "NVML: Not Supported"
     assert figures["throttled"].parts == ("too hot", "too hot (hardware)")
+    assert figures["GPU memory"].parts == ()
+    running = [
+        SimpleNamespace(pid=os.getpid(), usedGpuMemory=3e9),
+        SimpleNamespace(pid=2**22 + 1, usedGpuMemory=4e9),
+    ]
+    module.nvmlDeviceGetComputeRunningProcesses = lambda _: running
+    programs = read(gpu_pc, nvml_module="fake_nvml")["GPU memory"].parts
+    assert programs[0] == f"process {2**22 + 1} 4.0 GB" and programs[1].endswith(" 3.0 GB")
 
 
 @pytest.mark.parametrize("reason", ["nvidia-ml-py is not installed", "NVML: Driver Not Loaded"])
@@ -219,10 +244,10 @@ def test_an_nvidia_gpu_that_cannot_be_asked(gpu_pc, monkeypatch, reason):
 
 
 def test_what_this_process_started_is_not_the_load_of_others():
-    before = family_times(Path("/"), os.getpid())
+    before = family_of(os.getpid(), all_times(Path("/")))
     work = "import time\nwhile time.process_time() < 0.2: pass"
     subprocess.run([sys.executable, "-c", work], check=True)
-    assert ticks_between(before, family_times(Path("/"), os.getpid())) >= 15, "hundredths of a second"
+    assert ticks_between(before, family_of(os.getpid(), all_times(Path("/")))) >= 15, "hundredths of a second"
 
 
 def test_this_machine_is_read():

@@ -44,8 +44,8 @@ def view(**changes):
 def test_the_graph_shows_figures_axes_and_the_roofline():
     lines = text(throughput_lines.lines(view(memory="memory 71 % busy, measured"), 60, 20))
     whole = "\n".join(lines)
-    for said in ("96 tok/s  48% of roofline", "median 93  best 97  prefill 812", "memory 71 % busy", " 200 ",
-                 "48 GB/s modelled · copy 100 measured"):  # fmt: skip
+    for said in ("96.0 tok/s  48% of roofline", "median 93.0  best 97.0  prefill 812", "memory 71 % busy", " 200 ",
+                 "48.0 GB/s modelled · copy 100 measured"):  # fmt: skip
         assert said in whole
     kinds = {kind for line in throughput_lines.lines(view(), 60, 20) for _, kind in line}
     assert {"line", "dim", "strong"} <= kinds and kinds & HEATS
@@ -71,11 +71,11 @@ def test_a_roofline_far_above_does_not_flatten_the_graph():
 
 def test_a_share_above_all_of_the_roofline_says_why_within_the_narrowest_pane_beside_a_chat():
     lines = text(throughput_lines.lines(view(current=1700.0, share=1.38, is_cached=True), 36, 20))
-    assert lines[0] == "1.7k tok/s  138% of roofline, cached"
+    assert lines[0] == "1,700 tok/s 138% of roofline, cached"
 
 
-@pytest.mark.parametrize(("width", "title"), [(36, "48 GB/s modelled · copy 100 measured"),
-                                              (35, "48 GB/s modelled · copy 100")])  # fmt: skip
+@pytest.mark.parametrize(("width", "title"), [(38, "48.0 GB/s modelled · copy 100 measured"),
+                                              (37, "48.0 GB/s modelled · copy 100")])  # fmt: skip
 def test_the_title_of_bandwidths_ends_with_a_word(width, title):
     assert title in text(throughput_lines.lines(view(), width, 20))
 
@@ -295,9 +295,22 @@ def test_a_note_that_does_not_fit_ends_with_an_ellipsis():
     assert heads[1].endswith("gap 1,810  will …") and heads[2].endswith("1,810")
 
 
+EXPLAINED = "explains 18% of the last answer's 1,379 µs a token"
+
+
+def test_a_step_that_takes_longer_than_in_the_last_answer_explains_nothing():
+    data = KernelProfiles(answer_us=190.0)
+    wide, narrow = (
+        text(kernel_lines.header(replace(profile(), wall_us=247.0), data, width))[1] for width in (120, 60)
+    )
+    assert narrow == "a step takes 130% of the last answer's 190 µs a token"
+    assert wide == f"{narrow}: guesses were right then, or the machine was quieter"
+
+
 def test_the_header_says_how_much_of_the_last_answer_the_kernels_explain():
     for width, says in (
-        (100, "explains 18% of the last answer's 1,379 µs a token"),
+        (110, f"{EXPLAINED}; the rest is the host, other programs or a longer context"),
+        (100, EXPLAINED),
         (48, "explains 18% of the last answer's time"),
         (36, "explains 18% of the last answer"),
         (24, "18% of last answer"),
@@ -391,7 +404,7 @@ async def test_only_the_lines_that_differ_are_painted():
         await pilot.pause()
         assert [[region.y for region in regions] for regions in painted] == [[0]]
         shown = "".join(segment.text for segment in pane.render_line(0))
-        assert shown.startswith("97 tok/s")
+        assert shown.startswith("97.0 tok/s")
         painted.clear()
         pane.data = view(current=97.0)
         await pilot.pause()
@@ -499,6 +512,14 @@ NAMED = (
     Counter(name="CPU clock", absent="this machine does not tell"),
     Counter(name="EMC activity", absent="debugfs shows no EMC"),
 )
+
+
+def test_the_machine_shows_what_was_and_what_a_counter_consists_of():
+    busy = Counter(name="other load", value=50, unit="%", maximum=100, parts=("cc1 40 %", "sh 10 %"))
+    state = MachineState((busy,), history={"other load": (0, 25, 50, 100, 50)})
+    first, second = text(machine_panel.lines(state, 70))
+    assert first.endswith("▁▃▅█▅") and second.strip() == "cc1 40 %, sh 10 %"
+    assert not any(mark in text(machine_panel.lines(state, 40))[0] for mark in "▁▃")
 
 
 def test_a_wide_machine_has_two_counters_a_line_and_the_absent_ones_in_one():
