@@ -67,6 +67,7 @@ LABELS: Mapping[str, Mapping[str, str]] = {
         "power": "The power that is drawn, and the limit.",
         "power mode": "The mode of nvpmodel, which limits clocks and cores.",
         "tokens a joule": "The tokens of the reply that a joule of this power gives.",
+        "jetson_clocks": "Whether the clocks are held at their highest.",
         "throttled": "Whether the clocks are lowered, and why.",
     },
 }  # fmt: skip
