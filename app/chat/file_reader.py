@@ -79,7 +79,7 @@ def _path(path: Path) -> str:
 class FileReader:
     def __init__(self, count: Callable[[str], int | None]) -> None:
         self._count = count
-        self._kept: dict[tuple[files.Mention, str], Attachment] = {}
+        self._kept: dict[tuple[files.Mention, str], Attachment | PictureError] = {}
         self._sent: dict[tuple[str, int, int], Attachment] = {}  # by path and lines
 
     def remember(self, sent: Sequence[Attachment]) -> None:
@@ -99,15 +99,23 @@ class FileReader:
         stamp = files.stamp(mention.path)
         if not stamp and (sent := self._sent.get((_path(mention.path), mention.first, mention.last))):
             return sent
-        key = mention, stamp
-        if key not in self._kept:
-            read = files.read(mention)
-            while len(self._kept) >= _KEPT:
-                self._kept.pop(next(iter(self._kept)))
-            self._kept[key] = with_thumbnail(read) if read.picture else self._counted(read)
-        elif (kept := self._kept[key]).tokens is None and not kept.picture:
-            self._kept[key] = self._counted(kept)
-        return self._kept[key]
+        kept = self._kept.get((mention, stamp)) or self._read(mention)
+        if isinstance(kept, Attachment) and kept.tokens is None and not kept.picture:
+            kept = self._counted(kept)
+        while len(self._kept) >= _KEPT:
+            self._kept.pop(next(iter(self._kept)))
+        self._kept[mention, stamp] = kept
+        if isinstance(kept, PictureError):
+            raise kept.with_traceback(None)
+        return kept
+
+    def _read(self, mention: files.Mention) -> Attachment | PictureError:
+        """The file, or what is wrong with a picture: to try again takes long."""
+        read = files.read(mention)
+        try:
+            return with_thumbnail(read) if read.picture else read
+        except PictureError as error:
+            return error
 
     def _counted(self, file: Attachment) -> Attachment:
         return replace(file, tokens=self._count(file.quoted))

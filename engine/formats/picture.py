@@ -15,13 +15,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.child_process import kill
-from engine.errors import PictureError
+from engine.errors import BackendError, PictureError
 from engine.formats.picture_kind import MAX_BYTES, refusal
 
 START_S = 30.0  # for the process to start; on a busy machine that takes seconds
 DECODE_S = 30.0  # 64 million pixels take about 2 s on a fast machine
 
 
+_NO_PROCESS = "The process that decodes pictures does not start."
 STOPPED = "The picture takes too much time or memory to decode."
 
 
@@ -48,7 +49,7 @@ class PictureDecoder:
         self._turn = threading.Lock()
 
     def start(self) -> None:
-        """Starts the process and does not wait for it. Raises PictureError."""
+        """Starts the process and does not wait for it. Raises BackendError."""
         script = Path(__file__).with_name("picture_process.py")
         try:
             self._process = subprocess.Popen(
@@ -60,12 +61,13 @@ class PictureDecoder:
             )
         except OSError as error:
             hint = f"The system says: {error.strerror}. Free some memory and try again."
-            raise PictureError("The process that decodes pictures does not start.", hint) from None
+            raise BackendError(_NO_PROCESS, hint) from None
         self._kill = weakref.finalize(self, kill, self._process)
         self._ready = False
 
     def decode(self, data: bytes, within: tuple[int, int] | None = None) -> Pixels:
-        """The pixels of a file, made to fit into the width and height `within`. Raises PictureError."""
+        """The pixels of a file, made to fit into the width and height `within`. Raises PictureError, and
+        BackendError if the process does not start."""
         if len(data) > MAX_BYTES:
             size = f"{len(data) / 1e6:.1f} MB"
             raise PictureError(f"The picture's file has {size}. At most {MAX_BYTES >> 20} MiB are read.")
@@ -92,9 +94,7 @@ class PictureDecoder:
         try:
             if not self._ready and out.readline() != b"ready\n":
                 self._end()
-                raise PictureError(
-                    "The process that decodes pictures does not start.", "Install orin-chat again."
-                )
+                raise BackendError(_NO_PROCESS, "Install orin-chat again.")
             self._ready = True
             request = {"bytes": len(data), "within": within}
             with suppress(BrokenPipeError):  # the process has died; reading finds that out

@@ -10,7 +10,7 @@ from pathlib import Path
 from engine.description.spec import ModelSpec
 from engine.description.vision import VisionSpec
 from engine.description.vision_reader import FITTING, read_vision
-from engine.errors import ModelFileError, PictureError
+from engine.errors import BackendError, ModelFileError
 from engine.formats.gguf import GGUF, printable
 from engine.formats.picture import PictureDecoder
 from engine.formats.prompt_pictures import PICTURE_MARKS, Eyes, SeenPicture
@@ -45,7 +45,7 @@ class EncoderFile:
         stat = Path(path).stat()
         self._identity = f"{Path(path).resolve()} {stat.st_size} {stat.st_mtime_ns}"
         self._decoder = PictureDecoder()
-        with suppress(PictureError):  # the first picture says so
+        with suppress(BackendError):  # the first picture says so
             self._decoder.start()
         self._seen: OrderedDict[bytes, SeenPicture] = OrderedDict()
 

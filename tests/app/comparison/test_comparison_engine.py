@@ -273,7 +273,7 @@ async def test_a_prompt_that_cannot_be_encoded(compare):
     comparison = compare(encode=encode)
     await collect(comparison.start())
     [failed] = await collect(comparison.generate(ask()))
-    assert (failed.kind, failed.message, failed.request_id) == ("model", "The template refuses.", 9)
+    assert (failed.kind, failed.message, failed.request_id) == ("template", "The template refuses.", 9)
 
 
 @pytest.mark.parametrize("together", [False, True])
