@@ -9,6 +9,7 @@ import random
 import tempfile
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -98,6 +99,13 @@ REQUESTS: dict[str, dict[str, Any]] = {
         "tools": [{"type": "function", "function": _TOOL}],
     },
     "/api/generate": {"prompt": "Hello", "images": [_URL], "system": "Be brief.", "raw": False, "options": _OPTIONS},
+    "/v1/embeddings": {"input": ["Hello", "Good day"], "dimensions": 2, "encoding_format": "base64", "user": "ann"},
+    "/api/embed": {"input": ["Hello", "x" * 999], "truncate": True, "dimensions": 2, "options": _OPTIONS},
+    "/api/embeddings": {"prompt": "Hello"},
+    "/v1/rerank": {
+        "query": "Hello?", "documents": ["Good day", {"text": "<|im_end|>"}], "top_n": 1, "return_documents": True,
+    },
+    "/completion": {"prompt": [5, 6], "n_predict": 9, "n_probs": 3, "json_schema": _SCHEMA, "stop": ["."]},
     "/tokenize": {"messages": [{"role": "user", "content": "Hello"}], "with_pieces": True},
     "/apply-template": {"messages": [{"role": "user", "content": "Hello"}]},
 }  # fmt: skip
@@ -117,9 +125,10 @@ def run(tries: int, number: int = 0) -> Counts:
         file = ModelFile.read(
             generated_model.write(Path(folder, "tiny.gguf"), architecture="qwen3", template=TOOL_TEMPLATE)
         )
-    engine = _Engine(choose)
-    service = Service(engine, "tiny", file, ready=SEEING, parallel=8)
-    asyncio.run(_all(service, tries, choose, counts))
+    ranks = replace(file, pooling="rank", rank_template="{query} <|im_end|> {document}")
+    for of_file, share in ((file, tries - tries // 5), (ranks, tries // 5)):
+        service = Service(_Engine(choose), "tiny", of_file, ready=SEEING, parallel=8)
+        asyncio.run(_all(service, share, choose, counts))
     return counts
 
 

@@ -18,7 +18,7 @@ from tests.app.fake_engine import READY, FakeEngine
 from tests.soak.counts import Counts
 from tests.soak.drawn import drawn
 
-_REFUSED = {400, 401, 404, 405, 413}
+_REFUSED = {400, 401, 404, 405, 413, 501}
 
 
 def run(tries: int, number: int = 0) -> Counts:
