@@ -35,6 +35,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     llama_server: str = ""  # the program, or the address of a server, for comparisons
     keep_packed: bool = False  # stores a CPU's packed weights on disk for the next start
     keep_warm: str = ""  # for how long the engine lives on for the next run: 10m
+    limits: str = ""  # what each key may ask of `serve`: requests=60,tokens=100000,open=4
     prefix_cache_gb: float | None = None  # of long chats on disk; None: what the disk has room for
     mcp: dict[str, Server] = {}  # servers of tools, by name
     models: dict[str, str] = {}  # the user's own names of files and addresses

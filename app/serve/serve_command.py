@@ -46,7 +46,6 @@ def run(arguments: Sequence[str], settings: Settings) -> int:
     args = _parse(arguments)
     _check_libraries()
     from app.serve.access import is_loopback
-    from app.serve.limits import NO_LIMITS
     from app.serve.lines import Lines
     from app.serve.model_pool import ModelPool
     from app.serve.routes import application
@@ -54,7 +53,7 @@ def run(arguments: Sequence[str], settings: Settings) -> int:
     from app.serve.service import ModelFile, Service
 
     key, configuration = options.key(args), options.configuration(args, settings)
-    paths = _models(args, settings)
+    paths, limits = _models(args, settings), args.limits or _limits_of(settings)
     if len(paths) > 1 and args.mmproj not in (None, "off"):
         raise UsageError("--mmproj FILE is for one model.", "Those of --models are found beside them.")
     with listen(args.host, args.port) as sock:
@@ -103,7 +102,7 @@ def run(arguments: Sequence[str], settings: Settings) -> int:
             idle_s=args.unload_after,
         )
         address = f"http://{f'[{host}]' if ':' in host else host}:{port}/v1"
-        http = application(pool, key, args.limits or NO_LIMITS)
+        http = application(pool, key, limits)
         if not args.plain and _has_screen():
             from app.serve.serve_app import serve_on_screen
 
@@ -183,6 +182,16 @@ def _port(text: str) -> int:
     if port > 65535:
         raise UsageError(f"There is no port {port}.", "The highest is 65535.")
     return port
+
+
+def _limits_of(settings: Settings) -> "Limits":
+    """Raises UsageError."""
+    from app.serve.limits import NO_LIMITS
+
+    try:
+        return _limits(settings.limits) if settings.limits else NO_LIMITS
+    except ArgumentTypeError as error:
+        raise UsageError(f"In the settings, limits {error}.") from None
 
 
 def _limits(text: str) -> "Limits":

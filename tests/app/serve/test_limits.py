@@ -6,9 +6,12 @@ from argparse import ArgumentTypeError
 import httpx
 import pytest
 
+from app.chat.settings import Settings
+from app.serve import serve_command
 from app.serve.errors import ApiError
 from app.serve.limits import Budgets, Limits
 from app.serve.routes import application
+from engine.errors import UsageError
 from tests.app.fake_engine import FakeEngine, reply
 from tests.app.serve.conftest import HELLO, error
 
@@ -46,6 +49,13 @@ def test_what_is_no_limit():
     for wrong in ("", "requests", "requests=0", "requests=-1", "a=1", "open=1,open=2", "open=x"):
         with pytest.raises(ArgumentTypeError, match="requests=60"):
             Limits.parse(wrong)
+
+
+def test_limits_of_the_settings():
+    assert serve_command._limits_of(Settings(limits="open=2")) == Limits(open=2)
+    assert serve_command._limits_of(Settings()) == Limits()
+    with pytest.raises(UsageError, match="In the settings, limits must be such as requests=60"):
+        serve_command._limits_of(Settings(limits="few"))
 
 
 async def test_each_key_has_its_own(served):
