@@ -29,9 +29,11 @@ class Configuration(NamedTuple):
     keep_warm_s: float = 0.0
     """For how long the engine lives on when the program ends, for the next run."""
 
-    def with_model(self, path: Path, mmproj: str | None = None) -> Self:
-        """`mmproj`: see `encoder_of`."""
-        engine = replace(self.engine, model_path=str(path), mmproj=encoder_of(path, mmproj))
+    def with_model(self, path: Path, mmproj: str | None = None, draft: Path | None = None) -> Self:
+        """`mmproj`: see `encoder_of`. `draft`: the file of a draft model."""
+        engine = replace(
+            self.engine, model_path=str(path), mmproj=encoder_of(path, mmproj), draft=str(draft or "")
+        )
         return self._replace(engine=engine)
 
 
@@ -93,7 +95,7 @@ def with_other_model(options: EngineOptions, path: Path, trained_context: int = 
     length = options.context_length
     if isinstance(length, int) and trained_context:
         length = min(length, trained_context)
-    return replace(options, model_path=str(path), mmproj=encoder_of(path), context_length=length)
+    return replace(options, model_path=str(path), mmproj=encoder_of(path), draft="", context_length=length)
 
 
 def _fields(preset: Preset) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 else the built-in one."""
 
 import sys
+from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
 
@@ -9,7 +10,7 @@ from app.chat.settings import Settings, last_model, remember, remember_model, re
 from app.cli.progress import say
 from engine.catalog import cache
 from engine.catalog.names import WebFile, parse
-from engine.errors import ModelFileError
+from engine.errors import ModelFileError, UsageError
 from engine.invocation import call
 from presets import GUIDE, guide_path
 
@@ -52,6 +53,13 @@ def find_model(named: str | None, settings: Settings, *, or_built_in: bool) -> t
         if named is not None or not or_built_in:
             raise
         return guide_path(), f"{error.message} {GUIDE} answers, a small model that is built in"
+
+
+def draft_model(args: Namespace, settings: Settings) -> Path | None:
+    """The file of the draft model of --draft, if there is one to be used. Raises what `model_path` raises."""
+    if args.draft is None and args.speculate == "draft":
+        raise UsageError("--speculate draft needs a draft model.", "Name it: --draft NAME.")
+    return None if args.draft is None else model_path(args.draft, settings)
 
 
 def greet(named: str | None, model_path: str, *, is_chat: bool) -> None:

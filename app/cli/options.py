@@ -175,7 +175,7 @@ def _refuse_contradictions(args: argparse.Namespace) -> None:
     resumed = args.resume or args.chat is not None
     asked_of_chat = args.one_shot or resumed
     for_programs = args.raw or args.json or args.ignore_eos
-    chosen = args.preset, args.mmproj, args.backend, args.context, args.kv, args.speculate
+    chosen = args.preset, args.mmproj, args.draft, args.backend, args.context, args.kv, args.speculate
     set_up = any(chosen) or args.beam is not None
     keyed = args.engine or args.llama_server
     no_screen = args.plain or args.once
@@ -358,6 +358,7 @@ def add_engine(add: Callable[..., Any]) -> None:
     )
     add_kv(add)
     add_speculate(add, "auto")
+    add("--draft", metavar="NAME", help="a smaller model with the same tokens that guesses next ones")
     add(
         "--keep-warm",
         type=duration,
@@ -372,13 +373,14 @@ def add_kv(add: Callable[..., Any]) -> None:
     add("--kv", choices=KV_FORMATS, help="format of the KV cache; q8_0 takes half the memory (f16)")
 
 
-SPECULATE = "auto", "off", "lookup"  # engine.protocol.events.Speculate, whose import takes long
+SPECULATE = "auto", "off", "lookup", "draft"  # engine.protocol.events.Speculate, whose import takes long
 
 
 def add_speculate(add: Callable[..., Any], default: str) -> None:
     """Adds how the next tokens are guessed."""
     help = f"how next tokens are guessed, of which a step checks several; the text stays the same ({default})"
-    add("--speculate", choices=SPECULATE, help=help)
+    choices = SPECULATE if default == "auto" else SPECULATE[:-1]  # bench loads no draft model
+    add("--speculate", choices=choices, help=help)
 
 
 def add_sampling(add: Callable[..., Any]) -> None:

@@ -63,7 +63,7 @@ class EngineSetup:
             raise UsageError(f"{name} does not work here: {problem}.")
         path, given = self.options.model_path, self.command_line
         options, sampling, _ = configure(path, self._settings, preset, given, chosen_in_chat=True)
-        options = replace(options, mmproj=self.options.mmproj)
+        options = replace(options, mmproj=self.options.mmproj, draft=self.options.draft)
         return self._make(options), options, sampling
 
     def with_model(self, path: Path, trained_context: int = 0) -> tuple[Engine, EngineOptions]:
@@ -87,7 +87,7 @@ class EngineSetup:
         self.backend = backend
         default = configure(self.options.model_path, self._settings).engine
         # what presets of backends leave open
-        other = ("backend", "context_length", "kv", "prefix_cache_bytes", "mmproj")
+        other = ("backend", "context_length", "kv", "prefix_cache_bytes", "mmproj", "draft")
         options = replace(self.options, **{name: getattr(default, name) for name in other})
         if not self.name and options == default and backend.lower() in preset_files():
             self.name = backend.lower()

@@ -17,7 +17,7 @@ from msgspec.structs import replace
 from app.chat.configuration import encoder_of
 from app.chat.settings import Settings
 from app.cli import options
-from app.cli.model_file import model_path
+from app.cli.model_file import draft_model, model_path
 from engine.errors import UsageError
 from engine.invocation import pip_install
 from engine.protocol.client import LocalEngine
@@ -56,6 +56,9 @@ def run(arguments: Sequence[str], settings: Settings) -> int:
     paths, limits = _models(args, settings), args.limits or _limits_of(settings)
     if len(paths) > 1 and args.mmproj not in (None, "off"):
         raise UsageError("--mmproj FILE is for one model.", "Those of --models are found beside them.")
+    if len(paths) > 1 and args.draft:
+        raise UsageError("--draft NAME is for one model.")
+    draft = str(draft_model(args, settings) or "")
     with listen(args.host, args.port) as sock:
         host, port = sock.getsockname()[:2]
         if not key and not is_loopback(host):
@@ -69,7 +72,7 @@ def run(arguments: Sequence[str], settings: Settings) -> int:
             keep_warm_s = configuration.keep_warm_s if len(paths) == 1 else None
             path, mmproj = paths[name], encoder_of(paths[name], args.mmproj)
             file = ModelFile.read(path, mmproj)  # clients that come meanwhile wait
-            options_of_model = replace(engine_options, model_path=str(path), mmproj=mmproj)
+            options_of_model = replace(engine_options, model_path=str(path), mmproj=mmproj, draft=draft)
             engine = LocalEngine(options_of_model, keep_warm_s=keep_warm_s)
             service = Service(
                 engine,

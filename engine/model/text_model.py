@@ -34,6 +34,7 @@ from engine.measure.free_memory import free_bytes, host_free_bytes, uses_host_me
 from engine.measure.profile import profile
 from engine.measure.timeline import timeline
 from engine.model.coverage import runs_as_graph_because, target_of
+from engine.model.draft_model import DraftModel
 from engine.model.eyes import EncoderFile
 from engine.model.memory_need import MemoryNeed, check_fits, chosen_context, squeezed_because
 from engine.model.open_runner import open_runner
@@ -68,6 +69,10 @@ _GRAPH_FOR_PICTURES = (
     "With its encoder, this model runs as tensor graphs, which are slower: orin-chat's kernels for GPUs read no "
     "pictures."
 )
+_NO_CHECKS = (
+    "The draft model is not loaded: a step of this model checks no guesses. Models with recurrent state and those that "
+    "run as tensor graphs take a step for each token."
+)
 Report = Callable[[Event], None]
 
 SEARCH_S_PER_WIDTH = 20.0  # default limit of a search for schedules, for each unit of its width
@@ -90,8 +95,12 @@ class TextModel:
             kernels = "graph"
         set_up = target_of(spec, device, kernels), options.parallel, kv
         left = free if encoder is None or free is None else free - encoder.spec.n_bytes
-        self.context_length = chosen_context(spec, options.context_length, left, *set_up)
+        draft = DraftModel(options, device, file, spec.vocab) if options.draft else None
+        room = left if draft is None or left is None else left - draft.need(None).total_bytes
+        self.context_length = chosen_context(spec, options.context_length, room, *set_up)
         need = check_fits(spec, self.context_length, left, *set_up)
+        if draft:
+            draft.check_fits(self.context_length, None if left is None else left - need.total_bytes)
         if Device.DEFAULT.split(":")[0] == "CPU":  # repacking the weights keeps all cores busy
             prompts.encoder()
         loading = Loading(
@@ -122,6 +131,7 @@ class TextModel:
                 options.token_gap,
                 options.speculate,
                 encoder.open() if encoder else None,
+                draft.open(self.context_length) if draft and self._runner.check_rows else None,
             )
             self._search(options, report)
             self._embeds = pooling_of(file) is not None
@@ -148,6 +158,8 @@ class TextModel:
             warnings = self._warnings(spec, options)
             if kernels != options.kernels:
                 warnings += (_GRAPH_FOR_PICTURES,)
+            if draft and not self._runner.check_rows:
+                warnings += (_NO_CHECKS,)
         self.ready = Ready(
             model=_model_info(file, spec, self.prompts.template, sees=encoder is not None),
             backend=str(Device.DEFAULT),

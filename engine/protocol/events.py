@@ -28,7 +28,7 @@ KernelPath = Literal["auto", "fused", "graph"]
 ContextLength = int | Literal["max"] | None
 """Tokens. "max": as many as the model was trained for and memory has room for. None: the model's own, up to 8192."""
 Step = Literal["decode", "prefill"]
-Speculate = Literal["auto", "off", "lookup"]
+Speculate = Literal["auto", "off", "lookup", "draft"]
 Pooling = Literal["mean", "cls", "last", "rank"]
 """What an embedding is made of: the mean over all tokens, the first or the last of them; or the classes of a model that
 ranks documents, by the last one."""
@@ -86,8 +86,8 @@ class EngineOptions(_Record, frozen=True, kw_only=True):
     names the format of the KV cache (`engine.formats.kv_format`). `prefix_cache_bytes` limits what is kept on disk of
     the KV cache of long conversations (None: what the disk has room for). `token_gap`, 1 or more, bounds the time
     between two tokens of a reply while prompts are read, as a multiple of that without. `speculate`: who guesses next
-    tokens (`engine.runtime.speculation`). `mmproj` is the file of the encoder with which the model sees pictures ("":
-    none). `chip`: "sm_87" takes the kernels of such GPUs on CUDA ("": its own)."""
+    tokens (`engine.runtime.speculation`). `mmproj` is the file of the encoder with which the model sees pictures,
+    `draft` that of a draft model ("": none). `chip`: "sm_87" takes the kernels of such GPUs on CUDA ("": its own)."""
 
     model_path: str
     backend: str = "auto"
@@ -104,6 +104,7 @@ class EngineOptions(_Record, frozen=True, kw_only=True):
     token_gap: float = TOKEN_GAP
     speculate: Speculate = "auto"
     mmproj: str = ""
+    draft: str = ""
     chip: str = ""
 
 

@@ -6,11 +6,13 @@ import statistics
 from collections import deque
 from collections.abc import Sequence
 
-from engine.runtime.lookup import NO_GUESS, Guess, Lookup
+from engine.runtime.lookup import DRAFTED, NO_GUESS, Guess, Lookup
 
-_MATCHES = (3, 5, 9, 17)
+_MATCHES = (3, 5, 9, 17, DRAFTED)
 """Guesses are judged together whose matches have at least so many tokens, and fewer than the next number."""
-_RIGHT = (0.3, 0.5, 0.7, 0.9)  # the share of right guesses until more is known
+DRAFT_SHARE = 0.7
+_WEIGHTS = (2.0, 2.0, 2.0, 2.0, 4.0)  # of so many guesses
+_RIGHT = (0.3, 0.5, 0.7, 0.9, DRAFT_SHARE)  # the share of right guesses until more is known
 _MEMORY = 0.92  # what is left of the weight of earlier guesses with each one
 _KEPT = 5  # times of steps
 
@@ -35,11 +37,11 @@ class Guesser:
 
     def __init__(self) -> None:
         self._lookup = Lookup()
-        self._tried = [2.0] * len(_MATCHES)
-        self._right = [2.0 * share for share in _RIGHT]
+        self._tried = list(_WEIGHTS)
+        self._right = [share * weight for share, weight in zip(_RIGHT, _WEIGHTS, strict=True)]
 
-    def guess(self, text: Sequence[int], most: int) -> Guess:
-        """At most `most` tokens that may follow `text`."""
+    def look_up(self, text: Sequence[int], most: int) -> Guess:
+        """At most `most` tokens that may follow `text`, from what followed before."""
         return self._lookup.guess(text, most) if most > 0 else NO_GUESS
 
     def share(self, guess: Guess) -> float:

@@ -18,7 +18,8 @@ _SHIFT = 24  # bits that hold any token id
 
 
 class Guess(NamedTuple):
-    """The tokens that may come next, and how many tokens before them are the same as before the place they are from."""
+    """The tokens that may come next, and how many tokens before them are the same as before the place they are from, or
+    `DRAFTED`."""
 
     tokens: tuple[int, ...]
     match: int
@@ -28,6 +29,8 @@ class Guess(NamedTuple):
         return self._replace(tokens=self.tokens[:n])
 
 
+DRAFTED = LONGEST_MATCH + 1
+"""In place of a match: the tokens are those of a draft model."""
 NO_GUESS = Guess((), 0)
 
 

@@ -32,8 +32,8 @@ from engine.errors import ContextFullError
 from engine.protocol.events import TOKEN_GAP, Finished, Slots, Speculate
 from engine.runtime.answer import Answer, Late
 from engine.runtime.checkpoints import Checkpoints
+from engine.runtime.drafter import Drafter
 from engine.runtime.embedding import Embedding, read_streams
-from engine.runtime.guesser import Guesser
 from engine.runtime.jobs import Job, Piece, go_on
 from engine.runtime.known_tokens import end_of_piece, find_known, keep_state
 from engine.runtime.kv_blocks import BLOCK, KVBlocks, PoolFullError
@@ -65,9 +65,11 @@ class Scheduler:
         token_gap: float = TOKEN_GAP,
         speculate: Speculate = "auto",
         encoder: PictureEncoder | None = None,
+        drafter: Drafter | None = None,
     ) -> None:
         """`report` gets what is at work, a few times a second. `store`: where long conversations are kept. `token_gap`
-        and `speculate`: see `engine.protocol.events.EngineOptions`. Without an `encoder` no prompt has pictures."""
+        and `speculate`: see `engine.protocol.events.EngineOptions`. Without an `encoder` no prompt has pictures. A
+        `drafter` guesses next tokens."""
         self._runner, self._report = runner, report
         self.blocks = KVBlocks(runner)
         self._states = Checkpoints(runner) if runner.state_slots else None
@@ -78,9 +80,7 @@ class Scheduler:
         self._served: dict[str, int] = {}  # when each client that has requests got its last slot
         self._count = itertools.count(1)
         self._pace = Pace(token_gap)
-        check_rows = () if speculate == "off" else runner.check_rows
-        self._speculation = Speculation(check_rows, runner.can_check)
-        self._guesses = bool(check_rows)
+        self._speculation = Speculation(runner, speculate, drafter)
         self._late: Late = []
         self._report_due_s = 0.0
         # the pieces of the next step, and its room, once they are chosen
@@ -102,7 +102,7 @@ class Scheduler:
         (`time.perf_counter`), if not now."""
         came_s = time.perf_counter() if came_s is None else came_s
         job = Job(answer, cancelled, end, next(self._count), came_s)
-        job.guesser = Guesser() if self._guesses and answer.request.guesses else None
+        job.guesser = self._speculation.guesser(answer.request)
         if answer.reason:  # no token is wanted
             end(answer.finished())
         else:
@@ -264,6 +264,7 @@ class Scheduler:
     def _leave(self, sequence: int, is_whole: bool = True) -> Job:
         """Takes the job out of a slot. `is_whole`: the steps of its sequence have not failed."""
         self._tell()
+        self._speculation.end(sequence)
         job = self._slots[sequence]
         assert job
         if self._states and is_whole:

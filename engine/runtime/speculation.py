@@ -8,18 +8,25 @@ A guess has to pay: a step of more rows takes longer. What steps take is measure
 were right, by the length of the match that they come from (`lookup`): also of those that are not checked, when the next
 token comes. So text that misleads costs nothing. Where checks take too long, one is made only now and then, to measure
 that again.
+
+Where the text so far says nothing, a draft model guesses (`drafter`), if there is one and a single reply: its tokens
+take time, too.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Sequence
 from typing import NamedTuple
 
-from engine.runtime.guesser import Guesser, StepTimes
+from engine.protocol.events import Generate, Speculate
+from engine.runtime.drafter import Drafter
+from engine.runtime.guesser import DRAFT_SHARE, Guesser, StepTimes
 from engine.runtime.jobs import Job
 from engine.runtime.kv_blocks import KVBlocks, PoolFullError
-from engine.runtime.lookup import Guess
+from engine.runtime.lookup import DRAFTED, Guess
+from engine.runtime.model_runner import ModelRunner
 
 WORTH = 1.05
 """A check has to promise so many times the rate of a plain step."""
@@ -27,15 +34,18 @@ _UNMEASURED = 2**0.5
 """A check is taken to last so many plain steps until it is measured, or when it is to be measured again,"""
 _PROBE_EVERY, _PROBE_SELDOM = 64, 4096
 """after so many steps that might have been checks: twice as many each time, up to the second number, until one pays."""
+_UNMEASURED_DRAFT = 0.2
+"""A token of a draft model is taken to last so many plain steps until it is measured."""
 
 
 class Check(NamedTuple):
     """A step of so many `rows` checks `guesses` of the next tokens of replies, by their places; 0: it checks none.
-    `others` are guesses that it does not check."""
+    `others` are guesses that it does not check. A draft model is to make so many `drafts` of the only reply first."""
 
     guesses: dict[int, Guess]
     rows: int
     others: dict[int, Guess]
+    drafts: int = 0
 
     def of(self, place: int) -> tuple[int, ...]:
         """The guesses of a reply."""
@@ -53,14 +63,22 @@ class _Found(NamedTuple):
 
 
 class Speculation:
-    """Decides which guesses a step checks. `check_rows` and `can_check` are those of the runner."""
+    """Decides which guesses a step of `runner` checks. `speculate` says who guesses: what followed before in the text,
+    a `drafter` if there is one, both, or nobody."""
 
-    def __init__(self, check_rows: Sequence[int], can_check: Callable[[int], bool]) -> None:
-        self._check_rows, self._can_check = check_rows, can_check
+    def __init__(self, runner: ModelRunner, speculate: Speculate, drafter: Drafter | None = None) -> None:
+        self._check_rows = () if speculate == "off" else runner.check_rows
+        self._can_check, self._drafter = runner.can_check, drafter
+        self._looks_up = speculate in ("auto", "lookup")
+        self._drafting_s = 0.0  # of this step
         self.times = StepTimes()
         # whether the runner may have launched this step before, or the next one, and whether it ever does
         self._was_ahead = self._is_ahead = self._runs_ahead = False
-        self._idle, self._probe_after = 0, _PROBE_EVERY
+        self._idle, self._probe_after, self._hopes = 0, _PROBE_EVERY, False
+
+    def guesser(self, request: Generate) -> Guesser | None:
+        """That of a new reply; None if its next tokens are not guessed."""
+        return Guesser() if self._check_rows and request.guesses else None
 
     def begin(self, replies: Sequence[tuple[int, Job]], blocks: KVBlocks) -> tuple[Check, bool]:
         """What a step of these replies, with their sequences, checks; and whether the next step may be launched ahead
@@ -70,11 +88,29 @@ class Speculation:
         try:
             for place in check.guesses:
                 blocks.reserve(replies[place][0], 1 + len(check.of(place)))
+            if check.drafts:
+                blocks.reserve(replies[0][0], 1 + check.drafts)
         except PoolFullError:
             return NO_CHECK, True
         if self._was_ahead:
             return Check({}, 0, {**check.guesses, **check.others}), not check.rows
+        self._drafting_s = 0.0
+        if check.drafts:
+            check = self._drafted(check, *replies[0])
         return check, not check.rows
+
+    def _drafted(self, check: Check, sequence: int, job: Job) -> Check:
+        """A check with the guesses of the draft model, or none if it has none."""
+        assert self._drafter
+        started = time.perf_counter()
+        tokens = self._drafter.guess(sequence, job.answer.tokens, check.drafts)
+        self._drafting_s = time.perf_counter() - started
+        return check._replace(guesses={0: Guess(tokens, DRAFTED)}, drafts=0) if tokens else NO_CHECK
+
+    def end(self, sequence: int) -> None:
+        """A sequence is going to have another text."""
+        if self._drafter:
+            self._drafter.end(sequence)
 
     def goes_ahead(self) -> None:
         """The next step may be launched ahead."""
@@ -83,40 +119,42 @@ class Speculation:
     def measured(self, check: Check, rows: int, seconds: float) -> float:
         """What a step took that had no prompts. Returns what one takes that checks nothing, 0 if that is not known."""
         if check.rows:
-            self.times.measured(check.rows, seconds, checks=True)
+            self.times.measured(check.rows, seconds - self._drafting_s, checks=True)
             self._idle = 0
+            self._probe_after = min(2 * self._probe_after, _PROBE_SELDOM) if self._hopes else _PROBE_EVERY
         elif self._was_ahead == self._runs_ahead:
             self.times.measured(rows, seconds)
         return self.times.seconds(rows)
 
     def plan(self, replies: Sequence[Job]) -> Check:
         """What a step of these replies checks beside their last tokens, if that pays or has to be measured again."""
-        found = self._guesses(replies)
-        widths = [n for n in self._check_rows if found and n > len(replies) and self._can_check(n)]
-        if not widths or not self.times.seconds(len(replies)):
-            return Check({}, 0, {f.place: f.guess for f in found})
-        check, gain = self._best(found, widths, len(replies), lambda known_s, optimistic_s: known_s)
-        if gain > WORTH:
-            self._probe_after = _PROBE_EVERY
-            return check
-        self._idle += 1
-        if self._idle >= self._probe_after:
-            check, gain = self._best(found, widths, len(replies), min)
+        found, rows = self._guesses(replies), len(replies)
+        others = Check({}, 0, {f.place: f.guess for f in found})
+        may_draft = rows == 1 and self._may_draft(replies[0])
+        if not (found or may_draft) or not self.times.seconds(rows):
+            return others
+        widths = [n for n in self._check_rows if n > rows and self._can_check(n)]
+        for hopes in (False, True):
+            check, gain = self._best(found, widths, rows, hopes)
+            if may_draft and gain <= WORTH:
+                check, gain = self._best_draft(replies[0], others, widths, hopes)
             if gain > WORTH:
-                self._probe_after = min(2 * self._probe_after, _PROBE_SELDOM)
+                self._hopes = hopes
                 return check
-        return Check({}, 0, {f.place: f.guess for f in found})
+            self._idle += not hopes
+            if self._idle < self._probe_after:
+                break
+        return others
 
     def _best(
-        self, found: Sequence[_Found], widths: Sequence[int], rows: int, last: Callable[[float, float], float]
+        self, found: Sequence[_Found], widths: Sequence[int], rows: int, hopes: bool
     ) -> tuple[Check, float]:
-        """The check of the widths that promises most, and how many times the rate of a plain step. `last`: how long
-        one lasts, from what is known of that and from what is hoped for."""
+        """The check of the widths that promises most, and how many times the rate of a plain step. `hopes`: what is
+        known may no longer hold."""
         best, best_gain, plain_s = NO_CHECK, 0.0, self.times.seconds(rows)
         for width in widths:
             lengths, right = _shared_out(found, width - rows)
-            hoped_s = plain_s * _UNMEASURED
-            check_s = last(self.times.seconds(width, checks=True) or hoped_s, hoped_s)
+            check_s = self._check_s(width, plain_s, hopes)
             if (gain := (rows + right) / rows * plain_s / check_s) > best_gain:
                 parts = list(zip(found, lengths, strict=True))
                 guesses = {f.place: f.guess.first(n) for f, n in parts if n}
@@ -124,14 +162,41 @@ class Speculation:
                 best_gain = gain
         return best, best_gain
 
+    def _best_draft(
+        self, reply: Job, others: Check, widths: Sequence[int], hopes: bool
+    ) -> tuple[Check, float]:
+        """As `_best`, of guesses that the draft model is going to make of the only reply."""
+        assert self._drafter and reply.guesser
+        best, best_gain, plain_s = NO_CHECK, 0.0, self.times.seconds(1)
+        draft_s = self._drafter.token_s or plain_s * _UNMEASURED_DRAFT
+        share = DRAFT_SHARE if hopes else reply.guesser.share(Guess((), DRAFTED))
+        for width in widths:
+            check_s = self._check_s(width, plain_s, hopes)
+            right = 1.0
+            for n in range(1, min(width - 1, reply.answer.left - 1) + 1):
+                right += share**n
+                if (gain := right * plain_s / (check_s + n * draft_s)) > best_gain:
+                    best, best_gain = others._replace(rows=width, drafts=n), gain
+        return best, best_gain
+
+    def _may_draft(self, reply: Job) -> bool:
+        text, may = reply.answer.tokens, reply.guesser is not None and reply.may_check
+        return (
+            may and reply.answer.left > 1 and self._drafter is not None and self._drafter.has_room(len(text))
+        )
+
+    def _check_s(self, width: int, plain_s: float, hopes: bool) -> float:
+        measured_s, hoped_s = self.times.seconds(width, checks=True), plain_s * _UNMEASURED
+        return min(measured_s, hoped_s) if hopes and measured_s else measured_s or hoped_s
+
     def _guesses(self, replies: Sequence[Job]) -> list[_Found]:
         """Those of the replies that have any."""
-        room = self._check_rows[-1] - len(replies) if self._check_rows else 0
+        room = self._check_rows[-1] - len(replies) if self._check_rows and self._looks_up else 0
         found = []
         for place, job in enumerate(replies if room > 0 else ()):
             if (guesser := job.guesser) and job.may_check:
                 text = job.answer.tokens
-                if (guess := guesser.guess(text, min(room, job.answer.left - 1))).tokens:
+                if (guess := guesser.look_up(text, min(room, job.answer.left - 1))).tokens:
                     found.append(_Found(place, guesser, guess))
         return found
 

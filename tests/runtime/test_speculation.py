@@ -7,6 +7,7 @@ from engine.formats.gguf import GGUF
 from engine.formats.prompt import PromptEncoder
 from engine.protocol.events import Sampling
 from engine.runtime.answer import Answers
+from engine.runtime.drafter import Drafter
 from tests import generated_model
 from tests.runtime.fake_batch_runner import VOCAB, FakeBatchRunner
 from tests.runtime.test_scheduler import Bench
@@ -62,14 +63,26 @@ class AheadRunner(CheckingRunner):
         return chosen
 
 
+class DraftRunner(CheckingRunner):
+    """A tenth of the time, and every fifth token is another one."""
+
+    def _decode(self, rows, ahead):
+        before = self._clock[0]
+        chosen = super()._decode(rows, ahead)
+        self._clock[0] = before + 0.1
+        return chosen + (rows[0].position % 5 == 0)
+
+
 @pytest.fixture
 def ask(answers, monkeypatch):
     """Answers requests with guesses, or without, on a device that takes `STEP_S`; returns the bench."""
 
-    def ask(logits_after, requests, checks=True, runner=CheckingRunner):
+    def ask(logits_after, requests, checks=True, runner=CheckingRunner, drafts=False):
         clock = [0.0]
         monkeypatch.setattr("time.perf_counter", lambda: clock[0])
-        bench = Bench(answers, runner(logits_after, clock), speculate="auto" if checks else "off")
+        drafter = Drafter(DraftRunner(logits_after, clock), VOCAB, 270) if drafts else None
+        who = "draft" if drafts else "auto" if checks else "off"
+        bench = Bench(answers, runner(logits_after, clock), speculate=who, drafter=drafter)
         for prompt, n, sampling in requests:
             bench.ask(prompt, n, sampling=sampling, logprobs=2 if sampling is DRAWN else 0)
         bench.run()
@@ -114,6 +127,19 @@ def test_guesses_that_are_wrong_end(ask, runner):
     assert checked.reply(0) == plain.reply(0)
     assert checked.seconds < 1.02 * plain.seconds
     assert sum(rows > 1 for rows in checked.runner.rows[20:]) < 900 // 10
+
+
+@pytest.mark.parametrize("runner", [CheckingRunner, AheadRunner])
+def test_a_draft_model_guesses_for_one_reply(ask, runner):
+    """As far as its context goes; two replies, one after the other, of which the second begins like the first."""
+    requests = [([1, 2, 3] * 30, 200, DRAWN), ([1, 2, 3] * 20, 8, Sampling(temperature=0))]
+    plain, checked = (ask(misleads, requests, False, runner, drafts) for drafts in (False, True))
+    assert [checked.reply(i) for i in range(2)] == [plain.reply(i) for i in range(2)]
+    one = ask(misleads, [([1, 2, 3], 250, Sampling(temperature=0))], False, runner, drafts=True)
+    assert one.ends[0].draft_n
+    if runner is CheckingRunner:
+        assert one.ends[0].draft_n_accepted > 0.4 * one.ends[0].draft_n
+        assert one.ends[0].draft_gain > 1.2
 
 
 @pytest.mark.parametrize("n", [101, 102, 103, 104, 105])

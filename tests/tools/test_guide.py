@@ -67,7 +67,7 @@ def test_it_says_nothing_that_is_no_longer_so(shipped):
     assert not gone and not changed, f"{GUIDE} speaks of what is gone or has changed. {AGAIN}."
     if unknown := sorted(today.keys() - taught.keys()):
         warnings.warn(f"{GUIDE} does not know {', '.join(unknown)}. {AGAIN}.", stacklevel=1)
-    assert len(unknown) < 20, f"{GUIDE} knows too little of the program of today. {AGAIN}."
+    assert len(unknown) < 30, f"{GUIDE} knows too little of the program of today. {AGAIN}."
 
 
 @pytest.mark.parametrize("turns", ASKED, ids=lambda turns: turns[-1])

@@ -40,10 +40,10 @@ def numbers(text: str) -> list[int]:
     return [int(n) for n in text.split(",")]
 
 
-def alone(function: Callable[..., T], *arguments: object) -> T:
+def alone(function: Callable[..., T], *arguments: object, **named: object) -> T:
     """What a function returns that is called in a process of its own."""
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as own:
-        return own.submit(function, *arguments).result()
+        return own.submit(function, *arguments, **named).result()
 
 
 def set_up(backend: str, chip: str = "") -> None:

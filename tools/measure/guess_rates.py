@@ -1,6 +1,7 @@
 """Answers whose next tokens are guessed and checked (`engine.runtime.speculation`), beside the same without guesses:
 
     python -m tools.measure guess_rates MODEL... [--backend cuda] [--streams 1,8] [--tokens 400] [--prompts FILE]
+        [--draft FILE]
 
 The prompts are those of MODEL.json, or of another such file: {"prompts": [{"share": 0.8, "ids": [...]}]}. Both kinds
 take turns in one engine, so the machine is the same for both. Rates are medians of greedy answers in tokens a second
@@ -17,7 +18,7 @@ import statistics
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from engine.protocol.events import Finished, Generate, Sampling, Speculate, Token, TokenIds
+from engine.protocol.events import Finished, Generate, Sampling, Token, TokenIds
 from tools.measure.engine_process import add_models, alone, numbers, warm_model
 
 if TYPE_CHECKING:
@@ -57,11 +58,11 @@ def answers(
 
 
 def rates(
-    path: str, backend: str, prompts: list[tuple[str, list[int]]], streams: int, tokens: int, who: Speculate
+    path: str, backend: str, prompts: list[tuple[str, list[int]]], streams: int, tokens: int, **who: str
 ) -> list[list[str]]:
     """A line for each prompt. To be called in a process of its own."""
     context = max(len(prompt) for _, prompt in prompts) + tokens + 64
-    model, lines = warm_model(path, backend, context, parallel=streams, speculate=who), list[list[str]]()
+    model, lines = warm_model(path, backend, context, parallel=streams, **who), list[list[str]]()
     for name, prompt in prompts:
         found: dict[bool, list[float]] = {False: [], True: []}
         texts: dict[bool, Texts] = {}
@@ -88,6 +89,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tokens", type=int, default=400)
     parser.add_argument("--prompts", type=Path)
     parser.add_argument("--speculate", default="auto")
+    parser.add_argument("--draft", default="", help="the file of a draft model")
 
 
 def run(args: argparse.Namespace) -> None:
@@ -97,5 +99,6 @@ def run(args: argparse.Namespace) -> None:
         file = args.prompts or Path(f"{path}.json")
         prompts = [(f"{p['share']:g}", p["ids"]) for p in json.loads(file.read_text())["prompts"]]
         for streams in args.streams:
-            for line in alone(rates, path, args.backend, prompts, streams, args.tokens, args.speculate):
+            who = {"speculate": args.speculate, "draft": args.draft}
+            for line in alone(rates, path, args.backend, prompts, streams, args.tokens, **who):
                 print("| " + " | ".join([Path(path).stem, *line]) + " |", flush=True)

@@ -1,0 +1,57 @@
+"""A draft model beside a model: the same text, and files that do not fit are refused."""
+
+from pathlib import Path
+
+import pytest
+
+from engine.errors import ModelFileError
+from engine.formats.gguf import GGUF, StringArray
+from engine.model.text_model import TextModel
+from engine.protocol.events import EngineOptions, Generate, Sampling, Token, TokenIds
+from tests import generated_model
+
+
+@pytest.fixture(scope="module")
+def paths(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("models")
+    small = {"layers": 1, "dim": 32, "heads": 2, "kv_heads": 1, "ffn": 32}
+    kinds = {"model": {}, "draft": small, "recurrent": small | {"architecture": "qwen35", "layers": 2}}
+    return {name: str(generated_model.write(folder / f"{name}.gguf", **kind)) for name, kind in kinds.items()}
+
+
+def answer(paths, draft):
+    options = EngineOptions(
+        model_path=paths["model"], draft=draft, speculate="draft" if draft else "off", context_length=256
+    )
+    model, tokens = TextModel(options, lambda _: None), []
+    model.warm_up(lambda: False)
+    request = Generate(
+        request_id=1,
+        prompt=TokenIds(ids=tuple(range(40))),
+        sampling=Sampling(temperature=0),
+        max_tokens=40,
+        ignore_eos=True,
+    )
+    end = model.generate(
+        request, lambda e: tokens.append(e.id) if isinstance(e, Token) else None, lambda: False
+    )
+    return end, tokens
+
+
+def test_the_text_is_the_models(paths):
+    (_, plain), (end, checked) = answer(paths, ""), answer(paths, paths["model"])
+    assert plain == checked and end.draft_n == end.draft_n_accepted > 0
+    end, checked = answer(paths, paths["draft"])  # its guesses are hardly ever right
+    assert plain == checked and end.draft_n > 0
+
+
+def test_files_that_do_not_fit_are_refused(paths, tmp_path):
+    with pytest.raises(ModelFileError, match="cannot guess for this model: it has recurrent states"):
+        answer(paths, paths["recurrent"])
+    raw = GGUF(paths["draft"]).get("tokenizer.ggml.tokens", StringArray).raw(300)
+    data = Path(paths["draft"]).read_bytes()
+    entry = len(raw).to_bytes(8, "little") + raw
+    other = tmp_path / "other.gguf"
+    other.write_bytes(data.replace(entry, entry[:8] + b"~" * len(raw), 1))
+    with pytest.raises(ModelFileError, match="cannot guess for this model: its token 300 is '~"):
+        answer(paths, str(other))
