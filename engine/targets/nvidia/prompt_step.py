@@ -127,7 +127,7 @@ class PromptStep(Step):
             kernel = small_batch_product(part.layout, tokens, rows, part.cols, few, stored(rows), name)
             self.add(kernel, out=out, x=x, planes=part.planes)
             return Sums(out, few.splits)
-        tiles = tiles_for(tokens, rows, part.cols, multiprocessors(), False)
+        tiles = tiles_for(tokens, rows, part.cols, multiprocessors(), False, part.layout.bits)
         out = self.buffer(name, tiles.parts * tokens * rows)
         kernel = matmul(part.layout, tokens, rows, part.cols, tiles, False, name)
         self.add(kernel, out=out, x=x, prompt=self.prompt, planes=part.planes)

@@ -1,6 +1,7 @@
 """orin-chat board: the plan and the figures of before; runs that work, fail, hang, and are gone on with."""
 
 import json
+import subprocess
 import sys
 
 import pytest
@@ -18,6 +19,7 @@ from engine.doctor.checks import CheckResult
 from engine.errors import UsageError
 from presets.loader import parse
 from tests import generated_model
+from tests.paths import ROOT
 from tests.thorough import thorough
 
 CPU = CheckResult(backend="CPU", ok=True, text="works")
@@ -248,6 +250,16 @@ def test_where_a_backend_hung_its_other_runs_come_last(tmp_path):
         if run is nv[0]:
             run.failure_path.write_text("it took longer than 2 minutes")
     assert order == [nv[0], *cuda, nv[1]]
+
+
+def test_the_file_of_a_simulated_jetson(tmp_path):
+    command = [sys.executable, "-m", "tests.app.bench.on_a_simulated_jetson", str(tmp_path / "board.md")]
+    subprocess.run(command, cwd=ROOT, check=True)
+    text = (tmp_path / "board.md").read_text()
+    assert "L4T: r39.2.0 (JetPack 7.2)" in text
+    assert "- power mode MODE_30W, jetson_clocks off, GPU 0.6 of 1.3 GHz, memory 2.1 of 3.2 GHz" in text
+    assert "- ! Below full speed: the GPU clock was 612 of 1,300 MHz" in text and "sudo jetson_clocks" in text
+    assert "| 22.8 |" in text, "19 V times 1.2 A"
 
 
 # --- the stress check ---------------------------------------------------------------------------------

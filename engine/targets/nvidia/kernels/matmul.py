@@ -114,7 +114,7 @@ def tiles_for(tokens: int, rows: int, cols: int, multiprocessors: int, paired: b
     products are not divided, because the activation needs the whole sums of gate and up. If there are many, twice as
     many tokens share a block, and the weights that it loads, on GPUs where that is faster. `bits`: of a weight."""
     # Tall tiles: a weight is converted to half precision once for 128 tokens.
-    is_narrow = paired and bits == 6 and spills_early()
+    is_narrow = (bits > 16 or (paired and bits == 6)) and spills_early()
     tiles = Tiles(min(8, tokens // 16), 2 if is_narrow else 4, 1, 2, 1)
     blocks = -(-tokens // tiles.tokens) * -(-rows // tiles.width)
     # Registers spill early if warps of a block take different numbers of steps.
