@@ -186,7 +186,7 @@ async def test_an_abandoned_answer_is_cancelled(engines, how):
     ("failure", "kind", "message"),
     [
         ("ContextFullError", "context", "This is a ContextFullError in answer to hello."),
-        ("TemplateError", "model", "This is a TemplateError in answer to hello."),
+        ("TemplateError", "template", "This is a TemplateError in answer to hello."),
         ("BackendError", "backend", "This is a BackendError in answer to hello."),
         ("UsageError", "usage", "This is a UsageError in answer to hello."),
         ("MemoryError", "backend", "There is not enough memory for this model and context."),

@@ -416,7 +416,7 @@ def test_clients_can_connect_while_the_model_file_is_read(model_path, monkeypatc
     with listen("127.0.0.1", 0) as sock:
         port = sock.getsockname()[1]
 
-    def read(path):
+    def read(path, mmproj):
         socket.create_connection(("127.0.0.1", port)).close()
         raise UsageError("A client has connected.")
 
