@@ -47,6 +47,6 @@ def open_runner(
         case "nvidia":
             from engine.targets.nvidia.runner import NvidiaRunner
 
-            return NvidiaRunner(weights, context_length, parallel, kv, is_early)
+            return NvidiaRunner(weights, context_length, parallel, kv, is_early, pictures)
         case "graph":
             return GraphRunner(weights, context_length, parallel, kv, pictures)

@@ -65,10 +65,6 @@ from engine.runtime.prefix_store import PrefixStore
 from engine.runtime.scheduler import Scheduler
 from engine.start_trial import start_trials
 
-_GRAPH_FOR_PICTURES = (
-    "With its encoder, this model runs as tensor graphs, which are slower: orin-chat's kernels for GPUs read no "
-    "pictures."
-)
 _NO_CHECKS = (
     "The draft model is not loaded: a step of this model checks no guesses. Models with recurrent state and those that "
     "run as tensor graphs take a step for each token."
@@ -90,10 +86,7 @@ class TextModel:
         spec = read_spec(file)
         encoder = EncoderFile(options.mmproj, spec) if options.mmproj else None
         free, device, kv = free_bytes(Device.DEFAULT), str(Device.DEFAULT), KVFormat.parse(options.kv)
-        kernels = options.kernels
-        if encoder and target_of(spec, device, kernels) == "nvidia":  # its kernels read no pictures yet
-            kernels = "graph"
-        set_up = target_of(spec, device, kernels), options.parallel, kv
+        set_up = target_of(spec, device, options.kernels), options.parallel, kv
         left = free if encoder is None or free is None else free - encoder.spec.n_bytes
         draft = DraftModel(options, device, file, spec.vocab) if options.draft else None
         room = left if draft is None or left is None else left - draft.need(None).total_bytes
@@ -119,7 +112,7 @@ class TextModel:
         )
         program_cache.apply()
         with kernels_reported(lambda done, total: report(Warming(done=done, total=total))):
-            how = self.context_length, kernels, options.keep_packed, options.parallel, kv
+            how = self.context_length, options.kernels, options.keep_packed, options.parallel, kv
             pictures = encoder.room(spec) if encoder else None
             self._runner = open_runner(weights, *how, is_early=True, pictures=pictures)
             self._choices = ChoiceReporter(self._runner.expert_choices, report)
@@ -156,8 +149,6 @@ class TextModel:
         self._choices.skip()
         with timeline.span("template"):
             warnings = self._warnings(spec, options)
-            if kernels != options.kernels:
-                warnings += (_GRAPH_FOR_PICTURES,)
             if draft and not self._runner.check_rows:
                 warnings += (_NO_CHECKS,)
         self.ready = Ready(

@@ -189,8 +189,11 @@ class GraphEncoder:
         return y.clamp(*linear.outputs) if linear.outputs else y
 
     def _product(self, weight: Weight, x: Tensor, transposed: bool = False) -> Tensor:
-        """A product of x (n, cols), whose inputs are materialized, so that its kernel only multiplies."""
-        w = self._matrices[weight].dequantize().cast(self._input)
+        """A product of x (n, cols). Its inputs are in memory, so that its kernel only multiplies: weights of another
+        type than products take are so for the time of the product."""
+        matrix = self._matrices[weight]
+        w = matrix.planes["w"] if matrix.format is None else matrix.dequantize()
+        w = w if w.dtype == self._input else matrix.dequantize().cast(self._input).contiguous()
         w = w if transposed else w.transpose()
         return x.cast(self._input).contiguous().matmul(w, dtype=dtypes.float32).contiguous()
 

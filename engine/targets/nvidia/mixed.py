@@ -13,6 +13,7 @@ import numpy as np
 
 from engine.kernels.device_memory import overwrite
 from engine.runtime.model_runner import Slot
+from engine.runtime.pictures import PictureRoom, Pictures
 from engine.targets.nvidia.batch import BatchKernels
 from engine.targets.nvidia.device_sampler import Ending
 from engine.targets.nvidia.input_scales import InputScales
@@ -28,8 +29,15 @@ class MixedKernels(PrefillKernels):
     """Builds the kernels of prefill steps, and of steps that have replies too. Of these, the state of the replies, the
     logits and the next tokens are those of `batch`."""
 
-    def __init__(self, model: GPUModel, input_scales: InputScales, chunk: int, batch: BatchKernels) -> None:
-        super().__init__(model, input_scales, chunk)
+    def __init__(
+        self,
+        model: GPUModel,
+        input_scales: InputScales,
+        chunk: int,
+        batch: BatchKernels,
+        room: PictureRoom | None = None,
+    ) -> None:
+        super().__init__(model, input_scales, chunk, room)
         self._batch = batch
         self._piece_rows: dict[int, int] = {}
 
@@ -79,6 +87,17 @@ class MixedKernels(PrefillKernels):
             count = len(piece.inputs)
             ids[first : first + count] = piece.inputs
             places.append((first, piece.position, count, piece.sequence))
+            self._send_pictures(piece, first)
             first += rows_of(count, unit)
         overwrite(self.prompt, state_of(self.chunk, places, replies))
         overwrite(self.ids, ids)
+
+    def _send_pictures(self, piece: Slot, first: int) -> None:
+        """Writes the embeddings of a piece, whose rows begin at `first`, and what its tokens see."""
+        if self.pictures is None:
+            return
+        pictures, n = piece.pictures or Pictures([]), len(piece.inputs)
+        if self.seen is not None:
+            overwrite(self.seen, pictures.seen(piece.position, n), first)
+        if (embeddings := pictures.embeddings(piece.position, n)) is not None:
+            overwrite(self.pictures, embeddings, first * self.spec.dim)

@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 from tinygrad import Tensor
 
+from engine.runtime.pictures import PictureRoom
 from engine.targets.nvidia.input_scales import InputScales
 from engine.targets.nvidia.kernels.embedding import embed_prompt
 from engine.targets.nvidia.kernels.kernel_sequence import KernelSequence
@@ -19,8 +20,11 @@ from engine.targets.nvidia.weights import GPUModel
 class PrefillKernels(PromptMemory):
     """Builds the kernels of prefill steps."""
 
-    def __init__(self, model: GPUModel, input_scales: InputScales, chunk: int) -> None:
-        super().__init__(model.spec, input_scales, chunk)
+    def __init__(
+        self, model: GPUModel, input_scales: InputScales, chunk: int, room: PictureRoom | None = None
+    ) -> None:
+        """`room`: if prompts may have pictures."""
+        super().__init__(model.spec, input_scales, chunk, room)
         self._model = model
 
     def step(self, tokens: int) -> KernelSequence:
@@ -58,7 +62,9 @@ class PrefillKernels(PromptMemory):
         have any."""
         model, spec = self._model, self.spec
         layout = model.embedding.single_matrix.layout
-        kernel = embed_prompt(layout, step.tokens, spec.vocab, spec.dim, spec.embedding_scale)
-        step.add(kernel, stream=step.h, ids=ids, planes=model.embedding.planes)
+        kernel = embed_prompt(
+            layout, step.tokens, spec.vocab, spec.dim, spec.embedding_scale, self.pictures is not None
+        )
+        step.add(kernel, stream=step.h, ids=ids, planes=model.embedding.planes, pictures=self.pictures)
         if model.layer_tables:
             model.layer_tables.prefill(step, ids, layers)

@@ -15,6 +15,7 @@ from tinygrad import Tensor, dtypes
 
 from engine.description.spec import ModelSpec
 from engine.kernels.device_memory import device_zeros, part_of
+from engine.runtime.pictures import PictureRoom
 from engine.targets.nvidia.input_scales import InputScales
 from engine.targets.nvidia.kernels.activation_order import Order
 from engine.targets.nvidia.kernels.device import multiprocessors
@@ -39,11 +40,17 @@ from engine.targets.nvidia.step import Step, StepMemory
 
 class PromptMemory(StepMemory):
     """The memory of prefill steps, which all share. A step of up to `chunk` tokens reads `prompt`, its state
-    (`kernels.pieces`), and `ids`, its tokens, int32 (chunk,)."""
+    (`kernels.pieces`), and `ids`, its tokens, int32 (chunk,). If prompts may have pictures, `pictures` are the
+    embeddings of negative tokens, float32 (chunk * dim,), and `seen`, if pictures are seen as a whole, how many tokens
+    each token sees, int32 (chunk,)."""
 
-    def __init__(self, spec: ModelSpec, input_scales: InputScales, chunk: int) -> None:
+    def __init__(
+        self, spec: ModelSpec, input_scales: InputScales, chunk: int, room: PictureRoom | None = None
+    ) -> None:
         super().__init__(spec, input_scales)
         self.chunk = chunk
+        self.pictures = device_zeros(chunk * spec.dim) if room else None
+        self.seen = device_zeros(chunk, dtypes.int32) if room and room.whole else None
         self.prompt = device_zeros(state_size(chunk), dtypes.int32)
         self.ids = device_zeros(chunk, dtypes.int32)
 
@@ -83,6 +90,7 @@ class PromptStep(Step):
     def __init__(self, memory: PromptMemory, tokens: int) -> None:
         super().__init__(memory)
         self.tokens, self.embedded, self.prompt = tokens, tokens, memory.prompt
+        self.seen = memory.seen
         self.h = self.buffer("h", tokens * self.spec.dim)
         self.order: Order = "columns" if tokens <= MAX_TOKENS else "fragments"
         self.pending: Pending | None = None

@@ -28,6 +28,7 @@ from engine.measure.timeline import timeline
 from engine.protocol.events import Step
 from engine.runtime.kv_blocks import KVGroup
 from engine.runtime.model_runner import Ahead, SearchReport, Slot, varied_tokens
+from engine.runtime.pictures import PictureRoom
 from engine.runtime.prefix_store import export_layout
 from engine.runtime.sampling import Logits
 from engine.targets.buffer_uses import BufferUses
@@ -44,6 +45,7 @@ from engine.targets.nvidia.kernels.sampling import Shortlist
 from engine.targets.nvidia.kernels.weight_repacking import repacking_kernels
 from engine.targets.nvidia.memory import CHUNK_SIZES
 from engine.targets.nvidia.mixed import MixedKernels
+from engine.targets.nvidia.own_angles import OwnAngles
 from engine.targets.nvidia.row_steps import Key, RowSteps
 from engine.targets.nvidia.schedule_search import SearchTarget, search
 from engine.targets.nvidia.states import DeviceStates
@@ -76,15 +78,18 @@ class NvidiaRunner:
         parallel: int = 1,
         kv: KVFormat = KVFormat.F16,
         is_early: bool = False,
+        pictures: PictureRoom | None = None,
     ) -> None:
-        """`is_early`: the kernels of prefill are compiled later (`ModelRunner.prepare`). Raises ModelFileError."""
+        """`is_early`: the kernels of prefill are compiled later (`ModelRunner.prepare`). `pictures`: if prompts may
+        have some. Raises ModelFileError."""
         launch_bounds.apply()
         os.environ.setdefault("ALLOW_HALF8", "1")  # lets tinygrad load eight half-precision numbers at once
         self.parallel, self._context, self._is_early = parallel, context_length, is_early
         self._sizes = sorted(CHUNK_SIZES + (_BETWEEN_STEPS if parallel > 1 else ()))
         self.chunk_sizes = tuple(n for n in self._sizes if n <= context_length)
-        self._set_up = weights.spec, context_length, parallel, kv  # what the kernels follow from
-        self._model = model = allocate(weights, context_length, self.max_chunk, parallel, kv)
+        self._set_up = weights.spec, context_length, parallel, kv, pictures  # what the kernels follow from
+        self._model = model = allocate(weights, context_length, self.max_chunk, parallel, kv, pictures)
+        self._angles = OwnAngles(model, context_length, parallel, pictures)
         self._input_scales = InputScales()
         self._one = DecodeKernels(model, self._input_scales, context_length)
         counts = self.row_counts
@@ -95,7 +100,7 @@ class NvidiaRunner:
         most = max(counts[-1], *self.check_rows, 1)
         batches = sorted({*counts[1:], *self.check_rows})
         self._batch = BatchKernels(model, self._input_scales, context_length, batches)
-        self._prefill = MixedKernels(model, self._input_scales, self.max_chunk, self._batch)
+        self._prefill = MixedKernels(model, self._input_scales, self.max_chunk, self._batch, pictures)
         self.sampler = DeviceSampler(Shortlist(model.spec.vocab), context_length, parallel, most)
         self._steps = RowSteps(
             self._one,
@@ -282,13 +287,14 @@ class NvidiaRunner:
         if (pieces and not size) or not self._steps.can_follow(rows, size):
             return None
         if pieces:
-            self._prefill.send(size, pieces, len(rows))
             self._set_positions(pieces)
+            self._prefill.send(size, pieces, len(rows))
             self._launched = pieces
         return size
 
     def _set_positions(self, slots: Sequence[Slot]) -> None:
-        """Says how many tokens the recurrent states have after these slots."""
+        """Says how many tokens the recurrent states have after these slots, and how their pictures turn angles."""
+        self._angles.turn(slots)
         for slot in slots:
             self._states.set(slot.position + len(slot.inputs), slot.sequence)
 
@@ -317,11 +323,7 @@ class NvidiaRunner:
         while pieces:
             some = ((n, size) for n in range(len(pieces), 1, -1) for size in self._sizes)
             n, size = next((s for s in some if self._fits(s[1], pieces[: s[0]])), (1, 0))
-            if size:
-                self._prefill.send(size, pieces[:n])
-                self._launch_prefill(size)
-            else:
-                self._store_one(pieces[0])
+            self._store_together(size, pieces[:n]) if size else self._store_one(pieces[0])
             pieces = pieces[n:]
 
     def _fits(self, size: int, pieces: Sequence[Slot]) -> bool:
@@ -331,11 +333,15 @@ class NvidiaRunner:
     def _store_one(self, slot: Slot) -> None:
         """Prefills a piece of a prompt."""
         size = self._size_of(len(slot.inputs))
-        if len(slot.inputs) <= (_DECODE_AT_MOST if self._has_prefill(size) else _DETOUR_AT_MOST):
+        few = _DECODE_AT_MOST if self._has_prefill(size) else _DETOUR_AT_MOST
+        if len(slot.inputs) <= few and not slot.pictures:
             for i, token in enumerate(slot.inputs):
                 self._steps.decode([Slot(slot.sequence, (token,), slot.position + i)], ahead=None)
             return
-        self._prefill.send(size, [slot])
+        self._store_together(size, [slot])
+
+    def _store_together(self, size: int, pieces: Sequence[Slot]) -> None:
+        self._prefill.send(size, pieces)
         self._launch_prefill(size)
 
     def _stream(self, slot: Slot) -> NDArray[np.float32]:

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
+import numpy as np
+from numpy.typing import NDArray
 from tinygrad import Device, Tensor
 
 from engine.description.spec import ModelSpec, Sublayer
@@ -24,6 +26,8 @@ from engine.formats.kv_format import KVFormat
 from engine.kernels.device_memory import DeviceCounts, to_device
 from engine.loading.weights import Weights
 from engine.measure.timeline import timeline
+from engine.runtime.pictures import PictureRoom
+from engine.targets.nvidia.kernels.kv_cache import LENGTH_UNIT
 from engine.targets.nvidia.kernels.upload import Part, upload
 from engine.targets.nvidia.kernels.weight_repacking import (
     MatrixSpec,
@@ -135,20 +139,34 @@ class GPUModel:
 
 
 def allocate(
-    weights: Weights, context: int, chunk: int, parallel: int = 1, kv: KVFormat = KVFormat.F16
+    weights: Weights,
+    context: int,
+    chunk: int,
+    parallel: int = 1,
+    kv: KVFormat = KVFormat.F16,
+    pictures: PictureRoom | None = None,
 ) -> GPUModel:
     """A model with device memory for its matrices, to be filled by `GPUModel.fill`, and for `parallel` sequences of a
-    context of `context` tokens, of which prefill takes up to `chunk` at once, in the format `kv`. Raises
-    ModelFileError."""
+    context of `context` tokens, of which prefill takes up to `chunk` at once, in the format `kv`. `pictures`: if
+    prompts may have some. Raises ModelFileError."""
     spec = weights.spec
     choices = DeviceCounts([operator.count for operator in spec.experts])
     embedding = head = product_of([spec.embedding])
     if not spec.is_tied:
         head = product_of([spec.head])
     tables = [rope.tables(context, context) for rope in spec.ropes]
+    own = [bool(pictures and rope.sections) for rope in spec.ropes]  # of each sequence
+    length = -(-context // LENGTH_UNIT) * LENGTH_UNIT
+    tables = [
+        (_repeated(cos, length, parallel), _repeated(sin, length, parallel)) if is_own else (cos, sin)
+        for (cos, sin), is_own in zip(tables, own, strict=True)
+    ]
     ropes = [(to_device(cos), to_device(sin)) for cos, sin in tables]
     temperature = to_device(spec.temperature.factors(context)) if spec.temperature else None
-    loading = Loading(weights, context, chunk, parallel, kv, ropes, temperature, iter(choices.arrays))
+    looks_ahead = bool(pictures and pictures.whole)
+    loading = Loading(
+        weights, context, chunk, parallel, kv, ropes, temperature, iter(choices.arrays), looks_ahead
+    )
     return GPUModel(
         spec=spec,
         layers=[_layer(sublayer, loading) for sublayer in spec.sublayers],
@@ -160,6 +178,11 @@ def allocate(
         choices=choices,
         layer_tables=LayerTables(spec.layer_embeddings, loading) if spec.layer_embeddings else None,
     )
+
+
+def _repeated(table: NDArray[np.float32], rows: int, times: int) -> NDArray[np.float32]:
+    """A table with so many rows, the last ones zeros, several times."""
+    return np.tile(np.pad(table, ((0, rows - len(table)), (0, 0))), (times, 1))
 
 
 def _layer(sublayer: Sublayer, loading: Loading) -> Layer:

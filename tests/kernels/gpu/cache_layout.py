@@ -42,11 +42,12 @@ class Pool:
         """Where a sequence's tokens are in the pool."""
         return self.tables[sequence, tokens // BLOCK] * BLOCK + tokens % BLOCK
 
-    def attended(self, q, k, v, sinks=None):
-        """float64 (query heads * dim): `q` (query, dim) of the last token, `k` and `v` (kv, n, dim) of all tokens,
-        `sinks` (query,)."""
+    def attended(self, q, k, v, sinks=None, ahead=0):
+        """float64 (query heads * dim): `q` (query, dim) of the last token, or of one with `ahead` tokens after it, `k`
+        and `v` (kv, n, dim) of all tokens, `sinks` (query,)."""
         h, outs = self.heads, []
-        k, v = (x[:, -h.window :].astype(np.float64) for x in (k, v))
+        first = max(0, k.shape[1] - ahead - h.window) if h.window else 0
+        k, v = (x[:, first:].astype(np.float64) for x in (k, v))
         for i, query in enumerate(q.astype(np.float64)):
             s = k[i // h.shared_by] @ query * h.scale
             p = np.exp(s - s.max())

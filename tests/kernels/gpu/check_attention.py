@@ -231,6 +231,12 @@ def check_pieces_of_several_prompts() -> None:
         assert 0 < prompt_tiling(h, 512, 132, 99 << 10, is_narrow=True).span(h) <= PIECE_ROWS
 
 
+def check_pictures_of_prompts() -> None:
+    """Tokens that see those after them in a picture, with a window and without, and keys in several splits."""
+    attended_prompt(PromptTiling(1, 2, 1, 1), 37, 18, heads_of(ahead=True))
+    attended_prompt(PromptTiling(2, 1, 1, 3), 50, 137, heads_of(window=20, ahead=True), before=((32, 5),))
+
+
 def attended_prompt(cut, n, position, h, sinks=False, over_heads=False, others=(), before=()):
     """A piece of n tokens from `position` on, of the sequence after `others` of so many tokens. In the rows `before` it
     are pieces of other sequences: (number of tokens, position) each."""
@@ -261,7 +267,11 @@ def attended_prompt(cut, n, position, h, sinks=False, over_heads=False, others=(
     cache, own_tables = (pool.buffers, [tables]) if h.stored != "nothing" else ([], [])
     run(kernel, queries, *[out] * h.gated, *cache, *map(buffer, (sums, cos, sin)), *own_tables, *ins)
     sink_buffers, parts = [buffer(s) for s in sink], zeros(cut.sums_size(h, tokens))
-    ins = [queries, *pool.buffers, tables, prompt]
+    seen = np.zeros(tokens, np.int32)
+    for first, position, count, _ in pieces:
+        seen[first : first + count] = position + 1 + np.arange(count)
+        seen[first + 3 : first + count - 4] = position + count - 4  # a picture
+    ins = [queries, *pool.buffers, tables, prompt, *([buffer(seen)] if h.ahead else [])]
     if cut.splits == 1:
         run(attend_prompt(h, tokens, cut, sinks), out, *ins, *sink_buffers)
     else:
@@ -283,8 +293,10 @@ def attended_prompt(cut, n, position, h, sinks=False, over_heads=False, others=(
             keys = np.concatenate([keys, k.transpose(1, 0, 2)], 1)
             values = np.concatenate([values, v.transpose(1, 0, 2)], 1)
         for i in range(n):
-            seen = position + i + 1
-            wanted = pool.attended(q[i], keys[:, :seen], values[:, :seen], *sink) * opened(gates[i])
+            own = position + i + 1
+            until = int(seen[first + i]) if h.ahead else own
+            shown = keys[:, :until], values[:, :until]
+            wanted = pool.attended(q[i], *shown, *(sink or [None]), until - own) * opened(gates[i])
             close(got[first + i], wanted, 5e-3)
     if new:
         pool.check_stored(*map(np.concatenate, zip(*new, strict=True)))

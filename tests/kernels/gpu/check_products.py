@@ -341,7 +341,7 @@ def check_embedding() -> None:
         tables = [rng.standard_normal((context, n)).astype(np.float32) for n in halves for _ in (0, 1)]
         h, parts, following = zeros(cols), buffer(np.ones(6, np.float32)), zeros(cols)
         angles = [zeros(2 * n) for n in halves]
-        state = buffer(np.array([2, 5], np.int32))
+        state = buffer(np.array([2, 5, 0], np.int32))
         kernel = embed(layout, vocab, cols, 6, 1, context, halves, scale)
         run(kernel, h, parts, following, *angles, state, *map(buffer, tables), buffer(weight), *planes)
         row = weights[2] * scale
@@ -354,6 +354,9 @@ def check_embedding() -> None:
         prompt, ids = zeros(2 * cols), buffer(np.array([2, 9], np.int32))
         run(embed_prompt(layout, 2, vocab, cols, scale), prompt, ids, *planes)
         close(prompt.numpy(), np.concatenate([row, row]), 2e-5)
+        shown, ids = rng.standard_normal(2 * cols).astype(np.float32), buffer(np.array([2, -7], np.int32))
+        run(embed_prompt(layout, 2, vocab, cols, scale, True), prompt, ids, *planes, buffer(shown))
+        close(prompt.numpy(), np.concatenate([row, shown[cols:]]), 2e-5)
 
 
 def check_prompt_products() -> None:

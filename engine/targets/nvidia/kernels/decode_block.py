@@ -11,6 +11,7 @@ from tinygrad import UOp
 
 from engine.kernels.kernel import Kernel, Name
 from engine.targets.nvidia.kernels.activation_order import PLACES, Order
+from engine.targets.nvidia.kernels.angles import angle_row
 from engine.targets.nvidia.kernels.cache_tiles import store_quad
 from engine.targets.nvidia.kernels.kv_cache import TILE, Heads, Pages
 from engine.targets.nvidia.kernels.matmul import as_half
@@ -96,7 +97,8 @@ class DecodeBlock:
         self.rows: UOp = buffers["rows"]
         self.tokens, self.is_whole, self._over_heads, self._order = tokens, splits == 1, over_heads, order
         angles: list[UOp] = [buffers[name] for name in ("cos", "sin", "angles") if name in buffers]
-        state, temperature = buffers["state"], buffers.get("temperature")
+        self._state = state = buffers["state"]
+        temperature = buffers.get("temperature")
         self.norms: UOp | None = buffers.get("norms")
         self.sinks: UOp | None = buffers.get("sinks")
         self.input_scale: UOp | None = buffers.get("input_scale")
@@ -137,10 +139,9 @@ class DecodeBlock:
         half = self.heads.dim // 2
         if self.tokens:
             cos, sin = buffers
-            return lambda pair: (
-                load(cos, self.position * half + pair),
-                load(sin, self.position * half + pair),
-            )
+            sequence_at = self.token + 2 * self.tokens
+            row = angle_row(cos, half, self.heads.length, self.position, self._state, sequence_at) * half
+            return lambda pair: (load(cos, row + pair), load(sin, row + pair))
         return lambda pair: (load(buffers[0], pair), load(buffers[0], pair + half))
 
     def sees(self, token: UOp) -> UOp:

@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from tinygrad import UOp
 
 from engine.kernels.kernel import Kernel
+from engine.targets.nvidia.kernels.angles import angle_row
+from engine.targets.nvidia.kernels.kv_cache import LENGTH_UNIT
 from engine.targets.nvidia.kernels.matrix_bytes import QUARTER, UNIT, units_of
 from engine.targets.nvidia.kernels.uops import (
     after_store,
@@ -33,14 +35,14 @@ def embed(
     """Starts the residual stream of a decode step with the token's row times `scale`, and looks up the position's
     angles in the tables of each kind of layers, which has so many pairs: `halves`. Buffers: the outs of `add_residual`
     (stream; squares, n_norm_sums partial sums of them; `copies` vectors for the first products); angles, for each kind
-    cos and sin of the angles, float32 (2 * half,); state, int32 (2,): token and position; tables, for each kind those
-    of cos and of sin, float32 (context, half); norms, for each copy the first norm's weight times the input_scale,
-    float32 (cols,); the matrix's planes. Tokens outside the vocabulary are clamped."""
+    cos and sin of the angles, float32 (2 * half,); state, int32 (3,): token, position and sequence; tables, for each
+    kind those of cos and of sin, float32 (context, half) (`angle_row`); norms, for each copy the first norm's weight
+    times the input_scale, float32 (cols,); the matrix's planes. Tokens outside the vocabulary are clamped."""
     units = units_of(cols)
     quarters, kinds = UNIT // QUARTER, len(halves)
     assert n_norm_sums >= quarters
     threads = min(units, 256)
-    steps = -(-units // threads)
+    steps, length = -(-units // threads), -(-context // LENGTH_UNIT) * LENGTH_UNIT
 
     def kernel(
         stream: UOp, squares: UOp, copies: Sequence[UOp], angles: Sequence[UOp], state: UOp, tables: Sequence[UOp],
@@ -69,7 +71,8 @@ def embed(
                 k = thread + i * threads
                 ok = quarter.eq(0) & (k < half)
                 for j, table in enumerate(tables[2 * kind : 2 * kind + 2]):
-                    value = load(table, position * half + k, ok)
+                    row = angle_row(table, half, length, position, state, 2)
+                    value = load(table, row * half + k, ok)
                     stores.append(store(angles[kind], k + j * half, value, ok))
         sums = after_store(shared(threads, slot=0), thread, chain(own_squares))
         total = tree(load_run(sums, 0, threads))
@@ -104,19 +107,23 @@ def reply_tokens(rows: int) -> Kernel:
 
 
 @functools.cache
-def embed_prompt(layout: WeightLayout, tokens: int, vocab: int, cols: int, scale: float = 1.0) -> Kernel:
+def embed_prompt(
+    layout: WeightLayout, tokens: int, vocab: int, cols: int, scale: float = 1.0, has_pictures: bool = False
+) -> Kernel:
     """Starts the residual stream of prefill with the tokens' rows times `scale`. Buffers: stream, float32 (tokens,
-    cols); ids, the tokens, int32 (tokens,); the matrix's planes. Tokens outside the vocabulary are clamped."""
+    cols); ids, the tokens, int32 (tokens,); the matrix's planes; if it `has_pictures`, what negative tokens have in
+    place of rows, float32 (tokens, cols). Tokens outside the vocabulary are clamped."""
     units = units_of(cols)
     quarters = units * (UNIT // QUARTER)
     threads = min(quarters, 128)
 
-    def kernel(stream: UOp, ids: UOp, planes: Sequence[UOp]) -> UOp:
+    def kernel(stream: UOp, ids: UOp, planes: Sequence[UOp], pictures: UOp | None) -> UOp:
         thread, token = UOp.special(threads, "lidx0"), UOp.special(tokens, "gidx0")
         chunk = UOp.special(-(-quarters // threads), "gidx1")
         index = chunk * threads + thread
         safe = index if quarters % threads == 0 else index.minimum(quarters - 1)
-        row = load(ids, token).maximum(0).minimum(vocab - 1).cast(thread.dtype)
+        id = load(ids, token)
+        row = id.maximum(0).minimum(vocab - 1).cast(thread.dtype)
         values = scaled(
             layout.quarter(layout.load_quarter(planes, row, units, safe // 4, safe % 4), safe % 4), scale
         )
@@ -124,7 +131,12 @@ def embed_prompt(layout: WeightLayout, tokens: int, vocab: int, cols: int, scale
         for j, value in enumerate(values):
             column = index * QUARTER + j
             ok = None if cols % (threads * QUARTER) == 0 else column < cols
+            if pictures is not None:
+                of_picture = id < 0
+                shown = load(pictures, token * cols + column, all_of(of_picture, ok))
+                value = of_picture.where(shown, value)
             stores.append(store(stream, token * cols + column, value, ok))
         return finish(f"prefill_embed_{layout.name}_{tokens}_{cols}", stores)
 
-    return Kernel(kernel, ("stream",), ("ids", ("planes", len(layout.shapes(vocab, cols)))))
+    planes = "planes", len(layout.shapes(vocab, cols))
+    return Kernel(kernel, ("stream",), ("ids", planes, has_pictures and "pictures"))

@@ -77,7 +77,8 @@ class Heads:
     tokens, its own included. `kv_format`: how the cache holds keys and values. With `normed_values`, values are
     RMS-normed over a head, with `norm_eps`. With `gated` heads, the rows of the QKV product begin with a gate for each
     element of the result, which is multiplied by its sigmoid. If a token `is_stored`, another kernel has put its key
-    and value into the cache before attention begins."""
+    and value into the cache before attention begins. If they look `ahead`, a token of a prompt may see some after its
+    own."""
 
     query: int
     kv: int
@@ -94,6 +95,7 @@ class Heads:
     normed_values: bool = False
     gated: bool = False
     is_stored: bool = False
+    ahead: bool = False
 
     def __post_init__(self) -> None:
         assert self.block % TILE == 0 and self.kv_format.fits(self.dim)
@@ -158,7 +160,7 @@ class Heads:
         """The part of kernels' names that tells apart layers whose caches differ, or how much of them is seen."""
         window = f"_window_{self.window}" if self.window else ""
         kv_format = f"_{self.kv_format.value}" if self.kv_format.is_quantized else ""
-        return f"{self.query}_{self.kv}_{self.dim}{window}_pool_{self.pool}{kv_format}"
+        return f"{self.query}_{self.kv}_{self.dim}{window}_pool_{self.pool}{kv_format}{'_ahead' * self.ahead}"
 
     @property
     def name(self) -> str:

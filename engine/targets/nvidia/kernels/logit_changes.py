@@ -109,7 +109,7 @@ def penalize(vocab: int, context: int, recent: int = MAX_REPEAT_LAST_N, rows: St
     """Lowers the logits of recent tokens: divides positive ones by the repetition penalty and multiplies negative ones,
     then subtracts the frequency penalty for each occurrence and the presence penalty once. Buffers: logits, float32
     (rows, vocab); settings (`settings_of`) of each sequence; state (`StepRows`); so_far, the tokens so far of each
-    sequence, int32 (sequences, context + 1)."""
+    sequence, int32 (sequences, context + 1), negative ones of pictures."""
 
     def kernel(logits: UOp, settings: UOp, state: UOp, so_far: UOp) -> UOp:
         i, row = UOp.special(recent, "lidx0"), rows.number(0)
@@ -136,6 +136,8 @@ def penalize(vocab: int, context: int, recent: int = MAX_REPEAT_LAST_N, rows: St
         place = token_i.maximum(0).minimum(vocab - 1).cast(INDEX) + row * vocab
         x = load(logits, place)
         smaller = (x > f32(0)).where(x / factor, x * factor) - (earlier + f32(1)) * frequency - presence
-        return finish(f"penalize_{vocab}_{rows.count}", [store(logits, place, smaller, is_last)])
+        return finish(
+            f"penalize_{vocab}_{rows.count}", [store(logits, place, smaller, is_last & (token_i >= 0))]
+        )
 
     return Kernel(kernel, ("logits",), ("settings", "state", "so_far"))

@@ -12,6 +12,7 @@ from tinygrad.uop.ops import AxisType, Ops
 
 from engine.kernels.kernel import Kernel
 from engine.targets.nvidia.kernels.activation_order import PLACES, Order
+from engine.targets.nvidia.kernels.angles import angle_row
 from engine.targets.nvidia.kernels.cache_tiles import store_quad
 from engine.targets.nvidia.kernels.kv_cache import TILE, Heads, Pages
 from engine.targets.nvidia.kernels.matmul import as_half
@@ -226,8 +227,8 @@ def rotate_prompt(
     The QKV product comes in runs of `sizes` rows, each as partial sums, float32 (parts, tokens, size). Buffers:
     queries, float16 (see `query_index`); of gated heads gates, their sigmoids, as activations of the last product in an
     `Order`, for `attend_prompt`; cache (`Heads.cache_planes`); sums, those of each run; cos and sin, their tables,
-    float32 (context, dim / 2); tables, those of blocks, int32 (sequences, `Heads.table_size`); prompt, the step's state
-    (`pieces`); bias, float32, if it `has_bias`; norms, the weights of the queries' and the
+    float32 (context, dim / 2) (`angle_row`); tables, those of blocks, int32 (sequences, `Heads.table_size`); prompt,
+    the step's state (`pieces`); bias, float32, if it `has_bias`; norms, the weights of the queries' and the
     keys' norm, float32 (2, dim), if there are norms, or if they are `over_heads`, float32 (query + kv, dim), and
     factors, those of `norms_over_heads`; temperature, the factors of queries by position, float32 (context,), if there
     are any. If the cache is another layer's, there are only queries, and neither a cache nor tables of blocks."""
@@ -275,7 +276,7 @@ def rotate_prompt(
             value = own * norm if h.normed_values else own
         else:
             x, other = own, partner
-        angle = position * half + d % half
+        angle = angle_row(cos, half, h.length, position, prompt, piece.sequence_at) * half + d % half
         z = rotated(x, other, d < half, load(cos, angle), load(sin, angle))
         factor = f32(h.query_scale)
         if temperature is not None:

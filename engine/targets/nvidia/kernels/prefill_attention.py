@@ -245,8 +245,9 @@ def attend_prompt(
     (`PromptTiling.sums_size`), and of gated heads it holds the factors of its elements; queries, those of
     `prefill.rotate_prompt`; cache (`Heads.cache_planes`); tables, those of blocks, int32
     (sequences, `Heads.table_size`); prompt, the step's state (`pieces`), whose pieces begin at multiples of
-    `PromptTiling.span`; sinks, if there are any, unless there are several splits, float32 (query heads,): a score of
-    each head that is not scaled and weighs no value."""
+    `PromptTiling.span`; seen, if heads look ahead, how many tokens that of each row sees, int32 (tokens,), at least
+    those up to its own and at most those of its piece; sinks, if there are any, unless there are several splits,
+    float32 (query heads,): a score of each head that is not scaled and weighs no value."""
     h, dim, rows, warps, steps = heads, heads.dim, tiling.rows, tiling.warps, tiling.steps
     splits, across, per_block = tiling.splits, tiling.across, tiling.units
     chunks, size = dim // 16, 16 * steps
@@ -257,7 +258,15 @@ def attend_prompt(
     assert warps % across == 0 and chunks % across == 0 and (across == 1 or tiling.shared)
     n_sums = rows * own_chunks * 8
 
-    def kernel(out: UOp, queries: UOp, cache: list[UOp], tables: UOp, prompt: UOp, sinks: UOp | None) -> UOp:
+    def kernel(
+        out: UOp,
+        queries: UOp,
+        cache: list[UOp],
+        tables: UOp,
+        prompt: UOp,
+        seen: UOp | None,
+        sinks: UOp | None,
+    ) -> UOp:
         thread, warp = UOp.special(32, "lidx0"), UOp.special(warps, "lidx1") if warps > 1 else UOp.const(0)
         block, kv = UOp.special(blocks, "gidx0"), UOp.special(h.kv, "gidx1")
         split = UOp.special(splits, "gidx2") if splits > 1 else UOp.const(0)
@@ -273,6 +282,12 @@ def attend_prompt(
         piece = Piece.of(prompt, first, tokens, h.length)
         turns = _step_ranges(h, piece, first, after, size, split, splits)
         first_position = piece.position - piece.first  # of row 0, if it were the piece's
+        seen_by: list[UOp] = []  # the rows of queries
+        if seen is not None:
+            seen_by = [
+                load(seen, (tile + i // 2) * 16 + 8 * (i % 2) + g).cast(first_position.dtype)
+                for i in range(2 * rows)
+            ]
 
         tiles = _Tiles(h, tiling, cache, kv, warp, thread, Pages.of(h, tables, prompt, piece.sequence_at))
         first_query = (head * (tokens // 16) + tile) * chunks
@@ -313,7 +328,10 @@ def attend_prompt(
                             + g
                             - ((step * steps + s) * 16 + t * 4)
                         )
-                        sees = [ahead >= e for e in range(4)]
+                        behind = ahead
+                        if seen_by:
+                            behind = seen_by[i] - 1 - ((step * steps + s) * 16 + t * 4)
+                        sees = [behind >= e for e in range(4)]
                         if h.window:
                             sees = [ok & (ahead < h.window + e) for e, ok in enumerate(sees)]
                         four = [ok.where(x, f32(LOWEST)) for ok, x in zip(sees, four, strict=True)]
@@ -395,7 +413,13 @@ def attend_prompt(
 
     used = tiling.shared_bytes(dim)
     hints = LaunchHints(shared_bytes=used if used > STATIC_SHARED else 0)
-    inputs: tuple[Name, ...] = "queries", ("cache", len(h.cache_planes)), "tables", "prompt"
+    inputs: tuple[Name, ...] = (
+        "queries",
+        ("cache", len(h.cache_planes)),
+        "tables",
+        "prompt",
+        h.ahead and "seen",
+    )
     return Kernel(kernel, ("out",), (*inputs, has_sinks and "sinks"), hints)
 
 
@@ -407,7 +431,8 @@ def _step_ranges(
     first, after = piece.token(first_row), piece.token(after_row)
     own, last = piece.position + first, piece.position + after - 1
     start = heads.first_seen(own) // size
-    stop = ((piece.position + after.minimum(piece.count)) + (size - 1)) // size
+    last_seen = piece.count if heads.ahead else after.minimum(piece.count)
+    stop = ((piece.position + last_seen) + (size - 1)) // size
     stop = (first < piece.count).where(stop, start)
     if splits > 1:
         part = (stop - start + (splits - 1)) // splits

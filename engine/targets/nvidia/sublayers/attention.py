@@ -71,6 +71,7 @@ class AttentionHandler(Handler):
             stored=stored,
             normed_values=part.has_normed_values and stored != "nothing",
             gated=part.gate is not None,
+            ahead=loading.looks_ahead and part.sees_pictures,
         )
         self.is_storing = stored != "nothing"
         self.is_over_heads = part.has_norms_over_heads
@@ -183,6 +184,7 @@ class AttentionHandler(Handler):
         attended, order = self._attended(step), step.order
         tiling = self.tiling(tokens, step.has_any_pieces)
         ins = {"queries": queries, "cache": self.cache, "tables": self.tables, "prompt": step.prompt}
+        ins |= {"seen": step.seen} if heads.ahead else {}
         if tiling.splits == 1:
             kernel = attend_prompt(heads, tokens, tiling, has_sinks, order)
             step.add(kernel, out=attended, **ins, sinks=self.sinks)

@@ -27,7 +27,7 @@ class Loading:
     it), and what a KV cache has room for: `parallel` sequences of a `context` each, of which prefill takes up to
     `chunk` tokens at once, in the format `kv`. Sequences share pools of blocks, and `tables` are those of their blocks
     by window, made as layers need them; `caches`: those of the attention so far, in order; `choices`: the arrays of
-    the mixtures to come (`ExpertsHandler.choices`)."""
+    the mixtures to come (`ExpertsHandler.choices`). If it `looks_ahead`, tokens of pictures see those after them."""
 
     weights: Weights
     context: int
@@ -37,6 +37,7 @@ class Loading:
     ropes: Sequence[tuple[Tensor, Tensor]]
     temperature: Tensor | None
     choices: Iterator[Tensor]
+    looks_ahead: bool = False
     tables: dict[int, Tensor] = field(default_factory=dict)
     caches: list[list[Tensor]] = field(default_factory=list)
 
