@@ -27,6 +27,8 @@ def write(path: Path, kind: str, *, out: int = 64, half: bool = False, side: int
     }  # fmt: skip
     for key, value in sizes.items():
         writer.add_uint32(f"clip.vision.{key}", value)
+    if kind in ("qwen3vl_merger", "pixtral"):
+        writer.add_uint32("clip.vision.spatial_merge_size", merge)
     writer.add_float32("clip.vision.attention.layer_norm_epsilon", 1e-6)
     for key in "mean", "std":
         writer.add_array(f"clip.vision.image_{key}", [0.5, 0.4, 0.6])

@@ -150,10 +150,10 @@ class VisionSpec:
 
     def weights(self) -> Iterator[Weight]:
         """All matrices."""
-        return (part for part in _parts(self) if isinstance(part, Weight))
+        return (part for part in parts_of(self) if isinstance(part, Weight))
 
     def vectors(self) -> Iterator[Vector]:
-        return (part for part in _parts(self) if isinstance(part, Vector))
+        return (part for part in parts_of(self) if isinstance(part, Vector))
 
     @property
     def n_bytes(self) -> int:
@@ -173,13 +173,13 @@ class VisionSpec:
         return np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
 
 
-def _parts(value: Any) -> Iterator[Any]:
+def parts_of(value: Any) -> Iterator[Any]:
     """What a description consists of, down to matrices and vectors."""
     if isinstance(value, Weight | Vector):
         yield value
     elif isinstance(value, tuple):
         for item in value:
-            yield from _parts(item)
+            yield from parts_of(item)
     elif hasattr(value, "__dataclass_fields__"):
         for field in fields(value):
-            yield from _parts(getattr(value, field.name))
+            yield from parts_of(getattr(value, field.name))

@@ -7,10 +7,14 @@ from collections import OrderedDict
 from contextlib import suppress
 from pathlib import Path
 
+from tinygrad import Device
+
 from engine.description.spec import ModelSpec
 from engine.description.vision import VisionSpec
 from engine.description.vision_reader import FITTING, read_vision
 from engine.errors import BackendError, ModelFileError
+from engine.formats.dequantize import HOST_TYPES
+from engine.formats.ggml_types import GGML_TYPES
 from engine.formats.gguf import GGUF, printable
 from engine.formats.picture import PictureDecoder
 from engine.formats.prompt_pictures import PICTURE_MARKS, Eyes, SeenPicture
@@ -18,6 +22,7 @@ from engine.loading.weights import FileWeights
 from engine.pictures import Grid, resized
 from engine.protocol.events import Picture
 from engine.runtime.pictures import PictureEncoder, PictureRoom, picture_ids
+from engine.targets.cpu.vision import CPUEncoder
 from engine.targets.graph.vision import GraphEncoder
 
 _REMEMBERED = 32  # pictures: a chat sends all its messages with each prompt
@@ -57,6 +62,9 @@ class EncoderFile:
     def open(self) -> PictureEncoder:
         """The encoder on tinygrad's device. Raises ModelFileError."""
         weights = FileWeights(self.file, list(self.spec.weights()), lambda _: None)
+        types = {GGML_TYPES[weight.type].name for weight in self.spec.weights()}
+        if Device.DEFAULT.split(":")[0] == "CPU" and types <= HOST_TYPES:
+            return CPUEncoder(weights, self.spec)
         return GraphEncoder(weights, self.spec)
 
     @property

@@ -180,7 +180,8 @@ class Speculation:
         return best, best_gain
 
     def _may_draft(self, reply: Job) -> bool:
-        text, may = reply.answer.tokens, reply.guesser is not None and reply.may_check
+        text = reply.answer.tokens
+        may = reply.guesser is not None and reply.may_check and not reply.answer.pictures  # a draft model sees none
         return (
             may and reply.answer.left > 1 and self._drafter is not None and self._drafter.has_room(len(text))
         )

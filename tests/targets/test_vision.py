@@ -17,6 +17,7 @@ from engine.loading.weights import FileWeights, Weights
 from engine.pictures import resized
 from engine.runtime.pictures import Encoding, PictureRoom, Pictures, picture_ids
 from engine.targets.cpu.runner import CPURunner
+from engine.targets.cpu.vision import CPUEncoder
 from engine.targets.graph.runner import GraphRunner
 from engine.targets.graph.vision import GraphEncoder
 from tests import generated_encoder, oracles
@@ -56,10 +57,13 @@ def noise(width, height, seed=0):
     return np.random.default_rng(seed).integers(0, 256, (height, width, 3), np.uint8)
 
 
-@pytest.mark.parametrize("kind", ["qwen3vl_merger", *map(rarely, list(KINDS)[1:])])
-def test_embeddings_are_the_references(kind, reference, tmp_path):
+OF_KINDS = [(kind, CPUEncoder) for kind in KINDS] + [rarely(kind, GraphEncoder) for kind in KINDS]
+
+
+@pytest.mark.parametrize("kind, target", OF_KINDS)
+def test_embeddings_are_the_references(kind, target, reference, tmp_path):
     path = generated_encoder.write(tmp_path / "e.gguf", kind)
-    encoder, wanted = open_encoder(path), reference.Vision(str(path), "transformers")
+    encoder, wanted = open_encoder(path, target), reference.Vision(str(path), "transformers")
     rgb = noise(70, 20)
     if kind == "qwen3vl_merger":  # the reference has the limits of patches of 16 pixels
         wanted.size = lambda width, height: encoder.spec.size(width, height)
@@ -84,12 +88,16 @@ def make(shared, script, *arguments):
 
 
 @thorough
+@pytest.mark.parametrize("target", [CPUEncoder, GraphEncoder])
 @pytest.mark.parametrize("quant, limit", [("F32", 1e-3), ("Q8_0", 3e-2)])
 @pytest.mark.parametrize("name", MODELS)
-def test_embeddings_are_those_of_llama_cpp(name, quant, limit, shared, reference, tmp_path):
+def test_embeddings_are_those_of_llama_cpp(name, quant, limit, target, shared, reference, tmp_path):
     """Stretched as transformers does it. Gemma 4's form of GELU makes 9e-3, the exact GELU of mergers 3e-4."""
     make(shared, "make_vision", name, tmp_path / "e.gguf", "--quant", quant)
-    encoder, answers = open_encoder(tmp_path / "e.gguf"), np.load(shared / f"oracle/vision/{name}-0.npz")
+    encoder, answers = (
+        open_encoder(tmp_path / "e.gguf", target),
+        np.load(shared / f"oracle/vision/{name}-0.npz"),
+    )
     limit = max(limit, 1e-2) if "gemma4" in name else limit
     for key in [key for key in answers.files if key.endswith("/stretch/first8")]:
         rgb = reference.load(shared / "oracle/vision" / key.split("/")[0])

@@ -7,14 +7,18 @@ hidden from attention. A sublayer is a captured step of its own: other work can 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Generator
-from typing import cast
+from collections.abc import Callable, Generator, Sequence
+from copy import copy
+from dataclasses import dataclass, fields, is_dataclass, replace
+from functools import partial
+from typing import Any, Literal, cast
 
 import numpy as np
 from numpy.typing import NDArray
 from tinygrad import Device, Tensor, TinyJit, dtypes
+from tinygrad.dtype import DType
 
-from engine.description.sublayers import Weight
+from engine.description.sublayers import Vector, Weight
 from engine.description.vision import (
     Activation,
     Affine,
@@ -27,6 +31,7 @@ from engine.description.vision import (
     PatchSublayer,
     ProjectorStep,
     VisionSpec,
+    parts_of,
 )
 from engine.kernels.quantized_matrix import QuantizedMatrix
 from engine.loading.weights import FileWeights, pieces
@@ -34,23 +39,30 @@ from engine.pictures import Grid, encoder_input, with_line_ends
 
 _SCORES = 1 << 28  # of attention, at a time: more queries are done one part after the other
 _CAPTURED = 3  # sizes whose captured steps are kept
+_APART = 128
+Ends = Literal["inputs", "outputs"]
 Floats = NDArray[np.float32]
 
 
 class GraphEncoder:
     """Holds the weights, quantized as in the file. Activations are float32, and products of GPUs have float16 inputs,
-    unless the weights are float32."""
+    unless the weights are float32. Sublayers of the same shape share a captured step, which gets their weights."""
 
     def __init__(self, weights: FileWeights, spec: VisionSpec) -> None:
         """Raises ModelFileError."""
         self.spec = spec
-        self._matrices = {weight: _load(weights, weight) for weight in spec.weights()}
+        matrices = {weight: _load(weights, weight) for weight in spec.weights()}
         self._host = {vector: weights.vector(vector) for vector in spec.vectors()}
         on_host = {spec.line_end, spec.positions and spec.positions.table}
-        self._vectors = {v: Tensor(data).realize() for v, data in self._host.items() if v not in on_host}
+        vectors = {v: Tensor(data).realize() for v, data in self._host.items() if v not in on_host}
+        self._limits = {
+            key: Tensor(np.array(limits, np.float32)).realize()
+            for key, limits in _limits((spec.sublayers, spec.projector))
+        }
         is_gpu = not Device.DEFAULT.startswith("CPU")
         self._input = dtypes.float16 if is_gpu and not spec.is_float32 else dtypes.float32
-        self._steps: OrderedDict[int, list[Callable[..., Tensor]]] = OrderedDict()
+        self._all = Parameters(matrices, vectors, self._limits)
+        self._steps: OrderedDict[int, dict[PatchSublayer | str, Callable[..., Tensor]]] = OrderedDict()
 
     def encode(self, rgb: NDArray[np.uint8]) -> Generator[tuple[int, int], None, Floats]:
         """Computes the embeddings of a picture that `pictures.resized` gave, float32 (tokens, out). Gives (done, total)
@@ -60,79 +72,114 @@ class GraphEncoder:
         grid = Grid(rgb.shape[0] // side, rgb.shape[1] // side)
         table = self._host[spec.positions.table].reshape(-1, spec.dim) if spec.positions else None
         of = encoder_input(spec, rgb, table)
-        n = len(of.patches)
+        n, total = len(of.patches), len(spec.sublayers) + 2
         size = _size_of(n, spec.merge**2)
-        steps, total = self._captured(size), len(spec.sublayers) + 2
         others = [_filled(a, size) for a in (of.cos, of.sin) if a is not None]
         hidden = np.where(np.arange(size) < n, 0, -np.inf).astype(np.float32)
         others.append(Tensor(hidden).realize())
         first = [_filled(a, size) for a in (of.patches, of.added) if a is not None]
-        x = steps[0](*first)
-        for done, step in enumerate(steps[1:-1], 1):
+        x = self._captured(size, "embed", self._embed)(*first)
+        for done, sublayer in enumerate(spec.sublayers, 1):
             yield done, total
-            x = step(x, *others)
+            shape = _without_layer(sublayer)
+            step = self._captured(size, shape, partial(self._sublayer, sublayer, len(others)))
+            x = step(x, *others, *self._all.of(sublayer))
         yield total - 1, total
         tokens = grid.rows * grid.columns
-        embeddings = steps[-1](x).numpy()[:tokens]
+        embeddings = self._captured(size, "project", self._project)(x).numpy()[:tokens]
         return with_line_ends(embeddings, grid, self._host[spec.line_end] if spec.line_end else None)
 
-    def _captured(self, size: int) -> list[Callable[..., Tensor]]:
-        """The steps for so many patches: the first product, the sublayers, and the projector."""
-        if size not in self._steps:
-            runs = [
-                self._embed,
-                *(self._sublayer(sublayer) for sublayer in self.spec.sublayers),
-                self._project,
-            ]
-            steps = [TinyJit(run) for run in runs]
-            for step in steps:
-                step.cnt = 1  # capture at the first call, not at the second
-            self._steps[size] = cast(list[Callable[..., Tensor]], steps)
-            while len(self._steps) > _CAPTURED:
-                self._steps.popitem(last=False)
+    def _captured(
+        self, size: int, key: PatchSublayer | str, run: Callable[..., Tensor]
+    ) -> Callable[..., Tensor]:
+        """A step for so many patches."""
+        steps = self._steps.setdefault(size, {})
         self._steps.move_to_end(size)
-        return self._steps[size]
+        while len(self._steps) > _CAPTURED:
+            self._steps.popitem(last=False)
+        if key not in steps:
+            jit = TinyJit(run)
+            jit.cnt = 1  # capture at the first call, not at the second
+            steps[key] = cast(Callable[..., Tensor], jit)
+        return steps[key]
 
     # --- steps: activations are float32 (patches, dim) ---------------------------------------------------
 
     def _embed(self, patches: Tensor, added: Tensor | None = None) -> Tensor:
-        spec = self.spec
-        first, *more = (self._product(kernel, patches) for kernel in spec.kernels)
+        spec, parts = self.spec, Parts(self._all, self._input)
+        first, *more = (parts.product(kernel, patches) for kernel in spec.kernels)
         x = sum(more, start=first)
         if spec.bias:
-            x = x + self._vectors[spec.bias]
+            x = x + self._all.vectors[spec.bias]
         if added is not None:
             x = x + added
-        x = self._norm(x, spec.norm) if spec.norm else x
+        x = parts.norm(x, spec.norm) if spec.norm else x
         return x.contiguous().realize()
 
-    def _sublayer(self, sublayer: PatchSublayer) -> Callable[..., Tensor]:
-        def run(x: Tensor, *others: Tensor) -> Tensor:
-            h, operator = self._norm(x, sublayer.norm), sublayer.operator
-            if isinstance(operator, PatchAttention):
-                y = self._attention(operator, h, *others)
-            else:
-                y = self._feed_forward(operator, h)
-            y = self._norm(y, sublayer.post_norm) if sublayer.post_norm else y
-            return (x + y).contiguous().realize()
-
-        return run
+    def _sublayer(self, sublayer: PatchSublayer, n_others: int, x: Tensor, *inputs: Tensor) -> Tensor:
+        """`inputs`: what all sublayers read, and the weights of the one that is computed in the shape of this."""
+        others, own = inputs[:n_others], inputs[n_others:]
+        parts, operator = Parts(self._all.replaced(sublayer, own), self._input), sublayer.operator
+        h = parts.norm(x, sublayer.norm)
+        if isinstance(operator, PatchAttention):
+            y = parts.attention(operator, h, *others)
+        else:
+            y = parts.feed_forward(operator, h)
+        y = parts.norm(y, sublayer.post_norm) if sublayer.post_norm else y
+        return (x + y).contiguous().realize()
 
     def _project(self, x: Tensor) -> Tensor:
+        parts = Parts(self._all, self._input)
         for step in self.spec.projector:
-            x = self._projected(step, x)
+            x = parts.projected(step, x, self.spec)
         return x.contiguous().realize()
 
-    # --- parts -------------------------------------------------------------------------------------------
 
-    def _attention(self, a: PatchAttention, x: Tensor, *others: Tensor) -> Tensor:
+@dataclass(frozen=True)
+class Parameters:
+    """The weights of an encoder on the device. `limits`: those of the inputs and the outputs of products,
+    float32 (2,)."""
+
+    matrices: dict[Weight, QuantizedMatrix]
+    vectors: dict[Vector, Tensor]
+    limits: dict[tuple[Weight, Ends], Tensor]
+
+    def of(self, sublayer: PatchSublayer) -> list[Tensor]:
+        """All of a sublayer, in an order that follows from its shape."""
+        weights, vectors = _weights_of(sublayer)
+        planes = [plane for weight in weights for plane in self.matrices[weight].planes.values()]
+        return [
+            *planes,
+            *(self.vectors[v] for v in vectors),
+            *(self.limits[key] for key, _ in _limits(sublayer)),
+        ]
+
+    def replaced(self, sublayer: PatchSublayer, own: Sequence[Tensor]) -> Parameters:
+        """Those of a sublayer, with tensors in place of what `of` gives."""
+        left, (weights, vectors) = iter(own), _weights_of(sublayer)
+        matrices = {}
+        for weight in weights:
+            matrices[weight] = matrix = copy(self.matrices[weight])
+            matrix.planes = {name: next(left) for name in matrix.planes}
+        of_vectors = {vector: next(left) for vector in vectors}
+        return Parameters(matrices, of_vectors, {key: next(left) for key, _ in _limits(sublayer)})
+
+
+class Parts:
+    """What steps consist of. `input`: the type of what products read."""
+
+    def __init__(self, parameters: Parameters, input: DType) -> None:
+        self._matrices, self._vectors = parameters.matrices, parameters.vectors
+        self._limits, self._input = parameters.limits, input
+
+    def attention(self, a: PatchAttention, x: Tensor, *others: Tensor) -> Tensor:
         *turns, hidden = others
         n = cast(int, x.shape[0])
 
         def heads(linear: Linear, norm: Norm | None, is_turned: bool) -> Tensor:
             """(heads, n, head_dim)"""
             y = self._linear(linear, x).reshape(n, a.heads, a.head_dim).transpose(0, 1)
-            y = self._norm(y, norm) if norm else y
+            y = self.norm(y, norm) if norm else y
             if is_turned and turns:
                 cos, sin = turns
                 first, second = y.chunk(2, dim=-1)
@@ -150,20 +197,19 @@ class GraphEncoder:
         parts = []
         for i in range(0, n, at_once):
             scores = q[:, i : i + at_once].matmul(k.transpose(1, 2), dtype=dtypes.float32) * a.scale + hidden
-            shares = scores.softmax(-1).cast(self._input)
-            parts.append(shares.contiguous().matmul(v, dtype=dtypes.float32).contiguous())
+            parts.append(_shares(scores, self._input).matmul(v, dtype=dtypes.float32).contiguous())
         y = parts[0] if len(parts) == 1 else parts[0].cat(*parts[1:], dim=1)
         return self._linear(a.o, y.transpose(0, 1).reshape(n, -1))
 
-    def _feed_forward(self, of: PatchFeedForward, x: Tensor) -> Tensor:
+    def feed_forward(self, of: PatchFeedForward, x: Tensor) -> Tensor:
         up = self._linear(of.up, x)
         hidden = _bent(self._linear(of.gate, x), of.activation) * up if of.gate else _bent(up, of.activation)
         return self._linear(of.down, hidden)
 
-    def _projected(self, step: ProjectorStep, x: Tensor) -> Tensor:
+    def projected(self, step: ProjectorStep, x: Tensor, spec: VisionSpec) -> Tensor:
         match step:
             case Norm():
-                return self._norm(x, step)
+                return self.norm(x, step)
             case Linear():
                 return self._linear(step, x)
             case Bend(activation=activation):
@@ -173,7 +219,7 @@ class GraphEncoder:
                 x = x - self._vectors[minus] if minus else x
                 return x * self._vectors[times] if times else x
             case Merge(how=how):
-                x = x.reshape(-1, self.spec.merge**2, self.spec.dim)
+                x = x.reshape(-1, spec.merge**2, spec.dim)
                 if how == "mean":
                     return x.mean(1).contiguous()
                 x = x.transpose(1, 2) if how == "channels" else x
@@ -182,13 +228,17 @@ class GraphEncoder:
 
     def _linear(self, linear: Linear, x: Tensor) -> Tensor:
         if linear.inputs:
-            x = x.clamp(*linear.inputs)
-        y = self._product(linear.weight, x, linear.transposed)
+            x = self._clamped(x, linear, "inputs")
+        y = self.product(linear.weight, x, linear.transposed)
         if linear.bias:
             y = y + self._vectors[linear.bias]
-        return y.clamp(*linear.outputs) if linear.outputs else y
+        return self._clamped(y, linear, "outputs") if linear.outputs else y
 
-    def _product(self, weight: Weight, x: Tensor, transposed: bool = False) -> Tensor:
+    def _clamped(self, x: Tensor, linear: Linear, ends: Ends) -> Tensor:
+        low, high = self._limits[linear.weight, ends].chunk(2)
+        return x.maximum(low).minimum(high)
+
+    def product(self, weight: Weight, x: Tensor, transposed: bool = False) -> Tensor:
         """A product of x (n, cols). Its inputs are in memory, so that its kernel only multiplies: weights of another
         type than products take are so for the time of the product."""
         matrix = self._matrices[weight]
@@ -197,11 +247,60 @@ class GraphEncoder:
         w = w if transposed else w.transpose()
         return x.cast(self._input).contiguous().matmul(w, dtype=dtypes.float32).contiguous()
 
-    def _norm(self, x: Tensor, norm: Norm) -> Tensor:
+    def norm(self, x: Tensor, norm: Norm) -> Tensor:
         x = x - x.mean(-1, keepdim=True) if norm.centred else x
         x = x * ((x * x).mean(-1, keepdim=True) + norm.eps).rsqrt()
         x = x * self._vectors[norm.weight] if norm.weight else x
         return x + self._vectors[norm.bias] if norm.bias else x
+
+
+def _shares(scores: Tensor, type: DType) -> Tensor:
+    """The softmax of scores (heads, queries, keys). Maxima and sums are taken of keys that lie `_APART` apart first:
+    so threads that run together read neighbouring numbers."""
+    heads, queries, keys = (int(n) for n in scores.shape)
+    apart = next(n for n in (_APART, 64, 32, 16, 8, 4, 2, 1) if keys % n == 0)
+    rows = scores.contiguous().reshape(heads, queries, keys // apart, apart)
+    top = rows.max(2).contiguous().max(-1).reshape(heads, queries, 1, 1)
+    powers = (rows - top).exp()
+    totals = powers.sum(2).contiguous().sum(-1).reshape(heads, queries, 1, 1).contiguous()
+    return (powers / totals).cast(type).reshape(heads, queries, keys).contiguous()
+
+
+def _without_layer(sublayer: PatchSublayer) -> PatchSublayer:
+    """What sublayers of the same shape share: without the names of their tensors, and the limits of products."""
+    return cast(PatchSublayer, _renamed(sublayer))
+
+
+def _renamed(value: Any) -> Any:
+    if isinstance(value, Weight | Vector):
+        return replace(value, tensor=value.tensor.split(".", 3)[-1])
+    if isinstance(value, Linear):
+        own = {name: _renamed(getattr(value, name)) for name in ("weight", "bias")}
+        return replace(value, inputs=value.inputs and (0, 0), outputs=value.outputs and (0, 0), **own)
+    if is_dataclass(value):
+        return replace(value, **{f.name: _renamed(getattr(value, f.name)) for f in fields(value)})  # type: ignore[type-var]
+    return value
+
+
+def _weights_of(sublayer: PatchSublayer) -> tuple[list[Weight], list[Vector]]:
+    found = list(parts_of(sublayer))
+    weights = [part for part in found if isinstance(part, Weight)]
+    return weights, [part for part in found if isinstance(part, Vector)]
+
+
+def _limits(value: Any) -> list[tuple[tuple[Weight, Ends], tuple[float, float]]]:
+    """The limits of all products in a description."""
+    if isinstance(value, Linear):
+        ends: list[tuple[Ends, tuple[float, float] | None]] = [
+            ("inputs", value.inputs),
+            ("outputs", value.outputs),
+        ]
+        return [((value.weight, end), limits) for end, limits in ends if limits]
+    if isinstance(value, tuple):
+        return [found for item in value for found in _limits(item)]
+    if is_dataclass(value):
+        return [found for field in fields(value) for found in _limits(getattr(value, field.name))]
+    return []
 
 
 def _bent(x: Tensor, activation: Activation) -> Tensor:
