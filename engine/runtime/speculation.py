@@ -181,7 +181,9 @@ class Speculation:
 
     def _may_draft(self, reply: Job) -> bool:
         text = reply.answer.tokens
-        may = reply.guesser is not None and reply.may_check and not reply.answer.pictures  # a draft model sees none
+        may = (
+            reply.guesser is not None and reply.may_check and not reply.answer.pictures
+        )  # a draft model sees none
         return (
             may and reply.answer.left > 1 and self._drafter is not None and self._drafter.has_room(len(text))
         )

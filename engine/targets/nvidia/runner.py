@@ -80,8 +80,7 @@ class NvidiaRunner:
         is_early: bool = False,
         pictures: PictureRoom | None = None,
     ) -> None:
-        """`is_early`: the kernels of prefill are compiled later (`ModelRunner.prepare`). `pictures`: if prompts may
-        have some. Raises ModelFileError."""
+        """`is_early`: prefill is compiled later. `pictures`: if there may be some. Raises ModelFileError."""
         launch_bounds.apply()
         os.environ.setdefault("ALLOW_HALF8", "1")  # lets tinygrad load eight half-precision numbers at once
         self.parallel, self._context, self._is_early = parallel, context_length, is_early
@@ -323,7 +322,7 @@ class NvidiaRunner:
         while pieces:
             some = ((n, size) for n in range(len(pieces), 1, -1) for size in self._sizes)
             n, size = next((s for s in some if self._fits(s[1], pieces[: s[0]])), (1, 0))
-            self._store_together(size, pieces[:n]) if size else self._store_one(pieces[0])
+            self._launch_prefill(size, pieces[:n]) if size else self._store_one(pieces[0])
             pieces = pieces[n:]
 
     def _fits(self, size: int, pieces: Sequence[Slot]) -> bool:
@@ -332,17 +331,12 @@ class NvidiaRunner:
 
     def _store_one(self, slot: Slot) -> None:
         """Prefills a piece of a prompt."""
-        size = self._size_of(len(slot.inputs))
-        few = _DECODE_AT_MOST if self._has_prefill(size) else _DETOUR_AT_MOST
-        if len(slot.inputs) <= few and not slot.pictures:
+        size, n = self._size_of(len(slot.inputs)), len(slot.inputs)
+        if not slot.pictures and n <= (_DECODE_AT_MOST if self._has_prefill(size) else _DETOUR_AT_MOST):
             for i, token in enumerate(slot.inputs):
                 self._steps.decode([Slot(slot.sequence, (token,), slot.position + i)], ahead=None)
             return
-        self._store_together(size, [slot])
-
-    def _store_together(self, size: int, pieces: Sequence[Slot]) -> None:
-        self._prefill.send(size, pieces)
-        self._launch_prefill(size)
+        self._launch_prefill(size, [slot])
 
     def _stream(self, slot: Slot) -> NDArray[np.float32]:
         """Prefills a piece of a prompt with all sublayers; gives the residual stream, float32 (inputs, dim)."""
@@ -436,7 +430,9 @@ class NvidiaRunner:
         """Makes a token of sequence 0 the row of the next step."""
         overwrite(self._one.state, np.asarray([token, position, 0], np.int32))
 
-    def _launch_prefill(self, size: int) -> None:
+    def _launch_prefill(self, size: int, pieces: Sequence[Slot] = ()) -> None:
+        if pieces:  # else they are sent already
+            self._prefill.send(size, pieces)
         self._prepare_prefill(size)
         self._launch(("prefill", size), lambda: self._prefill.step(size))
 

@@ -282,13 +282,9 @@ def attend_prompt(
         piece = Piece.of(prompt, first, tokens, h.length)
         turns = _step_ranges(h, piece, first, after, size, split, splits)
         first_position = piece.position - piece.first  # of row 0, if it were the piece's
-        seen_by: list[UOp] = []  # the rows of queries
-        if seen is not None:
-            seen_by = [
-                load(seen, (tile + i // 2) * 16 + 8 * (i % 2) + g).cast(first_position.dtype)
-                for i in range(2 * rows)
-            ]
-
+        query_rows_of = [(tile + i // 2) * 16 + 8 * (i % 2) + g for i in range(2 * rows)]
+        reads = [load(seen, row) for row in query_rows_of] if seen is not None else []
+        last_seen = [read.cast(first_position.dtype) - 1 for read in reads]
         tiles = _Tiles(h, tiling, cache, kv, warp, thread, Pages.of(h, tables, prompt, piece.sequence_at))
         first_query = (head * (tokens // 16) + tile) * chunks
         query_rows = [  # of the warps that share queries, each copies every `across`-th sixteen dimensions
@@ -328,9 +324,7 @@ def attend_prompt(
                             + g
                             - ((step * steps + s) * 16 + t * 4)
                         )
-                        behind = ahead
-                        if seen_by:
-                            behind = seen_by[i] - 1 - ((step * steps + s) * 16 + t * 4)
+                        behind = last_seen[i] - ((step * steps + s) * 16 + t * 4) if last_seen else ahead
                         sees = [behind >= e for e in range(4)]
                         if h.window:
                             sees = [ok & (ahead < h.window + e) for e, ok in enumerate(sees)]
