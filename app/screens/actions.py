@@ -62,10 +62,7 @@ OTHER_KEYS = (
     ("Ctrl+Home, Ctrl+End", "First message, last message"),
     ("Mouse", "Selecting text copies it, a double click a word, a triple one a line; a click copies a link"),
     ("Ctrl+C", "Copy the selection; without one, stop the reply or clear the draft; twice, quit"),
-    (
-        "Alt+Y, Alt+N",
-        "When a tool asks: run it once, or not; Alt+C always in this chat, Alt+A always for this tool",
-    ),
+    ("Alt+Y, Alt+C, Alt+A, Alt+N", "When a tool asks: run it once, always in this chat, always; or not"),
     ("Ctrl+D", "In an empty prompt: quit"),
     ("Ctrl+P", "All commands, and the theme"),
 )

@@ -9,8 +9,8 @@ from tools.guide.facts import PRONOUNS, Fact, Knowledge
 from tools.guide.template import Message
 from tools.guide.wording import gist, normalized
 
-QUESTION_COUNTS = ((1, 40), (2, 20), (3, 14), (4, 8), (6, 8), (9, 6), (14, 3), (22, 1))
-"""(questions in a conversation, weight of this count)."""
+QUESTION_COUNTS = ((1, 40), (2, 20), (3, 14), (4, 8), (6, 8), (9, 6), (14, 3), (22, 1), (46, 3))
+"""(questions in a conversation, weight of this count). The longest fill the context."""
 STANDALONE_WEIGHTS = {
     "fact": 62, "topic": 11, "calculate": 2, "live": 3, "write": 4, "talk": 14, "unclear": 2, "dangling": 2,
     "name": 11,

@@ -76,7 +76,7 @@ def write(folder: Path, count: int = CONVERSATIONS, singles: int = 0, tokenizer:
     tasks = [(f"train {n}", count // SHARDS, singles // SHARDS, bpe.to_str()) for n in range(SHARDS)]
     with multiprocessing.get_context("spawn").Pool() as pool:
         parts = [part for shard in pool.map(_shard, tasks) for part in shard]
-    fitting = [part for part in parts if len(part) <= SHAPE.context]
+    fitting = [part[: SHAPE.context] for part in parts]
     lengths = np.array([len(part) for part in fitting], np.int32)
     np.savez(folder / "train.npz", ids=np.concatenate(fitting), lengths=lengths)
     questions = {"development": DEVELOPMENT, "held-out": HELD_OUT}

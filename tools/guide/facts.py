@@ -116,10 +116,10 @@ def load() -> Knowledge:
             builder.from_table(source, _TOPIC_OF_TABLE[head], phrases[head].pop(name, {}))
         elif head == "exit":
             builder.from_table(source, _TOPIC_OF_TABLE[head], {})
-        elif head in ("types", "preset") and name:
+        elif head in ("types", "preset", "label") and name:
             more = {"names": source.slots["name"]} if "name" in source.slots else {}
             subjects.setdefault(source.subject, {}).update(more | {"what": _table(source)})
-            topics[source.subject] = "quantization" if head == "types" else "presets"
+            topics[source.subject] = {"types": "quantization", "preset": "presets"}.get(head, "labels")
         else:
             table = subjects.setdefault(source.subject, {"names": (source.subject.replace("_", " "),)})
             table[source.aspect] = table.get(source.aspect, {}) | _table(source) | {"slots": source.slots}

@@ -21,6 +21,7 @@ from engine.description.architectures import ARCHITECTURES
 from engine.errors import EXIT_CODES, OrinError
 from engine.formats.quantization import QUANTIZED, Format
 from presets import loader
+from widgets.labels import LABELS
 
 
 class Source(NamedTuple):
@@ -48,6 +49,9 @@ EDITING = (
 )
 OF_TERMINALS = ("Ctrl+H", "Ctrl+I", "Ctrl+M", "Ctrl+V")
 """Keys that terminals send as Backspace, Tab or Enter, or use to paste."""
+COMMON_LABELS = {"tokens", "attention", "memory", "temperature", "power", "sum", "best", "copy", "reading", "other",
+                 "role", "calls", "%", "GB/s", "tok/s", "prefill", "sampling", "BEAM", "never", "cached"}  # fmt: skip
+"""Labels that are words of other subjects, too: only with their place they are asked for."""
 OTHER_FREE_KEYS = ("Insert", "Pause", "Scroll Lock", "Print Screen", "F13", "F14", "F15", "F16", "F20")
 
 
@@ -236,6 +240,20 @@ def programs() -> Iterator[Source]:
     yield Source("program", "list", listed, tuple(COMMANDS), {})
 
 
+def labels() -> Iterator[Source]:
+    """What the labels of the dashboard and of the status line mean, as their tooltips say it."""
+    for pane, table in LABELS.items():
+        for label, sentence in table.items():
+            place = f"in the {pane}" if pane in ("throughput", "kernels", "machine") else f"on the {pane}"
+            quoted = (f"{label} {place}", f"the label {label}", f"{label} on the screen", f"the word {label}")
+            names = quoted if label in COMMON_LABELS else (label, *quoted)
+            slug = re.sub(r"\W+", "-", label.lower()).strip("-") or "percent"
+            answer = f"{label} {place}: {_lower(sentence)}"
+            yield Source(
+                f"label.{pane.replace(' ', '-')}-{slug}", "what", answer, (_lower(sentence),), {"name": names}
+            )
+
+
 def all_sources(knowledge: Path) -> list[Source]:
     """Every fact about the program. `knowledge` is the folder of the TOML files."""
     read = {
@@ -251,6 +269,7 @@ def all_sources(knowledge: Path) -> list[Source]:
         *preset_files(),
         *catalog(),
         *programs(),
+        *labels(),
     ]
 
 
