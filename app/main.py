@@ -257,7 +257,7 @@ def _converse(
                 say(sys.stderr, f"{problem}.")
             else:
                 greet(args.model, configuration.engine.model_path, is_chat=True)
-            typed = is_terminal and TerminalLines(history.prompts(), completions())
+            typed = is_terminal and TerminalLines(history.prompts(), completions(), vi=settings.keys == "vi")
             lines = typed or FileLines(sys.stdin, sys.stdout)
             models = None if args.engine else OtherModels(configuration.engine, settings)
             line_chat = LineChat(
@@ -276,6 +276,7 @@ def _converse(
         from app.chat.speed_history import recording_engine
         from app.screens.chat_app import ChatApp
         from app.screens.engine_setup import EngineSetup
+        from widgets.vi_keys import ViKeys
 
         setup = None
         if args.engine is None:
@@ -302,6 +303,8 @@ def _converse(
             warning=warning,
             **chat,
         )
+        if settings.keys == "vi":
+            app.prompt.vi = ViKeys(app.prompt)
         app.run()
         remember("theme", app.theme)
         if not app.return_code and (way_back := app.session.conversation.way_back()):

@@ -53,6 +53,10 @@ class BackendError(OrinError):
 
 SHORTEN = "Start a new chat, shorten the prompt, or restart with a larger --context."
 """The hint of a `ContextFullError`."""
+SHORTEN_AT_MOST = (
+    "Start a new chat, shorten the prompt, or take a model with a longer context: this one has no more."
+)
+"""The same for a context as long as the model was trained for."""
 
 
 class ContextFullError(OrinError):

@@ -12,6 +12,7 @@ from widgets.ordered_input import OrderedTextArea
 from widgets.prompt_history import PromptHistory
 from widgets.suggestions import Suggestions
 from widgets.text import clean, editable
+from widgets.vi_keys import ViKeys
 
 NEWLINE_KEYS = frozenset({"shift+enter", "alt+enter", "ctrl+j", "ctrl+enter", "shift+\r"})
 
@@ -27,7 +28,8 @@ _ansi_sequences.ANSI_SEQUENCES_KEYS["\x1b\r"] = (_LegacyKey.ALT_ENTER,)  # type:
 class Prompt(OrderedTextArea):
     """Enter sends; Shift+Enter, Alt+Enter or Ctrl+J starts a new line. Up in the first line and Down in the last one
     go through the earlier prompts. While `suggestions` are listed, Up and Down choose one, and Tab or Enter takes it.
-    `suggest` lists them for what stands before the cursor; `paste` is what a pasted text becomes."""
+    `suggest` lists them for what stands before the cursor; `paste` is what a pasted text becomes; `vi` has the keys of
+    vi, if the user wants them."""
 
     DEFAULT_CSS = """
     Prompt {
@@ -73,6 +75,7 @@ class Prompt(OrderedTextArea):
         self.suggestions = Suggestions()
         self.suggest: Callable[[], None] = lambda: None
         self.paste: Callable[[str], str] = lambda text: text
+        self.vi: ViKeys | None = None
 
     def remember(self, prompts: Iterable[str]) -> None:
         """Sets the earlier prompts, oldest first."""
@@ -86,6 +89,11 @@ class Prompt(OrderedTextArea):
         """Puts `text` into the box. What it held becomes the last of the earlier prompts."""
         self._history.replace(self.text, text)
         self._show(text)
+
+    @property
+    def mode(self) -> str:
+        """What letters do now, "" if they are typed."""
+        return "vi: letters are commands, i inserts" if self.vi and not self.vi.is_inserting else ""
 
     @property
     def is_typed(self) -> bool:
@@ -139,7 +147,7 @@ class Prompt(OrderedTextArea):
         return self.document[row][:column]
 
     async def _on_key(self, event: events.Key) -> None:
-        if self._handle(event.key):
+        if self._handle(event.key) or (self.vi and self.vi.handle(event.key, event.character)):
             event.stop()
             event.prevent_default()
 

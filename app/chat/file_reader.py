@@ -127,9 +127,15 @@ class FileReader:
         files.require_room(read, sum(file.tokens or 0 for file in read), room)
         return read
 
+    def missing(self, prompt: str) -> str:
+        """A sentence on what `prompt` mentions and what is no file; "" if there is none."""
+        return files.said_missing(files.missing(prompt, known=self._is_known))
+
     def _mentions(self, prompt: str) -> list[files.Mention]:
-        paths = {path for path, _, _ in self._sent}
-        return files.mentions(prompt, known=lambda path: _path(path) in paths)
+        return files.mentions(prompt, known=self._is_known)
+
+    def _is_known(self, path: Path) -> bool:
+        return any(_path(path) == sent for sent, _, _ in self._sent)
 
     def chips(self, prompt: str) -> list[tuple[str, bool]]:
         """A few words on each file that `prompt` names, and whether it can be read."""

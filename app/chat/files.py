@@ -69,6 +69,25 @@ def mentions(
     return list(found)
 
 
+def missing(
+    prompt: str, folder: Path | None = None, known: Callable[[Path], bool] = lambda path: False
+) -> list[str]:
+    """The mentions in `prompt` that name nothing, and so are text: @nosuchfile. Parameters: see `mentions`."""
+    found: dict[str, None] = {}
+    for match in _MENTION.finditer(prompt):
+        text = match["quoted"] or match["bare"].rstrip(_AFTER)
+        if text and not mentions(match[0], folder, known):
+            found[f"@{one_line(text)[:40]}"] = None
+    return list(found)
+
+
+def said_missing(names: Sequence[str]) -> str:
+    """A sentence on mentions that name nothing; "" if there are none."""
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    verb = "names" if len(names) == 1 else "name"
+    return f"{', '.join(names[:3])}{more} {verb} no file, and went as text" if names else ""
+
+
 def _named(text: str, folder: Path, known: Callable[[Path], bool]) -> list[Mention]:
     """What a mention names; nothing if that does not exist."""
     lines = _LINES.search(text)

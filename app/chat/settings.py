@@ -4,7 +4,7 @@ import contextlib
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import platformdirs
@@ -32,6 +32,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     kv: KVFormat | None = None
     speculate: Speculate | None = None
     system: str = ""
+    keys: Literal["plain", "vi"] = "plain"  # in the prompt
     llama_server: str = ""  # the program, or the address of a server, for comparisons
     keep_packed: bool = False  # stores a CPU's packed weights on disk for the next start
     keep_warm: str = ""  # for how long the engine lives on for the next run: 10m

@@ -153,6 +153,8 @@ class LineChat(View):
                 self._draft = text
                 raise
         self._reader.remember(files)
+        if self._lines.is_terminal and "@" in text and (missing := self._reader.missing(text)):
+            self._print(f"[{missing}]")
         for file in files:
             self._print(f"[{file.label}]")
         await self.session.send(text, files=files)

@@ -22,11 +22,13 @@ PROMPT = "> "
 
 class TerminalLines:
     """A prompt with a history and with completion of commands. Enter sends, Alt+Enter begins a new line. `commands`
-    maps the name of each command to the words that may follow it."""
+    maps the name of each command to the words that may follow it. `vi`: with the keys of vi."""
 
     is_terminal = True
 
-    def __init__(self, history: Iterable[str], commands: Mapping[str, Iterable[str]]) -> None:
+    def __init__(
+        self, history: Iterable[str], commands: Mapping[str, Iterable[str]], *, vi: bool = False
+    ) -> None:
         keys = KeyBindings()
         keys.add("enter")(_send)
         keys.add("escape", "enter")(_new_line)
@@ -41,6 +43,7 @@ class TerminalLines:
                 completer=ThreadedCompleter(CommandCompleter(commands)),  # a folder may be slow
                 key_bindings=keys,
                 multiline=True,
+                vi_mode=vi,
                 enable_suspend=True,  # Ctrl-Z, as in a shell
                 prompt_continuation=" " * len(PROMPT),
             )

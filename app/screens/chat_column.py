@@ -191,7 +191,9 @@ class ChatColumn(View, Vertical):
     def _show_title(self) -> None:
         """The border of the prompt says that it edits, and that there is a system prompt; on a tiny terminal, it says
         what the activity line and the status line would."""
-        title = longest_fitting(EDITING, self.size.width - _BOX) if self.editing is not None else ""
+        title = (
+            longest_fitting(EDITING, self.size.width - _BOX) if self.editing is not None else self.prompt.mode
+        )
         has_system = bool(self.session.conversation.system)
         subtitle = Content(longest_fitting(SYSTEM_SET, self.size.width - _BOX) if has_system else "")
         if self.app.size.width < TINY_WIDTH:
@@ -246,11 +248,13 @@ class ChatColumn(View, Vertical):
         self.end_editing()
         self.prompt.sent(text)
         files: tuple[Attachment, ...] = ()
+        missing = ""
         if "@" in text:
             room = self.session.room(in_place=index is not None)
             try:
                 files = await asyncio.to_thread(self.typing.reader.read_all, text, room)
                 refuse_pictures(files, self.session.status)
+                missing = await asyncio.to_thread(self.typing.reader.missing, text)
             except OrinError as error:
                 self.prompt.put(text)
                 if index is not None:
@@ -259,6 +263,8 @@ class ChatColumn(View, Vertical):
                 return
         self.typing.reader.remember(files)
         await self.session.send(text, in_place_of=index, files=files)
+        if missing:
+            self.notice(missing, seconds=10)
 
     def edit(self) -> None:
         """Puts the last prompt into the box or, if it is there already, the one before it."""

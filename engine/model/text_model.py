@@ -18,7 +18,7 @@ from engine.description import file_summary
 from engine.description.architectures import read_spec
 from engine.description.spec import ModelSpec
 from engine.devices.device_name import device_name
-from engine.errors import PreemptedError, UsageError
+from engine.errors import SHORTEN_AT_MOST, ContextFullError, PreemptedError, UsageError
 from engine.fixes import compiler_processes, program_cache
 from engine.formats.gguf import GGUF
 from engine.formats.kv_format import KVFormat
@@ -226,9 +226,13 @@ class TextModel:
                 f"{self.ready.model.name} sees no pictures: it has no encoder for them.",
                 "Take a model that does, or name its encoder: --mmproj FILE.",
             )
-        if request.pooling:
-            return self._embeddings.begin(request, report)
-        return self._answers.begin(request, report)
+        try:
+            answers = self._embeddings if request.pooling else self._answers
+            return answers.begin(request, report)
+        except ContextFullError as error:
+            if self.context_length < self.ready.model.trained_context:
+                raise
+            raise ContextFullError(error.message, SHORTEN_AT_MOST) from None
 
     def generate(self, request: Generate, report: Report, cancelled: Callable[[], bool]) -> Finished:
         """Answers one request at once, for callers that have no worker. Raises what `begin` and the steps raise."""

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from engine.errors import ContextFullError, ModelFileError, PreemptedError, UsageError
 from engine.model.text_model import TextModel
@@ -110,8 +111,17 @@ def test_the_context_is_filled_to_its_last_token_and_not_beyond(model):
     ids = tuple(i % 200 for i in range(120))
     end, tokens, _ = answer(model, TokenIds(ids=ids), max_tokens=None)
     assert (end.reason, len(tokens)) == ("length", 9)  # the last one need not be stored
-    with pytest.raises(ContextFullError, match=r"129 tokens .* holds 128"):
+    with pytest.raises(ContextFullError, match=r"129 tokens .* holds 128") as caught:
         answer(model, TokenIds(ids=(*ids, *range(9))))
+    assert ("--context" in caught.value.hint) == (model.ready.model.trained_context > 128)
+
+
+def test_a_context_as_long_as_the_model_was_trained_for_is_not_to_be_longer(model, monkeypatch):
+    trained = replace(model.ready, model=replace(model.ready.model, trained_context=128))
+    monkeypatch.setattr(model, "ready", trained)
+    with pytest.raises(ContextFullError) as caught:
+        answer(model, TokenIds(ids=tuple(i % 200 for i in range(129))))
+    assert "--context" not in caught.value.hint and "longer context" in caught.value.hint
 
 
 def test_prompts_that_cannot_be_answered(model):

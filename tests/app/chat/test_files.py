@@ -45,6 +45,19 @@ def test_what_is_meant(prompt, names):
     assert [mention.name for mention in files.mentions(prompt)] == names
 
 
+@pytest.mark.parametrize(
+    ("prompt", "said"),
+    [
+        ("What is in @nosuchfile?", "@nosuchfile names no file, and went as text"),
+        ("@a.txt @b.txt @c.txt @d.txt", "@a.txt, @b.txt, @c.txt and 1 more name no file, and went as text"),
+        ('@notes.txt and @"no such.md"', "@no such.md names no file, and went as text"),
+        ("(@notes.txt), me@example.org @", ""),
+    ],
+)
+def test_what_names_no_file_is_said(prompt, said):
+    assert FileReader(lambda _: None).missing(prompt) == said
+
+
 def test_lines_of_a_file():
     [part] = files.read_all("@notes.txt:10-12")
     assert part.text == "line 10\nline 11\nline 12\n"

@@ -10,6 +10,7 @@ from app.screens.help import HelpScreen
 from engine.protocol.events import Message
 from tests.app.driver import chat
 from tests.app.fake_engine import FakeEngine, reply
+from widgets.vi_keys import ViKeys
 
 
 @pytest.fixture(autouse=True)
@@ -43,6 +44,27 @@ async def test_a_file_goes_along_and_is_read_again_when_it_has_changed(history, 
         await user.press("n", "o", "w", "?", "enter")
         await user.sees("Low.")
         assert "The tide is low." in user.engine.prompts()[1][2][1]
+
+
+async def test_what_names_no_file_goes_as_text_and_is_said(history):
+    async with chat(FakeEngine(reply("Hm.")), history) as user:
+        await user.idle()
+        await user.say("Read @nosuchfile")
+        await user.sees("Hm.")
+        await user.idle()
+        assert user.notice() == "@nosuchfile names no file, and went as text"
+        assert user.engine.prompts()[0][0][1] == "Read @nosuchfile"
+
+
+async def test_keys_of_vi(history):
+    async with chat(FakeEngine(reply("Yes.")), history) as user:
+        user.app.prompt.vi = ViKeys(user.app.prompt)
+        await user.idle()
+        await user.press(*"no", "escape", "c", "c", *"Is it?", "escape")
+        await user.sees("vi: letters are commands, i inserts")
+        await user.press("j", "enter")
+        await user.sees("Yes.")
+        assert user.engine.prompts()[0][0][1] == "Is it?"
 
 
 async def test_what_is_no_text_is_not_sent_and_not_lost(history):
