@@ -14,7 +14,7 @@ import msgspec
 
 from app.serve.errors import wrong
 from app.serve.protocols.requests import check_size, converted
-from engine.formats.tool_calls import ToolForm
+from engine.formats.tool_calls import HARMONY, ToolForm
 
 INPUT = "input"
 
@@ -113,6 +113,8 @@ def chosen_tools(raw: list[dict[str, Any]] | None, choice: Choice, form: ToolFor
         match tool.type:
             case "function" if tool.function:
                 name, shown = tool.function.name, as_sent
+                if form is HARMONY and tool.function.description is None:  # its template needs one
+                    shown = {**as_sent, "function": {**as_sent["function"], "description": ""}}
             case "custom" if tool.custom:
                 name, shown = tool.custom.name, tool.custom.as_function
                 custom.append(name)

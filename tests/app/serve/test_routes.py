@@ -1,6 +1,7 @@
 """What the server answers, over an engine that follows a script."""
 
 import asyncio
+import dataclasses
 import functools
 import gc
 import json
@@ -16,6 +17,7 @@ from app.serve.metrics import Metrics
 from app.serve.protocols.chat import ChatBody
 from app.serve.protocols.completions import TextBody
 from app.serve.routes import application
+from engine.formats.tool_calls import HARMONY
 from engine.protocol.events import (
     BlockCounts,
     Failed,
@@ -541,6 +543,14 @@ async def test_an_answer_that_is_not_streamed_shows_that_it_lives(served, monkey
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
     assert service.open == 0 and service.handled[2].status == 499
+
+
+async def test_tools_of_gpt_oss_have_a_description(served, model_file):
+    engine = FakeEngine()
+    client, _ = served(engine, file=dataclasses.replace(model_file, form=HARMONY))
+    await client.post(CHAT, json={**HELLO, "tools": [WEATHER]})
+    [tool] = json.loads(engine.requests[0].prompt.tools)
+    assert tool["function"]["description"] == "" and "description" not in WEATHER["function"]
 
 
 async def test_functions_are_tools_in_their_first_form(served):
