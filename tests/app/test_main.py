@@ -244,6 +244,8 @@ def test_the_death_of_the_engine_keeps_what_was_said(run, model):
         (["--plain", "why?"], "--plain"),
         (["--continue", "--chat", "3"], "--continue"),
         (["--continue", "why?"], "--continue"),
+        (["--allow-tools", "files", "why?"], "no server"),
+        (["--allow-tools", "files", "--raw", "why?"], "--allow-tools"),
         (["--json"], "PROMPT"),
         (["why", "not?"], "quotes"),
         (["--verbose", "tokenize", "x"], "orin-chat tokenize"),

@@ -15,7 +15,7 @@ from app.chat.tool_use import Permissions
 from app.chat.view import View
 from app.cli.oneshot_tools import OneShotTools
 from app.tools.toolbox import Returned
-from engine.formats.tool_calls import HERMES
+from engine.formats.tool_calls import GRANITE, HARMONY, HERMES, LLAMA, MISTRAL, MISTRAL_ARGS, QWEN_XML
 from engine.protocol.events import Chat, Failed, Generate, Message, Token
 from tests.app.fake_engine import FakeEngine, reply
 from tests.app.tools.fake_toolbox import FakeToolbox
@@ -220,6 +220,26 @@ async def test_a_long_result_leaves_room_in_the_context(begin):
     await say(session, "Read it")
     result = messages(engine)[-1][1]
     assert len(result) < 8192 * 1.6 and result.endswith("[187,712 more characters are left out]")
+
+
+FAMILIES = {  # what a model of the family writes
+    HERMES: '<tool_call>\n{"name": "files.read", "arguments": {"path": "a.txt"}}\n</tool_call>',
+    QWEN_XML: "<tool_call>\n<function=files.read>\n<parameter=path>\na.txt\n</parameter>\n</function>\n</tool_call>",
+    MISTRAL: '[TOOL_CALLS][{"name": "files.read", "arguments": {"path": "a.txt"}}]',
+    MISTRAL_ARGS: '[TOOL_CALLS]files.read[ARGS]{"path": "a.txt"}',
+    GRANITE: '<|tool_call|>[{"name": "files.read", "arguments": {"path": "a.txt"}}]',
+    LLAMA: '{"name": "files.read", "parameters": {"path": "a.txt"}}',
+    HARMONY: ' to=functions.files.read<|message|>{"path": "a.txt"}',
+}
+
+
+@pytest.mark.parametrize("form", FAMILIES)
+async def test_every_family_is_understood(begin, form):
+    session = begin(FakeEngine(reply(FAMILIES[form]), reply("So.")), Answering("once"))
+    session.tools.form = lambda: form
+    await say(session, "Read it")
+    assert session.tools.toolbox.called == [("files.read", '{"path": "a.txt"}')]
+    assert [turn.content for turn in session.conversation.turns[1:]] == ["", "So."]
 
 
 async def test_text_that_only_begins_like_a_call_is_text(begin):
