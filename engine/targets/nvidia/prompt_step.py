@@ -135,7 +135,7 @@ class PromptStep(Step):
             kernel = small_batch_product(part.layout, tokens, rows, part.cols, few, stored(rows), name)
             self.add(kernel, out=out, x=x, planes=part.planes)
             return Sums(out, few.splits)
-        tiles = tiles_for(tokens, rows, part.cols, multiprocessors(), False, part.layout.bits)
+        tiles = tiles_for(tokens, rows, part.cols, multiprocessors(), False, part.layout)
         out = self.buffer(name, tiles.parts * tokens * rows)
         kernel = matmul(part.layout, tokens, rows, part.cols, tiles, False, name)
         self.add(kernel, out=out, x=x, prompt=self.prompt, planes=part.planes)
@@ -151,7 +151,7 @@ class PromptStep(Step):
             self.multiply(part, self.tiles(part), activated(activation), "gate_up", out=out)
             return
         tiles = tiles_for(
-            self.tokens, part.rows, part.cols, multiprocessors(), paired=True, bits=part.layout.bits
+            self.tokens, part.rows, part.cols, multiprocessors(), paired=True, layout=part.layout
         )
         kernel = matmul(part.layout, self.tokens, part.rows, part.cols, tiles, True, "gate_up", activation)
         self.add(kernel, out=out, x=self.x, prompt=self.prompt, planes=part.planes)

@@ -45,6 +45,7 @@ from engine.targets.nvidia.kernels.uops import (
 from engine.targets.nvidia.kernels.weight_layout import WeightLayout
 
 _MANY = 8  # blocks for each multiprocessor, of which four run at a time
+_NARROW = 2, 14, 20  # Q4_0, Q6_K and IQ4_NL: gate and up of 32 rows take a few registers too many
 _MAX_HALF = 65504.0  # the largest float16
 
 
@@ -109,12 +110,14 @@ def expert_tiles(tokens: int, used: int, n: int) -> ExpertTiles:
     return ExpertTiles(tokens, used, n, tile)
 
 
-def tiles_for(tokens: int, rows: int, cols: int, multiprocessors: int, paired: bool, bits: int = 0) -> Tiles:
+def tiles_for(
+    tokens: int, rows: int, cols: int, multiprocessors: int, paired: bool, layout: WeightLayout | None = None
+) -> Tiles:
     """Tiles that give every multiprocessor two blocks, by dividing the common dimension if there are too few. `paired`
     products are not divided, because the activation needs the whole sums of gate and up. If there are many, twice as
-    many tokens share a block, and the weights that it loads, on GPUs where that is faster. `bits`: of a weight."""
+    many tokens share a block, and the weights that it loads, on GPUs where that is faster. `layout`: the matrix's."""
     # Tall tiles: a weight is converted to half precision once for 128 tokens.
-    is_narrow = (bits > 16 or (paired and bits == 6)) and spills_early()
+    is_narrow = layout and spills_early() and (layout.bits >= 16 or (paired and layout.ggml_type in _NARROW))
     tiles = Tiles(min(8, tokens // 16), 2 if is_narrow else 4, 1, 2, 1)
     blocks = -(-tokens // tiles.tokens) * -(-rows // tiles.width)
     # Registers spill early if warps of a block take different numbers of steps.
