@@ -294,7 +294,7 @@ class TextModel:
             self._run(0, size // 2 + 1)
             yield
             if self._embeds:
-                self._run(0, size // 2 + 1, want="hidden")
+                yield from self._prepare(partial(self._run, 0, size // 2 + 1, want="hidden"))
                 yield
         for drawing in (None, *_drawings()) if runner.sampler else (None,):
             for count in runner.row_counts:

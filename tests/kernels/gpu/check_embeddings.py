@@ -32,8 +32,10 @@ def hold(**shape: Any) -> None:
     """Two pieces of a prompt, the second beside a reply; raises AssertionError where the stream differs."""
     with tempfile.TemporaryDirectory() as folder, short_lists():
         path = generated_model.write(Path(folder) / "model.gguf", **shape)
-        file, reference = GGUF(path), Reference(path, 64)
-        runner = NvidiaRunner(Weights(file, read_spec(file), lambda _: None), 64, 2)
+        file, reference = GGUF(path), Reference(path, 128)
+        runner = NvidiaRunner(
+            Weights(file, read_spec(file), lambda _: None), 128, 3, is_early=True
+        )  # as `check_mixed`
     tokens = np.random.default_rng(3).integers(0, 100, 45).tolist()
     wanted, blocks = reference.streams(tokens)[-1], KVBlocks(runner)
     sizes = np.linalg.norm(wanted, axis=1)
