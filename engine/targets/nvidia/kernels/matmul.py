@@ -45,7 +45,7 @@ from engine.targets.nvidia.kernels.uops import (
 from engine.targets.nvidia.kernels.weight_layout import WeightLayout
 
 _MANY = 8  # blocks for each multiprocessor, of which four run at a time
-_NARROW = 2, 14, 20  # Q4_0, Q6_K and IQ4_NL: gate and up of 32 rows take a few registers too many
+_NARROW = 2, 20  # Q4_0 and IQ4_NL: gate and up of 32 rows take a few registers too many
 _MAX_HALF = 65504.0  # the largest float16
 
 
@@ -117,7 +117,9 @@ def tiles_for(
     products are not divided, because the activation needs the whole sums of gate and up. If there are many, twice as
     many tokens share a block, and the weights that it loads, on GPUs where that is faster. `layout`: the matrix's."""
     # Tall tiles: a weight is converted to half precision once for 128 tokens.
-    is_narrow = layout and spills_early() and (layout.bits >= 16 or (paired and layout.ggml_type in _NARROW))
+    is_narrow = (
+        layout and spills_early() and (layout.bits in (6, 16, 32) or (paired and layout.ggml_type in _NARROW))
+    )
     tiles = Tiles(min(8, tokens // 16), 2 if is_narrow else 4, 1, 2, 1)
     blocks = -(-tokens // tiles.tokens) * -(-rows // tiles.width)
     # Registers spill early if warps of a block take different numbers of steps.
