@@ -241,17 +241,21 @@ async def test_our_own_client_finds_model_and_context(model_file):
         await client.close()
 
 
-async def test_a_client_that_hangs_up(model_file):
+@pytest.mark.parametrize("stream", [True, False])
+async def test_a_client_that_hangs_up(model_file, monkeypatch, stream):
+    """In a stream, or after the first sign that an answer is made."""
+    monkeypatch.setattr("app.serve.http.QUIET_S", 0.01)
     engine = FakeEngine([*reply("")[:2], *tokens("Well, "), None])
     async with running(engine, model_file) as (address, service, _, _):
         async with (
             httpx.AsyncClient() as client,
             client.stream(
-                "POST", f"{address}/v1/chat/completions", json={**HELLO, "stream": True}
+                "POST", f"{address}/v1/chat/completions", json={**HELLO, "stream": stream}
             ) as response,
         ):
-            await anext(response.aiter_lines())
-            assert service.open == 1
+            assert (
+                await anext(response.aiter_lines() if stream else response.aiter_text()) and service.open == 1
+            )
         async with asyncio.timeout(5):
             while service.open:
                 await asyncio.sleep(0.005)
