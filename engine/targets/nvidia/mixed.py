@@ -7,9 +7,10 @@ Its first rows are replies, as in a step of `batch`, and those from `PIECE_ROWS`
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
 from engine.kernels.device_memory import overwrite
 from engine.runtime.model_runner import Slot
@@ -101,3 +102,21 @@ class MixedKernels(PrefillKernels):
             overwrite(self.seen, pictures.seen(piece.position, n), first)
         if (embeddings := pictures.embeddings(piece.position, n)) is not None:
             overwrite(self.pictures, embeddings, first * self.spec.dim)
+
+    def streams(
+        self, pieces: Sequence[Slot], sizes: Sequence[int], launch: Callable[[int], None]
+    ) -> Iterator[NDArray[np.float32]]:
+        """The residual stream of each of the pieces after the last sublayer, float32 (inputs, dim). As many as fit
+        go in a `whole_step` of one of `sizes`, ascending, which `launch` runs."""
+        while pieces:
+            some = ((n, size) for n in range(len(pieces), 0, -1) for size in sizes)
+            n, size = next(s for s in some if self.fits(s[1], pieces[: s[0]], False))
+            self.send(size, pieces[:n])
+            launch(size)
+            whole: NDArray[np.float32] = self.buffer("h", size * self.spec.dim).numpy().reshape(size, -1)
+            first = 0
+            for piece in pieces[:n]:
+                count = len(piece.inputs)
+                yield whole[first : first + count]
+                first += rows_of(count, self.piece_rows(size))
+            pieces = pieces[n:]

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
-from numpy.typing import NDArray
 from tinygrad import Tensor
 
 from engine.runtime.pictures import PictureRoom
@@ -39,18 +37,13 @@ class PrefillKernels(PromptMemory):
         return step.sequence
 
     def whole_step(self, tokens: int) -> KernelSequence:
-        """As `step`, with all sublayers: leaves the residual stream after them in `stream`."""
+        """As `step`, with all sublayers. Leaves the residual stream after them (`MixedKernels.streams`)."""
         model, step = self._model, PromptStep(self, tokens)
         self._embed(step, self.ids, model.layers)
         for layer in model.layers:
             step.pending = Pending(layer.handler.prefill(step, layer.norm), layer.post_norm, layer.scale)
         step.norm(model.output_norm)  # adds the last result
         return step.sequence
-
-    def stream(self, tokens: int) -> NDArray[np.float32]:
-        """What the last step of so many tokens has left of it, float32 (tokens, dim)."""
-        stream: NDArray[np.float32] = self.buffer("h", tokens * self.spec.dim).numpy()
-        return stream.reshape(tokens, -1)
 
     @property
     def last_storing(self) -> int:

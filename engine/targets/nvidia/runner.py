@@ -267,7 +267,7 @@ class NvidiaRunner:
             self._prefill.send(size, pieces, len(rows))
         else:
             self._store(pieces)
-        self._hidden = [*map(self._stream, embedded)]
+        self._hidden = [*self._prefill.streams(embedded, self._sizes, self._launch_whole)]
         chosen: list[int] = []
         self._earlier = []
         for first in range(0, len(rows), most):
@@ -338,14 +338,11 @@ class NvidiaRunner:
             return
         self._launch_prefill(size, [slot])
 
-    def _stream(self, slot: Slot) -> NDArray[np.float32]:
-        """Prefills a piece of a prompt with all sublayers; gives the residual stream, float32 (inputs, dim)."""
-        size, n = self._size_of(len(slot.inputs)), len(slot.inputs)
-        self._prefill.send(size, [slot])
+    def _launch_whole(self, size: int) -> None:
+        """Prefills what was sent with all sublayers."""
         if ("whole", size) not in self._captured:
             compile_once((*self._set_up, "whole", size), lambda: [self._prefill.whole_step(size).linear])
         self._launch(("whole", size), lambda: self._prefill.whole_step(size))
-        return self._prefill.stream(size)[:n]
 
     def hidden(self) -> list[NDArray[np.float32]]:
         return self._hidden

@@ -29,21 +29,26 @@ def check_streams_of_norms_after_and_windows() -> None:
 
 
 def hold(**shape: Any) -> None:
-    """Two pieces of a prompt, the second beside a reply; raises AssertionError where the stream differs."""
+    """Two pieces of a prompt, the second beside a piece of another and a reply; raises AssertionError where the stream
+    differs."""
     with tempfile.TemporaryDirectory() as folder, short_lists():
         path = generated_model.write(Path(folder) / "model.gguf", **shape)
         file, reference = GGUF(path), Reference(path, 128)
-        runner = NvidiaRunner(
-            Weights(file, read_spec(file), lambda _: None), 128, 3, is_early=True
-        )  # as `check_mixed`
+        weights = Weights(file, read_spec(file), lambda _: None)
+        runner = NvidiaRunner(weights, 128, 3, is_early=True)  # as in `check_mixed`
     tokens = np.random.default_rng(3).integers(0, 100, 45).tolist()
     wanted, blocks = reference.streams(tokens)[-1], KVBlocks(runner)
     sizes = np.linalg.norm(wanted, axis=1)
-    for sequence in (0, 1):
+    for sequence in range(3):
         blocks.reserve(sequence, 46)
-    for start, end, beside in ((0, 33, []), (33, 45, [Slot(1, (tokens[0],), 0)])):
+    for start, end, beside in (
+        (0, 33, []),
+        (33, 45, [Slot(2, tuple(tokens[:9]), 0, "hidden"), Slot(1, (tokens[0],), 0)]),
+    ):
         runner.run([Slot(0, tuple(tokens[start:end]), start, "hidden"), *beside])
-        [stream] = runner.hidden()
-        errors = np.linalg.norm(stream - wanted[start:end], axis=1) / sizes[start:end]
-        assert errors.max() < 4e-3, errors  # the cache and the activations are rounded
+        for first, stream in zip((start, 0), runner.hidden(), strict=False):
+            right = slice(first, first + len(stream))
+            errors = np.linalg.norm(stream - wanted[right], axis=1) / sizes[right]
+            assert errors.max() < 4e-3, errors  # the cache and the activations are rounded
+    assert [len(stream) for stream in runner.hidden()] == [12, 9]
     assert np.abs(runner.logits()[0] - reference.logits(tokens[:1])[0]).max() < 0.02
