@@ -123,7 +123,8 @@ def memory_need(
         conversations=conversations,
         weights_bytes=spec.vector_bytes + sum(map(of.weight_bytes, loaded)),
         cache_bytes=conversations * of.cache_bytes(spec, context, kv),
-        states_bytes=(of.states * parallel + checkpoint_slots(parallel)) * spec.state_bytes,
+        states_bytes=(of.states * parallel + of.checked_states + checkpoint_slots(parallel))
+        * spec.state_bytes,
         kernels_bytes=of.compilers_bytes + of.repacking * piece + _scratch_bytes(spec, of, context),
     )
 

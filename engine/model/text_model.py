@@ -66,8 +66,8 @@ from engine.runtime.scheduler import Scheduler
 from engine.start_trial import start_trials
 
 _NO_CHECKS = (
-    "The draft model is not loaded: a step of this model checks no guesses. Models with recurrent state and those that "
-    "run as tensor graphs take a step for each token."
+    "The draft model is not loaded: a step of this model checks no guesses. On GPUs, models with recurrent state take "
+    "a step for each token, and so do all that run as tensor graphs."
 )
 Report = Callable[[Event], None]
 

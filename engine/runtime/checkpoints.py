@@ -63,6 +63,11 @@ class StateStore(Protocol):
         """Gives a sequence the state in a slot, with its position."""
         ...
 
+    def cut_state(self, sequence: int, position: int) -> None:
+        """After a check of guesses (`ModelRunner.check_rows`): the state of a sequence is that after `position` tokens,
+        of the rows of that step."""
+        ...
+
 
 @dataclass(eq=False)
 class _Checkpoint:
@@ -110,6 +115,10 @@ class Checkpoints:
     def position(self, sequence: int = 0) -> int:
         """See `StateStore.state_position`."""
         return self._store.state_position(sequence)
+
+    def cut(self, sequence: int, position: int) -> None:
+        """See `StateStore.cut_state`."""
+        self._store.cut_state(sequence, position)
 
     def is_due(self, sequence: int = 0) -> bool:
         """Whether `save` would keep the state of a sequence in the middle of a turn."""

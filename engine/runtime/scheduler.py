@@ -193,7 +193,7 @@ class Scheduler:
             self._tell()
             return ahead() if ahead else None
 
-        chosen = self._runner.run([*slots, *rows], launched)
+        chosen = self._runner.run([*slots, *rows], launched if ahead or self._late else None)
         self._tell()
         read_streams(self._runner, pieces)
         self._end_pieces(unended)
@@ -442,6 +442,8 @@ class Scheduler:
             self._clear(sequence, job)
             return False
         self.blocks.commit(sequence, job.answer.tokens[-1:])
+        if self._states and late is not None:
+            self._states.cut(sequence, self.blocks.length(sequence))
         if self._states and self._states.is_due(sequence):
             passed = [*job.answer.tokens, chosen][: self._states.position(sequence)]
             self._states.save(passed, sequence=sequence)

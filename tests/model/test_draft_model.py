@@ -15,13 +15,18 @@ from tests import generated_model
 def paths(tmp_path_factory):
     folder = tmp_path_factory.mktemp("models")
     small = {"layers": 1, "dim": 32, "heads": 2, "kv_heads": 1, "ffn": 32}
-    kinds = {"model": {}, "draft": small, "recurrent": small | {"architecture": "qwen35", "layers": 2}}
+    kinds = {
+        "model": {},
+        "draft": small,
+        "hybrid": {"architecture": "qwen35", "layers": 4},
+        "recurrent": small | {"architecture": "qwen35", "layers": 2},
+    }
     return {name: str(generated_model.write(folder / f"{name}.gguf", **kind)) for name, kind in kinds.items()}
 
 
-def answer(paths, draft):
+def answer(paths, draft, model="model"):
     options = EngineOptions(
-        model_path=paths["model"], draft=draft, speculate="draft" if draft else "off", context_length=256
+        model_path=paths[model], draft=draft, speculate="draft" if draft else "off", context_length=256
     )
     model, tokens = TextModel(options, lambda _: None), []
     model.warm_up(lambda: False)
@@ -43,6 +48,11 @@ def test_the_text_is_the_models(paths):
     assert plain == checked and end.draft_n == end.draft_n_accepted > 0
     end, checked = answer(paths, paths["draft"])  # its guesses are hardly ever right
     assert plain == checked and end.draft_n > 0
+
+
+def test_states_go_back_to_where_guesses_were_right(paths):
+    (_, plain), (end, checked) = (answer(paths, draft, "hybrid") for draft in ("", paths["model"]))
+    assert plain == checked and end.draft_n > end.draft_n_accepted
 
 
 def test_files_that_do_not_fit_are_refused(paths, tmp_path):

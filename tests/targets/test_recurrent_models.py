@@ -46,7 +46,7 @@ def answer(model, ids, stop_after=None, **request):
 def test_what_follows_is_what_follows_in_a_new_conversation(model, monkeypatch):
     monkeypatch.setattr(checkpoints, "EVERY", 8)
     ready = model.ready
-    assert ready.states_bytes == (1 + ready.checkpoints) * ready.state_bytes > ready.state_bytes > 0
+    assert ready.states_bytes == (1 + 4 + ready.checkpoints) * ready.state_bytes > ready.state_bytes > 0
     draw = np.random.default_rng(0)
     text = draw.integers(0, 200, 150).tolist()
     first, _, _ = answer(model, text, fresh=True)

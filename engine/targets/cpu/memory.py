@@ -11,7 +11,9 @@ def memory_of(lanes: int) -> TargetMemory:
     def matrix_bytes(ggml_type: int, rows: int, cols: int) -> int:
         return StreamSize(ggml_type, lanes).n_bytes(rows, cols)
 
-    return TargetMemory(matrix_bytes, max_chunk(lanes), compilers_bytes=100 << 20, spare_blocks=1)
+    return TargetMemory(
+        matrix_bytes, max_chunk(lanes), checked_states=4, compilers_bytes=100 << 20, spare_blocks=1
+    )
 
 
 MEMORY = memory_of(register_lanes())

@@ -5,6 +5,7 @@ A decode step takes a token of each sequence in one pass over the weights, as pr
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from math import ceil, isfinite
 
@@ -27,6 +28,7 @@ from engine.targets.cpu.kernels.lanes import register_lanes
 from engine.targets.cpu.kernels.step_state import TILES, TOKENS
 from engine.targets.cpu.kernels.thread_pool import default_pool
 from engine.targets.cpu.model import CPUModel
+from engine.targets.cpu.states import CHECKED
 from engine.targets.cpu.step import step_kernels
 from engine.targets.not_finite import not_finite
 
@@ -75,6 +77,7 @@ class CPURunner:
             states.save_state,
             states.load_state,
         )
+        self.cut_state = states.cut_state
         self.export_state, self.import_state = states.export_state, states.import_state
         layers = ((heads.kv, heads.dim, heads.window) for heads, _ in self._cache.layers)
         self.export_layout = export_layout(layers, states.layout)
@@ -84,7 +87,8 @@ class CPURunner:
         rows = {tile: tile for tile in tiles} | {tiles[-1]: model.max_rows(parallel)}
         self.row_counts = tuple(rows.values())
         self._piece_sizes = (*(1 << i for i in range(5, self.max_chunk.bit_length() - 1)), self.max_chunk)
-        self.check_rows = () if states.state_slots else tuple(n for n in CHECK_ROWS if n <= most)
+        widest = min(most, CHECKED) if states.state_slots else most
+        self.check_rows = tuple(n for n in CHECK_ROWS if n <= widest)
         most = max(most, self.row_counts[-1])
         self._logits = memory.view(model.logits).reshape(most, -1)[:, : self._vocab]
         self._last: Logits = self._logits[:0]
@@ -187,16 +191,27 @@ class CPURunner:
                 piece = slice(done, done + n)
                 self._tokens[piece], self._positions[piece] = slot.inputs, range(position, position + n)
                 self._sequences[piece] = slot.sequence
-            self._model.states.begin(position, n, slot.sequence)
             if self._model.of_pictures:
                 self._set_pictures(slot, done)
             done += n
+        if self.state_slots:
+            self._begin_states(slots)
         tiles = ceil(done / tile)
         self._state[TILES], self._state[TOKENS] = tiles, done
         if done < tiles * tile:
             filled = slice(done, tiles * tile)
             self._tokens[filled] = self._positions[filled] = 0
             self._sequences[filled] = self.parallel  # of none
+
+    def _begin_states(self, slots: Sequence[Slot]) -> None:
+        states, row = self._model.states, 0
+        for sequence, group in itertools.groupby(slots, lambda slot: slot.sequence):
+            first, *others = group
+            if others:
+                states.begin_check(row, first.position, 1 + len(others), sequence)
+            else:
+                states.begin(row, first.position, len(first.inputs), sequence)
+            row += 1 + len(others)
 
     def _set_pictures(self, slot: Slot, first: int) -> None:
         """Says of the slot's tokens, which are those from `first` on in the step, what pictures change."""

@@ -83,6 +83,9 @@ class GraphRunner:
 
     # --- steps -------------------------------------------------------------------------------------------
 
+    def cut_state(self, sequence: int, position: int) -> None:
+        raise AssertionError("No guesses are checked with recurrent states here.")
+
     def can_check(self, count: int) -> bool:
         return False
 

@@ -28,9 +28,18 @@ from engine.targets.nvidia.weights import GPUModel
 ROW_COUNTS = (4, 8, 16, 32)
 """Rows of the steps that are captured. One of 4 rows takes as long as one of 2."""
 
+_CHECK_ROWS = 8, 16
 _SHORT = (
     256  # tokens of the shortest context for which a step is captured; the others are four times as long each
 )
+
+
+def check_rows(model: GPUModel, parallel: int) -> tuple[int, ...]:
+    """See `ModelRunner.check_rows`. A step of 8 rows takes about as long as one of fewer. No token can be taken out of
+    a recurrent state again."""
+    if model.deltas:
+        return ()
+    return _CHECK_ROWS if parallel >= _CHECK_ROWS[0] else _CHECK_ROWS[:1]
 
 
 class BatchKernels(PrefillKernels):

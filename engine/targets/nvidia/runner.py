@@ -33,7 +33,7 @@ from engine.runtime.prefix_store import export_layout
 from engine.runtime.sampling import Logits
 from engine.targets.buffer_uses import BufferUses
 from engine.targets.not_finite import not_finite
-from engine.targets.nvidia.batch import ROW_COUNTS, BatchKernels
+from engine.targets.nvidia.batch import ROW_COUNTS, BatchKernels, check_rows
 from engine.targets.nvidia.decode import DecodeKernels
 from engine.targets.nvidia.device_sampler import Choice, DeviceSampler
 from engine.targets.nvidia.export import CacheExport
@@ -50,7 +50,7 @@ from engine.targets.nvidia.row_steps import Key, RowSteps
 from engine.targets.nvidia.schedule_search import SearchTarget, search
 from engine.targets.nvidia.states import DeviceStates
 from engine.targets.nvidia.uses import uses_of
-from engine.targets.nvidia.weights import GPUModel, allocate
+from engine.targets.nvidia.weights import allocate
 
 _BETWEEN_STEPS = (128, 256)
 """Between the decode steps of other conversations, prompts go in pieces that take about as long as such a step."""
@@ -60,7 +60,6 @@ _CHECK_TOKENS = (1, 77, 5, 1203)  # arbitrary: a search compares the logits afte
 _TIMING_S = 0.03
 _MISSED_AT_MOST = 256
 """So many steps wait for an idle moment to compile kernels for their number of rows. Then a pause costs less."""
-_CHECK_ROWS = 8, 16
 _BEST, _DRAWN, _CHANGED = Choice(), Choice(draws=True), Choice(draws=True, changes=True)
 _ALL = Choice(draws=True, changes=True, masks=True, tells=True)  # it has all kernels of choices apart
 
@@ -224,6 +223,9 @@ class NvidiaRunner:
     def load_state(self, slot: int, sequence: int = 0) -> None:
         self._steps.finish()
         self._states.load_state(slot, sequence)
+
+    def cut_state(self, sequence: int, position: int) -> None:
+        raise AssertionError("No guesses are checked with recurrent states here.")
 
     # ---- the cache ----
 
@@ -486,11 +488,3 @@ class NvidiaRunner:
             else:
                 steps = max(1, min(max_steps, int(_TIMING_S / seconds)))
         return best
-
-
-def check_rows(model: GPUModel, parallel: int) -> tuple[int, ...]:
-    """See `ModelRunner.check_rows`. A step of 8 rows takes about as long as one of fewer. No token can be taken out of
-    a recurrent state again."""
-    if model.deltas:
-        return ()
-    return _CHECK_ROWS if parallel >= _CHECK_ROWS[0] else _CHECK_ROWS[:1]

@@ -74,11 +74,11 @@ class Runner:
                 n * net.inputs_size,
             )
         )
-        self.step_state, self.places = (memory.zeros(n, dtypes.int32) for n in (SIZE, 2 * MOST))
+        self.step_state, self.slots = (memory.zeros(n, dtypes.int32) for n in (SIZE, 2 * MOST))
         self.steps = {}
         for tile, rows in tiles:
             step = KernelSequence(pool)
-            of_step = [*([self.step_state] if tile > 1 else []), self.places]
+            of_step = [*([self.step_state] if tile > 1 else []), self.slots]
             read = *of_step, taps, decay, bias
             step.add(convolve(net, tile, rows), self.x, self.gates, inputs, *read, parts=3)
             read = *of_step, self.x, self.gates, norm
@@ -94,7 +94,7 @@ class Runner:
             gates.reshape(-1),
         )
         memory.view(self.step_state)[TOKENS] = n
-        memory.view(self.places).reshape(-1, 2)[:n, 1] = sequences
+        memory.view(self.slots).reshape(-1, 2)[: len(sequences)] = np.array(sequences)[:, None]
         self.steps[tile, rows]()
         return memory.view(self.out).reshape(MOST, -1)[:n].copy()
 

@@ -6,7 +6,9 @@ The state of a head is a matrix (keys, values) whose columns do not depend on on
 columns, which stay in the L1 cache over all tokens of a chunk: each token reads them twice and writes them once. Chunks
 of every length do the same arithmetic in the same order.
 
-The tokens of a step are those of a prompt, or `rows` of different sequences.
+The tokens of a step are those of a prompt, or `rows` of different sequences, each with a state of its own. Rows of one
+sequence follow each other: then each leaves its state to the next one, in a slot of its own (`CPUStates`). `slots`,
+int32 (rows, 2), has the slot that a row, or a prompt, reads and the one that it writes.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from tinygrad.uop.ops import Ops
 from engine.kernels.compilation import KernelFunction
 from engine.targets.cpu.kernels.activations import sigmoid, sum_of_squares
 from engine.targets.cpu.kernels.kernel_builder import F32, Index, KernelBuilder, add, even_share
-from engine.targets.cpu.kernels.step_state import TOKENS, sequence_of
+from engine.targets.cpu.kernels.step_state import TOKENS
 
 _MAX_WIDTH = 32  # columns of a state of 128 keys: 16 KB
 _CHAINS = 2  # independent sums, since each addition waits for the one before
@@ -73,13 +75,13 @@ def convolve(net: DeltaHeads, tile: int, rows: bool = False) -> KernelFunction:
     """The convolution, SiLU, and the norms of queries and keys; queries are multiplied by size ** -0.5. beta becomes
     sigmoid(beta), and alpha exp(decay * softplus(alpha + bias)). Buffers: queries, keys and values, float32 (tokens,
     channels), and beta and alpha, float32 (tokens, 2, gates), both changed in place; the layer's inputs; the state if
-    tile is more than 1; the tokens' places; the weights of the convolution, float32 (taps, channels); decay and bias,
+    tile is more than 1; the slots; the weights of the convolution, float32 (taps, channels); decay and bias,
     float32 (gates,) each."""
     size, lanes, before = net.size, net.lanes, net.taps - 1
     vectors = size // lanes
 
     def kernel(part: UOp, parts: UOp, *buffers: UOp) -> UOp:
-        x, gates, inputs, *step_state, places, weights, decay, bias = buffers
+        x, gates, inputs, *step_state, slots, weights, decay, bias = buffers
         k = KernelBuilder(lanes)
         for buffer in (x, gates, inputs):
             k.scratch(buffer)
@@ -90,7 +92,7 @@ def convolve(net: DeltaHeads, tile: int, rows: bool = False) -> KernelFunction:
         activated, squares = k.registers(size), k.registers(lanes)
         with k.loop(count) as i, k.loop(runs) as run:
             head = first + i
-            kept = sequence_of(k, places, run) * net.inputs_size + head * size
+            kept, left = (k.index(slots, run * 2 + i) * net.inputs_size + head * size for i in range(2))
             with k.loop(before) as tap, k.loop(vectors) as j:
                 v = k.vector(inputs, kept + tap * net.channels + j * lanes)
                 k.store(window, tap * size + j * lanes, v)
@@ -116,7 +118,7 @@ def convolve(net: DeltaHeads, tile: int, rows: bool = False) -> KernelFunction:
             with k.loop(before) as tap, k.loop(vectors) as j:
                 slot = (run_tokens + tap) % net.taps * size
                 v = k.vector(window, slot + j * lanes)
-                k.store(inputs, kept + tap * net.channels + j * lanes, v)
+                k.store(inputs, left + tap * net.channels + j * lanes, v)
         first, count = even_share(tokens, part, parts)
         with k.loop(count) as i, k.loop(net.gates // lanes) as j:
             at = (first + i) * (2 * net.gates) + j * lanes
@@ -132,14 +134,14 @@ def convolve(net: DeltaHeads, tile: int, rows: bool = False) -> KernelFunction:
 @functools.cache
 def delta_net(net: DeltaHeads, tile: int, rows: bool = False) -> KernelFunction:
     """For each token S *= decay; S += k (beta * (v - S^T k))^T; out = norm(S^T q) * weight, of each value head.
-    Buffers: out, float32 (tokens, values * size); the layer's states; the state if tile is more than 1; the tokens'
-    places; what `convolve` has made of queries, keys and values, and of beta and alpha; the weight of the norm, float32
+    Buffers: out, float32 (tokens, values * size); the layer's states; the state if tile is more than 1; the slots;
+    what `convolve` has made of queries, keys and values, and of beta and alpha; the weight of the norm, float32
     (size,)."""
     size, lanes, width = net.size, net.lanes, net.width
     vectors, blocks = width // lanes, size // width
 
     def kernel(part: UOp, parts: UOp, *buffers: UOp) -> UOp:
-        out, states, *step_state, places, x, gates, weight = buffers
+        out, states, *step_state, slots, x, gates, weight = buffers
         k = KernelBuilder(lanes)
         for buffer in (out, states):
             k.scratch(buffer)
@@ -149,10 +151,12 @@ def delta_net(net: DeltaHeads, tile: int, rows: bool = False) -> KernelFunction:
         new, factor = k.registers(width), k.registers(1)
         with k.loop(count) as i, k.loop(runs) as run:
             head = first + i
-            sequence = sequence_of(k, places, run)
+            before, after = (k.index(slots, run * 2 + i) for i in range(2))
             with k.loop(blocks) as block, k.loop(run_tokens) as t:
                 token = run + t
-                state = ((sequence * net.values + head) * blocks + block) * (size * width)
+                state, left = (
+                    ((slot * net.values + head) * blocks + block) * (size * width) for slot in (before, after)
+                )
                 query = token * net.channels + head % net.keys * size
                 column = head * size + block * width
                 beta = k.load(gates, token * (2 * net.gates) + head)
@@ -177,9 +181,10 @@ def delta_net(net: DeltaHeads, tile: int, rows: bool = False) -> KernelFunction:
                         row = step * _CHAINS + c
                         q, key = k.load(x, query + row), k.load(x, query + net.keys * size + row)
                         for v in range(vectors):
-                            s, at = sums[c * vectors + v], state + row * width + v * lanes
-                            changed = k.vector(states, at) * decay + k.vector(new, v * lanes) * key
-                            k.store(states, at, changed)
+                            s, at = sums[c * vectors + v], row * width + v * lanes
+                            old = k.vector(states, state + at)
+                            changed = old * decay + k.vector(new, v * lanes) * key
+                            k.store(states, left + at, changed)
                             k.store(s, 0, k.vector(s, 0) + changed * q)
                 for v in range(vectors):
                     total = add(k.vector(sums[c * vectors + v], 0) for c in range(_CHAINS))

@@ -22,6 +22,7 @@ class DeltaNetHandler(Handler):
         net = DeltaHeads(*heads, loading.spec.eps, loading.lanes)
         self._net, self._norm, self._sequences = net, norm, loading.states.parallel
         self._states, self._inputs = loading.states.add(net)
+        self._slots = loading.states.slots
         self._qkv, self._gate = weights.matrix(part.qkv), weights.matrix(part.gate)
         self._beta = weights.matrix(part.beta, 0, 2 * net.gates)
         self._alpha = weights.matrix(part.alpha, net.gates, 2 * net.gates)
@@ -53,7 +54,7 @@ class DeltaNetHandler(Handler):
         inputs = step.quantize(step.x, self._reads, norm=self._norm)
         for products, matrix in zip((rows, gate, gates, gates), self._reads, strict=True):
             step.multiply(products, matrix, inputs, concurrent=matrix is not self._qkv)
-        of_step = *step.state, step.buffers.places
+        of_step = *step.state, self._slots
         step.add(convolve(net, tile, by_row), rows, gates, self._inputs, *of_step, *self._tables)
         reads = *of_step, rows, gates, self._head_norm
         step.add(delta_net(net, tile, by_row), out, self._states, *reads, parts=net.values)
@@ -62,5 +63,5 @@ class DeltaNetHandler(Handler):
     def add_uses(self, uses: BufferUses) -> None:
         uses.add(BufferUse("QKV projection"), *(matrix.stream for matrix in self._reads))
         uses.add(BufferUse("delta net", "token", self._sequences), self._states, self._inputs)
-        uses.add(BufferUse("delta net"), self._head_norm, *self._tables)
+        uses.add(BufferUse("delta net"), self._head_norm, *self._tables, self._slots)
         uses.add(BufferUse("attention output"), self._out.stream)
