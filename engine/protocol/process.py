@@ -207,7 +207,7 @@ def start_child(
     command: Sequence[str], environment: Mapping[str, str], worker_end: socket.socket, log: IO[bytes]
 ) -> subprocess.Popen[bytes]:
     """Starts `command` with the file descriptor of `worker_end` as last argument, as the leader of a session. Raises
-    OSError."""
+    OSError. It has no threads of numpy's BLAS, which wait by spinning: the engine has threads of its own."""
     return subprocess.Popen(
         [*command, str(worker_end.fileno())],
         pass_fds=(worker_end.fileno(),),
@@ -215,7 +215,7 @@ def start_child(
         stdout=log,
         stderr=log,
         start_new_session=True,
-        env=environment,
+        env={"OPENBLAS_NUM_THREADS": "1", **environment},
     )
 
 

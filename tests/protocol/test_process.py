@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from engine.logs import LIMIT_BYTES
+from engine.protocol import process
 from engine.protocol.client import LocalEngine
 from engine.protocol.events import EngineOptions, Failed, Finished, Load, ModelInfo, Ready, Token
 from engine.protocol.process import EngineProcess
@@ -337,3 +338,13 @@ async def test_the_worker_and_its_children_die_when_the_pipe_closes():
             await vanish(child)
         finally:
             worker.kill()
+
+
+def test_an_engine_has_no_threads_of_blas(tmp_path):
+    """They wait by spinning. What the user has set counts more."""
+    show = [sys.executable, "-c", "import os; print(os.environ['OPENBLAS_NUM_THREADS'])"]
+    ours, theirs = socket.socketpair()
+    with ours, theirs, (tmp_path / "log").open("wb") as log:
+        for environment in ({}, {"OPENBLAS_NUM_THREADS": "3"}):
+            process.start_child(show, environment, theirs, log).wait()
+    assert (tmp_path / "log").read_text().split() == ["1", "3"]

@@ -11,10 +11,11 @@ import pytest
 from engine.description.architectures import read_spec
 from engine.description.sublayers import Attention
 from engine.description.vision_reader import FITTING, KINDS, read_vision
+from engine.errors import ModelFileError
 from engine.formats.gguf import GGUF
 from engine.formats.prompt_pictures import PlacedPicture, SeenPicture
 from engine.loading.weights import FileWeights, Weights
-from engine.pictures import resized
+from engine.pictures import Grid, resized
 from engine.runtime.pictures import Encoding, PictureRoom, Pictures, picture_ids
 from engine.targets.cpu.runner import CPURunner
 from engine.targets.cpu.vision import CPUEncoder
@@ -150,3 +151,42 @@ def test_next_tokens_are_those_of_llama_cpp(name, target, shared, reference, tmp
             text.decode(tokens[-1], len(tokens) - 1, pictures)
             got = log_softmax(np.array(text.logits())[None])[0][answers[f"{key}/ids{end}"]]
             assert np.abs(got - answers[f"{key}/logprobs{end}"])[: oracles.TOP].max() < 1e-4, key
+
+
+def changed(data, rng):
+    """A file with some changes, most of them where its metadata are."""
+    data = bytearray(data)
+    for _ in range(int(rng.integers(1, 6))):
+        how, at = int(rng.integers(0, 4)), int(rng.integers(0, min(len(data), 4500)))
+        if how == 0:
+            data[at] = int(rng.integers(0, 256))
+        elif how == 1:
+            number = int(rng.choice([0, 1, 2, 3, 255, 1 << 16, 1 << 31, (1 << 32) - 1]))
+            data[at : at + 4] = number.to_bytes(4, "little")
+        elif how == 2:
+            data[at] ^= 1 << int(rng.integers(0, 8))
+        else:
+            rest = data[at + int(rng.integers(1, 9)) :] if rng.integers(0, 8) else b""
+            data = data[:at] + rest
+    return bytes(data)
+
+
+@thorough
+@pytest.mark.parametrize("kind", KINDS)
+def test_changed_files_are_refused_or_read(kind, tmp_path):
+    """1,000 in all: an error in words, or embeddings of the promised shape."""
+    original = generated_encoder.write(tmp_path / "e.gguf", kind, half=True).read_bytes()
+    rgb, refused = noise(40, 30), 0
+    for seed in range(250):
+        path = tmp_path / "changed.gguf"
+        path.write_bytes(changed(original, np.random.default_rng(seed)))
+        try:
+            encoder = open_encoder(path, CPUEncoder)
+        except ModelFileError:
+            refused += 1
+            continue
+        grid, spec = Grid.of(encoder.spec, 40, 30), encoder.spec
+        if grid.tokens(spec) * spec.merge**2 < 20_000:
+            with np.errstate(all="ignore"):
+                assert embeddings(encoder, rgb).shape == (grid.tokens(spec), spec.out)
+    assert 50 < refused < 250

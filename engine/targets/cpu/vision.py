@@ -1,7 +1,8 @@
 """An encoder of pictures on a CPU, in numpy: its products are those of the library that numpy comes with (BLAS).
 
-Weights stay as the file holds them, and become float32 a matrix at a time. A kernel would have to be compiled for each
-size of pictures, and the first picture would wait for it.
+Weights stay as the file holds them, and become float32 some rows at a time. Threads share the rows of products and the
+queries of attention. The library's own threads wait for each other by spinning, which takes many times as long where
+other programs run: an engine's process has none of them (`engine.protocol.process`).
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from engine.formats.dequantize import dequantized
 from engine.loading.weights import FileWeights
 from engine.pictures import Floats, Grid, encoder_input, with_line_ends
 
-_QUERIES = 512  # of a head, whose scores are computed at a time: they stay in the cache
+_QUERIES = 256  # of a head, whose scores are computed at a time: they stay in the cache
 _CHUNK = 1 << 16  # elements of what functions are computed of at a time, likewise
 
 
@@ -40,11 +41,10 @@ class CPUEncoder:
     def __init__(self, weights: FileWeights, spec: VisionSpec) -> None:
         """Raises ModelFileError."""
         self.spec = spec
-        self._raw = {weight: weights.read(weight, range(weight.rows)) for weight in spec.weights()}
+        self._raw = {weight: _copied(weights, weight) for weight in spec.weights()}
         self._vectors = {vector: weights.vector(vector) for vector in spec.vectors()}
-        self._threads = ThreadPoolExecutor(
-            os.process_cpu_count() if hasattr(os, "process_cpu_count") else None
-        )
+        count = len(os.sched_getaffinity(0))
+        self._threads, self._parts = ThreadPoolExecutor(count, "pictures"), 4 * count
 
     def encode(self, rgb: NDArray[np.uint8]) -> Generator[tuple[int, int], None, Floats]:
         """See `PictureEncoder`."""
@@ -53,8 +53,9 @@ class CPUEncoder:
         grid = Grid(rgb.shape[0] // side, rgb.shape[1] // side)
         table = self._vectors[spec.positions.table].reshape(-1, spec.dim) if spec.positions else None
         of = encoder_input(spec, rgb, table)
-        kernel = sum(map(self._matrix, spec.kernels[1:]), start=self._matrix(spec.kernels[0]))
-        x: Floats = of.patches @ kernel.T
+        x = self._product(spec.kernels[0], of.patches)
+        for kernel in spec.kernels[1:]:
+            x += self._product(kernel, of.patches)
         if spec.bias:
             x += self._vectors[spec.bias]
         if of.added is not None:
@@ -140,15 +141,29 @@ class CPUEncoder:
     def _linear(self, linear: Linear, x: Floats) -> Floats:
         if linear.inputs:
             x = _clipped(x, linear.inputs)
-        w = self._matrix(linear.weight)
-        y: Floats = x @ (w if linear.transposed else w.T)
+        y = x @ self._matrix(linear.weight) if linear.transposed else self._product(linear.weight, x)
         if linear.bias:
             y += self._vectors[linear.bias]
         return _clipped(y, linear.outputs) if linear.outputs else y
 
-    def _matrix(self, weight: Weight) -> Floats:
-        """float32 (rows, cols)."""
-        matrix = dequantized(self._raw[weight], weight.type).reshape(weight.rows, weight.cols)
+    def _product(self, weight: Weight, x: Floats) -> Floats:
+        """x times the transpose of a matrix, some of its rows in each thread."""
+        out = np.empty((len(x), weight.rows), np.float32)
+        unit = weight.order.head_dim if weight.order else 16
+        n = -(-weight.rows // (unit * self._parts)) * unit
+
+        def multiply(first: int) -> None:
+            rows = self._matrix(weight, range(first, min(first + n, weight.rows)))
+            out[:, first : first + n] = x @ rows.T
+
+        list(self._threads.map(multiply, range(0, weight.rows, n)))
+        return out
+
+    def _matrix(self, weight: Weight, rows: range | None = None) -> Floats:
+        """float32 (rows, cols), by default all rows."""
+        rows = rows or range(weight.rows)
+        raw = self._raw[weight][rows.start * weight.row_bytes : rows.stop * weight.row_bytes]
+        matrix = dequantized(raw, weight.type).reshape(len(rows), weight.cols)
         return weight.order.apply(matrix) if weight.order else matrix
 
     def _norm(self, x: Floats, norm: Norm) -> Floats:
@@ -166,6 +181,14 @@ class CPUEncoder:
         flat = x.reshape(-1)
         pieces = [flat[i : i + _CHUNK] for i in range(0, flat.size, _CHUNK)]
         list(self._threads.map(_FUNCTIONS[activation], pieces))
+
+
+def _copied(weights: FileWeights, weight: Weight) -> NDArray[np.uint8]:
+    """The bytes of a matrix in the file, which may be changed or closed later."""
+    rows = range(weight.rows)
+    raw = weights.read(weight, rows).copy()
+    weights.release(weight, rows)
+    return raw
 
 
 def _clipped(x: Floats, limits: tuple[float, float]) -> Floats:
