@@ -2,7 +2,7 @@
 
 import textwrap
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 
 from engine.protocol.events import Counter
@@ -52,12 +52,15 @@ def lines(state: MachineState, width: int) -> list[Line]:
 
 
 def short_lines(state: MachineState, width: int) -> list[Line]:
-    """Two counters a line, and all that are absent in the last one. As `lines` where two columns are too narrow."""
+    """Two counters a line, and all that are absent in the last one. As `lines` where two columns are too narrow. What
+    slows the engine down takes the place of the last lines, so that nothing below moves when it comes."""
     column = (width - _GAP) // 2
     present = [counter for counter in state.counters if not counter.absent]
     cells = [_cell(counter, column) for counter in present]
+    slowdown = _slowdown(state, width)
     if any(sum(len(text) for text, _ in cell) > column for cell in cells):
-        return lines(state, width)
+        in_full = lines(replace(state, slowdown=""), width)
+        return [*slowdown, *in_full][: max(len(slowdown), len(in_full))]
     half, none = (len(cells) + 1) // 2, Line()
     pairs = zip_longest(cells[:half], cells[half:], fillvalue=none)
     rows: list[Line] = [[*left, (" " * _GAP, ""), *right] for left, right in pairs]
@@ -67,7 +70,7 @@ def short_lines(state: MachineState, width: int) -> list[Line]:
         reasons = ", ".join(f"{one_line(counter.name)} ({one_line(counter.absent)})" for counter in absent)
         texts = [f"not available: {reasons}", f"not available: {names}"]
         rows.append([(longest_fitting(texts, width), "dim")])
-    return [*_slowdown(state, width), *rows]
+    return [*slowdown, *rows][: max(len(slowdown), len(rows))]
 
 
 def _slowdown(state: MachineState, width: int) -> list[Line]:
