@@ -9,10 +9,11 @@ from pathlib import Path
 from app.chat.settings import Settings, last_model, remember, remember_model, remembered
 from app.cli.progress import say
 from engine.catalog import cache
-from engine.catalog.names import WebFile, parse
+from engine.catalog.names import WebFile, draft_for, parse
 from engine.errors import ModelFileError, UsageError
 from engine.invocation import call
 from presets import GUIDE, guide_path
+from widgets.text import one_line
 
 
 def model_path(named: str | None, settings: Settings, cancelled: Callable[[], bool] = lambda: False) -> Path:
@@ -56,7 +57,13 @@ def find_model(named: str | None, settings: Settings, *, or_built_in: bool) -> t
 
 
 def draft_model(args: Namespace, settings: Settings) -> Path | None:
-    """The file of the draft model of --draft, if there is one to be used. Raises what `model_path` raises."""
+    """The file of the draft model of --draft, if there is one to be used. Raises UsageError, and what `model_path`
+    raises."""
+    if args.draft == "auto":
+        model = _name(args.model, settings)
+        if draft := draft_for(model, settings.names):
+            return model_path(draft, settings)
+        raise UsageError(f"No draft model is known for {one_line(model)}.", "Name it: --draft NAME.")
     if args.draft is None and args.speculate == "draft":
         raise UsageError("--speculate draft needs a draft model.", "Name it: --draft NAME.")
     return None if args.draft is None else model_path(args.draft, settings)

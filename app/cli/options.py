@@ -358,7 +358,11 @@ def add_engine(add: Callable[..., Any]) -> None:
     )
     add_kv(add)
     add_speculate(add, "auto")
-    add("--draft", metavar="NAME", help="a smaller model with the same tokens that guesses next ones")
+    add(
+        "--draft",
+        metavar="NAME",
+        help="a smaller model with the same tokens, which guesses next ones (auto: one that is known)",
+    )
     add(
         "--keep-warm",
         type=duration,

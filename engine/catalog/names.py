@@ -67,12 +67,13 @@ Source = Path | HubModel | WebFile
 
 
 class KnownModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """An entry of models.toml."""
+    """An entry of models.toml. `draft`: the name of a small one with the same tokens; "" if there is none."""
 
     name: str
     repository: str
     quantization: str
     architecture: str
+    draft: str = ""
 
     @property
     def source(self) -> HubModel:
@@ -119,6 +120,12 @@ def short_name(source: Source, aliases: Mapping[str, str] = {}) -> str:
             if parse(meaning) == source:
                 return name
     return next((model.name for model in known_models() if model.source == source), str(source))
+
+
+def draft_for(text: str, aliases: Mapping[str, str] = {}) -> str:
+    """The name of the draft model for the model that `text` names (`parse`); "" if none is known."""
+    source = parse(text, aliases)
+    return next((model.draft for model in known_models() if model.source == source), "")
 
 
 def _path(text: str) -> tuple[Path | None, bool]:

@@ -14,7 +14,7 @@ from engine.catalog.files import (
     pick,
     quantization_of,
 )
-from engine.catalog.names import HubModel, WebFile, known_models, parse, short_name
+from engine.catalog.names import HubModel, WebFile, draft_for, known_models, parse, short_name
 from engine.description.architectures import check_architecture
 from engine.errors import ModelFileError
 from engine.formats.ggml_types import GGML_TYPES
@@ -114,6 +114,12 @@ def test_web_files_are_kept_under_a_name_that_a_folder_can_hold():
     assert WebFile("https://x.example/a%2F..%2Fb%20c.gguf?x=1").file == "b_c.gguf"
     assert WebFile("https://x.example/").file == "model.gguf"
     assert WebFile("https://x.example/..").file == "model.gguf"
+
+
+def test_draft_models_are_known_too():
+    names = {model.name for model in known_models()}
+    assert {model.draft for model in known_models()} - {""} < names
+    assert [draft_for(name) for name in ("qwen3:8b", "qwen3:0.6b", "model.gguf")] == ["qwen3:0.6b", "", ""]
 
 
 def test_known_models_can_run():
