@@ -31,6 +31,7 @@ class Job:
     came_s: float
     reply_s: float = math.inf
     has_begun: bool = False  # to prefill, since it has its slot
+    to_read: int = 0  # tokens of its prompt that were not in the KV cache when it got its slot
     due: int = 0  # the sooner the fewer tokens are to be read: see `PATIENCE` in `scheduler`
     was_paused: bool = False
     was_cleared: bool = False  # its KV cache, because a step had no finite numbers
@@ -47,6 +48,12 @@ class Job:
     def needs_logits(self) -> bool:
         """Whether the host needs those of the next token."""
         return self.answer.needs_logits and not self.sampler
+
+    def waits_for(self, other: Job, together_s: float) -> bool:
+        """Whether this reply waits while another prompt is read with the whole device: one that came before its first
+        token, or together with its own prompt, and takes no longer to read."""
+        is_alike = other.came_s <= self.came_s + together_s and other.to_read <= self.to_read
+        return is_alike or other.came_s <= self.reply_s
 
     def last(self, sequence: int) -> Slot:
         """The step of its last token."""

@@ -51,7 +51,7 @@ PATIENCE = 4
 """A prompt of n tokens lets shorter ones pass until so many times n tokens of them are read."""
 _FULL = "The KV cache has no room for more of this conversation."
 TOGETHER_S = 0.05
-"""Prompts that come within this time come together, also if the first of them has its first token by then."""
+"""Prompts that come within this time come together. Then a reply waits for those that read no more than it did."""
 
 
 class Scheduler:
@@ -254,8 +254,8 @@ class Scheduler:
             self._waiting[client].popleft()
             sequence = self._slots.index(None)
             self._slots[sequence] = job
-            rest = len(job.stored) - self.blocks.known(sequence, job.stored)
-            job.due = self._n_read + PATIENCE * rest
+            job.to_read = len(job.stored) - self.blocks.known(sequence, job.stored)
+            job.due = self._n_read + PATIENCE * job.to_read
             if self._states:
                 self._states.load([], 0, sequence)
             self._served[client] = next(self._count)
@@ -401,8 +401,8 @@ class Scheduler:
         """The most tokens of prompts in the next step, of which `job`'s is the first."""
         replies = list(self._replies())
         sizes = self._runner.piece_sizes(len(replies))
-        had_begun = any(job.came_s > max(reply.reply_s, reply.came_s + TOGETHER_S) for reply in replies)
-        return self._pace.room(sizes) if had_begun else sizes[-1]
+        waits = all(reply.waits_for(job, TOGETHER_S) for reply in replies)
+        return sizes[-1] if waits else self._pace.room(sizes)
 
     def _room_of(self, pieces: Sequence[Piece], replies: int) -> int:
         """The room of a step with these pieces; 0 without any."""

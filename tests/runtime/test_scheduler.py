@@ -366,15 +366,22 @@ def test_prompts_that_come_together_are_read_with_the_whole_device(bench):
 
 
 @pytest.mark.parametrize(
-    ("read_s", "after_s", "pieces"),
-    [(0.0, 0.04, [99]), (0.0, 0.06, [32, 32, 32, 3]), (0.1, 0.01, [32, 32, 32, 3])],
+    ("own", "read_s", "after_s", "pieces"),
+    [
+        (100, 0.0, 0.04, [99]),
+        (90, 0.0, 0.04, [32, 32, 32, 3]),  # it takes longer to read than that of the reply took
+        (100, 0.0, 0.06, [32, 32, 32, 3]),
+        (100, 0.1, 0.01, [32, 32, 32, 3]),
+    ],
 )
-def test_a_prompt_slows_only_those_down_that_came_with_it(bench, monkeypatch, read_s, after_s, pieces):
+def test_a_reply_waits_for_prompts_like_its_own_that_came_with_it(
+    bench, monkeypatch, own, read_s, after_s, pieces
+):
     now = [0.0]
     monkeypatch.setattr("time.perf_counter", lambda: now[0])
     monkeypatch.setattr(Pace, "room", lambda pace, sizes: sizes[0])
     bench = bench()
-    bench.ask([1], 900)
+    bench.ask([1] * own, 800)
     now[0] += read_s
     bench.run(20)
     bench.runner.steps.clear()
