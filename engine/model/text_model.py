@@ -289,7 +289,10 @@ class TextModel:
         self._run(1, 0)
         runner.logits()
         yield
-        for size in runner.chunk_sizes:
+        sizes = (
+            runner.chunk_sizes
+        )  # the first does for all until they are compiled, the last is best for long prompts
+        for size in dict.fromkeys((sizes[0], sizes[-1], *sizes)):
             yield from self._prepare(partial(runner.prepare, size))
             self._run(0, size // 2 + 1)
             yield

@@ -7,7 +7,6 @@ They stay on the device too, so the next step can run before the host has read t
 from __future__ import annotations
 
 import os
-import time
 from bisect import insort
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -49,6 +48,7 @@ from engine.targets.nvidia.own_angles import OwnAngles
 from engine.targets.nvidia.row_steps import Key, RowSteps
 from engine.targets.nvidia.schedule_search import SearchTarget, search
 from engine.targets.nvidia.states import DeviceStates
+from engine.targets.nvidia.step_trials import StepTrials
 from engine.targets.nvidia.uses import uses_of
 from engine.targets.nvidia.weights import allocate
 
@@ -56,8 +56,6 @@ _BETWEEN_STEPS = (128, 256)
 """Between the decode steps of other conversations, prompts go in pieces that take about as long as such a step."""
 _DECODE_AT_MOST = 1  # so few tokens of a prompt are faster one by one
 _DETOUR_AT_MOST = 128  # so few are so before the kernels of prefill are compiled
-_CHECK_TOKENS = (1, 77, 5, 1203)  # arbitrary: a search compares the logits after them
-_TIMING_S = 0.03
 _MISSED_AT_MOST = 256
 """So many steps wait for an idle moment to compile kernels for their number of rows. Then a pause costs less."""
 _BEST, _DRAWN, _CHANGED = Choice(), Choice(draws=True), Choice(draws=True, changes=True)
@@ -332,13 +330,18 @@ class NvidiaRunner:
         return self._prefill.fits(size, pieces, False) and self._has_prefill(size)
 
     def _store_one(self, slot: Slot) -> None:
-        """Prefills a piece of a prompt."""
+        """Prefills a piece of a prompt, in smaller ones while the kernels of its size are not compiled."""
         size, n = self._size_of(len(slot.inputs)), len(slot.inputs)
-        if not slot.pictures and n <= (_DECODE_AT_MOST if self._has_prefill(size) else _DETOUR_AT_MOST):
-            for i, token in enumerate(slot.inputs):
-                self._steps.decode([Slot(slot.sequence, (token,), slot.position + i)], ahead=None)
-            return
-        self._launch_prefill(size, [slot])
+        if not (slot.pictures or self._has_prefill(size)):
+            size = max((s for s in self._sizes if s < size and self._has_prefill(s)), default=self._sizes[0])
+        at_most = _DECODE_AT_MOST if self._has_prefill(size) else _DETOUR_AT_MOST
+        decodes = n <= at_most and not slot.pictures
+        for at in range(0, n, step := 1 if decodes else size):
+            part = slot._replace(inputs=slot.inputs[at : at + step], position=slot.position + at)
+            if decodes:
+                self._steps.decode([part._replace(want="last")], ahead=None)
+            else:
+                self._launch_prefill(size, [part])
 
     def _launch_whole(self, size: int) -> None:
         """Prefills what was sent with all sublayers."""
@@ -458,33 +461,9 @@ class NvidiaRunner:
         self._steps.end(0)
         self._send_tables()
         step = lambda: self._steps.kernels(1, self._steps.limits(1)[0])
-        target = SearchTarget(self._model.products, step, self._check_logits, self._step_seconds)
+        vocab = self._model.spec.vocab
+        trials = StepTrials(self._send_token, self._one.logits, self.search_tokens, vocab)
+        target = SearchTarget(self._model.products, step, trials.logits, trials.seconds)
         search(target, width, seconds, report, again)
         self._captured.clear()
         self._prepared.clear()
-
-    def _check_logits(self, run: Callable[[], None]) -> Logits:
-        """The logits of a captured decode step after a few tokens."""
-        for position, token in enumerate(_CHECK_TOKENS[: self._context]):
-            self._send_token(token % self._model.spec.vocab, position)
-            run()
-        return np.asarray(self._one.logits.numpy(), np.float32)
-
-    def _step_seconds(self, run: Callable[[], None]) -> float:
-        """Seconds of a captured decode step: the best of three measurements of `_TIMING_S` each, after a first one that
-        tells how many steps fit."""
-        device, best = Device[Device.DEFAULT], float("inf")
-        max_steps, steps = self.search_tokens - 1, 1
-        for turn in range(4):
-            self._send_token(1, 0)
-            device.synchronize()
-            started = time.perf_counter()
-            for _ in range(steps):
-                run()
-            device.synchronize()
-            seconds = (time.perf_counter() - started) / steps
-            if turn:
-                best = min(best, seconds)
-            else:
-                steps = max(1, min(max_steps, int(_TIMING_S / seconds)))
-        return best

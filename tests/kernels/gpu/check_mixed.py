@@ -54,6 +54,25 @@ def check_mixed_side_by_side() -> None:
     hold(architecture="gemma4-moe", **SMALL | {"dim": 192, "heads": 4, "kv_heads": 2})
 
 
+def check_a_prompt_before_its_kernels_are_compiled() -> None:
+    """It is read in pieces for which there are kernels."""
+    with tempfile.TemporaryDirectory() as folder, short_lists():
+        path = generated_model.write(Path(folder) / "model.gguf", quant="Q8_0", architecture="qwen3", **SMALL)
+        file, reference = GGUF(path), Reference(path, CONTEXT)
+        runner = NvidiaRunner(Weights(file, read_spec(file), lambda _: None), CONTEXT, 3, is_early=True)
+    text = list(map(int, np.random.default_rng(0).integers(0, 100, 72)))
+    runner.prepare(32)
+    runner._compiled |= dict.fromkeys((64, 128), False)  # an earlier check may have compiled them
+    KVBlocks(runner).reserve(0, len(text))
+    launched = []
+    launch = runner._launch_prefill
+    runner._launch_prefill = lambda size, pieces: launched.append(size) or launch(size, pieces)
+    [best] = runner.run([Slot(0, tuple(text[:-1]), 0, "none"), Slot(0, (text[-1],), len(text) - 1)])
+    assert launched == [32, 32, 32]
+    wanted = reference.logits(text)[-1]
+    assert best == wanted.argmax() and divergence(wanted, runner.logits()[0]) < 2e-5
+
+
 def hold(sizes: Sequence[int] = (32, 64, 128), **shape: Any) -> None:
     """Steps of replies, of pieces of one or two prompts, and of both, of these sizes; raises AssertionError where
     logits differ from the reference's."""
