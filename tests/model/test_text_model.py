@@ -222,7 +222,7 @@ class DrawingRunner(Wrapped):
         if not slot.draw:
             return chosen
         assert slot.inputs == (self._said[slot.position],)
-        self.asked.append(ahead is not None)
+        self.asked.append(bool(ahead) and ahead() is not None)
         ids, masses = Sampler(self._sampling).candidates(self._runner.logits()[0], self._said)
         place = np.searchsorted(np.cumsum(masses), next(self._left) * masses.sum(), "right")
         self._said.append(int(ids[place]))
@@ -234,6 +234,7 @@ def test_sampling_on_the_device_gives_the_text_of_sampling_on_the_host(model, mo
     wanted = [t.id for t in answer(model, "once", sampling=hot)[1]]
     runner = DrawingRunner(model._runner)
     monkeypatch.setattr(model.scheduler, "_runner", runner)
+    monkeypatch.setattr(model.scheduler.blocks, "has_room", lambda tokens: True)
     assert [t.id for t in answer(model, "once", sampling=hot)[1]] == wanted
     assert runner.asked == [True] * 11 + [False]  # none runs ahead of the last
     assert [t.id for t in answer(model, "once", sampling=hot, logprobs=2)[1]] == wanted
