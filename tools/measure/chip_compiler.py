@@ -16,7 +16,7 @@ from engine.devices import cuda_toolkit
 from engine.errors import BackendError
 
 _KERNEL = re.compile(
-    r"Compiling entry function '(?P<entry>\w+)'.*?(?P<stack>\d+) bytes stack frame, "
+    r"Compiling entry function '(?P<entry>\w+)'.*?\d+ bytes stack frame, "
     r"(?P<stores>\d+) bytes spill stores, (?P<loads>\d+) bytes spill loads.*?"
     r"Used (?P<registers>\d+) registers[^\n]*?(?:(?P<shared>\d+) bytes smem|\n)",
     re.DOTALL,
@@ -134,7 +134,7 @@ def read_log(said: str, count: int) -> list[Use]:
         assert space, found["entry"]
         digits = int(space[1]) - 1  # of the namespace's number
         number = int(found["entry"][space.end() :][:digits])
-        spilled = max(int(found["stores"]), int(found["loads"]), int(found["stack"]))
+        spilled = max(int(found["stores"]), int(found["loads"]))
         uses[number] = Use(int(found["registers"]), spilled, int(found["shared"] or 0))
     if len(uses) != count:
         raise BackendError(f"The assembler speaks of {len(uses)} kernels of {count}.")
