@@ -10,10 +10,13 @@ from engine.protocol.events import EngineOptions, Generate, Profile, Sampling, T
 from engine.runtime.kv_blocks import BLOCK, KVBlocks
 from engine.runtime.model_runner import Slot
 from engine.runtime.prefix_store import CHUNK
+from engine.targets.cpu.kernels.delta_net import DeltaHeads
+from engine.targets.cpu.kernels.memory import view
 from engine.targets.cpu.kernels.rope import rotate
 from engine.targets.cpu.kernels.thread_pool import default_pool
 from engine.targets.cpu.model import CPUModel
 from engine.targets.cpu.runner import CPURunner
+from engine.targets.cpu.states import CPUStates
 from engine.targets.cpu.step import step_kernels
 from engine.targets.graph.runner import GraphRunner
 from tests import generated_model
@@ -174,6 +177,24 @@ def test_guesses_are_checked_in_one_step(architecture, tmp_path):
         if runner.state_slots:
             runner.cut_state(0, done + right)
             assert runner.state_position() == done + right
+
+
+def test_sequences_take_turns_with_states_of_checks():
+    """Also after one of them has ended without a step after its check."""
+    states = CPUStates(3)
+    [memory, _] = states.add(DeltaHeads(1, 1, 16, 4, 1e-6, 8))
+    kept, slots = view(memory).reshape(3 + 4, -1), view(states.slots).reshape(-1, 2)
+    for sequence, right in ((0, 4), (1, 1), (1, 2), (2, 3), (0, 1)):
+        position = states.state_position(sequence)
+        states.settle()
+        states.begin(0, states.state_position((sequence + 1) % 3), 1, (sequence + 1) % 3)
+        states.begin_check(1, position, 3, sequence)
+        assert len({*slots[1:4].flat}) == 4 and slots[0, 0] == slots[0, 1]
+        assert (slots[2:4, 0] == slots[1:3, 1]).all()
+        kept[slots[1:4, 1], 0] = position + np.arange(1, 4)
+        states.cut_state(sequence, position + min(right, 3))
+        states.save_state(0, sequence)
+        assert states.memory[0][states._slot_of[sequence], 0] == states.state_position(sequence)
 
 
 @pytest.mark.parametrize("kv", [rarely("f16"), "q8_0"])

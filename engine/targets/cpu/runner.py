@@ -205,6 +205,7 @@ class CPURunner:
 
     def _begin_states(self, slots: Sequence[Slot]) -> None:
         states, row = self._model.states, 0
+        states.settle()
         for sequence, group in itertools.groupby(slots, lambda slot: slot.sequence):
             first, *others = group
             if others:

@@ -58,14 +58,12 @@ class CPUStates:
 
     def begin(self, row: int, position: int, tokens: int, sequence: int = 0) -> None:
         """To be called before a step that has so many tokens at a position, from a row on."""
-        self._settle(sequence)
         self._restart(position, sequence)
         view(self.slots)[2 * row : 2 * row + 2] = self._slot_of[sequence]
         self._positions[sequence] = position + tokens
 
     def begin_check(self, first: int, position: int, rows: int, sequence: int) -> None:
         """As `begin`, of so many rows of a sequence from row `first` on, each of which leaves a state of its own."""
-        self._settle(sequence)
         self._restart(position, sequence)
         for i in range(rows):
             source, target = self._slot_of[sequence], self._spare.pop()
@@ -80,10 +78,11 @@ class CPUStates:
             others[current] = self._slot_of[sequence]
             self._slot_of[sequence], self._positions[sequence] = others.pop(position), position
 
-    def _settle(self, sequence: int) -> None:
-        """Gives up the other states of the last check."""
-        self._spare += self._others[sequence].values()
-        self._others[sequence].clear()
+    def settle(self) -> None:
+        """Gives up the other states of the last check. To be called before a step begins."""
+        for others in self._others:
+            self._spare += others.values()
+            others.clear()
 
     def _restart(self, position: int, sequence: int) -> None:
         if position == 0:
@@ -99,7 +98,6 @@ class CPUStates:
             kept[slot] = states[self._slot_of[sequence]]
 
     def load_state(self, slot: int, sequence: int = 0) -> None:
-        self._settle(sequence)
         self._positions[sequence] = self._of_slots[slot]
         for states, kept in zip(self.memory, self._checkpoints, strict=True):
             states[self._slot_of[sequence]] = kept[slot]
