@@ -25,6 +25,7 @@ from engine.runtime.pictures import PictureEncoder, PictureRoom, picture_ids
 from engine.targets.cpu.vision import CPUEncoder
 from engine.targets.graph.vision import GraphEncoder
 
+_SCRATCH_BYTES = 512 << 20
 _REMEMBERED = 32  # pictures: a chat sends all its messages with each prompt
 
 
@@ -53,6 +54,11 @@ class EncoderFile:
         with suppress(BackendError):  # the first picture says so
             self._decoder.start()
         self._seen: OrderedDict[bytes, SeenPicture] = OrderedDict()
+
+    @property
+    def need_bytes(self) -> int:
+        """The memory that the encoder takes, its weights and roughly what it computes with."""
+        return self.spec.n_bytes + _SCRATCH_BYTES
 
     def room(self, model: ModelSpec) -> PictureRoom:
         """What the model's runner needs for pictures."""

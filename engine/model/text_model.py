@@ -87,7 +87,7 @@ class TextModel:
         encoder = EncoderFile(options.mmproj, spec) if options.mmproj else None
         free, device, kv = free_bytes(Device.DEFAULT), str(Device.DEFAULT), KVFormat.parse(options.kv)
         set_up = target_of(spec, device, options.kernels), options.parallel, kv
-        left = free if encoder is None or free is None else free - encoder.spec.n_bytes
+        left = free if encoder is None or free is None else free - encoder.need_bytes
         draft = DraftModel(options, device, file, spec.vocab) if options.draft else None
         room = left if draft is None or left is None else left - draft.need(None).total_bytes
         self.context_length = chosen_context(spec, options.context_length, room, *set_up)

@@ -19,6 +19,7 @@ from engine.pictures import Grid, resized
 from engine.runtime.pictures import Encoding, PictureRoom, Pictures, picture_ids
 from engine.targets.cpu.runner import CPURunner
 from engine.targets.cpu.vision import CPUEncoder
+from engine.targets.graph import vision
 from engine.targets.graph.runner import GraphRunner
 from engine.targets.graph.vision import GraphEncoder
 from tests import generated_encoder, oracles
@@ -62,7 +63,8 @@ OF_KINDS = [(kind, CPUEncoder) for kind in KINDS] + [rarely(kind, GraphEncoder) 
 
 
 @pytest.mark.parametrize("kind, target", OF_KINDS)
-def test_embeddings_are_the_references(kind, target, reference, tmp_path):
+def test_embeddings_are_the_references(kind, target, reference, tmp_path, monkeypatch):
+    monkeypatch.setattr(vision, "_SCORES", 1 << 12)  # so that attention goes in several parts
     path = generated_encoder.write(tmp_path / "e.gguf", kind)
     encoder, wanted = open_encoder(path, target), reference.Vision(str(path), "transformers")
     rgb = noise(70, 20)
@@ -126,10 +128,10 @@ def test_next_tokens_are_those_of_llama_cpp(name, target, shared, reference, tmp
     oracles.make_model(shared, name, "F32", path, oracles.VOCABULARY[name])
     make(shared, "make_vision", name, tmp_path / "e.gguf")
     spec, answers = read_spec(GGUF(path)), np.load(shared / f"oracle/vision/{name}-0.npz")
-    vision = read_vision(GGUF(tmp_path / "e.gguf"))
-    assert FITTING[spec.architecture] == vision.kind
+    seeing = read_vision(GGUF(tmp_path / "e.gguf"))
+    assert FITTING[spec.architecture] == seeing.kind
     spec = both_ways(spec) if name == "tiny-gemma4" else spec
-    whole = vision.size.most_tokens if any(a.sees_pictures for a in spec.attention) else 0
+    whole = seeing.size.most_tokens if any(a.sees_pictures for a in spec.attention) else 0
     text = LoneSequence(target(Weights(GGUF(path), spec, lambda _: None), 512, pictures=PictureRoom(whole)))
     encoders = {
         "pad": reference.Vision(tmp_path / "e.gguf"),

@@ -37,7 +37,7 @@ from engine.kernels.quantized_matrix import QuantizedMatrix
 from engine.loading.weights import FileWeights, pieces
 from engine.pictures import Grid, encoder_input, with_line_ends
 
-_SCORES = 1 << 28  # of attention, at a time: more queries are done one part after the other
+_SCORES = 1 << 26  # of attention, at a time: more queries are done one part after the other
 _CAPTURED = 3  # sizes whose captured steps are kept
 _APART = 128
 Ends = Literal["inputs", "outputs"]
