@@ -172,7 +172,7 @@ def _framed(
     right one."""
     labels = {1: unit}
     if top is not None:
-        labels |= {0: short_number(top)} | ({height // 2: short_number(top / 2)} if height >= 6 else {})
+        labels |= {0: short_number(top)} | ({height // 2: _half(top)} if height >= 6 else {})
     labels[height - 1] = "0"
     framed = []
     for y, row in enumerate(cells(columns, width - 2 * MARGIN, height)):
@@ -188,6 +188,14 @@ def _framed(
         line.append((f" {right if y == 0 else 'prf' if y == 1 and right else '':<{MARGIN - 1}}", "hatched"))
         framed.append(line)
     return framed
+
+
+def _half(top: float) -> str:
+    """Half of what `short_number` writes for the end of an axis, in the same unit: 2.5k of 5.0k, 0.5k of 1.0k; "" if
+    that has no room."""
+    unit = {"k": 1e3, "M": 1e6}.get(short_number(top)[-1])
+    text = short_number(top / 2) if unit is None else f"{top / 2 / unit:g}{short_number(top)[-1]}"
+    return text if len(text) < MARGIN else ""
 
 
 # --- the time axis -------------------------------------------------------------------------------------

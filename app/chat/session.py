@@ -279,8 +279,7 @@ class Session:
         """Ends the engines, or keeps the one in use warm if it was made so."""
         if self.candidate is not None:
             await self.candidate.engine.close()
-        await self.tools.toolbox.close()
-        await leave(self.engine)
+        await asyncio.gather(self.tools.toolbox.close(), leave(self.engine))
 
     def save(self) -> None:
         """Writes the conversation to the history. The view hears of a failure, and it is tried again."""

@@ -58,6 +58,14 @@ def test_prefill_has_its_own_axis_and_another_look():
     assert "15k" in "\n".join(text(lines))
 
 
+@pytest.mark.parametrize(
+    ("top", "half"),
+    [(100, "50"), (800, "400"), (1000, "0.5k"), (1500, ""), (5000, "2.5k"), (15e3, "7.5k")],
+)
+def test_an_axis_has_one_unit(top, half):
+    assert throughput_lines._half(top) == half
+
+
 def test_an_axis_says_nothing_before_there_is_a_speed():
     prompt = view(samples=(Sample(3_900.0, is_prefill=True, at_s=9.0),), current=None, median=None, best=None)
     top = text(throughput_lines.lines(prompt, 60, 7))[2]
