@@ -2,7 +2,8 @@
 
 A step takes the last token of a reply and guesses of what follows. The token after each of them is chosen as always; a
 guess that is just the token chosen saves a step. So the text is the same as without guesses, drawn tokens included:
-the draw of a token depends on its logits and its place alone.
+the draw of a token depends on its logits and its place alone. (A step of several rows rounds otherwise than one of a
+single row, so logits may differ in the fourth digit, and the choice between two tokens that are as near as that.)
 
 A guess has to pay: a step of more rows takes longer. What steps take is measured, and so is how many of the guesses
 were right, by the length of the match that they come from (`lookup`): also of those that are not checked, when the next
