@@ -25,6 +25,7 @@ CHECKS = {
 """The functions to run, and their modules."""
 
 LONG = {  # other checks run the same kernels, in fewer steps of fewer models, or in fewer shapes
+    "check_a_prompt_before_its_kernels_are_compiled",
     "check_a_quantized_cache",
     "check_choice_of_experts",
     "check_chunks_leave_the_same_state",
@@ -52,6 +53,7 @@ LONG = {  # other checks run the same kernels, in fewer steps of fewer models, o
     "check_profile_of_experts",
     "check_prompts_of_several_sequences",
     "check_router",
+    "check_rows",
     "check_rows_of_several_sequences",
     "check_rows_of_what_is_stored",
     "check_rows_side_by_side",
@@ -64,6 +66,7 @@ LONG = {  # other checks run the same kernels, in fewer steps of fewer models, o
     "check_small_batch_divided",
     "check_sorted_assignments",
     "check_streams_of_norms_after_and_windows",
+    "check_streams_of_prompts",
     "check_what_is_stored",
 }
 SELECTED = [pytest.param(name, marks=thorough) if name in LONG else name for name in CHECKS]
