@@ -22,7 +22,6 @@ DECODED = "qwen35moe F32"
 # and `test_graph_runner.py` the one with rope factors.
 COMMON = (
     "mistral3 F32",
-    "gemma4 Q8_0 with experts",
     "granite F32",
     "olmo2 F32",
     "gpt-oss F32",

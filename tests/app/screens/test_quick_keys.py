@@ -16,7 +16,7 @@ from tests.thorough import THOROUGH
 
 # On one page more often than on the others.
 @pytest.mark.parametrize(
-    ("page", "every"), [("f1", 3), ("f12", 13), ("ctrl+o", 13), ("f8", 13), ("ctrl+p", 13)]
+    ("page", "every"), [("f1", 6), ("f12", 13), ("ctrl+o", 13), ("f8", 13), ("ctrl+p", 13)]
 )
 async def test_the_second_of_two_quick_escapes_is_not_lost(history, home, page, every):
     every = 1 if THOROUGH else every  # steps of the loop between one try and the next

@@ -64,6 +64,7 @@ LONG = {  # other checks run the same kernels, in fewer steps of fewer models, o
     "check_sinks",
     "check_sinks_of_prompts",
     "check_small_batch_divided",
+    "check_small_batch_of_every_type",
     "check_sorted_assignments",
     "check_streams_of_norms_after_and_windows",
     "check_streams_of_prompts",
