@@ -79,12 +79,14 @@ Parts = AsyncGenerator[tuple[int, Part], None]
 
 @dataclass
 class ServedAnswer:
-    """Follows one answer. It ends at one of the client's texts (`stop`), and with `one_call` before a second call."""
+    """Follows one answer. It ends at one of the client's texts (`stop`) or tokens (`stop_ids`), and with `one_call`
+    before a second call."""
 
     request: Generate
     stop: StopTexts
     parser: ToolCallParser | None = None
     one_call: bool = False
+    stop_ids: frozenset[int] = frozenset()
     _stats: AnswerStats = field(init=False)
     _tokens: list[Token] = field(default_factory=list)
     _calls: int = 0
@@ -113,6 +115,10 @@ class ServedAnswer:
                             yield AnswerDelta(reasoning=event.text)
                     case Token():
                         self._stats.count_token()
+                        if event.id in self.stop_ids:
+                            for delta in self._deltas(self.stop.flush()):
+                                yield delta
+                            break
                         self._tokens.append(event)
                         for delta in self._deltas(self.stop.feed(event.text)):
                             yield delta

@@ -32,7 +32,9 @@ async def answer(request: Request, exchange: Exchange, asked: Asked) -> Response
     exchange.note, exchange.one_by_one = asked.note, asked.one_by_one
     service = exchange.service
     answers = [
-        ServedAnswer(one, StopTexts(asked.stops), _parser(exchange, asked, one), asked.one_call)
+        ServedAnswer(
+            one, StopTexts(asked.stops), _parser(exchange, asked, one), asked.one_call, asked.stop_ids
+        )
         for one in asked.requests
     ]
     values = _values(service.parts(exchange, answers), asked.reply)

@@ -1,6 +1,8 @@
-"""The bodies of requests: how long one may be, how long it may take to arrive, and how many are held at once."""
+"""The bodies of requests: how long one may be, compressed or not, how long it may take to arrive, and how many are held
+at once."""
 
 import asyncio
+import zlib
 from collections.abc import Sequence
 from contextlib import suppress
 
@@ -34,12 +36,17 @@ class Bodies:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         body_bytes = held_bytes = 0
+        inflate = (
+            _Inflate(Request(scope).headers.get("content-encoding", "")) if scope["type"] == "http" else None
+        )
 
         async def receive_counted() -> Message:
             nonlocal body_bytes, held_bytes
             if not body_bytes:
                 self._check(_stated_bytes(Request(scope)) - FREE_BYTES)
             message = await receive()
+            if inflate and message["type"] == "http.request":
+                message = {**message, "body": inflate(message.get("body", b""))}
             body_bytes += len(message.get("body", b""))
             more = max(body_bytes - FREE_BYTES, 0) - held_bytes
             self._check(more)
@@ -56,6 +63,32 @@ class Bodies:
         """Raises ApiError if there is no room for so many bytes more."""
         if more_bytes > 0 and self.held_bytes + more_bytes > MAX_HELD_BYTES:
             raise unavailable("The server holds as many long requests as it may.", _RETRY_S)
+
+
+class _Inflate:
+    """Makes of the pieces of a body in a Content-Encoding what was encoded, MAX_BODY_BYTES and one at most."""
+
+    def __init__(self, encoding: str) -> None:
+        self._encoding = encoding.strip().lower()
+        known = self._encoding in ("gzip", "x-gzip", "deflate")
+        self._inflater = zlib.decompressobj(zlib.MAX_WBITS | 32) if known else None  # either header
+        self._left = MAX_BODY_BYTES + 1
+
+    def __call__(self, piece: bytes) -> bytes:
+        """Raises ApiError for an encoding that is not known, and for data that is none."""
+        if self._encoding in ("", "identity"):
+            return piece
+        if not self._inflater:
+            accepted = {"Accept-Encoding": "gzip, deflate"}
+            raise ApiError(415, "A request may be compressed with gzip or deflate.", headers=accepted)
+        if not self._left or self._inflater.eof:
+            return b""
+        try:
+            plain = self._inflater.decompress(piece, self._left)
+        except zlib.error:
+            raise ApiError(400, f"The request is not valid {self._encoding}.") from None
+        self._left -= len(plain)
+        return plain
 
 
 async def read_body(request: Request) -> bytearray:

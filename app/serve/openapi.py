@@ -13,7 +13,7 @@ from app.serve.protocols.chat import ChatBody
 from app.serve.protocols.completions import TextBody
 from app.serve.protocols.embeddings import EmbeddingsBody, RerankBody
 from app.serve.protocols.llama import CompletionBody, InfillBody
-from app.serve.protocols.responses import ResponsesBody
+from app.serve.protocols.response_body import ResponsesBody
 from app.serve.protocols.tokens import DetokenizeBody, TokenizeBody
 
 BODIES = {

@@ -3,7 +3,7 @@
 import asyncio
 import sys
 import traceback
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, TypeVar
 
 from starlette.applications import Starlette
@@ -11,7 +11,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from app.serve.access import CLIENT, Access
 from app.serve.answering import answer
@@ -23,11 +23,13 @@ from app.serve.metrics import CONTENT_TYPE, Gauges
 from app.serve.model_pool import ModelPool
 from app.serve.openapi import description_json
 from app.serve.protocols import anthropic, chat, completions, embeddings, llama, models, ollama, responses
+from app.serve.protocols.json_values import decoded
 from app.serve.protocols.remembered import Conversations
 from app.serve.protocols.reply import Asked, Json
-from app.serve.protocols.requests import decoded
+from app.serve.protocols.response_body import ResponsesBody
 from app.serve.protocols.tokens import DetokenizeBody, TokenizeBody, detokenized, tokenized, tokenizer_info
 from app.serve.service import CLIENT_GONE, Exchange, Service
+from engine import invocation
 from engine.measure.memory import gpu_used_bytes, resident_memory
 
 Endpoint = Callable[[Request], Awaitable[Response]]
@@ -41,6 +43,8 @@ def application(models: Service | ModelPool, key: str = "", limits: Limits = NO_
     routes = Routes(pool, Budgets(limits), has_keys="," in key)
     paths: list[tuple[str, str, Endpoint]] = [
         ("GET", "/health", routes.health),
+        ("GET", "/ping", routes.health),
+        ("GET", "/version", routes.own_version),
         ("GET", "/models", routes.models),
         ("GET", "/models/{id:path}", routes.model),
         ("GET", "/metrics", routes.metrics),
@@ -50,14 +54,19 @@ def application(models: Service | ModelPool, key: str = "", limits: Limits = NO_
         ("POST", "/messages", routes.completing(anthropic.MessagesBody, anthropic.asked)),
         ("POST", "/messages/count_tokens", routes.computing(anthropic.CountBody, anthropic.counted)),
         ("POST", "/responses", routes.respond),
+        ("POST", "/responses/input_tokens", routes.count_response),
         ("GET", "/responses/{id}", routes.response),
         ("DELETE", "/responses/{id}", routes.forget_response),
+        ("GET", "/responses/{id}/input_items", routes.input_items),
+        ("POST", "/responses/{id}/cancel", routes.cancel_response),
         ("POST", "/embeddings", routes.completing(embeddings.EmbeddingsBody, embeddings.openai_asked)),
         (
             "POST",
             "/rerank",
-            routes.completing(embeddings.RerankBody, embeddings.rerank_asked, in_thread=True),
+            rerank := routes.completing(embeddings.RerankBody, embeddings.rerank_asked, True),
         ),
+        ("POST", "/reranking", rerank),
+        ("POST", "/score", routes.completing(embeddings.ScoreBody, embeddings.score_asked, True)),
         ("POST", "/tokenize", routes.computing(TokenizeBody, tokenized)),
         ("POST", "/detokenize", routes.computing(DetokenizeBody, detokenized)),
         ("GET", "/tokenizer_info", routes.tokenizer_info),
@@ -68,11 +77,8 @@ def application(models: Service | ModelPool, key: str = "", limits: Limits = NO_
         ("POST", "/infill", routes.completing(llama.InfillBody, llama.infill_asked)),
     ]
     of_others: list[tuple[str, str, Endpoint]] = [
-        (
-            "POST",
-            "/v2/rerank",
-            routes.completing(embeddings.RerankBody, embeddings.rerank_asked, in_thread=True),
-        ),
+        ("POST", "/v2/rerank", rerank),
+        ("GET", "/lora-adapters", routes.adapters),
         ("GET", "/", routes.greet),
         ("POST", "/api/chat", routes.completing(ollama.OllamaChatBody, ollama.chat_asked)),
         ("POST", "/api/generate", routes.completing(ollama.OllamaGenerateBody, ollama.generate_asked)),
@@ -80,27 +86,27 @@ def application(models: Service | ModelPool, key: str = "", limits: Limits = NO_
         ("GET", "/api/ps", routes.running),
         ("GET", "/api/version", routes.version),
         ("POST", "/api/show", routes.computing(ollama.ShowBody, ollama.show)),
-        (
-            "POST",
-            "/api/embed",
-            routes.completing(embeddings.EmbedBody, embeddings.ollama_asked, in_thread=True),
-        ),
+        ("POST", "/api/embed", routes.completing(embeddings.EmbedBody, embeddings.ollama_asked, True)),
         (
             "POST",
             "/api/embeddings",
-            routes.completing(embeddings.OldEmbedBody, embeddings.old_ollama_asked, in_thread=True),
+            routes.completing(embeddings.OldEmbedBody, embeddings.old_ollama_asked, True),
         ),
+        ("POST", "/api/pull", routes.pull),
+        *((method, path, routes.unmanaged) for method, path in ollama.UNMANAGED),
     ]
+    by_path: dict[str, dict[str, Endpoint]] = {}
+    for prefix in ("/v1", ""):
+        for method, path, endpoint in paths:
+            by_path.setdefault(prefix + path, {})[method] = endpoint
+    for method, path, endpoint in of_others:
+        by_path.setdefault(path, {})[method] = endpoint
     app = Starlette(
-        routes=[
-            Route(prefix + path, _guarded(endpoint), methods=[method])
-            for method, path, endpoint in paths
-            for prefix in ("/v1", "")
-        ]
-        + [Route(path, _guarded(endpoint), methods=[method]) for method, path, endpoint in of_others],
+        routes=[Route(path, _by_method(each), methods=[*each]) for path, each in by_path.items()],
         exception_handlers={HTTPException: _not_found},
     )
-    return Access(Bodies(app), key)
+    app.router.redirect_slashes = False
+    return Access(Bodies(_without_last_slash(app)), key)
 
 
 class Routes:
@@ -120,7 +126,7 @@ class Routes:
     async def respond(self, request: Request) -> Response:
         owner = _owner(request)
         asked = lambda body, service: responses.asked(body, service, self._conversations, owner)
-        return await self._complete(request, responses.ResponsesBody, asked)
+        return await self._complete(request, ResponsesBody, asked)
 
     async def _complete(
         self,
@@ -160,6 +166,21 @@ class Routes:
         id = request.path_params["id"]
         self._conversations.forget(id, _owner(request))
         return json_response({"id": id, "object": "response", "deleted": True})
+
+    async def input_items(self, request: Request) -> Response:
+        known = self._conversations.get(request.path_params["id"], _owner(request))
+        return json_response(responses.input_items(known))
+
+    async def cancel_response(self, request: Request) -> Response:
+        self._conversations.get(request.path_params["id"], _owner(request))
+        raise ApiError(
+            400, "Only responses in the background can be cancelled: close the connection of others."
+        )
+
+    async def count_response(self, request: Request) -> Response:
+        owner = _owner(request)
+        counted = lambda body, service: responses.counted(body, service, self._conversations, owner)
+        return await self.computing(ResponsesBody, counted)(request)
 
     # --- what else there is ---
 
@@ -228,6 +249,25 @@ class Routes:
     async def version(self, request: Request) -> Response:
         return json_response({"version": ollama.VERSION})
 
+    async def pull(self, request: Request) -> Response:
+        """Models that there are need not be pulled, which some clients do first."""
+        body = decoded(await read_body(request), ollama.PullBody)
+        name = body.model or body.name
+        if name not in (names := self._models.names) and f"{name}".removesuffix(":latest") not in names:
+            raise ApiError(404, f"This server pulls no models. There are: {', '.join(names)}.", param="model")
+        return json_response({"status": "success"})
+
+    async def unmanaged(self, request: Request) -> Response:
+        raise ApiError(501, "This server's models are those that it was started with: it changes none.")
+
+    async def own_version(self, request: Request) -> Response:
+        """As vLLM has it."""
+        return json_response({"version": invocation.own_version()})
+
+    async def adapters(self, request: Request) -> Response:
+        """llama-server's list of LoRA adapters."""
+        return json_response([])
+
     async def _asked(self, request: Request) -> Service:
         """The model that a request names which has no body."""
         return await self._models.named(request.query_params.get("model"))
@@ -236,6 +276,25 @@ class Routes:
 def _owner(request: Request) -> str:
     """Who may see what a client has said: those with the same key, if there are several."""
     return str(request.scope[CLIENT]).partition("#")[2]
+
+
+def _by_method(endpoints: Mapping[str, Endpoint]) -> Endpoint:
+    """What answers all methods of a path."""
+    guarded = {method: _guarded(endpoint) for method, endpoint in endpoints.items()}
+
+    async def endpoint(request: Request) -> Response:
+        return await guarded["GET" if request.method == "HEAD" else request.method](request)
+
+    return endpoint
+
+
+def _without_last_slash(app: ASGIApp) -> ASGIApp:
+    """`app`, for which paths with and without a slash at their end are the same."""
+
+    async def called(scope: Scope, receive: Receive, send: Send) -> None:
+        await app({**scope, "path": scope["path"].rstrip("/") or "/"}, receive, send)
+
+    return called
 
 
 def _guarded(endpoint: Endpoint) -> Endpoint:
@@ -258,6 +317,8 @@ def _guarded(endpoint: Endpoint) -> Endpoint:
 
 async def _not_found(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    what = "There is nothing at this path." if error.status_code == 404 else f"{error.detail}."
     headers = dict(error.headers or {})
+    what = "There is nothing at this path."
+    if error.status_code == 405:
+        what = f"This path takes {headers.get('Allow', 'other methods')}."
     return error_response(ApiError(error.status_code, what, headers=headers), request.url.path)

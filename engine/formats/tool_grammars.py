@@ -1,10 +1,10 @@
-"""What a reply may be that has to call a tool, or to keep to a JSON schema: grammars as llguidance reads them.
+"""What a reply may be that has to call a tool, or to keep to a JSON schema or texts: grammars as llguidance reads them.
 
 Its syntax: https://github.com/guidance-ai/llguidance, docs/syntax.md.
 """
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from engine.formats.json_formats import with_strict_formats
@@ -36,6 +36,11 @@ def reply_grammar(
 
 def schema_grammar(schema: dict[str, Any]) -> Grammar:
     return Grammar(kind="json_schema", source=json.dumps(with_strict_formats(schema)))
+
+
+def choice_grammar(texts: Iterable[str]) -> Grammar:
+    """One of `texts`."""
+    return Grammar(kind="lark", source=f"start: {' | '.join(map(_literal, texts))}")
 
 
 def _grammar(form: ToolForm, tools: str, answer: str) -> Grammar:

@@ -118,16 +118,16 @@ class Load(_Record, frozen=True, kw_only=True):
 class Generate(_Record, frozen=True, kw_only=True):
     """Answer `prompt`. `max_tokens` None: until the model stops or the context is full. `logprobs` N > 0 adds to each
     token its log-probability and the N most probable tokens, before sampling changes them. `grammar` allows only tokens
-    that begin a text which fits it. A reply begins with the tokens `forced`, which count among `max_tokens`.
-    `logit_bias` adds to the logits of tokens, by id, before they are sampled; unknown ids are ignored. To measure:
-    `ignore_eos` continues after an end-of-turn token, `fresh` computes the whole prompt, and without `guesses` each
-    token has a step. `client` names who asks: requests that wait take turns by client. With `pooling`, there is no
-    reply: `Embedded` comes in its place."""
+    that begin a text which fits it; without one, a reply has at least `min_tokens`. A reply begins with the tokens
+    `forced`. `logit_bias` is added to the logits of tokens, by id; unknown ids are ignored. To measure: `ignore_eos`
+    continues after an end-of-turn token, `fresh` computes the whole prompt, without `guesses` each token has a step.
+    `client` names who asks: they take turns. With `pooling`, there is no reply, but `Embedded`."""
 
     request_id: int
     prompt: Chat | RawText | TokenIds
     sampling: Sampling = Sampling()
     max_tokens: int | None = None
+    min_tokens: int = 0
     logprobs: int = 0
     ignore_eos: bool = False
     fresh: bool = False

@@ -24,7 +24,7 @@ from engine.protocol.events import (
     TopToken,
     decode_rate,
 )
-from engine.runtime.grammar import Constraint, Forced, Grammars
+from engine.runtime.grammar import Constraint, Forced, Grammars, NotYet
 from engine.runtime.model_runner import Drawing, Want
 from engine.runtime.pictures import Pictures
 from engine.runtime.sampling import Logits, LogProbabilities, Sampler, biased
@@ -47,14 +47,16 @@ class Answers:
         limit = _reply_limit(len(prompt.ids), request.max_tokens, self._context_length)
         pictures = Pictures(prompt.pictures, self._whole) if prompt.pictures else None
         answer = Answer(request, prompt, self._prompts, limit, report, pictures)
-        constraint: Constraint | None = None
+        vocab_size = self._prompts.tokenizer.vocab_size
+        constraint: Constraint | NotYet | None = None
         if request.grammar:
             thinks = isinstance(request.prompt, Chat) and request.prompt.think
             open_mark = prompt.marks.open if thinks else ""
             constraint = self._grammars.constraint(request.grammar, answer.splitter, open_mark)
+        elif request.min_tokens:
+            constraint = NotYet(request.min_tokens, self._prompts.tokenizer.eos_ids, vocab_size)
         answer.constraint = constraint
         if request.forced:
-            vocab_size = self._prompts.tokenizer.vocab_size
             if not all(0 <= id < vocab_size for id in request.forced):
                 raise UsageError(f"Token ids are from 0 to {vocab_size - 1}.")
             answer.constraint = Forced(request.forced, vocab_size, constraint)
@@ -85,8 +87,8 @@ class Answer:
         self.reason: StopReason | None = None if limit else "length"
         self.sampler = Sampler(request.sampling)
         self.splitter = think_splitter(request.prompt, prompt)
-        self.constraint: Constraint | Forced | None = None
-        """What keeps the answer to a grammar, or to tokens that are given."""
+        self.constraint: Constraint | Forced | NotYet | None = None
+        """What keeps the answer to a grammar, to tokens that are given, or from an early end."""
         self._eos_ids, self._decoder = prompts.tokenizer.eos_ids, StreamDecoder(prompts.tokenizer)
         self._report = report
         self.start()

@@ -6,7 +6,8 @@ docs/syntax.md for Lark, docs/json_schema.md). It is an optional extra, and is i
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -121,7 +122,7 @@ class Constraint:
 class Forced:
     """Lets an answer begin with the tokens `ids`; then `rest` keeps it, if there is one."""
 
-    def __init__(self, ids: Sequence[int], vocab_size: int, rest: Constraint | None) -> None:
+    def __init__(self, ids: Sequence[int], vocab_size: int, rest: Constraint | NotYet | None) -> None:
         self._ids, self._rest, self._given = ids, rest, 0
         self._words = -(-vocab_size // 32)
 
@@ -148,6 +149,28 @@ class Forced:
             self._given += 1
         elif self._rest:
             self._rest.accept(token)
+
+
+class NotYet:
+    """Keeps the tokens `ends`, which end an answer, from its first `n`."""
+
+    def __init__(self, n: int, ends: Iterable[int], vocab_size: int) -> None:
+        self._left = n
+        self._words = np.full(-(-vocab_size // 32), 0xFFFFFFFF, np.uint32)
+        for id in ends:
+            self._words[id // 32] &= ~np.uint32(1 << id % 32)
+
+    def allowed(self) -> NDArray[np.uint32] | None:
+        """As `Constraint.allowed`."""
+        return self._words if self._left > 0 else None
+
+    def masked(self, logits: Logits) -> Logits:
+        """As `Constraint.masked`."""
+        return _masked(logits, self.allowed())
+
+    def accept(self, token: int) -> None:
+        """As `Constraint.accept`."""
+        self._left -= 1
 
 
 def _masked(logits: Logits, words: NDArray[np.uint32] | None) -> Logits:
@@ -190,8 +213,8 @@ def _vocabulary(tokenizer: Tokenizer, with_channels: bool) -> LLTokenizer:
 
 
 def _invalid(reason: str) -> UsageError:
-    """`reason` may be followed by the state of the library's parser, and may quote what was sent."""
-    reason = one_line(reason.partition("<state>")[0])
+    """`reason` may be followed by the state of the library's parser or by our grammar, and may quote what was sent."""
+    reason = one_line(re.split(r"<state>|\n\s*\d+ \| ", reason)[0])
     if reason.startswith("NoExtension"):
         reason = "no text fits it"
     if len(reason) > MAX_REASON:

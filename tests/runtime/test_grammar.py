@@ -163,6 +163,14 @@ def test_a_schema_holds_after_a_text_that_is_given(model):
         answer(model, RawText(text="x"), forced=(1 << 20,))
 
 
+def test_an_answer_is_at_least_so_long(model):
+    ends = tuple((id, 100.0) for id in model.tokenizer.eos_ids)
+    for least, forced in ((0, 0), (5, 0), (5, 2)):
+        ids = tuple(model.tokenizer.encode("So: "))[:forced]
+        _, end, _ = answer(model, RawText(text="Once"), min_tokens=least, forced=ids, logit_bias=ends)
+        assert (end.reason, end.predicted_n) == ("stop", least + forced + 1)
+
+
 HARMONY_TEMPLATE = """\
 {%- for message in messages %}<|start|>{{ message.role }}<|message|>{{ message.content }}<|end|>{% endfor -%}
 {#- "<|channel|>analysis<|message|>" "<|start|>assistant<|channel|>final<|message|>" tools to=functions. #}

@@ -19,9 +19,10 @@ from app.serve.http import NAMED_DATA, Framing
 from app.serve.protocols import chat
 from app.serve.protocols.blocks import Block, Blocks, Change, Grown, Opened
 from app.serve.protocols.conversation import Call, CalledFunction, ChatMessage, Part, PicturePart
+from app.serve.protocols.formats import JsonSchema, ResponseFormat
 from app.serve.protocols.pictures import NOTHING_ELSE, from_source
 from app.serve.protocols.reply import Asked, Json, Reply
-from app.serve.protocols.requests import MAX_USER, JsonSchema, ResponseFormat
+from app.serve.protocols.requests import MAX_USER
 from app.serve.protocols.tools import Choice, Named, ToolChoice
 from app.serve.service import Service
 from engine.protocol.events import Finished
@@ -29,6 +30,8 @@ from engine.protocol.events import Finished
 _BILLING = re.compile(r"\s*x-anthropic-billing-header:[^\n]*\n*")
 """Claude Code begins its system text with such a line. It differs in every request, so none would share a prefix."""
 SIGNATURE = "orin-chat"  # of thinking, which clients send back unchanged; it is not looked at
+_ELSEWHERE = re.compile(r"server_tool_use|mcp_tool_use|\w+_tool_result")
+"""Calls that Anthropic's server made, and their results: the model's texts say what came of them."""
 _MAX_DEPTH = 4  # of blocks in the result of a tool
 
 
@@ -56,7 +59,7 @@ class AnthropicMessage(msgspec.Struct):
 class MessageTool(msgspec.Struct):
     """`type` is that of a tool which Anthropic's server has, or "custom"."""
 
-    name: str
+    name: str = ""
     type: str | None = None
     description: str | None = None
     input_schema: dict[str, Any] | None = None
@@ -97,6 +100,7 @@ class CountBody(msgspec.Struct, kw_only=True):
     tool_choice: MessageToolChoice | None = None
     thinking: ThinkingConfig | None = None
     output_config: OutputConfig | None = None
+    output_format: OutputFormat | None = None  # its first form
 
 
 class MessagesBody(CountBody, kw_only=True):
@@ -146,11 +150,12 @@ def chat_body(body: CountBody) -> chat.ChatBody:
     as_chat.tool_choice = _choice(body.tool_choice)
     is_thinking = body.thinking is not None and body.thinking.type != "disabled"
     as_chat.chat_template_kwargs = {"enable_thinking": is_thinking}
-    if config := body.output_config:
-        if is_thinking and config.effort in ("low", "medium", "high"):
-            as_chat.reasoning_effort = config.effort  # type: ignore[assignment]  # one of them
-        if config.format and config.format.type == "json_schema":
-            as_chat.response_format = ResponseFormat("json_schema", JsonSchema(config.format.schema))
+    config = body.output_config or OutputConfig()
+    if is_thinking and config.effort in ("low", "medium", "high", "max"):
+        as_chat.reasoning_effort = config.effort  # type: ignore[assignment]  # one of them
+    format = config.format or body.output_format
+    if format and format.type == "json_schema":
+        as_chat.response_format = ResponseFormat("json_schema", JsonSchema(format.schema))
     return as_chat
 
 
@@ -174,7 +179,9 @@ def _messages(message: AnthropicMessage, param: str) -> Iterator[ChatMessage]:
                 thinking.append(block.thinking or "")
             case "redacted_thinking":
                 pass
-            case "tool_use" | "server_tool_use":
+            case kind if message.role == "assistant" and _ELSEWHERE.fullmatch(kind):
+                pass
+            case "tool_use":
                 arguments = json.dumps(block.input or {}, ensure_ascii=False)
                 calls.append(Call(CalledFunction(block.name or "", arguments), id=block.id or ""))
             case "tool_result":
@@ -246,8 +253,8 @@ def _choice(choice: MessageToolChoice | None) -> Choice:
     match choice:
         case MessageToolChoice(type="any"):
             return "required"
-        case MessageToolChoice(type="tool", name=str(name)):
-            return ToolChoice(function=Named(name))
+        case MessageToolChoice(type="tool"):
+            return ToolChoice(function=Named(choice.name or ""))
         case MessageToolChoice(type="none"):
             return "none"
     return "auto"

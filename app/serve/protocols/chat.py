@@ -16,15 +16,25 @@ from app.serve.errors import wrong
 from app.serve.protocols import logprobs
 from app.serve.protocols.conversation import ChatMessage, conversation
 from app.serve.protocols.figures import figures, timings
+from app.serve.protocols.formats import format_of
 from app.serve.protocols.pictures import unseen
 from app.serve.protocols.reply import Asked, Json, Reply
-from app.serve.protocols.requests import MAX_LOGPROBS, Body, generate, schema_of, variants
+from app.serve.protocols.requests import MAX_LOGPROBS, Body, generate, variants
 from app.serve.protocols.tools import Choice, Named, ToolChoice, Tools, chosen_tools
 from app.serve.service import Service
 from engine.formats.template import Prompt
 from engine.formats.tokenizer import Tokenizer
 from engine.formats.tool_grammars import reply_grammar
-from engine.protocol.events import Chat, Generate, Prefilling, Token
+from engine.protocol.events import Chat, Effort, Generate, Grammar, Prefilling, Token
+
+ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+_EFFORTS: dict[str, Effort] = {
+    "low": "low",
+    "medium": "medium",
+    "high": "high",
+    "xhigh": "high",
+    "max": "high",
+}
 
 
 class ChatBody(Body, kw_only=True):
@@ -38,7 +48,8 @@ class ChatBody(Body, kw_only=True):
     functions: list[dict[str, Any]] | None = None  # OpenAI's first form of tools
     function_call: Literal["none", "auto"] | Named | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+    reasoning_effort: ReasoningEffort | None = None
+    modalities: list[str] | None = None
     return_progress: bool | None = None  # llama-server's
 
 
@@ -64,6 +75,7 @@ def asked(body: ChatBody, service: Service) -> Asked:
         body.asker,
         tools.note,
         one_call=is_old or body.parallel_tool_calls is False,
+        stop_ids=body.stop_ids,
     )
 
 
@@ -71,19 +83,27 @@ def chat_request(body: ChatBody, service: Service) -> tuple[Generate, Tools]:
     """The engine's request. Raises ApiError."""
     if not body.messages:
         raise wrong("There are no messages.", "messages")
+    if "audio" in (body.modalities or ()):
+        raise wrong("This server answers with text only.", "modalities")
     asked = body.top_logprobs or 0
     if not 0 <= asked <= MAX_LOGPROBS:
         raise wrong(f"top_logprobs must be from 0 to {MAX_LOGPROBS}, not {asked}.", "top_logprobs")
     if asked and not body.logprobs:
         raise wrong("top_logprobs needs logprobs: true.", "top_logprobs")
     tools = chosen_tools(*_given_tools(body), form := service.file.form)
-    grammar = reply_grammar(form, tools.shown, schema_of(body), is_required=tools.is_required)
+    format = format_of(body)
+    if isinstance(format, Grammar):
+        if tools.shown:
+            raise wrong("Beside tools, an answer may keep to a JSON schema, but not to a grammar.", "tools")
+        grammar: Grammar | None = format
+    else:
+        grammar = reply_grammar(form, tools.shown, format, is_required=tools.is_required)
     limit = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
     if limit == 0:
         raise wrong("max_tokens must be 1 or more.", "max_tokens")
     sampling = service.sampling
-    if body.reasoning_effort in ("low", "medium", "high"):
-        sampling = replace(sampling, effort=body.reasoning_effort)
+    if effort := _EFFORTS.get(body.reasoning_effort or ""):
+        sampling = replace(sampling, effort=effort)
     think = _thinks(body, service.think)
     prompt = Chat(messages=conversation(body.messages), think=think, tools=tools.shown)
     if prompt.pictures and service.ready and not service.ready.model.sees:

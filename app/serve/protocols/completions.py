@@ -17,8 +17,9 @@ from app.serve.answer import AnswerBegun, AnswerDelta, AnswerEnd
 from app.serve.errors import CONTEXT, ApiError, wrong
 from app.serve.protocols import logprobs
 from app.serve.protocols.figures import figures, timings
+from app.serve.protocols.formats import grammar_of
 from app.serve.protocols.reply import Asked, Json, Reply
-from app.serve.protocols.requests import MAX_LOGPROBS, MAX_N, Body, generate, grammar_of, variants
+from app.serve.protocols.requests import MAX_LOGPROBS, MAX_N, Body, generate, variants
 from app.serve.service import Service
 from engine.errors import ContextFullError
 from engine.formats.tokenizer import Tokenizer
@@ -68,7 +69,7 @@ def asked(body: TextBody, service: Service) -> Asked:
         body.includes_usage,
         echoes,
     )
-    return Asked(requests, reply, bool(body.stream), body.stops, body.asker)
+    return Asked(requests, reply, bool(body.stream), body.stops, body.asker, stop_ids=body.stop_ids)
 
 
 def _prompts(prompt: str | list[str | int | list[int]]) -> list[RawText | TokenIds]:

@@ -13,13 +13,17 @@ from engine.protocol.events import PICTURE_MARK, Message, Picture, ToolCall, pla
 
 TEXTS = ("text", "input_text", "output_text", "refusal")
 PICTURES = ("image_url", "input_image")
+THOUGHTS = ("thinking", "reasoning", "redacted_thinking")
 """The types of parts, in chat completions and in responses."""
 
 
 class Part(msgspec.Struct):
+    """`thinking` is what the model thought, as Mistral's protocol has it, and others."""
+
     type: str
     text: str | None = None
     refusal: str | None = None
+    thinking: Any = None
     image_url: Any = None
 
 
@@ -31,8 +35,15 @@ class PicturePart(Part, kw_only=True):
 
 
 class CalledFunction(msgspec.Struct):
+    """Arguments are JSON as a text; some clients send the object itself, or nothing."""
+
     name: str
-    arguments: str = "{}"
+    arguments: str | dict[str, Any] | None = "{}"
+
+    @property
+    def given(self) -> str:
+        given = self.arguments
+        return given if isinstance(given, str) else json.dumps(given or {}, ensure_ascii=False)
 
 
 class CustomInput(msgspec.Struct):
@@ -43,7 +54,7 @@ class CustomInput(msgspec.Struct):
 class Call(msgspec.Struct):
     function: CalledFunction | None = None
     custom: CustomInput | None = None
-    id: str = ""
+    id: str | None = None
 
     @property
     def called(self) -> CalledFunction:
@@ -57,7 +68,7 @@ class Call(msgspec.Struct):
 
 class ChatMessage(msgspec.Struct):
     role: str
-    content: str | list[Part] | None = None
+    content: str | Sequence[Part | str] | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None  # vLLM's and OpenRouter's name
     tool_calls: list[Call] | None = None
@@ -71,21 +82,19 @@ def conversation(messages: Sequence[ChatMessage]) -> tuple[Message, ...]:
     names: dict[str, str] = {}  # of the functions that were called, by the id of the call
     converted: list[Message] = []
     for i, message in enumerate(messages):
-        content, pictures = _content(message, f"messages[{i}].content")
+        content, thoughts, pictures = _content(message, f"messages[{i}].content")
         match message.role:
             case "system" | "developer":
                 converted.append(Message(role="system", content=content))
             case "user":
                 converted.append(Message(role="user", content=content, pictures=pictures))
             case "assistant":
-                called = [(call.id, call.called) for call in message.tool_calls or ()]
+                called = [(call.id or "", call.called) for call in message.tool_calls or ()]
                 if message.function_call:
                     called.append(("", message.function_call))
-                calls = tuple(
-                    ToolCall(id=id, name=call.name, arguments=call.arguments) for id, call in called
-                )
+                calls = tuple(ToolCall(id=id, name=call.name, arguments=call.given) for id, call in called)
                 names |= {call.id: call.name for call in calls}
-                thinking = plain(message.reasoning_content or message.reasoning or "")
+                thinking = plain(message.reasoning_content or message.reasoning or thoughts)
                 converted.append(
                     Message(role="assistant", content=content, thinking=thinking, tool_calls=calls)
                 )
@@ -100,20 +109,34 @@ def conversation(messages: Sequence[ChatMessage]) -> tuple[Message, ...]:
     return tuple(converted)
 
 
-def _content(message: ChatMessage, param: str) -> tuple[str, tuple[Picture, ...]]:
-    """The text, with marks where pictures stand, and the pictures. Raises ApiError."""
-    if not isinstance(message.content, list):
-        return plain(message.content or ""), ()
-    texts, pictures = list[str](), list[Picture]()
+def _content(message: ChatMessage, param: str) -> tuple[str, str, tuple[Picture, ...]]:
+    """The text, with marks where pictures stand, what was thought before it, and the pictures. Raises ApiError."""
+    if message.content is None or isinstance(message.content, str):
+        return plain(message.content or ""), "", ()
+    texts, thoughts, pictures = list[str](), list[str](), list[Picture]()
     for part in message.content:
-        if part.type in TEXTS:
+        if isinstance(part, str):
+            texts.append(plain(part))
+        elif part.type in TEXTS:
             texts.append(plain(part.text or part.refusal or ""))
+        elif part.type in THOUGHTS:
+            thoughts.append(_thought(part.thinking) or part.text or "")
         elif message.role != "user":
-            raise wrong("Pictures stand in messages of the user.", param)
+            is_picture = part.type in PICTURES
+            raise wrong("Pictures stand in messages of the user." if is_picture else NOTHING_ELSE, param)
         else:
             texts.append(PICTURE_MARK)
             pictures.append(part.picture if isinstance(part, PicturePart) else _picture(part, param))
-    return "".join(texts), tuple(pictures)
+    return "".join(texts), "".join(thoughts), tuple(pictures)
+
+
+def _thought(given: Any) -> str:
+    """A text, or a list of parts that have one."""
+    if isinstance(given, list):
+        return "".join(
+            text for part in given if isinstance(part, dict) and isinstance(text := part.get("text"), str)
+        )
+    return given if isinstance(given, str) else ""
 
 
 def _picture(part: Part, param: str) -> Picture:

@@ -7,6 +7,7 @@ tools/server/README.md for `/rerank`, whose fields are those of Jina and Cohere.
 from __future__ import annotations
 
 import base64
+import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
@@ -62,6 +63,14 @@ class RerankBody(msgspec.Struct, kw_only=True):
     return_documents: bool | None = None
 
 
+class ScoreBody(msgspec.Struct, kw_only=True):
+    """vLLM's: `text_2` by how well they fit `text_1`, each with its own if there are as many of both."""
+
+    text_1: str | list[str]
+    text_2: str | list[str]
+    model: str | None = None
+
+
 @dataclass
 class _Vectors(Reply):
     """Gathers a vector for each of the texts."""
@@ -112,18 +121,19 @@ class EmbeddingsReply(_Vectors):
 class EmbedReply(_Vectors):
     dimensions: int | None = None
     is_one: bool = False
+    _asked: float = field(default_factory=time.perf_counter)
 
     def whole(self) -> Json:
         vectors = [*map(numbers, cut(self.in_order, self.dimensions))]
         if self.is_one:
             return {"embedding": vectors[0]}
-        load_ms = max(end.finished.load_ms for end in self.ends.values()) if self.ends else 0
+        total_ms = (time.perf_counter() - self._asked) * 1e3
         prompt_ms = sum(end.finished.prompt_ms for end in self.ends.values())
         return {
             "model": self.model,
             "embeddings": vectors,
-            "total_duration": round((load_ms + prompt_ms) * 1e6),  # in nanoseconds
-            "load_duration": round(load_ms * 1e6),
+            "total_duration": round(total_ms * 1e6),  # in nanoseconds
+            "load_duration": round(max(total_ms - prompt_ms, 0) * 1e6),
             "prompt_eval_count": self.prompt_n,
         }
 
@@ -141,6 +151,16 @@ class RerankReply(_Vectors):
             for result in results:
                 result["document"] = {"text": self.texts[result["index"]]}
         return {"object": "list", "model": self.model, "usage": self.usage, "results": results}
+
+
+@dataclass
+class ScoreReply(_Vectors):
+    def whole(self) -> Json:
+        data = [
+            {"index": i, "object": "score", "score": float(vector[0])}
+            for i, vector in enumerate(self.in_order)
+        ]
+        return {"object": "list", "model": self.model, "usage": self.usage, "data": data}
 
 
 def cut(vectors: Iterable[Floats], dimensions: int | None) -> Iterable[NDArray[np.float64]]:
@@ -197,21 +217,40 @@ def old_ollama_asked(body: OldEmbedBody, service: Service) -> Asked | Json:
 
 def rerank_asked(body: RerankBody, service: Service) -> Asked:
     """Raises ApiError. May take as long as its texts are."""
-    file = service.file
-    if file.pooling != "rank" or not file.rank_template:
+    _check_ranks(service)
+    _check_count(len(body.documents), "documents")
+    if body.top_n is not None and body.top_n < 1:
+        raise wrong("top_n must be 1 or more.", "top_n")
+    texts = [one if isinstance(one, str) else one.text for one in body.documents]
+    reply = RerankReply(service.model, texts=texts if body.return_documents else None, top_n=body.top_n)
+    return _made(_ranked([(body.query, text) for text in texts], service), "rank", reply)
+
+
+def score_asked(body: ScoreBody, service: Service) -> Asked:
+    """Raises ApiError. May take as long as its texts are."""
+    _check_ranks(service)
+    firsts, seconds = ([text] if isinstance(text, str) else text for text in (body.text_1, body.text_2))
+    _check_count(len(seconds), "text_2")
+    if len(firsts) == 1:
+        firsts = firsts * len(seconds)
+    if len(firsts) != len(seconds):
+        raise wrong("text_1 is one text, or as many as text_2.", "text_1")
+    pairs = [*zip(firsts, seconds, strict=True)]
+    return _made(_ranked(pairs, service), "rank", ScoreReply(service.model))
+
+
+def _check_ranks(service: Service) -> None:
+    if service.file.pooling != "rank" or not service.file.rank_template:
         raise ApiError(
             501,
             "This model does not rank documents: take one that is made for it, such as Qwen3-Reranker.",
             "not_supported_error",
             code=501,
         )
-    _check_count(len(body.documents), "documents")
-    if body.top_n is not None and body.top_n < 1:
-        raise wrong("top_n must be 1 or more.", "top_n")
-    texts = [one if isinstance(one, str) else one.text for one in body.documents]
-    prompts = [TokenIds(ids=tuple(file.rank_prompt(body.query, text))) for text in texts]
-    reply = RerankReply(service.model, texts=texts if body.return_documents else None, top_n=body.top_n)
-    return _made(prompts, "rank", reply)
+
+
+def _ranked(pairs: Sequence[tuple[str, str]], service: Service) -> Sequence[TokenIds]:
+    return [TokenIds(ids=tuple(service.file.rank_prompt(query, document))) for query, document in pairs]
 
 
 def _asked(prompts: Sequence[RawText | TokenIds], reply: Reply, service: Service, asker: str = "") -> Asked:

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any
 
 import msgspec
 
@@ -12,16 +11,10 @@ from app.serve.http import COMMENTED, Framing
 from app.serve.protocols import chat, logprobs
 from app.serve.protocols.completions import fill_in
 from app.serve.protocols.figures import timings
+from app.serve.protocols.formats import grammar_of
 from app.serve.protocols.models import capabilities
 from app.serve.protocols.reply import Asked, Json, Reply
-from app.serve.protocols.requests import (
-    MAX_LOGPROBS,
-    Body,
-    JsonSchema,
-    ResponseFormat,
-    generate,
-    grammar_of,
-)
+from app.serve.protocols.requests import MAX_LOGPROBS, Body, generate
 from app.serve.service import Service
 from engine.formats.tokenizer import Tokenizer
 from engine.protocol.events import RawText, Token, TokenIds
@@ -48,8 +41,6 @@ class CompletionBody(Body, kw_only=True):
     prompt: str | list[int]
     n_predict: int | None = None
     n_probs: int | None = None
-    json_schema: dict[str, Any] | None = None
-    grammar: str | None = None
 
 
 def completion_asked(body: CompletionBody, service: Service) -> Asked:
@@ -57,10 +48,6 @@ def completion_asked(body: CompletionBody, service: Service) -> Asked:
     shown = body.n_probs or 0
     if not 0 <= shown <= MAX_LOGPROBS:
         raise wrong(f"n_probs must be from 0 to {MAX_LOGPROBS}, not {shown}.", "n_probs")
-    if body.grammar:
-        raise wrong("This server reads no GBNF grammars: give a json_schema.", "grammar")
-    if body.json_schema is not None:
-        body.response_format = ResponseFormat("json_schema", JsonSchema(body.json_schema))
     given = body.prompt
     prompt = RawText(text=given) if isinstance(given, str) else TokenIds(ids=tuple(given))
     return _asked(body, prompt, body.n_predict, service, shown)
@@ -84,7 +71,7 @@ def _asked(
     limit = body.max_tokens if n_predict is None else n_predict
     request = generate(body, prompt, service.sampling, limit, shown, grammar_of(body))
     reply = LlamaReply(service.model, service.file.tokenizer, shown)
-    return Asked([request], reply, bool(body.stream), body.stops, body.asker)
+    return Asked([request], reply, bool(body.stream), body.stops, body.asker, stop_ids=body.stop_ids)
 
 
 @dataclass

@@ -5,6 +5,7 @@ Models are loaded by who runs the server: requests that pull, create or delete o
 
 import hashlib
 import json
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -20,10 +21,11 @@ from app.serve.protocols import chat, logprobs
 from app.serve.protocols.blocks import Block, Blocks, Closed, Grown
 from app.serve.protocols.completions import TextBody, fill_in
 from app.serve.protocols.conversation import Call, CalledFunction, ChatMessage, Part, PicturePart
+from app.serve.protocols.formats import JsonSchema, ResponseFormat, grammar_of
 from app.serve.protocols.models import capabilities
 from app.serve.protocols.pictures import from_base64, from_url
 from app.serve.protocols.reply import Asked, Json, Reply
-from app.serve.protocols.requests import JsonSchema, ResponseFormat, generate, grammar_of
+from app.serve.protocols.requests import generate
 from app.serve.protocols.tools import Tools
 from app.serve.service import Service
 from engine.formats.tokenizer import Tokenizer
@@ -31,7 +33,7 @@ from engine.protocol.events import RawText
 
 VERSION = "0.12.6"
 """Of the protocol: some clients ask only servers from a version on."""
-_EFFORTS = ("low", "medium", "high")
+_EFFORTS = ("low", "medium", "high", "max")
 
 
 class Options(msgspec.Struct):
@@ -99,6 +101,22 @@ class ShowBody(msgspec.Struct):
     model: str | None = None
 
 
+class PullBody(msgspec.Struct):
+    model: str | None = None
+    name: str | None = None  # its older name
+
+
+UNMANAGED = (
+    ("POST", "/api/create"),
+    ("POST", "/api/copy"),
+    ("DELETE", "/api/delete"),
+    ("POST", "/api/push"),
+    ("GET", "/api/blobs/{digest}"),
+    ("POST", "/api/blobs/{digest}"),
+)
+"""What changes the models of a server."""
+
+
 def chat_asked(body: OllamaChatBody, service: Service) -> Asked | Json:
     """Raises ApiError. Without messages, the model is to be loaded only: it is."""
     if not body.messages:
@@ -140,7 +158,7 @@ def _asked_as_chat(
     elif body.think in _EFFORTS:
         as_chat.reasoning_effort = body.think  # type: ignore[assignment]  # one of them
     elif body.think is not None:
-        raise wrong("think is true, false, low, medium or high.", "think")
+        raise wrong("think is true, false, low, medium, high or max.", "think")
     request, tools = chat.chat_request(as_chat, service)
     reply = _reply(body, service, place, tools)
     return Asked([request], reply, body.stream is not False, as_chat.stops, note=tools.note)
@@ -160,7 +178,7 @@ def _set_options(as_openai: chat.ChatBody | TextBody, body: OllamaBody) -> None:
         if name != "num_predict":
             setattr(as_openai, name, getattr(options, name))
     limit = options.num_predict
-    as_openai.max_tokens = None if limit is None or limit < 0 else limit
+    as_openai.max_tokens = None if limit is None or limit <= 0 else limit
     if body.format == "json":
         as_openai.response_format = ResponseFormat("json_object")
     elif isinstance(body.format, dict):
@@ -221,6 +239,7 @@ class OllamaReply(Reply):
     shown: int | None = None
     framing: Framing = LINES
     takes_pieces: bool = False
+    _asked: float = field(default_factory=time.perf_counter)
     _blocks: Blocks = field(default_factory=Blocks)
     _end: AnswerEnd | None = None
 
@@ -279,14 +298,15 @@ class OllamaReply(Reply):
         return logprobs.of_chat(logprobs.reported(tokens, self.tokenizer), self.tokenizer, self.shown)
 
     def _figures(self) -> Json:
-        """Times are in nanoseconds."""
+        """Times are in nanoseconds. The request may have waited for its turn, or for the model to load."""
         assert self._end
         end = self._end.finished
+        total_ms = (time.perf_counter() - self._asked) * 1e3
         return {
             "done": True,
             "done_reason": "length" if self._end.finish_reason == "length" else "stop",
-            "total_duration": _ns(end.load_ms + end.prompt_ms + end.predicted_ms),
-            "load_duration": _ns(end.load_ms),
+            "total_duration": _ns(total_ms),
+            "load_duration": _ns(max(total_ms - end.prompt_ms - end.predicted_ms, 0)),
             "prompt_eval_count": end.prompt_n,
             "prompt_eval_duration": _ns(end.prompt_ms),
             "eval_count": end.predicted_n,

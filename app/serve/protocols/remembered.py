@@ -15,10 +15,12 @@ MAX_BYTES = 64 << 20  # of all conversations that are remembered, as JSON
 
 @dataclass(frozen=True)
 class Remembered:
-    """A response and all items before it, for those who have the key of its `owner`."""
+    """A response with all of its items, and those before it, which are the first `given`. It is for those who have the
+    key of its `owner`."""
 
     owner: str
     items: list[dict[str, Any]]
+    given: int
     response: Json
 
 
@@ -31,7 +33,7 @@ class Conversations:
         self._kept: OrderedDict[str, tuple[bytes, str]] = OrderedDict()
 
     def keep(self, id: str, remembered: Remembered) -> None:
-        data = msgspec.json.encode((remembered.items, remembered.response))
+        data = msgspec.json.encode((remembered.items, remembered.given, remembered.response))
         if len(data) > MAX_BODY_BYTES:
             return
         self._kept[id] = data, remembered.owner
@@ -47,8 +49,7 @@ class Conversations:
             message = "The server does not know this response, or no longer: send the whole conversation."
             raise ApiError(404, message, param="previous_response_id", code="previous_response_not_found")
         self._kept.move_to_end(id)
-        items, response = msgspec.json.decode(data)
-        return Remembered(owner, items, response)
+        return Remembered(owner, *msgspec.json.decode(data))
 
     def forget(self, id: str, owner: str) -> None:
         """Raises ApiError, as `get`."""

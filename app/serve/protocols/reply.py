@@ -57,9 +57,10 @@ class Reply:
 
 @dataclass(frozen=True)
 class Asked:
-    """A request for answers. `requests` are those to the engine, whose text ends at one of `stops`. `asker`: for whom
-    the client asks, by its word. `note`: what of the request is not done. `one_call`: an answer calls one tool.
-    `one_by_one`: the requests are worked at a few at a time, as those of one client, and have no prompt in common."""
+    """A request for answers. `requests` are those to the engine, whose text ends at one of `stops`, or before one of
+    the tokens `stop_ids`. `asker`: for whom the client asks, by its word. `note`: what of the request is not done.
+    `one_call`: an answer calls one tool. `one_by_one`: the requests are worked at a few at a time, as those of one
+    client, and have no prompt in common."""
 
     requests: Sequence[Generate]
     reply: Reply
@@ -69,3 +70,4 @@ class Asked:
     note: str = ""
     one_call: bool = False
     one_by_one: bool = False
+    stop_ids: frozenset[int] = frozenset()

@@ -1,18 +1,15 @@
 """What requests of all protocols are made of: fields with names in common, and the engine's request.
 
-The names are those of OpenAI's protocol, and those that llama-server and vLLM add to it. Unknown fields are ignored.
-null is the same as a field that is absent.
+The names are those of OpenAI's protocol, and those that llama-server and vLLM add to it.
 """
 
 import re
-from itertools import chain
-from typing import Any, Literal, TypeVar
 
 import msgspec
 from msgspec.structs import replace
 
-from app.serve.errors import ApiError, wrong
-from engine.formats.tool_grammars import schema_grammar
+from app.serve.errors import wrong
+from app.serve.protocols.formats import Formatted
 from engine.protocol.events import Chat, Generate, Grammar, RawText, Sampling, TokenIds
 from presets.sampling import out_of_range
 
@@ -21,24 +18,15 @@ MAX_STOPS = 16
 MAX_N = 16
 MAX_BIAS = 100
 MAX_USER = 64  # characters of a client's name
-MAX_DEPTH = 64  # of JSON in JSON
-MAX_VALUES = 1 << 18  # in it
+MAX_TOKENS = 1 << 31
+"""More is the same as no limit."""
 
 
 class StreamOptions(msgspec.Struct):
     include_usage: bool | None = None
 
 
-class JsonSchema(msgspec.Struct):
-    schema: dict[str, Any] | None = None
-
-
-class ResponseFormat(msgspec.Struct):
-    type: Literal["text", "json_object", "json_schema"]
-    json_schema: JsonSchema | None = None
-
-
-class Body(msgspec.Struct, kw_only=True):
+class Body(Formatted, kw_only=True):
     """The fields of both kinds of completions."""
 
     model: str | None = None
@@ -46,7 +34,6 @@ class Body(msgspec.Struct, kw_only=True):
     stream_options: StreamOptions | None = None
     max_tokens: int | None = None
     stop: str | list[str] | None = None
-    response_format: ResponseFormat | None = None
     temperature: float | None = None
     top_k: int | None = None
     top_p: float | None = None
@@ -63,6 +50,10 @@ class Body(msgspec.Struct, kw_only=True):
     logit_bias: dict[str, float] | None = None
     user: str | None = None
     safety_identifier: str | None = None  # OpenAI's newer name
+    stop_token_ids: list[int] | None = None  # vLLM's, like those that follow
+    min_tokens: int | None = None
+    use_beam_search: bool | None = None
+    prompt_logprobs: int | None = None
 
     @property
     def answers(self) -> int:
@@ -73,6 +64,10 @@ class Body(msgspec.Struct, kw_only=True):
         return [self.stop] if isinstance(self.stop, str) else self.stop or []
 
     @property
+    def stop_ids(self) -> frozenset[int]:
+        return frozenset(self.stop_token_ids or ())
+
+    @property
     def asker(self) -> str:
         """For whom a client asks, by its word; "" if it does not say."""
         return (self.safety_identifier or self.user or "")[:MAX_USER]
@@ -80,39 +75,6 @@ class Body(msgspec.Struct, kw_only=True):
     @property
     def includes_usage(self) -> bool:
         return bool(self.stream_options and self.stream_options.include_usage)
-
-
-B = TypeVar("B")
-_PLACE = re.compile(r" - at `(?:key in )?\$\.?([^`]*)`$")
-
-
-def decoded(data: bytes | bytearray, kind: type[B]) -> B:
-    """The JSON object `data`. Raises ApiError, which names the field that has a wrong type."""
-    try:
-        return msgspec.json.decode(data, type=kind)
-    except msgspec.ValidationError as error:
-        raise _wrong_type(error) from None
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise ApiError(400, f"The request is not valid JSON: {error}.") from None
-    except RecursionError:
-        raise ApiError(400, "The request is nested too deeply.") from None
-
-
-def converted(value: Any, kind: type[B], param: str) -> B:
-    """A field of a request as a type. Raises ApiError, which names the part that has a wrong one."""
-    try:
-        return msgspec.convert(value, kind)
-    except msgspec.ValidationError as error:
-        raise _wrong_type(error, param) from None
-
-
-def _wrong_type(error: msgspec.ValidationError, within: str = "") -> ApiError:
-    """`within`: the field that was converted."""
-    message = str(error)
-    place, missing = _PLACE.search(message), re.search(r"missing required field `(\w+)`", message)
-    names = [f"{within}{place[1] if place else ''}", missing[1] if missing else ""]
-    param, what = ".".join(filter(None, names)), _PLACE.sub("", message)
-    return ApiError(400, f"{param}: {what}." if param else f"{what}.", param=param or None)
 
 
 def generate(
@@ -126,10 +88,19 @@ def generate(
     """The engine's request. `sampling` is what holds without the client's fields. Raises ApiError."""
     if not 1 <= body.answers <= MAX_N:
         raise wrong(f"n must be from 1 to {MAX_N}, not {body.answers}.", "n")
-    if limit is not None and limit < 0:
-        limit = None  # llama-server's -1
+    if limit is not None and not 0 <= limit < MAX_TOKENS:
+        limit = None  # -1 is llama-server's
     if len(body.stops) > MAX_STOPS:
         raise wrong(f"stop takes at most {MAX_STOPS} texts.", "stop")
+    if len(body.stop_token_ids or ()) > MAX_STOPS:
+        raise wrong(f"stop_token_ids takes at most {MAX_STOPS} ids.", "stop_token_ids")
+    if body.use_beam_search:
+        raise wrong("This server has no beam search.", "use_beam_search")
+    if body.prompt_logprobs is not None:
+        raise wrong(
+            "Log-probabilities of prompts come from /v1/completions, with echo and logprobs.",
+            "prompt_logprobs",
+        )
     return Generate(
         request_id=0,
         prompt=prompt,
@@ -140,6 +111,7 @@ def generate(
         fresh=body.cache_prompt is False,
         grammar=grammar,
         logit_bias=_bias(body),
+        min_tokens=min(max(body.min_tokens or 0, 0), MAX_TOKENS),
     )
 
 
@@ -148,39 +120,6 @@ def variants(request: Generate, n: int) -> list[Generate]:
     seed = request.sampling.seed
     seeds = [seed if seed is None else (seed + i) % 2**32 for i in range(n)]
     return [replace(request, sampling=replace(request.sampling, seed=each)) for each in seeds]
-
-
-def schema_of(body: Body) -> dict[str, Any] | None:
-    """The JSON schema that the answer is to keep to, if there is one. Raises ApiError."""
-    wanted = body.response_format
-    if wanted is None or wanted.type == "text":
-        return None
-    if wanted.type == "json_object":
-        return {"type": "object"}
-    if wanted.json_schema is None or wanted.json_schema.schema is None:
-        raise wrong("response_format.json_schema.schema is missing.", "response_format")
-    check_size(wanted.json_schema.schema, "response_format")
-    return wanted.json_schema.schema
-
-
-def grammar_of(body: Body) -> Grammar | None:
-    """Raises ApiError."""
-    schema = schema_of(body)
-    return None if schema is None else schema_grammar(schema)
-
-
-def check_size(value: dict[str, Any] | list[Any], param: str) -> None:
-    """Raises ApiError for JSON that is nested more deeply, or has more values, than anything that is meant: nobody else
-    is answered while it is gone through."""
-    containers, count = [value], 0
-    for _ in range(MAX_DEPTH + 1):
-        count += sum(map(len, containers))
-        if count > MAX_VALUES:
-            raise wrong(f"{param} has too many parts.", param)
-        items = chain.from_iterable(each.values() if isinstance(each, dict) else each for each in containers)
-        containers = [item for item in items if isinstance(item, dict | list)]
-    if containers:
-        raise wrong(f"{param} is nested too deeply.", param)
 
 
 def _bias(body: Body) -> tuple[tuple[int, float], ...]:

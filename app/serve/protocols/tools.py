@@ -13,7 +13,7 @@ from typing import Any, Literal
 import msgspec
 
 from app.serve.errors import wrong
-from app.serve.protocols.requests import check_size, converted
+from app.serve.protocols.json_values import check_size, converted
 from engine.formats.tool_calls import HARMONY, ToolForm
 
 INPUT = "input"
@@ -66,13 +66,14 @@ class Allowed(msgspec.Struct):
 class ToolChoice(msgspec.Struct):
     """One tool, or some of those that there are."""
 
-    type: Literal["function", "custom", "allowed_tools"] = "function"
+    type: Literal["function", "custom", "allowed_tools", "none", "auto", "required", "any"] = "function"
     function: Named | None = None
     custom: Named | None = None
     allowed_tools: Allowed | None = None
 
 
-Choice = Literal["none", "auto", "required"] | ToolChoice | None
+Choice = Literal["none", "auto", "required", "any"] | ToolChoice | None
+"""`any` is Mistral's and Anthropic's word for `required`."""
 
 
 @dataclass(frozen=True)
@@ -103,6 +104,8 @@ class Tools:
 def chosen_tools(raw: list[dict[str, Any]] | None, choice: Choice, form: ToolForm | None) -> Tools:
     """The tools of a request for a model that writes calls in a `form` (None: its template takes no tools). Raises
     ApiError."""
+    if isinstance(choice, ToolChoice) and choice.type in ("none", "auto", "required", "any"):
+        choice = choice.type
     if not raw or choice == "none":
         return Tools()
     check_size(raw, "tools")
@@ -140,7 +143,7 @@ def chosen_tools(raw: list[dict[str, Any]] | None, choice: Choice, form: ToolFor
 def _chosen(choice: Choice, names: Sequence[str]) -> tuple[Sequence[str], bool]:
     """The tools that may be called, and whether one has to be. Raises ApiError."""
     if not isinstance(choice, ToolChoice):
-        return names, choice == "required"
+        return names, choice in ("required", "any")
     if choice.allowed_tools:
         tools = [tool.function or tool.custom for tool in choice.allowed_tools.tools]
         wanted = [tool.name for tool in tools if tool]

@@ -125,8 +125,25 @@ async def test_structured_output_is_held_by_a_grammar(served):
     engine = FakeEngine()
     client, _ = served(engine)
     format = {"type": "json_schema", "schema": {"type": "object", "properties": {"a": {}}}}
-    await client.post(PATH, json={**ASKED, "output_config": {"format": format}})
-    assert json.loads(engine.requests[0].grammar.source) == format["schema"]
+    for fields in ({"output_config": {"format": format}}, {"output_format": format}):
+        await client.post(PATH, json={**ASKED, **fields})
+        assert json.loads(engine.requests[-1].grammar.source) == format["schema"]
+
+
+async def test_what_anthropics_server_did_is_left_out(served):
+    engine = FakeEngine()
+    client, _ = served(engine)
+    found = [
+        {"type": "server_tool_use", "id": "s1", "name": "web_search", "input": {}},
+        {"type": "web_search_tool_result", "tool_use_id": "s1", "content": []},
+        {"type": "text", "text": "Sunny."},
+    ]
+    messages = [*USER, {"role": "assistant", "content": found}, *USER]
+    tools = [{"type": "mcp_toolset", "mcp_server_name": "x"}]
+    assert (await client.post(PATH, json={**ASKED, "messages": messages, "tools": tools})).status_code == 200
+    assert [m.content for m in engine.requests[0].prompt.messages][1] == "Sunny."
+    nameless = {"tools": [TOOL], "tool_choice": {"type": "tool"}}
+    assert (await client.post(PATH, json={**ASKED, **nameless})).status_code == 400
 
 
 async def test_tokens_are_counted_as_the_engine_counts_them(served, model_file):

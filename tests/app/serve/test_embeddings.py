@@ -105,6 +105,14 @@ async def test_ranks(served, made_for, model_file):
     assert engine.requests[0].prompt.ids.count(end) == 1  # that of the template, not of the query
 
 
+async def test_scores(served, made_for):
+    client, _ = served(FakeEngine(vector_of(0.2, 0.8), vector_of(0.9, 0.1)), **made_for("rank"))
+    body = (await client.post("/score", json={"text_1": "a", "text_2": ["b", "c"]})).json()
+    assert [one["score"] for one in body["data"]] == [pytest.approx(0.2), pytest.approx(0.9)]
+    refused = await client.post("/v1/score", json={"text_1": ["a", "b"], "text_2": ["b", "c", "d"]})
+    assert refused.status_code == 400 and refused.json()["error"]["param"] == "text_1"
+
+
 async def test_a_client_that_goes_frees_its_places(served, made_for):
     _, service = served(FakeEngine([*vector_of(1)[:1], None]), **made_for("mean"), parallel=2)
     asked = openai_asked(EmbeddingsBody(input=["a"] * 9), service)

@@ -103,5 +103,5 @@ async def test_errors(served, stream):
     refused = await client.post("/api/chat", json={"messages": pictures, "stream": stream})
     assert refused.status_code == 400 and "not valid base64" in refused.json()["error"]
     assert (await client.post("/api/pull", json={"model": "x"})).json() == {
-        "error": "There is nothing at this path."
+        "error": "This server pulls no models. There are: tiny."
     }

@@ -98,6 +98,33 @@ async def test_a_conversation_that_the_server_remembers(served):
     assert (await client.get(f"{PATH}/{hidden['id']}")).status_code == 404
 
 
+async def test_what_a_response_was_made_of(served):
+    client, _ = served(FakeEngine(reply("Bob", reason="length")))
+    first = (await client.post(PATH, json={"input": [{"role": "user", "content": "Who?"}]})).json()
+    path = f"{PATH}/{first['id']}"
+    assert first["status"] == "incomplete" and (await client.get(path)).json() == first
+    items = (await client.get(f"{path}/input_items")).json()
+    assert [(item["role"], item["content"]) for item in items["data"]] == [("user", "Who?")]
+    assert items["first_id"] == items["last_id"] and items["has_more"] is False
+    assert (await client.post(f"{path}/cancel")).status_code == 400
+    assert (await client.get(f"{PATH}/resp_0/input_items")).status_code == 404
+    counts = [
+        (await client.post(f"{PATH}/input_tokens", json=body)).json()["input_tokens"]
+        for body in ({"input": "Who?"}, {"input": "Sure?", "previous_response_id": first["id"]})
+    ]
+    assert 0 < counts[0] < counts[1]
+
+
+@pytest.mark.parametrize("param", ["background", "conversation", "prompt", "input"])
+async def test_what_cannot_be_done_is_refused(served, param):
+    client, _ = served()
+    body = {} if param == "input" else {"input": "Hi", param: {"id": "x"} if param == "prompt" else True}
+    if param == "conversation":
+        body[param] = "conv_1"
+    response = await client.post(PATH, json=body)
+    assert response.status_code == 400 and error(response)["param"] == param
+
+
 async def test_keys_do_not_see_each_others_responses(served):
     client, _ = served(key="one,two")
     keys = [{"Authorization": f"Bearer {key}"} for key in ("one", "two")]
@@ -107,14 +134,14 @@ async def test_keys_do_not_see_each_others_responses(served):
 
 
 def test_the_oldest_responses_are_forgotten():
-    too_long = Remembered("", [{"type": "unknown", "text": "x" * MAX_BODY_BYTES}], {"id": "resp_0"})
+    too_long = Remembered("", [{"type": "unknown", "text": "x" * MAX_BODY_BYTES}], 1, {"id": "resp_0"})
     whole = Conversations()
     whole.keep("resp_0", too_long)
     with pytest.raises(ApiError, match="send the whole conversation"):
         whole.get("resp_0", "")
     kept = Conversations(max_bytes=300)
     for i in range(5):
-        kept.keep(str(i), Remembered("", [{"text": "x" * 90}], {}))
+        kept.keep(str(i), Remembered("", [{"text": "x" * 90}], 1, {}))
     assert kept.get("4", "").items
     with pytest.raises(ApiError):
         kept.get("0", "")

@@ -1,0 +1,81 @@
+"""The JSON of requests as types. null is the same as a field that is absent, and unknown fields are ignored."""
+
+import re
+from itertools import chain
+from typing import Any, TypeVar
+
+import msgspec
+
+from app.serve.errors import ApiError, wrong
+
+MAX_DEPTH = 64  # of JSON in JSON
+MAX_VALUES = 1 << 18  # in it
+T = TypeVar("T")
+_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+_PLACE = re.compile(r" - at `(?:key in )?\$\.?([^`]*)`$")
+
+
+def decoded(data: bytes | bytearray, kind: type[T]) -> T:
+    """The JSON object `data`. Raises ApiError, which names the field that has a wrong type."""
+    text = memoryview(data)[len(_BYTE_ORDER_MARK) :] if data.startswith(_BYTE_ORDER_MARK) else data
+    try:
+        return _decoded(text, kind)
+    except msgspec.ValidationError as error:
+        raise _wrong_type(error) from None
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise ApiError(400, f"The request is not valid JSON: {error}.") from None
+    except RecursionError:
+        raise ApiError(400, "The request is nested too deeply.") from None
+
+
+def _decoded(data: memoryview | bytes | bytearray, kind: type[T]) -> T:
+    """Whole numbers may be written with a fraction (100.0), as some clients do. Raises msgspec's errors."""
+    try:
+        return msgspec.json.decode(data, type=kind)
+    except msgspec.ValidationError as error:
+        if "`int" not in str(error) or "got `float`" not in str(error):
+            raise
+    value = msgspec.json.decode(data)
+    if isinstance(value, dict):
+        value = _with_whole_numbers(value)
+        if isinstance(options := value.get("options"), dict):  # Ollama's
+            value["options"] = _with_whole_numbers(options)
+    return msgspec.convert(value, kind)
+
+
+def _with_whole_numbers(fields: dict[str, Any]) -> dict[str, Any]:
+    return {
+        name: int(value) if isinstance(value, float) and value.is_integer() else value
+        for name, value in fields.items()
+    }
+
+
+def converted(value: Any, kind: type[T], param: str) -> T:
+    """A field of a request as a type. Raises ApiError, which names the part that has a wrong one."""
+    try:
+        return msgspec.convert(value, kind)
+    except msgspec.ValidationError as error:
+        raise _wrong_type(error, param) from None
+
+
+def _wrong_type(error: msgspec.ValidationError, within: str = "") -> ApiError:
+    """`within`: the field that was converted."""
+    message = str(error)
+    place, missing = _PLACE.search(message), re.search(r"missing required field `(\w+)`", message)
+    names = [f"{within}{place[1] if place else ''}", missing[1] if missing else ""]
+    param, what = ".".join(filter(None, names)), _PLACE.sub("", message)
+    return ApiError(400, f"{param}: {what}." if param else f"{what}.", param=param or None)
+
+
+def check_size(value: dict[str, Any] | list[Any], param: str) -> None:
+    """Raises ApiError for JSON that is nested more deeply, or has more values, than anything that is meant: nobody else
+    is answered while it is gone through."""
+    containers, count = [value], 0
+    for _ in range(MAX_DEPTH + 1):
+        count += sum(map(len, containers))
+        if count > MAX_VALUES:
+            raise wrong(f"{param} has too many parts.", param)
+        items = chain.from_iterable(each.values() if isinstance(each, dict) else each for each in containers)
+        containers = [item for item in items if isinstance(item, dict | list)]
+    if containers:
+        raise wrong(f"{param} is nested too deeply.", param)

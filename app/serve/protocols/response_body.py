@@ -1,0 +1,72 @@
+"""The fields of a request for a response: https://platform.openai.com/docs/api-reference/responses/create."""
+
+from typing import Any, Literal
+
+import msgspec
+
+from app.serve.protocols.chat import ReasoningEffort
+from app.serve.protocols.requests import StreamOptions
+
+
+class Reasoning(msgspec.Struct):
+    effort: ReasoningEffort | None = None
+    summary: str | None = None
+
+
+class TextFormat(msgspec.Struct):
+    type: Literal["text", "json_object", "json_schema"] = "text"
+    name: str | None = None
+    schema: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class TextConfig(msgspec.Struct):
+    format: TextFormat | None = None
+
+
+class ResponseToolChoice(msgspec.Struct):
+    type: str
+    name: str | None = None
+    mode: Literal["auto", "required"] = "auto"
+    tools: list[dict[str, Any]] | None = None
+
+
+class ResponsesBody(msgspec.Struct, kw_only=True):
+    input: str | list[dict[str, Any]] | None = None
+    model: str | None = None
+    instructions: str | None = None
+    previous_response_id: str | None = None
+    store: bool | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: Literal["none", "auto", "required"] | ResponseToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    max_output_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_logprobs: int | None = None
+    text: TextConfig | None = None
+    reasoning: Reasoning | None = None
+    include: list[str] | None = None
+    truncation: str | None = None
+    metadata: dict[str, str] | None = None
+    user: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    background: bool | None = None
+    conversation: Any = None
+    prompt: Any = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    @property
+    def wants_logprobs(self) -> bool:
+        return bool(self.top_logprobs) or "message.output_text.logprobs" in (self.include or ())
+
+    @property
+    def is_stored(self) -> bool:
+        return self.store is not False
+
+
+Spaces = dict[str, tuple[str, str]]
+"""Of functions that are in a namespace: that, and their own name, by the name that the model sees."""

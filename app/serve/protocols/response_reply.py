@@ -1,0 +1,218 @@
+"""An answer as a response, and as a stream of events with sequence numbers."""
+
+import base64
+import secrets
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from app.serve.answer import AnswerDelta, AnswerEnd
+from app.serve.errors import CONTEXT, ApiError
+from app.serve.http import NAMED_DATA, Framing
+from app.serve.protocols import logprobs
+from app.serve.protocols.blocks import Block, Blocks, Change, Grown, Opened
+from app.serve.protocols.figures import usage
+from app.serve.protocols.reply import Json, Reply
+from app.serve.protocols.response_body import ResponsesBody, Spaces, TextFormat
+from app.serve.protocols.tools import Tools
+from engine.formats.tokenizer import Tokenizer
+
+SEALED = "orin-chat:"  # begins `encrypted_content`, which is not encrypted
+
+
+@dataclass
+class ResponseReply(Reply):
+    body: ResponsesBody
+    model: str
+    tokenizer: Tokenizer
+    tools: Tools
+    spaces: Spaces = field(default_factory=dict)
+    keep: Any = None
+    """Remembers the response, if that is asked for."""
+    id: str = field(default_factory=lambda: f"resp_{secrets.token_hex(24)}")
+    created: int = field(default_factory=lambda: int(time.time()))
+    framing: Framing = NAMED_DATA
+    output: list[Json] = field(default_factory=list)
+    _blocks: Blocks = field(default_factory=Blocks)
+    _ids: dict[int, str] = field(default_factory=dict)
+    _end: AnswerEnd | None = None
+    _sequence: int = -1
+    _is_created: bool = False
+
+    # --- the stream ---
+
+    def begin(self) -> Iterable[Json]:
+        if not self._is_created:
+            self._is_created = True
+            for kind in ("response.created", "response.in_progress"):
+                yield self._event(kind, response=self.response("in_progress"))
+
+    def delta(self, i: int, delta: AnswerDelta) -> Iterable[Json]:
+        return self._written(self._blocks.feed(delta))
+
+    def ended(self, i: int, end: AnswerEnd) -> Iterable[Json]:
+        yield from self._written(self._blocks.close())
+        self._end = end
+        if self.keep:
+            self.keep()
+        response = self.whole()
+        yield self._event(f"response.{response['status']}", response=response)
+
+    def pings(self) -> Iterable[Json]:
+        """Events, since Codex CLI does not count comments."""
+        if not self._is_created:
+            yield from self.begin()
+        else:
+            yield self._event("response.in_progress", response=self.response("in_progress"))
+
+    def failed(self, error: ApiError) -> Json:
+        code = error.code if error.code == CONTEXT else error.kind
+        response = self.response("failed") | {"error": {"code": code, "message": error.message}}
+        return self._event("response.failed", response=response)
+
+    def whole(self) -> Json:
+        is_cut = self._end is not None and self._end.finish_reason == "length"
+        return self.response("incomplete" if is_cut else "completed")
+
+    # --- parts ---
+
+    def response(self, status: str) -> Json:
+        body, sampling = self.body, {"temperature": self.body.temperature, "top_p": self.body.top_p}
+        tool_choice = (
+            body.tool_choice if isinstance(body.tool_choice, str) else msgspec.to_builtins(body.tool_choice)
+        )
+        format = body.text.format if body.text and body.text.format else TextFormat()
+        return {
+            "id": self.id,
+            "object": "response",
+            "created_at": self.created,
+            "status": status,
+            "background": False,
+            "error": None,
+            "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
+            "instructions": body.instructions,
+            "max_output_tokens": body.max_output_tokens,
+            "model": self.model,
+            "output": list(self.output),
+            "parallel_tool_calls": body.parallel_tool_calls is not False,
+            "previous_response_id": body.previous_response_id,
+            "reasoning": {"effort": body.reasoning.effort if body.reasoning else None, "summary": None},
+            "store": body.is_stored,
+            **sampling,
+            "text": {"format": {k: v for k, v in msgspec.to_builtins(format).items() if v is not None}},
+            "tool_choice": tool_choice or "auto",
+            "tools": body.tools or [],
+            "top_logprobs": body.top_logprobs or 0,
+            "truncation": "disabled",
+            "usage": self._usage(),
+            "user": body.user,
+            "metadata": body.metadata or {},
+        }
+
+    def _usage(self) -> Json | None:
+        if not self._end:
+            return None
+        used = usage([self._end])
+        return {
+            "input_tokens": used["prompt_tokens"],
+            "input_tokens_details": {**used["prompt_tokens_details"], "cache_write_tokens": 0},
+            "output_tokens": used["completion_tokens"],
+            "output_tokens_details": used["completion_tokens_details"],
+            "total_tokens": used["total_tokens"],
+        }
+
+    def _event(self, kind: str, **fields: Any) -> Json:
+        self._sequence += 1
+        return {"type": kind, "sequence_number": self._sequence, **fields}
+
+    def _written(self, changes: Iterable[Change]) -> Iterator[Json]:
+        for change in changes:
+            block = change.block
+            if isinstance(change, Opened):
+                yield from self._opened(block)
+            elif isinstance(change, Grown):
+                yield from self._grown(block, change)
+            else:
+                yield from self._closed(block)
+
+    def _opened(self, block: Block) -> Iterator[Json]:
+        yield self._event(
+            "response.output_item.added", output_index=block.index, item=self._item(block, False)
+        )
+        if block.kind != "call":
+            part = self._part(block) | {"text": ""}
+            yield self._event("response.content_part.added", **self._place(block), part=part)
+
+    def _grown(self, block: Block, grown: Grown) -> Iterator[Json]:
+        place = self._place(block)
+        match block.kind:
+            case "thinking":
+                yield self._event("response.reasoning_text.delta", **place, delta=grown.text)
+            case "text":
+                shown = self._logprobs(list(grown.tokens))
+                yield self._event("response.output_text.delta", **place, delta=grown.text, logprobs=shown)
+            case "call" if block.name not in self.tools.custom and grown.text:
+                yield self._event("response.function_call_arguments.delta", **place, delta=grown.text)
+
+    def _closed(self, block: Block) -> Iterator[Json]:
+        place, text = self._place(block), block.text
+        match block.kind:
+            case "thinking":
+                yield self._event("response.reasoning_text.done", **place, text=text)
+            case "text":
+                shown = self._logprobs(block.tokens)
+                yield self._event("response.output_text.done", **place, text=text, logprobs=shown)
+            case "call" if block.name in self.tools.custom:
+                given = self.tools.text_input(text)
+                yield self._event("response.custom_tool_call_input.delta", **place, delta=given)
+                yield self._event("response.custom_tool_call_input.done", **place, input=given)
+            case "call":
+                done = "response.function_call_arguments.done"
+                yield self._event(done, **place, name=block.name, arguments=text)
+        if block.kind != "call":
+            yield self._event("response.content_part.done", **place, part=self._part(block))
+        item = self._item(block, True)
+        self.output.append(item)
+        yield self._event("response.output_item.done", output_index=block.index, item=item)
+
+    def _place(self, block: Block) -> Json:
+        place: Json = {"item_id": self._id(block), "output_index": block.index}
+        return place if block.kind == "call" else place | {"content_index": 0}
+
+    def _id(self, block: Block) -> str:
+        kinds = {"thinking": "rs", "text": "msg", "call": "ctc" if block.name in self.tools.custom else "fc"}
+        return self._ids.setdefault(block.index, f"{kinds[block.kind]}_{secrets.token_hex(24)}")
+
+    def _part(self, block: Block) -> Json:
+        if block.kind == "thinking":
+            return {"type": "reasoning_text", "text": block.text}
+        shown = self._logprobs(block.tokens)
+        return {"type": "output_text", "text": block.text, "annotations": [], "logprobs": shown}
+
+    def _item(self, block: Block, is_done: bool) -> Json:
+        """A block as an item. One that is not done has no content yet."""
+        head: Json = {"id": self._id(block), "status": "completed" if is_done else "in_progress"}
+        parts = [self._part(block)] if is_done else []
+        match block.kind:
+            case "thinking":
+                item = {"type": "reasoning", **head, "summary": [], "content": parts}
+                if is_done and "reasoning.encrypted_content" in (self.body.include or ()):
+                    item["encrypted_content"] = SEALED + base64.b64encode(block.text.encode()).decode()
+                return item
+            case "text":
+                return {"type": "message", **head, "role": "assistant", "content": parts}
+        space, name = self.spaces.get(block.name, ("", block.name))
+        call = {**head, "call_id": block.id, "name": name} | ({"namespace": space} if space else {})
+        if block.name in self.tools.custom:
+            given = self.tools.text_input(block.text) if is_done else ""
+            return {"type": "custom_tool_call", **call, "input": given}
+        return {"type": "function_call", **call, "arguments": block.text if is_done else ""}
+
+    def _logprobs(self, tokens: Sequence[Any]) -> list[Json]:
+        if not self.body.wants_logprobs:
+            return []
+        reported = logprobs.reported(tokens, self.tokenizer)
+        return logprobs.of_chat(reported, self.tokenizer, self.body.top_logprobs or 0)

@@ -1,0 +1,49 @@
+"""Paths and methods: what other servers have, and what is not there."""
+
+import pytest
+
+from tests.app.serve.conftest import HELLO, error
+
+
+@pytest.mark.parametrize(
+    "method, path, allowed",
+    [
+        ("GET", "/v1/chat/completions", {"POST"}),
+        ("POST", "/v1/models", {"GET", "HEAD"}),
+        ("PUT", "/v1/responses/resp_1", {"GET", "HEAD", "DELETE"}),
+    ],
+)
+async def test_a_wrong_method_is_told_the_right_ones(served, method, path, allowed):
+    client, _ = served()
+    response = await client.request(method, path)
+    assert response.status_code == 405 and set(response.headers["allow"].split(", ")) == allowed
+    assert all(one in error(response)["message"] for one in allowed)
+
+
+async def test_a_slash_at_the_end_changes_nothing(served):
+    client, _ = served()
+    assert (await client.get("/v1/models/")).json()["data"][0]["id"] == "tiny"
+    assert (await client.post("/v1/chat/completions/", json=HELLO)).status_code == 200
+    assert (await client.head("/")).status_code == 200
+
+
+async def test_small_paths_of_other_servers(served):
+    client, _ = served()
+    assert (await client.get("/ping")).status_code == 200
+    assert (await client.get("/version")).json()["version"]
+    assert (await client.get("/lora-adapters")).json() == []
+
+
+async def test_ollamas_models_stay_as_they_are(served):
+    client, _ = served()
+    for name in ("tiny", "tiny:latest"):
+        assert (await client.post("/api/pull", json={"model": name})).json() == {"status": "success"}
+    assert (await client.post("/api/pull", json={"name": "other"})).status_code == 404
+    for method, path in (
+        ("POST", "create"),
+        ("POST", "copy"),
+        ("DELETE", "delete"),
+        ("POST", "blobs/sha256:0"),
+    ):
+        response = await client.request(method, f"/api/{path}", json={"model": "tiny"})
+        assert response.status_code == 501 and "models" in response.json()["error"]
