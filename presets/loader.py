@@ -9,7 +9,7 @@ beside this file. The user's presets lie in the configuration folder and replace
                               # fused: our search for schedules, on a GPU; graph: tinygrad's search
     context = 8192            # tokens, or "max": what the model was trained for and memory has room for
     kv = "f16"                # the format of the KV cache; q8_0 takes half the memory
-    speculate = "auto"        # who guesses next tokens, of which a step checks several: auto, off, lookup, draft
+    speculate = "auto"        # who guesses next tokens, of which a step checks several: auto, off, lookup, heads, draft
     [matvec]                  # tinygrad's heuristic for matrix-vector products, in "graph"
     block_size = 4
     threads_per_row = 8

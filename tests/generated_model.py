@@ -198,6 +198,7 @@ def write(
     keys: Mapping[str, int | float | str | Sequence[int]] | None = None,
     template: str | None = None,
     classes: int = 0,
+    draft_head: bool = False,
     seed: int = 0,
 ) -> Path:
     """Writes a model to `path` and returns it. The same arguments give the same bytes.
@@ -207,7 +208,8 @@ def write(
     multiples of its block: 32, or 256 for the K types and IQ4_XS. A head has `dim // heads` elements,
     of which the first `rotated` (by
     default all) are rotated. `rope_factors` adds rope_freqs.weight. `keys` change the architecture's metadata.
-    `template` None is ChatML. With `classes`, the model ranks documents.
+    `template` None is ChatML. With `classes`, the model ranks documents. With a `draft_head` (qwen35, qwen35moe), a
+    layer more guesses.
     """
     parts = ARCHITECTURES[architecture]
     architecture = parts.architecture or architecture
@@ -232,7 +234,9 @@ def write(
     writer.add_file_type(gguf.LlamaFileType[operator])
     writer.add_context_length(context)
     writer.add_embedding_length(dim)
-    writer.add_block_count(layers)
+    writer.add_block_count(layers + draft_head)
+    if draft_head:
+        writer.add_uint32(f"{architecture}.nextn_predict_layers", 1)
     own = 2 if parts.layers else layers  # so many layers have a KV cache
     widths = [ffn if i < own else 2 * ffn for i in range(layers)]
     writer.add_feed_forward_length(widths if parts.layers else ffn)
@@ -332,7 +336,7 @@ def write(
             head_dim = metadata["attention.key_length_swa"]
         kv_size = (kv_counts[layer] if isinstance(kv_counts, list) else kv_counts) * head_dim
         projections = {"attn_q": heads * head_dim}
-        if layer < own:
+        if layer < own or layer == layers:
             projections["attn_k"] = kv_size
             if not parts.beside or has_window[layer]:
                 projections["attn_v"] = kv_size
@@ -355,11 +359,11 @@ def write(
                 mean = 0.2 if parts.scaled and name == "attn_q" else 1.0
                 vector(f"{prefix}{name}_norm.weight", size, mean)
 
-    for layer in range(layers):
+    for layer in range(layers + draft_head):
         prefix = f"blk.{layer}."
         if parts.norms_before:
             vector(prefix + "attn_norm.weight", dim, 1.0)
-        is_delta = parts.delta and (layer + 1) % metadata["full_attention_interval"] != 0
+        is_delta = parts.delta and layer < layers and (layer + 1) % metadata["full_attention_interval"] != 0
         if is_delta:
             delta_net(prefix)
         else:
@@ -383,13 +387,18 @@ def write(
             vector(prefix + "ffn_down_exps.scale", parts.experts, 1.0)
             for name in "pre_ffw_norm_2", "post_ffw_norm_1", "post_ffw_norm_2":
                 vector(f"{prefix}{name}.weight", dim, 1.0)
-        width = widths[layer]
+        width = ffn if layer == layers else widths[layer]
         if parts.fused:
             matrix(prefix + "ffn_up", 2 * width, dim)
         else:
             matrix(prefix + "ffn_gate", width, dim)
             matrix(prefix + "ffn_up", width, dim)
         matrix(prefix + "ffn_down", dim, width)
+    if draft_head:
+        prefix = f"blk.{layers}.nextn."
+        matrix(prefix + "eh_proj", dim, 2 * dim)
+        for name in "enorm", "hnorm", "shared_head_norm":
+            vector(f"{prefix}{name}.weight", dim, 1.0)
     path.parent.mkdir(parents=True, exist_ok=True)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()

@@ -81,7 +81,9 @@ class Agreement:
     wrong: int
 
 
-def make_model(shared: Path, shape: str, quant: str, path: Path, n_tokens: int) -> None:
+def make_model(
+    shared: Path, shape: str, quant: str, path: Path, n_tokens: int, seed: int | None = None
+) -> None:
     """Writes a model of a shape and a quantization, with random weights and so many tokens: the maker beside the
     checkout, in this process. The tokens have no texts, which would take longer to write than all else."""
     spec = importlib.util.spec_from_file_location("make_model", shared / "models" / "make_model.py")
@@ -89,6 +91,7 @@ def make_model(shared: Path, shape: str, quant: str, path: Path, n_tokens: int) 
     maker = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(maker)
     arguments = ["make_model", shape, str(path), "--quant", quant]
+    arguments += [] if seed is None else ["--seed", str(seed)]
     with (
         mock.patch.object(sys, "argv", arguments),
         mock.patch.object(maker, "write_vocab", lambda *_: (range(n_tokens), None, None)),

@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from engine.description.architectures import read_spec
+from engine.description.spec import ModelSpec
 from engine.description.sublayers import (
     MIN_PROBABILITY,
     Activation,
@@ -73,11 +74,34 @@ class Reference:
         """The residual stream of the tokens after each sublayer, float32 (n, dim) each; first the embedding."""
         return list(self._streams(tokens))
 
+    def drafts(self, tokens: Sequence[int], n: int) -> Iterator[Floats]:
+        """The logits of the draft head for `n` tokens after a text, each made of the most probable one before: float32
+        (vocab,) each."""
+        head, text = self.spec.draft_head, list(tokens)
+        assert head and head.join
+        join, eps = head.join, head.stream_eps
+        *_, x = self._streams(text[:-1])
+        before = np.concatenate([np.zeros_like(x[:1]), self._normed(x, join.trunk_norm, eps)])
+        for _ in range(n):
+            e = self._normed(self._matrix(head.embedding)[text], join.embedding_norm, eps)
+            h = self._normed(before, join.hidden_norm, eps)
+            x = self._product(e, join.of_embedding) + self._product(h, join.of_hidden)
+            *_, x = self._sublayers(head, x, None)
+            y = self._normed(x[-1:], head.output_norm, eps)
+            [logits] = self._product(y, head.head)
+            yield logits
+            text.append(int(logits.argmax()))
+            before = np.concatenate([before, y])
+
     def _streams(self, tokens: Sequence[int]) -> Iterator[Floats]:
         spec = self.spec
         x = self._matrix(spec.embedding)[list(tokens)] * np.float32(spec.embedding_scale)
         yield x
         of_layers = self._layer_embeddings(x, tokens) if spec.layer_embeddings else None
+        yield from self._sublayers(spec, x, of_layers)
+
+    def _sublayers(self, spec: ModelSpec, x: Floats, of_layers: Floats | None) -> Iterator[Floats]:
+        """The stream x after each sublayer."""
         caches: list[tuple[Floats, Floats]] = []
         for sublayer in spec.sublayers:
             h = self._normed(x, sublayer.norm, spec.stream_eps)
@@ -123,7 +147,8 @@ class Reference:
     # --- weights, as they lie in the file ----------------------------------------------------------------
 
     def _matrix(self, weight: Weight) -> Floats:
-        rows = self._tensors[weight.tensor].reshape(-1, weight.cols)[weight.first :]
+        rows = self._tensors[weight.tensor].reshape(-1, weight.of_cols or weight.cols)[weight.first :]
+        rows = rows[:, weight.first_col : weight.first_col + weight.cols]
         if weight.every:
             rows = np.concatenate([rows[i : i + weight.run] for i in range(0, len(rows), weight.every)])
         return rows[: weight.experts * weight.rows]

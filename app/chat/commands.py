@@ -119,7 +119,7 @@ def allowed(name: str) -> str:
         "effort": "low, medium, high or none",
         "context": "a number of tokens, max or none",
         "kv": f"{', '.join(each.value for each in KVFormat)} or none",
-        "speculate": "auto, off, lookup, draft or none",
+        "speculate": "auto, off, lookup, heads, draft or none",
         "max_tokens": "a whole number of 1 or more, or none",
         "seed": "a whole number, or none",
         "top_k": "a whole number of 0 or more",

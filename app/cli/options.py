@@ -377,7 +377,7 @@ def add_kv(add: Callable[..., Any]) -> None:
     add("--kv", choices=KV_FORMATS, help="format of the KV cache; q8_0 takes half the memory (f16)")
 
 
-SPECULATE = "auto", "off", "lookup", "draft"  # engine.protocol.events.Speculate, whose import takes long
+SPECULATE = "auto", "off", "lookup", "heads", "draft"  # events.Speculate, whose import takes long
 
 
 def add_speculate(add: Callable[..., Any], default: str) -> None:

@@ -14,6 +14,7 @@ from typing import Literal
 
 import numpy as np
 
+from engine.description.draft_head import read_draft_head
 from engine.description.head_reader import MAX_HEAD, AttentionHeads, HeadReader
 from engine.description.spec import LayerEmbeddings, ModelSpec, Sublayer, Temperature
 from engine.description.sublayers import (
@@ -200,6 +201,9 @@ class _Reader(HeadReader):
         )
         if not spec.attention:
             raise damaged(self.file.path, "no layer has attention")
+        if self.draft_layers == 1:
+            draft_head = read_draft_head(self, self.layers, self.layer, self.ropes, spec)
+            spec = replace(spec, draft_head=draft_head)
         self.used.update(filter(self.is_left_out, self.file.tensors))
         if unread := sorted(self.file.tensors.keys() - self.used):
             raise ModelFileError(
@@ -267,7 +271,7 @@ class _Reader(HeadReader):
     def is_recurrent(self, i: int) -> bool:
         """Whether layer i is a gated delta net: `recurrent_layers` tells it, or the number of layers of which the last
         has attention."""
-        if not self.family.attention_every:
+        if not self.family.attention_every or i >= self.layers:  # a draft head has attention
             return False
         layers = self.file.metadata.get(self.key("attention.recurrent_layers"))
         if isinstance(layers, np.ndarray):
@@ -384,7 +388,7 @@ class _Reader(HeadReader):
         """The layer whose KV cache layer i reads, None if it has its own: the last one of these that has a window too,
         or none (gemma4.cpp)."""
         own = self.layers - self.shared_caches
-        if i < own:
+        if i < own or i >= self.layers:
             return None
         of = own - (2 if window else 1)
         if of < 0 or self.window(of) != window:

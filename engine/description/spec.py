@@ -99,6 +99,20 @@ class LayerEmbeddings:
 
 
 @dataclass(frozen=True)
+class Join:
+    """What the residual stream of a draft head begins with, of the embedding e of a token and what the model's head
+    reads of the token before it, h: `of_embedding` norm(e) + `of_hidden` norm(h), (dim, dim) each. `trunk_norm` is the
+    norm that makes h of the model's residual stream. What the draft head's own output norm gives is the h of its next
+    draft."""
+
+    of_embedding: Weight
+    of_hidden: Weight
+    embedding_norm: Vector
+    hidden_norm: Vector
+    trunk_norm: Vector
+
+
+@dataclass(frozen=True)
 class ModelSpec:
     """A model. Sizes are in elements: `dim` of the residual stream, `vocab` of the vocabulary. `eps` is that of the RMS
     norms, and `stream_eps` that of norms of the residual stream. Logits are softcap * tanh(logits / softcap) if there
@@ -121,7 +135,12 @@ class ModelSpec:
     temperature: Temperature | None = None
     layer_embeddings: LayerEmbeddings | None = None
     draft_layers: int = 0
-    """Layers of the file that would guess further tokens (multi-token prediction). They are not run."""
+    """Layers of the file that guess further tokens (multi-token prediction). They are not run without a
+    `draft_head`."""
+    draft_head: ModelSpec | None = None
+    """What these compute: a model of one layer, with a `join`, whose embedding or head may be the model's own."""
+    join: Join | None = None
+    """Of a draft head."""
     encoders: tuple[str, ...] = ()
     """What the file has besides, "vision" or "audio", which is not run."""
     classes: Weight | None = None
@@ -131,7 +150,8 @@ class ModelSpec:
     def not_run(self) -> str:
         """What of the file is left out, in words; "" if nothing is."""
         drafts = "a draft layer" if self.draft_layers == 1 else f"{self.draft_layers} draft layers"
-        parts = [f"{drafts} (multi-token prediction)"] if self.draft_layers else []
+        left_out = self.draft_layers and not self.draft_head
+        parts = [f"{drafts} (multi-token prediction)"] if left_out else []
         return " and ".join([*parts, *(f"the {encoder} encoder" for encoder in self.encoders)])
 
     @property
@@ -187,6 +207,9 @@ class ModelSpec:
         if self.layer_embeddings:
             yield self.layer_embeddings.table
             yield self.layer_embeddings.projection
+        if self.join:
+            yield self.join.of_embedding
+            yield self.join.of_hidden
         for sublayer in self.sublayers:
             yield from sublayer.operator.weights
 
@@ -194,6 +217,10 @@ class ModelSpec:
         """All vectors."""
         if self.layer_embeddings:
             yield self.layer_embeddings.norm
+        if self.join:
+            yield self.join.embedding_norm
+            yield self.join.hidden_norm
+            yield self.join.trunk_norm
         for sublayer in self.sublayers:
             yield from sublayer.vectors
         yield self.output_norm

@@ -23,7 +23,8 @@ g * sigmoid(1.702 * g) * (u + 1) with g of at most 7 and u from -7 to 7."""
 class Weight:
     """A matrix (rows, cols) of the ggml type `type`: the rows of a tensor of the file from `first` on. `order`: the
     rows are those of heads, to be reordered. With `experts`, as many such matrices, one after the other. With `every`,
-    the rows of these are the first `run` of each `every` rows of the tensor, from `first` on."""
+    the rows of these are the first `run` of each `every` rows of the tensor, from `first` on. With `of_cols`, the
+    tensor has so many columns, of which these are `cols` from `first_col` on, whole blocks."""
 
     tensor: str
     rows: int
@@ -34,6 +35,8 @@ class Weight:
     experts: int = 1
     every: int = 0
     run: int = 0
+    first_col: int = 0
+    of_cols: int = 0
 
     @property
     def name(self) -> str:
@@ -43,13 +46,26 @@ class Weight:
     @property
     def key(self) -> str:
         """Tells the matrix from all others of its file."""
-        return f"{self.tensor}@{self.first}"
+        return f"{self.tensor}@{self.first}" + (f",{self.first_col}" if self.first_col else "")
 
     @property
     def row_bytes(self) -> int:
         """Bytes of a row in the file."""
+        return self._bytes(self.cols)
+
+    @property
+    def tensor_row_bytes(self) -> int:
+        """Bytes of the row of the tensor that a row is in,"""
+        return self._bytes(self.of_cols or self.cols)
+
+    @property
+    def row_start(self) -> int:
+        """and how many of these come before it."""
+        return self._bytes(self.first_col)
+
+    def _bytes(self, cols: int) -> int:
         type = GGML_TYPES[self.type]
-        return self.cols // type.block * type.block_bytes
+        return cols // type.block * type.block_bytes
 
     @property
     def n_bytes(self) -> int:

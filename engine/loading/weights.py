@@ -63,6 +63,9 @@ class FileWeights:
         """The bytes of a matrix's rows in the file, uint8 (len(rows) * weight.row_bytes,), not copied if they lie one
         after the other."""
         data = self._data(self.file.tensors[weight.tensor], *self._extent(weight, rows))
+        if weight.of_cols:
+            start = weight.row_start
+            data = data.reshape(-1, weight.tensor_row_bytes)[:, start : start + weight.row_bytes].reshape(-1)
         if not weight.every:
             return data
         places = [_place(weight, row) - _place(weight, rows.start) for row in rows]
@@ -80,8 +83,10 @@ class FileWeights:
             row, byte = divmod(start + done, weight.row_bytes)
             row += rows.start
             end = min(rows.stop, (row // weight.run + 1) * weight.run if weight.every else rows.stop)
+            end = row + 1 if weight.of_cols else end
             part = out[done:][: (end - row) * weight.row_bytes - byte]
-            self.file.tensors[weight.tensor].read_into(_place(weight, row) * weight.row_bytes + byte, part)
+            place = _place(weight, row) * weight.tensor_row_bytes + weight.row_start + byte
+            self.file.tensors[weight.tensor].read_into(place, part)
             done += len(part)
 
     def mapped(self, weight: Weight) -> NDArray[np.uint8]:
@@ -102,7 +107,7 @@ class FileWeights:
     def _extent(weight: Weight, rows: range) -> tuple[int, int]:
         """Where rows of a matrix are in their tensor, and how many bytes there are from the first to the last."""
         first, last = _place(weight, rows.start), _place(weight, rows.stop - 1)
-        return first * weight.row_bytes, (last + 1 - first) * weight.row_bytes
+        return first * weight.tensor_row_bytes, (last + 1 - first) * weight.tensor_row_bytes
 
     def vector(self, vector: Vector) -> NDArray[np.float32]:
         """float32 (vector.size,). Raises ModelFileError."""

@@ -117,16 +117,23 @@ def memory_need(
     context = context or default_context(spec)
     of = _MEMORY[target]
     conversations, loaded = 1 if of.is_shared else parallel, of.loaded(spec)
+    checked = 0 if of.checks_alone and parallel > 1 else of.checked_states
     piece = min(PIECE_BYTES, max(weight.n_bytes for weight in loaded))
     return MemoryNeed(
         context=context,
         conversations=conversations,
         weights_bytes=spec.vector_bytes + sum(map(of.weight_bytes, loaded)),
         cache_bytes=conversations * of.cache_bytes(spec, context, kv),
-        states_bytes=(of.states * parallel + of.checked_states + checkpoint_slots(parallel))
-        * spec.state_bytes,
+        states_bytes=(of.states * parallel + checked + checkpoint_slots(parallel)) * spec.state_bytes,
         kernels_bytes=of.compilers_bytes + of.repacking * piece + _scratch_bytes(spec, of, context),
     )
+
+
+def draft_head_bytes(spec: ModelSpec, head: ModelSpec, target: Target, kv: KVFormat) -> int:
+    """What the draft head of a model needs beside it, with the default context: they share matrices."""
+    of, shared = _MEMORY[target], set(spec.weights())
+    own = sum(of.weight_bytes(weight) for weight in of.loaded(head) if weight not in shared)
+    return own + of.cache_bytes(head, default_context(head), kv)
 
 
 def largest_context(

@@ -34,9 +34,16 @@ from engine.measure.free_memory import free_bytes, host_free_bytes, uses_host_me
 from engine.measure.profile import profile
 from engine.measure.timeline import timeline
 from engine.model.coverage import runs_as_graph_because, target_of
+from engine.model.draft_head import NO_CHECKS, NO_HEAD, head_of, open_head
 from engine.model.draft_model import DraftModel
 from engine.model.eyes import EncoderFile
-from engine.model.memory_need import MemoryNeed, check_fits, chosen_context, squeezed_because
+from engine.model.memory_need import (
+    MemoryNeed,
+    check_fits,
+    chosen_context,
+    draft_head_bytes,
+    squeezed_because,
+)
 from engine.model.open_runner import open_runner
 from engine.model.pending_encoder import PendingEncoder
 from engine.protocol.events import (
@@ -66,8 +73,8 @@ from engine.runtime.scheduler import Scheduler
 from engine.start_trial import start_trials
 
 _NO_CHECKS = (
-    "The draft model is not loaded: a step of this model checks no guesses. On GPUs, models with recurrent state take "
-    "a step for each token, and so do all that run as tensor graphs."
+    "The draft model is not loaded: a step of this model checks no guesses. On GPUs, models with recurrent state check "
+    "them for a single conversation (--parallel 1), and none does that runs as tensor graphs."
 )
 Report = Callable[[Event], None]
 
@@ -88,7 +95,10 @@ class TextModel:
         free, device, kv = free_bytes(Device.DEFAULT), str(Device.DEFAULT), KVFormat.parse(options.kv)
         set_up = target_of(spec, device, options.kernels), options.parallel, kv
         left = free if encoder is None or free is None else free - encoder.need_bytes
-        draft = DraftModel(options, device, file, spec.vocab) if options.draft else None
+        if head := head_of(spec, options):
+            left = None if left is None else left - draft_head_bytes(spec, head, set_up[0], kv)
+        is_drafted = options.draft and options.speculate != "heads"
+        draft = DraftModel(options, device, file, spec.vocab) if is_drafted else None
         room = left if draft is None or left is None else left - draft.need(None).total_bytes
         self.context_length = chosen_context(spec, options.context_length, room, *set_up)
         need = check_fits(spec, self.context_length, left, *set_up)
@@ -117,6 +127,8 @@ class TextModel:
             self._runner = open_runner(weights, *how, is_early=True, pictures=pictures)
             self._choices = ChoiceReporter(self._runner.expert_choices, report)
             store = _prefix_store(file, self._runner.export_layout, options.prefix_cache_bytes)
+            self._head = open_head(self._runner, file, spec, head, set_up[0], kv)
+            model = draft.open(self.context_length) if draft and self._runner.check_rows else None
             self.scheduler = Scheduler(
                 self._runner,
                 lambda slots: self._report_slots(slots, report),
@@ -124,7 +136,7 @@ class TextModel:
                 options.token_gap,
                 options.speculate,
                 encoder.open() if encoder else None,
-                draft.open(self.context_length) if draft and self._runner.check_rows else None,
+                model or self._head,
             )
             self._search(options, report)
             self._embeds = pooling_of(file) is not None
@@ -151,6 +163,8 @@ class TextModel:
             warnings = self._warnings(spec, options)
             if draft and not self._runner.check_rows:
                 warnings += (_NO_CHECKS,)
+            if options.speculate == "heads" and not self._head:
+                warnings += (NO_HEAD if not head else NO_CHECKS,)
         self.ready = Ready(
             model=_model_info(file, spec, self.prompts.template, sees=encoder is not None),
             backend=str(Device.DEFAULT),
@@ -326,6 +340,12 @@ class TextModel:
             for drawing in (None, *_drawings())[: 2 if self._runner.sampler else 1]:
                 self._run(rows, 0, drawing=drawing, checks=True)
                 yield
+        if head := self._head:
+            for size in self._runner.chunk_sizes:
+                yield from self._prepare(partial(self._run, 0, size // 2 + 1, want="hidden"))
+                yield
+            yield from self._prepare(head.prepare)
+            yield
 
     def _prepare(self, prepare: Callable[[], None]) -> Iterator[None]:
         """Compiles the kernels of a step. A turn ends early if that is interrupted, and the next one goes on."""

@@ -28,7 +28,7 @@ KernelPath = Literal["auto", "fused", "graph"]
 ContextLength = int | Literal["max"] | None
 """Tokens. "max": as many as the model was trained for and memory has room for. None: the model's own, up to 8192."""
 Step = Literal["decode", "prefill"]
-Speculate = Literal["auto", "off", "lookup", "draft"]
+Speculate = Literal["auto", "off", "lookup", "heads", "draft"]
 Pooling = Literal["mean", "cls", "last", "rank"]
 """What an embedding is made of: the mean over all tokens, the first or the last of them; or the classes of a model that
 ranks documents, by the last one."""

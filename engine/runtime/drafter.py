@@ -11,6 +11,9 @@ import time
 from collections import deque
 from collections.abc import Sequence
 
+import numpy as np
+from numpy.typing import NDArray
+
 from engine.runtime.kv_blocks import KVBlocks, PoolFullError
 from engine.runtime.model_runner import ModelRunner, Slot, no_pieces
 
@@ -23,6 +26,9 @@ _FEW = 4
 
 class Drafter:
     """Guesses with `runner`, whose texts have at most `context` tokens. Ids from `vocab` on are none of the model's."""
+
+    reads_streams = False
+    is_ready = True
 
     def __init__(self, runner: ModelRunner, vocab: int, context: int) -> None:
         self._runner, self._vocab, self._context = runner, vocab, context
@@ -61,6 +67,9 @@ class Drafter:
         if read <= _FEW:
             self._seconds.append((time.perf_counter() - started) / n)
         return tuple(tokens[1:])
+
+    def saw(self, sequence: int, text: Sequence[int], position: int, streams: NDArray[np.float32]) -> None:
+        """It reads no streams (`HeadDrafter.saw`)."""
 
     def end(self, sequence: int) -> None:
         """The next text of a sequence is another one."""

@@ -20,7 +20,7 @@ from engine.runtime.answer import Answer
 from engine.runtime.model_runner import ModelRunner, Want
 
 if TYPE_CHECKING:
-    from engine.runtime.jobs import Piece
+    from engine.runtime.jobs import Job, Piece
 
 
 class Pooler:
@@ -137,9 +137,16 @@ class Embeddings:
         return Embedding(request, prompt, self._prompts, self._pooler, report)
 
 
-def read_streams(runner: ModelRunner, pieces: Iterable[Piece]) -> None:
-    """Gives embeddings the streams of the pieces of a step that has been run."""
+def read_streams(
+    runner: ModelRunner,
+    pieces: Iterable[Piece],
+    saw: Callable[[int, Job, int, NDArray[np.float32]], None],
+) -> None:
+    """Gives embeddings the streams of the pieces of a step that has been run. `saw` gets those of other requests, with
+    their sequences and the positions."""
     wanting = [piece for piece in pieces if piece.slot.want == "hidden"]
     for (job, slot), stream in zip(wanting, runner.hidden() if wanting else (), strict=True):
-        assert isinstance(job.answer, Embedding)
-        job.answer.read(slot.position, stream)
+        if isinstance(job.answer, Embedding):
+            job.answer.read(slot.position, stream)
+        else:
+            saw(slot.sequence, job, slot.position, stream)

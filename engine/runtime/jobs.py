@@ -14,7 +14,7 @@ from engine.runtime.answer import Answer, Late
 from engine.runtime.guesser import Guesser
 from engine.runtime.kv_blocks import BLOCK, KVBlocks, PoolFullError
 from engine.runtime.lookup import Guess
-from engine.runtime.model_runner import RowSampler, Slot
+from engine.runtime.model_runner import RowSampler, Slot, Want
 from engine.runtime.prefix_keeper import Restore
 from engine.runtime.sampling import Logits, LogProbabilities, log_probabilities, penalizes
 
@@ -69,10 +69,11 @@ class Job:
             for i, token in enumerate(inputs)
         ]
 
-    def slot(self, sequence: int, first: int, end: int) -> Slot:
-        """The step of its prompt's tokens from `first` to `end` - 1."""
+    def slot(self, sequence: int, first: int, end: int, reads: bool = False) -> Slot:
+        """The step of its prompt's tokens from `first` to `end` - 1. `reads`: a draft head reads the stream."""
         inputs, answer = tuple(self.stored[first:end]), self.answer
-        return Slot(sequence, inputs, first, answer.want(first, end), pictures=answer.pictures)
+        want: Want = "hidden" if reads else answer.want(first, end)
+        return Slot(sequence, inputs, first, want, pictures=answer.pictures)
 
     @property
     def may_check(self) -> bool:
@@ -165,3 +166,11 @@ class Piece(NamedTuple):
         slot, other, end = self.slot, self.job.answer.tokens, done + BLOCK
         is_computed = slot.position <= done and end <= slot.position + len(slot.inputs)
         return is_computed and other[done:end] == tokens[done:end] and other[:done] == tokens[:done]
+
+
+def room_of(pieces: Sequence[Piece], sizes: Sequence[int]) -> int:
+    """Which of the `sizes` of a step, ascending, these pieces take; 0 without any."""
+    if not pieces:
+        return 0
+    tokens = sum(piece.rounded for piece in pieces[:-1]) + len(pieces[-1].slot.inputs)
+    return next((n for n in sizes if tokens <= n), sizes[-1])

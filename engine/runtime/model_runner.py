@@ -174,6 +174,11 @@ class ModelRunner(BlockStore, StateStore, Protocol):
         them: float32 (rows, vocab), valid until the next step."""
         ...
 
+    def streams(self, rows: int) -> NDArray[np.float32] | None:
+        """Of the first `rows` slots of the last `run` that wanted a token the residual stream after the last sublayer,
+        float32 (rows, dim). None if a step that is ahead has overwritten it."""
+        ...
+
     def hidden(self) -> list[NDArray[np.float32]]:
         """Of each slot of the last `run` that wanted it ("hidden") the residual stream after the last sublayer, float32
         (inputs, dim). Their kernels may be compiled when they are first used."""

@@ -34,7 +34,8 @@ from engine.runtime.answer import Answer, Late
 from engine.runtime.checkpoints import Checkpoints
 from engine.runtime.drafter import Drafter
 from engine.runtime.embedding import Embedding, read_streams
-from engine.runtime.jobs import Job, Piece, go_on
+from engine.runtime.head_drafter import HeadDrafter
+from engine.runtime.jobs import Job, Piece, go_on, room_of
 from engine.runtime.known_tokens import end_of_piece, find_known, keep_state
 from engine.runtime.kv_blocks import BLOCK, KVBlocks, PoolFullError
 from engine.runtime.model_runner import Ahead, ModelRunner, Slot
@@ -65,7 +66,7 @@ class Scheduler:
         token_gap: float = TOKEN_GAP,
         speculate: Speculate = "auto",
         encoder: PictureEncoder | None = None,
-        drafter: Drafter | None = None,
+        drafter: Drafter | HeadDrafter | None = None,
     ) -> None:
         """`report` gets what is at work, a few times a second. `store`: where long conversations are kept. `token_gap`
         and `speculate`: see `engine.protocol.events.EngineOptions`. Without an `encoder` no prompt has pictures. A
@@ -165,7 +166,7 @@ class Scheduler:
             for _, job in ready:
                 job.answer.timed(seconds, plain_s)
             if not check.rows:
-                self._pace.measured(self._room_of(pieces, len(ready)), seconds)
+                self._pace.measured(room_of(pieces, self._runner.piece_sizes(len(ready))), seconds)
 
     def _run(
         self, pieces: Sequence[Piece], ready: Sequence[tuple[int, Job]], check: Check, may_be_ahead: bool
@@ -181,7 +182,7 @@ class Scheduler:
                 restore.time(lambda: self._runner.run(slots), slots[0].position, len(slots[0].inputs))
             else:
                 self._runner.run(slots)
-            read_streams(self._runner, pieces)
+            read_streams(self._runner, pieces, self._speculation.saw)
             self._end_pieces(list(pieces))
             pieces, slots = [], []
         if not (slots or rows):
@@ -195,7 +196,8 @@ class Scheduler:
 
         chosen = self._runner.run([*slots, *rows], launched if ahead or self._late else None)
         self._tell()
-        read_streams(self._runner, pieces)
+        read_streams(self._runner, pieces, self._speculation.saw)
+        self._speculation.read(ready, len(chosen))
         self._end_pieces(unended)
         return chosen
 
@@ -351,7 +353,8 @@ class Scheduler:
             return None
         if done == end or (end - done > room and others):  # the next step has room for a whole picture
             return None
-        piece = Piece(job, job.slot(sequence, done, end))
+        reads = not others and not any(self._replies()) and self._speculation.reads_streams(job)
+        piece = Piece(job, job.slot(sequence, done, end, reads))
         if piece.is_last:
             self._begin_reply(sequence, job)
         return piece if self._reserve(sequence, end - done + piece.is_last) else None
@@ -403,14 +406,6 @@ class Scheduler:
         sizes = self._runner.piece_sizes(len(replies))
         waits = all(reply.waits_for(job, TOGETHER_S) for reply in replies)
         return sizes[-1] if waits else self._pace.room(sizes)
-
-    def _room_of(self, pieces: Sequence[Piece], replies: int) -> int:
-        """The room of a step with these pieces; 0 without any."""
-        if not pieces:
-            return 0
-        tokens = sum(piece.rounded for piece in pieces[:-1]) + len(pieces[-1].slot.inputs)
-        sizes = self._runner.piece_sizes(replies)
-        return next((n for n in sizes if tokens <= n), sizes[-1])
 
     def _take_tokens(self, ready: Sequence[tuple[int, Job]], chosen: NDArray[np.int32], check: Check) -> None:
         """Gives replies their next tokens, those that the runner has `chosen` unless the host chooses them."""

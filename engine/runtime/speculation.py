@@ -10,8 +10,8 @@ were right, by the length of the match that they come from (`lookup`): also of t
 token comes. So text that misleads costs nothing. Where checks take too long, one is made only now and then, to measure
 that again.
 
-Where the text so far says nothing, a draft model guesses (`drafter`), if there is one and a single reply: its tokens
-take time, too.
+For a single reply, a draft model guesses too (`drafter`), or the draft head of the model's file (`head_drafter`), if
+there is one and that promises more: its tokens take time, too.
 """
 
 from __future__ import annotations
@@ -21,9 +21,13 @@ import time
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
 from engine.protocol.events import Generate, Speculate
 from engine.runtime.drafter import Drafter
 from engine.runtime.guesser import DRAFT_SHARE, Guesser, StepTimes
+from engine.runtime.head_drafter import HeadDrafter
 from engine.runtime.jobs import Job
 from engine.runtime.kv_blocks import KVBlocks, PoolFullError
 from engine.runtime.lookup import DRAFTED, Guess
@@ -35,6 +39,8 @@ _UNMEASURED = 2**0.5
 """A check is taken to last so many plain steps until it is measured, or when it is to be measured again,"""
 _PROBE_EVERY, _PROBE_SELDOM = 64, 4096
 """after so many steps that might have been checks: twice as many each time, up to the second number, until one pays."""
+_BUBBLE = 0.15
+"""A step that is not launched ahead takes about so much longer."""
 _UNMEASURED_DRAFT = 0.2
 """A token of a draft model is taken to last so many plain steps until it is measured."""
 
@@ -55,6 +61,7 @@ class Check(NamedTuple):
 
 
 NO_CHECK = Check({}, 0, {})
+_NO_STREAMS = np.zeros((0, 0), np.float32)
 
 
 class _Found(NamedTuple):
@@ -67,9 +74,11 @@ class Speculation:
     """Decides which guesses a step of `runner` checks. `speculate` says who guesses: what followed before in the text,
     a `drafter` if there is one, both, or nobody."""
 
-    def __init__(self, runner: ModelRunner, speculate: Speculate, drafter: Drafter | None = None) -> None:
+    def __init__(
+        self, runner: ModelRunner, speculate: Speculate, drafter: Drafter | HeadDrafter | None = None
+    ) -> None:
         self._check_rows = () if speculate == "off" else runner.check_rows
-        self._can_check, self._drafter = runner.can_check, drafter
+        self._can_check, self._drafter, self._runner = runner.can_check, drafter, runner
         self._looks_up = speculate in ("auto", "lookup")
         self._drafting_s = 0.0  # of this step
         self.times = StepTimes()
@@ -96,8 +105,8 @@ class Speculation:
         if self._was_ahead:
             return Check({}, 0, {**check.guesses, **check.others}), not check.rows
         self._drafting_s = 0.0
-        if check.drafts:
-            check = self._drafted(check, *replies[0])
+        if check.drafts:  # without any, the step is not ahead: its stream is read for the next ones
+            return self._drafted(check, *replies[0]), False
         return check, not check.rows
 
     def _drafted(self, check: Check, sequence: int, job: Job) -> Check:
@@ -107,6 +116,23 @@ class Speculation:
         tokens = self._drafter.guess(sequence, job.answer.tokens, check.drafts)
         self._drafting_s = time.perf_counter() - started
         return check._replace(guesses={0: Guess(tokens, DRAFTED)}, drafts=0) if tokens else NO_CHECK
+
+    def reads_streams(self, job: Job) -> bool:
+        """Whether the drafter reads what steps make of the tokens of a request."""
+        drafter, guesses = self._drafter, job.guesser is not None and not job.answer.pictures
+        return guesses and drafter is not None and drafter.reads_streams and drafter.is_ready
+
+    def read(self, replies: Sequence[tuple[int, Job]], rows: int) -> None:
+        """After a step of replies, of so many rows, whose tokens have not been taken yet."""
+        if len(replies) == 1 and self.reads_streams(replies[0][1]):
+            sequence, job = replies[0]
+            streams = self._runner.streams(rows)
+            self.saw(sequence, job, len(job.answer.tokens) - 1, _NO_STREAMS if streams is None else streams)
+
+    def saw(self, sequence: int, job: Job, position: int, streams: NDArray[np.float32]) -> None:
+        """That of tokens from `position` on (`HeadDrafter.saw`)."""
+        if self._drafter:
+            self._drafter.saw(sequence, job.answer.tokens, position, streams)
 
     def end(self, sequence: int) -> None:
         """A sequence is going to have another text."""
@@ -137,8 +163,9 @@ class Speculation:
         widths = [n for n in self._check_rows if n > rows and self._can_check(n)]
         for hopes in (False, True):
             check, gain = self._best(found, widths, rows, hopes)
-            if may_draft and gain <= WORTH:
-                check, gain = self._best_draft(replies[0], others, widths, hopes)
+            if may_draft:
+                drafted, of_drafts = self._best_draft(replies[0], others, widths, hopes)
+                check, gain = (drafted, of_drafts) if of_drafts > gain else (check, gain)
             if gain > WORTH:
                 self._hopes = hopes
                 return check
@@ -156,7 +183,13 @@ class Speculation:
         for width in widths:
             lengths, right = _shared_out(found, width - rows)
             check_s = self._check_s(width, plain_s, hopes)
-            if (gain := (rows + right) / rows * plain_s / check_s) > best_gain:
+            gain = (rows + right) / rows * plain_s / check_s
+            if self._is_ahead:  # there is a check only if the token that comes is as guessed
+                share = max(
+                    (f.guesser.share(f.guess) for f, n in zip(found, lengths, strict=True) if n), default=0.0
+                )
+                gain = share * gain + (1 - share) * (1 - _BUBBLE)
+            if gain > best_gain:
                 parts = list(zip(found, lengths, strict=True))
                 guesses = {f.place: f.guess.first(n) for f, n in parts if n}
                 best = Check(guesses, width, {f.place: f.guess for f, n in parts if not n})

@@ -14,9 +14,10 @@ from engine.runtime.kv_blocks import BLOCK, blocks_of_one
 @dataclass(frozen=True)
 class TargetMemory:
     """`matrix_bytes`: of a matrix, by its ggml type, rows and columns. `chunk`: the most tokens of a prompt at once.
-    `states`: recurrent states of a sequence, and `checked_states` more of all, in checks of guesses. `repacking`:
-    copies of a piece of the file while it loads; `compilers_bytes`: of processes that compile kernels after that. A
-    layer's cache has `spare_blocks`. It has no more than its window needs if it `has_windows`, and each conversation
+    `states`: recurrent states of a sequence, and `checked_states` more of all, in checks of guesses; if it
+    `checks_alone`, only a single conversation has these. `repacking`: copies of a piece of the file while it loads;
+    `compilers_bytes`: of processes that compile kernels after that. A layer's cache has `spare_blocks`. It has no more
+    than its window needs if it `has_windows`, and each conversation
     has one if they are not `shared`. If it `widens_caches`, those of float32 models are float32. `reads_tables`: the
     embeddings of layers stay in the file, of which the host reads a row for each token. `copies_experts`: each token
     gets its experts' matrices."""
@@ -25,6 +26,7 @@ class TargetMemory:
     chunk: int
     states: int = 1
     checked_states: int = 0
+    checks_alone: bool = False
     repacking: int = 1
     compilers_bytes: int = 0
     spare_blocks: int = 0

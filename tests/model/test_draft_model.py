@@ -19,15 +19,15 @@ def paths(tmp_path_factory):
         "model": {},
         "draft": small,
         "hybrid": {"architecture": "qwen35", "layers": 4},
+        "with a head": {"architecture": "qwen35", "layers": 4, "draft_head": True},
         "recurrent": small | {"architecture": "qwen35", "layers": 2},
     }
     return {name: str(generated_model.write(folder / f"{name}.gguf", **kind)) for name, kind in kinds.items()}
 
 
-def answer(paths, draft, model="model"):
-    options = EngineOptions(
-        model_path=paths[model], draft=draft, speculate="draft" if draft else "off", context_length=256
-    )
+def answer(paths, draft, model="model", speculate=None):
+    speculate = speculate or ("draft" if draft else "off")
+    options = EngineOptions(model_path=paths[model], draft=draft, speculate=speculate, context_length=256)
     model, tokens = TextModel(options, lambda _: None), []
     model.warm_up(lambda: False)
     request = Generate(
@@ -40,6 +40,7 @@ def answer(paths, draft, model="model"):
     end = model.generate(
         request, lambda e: tokens.append(e.id) if isinstance(e, Token) else None, lambda: False
     )
+    assert model.ready.warnings == () or speculate == "heads"
     return end, tokens
 
 
@@ -53,6 +54,18 @@ def test_the_text_is_the_models(paths):
 def test_states_go_back_to_where_guesses_were_right(paths):
     (_, plain), (end, checked) = (answer(paths, draft, "hybrid") for draft in ("", paths["model"]))
     assert plain == checked and end.draft_n > end.draft_n_accepted
+
+
+def test_the_text_with_a_draft_head_is_the_models(paths):
+    (_, plain), (end, checked) = (answer(paths, "", "with a head", who) for who in ("off", "heads"))
+    assert plain == checked and end.draft_n > 0
+    end, checked = answer(paths, "", "with a head", "auto")
+    assert plain == checked
+
+
+def test_a_head_that_is_not_there_is_told(paths):
+    options = EngineOptions(model_path=paths["model"], speculate="heads", context_length=256)
+    assert any("no draft head" in warning for warning in TextModel(options, lambda _: None).ready.warnings)
 
 
 def test_files_that_do_not_fit_are_refused(paths, tmp_path):

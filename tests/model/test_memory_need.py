@@ -230,8 +230,8 @@ def test_recurrent_states_and_their_checkpoints_are_counted(spec):
     recurrent = replace(spec, sublayers=(*spec.sublayers, Sublayer(None, delta, None)))
     one, four = (memory_need(recurrent, 8192, "nvidia", parallel=n) for n in (1, 4))
     state = 4 * (4 * 128 * 128 + 3 * 8 * 128)
-    # a GPU has each state before and after a step
-    assert (one.states_bytes, four.states_bytes) == ((2 + 8) * state, (8 + 16) * state)
+    # a GPU has each state before and after a step, and a single conversation those after 8 rows of a check
+    assert (one.states_bytes, four.states_bytes) == ((9 + 8) * state, (8 + 16) * state)
     # checks of guesses have 4 more on a CPU
     assert memory_need(recurrent, 8192, "cpu", parallel=4).states_bytes == (4 + 4 + 16) * state
     without = memory_need(spec, 8192, "nvidia")

@@ -9,7 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 from tinygrad import Tensor, dtypes
 
-from engine.description.spec import Sublayer
+from engine.description.spec import Join, Sublayer
+from engine.description.sublayers import Weight
 from engine.formats.kv_format import KVFormat
 from engine.loading.weights import Weights
 from engine.measure.kernel_roles import BufferUse
@@ -23,7 +24,19 @@ from engine.targets.cpu.kernels.thread_pool import ThreadPool
 from engine.targets.cpu.states import CPUStates
 from engine.targets.cpu.step_buffers import StepBuffers
 from engine.targets.cpu.sublayers.handler import Handler, Loading
-from engine.targets.cpu.weights import CPUWeights
+from engine.targets.cpu.weights import CPUWeights, Matrix
+
+
+@dataclass
+class Joint:
+    """The matrices and norms of a draft head's `Join`, and `hidden`: what the model's head reads of the tokens before
+    those of a step, float32 (tokens, dim)."""
+
+    of_embedding: Matrix
+    of_hidden: Matrix
+    embedding_norm: Tensor
+    hidden_norm: Tensor
+    hidden: Tensor
 
 
 @dataclass
@@ -51,17 +64,21 @@ class CPUModel(StepBuffers):
         kv: KVFormat = KVFormat.F16,
         rows: int = 1,
         pictures: PictureRoom | None = None,
+        trunk: CPUModel | None = None,
     ) -> None:
-        """`kv`: the format of the cache. `rows`: of the largest decode step, if not of all sequences. Raises
-        ModelFileError."""
+        """`kv`: the format of the cache. `rows`: of the largest decode step, if not of all sequences. `trunk`: of a
+        draft head the model, whose matrices it shares. Raises ModelFileError."""
         spec = weights.spec
         chunk = max_chunk(lanes, pictures.whole if pictures else 0)
         self.cache = CPUCache(spec, context, chunk, lanes, parallel, kv)
         self.states = CPUStates(parallel)
         loader = CPUWeights(weights, pool, lanes, keep_packed)
         # The largest matrices first, because repacking needs memory for both forms.
-        self.embedding = loader.matrix(spec.embedding)
-        self.head = self.embedding if spec.is_tied else loader.matrix(spec.head)
+        shared = trunk.heads if trunk else {}
+        self.embedding: Matrix = shared.get(spec.embedding) or loader.matrix(spec.embedding)
+        self.head: Matrix = shared.get(spec.head) or (
+            self.embedding if spec.is_tied else loader.matrix(spec.head)
+        )
         loading = Loading(loader, spec, lanes, self.cache, self.states, pictures)
         self.layers, self._choices = (
             [_layer(sublayer, loading) for sublayer in spec.sublayers],
@@ -69,10 +86,16 @@ class CPUModel(StepBuffers):
         )
         self.output_norm = loader.vector(spec.output_norm)
         self.layer_tables = loader.layer_tables(spec)
+        self.joint = _joint(spec.join, loader, max(chunk, rows)) if spec.join else None
         loader.finish()
         super().__init__(spec, context, self.cache.positions, pool, loader, lanes, pictures)
         rows = max(rows, self.max_rows(parallel))
         self.logits = memory.zeros(rows * self.head.layout.groups(spec.vocab) * lanes, dtypes.float32)
+
+    @property
+    def heads(self) -> dict[Weight, Matrix]:
+        """The matrices of the vocabulary."""
+        return {self.spec.embedding: self.embedding, self.spec.head: self.head}
 
     def max_rows(self, parallel: int) -> int:
         """The rows of the largest decode step for `parallel` conversations: of some, in whole tiles."""
@@ -101,6 +124,12 @@ class CPUModel(StepBuffers):
             uses.add(BufferUse("embedding", "token", self.spec.vocab), tables.table.data)
             uses.add(BufferUse("embedding"), tables.projection.stream, tables.norm)
         return uses
+
+
+def _joint(join: Join, loader: CPUWeights, tokens: int) -> Joint:
+    matrices = loader.matrix(join.of_embedding), loader.matrix(join.of_hidden, added=True)
+    norms = loader.vector(join.embedding_norm), loader.vector(join.hidden_norm)
+    return Joint(*matrices, *norms, memory.zeros(tokens * join.of_hidden.cols, dtypes.float32))
 
 
 def _layer(sublayer: Sublayer, loading: Loading) -> Layer:

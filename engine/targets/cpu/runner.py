@@ -22,6 +22,7 @@ from engine.runtime.model_runner import Ahead, SearchReport, Slot, varied_tokens
 from engine.runtime.pictures import PictureRoom, positions_of
 from engine.runtime.prefix_store import export_layout
 from engine.runtime.sampling import Logits
+from engine.targets.cpu.draft_head import CPUDraftHead
 from engine.targets.cpu.kernels import memory
 from engine.targets.cpu.kernels.kernel_sequence import CompiledSequence
 from engine.targets.cpu.kernels.lanes import register_lanes
@@ -52,16 +53,18 @@ class CPURunner:
         keep_packed: bool = False,
         kv: KVFormat = KVFormat.F16,
         pictures: PictureRoom | None = None,
+        trunk: CPUModel | None = None,
     ) -> None:
         """`keep_packed`: reads packed weights from the cache on disk, or writes them there (`packed_weights_cache`).
-        `kv`: the format of the KV cache. `pictures`: if prompts may have some. Raises ModelFileError."""
+        `kv`: the format of the KV cache. `pictures`: if prompts may have some. `trunk`: of a draft head the model.
+        Raises ModelFileError."""
         self.parallel, self._context, self._vocab = parallel, context_length, weights.spec.vocab
         with timeline.span("threads"):
             self._lanes, pool = register_lanes(), default_pool()
         with timeline.span("weights"):
             most = max((n for n in CHECK_ROWS if n <= self._lanes), default=1)
             model = CPUModel(
-                weights, context_length, pool, self._lanes, keep_packed, parallel, kv, most, pictures
+                weights, context_length, pool, self._lanes, keep_packed, parallel, kv, most, pictures, trunk
             )
         self._model, self._cache, self.max_chunk = model, model.cache, model.max_chunk
         self.kv_groups, self.assign, self.copy_block = (
@@ -92,6 +95,7 @@ class CPURunner:
         most = max(most, self.row_counts[-1])
         self._logits = memory.view(model.logits).reshape(most, -1)[:, : self._vocab]
         self._last: Logits = self._logits[:0]
+        self._step: CompiledSequence | None = None  # the last one with rows
         self._whole: CompiledSequence | None = None  # prefill that gives what embeddings are made of
         self._hidden: list[NDArray[np.float32]] = []
         with timeline.span("kernels"):
@@ -138,7 +142,8 @@ class CPURunner:
             if tile not in self._decode:
                 tile = min(larger for larger in self._decode if tile <= larger)
             self._set(tile, rows)
-            self._decode[tile]()
+            self._step = self._decode[tile]
+            self._step()
         self._last = self._logits[: len(rows)]
         best: NDArray[np.int32] = self._last.argmax(1).astype(np.int32)  # the first NaN, if there is one
         for row, token in enumerate(best):  # faster than all at once: there are few rows
@@ -155,6 +160,16 @@ class CPURunner:
         self._whole()
         dim = self._model.spec.dim
         return self._whole.last_output[: n * dim].reshape(n, dim).copy()
+
+    def streams(self, rows: int) -> NDArray[np.float32] | None:
+        assert self._step
+        dim = self._model.spec.dim
+        return self._step.last_output[: rows * dim].reshape(rows, dim).copy()
+
+    def draft_head(self, weights: Weights, kv: KVFormat) -> CPUDraftHead:
+        """The draft head of the model's file. Raises ModelFileError."""
+        runner = CPURunner(weights, self._context, kv=kv, trunk=self._model)
+        return CPUDraftHead(runner, runner._model, weights)
 
     def hidden(self) -> list[NDArray[np.float32]]:
         return self._hidden

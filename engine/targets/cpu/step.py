@@ -14,7 +14,7 @@ from engine.targets.cpu.kernels import memory
 from engine.targets.cpu.kernels.activations import cap
 from engine.targets.cpu.kernels.embedding import embed, embed_from_file
 from engine.targets.cpu.kernels.kernel_sequence import KernelSequence
-from engine.targets.cpu.model import CPUModel
+from engine.targets.cpu.model import CPUModel, Joint
 from engine.targets.cpu.step_builder import StepBuilder
 
 
@@ -33,6 +33,8 @@ def step_kernels(model: CPUModel, tile: int, rows: int = 0, whole: bool = False)
         *of_pictures,
     )
     _embed_layers(model, step)
+    if model.joint:
+        _join(model.joint, step)
     step.sequence.output(step.x)
     last = None if rows or whole else model.layers[spec.last_keeping]
     for layer in model.layers:
@@ -50,6 +52,15 @@ def step_kernels(model: CPUModel, tile: int, rows: int = 0, whole: bool = False)
             vectors = model.sizes(memory.view(model.logits).size // model.lanes)
             step.add(cap(spec.softcap, model.lanes), model.logits, vectors)
     return step.sequence
+
+
+def _join(joint: Joint, step: StepBuilder) -> None:
+    """Adds the kernels that begin the stream of a draft head (`engine.description.spec.Join`)."""
+    of_embedding = step.rows("joined embedding", joint.of_embedding.rows)
+    inputs = step.quantize(step.x, [joint.of_embedding], norm=joint.embedding_norm)
+    step.multiply(of_embedding, joint.of_embedding, inputs)
+    inputs = step.quantize(joint.hidden, [joint.of_hidden], norm=joint.hidden_norm)
+    step.multiply(step.x, joint.of_hidden, inputs, added=of_embedding)
 
 
 def _embed_layers(model: CPUModel, step: StepBuilder) -> None:

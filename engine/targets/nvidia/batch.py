@@ -23,6 +23,7 @@ from engine.targets.nvidia.kernels.sampling import StepRows, next_tokens
 from engine.targets.nvidia.kernels.small_batch import as_logits, n_blocks
 from engine.targets.nvidia.prefill import PrefillKernels
 from engine.targets.nvidia.prompt_step import Pending, RowsStep
+from engine.targets.nvidia.sublayers.delta_net import CHECKED
 from engine.targets.nvidia.weights import GPUModel
 
 ROW_COUNTS = (4, 8, 16, 32)
@@ -35,10 +36,10 @@ _SHORT = (
 
 
 def check_rows(model: GPUModel, parallel: int) -> tuple[int, ...]:
-    """See `ModelRunner.check_rows`. A step of 8 rows takes about as long as one of fewer. No token can be taken out of
-    a recurrent state again."""
+    """See `ModelRunner.check_rows`. A step of 8 rows takes about as long as one of fewer. With recurrent states, only
+    those of one sequence are kept for each row."""
     if model.deltas:
-        return ()
+        return (CHECKED,) if parallel == 1 else ()
     return _CHECK_ROWS if parallel >= _CHECK_ROWS[0] else _CHECK_ROWS[:1]
 
 
@@ -90,6 +91,10 @@ class BatchKernels(PrefillKernels):
         """What a step of `rows` rows reads."""
         return self._states[rows]
 
+    def stream(self, rows: int) -> Tensor:
+        """The residual stream of a step of `rows` rows, float32 (rows * dim,)."""
+        return self.buffer("h", rows * self.spec.dim)
+
     def send(
         self,
         rows: int,
@@ -103,5 +108,8 @@ class BatchKernels(PrefillKernels):
         kinds = [StepRows.SAMPLED if draws else StepRows.USED for draws in sampled]
         state[:, : len(tokens)] = tokens, positions, sequences, kinds
         overwrite(self._states[rows], state.reshape(-1))
-        if self.spec.experts:
-            overwrite(self.prompt, state_of(self.chunk, [], len(tokens)))
+        # Recurrent states take the rows of a check as a piece.
+        is_one = self.spec.state_bytes and len({*sequences}) == 1
+        pieces = [(0, positions[0], len(tokens), sequences[0])] if is_one else []
+        if self.spec.experts or pieces:
+            overwrite(self.prompt, state_of(self.chunk, pieces, len(tokens)))

@@ -9,6 +9,8 @@ MEMORY = TargetMemory(
     matrix_bytes,
     CHUNK_SIZES[-1],
     states=2,  # before and after a step
+    checked_states=7,  # with these, one before a check and one after each of its rows
+    checks_alone=True,
     repacking=4,
     is_shared=False,
     widens_caches=False,

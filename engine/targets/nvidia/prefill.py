@@ -61,3 +61,5 @@ class PrefillKernels(PromptMemory):
         step.add(kernel, stream=step.h, ids=ids, planes=model.embedding.planes, pictures=self.pictures)
         if model.layer_tables:
             model.layer_tables.prefill(step, ids, layers)
+        if model.joint:
+            model.joint.begin(step, self.hidden)

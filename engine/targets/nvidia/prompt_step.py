@@ -51,6 +51,8 @@ class PromptMemory(StepMemory):
         self.chunk = chunk
         self.pictures = device_zeros(chunk * spec.dim) if room else None
         self.seen = device_zeros(chunk, dtypes.int32) if room and room.whole else None
+        # what a draft head reads of the tokens before those of a step (`engine.description.spec.Join`)
+        self.hidden = device_zeros(chunk * spec.dim if spec.join else 1)
         self.prompt = device_zeros(state_size(chunk), dtypes.int32)
         self.ids = device_zeros(chunk, dtypes.int32)
 

@@ -114,6 +114,16 @@ class RowSteps:
         wanted = places if rows is None else [places[row] for row in rows]
         return read_rows(self._logits(count), count, wanted)
 
+    def streams(self, rows: int) -> NDArray[np.float32] | None:
+        """The residual stream of the first rows of the last step after the last sublayer, float32 (rows, dim); None if
+        one is ahead, which has overwritten it."""
+        if self._is_ahead:
+            return None
+        count, _ = self._last
+        if count == 1:
+            return read_rows(self._one.h, 1, [0])
+        return read_rows(self._batch.stream(count), count, range(rows))
+
     def end(self, sequence: int) -> None:
         """Says that the next row of a sequence is another one than the device has, even if it looks the same."""
         self._rows = [r._replace(inputs=_ENDED) if r.sequence == sequence else r for r in self._rows]

@@ -35,6 +35,7 @@ from engine.targets.not_finite import not_finite
 from engine.targets.nvidia.batch import ROW_COUNTS, BatchKernels, check_rows
 from engine.targets.nvidia.decode import DecodeKernels
 from engine.targets.nvidia.device_sampler import Choice, DeviceSampler
+from engine.targets.nvidia.draft_head import NvidiaDraftHead
 from engine.targets.nvidia.export import CacheExport
 from engine.targets.nvidia.input_scales import InputScales
 from engine.targets.nvidia.kernels.kernel_sequence import KernelSequence
@@ -223,7 +224,7 @@ class NvidiaRunner:
         self._states.load_state(slot, sequence)
 
     def cut_state(self, sequence: int, position: int) -> None:
-        raise AssertionError("No guesses are checked with recurrent states here.")
+        self._states.set(position, sequence)
 
     # ---- the cache ----
 
@@ -256,6 +257,7 @@ class NvidiaRunner:
         pieces, embedded, rows = by_want
         if len({row.sequence for row in rows}) < len(rows):
             self._earlier = []
+            self._set_positions(rows)
             count = next(n for n in self._checks if len(rows) <= n)
             return np.asarray(self._steps.check(rows, count, ahead), np.int32)
         self._set_positions(slots)
@@ -348,6 +350,13 @@ class NvidiaRunner:
         if ("whole", size) not in self._captured:
             compile_once((*self._set_up, "whole", size), lambda: [self._prefill.whole_step(size).linear])
         self._launch(("whole", size), lambda: self._prefill.whole_step(size))
+
+    def streams(self, rows: int) -> NDArray[np.float32] | None:
+        return self._steps.streams(rows)
+
+    def draft_head(self, weights: Weights, kv: KVFormat) -> NvidiaDraftHead:
+        """The draft head of the model's file. Raises ModelFileError."""
+        return NvidiaDraftHead(weights, self._context, kv, self._model, self.sampler)
 
     def hidden(self) -> list[NDArray[np.float32]]:
         return self._hidden

@@ -21,12 +21,14 @@ from engine.description.sublayers import (
     LayerEmbedding,
     Operator,
     SideBySide,
+    Weight,
 )
 from engine.formats.kv_format import KVFormat
 from engine.kernels.device_memory import DeviceCounts, to_device
 from engine.loading.weights import Weights
 from engine.measure.timeline import timeline
 from engine.runtime.pictures import PictureRoom
+from engine.targets.nvidia.joint import Joint
 from engine.targets.nvidia.kernels.kv_cache import LENGTH_UNIT
 from engine.targets.nvidia.kernels.upload import Part, upload
 from engine.targets.nvidia.kernels.weight_repacking import (
@@ -63,7 +65,7 @@ class GPUModel:
     """All weights of a model and its KV cache. A tied output head is the same object as the embedding. `ropes`: the
     tables of cos and of sin of each, float32 (context, head_dim / 2). `temperature`: the factors of queries by
     position, float32 (context,), if there is a temperature. `choices`: those of the mixtures
-    (`ExpertsHandler.choices`)."""
+    (`ExpertsHandler.choices`). `joint`: of a draft head, whose embedding and head may be its `trunk`'s."""
 
     spec: ModelSpec
     layers: list[Layer]
@@ -74,12 +76,24 @@ class GPUModel:
     temperature: Tensor | None
     choices: DeviceCounts
     layer_tables: LayerTables | None
+    joint: Joint | None = None
+    trunk: GPUModel | None = None
+
+    @property
+    def heads(self) -> dict[Weight, Product]:
+        """The matrices of the vocabulary."""
+        return {self.spec.embedding: self.embedding, self.spec.head: self.head}
 
     @property
     def products(self) -> list[Product]:
         heads = [self.head] if self.head is self.embedding else [self.embedding, self.head]
+        if self.trunk:
+            lent = list(map(id, self.trunk.heads.values()))
+            heads = [product for product in heads if id(product) not in lent]
         if self.layer_tables:
             heads += self.layer_tables.products
+        if self.joint:
+            heads += self.joint.products
         return [product for layer in self.layers for product in layer.handler.products] + heads
 
     @property
@@ -145,15 +159,17 @@ def allocate(
     parallel: int = 1,
     kv: KVFormat = KVFormat.F16,
     pictures: PictureRoom | None = None,
+    trunk: GPUModel | None = None,
 ) -> GPUModel:
     """A model with device memory for its matrices, to be filled by `GPUModel.fill`, and for `parallel` sequences of a
     context of `context` tokens, of which prefill takes up to `chunk` at once, in the format `kv`. `pictures`: if
-    prompts may have some. Raises ModelFileError."""
+    prompts may have some. `trunk`: of a draft head the model, whose matrices it shares. Raises ModelFileError."""
     spec = weights.spec
     choices = DeviceCounts([operator.count for operator in spec.experts])
-    embedding = head = product_of([spec.embedding])
+    lent = trunk.heads if trunk else {}
+    embedding = head = lent.get(spec.embedding) or product_of([spec.embedding])
     if not spec.is_tied:
-        head = product_of([spec.head])
+        head = lent.get(spec.head) or product_of([spec.head])
     tables = [rope.tables(context, context) for rope in spec.ropes]
     own = [bool(pictures and rope.sections) for rope in spec.ropes]  # of each sequence
     length = -(-context // LENGTH_UNIT) * LENGTH_UNIT
@@ -177,6 +193,8 @@ def allocate(
         temperature=temperature,
         choices=choices,
         layer_tables=LayerTables(spec.layer_embeddings, loading) if spec.layer_embeddings else None,
+        joint=Joint(spec.join, weights) if spec.join else None,
+        trunk=trunk,
     )
 
 

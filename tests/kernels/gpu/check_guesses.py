@@ -35,6 +35,10 @@ def check_guesses_with_embeddings_and_shared_caches() -> None:
     hold(1, architecture="gemma4", **SMALL | {"layers": 4})
 
 
+def check_guesses_with_recurrent_states() -> None:
+    hold(1, architecture="qwen35", **SMALL | {"layers": 2})
+
+
 def hold(parallel: int, **shape: Any) -> None:
     """Guesses of which some are right, greedy and drawn, after a step that ran ahead and before others; with two
     sequences, the other one's row beside. Raises AssertionError where logits or tokens differ from the text's own."""
@@ -68,6 +72,8 @@ def hold(parallel: int, **shape: Any) -> None:
                 assert token == wanted(s)
                 blocks.commit(s, texts[s][-1:])
                 texts[s].append(token)
+        if runner.state_slots:
+            runner.cut_state(0, len(texts[0]) - 1)
 
     def wanted(s: int, guesses: list[int] = []) -> int:  # noqa: B006
         text = [*texts[s], *guesses]

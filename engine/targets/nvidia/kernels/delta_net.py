@@ -1,9 +1,9 @@
 """The sizes of a gated delta net, where its state lies, and the formulas that decode and prefill share.
 
-The state of a sequence after t tokens is in half t % 2 of its memory: for each value head a matrix (size keys, size
-values), then the last taps - 1 inputs of the convolution, oldest first. So a step reads one half and writes the other,
-and one that ran ahead in vain leaves the state before it intact. At position 0 the state is zeros, whatever the memory
-holds.
+The state of a sequence after t tokens is in slot t % slots of its memory: for each value head a matrix (size keys, size
+values), then the last taps - 1 inputs of the convolution, oldest first. So a step reads one slot and writes the next,
+and one that ran ahead in vain leaves the state before it intact. A check of guesses leaves a state after each of its
+tokens, so it can end with any. At position 0 the state is zeros, whatever the memory holds.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ MAX_POSITION = 1 << 30
 @dataclass(frozen=True)
 class DeltaHeads:
     """The heads of a delta net: `key` heads of queries and of keys, `value` heads, of `size` elements each; a
-    convolution over `taps` tokens; `eps` of the norms. Its memory has room for `sequences`."""
+    convolution over `taps` tokens; `eps` of the norms. Its memory has room for `slots` states of each of
+    `sequences`."""
 
     key: int
     value: int
@@ -45,6 +46,7 @@ class DeltaHeads:
     taps: int
     eps: float
     sequences: int = 1
+    slots: int = 2
 
     def __post_init__(self) -> None:
         assert self.value % self.key == 0 and self.size % 16 == 0
@@ -72,15 +74,15 @@ class DeltaHeads:
     @property
     def memory_size(self) -> int:
         """Elements of the memory, float32."""
-        return self.sequences * 2 * self.half
+        return self.sequences * self.slots * self.half
 
     @property
     def name(self) -> str:
-        return f"{self.key}_{self.value}_{self.size}_{self.taps}"
+        return f"{self.key}_{self.value}_{self.size}_{self.taps}" + f"_of_{self.slots}" * (self.slots > 2)
 
     def state_at(self, position: UOp, sequence: UOp) -> UOp:
         """The index of the first element of the state of a sequence before the token at `position`."""
-        return (sequence * 2 + position % 2) * self.half
+        return (sequence * self.slots + position % self.slots) * self.half
 
     def conv_at(self, state: UOp, tap: int, channel: UOp) -> UOp:
         """The index of an input of the convolution in a state."""

@@ -12,6 +12,8 @@ product up to t, and G_t/s that of those after s up to t. Then, with d_t = beta_
 So all products with S of a group are taken at once, and the numbers in front of d, v and S follow from the inputs
 alone: `delta_inputs` computes them for all groups in parallel. A token after the prompt's end has g = 1 and beta = 0,
 and so it leaves the state as it is.
+
+In a check of guesses, groups have one token, and each leaves its state.
 """
 
 from __future__ import annotations
@@ -38,6 +40,7 @@ from engine.targets.nvidia.kernels.matmul import as_half
 from engine.targets.nvidia.kernels.pieces import PIECE_ROWS, Piece
 from engine.targets.nvidia.kernels.prefill import Runs
 from engine.targets.nvidia.kernels.uops import (
+    INDEX,
     after_store,
     all_of,
     chain,
@@ -56,7 +59,11 @@ from engine.targets.nvidia.kernels.uops import (
 
 GROUP = 4
 _SEGMENTS = 4  # of a sum over a head
-_COEFFICIENTS = 4 * GROUP + GROUP * GROUP  # of a group and a value head
+
+
+def _coefficients(group: int) -> int:
+    """Those of a group of so many tokens and a value head, and what aligns the next."""
+    return -(-(4 * group + group * group) // 4) * 4
 
 
 def vectors_size(heads: DeltaHeads, tokens: int) -> int:
@@ -64,10 +71,11 @@ def vectors_size(heads: DeltaHeads, tokens: int) -> int:
     return tokens * heads.key * 2 * heads.size
 
 
-def coefficients_size(heads: DeltaHeads, tokens: int) -> int:
-    """Elements of the numbers in front of d, v and S, float32 [group, value head, `_COEFFICIENTS`]: for each token
-    beta G, beta, G, and G_n/t; the factors of d_s in d_t, s < t; the factors of d_s in y_t, s <= t."""
-    return tokens // GROUP * heads.value * _COEFFICIENTS
+def coefficients_size(heads: DeltaHeads, tokens: int, n: int = GROUP) -> int:
+    """Elements of the numbers in front of d, v and S, float32 [group, value head, `_coefficients`], of groups of `n`
+    tokens: for each token beta G, beta, G, and G_n/t; the factors of d_s in d_t, s < t; the factors of d_s in y_t,
+    s <= t."""
+    return tokens // n * heads.value * _coefficients(n)
 
 
 def _input_at(
@@ -86,12 +94,12 @@ def _input_at(
 
 
 @functools.cache
-def delta_inputs(heads: DeltaHeads, runs: Runs) -> Kernel:
-    """The convolution of a chunk's queries and keys, and all that depends on the inputs alone. `runs`: the product with
-    the input, of `DeltaHeads.rows` rows. Buffers: vectors, keys and queries (`vectors_size`); coefficients
-    (`coefficients_size`); memory; sums, those of each run; prompt, the step's state (`pieces`); conv, the convolution's
-    weights, float32 (channels, taps); decay and decay_bias, float32 (value,) each."""
-    h, size, n, shared_by = heads, heads.size, GROUP, heads.value // heads.key
+def delta_inputs(heads: DeltaHeads, runs: Runs, n: int = GROUP) -> Kernel:
+    """The convolution of a chunk's queries and keys, and all that depends on the inputs alone, in groups of `n` tokens.
+    `runs`: the product with the input, of `DeltaHeads.rows` rows. Buffers: vectors, keys and queries (`vectors_size`);
+    coefficients (`coefficients_size`); memory; sums, those of each run; prompt, the step's state (`pieces`); conv, the
+    convolution's weights, float32 (channels, taps); decay and decay_bias, float32 (value,) each."""
+    h, size, shared_by, n_coefficients = heads, heads.size, heads.value // heads.key, _coefficients(n)
     tokens = runs.tokens
     pairs = [(0, 0, t, t) for t in range(n)] + [(1, 1, t, t) for t in range(n)]
     pairs += [(0, 0, s, t) for t in range(n) for s in range(t)]
@@ -183,27 +191,31 @@ def delta_inputs(heads: DeltaHeads, runs: Runs) -> Kernel:
         for t in range(n):
             for s in range(t + 1):
                 own.append(decay_after(s, t) * dot(0, 1, s, t) * factors[0][s] * factors[1][t])
-        stores += store_run(coefficients, (group * h.value + head) * _COEFFICIENTS, own, is_head)
-        return finish(f"delta_inputs_{h.name}_{h.sequences}_{tokens}", stores)
+        own += [f32(0)] * (n_coefficients - len(own))
+        stores += store_run(coefficients, (group * h.value + head) * n_coefficients, own, is_head)
+        return finish(f"delta_inputs_{h.name}_{h.sequences}_{tokens}_{n}", stores)
 
     inputs = "memory", ("sums", len(runs.sizes)), "prompt", "conv", "decay", "decay_bias"
     return Kernel(kernel, ("vectors", "coefficients"), inputs)
 
 
 @functools.cache
-def delta_scan(heads: DeltaHeads, runs: Runs, several: bool = False) -> Kernel:
-    """The state over the piece that begins at the first row, or over `several`. `runs`: those of the product with
-    channels. Buffers: products, those with the state, float32 (tokens, width); memory; what `delta_inputs` makes:
-    vectors and coefficients; sums, prompt and conv, as there.
+def delta_scan(heads: DeltaHeads, runs: Runs, several: bool = False, checks: bool = False) -> Kernel:
+    """The state over the piece that begins at the first row, or over `several`. If it `checks`, groups have one token,
+    and each leaves a state. `runs`: those of the product with channels. Buffers: products, those with the state,
+    float32 (tokens, width); memory; what `delta_inputs` makes: vectors and coefficients; sums, prompt and conv, as
+    there.
 
     A block has some columns of a head's state, and makes their values. Each of its threads has some keys of four
     columns; their products with the group's keys and queries meet in shared memory. A thread for each column finds
     what the state learns. Then each changes its part. The next group is loaded meanwhile."""
-    h, size, n = heads, heads.size, GROUP
+    h, size, n = heads, heads.size, 1 if checks else GROUP
+    assert not checks or h.slots > runs.tokens
+    n_coefficients = _coefficients(n)
     width, own = min(32, size), 8 if size >= 64 else 4  # columns of a block, keys of a thread
     quads, parts_of_head, tokens = width // 4, size // width, runs.tokens
     threads, units = quads * (size // own), -(-tokens // PIECE_ROWS) if several else 1
-    spans = 2 * n * size, n * width, _COEFFICIENTS  # of a group in shared memory
+    spans = 2 * n * size, n * width, n_coefficients  # of a group in shared memory
     firsts, span = (0, spans[0], spans[0] + spans[1]), sum(spans)
 
     def kernel(
@@ -253,7 +265,7 @@ def delta_scan(heads: DeltaHeads, runs: Runs, several: bool = False) -> Kernel:
             firsts_of = (
                 (number * h.key + key_head) * spans[0],
                 None,
-                (number * h.value + head) * _COEFFICIENTS,
+                (number * h.value + head) * n_coefficients,
             )
             for first, buffer, from_, n_items in zip(
                 firsts, (vectors, None, coefficients), firsts_of, spans, strict=True
@@ -291,7 +303,7 @@ def delta_scan(heads: DeltaHeads, runs: Runs, several: bool = False) -> Kernel:
 
         # What the state learns, by a thread for each column.
         is_column = None if threads == width else thread < width
-        numbers = load_run(held, first + firsts[2], _COEFFICIENTS, is_column)
+        numbers = load_run(held, first + firsts[2], n_coefficients, is_column)
         of_changes, of_results = numbers[4 * n :][: n * (n - 1) // 2], numbers[4 * n + n * (n - 1) // 2 :]
         learned, changes, stores = shared(n * width, 4), list[UOp](), []
         for t in range(n):
@@ -316,24 +328,41 @@ def delta_scan(heads: DeltaHeads, runs: Runs, several: bool = False) -> Kernel:
             chain([x * decay, *(keys[t][i // 4] * lasting[t][i % 4] for t in range(n))])
             for i, x in enumerate(so_far)
         ]
-        done = UOp.group(*store_run(state, 0, new), put(array, (group + 1) % 2, following)).end(group)
-        final, results = load_run(state.after(done), 0, own * 4), list[UOp]()
+        stores = [*store_run(state, 0, new), put(array, (group + 1) % 2, following)]
+        if checks:
+            of_token = h.state_at(position + group + 1, sequence)
+            for i, place in enumerate(places):
+                stores += store_run(memory, of_token + place, new[4 * i : 4 * i + 4])
+        done, results = UOp.group(*stores).end(group), list[UOp]()
         has_tokens = count > 0 if several else None
-        for i, place in enumerate(places):
+        final = load_run(state.after(done), 0, own * 4)
+        for i, place in enumerate(() if checks else places):
             results += store_run(memory, after + place, final[4 * i : 4 * i + 4], has_tokens)
 
         # The last inputs of the convolution. The halves may be the same, so a channel's are read before they are
         # written, and values, which are read here, are written by the block that has read them.
         def keep(channel: UOp, slot: int, ok: UOp | None) -> list[UOp]:
+            if not checks:
+                return keep_after(count, after, channel, slot, all_of(ok, has_tokens))
+            ends = [
+                (t + 1, h.state_at(position + t + 1, sequence), all_of(ok, t < count)) for t in range(tokens)
+            ]
+            return [
+                kept
+                for t, (end, at, is_token) in enumerate(ends)
+                for kept in keep_after(UOp.const(end, INDEX), at, channel, slot + 100 * t, is_token)
+            ]
+
+        def keep_after(end: UOp, after: UOp, channel: UOp, slot: int, ok: UOp | None) -> list[UOp]:
             kept = registers(h.taps - 1, slot)
-            tokens_of = [count + (k - (h.taps - 1)) for k in range(h.taps - 1)]
+            tokens_of = [end + (k - (h.taps - 1)) for k in range(h.taps - 1)]
             valid = UOp.const(True) if ok is None else ok
             at = piece, before, channel
             inputs = [_input_at(h, runs, sums, memory, *at, token, valid) for token in tokens_of]
             read = UOp.group(*store_run(kept, 0, inputs))
             target = memory.after(read, done)
             return [
-                store(target, h.conv_at(after, k, channel), x, all_of(ok, has_tokens))
+                store(target, h.conv_at(after, k, channel), x, ok)
                 for k, x in enumerate(load_run(kept.after(read), 0, h.taps - 1))
             ]
 
@@ -344,7 +373,7 @@ def delta_scan(heads: DeltaHeads, runs: Runs, several: bool = False) -> Kernel:
             inside = channel < n_others
             results += keep(channel.minimum(n_others - 1), 11 + i, inside)
         n_ops = tokens * h.width * size * 6
-        name = f"delta_scan_{h.name}_{h.sequences}_{tokens}" + "_several" * several
+        name = f"delta_scan_{h.name}_{h.sequences}_{tokens}" + "_several" * several + "_checks" * checks
         return finish(name, results, 8 * h.width * size, n_ops)
 
     inputs = "vectors", "coefficients", ("sums", len(runs.sizes)), "prompt", "conv"

@@ -37,7 +37,7 @@ from engine.targets.nvidia.kernels.uops import (
 )
 
 
-class _TokenNorm:
+class TokenNorm:
     """RMS norms of a token's values, which the threads of a block share: each has runs of four."""
 
     def __init__(self, cols: int, eps: float) -> None:
@@ -74,7 +74,7 @@ def norm_prompt(
         x: UOp, sizes: UOp | None, stream: UOp, sums: UOp | None, bias: UOp | None, post_norm: UOp | None,
         scale: UOp | None, norm: UOp,
     ) -> UOp:  # fmt: skip
-        token_norm, token = _TokenNorm(cols, eps), UOp.special(tokens, "gidx0")
+        token_norm, token = TokenNorm(cols, eps), UOp.special(tokens, "gidx0")
         places = token_norm.places
         stores, values = [], [load(stream, token * cols + column, ok) for column, ok in places]
         if sums is not None:
@@ -120,7 +120,7 @@ def add_normed_sums(tokens: int, cols: int, parts: tuple[int, int], eps: float) 
     float32 (cols,)."""
 
     def kernel(out: UOp, first: UOp, first_norm: UOp, second: UOp, second_norm: UOp) -> UOp:
-        norm, token, terms = _TokenNorm(cols, eps), UOp.special(tokens, "gidx0"), []
+        norm, token, terms = TokenNorm(cols, eps), UOp.special(tokens, "gidx0"), []
         products = (first, first_norm, parts[0]), (second, second_norm, parts[1])
         for k, (sums, weight, count) in enumerate(products):
             values = [

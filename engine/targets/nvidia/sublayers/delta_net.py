@@ -13,6 +13,7 @@ from engine.targets.nvidia.kernels.activation_order import Order
 from engine.targets.nvidia.kernels.delta_decode import delta_decode, parts_of
 from engine.targets.nvidia.kernels.delta_net import DeltaHeads, HeadNorm
 from engine.targets.nvidia.kernels.delta_prefill import (
+    GROUP,
     coefficients_size,
     delta_inputs,
     delta_scan,
@@ -27,6 +28,10 @@ from engine.targets.nvidia.matrices import product_of
 from engine.targets.nvidia.norms import Norm
 from engine.targets.nvidia.prompt_step import MixedStep, PromptStep, RowsStep, Sums
 from engine.targets.nvidia.sublayers.handler import Handler, Loading
+
+CHECKED = 8
+"""The most rows of a check. Each leaves a state of its own, for one sequence: those of several would take much
+memory."""
 
 
 class DeltaNetHandler(Handler):
@@ -44,6 +49,7 @@ class DeltaNetHandler(Handler):
             part.taps,
             weights.spec.eps,
             sequences=loading.parallel,
+            slots=2 if loading.parallel > 1 else 1 + CHECKED,
         )
         self.in_proj = product_of([part.qkv, part.gate, part.beta, part.alpha])
         self.out = product_of([part.out])
@@ -75,6 +81,9 @@ class DeltaNetHandler(Handler):
 
     def rows(self, step: RowsStep, norm: Norm) -> Sums:
         step.norm(norm)
+        if step.checks:
+            made = step.products(self.in_proj, "delta")
+            return self._output(step, self._add_prompts(step, made, checks=True))
         remembered = self._remembered(step)
         self._add_rows(step, step.stacked(self.in_proj, "delta"), remembered)
         return self._output(step, remembered)
@@ -103,9 +112,10 @@ class DeltaNetHandler(Handler):
         kernel = delta_decode(self.heads, step.tokens, order=order)
         step.add(kernel, out=remembered, memory=self.memory, rows=rows, **self.vectors, state=step.state)
 
-    def _add_prompts(self, step: PromptStep, made: list[Sums]) -> Tensor:
-        """Adds the delta net of pieces of prompts, of the products with `in_proj`; returns the result of all rows."""
-        heads, tokens = self.heads, step.tokens
+    def _add_prompts(self, step: PromptStep, made: list[Sums], checks: bool = False) -> Tensor:
+        """Adds the delta net of pieces of prompts, of the products with `in_proj`; returns the result of all rows. If
+        it `checks`, the piece is the rows of a check."""
+        heads, tokens, group = self.heads, step.tokens, 1 if checks else GROUP
         sums, counts = [run.tensor for run in made], tuple(run.parts for run in made)
         runs = Runs(tokens, counts, tuple(part.rows for part in self.in_proj.matrices))
         of_channels, channels = runs.within(0, heads.channels)
@@ -115,11 +125,11 @@ class DeltaNetHandler(Handler):
         shared = {
             "memory": self.memory,
             "vectors": step.buffer("delta vectors", vectors_size(heads, tokens)),
-            "coefficients": step.buffer("delta coefficients", coefficients_size(heads, tokens)),
+            "coefficients": step.buffer("delta coefficients", coefficients_size(heads, tokens, group)),
             "prompt": step.prompt,
         }
-        step.add(delta_inputs(heads, runs), **shared, sums=sums, **own)
-        scan = delta_scan(heads, of_channels, step.has_any_pieces)
+        step.add(delta_inputs(heads, runs, group), **shared, sums=sums, **own)
+        scan = delta_scan(heads, of_channels, step.has_any_pieces, checks)
         step.add(scan, products=products, **shared, sums=sums[channels], conv=own["conv"])
         remembered, kernel = self._remembered(step), gated_norm(heads, of_gate, step.order)
         step.add(kernel, out=remembered, products=products, norm=head_norm, sums=sums[gate])

@@ -1,0 +1,70 @@
+"""A model's draft head on a CPU: steps of a runner of its own, whose tokens come with what the model made of those
+before."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.loading.weights import Weights
+from engine.runtime.kv_blocks import BLOCK
+from engine.runtime.model_runner import ModelRunner, Slot
+from engine.targets.cpu.kernels import memory
+from engine.targets.cpu.model import CPUModel
+
+Floats = NDArray[np.float32]
+
+
+class CPUDraftHead:
+    """Implements `engine.runtime.head_drafter.DraftHead` with a `runner` of the head's `model`."""
+
+    def __init__(self, runner: ModelRunner, model: CPUModel, weights: Weights) -> None:
+        """Raises ModelFileError."""
+        spec = weights.spec
+        assert spec.join and model.joint
+        self._runner, self._eps = runner, spec.stream_eps
+        self._hidden = memory.view(model.joint.hidden).reshape(-1, spec.dim)
+        self._trunk_norm, self._own_norm = (
+            weights.vector(norm) for norm in (spec.join.trunk_norm, spec.output_norm)
+        )
+        self.rows = max(runner.check_rows)
+        self.places = runner.kv_groups[0].blocks * BLOCK
+        runner.assign(0, [range(group.blocks) for group in runner.kv_groups])
+
+    @property
+    def is_ready(self) -> bool:
+        return self._runner.can_check(self.rows)
+
+    def prepare(self) -> None:
+        self._runner.prepare_check(self.rows)
+
+    def store(self, place: int, tokens: Sequence[int], streams: Floats) -> None:
+        most = self._runner.max_chunk
+        for first in range(0, len(tokens), most):
+            some = slice(first, first + most)
+            inputs = tuple(tokens[some])
+            self._hidden[: len(inputs)] = self._normed(streams[some], self._trunk_norm)
+            self._runner.run([Slot(0, inputs, place + first, "none")])
+
+    def draft(self, place: int, tokens: Sequence[int], streams: Floats, n: int) -> list[int]:
+        count, drafts = len(tokens), list[int]()
+        self._hidden[:count] = self._normed(streams, self._trunk_norm)
+        rows = [Slot(0, (token,), place + i) for i, token in enumerate(tokens)]
+        while True:
+            token = int(self._runner.run(rows)[-1])
+            if token < 0:
+                return drafts
+            drafts.append(token)
+            if len(drafts) == n:
+                return drafts
+            stream = self._runner.streams(len(rows))
+            assert stream is not None
+            self._hidden[0] = self._normed(stream[-1:], self._own_norm)[0]
+            rows = [Slot(0, (token,), rows[-1].position + 1)]
+
+    def _normed(self, x: Floats, weight: Floats) -> Floats:
+        """RMS norm of rows, float32 (n, dim)."""
+        size = np.sqrt((x * x).mean(-1, keepdims=True) + np.float32(self._eps))
+        return np.asarray(x / size * weight, np.float32)

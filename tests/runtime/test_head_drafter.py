@@ -1,0 +1,78 @@
+"""What a draft head is given: each pair once, in the order of the text, with the stream of the token before."""
+
+import numpy as np
+
+from engine.runtime.head_drafter import HeadDrafter
+
+
+class FakeHead:
+    """Remembers pairs of tokens and streams. A stream is the number of the token that it is of. It guesses tokens that
+    count up."""
+
+    places, rows, is_ready = 100, 4, True
+
+    def __init__(self):
+        self.pairs = []
+
+    def store(self, place, tokens, streams):
+        assert len(tokens) == len(streams) and place <= len(self.pairs)
+        self.pairs[place:] = zip(tokens, streams[:, 0].tolist(), strict=True)
+
+    def draft(self, place, tokens, streams, n):
+        assert 0 < len(tokens) <= self.rows
+        self.store(place, tokens, streams)
+        return [tokens[-1] + 1 + i for i in range(n)]
+
+
+def of(*tokens):
+    return np.array(tokens, np.float32)[:, None]
+
+
+def opened():
+    head = FakeHead()
+    return head, HeadDrafter(head, 1000)
+
+
+def test_a_prompt_and_its_reply():
+    head, drafter = opened()
+    text = list(range(10, 19))
+    drafter.saw(0, text, 0, of(*text[:6]))
+    drafter.saw(0, text, 6, of(*text[6:8]))
+    assert drafter.guess(0, text, 2) == (19, 20)
+    wanted = list(zip(text, [0, *text], strict=False))
+    assert head.pairs == wanted
+    text += [19, 50]  # the first guess was right, the second was not
+    drafter.saw(0, text, 8, of(18, 19, 20))
+    assert drafter.guess(0, text, 1) == (51,)
+    assert head.pairs == list(zip(text, [0, *text], strict=False))
+
+
+def test_tokens_that_were_not_seen_are_left_out():
+    head, drafter = opened()
+    text = list(range(10, 30))
+    drafter.saw(0, text, 0, of(*text[:6]))
+    assert drafter.guess(0, text, 2) == ()  # nothing is known of the last tokens
+    drafter.saw(0, text, 18, of(28))
+    assert drafter.guess(0, text, 1) == (30,)
+    assert head.pairs == [*list(zip(text, [0, *text], strict=False))[:7], (29, 28)]
+
+
+def test_a_text_that_begins_like_the_last_one():
+    head, drafter = opened()
+    text = list(range(10, 19))
+    drafter.saw(0, text, 0, of(*text[:8]))
+    drafter.end(0)
+    other = [*text[:5], 70, 71, 72]
+    drafter.saw(0, other, 5, of(70, 71))
+    assert drafter.guess(0, other, 1) == (73,)
+    assert head.pairs == [*list(zip(text, [0, *text], strict=False))[:5], (71, 70), (72, 71)]
+
+
+def test_a_prompt_that_is_read_once_more():
+    head, drafter = opened()
+    text = list(range(10, 30))
+    drafter.saw(0, text, 0, of(*text[:19]))
+    drafter.saw(0, text, 8, of(*text[8:19]))  # from a recurrent state that was kept there
+    drafter.saw(0, text, 18, of(28))
+    drafter.guess(0, text, 1)
+    assert head.pairs == list(zip(text, [0, *text], strict=False))
