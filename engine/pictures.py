@@ -35,9 +35,21 @@ class Grid:
 
 
 @dataclass(frozen=True)
+class Places:
+    """What follows from the places of a picture's patches. To the product of each are added rows of the encoder's table
+    of positions, `rows` int32 (n, terms), times `shares`, float32 (n, terms). `cos` and `sin` of the rotations: float32
+    (n, head_dim / 2) each (None: none)."""
+
+    rows: NDArray[np.int32]
+    shares: Floats
+    cos: Floats | None
+    sin: Floats | None
+
+
+@dataclass(frozen=True)
 class EncoderInput:
     """What an encoder computes embeddings of: `patches` float32 (n, 3 patch²), `added` to their products float32 (n,
-    dim) (None: nothing), and `cos` and `sin` of the rotations, float32 (n, head_dim / 2) each (None: none)."""
+    dim) (None: nothing), and `cos` and `sin` as in `Places`."""
 
     patches: Floats
     added: Floats | None
@@ -59,15 +71,36 @@ def resized(spec: VisionSpec, rgb: NDArray[np.uint8]) -> NDArray[np.uint8]:
 def encoder_input(spec: VisionSpec, rgb: NDArray[np.uint8], table: Floats | None) -> EncoderInput:
     """The input for a picture that `resized` gave. `table`: the encoder's positions, float32 (rows, dim)."""
     p, m = spec.patch, spec.merge
-    rows, columns = rgb.shape[0] // (p * m), rgb.shape[1] // (p * m)
+    grid = Grid(rgb.shape[0] // (p * m), rgb.shape[1] // (p * m))
     x = (rgb.astype(np.float32) / np.float32(255) - np.asarray(spec.mean, np.float32)) / np.asarray(
         spec.std, np.float32
     )
-    squares = x.reshape(rows, m, p, columns, m, p, 3).transpose(0, 3, 1, 4, 6, 2, 5)
-    ys, xs = (_in_order(of, rows, columns, m) for of in np.mgrid[: rows * m, : columns * m])
+    squares = x.reshape(grid.rows, m, p, grid.columns, m, p, 3).transpose(0, 3, 1, 4, 6, 2, 5)
+    places = places_of(spec, grid, 0 if table is None else len(table))
+    added = None
+    if table is not None:
+        added = places.shares[:, :1] * table[places.rows[:, 0]]
+        for i in range(1, places.rows.shape[1]):
+            added += places.shares[:, i : i + 1] * table[places.rows[:, i]]
+    return EncoderInput(np.ascontiguousarray(squares.reshape(-1, 3 * p * p)), added, places.cos, places.sin)
+
+
+def places_of(spec: VisionSpec, grid: Grid, n: int) -> Places:
+    """Those of a picture of `grid`, for an encoder whose table of positions has `n` rows. See `Positions`."""
+    m = spec.merge
+    down, across = grid.rows * m, grid.columns * m
+    ys, xs = (_in_order(of, grid.rows, grid.columns, m) for of in np.mgrid[:down, :across])
     cos, sin = spec.turns(ys, xs) if spec.rotations else (None, None)
-    added = None if table is None else _added(spec, table, ys, xs, (rows * m, columns * m))
-    return EncoderInput(np.ascontiguousarray(squares.reshape(-1, 3 * p * p)), added, cos, sin)
+    match spec.positions and spec.positions.how:
+        case None:
+            rows, shares = np.zeros((len(ys), 0), int), np.zeros((len(ys), 0))
+        case "patch":
+            rows, shares = (ys * across + xs)[:, None], np.ones((len(ys), 1))
+        case "column and row":
+            rows, shares = np.stack([xs, n // 2 + ys], 1), np.ones((len(ys), 2))
+        case _:
+            rows, shares = _stretched(math.isqrt(n), ys, xs, (down, across))
+    return Places(rows.astype(np.int32), shares.astype(np.float32), cos, sin)
 
 
 def with_line_ends(embeddings: Floats, grid: Grid, line_end: Floats | None) -> Floats:
@@ -85,30 +118,20 @@ def _in_order(of: NDArray[Any], rows: int, columns: int, m: int) -> NDArray[Any]
     return of.reshape(rows, m, columns, m).transpose(0, 2, 1, 3).ravel()
 
 
-def _added(
-    spec: VisionSpec, table: Floats, ys: NDArray[Any], xs: NDArray[Any], shape: tuple[int, int]
-) -> Floats:
-    """See `Positions`."""
-    assert spec.positions
-    match spec.positions.how:
-        case "patch":
-            by_patch: Floats = table[ys * shape[1] + xs]
-            return by_patch
-        case "column and row":
-            half = len(table) // 2
-            both: Floats = table[xs] + table[half + ys]
-            return both
-    n = math.isqrt(len(table))
-    square = table.reshape(n, n, -1)
+def _stretched(
+    n: int, ys: NDArray[Any], xs: NDArray[Any], shape: tuple[int, int]
+) -> tuple[NDArray[Any], NDArray[Any]]:
+    """The four rows of a table of n x n places around each patch of a picture of `shape`, and their shares."""
 
-    def axis(count: int) -> tuple[NDArray[Any], NDArray[Any], Floats]:
+    def axis(count: int, of: NDArray[Any]) -> tuple[list[NDArray[Any]], list[NDArray[Any]]]:
         at = np.linspace(0, n - 1, count) if count > 1 else np.zeros(1)
         low = np.minimum(at.astype(int), n - 1)
-        return low, np.minimum(low + 1, n - 1), (at - low).astype(np.float32)
+        share = (at - low)[of]
+        return [low[of], np.minimum(low + 1, n - 1)[of]], [1 - share, share]
 
-    (y0, y1, fy), (x0, x1, fx) = axis(shape[0]), axis(shape[1])
-    down, right = fy[ys][:, None], fx[xs][:, None]
-    upper = square[y0[ys], x0[xs]] * (1 - right) + square[y0[ys], x1[xs]] * right
-    lower = square[y1[ys], x0[xs]] * (1 - right) + square[y1[ys], x1[xs]] * right
-    stretched: Floats = upper * (1 - down) + lower * down
-    return stretched
+    (rows, down), (columns, right) = axis(shape[0], ys), axis(shape[1], xs)
+    corners = [(i, j) for i in (0, 1) for j in (0, 1)]
+    return (
+        np.stack([rows[i] * n + columns[j] for i, j in corners], 1),
+        np.stack([down[i] * right[j] for i, j in corners], 1),
+    )

@@ -12,18 +12,21 @@ from engine.description.vision_reader import KINDS
 DIM, WIDTH, HEADS, PATCH = 32, 48, 2, 4
 
 
-def write(path: Path, kind: str, *, out: int = 64, half: bool = False, side: int = 0, seed: int = 0) -> Path:
+def write(
+    path: Path, kind: str, *, out: int = 64, half: bool = False, side: int = 0, seed: int = 0, dim: int = DIM,
+    width: int = WIDTH, heads: int = HEADS, patch: int = PATCH,
+) -> Path:  # fmt: skip
     """Writes an encoder to `path` and returns it. `half`: matrices are float16. `side`: of pictures, for those that are
     all of one size (gemma3), or at most so long (pixtral)."""
-    rng, merge, head = np.random.default_rng(seed), KINDS[kind], DIM // HEADS
-    joined = merge**2 * DIM
-    side = side or 2 * merge * PATCH
+    rng, merge, head = np.random.default_rng(seed), KINDS[kind], dim // heads
+    joined = merge**2 * dim
+    side = side or 2 * merge * patch
     writer = gguf.GGUFWriter(str(path), "clip")
     writer.add_name("random eyes")
     writer.add_string("clip.projector_type", kind)
     sizes = {
-        "image_size": side, "patch_size": PATCH, "embedding_length": DIM, "feed_forward_length": WIDTH,
-        "block_count": 1, "projection_dim": out, "attention.head_count": HEADS,
+        "image_size": side, "patch_size": patch, "embedding_length": dim, "feed_forward_length": width,
+        "block_count": 1, "projection_dim": out, "attention.head_count": heads,
     }  # fmt: skip
     for key, value in sizes.items():
         writer.add_uint32(f"clip.vision.{key}", value)
@@ -46,13 +49,13 @@ def write(path: Path, kind: str, *, out: int = 64, half: bool = False, side: int
         if has_biases and name != "mm.input_projection":
             tensor(f"{name}.bias", shape[0])
 
-    def norm(name: str, size: int = DIM, has_bias: bool = has_biases) -> None:
+    def norm(name: str, size: int = dim, has_bias: bool = has_biases) -> None:
         tensor(f"{name}.weight", size, mean=1.0)
         if has_bias:
             tensor(f"{name}.bias", size)
 
-    matrix("v.patch_embd", DIM, 3, PATCH, PATCH)
-    places = {"qwen3vl_merger": (9, DIM), "gemma3": ((side // PATCH) ** 2, DIM), "gemma4v": (2, 128, DIM)}
+    matrix("v.patch_embd", dim, 3, patch, patch)
+    places = {"qwen3vl_merger": (9, dim), "gemma3": ((side // patch) ** 2, dim), "gemma4v": (2, 128, dim)}
     if kind in places:
         tensor("v.position_embd.weight", *places[kind], std=0.5)
     if kind == "pixtral":
@@ -61,15 +64,15 @@ def write(path: Path, kind: str, *, out: int = 64, half: bool = False, side: int
     for name in ["ln1", "ln2", *(["attn_post_norm", "ffn_post_norm"] if kind == "gemma4v" else [])]:
         norm(prefix + name)
     if kind == "qwen3vl_merger":
-        tensor("v.patch_embd.weight.1", DIM, 3, PATCH, PATCH)
-        matrix(prefix + "attn_qkv", 3 * DIM, DIM)
+        tensor("v.patch_embd.weight.1", dim, 3, patch, patch)
+        matrix(prefix + "attn_qkv", 3 * dim, dim)
     else:
         for name in "qkv":
-            matrix(f"{prefix}attn_{name}", DIM, DIM)
-    matrix(prefix + "attn_out", DIM, DIM)
+            matrix(f"{prefix}attn_{name}", dim, dim)
+    matrix(prefix + "attn_out", dim, dim)
     for name in ["ffn_up", *(["ffn_gate"] if has_gate else [])]:
-        matrix(prefix + name, WIDTH, DIM)
-    matrix(prefix + "ffn_down", DIM, WIDTH)
+        matrix(prefix + name, width, dim)
+    matrix(prefix + "ffn_down", dim, width)
     match kind:
         case "qwen3vl_merger":
             norm("v.post_ln")
@@ -78,7 +81,7 @@ def write(path: Path, kind: str, *, out: int = 64, half: bool = False, side: int
         case "gemma3":
             norm("v.post_ln")
             norm("mm.soft_emb_norm", has_bias=False)
-            matrix("mm.input_projection", DIM, out)
+            matrix("mm.input_projection", dim, out)
         case "gemma4v":
             for name in "q", "k":
                 norm(f"{prefix}attn_{name}_norm", head)
@@ -89,13 +92,13 @@ def write(path: Path, kind: str, *, out: int = 64, half: bool = False, side: int
                 ("output_max", 3.0),
             ):
                 tensor(f"{prefix}attn_out.{end}", 1, mean=value, std=0.0)
-            tensor("v.std_bias", DIM)
-            tensor("v.std_scale", DIM, mean=1.0)
-            matrix("mm.input_projection", out, DIM)
+            tensor("v.std_bias", dim)
+            tensor("v.std_scale", dim, mean=1.0)
+            matrix("mm.input_projection", out, dim)
         case _:
             norm("mm.input_norm")
-            matrix("mm.patch_merger", DIM, joined)
-            matrix("mm.1", out, DIM)
+            matrix("mm.patch_merger", dim, joined)
+            matrix("mm.1", out, dim)
             matrix("mm.2", out, out)
             tensor("v.token_embd.img_break", out)
     writer.write_header_to_file()

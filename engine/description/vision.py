@@ -161,6 +161,11 @@ class VisionSpec:
         return sum(w.n_bytes for w in self.weights()) + sum(4 * v.size for v in self.vectors())
 
     @property
+    def most_patches(self) -> int:
+        """The most patches of a picture."""
+        return self.size.most_tokens * self.merge**2
+
+    @property
     def is_float32(self) -> bool:
         return all(weight.type == 0 for weight in self.weights())
 

@@ -125,7 +125,7 @@ class _Reader(CheckedFile):
             projector=projector,
             line_end=self.required("v.token_embd.img_break", out) if self.kind == "pixtral" else None,
         )
-        if spec.size.most_tokens * self.merge**2 > _MOST_PATCHES:
+        if spec.most_patches > _MOST_PATCHES:
             raise damaged(self.file.path, "its pictures would have too many patches")
         unread = [name for name in self.file.tensors.keys() - self.used if not name.startswith(_AUDIO)]
         if unread:

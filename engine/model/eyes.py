@@ -19,8 +19,9 @@ from engine.formats.gguf import GGUF, printable
 from engine.formats.picture import PictureDecoder
 from engine.formats.prompt_pictures import PICTURE_MARKS, Eyes, SeenPicture
 from engine.loading.weights import FileWeights
+from engine.model.coverage import lacks_kernels_because
 from engine.pictures import Grid, resized
-from engine.protocol.events import Picture
+from engine.protocol.events import KernelPath, Picture
 from engine.runtime.pictures import PictureEncoder, PictureRoom, picture_ids
 from engine.targets.cpu.vision import CPUEncoder
 from engine.targets.graph.vision import GraphEncoder
@@ -65,12 +66,17 @@ class EncoderFile:
         is_whole = any(attention.sees_pictures for attention in model.attention)
         return PictureRoom(self.spec.size.most_tokens if is_whole else 0)
 
-    def open(self) -> PictureEncoder:
+    def open(self, kernels: KernelPath = "auto") -> PictureEncoder:
         """The encoder on tinygrad's device. Raises ModelFileError."""
-        weights = FileWeights(self.file, list(self.spec.weights()), lambda _: None)
+        weights, device = FileWeights(self.file, list(self.spec.weights()), lambda _: None), Device.DEFAULT
         types = {GGML_TYPES[weight.type].name for weight in self.spec.weights()}
-        if Device.DEFAULT.split(":")[0] == "CPU" and types <= HOST_TYPES:
-            return CPUEncoder(weights, self.spec)
+        if device.startswith("CPU"):
+            return (CPUEncoder if types <= HOST_TYPES else GraphEncoder)(weights, self.spec)
+        if kernels != "graph" and not lacks_kernels_because(device):
+            from engine.targets.nvidia.vision import NvidiaEncoder, lacks
+
+            if not lacks(self.spec):
+                return NvidiaEncoder(weights, self.spec)
         return GraphEncoder(weights, self.spec)
 
     @property

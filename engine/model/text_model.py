@@ -135,7 +135,7 @@ class TextModel:
                 store,
                 options.token_gap,
                 options.speculate,
-                encoder.open() if encoder else None,
+                encoder.open(options.kernels) if encoder else None,
                 model or self._head,
             )
             self._search(options, report)

@@ -42,6 +42,19 @@ FULL_SIZE = (
     "qwen3.5:35b-a3b", "gemma3:4b", "gemma4:e2b", "gemma4:26b-a4b", "gpt-oss:20b", "olmoe:7b", "phi3.5:3.8b",
     "ministral3:3b", "smollm3:3b", "granite3.3:2b",
 )  # fmt: skip
+ENCODERS: dict[str, tuple[str, dict[str, int]]] = {
+    "Qwen 3.5 4B": ("qwen3vl_merger", {"dim": 1024, "width": 4096, "heads": 16, "patch": 16, "out": 2560}),
+    "Qwen 3.5 9B": ("qwen3vl_merger", {"dim": 1152, "width": 4304, "heads": 16, "patch": 16, "out": 4096}),
+    "Gemma 3 4B": (
+        "gemma3",
+        {"dim": 1152, "width": 4304, "heads": 16, "patch": 14, "out": 2560, "side": 896},
+    ),
+    "Gemma 4 E2B": ("gemma4v", {"dim": 768, "width": 3072, "heads": 12, "patch": 16, "out": 1536}),
+    "Ministral 3 3B": (
+        "pixtral",
+        {"dim": 1024, "width": 4096, "heads": 16, "patch": 14, "out": 3072, "side": 1540},
+    ),
+}
 _LATER = re.compile(r"griddepcontrol|cp\.async\.bulk|wgmma|mbarrier|setmaxnreg")  # of 9.0 and later
 
 
@@ -74,10 +87,10 @@ def _render(path: str, parallel: int, kv: str, is_nv: bool) -> list[KernelText]:
     from tinygrad.runtime.support import compiler_cuda
 
     from engine.description.architectures import read_spec
+    from engine.description.vision_reader import is_encoder
     from engine.fixes import dynamic_shared, index_lowering, slice_shapes
     from engine.formats.gguf import GGUF
     from engine.formats.kv_format import KVFormat
-    from engine.kernels.launch_hints import hints_of
     from engine.loading.weights import Weights
     from engine.targets.nvidia.runner import NvidiaRunner
     from engine.targets.nvidia.sublayers import attention
@@ -101,6 +114,9 @@ def _render(path: str, parallel: int, kv: str, is_nv: bool) -> list[KernelText]:
         mock.patch.object(attention, "shared_limit", lambda: STATIC_SHARED if is_nv else 99 << 10),
     ):
         file = GGUF(path)
+        if is_encoder(file):
+            _take_encoder(file)
+            return _texts(programs)
         spec = read_spec(file)
         context = min(CONTEXT, spec.trained_context)
         runner = NvidiaRunner(Weights(file, spec, lambda _: None), context, parallel, KVFormat.parse(kv))
@@ -108,6 +124,25 @@ def _render(path: str, parallel: int, kv: str, is_nv: bool) -> list[KernelText]:
             runner.prepare(size)
         for count in runner.row_counts:
             runner.prepare_rows(count)
+    return _texts(programs)
+
+
+def _take_encoder(file: Any) -> None:
+    """Takes the steps of an encoder of pictures, of all sizes."""
+    from engine.description.vision_reader import read_vision
+    from engine.loading.weights import FileWeights
+    from engine.targets.nvidia import vision
+
+    spec = read_vision(file)
+    with mock.patch.object(vision, "fill", lambda weights, matrices: None):
+        encoder = vision.NvidiaEncoder(FileWeights(file, list(spec.weights()), lambda _: None), spec)
+        for size in sorted({vision.size_of(spec, n) for n in (1, 1000, 4000, spec.most_patches)}):
+            encoder.steps(size)
+
+
+def _texts(programs: Sequence[Any]) -> list[KernelText]:
+    from engine.kernels.launch_hints import hints_of
+
     found = {}
     for program in programs:
         name, hints, source = program.src[0].arg.name, hints_of(program), str(program.src[2].arg)
@@ -147,7 +182,16 @@ def usual_models() -> Mapping[str, Callable[[Path], None]]:
     models = {f"matrices of {name}": partial(_written, quant=name, **_LAYERS) for name in types}
     for name in generated_model.ARCHITECTURES:
         models[f"small {name}"] = partial(_written, architecture=name, quant="Q8_0", layers=4)
+    models |= {f"encoder of {name}": partial(_encoder, name) for name in ENCODERS}
     return models | {name: partial(_sparse, name) for name in (FULL_SIZE if SHARED.exists() else ())}
+
+
+def _encoder(name: str, path: Path) -> None:
+    """A layer of an encoder of full size."""
+    from tests import generated_encoder
+
+    kind, shape = ENCODERS[name]
+    generated_encoder.write(path, kind, half=True, **shape)
 
 
 def _written(path: Path, **shape: Any) -> None:

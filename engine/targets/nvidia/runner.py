@@ -37,6 +37,7 @@ from engine.targets.nvidia.decode import DecodeKernels
 from engine.targets.nvidia.device_sampler import Choice, DeviceSampler
 from engine.targets.nvidia.draft_head import NvidiaDraftHead
 from engine.targets.nvidia.export import CacheExport
+from engine.targets.nvidia.filling import piece_specs
 from engine.targets.nvidia.input_scales import InputScales
 from engine.targets.nvidia.kernels.kernel_sequence import KernelSequence
 from engine.targets.nvidia.kernels.kv_cache import copy_block
@@ -163,7 +164,7 @@ class NvidiaRunner:
         if not self._is_early:
             sequences += [self._prefill.step(size) for size in self.chunk_sizes]
         sequences += [*map(self._copy_sequence, self._windows), *self._states.kernels()]
-        return [*map(repacking_kernels, self._model.piece_specs), *(s.linear for s in sequences)]
+        return [*map(repacking_kernels, piece_specs(self._model.matrices)), *(s.linear for s in sequences)]
 
     def _capture_while(self, filling: Future[None]) -> None:
         """Captures the step that shows that the device works, and while weights travel those of a first answer."""

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import closing
 from dataclasses import dataclass
-from functools import partial
 from typing import TypeVar
 
 import numpy as np
@@ -28,15 +26,9 @@ from engine.kernels.device_memory import DeviceCounts, to_device
 from engine.loading.weights import Weights
 from engine.measure.timeline import timeline
 from engine.runtime.pictures import PictureRoom
+from engine.targets.nvidia.filling import fill, prepare
 from engine.targets.nvidia.joint import Joint
 from engine.targets.nvidia.kernels.kv_cache import LENGTH_UNIT
-from engine.targets.nvidia.kernels.upload import Part, upload
-from engine.targets.nvidia.kernels.weight_repacking import (
-    MatrixSpec,
-    free_repacking_memory,
-    prepare_repacking,
-    repack,
-)
 from engine.targets.nvidia.matrices import Matrix, Product, product_of
 from engine.targets.nvidia.norms import Norm, no_norm
 from engine.targets.nvidia.sublayers.attention import AttentionHandler
@@ -116,14 +108,9 @@ class GPUModel:
     def _all(self, kind: type[_T]) -> list[_T]:
         return [layer.handler for layer in self.layers if isinstance(layer.handler, kind)]
 
-    @property
-    def piece_specs(self) -> list[MatrixSpec]:
-        """The kinds of pieces that are packed by kernels of their own."""
-        return list({piece.spec: None for matrix in self.matrices for piece in matrix.pieces})
-
     def begin_fill(self, weights: Weights) -> Future[None]:
         """Fills the matrices. On CUDA a thread does so, while the caller goes on. The result raises ModelFileError."""
-        prepare_repacking(self.piece_specs)
+        prepare(self.matrices)
         if Device.DEFAULT.split(":")[0] == "CUDA":
             thread = ThreadPoolExecutor(1, "fill")
             filling = thread.submit(self._fill, weights)
@@ -135,21 +122,8 @@ class GPUModel:
         return filled
 
     def _fill(self, weights: Weights) -> None:
-        """Copies the matrices to the device and packs them there. Those of a kind come together, because each kind has
-        memory of its own to repack in."""
-        kinds: dict[MatrixSpec, list[Matrix]] = {}
-        for matrix in self.matrices:
-            kinds.setdefault(matrix.spec, []).append(matrix)
-        by_kind = [[(m, piece) for m in matrices for piece in m.pieces] for matrices in kinds.values()]
-        sources = [source for pieces in by_kind for _, piece in pieces for source in piece.sources]
-        parts = (Part(weights.n_bytes(*source), partial(weights.read_into, *source)) for source in sources)
-        with timeline.span("weights"), closing(upload(parts)) as uploaded:
-            for pieces in by_kind:
-                for matrix, piece in pieces:
-                    repack(piece.spec, uploaded, matrix.planes, piece.first)
-                    for weight, rows in piece.sources:
-                        weights.release(weight, rows)
-                free_repacking_memory()
+        with timeline.span("weights"):
+            fill(weights, self.matrices)
 
 
 def allocate(

@@ -27,6 +27,9 @@ CHECKS = {
 LONG = {  # other checks run the same kernels, in fewer steps of fewer models, or in fewer shapes
     "check_a_prompt_before_its_kernels_are_compiled",
     "check_a_quantized_cache",
+    "check_an_encoder_of_squares",
+    "check_an_encoder_with_gates",
+    "check_an_encoder_with_limits",
     "check_choice_of_experts",
     "check_chunks_leave_the_same_state",
     "check_delta_nets_of_one_token",
@@ -50,6 +53,7 @@ LONG = {  # other checks run the same kernels, in fewer steps of fewer models, o
     "check_mixed_steps_of_all_sizes",
     "check_mixed_windows_and_norms_after",
     "check_norms_over_all_heads",
+    "check_pictures_whose_parts_alternate",
     "check_products_beside_experts",
     "check_profile_of_a_prompt",
     "check_profile_of_experts",

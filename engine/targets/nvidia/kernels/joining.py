@@ -7,7 +7,7 @@ import functools
 from tinygrad import UOp
 
 from engine.kernels.kernel import Kernel
-from engine.targets.nvidia.kernels.prefill import TokenNorm
+from engine.targets.nvidia.kernels.token_norm import TokenNorm
 from engine.targets.nvidia.kernels.uops import I32, chain, finish, load, store
 
 

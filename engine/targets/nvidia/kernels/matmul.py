@@ -33,6 +33,8 @@ from engine.targets.nvidia.kernels.pieces import used_rows
 from engine.targets.nvidia.kernels.uops import (
     F16,
     Activation,
+    Bend,
+    bent,
     finish,
     gated,
     load,
@@ -162,11 +164,13 @@ def wmma(a: Sequence[UOp], b: Sequence[UOp], c: Sequence[UOp]) -> list[UOp]:
 def matmul(
     layout: WeightLayout, tokens: int, rows: int, cols: int, tiles: Tiles, paired: bool, name: str,
     activation: Activation = "silu", experts: ExpertTiles | None = None, has_bias: bool = False,
+    bend: Bend | None = None,
 ) -> Kernel:  # fmt: skip
     """activations @ matrix.T. Buffers: out; x, the activations, float16 (fragments_size(tokens, cols),);
     prompt, the step's state (`pieces`); the matrix's planes. The output is a sum for each part, float32
     (parts, tokens, rows). If the matrix's rows are `paired`, gate and up alternating, it is activation(gate) * up
-    as fragments, float16 (fragments_size(tokens, rows / 2),).
+    as fragments, float16 (fragments_size(tokens, rows / 2),). With `bend` it is bend(x + bias), float16
+    (fragments_size(tokens, rows),); bias, if it `has_bias`, float32 (rows,).
 
     With `experts` the matrix has n * rows rows, and in place of the prompt are: assignments, int32 (experts.size,);
     tile_experts, the expert of each tile, int32 (experts.count,), -1 where there is none; unless `paired`, factors,
@@ -176,7 +180,8 @@ def matmul(
     float32 (used, tokens, rows), of which they write those of assignments."""
     units = units_of(cols)
     assert tiles.tokens == experts.tile if experts else tokens % tiles.tokens == 0
-    assert tiles.parts == 1 and rows % 2 == 0 if experts else tiles.parts <= units and not has_bias
+    assert tiles.parts == 1 and rows % 2 == 0 if experts else tiles.parts <= units
+    assert tiles.parts == 1 if bend else experts or not has_bias
     steps = -(-units // tiles.parts)
     blocks = experts.count if experts else tokens // tiles.tokens
     gathered = experts and paired
@@ -271,7 +276,7 @@ def matmul(
                     if rows % tiles.width:
                         ok = ok & (row < rows)
                     if bias is not None:
-                        terms = load_run(bias, expert_row + row, 2, ok)
+                        terms = load_run(bias, expert_row + row if experts else row, 2, ok)
                         value[2 * k : 2 * k + 2] = [
                             v + term for v, term in zip(value[2 * k :], terms, strict=False)
                         ]
@@ -279,6 +284,11 @@ def matmul(
                         index = fragment_index(token, row // 2, rows // 2)
                         product = gated(value[2 * k], value[2 * k + 1], activation)
                         results.append(store(out, index, as_half(product), ok))
+                    elif bend:
+                        for e in (0, 1):
+                            inside = ok if rows % 2 == 0 or not e else ok & (row + 1 < rows)
+                            result = as_half(bent(value[2 * k + e], bend))
+                            results.append(store(out, fragment_index(token, row + e, rows), result, inside))
                     else:
                         if experts:
                             assert factors is not None
@@ -290,11 +300,12 @@ def matmul(
                             index = part * (tokens * rows) + token * rows + row + e
                             results.append(store(out, index, value[2 * k + e], inside))
         shape = f"{tiles.rows}_{tiles.cols}_{tiles.down}_{tiles.across}_{tiles.parts}"
-        full_name = f"prefill_{name}_{layout.name}_{tokens}_{rows}x{cols}_{shape}"
+        full_name = f"prefill_{name}_{layout.name}_{tokens}_{rows}x{cols}_{shape}{'_bent' * bool(bend)}"
         n_matrices, per_token = (min(experts.n, experts.assignments), experts.used) if experts else (1, 1)
         n_bytes = layout.n_bytes(n_matrices * rows, cols)
         return finish(full_name, results, n_bytes, 2 * tokens * per_token * rows * cols)
 
     sorted_ = ("assignments", "tile_experts", not paired and "factors", has_bias and "bias")
     planes = "planes", len(layout.shapes(rows, cols))
-    return Kernel(kernel, ("out",), ("x", *(sorted_ if experts else ("prompt",)), planes))
+    given = sorted_ if experts else ("prompt", has_bias and "bias")
+    return Kernel(kernel, ("out",), ("x", *given, planes))

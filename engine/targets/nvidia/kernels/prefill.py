@@ -18,6 +18,7 @@ from engine.targets.nvidia.kernels.kv_cache import TILE, Heads, Pages
 from engine.targets.nvidia.kernels.matmul import as_half
 from engine.targets.nvidia.kernels.pieces import Piece
 from engine.targets.nvidia.kernels.prefill_attention import query_index
+from engine.targets.nvidia.kernels.token_norm import TokenNorm
 from engine.targets.nvidia.kernels.uops import (
     F16,
     Activation,
@@ -35,26 +36,6 @@ from engine.targets.nvidia.kernels.uops import (
     store,
     tree,
 )
-
-
-class TokenNorm:
-    """RMS norms of a token's values, which the threads of a block share: each has runs of four."""
-
-    def __init__(self, cols: int, eps: float) -> None:
-        self.threads = max(32, min(256, -(-cols // 4 // 32) * 32))
-        self.thread, self._cols, self._eps = UOp.special(self.threads, "lidx0"), cols, eps
-        quads = -(-cols // 4 // self.threads)
-        columns = [(self.thread + q * self.threads) * 4 + i for q in range(quads) for i in range(4)]
-        whole = cols % (self.threads * 4) == 0
-        self.places = [(column, None if whole else column < cols) for column in columns]
-
-    def factor(self, values: Sequence[UOp], slot: int, eps: float | None = None) -> UOp:
-        """The factor of the norm of values, of which this thread has those at its `places`."""
-        n, thread = self.threads, self.thread
-        partial = after_store(shared(n, slot), thread, chain(value * value for value in values))
-        lane_sum = tree([load(partial, thread + 32 * k, thread < 32) for k in range(n // 32)])
-        lane_sums = after_store(shared(32, slot + 1), thread, lane_sum, thread < 32)
-        return inverse_rms(tree(load_run(lane_sums, 0, 32)), self._cols, self._eps if eps is None else eps)
 
 
 @functools.cache

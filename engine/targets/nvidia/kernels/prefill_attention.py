@@ -146,7 +146,7 @@ def query_index(heads: Heads, tokens: int, head: UOp, token: UOp, d: UOp) -> UOp
     return (((head * (tokens // 16) + token // 16) * (heads.dim // 16) + d // 16) * 32 + thread) * 8 + element
 
 
-def _quad_maxima(own: Sequence[UOp], g: UOp, t: UOp) -> list[UOp]:
+def quad_maxima(own: Sequence[UOp], g: UOp, t: UOp) -> list[UOp]:
     """The largest of the values of four threads 4g + t, of rows g and g + 8."""
     zero, one = (f32(x).cast(F16) for x in (0, 1))
     halves = [(x.maximum(_LEAST_TOP) * f32(1 / _TOP_UNIT)).cast(F16) for x in own]
@@ -157,7 +157,7 @@ def _quad_maxima(own: Sequence[UOp], g: UOp, t: UOp) -> list[UOp]:
     return [maximum([x for pair in pairs for x in pair[k : k + 2]]) * f32(_TOP_UNIT) for k in (0, 2)]
 
 
-def _quad_sums(own: Sequence[UOp]) -> list[UOp]:
+def quad_sums(own: Sequence[UOp]) -> list[UOp]:
     """The sums of the values of four threads, of rows g and g + 8: in two float16, which are as accurate as needed."""
     zero, one = (f32(x).cast(F16) for x in (0, 1))
     scaled = [x * f32(1 / _SUM_UNIT) for x in own]
@@ -345,7 +345,7 @@ def attend_prompt(
             own = scores(now, step, masked, query_rows)
             top = []
             for r in range(rows):
-                top += _quad_maxima([maximum(x) for x in own[2 * r : 2 * r + 2]], g, t)
+                top += quad_maxima([maximum(x) for x in own[2 * r : 2 * r + 2]], g, t)
             top = [a.alu(Ops.MAX, b) for a, b in zip(old, top, strict=True)]
             factors = [(a - b).exp2() for a, b in zip(old, top, strict=True)]
             weights = [[(x - b).exp2() for x in row] for row, b in zip(own, top, strict=True)]
@@ -374,7 +374,7 @@ def attend_prompt(
         sums, top = load_run(sums_array.after(*done), 0, n_sums), load_run(tops.after(*done), 0, 2 * rows)
         thread_totals, total = load_run(totals.after(*done), 0, 2 * rows), []
         for r in range(rows):
-            total += _quad_sums(thread_totals[2 * r : 2 * r + 2])
+            total += quad_sums(thread_totals[2 * r : 2 * r + 2])
         live = piece.token(tile * 16) < piece.count
         if units % per_block:
             live = live & exists

@@ -21,6 +21,10 @@ Activation = Literal["silu", "gelu", "swiglu_oai"]
 1.702 * gate, over 1.702, times up + 1, of a gate of at most 7 and an up from -7 to 7."""
 
 
+Bend = Literal["silu", "gelu", "exact gelu"]
+"""The function of a feed-forward layer without a gate; the exact GELU is the form with erf."""
+
+
 def f32(value: float) -> UOp:
     return UOp.const(float(value), F32)
 
@@ -157,6 +161,20 @@ def gated(gate: UOp, up: UOp, activation: Activation) -> UOp:
     ):  # (1 + tanh(y)) / 2 = sigmoid(2 * y), of y = sqrt(2 / pi) * (gate + 0.044715 * gate^3)
         x = gate * (f32(1) + f32(0.044715) * gate * gate) * f32(2 * math.sqrt(2 / math.pi))
     return gate * sigmoid(x) * up
+
+
+def bent(x: UOp, activation: Bend) -> UOp:
+    """activation(x)."""
+    if activation != "exact gelu":
+        return gated(x, f32(1), activation)
+    # erf with an error of 1.5e-7: Abramowitz and Stegun, Handbook of Mathematical Functions, 7.1.26
+    z = x.maximum(x * f32(-1)) * f32(0.5**0.5)
+    t = (f32(1) + z * f32(0.3275911)).reciprocal()
+    series = f32(0)
+    for factor in (1.061405429, -1.453152027, 1.421413741, -0.284496736, 0.254829592):
+        series = (series + f32(factor)) * t
+    tail = series * (z * z * f32(-LOG2_E)).exp2()
+    return x * f32(0.5) * (x >= 0).where(f32(2) - tail, tail)
 
 
 def soft_capped(value: UOp, cap: float) -> UOp:

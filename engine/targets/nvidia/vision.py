@@ -1,0 +1,190 @@
+"""An encoder of pictures on our kernels for NVIDIA GPUs (`engine.description.vision`).
+
+Products are those of prompts, on weights as the file has them; activations between them are float16, and the stream is
+float32. All kernels of a picture are made for a size, up to so many patches, of which there are few: so few are
+compiled. A part of the work is a graph of the device's.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Generator, Sequence
+from itertools import groupby
+
+import numpy as np
+from numpy.typing import NDArray
+from tinygrad import Tensor, dtypes
+
+from engine.description.sublayers import Weight
+from engine.description.vision import (
+    Linear,
+    PatchAttention,
+    VisionSpec,
+)
+from engine.formats.dequantize import HOST_TYPES, dequantized
+from engine.formats.ggml_types import GGML_TYPES
+from engine.kernels.device_memory import to_device
+from engine.loading.weights import FileWeights
+from engine.pictures import Floats, Grid, Places, places_of, with_line_ends
+from engine.targets.nvidia.filling import fill, prepare
+from engine.targets.nvidia.kernels.patches import (
+    ROWS,
+)
+from engine.targets.nvidia.kernels.weight_layout import WeightLayout
+from engine.targets.nvidia.kernels.weight_repacking import MatrixSpec, TensorRows
+from engine.targets.nvidia.matrices import Matrix, matrices_of
+from engine.targets.nvidia.picture_steps import PictureSteps, Stacked, limits_of
+
+_CAPTURED = 2  # sizes whose graphs and memory are kept
+_PLACES = 8  # grids whose places are kept
+_HALF = 1  # ggml's number of float16
+
+
+def lacks(spec: VisionSpec) -> str:
+    """What these kernels do not compute of an encoder, in words; "" if nothing. Their products round to float16, which
+    would be less than float32 weights are for."""
+    if spec.is_float32:
+        return "weights in float32"
+    turned = (step.weight for step in spec.projector if isinstance(step, Linear) and step.transposed)
+    if any(GGML_TYPES[weight.type].name not in HOST_TYPES for weight in turned):
+        return "a quantized matrix with a row for each input"
+    attention = [s.operator for s in spec.sublayers if isinstance(s.operator, PatchAttention)]
+    return "heads of more than 256 elements" if any(a.head_dim > 256 for a in attention) else ""
+
+
+class _Work:
+    """On a picture. `done`: parts of it. `result`: its embeddings, float32 (n,), once all are."""
+
+    def __init__(self, steps: PictureSteps, n: int) -> None:
+        self._steps, self._n = steps, n
+        self.done = 0
+        self.result: Floats | None = None
+
+    def run(self) -> Floats | None:
+        """The result, after the next part if it is not there."""
+        if self.result is None:
+            self._steps.parts[self.done]()
+            self.done += 1
+            if self.done == len(self._steps.parts):
+                embeddings = self._steps.result.uop.base.buffer
+                self.result = embeddings.view(self._n, dtypes.float32, 0).ensure_allocated().numpy()
+        return self.result
+
+    def finish(self) -> None:
+        while self.run() is None:
+            pass
+
+
+class NvidiaEncoder:
+    """Implements `PictureEncoder`. Holds the weights, quantized as in the file."""
+
+    def __init__(self, weights: FileWeights, spec: VisionSpec) -> None:
+        """Raises ModelFileError."""
+        self.spec = spec
+        self.vectors = {vector: to_device(weights.vector(vector)) for vector in spec.vectors()}
+        self.line_end = weights.vector(spec.line_end) if spec.line_end else None
+        self.products: dict[tuple[Linear, ...], list[Stacked]] = {}
+        for linears in _read_together(spec):
+            self.products[linears] = stack(weights, linears)
+        self.kernels = [matrices_of([kernel])[0] for kernel in spec.kernels]
+        made = [product.matrix for products in self.products.values() for product in products]
+        turned = {step.weight for step in spec.projector if isinstance(step, Linear) and step.transposed}
+        to_fill = self.kernels + [matrix for matrix in made if matrix.weights[0] not in turned]
+        prepare(to_fill)
+        fill(weights, to_fill)
+        self.table_rows = spec.positions.table.size // spec.dim if spec.positions else 0
+        self._steps: OrderedDict[int, PictureSteps] = OrderedDict()
+        self._places: OrderedDict[Grid, Places] = OrderedDict()
+        self._work: _Work | None = None  # that is under way
+
+    def encode(self, rgb: NDArray[np.uint8]) -> Generator[tuple[int, int], None, Floats]:
+        """See `PictureEncoder`."""
+        spec = self.spec
+        side = spec.patch * spec.merge
+        grid = Grid(rgb.shape[0] // side, rgb.shape[1] // side)
+        tokens = grid.rows * grid.columns
+        if self._work:
+            self._work.finish()  # its memory is needed
+        steps = self.steps(size_of(spec, tokens * spec.merge**2))
+        steps.begin(rgb, grid, self._places_of(grid))
+        work = self._work = _Work(steps, tokens * spec.out)
+        while work.run() is None:
+            yield work.done, len(steps.parts)
+        if self._work is work:
+            self._work = None
+        assert work.result is not None
+        return with_line_ends(work.result.reshape(tokens, spec.out), grid, self.line_end)
+
+    def steps(self, size: int) -> PictureSteps:
+        """The kernels for pictures of up to so many patches (`size_of`)."""
+        if size not in self._steps:
+            while len(self._steps) >= _CAPTURED:
+                self._steps.popitem(last=False)
+            self._steps[size] = PictureSteps(self, size)
+        self._steps.move_to_end(size)
+        return self._steps[size]
+
+    def _places_of(self, grid: Grid) -> Places:
+        if grid not in self._places:
+            while len(self._places) >= _PLACES:
+                self._places.popitem(last=False)
+            self._places[grid] = places_of(self.spec, grid, self.table_rows)
+        self._places.move_to_end(grid)
+        return self._places[grid]
+
+
+def size_of(spec: VisionSpec, patches: int) -> int:
+    """The size of the kernels for a picture: the next of a few."""
+    most = -(-max(patches, spec.most_patches) // ROWS) * ROWS
+    size = 2 * ROWS
+    while size < patches:
+        size *= 4
+    return min(size, most)
+
+
+def stack(weights: FileWeights, linears: Sequence[Linear]) -> list[Stacked]:
+    """The products of linears with the same input: queries, keys and values, gate and up, or one alone."""
+    products = []
+    if len(linears) == 2 and _is_plain(*linears):
+        matrices = matrices_of([linear.weight for linear in linears], alternate=True)
+        return [Stacked(matrices[0], None, paired=True)]
+    for limits, same in groupby(linears, lambda linear: linear.inputs):
+        group, clamp = list(same), limits_of([limits])
+        if group[0].transposed:
+            made = [_turned(weights, linear.weight) for linear in group]
+        elif len(linears) == 2:
+            made = [matrices_of([linear.weight])[0] for linear in group]
+        else:
+            made = matrices_of([linear.weight for linear in group])
+        products += [Stacked(matrix, clamp) for matrix in made]
+    return products
+
+
+def _is_plain(gate: Linear, up: Linear) -> bool:
+    """Whether the two are nothing but products with matrices of the same type."""
+    others = (part for linear in (gate, up) for part in (linear.bias, linear.inputs, linear.outputs))
+    return gate.weight.type == up.weight.type and not any(others)
+
+
+def _turned(weights: FileWeights, weight: Weight) -> Matrix:
+    """The transpose of a matrix, in float16."""
+    raw = weights.read(weight, range(weight.rows))
+    values = dequantized(raw, weight.type).reshape(weight.rows, weight.cols).T.astype(np.float16)
+    layout = WeightLayout(_HALF)
+    matrix = Matrix([weight], MatrixSpec(layout, (TensorRows(weight.cols),), weight.rows))
+    host = Tensor(np.ascontiguousarray(values).view(np.uint8).reshape(-1))
+    matrix.planes = [plane.realize() for plane in layout.planes_of(host, weight.cols, weight.rows)]
+    weights.release(weight, range(weight.rows))
+    return matrix
+
+
+def _read_together(spec: VisionSpec) -> list[tuple[Linear, ...]]:
+    """The linears of an encoder, those of the same input in one."""
+    found: list[tuple[Linear, ...]] = []
+    for sublayer in spec.sublayers:
+        operator = sublayer.operator
+        if isinstance(operator, PatchAttention):
+            found += [(operator.q, operator.k, operator.v), (operator.o,)]
+        else:
+            found += [(operator.gate, operator.up) if operator.gate else (operator.up,), (operator.down,)]
+    return found + [(step,) for step in spec.projector if isinstance(step, Linear)]

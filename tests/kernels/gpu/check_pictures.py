@@ -1,0 +1,141 @@
+"""Encoders of pictures on our kernels, beside the one for CPUs; and attention of patches."""
+
+import contextlib
+import tempfile
+from pathlib import Path
+from unittest import mock
+
+import numpy as np
+from tinygrad import dtypes
+
+from engine.description.vision_reader import read_vision
+from engine.formats.gguf import GGUF
+from engine.loading.weights import FileWeights
+from engine.targets.cpu.vision import CPUEncoder
+from engine.targets.nvidia import picture_steps
+from engine.targets.nvidia.kernels.matmul import fragment_index, fragments_size
+from engine.targets.nvidia.kernels.patch_attention import PatchTiling, attend_patches
+from engine.targets.nvidia.kernels.patches import PatchHeads, rotate_patches
+from engine.targets.nvidia.vision import NvidiaEncoder
+from tests import generated_encoder
+from tests.kernels.gpu.buffers import buffer, close, prompt_index, rng, run, zeros
+from tests.thorough import THOROUGH
+
+SIZE = 128
+
+
+def encoded(encoder, rgb):
+    return rest_of(encoder.encode(rgb))
+
+
+def rest_of(work):
+    while True:
+        try:
+            next(work)
+        except StopIteration as end:
+            return end.value
+
+
+@contextlib.contextmanager
+def encoders(kind, **how):
+    """One on our kernels, and one for CPUs."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = GGUF(generated_encoder.write(Path(folder) / "e.gguf", kind, half=True, **how))
+        spec = read_vision(file)
+        weights = FileWeights(file, list(spec.weights()), lambda _: None)
+        yield NvidiaEncoder(weights, spec), CPUEncoder(weights, spec)
+
+
+def encoder_of(kind, pictures, **how):
+    with encoders(kind, **how) as (encoder, wanted):
+        side = encoder.spec.patch * encoder.spec.merge
+        for across, down in pictures:  # in tokens
+            rgb = rng.integers(0, 256, (down * side, across * side, 3), np.uint8)
+            close(encoded(encoder, rgb), encoded(wanted, rgb), 4e-3)
+
+
+def check_an_encoder_with_gates() -> None:
+    encoder_of("pixtral", [(2, 2), (1, 2)], side=48)
+
+
+def check_an_encoder_with_biases() -> None:
+    encoder_of("qwen3vl_merger", [(5, 2)])
+
+
+def check_pictures_whose_parts_alternate() -> None:
+    """Another picture is begun before one is done."""
+    with encoders("pixtral", side=48) as (encoder, wanted), mock.patch.object(picture_steps, "_PART", 1):
+        pictures = [rng.integers(0, 256, (16, 24, 3), np.uint8) for _ in range(2)]
+        both = [encoder.encode(rgb) for rgb in pictures]
+        assert [next(work)[0] for work in both] == [1, 1]
+        for work, rgb in zip(both, pictures, strict=True):
+            close(rest_of(work), encoded(wanted, rgb), 4e-3)
+
+
+def check_an_encoder_of_squares() -> None:
+    encoder_of("gemma3", [(2, 2)])
+
+
+def check_an_encoder_with_limits() -> None:
+    encoder_of("gemma4v", [(3, 2)])
+
+
+def attended(heads, n, tiling, sizes, has_bias=True):
+    """Queries, keys and values, of which the product comes in runs, and their attention."""
+    h, width = heads, heads.count * heads.dim
+    qkv = rng.standard_normal((n, 3 * width)).astype(np.float32)
+    bias, limits = (
+        rng.standard_normal(3 * width).astype(np.float32),
+        np.float32([[-2, 2], [-1.5, 3], [-9, 1]]),
+    )
+    norms = rng.uniform(0.5, 1.5, (2, h.dim)).astype(np.float32)
+    angles = rng.uniform(-3, 3, (n, h.dim // 2))
+    sums = [np.zeros((2, SIZE, size), np.float32) for size in sizes]
+    for run_sums, part in zip(sums, np.split(qkv, np.cumsum(sizes)[:-1], 1), strict=True):
+        run_sums[0, :n], run_sums[1, :n] = part * 0.25, part * 0.75
+    x = (qkv + bias).reshape(n, 3, h.count, h.dim).transpose(1, 2, 0, 3)
+    x = np.clip(x, limits[:, 0, None, None, None], limits[:, 1, None, None, None])
+    squares = (x * x).mean(-1, keepdims=True)
+    rms = [1 if eps is None else np.sqrt(part + eps) for part, eps in zip(squares, h.norms, strict=True)]
+    x = np.stack([part / size for part, size in zip(x, rms, strict=True)])
+    if h.norms[0]:
+        x[:2] *= norms[:, None, None]
+    q, k = x[:2]
+    if h.turns:
+        cos, sin = np.cos(angles), np.sin(angles)
+        a, b = np.split(x[:2], 2, -1)
+        q, k = np.concatenate([a * cos - b * sin, b * cos + a * sin], -1)
+    scores = q @ k.transpose(0, 2, 1) * h.scale
+    weights = np.exp(scores - scores.max(-1, keepdims=True))
+    wanted = (weights / weights.sum(-1, keepdims=True)) @ x[2]
+
+    def turns(of):
+        return [buffer(np.pad(of(angles), ((0, SIZE - n), (0, 0))).astype(np.float32))] if h.turns else []
+
+    count, operands = buffer(np.int32([n, 0, 0, 0])), zeros(3 * h.size(SIZE), dtypes.float16)
+    rotate = rotate_patches(h, SIZE, (2,) * len(sizes), sizes, True, True)
+    own = [buffer(norms)] if h.norms[0] else []
+    run(
+        rotate,
+        operands,
+        *map(buffer, sums),
+        buffer(bias),
+        buffer(limits),
+        *turns(np.cos),
+        *turns(np.sin),
+        *own,
+        count,
+    )
+    out = zeros(fragments_size(SIZE, width), dtypes.float16)
+    run(attend_patches(h, SIZE, tiling, True), out, operands, buffer(np.float32([-0.5, 0.4])), count)
+    got = out.numpy()[prompt_index(lambda row, column: fragment_index(row, column, width), n, width)]
+    close(got, np.clip(wanted, -0.5, 0.4).transpose(1, 0, 2).reshape(n, width), 2e-3)
+
+
+def check_attention_of_patches() -> None:
+    """Heads with and without norms and rotations; of no multiple of 16 elements; a last step with some keys, and warps
+    without queries."""
+    attended(PatchHeads(2, 24, (None,) * 3, True, 24**-0.5), 70, PatchTiling(2, 2, 2), (48, 96))
+    attended(PatchHeads(1, 16, (1e-6, 1e-6, 1e-6), True, 1.0), 33, PatchTiling(1, 4, 1), (48,))
+    if THOROUGH:
+        attended(PatchHeads(2, 72, (None,) * 3, False, 72**-0.5), 128, PatchTiling(2, 4, 2), (432,))
