@@ -5,6 +5,7 @@ from tinygrad import dtypes
 
 from engine.kernels.device_memory import DeviceCounts
 from engine.targets.nvidia.kernels.chosen_experts import ChosenExperts
+from engine.targets.nvidia.kernels.device import Chip
 from engine.targets.nvidia.kernels.epilogues import (
     STORE_BIASED,
     STORE_SQUARES,
@@ -170,7 +171,7 @@ def check_schedules_of_experts() -> None:
         gate_up = StackedMatrices.single(layout, 2 * width, dim, ChosenExperts(used, n, False))
         down = StackedMatrices.single(layout, dim, width, ChosenExperts(used, n, True))
         for stack in (gate_up, down):
-            s = matvec_schedule(stack, "sm_00", 132)
+            s = matvec_schedule(stack, Chip("sm_00", 132))
             assert s.fits() and s.block_rows % 2 == 0, (stack, s)
             assert stack.n_blocks(s) * stack.slots >= 132, (stack, s)
             assert stack.units >= s.threads

@@ -8,6 +8,7 @@ from tinygrad import dtypes
 from engine.formats.quantization import QUANTIZED
 from engine.kernels.device_memory import part_of
 from engine.targets.nvidia.kernels.delta_net import HeadNorm
+from engine.targets.nvidia.kernels.device import Chip
 from engine.targets.nvidia.kernels.embedding import embed, embed_prompt
 from engine.targets.nvidia.kernels.epilogues import (
     EMBED,
@@ -431,5 +432,5 @@ def check_any_shape_has_a_schedule() -> None:
         (4096, 14336),
         (5, 4096),
     ):
-        schedule = matvec_schedule(StackedMatrices.single(WeightLayout(8), rows, cols), "sm_00")
+        schedule = matvec_schedule(StackedMatrices.single(WeightLayout(8), rows, cols), Chip("sm_00"))
         assert schedule.fits() and schedule.block_rows % 2 == 0

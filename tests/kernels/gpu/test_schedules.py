@@ -4,6 +4,7 @@ import msgspec
 import pytest
 
 from engine.targets.nvidia.kernels import schedules
+from engine.targets.nvidia.kernels.device import Chip
 from engine.targets.nvidia.kernels.matvec import Schedule, StackedMatrices
 from engine.targets.nvidia.kernels.schedules import matvec_schedule
 from engine.targets.nvidia.kernels.weight_layout import WeightLayout
@@ -31,9 +32,13 @@ def test_what_is_shipped_fits(chip):
 
 
 def test_what_was_measured_comes_before_the_rule():
-    assert matvec_schedule(StackedMatrices.single(Q6_K, 128256, 2048), "sm_90", 132) == Schedule(16, 4, 8)
-    assert matvec_schedule(StackedMatrices.single(Q6_K, 128256, 2048), "sm_00", 132) != Schedule(16, 4, 8)
-    early = matvec_schedule(StackedMatrices.single(Q6_K, 5120, 3072), "sm_90", 132)
+    assert matvec_schedule(StackedMatrices.single(Q6_K, 128256, 2048), Chip("sm_90", 132)) == Schedule(
+        16, 4, 8
+    )
+    assert matvec_schedule(StackedMatrices.single(Q6_K, 128256, 2048), Chip("sm_00", 132)) != Schedule(
+        16, 4, 8
+    )
+    early = matvec_schedule(StackedMatrices.single(Q6_K, 5120, 3072), Chip("sm_90", 132))
     assert early == Schedule(16, 8, 2, early=True) and early.name == "16_8_2_early"
     assert Schedule(16, 4, 8, 2, early=True).name == "16_4_8_early_2_blocks"
     assert Schedule(16, 4, 8).name == "16_4_8"
@@ -50,7 +55,7 @@ def test_a_search_tries_early_weights_where_kernels_are_launched_early():
 @pytest.mark.parametrize("multiprocessors", [8, 16, 24, 128])
 @pytest.mark.parametrize("rows, cols", [(1, 32), (898, 896), (2048, 8192), (4096, 4096), (151936, 1024)])
 def test_a_predicted_chip_has_its_blocks(rows, cols, multiprocessors):
-    s = matvec_schedule(StackedMatrices.single(Q6_K, rows, cols), "sm_87", multiprocessors)
+    s = matvec_schedule(StackedMatrices.single(Q6_K, rows, cols), Chip("sm_87", multiprocessors))
     assert s.fits() and s.block_rows % 2 == 0
     wanted = schedules._shipped("sm_87").rule.blocks_a_multiprocessor * multiprocessors
     assert s.rows == 1 or rows // s.block_rows >= wanted or rows // s.groups < wanted
@@ -60,4 +65,4 @@ def test_a_file_with_a_mistake_is_not_read_past(tmp_path, monkeypatch):
     monkeypatch.setattr(schedules, "_TUNED", tmp_path)
     (tmp_path / "sm_11.toml").write_text("[rule]\nblocks = 3")
     with pytest.raises(msgspec.ValidationError, match="blocks"):
-        matvec_schedule(StackedMatrices.single(Q6_K, 2048, 2048), "sm_11")
+        matvec_schedule(StackedMatrices.single(Q6_K, 2048, 2048), Chip("sm_11"))

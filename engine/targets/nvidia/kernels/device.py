@@ -4,12 +4,54 @@ from __future__ import annotations
 
 import ctypes
 import functools
+from dataclasses import dataclass, replace
 
 from tinygrad import Device
 
 _KNOWN_COUNTS = {"sm_87": 16}  # multiprocessors by compute capability, for Tegra chips: AGX Orin 64 GB
 _DEFAULT_COUNT = 64
-_MULTIPROCESSOR_COUNT = 16  # CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT in cuda.h
+# CU_DEVICE_ATTRIBUTE_… in cuda.h: MULTIPROCESSOR_COUNT, CLOCK_RATE and MEMORY_CLOCK_RATE in kHz,
+# GLOBAL_MEMORY_BUS_WIDTH in bits, MAX_THREADS_PER_MULTIPROCESSOR
+_MULTIPROCESSOR_COUNT, _CLOCK, _MEMORY_CLOCK, _BUS_BITS, _THREADS = 16, 13, 36, 37, 39
+_COPY_SHARE = 0.83  # of the memory's bandwidth: that of a copy (measured on an H200)
+
+
+@dataclass(frozen=True)
+class Chip:
+    """What the schedule of a product depends on: the compute capability, as "sm_90", the multiprocessors, the rate of
+    the memory (of a copy) and the clock, the warps that a multiprocessor holds, and whether a kernel can be launched
+    before the one before has ended. The defaults are per multiprocessor those of an H200."""
+
+    capability: str = ""
+    multiprocessors: int = _DEFAULT_COUNT
+    gbps: float = 0.0
+    ghz: float = 1.75
+    warps: int = 64
+    launches_early: bool = False
+
+    @property
+    def copy_gbps(self) -> float:
+        return self.gbps or 30.0 * self.multiprocessors
+
+
+@functools.cache
+def chip() -> Chip:
+    """The default GPU."""
+    if not launches_early():
+        return Chip(capability(), multiprocessors())
+    gbps = 2 * _attribute(_MEMORY_CLOCK) * _attribute(_BUS_BITS) / 8 / 1e6 * _COPY_SHARE
+    ghz, warps = _attribute(_CLOCK) / 1e6, _attribute(_THREADS) // 32
+    known = Chip(capability(), multiprocessors(), launches_early=True)
+    return replace(known, gbps=gbps, ghz=ghz or known.ghz, warps=warps or known.warps)
+
+
+def _attribute(number: int) -> int:
+    """An attribute of the default GPU, which CUDA runs; 0 if the driver does not tell it."""
+    import tinygrad.runtime.autogen.cuda as cuda
+
+    n = ctypes.c_int()
+    failed = cuda.cuDeviceGetAttribute(ctypes.byref(n), number, Device[Device.DEFAULT].cu_device)
+    return 0 if failed else n.value
 
 
 def capability() -> str:
@@ -51,7 +93,4 @@ def multiprocessors() -> int:
         # On a Jetson (engine.tegra) some power modes switch multiprocessors off.
         reported = getattr(getattr(device, "iface", None), "multiprocessors", 0)
         return reported or _KNOWN_COUNTS.get(capability(), _DEFAULT_COUNT)
-    import tinygrad.runtime.autogen.cuda as cuda
-
-    cuda.cuDeviceGetAttribute(ctypes.byref(n := ctypes.c_int()), _MULTIPROCESSOR_COUNT, device.cu_device)
-    return max(1, n.value)
+    return max(1, _attribute(_MULTIPROCESSOR_COUNT))

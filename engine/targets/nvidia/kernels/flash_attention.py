@@ -24,7 +24,7 @@ from tinygrad import UOp
 from tinygrad.uop.ops import AxisType
 
 from engine.kernels.kernel import Kernel
-from engine.kernels.launch_hints import LaunchHints
+from engine.kernels.launch_hints import LaunchHints, Release
 from engine.targets.nvidia.kernels.activation_order import Order
 from engine.targets.nvidia.kernels.cache_fragments import Loads, fragments, upper_rows
 from engine.targets.nvidia.kernels.decode_block import DecodeBlock, block_buffers
@@ -334,7 +334,9 @@ def flash_attention(
         return finish(name, [UOp.group(*results).end(loop)])
 
     waits_for = ("rows",) if split.begins_early and not tokens else ()
-    hints = LaunchHints(split.blocks, waits_for=waits_for)
+    # Blocks of one part leave most multiprocessors idle: there the output product may load its weights meanwhile.
+    releases: Release = "at its end" if tokens or split.splits > 1 else "after its wait"
+    hints = LaunchHints(split.blocks, waits_for=waits_for, releases=releases)
     return Kernel(kernel, *block_buffers(h, split.splits, sinks, tokens), hints)
 
 

@@ -1,11 +1,12 @@
 """Chooses the schedule of a matrix-vector product: the result of a search on this machine, else the one shipped for the
-chip and shape, else one by a rule."""
+chip and shape, else the one that a model of the GPU finds cheapest (`schedule_cost`). A rule serves where the model was
+not compared with measurements: for mixtures of experts, and on GPUs that launch no kernel early."""
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import astuple, replace
 from importlib import resources
 
@@ -13,8 +14,9 @@ import msgspec
 
 from engine.disk_cache import disk_cache, source_digest
 from engine.start_trial import start_trials
-from engine.targets.nvidia.kernels.device import capability, multiprocessors
+from engine.targets.nvidia.kernels.device import Chip, capability, chip
 from engine.targets.nvidia.kernels.matvec import Schedule, StackedMatrices
+from engine.targets.nvidia.kernels.schedule_cost import cheapest
 
 _TUNED = resources.files("presets") / "tuned"  # data, shipped with the presets
 # The source files of the products: a change to them makes earlier searches obsolete.
@@ -22,6 +24,7 @@ _SOURCES = tuple(
     f"targets/nvidia/kernels/{name}.py"
     for name in ("matvec", "epilogues", "chosen_experts", "expert_choice", "weight_layout", "bit_packing")
 )
+_UNKNOWN = Chip()
 _MAX_IDLE = 0.07  # of the units: those that threads have beyond a row's end
 _RESIDENT_THREADS = (640, 1024)  # on a multiprocessor, to try beside the compiler's choice
 
@@ -30,20 +33,26 @@ def best_schedule(stack: StackedMatrices) -> Schedule:
     """The schedule of a product on the default device."""
     if result := search_result(stack):
         return result[0]
-    return matvec_schedule(stack, capability(), multiprocessors())
+    return matvec_schedule(stack, chip())
 
 
-def matvec_schedule(stack: StackedMatrices, chip: str = "", multiprocessors: int = 64) -> Schedule:
-    """The schedule of a product without a search, on a GPU of a compute capability (`chip`, as "sm_87") with a number
-    of multiprocessors."""
-    shipped = _shipped(chip)
+def matvec_schedule(stack: StackedMatrices, chip: Chip = _UNKNOWN) -> Schedule:
+    """The schedule of a product without a search."""
+    shipped = _shipped(chip.capability)
     if measured := shipped.early.get(stack.name):
         return Schedule(*measured, early=True)
     if measured := shipped.products.get(stack.name):
         return Schedule(*measured)
-    min_blocks = shipped.rule.blocks_a_multiprocessor * multiprocessors
+    if chip.launches_early and not (stack.experts or stack.beside) and (found := _cheapest(stack, chip)):
+        return found
+    min_blocks = shipped.rule.blocks_a_multiprocessor * chip.multiprocessors
     min_steps = 1 + (len(stack.matrices) > 1)
     return _by_rule(stack.rows, stack.units, min_blocks / stack.slots, min_steps)
+
+
+@functools.cache
+def _cheapest(stack: StackedMatrices, chip: Chip) -> Schedule | None:
+    return cheapest(stack, _with_early(_all(stack.rows, stack.units, stack.slots)), chip)
 
 
 class _Rule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -93,8 +102,14 @@ def candidates(stack: StackedMatrices, near: Schedule, early: bool = False) -> l
     blocks are also tried as `Schedule.early`."""
     schedules = list(_all(stack.rows, stack.units, stack.slots))
     if early:
-        schedules += [replace(s, early=True) for s in schedules if not s.blocks]
+        schedules = _with_early(schedules)
     return sorted(dict.fromkeys(s for s in schedules if s != near), key=lambda s: _distance(s, near))
+
+
+def _with_early(schedules: Iterable[Schedule]) -> list[Schedule]:
+    """Schedules, then those without held blocks once more, as `Schedule.early`."""
+    plain = list(schedules)
+    return plain + [replace(s, early=True) for s in plain if not s.blocks]
 
 
 def _all(rows: int, units: int, slots: int) -> Iterator[Schedule]:

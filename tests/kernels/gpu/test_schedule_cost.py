@@ -1,0 +1,120 @@
+"""The model of what a product costs (`schedule_cost`), beside what an H200 took."""
+
+from __future__ import annotations
+
+import csv
+from collections import defaultdict
+from dataclasses import replace
+from pathlib import Path
+from statistics import mean
+
+import pytest
+
+from engine.formats.ggml_types import GGML_TYPES
+from engine.kernels.fields import FLOAT_TYPES
+from engine.targets.nvidia.kernels import schedules
+from engine.targets.nvidia.kernels.chosen_experts import ChosenExperts
+from engine.targets.nvidia.kernels.device import Chip
+from engine.targets.nvidia.kernels.flash_attention import flash_attention, flash_split, rows_split
+from engine.targets.nvidia.kernels.kv_cache import Heads
+from engine.targets.nvidia.kernels.matvec import Schedule, StackedMatrices
+from engine.targets.nvidia.kernels.schedule_cost import cheapest, microseconds
+from engine.targets.nvidia.kernels.schedules import _by_rule, matvec_schedule
+from engine.targets.nvidia.kernels.weight_layout import WeightLayout
+
+H200 = Chip("untuned", 132, 4000.0, 1.75, 64, launches_early=True)
+STEP_US = {
+    "qwen3-4b": 443,
+    "llama-3b-q5": 372,
+    "llama-1b": 440,
+    "qwen3-14b": 661,
+}  # of the steps that were timed
+NUMBERS = {GGML_TYPES[n].name: n for n in GGML_TYPES} | {str(t.name): n for n, t in FLOAT_TYPES.items()}
+F16, Q8_0, Q4_K, Q6_K = (WeightLayout(n) for n in (1, 8, 12, 14))
+
+
+def stack_of(name: str) -> StackedMatrices:
+    """The product "Q4_K 5120x2560 + Q6_K 1024x2560"."""
+    parts = [part.split() for part in name.split(" + ")]
+    matrices = tuple((WeightLayout(NUMBERS[type]), int(shape.split("x")[0])) for type, shape in parts)
+    return StackedMatrices(matrices, int(parts[0][1].split("x")[1]))
+
+
+def measured() -> dict[tuple[str, str], dict[Schedule, float]]:
+    """The microseconds of schedules, by measurement and product."""
+    found: dict[tuple[str, str], dict[Schedule, float]] = defaultdict(dict)
+    with (Path(__file__).parent / "h200_schedules.csv").open() as file:
+        for what, product, *numbers, us in csv.reader(line for line in file if line[0] != "#"):
+            threads, groups, rows, early = map(int, numbers)
+            found[what, product][Schedule(threads, groups, rows, early=bool(early))] = float(us)
+    return found
+
+
+def rule(stack: StackedMatrices) -> Schedule:
+    return _by_rule(stack.rows, stack.units, 1.5 * 132, 1 + (len(stack.matrices) > 1))
+
+
+def test_its_choices_are_near_the_fastest_and_better_than_the_rule_s():
+    alone: list[float] = []
+    alone_by_rule: list[float] = []
+    lost: dict[str, float] = defaultdict(float)
+    lost_by_rule: dict[str, float] = defaultdict(float)
+    for (what, product), times in measured().items():
+        if len(times) < 12:
+            continue
+        stack = stack_of(product)
+        choice, best = cheapest(stack, times, H200), min(times.values())
+        assert choice, product
+        if what == "alone":
+            alone.append(times[choice] / best)
+            alone_by_rule += [times[rule(stack)] / best] if rule(stack) in times else []
+        else:
+            model = what.split()[1]
+            lost[model] += times[choice] - best
+            lost_by_rule[model] += times.get(rule(stack), times[choice]) - best
+    assert len(alone) >= 25 and mean(alone) < 1.06 and mean(alone) < mean(alone_by_rule) - 0.06
+    for model, us in STEP_US.items():
+        assert lost[model] < 0.06 * us and lost[model] < lost_by_rule[model], model
+
+
+@pytest.mark.parametrize("multiprocessors", [8, 16, 68, 114, 132])
+@pytest.mark.parametrize("layout", [Q4_K, Q6_K, Q8_0, F16], ids=lambda layout: layout.name)
+def test_it_chooses_for_any_gpu(layout, multiprocessors):
+    chip = replace(H200, multiprocessors=multiprocessors, gbps=0.0)
+    for rows, cols in ((3200, 2304), (5760, 1536), (2304, 9216), (50304, 3584), (27648, 5120)):
+        stack = StackedMatrices.single(layout, rows, cols)
+        s = matvec_schedule(stack, chip)
+        assert s.fits() and s.block_rows % 2 == 0 and rows % s.block_rows == 0
+        bytes_us = stack.n_bytes / chip.copy_gbps / 1e3
+        assert bytes_us < microseconds(stack, s, chip) < 2 * bytes_us + 4
+        assert microseconds(stack, s, chip) <= microseconds(stack, Schedule(16, 8, 1), chip)
+
+
+def test_fewer_multiprocessors_get_larger_blocks_or_rows():
+    stack = StackedMatrices.single(Q4_K, 4096, 4096)
+    few, many = (matvec_schedule(stack, replace(H200, multiprocessors=n, gbps=0.0)) for n in (8, 132))
+    assert few.rows >= many.rows
+
+
+def test_mixtures_and_gpus_without_early_launches_keep_the_rule(monkeypatch):
+    monkeypatch.setattr(schedules, "cheapest", None)
+    chosen = ChosenExperts(8, 128, added=False)
+    matvec_schedule(StackedMatrices.single(Q4_K, 1536, 2304, chosen), H200)
+    stack = StackedMatrices.single(Q6_K, 3200, 2304)
+    assert matvec_schedule(stack, replace(H200, launches_early=False)) == rule(stack)
+
+
+def test_rows_that_no_block_divides_get_the_rule_s():
+    stack = StackedMatrices.single(Q4_K, 1031, 2048)
+    assert matvec_schedule(stack, H200) == _by_rule(1031, 32, 198)
+
+
+def test_attention_lets_the_next_kernel_start_only_where_it_leaves_multiprocessors_idle():
+    heads = Heads(query=32, kv=8, dim=128, length=4096, norm_eps=None, scale=0.1, block=32, pool=256)
+    for limit, tokens, release in (
+        (256, 0, "after its wait"),
+        (4096, 0, "at its end"),
+        (256, 2, "at its end"),
+    ):
+        split = flash_split(heads, limit, 256, 132) if not tokens else rows_split(heads, limit, tokens, 132)
+        assert flash_attention(heads, split, tokens=tokens).hints.releases == release
