@@ -21,7 +21,7 @@ from engine.kernels.compilation import compile_all
 from engine.protocol.events import Search
 from engine.runtime.model_runner import SearchReport
 from engine.runtime.sampling import Logits
-from engine.targets.nvidia.kernels.device import launches_early
+from engine.targets.nvidia.kernels.device import chip
 from engine.targets.nvidia.kernels.kernel_sequence import KernelSequence
 from engine.targets.nvidia.kernels.matvec import Schedule, StackedMatrices
 from engine.targets.nvidia.kernels.schedules import candidates, save_search_result, search_result
@@ -94,7 +94,7 @@ class _ShapeSearch:
     def run(self, max_candidates: int, deadline: float) -> Iterator[None]:
         """Tries candidates until `deadline`, yields after each, and sets the best schedule at the end."""
         stack = self._first.stack
-        schedules = candidates(stack, self._first.schedule, launches_early())
+        schedules = candidates(stack, self._first.schedule, chip())
         todo = [s for s in schedules if not has_failed(disk_cache(), self._key(s))][:max_candidates]
         self._total = len(todo)
         timed: list[tuple[float, Schedule]] = []

@@ -47,9 +47,16 @@ def test_what_was_measured_comes_before_the_rule():
 def test_a_search_tries_early_weights_where_kernels_are_launched_early():
     stack, near = StackedMatrices.single(Q6_K, 3072, 3072), Schedule(48, 4, 4)
     assert not any(s.early for s in schedules.candidates(stack, near))
-    tried = schedules.candidates(stack, near, early=True)
-    assert near not in tried and tried[0] == Schedule(48, 4, 4, early=True)
+    tried = schedules.candidates(stack, near, Chip("sm_00", 132, launches_early=True))
+    assert near not in tried and Schedule(48, 4, 4, early=True) in tried and len(tried) == len(set(tried))
     assert not any(s.early and s.blocks for s in tried)
+
+
+def test_a_search_tries_first_what_the_model_finds_cheap():
+    stack, chip = StackedMatrices.single(Q6_K, 3072, 3072), Chip("sm_00", 132, launches_early=True)
+    choice = matvec_schedule(stack, chip)
+    assert schedules.candidates(stack, Schedule(48, 4, 4), chip)[0] == choice
+    assert choice not in schedules.candidates(stack, choice, chip)
 
 
 @pytest.mark.parametrize("multiprocessors", [8, 16, 24, 128])

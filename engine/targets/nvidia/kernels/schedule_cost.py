@@ -43,14 +43,14 @@ _EARLY_REGISTERS, _MOST_EARLY_REGISTERS = 80, 170  # beside the weights; all
 _WIDE = 48  # threads of a row, beyond which the sums of many blocks take too long
 
 
-def cheapest(stack: StackedMatrices, schedules: Iterable[Schedule], chip: Chip) -> Schedule | None:
-    """That with the lowest cost, of those whose kernels compile as the model assumes; None if there is none. Of equal
-    ones that whose blocks are nearest to four warps."""
+def ranked(stack: StackedMatrices, schedules: Iterable[Schedule], chip: Chip) -> list[Schedule]:
+    """Those whose kernels compile as the model assumes, the cheapest first; of equal ones that whose blocks are nearest
+    to four warps."""
 
     def cost(s: Schedule) -> tuple[float, float]:
         return microseconds(stack, s, chip), abs(math.log2(s.threads * s.groups / 128))
 
-    return min((s for s in schedules if _is_sound(stack, s, chip)), key=cost, default=None)
+    return sorted((s for s in schedules if _is_sound(stack, s, chip)), key=cost)
 
 
 def microseconds(stack: StackedMatrices, s: Schedule, chip: Chip) -> float:

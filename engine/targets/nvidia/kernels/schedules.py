@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import astuple, replace
 from importlib import resources
 
@@ -16,7 +16,7 @@ from engine.disk_cache import disk_cache, source_digest
 from engine.start_trial import start_trials
 from engine.targets.nvidia.kernels.device import Chip, capability, chip
 from engine.targets.nvidia.kernels.matvec import Schedule, StackedMatrices
-from engine.targets.nvidia.kernels.schedule_cost import cheapest
+from engine.targets.nvidia.kernels.schedule_cost import ranked
 
 _TUNED = resources.files("presets") / "tuned"  # data, shipped with the presets
 # The source files of the products: a change to them makes earlier searches obsolete.
@@ -43,16 +43,21 @@ def matvec_schedule(stack: StackedMatrices, chip: Chip = _UNKNOWN) -> Schedule:
         return Schedule(*measured, early=True)
     if measured := shipped.products.get(stack.name):
         return Schedule(*measured)
-    if chip.launches_early and not (stack.experts or stack.beside) and (found := _cheapest(stack, chip)):
+    if _is_modelled(stack, chip) and (found := _cheapest(stack, chip)):
         return found
     min_blocks = shipped.rule.blocks_a_multiprocessor * chip.multiprocessors
     min_steps = 1 + (len(stack.matrices) > 1)
     return _by_rule(stack.rows, stack.units, min_blocks / stack.slots, min_steps)
 
 
+def _is_modelled(stack: StackedMatrices, chip: Chip) -> bool:
+    """Whether the model of the GPU knows what the product takes."""
+    return chip.launches_early and not (stack.experts or stack.beside)
+
+
 @functools.cache
 def _cheapest(stack: StackedMatrices, chip: Chip) -> Schedule | None:
-    return cheapest(stack, _with_early(_all(stack.rows, stack.units, stack.slots)), chip)
+    return next(iter(ranked(stack, _all(stack, chip), chip)), None)
 
 
 class _Rule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -96,23 +101,22 @@ def _by_rule(rows: int, units: int, min_blocks: float, min_steps: int = 1) -> Sc
 # --- the search ----------------------------------------------------------------------------------------
 
 
-def candidates(stack: StackedMatrices, near: Schedule, early: bool = False) -> list[Schedule]:
-    """The schedules to try for a product, those most similar to `near` first, without `near`: blocks of 64 to 512
-    threads, whole blocks of rows, gate and up in one block, few idle threads. With `early`, those without held
-    blocks are also tried as `Schedule.early`."""
-    schedules = list(_all(stack.rows, stack.units, stack.slots))
-    if early:
-        schedules = _with_early(schedules)
-    return sorted(dict.fromkeys(s for s in schedules if s != near), key=lambda s: _distance(s, near))
+def candidates(stack: StackedMatrices, near: Schedule, chip: Chip = _UNKNOWN) -> list[Schedule]:
+    """The schedules to try for a product, without `near`: blocks of 64 to 512 threads, whole blocks of rows, gate and
+    up in one block, few idle threads. Those that the model of the GPU finds cheap come first if it knows the product;
+    then those most similar to `near`."""
+    similar = sorted((s for s in _all(stack, chip) if s != near), key=lambda s: _distance(s, near))
+    first = ranked(stack, similar, chip) if _is_modelled(stack, chip) else []
+    return list(dict.fromkeys([*first, *similar]))
 
 
-def _with_early(schedules: Iterable[Schedule]) -> list[Schedule]:
-    """Schedules, then those without held blocks once more, as `Schedule.early`."""
-    plain = list(schedules)
-    return plain + [replace(s, early=True) for s in plain if not s.blocks]
+def _all(stack: StackedMatrices, chip: Chip) -> list[Schedule]:
+    """Those of a shape, and where kernels are launched early, the ones without held blocks as `Schedule.early` too."""
+    plain = list(_of_shape(stack.rows, stack.units, stack.slots))
+    return plain + [replace(s, early=True) for s in plain if chip.launches_early and not s.blocks]
 
 
-def _all(rows: int, units: int, slots: int) -> Iterator[Schedule]:
+def _of_shape(rows: int, units: int, slots: int) -> Iterator[Schedule]:
     min_blocks = min(64, max(1, rows // 16)) // slots
     divisors = (n for n in range(8, 129) if units % n == 0)
     for threads in sorted({8, 16, 24, 32, 48, 64, 96, 128, *divisors}):
