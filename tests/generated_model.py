@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import functools
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -186,10 +187,12 @@ def write(
     *,
     architecture: str = "llama",
     quant: str = "Q8_0",
+    types: Mapping[str, str] | None = None,
     layers: int = 2,
     dim: int = 64,
     heads: int = 4,
     kv_heads: int = 2,
+    head_dim: int | None = None,
     ffn: int | None = None,
     context: int = 2048,
     tied: bool = True,
@@ -204,17 +207,17 @@ def write(
     """Writes a model to `path` and returns it. The same arguments give the same bytes.
 
     `architecture` is one of `ARCHITECTURES`. `quant` is the type of every matrix: F32, F16, BF16, Q4_0, Q4_1,
-    Q5_0, Q5_1, Q8_0, Q2_K to Q6_K, IQ4_NL, IQ4_XS or MXFP4; `dim` and `ffn` (twice `dim` unless given) must be
-    multiples of its block: 32, or 256 for the K types and IQ4_XS. A head has `dim // heads` elements,
-    of which the first `rotated` (by
-    default all) are rotated. `rope_factors` adds rope_freqs.weight. `keys` change the architecture's metadata.
-    `template` None is ChatML. With `classes`, the model ranks documents. With a `draft_head` (qwen35, qwen35moe), a
-    layer more guesses.
+    Q5_0, Q5_1, Q8_0, Q2_K to Q6_K, IQ4_NL, IQ4_XS or MXFP4, but of those in `types`, by a pattern of their names
+    without ".weight", of which the first that matches counts; `dim` and `ffn` (twice `dim` unless given) must be
+    multiples of its block: 32, or 256 for the K types and IQ4_XS. A head has `head_dim` elements (`dim // heads`), of
+    which the first `rotated` (by default all) are rotated. `rope_factors` adds rope_freqs.weight. `keys` change the
+    architecture's metadata. `template` None is ChatML. With `classes`, the model ranks documents. With a `draft_head`
+    (qwen35, qwen35moe), a layer more guesses.
     """
     parts = ARCHITECTURES[architecture]
     architecture = parts.architecture or architecture
     ffn = ffn or 2 * dim
-    head_dim = dim // heads
+    full_head = head_dim = head_dim or dim // heads
     block = gguf.GGML_QUANT_SIZES[Type[quant]][0]
     if dim % block or ffn % block:
         raise ValueError(f"{quant} has blocks of {block}: dim {dim} and ffn {ffn} must be multiples of it")
@@ -261,8 +264,8 @@ def write(
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("llama-bpe" if architecture == "llama" else "qwen2")
     writer.add_token_list([*tokens, *specials])
-    types = [gguf.TokenType.NORMAL] * len(tokens) + [gguf.TokenType.CONTROL] * len(SPECIALS)
-    writer.add_token_types(types + [gguf.TokenType.USER_DEFINED] * (len(specials) - len(SPECIALS)))
+    kinds = [gguf.TokenType.NORMAL] * len(tokens) + [gguf.TokenType.CONTROL] * len(SPECIALS)
+    writer.add_token_types(kinds + [gguf.TokenType.USER_DEFINED] * (len(specials) - len(SPECIALS)))
     writer.add_token_merges(merges)
     writer.add_bos_token_id(len(tokens) + SPECIALS.index("<|endoftext|>"))
     writer.add_eos_token_id(len(tokens) + SPECIALS.index("<|im_end|>"))
@@ -270,9 +273,13 @@ def write(
     chatml = CHATML + NO_THINKING if parts.thinks else CHATML
     writer.add_chat_template(chatml if template is None else template)
 
-    def matrix(name: str, rows: int, cols: int) -> None:
-        data = _random_matrix(rng, rows, cols, Type[quant])
-        writer.add_tensor(f"{name}.weight", data, raw_dtype=Type[quant])
+    def type_of(name: str, usual: str = quant) -> Type:
+        own = (kind for pattern, kind in (types or {}).items() if re.fullmatch(pattern, name))
+        return Type[next(own, usual)]
+
+    def matrix(name: str, rows: int, cols: int, usual: str = quant) -> None:
+        kind = type_of(name, usual)
+        writer.add_tensor(f"{name}.weight", random_matrix(rng, rows, cols, kind), raw_dtype=kind)
 
     def vector(name: str, size: int, mean: float, std: float = 0.1) -> None:
         writer.add_tensor(name, (mean + std * rng.standard_normal(size)).astype(np.float32))
@@ -280,12 +287,15 @@ def write(
     def experts(prefix: str) -> None:
         """A router, and matrices of `width` hidden elements for each expert."""
         n, width = parts.experts, metadata.get("expert_feed_forward_length", ffn)
-        router = 2 * _random_matrix(rng, n, dim, Type.F32)  # some experts are much more probable than others
-        writer.add_tensor(f"{prefix}ffn_gate_inp.weight", router)
+        router = 2 * random_matrix(rng, n, dim, Type.F32)  # some experts are much more probable than others
+        kind = type_of(f"{prefix}ffn_gate_inp", "F32")
+        data = router if kind is Type.F32 else gguf.quantize(router, kind)
+        writer.add_tensor(f"{prefix}ffn_gate_inp.weight", data, raw_dtype=kind)
         first = [("gate_up", 2 * width, dim)] if parts.beside else [("gate", width, dim), ("up", width, dim)]
         for name, rows, cols in *first, ("down", dim, width):
-            data = np.stack([_random_matrix(rng, rows, cols, Type[quant]) for _ in range(n)])
-            writer.add_tensor(f"{prefix}ffn_{name}_exps.weight", data, raw_dtype=Type[quant])
+            kind = type_of(f"{prefix}ffn_{name}_exps")
+            data = np.stack([random_matrix(rng, rows, cols, kind) for _ in range(n)])
+            writer.add_tensor(f"{prefix}ffn_{name}_exps.weight", data, raw_dtype=kind)
             if parts.biases == "all":
                 biases = 0.2 * rng.standard_normal((n, rows))
                 writer.add_tensor(f"{prefix}ffn_{name}_exps.bias", biases.astype(np.float32))
@@ -303,9 +313,9 @@ def write(
         matrix(prefix + "attn_qkv", channels, dim)
         matrix(prefix + "attn_gate", values * size, dim)
         for name in "beta", "alpha":  # many published files hold these as floats
-            writer.add_tensor(f"{prefix}ssm_{name}.weight", _random_matrix(rng, values, dim, Type.F32))
+            matrix(f"{prefix}ssm_{name}", values, dim, "F32")
         matrix(prefix + "ssm_out", dim, values * size)
-        taps = _random_matrix(rng, channels, metadata["ssm.conv_kernel"], Type.F32)
+        taps = random_matrix(rng, channels, metadata["ssm.conv_kernel"], Type.F32)
         writer.add_tensor(prefix + "ssm_conv1d.weight", taps)
         writer.add_tensor(prefix + "ssm_a", -rng.uniform(0.2, 4, values).astype(np.float32))
         vector(prefix + "ssm_dt.bias", values, -3.0, 1.0)
@@ -331,7 +341,7 @@ def write(
         vector("per_layer_proj_norm.weight", size, 1.0)
 
     def attention(prefix: str, layer: int) -> None:
-        head_dim, has_window = dim // heads, metadata.get("attention.sliding_window_pattern")
+        head_dim, has_window = full_head, metadata.get("attention.sliding_window_pattern")
         if isinstance(has_window, list) and has_window[layer]:
             head_dim = metadata["attention.key_length_swa"]
         kv_size = (kv_counts[layer] if isinstance(kv_counts, list) else kv_counts) * head_dim
@@ -425,7 +435,7 @@ def _vocabulary() -> tuple[list[str], list[str]]:
     return sorted(vocab, key=vocab.__getitem__), [" ".join(pair) for pair in model["merges"]]
 
 
-def _random_matrix(rng: np.random.Generator, rows: int, cols: int, kind: Type) -> np.ndarray:
+def random_matrix(rng: np.random.Generator, rows: int, cols: int, kind: Type) -> np.ndarray:
     """rows x cols weights of standard deviation cols**-0.5, as the file stores them: float32 or float16, or
     uint8 of shape (rows, bytes of a row).
 

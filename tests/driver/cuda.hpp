@@ -103,6 +103,7 @@ typedef half2 __half2;
 INLINE half __low2half(half2 a) { return a.x; }
 INLINE half __high2half(half2 a) { return a.y; }
 INLINE half2 __float2half2_rn(float a) { return {(half)a, (half)a}; }
+INLINE half2 __floats2half2_rn(float a, float b) { return {(half)a, (half)b}; }
 INLINE half2 __halves2half2(half a, half b) { return {a, b}; }
 INLINE half2 __hsub2(half2 a, half2 b) { return {(half)(a.x - b.x), (half)(a.y - b.y)}; }
 INLINE half2 __hmul2(half2 a, half2 b) { return {(half)(a.x * b.x), (half)(a.y * b.y)}; }

@@ -48,6 +48,19 @@ def test_a_gpu_without_the_instructions_of_the_kernels_runs_graphs(found, as_gra
             open_runner.open_runner(weights, 512, kernels="fused")
 
 
+@pytest.mark.parametrize("architecture", ("qwen2", "qwen35moe", "gpt-oss", "gemma4-moe", "gemma4"))
+def test_matrices_of_any_types_run_on_kernels(architecture, tmp_path):
+    kinds = ("attn_k", "attn_v", "ffn_gate", "ffn_gate_exps", "ffn_gate_shexp", "ffn_down_shexp", "attn_gate")
+    types = {
+        f"blk.{i}.{kind}": ("F16", "Q4_0", "IQ4_NL")[(i + k) % 3]
+        for k, kind in enumerate(kinds)
+        for i in (0, 1)
+    }
+    path = generated_model.write(tmp_path / "model.gguf", architecture=architecture, types=types, tied=False)
+    spec = opened(path).spec
+    assert not runs_as_graph_because(spec, "CUDA") and not runs_as_graph_because(spec, "CPU")
+
+
 def test_a_head_that_is_no_multiple_of_a_tile_runs_as_graphs(tmp_path):
     spec = opened(generated_model.write(tmp_path / "model.gguf", dim=96, heads=4, kv_heads=2)).spec
     assert runs_as_graph_because(spec, "CUDA") == (

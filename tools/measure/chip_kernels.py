@@ -197,7 +197,7 @@ def _encoder(name: str, path: Path) -> None:
 def _written(path: Path, **shape: Any) -> None:
     from tests import generated_model
 
-    with mock.patch.object(generated_model, "_random_matrix", _zeros):
+    with mock.patch.object(generated_model, "random_matrix", _zeros):
         generated_model.write(path, **shape)
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 
-from engine.description.sublayers import Weight
+from engine.description.sublayers import Dense, Weight
 from engine.loading.weights import pieces
 from engine.targets.nvidia.kernels.chosen_experts import ChosenExperts
 from engine.targets.nvidia.kernels.matvec import StackedMatrices
@@ -108,6 +108,11 @@ def product_of(
 ) -> Product:
     """The product of matrices, which follow each other (`matrices_of`)."""
     return Product(matrices_of(weights, alternate), experts)
+
+
+def gate_up_of(part: Dense) -> list[Matrix]:
+    """Gate and up of a feed-forward layer: a matrix whose rows alternate, or two if they differ in type."""
+    return matrices_of([part.gate, part.up], alternate=part.gate.type == part.up.type)
 
 
 def matrices_of(weights: Sequence[Weight], alternate: bool = False) -> list[Matrix]:

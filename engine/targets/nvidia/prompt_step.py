@@ -21,7 +21,7 @@ from engine.targets.nvidia.kernels.activation_order import Order
 from engine.targets.nvidia.kernels.device import multiprocessors
 from engine.targets.nvidia.kernels.matmul import fragments_size, matmul, tiles_for
 from engine.targets.nvidia.kernels.pieces import state_size
-from engine.targets.nvidia.kernels.prefill import Runs, first_rows, norm_prompt
+from engine.targets.nvidia.kernels.prefill import Runs, activate_prompt, first_rows, norm_prompt
 from engine.targets.nvidia.kernels.small_batch import (
     MAX_TOKENS,
     SmallBatchEpilogue,
@@ -147,8 +147,15 @@ class PromptStep(Step):
         """Adds the products of the normed stream with each matrix of `product`."""
         return [self.product(part, self.x, f"{name}{i}") for i, part in enumerate(product.matrices)]
 
-    def gate(self, part: Matrix, activation: Activation, out: Tensor) -> None:
-        """Adds the product with a matrix whose rows alternate between gate and up."""
+    def gate(self, matrices: Sequence[Matrix], activation: Activation, out: Tensor) -> None:
+        """Adds the product with gate and up, a matrix whose rows alternate or two (`gate_up_of`)."""
+        if len(matrices) == 2:
+            gate, up = (self.product(part, self.x, f"gate_up{i}") for i, part in enumerate(matrices))
+            parts = gate.parts, up.parts
+            kernel = activate_prompt(self.tokens, matrices[0].rows, parts, activation, self.order)
+            self.add(kernel, out=out, gate=gate.tensor, up=up.tensor)
+            return
+        (part,) = matrices
         if self.order == "columns":
             self.multiply(part, self.tiles(part), activated(activation), "gate_up", out=out)
             return

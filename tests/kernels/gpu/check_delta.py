@@ -166,18 +166,19 @@ def prompts(net, pieces, memory, tokens, cut=None):
         counts.append(1 + i % 2)
         runs.append(buffer(np.stack([run_rows / counts[-1]] * counts[-1])))
     all_runs = Runs(tokens, tuple(counts), tuple(cut))
-    (inputs, of_inputs), (gate, of_gate) = (
-        all_runs.within(*r) for r in ((0, h.channels), (h.channels, h.channels + h.width))
-    )
+    end = h.channels + h.width
+    ranges = [range(h.channels)], [range(h.channels, end)], [range(h.channels), range(end, h.rows)]
+    (channels, gate, both), of = zip(*(all_runs.within(*own) for own in ranges), strict=True)
+    of_channels, of_gate, of_both = ([runs[i] for i in own] for own in of)
     place = prompt_state(tokens, *((first, at, len(rows), sequence) for first, at, rows, sequence in pieces))
     vectors, coefficients = zeros(vectors_size(h, tokens)), zeros(coefficients_size(h, tokens))
     products = zeros(tokens * h.width)
     conv, decay, bias, norm = net.buffers
-    run(delta_inputs(h, all_runs), vectors, coefficients, memory, *runs, place, conv, decay, bias)
-    scan = delta_scan(h, inputs, len(pieces) > 1)
-    run(scan, products, memory, vectors, coefficients, *runs[of_inputs], place, conv)
+    run(delta_inputs(h, both), vectors, coefficients, memory, *of_both, place, conv, decay, bias)
+    scan = delta_scan(h, channels, len(pieces) > 1)
+    run(scan, products, memory, vectors, coefficients, *of_channels, place, conv)
     out = zeros(fragments_size(tokens, h.width), dtypes.float16)
-    run(gated_norm(h, gate), out, products, norm, *runs[of_gate])
+    run(gated_norm(h, gate), out, products, norm, *of_gate)
     got = out.numpy()[prompt_index(lambda m, e: fragment_index(m, e, h.width), tokens, h.width)]
     return [got[first : first + len(rows)] for first, _, rows, _ in pieces]
 

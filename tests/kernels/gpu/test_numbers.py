@@ -37,6 +37,7 @@ LONG = {  # other checks run the same kernels, in fewer steps of fewer models, o
     "check_down_of_chosen_experts",
     "check_drafts_of_a_mixture",
     "check_expert_products",
+    "check_experts_whose_gate_and_up_differ_in_type",
     "check_gate_and_up_of_chosen_experts",
     "check_gated_heads",
     "check_guesses_of_several_sequences",
@@ -67,6 +68,7 @@ LONG = {  # other checks run the same kernels, in fewer steps of fewer models, o
     "check_rows_with_embeddings_and_shared_caches",
     "check_rows_with_experts_sinks_and_biases",
     "check_rows_with_windows_and_norms_after",
+    "check_shared_experts_whose_gate_and_up_differ_in_type",
     "check_sinks",
     "check_sinks_of_prompts",
     "check_small_batch_divided",
@@ -74,6 +76,7 @@ LONG = {  # other checks run the same kernels, in fewer steps of fewer models, o
     "check_sorted_assignments",
     "check_streams_of_norms_after_and_windows",
     "check_streams_of_prompts",
+    "check_types_that_differ_in_a_layer",
     "check_what_is_stored",
 }
 SELECTED = [pytest.param(name, marks=thorough) if name in LONG else name for name in CHECKS]

@@ -18,8 +18,9 @@ from engine.targets.nvidia.kernels.weight_layout import WeightLayout
 class ChosenExperts:
     """The experts of a mixture that a token takes: `used` of `n`. Each gives a result of its own, from the same vector;
     or their results are `added`, each times its probability, from a vector for each. With a `bias` each row has one.
-    The first of the two products chooses the experts. Their probabilities are divided by their sum, or by `least_sum`
-    if it is larger, unless that is None; then multiplied by a number for each expert if they are `scaled`."""
+    The first of the two products chooses the experts; if gate and up differ in type, it has a matrix of each. Their
+    probabilities are divided by their sum, or by `least_sum` if it is larger, unless that is None; then multiplied by a
+    number for each expert if they are `scaled`."""
 
     used: int
     n: int
@@ -31,13 +32,14 @@ class ChosenExperts:
 
 class ExpertRows:
     """The rows of the chosen experts' matrices in a kernel, whose buffers are those of
-    `matvec.matvec`. `rows`: of an expert. `thread` is the number of the current one in its block of
-    `n_threads`."""
+    `matvec.matvec`. `rows`: of a matrix of an expert, and `all_rows` those of all its matrices. `thread` is the number
+    of the current one in its block of `n_threads`."""
 
     def __init__(
         self,
         chosen: ChosenExperts,
         rows: int,
+        all_rows: int,
         thread: UOp,
         n_threads: int,
         experts: UOp,
@@ -47,7 +49,7 @@ class ExpertRows:
         scales: UOp | None,
         biases: UOp | None,
     ) -> None:
-        self._chosen, self._rows, self._thread = chosen, rows, thread
+        self._chosen, self._rows, self._all_rows, self._thread = chosen, rows, all_rows, thread
         self._results, self._counts = (experts, probabilities), counts
         self._ids, self._weights = experts, probabilities
         self._scales, self._biases = scales, biases
@@ -71,9 +73,9 @@ class ExpertRows:
         stores = [store(ids, i, load(self.choice.ids, slot), ok), store(probabilities, i, probability, ok)]
         return [*stores, *self.choice.counted(self._counts, is_first)]
 
-    def _first_row(self, slot: UOp | int) -> UOp:
-        """The first row of the expert of a slot."""
-        return load_index(self._ids, slot, self._chosen.n) * self._rows
+    def _expert(self, slot: UOp | int) -> UOp:
+        """The expert of a slot."""
+        return load_index(self._ids, slot, self._chosen.n)
 
     def sums(
         self,
@@ -84,10 +86,11 @@ class ExpertRows:
         rows: Sequence[UOp],
         t: UOp,
         threads: int,
-        active: UOp | None = None,
+        active: UOp | None,
+        axis: int,
     ) -> list[UOp]:
-        """The partial sums of `rows` of each expert, by thread t of `threads`. If results are added, the units of all
-        experts follow each other, as if of one row. If the block is not `active`, its loop has no steps.
+        """The partial sums of `rows` of a matrix of each expert, by thread t of `threads`. If results are added, the
+        units of all experts follow each other, as if of one row. If the block is not `active`, its loop has no steps.
 
         Loads of weights and biases are not gated: tinygrad would simplify all that their index depends on by the gate,
         and the number of the expert depends on all threads."""
@@ -97,14 +100,14 @@ class ExpertRows:
         if active is not None:  # as in a product of several matrices
             steps = max(steps, 2)
         trips = steps if active is None else active.where(UOp.const(steps), UOp.const(0))
-        step = UOp.range(trips, 0, AxisType.REDUCE) if steps > 1 else None
+        step = UOp.range(trips, axis, AxisType.REDUCE) if steps > 1 else None
         item = t if step is None else t + step * threads
         inside = None if total == threads * steps else item < total
         slot, unit, first_x = self.slot, item if inside is None else item.minimum(units - 1), UOp.const(0)
         if slot is None:
             slot, unit = (item // units).minimum(self._chosen.used - 1), item % units
             first_x = slot * (units * UNIT)
-        expert_row = self._first_row(slot)
+        expert_row = self._expert(slot) * self._rows
         xs = [load(x, first_x + (j // 4 * units + unit) * 4 + j % 4, inside) for j in range(UNIT)]
         group_sums = layout.group_sums(xs)
         products = []
@@ -117,10 +120,10 @@ class ExpertRows:
         """A row's product and its bias, or those of all slots, weighted."""
         if self._biases is None:
             return value
-        row = row.minimum(self._rows - 1)
+        row = row.minimum(self._all_rows - 1)
         if self.slot is not None:
-            return value + load(self._biases, self._first_row(self.slot) + row)
+            return value + load(self._biases, self._expert(self.slot) * self._all_rows + row)
         for slot in range(self._chosen.used):
-            bias = load(self._biases, self._first_row(slot) + row)
+            bias = load(self._biases, self._expert(slot) * self._all_rows + row)
             value = value + load(self._weights, slot) * bias
         return value

@@ -96,9 +96,10 @@ def _input_at(
 @functools.cache
 def delta_inputs(heads: DeltaHeads, runs: Runs, n: int = GROUP) -> Kernel:
     """The convolution of a chunk's queries and keys, and all that depends on the inputs alone, in groups of `n` tokens.
-    `runs`: the product with the input, of `DeltaHeads.rows` rows. Buffers: vectors, keys and queries (`vectors_size`);
-    coefficients (`coefficients_size`); memory; sums, those of each run; prompt, the step's state (`pieces`); conv, the
-    convolution's weights, float32 (channels, taps); decay and decay_bias, float32 (value,) each."""
+    `runs`: those of the product with the input, of `DeltaHeads.rows` rows, that have channels, beta or alpha. Buffers:
+    vectors, keys and queries (`vectors_size`); coefficients (`coefficients_size`); memory; sums, those of each run;
+    prompt, the step's state (`pieces`); conv, the convolution's weights, float32 (channels, taps); decay and
+    decay_bias, float32 (value,) each."""
     h, size, shared_by, n_coefficients = heads, heads.size, heads.value // heads.key, _coefficients(n)
     tokens = runs.tokens
     pairs = [(0, 0, t, t) for t in range(n)] + [(1, 1, t, t) for t in range(n)]

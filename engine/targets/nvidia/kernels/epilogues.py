@@ -68,8 +68,10 @@ class Epilogue:
 
 def _store(rows: BlockRows, out: UOp) -> list[UOp]:
     i = rows.thread
-    ok = rows.valid(i)
-    return [store(out, rows.index(i), rows.product(i, ok), ok)]
+    ok, place = rows.valid(i), rows.index(i)
+    if rows.slot is not None:
+        place = place + rows.slot * rows.total
+    return [store(out, place, rows.product(i, ok), ok)]
 
 
 def _store_biased(rows: BlockRows, out: UOp, bias: UOp) -> list[UOp]:
@@ -108,7 +110,8 @@ def _store_sum_of_squares(out: UOp, value: UOp, ok: UOp, rows: BlockRows) -> UOp
 
 
 STORE, STORE_BIASED = Epilogue(("out",), (), 1, _store), Epilogue(("out",), ("bias",), 1, _store_biased)
-"""out[row] = product, or product + bias[row]. outs: out, float32 (rows,); ins: bias, float32 (rows,)."""
+"""out[row] = product, or product + bias[row]. outs: out, float32 (rows,), of experts (used, rows); ins: bias, float32
+(rows,)."""
 
 STORE_SQUARES = Epilogue(("out", "squares"), (), 1, _store_squares)
 """As STORE, for `post_norm`. outs: out, float32 (rows,); squares, partial sums of them, float32
@@ -197,16 +200,21 @@ def routed(n: int, activation: Activation) -> Epilogue:
 
 
 @functools.cache
-def activate(n: int, activation: Activation = "silu", threads: int = 256) -> Kernel:
-    """activation(gate) * up, if the two are separate matrices. Buffers: out, permuted and scaled; rows, gate and
-    then up, float32 (2 * n,); input_scale, float32 (UNIT,)."""
+def activate(n: int, activation: Activation = "silu", slots: int = 1, first: int = 0) -> Kernel:
+    """activation(gate) * up, if the two are separate matrices. Buffers: out, permuted and scaled, of experts (slots,
+    permuted_size(n)); rows, from `first` on gate and then up, float32 (slots, 2 * n); input_scale, float32
+    (UNIT,)."""
+    threads = 256
 
     def kernel(out: UOp, rows: UOp, input_scale: UOp) -> UOp:
         column = UOp.special(-(-n // threads), "gidx0") * threads + UOp.special(threads, "lidx0")
+        slot = UOp.special(slots, "gidx1") if slots > 1 else UOp.const(0)
         ok = None if n % threads == 0 else column < n
-        value = gated(load(rows, column, ok), load(rows, column + n, ok), activation)
+        row = slot * (2 * n) + column + first
+        value = gated(load(rows, row, ok), load(rows, row + n, ok), activation)
         value = value * load(input_scale, column % UNIT, ok)
-        return finish(f"activate_{n}", [store(out, permuted(column, n), value, ok)])
+        place = permuted(column, n) + slot * permuted_size(n)
+        return finish(f"activate_{n}", [store(out, place, value, ok)])
 
     return Kernel(kernel, ("out",), ("rows", "input_scale"))
 

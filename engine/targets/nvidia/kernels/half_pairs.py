@@ -17,6 +17,7 @@ from tinygrad import UOp
 from tinygrad.uop.ops import Ops
 
 from engine.formats.quantization import packed_codes
+from engine.kernels.fields import FLOAT_TYPES
 from engine.targets.nvidia.kernels.bit_packing import E2M1_HALF_EXPONENT, BitPacking
 from engine.targets.nvidia.kernels.half_words import (
     chosen_bytes,
@@ -25,6 +26,7 @@ from engine.targets.nvidia.kernels.half_words import (
     is_cuda,
     pairwise,
     picked_bytes,
+    rounded,
 )
 from engine.targets.nvidia.kernels.matrix_bytes import QUARTER, UNIT
 from engine.targets.nvidia.kernels.uops import F16, U32, bitwise_or, f32, mask, shift, shift_right, u32
@@ -43,11 +45,13 @@ _At = tuple[_Window, int]  # and the lowest bit of an integer there
 
 
 def unit_pairs(unit: Unit) -> list[Pair]:
-    """The weights of a unit, float16: `PAIRS` of each eight columns in turn. Floats and what is not for CUDA are
-    converted one by one."""
+    """The weights of a unit, float16: `PAIRS` of each eight columns in turn. What is not for CUDA is converted one by
+    one."""
     layout = unit.layout
-    if not _has_pairs(layout):
+    if not is_cuda():
         return _converted(unit.values())
+    if layout.format is None:
+        return _floats(layout, unit.words, UNIT)
     scales = [_scales(layout, *unit.factors(g)) for g in range(UNIT // layout.group)]
     runs = (_run(layout, unit.words, first, *scales[first // layout.group]) for first in range(0, UNIT, RUN))
     return [pair for run in runs for pair in run]
@@ -55,20 +59,28 @@ def unit_pairs(unit: Unit) -> list[Pair]:
 
 def quarter_pairs(layout: WeightLayout, loaded: Sequence[UOp], part: UOp) -> list[Pair]:
     """As `unit_pairs`, of a quarter (`WeightLayout.load_quarter`)."""
-    if not _has_pairs(layout):
+    if not is_cuda():
         return _converted(layout.quarter(loaded, part))
+    if layout.format is None:
+        return _floats(layout, loaded, QUARTER)
     words, d, m = layout.integers(loaded, part)
     scales = _scales(layout, d, m)
     return [pair for first in range(0, QUARTER, RUN) for pair in _run(layout, words, first, *scales)]
 
 
-def _has_pairs(layout: WeightLayout) -> bool:
-    return is_cuda() and layout.format is not None
-
-
 def _converted(values: Sequence[UOp]) -> list[Pair]:
     halves = [value.cast(F16) for value in values]
     return [(halves[run + a], halves[run + b]) for run in range(0, len(halves), RUN) for a, b in PAIRS]
+
+
+def _floats(layout: WeightLayout, words: Sequence[UOp], n: int) -> list[Pair]:
+    """The pairs of n floats. Those of float16 are put together from the bytes of two words; an instruction makes a pair
+    of two others."""
+    columns = [(first + a, first + b) for first in range(0, n, RUN) for a, b in PAIRS]
+    if FLOAT_TYPES[layout.ggml_type] == F16:
+        parts = [(words[a // 2], words[b // 2], a % 2 * 2) for a, b in columns]
+        return [_pair(chosen_bytes(a, b, (i, i + 1, i + 4, i + 5))) for a, b, i in parts]
+    return [_pair(rounded(*(layout.float_of(words, column) for column in pair))) for pair in columns]
 
 
 def _scales(layout: WeightLayout, d: UOp, m: UOp | None) -> tuple[UOp, UOp | None]:

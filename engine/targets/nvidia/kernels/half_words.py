@@ -40,6 +40,11 @@ def word_of(low: UOp, high: UOp) -> UOp:
     return bitwise_or([bits[0], shift(bits[1], -16)])
 
 
+def rounded(low: UOp, high: UOp) -> UOp:
+    """The word of two float32, rounded to float16. Only for CUDA."""
+    return UOp(Ops.CUSTOM, U32, (low, high), "tg_bitcast<uint>(__floats2half2_rn({0}, {1}))")
+
+
 def pairwise(function: str, *words: UOp) -> UOp:
     """The word that one of CUDA's functions of pairs of float16 makes of words. Only for CUDA."""
     return _call(U32, function, *words)

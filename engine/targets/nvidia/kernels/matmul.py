@@ -164,7 +164,7 @@ def wmma(a: Sequence[UOp], b: Sequence[UOp], c: Sequence[UOp]) -> list[UOp]:
 def matmul(
     layout: WeightLayout, tokens: int, rows: int, cols: int, tiles: Tiles, paired: bool, name: str,
     activation: Activation = "silu", experts: ExpertTiles | None = None, has_bias: bool = False,
-    bend: Bend | None = None,
+    bend: Bend | None = None, halved: bool = False,
 ) -> Kernel:  # fmt: skip
     """activations @ matrix.T. Buffers: out; x, the activations, float16 (fragments_size(tokens, cols),);
     prompt, the step's state (`pieces`); the matrix's planes. The output is a sum for each part, float32
@@ -173,18 +173,19 @@ def matmul(
     (fragments_size(tokens, rows),); bias, if it `has_bias`, float32 (rows,).
 
     With `experts` the matrix has n * rows rows, and in place of the prompt are: assignments, int32 (experts.size,);
-    tile_experts, the expert of each tile, int32 (experts.count,), -1 where there is none; unless `paired`, factors,
-    those of the assignments, float32 (tokens, used); if it `has_bias`, bias, float32 (n, rows). A `paired` product is
-    of the tokens' activations as rows, float16 (tokens, units_of(cols) * UNIT), and makes fragments of experts.size
-    assignments. Others take such fragments, and make the partial sums that `norm_prompt` adds, one for each slot:
-    float32 (used, tokens, rows), of which they write those of assignments."""
+    tile_experts, the expert of each tile, int32 (experts.count,), -1 where there is none; unless `paired` or `halved`,
+    factors, those of the assignments, float32 (tokens, used); if it `has_bias`, bias, float32 (n, rows). A `paired`
+    product is of the tokens' activations as rows, float16 (tokens, units_of(cols) * UNIT), and makes fragments of
+    experts.size assignments; one `halved`, of gate or up alone, makes float32 (experts.size, rows) of the same, for
+    `activate_assignments`. Others take such fragments, and make the partial sums that `norm_prompt` adds, one for each
+    slot: float32 (used, tokens, rows), of which they write those of assignments."""
     units = units_of(cols)
     assert tiles.tokens == experts.tile if experts else tokens % tiles.tokens == 0
     assert tiles.parts == 1 and rows % 2 == 0 if experts else tiles.parts <= units
     assert tiles.parts == 1 if bend else experts or not has_bias
     steps = -(-units // tiles.parts)
     blocks = experts.count if experts else tokens // tiles.tokens
-    gathered = experts and paired
+    gathered = experts and (paired or halved)
     # Not of more bits, which would take too many registers, nor of experts, where it takes longer.
     loads_ahead = steps > 1 and layout.bits <= 16 and not experts
 
@@ -290,7 +291,7 @@ def matmul(
                             result = as_half(bent(value[2 * k + e], bend))
                             results.append(store(out, fragment_index(token, row + e, rows), result, inside))
                     else:
-                        if experts:
+                        if experts and not halved:
                             assert factors is not None
                             factor = load(factors, assignment, ok)
                             value[2 * k : 2 * k + 2] = [v * factor for v in value[2 * k : 2 * k + 2]]
@@ -305,7 +306,7 @@ def matmul(
         n_bytes = layout.n_bytes(n_matrices * rows, cols)
         return finish(full_name, results, n_bytes, 2 * tokens * per_token * rows * cols)
 
-    sorted_ = ("assignments", "tile_experts", not paired and "factors", has_bias and "bias")
+    sorted_ = ("assignments", "tile_experts", not gathered and "factors", has_bias and "bias")
     planes = "planes", len(layout.shapes(rows, cols))
     given = sorted_ if experts else ("prompt", has_bias and "bias")
     return Kernel(kernel, ("out",), ("x", *given, planes))

@@ -28,7 +28,7 @@ from engine.kernels.kernel import Kernel, Name, call_by_name
 from engine.kernels.launch_hints import LaunchHints, Release
 from engine.targets.nvidia.kernels.chosen_experts import ChosenExperts, ExpertRows
 from engine.targets.nvidia.kernels.delta_net import HeadNorm
-from engine.targets.nvidia.kernels.epilogues import BlockRows, Epilogue
+from engine.targets.nvidia.kernels.epilogues import STORE, BlockRows, Epilogue
 from engine.targets.nvidia.kernels.matrix_bytes import UNIT, units_of
 from engine.targets.nvidia.kernels.uops import (
     f32,
@@ -74,9 +74,9 @@ class Schedule:
 
 @dataclass(frozen=True)
 class StackedMatrices:
-    """Matrices of `cols` columns, one below the other: (layout, rows) of each. With `experts`, each of the n has one
-    such matrix, one after the other. If the results of experts are added, that of a `shared` expert may be too:
-    (layout, columns) of its matrix. `beside`: matrices with vectors of their own, whose rows follow."""
+    """Matrices of `cols` columns, one below the other: (layout, rows) of each. With `experts`, each of the n has
+    such matrices, those of all one after the other. If the results of experts are added, that of a `shared` expert may
+    be too: (layout, columns) of its matrix. `beside`: matrices with vectors of their own, whose rows follow."""
 
     matrices: tuple[tuple[WeightLayout, int], ...]
     cols: int
@@ -85,7 +85,7 @@ class StackedMatrices:
     beside: StackedMatrices | None = None
 
     def __post_init__(self) -> None:
-        assert self.experts is None or len(self.matrices) == 1, "an expert's gate and up differ in type"
+        assert not self.experts or len({rows for _, rows in self.matrices}) == 1
         assert self.shared is None or (self.experts and self.experts.added)
         if self.beside:
             assert self.slots == 1 and not self.shared
@@ -162,8 +162,8 @@ def matvec(
     are added, these are read, and x is (used, permuted_size(cols)), not normed. Else they are written, and counts, how
     often each expert was chosen, int32 (n,); router is its logits, float32 (n,), and the experts have scales, float32
     (n,), if they are scaled. biases, float32 (n, rows), are of all experts. Results that are not added need an epilogue
-    that stores them by slot: `activated`. With a shared expert, shared_x is its vector, and router the logits of
-    `routed`, of which the last is its gate's; its planes follow those of the experts.
+    that stores them by slot: `activated` or `STORE`. With a shared expert, shared_x is its vector, and router the
+    logits of `routed`, of which the last is its gate's; its planes follow those of the experts.
 
     If the kernel `starts_next`, the next one may start as soon as this one has waited (`engine.fixes.early_launch`);
     one whose schedule is early waits later, and lets it start when its threads first meet."""
@@ -171,7 +171,7 @@ def matvec(
     matrices = [(stack, *matrix) for matrix in stack.matrices]
     matrices += [(beside, *matrix) for matrix in beside.matrices] if beside else []
     assert not (n_norm_sums and beside) or beside.cols == cols
-    assert stack.slots == 1 or epilogue.pair == 2
+    assert stack.slots == 1 or epilogue.pair == 2 or epilogue is STORE
     assert s.fits() and s.block_rows % epilogue.pair == 0, s
     whole = all(rows % s.block_rows == 0 for _, _, rows in matrices)
 
@@ -194,7 +194,8 @@ def matvec(
         if chosen:
             assert experts is not None and probabilities is not None
             buffers = experts, probabilities, counts, router, scales, biases
-            chosen_rows = ExpertRows(chosen, matrices[0][2], thread, s.threads * s.groups, *buffers)
+            own_rows = sum(rows for _, rows in stack.matrices)
+            chosen_rows = ExpertRows(chosen, matrices[0][2], own_rows, thread, s.threads * s.groups, *buffers)
         block = UOp.special(stack.n_blocks(s), "gidx0")
         products = [f32(0)] * s.rows
         first, end, factor = block * s.block_rows, UOp.const(matrices[0][2]), f32(matrices[0][1].scale)
@@ -214,7 +215,7 @@ def matvec(
                 functools.partial(heads.factor, head_sums) if heads and head_sums is not None else None
             )
             sums = (
-                chosen_rows.sums(layout, of.cols, vector, matrix_planes, clamped, t, s.threads, active)
+                chosen_rows.sums(layout, of.cols, vector, matrix_planes, clamped, t, s.threads, active, k)
                 if chosen_rows and of.experts
                 else _row_sums(
                     layout, of.cols, vector, matrix_planes, clamped, t, s.threads, active, k, factor_of

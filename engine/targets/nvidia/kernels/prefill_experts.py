@@ -17,16 +17,18 @@ from tinygrad.uop.ops import AxisType, Ops
 
 from engine.kernels.kernel import Kernel
 from engine.targets.nvidia.kernels.expert_choice import ExpertChoice
-from engine.targets.nvidia.kernels.matmul import ExpertTiles
+from engine.targets.nvidia.kernels.matmul import ExpertTiles, as_half, fragment_index
 from engine.targets.nvidia.kernels.pieces import is_used, used_rows
 from engine.targets.nvidia.kernels.uops import (
     I32,
     INDEX,
+    Activation,
     after_store,
     all_of,
     chain,
     f32,
     finish,
+    gated,
     inverse_rms,
     load,
     load_index,
@@ -187,6 +189,25 @@ def sort_assignments(experts: ExpertTiles) -> Kernel:
         return finish(f"prefill_sort_{experts.tokens}_{experts.used}_{n}_{tile}", stores)
 
     return Kernel(kernel, ("assignments", "tile_experts"), ("counts", "chosen"))
+
+
+@functools.cache
+def activate_assignments(experts: ExpertTiles, width: int, activation: Activation) -> Kernel:
+    """activation(gate) * up of each assignment, if the two are separate products. Buffers: out, fragments, float16
+    (fragments_size(experts.size, width),); gate and up, float32 (experts.size, width); assignments and tile_experts
+    (`sort_assignments`)."""
+    threads = 256
+
+    def kernel(out: UOp, gate: UOp, up: UOp, assignments: UOp, tile_experts: UOp) -> UOp:
+        column = UOp.special(-(-width // threads), "gidx0") * threads + UOp.special(threads, "lidx0")
+        place = UOp.special(experts.size, "gidx1")
+        live = load(tile_experts, place // experts.tile) >= 0
+        ok = live & (load(assignments, place, live) >= 0) & (column < width)
+        a, b = (load(rows, place * width + column, ok) for rows in (gate, up))
+        result = store(out, fragment_index(place, column, width), as_half(gated(a, b, activation)), ok)
+        return finish(f"prefill_activate_{experts.size}_{width}", [result])
+
+    return Kernel(kernel, ("out",), ("gate", "up", "assignments", "tile_experts"))
 
 
 @functools.cache

@@ -118,8 +118,10 @@ class DeltaNetHandler(Handler):
         heads, tokens, group = self.heads, step.tokens, 1 if checks else GROUP
         sums, counts = [run.tensor for run in made], tuple(run.parts for run in made)
         runs = Runs(tokens, counts, tuple(part.rows for part in self.in_proj.matrices))
-        of_channels, channels = runs.within(0, heads.channels)
-        of_gate, gate = runs.within(heads.channels, heads.channels + heads.width)
+        end = heads.channels + heads.width
+        of_channels, channels = runs.within(range(heads.channels))
+        of_gate, gate = runs.within(range(heads.channels, end))
+        of_inputs, read = runs.within(range(heads.channels), range(end, heads.rows))
         products, own = step.buffer("delta products", tokens * heads.width), {**self.vectors}
         head_norm = own.pop("norm")
         shared = {
@@ -128,11 +130,11 @@ class DeltaNetHandler(Handler):
             "coefficients": step.buffer("delta coefficients", coefficients_size(heads, tokens, group)),
             "prompt": step.prompt,
         }
-        step.add(delta_inputs(heads, runs, group), **shared, sums=sums, **own)
+        step.add(delta_inputs(heads, of_inputs, group), **shared, sums=[sums[i] for i in read], **own)
         scan = delta_scan(heads, of_channels, step.has_any_pieces, checks)
-        step.add(scan, products=products, **shared, sums=sums[channels], conv=own["conv"])
+        step.add(scan, products=products, **shared, sums=[sums[i] for i in channels], conv=own["conv"])
         remembered, kernel = self._remembered(step), gated_norm(heads, of_gate, step.order)
-        step.add(kernel, out=remembered, products=products, norm=head_norm, sums=sums[gate])
+        step.add(kernel, out=remembered, products=products, norm=head_norm, sums=[sums[i] for i in gate])
         return remembered
 
     def roles(self, uses: BufferUses) -> None:

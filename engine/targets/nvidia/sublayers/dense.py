@@ -9,9 +9,8 @@ from engine.measure.kernel_roles import BufferUse
 from engine.targets.buffer_uses import BufferUses
 from engine.targets.nvidia.decode_step import DecodeStep
 from engine.targets.nvidia.kernels.epilogues import STORE, activate, activated
-from engine.targets.nvidia.kernels.prefill import activate_prompt
 from engine.targets.nvidia.kernels.weight_layout import permuted_size
-from engine.targets.nvidia.matrices import product_of
+from engine.targets.nvidia.matrices import Product, gate_up_of, product_of
 from engine.targets.nvidia.norms import Norm
 from engine.targets.nvidia.prompt_step import PromptStep, Sums
 from engine.targets.nvidia.sublayers.handler import Handler, Loading
@@ -22,7 +21,7 @@ class DenseHandler(Handler):
 
     def __init__(self, part: Dense, _: Loading) -> None:
         self.part = part
-        self.gate_up = product_of([part.gate, part.up], alternate=part.gate.type == part.up.type)
+        self.gate_up = Product(gate_up_of(part))
         self.down = product_of([part.down])
         self.products = self.gate_up, self.down
 
@@ -47,12 +46,7 @@ class DenseHandler(Handler):
         step.norm(norm)
         width, activation = self.part.width, self.part.activation
         out = step.activations("activated", width)
-        if len(self.gate_up.matrices) == 1:
-            step.gate(self.gate_up.single_matrix, activation, out)
-        else:
-            gate, up = step.products(self.gate_up, "gate_up")
-            kernel = activate_prompt(step.tokens, width, (gate.parts, up.parts), activation, step.order)
-            step.add(kernel, out=out, gate=gate.tensor, up=up.tensor)
+        step.gate(self.gate_up.matrices, activation, out)
         return step.product(self.down.single_matrix, out, "down")
 
     def roles(self, uses: BufferUses) -> None:

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import numpy as np
+from numpy.typing import NDArray
 from tinygrad import Tensor, dtypes
 
-from engine.description.sublayers import Experts
+from engine.description.sublayers import Experts, Weight
+from engine.formats.dequantize import HOST_TYPES, dequantized
+from engine.formats.ggml_types import GGML_TYPES
 from engine.kernels.device_memory import to_device
+from engine.kernels.quantized_matrix import QuantizedMatrix
+from engine.loading.weights import Weights
 from engine.measure.kernel_roles import BufferUse
 from engine.targets.buffer_uses import BufferUses
 from engine.targets.nvidia.decode_step import DecodeMemory, DecodeStep
 from engine.targets.nvidia.kernels.chosen_experts import ChosenExperts
-from engine.targets.nvidia.kernels.epilogues import STORE, STORE_BIASED, activated, routed
+from engine.targets.nvidia.kernels.epilogues import STORE, STORE_BIASED, activate, activated, routed
 from engine.targets.nvidia.kernels.matmul import expert_tiles, fragments_size, matmul
 from engine.targets.nvidia.kernels.prefill_experts import (
+    activate_assignments,
     add_shared,
     choose_experts,
     count_assignments,
@@ -21,7 +27,7 @@ from engine.targets.nvidia.kernels.prefill_experts import (
     sort_assignments,
 )
 from engine.targets.nvidia.kernels.weight_layout import permuted_size
-from engine.targets.nvidia.matrices import Product, matrices_of, product_of
+from engine.targets.nvidia.matrices import Matrix, Product, gate_up_of, matrices_of, product_of
 from engine.targets.nvidia.norms import Norm
 from engine.targets.nvidia.prompt_step import PromptStep, Sums
 from engine.targets.nvidia.sublayers.handler import Handler, Loading
@@ -36,38 +42,37 @@ def chosen_experts(memory: DecodeMemory, used: int) -> dict[str, Tensor]:
 
 
 class ExpertsHandler(Handler):
-    """The weights of a mixture of experts. With a shared expert, its gate is a row of the router, and the router's
-    product has a second matrix: the shared expert's gate and up, whose rows alternate. `router_rows`: the router as
-    prefill reads it, float32 (experts * dim,), or one row more. The biases of gate and up alternate as their rows do,
-    float32 (experts * 2 * width,); those of down are float32 (experts * dim,). `scales`: what the experts' results are
+    """The weights of a mixture of experts. Rows of gate and up alternate, unless these differ in type: then they are
+    matrices of their own. With a shared expert, its gate is a row of the router, and the router's product also has the
+    shared expert's gate and up (`shared`). `router_rows`: the router as prefill reads it, float32 (experts * dim,), or
+    one row more. `biases`: those of gate and up of each expert, in the order of their rows, float32 (experts * 2 *
+    width,); `matrix_biases`: of each matrix of `gate_up` those, None without; those of down are float32 (experts *
+    dim,). `scales`: what the experts' results are
     multiplied by, float32 (experts,). `choices`: how often each expert was chosen, int32 (experts,)."""
-
-    @classmethod
-    def lacks(cls, part: Experts) -> str:
-        return "experts whose gate and up differ in type" if part.gate.type != part.up.type else ""
 
     def __init__(self, part: Experts, loading: Loading) -> None:
         weights, self.part = loading.weights, part
-        self.gate_up_bias = None
+        alternate = part.gate.type == part.up.type
+        self.biases, self.matrix_biases = None, [None, None]
         if part.gate_bias and part.up_bias:
             biases = [weights.vector(bias) for bias in (part.gate_bias, part.up_bias)]
-            self.gate_up_bias = to_device(np.stack(biases, axis=1).reshape(-1))
+            shaped = [b if alternate else b.reshape(part.count, -1) for b in biases]
+            self.biases = to_device(np.stack(shaped, axis=1).reshape(-1))
+            self.matrix_biases = [self.biases] if alternate else [to_device(b) for b in biases]
         self.scales, self.choices = loading.vector(part.scales), next(loading.choices)
-        has_bias = self.gate_up_bias is not None
         chosen = ChosenExperts(
-            part.used, part.count, False, has_bias, part.least_sum, self.scales is not None
+            part.used, part.count, False, self.biases is not None, part.least_sum, self.scales is not None
         )
         added = ChosenExperts(part.used, part.count, added=True, bias=part.down_bias is not None)
         routers, shared_down = [part.router, *([part.shared_gate] if part.shared_gate else [])], None
-        rows = [weights.read(weight, range(weight.rows)) for weight in routers]
-        self.router = product_of(routers)
+        self.router, self.shared = product_of(routers), list[Matrix]()
         if part.shared:
-            shared_gate_up = matrices_of([part.shared.gate, part.shared.up], alternate=True)
-            self.router = Product([*self.router.matrices, *shared_gate_up])
+            self.shared = gate_up_of(part.shared)
+            self.router = Product([*self.router.matrices, *self.shared])
             (shared_down,) = matrices_of([part.shared.down])
-        self.router_rows = to_device(np.concatenate(rows).view(np.float32))
+        self.router_rows = to_device(np.concatenate([_floats(weights, weight) for weight in routers]))
         self.router_bias = loading.vector(part.router_bias)
-        self.gate_up = product_of([part.gate, part.up], alternate=True, experts=chosen)
+        self.gate_up = product_of([part.gate, part.up], alternate, chosen)
         self.down = Product(matrices_of([part.down]), added, shared_down)
         self.down_bias = loading.vector(part.down_bias)
         self.products = self.router, self.gate_up, self.down
@@ -87,40 +92,51 @@ class ExpertsHandler(Handler):
 
     def route(self, step: DecodeStep, norm: Norm) -> None:
         """Adds the router, with the gate and up of a shared expert."""
-        logits, shared_x = self.routed(step)
+        (logits, shared_x), shared, n = self.routed(step), self.part.shared, self.part.count + 1
         buffers: dict[str, Tensor | None]
-        if self.part.shared and self.down.shared:
-            assert self.router_bias is None
-            epilogue = routed(self.part.count + 1, self.part.shared.activation)
+        assert not (shared and self.router_bias)
+        if len(self.shared) == 1 and shared and self.down.shared:
+            epilogue = routed(n, shared.activation)
             buffers = {"logits": logits, "out": shared_x, "input_scale": step.input_scale(self.down.shared)}
         else:
             epilogue = STORE if self.router_bias is None else STORE_BIASED
             buffers = {"out": logits, "bias": self.router_bias}
         step.multiply(self.router, norm, epilogue, buffers, "router")
+        if len(self.shared) == 2 and shared and self.down.shared:
+            kernel = activate(shared.width, shared.activation, first=n)
+            step.add(kernel, out=shared_x, rows=logits, input_scale=step.input_scale(self.down.shared))
 
     def choose(self, step: DecodeStep, norm: Norm) -> Tensor:
         """Adds the choice of experts, with their gate and up; returns the input of the last product."""
         part, (logits, _) = self.part, self.routed(step)
         out = step.buffer("experts_activated", part.used * permuted_size(part.up.rows))
         (down,) = self.down.matrices
-        buffers = {
-            "out": out,
-            "input_scale": step.input_scale(down),
+        input_scale = step.input_scale(down)
+        buffers: dict[str, Tensor | None] = {
             **chosen_experts(step.memory, part.used),
+            "counts": self.choices,
+            "router": logits,
+            "scales": self.scales,
+            "biases": self.biases,
         }
-        others = {
-            "counts": self.choices, "router": logits, "scales": self.scales, "biases": self.gate_up_bias
-        }  # fmt: skip
-        epilogue = activated(part.activation)
-        step.multiply(self.gate_up, norm, epilogue, {**buffers, **others}, "experts_gate_up")
+        if len(self.gate_up.matrices) == 1:
+            buffers |= {"out": out, "input_scale": input_scale}
+            step.multiply(self.gate_up, norm, activated(part.activation), buffers, "experts_gate_up")
+        else:
+            rows = step.buffer("experts_gate_up", part.used * 2 * part.up.rows)
+            step.multiply(self.gate_up, norm, STORE, {**buffers, "out": rows}, "experts_gate_up")
+            kernel = activate(part.up.rows, part.activation, part.used)
+            step.add(kernel, out=out, rows=rows, input_scale=input_scale)
         return out
 
     def routed(self, step: DecodeStep) -> tuple[Tensor, Tensor | None]:
-        """The router's logits, and with a shared expert the input of its last product."""
+        """The router's logits, and with a shared expert the input of its last product. If that one's gate and up are
+        matrices of their own, their rows follow the logits."""
         if not self.part.shared:
             return step.buffer("router", self.part.count), None
-        width = permuted_size(self.part.shared.width)
-        return step.buffer("router", self.part.count + 1), step.buffer("shared expert", width)
+        width, apart = self.part.shared.width, len(self.shared) == 2
+        logits = step.buffer("router", self.part.count + 1 + 2 * width * apart)
+        return logits, step.buffer("shared expert", permuted_size(width))
 
     def prefill(self, step: PromptStep, norm: Norm) -> Sums:
         return self.compute(step, norm, norm)
@@ -158,12 +174,18 @@ class ExpertsHandler(Handler):
         add(count_assignments(tiles), counts=counts, choices=self.choices, chosen=chosen)
         lists = {"assignments": assignments, "tile_experts": tile_experts}
         add(sort_assignments(tiles), **lists, counts=counts, chosen=chosen)
-        matrix, bias = self.gate_up.single_matrix, self.gate_up_bias
-        kernel = matmul(
-            matrix.layout, tokens, 2 * width, dim, tiles.tiles, True, "experts_gate_up", part.activation,
-            tiles, bias is not None,
-        )  # fmt: skip
-        add(kernel, out=activated, x=step.x, **lists, bias=bias, planes=matrix.planes)
+        matrices, halves = self.gate_up.matrices, list[Tensor]()
+        for i, (matrix, bias) in enumerate(zip(matrices, self.matrix_biases, strict=False)):
+            halved, rows = len(matrices) == 2, matrix.rows // n
+            kernel = matmul(
+                matrix.layout, tokens, rows, dim, tiles.tiles, not halved, f"experts_gate_up{i}" if halved else
+                "experts_gate_up", part.activation, tiles, bias is not None, halved,
+            )  # fmt: skip
+            halves.append(step.buffer(f"experts {i}", tiles.size * rows) if halved else activated)
+            add(kernel, out=halves[i], x=step.x, **lists, bias=bias, planes=matrix.planes)
+        if len(matrices) == 2:
+            kernel = activate_assignments(tiles, width, part.activation)
+            add(kernel, out=activated, gate=halves[0], up=halves[1], **lists)
         (matrix,), bias = self.down.matrices, self.down_bias
         kernel = matmul(
             matrix.layout, tokens, dim, width, tiles.tiles, False, "experts_down", experts=tiles,
@@ -173,7 +195,7 @@ class ExpertsHandler(Handler):
         if part.shared and self.down.shared:
             step.norm(router_norm)
             out = step.activations("shared expert", part.shared.width)
-            step.gate(self.router.matrices[1], part.shared.activation, out)
+            step.gate(self.shared, part.shared.activation, out)
             shared = step.product(self.down.shared, out, "shared down")
             kernel = add_shared(tokens, dim, shared.parts, n_rows)
             add(kernel, stream=step.h, sums=shared.tensor, logits=logits)
@@ -182,5 +204,16 @@ class ExpertsHandler(Handler):
     def roles(self, uses: BufferUses) -> None:
         router = self.router_rows, self.router_bias, self.choices, self.scales, *self.router.planes
         uses.add(BufferUse("router"), *router)
-        gate_up, down = [self.gate_up_bias, *self.gate_up.planes], [self.down_bias, *self.down.planes]
+        gate_up, down = [self.biases, *self.gate_up.planes], [self.down_bias, *self.down.planes]
+        gate_up += [bias for bias in self.matrix_biases if bias is not self.biases]
         uses.add_experts(self.part, self.part.used, gate_up, down)
+
+
+def _floats(weights: Weights, weight: Weight) -> NDArray[np.float32]:
+    """A matrix as float32, (rows * cols,)."""
+    raw = weights.read(weight, range(weight.rows))
+    if GGML_TYPES[weight.type].name in HOST_TYPES:
+        return dequantized(raw, weight.type)
+    matrix = QuantizedMatrix(weight.type, weight.rows, weight.cols)
+    values: NDArray[np.float32] = matrix.dequantize_rows(Tensor(raw.copy()), weight.rows).flatten().numpy()
+    return values

@@ -1,0 +1,143 @@
+"""Small files whose tensors differ in type from one to the next, each beside the float32 reference:
+
+    python -m tools.measure type_check [--backend cuda] [--count 64] [--first 0] [--processes 8]
+
+File n is of the same shape and types each time. Architectures take turns. Drawn are the type of each matrix, sizes
+that are no multiples of 256, heads of many sizes and numbers, a tied head or one of its own. Prompts of 50 and 300
+tokens are read, and a few more decoded one by one. A line says how far the answers are, and whether the file ran on
+kernels of its device or as tensor graphs. The exit code is 1 if one did not, failed, or differs more than roundings
+explain. Most of a file's time goes to compiling its kernels.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import sys
+import tempfile
+import traceback
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tools.measure.engine_process import alone, log_probabilities, set_up
+
+PROMPTS, DECODED, CONTEXT = (50, 300), 4, 1024
+LIMIT = 1e-3  # of a divergence: an expert chosen otherwise, because two are nearly equal, gives up to 1e-2
+_FLOATS: tuple[str, ...] = "F32", "F16", "BF16"
+_SMALL = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "IQ4_NL", "MXFP4")
+_LARGE = ("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_XS")  # of blocks of 256
+_HEADS = ((4, 2), (3, 1), (5, 5), (7, 1), (9, 3), (14, 2), (8, 1), (6, 3))
+_HEAD_SIZES = (64, 80, 96, 128, 256, 48, 112)
+
+
+def drawn(n: int) -> dict[str, Any]:
+    """The arguments of `generated_model.write` for file n."""
+    from tests.generated_model import ARCHITECTURES
+
+    draw, names = random.Random(n), [*ARCHITECTURES]
+    name = names[n % len(names)]
+    parts = ARCHITECTURES[name]
+    layers, dim, ffn = (
+        4 if parts.layers or parts.delta else 2,
+        draw.choice((256, 288, 512)),
+        draw.choice((256, 352, 512)),
+    )
+    shape: dict[str, Any] = {"architecture": name, "quant": "F16", "layers": layers, "dim": dim, "ffn": ffn}
+    shape |= {"seed": n, "tied": draw.random() < 0.5}
+    if parts.beside or parts.layers:
+        shape |= {"dim": (dim := 256), "heads": 4, "kv_heads": 2}
+    else:
+        heads, kv_heads = draw.choice(_HEADS)
+        shape |= {"heads": heads, "kv_heads": kv_heads, "head_dim": draw.choice(_HEAD_SIZES)}
+    out = shape["heads"] * shape.get("head_dim", dim // shape["heads"])
+    width = draw.choice((256, 96))
+    if parts.experts and "expert_feed_forward_length" in parts.keys:
+        shape["keys"] = {"expert_feed_forward_length": width}
+        shape["keys"] |= {"expert_shared_feed_forward_length": width} if parts.shared else {}
+    else:
+        width = ffn
+
+    def type_of(cols: int) -> str:
+        kinds = [_FLOATS]
+        if cols % 32 == 0:
+            kinds += [_SMALL, _LARGE, _LARGE] if cols % 256 == 0 else [_SMALL, _SMALL]
+        return draw.choice(draw.choice(kinds))
+
+    cols = dict.fromkeys(("attn_q", "attn_k", "attn_v", "attn_qkv", "attn_gate", "ffn_gate", "ffn_up"), dim)
+    cols |= dict.fromkeys(("ffn_gate_shexp", "ffn_up_shexp", "ssm_alpha", "ssm_beta", "inp_gate"), dim)
+    cols |= dict.fromkeys(("ffn_gate_exps", "ffn_up_exps", "ffn_gate_up_exps"), dim)
+    cols |= {"ffn_down_exps": width, "ffn_down_shexp": width, "proj": 32, "ssm_out": 64}
+    types = {f"blk.{i}.{kind}": type_of(n) for i in range(layers) for kind, n in cols.items()}
+    for i in range(layers):
+        types[f"blk.{i}.ffn_down"] = type_of(32 if parts.layers else ffn)
+        types[f"blk.{i}.attn_output"] = type_of(32 if parts.layers or parts.beside else out)
+        types[f"blk.{i}.ffn_gate_inp"] = draw.choice(("F32", "F32", "F16", "BF16"))
+    types |= {"token_embd": type_of(dim), "output": type_of(dim), "per_layer_token_embd": type_of(32)}
+    return shape | {"types": types}
+
+
+def check(backend: str, numbers: list[int]) -> int:
+    """Prints a line for each file; returns how many are not as they should be. To be called in a process of its
+    own."""
+    set_up(backend)
+    faults = 0
+    for n in numbers:
+        line, is_fine = _check(n)
+        print(line, flush=True)
+        faults += not is_fine
+    return faults
+
+
+def _check(n: int) -> tuple[str, bool]:
+    """A line for file n, and whether it is as it should be."""
+    from tinygrad import Device
+
+    from engine.description.architectures import read_spec
+    from engine.formats.gguf import GGUF
+    from engine.loading.weights import Weights
+    from engine.model.coverage import target_of
+    from engine.model.open_runner import open_runner
+    from tests import generated_model
+    from tests.reference import Reference, divergence
+
+    shape = drawn(n)
+    heads = f"{shape['heads']}/{shape['kv_heads']} heads of {shape.get('head_dim', '-')}"
+    about = f"{n:4} {shape['architecture']:10} {shape['dim']}, {shape['ffn']}, {heads}"
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            path = generated_model.write(Path(folder) / "model.gguf", **shape)
+            file, reference = GGUF(path), Reference(path, CONTEXT)
+        spec = read_spec(file)
+        target = target_of(spec, Device.DEFAULT)
+        worst, wrong, draw = 0.0, 0, np.random.default_rng(n)
+        runner = open_runner(Weights(file, spec, lambda _: None), CONTEXT)
+        for prompt in PROMPTS:
+            tokens = draw.integers(0, spec.vocab, prompt + DECODED).tolist()
+            wanted = reference.logits(tokens, DECODED)
+            got = log_probabilities(runner, tokens, prompt)
+            worst = max(worst, *(float(divergence(a, b)) for a, b in zip(wanted, got, strict=True)))
+            wrong += int((got.argmax(-1) != wanted.argmax(-1)).sum())
+    except Exception:
+        return f"{about}: {traceback.format_exc()}{shape}", False
+    is_fine = target != "graph" and worst < LIMIT
+    told = f"{about:58} {target:7} divergence {worst:8.1e} wrong tokens {wrong} of {DECODED * len(PROMPTS)}"
+    return told if is_fine else f"{told} {shape}", is_fine
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--backend", default="auto")
+    parser.add_argument("--count", type=int, default=64, help="files")
+    parser.add_argument("--first", type=int, default=0, help="the number of the first file")
+    parser.add_argument("--processes", type=int, default=8, help="at once")
+
+
+def run(given: argparse.Namespace) -> None:
+    files = range(given.first, given.first + given.count)
+    shares = [[*files[i :: given.processes]] for i in range(given.processes)]
+    with ThreadPoolExecutor(given.processes) as pool:
+        faults = sum(pool.map(lambda share: alone(check, given.backend, share), filter(None, shares)))
+    print(f"{given.count} files, {faults} not as they should be")
+    sys.exit(1 if faults else 0)
