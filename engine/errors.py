@@ -1,5 +1,8 @@
 """Failures that a user can act on. Each carries one sentence on what is wrong and one on what to do."""
 
+import contextlib
+import sys
+import traceback
 from typing import ClassVar, Literal
 
 FailureKind = Literal["usage", "model", "template", "backend", "context", "internal"]
@@ -75,6 +78,30 @@ class PreemptedError(OrinError):
     """The engine stopped background work, such as a profile, because a request came in."""
 
     kind = "usage"
+
+
+def print_without_messages(error: BaseException | None) -> None:
+    """Prints the traceback and the type of each error in the chain to the log, not its message, which may quote the
+    prompt."""
+    with contextlib.suppress(OSError):  # the disk is full
+        while error is not None:
+            frames = "".join(traceback.format_tb(error.__traceback__))
+            print(frames, type(error).__name__, file=sys.stderr, sep="")
+            error = error.__cause__ or error.__context__
+
+
+def described(error: Exception) -> tuple[FailureKind, str, str]:
+    """Kind, message and hint of any error."""
+    if isinstance(error, OrinError):
+        return error.kind, error.message, error.hint
+    if isinstance(error, MemoryError) or "out of memory" in str(error):  # as CUDA's driver says it
+        hint = "Choose a smaller model or a shorter context."
+        return "backend", "There is not enough memory for this model and context.", hint
+    text = str(error)
+    if text.startswith("CUDA Error"):
+        hint = "Send the prompt again: another process answers it. If that fails too, dmesg may say why."
+        return "backend", f"The GPU failed: {text.rstrip('.')}.", hint
+    return "internal", f"The engine failed: {type(error).__name__}: {text}".removesuffix(": "), ""
 
 
 def one_line(text: str, limit: int = 200) -> str:

@@ -13,6 +13,7 @@ from engine.formats.gguf import GGUF
 from engine.formats.prompt import PromptEncoder
 from engine.protocol import worker
 from engine.protocol.events import EngineOptions, Measure, Measured, ModelInfo, Ready
+from engine.protocol.served_model import Report
 from engine.runtime.answer import Answers
 from engine.runtime.scheduler import Scheduler
 from tests.runtime.fake_batch_runner import FakeBatchRunner
@@ -23,7 +24,7 @@ CONTEXT = 500
 class ParallelModel:
     """A worker's `Model` with a scheduler. Only the tokenizer is of the model file."""
 
-    def __init__(self, options: EngineOptions, report: worker.Report) -> None:
+    def __init__(self, options: EngineOptions, report: Report) -> None:
         self.begin = Answers(PromptEncoder(GGUF(options.model_path)), CONTEXT).begin
         self.scheduler = Scheduler(FakeBatchRunner(options.parallel), report)
         info = ModelInfo(
@@ -36,6 +37,9 @@ class ParallelModel:
         )  # fmt: skip
 
     def warm_up(self, interrupted: Any) -> None:
+        pass
+
+    def check_device(self) -> None:
         pass
 
     def measure(self, request: Measure) -> Measured:

@@ -29,7 +29,7 @@ class ReferenceModel:
     def generate(
         self, request: Generate, report: Callable[[Event], None], cancelled: Callable[[], bool]
     ) -> Finished:
-        """As `engine.protocol.worker.Model.generate`."""
+        """As `engine.protocol.served_model.Answering`."""
         answer = self._answers.begin(request, report)
         answer.report_prefill(0)
         while answer.reason is None:

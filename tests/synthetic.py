@@ -45,7 +45,7 @@ from engine.protocol.events import (
     TopToken,
     Warming,
 )
-from engine.protocol.worker import Report
+from engine.protocol.served_model import Report
 from tests.paths import ROOT
 
 THOUGHT = (
@@ -98,6 +98,7 @@ class Behaviour:
     warm_up_fails: bool = False  # once it is ready
     failure: str = ""  # the same, in the answer, at token `fail_at`
     fail_at: int = 0
+    device_fails: bool = False  # with `failure`, or after it
     die_at: int = -1  # SIGKILL
     hang_at: int = -1  # deaf to Cancel
     until: str = ""  # the file that ends a hang; else death waits for it, or loading if there is neither
@@ -229,6 +230,10 @@ class SyntheticModel:
     def warm_up(self, interrupted: Callable[[], bool]) -> None:
         if self.behaviour.warm_up_fails:
             raise errors.BackendError("The GPU stopped.", "Restart the engine.")
+
+    def check_device(self) -> None:
+        if self.behaviour.device_fails:
+            raise RuntimeError("CUDA Error 719, unspecified launch failure")
 
     def measure(self, request: Measure) -> Measured:
         return Measured(

@@ -224,6 +224,10 @@ class TextModel:
         compiler_processes.dismiss()
         self.scheduler.keep(interrupted)
 
+    def check_device(self) -> None:
+        """Raises RuntimeError if the device works no longer: after a fault, a driver refuses all that is asked."""
+        Device[Device.DEFAULT].synchronize()
+
     def _report_slots(self, slots: Slots, report: Report) -> None:
         """Reports what the scheduler does, and which experts its steps have chosen."""
         report(replace(slots, device_bytes=GlobalCounters.mem_used_per_device[Device.DEFAULT]))

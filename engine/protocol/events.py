@@ -10,7 +10,7 @@ from typing import Literal
 
 import msgspec
 
-from engine.errors import EXIT_CODES, FailureKind, OrinError, one_line
+from engine.errors import EXIT_CODES, FailureKind, described, one_line
 from engine.protocol.conversation import PICTURE_MARK as PICTURE_MARK
 from engine.protocol.conversation import Chat as Chat
 from engine.protocol.conversation import Message as Message
@@ -457,15 +457,8 @@ class Failed(_Record, frozen=True, kw_only=True):
     @classmethod
     def from_error(cls, error: Exception, request_id: int | None = None) -> Failed:
         """The event of any exception. Its texts are printable, on one line, of at most MESSAGE_CHARS characters."""
-        if isinstance(error, OrinError):
-            kind, message, hint = error.kind, error.message, error.hint
-        elif isinstance(error, MemoryError) or "out of memory" in str(error):  # as CUDA's driver says it
-            kind, message = "backend", "There is not enough memory for this model and context."
-            hint = "Choose a smaller model or a shorter context."
-        else:
-            text = f"{type(error).__name__}: {error}".removesuffix(": ")
-            kind, message, hint = "internal", f"The engine failed: {text}", ""
-        message, hint = (one_line(text, MESSAGE_CHARS) for text in (message, hint))
+        kind, *texts = described(error)
+        message, hint = (one_line(text, MESSAGE_CHARS) for text in texts)
         return cls(kind=kind, message=message, hint=hint, request_id=request_id)
 
     @property

@@ -27,11 +27,11 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
-from typing import TYPE_CHECKING, Never, Protocol
+from typing import TYPE_CHECKING, Never
 
 from msgspec.structs import replace
 
-from engine.errors import PreemptedError
+from engine.errors import OrinError, PreemptedError, print_without_messages
 from engine.heap import return_large_blocks
 from engine.measure.timeline import timeline
 from engine.protocol.client_turns import ClientTurns
@@ -42,17 +42,15 @@ from engine.protocol.events import (
     Failed,
     Finished,
     Generate,
-    KernelProfile,
     Load,
     Measure,
-    Measured,
     Profile,
-    Ready,
     Request,
     Shutdown,
     Token,
     command_decoder,
 )
+from engine.protocol.served_model import Model, Report
 from engine.protocol.transport import Deframer, frame, pack
 from engine.start_trial import start_trials
 
@@ -65,59 +63,6 @@ MAX_RESTARTS = 8
 _RESTARTED = "ORIN_CHAT_RESTARTED"  # how often, and the file descriptor with the commands so far
 _SEND_INTERVAL_S = 0.01
 _GRACE_S = 1.0  # a request that is about to come shall not wait for what prepares later ones
-
-Report = Callable[[Event], None]
-
-
-class Answering(Protocol):
-    """What answers requests, several at a time (`engine.runtime.scheduler`)."""
-
-    @property
-    def busy(self) -> bool:
-        """Whether a request is answered or waits."""
-        ...
-
-    def add(
-        self,
-        answer: Answer,
-        cancelled: Callable[[], bool],
-        end: Callable[[Finished | Exception], None],
-        came_s: float,
-    ) -> None:
-        """Answers a request in later steps that came at `came_s` (`time.perf_counter`). It reports `Prefilling`,
-        `Token` and `Thinking`; `end` gets `Finished`, or why it failed. Once `cancelled` returns True, the answer ends
-        as "cancelled"."""
-        ...
-
-    def step(self) -> None:
-        """Works for a short while."""
-        ...
-
-
-class Model(Protocol):
-    """What a worker serves. `ready` describes it; the worker fills in `load_ms`, and the `at_ms` of each token."""
-
-    ready: Ready
-
-    @property
-    def scheduler(self) -> Answering: ...
-
-    def begin(self, request: Generate, report: Report) -> Answer:
-        """What `scheduler` takes. Called by one thread, which is not the main one. Raises ContextFullError,
-        TemplateError and UsageError."""
-        ...
-
-    def warm_up(self, interrupted: Callable[[], bool]) -> None:
-        """Prepares for later answers while no request waits. Calls `interrupted` often, and returns once it is
-        True."""
-        ...
-
-    def measure(self, request: Measure) -> Measured: ...
-
-    def profile(self, request: Profile, interrupted: Callable[[], bool]) -> KernelProfile:
-        """Calls `interrupted` between kernels. Raises PreemptedError once it returns True."""
-        ...
-
 
 Loader = Callable[[EngineOptions, Report], Model]
 _server: _Server | None = None
@@ -155,6 +100,7 @@ class _Server:
         self._prompts = ThreadPoolExecutor(1, "prompts")
         self._to_begin = ClientTurns()
         self._beginning = 0  # requests whose prompts the thread has
+        self._is_suspect = False  # something failed, perhaps the device
         self._restarting = threading.Lock()
         self._restarts, commands_fd = map(int, os.environ.pop(_RESTARTED, "0 -1").split())
         self._outbox = _Outbox(sock)
@@ -206,12 +152,20 @@ class _Server:
     def _work(self, model: Model) -> bool:
         """Works until there is a command or nothing to do. False if the engine has failed."""
         try:
+            self._check_device(model)
             while model.scheduler.busy and not self._inbox.has_request():
                 model.scheduler.step()
+                self._check_device(model)
         except Exception as error:
             self._report_failure(error)
             return False
         return True
+
+    def _check_device(self, model: Model) -> None:
+        """Raises if the device works no longer. Some of a driver's errors end all of a process's work on it."""
+        if self._is_suspect:
+            self._is_suspect = False
+            model.check_device()
 
     def _begin_next(self, model: Model) -> None:
         """Makes an answer of a request, in the thread for prompts."""
@@ -231,6 +185,7 @@ class _Server:
             if isinstance(result, Finished):
                 self._end(replace(result, load_ms=self._load_ms), begun.request_id)
             else:
+                self._is_suspect |= not isinstance(result, OrinError)
                 self._end(_failure(result, begun.request_id), begun.request_id)
 
         if isinstance(begun.answer, Exception):
@@ -283,6 +238,7 @@ class _Server:
             else:
                 end = model.profile(request, self._inbox.has_request)
         except Exception as error:
+            self._is_suspect |= not isinstance(error, OrinError)
             end = _failure(error, request.request_id)
         self._end(end, request.request_id)
 
@@ -366,7 +322,7 @@ class _Inbox:
                         self._take(payload)
                 data = b""
         except Exception as error:  # the client sent something that is not a command
-            _log_without_messages(error)
+            print_without_messages(error)
         _die()
 
     def _take(self, payload: bytes) -> None:
@@ -424,17 +380,8 @@ class _Outbox:
 def _failure(error: Exception, request_id: int) -> Failed:
     """The end of a request that failed, which the log tells too."""
     if not isinstance(error, PreemptedError):
-        _log_without_messages(error)
+        print_without_messages(error)
     return Failed.from_error(error, request_id)
-
-
-def _log_without_messages(error: BaseException | None) -> None:
-    """Prints the traceback and the type of each error in the chain, not its message: that may quote the prompt."""
-    with contextlib.suppress(OSError):  # the disk is full
-        while error is not None:
-            frames = "".join(traceback.format_tb(error.__traceback__))
-            print(frames, type(error).__name__, file=sys.stderr, sep="")
-            error = error.__cause__ or error.__context__
 
 
 def _die() -> Never:

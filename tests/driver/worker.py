@@ -12,7 +12,8 @@ import socket
 import sys
 
 from engine.backends import prepare
-from engine.protocol.worker import Model, Report, _load_text_model, serve
+from engine.protocol.served_model import Model, Report
+from engine.protocol.worker import _load_text_model, serve
 
 
 def main(kind: str, which: str, fd: str) -> None:

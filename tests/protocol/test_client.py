@@ -208,6 +208,28 @@ async def test_a_request_that_fails_leaves_the_engine_serving(engines, failure, 
     assert engine.pid == pid
 
 
+async def test_a_device_that_failed_ends_the_engine(engines):
+    """A driver refuses all that a process asks after a fault, so the next prompt needs another process."""
+    engine = engines(failure="RuntimeError", fail_at=2, device_fails=True)
+    await collect(engine.start())
+    pid, gone = engine.pid, asyncio.Event()
+    engine.on_event = lambda event: isinstance(event, Failed) and event.request_id is None and gone.set()
+    events = await collect(engine.generate(ask(9)))
+    assert token_ids(events) == [0, 1] and isinstance(events[-1], Failed)
+    await asyncio.wait_for(gone.wait(), 60)
+    assert token_ids(await collect(engine.generate(ask(10, max_tokens=2)))) == [0, 1]
+    assert engine.pid != pid
+
+
+def test_a_failure_of_the_gpu_is_a_sentence():
+    failed = Failed.from_error(RuntimeError("CUDA Error 719, unspecified launch failure"))
+    assert (failed.kind, failed.message) == (
+        "backend",
+        "The GPU failed: CUDA Error 719, unspecified launch failure.",
+    )
+    assert "Send the prompt again" in failed.hint
+
+
 async def test_no_prompt_is_logged(engines):
     engine = engines(failure="ValueError")
     events = await collect(engine.generate(ask(text="my secret")))

@@ -21,9 +21,10 @@ from tests import generated_model
 from tests.paths import ROOT
 from tests.soak.counts import Counts
 
+PYTHONPATH = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
 LIMIT_S = 120.0
 _START_S = 6.0
-_LEAK_BYTES = 64 << 20
+LEAK_BYTES = 64 << 20
 _TAKES = """
 import ctypes, sys
 cuda = ctypes.CDLL("libcuda.so.1")
@@ -55,7 +56,7 @@ async def _all(tries: int, choose: random.Random, counts: Counts, path: Path) ->
     prompts = [[choose.randrange(200) for _ in range(n)] for n in (3, 40, 100, 300)]
     async with _engine(path) as engine:
         expected = [await _answer(engine, prompt) for prompt in prompts]
-    async with _other_program() as other:
+    async with other_program() as other:
         free = other.free_bytes
     for _ in range(tries):
         moment = choose.choice([_while_it_answers, _while_it_starts, _while_another_starts])
@@ -66,8 +67,8 @@ async def _all(tries: int, choose: random.Random, counts: Counts, path: Path) ->
             counts.survived[f"{name}: {end}"] += 1
         except Exception as error:
             counts.lost[f"{name}: {type(error).__name__} {error}"] += 1
-    async with _other_program() as other:
-        if (missing := free - other.free_bytes) > _LEAK_BYTES:
+    async with other_program() as other:
+        if (missing := free - other.free_bytes) > LEAK_BYTES:
             counts.lost[f"{missing >> 20} MB are missing"] += 1
 
 
@@ -79,7 +80,7 @@ async def _while_it_answers(
 ) -> str:
     async with _engine(path) as engine:
         await _answer(engine, prompts[0])
-        async with _other_program() as other:
+        async with other_program() as other:
             await other.take()
             ends = [await _try(engine, prompts, expected, choose) for _ in range(3)]
         await _recover(engine, prompts, expected, choose, counts)
@@ -90,7 +91,7 @@ async def _while_it_starts(
     path: Path, choose: random.Random, prompts: list[Tokens], expected: list[Tokens], counts: Counts
 ) -> str:
     async with _engine(path) as engine:
-        async with _other_program() as other:
+        async with other_program() as other:
             starting = asyncio.create_task(_start(engine))
             await asyncio.sleep(choose.uniform(0, 3))
             await other.take()
@@ -104,7 +105,7 @@ async def _while_another_starts(
 ) -> str:
     async with _engine(path) as engine:
         await _answer(engine, prompts[0])
-        async with _other_program() as other, _engine(path) as second:
+        async with other_program() as other, _engine(path) as second:
             await other.take()
             end = await _start(second)
             await _try(engine, prompts, expected, choose)
@@ -168,7 +169,7 @@ async def _answer(engine: LocalEngine, prompt: Tokens) -> Tokens:
 async def _engine(path: Path) -> AsyncIterator[LocalEngine]:
     engine = LocalEngine(
         EngineOptions(model_path=str(path), backend="CUDA", context_length=512, parallel=2),
-        environment={"PYTHONPATH": str(ROOT)},
+        environment={"PYTHONPATH": PYTHONPATH},
     )
     try:
         yield engine
@@ -188,7 +189,7 @@ class _OtherProgram:
 
 
 @contextlib.asynccontextmanager
-async def _other_program() -> AsyncIterator[_OtherProgram]:
+async def other_program() -> AsyncIterator[_OtherProgram]:
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-c", _TAKES, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE
     )

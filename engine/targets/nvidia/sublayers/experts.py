@@ -179,7 +179,7 @@ class ExpertsHandler(Handler):
             halved, rows = len(matrices) == 2, matrix.rows // n
             kernel = matmul(
                 matrix.layout, tokens, rows, dim, tiles.tiles, not halved, f"experts_gate_up{i}" if halved else
-                "experts_gate_up", part.activation, tiles, bias is not None, halved=halved,
+                "experts_gate_up", part.activation, tiles, bias is not None, halved,
             )  # fmt: skip
             halves.append(step.buffer(f"experts {i}", tiles.size * rows) if halved else activated)
             add(kernel, out=halves[i], x=step.x, **lists, bias=bias, planes=matrix.planes)

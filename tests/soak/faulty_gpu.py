@@ -1,0 +1,50 @@
+"""The engine process on an NVIDIA GPU that fails when a file appears: its driver then reports errors, or its stream
+never ends, as behind a kernel that hangs. The file has the name of the fault."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import runpy
+import threading
+import time
+from pathlib import Path
+
+FILE = "ORIN_CHAT_GPU_FAULT"
+"""The environment variable that names the file."""
+ERRORS = {"a kernel fails": 719, "the device falls off": 999}  # CUDA_ERROR_LAUNCH_FAILED, CUDA_ERROR_UNKNOWN
+HANGS = "a kernel hangs"
+FAULTS = (*ERRORS, HANGS)
+_STAY = ("cuGetErrorString", "cuGetErrorName")
+
+
+def _wait(file: Path) -> None:
+    while not file.exists():
+        time.sleep(0.002)
+    fault = file.read_text()
+    if fault == HANGS:
+        _hang()
+        return
+    from tinygrad.runtime.autogen import cuda
+
+    for name in dir(cuda):
+        if name.startswith("cu") and name not in _STAY and callable(getattr(cuda, name)):
+            setattr(cuda, name, lambda *_, code=ERRORS[fault]: code)
+
+
+@ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+def _never_ends(_: object) -> None:
+    threading.Event().wait()
+
+
+def _hang() -> None:
+    from tinygrad.runtime.ops_cuda import CUDADevice
+
+    driver = ctypes.CDLL("libcuda.so.1")
+    driver.cuCtxSetCurrent(CUDADevice.devices[0].context)
+    driver.cuLaunchHostFunc(None, _never_ends, None)
+
+
+if __name__ == "__main__":
+    threading.Thread(target=_wait, args=(Path(os.environ[FILE]),), daemon=True).start()
+    runpy.run_module("engine.protocol.worker", run_name="__main__", alter_sys=True)
