@@ -30,7 +30,7 @@ STEP_US = {
     "qwen3-14b": 661,
 }  # of the steps that were timed
 NUMBERS = {GGML_TYPES[n].name: n for n in GGML_TYPES} | {str(t.name): n for n, t in FLOAT_TYPES.items()}
-F16, Q8_0, Q4_K, Q6_K = (WeightLayout(n) for n in (1, 8, 12, 14))
+F16, Q8_0, Q4_K, Q6_K, IQ4_XS = (WeightLayout(n) for n in (1, 8, 12, 14, 23))
 
 
 def stack_of(name: str) -> StackedMatrices:
@@ -99,12 +99,13 @@ def test_fewer_multiprocessors_get_larger_blocks_or_rows():
     assert few.rows >= many.rows
 
 
-def test_mixtures_and_gpus_without_early_launches_keep_the_rule(monkeypatch):
+def test_what_was_not_measured_keeps_the_rule(monkeypatch):
     monkeypatch.setattr(schedules, "ranked", None)
     chosen = ChosenExperts(8, 128, added=False)
     matvec_schedule(StackedMatrices.single(Q4_K, 1536, 2304, chosen), H200)
-    stack = StackedMatrices.single(Q6_K, 3200, 2304)
-    assert matvec_schedule(stack, replace(H200, launches_early=False)) == rule(stack)
+    for layout, early in ((Q6_K, False), (IQ4_XS, True)):
+        stack = StackedMatrices.single(layout, 3328, 2304)
+        assert matvec_schedule(stack, replace(H200, launches_early=early)) == rule(stack)
 
 
 def test_rows_that_no_block_divides_get_the_rule_s():

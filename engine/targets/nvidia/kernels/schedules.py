@@ -1,6 +1,7 @@
 """Chooses the schedule of a matrix-vector product: the result of a search on this machine, else the one shipped for the
 chip and shape, else the one that a model of the GPU finds cheapest (`schedule_cost`). A rule serves where the model was
-not compared with measurements: for mixtures of experts, and on GPUs that launch no kernel early."""
+not compared with measurements: for mixtures of experts, for types with a codebook, whose kernels take twice as many
+registers, and on GPUs that launch no kernel early."""
 
 from __future__ import annotations
 
@@ -51,8 +52,10 @@ def matvec_schedule(stack: StackedMatrices, chip: Chip = _UNKNOWN) -> Schedule:
 
 
 def _is_modelled(stack: StackedMatrices, chip: Chip) -> bool:
-    """Whether the model of the GPU knows what the product takes."""
-    return chip.launches_early and not (stack.experts or stack.beside)
+    """Whether the model of the GPU was compared with such products."""
+    formats = [layout.format for layout, _ in stack.matrices]
+    with_codebook = any(format and format.codebook for format in formats)
+    return chip.launches_early and not (stack.experts or stack.beside or with_codebook)
 
 
 @functools.cache
