@@ -467,7 +467,8 @@ class Scheduler:
             self._end_pieces(unended)
             # nobody may be paused for pieces while the step of its row runs: `_pieces` makes room for so many tokens
             most = self._runner.max_chunk + BLOCK * self._runner.parallel
-            if any(job.restore for _, job in self._live()) or not self.blocks.has_room(most):
+            reads = any(not self._is_prefilled(*at) for at in self._live())
+            if any(job.restore for _, job in self._live()) or (reads and not self.blocks.has_room(most)):
                 return None
             self._next = self._pieces()
             pieces, _ = self._next

@@ -111,11 +111,15 @@ class Speculation:
 
     def _drafted(self, check: Check, sequence: int, job: Job) -> Check:
         """A check with the guesses of the draft model, or none if it has none."""
-        assert self._drafter
+        assert self._drafter and job.guesser
         started = time.perf_counter()
         tokens = self._drafter.guess(sequence, job.answer.tokens, check.drafts)
         self._drafting_s = time.perf_counter() - started
-        return check._replace(guesses={0: Guess(tokens, DRAFTED)}, drafts=0) if tokens else NO_CHECK
+        if not tokens:  # as if all had been wrong
+            self._idle = 0
+            job.guesser.checked(Guess((0,), DRAFTED), 0)
+            return NO_CHECK
+        return check._replace(guesses={0: Guess(tokens, DRAFTED)}, drafts=0)
 
     def reads_streams(self, job: Job) -> bool:
         """Whether the drafter reads what steps make of the tokens of a request."""

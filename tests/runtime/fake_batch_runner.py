@@ -72,7 +72,7 @@ class FakeBatchRunner:
         return (32, self.max_chunk)
 
     def run(self, slots, ahead=None):
-        self.streams = []
+        self.of_pieces = []
         self._prefill([slot for slot in slots if slot.want != "last" and slot not in self.pieces_ahead])
         self.pieces_ahead = []
         rows = [slot for slot in slots if slot.want == "last"]
@@ -87,10 +87,10 @@ class FakeBatchRunner:
             ]
             if piece.want == "hidden":
                 assert phase == "prefill"
-                self.streams.append(np.array([next_logits(text) for text in texts]))
+                self.of_pieces.append(np.array([next_logits(text) for text in texts]))
 
     def hidden(self):
-        return self.streams
+        return self.of_pieces
 
     def _decode(self, rows, ahead):
         assert (

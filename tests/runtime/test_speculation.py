@@ -8,6 +8,7 @@ from engine.formats.prompt import PromptEncoder
 from engine.protocol.events import Sampling
 from engine.runtime.answer import Answers
 from engine.runtime.drafter import Drafter
+from engine.runtime.head_drafter import HeadDrafter
 from tests import generated_model
 from tests.runtime.fake_batch_runner import VOCAB, FakeBatchRunner
 from tests.runtime.test_scheduler import Bench
@@ -140,6 +141,65 @@ def test_a_draft_model_guesses_for_one_reply(ask, runner):
     if runner is CheckingRunner:
         assert one.ends[0].draft_n_accepted > 0.4 * one.ends[0].draft_n
         assert one.ends[0].draft_gain > 1.2
+
+
+class FakeHead:
+    """A token takes a tenth of a step. It knows the next ones, or is always wrong. The stream of a token is the number
+    of the next one."""
+
+    places, rows, is_ready = 2000, 4, True
+
+    def __init__(self, clock, knows):
+        self._clock, self._knows = clock, knows
+
+    def store(self, place, tokens, streams):
+        assert len(tokens) == len(streams)
+
+    def draft(self, place, tokens, streams, n):
+        assert streams[:, 0].tolist() == tokens
+        self._clock[0] += 0.1 * n
+        text = [tokens[-1]]
+        while len(text) <= n:
+            text.append(int(repeats(text).argmax()) if self._knows else 99)
+        return text[1:]
+
+
+@pytest.mark.parametrize("knows", [True, False])
+@pytest.mark.parametrize("runner", [CheckingRunner, AheadRunner])
+def test_a_draft_head_pays_or_ends(answers, monkeypatch, runner, knows):
+
+    class Telling(runner):
+        def _decode(self, rows, ahead):
+            chosen = super()._decode(rows, ahead)
+            self._told = chosen
+            return chosen
+
+        def streams(self, rows):
+            return self._told[:rows, None].astype(np.float32)
+
+        def hidden(self):
+            return [np.zeros((n, 1), np.float32) for n in self._read]
+
+        def _prefill(self, pieces, phase="prefill"):
+            self._read = [len(piece.inputs) for piece in pieces if piece.want == "hidden"]
+            super()._prefill([piece._replace(want="none") for piece in pieces], phase)
+
+    def run(speculate):
+        clock = [0.0]
+        monkeypatch.setattr("time.perf_counter", lambda: clock[0])
+        drafter = HeadDrafter(FakeHead(clock, knows), VOCAB) if speculate == "heads" else None
+        bench = Bench(answers, Telling(repeats, clock), speculate=speculate, drafter=drafter)
+        bench.ask([1, 2, 3] * 20, 600)
+        bench.run()
+        return bench, clock[0]
+
+    (plain, plain_s), (drafted, drafted_s) = run("off"), run("heads")
+    assert plain.reply(0) == drafted.reply(0)
+    end = drafted.ends[0]
+    if knows:
+        assert end.draft_n_accepted > 100 and drafted_s < plain_s
+    else:
+        assert end.draft_n and drafted_s < 1.03 * plain_s
 
 
 @pytest.mark.parametrize("n", [101, 102, 103, 104, 105])

@@ -17,10 +17,12 @@ from tinygrad import Tensor, dtypes
 from engine.kernels.device_memory import device_zeros, overwrite
 from engine.targets.nvidia.device_sampler import Ending
 from engine.targets.nvidia.input_scales import InputScales
+from engine.targets.nvidia.kernels.joining import tell_rows
 from engine.targets.nvidia.kernels.kernel_sequence import KernelSequence
 from engine.targets.nvidia.kernels.pieces import state_of
 from engine.targets.nvidia.kernels.sampling import StepRows, next_tokens
 from engine.targets.nvidia.kernels.small_batch import as_logits, n_blocks
+from engine.targets.nvidia.kernels.token_slots import HostRows
 from engine.targets.nvidia.prefill import PrefillKernels
 from engine.targets.nvidia.prompt_step import Pending, RowsStep
 from engine.targets.nvidia.sublayers.delta_net import CHECKED
@@ -54,6 +56,8 @@ class BatchKernels(PrefillKernels):
         while self.context_limits[-1] < context:
             self.context_limits.append(4 * self.context_limits[-1])
         self._states = {n: device_zeros(4 * n, dtypes.int32) for n in rows}
+        # the residual stream of the last steps, if a draft head may read it
+        self.told = {n: HostRows(2 * n * model.spec.dim) for n in rows if model.spec.draft_head}
         self.logits = {n: device_zeros(n * model.spec.vocab) for n in rows}
 
     def rows_step(self, rows: int, limit: int, ending: Ending, checks: bool = False) -> KernelSequence:
@@ -73,6 +77,8 @@ class BatchKernels(PrefillKernels):
         """Adds what follows the sublayers (`rows_step`)."""
         model, state, rows = self._model, step.state, step.tokens
         step.norm(model.output_norm)
+        if self.told:
+            step.add(tell_rows(rows, self.spec.dim), out=self.told[rows].tensor, stream=step.h, state=state)
         part, logits = model.head.single_matrix, self.logits[rows]
         tiles = step.tiles(part)
         blocks = n_blocks(part.rows, tiles)
@@ -90,10 +96,6 @@ class BatchKernels(PrefillKernels):
     def state(self, rows: int) -> Tensor:
         """What a step of `rows` rows reads."""
         return self._states[rows]
-
-    def stream(self, rows: int) -> Tensor:
-        """The residual stream of a step of `rows` rows, float32 (rows * dim,)."""
-        return self.buffer("h", rows * self.spec.dim)
 
     def send(
         self,

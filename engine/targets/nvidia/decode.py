@@ -18,9 +18,11 @@ from engine.targets.nvidia.device_sampler import Ending
 from engine.targets.nvidia.input_scales import InputScales
 from engine.targets.nvidia.kernels.embedding import embed
 from engine.targets.nvidia.kernels.epilogues import as_logits
+from engine.targets.nvidia.kernels.joining import tell_rows
 from engine.targets.nvidia.kernels.kernel_sequence import KernelSequence
 from engine.targets.nvidia.kernels.matrix_bytes import QUARTER, UNIT
 from engine.targets.nvidia.kernels.sampling import next_token
+from engine.targets.nvidia.kernels.token_slots import HostRows
 from engine.targets.nvidia.norms import inputs_of
 from engine.targets.nvidia.sublayers.attention import SHORT
 from engine.targets.nvidia.weights import GPUModel
@@ -33,6 +35,8 @@ class DecodeKernels(DecodeMemory):
 
     def __init__(self, model: GPUModel, input_scales: InputScales, context: int) -> None:
         super().__init__(model.spec, input_scales)
+        # the residual stream of the last steps, if a draft head may read it
+        self.told = HostRows(2 * model.spec.dim) if model.spec.draft_head else None
         self._model, self._context = model, context
         self.context_limits = [SHORT]
         while (limit := self.context_limits[-1]) < context:
@@ -66,6 +70,8 @@ class DecodeKernels(DecodeMemory):
             step.inputs, step.post_norm, step.scale = inputs, layer.post_norm, layer.scale
             layer.handler.decode(step, layer.norm)
             ends.append(len(step.sequence))
+        if self.told:
+            step.add(tell_rows(1, self.spec.dim), out=self.told.tensor, stream=self.h, state=self.state)
         blocks = model.head.n_blocks
         best = {"largest": device_zeros(blocks), "largest_rows": device_zeros(blocks, dtypes.int32)}
         buffers = {"logits": self.logits, **best}

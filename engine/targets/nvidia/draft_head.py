@@ -61,7 +61,8 @@ class NvidiaDraftHead:
         """`trunk`: the model, whose matrices it shares. Raises ModelFileError."""
         spec = weights.spec
         assert spec.join
-        chunk = CHUNK_SIZES[-1]
+        self._sizes = tuple(n for n in CHUNK_SIZES if n <= context) or CHUNK_SIZES[:1]
+        chunk = self._sizes[-1]
         self._key = spec, context, kv, "draft head"
         self._model = model = allocate(weights, context, chunk, 1, kv, trunk=trunk)
         self._trunk_norm, self._eps = weights.vector(spec.join.trunk_norm), np.float32(spec.stream_eps)
@@ -82,16 +83,16 @@ class NvidiaDraftHead:
         compile_once(self._key, self._linears)
         for limit in self._batch.context_limits[:2]:
             self._capture("rows", limit)
-        for size in CHUNK_SIZES:
+        for size in self._sizes:
             self._capture("prompt", size)
         self.is_ready = True
 
     def store(self, place: int, tokens: Sequence[int], streams: Floats) -> None:
-        most = CHUNK_SIZES[-1]
+        most = self._sizes[-1]
         for first in range(0, len(tokens), most):
             some = slice(first, first + most)
             inputs = tuple(tokens[some])
-            size = next(size for size in CHUNK_SIZES if len(inputs) <= size)
+            size = next(size for size in self._sizes if len(inputs) <= size)
             overwrite(self._prefill.hidden, self._normed(streams[some]))
             self._prefill.send(size, [Slot(0, inputs, place + first, "none")])
             self._capture("prompt", size)()
@@ -132,7 +133,7 @@ class NvidiaDraftHead:
     def _linears(self) -> list[UOp]:
         limits = self._batch.context_limits
         sequences = [self._sequence("rows", limit) for limit in limits]
-        sequences += [self._sequence("prompt", size) for size in CHUNK_SIZES]
+        sequences += [self._sequence("prompt", size) for size in self._sizes]
         return [sequence.linear for sequence in sequences]
 
     def _normed(self, streams: Floats) -> Floats:

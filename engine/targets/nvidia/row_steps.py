@@ -59,6 +59,7 @@ class RowSteps:
         self._chooses: Choice | None = None  # what is not launched yet of a step that is
         # for how many rows the graph of the last step is, and which of them were wanted
         self._last: tuple[int, list[int]] = (1, [])
+        self._positions: list[int] = []  # of its rows
 
     # ---- the steps ----
 
@@ -91,7 +92,7 @@ class RowSteps:
             for token, row in zip(tokens, step, strict=True)
         ]
         wanted = [places[row] for row in rows]
-        self._last = self._rows_count, wanted
+        self._last, self._positions = (self._rows_count, wanted), [row.position for row in step]
         return [tokens[place] for place in wanted]
 
     def check(self, rows: Sequence[Slot], count: int, launched: Callable[[], object] | None) -> list[int]:
@@ -105,7 +106,7 @@ class RowSteps:
             launched()
         tokens = self._take(rows)
         self._rows = []  # the next step has other rows than the device
-        self._last = count, list(range(len(rows)))
+        self._last, self._positions = (count, [*range(len(rows))]), [row.position for row in rows]
         return tokens
 
     def logits(self, rows: Sequence[int] | None = None) -> Logits:
@@ -116,13 +117,13 @@ class RowSteps:
 
     def streams(self, rows: int) -> NDArray[np.float32] | None:
         """The residual stream of the first rows of the last step after the last sublayer, float32 (rows, dim); None if
-        one is ahead, which has overwritten it."""
-        if self._is_ahead:
+        that would wait for one that is ahead."""
+        count, wanted = self._last
+        told = self._one.told if count == 1 else self._batch.told.get(count)
+        if told is None or (self._is_ahead and not told.is_mapped):
             return None
-        count, _ = self._last
-        if count == 1:
-            return read_rows(self._one.h, 1, [0])
-        return read_rows(self._batch.stream(count), count, range(rows))
+        places = [self._positions[row] % 2 * count + row for row in wanted[:rows]]
+        return told.read(self._one.spec.dim, places)
 
     def end(self, sequence: int) -> None:
         """Says that the next row of a sequence is another one than the device has, even if it looks the same."""

@@ -17,7 +17,6 @@ from tests import generated_model
 from tests.kernels.gpu.buffers import short_lists
 from tests.reference import Reference
 
-CONTEXT = 64
 SMALL = {"dim": 64, "heads": 2, "kv_heads": 1, "ffn": 64, "layers": 2, "quant": "Q8_0"}
 
 
@@ -29,18 +28,22 @@ def check_drafts_of_a_mixture() -> None:
     hold(architecture="qwen35moe", **SMALL)
 
 
-def hold(**shape: Any) -> None:
+def check_drafts_after_a_long_prompt() -> None:
+    hold(300, 600, architecture="qwen35", **SMALL)
+
+
+def hold(n: int = 20, context: int = 64, **shape: Any) -> None:
     """Drafts of a head that has read most of a text as a prompt, and the last pairs with them; and drafts once more.
     Raises AssertionError where tokens or streams differ."""
     with tempfile.TemporaryDirectory() as folder, short_lists():
         path = generated_model.write(Path(folder) / "model.gguf", draft_head=True, **shape)
-        file, reference = GGUF(path), Reference(path, CONTEXT)
+        file, reference = GGUF(path), Reference(path, context)
         spec = read_spec(file)
-        runner = NvidiaRunner(Weights(file, spec, lambda _: None), CONTEXT)
+        runner = NvidiaRunner(Weights(file, spec, lambda _: None), context)
         assert spec.draft_head
         head = runner.draft_head(Weights(file, spec.draft_head, lambda _: None), KVFormat.F16)
     head.prepare()
-    text = list(map(int, np.random.default_rng(0).integers(0, 500, 20)))
+    text = list(map(int, np.random.default_rng(0).integers(0, 500, n)))
     blocks, stream = KVBlocks(runner), reference.streams(text[:-1])[-1]
     blocks.reserve(0, len(text))
     runner.run([Slot(0, tuple(text[:-2]), 0, "none")])

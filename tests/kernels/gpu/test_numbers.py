@@ -35,6 +35,7 @@ LONG = {  # other checks run the same kernels, in fewer steps of fewer models, o
     "check_delta_nets_of_one_token",
     "check_delta_nets_of_prompts_of_several_sequences",
     "check_down_of_chosen_experts",
+    "check_drafts_after_a_long_prompt",
     "check_drafts_of_a_mixture",
     "check_expert_products",
     "check_experts_whose_gate_and_up_differ_in_type",

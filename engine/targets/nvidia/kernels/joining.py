@@ -1,4 +1,5 @@
-"""The kernels that only a draft head has: they begin its residual stream, and let a step's first row go on."""
+"""The kernels that only models with a draft head have: they begin its residual stream, let the first row of a step go
+on, and leave what steps of the model make of tokens for the host."""
 
 from __future__ import annotations
 
@@ -7,8 +8,9 @@ import functools
 from tinygrad import UOp
 
 from engine.kernels.kernel import Kernel
+from engine.targets.nvidia.kernels.delta_net import MAX_POSITION
 from engine.targets.nvidia.kernels.token_norm import TokenNorm
-from engine.targets.nvidia.kernels.uops import I32, chain, finish, load, store
+from engine.targets.nvidia.kernels.uops import I32, INDEX, chain, finish, load, load_index, store
 
 
 @functools.cache
@@ -46,6 +48,24 @@ def normed_row(cols: int, eps: float) -> Kernel:
         return finish(f"normed_row_{cols}", stores)
 
     return Kernel(kernel, ("out",), ("rows", "norm"))
+
+
+@functools.cache
+def tell_rows(count: int, cols: int) -> Kernel:
+    """Leaves the residual stream of a step of `count` rows for the host. Buffers: out, float32 (2 * count, cols): as
+    the next tokens are (`StepRows.token_slot`, of one row too), so that a step leaves those of the step before;
+    stream, float32 (count, cols); state, that of the step (`StepRows`)."""
+    threads = 256
+
+    def kernel(out: UOp, stream: UOp, state: UOp) -> UOp:
+        column = UOp.special(-(-cols // threads), "gidx0") * threads + UOp.special(threads, "lidx0")
+        row = UOp.special(count, "gidx1") if count > 1 else UOp.const(0, INDEX)
+        ok = None if cols % threads == 0 else column < cols
+        place = load_index(state, row + count, MAX_POSITION) % 2 * count + row
+        value = load(stream, row * cols + column, ok)
+        return finish(f"tell_rows_{count}_{cols}", [store(out, place * cols + column, value, ok)])
+
+    return Kernel(kernel, ("out",), ("stream", "state"))
 
 
 @functools.cache

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import ctypes
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -47,6 +47,23 @@ class TokenSlots:
         places = self._mapped[i : i + n]
         _wait_for(lambda: not (places == _EMPTY).any())
         return places.copy()
+
+
+class HostRows:
+    """Kernels write to `tensor`, float32 (n,), before the numbers of `TokenSlots` that the host waits for."""
+
+    def __init__(self, n: int) -> None:
+        self.tensor, self._mapped = _mapped(n, dtypes.float32)
+
+    @property
+    def is_mapped(self) -> bool:
+        """Whether `read` does not wait for the kernels that run."""
+        return self._mapped is not None
+
+    def read(self, width: int, rows: Sequence[int]) -> NDArray[np.float32]:
+        """These rows of `width` numbers, float32 (rows, width)."""
+        numbers = self.tensor.uop.base.buffer.numpy() if self._mapped is None else self._mapped
+        return np.asarray(numbers.view(np.float32).reshape(-1, width)[list(rows)])
 
 
 class HostWords:
