@@ -25,7 +25,7 @@ def check_drafts() -> None:
 
 
 def check_drafts_of_a_mixture() -> None:
-    hold(architecture="qwen35moe", **SMALL)
+    hold(architecture="qwen35moe", **SMALL | {"dim": 192, "heads": 4, "kv_heads": 2})
 
 
 def check_drafts_after_a_long_prompt() -> None:
