@@ -13,7 +13,7 @@ from datetime import UTC, datetime
 import numpy as np
 from msgspec.structs import replace
 
-from app.bench.results import OURS, PEER, KernelRow, Result, power_fields, sample_fields
+from app.bench.results import OURS, PEER, PLAIN, KernelRow, Result, power_fields, sample_fields
 from app.bench.samples import AnswerFailedError, Ids, Repetition, TimedAnswer, interrupted, together
 from app.cli.progress import describe
 from engine.devices.device_name import device_name
@@ -72,10 +72,12 @@ class Case:
 
 @dataclass
 class MeasuredEngine:
-    """An engine and what was measured of it. `failed` says why there is no more."""
+    """An engine and what was measured of it. `failed` says why there is no more. Without `guesses`, each token has a
+    step."""
 
     engine: LocalEngine | LlamaServer
     name: str
+    guesses: bool = True
     ready: Ready | None = None
     measured: Measured | None = None
     load_ms: float = 0.0
@@ -115,6 +117,7 @@ class MeasuredEngine:
             max_tokens=max_tokens,
             ignore_eos=True,
             fresh=fresh,
+            guesses=self.guesses,
         )
         times_ms: list[float | None] = []
         sent_s, began_s = time.perf_counter(), math.inf
@@ -152,7 +155,8 @@ class MeasuredEngine:
 
 class Benchmark:
     """Measures `cases` on one model with one setup. The engines answer in turn, and the order alternates, so that a
-    change of the machine affects both. `on_step` gets a description of each step, and how many are done."""
+    change of the machine affects all. If ours guesses next tokens, it takes a turn without guesses too. `on_step` gets
+    a description of each step, and how many are done."""
 
     def __init__(
         self,
@@ -176,6 +180,8 @@ class Benchmark:
         self.repetitions = repetitions
         self.preset = preset
         self.engines = [MeasuredEngine(LocalEngine(options), OURS)]
+        if options.speculate != "off":
+            self.engines.append(MeasuredEngine(self.engines[0].engine, PLAIN, guesses=False))
         self._make_peer = make_peer
         self._on_step = on_step
         self._with_kernels, self._kernels = with_kernels, tuple[KernelRow, ...]()
@@ -190,7 +196,9 @@ class Benchmark:
     @property
     def steps(self) -> int:
         """How many answers there will be."""
-        return len(self.cases) * (self.repetitions + 1) * (2 if self._make_peer else 1)
+        of_replies = sum(case.n_gen > 0 for case in self.cases) * (self.options.speculate != "off")
+        answers = len(self.cases) * (2 if self._make_peer else 1) + of_replies
+        return answers * (self.repetitions + 1)
 
     async def run(self) -> None:
         """Measures everything, without an engine that has failed. Closes the engines."""
@@ -205,16 +213,25 @@ class Benchmark:
             for engine in self.engines:
                 memory = resident_memory(engine.engine.pid)
                 engine.peak_resident_bytes = memory.peak_bytes if memory else None
+            for engine in self.engines:
                 await engine.engine.close()
 
     async def _start(self) -> None:
         """Starts the engines one after the other, since their load times are measured, too."""
-        await self._start_one(self.engines[0])
+        ours, *plain = self.engines
+        await self._start_one(ours)
+        for engine in plain:
+            engine.ready, engine.failed = ours.ready, ours.failed
+            engine.measured, engine.device_bytes, engine.load_ms = (
+                ours.measured,
+                ours.device_bytes,
+                ours.load_ms,
+            )
         if self._make_peer:
-            ready = self.engines[0].ready
+            ready = ours.ready
             same_device = replace(self.options, backend=ready.backend) if ready else self.options
             self.engines.append(MeasuredEngine(self._make_peer(same_device), PEER))
-            await self._start_one(self.engines[1])
+            await self._start_one(self.engines[-1])
 
     async def _start_one(self, engine: MeasuredEngine) -> None:
         async for event in engine.start():
@@ -253,6 +270,8 @@ class Benchmark:
         prompts = [self._prompt(case) for _ in range(max(1, case.n_parallel - bool(case.n_arrival)))]
         for engine in self.engines if repetition % 2 else self.engines[::-1]:
             if engine.failed or not engine.ready or case.n_parallel > engine.ready.parallel:
+                continue
+            if not (engine.guesses or case.n_gen):
                 continue
             number = f"{repetition} of {self.repetitions}" if repetition else "warm-up"
             self._on_step(f"{case.name}, {number}: {engine.name}", self._done)
@@ -300,7 +319,7 @@ class Benchmark:
         quiet_p50, _, quiet_p99 = _percentiles(each.quiet_ms for each in repetitions)
         stream_rates = [rate for each in repetitions for rate in each.stream_rates]
         result = Result(
-            build_commit=own_version() if engine.name == OURS else ready.device_name,
+            build_commit=ready.device_name if engine.name == PEER else own_version(),
             cpu_info=device_name("CPU"),
             gpu_info="" if model.is_on_cpu else model.device_name,
             backends=model.backend,

@@ -13,6 +13,8 @@ from engine.measure.power import Samples
 from widgets.text import one_line
 
 OURS, PEER = "orin-chat", "llama.cpp"
+PLAIN = "without guesses"
+"""Our engine once more, each token of which has a step."""
 
 
 class KernelRow(msgspec.Struct, frozen=True):

@@ -7,7 +7,7 @@ from msgspec.structs import replace
 from rich.table import Table
 from rich.text import Text
 
-from app.bench.results import OURS, PEER, Result
+from app.bench.results import OURS, PEER, PLAIN, Result
 from widgets.text import as_bytes, as_count, one_line
 
 Row = tuple[str, ...]
@@ -100,12 +100,16 @@ _ENGINE: Columns = {
 
 def _tables(group: Sequence[Result], hidden: Sequence[str] = ()) -> Iterator[tuple[Row, list[Row]]]:
     """Titles and rows of the tables for one model and setup, without empty columns."""
-    peers = {result.test: result for result in reversed(group) if result.engine == PEER and result.median_ts}
 
-    def ratio(result: Result) -> str:
+    def ratio(result: Result, other: str = PEER) -> str:
         """Of our rate to that of the other engine, if both were measured."""
-        peer = peers.get(result.test) if result.engine == OURS else None
-        return f"{result.median_ts / peer.median_ts:.2f}x" if peer else ""
+        rates = (r.median_ts for r in group if (r.engine, r.test) == (other, result.test) and r.median_ts)
+        rate = next(rates, 0.0) if result.engine == OURS else 0.0
+        return f"{result.median_ts / rate:.2f}x" if rate else ""
+
+    def gain(result: Result) -> str:
+        """Of our rate to that without guesses."""
+        return ratio(result, PLAIN)
 
     alone = [result for result in group if not result.n_parallel]
     together = [result for result in group if result.n_parallel and not result.n_arrival]
@@ -117,8 +121,8 @@ def _tables(group: Sequence[Result], hidden: Sequence[str] = ()) -> Iterator[tup
         for engine in dict.fromkeys(result.engine for result in group)
     ]
     for columns, results in (
-        ({**_TEST, **_ALONE, "ratio": ratio}, alone),
-        ({**_TEST, **_TOGETHER, "ratio": ratio}, together),
+        ({**_TEST, **_ALONE, "gain": gain, "ratio": ratio}, alone),
+        ({**_TEST, **_TOGETHER, "gain": gain, "ratio": ratio}, together),
         ({**_TEST, **_ARRIVALS}, arrivals),
         (_ENGINE, of_engines),
     ):

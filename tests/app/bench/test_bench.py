@@ -18,7 +18,7 @@ from rich.console import Console
 from app.bench import benchmark, regression, results, tables
 from app.bench.bench_command import run as run_command
 from app.bench.benchmark import Benchmark, Case, TimedAnswer
-from app.bench.results import OURS, PEER, Result
+from app.bench.results import OURS, PEER, PLAIN, Result
 from app.chat.settings import Settings
 from app.chat.speed_history import preset_speeds
 from engine.errors import ModelFileError, UsageError
@@ -125,6 +125,17 @@ def test_a_peer_is_measured_in_between_with_the_same_prompts(engines, model, cap
         (OURS, 4),
         (PEER, 4),
     ]
+
+
+def test_replies_with_and_without_guesses_take_turns(engines, model, capsys):
+    asked = engines()
+    arguments = "--model", model, "-p", "8", "-n", "4", "-d", "0", "-r", "2", "--speculate", "lookup"
+    code, out, _ = bench(capsys, *arguments, "-o", "json")
+    assert code == 0
+    assert [request.guesses for _, request in asked] == [True] * 3 + [False, True, True, False, False, True]
+    assert [(r["engine"], r["n_gen"]) for r in json.loads(out)] == [(OURS, 0), (OURS, 4), (PLAIN, 4)]
+    _, out, _ = bench(capsys, *arguments)
+    assert "gain" in out and "ratio" not in out
 
 
 def test_figures(engines, model, capsys):
