@@ -353,7 +353,7 @@ class Scheduler:
             return None
         if done == end or (end - done > room and others):  # the next step has room for a whole picture
             return None
-        reads = not others and not any(self._replies()) and self._speculation.reads_streams(job)
+        reads = not others and not any(self._replies()) and self._speculation.reads_prompt(job, end)
         piece = Piece(job, job.slot(sequence, done, end, reads))
         if piece.is_last:
             self._begin_reply(sequence, job)

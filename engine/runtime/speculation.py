@@ -41,6 +41,9 @@ _PROBE_EVERY, _PROBE_SELDOM = 64, 4096
 """after so many steps that might have been checks: twice as many each time, up to the second number, until one pays."""
 _BUBBLE = 0.15
 """A step that is not launched ahead takes about so much longer."""
+_OF_PROMPT = 1024
+"""So many tokens of a prompt, the last ones, are read by a draft head: each takes time before the first token of the
+reply, and guesses depend on near tokens most."""
 _UNMEASURED_DRAFT = 0.2
 """A token of a draft model is taken to last so many plain steps until it is measured."""
 
@@ -125,6 +128,10 @@ class Speculation:
         """Whether the drafter reads what steps make of the tokens of a request."""
         drafter, guesses = self._drafter, job.guesser is not None and not job.answer.pictures
         return guesses and drafter is not None and drafter.reads_streams and drafter.is_ready
+
+    def reads_prompt(self, job: Job, end: int) -> bool:
+        """Whether it does so of a piece of a prompt up to the token before `end`."""
+        return self.reads_streams(job) and job.answer.stored_n - end < _OF_PROMPT
 
     def read(self, replies: Sequence[tuple[int, Job]], rows: int) -> None:
         """After a step of replies, of so many rows, whose tokens have not been taken yet."""

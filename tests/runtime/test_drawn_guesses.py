@@ -64,3 +64,23 @@ def test_tokens_and_pairs_of_tokens(settings, tmp_path, monkeypatch):
     assert right > DRAWS / 20
     assert chi_square(pairs.sum(0), shares) < 4
     assert chi_square(pairs.reshape(-1), np.outer(shares, shares).reshape(-1)) < 4
+
+
+def test_texts_by_their_seeds_are_the_same(tmp_path, monkeypatch):
+    """With penalties, a token's probability depends on those before it."""
+    path = generated_model.write(tmp_path / "m.gguf", layers=1)
+    answers = Answers(PromptEncoder(GGUF(path)), context_length=1000)
+    clock = iter(range(10**9))
+    monkeypatch.setattr("time.perf_counter", lambda: float(next(clock)))
+    settings = {"temperature": 1.1, "min_p": 0.0, "repeat_penalty": 1.2, "presence_penalty": 0.3}
+    right = 0
+    for seed in range(DRAWS // REPLY):
+        texts = []
+        for who in ("off", "lookup"):
+            bench = Bench(answers, SteadyRunner(parallel=1), speculate=who)
+            bench.ask([1, 2, 4], REPLY, sampling=Sampling(seed=seed, top_k=20, **settings))
+            bench.run(10 * REPLY)
+            texts.append(bench.reply(0))
+        assert texts[0] == texts[1] and len(texts[0]) == REPLY
+        right += bench.ends[0].draft_n_accepted
+    assert right > DRAWS / 50
