@@ -1,4 +1,5 @@
-"""Input fields that show no terminal controls, and handle keys in the order in which they were pressed.
+"""Input fields that show no terminal controls, and handle keys in the order in which they were pressed. Pastes come
+whole (`pastes`).
 
 Textual shows the text of a field as it is. Here all text is cleaned on its way in, whether it is loaded, typed, pasted
 or inserted.
@@ -9,12 +10,16 @@ in place of `ac`.
 """
 
 from textual.binding import Binding
+from textual.drivers import linux_driver
 from textual.events import Key
 from textual.widget import Widget
 from textual.widgets import Input, TextArea
 from textual.widgets.text_area import Edit, EditResult
 
+from widgets.pastes import PasteParser
 from widgets.text import editable
+
+linux_driver.XTermParser = PasteParser  # type: ignore[attr-defined]
 
 
 class OrderedInput(Input):

@@ -1,0 +1,40 @@
+"""A pasted text stays a text, whatever is in it."""
+
+import random
+
+import pytest
+from textual.drivers import linux_driver
+from textual.events import Key, Paste
+
+import widgets.ordered_input  # noqa: F401  puts the parser in its place
+
+LOG = "one \x1b[31mred\x1b[0m\rtwo \x1b[A three\x1b\rfour\x1b"
+
+
+def read(pieces):
+    parser = linux_driver.XTermParser()
+    return [event for piece in pieces for event in parser.feed(piece)]
+
+
+@pytest.mark.parametrize("size", [1000, 7, 1])
+def test_escapes_in_a_paste_are_no_keys(size):
+    sent = f"a\x1b[200~{LOG}\x1b[201~b\x1b[A\x1b[200~c\x1b[201~"
+    events = read(sent[i : i + size] for i in range(0, len(sent), size))
+    assert [e.key if isinstance(e, Key) else e.text for e in events] == [
+        "a",
+        LOG.replace("\x1b", ""),
+        "b",
+        "up",
+        "c",
+    ]
+    assert isinstance(events[1], Paste)
+
+
+def test_pieces_of_any_size_give_the_same():
+    rng = random.Random(0)
+    sent = f"x\x1b[200~{LOG}\x1b[201\x1b[201~\x1b[B\x1b[200~\x1b[201~y" * 3
+    whole = [repr(event) for event in read([sent])]
+    for _ in range(50):
+        cuts = sorted(rng.sample(range(1, len(sent)), 9))
+        pieces = [sent[a:b] for a, b in zip([0, *cuts], [*cuts, len(sent)], strict=True)]
+        assert [repr(event) for event in read(pieces)] == whole

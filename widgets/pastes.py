@@ -1,0 +1,46 @@
+"""Keeps the escape characters of a pasted text from becoming keys.
+
+Textual reads an escape sequence inside a bracketed paste as if it were typed, before the text around it. So a log with
+colours, pasted in tmux, which passes it on as it is, would come in the wrong order, and a line end after it would send
+the prompt.
+"""
+
+from collections.abc import Iterable
+
+from textual._xterm_parser import XTermParser
+from textual.message import Message
+
+START, END, ESCAPE = "\x1b[200~", "\x1b[201~", "\x1b"
+
+
+class PasteParser(XTermParser):
+    """Reads what a terminal sends, without the escape characters inside a paste."""
+
+    _is_pasting = False
+    _before = ""  # the last characters before a paste: START may come in pieces
+    _held = ""  # the end of a piece of a paste, if END may begin there
+
+    def feed(self, data: str) -> Iterable[Message]:
+        if not data:  # the end of the input
+            return super().feed(self._held + data)
+        passed = self._passed(data)
+        return super().feed(passed) if passed else ()
+
+    def _passed(self, data: str) -> str:
+        data, self._held, passed = self._held + data, "", ""
+        while data:
+            if self._is_pasting:
+                text, end, data = data.partition(END)
+                if not end:
+                    begun = next((n for n in range(len(END) - 1, 0, -1) if text.endswith(END[:n])), 0)
+                    text, self._held = text[: len(text) - begun], text[len(text) - begun :]
+                passed += text.replace(ESCAPE, "") + end
+                self._is_pasting = not end
+            else:
+                seen = self._before + data
+                at = seen.find(START)
+                cut = at + len(START) - len(self._before) if at >= 0 else len(data)
+                passed, data = passed + data[:cut], data[cut:]
+                self._is_pasting = at >= 0
+                self._before = "" if self._is_pasting else seen[-(len(START) - 1) :]
+        return passed
