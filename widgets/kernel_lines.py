@@ -182,7 +182,7 @@ def _totals(profile: KernelProfile, width: int) -> str:
     wall = f"wall {unit.text(profile.wall_us)} {unit.name}"
     count = counted(calls, "kernel")
     both = f"sum {unit.text(total)} · {wall}"
-    if total > LONGER * profile.wall_us:  # as timed one by one: in the step they overlap, or the machine was quieter
+    if total > LONGER * profile.wall_us:  # in the step they overlap, or the machine was quieter then
         both = f"{wall}, sum one by one {unit.text(total)}"
     text = longest_fitting((f"{count} · {both}", f"{count} · {wall}", wall), width)
     gap = profile.wall_us - total

@@ -9,6 +9,7 @@ from typing import Any, Literal
 import msgspec
 import platformdirs
 
+from app.chat.setting_flaws import flaw
 from app.tools.messages import SERVER_NAME, Server
 from engine.errors import UsageError
 from engine.formats.kv_format import KVFormat
@@ -89,8 +90,10 @@ def usable_settings(path: Path | None = None) -> tuple[Settings, tuple[str, ...]
             _check(msgspec.convert(tried, Settings))
             usable = tried
         except (ValueError, UsageError) as error:
-            reason = str(error).rstrip(".").partition(" - at `")[0]
-            flaws.append(f"{path.name}: {'.'.join(names)} is left out: {reason[:1].lower()}{reason[1:]}.")
+            reason = flaw(str(error).rstrip("."), names, Settings)
+            flaws.append(
+                f"{path.name}: {'.'.join(names)} is left out: {reason}{'' if reason[-1] == '?' else '.'}"
+            )
     return msgspec.convert(usable, Settings), tuple(flaws)
 
 

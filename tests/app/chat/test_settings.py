@@ -75,6 +75,33 @@ def test_a_bad_key_drops_itself_alone_and_is_named(home):
     assert usable_settings(path)[0] == Settings() and "defaults" in usable_settings(path)[1][0]
 
 
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ('colour = "blue"', "colour is left out: there is no such key."),
+        ('modle = "x"', "modle is left out: there is no such key; is model meant?"),
+        ('context = "huge"', 'context is left out: it takes a whole number or "max".'),
+        ("context = 1.5", 'context is left out: it takes a whole number or "max".'),
+        ('keys = "emacs"', 'keys is left out: it takes "plain" or "vi".'),
+        ('kv = "f17"', 'kv is left out: it takes "f16" or "q8_0".'),
+        ("model = 3", "model is left out: it takes a text in quotation marks."),
+        ("keep_packed = 1", "keep_packed is left out: it takes true or false."),
+        ("sampling = 1", "sampling is left out: it takes a table."),
+        ("[sampling]\ntopk = 3", "sampling.topk is left out: there is no such key; is top_k meant?"),
+        ('[sampling]\ntop_k = "3"', "sampling.top_k is left out: it takes a whole number."),
+        ("[sampling]\ntop_p = 2", "sampling.top_p is left out: top-p must be from 0 to 1, not 2.0."),
+        ('[mcp.a]\ncmd = "x"', "mcp.a is left out: it has no key cmd."),
+        ('[mcp.a]\ncomand = "x"', "mcp.a is left out: it has no key comand; is command meant?"),
+        ('[mcp.a]\ncommand = "x"\nargs = "y"', "mcp.a is left out: args takes a list of texts."),
+        ("[models]\nfast = 1", "models.fast is left out: it takes a text in quotation marks."),
+    ],
+)
+def test_what_is_wrong_with_a_key_is_said_in_words(home, text, says):
+    path = home / "settings.toml"
+    path.write_text(text)
+    assert usable_settings(path)[1] == (f"settings.toml: {says}",)
+
+
 def test_servers_of_tools(home):
     path = home / "settings.toml"
     path.write_text(
