@@ -53,7 +53,7 @@ def test_a_preset_becomes_options(own):
     assert configure("m", CONTEXT, longest).engine.context_length == "max"
     with pytest.raises(ValueError, match=r"context"):
         loader.parse('title = "x"\ncontext = "long"')
-    assert configure("m", CONTEXT, loader.find_preset("safe")).engine.context_length == 1536
+    assert configure("m", CONTEXT, loader.find_preset("safe")).engine.context_length == 2048
     assert configure("m", CONTEXT, loader.find_preset("cpu")).engine.context_length == 4096
 
 

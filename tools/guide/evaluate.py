@@ -1,6 +1,6 @@
 """Counts how many held-out questions the guide answers right, asked through the engine.
 
-python -m tools.guide.evaluate [--model FILE] [--questions development] [--backend CUDA]
+python -m tools.guide.evaluate [--model FILE] [--questions development] [--backend CUDA] [--deep TOKENS]
 
 report.md holds what this prints for the built-in model.
 """
@@ -8,10 +8,11 @@ report.md holds what this prints for the built-in model.
 import argparse
 import collections
 import json
+import random
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import presets
 from engine import backends
@@ -26,6 +27,7 @@ from engine.protocol.events import (
     Token,
     decode_rate,
 )
+from tools.guide import template
 from tools.guide.questions import DEVELOPMENT, HELD_OUT, Question, judge
 
 MAX_TOKENS = 120
@@ -44,9 +46,9 @@ class Chatter:
         self._model = TextModel(options, lambda event: None)
         self.tokens_per_s: list[float] = []
 
-    def ask(self, turns: Sequence[str]) -> str:
-        """The answer to the last of `turns`. The model also answers the turns before."""
-        messages: list[Message] = []
+    def ask(self, turns: Sequence[str], before: Sequence[Message] = ()) -> str:
+        """The answer to the last of `turns` after the chat `before`. The model also answers the turns before it."""
+        messages = list(before)
         for turn in turns:
             messages.append(Message(role="user", content=turn))
             messages.append(Message(role="assistant", content=self._answer(messages)))
@@ -65,6 +67,30 @@ class Chatter:
         end: Finished = self._model.generate(request, report, lambda: False)
         self.tokens_per_s.append(decode_rate(end.predicted_n, end.predicted_ms))
         return "".join(pieces)
+
+
+def long_chat(tokens: int, seed: int) -> list[Message]:
+    """A chat of about so many tokens of the built-in model: questions that it may be trained on, answered right."""
+    from tools.guide import export, facts
+    from tools.guide.bpe import from_merges
+    from tools.guide.conversations import Conversations
+
+    shipped = export.read(presets.guide_path())
+    bpe = from_merges(shipped.tokens, shipped.merges)
+    source, messages = Conversations(facts.load(), random.Random(seed)), list[Message]()
+    while True:
+        for message in source.draw():
+            if message.role == "user" and len(_ids(bpe, messages)) >= tokens:
+                return messages
+            if message.role != "system":
+                role: Literal["user", "assistant"] = "user" if message.role == "user" else "assistant"
+                messages.append(Message(role=role, content=message.content))
+
+
+def _ids(bpe: Any, messages: Sequence[Message]) -> Sequence[int]:
+    text = template.rendered([template.Message(m.role, m.content) for m in messages])
+    ids: Sequence[int] = bpe.encode(text, add_special_tokens=False).ids
+    return ids
 
 
 def confusion(
@@ -109,12 +135,26 @@ def main() -> None:
     parser.add_argument("--model", type=Path, default=presets.guide_path())
     parser.add_argument("--backend", default="CPU")
     parser.add_argument("--questions", choices=("held-out", "development"), default="held-out")
+    parser.add_argument(
+        "--deep",
+        type=int,
+        metavar="TOKENS",
+        help="only questions of several turns, at the end of a chat so long",
+    )
     parser.add_argument("--wrong", action="store_true", help="list the wrong answers")
     given = parser.parse_args()
     questions = HELD_OUT if given.questions == "held-out" else DEVELOPMENT
+    before: list[list[Message]] = [[]]
+    if given.deep:
+        questions = [question for question in questions if len(question.turns) > 1]
+        before = [long_chat(given.deep, seed) for seed in range(5)]
     chatter = Chatter(given.model, given.backend)
-    answers = [chatter.ask(question.turns) for question in questions]
-    print(f"{given.model.name}, {given.questions} questions, greedy, on {given.backend}\n")
+    answers = [
+        chatter.ask(question.turns, before[i * len(before) // len(questions)])
+        for i, question in enumerate(questions)
+    ]
+    where = f", after {given.deep} tokens of chat" if given.deep else ""
+    print(f"{given.model.name}, {given.questions} questions{where}, greedy, on {given.backend}\n")
     print(report(questions, answers))
     speeds = sorted(chatter.tokens_per_s)
     print(f"\ndecode {speeds[len(speeds) // 2]:.0f} tok/s (median of {len(speeds)} answers)")

@@ -252,6 +252,8 @@ class _Builder:
         asks: list[Ask] = []
         if aspect == "what":
             asks.append(Ask(frames["what"], slots, 1.5))
+            if subject.startswith("label."):
+                asks.append(Ask(frames["label"], slots, 1.5))
             asks += [Ask(frames[kind], slots, 0.5) for kind in ("how", "why") if kind not in others]
         elif aspect in ("how", "why", "default", "live"):
             asks.append(Ask(frames[aspect], slots, 1.2))

@@ -35,8 +35,9 @@ class Source(NamedTuple):
 
 
 def _lower(sentence: str) -> str:
-    """In lower case at the start, unless the first word is in capitals."""
-    return sentence if sentence[1:2].isupper() else sentence[:1].lower() + sentence[1:]
+    """In lower case at the start, unless the first word is in capitals, or a letter that is a name."""
+    keeps = sentence[1:2].isupper() or (sentence[1:2] == " " and sentence[0] != "A")
+    return sentence if keeps else sentence[:1].lower() + sentence[1:]
 
 
 # --- keys ----------------------------------------------------------------------------------------------
@@ -81,17 +82,23 @@ def keys(phrases: dict[str, dict[str, str]]) -> Iterator[Source]:
     for label in free_keys():
         yield Source(f"key.{label.lower()}", "press", nothing, ("nothing",), {"key": _key_names(label)})
     forms = ("Alt+", "alt-", "alt ", "ctrl+alt+", "Ctrl-Alt-")
-    alt = tuple(f"{form}{letter}" for letter in ascii_lowercase for form in forms)
+    letters = [letter for letter in ascii_lowercase if f"Alt+{letter.upper()}" not in _used()]
+    alt = tuple(f"{form}{letter}" for letter in letters for form in forms)
     others = (*OTHER_FREE_KEYS, *(f"the {name.lower()} key" for name in OTHER_FREE_KEYS), *alt)
     yield Source("key.none", "press", nothing, ("nothing",), {"key": others})
 
 
 def free_keys() -> tuple[str, ...]:
     """Keys that somebody may try but that do nothing: neither an action nor the text box uses them."""
-    used = {key_label(action.key) for action in ACTIONS} | set(EDITING_KEYS) | set(OF_TERMINALS)
-    used |= {part for label, _ in OTHER_KEYS for part in label.split(", ")}
+    used = _used() | set(EDITING_KEYS) | set(OF_TERMINALS)
     keys = [*(f"F{n}" for n in range(1, 13)), *(f"Ctrl+{letter}" for letter in ascii_uppercase)]
     return tuple(key for key in keys if key not in used)
+
+
+def _used() -> set[str]:
+    """The keys that do something, besides those that edit the prompt."""
+    others = {part for label, _ in OTHER_KEYS for part in label.split(", ")}
+    return {key_label(action.key) for action in ACTIONS} | others
 
 
 def _key_names(label: str) -> tuple[str, ...]:
@@ -100,6 +107,8 @@ def _key_names(label: str) -> tuple[str, ...]:
     if low.startswith("ctrl+") and len(low) == 6:
         k = low[5:]
         return (label, low, f"ctrl-{k}", f"ctrl {k}", f"control {k}", f"^{k.upper()}", f"control+{k}", label)
+    if low.startswith("alt+") and len(low) == 5:
+        return (label, low, f"alt-{low[4:]}", f"alt {low[4:]}", f"the {low} key", f"alt and {low[4:]}", label)
     names = (label, low, f"the {low} key", low.replace("+", " "))
     word = {"esc": "escape", "enter": "return", "up": "arrow up"}.get(low)
     return (*names, word, f"{word} key") if word else names
@@ -182,7 +191,7 @@ def slash_commands() -> Iterator[Source]:
     """Each command of the line mode, as /help lists it."""
     for name, help in commands().items():
         first, colon, rest = help.partition(": ")
-        takes = first if colon and re.fullmatch(r"[\[\]A-Z |]+|[a-z]+(\|[a-z]+)+", first) else ""
+        takes = first if colon and re.fullmatch(r"[\[\]A-Z |]+|\[[a-z]+\]|[a-z]+(\|[a-z]+)+", first) else ""
         meaning = rest if takes else help
         answer = f"In the line mode (--plain), /{name}{' ' + takes if takes else ''}: {meaning}."
         slots = {"command": (f"/{name}", f"/{name}", f"the /{name} command")}

@@ -405,7 +405,7 @@ def test_packed_weights_in_the_settings_are_no_other_preset_and_stay_with_the_ne
     setup.engine_ready("CPU")
     assert setup.name == "cpu"
     setup.with_preset("safe")
-    assert made[0].keep_packed and made[0].context_length == 1536
+    assert made[0].keep_packed and made[0].context_length == 2048
 
 
 async def test_what_is_not_seen_costs_nothing():
