@@ -114,6 +114,7 @@ def plain_graphs() -> Iterator[None]:
 
 
 def pytest_unconfigure() -> None:
+    gc.freeze()  # pytest collects garbage five times at its end: seconds of a million objects
     tests_environment.leave()
 
 

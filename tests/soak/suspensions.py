@@ -84,7 +84,11 @@ def _children(process: int) -> list[int]:
 
 
 def _state(process: int) -> str:
-    return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
+    """The letter for it; "" of a process that is gone."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
 
 
 def _messages(home: Path) -> list[str]:

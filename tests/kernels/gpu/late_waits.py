@@ -16,7 +16,7 @@ from tinygrad import Device, UOp, dtypes
 from tinygrad.codegen import to_program
 from tinygrad.dtype import DType
 
-from engine.fixes import early_launch
+from engine.fixes import early_launch, index_lowering, slice_shapes
 from engine.formats.kv_format import KVFormat
 from engine.kernels.kernel import Kernel
 from engine.targets.nvidia.kernels.chosen_experts import ChosenExperts
@@ -101,6 +101,8 @@ def prove(source: str, slots: set[int]) -> None:
 def main() -> None:
     compile_nothing()
     early_launch.apply()
+    index_lowering.apply()
+    slice_shapes.apply()
     count = 0
     for kernel, planes in (*products(), *attention()):
         names = kernel.hints.waits_for
