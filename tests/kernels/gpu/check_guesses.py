@@ -45,7 +45,9 @@ def hold(parallel: int, **shape: Any) -> None:
     with tempfile.TemporaryDirectory() as folder, short_lists():
         path = generated_model.write(Path(folder) / "model.gguf", **{"quant": "Q8_0"} | shape)
         file, reference = GGUF(path), Reference(path, CONTEXT)
-        runner = NvidiaRunner(Weights(file, read_spec(file), lambda _: None), CONTEXT, parallel, is_early=True)
+        runner = NvidiaRunner(
+            Weights(file, read_spec(file), lambda _: None), CONTEXT, parallel, is_early=True
+        )
     draw, blocks = np.random.default_rng(0), KVBlocks(runner)
     texts = [list(map(int, draw.integers(0, 100, 9))) for _ in range(parallel)]
     sampler: Sampler | None = None
