@@ -16,9 +16,9 @@ def paths(tmp_path_factory):
     folder = tmp_path_factory.mktemp("models")
     small = {"layers": 1, "dim": 32, "heads": 2, "kv_heads": 1, "ffn": 32}
     kinds = {
-        "model": {},
-        "draft": small,
-        "hybrid": {"architecture": "qwen35", "layers": 4},
+        "model": small,
+        "draft": small | {"seed": 1},
+        "hybrid": small | {"architecture": "qwen35", "layers": 4},
         "with a head": {"architecture": "qwen35", "layers": 4, "draft_head": True},
         "recurrent": small | {"architecture": "qwen35", "layers": 2},
     }

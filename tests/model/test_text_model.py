@@ -293,10 +293,12 @@ def test_what_is_captured_takes_no_room_from_a_conversation(model, monkeypatch):
     assert not steps
 
 
+@pytest.mark.usefixtures("plain_graphs")
 @pytest.mark.parametrize(("kernels", "quant"), [("auto", "Q8_0"), ("graph", "F32")])
 def test_embeddings_are_the_references(kernels, quant, tmp_path):
     """Also of a prompt in several pieces, and of one of which most is known."""
-    path = generated_model.write(tmp_path / "m.gguf", architecture="qwen3", quant=quant, classes=3)
+    small = {"layers": 1, "dim": 32, "heads": 2, "kv_heads": 1, "ffn": 32}
+    path = generated_model.write(tmp_path / "m.gguf", architecture="qwen3", quant=quant, classes=3, **small)
     model = TextModel(
         EngineOptions(model_path=str(path), context_length=128, kernels=kernels), lambda _: None
     )
@@ -315,4 +317,4 @@ def test_embeddings_are_the_references(kernels, quant, tmp_path):
                 model.generate(request, events.append, lambda: False)
                 [values] = [np.frombuffer(e.values, "<f4") for e in events if isinstance(e, Embedded)]
                 error = np.linalg.norm(values - vector) / np.linalg.norm(vector)
-                assert error < (1e-5 if quant == "F32" else 1e-2), (pooling, error)
+                assert error < (2e-5 if quant == "F32" else 1e-2), (pooling, error)

@@ -12,6 +12,7 @@ from engine.runtime.head_drafter import HeadDrafter
 from tests import generated_model
 from tests.runtime.fake_batch_runner import VOCAB, FakeBatchRunner
 from tests.runtime.test_scheduler import Bench
+from tests.thorough import rarely
 
 STEP_S = {1: 1.0, 2: 1.1, 3: 1.2, 4: 1.3, 5: 1.8, 6: 1.8, 7: 1.8, 8: 1.8}  # by rows
 DRAWN = Sampling(temperature=0.8, seed=4, min_p=0.05)
@@ -121,7 +122,7 @@ def test_replies_share_the_rows_of_a_check(ask):
     assert all(end.draft_n_accepted > 0.5 * end.predicted_n for end in checked.ends.values())
 
 
-@pytest.mark.parametrize("runner", [CheckingRunner, AheadRunner])
+@pytest.mark.parametrize("runner", [CheckingRunner, rarely(AheadRunner)])
 def test_guesses_that_are_wrong_end(ask, runner):
     requests = [([1, 2, 3], 900, Sampling(temperature=0))]
     plain, checked = (ask(misleads, requests, checks, runner) for checks in (False, True))
