@@ -10,6 +10,7 @@ from engine.catalog.files import is_safe, quantization_of
 from engine.errors import ModelFileError
 
 _PREFERRED = ("F16", "BF16", "Q8_0", "F32")
+_HEAD_BYTES = 100
 _ENCODER = re.compile(r"mmproj[^/]*\.gguf$", re.I)
 
 
@@ -39,13 +40,16 @@ def _in_common(encoder: str, model: str) -> int:
 
 def encoder_beside(model: Path) -> Path | None:
     """The encoder for a model's file: the best one that fits it, in its folder or, in the hub's cache, anywhere in its
-    repository. None if there is none."""
+    repository. One with another name than encoders have is known by its first bytes. None if there is none."""
     snapshot = _snapshot(model)
     folder = snapshot or model.parent
     try:
-        files = [file for file in (folder.rglob if snapshot else folder.glob)("*.gguf") if file.is_file()]
-        found = (file.relative_to(folder).as_posix() for file in files)
+        every = (folder.rglob if snapshot else folder.glob)("*")
+        files = [file for file in every if file.suffix.lower() == ".gguf" and file.is_file()]
+        found = [file.relative_to(folder).as_posix() for file in files]
         names = encoders_among(found, model.relative_to(folder).as_posix())
+        others = [name for name in found if not is_encoder(name)]
+        names += sorted(name for name in others if is_safe(name) and _begins_as_encoder(folder / name))
         return next((folder / name for name in names if fits(folder / name, model)), None)
     except OSError:
         return None
@@ -60,6 +64,14 @@ def fits(encoder: Path, model: Path) -> bool:
         architecture, spec = file.get("general.architecture", str, ""), read_vision(seen)
         width = file.get(f"{architecture}.embedding_length", int, 0)
         return FITTING.get(architecture) == spec.kind and spec.out == width
+    return False
+
+
+def _begins_as_encoder(path: Path) -> bool:
+    """Whether a file names the architecture of encoders where writers of GGUF put it: first."""
+    with contextlib.suppress(OSError), path.open("rb") as file:
+        head = file.read(_HEAD_BYTES)
+        return head.startswith(b"GGUF") and b"general.architecture" in head and b"clip" in head
     return False
 
 

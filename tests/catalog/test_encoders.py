@@ -46,6 +46,15 @@ def test_one_that_does_not_fit_is_not_taken(tmp_path):
     assert encoder_beside(model) == other
 
 
+def test_one_with_any_name_is_known_by_what_it_holds(tmp_path):
+    model = model_file(tmp_path / "gemma-Q4_0.gguf")
+    model_file(tmp_path / "clip-Q4_0.gguf")
+    eyes = generated_encoder.write(tmp_path / "Its eyes.GGUF", "gemma3")
+    assert encoder_beside(model) == eyes
+    named = generated_encoder.write(tmp_path / "MMProj.gguf", "gemma3")
+    assert encoder_beside(model) == named
+
+
 @pytest.fixture
 def seeing(fake_hub, tmp_path):
     """A hub with a model that sees."""

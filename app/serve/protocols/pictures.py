@@ -1,12 +1,15 @@
 """Pictures in requests. They come with the request, in base64: what is not in it, the server does not fetch."""
 
 import binascii
+from contextlib import suppress
 from typing import Any
+from urllib.parse import unquote
 
 from app.serve.errors import ApiError, wrong
 from engine.formats.picture_kind import READ, media_type, refusal
 from engine.protocol.events import Picture
 
+_OF_ADDRESSES = str.maketrans("-_", "+/")
 _SEND = "Send the picture itself, as data:image/png;base64 and its bytes."
 NOTHING_ELSE = "This server reads text and pictures: no sounds, PDFs or other files."
 
@@ -24,17 +27,24 @@ def from_url(url: Any, param: str) -> Picture:
             f"This server fetches nothing: an address could lead into its own network. {_SEND}", param
         )
     if scheme != "data":
+        if ":" not in url:  # a picture's base64 alone, as llama-server takes it
+            with suppress(ApiError):
+                return from_base64(url, param)
         raise wrong(f"This server opens no files for clients. {_SEND}", param)
     head, _, data = url.partition(",")
     if not head.lower().endswith(";base64"):
         raise wrong(f"A data: URL has its data in base64. {_SEND}", param)
-    return from_base64(data, param)
+    return from_base64(unquote(data) if "%" in data else data, param)
 
 
 def from_base64(text: Any, param: str) -> Picture:
-    """Raises ApiError."""
+    """The picture in a text of base64, whose alphabet may be that of addresses, and which may lack its padding. Raises
+    ApiError."""
+    digits = "".join(text.split()).translate(_OF_ADDRESSES) if isinstance(text, str) else ""
+    if "=" not in digits:
+        digits += "=" * (-len(digits) % 4)
     try:
-        data = binascii.a2b_base64("".join(text.split()) if isinstance(text, str) else "", strict_mode=True)
+        data = binascii.a2b_base64(digits, strict_mode=True)
     except (binascii.Error, ValueError):
         raise wrong("The picture is not valid base64.", param) from None
     if media_type(data) not in READ:

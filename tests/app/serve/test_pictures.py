@@ -1,6 +1,8 @@
 """Pictures in requests: what is taken, and what is refused with the reason."""
 
 import base64
+import textwrap
+from urllib.parse import quote
 
 import pytest
 
@@ -13,7 +15,8 @@ from tests import generated_encoder
 from tests.app.fake_engine import READY, SEEING, FakeEngine, reply
 from tests.pictures import plain_picture
 
-DATA = base64.b64encode(plain_picture()).decode()
+PICTURE = plain_picture() + bytes(range(240, 256)) * 2  # what follows a picture does not count
+DATA = base64.b64encode(PICTURE).decode()
 URL = f"data:image/png;base64,{DATA}"
 CHAT = "/v1/chat/completions"
 
@@ -53,6 +56,24 @@ async def test_what_is_not_taken(served, url, reason):
     assert not engine.requests
 
 
+@pytest.mark.parametrize(
+    "url",
+    [
+        URL.replace("image/png", "text/plain;charset=utf-8"),
+        URL.rstrip("="),
+        URL.replace("+", "-").replace("/", "_").replace("data:image_png", "data:image/png"),
+        "data:image/png;base64," + quote(DATA, safe=""),
+        "\n".join(textwrap.wrap(URL, 76)),
+        DATA,
+    ],
+)
+async def test_forms_of_base64_that_clients_send(served, url):
+    engine = FakeEngine(reply("A cat."))
+    client, _ = served(engine, ready=SEEING)
+    assert (await client.post(CHAT, json=asked(image(url)))).status_code == 200
+    assert engine.requests[0].prompt.messages[0].pictures[0].data == PICTURE
+
+
 async def test_marks_in_texts_are_no_pictures_and_pictures_keep_their_places(served):
     engine = FakeEngine(reply("Yes."))
     client, _ = served(engine, ready=SEEING)
@@ -84,7 +105,7 @@ async def test_a_picture_in_a_tools_result_comes_from_the_user(served):
     for request in engine.requests:
         *_, tool, user = request.prompt.messages
         assert (tool.role, user.role, user.content) == ("tool", "user", PICTURE_MARK)
-        assert user.pictures[0].data == plain_picture()
+        assert user.pictures[0].data == PICTURE
 
 
 async def test_a_model_that_does_not_see_says_so(served):
