@@ -150,6 +150,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(given: argparse.Namespace) -> None:
     how = given.context, given.side, given.repetitions
+    os.environ["OPENBLAS_NUM_THREADS"] = "1"  # as the engine's process has it
     times = {"ours": alone(ours, given.model, given.mmproj, given.backend, given.chip, *how)}
     if given.llama_server:
         on_cpu = given.backend.upper() == "CPU"

@@ -115,7 +115,7 @@ def prompt_tiling(
     dim, is_large = heads.dim, heads.dim > 128
     rows = 2 if dim <= 64 and heads.shared_by * tokens >= 512 else 1
     units = heads.shared_by * tokens // (16 * rows)
-    fits_two = units >= 8 or dim <= 64 or not spills_early()
+    fits_two = dim <= 64 or not spills_early()
     small = [(8, 4)] * (units >= 8) + [(8, 2)] * fits_two + [(8, 1)]
     shapes = [(8, 1), (4, 1), (2, 1)] if is_large else small
     # More dimensions than these have more sums than a warp's registers hold.
