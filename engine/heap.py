@@ -10,3 +10,9 @@ def return_large_blocks() -> None:
     glibc raises its own with the first long text, and keeps the memory of the others for ever (mallopt(3))."""
     if hasattr(libc := ctypes.CDLL(None), "mallopt"):
         libc.mallopt(_MMAP_THRESHOLD, 1 << 20)
+
+
+def give_back() -> None:
+    """Gives the system what is free now: the many small blocks of a long text, too (malloc_trim(3))."""
+    if hasattr(libc := ctypes.CDLL(None), "malloc_trim"):
+        libc.malloc_trim(0)

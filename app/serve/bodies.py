@@ -46,7 +46,7 @@ class Bodies:
                 self._check(_stated_bytes(Request(scope)) - FREE_BYTES)
             message = await receive()
             if inflate and message["type"] == "http.request":
-                message = {**message, "body": inflate(message.get("body", b""))}
+                message = {**message, "body": await inflate(message.get("body", b""))}
             body_bytes += len(message.get("body", b""))
             more = max(body_bytes - FREE_BYTES, 0) - held_bytes
             self._check(more)
@@ -74,7 +74,7 @@ class _Inflate:
         self._inflater = zlib.decompressobj(zlib.MAX_WBITS | 32) if known else None  # either header
         self._left = MAX_BODY_BYTES + 1
 
-    def __call__(self, piece: bytes) -> bytes:
+    async def __call__(self, piece: bytes) -> bytes:
         """Raises ApiError for an encoding that is not known, and for data that is none."""
         if self._encoding in ("", "identity"):
             return piece
@@ -84,7 +84,7 @@ class _Inflate:
         if not self._left or self._inflater.eof:
             return b""
         try:
-            plain = self._inflater.decompress(piece, self._left)
+            plain = await asyncio.to_thread(self._inflater.decompress, piece, self._left)
         except zlib.error:
             raise ApiError(400, f"The request is not valid {self._encoding}.") from None
         self._left -= len(plain)

@@ -1,6 +1,5 @@
 """The paths of the server, as a Starlette application."""
 
-import asyncio
 import sys
 import traceback
 from collections.abc import Awaitable, Callable, Mapping
@@ -17,8 +16,9 @@ from app.serve.access import CLIENT, Access
 from app.serve.answering import answer
 from app.serve.bodies import Bodies, check_copies, read_body
 from app.serve.errors import ApiError
-from app.serve.http import ClientGoneError, error_response, json_response
+from app.serve.http import ClientGoneError, error_response, json_response, while_connected
 from app.serve.limits import NO_LIMITS, Budgets, Limits
+from app.serve.long_work import MAX_TEXT_BYTES, LongWork
 from app.serve.metrics import CONTENT_TYPE, Gauges
 from app.serve.model_pool import ModelPool
 from app.serve.openapi import description_json
@@ -113,7 +113,7 @@ class Routes:
     def __init__(self, models: ModelPool, budgets: Budgets, *, has_keys: bool) -> None:
         """`has_keys`: clients have different ones."""
         self._models, self._budgets, self._has_keys = models, budgets, has_keys
-        self._conversations = Conversations()
+        self._conversations, self._long_work = Conversations(), LongWork()
 
     # --- completions ---
 
@@ -142,7 +142,11 @@ class Routes:
             self._models.default.check_open()
             body = decoded(data, kind)
             exchange.service = service = await self._models.named(body.model)
-            wanted = await asyncio.to_thread(asked, body, service) if in_thread else asked(body, service)
+            if in_thread:
+                work = self._long_work.run(exchange.client, len(data), asked, body, service)
+                wanted = await while_connected(request.receive, work)
+            else:
+                wanted = asked(body, service)
             if not isinstance(wanted, Asked):
                 exchange.answers = 0
                 exchange.close(200)
@@ -217,10 +221,17 @@ class Routes:
     def computing(self, kind: type[B], make: Callable[[B, Service], Json]) -> Endpoint:
         """What answers requests whose bodies are of a `kind`, and need no engine. `make` may take long."""
 
+        def made(body: B, service: Service) -> Response:
+            return json_response(make(body, service))
+
         async def endpoint(request: Request) -> Response:
-            body = decoded(await read_body(request), kind)
+            data = await read_body(request)
+            if len(data) > MAX_TEXT_BYTES:
+                raise ApiError(413, f"The request is longer than {MAX_TEXT_BYTES >> 20} MiB.")
+            body = decoded(data, kind)
             service = await self._models.named(getattr(body, "model", None))
-            return json_response(await asyncio.to_thread(make, body, service))
+            work = self._long_work.run(request.scope[CLIENT], len(data), made, body, service)
+            return await while_connected(request.receive, work)
 
         return endpoint
 

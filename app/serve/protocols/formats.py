@@ -15,8 +15,8 @@ from app.serve.protocols.json_values import check_size
 from engine.formats.tool_grammars import choice_grammar, schema_grammar
 from engine.protocol.events import Grammar
 
-MAX_GRAMMAR = 1 << 15
-"""Characters of a grammar in another syntax: making ours of it takes 0.1 s, in which nobody else is answered."""
+MAX_GRAMMAR = 1 << 14
+"""Characters of a grammar in another syntax: making ours of it takes 50 ms, in which nobody else is answered."""
 Schema = dict[str, Any]
 
 
