@@ -32,7 +32,7 @@ def end_of_piece(states: Checkpoints | None, sequence: int, job: Job, done: int,
     end = min(done + piece, len(job.stored))
     if job.restore:
         end = min(end, job.restore.first)
-    if end < len(job.stored) and end - done >= 4 * BLOCK:  # whole blocks can be shared at once
+    if end < len(job.stored) and end - done >= 8 * BLOCK:  # whole blocks can be shared at once
         end = end // BLOCK * BLOCK
     if job.answer.pictures:
         end = job.answer.pictures.end_of_piece(done, end)

@@ -10,6 +10,7 @@ from importlib import import_module
 MEASUREMENTS = {
     "step_rates": "a model's steps beside llama.cpp's own bench",
     "batch_rates": "decode of several sequences at once beside decode of one",
+    "mixed_rates": "steps of replies and pieces of a prompt beside those of replies alone",
     "guess_rates": "answers whose next tokens are guessed beside those without guesses",
     "small_batch_rates": "products of a few tokens at once beside decode's product of one",
     "product_rates": "products of prompts with matrices of every type, beside those of Q4_K",

@@ -21,7 +21,7 @@ from engine.protocol.events import Chat, EngineOptions, Event, Finished, Generat
 
 if TYPE_CHECKING:
     from engine.model.text_model import TextModel
-    from engine.runtime.model_runner import ModelRunner
+    from engine.runtime.model_runner import Ahead, ModelRunner, Slot
 
 T = TypeVar("T")
 
@@ -122,14 +122,20 @@ class Sequences:
             self.runner.run([Slot(sequence, part, position + at, "none")])
             self.blocks.commit(sequence, part)
 
-    def decode(self, tokens: Sequence[int], ahead: bool = False, draw: bool = False) -> list[int]:
-        """Runs a token of each of the first sequences; returns the next ones."""
-        from engine.runtime.model_runner import Slot, no_pieces
+    def decode(
+        self,
+        tokens: Sequence[int],
+        ahead: Ahead | None = None,
+        draw: bool = False,
+        pieces: Sequence[Slot] = (),
+    ) -> list[int]:
+        """Runs a token of each of the first sequences, and `pieces` of prompts beside; returns the next tokens."""
+        from engine.runtime.model_runner import Slot
 
         for sequence in range(len(tokens)):
-            self.blocks.reserve(sequence, 1 + ahead)
+            self.blocks.reserve(sequence, 2 if ahead else 1)
         slots = [Slot(s, (token,), self.blocks.length(s), draw=draw) for s, token in enumerate(tokens)]
-        chosen = self.runner.run(slots, no_pieces if ahead else None)
+        chosen = self.runner.run([*pieces, *slots], ahead)
         for sequence, token in enumerate(tokens):
             self.blocks.commit(sequence, [token])
         return [int(token) for token in chosen]

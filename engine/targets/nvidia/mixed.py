@@ -2,7 +2,7 @@
 
     embed . those of the sublayers' handlers . norm . head . next tokens
 
-Its first rows are replies, as in a step of `batch`, and those from `PIECE_ROWS` on are pieces, as in prefill.
+Its last rows are replies, as in a step of `batch`, and those before are pieces, as in prefill.
 """
 
 from __future__ import annotations
@@ -49,12 +49,12 @@ class MixedKernels(PrefillKernels):
         limit: int,
         ending: Ending,
     ) -> KernelSequence:
-        """The kernels for up to `rows` replies and `tokens` - `PIECE_ROWS` tokens of prompts. The rest as in
+        """The kernels for up to `rows` replies and `tokens` - `rows` tokens of prompts. The rest as in
         `BatchKernels.rows_step`."""
         layers, batch, n = self._model.layers, self._batch, self.last_storing
         step = MixedStep(self, tokens, batch.state(rows), rows, limit)
         replies = step.replies
-        step.add(reply_tokens(rows), ids=self.ids, state=replies.state)
+        step.add(reply_tokens(rows, step.first_reply), ids=self.ids, state=replies.state)
         self._embed(step, self.ids, layers)
         if self._model.layer_tables:
             replies.layer_embeddings = step.layer_embeddings
@@ -74,23 +74,23 @@ class MixedKernels(PrefillKernels):
             self._piece_rows[tokens] = tokens if self._model.deltas else max([PIECE_ROWS, *spans])
         return self._piece_rows[tokens]
 
-    def fits(self, tokens: int, pieces: Sequence[Slot], has_replies: bool) -> bool:
-        """Whether a step of so many tokens has room for these pieces."""
-        unit = PIECE_ROWS if has_replies else self.piece_rows(tokens)
-        taken = sum(rows_of(len(piece.inputs), unit) for piece in pieces)
-        return taken + PIECE_ROWS * has_replies <= tokens
+    def fits(self, tokens: int, pieces: Sequence[Slot], rows: int = 0) -> bool:
+        """Whether a step of so many tokens has room for these pieces, beside `rows` replies."""
+        unit = PIECE_ROWS if rows else self.piece_rows(tokens)
+        *others, last = [len(piece.inputs) for piece in pieces]
+        return sum(rows_of(n, unit) for n in others) + last <= tokens - rows
 
-    def send(self, tokens: int, pieces: Sequence[Slot], replies: int = 0) -> None:
-        """Writes the state of a step of so many tokens."""
+    def send(self, tokens: int, pieces: Sequence[Slot], replies: int = 0, rows: int = 0) -> None:
+        """Writes the state of a step of so many tokens, which is for `rows` replies and has so many."""
         unit = PIECE_ROWS if replies else self.piece_rows(tokens)
-        ids, first, places = np.zeros(self.chunk, np.int32), PIECE_ROWS if replies else 0, []
+        ids, first, places = np.zeros(self.chunk, np.int32), 0, []
         for piece in pieces:
             count = len(piece.inputs)
             ids[first : first + count] = piece.inputs
             places.append((first, piece.position, count, piece.sequence))
             self._send_pictures(piece, first)
             first += rows_of(count, unit)
-        overwrite(self.prompt, state_of(self.chunk, places, replies))
+        overwrite(self.prompt, state_of(self.chunk, places, replies, tokens - rows if replies else 0))
         overwrite(self.ids, ids)
 
     def _send_pictures(self, piece: Slot, first: int) -> None:
@@ -110,7 +110,7 @@ class MixedKernels(PrefillKernels):
         go in a `whole_step` of one of `sizes`, ascending, which `launch` runs."""
         while pieces:
             some = ((n, size) for n in range(len(pieces), 0, -1) for size in sizes)
-            n, size = next(s for s in some if self.fits(s[1], pieces[: s[0]], False))
+            n, size = next(s for s in some if self.fits(s[1], pieces[: s[0]]))
             self.send(size, pieces[:n])
             launch(size)
             whole: NDArray[np.float32] = self.buffer("h", size * self.spec.dim).numpy().reshape(size, -1)

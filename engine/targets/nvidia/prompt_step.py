@@ -1,7 +1,7 @@
 """What the handlers of steps of several tokens on a GPU share: products, the residual stream, scratch memory.
 
 A step has pieces of prompts (`PromptStep`), the last tokens of replies (`RowsStep`), or both (`MixedStep`): then the
-replies' are its first rows, and products, norms and experts do not tell them apart. A product whose result is added to
+replies' are its last rows, and products, norms and experts do not tell them apart. A product whose result is added to
 the residual stream leaves partial sums. The norm before the next product adds them. Chunks of a few tokens, and decode
 steps of several rows, take the products of `kernels.small_batch`.
 """
@@ -21,7 +21,7 @@ from engine.targets.nvidia.kernels.activation_order import Order
 from engine.targets.nvidia.kernels.device import multiprocessors
 from engine.targets.nvidia.kernels.matmul import fragments_size, matmul, tiles_for
 from engine.targets.nvidia.kernels.pieces import state_size
-from engine.targets.nvidia.kernels.prefill import Runs, activate_prompt, first_rows, norm_prompt
+from engine.targets.nvidia.kernels.prefill import Runs, activate_prompt, last_rows, norm_prompt
 from engine.targets.nvidia.kernels.small_batch import (
     MAX_TOKENS,
     SmallBatchEpilogue,
@@ -211,9 +211,9 @@ class RowsStep(PromptStep):
 
 
 class MixedStep(PromptStep):
-    """A step of `tokens` rows, of which the first are those of `replies`, `rows` of them after fewer than `limit`
-    tokens each, which read `state`. The pieces begin at `PIECE_ROWS`. What follows the last sublayer that keeps
-    something is computed of the replies alone, by `replies` as a step."""
+    """A step of `tokens` rows, of which the last are those of `replies`, `rows` of them after fewer than `limit` tokens
+    each, which read `state`. They begin at `first_reply`. What follows the last sublayer that keeps something is
+    computed of the replies alone, by `replies` as a step."""
 
     has_any_pieces = True
 
@@ -221,7 +221,8 @@ class MixedStep(PromptStep):
         super().__init__(memory, tokens)
         self.replies = replies = RowsStep(memory, state, rows, limit)
         replies.sequence, replies.add, replies.embedded = self.sequence, self.add, tokens
-        replies.h = part_of(self.h, 0, rows * self.spec.dim)
+        self.first_reply = tokens - rows
+        replies.h = part_of(self.h, self.first_reply * self.spec.dim, rows * self.spec.dim)
 
     def of_replies(
         self, made: Sequence[Sums], product: Product, name: str, bias: Tensor | None = None
@@ -229,6 +230,6 @@ class MixedStep(PromptStep):
         """The rows of replies of the products that were `made`, as `RowsStep.stacked`."""
         rows = self.replies.buffer(f"{name} of replies", self.replies.tokens * product.stack.rows)
         runs = Runs(self.tokens, tuple(m.parts for m in made), tuple(part.rows for part in product.matrices))
-        kernel = first_rows(runs, self.replies.tokens, bias is not None)
+        kernel = last_rows(runs, self.replies.tokens, bias is not None)
         self.add(kernel, rows=rows, sums=[m.tensor for m in made], bias=bias)
         return rows

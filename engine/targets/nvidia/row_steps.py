@@ -70,14 +70,14 @@ class RowSteps:
     def can_follow(self, rows: Sequence[Slot], size: int) -> bool:
         """Whether a step of `size` can follow the one that is launched: it has the same rows, and the device has them
         as that step's."""
-        return len(rows) == len(self._rows) and self._rows_count == self._count(rows, size)
+        return len(rows) == len(self._rows) and self._rows_count == self.count(len(rows), size)
 
     def decode(self, rows: Sequence[Slot], ahead: Following | None, size: int = 0) -> list[int]:
         """The next token of each row. `size`: if pieces of prompts are to be in the same step (`MixedKernels.send`),
         the tokens of such a step. With `ahead`, the step after this one is launched too, if it can follow."""
         if not self.is_launched(rows):
             self.finish()
-            self._send(rows, self._count(rows, size))
+            self._send(rows, self.count(len(rows), size))
             self._launch(rows, size)
         self._choose()  # its masks are there
         places = {row: place for place, row in enumerate(self._rows)}
@@ -179,9 +179,9 @@ class RowSteps:
 
     # ---- host and device ----
 
-    def _count(self, rows: Sequence[Slot], size: int = 0) -> int:
-        """For how many rows the step is; one with pieces of prompts is for several."""
-        return next(n for n in self._counts if len(rows) <= n and not (size and n == 1))
+    def count(self, rows: int, size: int = 0) -> int:
+        """For how many rows a step of `rows` is; one with pieces of prompts is for several."""
+        return next(n for n in self._counts if rows <= n and not (size and n == 1))
 
     def _send(self, rows: Sequence[Slot], count: int) -> None:
         """Sends rows to the device for a step of `count` rows, unless it has them already."""

@@ -267,7 +267,7 @@ class NvidiaRunner:
             self._note_missed(len(rows))
         most, size = self.row_counts[-1], self._mixed_size(pieces, rows)
         if size:
-            self._prefill.send(size, pieces, len(rows))
+            self._prefill.send(size, pieces, len(rows), self._steps.count(len(rows), size))
         else:
             self._store(pieces)
         self._hidden = [*self._prefill.streams(embedded, self._sizes, self._launch_whole)]
@@ -285,12 +285,12 @@ class NvidiaRunner:
         pieces = ahead()
         if pieces is None or (pieces and not self._mixes(rows)):
             return None
-        size = self._fitting(pieces) if pieces else 0
+        size = self._fitting(pieces, rows) if pieces else 0
         if (pieces and not size) or not self._steps.can_follow(rows, size):
             return None
         if pieces:
             self._set_positions(pieces)
-            self._prefill.send(size, pieces, len(rows))
+            self._prefill.send(size, pieces, len(rows), self._steps.count(len(rows), size))
             self._launched = pieces
         return size
 
@@ -301,24 +301,26 @@ class NvidiaRunner:
             self._states.set(slot.position + len(slot.inputs), slot.sequence)
 
     def piece_sizes(self, rows: int) -> tuple[int, ...]:
-        mixes = self._mixing and 0 < rows <= self.row_counts[-1]
-        rooms = (size - PIECE_ROWS for size in self._mixing)
-        return (*rooms, self.chunk_sizes[-1]) if mixes else self.chunk_sizes
+        if not self._mixing or not 0 < rows <= self.row_counts[-1]:
+            return self.chunk_sizes
+        rooms = (size - self._steps.count(rows, size) for size in self._mixing)
+        return (*rooms, self.chunk_sizes[-1])
 
     def _mixed_size(self, pieces: Sequence[Slot], rows: Sequence[Slot]) -> int:
         """The size of the step that has room for pieces and rows together; 0 if they go in steps of their own."""
         if not pieces or not self._mixes(rows) or self._steps.is_launched(rows):
             return 0
-        return self._fitting(pieces)
+        return self._fitting(pieces, rows)
 
     def _mixes(self, rows: Sequence[Slot]) -> bool:
         """Whether a step may have these rows and pieces."""
         return 0 < len(rows) <= self.row_counts[-1]
 
-    def _fitting(self, pieces: Sequence[Slot]) -> int:
-        """The smallest size of steps with rows that has room for these pieces; 0 if none has."""
-        fits = (size for size in self._mixed_sizes if self._prefill.fits(size, pieces, True))
-        return min(fits, default=0)
+    def _fitting(self, pieces: Sequence[Slot], rows: Sequence[Slot]) -> int:
+        """The smallest size of steps with these rows that has room for these pieces; 0 if none has."""
+        fits = self._prefill.fits
+        sizes = (n for n in self._mixed_sizes if fits(n, pieces, self._steps.count(len(rows), n)))
+        return min(sizes, default=0)
 
     def _store(self, pieces: Sequence[Slot]) -> None:
         """Prefills pieces of prompts, as many as fit in a step."""
@@ -330,7 +332,7 @@ class NvidiaRunner:
 
     def _fits(self, size: int, pieces: Sequence[Slot]) -> bool:
         """Whether a prefill step that is compiled has room for these pieces."""
-        return self._prefill.fits(size, pieces, False) and self._has_prefill(size)
+        return self._prefill.fits(size, pieces) and self._has_prefill(size)
 
     def _store_one(self, slot: Slot) -> None:
         """Prefills a piece of a prompt, in smaller ones while the kernels of its size are not compiled."""

@@ -138,7 +138,7 @@ def hold(sizes: Sequence[int] = (32, 64, 128), **shape: Any) -> None:
 
     for size in sizes:
         runner.prepare(size)
-    assert runner.piece_sizes(1) == (32, 96, 128)
+    assert runner.piece_sizes(1) == (60, 124, 128)
     step({0: 5})
     step({1: 33, 2: 8}, 0)
     step({2: 13}, 0)

@@ -80,8 +80,8 @@ class DecodeBlock:
     With `tokens`, a step of so many sequences. The rows are of all tokens, one after the other; in place of the angles
     are cos and sin, their tables, float32 (context, dim / 2). The state is int32 (4, tokens): tokens, positions,
     sequences, and whether there is a token, else it is not stored. Outputs have the results of all tokens: with one
-    split, the activations of the next product, float16 in an `order`, and no input_scale; with several, sums (splits,
-    tokens, query * dim), and scores and sums of weights (splits, tokens, query, 2).
+    split, the activations of the next product, float16 in an `order`, from `out_row` on, and no input_scale; with
+    several, sums (splits, tokens, query * dim), and scores and sums of weights (splits, tokens, query, 2).
 
     The output with one split: out, float32, permuted and scaled for the next product. With several, for `combine`:
     sums, the weighted sums of values, float32 (splits, query * dim), and tops, for each split and query head the
@@ -90,12 +90,13 @@ class DecodeBlock:
 
     def __init__(
         self, heads: Heads, splits: int, group: int, thread: UOp, n_threads: int, buffers: Mapping[str, Any],
-        over_heads: bool = False, tokens: int = 0, order: Order = "columns",
+        over_heads: bool = False, tokens: int = 0, order: Order = "columns", out_row: int = 0,
     ) -> None:  # fmt: skip
         self.outs: list[UOp] = [buffers[name] for name in ("out", "sums", "tops") if name in buffers]
         self.cache: list[UOp] = buffers["cache"]
         self.rows: UOp = buffers["rows"]
-        self.tokens, self.is_whole, self._over_heads, self._order = tokens, splits == 1, over_heads, order
+        self.tokens, self.is_whole, self._over_heads = tokens, splits == 1, over_heads
+        self._order, self._out_row = order, out_row
         angles: list[UOp] = [buffers[name] for name in ("cos", "sin", "angles") if name in buffers]
         self._state = state = buffers["state"]
         temperature = buffers.get("temperature")
@@ -306,7 +307,7 @@ class DecodeBlock:
             values = values * gate
         if self.is_whole and self.tokens:
             result = as_half(values / weights)
-            return [store(self.outs[0], PLACES[self._order](self.token, element, n), result)]
+            return [store(self.outs[0], PLACES[self._order](self._out_row + self.token, element, n), result)]
         if input_scale is not None:
             result = values / weights * load(input_scale, element % UNIT)
             return [store(self.outs[0], permuted(element, n), result)]
@@ -321,9 +322,10 @@ class DecodeBlock:
 
 @functools.cache
 def combine(
-    heads: Heads, splits: int, has_sinks: bool = False, tokens: int = 0, order: Order = "columns"
-) -> Kernel:
-    """Combines the splits of decode attention. Buffers: out, sums and tops (see
+    heads: Heads, splits: int, has_sinks: bool = False, tokens: int = 0, order: Order = "columns", out_row: int = 0,
+) -> Kernel:  # fmt: skip
+    """Combines the splits of decode attention. With several `tokens`, they are those from `out_row` on of the result.
+    Buffers: out, sums and tops (see
     `DecodeBlock`); input_scale, the output's, float32 (UNIT,), if the step is not of several `tokens`; sinks, float32
     (query,), if there are any; of gated heads, rows, those of the QKV product."""
     n, several = heads.query * heads.dim, max(tokens, 1)
@@ -347,8 +349,8 @@ def combine(
             value = value * sigmoid(load(rows, token * heads.rows + element))
         name = f"combine_{heads.query}_{heads.dim}_{splits}{'_sinks' * has_sinks}"
         if input_scale is None:
-            place = PLACES[order](token, element, n)
-            return finish(f"{name}_{tokens}_{order}", [store(out, place, as_half(value))])
+            place = PLACES[order](out_row + token, element, n)
+            return finish(f"{name}_{tokens}_{order}_{out_row}", [store(out, place, as_half(value))])
         stores = [store(out, permuted(element, n), value * load(input_scale, element % UNIT))]
         return finish(name, stores)
 

@@ -61,10 +61,12 @@ def parts_of(heads: DeltaHeads, multiprocessors: int) -> int:
 
 
 @functools.cache
-def delta_decode(heads: DeltaHeads, tokens: int = 0, parts: int = 1, order: Order = "columns") -> Kernel:
+def delta_decode(
+    heads: DeltaHeads, tokens: int = 0, parts: int = 1, order: Order = "columns", out_row: int = 0
+) -> Kernel:
     """A delta net without its products, for one token, or for those of `tokens` sequences. Buffers: out, for one token
     float32, permuted and scaled for the next product, else its activations, float16 in an
-    `order`; with several `parts`, for one token, it is not normed, and squares are partial
+    `order`, from `out_row` on; with several `parts`, for one token, it is not normed, and squares are partial
     sums of its squares, float32 (value, parts); memory, float32 (memory_size,); rows, the product with the input,
     float32 (rows,), for each token: channels, gate, beta, alpha; conv, the convolution's weights, float32 (channels,
     taps); decay and decay_bias, float32 (value,) each; norm, its weight, float32 (size,); state, that of the step:
@@ -171,14 +173,16 @@ def delta_decode(heads: DeltaHeads, tokens: int = 0, parts: int = 1, order: Orde
         else:
             results.append(store(squares, block, total, thread.eq(0)))
         if input_scale is None:
-            results.append(store(out, PLACES[order](token, element, h.width), as_half(result), has_column))
+            results.append(
+                store(out, PLACES[order](out_row + token, element, h.width), as_half(result), has_column)
+            )
         else:
             scaled = result * load(input_scale, element % UNIT, has_column)
             results.append(store(out, permuted(element, h.width), scaled, has_column))
         n_bytes = 8 * h.width * size * max(tokens, 1)
         name = (
             f"delta_{h.name}_{h.sequences}"
-            + f"_{tokens}_{order}" * (tokens > 0)
+            + f"_{tokens}_{order}_{out_row}" * (tokens > 0)
             + f"_in_{parts}" * (parts > 1)
         )
         return finish(name, [*moved, *results], n_bytes, n_bytes)

@@ -95,13 +95,13 @@ def scaled(values: Sequence[UOp], scale: float) -> list[UOp]:
 
 
 @functools.cache
-def reply_tokens(rows: int) -> Kernel:
-    """Makes the tokens of replies the first ones of a step. Buffers: ids, the step's tokens, int32; state, that of the
-    replies (`StepRows`)."""
+def reply_tokens(rows: int, first: int) -> Kernel:
+    """Makes the tokens of replies those of a step's rows from `first` on. Buffers: ids, the step's tokens, int32;
+    state, that of the replies (`StepRows`)."""
 
     def kernel(ids: UOp, state: UOp) -> UOp:
         row = UOp.special(rows, "lidx0")
-        return finish(f"reply_tokens_{rows}", [store(ids, row, load(state, row))])
+        return finish(f"reply_tokens_{rows}_{first}", [store(ids, first + row, load(state, row))])
 
     return Kernel(kernel, ("ids",), ("state",))
 

@@ -163,9 +163,10 @@ def _blocks(heads: Heads) -> tuple[int, int, int, int, int]:
 @functools.cache
 def flash_attention(
     heads: Heads, split: FlashSplit, sinks: bool = False, over_heads: bool = False, tokens: int = 0,
-    order: Order = "columns",
+    order: Order = "columns", out_row: int = 0,
 ) -> Kernel:  # fmt: skip
-    """Attention of one new token on tensor cores, or of those of `tokens` sequences. Buffers: see `DecodeBlock`."""
+    """Attention of one new token on tensor cores, or of those of `tokens` sequences, from `out_row` on in the result.
+    Buffers: see `DecodeBlock`."""
     h, group, warps, ways, n_threads = heads, split.group, split.warps, split.ways, split.threads
     dim, width = h.dim, h.dim // split.across
     own_dims, own_width, lists = dim // ways, width // ways, warps * 4
@@ -177,7 +178,9 @@ def flash_attention(
         lane, all_warps = UOp.special(32, "lidx0"), UOp.special(warps * ways, "lidx1")
         thread, g, t = all_warps * 32 + lane, lane // 4, lane % 4
         warp, way = (all_warps // ways, all_warps % ways) if ways > 1 else (all_warps, UOp.const(0))
-        block = DecodeBlock(h, split.splits, group, thread, n_threads, buffers, over_heads, tokens, order)
+        block = DecodeBlock(
+            h, split.splits, group, thread, n_threads, buffers, over_heads, tokens, order, out_row
+        )
         run = UOp.special(split.across, "gidx2") if split.across > 1 else UOp.const(0)
         cache = fragments(block, g, t, (way * own_dims, own_dims), (run * width + way * own_width, own_width))
 
@@ -330,7 +333,7 @@ def flash_attention(
         results = block.store_result(element, head, is_first_element, sums_of_head, scale, sink_of_head, gate)
         shape = f"{split.limit}_{split.splits}_{group}_{warps}_{split.steps}_{split.across}_{ways}"
         name = f"attention_flash_{h.name}_{shape}{'_sinks' * sinks}{'_over_heads' * over_heads}"
-        name += f"_{tokens}_{order}" * (tokens > 0) + f"_{split.blocks}_blocks" * (split.blocks > 0)
+        name += f"_{tokens}_{order}_{out_row}" * (tokens > 0) + f"_{split.blocks}_blocks" * (split.blocks > 0)
         return finish(name, [UOp.group(*results).end(loop)])
 
     waits_for = ("rows",) if split.begins_early and not tokens else ()

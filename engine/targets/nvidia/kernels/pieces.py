@@ -1,9 +1,10 @@
 """Which rows of a step are tokens of prompts.
 
-A step takes pieces of several prompts, each in rows of its own, from a multiple of `PIECE_ROWS` on. Before them there
-may be rows of replies (`StepRows`). Its state is int32 (2 + 4 * units,): the number of rows up to the end of the last
-piece, the number of replies, and for each `PIECE_ROWS` rows, a unit, the piece that they belong to: the position of its
-first token, its number of tokens, its sequence, and its first row. A unit without a piece has no tokens.
+A step takes pieces of several prompts, each in rows of its own, from a multiple of `PIECE_ROWS` on. After them there
+may be rows of replies (`StepRows`), which may begin in the last piece's unit. Its state is int32 (3 + 4 * units,): the
+number of rows up to the last one that is used, the first row of replies, their number, and for each `PIECE_ROWS` rows,
+a unit, the piece that they belong to: the position of its first token, its number of tokens, its sequence, and its
+first row. A unit without a piece has no tokens.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from tinygrad import UOp
 from engine.targets.nvidia.kernels.uops import load_index
 
 PIECE_ROWS = 32
-_HEAD, _FIELDS = 2, 4
+_HEAD, _FIELDS = 3, 4
 
 
 @dataclass(frozen=True)
@@ -46,14 +47,15 @@ class Piece:
 
 
 def used_rows(state: UOp, tokens: int) -> UOp:
-    """The rows of a step up to the end of the last piece."""
+    """The rows of a step up to the last one that is used."""
     return load_index(state, 0, tokens + 1)
 
 
 def is_used(state: UOp, row: UOp, tokens: int) -> UOp:
     """Whether a row has a token, of a reply or of a prompt."""
     piece = Piece.of(state, row, tokens, 1)
-    return (row < load_index(state, 1, tokens + 1)) | (piece.token(row) < piece.count)
+    first, replies = (load_index(state, i, tokens + 1) for i in (1, 2))
+    return (row >= first) & (row < first + replies) | (piece.token(row) < piece.count)
 
 
 def state_size(tokens: int) -> int:
@@ -61,11 +63,13 @@ def state_size(tokens: int) -> int:
     return _HEAD + -(-tokens // PIECE_ROWS) * _FIELDS
 
 
-def state_of(tokens: int, pieces: Iterable[tuple[int, int, int, int]], replies: int = 0) -> NDArray[np.int32]:
+def state_of(
+    tokens: int, pieces: Iterable[tuple[int, int, int, int]], replies: int = 0, first_reply: int = 0
+) -> NDArray[np.int32]:
     """The state of a step, of each piece's first row, position, number of tokens and sequence."""
     state = np.zeros(state_size(tokens), np.int32)
     units = state[_HEAD:].reshape(-1, _FIELDS)
-    state[:_HEAD] = replies
+    state[:_HEAD] = first_reply + replies, first_reply, replies
     for first, position, count, sequence in pieces:
         units[first // PIECE_ROWS : -(-(first + count) // PIECE_ROWS)] = position, count, sequence, first
         state[0] = max(state[0], first + count)

@@ -163,16 +163,16 @@ class Runs:
 
 
 @functools.cache
-def first_rows(runs: Runs, count: int, has_bias: bool) -> Kernel:
-    """A product's results for the first `count` tokens, one after the other. Buffers: rows, float32 (count, rows);
+def last_rows(runs: Runs, count: int, has_bias: bool) -> Kernel:
+    """A product's results for the last `count` tokens, one after the other. Buffers: rows, float32 (count, rows);
     sums, those of each run; bias, float32 (rows,), if it `has_bias`."""
     total, threads = sum(runs.sizes), 256
 
     def kernel(rows: UOp, sums: Sequence[UOp], bias: UOp | None) -> UOp:
         row = UOp.special(-(-total // threads), "gidx0") * threads + UOp.special(threads, "lidx0")
         token, inside = UOp.special(count, "gidx1"), row < total
-        value = runs.load(sums, bias, token, row, inside)
-        name = f"first_rows_{runs.tokens}_{count}_{'_'.join(map(str, runs.sizes + runs.parts))}"
+        value = runs.load(sums, bias, runs.tokens - count + token, row, inside)
+        name = f"last_rows_{runs.tokens}_{count}_{'_'.join(map(str, runs.sizes + runs.parts))}"
         return finish(name, [store(rows, token * total + row, value, inside)])
 
     return Kernel(kernel, ("rows",), (("sums", len(runs.sizes)), has_bias and "bias"))

@@ -124,8 +124,11 @@ class AttentionHandler(Handler):
         self._attend_rows(step, step.stacked(self.qkv, "qkv", self.bias), attended)
         return self._output(step, attended)
 
-    def _attend_rows(self, step: RowsStep, rows: Tensor, attended: Tensor, order: Order = "columns") -> None:
-        """Adds attention of rows of queries, keys and values, whose result is `attended`, in an order."""
+    def _attend_rows(
+        self, step: RowsStep, rows: Tensor, attended: Tensor, order: Order = "columns", out_row: int = 0
+    ) -> None:
+        """Adds attention of rows of queries, keys and values, whose result are the rows of `attended` from `out_row`
+        on, in an order."""
         heads, tokens, has_sinks = self.heads, step.tokens, self.sinks is not None
         ins = {"cos": self.cos, "sin": self.sin, "tables": self.tables, "state": step.state}
         ins |= {"rows": rows, "norms": self.norms}
@@ -139,17 +142,16 @@ class AttentionHandler(Handler):
             for name, n in (("sums", heads.query * heads.dim), ("tops", heads.query * 2))
             if split.splits > 1
         }
+        place: tuple[Order, int] = ("columns", 0) if parts else (order, out_row)
         step.add(
-            flash_attention(
-                heads, split, has_sinks, self.is_over_heads, tokens, "columns" if parts else order
-            ),
+            flash_attention(heads, split, has_sinks, self.is_over_heads, tokens, *place),
             **(parts or {"out": attended, "sinks": self.sinks}),
             cache=self.cache,
             **ins,
             temperature=self.temperature,
         )
         if parts:
-            kernel = combine(heads, split.splits, has_sinks, tokens, order)
+            kernel = combine(heads, split.splits, has_sinks, tokens, order, out_row)
             step.add(kernel, out=attended, **parts, sinks=self.sinks, rows=rows if heads.gated else None)
 
     def prefill(self, step: PromptStep, norm: Norm) -> Sums:
@@ -163,7 +165,7 @@ class AttentionHandler(Handler):
         queries = self._store_tokens(step, made)
         attended = self._attend_prompts(step, queries)
         rows = step.of_replies(made, self.qkv, "qkv", self.bias)
-        self._attend_rows(step.replies, rows, attended, step.order)
+        self._attend_rows(step.replies, rows, attended, step.order, step.first_reply)
         return self._output(step, attended)
 
     def last_mixed(self, step: MixedStep, norm: Norm) -> Sums:

@@ -96,7 +96,8 @@ class DeltaNetHandler(Handler):
         step.norm(norm)
         made = step.products(self.in_proj, "delta")
         remembered = self._add_prompts(step, made)
-        self._add_rows(step.replies, step.of_replies(made, self.in_proj, "delta"), remembered, step.order)
+        rows = step.of_replies(made, self.in_proj, "delta")
+        self._add_rows(step.replies, rows, remembered, step.order, step.first_reply)
         return self._output(step, remembered)
 
     def last_mixed(self, step: MixedStep, norm: Norm) -> Sums:
@@ -107,9 +108,12 @@ class DeltaNetHandler(Handler):
         self._add_rows(step.replies, step.of_replies(made, self.in_proj, "delta"), remembered)
         return self._output(step.replies, remembered)
 
-    def _add_rows(self, step: RowsStep, rows: Tensor, remembered: Tensor, order: Order = "columns") -> None:
-        """Adds the delta net of rows of inputs, whose result is `remembered`, in an order."""
-        kernel = delta_decode(self.heads, step.tokens, order=order)
+    def _add_rows(
+        self, step: RowsStep, rows: Tensor, remembered: Tensor, order: Order = "columns", out_row: int = 0
+    ) -> None:
+        """Adds the delta net of rows of inputs, whose result are the rows of `remembered` from `out_row` on, in an
+        order."""
+        kernel = delta_decode(self.heads, step.tokens, order=order, out_row=out_row)
         step.add(kernel, out=remembered, memory=self.memory, rows=rows, **self.vectors, state=step.state)
 
     def _add_prompts(self, step: PromptStep, made: list[Sums], checks: bool = False) -> Tensor:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import numpy as np
 from numpy.typing import NDArray
 from tinygrad import Tensor, dtypes
@@ -15,9 +17,11 @@ from engine.loading.weights import Weights
 from engine.measure.kernel_roles import BufferUse
 from engine.targets.buffer_uses import BufferUses
 from engine.targets.nvidia.decode_step import DecodeMemory, DecodeStep
+from engine.targets.nvidia.kernels.activation_order import Order
 from engine.targets.nvidia.kernels.chosen_experts import ChosenExperts
 from engine.targets.nvidia.kernels.epilogues import STORE, STORE_BIASED, activate, activated, routed
-from engine.targets.nvidia.kernels.matmul import expert_tiles, fragments_size, matmul
+from engine.targets.nvidia.kernels.few_experts import block_tiles, few_experts, few_tiles
+from engine.targets.nvidia.kernels.matmul import ExpertTiles, expert_tiles, fragments_size, matmul
 from engine.targets.nvidia.kernels.prefill_experts import (
     activate_assignments,
     add_shared,
@@ -26,6 +30,7 @@ from engine.targets.nvidia.kernels.prefill_experts import (
     router_logits,
     sort_assignments,
 )
+from engine.targets.nvidia.kernels.small_batch import columns_size
 from engine.targets.nvidia.kernels.weight_layout import permuted_size
 from engine.targets.nvidia.matrices import Matrix, Product, gate_up_of, matrices_of, product_of
 from engine.targets.nvidia.norms import Norm
@@ -144,10 +149,11 @@ class ExpertsHandler(Handler):
     def compute(self, step: PromptStep, norm: Norm, router_norm: Norm) -> Sums:
         """As `prefill`, with another norm before the router. The tokens are sorted by expert, and each tile of them is
         multiplied by its expert's matrices. The products of a token's experts are the partial sums of its result."""
-        step.norm(norm, "rows")
         part, tokens, dim, width = self.part, step.tokens, step.spec.dim, self.part.up.rows
         used, n, add, prompt = part.used, part.count, step.add, step.prompt
-        tiles = expert_tiles(tokens, used, n)
+        few = few_tiles(tokens, used, n) if len(self.gate_up.matrices) == 1 else None
+        tiles = few or expert_tiles(tokens, used, n)
+        step.norm(norm, "columns" if few else "rows")
         n_rows = n + (part.shared is not None)
         logits = step.buffer("router", tokens * n_rows)
         chosen = step.buffer("chosen", tokens * used, dtypes.int32)
@@ -155,7 +161,9 @@ class ExpertsHandler(Handler):
         counts = step.buffer("counts", n, dtypes.int32)
         assignments = step.buffer("assignments", tiles.size, dtypes.int32)
         tile_experts = step.buffer("tile_experts", tiles.count, dtypes.int32)
-        activated = step.buffer("experts activated", fragments_size(tiles.size, width), dtypes.float16)
+        order: Order = "columns" if few else "fragments"
+        size = (columns_size if few else fragments_size)(tiles.size, width)
+        activated = step.buffer(f"experts activated in {order}", size, dtypes.float16)
         sums = step.buffer("experts", used * tokens * dim)
         router = router_logits(tokens, dim, n_rows, step.spec.stream_eps, self.router_bias is not None)
         weight = step.input_scales.norm_weight(router_norm.weight, 0)
@@ -174,23 +182,25 @@ class ExpertsHandler(Handler):
         add(count_assignments(tiles), counts=counts, choices=self.choices, chosen=chosen)
         lists = {"assignments": assignments, "tile_experts": tile_experts}
         add(sort_assignments(tiles), **lists, counts=counts, chosen=chosen)
-        matrices, halves = self.gate_up.matrices, list[Tensor]()
-        for i, (matrix, bias) in enumerate(zip(matrices, self.matrix_biases, strict=False)):
-            halved, rows = len(matrices) == 2, matrix.rows // n
-            kernel = matmul(
-                matrix.layout, tokens, rows, dim, tiles.tiles, not halved, f"experts_gate_up{i}" if halved else
-                "experts_gate_up", part.activation, tiles, bias is not None, halved,
-            )  # fmt: skip
-            halves.append(step.buffer(f"experts {i}", tiles.size * rows) if halved else activated)
-            add(kernel, out=halves[i], x=step.x, **lists, bias=bias, planes=matrix.planes)
-        if len(matrices) == 2:
-            kernel = activate_assignments(tiles, width, part.activation)
-            add(kernel, out=activated, gate=halves[0], up=halves[1], **lists)
+        gate = self._few_gate_up if few else self._gate_up
+        gate(step, tiles, activated, lists)
         (matrix,), bias = self.down.matrices, self.down_bias
-        kernel = matmul(
-            matrix.layout, tokens, dim, width, tiles.tiles, False, "experts_down", experts=tiles,
-            has_bias=bias is not None,
-        )  # fmt: skip
+        if few:
+            kernel = few_experts(
+                matrix.layout,
+                dim,
+                width,
+                block_tiles(width),
+                False,
+                "experts_down",
+                few,
+                has_bias=bias is not None,
+            )
+        else:
+            kernel = matmul(
+                matrix.layout, tokens, dim, width, tiles.tiles, False, "experts_down", experts=tiles,
+                has_bias=bias is not None,
+            )  # fmt: skip
         add(kernel, out=sums, x=activated, **lists, factors=probabilities, bias=bias, planes=matrix.planes)
         if part.shared and self.down.shared:
             step.norm(router_norm)
@@ -200,6 +210,35 @@ class ExpertsHandler(Handler):
             kernel = add_shared(tokens, dim, shared.parts, n_rows)
             add(kernel, stream=step.h, sums=shared.tensor, logits=logits)
         return Sums(sums, used)
+
+    def _gate_up(
+        self, step: PromptStep, tiles: ExpertTiles, activated: Tensor, lists: Mapping[str, Tensor]
+    ) -> None:
+        """Adds gate and up of the `lists` of assignments; the result is `activated`."""
+        tokens, dim, activation, add = step.tokens, step.spec.dim, self.part.activation, step.add
+        matrices, halves = self.gate_up.matrices, list[Tensor]()
+        for i, (matrix, bias) in enumerate(zip(matrices, self.matrix_biases, strict=False)):
+            halved, rows = len(matrices) == 2, matrix.rows // tiles.n
+            kernel = matmul(
+                matrix.layout, tokens, rows, dim, tiles.tiles, not halved, f"experts_gate_up{i}" if halved else
+                "experts_gate_up", activation, tiles, bias is not None, halved=halved,
+            )  # fmt: skip
+            halves.append(step.buffer(f"experts {i}", tiles.size * rows) if halved else activated)
+            add(kernel, out=halves[i], x=step.x, **lists, bias=bias, planes=matrix.planes)
+        if len(matrices) == 2:
+            kernel = activate_assignments(tiles, self.part.up.rows, activation)
+            add(kernel, out=activated, gate=halves[0], up=halves[1], **lists)
+
+    def _few_gate_up(
+        self, step: PromptStep, tiles: ExpertTiles, activated: Tensor, lists: Mapping[str, Tensor]
+    ) -> None:
+        """As `_gate_up`, if experts have few tokens."""
+        matrix, bias, dim = self.gate_up.single_matrix, self.matrix_biases[0], step.spec.dim
+        kernel = few_experts(
+            matrix.layout, matrix.rows // tiles.n, dim, block_tiles(dim), True, "experts_gate_up", tiles,
+            self.part.activation, bias is not None,
+        )  # fmt: skip
+        step.add(kernel, out=activated, x=step.x, **lists, bias=bias, planes=matrix.planes)
 
     def roles(self, uses: BufferUses) -> None:
         router = self.router_rows, self.router_bias, self.choices, self.scales, *self.router.planes
