@@ -10,6 +10,7 @@ beside this file. The user's presets lie in the configuration folder and replace
     context = 8192            # tokens, or "max": what the model was trained for and memory has room for
     kv = "f16"                # the format of the KV cache; q8_0 takes half the memory
     speculate = "auto"        # who guesses next tokens, of which a step checks several: auto, off, lookup, heads, draft
+    search_when_idle = "always"   # an idle chat searches for faster kernels: mains (on mains power), always, never
     [matvec]                  # tinygrad's heuristic for matrix-vector products, in "graph"
     block_size = 4
     threads_per_row = 8
@@ -54,6 +55,7 @@ class Preset(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     context: Annotated[int, Meta(ge=2, le=2**31 - 1)] | Literal["max"] | None = None
     kv: KVFormat | None = None
     speculate: Speculate | None = None
+    search_when_idle: Literal["mains", "always", "never"] | None = None
     matvec: PresetMatvec | None = None
     sampling: PresetSampling = PresetSampling()
 

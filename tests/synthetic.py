@@ -43,6 +43,8 @@ from engine.protocol.events import (
     Thinking,
     Token,
     TopToken,
+    Tune,
+    Tuned,
     Warming,
 )
 from engine.protocol.served_model import Report
@@ -253,6 +255,12 @@ class SyntheticModel:
             request_id=request.request_id, step=request.step, position=len(self.cache), tokens=1,
             kernels=kernels, wall_us=1000.0, rounds=10,
         )  # fmt: skip
+
+    def tune(self, request: Tune, interrupted: Callable[[], bool]) -> Tuned:
+        _sleep_until(time.perf_counter() + self.behaviour.profile_s, interrupted)
+        return Tuned(
+            request_id=request.request_id, before_us=1000.0, after_us=900.0, left=3 if interrupted() else 0
+        )
 
     def _answer(self, request: Generate) -> Iterator[tuple[type[Token], str]]:
         said = "".join(_prompt_texts(request)[-1:])

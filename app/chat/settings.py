@@ -9,6 +9,7 @@ from typing import Any, Literal
 import msgspec
 import platformdirs
 
+from app.chat.idle_tuner import WhenIdle
 from app.chat.setting_flaws import flaw
 from app.tools.messages import SERVER_NAME, Server
 from engine.errors import UsageError
@@ -34,6 +35,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     speculate: Speculate | None = None
     system: str = ""
     keys: Literal["plain", "vi"] = "plain"  # in the prompt
+    search_when_idle: WhenIdle = "mains"  # for faster kernels, on a GPU: mains, always, never
     llama_server: str = ""  # the program, or the address of a server, for comparisons
     keep_packed: bool = False  # stores a CPU's packed weights on disk for the next start
     keep_warm: str = ""  # for how long the engine lives on for the next run: 10m

@@ -143,6 +143,7 @@ class ChatApp(PacedOutput, Copying, PlaceActions, FileActions, ToolActions, Slas
         self.column.session = self.session
         self.session.tools.form = self.tool_form
         self.dashboard = Dashboard(self.session, setup, read_counters)
+        self.dashboard.tell = self.notice
         self._first_theme, self._first_warning = theme, warning
         self._open_first = chat_id
         self._send_first, self._first_draft = initial_prompt, draft
@@ -239,6 +240,7 @@ class ChatApp(PacedOutput, Copying, PlaceActions, FileActions, ToolActions, Slas
     async def on_event(self, event: Event) -> None:
         if isinstance(event, Key) and event.key != TerminalKey.ANSWER:
             self._pacer.key_pressed()
+            self.dashboard.tuner.key_pressed()
         await super().on_event(event)
 
     def on_key(self, event: Key) -> None:

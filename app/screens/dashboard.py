@@ -11,6 +11,7 @@ from textual.app import ComposeResult
 from textual.events import Resize
 
 from app.chat.idle_profiler import IdleProfiler
+from app.chat.idle_tuner import IdleTuner
 from app.chat.session import Session
 from app.chat.slowdown import is_quiet
 from app.comparison.comparison_engine import answered_together
@@ -64,6 +65,9 @@ class Dashboard(PaneStack):
         self.session, self.setup = session, setup
         self.performance = PerformanceObserver(session.clock)
         self.profiler = IdleProfiler(lambda: session.engine, self._is_idle, self.performance)
+        when = lambda: setup.search_when_idle if setup else "never"
+        self.tuner = IdleTuner(lambda: session.engine, self._is_idle, when, self._tell_gain)
+        self.tell: Callable[[str], None] = lambda _: None  # a notice
         self.preset_bar, self.graph = PresetBar(), ThroughputGraph()
         self.table, self.experts, self.machine = KernelTable(), ExpertStrip(classes="-absent"), MachinePanel()
         self.panes = (self.graph, self.table, self.experts, self.machine)
@@ -93,6 +97,7 @@ class Dashboard(PaneStack):
         is_first = self.performance.ready is None
         self.performance.observe(event)
         self.profiler.observe(event)
+        self.tuner.observe(event)
         if isinstance(event, Ready):
             self.experts.set_class(not event.experts, "-absent")
             if self.setup is not None:
@@ -131,6 +136,12 @@ class Dashboard(PaneStack):
     def _profile_requested(self, message: KernelTable.ProfileRequested) -> None:
         self.profiler.request(message.step)
 
+    def _tell_gain(self, text: str) -> None:
+        """Marks what a search has gained on the time axis, and has the step that is faster now profiled again."""
+        self.performance.mark("S", "search", text)
+        self.profiler.request("decode")
+        self.tell(text)
+
     def _is_idle(self) -> bool:
         session = self.session
         return session.status.is_ready and not session.is_busy and session.candidate is None
@@ -147,6 +158,7 @@ class Dashboard(PaneStack):
         if now - self._drawn_at < FRAME_S:
             return False
         self._drawn_at = now
+        self.tuner.search_if_idle()
         if self.is_visible:
             with_kernels = not self.table.is_paused
             self.profiler.measure_if_idle(with_kernels=with_kernels, is_quiet=is_quiet(self._counters))

@@ -7,6 +7,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from app.chat.configuration import configure, with_other_model
+from app.chat.idle_tuner import WhenIdle
 from app.chat.settings import Settings
 from app.chat.speed_history import preset_speeds, record_run, recording_engine
 from app.comparison.comparison_engine import ComparisonEngine, compare_with_llama_server
@@ -49,6 +50,13 @@ class EngineSetup:
     @property
     def model_path(self) -> Path:
         return Path(self.options.model_path)
+
+    @property
+    def search_when_idle(self) -> WhenIdle:
+        """When the engine in use searches for faster kernels: as its preset says, else the settings."""
+        file = preset_files().get(self.name)
+        own = file.preset.search_when_idle if file and file.preset else None
+        return own or self._settings.search_when_idle
 
     def check_backends(self) -> None:
         """Finds out which backends work here. Takes up to a second; may be called in a thread."""

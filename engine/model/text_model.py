@@ -60,7 +60,10 @@ from engine.protocol.events import (
     Profile,
     Ready,
     Sampling,
+    Search,
     Slots,
+    Tune,
+    Tuned,
     Warming,
 )
 from engine.runtime.answer import Answer, Answers
@@ -78,6 +81,7 @@ _NO_CHECKS = (
 )
 Report = Callable[[Event], None]
 
+IDLE_WIDTH = 4  # of a search while the engine is idle: four dozen candidates of each shape
 SEARCH_S_PER_WIDTH = 20.0  # default limit of a search for schedules, for each unit of its width
 
 
@@ -299,6 +303,29 @@ class TextModel:
             self.scheduler.blocks.room(self._runner.search_tokens),
         ):
             self._runner.search(width, seconds, progress, options.search_again)
+
+    def tune(self, request: Tune, interrupted: Callable[[], bool]) -> Tuned:
+        """Searches for faster schedules, as `orin-chat tune`, and takes them from then on. Does nothing if the KV cache
+        would have to give up something for it, or if all products were searched before."""
+        tokens = self._runner.search_tokens
+        times, left = list[Search](), min(tokens, 1)
+
+        def progress(done: int, total: int, cached: int, search: Search) -> None:
+            nonlocal left
+            left = total - done
+            times.extend([] if search.found else [search])
+
+        if tokens and self.scheduler.blocks.has_free([tokens]):
+            with kernels_reported(lambda done, total: None), self.scheduler.blocks.room(tokens):
+                is_changed = self._runner.search(
+                    IDLE_WIDTH, request.seconds, progress, interrupted=interrupted
+                )
+            self._choices.skip()
+            if is_changed:
+                self._captures = self._capture_steps()
+            self.warm_up(interrupted)
+        before_us, after_us = (times[0].before_us, times[-1].after_us) if times else (0.0, 0.0)
+        return Tuned(request_id=request.request_id, before_us=before_us, after_us=after_us, left=left)
 
     def _capture_steps(self) -> Iterator[None]:
         """Captures each step of the runner by running it, one a turn, if there are free blocks for it. The first is a

@@ -34,6 +34,8 @@ from engine.protocol.events import (
     Slots,
     Step,
     Token,
+    Tune,
+    Tuned,
     command_decoder,
 )
 from engine.protocol.process import EngineProcess
@@ -72,6 +74,15 @@ class Measurable(Protocol):
     async def measure(self) -> Measured | Failed: ...
 
     async def profile(self, step: Step = "decode") -> KernelProfile | Failed: ...
+
+
+@runtime_checkable
+class Tunable(Protocol):
+    """An engine that can search for faster kernels while it is idle."""
+
+    async def tune(self, seconds: float) -> Tuned | Failed: ...
+
+    def stop_tuning(self) -> None: ...
 
 
 @runtime_checkable
@@ -146,6 +157,17 @@ class LocalEngine:
         *_, end = [event async for event in self._events(Profile(request_id=0, step=step))]
         assert isinstance(end, KernelProfile | Failed)
         return end
+
+    async def tune(self, seconds: float) -> Tuned | Failed:
+        """Searches for faster kernels. Ends soon if a prompt comes meanwhile, or after `stop_tuning`."""
+        *_, end = [event async for event in self._events(Tune(request_id=0, seconds=seconds))]
+        assert isinstance(end, Tuned | Failed)
+        return end
+
+    def stop_tuning(self) -> None:
+        for stream in self._streams.values():
+            if isinstance(stream.request, Tune) and stream.joined and self._process:
+                self._process.send(pack(Cancel(request_id=stream.serial)))
 
     async def stop(self) -> None:
         answers = [stream for stream in self._streams.values() if isinstance(stream.request, Generate)]
@@ -320,7 +342,7 @@ async def leave(engine: Engine) -> None:
 
 
 class _Stream(EventStream):
-    """The events of one call of `generate`, `measure`, `profile` or `start` (which has no request)."""
+    """The events of one call of `generate`, `measure`, `profile`, `tune` or `start` (which has no request)."""
 
     def __init__(self, serial: int, request: Request | None, load_ms: float) -> None:
         super().__init__(Failed, _LAST_EVENT[type(request)])
@@ -358,7 +380,7 @@ class _Stream(EventStream):
 
 
 _LAST_EVENT: dict[type, type[Event]] = {
-    Generate: Finished, Measure: Measured, Profile: KernelProfile, type(None): Ready,
+    Generate: Finished, Measure: Measured, Profile: KernelProfile, Tune: Tuned, type(None): Ready,
 }  # fmt: skip
 
 

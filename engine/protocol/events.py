@@ -21,6 +21,9 @@ from engine.protocol.conversation import Role as Role
 from engine.protocol.conversation import TokenIds as TokenIds
 from engine.protocol.conversation import ToolCall as ToolCall
 from engine.protocol.conversation import plain as plain
+from engine.protocol.search import Search as Search
+from engine.protocol.search import Tune as Tune
+from engine.protocol.search import Tuned as Tuned
 
 StopReason = Literal["stop", "length", "cancelled"]
 Effort = Literal["low", "medium", "high"]
@@ -159,7 +162,7 @@ class Cancel(_Record, frozen=True, kw_only=True):
 class Shutdown(_Record, frozen=True, kw_only=True): ...
 
 
-Request = Generate | Measure | Profile
+Request = Generate | Measure | Profile | Tune
 Command = Load | Request | Cancel | Shutdown
 
 
@@ -191,23 +194,6 @@ class Loading(_Record, frozen=True, kw_only=True):
     context_length: int = 0
     cache_bytes: int = 0
     kv: str = ""
-
-
-class Search(_Record, frozen=True, kw_only=True):
-    """The search for the fastest kernel of a product; `what` names the product. Of about `total` candidates `tried`
-    were timed, and `refused` of these failed or gave other results. A decode step took `before_us` at first and takes
-    `after_us` with the best candidate, which is `choice`. `found`: the result is from an earlier run. `left_s` is the
-    time left for all products."""
-
-    what: str
-    choice: str
-    tried: int
-    total: int
-    refused: int
-    before_us: float
-    after_us: float
-    left_s: float
-    found: bool = False
 
 
 class Warming(_Record, frozen=True, kw_only=True):
@@ -469,7 +455,7 @@ class Failed(_Record, frozen=True, kw_only=True):
 
 Event = (
     Loading | Warming | Ready | Seeing | Prefilling | Token | Thinking | Embedded | ExpertChoices | Finished | Slots
-    | Measured | KernelProfile | Failed
+    | Measured | KernelProfile | Tuned | Failed
 )  # fmt: skip
 
 encode = msgspec.msgpack.Encoder().encode

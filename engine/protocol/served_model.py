@@ -14,6 +14,8 @@ from engine.protocol.events import (
     Measured,
     Profile,
     Ready,
+    Tune,
+    Tuned,
 )
 
 if TYPE_CHECKING:
@@ -73,4 +75,8 @@ class Model(Protocol):
 
     def profile(self, request: Profile, interrupted: Callable[[], bool]) -> KernelProfile:
         """Calls `interrupted` between kernels. Raises PreemptedError once it returns True."""
+        ...
+
+    def tune(self, request: Tune, interrupted: Callable[[], bool]) -> Tuned:
+        """Calls `interrupted` between candidates, and returns soon once it is True."""
         ...

@@ -1,6 +1,7 @@
 """Frames on the socket between client and worker: a length of 4 bytes, little-endian, then that many bytes of
 MessagePack, which are one record of `engine.protocol.events`."""
 
+import os
 from collections.abc import Iterator
 
 from engine.protocol.events import Command, Event, encode
@@ -51,3 +52,12 @@ class Deframer:
             payload = bytes(buffer[_LENGTH_BYTES:end])
             del buffer[:end]
             yield payload
+
+
+def read_all(fd: int) -> bytes:
+    """The contents of the open file `fd`, which is closed; b"" for -1."""
+    if fd < 0:
+        return b""
+    with os.fdopen(fd, "rb") as file:
+        file.seek(0)
+        return file.read()

@@ -48,10 +48,11 @@ from engine.protocol.events import (
     Request,
     Shutdown,
     Token,
+    Tune,
     command_decoder,
 )
 from engine.protocol.served_model import Model, Report
-from engine.protocol.transport import Deframer, frame, pack
+from engine.protocol.transport import Deframer, frame, pack, read_all
 from engine.start_trial import start_trials
 
 if TYPE_CHECKING:
@@ -96,7 +97,7 @@ def restart() -> Never:
 class _Server:
     def __init__(self, sock: socket.socket) -> None:
         self._sock, self._load_ms = sock, 0.0
-        self._later: deque[Measure | Profile] = deque()  # what waits until nothing else is to be done
+        self._later: deque[Measure | Profile | Tune] = deque()  # what waits until nothing else is to be done
         self._prompts = ThreadPoolExecutor(1, "prompts")
         self._to_begin = ClientTurns()
         self._beginning = 0  # requests whose prompts the thread has
@@ -104,7 +105,7 @@ class _Server:
         self._restarting = threading.Lock()
         self._restarts, commands_fd = map(int, os.environ.pop(_RESTARTED, "0 -1").split())
         self._outbox = _Outbox(sock)
-        self._inbox = _Inbox(sock, _read_all(commands_fd))
+        self._inbox = _Inbox(sock, read_all(commands_fd))
 
     def restart(self) -> Never:
         self._restarting.acquire()  # never released: other threads that want a restart wait for this one
@@ -230,11 +231,14 @@ class _Server:
         while self._later and not (self._beginning or model.scheduler.busy or self._inbox.has_request()):
             self._measure(model, self._later.popleft())
 
-    def _measure(self, model: Model, request: Measure | Profile) -> None:
+    def _measure(self, model: Model, request: Measure | Profile | Tune) -> None:
         end: Event
         try:
             if isinstance(request, Measure):
                 end = model.measure(request)
+            elif isinstance(request, Tune):
+                stop, _ = self._inbox.known(request.request_id)
+                end = model.tune(request, lambda: stop.is_set() or self._inbox.has_request())
             else:
                 end = model.profile(request, self._inbox.has_request)
         except Exception as error:
@@ -337,7 +341,7 @@ class _Inbox:
                 stop.set()
             self._queue.put(None)
         else:
-            if isinstance(command, Generate):
+            if isinstance(command, Generate | Tune):
                 self._known[command.request_id] = threading.Event(), time.perf_counter()
             self._queue.put(command)
 
@@ -391,15 +395,6 @@ def _die() -> Never:
         # multiprocessing's resource tracker ignores SIGTERM, and cleans up after the other children.
         os.killpg(0, signal.SIGTERM)
     os._exit(1)
-
-
-def _read_all(fd: int) -> bytes:
-    """The contents of the open file `fd`, which is closed; b"" for -1."""
-    if fd < 0:
-        return b""
-    with os.fdopen(fd, "rb") as file:
-        file.seek(0)
-        return file.read()
 
 
 def _load_text_model(options: EngineOptions, report: Report) -> Model:

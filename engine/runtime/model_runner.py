@@ -25,6 +25,9 @@ from engine.runtime.sampling import Logits, LogProbabilities
 SearchReport = Callable[[int, int, int, Search], None]
 """Called as (shapes done, shapes in all, shapes known from earlier searches, the shape at hand)."""
 
+Interrupted = Callable[[], bool]
+"""Whether what is done while nothing else is to be done should end."""
+
 Want = Literal["none", "last", "hidden"]
 """What a step is to give of a slot: nothing (the keys and values of a prompt's piece are stored), the token after its
 last input, or what embeddings are made of (`ModelRunner.hidden`)."""
@@ -196,10 +199,18 @@ class ModelRunner(BlockStore, StateStore, Protocol):
         runner has no such step."""
         ...
 
-    def search(self, width: int, seconds: float, report: SearchReport, again: bool = False) -> None:
+    def search(
+        self,
+        width: int,
+        seconds: float,
+        report: SearchReport,
+        again: bool = False,
+        interrupted: Interrupted | None = None,
+    ) -> bool:
         """Searches for faster schedules for `seconds` at most and keeps the best ones, if the runner has kernels whose
         schedules can be chosen; `engine.targets.nvidia.schedule_search` explains the parameters. Needs
-        `search_tokens` tokens of room in sequence 0, and overwrites them."""
+        `search_tokens` tokens of room in sequence 0, and overwrites them. Returns whether steps must be captured
+        anew."""
         ...
 
     search_tokens: int

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from engine.protocol.events import Failed, Finished, Generate, KernelProfile, Measured, RawText, Token
+from engine.protocol.events import Failed, Finished, Generate, KernelProfile, Measured, RawText, Token, Tuned
 from tests.waiting import until
 
 pytestmark = pytest.mark.usefixtures("forked_engines")
@@ -82,3 +82,17 @@ async def test_a_profile_gives_way_to_a_prompt(engines):
     assert isinstance(failed, Failed)
     assert failed.kind == "usage" and "given up" in failed.message
     assert isinstance(await engine.measure(), Measured)
+
+
+async def test_a_search_while_idle_ends_at_a_key_and_for_a_prompt(engines):
+    engine = engines(tokens=5, profile_s=30.0)
+    await collect(engine.start())
+    searching = asyncio.create_task(engine.tune(60.0))
+    await asyncio.sleep(0.1)
+    engine.stop_tuning()
+    stopped = await asyncio.wait_for(searching, 20)
+    assert stopped == Tuned(request_id=0, before_us=1000.0, after_us=900.0, left=3)
+    searching = asyncio.create_task(engine.tune(60.0))
+    await asyncio.sleep(0.1)
+    assert (await asyncio.wait_for(collect(engine.generate(ask())), 60))[-1].reason == "stop"
+    assert (await searching).left == 3

@@ -11,8 +11,8 @@ import tinygrad.engine.realize
 from engine import candidate_trial
 from engine.disk_cache import DiskCache
 from engine.measure.compiling import kernels_reported
-from engine.model.text_model import SEARCH_S_PER_WIDTH, TextModel
-from engine.protocol.events import EngineOptions, Warming
+from engine.model.text_model import IDLE_WIDTH, SEARCH_S_PER_WIDTH, TextModel
+from engine.protocol.events import EngineOptions, Tune, Tuned, Warming
 from engine.start_trial import StartTrials
 from engine.targets.nvidia import schedule_search
 from engine.targets.nvidia.kernels import schedules
@@ -99,6 +99,19 @@ def test_the_fastest_is_found_kept_and_not_searched_again():
     told = run(again)
     assert not again.timed and told[-1][:3] == (2, 2, 2) and told[-1][3].found
     assert schedules.search_result(StackedMatrices.single(WeightLayout(14), 3072, 2048)) == (FASTEST, 16)
+
+
+def test_a_search_that_is_interrupted_leaves_the_shape_at_hand_as_it_was():
+    runner, before = FakeRunner(product(), product(rows=2048)), product(rows=2048).schedule
+    told = []
+    interrupted = lambda: told[-1][0] == 1 and told[-1][3].tried == 3
+    report = lambda *said: told.append(said)
+    schedule_search.search(runner.target, 16, 60.0, report, interrupted=lambda: bool(told) and interrupted())
+    assert [p.schedule for p in runner.products] == [FASTEST, before] and told[-1][:2] == (1, 2)
+    known = [schedules.search_result(p.stack) for p in runner.products]
+    assert known[0] and not known[1]
+    told = run(runner)
+    assert [p.schedule for p in runner.products] == [FASTEST] * 2 and told[0][2] == 1
 
 
 def test_a_wider_search_looks_again():
@@ -199,10 +212,14 @@ class Searchable:
     def __init__(self):
         self.asked = []
 
-    def search(self, width, seconds, report, again=False):
+    def search(self, width, seconds, report, again=False, interrupted=None):
         tinygrad.engine.realize.tqdm(total=9).update(3)  # candidates are compiled
         report(1, 2, 1, schedule_search.search_event(product(), found=True))
         self.asked.append((width, seconds, again))
+        if interrupted:
+            report(1, 2, 1, schedule_search.search_event(product(), before_us=500.0, after_us=500.0))
+            report(2, 2, 1, schedule_search.search_event(product(), before_us=500.0, after_us=480.0))
+        return True
 
 
 @pytest.mark.parametrize(
@@ -221,3 +238,30 @@ def test_a_preset_s_width_steers_it(options, wanted):
         TextModel._search(model, EngineOptions(model_path="", **options), told.append)
     assert model._runner.asked == wanted
     assert [(event.done, event.total, event.cached) for event in told] == [(1, 2, 1)] * len(wanted)
+
+
+@pytest.mark.parametrize(
+    "tokens, has_free, wanted",
+    [
+        (4, True, Tuned(request_id=7, before_us=500.0, after_us=480.0, left=0)),
+        (4, False, Tuned(request_id=7, before_us=0.0, after_us=0.0, left=1)),
+        (0, True, Tuned(request_id=7, before_us=0.0, after_us=0.0, left=0)),
+    ],
+)
+def test_an_idle_engine_searches_if_nothing_has_to_go_for_it(tokens, has_free, wanted):
+    blocks = SimpleNamespace(
+        room=lambda tokens: contextlib.nullcontext(),
+        has_free=lambda lengths: has_free and lengths == [tokens],
+    )
+    runner, done = Searchable(), []
+    runner.search_tokens = tokens
+    model = SimpleNamespace(
+        _runner=runner,
+        scheduler=SimpleNamespace(blocks=blocks),
+        _choices=SimpleNamespace(skip=lambda: None),
+        _capture_steps=lambda: done.append("captured anew"),
+        warm_up=lambda interrupted: done.append("warm"),
+    )
+    assert TextModel.tune(model, Tune(request_id=7, seconds=9.0), lambda: False) == wanted
+    assert runner.asked == [(IDLE_WIDTH, 9.0, False)] * (wanted.before_us > 0)
+    assert done == ["captured anew", "warm"] * (wanted.before_us > 0)

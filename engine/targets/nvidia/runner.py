@@ -26,7 +26,7 @@ from engine.measure.profile import Replay
 from engine.measure.timeline import timeline
 from engine.protocol.events import Step
 from engine.runtime.kv_blocks import KVGroup
-from engine.runtime.model_runner import Ahead, SearchReport, Slot, varied_tokens
+from engine.runtime.model_runner import Ahead, Interrupted, SearchReport, Slot, varied_tokens
 from engine.runtime.pictures import PictureRoom
 from engine.runtime.prefix_store import export_layout
 from engine.runtime.sampling import Logits
@@ -468,7 +468,14 @@ class NvidiaRunner:
 
     # ---- the search for schedules ----
 
-    def search(self, width: int, seconds: float, report: SearchReport, again: bool = False) -> None:
+    def search(
+        self,
+        width: int,
+        seconds: float,
+        report: SearchReport,
+        again: bool = False,
+        interrupted: Interrupted | None = None,
+    ) -> bool:
         self._steps.finish()
         self._steps.end(0)
         self._send_tables()
@@ -476,6 +483,9 @@ class NvidiaRunner:
         vocab = self._model.spec.vocab
         trials = StepTrials(self._send_token, self._one.logits, self.search_tokens, vocab)
         target = SearchTarget(self._model.products, step, trials.logits, trials.seconds)
-        search(target, width, seconds, report, again)
-        self._captured.clear()
-        self._prepared.clear()
+        before = [product.schedule for product in self._model.products]
+        search(target, width, seconds, report, again, interrupted)
+        if is_changed := before != [product.schedule for product in self._model.products]:
+            self._captured.clear()
+            self._prepared.clear()
+        return is_changed

@@ -19,7 +19,7 @@ from engine.candidate_trial import CandidateFailedError, device_works, has_faile
 from engine.disk_cache import disk_cache
 from engine.kernels.compilation import compile_all
 from engine.protocol.events import Search
-from engine.runtime.model_runner import SearchReport
+from engine.runtime.model_runner import Interrupted, SearchReport
 from engine.runtime.sampling import Logits
 from engine.targets.nvidia.kernels.device import chip
 from engine.targets.nvidia.kernels.kernel_sequence import KernelSequence
@@ -47,11 +47,17 @@ class SearchTarget:
 
 
 def search(
-    target: SearchTarget, width: int, seconds: float, report: SearchReport, again: bool = False
+    target: SearchTarget,
+    width: int,
+    seconds: float,
+    report: SearchReport,
+    again: bool = False,
+    interrupted: Interrupted | None = None,
 ) -> None:
     """Finds and sets the schedules of all products, in `seconds` at most. `width` sets the number of candidates. Shapes
     that were searched before with this width are skipped, unless `again`. `report` gets the progress after each
-    candidate."""
+    candidate. A search that may be `interrupted` ends soon after that returns True, and leaves the shape at hand as it
+    was."""
     shapes: dict[StackedMatrices, list[Product]] = {}
     for product in target.products:
         shapes.setdefault(product.stack, []).append(product)
@@ -69,7 +75,9 @@ def search(
     expected = target.check_logits(target.build_step().capture())
     todo.sort(key=lambda products: -products[0].stack.n_bytes * len(products))
     for i, products in enumerate(todo):
-        shape = _ShapeSearch(target, products, expected)
+        if interrupted and interrupted():
+            return
+        shape = _ShapeSearch(target, products, expected, interrupted)
 
         def progress(done: int, shape: _ShapeSearch = shape) -> None:
             report(cached + done, len(shapes), cached, shape.event(max(0.0, deadline - time.monotonic())))
@@ -78,6 +86,8 @@ def search(
         share_s = (deadline - time.monotonic()) / (len(todo) - i)
         for _ in shape.run(_CANDIDATES_PER_WIDTH * width, time.monotonic() + share_s):
             progress(i)
+        if interrupted and interrupted():
+            return
         save_search_result(products[0].stack, products[0].schedule, width)
         progress(i + 1)
 
@@ -85,20 +95,32 @@ def search(
 class _ShapeSearch:
     """The search for the products of one shape, which share a schedule."""
 
-    def __init__(self, target: SearchTarget, products: list[Product], expected: Logits) -> None:
+    def __init__(
+        self,
+        target: SearchTarget,
+        products: list[Product],
+        expected: Logits,
+        interrupted: Interrupted | None = None,
+    ) -> None:
+        # A request that comes must not wait for the compiler longer than for one candidate.
+        self._at_once = 1 if interrupted else max(4, int(os.environ.get("PARALLEL", "0")))
+        self._interrupted: Interrupted = interrupted or (lambda: False)
         self._target, self._products, self._expected = target, products, expected
         self._first = products[0]
         self._tried = self._refused = self._total = 0
         self._seconds_before = self._seconds_after = target.step_seconds(target.build_step().capture())
 
     def run(self, max_candidates: int, deadline: float) -> Iterator[None]:
-        """Tries candidates until `deadline`, yields after each, and sets the best schedule at the end."""
+        """Tries candidates until `deadline`, yields after each, and sets the best schedule at the end, unless it was
+        interrupted."""
         stack = self._first.stack
         schedules = candidates(stack, self._first.schedule, chip())
         todo = [s for s in schedules if not has_failed(disk_cache(), self._key(s))][:max_candidates]
         self._total = len(todo)
         timed: list[tuple[float, Schedule]] = []
         for schedule, step in self._compiled(todo):
+            if self._interrupted():
+                return
             self._tried += 1
             if (seconds := self._try(schedule, step)) is None:
                 self._refused += 1
@@ -107,16 +129,20 @@ class _ShapeSearch:
             yield
             if time.monotonic() > deadline:
                 break
-        self._adopt([schedule for _, schedule in sorted(timed, key=lambda pair: pair[0])[:2]])
+        if not self._interrupted():
+            self._adopt([schedule for _, schedule in sorted(timed, key=lambda pair: pair[0])[:2]])
 
     def _compiled(self, schedules: list[Schedule]) -> Iterator[tuple[Schedule, KernelSequence]]:
         """A step for each schedule, compiled. Several are compiled at once."""
-        batch = max(4, int(os.environ.get("PARALLEL", "0")))
-        for start in range(0, len(schedules), batch):
+        for start in range(0, len(schedules), self._at_once):
+            if self._interrupted():
+                return
             steps = []
-            for schedule in schedules[start : start + batch]:
+            for schedule in schedules[start : start + self._at_once]:
                 with self._using(schedule):
                     steps.append((schedule, self._target.build_step()))
+            if self._interrupted():
+                return
             compile_all([step.linear for _, step in steps])
             yield from steps
 
