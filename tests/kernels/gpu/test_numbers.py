@@ -47,6 +47,7 @@ LONG = {  # other checks run the same kernels, in fewer steps of fewer models, o
     "check_head_sizes",
     "check_layers_side_by_side",
     "check_layers_with_delta_nets_and_gated_attention",
+    "check_layers_with_experts_and_wide_norms",
     "check_layers_with_windows_and_norms_after",
     "check_layers_with_yarn_and_temperature",
     "check_mixed_delta_nets_and_gated_attention",
