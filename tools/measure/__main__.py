@@ -20,6 +20,7 @@ MEASUREMENTS = {
     "reopen_rates": "the first token of a long conversation after a start, with its KV cache on disk",
     "batch_fidelity": "the logits of several rows beside those of each sequence alone",
     "kv_fidelity": "the logits over a quantized KV cache beside those over float16",
+    "type_rates": "whole models of several types of weights, by the length of the prompt",
     "type_check": "small files whose tensors differ in type, beside the reference",
     "mixed_model": "writes a model of full size whose tensors differ in type",
     "oracle_check": "the engine beside llama.cpp's exact answers",

@@ -10,6 +10,7 @@ for any matrix, drawn anew for each layer, so that gate and up, and queries, key
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
 import importlib.util
 import random
@@ -103,6 +104,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(given: argparse.Namespace) -> None:
+    write(given.shape, given.out, given.mix)
+
+
+def write(model: str, out: Path, mix: str) -> None:
+    """Writes a file of a model of the test data, in a mix."""
     import gguf
 
     from engine.formats.ggml_types import GGML_TYPES
@@ -115,7 +121,7 @@ def run(given: argparse.Namespace) -> None:
     spec.loader.exec_module(maker)
     types = [GGML_TYPES[n] for n in (*FLOATS, *QUANTIZED)]
     blocks = {t.name: (gguf.GGMLQuantizationType[t.name], t.block) for t in types}
-    layers, stock = maker.SHAPES[given.shape].layers, maker.tensor_quant
+    layers, stock = maker.SHAPES[model].layers, maker.tensor_quant
 
     def type_of(shape: Any, quant: str, tensor: Any, counters: Any) -> str:
         if stock(shape, "F16", tensor, counters) == "F32":
@@ -123,12 +129,13 @@ def run(given: argparse.Namespace) -> None:
         found = type_in(quant, tensor.name, layers)
         return found if tensor.shape[-1] % blocks[found][1] == 0 else "Q8_0"
 
-    arguments = ["make_model", given.shape, str(given.out), "--quant", given.mix]
+    arguments = ["make_model", model, str(out), "--quant", mix]
     with (
-        mock.patch.dict(maker.BLOCK, blocks | {given.mix: blocks.get(given.mix, ())}),
+        mock.patch.dict(maker.BLOCK, blocks | {mix: blocks.get(mix, ())}),
         mock.patch.dict(maker.BYTES, {t.name: t.block_bytes for t in types}),
         mock.patch.object(maker, "tensor_quant", type_of),
         mock.patch.object(maker, "random_weights", weights),
         mock.patch.object(sys, "argv", arguments),
+        contextlib.redirect_stdout(sys.stderr),
     ):
         maker.main()
