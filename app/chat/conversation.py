@@ -45,6 +45,12 @@ def _named(message: Message) -> Message:
     return replace(message, content=names + message.content, pictures=()) if names else message
 
 
+OPEN_ELSEWHERE = (
+    "This chat is open in another orin-chat, too: it keeps what both write, and each shows only its own. "
+    "Alt+F goes on in a new chat, /fork in the line mode."
+)
+
+
 class Conversation:
     """The system prompt and the turns. If the history fails, the conversation goes on: `problem` says why, and the next
     `save` that succeeds writes what is missing."""

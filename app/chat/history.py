@@ -302,6 +302,11 @@ class History(HistoryDatabase):
             self._run("DELETE FROM open_chats WHERE writer = ?", writer)
         return left[0][1] if left else None
 
+    def open_elsewhere(self) -> set[int]:
+        """The chats that other processes have open, and write to."""
+        rows = self._run("SELECT writer, chat_id FROM open_chats WHERE writer != ?", os.getpid())
+        return {chat_id for writer, chat_id in rows if _is_alive(writer)}
+
     def save_draft(self, text: str) -> None:
         """Saves the prompt that this process has not sent; "" deletes it."""
         if text:

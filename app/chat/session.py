@@ -10,7 +10,7 @@ from typing import Any
 from app.chat import failures
 from app.chat.candidate import Candidate
 from app.chat.configuration import remarks_on
-from app.chat.conversation import Conversation
+from app.chat.conversation import OPEN_ELSEWHERE, Conversation
 from app.chat.history import History
 from app.chat.history_database import HistoryError
 from app.chat.saver import Saver
@@ -236,6 +236,7 @@ class Session:
         unsaved = (chat for chat in self._left if chat_id is not None and chat.chat_id == chat_id)
         try:
             opened = next(unsaved, None) or Conversation(self.history, self.system, chat_id)
+            is_shared = chat_id in self.history.open_elsewhere()
         except HistoryError as error:
             self.view.notice(str(error), warning=True)
             return
@@ -246,7 +247,7 @@ class Session:
         self.tools.permissions.new_chat()
         self.is_full = False
         self.status.new_conversation(context_used=0 if chat_id is None else None)
-        self.view.notice("")
+        self.view.notice(OPEN_ELSEWHERE if is_shared else "", warning=is_shared)
         await self.view.opened()
 
     async def show_version(self, index: int, step: int) -> bool:

@@ -21,7 +21,7 @@ class FoundChats(Sequence[ChatSummary]):
     """The chats that a search finds. A chat is read when it is asked for, so that the number of chats costs nothing."""
 
     def __init__(self, history: History, query: str) -> None:
-        self.ids = history.chat_ids(query)
+        self.ids, self.open_elsewhere = history.chat_ids(query), history.open_elsewhere()
         self._history, self._query = history, query
         self._pages: dict[int, dict[int, ChatSummary]] = {}
 
@@ -92,7 +92,9 @@ class ChatsScreen(ListPage[ChatSummary, int | None]):
     def line(self, chat: ChatSummary) -> Content:
         """The title, the number of messages and the model; below, when it was, its state, and an excerpt."""
         facts = " · ".join(filter(None, (counted(chat.message_count, "message"), one_line(chat.model))))
-        states = ("interrupted" if chat.interrupted else "", "open now" if chat.id == self.current else "")
+        is_shared = chat.id in self.found.open_elsewhere
+        here = "open now" if chat.id == self.current else "open elsewhere" if is_shared else ""
+        states = ("interrupted" if chat.interrupted else "", here)
         time_and_state = " · ".join(filter(None, (time_label(chat.updated, time.time()), *states)))
         return Content.assemble(
             (one_line(chat.title), "bold"),

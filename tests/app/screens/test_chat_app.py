@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from unittest import mock
 
 import pytest
@@ -607,6 +608,20 @@ async def test_a_chat_that_another_process_deletes_is_still_a_line_of_the_list(h
         await user.sees("this chat cannot be read")
         await user.press("enter")
         await user.sees("This chat is not there any more")
+
+
+@pytest.mark.parametrize("at_start", [True, False])
+async def test_a_chat_that_another_program_has_open_is_said_to_be(history, at_start):
+    sea, _ = fill(history)
+    with mock.patch("app.chat.history.os.getpid", os.getppid):
+        history.set_open(sea)
+    async with chat(FakeEngine(), history, chat_id=sea if at_start else None) as user:
+        if not at_start:
+            await user.press("ctrl+o")
+            user.app.screen.query_one(Input).value = "moon"
+            await user.sees("open elsewhere  The Moon.")
+            await user.press("enter")
+        await user.sees("This chat is open in another orin-chat, too")
 
 
 async def test_what_matters_in_the_list_is_not_cut_off_on_narrow_screens(history):
