@@ -52,7 +52,7 @@ class MixedKernels(PrefillKernels):
         """The kernels for up to `rows` replies and `tokens` - `rows` tokens of prompts. The rest as in
         `BatchKernels.rows_step`."""
         layers, batch, n = self._model.layers, self._batch, self.last_storing
-        step = MixedStep(self, tokens, batch.state(rows), rows, limit)
+        step = MixedStep(self, tokens, batch.state(rows), batch.prompt, rows, limit)
         replies = step.replies
         step.add(reply_tokens(rows, step.first_reply), ids=self.ids, state=replies.state)
         self._embed(step, self.ids, layers)

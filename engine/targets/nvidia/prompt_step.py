@@ -83,7 +83,7 @@ class Pending:
 
 class PromptStep(Step):
     """A step of `tokens` tokens. `x`: what the last norm left for products. `layer_embeddings` are of `embedded`
-    tokens."""
+    tokens, of which the step's begin at `first_embedded`."""
 
     x: Tensor
     has_any_pieces = False
@@ -92,6 +92,7 @@ class PromptStep(Step):
     def __init__(self, memory: PromptMemory, tokens: int) -> None:
         super().__init__(memory)
         self.tokens, self.embedded, self.prompt = tokens, tokens, memory.prompt
+        self.first_embedded = 0
         self.seen = memory.seen
         self.h = self.buffer("h", tokens * self.spec.dim)
         self.order: Order = "columns" if tokens <= MAX_TOKENS else "fragments"
@@ -217,11 +218,15 @@ class MixedStep(PromptStep):
 
     has_any_pieces = True
 
-    def __init__(self, memory: PromptMemory, tokens: int, state: Tensor, rows: int, limit: int) -> None:
+    def __init__(
+        self, memory: PromptMemory, tokens: int, state: Tensor, prompt: Tensor, rows: int, limit: int
+    ) -> None:
+        """`prompt`: the state of a step of the replies alone (`kernels.pieces`)."""
         super().__init__(memory, tokens)
         self.replies = replies = RowsStep(memory, state, rows, limit)
         replies.sequence, replies.add, replies.embedded = self.sequence, self.add, tokens
-        self.first_reply = tokens - rows
+        self.first_reply = replies.first_embedded = tokens - rows
+        replies.prompt = prompt
         replies.h = part_of(self.h, self.first_reply * self.spec.dim, rows * self.spec.dim)
 
     def of_replies(

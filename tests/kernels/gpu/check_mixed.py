@@ -150,7 +150,8 @@ def hold(sizes: Sequence[int] = (32, 64, 128), **shape: Any) -> None:
     step({1: len(texts[1]) - 21, 2: len(texts[2]) - 10})
     step({}, 2, 1, 0)
     blocks.drop(0)
-    step({0: len(texts[0]) - 2}, 2, 1)
+    step({0: len(texts[0]) - 3})
+    step({0: 1}, 2, 1)  # fewer tokens than replies
     sampler = Sampler(Sampling(seed=3, temperature=2, repeat_penalty=1.1, min_p=0))
     assert runner.sampler.prepare(1, Drawing(sampler.sampling, texts[1], sampler.uniforms(9)))
     step({0: 1}, 1, draws=sampler)

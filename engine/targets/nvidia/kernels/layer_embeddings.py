@@ -76,7 +76,7 @@ def layer_embeddings(
 def gate_embeddings(tokens: int, size: int, parts: int, order: Order) -> Kernel:
     """gelu(gate) * e for the next product of a prompt. Buffers: out, float16 (tokens, size) in an `Order`; sums, the
     gate's partial sums, float32 (parts, tokens, size); sizes, what its inputs were divided by, float32 (tokens,);
-    embedding, e, float32 (stride(tokens, size),)."""
+    embedding, e, float32 (tokens, size)."""
 
     def kernel(out: UOp, sums: UOp, sizes: UOp, embedding: UOp) -> UOp:
         column = UOp.special(-(-size // 128), "gidx0") * 128 + UOp.special(128, "lidx0")

@@ -91,7 +91,7 @@ class LayerEmbeddingHandler(Handler):
         size = self.gate.stack.rows
         gate = step.product(self.gate.single_matrix, step.x, "embedding_gate")
         first = self.part.layer * stride(step.embedded, size)
-        own = part_of(step.layer_embeddings, first, stride(step.tokens, size))
+        own = part_of(step.layer_embeddings, first + step.first_embedded * size, step.tokens * size)
         out = step.activations("embedded", size)
         kernel = gate_embeddings(step.tokens, size, gate.parts, step.order)
         step.add(kernel, out=out, sums=gate.tensor, sizes=step.sizes, embedding=own)
