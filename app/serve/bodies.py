@@ -94,16 +94,15 @@ class _Inflate:
 async def read_body(request: Request) -> bytearray:
     """Raises ApiError for a body that is too long, has too many parts, finds no room or does not arrive,
     ClientGoneError if the client goes."""
-    too_long = ApiError(413, f"The request is longer than {MAX_BODY_BYTES >> 20} MiB.")
     body = bytearray()
     if _stated_bytes(request) > MAX_BODY_BYTES:
-        raise too_long
+        raise _too_long()
     try:
         async with asyncio.timeout(BODY_S):
             async for part in request.stream():
                 body += part
                 if len(body) > MAX_BODY_BYTES:
-                    raise too_long
+                    raise _too_long()
     except ClientDisconnect:
         raise ClientGoneError from None
     except TimeoutError:
@@ -112,6 +111,11 @@ async def read_body(request: Request) -> bytearray:
     if most_parts > MAX_PARTS and await asyncio.to_thread(_parts, body) > MAX_PARTS:
         raise ApiError(413, f"The request has more than {MAX_PARTS} lists and objects.")
     return body
+
+
+def _too_long() -> ApiError:
+    """It is in no variable of who raises it: with its frame, it would keep the body until garbage is collected."""
+    return ApiError(413, f"The request is longer than {MAX_BODY_BYTES >> 20} MiB.")
 
 
 def check_copies(body: bytearray, requests: Sequence[Generate]) -> None:

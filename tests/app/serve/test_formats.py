@@ -1,7 +1,9 @@
 """What answers are to keep to, in the fields of several servers, and what the JSON of a request may look like."""
 
+import gc
 import gzip
 import json
+import weakref
 import zlib
 
 import pytest
@@ -164,3 +166,30 @@ async def test_messages_as_some_clients_write_them(served):
         assert engine.requests[-1].grammar and engine.requests[-1].sampling.effort == "high"
     asked = HELLO | {"tools": [WEATHER], "tool_choice": {"type": "auto"}}
     assert (await client.post(CHAT, json=asked)).status_code == 200 and not engine.requests[-1].grammar
+
+
+async def test_a_body_that_is_too_long_is_given_up_at_once(served, monkeypatch):
+    """An error that keeps its frame keeps the body, too, until garbage is collected."""
+    client, _ = served()
+    monkeypatch.setattr(bodies, "MAX_BODY_BYTES", 1000)
+    made, raised = bodies._too_long, []
+
+    def too_long():
+        error = made()
+        raised.append(weakref.ref(error))
+        return error
+
+    monkeypatch.setattr(bodies, "_too_long", too_long)
+    gc.collect()
+    gc.disable()
+    try:
+        response = await client.post(CHAT, content=iter_of(b"[" * 2000))
+        assert response.status_code == 413
+        del response
+        assert [error() for error in raised] == [None]
+    finally:
+        gc.enable()
+
+
+async def iter_of(data):
+    yield data
