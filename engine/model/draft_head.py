@@ -18,10 +18,11 @@ NO_CHECKS = (
 )
 
 
-def head_of(spec: ModelSpec, options: EngineOptions) -> ModelSpec | None:
-    """The draft head of a model that is to guess, if it has one: a draft model that is named comes first."""
-    wanted = options.speculate == "heads" or (options.speculate == "auto" and not options.draft)
-    return spec.draft_head if wanted else None
+def head_of(spec: ModelSpec, options: EngineOptions, target: Target) -> ModelSpec | None:
+    """The draft head of a model that is to guess on a target, if it has one: a draft model that is named comes first.
+    On GPUs it has to be asked for: the one reply that was measured there was slower with it."""
+    is_best = options.speculate == "auto" and not options.draft and target == "cpu"
+    return spec.draft_head if options.speculate == "heads" or is_best else None
 
 
 def open_head(

@@ -99,7 +99,7 @@ class TextModel:
         free, device, kv = free_bytes(Device.DEFAULT), str(Device.DEFAULT), KVFormat.parse(options.kv)
         set_up = target_of(spec, device, options.kernels), options.parallel, kv
         left = free if encoder is None or free is None else free - encoder.need_bytes
-        if head := head_of(spec, options):
+        if head := head_of(spec, options, set_up[0]):
             left = None if left is None else left - draft_head_bytes(spec, head, set_up[0], kv)
         is_drafted = options.draft and options.speculate != "heads"
         draft = DraftModel(options, device, file, spec.vocab) if is_drafted else None

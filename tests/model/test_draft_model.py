@@ -4,8 +4,10 @@ from pathlib import Path
 
 import pytest
 
+from engine.description.architectures import read_spec
 from engine.errors import ModelFileError
 from engine.formats.gguf import GGUF, StringArray
+from engine.model.draft_head import head_of
 from engine.model.text_model import TextModel
 from engine.protocol.events import EngineOptions, Generate, Sampling, Token, TokenIds
 from tests import generated_model
@@ -78,3 +80,10 @@ def test_files_that_do_not_fit_are_refused(paths, tmp_path):
     other.write_bytes(data.replace(entry, entry[:8] + b"~" * len(raw), 1))
     with pytest.raises(ModelFileError, match="cannot guess for this model: its token 300 is '~"):
         answer(paths, str(other))
+
+
+def test_a_gpu_takes_a_head_only_if_asked(paths):
+    spec = read_spec(GGUF(paths["with a head"]))
+    auto, heads = (EngineOptions(model_path="", speculate=who) for who in ("auto", "heads"))
+    assert spec.draft_head
+    assert head_of(spec, auto, "cpu") and not head_of(spec, auto, "nvidia") and head_of(spec, heads, "nvidia")
