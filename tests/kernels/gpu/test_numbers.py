@@ -10,6 +10,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -84,7 +85,13 @@ LONG = {  # other checks run the same kernels, in fewer steps of fewer models, o
     "check_types_that_differ_in_a_layer",
     "check_what_is_stored",
 }
-SELECTED = [pytest.param(name, marks=thorough) if name in LONG else name for name in CHECKS]
+OF_STEPS = ("check_guesses", "check_layers", "check_mixed", "check_model", "check_draft_head")
+"""Modules whose functions `test_steps.py` runs, in another process at the same time."""
+
+
+def selected(of_steps: bool) -> list[Any]:
+    names = [name for name, module in CHECKS.items() if (module in OF_STEPS) == of_steps]
+    return [pytest.param(name, marks=thorough) if name in LONG else name for name in names]
 
 
 @pytest.fixture(scope="module")
@@ -102,6 +109,6 @@ def errors(request: pytest.FixtureRequest) -> dict[str, str]:
     return {result["check"]: result["error"] for result in results}
 
 
-@pytest.mark.parametrize("check", SELECTED)
+@pytest.mark.parametrize("check", selected(of_steps=False))
 def test_numbers(errors: dict[str, str], check: str) -> None:
     assert not errors[check], errors[check]
