@@ -7,6 +7,7 @@ written as the papers say. `tests/model/test_llama_cpp.py` holds it against llam
 
 from __future__ import annotations
 
+import collections
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -52,12 +53,15 @@ class Reference:
 
     def __init__(self, path: Path, context: int = 0) -> None:
         with GGUF(path) as file:
-            self.spec = read_spec(file)
+            self.spec = self._read(file)
         self.context = context
         self._tensors = {
             t.name: np.asarray(gguf.dequantize(t.data, t.tensor_type), np.float32).reshape(t.shape[::-1])
             for t in read_gguf(path).tensors
         }
+
+    def _read(self, file: GGUF) -> ModelSpec:
+        return read_spec(file)
 
     def logits(self, tokens: Sequence[int], last: int = 0) -> Floats:
         """The logits after each token, or after the last ones: float32 (n, vocab)."""
@@ -86,23 +90,32 @@ class Reference:
             e = self._normed(self._matrix(head.embedding)[text], join.embedding_norm, eps)
             h = self._normed(before, join.hidden_norm, eps)
             x = self._product(e, join.of_embedding) + self._product(h, join.of_hidden)
-            *_, x = self._sublayers(head, x, None)
+            *_, x = self._sublayers(head, x, None, [])
             y = self._normed(x[-1:], head.output_norm, eps)
             [logits] = self._product(y, head.head)
             yield logits
             text.append(int(logits.argmax()))
             before = np.concatenate([before, y])
 
-    def _streams(self, tokens: Sequence[int]) -> Iterator[Floats]:
+    def caches(self, tokens: Sequence[int]) -> list[tuple[Floats, Floats]]:
+        """The keys and values of the tokens that each attention reads, float32 (n, kv_heads, head_dim) each."""
+        caches: list[tuple[Floats, Floats]] = []
+        collections.deque(self._streams(tokens, caches), 0)
+        return caches
+
+    def _streams(
+        self, tokens: Sequence[int], caches: list[tuple[Floats, Floats]] | None = None
+    ) -> Iterator[Floats]:
         spec = self.spec
         x = self._matrix(spec.embedding)[list(tokens)] * np.float32(spec.embedding_scale)
         yield x
         of_layers = self._layer_embeddings(x, tokens) if spec.layer_embeddings else None
-        yield from self._sublayers(spec, x, of_layers)
+        yield from self._sublayers(spec, x, of_layers, [] if caches is None else caches)
 
-    def _sublayers(self, spec: ModelSpec, x: Floats, of_layers: Floats | None) -> Iterator[Floats]:
-        """The stream x after each sublayer."""
-        caches: list[tuple[Floats, Floats]] = []
+    def _sublayers(
+        self, spec: ModelSpec, x: Floats, of_layers: Floats | None, caches: list[tuple[Floats, Floats]]
+    ) -> Iterator[Floats]:
+        """The stream x after each sublayer. The `caches` of attention are appended."""
         for sublayer in spec.sublayers:
             h = self._normed(x, sublayer.norm, spec.stream_eps)
             match sublayer.operator:

@@ -16,6 +16,7 @@ from app.chat.settings import Settings
 from app.cli import options
 from app.cli.download import fetch, write_json
 from engine.catalog import cache
+from engine.catalog.names import draft_for
 from engine.description import file_summary
 from engine.description.architectures import read_spec
 from engine.description.spec import ModelSpec
@@ -112,6 +113,8 @@ def pull(args: Namespace, aliases: Mapping[str, str]) -> None:
     print(one_line(f"{entry.name} is {path.name} ({facts}): {path}"))
     if entry.encoder:
         print(one_line(f"It sees pictures, with {_encoder_text(entry.encoder)}"))
+    if draft := draft_for(args.model, aliases):
+        print(one_line(f"{draft} may guess its next tokens: --draft auto downloads that one."))
     if entry.problem:
         print(one_line(entry.problem), file=sys.stderr)
 

@@ -21,6 +21,10 @@ _NOT_RUN = {type.name for type in GGML_TYPES.values()} - _RUN
 _FAMILIES_NOT_RUN = {name.partition("_")[0] for name in _NOT_RUN} - {name.partition("_")[0] for name in _RUN}
 _LABEL = re.compile(r"(?:^|[-._])((?:UD-)?(?:I?Q\d|TQ\d|MXFP4|NVFP4|BF16|FP?16|FP?32)[A-Z0-9_]*)$", re.I)
 _PART = re.compile(r"-(?P<number>\d{5})-of-(?P<count>\d{5})(?=\.gguf$)", re.I)
+_DRAFTER = re.compile(
+    r"(?:^|/)(?:mtp|dflash|eagle\d?)[-_][^/]*$|(?:^|/)mtp/|[-._](?:I?Q\d\w*|BF16|F16|F32)-mtp\.gguf$", re.I
+)
+"""Drafters beside the models that they were made for; draft heads that a model's own file holds are named otherwise."""
 _NOT_A_MODEL = re.compile(r"mmproj|imatrix|\blora\b", re.I)  # image projectors, statistics, adapters
 
 
@@ -82,9 +86,10 @@ def is_safe(file: str) -> bool:
 
 def pick(model: HubModel, models: list[ModelFiles]) -> ModelFiles | None:
     """The one of `models` that `model` asks for, or None. If several have the quantization, the one with the
-    shortest name."""
+    shortest name. A drafter has to be named by its file, unless there are no others."""
     if model.file:
         return next((files for files in models if model.file in files.files), None)
+    models = [files for files in models if not _DRAFTER.search(files.file)] or models
     wanted = [model.quantization.upper()] if model.quantization else [*PREFERRED, ""]
     for quantization in wanted:
         if same := [files for files in models if files.quantization == quantization]:

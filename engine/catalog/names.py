@@ -67,7 +67,8 @@ Source = Path | HubModel | WebFile
 
 
 class KnownModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """An entry of models.toml. `draft`: the name of a small one with the same tokens; "" if there is none."""
+    """An entry of models.toml. `draft`: what `parse` takes for a small one with the same tokens, "" if there is
+    none."""
 
     name: str
     repository: str

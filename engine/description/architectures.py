@@ -107,6 +107,9 @@ _BOTH_WAYS = (
 )  # fmt: skip
 """Architectures for embeddings that are not run: llama-arch.cpp of llama.cpp."""
 
+ASSISTANT = "gemma4-assistant"
+"""Drafters of a model, which do not answer alone (`engine.description.assistant`)."""
+
 _DRAFT = "mtp."
 """How the names of tensors of a draft layer begin in files of Ollama."""
 
@@ -119,7 +122,7 @@ def check_architecture(architecture: str, model: str) -> None:
             "them. orin-chat does not run it.",
             "Choose a model for embeddings whose tokens see only earlier ones, such as Qwen3-Embedding.",
         )
-    if architecture not in ARCHITECTURES:
+    if architecture not in (*ARCHITECTURES, ASSISTANT):
         raise ModelFileError(
             f"{model} is of the architecture {printable(architecture)}, which orin-chat does not run.",
             f"Choose a model of one of these: {', '.join(ARCHITECTURES)}.",
@@ -130,35 +133,45 @@ def read_spec(file: GGUF) -> ModelSpec:
     """Raises ModelFileError for an architecture that the engine does not run, for a variant of one, and for damaged
     metadata."""
     architecture = file.get("general.architecture", str)
-    check_architecture(architecture, printable(file.path.name))
-    check_causal(file, printable(file.path.name))
+    name = printable(file.path.name)
+    check_architecture(architecture, name)
+    if architecture == ASSISTANT:
+        raise ModelFileError(
+            f"{name} guesses tokens of a Gemma 4 model, and answers nothing itself.",
+            f"Choose the model it was made for, with --draft {name} beside it.",
+        )
+    check_causal(file, name)
     try:
-        return _Reader(file, architecture).spec()
+        return ModelReader(file, architecture, ARCHITECTURES[architecture]).spec()
     except (ArithmeticError, ValueError):  # scales close to 0, whose inverse is no number
         raise damaged(file.path, "its metadata has numbers that nothing can be computed with") from None
 
 
-class _Reader(HeadReader):
-    """Reads one file."""
+class ModelReader(HeadReader):
+    """Reads one file. All methods raise ModelFileError."""
 
-    def __init__(self, file: GGUF, architecture: str) -> None:
+    def __init__(self, file: GGUF, architecture: str, family: Family) -> None:
         super().__init__(file, architecture)
-        self.family = ARCHITECTURES[architecture]
+        self.family = family
         if "token_embd.weight" not in file.tensors:
             raise ModelFileError(
                 f"{self.name} has no weights (there is no token_embd.weight).",
                 "It may be a vocabulary or an adapter; choose a model file.",
             )
-        self.draft_layers = self.file.get(self.key("nextn_predict_layers"), int, 0)
+        self.draft_layers = self.last_layers("nextn_predict_layers")
         self.layers = self.size("block_count") - self.draft_layers
         if self.draft_layers < 0 or self.layers < 1:
             raise damaged(self.file.path, f"{self.draft_layers} of its layers are draft layers")
-        self.shared_caches = self.file.get(self.key("attention.shared_kv_layers"), int, 0)
+        self.shared_caches = self.last_layers("attention.shared_kv_layers")
         """So many layers, the last ones, read the KV cache of another."""
         if not 0 <= self.shared_caches < self.layers:
             raise damaged(self.file.path, f"{self.shared_caches} of its layers share a KV cache")
         self.layer_embedding = self.file.get(self.key("embedding_length_per_layer_input"), int, 0)
         """Elements of what a token gives each layer, 0 if nothing."""
+
+    def last_layers(self, key: str) -> int:
+        """How many of the last layers are of a kind, 0 if the file does not say it."""
+        return self.file.get(self.key(key), int, 0)
 
     # --- the model -------------------------------------------------------------------------------------
 

@@ -28,7 +28,9 @@ class Rope:
 
     With `sections`, a token has three positions (`engine.runtime.pictures`), which are one in texts: pair j turns by
     the second if j mod 3 is 1 and j < 3 * sections[1], by the third if j mod 3 is 2 and j < 3 * sections[2], else by
-    the first."""
+    the first.
+
+    With `later`, a token is turned as one that comes so many positions later."""
 
     pairs: int
     frequencies: tuple[float, ...] = ()
@@ -36,6 +38,7 @@ class Rope:
     short_context: int = 0
     magnitude: float = 1.0
     sections: tuple[int, ...] = ()
+    later: int = 0
 
     @property
     def turned_by(self) -> NDArray[np.intp]:
@@ -50,7 +53,7 @@ class Rope:
         is_long = self.long_frequencies and context > self.short_context
         frequencies = np.zeros(self.pairs)
         frequencies[: len(self.frequencies)] = self.long_frequencies if is_long else self.frequencies
-        angles = np.arange(length)[:, None] * frequencies
+        angles = np.arange(self.later, self.later + length)[:, None] * frequencies
         size = np.where(np.arange(self.pairs) < len(self.frequencies), self.magnitude, 1.0)
         return (np.cos(angles) * size).astype(np.float32), (np.sin(angles) * size).astype(np.float32)
 
@@ -113,6 +116,21 @@ class Join:
 
 
 @dataclass(frozen=True)
+class Narrowing:
+    """As `Join`, of an assistant (`engine.description.assistant`), which is narrower than the model, without norms:
+    `of_embedding` e + `of_hidden` h, (dim, width) each. `back` y is the h of its next draft, (width, dim), of what its
+    own output norm gives, y."""
+
+    of_embedding: Weight
+    of_hidden: Weight
+    back: Weight
+
+    @property
+    def matrices(self) -> tuple[Weight, ...]:
+        return self.of_embedding, self.of_hidden, self.back
+
+
+@dataclass(frozen=True)
 class ModelSpec:
     """A model. Sizes are in elements: `dim` of the residual stream, `vocab` of the vocabulary. `eps` is that of the RMS
     norms, and `stream_eps` that of norms of the residual stream. Logits are softcap * tanh(logits / softcap) if there
@@ -141,6 +159,8 @@ class ModelSpec:
     """What these compute: a model of one layer, with a `join`, whose embedding or head may be the model's own."""
     join: Join | None = None
     """Of a draft head."""
+    narrowing: Narrowing | None = None
+    """Of an assistant, whose `embedding` is the model's."""
     encoders: tuple[str, ...] = ()
     """What the file has besides, "vision" or "audio", which is not run."""
     classes: Weight | None = None
@@ -210,6 +230,8 @@ class ModelSpec:
         if self.join:
             yield self.join.of_embedding
             yield self.join.of_hidden
+        if self.narrowing:
+            yield from self.narrowing.matrices
         for sublayer in self.sublayers:
             yield from sublayer.operator.weights
 

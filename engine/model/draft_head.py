@@ -1,50 +1,93 @@
-"""The draft head that a model's file brings, beside the model on its device."""
+"""What guesses with what the model makes of its tokens: the draft head of the model's file, or an assistant, which has
+a file of its own (`--draft`). Both are beside the model on its device."""
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
+from engine.description.assistant import is_assistant, read_assistant
 from engine.description.spec import ModelSpec
 from engine.formats.gguf import GGUF
 from engine.formats.kv_format import KVFormat
 from engine.loading.weights import Weights
 from engine.model.coverage import Target
+from engine.model.draft_model import check_alike
 from engine.protocol.events import EngineOptions
+from engine.runtime.assistant_drafter import Assistant, AssistantDrafter
 from engine.runtime.head_drafter import DraftHead, HeadDrafter
 from engine.runtime.model_runner import ModelRunner
 
 NO_HEAD = "This model's file has no draft head, so nothing is guessed: --speculate auto looks tokens up in the text."
 NO_CHECKS = (
-    "The draft head is not loaded: a step of this model checks no guesses. On GPUs, models with recurrent state check "
-    "them for a single conversation (--parallel 1), and none does that runs as tensor graphs."
+    "What was to guess is not loaded: a step of this model checks no guesses. On GPUs, models with recurrent state "
+    "check them for a single conversation (--parallel 1), and none does that runs as tensor graphs."
+)
+NOT_ON_GPUS = (
+    "The assistant is not loaded: on GPUs none guesses yet. Tokens are still looked up in the text, unless --speculate "
+    "says otherwise."
 )
 
 
-def head_of(spec: ModelSpec, options: EngineOptions, target: Target) -> ModelSpec | None:
-    """The draft head of a model that is to guess on a target, if it has one: a draft model that is named comes first.
-    On GPUs it has to be asked for: the one reply that was measured there was slower with it."""
-    is_best = options.speculate == "auto" and not options.draft and target == "cpu"
-    return spec.draft_head if options.speculate == "heads" or is_best else None
+class HeadFile(NamedTuple):
+    """What a draft head or an assistant is, and its file."""
+
+    file: GGUF
+    spec: ModelSpec
+
+    @property
+    def is_assistant(self) -> bool:
+        return self.spec.narrowing is not None
+
+
+def head_of(
+    file: GGUF, spec: ModelSpec, draft: GGUF | None, options: EngineOptions, target: Target
+) -> HeadFile | None:
+    """The draft head of the model of a file that is to guess on a target, if it has one, or the assistant that the file
+    `draft` is: what is named comes first. On GPUs a head has to be asked for: the one reply that was measured there was
+    slower with it. Raises ModelFileError if the assistant is none of this model."""
+    if draft and is_assistant(draft):
+        if options.speculate == "off":
+            return None
+        check_alike(file, draft)
+        return HeadFile(draft, read_assistant(draft, spec))
+    is_best = options.speculate == "auto" and not draft and target == "cpu"
+    wanted = spec.draft_head if options.speculate == "heads" or is_best else None
+    return HeadFile(file, wanted) if wanted else None
 
 
 def open_head(
-    runner: ModelRunner, file: GGUF, spec: ModelSpec, head: ModelSpec | None, target: Target, kv: KVFormat
-) -> HeadDrafter | None:
-    """The draft head of a model that `runner` runs on a target, whose steps check guesses; None if it has none. Raises
+    runner: ModelRunner, spec: ModelSpec, head: HeadFile | None, target: Target, kv: KVFormat
+) -> HeadDrafter | AssistantDrafter | None:
+    """What guesses for a model that `runner` runs on a target, whose steps check guesses; None if nothing can. Raises
     ModelFileError."""
     if not head or not runner.check_rows:
         return None
+    weights = Weights(head.file, head.spec, lambda _: None)
+    assistant: Assistant
     opened: DraftHead
-    weights = Weights(file, head, lambda _: None)
     match target:
         case "cpu":
             from engine.targets.cpu.runner import CPURunner
 
             assert isinstance(runner, CPURunner)
+            if head.is_assistant:
+                assistant = runner.assistant(weights, kv)
+                return AssistantDrafter(assistant, spec.vocab)
             opened = runner.draft_head(weights, kv)
         case "nvidia":
             from engine.targets.nvidia.runner import NvidiaRunner
 
             assert isinstance(runner, NvidiaRunner)
+            if head.is_assistant:
+                return None
             opened = runner.draft_head(weights, kv)
         case "graph":
             return None
     return HeadDrafter(opened, spec.vocab)
+
+
+def why_not_opened(head: HeadFile | None, runner: ModelRunner) -> str:
+    """Why `open_head` gave nothing that was asked for, in a sentence."""
+    if not head:
+        return NO_HEAD
+    return NOT_ON_GPUS if head.is_assistant and runner.check_rows else NO_CHECKS

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from engine.description.architectures import read_spec
 from engine.description.spec import ModelSpec
 from engine.errors import ModelFileError
@@ -25,22 +23,14 @@ _FIRST = 5  # before it are special tokens that may be called otherwise
 class DraftModel:
     """A draft model for a model file."""
 
-    def __init__(self, options: EngineOptions, device: str, model: GGUF, vocab: int) -> None:
-        """`vocab`: the rows of the model's head. Raises ModelFileError if the file cannot be read, or is no draft model
-        of this model."""
-        self._file, self._options, self._vocab = GGUF(options.draft), options, vocab
-        check_tokenizer(self._file)
+    def __init__(self, file: GGUF, options: EngineOptions, device: str, model: GGUF, vocab: int) -> None:
+        """`vocab`: the rows of the model's head. Raises ModelFileError if the file is no draft model of this model."""
+        self._file, self._options, self._vocab = file, options, vocab
         self._spec: ModelSpec = read_spec(self._file)
         self._target, self._kv = target_of(self._spec, device, options.kernels), KVFormat.parse(options.kv)
-        why = unlike_because(model, self._file)
+        check_alike(model, file)
         if self._spec.state_bytes:
-            why = "it has recurrent states, out of which no guess can be taken again."
-        if why:
-            name = printable(Path(options.draft).name)
-            raise ModelFileError(
-                f"{name} cannot guess for this model: {why}",
-                "Choose a smaller model of the same family: --draft NAME.",
-            )
+            raise _cannot_guess(file, "it has recurrent states, out of which no guess can be taken again.")
 
     def need(self, context: int | None) -> MemoryNeed:
         """The memory that it needs beside the model (None: with the default context)."""
@@ -61,6 +51,20 @@ class DraftModel:
 
     def _length(self, context: int) -> int:
         return min(context, self._spec.trained_context)
+
+
+def check_alike(model: GGUF, draft: GGUF) -> None:
+    """Raises ModelFileError if the tokens of a draft model are not those of a model."""
+    check_tokenizer(draft)
+    if why := unlike_because(model, draft):
+        raise _cannot_guess(draft, why)
+
+
+def _cannot_guess(draft: GGUF, why: str) -> ModelFileError:
+    return ModelFileError(
+        f"{printable(draft.path.name)} cannot guess for this model: {why}",
+        "Choose a smaller model of the same family: --draft NAME.",
+    )
 
 
 def unlike_because(model: GGUF, draft: GGUF) -> str:

@@ -130,8 +130,9 @@ def memory_need(
 
 
 def draft_head_bytes(spec: ModelSpec, head: ModelSpec, target: Target, kv: KVFormat) -> int:
-    """What the draft head of a model needs beside it, with the default context: they share matrices."""
-    of, shared = _MEMORY[target], set(spec.weights())
+    """What the draft head of a model, or an assistant, needs beside it, with the default context: they share
+    matrices."""
+    of, shared = _MEMORY[target], {spec.embedding} if head.narrowing else set(spec.weights())
     own = sum(of.weight_bytes(weight) for weight in of.loaded(head) if weight not in shared)
     return own + of.cache_bytes(head, default_context(head), kv)
 

@@ -16,6 +16,7 @@ from tinygrad.helpers import GlobalCounters
 
 from engine.description import file_summary
 from engine.description.architectures import read_spec
+from engine.description.assistant import is_assistant
 from engine.description.spec import ModelSpec
 from engine.devices.device_name import device_name
 from engine.errors import SHORTEN_AT_MOST, ContextFullError, PreemptedError, UsageError
@@ -34,7 +35,7 @@ from engine.measure.free_memory import free_bytes, host_free_bytes, uses_host_me
 from engine.measure.profile import profile
 from engine.measure.timeline import timeline
 from engine.model.coverage import runs_as_graph_because, target_of
-from engine.model.draft_head import NO_CHECKS, NO_HEAD, head_of, open_head
+from engine.model.draft_head import NO_CHECKS, head_of, open_head, why_not_opened
 from engine.model.draft_model import DraftModel
 from engine.model.eyes import EncoderFile
 from engine.model.memory_need import (
@@ -75,10 +76,6 @@ from engine.runtime.prefix_store import PrefixStore
 from engine.runtime.scheduler import Scheduler
 from engine.start_trial import start_trials
 
-_NO_CHECKS = (
-    "The draft model is not loaded: a step of this model checks no guesses. On GPUs, models with recurrent state check "
-    "them for a single conversation (--parallel 1), and none does that runs as tensor graphs."
-)
 Report = Callable[[Event], None]
 
 IDLE_WIDTH = 4  # of a search while the engine is idle: four dozen candidates of each shape
@@ -99,10 +96,12 @@ class TextModel:
         free, device, kv = free_bytes(Device.DEFAULT), str(Device.DEFAULT), KVFormat.parse(options.kv)
         set_up = target_of(spec, device, options.kernels), options.parallel, kv
         left = free if encoder is None or free is None else free - encoder.need_bytes
-        if head := head_of(spec, options, set_up[0]):
-            left = None if left is None else left - draft_head_bytes(spec, head, set_up[0], kv)
-        is_drafted = options.draft and options.speculate != "heads"
-        draft = DraftModel(options, device, file, spec.vocab) if is_drafted else None
+        draft_file = GGUF(options.draft) if options.draft else None
+        if head := head_of(file, spec, draft_file, options, set_up[0]):
+            left = None if left is None else left - draft_head_bytes(spec, head.spec, set_up[0], kv)
+        draft = None
+        if draft_file and not is_assistant(draft_file) and options.speculate != "heads":
+            draft = DraftModel(draft_file, options, device, file, spec.vocab)
         room = left if draft is None or left is None else left - draft.need(None).total_bytes
         self.context_length = chosen_context(spec, options.context_length, room, *set_up)
         need = check_fits(spec, self.context_length, left, *set_up)
@@ -131,7 +130,7 @@ class TextModel:
             self._runner = open_runner(weights, *how, is_early=True, pictures=pictures)
             self._choices = ChoiceReporter(self._runner.expert_choices, report)
             store = _prefix_store(file, self._runner.export_layout, options.prefix_cache_bytes)
-            self._head = open_head(self._runner, file, spec, head, set_up[0], kv)
+            self._head = open_head(self._runner, spec, head, set_up[0], kv)
             model = draft.open(self.context_length) if draft and self._runner.check_rows else None
             self.scheduler = Scheduler(
                 self._runner,
@@ -166,9 +165,10 @@ class TextModel:
         with timeline.span("template"):
             warnings = self._warnings(spec, options)
             if draft and not self._runner.check_rows:
-                warnings += (_NO_CHECKS,)
-            if options.speculate == "heads" and not self._head:
-                warnings += (NO_HEAD if not head else NO_CHECKS,)
+                warnings += (NO_CHECKS,)
+            is_asked_for = options.speculate == "heads" or (head and head.is_assistant)
+            if is_asked_for and not self._head:
+                warnings += (why_not_opened(head, self._runner),)
         self.ready = Ready(
             model=_model_info(file, spec, self.prompts.template, sees=encoder is not None),
             backend=str(Device.DEFAULT),
@@ -372,7 +372,7 @@ class TextModel:
                 self._run(rows, 0, drawing=drawing, checks=True)
                 yield
         if head := self._head:
-            for size in self._runner.chunk_sizes:
+            for size in self._runner.chunk_sizes if head.reads_of_prompt else ():
                 yield from self._prepare(partial(self._run, 0, size // 2 + 1, want="hidden"))
                 yield
             yield from self._prepare(head.prepare)

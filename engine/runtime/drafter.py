@@ -6,41 +6,35 @@ only once they are known to be right, so nothing has to be taken back.
 
 from __future__ import annotations
 
-import statistics
 import time
-from collections import deque
 from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
+from engine.runtime.guesser import DraftTimes
 from engine.runtime.kv_blocks import KVBlocks, PoolFullError
 from engine.runtime.model_runner import ModelRunner, Slot, no_pieces
 
 MOST = 32
 """So many tokens are guessed at once."""
-_KEPT = 5  # times
 _FEW = 4
 """Guesses are timed if no more tokens were to be read before."""
 
 
-class Drafter:
+class Drafter(DraftTimes):
     """Guesses with `runner`, whose texts have at most `context` tokens. Ids from `vocab` on are none of the model's."""
 
     reads_streams = False
+    reads_of_prompt = 0
     is_ready = True
 
     def __init__(self, runner: ModelRunner, vocab: int, context: int) -> None:
+        super().__init__()
         self._runner, self._vocab, self._context = runner, vocab, context
         self._blocks = KVBlocks(runner)
         self._guessed: dict[int, list[int]] = {}
         """What is stored of each sequence after what is certain of it: its last token then, and guesses."""
-        self._seconds: deque[float] = deque(maxlen=_KEPT)
-
-    @property
-    def token_s(self) -> float:
-        """Seconds of a guessed token; 0 if that is not known."""
-        return statistics.median(self._seconds) if self._seconds else 0.0
 
     def has_room(self, length: int) -> bool:
         """Whether a text of so many tokens is short enough."""
@@ -65,7 +59,7 @@ class Drafter:
             tokens.append(token)
         self._guessed[sequence] = tokens[:-1]
         if read <= _FEW:
-            self._seconds.append((time.perf_counter() - started) / n)
+            self.drafted(time.perf_counter() - started, n)
         return tuple(tokens[1:])
 
     def saw(self, sequence: int, text: Sequence[int], position: int, streams: NDArray[np.float32]) -> None:

@@ -32,6 +32,22 @@ class StepTimes:
         return statistics.median(times) if times else 0.0
 
 
+class DraftTimes:
+    """What tokens take that a drafter guesses."""
+
+    def __init__(self) -> None:
+        self._seconds: deque[float] = deque(maxlen=_KEPT)
+
+    def drafted(self, seconds: float, tokens: int) -> None:
+        if tokens:
+            self._seconds.append(seconds / tokens)
+
+    @property
+    def token_s(self) -> float:
+        """Seconds of a guessed token; 0 if that is not known."""
+        return statistics.median(self._seconds) if self._seconds else 0.0
+
+
 class Guesser:
     """Guesses the next tokens of a reply."""
 

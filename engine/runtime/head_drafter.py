@@ -8,10 +8,8 @@ are follow each other in the head's cache.
 
 from __future__ import annotations
 
-import statistics
 import time
 from bisect import bisect_left
-from collections import deque
 from collections.abc import Sequence
 from itertools import takewhile
 from typing import Protocol
@@ -19,8 +17,9 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from engine.runtime.guesser import DraftTimes
+
 Streams = NDArray[np.float32]
-_KEPT = 5  # times
 _MOST = 32
 """So much room is left in the head's cache for guesses."""
 
@@ -51,19 +50,22 @@ class DraftHead(Protocol):
         ...
 
 
-class HeadDrafter:
+class HeadDrafter(DraftTimes):
     """Guesses with a `head`. Tokens from `vocab` on are none of the model's."""
 
     reads_streams = True
+    reads_of_prompt = 1024
+    """So many tokens of a prompt, the last ones: each takes time before the first token of the reply, and guesses
+    depend on near tokens most."""
 
     def __init__(self, head: DraftHead, vocab: int) -> None:
+        super().__init__()
         self._head, self._vocab = head, vocab
         self._sequence = -1
         self._text: Sequence[int] = ()
         self._is_new = True
         self._stored = list[int]()  # where in the text the tokens of the pairs in the cache are
         self._streams = dict[int, Streams]()  # of the last tokens whose pairs are not stored, by their place
-        self._seconds: deque[float] = deque(maxlen=_KEPT)
 
     @property
     def is_ready(self) -> bool:
@@ -72,11 +74,6 @@ class HeadDrafter:
     def prepare(self) -> None:
         """Compiles its kernels."""
         self._head.prepare()
-
-    @property
-    def token_s(self) -> float:
-        """Seconds of a guessed token; 0 if that is not known."""
-        return statistics.median(self._seconds) if self._seconds else 0.0
 
     def has_room(self, length: int) -> bool:
         """Whether a text of so many tokens is short enough, and the head can guess at all."""
@@ -116,8 +113,7 @@ class HeadDrafter:
         drafts = self._head.draft(place, [text[at] for at in pairs], rows, n)
         self._stored += pairs
         tokens = tuple(takewhile(lambda token: 0 <= token < self._vocab, drafts))
-        if tokens:
-            self._seconds.append((time.perf_counter() - started) / len(tokens))
+        self.drafted(time.perf_counter() - started, len(tokens))
         return tokens
 
     def _store(self, text: Sequence[int], position: int, streams: Streams) -> None:

@@ -32,9 +32,7 @@ from engine.errors import ContextFullError
 from engine.protocol.events import TOKEN_GAP, Finished, Slots, Speculate
 from engine.runtime.answer import Answer, Late
 from engine.runtime.checkpoints import Checkpoints
-from engine.runtime.drafter import Drafter
 from engine.runtime.embedding import Embedding, read_streams
-from engine.runtime.head_drafter import HeadDrafter
 from engine.runtime.jobs import Job, Piece, go_on, room_of
 from engine.runtime.known_tokens import end_of_piece, find_known, keep_state
 from engine.runtime.kv_blocks import BLOCK, KVBlocks, PoolFullError
@@ -45,7 +43,7 @@ from engine.runtime.prefix_keeper import PrefixKeeper
 from engine.runtime.prefix_store import PrefixStore
 from engine.runtime.sampling import Logits
 from engine.runtime.sight import Sight
-from engine.runtime.speculation import Check, Speculation
+from engine.runtime.speculation import AnyDrafter, Check, Speculation
 
 REPORT_S = 0.25
 PATIENCE = 4
@@ -66,7 +64,7 @@ class Scheduler:
         token_gap: float = TOKEN_GAP,
         speculate: Speculate = "auto",
         encoder: PictureEncoder | None = None,
-        drafter: Drafter | HeadDrafter | None = None,
+        drafter: AnyDrafter | None = None,
     ) -> None:
         """`report` gets what is at work, a few times a second. `store`: where long conversations are kept. `token_gap`
         and `speculate`: see `engine.protocol.events.EngineOptions`. Without an `encoder` no prompt has pictures. A

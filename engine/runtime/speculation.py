@@ -10,8 +10,8 @@ were right, by the length of the match that they come from (`lookup`): also of t
 token comes. So text that misleads costs nothing. Where checks take too long, one is made only now and then, to measure
 that again.
 
-For a single reply, a draft model guesses too (`drafter`), or the draft head of the model's file (`head_drafter`), if
-there is one and that promises more: its tokens take time, too.
+For a single reply, a draft model guesses too (`drafter`), the draft head of the model's file (`head_drafter`), or an
+assistant (`assistant_drafter`), if there is one and that promises more: its tokens take time, too.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.protocol.events import Generate, Speculate
+from engine.runtime.assistant_drafter import AssistantDrafter
 from engine.runtime.drafter import Drafter
 from engine.runtime.guesser import DRAFT_SHARE, Guesser, StepTimes
 from engine.runtime.head_drafter import HeadDrafter
@@ -41,11 +42,12 @@ _PROBE_EVERY, _PROBE_SELDOM = 64, 4096
 """after so many steps that might have been checks: twice as many each time, up to the second number, until one pays."""
 _BUBBLE = 0.15
 """A step that is not launched ahead takes about so much longer."""
-_OF_PROMPT = 1024
-"""So many tokens of a prompt, the last ones, are read by a draft head: each takes time before the first token of the
-reply, and guesses depend on near tokens most."""
 _UNMEASURED_DRAFT = 0.2
 """A token of a draft model is taken to last so many plain steps until it is measured."""
+
+
+AnyDrafter = Drafter | HeadDrafter | AssistantDrafter
+"""`reads_streams`: it reads what steps of the model make of tokens; also of the last `reads_of_prompt` of a prompt."""
 
 
 class Check(NamedTuple):
@@ -77,9 +79,7 @@ class Speculation:
     """Decides which guesses a step of `runner` checks. `speculate` says who guesses: what followed before in the text,
     a `drafter` if there is one, both, or nobody."""
 
-    def __init__(
-        self, runner: ModelRunner, speculate: Speculate, drafter: Drafter | HeadDrafter | None = None
-    ) -> None:
+    def __init__(self, runner: ModelRunner, speculate: Speculate, drafter: AnyDrafter | None = None) -> None:
         self._check_rows = () if speculate == "off" else runner.check_rows
         self._can_check, self._drafter, self._runner = runner.can_check, drafter, runner
         self._looks_up = speculate in ("auto", "lookup")
@@ -131,7 +131,8 @@ class Speculation:
 
     def reads_prompt(self, job: Job, end: int) -> bool:
         """Whether it does so of a piece of a prompt up to the token before `end`."""
-        return self.reads_streams(job) and job.answer.stored_n - end < _OF_PROMPT
+        of_prompt = self._drafter.reads_of_prompt if self._drafter else 0
+        return self.reads_streams(job) and job.answer.stored_n - end < of_prompt
 
     def read(self, replies: Sequence[tuple[int, Job]], rows: int) -> None:
         """After a step of replies, of so many rows, whose tokens have not been taken yet."""

@@ -117,8 +117,9 @@ def test_web_files_are_kept_under_a_name_that_a_folder_can_hold():
 
 
 def test_draft_models_are_known_too():
-    names = {model.name for model in known_models()}
-    assert {model.draft for model in known_models()} - {""} < names
+    sources = {model.name: parse(model.draft) for model in known_models() if model.draft}
+    assert not any(isinstance(source, Path) for source in sources.values())
+    assert sources["gemma4:e4b"] == HubModel("unsloth/gemma-4-E4B-it-GGUF", file="mtp-gemma-4-E4B-it.gguf")
     assert [draft_for(name) for name in ("qwen3:8b", "qwen3:0.6b", "model.gguf")] == ["qwen3:0.6b", "", ""]
 
 
@@ -190,6 +191,16 @@ def test_what_is_picked():
     assert pick(HubModel("u/r", "q8_0"), models).file == "m-Q8_0.gguf"
     assert pick(HubModel("u/r", file="sub/m-Q4_K_M.gguf"), models).file == "sub/m-Q4_K_M.gguf"
     assert pick(HubModel("u/r", "Q5_K_M"), models) is None
+    beside = [
+        "MTP/m-Q8_0-MTP.gguf",
+        "mtp-m-Q8_0.gguf",
+        "m-BF16-MTP.gguf",
+        "m-MTP-Q8_0-large.gguf",
+        "large-m-MTP-Q8_0.gguf",
+    ]
+    assert pick(HubModel("u/r", "Q8_0"), models_among(beside)).file == "large-m-MTP-Q8_0.gguf"
+    assert pick(HubModel("u/r", file=beside[1]), models_among(beside)).file == beside[1]
+    assert pick(HubModel("u/r"), models_among(beside[:1])).file == beside[0]
     assert pick(HubModel("u/r"), models_among(["model.gguf"])).file == "model.gguf"
     assert pick(HubModel("u/r"), models_among(["m-IQ2_XS.gguf"])) is None
     assert not pick(HubModel("u/r", "IQ2_XS"), models).may_run

@@ -11,6 +11,8 @@ from engine.model.draft_head import head_of
 from engine.model.text_model import TextModel
 from engine.protocol.events import EngineOptions, Generate, Sampling, Token, TokenIds
 from tests import generated_model
+from tests.generated_assistant import write_assistant
+from tests.thorough import rarely
 
 
 @pytest.fixture(scope="module")
@@ -22,9 +24,13 @@ def paths(tmp_path_factory):
         "draft": small | {"seed": 1},
         "hybrid": small | {"architecture": "qwen35", "layers": 4},
         "with a head": {"architecture": "qwen35", "layers": 4, "draft_head": True},
+        "narrow": small | {"architecture": "gemma4", "layers": 4},
         "recurrent": small | {"architecture": "qwen35", "layers": 2},
     }
-    return {name: str(generated_model.write(folder / f"{name}.gguf", **kind)) for name, kind in kinds.items()}
+    written = {name: generated_model.write(folder / f"{name}.gguf", **kind) for name, kind in kinds.items()}
+    assistant = {"width": 32, "heads": 2, "kv_heads": 1}
+    written["assistant"] = write_assistant(folder / "assistant.gguf", quant="Q8_0", **assistant)
+    return {name: str(path) for name, path in written.items()}
 
 
 def answer(paths, draft, model="model", speculate=None):
@@ -65,6 +71,20 @@ def test_the_text_with_a_draft_head_is_the_models(paths):
     assert plain == checked
 
 
+@pytest.mark.parametrize("who", ["draft", rarely("heads"), rarely("auto")])
+def test_the_text_with_an_assistant_is_the_models(paths, who):
+    (_, plain), (end, checked) = (
+        answer(paths, draft, "narrow", speculate)
+        for draft, speculate in (("", "off"), (paths["assistant"], who))
+    )
+    assert plain == checked and (end.draft_n > 0 or who == "auto")
+
+
+def test_an_assistant_of_another_model_is_refused(paths):
+    with pytest.raises(ModelFileError, match="cannot guess for this model: it reads 32 numbers of a token"):
+        answer(paths, paths["assistant"], "with a head")
+
+
 def test_a_head_that_is_not_there_is_told(paths):
     options = EngineOptions(model_path=paths["model"], speculate="heads", context_length=256)
     assert any("no draft head" in warning for warning in TextModel(options, lambda _: None).ready.warnings)
@@ -83,7 +103,14 @@ def test_files_that_do_not_fit_are_refused(paths, tmp_path):
 
 
 def test_a_gpu_takes_a_head_only_if_asked(paths):
-    spec = read_spec(GGUF(paths["with a head"]))
-    auto, heads = (EngineOptions(model_path="", speculate=who) for who in ("auto", "heads"))
+    file = GGUF(paths["with a head"])
+    spec = read_spec(file)
+    of_auto, of_heads = (
+        {
+            target: head_of(file, spec, None, EngineOptions(model_path="", speculate=who), target)
+            for target in ("cpu", "nvidia")
+        }
+        for who in ("auto", "heads")
+    )
     assert spec.draft_head
-    assert head_of(spec, auto, "cpu") and not head_of(spec, auto, "nvidia") and head_of(spec, heads, "nvidia")
+    assert of_auto["cpu"] and not of_auto["nvidia"] and of_heads["nvidia"]

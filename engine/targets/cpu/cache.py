@@ -38,7 +38,8 @@ class CPUCache:
         )
         self.dtype = dtypes.int8 if kv.is_quantized else dtypes.float32 if spec.is_float32 else dtypes.float16
         self.layers: list[CachedLayer] = []
-        self._caches: list[list[Tensor]] = []  # of each attention the one that it reads
+        self._caches: list[list[Tensor]] = []  # of each attention the one that it reads,
+        self._groups: list[int] = []  # and the group of that
         self._tables = [memory.zeros((parallel + 1) * self._entries, dtypes.int32) for _ in self.groups]
         self._rows = [memory.view(table).reshape(parallel + 1, self._entries) for table in self._tables]
         for group, rows in zip(self.groups, self._rows, strict=True):
@@ -46,24 +47,26 @@ class CPUCache:
 
     # --- what the layers have ----------------------------------------------------------------------------
 
-    def slots(self, window: int) -> tuple[int, int, int]:
-        """The fields `length`, `window` and `table` of the `HeadLanes` of layers with a window, or with none (0)."""
-        window = self._window(window)
-        return (self.groups[self._windows.index(window)].blocks + 1) * BLOCK, window, self._entries
+    def slots(self, window: int, cache_of: int | None) -> tuple[int, int, int]:
+        """The fields `length`, `window` and `table` of the `HeadLanes` of attention with a window, or with none (0),
+        and a cache of its own, or that of the attention `cache_of`."""
+        group = self.groups[self._group_of(window, cache_of)]
+        return (group.blocks + 1) * BLOCK, self._window(window), self._entries
 
-    def add(self, heads: HeadLanes, cache_of: int | None) -> list[Tensor]:
-        """The cache that one more attention reads (`HeadLanes.cached`): its own, or that of the attention
-        `cache_of`."""
+    def add(self, heads: HeadLanes, cache_of: int | None) -> tuple[list[Tensor], Tensor]:
+        """The cache that one more attention reads (`HeadLanes.cached`), and the tables, int32 (sequences + 1,
+        entries)."""
+        group = self._group_of(heads.window, cache_of)
         if cache_of is None:
             self._caches.append([memory.zeros(n, dtype, sparse=True) for n, dtype in heads.cached])
             self.layers.append((heads, [memory.view(t) for t in self._caches[-1]]))
         else:
             self._caches.append(self._caches[cache_of])
-        return self._caches[-1]
+        self._groups.append(group)
+        return self._caches[-1], self._tables[group]
 
-    def tables(self, heads: HeadLanes) -> Tensor:
-        """The tables that a layer's kernels read, int32 (sequences + 1, entries)."""
-        return self._tables[self._group(heads)]
+    def _group_of(self, window: int, cache_of: int | None) -> int:
+        return self._windows.index(self._window(window)) if cache_of is None else self._groups[cache_of]
 
     def _window(self, window: int) -> int:
         return window if window < self.positions else 0

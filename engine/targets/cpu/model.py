@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 from tinygrad import Tensor, dtypes
 
-from engine.description.spec import Join, Sublayer
+from engine.description.spec import Join, Narrowing, Sublayer
 from engine.description.sublayers import Weight
 from engine.formats.kv_format import KVFormat
 from engine.loading.weights import Weights
@@ -29,14 +29,15 @@ from engine.targets.cpu.weights import CPUWeights, Matrix
 
 @dataclass
 class Joint:
-    """The matrices and norms of a draft head's `Join`, and `hidden`: what the model's head reads of the tokens before
-    those of a step, float32 (tokens, dim)."""
+    """The matrices and norms of a draft head's `Join`, or of an assistant's `Narrowing`, and `hidden`: what the model's
+    head reads of the tokens before those of a step, float32 (tokens, dim of the model)."""
 
     of_embedding: Matrix
     of_hidden: Matrix
-    embedding_norm: Tensor
-    hidden_norm: Tensor
     hidden: Tensor
+    embedding_norm: Tensor | None = None
+    hidden_norm: Tensor | None = None
+    back: Matrix | None = None
 
 
 @dataclass
@@ -67,18 +68,20 @@ class CPUModel(StepBuffers):
         trunk: CPUModel | None = None,
     ) -> None:
         """`kv`: the format of the cache. `rows`: of the largest decode step, if not of all sequences. `trunk`: of a
-        draft head the model, whose matrices it shares. Raises ModelFileError."""
+        draft head the model, whose matrices it shares; of an assistant also the cache. Raises ModelFileError."""
         spec = weights.spec
         chunk = max_chunk(lanes, pictures.whole if pictures else 0)
-        self.cache = CPUCache(spec, context, chunk, lanes, parallel, kv)
+        lender = trunk if spec.narrowing else None
+        self.cache: CPUCache = lender.cache if lender else CPUCache(spec, context, chunk, lanes, parallel, kv)
         self.states = CPUStates(parallel)
         loader = CPUWeights(weights, pool, lanes, keep_packed)
         # The largest matrices first, because repacking needs memory for both forms.
         shared = trunk.heads if trunk else {}
         self.embedding: Matrix = shared.get(spec.embedding) or loader.matrix(spec.embedding)
-        self.head: Matrix = shared.get(spec.head) or (
-            self.embedding if spec.is_tied else loader.matrix(spec.head)
-        )
+        if spec.is_tied:
+            self.head = self.embedding
+        else:  # an assistant's is in another file, maybe under the same name
+            self.head = (None if lender else shared.get(spec.head)) or loader.matrix(spec.head)
         loading = Loading(loader, spec, lanes, self.cache, self.states, pictures)
         self.layers, self._choices = (
             [_layer(sublayer, loading) for sublayer in spec.sublayers],
@@ -86,7 +89,8 @@ class CPUModel(StepBuffers):
         )
         self.output_norm = loader.vector(spec.output_norm)
         self.layer_tables = loader.layer_tables(spec)
-        self.joint = _joint(spec.join, loader, max(chunk, rows)) if spec.join else None
+        joined = spec.join or spec.narrowing
+        self.joint = _joint(joined, loader, max(chunk, rows)) if joined else None
         loader.finish()
         super().__init__(spec, context, self.cache.positions, pool, loader, lanes, pictures)
         rows = max(rows, self.max_rows(parallel))
@@ -126,10 +130,14 @@ class CPUModel(StepBuffers):
         return uses
 
 
-def _joint(join: Join, loader: CPUWeights, tokens: int) -> Joint:
+def _joint(join: Join | Narrowing, loader: CPUWeights, tokens: int) -> Joint:
     matrices = loader.matrix(join.of_embedding), loader.matrix(join.of_hidden, added=True)
-    norms = loader.vector(join.embedding_norm), loader.vector(join.hidden_norm)
-    return Joint(*matrices, *norms, memory.zeros(tokens * join.of_hidden.cols, dtypes.float32))
+    joint = Joint(*matrices, memory.zeros(tokens * join.of_hidden.cols, dtypes.float32))
+    if isinstance(join, Narrowing):
+        joint.back = loader.matrix(join.back)
+    else:
+        joint.embedding_norm, joint.hidden_norm = map(loader.vector, (join.embedding_norm, join.hidden_norm))
+    return joint
 
 
 def _layer(sublayer: Sublayer, loading: Loading) -> Layer:

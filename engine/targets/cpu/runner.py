@@ -22,6 +22,7 @@ from engine.runtime.model_runner import Ahead, Interrupted, SearchReport, Slot, 
 from engine.runtime.pictures import PictureRoom, positions_of
 from engine.runtime.prefix_store import export_layout
 from engine.runtime.sampling import Logits
+from engine.targets.cpu.assistant import CPUAssistant
 from engine.targets.cpu.draft_head import CPUDraftHead
 from engine.targets.cpu.kernels import memory
 from engine.targets.cpu.kernels.kernel_sequence import CompiledSequence
@@ -170,6 +171,10 @@ class CPURunner:
         """The draft head of the model's file. Raises ModelFileError."""
         runner = CPURunner(weights, self._context, kv=kv, trunk=self._model)
         return CPUDraftHead(runner, runner._model, weights)
+
+    def assistant(self, weights: Weights, kv: KVFormat) -> CPUAssistant:
+        """An assistant of the model. Raises ModelFileError."""
+        return CPUAssistant(weights, self._context, kv, self._model)
 
     def hidden(self) -> list[NDArray[np.float32]]:
         return self._hidden

@@ -10,6 +10,8 @@ state, that it leaves for later tokens.
 
 from __future__ import annotations
 
+from tinygrad import Tensor
+
 from engine.targets.cpu.kernels import memory
 from engine.targets.cpu.kernels.activations import cap
 from engine.targets.cpu.kernels.embedding import embed, embed_from_file
@@ -23,9 +25,12 @@ def step_kernels(model: CPUModel, tile: int, rows: int = 0, whole: bool = False)
     prefill of as many tiles of tokens as the state says, of the `whole` model or of what later tokens need."""
     spec, embedding, step = model.spec, model.embedding, StepBuilder(model, tile, rows)
     of_pictures = [] if rows else model.of_pictures
+    joint, embedded = model.joint, step.x
+    if embedding.cols != spec.dim:
+        embedded = step.rows("embedded", embedding.cols)
     step.add(
         embed(embedding.layout, tile, spec.embedding_scale, bool(of_pictures)),
-        step.x,
+        embedded,
         model.sizes(embedding.rows, embedding.cols // embedding.layout.block),
         *step.state,
         model.tokens,
@@ -33,8 +38,8 @@ def step_kernels(model: CPUModel, tile: int, rows: int = 0, whole: bool = False)
         *of_pictures,
     )
     _embed_layers(model, step)
-    if model.joint:
-        _join(model.joint, step)
+    if joint:
+        _join(joint, step, embedded)
     step.sequence.output(step.x)
     last = None if rows or whole else model.layers[spec.last_keeping]
     for layer in model.layers:
@@ -47,17 +52,21 @@ def step_kernels(model: CPUModel, tile: int, rows: int = 0, whole: bool = False)
             step.add_normed(step.x, step.mixed, layer.post_norm, layer.scale)
         step.sequence.output(step.x)
     if rows:
-        step.multiply(model.logits, model.head, step.quantize(step.x, [model.head], norm=model.output_norm))
+        back = [joint.back] if joint and joint.back else []
+        inputs = step.quantize(step.x, [model.head, *back], norm=model.output_norm)
+        step.multiply(model.logits, model.head, inputs)
+        if joint and joint.back:
+            step.multiply(joint.hidden, joint.back, inputs)
         if spec.softcap:
             vectors = model.sizes(memory.view(model.logits).size // model.lanes)
             step.add(cap(spec.softcap, model.lanes), model.logits, vectors)
     return step.sequence
 
 
-def _join(joint: Joint, step: StepBuilder) -> None:
-    """Adds the kernels that begin the stream of a draft head (`engine.description.spec.Join`)."""
+def _join(joint: Joint, step: StepBuilder, embedded: Tensor) -> None:
+    """Adds the kernels that begin the stream of a draft head (`engine.description.spec.Join`, `Narrowing`)."""
     of_embedding = step.rows("joined embedding", joint.of_embedding.rows)
-    inputs = step.quantize(step.x, [joint.of_embedding], norm=joint.embedding_norm)
+    inputs = step.quantize(embedded, [joint.of_embedding], norm=joint.embedding_norm)
     step.multiply(of_embedding, joint.of_embedding, inputs)
     inputs = step.quantize(joint.hidden, [joint.of_hidden], norm=joint.hidden_norm)
     step.multiply(step.x, joint.of_hidden, inputs, added=of_embedding)

@@ -23,7 +23,7 @@ class AttentionHandler(Handler):
         weights, spec, cache = loading.weights, loading.spec, loading.cache
         qkv = [weight for weight in (part.q, part.k, part.v) if weight]
         *firsts, rows = accumulate((weight.rows for weight in qkv), initial=0)
-        length, window, table = cache.slots(part.window)
+        length, window, table = cache.slots(part.window, part.cache_of)
         heads = self.heads = HeadLanes(
             part.heads, part.kv_heads, part.head_dim, length, BLOCK, table, loading.lanes, part.scale,
             norm_eps=spec.eps, query_norm=part.q_norm is not None, key_norm=part.k_norm is not None,
@@ -35,7 +35,7 @@ class AttentionHandler(Handler):
             ahead=loading.pictures.whole if loading.pictures and part.sees_pictures else 0,
         )  # fmt: skip
         biases = part.q_bias, part.k_bias, part.v_bias
-        self.cached, self._table = cache.add(heads, part.cache_of), cache.tables(heads)
+        self.cached, self._table = cache.add(heads, part.cache_of)
         self._norm, self._rope = norm, part.rope
         self._qkv = [weights.matrix(w, first, rows) for w, first in zip(qkv, firsts, strict=True)]
         self._gate = weights.matrix(part.gate) if part.gate else None
