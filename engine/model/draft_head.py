@@ -3,6 +3,7 @@ a file of its own (`--draft`). Both are beside the model on its device."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
 
 from engine.description.assistant import is_assistant, read_assistant
@@ -13,7 +14,7 @@ from engine.loading.weights import Weights
 from engine.model.coverage import Target
 from engine.model.draft_model import check_alike
 from engine.protocol.events import EngineOptions
-from engine.runtime.assistant_drafter import Assistant, AssistantDrafter
+from engine.runtime.assistant_drafter import AssistantDrafter
 from engine.runtime.head_drafter import DraftHead, HeadDrafter
 from engine.runtime.model_runner import ModelRunner
 
@@ -21,10 +22,6 @@ NO_HEAD = "This model's file has no draft head, so nothing is guessed: --specula
 NO_CHECKS = (
     "What was to guess is not loaded: a step of this model checks no guesses. On GPUs, models with recurrent state "
     "check them for a single conversation (--parallel 1), and none does that runs as tensor graphs."
-)
-NOT_ON_GPUS = (
-    "The assistant is not loaded: on GPUs none guesses yet. Tokens are still looked up in the text, unless --speculate "
-    "says otherwise."
 )
 
 
@@ -37,6 +34,10 @@ class HeadFile(NamedTuple):
     @property
     def is_assistant(self) -> bool:
         return self.spec.narrowing is not None
+
+    def beside(self, spec: ModelSpec) -> ModelSpec:
+        """A model whose draft head this is to be: its steps leave what that reads."""
+        return replace(spec, draft_head=self.spec)
 
 
 def head_of(
@@ -63,7 +64,6 @@ def open_head(
     if not head or not runner.check_rows:
         return None
     weights = Weights(head.file, head.spec, lambda _: None)
-    assistant: Assistant
     opened: DraftHead
     match target:
         case "cpu":
@@ -71,23 +71,15 @@ def open_head(
 
             assert isinstance(runner, CPURunner)
             if head.is_assistant:
-                assistant = runner.assistant(weights, kv)
-                return AssistantDrafter(assistant, spec.vocab)
+                return AssistantDrafter(runner.assistant(weights, kv), spec.vocab)
             opened = runner.draft_head(weights, kv)
         case "nvidia":
             from engine.targets.nvidia.runner import NvidiaRunner
 
             assert isinstance(runner, NvidiaRunner)
             if head.is_assistant:
-                return None
+                return AssistantDrafter(runner.assistant(weights, kv), spec.vocab)
             opened = runner.draft_head(weights, kv)
         case "graph":
             return None
     return HeadDrafter(opened, spec.vocab)
-
-
-def why_not_opened(head: HeadFile | None, runner: ModelRunner) -> str:
-    """Why `open_head` gave nothing that was asked for, in a sentence."""
-    if not head:
-        return NO_HEAD
-    return NOT_ON_GPUS if head.is_assistant and runner.check_rows else NO_CHECKS

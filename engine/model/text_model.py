@@ -35,7 +35,7 @@ from engine.measure.free_memory import free_bytes, host_free_bytes, uses_host_me
 from engine.measure.profile import profile
 from engine.measure.timeline import timeline
 from engine.model.coverage import runs_as_graph_because, target_of
-from engine.model.draft_head import NO_CHECKS, head_of, open_head, why_not_opened
+from engine.model.draft_head import NO_CHECKS, NO_HEAD, head_of, open_head
 from engine.model.draft_model import DraftModel
 from engine.model.eyes import EncoderFile
 from engine.model.memory_need import (
@@ -99,6 +99,7 @@ class TextModel:
         draft_file = GGUF(options.draft) if options.draft else None
         if head := head_of(file, spec, draft_file, options, set_up[0]):
             left = None if left is None else left - draft_head_bytes(spec, head.spec, set_up[0], kv)
+            spec = head.beside(spec)
         draft = None
         if draft_file and not is_assistant(draft_file) and options.speculate != "heads":
             draft = DraftModel(draft_file, options, device, file, spec.vocab)
@@ -168,7 +169,7 @@ class TextModel:
                 warnings += (NO_CHECKS,)
             is_asked_for = options.speculate == "heads" or (head and head.is_assistant)
             if is_asked_for and not self._head:
-                warnings += (why_not_opened(head, self._runner),)
+                warnings += (NO_CHECKS if head else NO_HEAD,)
         self.ready = Ready(
             model=_model_info(file, spec, self.prompts.template, sees=encoder is not None),
             backend=str(Device.DEFAULT),

@@ -53,13 +53,20 @@ class PrefillKernels(PromptMemory):
     def _embed(self, step: PromptStep, ids: Tensor, layers: Sequence[Layer]) -> None:
         """Starts the residual stream with the rows of `ids`, and computes the embeddings of `layers`, as far as they
         have any."""
-        model, spec = self._model, self.spec
-        layout = model.embedding.single_matrix.layout
+        model, spec, embedding = self._model, self.spec, self.spec.embedding
+        layout, stream = model.embedding.single_matrix.layout, step.h
+        if embedding.cols != spec.dim:
+            stream = step.buffer("embedded", step.tokens * embedding.cols)
         kernel = embed_prompt(
-            layout, step.tokens, spec.vocab, spec.dim, spec.embedding_scale, self.pictures is not None
+            layout,
+            step.tokens,
+            embedding.rows,
+            embedding.cols,
+            spec.embedding_scale,
+            self.pictures is not None,
         )
-        step.add(kernel, stream=step.h, ids=ids, planes=model.embedding.planes, pictures=self.pictures)
+        step.add(kernel, stream=stream, ids=ids, planes=model.embedding.planes, pictures=self.pictures)
         if model.layer_tables:
             model.layer_tables.prefill(step, ids, layers)
         if model.joint:
-            model.joint.begin(step, self.hidden)
+            model.joint.begin(step, stream, self.hidden)

@@ -52,7 +52,7 @@ class PromptMemory(StepMemory):
         self.pictures = device_zeros(chunk * spec.dim) if room else None
         self.seen = device_zeros(chunk, dtypes.int32) if room and room.whole else None
         # what a draft head reads of the tokens before those of a step (`engine.description.spec.Join`)
-        self.hidden = device_zeros(chunk * spec.dim if spec.join else 1)
+        self.hidden = device_zeros(chunk * spec.embedding.cols if spec.join or spec.narrowing else 1)
         self.prompt = device_zeros(state_size(chunk), dtypes.int32)
         self.ids = device_zeros(chunk, dtypes.int32)
 
@@ -82,7 +82,8 @@ class Pending:
 
 
 class PromptStep(Step):
-    """A step of `tokens` tokens. `x`: what the last norm left for products. `layer_embeddings` are of `embedded`
+    """A step of `tokens` tokens. `x`: what the last norm left for products, of the stream `h`, whose rows have `width`
+    numbers. `layer_embeddings` are of `embedded`
     tokens, of which the step's begin at `first_embedded`."""
 
     x: Tensor
@@ -94,7 +95,8 @@ class PromptStep(Step):
         self.tokens, self.embedded, self.prompt = tokens, tokens, memory.prompt
         self.first_embedded = 0
         self.seen = memory.seen
-        self.h = self.buffer("h", tokens * self.spec.dim)
+        self.width = self.spec.dim
+        self.h = self.buffer("h", tokens * self.width)
         self.order: Order = "columns" if tokens <= MAX_TOKENS else "fragments"
         self.pending: Pending | None = None
 
@@ -108,11 +110,11 @@ class PromptStep(Step):
         order, by default the step's. `keeps_sizes`: also a stream that is not normed is divided by its size, because
         float16 may not hold it, and the sizes are kept."""
         order, spec = order or self.order, self.spec
-        self.x = self.activations("x", spec.dim, order)
+        self.x = self.activations("x", self.width, order)
         pending = self.pending or Pending(Sums(self.h, 0), None, None)
         sums = pending.sums
         kernel = norm_prompt(
-            self.tokens, spec.dim, sums.parts, spec.stream_eps,
+            self.tokens, self.width, sums.parts, spec.stream_eps,
             post_eps=None if pending.post_norm is None else spec.eps, has_bias=sums.bias is not None, order=order,
             scaled=pending.scale is not None, is_normed=norm.is_normed or keeps_sizes, keeps_sizes=keeps_sizes,
         )  # fmt: skip

@@ -32,6 +32,7 @@ from engine.runtime.prefix_store import export_layout
 from engine.runtime.sampling import Logits
 from engine.targets.buffer_uses import BufferUses
 from engine.targets.not_finite import not_finite
+from engine.targets.nvidia.assistant import NvidiaAssistant
 from engine.targets.nvidia.batch import ROW_COUNTS, BatchKernels, check_rows
 from engine.targets.nvidia.decode import DecodeKernels
 from engine.targets.nvidia.device_sampler import Choice, DeviceSampler
@@ -360,6 +361,10 @@ class NvidiaRunner:
     def draft_head(self, weights: Weights, kv: KVFormat) -> NvidiaDraftHead:
         """The draft head of the model's file. Raises ModelFileError."""
         return NvidiaDraftHead(weights, self._context, kv, self._model, self.sampler)
+
+    def assistant(self, weights: Weights, kv: KVFormat) -> NvidiaAssistant:
+        """An assistant of the model, whose description has it as its draft head. Raises ModelFileError."""
+        return NvidiaAssistant(weights, self._context, kv, self._model, self.sampler)
 
     def hidden(self) -> list[NDArray[np.float32]]:
         return self._hidden

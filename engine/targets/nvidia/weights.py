@@ -35,7 +35,7 @@ from engine.targets.nvidia.sublayers.attention import AttentionHandler
 from engine.targets.nvidia.sublayers.delta_net import DeltaNetHandler
 from engine.targets.nvidia.sublayers.dense import DenseHandler
 from engine.targets.nvidia.sublayers.experts import ExpertsHandler
-from engine.targets.nvidia.sublayers.handler import Handler, Layer, Loading
+from engine.targets.nvidia.sublayers.handler import Handler, Layer, LentCache, Loading
 from engine.targets.nvidia.sublayers.layer_embedding import LayerEmbeddingHandler, LayerTables
 from engine.targets.nvidia.sublayers.side_by_side import SideBySideHandler
 
@@ -137,11 +137,15 @@ def allocate(
 ) -> GPUModel:
     """A model with device memory for its matrices, to be filled by `GPUModel.fill`, and for `parallel` sequences of a
     context of `context` tokens, of which prefill takes up to `chunk` at once, in the format `kv`. `pictures`: if
-    prompts may have some. `trunk`: of a draft head the model, whose matrices it shares. Raises ModelFileError."""
+    prompts may have some. `trunk`: of a draft head the model, whose matrices it shares; of an assistant also the
+    caches. Raises ModelFileError."""
     spec = weights.spec
     choices = DeviceCounts([operator.count for operator in spec.experts])
     lent = trunk.heads if trunk else {}
     embedding = head = lent.get(spec.embedding) or product_of([spec.embedding])
+    caches: list[LentCache] = []
+    if trunk and spec.narrowing:
+        lent, caches = {}, [LentCache(a.heads.pool, a.tables, a.cache) for a in trunk.attention]
     if not spec.is_tied:
         head = lent.get(spec.head) or product_of([spec.head])
     tables = [rope.tables(context, context) for rope in spec.ropes]
@@ -155,7 +159,7 @@ def allocate(
     temperature = to_device(spec.temperature.factors(context)) if spec.temperature else None
     looks_ahead = bool(pictures and pictures.whole)
     loading = Loading(
-        weights, context, chunk, parallel, kv, ropes, temperature, iter(choices.arrays), looks_ahead
+        weights, context, chunk, parallel, kv, ropes, temperature, iter(choices.arrays), looks_ahead, caches
     )
     return GPUModel(
         spec=spec,
@@ -167,7 +171,7 @@ def allocate(
         temperature=temperature,
         choices=choices,
         layer_tables=LayerTables(spec.layer_embeddings, loading) if spec.layer_embeddings else None,
-        joint=Joint(spec.join, weights) if spec.join else None,
+        joint=Joint(joined, weights) if (joined := spec.join or spec.narrowing) else None,
         trunk=trunk,
     )
 

@@ -38,6 +38,7 @@ LONG = {  # other checks run the same kernels, in fewer steps of fewer models, o
     "check_down_of_chosen_experts",
     "check_drafts_after_a_long_prompt",
     "check_drafts_of_a_mixture",
+    "check_drafts_of_an_assistant_after_a_long_prompt",
     "check_expert_products",
     "check_experts_whose_gate_and_up_differ_in_type",
     "check_gate_and_up_of_chosen_experts",
@@ -85,7 +86,14 @@ LONG = {  # other checks run the same kernels, in fewer steps of fewer models, o
     "check_types_that_differ_in_a_layer",
     "check_what_is_stored",
 }
-OF_STEPS = ("check_guesses", "check_layers", "check_mixed", "check_model", "check_draft_head")
+OF_STEPS = (
+    "check_guesses",
+    "check_layers",
+    "check_mixed",
+    "check_model",
+    "check_draft_head",
+    "check_assistant",
+)
 """Modules whose functions `test_steps.py` runs, in another process at the same time."""
 
 

@@ -56,6 +56,7 @@ class AttentionHandler(Handler):
         norms, bias = _norms_of(part, weights), _bias_of(part, weights)
         window = part.window if part.window < loading.context else 0
         stored: Stored = "keys and values" if part.v else "keys" if part.k else "nothing"
+        lent = loading.lent[part.cache_of] if loading.lent and part.cache_of is not None else None
         self.heads = heads = Heads(
             query=part.heads,
             kv=part.kv_heads,
@@ -66,7 +67,7 @@ class AttentionHandler(Handler):
             window=window,
             temperature=weights.spec.temperature is not None,
             block=BLOCK,
-            pool=loading.pool(window),
+            pool=lent.pool if lent else loading.pool(window),
             kv_format=loading.kv,
             stored=stored,
             normed_values=part.has_normed_values and stored != "nothing",
@@ -81,6 +82,9 @@ class AttentionHandler(Handler):
         self.bias, self.norms, self.sinks = bias, norms, loading.vector(part.sinks)
         self.rope, self.temperature = part.rope, loading.temperature
         self.cos, self.sin = loading.ropes[part.rope]
+        if lent:
+            self.tables, self.cache = lent.tables, lent.planes
+            return
         if window not in loading.tables:
             loading.tables[window] = device_zeros(loading.parallel * heads.table_size, dtypes.int32)
         self.tables = loading.tables[window]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from tinygrad import Tensor
 
@@ -21,13 +21,22 @@ from engine.targets.nvidia.norms import Input, Norm, inputs_of
 from engine.targets.nvidia.prompt_step import MixedStep, PromptStep, RowsStep, Sums
 
 
+class LentCache(NamedTuple):
+    """The KV cache of another model's attention: the blocks of its pool, the tables of its blocks, and its planes."""
+
+    pool: int
+    tables: Tensor
+    planes: list[Tensor]
+
+
 @dataclass(frozen=True)
 class Loading:
     """What handlers are made from, beside their part of the description: the weights, what all share (as `GPUModel` has
     it), and what a KV cache has room for: `parallel` sequences of a `context` each, of which prefill takes up to
     `chunk` tokens at once, in the format `kv`. Sequences share pools of blocks, and `tables` are those of their blocks
     by window, made as layers need them; `caches`: those of the attention so far, in order; `choices`: the arrays of
-    the mixtures to come (`ExpertsHandler.choices`). If it `looks_ahead`, tokens of pictures see those after them."""
+    the mixtures to come (`ExpertsHandler.choices`). If it `looks_ahead`, tokens of pictures see those after them. Of an
+    assistant, `lent` are the caches of the model's attention, in order."""
 
     weights: Weights
     context: int
@@ -38,6 +47,7 @@ class Loading:
     temperature: Tensor | None
     choices: Iterator[Tensor]
     looks_ahead: bool = False
+    lent: Sequence[LentCache] = ()
     tables: dict[int, Tensor] = field(default_factory=dict)
     caches: list[list[Tensor]] = field(default_factory=list)
 
