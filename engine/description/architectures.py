@@ -15,6 +15,7 @@ from typing import Literal
 import numpy as np
 
 from engine.description.draft_head import read_draft_head
+from engine.description.file_kind import ASSISTANT, check_is_model, check_looks_back
 from engine.description.head_reader import MAX_HEAD, AttentionHeads, HeadReader
 from engine.description.spec import LayerEmbeddings, ModelSpec, Sublayer, Temperature
 from engine.description.sublayers import (
@@ -39,18 +40,23 @@ class Family:
     """What neither the tensors nor the metadata of an architecture's files say. `interleaved`: rotary pairs are
     neighbours ("norm" in llama_model_rope_type of llama.cpp; else "neox"). Of `full_attention_every` layers the last
     has no window (0: no layer has one, whatever the metadata say). `plain_windows`: layers with a window have a rotary
-    base of their own, and no scaling. Of `unrotated_every` layers the last has no rotary embedding. `scaled_embedding`:
-    the embedding is multiplied by sqrt(dim). `renormalised`: the probabilities of the chosen experts are divided by
-    their sum. Of `attention_every` layers the last has attention, and the others are gated delta nets, unless the
-    metadata say otherwise (0: all have attention). `gated_attention`: in each head the rows of the query come before
-    those of a gate of its result. `unscaled_attention`: scores are multiplied by nothing. `normed_values`: values are
-    normed over a head. `grid_positions`: tokens of pictures have a row and a column (`Rope.sections`). Of pictures,
-    tokens see those after them in the same picture in no layer, in all, or in those with a window (`sees_pictures`)."""
+    base of their own, and no scaling. `eps`, `rope_base` and `window_base` are those of files that do not say them; 0:
+    the base of layers with a window is that of the others. Of `unrotated_every` layers the last has no rotary
+    embedding. `scaled_embedding`: the embedding is multiplied by sqrt(dim). `renormalised`: the probabilities of the
+    chosen experts are divided by their sum. Of `attention_every` layers the last has attention, and the others are
+    gated delta nets, unless the metadata say otherwise (0: all have attention). `gated_attention`: in each head the
+    rows of the query come before those of a gate of its result. `unscaled_attention`: scores are multiplied by nothing.
+    `normed_values`: values are normed over a head. `grid_positions`: tokens of pictures have a row and a column
+    (`Rope.sections`). Of pictures, tokens see those after them in the same picture in no layer, in all, or in those
+    with a window (`sees_pictures`)."""
 
     interleaved: bool = False
     activation: Activation = "silu"
     full_attention_every: int = 0
     plain_windows: bool = False
+    eps: float = 1e-5
+    rope_base: float = 10_000.0
+    window_base: float = 0.0
     unrotated_every: int = 0
     scaled_embedding: bool = False
     renormalised: bool = True
@@ -72,6 +78,9 @@ ARCHITECTURES: Mapping[str, Family] = {
         activation="gelu",
         full_attention_every=6,
         plain_windows=True,
+        eps=1e-6,
+        rope_base=1e6,
+        window_base=1e4,
         scaled_embedding=True,
         sees_pictures="all layers",
     ),
@@ -79,6 +88,9 @@ ARCHITECTURES: Mapping[str, Family] = {
         activation="gelu",
         full_attention_every=6,
         plain_windows=True,
+        eps=1e-6,
+        rope_base=1e6,
+        window_base=1e4,
         scaled_embedding=True,
         unscaled_attention=True,
         normed_values=True,
@@ -86,7 +98,7 @@ ARCHITECTURES: Mapping[str, Family] = {
     ),
     "granite": Family(interleaved=True),
     "smollm3": Family(interleaved=True, unrotated_every=4),
-    "olmo2": Family(),
+    "olmo2": Family(full_attention_every=4, plain_windows=True),
     "olmoe": Family(renormalised=False),
     "qwen3moe": Family(),
     "gpt-oss": Family(activation="swiglu_oai", full_attention_every=2),
@@ -101,14 +113,8 @@ _ENCODERS = {"v.": "vision", "a.": "audio"}
 _PROJECTOR = "mm."
 """And those of the layer between them and the model."""
 
-_BOTH_WAYS = (
-    "bert", "modern-bert", "neo-bert", "eurobert", "nomic-bert", "nomic-bert-moe", "jina-bert-v2", "jina-bert-v3",
-    "gemma-embedding", "llama-embed",
-)  # fmt: skip
-"""Architectures for embeddings that are not run: llama-arch.cpp of llama.cpp."""
-
-ASSISTANT = "gemma4-assistant"
-"""Drafters of a model, which do not answer alone (`engine.description.assistant`)."""
+_ROTATION = ".attn_rot_embd.weight"
+"""The frequencies of a layer's rotary embedding, which old files of llama hold and nobody reads."""
 
 _DRAFT = "mtp."
 """How the names of tensors of a draft layer begin in files of Ollama."""
@@ -116,12 +122,7 @@ _DRAFT = "mtp."
 
 def check_architecture(architecture: str, model: str) -> None:
     """Raises ModelFileError if the engine does not run this architecture; the message calls the model `model`."""
-    if architecture in _BOTH_WAYS:
-        raise ModelFileError(
-            f"{model} is for embeddings of the architecture {architecture}, whose tokens attend to those that follow "
-            "them. orin-chat does not run it.",
-            "Choose a model for embeddings whose tokens see only earlier ones, such as Qwen3-Embedding.",
-        )
+    check_looks_back(architecture, model)
     if architecture not in (*ARCHITECTURES, ASSISTANT):
         raise ModelFileError(
             f"{model} is of the architecture {printable(architecture)}, which orin-chat does not run.",
@@ -132,14 +133,10 @@ def check_architecture(architecture: str, model: str) -> None:
 def read_spec(file: GGUF) -> ModelSpec:
     """Raises ModelFileError for an architecture that the engine does not run, for a variant of one, and for damaged
     metadata."""
+    check_is_model(file)
     architecture = file.get("general.architecture", str)
     name = printable(file.path.name)
     check_architecture(architecture, name)
-    if architecture == ASSISTANT:
-        raise ModelFileError(
-            f"{name} guesses tokens of a Gemma 4 model, and answers nothing itself.",
-            f"Choose the model it was made for, with --draft {name} beside it.",
-        )
     check_causal(file, name)
     try:
         return ModelReader(file, architecture, ARCHITECTURES[architecture]).spec()
@@ -151,8 +148,10 @@ class ModelReader(HeadReader):
     """Reads one file. All methods raise ModelFileError."""
 
     def __init__(self, file: GGUF, architecture: str, family: Family) -> None:
-        super().__init__(file, architecture)
+        super().__init__(file, architecture, family.rope_base, family.window_base)
         self.family = family
+        if architecture == "gemma3" and self.context >= 1 << 17:  # all but 1B; files of Ollama do not say it
+            self.unsaid_factor = 8.0
         if "token_embd.weight" not in file.tensors:
             raise ModelFileError(
                 f"{self.name} has no weights (there is no token_embd.weight).",
@@ -184,7 +183,7 @@ class ModelReader(HeadReader):
         # x / c with eps / c**2 is that of x with eps.
         residual = self.factor("residual_scale", 1.0)
         scale = self.number("embedding_scale", math.sqrt(self.dim) if self.family.scaled_embedding else 1.0)
-        eps = self.number("attention.layer_norm_rms_epsilon", 1e-5)
+        eps = self.number("attention.layer_norm_rms_epsilon", self.family.eps)
         norm = self.required("output_norm.weight", self.dim)
         slope = self.number("attention.temperature_scale", 0.0)
         spec = ModelSpec(
@@ -232,10 +231,14 @@ class ModelReader(HeadReader):
         return self.weight(CLASSES.removesuffix(".weight"), self.file.tensors[CLASSES].shape[0], self.dim)
 
     def is_left_out(self, tensor: str) -> bool:
-        """Whether a tensor is of draft layers, which come after the others, or of an encoder of images or sound."""
+        """Whether a tensor is of draft layers, which follow the others, of an encoder, or read by nobody."""
         layer = re.match(r"blk\.(\d{1,9})\.", tensor)
         is_draft = layer and self.layers <= int(layer[1]) < self.layers + self.draft_layers
-        return bool(is_draft) or tensor.startswith((*_ENCODERS, _PROJECTOR, _DRAFT))
+        return (
+            bool(is_draft)
+            or tensor.startswith((*_ENCODERS, _PROJECTOR, _DRAFT))
+            or tensor.endswith(_ROTATION)
+        )
 
     def layer_embeddings(self, vocab: int) -> LayerEmbeddings:
         size, layers = self.layer_embedding, self.layers

@@ -32,10 +32,14 @@ class AttentionHeads:
 class HeadReader(CheckedFile):
     """Reads the heads of layers. `ropes`: the rotary embeddings of those so far. All methods raise ModelFileError."""
 
-    def __init__(self, file: GGUF, architecture: str) -> None:
+    def __init__(
+        self, file: GGUF, architecture: str, rope_base: float = 10_000.0, window_base: float = 0.0
+    ) -> None:
+        """The bases are those of files that do not say them: see `Family`."""
         super().__init__(file, architecture)
         self.ropes: list[Rope] = []
         self.dim, self.context = self.size("embedding_length"), self.size("context_length")
+        self._rope_base, self._window_base, self.unsaid_factor = rope_base, window_base, 1.0
 
     def heads(self, i: int, has_window: bool, interleaved: bool) -> AttentionHeads:
         """The heads of layer i. Those of layers with a window may have another size (gemma4)."""
@@ -88,13 +92,16 @@ class HeadReader(CheckedFile):
         return tuple(min(max(int(n), 0), MAX_HEAD) for n in sections[:3])
 
     def _rotation(self, heads: AttentionHeads, plain: bool) -> Rope:
-        """Raises ModelFileError."""
+        """Raises ModelFileError. A factor without a type is linear, as in llama.cpp, and 0 stands for none; older files
+        have it as scale_linear. Files of Ollama have other names of the bases."""
+        base = self.number("rope.freq_base", self.number("rope.global.freq_base", self._rope_base))
         if plain:
-            base, kind, scale = self.number("rope.freq_base_swa", 10_000.0), "none", 1.0
+            unsaid = self.number("rope.local.freq_base", self._window_base or base)
+            base, kind, scale = self.number("rope.freq_base_swa", unsaid), "none", 1.0
         else:
-            base = self.number("rope.freq_base", 10_000.0)
-            kind = self.file.get(self.key("rope.scaling.type"), str, "none")
-            scale = self.number("rope.scaling.factor", 1.0)
+            kind = self.file.get(self.key("rope.scaling.type"), str, "linear")
+            unsaid = self.number("rope.scale_linear", self.unsaid_factor)
+            scale = self.number("rope.scaling.factor", unsaid) or 1.0
         if kind not in ("none", "linear", "yarn", "longrope"):
             raise ModelFileError(
                 f"{self.name} uses RoPE scaling {printable(kind)}, which orin-chat does not run.",
@@ -112,7 +119,7 @@ class HeadReader(CheckedFile):
                 rates = np.float64(base) ** (-np.arange(0, rotated, 2, dtype=np.float64) / rotated)
                 if factors is not None:
                     rates = rates / factors
-                if kind == "linear":
+                if kind in ("linear", "longrope"):
                     rates = rates / scale
                 if kind == "yarn":
                     kept = self._yarn_share(base, rotated)

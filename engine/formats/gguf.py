@@ -11,6 +11,7 @@ import contextlib
 import mmap
 import os
 import re
+import stat
 import struct
 from array import array
 from bisect import bisect_left
@@ -38,7 +39,10 @@ _MAX_NESTING = 4  # levels of arrays in arrays
 _MAX_ENTRIES = 1 << 14  # metadata values, and tensors: published models have at most some thousands
 _MAX_STRINGS = 1 << 20  # in all arrays: published models have at most 780,000, tokens and merges
 _DOWNLOAD_AGAIN = "Download it again."
-_SPLIT_NAME = re.compile(r"(?P<stem>.*)-(?P<no>\d{5})-of-(?P<count>\d{5})\.gguf", re.DOTALL)
+_NOT_WHOLE = "If it is still being downloaded, wait until it is whole; if not, download it again."
+_SPLIT_NAME = re.compile(
+    r"(?P<stem>.*)-(?P<no>\d{5})-of-(?P<count>\d{5})(?P<end>\.gguf)", re.DOTALL | re.IGNORECASE
+)
 
 _T = TypeVar("_T")
 _D = TypeVar("_D")
@@ -260,7 +264,9 @@ def _parts(path: Path) -> list[Path]:
     if not match or int(match["count"]) < 2 or "split.count" not in _FileReader(path).metadata:
         return [path]
     count = int(match["count"])
-    parts = [path.with_name(f"{match['stem']}-{no:05d}-of-{count:05d}.gguf") for no in range(1, count + 1)]
+    parts = [
+        path.with_name(f"{match['stem']}-{no:05d}-of-{count:05d}{match['end']}") for no in range(1, count + 1)
+    ]
     if missing := next((part for part in parts if not part.exists()), None):
         raise ModelFileError(
             f"{printable(path.name)} is one of {count} parts, and {printable(missing.name)} is not beside it.",
@@ -277,8 +283,13 @@ class _FileReader:
         try:
             if path.is_dir():
                 self.fail("is a folder, not a model file.", "Give the path of a .gguf file.")
-            if not path.stat().st_size:
-                self.fail("is empty.", _DOWNLOAD_AGAIN)
+            status = path.stat()
+            if not stat.S_ISREG(status.st_mode):
+                self.fail(
+                    "is not a file, but a pipe, a socket or a device.", "Give the path of a .gguf file."
+                )
+            if not status.st_size:
+                self.fail("is empty.", _NOT_WHOLE)
             self.buffer = _MappedFile.open(path)
         except FileNotFoundError:
             raise ModelFileError(
@@ -332,14 +343,14 @@ class _FileReader:
         if count * min_bytes > self.size - self.pos:
             self.fail(
                 f"is truncated or damaged: it promises {count} {items}, more than it can hold.",
-                _DOWNLOAD_AGAIN,
+                _NOT_WHOLE,
             )
         if most is not None and count > most:
             raise damaged(self.path, f"it has {count:,} {items}; orin-chat reads at most {most:,}")
 
     def _fail_truncated(self) -> NoReturn:
         self.fail(
-            f"is truncated or damaged: its header does not end within its {self.size} bytes.", _DOWNLOAD_AGAIN
+            f"is truncated or damaged: its header does not end within its {self.size} bytes.", _NOT_WHOLE
         )
 
     def _array(self, dtype: str, count: int) -> NDArray[np.generic]:
@@ -440,7 +451,7 @@ class _FileReader:
             if start + n_bytes > self.size:
                 self.fail(
                     f"is truncated: it has {self.size} bytes, but the {tensor} goes on to {start + n_bytes}.",
-                    _DOWNLOAD_AGAIN,
+                    _NOT_WHOLE,
                 )
             tensors.append(TensorInfo(name, tuple(reversed(sizes)), kind, n_bytes, self.buffer, start))
         return tensors
@@ -465,4 +476,4 @@ def _guess_kind(head: bytes, size: int) -> str:
         return "a JSON file"
     if head.count(0) == len(head):
         return "a file of zeros (an unfinished download?)"
-    return ""
+    return "a text" if len(text) > 4 and all(9 <= byte < 127 for byte in text) else ""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
+from engine.description.file_kind import check_is_model
 from engine.formats.gguf import GGUF
 from engine.formats.prompt import PromptEncoder
 from engine.formats.tokenizer import Merge
@@ -34,6 +35,7 @@ class PendingEncoder:
 def _open(path: str | Path) -> GGUF:
     with timeline.span("header"):
         file = GGUF(path)
+        check_is_model(file)
         check_tokenizer(file)
         return file
 

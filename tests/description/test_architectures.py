@@ -34,10 +34,10 @@ def path_of(tmp_path_factory):
 
 def read(path, tensors=None, **metadata) -> ModelSpec:
     """The description of a file that is changed: `tensors` have other shapes, or are taken out (None), or are put in; a
-    key of the metadata is written with "__" in place of "."."""
+    key of the metadata is written with "__" in place of ".", and taken out with None."""
     with GGUF(path) as file:
         changes = {key.replace("__", "."): value for key, value in metadata.items()}
-        file.metadata = {**file.metadata, **changes}
+        file.metadata = {key: v for key, v in {**file.metadata, **changes}.items() if v is not None}
         all_tensors = dict(file.tensors)
         for name, shape in (tensors or {}).items():
             like = all_tensors.pop(name, file.tensors["output_norm.weight"])
@@ -172,6 +172,29 @@ def test_what_is_not_run(path_of):
     assert read(path_of("qwen35")).not_run == ""
 
 
+def test_windows_of_olmo_3_turn_as_without_a_scaling(path_of):
+    """Its files are of the architecture olmo2: set_swa_pattern(4) in llama.cpp, and a comment on yarn there."""
+    yarn = {f"olmo2__{key.replace('.', '__')}": value for key, value in generated_model.YARN.items()}
+    spec = read(path_of("olmo2"), olmo2__attention__sliding_window=16, **yarn)
+    assert [a.window for a in spec.attention] == [16, 16, 16], "the fourth would have none"
+    (rope,), (plain,) = spec.ropes, read(path_of("olmo2")).ropes
+    assert (rope.frequencies, rope.magnitude) == (plain.frequencies, 1.0)
+    assert read(path_of("olmo2"), **yarn).ropes[0].frequencies != plain.frequencies
+
+
+def test_gemma_3_of_ollama(path_of):
+    names = {"gemma3__rope__freq_base": None, "gemma3__rope__freq_base_swa": None}
+    theirs = {"gemma3__rope__global__freq_base": 1e4, "gemma3__rope__local__freq_base": 500.0}
+    assert read(path_of("gemma3"), **names, **theirs).ropes == read(path_of("gemma3")).ropes
+    left_out = "rope__scaling__type", "rope__scaling__factor", "attention__layer_norm_rms_epsilon"
+    unsaid = names | {f"gemma3__{key}": None for key in left_out}
+    local, all_layers = read(path_of("gemma3"), **unsaid).ropes
+    assert (local.frequencies[1], all_layers.frequencies[1]) == pytest.approx((1e4**-0.125, 1e6**-0.125))
+    large = read(path_of("gemma3"), **unsaid, gemma3__context_length=1 << 17)
+    assert large.eps == 1e-6 and large.ropes[0].frequencies == local.frequencies
+    np.testing.assert_allclose(large.ropes[1].frequencies, np.array(all_layers.frequencies) / 8)
+
+
 def test_a_file_of_ollama(path_of):
     tensors = {f"blk.{i}.ssm_dt.bias": None for i in (0, 2)} | {f"blk.{i}.ssm_dt": (4,) for i in (0, 2)}
     keys = {"qwen35__attention__head_count_kv": np.array([0, 2, 0]), "qwen35__ssm__v_head_reordered": True}
@@ -197,6 +220,15 @@ def test_rotary_embeddings(path_of):
     )
     np.testing.assert_allclose(plain.frequencies, 1e4 ** -(np.arange(8) / 8))
     np.testing.assert_allclose(linear.frequencies, np.array(plain.frequencies) / 4)
+    for keys in (  # in llama.cpp, a factor without a type is linear, and that of old files has another name
+        {"llama__rope__scaling__factor": 4.0},
+        {"llama__rope__scale_linear": 4.0},
+        {"llama__rope__scaling__type": "longrope", "llama__rope__scaling__factor": 4.0},
+    ):
+        assert read(path_of("llama"), **keys).ropes[0] == linear
+    none = {"llama__rope__scaling__type": "none", "llama__rope__scaling__factor": 4.0}
+    assert read(path_of("llama"), **none).ropes[0] == plain
+    assert read(path_of("llama"), llama__rope__scaling__factor=0.0).ropes[0] == plain
     cos, sin = plain.tables(3, 100)
     assert cos.shape == sin.shape == (3, 8) and cos.dtype == np.float32
     np.testing.assert_allclose(np.arctan2(sin[2], cos[2]), 2 * np.array(plain.frequencies), rtol=1e-6)
@@ -254,8 +286,8 @@ def test_multipliers(path_of):
         ({"llama__rope__scaling__type": "ntk"}, "RoPE scaling ntk"),
         ({"llama__rope__freq_base": -1.0}, "RoPE frequencies"),
         ({"llama__rope__freq_base": float("inf")}, "llama.rope.freq_base is inf"),
-        ({"llama__rope__scaling__type": "linear", "llama__rope__scaling__factor": 0.0}, "RoPE frequencies"),
-        ({"llama__rope__scaling__type": "yarn", "llama__rope__scaling__factor": 0.0}, "RoPE frequencies"),
+        ({"llama__rope__scaling__type": "linear", "llama__rope__scaling__factor": -1.0}, "RoPE frequencies"),
+        ({"llama__rope__scaling__type": "yarn", "llama__rope__scaling__factor": -1.0}, "RoPE frequencies"),
         ({"llama__rope__scaling__type": "yarn", "llama__rope__freq_base": 1.0}, "yarn has no bounds"),
         (
             {"llama__rope__scaling__type": "yarn", "llama__rope__scaling__yarn_beta_fast": 0.0},
@@ -307,6 +339,23 @@ def refuse(path, message, tensors=None, **metadata):
     with pytest.raises(ModelFileError, match=message) as error:
         read(path, tensors, **metadata)
     assert str(error.value).startswith("model.gguf ") and error.value.hint
+
+
+def test_frequencies_that_nobody_reads_are_left_out(path_of):
+    assert read(path_of("llama"), {"blk.0.attn_rot_embd.weight": (8,)}) == read(path_of("llama"))
+
+
+@pytest.mark.parametrize(
+    ("metadata", "message"),
+    [
+        ({"general__type": "adapter", "llama__embedding_length": None}, "is a LoRA adapter, not a language"),
+        ({"general__type": "imatrix", "general__architecture": None}, "is an importance matrix"),
+        ({"general__architecture": "clip"}, "is an encoder of pictures .mmproj., not"),
+        ({"general__architecture": "controlvector"}, "is a control vector"),
+    ],
+)
+def test_what_else_gguf_files_hold_is_named(path_of, metadata, message):
+    refuse(path_of("llama"), message, **metadata)
 
 
 def test_a_vocabulary_is_no_model(path_of):

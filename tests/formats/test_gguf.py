@@ -246,6 +246,11 @@ def test_any_part_opens_all(split, opened):
     assert {n: t.data.view(np.float32)[0] for n, t in g.tensors.items()} == {"a": 0, "b": 10, "c": 11}
 
 
+def test_names_in_capitals_are_parts_too(split):
+    renamed = [part.rename(part.with_suffix(".GGUF")) for part in split]
+    assert len(GGUF(renamed[2]).tensors) == 3
+
+
 def test_parts_behind_links_are_found_beside_the_link(split, tmp_path):
     folder = tmp_path / "snapshot"
     folder.mkdir()
@@ -285,6 +290,7 @@ REFUSED = {
     "empty": (b"", "is empty"),
     "too short": (b"GG", "is not a GGUF model"),
     "noise": (b"\x93\x12" * 40, "is not a GGUF model"),
+    "a text": (b"Access to this model is restricted.\n", "is a text, not a GGUF model"),
     "zeros": (bytes(4096), "file of zeros"),
     "web page": (b"\n<!DOCTYPE html><html>404</html>", "is a web page, not a GGUF model"),
     "lfs": (b"version https://git-lfs.github.com/spec/v1\noid sha256:ab", "Git LFS pointer"),
@@ -366,6 +372,9 @@ def test_missing_file_folder_and_unreadable(tmp_path):
         GGUF(tmp_path / "none.gguf")
     with pytest.raises(ModelFileError, match="is a folder"):
         GGUF(tmp_path)
+    os.mkfifo(tmp_path / "pipe.gguf")
+    with pytest.raises(ModelFileError, match="is not a file, but a pipe"):
+        GGUF(tmp_path / "pipe.gguf")
     with pytest.raises(ModelFileError, match="There is no model file"):
         GGUF(tmp_path / "bad\x1b[0m")
     with pytest.raises(ModelFileError, match="cannot be read"):

@@ -1,0 +1,51 @@
+"""What a GGUF file holds that is no language model: an adapter, an encoder, or figures for quantizing."""
+
+from engine.errors import ModelFileError
+from engine.formats.gguf import GGUF, printable
+
+_OTHERS = {  # general.type (GGUFType in gguf-py of llama.cpp), or the architecture
+    "adapter": ("a LoRA adapter", "orin-chat applies none. Choose a model that the adapter is merged into."),
+    "mmproj": (
+        "an encoder of pictures (mmproj)",
+        "Give the model's own file; the encoder is found beside it, or named with --mmproj.",
+    ),
+    "imatrix": ("an importance matrix, which is needed only to quantize", "Choose the model's own file."),
+    "controlvector": ("a control vector", "orin-chat applies none. Choose a model file."),
+}
+_ARCHITECTURES = {"clip": "mmproj", "controlvector": "controlvector"}
+"""Older files have no general.type."""
+
+_BOTH_WAYS = (
+    "bert", "modern-bert", "neo-bert", "eurobert", "nomic-bert", "nomic-bert-moe", "jina-bert-v2", "jina-bert-v3",
+    "gemma-embedding", "llama-embed",
+)  # fmt: skip
+"""Architectures for embeddings that are not run: llama-arch.cpp of llama.cpp."""
+
+
+ASSISTANT = "gemma4-assistant"
+"""Drafters of a model, which do not answer alone (`engine.description.assistant`)."""
+
+
+def check_is_model(file: GGUF) -> None:
+    """Raises ModelFileError for a file that says that it is something else than a model."""
+    architecture, name = file.get("general.architecture", str, ""), printable(file.path.name)
+    kind = _ARCHITECTURES.get(architecture) or file.get("general.type", str, "")
+    if kind in _OTHERS:
+        what, hint = _OTHERS[kind]
+        raise ModelFileError(f"{name} is {what}, not a language model.", hint)
+    if architecture == ASSISTANT:
+        raise ModelFileError(
+            f"{name} guesses tokens of a Gemma 4 model, and answers nothing itself.",
+            f"Choose the model it was made for, with --draft {name} beside it.",
+        )
+
+
+def check_looks_back(architecture: str, model: str) -> None:
+    """Raises ModelFileError for an architecture whose tokens see those that follow them; the message calls the model
+    `model`."""
+    if architecture in _BOTH_WAYS:
+        raise ModelFileError(
+            f"{model} is for embeddings of the architecture {architecture}, whose tokens attend to those that follow "
+            "them. orin-chat does not run it.",
+            "Choose a model for embeddings whose tokens see only earlier ones, such as Qwen3-Embedding.",
+        )
