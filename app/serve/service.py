@@ -21,6 +21,7 @@ from app.serve.http import ClientGoneError
 from app.serve.metrics import Metrics
 from app.serve.picture_tokens import counting_eyes
 from engine.errors import OrinError
+from engine.formats.file_templates import FileTemplates
 from engine.formats.fill_in import FillIn
 from engine.formats.gguf import GGUF
 from engine.formats.pooling import pooling_of
@@ -50,17 +51,16 @@ MAX_RETRY_S = 60
 @dataclass
 class ModelFile:
     """What the server itself reads of a model file. `form` is how the model calls tools, `fill_in` how it is asked to
-    fill in a text. `pooling` is how its embeddings of so many `dimensions` are made, and `rank_template` what it gets
-    of a query and a document. `mmproj`: its encoder, whose pictures are counted."""
+    fill in a text. `pooling` is how its embeddings of so many `dimensions` are made. `mmproj`: its encoder, whose
+    pictures are counted."""
 
     tokenizer: Tokenizer
     form: ToolForm | None
     architecture: str
-    template: str
+    templates: FileTemplates
     fill_in: FillIn | None
     pooling: Pooling | None = None
     dimensions: int = 0
-    rank_template: str = ""
     mmproj: str = ""
     _rendering: Lock = field(default_factory=Lock)
 
@@ -68,19 +68,17 @@ class ModelFile:
     def read(cls, path: Path, mmproj: str = "") -> Self:
         """Takes about a second. Raises ModelFileError."""
         with GGUF(path) as file:
-            template = file.get("tokenizer.chat_template", str, "")
+            templates = FileTemplates.of(file)
             architecture = file.get("general.architecture", str, "")
             tokenizer = Tokenizer(file)
-            rank_template = file.get("tokenizer.chat_template.rerank", str, "")
             return cls(
                 tokenizer,
-                tool_form(template),
+                tool_form(templates.of_calls),
                 architecture,
-                template,
+                templates,
                 FillIn.of(file, tokenizer),
                 pooling_of(file),
                 file.get(f"{architecture}.embedding_length", int, 0),
-                rank_template,
                 mmproj,
             )
 
@@ -96,13 +94,13 @@ class ModelFile:
     def rank_prompt(self, query: str, document: str) -> list[int]:
         """What a model that ranks gets of a document. Special tokens are those of the template."""
         texts = {"{query}": query, "{document}": document}
-        parts = re.split(r"(\{query\}|\{document\})", self.rank_template)
+        parts = re.split(r"(\{query\}|\{document\})", self.templates.rank)
         return self.tokenizer.encode_segments((texts.get(part, part), part not in texts) for part in parts)
 
     @cached_property
     def _chats(self) -> ChatTemplate:
-        source = self.template if self.template.strip() else None
-        template = ChatTemplate(source, self.architecture, self.tokenizer)
+        sources = self.templates
+        template = ChatTemplate(sources.chat or None, self.architecture, self.tokenizer, sources.tools)
         template.eyes = counting_eyes(Path(self.mmproj)) if self.mmproj else None
         return template
 

@@ -14,7 +14,8 @@ def form_of(model: Path | None) -> ToolForm | None:
 
 @lru_cache(4)
 def _read(model: Path) -> ToolForm | None:
+    from engine.formats.file_templates import FileTemplates
     from engine.formats.gguf import GGUF  # with numpy, which the screen's start does not wait for
 
     with GGUF(model) as file:
-        return tool_form(file.get("tokenizer.chat_template", str, ""))
+        return tool_form(FileTemplates.of(file).of_calls)

@@ -18,6 +18,7 @@ import msgspec
 from engine.errors import SHORTEN, ContextFullError, TemplateError
 from engine.formats.channels import channel_marks
 from engine.formats.fallback_templates import CHATML, fallback_template
+from engine.formats.file_templates import FileTemplates
 from engine.formats.gguf import GGUF, printable
 from engine.formats.prompt_pictures import (
     Eyes,
@@ -53,8 +54,11 @@ class ChatTemplate:
     says why another template than the file's is used, or ""; it may appear only after `encode`. `eyes`: how messages
     may have pictures, if they may."""
 
-    def __init__(self, source: str | None, architecture: str, tokenizer: Tokenizer) -> None:
-        """`source`: the template in Jinja, None to use the one of the model's family."""
+    def __init__(
+        self, source: str | None, architecture: str, tokenizer: Tokenizer, for_tools: str = ""
+    ) -> None:
+        """`source`: the template in Jinja, None to use the one of the model's family. `for_tools`: another one for
+        conversations with tools, if there is one."""
         fallback = fallback_template(architecture, tokenizer)
         self.warning = (
             "" if source else "The model file has no chat template; the format of its family is used."
@@ -68,6 +72,7 @@ class ChatTemplate:
         self.thinks = any(sign in source for sign in signs) if source else self._can_think
         self._renderer, self._fallback = TemplateRenderer(source or fallback), TemplateRenderer(fallback)
         self._renderer.start()
+        self._for_tools = TemplateRenderer(for_tools) if for_tools else self._renderer
         self._knows_pictures = "image" in (source or "")
         self.eyes: Eyes | None = None
 
@@ -83,8 +88,9 @@ class ChatTemplate:
     @classmethod
     def from_gguf(cls, gguf: GGUF, tokenizer: Tokenizer) -> Self:
         """The template of a model file, or that of the model's family if the file has none."""
-        source = gguf.get("tokenizer.chat_template", str, "")
-        return cls(source if source.strip() else None, gguf.get("general.architecture", str, ""), tokenizer)
+        sources = FileTemplates.of(gguf)
+        architecture = gguf.get("general.architecture", str, "")
+        return cls(sources.chat or None, architecture, tokenizer, sources.tools)
 
     def encode(
         self,
@@ -184,8 +190,9 @@ class ChatTemplate:
         in_parts: bool = False,
     ) -> str:
         """`in_parts`: messages with pictures are lists of their parts, for templates that know pictures."""
+        renderer = self._for_tools if variables["tools"] else self._renderer
 
-        def render(messages: Sequence[Message], renderer: TemplateRenderer = self._renderer) -> str:
+        def render(messages: Sequence[Message], renderer: TemplateRenderer = renderer) -> str:
             asked = [_as_variables(m, disguise, in_parts) for m in messages]
             return renderer.render(variables | {"messages": asked})
 

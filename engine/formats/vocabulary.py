@@ -52,6 +52,13 @@ def check_tokenizer(file: GGUF) -> None:
         file.get("tokenizer.ggml.merges", StringArray)
 
 
+def _embedded(gguf: GGUF) -> int | None:
+    """How many tokens the model has an embedding of; None if the file has no weights. Vocabularies may be longer: files
+    of Gemma 3 have a token for a picture that is none of the model's."""
+    table = gguf.tensors.get("token_embd.weight")
+    return table.shape[0] if table and table.shape else None
+
+
 class Vocabulary:
     """The tokens of a model file. The file needs no weights.
 
@@ -69,7 +76,7 @@ class Vocabulary:
         self.sentencepiece = kind == "llama"
         self.gemma4 = kind == "gemma4"
         self.writes_spaces = kind == "gpt2"
-        self.raw = gguf.get("tokenizer.ggml.tokens", StringArray).raws()
+        self.raw = gguf.get("tokenizer.ggml.tokens", StringArray).raws()[: _embedded(gguf)]
         self.vocab_size = len(self.raw)
         self.types = self.numbers(gguf, "token_type", np.int32, NORMAL)
 
@@ -120,7 +127,9 @@ class Vocabulary:
         self.bos_id = special_id("bos", 1 if self.sentencepiece else None)
         self.eos_id = special_id("eos", 2 if self.sentencepiece else None)
         end_ids = (self.eos_id, special_id("eot"), special_id("eom"))
-        self.eos_ids = frozenset(ends.union(id for id in end_ids if id is not None))
+        listed = gguf.get("tokenizer.ggml.eos_token_ids", np.ndarray, None)  # in files of Ollama
+        more = [] if listed is None else [int(id) for id in listed.ravel() if 0 <= id < self.vocab_size]
+        self.eos_ids = frozenset(ends.union(id for id in (*end_ids, *more) if id is not None))
         pre = gguf.get("tokenizer.ggml.pre", str, "")
         self.pretokenizer = PRETOKENIZERS.get(pre, DEFAULT)
         if self.gemma4:

@@ -416,6 +416,21 @@ def test_the_template_of_the_file_is_used(tmp_path):
     assert text_of(template, [user("x")]) == "file: x" and template.warning == ""
 
 
+def test_of_templates_with_names_one_is_for_tools(tmp_path):
+    def texts(**templates: str) -> list[str]:
+        with byte_level(tmp_path / "v", special=CHATML) as gguf:
+            named = {f"tokenizer.chat_template{name}": source for name, source in templates.items()}
+            gguf.metadata = {**gguf.metadata, **named}
+            template = ChatTemplate.from_gguf(gguf, Tokenizer(gguf))
+        return [text_of(template, [user("x")], tools=tools) for tools in ("", json.dumps([WEATHER]))]
+
+    both = texts(**{"": "chat", ".tool_use": "{{ tools[0].function.name }}"})
+    assert both == ["chat", "get_weather"]
+    assert texts(**{".rag": "no", ".plain": "chat"}) == ["chat", "chat"]
+    assert texts(**{".tool_use": "{{ tools is none }}"}) == ["True", "False"]
+    assert texts(**{"": "chat", ".tool_use": " "}) == ["chat", "chat"]
+
+
 # --- tools ----------------------------------------------------------------------------------------------
 
 WEATHER = {

@@ -1,4 +1,5 @@
 import tracemalloc
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -11,6 +12,7 @@ from engine.formats.gguf import GGUF
 from engine.formats.pretokenizers import PRETOKENIZERS
 from engine.formats.tokenizer import Tokenizer
 from engine.formats.vocabulary import StreamDecoder, check_tokenizer
+from tests import generated_model
 from tests.formats.vocabularies import (
     CONTROL,
     NORMAL,
@@ -260,6 +262,26 @@ def test_end_looking_text_that_merges_spell_is_text(tmp_path):
         byte_level(tmp_path / "w", special=(("<|im_end|>", NORMAL),))
     )  # badly typed, but not spelled
     assert t.eos_ids == {257} and t.is_hidden(257) and len(t.encode("<|im_end|>")) == 10
+
+
+def test_a_list_of_tokens_that_end_a_reply(tmp_path):
+    """Files of Ollama have one."""
+    with byte_level(tmp_path / "v", eos_token_id=5) as gguf:
+        ids = np.array([7, 8, -1, 1 << 30])
+        gguf.metadata = {**gguf.metadata, "tokenizer.ggml.eos_token_ids": ids}
+        assert Tokenizer(gguf).eos_ids == {5, 7, 8}
+
+
+def test_tokens_after_those_that_the_model_has_are_none(tmp_path):
+    path = generated_model.write(tmp_path / "m.gguf")
+    with GGUF(path) as gguf:
+        table = gguf.tensors["token_embd.weight"]
+        rows = table.shape[0]
+        fewer = replace(table, shape=(rows - 2, table.shape[1]))
+        gguf.tensors = {**gguf.tensors, "token_embd.weight": fewer}
+        t = Tokenizer(gguf)
+    assert t.vocab_size == rows - 2 and "<|im_end|>" not in t.special_tokens
+    assert max(t.encode("The river <|im_end|>", special=True)) < rows - 2
 
 
 def test_harmony_parts_do_not_end_a_reply(tmp_path):

@@ -18,6 +18,7 @@ import httpx
 from app.serve.errors import form_of
 from app.serve.routes import application
 from app.serve.service import ModelFile, Service
+from engine.formats.file_templates import FileTemplates
 from engine.protocol.events import Event, Failed
 from tests import generated_model
 from tests.app.fake_engine import SEEING, TOO_LONG, FakeEngine, reply, tokens
@@ -125,7 +126,7 @@ def run(tries: int, number: int = 0) -> Counts:
         file = ModelFile.read(
             generated_model.write(Path(folder, "tiny.gguf"), architecture="qwen3", template=TOOL_TEMPLATE)
         )
-    ranks = replace(file, pooling="rank", rank_template="{query} <|im_end|> {document}")
+    ranks = replace(file, pooling="rank", templates=FileTemplates(rank="{query} <|im_end|> {document}"))
     for of_file, share in ((file, tries - tries // 5), (ranks, tries // 5)):
         service = Service(_Engine(choose), "tiny", of_file, ready=SEEING, parallel=8)
         asyncio.run(_all(service, share, choose, counts))

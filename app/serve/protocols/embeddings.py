@@ -240,7 +240,7 @@ def score_asked(body: ScoreBody, service: Service) -> Asked:
 
 
 def _check_ranks(service: Service) -> None:
-    if service.file.pooling != "rank" or not service.file.rank_template:
+    if service.file.pooling != "rank" or not service.file.templates.rank:
         raise ApiError(
             501,
             "This model does not rank documents: take one that is made for it, such as Qwen3-Reranker.",

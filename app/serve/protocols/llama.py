@@ -131,7 +131,7 @@ def props(service: Service) -> Json:
         "model_alias": service.model,
         "model_path": service.model,
         "modalities": {"vision": "vision" in capabilities(service), "audio": False},
-        "chat_template": file.template,
+        "chat_template": file.templates.chat,
         "bos_token": file.tokenizer.text(file.tokenizer.bos_id),
         "eos_token": file.tokenizer.text(file.tokenizer.eos_id),
         "build_info": "orin-chat",

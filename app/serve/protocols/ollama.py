@@ -358,7 +358,7 @@ def show(body: ShowBody, service: Service) -> Json:
         "license": "",
         "modelfile": "",
         "parameters": "",
-        "template": service.file.template,
+        "template": service.file.templates.chat,
         "details": _details(service),
         "model_info": info,
         "capabilities": can,

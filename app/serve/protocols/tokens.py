@@ -62,7 +62,7 @@ def tokenizer_info(service: Service) -> Json:
         "pad_token": eos,
         "add_bos_token": file.tokenizer.add_bos,
         "add_eos_token": file.tokenizer.add_eos,
-        "chat_template": file.template,
+        "chat_template": file.templates.chat,
     }
 
 

@@ -11,6 +11,7 @@ from app.serve.answer import ServedAnswer
 from app.serve.protocols.embeddings import EmbeddingsBody, openai_asked
 from app.serve.service import Exchange, ModelFile
 from app.serve.stop_texts import StopTexts
+from engine.formats.file_templates import FileTemplates
 from engine.model.text_model import TextModel
 from engine.protocol.events import Embedded, EngineOptions, Generate, RawText, TokenIds
 from tests import generated_model
@@ -23,7 +24,9 @@ DIM = 64  # of the generated model
 @pytest.fixture
 def made_for(model_file):
     return lambda pooling: {
-        "file": replace(model_file, pooling=pooling, rank_template="{query} <|im_end|> {document}")
+        "file": replace(
+            model_file, pooling=pooling, templates=FileTemplates(rank="{query} <|im_end|> {document}")
+        )
     }
 
 

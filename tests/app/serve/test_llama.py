@@ -47,7 +47,7 @@ async def test_properties_and_slots(served, model_file):
     client, service = served(parallel=2)
     props = (await client.get("/props")).json()
     assert props["default_generation_settings"]["n_ctx"] == 8192 and props["total_slots"] == 2
-    assert props["chat_template"] == model_file.template
+    assert props["chat_template"] == model_file.templates.chat
     work = Slot(
         request_id=1, client="ann", phase="decode", prompt_done=5, prompt_n=5, predicted_n=2, rate=1.0
     )
