@@ -2,12 +2,27 @@
 
 import contextlib
 import os
+import re
 from pathlib import Path
 from typing import IO
 
 import platformdirs
 
 LIMIT_BYTES = 1 << 20
+_TAIL_BYTES = 4096
+_MOST_CHARACTERS = 200
+_ERROR = re.compile(r"^[ \t].*\n(?:\w+\.)*(\w+(?:Error|Exception))\b(.*)$", re.MULTILINE)
+"""The line after the calls of a traceback. Those that follow may be of any text."""
+_SAYS_WHY = {
+    "ImportError",
+    "ModuleNotFoundError",
+    "OSError",
+    "FileNotFoundError",
+    "PermissionError",
+    "MemoryError",
+}
+"""Errors whose text is quoted: it names modules, files and the system's reasons. That of others may hold a piece of a
+prompt."""
 
 
 def log_path(name: str) -> Path:
@@ -30,3 +45,28 @@ def trim_log(path: Path) -> None:
     with contextlib.suppress(OSError):
         if path.stat().st_size > LIMIT_BYTES:
             os.truncate(path, 0)
+
+
+def log_bytes(path: Path) -> int:
+    """How long the log is; 0 if there is none."""
+    with contextlib.suppress(OSError):
+        return path.stat().st_size
+    return 0
+
+
+def last_error(path: Path, start: int) -> str:
+    """The last error in the log after `start` bytes, in one line: its class, and its text if that can hold nothing that
+    a user wrote. "" if there is none."""
+    try:
+        with path.open("rb") as log:
+            size = log.seek(0, os.SEEK_END)
+            log.seek(max(start if start <= size else 0, size - _TAIL_BYTES))
+            tail = log.read(_TAIL_BYTES).decode("utf-8", "replace")
+    except OSError:
+        return ""
+    errors = _ERROR.findall(tail)
+    if not errors:
+        return ""
+    name, text = errors[-1]
+    line = "".join(c for c in (name + text if name in _SAYS_WHY else name) if c.isprintable())
+    return line if len(line) <= _MOST_CHARACTERS else f"{line[:_MOST_CHARACTERS]}\N{HORIZONTAL ELLIPSIS}"

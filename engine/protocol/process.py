@@ -17,7 +17,7 @@ from typing import IO
 import msgspec
 
 from engine.child_process import how_it_ended, signal_group
-from engine.logs import open_log, trim_log
+from engine.logs import last_error, log_bytes, open_log, trim_log
 from engine.protocol.events import Event, Failed, Shutdown, event_decoder
 from engine.protocol.transport import Deframer, FrameError, pack
 
@@ -36,7 +36,7 @@ class EngineProcess(asyncio.Protocol):
     _reaper: asyncio.Task[None]
 
     def __init__(self, log_path: Path, receive: Callable[[Event], None]) -> None:
-        self._log_path = log_path
+        self._log_path, self._log_start = log_path, log_bytes(log_path)
         self._receive = receive
         self._deframer = Deframer()
         self._disconnected = asyncio.Event()
@@ -172,8 +172,9 @@ class EngineProcess(asyncio.Protocol):
             self._terminate_group()
             disconnected.cancel()
             self._transport.abort()
+        event = self._exit_event()
         trim_log(self._log_path)
-        self._receive(self._exit_event())
+        self._receive(event)
 
     def _kill_leader(self) -> None:
         if not self._released:
@@ -194,7 +195,8 @@ class EngineProcess(asyncio.Protocol):
         elif code < 0:
             message = f"The engine process died ({how_it_ended(code)})."
         else:
-            message = f"The engine process ended by itself ({how_it_ended(code)})."
+            reason = last_error(self._log_path, self._log_start)
+            message = f"The engine process ended by itself ({how_it_ended(code)}{reason and f': {reason}'})."
         hint = f"The engine's log: {self._log_path}"
         if code == -signal.SIGBUS:  # the mapped model file has become shorter
             hint = f"The model file was cut short or replaced while it was read. {hint}"

@@ -59,6 +59,23 @@ async def test_sigkill_in_mid_answer_ends_it_and_the_next_prompt_works(engines):
     assert engine.pid != first_pid
 
 
+@pytest.mark.parametrize(
+    ("code", "said"),
+    [
+        ("import no_such\x41", "exit status 1: ModuleNotFoundError: No module named 'no_suchA'"),
+        ("raise OSError('\x1b]0;x\x07' + 'y' * 999)", f"exit status 1: OSError: ]0;x{'y' * 187}…"),
+        ("raise ValueError('a prompt\\nOSError: a prompt')", "exit status 1: ValueError"),
+        ("print('OSError: a prompt'); sys.exit(4)", "exit status 4"),
+    ],
+)
+async def test_a_process_that_ends_by_itself_says_why(code, said):
+    for earlier in "raise MemoryError('of an earlier process')", code:
+        engine = scripted(earlier)
+        *_, last = await collect(engine.start())
+        await engine.close()
+    assert last.message == f"The engine process ended by itself ({said})."
+
+
 async def test_what_came_before_the_death_is_kept(engines, tmp_path):
     arrived = tmp_path / "arrived"
     engine = engines(die_at=300, until=arrived)
