@@ -131,9 +131,8 @@ class AssistantReference(Reference):
         q = self._heads(part, self._product(h, part.q), part.q_norm)
         [q] = self._rotated(part, np.repeat(q, self._position + 1, 0))[-1:]
         distance = self._position - np.arange(len(keys))
-        seen = (
-            distance <= part.window if part.window else distance > 0
-        )  # the description's window is shorter by 1
+        window = self._model.spec.attention[part.cache_of].window
+        seen = (distance > 0) & (distance < window if window else True)
         out = np.empty_like(q)
         for head in range(part.heads):
             of = head * part.kv_heads // part.heads
