@@ -81,6 +81,7 @@ class Transcript(ScrollView, can_focus=False):
         self._tops: list[int] = []  # the first row of each turn
         self.stride = 1  # rows by which the view follows a growing end: each time, all rows are drawn
         self.unfolded = False  # whether thinking is shown in full
+        self.is_tinted = False  # whether what was guessed of replies is
         self.has_thumbnails = True  # of pictures
         self._is_settling = False
         self._style_version = 0
@@ -107,7 +108,13 @@ class Transcript(ScrollView, can_focus=False):
         self._settle()
 
     def _lines_of(self, turn: Turn, index: int) -> TurnLines:
-        return TurnLines(turn, index, unfolded=self.unfolded, has_thumbnails=self.has_thumbnails)
+        return TurnLines(
+            turn,
+            index,
+            unfolded=self.unfolded,
+            has_thumbnails=self.has_thumbnails,
+            is_tinted=self.is_tinted,
+        )
 
     def cut(self, index: int) -> None:
         """Removes the turns from `index` on."""
@@ -180,6 +187,13 @@ class Transcript(ScrollView, can_focus=False):
         self.unfolded = unfolded
         for lines in self._turns:
             lines.unfolded = unfolded
+        self._settle()
+
+    def tint(self, is_tinted: bool) -> None:
+        """Tints what was guessed of replies, or no longer."""
+        self.is_tinted = is_tinted
+        for lines in self._turns:
+            lines.is_tinted = is_tinted
         self._settle()
 
     def pace(self, *, is_slow: bool) -> None:

@@ -1,7 +1,7 @@
 """A turn of the conversation. The application owns the turns and changes them; the transcript reads them."""
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import msgspec
@@ -84,7 +84,8 @@ class Turn:
     in seconds (None: not measured). `note` is one line about the turn (stopped, failed), which no model sees.
     `message_id` is its row in the history (None: not saved yet). `files` came with a prompt. `version`: which
     of how many versions is shown from this prompt on. `calls` are those of tools at the end of a reply; what the model
-    says to their results is another turn."""
+    says to their results is another turn. `guessed`: the parts of `content`, from and to a character, that were guessed
+    before they were computed."""
 
     role: Literal["user", "assistant"]
     content: str = ""
@@ -97,6 +98,14 @@ class Turn:
     files: tuple[Attachment, ...] = ()
     version: tuple[int, int] = (1, 1)
     calls: tuple[Call, ...] = ()
+    guessed: list[tuple[int, int]] = field(default_factory=list)
+
+    def add(self, text: str, *, guessed: bool = False) -> None:
+        """Adds what follows in a reply."""
+        start = len(self.content)
+        self.content += text
+        if guessed:
+            self.guessed.append((start, len(self.content)))
 
     @property
     def messages(self) -> tuple[Message, ...]:

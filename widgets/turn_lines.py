@@ -6,6 +6,7 @@ from textual.content import Content
 from textual.style import Style
 
 from widgets.call_lines import call_lines
+from widgets.guess_tint import tinted
 from widgets.markdown.lines import Line, indented, wrapped
 from widgets.markdown.stream import StreamedMarkdown, decided
 from widgets.text import as_duration, clean, counted, one_line
@@ -22,9 +23,17 @@ class TurnLines:
     `lines` are as `lay_out` left them; before it is called there are none, and `height` is an estimate."""
 
     def __init__(
-        self, turn: Turn, index: int, *, unfolded: bool = False, has_thumbnails: bool = True
+        self,
+        turn: Turn,
+        index: int,
+        *,
+        unfolded: bool = False,
+        has_thumbnails: bool = True,
+        is_tinted: bool = False,
     ) -> None:
+        """`is_tinted`: what was guessed of a reply is."""
         self.turn, self.unfolded, self.has_thumbnails = turn, unfolded, has_thumbnails
+        self.is_tinted = is_tinted
         self._index = index
         self._markdown = StreamedMarkdown()
         self._n_parsed = 0  # characters of the reply
@@ -56,7 +65,7 @@ class TurnLines:
         turn = self.turn
         sizes = len(turn.content), len(turn.thinking)
         state = turn.thinking_s, turn.streaming, turn.note, turn.version, turn.calls, id(turn.files)
-        return width, *sizes, *state, self.unfolded, self.has_thumbnails
+        return width, *sizes, *state, self.unfolded, self.has_thumbnails, self.is_tinted
 
     def _prompt(self, width: int) -> Sequence[Line]:
         rows = wrapped(Content(clean(self.turn.content)), width)
@@ -78,6 +87,8 @@ class TurnLines:
             self._markdown.append(clean(content[self._n_parsed : end]))
             self._n_parsed = end
         rows = self._markdown.lines(width)
+        if self.is_tinted:
+            rows = tinted(rows, clean(content[:end]), self.turn.guessed)
         gap = [Line(Content(""))] if rows else []
         calls = call_lines(self.turn.calls, width, self._index, unfolded=self.unfolded)
         return [*self._thinking(width), *rows, *gap, *calls, *self._note(width)]

@@ -426,7 +426,7 @@ class Session:
             reply.thinking += token.text
             reply.thinking_s = now - self._thinking_since
         else:
-            reply.content += token.text
+            reply.add(token.text, guessed=token.guessed)
         if self.history.problem is None:
             self._saver.soon()
 

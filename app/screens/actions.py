@@ -24,6 +24,7 @@ ACTIONS = (
         "alt+u", "read_again", "Read files again", "Name the files that have changed since they were sent"
     ),
     Action("ctrl+t", "toggle_thinking", "Show or fold thinking", "Unfold what the model thought, or fold it"),
+    Action("alt+g", "tint", "Tint guesses", "Tint what was guessed of replies and right, or no longer"),
     Action("ctrl+n", "new_chat", "New chat", "Start an empty chat; this one stays in the past chats"),
     Action("ctrl+o", "past_chats", "Past chats", "Find, open, rename or delete earlier conversations"),
     Action("ctrl+f", "find", "Find", "Search in this chat"),

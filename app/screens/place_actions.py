@@ -45,6 +45,16 @@ class PlaceActions(EngineActions):
         else:
             self.column.find_bar.open()
 
+    def action_tint(self) -> None:
+        transcript = self.column.transcript
+        transcript.tint(not transcript.is_tinted)
+        if not transcript.is_tinted:
+            self.column.notice("Guessed words are no longer tinted")
+        elif any(turn.guessed for turn in transcript.turns):
+            self.column.notice("What was guessed and right is tinted: a step gave several tokens there")
+        else:
+            self.column.notice("What is guessed of later replies is tinted; none of this chat was")
+
     async def open_at(self, chat_id: int, query: str) -> None:
         """Opens a past chat at the first message with the words of `query`, in the version that has it."""
         message = self.history.found_in(chat_id, query) if query else None

@@ -287,7 +287,8 @@ class TopToken(_Record, frozen=True, kw_only=True):
 class Token(_Record, frozen=True, kw_only=True):
     """One token of the answer. `text` holds the characters that it completes; it is empty for a part of a character and
     for a special token. Log-probabilities are natural logarithms, from the logits before sampling. `at_ms` is the time
-    since the engine began with the request (None: not known). `id` is -1 if a server does not send it."""
+    since the engine began with the request (None: not known). `id` is -1 if a server does not send it. `guessed`: a
+    step checked it as a guess, and it was right."""
 
     request_id: int
     id: int
@@ -295,6 +296,7 @@ class Token(_Record, frozen=True, kw_only=True):
     logprob: float | None = None
     top: tuple[TopToken, ...] = ()
     at_ms: float | None = None
+    guessed: bool = False
 
 
 class Thinking(Token, frozen=True, kw_only=True):

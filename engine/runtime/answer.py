@@ -176,16 +176,22 @@ class Answer:
         )
 
     def add(
-        self, token: int, probabilities: Callable[[int], LogProbabilities], late: Late | None = None
+        self,
+        token: int,
+        probabilities: Callable[[int], LogProbabilities],
+        late: Late | None = None,
+        guess: int | None = None,
     ) -> None:
         """Takes the next token and reports it, or adds that to what comes `late`, if nothing depends on the report.
-        `probabilities` gives its log-probability, and so many of the most probable tokens."""
+        `probabilities` gives its log-probability, and so many of the most probable tokens. `guess`: what it was guessed
+        to be, if it was."""
         self._last_token = time.perf_counter()
         if len(self.tokens) == self.prompt_n:
             self._first_token = self._last_token
             self.report_prefill(self.prompt_n)
         self.tokens.append(token)
         self.left -= 1
+        self.draft_n_accepted += token == guess
         if self.constraint:
             self.constraint.accept(token)
         is_forced = len(self.tokens) - self.prompt_n <= len(self.request.forced)
@@ -194,7 +200,7 @@ class Answer:
             self.reason = "stop"
         elif not self.left:
             self.reason = "length"
-        report = partial(self._report_token, token, probabilities, self.reason is not None)
+        report = partial(self._report_token, token, probabilities, self.reason is not None, token == guess)
         if late is None or self.constraint or self.request.logprobs:
             report()
         else:
@@ -243,7 +249,9 @@ class Answer:
             pictures_ms=self.pictures.took_s * 1e3 if self.pictures else 0.0,
         )
 
-    def _report_token(self, token: int, probabilities: Callable[[int], LogProbabilities], last: bool) -> None:
+    def _report_token(
+        self, token: int, probabilities: Callable[[int], LogProbabilities], last: bool, guessed: bool
+    ) -> None:
         """`last`: text that was held back is reported too."""
         text = self._decoder.feed(token) + (self._decoder.flush() if last else "")
         thinking = False
@@ -255,7 +263,16 @@ class Answer:
         if self.request.logprobs:
             logprob, top = probabilities(self.request.logprobs)
         event = Thinking if thinking else Token
-        self._report(event(request_id=self.request.request_id, id=token, text=text, logprob=logprob, top=top))
+        self._report(
+            event(
+                request_id=self.request.request_id,
+                id=token,
+                text=text,
+                logprob=logprob,
+                top=top,
+                guessed=guessed,
+            )
+        )
 
 
 def _reply_limit(prompt_n: int, max_tokens: int | None, context_length: int) -> int:

@@ -37,6 +37,7 @@ class Job:
     was_cleared: bool = False  # its KV cache, because a step had no finite numbers
     sampler: RowSampler | None = None  # of the device, if that draws its tokens
     guesser: Guesser | None = None
+    guess: int | None = None  # what its next token was guessed to be, if it was
     restore: Restore | None = None
     """What is being read of its prompt from the disk."""
 
@@ -87,8 +88,6 @@ class Job:
         """A step has checked a guess, of which the first `right` tokens were right."""
         assert self.guesser
         self.guesser.checked(guess, right)
-        self.answer.draft_n += len(guess.tokens)
-        self.answer.draft_n_accepted += right
 
     def compared(self, guess: Guess) -> None:
         """The token that a guess was of has come otherwise."""
@@ -115,10 +114,10 @@ class Job:
             self.reply_s = time.perf_counter()
         if logits is not None:
             token = chosen if answer.is_best_token else answer.choose(logits)
-            answer.add(token, partial(log_probabilities, logits, token), late)
+            answer.add(token, partial(log_probabilities, logits, token), late, self.guess)
         else:
             position = len(answer.tokens) - 1
-            answer.add(chosen, lambda n: self._told(sequence, position, n), late)
+            answer.add(chosen, lambda n: self._told(sequence, position, n), late, self.guess)
         if not answer.reason:
             self._allow(sequence)
 

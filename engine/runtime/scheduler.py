@@ -416,9 +416,11 @@ class Scheduler:
         for n, (sequence, job) in enumerate(ready):
             guesses, text = check.of(n), job.answer.tokens
             right, length = 0, len(text)
+            job.answer.draft_n += len(guesses)
             for row, guess in itertools.zip_longest(rows[n], guesses):
                 if chosen[row] < 0 and right:  # the next step finds out why
                     break
+                job.guess = guess
                 if not self._take(sequence, job, int(chosen[row]), logits.get(row), late):
                     break
                 if text[-1] != guess:

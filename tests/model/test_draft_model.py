@@ -45,11 +45,10 @@ def answer(paths, draft, model="model", speculate=None):
         max_tokens=40,
         ignore_eos=True,
     )
-    end = model.generate(
-        request, lambda e: tokens.append(e.id) if isinstance(e, Token) else None, lambda: False
-    )
+    end = model.generate(request, lambda e: tokens.append(e) if isinstance(e, Token) else None, lambda: False)
+    assert sum(token.guessed for token in tokens) == end.draft_n_accepted
     assert model.ready.warnings == () or speculate == "heads"
-    return end, tokens
+    return end, [token.id for token in tokens]
 
 
 def test_the_text_is_the_models(paths):

@@ -13,7 +13,7 @@ from app.chat.history import History
 from app.screens.chat_app import ChatApp
 from app.screens.chats import PAGE, ChatsScreen
 from app.screens.help import HelpScreen
-from engine.protocol.events import Loading, Message, Prefilling, Sampling
+from engine.protocol.events import Loading, Message, Prefilling, Sampling, Token
 from tests.app.driver import chat, stored
 from tests.app.fake_engine import DIED, MODEL, READY, STARTED, FakeEngine, reply, tokens
 from widgets.entry_list import EntryList
@@ -323,6 +323,24 @@ async def test_thinking_is_folded_until_asked_for(history):
         await user.until(lambda: "Two and two" not in user.screen())
         await user.click("▸ Thought")
         await user.sees("Two and two.")
+
+
+async def test_guesses_are_tinted_when_that_is_asked_for(history):
+    events = reply("one two three")
+    second = next(event for event in events if isinstance(event, Token) and event.text == "two ")
+    events[events.index(second)] = replace(second, guessed=True)
+    async with chat(FakeEngine(events), history, initial_prompt="?") as user:
+        await user.idle()
+        turn = user.app.session.conversation.turns[-1]
+        assert [turn.content[first:end].strip() for first, end in turn.guessed] == ["two"]
+        tint = lambda: [
+            part for lines in user.app.transcript._turns for part in lines.lines if "25%" in repr(part)
+        ]
+        assert not tint()
+        await user.press("alt+g")
+        await user.until(lambda: len(tint()) == 1)
+        await user.press("alt+g")
+        await user.until(lambda: not tint())
 
 
 async def test_new_chat_keeps_the_old_one(history):
