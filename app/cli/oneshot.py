@@ -122,12 +122,15 @@ class TextOutput:
 
 
 def show_as_json(out: TextIO, event: Event) -> None:
-    """Writes an event as a JSON object on a line; log-probabilities only if they were asked for."""
+    """Writes an event as a JSON object on a line; log-probabilities only if they were asked for, and of
+    tokens that they were guessed only if they were."""
     fields = {"event": type(event).__name__.lower()} | _without_tags(msgspec.to_builtins(event))
     fields.pop("request_id", None)
     fields.pop("at_ms", None)
     if fields.get("logprob", ...) is None:
         del fields["logprob"], fields["top"]
+    if not fields.get("guessed", True):
+        del fields["guessed"]
     # All ASCII and no control characters: a terminal must not obey text of a model. json does not escape DEL.
     out.write(json.dumps(fields).replace("\x7f", "\\u007f") + "\n")
     out.flush()
