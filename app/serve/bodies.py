@@ -33,6 +33,7 @@ class Bodies:
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
         self.held_bytes = 0
+        self._inflating = asyncio.Lock()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         body_bytes = held_bytes = 0
@@ -45,8 +46,9 @@ class Bodies:
             if not body_bytes:
                 self._check(_stated_bytes(Request(scope)) - FREE_BYTES)
             message = await receive()
-            if inflate and message["type"] == "http.request":
-                message = {**message, "body": await inflate(message.get("body", b""))}
+            if inflate and inflate.is_needed and message["type"] == "http.request":
+                async with self._inflating:  # one after the other: others are answered between two of them
+                    message = {**message, "body": await inflate(message.get("body", b""))}
             body_bytes += len(message.get("body", b""))
             more = max(body_bytes - FREE_BYTES, 0) - held_bytes
             self._check(more)
@@ -74,9 +76,13 @@ class _Inflate:
         self._inflater = zlib.decompressobj(zlib.MAX_WBITS | 32) if known else None  # either header
         self._left = MAX_BODY_BYTES + 1
 
+    @property
+    def is_needed(self) -> bool:
+        return self._encoding not in ("", "identity")
+
     async def __call__(self, piece: bytes) -> bytes:
         """Raises ApiError for an encoding that is not known, and for data that is none."""
-        if self._encoding in ("", "identity"):
+        if not self.is_needed:
             return piece
         if not self._inflater:
             accepted = {"Accept-Encoding": "gzip, deflate"}

@@ -32,6 +32,8 @@ from app.serve.service import CLIENT_GONE, Exchange, Service
 from engine import invocation
 from engine.measure.memory import gpu_used_bytes, resident_memory
 
+LONG_BODY_BYTES = 256 << 10
+"""Ordinary requests of long conversations are shorter, or need a few milliseconds more."""
 Endpoint = Callable[[Request], Awaitable[Response]]
 B = TypeVar("B")
 
@@ -138,11 +140,10 @@ class Routes:
         exchange = Exchange(self._models.default, request.scope[CLIENT], request.url.path)
         with exchange.closed_by_errors():
             self._enter(exchange, _owner(request) if self._has_keys else exchange.client.partition("#")[0])
-            data = await read_body(request)
+            data, body = await self._read(request, kind)
             self._models.default.check_open()
-            body = decoded(data, kind)
             exchange.service = service = await self._models.named(body.model)
-            if in_thread:
+            if in_thread or len(data) > LONG_BODY_BYTES:
                 work = self._long_work.run(exchange.client, len(data), asked, body, service)
                 wanted = await while_connected(request.receive, work)
             else:
@@ -154,6 +155,15 @@ class Routes:
             check_copies(data, wanted.requests)
             del data, body  # the answer may take long
             return await answer(request, exchange, wanted)
+
+    async def _read(self, request: Request, kind: type[B]) -> tuple[bytearray, B]:
+        """The body of a request. Raises ApiError and ClientGoneError. Long ones of a client are decoded one at a
+        time, in a thread, so that others are answered between two of them."""
+        data = await read_body(request)
+        if len(data) <= LONG_BODY_BYTES:
+            return data, decoded(data, kind)
+        work = self._long_work.run(request.scope[CLIENT], len(data), decoded, data, kind)
+        return data, await while_connected(request.receive, work)
 
     def _enter(self, exchange: Exchange, who: str) -> None:
         """Counts a request to its key's limits, until it has ended. Raises ApiError if it is one too many."""
@@ -225,10 +235,9 @@ class Routes:
             return json_response(make(body, service))
 
         async def endpoint(request: Request) -> Response:
-            data = await read_body(request)
+            data, body = await self._read(request, kind)
             if len(data) > MAX_TEXT_BYTES:
                 raise ApiError(413, f"The request is longer than {MAX_TEXT_BYTES >> 20} MiB.")
-            body = decoded(data, kind)
             service = await self._models.named(getattr(body, "model", None))
             work = self._long_work.run(request.scope[CLIENT], len(data), made, body, service)
             return await while_connected(request.receive, work)

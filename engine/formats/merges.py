@@ -1,6 +1,7 @@
 """Words to tokens, with the merges of a model file: byte-level BPE, SentencePiece, or Gemma 4's BPE. The library
 `tokenizers` merges. To build its object takes most of the time that a tokenizer takes to be made."""
 
+import os
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -9,6 +10,8 @@ from tokenizers import Tokenizer as Merger
 
 from engine.formats.gguf import GGUF, StringArray
 from engine.formats.vocabulary import BYTE, UNKNOWN, Vocabulary
+
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # else the library has threads of its own
 
 _MAX_PIECE = 512  # characters; merges never produce a longer SentencePiece piece
 
@@ -27,7 +30,10 @@ class Merges:
         self.merger = self._sentencepiece(gguf, ids) if vocabulary.sentencepiece else self._bpe(gguf, ids)
 
     def __call__(self, words: Sequence[str]) -> list[list[int]]:
-        merged = (self.merger.encode(text, add_special_tokens=False).ids for text in words)
+        """Other threads run meanwhile: the library lets them only if it is given a batch."""
+        merged = [found.ids for found in self.merger.encode_batch_fast([*words], add_special_tokens=False)]
+        if not self._spelled:
+            return merged
         return [[part for id in ids for part in self._spelled.get(id, (id,))] for ids in merged]
 
     def _bpe(self, gguf: GGUF, ids: dict[str, int]) -> Merger:

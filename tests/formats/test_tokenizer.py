@@ -1,3 +1,4 @@
+import threading
 import tracemalloc
 from dataclasses import replace
 from itertools import pairwise
@@ -262,6 +263,25 @@ def test_end_looking_text_that_merges_spell_is_text(tmp_path):
         byte_level(tmp_path / "w", special=(("<|im_end|>", NORMAL),))
     )  # badly typed, but not spelled
     assert t.eos_ids == {257} and t.is_hidden(257) and len(t.encode("<|im_end|>")) == 10
+
+
+def test_threads_run_while_a_text_is_merged(tmp_path):
+    """A server answers others meanwhile."""
+    t = Tokenizer(byte_level(tmp_path / "v", merges=["a b", "ab ab"]))
+    ticks, over = [0], threading.Event()
+
+    def tick() -> None:
+        while not over.is_set():
+            ticks[0] += 1
+
+    thread = threading.Thread(target=tick)
+    thread.start()
+    before = ticks[0]
+    t.merge(["ab" * 200_000])
+    passed = ticks[0] - before
+    over.set()
+    thread.join()
+    assert passed > 1000
 
 
 def test_a_list_of_tokens_that_end_a_reply(tmp_path):

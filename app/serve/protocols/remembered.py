@@ -1,6 +1,7 @@
 """Responses that the server remembers, so that the next request may go on with one."""
 
 from collections import OrderedDict
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,7 +49,8 @@ class Conversations:
         if not data or its_owner != owner:
             message = "The server does not know this response, or no longer: send the whole conversation."
             raise ApiError(404, message, param="previous_response_id", code="previous_response_not_found")
-        self._kept.move_to_end(id)
+        with suppress(KeyError):  # long requests are read in a thread: it may be gone meanwhile
+            self._kept.move_to_end(id)
         return Remembered(owner, *msgspec.json.decode(data))
 
     def forget(self, id: str, owner: str) -> None:

@@ -3,13 +3,15 @@
 import asyncio
 import functools
 import gc
+import gzip
 import json
+import threading
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from app.serve import bodies
+from app.serve import bodies, routes
 from app.serve.protocols.chat import ChatBody
 from app.serve.protocols.completions import TextBody
 from engine.protocol.events import Generate
@@ -133,6 +135,25 @@ async def test_a_body_of_too_many_lists(served, monkeypatch):
     response = await client.post(CHAT, json={**quoted, "more": [{}] * 5})
     assert response.status_code == 413
     assert error(response)["message"] == "The request has more than 99 lists and objects."
+
+
+async def test_long_bodies_are_decoded_one_at_a_time_beside_others(served, monkeypatch):
+    decoded, threads = routes.decoded, []
+
+    def noted(data, kind):
+        threads.append(threading.current_thread().name)
+        assert threads.count("long-work_0") == 1 or len(data) < routes.LONG_BODY_BYTES
+        body = decoded(data, kind)
+        threads.append(threads.pop(threads.index(threading.current_thread().name)) + " ended")
+        return body
+
+    monkeypatch.setattr(routes, "decoded", noted)
+    client, _ = served()
+    long = {"messages": [{"role": "user", "content": "x" * routes.LONG_BODY_BYTES}]}
+    squeezed = {"content": gzip.compress(json.dumps(long).encode()), "headers": {"Content-Encoding": "gzip"}}
+    asked = [client.post(CHAT, **squeezed) for _ in range(4)] + [client.post(CHAT, json=HELLO)]
+    assert {response.status_code for response in await asyncio.gather(*asked)} == {200}
+    assert sorted(threads) == ["MainThread ended", *["long-work_0 ended"] * 4]
 
 
 async def test_a_long_prompt_with_many_answers(served, monkeypatch):
