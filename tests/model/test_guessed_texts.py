@@ -7,6 +7,7 @@ from engine.model.text_model import TextModel
 from engine.protocol.events import EngineOptions, Generate, Sampling, Token, TokenIds
 from engine.runtime.guesser import StepTimes
 from tests import generated_model
+from tests.generated_assistant import write_assistant
 from tests.thorough import THOROUGH, rarely
 
 TOKENS, REPLY = (10_000, 1000) if THOROUGH else (300, 150)
@@ -21,6 +22,7 @@ CASES = [
     rarely("qwen35moe", "heads"),
     *(rarely(kind, who) for kind in ("llama", "qwen35moe", "gemma4", "olmoe") for who in ("lookup", "draft")),
     rarely("qwen3", "draft"),
+    rarely("gemma4", "assistant"),
 ]
 
 
@@ -32,6 +34,8 @@ def test_greedy_texts_are_the_same(tmp_path, monkeypatch, architecture, guesser)
     head = {"draft_head": True} if guesser == "heads" else {}
     path = generated_model.write(tmp_path / "m.gguf", architecture=architecture, layers=4, **head)
     draft = generated_model.write(tmp_path / "d.gguf", **SMALL) if guesser == "draft" else ""
+    if guesser == "assistant":
+        draft, guesser = write_assistant(tmp_path / "d.gguf", quant="Q8_0"), "draft"
     options = EngineOptions(
         model_path=str(path), draft=str(draft), speculate=guesser, context_length=REPLY + 60
     )
