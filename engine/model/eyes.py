@@ -13,8 +13,6 @@ from engine.description.spec import ModelSpec
 from engine.description.vision import VisionSpec
 from engine.description.vision_reader import FITTING, read_vision
 from engine.errors import BackendError, ModelFileError
-from engine.formats.dequantize import HOST_TYPES
-from engine.formats.ggml_types import GGML_TYPES
 from engine.formats.gguf import GGUF, printable
 from engine.formats.picture import PictureDecoder
 from engine.formats.prompt_pictures import PICTURE_MARKS, Eyes, SeenPicture
@@ -23,10 +21,10 @@ from engine.model.coverage import lacks_kernels_because
 from engine.pictures import Grid, resized
 from engine.protocol.events import KernelPath, Picture
 from engine.runtime.pictures import PictureEncoder, PictureRoom, picture_ids
-from engine.targets.cpu.vision import CPUEncoder
+from engine.targets.cpu.vision import CPUEncoder, scratch_bytes
+from engine.targets.cpu.vision import lacks as lacks_on_cpus
 from engine.targets.graph.vision import GraphEncoder
 
-_SCRATCH_BYTES = 512 << 20
 _REMEMBERED = 32  # pictures: a chat sends all its messages with each prompt
 
 
@@ -58,8 +56,11 @@ class EncoderFile:
 
     @property
     def need_bytes(self) -> int:
-        """The memory that the encoder takes, its weights and roughly what it computes with."""
-        return self.spec.n_bytes + _SCRATCH_BYTES
+        """The memory that the encoder takes, its weights and roughly what it computes the largest picture with."""
+        if Device.DEFAULT.startswith("CPU"):
+            return self.spec.n_bytes + scratch_bytes(self.spec)
+        hidden = max(weight.rows for weight in self.spec.weights())
+        return self.spec.n_bytes + 4 * self.spec.most_patches * (5 * self.spec.dim + 2 * hidden)
 
     def room(self, model: ModelSpec) -> PictureRoom:
         """What the model's runner needs for pictures."""
@@ -69,10 +70,9 @@ class EncoderFile:
     def open(self, kernels: KernelPath = "auto") -> PictureEncoder:
         """The encoder on tinygrad's device. Raises ModelFileError."""
         weights, device = FileWeights(self.file, list(self.spec.weights()), lambda _: None), Device.DEFAULT
-        types = {GGML_TYPES[weight.type].name for weight in self.spec.weights()}
-        if device.startswith("CPU"):
-            return (CPUEncoder if types <= HOST_TYPES else GraphEncoder)(weights, self.spec)
-        if kernels != "graph" and not lacks_kernels_because(device):
+        if device.startswith("CPU") and kernels != "graph" and not lacks_on_cpus(self.spec):
+            return CPUEncoder(weights, self.spec)
+        if kernels != "graph" and not device.startswith("CPU") and not lacks_kernels_because(device):
             from engine.targets.nvidia.vision import NvidiaEncoder, lacks
 
             if not lacks(self.spec):

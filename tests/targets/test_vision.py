@@ -9,8 +9,9 @@ from engine.errors import ModelFileError
 from engine.formats.gguf import GGUF
 from engine.loading.weights import FileWeights
 from engine.pictures import Grid
+from engine.targets.cpu.kernels.memory import view
 from engine.targets.cpu.runner import CPURunner
-from engine.targets.cpu.vision import CPUEncoder
+from engine.targets.cpu.vision import CPUEncoder, scratch_bytes
 from engine.targets.graph import vision
 from engine.targets.graph.runner import GraphRunner
 from engine.targets.graph.vision import GraphEncoder
@@ -55,6 +56,26 @@ def test_embeddings_are_the_references(kind, target, reference, tmp_path, monkey
     assert np.abs(got - expected).max() < 1e-5 * np.abs(expected).max()
 
 
+def test_a_cpu_multiplies_halves_as_integers_with_little_error(tmp_path, reference):
+    """Of a picture of several chunks, whose last one is not full."""
+    path = generated_encoder.write(tmp_path / "e.gguf", "pixtral", half=True, side=160, dim=144, width=80)
+    encoder, wanted = open_encoder(path, CPUEncoder), reference.Vision(str(path), "transformers")
+    rgb = noise(150, 110)
+    got, expected = embeddings(encoder, rgb), wanted(rgb)
+    assert len(got) > 200
+    assert np.abs(got - expected).max() < 2e-3 * np.abs(expected).max()
+    again = embeddings(encoder, noise(24, 60, 1))
+    assert np.isfinite(again).all()
+    assert np.array_equal(embeddings(encoder, rgb), got), "nothing is left of a picture before"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_memory_that_a_cpu_needs_is_known(kind, tmp_path):
+    encoder = open_encoder(generated_encoder.write(tmp_path / "e.gguf", kind), CPUEncoder)
+    taken = sum(view(buffer).nbytes for buffer in encoder._buffers.values())
+    assert taken <= scratch_bytes(encoder.spec) < 2.5 * taken
+
+
 @thorough
 @pytest.mark.parametrize("target", [CPUEncoder, GraphEncoder])
 @pytest.mark.parametrize("quant, limit", [("F32", 1e-3), ("F16", 2e-2), ("Q8_0", 3e-2)])
@@ -64,7 +85,7 @@ def test_embeddings_are_those_of_llama_cpp(name, quant, limit, target, shared, t
     make(shared, "make_vision", name, tmp_path / "e.gguf", "--quant", quant)
     errors = embedding_errors(shared, name, open_encoder(tmp_path / "e.gguf", target))
     assert max(errors.values()) < (max(limit, 1e-2) if "gemma4" in name else limit), errors
-    assert len(errors) > 5
+    assert len(errors) >= 5
 
 
 @thorough

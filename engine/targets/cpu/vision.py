@@ -1,22 +1,21 @@
-"""An encoder of pictures on a CPU, in numpy: its products are those of the library that numpy comes with (BLAS).
+"""An encoder of pictures on a CPU: kernels that the pool of threads runs, on weights quantized as in the file.
 
-Weights stay as the file holds them, and become float32 some rows at a time. Threads share the rows of products and the
-queries of attention. The library's own threads wait for each other by spinning, which takes many times as long where
-other programs run: an engine's process has none of them (`engine.protocol.process`).
+A picture's patches go through a sublayer in chunks of whole tiles, each a job of the pool, so that what is between two
+products stays in the caches, and other work can be done between two jobs. The kernels read the number of patches from
+memory: they are compiled once, when the encoder is opened, for pictures of all sizes.
 """
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Generator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Generator, Iterator, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
+from tinygrad import Tensor, dtypes
+from tinygrad.dtype import DType
 
-from engine.description.sublayers import Vector, Weight
 from engine.description.vision import (
-    Activation,
     Affine,
     Bend,
     Linear,
@@ -24,98 +23,289 @@ from engine.description.vision import (
     Norm,
     PatchAttention,
     PatchFeedForward,
+    PatchSublayer,
     ProjectorStep,
     VisionSpec,
 )
-from engine.formats.dequantize import dequantized
+from engine.formats.dequantize import HOST_TYPES
+from engine.formats.ggml_types import GGML_TYPES
 from engine.loading.weights import FileWeights
 from engine.pictures import Floats, Grid, encoder_input, with_line_ends
+from engine.targets.cpu.kernels import memory
+from engine.targets.cpu.kernels.activations import buffer_type
+from engine.targets.cpu.kernels.kernel_sequence import CompiledSequence, KernelSequence
+from engine.targets.cpu.kernels.lanes import MOST_TILES, register_lanes
+from engine.targets.cpu.kernels.patch_attention import attend
+from engine.targets.cpu.kernels.patches import (
+    FIRST,
+    Bending,
+    PatchHeads,
+    Preparation,
+    RowNorm,
+    add_rows,
+    prepare,
+    split_heads,
+    stride_of,
+)
+from engine.targets.cpu.kernels.product import product, shape_of, span_of
+from engine.targets.cpu.kernels.step_state import TILES
+from engine.targets.cpu.kernels.stream_size import UNIT
+from engine.targets.cpu.kernels.thread_pool import default_pool
+from engine.targets.cpu.picture_weights import PictureMatrix, PictureWeights
 
-_QUERIES = 256  # of a head, whose scores are computed at a time: they stay in the cache
-_CHUNK = 1 << 16  # elements of what functions are computed of at a time, likewise
+_HIDDEN = -1e30  # added to the scores of patches that are none
+
+Limits = tuple[float, float] | None
+
+
+def lacks(spec: VisionSpec) -> str:
+    """What these kernels do not compute of an encoder, in words; "" if nothing."""
+    turned = (step.weight for step in spec.projector if isinstance(step, Linear) and step.transposed)
+    if any(GGML_TYPES[weight.type].name not in HOST_TYPES for weight in turned):
+        return "a quantized matrix with a row for each input"
+    attention = [s.operator for s in spec.sublayers if isinstance(s.operator, PatchAttention)]
+    return "attention with a single head" if any(a.heads == 1 for a in attention) else ""
+
+
+def scratch_bytes(spec: VisionSpec) -> int:
+    """At most what an encoder needs beside its weights for the largest picture."""
+    lanes, attention = register_lanes(), [s.operator for s in spec.sublayers]
+    of_heads = max(
+        (3 * a.heads * (a.head_dim + lanes) for a in attention if isinstance(a, PatchAttention)), default=0
+    )
+    half = len(spec.rotations.by_row) if spec.rotations else 0
+    scores = 4 * default_pool().count * lanes
+    widths = {stride_of(n) for weight in spec.weights() for n in (weight.rows, weight.cols)}
+    whole = most_rows(spec, lanes) * (stride_of(spec.dim) + of_heads + 2 * half + 1 + scores)
+    return 4 * (whole + 4 * MOST_TILES * lanes * sum(widths))
+
+
+@dataclass
+class Rows:
+    """Rows of patches in memory, float32 (rows, stride): those of a chunk, or of a `whole` picture."""
+
+    data: Tensor
+    cols: int
+    whole: bool = False
 
 
 class CPUEncoder:
-    """Implements `PictureEncoder`. Its parts are the sublayers, and the heads of attention."""
+    """Implements `PictureEncoder`. Its parts are the jobs."""
 
     def __init__(self, weights: FileWeights, spec: VisionSpec) -> None:
         """Raises ModelFileError."""
-        self.spec = spec
-        self._raw = {weight: _copied(weights, weight) for weight in spec.weights()}
+        self.spec, self._lanes, self._pool = spec, register_lanes(), default_pool()
         self._vectors = {vector: weights.vector(vector) for vector in spec.vectors()}
-        count = len(os.sched_getaffinity(0))
-        self._threads, self._parts = ThreadPoolExecutor(count, "pictures"), 4 * count
+        self._weights = PictureWeights(weights, self._pool, self._lanes)
+        self._parts = 4 * self._pool.count
+        self._most_rows = most_rows(spec, self._lanes)
+        self._buffers: dict[tuple[str, int], Tensor] = {}
+        self._sizes: dict[tuple[int, ...], Tensor] = {}
+        self._x = Rows(self._whole("x", stride_of(spec.dim)), spec.dim, whole=True)
+        self._state, self._tiles = memory.zeros(FIRST + 1, dtypes.int32), memory.zeros(1, dtypes.int32)
+        self._hidden = self._whole("hidden", 1)
+        half = len(spec.rotations.by_row) if spec.rotations else 0
+        self._turns = [self._whole(name, half) for name in ("cos", "sin")] if half else []
+        sequences = [list(self._kernels_of(sublayer)) for sublayer in spec.sublayers]
+        steps = [*(Linear(kernel) for kernel in spec.kernels), *spec.projector]
+        bends = [step.activation if isinstance(step, Bend) else None for step in steps]
+        linears = {
+            step: self._linear_kernels(step, bending)
+            for step, bending in zip(steps, [None, *bends], strict=False)
+            if isinstance(step, Linear)
+        }
+        every = [s for of in sequences for s in of] + [s for _, s, _ in linears.values()]
+        self._pool.compile([kernel for sequence in every for kernel in sequence.kernels])  # all at once
+        self._sequences = [[sequence.compile() for sequence in of] for of in sequences]
+        self._linears = {step: (rows, s.compile(), out) for step, (rows, s, out) in linears.items()}
 
     def encode(self, rgb: NDArray[np.uint8]) -> Generator[tuple[int, int], None, Floats]:
         """See `PictureEncoder`."""
         spec = self.spec
-        side, total = spec.patch * spec.merge, len(spec.sublayers) + 1
+        side = spec.patch * spec.merge
         grid = Grid(rgb.shape[0] // side, rgb.shape[1] // side)
         table = self._vectors[spec.positions.table].reshape(-1, spec.dim) if spec.positions else None
         of = encoder_input(spec, rgb, table)
-        x = self._product(spec.kernels[0], of.patches)
-        for kernel in spec.kernels[1:]:
-            x += self._product(kernel, of.patches)
+        chunks = list(_chunks(len(of.patches), self._lanes))
+        jobs = [(s, chunk) for sublayer in self._sequences for s in sublayer for chunk in chunks]
+        yield 0, len(jobs) + 1
+        first, *more = (self._linear(Linear(kernel), of.patches) for kernel in spec.kernels)
+        x = sum(more, start=first)
         if spec.bias:
             x += self._vectors[spec.bias]
         if of.added is not None:
             x += of.added
         x = self._norm(x, spec.norm) if spec.norm else x
-        turns = None if of.cos is None or of.sin is None else (of.cos[:, None], of.sin[:, None])
-        for done, sublayer in enumerate(spec.sublayers):
-            yield done, total
-            h, operator = self._norm(x, sublayer.norm), sublayer.operator
-            if isinstance(operator, PatchAttention):
-                y = self._attention(operator, h, turns)
-            else:
-                y = self._feed_forward(operator, h)
-            x += self._norm(y, sublayer.post_norm) if sublayer.post_norm else y
-        yield total - 1, total
+        n = len(x)
+        rows = memory.view(self._x.data).reshape(-1, stride_of(spec.dim))
+        rows[:n, : spec.dim] = x
+        rows[n : chunks[-1].stop] = 0
+        tiles = chunks[-1].stop // self._lanes
+        memory.view(self._tiles)[:] = tiles
+        memory.view(self._hidden)[: chunks[-1].stop] = np.where(np.arange(chunks[-1].stop) < n, 0, _HIDDEN)
+        for turns, angles in zip(self._turns, (of.cos, of.sin), strict=False):
+            assert angles is not None
+            memory.view(turns)[: angles.size] = angles.reshape(-1)
+        for done, (sequence, chunk) in enumerate(jobs):
+            if done:  # the first part had the patches
+                yield done, len(jobs) + 1
+            self._run(sequence, chunk)
+        yield len(jobs), len(jobs) + 1
+        x = rows[:n, : spec.dim]
         for step in spec.projector:
             x = self._projected(step, x)
         return with_line_ends(x, grid, self._vectors[spec.line_end] if spec.line_end else None)
 
-    # --- parts: activations are float32 (patches, dim) ---------------------------------------------------
+    def _run(self, sequence: CompiledSequence, chunk: range) -> None:
+        state = memory.view(self._state)
+        state[TILES], state[FIRST] = len(chunk) // self._lanes, chunk.start
+        sequence()
 
-    def _attention(self, a: PatchAttention, x: Floats, turns: tuple[Floats, Floats] | None) -> Floats:
-        n = len(x)
+    # --- the kernels of sublayers ------------------------------------------------------------------------
 
-        def heads(linear: Linear, norm: Norm | None, is_turned: bool) -> Floats:
-            """(heads, n, head_dim)"""
-            y = self._linear(linear, x).reshape(n, a.heads, a.head_dim)
-            y = self._norm(y, norm) if norm else y
-            if is_turned and turns:
-                cos, sin = turns
-                first, second = np.split(y, 2, -1)
-                y = np.concatenate([first * cos - second * sin, second * cos + first * sin], -1)
-            return np.ascontiguousarray(y.transpose(1, 0, 2))
-
-        q, k, v = heads(a.q, a.q_norm, True), heads(a.k, a.k_norm, True), heads(a.v, a.v_norm, False)
-        q *= np.float32(a.scale)
-        out = np.empty((n, a.heads, a.head_dim), np.float32)
-
-        def attend(part: tuple[int, int]) -> None:
-            head, first = part
-            scores = q[head, first : first + _QUERIES] @ k[head].T
-            scores -= scores.max(-1, keepdims=True)
-            np.exp(scores, out=scores)
-            result = scores @ v[head]
-            out[first : first + _QUERIES, head] = result / scores.sum(-1, keepdims=True)
-
-        parts = [(head, first) for head in range(a.heads) for first in range(0, n, _QUERIES)]
-        list(self._threads.map(attend, parts))
-        return self._linear(a.o, out.reshape(n, -1))
-
-    def _feed_forward(self, of: PatchFeedForward, x: Floats) -> Floats:
-        up = self._linear(of.up, x)
-        if of.gate:
-            hidden = self._linear(of.gate, x)
-            self._bend(hidden, of.activation)
-            hidden *= up
+    def _kernels_of(self, sublayer: PatchSublayer) -> Iterator[KernelSequence]:
+        operator = sublayer.operator
+        if isinstance(operator, PatchAttention):
+            yield from self._attention(sublayer, operator)
         else:
-            hidden = up
-            self._bend(hidden, of.activation)
-        return self._linear(of.down, hidden)
+            yield self._feed_forward(sublayer, operator)
+
+    def _attention(self, sublayer: PatchSublayer, a: PatchAttention) -> Iterator[KernelSequence]:
+        heads = PatchHeads(
+            a.heads, a.head_dim, a.scale, row_norm(a.q_norm), row_norm(a.v_norm), bool(self._turns),
+            any(linear.outputs for linear in (a.q, a.k, a.v)), self._lanes,
+        )  # fmt: skip
+        q, keys = (self._whole(name, a.heads * a.head_dim) for name in ("q", "keys"))
+        v = self._whole("values", a.heads * heads.padded_dim)
+        sequence, joined = KernelSequence(self._pool), self._chunk("joined", 3 * heads.width)
+        last = None
+        for i, linear in enumerate((a.q, a.k, a.v)):
+            matrix = self._weights.matrix(linear)
+            inputs = matrix.inputs, linear.inputs
+            if inputs != last:
+                self._prepare(sequence, matrix, self._x, sublayer.norm, limits=(None, None, linear.inputs))
+            self._product(sequence, linear, matrix, joined, i * heads.width, 3 * heads.width, inputs == last)
+            last = inputs
+        norms = [v for norm in (a.q_norm, a.k_norm, a.v_norm) for v in self._vectors_of(norm)]
+        limits = self._limits([linear.outputs for linear in (a.q, a.k, a.v)])
+        sequence.add(
+            split_heads(heads), q, keys, v, self._tiles, self._state, joined, *self._turns, *norms, *limits,
+            parts=self._parts,
+        )  # fmt: skip
+        yield sequence
+        sequence, width = KernelSequence(self._pool), a.heads * a.head_dim
+        out, scores = (
+            self._chunk("attended", heads.width),
+            self._whole("scores", self._parts * self._lanes),
+        )
+        sequence.add(
+            attend(heads), out, scores, q, keys, v, self._hidden, self._tiles, self._state, parts=self._parts
+        )
+        matrix = self._weights.matrix(a.o)
+        self._prepare(sequence, matrix, Rows(out, width), limits=(None, None, a.o.inputs))
+        self._finish(sequence, sublayer, a.o, matrix)
+        yield sequence
+
+    def _feed_forward(self, sublayer: PatchSublayer, of: PatchFeedForward) -> KernelSequence:
+        sequence, last = KernelSequence(self._pool), None
+        hidden: list[Rows] = []
+        for linear in (of.gate, of.up) if of.gate else (of.up,):
+            matrix = self._weights.matrix(linear)
+            inputs = matrix.inputs, linear.inputs
+            if inputs != last:
+                self._prepare(sequence, matrix, self._x, sublayer.norm, limits=(None, None, linear.inputs))
+            rows = Rows(self._chunk(f"hidden {len(hidden)}", matrix.stride), matrix.rows)
+            self._product(sequence, linear, matrix, rows.data, concurrent=inputs == last)
+            hidden, last = [*hidden, rows], inputs
+        down = self._weights.matrix(of.down)
+        outputs = (of.gate.outputs, of.up.outputs) if of.gate else (of.up.outputs, None)
+        self._prepare(sequence, down, *hidden, bending=of.activation, limits=(*outputs, of.down.inputs))
+        self._finish(sequence, sublayer, of.down, down)
+        return sequence
+
+    def _finish(
+        self, sequence: KernelSequence, sublayer: PatchSublayer, linear: Linear, matrix: PictureMatrix
+    ) -> None:
+        """The last product of a sublayer, and its sum with the picture's rows."""
+        out, norm = self._chunk("out", matrix.stride), sublayer.post_norm
+        self._product(sequence, linear, matrix, out)
+        sequence.add(
+            add_rows(row_norm(norm), bool(linear.outputs), self._lanes),
+            self._x.data, self._row_sizes(self.spec.dim), self._state, out, *self._vectors_of(norm),
+            *self._limits([linear.outputs]), parts=self._parts,
+        )  # fmt: skip
+
+    def _prepare(
+        self,
+        sequence: KernelSequence,
+        matrix: PictureMatrix,
+        rows: Rows,
+        others: Rows | Norm | None = None,
+        *,
+        bending: Bending | None = None,
+        limits: tuple[Limits, Limits, Limits] = (None, None, None),
+    ) -> None:
+        """The activations of a product with `matrix`: see `Preparation`."""
+        norm, gated = (others, None) if isinstance(others, Norm) else (None, others)
+        clamps = (bool(limits[0]), bool(limits[1]), bool(limits[2]))
+        how = Preparation(matrix.inputs, rows.whole, row_norm(norm), bending, gated is not None, clamps)
+        sequence.add(
+            prepare(how, self._lanes), *self._activations(matrix), self._row_sizes(rows.cols), self._state,
+            rows.data, *([gated.data] if gated else []), *self._vectors_of(norm), *self._limits(limits),
+            parts=self._parts,
+        )  # fmt: skip
+
+    def _product(
+        self,
+        sequence: KernelSequence,
+        linear: Linear,
+        matrix: PictureMatrix,
+        out: Tensor,
+        first: int = 0,
+        width: int = 0,
+        concurrent: bool = False,
+    ) -> None:
+        """`first` and `width`: the column of the output at which the result begins, and the columns of the output."""
+        shape = shape_of(matrix.stride, matrix.cols, matrix.layout, False, first, width or matrix.stride)
+        bias = (
+            self._padded(self._vectors[linear.bias]) if linear.bias else np.zeros(matrix.stride, np.float32)
+        )
+        added = np.zeros(width or matrix.stride, np.float32)
+        added[first : first + len(bias)] = bias
+        kernel = product(matrix.layout, self._lanes, span_of(matrix.cols), rounded=matrix.is_rounded)
+        sequence.add(
+            kernel, out, self._ints(*shape), self._state, *self._activations(matrix),
+            memory.array(added, dtypes.float32), matrix.stream, parts=2 * self._parts, concurrent=concurrent,
+        )  # fmt: skip
+
+    # --- the products outside sublayers ------------------------------------------------------------------
+
+    def _linear_kernels(
+        self, linear: Linear, bending: Bending | None
+    ) -> tuple[Tensor, KernelSequence, Tensor]:
+        """The memory of the input, the kernels, and the memory of the result."""
+        sequence, matrix = KernelSequence(self._pool), self._weights.matrix(linear)
+        rows, out = self._chunk("rows", matrix.cols), self._chunk("out", matrix.stride)
+        how = Rows(rows, matrix.cols)
+        self._prepare(sequence, matrix, how, bending=bending, limits=(None, None, linear.inputs))
+        self._product(sequence, linear, matrix, out)
+        return rows, sequence, out
+
+    def _linear(self, linear: Linear, x: Floats) -> Floats:
+        rows, sequence, out = self._linears[linear]
+        weight = linear.weight
+        cols, n = (weight.rows, weight.cols) if linear.transposed else (weight.cols, weight.rows)
+        source = memory.view(rows).reshape(-1, stride_of(cols))
+        result = memory.view(out).reshape(-1, stride_of(n))
+        y = np.empty((len(x), n), np.float32)
+        for chunk in _chunks(len(x), self._lanes):
+            part = x[chunk.start : chunk.stop]
+            source[: len(part), :cols], source[: len(part), cols:] = part, 0
+            self._run(sequence, chunk)
+            y[chunk.start : chunk.stop] = result[: len(part), :n]
+        low, high = linear.outputs or (-np.inf, np.inf)
+        clipped: Floats = np.clip(y, np.float32(low), np.float32(high), out=y)
+        return clipped
 
     def _projected(self, step: ProjectorStep, x: Floats) -> Floats:
         match step:
@@ -123,8 +313,7 @@ class CPUEncoder:
                 return self._norm(x, step)
             case Linear():
                 return self._linear(step, x)
-            case Bend(activation=activation):
-                self._bend(x, activation)
+            case Bend():  # by the product that follows
                 return x
             case Affine(factor=factor, minus=minus, times=times):
                 x = x * np.float32(factor)
@@ -138,85 +327,74 @@ class CPUEncoder:
                 x = x.transpose(0, 2, 1) if how == "channels" else x
                 return x.reshape(len(x), -1)
 
-    def _linear(self, linear: Linear, x: Floats) -> Floats:
-        if linear.inputs:
-            x = _clipped(x, linear.inputs)
-        y = x @ self._matrix(linear.weight) if linear.transposed else self._product(linear.weight, x)
-        if linear.bias:
-            y += self._vectors[linear.bias]
-        return _clipped(y, linear.outputs) if linear.outputs else y
-
-    def _product(self, weight: Weight, x: Floats) -> Floats:
-        """x times the transpose of a matrix, some of its rows in each thread."""
-        out = np.empty((len(x), weight.rows), np.float32)
-        unit = weight.order.head_dim if weight.order else 16
-        n = -(-weight.rows // (unit * self._parts)) * unit
-
-        def multiply(first: int) -> None:
-            rows = self._matrix(weight, range(first, min(first + n, weight.rows)))
-            out[:, first : first + n] = x @ rows.T
-
-        list(self._threads.map(multiply, range(0, weight.rows, n)))
-        return out
-
-    def _matrix(self, weight: Weight, rows: range | None = None) -> Floats:
-        """float32 (rows, cols), by default all rows."""
-        rows = rows or range(weight.rows)
-        raw = self._raw[weight][rows.start * weight.row_bytes : rows.stop * weight.row_bytes]
-        matrix = dequantized(raw, weight.type).reshape(len(rows), weight.cols)
-        return weight.order.apply(matrix) if weight.order else matrix
-
     def _norm(self, x: Floats, norm: Norm) -> Floats:
         x = x - x.mean(-1, keepdims=True) if norm.centred else x
         squares = np.einsum("...i,...i->...", x, x)[..., None] / np.float32(x.shape[-1])
         x = x / np.sqrt(squares + np.float32(norm.eps))
-        x = self._times(x, norm.weight)
+        x = x * self._vectors[norm.weight] if norm.weight else x
         return x + self._vectors[norm.bias] if norm.bias else x
 
-    def _times(self, x: Floats, vector: Vector | None) -> Floats:
-        return x * self._vectors[vector] if vector else x
+    # --- memory ------------------------------------------------------------------------------------------
 
-    def _bend(self, x: Floats, activation: Activation) -> None:
-        """Changes x, in pieces that stay in the cache."""
-        flat = x.reshape(-1)
-        pieces = [flat[i : i + _CHUNK] for i in range(0, flat.size, _CHUNK)]
-        list(self._threads.map(_FUNCTIONS[activation], pieces))
+    def _whole(self, name: str, cols: int) -> Tensor:
+        """Memory for all patches of the largest picture, of which a picture uses as much as it needs."""
+        return self._buffer(name, self._most_rows * cols)
+
+    def _chunk(self, name: str, cols: int) -> Tensor:
+        """Memory for the patches of a chunk. Rows of different lengths have different memory, so that the zeros after
+        their ends stay."""
+        return self._buffer(name, MOST_TILES * self._lanes * stride_of(cols))
+
+    def _activations(self, matrix: PictureMatrix) -> list[Tensor]:
+        buffers = []
+        for name in matrix.inputs:
+            type, columns = buffer_type(name)
+            n = MOST_TILES * self._lanes * matrix.cols // columns
+            buffers.append(self._buffer(name, n, type))
+        return buffers
+
+    def _buffer(self, name: str, n: int, type: DType = dtypes.float32) -> Tensor:
+        if (name, n) not in self._buffers:
+            self._buffers[name, n] = memory.zeros(n, type)
+        return self._buffers[name, n]
+
+    def _row_sizes(self, cols: int) -> Tensor:
+        return self._ints(stride_of(cols) // UNIT, cols)
+
+    def _ints(self, *values: int) -> Tensor:
+        if values not in self._sizes:
+            self._sizes[values] = memory.array(np.array(values), dtypes.int32)
+        return self._sizes[values]
+
+    def _vectors_of(self, norm: Norm | None) -> list[Tensor]:
+        of = (norm.weight, norm.bias) if norm else ()
+        return [memory.array(self._padded(self._vectors[v]), dtypes.float32) for v in of if v]
+
+    def _padded(self, vector: Floats) -> Floats:
+        return np.pad(vector, (0, stride_of(len(vector)) - len(vector)))
+
+    def _limits(self, limits: Sequence[Limits]) -> list[Tensor]:
+        """The memory of limits, none if there are none."""
+        if not any(limits):
+            return []
+        values = np.array([of or (-np.inf, np.inf) for of in limits], np.float32)
+        return [memory.array(values.repeat(self._lanes), dtypes.float32)]
 
 
-def _copied(weights: FileWeights, weight: Weight) -> NDArray[np.uint8]:
-    """The bytes of a matrix in the file, which may be changed or closed later."""
-    rows = range(weight.rows)
-    raw = weights.read(weight, rows).copy()
-    weights.release(weight, rows)
-    return raw
+def row_norm(norm: Norm | None) -> RowNorm | None:
+    if norm is None:
+        return None
+    return RowNorm(norm.eps, norm.weight is not None, norm.bias is not None, norm.centred)
 
 
-def _clipped(x: Floats, limits: tuple[float, float]) -> Floats:
-    clipped: Floats = np.clip(x, np.float32(limits[0]), np.float32(limits[1]))
-    return clipped
+def most_rows(spec: VisionSpec, lanes: int) -> int:
+    """The rows of the largest picture, with those that fill its chunks."""
+    return max(chunk.stop for chunk in _chunks(spec.most_patches, lanes)) + MOST_TILES * lanes
 
 
-def _silu(x: Floats) -> None:
-    x /= 1 + np.exp(-x)
-
-
-def _gelu(x: Floats) -> None:
-    x *= 0.5 * (1 + np.tanh(np.float32(0.7978845608) * x * (1 + np.float32(0.044715) * x * x)))
-
-
-def _exact_gelu(x: Floats) -> None:
-    """erf with an error of 1.5e-7: Abramowitz and Stegun, Handbook of Mathematical Functions, 7.1.26."""
-    z = np.abs(x) * np.float32(0.5**0.5)
-    t = 1 / (1 + np.float32(0.3275911) * z)
-    series: Floats = np.zeros_like(x)
-    for factor in (1.061405429, -1.453152027, 1.421413741, -0.284496736, 0.254829592):
-        series += np.float32(factor)
-        series *= t
-    x *= 0.5 * (1 + np.sign(x) * (1 - series * np.exp(-z * z)))
-
-
-_FUNCTIONS: dict[Activation, Callable[[Floats], None]] = {
-    "silu": _silu,
-    "gelu": _gelu,
-    "exact gelu": _exact_gelu,
-}
+def _chunks(n: int, lanes: int) -> Iterator[range]:
+    """The rows of n patches in chunks of the same number of tiles."""
+    tiles = -(-n // lanes)
+    count = -(-tiles // MOST_TILES)
+    rows = -(-tiles // count) * lanes
+    return (range(i * rows, (i + 1) * rows) for i in range(count))

@@ -160,7 +160,7 @@ def quantize_activations(quantization: Quantization, lanes: int, tile: int) -> K
                     if gate:
                         value = _GATES[gate](k, value, k.vector(other[0], at + column))
                     values.append(value)
-                _store_unit(k, outs, values, (tile_number * units + unit) * tile, tile, token)
+                store_unit(k, outs, values, (tile_number * units + unit) * tile, tile, token)
         kind = "normed" if eps is not None else gate or "plain"
         return k.finish(f"prepare_{kind}_{len(outs)}_{tile}")
 
@@ -255,7 +255,7 @@ def sum_of_squares(k: KernelBuilder, rows: UOp, at: Index, n: Index, lanes: int 
     return k.across(add(k.vector(s, 0, lanes) for s in sums), Ops.ADD)
 
 
-def _store_unit(
+def store_unit(
     k: KernelBuilder, outs: dict[str, UOp], values: list[UOp], place: UOp, tile: int, token: Index
 ) -> None:
     """Stores the 32 columns of a unit of one token to the buffers `outs`. `place` is the index of the unit's scales."""

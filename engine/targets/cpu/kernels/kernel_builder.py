@@ -157,6 +157,10 @@ class KernelBuilder:
     def concat(self, a: UOp, b: UOp) -> UOp:
         return UOp.stack(*(v.index(i) for v in (a, b) for i in range(v.max_numel())))
 
+    def interleave(self, a: UOp, b: UOp) -> UOp:
+        """Elements of two vectors in turns: (n,) each -> (2 * n,)."""
+        return UOp.stack(*(v.index(i) for i in range(a.max_numel()) for v in (a, b)))
+
     def multiply_pairs(self, a: UOp, b: UOp) -> UOp:
         """Products of 16-bit integers, summed in neighbouring pairs: int16 (2 * lanes,) each -> int32 (lanes,).
 
@@ -174,6 +178,10 @@ class KernelBuilder:
     def repeat_each(self, v: UOp) -> UOp:
         """Each element of a vector twice: (n,) -> (2 * n,)."""
         return _pick(v, [i // 2 for i in range(2 * v.max_numel())])
+
+    def part(self, v: UOp, first: int, n: int) -> UOp:
+        """n neighbouring elements of a vector."""
+        return v.index(first) if n == 1 else _pick(v, range(first, first + n))
 
     def across(self, v: UOp, op: Ops) -> UOp:
         """Reduces a vector to a scalar by Ops.ADD or Ops.MAX, halving it until two elements are left."""

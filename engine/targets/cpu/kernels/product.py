@@ -6,7 +6,8 @@ scales once a group. Float matrices take float32 activations.
 With one token, the time goes to memory and to unpacking weights. So integers are multiplied as they are stored, and
 offsets are applied to sums of activations. With tiles of tokens, weights are unpacked once for all tokens, a span of
 columns at a time that stays in the L1 cache. With tiles of fewer tokens than lanes (decode of several conversations),
-they stay in registers.
+they stay in registers. Weights in 16-bit floats may be rounded to integers for that (`rounded`), of 13 bits with a
+scale for 32 columns: an error like that of their own type, and twice the products at a time.
 
 A kernel is compiled for a type of matrices, not for a shape: it reads the sizes from a buffer.
 """
@@ -26,7 +27,11 @@ from engine.targets.cpu.kernels.step_state import TILES
 from engine.targets.cpu.kernels.stream_size import UNIT
 from engine.targets.cpu.kernels.weight_layout import PAIRS, LaneLayout, as_float
 
+ROUNDED = ("values", "scales")
+"""The buffers of `Activations` that products of rounded weights read."""
+
 _PAIRS_A_STEP = 2  # of columns, in the loop over tiles of tokens
+_MAX_ROUNDED = 4095  # the sum of 32 products with activations of up to 16383 must fit 32 bits
 
 
 def shape_of(
@@ -46,17 +51,21 @@ def span_of(cols: int) -> int:
 
 
 @functools.cache
-def product(layout: LaneLayout, tile: int, span: int = 1, biased: bool = False) -> KernelFunction:
+def product(
+    layout: LaneLayout, tile: int, span: int = 1, biased: bool = False, rounded: bool = False
+) -> KernelFunction:
     """out = activations @ matrix.T + added, where `added` is a residual stream, a bias or zeros. Buffers: out, float32
     (tokens, out_rows); the sizes (`shape_of`); the state if tile is more than 1; the activations (`buffer_names`); what
     is added, float32 (tokens or 1, out_rows); a bias that is added too if `biased`, float32 (out_rows,); the matrix's
-    stream. `span`: see `span_of`; unused if tile is 1."""
+    stream. `span`: see `span_of`; unused if tile is 1. `rounded`: of a float matrix, whose columns are a multiple of
+    32, with a tile of `lanes` tokens and quantized activations."""
 
     def kernel(part: UOp, parts: UOp, out: UOp, shape: UOp, *buffers: UOp) -> UOp:
         k, rest = KernelBuilder(layout.lanes), list(buffers)
         groups, blocks, offset, out_rows, added_rows = (k.index(shape, i) for i in range(5))
         tiles: Index = k.index(rest.pop(0), TILES) if tile > 1 else 1
-        inputs = {name: rest.pop(0) for name in buffer_names([layout], tile)}
+        names = ROUNDED if rounded else buffer_names([layout], tile)
+        inputs = {name: rest.pop(0) for name in names}
         x = Activations(tile, blocks * layout.block, **inputs)
         added, *bias, stream = rest
         assert len(bias) == biased
@@ -71,7 +80,7 @@ def product(layout: LaneLayout, tile: int, span: int = 1, biased: bool = False) 
                     total = total + k.vector(vector, row)
                 k.store(out, token * out_rows + row, total + k.vector(added, token * added_rows + row))
 
-            if layout.format is None:
+            if layout.format is None and not rounded:
                 with k.loop(tiles) as tile_number:
                     for t, total in enumerate(products_of_floats(rows, tile_number)):
                         finish(tile_number * tile + t, total)
@@ -86,7 +95,7 @@ def product(layout: LaneLayout, tile: int, span: int = 1, biased: bool = False) 
                 with k.loop(tiles) as tile_number, k.loop(tile) as t:
                     token = tile_number * tile + t
                     finish(token, k.vector(totals, token * layout.lanes))
-        return k.finish(f"product_{layout.name}_{tile}")
+        return k.finish(f"product_{layout.name}{'_rounded' * rounded}_{tile}")
 
     return kernel
 
@@ -211,28 +220,24 @@ def products_of_tiles(rows: GroupOfRows, tiles: Index, span: int, first_tile: In
     """The products with the tokens of up to MOST_TILES `tiles`, an array of float32 (tokens, lanes)."""
     k, layout, stream, group, blocks, x = rows
     lanes, tile, format = k.lanes, x.tile, layout.format
-    assert format
-    units = layout.block // UNIT
+    units = blocks * layout.block // UNIT
     totals = k.registers((MOST_TILES if isinstance(tiles, UOp) else tiles) * tile * lanes)
     weights = k.registers(span * UNIT * lanes, I16)
     scales = k.registers(span * lanes)
-    runs = UNIT // format.group if format.has_nibble_scales else 1  # with minima of their own in a unit
-    minima = k.registers(span * runs * lanes) if "m" in format.scales else None
+    runs = (
+        UNIT // format.group if format and format.has_nibble_scales else 1
+    )  # with minima of their own in a unit
+    minima = k.registers(span * runs * lanes) if format and "m" in format.scales else None
     with k.loop(tiles) as tile_number, k.loop(tile) as t:
         k.fill(totals, (tile_number * tile + t) * lanes, UOp.const(0.0, F32))
-    with k.loop(blocks * units // span) as s:
+    with k.loop(units // span) as s:
         with k.loop(span) as i:
             unit = s * span + i
-            at = (group * blocks + unit // units) * layout.block_words
-            words = at + layout.header_words + unit % units * layout.unit_words
-            _unpack_unit(k, layout, stream, words, weights, i * (UNIT * lanes))
-            scale, minimum = layout.scales(k, stream, at, words, None if _scales_in_weights(layout) else 0)
-            k.store(scales, i * lanes, scale)
-            if minima is not None and minimum is not None:
-                k.store(minima, i * lanes, minimum)
-            elif minima is not None:
-                for run in range(runs):
-                    k.store(minima, (i * runs + run) * lanes, layout.minimum(k, stream, at, words, run))
+            if format:
+                _unpack(rows, unit, weights, scales, minima, i)
+            else:
+                at = (group * blocks + unit * UNIT) * lanes
+                k.store(scales, i * lanes, _round_unit(k, stream, at, weights, i * (UNIT * lanes)))
         with k.loop(tiles) as tile_number, k.loop(span) as i:
             unit, of_x = s * span + i, first_tile + tile_number
             sums = [k.zeros(2 * lanes, I32) for _ in range(tile // 2)]  # two tokens side by side
@@ -261,6 +266,23 @@ def products_of_tiles(rows: GroupOfRows, tiles: Index, span: int, first_tile: In
     return totals
 
 
+def _unpack(rows: GroupOfRows, unit: UOp, weights: UOp, scales: UOp, minima: UOp | None, place: UOp) -> None:
+    """Stores the weights of a unit at a place of these arrays, and its scale and minima."""
+    k, layout, stream, group, blocks, _ = rows
+    lanes, units = k.lanes, layout.block // UNIT
+    at = (group * blocks + unit // units) * layout.block_words
+    words = at + layout.header_words + unit % units * layout.unit_words
+    _unpack_unit(k, layout, stream, words, weights, place * (UNIT * lanes))
+    scale, minimum = layout.scales(k, stream, at, words, None if _scales_in_weights(layout) else 0)
+    k.store(scales, place * lanes, scale)
+    if minima is not None and minimum is not None:
+        k.store(minima, place * lanes, minimum)
+    elif minima is not None and layout.format:
+        runs = UNIT // layout.format.group
+        for run in range(runs):
+            k.store(minima, (place * runs + run) * lanes, layout.minimum(k, stream, at, words, run))
+
+
 def _scales_in_weights(layout: LaneLayout) -> bool:
     """Whether unpacked weights include their small scales: a unit has several of them."""
     return layout.format is not None and layout.format.group < UNIT
@@ -281,3 +303,21 @@ def _unpack_unit(k: KernelBuilder, layout: LaneLayout, stream: UOp, words: UOp, 
             k.store(
                 out, at + (step * together + i) * (2 * lanes), value * scale if scale is not None else value
             )
+
+
+def _round_unit(k: KernelBuilder, stream: UOp, first: UOp, out: UOp, at: Index) -> UOp:
+    """Stores a unit's floats as pairs of columns, int16 (16, 2 * lanes), and gives the scale of each row."""
+    lanes, largest = k.lanes, k.registers(k.lanes)
+    k.fill(largest, 0, UOp.const(1e-30, F32))
+    with k.loop(UNIT) as column:
+        v = as_float(k.vector(stream, first + column * lanes))
+        k.store(largest, 0, k.vector(largest, 0).maximum(v.maximum(v * -1.0)))
+    inverse = k.vector(largest, 0).reciprocal() * float(_MAX_ROUNDED)
+    with k.loop(PAIRS) as pair:
+        # A cast truncates, so this rounds to the nearest integer.
+        both = [
+            (as_float(k.vector(stream, first + (pair * 2 + i) * lanes)) * inverse + 32768.5).cast(I32) - 32768
+            for i in range(2)
+        ]
+        k.store(out, at + pair * (2 * lanes), k.interleave(*both).cast(I16))
+    return k.vector(largest, 0) * (1 / _MAX_ROUNDED)

@@ -1,0 +1,105 @@
+"""Attention of all patches of a picture to all.
+
+A task is a tile of queries of a head, in three passes that stay in a core's caches: the scores of the keys, a tile of
+them side by side; their exponentials; and the weighted sum of the values. The keys of a head are read once for a tile
+of queries.
+"""
+
+from __future__ import annotations
+
+import functools
+from math import gcd
+
+from tinygrad import UOp
+from tinygrad.uop.ops import Ops
+
+from engine.kernels.compilation import KernelFunction
+from engine.targets.cpu.kernels.kernel_builder import F32, KernelBuilder, even_share
+from engine.targets.cpu.kernels.patches import FIRST, PatchHeads
+from engine.targets.cpu.kernels.step_state import TILES
+
+_MASKED = -1e30
+
+
+@functools.cache
+def attend(h: PatchHeads) -> KernelFunction:
+    """Of the queries of a chunk. Buffers: out, float32 (rows, width); scratch, float32 (parts, tiles, lanes, lanes);
+    queries, keys and values (`split_heads`); what hides keys, float32 (tiles * lanes,): 0, or a large negative number;
+    the tiles of a picture, int32 (1,); the state."""
+    lanes, dim = h.lanes, h.dim
+
+    def kernel(
+        part: UOp,
+        parts: UOp,
+        out: UOp,
+        scores: UOp,
+        q: UOp,
+        keys: UOp,
+        v: UOp,
+        hidden: UOp,
+        shape: UOp,
+        state: UOp,
+    ) -> UOp:
+        k = KernelBuilder(lanes)
+        k.scratch(scores)
+        tiles, in_chunk = k.index(shape, 0), k.index(state, TILES)
+        base = part * (tiles * (lanes * lanes))
+        first, count = even_share(in_chunk * h.heads, part, parts)
+        with k.loop(count) as i:
+            task = first + i  # the tiles of a head one after the other, so that its keys stay in the cache
+            head, tile = task // in_chunk, task % in_chunk
+            queries = head * tiles + k.index(state, FIRST) // lanes + tile
+
+            def at(block: UOp, query: int | UOp) -> UOp:
+                return base + (block * lanes + query) * lanes
+
+            largest = [k.registers(lanes) for _ in range(lanes)]
+            for m in largest:
+                k.fill(m, 0, UOp.const(_MASKED, F32))
+            with k.loop(tiles) as block:
+                sums = [k.zeros() for _ in range(lanes)]
+                with k.loop(dim) as d:
+                    key = k.vector(keys, ((head * tiles + block) * dim + d) * lanes)
+                    for t, s in enumerate(sums):
+                        k.store(s, 0, k.vector(s, 0) + key * k.load(q, (queries * dim + d) * lanes + t))
+                for t, s in enumerate(sums):
+                    score = k.vector(s, 0) + k.vector(hidden, block * lanes)
+                    k.store(scores, at(block, t), score)
+                    k.store(largest[t], 0, k.vector(largest[t], 0).maximum(score))
+
+            peaks, totals = k.registers(lanes), k.registers(lanes * lanes)
+            for t in range(lanes):
+                k.store(peaks, t, k.across(k.vector(largest[t], 0), Ops.MAX))
+            with k.loop(lanes) as t:
+                k.fill(totals, t * lanes, UOp.const(0.0, F32))
+            with k.loop(tiles) as block, k.loop(lanes) as t:
+                share = k.exp(k.vector(scores, at(block, t)) + k.load(peaks, t) * -1.0)
+                k.store(scores, at(block, t), share)
+                k.store(totals, t * lanes, k.vector(totals, t * lanes) + share)
+            inverses = k.registers(lanes)
+            with k.loop(lanes) as t:
+                total = k.across(k.vector(totals, t * lanes), Ops.ADD)
+                k.store(inverses, t, total.reciprocal())
+
+            def weighted(column: UOp | int, n: int) -> None:
+                """The first n of `lanes` columns of the result."""
+                sums = [k.zeros() for _ in range(lanes)]
+                with k.loop(tiles) as block, k.loop(lanes) as key:
+                    row = (head * tiles + block) * lanes + key
+                    value = k.vector(v, row * h.padded_dim + column)
+                    for t, s in enumerate(sums):
+                        k.store(s, 0, k.vector(s, 0) + value * k.load(scores, at(block, t) + key))
+                for t, s in enumerate(sums):
+                    result = k.vector(s, 0) * k.load(inverses, t)
+                    to = (tile * lanes + t) * h.width + head * dim + column
+                    together = gcd(n, lanes)
+                    for e in range(0, n, together):
+                        k.store(out, to + e, result if n == lanes else k.part(result, e, together))
+
+            with k.loop(dim // lanes) as j:
+                weighted(j * lanes, lanes)
+            if rest := dim % lanes:
+                weighted(dim - rest, rest)
+        return k.finish(f"attend_patches_{h.heads}_{dim}")
+
+    return kernel
