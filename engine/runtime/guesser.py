@@ -3,49 +3,66 @@
 from __future__ import annotations
 
 import statistics
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Sequence
 
 from engine.runtime.lookup import DRAFTED, NO_GUESS, Guess, Lookup
 
 _MATCHES = (3, 5, 9, 17, DRAFTED)
 """Guesses are judged together whose matches have at least so many tokens, and fewer than the next number."""
-DRAFT_SHARE = 0.7
+DRAFT_SHARE = 0.8
 _WEIGHTS = (2.0, 2.0, 2.0, 2.0, 4.0)  # of so many guesses
 _RIGHT = (0.3, 0.5, 0.7, 0.9, DRAFT_SHARE)  # the share of right guesses until more is known
 _MEMORY = 0.92  # what is left of the weight of earlier guesses with each one
-_KEPT = 5  # times of steps
+_KEPT = 5  # times
+
+
+class UsualTime:
+    """What something takes as a rule: the median of the last times. The very first one is left out, as memory is mapped
+    and graphs are uploaded then: on a GPU it may be forty times as long."""
+
+    def __init__(self) -> None:
+        self._times, self._has_begun = deque[float](maxlen=_KEPT), False
+
+    def measured(self, seconds: float) -> None:
+        if self._has_begun:
+            self._times.append(seconds)
+        self._has_begun = True
+
+    @property
+    def seconds(self) -> float:
+        """0 if that is not known."""
+        return statistics.median_low(self._times) if self._times else 0.0
 
 
 class StepTimes:
     """What steps without prompts take, by their rows and by whether they check guesses."""
 
     def __init__(self) -> None:
-        self._seconds: dict[tuple[int, bool], deque[float]] = {}
+        self._times = defaultdict[tuple[int, bool], UsualTime](UsualTime)
 
     def measured(self, rows: int, seconds: float, checks: bool = False) -> None:
-        self._seconds.setdefault((rows, checks), deque(maxlen=_KEPT)).append(seconds)
+        self._times[rows, checks].measured(seconds)
 
     def seconds(self, rows: int, checks: bool = False) -> float:
         """0 if that is not known."""
-        times = self._seconds.get((rows, checks))
-        return statistics.median(times) if times else 0.0
+        return self._times[rows, checks].seconds
 
 
 class DraftTimes:
     """What tokens take that a drafter guesses."""
 
     def __init__(self) -> None:
-        self._seconds: deque[float] = deque(maxlen=_KEPT)
+        self._time = UsualTime()  # of a token
 
     def drafted(self, seconds: float, tokens: int) -> None:
         if tokens:
-            self._seconds.append(seconds / tokens)
+            self._time.measured(seconds / tokens)
 
     @property
     def token_s(self) -> float:
         """Seconds of a guessed token; 0 if that is not known."""
-        return statistics.median(self._seconds) if self._seconds else 0.0
+        return self._time.seconds
 
 
 class Guesser:
