@@ -9,6 +9,8 @@ a runner that has one sequence. Rows whose tokens are not those of their sequenc
 choose another of two tokens that are nearly as probable, or draw another where many are. What is printed is Markdown.
 """
 
+from __future__ import annotations
+
 import argparse
 import random
 import statistics

@@ -4,7 +4,7 @@
 
 For each type and number of tokens: the rate of all products of a layer, one after the other, and its share of Q4_K's.
 All matrices are of the type; weights and activations are random. Kernels and tiles are those that a model would get.
-`--all` also prints each product's time with them and with other tiles. What is printed is Markdown.
+`--all` also prints each product's time with them and with the fastest of other tiles. What is printed is Markdown.
 """
 
 from __future__ import annotations
@@ -35,10 +35,23 @@ if TYPE_CHECKING:
 REFERENCE = 12  # Q4_K
 WEIGHTS_BYTES, ROUNDS = 512 << 20, 5  # read in a timing; timings, of which the median counts
 _DRAWN = 1 << 22  # random numbers; more repeat them
-_OTHERS = (
-    (8, 4, 1, 4), (8, 4, 1, 8), (8, 4, 2, 2), (8, 4, 2, 4), (4, 4, 2, 4), (4, 4, 1, 8), (4, 8, 1, 4), (4, 8, 2, 2),
-    (4, 8, 2, 4), (8, 2, 1, 8),
+_OTHERS = (  # cols, down, across, deep
+    (4, 1, 2, 1), (4, 1, 4, 1), (4, 1, 1, 2), (4, 1, 2, 2), (4, 1, 4, 2), (4, 1, 1, 4), (4, 1, 2, 4), (2, 1, 4, 2),
+    (2, 1, 2, 4), (2, 1, 4, 4), (4, 2, 2, 1), (4, 2, 2, 2), (4, 2, 1, 2),
 )  # fmt: skip
+_FEW = (
+    (2, 1, 4),
+    (2, 2, 2),
+    (2, 2, 4),
+    (2, 4, 1),
+    (2, 4, 2),
+    (4, 1, 4),
+    (4, 2, 2),
+    (4, 1, 2),
+    (1, 1, 8),
+    (1, 2, 8),
+)
+_BEST = 8  # of other tiles, those that are printed
 
 
 class Matrix:
@@ -63,16 +76,20 @@ class Matrix:
 
     def other_tiles(self, tokens: int) -> list[AnyTiles]:
         from engine.targets.nvidia.kernels.matmul import Tiles
+        from engine.targets.nvidia.kernels.matrix_bytes import units_of
         from engine.targets.nvidia.kernels.small_batch import MAX_TOKENS, SmallBatchTiles, steps_of
 
         parts = (1,) if self.is_gate else (1, 2, 4)
         tiles: list[AnyTiles] = [
-            Tiles(*tile, n) for tile in _OTHERS for n in parts if tokens % (16 * tile[0] * tile[2]) == 0
+            tile
+            for cols, down, across, deep in _OTHERS
+            for n in parts
+            if tokens % (tile := Tiles(min(8, tokens // 16), cols, down, across, n, deep)).tokens == 0
+            and tile.shares <= min(8, units_of(self.cols))
         ]
         if tokens <= MAX_TOKENS:
-            few = ((2, 1, 4), (2, 2, 2), (2, 4, 1), (1, 1, 8), (1, 4, 1), (1, 4, 2), (1, 8, 1))
             tiles += [
-                SmallBatchTiles(*t, splits=n) for t in few for n in parts if t[2] * n <= steps_of(self.cols)
+                SmallBatchTiles(*t, splits=n) for t in _FEW for n in parts if t[2] * n <= steps_of(self.cols)
             ]
         return tiles
 
@@ -192,13 +209,14 @@ def run(given: argparse.Namespace) -> None:
 
     from tinygrad import Device
 
-    from engine.fixes import launch_bounds
+    from engine.fixes import dynamic_shared, launch_bounds
     from engine.formats.ggml_types import GGML_TYPES
     from engine.kernels.compilation import compile_all
     from engine.targets.nvidia.kernels.device import capability, multiprocessors
     from engine.targets.nvidia.kernels.weight_layout import WeightLayout
 
     launch_bounds.apply()
+    dynamic_shared.apply()
     os.environ.setdefault("ALLOW_HALF8", "1")
     print(f"{Device.DEFAULT} {capability()}, {multiprocessors()} multiprocessors; teraflops, share of Q4_K's")
     types = [REFERENCE, *(type for type in given.types if type != REFERENCE)]
@@ -228,10 +246,11 @@ def _compare(matrices: Sequence[Matrix], tokens: int) -> None:
     timings = {(m, tiles): Timing([(m, tiles)], tokens) for m in matrices for tiles in tried[m]}
     compile_all([timing.sequence.linear for timing in timings.values()])
     for matrix in matrices:
-        cells = []
-        for tiles in tried[matrix]:
-            timing = timings[matrix, tiles]
-            numbers = ",".join(str(n) for n in vars(tiles).values())
-            kind = "" if len(vars(tiles)) and "cols" in vars(tiles) else "few "
-            cells.append(f"{kind}{numbers} {timing.seconds() * 1e6:.1f}")
+        times = {tiles: timings[matrix, tiles].seconds() for tiles in tried[matrix]}
+        own, *others = times
+        shown = [own, *sorted(others, key=times.__getitem__)[:_BEST]]
+        cells = [
+            f"{type(tiles).__name__} {','.join(map(str, vars(tiles).values()))} {times[tiles] * 1e6:.1f}"
+            for tiles in shown
+        ]
         print(f"<!-- {tokens} {matrix.name}, µs: {'; '.join(cells)} -->", flush=True)
