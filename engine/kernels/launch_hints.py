@@ -32,6 +32,17 @@ class LaunchHints:
 
 
 NO_HINTS = LaunchHints()
+STATIC_SHARED = 48 << 10
+"""Bytes of shared memory that a kernel of CUDA can declare."""
+
+
+def shared_hints(
+    n_bytes: int, waits_for: tuple[str, ...] = (), releases: Release = "at its end"
+) -> LaunchHints:
+    """Those of a kernel whose arrays in shared memory have so many bytes."""
+    return LaunchHints(
+        shared_bytes=n_bytes if n_bytes > STATIC_SHARED else 0, waits_for=waits_for, releases=releases
+    )
 
 
 @dataclass(frozen=True)

@@ -362,7 +362,7 @@ def check_embedding() -> None:
 
 def check_prompt_products() -> None:
     """Tensor-core products of types whose quarters differ, cut and whole, fewer tokens than the tile, and warps that
-    have none."""
+    have none; with several warps for a tile, which have as many steps or not."""
     tokens, n = 32, 11
     for ggml_type, rows, cols in (
         (8, 24, 256),
@@ -382,11 +382,13 @@ def check_prompt_products() -> None:
         wanted = x[:n].astype(np.float64) @ weights.T.astype(np.float64)
         parts = 2 if cols > 64 else 1
         out = zeros(parts * tokens * rows)
-        kernel = matmul(layout, tokens, rows, cols, Tiles(1, 1, 1, 2, parts), False, "t")
+        deep = units_of(cols) // parts
+        kernel = matmul(layout, tokens, rows, cols, Tiles(1, 1, 1, 2, parts, deep), False, "t")
         run(kernel, out, buffer(fragments), prompt, *planes)
         close(out.numpy().reshape(parts, tokens, rows).sum(0)[:n], wanted, 1e-3)
         out = zeros(fragments_size(tokens, rows // 2), dtypes.float16)
-        kernel = matmul(layout, tokens, rows, cols, Tiles(1, 2, 2, 1, 1), True, "t")
+        tiles = Tiles(1, 2, 2, 1, 1, min(2, units_of(cols)))
+        kernel = matmul(layout, tokens, rows, cols, tiles, True, "t")
         run(kernel, out, buffer(fragments), prompt, *planes)
         place = prompt_index(lambda m, e, rows=rows: fragment_index(m, e, rows // 2), n, rows // 2)
         close(out.numpy()[place], gated(wanted[:, 0::2], wanted[:, 1::2], "silu"), 2e-3)

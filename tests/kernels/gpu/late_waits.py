@@ -30,14 +30,18 @@ from engine.targets.nvidia.kernels.epilogues import (
 )
 from engine.targets.nvidia.kernels.flash_attention import flash_attention, flash_split
 from engine.targets.nvidia.kernels.kv_cache import Heads
+from engine.targets.nvidia.kernels.matmul import Tiles, matmul
 from engine.targets.nvidia.kernels.matvec import Schedule, StackedMatrices, matvec
+from engine.targets.nvidia.kernels.small_batch import SmallBatchTiles, small_batch_product, stored
+from engine.targets.nvidia.kernels.small_batch import activated as gated_few
+from engine.targets.nvidia.kernels.small_batch import as_logits as logits_few
 from engine.targets.nvidia.kernels.weight_layout import WeightLayout
 from tests.kernels.gpu.rendered import compile_nothing
 from tests.thorough import THOROUGH
 
 SHORT, LONG = Schedule(4, 8, 2, 0, True), Schedule(2, 16, 2, 3, True)  # of one step, and with a loop
 SIZE = 1 << 24  # of all buffers
-INTEGERS = {"experts", "counts", "largest_rows", "tables", "state"}
+INTEGERS = {"experts", "counts", "largest_rows", "tables", "state", "prompt"}
 
 Made = tuple[Kernel, list[DType]]
 """A kernel, and the types of its planes: those of matrices, or of a cache."""
@@ -59,6 +63,16 @@ def products() -> Iterator[Made]:
         yield matvec(added, schedule, add_residual(), "t"), types[q4] + types[q6]
         beside = StackedMatrices(((f32, 8),), 256, beside=StackedMatrices.single(q4, 128, 256))
         yield matvec(beside, schedule, routed(8, "gelu"), "t", 8), types[f32] + types[q4]
+
+
+def products_of_several_tokens() -> Iterator[Made]:
+    for layout in map(WeightLayout, (12, 14, 0) if THOROUGH else (12,)):
+        types = [dtype for _, dtype in layout.shapes(64, 512)]
+        for epilogue in (stored(64, has_bias=True), gated_few("silu"), logits_few()):
+            yield small_batch_product(layout, 8, 64, 512, SmallBatchTiles(1, 1, 2), epilogue, "t"), types
+        yield small_batch_product(layout, 64, 64, 512, SmallBatchTiles(2, 1, 2), stored(64), "t"), types
+        for tiles in (Tiles(1, 2, 1, 2, 2), Tiles(1, 2, 1, 1, 1, 2)):
+            yield matmul(layout, 32, 64, 512, tiles, tiles.deep > 1, "t"), types
 
 
 def attention() -> Iterator[Made]:
@@ -104,7 +118,7 @@ def main() -> None:
     index_lowering.apply()
     slice_shapes.apply()
     count = 0
-    for kernel, planes in (*products(), *attention()):
+    for kernel, planes in (*products(), *products_of_several_tokens(), *attention()):
         names = kernel.hints.waits_for
         slots = {i for i, name in enumerate(kernel.buffers) if name.split(".")[0] in names}
         assert slots and slots < set(range(len(kernel.buffers)))

@@ -8,7 +8,8 @@ its part of the weights straight from their planes, sixteen columns of one row, 
 registers. Activations are stored in the order in which threads hold them, called fragments here (`fragment_index`), so
 that a thread loads 16 bytes at a time.
 
-Each warp has a tile of the product of its own, and nothing passes through shared memory.
+Each warp has a tile of the product of its own. Where these are few, several warps of a block share the common
+dimension of a tile, and their sums meet in shared memory.
 
 In a mixture of experts each token takes some of the matrices, which are rows of one. A block has tokens of one expert
 (`ExpertTiles`). They are not neighbours, so their activations are rows instead of fragments: the sixteen columns of a
@@ -25,6 +26,7 @@ from tinygrad import UOp
 from tinygrad.uop.ops import AxisType
 
 from engine.kernels.kernel import Kernel
+from engine.kernels.launch_hints import shared_hints
 from engine.targets.nvidia.kernels.device import spills_early
 from engine.targets.nvidia.kernels.half_pairs import PAIRS, quarter_pairs
 from engine.targets.nvidia.kernels.load_ahead import LoadedAhead
@@ -35,11 +37,13 @@ from engine.targets.nvidia.kernels.uops import (
     Activation,
     Bend,
     bent,
+    chain,
     finish,
     gated,
     load,
     load_index,
     load_run,
+    shared,
     store,
     store_run,
     zeroed_registers,
@@ -54,13 +58,15 @@ _MAX_HALF = 65504.0  # the largest float16
 @dataclass(frozen=True)
 class Tiles:
     """How a product is divided: a warp computes 16 * `rows` tokens by 8 * `cols` rows of the matrix; a block has `down`
-    by `across` warps; `parts` blocks divide the common dimension, and each stores its own sum."""
+    by `across` tiles; `deep` warps of a block share the common dimension of each, and `parts` blocks, each of which
+    stores its own sum."""
 
     rows: int
     cols: int
     down: int
     across: int
     parts: int
+    deep: int = 1
 
     @property
     def tokens(self) -> int:
@@ -71,6 +77,16 @@ class Tiles:
     def width(self) -> int:
         """Rows of the matrix of a block."""
         return 8 * self.cols * self.across
+
+    @property
+    def shares(self) -> int:
+        """Warps and blocks that share the common dimension."""
+        return self.parts * self.deep
+
+    @property
+    def shared_bytes(self) -> int:
+        """Shared memory of a block."""
+        return (self.deep - 1) * self.tokens * self.width * 4
 
 
 @dataclass(frozen=True)
@@ -181,9 +197,9 @@ def matmul(
     slot: float32 (used, tokens, rows), of which they write those of assignments."""
     units = units_of(cols)
     assert tiles.tokens == experts.tile if experts else tokens % tiles.tokens == 0
-    assert tiles.parts == 1 and rows % 2 == 0 if experts else tiles.parts <= units
+    assert tiles.shares == 1 and rows % 2 == 0 if experts else tiles.shares <= units
     assert tiles.parts == 1 if bend else experts or not has_bias
-    steps = -(-units // tiles.parts)
+    steps = -(-units // tiles.shares)
     blocks = experts.count if experts else tokens // tiles.tokens
     gathered = experts and (paired or halved)
     # Not of more bits, which would take too many registers, nor of experts, where it takes longer.
@@ -193,11 +209,15 @@ def matmul(
         out: UOp, x: UOp, prompt: UOp | None, assignments: UOp | None, tile_experts: UOp | None,
         factors: UOp | None, bias: UOp | None, planes: Sequence[UOp],
     ) -> UOp:  # fmt: skip
-        thread, down, across = (
-            UOp.special(n, f"lidx{i}") for i, n in enumerate((32, tiles.down, tiles.across))
+        thread, down, warp = (
+            UOp.special(n, f"lidx{i}") for i, n in enumerate((32, tiles.down, tiles.across * tiles.deep))
+        )
+        across, depth = (
+            (warp % tiles.across, warp // tiles.across) if tiles.deep > 1 else (warp, UOp.const(0))
         )
         column_block, block = UOp.special(blocks, "gidx0"), UOp.special(-(-rows // tiles.width), "gidx1")
         part = UOp.special(tiles.parts, "gidx2") if tiles.parts > 1 else UOp.const(0)
+        share = part * tiles.deep + depth
         first_tile = (column_block * tiles.down + down) * tiles.rows
         first_row = (block * tiles.across + across) * (8 * tiles.cols)
         if experts:
@@ -210,10 +230,10 @@ def matmul(
             live = first_tile * 16 < n
         n_acc = tiles.rows * tiles.cols * 4
         acc = zeroed_registers(n_acc, 0)
-        part_steps = (units - part * steps).minimum(steps) if units % tiles.parts else UOp.const(steps)
-        bound = live.where(part_steps, 0)  # warps beyond the prompt do nothing
+        own_steps = (units - share * steps).minimum(steps) if units % tiles.shares else UOp.const(steps)
+        bound = live.where(own_steps, 0)  # warps beyond the prompt do nothing
         step = UOp.range(bound, 0, AxisType.REDUCE) if steps > 1 else UOp.const(0)
-        unit = part * steps + step
+        unit = share * steps + step
 
         def fetch(unit: UOp) -> list[list[UOp]]:
             """This thread's weights of a unit, of each right tile."""
@@ -226,7 +246,7 @@ def matmul(
                 quarters.append(layout.load_quarter(planes, row, units, unit, thread % 4))
             return quarters
 
-        ahead = LoadedAhead(fetch(part * steps), slot=1) if loads_ahead else None
+        ahead = LoadedAhead(fetch(share * steps), slot=1) if loads_ahead else None
 
         def place(i: int, k: int) -> UOp:
             """The token, or the place of the assignment, of row g or g + 8 of this thread in the i-th left tile."""
@@ -261,10 +281,23 @@ def matmul(
         if ahead:
             stores = ahead.keep(fetch((unit + 1).minimum(units - 1)), stores)
         acc = acc.after(stores.end(step) if steps > 1 else stores)
+        sums = load_run(acc, 0, n_acc)
+        if tiles.deep > 1:
+            tile, size = (down * tiles.across + across) * n_acc, tiles.down * tiles.across * n_acc
+            others = shared(tiles.shared_bytes // 4, slot=2)
+
+            def met(depth: UOp | int, i: int) -> UOp:
+                """Where the warp at a depth from 1 on leaves its i-th sum."""
+                return ((depth - 1) * size + tile + i) * 32 + thread
+
+            kept = [store(others, met(depth, i), value, depth > 0) for i, value in enumerate(sums)]
+            others = others.after(UOp.group(*kept))
+            depths = range(1, tiles.deep)
+            sums = [chain([v, *(load(others, met(d, i)) for d in depths)]) for i, v in enumerate(sums)]
         results = []
         for i in range(tiles.rows):
             for j in range(tiles.cols):
-                value = load_run(acc, (i * tiles.cols + j) * 4, 4)
+                value = sums[(i * tiles.cols + j) * 4 :][:4]
                 for k in (0, 1):
                     token = place(i, k)
                     row = first_row + j * 8 + thread % 4 * 2
@@ -273,7 +306,7 @@ def matmul(
                         ok = live & (load(assignments, token) >= 0)
                         assignment = load_index(assignments, token, experts.assignments)
                     else:
-                        ok = token < n
+                        ok = token < n if tiles.deep == 1 else (token < n) & depth.eq(0)
                     if rows % tiles.width:
                         ok = ok & (row < rows)
                     if bias is not None:
@@ -300,7 +333,7 @@ def matmul(
                             inside = ok if rows % 2 == 0 or not e else ok & (row + 1 < rows)
                             index = part * (tokens * rows) + token * rows + row + e
                             results.append(store(out, index, value[2 * k + e], inside))
-        shape = f"{tiles.rows}_{tiles.cols}_{tiles.down}_{tiles.across}_{tiles.parts}"
+        shape = f"{tiles.rows}_{tiles.cols}_{tiles.down}_{tiles.across}_{tiles.parts}_{tiles.deep}"
         full_name = f"prefill_{name}_{layout.name}_{tokens}_{rows}x{cols}_{shape}{'_bent' * bool(bend)}"
         n_matrices, per_token = (min(experts.n, experts.assignments), experts.used) if experts else (1, 1)
         n_bytes = layout.n_bytes(n_matrices * rows, cols)
@@ -309,4 +342,5 @@ def matmul(
     sorted_ = ("assignments", "tile_experts", not gathered and "factors", has_bias and "bias")
     planes = "planes", len(layout.shapes(rows, cols))
     given = sorted_ if experts else ("prompt", has_bias and "bias")
-    return Kernel(kernel, ("out",), ("x", *given, planes))
+    waits_for = "out", "x", *(name for name in given if name and name != "prompt")  # that the host writes
+    return Kernel(kernel, ("out",), ("x", *given, planes), shared_hints(tiles.shared_bytes, waits_for))

@@ -11,6 +11,7 @@ from tinygrad import UOp
 from tinygrad.uop.ops import AxisType, Ops
 
 from engine.kernels.kernel import Kernel
+from engine.kernels.launch_hints import LaunchHints
 from engine.targets.nvidia.kernels.activation_order import PLACES, Order
 from engine.targets.nvidia.kernels.angles import angle_row
 from engine.targets.nvidia.kernels.cache_tiles import store_quad
@@ -91,7 +92,10 @@ def norm_prompt(
         post_eps is not None and "post_norm",
         scaled and "scale",
     )
-    return Kernel(kernel, ("x", keeps_sizes and "sizes", "stream"), (*added, "norm"))
+    # The products of few tokens, which the norm leaves room for, load their first weights meanwhile. With those of
+    # many, prompts of 128 tokens of Qwen3 1.7B took 7 % longer on an H200.
+    hints = LaunchHints(releases="after its wait" if order == "columns" else "at its end")
+    return Kernel(kernel, ("x", keeps_sizes and "sizes", "stream"), (*added, "norm"), hints)
 
 
 @functools.cache

@@ -25,7 +25,7 @@ from tinygrad import UOp
 from tinygrad.uop.ops import AxisType, Ops
 
 from engine.kernels.kernel import Kernel, Name
-from engine.kernels.launch_hints import LaunchHints
+from engine.kernels.launch_hints import STATIC_SHARED, shared_hints
 from engine.targets.nvidia.kernels.activation_order import PLACES, Order
 from engine.targets.nvidia.kernels.cache_tiles import STORAGES
 from engine.targets.nvidia.kernels.device import spills_early
@@ -52,7 +52,6 @@ from engine.targets.nvidia.kernels.uops import (
     zeroed_registers,
 )
 
-STATIC_SHARED = 48 << 10  # bytes of a block; for more see `engine.fixes.dynamic_shared`
 _MAX_SPLITS = 32
 _SPLIT_COST = 0.02  # of adding a split's sums, as a part of the time
 _TOP_UNIT = 16.0  # a largest score passes through a float16, in this unit: up to a million
@@ -405,8 +404,6 @@ def attend_prompt(
             shape += f"{'_sinks' * has_sinks}{'_gated' * h.gated}_{order}"
         return finish(f"prefill_attend_{h.cache_name}_{tokens}_{shape}", stores)
 
-    used = tiling.shared_bytes(dim)
-    hints = LaunchHints(shared_bytes=used if used > STATIC_SHARED else 0)
     inputs: tuple[Name, ...] = (
         "queries",
         ("cache", len(h.cache_planes)),
@@ -414,7 +411,7 @@ def attend_prompt(
         "prompt",
         h.ahead and "seen",
     )
-    return Kernel(kernel, ("out",), (*inputs, has_sinks and "sinks"), hints)
+    return Kernel(kernel, ("out",), (*inputs, has_sinks and "sinks"), shared_hints(tiling.shared_bytes(dim)))
 
 
 def _step_ranges(

@@ -29,6 +29,7 @@ from tinygrad import UOp
 from tinygrad.uop.ops import AxisType
 
 from engine.kernels.kernel import Kernel, Name, call_by_name
+from engine.kernels.launch_hints import Release, shared_hints
 from engine.targets.nvidia.kernels.device import spills_early
 from engine.targets.nvidia.kernels.epilogues import LOWEST_LOGIT, argmax, comparable
 from engine.targets.nvidia.kernels.half_pairs import unit_pairs
@@ -59,6 +60,9 @@ _CACHED = 0.3  # the time of a byte from the L2 cache beside a byte of weights
 _SUMS_BYTES = 34 << 10  # of shared memory, which leaves some for an epilogue
 _PARTS = 4  # warps that share the columns of 32 rows
 _RUN = 8  # halves that a thread loads at once
+_RELEASES_AT_MOST = 16
+"""With so few tokens, blocks of the next kernel fit beside this one's. On an H200, steps of 4 and 8 rows of Qwen3 1.7B
+take 3 % less time if they start early, and prompts of 64 tokens 2 % more."""
 
 
 @dataclass(frozen=True)
@@ -360,4 +364,8 @@ def small_batch_product(
         stores = call_by_name(epilogue.stores, others, block_sums)
         return finish(full_name, stores, n_bytes, 2 * tokens * rows * cols)
 
-    return Kernel(kernel, epilogue.outs, ("x", *epilogue.ins, ("planes", len(layout.shapes(rows, cols)))))
+    waits_for = tuple(name for name in (*epilogue.outs, "x", *epilogue.ins) if isinstance(name, str))
+    releases: Release = "before its first barrier" if tokens <= _RELEASES_AT_MOST else "at its end"
+    hints = shared_hints(tiles.parts * tiles.width * padded * 4, waits_for, releases)
+    ins = "x", *epilogue.ins, ("planes", len(layout.shapes(rows, cols)))
+    return Kernel(kernel, epilogue.outs, ins, hints)
