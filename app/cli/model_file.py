@@ -9,6 +9,7 @@ from pathlib import Path
 from app.chat.settings import Settings, last_model, remember, remember_model, remembered
 from app.cli.progress import say
 from engine.catalog import cache
+from engine.catalog.drafters import drafter_beside
 from engine.catalog.names import WebFile, draft_for, parse
 from engine.errors import ModelFileError, UsageError
 from engine.invocation import call
@@ -63,6 +64,10 @@ def draft_model(args: Namespace, settings: Settings) -> Path | None:
         model = _name(args.model, settings)
         if draft := draft_for(model, settings.names):
             return model_path(draft, settings)
+        source = parse(model, settings.names)
+        path = source if isinstance(source, Path) else cache.find(source)
+        if beside := path and drafter_beside(path):
+            return beside
         raise UsageError(f"No draft model is known for {one_line(model)}.", "Name it: --draft NAME.")
     if args.draft is None and args.speculate == "draft":
         raise UsageError("--speculate draft needs a draft model.", "Name it: --draft NAME.")

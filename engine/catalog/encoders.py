@@ -41,7 +41,7 @@ def _in_common(encoder: str, model: str) -> int:
 def encoder_beside(model: Path) -> Path | None:
     """The encoder for a model's file: the best one that fits it, in its folder or, in the hub's cache, anywhere in its
     repository. One with another name than encoders have is known by its first bytes. None if there is none."""
-    snapshot = _snapshot(model)
+    snapshot = snapshot_of(model)
     folder = snapshot or model.parent
     try:
         every = (folder.rglob if snapshot else folder.glob)("*")
@@ -75,6 +75,6 @@ def _begins_as_encoder(path: Path) -> bool:
     return False
 
 
-def _snapshot(model: Path) -> Path | None:
+def snapshot_of(model: Path) -> Path | None:
     """The folder of a repository's files at one commit, in the hub's cache; None for a file elsewhere."""
     return next((folder for folder, root in pairwise(model.parents) if root.name == "snapshots"), None)
