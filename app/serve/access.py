@@ -82,9 +82,10 @@ class Access:
     def _check_page(self, headers: Headers) -> None:
         if self._keys:
             return
-        if not is_loopback(_host(f"//{headers.get('host', '')}")):
+        host = headers.get("host", "")
+        if "@" in host or not is_loopback(_host(f"//{host}")):  # no browser sends a user's name there
             raise ApiError(403, "Without a key, this server answers only to localhost.", code="wrong_host")
-        if (origin := headers.get("origin")) is not None and not is_loopback(_host(origin)):
+        if not all(is_loopback(_host(origin)) for origin in headers.getlist("origin")):
             raise ApiError(
                 403, "Without a key, this server answers no pages of other sites.", code="wrong_origin"
             )

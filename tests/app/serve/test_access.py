@@ -18,6 +18,7 @@ CHAT = "/v1/chat/completions"
         ("127.9.9.9", 200),
         ("evil.example:8080", 403),
         ("localhost.evil.example", 403),
+        ("evil.example\\@localhost", 403),
         ("127.0.0.1.evil.example", 403),
         ("192.168.0.9:8080", 403),
         ("[::1", 403),
@@ -46,6 +47,8 @@ async def test_a_page_of_another_site_is_refused(served, origin, status):
     response = await client.post(CHAT, json=HELLO, headers={"Origin": origin})
     assert response.status_code == status
     assert response.headers.get("access-control-allow-origin") == (origin if status == 200 else None)
+    two = [("Origin", "http://localhost"), ("Origin", origin)]
+    assert (await client.post(CHAT, json=HELLO, headers=two)).status_code == status
     asked_before = await client.options(CHAT, headers={"Origin": origin})
     assert asked_before.status_code == (204 if status == 200 else 403)
 
