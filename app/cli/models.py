@@ -168,6 +168,8 @@ def _is_confirmed(question: str) -> bool:
 def show(args: Namespace, aliases: Mapping[str, str]) -> None:
     """Prints what a model's file says, and the decode speed that this machine's memory allows."""
     source, path = source_of(args.model, aliases)
+    if path is None and isinstance(source, Path) and source.exists():
+        path = source  # reading it tells what it is: a folder, a pipe
     if path is None:
         raise ModelFileError(
             f"{source} is not on this machine.",

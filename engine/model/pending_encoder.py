@@ -5,8 +5,9 @@ from __future__ import annotations
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
+from engine.description.architectures import check_architecture
 from engine.description.file_kind import check_is_model
-from engine.formats.gguf import GGUF
+from engine.formats.gguf import GGUF, printable
 from engine.formats.prompt import PromptEncoder
 from engine.formats.tokenizer import Merge
 from engine.formats.vocabulary import check_tokenizer
@@ -36,6 +37,7 @@ def _open(path: str | Path) -> GGUF:
     with timeline.span("header"):
         file = GGUF(path)
         check_is_model(file)
+        check_architecture(file.get("general.architecture", str), printable(file.path.name))
         check_tokenizer(file)
         return file
 

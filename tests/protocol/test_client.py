@@ -276,6 +276,9 @@ def test_a_tokenizer_that_is_not_known_is_refused_before_the_weights_load(monkey
     write(tmp_path / "model.gguf", "bert", [("a", NORMAL)])
     with pytest.raises(ModelFileError, match='has a tokenizer of the kind "bert"'):
         _load_text_model(EngineOptions(model_path=str(tmp_path / "model.gguf")), lambda event: None)
+    write(tmp_path / "model.gguf", "bert", [("a", NORMAL)], architecture="bert")
+    with pytest.raises(ModelFileError, match="is for embeddings of the architecture bert"):
+        _load_text_model(EngineOptions(model_path=str(tmp_path / "model.gguf")), lambda event: None)
 
 
 async def test_an_engine_that_fails_once_it_is_ready(engines):

@@ -355,6 +355,8 @@ def test_of_a_mixture_of_experts_a_token_uses_a_part(run, home, monkeypatch):
     [
         ("qwen3:4b", f"hf.co/Qwen/Qwen3-4B-GGUF:Q4_K_M is not on this machine. {call('pull')}"),
         ("/no/such.gguf", "/no/such.gguf is not on this machine. Check the path"),
+        ("/usr", "usr is a folder, not a model file."),
+        ("/dev/null", "null is not a file, but a pipe, a socket or a device."),
     ],
 )
 def test_show_of_what_is_not_here(run, fake_hub, name, sentence):
