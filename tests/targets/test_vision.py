@@ -56,8 +56,10 @@ def test_embeddings_are_the_references(kind, target, reference, tmp_path, monkey
     assert np.abs(got - expected).max() < 1e-5 * np.abs(expected).max()
 
 
-def test_a_cpu_multiplies_halves_as_integers_with_little_error(tmp_path, reference):
+@pytest.mark.parametrize("lanes", [8, 16])
+def test_a_cpu_multiplies_halves_as_integers_with_little_error(lanes, tmp_path, reference, monkeypatch):
     """Of a picture of several chunks, whose last one is not full."""
+    monkeypatch.setattr("engine.targets.cpu.vision.register_lanes", lambda: lanes)
     path = generated_encoder.write(tmp_path / "e.gguf", "pixtral", half=True, side=160, dim=144, width=80)
     encoder, wanted = open_encoder(path, CPUEncoder), reference.Vision(str(path), "transformers")
     rgb = noise(150, 110)
