@@ -26,7 +26,16 @@ from engine.targets.cpu.kernels.experts import (
     max_tiles,
 )
 from engine.targets.cpu.kernels.kernel_sequence import KernelSequence
-from engine.targets.cpu.kernels.product import product, shape_of, span_of
+from engine.targets.cpu.kernels.patch_attention import attend
+from engine.targets.cpu.kernels.patches import (
+    PatchHeads,
+    Preparation,
+    RowNorm,
+    add_rows,
+    prepare,
+    split_heads,
+)
+from engine.targets.cpu.kernels.product import ROUNDED, product, shape_of, span_of
 from engine.targets.cpu.kernels.rope import HeadLanes, rotate
 from engine.targets.cpu.kernels.stream_size import UNIT
 from engine.targets.cpu.kernels.thread_pool import ThreadPool
@@ -226,3 +235,42 @@ def test_delta_nets(pool: ThreadPool, tile: int) -> None:
     assert on_arm(pool, kernel, [x, gates, inputs], [*of_step, *tables]) < 1e-5
     out, states = memory.zeros(tokens * 128, dtypes.float32), random(net.state_size)
     assert on_arm(pool, delta_net(net, tile), [out, states], [*of_step, x, gates, random(32)]) < 1e-5
+
+
+@thorough
+def test_patches(pool: ThreadPool) -> None:
+    """An encoder's kernels: preparation, a product of rounded weights, heads, attention, and a sum."""
+    rows, cols = 2 * LANES, 64
+    norm, state = RowNorm(1e-6, True, True, True), ints(2, 0, 0)
+    outs = [memory.zeros(rows * cols, dtypes.int16), memory.zeros(rows * cols // UNIT, dtypes.float32)]
+    of_rows, x, limits = (
+        ints(cols // UNIT, cols),
+        random(rows * cols),
+        memory.array(np.tile(np.repeat([-1.5, 1.5], LANES), 3), dtypes.float32),
+    )
+    vectors = [random(cols), random(cols + 1)]
+    for bending in ("gelu", "exact gelu", "silu"):
+        kernel = prepare(Preparation(ROUNDED, True, norm, bending, clamps=(True, False, True)), LANES)
+        assert on_arm(pool, kernel, outs, [of_rows, state, x, *vectors, limits]) < 1e-4  # a rounding
+    h, layout = (
+        PatchHeads(2, 20, 0.3, replace(norm, centred=False), None, True, True, LANES),
+        LaneLayout(1, LANES),
+    )
+    stream = random(layout.size(3 * h.width, cols), dtypes.float16)
+    joined, shape = (
+        memory.zeros(rows * 3 * h.width, dtypes.float32),
+        shape_of(3 * h.width, cols, layout, False),
+    )
+    kernel = product(layout, LANES, span_of(cols), rounded=True)
+    ins = [ints(*shape), state, *outs, random(3 * h.width), stream]
+    assert on_arm(pool, kernel, [joined], ins) < 1e-6
+    q, keys, v = (memory.zeros(2 * rows * n, dtypes.float32) for n in (h.dim, h.dim, h.padded_dim))
+    norms = [random(20 + i) for i in range(4)]
+    ins = [ints(2), state, joined, random(rows * 10), random(rows * 10 + 1), *norms, limits]
+    assert on_arm(pool, split_heads(h), [q, keys, v], ins) < 1e-5
+    out, scores = (memory.zeros(n, dtypes.float32) for n in (rows * h.width, PARTS * rows * LANES))
+    ins = [scores, q, keys, v, random(rows), ints(2), state]
+    assert on_arm(pool, attend(h), [out], ins) < 1e-5
+    kernel = add_rows(norm, True, LANES)
+    ins = [of_rows, state, random(rows * cols + 1), *vectors, limits]
+    assert on_arm(pool, kernel, [x], ins) < 1e-5
