@@ -214,7 +214,7 @@ class Speculation:
         """As `_best`, of guesses that the draft model is going to make of the only reply."""
         assert self._drafter and reply.guesser
         best, best_gain, plain_s = NO_CHECK, 0.0, self.times.seconds(1)
-        draft_s = self._drafter.token_s or plain_s * _UNMEASURED_DRAFT
+        draft_s = _time_of(self._drafter.token_s, plain_s * _UNMEASURED_DRAFT, hopes)
         share = DRAFT_SHARE if hopes else reply.guesser.share(Guess((), DRAFTED))
         for width in widths:
             check_s = self._check_s(width, plain_s, hopes)
@@ -235,8 +235,7 @@ class Speculation:
         )
 
     def _check_s(self, width: int, plain_s: float, hopes: bool) -> float:
-        measured_s, hoped_s = self.times.seconds(width, checks=True), plain_s * _UNMEASURED
-        return min(measured_s, hoped_s) if hopes and measured_s else measured_s or hoped_s
+        return _time_of(self.times.seconds(width, checks=True), plain_s * _UNMEASURED, hopes)
 
     def _guesses(self, replies: Sequence[Job]) -> list[_Found]:
         """Those of the replies that have any."""
@@ -248,6 +247,11 @@ class Speculation:
                 if (guess := guesser.look_up(text, min(room, job.answer.left - 1))).tokens:
                     found.append(_Found(place, guesser, guess))
         return found
+
+
+def _time_of(measured_s: float, hoped_s: float, hopes: bool) -> float:
+    """What something takes: as measured, but no more than hoped if that `hopes`; as hoped if it was not measured."""
+    return min(measured_s, hoped_s) if hopes and measured_s else measured_s or hoped_s
 
 
 def _shared_out(found: Sequence[_Found], room: int) -> tuple[list[int], float]:
