@@ -32,14 +32,14 @@ def check_drafts_after_a_long_prompt() -> None:
     hold(300, 600, architecture="qwen35", **SMALL)
 
 
-def hold(n: int = 20, context: int = 64, **shape: Any) -> None:
+def hold(n: int = 20, context: int = 32, **shape: Any) -> None:
     """Drafts of a head that has read most of a text as a prompt, and the last pairs with them; and drafts once more.
     Raises AssertionError where tokens or streams differ."""
     with tempfile.TemporaryDirectory() as folder, short_lists():
         path = generated_model.write(Path(folder) / "model.gguf", draft_head=True, **shape)
         file, reference = GGUF(path), Reference(path, context)
         spec = read_spec(file)
-        runner = NvidiaRunner(Weights(file, spec, lambda _: None), context)
+        runner = NvidiaRunner(Weights(file, spec, lambda _: None), context, is_early=True)
         assert spec.draft_head
         head = runner.draft_head(Weights(file, spec.draft_head, lambda _: None), KVFormat.F16)
     head.prepare()
