@@ -25,6 +25,7 @@ from typing import Any
 from tinygrad import Device, UOp, codegen
 
 from engine.fixes import index_lowering, program_cache, slice_shapes
+from engine.kernels import compilation
 from tests.kernels.gpu.alignment import prove_uops
 from tests.thorough import THOROUGH
 
@@ -66,6 +67,13 @@ def prove_alignment() -> None:
     codegen.do_to_program = proven
 
 
+def compile_what_runs() -> None:
+    """From now on, a kernel is compiled when a step that has it is captured: runners compile at once what answers of
+    any length may need, of which a check runs a part. With ORIN_THOROUGH, and in `tests/driver/test_decode.py`, they
+    do."""
+    compilation.compile_once = lambda description, build: None
+
+
 def run(check: Callable[[], None], is_on_board: bool) -> str:
     """The traceback of a check that fails, "" where it does not."""
     from tests.kernels.gpu.buffers import begin
@@ -85,6 +93,8 @@ def main(*names: str) -> None:
     slice_shapes.apply()
     program_cache.apply()
     prove_alignment()
+    if not THOROUGH:
+        compile_what_runs()
     is_on_board = os.environ["DEV"].endswith("NV")
     with simulated_board() if is_on_board else contextlib.nullcontext():
         for name in names:
