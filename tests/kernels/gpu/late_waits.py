@@ -30,7 +30,6 @@ from engine.targets.nvidia.kernels.epilogues import (
 )
 from engine.targets.nvidia.kernels.flash_attention import flash_attention, flash_split
 from engine.targets.nvidia.kernels.kv_cache import Heads
-from engine.targets.nvidia.kernels.matmul import Tiles, matmul
 from engine.targets.nvidia.kernels.matvec import Schedule, StackedMatrices, matvec
 from engine.targets.nvidia.kernels.small_batch import SmallBatchTiles, small_batch_product, stored
 from engine.targets.nvidia.kernels.small_batch import activated as gated_few
@@ -41,7 +40,7 @@ from tests.thorough import THOROUGH
 
 SHORT, LONG = Schedule(4, 8, 2, 0, True), Schedule(2, 16, 2, 3, True)  # of one step, and with a loop
 SIZE = 1 << 24  # of all buffers
-INTEGERS = {"experts", "counts", "largest_rows", "tables", "state", "prompt"}
+INTEGERS = {"experts", "counts", "largest_rows", "tables", "state"}
 
 Made = tuple[Kernel, list[DType]]
 """A kernel, and the types of its planes: those of matrices, or of a cache."""
@@ -71,8 +70,6 @@ def products_of_several_tokens() -> Iterator[Made]:
         for epilogue in (stored(64, has_bias=True), gated_few("silu"), logits_few()):
             yield small_batch_product(layout, 8, 64, 512, SmallBatchTiles(1, 1, 2), epilogue, "t"), types
         yield small_batch_product(layout, 64, 64, 512, SmallBatchTiles(2, 1, 2), stored(64), "t"), types
-        for tiles in (Tiles(1, 2, 1, 2, 2), Tiles(1, 2, 1, 1, 1, 2)):
-            yield matmul(layout, 32, 64, 512, tiles, tiles.deep > 1, "t"), types
 
 
 def attention() -> Iterator[Made]:
