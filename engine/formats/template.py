@@ -114,6 +114,10 @@ class ChatTemplate:
         """
         if not messages:
             raise TemplateError("There is nothing to answer.", "Write a message first.")
+        if most is not None and len(messages) > most:  # each has a token: rendering them would hold others
+            raise ContextFullError(
+                f"The conversation has {len(messages)} messages; the context holds {most} tokens.", SHORTEN
+            )
         if not think:
             effort = "low" if self._marks is HARMONY else None  # gpt-oss always thinks
         unfinished = None

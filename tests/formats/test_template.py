@@ -6,7 +6,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from engine.errors import TemplateError
+from engine.errors import ContextFullError, TemplateError
 from engine.formats.gguf import GGUF
 from engine.formats.template import ChatTemplate
 from engine.formats.tokenizer import Tokenizer
@@ -222,6 +222,13 @@ def test_bos_comes_once(tmp_path):
 EFFORT = "{% if reasoning_effort is not defined %}{% set reasoning_effort = 'as ever' %}{% endif %}"
 EFFORT += "{{ reasoning_effort }}"
 CHANNELS = "<|channel|>analysis<|message|><|end|><|start|>assistant<|channel|>final<|message|>"
+
+
+def test_more_messages_than_the_context_has_tokens_are_not_rendered(template):
+    broken = template("{{ 1 / 0 }}")
+    with pytest.raises(ContextFullError, match="has 101 messages; the context holds 100 tokens"):
+        broken.encode([user("x")] * 101, most=100)
+    assert not broken.warning
 
 
 def test_how_much_a_model_should_think(template):
