@@ -26,12 +26,12 @@ from engine.targets.nvidia.input_scales import InputScales
 from engine.targets.nvidia.kernels.joining import first_goes_on, normed_row
 from engine.targets.nvidia.kernels.kernel_sequence import KernelSequence
 from engine.targets.nvidia.kernels.token_slots import TokenSlots
-from engine.targets.nvidia.memory import CHUNK_SIZES
 from engine.targets.nvidia.mixed import MixedKernels
 from engine.targets.nvidia.prompt_step import RowsStep
 from engine.targets.nvidia.weights import GPUModel, allocate
 
 Floats = NDArray[np.float32]
+_SIZES = (32, 64, 512)  # tokens of a prompt that it reads in a step
 _ROWS = 8
 """A step of so many rows takes about as long as one of one."""
 
@@ -61,7 +61,7 @@ class NvidiaDraftHead:
         """`trunk`: the model, whose matrices it shares. Raises ModelFileError."""
         spec = weights.spec
         assert spec.join
-        self._sizes = tuple(n for n in CHUNK_SIZES if n <= context) or CHUNK_SIZES[:1]
+        self._sizes = tuple(n for n in _SIZES if n <= context) or _SIZES[:1]
         chunk = self._sizes[-1]
         self._key = spec, context, kv, "draft head"
         self._model = model = allocate(weights, context, chunk, 1, kv, trunk=trunk)

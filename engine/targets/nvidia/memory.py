@@ -3,7 +3,8 @@
 from engine.targets.memory import TargetMemory
 from engine.targets.nvidia.kernels.matrix_bytes import matrix_bytes
 
-CHUNK_SIZES = (32, 64, 512)
+CHUNK_SIZES = (32, 64, 128, 256, 512)
+"""Tokens of a prefill step. A prompt of 128 tokens takes twice as long in a step of 512 (Qwen3 1.7B on an H200)."""
 
 MEMORY = TargetMemory(
     matrix_bytes,

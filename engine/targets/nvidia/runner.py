@@ -55,8 +55,6 @@ from engine.targets.nvidia.step_trials import StepTrials
 from engine.targets.nvidia.uses import uses_of
 from engine.targets.nvidia.weights import allocate
 
-_BETWEEN_STEPS = (128, 256)
-"""Between the decode steps of other conversations, prompts go in pieces that take about as long as such a step."""
 _DECODE_AT_MOST = 1  # so few tokens of a prompt are faster one by one
 _DETOUR_AT_MOST = 128  # so few are so before the kernels of prefill are compiled
 _MISSED_AT_MOST = 256
@@ -84,8 +82,7 @@ class NvidiaRunner:
         launch_bounds.apply()
         os.environ.setdefault("ALLOW_HALF8", "1")  # lets tinygrad load eight half-precision numbers at once
         self.parallel, self._context, self._is_early = parallel, context_length, is_early
-        self._sizes = sorted(CHUNK_SIZES + (_BETWEEN_STEPS if parallel > 1 else ()))
-        self.chunk_sizes = tuple(n for n in self._sizes if n <= context_length)
+        self.chunk_sizes = tuple(n for n in CHUNK_SIZES if n <= context_length)
         self._set_up = weights.spec, context_length, parallel, kv, pictures  # what the kernels follow from
         self._model = model = allocate(weights, context_length, self.max_chunk, parallel, kv, pictures)
         self._angles = OwnAngles(model, context_length, parallel, pictures)
@@ -173,8 +170,8 @@ class NvidiaRunner:
         self._capture((1, shortest, _BEST, 0, False), lambda: self._steps.kernels(1, shortest))
         if not filling.done():
             self._capture((1, shortest, _DRAWN, 0, False), lambda: self._steps.kernels(1, shortest, _DRAWN))
-        if not filling.done() and self._has_prefill(self._sizes[0]):
-            self._prepare_prefill(self._sizes[0])
+        if not filling.done() and self._has_prefill(CHUNK_SIZES[0]):
+            self._prepare_prefill(CHUNK_SIZES[0])
 
     @property
     def row_counts(self) -> tuple[int, ...]:
@@ -271,7 +268,7 @@ class NvidiaRunner:
             self._prefill.send(size, pieces, len(rows), self._steps.count(len(rows), size))
         else:
             self._store(pieces)
-        self._hidden = [*self._prefill.streams(embedded, self._sizes, self._launch_whole)]
+        self._hidden = [*self._prefill.streams(embedded, CHUNK_SIZES, self._launch_whole)]
         chosen: list[int] = []
         self._earlier = []
         for first in range(0, len(rows), most):
@@ -326,7 +323,7 @@ class NvidiaRunner:
     def _store(self, pieces: Sequence[Slot]) -> None:
         """Prefills pieces of prompts, as many as fit in a step."""
         while pieces:
-            some = ((n, size) for n in range(len(pieces), 1, -1) for size in self._sizes)
+            some = ((n, size) for n in range(len(pieces), 1, -1) for size in CHUNK_SIZES)
             n, size = next((s for s in some if self._fits(s[1], pieces[: s[0]])), (1, 0))
             self._launch_prefill(size, pieces[:n]) if size else self._store_one(pieces[0])
             pieces = pieces[n:]
@@ -337,9 +334,10 @@ class NvidiaRunner:
 
     def _store_one(self, slot: Slot) -> None:
         """Prefills a piece of a prompt, in smaller ones while the kernels of its size are not compiled."""
-        size, n = self._size_of(len(slot.inputs)), len(slot.inputs)
+        n = len(slot.inputs)
+        size = next((s for s in CHUNK_SIZES if n <= s and self._has_prefill(s)), self._size_of(n))
         if not (slot.pictures or self._has_prefill(size)):
-            size = max((s for s in self._sizes if s < size and self._has_prefill(s)), default=self._sizes[0])
+            size = max((s for s in CHUNK_SIZES if s < size and self._has_prefill(s)), default=CHUNK_SIZES[0])
         at_most = _DECODE_AT_MOST if self._has_prefill(size) else _DETOUR_AT_MOST
         decodes = n <= at_most and not slot.pictures
         for at in range(0, n, step := 1 if decodes else size):
@@ -384,7 +382,7 @@ class NvidiaRunner:
 
     def _size_of(self, tokens: int) -> int:
         """The padded size of a chunk of so many tokens."""
-        return next(size for size in self._sizes if tokens <= size)
+        return next(size for size in CHUNK_SIZES if tokens <= size)
 
     def prepare(self, size: int) -> None:
         if size in self._prepared:
