@@ -5,9 +5,8 @@ from types import SimpleNamespace
 import pytest
 
 from engine.runtime.model_runner import Slot
+from engine.targets.nvidia.memory import CHUNK_SIZES as SIZES
 from engine.targets.nvidia.runner import NvidiaRunner
-
-SIZES = (32, 64, 128, 256, 512)
 
 
 @pytest.mark.parametrize(
@@ -16,6 +15,7 @@ SIZES = (32, 64, 128, 256, 512)
         (200, SIZES, [(256, 0, 200)]),
         (200, (32,), [(32, at, min(32, 200 - at)) for at in range(0, 200, 32)]),
         (200, (32, 128, 512), [(128, 0, 128), (128, 128, 72)]),
+        (200, (32, 512), [(512, 0, 200)]),
         (200, (), [(32, at, min(32, 200 - at)) for at in range(0, 200, 32)]),  # the first compiles them
         (3, (), [(1, 0, 1), (1, 1, 1), (1, 2, 1)]),
         (3, SIZES, [(32, 0, 3)]),
@@ -24,7 +24,6 @@ SIZES = (32, 64, 128, 256, 512)
 def test_a_prompt_is_read_in_pieces_whose_kernels_are_compiled(tokens, compiled, launched):
     seen = []
     runner = SimpleNamespace(
-        _sizes=SIZES,
         _size_of=lambda n: next(size for size in SIZES if n <= size),
         _has_prefill=lambda size: size in compiled,
         _steps=SimpleNamespace(decode=lambda rows, ahead: seen.append((1, rows[0].position, 1))),

@@ -333,11 +333,14 @@ class NvidiaRunner:
         return self._prefill.fits(size, pieces) and self._has_prefill(size)
 
     def _store_one(self, slot: Slot) -> None:
-        """Prefills a piece of a prompt, in smaller ones while the kernels of its size are not compiled."""
-        n = len(slot.inputs)
-        size = next((s for s in CHUNK_SIZES if n <= s and self._has_prefill(s)), self._size_of(n))
+        """Prefills a piece of a prompt. While the kernels of its size are not compiled, it goes in smaller ones, or in
+        a larger step if these would be many."""
+        size, n = self._size_of(len(slot.inputs)), len(slot.inputs)
         if not (slot.pictures or self._has_prefill(size)):
-            size = max((s for s in CHUNK_SIZES if s < size and self._has_prefill(s)), default=CHUNK_SIZES[0])
+            compiled = [s for s in CHUNK_SIZES if self._has_prefill(s)]
+            smaller = max((s for s in compiled if s < size), default=CHUNK_SIZES[0])
+            larger = min((s for s in compiled if s > size), default=0)
+            size = larger if larger and n > 2 * smaller else smaller
         at_most = _DECODE_AT_MOST if self._has_prefill(size) else _DETOUR_AT_MOST
         decodes = n <= at_most and not slot.pictures
         for at in range(0, n, step := 1 if decodes else size):
