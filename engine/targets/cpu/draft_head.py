@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.loading.weights import Weights
+from engine.runtime.head_drafter import normed
 from engine.runtime.kv_blocks import BLOCK
 from engine.runtime.model_runner import ModelRunner, Slot
 from engine.targets.cpu.kernels import memory
@@ -45,12 +46,12 @@ class CPUDraftHead:
         for first in range(0, len(tokens), most):
             some = slice(first, first + most)
             inputs = tuple(tokens[some])
-            self._hidden[: len(inputs)] = self._normed(streams[some], self._trunk_norm)
+            self._hidden[: len(inputs)] = normed(streams[some], self._trunk_norm, self._eps)
             self._runner.run([Slot(0, inputs, place + first, "none")])
 
     def draft(self, place: int, tokens: Sequence[int], streams: Floats, n: int) -> list[int]:
         count, drafts = len(tokens), list[int]()
-        self._hidden[:count] = self._normed(streams, self._trunk_norm)
+        self._hidden[:count] = normed(streams, self._trunk_norm, self._eps)
         rows = [Slot(0, (token,), place + i) for i, token in enumerate(tokens)]
         while True:
             token = int(self._runner.run(rows)[-1])
@@ -61,10 +62,5 @@ class CPUDraftHead:
                 return drafts
             stream = self._runner.streams(len(rows))
             assert stream is not None
-            self._hidden[0] = self._normed(stream[-1:], self._own_norm)[0]
+            self._hidden[0] = normed(stream[-1:], self._own_norm, self._eps)[0]
             rows = [Slot(0, (token,), rows[-1].position + 1)]
-
-    def _normed(self, x: Floats, weight: Floats) -> Floats:
-        """RMS norm of rows, float32 (n, dim)."""
-        size = np.sqrt((x * x).mean(-1, keepdims=True) + np.float32(self._eps))
-        return np.asarray(x / size * weight, np.float32)

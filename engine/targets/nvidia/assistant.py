@@ -12,6 +12,7 @@ from engine.formats.kv_format import KVFormat
 from engine.kernels.compilation import compile_once
 from engine.kernels.device_memory import overwrite
 from engine.loading.weights import Weights
+from engine.runtime.head_drafter import normed
 from engine.targets.nvidia.batch import BatchKernels
 from engine.targets.nvidia.device_sampler import Choice, DeviceSampler, Ending
 from engine.targets.nvidia.input_scales import InputScales
@@ -46,7 +47,7 @@ class NvidiaAssistant:
         model = allocate(weights, context, _ROWS, 1, kv, trunk=trunk)
         pools = tuple(a.heads.pool for a in model.attention)
         self._key = weights.spec, context, kv, pools, "assistant"
-        self._norm, self._eps = trunk.output_norm.weight, np.float32(trunk.spec.stream_eps)
+        self._norm, self._eps = trunk.output_norm.weight, trunk.spec.stream_eps
         self._batch = _AssistantRows(model, InputScales(), context, [_ROWS])
         self._slots = TokenSlots(2 * _ROWS)
         self._ending = Ending(self._slots.tensor, sampler, Choice())
@@ -61,9 +62,8 @@ class NvidiaAssistant:
         self.is_ready = True
 
     def draft(self, sequence: int, position: int, token: int, stream: Floats, n: int) -> list[int]:
-        size = np.sqrt((stream * stream).mean() + self._eps)
-        overwrite(self._batch.hidden, np.asarray(stream / size * self._norm, np.float32))
-        step = self._capture(next(limit for limit in self._batch.context_limits if position < limit))
+        overwrite(self._batch.hidden, normed(stream, self._norm, self._eps))
+        step = self._capture(self._batch.limit(position))
         drafts, slot = list[int](), position % 2 * _ROWS  # `StepRows.token_slot` of the first row
         while len(drafts) < n:
             self._batch.send(_ROWS, [token], [position], [sequence], [False])

@@ -93,6 +93,10 @@ class BatchKernels(PrefillKernels):
         elif choice:
             step.add(next_tokens(blocks, rows), state=state, tokens=next_ids, **best)
 
+    def limit(self, position: int) -> int:
+        """The one of `context_limits` for a step up to `position`."""
+        return next(limit for limit in self.context_limits if position < limit)
+
     def state(self, rows: int) -> Tensor:
         """What a step of `rows` rows reads."""
         return self._states[rows]

@@ -18,6 +18,7 @@ from engine.formats.kv_format import KVFormat
 from engine.kernels.compilation import compile_once
 from engine.kernels.device_memory import overwrite, to_device
 from engine.loading.weights import Weights
+from engine.runtime.head_drafter import normed
 from engine.runtime.kv_blocks import BLOCK
 from engine.runtime.model_runner import Slot
 from engine.targets.nvidia.batch import BatchKernels
@@ -65,7 +66,7 @@ class NvidiaDraftHead:
         chunk = self._sizes[-1]
         self._key = spec, context, kv, "draft head"
         self._model = model = allocate(weights, context, chunk, 1, kv, trunk=trunk)
-        self._trunk_norm, self._eps = weights.vector(spec.join.trunk_norm), np.float32(spec.stream_eps)
+        self._trunk_norm, self._eps = weights.vector(spec.join.trunk_norm), spec.stream_eps
         self._batch = _HeadRows(model, context, weights.vector(spec.output_norm))
         self._prefill = MixedKernels(model, InputScales(), chunk, self._batch)
         self._slots = TokenSlots(2 * _ROWS)
@@ -107,7 +108,7 @@ class NvidiaDraftHead:
         for i in range(n + 1):
             if i < n:  # one ahead of the token that is waited for
                 self._slots.expect(self._slot(last + i))
-                self._capture("rows", self._limit(last + i))()
+                self._capture("rows", self._batch.limit(last + i))()
             if i:
                 drafts.append(self._slots.take(self._slot(last + i - 1)))
         return drafts
@@ -116,9 +117,6 @@ class NvidiaDraftHead:
     def _slot(position: int) -> int:
         """Where the step of the first row at a position leaves its token (`StepRows.token_slot`)."""
         return position % 2 * _ROWS
-
-    def _limit(self, position: int) -> int:
-        return next(limit for limit in self._batch.context_limits if position < limit)
 
     def _capture(self, kind: str, size: int) -> Callable[[], None]:
         if (kind, size) not in self._captured:
@@ -138,5 +136,4 @@ class NvidiaDraftHead:
 
     def _normed(self, streams: Floats) -> Floats:
         """What the model's head reads of its residual stream, float32 (tokens * dim,)."""
-        size = np.sqrt((streams * streams).mean(-1, keepdims=True) + self._eps)
-        return np.asarray(streams / size * self._trunk_norm, np.float32).reshape(-1)
+        return normed(streams, self._trunk_norm, self._eps).reshape(-1)
