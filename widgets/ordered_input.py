@@ -58,3 +58,5 @@ async def _run_binding(widget: Widget, event: Key) -> None:
             event.stop()
             event.prevent_default()
             return
+    if event.key.startswith("alt+"):  # terminals send its letter too, which is no text
+        event.prevent_default()

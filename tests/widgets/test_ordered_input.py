@@ -49,3 +49,23 @@ async def test_a_key_without_a_meaning_here_is_the_applications():
         box.select_all()
         await pilot.press("ctrl+c")
         assert (app.counted, app.clipboard) == (1, "text")
+
+
+@pytest.mark.parametrize("kind", [OrderedInput, OrderedTextArea, Prompt])
+async def test_a_letter_with_alt_is_no_text_but_a_key(kind: type[OrderedInput | OrderedTextArea]):
+    class Tinting(BoxApp):
+        BINDINGS = [("alt+g", "tint")]  # noqa: RUF012
+        tints = 0
+
+        def action_tint(self) -> None:
+            self.tints += 1
+
+    app = Tinting(kind())
+    async with app.run_test() as pilot:
+        app.box.focus()
+        await pilot.pause()
+        for key, character in (("a", "a"), ("alt+g", "g"), ("b", "b")):  # as the parser reads ESC g
+            app.post_message(events.Key(key, character))
+            await pilot.pause()
+        text = app.box.value if isinstance(app.box, OrderedInput) else app.box.text
+        assert (text, app.tints) == ("ab", 1)
