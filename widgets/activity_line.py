@@ -33,7 +33,7 @@ def status_text(status: EngineStatus) -> str:
             left = f"at most {left}" if status.searching and left else left
             parts = [task, one_line(status.searching), count, cached, left]
         case Phase.PREFILLING if status.looking_at:
-            parts = [f"looking at {status.looking_at}", share, left]
+            parts = [status.looking_at, share, left]
         case Phase.PREFILLING:
             parts = [
                 "reading the prompt",

@@ -40,8 +40,8 @@ class Phase(Enum):
 class EngineStatus:
     """`done` of `total` (0: not known) are bytes while loading, kernels while warming, products while searching and
     prompt tokens while prefilling. `cached` of the kernels or products were known from an earlier run. `searching` is
-    the product whose fastest kernel is searched ("": no search). `looking_at` is the picture that is encoded, and
-    `done` of `total` are parts of that ("": none).
+    the product whose fastest kernel is searched ("": no search). `looking_at` says that a picture is encoded, or
+    kernels are prepared for it, of which `done` of `total` are parts ("": none).
 
     `ready` is what the engine said of itself. `context_length` (tokens), `cache_bytes` (what the KV cache takes in
     memory) and `kv` (its format) may be known while it loads. `tokens`, `tokens_per_s` and `first_token_s` are of the

@@ -135,7 +135,8 @@ class StatusObserver:
                 self._status = replace(self._status, ready=event)
                 self._set_context(event)
             case Seeing(done=done, total=total):
-                self._look_at(f"picture {event.index + 1} of {event.pictures}")
+                task = "preparing kernels for" if event.compiles else "looking at"
+                self._look_at(f"{task} picture {event.index + 1} of {event.pictures}")
                 self._progress(Phase.PREFILLING, done, total)
             case Prefilling(done=done, total=total, cached=cached):
                 self._look_at("")

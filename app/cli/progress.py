@@ -40,7 +40,8 @@ def describe(event: Event) -> str:
             return one_line(", ".join(part for part in parts if part))
         case Seeing(done=done, total=total):
             share = f", {done / total:.0%}" if total else ""
-            return f"looking at picture {event.index + 1} of {event.pictures}{share}"
+            task = "preparing kernels for" if event.compiles else "looking at"
+            return f"{task} picture {event.index + 1} of {event.pictures}{share}"
         case Prefilling(done=done, total=total):
             return f"reading the prompt, {done:,} of {counted(total, 'token')}"
         case Thinking():

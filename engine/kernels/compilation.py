@@ -60,21 +60,35 @@ def compile_calls(linear: UOp) -> UOp:
 def compile_all(linears: Sequence[UOp]) -> None:
     """Compiles the kernels of several LINEARs at once, so that tinygrad's compiler processes share the work. Raises
     PreemptedError (`interruptible`)."""
-    todo = {call.src[0]: call for linear in linears for call in linear.src if call.src[0] not in _programs}
-    graphs = [graph for graph in todo if graph.op is Ops.SINK]
-    if not graphs:
+    if not _interrupted:
+        _compile(_uncompiled(linears))
         return
-    # The largest come first, or all processes would wait for the last of them.
-    graphs.sort(key=lambda graph: len(graph.toposort()), reverse=True)
-    # What may be interrupted asks after each kernel of every process.
-    batch = max(1, int(os.environ.get("PARALLEL", "0"))) if _interrupted else len(graphs)
-    for start in range(0, len(graphs), batch):
-        if start and _interrupted and _interrupted():
+    for done, _ in compile_in_turns(linears):
+        if done and _interrupted():
             raise PreemptedError("Compiling stopped because a request came in.")
-        _compile([todo[graph] for graph in graphs[start : start + batch]])
+
+
+def compile_in_turns(linears: Sequence[UOp]) -> Iterator[tuple[int, int]]:
+    """Compiles the kernels of several LINEARs, one for each of tinygrad's compiler processes in a turn. Before each it
+    yields how many of these kernels it has compiled, and how many there are to compile."""
+    todo, at_once = _uncompiled(linears), max(1, int(os.environ.get("PARALLEL", "0")))
+    for start in range(0, len(todo), at_once):
+        yield start, len(todo)
+        _compile(todo[start : start + at_once])
+
+
+def _uncompiled(linears: Sequence[UOp]) -> list[UOp]:
+    """A call of each kernel that is not compiled. The largest come first, or all processes would wait for the last of
+    them."""
+    calls = {call.src[0]: call for linear in linears for call in linear.src if call.src[0] not in _programs}
+    graphs = [graph for graph in calls if graph.op is Ops.SINK]
+    graphs.sort(key=lambda graph: len(graph.toposort()), reverse=True)
+    return [calls[graph] for graph in graphs]
 
 
 def _compile(calls: Sequence[UOp]) -> None:
+    if not calls:
+        return
     compiled = realize.compile_linear(UOp(Ops.LINEAR, src=tuple(calls)))
     for call, done in zip(calls, compiled.src, strict=True):
         _programs[call.src[0]] = done.src[0]

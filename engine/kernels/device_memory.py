@@ -38,6 +38,11 @@ def device_zeros(n: int, dtype: DType = dtypes.float32) -> Tensor:
     return Tensor(UOp.from_buffer(buffer))
 
 
+def unallocated(n: int, dtype: DType = dtypes.float32) -> Tensor:
+    """A device tensor (n,) without memory, for kernels that are compiled and not run."""
+    return Tensor(UOp.from_buffer(Buffer(Device.DEFAULT, n, dtype)))
+
+
 def aligned(n: int) -> int:
     """The least multiple of what parts of buffers begin at, in numbers of 32 bits, that is not below n."""
     return -(-n // _ALIGNMENT) * _ALIGNMENT

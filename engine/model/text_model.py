@@ -71,6 +71,7 @@ from engine.runtime.answer import Answer, Answers
 from engine.runtime.choice_reporter import ChoiceReporter
 from engine.runtime.embedding import Embeddings, Pooler
 from engine.runtime.model_runner import Drawing, Slot, Want
+from engine.runtime.pictures import PictureEncoder
 from engine.runtime.prefix_folder import default_limit_bytes
 from engine.runtime.prefix_store import PrefixStore
 from engine.runtime.scheduler import Scheduler
@@ -133,13 +134,14 @@ class TextModel:
             store = _prefix_store(file, self._runner.export_layout, options.prefix_cache_bytes)
             self._head = open_head(self._runner, spec, head, set_up[0], kv)
             model = draft.open(self.context_length) if draft and self._runner.check_rows else None
+            seeing = encoder.open(options.kernels) if encoder else None
             self.scheduler = Scheduler(
                 self._runner,
                 lambda slots: self._report_slots(slots, report),
                 store,
                 options.token_gap,
                 options.speculate,
-                encoder.open(options.kernels) if encoder else None,
+                seeing,
                 model or self._head,
             )
             self._search(options, report)
@@ -153,6 +155,8 @@ class TextModel:
                 collections.deque(self._captures, 0)
             if options.speculate != "off":
                 self._captures = chain(self._captures, self._capture_checks())
+            if seeing:
+                self._captures = chain(self._captures, self._prepare_pictures(seeing))
         compiler_processes.dismiss()
         with timeline.span("waiting for the tokenizer"):
             self.prompts = prompts.encoder()
@@ -377,6 +381,12 @@ class TextModel:
                 yield from self._prepare(partial(self._run, 0, size // 2 + 1, want="hidden"))
                 yield
             yield from self._prepare(head.prepare)
+            yield
+
+    def _prepare_pictures(self, encoder: PictureEncoder) -> Iterator[None]:
+        """Compiles what pictures need."""
+        for prepare in encoder.preparations():
+            yield from self._prepare(prepare)
             yield
 
     def _prepare(self, prepare: Callable[[], None]) -> Iterator[None]:

@@ -259,8 +259,9 @@ class Ready(_Record, frozen=True, kw_only=True):
 
 class Seeing(_Record, frozen=True, kw_only=True):
     """Of the prompt's `pictures`, the one at `index` becomes `tokens` tokens: `done` of `total` parts of the encoder's
-    work on it are done. Comes before its tokens are read, at most four times a second while a picture is encoded, and
-    for each picture once with `done` equal to `total`, also if nothing was to be computed for it."""
+    work on it are done, or while it `compiles`, of the kernels for pictures of its size. Comes before its tokens are
+    read, at most four times a second while a picture is encoded, and for each picture once with `done` equal to
+    `total`, also if nothing was to be computed for it."""
 
     request_id: int
     index: int
@@ -268,6 +269,7 @@ class Seeing(_Record, frozen=True, kw_only=True):
     tokens: int
     done: int
     total: int
+    compiles: bool = False
 
 
 class Prefilling(_Record, frozen=True, kw_only=True):

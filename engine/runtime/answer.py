@@ -26,7 +26,7 @@ from engine.protocol.events import (
 )
 from engine.runtime.grammar import Constraint, Forced, Grammars, NotYet
 from engine.runtime.model_runner import Drawing, Want
-from engine.runtime.pictures import Pictures
+from engine.runtime.pictures import Pictures, Progress
 from engine.runtime.sampling import Logits, LogProbabilities, Sampler, biased
 
 Late = list[Callable[[], None]]
@@ -160,8 +160,8 @@ class Answer:
             Prefilling(request_id=self.request.request_id, done=done, total=self.prompt_n, cached=self.cached)
         )
 
-    def report_picture(self, index: int, done: int, total: int) -> None:
-        """Reports that `done` of `total` parts of the work on a picture are done."""
+    def report_picture(self, index: int, progress: Progress) -> None:
+        """Reports how far the work on a picture is."""
         assert self.pictures
         placed = self.pictures.placed
         self._report(
@@ -170,8 +170,9 @@ class Answer:
                 index=index,
                 pictures=len(placed),
                 tokens=len(placed[index].picture.ids),
-                done=done,
-                total=total,
+                done=progress.done,
+                total=progress.total,
+                compiles=progress.compiles,
             )
         )
 

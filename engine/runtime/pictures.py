@@ -11,7 +11,7 @@ goes on at p + the larger side. So positions are behind the places in the KV cac
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -30,31 +30,46 @@ class PictureRoom(NamedTuple):
     whole: int
 
 
+class Progress(NamedTuple):
+    """`done` of `total` parts of the work on a picture are done, or while it `compiles`, kernels for its size."""
+
+    done: int
+    total: int
+    compiles: bool = False
+
+
+_BEGUN = Progress(0, 1)
+
+
 class PictureEncoder(Protocol):
     """Computes embeddings on a device, in the runner's thread."""
 
-    def encode(self, rgb: NDArray[np.uint8]) -> Generator[tuple[int, int], None, Floats]:
-        """The embeddings of a picture at the encoder's size, uint8 (height, width, 3): float32 (tokens, dim). Gives
-        (done, total) after each part of the work."""
+    def encode(self, rgb: NDArray[np.uint8]) -> Generator[Progress, None, Floats]:
+        """The embeddings of a picture at the encoder's size, uint8 (height, width, 3): float32 (tokens, dim). Gives its
+        progress after each part of the work."""
+        ...
+
+    def preparations(self) -> Sequence[Callable[[], None]]:
+        """What compiles the kernels for pictures of each size, those first that are asked for first. They may be called
+        at any time between two parts, and raise what the device raises, and PreemptedError (`interruptible`)."""
         ...
 
 
 @dataclass(eq=False)
 class Encoding:
-    """A picture, and its embeddings as far as they are computed. `done` of `total` parts of the work are done."""
+    """A picture, and its embeddings as far as they are computed."""
 
     picture: SeenPicture
-    work: Generator[tuple[int, int], None, Floats]
+    work: Generator[Progress, None, Floats]
     embeddings: Floats | None = None
-    done: int = 0
-    total: int = 1
+    progress: Progress = _BEGUN
 
     def step(self) -> None:
         """Computes the next part. Raises what the device raises."""
         try:
-            self.done, self.total = next(self.work)
+            self.progress = next(self.work)
         except StopIteration as end:
-            self.embeddings, self.done = end.value, self.total
+            self.embeddings, self.progress = end.value, Progress(self.progress.total, self.progress.total)
             assert len(end.value) == len(self.picture.ids)
 
 

@@ -7,7 +7,7 @@ from collections import OrderedDict
 
 from engine.formats.prompt_pictures import SeenPicture
 from engine.runtime.answer import Answer
-from engine.runtime.pictures import Encoding, PictureEncoder
+from engine.runtime.pictures import Encoding, PictureEncoder, Progress
 
 _REPORT_S = 0.25
 _KEPT_BYTES = 512 << 20  # of embeddings that may be needed again
@@ -36,14 +36,14 @@ class Sight:
             if encoding.embeddings is None:
                 if time.perf_counter() >= self._report_due_s:
                     self._report_due_s = time.perf_counter() + _REPORT_S
-                    answer.report_picture(i, encoding.done, encoding.total)
+                    answer.report_picture(i, encoding.progress)
                 return False
         for i in pictures.within(0, end):
             if i not in pictures.reported:
                 pictures.reported.add(i)
                 known = pictures.encodings[i]
-                total = known.total if known else 1
-                answer.report_picture(i, total, total)
+                total = known.progress.total if known else 1
+                answer.report_picture(i, Progress(total, total))
         return True
 
     def _compute(self, encoding: Encoding) -> None:

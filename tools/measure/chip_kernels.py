@@ -136,8 +136,8 @@ def _take_encoder(file: Any) -> None:
     spec = read_vision(file)
     with mock.patch.object(vision, "fill", lambda weights, matrices: None):
         encoder = vision.NvidiaEncoder(FileWeights(file, list(spec.weights()), lambda _: None), spec)
-        for size in sorted({vision.size_of(spec, n) for n in (1, 1000, 4000, spec.most_patches)}):
-            encoder.steps(size)
+        for prepare in encoder.preparations():
+            prepare()
 
 
 def _texts(programs: Sequence[Any]) -> list[KernelText]:

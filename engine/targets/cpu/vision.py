@@ -7,7 +7,7 @@ memory: they are compiled once, when the encoder is opened, for pictures of all 
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -31,6 +31,7 @@ from engine.formats.dequantize import HOST_TYPES
 from engine.formats.ggml_types import GGML_TYPES
 from engine.loading.weights import FileWeights
 from engine.pictures import Floats, Grid, encoder_input, with_line_ends
+from engine.runtime.pictures import Progress
 from engine.targets.cpu.kernels import memory
 from engine.targets.cpu.kernels.activations import buffer_type
 from engine.targets.cpu.kernels.kernel_sequence import CompiledSequence, KernelSequence
@@ -119,7 +120,7 @@ class CPUEncoder:
         self._sequences = [[sequence.compile() for sequence in of] for of in sequences]
         self._linears = {step: (rows, s.compile(), out) for step, (rows, s, out) in linears.items()}
 
-    def encode(self, rgb: NDArray[np.uint8]) -> Generator[tuple[int, int], None, Floats]:
+    def encode(self, rgb: NDArray[np.uint8]) -> Generator[Progress, None, Floats]:
         """See `PictureEncoder`."""
         spec = self.spec
         side = spec.patch * spec.merge
@@ -128,7 +129,7 @@ class CPUEncoder:
         of = encoder_input(spec, rgb, table)
         chunks = list(_chunks(len(of.patches), self._lanes))
         jobs = [(s, chunk) for sublayer in self._sequences for s in sublayer for chunk in chunks]
-        yield 0, len(jobs) + 1
+        yield Progress(0, len(jobs) + 1)
         first, *more = (self._linear(Linear(kernel), of.patches) for kernel in spec.kernels)
         x = sum(more, start=first)
         if spec.bias:
@@ -148,13 +149,17 @@ class CPUEncoder:
             memory.view(turns)[: angles.size] = angles.reshape(-1)
         for done, (sequence, chunk) in enumerate(jobs):
             if done:  # the first part had the patches
-                yield done, len(jobs) + 1
+                yield Progress(done, len(jobs) + 1)
             self._run(sequence, chunk)
-        yield len(jobs), len(jobs) + 1
+        yield Progress(len(jobs), len(jobs) + 1)
         x = rows[:n, : spec.dim]
         for step in spec.projector:
             x = self._projected(step, x)
         return with_line_ends(x, grid, self._vectors[spec.line_end] if spec.line_end else None)
+
+    def preparations(self) -> Sequence[Callable[[], None]]:
+        """None: all kernels were compiled when the encoder was opened."""
+        return ()
 
     def _run(self, sequence: CompiledSequence, chunk: range) -> None:
         state = memory.view(self._state)

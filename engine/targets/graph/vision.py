@@ -36,6 +36,7 @@ from engine.description.vision import (
 from engine.kernels.quantized_matrix import QuantizedMatrix
 from engine.loading.weights import FileWeights, pieces
 from engine.pictures import Grid, encoder_input, with_line_ends
+from engine.runtime.pictures import Progress
 
 _SCORES = 1 << 26  # of attention, at a time: more queries are done one part after the other
 _CAPTURED = 3  # sizes whose captured steps are kept
@@ -64,9 +65,9 @@ class GraphEncoder:
         self._all = Parameters(matrices, vectors, self._limits)
         self._steps: OrderedDict[int, dict[PatchSublayer | str, Callable[..., Tensor]]] = OrderedDict()
 
-    def encode(self, rgb: NDArray[np.uint8]) -> Generator[tuple[int, int], None, Floats]:
-        """Computes the embeddings of a picture that `pictures.resized` gave, float32 (tokens, out). Gives (done, total)
-        after each part of the work."""
+    def encode(self, rgb: NDArray[np.uint8]) -> Generator[Progress, None, Floats]:
+        """Computes the embeddings of a picture that `pictures.resized` gave, float32 (tokens, out). See
+        `PictureEncoder`."""
         spec = self.spec
         side = spec.patch * spec.merge
         grid = Grid(rgb.shape[0] // side, rgb.shape[1] // side)
@@ -80,14 +81,18 @@ class GraphEncoder:
         first = [_filled(a, size) for a in (of.patches, of.added) if a is not None]
         x = self._captured(size, "embed", self._embed)(*first)
         for done, sublayer in enumerate(spec.sublayers, 1):
-            yield done, total
+            yield Progress(done, total)
             shape = _without_layer(sublayer)
             step = self._captured(size, shape, partial(self._sublayer, sublayer, len(others)))
             x = step(x, *others, *self._all.of(sublayer))
-        yield total - 1, total
+        yield Progress(total - 1, total)
         tokens = grid.rows * grid.columns
         embeddings = self._captured(size, "project", self._project)(x).numpy()[:tokens]
         return with_line_ends(embeddings, grid, self._host[spec.line_end] if spec.line_end else None)
+
+    def preparations(self) -> Sequence[Callable[[], None]]:
+        """None: steps are compiled when a picture needs them."""
+        return ()
 
     def _captured(
         self, size: int, key: PatchSublayer | str, run: Callable[..., Tensor]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -90,23 +91,26 @@ class Parameters(Protocol):
 
 
 class PictureSteps:
-    """The kernels for pictures of up to `size` patches, and their memory. `parts`: the work, one after the other.
-    `result`: the embeddings, float32 (tokens, out)."""
+    """The kernels for pictures of up to `size` patches, and their memory, which `allocate` gives. `linears`: those of
+    each part of the work. `result`: the embeddings, float32 (tokens, out)."""
 
-    def __init__(self, encoder: Parameters, size: int) -> None:
+    def __init__(
+        self, encoder: Parameters, size: int, allocate: Callable[[int, DType], Tensor] = device_zeros
+    ) -> None:
         spec = encoder.spec
+        self._allocate = allocate
         self._encoder, self._spec, self._size = encoder, spec, size
         self._merged = -(-size // spec.merge**2 // ROWS) * ROWS
         self._buffers: dict[tuple[str, int], Tensor] = {}
-        self._counts = [device_zeros(4, dtypes.int32) for _ in range(2)]  # of patches, and of tokens
-        self._pixels = device_zeros(3 * size * spec.patch**2, dtypes.uint8)
+        self._counts = [allocate(4, dtypes.int32) for _ in range(2)]  # of patches, and of tokens
+        self._pixels = allocate(3 * size * spec.patch**2, dtypes.uint8)
         positions, half = spec.positions, 0
         self._n_terms = {"stretched": 4, "patch": 1, "column and row": 2}[positions.how] if positions else 0
         if spec.rotations:
             half = len(spec.rotations.by_row)
-        self._table_rows = device_zeros(max(1, size * self._n_terms), dtypes.int32)
-        self._shares = device_zeros(max(1, size * self._n_terms))
-        self._turns = [device_zeros(size * half) for _ in range(2)] if half else []
+        self._table_rows = allocate(max(1, size * self._n_terms), dtypes.int32)
+        self._shares = allocate(max(1, size * self._n_terms), dtypes.float32)
+        self._turns = [allocate(size * half, dtypes.float32) for _ in range(2)] if half else []
         self._rows, self._count = size, self._counts[0]
         sequences = [self._begun()]
         self._embed()
@@ -117,7 +121,12 @@ class PictureSteps:
             for sublayer in spec.sublayers[i : i + at_once]:
                 self._sublayer(sublayer)
         self.result = self._project()
-        self.parts: list[Callable[[], None]] = [sequence.capture() for sequence in sequences]
+        self._sequences, self.linears = sequences, [sequence.linear for sequence in sequences]
+
+    @functools.cached_property
+    def parts(self) -> list[Callable[[], None]]:
+        """The work, one part after the other. Compiles what is not compiled yet."""
+        return [sequence.capture() for sequence in self._sequences]
 
     def begin(self, rgb: NDArray[np.uint8], grid: Grid, places: Places) -> None:
         """Copies a picture to the device."""
@@ -141,7 +150,7 @@ class PictureSteps:
 
     def _buffer(self, name: str, n: int, dtype: DType = dtypes.float32) -> Tensor:
         if (name, n) not in self._buffers:
-            self._buffers[name, n] = device_zeros(n, dtype)
+            self._buffers[name, n] = self._allocate(n, dtype)
         return self._buffers[name, n]
 
     def _fragments(self, name: str, cols: int) -> Tensor:

@@ -7,8 +7,9 @@ compiled. A part of the work is a graph of the device's.
 
 from __future__ import annotations
 
+import functools
 from collections import OrderedDict
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from itertools import groupby
 
 import numpy as np
@@ -23,9 +24,11 @@ from engine.description.vision import (
 )
 from engine.formats.dequantize import HOST_TYPES, dequantized
 from engine.formats.ggml_types import GGML_TYPES
-from engine.kernels.device_memory import to_device
+from engine.kernels.compilation import compile_in_turns, compile_once
+from engine.kernels.device_memory import to_device, unallocated
 from engine.loading.weights import FileWeights
 from engine.pictures import Floats, Grid, Places, places_of, with_line_ends
+from engine.runtime.pictures import Progress
 from engine.targets.nvidia.filling import fill, prepare
 from engine.targets.nvidia.kernels.patches import (
     ROWS,
@@ -97,23 +100,36 @@ class NvidiaEncoder:
         self._places: OrderedDict[Grid, Places] = OrderedDict()
         self._work: _Work | None = None  # that is under way
 
-    def encode(self, rgb: NDArray[np.uint8]) -> Generator[tuple[int, int], None, Floats]:
+    def encode(self, rgb: NDArray[np.uint8]) -> Generator[Progress, None, Floats]:
         """See `PictureEncoder`."""
         spec = self.spec
         side = spec.patch * spec.merge
         grid = Grid(rgb.shape[0] // side, rgb.shape[1] // side)
         tokens = grid.rows * grid.columns
+        size = size_of(spec, tokens * spec.merge**2)
+        if size not in self._steps:
+            yield Progress(0, 1, compiles=True)
+        steps = self.steps(size)
+        for done, total in compile_in_turns(steps.linears):
+            yield Progress(done, total, compiles=True)
         if self._work:
             self._work.finish()  # its memory is needed
-        steps = self.steps(size_of(spec, tokens * spec.merge**2))
         steps.begin(rgb, grid, self._places_of(grid))
         work = self._work = _Work(steps, tokens * spec.out)
         while work.run() is None:
-            yield work.done, len(steps.parts)
+            yield Progress(work.done, len(steps.parts))
         if self._work is work:
             self._work = None
         assert work.result is not None
         return with_line_ends(work.result.reshape(tokens, spec.out), grid, self.line_end)
+
+    def preparations(self) -> Sequence[Callable[[], None]]:
+        """Large pictures come first: most that people have are."""
+        return [functools.partial(self._prepare, size) for size in reversed(sizes_of(self.spec))]
+
+    def _prepare(self, size: int) -> None:
+        build = lambda: PictureSteps(self, size, unallocated).linears
+        compile_once(("pictures", self.spec, size), build)
 
     def steps(self, size: int) -> PictureSteps:
         """The kernels for pictures of up to so many patches (`size_of`)."""
@@ -133,13 +149,23 @@ class NvidiaEncoder:
         return self._places[grid]
 
 
+def sizes_of(spec: VisionSpec) -> list[int]:
+    """The sizes for which there are kernels: patches, ascending."""
+    most, size = _rounded(spec.most_patches), 2 * ROWS
+    sizes = []
+    while size < most:
+        sizes.append(size)
+        size *= 4
+    return [*sizes, most]
+
+
 def size_of(spec: VisionSpec, patches: int) -> int:
     """The size of the kernels for a picture: the next of a few."""
-    most = -(-max(patches, spec.most_patches) // ROWS) * ROWS
-    size = 2 * ROWS
-    while size < patches:
-        size *= 4
-    return min(size, most)
+    return next((size for size in sizes_of(spec) if patches <= size), _rounded(patches))
+
+
+def _rounded(patches: int) -> int:
+    return -(-patches // ROWS) * ROWS
 
 
 def stack(weights: FileWeights, linears: Sequence[Linear]) -> list[Stacked]:

@@ -17,17 +17,20 @@ def folder(tmp_path, monkeypatch):
     return tmp_path
 
 
-def seeing(done):
-    return Seeing(request_id=0, index=0, pictures=1, tokens=256, done=done, total=27)
+def seeing(done, **more):
+    return Seeing(request_id=0, index=0, pictures=1, tokens=256, done=done, total=27, **more)
 
 
 async def test_a_picture_goes_along_and_is_shown_in_small(history, folder):
-    engine = FakeEngine([seeing(9), None, seeing(27), *reply("Blue.")], reply("Still."), start=[SEEING])
+    looks = [seeing(18, compiles=True), None, seeing(9), None, seeing(27)]
+    engine = FakeEngine([*looks, *reply("Blue.")], reply("Still."), start=[SEEING])
     async with chat(engine, history) as user:
         await user.idle()
         user.app.prompt.insert(user.app.prompt.paste(f"{folder}/sea.png"))
         await user.sees("▪ sea.png 60×40")
         await user.press(*"what?", "enter")
+        await user.sees("preparing kernels for picture 1 of 1 · 67%")
+        engine.release()
         await user.sees("looking at picture 1 of 1 · 33%")
         assert "▀" * 48 in user.screen()
         engine.release()

@@ -10,9 +10,11 @@ from tinygrad import dtypes
 
 from engine.description.vision_reader import read_vision
 from engine.formats.gguf import GGUF
+from engine.kernels.compilation import compile_all
 from engine.loading.weights import FileWeights
+from engine.runtime.pictures import Progress
 from engine.targets.cpu.vision import CPUEncoder
-from engine.targets.nvidia import picture_steps
+from engine.targets.nvidia import picture_steps, vision
 from engine.targets.nvidia.kernels.matmul import fragment_index, fragments_size
 from engine.targets.nvidia.kernels.patch_attention import PatchTiling, attend_patches
 from engine.targets.nvidia.kernels.patches import PatchHeads, rotate_patches
@@ -34,6 +36,11 @@ def rest_of(work):
             next(work)
         except StopIteration as end:
             return end.value
+
+
+def begun(work):
+    """The progress after the first part of the work. Kernels are compiled before."""
+    return next(progress for progress in work if not progress.compiles)
 
 
 @contextlib.contextmanager
@@ -67,9 +74,21 @@ def check_pictures_whose_parts_alternate() -> None:
     with encoders("pixtral", side=48) as (encoder, wanted), mock.patch.object(picture_steps, "_PART", 1):
         pictures = [rng.integers(0, 256, (16, 24, 3), np.uint8) for _ in range(2)]
         both = [encoder.encode(rgb) for rgb in pictures]
-        assert [next(work)[0] for work in both] == [1, 1]
+        assert [begun(work).done for work in both] == [1, 1]
         for work, rgb in zip(both, pictures, strict=True):
             close(rest_of(work), encoded(wanted, rgb), 4e-3)
+
+
+def check_what_is_prepared_for_pictures() -> None:
+    """The kernels that are compiled before there is a picture are those that it needs, and it compiles none."""
+    with encoders("pixtral", side=48) as (encoder, _), mock.patch.object(vision, "compile_once") as once:
+        assert vision.sizes_of(encoder.spec) == [2 * SIZE]
+        [prepare] = encoder.preparations()
+        prepare()
+        (_, build), _ = once.call_args
+        compile_all(build())
+        work = encoder.encode(rng.integers(0, 256, (16, 24, 3), np.uint8))
+        assert [progress for progress in work if progress.compiles] == [Progress(0, 1, compiles=True)]
 
 
 def check_an_encoder_of_squares() -> None:
