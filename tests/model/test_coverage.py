@@ -70,6 +70,15 @@ def test_a_head_that_is_no_multiple_of_a_tile_runs_as_graphs(tmp_path):
     assert not runs_as_graph_because(spec, "CPU")
 
 
+def test_columns_that_fill_no_unit_run_as_graphs_on_a_cpu(tmp_path):
+    path = generated_model.write(
+        tmp_path / "model.gguf", quant="F16", dim=64, heads=5, kv_heads=1, head_dim=48
+    )
+    spec = opened(path).spec
+    assert runs_as_graph_because(spec, "CPU").startswith("This model has a matrix of 240 columns, which")
+    assert not runs_as_graph_because(spec, "CUDA")
+
+
 def test_a_sublayer_that_a_table_does_not_have_runs_as_graphs(tmp_path, monkeypatch):
     spec = opened(generated_model.write(tmp_path / "model.gguf", architecture="qwen35moe")).spec
     assert target_of(spec, "CPU") == "cpu" and target_of(spec, "CPU", "graph") == "graph"

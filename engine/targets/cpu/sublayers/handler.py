@@ -12,6 +12,7 @@ from engine.description.spec import ModelSpec
 from engine.runtime.pictures import PictureRoom
 from engine.targets.buffer_uses import BufferUses
 from engine.targets.cpu.cache import CPUCache
+from engine.targets.cpu.kernels.stream_size import UNIT
 from engine.targets.cpu.states import CPUStates
 from engine.targets.cpu.step_builder import StepBuilder
 from engine.targets.cpu.weights import CPUWeights
@@ -36,8 +37,9 @@ class Handler(ABC):
 
     @classmethod
     def lacks(cls, part: Any) -> str:
-        """What of a part the kernels lack (`engine.model.coverage.Kernels`)."""
-        return ""
+        """What of a part the kernels lack (`engine.model.coverage.Kernels`): they read activations in units of 32."""
+        narrow = (weight.cols for weight in part.weights if weight.cols % UNIT)
+        return next((f"a matrix of {cols} columns" for cols in narrow), "")
 
     @abstractmethod
     def __init__(self, part: Any, norm: Tensor | None, is_added: bool, loading: Loading) -> None:
