@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from engine.runtime.guesser import DraftTimes
 from engine.runtime.kv_blocks import KVBlocks, PoolFullError
-from engine.runtime.model_runner import ModelRunner, Slot, no_pieces
+from engine.runtime.model_runner import ModelRunner, Slot, same_rows
 
 MOST = 32
 """So many tokens are guessed at once."""
@@ -53,7 +53,7 @@ class Drafter(DraftTimes):
         position, tokens = len(text) - 1, [text[-1]]
         for i in range(n):
             row = Slot(sequence, (tokens[-1],), position + i)
-            token = int(self._runner.run([row], no_pieces if i < n - 1 else None)[0])
+            token = int(self._runner.run([row], same_rows if i < n - 1 else None)[0])
             if not 0 <= token < self._vocab:
                 break
             tokens.append(token)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
@@ -131,14 +131,20 @@ class Job:
             self.sampler.allow(sequence, self.answer.constraint.allowed())
 
 
-def go_on(replies: Sequence[tuple[int, Job]], blocks: KVBlocks) -> bool:
-    """Whether the next step has these replies too, as far as is known, and needs no logits. Makes room in their
-    sequences for it."""
-    if not replies or any(job.needs_logits or job.answer.left == 1 for _, job in replies):
-        return False
+def going_on(replies: Sequence[tuple[int, Job]], blocks: KVBlocks) -> list[tuple[int, Job]]:
+    """Those of these replies, with their sequences, that the next step has too, as far as is known. Makes room for it.
+    [] if it may not be launched ahead: the host needs logits of this one, or there is no room."""
+    going = [(sequence, job) for sequence, job in replies if job.answer.left > 1]
+    needs_logits = any(job.needs_logits for _, job in replies)
+    return [] if needs_logits or not makes_room(going, blocks, 1) else going
+
+
+def makes_room(replies: Iterable[tuple[int, Job]], blocks: KVBlocks, more: int = 0) -> bool:
+    """Makes room in the sequences of these replies for the step of their last token, and for so many `more` tokens.
+    False if the KV cache has none."""
     try:
         for sequence, job in replies:
-            blocks.reserve(sequence, len(job.answer.tokens) - blocks.length(sequence) + 1)
+            blocks.reserve(sequence, len(job.answer.tokens) - blocks.length(sequence) + more)
     except PoolFullError:
         return False
     return True

@@ -8,7 +8,7 @@ every device of tinygrad, `cpu` for CPUs, `nvidia` for NVIDIA GPUs. `engine.mode
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Literal, NamedTuple, Protocol
 
 import numpy as np
@@ -48,14 +48,22 @@ class Slot(NamedTuple):
     pictures: Pictures | None = None
 
 
-Ahead = Callable[[], "Sequence[Slot] | None"]
-"""Called once when a step is launched, before the host waits for its tokens. Gives the slots without tokens (`want`
-"none") of the next step, which has those rows of this one that want a token; None if it may not be launched yet."""
+class Following(NamedTuple):
+    """The step that follows one with replies. It has the next tokens of these, but for the sequences that have `ended`,
+    and other `slots`: pieces of prompts (`want` "none"), and the first tokens of replies that begin."""
+
+    slots: Sequence[Slot] = ()
+    ended: Collection[int] = ()
 
 
-def no_pieces() -> Sequence[Slot]:
-    """An `Ahead`: the next step may be launched, without pieces of prompts."""
-    return ()
+Ahead = Callable[[], "Following | None"]
+"""Called once when a step is launched, before the host waits for its tokens. Gives what follows it; None if that may
+not be launched yet."""
+
+
+def same_rows() -> Following:
+    """An `Ahead`: the next step has the same replies, and nothing else."""
+    return Following()
 
 
 class Drawing(NamedTuple):
@@ -161,10 +169,10 @@ class ModelRunner(BlockStore, StateStore, Protocol):
     def run(self, slots: Sequence[Slot], ahead: Ahead | None = None) -> NDArray[np.int32]:
         """Runs slots of different sequences, but for checks (`check_rows`). Returns the next token of each that wants
         one, int32 (slots that want,), negative where logits are no finite numbers (`not_finite`).
-        With `ahead`, the sequences of these have blocks for one more token each, and the caller is going to run the
-        tokens that it gets and does not need the logits: so the next step may be launched already, with the slots that
-        `ahead` gives beside. A runner that does not do so need not call it. The caller may then ask for fewer of these
-        slots, as sequences end, or do anything else: steps that it launches later come after that one."""
+        With `ahead`, the caller is going to run the tokens that it gets and does not need the logits: so the next step
+        may be launched already, as `ahead` says. All its sequences have blocks for its tokens. A runner that does not
+        do so need not call it. The caller may then ask for fewer of these slots, as sequences end, or do anything else:
+        steps that it launches later come after that one."""
         ...
 
     def not_finite(self, slot: Slot) -> ModelFileError:

@@ -1,10 +1,9 @@
 """Continuous batching: conversations share the steps of one runner. A chat is the case of one.
 
 A round is a step of the runner: the next token of every reply, and pieces of prompts. Of a prompt that ends with its
-piece, the first token of the reply is in the same step. While the next round is going to decode the same replies, its
-step runs ahead, pieces of prompts included: the runner launches it before the host has this one's tokens. If a reply
-ends all the same, its row is of no use but does no harm: its blocks are free at once, as what others store there is
-stored after it.
+piece, the first token of the reply is in the same step. The step of the next round runs ahead, pieces of prompts and
+replies that begin included: the runner launches it before the host has this one's tokens. If a reply ends unexpectedly,
+its row is of no use but does no harm: its blocks are free at once, as what others store there is stored after it.
 
 The prompt with the least to read goes first, but a long one is overtaken only for a while (`PATIENCE`). A prompt
 slows replies down by a bound (`pace`). Only those wait for it that had hardly begun when it came: their prompts and
@@ -33,10 +32,10 @@ from engine.protocol.events import TOKEN_GAP, Finished, Slots, Speculate
 from engine.runtime.answer import Answer, Late
 from engine.runtime.checkpoints import Checkpoints
 from engine.runtime.embedding import Embedding, read_streams
-from engine.runtime.jobs import Job, Piece, go_on, room_of
+from engine.runtime.jobs import Job, Piece, going_on, makes_room, room_of
 from engine.runtime.known_tokens import end_of_piece, find_known, keep_state
 from engine.runtime.kv_blocks import BLOCK, KVBlocks, PoolFullError
-from engine.runtime.model_runner import Ahead, ModelRunner, Slot
+from engine.runtime.model_runner import Ahead, Following, ModelRunner
 from engine.runtime.pace import Pace
 from engine.runtime.pictures import PictureEncoder
 from engine.runtime.prefix_keeper import PrefixKeeper
@@ -151,8 +150,7 @@ class Scheduler:
             if self._is_prefilled(sequence, job):
                 self._reserve(sequence, 1)
         pieces = [piece for piece in pieces if self._is_due(piece)]
-        ending = [piece.job for piece in pieces if piece.is_last]
-        ready = [(i, job) for i, job in self._replying() if self._is_prefilled(i, job) or job in ending]
+        ready = self._ready(pieces)
         self._step = len(ready), sum(len(piece.slot.inputs) for piece in pieces), room
         check, may_be_ahead = self._speculation.begin([] if pieces else ready, self.blocks)
         chosen = self._run(pieces, ready, check, may_be_ahead)
@@ -188,7 +186,7 @@ class Scheduler:
         unended = list(pieces)
         ahead = self._ahead(unended, ready) if may_be_ahead else None
 
-        def launched() -> Sequence[Slot] | None:
+        def launched() -> Following | None:
             self._tell()
             return ahead() if ahead else None
 
@@ -214,9 +212,6 @@ class Scheduler:
 
     def _live(self) -> Iterator[tuple[int, Job]]:
         return ((sequence, job) for sequence, job in enumerate(list(self._slots)) if job)
-
-    def _replying(self) -> Iterator[tuple[int, Job]]:
-        return ((sequence, job) for sequence, job in self._live() if job.answer.replies)
 
     # --- slots -------------------------------------------------------------------------------------------
 
@@ -311,6 +306,12 @@ class Scheduler:
     def _is_prefilled(self, sequence: int, job: Job) -> bool:
         return job.has_begun and self.blocks.length(sequence) == job.answer.stored_n
 
+    def _ready(self, pieces: Sequence[Piece] = ()) -> list[tuple[int, Job]]:
+        """The replies of a step with these pieces, with their sequences."""
+        ending = [piece.job for piece in pieces if piece.is_last]
+        replying = [(i, job) for i, job in self._live() if job.answer.replies]
+        return [(i, job) for i, job in replying if job in ending or self._is_prefilled(i, job)]
+
     def _pieces(self) -> tuple[list[Piece], int]:
         """The next step's pieces of the prompts with the least to read, for which it makes room, and its budget."""
         todo = [(i, job) for i, job in self._live() if not self._is_prefilled(i, job)]
@@ -323,7 +324,7 @@ class Scheduler:
                 self._begin(sequence, job)
             if job.restore and job.restore.is_reading:
                 is_last = n == len(todo) - 1
-                if not job.restore.step(waits=is_last and not any(self._replies())):
+                if not job.restore.step(waits=is_last and not self._ready()):
                     job.restore = None
                 continue
             if room is None:
@@ -351,7 +352,7 @@ class Scheduler:
             return None
         if done == end or (end - done > room and others):  # the next step has room for a whole picture
             return None
-        reads = not others and not any(self._replies()) and self._speculation.reads_prompt(job, end)
+        reads = not others and not self._ready() and self._speculation.reads_prompt(job, end)
         piece = Piece(job, job.slot(sequence, done, end, reads))
         if piece.is_last:
             self._begin_reply(sequence, job)
@@ -395,14 +396,11 @@ class Scheduler:
         elif self._keeper and job.answer.replies:
             job.restore = self._keeper.restore(job.stored, self.blocks.known(sequence, job.stored))
 
-    def _replies(self) -> Iterator[Job]:
-        return (job for sequence, job in self._replying() if self._is_prefilled(sequence, job))
-
     def _room(self, job: Job) -> int:
         """The most tokens of prompts in the next step, of which `job`'s is the first."""
-        replies = list(self._replies())
+        replies = self._ready()
         sizes = self._runner.piece_sizes(len(replies))
-        waits = all(reply.waits_for(job, TOGETHER_S) for reply in replies)
+        waits = all(reply.waits_for(job, TOGETHER_S) for _, reply in replies)
         return sizes[-1] if waits else self._pace.room(sizes)
 
     def _take_tokens(self, ready: Sequence[tuple[int, Job]], chosen: NDArray[np.int32], check: Check) -> None:
@@ -461,9 +459,11 @@ class Scheduler:
             self._pause(sequence, is_whole=False)
 
     def _ahead(self, unended: list[Piece], ready: Sequence[tuple[int, Job]]) -> Ahead | None:
-        """What chooses the pieces of the next step, if that has the same rows. `unended`: those of this one."""
+        """What chooses the pieces of the next step, and the replies that begin there. `unended`: the pieces of this
+        one."""
+        going = going_on(ready, self.blocks)
 
-        def ahead() -> Sequence[Slot] | None:
+        def ahead() -> Following | None:
             self._end_pieces(unended)
             # nobody may be paused for pieces while the step of its row runs: `_pieces` makes room for so many tokens
             most = self._runner.max_chunk + BLOCK * self._runner.parallel
@@ -472,14 +472,18 @@ class Scheduler:
                 return None
             self._next = self._pieces()
             pieces, _ = self._next
-            begins = any(piece.is_last for piece in pieces) or sum(1 for _ in self._replies()) > len(ready)
-            alone = any(piece.job.restore or piece.slot.want == "hidden" for piece in pieces)
-            if begins or alone:
+            if any(piece.job.restore or piece.slot.want == "hidden" for piece in pieces):
+                return None
+            begins = [at for at in self._ready(pieces) if at not in ready]
+            # recurrent states are kept after a prompt's last piece, before the step of the first token
+            host = self._states or any(job.needs_logits for _, job in begins)
+            if begins and (host or not makes_room(begins, self.blocks)):
                 return None
             self._speculation.goes_ahead()
-            return [piece.slot for piece in pieces]
+            ended = {i for i, _ in ready} - {i for i, _ in going}
+            return Following([*(p.slot for p in pieces), *(job.last(i) for i, job in begins)], ended)
 
-        return ahead if go_on(ready, self.blocks) else None
+        return ahead if going else None
 
     def _state(self) -> Slots:
         rows, prompt_tokens, room = self._step if self.busy else (0, 0, 0)

@@ -39,6 +39,7 @@ class FakeBatchRunner:
         self.ahead = {}  # the slots of a step that was launched already, with the tokens of each
         self.pieces_ahead = []  # and its pieces of prompts
         self.steps = []  # (phase, tokens) of each
+        self.begun_ahead = 0  # replies whose first token was in a step ahead
 
     def assign(self, sequence, tables):
         self.tables[sequence] = [list(table) for table in tables]
@@ -104,15 +105,18 @@ class FakeBatchRunner:
         chosen = np.array(
             [self._chosen(row, known[row], self._logits[i]) for i, row in enumerate(rows)], np.int32
         )
-        if ahead and len(rows) == len(known) and (pieces := ahead()) is not None:
+        if ahead and (following := ahead()) is not None:
             self._logits = None
-            self._prefill(pieces, "prefill ahead")
-            self.pieces_ahead = pieces
-            following = [
+            self.pieces_ahead = [slot for slot in following.slots if slot.want == "none"]
+            self._prefill(self.pieces_ahead, "prefill ahead")
+            going = [
                 r._replace(inputs=(int(i),), position=r.position + 1)
                 for i, r in zip(chosen, rows, strict=True)
+                if r.sequence not in following.ended
             ]
-            self.ahead = self._step("ahead", following)
+            begun = [slot for slot in following.slots if slot.want == "last"]
+            self.begun_ahead += len(begun)
+            self.ahead = self._step("ahead", [*going, *begun])
         return chosen
 
     def _step(self, phase, rows):

@@ -98,7 +98,7 @@ def test_each_gets_what_it_gets_alone(bench, blocks):
         progress = [event for event in bench.events[id] if isinstance(event, Prefilling)]
         assert [event.done for event in progress] == sorted(event.done for event in progress)
         assert progress[-1].done == progress[-1].total == len(prompt)
-    assert ("decode", 4) in bench.runner.steps
+    assert max(rows for phase, rows in bench.runner.steps if "prefill" not in phase) == 4
     assert bench.slots[-1].slots == (None,) * 4 and bench.slots[-1].waiting == 0
 
 
@@ -109,7 +109,7 @@ def test_what_others_have_computed_is_not_computed_again(bench):
     ids = [bench.ask([*system, i]) for i in range(4)]
     bench.run()
     assert [bench.reply(id) for id in ids] == [greedy_reply([*system, i], 8) for i in range(4)]
-    prefilled = sum(n for phase, n in bench.runner.steps if phase == "prefill")
+    prefilled = sum(n for phase, n in bench.runner.steps if "prefill" in phase)
     assert prefilled < 300 + 4 * 2 * 32  # about once, though all came at the same time
     assert sum(bench.ends[id].cached_n for id in ids) + prefilled == 4 * 300
     again = bench.ask([*system, 0, *bench.reply(0), 7])
@@ -173,7 +173,9 @@ def test_the_next_step_runs_ahead_unless_something_else_is_due(bench, monkeypatc
     bench.run()
     assert bench.reply(other) == greedy_reply([4] * 9, 30) and bench.reply(later) == greedy_reply([5] * 40, 7)
     phases = [phase for phase, _ in bench.runner.steps]
-    assert phases.count("ahead") > 2 * phases.count("decode") and phases.count("prefill") >= 3
+    if not bench.runner.state_slots:  # else a state is kept before the first token
+        assert phases.count("decode") == 1 and bench.runner.begun_ahead == 1
+    assert phases.count("ahead") > 2 * phases.count("decode")
     host = bench.ask([6], 9, sampling=Sampling(seed=1, top_k=1))
     bench.run()
     assert bench.runner.steps[-9:] == [("decode", 1)] * 9 and bench.reply(host) == greedy_reply([6], 9)

@@ -35,7 +35,7 @@ def rates(
     from msgspec.structs import replace
 
     from engine.protocol.events import Sampling
-    from engine.runtime.model_runner import Drawing, no_pieces
+    from engine.runtime.model_runner import Drawing, same_rows
     from engine.runtime.sampling import Sampler
 
     draw, parallel, context = random.Random(0), max(2, *rows), max(depths) + PROMPT + 4 * STEPS
@@ -54,7 +54,7 @@ def rates(
         for i in range(STEPS):
             started = time.perf_counter()
             is_ahead = i < STEPS - 1 and not (wait and len(tokens) > 1)
-            tokens = sequences.decode(tokens, no_pieces if is_ahead else None, sampled)
+            tokens = sequences.decode(tokens, same_rows if is_ahead else None, sampled)
             took.append(time.perf_counter() - started)
             steps.append(tokens)
         return statistics.median(took), [list(text) for text in zip(*steps, strict=True)]

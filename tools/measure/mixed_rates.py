@@ -22,7 +22,7 @@ STEPS = 24
 def step_times(path: str, backend: str, rows: int, depth: int, prompt: int) -> list[tuple[int, float]]:
     """The room for prompts of each step, 0 first, and its median seconds. To be called in a process of its own."""
     open_runner, vocab = runners(path, backend)
-    from engine.runtime.model_runner import Slot
+    from engine.runtime.model_runner import Following, Slot
 
     draw, runner = random.Random(0), open_runner(max(depth + 16 * STEPS, prompt), parallel=rows + 1)
     for size in runner.chunk_sizes:
@@ -45,11 +45,9 @@ def step_times(path: str, backend: str, rows: int, depth: int, prompt: int) -> l
 
         due: list[Sequence[Slot]] = []  # the pieces of the next step, once they are chosen
 
-        def ahead(
-            piece: Callable[[], Sequence[Slot]] = piece, due: list[Sequence[Slot]] = due
-        ) -> Sequence[Slot]:
+        def ahead(piece: Callable[[], Sequence[Slot]] = piece, due: list[Sequence[Slot]] = due) -> Following:
             due.append(piece())
-            return due[-1]
+            return Following(due[-1])
 
         for _ in range(STEPS):
             started = time.perf_counter()

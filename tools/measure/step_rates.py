@@ -43,7 +43,7 @@ def ours(
 ) -> Rates:
     """To be called in a process of its own."""
     from engine.protocol.events import Measure
-    from engine.runtime.model_runner import no_pieces
+    from engine.runtime.model_runner import same_rows
 
     model = warm_model(path, backend, max(depths) + max(*prompts, REPLY) + 1, kv=kv, chip=chip)
     from tinygrad import Device
@@ -59,7 +59,7 @@ def ours(
         sequences.blocks.cut(0, position)
         token = [1]
         for i in range(n):
-            token = sequences.decode(token, no_pieces if i < n - 1 else None)
+            token = sequences.decode(token, same_rows if i < n - 1 else None)
 
     def rate(step: Callable[[int, int], None], n: int, depth: int) -> float:
         read(depth, 0)

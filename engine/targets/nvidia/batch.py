@@ -9,12 +9,13 @@ sequence. What lies between is prefill's: a product leaves its sums, and the nor
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 from tinygrad import Tensor, dtypes
 
 from engine.kernels.device_memory import device_zeros, overwrite
+from engine.runtime.model_runner import Slot
 from engine.targets.nvidia.device_sampler import Ending
 from engine.targets.nvidia.input_scales import InputScales
 from engine.targets.nvidia.kernels.joining import tell_rows
@@ -111,7 +112,7 @@ class BatchKernels(PrefillKernels):
     ) -> None:
         """Writes the state of a step of `rows` rows, of which the first are used."""
         state = np.zeros((4, rows), np.int32)
-        kinds = [StepRows.SAMPLED if draws else StepRows.USED for draws in sampled]
+        kinds = [*map(_kind, sampled)]
         state[:, : len(tokens)] = tokens, positions, sequences, kinds
         overwrite(self._states[rows], state.reshape(-1))
         # Recurrent states take the rows of a check as a piece.
@@ -119,3 +120,19 @@ class BatchKernels(PrefillKernels):
         pieces = [(0, positions[0], len(tokens), sequences[0])] if is_one else []
         if self.spec.experts or pieces:
             overwrite(self.prompt, state_of(self.chunk, pieces, len(tokens)))
+
+    def change(self, rows: int, changed: Mapping[int, Slot | None], used: int) -> None:
+        """Gives places of the state of a step of `rows` rows to other rows, or to none. `used`: its rows up to the last
+        one that is used then."""
+        state = self._states[rows]
+        for place, row in changed.items():
+            numbers = (*row.inputs, row.position, row.sequence, _kind(row.draw)) if row else (0, 0, 0, 0)
+            for i, number in enumerate(numbers):
+                overwrite(state, np.asarray([number], np.int32), i * rows + place)
+        if self.spec.experts:
+            overwrite(self.prompt, state_of(self.chunk, [], used))
+
+
+def _kind(draws: bool) -> int:
+    """What a row is whose next token is drawn, or not."""
+    return StepRows.SAMPLED if draws else StepRows.USED

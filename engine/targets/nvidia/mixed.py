@@ -81,7 +81,8 @@ class MixedKernels(PrefillKernels):
         return sum(rows_of(n, unit) for n in others) + last <= tokens - rows
 
     def send(self, tokens: int, pieces: Sequence[Slot], replies: int = 0, rows: int = 0) -> None:
-        """Writes the state of a step of so many tokens, which is for `rows` replies and has so many."""
+        """Writes the state of a step of so many tokens, which is for `rows` replies, of which the first `replies` are
+        used."""
         unit = PIECE_ROWS if replies else self.piece_rows(tokens)
         ids, first, places = np.zeros(self.chunk, np.int32), 0, []
         for piece in pieces:

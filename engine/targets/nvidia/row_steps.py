@@ -7,7 +7,7 @@ follow from these tokens, it is launched up to its logits, and its choice of tok
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,9 +23,11 @@ from engine.targets.nvidia.kernels.kernel_sequence import KernelSequence
 from engine.targets.nvidia.kernels.token_slots import TokenSlots
 from engine.targets.nvidia.mixed import MixedKernels
 
-Following = Callable[[], int | None]
-"""Called when a step is launched. The size of the step after it, 0 without pieces of prompts; None if it is not to be
-launched yet."""
+Rows = dict[int, Slot]
+"""Those of a step, by the places that they have on the device."""
+Follow = Callable[[], tuple[Rows, int] | None]
+"""Called when a step is launched. The rows of the step after it (`RowSteps.following`), and its size, 0 without pieces
+of prompts; None if it is not to be launched yet."""
 _ENDED = (-1,)  # the token of a row that nobody will ask for
 _BEST = Choice()
 Key = tuple[Hashable, ...]
@@ -53,46 +55,64 @@ class RowSteps:
         self._counts, self._launch_graph = counts, launch
         self._one_token_slots = TokenSlots(context)
         self._token_slots = TokenSlots(2 * most)  # a step and the one ahead of it use different halves
-        self._rows: list[Slot] = []  # what the device has as the rows of the next step,
+        self._rows: Rows = {}  # what the device has as the rows of the next step,
         self._rows_count = 1  # one for so many rows
         self._is_ahead = False  # whether that step is launched
         self._chooses: Choice | None = None  # what is not launched yet of a step that is
         # for how many rows the graph of the last step is, and which of them were wanted
         self._last: tuple[int, list[int]] = (1, [])
-        self._positions: list[int] = []  # of its rows
+        self._positions: dict[int, int] = {}  # of its rows
 
     # ---- the steps ----
 
     def is_launched(self, rows: Sequence[Slot]) -> bool:
         """Whether the step that is ahead has these rows."""
-        return self._is_ahead and set(self._rows) >= set(rows)
+        return self._is_ahead and {*self._rows.values()} >= {*rows}
 
-    def can_follow(self, rows: Sequence[Slot], size: int) -> bool:
-        """Whether a step of `size` can follow the one that is launched: it has the same rows, and the device has them
-        as that step's."""
-        return len(rows) == len(self._rows) and self._rows_count == self.count(len(rows), size)
+    def following(self, rows: Iterable[Slot], begin: Sequence[Slot], size: int) -> Rows | None:
+        """The rows of a step of `size` that follows the one that is launched: `rows` of this go on, and others `begin`.
+        The inputs of those that go on are not known yet: (). None if the step is one for another number of rows, or has
+        no place for one."""
+        going, count = {*rows}, self._rows_count
+        if self.count(len(going) + len(begin), size) != count or (count == 1 and begin):
+            return None
+        found = {place: _next(row) for place, row in self._rows.items() if row in going}
+        for row in begin:
+            free = (place for place in range(count) if place not in found and self._can_take(place, row))
+            if (place := next(free, None)) is None:
+                return None
+            found[place] = row
+        return found
 
-    def decode(self, rows: Sequence[Slot], ahead: Following | None, size: int = 0) -> list[int]:
+    def _can_take(self, place: int, row: Slot) -> bool:
+        """Whether the step that is launched leaves no token where that of a row is to be."""
+        last = self._rows.get(place)
+        return not last or last.position % 2 != row.position % 2
+
+    def decode(self, rows: Sequence[Slot], ahead: Follow | None, size: int = 0) -> list[int]:
         """The next token of each row. `size`: if pieces of prompts are to be in the same step (`MixedKernels.send`),
         the tokens of such a step. With `ahead`, the step after this one is launched too, if it can follow."""
         if not self.is_launched(rows):
             self.finish()
             self._send(rows, self.count(len(rows), size))
-            self._launch(rows, size)
+            self._launch(self._rows, size)
         self._choose()  # its masks are there
-        places = {row: place for place, row in enumerate(self._rows)}
         step, self._is_ahead = self._rows, False
-        following = ahead() if ahead else None
-        if following is not None and self.can_follow(rows, following):
+        places = {row: place for place, row in step.items()}
+        after = {place: _next(row) for place, row in step.items()}
+        if ahead and (following := ahead()):
             self._is_ahead = True
-            self._launch([row._replace(position=row.position + 1) for row in step], following)
+            after, size = following
+            self._change(after)
+            self._launch(after, size)
         tokens = self._take(step)
-        self._rows = [
-            row._replace(inputs=(token,), position=row.position + 1)
-            for token, row in zip(tokens, step, strict=True)
-        ]
+        self._rows = {
+            place: row if row.inputs else row._replace(inputs=(tokens[place],))
+            for place, row in after.items()
+        }
         wanted = [places[row] for row in rows]
-        self._last, self._positions = (self._rows_count, wanted), [row.position for row in step]
+        self._last = self._rows_count, wanted
+        self._positions = {place: row.position for place, row in step.items()}
         return [tokens[place] for place in wanted]
 
     def check(self, rows: Sequence[Slot], count: int, launched: Callable[[], object] | None) -> list[int]:
@@ -100,14 +120,15 @@ class RowSteps:
         before the host waits."""
         self.finish()
         self._send(rows, count)
-        self._launch(rows, checks=True)
+        self._launch(checked := self._rows, checks=True)
         self._choose()
         if launched:
             launched()
-        tokens = self._take(rows)
-        self._rows = []  # the next step has other rows than the device
-        self._last, self._positions = (count, [*range(len(rows))]), [row.position for row in rows]
-        return tokens
+        tokens = self._take(checked)
+        self._rows = {}  # the next step has other rows than the device
+        self._last = count, [*checked]
+        self._positions = {place: row.position for place, row in checked.items()}
+        return [*tokens.values()]
 
     def logits(self, rows: Sequence[int] | None = None) -> Logits:
         """Those of these rows of the last step, or of all, float32 (rows, vocab), unless one is ahead."""
@@ -127,14 +148,16 @@ class RowSteps:
 
     def end(self, sequence: int) -> None:
         """Says that the next row of a sequence is another one than the device has, even if it looks the same."""
-        self._rows = [r._replace(inputs=_ENDED) if r.sequence == sequence else r for r in self._rows]
+        for place, row in self._rows.items():
+            if row.sequence == sequence:
+                self._rows[place] = row._replace(inputs=_ENDED)
 
     def finish(self) -> None:
         """Waits for a step that is ahead and not needed: its tokens must not come later."""
         if self._is_ahead:
             if not self._chooses:
                 self._take(self._rows)
-            self._rows, self._is_ahead, self._chooses = [], False, None
+            self._rows, self._is_ahead, self._chooses = {}, False, None
 
     def launch(
         self, count: int, limit: int, choice: Choice | None = _BEST, size: int = 0, checks: bool = False
@@ -165,7 +188,7 @@ class RowSteps:
         """Runs the step of one row again, and gives the residual stream after each part of it (`DecodeKernels`)."""
         self.finish()
         self._send([row], 1)
-        self._rows = []
+        self._rows = {}
         ending = Ending(self._one_token_slots.tensor, self._sampler, None)
         return self._one.outputs(self.limit(1, row.position), ending)
 
@@ -180,14 +203,15 @@ class RowSteps:
     # ---- host and device ----
 
     def count(self, rows: int, size: int = 0) -> int:
-        """For how many rows a step of `rows` is; one with pieces of prompts is for several."""
-        return next(n for n in self._counts if rows <= n and not (size and n == 1))
+        """For how many rows a step of `rows` is; one with pieces of prompts is for several. 0 if none has so many."""
+        return next((n for n in self._counts if rows <= n and not (size and n == 1)), 0)
 
     def _send(self, rows: Sequence[Slot], count: int) -> None:
         """Sends rows to the device for a step of `count` rows, unless it has them already."""
-        if self._rows == list(rows) and self._rows_count == count:
+        wanted = dict(enumerate(rows))
+        if self._rows == wanted and self._rows_count == count:
             return
-        self._rows, self._rows_count = list(rows), count
+        self._rows, self._rows_count = wanted, count
         if count == 1:
             (row,) = rows
             overwrite(self._one.state, np.asarray([*row.inputs, row.position, row.sequence], np.int32))
@@ -195,18 +219,25 @@ class RowSteps:
             fields = ((*r.inputs, r.position, r.sequence, r.draw) for r in rows)
             self._batch.send(count, *zip(*fields, strict=True))
 
-    def _launch(self, rows: Sequence[Slot], size: int = 0, checks: bool = False) -> None:
-        box, places = self._slots_of(rows)
-        for place in places:
-            box.expect(place)
+    def _change(self, after: Rows) -> None:
+        """Makes the rows of the step that is launched those of the step `after` it: some end, and some begin."""
+        changed: dict[int, Slot | None] = dict.fromkeys(self._rows.keys() - after.keys())
+        changed |= {place: row for place, row in after.items() if row.inputs}
+        if changed:
+            self._batch.change(self._rows_count, changed, max(after) + 1)
+
+    def _launch(self, rows: Rows, size: int = 0, checks: bool = False) -> None:
+        box, slots = self._slots_of(rows)
+        for slot in slots.values():
+            box.expect(slot)
         count = self._rows_count
-        limit = self.limit(count, max(row.position for row in rows))
-        drawn = [row.sequence for row in rows if row.draw]
+        limit = self.limit(count, max(row.position for row in rows.values()))
+        drawn = [row.sequence for row in rows.values() if row.draw]
         choice = self._sampler.choice(drawn)
         if not choice.is_apart:
             self.launch(count, limit, choice, size, checks)
             return
-        for row in rows:
+        for row in rows.values():
             self._sampler.expect(row.sequence, row.position)
         self.launch(count, limit, None, size, checks)
         self._chooses = choice
@@ -219,10 +250,10 @@ class RowSteps:
             self._chooses, count = None, self._rows_count
             self._launch_graph(("choice", count, choice), lambda: self.choice_kernels(count, choice))
 
-    def _take(self, rows: Sequence[Slot]) -> list[int]:
-        """Waits for the next tokens of all rows of a launched step."""
-        box, places = self._slots_of(rows)
-        return [box.take(place) for place in places]
+    def _take(self, rows: Rows) -> dict[int, int]:
+        """Waits for the next tokens of all rows of a launched step; returns them by place."""
+        box, slots = self._slots_of(rows)
+        return {place: box.take(slot) for place, slot in slots.items()}
 
     def _logits(self, count: int) -> Tensor:
         """Those of a step of `count` rows."""
@@ -232,8 +263,14 @@ class RowSteps:
         """Where such a step leaves its next tokens."""
         return self._one_token_slots if count == 1 else self._token_slots
 
-    def _slots_of(self, rows: Sequence[Slot]) -> tuple[TokenSlots, list[int]]:
-        """Where the step that is launched leaves the next tokens of its rows."""
+    def _slots_of(self, rows: Rows) -> tuple[TokenSlots, dict[int, int]]:
+        """Where the step that is launched leaves the next tokens of its rows, by their places."""
         if (count := self._rows_count) == 1:
-            return self._slots(1), [rows[0].position]
-        return self._slots(count), [row.position % 2 * count + i for i, row in enumerate(rows)]
+            return self._slots(1), {0: rows[0].position}
+        slots = {place: row.position % 2 * count + place for place, row in rows.items()}
+        return self._slots(count), slots
+
+
+def _next(row: Slot) -> Slot:
+    """The row of the token after that of a row, which is not known yet."""
+    return row._replace(inputs=(), position=row.position + 1)

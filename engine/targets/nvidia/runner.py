@@ -48,7 +48,7 @@ from engine.targets.nvidia.kernels.weight_repacking import repacking_kernels
 from engine.targets.nvidia.memory import CHUNK_SIZES
 from engine.targets.nvidia.mixed import MixedKernels
 from engine.targets.nvidia.own_angles import OwnAngles
-from engine.targets.nvidia.row_steps import Key, RowSteps
+from engine.targets.nvidia.row_steps import Key, Rows, RowSteps
 from engine.targets.nvidia.schedule_search import SearchTarget, search
 from engine.targets.nvidia.states import DeviceStates
 from engine.targets.nvidia.step_trials import StepTrials
@@ -278,19 +278,22 @@ class NvidiaRunner:
             chosen += self._steps.decode(rows[first : first + most], following, size)
         return np.asarray(chosen, np.int32)
 
-    def _following(self, rows: Sequence[Slot], ahead: Ahead) -> int | None:
-        """The size of the next step with these rows, whose pieces it sends (`row_steps.Following`)."""
-        pieces = ahead()
-        if pieces is None or (pieces and not self._mixes(rows)):
+    def _following(self, rows: Sequence[Slot], ahead: Ahead) -> tuple[Rows, int] | None:
+        """The rows of the step after one of these rows, and its size (`row_steps.Follow`). Sends its pieces."""
+        if (following := ahead()) is None:
             return None
-        size = self._fitting(pieces, rows) if pieces else 0
-        if (pieces and not size) or not self._steps.can_follow(rows, size):
+        slots, ended = following
+        pieces, begin = ([slot for slot in slots if slot.want == want] for want in ("none", "last"))
+        going = [row for row in rows if row.sequence not in ended]
+        size = self._fitting(pieces, [*going, *begin]) if pieces else 0
+        after = self._steps.following(going, begin, size)
+        if after is None or (pieces and not size):
             return None
+        self._set_positions(slots)
         if pieces:
-            self._set_positions(pieces)
-            self._prefill.send(size, pieces, len(rows), self._steps.count(len(rows), size))
+            self._prefill.send(size, pieces, max(after) + 1, self._steps.count(len(after), size))
             self._launched = pieces
-        return size
+        return after, size
 
     def _set_positions(self, slots: Sequence[Slot]) -> None:
         """Says how many tokens the recurrent states have after these slots, and how their pictures turn angles."""
@@ -306,16 +309,12 @@ class NvidiaRunner:
 
     def _mixed_size(self, pieces: Sequence[Slot], rows: Sequence[Slot]) -> int:
         """The size of the step that has room for pieces and rows together; 0 if they go in steps of their own."""
-        if not pieces or not self._mixes(rows) or self._steps.is_launched(rows):
-            return 0
-        return self._fitting(pieces, rows)
-
-    def _mixes(self, rows: Sequence[Slot]) -> bool:
-        """Whether a step may have these rows and pieces."""
-        return 0 < len(rows) <= self.row_counts[-1]
+        return 0 if not pieces or self._steps.is_launched(rows) else self._fitting(pieces, rows)
 
     def _fitting(self, pieces: Sequence[Slot], rows: Sequence[Slot]) -> int:
         """The smallest size of steps with these rows that has room for these pieces; 0 if none has."""
+        if not 0 < len(rows) <= self.row_counts[-1]:
+            return 0
         fits = self._prefill.fits
         sizes = (n for n in self._mixed_sizes if fits(n, pieces, self._steps.count(len(rows), n)))
         return min(sizes, default=0)

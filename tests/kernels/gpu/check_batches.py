@@ -12,7 +12,7 @@ from engine.loading.weights import Weights
 from engine.measure.kernel_roles import roles_of
 from engine.protocol.events import Sampling
 from engine.runtime.kv_blocks import BLOCK, KVBlocks
-from engine.runtime.model_runner import Drawing, Slot, no_pieces
+from engine.runtime.model_runner import Drawing, Slot, same_rows
 from engine.runtime.sampling import Sampler, log_probabilities
 from engine.targets.nvidia.runner import NvidiaRunner
 from tests import generated_model
@@ -89,7 +89,7 @@ def hold(binds: bool = False, **shape: Any) -> None:
         masks = {s: draw.integers(0, 1 << 32, vocab // 32 + 1, np.uint32) for s in bound & {*sequences}}
         for s, mask in masks.items():
             runner.sampler.allow(s, mask)
-        best = runner.run(rows, no_pieces if ahead else None)
+        best = runner.run(rows, same_rows if ahead else None)
         logits = None if ahead else runner.logits()
         for i, s in enumerate(sequences):
             blocks.commit(s, texts[s][-1:])

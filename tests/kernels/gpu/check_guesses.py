@@ -11,7 +11,7 @@ from engine.formats.gguf import GGUF
 from engine.loading.weights import Weights
 from engine.protocol.events import Sampling
 from engine.runtime.kv_blocks import KVBlocks
-from engine.runtime.model_runner import Drawing, Slot, no_pieces
+from engine.runtime.model_runner import Drawing, Slot, same_rows
 from engine.runtime.sampling import Sampler
 from engine.targets.nvidia.runner import NvidiaRunner
 from tests import generated_model
@@ -65,7 +65,7 @@ def hold(parallel: int, **shape: Any) -> None:
             blocks.reserve(s, 2 + len(guesses))
         rows = [Slot(s, (text[-1],), len(text) - 1, draw=bool(sampler)) for s, text in enumerate(texts)]
         more = [Slot(0, (t,), len(texts[0]) + i, draw=bool(sampler)) for i, t in enumerate(guesses)]
-        chosen = runner.run([rows[0], *more, *rows[1:]], no_pieces if ahead else None).tolist()
+        chosen = runner.run([rows[0], *more, *rows[1:]], same_rows if ahead else None).tolist()
         if not (ahead or sampler):
             after = reference.logits([*texts[0], *guesses])[len(texts[0]) - 1 :]
             for row, logits in enumerate(after):

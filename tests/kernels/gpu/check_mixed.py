@@ -13,7 +13,7 @@ from engine.formats.gguf import GGUF
 from engine.loading.weights import Weights
 from engine.protocol.events import Sampling
 from engine.runtime.kv_blocks import KVBlocks
-from engine.runtime.model_runner import Drawing, Slot
+from engine.runtime.model_runner import Drawing, Following, Slot
 from engine.runtime.sampling import Sampler
 from engine.targets.nvidia.runner import NvidiaRunner
 from tests import generated_model
@@ -90,9 +90,11 @@ def hold(sizes: Sequence[int] = (32, 64, 128), **shape: Any) -> None:
         *rows: int,
         then: dict[int, int] | None = None,
         draws: Sampler | None = None,
+        begin: Sequence[int] = (),
+        end: Sequence[int] = (),
     ) -> None:
         """Reads so many tokens of the prompts of `pieces`, and decodes a token of each of `rows`. With `then`, the step
-        after it runs ahead, with these pieces."""
+        after it runs ahead, with these pieces and the rows that `begin`, without those that `end`."""
 
         def slots_of(pieces: dict[int, int]) -> list[Slot]:
             for s, n in pieces.items():
@@ -102,10 +104,13 @@ def hold(sizes: Sequence[int] = (32, 64, 128), **shape: Any) -> None:
                 Slot(s, tuple(texts[s][(at := lengths[s]) : at + n]), at, "none") for s, n in pieces.items()
             ]
 
-        def ahead() -> list[Slot]:
+        def ahead() -> Following:
             commit(read)
             read.clear()
-            return slots_of(then or {})
+            return Following([*slots_of(then or {}), *map(row, begin)], end)
+
+        def row(s: int) -> Slot:
+            return Slot(s, (texts[s][-1],), len(texts[s]) - 1, draw=draws is not None)
 
         def commit(slots: Sequence[Slot]) -> None:
             for slot in slots:
@@ -116,7 +121,7 @@ def hold(sizes: Sequence[int] = (32, 64, 128), **shape: Any) -> None:
         for s in rows:
             if s not in pieces:
                 blocks.reserve(s, 2)
-            slots.append(Slot(s, (texts[s][-1],), len(texts[s]) - 1, draw=draws is not None))
+            slots.append(row(s))
         is_mixed = bool(pieces and rows)
         is_launched = runner._steps.is_launched(slots[len(pieces) :])
         assert bool(runner._mixed_size(slots[: len(pieces)], slots[len(pieces) :])) == (
@@ -163,4 +168,10 @@ def hold(sizes: Sequence[int] = (32, 64, 128), **shape: Any) -> None:
     step({1: 9}, 2, 0, then={1: 2})
     step({1: 2}, 2, 0, then={})
     step({}, 0)  # the other one has ended
-    step({1: len(texts[1]) - 17}, 0, 1)
+    last = len(texts[1]) - 17
+    if runner.state_slots:  # a state is kept before the first token of a reply
+        step({1: last}, 0, 1)
+    else:
+        step({}, 0, 2, then={1: last}, begin=(1,), end=(2,))
+        step({1: last}, 1, 0, then={})
+        step({}, 0, 1)

@@ -14,7 +14,7 @@ from engine.measure import profile
 from engine.measure.kernel_roles import roles_of
 from engine.protocol.events import Sampling
 from engine.runtime.kv_blocks import KVBlocks
-from engine.runtime.model_runner import Drawing, Slot, no_pieces
+from engine.runtime.model_runner import Drawing, Slot, same_rows
 from engine.targets import nvidia as fused
 from engine.targets.nvidia.kernels.device import multiprocessors
 from engine.targets.nvidia.kernels.kernel_sequence import KernelSequence
@@ -46,7 +46,7 @@ def check_decode_steps() -> None:
         alternating = {m.spec.alternating: len(m.pieces) for m in runner._model.matrices if len(m.pieces) > 1}
         assert alternating.keys() == {False, True}
     KVBlocks(runner).reserve(0, 3)
-    runner.run([Slot(0, (tokens[0],), 0)], ahead=no_pieces)
+    runner.run([Slot(0, (tokens[0],), 0)], ahead=same_rows)
     assert runner.sampler.prepare(0, Drawing(Sampling(top_k=1), tokens, np.zeros(1)))
     assert runner.run([Slot(0, (tokens[1],), 1, draw=True)]) == wanted[1].argmax()
     assert divergence(wanted[1], runner.logits()[0]) < 1e-6
