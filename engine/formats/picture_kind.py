@@ -15,15 +15,25 @@ NOT_READ = {
     "image/avif": "an AVIF",
     "image/tiff": "a TIFF",
     "image/svg+xml": "an SVG",
+    "image/jxl": "a JPEG XL",
+    "image/jp2": "a JPEG 2000",
+    "image/x-icon": "an ICO",
+    "image/vnd.adobe.photoshop": "a Photoshop",
 }
-_BRANDS = {b"avif": "image/avif"} | dict.fromkeys((b"heic", b"heix", b"hevc", b"mif1", b"msf1"), "image/heic")
+_BRANDS = dict.fromkeys((b"avif", b"avis"), "image/avif") | dict.fromkeys(
+    (b"heic", b"heix", b"heim", b"heis", b"hevc", b"hevx", b"mif1", b"msf1"), "image/heic"
+)
+_BMP_HEADERS = 12, 40, 52, 56, 64, 108, 124  # sizes of the header that follows the first 14 bytes
 _STARTS = (
     (b"\xff\xd8\xff", "image/jpeg"),
     (b"\x89PNG\r\n\x1a\n", "image/png"),
     (b"GIF87a", "image/gif"),
     (b"GIF89a", "image/gif"),
-    (b"II*\0", "image/tiff"),
-    (b"MM\0*", "image/tiff"),
+    *((start, "image/tiff") for start in (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+")),
+    *((start, "image/jxl") for start in (b"\xff\x0a", b"\0\0\0\x0cJXL ")),
+    *((start, "image/jp2") for start in (b"\0\0\0\x0cjP  ", b"\xff\x4f\xff\x51")),
+    (b"\0\0\1\0", "image/x-icon"),
+    (b"8BPS", "image/vnd.adobe.photoshop"),
 )
 
 
@@ -31,10 +41,11 @@ def media_type(data: bytes) -> str:
     """The media type of a picture, "" for anything else."""
     if data[:4] == b"RIFF" and data[8:12] == b"WEBP":
         return "image/webp"
-    if data[:2] == b"BM" and data[6:10] == bytes(4):
+    if data[:2] == b"BM" and int.from_bytes(data[14:18], "little") in _BMP_HEADERS:
         return "image/bmp"
     if data[4:8] == b"ftyp":
-        return _BRANDS.get(data[8:12], "")
+        is_avif = data[8:12] == b"mif1" and b"avif" in data[16 : int.from_bytes(data[:4], "big")]
+        return "image/avif" if is_avif else _BRANDS.get(data[8:12], "")
     if b"<svg" in data[:HEAD_BYTES]:
         return "image/svg+xml"
     return next((kind for start, kind in _STARTS if data.startswith(start)), "")
@@ -47,6 +58,8 @@ def is_binary_picture(data: bytes) -> bool:
 
 def refusal(data: bytes) -> str:
     """A sentence on a file that cannot be decoded for its kind."""
+    if name := READ.get(media_type(data)):
+        return f"The picture is damaged: it begins as {name} and does not go on so."
     kind = NOT_READ.get(media_type(data), "")
     *kinds, last = READ.values()
     return f"This is {f'{kind} file' if kind else 'not a picture'}. {', '.join(kinds)} and {last} are read."

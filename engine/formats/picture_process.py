@@ -23,6 +23,7 @@ from PIL import Image, ImageOps, UnidentifiedImageError
 MEMORY_BYTES = 2 << 30
 DECODING_S = 20  # of processor time: ends the process if its parent has died
 MAX_PIXELS = 64_000_000
+_MOST = f"At most {MAX_PIXELS / 1e6:.0f} million are read."
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP")
 _ORIENTATION = 0x112  # EXIF's tag; from 5 on, rows and columns change places
 
@@ -39,7 +40,9 @@ def answer(data: bytes, within: tuple[int, int] | None) -> tuple[dict[str, Any],
         reason = str(refusal)
     except UnidentifiedImageError:
         return {"unknown": True}, b""
-    except (MemoryError, Image.DecompressionBombError):
+    except Image.DecompressionBombError:  # Pillow's, when it reads a header
+        reason = f"The picture has more than {2 * MAX_PIXELS / 1e6:.0f} million pixels. {_MOST}"
+    except MemoryError:
         reason = "The picture takes too much memory."
     except Exception as error:  # of Pillow's decoders: there is no end to what they raise
         text = " ".join(str(error).split())
@@ -52,8 +55,7 @@ def _decoded(data: bytes, within: tuple[int, int] | None) -> tuple[dict[str, Any
     width, height = picture.size
     if width * height > MAX_PIXELS:
         raise Refusal(
-            f"The picture has {width} x {height} pixels, {width * height / 1e6:.0f} million. "
-            f"At most {MAX_PIXELS / 1e6:.0f} million are read."
+            f"The picture has {width} x {height} pixels, {width * height / 1e6:.0f} million. {_MOST}"
         )
     # An MPO is a JPEG with more pictures after it, such as previews.
     about = {
@@ -84,13 +86,14 @@ def _upright(picture: Image.Image) -> tuple[Image.Image, bool]:
 
 def _rgb(picture: Image.Image) -> Image.Image:
     """What is transparent becomes white."""
-    if picture.has_transparency_data:
+    if picture.mode.startswith("I"):
+        # 16 bits of grey: Pillow's own conversions make 255 of all above. The rare grey that is transparent stays grey.
+        picture = picture.convert("I").point(lambda value: value * (255 / 65535)).convert("L")
+    elif picture.has_transparency_data:
         picture = picture.convert("RGBA")
         white = Image.new("RGBA", picture.size, "white")
         white.alpha_composite(picture)
         picture = white
-    elif picture.mode.startswith("I"):  # 16 bits of grey; Pillow's own conversion makes 255 of all above
-        picture = picture.convert("I").point(lambda value: value * (255 / 65535)).convert("L")
     return picture.convert("RGB")
 
 

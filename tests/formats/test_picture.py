@@ -26,7 +26,8 @@ def test_pixels_are_rgb_upright_and_white_where_nothing_is(decoder):
     assert (pixels.full, pixels.format, pixels.rgb.shape) == ((20, 40), "JPEG", (10, 5, 3))
 
     grey = Image.fromarray(np.array([[0, 256, 65535]], np.uint16))  # 16 bits
-    assert decoder.decode(file_of(grey)).rgb[0, :, 0].tolist() == [0, 0, 255]
+    for more in ({}, {"transparency": 256}):
+        assert decoder.decode(file_of(grey, **more)).rgb[0, :, 0].tolist() == [0, 0, 255]
 
 
 def test_the_hash_is_of_the_pixels_and_their_shape(decoder):
@@ -48,12 +49,15 @@ def test_of_an_animation_the_first_frame_is_read(decoder):
     [
         (b"", "not a picture"),
         (b"\0\0\0\x18ftypheic", "a HEIC file"),
+        (b"\0\0\0\x1cftypmif1\0\0\0\0mif1avif", "an AVIF file"),
+        (b"\xff\x0a" + bytes(9), "a JPEG XL file"),
         (b"<?xml version='1.0'?><svg/>", "an SVG file"),
         (file_of(Image.new("L", (10_000, 10_000))), "10000 x 10000 pixels, 100 million"),
         (file_of(Image.effect_noise((90, 90), 50))[:2000], "damaged"),
+        (b"\xff\xd8\xff" + bytes(99), "begins as JPEG"),
         (bytes(21 << 20), "At most 20 MiB"),
     ],
-    ids=["empty", "heic", "svg", "large", "cut off", "large file"],
+    ids=["empty", "heic", "avif", "jxl", "svg", "large", "cut off", "no JPEG", "large file"],
 )
 def test_what_is_not_read_is_said(decoder, data, reason):
     with pytest.raises(PictureError, match=reason):

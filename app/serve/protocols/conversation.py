@@ -15,6 +15,7 @@ TEXTS = ("text", "input_text", "output_text", "refusal")
 PICTURES = ("image_url", "input_image")
 THOUGHTS = ("thinking", "reasoning", "redacted_thinking")
 """The types of parts, in chat completions and in responses."""
+_OF_TOOLS = ("tool", "function")
 
 
 class Part(msgspec.Struct):
@@ -78,11 +79,18 @@ class ChatMessage(msgspec.Struct):
 
 
 def conversation(messages: Sequence[ChatMessage]) -> tuple[Message, ...]:
-    """Raises ApiError for a role or a part of a message that the engine does not know."""
+    """Pictures in the results of tools become the user's after these: chat templates expect them nowhere else. Raises
+    ApiError for a role or a part of a message that the engine does not know."""
+    shown = list[Picture]()  # in results of tools, up to the next message of another role
     names: dict[str, str] = {}  # of the functions that were called, by the id of the call
     converted: list[Message] = []
     for i, message in enumerate(messages):
         content, thoughts, pictures = _content(message, f"messages[{i}].content")
+        if shown and message.role == "user":
+            content, pictures, shown = PICTURE_MARK * len(shown) + content, (*shown, *pictures), []
+        elif shown and message.role not in _OF_TOOLS:
+            converted.append(_shown(shown))
+            shown = []
         match message.role:
             case "system" | "developer":
                 converted.append(Message(role="system", content=content))
@@ -98,15 +106,21 @@ def conversation(messages: Sequence[ChatMessage]) -> tuple[Message, ...]:
                 converted.append(
                     Message(role="assistant", content=content, thinking=thinking, tool_calls=calls)
                 )
-            case "tool" | "function":
+            case role if role in _OF_TOOLS:
                 id = message.tool_call_id or ""
                 name = message.name or names.get(id, "")
-                converted.append(Message(role="tool", content=content, tool_call_id=id, name=name))
+                text = content.replace(PICTURE_MARK, "") or ("(a picture)" if pictures else "")
+                converted.append(Message(role="tool", content=text, tool_call_id=id, name=name))
+                shown += pictures
             case _:
                 raise wrong(
                     "A role is system, developer, user, assistant, tool or function.", f"messages[{i}].role"
                 )
-    return tuple(converted)
+    return (*converted, _shown(shown)) if shown else tuple(converted)
+
+
+def _shown(pictures: Sequence[Picture]) -> Message:
+    return Message(role="user", content=PICTURE_MARK * len(pictures), pictures=tuple(pictures))
 
 
 def _content(message: ChatMessage, param: str) -> tuple[str, str, tuple[Picture, ...]]:
@@ -121,9 +135,9 @@ def _content(message: ChatMessage, param: str) -> tuple[str, str, tuple[Picture,
             texts.append(plain(part.text or part.refusal or ""))
         elif part.type in THOUGHTS:
             thoughts.append(_thought(part.thinking) or part.text or "")
-        elif message.role != "user":
-            is_picture = part.type in PICTURES
-            raise wrong("Pictures stand in messages of the user." if is_picture else NOTHING_ELSE, param)
+        elif message.role not in ("user", *_OF_TOOLS):
+            of_user = "Pictures stand in messages of the user, and in results of tools."
+            raise wrong(of_user if part.type in PICTURES else NOTHING_ELSE, param)
         else:
             texts.append(PICTURE_MARK)
             pictures.append(part.picture if isinstance(part, PicturePart) else _picture(part, param))

@@ -168,10 +168,7 @@ class _Messages:
             case "function_call_output" | "custom_tool_call_output":
                 self._turn = None
                 content = _output(item.get("output"), param)
-                texts = [part for part in content if part.type not in PICTURES]
-                self._messages.append(ChatMessage("tool", texts, tool_call_id=_text_field(item, "call_id")))
-                if pictures := [part for part in content if part.type in PICTURES]:
-                    self._messages.append(ChatMessage("user", pictures))
+                self._messages.append(ChatMessage("tool", content, tool_call_id=_text_field(item, "call_id")))
             case "item_reference":
                 raise wrong("Items cannot be named by id: send them.", param)
 

@@ -102,10 +102,16 @@ async def test_a_picture_in_a_tools_result_comes_from_the_user(served):
         "output": [{"type": "input_image", "image_url": URL}],
     }
     assert (await client.post("/v1/responses", json={"input": [item]})).status_code == 200
+    done = {"role": "tool", "tool_call_id": "1", "content": [image(URL)]}
+    assert (await client.post(CHAT, json={"messages": [done]})).status_code == 200
     for request in engine.requests:
         *_, tool, user = request.prompt.messages
         assert (tool.role, user.role, user.content) == ("tool", "user", PICTURE_MARK)
         assert user.pictures[0].data == PICTURE
+    asks = {"role": "user", "content": "And?"}
+    assert (await client.post(CHAT, json={"messages": [done, done, asks]})).status_code == 200
+    *_, tool, user = engine.requests[-1].prompt.messages
+    assert (tool.content, user.content, len(user.pictures)) == ("(a picture)", f"{PICTURE_MARK * 2}And?", 2)
 
 
 async def test_a_model_that_does_not_see_says_so(served):
