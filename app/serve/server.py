@@ -5,6 +5,7 @@ import logging
 import resource
 import signal
 import socket
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
@@ -29,6 +30,8 @@ while a request is on its way."""
 HEAD_S = 20.0  # for the head of a request to arrive, and for a body that nobody waits for
 UNREAD_S = 60.0
 """A client that takes nothing of its answer for so long is gone: it would keep a place that others wait for."""
+SWITCH_S = 5e-4
+"""After so long a thread that works at a long request lets the loop run, and so each time that the loop waited."""
 MOST_CONNECTIONS = 4096
 """More than the system lets wait for their acceptance: an honest client among many that vanish is not refused."""
 
@@ -95,6 +98,7 @@ class Server:
         The first signal lets answers end for DRAIN_S; then, or at the second signal, they are ended."""
         _allow_descriptors()
         return_large_blocks()
+        sys.setswitchinterval(SWITCH_S)
         try:
             return await run_until_signal(self._serve(), signal.SIGINT, signal.SIGTERM, stop=self._stop)
         finally:

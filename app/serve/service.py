@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field
@@ -20,6 +21,7 @@ from app.serve.errors import ApiError, unavailable
 from app.serve.http import ClientGoneError
 from app.serve.metrics import Metrics
 from app.serve.picture_tokens import counting_eyes
+from engine.askers import address_of
 from engine.errors import OrinError
 from engine.formats.file_templates import FileTemplates
 from engine.formats.fill_in import FillIn
@@ -62,7 +64,7 @@ class ModelFile:
     pooling: Pooling | None = None
     dimensions: int = 0
     mmproj: str = ""
-    _rendering: Lock = field(default_factory=Lock)
+    _opening: Lock = field(default_factory=Lock)
 
     @classmethod
     def read(cls, path: Path, mmproj: str = "") -> Self:
@@ -86,8 +88,9 @@ class ModelFile:
         """A conversation as the model gets it. Takes as long as its text is; the first call starts the process that
         renders templates. Raises ApiError."""
         try:
-            with self._rendering:
-                return self._chats.encode(chat.messages, think=chat.think, effort=effort, tools=chat.tools)
+            with self._opening:
+                chats = self._chats
+            return chats.encode(chat.messages, think=chat.think, effort=effort, tools=chat.tools)
         except OrinError as error:
             raise ApiError(400, f"{error.message} {error.hint}".strip()) from None
 
@@ -112,9 +115,9 @@ async def _at_once() -> None:
 @dataclass
 class Service:
     """`sampling` and `think` hold where a request does not say otherwise. Requests beyond `parallel` wait,
-    `max_waiting` of them at most. `on_handled` gets every request that has ended, and `watch` the events of every
-    answer, which it passes on. `make_room` waits until the engine may be loaded, and `on_ended` hears that requests
-    have ended."""
+    `max_waiting` of them at most, and as many again of clients that have no other. `on_handled` gets every request that
+    has ended, and `watch` the events of every answer, which it passes on. `make_room` waits until the engine may be
+    loaded, and `on_ended` hears that requests have ended."""
 
     engine: LocalEngine
     model: str
@@ -135,6 +138,7 @@ class Service:
     slots: Slots | None = None
     open: int = 0  # requests that the engine has, and that have not ended
     processing: int = 0  # those of them that it has begun with
+    _open_by: Counter[str] = field(default_factory=Counter)  # so many answers of each address
 
     @property
     def waiting(self) -> int:
@@ -167,12 +171,16 @@ class Service:
         exchange.answers = n = len(answers)
         at_once = min(2 * self.parallel, self.parallel + self.max_waiting) if exchange.one_by_one else n
         places = min(n, at_once)
-        if self.open + places > self.parallel + self.max_waiting:
+        address = address_of(exchange.client)
+        most = self.parallel + self.max_waiting
+        late = 0 if self._open_by[address] else self.max_waiting  # others may have taken all places
+        if places > most or self.open + places > most + late:
             message = f"The server has {self.parallel} requests at work and {self.waiting} waiting."
             headers = {"Retry-After": str(self._retry_s())}
             raise ApiError(429, message, "rate_limit_error", code="too_many_requests", headers=headers)
         begun, ended = set[int](), set[int]()
         self.open += places
+        self._open_by[address] += 1
         try:
             await self.make_room()
             requests = [replace(answer.request, client=exchange.client) for answer in answers]
@@ -195,6 +203,7 @@ class Service:
                     yield i, part
         finally:
             self.open -= places
+            self._open_by -= Counter([address])  # forgets those that have none
             self.processing -= len(begun - ended)
             self.on_ended()
 

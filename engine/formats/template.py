@@ -118,6 +118,11 @@ class ChatTemplate:
             raise ContextFullError(
                 f"The conversation has {len(messages)} messages; the context holds {most} tokens.", SHORTEN
             )
+        if (
+            most is not None
+        ):  # templates leave out neither; white space at the ends and earlier thoughts they may
+            kept = (message.content.strip() for message in messages if message.role in ("user", "tool"))
+            self._tokenizer.check_fewest([text for text in kept if text], most)
         if not think:
             effort = "low" if self._marks is HARMONY else None  # gpt-oss always thinks
         unfinished = None

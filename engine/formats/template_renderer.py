@@ -1,4 +1,4 @@
-"""Renders a chat template in a process of its own, and kills the process if that takes too long."""
+"""Renders a chat template in processes of its own, and kills one that takes too long."""
 
 import json
 import subprocess
@@ -26,16 +26,57 @@ class Broken(Exception):
 
 
 class TemplateRenderer:
-    """One template in a process of its own (`template_process`), which ends with this object. `render` starts the
-    process again if it was killed."""
+    """One template. Each thread that renders it at the same time has a process (`template_process`); these end with
+    this object."""
 
     def __init__(self, source: str) -> None:
         self._source = source
-        self._process: subprocess.Popen[str] | None = None
+        self._idle: list[_Process] = []
 
     def start(self) -> None:
-        """Starts the process and does not wait for it: it compiles the template while the model loads. Raises
+        """Starts a process and does not wait for it: it compiles the template while the model loads. Raises
         TemplateError."""
+        self._idle.append(_Process(self._source))
+
+    def render(self, variables: dict[str, Any]) -> str:
+        """The template's text. `variables` are JSON values and must have "now", the time in ISO format. Raises Refused,
+        Broken, and TemplateError if it takes too much time or memory."""
+        text: str = self._answer(variables)
+        return text
+
+    def reads(self) -> frozenset[str]:
+        """The variables that the template reads and does not set before. Raises Broken and TemplateError."""
+        return frozenset(self._answer(None))
+
+    def _answer(self, request: dict[str, Any] | None) -> Any:
+        process: _Process | None = None
+        with suppress(IndexError):  # all are at work
+            process = self._idle.pop()
+        if process is None or not process.is_alive:
+            process = _Process(self._source)
+        answer = process.answer(request)
+        if process.is_alive:
+            self._idle.append(process)
+        match answer:
+            case {"text": answer} | {"reads": answer}:
+                return answer
+            case {"refused": reason}:
+                raise Refused(reason)
+            case {"broken": reason}:
+                raise Broken(reason)
+            case {"limit": reason}:
+                raise TemplateError(
+                    f"The model's chat template was stopped: {reason}.",
+                    "The model file is damaged or malicious: get another copy of the model.",
+                )
+        raise AssertionError(answer)
+
+
+class _Process:
+    """A process that has been started, and ends with this object."""
+
+    def __init__(self, source: str) -> None:
+        """Raises TemplateError."""
         script = Path(__file__).with_name("template_process.py")
         try:
             self._process = subprocess.Popen(
@@ -51,21 +92,14 @@ class TemplateRenderer:
             raise TemplateError(_NO_PROCESS, hint) from None
         self._kill = weakref.finalize(self, kill, self._process)
         self._ready = False
-        self._write(json.dumps(self._source))
+        self._write(json.dumps(source))
 
-    def render(self, variables: dict[str, Any]) -> str:
-        """The template's text. `variables` are JSON values and must have "now", the time in ISO format. Raises Refused,
-        Broken, and TemplateError if it takes too much time or memory."""
-        text: str = self._answer(variables)
-        return text
+    @property
+    def is_alive(self) -> bool:
+        return self._kill.alive and self._process.poll() is None
 
-    def reads(self) -> frozenset[str]:
-        """The variables that the template reads and does not set before. Raises Broken and TemplateError."""
-        return frozenset(self._answer(None))
-
-    def _answer(self, request: dict[str, Any] | None) -> Any:
-        if self._process is None or self._process.poll() is not None:
-            self.start()
+    def answer(self, request: dict[str, Any] | None) -> Any:
+        """The value of its answer to a line. Raises TemplateError if it does not start."""
         if not self._ready and self._read_line(START_S) != "ready\n":
             raise TemplateError(_NO_PROCESS, "Install orin-chat again.")
         self._ready = True
@@ -73,31 +107,18 @@ class TemplateRenderer:
         line = self._read_line(RENDER_S)
         if not line.endswith("\n"):  # the process was killed, or died
             self._kill()
-            self._process = None
-            line = json.dumps({"limit": f"it takes longer than {RENDER_S:.0f} s"})
-        match json.loads(line):
-            case {"text": answer} | {"reads": answer}:
-                return answer
-            case {"refused": reason}:
-                raise Refused(reason)
-            case {"broken": reason}:
-                raise Broken(reason)
-            case {"limit": reason}:
-                raise TemplateError(
-                    f"The model's chat template was stopped: {reason}.",
-                    "The model file is damaged or malicious: get another copy of the model.",
-                )
-        raise AssertionError(line)
+            return {"limit": f"it takes longer than {RENDER_S:.0f} s"}
+        return json.loads(line)
 
     def _write(self, line: str) -> None:
-        assert self._process and self._process.stdin
+        assert self._process.stdin
         with suppress(BrokenPipeError):  # the process has died; reading finds that out
             self._process.stdin.write(line + "\n")
             self._process.stdin.flush()
 
     def _read_line(self, seconds: float) -> str:
         """The next line, or a part of it if the process dies. After `seconds` it is killed."""
-        assert self._process and self._process.stdout
+        assert self._process.stdout
         timer = Timer(seconds, self._process.kill)
         timer.start()
         try:

@@ -106,17 +106,23 @@ class Tokenizer(Vocabulary):
         before = " " if self.add_space_prefix else ""  # such models expect a space before a text
         parts = [part if isinstance(part, int) else before + part for part in parts]
         if most is not None and sum(1 if isinstance(part, int) else len(part) for part in parts) > most:
-            least = sum(1 if isinstance(part, int) else self._fewest(part) for part in parts if part != "")
-            if least > most:
-                raise ContextFullError(
-                    f"The conversation has at least {least} tokens and the context holds {most}.",
-                    SHORTEN,
-                )
+            texts = [part for part in parts if isinstance(part, str)]
+            self.check_fewest(texts, most, len(parts) - len(texts))
             if any(self._goes_beyond(part, most) for part in parts if isinstance(part, str)):
                 raise ContextFullError(
                     f"The conversation has over {most} tokens, and the context holds no more.", SHORTEN
                 )
         return self._ids(parts)
+
+    def check_fewest(self, texts: Sequence[str], most: int, others: int = 0) -> None:
+        """Raises ContextFullError if texts that are not next to each other, and so many `others`, are certain to have
+        more than `most` tokens."""
+        if others + sum(map(len, texts)) <= most:
+            return
+        if (least := others + self._fewest(texts)) > most:
+            raise ContextFullError(
+                f"The conversation has at least {least} tokens and the context holds {most}.", SHORTEN
+            )
 
     def _goes_beyond(self, text: str, most: int) -> bool:
         """Whether the beginning of a text that is much longer than `most` tokens usually are has more of them, and some
@@ -128,14 +134,18 @@ class Tokenizer(Vocabulary):
             length *= 4
         return False
 
-    def _fewest(self, text: str) -> int:
-        """A number of tokens that `text` has at least: no token has more of `_amounts` than those of the vocabulary
+    def _fewest(self, texts: Sequence[str]) -> int:
+        """A number of tokens that `texts` have at least: no token has more of `_amounts` than those of the vocabulary
         have at most. The longest token is often a run of spaces, so words and changes tell more of most texts. Of a
         text that is remembered, it is the number of its tokens."""
-        if (ids := self._remembered.get(text)) is not None:
-            return len(ids)
-        amounts = _amounts(*self._codes(text), [0])[0]
-        return int((-(-amounts // self._most_in_a_token)).max())
+        known = {text: len(ids) for text in texts if (ids := self._remembered.get(text)) is not None}
+        spelled = [self._codes(text) for text in texts if text and text not in known]
+        least = sum(known.get(text, 0) for text in texts)
+        if spelled:
+            starts = np.cumsum([0, *(len(codes) for codes, _ in spelled)])[:-1]
+            amounts = _amounts(np.concatenate([codes for codes, _ in spelled]), spelled[0][1], starts)
+            least += int((-(-amounts // self._most_in_a_token)).max(axis=1).sum())
+        return least
 
     def _codes(self, text: str) -> tuple[NDArray[Any], int]:
         """`text` as numbers, of which a token has as many as its spelling in the vocabulary has characters, and the

@@ -6,6 +6,7 @@ import hashlib
 from collections import OrderedDict
 from contextlib import suppress
 from pathlib import Path
+from threading import Lock
 
 from tinygrad import Device
 
@@ -53,6 +54,7 @@ class EncoderFile:
         with suppress(BackendError):  # the first picture says so
             self._decoder.start()
         self._seen: OrderedDict[bytes, SeenPicture] = OrderedDict()
+        self._looking = Lock()
 
     @property
     def need_bytes(self) -> int:
@@ -84,8 +86,12 @@ class EncoderFile:
         return Eyes(self.look, PICTURE_MARKS[self.spec.kind])
 
     def look(self, picture: Picture) -> SeenPicture:
-        """A picture as tokens. Only one thread may call it. Raises PictureError."""
+        """A picture as tokens. Raises PictureError."""
         digest = hashlib.sha256(picture.data).digest()
+        with self._looking:
+            return self._look(digest, picture)
+
+    def _look(self, digest: bytes, picture: Picture) -> SeenPicture:
         if digest not in self._seen:
             pixels = self._decoder.decode(picture.data)
             rgb = resized(self.spec, pixels.rgb)

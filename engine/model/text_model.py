@@ -246,7 +246,7 @@ class TextModel:
             self._choices.end()
 
     def begin(self, request: Generate, report: Report) -> Answer:
-        """The answer to a request, for `scheduler`. Only one thread may call it, but any. Raises ContextFullError,
+        """The answer to a request, for `scheduler`. Any thread may call it. Raises ContextFullError,
         TemplateError and UsageError."""
         if isinstance(request.prompt, Chat) and request.prompt.pictures and not self.ready.model.sees:
             raise UsageError(

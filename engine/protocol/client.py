@@ -216,10 +216,12 @@ class LocalEngine:
         stream = _Stream(next(self._serials), request, self._ready.load_ms if self._ready else 0.0)
         self._streams[stream.serial] = stream
         try:
-            if isinstance(request, Generate) and (failure := _failure_to_encode(request)):
-                stream.put(failure)
+            frame = _encoded(replace(request, request_id=stream.serial)) if request else b""
+            if isinstance(frame, Failed):
+                stream.put(frame)
             else:
-                await self._join(stream)
+                await self._join(stream, frame)
+            del frame  # the answer may take long
             async for event in stream:
                 yield event
         finally:
@@ -230,8 +232,9 @@ class LocalEngine:
             if request is None and self._ready is None and not self._streams and self._process:
                 self._process.kill()
 
-    async def _join(self, stream: _Stream) -> None:
-        """Connects `stream` to the process, which it starts if there is none, and sends the request to the process."""
+    async def _join(self, stream: _Stream, frame: bytes) -> None:
+        """Connects `stream` to the process, which it starts if there is none, and sends the frame of its request to the
+        process."""
         async with self._spawning:
             if self._process and not self._process.alive:
                 await self._process.wait_ended()
@@ -255,8 +258,8 @@ class LocalEngine:
             if self._taken:
                 ready, self._taken = self._taken, None
                 self._receive(ready)
-            if stream.request:
-                self._process.send(pack(replace(stream.request, request_id=stream.serial)))
+            if frame:
+                self._process.send(frame)
 
     async def _spawn(self) -> EngineProcess:
         load = pack(Load(options=self.options))
@@ -329,7 +332,9 @@ class LocalEngine:
                 # One that is not joined yet waits for a process, and is sent when there is one.
                 if died_when_ready and stream.joined and stream.may_be_sent_again:
                     stream.joined, stream.may_be_sent_again = False, False
-                    stream.joining = asyncio.ensure_future(self._join(stream))
+                    assert stream.request
+                    frame = pack(replace(stream.request, request_id=stream.serial))
+                    stream.joining = asyncio.ensure_future(self._join(stream, frame))
         for stream in self._streams.values():
             if stream.joined:
                 stream.put(event)
@@ -384,15 +389,16 @@ _LAST_EVENT: dict[type, type[Event]] = {
 }  # fmt: skip
 
 
-def _failure_to_encode(request: Generate) -> Failed | None:
-    """Why the worker could not decode `request`; None if it can."""
+def _encoded(request: Request) -> bytes | Failed:
+    """The frame of a request, or why the worker could not decode it. Nobody else is answered meanwhile."""
     try:
-        command_decoder.decode(pack(request)[4:])
+        frame = pack(request)
+        command_decoder.decode(memoryview(frame)[4:])
     except UnicodeEncodeError:
         message = "The prompt holds characters that are not valid Unicode."
         hint = "Type or paste it again, or save the file it comes from as UTF-8."
     except (FrameError, msgspec.MsgspecError, ValueError, TypeError, OverflowError) as error:
         message, hint = f"The request is not valid: {error}", ""
     else:
-        return None
+        return frame
     return Failed(kind="usage", message=message, hint=hint, request_id=request.request_id)

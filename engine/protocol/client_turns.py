@@ -1,21 +1,27 @@
-"""Whose prompt is tokenized next."""
+"""Whose prompt is made next."""
 
 from __future__ import annotations
 
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
+from engine.askers import Turns
 from engine.protocol.events import Generate
+
+LANES = 64 << 10, 1 << 20, 1 << 62
+"""The most bytes of a request in each lane: no prompt waits for one that is very much longer."""
 
 
 class ClientTurns:
-    """Requests whose prompts are to be tokenized. Clients take turns: the one goes first whose last turn is longest
-    ago. One thread puts and one takes."""
+    """Requests whose prompts are to be made. Clients take turns: the one goes first whose last turn is longest ago. One
+    thread puts and one takes."""
 
     def __init__(self) -> None:
         self._waiting: dict[str, deque[Generate]] = {}
-        self._served: dict[str, float] = {}  # when each client that waits had its last turn
+        self._turns = Turns()
         self._lock = threading.Lock()
 
     def put(self, request: Generate) -> None:
@@ -24,11 +30,25 @@ class ClientTurns:
 
     def take(self) -> Generate:
         with self._lock:
-            client = min(self._waiting, key=lambda name: self._served.get(name, 0.0))
+            client = min(self._waiting, key=self._turns.__getitem__)
             request = self._waiting[client].popleft()
-            self._served[client] = time.perf_counter()
+            self._turns.served(client, time.perf_counter())
             if not self._waiting[client]:
                 del self._waiting[client]
             if not self._waiting:
-                self._served.clear()
+                self._turns.clear()
             return request
+
+
+class PromptMakers:
+    """A thread for each lane, in which clients take turns."""
+
+    def __init__(self, make: Callable[[Generate], None]) -> None:
+        self._make = make
+        self._lanes = [(most, ThreadPoolExecutor(1, "prompts"), ClientTurns()) for most in LANES]
+
+    def put(self, request: Generate, n_bytes: int) -> None:
+        """Has the prompt of a request made that came in so many bytes."""
+        thread, turns = next((thread, turns) for most, thread, turns in self._lanes if n_bytes <= most)
+        turns.put(request)
+        thread.submit(lambda: self._make(turns.take()))

@@ -58,7 +58,7 @@ class Model(Protocol):
     def scheduler(self) -> Answering: ...
 
     def begin(self, request: Generate, report: Report) -> Answer:
-        """What `scheduler` takes. Called by one thread, which is not the main one. Raises ContextFullError,
+        """What `scheduler` takes. Called by several threads, none of which is the main one. Raises ContextFullError,
         TemplateError and UsageError."""
         ...
 

@@ -1,7 +1,7 @@
 """The engine process: it gets commands from its client, answers with events, and ends when its client does.
 
 The main thread loads the model and generates. One thread reads commands, so that a `Cancel` arrives in the middle of an
-answer; another sends the events. A third makes tokens of prompts, so that this delays no other answer.
+answer; another sends the events. Others make tokens of prompts, so that this delays no other answer.
 
 The process may be killed at any moment. If the search for faster
 kernels meets a candidate that breaks the device, the process replaces itself (`restart`), and the client does not
@@ -25,7 +25,7 @@ import traceback
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Never
 
@@ -34,7 +34,7 @@ from msgspec.structs import replace
 from engine.errors import OrinError, PreemptedError, print_without_messages
 from engine.heap import return_large_blocks
 from engine.measure.timeline import timeline
-from engine.protocol.client_turns import ClientTurns
+from engine.protocol.client_turns import PromptMakers
 from engine.protocol.events import (
     Cancel,
     EngineOptions,
@@ -61,6 +61,8 @@ if TYPE_CHECKING:
     from engine.runtime.answer import Answer
 
 MAX_RESTARTS = 8
+SWITCH_S = 5e-4
+"""After so long a thread lets others run: a step waits for it several times while a long prompt is made."""
 _RESTARTED = "ORIN_CHAT_RESTARTED"  # how often, and the file descriptor with the commands so far
 _SEND_INTERVAL_S = 0.01
 _GRACE_S = 1.0  # a request that is about to come shall not wait for what prepares later ones
@@ -77,6 +79,7 @@ def serve(sock: socket.socket, load: Loader) -> None:
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     faulthandler.enable()
+    sys.setswitchinterval(SWITCH_S)
     return_large_blocks()
     # Registered first, so it runs last: the interpreter would take long to unload all modules.
     atexit.register(os._exit, 0)
@@ -98,9 +101,8 @@ class _Server:
     def __init__(self, sock: socket.socket) -> None:
         self._sock, self._load_ms = sock, 0.0
         self._later: deque[Measure | Profile | Tune] = deque()  # what waits until nothing else is to be done
-        self._prompts = ThreadPoolExecutor(1, "prompts")
-        self._to_begin = ClientTurns()
-        self._beginning = 0  # requests whose prompts the thread has
+        self._prompts: PromptMakers | None = None  # of the model
+        self._beginning = 0  # requests whose prompts these have
         self._is_suspect = False  # something failed, perhaps the device
         self._restarting = threading.Lock()
         self._restarts, commands_fd = map(int, os.environ.pop(_RESTARTED, "0 -1").split())
@@ -145,8 +147,8 @@ class _Server:
             self._add(model, command)
         elif isinstance(command, Generate):
             self._beginning += 1
-            self._to_begin.put(command)
-            self._prompts.submit(self._begin_next, model)
+            self._prompts = self._prompts or PromptMakers(lambda request: self._begin(model, request))
+            self._prompts.put(command, self._inbox.known(command.request_id).n_bytes)
         else:
             self._later.append(command)
 
@@ -168,10 +170,10 @@ class _Server:
             self._is_suspect = False
             model.check_device()
 
-    def _begin_next(self, model: Model) -> None:
-        """Makes an answer of a request, in the thread for prompts."""
-        request = self._to_begin.take()
-        self._inbox.put(_Begun(request.request_id, self._begun(model, request)))
+    def _begin(self, model: Model, request: Generate) -> None:
+        """Makes an answer of a request, in a thread for prompts."""
+        is_wanted = not self._inbox.known(request.request_id).stop.is_set()
+        self._inbox.put(_Begun(request.request_id, self._begun(model, request) if is_wanted else None))
 
     def _begun(self, model: Model, request: Generate) -> Answer | Exception:
         started = time.perf_counter()
@@ -189,11 +191,13 @@ class _Server:
                 self._is_suspect |= not isinstance(result, OrinError)
                 self._end(_failure(result, begun.request_id), begun.request_id)
 
-        if isinstance(begun.answer, Exception):
+        if begun.answer is None:
+            end(_cancelled(begun.request_id))
+        elif isinstance(begun.answer, Exception):
             end(begun.answer)
         else:
-            stop, came_s = self._inbox.known(begun.request_id)
-            model.scheduler.add(begun.answer, stop.is_set, end, came_s)
+            known = self._inbox.known(begun.request_id)
+            model.scheduler.add(begun.answer, known.stop.is_set, end, known.came_s)
 
     def _load(self, options: EngineOptions, load: Loader) -> Model | None:
         started = time.perf_counter()
@@ -237,7 +241,7 @@ class _Server:
             if isinstance(request, Measure):
                 end = model.measure(request)
             elif isinstance(request, Tune):
-                stop, _ = self._inbox.known(request.request_id)
+                stop = self._inbox.known(request.request_id).stop
                 end = model.tune(request, lambda: stop.is_set() or self._inbox.has_request())
             else:
                 end = model.profile(request, self._inbox.has_request)
@@ -264,10 +268,20 @@ class _Server:
 
 @dataclass(frozen=True)
 class _Begun:
-    """A request that can be answered now, or why it cannot."""
+    """A request that can be answered now, or why it cannot; None if it was cancelled before."""
 
     request_id: int
-    answer: Answer | Exception
+    answer: Answer | Exception | None
+
+
+@dataclass
+class _Known:
+    """A request that has not ended: how long it is, what is set when it is cancelled, and when it came
+    (`time.perf_counter`)."""
+
+    n_bytes: int
+    stop: threading.Event = field(default_factory=threading.Event)
+    came_s: float = field(default_factory=time.perf_counter)
 
 
 class _Inbox:
@@ -283,7 +297,7 @@ class _Inbox:
         self._reading = threading.Lock()
         self._queue: SimpleQueue[Load | Request | _Begun | None] = SimpleQueue()
         self._first: list[Load | Request | _Begun | None] = []  # what was waited for, before those
-        self._known: dict[int, tuple[threading.Event, float]] = {}
+        self._known: dict[int, _Known] = {}
         threading.Thread(target=self._read, name="commands", daemon=True).start()
 
     def get(self) -> Load | Request | _Begun | None:
@@ -303,8 +317,7 @@ class _Inbox:
             with contextlib.suppress(Empty):
                 self._first.append(self._queue.get(timeout=seconds))
 
-    def known(self, request_id: int) -> tuple[threading.Event, float]:
-        """What is set when a request is cancelled, and when the request came (`time.perf_counter`)."""
+    def known(self, request_id: int) -> _Known:
         return self._known[request_id]
 
     def forget(self, request_id: int) -> None:
@@ -333,16 +346,16 @@ class _Inbox:
         command = command_decoder.decode(payload)
         if isinstance(command, Cancel):
             if known := self._known.get(command.request_id):
-                known[0].set()
+                known.stop.set()
         elif isinstance(command, Shutdown):
             if not self.interruptible:
                 _die()
-            for stop, _ in list(self._known.values()):
-                stop.set()
+            for known in list(self._known.values()):
+                known.stop.set()
             self._queue.put(None)
         else:
             if isinstance(command, Generate | Tune):
-                self._known[command.request_id] = threading.Event(), time.perf_counter()
+                self._known[command.request_id] = _Known(len(payload))
             self._queue.put(command)
 
 
@@ -379,6 +392,21 @@ class _Outbox:
                 _die()
             if frames[-1][1]:
                 time.sleep(_SEND_INTERVAL_S)
+
+
+def _cancelled(request_id: int) -> Finished:
+    """The end of a request that was cancelled before its prompt was made."""
+    return Finished(
+        request_id=request_id,
+        reason="cancelled",
+        prompt_n=0,
+        cached_n=0,
+        prompt_ms=0.0,
+        predicted_n=0,
+        predicted_ms=0.0,
+        load_ms=0.0,
+        seed=0,
+    )
 
 
 def _failure(error: Exception, request_id: int) -> Failed:

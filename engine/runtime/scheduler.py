@@ -10,8 +10,8 @@ slows replies down by a bound (`pace`). Only those wait for it that had hardly b
 this one came together, and the first tokens of all come soonest so.
 
 A request gets a slot, one of the runner's sequences, as soon as one is free, and leaves it when it ends. Clients take
-turns, however many requests each has. If the KV cache is too small for all slots, the latest request gives its slot
-back and goes on later.
+turns, however many requests each has and whatever it calls itself (`askers`). If the KV cache is too small for all
+slots, the latest request gives its slot back and goes on later.
 
 What the disk has of a long prompt is read into the KV cache (`prefix_keeper`), a chunk in place of a piece.
 """
@@ -27,6 +27,7 @@ from contextlib import contextmanager
 import numpy as np
 from numpy.typing import NDArray
 
+from engine.askers import Held, Turns, order_of
 from engine.errors import ContextFullError
 from engine.protocol.events import TOKEN_GAP, Finished, Slots, Speculate
 from engine.runtime.answer import Answer, Late
@@ -75,7 +76,7 @@ class Scheduler:
         self._sight = Sight(encoder)
         self._slots: list[Job | None] = [None] * runner.parallel
         self._waiting: dict[str, collections.deque[Job]] = {}
-        self._served: dict[str, int] = {}  # when each client that has requests got its last slot
+        self._turns = Turns()  # of the clients that have requests: when they got their last slots
         self._count = itertools.count(1)
         self._pace = Pace(token_gap)
         self._speculation = Speculation(runner, speculate, drafter)
@@ -236,12 +237,11 @@ class Scheduler:
 
     def _give_slots(self) -> None:
         while self._waiting:
-            held = collections.Counter(job.client for _, job in self._live())
-            client = min(self._waiting, key=lambda name: (held[name], self._served.get(name, 0)))
+            held = Held(job.client for _, job in self._live())
+            client = min(self._waiting, key=lambda name: order_of(held[name], self._turns[name]))
             job = self._waiting[client][0]
             if None not in self._slots:
-                rival = max(held, key=held.__getitem__)
-                if held[client] or held[rival] < 2:
+                if (rival := held.rival(client)) is None:
                     return
                 self._pause(max((j.number, i) for i, j in self._live() if j.client == rival)[1])
             if any(self._slots) and not self.blocks.has_room(len(job.answer.tokens)):
@@ -253,7 +253,7 @@ class Scheduler:
             job.due = self._n_read + PATIENCE * job.to_read
             if self._states:
                 self._states.load([], 0, sequence)
-            self._served[client] = next(self._count)
+            self._turns.served(client, next(self._count))
             self._tidy(client)
 
     def _leave(self, sequence: int, is_whole: bool = True) -> Job:
@@ -286,7 +286,7 @@ class Scheduler:
         if not self._waiting.get(client):
             self._waiting.pop(client, None)
             if all(job.client != client for _, job in self._live()):
-                self._served.pop(client, None)
+                self._turns.forget(client)
 
     def _reserve(self, sequence: int, n: int) -> bool:
         """Makes room for n more tokens; the latest requests give theirs up. False if this was one of them."""

@@ -49,4 +49,6 @@ def test_words_and_changes_tell_that_a_text_does_not_fit_where_its_length_does_n
     with GGUF(write(tmp_path / "m.gguf")) as file:
         tokenizer = PromptEncoder(file).tokenizer
     tokenizer._most_in_a_token = np.array([128, 2, 30])
-    assert [tokenizer._fewest(text) for text in ("a b" * 20, "a" * 256, "  ab" * 100)] == [11, 2, 50]
+    texts = "a b" * 20, "a" * 256, "  ab" * 100
+    assert [tokenizer._fewest([text]) for text in texts] == [11, 2, 50]
+    assert tokenizer._fewest([texts[0], "", *texts]) == 11 + 11 + 2 + 50

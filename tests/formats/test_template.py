@@ -336,11 +336,11 @@ def test_it_is_stopped_and_can_be_used_again(template):
 def test_the_process_ends_with_its_template(template):
     t = template(ECHO)
     t.encode([user("a")])
-    process = t._renderer._process
+    [process] = [each._process for each in t._renderer._idle]
     process.kill()
     process.wait()
     assert text_of(t, [user("a")]) == "<|im_start|>user\na<|im_end|>\n"  # it starts anew
-    process = t._renderer._process
+    [process] = [each._process for each in t._renderer._idle]
     assert process.poll() is None
     del t
     assert process.poll() is not None

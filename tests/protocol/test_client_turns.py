@@ -1,12 +1,14 @@
 """Prompts of many clients, one after the other."""
 
 import gc
+import threading
 import weakref
+from queue import SimpleQueue
 from types import SimpleNamespace
 
 from engine.errors import UsageError
 from engine.protocol import worker
-from engine.protocol.client_turns import ClientTurns
+from engine.protocol.client_turns import ClientTurns, PromptMakers
 from engine.protocol.events import Generate, TokenIds
 
 
@@ -24,6 +26,42 @@ def test_clients_take_turns():
     order = [turns.take().request_id for _ in range(6)]
     assert first.request_id == 0
     assert order == [10, 20, 1, 11, 2, 3]
+
+
+def test_names_that_a_client_gives_itself_share_its_turns():
+    turns = ClientTurns()
+    for number in range(4):
+        turns.put(request(f"name {number}@10.0.0.1", number))
+    turns.put(request("10.0.0.2", 10))
+    first, second = turns.take(), turns.take()
+    turns.put(request("10.0.0.2", 11))
+    order = [turns.take().request_id for _ in range(4)]
+    assert [first.request_id, second.request_id, *order] == [0, 10, 1, 11, 2, 3]
+
+
+def test_short_prompts_do_not_wait_for_long_ones():
+    made, long_may_end = SimpleQueue(), threading.Event()
+
+    def make(request):
+        if request.client == "long":
+            long_may_end.wait(30)
+        made.put(request.request_id)
+
+    makers = PromptMakers(make)
+    for number in range(3):
+        makers.put(request("long", number), 200 << 10)
+    makers.put(request("short", 10), 100)
+    assert made.get(timeout=30) == 10
+    long_may_end.set()
+    assert [made.get(timeout=30) for _ in range(3)] == [0, 1, 2]
+
+
+def test_the_prompt_of_a_cancelled_request_is_not_made():
+    known, begun = worker._Known(5), SimpleQueue()
+    known.stop.set()
+    inbox = SimpleNamespace(known=lambda id: known, put=begun.put)
+    worker._Server._begin(SimpleNamespace(_inbox=inbox), None, request("one", 1))
+    assert begun.get(timeout=30) == worker._Begun(1, None)
 
 
 def test_a_prompt_that_is_refused_is_not_kept():

@@ -181,9 +181,12 @@ def test_the_next_step_runs_ahead_unless_something_else_is_due(bench, monkeypatc
     assert bench.runner.steps[-9:] == [("decode", 1)] * 9 and bench.reply(host) == greedy_reply([6], 9)
 
 
-def test_clients_take_turns_however_much_each_asks(bench):
+@pytest.mark.parametrize(
+    "name", ["greedy", "name {}@greedy"]
+)  # that it calls itself many names gives it no more
+def test_clients_take_turns_however_much_each_asks(bench, name):
     bench = bench(2)
-    many = [bench.ask([1, 2, i], 40, client="greedy") for i in range(6)]
+    many = [bench.ask([1, 2, i], 40, client=name.format(i)) for i in range(6)]
     bench.run(4)
     one = bench.ask([9], 5, client="modest")
     bench.run(10)

@@ -285,6 +285,23 @@ async def test_requests_wait_up_to_a_limit(served):
     assert service.open == 0 and service.metrics.requests == {429: 1, 503: 2}
 
 
+async def test_one_client_does_not_take_the_places_of_others(served):
+    engine = FakeEngine([*reply("")[:2], None, *reply("done")[2:]])
+    client, service = served(engine, key="one,two", parallel=1, max_waiting=1)
+    ask = lambda key: client.post(CHAT, json=HELLO, headers={"X-Api-Key": key})
+    begun = [asyncio.ensure_future(ask("one")) for _ in range(2)]
+    while service.processing < 2:
+        await asyncio.sleep(0)
+    assert (await ask("one")).status_code == 429
+    begun.append(asyncio.ensure_future(ask("two")))
+    while service.processing < 3:
+        await asyncio.sleep(0)
+    assert (await ask("two")).status_code == 429
+    await engine.stop()
+    assert [(await answer).status_code for answer in begun] == [503, 503, 503]
+    assert service.open == 0 and not service._open_by
+
+
 @pytest.mark.parametrize("path", [CHAT, TEXT])
 async def test_several_answers_to_one_request(served, path):
     engine = FakeEngine(reply("one", cached_n=6), reply("two", reason="length"), reply("three"))
