@@ -12,6 +12,7 @@ MEASUREMENTS = {
     "batch_rates": "decode of several sequences at once beside decode of one",
     "mixed_rates": "steps of replies and pieces of a prompt beside those of replies alone",
     "guess_rates": "answers whose next tokens are guessed beside those without guesses",
+    "request_rates": "what schemas, log-probabilities and penalties of some streams cost all of them",
     "small_batch_rates": "products of a few tokens at once beside decode's product of one",
     "product_rates": "products of prompts with matrices of every type, beside those of Q4_K",
     "chip_kernels": "every kernel that a GPU would run, compiled for it: registers, spills, shared memory",
