@@ -50,19 +50,26 @@ class StepTimes:
 
 
 class DraftTimes:
-    """What tokens take that a drafter guesses."""
+    """What guesses of a drafter take, by their tokens: a part is for each token, and a part for each guess."""
 
     def __init__(self) -> None:
-        self._time = UsualTime()  # of a token
+        self._times = defaultdict[int, UsualTime](UsualTime)
 
     def drafted(self, seconds: float, tokens: int) -> None:
         if tokens:
-            self._time.measured(seconds / tokens)
+            self._times[tokens].measured(seconds)
 
-    @property
-    def token_s(self) -> float:
-        """Seconds of a guessed token; 0 if that is not known."""
-        return self._time.seconds
+    def draft_s(self, tokens: int) -> float:
+        """Seconds of a guess of so many tokens: as measured, or on a line through what fewer and more of them took. 0
+        if nothing is known."""
+        known = {n: time.seconds for n, time in self._times.items() if time.seconds}
+        if tokens in known or not known:
+            return known.get(tokens, 0.0)
+        few, many = min(known), max(known)
+        if few == many:
+            return known[many] * tokens / many
+        slope_s = max(0.0, (known[many] - known[few]) / (many - few))
+        return max(known[few] + slope_s * (tokens - few), slope_s * tokens)
 
 
 class Guesser:

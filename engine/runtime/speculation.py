@@ -214,14 +214,14 @@ class Speculation:
         """As `_best`, of guesses that the draft model is going to make of the only reply."""
         assert self._drafter and reply.guesser
         best, best_gain, plain_s = NO_CHECK, 0.0, self.times.seconds(1)
-        draft_s = _time_of(self._drafter.token_s, plain_s * _UNMEASURED_DRAFT, hopes)
         share = DRAFT_SHARE if hopes else reply.guesser.share(Guess((), DRAFTED))
         for width in widths:
             check_s = self._check_s(width, plain_s, hopes)
             right = 1.0
             for n in range(1, min(width - 1, reply.answer.left - 1) + 1):
                 right += share**n
-                if (gain := right * plain_s / (check_s + n * draft_s)) > best_gain:
+                draft_s = _time_of(self._drafter.draft_s(n), plain_s * _UNMEASURED_DRAFT * n, hopes)
+                if (gain := right * plain_s / (check_s + draft_s)) > best_gain:
                     best, best_gain = others._replace(rows=width, drafts=n), gain
         return best, best_gain
 

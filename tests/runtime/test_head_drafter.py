@@ -1,7 +1,9 @@
 """What a draft head is given: each pair once, in the order of the text, with the stream of the token before."""
 
 import numpy as np
+import pytest
 
+from engine.runtime.guesser import DraftTimes
 from engine.runtime.head_drafter import HeadDrafter
 
 
@@ -76,3 +78,15 @@ def test_a_prompt_that_is_read_once_more():
     drafter.saw(0, text, 18, of(28))
     drafter.guess(0, text, 1)
     assert head.pairs == list(zip(text, [0, *text], strict=False))
+
+
+def test_what_guesses_take_has_a_part_for_each_guess():
+    times = DraftTimes()
+    assert times.draft_s(3) == 0
+    for seconds in (9.0, 0.6):  # the first one is left out
+        times.drafted(seconds, 1)
+    assert times.draft_s(1) == 0.6 and times.draft_s(4) == pytest.approx(2.4)
+    for seconds in (9.0, 0.9):
+        times.drafted(seconds, 4)
+    assert times.draft_s(4) == 0.9 and times.draft_s(7) == pytest.approx(1.2)
+    assert times.draft_s(2) == pytest.approx(0.7)
