@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from math import inf
+
 import pytest
 
 from engine.protocol.events import Seeing
 from tests.app.driver import chat
 from tests.app.fake_engine import SEEING, FakeEngine, reply
 from tests.pictures import plain_picture
+from widgets.transcript import SLOW_SPELLS
 
 
 @pytest.fixture(autouse=True)
@@ -21,7 +24,7 @@ def seeing(done, **more):
     return Seeing(request_id=0, index=0, pictures=1, tokens=256, done=done, total=27, **more)
 
 
-async def test_a_picture_goes_along_and_is_shown_in_small(history, folder):
+async def test_a_picture_goes_along_and_is_shown_in_small(history, folder, monkeypatch):
     looks = [seeing(18, compiles=True), None, seeing(9), None, seeing(27)]
     engine = FakeEngine([*looks, *reply("Blue.")], reply("Still."), start=[SEEING])
     async with chat(engine, history) as user:
@@ -37,8 +40,13 @@ async def test_a_picture_goes_along_and_is_shown_in_small(history, folder):
         await user.sees("Blue.")
         await user.sees("▪ sea.png 60×40 256 tokens")
         await user.idle()
-        user.app.transcript.pace(is_slow=True)
-        await user.until(lambda: "▀" not in user.screen())
+        for _ in range(SLOW_SPELLS):
+            await user.until(lambda: "▀" in user.screen())
+            monkeypatch.setattr(user.app, "_slow_until", inf)
+            await user.until(lambda: "▀" not in user.screen())
+            monkeypatch.setattr(user.app, "_slow_until", 0.0)
+        await user.until(lambda: user.app.transcript.stride == 1)
+        assert "▀" not in user.screen()
         (folder / "sea.png").unlink()
         await user.press("f2", "end", "!", "enter")
         await user.sees("Still.")
