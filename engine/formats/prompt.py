@@ -57,6 +57,11 @@ class PromptEncoder:
                 encoded = Prompt(self.tokenizer.encode(text, add_special=True, most=most))
             case TokenIds(ids=ids):
                 encoded = Prompt(list(ids))
+        if not encoded.ids and isinstance(prompt, Chat):
+            raise UsageError(
+                "The model's chat template and vocabulary make no tokens of this conversation.",
+                "The model file is damaged: get another copy of the model.",
+            )
         if not encoded.ids:
             raise UsageError("The prompt is empty.", "Type a message or a text to continue.")
         least = None if encoded.pictures else 0  # their ids are negative

@@ -134,7 +134,7 @@ def _read_table(fd: int) -> dict[str, tuple[int, int]]:
 
 
 def _model_key(model: Path) -> str:
-    return hashlib.sha256(str(model.resolve()).encode()).hexdigest()[:16]
+    return hashlib.sha256(os.fsencode(model.resolve())).hexdigest()[:16]
 
 
 def _path(file: GGUF, lanes: int) -> Path:

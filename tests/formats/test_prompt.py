@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from engine.errors import ContextFullError
+from engine.errors import ContextFullError, UsageError
 from engine.formats.gguf import GGUF
 from engine.formats.prompt import PromptEncoder
 from engine.protocol.events import Chat, Message, RawText
@@ -13,6 +13,25 @@ def test_a_template_that_does_not_work_is_told_before_the_first_prompt(tmp_path)
         with GGUF(write(tmp_path / "m.gguf", template=source)) as file:
             warnings = PromptEncoder(file).warnings
         assert [words in warning for words, warning in zip(says, warnings, strict=True)] == [True] * len(says)
+
+
+def test_a_template_that_writes_nothing_is_not_taken_for_an_empty_message(tmp_path):
+    with GGUF(write(tmp_path / "m.gguf", template="{# nothing #}")) as file:
+        encoder = PromptEncoder(file)
+    with pytest.raises(UsageError, match="template and vocabulary make no tokens") as told:
+        encoder.encode(Chat(messages=(Message(role="user", content="Hi"),)))
+    assert "another copy" in told.value.hint
+    with pytest.raises(UsageError, match="prompt is empty"):
+        encoder.encode(RawText(text=""))
+
+
+def test_a_conversation_that_cannot_fit_is_not_rendered(tmp_path, monkeypatch):
+    with GGUF(write(tmp_path / "m.gguf")) as file:
+        encoder = PromptEncoder(file)
+    monkeypatch.setattr(encoder.template, "_renderer", None)
+    long = Chat(messages=tuple(Message(role="user", content=f"water {i}") for i in range(60)))
+    with pytest.raises(ContextFullError, match=r"has at least 1[2-9]. tokens and the context holds 100"):
+        encoder.encode(long, most=100)
 
 
 def test_a_prompt_that_is_certain_not_to_fit_is_not_tokenized(tmp_path, monkeypatch):

@@ -54,6 +54,7 @@ def test_it_is_listed_and_deleted(model):
     assert cached.size_bytes == cached.path.stat().st_size > 0
     assert list(cache.folder().iterdir()) == [cached.path]
     assert cache.cached_files(model.with_name("other.gguf")) == []
+    assert cache.cached_files(model.with_name(os.fsdecode(b"\xff.gguf"))) == []  # a name that is no UTF-8
     assert cache.delete(model) == cached.size_bytes
     assert cache.cached_files(model) == [] and cache.delete(model) == 0
     assert list(cache.folder().iterdir()) == []
