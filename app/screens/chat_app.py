@@ -97,6 +97,7 @@ class ChatApp(PacedOutput, Copying, PlaceActions, FileActions, ToolActions, Slas
             Binding(action.key, action.name, action.title, show=False, priority=action.name in PRIORITY)
             for action in ACTIONS
         ),
+        Binding("alt+m", "fork", show=False),  # many terminals send for Alt+F what others do for Ctrl+Right
         Binding("alt+left", "version(-1)", show=False),
         Binding("alt+right", "version(1)", show=False),
         Binding("pageup", "scroll(-1)", show=False, priority=True),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from app.chat.history import History
 from app.screens.chats import ChatsScreen
 from app.screens.earlier_prompts import EarlierPromptsScreen
@@ -50,13 +52,14 @@ async def test_what_is_replaced_stays_as_a_version_also_after_a_restart(tmp_path
     assert summary.message_count == 2
 
 
-async def test_a_chat_is_forked_at_a_prompt(history):
+@pytest.mark.parametrize("key", ["alt+f", "alt+m"])
+async def test_a_chat_is_forked_at_a_prompt(history, key):
     engine = FakeEngine(reply("A"), reply("B"), reply("C"))
     async with chat(engine, history, initial_prompt="one", system="Be brief.") as user:
         await user.idle()
         await user.say("two")
         await user.idle()
-        await user.press("alt+f")
+        await user.press(key)
         await user.sees("A new chat that begins as the other")
         assert user.app.prompt.text == "two" and user.turns() == [("user", "one"), ("assistant", "A")]
         await user.press("enter")
