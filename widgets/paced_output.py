@@ -28,6 +28,8 @@ from widgets.screen_rows import ScreenRows
 QUESTION, ANSWER = "\x1b[5n", "\x1b[0n"
 SLOW_S, STAYS_SLOW_S = 0.08, 10.0
 """A line on which a frame takes longer than SLOW_S is slow, and is taken to be so for STAYS_SLOW_S."""
+THIN_S, THIN_BYTES = 0.3, 4096
+"""It is thin if a frame of so many bytes takes longer than THIN_S. On a busy machine, small frames take long, too."""
 PATIENCE_S = 3.0
 """A terminal that has not answered its first question by then answers none; an answer later than this is lost."""
 
@@ -65,7 +67,8 @@ class PacedOutput(App[None]):
         self._asked_at = 0.0  # when the terminal was asked; 0: it has answered
         self._answers: bool | None = None  # None: not known yet
         self._is_waiting = False  # for an answer, with a timer
-        self._slow_until = 0.0
+        self._slow_until = self._thin_until = 0.0
+        self._frame_bytes = 0  # of the last frame
         self._is_writing = threading.Event()
         self._writer: WriterThread | None = None
         self._events: asyncio.AbstractEventLoop | None = None
@@ -74,6 +77,11 @@ class PacedOutput(App[None]):
     def is_line_slow(self) -> bool:
         """Whether the terminal is behind a slow line."""
         return time.monotonic() < self._slow_until
+
+    @property
+    def is_line_thin(self) -> bool:
+        """Whether much of a frame takes long to arrive."""
+        return time.monotonic() < self._thin_until
 
     def get_driver_class(self) -> type[Driver]:
         driver_class, app = super().get_driver_class(), self
@@ -155,11 +163,14 @@ class PacedOutput(App[None]):
             frame += QUESTION
             self._asked_at = time.monotonic()
         self._is_writing.set()
+        self._frame_bytes = len(frame)
         self._driver.write(frame)
 
     def _frame_took(self, took_s: float) -> None:
         if took_s > SLOW_S:
             self._slow_until = time.monotonic() + STAYS_SLOW_S
+        if took_s > THIN_S and self._frame_bytes >= THIN_BYTES:
+            self._thin_until = time.monotonic() + STAYS_SLOW_S
 
     def _stop_waiting(self) -> None:
         self._is_waiting = False

@@ -31,8 +31,8 @@ _CONTEXT_ROWS = 4
 """Rows above what was searched for."""
 SLOW_STRIDE = 10
 """Rows by which the view follows a reply on a slow line."""
-SLOW_SPELLS = 3
-"""After so many, small pictures are not shown any more."""
+THIN_SPELLS = 3
+"""After so many of a thin line, small pictures are not shown any more."""
 _TOP = 1
 """Blank rows above the first turn."""
 
@@ -85,7 +85,7 @@ class Transcript(ScrollView, can_focus=False):
         self.unfolded = False  # whether thinking is shown in full
         self.is_tinted = False  # whether what was guessed of replies is
         self.has_thumbnails = True  # of pictures
-        self._slow_spells = 0  # of the line
+        self._thin_spells = 0  # of the line
         self._is_settling = False
         self._style_version = 0
         self._wanted: tuple[int, str, int] | None = None  # what `to_turn` was asked for too early
@@ -199,13 +199,13 @@ class Transcript(ScrollView, can_focus=False):
             lines.is_tinted = is_tinted
         self._settle()
 
-    def pace(self, *, is_slow: bool) -> None:
-        """On a slow line, the view follows a reply by many rows at a time, and pictures are shown by their names alone.
-        A busy machine looks like one for a while; a line that was slow SLOW_SPELLS times stays without pictures."""
+    def pace(self, *, is_slow: bool, is_thin: bool) -> None:
+        """On a slow line, the view follows a reply by many rows at a time. On a thin one, pictures are shown by their
+        names alone, and if it was thin THIN_SPELLS times, from then on."""
         self.stride = SLOW_STRIDE if is_slow else 1
-        if is_slow and self.has_thumbnails:
-            self._slow_spells += 1
-        has_thumbnails = not (is_slow or self.app.no_color or self._slow_spells >= SLOW_SPELLS)
+        if is_thin and self.has_thumbnails:
+            self._thin_spells += 1
+        has_thumbnails = not (is_thin or self.app.no_color or self._thin_spells >= THIN_SPELLS)
         if has_thumbnails != self.has_thumbnails:
             self.has_thumbnails = has_thumbnails
             for lines in self._turns:

@@ -219,7 +219,7 @@ class ChatApp(PacedOutput, Copying, PlaceActions, FileActions, ToolActions, Slas
             return
         self.call_after_refresh(self._focus_visible)  # a widget that has just been shown has no size
         self.report_download()
-        self.transcript.pace(is_slow=self.is_line_slow)
+        self.transcript.pace(is_slow=self.is_line_slow, is_thin=self.is_line_thin)
         # A frame draws one of the two, since a key waits until the frame is drawn.
         self._has_dashboard_drawn = not self._has_dashboard_drawn and self.dashboard.draw()
         if not self._has_dashboard_drawn:

@@ -63,3 +63,13 @@ async def test_a_terminal_that_does_not_answer_is_paced_by_what_is_written(monke
         assert len(written) == 2, "the thread still writes"
         app._thread_has_written()
         await until(lambda: len(written) == 3)
+
+
+async def test_a_line_is_thin_if_large_frames_take_long():
+    async with paced() as (app, _, show):
+        await show("one")
+        app._thread_has_written(took_s=1.0)
+        assert app.is_line_slow and not app.is_line_thin, "a busy machine"
+        app._frame_bytes = paced_output.THIN_BYTES
+        app._thread_has_written(took_s=1.0)
+        assert app.is_line_thin

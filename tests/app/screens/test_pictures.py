@@ -10,7 +10,7 @@ from engine.protocol.events import Seeing
 from tests.app.driver import chat
 from tests.app.fake_engine import SEEING, FakeEngine, reply
 from tests.pictures import plain_picture
-from widgets.transcript import SLOW_SPELLS
+from widgets.transcript import THIN_SPELLS
 
 
 @pytest.fixture(autouse=True)
@@ -40,12 +40,12 @@ async def test_a_picture_goes_along_and_is_shown_in_small(history, folder, monke
         await user.sees("Blue.")
         await user.sees("▪ sea.png 60×40 256 tokens")
         await user.idle()
-        for _ in range(SLOW_SPELLS):
+        for _ in range(THIN_SPELLS):
             await user.until(lambda: "▀" in user.screen())
-            monkeypatch.setattr(user.app, "_slow_until", inf)
+            monkeypatch.setattr(user.app, "_thin_until", inf)
             await user.until(lambda: "▀" not in user.screen())
-            monkeypatch.setattr(user.app, "_slow_until", 0.0)
-        await user.until(lambda: user.app.transcript.stride == 1)
+            monkeypatch.setattr(user.app, "_thin_until", 0.0)
+        await user.until(lambda: not user.app.is_line_thin)
         assert "▀" not in user.screen()
         (folder / "sea.png").unlink()
         await user.press("f2", "end", "!", "enter")
