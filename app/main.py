@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
@@ -169,11 +170,20 @@ def _answer(args: Namespace, settings: Settings, configuration: Configuration) -
     """Prints a single answer."""
     import asyncio
 
+    from app.chat.files import mentions
     from app.cli.model_file import greet
     from app.cli.oneshot import TextOutput, run, show_as_json
+    from app.cli.progress import say
     from engine.protocol.events import Generate
 
     greet(args.model, configuration.engine.model_path, is_chat=False)
+    with suppress(UsageError):  # too many
+        for mention in mentions(" ".join(args.prompt))[:1]:
+            say(
+                sys.stderr,
+                f"@{mention.name} goes as text.",
+                "Files go along as arguments: orin-chat FILE PROMPT.",
+            )
     request = Generate(
         request_id=1,
         prompt=options.prompt(args),

@@ -13,7 +13,7 @@ from tinygrad import Device
 from engine.description.spec import ModelSpec
 from engine.description.vision import VisionSpec
 from engine.description.vision_reader import FITTING, read_vision
-from engine.errors import BackendError, ModelFileError
+from engine.errors import BackendError, ModelFileError, PictureError
 from engine.formats.gguf import GGUF, printable
 from engine.formats.picture import PictureDecoder
 from engine.formats.prompt_pictures import PICTURE_MARKS, Eyes, SeenPicture
@@ -93,7 +93,11 @@ class EncoderFile:
 
     def _look(self, digest: bytes, picture: Picture) -> SeenPicture:
         if digest not in self._seen:
-            pixels = self._decoder.decode(picture.data)
+            try:
+                pixels = self._decoder.decode(picture.data)
+            except PictureError as error:
+                file = f"{printable(Path(picture.name).name)}: " if picture.name else ""
+                raise PictureError(f"{file}{error.message}", error.hint) from None
             rgb = resized(self.spec, pixels.rgb)
             grid = Grid.of(self.spec, pixels.rgb.shape[1], pixels.rgb.shape[0])
             key = f"{pixels.hash} {self._identity}"

@@ -69,8 +69,8 @@ def test_a_picture_changes_the_reply_and_is_read_once(model):
     twice, _, seeing = ask(model, f"Is {PICTURE_MARK} like {PICTURE_MARK}?", png(1), png(2))
     assert {e.index for e in seeing} == {0, 1}
     assert twice.prompt_n > end.prompt_n
-    with pytest.raises(PictureError, match="not a picture"):
-        ask(model, "What is it?", Picture(data=b"nothing"))
+    with pytest.raises(PictureError, match=r"^a\.png: This is not a picture"):
+        ask(model, "What is it?", Picture(data=b"nothing", name="/tmp/a.png"))
 
 
 def test_penalties_leave_pictures_alone(model):

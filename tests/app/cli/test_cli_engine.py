@@ -58,9 +58,11 @@ def test_a_picture_from_the_command_line_to_the_reply(tmp_path, capfd):
     encoder = generated_encoder.write(tmp_path / "mmproj-noise.gguf", "pixtral")
     (tmp_path / "sea.png").write_bytes(plain_picture())
     options = f"--model {model} --backend CPU --context 512 --max-tokens 3 --ignore-eos --json"
-    asked = [*options.split(), "--image", str(tmp_path / "sea.png"), "What is it?"]
+    asked = [*options.split(), "--image", str(tmp_path / "sea.png"), f"What is @{tmp_path}/sea.png?"]
     assert main(asked) == 0
-    events = [json.loads(line) for line in capfd.readouterr().out.splitlines()]
+    out, err = capfd.readouterr()
+    assert f"@{tmp_path}/sea.png goes as text. Files go along as arguments" in err
+    events = [json.loads(line) for line in out.splitlines()]
     assert next(event for event in events if event["event"] == "ready")["model"]["sees"]
     seen = [event for event in events if event["event"] == "seeing"][-1]
     assert seen["done"] == seen["total"] and 0 < seen["tokens"] < events[-1]["prompt_n"]
