@@ -11,6 +11,12 @@ class Action(NamedTuple):
     name: str
     title: str
     help: str
+    second: str = ""
+
+    @property
+    def keys(self) -> str:
+        """All keys, as Textual's bindings name them. `second`: where terminals send something else for the first."""
+        return ",".join(filter(None, (self.key, self.second)))
 
 
 ACTIONS = (
@@ -34,7 +40,13 @@ ACTIONS = (
         "Earlier prompts",
         "Search your prompts of all chats, as Ctrl+R in a shell",
     ),
-    Action("alt+f", "fork", "Fork chat", "Start a new chat that begins as this one, up to the last prompt"),
+    Action(
+        "alt+f",  # many terminals send the same for it and for Ctrl+Right
+        "fork",
+        "Fork chat",
+        "Start a new chat that begins as this one, up to the last prompt",
+        "alt+m",
+    ),
     Action("ctrl+l", "models", "Models", "Choose, find, download or delete models; the chat goes on"),
     Action("ctrl+s", "export", "Export chat", "Write the chat to a Markdown file in this folder"),
     Action("f5", "dashboard", "Dashboard", "Show or hide what the machine does"),

@@ -94,11 +94,11 @@ class ChatApp(PacedOutput, Copying, PlaceActions, FileActions, ToolActions, Slas
     """
     BINDINGS = [
         *(
-            Binding(action.key, action.name, action.title, show=False, priority=action.name in PRIORITY)
+            Binding(action.keys, action.name, action.title, show=False, priority=action.name in PRIORITY)
             for action in ACTIONS
         ),
-        Binding("alt+m", "fork", show=False),  # many terminals send for Alt+F what others do for Ctrl+Right
-        *(Binding(f"alt+{side}", f"version({n})", show=False) for side, n in (("left", -1), ("right", 1))),
+        Binding("alt+left", "version(-1)", show=False),
+        Binding("alt+right", "version(1)", show=False),
         Binding("pageup", "scroll(-1)", show=False, priority=True),
         Binding("pagedown", "scroll(1)", show=False, priority=True),
         Binding("ctrl+home", "scroll_to_start", show=False, priority=True),
