@@ -12,7 +12,6 @@ from engine.model.coverage import runs_as_graph_because, target_of
 from engine.protocol.events import KernelPath
 from engine.runtime.model_runner import ModelRunner
 from engine.runtime.pictures import PictureRoom
-from engine.targets.graph.runner import GraphRunner
 
 
 def open_runner(
@@ -49,4 +48,6 @@ def open_runner(
 
             return NvidiaRunner(weights, context_length, parallel, kv, is_early, pictures)
         case "graph":
+            from engine.targets.graph.runner import GraphRunner
+
             return GraphRunner(weights, context_length, parallel, kv, pictures)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from msgspec.structs import replace
@@ -37,7 +37,6 @@ from engine.measure.timeline import timeline
 from engine.model.coverage import runs_as_graph_because, target_of
 from engine.model.draft_head import NO_CHECKS, NO_HEAD, head_of, open_head
 from engine.model.draft_model import DraftModel
-from engine.model.eyes import EncoderFile
 from engine.model.memory_need import (
     MemoryNeed,
     check_fits,
@@ -77,6 +76,9 @@ from engine.runtime.prefix_store import PrefixStore
 from engine.runtime.scheduler import Scheduler
 from engine.start_trial import start_trials
 
+if TYPE_CHECKING:
+    from engine.model.eyes import EncoderFile
+
 Report = Callable[[Event], None]
 
 IDLE_WIDTH = 4  # of a search while the engine is idle: four dozen candidates of each shape
@@ -93,7 +95,7 @@ class TextModel:
         prompts = prompts or PendingEncoder(options.model_path)
         file = prompts.file()
         spec = read_spec(file)
-        encoder = EncoderFile(options.mmproj, spec) if options.mmproj else None
+        encoder = _encoder_file(options.mmproj, spec) if options.mmproj else None
         free, device, kv = free_bytes(Device.DEFAULT), str(Device.DEFAULT), KVFormat.parse(options.kv)
         set_up = target_of(spec, device, options.kernels), options.parallel, kv
         left = free if encoder is None or free is None else free - encoder.need_bytes
@@ -457,6 +459,13 @@ def _prefix_store(file: GGUF, layout: str, limit_bytes: int | None) -> PrefixSto
     """Where up to so many bytes of conversations are kept on disk, if the runner can export them."""
     limit = default_limit_bytes() if limit_bytes is None else limit_bytes
     return PrefixStore(file, layout, limit) if limit and layout else None
+
+
+def _encoder_file(path: str, spec: ModelSpec) -> EncoderFile:
+    """An encoder of pictures. Raises ModelFileError. Its modules take a twentieth of a second of a start."""
+    from engine.model.eyes import EncoderFile
+
+    return EncoderFile(path, spec)
 
 
 def _model_info(file: GGUF, spec: ModelSpec, template: ChatTemplate, sees: bool) -> ModelInfo:

@@ -15,6 +15,7 @@ MEASUREMENTS = {
     "request_rates": "what schemas, log-probabilities and penalties of some streams cost all of them",
     "small_batch_rates": "products of a few tokens at once beside decode's product of one",
     "product_rates": "products of prompts with matrices of every type, beside those of Q4_K",
+    "schedule_rates": "schedules of decode's products within steps, and what each kernel adds to one",
     "chip_kernels": "every kernel that a GPU would run, compiled for it: registers, spills, shared memory",
     "picture_rates": "questions about pictures beside llama-server with the same encoder",
     "turn_rates": "the first token when the last message of a long conversation is edited",

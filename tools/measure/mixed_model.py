@@ -1,6 +1,6 @@
 """Writes a model of full size and random weights whose matrices differ in type, as those of files that people download.
 
-    python -m tools.measure mixed_model qwen3:8b OUT.gguf --mix Q5_K_M
+    python -m tools.measure mixed_model qwen3:8b OUT.gguf --mix Q5_K_M [--layers 4]
 
 The shape is one of `make_model.py` of the test data beside the checkout, whose rows of weights repeat after a while. A
 mix is a name that llama.cpp's quantizer knows, a type (all matrices are of it, but the head of Q6_K), or "UD": any type
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import functools
 import importlib.util
 import random
@@ -101,14 +102,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("shape")
     parser.add_argument("out", type=Path)
     parser.add_argument("--mix", required=True, metavar="NAME")
+    parser.add_argument("--layers", type=int, default=0, help="other than the shape has (0: as many)")
 
 
 def run(given: argparse.Namespace) -> None:
-    write(given.shape, given.out, given.mix)
+    write(given.shape, given.out, given.mix, given.layers)
 
 
-def write(model: str, out: Path, mix: str) -> None:
-    """Writes a file of a model of the test data, in a mix."""
+def write(model: str, out: Path, mix: str, layers: int = 0) -> None:
+    """Writes a file of a model of the test data, in a mix, with other `layers` than it has if there are some."""
     import gguf
 
     from engine.formats.ggml_types import GGML_TYPES
@@ -121,6 +123,8 @@ def write(model: str, out: Path, mix: str) -> None:
     spec.loader.exec_module(maker)
     types = [GGML_TYPES[n] for n in (*FLOATS, *QUANTIZED)]
     blocks = {t.name: (gguf.GGMLQuantizationType[t.name], t.block) for t in types}
+    if layers:
+        maker.SHAPES[model] = dataclasses.replace(maker.SHAPES[model], layers=layers)
     layers, stock = maker.SHAPES[model].layers, maker.tensor_quant
 
     def type_of(shape: Any, quant: str, tensor: Any, counters: Any) -> str:

@@ -481,16 +481,19 @@ class NvidiaRunner:
         again: bool = False,
         interrupted: Interrupted | None = None,
     ) -> bool:
+        before = [product.schedule for product in self._model.products]
+        search(self.search_target(), width, seconds, report, again, interrupted)
+        if is_changed := before != [product.schedule for product in self._model.products]:
+            self._captured.clear()
+            self._prepared.clear()
+        return is_changed
+
+    def search_target(self) -> SearchTarget:
+        """The step whose schedules are searched. Ends what the runner has launched."""
         self._steps.finish()
         self._steps.end(0)
         self._send_tables()
         step = lambda: self._steps.kernels(1, self._steps.limits(1)[0])
         vocab = self._model.spec.vocab
         trials = StepTrials(self._send_token, self._one.logits, self.search_tokens, vocab)
-        target = SearchTarget(self._model.products, step, trials.logits, trials.seconds)
-        before = [product.schedule for product in self._model.products]
-        search(target, width, seconds, report, again, interrupted)
-        if is_changed := before != [product.schedule for product in self._model.products]:
-            self._captured.clear()
-            self._prepared.clear()
-        return is_changed
+        return SearchTarget(self._model.products, step, trials.logits, trials.seconds)
