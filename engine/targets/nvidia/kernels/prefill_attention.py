@@ -6,10 +6,7 @@ threads hold operands of tensor cores, so that a warp loads sixteen bytes a thre
 two steps: while one step's keys and values are used, those of the next are on their way. Where large heads leave room
 for one, the next ones are loaded when all warps are done with it.
 
-Scores, weights and weighted sums stay in registers. The threads of a warp that share queries have different keys. They
-learn the largest score of each query through tensor cores: a product with ones and zeros hands numbers on. If it has
-grown, earlier sums are scaled down. Weights are operands of the product with the values where they are: the thread
-that computes a key's score needs its weight.
+Scores, weights and weighted sums stay in registers (`attention_sums`).
 
 If there are too few queries for all multiprocessors, several blocks share the keys of the same queries, and
 `combine_prompt` adds their sums.
@@ -27,11 +24,11 @@ from tinygrad.uop.ops import AxisType, Ops
 from engine.kernels.kernel import Kernel, Name
 from engine.kernels.launch_hints import STATIC_SHARED, shared_hints
 from engine.targets.nvidia.kernels.activation_order import PLACES, Order
+from engine.targets.nvidia.kernels.attention_sums import LEAST_TOTAL, AttentionSums, step_scores
 from engine.targets.nvidia.kernels.cache_tiles import STORAGES
 from engine.targets.nvidia.kernels.device import spills_early
 from engine.targets.nvidia.kernels.half_words import unknown
 from engine.targets.nvidia.kernels.kv_cache import Heads, Pages
-from engine.targets.nvidia.kernels.matmul import wmma
 from engine.targets.nvidia.kernels.pieces import PIECE_ROWS, Piece
 from engine.targets.nvidia.kernels.uops import (
     F16,
@@ -45,19 +42,13 @@ from engine.targets.nvidia.kernels.uops import (
     load,
     load_run,
     maximum,
-    registers,
     shared,
     store,
     store_run,
-    zeroed_registers,
 )
 
 _MAX_SPLITS = 32
 _SPLIT_COST = 0.02  # of adding a split's sums, as a part of the time
-_TOP_UNIT = 16.0  # a largest score passes through a float16, in this unit: up to a million
-_LEAST_TOP = -1e6
-_SUM_UNIT = 256.0  # the same for sums of weights
-_LEAST_TOTAL = 1e-30  # for queries that see nothing: no tokens have them
 
 
 @dataclass(frozen=True)
@@ -145,27 +136,6 @@ def query_index(heads: Heads, tokens: int, head: UOp, token: UOp, d: UOp) -> UOp
     return (((head * (tokens // 16) + token // 16) * (heads.dim // 16) + d // 16) * 32 + thread) * 8 + element
 
 
-def quad_maxima(own: Sequence[UOp], g: UOp, t: UOp) -> list[UOp]:
-    """The largest of the values of four threads 4g + t, of rows g and g + 8."""
-    zero, one = (f32(x).cast(F16) for x in (0, 1))
-    halves = [(x.maximum(_LEAST_TOP) * f32(1 / _TOP_UNIT)).cast(F16) for x in own]
-    left = [halves[0], zero, halves[1], zero, zero, zero, zero, zero]
-    # Columns 2t and 2t + 1 of the product are a thread's: the values of threads 0 and 1, then those of 2 and 3.
-    chosen = [t.eq(g % 2 + first).where(one, zero) for first in (0, 2)]
-    pairs = [wmma(left, [x, zero, zero, zero], [f32(0)] * 4) for x in chosen]
-    return [maximum([x for pair in pairs for x in pair[k : k + 2]]) * f32(_TOP_UNIT) for k in (0, 2)]
-
-
-def quad_sums(own: Sequence[UOp]) -> list[UOp]:
-    """The sums of the values of four threads, of rows g and g + 8: in two float16, which are as accurate as needed."""
-    zero, one = (f32(x).cast(F16) for x in (0, 1))
-    scaled = [x * f32(1 / _SUM_UNIT) for x in own]
-    upper = [x.cast(F16) for x in scaled]
-    lower = [(x - u.cast(F32)).cast(F16) for x, u in zip(scaled, upper, strict=True)]
-    left = [upper[0], lower[0], upper[1], lower[1], zero, zero, zero, zero]
-    return [x * f32(_SUM_UNIT) for x in wmma(left, [one] * 4, [f32(0)] * 4)[::2]]
-
-
 class _Tiles:
     """The keys and values of two steps in shared memory, and how threads copy them there."""
 
@@ -228,6 +198,11 @@ class _Tiles:
         return [eight[:4], eight[4:]]
 
 
+def _values(tiles: _Tiles, array: UOp, step: UOp, first: UOp, s: int, c: int) -> list[list[UOp]]:
+    """The operands of values from a chunk on."""
+    return tiles.operands(array, step, 1, s, first + c)
+
+
 def _before(array: UOp, elements: Sequence[UOp], *others: UOp) -> UOp:
     """The array after a barrier that the loads of `elements` come before. The compiler would put them off until
     their numbers are stored, which would wait for them."""
@@ -255,7 +230,6 @@ def attend_prompt(
     blocks = -(-units // per_block)
     assert dim % 16 == 0 and tokens % (16 * rows) == 0 and not (has_sinks and splits > 1)
     assert warps % across == 0 and chunks % across == 0 and (across == 1 or tiling.shared)
-    n_sums = rows * own_chunks * 8
 
     def kernel(
         out: UOp,
@@ -298,82 +272,41 @@ def attend_prompt(
                 first_store += store_run(query_array, own_queries + (i * across + run) * 256, row)
         ready = UOp.group(*first_store)
         array, query_array = tiles.array.after(ready), query_array.after(ready)
-        sums_array, totals = zeroed_registers(n_sums, 2), zeroed_registers(2 * rows, 3)
-        tops = registers(2 * rows, 4)
-        tops = tops.after(UOp.group(*store_run(tops, 0, [f32(LOWEST)] * (2 * rows))))
+        running = AttentionSums(rows, steps, own_chunks, 2)
 
         def scores(array: UOp, step: UOp, masked: bool, queries: Sequence[Sequence[UOp]]) -> list[list[UOp]]:
-            """For each row of queries (row g of the first tile, its row g + 8, row g of the second tile, and so on) the
-            scores of a thread's keys: four neighbours of each sixteen."""
-            result: list[list[UOp]] = [[] for _ in range(2 * rows)]
-            for s in range(steps):
-                acc = [[[f32(0)] * 4 for _ in (0, 1)] for _ in range(rows)]
-                for c in range(chunks):
-                    for odd, keys in enumerate(tiles.operands(array, step, 0, s, c)):
-                        for r in range(rows):
-                            acc[r][odd] = wmma(queries[r * chunks + c], keys, acc[r][odd])
-                for i in range(2 * rows):
-                    r, side = divmod(i, 2)
-                    four = [acc[r][e % 2][2 * side + e // 2] for e in range(4)]
-                    if masked:
-                        ahead = (
-                            first_position
-                            + (tile + r) * 16
-                            + 8 * side
-                            + g
-                            - ((step * steps + s) * 16 + t * 4)
-                        )
-                        behind = last_seen[i] - ((step * steps + s) * 16 + t * 4) if last_seen else ahead
-                        sees = [behind >= e for e in range(4)]
-                        if h.window:
-                            sees = [ok & (ahead < h.window + e) for e, ok in enumerate(sees)]
-                        four = [ok.where(x, f32(LOWEST)) for ok, x in zip(sees, four, strict=True)]
-                    result[i] += four
-            return result
+            def shown(s: int, i: int, four: list[UOp]) -> list[UOp]:
+                if not masked:
+                    return four
+                r, side = divmod(i, 2)
+                first_key = (step * steps + s) * 16 + t * 4
+                ahead = first_position + (tile + r) * 16 + 8 * side + g - first_key
+                behind = last_seen[i] - first_key if last_seen else ahead
+                sees = [behind >= e for e in range(4)]
+                if h.window:
+                    sees = [ok & (ahead < h.window + e) for e, ok in enumerate(sees)]
+                return [ok.where(x, f32(LOWEST)) for ok, x in zip(sees, four, strict=True)]
+
+            keys = lambda s, c: tiles.operands(array, step, 0, s, c)
+            return step_scores(queries, keys, rows, steps, chunks, shown)
 
         done: tuple[UOp, ...] = ()
         for axis, (start, stop, masked) in enumerate(turns):
             loop = UOp.range(stop - start, axis, AxisType.LOOP)
             step, before = start + loop, (loop, *done)
-            old = load_run(tops.after(*before), 0, 2 * rows)
+            old = running.largest(*before)
             following = tiles.from_cache(step + 1) if tiling.held > 1 else []
             now = _before(array, following or old, *before)
             if tiling.shared:
                 held = query_array.after(*before)
                 query_rows = [load_run(held, own_queries + i * 256, 8) for i in range(rows * chunks)]
             own = scores(now, step, masked, query_rows)
-            top = []
-            for r in range(rows):
-                top += quad_maxima([maximum(x) for x in own[2 * r : 2 * r + 2]], g, t)
-            top = [a.alu(Ops.MAX, b) for a, b in zip(old, top, strict=True)]
-            factors = [(a - b).exp2() for a, b in zip(old, top, strict=True)]
-            weights = [[(x - b).exp2() for x in row] for row, b in zip(own, top, strict=True)]
-            so_far = load_run(totals.after(*before), 0, 2 * rows)
-            stores = store_run(
-                totals, 0, [chain([x * f, *row]) for x, f, row in zip(so_far, factors, weights, strict=True)]
-            )
-            sums = load_run(sums_array.after(*before), 0, n_sums)
-            sums = [x * factors[i // (own_chunks * 8) * 2 + i % 4 // 2] for i, x in enumerate(sums)]
-            halves = [[x.cast(F16) for x in row] for row in weights]
-            for s in range(steps):
-                # a left tile's elements of a thread: two of row g, two of row g + 8, and the same again
-                lefts = [
-                    [halves[2 * r + side][4 * s + k + i] for k in (0, 2) for side in (0, 1) for i in (0, 1)]
-                    for r in range(rows)
-                ]
-                for c in range(own_chunks):
-                    for odd, values in enumerate(tiles.operands(now, step, 1, s, run * own_chunks + c)):
-                        for r in range(rows):
-                            k = ((r * own_chunks + c) * 2 + odd) * 4
-                            sums[k : k + 4] = wmma(lefts[r], values, sums[k : k + 4])
-            stores += store_run(sums_array, 0, sums) + store_run(tops, 0, top)
+            values = functools.partial(_values, tiles, now, step, run * own_chunks)
+            stores, sums = running.added(own, old, values, g, t, *before)
             put = tiles.put(step + 1, following) if following else tiles.replace(step + 1, sums)
             done = (UOp.group(*stores, put).end(loop),)
 
-        sums, top = load_run(sums_array.after(*done), 0, n_sums), load_run(tops.after(*done), 0, 2 * rows)
-        thread_totals, total = load_run(totals.after(*done), 0, 2 * rows), []
-        for r in range(rows):
-            total += quad_sums(thread_totals[2 * r : 2 * r + 2])
+        sums, total, top = running.ends(*done)
         live = piece.token(tile * 16) < piece.count
         if units % per_block:
             live = live & exists
@@ -394,7 +327,7 @@ def attend_prompt(
             if sinks is not None:
                 score = load(sinks, head) * f32(LOG2_E)
                 own_total = [x + (score - b).exp2() for x, b in zip(own_total, own_top, strict=True)]
-            factors = [x.maximum(_LEAST_TOTAL).reciprocal() for x in own_total]
+            factors = [x.maximum(LEAST_TOTAL).reciprocal() for x in own_total]
             for c in range(own_chunks):
                 results = own_sums[8 * c : 8 * c + 8]
                 chunk = run * own_chunks + c
@@ -485,7 +418,7 @@ def combine_prompt(
             load_run(sums, first + c * 256, 4) + load_run(sums, first + c * 256 + 128, 4) for first in firsts
         ]
         results = [chain(p[i] * w[i % 4 // 2] for p, w in zip(parts, weights, strict=True)) for i in range(8)]
-        factors = [x.maximum(_LEAST_TOTAL).reciprocal() for x in total]
+        factors = [x.maximum(LEAST_TOTAL).reciprocal() for x in total]
         stores = _store(h, out, order, head, tile, c, thread, results, factors, live)
         name = f"prefill_combine_{h.query}_{h.dim}_{tokens}_{splits}"
         name += f"{'_sinks' * has_sinks}{'_gated' * h.gated}_{order}"
