@@ -134,13 +134,22 @@ def tiles_for(
     """Tiles that give every multiprocessor two blocks, by dividing the common dimension if there are too few: among two
     warps of each, then among blocks. Not `paired` products among blocks, because the activation needs the whole sums of
     gate and up. If there are many, twice as many tokens share a block, and the weights that it loads, on GPUs where
-    that is faster. `layout`: the matrix's."""
+    that is faster. With enough rows of floats of 16 bits, twice as many of these share it, and its activations.
+    `layout`: the matrix's."""
     # Tall tiles: a weight is converted to half precision once for 128 tokens.
     is_narrow = (
         layout and spills_early() and (layout.bits in (6, 16, 32) or (paired and layout.ggml_type in _NARROW))
     )
     tiles = Tiles(min(8, tokens // 16), 2 if is_narrow else 4, 1, 2, 1)
     blocks = -(-tokens // tiles.tokens) * -(-rows // tiles.width)
+    if (
+        layout
+        and layout.format is None
+        and layout.bits == 16
+        and blocks >= 2 * multiprocessors
+        and not is_narrow
+    ):
+        return replace(tiles, across=4)
     # Registers spill early if warps of a block take different numbers of steps.
     is_tall = not spills_early() and tokens % (2 * tiles.tokens) == 0
     if is_tall and blocks >= _MANY * multiprocessors:

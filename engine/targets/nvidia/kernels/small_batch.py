@@ -32,10 +32,10 @@ from engine.kernels.kernel import Kernel, Name, call_by_name
 from engine.kernels.launch_hints import Release, shared_hints
 from engine.targets.nvidia.kernels.device import spills_early
 from engine.targets.nvidia.kernels.epilogues import LOWEST_LOGIT, argmax, comparable
-from engine.targets.nvidia.kernels.half_pairs import unit_pairs
+from engine.targets.nvidia.kernels.half_pairs import Pair, quarter_pairs, unit_pairs
 from engine.targets.nvidia.kernels.load_ahead import LoadedAhead
 from engine.targets.nvidia.kernels.matmul import as_half, wmma
-from engine.targets.nvidia.kernels.matrix_bytes import UNIT, units_of
+from engine.targets.nvidia.kernels.matrix_bytes import QUARTER, UNIT, units_of
 from engine.targets.nvidia.kernels.uops import (
     I32,
     Activation,
@@ -70,13 +70,15 @@ class SmallBatchTiles:
     """How a product is divided: a warp has 16 * `rows` rows of the matrix; a block has `across` times as many, and
     `parts` warps share the columns of each. A thread has `chains` sums of each element, which it adds in the end: an
     instruction waits only for the last one of its own chain, but sums take registers. `splits` blocks divide the
-    columns, and each stores its own sums."""
+    columns, and each stores its own sums. A step takes the columns of four units, or of `slices`, 2 or 4, one: then it
+    takes fewer registers."""
 
     rows: int
     across: int
     parts: int
     chains: int = 1
     splits: int = 1
+    slices: int = 1
 
     @property
     def width(self) -> int:
@@ -93,17 +95,16 @@ def small_batch_tiles(
     layout: WeightLayout, tokens: int, rows: int, cols: int, multiprocessors: int, divided: bool = False
 ) -> SmallBatchTiles:
     """Tiles for a matrix of any shape, as was fastest on an H200. For more than 16 tokens there is a block for every 32
-    rows, or for 16 where registers would spill. If these are few blocks, the columns are `divided` among more, if the
+    rows. If these are few blocks, the columns are `divided` among more, if the
     product may leave several sums, or else there are blocks of 16 rows. For fewer tokens, and for small matrices, the
     columns are divided where that takes least time by an estimate (`_cost`). The fewer blocks there are, the more warps
     share the columns of each."""
     columns, steps = -(-tokens // _TILE), steps_of(cols)
     blocks, full = -(-rows // (2 * _ROWS)), 2 * multiprocessors
-    most_of_two = 4 if spills_early() else 8  # columns of a warp that has 32 rows
     if divided and (columns <= 2 or blocks * (steps // _PARTS) < multiprocessors):
         candidates = [
             SmallBatchTiles(tile_rows, across, parts, splits=splits)
-            for tile_rows in ((1, 2) if 1 < columns <= most_of_two else (1,))
+            for tile_rows in ((1, 2) if 1 < columns <= (4 if spills_early() else 8) else (1,))
             for across in (1, 2, 3, 4, 6)
             for parts in (1, 2, 3, 4, 6, 8, 12, 16)
             for splits in (1, 2, 3, 4, 6, 8)
@@ -113,18 +114,26 @@ def small_batch_tiles(
         bytes_of_row = layout.n_bytes(rows, cols) / rows
         return min(fits, key=lambda t: _cost(t, tokens, rows, cols, bytes_of_row, multiprocessors))
     if divided or columns > 4 or (columns > 2 and blocks >= full):
-        tile_rows = 2 if columns <= most_of_two else 1
         parts = _divisor(steps, min(steps, _PARTS))
         if spills_early():  # registers, if warps take different numbers of steps
             parts = math.gcd(steps, _PARTS)
         across = _PARTS // parts if parts < steps else 1
-        blocks = -(-rows // (tile_rows * across * _ROWS))
+        blocks = -(-rows // (2 * across * _ROWS))
         splits = max(1, min(full // blocks, steps // parts, 8)) if divided else 1
-        return SmallBatchTiles(tile_rows, across, parts, splits=splits)
+        return SmallBatchTiles(2, across, parts, splits=splits, slices=_slices(layout) if columns > 4 else 1)
     blocks = -(-rows // _ROWS)
     most = 16 if blocks <= full else 8 if blocks <= 8 * full else 4
     parts = _divisor(steps, min(steps, most))
     return SmallBatchTiles(1, max(1, 4 // parts), parts)
+
+
+def _slices(layout: WeightLayout) -> int:
+    """The slices of steps of 32 rows and 64 tokens: of types whose registers spill otherwise, if that is faster (as
+    measured on an H200). Each slice loads the scales of a unit again."""
+    if spills_early():
+        return 4
+    has_codes = layout.format is not None and layout.format.codebook and not layout.format.exponent
+    return 4 if has_codes or layout.bits in (5, 32) or layout.ggml_type == 1 else 1
 
 
 def _divisor(n: int, most: int) -> int:
@@ -285,14 +294,15 @@ def small_batch_product(
     float16 (columns_size(tokens, cols),); the epilogue's ins; the matrix's planes."""
     units, steps, columns = units_of(cols), steps_of(cols), -(-tokens // _TILE)
     assert 0 < tokens <= MAX_TOKENS and tiles.threads <= 1024 and tiles.parts * tiles.splits <= steps
-    # Few warps wait for memory at a time if they have many rows. With more than 32 tokens there are no registers for
-    # it: integers of 5 bits are spilled either way, and less so if they are loaded ahead.
+    # Few warps wait for memory at a time if they have many rows. Of whole units with more than 32 tokens, and of
+    # floats, there are no registers for it.
     loads_ahead = (
         tiles.rows > 1
-        and steps > tiles.parts * tiles.splits
-        and layout.format is not None
-        and (columns <= 4 or layout.bits == 5)
+        and (steps > tiles.parts * tiles.splits or tiles.slices > 1)
+        and (tiles.slices > 1 or (layout.format is not None and columns <= 4))
     )
+    slices, quarters = tiles.slices, UNIT // QUARTER // tiles.slices
+    runs_a_step = UNIT // _RUN // slices
     n_acc, padded = tiles.rows * columns * tiles.chains * 4, columns * _TILE + 1
 
     def kernel(x: UOp, planes: Sequence[UOp], **others: UOp | list[UOp]) -> UOp:
@@ -305,12 +315,15 @@ def small_batch_product(
         turns = tiles.parts * tiles.splits
         own = split * tiles.parts + part
         trips = (steps - own + (turns - 1)) // turns if steps % turns else steps // turns
-        loops = steps > turns or steps % turns > 0
-        loop = UOp.range(trips, 0, AxisType.REDUCE) if loops else UOp.const(0)
-        step = loop * turns + own
+        loops = steps > turns or steps % turns > 0 or slices > 1
+        loop = UOp.range(trips * slices, 0, AxisType.REDUCE) if loops else UOp.const(0)
 
-        def fetch(step: UOp) -> list[list[UOp]]:
-            """This thread's weights of a step, of each row of each tile."""
+        def place_of(turn: UOp) -> tuple[UOp, UOp]:
+            """The step of four units at a turn of the loop, and which slice of it."""
+            return (turn // slices * turns + own, turn % slices) if slices > 1 else (turn * turns + own, turn)
+
+        def fetch(step: UOp, nth: UOp) -> list[list[UOp]]:
+            """This thread's weights of a step, of each row of each tile, and if it has slices of each quarter."""
             unit = step * _ABREAST + t
             if units % _ABREAST:  # a thread beyond the row multiplies some weights by zeros
                 unit = unit.minimum(units - 1)
@@ -320,26 +333,40 @@ def small_batch_product(
                     row = first + (across * tiles.rows + r) * _ROWS + side * 8 + g
                     if rows % tiles.width:
                         row = row.minimum(rows - 1)
-                    found.append(layout.load_words(planes, row, units, unit))
+                    if slices == 1:
+                        found.append(layout.load_words(planes, row, units, unit))
+                    for i in range(quarters if slices > 1 else 0):
+                        found.append(layout.load_quarter(planes, row, units, unit, nth * quarters + i))
             return found
 
+        def pairs_of(loaded: list[list[UOp]], side: int) -> list[Pair]:
+            """Those of a row."""
+            if slices == 1:
+                return unit_pairs(layout.unit_of(loaded[side]))
+            parts = enumerate(loaded[side * quarters :][:quarters])
+            return [pair for i, q in parts for pair in quarter_pairs(layout, q, nth * quarters + i)]
+
+        step, nth = place_of(loop)
         sums = load_run(acc.after(loop) if loops else acc, 0, n_acc)
-        ahead = LoadedAhead(fetch(own), slot=3) if loads_ahead else None
-        loaded = [layout.unit_of(words) for words in (ahead.of(loop) if ahead else fetch(step))]
+        ahead = LoadedAhead(fetch(own, UOp.const(0)), slot=3) if loads_ahead else None
+        loaded = ahead.of(loop) if ahead else fetch(step, nth)
         rights = []
         for c in range(columns):
-            runs = ((c * steps + step) * (UNIT // _RUN) + i for i in range(UNIT // _RUN))
+            runs = [(c * steps + step) * (UNIT // _RUN) + i for i in range(runs_a_step)]
+            if slices > 1:
+                runs = [run + nth * runs_a_step for run in runs]
             rights.append([v for run in runs for v in load_run(x, (run * 32 + lane) * _RUN, _RUN)])
         for r in range(tiles.rows):
-            sides = [unit_pairs(unit) for unit in loaded[2 * r : 2 * r + 2]]
-            for k in range(0, UNIT, 4):
+            sides = [pairs_of(loaded, side) for side in (2 * r, 2 * r + 1)]
+            for k in range(0, UNIT // slices, 4):
                 left = [v for i in (0, 1) for side in sides for v in side[k // 2 + i]]
                 for c in range(columns):
                     i = ((r * columns + c) * tiles.chains + k // 4 % tiles.chains) * 4
                     sums[i : i + 4] = wmma(left, rights[c][k : k + 4], sums[i : i + 4])
         so_far = UOp.group(*store_run(acc, 0, sums))
         if ahead:
-            so_far = ahead.keep(fetch((step + turns).minimum(steps - 1)), so_far)
+            following, following_slice = place_of(loop + 1)
+            so_far = ahead.keep(fetch(following.minimum(steps - 1), following_slice), so_far)
         acc = acc.after(so_far.end(loop) if loops else so_far)
         partial = shared(tiles.parts * tiles.width * padded, slot=1)
         results = []
@@ -359,6 +386,7 @@ def small_batch_product(
         thread = (part * tiles.across + across) * 32 + lane
         block_sums = BlockSums(tiles.width, tokens, rows, tiles.threads, first, block, split, thread, total)
         shape = f"{tiles.rows}_{tiles.across}_{tiles.parts}_{tiles.chains}_{tiles.splits}"
+        shape += f"_{slices}" if slices > 1 else ""
         full_name = f"few_{name}_{layout.name}_{tokens}_{rows}x{cols}_{shape}"
         n_bytes = layout.n_bytes(rows, cols) + 2 * tokens * cols
         stores = call_by_name(epilogue.stores, others, block_sums)

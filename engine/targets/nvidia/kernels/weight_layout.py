@@ -1,10 +1,12 @@
 """The layout of quantized matrices for GPU kernels, in which each thread reads 64 columns of a row.
 
 A unit is 64 columns of a row: 2 * bits words of 32 bits, packed as in `bit_packing`. Word i of unit u lies at
-[row, i // 4, u, i % 4], so that neighbouring threads load neighbouring 16 bytes. Separate planes hold, for types that
-have them, one word for each unit with the bytes of its groups' scales and minima, and the half-precision factors d and
-m. The word has 32 bits, or 16 if a unit has two scales (IQ4_XS). A byte holds a scale and a minimum if these have 4
-bits each (Q2_K). A unit of MXFP4 has a word of 16 bits with the exponents of its two blocks in place of d.
+[row, i // 4, u, i % 4], so that neighbouring threads load neighbouring 16 bytes. Words of floats lie at
+[row, i // 8, u, i % 8]: a product of a prompt reads a quarter of a unit at a time, and memory gives 32 bytes. Separate
+planes hold, for types that have them, one word for each unit with the bytes of its groups' scales and minima, and the
+half-precision factors d and m. The word has 32 bits, or 16 if a unit has two scales (IQ4_XS). A byte holds a scale and
+a minimum if these have 4 bits each (Q2_K). A unit of MXFP4 has a word of 16 bits with the exponents of its two blocks
+in place of d.
 
 Integers with a codebook stay indices of 4 bits in memory. Kernels compute with `Format.codes`, which are not negative,
 as with the integers of other types; with MXFP4's numbers as they are.
@@ -39,6 +41,7 @@ from engine.targets.nvidia.kernels.bit_packing import (
 from engine.targets.nvidia.kernels.matrix_bytes import QUARTER, UNIT, matrix_bytes, units_of
 from engine.targets.nvidia.kernels.uops import F32, chain, f32, load, mask, shift, shift_right, u32
 
+FLOAT_RUN = 8  # words of floats that are neighbours
 CODEBOOK = 1  # the input_scale of types with a codebook (`WeightLayout.input_scale_bits`)
 
 
@@ -65,6 +68,11 @@ class WeightLayout:
     def unit_words(self) -> int:
         """32-bit words in a unit."""
         return UNIT * self.bits // 32
+
+    @property
+    def _run(self) -> int:
+        """Words of a unit that are neighbours."""
+        return 4 if self.format else FLOAT_RUN
 
     @property
     def group(self) -> int:
@@ -166,10 +174,10 @@ class WeightLayout:
         return self._halves_span // self.format.block * (2 if "m" in self.format.scales else 1)
 
     def _planar(self, words: Tensor, rows: int) -> Tensor:
-        """uint32 words in the order of columns -> [row, i // 4, unit, i % 4]. If the words of a unit are no multiple of
-        four, the last group of words is narrower."""
-        words = words.reshape(rows, -1, self.unit_words)
-        parts = [words[:, :, i : i + 4].reshape(rows, -1) for i in range(0, self.unit_words, 4)]
+        """uint32 words in the order of columns -> [row, i // 4, unit, i % 4], for floats with 8 in place of 4. If the
+        words of a unit are no multiple of four, the last group of words is narrower."""
+        words, n = words.reshape(rows, -1, self.unit_words), self._run
+        parts = [words[:, :, i : i + n].reshape(rows, -1) for i in range(0, self.unit_words, n)]
         return parts[0].cat(*parts[1:], dim=1).flatten()
 
     # --- in kernels ------------------------------------------------------------------------------------
@@ -177,12 +185,13 @@ class WeightLayout:
     def word_index(self, row: UOp, units: int, unit: UOp, i: int | UOp) -> UOp:
         """The index of word i of a unit, which lies in the last group of words for all its values or for none.
         `units`: units in a row."""
-        width = self.unit_words % 4 or 4  # of the last group of words
-        last = self.unit_words // 4
-        if width == 4 or (i if isinstance(i, int) else i.vmax) < last * 4:
-            return row * (units * self.unit_words) + i // 4 * (units * 4) + unit * 4 + i % 4
-        assert isinstance(i, int) or i.vmin >= last * 4
-        return row * (units * self.unit_words) + last * (units * 4) + unit * width + i % 4
+        n = self._run
+        width = self.unit_words % n or n  # of the last group of words
+        last = self.unit_words // n
+        if width == n or (i if isinstance(i, int) else i.vmax) < last * n:
+            return row * (units * self.unit_words) + i // n * (units * n) + unit * n + i % n
+        assert isinstance(i, int) or i.vmin >= last * n
+        return row * (units * self.unit_words) + last * (units * n) + unit * width + i % n
 
     def load_unit(self, planes: Sequence[UOp], row: UOp, units: int, unit: UOp, valid: UOp | None) -> Unit:
         """Loads a unit of a row to registers."""
