@@ -67,12 +67,10 @@ class SimulatedCompiler(Compiler):
         body = re.sub(r"\(\(([\w ]+?)\*\)\(", r"(pointer_cast<\1>(", body[: body.rindex("}")])
         code = _machine_code(
             f"{_PRELUDE.read_text()}\n// ---- the kernel ----\n{before}\n"
-            f"static {'Thread' if waits else 'inline void'} {name}"
-            f"(Context *context, dim3 threadIdx, dim3 blockIdx{signature}) {{\n{body}"
-            f"{'co_return;' if waits else ''}\n}}\n"
+            f"static void {name}(Context *context, dim3 threadIdx, dim3 blockIdx{signature}) {{\n{body}\n}}\n"
             f'extern "C" __attribute__((section("{_ENTRY}"))) void start(Context *context) {{\n'
             f"  {'launch' if waits else 'launch_without_barriers'}(context, [&](dim3 thread, dim3 block) "
-            f"{{ return {name}(context, thread, block{arguments}); }});\n}}\n"
+            f"{{ {name}(context, thread, block{arguments}); }});\n}}\n"
         )
         return _cubin(name, code, end, shared_bytes)
 
@@ -86,7 +84,7 @@ class SimulatedCUDARenderer(CUDARenderer):
 def _mma(function: re.Match[str]) -> str:
     """A tensor core's instruction, which all threads of a warp execute together: in cuda.hpp."""
     assert "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32" in function[2], "not simulated"
-    return f"#define {function[1]}(a, b, c) co_await mma(context, threadIdx, __LINE__, a, b, c)"
+    return f"#define {function[1]}(a, b, c) mma(context, threadIdx, __LINE__, a, b, c)"
 
 
 def _shared(body: str) -> tuple[str, int]:
@@ -138,7 +136,7 @@ def _machine_code(source: str) -> tuple[bytes, int]:
 
 @functools.cache
 def compiler() -> str | None:
-    """A clang that knows half precision on every CPU and coroutines by their final names: 15 or later."""
+    """A clang that knows half precision on every CPU: 15 or later."""
     for found in (find_clang(), zig_clang()):
         if found:
             said = subprocess.run([found, "--version"], capture_output=True, text=True).stdout

@@ -1,9 +1,10 @@
 // CUDA C as tinygrad writes it, on a CPU: what a kernel's text is compiled with (see compiler.py). Freestanding: no
 // headers, no libraries, no data of its own, so that the code can lie anywhere.
 //
-// A thread of a block is a coroutine: it runs until a barrier, and goes on when all of its block have come that far.
-// Meanwhile a warp goes as far as it can, the first one first or the last: where a barrier is missing between two of
-// them, one order at least finds what is not there yet, or is no longer there.
+// A thread of a block has a stack of its own: it runs until a barrier, and goes on when all of its block have come that
+// far. Meanwhile a warp goes as far as it can, the first one first or the last: where a barrier is missing between two
+// of them, one order at least finds what is not there yet, or is no longer there. (As coroutines of C++, kernels take
+// three times as long to compile.)
 // Every access to global or shared memory goes through the GPU's page table, windows and bounds, and is checked for
 // alignment, as the hardware does. A fault is noted once, and the kernel goes on in a scrap of memory until it ends.
 
@@ -28,10 +29,12 @@ struct Context {  // as in program.py
   const u64 *pages; u64 n_pages;                  // address in this process of each page, or 0
   u64 local_window, shared_window, window_bytes;
   const u8 *constants; u8 *shared; u64 shared_bytes;
-  u8 *heap; u64 heap_bytes;                       // for coroutines
+  u8 *heap; u64 heap_bytes;                       // for threads and their stacks
   dim3 grid, block;
   Functions functions;
   u64 fault, fault_address, loads_and_stores, backwards;
+  struct Thread *running;
+  void *launcher;                                 // where its stack ends while a thread runs
   u8 scrap[64];
 };
 
@@ -133,91 +136,84 @@ INLINE float fmaxf(float a, float b) { return a < b || a != a ? b : a; }
 
 // ---- threads ----
 
-namespace std {  // the names that the language looks up
-template <class P = void> struct coroutine_handle;
-template <> struct coroutine_handle<void> {
-  void *frame;
-  static coroutine_handle from_address(void *a) { return {a}; }
-  void *address() const { return frame; }
-};
-template <class P> struct coroutine_handle {
-  void *frame;
-  static coroutine_handle from_address(void *a) { return {a}; }
-  static coroutine_handle from_promise(P &p) { return {__builtin_coro_promise(&p, alignof(P), true)}; }
-  operator coroutine_handle<>() const { return {frame}; }
-  void *address() const { return frame; }
-  P &promise() const { return *(P *)__builtin_coro_promise(frame, alignof(P), false); }
-};
-template <class R, class... A> struct coroutine_traits { using promise_type = typename R::promise_type; };
-struct suspend_always {
-  bool await_ready() const noexcept { return false; }
-  void await_suspend(coroutine_handle<>) const noexcept {}
-  void await_resume() const noexcept {}
-};
-}  // namespace std
-
-constexpr u64 THREADS_BYTES = 8 << 10, EXCHANGE_BYTES = 64 << 10;  // at the heap's begin
+// Goes on where the stack `to` was left. Notes in `from` where this one ends. What a called function must preserve is
+// kept on the stacks. A new stack holds `function` and `argument` in the places of two of these registers.
+#if defined(__x86_64__)
+__attribute__((naked, noinline)) static void go_on(void **from, void *to) {
+  asm("pushq %rbp; pushq %rbx; pushq %r12; pushq %r13; pushq %r14; pushq %r15; movq %rsp, (%rdi)\n"
+      "movq %rsi, %rsp; popq %r15; popq %r14; popq %r13; popq %r12; popq %rbx; popq %rbp; ret");
+}
+__attribute__((naked)) static void begin() { asm("movq %r13, %rdi; callq *%r12; ud2"); }
+static void *new_stack(u8 *end, void (*function)(void *), void *argument) {
+  void **top = (void **)end - 9;  // r15, r14, r13, r12, rbx, rbp, the return address; calls have aligned stacks
+  top[2] = argument, top[3] = (void *)function, top[6] = (void *)begin;
+  return top;
+}
+#elif defined(__aarch64__)
+__attribute__((naked, noinline)) static void go_on(void **from, void *to) {
+  asm("sub sp, sp, #160; stp x19, x20, [sp]; stp x21, x22, [sp, #16]; stp x23, x24, [sp, #32]\n"
+      "stp x25, x26, [sp, #48]; stp x27, x28, [sp, #64]; stp x29, x30, [sp, #80]; stp d8, d9, [sp, #96]\n"
+      "stp d10, d11, [sp, #112]; stp d12, d13, [sp, #128]; stp d14, d15, [sp, #144]; mov x9, sp; str x9, [x0]\n"
+      "mov sp, x1; ldp x19, x20, [sp]; ldp x21, x22, [sp, #16]; ldp x23, x24, [sp, #32]\n"
+      "ldp x25, x26, [sp, #48]; ldp x27, x28, [sp, #64]; ldp x29, x30, [sp, #80]; ldp d8, d9, [sp, #96]\n"
+      "ldp d10, d11, [sp, #112]; ldp d12, d13, [sp, #128]; ldp d14, d15, [sp, #144]; add sp, sp, #160; ret");
+}
+__attribute__((naked)) static void begin() { asm("mov x0, x20; blr x19; brk #1"); }
+static void *new_stack(u8 *end, void (*function)(void *), void *argument) {
+  void **top = (void **)end - 20;  // x19, x20, ..., x30
+  top[0] = (void *)function, top[1] = argument, top[11] = (void *)begin;
+  return top;
+}
+#endif
 
 struct Thread {
-  struct promise_type {
-    u32 line = 0;  // of the barrier that the thread waits at
-    bool in_warp;  // it is one of the warp, not of the block
-    u32 turn = 0;  // of two places to exchange operands in
-    template <class... A> static void *operator new(size_t n, Context *c, A...) noexcept {
-      n = (n + 63) & ~63ul;
-      if (n + EXCHANGE_BYTES + THREADS_BYTES > c->heap_bytes) return fault(c, NO_ROOM, n), nullptr;
-      c->heap_bytes -= n;
-      return c->heap + c->heap_bytes;
-    }
-    static void operator delete(void *, size_t) {}
-    static Thread get_return_object_on_allocation_failure() { return {{nullptr}}; }
-    Thread get_return_object() { return {std::coroutine_handle<promise_type>::from_promise(*this)}; }
-    std::suspend_always initial_suspend() noexcept { return {}; }
-    std::suspend_always final_suspend() noexcept { return {}; }
-    void return_void() {}
-    void unhandled_exception() {}
-  };
-  std::coroutine_handle<promise_type> handle;
+  void *stack;    // where it ends while the thread does not run
+  u8 *limit;      // below it are the stacks of others
+  u32 line;       // of the barrier that the thread waits at
+  u32 turn;       // of two places to exchange operands in
+  bool in_warp;   // it waits for its warp, not for the block
+  bool done;
+  Context *context;
+  const void *kernel;
+  dim3 place, block;
 };
-struct Barrier {
-  u32 line;
-  bool await_ready() const noexcept { return false; }
-  void await_suspend(std::coroutine_handle<Thread::promise_type> h) const noexcept {
-    h.promise().line = line, h.promise().in_warp = false;
-  }
-  void await_resume() const noexcept {}
-};
-#define __syncthreads() co_await Barrier { __LINE__ }
+constexpr u64 EXCHANGE_BYTES = 64 << 10, STACK_BYTES = 248 << 10, MOST_THREADS = 1024;  // of a block
+
+__attribute__((noinline)) static void wait(Context *c, u32 line, bool in_warp) {
+  Thread *t = c->running;
+  t->line = line, t->in_warp = in_warp;
+  if ((u8 *)__builtin_frame_address(0) < t->limit) fault(c, NO_ROOM, t->limit - (u8 *)__builtin_frame_address(0));
+  go_on(&t->stack, c->launcher);
+}
+#define __syncthreads() wait(context, __LINE__, false)
+
+template <class Kernel> static void run_thread(void *thread) {
+  Thread *t = (Thread *)thread;
+  (*(const Kernel *)t->kernel)(t->place, t->block);
+  t->done = true;
+  go_on(&t->stack, t->context->launcher);
+}
 
 // mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32: the warp's threads hold a 16x16 and a 16x8 matrix in parts (the
 // PTX manual's "Matrix Fragments for mma.m16n8k16"). All leave their parts, and when all have, each takes what it needs.
 struct Operands { half a[8], b[4]; };
-template <class A, class B, class C> struct Mma {
-  Context *c; u32 id; A a; B b; C sum; u32 line;
-  Operands *all;
-  bool await_ready() const noexcept { return false; }
-  void await_suspend(std::coroutine_handle<Thread::promise_type> h) noexcept {
-    h.promise().line = line, h.promise().in_warp = true;
-    all = (Operands *)(c->heap + THREADS_BYTES) + 1024 * (h.promise().turn ^= 1);
-    for (int i = 0; i < 8; i++) all[id].a[i] = ((half *)&a)[i];
-    for (int i = 0; i < 4; i++) all[id].b[i] = ((half *)&b)[i];
+template <class A, class B, class C> INLINE C mma(Context *c, dim3 t, u32 line, A a, B b, C sum) {
+  u32 id = t.x + c->block.x * (t.y + c->block.y * t.z);
+  Operands *all = (Operands *)c->heap + 1024 * (c->running->turn ^= 1);
+  for (int i = 0; i < 8; i++) all[id].a[i] = ((half *)&a)[i];
+  for (int i = 0; i < 4; i++) all[id].b[i] = ((half *)&b)[i];
+  wait(c, line, true);
+  Operands *warp = all + (id & ~31u);
+  u32 group = id % 32 / 4, part = id % 4;
+  for (u32 e = 0; e < 4; e++) {
+    u32 row = group + 8 * (e / 2), column = 2 * part + e % 2;
+    float x = 0;
+    for (u32 k = 0; k < 16; k++)
+      x += (float)warp[row % 8 * 4 + k % 8 / 2].a[k % 2 + 2 * (row / 8) + 4 * (k / 8)] *
+           (float)warp[column * 4 + k % 8 / 2].b[k % 2 + 2 * (k / 8)];
+    ((float *)&sum)[e] += x;
   }
-  C await_resume() noexcept {
-    Operands *warp = all + (id & ~31u);
-    u32 group = id % 32 / 4, part = id % 4;
-    for (u32 e = 0; e < 4; e++) {
-      u32 row = group + 8 * (e / 2), column = 2 * part + e % 2;
-      float x = 0;
-      for (u32 k = 0; k < 16; k++)
-        x += (float)warp[row % 8 * 4 + k % 8 / 2].a[k % 2 + 2 * (row / 8) + 4 * (k / 8)] *
-             (float)warp[column * 4 + k % 8 / 2].b[k % 2 + 2 * (k / 8)];
-      ((float *)&sum)[e] += x;
-    }
-    return sum;
-  }
-};
-template <class A, class B, class C> INLINE Mma<A, B, C> mma(Context *c, dim3 t, u32 line, A a, B b, C sum) {
-  return {c, t.x + c->block.x * (t.y + c->block.y * t.z), a, b, sum, line, nullptr};
+  return sum;
 }
 
 template <class Start> INLINE void for_blocks(Context *c, Start block) {
@@ -233,15 +229,18 @@ template <class Kernel> INLINE void launch_without_barriers(Context *c, Kernel k
   });
 }
 template <class Kernel> INLINE void launch(Context *c, Kernel kernel) {
-  u64 heap_bytes = c->heap_bytes;
   u32 n = c->block.x * c->block.y * c->block.z;
-  Thread *threads = (Thread *)c->heap;
+  Thread *threads = (Thread *)(c->heap + EXCHANGE_BYTES);
+  u8 *stacks = (u8 *)(threads + MOST_THREADS) + STACK_BYTES;  // one more, so that the first may overflow as well
+  if (n > MOST_THREADS || stacks + n * STACK_BYTES > c->heap + c->heap_bytes) return (void)fault(c, NO_ROOM, n);
   for_blocks(c, [&](dim3 block) {
     for (u64 i = 0; i < c->shared_bytes; i++) c->shared[i] = 0xA5;  // whatever was there before
-    c->heap_bytes = heap_bytes;
     for (u32 i = 0; i < n; i++) {
-      threads[i] = kernel(dim3{i % c->block.x, i / c->block.x % c->block.y, i / c->block.x / c->block.y}, block);
-      if (!threads[i].handle.frame) return;
+      Thread *t = threads + i;
+      t->limit = stacks + i * STACK_BYTES;
+      t->stack = new_stack(t->limit + STACK_BYTES, run_thread<Kernel>, t);
+      t->turn = 0, t->done = false, t->context = c, t->kernel = &kernel, t->block = block;
+      t->place = {i % c->block.x, i / c->block.x % c->block.y, i / c->block.x / c->block.y};
     }
     u32 warps = (n + 31) / 32;
     for (bool some = true; some && !c->fault;) {
@@ -253,13 +252,13 @@ template <class Kernel> INLINE void launch(Context *c, Kernel kernel) {
           again = false;
           u32 here = 0;
           for (u32 k = 0; k < size; k++) {
-            void *frame = threads[warp * 32 + (c->backwards ? size - 1 - k : k)].handle.frame;
-            if (__builtin_coro_done(frame)) continue;
-            __builtin_coro_resume(frame);
-            if (__builtin_coro_done(frame)) continue;
-            auto &now = std::coroutine_handle<Thread::promise_type>{frame}.promise();
-            if (here && now.line != here) fault(c, DIVERGENT, now.line);  // threads of a warp at two barriers
-            here = now.line, again = now.in_warp;
+            Thread *t = threads + warp * 32 + (c->backwards ? size - 1 - k : k);
+            if (t->done) continue;
+            c->running = t;
+            go_on(&c->launcher, t->stack);
+            if (t->done) continue;
+            if (here && t->line != here) fault(c, DIVERGENT, t->line);  // threads of a warp at two barriers
+            here = t->line, again = t->in_warp;
           }
           if (!here || again) continue;
           some = true;
@@ -269,5 +268,4 @@ template <class Kernel> INLINE void launch(Context *c, Kernel kernel) {
       }
     }
   });
-  c->heap_bytes = heap_bytes;
 }

@@ -11,7 +11,7 @@ from tests.driver.compiler import CODE_AT, HEADER, MAGIC, RESERVED_SHARED
 from tests.driver.space import PAGE, REACH, Space, Unmapped, map_pages
 
 WINDOW_BYTES = 1 << 32
-_HEAP_BYTES = 16 << 20
+_HEAP_BYTES = 256 << 20  # what is not touched costs nothing
 _SHARED_MOST = 164 << 10
 
 
@@ -32,7 +32,7 @@ _FAULTS = {
     3: ("a misaligned access", 0x0F),
     4: ("an access beyond shared memory", 0x0E),
     5: ("threads of a block at two barriers", 0x14),
-    6: ("too many threads for the simulator", 0),
+    6: ("too many threads, or too large ones, for the simulator", 0),
 }
 
 
@@ -70,6 +70,8 @@ class Context(Structure):
         ("fault_address", c_uint64),
         ("loads_and_stores", c_uint64),
         ("backwards", c_uint64),
+        ("running", c_void_p),
+        ("launcher", c_void_p),
         ("scrap", c_uint8 * 64),
     )
 
