@@ -80,19 +80,31 @@ class BatchKernels(PrefillKernels):
         step.norm(model.output_norm)
         if self.told:
             step.add(tell_rows(rows, self.spec.dim), out=self.told[rows].tensor, stream=step.h, state=state)
-        part, logits = model.head.single_matrix, self.logits[rows]
-        tiles = step.tiles(part)
-        blocks = n_blocks(part.rows, tiles)
-        best = {
-            name: self.buffer(name, blocks * rows, dtype)
-            for name, dtype in (("largest", dtypes.float32), ("largest_rows", dtypes.int32))
-        }
-        step.multiply(part, tiles, as_logits(model.spec.softcap), "head", logits=logits, **best)
-        next_ids, sampler, choice = ending
+        part, logits, (_, best) = model.head.single_matrix, self.logits[rows], self._best(step)
+        step.multiply(part, step.tiles(part), as_logits(model.spec.softcap), "head", logits=logits, **best)
+        self._choose(step, ending)
+
+    def choice(self, rows: int, ending: Ending) -> KernelSequence:
+        """The kernels that choose the next tokens of a step of `rows` rows that has ended without."""
+        step = RowsStep(self, self.state(rows), rows, self.context_limits[0])
+        self._choose(step, ending)
+        return step.sequence
+
+    def _choose(self, step: RowsStep, ending: Ending) -> None:
+        """Adds what chooses the next tokens, unless another graph does."""
+        state, rows, (next_ids, sampler, choice) = step.state, step.tokens, ending
         if choice and choice.draws:
-            sampler.add_to(step.sequence, logits, state, next_ids, choice, rows)
+            sampler.add_to(step.sequence, self.logits[rows], state, next_ids, choice, rows)
         elif choice:
+            blocks, best = self._best(step)
             step.add(next_tokens(blocks, rows), state=state, tokens=next_ids, **best)
+
+    def _best(self, step: RowsStep) -> tuple[int, dict[str, Tensor]]:
+        """How many blocks compute the logits of a step, and the buffers of the largest of each (`as_logits`)."""
+        part = self._model.head.single_matrix
+        blocks = n_blocks(part.rows, step.tiles(part))
+        kinds = ("largest", dtypes.float32), ("largest_rows", dtypes.int32)
+        return blocks, {name: self.buffer(name, blocks * step.tokens, dtype) for name, dtype in kinds}
 
     def limit(self, position: int) -> int:
         """The one of `context_limits` for a step up to `position`."""

@@ -179,9 +179,10 @@ class RowSteps:
 
     def choice_kernels(self, count: int, choice: Choice) -> KernelSequence:
         """Those that choose the tokens of a step of `count` rows."""
-        sequence, state = KernelSequence(), self._one.state if count == 1 else self._batch.state(count)
-        out = self._slots(count).tensor
-        self._sampler.add_to(sequence, self._logits(count), state, out, choice, count)
+        sequence, out = KernelSequence(), self._slots(count).tensor
+        if count > 1:
+            return self._batch.choice(count, Ending(out, self._sampler, choice))
+        self._sampler.add_to(sequence, self._one.logits, self._one.state, out, choice)
         return sequence
 
     def outputs(self, row: Slot) -> Iterator[NDArray[np.float32]]:
@@ -234,10 +235,11 @@ class RowSteps:
         limit = self.limit(count, max(row.position for row in rows.values()))
         drawn = [row.sequence for row in rows.values() if row.draw]
         choice = self._sampler.choice(drawn)
-        if not choice.is_apart:
+        # Steps with prompts are of many sizes: with a choice apart, each is one graph, whatever their rows draw.
+        if not (size or choice.is_apart):
             self.launch(count, limit, choice, size, checks)
             return
-        for row in rows.values():
+        for row in rows.values() if choice.tells else ():
             self._sampler.expect(row.sequence, row.position)
         self.launch(count, limit, None, size, checks)
         self._chooses = choice

@@ -411,7 +411,7 @@ class NvidiaRunner:
         """The kernels of steps of this size that have replies too."""
         counts, steps = self.row_counts[1:], self._steps
         pairs = [(n, limit) for n in counts for limit in steps.limits(n)]
-        return [steps.kernels(n, limit, size=size).linear for n, limit in pairs]
+        return [steps.kernels(n, limit, None, size).linear for n, limit in pairs]
 
     def _has_prefill(self, size: int) -> bool:
         """Whether prefill of chunks of this size need not be compiled."""
