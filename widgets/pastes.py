@@ -1,16 +1,23 @@
-"""Keeps the escape characters of a pasted text from becoming keys.
+"""Keeps the escape characters of a pasted text from becoming keys, and characters that come at once from becoming keys
+one by one.
 
 Textual reads an escape sequence inside a bracketed paste as if it were typed, before the text around it. So a log with
 colours, pasted in tmux, which passes it on as it is, would come in the wrong order, and a line end after it would send
 the prompt.
+
+A terminal that does not mark pastes sends them as if they were typed. In a long line each key takes as long as the line
+is: 2,000 of them in one of 200,000 characters kept the screen waiting for over a minute.
 """
 
+import re
 from collections.abc import Iterable
 
 from textual._xterm_parser import XTermParser
 from textual.message import Message
 
 START, END, ESCAPE = "\x1b[200~", "\x1b[201~", "\x1b"
+_AT_ONCE = re.compile(r"[^\x00-\x1f\x7f-\x9f]{64,}")
+"""More characters than anybody types between two reads."""
 
 
 class PasteParser(XTermParser):
@@ -40,7 +47,9 @@ class PasteParser(XTermParser):
                 seen = self._before + data
                 at = seen.find(START)
                 cut = at + len(START) - len(self._before) if at >= 0 else len(data)
-                passed, data = passed + data[:cut], data[cut:]
+                typed, data = data[:cut], data[cut:]
+                is_plain = ESCAPE not in self._before + typed  # no part of what a terminal answers
+                passed += _AT_ONCE.sub(rf"{START}\g<0>{END}", typed) if is_plain else typed
                 self._is_pasting = at >= 0
                 self._before = "" if self._is_pasting else seen[-(len(START) - 1) :]
         return passed

@@ -1,5 +1,6 @@
 """The box for the prompt, of several lines."""
 
+import asyncio
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import StrEnum
@@ -190,3 +191,4 @@ class Prompt(OrderedTextArea):
         event.stop()
         event.prevent_default()
         self.insert(self.paste(event.text))  # whose line ends must not send the prompt
+        await asyncio.sleep(0)  # a long one comes in pieces: the screen goes on between them

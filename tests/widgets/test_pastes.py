@@ -30,6 +30,22 @@ def test_escapes_in_a_paste_are_no_keys(size):
     assert isinstance(events[1], Paste)
 
 
+def test_what_comes_at_once_is_one_text():
+    sent = [
+        "a",
+        "[" * 4096,
+        "[" * 904 + "\r",
+        "\x1b[A",
+        "\x1b]11;" + "y" * 500 + "\x1b\\",
+        "z" * 5,
+        "z" * 500,
+    ]
+    events = [e for e in read(sent) if isinstance(e, Key | Paste)]
+    got = [e.key if isinstance(e, Key) else e.text for e in events]
+    keys = ["a", "[" * 4096, "[" * 904, "enter", "up"]
+    assert got[: len(keys)] == keys and got[-1] == "z" * 500
+
+
 def test_pieces_of_any_size_give_the_same():
     rng = random.Random(0)
     sent = f"x\x1b[200~{LOG}\x1b[201\x1b[201~\x1b[B\x1b[200~\x1b[201~y" * 3
