@@ -14,6 +14,15 @@ from engine.runtime.model_runner import ModelRunner
 from engine.runtime.pictures import PictureRoom
 
 
+def import_runner(dev: str) -> None:
+    """Imports the runner with kernels for the device that DEV names; `open_runner` would do it later. Uses no
+    device."""
+    if dev.startswith("CPU"):
+        import engine.targets.cpu.runner
+    elif "CUDA" in dev or "NV" in dev:
+        import engine.targets.nvidia.runner  # noqa: F401
+
+
 def open_runner(
     weights: Weights,
     context_length: int,

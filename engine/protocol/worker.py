@@ -440,7 +440,10 @@ def _load_text_model(options: EngineOptions, report: Report) -> Model:
     opening = open_device(dev)
     with timeline.span("imports"):
         from engine import candidate_trial
+        from engine.model.open_runner import import_runner
         from engine.model.text_model import TextModel
+
+        import_runner(dev)  # while the driver opens the device
 
     candidate_trial.restart = restart
     prompts = begun.result()
