@@ -49,6 +49,7 @@ from engine.targets.cpu.kernels.patches import (
     stride_of,
 )
 from engine.targets.cpu.kernels.product import product, shape_of, span_of
+from engine.targets.cpu.kernels.rounded_attention import attend_rounded, round_heads, rounds
 from engine.targets.cpu.kernels.step_state import TILES
 from engine.targets.cpu.kernels.stream_size import UNIT
 from engine.targets.cpu.kernels.thread_pool import default_pool
@@ -71,14 +72,16 @@ def lacks(spec: VisionSpec) -> str:
 def scratch_bytes(spec: VisionSpec) -> int:
     """At most what an encoder needs beside its weights for the largest picture."""
     lanes, attention = register_lanes(), [s.operator for s in spec.sublayers]
+    # Queries, keys and values, and once more as integers of 16 bits with their scales.
     of_heads = max(
-        (3 * a.heads * (a.head_dim + lanes) for a in attention if isinstance(a, PatchAttention)), default=0
+        (3 * a.heads * (1.5 * (a.head_dim + lanes) + 1) for a in attention if isinstance(a, PatchAttention)),
+        default=0,
     )
     half = len(spec.rotations.by_row) if spec.rotations else 0
-    scores = 4 * default_pool().count * lanes
+    scores = 4 * default_pool().count * (1.5 * lanes + 1)
     widths = {stride_of(n) for weight in spec.weights() for n in (weight.rows, weight.cols)}
     whole = most_rows(spec, lanes) * (stride_of(spec.dim) + of_heads + 2 * half + 1 + scores)
-    return 4 * (whole + 4 * MOST_TILES * lanes * sum(widths))
+    return 4 * int(whole + 4 * MOST_TILES * lanes * sum(widths))
 
 
 @dataclass
@@ -197,15 +200,29 @@ class CPUEncoder:
             split_heads(heads), q, keys, v, self._tiles, self._state, joined, *self._turns, *norms, *limits,
             parts=self._parts,
         )  # fmt: skip
+        is_rounded = rounds(heads) and not self.spec.is_float32
+        if is_rounded:
+            floats = q, keys, v
+            q, keys, v = (
+                self._whole(f"rounded {i}", x.max_numel() // self._most_rows, dtypes.int16)
+                for i, x in enumerate(floats)
+            )
+            scales = [self._whole(f"scales {i}", a.heads) for i in range(3)]
+            sequence.add(
+                round_heads(heads), q, keys, v, *scales, *floats, self._tiles, self._state, parts=self._parts
+            )
         yield sequence
         sequence, width = KernelSequence(self._pool), a.heads * a.head_dim
-        out, scores = (
-            self._chunk("attended", heads.width),
-            self._whole("scores", self._parts * self._lanes),
-        )
+        out = self._chunk("attended", heads.width)
+        scratch, of_keys = [self._whole("scores", self._parts * self._lanes)], [q, keys, v]
+        if is_rounded:
+            scratch.append(self._whole("weights", self._parts * self._lanes, dtypes.int16))
+            scratch.append(self._whole("weight scales", self._parts))
+            of_keys += scales
         sequence.add(
-            attend(heads), out, scores, q, keys, v, self._hidden, self._tiles, self._state, parts=self._parts
-        )
+            (attend_rounded if is_rounded else attend)(heads), out, *scratch, *of_keys, self._hidden, self._tiles,
+            self._state, parts=self._parts,
+        )  # fmt: skip
         matrix = self._weights.matrix(a.o)
         self._prepare(sequence, matrix, Rows(out, width), limits=(None, None, a.o.inputs))
         self._finish(sequence, sublayer, a.o, matrix)
@@ -341,9 +358,9 @@ class CPUEncoder:
 
     # --- memory ------------------------------------------------------------------------------------------
 
-    def _whole(self, name: str, cols: int) -> Tensor:
+    def _whole(self, name: str, cols: int, type: DType = dtypes.float32) -> Tensor:
         """Memory for all patches of the largest picture, of which a picture uses as much as it needs."""
-        return self._buffer(name, self._most_rows * cols)
+        return self._buffer(name, self._most_rows * cols, type)
 
     def _chunk(self, name: str, cols: int) -> Tensor:
         """Memory for the patches of a chunk. Rows of different lengths have different memory, so that the zeros after
