@@ -173,9 +173,10 @@ class Piece(NamedTuple):
         return is_computed and other[done:end] == tokens[done:end] and other[:done] == tokens[:done]
 
 
-def room_of(pieces: Sequence[Piece], sizes: Sequence[int]) -> int:
-    """Which of the `sizes` of a step, ascending, these pieces take; 0 without any."""
+def room_of(pieces: Sequence[Piece], sizes: Sequence[int]) -> tuple[int, int]:
+    """Which of the `sizes` of a step, ascending, these pieces take, 0 without any; and in how many passes over the
+    weights, if the largest is too small."""
     if not pieces:
-        return 0
+        return 0, 1
     tokens = sum(piece.rounded for piece in pieces[:-1]) + len(pieces[-1].slot.inputs)
-    return next((n for n in sizes if tokens <= n), sizes[-1])
+    return next((n for n in sizes if tokens <= n), sizes[-1]), -(-tokens // sizes[-1])

@@ -147,9 +147,8 @@ class Scheduler:
         started = time.perf_counter()
         pieces, room = self._next or self._pieces()
         self._next = None
-        for sequence, job in self._live():
-            if self._is_prefilled(sequence, job):
-                self._reserve(sequence, 1)
+        for sequence, _ in self._ready():
+            self._reserve(sequence, 1)
         pieces = [piece for piece in pieces if self._is_due(piece)]
         ready = self._ready(pieces)
         self._step = len(ready), sum(len(piece.slot.inputs) for piece in pieces), room
@@ -163,7 +162,8 @@ class Scheduler:
             for _, job in ready:
                 job.answer.timed(seconds, plain_s)
             if not check.rows:
-                self._pace.measured(room_of(pieces, self._runner.piece_sizes(len(ready))), seconds)
+                room, passes = room_of(pieces, self._runner.piece_sizes(len(ready)))
+                self._pace.measured(room, seconds / passes)
 
     def _run(
         self, pieces: Sequence[Piece], ready: Sequence[tuple[int, Job]], check: Check, may_be_ahead: bool
@@ -315,7 +315,7 @@ class Scheduler:
     def _pieces(self) -> tuple[list[Piece], int]:
         """The next step's pieces of the prompts with the least to read, for which it makes room, and its budget."""
         todo = [(i, job) for i, job in self._live() if not self._is_prefilled(i, job)]
-        pieces, budget = list[Piece](), 0
+        pieces, budget, most = list[Piece](), 0, self._runner.max_chunk
         room: int | None = None  # what is left of the budget; the first prompt decides
         for n, (sequence, job) in enumerate(sorted(todo, key=lambda at: at[1].due)):
             if room is not None and room <= 0:
@@ -331,9 +331,10 @@ class Scheduler:
                 budget = room = self._room(job)
             elif job.restore:  # its piece is timed, so it goes alone
                 continue
-            if room and (piece := self._piece(sequence, job, room, pieces)):
+            if room and (piece := self._piece(sequence, job, min(room, most), pieces)):
                 pieces.append(piece)
-                room = 0 if job.restore else room - piece.rounded
+                left = room if piece.is_last else min(room, most)  # more passes are for prompts that end
+                room = 0 if job.restore else left - piece.rounded
         return pieces, budget
 
     def _piece(self, sequence: int, job: Job, room: int, others: Sequence[Piece]) -> Piece | None:
@@ -401,7 +402,7 @@ class Scheduler:
         replies = self._ready()
         sizes = self._runner.piece_sizes(len(replies))
         waits = all(reply.waits_for(job, TOGETHER_S) for _, reply in replies)
-        return sizes[-1] if waits else self._pace.room(sizes)
+        return self._pace.burst(sizes[-1]) if waits else self._pace.room(sizes)
 
     def _take_tokens(self, ready: Sequence[tuple[int, Job]], chosen: NDArray[np.int32], check: Check) -> None:
         """Gives replies their next tokens, those that the runner has `chosen` unless the host chooses them."""
@@ -466,7 +467,7 @@ class Scheduler:
         def ahead() -> Following | None:
             self._end_pieces(unended)
             # nobody may be paused for pieces while the step of its row runs: `_pieces` makes room for so many tokens
-            most = self._runner.max_chunk + BLOCK * self._runner.parallel
+            most = self._pace.burst(self._runner.max_chunk) + BLOCK * self._runner.parallel
             reads = any(not self._is_prefilled(*at) for at in self._live())
             if any(job.restore for _, job in self._live()) or (reads and not self.blocks.has_room(most)):
                 return None
@@ -486,11 +487,9 @@ class Scheduler:
         return ahead if going else None
 
     def _state(self) -> Slots:
-        rows, prompt_tokens, room = self._step if self.busy else (0, 0, 0)
+        (rows, prompt_tokens, room), length = self._step if self.busy else (0, 0, 0), self.blocks.length
         return Slots(
-            slots=tuple(
-                job.answer.slot(self.blocks.length(i)) if job else None for i, job in enumerate(self._slots)
-            ),
+            slots=tuple(job.answer.slot(length(i)) if job else None for i, job in enumerate(self._slots)),
             waiting=sum(map(len, self._waiting.values())),
             blocks=self.blocks.counts(),
             checkpoints=self._states.counts() if self._states else (0, 0),

@@ -70,3 +70,14 @@ def test_what_took_too_long_is_not_tried_again_because_replies_came():
     assert 512 in {n for n, _ in steps(pace, times.__getitem__, sizes, 40)}  # once
     more = {n for n, _ in steps(pace, lambda n: times[n] + 0.5, sizes, 100)}
     assert more == {0, 32, 96}
+
+
+def test_while_all_replies_wait_a_step_takes_about_as_long_as_it_may():
+    pace = Pace()
+    assert pace.burst(512) == 512  # nothing is known yet
+    for _ in range(3):
+        pace.measured(512, 0.009)
+    assert pace.burst(512) == 4 * 512
+    for _ in range(3):
+        pace.measured(256, 3.0)
+    assert pace.burst(256) == 256

@@ -370,6 +370,23 @@ def test_prompts_that_come_together_are_read_with_the_whole_device(bench):
     assert all(bench.reply(id) for id in range(4))
 
 
+def test_several_short_prompts_are_read_before_the_next_token(bench, monkeypatch):
+    """And a long one piece by piece."""
+    monkeypatch.setattr(Pace, "burst", lambda pace, size: 3 * size)
+    bench = bench(6)
+    for i in range(4):
+        bench.ask([i] * 120, 40)
+    long = bench.ask([7] * 400, 1)
+    bench.run(1)
+    assert prefills(bench)[:3] == [119] * 3 and [bool(bench.reply(id)) for id in range(4)] == [True] * 3 + [
+        False
+    ]
+    bench.run(1)
+    assert prefills(bench)[3:5] == [119, 128] and bench.reply(3) and not bench.reply(long)
+    bench.run()
+    assert bench.reply(long) == greedy_reply([7] * 400, 1)
+
+
 @pytest.mark.parametrize(
     ("own", "read_s", "after_s", "pieces"),
     [
@@ -434,7 +451,8 @@ def test_what_the_last_step_held_is_reported(bench, monkeypatch):
     assert held[-1] == (0, 0, 0)
 
 
-def test_short_prompts_pass_long_ones_for_a_while(bench):
+def test_short_prompts_pass_long_ones_for_a_while(bench, monkeypatch):
+    monkeypatch.setattr(Pace, "burst", lambda pace, size: size)
     bench = bench(2)
     long = bench.ask([1] * 601, 1)
     bench.run(1)
