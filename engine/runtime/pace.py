@@ -15,9 +15,9 @@ from engine.protocol.events import TOKEN_GAP
 
 NEARLY_FREE = 1.15
 """A room that takes so much longer than the smallest one costs replies little, and saves steps."""
-BURST_S = 0.04
-"""While all replies wait, a step reads prompts for about so long: replies have a part of each step, so with more steps
-the last prompt would wait longer."""
+BURST_S, BURST_PASSES = 0.04, 4
+"""While all replies wait, a step reads prompts for about so long, in at most so many passes over the weights: replies
+have a part of each step, so with more steps the last prompt would wait longer."""
 STEP_EVERY = 16
 """After so many steps with prompts, one goes without, to measure that."""
 AGAIN_AFTER = 250
@@ -63,7 +63,7 @@ class Pace:
         """The most tokens of prompts for the next step while all replies wait: a multiple of `size`, the largest room
         of one pass over the weights."""
         seconds = self._seconds(size)
-        return size * max(1, int(BURST_S / seconds)) if seconds else size
+        return size * max(1, min(BURST_PASSES, int(BURST_S / seconds))) if seconds else size
 
     def _may_be_longer(self, sizes: Sequence[int], limit: float) -> bool:
         """Whether the next larger room takes less than `limit`, or has to be tried."""
