@@ -133,7 +133,9 @@ def _slices(layout: WeightLayout) -> int:
     if spills_early():
         return 4
     has_codes = layout.format is not None and layout.format.codebook and not layout.format.exponent
-    return 4 if has_codes or layout.bits in (5, 32) or layout.ggml_type == 1 else 1
+    if has_codes or layout.bits == 16:
+        return 2
+    return 4 if layout.bits in (5, 32) else 1
 
 
 def _divisor(n: int, most: int) -> int:
