@@ -18,6 +18,7 @@ MEASUREMENTS = {
     "schedule_rates": "schedules of decode's products within steps, and what each kernel adds to one",
     "chip_kernels": "every kernel that a GPU would run, compiled for it: registers, spills, shared memory",
     "picture_rates": "questions about pictures beside llama-server with the same encoder",
+    "picture_clients": "pictures through the server, as the clients of each protocol send them, many at once",
     "turn_rates": "the first token when the last message of a long conversation is edited",
     "reopen_rates": "the first token of a long conversation after a start, with its KV cache on disk",
     "batch_fidelity": "the logits of several rows beside those of each sequence alone",
