@@ -86,6 +86,8 @@ def install(dev: str) -> None:
     from engine.fixes import (
         codegen_threads,
         compiler_processes,
+        graph_nodes,
+        graph_rewrites,
         index_lowering,
         slice_shapes,
         unused_renderers,
@@ -93,6 +95,8 @@ def install(dev: str) -> None:
 
     codegen_threads.apply()
     compiler_processes.apply()
+    graph_nodes.apply()
+    graph_rewrites.apply()
     index_lowering.apply()
     slice_shapes.apply()
     device = _device(dev)

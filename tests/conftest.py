@@ -79,8 +79,10 @@ def pytest_collection_finish() -> None:
     """Kernels that one process has compiled are known to all others, as they are from one run of the engine to the
     next."""
     if "tinygrad" in sys.modules:
-        from engine.fixes import index_lowering, program_cache, slice_shapes
+        from engine.fixes import graph_nodes, graph_rewrites, index_lowering, program_cache, slice_shapes
 
+        graph_nodes.apply()
+        graph_rewrites.apply()
         index_lowering.apply()
         program_cache.apply()
         slice_shapes.apply()

@@ -30,6 +30,8 @@ _PRELOADED = [
     "engine.fixes.matvec_heuristic",
     "engine.fixes.launch_bounds",
     "engine.fixes.program_cache",
+    "engine.fixes.graph_nodes",
+    "engine.fixes.graph_rewrites",
     "engine.fixes.index_lowering",
     "engine.fixes.slice_shapes",
 ]

@@ -4,13 +4,15 @@ A kernel's loads and stores of several elements are slices. To tell the shape of
 its first element, and whether it lies in the buffer. At the end of a kernel's way to code, the second of two loops
 depends on the first, so each such place has most of the kernel among its sources: kernels of attention took three
 quarters of their time there. Of a slice of constant size, this size is the shape.
+
+The shape of most other nodes is that of all their sources. tinygrad looks for that last.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from tinygrad.uop.ops import Ops, UOp
+from tinygrad.uop.ops import GroupOp, Ops, UOp
 
 from engine.fixes import once
 
@@ -26,10 +28,15 @@ def apply() -> None:
 
 def _shape(uop: UOp) -> Any:
     """In the place of UOp._shape. The stock one also checks that a slice at a constant place is in the buffer."""
-    if uop.op is Ops.SHRINK and (whole := uop.src[0]._shape) is not None:
+    if uop.op is Ops.SHRINK:
+        whole = uop.src[0]._shape
         places, sizes = (_constants(u.src if u.op is Ops.STACK else (u,)) for u in uop.src[1:])
-        if None in places and None not in sizes and len(whole) == len(sizes):
+        if whole is not None and None in places and None not in sizes and len(whole) == len(sizes):
             return sizes
+    elif uop.op in GroupOp.Broadcastable or uop.op in GroupOp.Unary or uop.op is Ops.CAST:
+        shapes = [source._shape for source in uop.src]
+        if shapes[0] is not None and all(shape == shapes[0] for shape in shapes):
+            return shapes[0]
     return _stock_shape(uop)
 
 

@@ -206,5 +206,6 @@ def test_a_device_gets_the_changes_that_are_for_it(dev, wanted):
         "import sys; from engine import backends, fixes; backends.install(sys.argv[1]); print(*fixes.applied())",
         dev,
     )
-    always = ["codegen_threads", "compiler_processes", "index_lowering", "slice_shapes"]
+    always = ["codegen_threads", "compiler_processes", "graph_nodes", "graph_rewrites", "index_lowering"]
+    always += ["slice_shapes"]
     assert found == [f"engine.fixes.{name}" for name in sorted([*always, *wanted])]

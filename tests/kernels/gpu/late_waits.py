@@ -16,7 +16,7 @@ from tinygrad import Device, UOp, dtypes
 from tinygrad.codegen import to_program
 from tinygrad.dtype import DType
 
-from engine.fixes import early_launch, index_lowering, slice_shapes
+from engine.fixes import early_launch, graph_nodes, graph_rewrites, index_lowering, slice_shapes
 from engine.formats.kv_format import KVFormat
 from engine.kernels.kernel import Kernel
 from engine.targets.nvidia.kernels.chosen_experts import ChosenExperts
@@ -112,6 +112,8 @@ def prove(source: str, slots: set[int]) -> None:
 def main() -> None:
     compile_nothing()
     early_launch.apply()
+    graph_nodes.apply()
+    graph_rewrites.apply()
     index_lowering.apply()
     slice_shapes.apply()
     count = 0

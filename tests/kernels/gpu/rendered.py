@@ -24,7 +24,7 @@ from tinygrad.dtype import DType
 from tinygrad.runtime.support import compiler_cuda
 
 from engine.description.architectures import read_spec
-from engine.fixes import dynamic_shared, index_lowering, slice_shapes
+from engine.fixes import dynamic_shared, graph_nodes, graph_rewrites, index_lowering, slice_shapes
 from engine.formats.gguf import GGUF
 from engine.kernels.kernel import Kernel
 from engine.loading.weights import Weights
@@ -291,6 +291,8 @@ def main(path: str, folder: str, *quants: str) -> None:
     Device[Device.DEFAULT].allocator.free_cache = lambda: None  # which only devices with memory have
     is_ptx = "PTX" in type(Device[Device.DEFAULT].renderer).__name__
     dynamic_shared.apply()
+    graph_nodes.apply()
+    graph_rewrites.apply()
     index_lowering.apply()
     slice_shapes.apply()
     for quant in quants:

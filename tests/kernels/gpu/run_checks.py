@@ -25,7 +25,7 @@ from typing import Any
 from tinygrad import Device, UOp, codegen
 
 from engine.devices.clang import find_clang
-from engine.fixes import index_lowering, program_cache, slice_shapes
+from engine.fixes import graph_nodes, graph_rewrites, index_lowering, program_cache, slice_shapes
 from engine.kernels import compilation
 from tests.kernels.gpu.alignment import prove_uops
 from tests.thorough import THOROUGH
@@ -92,6 +92,8 @@ def run(check: Callable[[], None], is_on_board: bool) -> str:
 
 def main(*names: str) -> None:
     gc.disable()  # a fifth of the time that kernels take to compile
+    graph_nodes.apply()
+    graph_rewrites.apply()
     index_lowering.apply()
     slice_shapes.apply()
     program_cache.apply()
