@@ -19,22 +19,27 @@ BACKENDS = ("CPU", "CUDA", "NV")
 _MAX_COMPILERS = 32
 
 
-def prepare(options: EngineOptions) -> str:
+def prepare(options: EngineOptions, is_asked: bool = False) -> str:
     """Sets the environment variables that tinygrad reads at import: DEV, CC and PARALLEL for `options.backend`, and
     BEAM, JITBEAM and MV_* for the other options. To be called before tinygrad is imported. Returns DEV, which names a
     chip that is asked for.
 
-    "auto" is the user's own DEV if it is set, else CUDA if there is a usable NVIDIA GPU, else CPU. Raises UsageError
-    for an unknown backend, BackendError for one that cannot work on this machine.
+    "auto" is the user's own DEV if it is set, else CUDA if there is a usable NVIDIA GPU, else CPU. If the driver
+    `is_asked` by the caller (`ask_driver`), it is taken for usable. Raises UsageError for an unknown backend,
+    BackendError for one that cannot work on this machine.
     """
     backend = options.backend.upper()
     if backend not in (*BACKENDS, "AUTO"):
         known = ", ".join(BACKENDS)
         raise UsageError(f"There is no backend {options.backend!r}.", f"Choose auto or one of {known}.")
+
+    def why_not() -> str:
+        return "" if is_asked else cuda_driver.unusable_because()
+
     if backend == "AUTO":
-        backend = os.environ.get("DEV") or ("CPU" if cuda_driver.unusable_because() else "CUDA")
-    elif backend == "CUDA" and (why := cuda_driver.unusable_because()):
-        raise BackendError(f"The CUDA backend cannot be used: {why}.", "Fix that, or choose --backend CPU.")
+        backend = os.environ.get("DEV") or ("CPU" if why_not() else "CUDA")
+    elif backend == "CUDA" and (why := why_not()):
+        raise unusable_cuda(why)
     device = _device(backend)
     if options.chip:
         backend = _as_chip(options.chip, device)
@@ -72,6 +77,24 @@ def _as_chip(chip: str, device: str) -> str:
         own = f"its compute capability is {major}.{minor}"
         raise BackendError(f"This GPU cannot stand in for {chip}: {own}.", "Name an earlier one.")
     return f"CUDA:CUDA:{chip}"
+
+
+def ask_driver(options: EngineOptions) -> Callable[[], str] | None:
+    """Has a thread start CUDA's driver if `prepare` would, which takes as long as importing tinygrad or longer. The
+    function that it returns waits for it, and says why CUDA cannot be used; "" if it can."""
+    backend = options.backend.upper()
+    if not may_use_gpu(options) or not (
+        backend == "CUDA" or (backend == "AUTO" and not os.environ.get("DEV"))
+    ):
+        return None
+    thread = ThreadPoolExecutor(1, "driver")
+    asked = thread.submit(cuda_driver.unusable_because)
+    thread.shutdown(wait=False)
+    return asked.result
+
+
+def unusable_cuda(why: str) -> BackendError:
+    return BackendError(f"The CUDA backend cannot be used: {why}.", "Fix that, or choose --backend CPU.")
 
 
 def may_use_gpu(options: EngineOptions) -> bool:

@@ -426,17 +426,31 @@ def _die() -> Never:
 
 
 def _load_text_model(options: EngineOptions, report: Report) -> Model:
-    from engine.backends import install, may_use_gpu, no_device_error, open_device, prepare
+    from engine.backends import (
+        ask_driver,
+        install,
+        may_use_gpu,
+        no_device_error,
+        open_device,
+        prepare,
+        unusable_cuda,
+    )
     from engine.formats.merging import MergingProcess
 
     timeline.until_now("process")
+    asked = ask_driver(options)
     # The weights keep all cores of a CPU busy, so there nothing is gained.
     merge = MergingProcess(options.model_path) if may_use_gpu(options) else None
     beside = ThreadPoolExecutor(1)
     begun = beside.submit(_begin_encoder, options.model_path, merge)
     with timeline.span("device"):
-        dev = prepare(options)  # sets the variables that tinygrad reads at import
+        dev = prepare(options, asked is not None)  # sets the variables that tinygrad reads at import
         install(dev)
+    if asked and (why := asked()):
+        if options.backend.upper() == "CUDA":
+            raise unusable_cuda(why)
+        os.environ["DEV"] = "CPU"  # tinygrad and its fixes are there for CUDA: another process takes over
+        restart()
     opening = open_device(dev)
     with timeline.span("imports"):
         from engine import candidate_trial

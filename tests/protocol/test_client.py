@@ -269,7 +269,7 @@ async def test_a_model_that_does_not_load(engines):
 
 
 def test_a_tokenizer_that_is_not_known_is_refused_before_the_weights_load(monkeypatch, tmp_path):
-    monkeypatch.setattr("engine.backends.prepare", lambda options: "CPU")
+    monkeypatch.setattr("engine.backends.prepare", lambda *_: "CPU")
     monkeypatch.setattr("engine.backends.install", lambda device: None)
     monkeypatch.setattr("engine.model.text_model.TextModel", lambda *_: pytest.fail("it loads"))
     monkeypatch.setattr(candidate_trial, "restart", candidate_trial.restart)

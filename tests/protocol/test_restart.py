@@ -6,9 +6,11 @@ import sys
 import pytest
 
 from engine import candidate_trial
+from engine.devices.clang import find_clang
 from engine.disk_cache import DiskCache
 from engine.protocol.client import LocalEngine
 from engine.protocol.events import EngineOptions, Failed, Ready, Warming
+from tests.generated_model import write
 from tests.paths import ROOT
 from tests.protocol.test_client import ask, collect, token_ids, until
 
@@ -137,3 +139,24 @@ def test_a_candidate_that_kills_the_process_has_failed_the_second_time(cache, tm
         done = subprocess.run([sys.executable, "-c", HANGS, str(tmp_path / "cache"), "9", "dies"], cwd=ROOT)
         assert done.returncode == -11
         assert candidate_trial.has_failed(cache, "key") == wanted
+
+
+async def test_a_driver_that_shows_no_gpu_leaves_the_cpu(engines, tmp_path):
+    """While tinygrad is imported for CUDA, the driver says that there is none."""
+    driver = (
+        "int cuInit(int flags) { return 100; } int cuDriverGetVersion(int *n) { *n = 12060; return 0; }\n"
+    )
+    clang, library = find_clang(), tmp_path / "libcuda.so.1"
+    assert clang
+    command = [clang, "-shared", "-x", "c", "-", "-o", str(library)]
+    subprocess.run(command, input=driver.encode(), check=True)
+    model = write(tmp_path / "model.gguf", context=64)
+    environment = {"LD_LIBRARY_PATH": str(tmp_path), "DEV": ""}
+    for backend, ends in (("auto", Ready), ("CUDA", Failed)):
+        options = EngineOptions(model_path=str(model), backend=backend)
+        last = (await collect(engines.add(LocalEngine(options, environment=environment)).start()))[-1]
+        assert isinstance(last, ends), last
+        if isinstance(last, Ready):
+            assert last.backend == "CPU"
+        else:
+            assert last.message == "The CUDA backend cannot be used: the NVIDIA driver reports error 100."
