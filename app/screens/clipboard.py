@@ -8,6 +8,7 @@ desktop, the desktop's own commands do.
 import asyncio
 import contextlib
 import os
+import shutil
 from asyncio.subprocess import DEVNULL, PIPE
 
 from engine.formats.picture_kind import is_binary_picture
@@ -18,6 +19,7 @@ _COMMANDS = {
     "DISPLAY": ("xclip", "-selection", "clipboard", "-target", "image/png", "-out"),
 }
 """What prints the picture in the clipboard, by the variable that says which desktop there is."""
+_OR_A_FILE = "Save it as a file, and paste its path or drop it."
 
 
 async def copied_picture() -> bytes:
@@ -37,6 +39,16 @@ async def copied_picture() -> bytes:
                 if is_binary_picture(data):
                     return data
     return b""
+
+
+def no_picture_because() -> str:
+    """A sentence on why `copied_picture` gave none."""
+    commands = [command[0] for variable, command in _COMMANDS.items() if variable in os.environ]
+    if not commands:
+        return f"No desktop runs on this machine, and terminals pass on no pictures. {_OR_A_FILE}"
+    if not any(map(shutil.which, commands)):
+        return f"A copied picture comes by {' or '.join(commands)}, which is not installed. {_OR_A_FILE}"
+    return "No picture was copied on this machine"
 
 
 def is_in_tmux() -> bool:

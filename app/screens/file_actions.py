@@ -5,7 +5,7 @@ import asyncio
 from textual import on, work
 
 from app.chat.files import changed, mention_of
-from app.screens.clipboard import copied_picture
+from app.screens.clipboard import copied_picture, no_picture_because
 from app.screens.engine_actions import EngineActions
 from engine.errors import OrinError
 from widgets.prompt import Prompt
@@ -37,10 +37,14 @@ class FileActions(EngineActions):
     @on(Prompt.PasteAsked)
     @work(group="paste", exclusive=True)
     async def _paste(self) -> None:
-        """Adds the picture that was copied on the desktop to the prompt, or pastes what was copied here."""
+        """Adds the picture that was copied on the desktop to the prompt, or pastes what was copied here. If nothing
+        was, says why there is no picture."""
         prompt = self.column.prompt
         if not (data := await copied_picture()):
-            prompt.paste_copied()
+            if self.clipboard:
+                prompt.paste_copied()
+            else:
+                self.column.notice(no_picture_because(), warning=True)
             return
         try:
             name = await asyncio.to_thread(self.column.typing.reader.keep, data)

@@ -78,6 +78,12 @@ async def test_a_copied_picture_is_pasted_and_has_a_name(history, folder, monkey
         [message] = user.engine.requests[0].prompt.messages
         assert message.pictures[0].data == plain_picture("red")
         (folder / "copied").write_bytes(b"no picture")
+        await user.press("ctrl+v")
+        await user.sees("No picture was copied on this machine")
+        monkeypatch.delenv("WAYLAND_DISPLAY")
+        monkeypatch.delenv("DISPLAY", raising=False)
+        await user.press("ctrl+v")
+        await user.sees("No desktop runs on this machine, and terminals pass on no pictures.")
         user.app.copy_to_clipboard("a text")
         await user.press("ctrl+v")
         await user.until(lambda: user.app.prompt.text == "a text")
