@@ -10,7 +10,7 @@ from tinygrad.uop.ops import Ops
 
 from engine.errors import PreemptedError
 from engine.kernels import compilation
-from engine.kernels.compilation import compile_all, fingerprint, interruptible
+from engine.kernels.compilation import compile_all, compile_in_turns, fingerprint, interruptible
 
 
 @dataclass(frozen=True)
@@ -63,3 +63,5 @@ def test_compiling_gives_way_to_a_request_and_goes_on(monkeypatch):
     assert [len(batch) for batch in batches] == [2, 2]
     compile_all([linear])
     assert sorted(chain(*batches), key=graphs.index) == graphs
+    compilation._programs.clear()
+    assert list(compile_in_turns([linear])) == [(0, 5), (2, 5), (4, 5)], "a kernel for each process in a turn"

@@ -1,12 +1,13 @@
 """Models that see: a picture from the message to the reply."""
 
 import io
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from PIL import Image
 
-from engine.errors import ModelFileError, PictureError
+from engine.errors import ModelFileError, PictureError, PreemptedError
 from engine.model.text_model import TextModel
 from engine.protocol.events import (
     PICTURE_MARK,
@@ -71,6 +72,18 @@ def test_a_picture_changes_the_reply_and_is_read_once(model):
     assert twice.prompt_n > end.prompt_n
     with pytest.raises(PictureError, match=r"^a\.png: This is not a picture"):
         ask(model, "What is it?", Picture(data=b"nothing", name="/tmp/a.png"))
+
+
+def test_an_idle_engine_prepares_for_pictures(model):
+    """It is interrupted once, and goes on."""
+    ends = iter([PreemptedError("a request came in"), None])
+
+    def prepare():
+        if error := next(ends):
+            raise error
+
+    encoder = SimpleNamespace(preparations=lambda: [prepare])
+    assert len(list(model._prepare_pictures(encoder))) == 2 and next(ends, "done") == "done"
 
 
 def test_penalties_leave_pictures_alone(model):
