@@ -16,10 +16,11 @@ from textual.widget import Widget
 from textual.widgets import Input, TextArea
 from textual.widgets.text_area import Edit, EditResult
 
-from widgets.pastes import PasteParser
+from widgets.pastes import PasteParser, lenient_decoder
 from widgets.text import editable
 
 linux_driver.XTermParser = PasteParser  # type: ignore[attr-defined]
+linux_driver.getincrementaldecoder = lenient_decoder  # type: ignore[attr-defined, assignment]
 
 
 class OrderedInput(Input):

@@ -9,10 +9,13 @@ A terminal that does not mark pastes sends them as if they were typed. In a long
 is: 2,000 of them in one of 200,000 characters kept the screen waiting for over a minute.
 """
 
+import codecs
 import re
 from collections.abc import Iterable
 
 from textual._xterm_parser import XTermParser
+from textual.events import Key
+from textual.keys import Keys
 from textual.message import Message
 
 START, END, ESCAPE = "\x1b[200~", "\x1b[201~", "\x1b"
@@ -32,6 +35,12 @@ class PasteParser(XTermParser):
             return super().feed(self._held + data)
         passed = self._passed(data)
         return super().feed(passed) if passed else ()
+
+    def _parse_extended_key(self, sequence: str) -> list[Key] | None:  # type: ignore[override]
+        try:
+            return super()._parse_extended_key(sequence)
+        except (ValueError, OverflowError):  # a release, or a number that is no character: Textual would end
+            return [Key(Keys.Ignore, sequence)]
 
     def _passed(self, data: str) -> str:
         data, self._held, passed = self._held + data, "", ""
@@ -53,3 +62,14 @@ class PasteParser(XTermParser):
                 self._is_pasting = at >= 0
                 self._before = "" if self._is_pasting else seen[-(len(START) - 1) :]
         return passed
+
+
+def lenient_decoder(encoding: str) -> type[codecs.IncrementalDecoder]:
+    """As `codecs.getincrementaldecoder`, but bytes that are no text become U+FFFD: a terminal may send any."""
+    strict = codecs.getincrementaldecoder(encoding)
+
+    class Lenient(strict):  # type: ignore[misc, valid-type]
+        def __init__(self) -> None:
+            super().__init__("replace")
+
+    return Lenient

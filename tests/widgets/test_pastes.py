@@ -46,6 +46,22 @@ def test_what_comes_at_once_is_one_text():
     assert got[: len(keys)] == keys and got[-1] == "z" * 500
 
 
+def test_bytes_that_are_no_text_do_not_end_the_program():
+    decode = linux_driver.getincrementaldecoder("utf-8")().decode
+    euro = "\N{EURO SIGN}".encode()
+    assert (
+        decode(b"a\xe9b" + euro[:1]) + decode(euro[1:]) + decode(b"\xff", final=True)
+        == "a\ufffdb\u20ac\ufffd"
+    )
+
+
+@pytest.mark.parametrize(
+    "sequence", ["\x1b[97;1:3u", "\x1b[97:65;2u", "\x1b[1114112u", "\x1b[99999999999999999999u"]
+)
+def test_keys_that_textual_cannot_read_are_none(sequence):
+    assert [event.key for event in read([f"{sequence}b"]) if isinstance(event, Key)] == ["b"]
+
+
 def test_pieces_of_any_size_give_the_same():
     rng = random.Random(0)
     sent = f"x\x1b[200~{LOG}\x1b[201\x1b[201~\x1b[B\x1b[200~\x1b[201~y" * 3
