@@ -52,10 +52,12 @@ from tests.thorough import THOROUGH
 def check_every_type() -> None:
     """Every type: most in a shape that fits its schedule, some with threads, rows and columns left over. A commit is
     checked with one of each kind: with scales of blocks, with scales of parts of them, with codebooks."""
-    ragged = {6: (3, 96), 14: (3, 256), 1: (3, 72), 39: (3, 96)}
+    ragged = {6: (3, 96), 14: (9, 256), 1: (3, 72), 39: (3, 96)}
     for ggml_type in (*QUANTIZED, *FLOATS) if THOROUGH else (2, 14, 20, 39):
         rows, cols = ragged.get(ggml_type, (4, 256))
         schedule = Schedule(3, 1, 2) if ggml_type in ragged else Schedule(4, 2, 1)
+        if rows > 4:  # its weights are loaded early, and the last block has one row
+            schedule = Schedule(4, 2, 4, early=True)
         layout = WeightLayout(ggml_type)
         planes, weights = packed(ggml_type, rows, cols)
         assert [(p.numel(), p.dtype) for p in planes] == layout.shapes(rows, cols)

@@ -108,9 +108,16 @@ def test_what_was_not_measured_keeps_the_rule(monkeypatch):
         assert matvec_schedule(stack, replace(H200, launches_early=early)) == rule(stack)
 
 
-def test_rows_that_no_block_divides_get_the_rule_s():
-    stack = StackedMatrices.single(Q4_K, 1031, 2048)
-    assert matvec_schedule(stack, H200) == _by_rule(1031, 32, 198)
+@pytest.mark.parametrize("rows, cols", [(1031, 2048), (32002, 4096), (50257, 768), (128258, 4096)])
+def test_rows_that_no_block_divides_have_a_block_that_is_not_full(rows, cols):
+    """As heads of models with a few tokens more."""
+    stack = StackedMatrices.single(Q4_K, rows, cols)
+    s = matvec_schedule(stack, H200)
+    assert s.block_rows > 2 and s.fits()
+    even = StackedMatrices.single(Q4_K, rows // 64 * 64, cols)
+    us = microseconds(stack, s, H200)
+    assert us <= microseconds(stack, rule(stack), H200)
+    assert us < 1.1 * microseconds(even, matvec_schedule(even, H200), H200)
 
 
 def test_attention_lets_the_next_kernel_start_only_where_it_leaves_multiprocessors_idle():

@@ -43,6 +43,7 @@ from engine.targets.nvidia.kernels.uops import (
 from engine.targets.nvidia.kernels.weight_layout import WeightLayout, permuted_size
 
 MAX_BLOCK = 256  # columns of the largest quantization block
+_EVEN, _MANY_BLOCKS = 16, 64
 
 
 @dataclass(frozen=True)
@@ -66,6 +67,11 @@ class Schedule:
         """For the name of a kernel."""
         name = f"{self.threads}_{self.groups}_{self.rows}" + "_early" * self.early
         return f"{name}_{self.blocks}_blocks" if self.blocks else name
+
+    def divides(self, rows: int) -> bool:
+        """Whether a matrix of so many rows has whole blocks, or its number is so odd that few schedules have, and so
+        many blocks that the last one counts little."""
+        return rows % self.block_rows == 0 or bool(rows % _EVEN and rows > _MANY_BLOCKS * self.block_rows)
 
     def fits(self) -> bool:
         """Whether CUDA can launch such blocks, and each row of a block has a thread for its epilogue."""

@@ -80,7 +80,7 @@ def _is_sound(stack: StackedMatrices, s: Schedule, chip: Chip) -> bool:
         return False
     if not s.early and (s.rows == 4 or (s.rows == 8 and s.threads > _WIDE)):
         return False
-    if any(rows % s.block_rows for _, rows in stack.matrices):
+    if not all(s.divides(rows) for _, rows in stack.matrices):
         return False
     of_busiest = math.ceil(stack.n_blocks(s) / chip.multiprocessors)
     return s.threads <= _WIDE or of_busiest <= _resident(stack, s, chip)

@@ -128,8 +128,8 @@ def _of_shape(rows: int, units: int, slots: int) -> Iterator[Schedule]:
         for groups in (1, 2, 4, 8, 16):
             for thread_rows in (1, 2, 4, 8):
                 s = Schedule(threads, groups, thread_rows)
-                whole = rows % s.block_rows == 0 and s.block_rows % 2 == 0
-                if not (64 <= threads * groups <= 512 and s.fits() and whole):
+                divided = s.divides(rows) and s.block_rows % 2 == 0
+                if not (64 <= threads * groups <= 512 and s.fits() and divided):
                     continue
                 if rows // s.block_rows < min_blocks or (rows > 50_000 and thread_rows < 4):
                     continue
