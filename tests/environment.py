@@ -2,11 +2,13 @@
 
 import os
 import shutil
+import sys
 import tempfile
 from pathlib import Path
 from unittest import mock
 
 from engine.devices.clang import zig_clang
+from engine.targets.cpu.kernels import lanes
 from tests.paths import ROOT
 
 # Variables that change what the program shows, where it writes, or how tinygrad computes. PYTHONDONTWRITEBYTECODE is
@@ -19,6 +21,13 @@ _REMOVED = (
 _FOLDER = "ORIN_TESTS_FOLDER"
 _OWNER = "ORIN_TESTS_FOLDER_OWNER"  # the id of the process that made it
 KERNELS = ROOT / "build/test-kernels"
+
+
+def shorten_vectors() -> None:
+    """Models run on a CPU with vectors of 8 elements, which are less to compile than the 16 of AVX-512. Some tests take
+    16, and engines in processes of their own what the CPU has. To be called before models are imported."""
+    assert "engine.targets.cpu.memory" not in sys.modules
+    lanes.register_lanes = lambda: 8
 
 
 def enter() -> None:

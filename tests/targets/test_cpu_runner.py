@@ -26,12 +26,6 @@ from tests.targets.lone_sequence import LoneSequence
 from tests.thorough import rarely, thorough
 
 
-@pytest.fixture(autouse=True)
-def short_vectors(monkeypatch):
-    """Kernels of half the size: less to compile."""
-    monkeypatch.setattr("engine.targets.cpu.runner.register_lanes", lambda: 8)
-
-
 @pytest.mark.parametrize(
     "name",
     [
@@ -67,7 +61,7 @@ def test_a_prompt_runs_what_later_tokens_need(tmp_path):
 
 def test_long_context(tmp_path, monkeypatch):
     """A chunk and more, so that attention spans several, and decode at depth, with vectors as long as they can be."""
-    monkeypatch.undo()
+    monkeypatch.setattr("engine.targets.cpu.runner.register_lanes", lambda: 16)
     path = generated_model.write(tmp_path / "model.gguf", layers=2, architecture="qwen3", quant="F32")
     tokens = np.random.default_rng(2).integers(0, 256, 300).tolist()
     wanted = Reference(path).logits(tokens)

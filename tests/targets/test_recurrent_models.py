@@ -6,7 +6,6 @@ import pytest
 from engine.model.text_model import TextModel
 from engine.protocol.events import EngineOptions, Generate, Profile, Sampling, Token, TokenIds
 from engine.runtime import checkpoints
-from engine.targets.cpu import runner as cpu_runner
 from tests import generated_model
 
 CONTEXT = 400
@@ -25,9 +24,7 @@ def model(path):
 
 def opened(path, **options):
     options = EngineOptions(model_path=str(path), context_length=CONTEXT, **options)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cpu_runner, "register_lanes", lambda: 8)  # less to compile
-        return TextModel(options, lambda _: None)
+    return TextModel(options, lambda _: None)
 
 
 def answer(model, ids, stop_after=None, **request):

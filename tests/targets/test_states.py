@@ -8,7 +8,6 @@ import pytest
 from engine.model.memory_need import memory_need
 from engine.runtime.kv_blocks import KVBlocks
 from engine.runtime.model_runner import Slot
-from engine.targets.cpu import runner as cpu_runner
 from engine.targets.cpu.runner import CPURunner
 from engine.targets.graph.runner import GraphRunner
 from engine.targets.nvidia.kernels.delta_net import DeltaHeads
@@ -30,9 +29,7 @@ def path(tmp_path_factory):
 
 @pytest.fixture(scope="module", params=[pytest.param(GraphRunner, marks=thorough), CPURunner])
 def runner(path, request, plain_graphs):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cpu_runner, "register_lanes", lambda: 8)  # less to compile
-        return LoneSequence(request.param(opened(path), 128))
+    return LoneSequence(request.param(opened(path), 128))
 
 
 def run(runner, chunks):
@@ -83,9 +80,8 @@ def test_a_checkpoint_is_gone_back_to(runner):
     np.testing.assert_allclose(after, run(runner, (32, 32)), atol=1e-5)
 
 
-def test_sequences_side_by_side(path, monkeypatch):
+def test_sequences_side_by_side(path):
     """Rows of some of them at a time; one that begins anew; and one that goes back to a checkpoint of another."""
-    monkeypatch.setattr(cpu_runner, "register_lanes", lambda: 8)
     weights = opened(path)
     runner, reference = CPURunner(weights, 128, parallel=3), Reference(path)
     n_states = 3 + runner.state_slots

@@ -27,6 +27,7 @@ from tinygrad import Device, UOp, codegen
 from engine.devices.clang import find_clang
 from engine.fixes import graph_nodes, graph_rewrites, index_lowering, program_cache, slice_shapes
 from engine.kernels import compilation
+from tests import environment
 from tests.kernels.gpu.alignment import prove_uops
 from tests.thorough import THOROUGH
 
@@ -91,6 +92,7 @@ def run(check: Callable[[], None], is_on_board: bool) -> str:
 
 
 def main(*names: str) -> None:
+    environment.shorten_vectors()
     gc.disable()  # a fifth of the time that kernels take to compile
     graph_nodes.apply()
     graph_rewrites.apply()
