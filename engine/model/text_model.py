@@ -34,6 +34,7 @@ from engine.measure.compiling import kernels_reported
 from engine.measure.free_memory import free_bytes, host_free_bytes, uses_host_memory
 from engine.measure.profile import profile
 from engine.measure.timeline import timeline
+from engine.model.busy_preparation import BusyPreparation
 from engine.model.coverage import runs_as_graph_because, target_of
 from engine.model.draft_head import NO_CHECKS, NO_HEAD, head_of, open_head
 from engine.model.draft_model import DraftModel
@@ -150,6 +151,7 @@ class TextModel:
             self._embeds = pooling_of(file) is not None
             self._interrupted: Callable[[], bool] = lambda: False
             self._captures = self._capture_steps()
+            self._busy_preparation = BusyPreparation(self._compilations())
             with timeline.span("first step"):
                 next(self._captures)
             start_trials.proved()
@@ -242,6 +244,7 @@ class TextModel:
     def _report_slots(self, slots: Slots, report: Report) -> None:
         """Reports what the scheduler does, and which experts its steps have chosen."""
         report(replace(slots, device_bytes=GlobalCounters.mem_used_per_device[Device.DEFAULT]))
+        self._busy_preparation.turn(sum(map(bool, slots.slots)))
         if any(slots.slots):
             self._choices.report_if_due()
         else:
@@ -330,6 +333,7 @@ class TextModel:
             self._choices.skip()
             if is_changed:
                 self._captures = self._capture_steps()
+                self._busy_preparation = BusyPreparation(self._compilations())
             self.warm_up(interrupted)
         before_us, after_us = (times[0].before_us, times[-1].after_us) if times else (0.0, 0.0)
         return Tuned(request_id=request.request_id, before_us=before_us, after_us=after_us, left=left)
@@ -359,6 +363,14 @@ class TextModel:
                     yield
             if runner.precompiled and not drawing:
                 yield from self._capture_mixed_steps()
+
+    def _compilations(self) -> Iterator[Callable[[], None]]:
+        """What compiles the kernels of steps, those first that make most of a difference."""
+        runner = self._runner
+        if runner.precompiled:
+            sizes = runner.chunk_sizes
+            yield from (partial(runner.prepare, size) for size in dict.fromkeys((sizes[-1], *sizes)))
+            yield from (partial(runner.prepare_rows, count) for count in runner.row_counts)
 
     def _capture_mixed_steps(self) -> Iterator[None]:
         """Captures steps of prompts and replies."""
