@@ -23,7 +23,9 @@ def test_what_is_shipped_fits(chip):
     assert known.origin.startswith(("measured", "predicted"))
     assert known.origin == "predicted" or known.products
     assert not known.products.keys() & known.early.keys()
-    for name, numbers in (known.products | known.early).items():
+    for numbers in known.tensor.values():
+        assert numbers[0] % 4 == 0 and numbers[1] % 8 == 0 and numbers[2] == 2
+    for name, numbers in [*known.products.items(), *known.early.items(), *known.tensor.items()]:
         schedule = Schedule(*numbers)
         assert schedule.fits() and schedule.block_rows % 2 == 0
         for matrix in name.split(" + "):
@@ -50,6 +52,25 @@ def test_a_search_tries_early_weights_where_kernels_are_launched_early():
     tried = schedules.candidates(stack, near, Chip("sm_00", 132, launches_early=True))
     assert near not in tried and Schedule(48, 4, 4, early=True) in tried and len(tried) == len(set(tried))
     assert not any(s.early and s.blocks for s in tried)
+
+
+def test_tensor_cores_serve_where_kernels_are_launched_early():
+    stack, near = StackedMatrices.single(WeightLayout(12), 4096, 4096), Schedule(32, 8, 2, 2)
+    assert matvec_schedule(stack, Chip("sm_90", 132)) == near
+    found = Schedule(32, 16, 2, early=True, tensor=True)
+    assert matvec_schedule(stack, Chip("sm_90", 132, launches_early=True)) == found
+    assert found.name == "32_16_2_early_tensor"
+    assert not any(s.tensor for s in schedules.candidates(stack, near))
+    early = Chip("sm_00", 132, launches_early=True)
+    tried = [s for s in schedules.candidates(stack, near, early) if s.tensor]
+    assert found in tried and all(s.fits() and stack.n_blocks(s) <= 132 for s in tried)
+    mixed = StackedMatrices(((Q6_K, 256), (WeightLayout(12), 256)), 4096)
+    of_codebook, few = (
+        StackedMatrices.single(WeightLayout(20), 4096, 4096),
+        StackedMatrices.single(Q6_K, 8, 4096),
+    )
+    for other in (mixed, of_codebook, few):
+        assert not any(s.tensor for s in schedules.candidates(other, near, early))
 
 
 def test_a_search_tries_first_what_the_model_finds_cheap():

@@ -25,7 +25,8 @@ from tinygrad import UOp
 from tinygrad.uop.ops import AxisType, Ops
 
 from engine.kernels.kernel import Kernel, Name, call_by_name
-from engine.kernels.launch_hints import LaunchHints, Release
+from engine.kernels.launch_hints import Release, shared_hints
+from engine.targets.nvidia.kernels import tensor_rows
 from engine.targets.nvidia.kernels.chosen_experts import ChosenExperts, ExpertRows
 from engine.targets.nvidia.kernels.delta_net import HeadNorm
 from engine.targets.nvidia.kernels.epilogues import STORE, BlockRows, Epilogue
@@ -50,13 +51,16 @@ _EVEN, _MANY_BLOCKS = 16, 64
 class Schedule:
     """A group of `threads` threads shares a row, a block has `groups` groups, and each thread works on `rows` rows at
     once. `blocks`: the minimum of resident blocks on a multiprocessor (`engine.fixes.launch_bounds`); 0 for none.
-    `early`: whether it loads weights before it waits for the kernel before (`engine.fixes.early_launch`)."""
+    `early`: whether it loads weights before it waits for the kernel before (`engine.fixes.early_launch`). `tensor`:
+    whether it computes on tensor cores (`tensor_rows`): then four threads of each of threads / 4 warps share two
+    rows."""
 
     threads: int
     groups: int
     rows: int
     blocks: int = 0
     early: bool = False
+    tensor: bool = False
 
     @property
     def block_rows(self) -> int:
@@ -65,7 +69,7 @@ class Schedule:
     @property
     def name(self) -> str:
         """For the name of a kernel."""
-        name = f"{self.threads}_{self.groups}_{self.rows}" + "_early" * self.early
+        name = f"{self.threads}_{self.groups}_{self.rows}" + "_early" * self.early + "_tensor" * self.tensor
         return f"{name}_{self.blocks}_blocks" if self.blocks else name
 
     def divides(self, rows: int) -> bool:
@@ -132,6 +136,12 @@ class StackedMatrices:
         return f"{name} beside {self.beside.name}" if self.beside else name
 
     @property
+    def fits_tensors(self) -> bool:
+        """Whether tensor cores can do the product (`Schedule.tensor`)."""
+        ((layout, rows), *others) = self.matrices
+        return not (others or self.experts or self.beside) and tensor_rows.serves(layout, rows, self.cols)
+
+    @property
     def slots(self) -> int:
         """Results of the product: one for each chosen expert, unless they are added. Each has blocks of its own."""
         return self.experts.used if self.experts and not self.experts.added else 1
@@ -145,6 +155,12 @@ class StackedMatrices:
         """Blocks of the product, for one slot. No block has rows of two matrices."""
         own = sum(-(-rows // schedule.block_rows) for _, rows in self.matrices)
         return own + (self.beside.n_blocks(schedule) if self.beside else 0)
+
+
+def tensor_bytes(stack: StackedMatrices, s: Schedule) -> int:
+    """Bytes of shared memory of a block of a product on tensor cores: of the vector, partial sums, and what an epilogue
+    needs."""
+    return tensor_rows.shared_bytes(stack.cols) + 4 * (s.threads * (s.block_rows + 1) + s.block_rows) + 64
 
 
 @functools.cache
@@ -180,6 +196,7 @@ def matvec(
     assert stack.slots == 1 or epilogue.pair == 2 or epilogue is STORE
     assert s.fits() and s.block_rows % epilogue.pair == 0, s
     whole = all(rows % s.block_rows == 0 for _, _, rows in matrices)
+    assert not s.tensor or (stack.fits_tensors and s.rows == 2 and s.groups % 8 == 0 and s.threads % 4 == 0)
 
     def kernel(
         x: Sequence[UOp], beside_x: Sequence[UOp], shared_x: UOp | None, norm_sums: UOp | None,
@@ -189,6 +206,9 @@ def matvec(
     ) -> UOp:  # fmt: skip
         t, group = UOp.special(s.threads, "lidx0"), UOp.special(s.groups, "lidx1")
         thread = group * s.threads + t
+        place = tensor_rows.Place.of(thread, s.threads // tensor_rows.ABREAST) if s.tensor else None
+        row_places = place.rows if place else [group * s.rows + r for r in range(s.rows)]
+        share = place.share if place else t
         own = [(stack, *pair) for pair in zip(stack.input_scale_bits, x, strict=True)]
         own += (
             [(beside, *pair) for pair in zip(beside.input_scale_bits, beside_x, strict=True)]
@@ -204,24 +224,39 @@ def matvec(
             chosen_rows = ExpertRows(chosen, matrices[0][2], own_rows, thread, s.threads * s.groups, *buffers)
         block = UOp.special(stack.n_blocks(s), "gidx0")
         products = [f32(0)] * s.rows
-        first, end, factor = block * s.block_rows, UOp.const(matrices[0][2]), f32(matrices[0][1].scale)
+        first, end = block * s.block_rows, UOp.const(matrices[0][2])
+        factor = f32(tensor_rows.sum_factor() if place else matrices[0][1].scale)
         blocks_before = rows_before = 0
         for k, (of, layout, rows) in enumerate(matrices):
             n_planes = len(layout.shapes(rows, of.cols))
             matrix_planes, planes = planes[:n_planes], planes[n_planes:]
             matrix_block, starts_here = block - blocks_before, block >= blocks_before
-            first_row = matrix_block * s.block_rows + group * s.rows
+            first_row = matrix_block * s.block_rows
             blocks_before += -(-rows // s.block_rows)
             active = starts_here & (block < blocks_before) if len(matrices) > 1 else None
             vector = xs[of, layout.input_scale_bits]
-            clamped = [first_row + r for r in range(s.rows)]
+            clamped = [first_row + r for r in row_places]
             if rows % s.block_rows:
                 clamped = [(row < rows).where(row, rows - 1) for row in clamped]
             factor_of = (
                 functools.partial(heads.factor, head_sums) if heads and head_sums is not None else None
             )
             sums = (
-                chosen_rows.sums(layout, of.cols, vector, matrix_planes, clamped, t, s.threads, active, k)
+                tensor_rows.row_sums(
+                    layout,
+                    of.cols,
+                    vector,
+                    matrix_planes,
+                    clamped,
+                    place,
+                    thread,
+                    s.threads * s.groups,
+                    factor_of,
+                )
+                if place
+                else chosen_rows.sums(
+                    layout, of.cols, vector, matrix_planes, clamped, t, s.threads, active, k
+                )
                 if chosen_rows and of.experts
                 else _row_sums(
                     layout, of.cols, vector, matrix_planes, clamped, t, s.threads, active, k, factor_of
@@ -242,7 +277,7 @@ def matvec(
         chooses = chosen_rows is not None and chosen_rows.choice is not None
         stride = s.block_rows + (3 if chooses else 1)  # odd: neighbouring threads store to different banks
         partial = shared(s.threads * stride, slot=0)
-        stores = [store(partial, t * stride + group * s.rows + r, p) for r, p in enumerate(products)]
+        stores = [store(partial, share * stride + r, p) for r, p in zip(row_places, products, strict=True)]
         if norm_sums is not None:
             thread_sum = _thread_sum(norm_sums, n_norm_sums, t, s, group)
             stores.append(store(partial, t * stride + s.block_rows, thread_sum, group.eq(0)))
@@ -297,7 +332,8 @@ def matvec(
     release: Release = (
         "before its first barrier" if s.early else "after its wait" if starts_next else "at its end"
     )
-    hints = LaunchHints(s.blocks, waits_for=names if s.early else (), releases=release)
+    n_bytes = tensor_bytes(stack, s) if s.tensor else 0
+    hints = shared_hints(n_bytes, names if s.early else (), release, s.blocks)
     outputs = (*epilogue.outs, *(results if is_choosing else ()))
     inputs = (*(() if is_choosing else results), *vectors, *epilogue.ins, ("planes", n_planes))
     return Kernel(kernel, outputs, inputs, hints)

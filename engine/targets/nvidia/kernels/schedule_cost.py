@@ -74,7 +74,7 @@ def _is_sound(stack: StackedMatrices, s: Schedule, chip: Chip) -> bool:
     """Whether the compiler can be relied on. It takes 96 registers or 121 for a thread with four rows without early
     loads, and spills some of a few other kinds."""
     size, registers = s.threads * s.groups, _registers(stack, s)
-    if s.blocks or size > 256 or registers * 32 * _warps(s) > _REGISTERS:
+    if s.tensor or s.blocks or size > 256 or registers * 32 * _warps(s) > _REGISTERS:
         return False
     if s.early and (s.rows > 4 or registers > _MOST_EARLY_REGISTERS):
         return False

@@ -10,20 +10,31 @@ import math
 from collections.abc import Iterator
 from dataclasses import astuple, replace
 from importlib import resources
+from itertools import product
 
 import msgspec
 
 from engine.disk_cache import disk_cache, source_digest
 from engine.start_trial import start_trials
-from engine.targets.nvidia.kernels.device import Chip, capability, chip
-from engine.targets.nvidia.kernels.matvec import Schedule, StackedMatrices
+from engine.targets.nvidia.kernels.device import Chip, capability, chip, shared_limit
+from engine.targets.nvidia.kernels.matrix_bytes import units_of
+from engine.targets.nvidia.kernels.matvec import Schedule, StackedMatrices, tensor_bytes
 from engine.targets.nvidia.kernels.schedule_cost import ranked
+from engine.targets.nvidia.kernels.tensor_rows import ABREAST, TILE
 
 _TUNED = resources.files("presets") / "tuned"  # data, shipped with the presets
 # The source files of the products: a change to them makes earlier searches obsolete.
 _SOURCES = tuple(
     f"targets/nvidia/kernels/{name}.py"
-    for name in ("matvec", "epilogues", "chosen_experts", "expert_choice", "weight_layout", "bit_packing")
+    for name in (
+        "matvec",
+        "tensor_rows",
+        "epilogues",
+        "chosen_experts",
+        "expert_choice",
+        "weight_layout",
+        "bit_packing",
+    )
 )
 _UNKNOWN = Chip()
 _MAX_IDLE = 0.07  # of the units: those that threads have beyond a row's end
@@ -40,6 +51,8 @@ def best_schedule(stack: StackedMatrices) -> Schedule:
 def matvec_schedule(stack: StackedMatrices, chip: Chip = _UNKNOWN) -> Schedule:
     """The schedule of a product without a search."""
     shipped = _shipped(chip.capability)
+    if (measured := shipped.tensor.get(stack.name)) and chip.launches_early:
+        return Schedule(*measured, early=True, tensor=True)
     if measured := shipped.early.get(stack.name):
         return Schedule(*measured, early=True)
     if measured := shipped.products.get(stack.name):
@@ -69,12 +82,13 @@ class _Rule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 class _Shipped(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A file of tuned schedules: where they come from, and for each `StackedMatrices.name` threads, groups, rows and
-    blocks. Those of `early` are `Schedule.early`."""
+    blocks. Those of `early` are `Schedule.early`, and those of `tensor` also `Schedule.tensor`."""
 
     origin: str = "a guess"
     rule: _Rule = _Rule()
     products: dict[str, tuple[int, int, int, int]] = {}
     early: dict[str, tuple[int, int, int, int]] = {}
+    tensor: dict[str, tuple[int, int, int, int]] = {}
 
 
 @functools.cache
@@ -116,7 +130,21 @@ def candidates(stack: StackedMatrices, near: Schedule, chip: Chip = _UNKNOWN) ->
 def _all(stack: StackedMatrices, chip: Chip) -> list[Schedule]:
     """Those of a shape, and where kernels are launched early, the ones without held blocks as `Schedule.early` too."""
     plain = list(_of_shape(stack.rows, stack.units, stack.slots))
-    return plain + [replace(s, early=True) for s in plain if chip.launches_early and not s.blocks]
+    early = [replace(s, early=True) for s in plain if chip.launches_early and not s.blocks]
+    return plain + early + [s for s in _on_tensor_cores(stack, chip) if chip.launches_early]
+
+
+def _on_tensor_cores(stack: StackedMatrices, chip: Chip) -> Iterator[Schedule]:
+    """Those on tensor cores whose blocks all find a multiprocessor of their own: others were slower. At most three
+    steps of a thread fit its registers."""
+    if not stack.fits_tensors:
+        return
+    steps = units_of(stack.cols) // ABREAST
+    for warps, tiles in product(sorted({-(-steps // n) for n in (1, 2, 3)}), (1, 2, 4)):
+        s = Schedule(ABREAST * warps, TILE // 2 * tiles, 2, early=True, tensor=True)
+        whole = s.fits() and stack.rows % s.block_rows == 0
+        if whole and stack.n_blocks(s) <= chip.multiprocessors and tensor_bytes(stack, s) <= shared_limit():
+            yield from (s, replace(s, early=False))
 
 
 def _of_shape(rows: int, units: int, slots: int) -> Iterator[Schedule]:

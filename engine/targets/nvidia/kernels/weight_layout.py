@@ -344,8 +344,7 @@ class Unit:
         if format is None:
             return chain(layout.float_of(self.words, j) * xs[j] for j in range(UNIT))
         packing, n = BitPacking(layout.bits), layout.group
-        blocks = len(self.halves) // (2 if "m" in format.scales else 1)
-        dots, minima = [], []
+        dots = []
         for g in range(UNIT // n):
             terms = [sums[g] * f32(-layout.offset)] if layout.offset else []
             for j in range(g * n, (g + 1) * n):
@@ -357,16 +356,32 @@ class Unit:
                 else:
                     field = packing.unpack(self.words[k : k + packing.words], i).bitcast(F32)
                 terms.append(field * xs[j])
-            dot = chain(terms)
+            dots.append(chain(terms))
+        return self._scaled(dots, sums)
+
+    def of_dots(self, dots: Sequence[UOp], sums: Sequence[UOp]) -> UOp:
+        """The product, from those of the integers of each group, and the sums of the activations of each group."""
+        offset = self.layout.offset
+        if offset:
+            dots = [dot + x * f32(-offset) for dot, x in zip(dots, sums, strict=True)]
+        return self._scaled(dots, sums)
+
+    def _scaled(self, dots: Sequence[UOp], sums: Sequence[UOp]) -> UOp:
+        """The product, from those of the integers less their offset, of each group."""
+        layout, format = self.layout, self.layout.format
+        assert format
+        blocks = len(self.halves) // (2 if "m" in format.scales else 1)
+        scaled, minima = [], []
+        for g, dot in enumerate(dots):
             if self.small_scales is not None:
                 dot = dot * layout._small_scale(self.small_scales, g, "scale")
-            dots.append(dot * self.halves[g] if blocks > 1 else dot)
+            scaled.append(dot * self.halves[g] if blocks > 1 else dot)
             if "m" in format.scales:
                 minimum = sums[g]
                 if self.small_scales is not None:
                     minimum = minimum * layout._small_scale(self.small_scales, g, "minimum")
                 minima.append(minimum * self.halves[blocks + g] if blocks > 1 else minimum)
-        result = chain(dots) if blocks > 1 else chain(dots) * self.halves[0]
+        result = chain(scaled) if blocks > 1 else chain(scaled) * self.halves[0]
         if minima:
             result = result - (chain(minima) if blocks > 1 else chain(minima) * self.halves[1])
         return result
