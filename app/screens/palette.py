@@ -1,7 +1,10 @@
 """The palette of commands, for terminals of any size."""
 
+from contextlib import suppress
+
 from textual.binding import Binding
-from textual.command import CommandPalette
+from textual.command import CommandList, CommandPalette
+from textual.css.query import NoMatches
 
 
 class Palette(CommandPalette):
@@ -16,3 +19,26 @@ class Palette(CommandPalette):
     """
     # With priority, since a key that waits in the palette while it closes would be lost.
     BINDINGS = [Binding("escape", "escape", "Close", priority=True)]
+
+    # Keys may come before the list is there, before it has a size, and after it is gone: then they mean nothing.
+
+    def _action_command_list(self, action: str) -> None:
+        with suppress(NoMatches):
+            if self.query_one(CommandList).size:
+                super()._action_command_list(action)
+
+    def _action_cursor_down(self) -> None:
+        with suppress(NoMatches):
+            super()._action_cursor_down()
+
+    def _watch__list_visible(self) -> None:
+        with suppress(NoMatches):
+            super()._watch__list_visible()
+
+    async def _watch__show_busy(self) -> None:
+        with suppress(NoMatches):
+            await super()._watch__show_busy()
+
+    def _gather_commands(self, search_value: str) -> None:  # type: ignore[override]
+        if self.is_current and self.query(CommandList):
+            super()._gather_commands(search_value)

@@ -1,4 +1,4 @@
-"""Keys that come while a page closes."""
+"""Keys that come while a page opens or closes."""
 
 from __future__ import annotations
 
@@ -33,3 +33,15 @@ async def test_the_second_of_two_quick_escapes_is_not_lost(history, home, page, 
             user.app.post_message(Key("escape", None))
             await user.until(lambda n=n: len(stops) == n, f"the second Esc, {steps} steps later")
             await user.until(lambda: len(user.app.screen_stack) == 1)
+
+
+@pytest.mark.parametrize("key", ["pagedown", "down", "enter", "x"])
+async def test_a_key_that_comes_before_the_palette_has_its_list_means_nothing(history, key):
+    async with chat(FakeEngine(), history) as user:
+        await user.idle()
+        for name in ("ctrl+p", key, "escape"):
+            user.app.post_message(Key(name, name if len(name) == 1 else None))
+        await user.until(lambda: len(user.app.screen_stack) == 1)
+        await user.pilot.pause()
+        await user.press("ctrl+p")
+        await user.until(lambda: len(user.app.screen_stack) == 2, "the palette")
