@@ -1,5 +1,7 @@
 """Guesses of next tokens: the text is the same as without them, and they pay or end."""
 
+import zlib
+
 import numpy as np
 import pytest
 
@@ -31,7 +33,7 @@ def repeats(tokens):
 
 def misleads(tokens):
     """The last tokens have nearly always been there, but what comes next is another one."""
-    token = np.random.default_rng(list(tokens)).integers(6)
+    token = np.random.default_rng(zlib.crc32(np.array(tokens, np.int32))).integers(6)
     return np.eye(VOCAB, dtype=np.float32)[token]
 
 
