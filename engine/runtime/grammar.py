@@ -71,24 +71,33 @@ class Grammars:
             raise _invalid(matcher.get_error())
         if is_whole:
             return Constraint(matcher, None, None)
-        return Constraint(matcher, splitter, self._tokenizer.special_tokens.get(open_mark))
+        goes_on = _all_but(self._tokenizer.eos_ids, self._tokenizer.vocab_size)
+        return Constraint(matcher, splitter, self._tokenizer.special_tokens.get(open_mark), goes_on)
 
 
 class Constraint:
     """A grammar and what it has seen of one answer."""
 
-    def __init__(self, matcher: LLMatcher, splitter: ReplySplitter | None, opens: int | None) -> None:
-        """`opens` is the token that opens thinking, which may come first."""
+    def __init__(
+        self,
+        matcher: LLMatcher,
+        splitter: ReplySplitter | None,
+        opens: int | None,
+        goes_on: NDArray[np.uint32] | None = None,
+    ) -> None:
+        """`opens` is the token that opens thinking, which may come first. `goes_on`: the tokens that do not end the
+        reply, which are allowed while it is thinking (None: all), so that an answer follows."""
         self._matcher = matcher
         self._splitter = splitter
         self._opens = opens
+        self._goes_on = goes_on
         self._begun = False
 
     def allowed(self) -> NDArray[np.uint32] | None:
-        """A bit for each token, the lowest first, which says whether the grammar allows it next, uint32 (words,). None
-        while the reply is thinking: all are."""
+        """A bit for each token, the lowest first, which says whether the grammar allows it next, uint32 (words,). None:
+        all are."""
         if not self._applies:
-            return None
+            return self._goes_on
         words = np.frombuffer(self._matcher.compute_bitmask(), np.uint32)
         if self._matcher.is_error():
             raise _invalid(self._matcher.get_error())
@@ -156,9 +165,7 @@ class NotYet:
 
     def __init__(self, n: int, ends: Iterable[int], vocab_size: int) -> None:
         self._left = n
-        self._words = np.full(-(-vocab_size // 32), 0xFFFFFFFF, np.uint32)
-        for id in ends:
-            self._words[id // 32] &= ~np.uint32(1 << id % 32)
+        self._words = _all_but(ends, vocab_size)
 
     def allowed(self) -> NDArray[np.uint32] | None:
         """As `Constraint.allowed`."""
@@ -171,6 +178,14 @@ class NotYet:
     def accept(self, token: int) -> None:
         """As `Constraint.accept`."""
         self._left -= 1
+
+
+def _all_but(ids: Iterable[int], vocab_size: int) -> NDArray[np.uint32]:
+    """A bit for each token but these, as `Constraint.allowed`."""
+    words = np.full(-(-vocab_size // 32), 0xFFFFFFFF, np.uint32)
+    for id in ids:
+        words[id // 32] &= ~np.uint32(1 << id % 32)
+    return words
 
 
 def _masked(logits: Logits, words: NDArray[np.uint32] | None) -> Logits:
