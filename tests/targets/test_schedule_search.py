@@ -199,7 +199,7 @@ def test_candidates_fit_and_those_like_the_first_come_first(rows, cols, experts)
     first = _by_rule(rows, stack.units, 96)
     found = candidates(stack, first)
     assert first not in found and len(found) == len(set(found))
-    assert all(s.fits() and rows % s.block_rows == 0 and s.block_rows % 2 == 0 for s in found)
+    assert all(s.fits() and s.divides(rows) and s.block_rows % 2 == 0 for s in found)
     distances = [schedules._distance(s, first) for s in found]
     assert distances == sorted(distances)
 
@@ -260,6 +260,7 @@ def test_an_idle_engine_searches_if_nothing_has_to_go_for_it(tokens, has_free, w
         scheduler=SimpleNamespace(blocks=blocks),
         _choices=SimpleNamespace(skip=lambda: None),
         _capture_steps=lambda: done.append("captured anew"),
+        _compilations=lambda: iter(()),
         warm_up=lambda interrupted: done.append("warm"),
     )
     assert TextModel.tune(model, Tune(request_id=7, seconds=9.0), lambda: False) == wanted
