@@ -38,7 +38,7 @@ def folder(tmp_path, monkeypatch):
         ('see @"two words.md"', ["two words.md"]),
         ("@notes.txt @notes.txt", ["notes.txt"]),
         ("mail me@notes.txt or @nobody, @app.route('/')", []),
-        ("@\0 @~nobody/x @" + "x" * 5000, []),
+        ("@\0 @~no-such-user/x @" + "x" * 5000, []),
     ],
 )
 def test_what_is_meant(prompt, names):
