@@ -59,9 +59,8 @@ class RowSteps:
         self._rows_count = 1  # one for so many rows
         self._is_ahead = False  # whether that step is launched
         self._chooses: Choice | None = None  # what is not launched yet of a step that is
-        # for how many rows the graph of the last step is, and which of them were wanted
-        self._last: tuple[int, list[int]] = (1, [])
-        self._positions: dict[int, int] = {}  # of its rows
+        # for how many rows the graph of the last step is, and the places and positions of those that were wanted
+        self._last: tuple[int, list[tuple[int, int]]] = (1, [])
 
     # ---- the steps ----
 
@@ -110,10 +109,8 @@ class RowSteps:
             place: row if row.inputs else row._replace(inputs=(tokens[place],))
             for place, row in after.items()
         }
-        wanted = [places[row] for row in rows]
-        self._last = self._rows_count, wanted
-        self._positions = {place: row.position for place, row in step.items()}
-        return [tokens[place] for place in wanted]
+        self._last = self._rows_count, [(places[row], row.position) for row in rows]
+        return [tokens[places[row]] for row in rows]
 
     def check(self, rows: Sequence[Slot], count: int, launched: Callable[[], object] | None) -> list[int]:
         """The next token of each row, of which some are guesses, in a step for `count` rows. `launched` is called then,
@@ -126,24 +123,25 @@ class RowSteps:
             launched()
         tokens = self._take(checked)
         self._rows = {}  # the next step has other rows than the device
-        self._last = count, [*checked]
-        self._positions = {place: row.position for place, row in checked.items()}
+        self._last = count, [(place, row.position) for place, row in checked.items()]
         return [*tokens.values()]
 
     def logits(self, rows: Sequence[int] | None = None) -> Logits:
         """Those of these rows of the last step, or of all, float32 (rows, vocab), unless one is ahead."""
-        count, places = self._last
-        wanted = places if rows is None else [places[row] for row in rows]
-        return read_rows(self._logits(count), count, wanted)
+        count, last = self._last
+        places = [place for place, _ in last]
+        return read_rows(
+            self._logits(count), count, places if rows is None else [places[row] for row in rows]
+        )
 
     def streams(self, rows: int) -> NDArray[np.float32] | None:
         """The residual stream of the first rows of the last step after the last sublayer, float32 (rows, dim); None if
         that would wait for one that is ahead."""
-        count, wanted = self._last
+        count, last = self._last
         told = self._one.told if count == 1 else self._batch.told.get(count)
         if told is None or (self._is_ahead and not told.is_mapped):
             return None
-        places = [self._positions[row] % 2 * count + row for row in wanted[:rows]]
+        places = [position % 2 * count + place for place, position in last[:rows]]
         return told.read(self._one.spec.dim, places)
 
     def end(self, sequence: int) -> None:
