@@ -96,10 +96,7 @@ def attend(h: PatchHeads) -> KernelFunction:
                     for e in range(0, n, together):
                         k.store(out, to + e, result if n == lanes else k.part(result, e, together))
 
-            with k.loop(dim // lanes) as j:
-                weighted(j * lanes, lanes)
-            if rest := dim % lanes:
-                weighted(dim - rest, rest)
+            h.by_vectors(k, weighted)
         return k.finish(f"attend_patches_{h.heads}_{dim}")
 
     return kernel

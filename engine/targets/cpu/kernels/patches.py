@@ -159,6 +159,13 @@ class PatchHeads:
         """Elements of the queries of a row, of its keys, or of its values, as the products leave them."""
         return stride_of(self.heads * self.dim)
 
+    def by_vectors(self, k: KernelBuilder, columns: Callable[[UOp | int, int], None]) -> None:
+        """In a kernel: `columns` gets the first column of each vector of a head, and how many columns are in it."""
+        with k.loop(self.dim // self.lanes) as j:
+            columns(j * self.lanes, self.lanes)
+        if rest := self.dim % self.lanes:
+            columns(self.dim - rest, rest)
+
 
 @functools.cache
 def split_heads(h: PatchHeads) -> KernelFunction:

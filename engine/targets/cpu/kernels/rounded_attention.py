@@ -200,10 +200,7 @@ def attend_rounded(h: PatchHeads) -> KernelFunction:
                     at = tile * lanes * h.width + head * dim + column + e
                     k.store_elements(out, at, h.width, k.vector(s, 0) * inverse)
 
-            with k.loop(dim // lanes) as j:
-                weighted(j * lanes, lanes)
-            if rest := dim % lanes:
-                weighted(dim - rest, rest)
+            h.by_vectors(k, weighted)
         return k.finish(f"attend_rounded_{h.heads}_{dim}")
 
     return kernel
