@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import collections
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -70,7 +70,7 @@ from engine.protocol.events import (
 from engine.runtime.answer import Answer, Answers
 from engine.runtime.choice_reporter import ChoiceReporter
 from engine.runtime.embedding import Embeddings, Pooler
-from engine.runtime.model_runner import Drawing, Slot, Want
+from engine.runtime.model_runner import Drawing, SearchRequest, Slot, Want
 from engine.runtime.pictures import PictureEncoder
 from engine.runtime.prefix_folder import default_limit_bytes
 from engine.runtime.prefix_store import PrefixStore
@@ -312,7 +312,7 @@ class TextModel:
             kernels_reported(lambda done, total: None),  # the search reports its candidates itself
             self.scheduler.blocks.room(self._runner.search_tokens),
         ):
-            self._runner.search(width, seconds, progress, options.search_again)
+            self._runner.search(SearchRequest(width, seconds, progress, options.search_again))
 
     def tune(self, request: Tune, interrupted: Callable[[], bool]) -> Tuned:
         """Searches for faster schedules, as `orin-chat tune`, and takes them from then on. Does nothing if the KV cache
@@ -327,9 +327,8 @@ class TextModel:
 
         if tokens and self.scheduler.blocks.has_free([tokens]):
             with kernels_reported(lambda done, total: None), self.scheduler.blocks.room(tokens):
-                is_changed = self._runner.search(
-                    IDLE_WIDTH, request.seconds, progress, interrupted=interrupted
-                )
+                search = SearchRequest(IDLE_WIDTH, request.seconds, progress, interrupted=interrupted)
+                is_changed = self._runner.search(search)
             self._choices.skip()
             if is_changed:
                 self._captures = self._capture_steps()
@@ -345,10 +344,8 @@ class TextModel:
         self._run(1, 0)
         runner.logits()
         yield
-        sizes = (
-            runner.chunk_sizes
-        )  # the first does for all until they are compiled, the last is best for long prompts
-        for size in dict.fromkeys((sizes[0], sizes[-1], *sizes)):
+        # The smallest size does for all until they are compiled.
+        for size in dict.fromkeys((runner.chunk_sizes[0], *self._sizes_to_compile())):
             yield from self._prepare(partial(runner.prepare, size))
             self._run(0, size // 2 + 1)
             yield
@@ -368,9 +365,13 @@ class TextModel:
         """What compiles the kernels of steps, those first that make most of a difference."""
         runner = self._runner
         if runner.precompiled:
-            sizes = runner.chunk_sizes
-            yield from (partial(runner.prepare, size) for size in dict.fromkeys((sizes[-1], *sizes)))
+            yield from (partial(runner.prepare, size) for size in self._sizes_to_compile())
             yield from (partial(runner.prepare_rows, count) for count in runner.row_counts)
+
+    def _sizes_to_compile(self) -> Iterable[int]:
+        """The sizes of a prompt's steps. The largest comes first: long prompts gain most."""
+        sizes = self._runner.chunk_sizes
+        return dict.fromkeys((sizes[-1], *sizes))
 
     def _capture_mixed_steps(self) -> Iterator[None]:
         """Captures steps of prompts and replies."""

@@ -9,6 +9,7 @@ every device of tinygrad, `cpu` for CPUs, `nvidia` for NVIDIA GPUs. `engine.mode
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 from typing import Literal, NamedTuple, Protocol
 
 import numpy as np
@@ -27,6 +28,20 @@ SearchReport = Callable[[int, int, int, Search], None]
 
 Interrupted = Callable[[], bool]
 """Whether what is done while nothing else is to be done should end."""
+
+
+@dataclass(frozen=True)
+class SearchRequest:
+    """A search for faster schedules. `width` sets how many candidates are tried, in `seconds` at most; `report` gets
+    the progress after each. Shapes that were searched before with this width are skipped, unless `again`. A search
+    that may be `interrupted` ends soon after that returns True, and leaves the shape at hand as it was."""
+
+    width: int
+    seconds: float
+    report: SearchReport
+    again: bool = False
+    interrupted: Interrupted | None = None
+
 
 Want = Literal["none", "last", "hidden"]
 """What a step is to give of a slot: nothing (the keys and values of a prompt's piece are stored), the token after its
@@ -207,18 +222,10 @@ class ModelRunner(BlockStore, StateStore, Protocol):
         runner has no such step."""
         ...
 
-    def search(
-        self,
-        width: int,
-        seconds: float,
-        report: SearchReport,
-        again: bool = False,
-        interrupted: Interrupted | None = None,
-    ) -> bool:
-        """Searches for faster schedules for `seconds` at most and keeps the best ones, if the runner has kernels whose
-        schedules can be chosen; `engine.targets.nvidia.schedule_search` explains the parameters. Needs
-        `search_tokens` tokens of room in sequence 0, and overwrites them. Returns whether steps must be captured
-        anew."""
+    def search(self, request: SearchRequest) -> bool:
+        """Searches for faster schedules and keeps the best ones, if the runner has kernels whose schedules can be
+        chosen. Needs `search_tokens` tokens of room in sequence 0, and overwrites them. Returns whether steps must be
+        captured anew."""
         ...
 
     search_tokens: int

@@ -13,6 +13,7 @@ from engine.disk_cache import DiskCache
 from engine.measure.compiling import kernels_reported
 from engine.model.text_model import IDLE_WIDTH, SEARCH_S_PER_WIDTH, TextModel
 from engine.protocol.events import EngineOptions, Tune, Tuned, Warming
+from engine.runtime.model_runner import SearchRequest
 from engine.start_trial import StartTrials
 from engine.targets.nvidia import schedule_search
 from engine.targets.nvidia.kernels import schedules
@@ -80,7 +81,8 @@ def cache(tmp_path, monkeypatch):
 def run(runner, width=16, seconds=60.0):
     told = []
     schedule_search.device_works = lambda device: runner.is_well  # restored by `cache`
-    schedule_search.search(runner.target, width, seconds, lambda *said: told.append(said))
+    report = lambda *said: told.append(said)
+    schedule_search.search(runner.target, SearchRequest(width, seconds, report))
     return told
 
 
@@ -106,7 +108,8 @@ def test_a_search_that_is_interrupted_leaves_the_shape_at_hand_as_it_was():
     told = []
     interrupted = lambda: told[-1][0] == 1 and told[-1][3].tried == 3
     report = lambda *said: told.append(said)
-    schedule_search.search(runner.target, 16, 60.0, report, interrupted=lambda: bool(told) and interrupted())
+    request = SearchRequest(16, 60.0, report, interrupted=lambda: bool(told) and interrupted())
+    schedule_search.search(runner.target, request)
     assert [p.schedule for p in runner.products] == [FASTEST, before] and told[-1][:2] == (1, 2)
     known = [schedules.search_result(p.stack) for p in runner.products]
     assert known[0] and not known[1]
@@ -212,11 +215,12 @@ class Searchable:
     def __init__(self):
         self.asked = []
 
-    def search(self, width, seconds, report, again=False, interrupted=None):
+    def search(self, request):
         tinygrad.engine.realize.tqdm(total=9).update(3)  # candidates are compiled
+        report = request.report
         report(1, 2, 1, schedule_search.search_event(product(), found=True))
-        self.asked.append((width, seconds, again))
-        if interrupted:
+        self.asked.append((request.width, request.seconds, request.again))
+        if request.interrupted:
             report(1, 2, 1, schedule_search.search_event(product(), before_us=500.0, after_us=500.0))
             report(2, 2, 1, schedule_search.search_event(product(), before_us=500.0, after_us=480.0))
         return True

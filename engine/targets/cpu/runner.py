@@ -18,7 +18,7 @@ from engine.loading.weights import Weights
 from engine.measure.profile import Replay
 from engine.measure.timeline import timeline
 from engine.protocol.events import Step
-from engine.runtime.model_runner import Ahead, Interrupted, SearchReport, Slot, varied_tokens
+from engine.runtime.model_runner import Ahead, SearchRequest, Slot, varied_tokens
 from engine.runtime.pictures import PictureRoom, positions_of
 from engine.runtime.prefix_store import export_layout
 from engine.runtime.sampling import Logits
@@ -196,14 +196,7 @@ class CPURunner:
         self._set(tile, [Slot(0, tuple(varied_tokens(n, self._vocab)), position)])
         return Replay(sequence.calls, self._model.uses(), n, sequence, call_s=sequence.call_s)
 
-    def search(
-        self,
-        width: int,
-        seconds: float,
-        report: SearchReport,
-        again: bool = False,
-        interrupted: Interrupted | None = None,
-    ) -> bool:
+    def search(self, request: SearchRequest) -> bool:
         """There is nothing to search for."""
         return False
 

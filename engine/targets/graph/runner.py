@@ -20,7 +20,7 @@ from engine.measure.profile import Replay
 from engine.protocol.events import Step as StepKind
 from engine.runtime.checkpoints import checkpoint_slots
 from engine.runtime.kv_blocks import BLOCK, KVGroup, blocks_of_one
-from engine.runtime.model_runner import Ahead, Interrupted, SearchReport, Slot, varied_tokens
+from engine.runtime.model_runner import Ahead, SearchRequest, Slot, varied_tokens
 from engine.runtime.pictures import PictureRoom, positions_of
 from engine.runtime.sampling import Logits
 from engine.targets.graph.delta_net import StateCopies
@@ -199,14 +199,7 @@ class GraphRunner:
             inputs=tuple(t.uop.base for t in inputs if isinstance(t, Tensor)),
         )
 
-    def search(
-        self,
-        width: int,
-        seconds: float,
-        report: SearchReport,
-        again: bool = False,
-        interrupted: Interrupted | None = None,
-    ) -> bool:
+    def search(self, request: SearchRequest) -> bool:
         return False  # tinygrad's own search is part of a capture
 
     # --- the memory of sequences -------------------------------------------------------------------------

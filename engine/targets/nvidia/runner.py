@@ -26,7 +26,7 @@ from engine.measure.profile import Replay
 from engine.measure.timeline import timeline
 from engine.protocol.events import Step
 from engine.runtime.kv_blocks import KVGroup
-from engine.runtime.model_runner import Ahead, Interrupted, SearchReport, Slot, varied_tokens
+from engine.runtime.model_runner import Ahead, SearchRequest, Slot, varied_tokens
 from engine.runtime.pictures import PictureRoom
 from engine.runtime.prefix_store import export_layout
 from engine.runtime.sampling import Logits
@@ -473,16 +473,9 @@ class NvidiaRunner:
 
     # ---- the search for schedules ----
 
-    def search(
-        self,
-        width: int,
-        seconds: float,
-        report: SearchReport,
-        again: bool = False,
-        interrupted: Interrupted | None = None,
-    ) -> bool:
+    def search(self, request: SearchRequest) -> bool:
         before = [product.schedule for product in self._model.products]
-        search(self.search_target(), width, seconds, report, again, interrupted)
+        search(self.search_target(), request)
         if is_changed := before != [product.schedule for product in self._model.products]:
             self._captured.clear()
             self._prepared.clear()

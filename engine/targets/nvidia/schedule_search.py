@@ -19,7 +19,7 @@ from engine.candidate_trial import CandidateFailedError, device_works, has_faile
 from engine.disk_cache import disk_cache
 from engine.kernels.compilation import compile_all
 from engine.protocol.events import Search
-from engine.runtime.model_runner import Interrupted, SearchReport
+from engine.runtime.model_runner import Interrupted, SearchRequest
 from engine.runtime.sampling import Logits
 from engine.targets.nvidia.kernels.device import chip
 from engine.targets.nvidia.kernels.kernel_sequence import KernelSequence
@@ -46,18 +46,8 @@ class SearchTarget:
     step_seconds: Callable[[Callable[[], None]], float]
 
 
-def search(
-    target: SearchTarget,
-    width: int,
-    seconds: float,
-    report: SearchReport,
-    again: bool = False,
-    interrupted: Interrupted | None = None,
-) -> None:
-    """Finds and sets the schedules of all products, in `seconds` at most. `width` sets the number of candidates. Shapes
-    that were searched before with this width are skipped, unless `again`. `report` gets the progress after each
-    candidate. A search that may be `interrupted` ends soon after that returns True, and leaves the shape at hand as it
-    was."""
+def search(target: SearchTarget, request: SearchRequest) -> None:
+    """Finds and sets the schedules of all products."""
     shapes: dict[StackedMatrices, list[Product]] = {}
     for product in target.products:
         shapes.setdefault(product.stack, []).append(product)
@@ -65,30 +55,33 @@ def search(
     known: list[list[Product]] = []
     for stack, products in shapes.items():
         earlier = search_result(stack)
-        (todo if again or earlier is None or earlier[1] < width else known).append(products)
+        (todo if request.again or earlier is None or earlier[1] < request.width else known).append(products)
     cached = len(known)
     for products in known:
-        report(cached, len(shapes), cached, search_event(products[0], found=True))
+        request.report(cached, len(shapes), cached, search_event(products[0], found=True))
     if not todo:
         return
-    deadline = time.monotonic() + seconds
+    deadline = time.monotonic() + request.seconds
+    interrupted = request.interrupted or (lambda: False)
     expected = target.check_logits(target.build_step().capture())
     todo.sort(key=lambda products: -products[0].stack.n_bytes * len(products))
     for i, products in enumerate(todo):
-        if interrupted and interrupted():
+        if interrupted():
             return
-        shape = _ShapeSearch(target, products, expected, interrupted)
+        shape = _ShapeSearch(target, products, expected, request.interrupted)
 
         def progress(done: int, shape: _ShapeSearch = shape) -> None:
-            report(cached + done, len(shapes), cached, shape.event(max(0.0, deadline - time.monotonic())))
+            request.report(
+                cached + done, len(shapes), cached, shape.event(max(0.0, deadline - time.monotonic()))
+            )
 
         progress(i)
         share_s = (deadline - time.monotonic()) / (len(todo) - i)
-        for _ in shape.run(_CANDIDATES_PER_WIDTH * width, time.monotonic() + share_s):
+        for _ in shape.run(_CANDIDATES_PER_WIDTH * request.width, time.monotonic() + share_s):
             progress(i)
-        if interrupted and interrupted():
+        if interrupted():
             return
-        save_search_result(products[0].stack, products[0].schedule, width)
+        save_search_result(products[0].stack, products[0].schedule, request.width)
         progress(i + 1)
 
 
