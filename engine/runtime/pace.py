@@ -37,6 +37,7 @@ class Pace:
         self._times: dict[int, deque[float]] = {}
         """Seconds of steps with prompts, by their room."""
         self._used: dict[int, int] = {}  # the last step of a room
+        self._passes: dict[int, float] = {}  # the last seconds of a room, whatever the replies
         self._now = 0  # which of the sizes is the room
         self._steps, self._last_alone = 0, 0
         self._basis_s = 0.0  # a step without prompts when rooms began to be measured
@@ -62,7 +63,7 @@ class Pace:
     def burst(self, size: int) -> int:
         """The most tokens of prompts for the next step while all replies wait: a multiple of `size`, the largest room
         of one pass over the weights."""
-        seconds = self._seconds(size)
+        seconds = self._passes.get(size)
         return size * max(1, min(BURST_PASSES, int(BURST_S / seconds))) if seconds else size
 
     def _may_be_longer(self, sizes: Sequence[int], limit: float) -> bool:
@@ -88,6 +89,7 @@ class Pace:
                 self._times.pop(room, None)  # too old
             self._times.setdefault(room, deque(maxlen=_KEPT)).append(seconds)
             self._used[room] = self._steps
+            self._passes[room] = seconds
 
     def _seconds(self, room: int) -> float:
         """What a step with that room takes if nothing delays it; 0 if that is not known."""

@@ -78,6 +78,9 @@ def test_while_all_replies_wait_a_step_takes_about_as_long_as_it_may():
     for _ in range(3):
         pace.measured(512, 0.009)
     assert pace.burst(512) == 4 * 512
+    for step_s in (0.004, 0.004, 0.001, 0.001):
+        pace.measured(0, step_s)
+    assert pace.burst(512) == 4 * 512  # with other replies too
     for _ in range(3):
         pace.measured(256, 3.0)
     assert pace.burst(256) == 256
