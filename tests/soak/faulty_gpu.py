@@ -12,6 +12,8 @@ from pathlib import Path
 
 FILE = "ORIN_CHAT_GPU_FAULT"
 """The environment variable that names the file."""
+TAKEN = ".taken"
+"""The file beside it, which comes once the process has the fault. It has the id of the process."""
 ERRORS = {"a kernel fails": 719, "the device falls off": 999}  # CUDA_ERROR_LAUNCH_FAILED, CUDA_ERROR_UNKNOWN
 HANGS = "a kernel hangs"
 FAULTS = (*ERRORS, HANGS)
@@ -24,12 +26,17 @@ def _wait(file: Path) -> None:
     fault = file.read_text()
     if fault == HANGS:
         _hang()
-        return
+    else:
+        _fail(ERRORS[fault])
+    file.with_suffix(TAKEN).write_text(str(os.getpid()))
+
+
+def _fail(code: int) -> None:
     from tinygrad.runtime.autogen import cuda
 
     for name in dir(cuda):
         if name.startswith("cu") and name not in _STAY and callable(getattr(cuda, name)):
-            setattr(cuda, name, lambda *_, code=ERRORS[fault]: code)
+            setattr(cuda, name, lambda *_: code)
 
 
 @ctypes.CFUNCTYPE(None, ctypes.c_void_p)

@@ -24,9 +24,10 @@ from engine.protocol.events import (
     Token,
     TokenIds,
 )
+from engine.whole_file import write_whole
 from tests import generated_model
 from tests.soak.counts import Counts
-from tests.soak.faulty_gpu import FAULTS, FILE, HANGS
+from tests.soak.faulty_gpu import FAULTS, FILE, TAKEN
 from tests.soak.gpu_memory import LEAK_BYTES, PYTHONPATH, other_program
 
 DEAF_S = 1.0
@@ -59,8 +60,8 @@ async def _all(tries: int, choose: random.Random, counts: Counts, folder: Path) 
     async with other_program() as other:
         free = other.free_bytes
     expected, _ = await _answer(engine)
-    for _ in range(tries):
-        fault = choose.choice(FAULTS)
+    for n in range(tries):
+        fault = FAULTS[n % len(FAULTS)]
         try:
             async with asyncio.timeout(LIMIT_S):
                 end = await _suffer(engine, file, fault, choose.choice([0.0, 0.02, 0.05, 0.1]))
@@ -84,9 +85,13 @@ async def _suffer(engine: LocalEngine, file: Path, fault: str, after_s: float) -
     reply = asyncio.create_task(_answer(engine, began))
     await began.wait()
     await asyncio.sleep(after_s)
-    file.write_text(fault)
+    pid, taken = engine.pid, file.with_suffix(TAKEN)
+    taken.unlink(missing_ok=True)
+    write_whole(file, fault.encode())  # a file that is still empty names no fault
     try:
-        await asyncio.sleep(0.05)
+        async with asyncio.timeout(PATIENCE_S):
+            while engine.pid == pid and not taken.exists():
+                await asyncio.sleep(0.002)
         if not (await asyncio.wait([reply], timeout=PATIENCE_S))[0]:
             await engine.stop()
         _, end = await reply
@@ -95,13 +100,8 @@ async def _suffer(engine: LocalEngine, file: Path, fault: str, after_s: float) -
         with contextlib.suppress(TimeoutError):  # a reply that ended before the fault, or was stopped
             async with asyncio.timeout(PATIENCE_S):
                 _, later = await _answer(engine)
-                if (
-                    isinstance(later, Finished)
-                    and later.reason != "cancelled"
-                    and fault != HANGS
-                    and engine.pid
-                ):
-                    raise RuntimeError("the fault did nothing")
+                if isinstance(later, Finished) and later.reason != "cancelled" and engine.pid == pid:
+                    raise RuntimeError(f"the fault did nothing: {end}")
     finally:
         file.unlink()
     await engine.stop()
