@@ -22,6 +22,8 @@ FREE_BYTES = 64 << 10
 of connections bounds these."""
 MAX_PARTS = 1 << 18
 """Lists and objects of a body. Making more of them takes so long that others wait for it."""
+PART_BYTES = 256
+"""What a list or an object takes once it is read, as a message of a chat does."""
 _RETRY_S = 5
 _PIECE_BYTES = 1 << 20
 
@@ -36,21 +38,22 @@ class Bodies:
         self._inflating = asyncio.Lock()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        body_bytes = held_bytes = 0
+        body_bytes = held_bytes = parts = 0
         inflate = (
             _Inflate(Request(scope).headers.get("content-encoding", "")) if scope["type"] == "http" else None
         )
 
         async def receive_counted() -> Message:
-            nonlocal body_bytes, held_bytes
+            nonlocal body_bytes, held_bytes, parts
             if not body_bytes:
                 self._check(_stated_bytes(Request(scope)) - FREE_BYTES)
             message = await receive()
             if inflate and inflate.is_needed and message["type"] == "http.request":
                 async with self._inflating:  # one after the other: others are answered between two of them
                     message = {**message, "body": await inflate(message.get("body", b""))}
-            body_bytes += len(message.get("body", b""))
-            more = max(body_bytes - FREE_BYTES, 0) - held_bytes
+            body_bytes += len(piece := message.get("body", b""))
+            parts = min(parts + piece.count(b"[") + piece.count(b"{"), MAX_PARTS)  # those within texts too
+            more = max(body_bytes + PART_BYTES * parts - FREE_BYTES, 0) - held_bytes
             self._check(more)
             held_bytes += more
             self.held_bytes += more

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from app.serve.errors import ApiError
+from engine.askers import OneAtATime
 from engine.heap import give_back
 
 T = TypeVar("T")
@@ -38,24 +38,16 @@ class _Lane:
     def __init__(self, most: int) -> None:
         self.most = most
         self._thread = ThreadPoolExecutor(1, "long-work")
-        self._turn = asyncio.Lock()
-        self._clients: dict[str, asyncio.Lock] = {}
-        self._waiting = Counter[str]()  # by client, with what is worked at
+        self._turns = OneAtATime()
 
     async def run(self, client: str, work: Callable[..., T], *arguments: Any) -> T:
-        if self._waiting.total() >= MAX_WAITING:
+        if self._turns.waiting >= MAX_WAITING:
             message = "The server has as many long texts to work at as it may."
             raise ApiError(
                 429, message, "rate_limit_error", code="too_many_requests", headers={"Retry-After": "5"}
             )
-        self._waiting[client] += 1
-        try:
-            async with self._clients.setdefault(client, asyncio.Lock()), self._turn:
-                return await asyncio.get_running_loop().run_in_executor(self._thread, _done, work, *arguments)
-        finally:
-            self._waiting[client] -= 1
-            if not self._waiting[client]:
-                del self._waiting[client], self._clients[client]
+        async with self._turns.turn(client):
+            return await asyncio.get_running_loop().run_in_executor(self._thread, _done, work, *arguments)
 
 
 def _done(work: Callable[..., T], *arguments: Any) -> T:

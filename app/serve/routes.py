@@ -108,7 +108,7 @@ def application(models: Service | ModelPool, key: str = "", limits: Limits = NO_
         exception_handlers={HTTPException: _not_found},
     )
     app.router.redirect_slashes = False
-    return Access(Bodies(_without_last_slash(app)), key)
+    return _plain_paths(Access(Bodies(app), key))
 
 
 class Routes:
@@ -308,11 +308,15 @@ def _by_method(endpoints: Mapping[str, Endpoint]) -> Endpoint:
     return endpoint
 
 
-def _without_last_slash(app: ASGIApp) -> ASGIApp:
-    """`app`, for which paths with and without a slash at their end are the same."""
+def _plain_paths(app: ASGIApp) -> ASGIApp:
+    """`app`, for which paths with and without a slash at their end, with several at their beginning, or as whole
+    addresses (https://www.rfc-editor.org/rfc/rfc9112#section-3.2.2) are the same."""
 
     async def called(scope: Scope, receive: Receive, send: Send) -> None:
-        await app({**scope, "path": scope["path"].rstrip("/") or "/"}, receive, send)
+        path = scope["path"]
+        if path.lower().startswith(("http://", "https://")):
+            path = path.partition("://")[2].partition("/")[2]
+        await app({**scope, "path": f"/{path.strip('/')}"}, receive, send)
 
     return called
 

@@ -9,12 +9,11 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
-import h11
 import uvicorn
 from starlette.types import ASGIApp
-from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from app.cli.signals import run_until_signal
+from app.serve.connection import MOST_CONNECTIONS, Connection
 from app.serve.model_pool import ModelPool
 from app.serve.service import Service
 from engine.errors import UsageError
@@ -27,13 +26,10 @@ _BACKLOG = 2048
 _IDLE_CONNECTION_S = 75
 """Clients and proxies keep idle connections for 5 to 60 s. If the server closed one first, it would now and then do so
 while a request is on its way."""
-HEAD_S = 20.0  # for the head of a request to arrive, and for a body that nobody waits for
 UNREAD_S = 60.0
 """A client that takes nothing of its answer for so long is gone: it would keep a place that others wait for."""
 SWITCH_S = 5e-4
 """After so long a thread that works at a long request lets the loop run, and so each time that the loop waited."""
-MOST_CONNECTIONS = 4096
-"""More than the system lets wait for their acceptance: an honest client among many that vanish is not refused."""
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -75,7 +71,7 @@ class Server:
         self._pool = pool or ModelPool(service)
         config = uvicorn.Config(
             app,
-            http=_Connection,
+            http=Connection,
             log_config=None,
             access_log=False,
             lifespan="off",
@@ -157,41 +153,3 @@ class _HttpServer(uvicorn.Server):
     def capture_signals(self) -> Iterator[None]:
         """Leaves signals to `Server.run`."""
         yield
-
-
-class _Connection(H11Protocol):
-    """A connection on which the head of a request must arrive in time, and the rest of a request that has been
-    answered; one of many beyond the limit is closed. uvicorn waits for ever otherwise, and each connection takes a file
-    descriptor."""
-
-    _due: asyncio.TimerHandle | None = None
-    _awaited: object = None  # the client's state when the time began
-
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(transport)
-        if len(self.connections) > MOST_CONNECTIONS:
-            transport.abort()
-        self._watch()
-
-    def data_received(self, data: bytes) -> None:
-        super().data_received(data)
-        self._watch()
-
-    def on_response_complete(self) -> None:
-        super().on_response_complete()
-        if self.conn.their_state is h11.SEND_BODY:
-            self._watch()
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        super().connection_lost(exc)
-        self._watch()
-
-    def _watch(self) -> None:
-        state, is_answered = self.conn.their_state, self.conn.our_state is h11.DONE
-        waits = state is h11.IDLE or (state is h11.SEND_BODY and is_answered)
-        waits = waits and not self.transport.is_closing()
-        if self._due and not (waits and state is self._awaited):
-            self._due.cancel()
-            self._due = None
-        if waits and not self._due:
-            self._awaited, self._due = state, self.loop.call_later(HEAD_S, self.transport.abort)

@@ -14,6 +14,7 @@ from engine.errors import TemplateError
 
 START_S = 30.0  # for the process to start; on a busy machine that takes seconds
 RENDER_S = 1.0  # rendering takes about a millisecond
+RENDER_BYTES_PER_S = 2 << 20  # beyond that: conversations of 100,000 messages take a second on a busy machine
 _NO_PROCESS = "The process that renders chat templates does not start."
 
 
@@ -103,11 +104,13 @@ class _Process:
         if not self._ready and self._read_line(START_S) != "ready\n":
             raise TemplateError(_NO_PROCESS, "Install orin-chat again.")
         self._ready = True
-        self._write(json.dumps(request))
-        line = self._read_line(RENDER_S)
+        line = json.dumps(request)
+        seconds = RENDER_S + len(line) / RENDER_BYTES_PER_S
+        self._write(line)
+        line = self._read_line(seconds)
         if not line.endswith("\n"):  # the process was killed, or died
             self._kill()
-            return {"limit": f"it takes longer than {RENDER_S:.0f} s"}
+            return {"limit": f"it takes longer than {seconds:.0f} s"}
         return json.loads(line)
 
     def _write(self, line: str) -> None:

@@ -13,6 +13,7 @@ from typing import Protocol, runtime_checkable
 import msgspec
 from msgspec.structs import replace
 
+from engine.askers import OneAtATime, address_of
 from engine.child_process import module_command
 from engine.logs import log_path, trim_log
 from engine.protocol.event_stream import AnswerStats, EventStream
@@ -42,6 +43,7 @@ from engine.protocol.process import EngineProcess
 from engine.protocol.transport import FrameError, pack
 
 CANCEL_GRACE_S = 0.07  # the time in which the worker may end an answer itself; `Engine.stop` promises 100 ms
+LONG_BYTES = 64 << 10  # of a request: such ones are sent one after the other, and short ones between them
 DEAF_S = 10.0  # a worker that neither ends a cancelled request nor sends anything for so long hangs, and is replaced
 
 
@@ -124,6 +126,7 @@ class LocalEngine:
         self._keep_warm_s = keep_warm_s
         self._taken: Ready | None = None  # of a warm engine, until its clients were told
         self._spawning = asyncio.Lock()
+        self._long = OneAtATime()
         self._streams: dict[int, _Stream] = {}
         # A warm engine may still send events for requests of its last client.
         self._serials = itertools.count(1 if keep_warm_s is None else time.time_ns() // 1000)
@@ -219,18 +222,31 @@ class LocalEngine:
             frame = _encoded(replace(request, request_id=stream.serial)) if request else b""
             if isinstance(frame, Failed):
                 stream.put(frame)
+            elif len(frame) > LONG_BYTES:
+                stream.joining = asyncio.ensure_future(self._join_in_turn(stream, frame))
             else:
                 await self._join(stream, frame)
             del frame  # the answer may take long
             async for event in stream:
                 yield event
         finally:
+            if stream.joining:
+                stream.joining.cancel()
             if not stream.ended.is_set():
                 self._cancel(stream)
             del self._streams[stream.serial]
             trim_log(self.log_path)
             if request is None and self._ready is None and not self._streams and self._process:
                 self._process.kill()
+
+    async def _join_in_turn(self, stream: _Stream, frame: bytes) -> None:
+        """Sends a long request after those before it. The worker reads one request after the other: a short one would
+        wait for all that have been sent."""
+        assert isinstance(stream.request, Generate)
+        async with self._long.turn(address_of(stream.request.client)):
+            await self._join(stream, frame)
+            if self._process:
+                await self._process.read()
 
     async def _join(self, stream: _Stream, frame: bytes) -> None:
         """Connects `stream` to the process, which it starts if there is none, and sends the frame of its request to the
@@ -354,7 +370,9 @@ class _Stream(EventStream):
         self.serial = serial
         self.request = request
         self.joined = False  # whether it gets the events of the process
-        self.joining: asyncio.Future[None] | None = None  # keeps the task that joins it again
+        self.joining: asyncio.Future[None] | None = (
+            None  # the task that joins it, if it is not joined at once
+        )
         self.may_be_sent_again = isinstance(request, Generate)  # nothing was answered, and it was sent once
         self._stats: AnswerStats | None = None
         if isinstance(request, Generate):

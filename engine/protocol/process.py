@@ -42,6 +42,8 @@ class EngineProcess(asyncio.Protocol):
         self._disconnected = asyncio.Event()
         self._killed = self._released = False
         self._sent_garbage = False
+        self._is_read = asyncio.Event()  # what was sent, but for some kilobytes
+        self._is_read.set()
 
     @classmethod
     async def spawn(
@@ -115,6 +117,10 @@ class EngineProcess(asyncio.Protocol):
         if self.alive:
             self._transport.write(frame)
 
+    async def read(self) -> None:
+        """Returns when the process has read what was sent, but for some kilobytes, or is gone."""
+        await self._is_read.wait()
+
     def kill(self) -> None:
         """Kills the process at once, and its children soon after. Events that it has sent are ignored."""
         self._killed = True
@@ -153,8 +159,15 @@ class EngineProcess(asyncio.Protocol):
             self._sent_garbage = True
             self.kill()
 
+    def pause_writing(self) -> None:
+        self._is_read.clear()
+
+    def resume_writing(self) -> None:
+        self._is_read.set()
+
     def connection_lost(self, exc: Exception | None) -> None:
         self._disconnected.set()
+        self._is_read.set()
 
     async def _reap(self) -> None:
         """Waits for the end of the process, reads its last events, and ends its children."""

@@ -1,6 +1,8 @@
 """LocalEngine against the real worker with a synthetic model: streams, stopping, closing."""
 
 import asyncio
+import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -29,6 +31,7 @@ from engine.protocol.events import (
 )
 from engine.protocol.worker import _load_text_model
 from tests.formats.vocabularies import NORMAL, write
+from tests.waiting import until as until_holds
 from tests.waiting import wait_until
 
 pytestmark = pytest.mark.usefixtures("forked_engines")
@@ -111,6 +114,25 @@ async def test_a_client_that_does_not_read_holds_up_no_answer(engines, tmp_path)
     await anext(stream)
     wait_until(answered.exists)  # the whole event loop stands still
     assert token_ids(await collect(stream)) == list(range(3900))
+
+
+async def test_long_requests_are_sent_one_after_the_other_and_short_ones_between(engines):
+    engine = engines(tokens=3, context_length=1 << 20)
+    await collect(engine.start())
+    os.kill(engine.pid, signal.SIGSTOP)
+    asked = [("long " * 100_000, "a"), ("long " * 100_000, "a"), ("long " * 100_000, "b"), ("short", "a")]
+    answers = [
+        asyncio.ensure_future(collect(engine.generate(ask(i, text, client=client))))
+        for i, (text, client) in enumerate(asked)
+    ]
+    streams = engine._streams
+    await until_holds(
+        lambda: len(streams) == 4 and [s.joined for s in streams.values()] == [True, False, False, True]
+    )
+    answers[1].cancel()
+    os.kill(engine.pid, signal.SIGCONT)
+    for i in (0, 2, 3):
+        assert token_ids(await answers[i]) == [0, 1, 2]
 
 
 # --- stopping ------------------------------------------------------------------------------------------

@@ -20,8 +20,9 @@ async def test_a_wrong_method_is_told_the_right_ones(served, method, path, allow
     assert all(one in error(response)["message"] for one in allowed)
 
 
-async def test_a_slash_at_the_end_changes_nothing(served):
+async def test_slashes_around_a_path_change_nothing(served):
     client, _ = served()
+    assert (await client.get("http://localhost//v1/models")).json()["data"][0]["id"] == "tiny"
     assert (await client.get("/v1/models/")).json()["data"][0]["id"] == "tiny"
     assert (await client.post("/v1/chat/completions/", json=HELLO)).status_code == 200
     assert (await client.head("/")).status_code == 200

@@ -183,6 +183,14 @@ async def test_a_request_that_failed_is_not_kept(served, stream):
         gc.enable()
 
 
+async def test_many_messages_count_for_more_than_their_bytes(served, monkeypatch):
+    monkeypatch.setattr(bodies, "MAX_HELD_BYTES", 300_000)
+    client, _ = served()
+    messages = [{"role": "user", "content": "x"}] * 1500
+    assert (await client.post(CHAT, json={"messages": messages})).status_code == 503
+    assert (await client.post(CHAT, json={"messages": messages[:1000]})).status_code == 200
+
+
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("says_length", [False, True])
 async def test_all_bodies_together_have_a_limit(served, monkeypatch, stream, says_length):

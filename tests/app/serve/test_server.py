@@ -14,6 +14,7 @@ from types import SimpleNamespace
 import httpx
 import pytest
 
+from app.serve import connection as connection_module
 from app.serve import server as server_module
 from app.serve.routes import application
 from app.serve.server import Server, listen
@@ -263,7 +264,7 @@ async def test_a_client_that_hangs_up(model_file, monkeypatch, stream):
 
 @pytest.mark.parametrize("begun", [b"", b"POST /v1/chat/completions HTTP/1.1\r\nHost: local"])
 async def test_a_connection_on_which_no_request_comes_is_closed(model_file, monkeypatch, begun):
-    monkeypatch.setattr(server_module, "HEAD_S", 0.05)
+    monkeypatch.setattr(connection_module, "HEAD_S", 0.05)
     async with running(FakeEngine(), model_file) as (address, _, _, _):
         reader, writer = await asyncio.open_connection("127.0.0.1", int(address.split(":")[-1]))
         writer.write(begun)
@@ -277,7 +278,7 @@ async def test_a_connection_on_which_no_request_comes_is_closed(model_file, monk
 
 
 async def test_a_connection_whose_body_outlasts_the_answer_is_closed(model_file, monkeypatch):
-    monkeypatch.setattr(server_module, "HEAD_S", 0.05)
+    monkeypatch.setattr(connection_module, "HEAD_S", 0.05)
     async with running(FakeEngine(), model_file) as (address, _, _, _), asyncio.timeout(10):
         reader, writer = await asyncio.open_connection("127.0.0.1", int(address.split(":")[-1]))
         writer.write(b"GET /health HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000000\r\n\r\n")
@@ -290,8 +291,34 @@ async def test_a_connection_whose_body_outlasts_the_answer_is_closed(model_file,
         await asyncio.gather(rest, return_exceptions=True)  # the end, or a reset
 
 
+@pytest.mark.parametrize(
+    "head", [b"POST /nowhere HTTP/1.1", b"POST http://localhost/nowhere HTTP/1.0", b"\x16\x03"]
+)
+async def test_who_is_refused_before_the_request_has_come_reads_why(model_file, head):
+    async with running(FakeEngine(), model_file) as (address, _, _, _), asyncio.timeout(LIMIT_S):
+        reader, writer = await asyncio.open_connection("127.0.0.1", int(address.split(":")[-1]))
+        head += b"\r\nHost: localhost\r\nConnection: close\r\nContent-Length: 4000000\r\n\r\n"
+        writer.write(head)
+        await asyncio.sleep(0.02)  # it is refused by then
+        for _ in range(40):
+            writer.write(b"x" * 100_000)
+            await writer.drain()
+        assert (await reader.read()).split()[1] == (b"404" if head[:1] == b"P" else b"400")
+        writer.close()
+
+
+async def test_a_path_may_be_a_whole_address(model_file):
+    async with running(FakeEngine(), model_file) as (address, _, _, _), asyncio.timeout(LIMIT_S):
+        reader, writer = await asyncio.open_connection("127.0.0.1", int(address.split(":")[-1]))
+        writer.write(
+            b"GET HTTP://localhost:80/v1/models HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
+        )
+        assert b" 200 " in await reader.readline() and b'"tiny"' in await reader.read()
+        writer.close()
+
+
 async def test_connections_beyond_a_limit_are_closed(model_file, monkeypatch):
-    monkeypatch.setattr(server_module, "MOST_CONNECTIONS", 2)
+    monkeypatch.setattr(connection_module, "MOST_CONNECTIONS", 2)
     async with running(FakeEngine(), model_file) as (address, _, _, _):
         opened = [await asyncio.open_connection("127.0.0.1", int(address.split(":")[-1])) for _ in range(3)]
         with contextlib.suppress(ConnectionError):
