@@ -22,52 +22,87 @@ FREE_BYTES = 64 << 10
 of connections bounds these."""
 MAX_PARTS = 1 << 18
 """Lists and objects of a body. Making more of them takes so long that others wait for it."""
-PART_BYTES = 256
-"""What a list or an object takes once it is read, as a message of a chat does."""
+_PART_BYTES = {b"[": 256, b"{": 256, b",": 64}
+"""What a list, an object (a message of a chat) and an element take once they are read. Those within texts count too."""
+MAX_PARTS_BYTES = 192 << 20
+_PARTS = "orin_chat.parts"
+"""The key of an ASGI scope: what the body's parts take."""
 _RETRY_S = 5
 _PIECE_BYTES = 1 << 20
 
 
+class _Room:
+    def __init__(self, most_bytes: int) -> None:
+        self.most_bytes, self.held_bytes = most_bytes, 0
+
+
+class _Share:
+    """What a request holds of a room."""
+
+    def __init__(self, room: _Room) -> None:
+        self._room, self._held_bytes = room, 0
+
+    def hold(self, n_bytes: int) -> None:
+        """Raises ApiError if there is no room for so many bytes."""
+        more = n_bytes - self._held_bytes
+        self.check(more)
+        self._held_bytes += more
+        self._room.held_bytes += more
+
+    def check(self, more_bytes: int) -> None:
+        """Raises ApiError if there is no room for so many bytes more."""
+        if more_bytes > 0 and self._room.held_bytes + more_bytes > self._room.most_bytes:
+            raise unavailable("The server holds as many long requests as it may.", _RETRY_S)
+
+    def let_go(self) -> None:
+        self._room.held_bytes -= self._held_bytes
+        self._held_bytes = 0
+
+
 class Bodies:
-    """ASGI middleware that bounds what all bodies together take from their first byte to the end of their answer. One
-    for which there is no room is refused with 503: reading it raises ApiError."""
+    """ASGI middleware that bounds what all bodies together take from their first byte to the end of their answer, and
+    what their parts take until the engine's request is made (`is_made`). One for which there is no room is refused with
+    503: reading it raises ApiError."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
-        self.held_bytes = 0
+        self._bodies, self._parts = _Room(MAX_HELD_BYTES), _Room(MAX_PARTS_BYTES)
         self._inflating = asyncio.Lock()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        body_bytes = held_bytes = parts = 0
+        body_bytes = parts_bytes = 0
+        held, parts = _Share(self._bodies), _Share(self._parts)
         inflate = (
             _Inflate(Request(scope).headers.get("content-encoding", "")) if scope["type"] == "http" else None
         )
 
         async def receive_counted() -> Message:
-            nonlocal body_bytes, held_bytes, parts
+            nonlocal body_bytes, parts_bytes
             if not body_bytes:
-                self._check(_stated_bytes(Request(scope)) - FREE_BYTES)
+                held.check(_stated_bytes(Request(scope)) - FREE_BYTES)
             message = await receive()
             if inflate and inflate.is_needed and message["type"] == "http.request":
                 async with self._inflating:  # one after the other: others are answered between two of them
                     message = {**message, "body": await inflate(message.get("body", b""))}
-            body_bytes += len(piece := message.get("body", b""))
-            parts = min(parts + piece.count(b"[") + piece.count(b"{"), MAX_PARTS)  # those within texts too
-            more = max(body_bytes + PART_BYTES * parts - FREE_BYTES, 0) - held_bytes
-            self._check(more)
-            held_bytes += more
-            self.held_bytes += more
+            piece = message.get("body", b"")
+            body_bytes += len(piece)
+            parts_bytes += sum(n_bytes * piece.count(part) for part, n_bytes in _PART_BYTES.items())
+            if body_bytes > FREE_BYTES:
+                held.hold(body_bytes - FREE_BYTES)
+                parts.hold(min(parts_bytes, MAX_PARTS_BYTES // 2))
             return message
 
         try:
-            await self._app(scope, receive_counted, send)
+            await self._app({**scope, _PARTS: parts}, receive_counted, send)
         finally:
-            self.held_bytes -= held_bytes
+            held.let_go()
+            parts.let_go()
 
-    def _check(self, more_bytes: int) -> None:
-        """Raises ApiError if there is no room for so many bytes more."""
-        if more_bytes > 0 and self.held_bytes + more_bytes > MAX_HELD_BYTES:
-            raise unavailable("The server holds as many long requests as it may.", _RETRY_S)
+
+def is_made(request: Request) -> None:
+    """The body of `request` is forgotten: the engine's request has been made of it."""
+    parts: _Share = request.scope[_PARTS]
+    parts.let_go()
 
 
 class _Inflate:

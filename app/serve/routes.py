@@ -14,7 +14,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from app.serve.access import CLIENT, Access
 from app.serve.answering import answer
-from app.serve.bodies import Bodies, check_copies, read_body
+from app.serve.bodies import Bodies, check_copies, is_made, read_body
 from app.serve.errors import ApiError
 from app.serve.http import ClientGoneError, error_response, json_response, while_connected
 from app.serve.limits import NO_LIMITS, Budgets, Limits
@@ -154,6 +154,7 @@ class Routes:
                 return json_response(wanted)
             check_copies(data, wanted.requests)
             del data, body  # the answer may take long
+            is_made(request)
             return await answer(request, exchange, wanted)
 
     async def _read(self, request: Request, kind: type[B]) -> tuple[bytearray, B]:

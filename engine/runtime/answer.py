@@ -27,7 +27,7 @@ from engine.protocol.events import (
 from engine.runtime.grammar import Constraint, Forced, Grammars, NotYet
 from engine.runtime.model_runner import Drawing, Want
 from engine.runtime.pictures import Pictures, Progress
-from engine.runtime.sampling import Logits, LogProbabilities, Sampler, biased
+from engine.runtime.sampling import Bias, Logits, LogProbabilities, Sampler
 
 Late = list[Callable[[], None]]
 """What is to be told later, in order."""
@@ -85,7 +85,7 @@ class Answer:
         self.draft_n = self.draft_n_accepted = 0
         self._timed_n, self._steps_s, self._plain_s = self.prompt_n, 0.0, 0.0
         self.reason: StopReason | None = None if limit else "length"
-        self.sampler = Sampler(request.sampling)
+        self.sampler, self._bias = Sampler(request.sampling), Bias(request.logit_bias)
         self.splitter = think_splitter(request.prompt, prompt)
         self.constraint: Constraint | Forced | NotYet | None = None
         """What keeps the answer to a grammar, to tokens that are given, or from an early end."""
@@ -150,7 +150,7 @@ class Answer:
 
     def choose(self, logits: Logits) -> int:
         """The next token, chosen on the host. `logits`: float32 (vocab,)."""
-        logits = biased(logits, self.request.logit_bias)
+        logits = self._bias.added_to(logits)
         masked = self.constraint.masked(logits) if self.constraint else logits
         return self.sampler.sample(masked, self.tokens)
 

@@ -86,12 +86,24 @@ class Sampler:
 
 def biased(logits: Logits, bias: Sequence[tuple[int, float]]) -> Logits:
     """`logits`, float32 (vocab,), with numbers added to those of some tokens: llama.cpp does so first, too."""
-    known = {id: value for id, value in bias if id < logits.size}
-    if not known:
+    return Bias(bias).added_to(logits)
+
+
+class Bias:
+    """Numbers for the logits of some tokens. Unknown ids are ignored."""
+
+    def __init__(self, bias: Sequence[tuple[int, float]]) -> None:
+        values = dict(bias)
+        self._ids = np.fromiter(values, np.int64, len(values))
+        self._values = np.fromiter(values.values(), np.float32, len(values))
+
+    def added_to(self, logits: Logits) -> Logits:
+        """`logits`, float32 (vocab,), with these added; not a copy if there are none."""
+        if not self._ids.size:
+            return logits
+        known, logits = self._ids < logits.size, logits.copy()
+        logits[self._ids[known]] += self._values[known]
         return logits
-    logits = logits.copy()
-    logits[list(known)] += np.asarray(list(known.values()), np.float32)
-    return logits
 
 
 def penalizes(sampling: Sampling) -> bool:

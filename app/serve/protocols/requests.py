@@ -17,6 +17,8 @@ MAX_LOGPROBS = 20
 MAX_STOPS = 16
 MAX_N = 16
 MAX_BIAS = 100
+MAX_BIASES = 1 << 16
+"""More take so long to read that others wait."""
 MAX_USER = 64  # characters of a client's name
 MAX_TOKENS = 1 << 31
 """More is the same as no limit."""
@@ -124,6 +126,8 @@ def variants(request: Generate, n: int) -> list[Generate]:
 
 def _bias(body: Body) -> tuple[tuple[int, float], ...]:
     bias = body.logit_bias or {}
+    if len(bias) > MAX_BIASES:
+        raise wrong(f"logit_bias takes at most {MAX_BIASES:,} tokens.", "logit_bias")
     if not all(re.fullmatch(r"[0-9]{1,9}", id) for id in bias):
         raise wrong("logit_bias has token ids as names.", "logit_bias")
     if not all(-MAX_BIAS <= value <= MAX_BIAS for value in bias.values()):

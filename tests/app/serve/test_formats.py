@@ -126,6 +126,7 @@ async def test_compressed_bodies_are_bounded(served, monkeypatch):
     }
     assert (await client.post(CHAT, **bomb)).status_code == 413
     monkeypatch.setattr(bodies, "MAX_HELD_BYTES", 1 << 20)
+    client, _ = served()
     assert (await client.post(CHAT, **bomb)).status_code == 503
     for encoding, data, status in (("gzip", b"{}", 400), ("br", b"{}", 415), ("gzip, gzip", b"{}", 415)):
         response = await client.post(CHAT, content=data, headers={"Content-Encoding": encoding})

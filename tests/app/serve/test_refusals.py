@@ -35,6 +35,7 @@ CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
         (CHAT, {**HELLO, "reasoning_effort": "vast"}, "reasoning_effort"),
         (CHAT, {**HELLO, "logit_bias": {"the": 1}}, "logit_bias"),
         (CHAT, {**HELLO, "logit_bias": {"5": 101}}, "logit_bias"),
+        (CHAT, {**HELLO, "logit_bias": dict.fromkeys(map(str, range(65_537)), 1)}, "logit_bias"),
         (CHAT, {**HELLO, "n": 0}, "n"),
         (CHAT, {**HELLO, "n": 17}, "n"),
         (CHAT, {**HELLO, "presence_penalty": 3}, "presence_penalty"),
@@ -184,11 +185,15 @@ async def test_a_request_that_failed_is_not_kept(served, stream):
 
 
 async def test_many_messages_count_for_more_than_their_bytes(served, monkeypatch):
-    monkeypatch.setattr(bodies, "MAX_HELD_BYTES", 300_000)
+    """Until the engine's request is made of them."""
+    monkeypatch.setattr(bodies, "MAX_PARTS_BYTES", 8_000_000)
     client, _ = served()
-    messages = [{"role": "user", "content": "x"}] * 1500
-    assert (await client.post(CHAT, json={"messages": messages})).status_code == 503
-    assert (await client.post(CHAT, json={"messages": messages[:1000]})).status_code == 200
+    long = {"messages": [{"role": "user", "content": "x"}] * 10_000}
+    asked = [client.post(CHAT, json=long), client.post(CHAT, json=HELLO)]
+    assert [response.status_code for response in await asyncio.gather(*asked)] == [200, 200]
+    asked = [client.post(CHAT, json=long) for _ in range(3)]
+    assert {response.status_code for response in await asyncio.gather(*asked)} == {200, 503}
+    assert (await client.post(CHAT, json=long)).status_code == 200
 
 
 @pytest.mark.parametrize("stream", [False, True])
