@@ -313,6 +313,8 @@ def _converse(
             warning=warning,
             **chat,
         )
+        app.pictures.is_wanted = settings.thumbnails == "auto"
+        app.transcript.wants_thumbnails = settings.thumbnails != "off"
         if settings.keys == "vi":
             app.prompt.vi = ViKeys(app.prompt)
         app.run()

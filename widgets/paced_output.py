@@ -6,9 +6,11 @@ changes is collected for the next frame. Terminals that do not answer are paced 
 """
 
 import asyncio
+import contextvars
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, TextIO, cast
 
@@ -20,10 +22,13 @@ from textual.app import App
 from textual.driver import Driver
 from textual.drivers._writer_thread import WriterThread
 from textual.events import Event, Key, Resize
+from textual.message import Message
 from textual.screen import Screen
 from textual.strip import Strip
 
+from widgets.pastes import ANSWERED
 from widgets.screen_rows import ScreenRows
+from widgets.terminal_pictures import Shown, TerminalPictures
 
 QUESTION, ANSWER = "\x1b[5n", "\x1b[0n"
 SLOW_S, STAYS_SLOW_S = 0.08, 10.0
@@ -36,6 +41,7 @@ PATIENCE_S = 3.0
 
 class TerminalKey(StrEnum):
     ANSWER = "terminal-answer"
+    ANSWERED = ANSWERED
 
 
 _ansi_sequences.ANSI_SEQUENCES_KEYS[ANSWER] = (TerminalKey.ANSWER,)  # type: ignore[index]
@@ -58,10 +64,17 @@ class _Reported:
 
 
 class PacedOutput(App[None]):
-    """A part of an application."""
+    """A part of an application. `pictures` are those that the terminal draws."""
+
+    @dataclass
+    class PicturesMissed(Message):
+        """The terminal could draw these, if `pictures` were given them."""
+
+        shown: list[Shown]
 
     def __init__(self) -> None:
         super().__init__()
+        self.pictures = TerminalPictures()
         self._rows = ScreenRows()
         self._dirty: set[int] = set()  # rows that may have changed
         self._asked_at = 0.0  # when the terminal was asked; 0: it has answered
@@ -72,6 +85,7 @@ class PacedOutput(App[None]):
         self._is_writing = threading.Event()
         self._writer: WriterThread | None = None
         self._events: asyncio.AbstractEventLoop | None = None
+        self._context_here: contextvars.Context | None = None  # of its loop
 
     @property
     def is_line_slow(self) -> bool:
@@ -92,6 +106,11 @@ class PacedOutput(App[None]):
                 file: TextIO = self._file  # type: ignore[has-type]
                 self._file = _Reported(file, app._thread_has_written)
 
+            def stop_application_mode(self) -> None:
+                if self._writer_thread is not None and (pictures := app.pictures.ended()):
+                    self.write(pictures)
+                super().stop_application_mode()
+
         return ReportingDriver
 
     def _has_writer(self) -> bool:
@@ -100,6 +119,7 @@ class PacedOutput(App[None]):
         writer = cast(WriterThread | None, getattr(self._driver, "_writer_thread", None))
         if writer is not None and writer is not self._writer:
             self._writer, self._events = writer, asyncio.get_running_loop()
+            self._context_here = contextvars.copy_context()
             self._forget()
         return writer is not None
 
@@ -113,7 +133,8 @@ class PacedOutput(App[None]):
         if self._is_writing.is_set():
             self._is_writing.clear()
             if self._events is not None and not self._events.is_closed():
-                self._events.call_soon_threadsafe(self._write_frame)
+                # Without its context, timers would not find their application.
+                self._events.call_soon_threadsafe(self._write_frame, context=self._context_here)
 
     def _display(self, screen: Screen[object], renderable: RenderableType | None) -> None:
         is_update = isinstance(renderable, ChopsUpdate | LayoutUpdate)
@@ -139,9 +160,15 @@ class PacedOutput(App[None]):
         self._asked_at = 0.0
         return True
 
+    def write_pictures(self) -> None:
+        """Writes what `pictures` have for the terminal, when it is ready for it."""
+        if self._has_writer():
+            self._write_frame()
+
     def _write_frame(self) -> None:
-        """Writes what has changed, if the terminal is ready for it."""
-        if not self._dirty or not self._running or self._closed or self._driver is None:
+        """Writes what has changed, if the terminal is ready for it. None of a picture goes over a thin line."""
+        has_pictures = self.pictures.is_due and not self.is_line_thin
+        if not (self._dirty or has_pictures) or not self._running or self._closed or self._driver is None:
             return
         if not self._has_drained:
             if self._asked_at and not self._is_waiting:
@@ -151,14 +178,22 @@ class PacedOutput(App[None]):
         dirty, self._dirty = self._dirty, set()
         compositor, height = self.screen._compositor, self.size.height
         chops = compositor._render_chops(compositor.size.region, dirty.__contains__)
-        rows = {y: Strip.join(chops[y].values()) for y in sorted(dirty) if y < min(height, len(chops))}
+        rows = {
+            y: self.pictures.placed(Strip.join(chops[y].values()))
+            for y in sorted(dirty)
+            if y < min(height, len(chops))
+        }
         frame = self._rows.update(rows, self.console)
-        if not frame:
+        if missed := self.pictures.missed():
+            self.post_message(self.PicturesMissed(missed))
+        pictures = self.pictures.question() + (self.pictures.due() if has_pictures else "")
+        if not (frame or pictures):
             return
         cursor = self.screen.outer_size.clamp_offset(self.cursor_position)
         frame += Control.move_to(*cursor).segment.text
         if self._sync_available:
             frame = f"\x1b[?2026h{frame}\x1b[?2026l"
+        frame = pictures + frame
         if self._answers is not False:
             frame += QUESTION
             self._asked_at = time.monotonic()
@@ -182,6 +217,11 @@ class PacedOutput(App[None]):
                 self._frame_took(time.monotonic() - self._asked_at)
             self._answers, self._asked_at = True, 0.0
             self._write_frame()
+            return
+        if isinstance(event, Key) and event.key == TerminalKey.ANSWERED:
+            if self.pictures.hear(event.character or ""):
+                self._dirty.update(range(self.size.height))
+            self.write_pictures()
             return
         if isinstance(event, Resize):
             self._forget()

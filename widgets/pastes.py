@@ -5,6 +5,12 @@ Textual reads an escape sequence inside a bracketed paste as if it were typed, b
 colours, pasted in tmux, which passes it on as it is, would come in the wrong order, and a line end after it would send
 the prompt.
 
+Textual also takes a terminal's longer answers for keys: what it is called, what became of a picture. Such an answer
+becomes one key here, ANSWERED, whose character it is.
+
+A key with Alt is an escape character and a letter. Textual waits for what may follow, and if an answer of the terminal
+does, takes the key for two others: Alt+Z typed "^z" while a reply was drawn.
+
 A terminal that does not mark pastes sends them as if they were typed. In a long line each key takes as long as the line
 is: 2,000 of them in one of 200,000 characters kept the screen waiting for over a minute.
 """
@@ -12,7 +18,9 @@ is: 2,000 of them in one of 200,000 characters kept the screen waiting for over 
 import codecs
 import re
 from collections.abc import Iterable
+from itertools import chain
 
+from textual._ansi_sequences import ANSI_SEQUENCES_KEYS
 from textual._xterm_parser import XTermParser
 from textual.events import Key
 from textual.keys import Keys
@@ -21,6 +29,15 @@ from textual.message import Message
 START, END, ESCAPE = "\x1b[200~", "\x1b[201~", "\x1b"
 _AT_ONCE = re.compile(r"[^\x00-\x1f\x7f-\x9f]{64,}")
 """More characters than anybody types between two reads."""
+
+
+ANSWERED = "terminal-answered"
+_ANSWER = re.compile(r"\x1b(?:P(?=>\|)|_G)([^\x1b\x07]{0,200})\x1b\\")
+_ANSWER_BEGUN = re.compile(r"\x1b(?:P>\||_G)[^\x1b\x07]{0,200}\x1b?\Z")
+
+
+_MAY_GO_ON = {sequence[1] for sequence in ANSI_SEQUENCES_KEYS if len(sequence) > 2} | set("[OPX]^_")
+"""Characters after an escape character with which longer sequences begin."""
 
 
 class PasteParser(XTermParser):
@@ -33,8 +50,24 @@ class PasteParser(XTermParser):
     def feed(self, data: str) -> Iterable[Message]:
         if not data:  # the end of the input
             return super().feed(self._held + data)
+        self._answers: list[str] = []
         passed = self._passed(data)
-        return super().feed(passed) if passed else ()
+        keys = (Key(ANSWERED, answer) for answer in self._answers)
+        return chain(keys, super().feed(passed)) if passed else keys
+
+    def _sequence_to_key_events(self, sequence: str, alt: bool = False) -> Iterable[Key]:
+        is_alt = len(sequence) == 2 and sequence[0] == ESCAPE and sequence not in ANSI_SEQUENCES_KEYS
+        if is_alt and sequence[1].isprintable() and sequence[1] not in _MAY_GO_ON:
+            sequence, alt = sequence[1], True
+        return super()._sequence_to_key_events(sequence, alt)
+
+    def _without_answers(self, typed: str) -> str:
+        """Collects the answers of the terminal in what is typed. One that has only begun is held."""
+        self._answers += _ANSWER.findall(typed)
+        rest = _ANSWER.sub("", typed)
+        if begun := _ANSWER_BEGUN.search(rest):
+            rest, self._held = rest[: begun.start()], begun[0]
+        return rest
 
     def _parse_extended_key(self, sequence: str) -> list[Key] | None:  # type: ignore[override]
         try:
@@ -56,7 +89,7 @@ class PasteParser(XTermParser):
                 seen = self._before + data
                 at = seen.find(START)
                 cut = at + len(START) - len(self._before) if at >= 0 else len(data)
-                typed, data = data[:cut], data[cut:]
+                typed, data = self._without_answers(data[:cut]), data[cut:]
                 is_plain = ESCAPE not in self._before + typed  # no part of what a terminal answers
                 passed += _AT_ONCE.sub(rf"{START}\g<0>{END}", typed) if is_plain else typed
                 self._is_pasting = at >= 0

@@ -1,4 +1,5 @@
-"""Small pictures in half blocks: a cell shows two pixels, the upper one as its text and the lower one behind it."""
+"""Small pictures in half blocks: a cell shows two pixels, the upper one as its text and the lower one behind it. Where
+the terminal draws pictures itself, `terminal_pictures` puts finer ones in their place."""
 
 from collections.abc import Sequence
 from itertools import zip_longest
@@ -8,6 +9,7 @@ from textual.content import Content
 from textual.style import Style
 
 from widgets.markdown.lines import Line
+from widgets.terminal_pictures import HALF_BLOCK, PART
 from widgets.turn import PictureFile
 
 _GAP = 2
@@ -26,6 +28,11 @@ def thumbnail_lines(pictures: Sequence[PictureFile], width: int) -> list[Line]:
             beside = []
         beside += [rows] if rows else []
     return lines + _joined(beside)
+
+
+def thumbnail_number(picture: PictureFile) -> int:
+    """A number that tells pictures apart by what their thumbnails show."""
+    return hash((picture.thumbnail, picture.thumbnail_width))
 
 
 def _joined(pictures: Sequence[Sequence[Content]]) -> list[Line]:
@@ -54,15 +61,12 @@ def _rows(picture: PictureFile, width: int) -> list[Content]:
         at = 3 * (y * n_columns + x)
         return Color(*picture.thumbnail[at : at + 3])
 
-    return [
-        Content.assemble(
-            *(
-                (
-                    "▀",
-                    Style(foreground=pixel(x, upper), background=None if lower is None else pixel(x, lower)),
-                )
-                for x in columns
-            )
-        )
-        for upper, lower in zip_longest(rows[::2], rows[1::2])
-    ]
+    pairs, number = list(zip_longest(rows[::2], rows[1::2])), thumbnail_number(picture)
+
+    def cell(x: int, row: int) -> tuple[str, Style]:
+        upper, lower = pairs[row]
+        behind = None if lower is None else pixel(columns[x], lower)
+        look = Style(foreground=pixel(columns[x], upper), background=behind)
+        return HALF_BLOCK, look + Style.from_meta({PART: (number, shown, len(pairs), x, row)})
+
+    return [Content.assemble(*(cell(x, row) for x in range(shown))) for row in range(len(pairs))]

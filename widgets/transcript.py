@@ -84,7 +84,8 @@ class Transcript(ScrollView, can_focus=False):
         self.stride = 1  # rows by which the view follows a growing end: each time, all rows are drawn
         self.unfolded = False  # whether thinking is shown in full
         self.is_tinted = False  # whether what was guessed of replies is
-        self.has_thumbnails = True  # of pictures
+        self.wants_thumbnails = True  # of pictures
+        self.has_thumbnails = True
         self._thin_spells = 0  # of the line
         self._is_settling = False
         self._style_version = 0
@@ -92,7 +93,7 @@ class Transcript(ScrollView, can_focus=False):
         self._query = ""  # what is searched for, in lower case
 
     def on_mount(self) -> None:
-        self.has_thumbnails = not self.app.no_color
+        self.has_thumbnails = self._may_have_thumbnails
 
     # --- what is shown ------------------------------------------------------------------------------------------
 
@@ -205,12 +206,16 @@ class Transcript(ScrollView, can_focus=False):
         self.stride = SLOW_STRIDE if is_slow else 1
         if is_thin and self.has_thumbnails:
             self._thin_spells += 1
-        has_thumbnails = not (is_thin or self.app.no_color or self._thin_spells >= THIN_SPELLS)
+        has_thumbnails = not is_thin and self._may_have_thumbnails
         if has_thumbnails != self.has_thumbnails:
             self.has_thumbnails = has_thumbnails
             for lines in self._turns:
                 lines.has_thumbnails = has_thumbnails
             self._settle()
+
+    @property
+    def _may_have_thumbnails(self) -> bool:
+        return self.wants_thumbnails and not self.app.no_color and self._thin_spells < THIN_SPELLS
 
     def action_toggle_thinking(self, index: int) -> None:
         """Shows or folds what was thought before one reply."""

@@ -1,16 +1,22 @@
 """Reads the files of a prompt, with their tokens. What was read stays until its file changes."""
 
+from __future__ import annotations
+
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from itertools import count
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
 from app.chat import files
 from engine.errors import OrinError, PictureError
 from widgets.turn import Attachment, PictureFile
+
+if TYPE_CHECKING:
+    from engine.formats.picture import Pixels
 
 _KEPT = 100  # files
 THUMBNAIL = 48, 32
@@ -50,16 +56,11 @@ def _counter(path: Path) -> Callable[[str], int]:
 
 def with_thumbnail(file: Attachment) -> Attachment:
     """A picture with its size and a small one of it. Raises PictureError."""
-    from engine.formats.picture import PictureDecoder  # imports numpy
-
     assert file.picture
-    decoder = PictureDecoder()
     try:
-        pixels = decoder.decode(file.picture.data, THUMBNAIL)
+        pixels = made_to_fit(file.picture, THUMBNAIL)
     except PictureError as error:
         raise PictureError(f"{file.name}: {error.message}", error.hint) from None
-    finally:
-        decoder.close()
     width, height = pixels.full
     picture = replace(
         file.picture,
@@ -70,6 +71,17 @@ def with_thumbnail(file: Attachment) -> Attachment:
         thumbnail_width=pixels.rgb.shape[1],
     )
     return replace(file, picture=picture)
+
+
+def made_to_fit(picture: PictureFile, within: tuple[int, int]) -> Pixels:
+    """The pixels of a picture within a width and a height. Raises PictureError."""
+    from engine.formats.picture import PictureDecoder  # imports numpy
+
+    decoder = PictureDecoder()
+    try:
+        return decoder.decode(picture.data, within)
+    finally:
+        decoder.close()
 
 
 def _path(path: Path) -> str:

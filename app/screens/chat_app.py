@@ -28,6 +28,7 @@ from app.screens.chats import ChatsScreen
 from app.screens.context_actions import WAYS, ContextActions
 from app.screens.copying import Copying
 from app.screens.dashboard import Dashboard
+from app.screens.drawn_pictures import DrawnPictures
 from app.screens.edit_page import EditPage
 from app.screens.engine_setup import EngineSetup
 from app.screens.file_actions import FileActions
@@ -44,7 +45,7 @@ from engine.protocol.events import Counter
 from presets import GUIDE
 from widgets.comparison_pane import ComparisonPane
 from widgets.no_color import respect_no_color
-from widgets.paced_output import PacedOutput, TerminalKey
+from widgets.paced_output import TerminalKey
 from widgets.prompt import Prompt
 from widgets.terminal_signals import end_with_terminal, suspend_between_events
 
@@ -64,7 +65,7 @@ DRAFT_S = 1.0
 """A crash loses at most this much of what is being typed."""
 
 
-class ChatApp(PacedOutput, Copying, PlaceActions, FileActions, ToolActions, SlashCommands, ContextActions):
+class ChatApp(DrawnPictures, Copying, PlaceActions, FileActions, ToolActions, SlashCommands, ContextActions):
     """A conversation with an engine, saved in a history. The engine is started with the application and closed with it.
 
     `chat_id` opens a past chat. `initial_prompt` is sent as soon as the engine is ready, and `draft` is in the prompt.
@@ -144,8 +145,7 @@ class ChatApp(PacedOutput, Copying, PlaceActions, FileActions, ToolActions, Slas
         self.session.tools.form = self.tool_form
         self.dashboard = Dashboard(self.session, setup, read_counters)
         self.dashboard.tell = self.notice
-        self._first_theme, self._first_warning = theme, warning
-        self._open_first = chat_id
+        self._first_theme, self._first_warning, self._open_first = theme, warning, chat_id
         self._send_first, self._first_draft = initial_prompt, draft
         self._resumable: int | None = None  # the chat that Ctrl+G opens while this one is empty
         self._pacer = FramePacer()
@@ -238,7 +238,7 @@ class ChatApp(PacedOutput, Copying, PlaceActions, FileActions, ToolActions, Slas
             self.page.set_focus(next((widget for widget in widgets if widget.size), None))
 
     async def on_event(self, event: Event) -> None:
-        if isinstance(event, Key) and event.key != TerminalKey.ANSWER:
+        if isinstance(event, Key) and event.key not in set(TerminalKey):
             self._pacer.key_pressed()
             self.dashboard.tuner.key_pressed()
         await super().on_event(event)

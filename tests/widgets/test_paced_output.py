@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 
 from textual.app import ComposeResult
 from textual.events import Key
@@ -63,6 +64,19 @@ async def test_a_terminal_that_does_not_answer_is_paced_by_what_is_written(monke
         assert len(written) == 2, "the thread still writes"
         app._thread_has_written()
         await until(lambda: len(written) == 3)
+
+
+async def test_what_waits_when_the_writing_thread_is_done_comes_in_time(monkeypatch):
+    monkeypatch.setattr(paced_output, "PATIENCE_S", 0.05)
+    async with paced() as (app, written, show):
+        await show("one")
+        app._dirty.update(range(3))
+        app._rows.forget()
+        app._is_waiting = False
+        thread = threading.Thread(target=app._thread_has_written)
+        thread.start()
+        thread.join()
+        await until(lambda: len(written) == 2)
 
 
 async def test_a_line_is_thin_if_large_frames_take_long():

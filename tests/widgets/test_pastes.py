@@ -7,6 +7,7 @@ from textual.drivers import linux_driver
 from textual.events import Key, Paste
 
 import widgets.ordered_input  # noqa: F401  puts the parser in its place
+from widgets.pastes import ANSWERED
 
 LOG = "one \x1b[31mred\x1b[0m\rtwo \x1b[A three\x1b\rfour\x1b"
 
@@ -70,3 +71,18 @@ def test_pieces_of_any_size_give_the_same():
         cuts = sorted(rng.sample(range(1, len(sent)), 9))
         pieces = [sent[a:b] for a, b in zip([0, *cuts], [*cuts, len(sent)], strict=True)]
         assert [repr(event) for event in read(pieces)] == whole
+
+
+@pytest.mark.parametrize("cut", [5, 12, 19, 24, 40])
+def test_what_a_terminal_answers_is_not_typed(cut):
+    sent = "a\x1bP>|kitty(0.42.1)\x1b\\b\x1b_Gi=7;OK\x1b\\c\x1b[A"
+    events = [e for e in read([sent[:cut], sent[cut:]]) if isinstance(e, Key)]
+    assert [e.character for e in events if e.key == ANSWERED] == [">|kitty(0.42.1)", "i=7;OK"]
+    assert [e.key for e in events if e.key != ANSWERED] == ["a", "b", "c", "up"]
+
+
+@pytest.mark.parametrize("after", ["", "\x1b[0n", "\x1b[A"])
+def test_a_key_with_alt_is_one_key_whatever_follows(after):
+    keys = [event.key for event in read(["\x1bz" + after]) if isinstance(event, Key)]
+    assert keys[0] == "alt+z" and "z" not in keys[1:]
+    assert [e.key for e in read(["\x1bf", "\x1bOP", "\x1b\x1b[A"])][:2] == ["ctrl+right", "f1"]
