@@ -2,7 +2,8 @@
 
 A server without a key listens on loopback only, and answers only requests that name it so. A web page whose name was
 made to point to 127.0.0.1 (DNS rebinding) sends its own name as Host; a page of another site sends its Origin. With a
-key, both are harmless, because the page does not have it.
+key, both are harmless, because the page does not have it. Extensions of browsers and editors, and programs whose
+windows are pages, have origins with schemes of their own, which no site can have.
 """
 
 import hashlib
@@ -19,6 +20,11 @@ from app.serve.http import error_response
 
 CLIENT = "orin_chat.client"
 """The key of an ASGI scope: who asks."""
+_PROGRAMS = {
+    "app", "file", "tauri", "capacitor", "vscode-webview", "vscode-file",
+    "chrome-extension", "moz-extension", "safari-web-extension",
+}  # fmt: skip
+"""Schemes of origins that programs and extensions have."""
 OPEN_PATHS = ("/health", "/v1/health")  # need no key, as in llama-server
 
 
@@ -85,7 +91,7 @@ class Access:
         host = headers.get("host", "")
         if "@" in host or not is_loopback(_host(f"//{host}")):  # no browser sends a user's name there
             raise ApiError(403, "Without a key, this server answers only to localhost.", code="wrong_host")
-        if not all(is_loopback(_host(origin)) for origin in headers.getlist("origin")):
+        if not all(map(_is_of_this_machine, headers.getlist("origin"))):
             raise ApiError(
                 403, "Without a key, this server answers no pages of other sites.", code="wrong_origin"
             )
@@ -100,7 +106,13 @@ class Access:
 
 def _given_key(headers: Headers) -> str:
     kind, _, token = headers.get("authorization", "").partition(" ")
-    return token.strip() if kind.lower() == "bearer" else headers.get("x-api-key", "")
+    if kind.lower() == "bearer":
+        return token.strip()
+    return headers.get("x-api-key", headers.get("api-key", ""))  # of Anthropic's clients, and of Azure's
+
+
+def _is_of_this_machine(origin: str) -> bool:
+    return is_loopback(_host(origin)) or origin.partition("://")[0] in _PROGRAMS
 
 
 def _host(url: str) -> str:

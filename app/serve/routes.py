@@ -22,7 +22,17 @@ from app.serve.long_work import MAX_TEXT_BYTES, LongWork
 from app.serve.metrics import CONTENT_TYPE, Gauges
 from app.serve.model_pool import ModelPool
 from app.serve.openapi import description_json
-from app.serve.protocols import anthropic, chat, completions, embeddings, llama, models, ollama, responses
+from app.serve.protocols import (
+    anthropic,
+    chat,
+    completions,
+    embeddings,
+    llama,
+    lm_studio,
+    models,
+    ollama,
+    responses,
+)
 from app.serve.protocols.json_values import decoded
 from app.serve.protocols.remembered import Conversations
 from app.serve.protocols.reply import Asked, Json
@@ -51,8 +61,8 @@ def application(models: Service | ModelPool, key: str = "", limits: Limits = NO_
         ("GET", "/models/{id:path}", routes.model),
         ("GET", "/metrics", routes.metrics),
         ("GET", "/openapi.json", routes.openapi),
-        ("POST", "/chat/completions", routes.completing(chat.ChatBody, chat.asked)),
-        ("POST", "/completions", routes.completing(completions.TextBody, completions.asked)),
+        ("POST", "/chat/completions", chats := routes.completing(chat.ChatBody, chat.asked)),
+        ("POST", "/completions", texts := routes.completing(completions.TextBody, completions.asked)),
         ("POST", "/messages", routes.completing(anthropic.MessagesBody, anthropic.asked)),
         ("POST", "/messages/count_tokens", routes.computing(anthropic.CountBody, anthropic.counted)),
         ("POST", "/responses", routes.respond),
@@ -61,7 +71,11 @@ def application(models: Service | ModelPool, key: str = "", limits: Limits = NO_
         ("DELETE", "/responses/{id}", routes.forget_response),
         ("GET", "/responses/{id}/input_items", routes.input_items),
         ("POST", "/responses/{id}/cancel", routes.cancel_response),
-        ("POST", "/embeddings", routes.completing(embeddings.EmbeddingsBody, embeddings.openai_asked)),
+        (
+            "POST",
+            "/embeddings",
+            vectors := routes.completing(embeddings.EmbeddingsBody, embeddings.openai_asked),
+        ),
         (
             "POST",
             "/rerank",
@@ -95,6 +109,12 @@ def application(models: Service | ModelPool, key: str = "", limits: Limits = NO_
             routes.completing(embeddings.OldEmbedBody, embeddings.old_ollama_asked, True),
         ),
         ("POST", "/api/pull", routes.pull),
+        ("GET", "/api/v0/models", routes.lm_studio_models),
+        ("GET", "/api/v0/models/{id:path}", routes.lm_studio_model),
+        ("GET", "/api/v1/models", routes.newer_lm_studio_models),
+        ("POST", "/api/v0/chat/completions", chats),
+        ("POST", "/api/v0/completions", texts),
+        ("POST", "/api/v0/embeddings", vectors),
         *((method, path, routes.unmanaged) for method, path in ollama.UNMANAGED),
     ]
     by_path: dict[str, dict[str, Endpoint]] = {}
@@ -212,6 +232,15 @@ class Routes:
     async def model(self, request: Request) -> Response:
         return json_response(models.model(await self._models.found(request.path_params["id"])))
 
+    async def lm_studio_models(self, request: Request) -> Response:
+        return json_response(lm_studio.listed(self._models))
+
+    async def lm_studio_model(self, request: Request) -> Response:
+        return json_response(lm_studio.model(await self._models.found(request.path_params["id"])))
+
+    async def newer_lm_studio_models(self, request: Request) -> Response:
+        return json_response(lm_studio.newer_listed(self._models))
+
     async def metrics(self, request: Request) -> Response:
         services = self._models.known
         memories = [resident_memory(service.engine.pid) for service in services]
@@ -311,13 +340,17 @@ def _by_method(endpoints: Mapping[str, Endpoint]) -> Endpoint:
 
 def _plain_paths(app: ASGIApp) -> ASGIApp:
     """`app`, for which paths with and without a slash at their end, with several at their beginning, or as whole
-    addresses (https://www.rfc-editor.org/rfc/rfc9112#section-3.2.2) are the same."""
+    addresses (https://www.rfc-editor.org/rfc/rfc9112#section-3.2.2) are the same. Clients add a /v1 of their own,
+    or Ollama's /api, to an address that ends with /v1."""
 
     async def called(scope: Scope, receive: Receive, send: Send) -> None:
         path = scope["path"]
         if path.lower().startswith(("http://", "https://")):
             path = path.partition("://")[2].partition("/")[2]
-        await app({**scope, "path": f"/{path.strip('/')}"}, receive, send)
+        path = f"/{path.strip('/')}"
+        if path.startswith(("/v1/v1/", "/v1/api/")):
+            path = path.removeprefix("/v1")
+        await app({**scope, "path": path}, receive, send)
 
     return called
 

@@ -23,6 +23,7 @@ from app.serve.protocols.formats import JsonSchema, ResponseFormat
 from app.serve.protocols.pictures import NOTHING_ELSE, from_source
 from app.serve.protocols.reply import Asked, Json, Reply
 from app.serve.protocols.requests import MAX_USER
+from app.serve.protocols.text_files import from_file
 from app.serve.protocols.tools import Choice, Named, ToolChoice
 from app.serve.service import Service
 from engine.protocol.events import Finished
@@ -228,6 +229,8 @@ def _block_text(block: ContentBlock, param: str, depth: int = 0) -> str:
             return block.text or ""
         case "document" if isinstance(source, dict) and source.get("type") == "text":
             return f"{block.title or ''}\n{source.get('data') or ''}".strip()
+        case "document" if isinstance(source, dict) and source.get("type") == "base64":
+            return from_file({"filename": block.title, "file_data": source.get("data")}, param).strip()
         case "document" if (
             isinstance(source, dict) and source.get("type") == "content" and depth < _MAX_DEPTH
         ):

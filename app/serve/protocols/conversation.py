@@ -8,24 +8,30 @@ import msgspec
 
 from app.serve.errors import wrong
 from app.serve.protocols.pictures import NOTHING_ELSE, from_url
+from app.serve.protocols.text_files import from_file
 from app.serve.protocols.tools import INPUT
 from engine.protocol.events import PICTURE_MARK, Message, Picture, ToolCall, plain
 
 TEXTS = ("text", "input_text", "output_text", "refusal")
 PICTURES = ("image_url", "input_image")
+FILES = ("file", "input_file")
 THOUGHTS = ("thinking", "reasoning", "redacted_thinking")
 """The types of parts, in chat completions and in responses."""
 _OF_TOOLS = ("tool", "function")
 
 
 class Part(msgspec.Struct):
-    """`thinking` is what the model thought, as Mistral's protocol has it, and others."""
+    """`thinking` is what the model thought, as Mistral's protocol has it, and others. A `file` has its data within, or
+    in `filename` and `file_data`. Some clients leave out the type of a text."""
 
-    type: str
+    type: str = "text"
     text: str | None = None
     refusal: str | None = None
     thinking: Any = None
     image_url: Any = None
+    file: Any = None
+    filename: Any = None
+    file_data: Any = None
 
 
 class PicturePart(Part, kw_only=True):
@@ -135,6 +141,9 @@ def _content(message: ChatMessage, param: str) -> tuple[str, str, tuple[Picture,
             texts.append(plain(part.text or part.refusal or ""))
         elif part.type in THOUGHTS:
             thoughts.append(_thought(part.thinking) or part.text or "")
+        elif part.type in FILES:
+            file = part.file or {"filename": part.filename, "file_data": part.file_data}
+            texts.append(plain(from_file(file, param)))
         elif message.role not in ("user", *_OF_TOOLS):
             of_user = "Pictures stand in messages of the user, and in results of tools."
             raise wrong(of_user if part.type in PICTURES else NOTHING_ELSE, param)

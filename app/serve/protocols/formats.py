@@ -114,9 +114,9 @@ def _response_format(format: ResponseFormat) -> Schema | Grammar | None:
     schema = format.json_schema.schema if format.json_schema else None
     if schema is None:
         schema = format.schema
-    if schema is None:
-        raise wrong("response_format.json_schema.schema is missing.", "response_format")
-    return _schema(schema, "response_format")
+    if schema is None and format.json_schema is None:
+        raise wrong("response_format.json_schema is missing.", "response_format")
+    return {"type": "object"} if schema is None else _schema(schema, "response_format")
 
 
 def _schema(given: str | Schema, param: str) -> Schema:

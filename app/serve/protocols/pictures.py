@@ -38,18 +38,22 @@ def from_url(url: Any, param: str) -> Picture:
 
 
 def from_base64(text: Any, param: str) -> Picture:
-    """The picture in a text of base64, whose alphabet may be that of addresses, and which may lack its padding. Raises
-    ApiError."""
-    digits = "".join(text.split()).translate(_OF_ADDRESSES) if isinstance(text, str) else ""
-    if "=" not in digits:
-        digits += "=" * (-len(digits) % 4)
+    """The picture in a text of base64. Raises ApiError."""
     try:
-        data = binascii.a2b_base64(digits, strict_mode=True)
-    except (binascii.Error, ValueError):
+        data = decoded(text)
+    except ValueError:
         raise wrong("The picture is not valid base64.", param) from None
     if media_type(data) not in READ:
         raise wrong(refusal(data), param)
     return Picture(data=data)
+
+
+def decoded(text: Any) -> bytes:
+    """Of base64, whose alphabet may be that of addresses, and which may lack its padding. Raises ValueError."""
+    digits = "".join(text.split()).translate(_OF_ADDRESSES) if isinstance(text, str) else ""
+    if "=" not in digits:
+        digits += "=" * (-len(digits) % 4)
+    return binascii.a2b_base64(digits, strict_mode=True)
 
 
 def from_source(source: Any, param: str) -> Picture:

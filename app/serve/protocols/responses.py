@@ -15,6 +15,7 @@ import msgspec
 from app.serve.errors import wrong
 from app.serve.protocols import chat
 from app.serve.protocols.conversation import (
+    FILES,
     PICTURES,
     TEXTS,
     Call,
@@ -119,6 +120,8 @@ def _tool(tool: dict[str, Any]) -> dict[str, Any]:
     kind = tool.get("type")
     if kind not in ("function", "custom"):
         return {"type": kind if isinstance(kind, str) else "unknown"}
+    if isinstance(tool.get(kind), dict):  # it has that form already
+        return tool
     return {"type": kind, kind: {name: value for name, value in tool.items() if name != "type"}}
 
 
@@ -203,7 +206,7 @@ def _output(content: Any, param: str) -> list[Part]:
     if content is None or isinstance(content, str):
         return [Part("text", content or "")]
     parts = msgspec.convert(content, list[Part])
-    if any(part.type not in TEXTS + PICTURES for part in parts):
+    if any(part.type not in TEXTS + PICTURES + FILES for part in parts):
         raise wrong(NOTHING_ELSE, param)
     return parts
 

@@ -66,10 +66,13 @@ class Allowed(msgspec.Struct):
 class ToolChoice(msgspec.Struct):
     """One tool, or some of those that there are."""
 
-    type: Literal["function", "custom", "allowed_tools", "none", "auto", "required", "any"] = "function"
+    type: Literal["function", "custom", "tool", "allowed_tools", "none", "auto", "required", "any"] = (
+        "function"
+    )
     function: Named | None = None
     custom: Named | None = None
     allowed_tools: Allowed | None = None
+    name: str | None = None  # in the forms of responses and messages
 
 
 Choice = Literal["none", "auto", "required", "any"] | ToolChoice | None
@@ -109,6 +112,7 @@ def chosen_tools(raw: list[dict[str, Any]] | None, choice: Choice, form: ToolFor
     if not raw or choice == "none":
         return Tools()
     check_size(raw, "tools")
+    raw = [_nested(tool) for tool in raw]
     tools = converted(raw, list[Tool], "tools")
     functions: dict[str, dict[str, Any]] = {}
     custom, skipped = list[str](), list[str]()
@@ -140,6 +144,18 @@ def chosen_tools(raw: list[dict[str, Any]] | None, choice: Choice, form: ToolFor
     return Tools(as_json, is_required, frozenset(custom), tuple(skipped))
 
 
+def _nested(tool: dict[str, Any]) -> dict[str, Any]:
+    """In the form of chat completions. Some clients send the forms of responses and messages here: `name` and
+    `parameters` (or `input_schema`) beside the type, which may be missing."""
+    kind = tool.get("type", "function")
+    if kind not in ("function", "custom") or kind in tool or not isinstance(tool.get("name"), str):
+        return tool
+    fields = {name: value for name, value in tool.items() if name not in ("type", "input_schema")}
+    if (schema := tool.get("input_schema")) is not None:
+        kind, fields = "function", {**fields, "parameters": schema}
+    return {"type": kind, kind: fields}
+
+
 def _chosen(choice: Choice, names: Sequence[str]) -> tuple[Sequence[str], bool]:
     """The tools that may be called, and whether one has to be. Raises ApiError."""
     if not isinstance(choice, ToolChoice):
@@ -150,7 +166,8 @@ def _chosen(choice: Choice, names: Sequence[str]) -> tuple[Sequence[str], bool]:
         is_required = choice.allowed_tools.mode == "required"
     else:
         one = choice.function or choice.custom
-        wanted, is_required = [one.name] if one else [], True
+        name = one.name if one else choice.name
+        wanted, is_required = [name] if name else [], True
     if missing := [name for name in wanted if name not in names]:
         raise wrong(f"There is no tool {missing[0]!r}.", "tool_choice")
     if not wanted:

@@ -40,7 +40,16 @@ async def test_a_page_with_another_name_is_refused(served, host, status):
 
 @pytest.mark.parametrize(
     ("origin", "status"),
-    [("http://localhost:3000", 200), ("http://[::1]", 200), ("https://evil.example", 403), ("null", 403)],
+    [
+        ("http://localhost:3000", 200),
+        ("http://[::1]", 200),
+        ("app://obsidian.md", 200),
+        ("chrome-extension://jfgfiigpkhlkbnfnbobbkinehhfdhndo", 200),
+        ("vscode-webview://1kq8", 200),
+        ("https://evil.example", 403),
+        ("https://app://evil.example", 403),
+        ("null", 403),
+    ],
 )
 async def test_a_page_of_another_site_is_refused(served, origin, status):
     client, _ = served()

@@ -1,0 +1,68 @@
+"""The models in the forms of LM Studio's own paths (https://lmstudio.ai/docs/developer/rest), which editors ask for the
+context of a model and what it can."""
+
+from app.serve.model_pool import ModelPool
+from app.serve.protocols.models import OWNER, capabilities
+from app.serve.protocols.reply import Json
+from app.serve.service import Service
+
+
+def listed(pool: ModelPool) -> Json:
+    """`/api/v0/models`. Of models whose files have not been read, only the names."""
+    known = {service.model: model(service) for service in pool.known}
+    unread = {"object": "model", "type": "llm", "publisher": OWNER, "state": "not-loaded"}
+    data = [known.get(name) or {"id": name} | unread for name in pool.names]
+    return {"object": "list", "data": data}
+
+
+def model(service: Service) -> Json:
+    """`/api/v0/models/{id}`. What is only known once it has been loaded is left out before."""
+    can, ready = capabilities(service), service.ready
+    described: Json = {
+        "id": service.model,
+        "object": "model",
+        "type": "vlm" if "vision" in can else "llm" if "completion" in can else "embeddings",
+        "publisher": OWNER,
+        "arch": service.file.architecture,
+        "compatibility_type": "gguf",
+        "state": "loaded" if ready else "not-loaded",
+        "capabilities": ["tool_use"] if "tools" in can else [],
+    }
+    if ready:
+        described |= {
+            "quantization": ready.model.quantization,
+            "max_context_length": ready.model.trained_context,
+            "loaded_context_length": ready.context_length,
+        }
+    return described
+
+
+def newer_listed(pool: ModelPool) -> Json:
+    """`/api/v1/models`, which has other names for the same."""
+    known = {service.model: service for service in pool.known}
+    return {"models": [_newer(name, known.get(name)) for name in pool.names]}
+
+
+def _newer(name: str, service: Service | None) -> Json:
+    can = capabilities(service) if service else ["completion"]
+    described: Json = {
+        "type": "llm" if "completion" in can else "embedding",
+        "publisher": OWNER,
+        "key": name,
+        "display_name": name,
+        "format": "gguf",
+        "loaded_instances": [],
+        "capabilities": {"vision": "vision" in can, "trained_for_tool_use": "tools" in can},
+    }
+    if service and (ready := service.ready):
+        info = ready.model
+        bits = round(8 * info.file_bytes / max(1, info.parameters), 2)
+        described |= {
+            "architecture": service.file.architecture,
+            "quantization": {"name": info.quantization, "bits_per_weight": bits},
+            "size_bytes": info.file_bytes,
+            "params_string": f"{info.parameters / 1e9:.1f}B",
+            "max_context_length": info.trained_context,
+            "loaded_instances": [{"id": name, "config": {"context_length": ready.context_length}}],
+        }
+    return described

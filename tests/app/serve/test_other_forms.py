@@ -1,0 +1,98 @@
+"""What clients send in the form of another protocol, and files in requests."""
+
+import base64
+import json
+
+import pytest
+
+from tests.app.fake_engine import FakeEngine
+from tests.app.serve.conftest import HELLO, WEATHER, error
+
+CHAT = "/v1/chat/completions"
+FUNCTION = WEATHER["function"]
+PLAIN = {"type": "function", **FUNCTION}
+OF_MESSAGES = {"name": FUNCTION["name"], "input_schema": FUNCTION["parameters"]}
+NOTES = base64.b64encode("Grüße\n".encode()).decode()
+
+
+@pytest.mark.parametrize("tool", [WEATHER, PLAIN, OF_MESSAGES])
+@pytest.mark.parametrize(
+    "choice",
+    ["auto", {"type": "function", "name": "get_weather"}, {"type": "tool", "name": "get_weather"}],
+)
+async def test_tools_in_the_forms_of_other_protocols(served, tool, choice):
+    engine = FakeEngine()
+    client, _ = served(engine)
+    response = await client.post(CHAT, json=HELLO | {"tools": [tool], "tool_choice": choice})
+    [shown] = json.loads(engine.requests[0].prompt.tools)
+    assert response.status_code == 200 and shown == WEATHER
+
+
+async def test_tools_of_chats_in_responses(served):
+    engine = FakeEngine()
+    client, _ = served(engine)
+    response = await client.post("/v1/responses", json={"input": "Hello", "tools": [WEATHER]})
+    assert response.status_code == 200 and json.loads(engine.requests[0].prompt.tools) == [WEATHER]
+
+
+@pytest.mark.parametrize(
+    "path, content",
+    [
+        (CHAT, [{"text": "Read "}, {"type": "file", "file": {"filename": "a.txt", "file_data": NOTES}}]),
+        (
+            "/v1/responses",
+            [
+                {"type": "input_text", "text": "Read "},
+                {"type": "input_file", "filename": "a.txt", "file_data": f"data:text/plain;base64,{NOTES}"},
+            ],
+        ),
+        (
+            "/v1/messages",
+            [
+                {"type": "text", "text": "Read "},
+                {"type": "document", "title": "a.txt", "source": {"type": "base64", "data": NOTES}},
+            ],
+        ),
+    ],
+)
+async def test_files_of_text_are_read(served, path, content):
+    engine = FakeEngine()
+    client, _ = served(engine)
+    field = "input" if path.endswith("responses") else "messages"
+    body = {"model": "tiny", "max_tokens": 5, field: [{"role": "user", "content": content}]}
+    response = await client.post(path, json=body)
+    assert response.status_code == 200, response.text
+    said = engine.requests[0].prompt.messages[0].content
+    assert said.startswith("Read ") and "a.txt\nGrüße" in said
+
+
+@pytest.mark.parametrize(
+    "file",
+    [
+        {"file_id": "file-1"},
+        {"file_data": base64.b64encode(b"%PDF-1.7\xff\0").decode()},
+        {"file_data": "=="},
+        5,
+    ],
+)
+async def test_other_files_are_refused(served, file):
+    client, service = served()
+    messages = [{"role": "user", "content": [{"type": "file", "file": file}]}]
+    response = await client.post(CHAT, json={"messages": messages})
+    assert response.status_code == 400 and "file" in error(response)["message"]
+    assert not service.engine.requests
+
+
+async def test_an_address_that_ends_with_v1_gets_another(served):
+    client, _ = served()
+    assert (await client.get("/v1/v1/models")).json()["data"][0]["id"] == "tiny"
+    assert (await client.get("/v1/api/tags")).json()["models"][0]["name"] == "tiny"
+    assert (await client.get("/v1/v1")).status_code == 404
+
+
+async def test_a_schema_that_is_left_out_is_any_object(served):
+    engine = FakeEngine()
+    client, _ = served(engine)
+    format = {"type": "json_schema", "json_schema": {"name": "x"}}
+    assert (await client.post(CHAT, json=HELLO | {"response_format": format})).status_code == 200
+    assert json.loads(engine.requests[0].grammar.source)["type"] == "object"
