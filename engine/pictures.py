@@ -63,6 +63,8 @@ def resized(spec: VisionSpec, rgb: NDArray[np.uint8]) -> NDArray[np.uint8]:
     from PIL import Image
 
     across, down = spec.size(rgb.shape[1], rgb.shape[0])
+    if rgb.shape[:2] == (down, across):
+        return rgb
     how = Image.Resampling.BILINEAR if spec.kind == "gemma3" else Image.Resampling.BICUBIC
     picture = Image.fromarray(rgb)
     return np.asarray(picture.resize((across, picture.height), how).resize((across, down), how))
