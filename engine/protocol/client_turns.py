@@ -7,6 +7,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from itertools import product
 
 from engine.askers import Turns
 from engine.protocol.events import Generate
@@ -41,14 +42,17 @@ class ClientTurns:
 
 
 class PromptMakers:
-    """A thread for each lane, in which clients take turns."""
+    """A thread for each lane, in which clients take turns. Requests with a grammar have lanes of their own: to compile
+    one may take seconds."""
 
     def __init__(self, make: Callable[[Generate], None]) -> None:
         self._make = make
-        self._lanes = [(most, ThreadPoolExecutor(1, "prompts"), ClientTurns()) for most in LANES]
+        lanes = product(LANES, (False, True))
+        self._lanes = {lane: (ThreadPoolExecutor(1, "prompts"), ClientTurns()) for lane in lanes}
 
     def put(self, request: Generate, n_bytes: int) -> None:
         """Has the prompt of a request made that came in so many bytes."""
-        thread, turns = next((thread, turns) for most, thread, turns in self._lanes if n_bytes <= most)
+        most = next(most for most in LANES if n_bytes <= most)
+        thread, turns = self._lanes[most, request.grammar is not None]
         turns.put(request)
         thread.submit(lambda: self._make(turns.take()))

@@ -7,8 +7,11 @@ docs/syntax.md for Lark, docs/json_schema.md). It is an optional extra, and is i
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,6 +32,13 @@ MAX_SOURCE = 1 << 18
 """Characters. The library bounds its own work, but reads a source to its end before: 10 MB would take it 10 s, in which
 no other conversation goes on, and half a gigabyte."""
 MAX_REASON = 200  # characters
+MAX_WORK_S, MAX_TOKEN_S = 0.5, 0.005
+"""What a grammar's masks may take of an answer, and for each of its tokens: other conversations wait for it. Usual ones
+take well below a millisecond."""
+_STACK_BYTES = 256 << 20
+"""The library compiles rules and references within each other. A chain of 1,000 takes more than the 8 MB of other
+threads, and would end the process; one as long as a source may be takes less than 32 MB. Only what is used is taken."""
+_T = TypeVar("_T")
 
 
 class Grammars:
@@ -43,7 +53,7 @@ class Grammars:
         thinking. The first call takes about a second for a large vocabulary. Raises UsageError if the grammar is not
         valid, or the library is not installed."""
         try:
-            from llguidance import LLMatcher, LLParserLimits
+            import llguidance  # noqa: F401
         except ModuleNotFoundError:
             raise UsageError(
                 "Grammars and JSON schemas need the library llguidance, which is not installed.",
@@ -54,6 +64,19 @@ class Grammars:
         is_whole = grammar.kind == "reply"
         if is_whole not in self._vocabularies:
             self._vocabularies[is_whole] = _vocabulary(self._tokenizer, is_whole)
+        matcher = _in_deep_stack(lambda: self._compiled(grammar, self._vocabularies[is_whole]))
+        if matcher.is_error():
+            raise _invalid(matcher.get_error())
+        if is_whole:
+            return Constraint(matcher, None, None)
+        goes_on = _all_but(self._tokenizer.eos_ids, self._tokenizer.vocab_size)
+        return Constraint(matcher, splitter, self._tokenizer.special_tokens.get(open_mark), goes_on)
+
+    @staticmethod
+    def _compiled(grammar: Grammar, vocabulary: LLTokenizer) -> LLMatcher:
+        """Raises UsageError if the library cannot read it."""
+        from llguidance import LLMatcher, LLParserLimits
+
         try:
             source = (
                 LLMatcher.grammar_from_lark(grammar.source)
@@ -66,13 +89,10 @@ class Grammars:
             raise _invalid(str(error)) from None
         # A fraction of the library's own limits: no other conversation goes on while it works.
         limits = LLParserLimits(initial_lexer_fuel=300_000, max_grammar_size=50_000)
-        matcher = LLMatcher(self._vocabularies[is_whole], source, log_level=0, limits=limits)
-        if matcher.is_error():
-            raise _invalid(matcher.get_error())
-        if is_whole:
-            return Constraint(matcher, None, None)
-        goes_on = _all_but(self._tokenizer.eos_ids, self._tokenizer.vocab_size)
-        return Constraint(matcher, splitter, self._tokenizer.special_tokens.get(open_mark), goes_on)
+        matcher = LLMatcher(vocabulary, source, log_level=0, limits=limits)
+        if not matcher.is_error():
+            matcher.compute_bitmask()  # the first takes longest, and here no other conversation waits for it
+        return matcher
 
 
 class Constraint:
@@ -92,13 +112,18 @@ class Constraint:
         self._opens = opens
         self._goes_on = goes_on
         self._begun = False
+        self._left_s = MAX_WORK_S
 
     def allowed(self) -> NDArray[np.uint32] | None:
         """A bit for each token, the lowest first, which says whether the grammar allows it next, uint32 (words,). None:
         all are."""
         if not self._applies:
             return self._goes_on
+        started = time.thread_time()
         words = np.frombuffer(self._matcher.compute_bitmask(), np.uint32)
+        self._left_s += MAX_TOKEN_S - (time.thread_time() - started)
+        if self._left_s < 0:
+            raise _invalid("it takes too long to find out which tokens fit it")
         if self._matcher.is_error():
             raise _invalid(self._matcher.get_error())
         if self._may_open and self._opens is not None:
@@ -178,6 +203,24 @@ class NotYet:
     def accept(self, token: int) -> None:
         """As `Constraint.accept`."""
         self._left -= 1
+
+
+def _in_deep_stack(work: Callable[[], _T]) -> _T:
+    """What `work` returns or raises, in a thread that has a stack for much recursion."""
+    done: Future[_T] = Future()
+
+    def run() -> None:
+        try:
+            done.set_result(work())
+        except BaseException as error:
+            done.set_exception(error)
+
+    before = threading.stack_size(_STACK_BYTES)
+    try:
+        threading.Thread(target=run, name="grammar").start()
+    finally:
+        threading.stack_size(before)
+    return done.result()
 
 
 def _all_but(ids: Iterable[int], vocab_size: int) -> NDArray[np.uint32]:

@@ -137,6 +137,28 @@ def test_a_bad_schema(model, source, says):
     assert len(refused.value.message) < 300 and refused.value.message.endswith(".")
 
 
+def test_a_long_chain_of_references(model):
+    """It takes more stack than a thread has, and would end the process."""
+    chain = {
+        f"a{i}": {"type": "object", "properties": {"x": {"$ref": f"#/$defs/a{i + 1}"}}} for i in range(3000)
+    }
+    source = json.dumps({"$ref": "#/$defs/a0", "$defs": {**chain, "a3000": {"type": "null"}}})
+    text, _, _ = answer(
+        model, RawText(text="x"), grammar=msgspec.structs.replace(PERSON, source=source), max_tokens=3
+    )
+    assert text.startswith("{")
+
+
+def test_masks_that_take_long(model, monkeypatch):
+    """Each takes a tenth of a second, for which other conversations wait."""
+    monkeypatch.setattr("engine.runtime.grammar.MAX_WORK_S", 0.05)
+    source = json.dumps({"enum": ["x" * 50_000, "x" * 50_001]})
+    with pytest.raises(UsageError, match="it takes too long to find out which tokens fit it"):
+        answer(
+            model, RawText(text="x"), grammar=msgspec.structs.replace(PERSON, source=source), max_tokens=30
+        )
+
+
 def test_a_missing_library(model, monkeypatch):
     monkeypatch.setitem(sys.modules, "llguidance", None)
     with pytest.raises(UsageError, match="not installed") as error:

@@ -10,6 +10,8 @@ from app.serve.errors import ApiError, wrong
 
 MAX_DEPTH = 64  # of JSON in JSON
 MAX_VALUES = 1 << 18  # in it
+MAX_NAMES = 2048  # of an object in it: compiling a schema takes as long as their square, 0.2 s for these
+MAX_PATTERNS = 64  # of an object's names in a schema: this takes as long as their cube, 10 ms for these
 T = TypeVar("T")
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _PLACE = re.compile(r" - at `(?:key in )?\$\.?([^`]*)`$")
@@ -73,7 +75,13 @@ def check_size(value: dict[str, Any] | list[Any], param: str) -> None:
     containers, count = [value], 0
     for _ in range(MAX_DEPTH + 1):
         count += sum(map(len, containers))
-        if count > MAX_VALUES:
+        objects = [each for each in containers if isinstance(each, dict)]
+        patterns = [each.get("patternProperties") for each in objects]
+        if (
+            count > MAX_VALUES
+            or max(map(len, objects), default=0) > MAX_NAMES
+            or any(isinstance(each, dict) and len(each) > MAX_PATTERNS for each in patterns)
+        ):
             raise wrong(f"{param} has too many parts.", param)
         items = chain.from_iterable(each.values() if isinstance(each, dict) else each for each in containers)
         containers = [item for item in items if isinstance(item, dict | list)]

@@ -103,6 +103,8 @@ async def test_no_request_is_the_servers_fault(served, path, fields):
     [
         (functools.reduce(lambda inner, _: {"properties": inner}, range(200), {}), "is nested too deeply"),
         ({"enum": [[1] * 9] * 30_000}, "has too many parts"),
+        ({"const": dict.fromkeys(map(str, range(3000)), 1)}, "has too many parts"),
+        ({"items": {"patternProperties": {f"^{i}(a+)+$": {} for i in range(99)}}}, "has too many parts"),
     ],
 )
 @pytest.mark.parametrize("param", ["response_format", "tools"])
