@@ -389,8 +389,9 @@ class TextModel:
             yield from self._prepare(partial(self._runner.prepare_check, rows))
             yield
             for drawing in (None, *_drawings())[: 2 if self._runner.sampler else 1]:
-                self._run(rows, 0, drawing=drawing, checks=True)
-                yield
+                for depth in self._runner.decode_depths(rows):
+                    self._run(rows, 0, depth, drawing, checks=True)
+                    yield
         if head := self._head:
             for size in self._runner.chunk_sizes if head.reads_of_prompt else ():
                 yield from self._prepare(partial(self._run, 0, size // 2 + 1, want="hidden"))

@@ -22,6 +22,9 @@ from engine.runtime.guesser import DraftTimes
 Streams = NDArray[np.float32]
 _MOST = 32
 """So much room is left in the head's cache for guesses."""
+_CAUGHT_UP = 64
+"""So many pairs are stored at most of the tokens that came while nothing was guessed: more would delay a reply whose
+guesses may not pay."""
 
 
 def normed(streams: Streams, weight: Streams, eps: float) -> Streams:
@@ -93,7 +96,8 @@ class HeadDrafter(DraftTimes):
         """The model's residual stream of tokens from `position` on, float32 (tokens, dim): of a text, and of guesses of
         how it goes on. What was known of these places was of wrong guesses."""
         self._follow(sequence, text)
-        self._streams = {place: row for place, row in self._streams.items() if place < position}
+        first = position - _CAUGHT_UP - self._head.rows
+        self._streams = {place: row for place, row in self._streams.items() if first < place < position}
         if len(streams) > self._head.rows:  # of a prompt
             self._store(text, position, streams)
         else:
@@ -102,7 +106,6 @@ class HeadDrafter(DraftTimes):
     def guess(self, sequence: int, text: Sequence[int], n: int) -> tuple[int, ...]:
         """At most `n` tokens that may follow `text`, which only grows until `end`; none if the model's stream of the
         token before the last one is not known."""
-        started = time.perf_counter()
         self._follow(sequence, text)
         known, last = self._streams, len(text) - 1
         count = sum(1 for _ in takewhile(known.__contains__, range(last - 1, -1, -1)))
@@ -113,6 +116,7 @@ class HeadDrafter(DraftTimes):
         if count > (most := self._head.rows):
             self._store(text, last - count, rows[:-most])
             rows, count = rows[-most:], most
+        started = time.perf_counter()  # a guess after the next step has nothing to catch up with
         pairs = range(last - count + 1, last + 1)
         del self._stored[bisect_left(self._stored, pairs[0]) :]  # those that the model has read once more
         place = len(self._stored)

@@ -59,6 +59,20 @@ def test_tokens_that_were_not_seen_are_left_out():
     assert head.pairs == [*list(zip(text, [0, *text], strict=False))[:7], (29, 28)]
 
 
+def test_of_many_tokens_without_a_guess_the_last_ones_are_stored():
+    head, drafter = opened()
+    head.places = 1000
+    text = list(range(10, 16))
+    drafter.saw(0, text, 0, of(*text[:5]))
+    for token in range(16, 216):
+        drafter.saw(0, text, len(text) - 1, of(text[-1]))
+        text.append(token)
+    assert drafter.guess(0, text, 2) == (216, 217)
+    pairs = list(zip(text, [0, *text], strict=False))
+    assert head.pairs == pairs[:6] + pairs[-(len(head.pairs) - 6) :]
+    assert 64 <= len(head.pairs) - 6 < 80
+
+
 def test_a_text_that_begins_like_the_last_one():
     head, drafter = opened()
     text = list(range(10, 19))
