@@ -129,7 +129,7 @@ def read(mention: Mention) -> Attachment:
         with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
             state = os.fstat(file.fileno())
             if not stat.S_ISREG(state.st_mode):
-                raise UsageError(f"{name} is no file with text.")
+                raise UsageError(f"{name} is a pipe or a device, not a file.")
             is_picture = not mention.first and is_binary_picture(file.read(HEAD_BYTES))
             file.seek(0)
             if is_picture and state.st_size > MAX_BYTES:
@@ -176,7 +176,9 @@ def _lines(file: BinaryIO, mention: Mention) -> bytes:
 
 
 def _decoded(data: bytes) -> str | None:
-    """The text in `data`: UTF-8, or UTF-16 with its mark; None if it is none."""
+    """The text in `data`: UTF-8, or UTF-16 with its mark; None if it is none, as a PDF whose parts happen to be."""
+    if data.startswith(b"%PDF-"):
+        return None
     encoding = "utf-16" if data[:2] in (b"\xff\xfe", b"\xfe\xff") else "utf-8-sig"
     try:
         text = data.decode(encoding)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from functools import partial
+from functools import cached_property, partial
 
 from engine.errors import SHORTEN, ContextFullError, UsageError
 from engine.formats.prompt import PromptEncoder, think_splitter
@@ -121,7 +121,7 @@ class Answer:
         """Whether the logits of the next token are needed: to choose it, or to report its probability."""
         return not self.is_best_token or self.request.logprobs > 0
 
-    @property
+    @cached_property
     def turn_ends(self) -> list[int]:
         """Where the first turn of the prompt and its last two end, in tokens: other prompts are likely to part with it
         there."""

@@ -19,7 +19,7 @@ def from_url(url: Any, param: str) -> Picture:
     to a router, a service of this machine or a file."""
     if isinstance(url, dict):
         url = url.get("url")
-    if not isinstance(url, str):
+    if not isinstance(url, str) or not (url := url.strip()):
         raise wrong(f"There is no picture. {_SEND}", param)
     scheme = url[:10].partition(":")[0].lower()
     if scheme in ("http", "https"):

@@ -75,7 +75,7 @@ def test_what_is_no_text_is_refused_in_words(folder):
         "a.zip": r"a\.zip is no text and no picture \(10 B\)",
         "latin": "is no text",
         "long": "no context holds that much",
-        "pipe": "no file with text",
+        "pipe": "a pipe or a device",
         "src": "src is a folder",
     }.items():
         with pytest.raises(UsageError, match=reason):

@@ -41,6 +41,7 @@ def image(url):
         ("data:image/png;base64," + base64.b64encode(b"text").decode(), "not a picture. JPEG"),
         ("data:image/heic;base64," + base64.b64encode(b"\0\0\0\x18ftypheic").decode(), "a HEIC file"),
         (None, "no picture"),
+        (" ", "no picture"),
     ],
 )
 async def test_what_is_not_taken(served, url, reason):
@@ -63,7 +64,7 @@ async def test_what_is_not_taken(served, url, reason):
         URL.rstrip("="),
         URL.replace("+", "-").replace("/", "_").replace("data:image_png", "data:image/png"),
         "data:image/png;base64," + quote(DATA, safe=""),
-        "\n".join(textwrap.wrap(URL, 76)),
+        "\n" + "\n".join(textwrap.wrap(URL, 76)),
         DATA,
     ],
 )
