@@ -25,6 +25,7 @@ from widgets.turn import Attachment, PictureFile
 LIMIT_BYTES = 4 << 20
 """No context holds more: it is refused before it is read."""
 MOST_FILES = 50
+_MOST_DROPPED = 10  # lines with paths
 _MENTION = re.compile(
     r"""(?:(?<=\s)|(?<=[("'])|^)@(?:"(?P<quoted>[^"\n]+)"(?P<of_quoted>:\d+(?:-\d+)?)?|(?P<bare>[^\s"'@]+))"""
 )
@@ -251,23 +252,32 @@ def mention_of(name: str) -> str:
 
 
 def pasted(text: str) -> str:
-    """What a pasted text becomes: mentions, if it consists of nothing but absolute paths of files, as a terminal writes
-    them where files are dropped; else the text itself."""
-    stripped = text.strip()
-    if "\n" in stripped or not stripped.startswith(("/", "~/", "'/", '"/', "file://")):
+    """What a pasted text becomes: mentions, if it consists of nothing but absolute paths of files, as terminals write
+    them where files are dropped, and file managers where they are copied; else the text itself."""
+    lines = [line for line in text.splitlines() if line.strip()]
+    if len(lines) > _MOST_DROPPED:  # rather a list of files than files
         return text
     try:
-        words = [stripped] if Path(stripped).is_file() else shlex.split(stripped)
-        paths = [Path(_local(word)).expanduser() for word in words]
-        if not all(path.is_absolute() and path.is_file() for path in paths):
+        paths = [path for line in lines for path in _dropped(line.strip())]
+        if not paths or not all(path.is_absolute() and path.is_file() for path in paths):
             return text
     except (OSError, ValueError, RuntimeError):
         return text
     return " ".join(mention_of(shown(path)) for path in paths) + " "
 
 
+def _dropped(line: str) -> list[Path]:
+    """The paths in a line: one that is written plainly, or some as a shell takes them. Raises ValueError."""
+    if not line.startswith(("/", "~/", "'/", '"/', "file://")):
+        raise ValueError
+    words = [line] if line[0] in "/~" and Path(line).expanduser().is_file() else shlex.split(line)
+    return [Path(_local(word)).expanduser() for word in words]
+
+
 def _local(word: str) -> str:
-    return urllib.parse.unquote(word.removeprefix("file://")) if word.startswith("file:///") else word
+    """The path of a file: URL of this machine, or the word itself."""
+    path = word.removeprefix("file://").removeprefix("localhost")
+    return urllib.parse.unquote(path) if word.startswith("file://") and path.startswith("/") else word
 
 
 def completions(text: str, folder: Path | None = None, limit: int = 200) -> tuple[int, list[str]]:

@@ -109,7 +109,20 @@ def test_pasted_paths_become_mentions(folder):
     assert files.pasted(f"'{folder}/two words.md'") == '@"two words.md" '
     assert files.pasted(f"file://{folder}/two%20words.md") == '@"two words.md" '
     assert files.pasted(f"{folder}/notes.txt {folder}/src/main.py") == "@notes.txt @src/main.py "
-    for text in ("/nothing/here", "cat /etc/passwd", f"{folder}/notes.txt\nis it", "/", "'/"):
+    urls = f"file://{folder}/two%20words.md\r\nfile://localhost{folder}/notes.txt\r\n"
+    assert files.pasted(urls) == '@"two words.md" @notes.txt '
+    many = f"{folder}/notes.txt\n" * 11
+    for text in (
+        "",
+        "\n",
+        many,
+        "/nothing/here",
+        "cat /etc/passwd",
+        f"{folder}/notes.txt\nis it",
+        "/",
+        "'/",
+        "file://other/a",
+    ):
         assert files.pasted(text) == text
 
 
