@@ -21,6 +21,7 @@ from engine.loading.weights import FileWeights
 from engine.model.coverage import lacks_kernels_because
 from engine.pictures import Grid, resized
 from engine.protocol.events import KernelPath, Picture
+from engine.runtime.kept_embeddings import KeptEmbeddings
 from engine.runtime.pictures import PictureEncoder, PictureRoom, picture_ids
 from engine.targets.cpu.vision import CPUEncoder, scratch_bytes
 from engine.targets.cpu.vision import lacks as lacks_on_cpus
@@ -80,6 +81,12 @@ class EncoderFile:
             if not lacks(self.spec):
                 return NvidiaEncoder(weights, self.spec)
         return GraphEncoder(weights, self.spec)
+
+    def open_kept(self, kernels: KernelPath, limit_bytes: int) -> PictureEncoder:
+        """As `open`; what took long is kept on disk, in a folder of at most so many bytes (0: nothing is)."""
+        encoder = self.open(kernels)
+        identity = f"{self._identity} {Device.DEFAULT} {kernels}"
+        return KeptEmbeddings(encoder, identity, limit_bytes) if limit_bytes else encoder
 
     @property
     def eyes(self) -> Eyes:

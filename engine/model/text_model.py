@@ -134,10 +134,13 @@ class TextModel:
             pictures = encoder.room(spec) if encoder else None
             self._runner = open_runner(weights, *how, is_early=True, pictures=pictures)
             self._choices = ChoiceReporter(self._runner.expert_choices, report)
-            store = _prefix_store(file, self._runner.export_layout, options.prefix_cache_bytes)
+            limit = options.prefix_cache_bytes
+            kept_bytes = default_limit_bytes() if limit is None else limit
+            layout = self._runner.export_layout
+            store = PrefixStore(file, layout, kept_bytes) if kept_bytes and layout else None
             self._head = open_head(self._runner, spec, head, set_up[0], kv)
             model = draft.open(self.context_length) if draft and self._runner.check_rows else None
-            seeing = encoder.open(options.kernels) if encoder else None
+            seeing = encoder.open_kept(options.kernels, kept_bytes) if encoder else None
             self.scheduler = Scheduler(
                 self._runner,
                 lambda slots: self._report_slots(slots, report),
@@ -467,12 +470,6 @@ def _pooler(weights: Weights) -> Pooler:
         rows = Tensor(weights.read(of, range(of.rows)))
         classes = QuantizedMatrix(of.type, of.rows, of.cols).dequantize_rows(rows, of.rows).numpy()
     return Pooler(weights.vector(spec.output_norm), spec.stream_eps, classes)
-
-
-def _prefix_store(file: GGUF, layout: str, limit_bytes: int | None) -> PrefixStore | None:
-    """Where up to so many bytes of conversations are kept on disk, if the runner can export them."""
-    limit = default_limit_bytes() if limit_bytes is None else limit_bytes
-    return PrefixStore(file, layout, limit) if limit and layout else None
 
 
 def _encoder_file(path: str, spec: ModelSpec) -> EncoderFile:
