@@ -35,9 +35,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     speculate: Speculate | None = None
     system: str = ""
     keys: Literal["plain", "vi"] = "plain"  # in the prompt
-    thumbnails: Literal["auto", "blocks", "off"] = (
-        "auto"  # auto: drawn by the terminal, if it says that it can
-    )
+    thumbnails: Literal["auto", "blocks", "off"] = "auto"  # auto: drawn by a terminal that says it can
     search_when_idle: WhenIdle = "mains"  # for faster kernels, on a GPU: mains, always, never
     llama_server: str = ""  # the program, or the address of a server, for comparisons
     keep_packed: bool = False  # stores a CPU's packed weights on disk for the next start

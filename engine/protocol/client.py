@@ -370,9 +370,7 @@ class _Stream(EventStream):
         self.serial = serial
         self.request = request
         self.joined = False  # whether it gets the events of the process
-        self.joining: asyncio.Future[None] | None = (
-            None  # the task that joins it, if it is not joined at once
-        )
+        self.joining: asyncio.Future[None] | None = None  # the task, if it does not join at once
         self.may_be_sent_again = isinstance(request, Generate)  # nothing was answered, and it was sent once
         self._stats: AnswerStats | None = None
         if isinstance(request, Generate):

@@ -226,13 +226,9 @@ class Speculation:
         return best, best_gain
 
     def _may_draft(self, reply: Job) -> bool:
-        text = reply.answer.tokens
-        may = (
-            reply.guesser is not None and reply.may_check and not reply.answer.pictures
-        )  # a draft model sees none
-        return (
-            may and reply.answer.left > 1 and self._drafter is not None and self._drafter.has_room(len(text))
-        )
+        if self._drafter is None or reply.guesser is None or reply.answer.pictures:  # a draft model sees none
+            return False
+        return reply.may_check and reply.answer.left > 1 and self._drafter.has_room(len(reply.answer.tokens))
 
     def _check_s(self, width: int, plain_s: float, hopes: bool) -> float:
         return _time_of(self.times.seconds(width, checks=True), plain_s * _UNMEASURED, hopes)

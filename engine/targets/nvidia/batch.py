@@ -33,9 +33,8 @@ ROW_COUNTS = (4, 8, 16, 32)
 """Rows of the steps that are captured. One of 4 rows takes as long as one of 2."""
 
 _CHECK_ROWS = 8, 16
-_SHORT = (
-    256  # tokens of the shortest context for which a step is captured; the others are four times as long each
-)
+_SHORT = 256
+"""Tokens of the shortest context for which a step is captured. Each other one is four times as long."""
 
 
 def check_rows(model: GPUModel, parallel: int) -> tuple[int, ...]:

@@ -29,9 +29,7 @@ from engine.targets.nvidia.matrices import Product
 
 _CANDIDATES_PER_WIDTH = 12  # for each shape
 _TRIAL_S = 20.0  # a candidate that takes longer than this to run and to time hangs
-_TOLERANCE = (
-    2e-3  # of the largest logit: sums are added in another order, and keys and values are half precision
-)
+_TOLERANCE = 2e-3  # of the largest logit: sums have another order, and keys and values are half precision
 _MIN_GAIN = 0.003  # of a step's time: a smaller gain may be noise
 
 

@@ -59,7 +59,7 @@ _MIN_PART, _MAX_PART = 64, 2048  # tokens of a part: at least, for a window; at 
 _MAX_SUMS_BYTES = 16 << 10  # of a block's shared memory, for the sums of all dimensions
 _MAX_SHARED_BYTES = 46 << 10  # of a block
 _MAX_DIM, _WAY = 256, 128  # dimensions that one warp has of its tokens: at most, and if several share them
-_UNLIKE = 4096
+_UNLIKE = 4096  # tokens of the longest sequence, beyond which most others of a step are much shorter
 _DEEP = 8192  # tokens, beyond which more blocks read a quantized cache faster (measured)
 _LARGEST = 60000.0  # scores are compared as half-precision numbers of up to this magnitude
 

@@ -36,9 +36,8 @@ Stored = Literal["keys and values", "keys", "nothing"]
 """What a layer computes of a token for the cache. "keys": before norm and rotation they are the values too. "nothing":
 the cache is another layer's, which has stored the token before."""
 
-LENGTH_UNIT = (
-    1024  # of `Heads.length`: tinygrad would not place loops of one round at most before what follows them
-)
+LENGTH_UNIT = 1024
+"""Of `Heads.length`: tinygrad would not place loops of one round at most before what follows them."""
 TILE = 16  # tokens
 
 

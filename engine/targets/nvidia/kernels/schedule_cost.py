@@ -32,9 +32,7 @@ _LATENCY_US = 0.64  # of memory, with other loads before
 _UNIT_INSTRUCTIONS = 240  # of a warp, for a unit of a row: 3.75 for each weight
 _STEP_INSTRUCTIONS = 45  # for a unit of the vector, which all rows of a thread share
 _SUM_INSTRUCTIONS = 3  # for each thread of a row, when their sums are added
-_UNEVEN = (
-    0.44  # of the time that the busiest multiprocessor needs more than the mean: others' bandwidth is its own
-)
+_UNEVEN = 0.44  # of what the busiest multiprocessor needs more than the mean: it has the others' bandwidth
 _NARROW = 0.2  # loads of t threads side by side take 1 + 0.2 / t times as long
 _REGISTERS = 65536  # of a multiprocessor
 _PLAIN_REGISTERS = {1: 56, 2: 96, 4: 98, 8: 124}  # of a thread, by its rows

@@ -20,9 +20,7 @@ from tinygrad.device import Buffer
 _SLOT_BYTES = 8 << 20
 _SLOTS = 12
 _READERS = 6
-_SWITCH_S = (
-    2e-4  # these threads need Python's lock for moments, and would wait 5 ms each time while another computes
-)
+_SWITCH_S = 2e-4  # readers need Python's lock for moments, and would wait 5 ms for it while a thread computes
 
 
 @dataclass(frozen=True)
