@@ -1,5 +1,6 @@
 """Responses that the server remembers, so that the next request may go on with one."""
 
+import zlib
 from collections import OrderedDict
 from contextlib import suppress
 from dataclasses import dataclass
@@ -11,7 +12,9 @@ from app.serve.bodies import MAX_BODY_BYTES
 from app.serve.errors import ApiError
 from app.serve.protocols.reply import Json
 
-MAX_BYTES = 64 << 20  # of all conversations that are remembered, as JSON
+MAX_BYTES = 16 << 20  # of all conversations that are remembered, as JSON, compressed: a third of it, or less
+ENTRY_BYTES = 512  # what Python takes for each
+_LONG_BYTES = 1 << 20  # compressing more takes so long that others wait
 
 
 @dataclass(frozen=True)
@@ -26,8 +29,8 @@ class Remembered:
 
 
 class Conversations:
-    """The last responses, up to `max_bytes` of JSON. Of one that no request could send at once none is kept: it would
-    grow by a request each time, and others would wait while it is read."""
+    """The last responses, up to `max_bytes`. Of one that no request could send at once none is kept: it would grow by a
+    request each time, and others would wait while it is read."""
 
     def __init__(self, max_bytes: int = MAX_BYTES) -> None:
         self._max_bytes, self._bytes = max_bytes, 0
@@ -37,11 +40,12 @@ class Conversations:
         data = msgspec.json.encode((remembered.items, remembered.given, remembered.response))
         if len(data) > MAX_BODY_BYTES:
             return
+        data = zlib.compress(data, level=1 if len(data) <= _LONG_BYTES else 0)
         self._kept[id] = data, remembered.owner
-        self._bytes += len(data)
+        self._bytes += len(data) + ENTRY_BYTES
         while self._bytes > self._max_bytes and self._kept:
             _, (oldest, _) = self._kept.popitem(last=False)
-            self._bytes -= len(oldest)
+            self._bytes -= len(oldest) + ENTRY_BYTES
 
     def get(self, id: str, owner: str) -> Remembered:
         """Raises ApiError if it is not remembered, or another's."""
@@ -51,9 +55,9 @@ class Conversations:
             raise ApiError(404, message, param="previous_response_id", code="previous_response_not_found")
         with suppress(KeyError):  # long requests are read in a thread: it may be gone meanwhile
             self._kept.move_to_end(id)
-        return Remembered(owner, *msgspec.json.decode(data))
+        return Remembered(owner, *msgspec.json.decode(zlib.decompress(data)))
 
     def forget(self, id: str, owner: str) -> None:
         """Raises ApiError, as `get`."""
         self.get(id, owner)
-        self._bytes -= len(self._kept.pop(id)[0])
+        self._bytes -= len(self._kept.pop(id)[0]) + ENTRY_BYTES

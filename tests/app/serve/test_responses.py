@@ -139,10 +139,10 @@ def test_the_oldest_responses_are_forgotten():
     whole.keep("resp_0", too_long)
     with pytest.raises(ApiError, match="send the whole conversation"):
         whole.get("resp_0", "")
-    kept = Conversations(max_bytes=300)
+    kept = Conversations(max_bytes=1200)
     for i in range(5):
         kept.keep(str(i), Remembered("", [{"text": "x" * 90}], 1, {}))
-    assert kept.get("4", "").items
+    assert kept.get("4", "").items == [{"text": "x" * 90}] and kept.get("3", "")
     with pytest.raises(ApiError):
         kept.get("0", "")
 
