@@ -47,7 +47,7 @@ def _named(message: Message) -> Message:
 
 OPEN_ELSEWHERE = (
     "This chat is open in another orin-chat, too: it keeps what both write, and each shows only its own. "
-    "Alt+F goes on in a new chat, /fork in the line mode."
+    "Alt+M goes on in a new chat, /fork in the line mode."
 )
 
 

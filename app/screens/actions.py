@@ -15,7 +15,7 @@ class Action(NamedTuple):
 
     @property
     def keys(self) -> str:
-        """All keys, as Textual's bindings name them. `second`: where terminals send something else for the first."""
+        """All keys, as Textual's bindings name them. `second`: a key that works too, where a terminal sends it."""
         return ",".join(filter(None, (self.key, self.second)))
 
 
@@ -23,14 +23,19 @@ ACTIONS = (
     Action("escape", "stop", "Stop", "Stop the reply; what has arrived is kept"),
     Action("ctrl+r", "regenerate", "Regenerate", "Answer the last prompt again, in place of the reply"),
     Action("ctrl+g", "go_on", "Go on", "Continue the last reply where it ended"),
-    Action("f2", "edit", "Edit last prompt", "Bring the last prompt back, to change and resend it"),
+    Action(
+        "f2",
+        "edit",
+        "Edit last prompt",
+        "Bring the last prompt back, to change and resend it; again: the one before",
+    ),
     Action("f3", "copy_reply", "Copy reply", "Copy the last reply, as Markdown"),
     Action("f4", "copy_code", "Copy code block", "Copy the last code block"),
     Action(
         "alt+u", "read_again", "Read files again", "Name the files that have changed since they were sent"
     ),
     Action("ctrl+t", "toggle_thinking", "Show or fold thinking", "Unfold what the model thought, or fold it"),
-    Action("alt+g", "tint", "Tint guesses", "Tint what was guessed of replies and right, or no longer"),
+    Action("alt+g", "tint", "Tint guesses", "Tint the tokens that speculation guessed right, or no longer"),
     Action("ctrl+n", "new_chat", "New chat", "Start an empty chat; this one stays in the past chats"),
     Action("ctrl+o", "past_chats", "Past chats", "Find, open, rename or delete earlier conversations"),
     Action("ctrl+f", "find", "Find", "Search in this chat"),
@@ -41,11 +46,11 @@ ACTIONS = (
         "Search your prompts of all chats, as Ctrl+R in a shell",
     ),
     Action(
-        "alt+f",  # many terminals send the same for it and for Ctrl+Right
+        "alt+m",
         "fork",
         "Fork chat",
         "Start a new chat that begins as this one, up to the last prompt",
-        "alt+m",
+        "alt+f",  # its older key: many terminals send the same for it and for Ctrl+Right
     ),
     Action("ctrl+l", "models", "Models", "Choose, find, download or delete models; the chat goes on"),
     Action("ctrl+s", "export", "Export chat", "Write the chat to a Markdown file in this folder"),

@@ -41,7 +41,7 @@ def test_answers_name_only_what_the_program_has(known, capsys):
         with pytest.raises(SystemExit):
             run(["--help"])
         known_options |= set(re.findall(_OPTION, capsys.readouterr().out))
-    labels = {part for action in ACTIONS for part in [key_label(action.key)]}
+    labels = {key_label(key) for action in ACTIONS for key in action.keys.split(",")}
     labels |= {part for names, _ in OTHER_KEYS for part in names.split(", ")} | {"Shift+Enter"}
     labels |= set(sources.EDITING_KEYS)
     models = {model.name for model in known_models()}

@@ -64,6 +64,12 @@ def keys(phrases: dict[str, dict[str, str]]) -> Iterator[Source]:
         plain = phrase.get("line_mode") or (f"/{phrase['command']}" if "command" in phrase else "")
         answer = f"Press {label}: {_lower(action.help)}." + (f" In the line mode: {plain}." if plain else "")
         yield Source(f"key.{action.name}", "press", answer, (label,), {"key": _key_names(label)})
+        if action.second:
+            second = key_label(action.second)
+            same = f"{second} is the same as {label}: {_lower(action.help)}."
+            advice = f"Many terminals send something else for it, so press {label}."
+            slots = {"key": _key_names(second)}
+            yield Source(f"key.{action.second}", "press", f"{same} {advice}", (label,), slots)
     for label, help in OTHER_KEYS:
         name = label.split(", ")[0].lower()
         begin = "With the mouse" if name == "mouse" else f"Press {label.replace(', ', ' or ')}"
@@ -98,7 +104,7 @@ def free_keys() -> tuple[str, ...]:
 def _used() -> set[str]:
     """The keys that do something, besides those that edit the prompt."""
     others = {part for label, _ in OTHER_KEYS for part in label.split(", ")}
-    return {key_label(action.key) for action in ACTIONS} | others
+    return {key_label(key) for action in ACTIONS for key in action.keys.split(",")} | others
 
 
 def _key_names(label: str) -> tuple[str, ...]:
@@ -143,7 +149,12 @@ def command_line(phrases: Mapping[str, Mapping[str, str]]) -> Iterator[Source]:
         if default:
             yield Source(action.dest, "default", f"The default of {name} is {default}.", (default,), {})
         if action.dest in (*SETTABLE, *ENGINE_OPTIONS):
-            live = f"In the line mode (--plain) /set {action.dest} VALUE changes it; else start again with {name}."
+            takes = (
+                "the engine starts again with it"
+                if action.dest in ENGINE_OPTIONS
+                else "from the next prompt on"
+            )
+            live = f"Type /set {action.dest} VALUE in the prompt or the line mode: {takes}. At a start it is {name}."
             yield Source(action.dest, "live", live, (f"/set {action.dest}",), {})
 
 
@@ -188,17 +199,20 @@ def exit_codes() -> Iterator[Source]:
 
 
 def slash_commands() -> Iterator[Source]:
-    """Each command of the line mode, as /help lists it."""
+    """Each command that begins with "/", as /help lists it."""
     for name, help in commands().items():
         first, colon, rest = help.partition(": ")
         takes = first if colon and re.fullmatch(r"[\[\]A-Z |]+|\[[a-z]+\]|[a-z]+(\|[a-z]+)+", first) else ""
         meaning = rest if takes else help
-        answer = f"In the line mode (--plain), /{name}{' ' + takes if takes else ''}: {meaning}."
+        typed = f"/{name}{' ' + takes if takes else ''}"
+        answer = f"Type {typed} in the prompt or the line mode (--plain): {meaning}."
         slots = {"command": (f"/{name}", f"/{name}", f"the /{name} command")}
         yield Source(f"command.{name}", "command", answer, (f"/{name}",), slots)
     names = ", ".join(f"/{name}" for name in commands())
-    yield Source("command.list", "list", f"The commands of the line mode are {names}.", ("/help",), {})
-    none = "The line mode has no command for that; /help lists those it has."
+    yield Source(
+        "command.list", "list", f"The commands in the prompt and the line mode are {names}.", ("/help",), {}
+    )
+    none = "There is no command for that; /help lists all commands."
     yield Source("command.none", "none", none, ("/help",), {})
 
 
