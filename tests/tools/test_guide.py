@@ -39,6 +39,12 @@ ASKED = {
     ("what is the preset graph for?",): "tensor graphs",
     ("what does F9 do?", "and how do I undo that?"): "Esc brings the chat back",
     ("How do I start a new chat?", "and how do I undo that?"): "Ctrl+O",
+    ("How do I attach a file?",): "@notes.txt",
+    ("can I give it a PDF",): "pdftotext",
+    ("how do I fork a chat",): "Alt+M",
+    ("what does alt+f do",): "Alt+M",
+    ("which words were guessed by speculation?",): "Alt+G",
+    ("edit an older prompt, not the last",): "F2",
     ("what is the temperature", "how do I set it", "thanks", "and what is the default?"): "0.7",
 }
 

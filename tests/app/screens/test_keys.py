@@ -23,7 +23,7 @@ def test_each_action_with_a_letter_has_one_that_every_terminal_sends(monkeypatch
     for binding in ChatApp.BINDINGS:
         keys[binding.action] = binding.key.split(",")
     with_letters = [each for each in keys.values() if all(key[:-1] == "alt+" for key in each)]
-    assert ["alt+f", "alt+m"] in with_letters and len(with_letters) == 9
+    assert ["alt+m", "alt+f"] in with_letters and len(with_letters) == 9
     for each in with_letters:
-        assert any(read(f"\x1b{key[-1]}", monkeypatch) == [key] for key in each), each
+        assert read(f"\x1b{each[0][-1]}", monkeypatch) == [each[0]], each
     assert read("\x1bf", monkeypatch) == ["ctrl+right"]  # as Emacs and shells move by a word
