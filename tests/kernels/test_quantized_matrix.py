@@ -13,7 +13,7 @@ from tests.thorough import thorough
 
 ROWS = 40
 # Types of which a commit is checked with others that are alike: as many bits, scales of the same kind.
-ALIKE = (Type.F16, Type.Q4_0, Type.Q5_1, Type.Q2_K, Type.Q4_K, Type.Q5_0, Type.IQ4_NL)
+ALIKE = (Type.F16, Type.Q4_0, Type.Q5_1, Type.Q2_K, Type.Q5_K, Type.Q5_0, Type.IQ4_NL)
 KINDS = [pytest.param(kind, marks=thorough) if kind in ALIKE else kind for kind in (*FLOATS, *QUANTIZED)]
 
 

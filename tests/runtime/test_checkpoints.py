@@ -13,6 +13,7 @@ from engine.runtime.checkpoints import EVERY
 from engine.runtime.scheduler import Scheduler
 from tests import generated_model
 from tests.runtime.fake_state_runner import FakeStateRunner, next_token
+from tests.thorough import THOROUGH
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +61,7 @@ TURN = st.tuples(
 
 
 @mock.patch.multiple(checkpoints, EVERY=8, WORTH_A_STEP=12, WORTH_AN_EDIT=3)
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150 if THOROUGH else 40, deadline=None)
 @given(st.lists(TURN, max_size=12), st.integers(1, 9))
 def test_a_conversation_goes_on_anywhere_as_a_new_one_would(model, turns, slots):
     runner, eos, text = with_states(model, slots), model.tokenizer.eos_ids, [5]

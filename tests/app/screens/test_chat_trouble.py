@@ -12,6 +12,7 @@ from engine.protocol.events import Failed, Message, Prefilling, Token
 from tests import synthetic
 from tests.app.driver import chat, stored
 from tests.app.fake_engine import DIED, READY, STARTED, TOO_LONG, FakeEngine, reply, tokens
+from tests.thorough import rarely
 
 # --- what goes wrong -------------------------------------------------------------------------------------
 
@@ -245,7 +246,7 @@ async def test_text_of_a_model_is_shown_as_text(history):
 # --- layout ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("size", [(120, 40), (60, 20), (40, 10)])
+@pytest.mark.parametrize("size", [rarely((120, 40)), (60, 20), (40, 10)])
 async def test_what_must_be_seen_is_seen_at_any_size(history, size):
     async with chat(FakeEngine(), history, size=size, initial_prompt="Hi") as user:
         await user.sees("Hello.")

@@ -16,7 +16,7 @@ from engine.targets.cpu.kernels.rope import HeadLanes, rotate
 from engine.targets.cpu.kernels.step_state import SIZE, TILES
 from engine.targets.cpu.kernels.thread_pool import ThreadPool
 from tests.kernels.cpu.test_product import LANES, ints
-from tests.thorough import rarely
+from tests.thorough import rarely, thorough
 
 EPS = 1e-6
 UNPLACED = {"length": 0, "block": 0, "table": 0}  # `Layer` says where tokens lie
@@ -128,7 +128,8 @@ def check(pool: ThreadPool, heads: HeadLanes, *steps: int) -> None:
         position += tokens
 
 
-@pytest.mark.parametrize("query_norm", [False, rarely(True)])
+@thorough  # both norms: `test_sizes_of_heads`; that of queries alone: `test_scale_and_temperature`
+@pytest.mark.parametrize("query_norm", [False, True])
 def test_a_norm_of_queries_or_keys_alone(pool: ThreadPool, query_norm: bool) -> None:
     check(pool, replace(PLAIN, norm_eps=EPS, query_norm=query_norm, key_norm=not query_norm), 19, 1, 1)
 
@@ -181,6 +182,7 @@ def test_windows_with_other_widths(pool: ThreadPool, lanes: int) -> None:
     check(pool, heads, chunk, chunk, 1, 3, chunk, chunk // 2, *[1] * 10)
 
 
+@thorough  # texts begin so in `test_windows`
 def test_a_window_longer_than_the_text(pool: ThreadPool) -> None:
     check(pool, replace(PLAIN, window=300), 64, 1, 30, 1)
 

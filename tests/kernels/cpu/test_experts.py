@@ -27,6 +27,7 @@ from engine.targets.cpu.kernels.step_state import TILES, TOKENS
 from engine.targets.cpu.kernels.stream_size import UNIT
 from engine.targets.cpu.kernels.thread_pool import ThreadPool
 from tests.kernels.cpu.test_product import ints, packed
+from tests.thorough import rarely
 
 EPS, LEAST = 1e-5, 6.1e-5
 EXPERTS, USED, DIM, WIDTH = 6, 2, 64, 96
@@ -219,7 +220,7 @@ class Layer:
 
 @pytest.mark.parametrize(
     ("kind", "biased", "activation", "lanes"),
-    [(Type.Q4_K, False, "silu", 16), (Type.Q8_0, True, "swiglu_oai", 8), (Type.F32, True, "silu", 8)],
+    [rarely(Type.Q4_K, False, "silu", 16), (Type.Q8_0, True, "swiglu_oai", 8), (Type.F32, True, "silu", 8)],
     ids=lambda v: v.name if isinstance(v, Type) else "",
 )
 def test_layers(pool: ThreadPool, kind: Type, biased: bool, activation: str, lanes: int) -> None:

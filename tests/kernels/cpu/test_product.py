@@ -19,7 +19,7 @@ from engine.targets.cpu.kernels.thread_pool import ThreadPool
 from engine.targets.cpu.kernels.weight_layout import LaneLayout
 from engine.targets.cpu.kernels.weight_repacking import repack
 from tests.quantized_blocks import random_blocks
-from tests.thorough import rarely, thorough
+from tests.thorough import rarely
 
 LANES = 8  # kernels of half the size: less to compile
 TYPES = [*FLOATS, *QUANTIZED]
@@ -77,18 +77,19 @@ def multiply(
     return float(np.abs(memory.view(out).reshape(tokens, -1)[:, :rows] - wanted).max() / np.abs(wanted).max())
 
 
-@pytest.mark.parametrize("kind", TYPES, ids=lambda kind: Type(kind).name)
+# Types of which a commit is checked with others that have as many bits and scales of the same kind.
+ALIKE = (Type.Q4_1, Type.Q5_0, Type.Q2_K, Type.Q5_K, Type.IQ4_NL)
+
+
+@pytest.mark.parametrize(
+    "kind", [rarely(kind) if kind in ALIKE else kind for kind in TYPES], ids=lambda kind: Type(kind).name
+)
 def test_one_token(pool: ThreadPool, kind: int) -> None:
     assert multiply(pool, Type(kind), 40, 512, 1, 1) < (5e-5 if kind in QUANTIZED else 2e-6)
 
 
 KINDS_OF_BLOCKS = (Type.F32, Type.Q8_0, Type.Q6_K, Type.Q4_K)
-EMBEDDED = [
-    kind
-    if kind in (*KINDS_OF_BLOCKS, Type.Q3_K, Type.IQ4_XS, Type.MXFP4)
-    else pytest.param(kind, marks=thorough)
-    for kind in TYPES
-]
+EMBEDDED = [kind if kind in (*KINDS_OF_BLOCKS, Type.Q3_K) else rarely(kind) for kind in TYPES]
 
 
 # In registers; and through the L1 cache.
@@ -103,7 +104,7 @@ def test_tiles_of_tokens(pool: ThreadPool, tile: int, kind: int) -> None:
     assert multiply(pool, Type(kind), 40, 512, 2 * tile, tile) < (1e-4 if kind in QUANTIZED else 2e-6)
 
 
-@pytest.mark.parametrize("lanes", [4, 16])
+@pytest.mark.parametrize("lanes", [rarely(4), 16])
 def test_other_widths(pool: ThreadPool, lanes: int) -> None:
     assert multiply(pool, Type.Q6_K, 24, 256, 1, 1, lanes) < 5e-5
 

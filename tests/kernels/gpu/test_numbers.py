@@ -49,9 +49,13 @@ LONG = {  # other checks run the same kernels, in fewer steps of fewer models, o
     "check_head_sizes",
     "check_layers_side_by_side",
     "check_layers_with_delta_nets_and_gated_attention",
+    "check_layers_with_embeddings_and_shared_caches",
     "check_layers_with_experts_and_wide_norms",
+    "check_layers_with_multipliers",
     "check_layers_with_windows_and_norms_after",
     "check_layers_with_yarn_and_temperature",
+    "check_layers_without_norms_before_them",
+    "check_matrices_of_several_types",
     "check_mixed_delta_nets_and_gated_attention",
     "check_mixed_embeddings_and_shared_caches",
     "check_mixed_experts_sinks_and_biases",
@@ -66,8 +70,10 @@ LONG = {  # other checks run the same kernels, in fewer steps of fewer models, o
     "check_profile_of_a_prompt",
     "check_profile_of_experts",
     "check_prompts_of_several_sequences",
+    "check_residual_with_bias",
     "check_router",
     "check_rows",
+    "check_rows_of_one_sequence",
     "check_rows_of_several_sequences",
     "check_rows_of_what_is_stored",
     "check_rows_side_by_side",
@@ -75,6 +81,8 @@ LONG = {  # other checks run the same kernels, in fewer steps of fewer models, o
     "check_rows_with_embeddings_and_shared_caches",
     "check_rows_with_experts_sinks_and_biases",
     "check_rows_with_windows_and_norms_after",
+    "check_sampling",
+    "check_sampling_of_a_lone_sequence",
     "check_shared_experts_whose_gate_and_up_differ_in_type",
     "check_sinks",
     "check_sinks_of_prompts",
@@ -110,7 +118,8 @@ def errors(request: pytest.FixtureRequest) -> dict[str, str]:
     device = "TEGRA+NV" if compiler() else "PYTHON::sm_90"
     checks = [f"{CHECKS[name]}.{name}" for name in selected if THOROUGH or name not in LONG]
     command = [sys.executable, "-m", "tests.kernels.gpu.run_checks", *checks]
-    env = keeping_kernels(DEV=device, PARALLEL="0")
+    # What packs matrices are plain loops here, which are less to compile, and optimized in test_decode.py.
+    env = keeping_kernels(DEV=device, PARALLEL="0", NOOPT=str(int(not THOROUGH)))
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
     results = [json.loads(line) for line in done.stdout.splitlines()]
     assert done.returncode == 0, done.stderr[-3000:]
