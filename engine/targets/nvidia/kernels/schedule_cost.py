@@ -12,7 +12,10 @@ A schedule that is `early` loads the first weights while the kernel before ends.
 all rows at once, so that more bytes are under way, and needs the registers for it. Without, it takes fewer registers,
 and several rows wait one after the other.
 
-The numbers are those of an H200, where 952 kernels of 35 products and ten types were timed alone, and 363 of 25 in
+How many registers the compiler takes without early loads is hardly to be foreseen: with 8 rows of a thread 96 to 168,
+and with one row as few as 38, so that loads of the vector wait for each other.
+
+The numbers are those of an H200, where 1,050 kernels of 50 products and ten types were timed alone, and 363 of 25 in
 whole steps (docs/performance.md). None of them is sharp: a quarter more or less of one changes what the choices take by
 a few per cent. What differs most among GPUs, `Chip` has.
 """
@@ -26,18 +29,20 @@ from collections.abc import Iterable
 from engine.targets.nvidia.kernels.device import Chip
 from engine.targets.nvidia.kernels.matvec import Schedule, StackedMatrices
 
-_BEGIN_AND_END_US = 1.6
+_BEGIN_AND_END_US = 1.8
 _EARLY_US = 0.3  # of these, if all blocks fit at a time
-_LATENCY_US = 0.64  # of memory, with other loads before
-_UNIT_INSTRUCTIONS = 240  # of a warp, for a unit of a row: 3.75 for each weight
-_STEP_INSTRUCTIONS = 45  # for a unit of the vector, which all rows of a thread share
-_SUM_INSTRUCTIONS = 3  # for each thread of a row, when their sums are added
-_UNEVEN = 0.44  # of what the busiest multiprocessor needs more than the mean: it has the others' bandwidth
-_NARROW = 0.2  # loads of t threads side by side take 1 + 0.2 / t times as long
+_LATENCY_US = 0.77  # of memory, with other loads before
+_UNIT_INSTRUCTIONS = 200  # of a warp, for a unit of a row: 3.1 for each weight
+_STEP_INSTRUCTIONS = 40  # for a unit of the vector, which all rows of a thread share
+_SUM_INSTRUCTIONS = 3.5  # for each thread of a row, when their sums are added
+_UNEVEN = 0.48  # of what the busiest multiprocessor needs more than the mean: it has the others' bandwidth
+_NARROW = 0.15  # loads of t threads side by side take 1 + 0.15 / t times as long
 _REGISTERS = 65536  # of a multiprocessor
 _PLAIN_REGISTERS = {1: 56, 2: 96, 4: 98, 8: 124}  # of a thread, by its rows
-_IDLE_REGISTERS = 40  # of them hold no weights
-_EARLY_REGISTERS, _MOST_EARLY_REGISTERS = 80, 170  # beside the weights; all
+_PLAIN_WORDS = {2: 16, 4: 58, 8: 50}  # of weights that a thread has asked for at a time
+_ONE_ROW_WAITS = 1.2
+_EARLY_REGISTERS, _MOST_EARLY_REGISTERS = 77, 170  # beside the weights; all
+_MANY_ROWS_WIDE = 32  # threads of a row, beyond which the compiler loads 8 rows one after the other
 _WIDE = 48  # threads of a row, beyond which the sums of many blocks take too long
 
 
@@ -60,7 +65,7 @@ def microseconds(stack: StackedMatrices, s: Schedule, chip: Chip) -> float:
     steps, warps = _steps(stack, s), _warps(s)
     memory = stack.n_bytes / chip.copy_gbps / 1e3 * load / of_mean * (1 + _NARROW / s.threads)
     rounds = max(1.0, of_mean / resident) if of_busiest > resident else 1.0
-    waits = max(1.0, s.rows * _unit_words(stack) / _words_under_way(s))
+    waits = _ONE_ROW_WAITS if s.rows == 1 else max(1.0, s.rows * _unit_words(stack) / _words_under_way(s))
     latency = rounds * steps * waits * _LATENCY_US
     instructions = steps * (s.rows * _UNIT_INSTRUCTIONS + _STEP_INSTRUCTIONS) + s.threads * _SUM_INSTRUCTIONS
     issue = load * warps * instructions / 4 / chip.ghz / 1e3
@@ -76,7 +81,7 @@ def _is_sound(stack: StackedMatrices, s: Schedule, chip: Chip) -> bool:
         return False
     if s.early and (s.rows > 4 or registers > _MOST_EARLY_REGISTERS):
         return False
-    if not s.early and (s.rows == 4 or (s.rows == 8 and s.threads > _WIDE)):
+    if not s.early and (s.rows == 4 or (s.rows == 8 and s.threads > _MANY_ROWS_WIDE)):
         return False
     if not all(s.divides(rows) for _, rows in stack.matrices):
         return False
@@ -110,9 +115,7 @@ def _registers(stack: StackedMatrices, s: Schedule) -> float:
 
 def _words_under_way(s: Schedule) -> float:
     """Words of weights that a thread can have asked for."""
-    if s.early or s.rows == 1:
-        return math.inf
-    return _PLAIN_REGISTERS[s.rows] - _IDLE_REGISTERS
+    return math.inf if s.early else _PLAIN_WORDS[s.rows]
 
 
 def _resident(stack: StackedMatrices, s: Schedule, chip: Chip) -> int:
