@@ -48,7 +48,7 @@ def _run(arguments: list[str]) -> int:
     try:
         if arguments and arguments[0] in COMMANDS:
             return COMMANDS[arguments[0]][0](arguments[1:])
-        if len(arguments) == 1 and (answer := options.instead_of(arguments[0])):
+        if len(arguments) == 1 and (answer := options.instead_of(arguments[0], COMMANDS)):
             print(answer)
             return 0
         return _chat(arguments)

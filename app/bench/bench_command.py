@@ -96,9 +96,9 @@ def _parse(arguments: Sequence[str]) -> Namespace:
     options.add_kv(add)
     options.add_speculate(add, "off")
     add("--beam", type=options.count, metavar="N", help="width of the search for faster kernels")
-    add("-p", "--prompt", type=options.counts, metavar="N,…", help="(32,128,256,512)")
+    add("-p", "--prompt", type=options.counts, metavar="N,…", help="tokens of prompts (32,128,256,512)")
     add("-n", "--gen", type=options.counts, metavar="N,…", help="tokens of generation (128)")
-    add("-d", "--depth", type=options.counts, metavar="N,…", help="(0,1024,4096)")
+    add("-d", "--depth", type=options.counts, metavar="N,…", help="tokens of context before (0,1024,4096)")
     add(
         "--parallel",
         type=options.counts,
@@ -113,7 +113,7 @@ def _parse(arguments: Sequence[str]) -> Namespace:
         metavar="TOKENS",
         help="with --parallel: while prompts of so many tokens arrive (2048; with -n 256)",
     )
-    add("-r", "--repetitions", type=options.count, metavar="N", default=5, help="after a warm-up (5)")
+    add("-r", "--repetitions", type=options.count, metavar="N", default=5, help="times, after a warm-up (5)")
     add(
         "--power-modes",
         action="store_const",

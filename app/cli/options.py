@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import os
 import re
 import stat
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
@@ -25,6 +26,12 @@ if TYPE_CHECKING:
 BACKENDS = ("auto", "CPU", "CUDA", "NV")
 EFFORTS = ("low", "medium", "high")
 STDIN_LIMIT_BYTES = 16 << 20
+_IN_WORDS = (
+    (re.compile(r"invalid float value: (.*)"), r"must be a number, not \1"),
+    (re.compile(r"invalid int value: (.*)"), r"must be a whole number, not \1"),
+    (re.compile(r"invalid choice: (.*) \(choose from (.*)\)"), r"must be one of \2, not \1"),
+)
+"""What argparse says, and how the other options say it."""
 _FILE_NAME = re.compile(r"[^\s?]*\.\w{1,5}")  # a word that ends as names of files do
 
 EPILOG = """\
@@ -62,7 +69,12 @@ class Parser(argparse.ArgumentParser):
         (file or sys.stdout).write(self.format_help())
 
     def error(self, message: str) -> NoReturn:
-        hint = f"{call(f'{self._command} --help'.strip())} lists the args."
+        hint = f"{call(f'{self._command} --help'.strip())} lists the options."
+        unknown = re.match(r"unrecognized arguments: (--[\w-]+)", message)
+        if unknown and (near := difflib.get_close_matches(unknown[1], self._option_string_actions, 1)):
+            hint = f"Is {near[0]} meant? {hint}"
+        for pattern, words in _IN_WORDS:
+            message = pattern.sub(words, message)
         raise UsageError(f"{message[0].upper()}{message[1:]}.", hint)
 
 
@@ -91,8 +103,8 @@ def parse(arguments: Sequence[str], commands: dict[str, str]) -> argparse.Namesp
     return args
 
 
-def instead_of(word: str) -> str:
-    """What to print for a single word that is no command but looks like one; "" for a prompt."""
+def instead_of(word: str, commands: Collection[str]) -> str:
+    """What to print for a single word that is none of the `commands` but looks like one; "" for a prompt."""
     if word in ("preset", "presets"):
         from presets.loader import preset_files
         from widgets.text import one_line
@@ -105,10 +117,14 @@ def instead_of(word: str) -> str:
         return "\n".join(
             ["presets:", *lines, "", f"{call('--preset NAME')} uses one; F8 in the chat edits them."]
         )
-    meant = {"chat": "", "help": "--help", "version": "--version", "list": "models", "run": "--model NAME"}
-    if word not in meant:
+    meant = {
+        "chat": "", "help": "--help", "version": "--version", "list": "models", "run": "--model NAME",
+        "server": "serve", "benchmark": "bench", "download": "pull", "remove": "rm",
+    }  # fmt: skip
+    near = difflib.get_close_matches(word, commands, 1, 0.8) if word.isalpha() else []
+    if word not in meant and not near:
         return ""
-    return f"Is that a command? That is: {call(meant[word])}\nIs it a prompt? That is: {call(f'-- {word}')}"
+    return f"Is that a command? That is: {call(meant.get(word, *near))}\nIs it a prompt? That is: {call(f'-- {word}')}"
 
 
 def _parser(commands: dict[str, str]) -> Parser:

@@ -181,6 +181,8 @@ class ChatColumn(View, Vertical):
         self.activity.activity = pair.doing if pair and is_working else session.tools.doing
         is_idle = status.phase in (Phase.READY, Phase.GONE) and not session.tools.doing
         keys = "F1 keys  Ctrl+P commands" if is_idle else "Esc stops" if session.is_answering else ""
+        if session.is_answering and session.candidate is not None:
+            keys = f"then {session.candidate.name} answers  {keys}"
         below = "" if self.transcript.is_following else "↓ more below  Ctrl+End"
         self.activity.hint = self.back_keys or below or keys
         if (candidate := session.candidate) is not None and not session.is_answering:

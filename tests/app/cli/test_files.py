@@ -3,8 +3,9 @@
 import pytest
 
 from app.cli import options
-from app.main import main
+from app.main import COMMANDS, main
 from engine.errors import UsageError
+from engine.invocation import call
 from tests.pictures import plain_picture
 
 
@@ -72,4 +73,20 @@ def test_words_that_look_like_commands_are_answered(home, capsys):
     assert "cuda" in listed and "--preset NAME" in listed
     assert main(["chat"]) == 0
     assert "Is that a command?" in capsys.readouterr().out
-    assert not options.instead_of("hello")
+    assert main(["modles"]) == 0
+    assert call("models") in capsys.readouterr().out
+    assert not any(options.instead_of(word, COMMANDS) for word in ("hello", "serves?", "water"))
+
+
+@pytest.mark.parametrize(
+    "given, said",
+    [
+        (["--modle", "x"], "Is --model meant?"),
+        (["--temperature", "hot"], "must be a number, not 'hot'"),
+        (["--seed", "x"], "must be a whole number, not 'x'"),
+        (["--kv", "q4"], "must be one of 'f16', 'q8_0', not 'q4'"),
+    ],
+)
+def test_what_is_wrong_with_an_option(capsys, given, said):
+    assert main([*given, "hi"]) == 2
+    assert said in capsys.readouterr().err
