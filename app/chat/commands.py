@@ -6,10 +6,10 @@ from typing import Annotated, Any
 import msgspec
 
 from app.chat.session import Session
-from app.chat.settings import check_sampling
+from app.chat.settings import Context, check_sampling
 from engine.errors import UsageError
 from engine.formats.kv_format import KVFormat
-from engine.protocol.events import ContextLength, Sampling, Speculate
+from engine.protocol.events import Sampling, Speculate
 
 COMMANDS: Mapping[str, str] = {
     "help": "this list",
@@ -35,12 +35,13 @@ COMMANDS: Mapping[str, str] = {
 """The help of each command, by name."""
 SETTABLE = (*Sampling.__struct_fields__, "max_tokens")
 ENGINE_OPTIONS = {
-    "context": ("context_length", ContextLength),
+    "context": ("context_length", Context),
     "kv": ("kv", KVFormat),
     "speculate": ("speculate", Speculate),
 }
 """Options that need another start of the engine: their names in `EngineOptions`, and their types."""
-_Positive = Annotated[int, msgspec.Meta(ge=1)]
+_Positive = Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)]
+_MOST_DIGITS = 18  # of the number of a chat: SQLite has room for them
 
 
 def commands() -> dict[str, str]:
@@ -73,7 +74,7 @@ def split(text: str) -> tuple[str, str] | None:
 
 def chat_number(command: str, text: str) -> int:
     """Raises UsageError."""
-    if not (text.isascii() and text.isdigit()):
+    if not (text.isascii() and text.isdigit() and len(text) <= _MOST_DIGITS):
         raise UsageError(f"/{command} needs the number of a chat.", "/chats lists them.")
     return int(text)
 

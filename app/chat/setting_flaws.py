@@ -59,5 +59,9 @@ def _takes(kind: inspect.Type | None) -> Iterator[str]:
             yield from (f'"{value}"' for value in kind.values)
         case inspect.EnumType():
             yield from (f'"{member.value}"' for member in kind.cls)
+        case inspect.IntType(ge=int(least), le=int(most)) | inspect.FloatType(ge=least, le=most) if (
+            least is not None
+        ):
+            yield f"{_WORDS[type(kind)]} from {least:,} to {most:,.0f}"
         case inspect.Type() if word := _WORDS.get(type(kind)):
             yield word

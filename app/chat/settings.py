@@ -4,20 +4,24 @@ import contextlib
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 import platformdirs
+from msgspec import Meta
 
 from app.chat.idle_tuner import WhenIdle
 from app.chat.setting_flaws import flaw
 from app.tools.messages import SERVER_NAME, Server
 from engine.errors import UsageError
 from engine.formats.kv_format import KVFormat
-from engine.protocol.events import ContextLength, Sampling, Speculate
+from engine.protocol.events import Sampling, Speculate
 from engine.whole_file import write_whole
 from presets import GUIDE, guide_path
 from presets.sampling import out_of_range
+
+Context = Annotated[int, Meta(ge=2, le=2**31 - 1)] | Literal["max"] | None
+"""`ContextLength`, within what an engine is told."""
 
 
 class SamplingSettings(Sampling, frozen=True, kw_only=True, tag="Sampling", forbid_unknown_fields=True):
@@ -30,7 +34,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     model: str = ""
     preset: str = ""
     backend: str = "auto"
-    context: ContextLength = None
+    context: Context = None
     kv: KVFormat | None = None
     speculate: Speculate | None = None
     system: str = ""
@@ -41,7 +45,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     keep_packed: bool = False  # stores a CPU's packed weights on disk for the next start
     keep_warm: str = ""  # for how long the engine lives on for the next run: 10m
     limits: str = ""  # what each key may ask of `serve`: requests=60,tokens=100000,open=4
-    prefix_cache_gb: float | None = None  # of long chats on disk; None: what the disk has room for
+    prefix_cache_gb: Annotated[float, Meta(ge=0, le=1e6)] | None = (
+        None  # of long chats on disk; None: what the disk has room for
+    )
     mcp: dict[str, Server] = {}  # servers of tools, by name
     models: dict[str, str] = {}  # the user's own names of files and addresses
     sampling: SamplingSettings = SamplingSettings()

@@ -4,6 +4,7 @@ from unittest import mock
 import platformdirs
 import pytest
 
+from app.chat.commands import chat_number, engine_option
 from app.chat.settings import (
     Settings,
     check_sampling,
@@ -80,8 +81,16 @@ def test_a_bad_key_drops_itself_alone_and_is_named(home):
     [
         ('colour = "blue"', "colour is left out: there is no such key."),
         ('modle = "x"', "modle is left out: there is no such key; is model meant?"),
-        ('context = "huge"', 'context is left out: it takes a whole number or "max".'),
-        ("context = 1.5", 'context is left out: it takes a whole number or "max".'),
+        (
+            'context = "huge"',
+            'context is left out: it takes a whole number from 2 to 2,147,483,647 or "max".',
+        ),
+        ("context = 1.5", 'context is left out: it takes a whole number from 2 to 2,147,483,647 or "max".'),
+        (
+            "context = 9999999999",
+            'context is left out: it takes a whole number from 2 to 2,147,483,647 or "max".',
+        ),
+        ("prefix_cache_gb = nan", "prefix_cache_gb is left out: it takes a number from 0 to 1,000,000."),
         ('keys = "emacs"', 'keys is left out: it takes "plain" or "vi".'),
         ('kv = "f17"', 'kv is left out: it takes "f16" or "q8_0".'),
         ("model = 3", "model is left out: it takes a text in quotation marks."),
@@ -184,3 +193,11 @@ def test_what_is_remembered_is_for_its_owner_only(home):
     path.chmod(0o644)
     remember("model", "two")
     assert path.stat().st_mode & 0o777 == 0o600 and remembered("model") == "two"
+
+
+def test_numbers_that_are_too_large_for_a_command():
+    for name, text in (("context", "9" * 20), ("context", "1")):
+        with pytest.raises(UsageError, match="is no value for context"):
+            engine_option(name, text)
+    with pytest.raises(UsageError, match="needs the number of a chat"):
+        chat_number("open", "9" * 5000)
