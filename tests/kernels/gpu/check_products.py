@@ -80,7 +80,8 @@ def check_tensor_cores() -> None:
         layout = WeightLayout(ggml_type)
         stack = StackedMatrices.single(layout, rows, cols)
         planes, weights = packed(ggml_type, rows, cols)
-        for schedule in (Schedule(8, 8, 2, tensor=True), Schedule(12, 16, 2, early=True, tensor=True)):
+        both = Schedule(8, 8, 2, tensor=True), Schedule(12, 16, 2, early=True, tensor=True)
+        for schedule in both if THOROUGH else both[ggml_type == 12 :][:1]:
             x, out = rng.standard_normal(cols).astype(np.float32), zeros(rows)
             x *= 10.0 ** rng.uniform(-3, 3, cols).astype(np.float32)
             kernel = matvec(stack, schedule, STORE, "t", 5, eps)
@@ -411,6 +412,8 @@ def check_prompt_products() -> None:
         kernel = matmul(layout, tokens, rows, cols, Tiles(1, 1, 1, 2, parts, deep), False, "t")
         run(kernel, out, buffer(fragments), prompt, *planes)
         close(out.numpy().reshape(parts, tokens, rows).sum(0)[:n], wanted, 1e-3)
+        if not THOROUGH and ggml_type in (6, 0, 10, 13):
+            continue
         out = zeros(fragments_size(tokens, rows // 2), dtypes.float16)
         tiles = Tiles(1, 2, 2, 1, 1, min(2, units_of(cols)))
         kernel = matmul(layout, tokens, rows, cols, tiles, True, "t")
