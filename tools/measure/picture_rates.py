@@ -63,7 +63,7 @@ def measured(ask: Callable[[str, bytes | None], tuple[float, float]], side: int,
 
 def ours(path: str, mmproj: str, backend: str, chip: str, context: int, side: int, repetitions: int) -> Times:
     """To be called in a process of its own."""
-    model = warm_model(path, backend, context, mmproj=mmproj, chip=chip)
+    model = warm_model(path, backend, context, mmproj=mmproj, chip=chip, prefix_cache_bytes=0)
 
     def ask(text: str, data: bytes | None) -> tuple[float, float]:
         pictures = (Picture(data=data),) if data else ()
