@@ -4,6 +4,7 @@ import msgspec
 import pytest
 
 from engine.targets.nvidia.kernels import schedules
+from engine.targets.nvidia.kernels.chosen_experts import ChosenExperts
 from engine.targets.nvidia.kernels.device import Chip
 from engine.targets.nvidia.kernels.matvec import Schedule, StackedMatrices
 from engine.targets.nvidia.kernels.schedules import matvec_schedule
@@ -44,6 +45,34 @@ def test_what_was_measured_comes_before_the_rule():
     assert early == Schedule(16, 8, 2, early=True) and early.name == "16_8_2_early"
     assert Schedule(16, 4, 8, 2, early=True).name == "16_4_8_early_2_blocks"
     assert Schedule(16, 4, 8).name == "16_4_8"
+
+
+def test_a_mixture_has_what_was_measured_with_another_number_of_experts():
+    stack = StackedMatrices.single(WeightLayout(39), 5760, 2880, ChosenExperts(4, 128, added=False))
+    assert matvec_schedule(stack, Chip("sm_90", 132)) == Schedule(16, 4, 8)
+    assert matvec_schedule(stack, Chip("sm_00", 132)) != Schedule(16, 4, 8)
+    down = StackedMatrices.single(Q6_K, 2048, 768, ChosenExperts(8, 96, added=True))
+    assert matvec_schedule(down, Chip("sm_90", 132)) == Schedule(48, 8, 2, 1)
+    early = StackedMatrices.single(WeightLayout(12), 1408, 2816, ChosenExperts(8, 64, added=False))
+    assert matvec_schedule(early, Chip("sm_90", 132)) == Schedule(11, 16, 4, early=True)
+
+
+@pytest.mark.parametrize(
+    "ggml_type, rows, used, multiprocessors, wanted",
+    [
+        (13, 1536, 8, 132, Schedule(32, 4, 8)),  # Qwen3 30B-A3B in Q5_K
+        (14, 1536, 8, 132, Schedule(32, 4, 8)),
+        (13, 1024, 8, 132, Schedule(32, 8, 4)),  # all fit as they are
+        (12, 2048, 8, 132, Schedule(32, 8, 8)),  # no thread has more rows
+        (13, 1536, 8, 16, Schedule(32, 8, 8)),
+        (23, 1536, 8, 132, Schedule(32, 8, 4)),  # IQ4_XS takes more registers
+    ],
+)
+def test_all_blocks_that_choose_experts_run_at_a_time_if_they_can(
+    ggml_type, rows, used, multiprocessors, wanted
+):
+    stack = StackedMatrices.single(WeightLayout(ggml_type), rows, 2048, ChosenExperts(used, 128, added=False))
+    assert matvec_schedule(stack, Chip("sm_00", multiprocessors)) == wanted
 
 
 def test_a_search_tries_early_weights_where_kernels_are_launched_early():
