@@ -29,6 +29,7 @@ def test_processes_that_compile_together_make_the_same_kernels(tmp_path, monkeyp
     assert kept("0") == kept("2") > 3
 
 
+@thorough  # a commit: the option in tests/app/test_main.py, the figures in tests/model/test_text_model.py
 def test_an_answer_with_log_probabilities(tmp_path, capfd):
     model = write(tmp_path / "noise.gguf")
     options = (

@@ -16,6 +16,7 @@ from engine.targets.nvidia.runner import NvidiaRunner
 from tests import generated_model
 from tests.kernels.gpu.buffers import short_lists
 from tests.reference import Reference
+from tests.thorough import THOROUGH
 
 SMALL = {"dim": 64, "heads": 2, "kv_heads": 1, "ffn": 64, "layers": 2, "quant": "Q8_0"}
 
@@ -44,12 +45,13 @@ def hold(n: int = 20, context: int = 32, **shape: Any) -> None:
         head = runner.draft_head(Weights(file, spec.draft_head, lambda _: None), KVFormat.F16)
     head.prepare()
     text = list(map(int, np.random.default_rng(0).integers(0, 500, n)))
-    blocks, stream = KVBlocks(runner), reference.streams(text[:-1])[-1]
-    blocks.reserve(0, len(text))
-    runner.run([Slot(0, tuple(text[:-2]), 0, "none")])
-    runner.run([Slot(0, (text[-2],), len(text) - 2)])
-    last = runner.streams(1)
-    assert last is not None and np.abs(last - stream[-1:]).max() < 0.02 * np.abs(stream).max()
+    stream = reference.streams(text[:-1])[-1]
+    if THOROUGH:  # a commit is checked with the streams of steps in check_assistant
+        KVBlocks(runner).reserve(0, len(text))
+        runner.run([Slot(0, tuple(text[:-2]), 0, "none")])
+        runner.run([Slot(0, (text[-2],), len(text) - 2)])
+        last = runner.streams(1)
+        assert last is not None and np.abs(last - stream[-1:]).max() < 0.02 * np.abs(stream).max()
     before = np.concatenate([np.zeros_like(stream[:1]), stream])
     wanted = [int(logits.argmax()) for logits in reference.drafts(text, 3)]
     head.store(0, text[:-4], before[:-4])
