@@ -242,7 +242,7 @@ class LineChat(View):
 
     def _figures(self, end: Finished) -> str:
         length = self._ready.context_length if self._ready else 0
-        return f"{figures(end)}, context {end.context_used} of {length}" if length else figures(end)
+        return f"{figures(end)}, context {end.context_used:,} of {length:,}" if length else figures(end)
 
     async def _open(self, chat_id: int) -> None:
         require_chat(self.session.history, chat_id)

@@ -1,5 +1,6 @@
 """Why a request is not answered: a status, and JSON in the form of the protocol that the client speaks."""
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,6 +22,7 @@ class ApiError(Exception):
 
 Form = Callable[[ApiError], dict[str, Any]]
 CONTEXT = "context_length_exceeded"  # OpenAI's code, for which agents look to summarize a conversation
+_SIZES = re.compile(r"([\d,]+) tokens and the context holds ([\d,]+)")
 _ANTHROPIC_KINDS = {
     401: "authentication_error",
     403: "permission_error",
@@ -34,20 +36,40 @@ _ANTHROPIC_KINDS = {
 
 def openai_form(error: ApiError) -> dict[str, Any]:
     """https://platform.openai.com/docs/guides/error-codes"""
-    fields = {"message": error.message, "type": error.kind, "param": error.param, "code": error.code}
+    fields = {"message": said(error), "type": error.kind, "param": error.param, "code": error.code}
     return {"error": fields}
 
 
 def anthropic_form(error: ApiError) -> dict[str, Any]:
-    """https://docs.anthropic.com/en/api/errors. Claude Code knows a full context by the message's beginning."""
+    """https://docs.anthropic.com/en/api/errors. Claude Code knows a full context by the message's beginning, and reads
+    both numbers of it."""
     kind = _ANTHROPIC_KINDS.get(error.status, "invalid_request_error")
-    message = f"prompt is too long: {error.message}" if error.code == CONTEXT else error.message
+    message = error.message
+    if error.code == CONTEXT:
+        tokens, most = _sizes(message)
+        sizes = f"{tokens} tokens > {most} maximum. " if tokens else ""
+        message = f"prompt is too long: {sizes}{message}"
     return {"type": "error", "error": {"type": kind, "message": message}}
 
 
 def ollama_form(error: ApiError) -> dict[str, Any]:
     """https://github.com/ollama/ollama/blob/main/docs/api.md"""
-    return {"error": error.message}
+    return {"error": said(error)}
+
+
+def said(error: ApiError) -> str:
+    """The message. That of a full context begins with OpenAI's words, by which many agents know it."""
+    if error.code != CONTEXT:
+        return error.message
+    _, most = _sizes(error.message)
+    length = f"This model's maximum context length is {most} tokens." if most else ""
+    return f"{length or 'The maximum context length is exceeded.'} {error.message}"
+
+
+def _sizes(message: str) -> tuple[str, str]:
+    """How many tokens a prompt has and the context holds, as digits; "" if `message` does not say so."""
+    sizes = _SIZES.search(message)
+    return (sizes[1].replace(",", ""), sizes[2].replace(",", "")) if sizes else ("", "")
 
 
 def form_of(path: str) -> Form:

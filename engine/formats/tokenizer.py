@@ -110,7 +110,7 @@ class Tokenizer(Vocabulary):
             self.check_fewest(texts, most, len(parts) - len(texts))
             if any(self._goes_beyond(part, most) for part in parts if isinstance(part, str)):
                 raise ContextFullError(
-                    f"The conversation has over {most} tokens, and the context holds no more.", SHORTEN
+                    f"The conversation has over {most:,} tokens, and the context holds no more.", SHORTEN
                 )
         return self._ids(parts)
 
@@ -121,7 +121,7 @@ class Tokenizer(Vocabulary):
             return
         if (least := others + self._fewest(texts)) > most:
             raise ContextFullError(
-                f"The conversation has at least {least} tokens and the context holds {most}.", SHORTEN
+                f"The conversation has at least {least:,} tokens and the context holds {most:,}.", SHORTEN
             )
 
     def _goes_beyond(self, text: str, most: int) -> bool:

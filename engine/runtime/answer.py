@@ -281,7 +281,7 @@ def _reply_limit(prompt_n: int, max_tokens: int | None, context_length: int) -> 
     limit = context_length - prompt_n + 1
     if limit < 1:
         raise ContextFullError(
-            f"The conversation has {prompt_n} tokens and the context holds {context_length}.",
+            f"The conversation has {prompt_n:,} tokens and the context holds {context_length:,}.",
             SHORTEN,
         )
     return limit if max_tokens is None else min(limit, max_tokens)

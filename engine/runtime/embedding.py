@@ -131,7 +131,7 @@ class Embeddings:
             )
         if len(prompt.ids) > most:
             raise ContextFullError(
-                f"The text has {len(prompt.ids)} tokens and the context holds {most}.",
+                f"The text has {len(prompt.ids):,} tokens and the context holds {most:,}.",
                 "Cut it into parts, or choose a longer context.",
             )
         return Embedding(request, prompt, self._prompts, self._pooler, report)

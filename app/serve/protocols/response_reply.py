@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from app.serve.answer import AnswerDelta, AnswerEnd
-from app.serve.errors import CONTEXT, ApiError
+from app.serve.errors import CONTEXT, ApiError, said
 from app.serve.http import NAMED_DATA, Framing
 from app.serve.protocols import logprobs
 from app.serve.protocols.blocks import Block, Blocks, Change, Grown, Opened
@@ -70,7 +70,7 @@ class ResponseReply(Reply):
 
     def failed(self, error: ApiError) -> Json:
         code = error.code if error.code == CONTEXT else error.kind
-        response = self.response("failed") | {"error": {"code": code, "message": error.message}}
+        response = self.response("failed") | {"error": {"code": code, "message": said(error)}}
         return self._event("response.failed", response=response)
 
     def whole(self) -> Json:

@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from tests.app.fake_engine import FakeEngine
+from tests.app.fake_engine import TOO_LONG, FakeEngine
 from tests.app.serve.conftest import HELLO, WEATHER, error
 
 CHAT = "/v1/chat/completions"
@@ -96,3 +96,21 @@ async def test_a_schema_that_is_left_out_is_any_object(served):
     format = {"type": "json_schema", "json_schema": {"name": "x"}}
     assert (await client.post(CHAT, json=HELLO | {"response_format": format})).status_code == 200
     assert json.loads(engine.requests[0].grammar.source)["type"] == "object"
+
+
+@pytest.mark.parametrize(
+    "path, body, said",
+    [
+        (CHAT, HELLO, "This model's maximum context length is 8192 tokens. The prompt has 9,000 tokens"),
+        (
+            "/v1/messages",
+            HELLO | {"max_tokens": 5},
+            "prompt is too long: 9000 tokens > 8192 maximum. The prompt",
+        ),
+        ("/api/chat", HELLO | {"stream": False}, "maximum context length is 8192 tokens"),
+    ],
+)
+async def test_a_full_context_is_said_as_agents_expect_it(served, path, body, said):
+    client, _ = served(FakeEngine([TOO_LONG]))
+    response = await client.post(path, json=body)
+    assert response.status_code == 400 and said in response.text
