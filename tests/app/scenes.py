@@ -267,10 +267,11 @@ def _whole(presses: int, *keys: str) -> Callable[[ChatApp, Pilot[None]], Awaitab
             await pilot.press("f5")
         await _measured(app, pilot)
         await pilot.press(*["f9"] * presses)
+        whole = app.dashboard.whole
+        assert whole is not None
+        await until(lambda: whole.size.width > app.size.width / 2, lambda: "the pane was not laid out")
         if keys:  # they are the pane's
-            whole = app.dashboard.whole
-            assert whole is not None
-            await until(lambda: app.focused is whole and whole.size.width > app.size.width / 2)
+            await until(lambda: app.focused is whole)
             await pilot.press(*keys)
 
     return act
