@@ -130,6 +130,7 @@ def test_the_host_chooses_under_a_grammar(model):
             "too big",
         ),
     ],
+    ids=lambda value: value[:30],
 )
 def test_a_bad_schema(model, source, says):
     with pytest.raises(UsageError, match=f"schema cannot be used: .*{says}") as refused:
