@@ -218,7 +218,7 @@ def require_room(attachments: Sequence[Attachment], tokens: int, room: int) -> N
         have = "has" if len(attachments) == 1 else "have"
         raise UsageError(
             f"{names} {have} {counted(tokens, 'token')}, and the context has room for {room:,}.",
-            f"@{attachments[0].name.partition(':')[0]}:1-200 takes some of the lines.",
+            _less(max(attachments, key=lambda file: file.tokens or 0), tokens - room),
         )
 
 
@@ -232,6 +232,14 @@ def refuse_pictures(attachments: Sequence[Attachment], status: StatusObserver) -
 
 
 # --- what is typed and pasted -----------------------------------------------------------------------------
+
+
+def _less(file: Attachment, surplus: int) -> str:
+    """How to name `file` so that it has so many tokens less, and a tenth of what is left; "" if that is nothing."""
+    share = 0.9 * (1 - surplus / (file.tokens or 1))
+    first, lines = file.first or 1, int(share * len(file.text.splitlines()))
+    name = f"{_LINES.sub('', file.name)}:{first}-{first + lines - 1}"
+    return f"{mention_of(name)} takes as many lines as fit." if lines > 0 else ""
 
 
 def shown(path: Path) -> str:

@@ -88,8 +88,12 @@ def test_files_that_do_not_fit_are_refused_with_their_tokens():
     reader = FileReader(lambda text: len(text.split()))
     [file] = reader.read_all("@notes.txt", room=200)
     assert file.tokens == 103 and file.label == "notes.txt 103 tokens"
-    with pytest.raises(UsageError, match=r"notes\.txt has 103 tokens, and the context has room for 90\."):
+    with pytest.raises(
+        UsageError, match=r"notes\.txt has 103 tokens, and the context has room for 90\."
+    ) as said:
         reader.read_all("@notes.txt", room=90)
+    assert said.value.hint == "@notes.txt:1-39 takes as many lines as fit."
+    assert reader.read_all("@notes.txt:1-39", room=90)
     assert reader.chips("@notes.txt @src") == [
         ("notes.txt 103 tokens", True),
         ("src is a folder.", False),
