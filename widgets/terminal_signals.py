@@ -13,6 +13,9 @@ from typing import Any
 
 from textual.app import App
 
+ENDING = signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGALRM, signal.SIGXCPU
+"""Signals that end a program without a handler for them: its terminal would stay in the full screen, without echo."""
+
 
 def suspend_between_events(app: App[Any]) -> None:
     """To be called once, when the screen is there."""
@@ -35,15 +38,20 @@ def suspend_between_events(app: App[Any]) -> None:
 
 
 def end_with_terminal(app: App[Any]) -> None:
-    """Leaves the program in order on SIGTERM and SIGHUP, and when its terminal is gone without a word."""
+    """Leaves the program in order on signals that end it, and when its terminal is gone without a word."""
 
     def leave_if_alone() -> None:
         if not os.isatty(0):
             app.exit()
 
-    _on_signals({signal.SIGTERM: app.exit, signal.SIGHUP: app.exit})
+    end_in_order(app.exit, signal.SIGTERM, *ENDING)
     if os.isatty(0) and not app.is_headless:
         app.set_interval(1.0, leave_if_alone)
+
+
+def end_in_order(end: Callable[[], object], *signals: signal.Signals) -> None:
+    """Calls `end` between two events when one of these signals has come."""
+    _on_signals(dict.fromkeys(signals, end))
 
 
 def _on_signals(handlers: Mapping[signal.Signals, Callable[[], object]]) -> None:

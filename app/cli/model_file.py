@@ -40,8 +40,11 @@ def model_path(named: str | None, settings: Settings, cancelled: Callable[[], bo
     nearby = sorted((path if path.is_dir() else path.parent).glob("*.gguf"))
     names = ", ".join(map(str, nearby[:5])) + (f" and {len(nearby) - 5} more" if len(nearby) > 5 else "")
     kind = "a folder" if path.is_dir() else "a device or a pipe" if path.exists() else ""
+    what = f"{path} is {kind}, not a model file." if kind else f"There is no file {path}."
+    if not kind and path.is_symlink():
+        what = f"{path} is a link to {one_line(str(path.readlink()))}, which is not there."
     raise ModelFileError(
-        f"{path} is {kind}, not a model file." if kind else f"There is no file {path}.",
+        what,
         f"GGUF files there: {names}." if nearby else "Give the path of a GGUF file: --model FILE.",
     )
 

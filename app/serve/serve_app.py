@@ -39,7 +39,7 @@ from widgets.pane_stack import PaneStack, next_pane
 from widgets.request_list import RequestList
 from widgets.server_head import ServerHead
 from widgets.slot_table import SlotTable
-from widgets.terminal_signals import suspend_between_events
+from widgets.terminal_signals import ENDING, end_in_order, suspend_between_events
 from widgets.text import counted
 
 FRAME_S = 0.5 if "SSH_CONNECTION" in os.environ else 0.25
@@ -151,6 +151,7 @@ class ServeApp(App[None]):
         self.set_interval(COUNTERS_S, self._sample_counters)
         self.call_after_refresh(self._sample_counters)
         suspend_between_events(self)
+        end_in_order(interrupt, *ENDING)
 
     def on_print(self, event: Print) -> None:
         self.printed.append(event.text)

@@ -170,6 +170,10 @@ class TensorInfo:
         they leave the memory to others at once."""
         self._buffer.release(self._offset + start, n_bytes, keep_cached)
 
+    def place(self) -> tuple[str, int]:
+        """The file that it is in, and where it begins there: tensors in this order follow each other."""
+        return str(self._buffer.path), self._offset
+
     def __repr__(self) -> str:
         return f"<{self.name!r} {self.type_name} {self.shape}>"
 

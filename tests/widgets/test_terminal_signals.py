@@ -7,7 +7,7 @@ import signal
 
 import pytest
 
-from widgets.terminal_signals import end_with_terminal, suspend_between_events
+from widgets.terminal_signals import ENDING, end_with_terminal, suspend_between_events
 
 
 class App:
@@ -36,7 +36,7 @@ async def app(monkeypatch):
     app = App()
     monkeypatch.setattr(os, "kill", lambda process, number: app.asked.append(signal.Signals(number).name))
     yield app
-    for number in (signal.SIGTSTP, signal.SIGCONT, signal.SIGTERM, signal.SIGHUP):
+    for number in (signal.SIGTSTP, signal.SIGCONT, signal.SIGTERM, *ENDING):
         asyncio.get_running_loop().remove_signal_handler(number)
 
 
@@ -59,7 +59,7 @@ async def test_it_is_suspended_and_continued_between_two_events(app):
     )
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("number", [signal.SIGTERM, *ENDING])
 async def test_it_ends_in_order(app, number):
     end_with_terminal(app)
     assert await sent(app, number) == ["exit"]
