@@ -10,17 +10,34 @@ from engine.errors import UsageError
 
 NAME = "orin-chat"
 NO_KEY = "any"  # for programs that want a key where the server needs none
+AGENT_TOKENS = 16_384
+"""A context that holds the instructions of most agents, and some turns."""
 
 
 @dataclass(frozen=True)
 class Endpoint:
     """A server at `address` ("http://127.0.0.1:8080") with a model, whose context is in tokens (0: not known).
-    `key_env` names the variable with the key; "": none is needed."""
+    `key_env` names the variable with the key; "": none is needed. `has_tools`: the model's template takes tools.
+    `sees`: it takes pictures."""
 
     address: str
     model: str
     context: int = 0
     key_env: str = ""
+    has_tools: bool = True
+    sees: bool = False
+
+    @property
+    def remarks(self) -> list[str]:
+        """What agents need and the model does not have."""
+        found = []
+        if not self.has_tools:
+            found.append(f"The template of {self.model} takes no tools, and agents need them.")
+        if 0 < self.context < AGENT_TOKENS:
+            found.append(
+                f"A context of {self.context:,} tokens is short for agents: they send prompts of 6,000 to 25,000."
+            )
+        return found
 
     @property
     def v1(self) -> str:
@@ -137,13 +154,13 @@ def _opencode(at: Endpoint) -> dict[str, Any]:
         "npm": "@ai-sdk/openai-compatible",
         "name": NAME,
         "options": options,
-        "models": {at.model: {"name": at.model, "tool_call": True, **limit}},
+        "models": {at.model: {"name": at.model, "tool_call": at.has_tools, **limit}},
     }
     return {"provider": {NAME: provider}}
 
 
 def _zed(at: Endpoint) -> dict[str, Any]:
-    can = {"tools": True, "images": False, "parallel_tool_calls": True, "prompt_cache_key": False}
+    can = {"tools": at.has_tools, "images": at.sees, "parallel_tool_calls": True, "prompt_cache_key": False}
     known = {"max_tokens": at.context} if at.context else {}
     model = {"name": at.model, "display_name": at.model, **known, "capabilities": can}
     return {"language_models": {"openai_compatible": {NAME: {"api_url": at.v1, "available_models": [model]}}}}
@@ -160,9 +177,10 @@ def _continue(at: Endpoint) -> str:
 
 def _llm(at: Endpoint) -> str:
     key = f"  api_key_name: {NAME}\n" if at.key_env else ""
+    vision = "  vision: true\n" if at.sees else ""
     return (
         f"- model_id: {NAME}\n  model_name: {json.dumps(at.model)}\n  api_base: {at.v1}\n"
-        f"{key}  supports_tools: true\n  supports_schema: true\n"
+        f"{key}  supports_tools: {json.dumps(at.has_tools)}\n  supports_schema: true\n{vision}"
     )
 
 

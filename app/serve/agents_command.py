@@ -28,6 +28,8 @@ def run(arguments: Sequence[str], settings: Settings) -> int:
         raise UsageError(f"There is nothing known of {unknown[0]!r}.", f"Known are {', '.join(AGENTS)}.")
     chosen = [AGENTS[name] for name in args.names or AGENTS]
     endpoint = _endpoint(args)
+    for remark in endpoint.remarks:
+        print(f"orin-chat: {remark}", file=sys.stderr)
     if args.write:
         for agent in chosen:
             _write(agent, endpoint, is_sure=args.yes)
@@ -66,6 +68,8 @@ def _endpoint(args: Namespace) -> Endpoint:
         if model not in named:
             raise UsageError(f"The server has no model {one_line(model)}.", f"It has {', '.join(named)}.")
         context = named[model].get("context_length")
+        can = named[model].get("capabilities", {})
+        tools, images = (can.get(name, {}).get("supported") for name in ("tools", "image_input"))
     except urllib.error.HTTPError as error:
         hint = "Name the variable with its key: --api-key-env NAME." if error.code == 401 else ""
         raise BackendError(f"The server at {one_line(address)} refuses: {error.code}.", hint) from None
@@ -74,7 +78,8 @@ def _endpoint(args: Namespace) -> Endpoint:
             f"No orin-chat answers at {one_line(address)}.",
             f"Start it with {call('serve')}, or name another one: --server URL.",
         ) from None
-    return Endpoint(address, model, context if isinstance(context, int) else 0, args.api_key_env or "")
+    length = context if isinstance(context, int) else 0
+    return Endpoint(address, model, length, args.api_key_env or "", tools is not False, images is True)
 
 
 def _described(agent: Agent, endpoint: Endpoint) -> str:

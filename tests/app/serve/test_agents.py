@@ -95,6 +95,15 @@ def test_nothing_is_written_that_nobody_agreed_to(server, monkeypatch, tmp_path,
     assert broken.read_text() == "// a comment\n{}"
 
 
+def test_what_a_model_lacks_is_said_and_not_promised():
+    small = Endpoint("http://127.0.0.1:8080", "tiny", 2048, has_tools=False, sees=True)
+    assert [remark.split(" ")[0] for remark in small.remarks] == ["The", "A"]
+    assert not Endpoint("http://127.0.0.1:8080", "tiny", 32768).remarks
+    opencode, zed, llm = (AGENTS[name].lines(small) for name in ("opencode", "zed", "llm"))
+    assert '"tool_call": false' in opencode and "supports_tools: false" in llm and "vision: true" in llm
+    assert '"tools": false' in zed and '"images": true' in zed
+
+
 @pytest.mark.parametrize("name", AGENTS)
 def test_each_says_where_the_server_is_and_which_model(name):
     agent = AGENTS[name]
