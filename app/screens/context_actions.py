@@ -37,7 +37,8 @@ WAYS = (
 
 
 class FullContextScreen(Page[str | None]):
-    """Dismissed with the name of the way that was chosen, or None. `context_length` is in tokens."""
+    """Dismissed with the name of the way that was chosen, or None. `context_length` is in tokens; `is_longest`: the
+    model was trained for no longer one."""
 
     DEFAULT_CSS = """
     FullContextScreen > Frame { width: 76; height: auto; min-height: 0; padding: 1 2; }
@@ -47,9 +48,9 @@ class FullContextScreen(Page[str | None]):
     """
     BINDINGS = [Binding("escape", "dismiss", "Close")]
 
-    def __init__(self, context_length: int) -> None:
+    def __init__(self, context_length: int, *, is_longest: bool = False) -> None:
         super().__init__()
-        self._length = context_length
+        self._length, self._is_longest = context_length, is_longest
 
     def compose(self) -> ComposeResult:
         tokens = f" of {counted(self._length, 'token')}" if self._length else ""
@@ -60,7 +61,7 @@ class FullContextScreen(Page[str | None]):
                 f"The model reads at most a context{tokens}. This chat has no more room in it.", markup=False
             )
             options = []
-            for way in WAYS:
+            for way in WAYS[: -1 if self._is_longest else None]:
                 text = Content.assemble((way.title, "bold"), "\n", (way.help, "$foreground 65%"))
                 options.append(Option(text, way.name))
             yield OptionList(*options)
@@ -82,8 +83,10 @@ class ContextActions(App[None]):
     @work(group="full", exclusive=True)
     async def offer_ways_on(self) -> None:
         """Asks how to go on in a full context, and does so."""
-        length = self.session.status.snapshot().context_length
-        if name := await self.push_screen_wait(FullContextScreen(length)):
+        status = self.session.status.snapshot()
+        length = status.context_length
+        is_longest = 0 < status.ready.model.trained_context <= length
+        if name := await self.push_screen_wait(FullContextScreen(length, is_longest=is_longest)):
             await self.run_action(name)
 
     async def action_summarize(self) -> None:

@@ -115,6 +115,17 @@ async def test_a_full_context_goes_on_with_the_longest_one(hub, setup, first, hi
         await user.sees("Memory has room for no longer context")
 
 
+async def test_no_longer_context_is_offered_than_the_model_was_trained_for(history):
+    whole = replace(READY, model=replace(READY.model, trained_context=READY.context_length))
+    full = reply("So much", reason="length", prompt_n=8190)
+    async with chat(FakeEngine(full, start=[whole]), history, initial_prompt="Tell me all") as user:
+        await user.sees("Ctrl+G offers how to go on")
+        await user.idle()
+        await user.press("ctrl+g")
+        await user.sees("Leave out the oldest turns")
+        assert "The longest context" not in user.screen()
+
+
 async def test_a_first_model_that_does_not_load_can_be_replaced(hub, setup, first, history):
     other = download(parse("noise"))
     setup = setup(reply("From the other."))
