@@ -12,6 +12,7 @@ in place of `ac`.
 from textual.binding import Binding
 from textual.drivers import linux_driver
 from textual.events import Key
+from textual.strip import Strip
 from textual.widget import Widget
 from textual.widgets import Input, TextArea
 from textual.widgets.text_area import Edit, EditResult
@@ -40,6 +41,10 @@ class OrderedTextArea(TextArea):
     def action_cursor_document(self, end: int) -> None:
         """Moves the cursor to the start of the text, or to its end."""
         self.move_cursor(self.document.end if end else (0, 0))
+
+    def render_line(self, y: int) -> Strip:
+        """Nothing in a field without columns, in a terminal of two: Textual cannot wrap a placeholder there."""
+        return super().render_line(y) if self.content_size.width else Strip.blank(0)
 
     def _set_document(self, text: str, language: str | None) -> None:
         super()._set_document(editable(text), language)

@@ -325,7 +325,7 @@ class Transcript(ScrollView, can_focus=False):
     def render_line(self, y: int) -> Strip:
         row, width = round(self.scroll_y) + y, self.size.width
         line = self._line(row)
-        if line is None:
+        if line is None or width <= _GUTTER:
             return Strip.blank(width, self.visual_style.rich_style)
         key = width, self._style_version
         selected = None if self.text_selection is None else self.text_selection.get_span(row)

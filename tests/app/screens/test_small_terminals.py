@@ -8,7 +8,7 @@ from app.chat.history import History
 from app.screens.chats import ChatsScreen
 from app.screens.engine_setup import EngineSetup
 from engine.protocol.events import EngineOptions
-from tests.app.driver import chat
+from tests.app.driver import chat, stored
 from tests.app.fake_engine import FakeEngine, reply
 from tests.thorough import rarely
 from widgets.page import Frame
@@ -84,3 +84,14 @@ async def test_the_chat_shows_that_a_system_prompt_is_set(history, size):
         await user.sees("system")
         user.app.session.set_system("")
         await user.until(lambda: "system" not in user.screen(), "the end of the mark")
+
+
+@pytest.mark.parametrize("size", [(1, 200), (2, 200), (3, 200), (200, 1)])
+async def test_terminals_of_few_columns_or_rows_end_nothing(history, size):
+    async with chat(FakeEngine(reply("Yes.")), history, size=size) as user:
+        await user.say("Why?")
+        await user.idle()
+        assert [text for _, text, _ in stored(history, user.app.session.conversation.chat_id)] == [
+            "Why?",
+            "Yes.",
+        ]
