@@ -19,7 +19,7 @@ class HelpScreen(Page[None]):
     }
     HelpScreen.-stacked Grid { grid-size: 1; grid-columns: 1fr; }
     HelpScreen.-stacked .help { padding-left: 2; }
-    HelpScreen .key { text-style: bold; color: $text-primary; }
+    HelpScreen .key { padding-right: 1; text-style: bold; color: $text-primary; }
     """
     HORIZONTAL_BREAKPOINTS = [(0, "-stacked"), (60, "-columns")]
     BINDINGS = [Binding("escape,f1,q,enter", "dismiss", "Close")]

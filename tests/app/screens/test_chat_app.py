@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from textwrap import wrap
 from unittest import mock
 
 import pytest
@@ -480,7 +481,8 @@ async def test_help_and_palette_have_every_action(history):
         await user.press("f1")
         assert isinstance(user.app.screen, HelpScreen)
         for action in ACTIONS:
-            await user.sees(action.help)
+            for line in wrap(action.help, 66):
+                await user.sees(line)
         await user.press("escape")
         commands = {command.title for command in user.app.get_system_commands(user.app.screen)}
         assert commands == {entry.title for entry in (*ACTIONS, *WAYS)} | {"Theme"}
