@@ -40,8 +40,8 @@ class Driver:
         await self.pilot.click(offset=(column + 1, row))
 
     async def sees(self, text: str) -> None:
-        """Waits for `text`, wherever its lines are broken."""
-        words = lambda text: " ".join(text.split())
+        """Waits for `text`, wherever its lines are broken, and in a frame."""
+        words = lambda text: " ".join(text.replace("│", " ").split())
         await self.until(lambda: words(text) in words(self.screen()), f"{text!r} on the screen")
 
     async def press(self, *keys: str) -> None:

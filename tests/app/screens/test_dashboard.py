@@ -213,7 +213,7 @@ async def test_in_mid_reply_a_switch_is_said_and_so_is_its_failure():
         await sees(pilot, "still at it")
         await pilot.press("f6")
         await sees(pilot, "cpu is being prepared and answers after this reply")
-        assert app.column.activity.hint == "then cpu answers  Esc stops"
+        await until(lambda: app.column.activity.hint == "then cpu answers  Esc stops")
         broken.release()
         await sees(pilot, "cpu did not start: There is no driver. Choose CPU.")
         assert app.session.is_answering and app.session.candidate is None
