@@ -28,7 +28,7 @@ from engine.formats.template import ChatTemplate
 from engine.kernels.compilation import interruptible
 from engine.kernels.quantized_matrix import QuantizedMatrix
 from engine.loading import packed_weights_cache
-from engine.loading.weights import Weights
+from engine.loading.weights import Weights, blank_end
 from engine.measure.bandwidth import copy_gbps
 from engine.measure.compiling import kernels_reported
 from engine.measure.free_memory import free_bytes, host_free_bytes, uses_host_memory
@@ -175,7 +175,7 @@ class TextModel:
         self._embeddings = Embeddings(self.prompts, self.context_length, _pooler(weights))
         self._choices.skip()
         with timeline.span("template"):
-            warnings = self._warnings(spec, options)
+            warnings = self._warnings(file, spec, options)
             if draft and not self._runner.check_rows:
                 warnings += (NO_CHECKS,)
             is_asked_for = options.speculate == "heads" or (head and head.is_assistant)
@@ -208,7 +208,7 @@ class TextModel:
             return {}
         return {"experts": spec.experts[0].count, "experts_used": spec.experts[0].used}
 
-    def _warnings(self, spec: ModelSpec, options: EngineOptions) -> tuple[str, ...]:
+    def _warnings(self, file: GGUF, spec: ModelSpec, options: EngineOptions) -> tuple[str, ...]:
         """Sentences about what a user would not expect of this model."""
         as_graph = "" if options.kernels == "graph" else runs_as_graph_because(spec, str(Device.DEFAULT))
         unkept = ""
@@ -226,7 +226,7 @@ class TextModel:
                 "What a search of schedules found made an earlier start fail, so it is not used any more."
             )
         stands_in = options.chip and f"The kernels are those of {options.chip}, as if this were such a GPU."
-        notes = [stands_in, as_graph, unkept, dropped, shorter, *text_only]
+        notes = [blank_end(file, spec), stands_in, as_graph, unkept, dropped, shorter, *text_only]
         return (*self.prompts.warnings, *filter(None, notes))
 
     def warm_up(self, interrupted: Callable[[], bool]) -> None:
