@@ -21,10 +21,10 @@ from app.serve.http import error_response
 CLIENT = "orin_chat.client"
 """The key of an ASGI scope: who asks."""
 _PROGRAMS = {
-    "app", "file", "tauri", "capacitor", "vscode-webview", "vscode-file",
+    "app", "tauri", "capacitor", "vscode-webview", "vscode-file",
     "chrome-extension", "moz-extension", "safari-web-extension",
 }  # fmt: skip
-"""Schemes of origins that programs and extensions have."""
+"""Schemes of origins that programs and extensions have. Not "file": a page of a site may have been saved."""
 OPEN_PATHS = ("/health", "/v1/health")  # need no key, as in llama-server
 
 
