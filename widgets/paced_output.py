@@ -7,6 +7,7 @@ changes is collected for the next frame. Terminals that do not answer are paced 
 
 import asyncio
 import contextvars
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -73,6 +74,8 @@ class PacedOutput(App[None]):
         shown: list[Shown]
 
     def __init__(self) -> None:
+        for name in ("COLUMNS", "LINES"):  # sizes that do not follow the terminal, or are of another one
+            os.environ.pop(name, None)
         super().__init__()
         self.pictures = TerminalPictures()
         self._rows = ScreenRows()

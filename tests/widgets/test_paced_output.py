@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 
 from textual.app import ComposeResult
@@ -87,3 +88,10 @@ async def test_a_line_is_thin_if_large_frames_take_long():
         app._frame_bytes = paced_output.THIN_BYTES
         app._thread_has_written(took_s=1.0)
         assert app.is_line_thin
+
+
+def test_sizes_of_the_environment_do_not_hold_the_terminals(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "9999999")
+    monkeypatch.setenv("LINES", "-5")
+    app = PacedApp()
+    assert app.console.width < 9999999 and not {"COLUMNS", "LINES"} & set(os.environ)
