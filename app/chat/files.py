@@ -150,7 +150,7 @@ def read(mention: Mention) -> Attachment:
     file_of = partial(Attachment, name=name, path=str(path.absolute()), stamp=_stamp(state))
     if is_picture:
         return file_of(text="", picture=PictureFile(data=data))
-    if (text := _decoded(data)) is None:
+    if (text := decoded_text(data)) is None:
         size = as_bytes(state.st_size)
         raise UsageError(f"{name} is no text and no picture ({size}).")
     return file_of(text=text, first=mention.first, last=mention.last)
@@ -176,7 +176,7 @@ def _lines(file: BinaryIO, mention: Mention) -> bytes:
     return b"".join(taken)
 
 
-def _decoded(data: bytes) -> str | None:
+def decoded_text(data: bytes) -> str | None:
     """The text in `data`: UTF-8, or UTF-16 with its mark; None if it is none, as a PDF whose parts happen to be."""
     if data.startswith(b"%PDF-"):
         return None

@@ -3,12 +3,13 @@
 from typing import Any
 from urllib.parse import unquote
 
+from app.chat.files import decoded_text
 from app.serve.errors import wrong
 from app.serve.protocols.pictures import NOTHING_ELSE, decoded
 
 
 def from_file(file: Any, param: str) -> str:
-    """The name of a file (`filename`, `file_data`) and its text, UTF-8. Its data are base64, also as a data: URL.
+    """The name of a file (`filename`, `file_data`) and its text. Its data are base64, also as a data: URL.
     Raises ApiError for one that is named by an id or an address, or holds no text."""
     given = file.get("file_data") if isinstance(file, dict) else None
     if not isinstance(given, str):
@@ -17,10 +18,10 @@ def from_file(file: Any, param: str) -> str:
     if not head.lower().endswith(";base64"):
         raise wrong("A data: URL has its data in base64.", param)
     try:
-        text = decoded(unquote(data) if "%" in data else data).decode("utf-8-sig")
+        text = decoded_text(decoded(unquote(data) if "%" in data else data))
     except ValueError:
-        raise wrong(NOTHING_ELSE, param) from None
-    if "\0" in text:
+        text = None
+    if text is None:
         raise wrong(NOTHING_ELSE, param)
     name = file.get("filename")
     return f"{name}\n{text}\n" if isinstance(name, str) and name else f"{text}\n"

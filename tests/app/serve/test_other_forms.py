@@ -71,6 +71,7 @@ async def test_files_of_text_are_read(served, path, content):
     [
         {"file_id": "file-1"},
         {"file_data": base64.b64encode(b"%PDF-1.7\xff\0").decode()},
+        {"file_data": base64.b64encode(b"%PDF-1.7\n1 0 obj").decode()},
         {"file_data": "=="},
         5,
     ],
