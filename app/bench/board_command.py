@@ -93,25 +93,13 @@ def _parse(arguments: Sequence[str]) -> Any:
     add("--as", dest="chip", metavar="CHIP", help="as on another GPU, with the kernels of sm_87, …")
     add("--model", action="append", metavar="NAME", help="another model than the three; again for one more")
     add("--setup", action="append", metavar="NAME", help="these alone: nv-fused, cuda-jitbeam4, cpu …")
-    add(
-        "-p",
-        "--prompt",
-        type=options.counts,
-        metavar="N,…",
-        default=usual.prompts,
-        help="tokens of prompts (32,128,256,512)",
-    )
-    add(
-        "-n",
-        "--gen",
-        type=options.counts,
-        metavar="N,…",
-        default=usual.gen,
-        help="tokens of generation (128)",
-    )
-    add(
-        "-r", "--repetitions", type=options.positive, metavar="N", default=usual.repetitions, help="times (2)"
-    )
+    for short, long, default, help in (
+        ("-p", "--prompt", usual.prompts, "tokens of prompts (32,128,256,512)"),
+        ("-n", "--gen", usual.gen, "tokens of generation (128)"),
+    ):
+        add(short, long, type=options.counts, metavar="N,…", default=default, help=help)
+    repetitions = usual.repetitions
+    add("-r", "--repetitions", type=options.positive, metavar="N", default=repetitions, help="times (2)")
     return parser.parse_args(arguments)
 
 

@@ -45,9 +45,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     keep_packed: bool = False  # stores a CPU's packed weights on disk for the next start
     keep_warm: str = ""  # for how long the engine lives on for the next run: 10m
     limits: str = ""  # what each key may ask of `serve`: requests=60,tokens=100000,open=4
-    prefix_cache_gb: Annotated[float, Meta(ge=0, le=1e6)] | None = (
-        None  # of long chats on disk; None: what the disk has room for
-    )
+    # Of long chats on disk; None: what the disk has room for.
+    prefix_cache_gb: Annotated[float, Meta(ge=0, le=1e6)] | None = None
     mcp: dict[str, Server] = {}  # servers of tools, by name
     models: dict[str, str] = {}  # the user's own names of files and addresses
     sampling: SamplingSettings = SamplingSettings()

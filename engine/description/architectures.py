@@ -302,8 +302,8 @@ class ModelReader(HeadReader):
         size, taps = self.size("ssm.state_size"), self.size("ssm.conv_kernel")
         dim, channels, values = self.dim, (2 * key_heads + value_heads) * size, value_heads * size
         is_tiled = self.file.get(self.key("ssm.v_head_reordered"), bool, True)  # only files of Ollama say it
-        ollamas = "ssm_dt"
-        decay_bias = ollamas if self.has(f"{prefix}{ollamas}") else "ssm_dt.bias"
+        # Files of Ollama have no ".bias" in this name.
+        decay_bias = "ssm_dt" if self.has(f"{prefix}ssm_dt") else "ssm_dt.bias"
         fits = not value_heads % key_heads and self.size("ssm.inner_size", values) == values
         if size > MAX_HEAD or not fits or not is_tiled:
             raise ModelFileError(

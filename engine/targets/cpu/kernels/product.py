@@ -224,8 +224,8 @@ def products_of_tiles(rows: GroupOfRows, tiles: Index, span: int, first_tile: In
     totals = k.registers((MOST_TILES if isinstance(tiles, UOp) else tiles) * tile * lanes)
     weights = k.registers(span * UNIT * lanes, I16)
     scales = k.registers(span * lanes)
-    has_runs = format and format.has_nibble_scales  # with minima of their own in a unit
-    runs = UNIT // format.group if format and has_runs else 1
+    # Runs with minima of their own in a unit.
+    runs = UNIT // format.group if format and format.has_nibble_scales else 1
     minima = k.registers(span * runs * lanes) if format and "m" in format.scales else None
     with k.loop(tiles) as tile_number, k.loop(tile) as t:
         k.fill(totals, (tile_number * tile + t) * lanes, UOp.const(0.0, F32))

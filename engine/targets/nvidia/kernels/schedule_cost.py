@@ -26,7 +26,7 @@ import functools
 import math
 from collections.abc import Iterable
 
-from engine.targets.nvidia.kernels.device import Chip
+from engine.targets.nvidia.kernels.device import REGISTERS, Chip
 from engine.targets.nvidia.kernels.matvec import Schedule, StackedMatrices
 
 _BEGIN_AND_END_US = 1.8
@@ -37,7 +37,6 @@ _STEP_INSTRUCTIONS = 40  # for a unit of the vector, which all rows of a thread 
 _SUM_INSTRUCTIONS = 3.5  # for each thread of a row, when their sums are added
 _UNEVEN = 0.48  # of what the busiest multiprocessor needs more than the mean: it has the others' bandwidth
 _NARROW = 0.15  # loads of t threads side by side take 1 + 0.15 / t times as long
-_REGISTERS = 65536  # of a multiprocessor
 _PLAIN_REGISTERS = {1: 56, 2: 96, 4: 98, 8: 124}  # of a thread, by its rows
 _PLAIN_WORDS = {2: 16, 4: 58, 8: 50}  # of weights that a thread has asked for at a time
 _ONE_ROW_WAITS = 1.2
@@ -77,7 +76,7 @@ def _is_sound(stack: StackedMatrices, s: Schedule, chip: Chip) -> bool:
     """Whether the compiler can be relied on. It takes 96 registers or 121 for a thread with four rows without early
     loads, and spills some of a few other kinds."""
     size, registers = s.threads * s.groups, _registers(stack, s)
-    if s.tensor or s.blocks or size > 256 or registers * 32 * _warps(s) > _REGISTERS:
+    if s.tensor or s.blocks or size > 256 or registers * 32 * _warps(s) > REGISTERS:
         return False
     if s.early and (s.rows > 4 or registers > _MOST_EARLY_REGISTERS):
         return False
@@ -122,4 +121,4 @@ def _resident(stack: StackedMatrices, s: Schedule, chip: Chip) -> int:
     """Blocks that a multiprocessor holds at a time."""
     warps = _warps(s)
     registers = math.ceil(_registers(stack, s) / 8) * 8 * 32 * warps
-    return max(1, min(int(_REGISTERS // registers), chip.warps // warps, 32))
+    return max(1, min(int(REGISTERS // registers), chip.warps // warps, 32))

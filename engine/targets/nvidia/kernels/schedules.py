@@ -18,7 +18,7 @@ import msgspec
 from engine.disk_cache import disk_cache, source_digest
 from engine.formats.quantization import Format
 from engine.start_trial import start_trials
-from engine.targets.nvidia.kernels.device import Chip, capability, chip, shared_limit
+from engine.targets.nvidia.kernels.device import REGISTERS, Chip, capability, chip, shared_limit
 from engine.targets.nvidia.kernels.matrix_bytes import units_of
 from engine.targets.nvidia.kernels.matvec import Schedule, StackedMatrices, tensor_bytes
 from engine.targets.nvidia.kernels.schedule_cost import ranked
@@ -39,7 +39,6 @@ _SOURCES = tuple(
     )
 )
 _UNKNOWN = Chip()
-_REGISTERS = 65536  # of a multiprocessor
 _OF_EXPERTS = re.compile(r"(?<=\d) of \d+")
 _Numbers = tuple[int, int, int, int]
 _MAX_IDLE = 0.07  # of the units: those that threads have beyond a row's end
@@ -72,8 +71,8 @@ def matvec_schedule(stack: StackedMatrices, chip: Chip = _UNKNOWN) -> Schedule:
 
 def _measured_name(shipped: _Shipped, stack: StackedMatrices) -> str:
     """The name of a product, or that of a shipped one with as many chosen experts of others, if it is not shipped."""
-    known = {**shipped.early, **shipped.products}
-    if not stack.experts or stack.name in known:
+    known = shipped.early | shipped.products if stack.experts else {}
+    if stack.name in known:
         return stack.name
     name = _OF_EXPERTS.sub("", stack.name)
     return next((other for other in known if _OF_EXPERTS.sub("", other) == name), stack.name)
@@ -90,7 +89,7 @@ def _at_a_time(stack: StackedMatrices, s: Schedule, chip: Chip) -> Schedule:
 
     def fit(s: Schedule, registers: int) -> bool:
         of_block = registers * 32 * math.ceil(s.threads * s.groups / 32)
-        return stack.n_blocks(s) * stack.slots <= _REGISTERS // of_block * chip.multiprocessors
+        return stack.n_blocks(s) * stack.slots <= REGISTERS // of_block * chip.multiprocessors
 
     is_slim = all(layout.bits in (4, 5) for layout, _ in stack.matrices)
     can_be_wide = s.groups % 2 == 0 and wide.rows <= 8 and wide.fits()
