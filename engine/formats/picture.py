@@ -4,27 +4,21 @@ from __future__ import annotations
 
 import fcntl
 import json
-import subprocess
-import sys
-import threading
-import weakref
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
+from functools import partial
+from threading import Lock
 
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.child_process import kill
 from engine.errors import BackendError, PictureError
+from engine.formats.limited_process import LimitedProcess
 from engine.formats.picture_kind import MAX_BYTES, refusal
 
-START_S = 30.0  # for the process to start; on a busy machine that takes seconds
 _PIPE_BYTES = 1 << 20  # pixels come in a few pieces: 64 KB at a time take 3 ms more
 DECODE_S = 30.0  # 64 million pixels take about 2 s on a fast machine
-
-
-_NO_PROCESS = "The process that decodes pictures does not start."
+_DOES_NOT_START = partial(BackendError, "The process that decodes pictures does not start.")
 STOPPED = "The picture takes too much time or memory to decode."
 
 
@@ -46,29 +40,14 @@ class PictureDecoder:
     again if it was killed. Any thread may use it, one at a time."""
 
     def __init__(self) -> None:
-        self._process: subprocess.Popen[bytes] | None = None
-        self._ready = False
-        self._turn = threading.Lock()
+        self._process: LimitedProcess | None = None
+        self._turn = Lock()
 
     def start(self) -> None:
         """Starts the process and does not wait for it. Raises BackendError."""
-        script = Path(__file__).with_name("picture_process.py")
-        try:
-            self._process = subprocess.Popen(
-                [sys.executable, "-P", str(script)],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,
-                start_new_session=True,  # so that Ctrl-C in the terminal does not end it
-            )
-        except OSError as error:
-            hint = f"The system says: {error.strerror}. Free some memory and try again."
-            raise BackendError(_NO_PROCESS, hint) from None
-        assert self._process.stdout
+        self._process = process = LimitedProcess("picture_process.py", _DOES_NOT_START)
         with suppress(AttributeError, OSError):  # Linux, as far as the user's limit goes
-            fcntl.fcntl(self._process.stdout, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
-        self._kill = weakref.finalize(self, kill, self._process)
-        self._ready = False
+            fcntl.fcntl(process.answers, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
 
     def decode(self, data: bytes, within: tuple[int, int] | None = None) -> Pixels:
         """The pixels of a file, made to fit into the width and height `within`. Raises PictureError, and
@@ -90,29 +69,18 @@ class PictureDecoder:
         )
 
     def _answer(self, data: bytes, within: tuple[int, int] | None) -> tuple[bytes, bytes]:
-        if self._process is None or self._process.poll() is not None:
+        if self._process is None or not self._process.is_alive:
             self.start()
-        assert self._process and self._process.stdin and self._process.stdout
-        out = self._process.stdout
-        timer = threading.Timer(DECODE_S if self._ready else START_S + DECODE_S, self._process.kill)
-        timer.start()
-        try:
-            if not self._ready and out.readline() != b"ready\n":
-                self._end()
-                raise BackendError(_NO_PROCESS, "Install orin-chat again.")
-            self._ready = True
-            request = {"bytes": len(data), "within": within}
-            with suppress(BrokenPipeError):  # the process has died; reading finds that out
-                self._process.stdin.write(json.dumps(request).encode() + b"\n" + data)
-                self._process.stdin.flush()
-            line = out.readline()
+        process = self._process
+        assert process
+        request = json.dumps({"bytes": len(data), "within": within}).encode() + b"\n"
+        with process.asked(request + data, DECODE_S) as answers:
+            line = answers.readline()
             about = json.loads(line) if line.endswith(b"\n") else {}
             count = about.get("width", 0) * about.get("height", 0) * 3
-            pixels = out.read(count)
-        finally:
-            timer.cancel()
+            pixels = answers.read(count)
         if not about or len(pixels) < count:  # the process was killed, or died
-            self._end()
+            process.end()
             raise PictureError(STOPPED)
         return line, pixels
 
@@ -120,8 +88,4 @@ class PictureDecoder:
         """Ends the process. The next picture starts it again."""
         with self._turn:
             if self._process is not None:
-                self._end()
-
-    def _end(self) -> None:
-        self._kill()
-        self._process = None
+                self._process.end()

@@ -67,6 +67,7 @@ def test_what_is_not_read_is_said(decoder, data, reason):
 def test_a_killed_process_is_replaced(decoder):
     picture = file_of(Image.new("RGB", (1, 1), "lime"))
     decoder.decode(picture)
-    decoder._process.kill()
-    decoder._process.wait()
+    process = decoder._process._process
+    process.kill()
+    process.wait()
     assert decoder.decode(picture).rgb.tolist() == [[[0, 255, 0]]]
