@@ -21,7 +21,8 @@ from engine.targets.nvidia.kernels.activation_order import Order
 from engine.targets.nvidia.kernels.device import multiprocessors
 from engine.targets.nvidia.kernels.matmul import fragments_size, matmul, tiles_for
 from engine.targets.nvidia.kernels.pieces import state_size
-from engine.targets.nvidia.kernels.prefill import Runs, activate_prompt, last_rows, norm_prompt
+from engine.targets.nvidia.kernels.prefill import activate_prompt, last_rows, norm_prompt
+from engine.targets.nvidia.kernels.runs import Runs
 from engine.targets.nvidia.kernels.small_batch import (
     MAX_TOKENS,
     SmallBatchEpilogue,

@@ -14,7 +14,7 @@ from engine.targets.nvidia.kernels.delta_prefill import (
 )
 from engine.targets.nvidia.kernels.matmul import fragment_index, fragments_size
 from engine.targets.nvidia.kernels.matrix_bytes import UNIT
-from engine.targets.nvidia.kernels.prefill import Runs
+from engine.targets.nvidia.kernels.runs import Runs
 from engine.targets.nvidia.kernels.small_batch import column_index, columns_size
 from engine.targets.nvidia.kernels.weight_layout import permuted_size
 from tests.kernels.gpu.buffers import buffer, close, places, prompt_index, prompt_state, rng, run, zeros

@@ -7,7 +7,6 @@ from tinygrad import dtypes
 
 from engine.formats.quantization import QUANTIZED
 from engine.kernels.device_memory import part_of
-from engine.targets.nvidia.kernels.delta_net import HeadNorm
 from engine.targets.nvidia.kernels.device import Chip
 from engine.targets.nvidia.kernels.embedding import embed, embed_prompt
 from engine.targets.nvidia.kernels.epilogues import (
@@ -21,6 +20,7 @@ from engine.targets.nvidia.kernels.epilogues import (
     as_logits,
 )
 from engine.targets.nvidia.kernels.flash_attention import flash_attention, flash_split, rows_split
+from engine.targets.nvidia.kernels.head_norm import HeadNorm
 from engine.targets.nvidia.kernels.kv_cache import Heads
 from engine.targets.nvidia.kernels.layer_embeddings import gate_embeddings, layer_embeddings, stride
 from engine.targets.nvidia.kernels.matmul import Tiles, fragment_index, fragments_size, matmul

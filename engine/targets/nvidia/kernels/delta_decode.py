@@ -15,7 +15,6 @@ from tinygrad import UOp
 from engine.kernels.kernel import Kernel
 from engine.targets.nvidia.kernels.activation_order import PLACES, Order
 from engine.targets.nvidia.kernels.delta_net import (
-    MAX_POSITION,
     DeltaHeads,
     convolved,
     decay_of,
@@ -24,6 +23,7 @@ from engine.targets.nvidia.kernels.delta_net import (
 )
 from engine.targets.nvidia.kernels.matmul import as_half
 from engine.targets.nvidia.kernels.matrix_bytes import UNIT
+from engine.targets.nvidia.kernels.pieces import MAX_POSITION
 from engine.targets.nvidia.kernels.uops import (
     INDEX,
     after_store,

@@ -15,23 +15,19 @@ from dataclasses import dataclass
 from tinygrad import UOp
 
 from engine.kernels.kernel import Kernel
-from engine.targets.nvidia.kernels.matrix_bytes import UNIT
+from engine.targets.nvidia.kernels.pieces import MAX_POSITION
 from engine.targets.nvidia.kernels.uops import (
     INDEX,
     LOG2_E,
     chain,
     f32,
     finish,
-    inverse_rms,
     load,
     load_index,
     load_run,
     sigmoid,
     store_run,
-    tree,
 )
-
-MAX_POSITION = 1 << 30
 
 
 @dataclass(frozen=True)
@@ -87,21 +83,6 @@ class DeltaHeads:
     def conv_at(self, state: UOp, tap: int, channel: UOp) -> UOp:
         """The index of an input of the convolution in a state."""
         return state + self.width * self.size + tap * self.channels + channel
-
-
-@dataclass(frozen=True)
-class HeadNorm:
-    """What a product is left to do: its vector consists of heads of `size` elements, each to be RMS-normed with `eps`.
-    Of each there are `parts` partial sums of squares."""
-
-    size: int
-    parts: int
-    eps: float
-
-    def factor(self, sums: UOp, unit: UOp, inside: UOp | None) -> UOp:
-        """What a unit of the vector is to be multiplied by. `sums`: float32 (heads, parts)."""
-        parts = load_run(sums, unit * UNIT // self.size * self.parts, self.parts, inside)
-        return inverse_rms(tree(parts), self.size, self.eps)
 
 
 def silu(x: UOp) -> UOp:

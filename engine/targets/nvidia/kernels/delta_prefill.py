@@ -29,7 +29,6 @@ from engine.kernels.kernel import Kernel
 from engine.targets.nvidia.kernels.activation_order import PLACES, Order
 from engine.targets.nvidia.kernels.delta_decode import total_of
 from engine.targets.nvidia.kernels.delta_net import (
-    MAX_POSITION,
     DeltaHeads,
     convolved,
     decay_of,
@@ -37,8 +36,8 @@ from engine.targets.nvidia.kernels.delta_net import (
     silu,
 )
 from engine.targets.nvidia.kernels.matmul import as_half
-from engine.targets.nvidia.kernels.pieces import PIECE_ROWS, Piece
-from engine.targets.nvidia.kernels.prefill import Runs
+from engine.targets.nvidia.kernels.pieces import MAX_POSITION, PIECE_ROWS, Piece
+from engine.targets.nvidia.kernels.runs import Runs
 from engine.targets.nvidia.kernels.uops import (
     INDEX,
     after_store,

@@ -8,7 +8,7 @@ import functools
 from tinygrad import UOp
 
 from engine.kernels.kernel import Kernel
-from engine.targets.nvidia.kernels.delta_net import MAX_POSITION
+from engine.targets.nvidia.kernels.pieces import MAX_POSITION
 from engine.targets.nvidia.kernels.token_norm import TokenNorm
 from engine.targets.nvidia.kernels.uops import I32, INDEX, chain, finish, load, load_index, store
 

@@ -28,8 +28,8 @@ from engine.kernels.kernel import Kernel, Name, call_by_name
 from engine.kernels.launch_hints import Release, shared_hints
 from engine.targets.nvidia.kernels import tensor_rows
 from engine.targets.nvidia.kernels.chosen_experts import ChosenExperts, ExpertRows
-from engine.targets.nvidia.kernels.delta_net import HeadNorm
 from engine.targets.nvidia.kernels.epilogues import STORE, BlockRows, Epilogue
+from engine.targets.nvidia.kernels.head_norm import HeadNorm
 from engine.targets.nvidia.kernels.matrix_bytes import UNIT, units_of
 from engine.targets.nvidia.kernels.uops import (
     f32,

@@ -17,7 +17,7 @@ from tinygrad import UOp
 from engine.kernels.kernel import Kernel
 from engine.targets.nvidia.kernels.matmul import as_half, fragment_index
 from engine.targets.nvidia.kernels.pieces import used_rows
-from engine.targets.nvidia.kernels.prefill import Runs
+from engine.targets.nvidia.kernels.runs import Runs
 from engine.targets.nvidia.kernels.token_norm import TokenNorm
 from engine.targets.nvidia.kernels.uops import (
     F32,

@@ -19,6 +19,7 @@ from tinygrad import UOp
 from engine.targets.nvidia.kernels.uops import load_index
 
 PIECE_ROWS = 32
+MAX_POSITION = 1 << 30  # of a token in any sequence
 _HEAD, _FIELDS = 3, 4
 
 

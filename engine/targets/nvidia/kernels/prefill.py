@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
-from itertools import accumulate
 
 from tinygrad import UOp
 from tinygrad.uop.ops import AxisType, Ops
@@ -19,6 +17,7 @@ from engine.targets.nvidia.kernels.kv_cache import TILE, Heads, Pages
 from engine.targets.nvidia.kernels.matmul import as_half
 from engine.targets.nvidia.kernels.pieces import Piece
 from engine.targets.nvidia.kernels.prefill_attention import query_index
+from engine.targets.nvidia.kernels.runs import Runs
 from engine.targets.nvidia.kernels.token_norm import TokenNorm
 from engine.targets.nvidia.kernels.uops import (
     F16,
@@ -122,48 +121,6 @@ def add_normed_sums(tokens: int, cols: int, parts: tuple[int, int], eps: float) 
         return finish(f"prefill_add_normed_{tokens}_{cols}_{parts[0]}_{parts[1]}", stores)
 
     return Kernel(kernel, ("out",), ("first", "first_norm", "second", "second_norm"))
-
-
-@dataclass(frozen=True)
-class Runs:
-    """A product of a prompt's tokens: runs of `sizes` rows, each as partial sums, float32 (parts, tokens, size).
-    `starts`: the first row of each, if a run does not follow the one before it."""
-
-    tokens: int
-    parts: tuple[int, ...]
-    sizes: tuple[int, ...]
-    starts: tuple[int, ...] = ()
-
-    def within(self, *ranges: range) -> tuple[Runs, list[int]]:
-        """The runs that have rows in one of the ranges, and which these are."""
-        places = list(zip(self._starts, self.sizes, strict=True))
-        own = [
-            i
-            for i, (start, n) in enumerate(places)
-            if any(start < r.stop and start + n > r.start for r in ranges)
-        ]
-        parts, sizes, starts = (
-            tuple(values[i] for i in own) for values in (self.parts, self.sizes, self._starts)
-        )
-        return Runs(self.tokens, parts, sizes, starts), own
-
-    @property
-    def _starts(self) -> tuple[int, ...]:
-        return self.starts or tuple(accumulate(self.sizes[:-1], initial=0))
-
-    def load(self, sums: Sequence[UOp], bias: UOp | None, token: UOp, row: UOp, inside: UOp) -> UOp:
-        """A row of the product, if it is `inside`: the sum of its parts, plus the bias."""
-        result = None
-        for run, count, size, start in zip(sums, self.parts, self.sizes, self._starts, strict=True):
-            if row.vmax < start or row.vmin >= start + size:
-                continue
-            in_run = (row >= start) & (row < start + size) & inside if len(self.sizes) > 1 else inside
-            part = chain(
-                load(run, (p * self.tokens + token) * size + (row - start), in_run) for p in range(count)
-            )
-            result = part if result is None else result + part
-        assert result is not None
-        return result if bias is None else result + load(bias, row, inside)
 
 
 @functools.cache

@@ -11,7 +11,7 @@ from engine.targets.buffer_uses import BufferUses
 from engine.targets.nvidia.decode_step import DecodeStep
 from engine.targets.nvidia.kernels.activation_order import Order
 from engine.targets.nvidia.kernels.delta_decode import delta_decode, parts_of
-from engine.targets.nvidia.kernels.delta_net import DeltaHeads, HeadNorm
+from engine.targets.nvidia.kernels.delta_net import DeltaHeads
 from engine.targets.nvidia.kernels.delta_prefill import (
     GROUP,
     coefficients_size,
@@ -22,7 +22,8 @@ from engine.targets.nvidia.kernels.delta_prefill import (
 )
 from engine.targets.nvidia.kernels.device import multiprocessors
 from engine.targets.nvidia.kernels.epilogues import STORE
-from engine.targets.nvidia.kernels.prefill import Runs
+from engine.targets.nvidia.kernels.head_norm import HeadNorm
+from engine.targets.nvidia.kernels.runs import Runs
 from engine.targets.nvidia.kernels.weight_layout import permuted_size
 from engine.targets.nvidia.matrices import product_of
 from engine.targets.nvidia.norms import Norm
