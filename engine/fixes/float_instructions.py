@@ -5,7 +5,7 @@ they treat NaN differently. CUDA's exp2 scales denormal numbers up and down agai
 in the inner loop of attention: in prefill they were a quarter of its instructions. With this fix a maximum is CUDA's
 fmaxf, and a power of two is the instruction itself, which takes denormal numbers as zero (NVVM's intrinsic of PTX
 ISA's `ex2.approx.ftz.f32`). The compiler's option --ftz would do that to every instruction, but quantized weights are
-read as denormal numbers (`engine.targets.nvidia.kernels.bit_packing`).
+read as denormal numbers (`engine.targets.nvidia.kernels.weights.bit_packing`).
 """
 
 from __future__ import annotations

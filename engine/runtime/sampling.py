@@ -2,7 +2,7 @@
 
 The steps and their order are those of llama.cpp's default chain (common/sampling.cpp): penalties for repetition,
 top-k, top-p, min-p, temperature, then a random choice. NVIDIA GPUs do the same in
-`engine.targets.nvidia.kernels.sampling`.
+`engine.targets.nvidia.kernels.sampling.sampling`.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ from engine.targets.cpu.kernels.lanes import register_lanes
 from engine.targets.cpu.kernels.weight_layout import LaneLayout
 from engine.targets.cpu.memory import MEMORY as of_cpus
 from engine.targets.graph.memory import MEMORY as of_graphs
-from engine.targets.nvidia.kernels.weight_layout import WeightLayout as GPULayout
+from engine.targets.nvidia.kernels.weights.weight_layout import WeightLayout as GPULayout
 from engine.targets.nvidia.memory import MEMORY as of_gpus
 from tests import generated_model
 

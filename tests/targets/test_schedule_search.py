@@ -16,12 +16,12 @@ from engine.protocol.events import EngineOptions, Tune, Tuned, Warming
 from engine.runtime.model_runner import SearchRequest
 from engine.start_trial import StartTrials
 from engine.targets.nvidia import schedule_search
-from engine.targets.nvidia.kernels import schedules
-from engine.targets.nvidia.kernels.chosen_experts import ChosenExperts
-from engine.targets.nvidia.kernels.matrix_bytes import units_of
-from engine.targets.nvidia.kernels.matvec import Schedule, StackedMatrices
-from engine.targets.nvidia.kernels.schedules import _by_rule, candidates
-from engine.targets.nvidia.kernels.weight_layout import WeightLayout
+from engine.targets.nvidia.kernels.products import schedules
+from engine.targets.nvidia.kernels.products.chosen_experts import ChosenExperts
+from engine.targets.nvidia.kernels.products.matvec import Schedule, StackedMatrices
+from engine.targets.nvidia.kernels.products.schedules import _by_rule, candidates
+from engine.targets.nvidia.kernels.weights.matrix_bytes import units_of
+from engine.targets.nvidia.kernels.weights.weight_layout import WeightLayout
 
 FASTEST = Schedule(32, 4, 4)
 RIGHT = np.linspace(-3, 5, 50, dtype=np.float32)

@@ -26,9 +26,9 @@ if TYPE_CHECKING:
     from tinygrad.dtype import DType
 
     from engine.targets.nvidia.kernels.kernel_sequence import KernelSequence
-    from engine.targets.nvidia.kernels.matmul import Tiles
-    from engine.targets.nvidia.kernels.small_batch import SmallBatchTiles
-    from engine.targets.nvidia.kernels.weight_layout import WeightLayout
+    from engine.targets.nvidia.kernels.products.matmul import Tiles
+    from engine.targets.nvidia.kernels.products.small_batch import SmallBatchTiles
+    from engine.targets.nvidia.kernels.weights.weight_layout import WeightLayout
 
     AnyTiles = Tiles | SmallBatchTiles
 
@@ -66,8 +66,8 @@ class Matrix:
     def tiles(self, tokens: int) -> AnyTiles:
         """Those of a model."""
         from engine.targets.nvidia.kernels.device import multiprocessors
-        from engine.targets.nvidia.kernels.matmul import tiles_for
-        from engine.targets.nvidia.kernels.small_batch import MAX_TOKENS, small_batch_tiles
+        from engine.targets.nvidia.kernels.products.matmul import tiles_for
+        from engine.targets.nvidia.kernels.products.small_batch import MAX_TOKENS, small_batch_tiles
 
         shape = self.rows, self.cols, multiprocessors()
         if tokens <= MAX_TOKENS:
@@ -75,9 +75,9 @@ class Matrix:
         return tiles_for(tokens, *shape, self.is_gate, self.layout)
 
     def other_tiles(self, tokens: int) -> list[AnyTiles]:
-        from engine.targets.nvidia.kernels.matmul import Tiles
-        from engine.targets.nvidia.kernels.matrix_bytes import units_of
-        from engine.targets.nvidia.kernels.small_batch import MAX_TOKENS, SmallBatchTiles, steps_of
+        from engine.targets.nvidia.kernels.products.matmul import Tiles
+        from engine.targets.nvidia.kernels.products.small_batch import MAX_TOKENS, SmallBatchTiles, steps_of
+        from engine.targets.nvidia.kernels.weights.matrix_bytes import units_of
 
         parts = (1,) if self.is_gate else (1, 2, 4)
         tiles: list[AnyTiles] = [
@@ -97,8 +97,8 @@ class Matrix:
         """Adds the product with the activations of so many tokens to a sequence."""
         from tinygrad import dtypes
 
-        from engine.targets.nvidia.kernels.matmul import Tiles, fragments_size, matmul
-        from engine.targets.nvidia.kernels.small_batch import (
+        from engine.targets.nvidia.kernels.products.matmul import Tiles, fragments_size, matmul
+        from engine.targets.nvidia.kernels.products.small_batch import (
             activated,
             columns_size,
             small_batch_product,
@@ -213,7 +213,7 @@ def run(given: argparse.Namespace) -> None:
     from engine.formats.ggml_types import GGML_TYPES
     from engine.kernels.compilation import compile_all
     from engine.targets.nvidia.kernels.device import capability, multiprocessors
-    from engine.targets.nvidia.kernels.weight_layout import WeightLayout
+    from engine.targets.nvidia.kernels.weights.weight_layout import WeightLayout
 
     launch_bounds.apply()
     dynamic_shared.apply()

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from engine.kernels.kernel import Kernel
     from engine.targets.nvidia.kernels.kernel_sequence import KernelSequence
-    from engine.targets.nvidia.kernels.small_batch import SmallBatchTiles
+    from engine.targets.nvidia.kernels.products.small_batch import SmallBatchTiles
 
 CACHED_BYTES, ROUNDS, CALLS = 192 << 20, 5, 16  # more bytes than caches hold; of a timing
 
@@ -60,7 +60,7 @@ MODELS = {
 
 
 def other_tiles(cols: int) -> Iterator[SmallBatchTiles]:
-    from engine.targets.nvidia.kernels.small_batch import SmallBatchTiles, steps_of
+    from engine.targets.nvidia.kernels.products.small_batch import SmallBatchTiles, steps_of
 
     for rows, across, parts in (
         (1, 1, 2), (1, 1, 4), (1, 1, 8), (1, 1, 12), (1, 1, 16), (1, 2, 4), (1, 2, 8), (2, 1, 4), (2, 1, 8),
@@ -75,7 +75,7 @@ class Timing:
 
     def __init__(self, shape: Shape) -> None:
         from engine.kernels.device_memory import to_device
-        from engine.targets.nvidia.kernels.weight_layout import WeightLayout
+        from engine.targets.nvidia.kernels.weights.weight_layout import WeightLayout
 
         self.shape, self.layout = shape, WeightLayout(shape.ggml_type)
         self.n_bytes = self.layout.n_bytes(shape.rows, shape.cols)
@@ -118,10 +118,10 @@ class Timing:
     def one(self) -> KernelSequence:
         """Decode's product."""
         from engine.kernels.device_memory import device_zeros
-        from engine.targets.nvidia.kernels.epilogues import STORE
-        from engine.targets.nvidia.kernels.matvec import StackedMatrices, matvec
-        from engine.targets.nvidia.kernels.schedules import best_schedule
-        from engine.targets.nvidia.kernels.weight_layout import permuted_size
+        from engine.targets.nvidia.kernels.products.epilogues import STORE
+        from engine.targets.nvidia.kernels.products.matvec import StackedMatrices, matvec
+        from engine.targets.nvidia.kernels.products.schedules import best_schedule
+        from engine.targets.nvidia.kernels.weights.weight_layout import permuted_size
 
         stack = StackedMatrices.single(self.layout, self.shape.rows, self.shape.cols)
         kernel = matvec(stack, best_schedule(stack), STORE, "one")
@@ -133,7 +133,11 @@ class Timing:
         from tinygrad import dtypes
 
         from engine.kernels.device_memory import device_zeros
-        from engine.targets.nvidia.kernels.small_batch import columns_size, small_batch_product, stored
+        from engine.targets.nvidia.kernels.products.small_batch import (
+            columns_size,
+            small_batch_product,
+            stored,
+        )
 
         rows, cols = self.shape.rows, self.shape.cols
         kernel = small_batch_product(self.layout, tokens, rows, cols, tiles, stored(rows), "few")
@@ -159,7 +163,7 @@ def run(given: argparse.Namespace) -> None:
     from engine.kernels.compilation import compile_all
     from engine.measure.bandwidth import copy_gbps
     from engine.targets.nvidia.kernels.device import capability, multiprocessors
-    from engine.targets.nvidia.kernels.small_batch import small_batch_tiles
+    from engine.targets.nvidia.kernels.products.small_batch import small_batch_tiles
 
     launch_bounds.apply()
     os.environ.setdefault("ALLOW_HALF8", "1")

@@ -17,7 +17,7 @@ from engine.targets.nvidia.batch import BatchKernels
 from engine.targets.nvidia.device_sampler import Choice, DeviceSampler, Ending
 from engine.targets.nvidia.input_scales import InputScales
 from engine.targets.nvidia.kernels.kernel_sequence import KernelSequence
-from engine.targets.nvidia.kernels.small_batch import stored
+from engine.targets.nvidia.kernels.products.small_batch import stored
 from engine.targets.nvidia.kernels.token_slots import TokenSlots
 from engine.targets.nvidia.prompt_step import RowsStep
 from engine.targets.nvidia.weights import GPUModel, allocate

@@ -3,7 +3,7 @@
     embed . those of the sublayers' handlers . norm . head . next tokens
 
 Its rows are the tokens of different sequences, or guesses of the next tokens too, a small prompt whose products are
-bound by memory as in decode (`kernels.small_batch`). Attention is decode's, of each row over the blocks of its own
+bound by memory as in decode (`small_batch`). Attention is decode's, of each row over the blocks of its own
 sequence. What lies between is prefill's: a product leaves its sums, and the norm before the next one adds them.
 """
 
@@ -18,11 +18,11 @@ from engine.kernels.device_memory import device_zeros, overwrite
 from engine.runtime.model_runner import Slot
 from engine.targets.nvidia.device_sampler import Ending
 from engine.targets.nvidia.input_scales import InputScales
-from engine.targets.nvidia.kernels.joining import tell_rows
 from engine.targets.nvidia.kernels.kernel_sequence import KernelSequence
 from engine.targets.nvidia.kernels.pieces import state_of
-from engine.targets.nvidia.kernels.sampling import StepRows, next_tokens
-from engine.targets.nvidia.kernels.small_batch import as_logits, n_blocks
+from engine.targets.nvidia.kernels.products.small_batch import as_logits, n_blocks
+from engine.targets.nvidia.kernels.residual_stream.joining import tell_rows
+from engine.targets.nvidia.kernels.sampling.sampling import StepRows, next_tokens
 from engine.targets.nvidia.kernels.token_slots import HostRows
 from engine.targets.nvidia.prefill import PrefillKernels
 from engine.targets.nvidia.prompt_step import Pending, RowsStep

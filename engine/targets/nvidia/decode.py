@@ -16,13 +16,13 @@ from engine.kernels.device_memory import device_zeros
 from engine.targets.nvidia.decode_step import DecodeMemory, DecodeStep
 from engine.targets.nvidia.device_sampler import Ending
 from engine.targets.nvidia.input_scales import InputScales
-from engine.targets.nvidia.kernels.embedding import embed
-from engine.targets.nvidia.kernels.epilogues import as_logits
-from engine.targets.nvidia.kernels.joining import tell_rows
 from engine.targets.nvidia.kernels.kernel_sequence import KernelSequence
-from engine.targets.nvidia.kernels.matrix_bytes import QUARTER, UNIT
-from engine.targets.nvidia.kernels.sampling import next_token
+from engine.targets.nvidia.kernels.products.epilogues import as_logits
+from engine.targets.nvidia.kernels.residual_stream.embedding import embed
+from engine.targets.nvidia.kernels.residual_stream.joining import tell_rows
+from engine.targets.nvidia.kernels.sampling.sampling import next_token
 from engine.targets.nvidia.kernels.token_slots import HostRows
+from engine.targets.nvidia.kernels.weights.matrix_bytes import QUARTER, UNIT
 from engine.targets.nvidia.norms import inputs_of
 from engine.targets.nvidia.sublayers.attention import SHORT
 from engine.targets.nvidia.weights import GPUModel

@@ -14,11 +14,11 @@ from tinygrad import Tensor, dtypes
 from engine.description.spec import ModelSpec
 from engine.kernels.device_memory import device_zeros
 from engine.targets.nvidia.input_scales import InputScales
-from engine.targets.nvidia.kernels.epilogues import STORE_SQUARES, Epilogue, add_residual
-from engine.targets.nvidia.kernels.head_norm import HeadNorm
-from engine.targets.nvidia.kernels.matvec import matvec
-from engine.targets.nvidia.kernels.post_norm import add_normed, add_normed_blocks
-from engine.targets.nvidia.kernels.weight_layout import permuted_size
+from engine.targets.nvidia.kernels.products.epilogues import STORE_SQUARES, Epilogue, add_residual
+from engine.targets.nvidia.kernels.products.head_norm import HeadNorm
+from engine.targets.nvidia.kernels.products.matvec import matvec
+from engine.targets.nvidia.kernels.residual_stream.post_norm import add_normed, add_normed_blocks
+from engine.targets.nvidia.kernels.weights.weight_layout import permuted_size
 from engine.targets.nvidia.matrices import Matrix, Product
 from engine.targets.nvidia.norms import Input, Norm, inputs_of
 from engine.targets.nvidia.step import Step, StepMemory

@@ -1,5 +1,4 @@
-"""The end of a decode step that draws its tokens, with the kernels of `kernels.sampling`, `kernels.logit_changes` and
-`kernels.log_probabilities`."""
+"""The end of a decode step that draws its tokens, with the kernels of `kernels.sampling`."""
 
 from __future__ import annotations
 
@@ -15,8 +14,8 @@ from engine.protocol.events import Sampling, TopToken
 from engine.runtime.model_runner import Drawing
 from engine.runtime.sampling import LogProbabilities, penalizes
 from engine.targets.nvidia.kernels.kernel_sequence import KernelSequence
-from engine.targets.nvidia.kernels.log_probabilities import NUMBERS, TOP, exp_sums, n_sums, told
-from engine.targets.nvidia.kernels.logit_changes import (
+from engine.targets.nvidia.kernels.sampling.log_probabilities import NUMBERS, TOP, exp_sums, n_sums, told
+from engine.targets.nvidia.kernels.sampling.logit_changes import (
     MAX_BIASES,
     MAX_REPEAT_LAST_N,
     add_bias,
@@ -25,7 +24,7 @@ from engine.targets.nvidia.kernels.logit_changes import (
     n_words,
     penalize,
 )
-from engine.targets.nvidia.kernels.sampling import (
+from engine.targets.nvidia.kernels.sampling.sampling import (
     SETTINGS,
     Shortlist,
     StepRows,

@@ -24,8 +24,8 @@ from engine.runtime.model_runner import Slot
 from engine.targets.nvidia.batch import BatchKernels
 from engine.targets.nvidia.device_sampler import Choice, DeviceSampler, Ending
 from engine.targets.nvidia.input_scales import InputScales
-from engine.targets.nvidia.kernels.joining import first_goes_on, normed_row
 from engine.targets.nvidia.kernels.kernel_sequence import KernelSequence
+from engine.targets.nvidia.kernels.residual_stream.joining import first_goes_on, normed_row
 from engine.targets.nvidia.kernels.token_slots import TokenSlots
 from engine.targets.nvidia.mixed import MixedKernels
 from engine.targets.nvidia.prompt_step import RowsStep

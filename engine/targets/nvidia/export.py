@@ -12,8 +12,8 @@ from tinygrad import Tensor, UOp, dtypes
 from engine.kernels.device_memory import device_zeros, overwrite
 from engine.runtime.kv_blocks import BLOCK
 from engine.runtime.prefix_store import CHUNK
+from engine.targets.nvidia.kernels.attention.kv_export import export_sizes, export_tokens, import_tokens
 from engine.targets.nvidia.kernels.kernel_sequence import KernelSequence
-from engine.targets.nvidia.kernels.kv_export import export_sizes, export_tokens, import_tokens
 from engine.targets.nvidia.sublayers.attention import AttentionHandler
 
 

@@ -7,8 +7,8 @@ from contextlib import closing
 from functools import partial
 
 from engine.loading.weights import FileWeights
-from engine.targets.nvidia.kernels.upload import Part, upload
-from engine.targets.nvidia.kernels.weight_repacking import (
+from engine.targets.nvidia.kernels.weights.upload import Part, upload
+from engine.targets.nvidia.kernels.weights.weight_repacking import (
     MatrixSpec,
     free_repacking_memory,
     prepare_repacking,

@@ -7,12 +7,12 @@ from numpy.typing import NDArray
 from tinygrad import Tensor
 
 from engine.kernels.device_memory import to_device
-from engine.targets.nvidia.kernels.matrix_bytes import UNIT
-from engine.targets.nvidia.kernels.weight_layout import WeightLayout, input_scale
+from engine.targets.nvidia.kernels.weights.matrix_bytes import UNIT
+from engine.targets.nvidia.kernels.weights.weight_layout import WeightLayout, input_scale
 
 
 class InputScales:
-    """The input scales of weight layouts (`kernels.weight_layout.input_scale`) and norms' weights multiplied by them.
+    """The input scales of weight layouts (`weight_layout.input_scale`) and norms' weights multiplied by them.
     Each is copied to the device once."""
 
     def __init__(self) -> None:

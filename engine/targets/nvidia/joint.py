@@ -7,7 +7,7 @@ from tinygrad import Tensor
 
 from engine.description.spec import Join, Narrowing
 from engine.loading.weights import Weights
-from engine.targets.nvidia.kernels.joining import add_sums
+from engine.targets.nvidia.kernels.residual_stream.joining import add_sums
 from engine.targets.nvidia.matrices import product_of
 from engine.targets.nvidia.norms import Norm, no_norm
 from engine.targets.nvidia.prompt_step import PromptStep

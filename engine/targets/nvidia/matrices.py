@@ -8,11 +8,11 @@ from itertools import groupby
 
 from engine.description.sublayers import Dense, Weight
 from engine.loading.weights import pieces
-from engine.targets.nvidia.kernels.chosen_experts import ChosenExperts
-from engine.targets.nvidia.kernels.matvec import StackedMatrices
-from engine.targets.nvidia.kernels.schedules import best_schedule
-from engine.targets.nvidia.kernels.weight_layout import WeightLayout
-from engine.targets.nvidia.kernels.weight_repacking import MatrixSpec, TensorRows
+from engine.targets.nvidia.kernels.products.chosen_experts import ChosenExperts
+from engine.targets.nvidia.kernels.products.matvec import StackedMatrices
+from engine.targets.nvidia.kernels.products.schedules import best_schedule
+from engine.targets.nvidia.kernels.weights.weight_layout import WeightLayout
+from engine.targets.nvidia.kernels.weights.weight_repacking import MatrixSpec, TensorRows
 
 _PIECE_ROWS = 32  # so that a plane of a piece begins where kernels may load several numbers at once
 

@@ -1,7 +1,7 @@
 """What our kernels for NVIDIA GPUs take of memory."""
 
 from engine.targets.memory import TargetMemory
-from engine.targets.nvidia.kernels.matrix_bytes import matrix_bytes
+from engine.targets.nvidia.kernels.weights.matrix_bytes import matrix_bytes
 
 CHUNK_SIZES = (32, 64, 128, 256, 512)
 """Tokens of a prefill step. A prompt of 128 tokens takes twice as long in a step of 512 (Qwen3 1.7B on an H200)."""

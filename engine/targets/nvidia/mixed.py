@@ -18,9 +18,9 @@ from engine.runtime.pictures import PictureRoom, Pictures
 from engine.targets.nvidia.batch import BatchKernels
 from engine.targets.nvidia.device_sampler import Ending
 from engine.targets.nvidia.input_scales import InputScales
-from engine.targets.nvidia.kernels.embedding import reply_tokens
 from engine.targets.nvidia.kernels.kernel_sequence import KernelSequence
 from engine.targets.nvidia.kernels.pieces import PIECE_ROWS, rows_of, state_of
+from engine.targets.nvidia.kernels.residual_stream.embedding import reply_tokens
 from engine.targets.nvidia.prefill import PrefillKernels
 from engine.targets.nvidia.prompt_step import MixedStep, Pending
 from engine.targets.nvidia.weights import GPUModel

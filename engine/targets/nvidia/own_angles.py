@@ -9,7 +9,7 @@ import numpy as np
 from engine.kernels.device_memory import overwrite
 from engine.runtime.model_runner import Slot
 from engine.runtime.pictures import PictureRoom, Pictures, positions_of
-from engine.targets.nvidia.kernels.kv_cache import LENGTH_UNIT
+from engine.targets.nvidia.kernels.attention.kv_cache import LENGTH_UNIT
 from engine.targets.nvidia.weights import GPUModel
 
 _AHEAD = 1024

@@ -30,9 +30,8 @@ from engine.kernels.device_memory import device_zeros, overwrite, to_device
 from engine.pictures import Grid, Places
 from engine.targets.nvidia.kernels.device import multiprocessors
 from engine.targets.nvidia.kernels.kernel_sequence import KernelSequence
-from engine.targets.nvidia.kernels.matmul import fragments_size, matmul, tiles_for
-from engine.targets.nvidia.kernels.patch_attention import attend_patches, patch_tiling
-from engine.targets.nvidia.kernels.patches import (
+from engine.targets.nvidia.kernels.pictures.patch_attention import attend_patches, patch_tiling
+from engine.targets.nvidia.kernels.pictures.patches import (
     ROWS,
     Form,
     NormShape,
@@ -46,6 +45,7 @@ from engine.targets.nvidia.kernels.patches import (
     rotate_patches,
     scale_rows,
 )
+from engine.targets.nvidia.kernels.products.matmul import fragments_size, matmul, tiles_for
 from engine.targets.nvidia.matrices import Matrix
 
 _PART = 1 << 14  # patches, times sublayers, of a part of the work

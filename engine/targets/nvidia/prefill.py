@@ -8,8 +8,8 @@ from tinygrad import Tensor
 
 from engine.runtime.pictures import PictureRoom
 from engine.targets.nvidia.input_scales import InputScales
-from engine.targets.nvidia.kernels.embedding import embed_prompt
 from engine.targets.nvidia.kernels.kernel_sequence import KernelSequence
+from engine.targets.nvidia.kernels.residual_stream.embedding import embed_prompt
 from engine.targets.nvidia.prompt_step import Pending, PromptMemory, PromptStep
 from engine.targets.nvidia.sublayers.handler import Layer
 from engine.targets.nvidia.weights import GPUModel

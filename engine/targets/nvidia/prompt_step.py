@@ -3,7 +3,7 @@
 A step has pieces of prompts (`PromptStep`), the last tokens of replies (`RowsStep`), or both (`MixedStep`): then the
 replies' are its last rows, and products, norms and experts do not tell them apart. A product whose result is added to
 the residual stream leaves partial sums. The norm before the next product adds them. Chunks of a few tokens, and decode
-steps of several rows, take the products of `kernels.small_batch`.
+steps of several rows, take the products of `small_batch`.
 """
 
 from __future__ import annotations
@@ -17,13 +17,12 @@ from engine.description.spec import ModelSpec
 from engine.kernels.device_memory import device_zeros, part_of
 from engine.runtime.pictures import PictureRoom
 from engine.targets.nvidia.input_scales import InputScales
-from engine.targets.nvidia.kernels.activation_order import Order
 from engine.targets.nvidia.kernels.device import multiprocessors
-from engine.targets.nvidia.kernels.matmul import fragments_size, matmul, tiles_for
 from engine.targets.nvidia.kernels.pieces import state_size
-from engine.targets.nvidia.kernels.prefill import activate_prompt, last_rows, norm_prompt
-from engine.targets.nvidia.kernels.runs import Runs
-from engine.targets.nvidia.kernels.small_batch import (
+from engine.targets.nvidia.kernels.products.activation_order import Order
+from engine.targets.nvidia.kernels.products.matmul import fragments_size, matmul, tiles_for
+from engine.targets.nvidia.kernels.products.runs import Runs
+from engine.targets.nvidia.kernels.products.small_batch import (
     MAX_TOKENS,
     SmallBatchEpilogue,
     SmallBatchTiles,
@@ -33,6 +32,7 @@ from engine.targets.nvidia.kernels.small_batch import (
     small_batch_tiles,
     stored,
 )
+from engine.targets.nvidia.kernels.residual_stream.prefill import activate_prompt, last_rows, norm_prompt
 from engine.targets.nvidia.kernels.uops import Activation
 from engine.targets.nvidia.matrices import Matrix, Product
 from engine.targets.nvidia.norms import Norm

@@ -40,11 +40,11 @@ from engine.targets.nvidia.draft_head import NvidiaDraftHead
 from engine.targets.nvidia.export import CacheExport
 from engine.targets.nvidia.filling import piece_specs
 from engine.targets.nvidia.input_scales import InputScales
+from engine.targets.nvidia.kernels.attention.kv_cache import copy_block
 from engine.targets.nvidia.kernels.kernel_sequence import KernelSequence
-from engine.targets.nvidia.kernels.kv_cache import copy_block
 from engine.targets.nvidia.kernels.pieces import PIECE_ROWS
-from engine.targets.nvidia.kernels.sampling import Shortlist
-from engine.targets.nvidia.kernels.weight_repacking import repacking_kernels
+from engine.targets.nvidia.kernels.sampling.sampling import Shortlist
+from engine.targets.nvidia.kernels.weights.weight_repacking import repacking_kernels
 from engine.targets.nvidia.memory import CHUNK_SIZES
 from engine.targets.nvidia.mixed import MixedKernels
 from engine.targets.nvidia.own_angles import OwnAngles

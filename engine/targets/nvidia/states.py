@@ -11,7 +11,7 @@ from tinygrad import dtypes
 
 from engine.kernels.device_memory import device_zeros, overwrite, read_rows
 from engine.runtime.checkpoints import checkpoint_slots
-from engine.targets.nvidia.kernels.delta_net import copy_state
+from engine.targets.nvidia.kernels.delta_nets.delta_net import copy_state
 from engine.targets.nvidia.kernels.kernel_sequence import KernelSequence
 from engine.targets.nvidia.sublayers.delta_net import DeltaNetHandler
 

@@ -30,11 +30,11 @@ from engine.loading.weights import FileWeights
 from engine.pictures import Floats, Grid, Places, places_of, with_line_ends
 from engine.runtime.pictures import Progress
 from engine.targets.nvidia.filling import fill, prepare
-from engine.targets.nvidia.kernels.patches import (
+from engine.targets.nvidia.kernels.pictures.patches import (
     ROWS,
 )
-from engine.targets.nvidia.kernels.weight_layout import WeightLayout
-from engine.targets.nvidia.kernels.weight_repacking import MatrixSpec, TensorRows
+from engine.targets.nvidia.kernels.weights.weight_layout import WeightLayout
+from engine.targets.nvidia.kernels.weights.weight_repacking import MatrixSpec, TensorRows
 from engine.targets.nvidia.matrices import Matrix, matrices_of
 from engine.targets.nvidia.picture_steps import PictureSteps, Stacked, limits_of
 

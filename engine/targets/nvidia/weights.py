@@ -28,7 +28,7 @@ from engine.measure.timeline import timeline
 from engine.runtime.pictures import PictureRoom
 from engine.targets.nvidia.filling import fill, prepare
 from engine.targets.nvidia.joint import Joint
-from engine.targets.nvidia.kernels.kv_cache import LENGTH_UNIT
+from engine.targets.nvidia.kernels.attention.kv_cache import LENGTH_UNIT
 from engine.targets.nvidia.matrices import Matrix, Product, product_of
 from engine.targets.nvidia.norms import Norm, no_norm
 from engine.targets.nvidia.sublayers.attention import AttentionHandler

@@ -9,12 +9,12 @@ from tinygrad import Tensor, dtypes
 
 from engine.formats.quantization import QUANTIZED
 from engine.targets.nvidia.kernels.kernel_sequence import KernelSequence
-from engine.targets.nvidia.kernels.matrix_bytes import UNIT, units_of
 from engine.targets.nvidia.kernels.pieces import state_of
-from engine.targets.nvidia.kernels.sampling import Shortlist
-from engine.targets.nvidia.kernels.upload import Part, upload
-from engine.targets.nvidia.kernels.weight_layout import WeightLayout, input_scale, permuted_size
-from engine.targets.nvidia.kernels.weight_repacking import MatrixSpec, TensorRows, repack
+from engine.targets.nvidia.kernels.sampling.sampling import Shortlist
+from engine.targets.nvidia.kernels.weights.matrix_bytes import UNIT, units_of
+from engine.targets.nvidia.kernels.weights.upload import Part, upload
+from engine.targets.nvidia.kernels.weights.weight_layout import WeightLayout, input_scale, permuted_size
+from engine.targets.nvidia.kernels.weights.weight_repacking import MatrixSpec, TensorRows, repack
 
 FLOATS = {0: np.float32, 1: np.float16}
 PACKED_ROWS = 64

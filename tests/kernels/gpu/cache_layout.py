@@ -3,7 +3,7 @@
 import numpy as np
 
 from engine.formats.kv_format import QUANT_BLOCK
-from engine.targets.nvidia.kernels.kv_cache import Heads
+from engine.targets.nvidia.kernels.attention.kv_cache import Heads
 from tests.kernels.gpu.buffers import buffer, close, rng
 
 WORD = [0, 2, 1, 3]  # the dimension of each byte of a word

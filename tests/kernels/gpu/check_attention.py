@@ -6,19 +6,19 @@ import numpy as np
 from tinygrad import dtypes
 
 from engine.formats.kv_format import KVFormat
-from engine.targets.nvidia.kernels.decode_block import combine
-from engine.targets.nvidia.kernels.flash_attention import FlashSplit, flash_attention, flash_split
-from engine.targets.nvidia.kernels.matmul import fragment_index, fragments_size
-from engine.targets.nvidia.kernels.matrix_bytes import UNIT
-from engine.targets.nvidia.kernels.pieces import PIECE_ROWS, rows_of
-from engine.targets.nvidia.kernels.prefill import norms_over_heads, rotate_prompt
-from engine.targets.nvidia.kernels.prefill_attention import (
+from engine.targets.nvidia.kernels.attention.decode_block import combine
+from engine.targets.nvidia.kernels.attention.flash_attention import FlashSplit, flash_attention, flash_split
+from engine.targets.nvidia.kernels.attention.prefill_attention import (
     PromptTiling,
     attend_prompt,
     combine_prompt,
     prompt_tiling,
 )
-from engine.targets.nvidia.kernels.weight_layout import permuted_size
+from engine.targets.nvidia.kernels.pieces import PIECE_ROWS, rows_of
+from engine.targets.nvidia.kernels.products.matmul import fragment_index, fragments_size
+from engine.targets.nvidia.kernels.residual_stream.prefill import norms_over_heads, rotate_prompt
+from engine.targets.nvidia.kernels.weights.matrix_bytes import UNIT
+from engine.targets.nvidia.kernels.weights.weight_layout import permuted_size
 from tests.kernels.gpu.buffers import buffer, close, places, prompt_index, prompt_state, rng, run, zeros
 from tests.kernels.gpu.cache_layout import CONTEXT, Pool, heads_of, kept
 from tests.thorough import THOROUGH

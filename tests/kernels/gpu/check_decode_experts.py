@@ -4,19 +4,19 @@ import numpy as np
 from tinygrad import dtypes
 
 from engine.kernels.device_memory import DeviceCounts
-from engine.targets.nvidia.kernels.chosen_experts import ChosenExperts
 from engine.targets.nvidia.kernels.device import Chip
-from engine.targets.nvidia.kernels.epilogues import (
+from engine.targets.nvidia.kernels.products.chosen_experts import ChosenExperts
+from engine.targets.nvidia.kernels.products.epilogues import (
     STORE_BIASED,
     STORE_SQUARES,
     activated,
     add_residual,
     routed,
 )
-from engine.targets.nvidia.kernels.matvec import Schedule, StackedMatrices, matvec
-from engine.targets.nvidia.kernels.prefill_experts import choose_experts
-from engine.targets.nvidia.kernels.schedules import matvec_schedule
-from engine.targets.nvidia.kernels.weight_layout import WeightLayout, input_scale, permuted_size
+from engine.targets.nvidia.kernels.products.matvec import Schedule, StackedMatrices, matvec
+from engine.targets.nvidia.kernels.products.prefill_experts import choose_experts
+from engine.targets.nvidia.kernels.products.schedules import matvec_schedule
+from engine.targets.nvidia.kernels.weights.weight_layout import WeightLayout, input_scale, permuted_size
 from tests.kernels.gpu.buffers import buffer, close, laid_out, packed, places, prompt_state, rng, run, zeros
 from tests.kernels.gpu.check_products import gated
 

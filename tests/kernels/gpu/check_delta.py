@@ -3,20 +3,20 @@
 import numpy as np
 from tinygrad import Device, dtypes
 
-from engine.targets.nvidia.kernels.delta_decode import delta_decode
-from engine.targets.nvidia.kernels.delta_net import DeltaHeads, copy_state
-from engine.targets.nvidia.kernels.delta_prefill import (
+from engine.targets.nvidia.kernels.delta_nets.delta_decode import delta_decode
+from engine.targets.nvidia.kernels.delta_nets.delta_net import DeltaHeads, copy_state
+from engine.targets.nvidia.kernels.delta_nets.delta_prefill import (
     coefficients_size,
     delta_inputs,
     delta_scan,
     gated_norm,
     vectors_size,
 )
-from engine.targets.nvidia.kernels.matmul import fragment_index, fragments_size
-from engine.targets.nvidia.kernels.matrix_bytes import UNIT
-from engine.targets.nvidia.kernels.runs import Runs
-from engine.targets.nvidia.kernels.small_batch import column_index, columns_size
-from engine.targets.nvidia.kernels.weight_layout import permuted_size
+from engine.targets.nvidia.kernels.products.matmul import fragment_index, fragments_size
+from engine.targets.nvidia.kernels.products.runs import Runs
+from engine.targets.nvidia.kernels.products.small_batch import column_index, columns_size
+from engine.targets.nvidia.kernels.weights.matrix_bytes import UNIT
+from engine.targets.nvidia.kernels.weights.weight_layout import permuted_size
 from tests.kernels.gpu.buffers import buffer, close, places, prompt_index, prompt_state, rng, run, zeros
 
 

@@ -3,9 +3,9 @@
 import numpy as np
 from tinygrad import dtypes
 
-from engine.targets.nvidia.kernels.few_experts import block_tiles, few_experts, few_tiles
-from engine.targets.nvidia.kernels.small_batch import columns_size
-from engine.targets.nvidia.kernels.weight_layout import WeightLayout
+from engine.targets.nvidia.kernels.products.few_experts import block_tiles, few_experts, few_tiles
+from engine.targets.nvidia.kernels.products.small_batch import columns_size
+from engine.targets.nvidia.kernels.weights.weight_layout import WeightLayout
 from tests.kernels.gpu.buffers import buffer, close, packed, rng, run, zeros
 from tests.kernels.gpu.check_products import gated
 from tests.kernels.gpu.check_prompt_experts import choice, sorted_assignments

@@ -5,7 +5,7 @@ from tinygrad import dtypes
 
 from engine.formats.kv_format import KVFormat
 from engine.targets.cpu.export import quantized
-from engine.targets.nvidia.kernels.kv_export import export_tokens, import_tokens
+from engine.targets.nvidia.kernels.attention.kv_export import export_tokens, import_tokens
 from tests.kernels.gpu.buffers import buffer, rng, run, zeros
 from tests.kernels.gpu.cache_layout import BLOCK, cache_of, heads_of, stored_in
 

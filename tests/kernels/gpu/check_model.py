@@ -16,12 +16,12 @@ from engine.protocol.events import Sampling
 from engine.runtime.kv_blocks import KVBlocks
 from engine.runtime.model_runner import Drawing, Slot, same_rows
 from engine.targets import nvidia as fused
+from engine.targets.nvidia.kernels.attention.prefill_attention import prompt_tiling
 from engine.targets.nvidia.kernels.device import multiprocessors
 from engine.targets.nvidia.kernels.kernel_sequence import KernelSequence
 from engine.targets.nvidia.kernels.pieces import state_size
-from engine.targets.nvidia.kernels.prefill_attention import prompt_tiling
-from engine.targets.nvidia.kernels.sampling import NOT_FINITE
-from engine.targets.nvidia.kernels.small_batch import columns_size
+from engine.targets.nvidia.kernels.products.small_batch import columns_size
+from engine.targets.nvidia.kernels.sampling.sampling import NOT_FINITE
 from engine.targets.nvidia.memory import CHUNK_SIZES
 from engine.targets.nvidia.runner import NvidiaRunner
 from engine.targets.nvidia.weights import GPUModel

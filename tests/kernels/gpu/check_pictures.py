@@ -15,9 +15,9 @@ from engine.loading.weights import FileWeights
 from engine.runtime.pictures import Progress
 from engine.targets.cpu.vision import CPUEncoder
 from engine.targets.nvidia import picture_steps, vision
-from engine.targets.nvidia.kernels.matmul import fragment_index, fragments_size
-from engine.targets.nvidia.kernels.patch_attention import PatchTiling, attend_patches
-from engine.targets.nvidia.kernels.patches import PatchHeads, rotate_patches
+from engine.targets.nvidia.kernels.pictures.patch_attention import PatchTiling, attend_patches
+from engine.targets.nvidia.kernels.pictures.patches import PatchHeads, rotate_patches
+from engine.targets.nvidia.kernels.products.matmul import fragment_index, fragments_size
 from engine.targets.nvidia.vision import NvidiaEncoder
 from tests import generated_encoder
 from tests.kernels.gpu.buffers import buffer, close, prompt_index, rng, run, zeros

@@ -7,9 +7,11 @@ from tinygrad import dtypes
 
 from engine.formats.quantization import QUANTIZED
 from engine.kernels.device_memory import part_of
+from engine.targets.nvidia.kernels.attention.flash_attention import flash_attention, flash_split, rows_split
+from engine.targets.nvidia.kernels.attention.kv_cache import Heads
+from engine.targets.nvidia.kernels.attention.prefill_attention import attend_prompt, prompt_tiling
 from engine.targets.nvidia.kernels.device import Chip
-from engine.targets.nvidia.kernels.embedding import embed, embed_prompt
-from engine.targets.nvidia.kernels.epilogues import (
+from engine.targets.nvidia.kernels.products.epilogues import (
     EMBED,
     STORE,
     STORE_BIASED,
@@ -19,20 +21,31 @@ from engine.targets.nvidia.kernels.epilogues import (
     add_residual,
     as_logits,
 )
-from engine.targets.nvidia.kernels.flash_attention import flash_attention, flash_split, rows_split
-from engine.targets.nvidia.kernels.head_norm import HeadNorm
-from engine.targets.nvidia.kernels.kv_cache import Heads
-from engine.targets.nvidia.kernels.layer_embeddings import gate_embeddings, layer_embeddings, stride
-from engine.targets.nvidia.kernels.matmul import Tiles, fragment_index, fragments_size, matmul
-from engine.targets.nvidia.kernels.matrix_bytes import UNIT, units_of
-from engine.targets.nvidia.kernels.matvec import Schedule, StackedMatrices, matvec
-from engine.targets.nvidia.kernels.post_norm import add_both, add_both_blocks, add_normed, add_normed_blocks
-from engine.targets.nvidia.kernels.prefill import activate_prompt, add_normed_sums, norm_prompt
-from engine.targets.nvidia.kernels.prefill_attention import attend_prompt, prompt_tiling
-from engine.targets.nvidia.kernels.sampling import NOT_FINITE, next_token
-from engine.targets.nvidia.kernels.schedules import matvec_schedule
-from engine.targets.nvidia.kernels.small_batch import column_index, columns_size
-from engine.targets.nvidia.kernels.weight_layout import WeightLayout, input_scale, permuted_size
+from engine.targets.nvidia.kernels.products.head_norm import HeadNorm
+from engine.targets.nvidia.kernels.products.matmul import Tiles, fragment_index, fragments_size, matmul
+from engine.targets.nvidia.kernels.products.matvec import Schedule, StackedMatrices, matvec
+from engine.targets.nvidia.kernels.products.schedules import matvec_schedule
+from engine.targets.nvidia.kernels.products.small_batch import column_index, columns_size
+from engine.targets.nvidia.kernels.residual_stream.embedding import embed, embed_prompt
+from engine.targets.nvidia.kernels.residual_stream.layer_embeddings import (
+    gate_embeddings,
+    layer_embeddings,
+    stride,
+)
+from engine.targets.nvidia.kernels.residual_stream.post_norm import (
+    add_both,
+    add_both_blocks,
+    add_normed,
+    add_normed_blocks,
+)
+from engine.targets.nvidia.kernels.residual_stream.prefill import (
+    activate_prompt,
+    add_normed_sums,
+    norm_prompt,
+)
+from engine.targets.nvidia.kernels.sampling.sampling import NOT_FINITE, next_token
+from engine.targets.nvidia.kernels.weights.matrix_bytes import UNIT, units_of
+from engine.targets.nvidia.kernels.weights.weight_layout import WeightLayout, input_scale, permuted_size
 from tests.kernels.gpu.buffers import (
     FLOATS,
     buffer,

@@ -3,16 +3,16 @@
 import numpy as np
 from tinygrad import dtypes
 
-from engine.targets.nvidia.kernels.matmul import ExpertTiles, expert_tiles, fragments_size, matmul
-from engine.targets.nvidia.kernels.prefill import norm_prompt
-from engine.targets.nvidia.kernels.prefill_experts import (
+from engine.targets.nvidia.kernels.products.matmul import ExpertTiles, expert_tiles, fragments_size, matmul
+from engine.targets.nvidia.kernels.products.prefill_experts import (
     add_shared,
     choose_experts,
     count_assignments,
     router_logits,
     sort_assignments,
 )
-from engine.targets.nvidia.kernels.weight_layout import WeightLayout
+from engine.targets.nvidia.kernels.residual_stream.prefill import norm_prompt
+from engine.targets.nvidia.kernels.weights.weight_layout import WeightLayout
 from tests.kernels.gpu.buffers import buffer, close, packed, prompt_state, rng, run, zeros
 from tests.kernels.gpu.check_products import gated, normed
 from tests.thorough import THOROUGH

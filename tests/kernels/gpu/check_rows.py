@@ -6,11 +6,11 @@ import numpy as np
 from tinygrad import dtypes
 
 from engine.formats.kv_format import KVFormat
-from engine.targets.nvidia.kernels.decode_block import combine
-from engine.targets.nvidia.kernels.flash_attention import FlashSplit, flash_attention
-from engine.targets.nvidia.kernels.kv_cache import copy_block
-from engine.targets.nvidia.kernels.small_batch import column_index, columns_size
-from engine.targets.nvidia.kernels.store_rows import store_rows
+from engine.targets.nvidia.kernels.attention.decode_block import combine
+from engine.targets.nvidia.kernels.attention.flash_attention import FlashSplit, flash_attention
+from engine.targets.nvidia.kernels.attention.kv_cache import copy_block
+from engine.targets.nvidia.kernels.attention.store_rows import store_rows
+from engine.targets.nvidia.kernels.products.small_batch import column_index, columns_size
 from tests.kernels.gpu.buffers import buffer, close, prompt_index, rng, run, zeros
 from tests.kernels.gpu.cache_layout import BLOCK, CONTEXT, Pool, cache_of, heads_of, kept, stored_in
 from tests.kernels.gpu.check_attention import temperatures, turned, values_of

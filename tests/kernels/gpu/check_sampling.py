@@ -8,8 +8,8 @@ from engine.runtime.model_runner import Drawing
 from engine.runtime.sampling import Sampler, biased, log_probabilities, penalizes
 from engine.targets.nvidia.device_sampler import Choice, DeviceSampler
 from engine.targets.nvidia.kernels.kernel_sequence import KernelSequence
-from engine.targets.nvidia.kernels.logit_changes import MAX_BIASES, penalize
-from engine.targets.nvidia.kernels.sampling import (
+from engine.targets.nvidia.kernels.sampling.logit_changes import MAX_BIASES, penalize
+from engine.targets.nvidia.kernels.sampling.sampling import (
     NOT_FINITE,
     Shortlist,
     StepRows,

@@ -4,7 +4,7 @@ import numpy as np
 from tinygrad import dtypes
 
 from engine.formats.quantization import QUANTIZED
-from engine.targets.nvidia.kernels.small_batch import (
+from engine.targets.nvidia.kernels.products.small_batch import (
     SmallBatchTiles,
     activated,
     as_logits,
@@ -14,7 +14,7 @@ from engine.targets.nvidia.kernels.small_batch import (
     small_batch_product,
     stored,
 )
-from engine.targets.nvidia.kernels.weight_layout import WeightLayout
+from engine.targets.nvidia.kernels.weights.weight_layout import WeightLayout
 from tests.kernels.gpu.buffers import FLOATS, buffer, close, packed, prompt_index, rng, run, zeros
 from tests.kernels.gpu.check_products import gated
 from tests.thorough import THOROUGH

@@ -19,8 +19,10 @@ from tinygrad.dtype import DType
 from engine.fixes import early_launch, graph_nodes, graph_rewrites, index_lowering, slice_shapes
 from engine.formats.kv_format import KVFormat
 from engine.kernels.kernel import Kernel
-from engine.targets.nvidia.kernels.chosen_experts import ChosenExperts
-from engine.targets.nvidia.kernels.epilogues import (
+from engine.targets.nvidia.kernels.attention.flash_attention import flash_attention, flash_split
+from engine.targets.nvidia.kernels.attention.kv_cache import Heads
+from engine.targets.nvidia.kernels.products.chosen_experts import ChosenExperts
+from engine.targets.nvidia.kernels.products.epilogues import (
     STORE,
     STORE_BIASED,
     activated,
@@ -28,13 +30,11 @@ from engine.targets.nvidia.kernels.epilogues import (
     as_logits,
     routed,
 )
-from engine.targets.nvidia.kernels.flash_attention import flash_attention, flash_split
-from engine.targets.nvidia.kernels.kv_cache import Heads
-from engine.targets.nvidia.kernels.matvec import Schedule, StackedMatrices, matvec
-from engine.targets.nvidia.kernels.small_batch import SmallBatchTiles, small_batch_product, stored
-from engine.targets.nvidia.kernels.small_batch import activated as gated_few
-from engine.targets.nvidia.kernels.small_batch import as_logits as logits_few
-from engine.targets.nvidia.kernels.weight_layout import WeightLayout
+from engine.targets.nvidia.kernels.products.matvec import Schedule, StackedMatrices, matvec
+from engine.targets.nvidia.kernels.products.small_batch import SmallBatchTiles, small_batch_product, stored
+from engine.targets.nvidia.kernels.products.small_batch import activated as gated_few
+from engine.targets.nvidia.kernels.products.small_batch import as_logits as logits_few
+from engine.targets.nvidia.kernels.weights.weight_layout import WeightLayout
 from tests.kernels.gpu.rendered import compile_nothing
 from tests.thorough import THOROUGH
 

@@ -31,33 +31,43 @@ from engine.loading.weights import Weights
 from engine.runtime.kv_blocks import KVBlocks
 from engine.runtime.model_runner import ModelRunner, Slot
 from engine.targets.graph.runner import GraphRunner
-from engine.targets.nvidia.kernels import small_batch as few
-from engine.targets.nvidia.kernels.chosen_experts import ChosenExperts
-from engine.targets.nvidia.kernels.decode_block import combine
-from engine.targets.nvidia.kernels.epilogues import STORE, STORE_BIASED, activate, activated, add_residual
-from engine.targets.nvidia.kernels.flash_attention import flash_attention, flash_split
-from engine.targets.nvidia.kernels.kv_cache import Heads
-from engine.targets.nvidia.kernels.layer_embeddings import layer_embeddings, stride
-from engine.targets.nvidia.kernels.matmul import ExpertTiles, expert_tiles, fragments_size, matmul
-from engine.targets.nvidia.kernels.matrix_bytes import UNIT
-from engine.targets.nvidia.kernels.matvec import StackedMatrices, matvec
-from engine.targets.nvidia.kernels.pieces import state_size
-from engine.targets.nvidia.kernels.post_norm import add_both, add_both_blocks, add_normed
-from engine.targets.nvidia.kernels.prefill import (
-    activate_prompt,
-    norm_prompt,
-    norms_over_heads,
-    rotate_prompt,
+from engine.targets.nvidia.kernels.attention.decode_block import combine
+from engine.targets.nvidia.kernels.attention.flash_attention import flash_attention, flash_split
+from engine.targets.nvidia.kernels.attention.kv_cache import Heads
+from engine.targets.nvidia.kernels.attention.prefill_attention import (
+    attend_prompt,
+    combine_prompt,
+    prompt_tiling,
 )
-from engine.targets.nvidia.kernels.prefill_attention import attend_prompt, combine_prompt, prompt_tiling
-from engine.targets.nvidia.kernels.prefill_experts import (
+from engine.targets.nvidia.kernels.pieces import state_size
+from engine.targets.nvidia.kernels.products import small_batch as few
+from engine.targets.nvidia.kernels.products.chosen_experts import ChosenExperts
+from engine.targets.nvidia.kernels.products.epilogues import (
+    STORE,
+    STORE_BIASED,
+    activate,
+    activated,
+    add_residual,
+)
+from engine.targets.nvidia.kernels.products.matmul import ExpertTiles, expert_tiles, fragments_size, matmul
+from engine.targets.nvidia.kernels.products.matvec import StackedMatrices, matvec
+from engine.targets.nvidia.kernels.products.prefill_experts import (
     choose_experts,
     count_assignments,
     router_logits,
     sort_assignments,
 )
-from engine.targets.nvidia.kernels.schedules import matvec_schedule
-from engine.targets.nvidia.kernels.weight_layout import WeightLayout, permuted_size
+from engine.targets.nvidia.kernels.products.schedules import matvec_schedule
+from engine.targets.nvidia.kernels.residual_stream.layer_embeddings import layer_embeddings, stride
+from engine.targets.nvidia.kernels.residual_stream.post_norm import add_both, add_both_blocks, add_normed
+from engine.targets.nvidia.kernels.residual_stream.prefill import (
+    activate_prompt,
+    norm_prompt,
+    norms_over_heads,
+    rotate_prompt,
+)
+from engine.targets.nvidia.kernels.weights.matrix_bytes import UNIT
+from engine.targets.nvidia.kernels.weights.weight_layout import WeightLayout, permuted_size
 from engine.targets.nvidia.runner import NvidiaRunner
 from tests import generated_model
 from tests.kernels.gpu.alignment import BASE_BYTES, prove_uops

@@ -35,7 +35,7 @@ from tests.kernels.gpu.alignment import prove_uops
 from tests.thorough import THOROUGH
 
 if TYPE_CHECKING:
-    from engine.targets.nvidia.kernels.matmul import Tiles
+    from engine.targets.nvidia.kernels.products.matmul import Tiles
 
 
 @contextlib.contextmanager

@@ -74,11 +74,11 @@ REPACKING = """
 import numpy as np
 from tinygrad import Tensor
 from engine.fixes import program_cache
-from engine.targets.nvidia.kernels import weight_repacking
-from engine.targets.nvidia.kernels.weight_repacking import MatrixSpec, TensorRows
-from engine.targets.nvidia.kernels.weight_layout import WeightLayout
+from engine.targets.nvidia.kernels.weights import weight_repacking
+from engine.targets.nvidia.kernels.weights.weight_repacking import MatrixSpec, TensorRows
+from engine.targets.nvidia.kernels.weights.weight_layout import WeightLayout
 from engine.formats.rope_order import HeadOrder
-from engine.targets.nvidia.kernels.upload import upload
+from engine.targets.nvidia.kernels.weights.upload import upload
 from tests.kernels.gpu.buffers import part_of
 program_cache.apply()
 scheduled, stock = [], Tensor.linear_with_vars

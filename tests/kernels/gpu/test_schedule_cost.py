@@ -12,15 +12,15 @@ import pytest
 
 from engine.formats.ggml_types import GGML_TYPES
 from engine.kernels.fields import FLOAT_TYPES
-from engine.targets.nvidia.kernels import schedules
-from engine.targets.nvidia.kernels.chosen_experts import ChosenExperts
+from engine.targets.nvidia.kernels.attention.flash_attention import flash_attention, flash_split, rows_split
+from engine.targets.nvidia.kernels.attention.kv_cache import Heads
 from engine.targets.nvidia.kernels.device import Chip
-from engine.targets.nvidia.kernels.flash_attention import flash_attention, flash_split, rows_split
-from engine.targets.nvidia.kernels.kv_cache import Heads
-from engine.targets.nvidia.kernels.matvec import Schedule, StackedMatrices
-from engine.targets.nvidia.kernels.schedule_cost import microseconds, ranked
-from engine.targets.nvidia.kernels.schedules import _by_rule, matvec_schedule
-from engine.targets.nvidia.kernels.weight_layout import WeightLayout
+from engine.targets.nvidia.kernels.products import schedules
+from engine.targets.nvidia.kernels.products.chosen_experts import ChosenExperts
+from engine.targets.nvidia.kernels.products.matvec import Schedule, StackedMatrices
+from engine.targets.nvidia.kernels.products.schedule_cost import microseconds, ranked
+from engine.targets.nvidia.kernels.products.schedules import _by_rule, matvec_schedule
+from engine.targets.nvidia.kernels.weights.weight_layout import WeightLayout
 
 H200 = Chip("untuned", 132, 4000.0, 1.75, 64, launches_early=True)
 STEP_US = {

@@ -3,12 +3,12 @@
 import msgspec
 import pytest
 
-from engine.targets.nvidia.kernels import schedules
-from engine.targets.nvidia.kernels.chosen_experts import ChosenExperts
 from engine.targets.nvidia.kernels.device import Chip
-from engine.targets.nvidia.kernels.matvec import Schedule, StackedMatrices
-from engine.targets.nvidia.kernels.schedules import matvec_schedule
-from engine.targets.nvidia.kernels.weight_layout import WeightLayout
+from engine.targets.nvidia.kernels.products import schedules
+from engine.targets.nvidia.kernels.products.chosen_experts import ChosenExperts
+from engine.targets.nvidia.kernels.products.matvec import Schedule, StackedMatrices
+from engine.targets.nvidia.kernels.products.schedules import matvec_schedule
+from engine.targets.nvidia.kernels.weights.weight_layout import WeightLayout
 
 Q6_K = WeightLayout(14)
 CHIPS = sorted(path.stem for path in schedules._TUNED.glob("*.toml"))

@@ -8,8 +8,8 @@ import pytest
 import tinygrad.runtime.autogen as autogen
 
 from engine.errors import ModelFileError
-from engine.targets.nvidia.kernels import upload as module
-from engine.targets.nvidia.kernels.upload import Part, upload
+from engine.targets.nvidia.kernels.weights import upload as module
+from engine.targets.nvidia.kernels.weights.upload import Part, upload
 from tests.kernels.gpu.buffers import part_of
 
 SLOT = 1000

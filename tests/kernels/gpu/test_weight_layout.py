@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from engine.targets.nvidia.kernels.bit_packing import BitPacking
-from engine.targets.nvidia.kernels.matrix_bytes import QUARTER, UNIT
-from engine.targets.nvidia.kernels.weight_layout import WeightLayout
+from engine.targets.nvidia.kernels.weights.bit_packing import BitPacking
+from engine.targets.nvidia.kernels.weights.matrix_bytes import QUARTER, UNIT
+from engine.targets.nvidia.kernels.weights.weight_layout import WeightLayout
 
 
 @pytest.mark.parametrize("bits", [2, 3, 4, 5, 6, 8])

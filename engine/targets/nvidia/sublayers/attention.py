@@ -15,21 +15,26 @@ from engine.measure.kernel_roles import BufferUse
 from engine.runtime.kv_blocks import BLOCK
 from engine.targets.buffer_uses import BufferUses
 from engine.targets.nvidia.decode_step import DecodeStep
-from engine.targets.nvidia.kernels.activation_order import Order
-from engine.targets.nvidia.kernels.decode_block import combine
-from engine.targets.nvidia.kernels.device import multiprocessors, shared_limit
-from engine.targets.nvidia.kernels.epilogues import STORE, STORE_BIASED
-from engine.targets.nvidia.kernels.flash_attention import FlashSplit, flash_attention, flash_split, rows_split
-from engine.targets.nvidia.kernels.kv_cache import LENGTH_UNIT, Heads, Stored
-from engine.targets.nvidia.kernels.prefill import norms_over_heads, rotate_prompt
-from engine.targets.nvidia.kernels.prefill_attention import (
+from engine.targets.nvidia.kernels.attention.decode_block import combine
+from engine.targets.nvidia.kernels.attention.flash_attention import (
+    FlashSplit,
+    flash_attention,
+    flash_split,
+    rows_split,
+)
+from engine.targets.nvidia.kernels.attention.kv_cache import LENGTH_UNIT, Heads, Stored
+from engine.targets.nvidia.kernels.attention.prefill_attention import (
     PromptTiling,
     attend_prompt,
     combine_prompt,
     prompt_tiling,
 )
-from engine.targets.nvidia.kernels.store_rows import store_rows
-from engine.targets.nvidia.kernels.weight_layout import permuted_size
+from engine.targets.nvidia.kernels.attention.store_rows import store_rows
+from engine.targets.nvidia.kernels.device import multiprocessors, shared_limit
+from engine.targets.nvidia.kernels.products.activation_order import Order
+from engine.targets.nvidia.kernels.products.epilogues import STORE, STORE_BIASED
+from engine.targets.nvidia.kernels.residual_stream.prefill import norms_over_heads, rotate_prompt
+from engine.targets.nvidia.kernels.weights.weight_layout import permuted_size
 from engine.targets.nvidia.matrices import product_of
 from engine.targets.nvidia.norms import Norm
 from engine.targets.nvidia.prompt_step import MixedStep, PromptStep, RowsStep, Sums

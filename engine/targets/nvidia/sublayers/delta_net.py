@@ -9,10 +9,9 @@ from engine.kernels.device_memory import device_zeros, to_device
 from engine.measure.kernel_roles import BufferUse
 from engine.targets.buffer_uses import BufferUses
 from engine.targets.nvidia.decode_step import DecodeStep
-from engine.targets.nvidia.kernels.activation_order import Order
-from engine.targets.nvidia.kernels.delta_decode import delta_decode, parts_of
-from engine.targets.nvidia.kernels.delta_net import DeltaHeads
-from engine.targets.nvidia.kernels.delta_prefill import (
+from engine.targets.nvidia.kernels.delta_nets.delta_decode import delta_decode, parts_of
+from engine.targets.nvidia.kernels.delta_nets.delta_net import DeltaHeads
+from engine.targets.nvidia.kernels.delta_nets.delta_prefill import (
     GROUP,
     coefficients_size,
     delta_inputs,
@@ -21,10 +20,11 @@ from engine.targets.nvidia.kernels.delta_prefill import (
     vectors_size,
 )
 from engine.targets.nvidia.kernels.device import multiprocessors
-from engine.targets.nvidia.kernels.epilogues import STORE
-from engine.targets.nvidia.kernels.head_norm import HeadNorm
-from engine.targets.nvidia.kernels.runs import Runs
-from engine.targets.nvidia.kernels.weight_layout import permuted_size
+from engine.targets.nvidia.kernels.products.activation_order import Order
+from engine.targets.nvidia.kernels.products.epilogues import STORE
+from engine.targets.nvidia.kernels.products.head_norm import HeadNorm
+from engine.targets.nvidia.kernels.products.runs import Runs
+from engine.targets.nvidia.kernels.weights.weight_layout import permuted_size
 from engine.targets.nvidia.matrices import product_of
 from engine.targets.nvidia.norms import Norm
 from engine.targets.nvidia.prompt_step import MixedStep, PromptStep, RowsStep, Sums

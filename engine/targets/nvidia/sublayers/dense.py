@@ -8,8 +8,8 @@ from engine.description.sublayers import Dense
 from engine.measure.kernel_roles import BufferUse
 from engine.targets.buffer_uses import BufferUses
 from engine.targets.nvidia.decode_step import DecodeStep
-from engine.targets.nvidia.kernels.epilogues import STORE, activate, activated
-from engine.targets.nvidia.kernels.weight_layout import permuted_size
+from engine.targets.nvidia.kernels.products.epilogues import STORE, activate, activated
+from engine.targets.nvidia.kernels.weights.weight_layout import permuted_size
 from engine.targets.nvidia.matrices import Product, gate_up_of, product_of
 from engine.targets.nvidia.norms import Norm
 from engine.targets.nvidia.prompt_step import PromptStep, Sums

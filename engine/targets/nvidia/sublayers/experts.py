@@ -17,12 +17,12 @@ from engine.loading.weights import Weights
 from engine.measure.kernel_roles import BufferUse
 from engine.targets.buffer_uses import BufferUses
 from engine.targets.nvidia.decode_step import DecodeMemory, DecodeStep
-from engine.targets.nvidia.kernels.activation_order import Order
-from engine.targets.nvidia.kernels.chosen_experts import ChosenExperts
-from engine.targets.nvidia.kernels.epilogues import STORE, STORE_BIASED, activate, activated, routed
-from engine.targets.nvidia.kernels.few_experts import block_tiles, few_experts, few_tiles
-from engine.targets.nvidia.kernels.matmul import ExpertTiles, expert_tiles, fragments_size, matmul
-from engine.targets.nvidia.kernels.prefill_experts import (
+from engine.targets.nvidia.kernels.products.activation_order import Order
+from engine.targets.nvidia.kernels.products.chosen_experts import ChosenExperts
+from engine.targets.nvidia.kernels.products.epilogues import STORE, STORE_BIASED, activate, activated, routed
+from engine.targets.nvidia.kernels.products.few_experts import block_tiles, few_experts, few_tiles
+from engine.targets.nvidia.kernels.products.matmul import ExpertTiles, expert_tiles, fragments_size, matmul
+from engine.targets.nvidia.kernels.products.prefill_experts import (
     activate_assignments,
     add_shared,
     choose_experts,
@@ -30,8 +30,8 @@ from engine.targets.nvidia.kernels.prefill_experts import (
     router_logits,
     sort_assignments,
 )
-from engine.targets.nvidia.kernels.small_batch import columns_size
-from engine.targets.nvidia.kernels.weight_layout import permuted_size
+from engine.targets.nvidia.kernels.products.small_batch import columns_size
+from engine.targets.nvidia.kernels.weights.weight_layout import permuted_size
 from engine.targets.nvidia.matrices import Matrix, Product, gate_up_of, matrices_of, product_of
 from engine.targets.nvidia.norms import Norm
 from engine.targets.nvidia.prompt_step import PromptStep, Sums

@@ -12,9 +12,13 @@ from engine.kernels.device_memory import part_of
 from engine.measure.kernel_roles import BufferUse
 from engine.targets.buffer_uses import BufferUses
 from engine.targets.nvidia.decode_step import DecodeStep
-from engine.targets.nvidia.kernels.epilogues import EMBED, STORE
-from engine.targets.nvidia.kernels.layer_embeddings import gate_embeddings, layer_embeddings, stride
-from engine.targets.nvidia.kernels.weight_layout import permuted_size
+from engine.targets.nvidia.kernels.products.epilogues import EMBED, STORE
+from engine.targets.nvidia.kernels.residual_stream.layer_embeddings import (
+    gate_embeddings,
+    layer_embeddings,
+    stride,
+)
+from engine.targets.nvidia.kernels.weights.weight_layout import permuted_size
 from engine.targets.nvidia.matrices import product_of
 from engine.targets.nvidia.norms import Input, Norm, inputs_of, no_norm
 from engine.targets.nvidia.prompt_step import PromptStep, Sums

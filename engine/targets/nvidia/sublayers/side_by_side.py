@@ -9,11 +9,11 @@ from engine.description.sublayers import SideBySide
 from engine.measure.kernel_roles import BufferUse
 from engine.targets.buffer_uses import BufferUses
 from engine.targets.nvidia.decode_step import DecodeStep
-from engine.targets.nvidia.kernels.epilogues import STORE_SQUARES, routed
-from engine.targets.nvidia.kernels.matvec import matvec
-from engine.targets.nvidia.kernels.post_norm import add_both, add_both_blocks
-from engine.targets.nvidia.kernels.prefill import add_normed_sums
-from engine.targets.nvidia.kernels.weight_layout import permuted_size
+from engine.targets.nvidia.kernels.products.epilogues import STORE_SQUARES, routed
+from engine.targets.nvidia.kernels.products.matvec import matvec
+from engine.targets.nvidia.kernels.residual_stream.post_norm import add_both, add_both_blocks
+from engine.targets.nvidia.kernels.residual_stream.prefill import add_normed_sums
+from engine.targets.nvidia.kernels.weights.weight_layout import permuted_size
 from engine.targets.nvidia.matrices import Product
 from engine.targets.nvidia.norms import Input, Norm, inputs_of
 from engine.targets.nvidia.prompt_step import PromptStep, Sums

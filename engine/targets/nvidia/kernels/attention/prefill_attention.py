@@ -1,0 +1,427 @@
+"""Causal attention of pieces of prompts on tensor cores, in one pass over the cache.
+
+A block has queries of neighbouring tokens and of all heads that share keys. Its warps go over the keys together, some
+at a time: a step. Keys and values come from the cache once for all of them, into shared memory, in the order in which
+threads hold operands of tensor cores, so that a warp loads sixteen bytes a thread without conflicts. There is room for
+two steps: while one step's keys and values are used, those of the next are on their way. Where large heads leave room
+for one, the next ones are loaded when all warps are done with it.
+
+Scores, weights and weighted sums stay in registers (`attention_sums`).
+
+If there are too few queries for all multiprocessors, several blocks share the keys of the same queries, and
+`combine_prompt` adds their sums.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from tinygrad import UOp
+from tinygrad.uop.ops import AxisType, Ops
+
+from engine.kernels.kernel import Kernel, Name
+from engine.kernels.launch_hints import STATIC_SHARED, shared_hints
+from engine.targets.nvidia.kernels.attention.attention_sums import LEAST_TOTAL, AttentionSums, step_scores
+from engine.targets.nvidia.kernels.attention.cache_tiles import STORAGES
+from engine.targets.nvidia.kernels.attention.kv_cache import Heads, Pages
+from engine.targets.nvidia.kernels.device import spills_early
+from engine.targets.nvidia.kernels.half_words import unknown
+from engine.targets.nvidia.kernels.pieces import PIECE_ROWS, Piece
+from engine.targets.nvidia.kernels.products.activation_order import PLACES, Order
+from engine.targets.nvidia.kernels.uops import (
+    F16,
+    F32,
+    LOG2_E,
+    LOWEST,
+    all_of,
+    chain,
+    f32,
+    finish,
+    load,
+    load_run,
+    maximum,
+    shared,
+    store,
+    store_run,
+)
+
+_MAX_SPLITS = 32
+_SPLIT_COST = 0.02  # of adding a split's sums, as a part of the time
+
+
+@dataclass(frozen=True)
+class PromptTiling:
+    """How prefill attention is divided. A warp has 16 * `rows` queries of a head; a block has `warps` warps, which read
+    the same keys, 16 * `steps` at a time; `splits` blocks share the keys of the same queries. Queries are in registers,
+    or if they are `shared`, in shared memory. `across` warps have the same queries, and each a part of the values'
+    dimensions. Shared memory has the keys and values of `held` steps, two or one."""
+
+    rows: int
+    warps: int
+    steps: int
+    splits: int
+    shared: bool = False
+    across: int = 1
+    held: int = 2
+
+    @property
+    def units(self) -> int:
+        """Warps of a block that have queries of their own."""
+        return self.warps // self.across
+
+    def span(self, heads: Heads) -> int:
+        """The tokens whose queries a block has; 0 if blocks begin at other places than multiples of a number."""
+        if self.units % heads.shared_by and heads.shared_by % self.units:
+            return 0
+        return 16 * self.rows * max(1, self.units // heads.shared_by)
+
+    def narrowed(self, heads: Heads) -> PromptTiling:
+        """With as many warps as have queries of at most `PIECE_ROWS` tokens; the more parts of keys each then has to
+        copy, the smaller the steps."""
+        fewer = (replace(self, warps=n * self.across) for n in range(self.units, 0, -1))
+        narrow = next(t for t in fewer if 0 < t.span(heads) <= PIECE_ROWS)
+        steps = max(1, self.steps * narrow.warps // self.warps)
+        return replace(narrow, steps=1 << (steps.bit_length() - 1))
+
+    def shared_bytes(self, dim: int) -> int:
+        """Shared memory of a block: keys, values and queries."""
+        return (2 * self.held * self.steps + self.shared * self.units * self.rows) * 16 * dim * 2
+
+    def sums_size(self, heads: Heads, tokens: int) -> int:
+        """The size of the sums of all splits, float32."""
+        return self.splits * heads.query * tokens * (heads.dim + 8)
+
+
+def prompt_tiling(
+    heads: Heads, tokens: int, multiprocessors: int, limit: int = STATIC_SHARED, is_narrow: bool = False
+) -> PromptTiling:
+    """The tiling for a step of `tokens` tokens, with up to `limit` bytes of shared memory for a block, for pieces that
+    begin at any multiple of `PIECE_ROWS` if it `is_narrow`, else at those of its span. A warp loads
+    operands from shared memory for all its queries, so it gets as many as its registers hold. Sums are scaled down and
+    the block's warps wait for each other once a step, so steps are as large as fits. The fewest splits that give the
+    multiprocessors blocks evenly."""
+    dim, is_large = heads.dim, heads.dim > 128
+    rows = 2 if dim <= 64 and heads.shared_by * tokens >= 512 else 1
+    units = heads.shared_by * tokens // (16 * rows)
+    fits_two = dim <= 64 or not spills_early()
+    small = [(8, 4)] * (units >= 8) + [(8, 2)] * fits_two + [(8, 1)]
+    shapes = [(8, 1), (4, 1), (2, 1)] if is_large else small
+    # More dimensions than these have more sums than a warp's registers hold.
+    across = 2 if dim > (128 if spills_early() else 256) else 1
+    tilings = [
+        PromptTiling(rows, min(units * across, warps), steps, 1, is_large, across, held)
+        for held in (2, 1)
+        for warps, steps in shapes
+    ]
+    if is_narrow:
+        tilings = [tiling.narrowed(heads) for tiling in tilings]
+    tiling = next((t for t in tilings if t.shared_bytes(dim) <= limit), tilings[-1])
+    blocks = heads.kv * -(-units // tiling.units)
+
+    def cost(splits: int) -> float:
+        """The time of the blocks, if one at a time runs on a multiprocessor, over what it is if none is idle."""
+        rounds = -(-blocks * splits // multiprocessors)
+        return rounds * multiprocessors / (blocks * splits) + splits * _SPLIT_COST
+
+    return replace(tiling, splits=min(range(1, _MAX_SPLITS + 1), key=cost))
+
+
+def query_index(heads: Heads, tokens: int, head: UOp, token: UOp, d: UOp) -> UOp:
+    """The index of an element of the queries, which are [head, 16 tokens, 16 dimensions, thread, element]: a left tile
+    of tensor cores. Thread 4g + t has the t-th four dimensions of tokens g and g + 8."""
+    thread, i = token % 8 * 4 + d % 16 // 4, d % 4
+    element = i // 2 * 4 + token % 16 // 8 * 2 + i % 2
+    return (((head * (tokens // 16) + token // 16) * (heads.dim // 16) + d // 16) * 32 + thread) * 8 + element
+
+
+class _Tiles:
+    """The keys and values of two steps in shared memory, and how threads copy them there."""
+
+    def __init__(self, heads: Heads, tiling: PromptTiling, cache: Sequence[UOp], kv: UOp, warp: UOp, thread: UOp,
+                 pages: Pages) -> None:  # fmt: skip
+        self._heads, self._steps, self._cache, self._kv, self._pages = heads, tiling.steps, cache, kv, pages
+        self._held = tiling.held
+        self._chunks = heads.dim // 16
+        pieces = tiling.steps * self._chunks  # of 512 bytes
+        numbers = [warp + k * tiling.warps for k in range(-(-pieces // tiling.warps))]
+        self._pieces = [n.minimum(pieces - 1) if pieces % tiling.warps else n for n in numbers]
+        self._size = pieces * 256  # elements of the keys of a step, or of its values
+        self._t, self._g = thread // 8, thread % 8  # so that neighbouring threads load neighbouring bytes
+        self._read_place = self._place(thread % 4, thread // 4)
+        self.array = shared(2 * tiling.held * self._size, 0, F16)
+
+    @staticmethod
+    def _place(t: UOp, g: UOp) -> UOp:
+        """Where the eight elements of thread 4g + t are, so that eight threads that load or store at once meet no
+        conflict."""
+        return (t * 8 + (g + 2 * t) % 8) * 8
+
+    def from_cache(self, step: UOp, *after: UOp) -> list[UOp]:
+        """A thread's part of the keys and values of a step."""
+        cache, loads = [plane.after(*after) if after else plane for plane in self._cache], []
+        storage = STORAGES[self._heads.kv_format]
+        for eight in (storage.eight_keys, storage.eight_values):
+            for piece in self._pieces:
+                number, c = step * self._steps + piece // self._chunks, piece % self._chunks
+                tile = self._pages.tile(self._kv, number)
+                loads += eight(self._heads, cache, tile, c, self._t, self._g)
+        return loads
+
+    def put(self, step: UOp, elements: Sequence[UOp], *after: UOp) -> UOp:
+        """Stores what `from_cache` loaded."""
+        array, stores = self.array.after(*after) if after else self.array, []
+        for i in range(0, len(elements), 8):
+            which, k = divmod(i // 8, len(self._pieces))
+            first = self._first(step, which) + self._pieces[k] * 256 + self._place(self._t, self._g)
+            stores += store_run(array, first, elements[i : i + 8])
+        return UOp.group(*stores)
+
+    def replace(self, step: UOp, used: Sequence[UOp]) -> UOp:
+        """Loads and stores a step in place of the one before, when all warps have `used` that."""
+        barrier = used[0].barrier(*used[1:])
+        return self.put(step, self.from_cache(step, barrier), barrier)
+
+    def _first(self, step: UOp, which: int) -> UOp:
+        """Where the keys or the values of a step begin."""
+        return (step % self._held * 2 + which) * self._size
+
+    def operands(self, array: UOp, step: UOp, which: int, s: int, c: int | UOp) -> list[list[UOp]]:
+        """Two right tiles: of keys (`which` is 0) or values, of the s-th sixteen tokens of a step, in sixteen
+        dimensions: of even keys and odd ones, or of even dimensions and odd ones."""
+        place = step % self._held * (self._size // 4) + self._read_place // 8  # in units of a load
+        # Measured: with float16 heads of 64 elements it takes longer.
+        if self._heads.dim > 64 or self._heads.kv_format.is_quantized:
+            place = unknown(place)
+        eight = load_run(array, place * 8 + which * self._size + (s * self._chunks + c) * 256, 8)
+        return [eight[:4], eight[4:]]
+
+
+def _values(tiles: _Tiles, array: UOp, step: UOp, first: UOp, s: int, c: int) -> list[list[UOp]]:
+    """The operands of values from a chunk on."""
+    return tiles.operands(array, step, 1, s, first + c)
+
+
+def _before(array: UOp, elements: Sequence[UOp], *others: UOp) -> UOp:
+    """The array after a barrier that the loads of `elements` come before. The compiler would put them off until
+    their numbers are stored, which would wait for them."""
+    loads = [u for u in UOp.sink(*elements).toposort() if u.op is Ops.LOAD]
+    return array.after(*others, loads[0].barrier(*loads[1:]))
+
+
+@functools.cache
+def attend_prompt(
+    heads: Heads, tokens: int, tiling: PromptTiling, has_sinks: bool = False, order: Order = "fragments"
+) -> Kernel:
+    """Causal attention of prompts over the cache. Buffers: out, float16 (tokens, query heads * dim) in an
+    `Order`, or with several splits the sums of each, float32
+    (`PromptTiling.sums_size`), and of gated heads it holds the factors of its elements; queries, those of
+    `prefill.rotate_prompt`; cache (`Heads.cache_planes`); tables, those of blocks, int32
+    (sequences, `Heads.table_size`); prompt, the step's state (`pieces`), whose pieces begin at multiples of
+    `PromptTiling.span`; seen, if heads look ahead, how many tokens that of each row sees, int32 (tokens,), at least
+    those up to its own and at most those of its piece; sinks, if there are any, unless there are several splits,
+    float32 (query heads,): a score of each head that is not scaled and weighs no value."""
+    h, dim, rows, warps, steps = heads, heads.dim, tiling.rows, tiling.warps, tiling.steps
+    splits, across, per_block = tiling.splits, tiling.across, tiling.units
+    chunks, size = dim // 16, 16 * steps
+    own_chunks = chunks // across  # of the values of a warp
+    units = h.shared_by * (tokens // (16 * rows))  # warps of a key head that have queries of their own
+    blocks = -(-units // per_block)
+    assert dim % 16 == 0 and tokens % (16 * rows) == 0 and not (has_sinks and splits > 1)
+    assert warps % across == 0 and chunks % across == 0 and (across == 1 or tiling.shared)
+
+    def kernel(
+        out: UOp,
+        queries: UOp,
+        cache: list[UOp],
+        tables: UOp,
+        prompt: UOp,
+        seen: UOp | None,
+        sinks: UOp | None,
+    ) -> UOp:
+        thread, warp = UOp.special(32, "lidx0"), UOp.special(warps, "lidx1") if warps > 1 else UOp.const(0)
+        block, kv = UOp.special(blocks, "gidx0"), UOp.special(h.kv, "gidx1")
+        split = UOp.special(splits, "gidx2") if splits > 1 else UOp.const(0)
+        block = blocks - 1 - block  # the longest work starts first
+        own_unit, run = (warp // across, warp % across) if across > 1 else (warp, UOp.const(0))
+        unit, g, t = block * per_block + own_unit, thread // 4, thread % 4
+        exists = unit < units
+        if units % per_block:
+            unit = unit.minimum(units - 1)
+        head, tile = kv * h.shared_by + unit % h.shared_by, unit // h.shared_by * rows
+        last_unit = (block * per_block + (per_block - 1)).minimum(units - 1)
+        first, after = (u // h.shared_by * (16 * rows) for u in (block * per_block, last_unit + h.shared_by))
+        piece = Piece.of(prompt, first, tokens, h.length)
+        turns = _step_ranges(h, piece, first, after, size, split, splits)
+        first_position = piece.position - piece.first  # of row 0, if it were the piece's
+        query_rows_of = [(tile + i // 2) * 16 + 8 * (i % 2) + g for i in range(2 * rows)]
+        reads = [load(seen, row) for row in query_rows_of] if seen is not None else []
+        last_seen = [read.cast(first_position.dtype) - 1 for read in reads]
+        tiles = _Tiles(h, tiling, cache, kv, warp, thread, Pages.of(h, tables, prompt, piece.sequence_at))
+        first_query = (head * (tokens // 16) + tile) * chunks
+        query_rows = [  # of the warps that share queries, each copies every `across`-th sixteen dimensions
+            load_run(queries, ((first_query + i + run) * 32 + thread) * 8, 8)
+            for i in range(0, rows * chunks, across)
+        ]
+        first_store = [tiles.put(turns[0][0], tiles.from_cache(turns[0][0]))]
+        query_array = shared(per_block * rows * chunks * 256, 1, F16) if tiling.shared else tiles.array
+        own_queries = own_unit * (rows * chunks * 256) + thread * 8
+        if tiling.shared:
+            for i, row in enumerate(query_rows):
+                first_store += store_run(query_array, own_queries + (i * across + run) * 256, row)
+        ready = UOp.group(*first_store)
+        array, query_array = tiles.array.after(ready), query_array.after(ready)
+        running = AttentionSums(rows, steps, own_chunks, 2)
+
+        def scores(array: UOp, step: UOp, masked: bool, queries: Sequence[Sequence[UOp]]) -> list[list[UOp]]:
+            def shown(s: int, i: int, four: list[UOp]) -> list[UOp]:
+                if not masked:
+                    return four
+                r, side = divmod(i, 2)
+                first_key = (step * steps + s) * 16 + t * 4
+                ahead = first_position + (tile + r) * 16 + 8 * side + g - first_key
+                behind = last_seen[i] - first_key if last_seen else ahead
+                sees = [behind >= e for e in range(4)]
+                if h.window:
+                    sees = [ok & (ahead < h.window + e) for e, ok in enumerate(sees)]
+                return [ok.where(x, f32(LOWEST)) for ok, x in zip(sees, four, strict=True)]
+
+            keys = lambda s, c: tiles.operands(array, step, 0, s, c)
+            return step_scores(queries, keys, rows, steps, chunks, shown)
+
+        done: tuple[UOp, ...] = ()
+        for axis, (start, stop, masked) in enumerate(turns):
+            loop = UOp.range(stop - start, axis, AxisType.LOOP)
+            step, before = start + loop, (loop, *done)
+            old = running.largest(*before)
+            following = tiles.from_cache(step + 1) if tiling.held > 1 else []
+            now = _before(array, following or old, *before)
+            if tiling.shared:
+                held = query_array.after(*before)
+                query_rows = [load_run(held, own_queries + i * 256, 8) for i in range(rows * chunks)]
+            own = scores(now, step, masked, query_rows)
+            values = functools.partial(_values, tiles, now, step, run * own_chunks)
+            stores, sums = running.added(own, old, values, g, t, *before)
+            put = tiles.put(step + 1, following) if following else tiles.replace(step + 1, sums)
+            done = (UOp.group(*stores, put).end(loop),)
+
+        sums, total, top = running.ends(*done)
+        live = piece.token(tile * 16) < piece.count
+        if units % per_block:
+            live = live & exists
+        stores = []
+        for r in range(rows):
+            own_top, own_total = top[2 * r : 2 * r + 2], total[2 * r : 2 * r + 2]
+            own_sums = sums[r * own_chunks * 8 : (r + 1) * own_chunks * 8]
+            if splits > 1:
+                index, first_sum = (
+                    _record(h, tokens, split, head, tile + r) + thread * 4,
+                    run * (own_chunks * 256),
+                )
+                for i in range(0, len(own_sums), 4):
+                    stores += store_run(out, index + first_sum + i * 32, own_sums[i : i + 4], live)
+                ends = [own_total[0], own_top[0], own_total[1], own_top[1]]
+                stores += store_run(out, index + chunks * 256, ends, all_of(live, run.eq(0)))
+                continue
+            if sinks is not None:
+                score = load(sinks, head) * f32(LOG2_E)
+                own_total = [x + (score - b).exp2() for x, b in zip(own_total, own_top, strict=True)]
+            factors = [x.maximum(LEAST_TOTAL).reciprocal() for x in own_total]
+            for c in range(own_chunks):
+                results = own_sums[8 * c : 8 * c + 8]
+                chunk = run * own_chunks + c
+                stores += _store(h, out, order, head, tile + r, chunk, thread, results, factors, live)
+        shape = f"{rows}_{warps}_{steps}_{splits}{'_across' * (across > 1)}{'_one' * (tiling.held == 1)}"
+        if splits == 1:
+            shape += f"{'_sinks' * has_sinks}{'_gated' * h.gated}_{order}"
+        return finish(f"prefill_attend_{h.cache_name}_{tokens}_{shape}", stores)
+
+    inputs: tuple[Name, ...] = (
+        "queries",
+        ("cache", len(h.cache_planes)),
+        "tables",
+        "prompt",
+        h.ahead and "seen",
+    )
+    return Kernel(kernel, ("out",), (*inputs, has_sinks and "sinks"), shared_hints(tiling.shared_bytes(dim)))
+
+
+def _step_ranges(
+    heads: Heads, piece: Piece, first_row: UOp, after_row: UOp, size: int, split: UOp, splits: int
+) -> list[tuple[UOp, UOp, bool]]:
+    """The steps of `size` keys that the queries of a piece's rows from `first_row` on and before `after_row` see, as
+    far as they are the split's: each as the first, the one after the last, and whether there is a mask."""
+    first, after = piece.token(first_row), piece.token(after_row)
+    own, last = piece.position + first, piece.position + after - 1
+    start = heads.first_seen(own) // size
+    last_seen = piece.count if heads.ahead else after.minimum(piece.count)
+    stop = ((piece.position + last_seen) + (size - 1)) // size
+    stop = (first < piece.count).where(stop, start)
+    if splits > 1:
+        part = (stop - start + (splits - 1)) // splits
+        start = (start + part * split).minimum(stop)
+        stop = (start + part).minimum(stop)
+    whole = ((own + 1) // size).maximum(start).minimum(stop)  # from here on some queries see some keys
+    if not heads.window:
+        return [(start, whole, False), (whole, stop, True)]
+    left = ((heads.first_seen(last) + (size - 1)) // size).maximum(start).minimum(stop)
+    whole = whole.maximum(left)
+    return [(start, left, True), (left, whole, False), (whole, stop, True)]
+
+
+def _record(heads: Heads, tokens: int, split: UOp | int, head: UOp, tile: UOp) -> UOp:
+    """The index of a split's sums for sixteen queries: [16 values, four elements, thread, 4], and of the sums of
+    weights and the largest scores of rows g and g + 8, [thread, 4]."""
+    return ((split * heads.query + head) * (tokens // 16) + tile) * ((heads.dim + 8) * 16)
+
+
+def _store(
+    h: Heads, out: UOp, order: Order, head: UOp, tile: UOp, c: UOp, thread: UOp, sums: Sequence[UOp],
+    factors: Sequence[UOp], live: UOp,
+) -> list[UOp]:  # fmt: skip
+    """Stores a thread's sums of sixteen dimensions, times the factors of its two queries."""
+    g, t, stores = thread // 4, thread % 4, []
+    for side in (0, 1):
+        for e in range(4):
+            value = sums[e % 2 * 4 + 2 * side + e // 2] * factors[side]
+            token, column = tile * 16 + g + 8 * side, head * h.dim + c * 16 + t * 4 + e
+            place = PLACES[order](token, column, h.query * h.dim)
+            if h.gated:
+                value = value * load(out, place, live).cast(F32)
+            stores.append(store(out, place, value.cast(F16), live))
+    return stores
+
+
+@functools.cache
+def combine_prompt(
+    heads: Heads, tokens: int, splits: int, has_sinks: bool = False, order: Order = "fragments"
+) -> Kernel:
+    """Adds the sums of several splits of `attend_prompt`. Buffers: out as there, with the factors; sums; prompt, the
+    step's state; sinks, if there are any, float32 (query heads,)."""
+    h, chunks = heads, heads.dim // 16
+
+    def kernel(out: UOp, sums: UOp, prompt: UOp, sinks: UOp | None) -> UOp:
+        thread, c = UOp.special(32, "lidx0"), UOp.special(chunks, "lidx1")
+        tile, head = UOp.special(tokens // 16, "gidx0"), UOp.special(h.query, "gidx1")
+        piece = Piece.of(prompt, tile * 16, tokens, h.length)
+        live = piece.token(tile * 16) < piece.count
+        firsts = [_record(h, tokens, split, head, tile) + thread * 4 for split in range(splits)]
+        ends = [load_run(sums, first + chunks * 256, 4) for first in firsts]
+        top = [maximum([end[2 * side + 1] for end in ends]) for side in (0, 1)]
+        weights = [[(end[2 * side + 1] - top[side]).exp2() for side in (0, 1)] for end in ends]
+        total = [chain(end[2 * k] * w[k] for end, w in zip(ends, weights, strict=True)) for k in (0, 1)]
+        if sinks is not None:
+            score = load(sinks, head) * f32(LOG2_E)
+            total = [x + (score - b).exp2() for x, b in zip(total, top, strict=True)]
+        parts = [
+            load_run(sums, first + c * 256, 4) + load_run(sums, first + c * 256 + 128, 4) for first in firsts
+        ]
+        results = [chain(p[i] * w[i % 4 // 2] for p, w in zip(parts, weights, strict=True)) for i in range(8)]
+        factors = [x.maximum(LEAST_TOTAL).reciprocal() for x in total]
+        stores = _store(h, out, order, head, tile, c, thread, results, factors, live)
+        name = f"prefill_combine_{h.query}_{h.dim}_{tokens}_{splits}"
+        name += f"{'_sinks' * has_sinks}{'_gated' * h.gated}_{order}"
+        return finish(name, stores)
+
+    return Kernel(kernel, ("out",), ("sums", "prompt", has_sinks and "sinks"))

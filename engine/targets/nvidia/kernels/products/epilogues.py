@@ -1,0 +1,241 @@
+"""The last parts of the kernels of `matvec`: what they do with the rows of a block."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from tinygrad import UOp
+
+from engine.kernels.kernel import Kernel, Name
+from engine.targets.nvidia.kernels.uops import (
+    I32,
+    Activation,
+    after_store,
+    f32,
+    finish,
+    gated,
+    load,
+    load_run,
+    shared,
+    soft_capped,
+    store,
+    tree,
+)
+from engine.targets.nvidia.kernels.weights.matrix_bytes import UNIT
+from engine.targets.nvidia.kernels.weights.weight_layout import permuted, permuted_size
+
+LOWEST_LOGIT = -3e38  # below any logit
+
+
+@dataclass(frozen=True)
+class BlockRows:
+    """The rows of block `block`: `count` rows from `first` on, below `end` (None if all blocks are whole), of `total`
+    rows. The partial sums are in shared memory, and `product(i, valid)` gives the i-th row's product to any thread.
+    `thread` is the number of the current one, `slot` the result's (`StackedMatrices.slots`), if there are several."""
+
+    count: int
+    total: int
+    first: UOp
+    end: UOp | None
+    block: UOp
+    thread: UOp
+    product: Callable[[UOp, UOp], UOp]
+    slot: UOp | None = None
+
+    def index(self, i: UOp) -> UOp:
+        return self.first + i
+
+    def valid(self, i: UOp, step: int = 1) -> UOp:
+        """Whether the block has an i-th row, or an i-th run of `step` rows."""
+        ok = i < self.count // step
+        return ok if self.end is None else ok & (self.index(i * step) < self.end)
+
+
+@dataclass(frozen=True)
+class Epilogue:
+    """The last part of a product's kernel: `stores` takes the block's rows, and as parameters of their names the
+    buffers `outs`, to which it gives the kernel's stores, and `ins`, which these may depend on. A run of `pair` rows
+    must be in one block."""
+
+    outs: tuple[Name, ...]
+    ins: tuple[Name, ...]
+    pair: int
+    stores: Callable[..., list[UOp]]
+
+
+def _store(rows: BlockRows, out: UOp) -> list[UOp]:
+    i = rows.thread
+    ok, place = rows.valid(i), rows.index(i)
+    if rows.slot is not None:
+        place = place + rows.slot * rows.total
+    return [store(out, place, rows.product(i, ok), ok)]
+
+
+def _store_biased(rows: BlockRows, out: UOp, bias: UOp) -> list[UOp]:
+    i = rows.thread
+    ok, row = rows.valid(i), rows.index(i)
+    return [store(out, row, rows.product(i, ok) + load(bias, row, ok), ok)]
+
+
+def _add_residual(
+    rows: BlockRows, stream: UOp, squares: UOp, copies: Sequence[UOp], norms: Sequence[UOp], bias: UOp | None
+) -> list[UOp]:
+    i = rows.thread
+    ok, row = rows.valid(i), rows.index(i)
+    value = load(stream, row, ok) + rows.product(i, ok)
+    if bias is not None:
+        value = value + load(bias, row, ok)
+    stores = [store(stream, row, value, ok), _store_sum_of_squares(squares, value, ok, rows)]
+    for out, weight in zip(copies, norms, strict=True):
+        stores.append(store(out, permuted(row, rows.total), value * load(weight, row, ok), ok))
+    return stores
+
+
+def _store_squares(rows: BlockRows, out: UOp, squares: UOp) -> list[UOp]:
+    i = rows.thread
+    ok, row = rows.valid(i), rows.index(i)
+    value = rows.product(i, ok)
+    return [store(out, row, value, ok), _store_sum_of_squares(squares, value, ok, rows)]
+
+
+def _store_sum_of_squares(out: UOp, value: UOp, ok: UOp, rows: BlockRows) -> UOp:
+    """Stores the sum of the squares of a block's values, of which each thread with `ok` has one."""
+    i = rows.thread
+    square = ok.where(value * value, f32(0))
+    squares = after_store(shared(rows.count, slot=1), i, square, i < rows.count)
+    return store(out, rows.block, tree(load_run(squares, 0, rows.count)), i.eq(0))
+
+
+STORE, STORE_BIASED = Epilogue(("out",), (), 1, _store), Epilogue(("out",), ("bias",), 1, _store_biased)
+"""out[row] = product, or product + bias[row]. outs: out, float32 (rows,), of experts (used, rows); ins: bias, float32
+(rows,)."""
+
+STORE_SQUARES = Epilogue(("out", "squares"), (), 1, _store_squares)
+"""As STORE, for `post_norm`. outs: out, float32 (rows,); squares, partial sums of them, float32
+(blocks,)."""
+
+
+@functools.cache
+def as_logits(softcap: float = 0.0) -> Epilogue:
+    """Stores logits, with a soft cap if there is one, and the largest of each block, without it, with its row. outs:
+    logits, float32 (rows,); largest, float32 (blocks,); largest_rows, int32 (blocks,)."""
+
+    def stores(rows: BlockRows, logits: UOp, largest: UOp, largest_rows: UOp) -> list[UOp]:
+        i = rows.thread
+        ok, row, first = rows.valid(i), rows.index(i), i.eq(0)
+        value = rows.product(i, ok)
+        masked = ok.where(comparable(value), f32(LOWEST_LOGIT))
+        values = after_store(shared(rows.count, slot=1), i, masked, i < rows.count)
+        block_max, block_row = argmax([(load(values, k), UOp.const(k, I32)) for k in range(rows.count)])
+        return [
+            store(logits, row, soft_capped(value, softcap), ok),
+            store(largest, rows.block, block_max, first),
+            store(largest_rows, rows.block, block_row + rows.first.cast(I32), first),
+        ]
+
+    return Epilogue(("logits", "largest", "largest_rows"), (), 1, stores)
+
+
+def add_residual(copies: int = 1, bias: bool = False) -> Epilogue:
+    """Adds the product to the residual stream, and prepares the stream for the next products: permuted, and multiplied
+    by the next norm's weight and by their input_scales. outs: stream, float32 (rows,); squares, partial sums of its
+    squares, float32 (blocks,); `copies` permuted vectors, one for each input_scale; ins: norms, for each copy the
+    norm's weight times the input_scale, float32 (rows,); bias, which is added to the product, float32 (rows,)."""
+    outs, ins = ("stream", "squares", ("copies", copies)), (("norms", copies), bias and "bias")
+    return Epilogue(outs, ins, 1, _add_residual)
+
+
+@functools.cache
+def activated(activation: Activation) -> Epilogue:
+    """activation(gate) * up, from rows that alternate between gate and up, permuted and scaled for the next product.
+    outs: out, that vector, of experts (used, permuted_size(rows / 2)); ins: its input_scale, float32 (UNIT,)."""
+
+    def stores(rows: BlockRows, out: UOp, input_scale: UOp) -> list[UOp]:
+        i = rows.thread
+        ok = rows.valid(i, 2)
+        column = rows.first // 2 + i
+        value = gated(rows.product(i * 2, ok), rows.product(i * 2 + 1, ok), activation)
+        value = value * load(input_scale, column % UNIT, ok)
+        n = rows.total // 2
+        place = permuted(column, n)
+        if rows.slot is not None:
+            place = place + rows.slot * permuted_size(n)
+        return [store(out, place, value, ok)]
+
+    return Epilogue(("out",), ("input_scale",), 2, stores)
+
+
+def _embed(rows: BlockRows, out: UOp, embedding: UOp, input_scale: UOp) -> list[UOp]:
+    i = rows.thread
+    ok, row = rows.valid(i), rows.index(i)
+    value = gated(rows.product(i, ok), load(embedding, row, ok), "gelu") * load(input_scale, row % UNIT, ok)
+    return [store(out, permuted(row, rows.total), value, ok)]
+
+
+EMBED = Epilogue(("out",), ("embedding", "input_scale"), 1, _embed)
+"""gelu(product) * embedding, permuted and scaled for the next product. outs: out, that vector; ins: embedding,
+float32 (rows,); input_scale, float32 (UNIT,)."""
+
+
+@functools.cache
+def routed(n: int, activation: Activation) -> Epilogue:
+    """Of the first `n` rows, those of a router and of a shared expert's gate, the product; of the others, which
+    alternate between that expert's gate and up, as `activated`. They are another matrix. outs: logits, float32 (n,);
+    out, the vector, float32 (permuted_size((rows - n) / 2),); ins: its input_scale, float32 (UNIT,)."""
+
+    def stores(rows: BlockRows, logits: UOp, out: UOp, input_scale: UOp) -> list[UOp]:
+        i, is_logit = rows.thread, rows.first < n
+        ok = rows.valid(i) & is_logit
+        results = [store(logits, rows.index(i), rows.product(i, ok), ok)]
+        ok = rows.valid(i, 2) & (rows.first >= n)
+        column = ((rows.first - n) // 2 + i).maximum(0)
+        value = gated(rows.product(i * 2, ok), rows.product(i * 2 + 1, ok), activation)
+        value = value * load(input_scale, column % UNIT, ok)
+        return [*results, store(out, permuted(column, (rows.total - n) // 2), value, ok)]
+
+    return Epilogue(("logits", "out"), ("input_scale",), 2, stores)
+
+
+@functools.cache
+def activate(n: int, activation: Activation = "silu", slots: int = 1, first: int = 0) -> Kernel:
+    """activation(gate) * up, if the two are separate matrices. Buffers: out, permuted and scaled, of experts (slots,
+    permuted_size(n)); rows, from `first` on gate and then up, float32 (slots, 2 * n); input_scale, float32
+    (UNIT,)."""
+    threads = 256
+
+    def kernel(out: UOp, rows: UOp, input_scale: UOp) -> UOp:
+        column = UOp.special(-(-n // threads), "gidx0") * threads + UOp.special(threads, "lidx0")
+        slot = UOp.special(slots, "gidx1") if slots > 1 else UOp.const(0)
+        ok = None if n % threads == 0 else column < n
+        row = slot * (2 * n) + column + first
+        value = gated(load(rows, row, ok), load(rows, row + n, ok), activation)
+        value = value * load(input_scale, column % UNIT, ok)
+        place = permuted(column, n) + slot * permuted_size(n)
+        return finish(f"activate_{n}", [store(out, place, value, ok)])
+
+    return Kernel(kernel, ("out",), ("rows", "input_scale"))
+
+
+def comparable(logit: UOp) -> UOp:
+    """A logit, or infinity in place of NaN, which compares with nothing: so it is found as the largest one."""
+    return (logit < f32(math.inf)).where(logit, f32(math.inf))
+
+
+def is_finite(largest: UOp) -> UOp:
+    """Whether the largest of logits that are `comparable` is a number, so that a token can be chosen."""
+    return (largest > f32(LOWEST_LOGIT)) & (largest < f32(math.inf))
+
+
+def argmax(candidates: Sequence[tuple[UOp, UOp]]) -> tuple[UOp, UOp]:
+    """The (value, index) pair with the largest value, and of equal values the first. The pairs are sorted by index."""
+    pairs = list(candidates)
+    while len(pairs) > 1:
+        joined = []
+        for (a, i), (b, j) in zip(pairs[0::2], pairs[1::2], strict=False):
+            later = b > a
+            joined.append((later.where(b, a), later.where(j, i)))
+        pairs = joined + pairs[len(pairs) // 2 * 2 :]
+    return pairs[0]

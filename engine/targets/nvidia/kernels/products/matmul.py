@@ -1,0 +1,357 @@
+"""A quantized matrix times the activations of many tokens, for prefill, on tensor cores.
+
+The instruction mma.m16n8k16 (PTX ISA) multiplies a tile of 16 x 16 by one of 16 x 8, whose elements are spread over the
+32 threads of a warp. Thread 4g + t holds four elements of rows g and g + 8 of the left tile, and four elements of
+column g of the right tile. It does not matter which elements of the common dimension these are, as long as both sides
+agree. Here thread t of a group of four holds a quarter of a unit, sixteen columns, in steps of four. So a thread loads
+its part of the weights straight from their planes, sixteen columns of one row, and converts them to half precision in
+registers. Activations are stored in the order in which threads hold them, called fragments here (`fragment_index`), so
+that a thread loads 16 bytes at a time.
+
+Each warp has a tile of the product of its own. Where these are few, several warps of a block share the common
+dimension of a tile, and their sums meet in shared memory.
+
+In a mixture of experts each token takes some of the matrices, which are rows of one. A block has tokens of one expert
+(`ExpertTiles`). They are not neighbours, so their activations are rows instead of fragments: the sixteen columns of a
+thread are neighbours there.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from tinygrad import UOp
+from tinygrad.uop.ops import AxisType
+
+from engine.kernels.kernel import Kernel
+from engine.kernels.launch_hints import shared_hints
+from engine.targets.nvidia.kernels.device import spills_early
+from engine.targets.nvidia.kernels.pieces import used_rows
+from engine.targets.nvidia.kernels.products.load_ahead import LoadedAhead
+from engine.targets.nvidia.kernels.uops import (
+    F16,
+    Activation,
+    Bend,
+    bent,
+    chain,
+    finish,
+    gated,
+    load,
+    load_index,
+    load_run,
+    shared,
+    store,
+    store_run,
+    zeroed_registers,
+)
+from engine.targets.nvidia.kernels.weights.half_pairs import PAIRS, quarter_pairs
+from engine.targets.nvidia.kernels.weights.matrix_bytes import QUARTER, UNIT, units_of
+from engine.targets.nvidia.kernels.weights.weight_layout import WeightLayout
+
+_MANY = 8  # blocks for each multiprocessor, of which four run at a time
+_NARROW = 2, 20  # Q4_0 and IQ4_NL: gate and up of 32 rows take a few registers too many
+_MAX_HALF = 65504.0  # the largest float16
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """How a product is divided: a warp computes 16 * `rows` tokens by 8 * `cols` rows of the matrix; a block has `down`
+    by `across` tiles; `deep` warps of a block share the common dimension of each, and `parts` blocks, each of which
+    stores its own sum."""
+
+    rows: int
+    cols: int
+    down: int
+    across: int
+    parts: int
+    deep: int = 1
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a block."""
+        return 16 * self.rows * self.down
+
+    @property
+    def width(self) -> int:
+        """Rows of the matrix of a block."""
+        return 8 * self.cols * self.across
+
+    @property
+    def shares(self) -> int:
+        """Warps and blocks that share the common dimension."""
+        return self.parts * self.deep
+
+    @property
+    def shared_bytes(self) -> int:
+        """Shared memory of a block."""
+        return (self.deep - 1) * self.tokens * self.width * 4
+
+
+@dataclass(frozen=True)
+class ExpertTiles:
+    """The assignments of `tokens` tokens to `used` of `n` experts each, sorted by expert (see
+    `prefill_experts`): numbers token * used + slot, in tiles of `tile`, a multiple of 16. A tile is
+    of one expert; -1 fills the rest of the last tile of each."""
+
+    tokens: int
+    used: int
+    n: int
+    tile: int
+
+    @property
+    def assignments(self) -> int:
+        return self.tokens * self.used
+
+    @property
+    def count(self) -> int:
+        """The most tiles that the assignments take, whatever they are."""
+        return (self.assignments + min(self.n, self.assignments) * (self.tile - 1)) // self.tile
+
+    @property
+    def size(self) -> int:
+        """Places of assignments in all tiles."""
+        return self.count * self.tile
+
+    @property
+    def tiles(self) -> Tiles:
+        """How products are divided: a block for each tile and 64 rows."""
+        return Tiles(self.tile // 16, 4, 1, 2, 1)
+
+
+def expert_tiles(tokens: int, used: int, n: int) -> ExpertTiles:
+    """Tiles of up to twice as many tokens as an expert has on average: weights are converted to half precision once
+    for a tile, which costs more than the empty half of an expert's last tile. Larger ones take more registers than
+    they save time."""
+    tile = next((t for t in (48, 32) if t * n <= 2 * tokens * used), 16)
+    return ExpertTiles(tokens, used, n, tile)
+
+
+def tiles_for(
+    tokens: int, rows: int, cols: int, multiprocessors: int, paired: bool, layout: WeightLayout | None = None
+) -> Tiles:
+    """Tiles that give every multiprocessor two blocks, by dividing the common dimension if there are too few: among two
+    warps of each, then among blocks. Not `paired` products among blocks, because the activation needs the whole sums of
+    gate and up. If there are many, twice as many tokens share a block, and the weights that it loads, on GPUs where
+    that is faster. With enough rows of floats of 16 bits, twice as many of these share it, and its activations.
+    `layout`: the matrix's."""
+    # Tall tiles: a weight is converted to half precision once for 128 tokens.
+    is_narrow = (
+        layout and spills_early() and (layout.bits in (6, 16, 32) or (paired and layout.ggml_type in _NARROW))
+    )
+    tiles = Tiles(min(8, tokens // 16), 2 if is_narrow else 4, 1, 2, 1)
+    blocks = -(-tokens // tiles.tokens) * -(-rows // tiles.width)
+    if (
+        layout
+        and layout.format is None
+        and layout.bits == 16
+        and blocks >= 2 * multiprocessors
+        and not is_narrow
+    ):
+        return replace(tiles, across=4)
+    # Registers spill early if warps of a block take different numbers of steps.
+    is_tall = not spills_early() and tokens % (2 * tiles.tokens) == 0
+    if is_tall and blocks >= _MANY * multiprocessors:
+        return replace(tiles, down=2)
+    shares, units = 1, units_of(cols)
+    while shares < 8 and blocks * shares < 2 * multiprocessors and units // shares >= 8:
+        shares *= 2
+    deep = 1 if spills_early() and units % shares else min(2, shares)
+    return replace(tiles, parts=1 if paired else shares // deep, deep=deep)
+
+
+def fragment_index(token: UOp, column: UOp, cols: int) -> UOp:
+    """The index of an activation in fragments, which are [16 tokens, unit, two `PAIRS` of columns of each quarter,
+    thread, element]."""
+    unit, quarter = column // UNIT, column % UNIT // QUARTER
+    quad, i = column % QUARTER // 8 * 2 + column % 4 // 2, column % 2 * 2 + column % 8 // 4
+    thread = token % 8 * 4 + quarter
+    element = i // 2 * 4 + token % 16 // 8 * 2 + i % 2
+    return (((token // 16 * units_of(cols) + unit) * 4 + quad) * 32 + thread) * 8 + element
+
+
+def fragments_size(tokens: int, cols: int) -> int:
+    """Elements of the fragments of activations (tokens, cols)."""
+    return tokens * units_of(cols) * UNIT
+
+
+def as_half(value: UOp) -> UOp:
+    """A float32 as float16, clamped to the largest one."""
+    return value.maximum(-_MAX_HALF).minimum(_MAX_HALF).cast(F16)
+
+
+def wmma(a: Sequence[UOp], b: Sequence[UOp], c: Sequence[UOp]) -> list[UOp]:
+    """c + a @ b on tensor cores, from a thread's 8, 4 and 4 elements."""
+    product = UOp.wmma(UOp.stack(*a), UOp.stack(*b), UOp.stack(*c), (8, 16, 16), "CUDA", 32)
+    return [product.index(UOp.const(i)) for i in range(4)]
+
+
+@functools.cache
+def matmul(
+    layout: WeightLayout, tokens: int, rows: int, cols: int, tiles: Tiles, paired: bool, name: str,
+    activation: Activation = "silu", experts: ExpertTiles | None = None, has_bias: bool = False,
+    bend: Bend | None = None, halved: bool = False,
+) -> Kernel:  # fmt: skip
+    """activations @ matrix.T. Buffers: out; x, the activations, float16 (fragments_size(tokens, cols),);
+    prompt, the step's state (`pieces`); the matrix's planes. The output is a sum for each part, float32
+    (parts, tokens, rows). If the matrix's rows are `paired`, gate and up alternating, it is activation(gate) * up
+    as fragments, float16 (fragments_size(tokens, rows / 2),). With `bend` it is bend(x + bias), float16
+    (fragments_size(tokens, rows),); bias, if it `has_bias`, float32 (rows,).
+
+    With `experts` the matrix has n * rows rows, and in place of the prompt are: assignments, int32 (experts.size,);
+    tile_experts, the expert of each tile, int32 (experts.count,), -1 where there is none; unless `paired` or `halved`,
+    factors, those of the assignments, float32 (tokens, used); if it `has_bias`, bias, float32 (n, rows). A `paired`
+    product is of the tokens' activations as rows, float16 (tokens, units_of(cols) * UNIT), and makes fragments of
+    experts.size assignments; one `halved`, of gate or up alone, makes float32 (experts.size, rows) of the same, for
+    `activate_assignments`. Others take such fragments, and make the partial sums that `norm_prompt` adds, one for each
+    slot: float32 (used, tokens, rows), of which they write those of assignments."""
+    units = units_of(cols)
+    assert tiles.tokens == experts.tile if experts else tokens % tiles.tokens == 0
+    assert tiles.shares == 1 and rows % 2 == 0 if experts else tiles.shares <= units
+    assert tiles.parts == 1 if bend else experts or not has_bias
+    steps = -(-units // tiles.shares)
+    blocks = experts.count if experts else tokens // tiles.tokens
+    gathered = experts and (paired or halved)
+    # Not of more bits, which would take too many registers, nor of experts, where it takes longer.
+    loads_ahead = steps > 1 and layout.bits <= 16 and not experts
+
+    def kernel(
+        out: UOp, x: UOp, prompt: UOp | None, assignments: UOp | None, tile_experts: UOp | None,
+        factors: UOp | None, bias: UOp | None, planes: Sequence[UOp],
+    ) -> UOp:  # fmt: skip
+        thread, down, warp = (
+            UOp.special(n, f"lidx{i}") for i, n in enumerate((32, tiles.down, tiles.across * tiles.deep))
+        )
+        across, depth = (
+            (warp % tiles.across, warp // tiles.across) if tiles.deep > 1 else (warp, UOp.const(0))
+        )
+        column_block, block = UOp.special(blocks, "gidx0"), UOp.special(-(-rows // tiles.width), "gidx1")
+        part = UOp.special(tiles.parts, "gidx2") if tiles.parts > 1 else UOp.const(0)
+        share = part * tiles.deep + depth
+        first_tile = (column_block * tiles.down + down) * tiles.rows
+        first_row = (block * tiles.across + across) * (8 * tiles.cols)
+        if experts:
+            assert tile_experts is not None
+            live = load(tile_experts, column_block) >= 0
+            expert_row = load_index(tile_experts, column_block, experts.n) * rows
+        else:
+            assert prompt is not None
+            n = used_rows(prompt, tokens)
+            live = first_tile * 16 < n
+        n_acc = tiles.rows * tiles.cols * 4
+        acc = zeroed_registers(n_acc, 0)
+        own_steps = (units - share * steps).minimum(steps) if units % tiles.shares else UOp.const(steps)
+        bound = live.where(own_steps, 0)  # warps beyond the prompt do nothing
+        step = UOp.range(bound, 0, AxisType.REDUCE) if steps > 1 else UOp.const(0)
+        unit = share * steps + step
+
+        def fetch(unit: UOp) -> list[list[UOp]]:
+            """This thread's weights of a unit, of each right tile."""
+            quarters = []
+            for j in range(tiles.cols):
+                row = first_row + j * 8 + thread // 4
+                if rows % tiles.width:
+                    row = row.minimum(rows - 1)
+                row = row + expert_row if experts else row
+                quarters.append(layout.load_quarter(planes, row, units, unit, thread % 4))
+            return quarters
+
+        ahead = LoadedAhead(fetch(share * steps), slot=1) if loads_ahead else None
+
+        def place(i: int, k: int) -> UOp:
+            """The token, or the place of the assignment, of row g or g + 8 of this thread in the i-th left tile."""
+            return (first_tile + i) * 16 + thread // 4 + 8 * k
+
+        def gather(i: int) -> list[list[UOp]]:
+            """The i-th left tile's elements of a thread, for each quad, from the rows of two tokens."""
+            sides = []
+            for k in (0, 1):
+                assert experts and assignments is not None
+                token = load_index(assignments, place(i, k), experts.assignments) // experts.used
+                sides.append(load_run(x, ((token * units + unit) * 4 + thread % 4) * QUARTER, QUARTER))
+            return [
+                [side[q // 2 * 8 + c] for pair in PAIRS[q % 2 * 2 :][:2] for side in sides for c in pair]
+                for q in range(4)
+            ]
+
+        so_far = acc.after(step) if steps > 1 else acc
+        sums = [load_run(so_far, j * 4, 4) for j in range(tiles.rows * tiles.cols)]
+        loaded = ahead.of(step) if ahead else fetch(unit)
+        weights = [quarter_pairs(layout, quarter, thread % 4) for quarter in loaded]
+        lefts = [gather(i) for i in range(tiles.rows)] if gathered else []
+        for quad in range(4):
+            for i in range(tiles.rows):
+                index = ((((first_tile + i) * units + unit) * 4 + quad) * 32 + thread) * 8
+                left = lefts[i][quad] if gathered else load_run(x, index, 8)
+                for j in range(tiles.cols):
+                    k = i * tiles.cols + j
+                    right = [v for pair in weights[j][quad * 2 : quad * 2 + 2] for v in pair]
+                    sums[k] = wmma(left, right, sums[k])
+        stores = UOp.group(*store_run(acc, 0, (x for four in sums for x in four)))
+        if ahead:
+            stores = ahead.keep(fetch((unit + 1).minimum(units - 1)), stores)
+        acc = acc.after(stores.end(step) if steps > 1 else stores)
+        sums = load_run(acc, 0, n_acc)
+        if tiles.deep > 1:
+            tile, size = (down * tiles.across + across) * n_acc, tiles.down * tiles.across * n_acc
+            others = shared(tiles.shared_bytes // 4, slot=2)
+
+            def met(depth: UOp | int, i: int) -> UOp:
+                """Where the warp at a depth from 1 on leaves its i-th sum."""
+                return ((depth - 1) * size + tile + i) * 32 + thread
+
+            kept = [store(others, met(depth, i), value, depth > 0) for i, value in enumerate(sums)]
+            others = others.after(UOp.group(*kept))
+            depths = range(1, tiles.deep)
+            sums = [chain([v, *(load(others, met(d, i)) for d in depths)]) for i, v in enumerate(sums)]
+        results = []
+        for i in range(tiles.rows):
+            for j in range(tiles.cols):
+                value = sums[(i * tiles.cols + j) * 4 :][:4]
+                for k in (0, 1):
+                    token = place(i, k)
+                    row = first_row + j * 8 + thread % 4 * 2
+                    if experts:
+                        assert assignments is not None
+                        ok = live & (load(assignments, token) >= 0)
+                        assignment = load_index(assignments, token, experts.assignments)
+                    else:
+                        ok = token < n if tiles.deep == 1 else (token < n) & depth.eq(0)
+                    if rows % tiles.width:
+                        ok = ok & (row < rows)
+                    if bias is not None:
+                        terms = load_run(bias, expert_row + row if experts else row, 2, ok)
+                        value[2 * k : 2 * k + 2] = [
+                            v + term for v, term in zip(value[2 * k :], terms, strict=False)
+                        ]
+                    if paired:
+                        index = fragment_index(token, row // 2, rows // 2)
+                        product = gated(value[2 * k], value[2 * k + 1], activation)
+                        results.append(store(out, index, as_half(product), ok))
+                    elif bend:
+                        for e in (0, 1):
+                            inside = ok if rows % 2 == 0 or not e else ok & (row + 1 < rows)
+                            result = as_half(bent(value[2 * k + e], bend))
+                            results.append(store(out, fragment_index(token, row + e, rows), result, inside))
+                    else:
+                        if experts and not halved:
+                            assert factors is not None
+                            factor = load(factors, assignment, ok)
+                            value[2 * k : 2 * k + 2] = [v * factor for v in value[2 * k : 2 * k + 2]]
+                            token = assignment % experts.used * tokens + assignment // experts.used
+                        for e in (0, 1):
+                            inside = ok if rows % 2 == 0 or not e else ok & (row + 1 < rows)
+                            index = part * (tokens * rows) + token * rows + row + e
+                            results.append(store(out, index, value[2 * k + e], inside))
+        shape = f"{tiles.rows}_{tiles.cols}_{tiles.down}_{tiles.across}_{tiles.parts}_{tiles.deep}"
+        full_name = f"prefill_{name}_{layout.name}_{tokens}_{rows}x{cols}_{shape}{'_bent' * bool(bend)}"
+        n_matrices, per_token = (min(experts.n, experts.assignments), experts.used) if experts else (1, 1)
+        n_bytes = layout.n_bytes(n_matrices * rows, cols)
+        return finish(full_name, results, n_bytes, 2 * tokens * per_token * rows * cols)
+
+    sorted_ = ("assignments", "tile_experts", not gathered and "factors", has_bias and "bias")
+    planes = "planes", len(layout.shapes(rows, cols))
+    given = sorted_ if experts else ("prompt", has_bias and "bias")
+    # It waits for the kernel before at its begin: on an H200, weights loaded before that saved no time.
+    return Kernel(kernel, ("out",), ("x", *given, planes), shared_hints(tiles.shared_bytes))

@@ -1,0 +1,388 @@
+"""A quantized matrix times one vector, for decode: several threads share a row.
+
+    matrices (`StackedMatrices`)  x  prologue  x  epilogue  ->  a kernel with a `Schedule`
+
+Matrices: those that multiply the same vector are stacked in one product, each with a `WeightLayout` of its own. A block
+works on rows of one matrix, and branches to the code for its layout.
+
+Prologue: the RMS norm of the vector. The kernel that produced the vector has permuted it and multiplied it by the
+norm's weight and the input_scale (`permuted`, `input_scale`). Only one factor is left, which follows from partial sums
+of squares that the producer also stored.
+
+Epilogue: what the kernel does with the rows of a block: `STORE`, `STORE_SQUARES`, `add_residual`,
+`activated`, `EMBED`, `as_logits`.
+
+In a mixture of experts (`ChosenExperts`) a product has the matrices of all experts, and reads those of the chosen ones.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from tinygrad import UOp
+from tinygrad.uop.ops import AxisType, Ops
+
+from engine.kernels.kernel import Kernel, Name, call_by_name
+from engine.kernels.launch_hints import Release, shared_hints
+from engine.targets.nvidia.kernels.products import tensor_rows
+from engine.targets.nvidia.kernels.products.chosen_experts import ChosenExperts, ExpertRows
+from engine.targets.nvidia.kernels.products.epilogues import STORE, BlockRows, Epilogue
+from engine.targets.nvidia.kernels.products.head_norm import HeadNorm
+from engine.targets.nvidia.kernels.uops import (
+    f32,
+    finish,
+    inverse_rms,
+    load,
+    shared,
+    sigmoid,
+    store,
+    tree,
+)
+from engine.targets.nvidia.kernels.weights.matrix_bytes import UNIT, units_of
+from engine.targets.nvidia.kernels.weights.weight_layout import WeightLayout, permuted_size
+
+MAX_BLOCK = 256  # columns of the largest quantization block
+_EVEN, _MANY_BLOCKS = 16, 64
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """A group of `threads` threads shares a row, a block has `groups` groups, and each thread works on `rows` rows at
+    once. `blocks`: the minimum of resident blocks on a multiprocessor (`engine.fixes.launch_bounds`); 0 for none.
+    `early`: whether it loads weights before it waits for the kernel before (`engine.fixes.early_launch`). `tensor`:
+    whether it computes on tensor cores (`tensor_rows`): then four threads of each of threads / 4 warps share two
+    rows."""
+
+    threads: int
+    groups: int
+    rows: int
+    blocks: int = 0
+    early: bool = False
+    tensor: bool = False
+
+    @property
+    def block_rows(self) -> int:
+        return self.groups * self.rows
+
+    @property
+    def name(self) -> str:
+        """For the name of a kernel."""
+        name = f"{self.threads}_{self.groups}_{self.rows}" + "_early" * self.early + "_tensor" * self.tensor
+        return f"{name}_{self.blocks}_blocks" if self.blocks else name
+
+    def divides(self, rows: int) -> bool:
+        """Whether a matrix of so many rows has whole blocks, or its number is so odd that few schedules have, and so
+        many blocks that the last one counts little."""
+        return rows % self.block_rows == 0 or bool(rows % _EVEN and rows > _MANY_BLOCKS * self.block_rows)
+
+    def fits(self) -> bool:
+        """Whether CUDA can launch such blocks, and each row of a block has a thread for its epilogue."""
+        return self.block_rows <= self.threads * self.groups <= 1024
+
+
+@dataclass(frozen=True)
+class StackedMatrices:
+    """Matrices of `cols` columns, one below the other: (layout, rows) of each. With `experts`, each of the n has
+    such matrices, those of all one after the other. If the results of experts are added, that of a `shared` expert may
+    be too: (layout, columns) of its matrix. `beside`: matrices with vectors of their own, whose rows follow."""
+
+    matrices: tuple[tuple[WeightLayout, int], ...]
+    cols: int
+    experts: ChosenExperts | None = None
+    shared: tuple[WeightLayout, int] | None = None
+    beside: StackedMatrices | None = None
+
+    def __post_init__(self) -> None:
+        assert not self.experts or len({rows for _, rows in self.matrices}) == 1
+        assert self.shared is None or (self.experts and self.experts.added)
+        if self.beside:
+            assert self.slots == 1 and not self.shared
+            assert not (self.beside.experts or self.beside.beside)
+
+    @classmethod
+    def single(
+        cls, layout: WeightLayout, rows: int, cols: int, experts: ChosenExperts | None = None
+    ) -> StackedMatrices:
+        return cls(((layout, rows),), cols, experts)
+
+    @property
+    def rows(self) -> int:
+        """Rows of the result, of one expert."""
+        return sum(rows for _, rows in self.matrices) + (self.beside.rows if self.beside else 0)
+
+    @property
+    def n_bytes(self) -> int:
+        """Bytes of the weights that the product reads."""
+        used = self.experts.used if self.experts else 1
+        shared = self.shared[0].n_bytes(self.rows, self.shared[1]) if self.shared else 0
+        others = shared + (self.beside.n_bytes if self.beside else 0)
+        return used * sum(layout.n_bytes(rows, self.cols) for layout, rows in self.matrices) + others
+
+    @property
+    def input_scale_bits(self) -> list[int]:
+        """The input_scales of the matrices (`WeightLayout.input_scale_bits`). A product reads its vector once for each,
+        multiplied by that input_scale."""
+        return sorted({layout.input_scale_bits for layout, _ in self.matrices})
+
+    @property
+    def name(self) -> str:
+        name = " + ".join(f"{layout.name} {rows}x{self.cols}" for layout, rows in self.matrices)
+        e = self.experts
+        shared = f" and {self.shared[0].name} x{self.shared[1]}" if self.shared else ""
+        if e:
+            name += f" {e.used} of {e.n}{' added' if e.added else ''}{shared}"
+        return f"{name} beside {self.beside.name}" if self.beside else name
+
+    @property
+    def fits_tensors(self) -> bool:
+        """Whether tensor cores can do the product (`Schedule.tensor`)."""
+        ((layout, rows), *others) = self.matrices
+        return not (others or self.experts or self.beside) and tensor_rows.serves(layout, rows, self.cols)
+
+    @property
+    def slots(self) -> int:
+        """Results of the product: one for each chosen expert, unless they are added. Each has blocks of its own."""
+        return self.experts.used if self.experts and not self.experts.added else 1
+
+    @property
+    def units(self) -> int:
+        """Units of a row that threads share: of all experts whose results are added."""
+        return units_of(self.cols) * (self.experts.used if self.experts and self.experts.added else 1)
+
+    def n_blocks(self, schedule: Schedule) -> int:
+        """Blocks of the product, for one slot. No block has rows of two matrices."""
+        own = sum(-(-rows // schedule.block_rows) for _, rows in self.matrices)
+        return own + (self.beside.n_blocks(schedule) if self.beside else 0)
+
+
+def tensor_bytes(stack: StackedMatrices, s: Schedule) -> int:
+    """Bytes of shared memory of a block of a product on tensor cores: of the vector, partial sums, and what an epilogue
+    needs."""
+    return tensor_rows.shared_bytes(stack.cols) + 4 * (s.threads * (s.block_rows + 1) + s.block_rows) + 64
+
+
+@functools.cache
+def matvec(
+    stack: StackedMatrices,
+    schedule: Schedule,
+    epilogue: Epilogue,
+    name: str,
+    n_norm_sums: int = 0,
+    eps: float = 0.0,
+    heads: HeadNorm | None = None,
+    starts_next: bool = False,
+) -> Kernel:
+    """The product of stacked matrices with a vector. Buffers: the epilogue's outs; x, float32 (permuted_size(cols),),
+    the vector permuted and scaled, for each of the stack's input_scales; norm_sums, if x is still to be RMS-normed over
+    its `cols` elements with `eps`: the partial sums of its squares, float32 (n_norm_sums,); head_sums, those of all
+    heads, if its `heads` are to be; the epilogue's ins; planes, those of all matrices. For matrices `beside`, beside_x
+    is their vector, and their planes follow.
+
+    With experts also: experts, the chosen ones, int32 (used,), and their probabilities, float32 (used,). If the results
+    are added, these are read, and x is (used, permuted_size(cols)), not normed. Else they are written, and counts, how
+    often each expert was chosen, int32 (n,); router is its logits, float32 (n,), and the experts have scales, float32
+    (n,), if they are scaled. biases, float32 (n, rows), are of all experts. Results that are not added need an epilogue
+    that stores them by slot: `activated` or `STORE`. With a shared expert, shared_x is its vector, and router the
+    logits of `routed`, of which the last is its gate's; its planes follow those of the experts.
+
+    If the kernel `starts_next`, the next one may start as soon as this one has waited (`engine.fixes.early_launch`);
+    one whose schedule is early waits later, and lets it start when its threads first meet."""
+    s, cols, chosen, beside = schedule, stack.cols, stack.experts, stack.beside
+    matrices = [(stack, *matrix) for matrix in stack.matrices]
+    matrices += [(beside, *matrix) for matrix in beside.matrices] if beside else []
+    assert not (n_norm_sums and beside) or beside.cols == cols
+    assert stack.slots == 1 or epilogue.pair == 2 or epilogue is STORE
+    assert s.fits() and s.block_rows % epilogue.pair == 0, s
+    whole = all(rows % s.block_rows == 0 for _, _, rows in matrices)
+    assert not s.tensor or (stack.fits_tensors and s.rows == 2 and s.groups % 8 == 0 and s.threads % 4 == 0)
+
+    def kernel(
+        x: Sequence[UOp], beside_x: Sequence[UOp], shared_x: UOp | None, norm_sums: UOp | None,
+        head_sums: UOp | None, planes: list[UOp], router: UOp | None, experts: UOp | None,
+        probabilities: UOp | None, counts: UOp | None, scales: UOp | None, biases: UOp | None,
+        **others: UOp | list[UOp] | None,
+    ) -> UOp:  # fmt: skip
+        t, group = UOp.special(s.threads, "lidx0"), UOp.special(s.groups, "lidx1")
+        thread = group * s.threads + t
+        place = tensor_rows.Place.of(thread, s.threads // tensor_rows.ABREAST) if s.tensor else None
+        row_places = place.rows if place else [group * s.rows + r for r in range(s.rows)]
+        share = place.share if place else t
+        own = [(stack, *pair) for pair in zip(stack.input_scale_bits, x, strict=True)]
+        own += (
+            [(beside, *pair) for pair in zip(beside.input_scale_bits, beside_x, strict=True)]
+            if beside
+            else []
+        )
+        xs = {(of, bits): vector for of, bits, vector in own}
+        chosen_rows = None
+        if chosen:
+            assert experts is not None and probabilities is not None
+            buffers = experts, probabilities, counts, router, scales, biases
+            own_rows = sum(rows for _, rows in stack.matrices)
+            chosen_rows = ExpertRows(chosen, matrices[0][2], own_rows, thread, s.threads * s.groups, *buffers)
+        block = UOp.special(stack.n_blocks(s), "gidx0")
+        products = [f32(0)] * s.rows
+        first, end = block * s.block_rows, UOp.const(matrices[0][2])
+        factor = f32(tensor_rows.sum_factor() if place else matrices[0][1].scale)
+        blocks_before = rows_before = 0
+        for k, (of, layout, rows) in enumerate(matrices):
+            n_planes = len(layout.shapes(rows, of.cols))
+            matrix_planes, planes = planes[:n_planes], planes[n_planes:]
+            matrix_block, starts_here = block - blocks_before, block >= blocks_before
+            first_row = matrix_block * s.block_rows
+            blocks_before += -(-rows // s.block_rows)
+            active = starts_here & (block < blocks_before) if len(matrices) > 1 else None
+            vector = xs[of, layout.input_scale_bits]
+            clamped = [first_row + r for r in row_places]
+            if rows % s.block_rows:
+                clamped = [(row < rows).where(row, rows - 1) for row in clamped]
+            factor_of = (
+                functools.partial(heads.factor, head_sums) if heads and head_sums is not None else None
+            )
+            sums = (
+                tensor_rows.row_sums(
+                    layout,
+                    of.cols,
+                    vector,
+                    matrix_planes,
+                    clamped,
+                    place,
+                    thread,
+                    s.threads * s.groups,
+                    factor_of,
+                )
+                if place
+                else chosen_rows.sums(
+                    layout, of.cols, vector, matrix_planes, clamped, t, s.threads, active, k
+                )
+                if chosen_rows and of.experts
+                else _row_sums(
+                    layout, of.cols, vector, matrix_planes, clamped, t, s.threads, active, k, factor_of
+                )
+            )
+            if stack.shared:
+                assert chosen and shared_x is not None and router is not None
+                sums = _with_shared(
+                    stack.shared, sums, shared_x, load(router, chosen.n), planes, clamped, t, s, layout.scale
+                )
+            products = [a + b for a, b in zip(products, sums, strict=True)] if k else sums
+            if k:
+                factor = starts_here.where(f32(layout.scale), factor)
+                if not whole:
+                    first = starts_here.where(matrix_block * s.block_rows + rows_before, first)
+                    end = starts_here.where(UOp.const(rows_before + rows), end)
+            rows_before += rows
+        chooses = chosen_rows is not None and chosen_rows.choice is not None
+        stride = s.block_rows + (3 if chooses else 1)  # odd: neighbouring threads store to different banks
+        partial = shared(s.threads * stride, slot=0)
+        stores = [store(partial, share * stride + r, p) for r, p in zip(row_places, products, strict=True)]
+        if norm_sums is not None:
+            thread_sum = _thread_sum(norm_sums, n_norm_sums, t, s, group)
+            stores.append(store(partial, t * stride + s.block_rows, thread_sum, group.eq(0)))
+        if chosen_rows and chosen_rows.choice:
+            powers = chosen_rows.choice.powers(t, s.threads)
+            stores.append(store(partial, t * stride + s.block_rows + 1, powers, group.eq(0)))
+        partial = partial.after(UOp.group(*stores))
+
+        def total(column: UOp, valid: UOp | None) -> UOp:
+            return tree([load(partial, column + k * stride, valid) for k in range(s.threads)])
+
+        rms = inverse_rms(total(UOp.const(s.block_rows), None), cols, eps) if n_norm_sums else None
+
+        def product(i: UOp, valid: UOp) -> UOp:
+            value = total(i, valid) * factor
+            value = value if rms is None else value * rms
+            return value if chosen_rows is None else chosen_rows.biased(value, first + i)
+
+        end_of_rows = None if whole else end
+        slot = chosen_rows.slot if chosen_rows else None
+        result = BlockRows(s.block_rows, stack.rows, first, end_of_rows, block, thread, product, slot)
+        names = "_".join(layout.name for _, layout, _ in matrices)
+        mixture = f"_{chosen.used}_of_{chosen.n}" if chosen else ""
+        mixture += f"_{stack.shared[0].name}x{stack.shared[1]}" if stack.shared else ""
+        full_name = f"{name}_{names}_{stack.rows}x{cols}{mixture}_{s.name}"
+        vectors = chosen.used if chosen and chosen.added else 1
+        sizes = [permuted_size(of.cols) * (vectors if of is stack else 1) for of, _ in xs]
+        n_bytes = stack.n_bytes + 4 * sum(sizes)
+        n_ops = sum(2 * rows * of.cols * (of.experts.used if of.experts else 1) for of, _, rows in matrices)
+        stores = call_by_name(epilogue.stores, others, result)
+        if chosen_rows and chosen_rows.choice:
+            stores += chosen_rows.stores(block, total(UOp.const(s.block_rows + 1), None))
+        return finish(full_name, stores, n_bytes, n_ops)
+
+    layouts = [*matrices, *([(stack, *stack.shared)] if stack.shared else [])]
+    n_planes = sum(len(layout.shapes(1, of.cols)) for of, layout, _ in layouts)
+    is_choosing = chosen is not None and not chosen.added
+    results: tuple[Name, ...] = ("experts", "probabilities", is_choosing and "counts") if chosen else ()
+    vectors: tuple[Name, ...] = (
+        ("x", len(stack.input_scale_bits)),
+        ("beside_x", len(beside.input_scale_bits) if beside else 0),
+        stack.shared is not None and "shared_x",
+        stack.shared is not None and "router",
+        n_norm_sums > 0 and "norm_sums",
+        heads is not None and "head_sums",
+        is_choosing and "router",
+        chosen is not None and chosen.scaled and "scales",
+        chosen is not None and chosen.bias and "biases",
+    )
+    before = (*epilogue.outs, *results, *vectors, *epilogue.ins)
+    names = tuple(name if isinstance(name, str) else name[0] for name in before if name)
+    release: Release = (
+        "before its first barrier" if s.early else "after its wait" if starts_next else "at its end"
+    )
+    n_bytes = tensor_bytes(stack, s) if s.tensor else 0
+    hints = shared_hints(n_bytes, names if s.early else (), release, s.blocks)
+    outputs = (*epilogue.outs, *(results if is_choosing else ()))
+    inputs = (*(() if is_choosing else results), *vectors, *epilogue.ins, ("planes", n_planes))
+    return Kernel(kernel, outputs, inputs, hints)
+
+
+def _row_sums(
+    layout: WeightLayout, cols: int, x: UOp, planes: Sequence[UOp], rows: Sequence[UOp], t: UOp, threads: int,
+    active: UOp | None, axis: int, factor_of: Callable[[UOp, UOp | None], UOp] | None = None,
+) -> list[UOp]:  # fmt: skip
+    """The partial sums of rows of one matrix, by thread t of `threads`. `factor_of`: what a unit of the vector is to be
+    multiplied by. If the block is not `active`, its loop has no steps and the sums are zeros, so that it costs only a
+    branch."""
+    units = units_of(cols)
+    steps = -(-units // threads)
+    if active is not None:  # tinygrad moves code that precedes a loop of one step at most into the loop
+        steps = max(steps, 2)
+        if units <= MAX_BLOCK // UNIT:  # d does not depend on the step: it is loaded before
+            rows = [active.where(row, 0) for row in rows]
+    trips = steps if active is None else active.where(UOp.const(steps), UOp.const(0))
+    step = UOp.range(trips, axis, AxisType.REDUCE) if steps > 1 else None
+    unit = t if step is None else t + step * threads
+    inside = None if units == threads * steps else unit < units
+    xs = [load(x, (j // 4 * units + unit) * 4 + j % 4, inside) for j in range(UNIT)]
+    group_sums = layout.group_sums(xs)
+    products = [layout.load_unit(planes, row, units, unit, inside).dot(xs, group_sums) for row in rows]
+    if factor_of is not None:
+        factor = factor_of(unit, inside)
+        products = [p * factor for p in products]
+    return products if step is None else [p.reduce(step, arg=Ops.ADD) for p in products]
+
+
+def _with_shared(
+    shared: tuple[WeightLayout, int], sums: Sequence[UOp], x: UOp, gate: UOp, planes: Sequence[UOp],
+    rows: Sequence[UOp], t: UOp, s: Schedule, scale: float,
+) -> list[UOp]:  # fmt: skip
+    """The partial sums of experts, which are to be multiplied by `scale`, and those of a shared one, times the sigmoid
+    of its `gate`'s logit."""
+    layout, cols = shared
+    own = _row_sums(layout, cols, x, planes, rows, t, s.threads, None, 1)
+    factor = sigmoid(gate) * f32(layout.scale / scale)
+    return [a + b * factor for a, b in zip(sums, own, strict=True)]
+
+
+def _thread_sum(sums: UOp, n: int, t: UOp, s: Schedule, group: UOp) -> UOp:
+    """The sum of a thread's share of `sums`, float32 (n,), which the threads of the first group divide."""
+    each = -(-n // s.threads)
+    first = group.eq(0)
+    values = []
+    for i in range(each):
+        index = t * each + i
+        values.append(load(sums, index, first if n % s.threads == 0 else first & (index < n)))
+    return tree(values)

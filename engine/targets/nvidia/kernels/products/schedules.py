@@ -1,0 +1,233 @@
+"""Chooses the schedule of a matrix-vector product: the result of a search on this machine, else the one shipped for the
+chip and shape, else the one that a model of the GPU finds cheapest (`schedule_cost`). A rule serves where the model was
+not compared with measurements: for mixtures of experts, for types with a codebook, whose kernels take twice as many
+registers, and on GPUs that launch no kernel early."""
+
+from __future__ import annotations
+
+import functools
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import astuple, replace
+from importlib import resources
+from itertools import product
+
+import msgspec
+
+from engine.disk_cache import disk_cache, source_digest
+from engine.formats.quantization import Format
+from engine.start_trial import start_trials
+from engine.targets.nvidia.kernels.device import REGISTERS, Chip, capability, chip, shared_limit
+from engine.targets.nvidia.kernels.products.matvec import Schedule, StackedMatrices, tensor_bytes
+from engine.targets.nvidia.kernels.products.schedule_cost import ranked
+from engine.targets.nvidia.kernels.products.tensor_rows import ABREAST, TILE
+from engine.targets.nvidia.kernels.weights.matrix_bytes import units_of
+
+_TUNED = resources.files("presets") / "tuned"  # data, shipped with the presets
+# The source files of the products: a change to them makes earlier searches obsolete.
+_SOURCES = tuple(
+    f"targets/nvidia/kernels/{name}.py"
+    for name in (
+        "products/matvec",
+        "products/tensor_rows",
+        "products/epilogues",
+        "products/chosen_experts",
+        "products/expert_choice",
+        "weights/weight_layout",
+        "weights/bit_packing",
+    )
+)
+_UNKNOWN = Chip()
+_OF_EXPERTS = re.compile(r"(?<=\d) of \d+")
+_Numbers = tuple[int, int, int, int]
+_MAX_IDLE = 0.07  # of the units: those that threads have beyond a row's end
+_RESIDENT_THREADS = (640, 1024)  # on a multiprocessor, to try beside the compiler's choice
+
+
+def best_schedule(stack: StackedMatrices) -> Schedule:
+    """The schedule of a product on the default device."""
+    if result := search_result(stack):
+        return result[0]
+    return matvec_schedule(stack, chip())
+
+
+def matvec_schedule(stack: StackedMatrices, chip: Chip = _UNKNOWN) -> Schedule:
+    """The schedule of a product without a search."""
+    shipped = _shipped(chip.capability)
+    if (measured := shipped.tensor.get(stack.name)) and chip.launches_early:
+        return Schedule(*measured, early=True, tensor=True)
+    name = _measured_name(shipped, stack)
+    if measured := shipped.early.get(name):
+        return Schedule(*measured, early=True)
+    if measured := shipped.products.get(name):
+        return Schedule(*measured)
+    if _is_modelled(stack, chip) and (found := _cheapest(stack, chip)):
+        return found
+    min_blocks = shipped.rule.blocks_a_multiprocessor * chip.multiprocessors
+    min_steps = 1 + (len(stack.matrices) > 1)
+    return _at_a_time(stack, _by_rule(stack.rows, stack.units, min_blocks / stack.slots, min_steps), chip)
+
+
+def _measured_name(shipped: _Shipped, stack: StackedMatrices) -> str:
+    """The name of a product, or that of a shipped one with as many chosen experts of others, if it is not shipped."""
+    known = shipped.early | shipped.products if stack.experts else {}
+    if stack.name in known:
+        return stack.name
+    name = _OF_EXPERTS.sub("", stack.name)
+    return next((other for other in known if _OF_EXPERTS.sub("", other) == name), stack.name)
+
+
+def _at_a_time(stack: StackedMatrices, s: Schedule, chip: Chip) -> Schedule:
+    """The schedule of a product that chooses experts, or one with half the threads and twice the rows of a thread, if
+    all blocks run at a time only with that one. Each block makes the choice before it loads anything: on an H200, gate
+    and up of Qwen3 30B-A3B took 2.6 us more each time that blocks waited for others. Registers are those of NVRTC 12.6
+    for 9.0."""
+    if not stack.experts or stack.experts.added or any(f and f.codebook for f in _formats(stack)):
+        return s
+    wide = replace(s, groups=s.groups // 2, rows=s.rows * 2)
+
+    def fit(s: Schedule, registers: int) -> bool:
+        of_block = registers * 32 * math.ceil(s.threads * s.groups / 32)
+        return stack.n_blocks(s) * stack.slots <= REGISTERS // of_block * chip.multiprocessors
+
+    is_slim = all(layout.bits in (4, 5) for layout, _ in stack.matrices)
+    can_be_wide = s.groups % 2 == 0 and wide.rows <= 8 and wide.fits()
+    if not fit(s, 128 if is_slim else 160) and can_be_wide and fit(wide, 168):
+        return wide
+    return s
+
+
+def _formats(stack: StackedMatrices) -> list[Format | None]:
+    return [layout.format for layout, _ in stack.matrices]
+
+
+def _is_modelled(stack: StackedMatrices, chip: Chip) -> bool:
+    """Whether the model of the GPU was compared with such products."""
+    with_codebook = any(format and format.codebook for format in _formats(stack))
+    return chip.launches_early and not (stack.experts or stack.beside or with_codebook)
+
+
+@functools.cache
+def _cheapest(stack: StackedMatrices, chip: Chip) -> Schedule | None:
+    return next(iter(ranked(stack, _all(stack, chip), chip)), None)
+
+
+class _Rule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    blocks_a_multiprocessor: float = 1.5
+
+
+class _Shipped(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A file of tuned schedules: where they come from, and for each `StackedMatrices.name` threads, groups, rows and
+    blocks. Those of `early` are `Schedule.early`, and those of `tensor` also `Schedule.tensor`."""
+
+    origin: str = "a guess"
+    rule: _Rule = _Rule()
+    products: dict[str, _Numbers] = {}
+    early: dict[str, _Numbers] = {}
+    tensor: dict[str, _Numbers] = {}
+
+
+@functools.cache
+def _shipped(chip: str) -> _Shipped:
+    path = _TUNED / f"{chip}.toml"
+    return msgspec.toml.decode(path.read_bytes(), type=_Shipped) if path.is_file() else _Shipped()
+
+
+def _by_rule(rows: int, units: int, min_blocks: float, min_steps: int = 1) -> Schedule:
+    """A schedule for any shape. Threads of a row: one for each unit if these are few, else a divisor of their number,
+    so that no thread is idle, with at least `min_steps` steps each (stacked matrices of several layouts want two). Rows
+    of a thread: as many as leave `min_blocks` blocks, since each row uses the loaded activations again."""
+    max_threads = 32 if units <= 64 else 64
+    max_threads = max(1, min(max_threads, units // min_steps))
+    threads = min(units, max_threads)
+    if units > max_threads:
+        threads = next((t for t in range(max_threads, max_threads // 2, -1) if units % t == 0), max_threads)
+    groups = max(1, min(8, 256 // threads))
+    thread_rows = 1
+    while thread_rows < min(8, threads) and rows // (groups * thread_rows * 2) >= min_blocks:
+        thread_rows *= 2
+    if groups * thread_rows % 2:  # gate and up must be in one block
+        groups = 2
+    return Schedule(threads, groups, thread_rows)
+
+
+# --- the search ----------------------------------------------------------------------------------------
+
+
+def candidates(stack: StackedMatrices, near: Schedule, chip: Chip = _UNKNOWN) -> list[Schedule]:
+    """The schedules to try for a product, without `near`: blocks of 64 to 512 threads, whole blocks of rows, gate and
+    up in one block, few idle threads. Those that the model of the GPU finds cheap come first if it knows the product;
+    then those most similar to `near`."""
+    similar = sorted((s for s in _all(stack, chip) if s != near), key=lambda s: _distance(s, near))
+    first = ranked(stack, similar, chip) if _is_modelled(stack, chip) else []
+    return list(dict.fromkeys([*first, *similar]))
+
+
+def _all(stack: StackedMatrices, chip: Chip) -> list[Schedule]:
+    """Those of a shape, and where kernels are launched early, the ones without held blocks as `Schedule.early` too."""
+    plain = list(_of_shape(stack.rows, stack.units, stack.slots))
+    early = [replace(s, early=True) for s in plain if chip.launches_early and not s.blocks]
+    return plain + early + [s for s in _on_tensor_cores(stack, chip) if chip.launches_early]
+
+
+def _on_tensor_cores(stack: StackedMatrices, chip: Chip) -> Iterator[Schedule]:
+    """Those on tensor cores whose blocks all find a multiprocessor of their own: others were slower. At most three
+    steps of a thread fit its registers."""
+    if not stack.fits_tensors:
+        return
+    steps = units_of(stack.cols) // ABREAST
+    for warps, tiles in product(sorted({-(-steps // n) for n in (1, 2, 3)}), (1, 2, 4)):
+        s = Schedule(ABREAST * warps, TILE // 2 * tiles, 2, early=True, tensor=True)
+        whole = s.fits() and stack.rows % s.block_rows == 0
+        if whole and stack.n_blocks(s) <= chip.multiprocessors and tensor_bytes(stack, s) <= shared_limit():
+            yield from (s, replace(s, early=False))
+
+
+def _of_shape(rows: int, units: int, slots: int) -> Iterator[Schedule]:
+    min_blocks = min(64, max(1, rows // 16)) // slots
+    divisors = (n for n in range(8, 129) if units % n == 0)
+    for threads in sorted({8, 16, 24, 32, 48, 64, 96, 128, *divisors}):
+        if -units % threads > _MAX_IDLE * units and units > 8:
+            continue
+        for groups in (1, 2, 4, 8, 16):
+            for thread_rows in (1, 2, 4, 8):
+                s = Schedule(threads, groups, thread_rows)
+                divided = s.divides(rows) and s.block_rows % 2 == 0
+                if not (64 <= threads * groups <= 512 and s.fits() and divided):
+                    continue
+                if rows // s.block_rows < min_blocks or (rows > 50_000 and thread_rows < 4):
+                    continue
+                yield s
+                if thread_rows <= 2:
+                    for resident in _RESIDENT_THREADS:
+                        yield Schedule(threads, groups, thread_rows, resident // (threads * groups))
+
+
+def _distance(a: Schedule, b: Schedule) -> float:
+    steps = sum(
+        abs(math.log2(x / y)) for x, y in ((a.threads, b.threads), (a.groups, b.groups), (a.rows, b.rows))
+    )
+    return steps + 0.5 * (bool(a.blocks) != bool(b.blocks)) + 0.5 * (a.early != b.early)
+
+
+def search_result(stack: StackedMatrices) -> tuple[Schedule, int] | None:
+    """The schedule that a search on this machine chose, and the search's width. None also if an earlier start failed
+    with it."""
+    cache, key = disk_cache(), _key(stack)
+    if not (result := cache.get("tuned", key)):
+        return None
+    if not start_trials.may_use(cache, key):
+        cache.delete("tuned", key)
+        return None
+    return Schedule(*result[0]), result[1]
+
+
+def save_search_result(stack: StackedMatrices, schedule: Schedule, width: int) -> None:
+    cache, key = disk_cache(), _key(stack)
+    start_trials.begin(cache, key)
+    cache.put("tuned", key, (astuple(schedule), width))
+
+
+def _key(stack: StackedMatrices) -> tuple[str, ...]:
+    return source_digest(*_SOURCES), capability(), stack.name

@@ -1,0 +1,292 @@
+"""The kernels of prefill between its matrix products: norms, rotary position embedding, and activations."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+
+from tinygrad import UOp
+from tinygrad.uop.ops import AxisType, Ops
+
+from engine.kernels.kernel import Kernel
+from engine.kernels.launch_hints import LaunchHints
+from engine.targets.nvidia.kernels.angles import angle_row
+from engine.targets.nvidia.kernels.attention.cache_tiles import store_quad
+from engine.targets.nvidia.kernels.attention.kv_cache import TILE, Heads, Pages
+from engine.targets.nvidia.kernels.attention.prefill_attention import query_index
+from engine.targets.nvidia.kernels.pieces import Piece
+from engine.targets.nvidia.kernels.products.activation_order import PLACES, Order
+from engine.targets.nvidia.kernels.products.matmul import as_half
+from engine.targets.nvidia.kernels.products.runs import Runs
+from engine.targets.nvidia.kernels.residual_stream.token_norm import TokenNorm
+from engine.targets.nvidia.kernels.uops import (
+    F16,
+    Activation,
+    after_store,
+    chain,
+    f32,
+    finish,
+    gated,
+    inverse_rms,
+    load,
+    load_run,
+    rotated,
+    shared,
+    sigmoid,
+    store,
+    tree,
+)
+
+
+@functools.cache
+def norm_prompt(
+    tokens: int, cols: int, parts: int, eps: float, post_eps: float | None = None, has_bias: bool = False,
+    order: Order = "fragments", scaled: bool = False, is_normed: bool = True, keeps_sizes: bool = False,
+) -> Kernel:  # fmt: skip
+    """Adds a product to the residual stream, and RMS-norms the stream for the next product, or only multiplies it by
+    weights if it `is_normed` not. Buffers: x, the normed activations, float16 in an `Order`; sizes, if it
+    `keeps_sizes`, what tokens were divided by, float32 (tokens,); stream, float32 (tokens, cols); sums, the product's
+    partial sums, float32 (parts, tokens, cols), unless `parts` is 0; bias, the product's, float32 (cols,), if it
+    `has_bias`; post_norm, with a `post_eps` the weight of the norm of the product before it is added, float32 (cols,);
+    scale, if the stream is `scaled` after that, the factor, float32 (1,); norm, its weight, float32 (cols,)."""
+    assert parts or not (post_eps is not None or has_bias or scaled)
+
+    def kernel(
+        x: UOp, sizes: UOp | None, stream: UOp, sums: UOp | None, bias: UOp | None, post_norm: UOp | None,
+        scale: UOp | None, norm: UOp,
+    ) -> UOp:  # fmt: skip
+        token_norm, token = TokenNorm(cols, eps), UOp.special(tokens, "gidx0")
+        places = token_norm.places
+        stores, values = [], [load(stream, token * cols + column, ok) for column, ok in places]
+        if sums is not None:
+            added = [
+                [load(sums, (p * tokens + token) * cols + column, ok) for p in range(parts)]
+                for column, ok in places
+            ]
+            if bias is not None:
+                added = [[*terms, load(bias, *place)] for terms, place in zip(added, places, strict=True)]
+            if post_norm is not None:
+                product = [chain(part_sums) for part_sums in added]
+                factor = token_norm.factor(product, 2, post_eps)
+                weights = [load(post_norm, column, ok) for column, ok in places]
+                added = [[value * factor * w] for value, w in zip(product, weights, strict=True)]
+            values = [chain([value, *terms]) for value, terms in zip(values, added, strict=True)]
+            if scale is not None:
+                factor = load(scale, 0)
+                values = [value * factor for value in values]
+            for (column, ok), value in zip(places, values, strict=True):
+                stores.append(store(stream, token * cols + column, value, ok))
+        factor = token_norm.factor(values, 0) if is_normed else f32(1)
+        if sizes is not None:
+            stores.append(store(sizes, token, factor.reciprocal(), token_norm.thread.eq(0)))
+        for (column, ok), value in zip(places, values, strict=True):
+            normed = value * factor * load(norm, column, ok)
+            normed = normed.cast(F16) if is_normed else as_half(normed)
+            stores.append(store(x, PLACES[order](token, column, cols), normed, ok))
+        return finish(f"prefill_norm_{tokens}_{cols}_{parts}", stores)
+
+    added = (
+        parts > 0 and "sums",
+        has_bias and "bias",
+        post_eps is not None and "post_norm",
+        scaled and "scale",
+    )
+    # The products of few tokens, which the norm leaves room for, load their first weights meanwhile. With those of
+    # many, prompts of 128 tokens of Qwen3 1.7B took 7 % longer on an H200.
+    hints = LaunchHints(releases="after its wait" if order == "columns" else "at its end")
+    return Kernel(kernel, ("x", keeps_sizes and "sizes", "stream"), (*added, "norm"), hints)
+
+
+@functools.cache
+def add_normed_sums(tokens: int, cols: int, parts: tuple[int, int], eps: float) -> Kernel:
+    """The sum of two products, each normed before. Buffers: out, float32 (tokens, cols); first and second, the
+    products' partial sums, float32 (parts, tokens, cols); first_norm and second_norm, the weights of their norms,
+    float32 (cols,)."""
+
+    def kernel(out: UOp, first: UOp, first_norm: UOp, second: UOp, second_norm: UOp) -> UOp:
+        norm, token, terms = TokenNorm(cols, eps), UOp.special(tokens, "gidx0"), []
+        products = (first, first_norm, parts[0]), (second, second_norm, parts[1])
+        for k, (sums, weight, count) in enumerate(products):
+            values = [
+                chain(load(sums, (p * tokens + token) * cols + column, ok) for p in range(count))
+                for column, ok in norm.places
+            ]
+            factor = norm.factor(values, 2 * k)
+            weights = (load(weight, *place) for place in norm.places)
+            terms.append([value * factor * w for value, w in zip(values, weights, strict=True)])
+        stores = [
+            store(out, token * cols + column, a + b, ok)
+            for (column, ok), a, b in zip(norm.places, *terms, strict=True)
+        ]
+        return finish(f"prefill_add_normed_{tokens}_{cols}_{parts[0]}_{parts[1]}", stores)
+
+    return Kernel(kernel, ("out",), ("first", "first_norm", "second", "second_norm"))
+
+
+@functools.cache
+def last_rows(runs: Runs, count: int, has_bias: bool) -> Kernel:
+    """A product's results for the last `count` tokens, one after the other. Buffers: rows, float32 (count, rows);
+    sums, those of each run; bias, float32 (rows,), if it `has_bias`."""
+    total, threads = sum(runs.sizes), 256
+
+    def kernel(rows: UOp, sums: Sequence[UOp], bias: UOp | None) -> UOp:
+        row = UOp.special(-(-total // threads), "gidx0") * threads + UOp.special(threads, "lidx0")
+        token, inside = UOp.special(count, "gidx1"), row < total
+        value = runs.load(sums, bias, runs.tokens - count + token, row, inside)
+        name = f"last_rows_{runs.tokens}_{count}_{'_'.join(map(str, runs.sizes + runs.parts))}"
+        return finish(name, [store(rows, token * total + row, value, inside)])
+
+    return Kernel(kernel, ("rows",), (("sums", len(runs.sizes)), has_bias and "bias"))
+
+
+@functools.cache
+def norms_over_heads(
+    heads: Heads, tokens: int, parts: tuple[int, ...], sizes: tuple[int, ...], has_bias: bool
+) -> Kernel:
+    """The factors of RMS norms over all heads of a token's queries, and over all heads of its keys. Buffers:
+    factors, float32 (tokens, 2); sums, those of each run of the QKV product, as in `rotate_prompt`; bias, float32, if
+    it `has_bias`."""
+    h, threads = heads, 256
+    runs, sizes_of_norms = Runs(tokens, parts, sizes), (heads.query * heads.dim, heads.kv * heads.dim)
+
+    def kernel(factors: UOp, sums: Sequence[UOp], bias: UOp | None) -> UOp:
+        thread, token, which = (
+            UOp.special(threads, "lidx0"),
+            UOp.special(tokens, "gidx0"),
+            UOp.special(2, "gidx1"),
+        )
+        is_query = which.eq(0)
+        start, size = is_query.where(0, sizes_of_norms[0]), is_query.where(*sizes_of_norms)
+        places = [thread + i * threads for i in range(-(-max(sizes_of_norms) // threads))]
+        values = [runs.load(sums, bias, token, start + place, place < size) for place in places]
+        partial = after_store(shared(threads, slot=0), thread, chain(value * value for value in values))
+        k = UOp.range(threads // 32, 0, AxisType.REDUCE)
+        total = tree(load_run(partial, k * 32, 32)).reduce(k, arg=Ops.ADD)
+        mean = total * is_query.where(*(f32(1 / n) for n in sizes_of_norms))
+        result = store(factors, token * 2 + which, inverse_rms(mean, 1, h.norm_eps or 0.0), thread.eq(0))
+        return finish(f"prefill_wide_norms_{h.name}_{tokens}", [result])
+
+    return Kernel(kernel, ("factors",), (("sums", len(sizes)), has_bias and "bias"))
+
+
+@functools.cache
+def rotate_prompt(
+    heads: Heads, tokens: int, parts: tuple[int, ...], sizes: tuple[int, ...], has_bias: bool, over_heads: bool = False,
+    order: Order = "fragments",
+) -> Kernel:  # fmt: skip
+    """Rotates the queries and keys of prompts, and norms them if the model does; stores keys and values in the cache.
+    The QKV product comes in runs of `sizes` rows, each as partial sums, float32 (parts, tokens, size). Buffers:
+    queries, float16 (see `query_index`); of gated heads gates, their sigmoids, as activations of the last product in an
+    `Order`, for `attend_prompt`; cache (`Heads.cache_planes`); sums, those of each run; cos and sin, their tables,
+    float32 (context, dim / 2) (`angle_row`); tables, those of blocks, int32 (sequences, `Heads.table_size`); prompt,
+    the step's state (`pieces`); bias, float32, if it `has_bias`; norms, the weights of the queries' and the
+    keys' norm, float32 (2, dim), if there are norms, or if they are `over_heads`, float32 (query + kv, dim), and
+    factors, those of `norms_over_heads`; temperature, the factors of queries by position, float32 (context,), if there
+    are any. If the cache is another layer's, there are only queries, and neither a cache nor tables of blocks."""
+    h, dim, half, stores_tokens = heads, heads.dim, heads.dim // 2, heads.stored != "nothing"
+    assert not (h.gated and has_bias)
+    total = (h.rows - h.first_row) // dim
+    per_block = max(1, 256 // dim)  # heads in a block
+    blocks, runs = -(-total // per_block), Runs(tokens, parts, sizes)
+
+    def kernel(
+        queries: UOp, gates: UOp | None, cache: Sequence[UOp], sums: Sequence[UOp], cos: UOp, sin: UOp,
+        tables: UOp | None, prompt: UOp, bias: UOp | None, norms: UOp | None, factors: UOp | None,
+        temperature: UOp | None,
+    ) -> UOp:  # fmt: skip
+        d, head_in_block = UOp.special(dim, "lidx0"), UOp.special(per_block, "lidx1")
+        token, block = UOp.special(tokens, "gidx0"), UOp.special(blocks, "gidx1")
+        head = block * per_block + head_in_block
+        inside = head < total
+        piece = Piece.of(prompt, token, tokens, h.length)
+        position = (piece.position + piece.token(token)).minimum(h.length - 1)
+        live = inside & (piece.token(token) < piece.count)
+
+        partner_d = (d < half).where(d + half, d - half)
+        row = head * dim + h.first_row
+        own, partner = (runs.load(sums, bias, token, row + e, inside) for e in (d, partner_d))
+        is_query, is_key = head < h.query, (head >= h.query) & (head < h.query + h.kv)
+        value = own
+        if norms is not None and factors is not None:
+            normed = is_query | is_key
+            norm = load(factors, token * 2 + is_query.where(UOp.const(0), UOp.const(1)))
+            weights = (load(norms, head * dim + e, normed) for e in (d, partner_d))
+            x, other = (v * weight * norm for v, weight in zip((own, partner), weights, strict=True))
+        elif norms is not None:
+            squares = after_store(shared(per_block * dim, slot=0), head_in_block * dim + d, own * own)
+            lanes = max(16, dim // 16)  # that add squares, so that no thread adds those of a whole head
+            first, adds = head_in_block * dim + d, d < lanes
+            lane_sum = tree([load(squares, first + j, adds) for j in range(0, dim, lanes)])
+            lane_sums = shared(per_block * lanes, slot=3)
+            lane_sums = after_store(lane_sums, head_in_block * lanes + d, lane_sum, adds)
+            norm = inverse_rms(
+                tree(load_run(lane_sums, head_in_block * lanes, lanes)), dim, h.norm_eps or 0.0
+            )
+            weight = is_query.where(UOp.const(0), UOp.const(dim))
+            x, other = (v * load(norms, weight + e) * norm for v, e in ((own, d), (partner, partner_d)))
+            value = own * norm if h.normed_values else own
+        else:
+            x, other = own, partner
+        angle = angle_row(cos, half, h.length, position, prompt, piece.sequence_at) * half + d % half
+        z = rotated(x, other, d < half, load(cos, angle), load(sin, angle))
+        factor = f32(h.query_scale)
+        if temperature is not None:
+            factor = factor * load(temperature, position, live & is_query)
+        query = (z * factor).cast(F16)
+        stores = [store(queries, query_index(h, tokens, head, token, d), query, live & is_query)]
+        if gates is not None:
+            gate = sigmoid(runs.load(sums, None, token, head.minimum(h.query - 1) * dim + d, is_query))
+            place = PLACES[order](token, head * dim + d, h.first_row)
+            stores.append(store(gates, place, gate.cast(F16), live & is_query))
+        name = f"prefill_rotate_{h.name}_{tokens}"
+        if tables is None:
+            return finish(name, stores)
+        kv = is_key.where(head - h.query, (head - (h.query + h.kv)).maximum(0).minimum(h.kv - 1))
+        is_value = is_key if h.stored == "keys" else head >= h.query + h.kv
+        row, quad, stored = head_in_block * dim, d.minimum(dim // 4 - 1), live & (d < dim // 4)
+        if h.stored == "keys":
+            kept = [after_store(shared(per_block * dim, slot=k), row + d, x) for k, x in ((1, z), (2, value))]
+        else:
+            kept = [after_store(shared(per_block * dim, slot=1), row + d, is_key.where(z, value))] * 2
+        tile = Pages.of(h, tables, prompt, piece.sequence_at).tile(kv, position // TILE)
+        for which, ok in enumerate((is_key, is_value)):
+            stores += store_quad(h, cache, which, tile, position, quad, kept[which], row, stored & ok)
+        return finish(name, stores)
+
+    outputs = "queries", h.gated and "gates", ("cache", len(h.cache_planes) if stores_tokens else 0)
+    return Kernel(
+        kernel,
+        outputs,
+        (
+            ("sums", len(sizes)),
+            "cos",
+            "sin",
+            stores_tokens and "tables",
+            "prompt",
+            has_bias and "bias",
+            h.norm_eps is not None and "norms",
+            over_heads and "factors",
+            h.temperature and "temperature",
+        ),
+    )
+
+
+@functools.cache
+def activate_prompt(
+    tokens: int, n: int, parts: tuple[int, int], activation: Activation = "silu", order: Order = "fragments"
+) -> Kernel:
+    """activation(gate) * up, if the two are separate products. Buffers: out, float16 in an `Order`; gate and up,
+    their partial sums, float32 (parts[0], tokens, n) and (parts[1], tokens, n)."""
+
+    def kernel(out: UOp, gate: UOp, up: UOp) -> UOp:
+        column = UOp.special(-(-n // 256), "gidx0") * 256 + UOp.special(256, "lidx0")
+        token = UOp.special(tokens, "gidx1")
+        ok = None if n % 256 == 0 else column < n
+        a, b = (
+            chain(load(sums, (p * tokens + token) * n + column, ok) for p in range(count))
+            for sums, count in zip((gate, up), parts, strict=True)
+        )
+        result = store(out, PLACES[order](token, column, n), as_half(gated(a, b, activation)), ok)
+        return finish(f"prefill_activate_{tokens}_{n}", [result])
+
+    return Kernel(kernel, ("out",), ("gate", "up"))

@@ -1,0 +1,204 @@
+"""Integers of 2, 3, 4, 5, 6 or 8 bits packed in 32-bit words, and how kernels unpack them.
+
+Each word holds as many whole integers as fit. The bits left over at the top of the words of a period make up the
+period's last integer:
+
+    bits  words  integers of a period
+       2      1        16 = 16 whole
+       4      1         8 = 8 whole
+       6      3        16 = 5 whole in each word, 1 of spare bits
+       8      1         4 = 4 whole
+
+Of 3 or 5 bits, a quarter of a unit, 16 columns, takes 1 or 2 words and a half of one, so that threads which have a
+quarter each read nothing of another's but that other half. The period is the unit: the words of its quarters, then two
+words of halves.
+
+    bits  words  integers of a quarter
+       3    1.5        16 = 10 whole in a word, 5 in a half, 1 of spare bits
+       5    2.5        16 = 6 whole in each word, 3 in a half, 1 of spare bits
+
+Columns four apart lie half a word apart there, as tensor cores' kernels want them (`half_pairs`).
+
+**Fields as denormals.** If a field of a word lies within the lowest 24 bits, with its lowest bit at p, the masked word
+read as a float32 is exactly q * 2**(p - 149). The kernel that produces activations multiplies them by 2**(CENTER - p).
+Then each product takes one AND and one FMA, without a shift or a conversion, and all sums have the same factor
+2**(CENTER - 149).
+
+**Codebooks.** An integer of 4 bits may be an index of a codebook. Its number is looked up in four words of constants
+(`looked_up`), or, for MXFP4, is a small float whose bits become those of a float32 (`from_e2m1`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from tinygrad import Tensor, UOp, dtypes
+
+from engine.formats.quantization import packed_codes
+from engine.targets.nvidia.kernels.uops import F32, bitwise_or, mask, shift, shift_right, u32
+from engine.targets.nvidia.kernels.weights.matrix_bytes import QUARTER, UNIT
+
+CENTER = 100
+DENORMAL_EXPONENT = 149  # float32's smallest denormal is 2**-149
+_MANTISSA = 24  # bits of a float32's significand
+_STORED, _BIAS = 23, 127  # of these, the stored ones; the bias of its exponent
+_FRACTION_TOP = 15  # the lowest of the upper eight stored bits of the significand
+_BASE = 0x43800000  # 256.0 as a float32, whose upper eight stored bits of the significand are whole numbers
+E2M1_EXPONENT, E2M1_HALF_EXPONENT = 127, 15  # `from_e2m1` gives a doubled number times 2**-127 or 2**-15
+
+
+class Field(NamedTuple):
+    """Bits of an integer in a word: `n` bits from bit `low` of word `word` are its bits from `start` on."""
+
+    word: int
+    low: int
+    n: int
+    start: int
+
+
+@dataclass(frozen=True)
+class BitPacking:
+    """Integers of `bits` bits in periods of 32-bit words."""
+
+    bits: int
+
+    @property
+    def has_halves(self) -> bool:
+        """Whether each quarter of a unit has a half of a word."""
+        return self.bits % 2 == 1
+
+    @property
+    def period(self) -> int:
+        """Integers in a period."""
+        return UNIT if self.has_halves else math.lcm(self.bits, 32) // self.bits
+
+    @property
+    def words(self) -> int:
+        """Words in a period."""
+        return self.period * self.bits // 32
+
+    @property
+    def whole(self) -> int:
+        """Whole integers in each word."""
+        return 32 // self.bits
+
+    @property
+    def quarter_words(self) -> int:
+        """Whole words of a quarter of a unit."""
+        return QUARTER * self.bits // 32
+
+    def fields(self, j: int) -> list[Field]:
+        """The bits of integer j of a period: one field, or several if it consists of spare bits."""
+        if self.has_halves:
+            return self._fields_of_quarters(j)
+        if j < self.whole * self.words:
+            return [Field(j // self.whole, j % self.whole * self.bits, self.bits, 0)]
+        return self._spare([(word, 32, 32 % self.bits) for word in range(self.words)])
+
+    def _fields_of_quarters(self, j: int) -> list[Field]:
+        (quarter, column), n = divmod(j, QUARTER), self.quarter_words
+        half, top = UNIT // QUARTER * n + quarter // 2, 16 * (quarter % 2 + 1)
+        pair, side = column // 8 * 4 + column % 4, column % 8 // 4
+        in_word, in_half = self.whole // 2, 16 // self.bits
+        if pair < n * in_word:
+            place = pair % in_word + side * in_word
+            return [Field(quarter * n + pair // in_word, place * self.bits, self.bits, 0)]
+        place = pair - n * in_word + side * (in_half + 1) // 2
+        if place < in_half:
+            return [Field(half, top - 16 + place * self.bits, self.bits, 0)]
+        return self._spare([*((quarter * n + i, 32, 2) for i in range(n)), (half, top, 1)])
+
+    @staticmethod
+    def _spare(tops: Iterable[tuple[int, int, int]]) -> list[Field]:
+        """The integer of so many bits below a bit of each word."""
+        fields, start = [], 0
+        for word, top, n in tops:
+            fields.append(Field(word, top - n, n, start))
+            start += n
+        return fields
+
+    def position(self, j: int) -> int:
+        """The bit at which `unpack` leaves integer j: where it is if that is within a significand. Otherwise it and the
+        integers above it in its word, or its half of one, are shifted down by as many bits."""
+        (word, low, _, _), *others = self.fields(j % self.period)
+        if others:
+            return 0
+        if low + self.bits <= _MANTISSA:
+            return low
+        is_half = self.has_halves and word >= UNIT // QUARTER * self.quarter_words
+        return low - (16 if is_half else (_MANTISSA - self.bits) // self.bits * self.bits + self.bits)
+
+    def unpack(self, words: Sequence[UOp], j: int) -> UOp:
+        """Integer j of the period in `words`, shifted left by `position(j)`: uint32."""
+        return bitwise_or(self._moved(words, j, self.position(j)))
+
+    def unpack_above_256(self, words: Sequence[UOp], j: int) -> UOp:
+        """256 + q as a float32, where q is integer j of the period in `words`. q goes to the upper bits of the
+        significand, so no conversion is needed."""
+        return bitwise_or([*self._moved(words, j, _FRACTION_TOP), u32(_BASE)]).bitcast(F32)
+
+    def unpack_above_base(self, words: Sequence[UOp], j: int) -> tuple[UOp, float]:
+        """(base + q as a float32, base): as `unpack_above_256`, with fewer shifts. Fields that lie within a significand
+        stay where they are, and the others of a word are shifted together, so the base is another power of two for
+        each place: up to 2**(23 - least), of which float32 still resolves 1 / 1000."""
+        (word, low, n, _), *others = self.fields(j)
+        if others:
+            return self.unpack_above_256(words, j), 256.0
+        least, most = min(14 - self.bits, 11), _STORED - self.bits
+        by = 0
+        if low < least:
+            by = -least
+        elif low > most:
+            by = (most // self.bits + 1) * self.bits - least
+        at = low - by
+        base = u32((_BIAS + _STORED - at) << _STORED)
+        field = mask(shift(words[word], by), ((1 << n) - 1) << at)
+        return bitwise_or([field, base]).bitcast(F32), 2.0 ** (_STORED - at)
+
+    def _moved(self, words: Sequence[UOp], j: int, to: int) -> list[UOp]:
+        """The fields of integer j, moved to bit `to` and masked."""
+        parts = []
+        for word, low, n, start in self.fields(j):
+            part = shift(words[word], low - (to + start))
+            is_alone = low + n == 32 and to + start == 0  # the shift has cleared all other bits
+            parts.append(part if is_alone else mask(part, ((1 << n) - 1) << (to + start)))
+        return parts
+
+    def pack(self, q: Tensor) -> Tensor:
+        """Packs integers: uint8 (n, period) -> uint32 (n, words)."""
+        q = q.cast(dtypes.uint32)
+        words: list[Tensor | None] = [None] * self.words
+        for j in range(self.period):
+            for word, low, n, start in self.fields(j):
+                part = ((q[:, j] >> start) & ((1 << n) - 1)) << low
+                others = words[word]
+                words[word] = part if others is None else others | part
+        return Tensor.stack(*[w for w in words if w is not None], dim=1)
+
+
+def looked_up(word: UOp, j: int, codes: Sequence[int]) -> UOp:
+    """The code that integer j of 4 bits of a word stands for: uint32. `codes`: 16 numbers below 256."""
+    four = [u32(packed) for packed in packed_codes(codes)]
+    bit = [mask(word, 1 << (4 * j + b)).ne(0) for b in (2, 3)]
+    lower, upper = (bit[0].where(four[i + 1], four[i]) for i in (0, 2))
+    place = mask(shift(word, 4 * j - 3), 3 << 3)
+    return mask(shift_right(bit[1].where(upper, lower), place), 255)
+
+
+def looked_up_above_256(word: UOp, j: int, codes: Sequence[int]) -> UOp:
+    """256 + code as a float32 (see `looked_up`)."""
+    return bitwise_or([shift(looked_up(word, j, codes), -_FRACTION_TOP), u32(_BASE)]).bitcast(F32)
+
+
+def from_e2m1(word: UOp, j: int, is_half: bool = False) -> UOp:
+    """Float j of 4 bits of a word as a float32: twice its value times 2**-127, or 2**-15 if it `is_half`. Its bits are
+    a sign, two of an exponent, whose bias is 1, and one of the significand. They become those of a float32, or of a
+    float16, where the bits of a denormal mean the same too. Constants that tinygrad gathers at the end of a product
+    would make numbers of the first kind denormal again."""
+    low, sign = (9, 15) if is_half else (22, 31)
+    magnitude = mask(shift(word, 4 * j - low), 7 << low)
+    bits = bitwise_or([magnitude, mask(shift(word, 4 * j + 3 - sign), 1 << sign)])
+    return bits.cast(dtypes.uint16).bitcast(dtypes.float16).cast(F32) if is_half else bits.bitcast(F32)
