@@ -286,7 +286,7 @@ def _converse(
         from app.chat.speed_history import recording_engine
         from app.screens.chat_app import ChatApp
         from app.screens.engine_setup import EngineSetup
-        from widgets.vi_keys import ViKeys
+        from widgets.chat.vi_keys import ViKeys
 
         setup = None
         if args.engine is None:

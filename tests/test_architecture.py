@@ -72,7 +72,7 @@ def _rows(rooms) -> dict[str, str]:
 @pytest.mark.parametrize(
     ("module", "line"),
     [
-        ("widgets/prompt", "from app.chat.session import Session"),
+        ("widgets/chat/prompt", "from app.chat.session import Session"),
         ("engine/formats/gguf", "import engine.loading.weights"),
         ("engine/errors", "from engine.protocol import worker"),
         ("app/chat/history", "def f():\n    from app.screens.chat_app import ChatApp"),

@@ -13,8 +13,8 @@ from app.chat.summary import SOURCE_SHARE, Summarized, newest
 from engine.errors import UsageError
 from engine.invocation import call
 from engine.protocol.events import Message, plain
+from widgets.chat.turn import Attachment, Call, Turn
 from widgets.text import counted
-from widgets.turn import Attachment, Call, Turn
 
 _State = tuple[Message, bool, tuple[Call, ...]]
 INTERRUPTED = "interrupted · Ctrl+G goes on with it"

@@ -3,8 +3,8 @@
 from collections.abc import AsyncIterator
 
 from engine.protocol.events import Event, Failed, Finished
+from widgets.chat.turn import WARNING
 from widgets.text import counted, one_line
-from widgets.turn import WARNING
 
 NOTHING_OLDER = "There are no older turns to leave out: F2 shortens the prompt, Ctrl+N starts a new chat"
 EMPTY = "The model gave an empty reply"

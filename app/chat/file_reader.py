@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 from app.chat import files
 from engine.errors import OrinError, PictureError
-from widgets.turn import Attachment, PictureFile
+from widgets.chat.turn import Attachment, PictureFile
 
 if TYPE_CHECKING:
     from engine.formats.picture import Pixels

@@ -19,8 +19,8 @@ from typing import BinaryIO, NamedTuple
 from app.chat.status import StatusObserver
 from engine.errors import UsageError
 from engine.formats.picture_kind import HEAD_BYTES, MAX_BYTES, is_binary_picture
+from widgets.chat.turn import Attachment, PictureFile
 from widgets.text import as_bytes, counted, one_line
-from widgets.turn import Attachment, PictureFile
 
 LIMIT_BYTES = 4 << 20
 """No context holds more: it is refused before it is read."""

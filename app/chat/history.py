@@ -22,7 +22,7 @@ from app.chat.history_database import HistoryDatabase, HistoryError
 from app.chat.versions import Node, Versions
 from engine.protocol.events import Message
 from engine.runtime import prefix_folder
-from widgets.turn import Attachment, Call
+from widgets.chat.turn import Attachment, Call
 
 TITLE_CHARS = 60
 EXCERPT_CHARS, EXCERPT_BEFORE = 200, 40  # of a message, and before a word that was searched for, at most

@@ -32,8 +32,8 @@ from engine.protocol.events import (
     Thinking,
     Token,
 )
+from widgets.chat.turn import Attachment, Turn
 from widgets.text import counted
-from widgets.turn import Attachment, Turn
 
 STOP_S = 3.0
 """If an engine does not stop within this time, its reply is ignored from then on."""

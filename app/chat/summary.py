@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from msgspec.structs import replace
 
 from engine.protocol.events import Message
+from widgets.chat.turn import Turn
 from widgets.text import counted, one_line
-from widgets.turn import Turn
 
 TOKENS_SHARE = 1 / 4
 """Of a context, for the summary."""

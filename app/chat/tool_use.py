@@ -18,7 +18,7 @@ from app.tools.toolbox import Tool, Toolbox
 from engine.errors import OrinError
 from engine.formats.tool_calls import FunctionCall, ToolCallParser, ToolForm
 from engine.protocol.events import Chat, Event, Finished, Generate, Thinking, Token
-from widgets.turn import Call, CallState, Turn
+from widgets.chat.turn import Call, CallState, Turn
 
 MOST_CALLS = 24
 """In a row, before the user is asked whether to go on."""

@@ -3,7 +3,7 @@
 from typing import Literal
 
 from app.chat.history_database import HistoryError
-from widgets.turn import Call, Turn
+from widgets.chat.turn import Call, Turn
 
 Permission = Literal["once", "chat", "always", "no"]
 """Whether a call may run: this one; all of its tool in this chat; in every chat; or not."""

@@ -20,8 +20,8 @@ from app.tools.toolbox import Toolbox
 from engine.errors import UsageError
 from engine.protocol.client import Engine
 from engine.protocol.events import Chat, Event, Failed, Generate, Thinking, Token
-from widgets.call_text import call_line
-from widgets.turn import Call, Turn
+from widgets.chat.call_text import call_line
+from widgets.chat.turn import Call, Turn
 
 
 def tools_for(settings: Settings, allowed: Sequence[str], model: str, *, as_json: bool) -> OneShotTools:

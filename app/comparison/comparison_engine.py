@@ -47,7 +47,7 @@ from engine.protocol.events import (
     Token,
     TokenIds,
 )
-from widgets.comparison_data import ComparisonData, Difference
+from widgets.dashboard.comparison_data import ComparisonData, Difference
 
 if TYPE_CHECKING:
     from engine.formats.template import Prompt

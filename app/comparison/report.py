@@ -4,7 +4,13 @@ import json
 
 from msgspec import to_builtins
 
-from widgets.comparison_data import ComparisonData, conditions, figure_rows, ratio_text, text_comparison
+from widgets.dashboard.comparison_data import (
+    ComparisonData,
+    conditions,
+    figure_rows,
+    ratio_text,
+    text_comparison,
+)
 from widgets.text import clean, one_line
 
 

@@ -18,7 +18,7 @@ from engine.protocol.events import (
     decode_rate,
     shown_prefill_rate,
 )
-from widgets.comparison_data import EngineAnswer
+from widgets.dashboard.comparison_data import EngineAnswer
 from widgets.text import counted
 
 _END_STATES = {"stop": "done", "length": "done, cut at the limit", "cancelled": "stopped"}

@@ -47,9 +47,9 @@ from engine.errors import OrinError, UsageError
 from engine.protocol.client import Engine
 from engine.protocol.events import EngineOptions, Event, Failed, Finished, Ready
 from presets import GUIDE
-from widgets.call_text import call_line, pretty
+from widgets.chat.call_text import call_line, pretty
+from widgets.chat.turn import Attachment, Call, Turn
 from widgets.text import clean, one_line
-from widgets.turn import Attachment, Call, Turn
 
 OTHER_MODEL = f"/model NAME goes on with another model, /model {GUIDE} with the one that is built in."
 WAYS_ON = "/summary begins a new chat with a summary, /shorten leaves out the oldest turns"

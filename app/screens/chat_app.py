@@ -43,11 +43,11 @@ from engine.errors import OrinError
 from engine.protocol.client import Engine
 from engine.protocol.events import Counter
 from presets import GUIDE
-from widgets.comparison_pane import ComparisonPane
-from widgets.no_color import respect_no_color
-from widgets.paced_output import TerminalKey
-from widgets.prompt import Prompt
-from widgets.terminal_signals import end_with_terminal, suspend_between_events
+from widgets.chat.prompt import Prompt
+from widgets.dashboard.comparison_pane import ComparisonPane
+from widgets.terminal.no_color import respect_no_color
+from widgets.terminal.paced_output import TerminalKey
+from widgets.terminal.terminal_signals import end_with_terminal, suspend_between_events
 
 CHAT_ONLY = ("next_backend", "next_beam", "scroll", "scroll_to_start", "scroll_to_end")
 """Actions with keys that mean something else in a text box. In the chat they have priority; on a page they are off."""
@@ -453,7 +453,7 @@ class ChatApp(DrawnPictures, Copying, PlaceActions, FileActions, ToolActions, Sl
 
     def action_suspend(self) -> None:
         """Gives the terminal back to the shell, until `fg`."""
-        os.kill(os.getpid(), signal.SIGTSTP)  # see widgets/terminal_signals
+        os.kill(os.getpid(), signal.SIGTSTP)  # see widgets/terminal/terminal_signals
 
     async def action_quit(self) -> None:
         """Quits, unless a page has edits that are not saved: it comes to the front and asks."""

@@ -24,16 +24,16 @@ from app.screens import garbage
 from app.screens.find_bar import FindBar
 from app.screens.typing_help import TypingHelp
 from engine.errors import OrinError
-from widgets.activity_line import ActivityLine, status_text
-from widgets.comparison_pane import ComparisonPane
+from widgets.chat.activity_line import ActivityLine, status_text
+from widgets.chat.prompt import Prompt
+from widgets.chat.status_line import StatusLine, tiny_status
+from widgets.chat.tool_question import ToolQuestion
+from widgets.chat.transcript import Transcript
+from widgets.chat.turn import Attachment, Call, Turn
+from widgets.chat.welcome import Welcome
+from widgets.dashboard.comparison_pane import ComparisonPane
 from widgets.engine_status import Phase
-from widgets.prompt import Prompt
-from widgets.status_line import StatusLine, tiny_status
 from widgets.text import longest_fitting, one_line
-from widgets.tool_question import ToolQuestion
-from widgets.transcript import Transcript
-from widgets.turn import Attachment, Call, Turn
-from widgets.welcome import Welcome
 
 PLACEHOLDERS = (
     "Ask anything · Enter sends · Ctrl+J new line · F1 keys",

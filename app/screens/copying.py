@@ -7,9 +7,9 @@ from textual.events import TextSelected
 from app.chat.session import Session
 from app.screens.chat_column import ChatColumn
 from app.screens.clipboard import copy_by_tmux, is_in_tmux
+from widgets.chat.transcript import Transcript
 from widgets.markdown.parser import code_blocks
 from widgets.text import clean, counted
-from widgets.transcript import Transcript
 
 
 class Copying(App[None]):

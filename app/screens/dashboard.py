@@ -28,12 +28,12 @@ from engine.protocol.events import (
     decode_rate,
     shown_prefill_rate,
 )
-from widgets.expert_strip import ExpertStrip
-from widgets.kernel_table import KernelTable
-from widgets.machine_panel import MachinePanel, MachineState
-from widgets.pane_stack import PaneStack
-from widgets.preset_bar import PresetBar
-from widgets.throughput_graph import ThroughputGraph
+from widgets.dashboard.expert_strip import ExpertStrip
+from widgets.dashboard.kernel_table import KernelTable
+from widgets.dashboard.machine_panel import MachinePanel, MachineState
+from widgets.dashboard.pane_stack import PaneStack
+from widgets.dashboard.preset_bar import PresetBar
+from widgets.dashboard.throughput_graph import ThroughputGraph
 
 FRAME_S = 0.5 if "SSH_CONNECTION" in os.environ else 0.25
 COUNTERS_S = 1.0

@@ -9,9 +9,9 @@ from app.screens.performance import PerformanceObserver
 from engine.measure.counters import Counters
 from engine.protocol.client import Engine, Measurable
 from engine.protocol.events import Event, Failed, Finished, Generate, RawText, Ready, Sampling
-from widgets import expert_strip, kernel_lines, machine_panel, throughput_lines
-from widgets.machine_panel import MachineState
-from widgets.pane import Line
+from widgets.dashboard import expert_strip, kernel_lines, machine_panel, throughput_lines
+from widgets.dashboard.machine_panel import MachineState
+from widgets.dashboard.pane import Line
 from widgets.text import one_line
 
 MIN_WIDTH, MAX_WIDTH = 34, 100

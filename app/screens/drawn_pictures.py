@@ -8,9 +8,9 @@ from textual import on, work
 from app.chat.file_reader import made_to_fit
 from app.screens.chat_column import ChatColumn
 from engine.errors import OrinError
-from widgets.paced_output import PacedOutput
-from widgets.terminal_pictures import cell_pixels
-from widgets.thumbnail import thumbnail_number
+from widgets.chat.thumbnail import thumbnail_number
+from widgets.terminal.paced_output import PacedOutput
+from widgets.terminal.terminal_pictures import cell_pixels
 
 
 class DrawnPictures(PacedOutput):

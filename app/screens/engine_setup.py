@@ -16,7 +16,7 @@ from engine.errors import UsageError
 from engine.protocol.client import Engine, LocalEngine
 from engine.protocol.events import EngineOptions, Sampling
 from presets.loader import Preset, find_preset, preset_files
-from widgets.preset_bar import BarOption, PresetBarData
+from widgets.dashboard.preset_bar import BarOption, PresetBarData
 
 ORDER = ("NV", "CUDA", "CPU")
 

@@ -3,7 +3,7 @@
 from collections import deque
 
 from engine.protocol.events import ExpertChoices
-from widgets.expert_strip import ExpertUse
+from widgets.dashboard.expert_strip import ExpertUse
 
 WINDOW_S = 60.0
 

@@ -8,8 +8,8 @@ from app.chat.files import changed, mention_of
 from app.screens.clipboard import copied_picture, no_picture_because
 from app.screens.engine_actions import EngineActions
 from engine.errors import OrinError
-from widgets.prompt import Prompt
-from widgets.turn import Attachment
+from widgets.chat.prompt import Prompt
+from widgets.chat.turn import Attachment
 
 
 class FileActions(EngineActions):

@@ -6,9 +6,9 @@ from textual.binding import Binding
 from textual.containers import Horizontal
 from textual.widgets import Input, Static
 
-from widgets.ordered_input import OrderedInput
-from widgets.prompt import Prompt
-from widgets.transcript import Transcript
+from widgets.chat.prompt import Prompt
+from widgets.chat.transcript import Transcript
+from widgets.terminal.ordered_input import OrderedInput
 
 
 class FindBar(Horizontal):

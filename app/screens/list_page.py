@@ -12,8 +12,8 @@ from textual.widgets import Input, Static
 
 from engine.errors import OrinError
 from widgets.entry_list import EntryList
-from widgets.ordered_input import OrderedInput
 from widgets.page import Frame, Page
+from widgets.terminal.ordered_input import OrderedInput
 from widgets.text import one_line
 
 Entry = TypeVar("Entry")

@@ -25,11 +25,11 @@ from engine.protocol.events import (
     decode_rate,
     shown_prefill_rate,
 )  # fmt: skip
-from widgets.expert_strip import ExpertUse
-from widgets.kernel_lines import CACHEABLE_BYTES, KernelProfiles
+from widgets.dashboard.expert_strip import ExpertUse
+from widgets.dashboard.kernel_lines import CACHEABLE_BYTES, KernelProfiles
+from widgets.dashboard.throughput_lines import Throughput
+from widgets.dashboard.timeline import Mark, Sample
 from widgets.text import counted
-from widgets.throughput_lines import Throughput
-from widgets.timeline import Mark, Sample
 
 SAMPLE_S = 0.25
 PREFILL_SAMPLE_S = 0.05

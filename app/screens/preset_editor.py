@@ -6,8 +6,8 @@ from textual.widgets import Input, TextArea
 from app.screens.edit_page import EditPage
 from engine.errors import UsageError
 from presets.loader import preset_files, save
-from widgets.ordered_input import OrderedInput, OrderedTextArea
 from widgets.page import Frame
+from widgets.terminal.ordered_input import OrderedInput, OrderedTextArea
 
 KEYS = ("Ctrl+S saves · Esc closes · Tab to the name", "Ctrl+S saves · Esc closes", "Ctrl+S saves")
 

@@ -8,8 +8,8 @@ from textual.widgets import Select, TextArea
 
 from app.screens.edit_page import EditPage
 from engine.protocol.events import Effort
-from widgets.ordered_input import OrderedTextArea
 from widgets.page import Frame
+from widgets.terminal.ordered_input import OrderedTextArea
 
 KEYS = ("Ctrl+S saves · Esc closes", "Ctrl+S saves")
 KEYS_WITH_EFFORT = ("Ctrl+S saves · Esc closes · Tab to the effort", *KEYS)

@@ -11,9 +11,9 @@ from app.screens.engine_actions import EngineActions
 from app.tools.form import form_of
 from app.tools.toolbox import NONE, Toolbox
 from engine.formats.tool_calls import ToolForm
+from widgets.chat.tool_question import ANSWERS
 from widgets.page import Frame, Page
 from widgets.text import one_line
-from widgets.tool_question import ANSWERS
 
 
 class ToolsPage(Page[None]):

@@ -11,8 +11,8 @@ from textual.widgets import Static
 from app.chat import files
 from app.chat.commands import COMMANDS, completions
 from app.chat.file_reader import FileReader, TokenCounter
-from widgets.prompt import Prompt
-from widgets.suggestions import Suggestion
+from widgets.chat.prompt import Prompt
+from widgets.chat.suggestions import Suggestion
 from widgets.text import one_line
 
 _REQUIRED = ("NUMBER", "FILE", "on|off")

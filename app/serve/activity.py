@@ -24,11 +24,11 @@ from engine.protocol.events import (
     Token,
     decode_rate,
 )
-from widgets.client_graph import BIN_S, RATE_S, WINDOW_S, ClientThroughput
-from widgets.kernel_lines import KernelProfiles
-from widgets.request_list import Handled
-from widgets.server_head import ServerState
-from widgets.slot_table import SlotState
+from widgets.dashboard.client_graph import BIN_S, RATE_S, WINDOW_S, ClientThroughput
+from widgets.dashboard.kernel_lines import KernelProfiles
+from widgets.dashboard.request_list import Handled
+from widgets.dashboard.server_head import ServerState
+from widgets.dashboard.slot_table import SlotState
 
 MAX_REQUESTS = 50
 TOO_MANY = 429  # the status of a request that is refused because too many wait

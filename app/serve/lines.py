@@ -5,7 +5,7 @@ import sys
 from app.cli.oneshot import TextOutput
 from app.cli.progress import describe, figures
 from engine.protocol.events import Event, Ready
-from widgets.request_list import Handled
+from widgets.dashboard.request_list import Handled
 from widgets.text import one_line
 
 

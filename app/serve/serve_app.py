@@ -31,15 +31,15 @@ from app.serve.service import Service
 from engine.measure.counters import Counters
 from engine.protocol.client import Engine
 from engine.protocol.events import Counter, Event, Generate, Loading, Ready
-from widgets.block_bar import BlockBar
-from widgets.client_graph import ClientGraph
-from widgets.kernel_table import KernelTable
-from widgets.machine_panel import MachinePanel, MachineState
-from widgets.pane_stack import PaneStack, next_pane
-from widgets.request_list import RequestList
-from widgets.server_head import ServerHead
-from widgets.slot_table import SlotTable
-from widgets.terminal_signals import ENDING, end_in_order, suspend_between_events
+from widgets.dashboard.block_bar import BlockBar
+from widgets.dashboard.client_graph import ClientGraph
+from widgets.dashboard.kernel_table import KernelTable
+from widgets.dashboard.machine_panel import MachinePanel, MachineState
+from widgets.dashboard.pane_stack import PaneStack, next_pane
+from widgets.dashboard.request_list import RequestList
+from widgets.dashboard.server_head import ServerHead
+from widgets.dashboard.slot_table import SlotTable
+from widgets.terminal.terminal_signals import ENDING, end_in_order, suspend_between_events
 from widgets.text import counted
 
 FRAME_S = 0.5 if "SSH_CONNECTION" in os.environ else 0.25

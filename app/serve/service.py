@@ -44,7 +44,7 @@ from engine.protocol.events import (
     Slots,
     Token,
 )
-from widgets.request_list import Handled
+from widgets.dashboard.request_list import Handled
 
 CLIENT_GONE = 499  # nginx's status of a request whose client did not wait
 MAX_RETRY_S = 60

@@ -11,7 +11,7 @@ from app.chat.history import History
 from app.screens.chat_app import ChatApp
 from tests.app.fake_engine import FakeEngine
 from tests.waiting import until
-from widgets.activity_line import ActivityLine
+from widgets.chat.activity_line import ActivityLine
 
 
 class Driver:

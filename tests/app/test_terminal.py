@@ -36,8 +36,8 @@ from tests.app.fake_engine import FakeEngine, reply
 from tests.app.hostile_text import ATTACK, HOSTILE_READY, NAME, SEQUENCES, TYPED
 from tests.app.terminal import Terminal, shown
 from tests.generated_model import write
-from widgets.comparison_data import ComparisonData, Difference, EngineAnswer
-from widgets.request_list import Handled
+from widgets.dashboard.comparison_data import ComparisonData, Difference, EngineAnswer
+from widgets.dashboard.request_list import Handled
 
 FAILED = Failed(kind="model", message=ATTACK, hint=ATTACK)
 

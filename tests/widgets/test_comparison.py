@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 from textual.app import App, ComposeResult
 
-from widgets.comparison_data import ComparisonData, Difference, EngineAnswer
-from widgets.comparison_pane import AnswerText, ComparisonPane
+from widgets.dashboard.comparison_data import ComparisonData, Difference, EngineAnswer
+from widgets.dashboard.comparison_pane import AnswerText, ComparisonPane
 
 LEFT = EngineAnswer(
     name="orin-chat",

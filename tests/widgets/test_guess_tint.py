@@ -2,11 +2,11 @@
 
 from textual.content import Content
 
-from widgets.guess_tint import GUESSED, tinted
+from widgets.chat.guess_tint import GUESSED, tinted
+from widgets.chat.turn import Turn
+from widgets.chat.turn_lines import TurnLines
 from widgets.markdown.lines import Line
 from widgets.markdown.stream import StreamedMarkdown
-from widgets.turn import Turn
-from widgets.turn_lines import TurnLines
 
 
 def marked(lines):

@@ -9,8 +9,8 @@ from textual.app import App
 from engine.protocol.events import Counter
 from tests.app.scenes import COUNTERS
 from tests.paths import ROOT
+from widgets.dashboard.machine_panel import MachinePanel, MachineState
 from widgets.labels import LABELS, label_at
-from widgets.machine_panel import MachinePanel, MachineState
 
 
 @pytest.mark.parametrize(
@@ -37,7 +37,7 @@ def test_every_counter_has_a_sentence():
 
 def test_sentences_are_short_and_each_label_is_drawn_somewhere():
     source = "".join(
-        path.read_text("utf-8") for path in (ROOT / "widgets").glob("*.py") if path.name != "labels.py"
+        path.read_text("utf-8") for path in (ROOT / "widgets").rglob("*.py") if path.name != "labels.py"
     )
     for pane, table in LABELS.items():
         for label, sentence in table.items():

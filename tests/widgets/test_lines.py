@@ -9,10 +9,10 @@ from msgspec.structs import replace
 from textual.app import App, ComposeResult
 
 from tests.app.fake_engine import READY
-from widgets.activity_line import ActivityLine, status_text
+from widgets.chat.activity_line import ActivityLine, status_text
+from widgets.chat.status_line import StatusLine, context_meter
 from widgets.engine_status import EngineStatus, Phase
 from widgets.plot import Column, bar, cells
-from widgets.status_line import StatusLine, context_meter
 
 STATUS = EngineStatus(
     phase=Phase.READY,

@@ -5,8 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.protocol.events import Counter
-from widgets import machine_panel
-from widgets.machine_panel import MachinePanel, MachineState
+from widgets.dashboard import machine_panel
+from widgets.dashboard.machine_panel import MachinePanel, MachineState
 
 
 def text(lines):

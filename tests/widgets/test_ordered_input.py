@@ -6,8 +6,8 @@ import pytest
 from textual import events
 from textual.app import App, ComposeResult
 
-from widgets.ordered_input import OrderedInput, OrderedTextArea
-from widgets.prompt import Prompt
+from widgets.chat.prompt import Prompt
+from widgets.terminal.ordered_input import OrderedInput, OrderedTextArea
 
 
 class BoxApp(App[None]):

@@ -11,8 +11,8 @@ from textual.events import Key
 from textual.widgets import Static
 
 from tests.waiting import until
-from widgets import paced_output
-from widgets.paced_output import QUESTION, PacedOutput, TerminalKey
+from widgets.terminal import paced_output
+from widgets.terminal.paced_output import QUESTION, PacedOutput, TerminalKey
 
 
 class PacedApp(PacedOutput):

@@ -8,14 +8,14 @@ from textual.app import App
 from textual.color import Color
 
 from tests.app.fake_engine import profile
-from widgets import expert_strip, kernel_lines, throughput_lines
-from widgets.expert_strip import ExpertUse
-from widgets.kernel_lines import GAPS, GROUPS, KernelProfiles, ordered, summary
-from widgets.kernel_table import KernelTable
-from widgets.preset_bar import BarOption, PresetBar, PresetBarData
-from widgets.throughput_graph import ThroughputGraph
-from widgets.throughput_lines import HEAT_STEPS, Throughput
-from widgets.timeline import Mark, Sample
+from widgets.dashboard import expert_strip, kernel_lines, throughput_lines
+from widgets.dashboard.expert_strip import ExpertUse
+from widgets.dashboard.kernel_lines import GAPS, GROUPS, KernelProfiles, ordered, summary
+from widgets.dashboard.kernel_table import KernelTable
+from widgets.dashboard.preset_bar import BarOption, PresetBar, PresetBarData
+from widgets.dashboard.throughput_graph import ThroughputGraph
+from widgets.dashboard.throughput_lines import HEAT_STEPS, Throughput
+from widgets.dashboard.timeline import Mark, Sample
 
 SAMPLES = tuple(Sample(90.0 + i % 7, 500_000_000, at_s=1000.0 + i / 4) for i in range(100))
 MARKS = (Mark(1000.0, "P", "prompt", "of 96 tokens"), Mark(1010.0, "E", "engine", "cuda-beam2"))

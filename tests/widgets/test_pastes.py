@@ -6,8 +6,8 @@ import pytest
 from textual.drivers import linux_driver
 from textual.events import Key, Paste
 
-import widgets.ordered_input  # noqa: F401  puts the parser in its place
-from widgets.pastes import ANSWERED
+import widgets.terminal.ordered_input  # noqa: F401  puts the parser in its place
+from widgets.terminal.pastes import ANSWERED
 
 LOG = "one \x1b[31mred\x1b[0m\rtwo \x1b[A three\x1b\rfour\x1b"
 

@@ -11,7 +11,7 @@ from textual import events
 from textual._xterm_parser import XTermParser
 from textual.app import App, ComposeResult
 
-from widgets.prompt import Prompt
+from widgets.chat.prompt import Prompt
 
 
 class PromptApp(App[None]):

@@ -11,7 +11,7 @@ from rich.segment import Segment
 from rich.style import Style
 from textual.strip import Strip
 
-from widgets.screen_rows import ScreenRows
+from widgets.terminal.screen_rows import ScreenRows
 
 WIDTH, HEIGHT = 30, 12
 STYLES = [Style(color="red"), Style(bgcolor="#202020"), Style(bold=True), None]

@@ -6,12 +6,12 @@ import pytest
 
 from engine.protocol.events import BlockCounts, Slot, Slots
 from tests.app.fake_engine import reply
-from widgets import request_list
-from widgets.block_bar import BlockBar
-from widgets.client_graph import ClientGraph, ClientThroughput, client_name
-from widgets.request_list import Handled, RequestList
-from widgets.server_head import ServerHead, ServerState
-from widgets.slot_table import SlotState, SlotTable
+from widgets.dashboard import request_list
+from widgets.dashboard.block_bar import BlockBar
+from widgets.dashboard.client_graph import ClientGraph, ClientThroughput, client_name
+from widgets.dashboard.request_list import Handled, RequestList
+from widgets.dashboard.server_head import ServerHead, ServerState
+from widgets.dashboard.slot_table import SlotState, SlotTable
 
 BINS = {number: {"10.0.0.1": 30, "10.0.0.2": 10} for number in range(100, 110)}
 TWO = ClientThroughput(BINS, last=109, prefill=1200.0)

@@ -7,7 +7,7 @@ import signal
 
 import pytest
 
-from widgets.terminal_signals import ENDING, end_with_terminal, suspend_between_events
+from widgets.terminal.terminal_signals import ENDING, end_with_terminal, suspend_between_events
 
 
 class App:

@@ -2,8 +2,8 @@
 
 from textual.color import Color
 
-from widgets.thumbnail import thumbnail_lines
-from widgets.turn import PictureFile
+from widgets.chat.thumbnail import thumbnail_lines
+from widgets.chat.turn import PictureFile
 
 
 def picture(width: int, height: int) -> PictureFile:

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from widgets.timeline import Mark, Sample, TimeAxis
+from widgets.dashboard.timeline import Mark, Sample, TimeAxis
 
 MINUTE = TimeAxis(
     now_s=100.0, seconds=60, width=30

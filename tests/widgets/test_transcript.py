@@ -8,9 +8,9 @@ import pytest
 from textual.app import App, ComposeResult
 
 from tests.waiting import until
-from widgets.transcript import Transcript
-from widgets.turn import Turn
-from widgets.turn_lines import TurnLines
+from widgets.chat.transcript import Transcript
+from widgets.chat.turn import Turn
+from widgets.chat.turn_lines import TurnLines
 
 
 class TranscriptApp(App[None]):

@@ -3,8 +3,8 @@
 import pytest
 from textual.app import App
 
-from widgets.prompt import Prompt
-from widgets.vi_keys import ViKeys
+from widgets.chat.prompt import Prompt
+from widgets.chat.vi_keys import ViKeys
 
 
 class Box(App):

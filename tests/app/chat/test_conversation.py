@@ -2,7 +2,7 @@
 
 from app.chat.conversation import Conversation
 from app.chat.history import History
-from widgets.turn import Turn
+from widgets.chat.turn import Turn
 
 
 def test_a_past_chat_that_was_only_read_keeps_its_place_in_the_list():

@@ -13,7 +13,7 @@ from engine.formats.template import ChatTemplate
 from engine.formats.tokenizer import Tokenizer
 from engine.protocol.events import Message
 from presets import guide_path
-from widgets.turn import Attachment, Turn
+from widgets.chat.turn import Attachment, Turn
 
 
 @pytest.fixture(autouse=True)

@@ -10,7 +10,7 @@ from app.chat.file_reader import FileReader
 from app.chat.history import History
 from engine.errors import OrinError
 from tests.pictures import plain_picture
-from widgets.turn import Turn
+from widgets.chat.turn import Turn
 
 
 @pytest.fixture(autouse=True)

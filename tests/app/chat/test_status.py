@@ -6,7 +6,7 @@ from app.chat.status import StatusObserver
 from app.cli.progress import describe
 from engine.protocol.events import Loading, Prefilling, Search, Warming
 from tests.app.fake_engine import READY
-from widgets.activity_line import status_text
+from widgets.chat.activity_line import status_text
 
 
 class Clock:

@@ -32,7 +32,7 @@ from engine.protocol.events import (
 from tests import generated_model, synthetic
 from tests.synthetic import _pieces
 from tests.waiting import until
-from widgets.comparison_data import figure_rows
+from widgets.dashboard.comparison_data import figure_rows
 
 HELLO = Chat(messages=(Message(role="user", content="hello"),))
 QUICK = {"load_s": 0.0, "prefill_s": 0.02, "rate": 400, "tokens": 12}

@@ -17,7 +17,7 @@ from tests.app.fake_engine import READY, FakeEngine, MeasuredEngine, reply
 from tests.app.scenes import beside, sees
 from tests.thorough import rarely
 from tests.waiting import until
-from widgets.comparison_pane import ComparisonPane
+from widgets.dashboard.comparison_pane import ComparisonPane
 
 NOT_FOUND = Failed(kind="backend", message="There is no llama-server.", hint="Install it.")
 

@@ -17,10 +17,10 @@ from tests.app.fake_engine import SEEING, FakeEngine, reply
 from tests.app.terminal import Terminal
 from tests.pictures import plain_picture
 from tests.waiting import until
-from widgets import terminal_pictures
-from widgets.kitty_graphics import ASK_VERSION, END, knows_placeholders
-from widgets.paced_output import QUESTION, TerminalKey
-from widgets.terminal_pictures import KEPT, Shown, TerminalPictures
+from widgets.terminal import terminal_pictures
+from widgets.terminal.kitty_graphics import ASK_VERSION, END, knows_placeholders
+from widgets.terminal.paced_output import QUESTION, TerminalKey
+from widgets.terminal.terminal_pictures import KEPT, Shown, TerminalPictures
 
 PLACEHOLDER = "\U0010eeee"
 _COMMAND = re.compile(r"\x1b_G([^;\x1b]*);?([^\x1b]*)\x1b\\")

@@ -10,7 +10,7 @@ from app.screens.help import HelpScreen
 from engine.protocol.events import Message
 from tests.app.driver import chat
 from tests.app.fake_engine import FakeEngine, reply
-from widgets.vi_keys import ViKeys
+from widgets.chat.vi_keys import ViKeys
 
 
 @pytest.fixture(autouse=True)

@@ -19,8 +19,8 @@ from tests.app.hostile_text import ATTACK, HOSTILE_READY, NAME, acting
 from tests.app.terminal import Terminal, shown
 from tests.generated_model import write
 from tests.waiting import until
+from widgets.dashboard.request_list import Handled
 from widgets.entry_list import EntryList
-from widgets.request_list import Handled
 
 
 def past_chat(history: History) -> int:

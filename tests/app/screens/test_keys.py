@@ -6,7 +6,7 @@ from textual import events
 from textual._xterm_parser import XTermParser
 
 from app.screens.chat_app import ChatApp
-from widgets.tool_question import ANSWERS
+from widgets.chat.tool_question import ANSWERS
 
 
 def read(sequence, monkeypatch):

@@ -10,7 +10,7 @@ from app.chat.slowdown import explain_slowdown
 from app.screens.performance import PerformanceObserver
 from engine.protocol.events import Counter, Measured, Prefilling, Seeing, Token
 from tests.app.fake_engine import CHOICES, READY, WITH_EXPERTS, profile, reply
-from widgets.expert_strip import ExpertUse
+from widgets.dashboard.expert_strip import ExpertUse
 
 MEASURED = Measured(request_id=0, copy_gbps=100.0, kernels_per_token=1, device_bytes=1)
 

@@ -10,7 +10,7 @@ from engine.protocol.events import Seeing
 from tests.app.driver import chat
 from tests.app.fake_engine import SEEING, FakeEngine, reply
 from tests.pictures import plain_picture
-from widgets.transcript import THIN_SPELLS
+from widgets.chat.transcript import THIN_SPELLS
 
 
 @pytest.fixture(autouse=True)

@@ -19,7 +19,7 @@ from tests.app.fake_engine import READY, MeasuredEngine, reply
 from tests.app.scenes import COUNTERS, drawn, settled
 from tests.app.serve.conftest import HELLO
 from tests.waiting import LIMIT_S, until
-from widgets.request_list import Handled
+from widgets.dashboard.request_list import Handled
 
 SLOTS = Slots(
     slots=(

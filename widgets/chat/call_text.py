@@ -3,8 +3,8 @@
 import json
 from contextlib import suppress
 
+from widgets.chat.turn import Call
 from widgets.text import one_line
-from widgets.turn import Call
 
 _STATES = {
     "open": "not run",

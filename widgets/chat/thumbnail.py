@@ -8,9 +8,9 @@ from textual.color import Color
 from textual.content import Content
 from textual.style import Style
 
+from widgets.chat.turn import PictureFile
 from widgets.markdown.lines import Line
-from widgets.terminal_pictures import HALF_BLOCK, PART
-from widgets.turn import PictureFile
+from widgets.terminal.terminal_pictures import HALF_BLOCK, PART
 
 _GAP = 2
 """Cells between two pictures."""

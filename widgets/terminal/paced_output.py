@@ -27,9 +27,9 @@ from textual.message import Message
 from textual.screen import Screen
 from textual.strip import Strip
 
-from widgets.pastes import ANSWERED
-from widgets.screen_rows import ScreenRows
-from widgets.terminal_pictures import Shown, TerminalPictures
+from widgets.terminal.pastes import ANSWERED
+from widgets.terminal.screen_rows import ScreenRows
+from widgets.terminal.terminal_pictures import Shown, TerminalPictures
 
 QUESTION, ANSWER = "\x1b[5n", "\x1b[0n"
 SLOW_S, STAYS_SLOW_S = 0.08, 10.0

@@ -5,10 +5,10 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 from math import ceil
 
-from widgets.pane import Line
+from widgets.dashboard.pane import Line
+from widgets.dashboard.timeline import Mark, Sample, TimeAxis
 from widgets.plot import Column, cells, nice_top, short_number
 from widgets.text import as_duration, as_rate, longest_fitting, one_line
-from widgets.timeline import Mark, Sample, TimeAxis
 
 MARGIN = 5  # cells at each side of a graph: a label and the gap beside it
 MIN_GRAPH_ROWS = 3

@@ -9,10 +9,10 @@ from textual.content import Content
 from textual.events import Leave, MouseMove
 from textual.reactive import reactive
 
+from widgets.dashboard.pane import Line, Pane
+from widgets.dashboard.throughput_lines import HEAT_STEPS, MARGIN, Throughput, axis, legend, lines, readouts
 from widgets.labels import LABELS
-from widgets.pane import Line, Pane
 from widgets.text import longest_fitting
-from widgets.throughput_lines import HEAT_STEPS, MARGIN, Throughput, axis, legend, lines, readouts
 
 WINDOWS_S = (60, 300)
 KEYS = ("t 1 or 5 minutes  ← → figures of a moment", "t minutes  ← → figures", "t ← →")

@@ -6,7 +6,7 @@ from textual.content import Content
 from textual.widgets import Static
 
 from engine.protocol.events import KernelTime
-from widgets.kernel_lines import gbps
+from widgets.dashboard.kernel_lines import gbps
 from widgets.page import Frame, Page
 from widgets.text import clean, counted, one_line
 

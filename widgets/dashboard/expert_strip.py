@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
+from widgets.dashboard.pane import FittedPane, Line
 from widgets.labels import LABELS
-from widgets.pane import FittedPane, Line
 from widgets.text import longest_fitting
 
 _BLOCKS = "▁▂▃▄▅▆▇█"

@@ -5,10 +5,10 @@ from collections.abc import Iterator, Sequence
 from textual.content import Content
 from textual.style import Style
 
-from widgets.call_text import call_line, pretty, state_of
+from widgets.chat.call_text import call_line, pretty, state_of
+from widgets.chat.turn import Call
 from widgets.markdown.lines import Line, indented, wrapped
 from widgets.text import clean, one_line
-from widgets.turn import Call
 
 _MUTED = "$foreground 60%"
 _BAR = Content.styled("│ ", "$foreground 20%")

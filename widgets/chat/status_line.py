@@ -5,10 +5,10 @@ from textual.events import MouseMove
 from textual.reactive import reactive
 from textual.widget import Widget
 
+from widgets.chat.turn import WARNING
 from widgets.engine_status import NEARLY_FULL, EngineStatus
 from widgets.labels import LABELS, label_at
 from widgets.text import as_bytes, as_latency, as_rate, one_line
-from widgets.turn import WARNING
 
 MIN_METER, GOOD_METER, MAX_METER = 4, 32, 48
 MIN_BAR, MAX_BAR = 4, 16

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 
-from widgets.pane import Line, Pane
+from widgets.dashboard.pane import Line, Pane
 from widgets.plot import nice_top, short_number
 from widgets.text import as_latency, longest_fitting, one_line
 

@@ -7,10 +7,10 @@ from textual.message import Message
 from textual.reactive import reactive
 
 from engine.protocol.events import KernelProfile, KernelTime, Step
-from widgets.kernel_lines import GROUPS, SORTS, KernelProfiles, Sort, header, ordered, row
-from widgets.kernel_source import KernelScreen
+from widgets.dashboard.kernel_lines import GROUPS, SORTS, KernelProfiles, Sort, header, ordered, row
+from widgets.dashboard.kernel_source import KernelScreen
+from widgets.dashboard.pane import Line, Pane
 from widgets.labels import LABELS
-from widgets.pane import Line, Pane
 from widgets.text import longest_fitting, one_line
 
 KEYS = ("d decode, prefill  s sort  f filter  p hold  m measure again  ⏎ source", "d s f p m ⏎")

@@ -9,11 +9,11 @@ from textual import _ansi_sequences, events
 from textual.content import Content
 from textual.message import Message
 
-from widgets.ordered_input import OrderedTextArea
-from widgets.prompt_history import PromptHistory
-from widgets.suggestions import Suggestions
+from widgets.chat.prompt_history import PromptHistory
+from widgets.chat.suggestions import Suggestions
+from widgets.chat.vi_keys import ViKeys
+from widgets.terminal.ordered_input import OrderedTextArea
 from widgets.text import clean, editable
-from widgets.vi_keys import ViKeys
 
 NEWLINE_KEYS = frozenset({"shift+enter", "alt+enter", "ctrl+j", "ctrl+enter", "shift+\r"})
 

@@ -17,7 +17,7 @@ from textual.widget import Widget
 from textual.widgets import Input, TextArea
 from textual.widgets.text_area import Edit, EditResult
 
-from widgets.pastes import PasteParser, lenient_decoder
+from widgets.terminal.pastes import PasteParser, lenient_decoder
 from widgets.text import editable
 
 linux_driver.XTermParser = PasteParser  # type: ignore[attr-defined]

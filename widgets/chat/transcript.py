@@ -19,10 +19,10 @@ from textual.scroll_view import ScrollView
 from textual.selection import Selection
 from textual.strip import Strip
 
+from widgets.chat.turn import Turn
+from widgets.chat.turn_lines import TurnLines
 from widgets.markdown.lines import Line
 from widgets.text import clean, one_line
-from widgets.turn import Turn
-from widgets.turn_lines import TurnLines
 
 _GUTTER = 2
 """Cells left of the text: a bar for prompts, else blank."""

@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 
 from engine.protocol.events import Slot
-from widgets.client_graph import client_name
-from widgets.pane import FittedPane, Line
+from widgets.dashboard.client_graph import client_name
+from widgets.dashboard.pane import FittedPane, Line
 from widgets.plot import bar, short_number
 from widgets.text import counted, longest_fitting
 

@@ -5,13 +5,13 @@ from collections.abc import Sequence
 from textual.content import Content
 from textual.style import Style
 
-from widgets.call_lines import call_lines
-from widgets.guess_tint import tinted
+from widgets.chat.call_lines import call_lines
+from widgets.chat.guess_tint import tinted
+from widgets.chat.thumbnail import thumbnail_lines
+from widgets.chat.turn import WARNING, Turn
 from widgets.markdown.lines import Line, indented, wrapped
 from widgets.markdown.stream import StreamedMarkdown, decided
 from widgets.text import as_duration, clean, counted, one_line
-from widgets.thumbnail import thumbnail_lines
-from widgets.turn import WARNING, Turn
 
 _MUTED = "$foreground 60%"
 VERSION_KEYS = "Alt+Left, Alt+Right"

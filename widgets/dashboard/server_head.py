@@ -3,7 +3,7 @@
 import textwrap
 from dataclasses import dataclass
 
-from widgets.pane import FittedPane, Line
+from widgets.dashboard.pane import FittedPane, Line
 from widgets.text import counted, one_line
 
 

@@ -1,7 +1,7 @@
 """The pane of a KV cache in blocks: how many of them are held, kept and free."""
 
 from engine.protocol.events import BlockCounts, Slots
-from widgets.pane import FittedPane, Line
+from widgets.dashboard.pane import FittedPane, Line
 from widgets.text import longest_fitting
 
 _HELD, _KEPT, _FREE = "█", "▒", "·"

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 
 from engine.protocol.events import Counter
+from widgets.dashboard.pane import FittedPane, Line
 from widgets.labels import LABELS
-from widgets.pane import FittedPane, Line
 from widgets.plot import bar, blocks
 from widgets.text import longest_fitting, one_line
 

@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 
 from engine.protocol.events import Finished, decode_rate
-from widgets.client_graph import client_name
-from widgets.pane import Line, Pane
+from widgets.dashboard.client_graph import client_name
+from widgets.dashboard.pane import Line, Pane
 from widgets.plot import short_number
 from widgets.text import counted, one_line
 

@@ -14,7 +14,7 @@ from textual.reactive import reactive
 from textual.widget import Widget
 from textual.widgets import Static
 
-from widgets.comparison_data import (
+from widgets.dashboard.comparison_data import (
     ComparisonData,
     EngineAnswer,
     FigureRow,

@@ -18,7 +18,7 @@ from rich.segment import Segment
 from rich.style import Style
 from textual.strip import Strip
 
-from widgets.kitty_graphics import (
+from widgets.terminal.kitty_graphics import (
     ASK_VERSION,
     END,
     MOST_CELLS,

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple, Self
 
 from engine.protocol.events import KernelProfile, KernelRole, KernelTime
-from widgets.pane import Line
+from widgets.dashboard.pane import Line
 from widgets.plot import bar
 from widgets.text import counted, longest_fitting, one_line
 

@@ -1,0 +1,1 @@
+"""The conversation: the transcript, the prompt, and the lines around them."""
