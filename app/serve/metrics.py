@@ -11,7 +11,7 @@ from engine.protocol.events import Finished, Slots
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 _TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
-RECENT_S = 60.0
+RECENT_S, MOST_RECENT = 60.0, 1024
 
 
 @dataclass
@@ -62,20 +62,19 @@ class Metrics:
     between_tokens: Histogram = field(default_factory=lambda: Histogram(_TOKEN_SECONDS))
     answers: Histogram = field(default_factory=Histogram)
     clock: Callable[[], float] = time.monotonic
-    _recent: deque[tuple[float, float]] = field(default_factory=deque)
-    """When requests got their first token, and after how many seconds."""
+    _recent: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=MOST_RECENT))
+    """When the last requests got their first token, and after how many seconds."""
 
     def begun(self, first_token_s: float) -> None:
         """A request has got its first token, so long after its arrival."""
         self.first_token.add(first_token_s)
         self._recent.append((self.clock(), first_token_s))
-        self.recent_first_tokens()
 
     def recent_first_tokens(self) -> list[float]:
-        """Seconds from arrival to first token, of the requests that got it in the last `RECENT_S`."""
-        while self._recent and self._recent[0][0] < self.clock() - RECENT_S:
-            self._recent.popleft()
-        return [seconds for _, seconds in self._recent]
+        """Seconds from arrival to first token, of the requests that got it in the last `RECENT_S`, and of `MOST_RECENT`
+        at most."""
+        since = self.clock() - RECENT_S
+        return [seconds for at, seconds in self._recent if at >= since]
 
     def answered(self, end: Finished, answer_s: float) -> None:
         self.prompt_tokens += end.prompt_n

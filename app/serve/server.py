@@ -1,6 +1,7 @@
 """Runs the server: the socket, the start of the engine beside it, and an orderly end."""
 
 import asyncio
+import gc
 import logging
 import resource
 import signal
@@ -17,7 +18,7 @@ from app.serve.connection import MOST_CONNECTIONS, Connection
 from app.serve.model_pool import ModelPool
 from app.serve.service import Service
 from engine.errors import UsageError
-from engine.heap import return_large_blocks
+from engine.heap import keep_small
 from engine.protocol.client import Engine, leave
 from engine.protocol.events import Event, Failed, Ready
 
@@ -93,7 +94,8 @@ class Server:
 
         The first signal lets answers end for DRAIN_S; then, or at the second signal, they are ended."""
         _allow_descriptors()
-        return_large_blocks()
+        keep_small()
+        gc.freeze()  # what is there stays: garbage collections look at what requests make, and so come in time
         sys.setswitchinterval(SWITCH_S)
         try:
             return await run_until_signal(self._serve(), signal.SIGINT, signal.SIGTERM, stop=self._stop)

@@ -31,6 +31,7 @@ _HTML = re.compile(
 )
 
 _REMEMBERED_BYTES = 4 << 20  # of texts and their token ids
+_REMEMBERED_TEXTS = 2048  # many short ones would be scattered over the heap, and merging these takes little
 _ENTRY_BYTES = 100  # of a dictionary
 
 
@@ -196,7 +197,7 @@ class Tokenizer(Vocabulary):
                 if self._remembered.pop(text, None) is None:
                     self._remembered_bytes += _bytes(text, ids)
                 self._remembered[text] = ids
-            while self._remembered_bytes > _REMEMBERED_BYTES:
+            while self._remembered_bytes > _REMEMBERED_BYTES or len(self._remembered) > _REMEMBERED_TEXTS:
                 oldest = next(iter(self._remembered))
                 self._remembered_bytes -= _bytes(oldest, self._remembered.pop(oldest))
 

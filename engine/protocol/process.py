@@ -16,7 +16,7 @@ from typing import IO
 
 import msgspec
 
-from engine.child_process import how_it_ended, signal_group
+from engine.child_process import how_it_ended, module_environment, signal_group
 from engine.logs import last_error, log_bytes, open_log, trim_log
 from engine.protocol.events import Event, Failed, Shutdown, event_decoder
 from engine.protocol.transport import Deframer, FrameError, pack
@@ -60,7 +60,7 @@ class EngineProcess(asyncio.Protocol):
             self = cls(log_path, receive)
             await self._connect(client_end)
             try:
-                child = start_child(command, {**os.environ, **environment}, worker_end, log)
+                child = start_child(command, {**module_environment(), **environment}, worker_end, log)
             except BaseException:
                 self._transport.abort()
                 raise

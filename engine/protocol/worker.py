@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING, Never
 from msgspec.structs import replace
 
 from engine.errors import OrinError, PreemptedError, print_without_messages
-from engine.heap import return_large_blocks
+from engine.heap import keep_small
 from engine.measure.timeline import timeline
 from engine.protocol.client_turns import PromptMakers
 from engine.protocol.events import (
@@ -80,7 +80,7 @@ def serve(sock: socket.socket, load: Loader) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     faulthandler.enable()
     sys.setswitchinterval(SWITCH_S)
-    return_large_blocks()
+    keep_small()
     # Registered first, so it runs last: the interpreter would take long to unload all modules.
     atexit.register(os._exit, 0)
     sock.set_inheritable(False)  # or a compiler process would keep the socket open after this one died

@@ -547,3 +547,6 @@ def test_what_is_remembered_of_many_short_texts_is_bounded_in_bytes(tmp_path, mo
     held_bytes, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert len(t._remembered) > 20 and held_bytes < 30_000
+    monkeypatch.setattr("engine.formats.tokenizer._REMEMBERED_TEXTS", 7)
+    t.encode("and one more")
+    assert len(t._remembered) == 7

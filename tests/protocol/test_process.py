@@ -357,6 +357,15 @@ async def test_the_worker_and_its_children_die_when_the_pipe_closes():
             worker.kill()
 
 
+async def test_an_engine_runs_the_same_code_as_who_starts_it():
+    """A checkout may have the Python of another one, in which that is installed."""
+    found = "import engine; print(f'PROGRAM={engine.__file__}'); sys.exit(3)"
+    engine = scripted(found)
+    *_, last = await collect(engine.start())
+    await engine.close()
+    assert isinstance(last, Failed) and f"PROGRAM={ROOT / 'engine'}" in engine.log_path.read_text()
+
+
 def test_an_engine_has_no_threads_of_blas(tmp_path):
     """They wait by spinning. What the user has set counts more."""
     show = [sys.executable, "-c", "import os; print(os.environ['OPENBLAS_NUM_THREADS'])"]

@@ -25,6 +25,7 @@ from tests.soak import (
     hostile_files,
     hostile_hub,
     hostile_pictures,
+    long_server,
     many_models,
     program_deaths,
     protocol_mutants,
@@ -63,6 +64,7 @@ PARTS = {
     "tools": (tool_servers.run, 1_000),
     "attack": (server_attacks.run, 4_000),
     "model-attack": (partial(server_attacks.run, real=True), 16_000),
+    "memory": (long_server.run, 200_000),
 }
 """What runs a part, and how often."""
 

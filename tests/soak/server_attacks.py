@@ -99,24 +99,32 @@ class Target:
     def descriptors(self) -> int:
         return sum(1 for _ in Path(f"/proc/{self.process.pid}/fd").iterdir())
 
-    def resident_bytes(self) -> int:
-        """Of the server and its engine."""
-        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
-        return sum(
-            found.now_bytes for pid in (self.process.pid, *children) if (found := resident_memory(int(pid)))
-        )
+    def resident_bytes(self) -> tuple[int, int]:
+        """Of the server, and of its engine with what both have started."""
+        own, *others = (resident_memory(pid) for pid in _family(self.process.pid))
+        return own.now_bytes if own else 0, sum(other.now_bytes for other in others if other)
+
+
+def _family(pid: int) -> list[int]:
+    """A process and all that it has started."""
+    children = [
+        int(child)
+        for task in Path(f"/proc/{pid}/task").glob("*/children")
+        for child in task.read_text().split()
+    ]
+    return [pid, *(each for child in children for each in _family(child))]
 
 
 def run(tries: int, number: int = 0, *, real: bool = False) -> Counts:
     """`real`: with a small model and its engine, which starts for a while. Else a model that computes nothing."""
     counts = Counts(f"attacks on a server {'with a model' if real else 'and its engine process'}")
-    with _server(real) as (process, port, log):
+    with server(real) as (process, port, log):
         asyncio.run(_all(Target(process, port, log, random.Random(number)), tries, counts, real))
     return counts
 
 
 @contextlib.contextmanager
-def _server(real: bool) -> Iterator[tuple[subprocess.Popen[str], int, Path]]:
+def server(real: bool) -> Iterator[tuple[subprocess.Popen[str], int, Path]]:
     behaviour = json.dumps({"rate": 2000, "tokens": 24, "load_s": 0.0, "prefill_s": 0.0})
     program = ["app"] if real else ["tests.app.synthetic_cli", behaviour]
     with tempfile.TemporaryDirectory() as folder:
@@ -199,7 +207,7 @@ async def _settled(target: Target) -> tuple[int, int]:
         answer = await client.post(CHAT, json=HELLO)
         assert answer.status_code == 200 and answer.json()["usage"]["completion_tokens"], answer.text
     await asyncio.sleep(0.2)
-    return target.descriptors(), target.resident_bytes()
+    return target.descriptors(), sum(target.resident_bytes())
 
 
 # --- attacks: each raises an error if the server does not do what it should ---------------------------------

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import msgspec
 
 from app.serve.errors import ApiError, wrong
-from app.serve.protocols.json_values import check_size
+from app.serve.protocols.json_values import check_size, check_texts
 from engine.formats.tool_grammars import choice_grammar, schema_grammar
 from engine.protocol.events import Grammar
 
@@ -133,6 +133,7 @@ def _schema(given: str | Schema, param: str) -> Schema:
 def _choice(texts: list[str], param: str) -> Grammar:
     if not any(texts):
         raise wrong(f"{param} has no texts to choose from.", param)
+    check_texts(texts, param)
     return choice_grammar(texts)
 
 

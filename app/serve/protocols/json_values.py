@@ -1,6 +1,7 @@
 """The JSON of requests as types. null is the same as a field that is absent, and unknown fields are ignored."""
 
 import re
+from collections.abc import Iterable
 from itertools import chain
 from typing import Any, TypeVar
 
@@ -12,6 +13,9 @@ MAX_DEPTH = 64  # of JSON in JSON
 MAX_VALUES = 1 << 18  # in it
 MAX_NAMES = 2048  # of an object in it: compiling a schema takes as long as their square, 0.2 s for these
 MAX_PATTERNS = 64  # of an object's names in a schema: this takes as long as their cube, 10 ms for these
+MAX_TEXT = 1 << 13
+"""Characters of a name, or of a text or pattern that an answer keeps to. Each token of such an answer takes as long as
+the text is, and 100,000 characters take 50 to 100 MB."""
 T = TypeVar("T")
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _PLACE = re.compile(r" - at `(?:key in )?\$\.?([^`]*)`$")
@@ -83,7 +87,19 @@ def check_size(value: dict[str, Any] | list[Any], param: str) -> None:
             or any(isinstance(each, dict) and len(each) > MAX_PATTERNS for each in patterns)
         ):
             raise wrong(f"{param} has too many parts.", param)
+        check_texts(chain.from_iterable(map(_texts, containers)), param)
         items = chain.from_iterable(each.values() if isinstance(each, dict) else each for each in containers)
         containers = [item for item in items if isinstance(item, dict | list)]
     if containers:
         raise wrong(f"{param} is nested too deeply.", param)
+
+
+def check_texts(texts: Iterable[Any], param: str) -> None:
+    """Raises ApiError if one of `texts` that an answer is to keep to is too long."""
+    if any(isinstance(text, str) and len(text) > MAX_TEXT for text in texts):
+        raise wrong(f"{param} has texts of more than {MAX_TEXT:,} characters to keep to.", param)
+
+
+def _texts(part: dict[str, Any] | list[Any]) -> Iterable[Any]:
+    """What of a part of a schema an answer keeps to, but not what only describes it."""
+    return (*part, part.get("const"), part.get("pattern")) if isinstance(part, dict) else part

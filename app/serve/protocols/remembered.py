@@ -13,6 +13,7 @@ from app.serve.errors import ApiError
 from app.serve.protocols.reply import Json
 
 MAX_BYTES = 16 << 20  # of all conversations that are remembered, as JSON, compressed: a third of it, or less
+MAX_RESPONSES = 1024
 ENTRY_BYTES = 512  # what Python takes for each
 _LONG_BYTES = 1 << 20  # compressing more takes so long that others wait
 
@@ -29,11 +30,11 @@ class Remembered:
 
 
 class Conversations:
-    """The last responses, up to `max_bytes`. Of one that no request could send at once none is kept: it would grow by a
-    request each time, and others would wait while it is read."""
+    """The last responses, up to `max_bytes` and `max_responses`. Of one that no request could send at once none is
+    kept: it would grow by a request each time, and others would wait while it is read."""
 
-    def __init__(self, max_bytes: int = MAX_BYTES) -> None:
-        self._max_bytes, self._bytes = max_bytes, 0
+    def __init__(self, max_bytes: int = MAX_BYTES, max_responses: int = MAX_RESPONSES) -> None:
+        self._max_bytes, self._max_responses, self._bytes = max_bytes, max_responses, 0
         self._kept: OrderedDict[str, tuple[bytes, str]] = OrderedDict()
 
     def keep(self, id: str, remembered: Remembered) -> None:
@@ -43,7 +44,7 @@ class Conversations:
         data = zlib.compress(data, level=1 if len(data) <= _LONG_BYTES else 0)
         self._kept[id] = data, remembered.owner
         self._bytes += len(data) + ENTRY_BYTES
-        while self._bytes > self._max_bytes and self._kept:
+        while self._kept and (self._bytes > self._max_bytes or len(self._kept) > self._max_responses):
             _, (oldest, _) = self._kept.popitem(last=False)
             self._bytes -= len(oldest) + ENTRY_BYTES
 

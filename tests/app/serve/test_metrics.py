@@ -5,7 +5,7 @@ import os
 import pytest
 from msgspec.structs import replace
 
-from app.serve.metrics import Metrics
+from app.serve.metrics import MOST_RECENT, Metrics
 from engine.protocol.events import BlockCounts, Slots
 from tests.app.fake_engine import FakeEngine, reply
 from tests.app.serve.conftest import HELLO, error
@@ -84,3 +84,6 @@ def test_first_tokens_are_recent_for_a_minute():
     assert metrics.recent_first_tokens() == [0.5, 0.1]
     now[0] += 2
     assert metrics.recent_first_tokens() == [0.1] and metrics.first_token.count == 2
+    for _ in range(2 * MOST_RECENT):
+        metrics.begun(0.2)
+    assert len(metrics.recent_first_tokens()) == MOST_RECENT

@@ -105,6 +105,9 @@ async def test_no_request_is_the_servers_fault(served, path, fields):
         ({"enum": [[1] * 9] * 30_000}, "has too many parts"),
         ({"const": dict.fromkeys(map(str, range(3000)), 1)}, "has too many parts"),
         ({"items": {"patternProperties": {f"^{i}(a+)+$": {} for i in range(99)}}}, "has too many parts"),
+        ({"properties": {"a": {"enum": ["x" * 9000]}}}, "has texts of more than 8,192 characters to keep to"),
+        ({"properties": {"x" * 9000: {}}}, "has texts of more than 8,192 characters to keep to"),
+        ({"anyOf": [{"const": "x" * 9000}]}, "has texts of more than 8,192 characters to keep to"),
     ],
 )
 @pytest.mark.parametrize("param", ["response_format", "tools"])
@@ -117,6 +120,15 @@ async def test_a_schema_that_is_too_much(served, schema, says, param):
     response = await client.post(CHAT, json={**HELLO, param: fields[param]})
     assert response.status_code == 400 and error(response)["param"] == param
     assert error(response)["message"] == f"{param} {says}."
+
+
+async def test_texts_that_only_describe_may_be_long(served):
+    client, _ = served()
+    schema = {"type": "object", "description": "x" * 9000, "default": {"a": "x" * 9000}}
+    format = {"type": "json_schema", "json_schema": {"schema": schema}}
+    assert (await client.post(CHAT, json={**HELLO, "response_format": format})).status_code == 200
+    response = await client.post(CHAT, json={**HELLO, "guided_choice": ["yes", "x" * 9000]})
+    assert response.status_code == 400 and error(response)["param"] == "guided_choice"
 
 
 async def test_a_body_that_is_too_long(served):

@@ -143,8 +143,13 @@ def test_the_oldest_responses_are_forgotten():
     for i in range(5):
         kept.keep(str(i), Remembered("", [{"text": "x" * 90}], 1, {}))
     assert kept.get("4", "").items == [{"text": "x" * 90}] and kept.get("3", "")
-    with pytest.raises(ApiError):
-        kept.get("0", "")
+    few = Conversations(max_responses=2)
+    for i in range(5):
+        few.keep(str(i), Remembered("", [{"text": "x"}], 1, {}))
+    assert few.get("3", "") and few.get("4", "")
+    for conversations in (kept, few):
+        with pytest.raises(ApiError):
+            conversations.get("0", "")
 
 
 async def test_custom_tools(served):
