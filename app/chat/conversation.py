@@ -94,8 +94,13 @@ class Conversation:
         self._mark_versions()
         self._stored_first = self.history.first_read(chat_id)
         if self._stored_first:
-            left_out = (i for i, turn in enumerate(self.turns) if (turn.message_id or 0) < self._stored_first)
-            self._begin_at(max(left_out, default=-1) + 1)
+            first = self._stored_first
+            read = (
+                i
+                for i, turn in enumerate(self.turns)
+                if turn.role == "user" and (turn.message_id or 0) >= first
+            )
+            self._begin_at(min(read, default=len(self.turns)))
 
     @property
     def last_reply(self) -> Turn | None:
@@ -269,7 +274,11 @@ class Conversation:
                     self.history.truncate(self.chat_id, before or 0)
                     self._cut_off = False
                 attached = turn.files, turn.calls
-                turn.message_id = self.history.append(self.chat_id, turn.written, turn.finished, *attached)
+                answered = self.turns[index - 1] if index and turn.role == "assistant" else None
+                after = (answered.message_id or 0) if answered and answered.role == "user" else 0
+                turn.message_id = self.history.append(
+                    self.chat_id, turn.written, turn.finished, *attached, after
+                )
                 self._stored[turn.message_id], self._stored_files[turn.message_id] = _state(turn), turn.files
         if is_longer:
             self._mark_versions()

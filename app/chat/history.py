@@ -10,6 +10,7 @@ import os
 import re
 import time
 import unicodedata
+from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Self
@@ -94,16 +95,24 @@ class History(HistoryDatabase):
         finished: bool = True,
         files: Sequence[Attachment] = (),
         calls: Sequence[Call] = (),
+        after: int = 0,
     ) -> int:
-        """Adds `message` at the end of the chat, with its `files` and `calls`, and returns its id."""
-        last = "SELECT coalesce(max(id), 0) FROM messages WHERE chat_id = ? AND shown AND id > 0"
-        sql = f"""INSERT INTO messages (chat_id, role, content, thinking, finished, writer, files, calls, parent)
-            VALUES (?, ?, ?, ?, ?, ?, ?, ?, ({last}))"""
+        """Adds `message` to the chat, with its `files` and `calls`, and returns its id. `after`: the prompt that a
+        reply answers; other programs may have written behind that meanwhile. Else it is the last message."""
+        sql = """INSERT INTO messages (chat_id, role, content, thinking, finished, writer, files, calls, parent)
+            VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)"""
         content, thinking = _storable(message.content), _storable(message.thinking)
         attached = _without_pictures(files), _as_json(calls)
-        values = chat_id, message.role, content, thinking, finished, os.getpid(), *attached, chat_id
+        values = chat_id, message.role, content, thinking, finished, os.getpid(), *attached
         with self._transaction():
-            message_id = self._insert(sql, *values)
+            shown = self._shown(chat_id)
+            parent = after if after in shown else shown[-1] if shown else 0
+            message_id = self._insert(sql, *values, parent)
+            if parent in shown[:-1]:
+                behind = (
+                    "UPDATE messages SET parent = ? WHERE chat_id = ? AND parent = ? AND shown AND id != ?"
+                )
+                self._run(behind, message_id, chat_id, parent, message_id)
             self._keep_pictures(message_id, files)
             self._run("UPDATE chats SET updated = ? WHERE id = ?", time.time(), chat_id)
         return message_id
@@ -159,8 +168,13 @@ class History(HistoryDatabase):
     def truncate(self, chat_id: int, after_message_id: int) -> None:
         """Ends the chat after a message (0: before all of them, but for the system prompt). What followed stays as
         another version."""
-        sql = "UPDATE messages SET shown = 0 WHERE chat_id = ? AND id > ? AND role != 'system'"
-        self._run(sql, chat_id, after_message_id)
+        with self._transaction():
+            shown = self._shown(chat_id)
+            is_shown = after_message_id in shown  # another program may have cut it off
+            kept = shown[: shown.index(after_message_id) + 1] if is_shown else [
+                id for id in shown if id < after_message_id
+            ]  # fmt: skip
+            self.show(chat_id, kept)
 
     def versions(self, chat_id: int) -> Versions:
         """All versions of a chat."""
@@ -188,6 +202,8 @@ class History(HistoryDatabase):
         """The messages of the version that is shown."""
         sql = """SELECT id, role, content, thinking, finished, files, calls FROM messages
             WHERE chat_id = ? AND shown ORDER BY id"""
+        place = {id: i for i, id in enumerate(self._shown(chat_id))}  # a system prompt comes first
+        rows = sorted(self._run(sql, chat_id), key=lambda row: place.get(row[0], -1))
         return [
             StoredMessage(
                 id,
@@ -198,8 +214,22 @@ class History(HistoryDatabase):
                 else (),
                 msgspec.json.decode(calls, type=tuple[Call, ...]) if calls else (),
             )
-            for id, role, content, thinking, finished, files, calls in self._run(sql, chat_id)
+            for id, role, content, thinking, finished, files, calls in rows
         ]
+
+    def _shown(self, chat_id: int) -> list[int]:
+        """The ids of the messages of the version that is shown, in its order: each comes after its parent. It is the
+        order of the ids, but where several programs have written."""
+        sql = "SELECT id, parent FROM messages WHERE chat_id = ? AND shown AND id > 0 ORDER BY id DESC"
+        parents = dict(self._run(sql, chat_id))
+        after: dict[int, list[int]] = defaultdict(list)
+        for id, parent in parents.items():
+            after[parent if parent in parents else 0].append(id)
+        ordered, waiting = list[int](), after.pop(0, [])
+        while waiting:
+            ordered.append(waiting.pop())
+            waiting += after.pop(ordered[-1], ())
+        return ordered if len(ordered) == len(parents) else sorted(parents)  # of a damaged history
 
     def _with_pictures(self, message_id: int, files: Sequence[Attachment]) -> tuple[Attachment, ...]:
         if not any(file.picture for file in files):

@@ -51,6 +51,33 @@ def test_what_is_left_out_stays_in_the_history_and_is_not_read_when_the_chat_is_
         assert not any(turn.note for turn in chat.turns)
 
 
+def test_prompts_of_two_programs_at_once_have_their_own_replies():
+    """Each writes its prompt, and its reply when that is there: two chats in one stay in order."""
+    history = History(":memory:")
+    one = Conversation(history)
+    for role, text in (("user", "a"), ("assistant", "A")):
+        one.turns.append(Turn(role, text))
+    one.save("model")
+    other = Conversation(history, chat_id=one.chat_id)
+    for chat, role, text in (
+        (one, "user", "b"), (other, "user", "c"), (one, "assistant", "B"), (one, "user", "d"),
+        (other, "assistant", "C"), (one, "assistant", "D"), (other, "user", "e"), (other, "assistant", "E"),
+    ):  # fmt: skip
+        chat.turns.append(Turn(role, text))
+        chat.save("model")
+    opened = Conversation(history, chat_id=one.chat_id)
+    assert "".join(turn.content for turn in opened.turns) == "aAbBcCdDeE"
+    assert all(turn.version == (1, 1) for turn in opened.turns)
+    opened.cut(4)
+    opened.turns.append(Turn("user", "f"))
+    opened.save("model")
+    again = Conversation(history, chat_id=one.chat_id)
+    assert "".join(turn.content for turn in again.turns) == "aAbBf" and again.turns[-1].version == (2, 2)
+    assert again.show_version(4, -1)
+    again = Conversation(history, chat_id=one.chat_id)
+    assert "".join(turn.content for turn in again.turns) == "aAbBcCdDeE"
+
+
 def test_after_a_full_disk_earlier_turns_are_saved_too():
     history = History(":memory:")
     conversation = Conversation(history)
