@@ -86,7 +86,16 @@ class History(HistoryDatabase):
     def new_chat(self, model: str) -> int:
         now = time.time()
         sql = "INSERT INTO chats (model, created, updated) VALUES (?, ?, ?)"
-        return self._insert(sql, _storable(model), now, now)
+        with self._transaction():
+            chat_id = self._insert(sql, _storable(model), now, now)
+            self._touch(chat_id)
+        return chat_id
+
+    def _touch(self, chat_id: int) -> None:
+        """The chat is the last updated one, also where the clock was ahead when another one was written."""
+        others = "SELECT updated FROM chats WHERE id != ? ORDER BY updated DESC LIMIT 1"
+        sql = f"UPDATE chats SET updated = max(?, coalesce(({others}) + 0.001, 0)) WHERE id = ?"
+        self._run(sql, time.time(), chat_id, chat_id)
 
     def append(
         self,
@@ -114,7 +123,7 @@ class History(HistoryDatabase):
                 )
                 self._run(behind, message_id, chat_id, parent, message_id)
             self._keep_pictures(message_id, files)
-            self._run("UPDATE chats SET updated = ? WHERE id = ?", time.time(), chat_id)
+            self._touch(chat_id)
         return message_id
 
     def _keep_pictures(self, message_id: int, files: Sequence[Attachment]) -> None:
@@ -140,11 +149,11 @@ class History(HistoryDatabase):
         sql = (
             "UPDATE messages SET content = ?, thinking = ?, finished = ?, writer = ?, calls = ? WHERE id = ?"
         )
-        chat = "(SELECT chat_id FROM messages WHERE id = ?)"
         values = _storable(content), _storable(thinking), finished, os.getpid(), _as_json(calls), message_id
         with self._transaction():
             self._run(sql, *values)
-            self._run(f"UPDATE chats SET updated = ? WHERE id = {chat}", time.time(), message_id)
+            for (chat_id,) in self._run("SELECT chat_id FROM messages WHERE id = ?", message_id):
+                self._touch(chat_id)
 
     def set_system(self, chat_id: int, text: str) -> None:
         """Sets the system prompt of a chat ("": none). Its id is the negative id of the chat, so that it sorts before

@@ -129,7 +129,7 @@ class LocalEngine:
         self._long = OneAtATime()
         self._streams: dict[int, _Stream] = {}
         # A warm engine may still send events for requests of its last client.
-        self._serials = itertools.count(1 if keep_warm_s is None else time.time_ns() // 1000)
+        self._serials = itertools.count(1 if keep_warm_s is None else time.monotonic_ns() // 1000)
         self._cancelled: set[int] = set()  # serials of the requests that the process has not ended yet
         self._heard_s = 0.0  # when the process sent its last event (time.monotonic)
 

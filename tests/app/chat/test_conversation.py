@@ -51,6 +51,19 @@ def test_what_is_left_out_stays_in_the_history_and_is_not_read_when_the_chat_is_
         assert not any(turn.note for turn in chat.turns)
 
 
+def test_the_last_chat_is_the_last_also_after_the_clock_was_ahead(monkeypatch):
+    history = History(":memory:")
+    for hour in (3, 1, 2):
+        monkeypatch.setattr("app.chat.history.time.time", lambda hour=hour: hour * 3600.0)
+        conversation = Conversation(history)
+        conversation.turns.append(Turn("user", "a"))
+        conversation.save("model")
+        assert history.chats()[0].id == conversation.chat_id
+    Conversation(history, chat_id=1).save("model")
+    history.update(1, "b")
+    assert [chat.id for chat in history.chats()] == [1, 3, 2]
+
+
 def test_prompts_of_two_programs_at_once_have_their_own_replies():
     """Each writes its prompt, and its reply when that is there: two chats in one stay in order."""
     history = History(":memory:")
