@@ -321,8 +321,15 @@ class History(HistoryDatabase):
 
     def prompts(self, limit: int = 200) -> list[str]:
         """The last prompts of all chats, oldest first, each once."""
-        of_user = "SELECT content FROM messages WHERE role = 'user' GROUP BY content"
-        return [text for (text,) in reversed(self._run(f"{of_user} ORDER BY max(id) DESC LIMIT ?", limit))]
+        found: dict[str, None] = {}
+        with self._guard():  # reads no more than it takes: all of a large history would take seconds
+            for (text,) in self._db.execute(
+                "SELECT content FROM messages WHERE role = 'user' ORDER BY id DESC"
+            ):
+                found.setdefault(text)
+                if len(found) >= limit:
+                    break
+        return [*reversed(found)]
 
     def set_open(self, chat_id: int | None) -> None:
         """Says which chat this process has open (None: none), in case that it dies."""

@@ -13,8 +13,11 @@ from typing import Any
 
 from textual.app import App
 
-ENDING = signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGALRM, signal.SIGXCPU
-"""Signals that end a program without a handler for them: its terminal would stay in the full screen, without echo."""
+ENDING = (
+    signal.SIGHUP, signal.SIGQUIT, signal.SIGABRT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGALRM, signal.SIGXCPU,
+)  # fmt: skip
+"""Signals that end a program without a handler for them: its terminal would stay in the full screen, without echo.
+(Where a library calls abort(3), the program ends all the same.)"""
 
 
 def suspend_between_events(app: App[Any]) -> None:
