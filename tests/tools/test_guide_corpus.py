@@ -35,8 +35,10 @@ def test_every_answer_says_what_it_must(known):
 
 
 def test_answers_name_only_what_the_program_has(known, capsys):
-    # Of jetson_clocks, of pipx, and of llama.cpp.
-    known_options = {"--restore", "--force"} | set(re.findall(_OPTION, options._parser({}).format_help()))
+    # Of jetson_clocks, of pipx, and of ollama.
+    known_options = {"--restore", "--force", "--modelfile"} | set(
+        re.findall(_OPTION, options._parser({}).format_help())
+    )
     for run, _ in COMMANDS.values():
         with pytest.raises(SystemExit):
             run(["--help"])
@@ -91,12 +93,18 @@ def test_second_turns_undo_what_the_first_was_about(known):
         assert undoing and all(must in way.answer for way in undoing), name
 
 
-def test_answers_are_the_words_of_the_help(known):
+def test_answers_have_the_names_and_defaults_of_the_program(known):
     stop = next(action for action in ACTIONS if action.name == "stop")
-    said = known.facts["key.stop.press"].answer
-    assert key_label(stop.key) in said and stop.help[1:] in said
-    assert commands()["stats"] in known.facts["command.stats.command"].answer
-    assert "The default is 0.7." in known.facts["temperature.set"].answer
+    assert f"Press {key_label(stop.key)} to stop" in known.facts["key.stop.press"].answer
+    assert "/stats" in known.facts["command.stats.command"].answer
+    assert "The default is 0.7" in known.facts["temperature.set"].answer
+    assert known.facts["label.throughput-p-prompt.what"].answer.startswith("In the throughput pane, P marks")
+
+
+def test_answers_are_sentences(known):
+    """No lists of a key, a colon and its help."""
+    for fact in known.facts.values():
+        assert not re.match(r"(Press|Type|Use|orin-chat) ?[^ ]*( or [^ ]+)?: ", fact.answer), fact.answer
 
 
 def test_patterns_can_be_read(known):

@@ -6,6 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
 from tools.guide.facts import PRONOUNS, Fact, Knowledge
+from tools.guide.sources import IN_LINE_MODE
 from tools.guide.template import Message
 from tools.guide.wording import gist, normalized
 
@@ -160,7 +161,11 @@ class Conversations:
         return " ".join(words)
 
     def _dangling(self) -> tuple[str, str]:
-        """A question about "it" at a point where nothing was named."""
+        """A question about "it" at a point where nothing was named. Some ask for the program."""
+        if self._rng.random() < 0.2:
+            self._subject = self._knowledge.facts["orin-chat.what"]
+            question = self._wording.phrase(self._rng.choice(self._grammar["of_the_program"]), self._rng)
+            return self._wording.typed(question, self._rng, plain=True), self._subject.answer
         aspect = self._rng.choice(self._grammar["dangling"])
         question = self._wording.phrase(self._rng.choice(self._grammar["follow"][aspect]), self._rng)
         nothing = aspect == "again" and not self._last_answer
@@ -245,7 +250,7 @@ class Conversations:
 
     def _in_line_mode(self, fact: Fact) -> _FollowUp:
         """The line-mode command that does the same as a key, or that there is none."""
-        name = fact.answer.rpartition(" In the line mode: /")[2].rstrip(".")
+        name = fact.answer.rpartition(f"{IN_LINE_MODE}/")[2].rstrip(".")
         command = self._knowledge.facts.get(f"command.{name}.command")
         if command is None and "In the line mode" in fact.answer:
             return _FollowUp(self._grammar["follow"]["command"], {}, self._last_answer, None, 0.6)
@@ -254,7 +259,7 @@ class Conversations:
 
     def _key_of(self, command: Fact) -> str:
         """The action whose key does the same as a line-mode command; "" for none."""
-        ending = f"In the line mode: /{command.subject.partition('.')[2]}."
+        ending = f"{IN_LINE_MODE}/{command.subject.partition('.')[2]}."
         return next(
             (
                 key.subject.partition(".")[2]

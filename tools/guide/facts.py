@@ -190,7 +190,7 @@ class _Builder:
 
     def from_table(self, source: sources.Source, topic: str, phrases: Mapping[str, Any]) -> None:
         """A fact from one of the program's tables. Questions use its names in `source.slots`, what one wants to `do`,
-        or are written whole. Without written phrases, the help text serves as one."""
+        or are written whole."""
         frames = self._frames
         by_name, by_verb, short = {
             "press": ("key_name", "press", self._follow["press"]),
@@ -201,11 +201,6 @@ class _Builder:
             "none": ("", "", ()),
         }[source.aspect]
         do = phrases.get("do", ())
-        if (
-            not do and by_verb and "ask" not in phrases
-        ):  # "Press F5: show what the machine does." tells what it does
-            help = source.answer.partition(": ")[2].partition(" In the line mode")[0]
-            do = [clause] if (clause := re.split(r"[.;,]", help)[0]) else ()
         slots = {**source.slots, "do": do}
         asks = [Ask(frames[by_name], slots, 0.7)] if by_name else []
         if do:

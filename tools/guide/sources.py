@@ -1,7 +1,8 @@
 """Facts from the program's own tables: keys, options, commands, exit codes, settings, quantization types.
 
-They are read from the tables that make the help, so the guide says the same as the help. The guide's file holds what it
-was trained to say (`snapshot`), and a test compares this with the current tables.
+Names, values and defaults are read from the tables that make the help. Most sentences around them are an `answer` in
+knowledge/; where there is none, the help's own words serve. The guide's file holds what it was trained to say
+(`snapshot`), and a test compares this with the current tables.
 """
 
 import re
@@ -40,6 +41,14 @@ def _lower(sentence: str) -> str:
     return sentence if keeps else sentence[:1].lower() + sentence[1:]
 
 
+def _said(phrase: Mapping[str, str], otherwise: str, **names: str) -> str:
+    """The `answer` of a table with the program's `names`, such as {key}; `otherwise` where nobody wrote one."""
+    return phrase["answer"].format(**names) if "answer" in phrase else otherwise
+
+
+IN_LINE_MODE = " In the line mode, type "
+"""Before the command that does the same as a key, at the end of an answer."""
+
 # --- keys ----------------------------------------------------------------------------------------------
 
 EDITING_KEYS = ("Ctrl+Z", "Ctrl+Y", "Ctrl+W", "Ctrl+U", "Ctrl+K", "Ctrl+A", "Ctrl+E", "Ctrl+D", "Ctrl+X")
@@ -61,13 +70,15 @@ def keys(phrases: dict[str, dict[str, str]]) -> Iterator[Source]:
     for action in ACTIONS:
         label = key_label(action.key)
         phrase = phrases.get(action.name, {})
-        plain = phrase.get("line_mode") or (f"/{phrase['command']}" if "command" in phrase else "")
-        answer = f"Press {label}: {_lower(action.help)}." + (f" In the line mode: {plain}." if plain else "")
+        plain = phrase.get("line_mode") or (
+            f"{IN_LINE_MODE}/{phrase['command']}." if "command" in phrase else ""
+        )
+        answer = _said(phrase, f"Press {label}: {_lower(action.help)}.", key=label) + plain
         yield Source(f"key.{action.name}", "press", answer, (label,), {"key": _key_names(label)})
         if action.second:
             second = key_label(action.second)
-            same = f"{second} is the same as {label}: {_lower(action.help)}."
-            advice = f"Many terminals send something else for it, so press {label}."
+            same = f"{second} does the same as {label}. {answer}"
+            advice = f"Many terminals send something else for {second}."
             slots = {"key": _key_names(second)}
             yield Source(f"key.{action.second}", "press", f"{same} {advice}", (label,), slots)
     for label, help in OTHER_KEYS:
@@ -75,7 +86,8 @@ def keys(phrases: dict[str, dict[str, str]]) -> Iterator[Source]:
         begin = "With the mouse" if name == "mouse" else f"Press {label.replace(', ', ' or ')}"
         must = "copies" if name == "mouse" else label.split(", ")[0]
         names = tuple(key for part in label.split(", ") for key in _key_names(part))
-        yield Source(f"key.{name}", "press", f"{begin}: {_lower(help)}.", (must,), {"key": names})
+        answer = _said(phrases.get(name, {}), f"{begin}: {_lower(help)}.")
+        yield Source(f"key.{name}", "press", answer, (must,), {"key": names})
     for place, help in PANE_KEYS:
         parts = help.partition(";")[0].split(", ")
         where = place[:1].lower() + place[1:]
@@ -141,10 +153,12 @@ def command_line(phrases: Mapping[str, Mapping[str, str]]) -> Iterator[Source]:
         key = labels.get(phrases.get(action.dest, {}).get("key", ""))
         begin = f"Press {key} in the chat, or use" if key else "Use"
         sentence = f"{begin} {usage}: {meaning}." + (f" The default is {default}." if default else "")
+        named = {"key": key or "", "option": name, "default": default}
+        sentence = _said(phrases.get(action.dest, {}), sentence, **named)
         if action.dest in sampling:
-            sentence += f" In settings.toml: {action.dest} under [sampling]."
+            sentence += f" settings.toml has it as {action.dest} under [sampling]."
         elif action.dest in optional:
-            sentence += f" In settings.toml: {action.dest}."
+            sentence += f" settings.toml has it as {action.dest}."
         yield Source(action.dest, "set", sentence, (name, *([key] if key else [])), slots)
         if default:
             yield Source(action.dest, "default", f"The default of {name} is {default}.", (default,), {})
@@ -152,9 +166,9 @@ def command_line(phrases: Mapping[str, Mapping[str, str]]) -> Iterator[Source]:
             takes = (
                 "the engine starts again with it"
                 if action.dest in ENGINE_OPTIONS
-                else "from the next prompt on"
+                else "it holds from the next prompt on"
             )
-            live = f"Type /set {action.dest} VALUE in the prompt or the line mode: {takes}. At a start it is {name}."
+            live = f"Type /set {action.dest} VALUE in the prompt, and {takes}. At a start it is {name}."
             yield Source(action.dest, "live", live, (f"/set {action.dest}",), {})
 
 
@@ -194,23 +208,27 @@ def exit_codes() -> Iterator[Source]:
     for code, short in re.findall(r"(\d+) ([a-z][a-z, ]*?)(?: {2,}|\n)", listed):
         kind = errors.get(int(code))
         sentence = (kind.__doc__ or "").split("\n")[0] if kind else ""
-        answer = f"Exit code {code} means: {short}." + (f" {sentence}" if sentence else "")
+        answer = f"Exit code {code} means {short}" + (f": {_lower(sentence)}" if sentence else ".")
         yield Source(f"exit.{code}", "exit", answer, (short,), {"code": (code,)})
 
 
-def slash_commands() -> Iterator[Source]:
-    """Each command that begins with "/", as /help lists it."""
+def slash_commands(phrases: Mapping[str, Mapping[str, str]]) -> Iterator[Source]:
+    """Each command that begins with "/". `phrases` is commands.toml."""
     for name, help in commands().items():
         first, colon, rest = help.partition(": ")
         takes = first if colon and re.fullmatch(r"[\[\]A-Z |]+|\[[a-z]+\]|[a-z]+(\|[a-z]+)+", first) else ""
         meaning = rest if takes else help
         typed = f"/{name}{' ' + takes if takes else ''}"
-        answer = f"Type {typed} in the prompt or the line mode (--plain): {meaning}."
+        answer = _said(phrases.get(name, {}), f"Type {typed} in the prompt: {meaning}.", command=typed)
         slots = {"command": (f"/{name}", f"/{name}", f"the /{name} command")}
         yield Source(f"command.{name}", "command", answer, (f"/{name}",), slots)
     names = ", ".join(f"/{name}" for name in commands())
     yield Source(
-        "command.list", "list", f"The commands in the prompt and the line mode are {names}.", ("/help",), {}
+        "command.list",
+        "list",
+        f"The commands in the prompt and in the line mode are {names}.",
+        ("/help",),
+        {},
     )
     none = "There is no command for that; /help lists all commands."
     yield Source("command.none", "none", none, ("/help",), {})
@@ -236,11 +254,13 @@ def formats(notes: dict[str, dict[str, str]]) -> Iterator[Source]:
 def preset_files() -> Iterator[Source]:
     """The built-in presets."""
     known = {path.stem: loader.read(path) for path in sorted(loader.BUILT_IN.glob("*.toml"))}
-    listed = ", ".join(known)
+    listed, key = ", ".join(known), figures()["key_presets"]
     sentence = f"A preset is a named set of engine options, chosen with --preset NAME. Built in are {listed}."
     yield Source("preset", "what", sentence, tuple(known), {})
     for name, preset in known.items():
-        answer = f"The preset {name} is set up so: {preset.title}. Choose it with --preset {name}."
+        answer = (
+            f"The preset {name} is this: {preset.title}. Choose it with {key}, or start with --preset {name}."
+        )
         slots = {"name": (f"preset {name}", f"the preset {name}", f"the {name} preset", f"--preset {name}")}
         yield Source(f"preset.{name}", "what", answer, (preset.title,), slots)
 
@@ -253,12 +273,13 @@ def catalog() -> Iterator[Source]:
     yield Source("models", "names", sentence, ("qwen3:0.6b",), {})
 
 
-def programs() -> Iterator[Source]:
-    """The commands other than the chat: orin-chat COMMAND."""
+def programs(phrases: Mapping[str, Mapping[str, str]]) -> Iterator[Source]:
+    """The commands other than the chat: orin-chat COMMAND. `phrases` is programs.toml."""
     for name, (_, meaning) in COMMANDS.items():
         called = f"orin-chat {name}"
         slots = {"option": (called, called, f"the command {name}", f"the {name} command")}
-        yield Source(f"program.{name}", "program", f"{called}: {meaning}.", (called,), slots)
+        answer = _said(phrases.get(name, {}), f"{called}: {meaning}.", command=called)
+        yield Source(f"program.{name}", "program", answer, (called,), slots)
     listed = f"Beside the chat there are these commands: {', '.join(COMMANDS)}. Each has its own --help."
     yield Source("program", "list", listed, tuple(COMMANDS), {})
 
@@ -268,10 +289,14 @@ def labels() -> Iterator[Source]:
     for pane, table in LABELS.items():
         for label, sentence in table.items():
             place = f"in the {pane}" if pane in ("throughput", "kernels", "machine") else f"on the {pane}"
+            said = f"{'O' if pane == 'status line' else 'I'}n the {pane}{'' if pane == 'status line' else ' pane'}, "
             quoted = (f"{label} {place}", f"the label {label}", f"{label} on the screen", f"the word {label}")
             names = quoted if label in COMMON_LABELS else (label, *quoted)
             slug = re.sub(r"\W+", "-", label.lower()).strip("-") or "percent"
-            answer = f"{label} {place}: {_lower(sentence)}"
+            marks = (
+                sentence.partition(" ")[0] == label.partition(" ")[0] and label[1:2] == " "
+            )  # "P marks where"
+            answer = said + (sentence if marks else f"{label} means {_lower(sentence)}")
             yield Source(
                 f"label.{pane.replace(' ', '-')}-{slug}", "what", answer, (_lower(sentence),), {"name": names}
             )
@@ -281,17 +306,17 @@ def all_sources(knowledge: Path) -> list[Source]:
     """Every fact about the program. `knowledge` is the folder of the TOML files."""
     read = {
         name: tomllib.loads((knowledge / f"{name}.toml").read_text("utf-8"))
-        for name in ("keys", "options", "quantization")
+        for name in ("keys", "options", "quantization", "commands", "programs")
     }
     return [
         *keys(read["keys"]),
         *command_line(read["options"]),
         *exit_codes(),
-        *slash_commands(),
+        *slash_commands(read["commands"]),
         *formats(read["quantization"]["types"]),
         *preset_files(),
         *catalog(),
-        *programs(),
+        *programs(read["programs"]),
         *labels(),
     ]
 
