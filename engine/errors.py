@@ -54,18 +54,25 @@ class BackendError(OrinError):
     kind = "backend"
 
 
-SHORTEN = "Start a new chat, shorten the prompt, or restart with a larger --context."
+SHORTEN = "Shorten the prompt, start a new chat, or restart with a larger --context."
 """The hint of a `ContextFullError`."""
 SHORTEN_AT_MOST = (
-    "Start a new chat, shorten the prompt, or take a model with a longer context: this one has no more."
+    "Shorten the prompt, start a new chat, or take a model with a longer context: this one has no more."
 )
 """The same for a context as long as the model was trained for."""
 
 
 class ContextFullError(OrinError):
-    """The prompt, or the prompt and the reply, do not fit into the context."""
+    """The prompt, or the prompt and the reply, do not fit into the context.
+
+    It has `tokens` (or at least so many, where counting them all would take long), and the context holds `most` of
+    them. 0: not known."""
 
     kind = "context"
+
+    def __init__(self, message: str, hint: str = "", *, tokens: int = 0, most: int = 0) -> None:
+        super().__init__(message, hint)
+        self.tokens, self.most = tokens, most
 
 
 class TemplateError(OrinError):

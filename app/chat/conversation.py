@@ -195,6 +195,11 @@ class Conversation:
         self.summarized, self.turns[0].content = less, less.request(context_length)
         return True
 
+    @property
+    def has_one_prompt(self) -> bool:
+        """Whether the model reads nothing but the last turn, and the system prompt."""
+        return len(self.turns) - self.start <= 1
+
     def leave_out(self) -> int:
         """Leaves the oldest turns out of what the model reads, so that about half of the text stays, at least the last
         prompt and its reply. Returns how many turns these are; 0: there are no older ones."""

@@ -2,6 +2,8 @@
 
 from collections.abc import AsyncIterator
 
+from msgspec.structs import replace
+
 from engine.protocol.events import Event, Failed, Finished
 from widgets.chat.turn import WARNING
 from widgets.text import counted, one_line
@@ -10,6 +12,7 @@ NOTHING_OLDER = "There are no older turns to leave out: F2 shortens the prompt, 
 EMPTY = "The model gave an empty reply"
 NOTHING_TO_ADD = "The model has nothing to add"
 FULL = "Ctrl+G offers how to go on"
+TOO_LONG = "The prompt alone is too long: F2 brings it back to shorten it"
 STOPPED = Finished(
     request_id=0,
     reason="cancelled",
@@ -34,12 +37,21 @@ def fills_context(end: Finished | Failed, length: int, max_tokens: int | None) -
     return 0 < length - 1 <= end.context_used  # else it is a limit of a server; some leave one token free
 
 
+def is_prompt_too_long(end: Finished | Failed, used: int) -> bool:
+    """Whether the last prompt alone is too long for the context, so that nothing before it needs to go. The
+    conversation before it has `used` tokens."""
+    return isinstance(end, Failed) and end.kind == "context" and 0 < end.most < end.tokens - used
+
+
 def reason(
-    end: Finished | Failed, length: int, max_tokens: int | None, *, is_full: bool
+    end: Finished | Failed, length: int, max_tokens: int | None, *, is_full: bool, is_too_long: bool = False
 ) -> tuple[str, str] | tuple[()]:
-    """Why a reply is not complete, and which key helps; empty if it is. `is_full`: the context of `length` tokens."""
+    """Why a reply is not complete, and which key helps; empty if it is. `is_full`: the context of `length` tokens;
+    `is_too_long`: the last prompt alone for it."""
+    if isinstance(end, Failed) and is_full:  # the hint is for programs that have no such keys
+        return f"{WARNING} {in_words(replace(end, hint=''))}", TOO_LONG if is_too_long else FULL
     if isinstance(end, Failed):
-        return f"{WARNING} {in_words(end)}", FULL if is_full else "Ctrl+R tries again"
+        return f"{WARNING} {in_words(end)}", "Ctrl+R tries again"
     if end.reason == "cancelled":
         return "stopped", "Ctrl+G goes on"
     if end.reason == "length":

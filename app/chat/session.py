@@ -76,6 +76,7 @@ class Session:
         self.other_model = ""  # a sentence on how to choose one, for the user whose model does not load
         self.ways_on = ""  # a sentence on how to make room in a context that is nearly full
         self.is_full = False  # the context, so that the last reply was cut, or the last prompt not answered
+        self.is_too_long = False  # the last prompt, for the context, whatever stands before it
         self.watch: Callable[[Event], None] = lambda _: None  # gets every event of the engine in use
         self._spawn = spawn
         self._request_ids = itertools.count(1)
@@ -433,30 +434,35 @@ class Session:
     async def _end(self, end: Finished | Failed, gained: bool, replaced: Sequence[Turn]) -> None:
         """A reply has ended. `gained`: it has text."""
         asked = self._request.max_tokens if self._request else None
-        self.is_full = failures.fills_context(end, self.status.snapshot().context_length, asked)
+        status = self.status.snapshot()
+        self.is_full = failures.fills_context(end, status.context_length, asked)
+        used = 0 if self.conversation.has_one_prompt else status.context_used
+        self.is_too_long = used is not None and failures.is_prompt_too_long(end, used)
         if self.is_full and await self._summarizes_less():
             self._ask(replaced=replaced)
             return
+        why = failures.reason(
+            end, status.context_length, self.max_tokens, is_full=self.is_full, is_too_long=self.is_too_long
+        )
         if calls := self.tools.calls:
             (await self._reply()).calls, gained = calls, True
         turn = self.reply or self.conversation.turns[-1]
         turn.streaming = False
         if gained:
             turn.finished = isinstance(end, Finished)
-            turn.note = " · ".join(self._reason(end))
+            turn.note = " · ".join(why)
         elif replaced:
             self.conversation.turns += replaced
             for earlier in replaced:
                 await self.view.added(earlier)
-            why, *_ = self._reason(end) or (failures.EMPTY,)
-            self.view.notice(f"{why}; the earlier reply stays", warning=True)
+            self.view.notice(f"{(why or (failures.EMPTY,))[0]}; the earlier reply stays", warning=True)
         else:
             turn.finished = turn.finished or turn.role == "user" or isinstance(end, Finished)
             empty = (
                 f"{failures.EMPTY} · Ctrl+R tries again" if turn.role == "user" else failures.NOTHING_TO_ADD
             )
-            turn.note = " · ".join(self._reason(end)) or empty
-        if calls and not self._reason(end):
+            turn.note = " · ".join(why) or empty
+        if calls and not why:
             await self._call_tools(turn)
         else:
             await self._over(turn, end)
@@ -492,8 +498,3 @@ class Session:
         await self.view.changed(self.conversation.turns[0])
         self.view.notice("The chat does not fit into the context: older messages are left out of the summary")
         return True
-
-    def _reason(self, end: Finished | Failed) -> tuple[str, str] | tuple[()]:
-        return failures.reason(
-            end, self.status.snapshot().context_length, self.max_tokens, is_full=self.is_full
-        )

@@ -9,10 +9,11 @@ import re
 import stat
 import sys
 from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
-from engine.errors import UsageError
+from engine.errors import UsageError, one_line
 from engine.formats.kv_format import NAMES as KV_FORMATS
 from engine.invocation import call, own_version
 
@@ -86,6 +87,11 @@ def parse(arguments: Sequence[str], commands: dict[str, str]) -> argparse.Namesp
     if args.version:
         print("orin-chat", own_version())
         parser.exit()
+    if "--" not in arguments and (models := [text for text in args.prompt if _is_model(text)]):
+        if args.model is not None or len(models) > 1:
+            raise UsageError(f"{one_line(models[-1])} is a model, and only one answers.", "Name it alone.")
+        args.model = models[0]
+        args.prompt.remove(args.model)
     # A script that passes a prompt on must not read a file because the prompt spells its name.
     may_be_files = "--" not in arguments and (len(args.prompt) > 1 or (_is_terminal() and not args.json))
     args.files = [text for text in args.prompt if may_be_files and _is_file(text)]
@@ -104,7 +110,8 @@ def parse(arguments: Sequence[str], commands: dict[str, str]) -> argparse.Namesp
 
 
 def instead_of(word: str, commands: Collection[str]) -> str:
-    """What to print for a single word that is none of the `commands` but looks like one; "" for a prompt."""
+    """What to print for a single word that is none of the `commands` but means something; "" for a prompt. Raises
+    UsageError for one that looks like a command."""
     if word in ("preset", "presets"):
         from presets.loader import preset_files
         from widgets.text import one_line
@@ -124,7 +131,8 @@ def instead_of(word: str, commands: Collection[str]) -> str:
     near = difflib.get_close_matches(word, commands, 1, 0.8) if word.isalpha() else []
     if word not in meant and not near:
         return ""
-    return f"Is that a command? That is: {call(meant.get(word, *near))}\nIs it a prompt? That is: {call(f'-- {word}')}"
+    command = call(meant.get(word, *near)).strip()
+    raise UsageError(f"Is {word} a command? That is: {command}.", f"As a prompt: {call(f'-- {word}')}.")
 
 
 def _parser(commands: dict[str, str]) -> Parser:
@@ -337,6 +345,15 @@ def _is_file(text: str) -> bool:
         return Path(text).is_file()
     except (OSError, ValueError):  # a long prompt is no name of a file
         return False
+
+
+def _is_model(text: str) -> bool:
+    """Whether an argument is the path of a model's file."""
+    if not text.endswith(".gguf") or not _is_file(text):
+        return False
+    with suppress(OSError), Path(text).open("rb") as file:
+        return file.read(4) == b"GGUF"
+    return False
 
 
 def _read_stdin() -> bytes:

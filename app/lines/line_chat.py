@@ -54,6 +54,7 @@ from widgets.text import clean, one_line
 OTHER_MODEL = f"/model NAME goes on with another model, /model {GUIDE} with the one that is built in."
 WAYS_ON = "/summary begins a new chat with a summary, /shorten leaves out the oldest turns"
 LONGEST = "/set context max takes the longest context"
+TOO_LONG = "The message alone is too long: /edit shortens it"
 
 
 class LineChat(View):
@@ -79,7 +80,8 @@ class LineChat(View):
         self.session = Session(engine, history, self, spawn=self._spawn, **options)
         self.session.other_model = OTHER_MODEL if models and lines.is_terminal else ""
         self.session.tools.form = lambda: form_of(Path(models.options.model_path) if models else None)
-        self.session.ways_on = f"{WAYS_ON}{f', {LONGEST}' if models else ''}."
+        longest = f", {LONGEST}" if models else ""
+        self.session.ways_on, self._too_long = f"{WAYS_ON}{longest}.", f"{TOO_LONG}{longest}."
         self._models = models
         self._reader = FileReader(TokenCounter(lambda: Path(models.options.model_path) if models else None))
         self.session.watch = self._observe
@@ -176,7 +178,7 @@ class LineChat(View):
         finally:
             self.session.save()  # SIGTERM may have ended the reply
         if self.session.is_full:
-            self._output.say(self.session.ways_on)
+            self._output.say(self._too_long if self.session.is_too_long else self.session.ways_on)
 
     def _observe(self, event: Event) -> None:
         """Shows an event of the engine."""

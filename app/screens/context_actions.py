@@ -1,5 +1,6 @@
 """How a chat goes on when the context is full, and the page that offers it."""
 
+from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 from textual import on, work
@@ -9,6 +10,7 @@ from textual.content import Content
 from textual.widgets import OptionList, Static
 from textual.widgets.option_list import Option
 
+from app.chat.failures import TOO_LONG
 from app.chat.session import Session
 from app.screens.chat_column import ChatColumn
 from widgets.page import Frame, Page
@@ -37,8 +39,7 @@ WAYS = (
 
 
 class FullContextScreen(Page[str | None]):
-    """Dismissed with the name of the way that was chosen, or None. `context_length` is in tokens; `is_longest`: the
-    model was trained for no longer one."""
+    """Dismissed with the name of one of the `ways`, or None. `context_length` is in tokens."""
 
     DEFAULT_CSS = """
     FullContextScreen > Frame { width: 76; height: auto; min-height: 0; padding: 1 2; }
@@ -48,9 +49,9 @@ class FullContextScreen(Page[str | None]):
     """
     BINDINGS = [Binding("escape", "dismiss", "Close")]
 
-    def __init__(self, context_length: int, *, is_longest: bool = False) -> None:
+    def __init__(self, context_length: int, ways: Sequence[Way]) -> None:
         super().__init__()
-        self._length, self._is_longest = context_length, is_longest
+        self._length, self._ways = context_length, ways
 
     def compose(self) -> ComposeResult:
         tokens = f" of {counted(self._length, 'token')}" if self._length else ""
@@ -61,7 +62,7 @@ class FullContextScreen(Page[str | None]):
                 f"The model reads at most a context{tokens}. This chat has no more room in it.", markup=False
             )
             options = []
-            for way in WAYS[: -1 if self._is_longest else None]:
+            for way in self._ways:
                 text = Content.assemble((way.title, "bold"), "\n", (way.help, "$foreground 65%"))
                 options.append(Option(text, way.name))
             yield OptionList(*options)
@@ -86,7 +87,13 @@ class ContextActions(App[None]):
         status = self.session.status.snapshot()
         length = status.context_length
         is_longest = 0 < status.ready.model.trained_context <= length
-        if name := await self.push_screen_wait(FullContextScreen(length, is_longest=is_longest)):
+        if self.session.is_too_long and is_longest:
+            self.column.notice(f"{TOO_LONG}, and Ctrl+L chooses a model with a longer context", warning=True)
+            return
+        ways = [
+            way for way in WAYS if not (is_longest if way.name == "lengthen" else self.session.is_too_long)
+        ]
+        if name := await self.push_screen_wait(FullContextScreen(length, ways)):
             await self.run_action(name)
 
     async def action_summarize(self) -> None:

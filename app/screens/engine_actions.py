@@ -26,6 +26,7 @@ from widgets.text import one_line
 
 if TYPE_CHECKING:
     from app.chat.download import Download
+    from app.chat.model_list import Entry
 
 
 BOTH = "Both answer from the next prompt on · F10 leaves the comparison"
@@ -99,7 +100,26 @@ class EngineActions(App[None]):
         )
         model = await self.push_screen_wait(screen)
         self._download = screen.download
-        if model is None or (path := model.path) is None or path == setup.model_path:
+        if model is not None:
+            self._use_model(setup, model)
+
+    @work(group="model", exclusive=True)
+    async def model_named(self, name: str) -> None:
+        """Goes over to the model `name` if that is here and usable; else opens the page of models with a search."""
+        from app.screens.models import usable_model  # imports numpy
+
+        if (setup := self.setup) is not None:
+            model = await asyncio.to_thread(usable_model, name, setup.models, setup.options.backend)
+            if model is not None:
+                self._use_model(setup, model)
+                return
+        self.models(name)
+
+    def _use_model(self, setup: EngineSetup, model: Entry) -> None:
+        if (path := model.path) is None:
+            return
+        if path == setup.model_path:
+            self.column.notice(f"{one_line(model.name)} is in use already")
             return
         engine, options = setup.with_model(path, model.context_length)
 

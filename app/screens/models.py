@@ -11,7 +11,7 @@ from textual.fuzzy import FuzzySearch
 from textual.widgets import Static
 
 from app.chat.download import Download, progress_text
-from app.chat.model_list import Entry, delete_downloaded, not_here, on_this_machine, read_entry
+from app.chat.model_list import Entry, delete_downloaded, not_here, on_this_machine, read_entry, source_of
 from app.screens.list_page import ListPage, show_line
 from engine.catalog import cache
 from engine.catalog.downloads import find_on_hub
@@ -25,6 +25,17 @@ from widgets.text import as_bytes, one_line
 SIZE_DELAY_S = 0.4
 """How long an entry must stay highlighted before the hub is asked for its size."""
 POLL_S = 0.25
+
+
+def usable_model(name: str, names: Mapping[str, str], backend: str) -> Entry | None:
+    """The model that `name` stands for, if it is on this machine, can be run and fits into the memory of `backend`."""
+    with contextlib.suppress(ModelFileError, OSError):
+        source, path = source_of(name, names)
+        if path is not None:
+            model = read_entry(source, path, names)
+            if not model.problem and fits(memory_bytes(backend), model.size_bytes, model.need_bytes):
+                return model
+    return None
 
 
 class ModelsScreen(ListPage[Entry, Entry | None]):

@@ -88,7 +88,10 @@ class SlashCommands(EngineActions):
         self.column.notice(f"Saved as {write_named(name, document)}")
 
     async def command_model(self, name: str) -> None:
-        self.models(name)
+        if name:
+            self.model_named(name)
+        else:
+            self.models()
 
     async def command_stats(self, _: str) -> None:
         last = self.session.status.last

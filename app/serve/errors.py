@@ -1,6 +1,5 @@
 """Why a request is not answered: a status, and JSON in the form of the protocol that the client speaks."""
 
-import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,7 +9,8 @@ from engine.protocol.events import Failed
 
 @dataclass
 class ApiError(Exception):
-    """A request that is not answered. `param` names the field that is wrong."""
+    """A request that is not answered. `param` names the field that is wrong. `tokens` and `most`: those of a prompt and
+    of the context that it does not fit into (0: not known)."""
 
     status: int
     message: str
@@ -18,11 +18,12 @@ class ApiError(Exception):
     param: str | None = None
     code: str | int | None = None
     headers: dict[str, str] = field(default_factory=dict)
+    tokens: int = 0
+    most: int = 0
 
 
 Form = Callable[[ApiError], dict[str, Any]]
 CONTEXT = "context_length_exceeded"  # OpenAI's code, for which agents look to summarize a conversation
-_SIZES = re.compile(r"([\d,]+) tokens and the context holds ([\d,]+)")
 _ANTHROPIC_KINDS = {
     401: "authentication_error",
     403: "permission_error",
@@ -46,8 +47,7 @@ def anthropic_form(error: ApiError) -> dict[str, Any]:
     kind = _ANTHROPIC_KINDS.get(error.status, "invalid_request_error")
     message = error.message
     if error.code == CONTEXT:
-        tokens, most = _sizes(message)
-        sizes = f"{tokens} tokens > {most} maximum. " if tokens else ""
+        sizes = f"{error.tokens} tokens > {error.most} maximum. " if error.tokens and error.most else ""
         message = f"prompt is too long: {sizes}{message}"
     return {"type": "error", "error": {"type": kind, "message": message}}
 
@@ -61,15 +61,8 @@ def said(error: ApiError) -> str:
     """The message. That of a full context begins with OpenAI's words, by which many agents know it."""
     if error.code != CONTEXT:
         return error.message
-    _, most = _sizes(error.message)
-    length = f"This model's maximum context length is {most} tokens." if most else ""
+    length = f"This model's maximum context length is {error.most} tokens." if error.most else ""
     return f"{length or 'The maximum context length is exceeded.'} {error.message}"
-
-
-def _sizes(message: str) -> tuple[str, str]:
-    """How many tokens a prompt has and the context holds, as digits; "" if `message` does not say so."""
-    sizes = _SIZES.search(message)
-    return (sizes[1].replace(",", ""), sizes[2].replace(",", "")) if sizes else ("", "")
 
 
 def form_of(path: str) -> Form:
@@ -94,7 +87,7 @@ def of_failure(failed: Failed) -> ApiError:
     message = f"{failed.message} {failed.hint}".strip()
     match failed.kind:
         case "context":
-            return ApiError(400, message, code=CONTEXT)
+            return ApiError(400, message, code=CONTEXT, tokens=failed.tokens, most=failed.most)
         case "usage" | "template" if failed.request_id is not None:  # else the file is damaged
             return ApiError(400, message)
     return ApiError(500, message, "server_error")

@@ -116,7 +116,10 @@ class ChatTemplate:
             raise TemplateError("There is nothing to answer.", "Write a message first.")
         if most is not None and len(messages) > most:  # each has a token: rendering them would hold others
             raise ContextFullError(
-                f"The conversation has {len(messages)} messages; the context holds {most:,} tokens.", SHORTEN
+                f"The conversation has {len(messages)} messages; the context holds {most:,} tokens.",
+                SHORTEN,
+                tokens=len(messages),
+                most=most,
             )
         if (
             most is not None
@@ -185,7 +188,8 @@ class ChatTemplate:
                 run = [*run, (marks.before, True)]
             if most is not None and len(ids) > most:
                 n = f"{len(ids):,} tokens with its pictures"
-                raise ContextFullError(f"The conversation has over {n}; the context holds {most:,}.", SHORTEN)
+                sentence = f"The conversation has over {n}; the context holds {most:,}."
+                raise ContextFullError(sentence, SHORTEN, tokens=len(ids), most=most)
             ids += self._tokenizer.encode_segments(run, None if most is None else most - len(ids))
             if not i and self._tokenizer.add_bos and bos is not None and ids[:1] != [bos]:
                 ids = [bos, *ids]

@@ -111,7 +111,10 @@ class Tokenizer(Vocabulary):
             self.check_fewest(texts, most, len(parts) - len(texts))
             if any(self._goes_beyond(part, most) for part in parts if isinstance(part, str)):
                 raise ContextFullError(
-                    f"The conversation has over {most:,} tokens, and the context holds no more.", SHORTEN
+                    f"The conversation has over {most:,} tokens, and the context holds no more.",
+                    SHORTEN,
+                    tokens=most + 1,
+                    most=most,
                 )
         return self._ids(parts)
 
@@ -122,7 +125,10 @@ class Tokenizer(Vocabulary):
             return
         if (least := others + self._fewest(texts)) > most:
             raise ContextFullError(
-                f"The conversation has at least {least:,} tokens and the context holds {most:,}.", SHORTEN
+                f"The conversation has at least {least:,} tokens and the context holds {most:,}.",
+                SHORTEN,
+                tokens=least,
+                most=most,
             )
 
     def _goes_beyond(self, text: str, most: int) -> bool:

@@ -265,9 +265,9 @@ class TextModel:
             answers = self._embeddings if request.pooling else self._answers
             return answers.begin(request, report)
         except ContextFullError as error:
-            if self.context_length < self.ready.model.trained_context:
-                raise
-            raise ContextFullError(error.message, SHORTEN_AT_MOST) from None
+            if self.context_length >= self.ready.model.trained_context:
+                error.hint = SHORTEN_AT_MOST
+            raise
 
     def generate(self, request: Generate, report: Report, cancelled: Callable[[], bool]) -> Finished:
         """Answers one request at once, for callers that have no worker. Raises what `begin` and the steps raise."""

@@ -208,7 +208,9 @@ def error_of(response: httpx.Response | None, body: bytes, name: str) -> OrinErr
         )
         return ContextFullError(
             f"The conversation does not fit into the context of {name}: {numbers}.",
-            "Start a new chat, or shorten the prompt.",
+            "Shorten the prompt, or start a new chat.",
+            tokens=n_prompt if isinstance(n_prompt, int) else 0,
+            most=n_context if isinstance(n_context, int) else 0,
         )
     if status in (401, 403):
         return UsageError(

@@ -10,7 +10,7 @@ from typing import Literal
 
 import msgspec
 
-from engine.errors import EXIT_CODES, FailureKind, described, one_line
+from engine.errors import EXIT_CODES, ContextFullError, FailureKind, described, one_line
 from engine.protocol.conversation import PICTURE_MARK as PICTURE_MARK
 from engine.protocol.conversation import Chat as Chat
 from engine.protocol.conversation import Message as Message
@@ -437,19 +437,23 @@ class Counter(_Record, frozen=True, kw_only=True):
 
 
 class Failed(_Record, frozen=True, kw_only=True):
-    """A request failed. `request_id` None: the engine itself failed (it did not start, or it died)."""
+    """A request failed. `request_id` None: the engine itself failed (it did not start, or it died). `tokens` and `most`
+    are those of a ContextFullError."""
 
     kind: FailureKind
     message: str
     hint: str = ""
     request_id: int | None = None
+    tokens: int = 0
+    most: int = 0
 
     @classmethod
     def from_error(cls, error: Exception, request_id: int | None = None) -> Failed:
         """The event of any exception. Its texts are printable, on one line, of at most MESSAGE_CHARS characters."""
         kind, *texts = described(error)
         message, hint = (one_line(text, MESSAGE_CHARS) for text in texts)
-        return cls(kind=kind, message=message, hint=hint, request_id=request_id)
+        tokens, most = (error.tokens, error.most) if isinstance(error, ContextFullError) else (0, 0)
+        return cls(kind=kind, message=message, hint=hint, request_id=request_id, tokens=tokens, most=most)
 
     @property
     def exit_code(self) -> int:

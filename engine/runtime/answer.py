@@ -283,5 +283,7 @@ def _reply_limit(prompt_n: int, max_tokens: int | None, context_length: int) -> 
         raise ContextFullError(
             f"The conversation has {prompt_n:,} tokens and the context holds {context_length:,}.",
             SHORTEN,
+            tokens=prompt_n,
+            most=context_length,
         )
     return limit if max_tokens is None else min(limit, max_tokens)

@@ -133,6 +133,8 @@ class Embeddings:
             raise ContextFullError(
                 f"The text has {len(prompt.ids):,} tokens and the context holds {most:,}.",
                 "Cut it into parts, or choose a longer context.",
+                tokens=len(prompt.ids),
+                most=most,
             )
         return Embedding(request, prompt, self._prompts, self._pooler, report)
 

@@ -227,4 +227,6 @@ TOO_LONG = Failed(
     message="The prompt has 9,000 tokens and the context holds 8,192.",
     hint="Shorten it.",
     request_id=1,
+    tokens=9000,
+    most=8192,
 )

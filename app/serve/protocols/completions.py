@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from msgspec.structs import replace
 
 from app.serve.answer import AnswerBegun, AnswerDelta, AnswerEnd
-from app.serve.errors import CONTEXT, ApiError, wrong
+from app.serve.errors import of_failure, wrong
 from app.serve.protocols import logprobs
 from app.serve.protocols.figures import figures, timings
 from app.serve.protocols.formats import grammar_of
@@ -23,7 +23,7 @@ from app.serve.protocols.requests import MAX_LOGPROBS, MAX_N, Body, generate, va
 from app.serve.service import Service
 from engine.errors import ContextFullError
 from engine.formats.tokenizer import Tokenizer
-from engine.protocol.events import Generate, RawText, Token, TokenIds
+from engine.protocol.events import Failed, Generate, RawText, Token, TokenIds
 
 MAX_PROMPTS = 128
 
@@ -130,7 +130,7 @@ def _echo(prompt: RawText | TokenIds, service: Service, *, with_logprobs: bool) 
         most = service.ready.context_length if service.ready else None
         ids = tokenizer.encode(prompt.text, add_special=True, most=most)
     except ContextFullError as error:
-        raise ApiError(400, f"{error.message} {error.hint}", code=CONTEXT) from None
+        raise of_failure(Failed.from_error(error)) from None
     if not ids:
         raise wrong("The prompt is empty.", "prompt")
     return Echo(prompt.text, tuple(ids))

@@ -225,6 +225,16 @@ async def test_the_prompt_that_did_not_fit_is_answered_without_the_oldest_turns(
     assert engine.prompts()[-1] == [("user", "b")] and said(session) == ["a", "A", "b", "B"]
 
 
+@pytest.mark.parametrize("before, helps", [(100, False), (4000, True)])
+async def test_a_prompt_that_is_too_long_alone_is_said_to_be(begin, before, helps):
+    """To leave out what stands before it would not help then."""
+    session, _ = begin(FakeEngine(reply("A", prompt_n=before), [TOO_LONG]))
+    await asked(session, "a", "b")
+    assert session.is_full and session.is_too_long == (not helps)
+    note = "Ctrl+G offers how to go on" if helps else "The prompt alone is too long: F2"
+    assert f"9,000 tokens and the context holds 8,192. · {note}" in session.conversation.turns[-1].note
+
+
 async def test_a_new_chat_begins_with_a_summary(begin):
     engine = FakeEngine(reply("A"), [TOO_LONG], reply("It was about a."), reply("B"), reply("Shorter."))
     session, _ = begin(engine)

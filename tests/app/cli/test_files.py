@@ -27,6 +27,20 @@ def test_files_go_before_the_question():
     assert args.one_shot and message.content == "a.py:\n```\na = 1\n```\n\nWhat is it?"
 
 
+def test_a_models_file_is_the_model(tmp_path, capsys):
+    (tmp_path / "m.gguf").write_bytes(b"GGUF\3\0\0\0")
+    (tmp_path / "text.gguf").write_text("about models\n")
+    args = parse("m.gguf")
+    assert (args.model, args.prompt, args.files, args.one_shot) == ("m.gguf", [], [], False)
+    args = parse("m.gguf", "a.py", "What is it?")
+    assert (args.model, args.prompt, args.files) == ("m.gguf", ["What is it?"], ["a.py"])
+    args = parse("text.gguf", "What is it?")
+    assert args.model is None and args.files == ["text.gguf"]
+    assert parse("--", "m.gguf").prompt == ["m.gguf"]
+    assert main(["--model", "x", "m.gguf", "Hi"]) == 2
+    assert "m.gguf is a model, and only one answers. Name it alone." in capsys.readouterr().err
+
+
 def test_a_file_alone_opens_the_chat_on_a_terminal_and_is_a_prompt_for_programs(monkeypatch):
     assert not parse("a.py").files and parse("a.py").one_shot
     monkeypatch.setattr(options, "_is_terminal", lambda: True)
@@ -71,10 +85,10 @@ def test_words_that_look_like_commands_are_answered(home, capsys):
     assert main(["presets"]) == 0
     listed = capsys.readouterr().out
     assert "cuda" in listed and "--preset NAME" in listed
-    assert main(["chat"]) == 0
-    assert "Is that a command?" in capsys.readouterr().out
-    assert main(["modles"]) == 0
-    assert call("models") in capsys.readouterr().out
+    for word, meant in (("chat", ""), ("modles", "models")):
+        assert main([word]) == 2
+        output = capsys.readouterr()
+        assert f"Is {word} a command? That is: {call(meant).strip()}." in output.err and not output.out
     assert not any(options.instead_of(word, COMMANDS) for word in ("hello", "serves?", "water"))
 
 

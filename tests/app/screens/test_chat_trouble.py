@@ -58,7 +58,9 @@ async def test_a_model_that_stands_in_for_another_is_a_warning_that_stays(histor
 async def test_a_context_that_is_too_small_for_the_prompt(history):
     engine = FakeEngine([TOO_LONG], reply("Fine"))
     async with chat(engine, history, initial_prompt="long text") as user:
-        await user.sees("⚠ The prompt has 9,000 tokens and the context holds 8,192. Shorten it. · Ctrl+G")
+        await user.sees(
+            "⚠ The prompt has 9,000 tokens and the context holds 8,192. · The prompt alone is too long"
+        )
         assert user.turns() == [("user", "long text")]
         await user.say("short")
         await user.sees("Fine")

@@ -14,7 +14,7 @@ from engine.formats.prompt import tokens_in
 from engine.protocol.events import Chat, EngineOptions, Failed, Message
 from presets import GUIDE
 from tests.app.driver import chat
-from tests.app.fake_engine import READY, STARTED, FakeEngine, reply
+from tests.app.fake_engine import READY, STARTED, TOO_LONG, FakeEngine, reply
 from tests.catalog.fixtures import fake_hub
 from tests.generated_model import write
 
@@ -96,6 +96,34 @@ async def test_the_conversation_goes_on_with_the_other_model(hub, setup, first, 
         assert engine.prompts() == [
             [("user", "Hello"), ("assistant", "From the first."), ("user", "And now?")]
         ]
+
+
+async def test_a_command_that_names_a_model_goes_over_to_it(hub, setup, history):
+    other = download(parse("noise"))
+    setup = setup(reply("From the other."))
+    async with chat(FakeEngine(), history, setup=setup) as user:
+        await user.idle()
+        await user.say("/model noise")
+        await user.sees("noise answers now")
+        assert setup.model_path == other and not isinstance(user.app.screen, ModelsScreen)
+        await user.say("/model noise")
+        await user.sees("noise is in use already")
+        await user.say("/model nois")
+        await user.until(lambda: isinstance(user.app.screen, ModelsScreen), "what is not sure is asked")
+        assert user.app.screen.field.value == "nois"
+
+
+async def test_a_prompt_that_is_too_long_alone_can_only_have_a_longer_context(hub, setup, history):
+    setup = setup(reply("Read."))
+    async with chat(FakeEngine([TOO_LONG]), history, setup=setup, initial_prompt="Long") as user:
+        await user.sees("The prompt alone is too long")
+        await user.idle()
+        await user.press("ctrl+g")
+        await user.sees("The longest context")
+        assert "summary" not in user.screen() and "oldest" not in user.screen()
+        await user.press("enter")
+        await user.sees("Read.")
+        assert setup.made[0][0].context_length == "max"
 
 
 async def test_a_full_context_goes_on_with_the_longest_one(hub, setup, first, history):
