@@ -15,7 +15,7 @@ from engine.kernels.fields import FLOAT_TYPES
 from engine.targets.nvidia.kernels.attention.flash_attention import flash_attention, flash_split, rows_split
 from engine.targets.nvidia.kernels.attention.kv_cache import Heads
 from engine.targets.nvidia.kernels.device import Chip
-from engine.targets.nvidia.kernels.products import schedules
+from engine.targets.nvidia.kernels.products import schedule_cost, schedules
 from engine.targets.nvidia.kernels.products.chosen_experts import ChosenExperts
 from engine.targets.nvidia.kernels.products.matvec import Schedule, StackedMatrices
 from engine.targets.nvidia.kernels.products.schedule_cost import microseconds, ranked
@@ -138,3 +138,25 @@ def test_attention_lets_the_next_kernel_start_only_where_it_leaves_multiprocesso
     ):
         split = flash_split(heads, limit, 256, 132) if not tokens else rows_split(heads, limit, tokens, 132)
         assert flash_attention(heads, split, tokens=tokens).hints.releases == release
+
+
+@pytest.mark.parametrize("multiprocessors", [8, 16, 68, 114, 132])
+def test_what_a_calibration_could_find_would_hardly_change_its_choices(monkeypatch, multiprocessors):
+    """By the model itself: a GPU with another number, and the schedule that is best for the numbers of here."""
+    stacks = [
+        StackedMatrices(((Q4_K, 3200), (Q6_K, 640)), 2560),
+        StackedMatrices.single(Q4_K, 11264, 2048),
+        StackedMatrices.single(Q6_K, 2048, 5632),
+    ]
+    chip = replace(H200, multiprocessors=multiprocessors, gbps=0.0)
+    schedules_of = {stack: list(schedules._all(stack, chip)) for stack in stacks}
+    chosen = {stack: ranked(stack, schedules_of[stack], chip)[0] for stack in stacks}
+    copy = chip.copy_gbps
+    for name, factor in (("gbps", 0.7), ("gbps", 1.4), ("_LATENCY_US", 0.7), ("_LATENCY_US", 1.4)):
+        other = replace(chip, gbps=copy * factor) if name == "gbps" else chip
+        with monkeypatch.context() as patch:
+            if name != "gbps":
+                patch.setattr(schedule_cost, name, getattr(schedule_cost, name) * factor)
+            best = {stack: ranked(stack, schedules_of[stack], other)[0] for stack in stacks}
+            lost = [microseconds(k, chosen[k], other) / microseconds(k, best[k], other) for k in stacks]
+        assert mean(lost) < 1.015, (name, factor)
