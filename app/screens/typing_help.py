@@ -53,18 +53,18 @@ class TypingHelp:
         text, before = self._prompt.text, self._prompt.before_cursor
         self._suggested_for = before
         if text.startswith("/") and "\n" not in text and (found := _commands(before))[1]:
-            self._prompt.suggestions.show(*found)
+            self._prompt.suggestions.show(*found, before)
         else:
-            self._list_files(files.completions(before))
+            self._list_files(files.completions(before), before)
 
     async def _suggest_files(self, before: str) -> None:
         found = await asyncio.to_thread(files.completions, before)
         if self._prompt.before_cursor == before:
-            self._list_files(found)
+            self._list_files(found, before)
 
-    def _list_files(self, found: tuple[int, list[str]]) -> None:
+    def _list_files(self, found: tuple[int, list[str]], before: str) -> None:
         start, names = found
-        self._prompt.suggestions.show(start, [Suggestion(name) for name in names])
+        self._prompt.suggestions.show(start, [Suggestion(name) for name in names], before)
 
     async def _show_chips(self, text: str) -> None:
         chips = await asyncio.to_thread(self.reader.chips, text)

@@ -154,6 +154,8 @@ class Prompt(OrderedTextArea):
 
     def _handle(self, key: str) -> bool:
         """Whether the key is one of this box alone."""
+        if self.suggestions.before != self.before_cursor:  # letters came that the list does not know yet
+            self.suggestions.close()
         if self.suggestions.is_open and key in ("up", "down", "escape"):
             self.suggestions.close() if key == "escape" else self.suggestions.move(-1 if key == "up" else 1)
         elif key == "tab" and self.text:  # letters typed after it belong to the prompt

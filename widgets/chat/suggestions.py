@@ -30,6 +30,7 @@ class Suggestions(Static):
     def __init__(self) -> None:
         super().__init__(markup=False)
         self.start = 0  # the column in the line of the cursor where what was typed begins
+        self.before = ""  # the line of the cursor, up to it, when they were listed
         self._entries: Sequence[Suggestion] = ()
         self._index = 0
 
@@ -41,8 +42,9 @@ class Suggestions(Static):
     def highlighted(self) -> Suggestion | None:
         return self._entries[self._index] if self._entries else None
 
-    def show(self, start: int, entries: Sequence[Suggestion]) -> None:
-        """Lists `entries`; none: closes the list."""
+    def show(self, start: int, entries: Sequence[Suggestion], before: str = "") -> None:
+        """Lists `entries` for the text `before` the cursor; none: closes the list."""
+        self.before = before
         if entries != self._entries:
             self._index = 0
         self.start, self._entries = start, entries
