@@ -20,7 +20,7 @@ from app.serve.protocols import chat
 from app.serve.protocols.blocks import Block, Blocks, Change, Grown, Opened
 from app.serve.protocols.conversation import Call, CalledFunction, ChatMessage, Part, PicturePart
 from app.serve.protocols.formats import JsonSchema, ResponseFormat
-from app.serve.protocols.pictures import NOTHING_ELSE, from_source
+from app.serve.protocols.pictures import NOTHING_ELSE, PICTURES, from_part
 from app.serve.protocols.reply import Asked, Json, Reply
 from app.serve.protocols.requests import MAX_USER
 from app.serve.protocols.text_files import from_file
@@ -49,6 +49,9 @@ class ContentBlock(msgspec.Struct):
     content: Any = None
     is_error: bool | None = None
     source: Any = None
+    image_url: Any = None
+    image: Any = None
+    url: Any = None
     title: str | None = None
 
 
@@ -191,8 +194,8 @@ def _messages(message: AnthropicMessage, param: str) -> Iterator[ChatMessage]:
                 text = f"Error: {text}" if block.is_error else text
                 yield ChatMessage("tool", text, tool_call_id=block.tool_use_id)
                 parts += pictures  # templates expect them of the user alone
-            case "image":
-                parts.append(PicturePart(picture=from_source(block.source, f"{param}.content[{i}]")))
+            case kind if kind in PICTURES:
+                parts.append(PicturePart(picture=from_part(block, f"{param}.content[{i}]")))
             case _:
                 if parts and parts[-1].text is not None:
                     parts.append(Part("text", joint))
@@ -205,9 +208,10 @@ def _result(content: Any, param: str) -> tuple[str, list[PicturePart]]:
     """The text of a tool's result, and its pictures."""
     if not isinstance(content, list):
         return _text(content, param), []
-    pictures = [block for block in content if isinstance(block, dict) and block.get("type") == "image"]
+    pictures = [block for block in content if isinstance(block, dict) and block.get("type") in PICTURES]
     text = _text([block for block in content if block not in pictures], param)
-    parts = [PicturePart(picture=from_source(block.get("source"), param)) for block in pictures]
+    blocks = msgspec.convert(pictures, list[ContentBlock])
+    parts = [PicturePart(picture=from_part(block, param)) for block in blocks]
     return text or ("(a picture)" if pictures else ""), parts
 
 
@@ -225,7 +229,7 @@ def _text(content: Any, param: str, depth: int = 0) -> str:
 def _block_text(block: ContentBlock, param: str, depth: int = 0) -> str:
     source = block.source
     match block.type:
-        case "text":
+        case "text" | "input_text" | "output_text":
             return block.text or ""
         case "document" if isinstance(source, dict) and source.get("type") == "text":
             return f"{block.title or ''}\n{source.get('data') or ''}".strip()

@@ -7,13 +7,12 @@ from typing import Any
 import msgspec
 
 from app.serve.errors import wrong
-from app.serve.protocols.pictures import NOTHING_ELSE, from_url
+from app.serve.protocols.pictures import NOTHING_ELSE, PICTURES, from_part
 from app.serve.protocols.text_files import from_file
 from app.serve.protocols.tools import INPUT
 from engine.protocol.events import PICTURE_MARK, Message, Picture, ToolCall, plain
 
 TEXTS = ("text", "input_text", "output_text", "refusal")
-PICTURES = ("image_url", "input_image")
 FILES = ("file", "input_file")
 THOUGHTS = ("thinking", "reasoning", "redacted_thinking")
 """The types of parts, in chat completions and in responses."""
@@ -21,7 +20,8 @@ _OF_TOOLS = ("tool", "function")
 
 
 class Part(msgspec.Struct):
-    """`thinking` is what the model thought, as Mistral's protocol has it, and others. A `file` has its data within, or
+    """`thinking` is what the model thought, as Mistral's protocol has it, and others. A picture is in one of
+    `image_url`, `source`, `image` and `url`. A `file` has its data within, or
     in `filename` and `file_data`. Some clients leave out the type of a text."""
 
     type: str = "text"
@@ -29,6 +29,9 @@ class Part(msgspec.Struct):
     refusal: str | None = None
     thinking: Any = None
     image_url: Any = None
+    source: Any = None
+    image: Any = None
+    url: Any = None
     file: Any = None
     filename: Any = None
     file_data: Any = None
@@ -165,4 +168,4 @@ def _thought(given: Any) -> str:
 def _picture(part: Part, param: str) -> Picture:
     if part.type not in PICTURES:
         raise wrong(NOTHING_ELSE, param)
-    return from_url(part.image_url, param)
+    return from_part(part, param)

@@ -11,6 +11,8 @@ from engine.protocol.events import Picture
 
 _OF_ADDRESSES = str.maketrans("-_", "+/")
 _SEND = "Send the picture itself, as data:image/png;base64 and its bytes."
+PICTURES = ("image_url", "input_image", "image")
+"""The types of parts that are pictures: OpenAI's chat completions and responses, Anthropic's messages."""
 NOTHING_ELSE = "This server reads text and pictures: no sounds, PDFs or other files."
 
 
@@ -54,6 +56,13 @@ def decoded(text: Any) -> bytes:
     if "=" not in digits:
         digits += "=" * (-len(digits) % 4)
     return binascii.a2b_base64(digits, strict_mode=True)
+
+
+def from_part(part: Any, param: str) -> Picture:
+    """The picture of a part of a message, in the form of any protocol: clients mix them up. Raises ApiError."""
+    if part.source is not None:
+        return from_source(part.source, param)
+    return from_url(part.image_url or part.image or part.url, param)
 
 
 def from_source(source: Any, param: str) -> Picture:

@@ -17,7 +17,7 @@ from app.serve.protocols.blocks import Block, Blocks, Change, Grown, Opened
 from app.serve.protocols.figures import usage
 from app.serve.protocols.reply import Json, Reply
 from app.serve.protocols.response_body import ResponsesBody, Spaces, TextFormat
-from app.serve.protocols.tools import Tools
+from app.serve.protocols.tools import Tools, flat
 from engine.formats.tokenizer import Tokenizer
 
 SEALED = "orin-chat:"  # begins `encrypted_content`, which is not encrypted
@@ -104,7 +104,7 @@ class ResponseReply(Reply):
             **sampling,
             "text": {"format": {k: v for k, v in msgspec.to_builtins(format).items() if v is not None}},
             "tool_choice": tool_choice or "auto",
-            "tools": body.tools or [],
+            "tools": [flat(tool) for tool in body.tools or ()],
             "top_logprobs": body.top_logprobs or 0,
             "truncation": "disabled",
             "usage": self._usage(),

@@ -16,7 +16,6 @@ from app.serve.errors import wrong
 from app.serve.protocols import chat
 from app.serve.protocols.conversation import (
     FILES,
-    PICTURES,
     TEXTS,
     Call,
     CalledFunction,
@@ -25,13 +24,13 @@ from app.serve.protocols.conversation import (
     Part,
 )
 from app.serve.protocols.formats import JsonSchema, ResponseFormat
-from app.serve.protocols.pictures import NOTHING_ELSE
+from app.serve.protocols.pictures import NOTHING_ELSE, PICTURES
 from app.serve.protocols.remembered import Conversations, Remembered
 from app.serve.protocols.reply import Asked, Json
 from app.serve.protocols.requests import MAX_USER
 from app.serve.protocols.response_body import ResponsesBody, ResponseToolChoice, Spaces
 from app.serve.protocols.response_reply import SEALED, ResponseReply
-from app.serve.protocols.tools import Allowed, Choice, Function, Named, Tool, ToolChoice
+from app.serve.protocols.tools import Allowed, Choice, Function, Named, Tool, ToolChoice, nested
 from app.serve.service import Service
 
 
@@ -116,13 +115,12 @@ def _named_within(space: str, name: str) -> str:
 
 
 def _tool(tool: dict[str, Any]) -> dict[str, Any]:
-    """In the form of chat completions; kinds that are not known stay as they are."""
+    """In the form of chat completions, of a kind that is not known its name alone."""
+    tool = nested(tool)
     kind = tool.get("type")
-    if kind not in ("function", "custom"):
-        return {"type": kind if isinstance(kind, str) else "unknown"}
-    if isinstance(tool.get(kind), dict):  # it has that form already
-        return tool
-    return {"type": kind, kind: {name: value for name, value in tool.items() if name != "type"}}
+    if kind in ("function", "custom"):
+        return tool if isinstance(tool.get(kind), dict) else {"type": kind, kind: {}}
+    return {"type": kind if isinstance(kind, str) else "unknown"}
 
 
 def _choice(choice: Literal["none", "auto", "required"] | ResponseToolChoice | None) -> Choice:

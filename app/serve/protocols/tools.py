@@ -112,7 +112,7 @@ def chosen_tools(raw: list[dict[str, Any]] | None, choice: Choice, form: ToolFor
     if not raw or choice == "none":
         return Tools()
     check_size(raw, "tools")
-    raw = [_nested(tool) for tool in raw]
+    raw = [nested(tool) for tool in raw]
     tools = converted(raw, list[Tool], "tools")
     functions: dict[str, dict[str, Any]] = {}
     custom, skipped = list[str](), list[str]()
@@ -144,7 +144,15 @@ def chosen_tools(raw: list[dict[str, Any]] | None, choice: Choice, form: ToolFor
     return Tools(as_json, is_required, frozenset(custom), tuple(skipped))
 
 
-def _nested(tool: dict[str, Any]) -> dict[str, Any]:
+def flat(tool: dict[str, Any]) -> dict[str, Any]:
+    """In the form of responses: with its fields beside the type."""
+    tool = nested(tool)
+    kind = tool.get("type")
+    fields = tool.get(kind) if isinstance(kind, str) else None
+    return {"type": kind, **fields} if isinstance(fields, dict) else tool
+
+
+def nested(tool: dict[str, Any]) -> dict[str, Any]:
     """In the form of chat completions. Some clients send the forms of responses and messages here: `name` and
     `parameters` (or `input_schema`) beside the type, which may be missing."""
     kind = tool.get("type", "function")

@@ -28,11 +28,14 @@ async def test_tools_in_the_forms_of_other_protocols(served, tool, choice):
     assert response.status_code == 200 and shown == WEATHER
 
 
-async def test_tools_of_chats_in_responses(served):
+@pytest.mark.parametrize("tool", [WEATHER, OF_MESSAGES])
+async def test_tools_of_other_protocols_in_responses(served, tool):
+    """The answer repeats them as responses have them, so that the types of clients fit."""
     engine = FakeEngine()
     client, _ = served(engine)
-    response = await client.post("/v1/responses", json={"input": "Hello", "tools": [WEATHER]})
+    response = await client.post("/v1/responses", json={"input": "Hello", "tools": [tool]})
     assert response.status_code == 200 and json.loads(engine.requests[0].prompt.tools) == [WEATHER]
+    assert response.json()["tools"] == [PLAIN]
 
 
 @pytest.mark.parametrize(

@@ -75,6 +75,29 @@ async def test_forms_of_base64_that_clients_send(served, url):
     assert engine.requests[0].prompt.messages[0].pictures[0].data == PICTURE
 
 
+@pytest.mark.parametrize(
+    "part",
+    [
+        image(URL),
+        {"type": "image_url", "image_url": URL},
+        {"type": "input_image", "image_url": URL},
+        {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": DATA}},
+        {"type": "image", "image": URL},
+        {"type": "image", "url": URL},
+    ],
+)
+async def test_each_protocol_takes_the_pictures_of_all(served, part):
+    engine = FakeEngine()
+    client, _ = served(engine, ready=SEEING)
+    for path, body in (
+        (CHAT, asked(part)),
+        ("/v1/responses", {"input": asked(part)["messages"]}),
+        ("/v1/messages", asked(part) | {"max_tokens": 9}),
+    ):
+        assert (await client.post(path, json=body)).status_code == 200, path
+        assert engine.requests[-1].prompt.messages[0].pictures[0].data == PICTURE
+
+
 async def test_marks_in_texts_are_no_pictures_and_pictures_keep_their_places(served):
     engine = FakeEngine(reply("Yes."))
     client, _ = served(engine, ready=SEEING)
