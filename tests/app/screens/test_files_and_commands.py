@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from textual.events import Key
 
 from app.screens import chat_app
 from app.screens.chats import ChatsScreen
@@ -44,6 +45,18 @@ async def test_a_file_goes_along_and_is_read_again_when_it_has_changed(history, 
         await user.press("n", "o", "w", "?", "enter")
         await user.sees("Low.")
         assert "The tide is low." in user.engine.prompts()[1][2][1]
+
+
+async def test_a_list_that_is_behind_what_was_typed_takes_nothing_of_it(history):
+    """On a busy machine, Enter came before the list knew the last letters, and took them away."""
+    async with chat(FakeEngine(reply("High.")), history) as user:
+        await user.idle()
+        await user.press(*"@notes")
+        await user.sees("▸ @notes.txt")
+        for key in (*".txt now", "enter"):
+            user.app.prompt.post_message(Key({".": "full_stop", " ": "space"}.get(key, key), key[:1]))
+        await user.sees("High.")
+        assert user.engine.prompts()[0][0][1].endswith("@notes.txt now")
 
 
 async def test_what_names_no_file_goes_as_text_and_is_said(history):
