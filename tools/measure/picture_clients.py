@@ -68,8 +68,8 @@ def asks(server: str) -> dict[str, Callable[[bytes], int]]:
         source = {"type": "base64", "media_type": "image/jpeg", "data": base64.b64encode(data).decode()}
         content: Any = [{"type": "image", "source": source}, {"type": "text", "text": QUESTION}]
         asked: Any = [{"role": "user", "content": content}]
-        reply = of_anthropic.messages.create(model="m", max_tokens=TOKENS, messages=asked)
-        return reply.usage.output_tokens
+        reply: Any = of_anthropic.messages.create(model="m", max_tokens=TOKENS, messages=asked)
+        return int(reply.usage.output_tokens)
 
     def ollama(data: bytes) -> int:
         message = {"role": "user", "content": QUESTION, "images": [base64.b64encode(data).decode()]}
