@@ -24,7 +24,7 @@ __all__ = ["fork_server", "forked_engines"]
 
 tests_environment.enter()
 tests_environment.shorten_vectors()
-gc.set_threshold(100_000, 10, 10)  # graphs of kernels are many objects, and no garbage
+gc.set_threshold(1_000_000, 10, 10)  # graphs of kernels are many objects, and no garbage
 os.environ["PARALLEL"] = "0"  # a process that computes for many tests has no compilers of its own
 prepare(EngineOptions(model_path="", backend=os.environ.get("DEV", "CPU")))
 

@@ -95,7 +95,7 @@ def test_a_model_from_kept_weights_is_the_same(model, monkeypatch):
     def logits() -> np.ndarray:
         with GGUF(model) as file:
             weights = Weights(file, read_spec(file), lambda _: None)
-            text = LoneSequence(CPURunner(weights, 64, keep_packed=True))
+            text = LoneSequence(CPURunner(weights, 256, keep_packed=True))
             text.decode(5, 0)
             return np.array(text.logits())
 
@@ -111,7 +111,7 @@ def test_a_model_from_kept_weights_is_the_same(model, monkeypatch):
 
 def test_weights_that_could_not_be_kept_are_said(model, monkeypatch):
     def warnings() -> str:
-        options = EngineOptions(model_path=str(model), context_length=64, keep_packed=True)
+        options = EngineOptions(model_path=str(model), context_length=256, keep_packed=True)
         return " ".join(TextModel(options, lambda _: None).ready.warnings)
 
     with monkeypatch.context() as patch:

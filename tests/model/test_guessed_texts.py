@@ -37,7 +37,7 @@ def test_greedy_texts_are_the_same(tmp_path, monkeypatch, architecture, guesser)
     if guesser == "assistant":
         draft, guesser = write_assistant(tmp_path / "d.gguf", quant="Q8_0"), "draft"
     options = EngineOptions(
-        model_path=str(path), draft=str(draft), speculate=guesser, context_length=REPLY + 60
+        model_path=str(path), draft=str(draft), speculate=guesser, context_length=max(256, REPLY + 60)
     )
     model = TextModel(options, lambda _: None)
     model.warm_up(lambda: False)

@@ -150,7 +150,7 @@ async def test_a_driver_that_shows_no_gpu_leaves_the_cpu(engines, tmp_path):
     assert clang
     command = [clang, "-shared", "-x", "c", "-", "-o", str(library)]
     subprocess.run(command, input=driver.encode(), check=True)
-    model = write(tmp_path / "model.gguf", context=64)
+    model = write(tmp_path / "model.gguf")
     environment = {"LD_LIBRARY_PATH": str(tmp_path), "DEV": ""}
     for backend, ends in (("auto", Ready), ("CUDA", Failed)):
         options = EngineOptions(model_path=str(model), backend=backend)

@@ -35,7 +35,7 @@ def model(tmp_path_factory, events):
     path = generated_model.write(
         tmp_path_factory.mktemp("model") / "m.gguf", architecture="qwen3moe", layers=LAYERS, dim=DIM
     )
-    return TextModel(EngineOptions(model_path=str(path), context_length=64), events.append)
+    return TextModel(EngineOptions(model_path=str(path), context_length=256), events.append)
 
 
 def answer(model, fresh=True):
@@ -118,6 +118,6 @@ def test_bytes_are_those_of_the_chosen_experts(model, monkeypatch, step):
 def test_a_model_without_experts_reports_none(tmp_path):
     path = generated_model.write(tmp_path / "m.gguf", layers=1)
     events = []
-    dense = TextModel(EngineOptions(model_path=str(path), context_length=64), events.append)
+    dense = TextModel(EngineOptions(model_path=str(path), context_length=256), events.append)
     answer(dense)
     assert dense.ready.experts == 0 and not any(isinstance(event, ExpertChoices) for event in events)

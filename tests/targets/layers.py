@@ -29,7 +29,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "olmoe F32": {"architecture": "olmoe", "quant": "F32"},
     "qwen3moe F32": {"architecture": "qwen3moe", "quant": "F32"},
     "qwen35 F32, 8 of 16 rotated": {"architecture": "qwen35", "quant": "F32", "rotated": 8},
-    "qwen35moe F32": {"architecture": "qwen35moe", "quant": "F32"},
+    "qwen35moe F32, 8 of 16 rotated": {"architecture": "qwen35moe", "quant": "F32", "rotated": 8},
     "gpt-oss F32": {"architecture": "gpt-oss", "quant": "F32", "keys": {"expert_used_count": 2}},
 }
 CONTEXT = 256

@@ -16,9 +16,8 @@ from tests import generated_model, oracles
 from tests.generated_assistant import AssistantReference, write_assistant
 from tests.paths import SHARED
 from tests.reference import Reference, divergence
+from tests.targets.layers import CONTEXT
 from tests.thorough import thorough
-
-CONTEXT = 512
 
 
 def opened(path, path_of_assistant, parallel=1, kv=KVFormat.F16):

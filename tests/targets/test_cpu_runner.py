@@ -21,7 +21,7 @@ from engine.targets.cpu.step import step_kernels
 from engine.targets.graph.runner import GraphRunner
 from tests import generated_model
 from tests.reference import Reference, divergence
-from tests.targets.layers import opened, written
+from tests.targets.layers import CONTEXT, opened, written
 from tests.targets.lone_sequence import LoneSequence
 from tests.thorough import rarely, thorough
 
@@ -38,7 +38,7 @@ def test_prefill_and_decode_agree_with_float32(name, tmp_path):
     path = written(name, tmp_path)
     tokens = np.random.default_rng(1).integers(0, 256, 40).tolist()
     wanted = Reference(path).logits(tokens)
-    text = LoneSequence(CPURunner(opened(path), 64))
+    text = LoneSequence(CPURunner(opened(path), CONTEXT))
     text.prefill(tokens[:32], 0)  # tiles, and one that is filled up
     text.prefill(tokens[32:36], 32)
     for position in range(36, 40):
@@ -107,7 +107,7 @@ def test_rows_of_different_depths_agree_with_float32(architecture, kv, error, tm
     path = generated_model.write(
         tmp_path / "m.gguf", layers=3, architecture=architecture, quant="F32", **heads
     )
-    runner = CPURunner(opened(path), 128, parallel=5, kv=KVFormat(kv))
+    runner = CPURunner(opened(path), CONTEXT, parallel=5, kv=KVFormat(kv))
     blocks, draw = KVBlocks(runner), np.random.default_rng(3)
     texts = [draw.integers(0, 200, n).tolist() for n in (40, 3, 75, 100, 1)]
     texts[3][:70] = texts[2][:70]
@@ -150,8 +150,11 @@ def test_rows_of_different_depths_agree_with_float32(architecture, kv, error, tm
 )
 def test_guesses_are_checked_in_one_step(architecture, tmp_path):
     """Each row attends to the guesses before it, and those that were wrong are written over."""
-    path = generated_model.write(tmp_path / "m.gguf", layers=3, architecture=architecture, quant="F32")
-    runner = CPURunner(opened(path), 64)
+    part = {"rotated": 8} if architecture == "qwen35" else {}  # as other tests have it: kernels in common
+    path = generated_model.write(
+        tmp_path / "m.gguf", layers=3, architecture=architecture, quant="F32", **part
+    )
+    runner = CPURunner(opened(path), CONTEXT)
     tokens = np.random.default_rng(4).integers(0, 200, 40).tolist()
     wanted, blocks = Reference(path).logits(tokens), KVBlocks(runner)
     assert runner.check_rows == ((4,) if runner.state_slots else (4, 8))

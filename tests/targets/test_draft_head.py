@@ -12,16 +12,15 @@ from engine.targets.cpu.runner import CPURunner
 from tests import generated_model, oracles
 from tests.paths import SHARED
 from tests.reference import Reference
+from tests.targets.layers import CONTEXT
 from tests.targets.lone_sequence import LoneSequence
 from tests.thorough import thorough
 
-CONTEXT = 512
 
-
-def opened(path):
+def opened(path, context=CONTEXT):
     file = GGUF(path)
     spec = read_spec(file)
-    runner = CPURunner(Weights(file, spec, lambda _: None), CONTEXT)
+    runner = CPURunner(Weights(file, spec, lambda _: None), context)
     head = runner.draft_head(Weights(file, spec.draft_head, lambda _: None), KVFormat.F16)
     assert not head.is_ready
     head.prepare()
@@ -47,7 +46,7 @@ def drafts(runner, head, tokens, n, last=3):
 @pytest.mark.parametrize("architecture", ["qwen35", pytest.param("qwen35moe", marks=thorough)])
 def test_drafts_are_those_of_the_reference(tmp_path, architecture):
     path = generated_model.write(
-        tmp_path / "m.gguf", architecture=architecture, quant="F32", layers=4, draft_head=True
+        tmp_path / "m.gguf", architecture=architecture, quant="F32", layers=4, rotated=8, draft_head=True
     )
     runner, head = opened(path)
     tokens = list(map(int, np.random.default_rng(0).integers(0, 500, 40)))
@@ -65,7 +64,7 @@ def test_drafts_are_those_of_the_reference(tmp_path, architecture):
 def test_drafts_are_llama_cpps(tmp_path, shape, seed):
     path = tmp_path / "m.gguf"
     oracles.make_model(SHARED, shape, "F32", path, 8224, seed)
-    runner, head = opened(path)
+    runner, head = opened(path, 512)
     with np.load(SHARED / "oracle" / "spec" / f"{shape}-F32-{seed}.npz") as answers:
         for k in (0, 1):
             tokens = [*map(int, answers[f"tokens{k}"]), int(answers[f"next{k}"])]

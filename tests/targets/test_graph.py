@@ -16,7 +16,7 @@ CHUNK = 32
 
 # The model that decodes with the graph of single tokens. A token of the others is a chunk of one: what tells a graph of
 # a token from one of a chunk are products, attention, choices of experts and delta nets, and it has all of them.
-DECODED = "qwen35moe F32"
+DECODED = "qwen35moe F32, 8 of 16 rotated"
 
 # A commit is checked with models that have, together, each part of a spec. `test_cpu.py` reads all but one,
 # and `test_graph_runner.py` the one with rope factors.

@@ -7,14 +7,13 @@ from engine.model.text_model import TextModel
 from engine.protocol.events import EngineOptions, Generate, Profile, Sampling, Token, TokenIds
 from engine.runtime import checkpoints
 from tests import generated_model
-
-CONTEXT = 400
+from tests.targets.layers import CONTEXT
 
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory):
     where = tmp_path_factory.mktemp("model") / "m.gguf"
-    return generated_model.write(where, architecture="qwen35", quant="F32", layers=3, context=CONTEXT)
+    return generated_model.write(where, architecture="qwen35", quant="F32", layers=3, rotated=8)
 
 
 @pytest.fixture(scope="module")

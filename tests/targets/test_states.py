@@ -14,7 +14,7 @@ from engine.targets.nvidia.kernels.delta_nets.delta_net import DeltaHeads
 from engine.targets.nvidia.states import DeviceStates
 from tests import generated_model
 from tests.reference import Reference, divergence
-from tests.targets.layers import opened
+from tests.targets.layers import CONTEXT, opened
 from tests.targets.lone_sequence import LoneSequence
 from tests.thorough import thorough
 
@@ -29,7 +29,7 @@ def path(tmp_path_factory):
 
 @pytest.fixture(scope="module", params=[pytest.param(GraphRunner, marks=thorough), CPURunner])
 def runner(path, request, plain_graphs):
-    return LoneSequence(request.param(opened(path), 128))
+    return LoneSequence(request.param(opened(path), CONTEXT))
 
 
 def run(runner, chunks):
@@ -83,7 +83,7 @@ def test_a_checkpoint_is_gone_back_to(runner):
 def test_sequences_side_by_side(path):
     """Rows of some of them at a time; one that begins anew; and one that goes back to a checkpoint of another."""
     weights = opened(path)
-    runner, reference = CPURunner(weights, 128, parallel=3), Reference(path)
+    runner, reference = CPURunner(weights, CONTEXT, parallel=3), Reference(path)
     n_states = 3 + runner.state_slots
     kept = sum(memory_need(weights.spec, 128, parallel=n).states_bytes * s for n, s in ((3, 1), (1, -1)))
     assert kept == (n_states - 9) * runner.state_bytes

@@ -91,7 +91,7 @@ def test_wrong_usage(capsys, monkeypatch, arguments, message):
 @pytest.fixture
 def model(tmp_path, monkeypatch):
     monkeypatch.setattr("sys.stdin", io.StringIO())
-    path = generated_model.write(tmp_path / "noise.gguf", architecture="qwen3")
+    path = generated_model.write(tmp_path / "noise.gguf")
     return ["--model", str(path), "--backend", "CPU", "--context", "256", "--max-tokens", "12", "--compare"]
 
 

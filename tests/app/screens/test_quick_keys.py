@@ -15,7 +15,7 @@ from tests.thorough import THOROUGH, rarely
 
 
 @pytest.mark.parametrize(
-    ("page", "every"), [("f1", 13), *(rarely(page, 13) for page in ("f12", "ctrl+o", "f8")), ("ctrl+p", 13)]
+    ("page", "every"), [("f1", 20), *(rarely(page, 13) for page in ("f12", "ctrl+o", "f8")), ("ctrl+p", 13)]
 )
 async def test_the_second_of_two_quick_escapes_is_not_lost(history, home, page, every):
     every = 1 if THOROUGH else every  # steps of the loop between one try and the next

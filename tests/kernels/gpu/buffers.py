@@ -5,9 +5,11 @@ from unittest import mock
 
 import gguf
 import numpy as np
-from tinygrad import Tensor, dtypes
+from tinygrad import dtypes
+from tinygrad.dtype import _from_np_dtype
 
 from engine.formats.quantization import QUANTIZED
+from engine.kernels.device_memory import device_zeros, to_device
 from engine.targets.nvidia.kernels.kernel_sequence import KernelSequence
 from engine.targets.nvidia.kernels.pieces import state_of
 from engine.targets.nvidia.kernels.sampling.sampling import Shortlist
@@ -77,7 +79,7 @@ def part_of(values):
 
 
 def buffer(values):
-    return Tensor(np.ascontiguousarray(values).reshape(-1)).realize()
+    return to_device(values, _from_np_dtype(values.dtype))
 
 
 def prompt_state(tokens, *pieces, replies=0):
@@ -86,7 +88,7 @@ def prompt_state(tokens, *pieces, replies=0):
 
 
 def zeros(n, dtype=dtypes.float32):
-    return Tensor.zeros(n, dtype=dtype).contiguous().realize()
+    return device_zeros(n, dtype)
 
 
 def run(kernel, *buffers):

@@ -34,7 +34,7 @@ def check_drafts_of_an_assistant_after_a_long_prompt() -> None:
 def hold(n: int, context: int, kv: KVFormat = KVFormat.F16, **shape: Any) -> None:
     """Drafts after a text of `n` tokens, and drafts once more. Raises AssertionError where tokens or streams differ."""
     with tempfile.TemporaryDirectory() as folder, short_lists():
-        how: dict[str, Any] = {"architecture": "gemma4", "layers": 4, "ffn": 64, "quant": "Q8_0"}
+        how: dict[str, Any] = {"architecture": "gemma4", "layers": 3, "ffn": 64, "quant": "Q8_0"}
         path = generated_model.write(Path(folder) / "model.gguf", **how | HEADS | shape)
         own = write_assistant(Path(folder) / "assistant.gguf", quant="Q8_0", **HEADS)
         file, draft, reference = GGUF(path), GGUF(own), Reference(path, context)

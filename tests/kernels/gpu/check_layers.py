@@ -20,7 +20,7 @@ from engine.targets.nvidia.sublayers.experts import chosen_experts
 from tests import generated_model
 from tests.reference import Reference, wrong_by
 
-CONTEXT = 16
+CONTEXT = 64
 TOKENS = [3, 77, 5, 130, 9, 200, 41]  # more than a window
 SMALL = {
     "dim": 64,
