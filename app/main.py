@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
 from app.cli import options
+from app.cli.meant import check_command
 from engine.errors import BackendError, OrinError, UsageError
 
 if TYPE_CHECKING:
@@ -48,9 +49,11 @@ def _run(arguments: list[str]) -> int:
     try:
         if arguments and arguments[0] in COMMANDS:
             return COMMANDS[arguments[0]][0](arguments[1:])
-        if len(arguments) == 1 and (answer := options.instead_of(arguments[0], COMMANDS)):
-            print(answer)
+        if arguments in (["preset"], ["presets"]):
+            print(options.presets_listed())
             return 0
+        if arguments:
+            check_command(arguments, COMMANDS)
         return _chat(arguments)
     except OrinError as error:
         return _print_error(error, as_json=as_json)

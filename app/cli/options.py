@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 import os
 import re
 import stat
 import sys
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
+from app.cli.meant import about_option
 from engine.errors import UsageError, one_line
 from engine.formats.kv_format import NAMES as KV_FORMATS
 from engine.invocation import call, own_version
@@ -71,9 +71,10 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         hint = f"{call(f'{self._command} --help'.strip())} lists the options."
-        unknown = re.match(r"unrecognized arguments: (--[\w-]+)", message)
-        if unknown and (near := difflib.get_close_matches(unknown[1], self._option_string_actions, 1)):
-            hint = f"Is {near[0]} meant? {hint}"
+        if unknown := re.match(r"unrecognized arguments: (--?[a-zA-Z][\w-]*)", message):
+            hint = f"{about_option(unknown[1], self._option_string_actions)} {hint}".strip()
+        elif "--model" in self._option_string_actions and message.startswith("unrecognized arguments"):
+            hint = f"A model is named with --model. {hint}"
         for pattern, words in _IN_WORDS:
             message = pattern.sub(words, message)
         raise UsageError(f"{message[0].upper()}{message[1:]}.", hint)
@@ -109,30 +110,18 @@ def parse(arguments: Sequence[str], commands: dict[str, str]) -> argparse.Namesp
     return args
 
 
-def instead_of(word: str, commands: Collection[str]) -> str:
-    """What to print for a single word that is none of the `commands` but means something; "" for a prompt. Raises
-    UsageError for one that looks like a command."""
-    if word in ("preset", "presets"):
-        from presets.loader import preset_files
-        from widgets.text import one_line
+def presets_listed() -> str:
+    """The presets, a line each."""
+    from presets.loader import preset_files
+    from widgets.text import one_line
 
-        titles = (
-            (name, file.preset.title if file.preset else file.problem)
-            for name, file in preset_files().items()
-        )
-        lines = [f"  {name:<16} {one_line(title)}" for name, title in titles]
-        return "\n".join(
-            ["presets:", *lines, "", f"{call('--preset NAME')} uses one; F8 in the chat edits them."]
-        )
-    meant = {
-        "chat": "", "help": "--help", "version": "--version", "list": "models", "run": "--model NAME",
-        "server": "serve", "benchmark": "bench", "download": "pull", "remove": "rm",
-    }  # fmt: skip
-    near = difflib.get_close_matches(word, commands, 1, 0.8) if word.isalpha() else []
-    if word not in meant and not near:
-        return ""
-    command = call(meant.get(word, *near)).strip()
-    raise UsageError(f"Is {word} a command? That is: {command}.", f"As a prompt: {call(f'-- {word}')}.")
+    titles = (
+        (name, file.preset.title if file.preset else file.problem) for name, file in preset_files().items()
+    )
+    lines = [f"  {name:<16} {one_line(title)}" for name, title in titles]
+    return "\n".join(
+        ["presets:", *lines, "", f"{call('--preset NAME')} uses one; F8 in the chat edits them."]
+    )
 
 
 def _parser(commands: dict[str, str]) -> Parser:

@@ -3,6 +3,7 @@
 import pytest
 
 from app.cli import options
+from app.cli.meant import check_command
 from app.main import COMMANDS, main
 from engine.errors import UsageError
 from engine.invocation import call
@@ -89,13 +90,24 @@ def test_words_that_look_like_commands_are_answered(home, capsys):
         assert main([word]) == 2
         output = capsys.readouterr()
         assert f"Is {word} a command? That is: {call(meant).strip()}." in output.err and not output.out
-    assert not any(options.instead_of(word, COMMANDS) for word in ("hello", "serves?", "water"))
+    assert main(["run", "qwen3:0.6b", "Why is that?"]) == 2
+    assert call("--model qwen3:0.6b 'Why is that?'") in capsys.readouterr().err
+    assert main(["qwen3:0.6b"]) == 2
+    assert f"That is: {call('--model qwen3:0.6b')}." in capsys.readouterr().err
+    for words in (["note:this"], ["hello"], ["serves?"], ["water"], ["run", "to the hills"]):
+        check_command(words, COMMANDS)
 
 
 @pytest.mark.parametrize(
     "given, said",
     [
         (["--modle", "x"], "Is --model meant?"),
+        (["-m", "x"], "Is --model meant?"),
+        (["--ctx-size", "4096"], "Is --context meant?"),
+        (["--temp", "0"], "Is --temperature meant?"),
+        (["--max_tokens", "5"], "Is --max-tokens meant?"),
+        (["--prompt"], "The prompt needs no option"),
+        (["-x"], "Unrecognized arguments: -x. "),
         (["--temperature", "hot"], "must be a number, not 'hot'"),
         (["--seed", "x"], "must be a whole number, not 'x'"),
         (["--kv", "q4"], "must be one of 'f16', 'q8_0', not 'q4'"),

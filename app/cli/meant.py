@@ -1,0 +1,70 @@
+"""What is meant by words of the command line that orin-chat does not have: misspelled ones, and those of llama.cpp,
+vLLM and Ollama."""
+
+import difflib
+import re
+from collections.abc import Collection, Sequence
+
+from engine.errors import UsageError
+from engine.invocation import call
+
+_OPTIONS = {
+    "--model": ("-m", "-hf", "--hf-repo", "--model-path"),
+    "--context": ("-c", "--ctx-size", "--num-ctx", "--n-ctx", "--max-model-len", "--context-length"),
+    "--max-tokens": ("-n", "--n-predict", "--predict", "--num-predict", "--max-new-tokens"),
+    "--temperature": ("--temp",),
+    "--repeat-penalty": ("--repetition-penalty",),
+    "--backend": ("-ngl", "--n-gpu-layers", "--gpu-layers", "-dev", "--device", "--gpu", "--cpu"),
+    "--kv": ("-ctk", "-ctv", "--cache-type-k", "--cache-type-v", "--kv-cache-dtype"),
+    "--draft": ("-md", "--model-draft", "--speculative-model"),
+    "--system": ("-sys", "--system-prompt"),
+    "--image": ("--picture", "--file"),
+    "--parallel": ("-np", "--max-num-seqs"),
+    "--api-key-env": ("--api-key",),
+    "--seed": ("-s",),
+    "--verbose": ("-v",),
+    "--version": ("-V",),
+    "--no-think": ("--think",),
+}
+_WORDS = {
+    "chat": "", "help": "--help", "version": "--version", "list": "models", "ls": "models", "run": "--model NAME",
+    "server": "serve", "benchmark": "bench", "download": "pull", "remove": "rm", "ps": "models",
+}  # fmt: skip
+_PROMPT = ("-p", "--prompt")
+_CORES = ("-t", "--threads")
+_MODEL_NAME = re.compile(r"[\w./-]+:[\w.-]+")
+
+
+def about_option(word: str, options: Collection[str]) -> str:
+    """A sentence on an option that is none of the `options`; "" if nothing is known of it."""
+    if word in _PROMPT:
+        return "The prompt needs no option: it stands alone, in quotes."
+    if word in _CORES:
+        return "A CPU's cores are all used."
+    word = word.replace("_", "-")
+    others = (ours for ours, theirs in _OPTIONS.items() if word in theirs)
+    longer = (option for option in options if word.startswith("--") and option.startswith(word))
+    near = difflib.get_close_matches(word, options, 1) if word.startswith("--") else []
+    for option in (word, *others, *longer, *near):
+        if option in options:
+            return f"Is {option} meant?"
+    return ""
+
+
+def check_command(arguments: Sequence[str], commands: Collection[str]) -> None:
+    """Raises UsageError for a command line that begins with a word which looks like a command and is none of the
+    `commands`."""
+    word, *others = arguments
+    if word == "run" and len(others) in (1, 2) and _MODEL_NAME.fullmatch(others[0]):
+        prompt = f" {others[1]!r}" if others[1:] else ""
+        raise UsageError("There is no command run.", f"That is: {call(f'--model {others[0]}{prompt}')}.")
+    if not others and _MODEL_NAME.fullmatch(word):
+        from engine.catalog.names import known_models
+
+        if any(model.name == word for model in known_models()):
+            hint = f"As a prompt: {call(f'-- {word}')}."
+            raise UsageError(f"Is {word} the model? That is: {call(f'--model {word}')}.", hint)
+    near = difflib.get_close_matches(word, commands, 1, 0.8) if word.isalpha() else []
+    if not others and (word in _WORDS or near):
+        command = call(_WORDS.get(word, *near)).strip()
+        raise UsageError(f"Is {word} a command? That is: {command}.", f"As a prompt: {call(f'-- {word}')}.")
