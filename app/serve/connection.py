@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
@@ -14,33 +14,46 @@ MOST_CONNECTIONS = 4096
 
 class Connection(H11Protocol):
     """A connection on which the head of a request must arrive in time, and the rest of a request that has been
-    answered; one of many beyond the limit is closed. uvicorn waits for ever otherwise, and each connection takes a file
-    descriptor."""
+    answered. uvicorn waits for ever otherwise, and each connection takes a file descriptor. For one beyond the limit
+    that is closed whose client has let the server wait longest: so nobody keeps others out with connections on which
+    nothing comes."""
 
+    _silent: ClassVar[dict["Connection", None]] = {}
+    """Those whose clients have to send something, in the order in which they began to wait."""
     _due: asyncio.TimerHandle | None = None
     _awaited: object = None  # the client's state when the time began
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         self._lingering = _Lingering(transport, self._drop_rest)
         super().connection_made(self._lingering)  # type: ignore[arg-type]
+        self._sort()
         if len(self.connections) > MOST_CONNECTIONS:
-            transport.abort()
+            next((c for c in self._silent if not c.transport.is_closing()), self).transport.abort()
         self._watch()
 
     def data_received(self, data: bytes) -> None:
         if not self._lingering.lingers:
             super().data_received(data)
+            self._sort()
             self._watch()
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
+        self._sort()
         if self.conn.their_state is h11.SEND_BODY:
             self._watch()
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
         self._lingering.ended()
+        self._silent.pop(self, None)
         self._watch()
+
+    def _sort(self) -> None:
+        if self.conn.their_state in (h11.IDLE, h11.SEND_BODY):
+            self._silent.setdefault(self)
+        else:
+            self._silent.pop(self, None)
 
     def _drop_rest(self) -> bool:
         """Whether the client still sends a request that has its answer. What comes of it is dropped then."""

@@ -317,17 +317,23 @@ async def test_a_path_may_be_a_whole_address(model_file):
         writer.close()
 
 
-async def test_connections_beyond_a_limit_are_closed(model_file, monkeypatch):
+async def test_of_connections_beyond_a_limit_the_one_is_closed_that_was_silent_longest(
+    model_file, monkeypatch
+):
     monkeypatch.setattr(connection_module, "MOST_CONNECTIONS", 2)
-    async with running(FakeEngine(), model_file) as (address, _, _, _):
-        opened = [await asyncio.open_connection("127.0.0.1", int(address.split(":")[-1])) for _ in range(3)]
-        with contextlib.suppress(ConnectionError):
-            assert await asyncio.wait_for(opened[2][0].read(), LIMIT_S) == b""
-        opened[0][1].close()
-        await asyncio.sleep(0.05)
+    async with running(FakeEngine(), model_file) as (address, _, _, _), asyncio.timeout(LIMIT_S):
+        opened = [await asyncio.open_connection("127.0.0.1", int(address.split(":")[-1])) for _ in range(2)]
+        for i in (0, 1, 0):  # the second one has the latest answer but one
+            opened[i][1].write(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
+            assert b" 200 " in await opened[i][0].readuntil(b"}")
         async with httpx.AsyncClient() as client:
             assert (await client.get(f"{address}/health")).status_code == 200
-        opened[1][1].close()
+        with contextlib.suppress(ConnectionError):
+            assert await opened[1][0].read() == b""
+        opened[0][1].write(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        assert b" 200 " in await opened[0][0].readuntil(b"}")
+        for _, writer in opened:
+            writer.close()
 
 
 @pytest.mark.skipif(not hasattr(socket, "TCP_USER_TIMEOUT"), reason="only Linux has it")
