@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 import signal
 from asyncio.subprocess import PIPE, Process
@@ -15,7 +16,7 @@ import anyio
 from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
 from mcp.client.stdio import get_default_environment
 from mcp.shared.message import SessionMessage
-from mcp_types import jsonrpc_message_adapter
+from mcp_types import JSONRPCMessage, jsonrpc_message_adapter
 
 from app.tools.messages import Server
 from engine.child_process import how_it_ended, signal_group
@@ -81,10 +82,10 @@ class StdioServer:
             with contextlib.suppress(anyio.BrokenResourceError, anyio.ClosedResourceError):
                 while line := await self._line(process):
                     try:
-                        message = SessionMessage(jsonrpc_message_adapter.validate_json(line, by_name=False))
-                    except ValueError:
+                        message = _message(line)
+                    except (ValueError, RecursionError):
                         continue  # no message: some servers print
-                    await to_session.send(message)
+                    await to_session.send(SessionMessage(message))
             if not self.problem:
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(process.wait(), _END_S)
@@ -116,6 +117,18 @@ class StdioServer:
         assert process.stderr
         while piece := await process.stderr.read(65536):
             self._errors = (self._errors + piece.decode("utf-8", "replace"))[-_ERRORS_CHARS:]
+
+
+def _message(line: bytes) -> JSONRPCMessage:
+    """Also of JSON with half a character, as a server sends that cuts a text: the library does not read it. It becomes
+    "?". Raises ValueError and RecursionError for what is no message."""
+    try:
+        return jsonrpc_message_adapter.validate_json(line, by_name=False)
+    except ValueError:
+        text = json.dumps(json.loads(line.decode("utf-8", "replace")), ensure_ascii=False)
+        return jsonrpc_message_adapter.validate_python(
+            json.loads(text.encode("utf-8", "replace")), by_name=False
+        )
 
 
 async def _end(process: Process, *, at_once: bool) -> None:

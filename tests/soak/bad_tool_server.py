@@ -26,8 +26,54 @@ def tools():
         names = ["echo", "echo", "good.echo", "еcho", "ec\u200bho", "good.echo\x1b[8m", "e" * 300]
     if FAULT == "offers 100,000 tools":
         names = [f"tool{i}" for i in range(100_000)]
+    if FAULT == "has wrong types":
+        return {"echo": None}
+    if FAULT == "nests schemas":
+        return [{"name": "echo", "inputSchema": SCHEMA}, *nested()]
     about = HOSTILE if FAULT == "sends sequences" else "Says it again"
     return [{"name": name, "description": about, "inputSchema": SCHEMA} for name in names]
+
+
+def nested():
+    """Tools whose schemas are deep, refer to themselves, or have names that act on a terminal."""
+    deep = recursive = {"type": "object", "properties": {"a": {"$ref": "#"}}}
+    for _ in range(300):
+        deep = {"type": "object", "properties": {"a": deep}}
+    odd = {
+        "type": "object",
+        "properties": {HOSTILE: SCHEMA, "": {"enum": [HOSTILE] * 9, "pattern": "(a+)+$"}},
+    }
+    for i, schema in enumerate((deep, recursive, odd)):
+        yield {"name": f"tool{i}", "inputSchema": schema}
+
+
+def asks_back():
+    """What a server may ask of its client, and what nobody knows."""
+    message = {"role": "user", "content": {"type": "text", "text": HOSTILE}}
+    asked = {
+        "sampling/createMessage": {"messages": [message] * 99, "maxTokens": 10**9},
+        "elicitation/create": {"message": HOSTILE, "requestedSchema": SCHEMA},
+        "roots/list": {},
+        "tools/list": {},
+        HOSTILE: HOSTILE,
+    }
+    for i, (method, parameters) in enumerate(asked.items()):
+        for id in (1000 + i, f"x{i}", 1):
+            send({"jsonrpc": "2.0", "id": id, "method": method, "params": parameters})
+
+
+def notifies():
+    for i in range(3000):
+        for method, parameters in (
+            ("notifications/message", {"level": "error", "logger": HOSTILE, "data": {"text": HOSTILE}}),
+            (
+                "notifications/progress",
+                {"progressToken": i, "progress": 1e308, "total": 0, "message": HOSTILE},
+            ),
+            ("notifications/tools/list_changed", {}),
+            ("notifications/cancelled", {"requestId": i, "reason": HOSTILE}),
+        ):
+            send({"jsonrpc": "2.0", "method": method, "params": parameters})
 
 
 def called(id, arguments):
@@ -60,6 +106,35 @@ def called(id, arguments):
         text = HOSTILE
     elif FAULT == "writes 100 MB of errors":
         sys.stderr.write("e" * 100_000_000)
+    elif FAULT == "asks back":
+        asks_back()
+    elif FAULT == "notifies 12,000 times":
+        notifies()
+    elif FAULT == "answers ten times":
+        for i in range(10):
+            answer(id, {"content": [{"type": "text", "text": str(i)}]})
+    elif FAULT == "has wrong results":
+        wrong = (
+            "x",
+            None,
+            [],
+            {"content": "x"},
+            {"content": [{"type": "text"}]},
+            {"content": [{"type": HOSTILE}]},
+        )
+        answer(id, wrong[id % len(wrong)])
+        return
+    elif FAULT == "sends surrogates":
+        text = "\ud800 \x00 \uffff"
+    elif FAULT == "nests results":
+        value = "x"
+        for _ in range(200):
+            value = {"a": [value]}
+        answer(id, {"content": [], "structuredContent": {"a": value, "b": 10**400, "c": float("nan")}})
+        return
+    elif FAULT == "sends 100,000 parts":
+        answer(id, {"content": [{"type": "text", "text": ""}] * 100_000})
+        return
     elif FAULT == "leaves a child":
         subprocess.Popen(["sleep", "1000"])
         os._exit(0)
@@ -85,7 +160,8 @@ for line in sys.stdin:
                 },
             )
         case "tools/list":
-            answer(id, {"tools": tools()})
+            more = {"nextCursor": "again"} if FAULT == "has pages without end" else {}
+            answer(id, {"tools": tools(), **more})
         case "tools/call":
             called(id, parameters.get("arguments", {}))
         case "ping":

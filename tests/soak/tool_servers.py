@@ -18,7 +18,9 @@ from tests.soak.counts import Counts
 FAULTS = (
     "hangs", "hangs at the start", "dies", "dies at the start", "dies while it answers", "is killed", "sends 100 MB",
     "sends 100 MB without an end", "prints", "answers another call", "sends no JSON", "sends sequences",
-    "imitates names", "offers 100,000 tools", "writes 100 MB of errors", "leaves a child",
+    "imitates names", "offers 100,000 tools", "writes 100 MB of errors", "leaves a child", "has pages without end",
+    "nests schemas", "asks back", "notifies 12,000 times", "answers ten times", "has wrong results", "has wrong types",
+    "sends surrogates", "nests results", "sends 100,000 parts",
 )  # fmt: skip
 SCRIPT = Path(__file__).with_name("bad_tool_server.py")
 TIMEOUT_S = 1.0

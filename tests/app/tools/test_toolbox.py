@@ -116,6 +116,16 @@ async def test_the_process_of_the_servers_is_lost_and_begins_again(monkeypatch):
     await box.close()
 
 
+async def test_half_a_character_costs_no_answer():
+    arguments = "-S", "-E", str(ROOT / "tests/soak/bad_tool_server.py"), "sends surrogates"
+    box = Toolbox({"odd": Server(command=sys.executable, args=arguments)})
+    await box.start()
+    try:
+        assert (await call(box, "odd.echo", text="hello")).text.startswith("? ")
+    finally:
+        await box.close()
+
+
 async def test_nothing_is_started_without_servers(monkeypatch):
     monkeypatch.setattr(toolbox_module, "module_command", None)
     box = Toolbox({})
