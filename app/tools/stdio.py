@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import os
 import signal
 from asyncio.subprocess import PIPE, Process
@@ -20,6 +19,7 @@ from mcp_types import JSONRPCMessage, jsonrpc_message_adapter
 
 from app.tools.messages import Server
 from engine.child_process import how_it_ended, signal_group
+from engine.formats.half_characters import without_half_characters
 
 Received = SessionMessage | Exception
 Streams = tuple[MemoryObjectReceiveStream[Received], MemoryObjectSendStream[SessionMessage]]
@@ -83,7 +83,7 @@ class StdioServer:
                 while line := await self._line(process):
                     try:
                         message = _message(line)
-                    except (ValueError, RecursionError):
+                    except ValueError:
                         continue  # no message: some servers print
                     await to_session.send(SessionMessage(message))
             if not self.problem:
@@ -120,15 +120,12 @@ class StdioServer:
 
 
 def _message(line: bytes) -> JSONRPCMessage:
-    """Also of JSON with half a character, as a server sends that cuts a text: the library does not read it. It becomes
-    "?". Raises ValueError and RecursionError for what is no message."""
+    """Raises ValueError for what is no message."""
     try:
         return jsonrpc_message_adapter.validate_json(line, by_name=False)
     except ValueError:
-        text = json.dumps(json.loads(line.decode("utf-8", "replace")), ensure_ascii=False)
-        return jsonrpc_message_adapter.validate_python(
-            json.loads(text.encode("utf-8", "replace")), by_name=False
-        )
+        text = line.decode("utf-8", "replace").encode()
+        return jsonrpc_message_adapter.validate_json(without_half_characters(text), by_name=False)
 
 
 async def _end(process: Process, *, at_once: bool) -> None:

@@ -11,6 +11,7 @@ import msgspec
 
 from engine.credentials import credentials
 from engine.errors import BackendError, ContextFullError, OrinError, UsageError, one_line
+from engine.formats.half_characters import without_half_characters
 
 CONNECT_S = 10.0
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
@@ -151,7 +152,10 @@ async def _lines(response: httpx.Response, name: str) -> AsyncIterator[bytes]:
 
 def _decoded(data: bytes, kind: type[R], name: str) -> R:
     try:
-        return msgspec.json.decode(data, type=kind)
+        try:
+            return msgspec.json.decode(data, type=kind)
+        except msgspec.DecodeError:
+            return msgspec.json.decode(without_half_characters(data), type=kind)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise BackendError(
             f"{name} sent something unexpected: {one_line(str(error)).rstrip('.')}.",

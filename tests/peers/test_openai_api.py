@@ -227,6 +227,13 @@ async def test_raw_text_is_not_split(engines, fake):
     assert fake.requests[-1][2]["prompt"] == "Say: "
 
 
+async def test_a_server_that_cuts_an_emoji(engines, fake):
+    fake.answer("/v1/chat/completions", *sse(delta(content="a\ud83d"), delta(content="\ude00b"), END))
+    events = await collect(engines(fake.url).generate(ask()))
+    assert isinstance(events[-1], Finished), events[-1]
+    assert said(events) == "a\ufffd\ufffdb"
+
+
 async def test_models_to_choose_from(engines, fake):
     fake.answer("/v1/models", {"data": [{"id": "a"}, {"id": "b\x1b[1m"}]})
     assert (await collect(engines(fake.url, model="b\x1b[1m").start()))[-1].model.name == "b[1m"

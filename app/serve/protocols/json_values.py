@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from app.serve.errors import ApiError, wrong
+from engine.formats.half_characters import without_half_characters
 
 MAX_DEPTH = 64  # of JSON in JSON
 MAX_VALUES = 1 << 18  # in it
@@ -35,12 +36,17 @@ def decoded(data: bytes | bytearray, kind: type[T]) -> T:
 
 
 def _decoded(data: memoryview | bytes | bytearray, kind: type[T]) -> T:
-    """Whole numbers may be written with a fraction (100.0), as some clients do. Raises msgspec's errors."""
+    """Whole numbers may be written with a fraction (100.0), as some clients do, and a character may be a half one.
+    Raises msgspec's errors."""
     try:
         return msgspec.json.decode(data, type=kind)
     except msgspec.ValidationError as error:
         if "`int" not in str(error) or "got `float`" not in str(error):
             raise
+    except msgspec.DecodeError:
+        if (whole := without_half_characters(data)) == data:
+            raise
+        return _decoded(whole, kind)
     value = msgspec.json.decode(data)
     if isinstance(value, dict):
         value = _with_whole_numbers(value)

@@ -77,6 +77,14 @@ async def test_what_is_not_json(served, data):
     assert response.status_code == 400 and error(response)["type"] == "invalid_request_error"
 
 
+async def test_half_a_character_is_no_reason_to_refuse(served):
+    engine = FakeEngine()
+    client, _ = served(engine)
+    text = json.dumps(HELLO | {"messages": [{"role": "user", "content": "a\ud83d \U0001f600"}]})
+    assert (await client.post(CHAT, content=text)).status_code == 200
+    assert engine.requests[0].prompt.messages[-1].content == "a\ufffd \U0001f600"
+
+
 VALUES = st.recursive(
     st.none()
     | st.booleans()
