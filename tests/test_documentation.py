@@ -32,7 +32,7 @@ def test_paths_in_the_text_exist(page):
     paths = set(PATH.findall(page.read_text("utf-8"))) - {
         "presets/guide",
         "presets/NAME.toml",
-        "widgets/NAME.py",
+        "widgets/dashboard/NAME.py",
     }
     missing = {path for path in paths if not any((ROOT / f"{path}{end}").exists() for end in ("", ".py"))}
     assert not missing

@@ -3,6 +3,8 @@
 import random
 import string
 from collections.abc import Collection, Mapping, Sequence
+from functools import cache
+from pathlib import Path
 from typing import NamedTuple
 
 from tools.guide.facts import PRONOUNS, Fact, Knowledge
@@ -14,12 +16,25 @@ QUESTION_COUNTS = ((1, 40), (2, 20), (3, 14), (4, 8), (6, 8), (9, 6), (14, 3), (
 """(questions in a conversation, weight of this count). The longest fill the context."""
 STANDALONE_WEIGHTS = {
     "fact": 62, "topic": 11, "calculate": 2, "live": 3, "write": 4, "talk": 14, "unclear": 2, "dangling": 2,
-    "name": 11,
+    "name": 11, "file": 3,
 }  # fmt: skip
 FOLLOW_UP_CHANCE = 0.5
 """The share of questions that follow up on the previous answer."""
 _KEEPS_THE_SUBJECT = {"talk.ok", "talk.thanks", "talk.really", "talk.wait", "talk.praise", "talk.sorry"}
 """Small talk that does not change the subject."""
+
+
+@cache
+def _project_files() -> list[tuple[str, list[str]]]:
+    """The names and lines of the project's own files of text, by name."""
+    root = Path(__file__).parents[2]
+    found = [
+        path
+        for pattern in ("*.md", "*.toml", "Makefile", "app/**/*.py", "engine/**/*.py")
+        for path in root.glob(pattern)
+    ]
+    texts = ((path.name, path.read_text("utf-8").splitlines()) for path in sorted(found))
+    return [(name, lines) for name, lines in texts if lines]
 
 
 class _FollowUp(NamedTuple):
@@ -107,6 +122,9 @@ class Conversations:
             return self._question_about(rng.choice(self._talk), plain=rng.random() < 0.7)
         if kind == "name":
             return self._name_turn()
+        if kind == "file":
+            self._subject = facts["unknown.file"]
+            return self._file(), self._subject.answer
         if kind == "unclear":
             self._subject = None
             return self._gibberish(), facts["talk.unclear"].answer
@@ -185,6 +203,17 @@ class Conversations:
         text = (" " if rng.random() < 0.6 else "\n").join(sentences)
         request = rng.choice(pasted["requests"])
         return f"{text}\n\n{request}" if rng.random() < 0.6 else f"{request}\n\n{text}"
+
+    def _file(self) -> str:
+        """A question about a file that goes along, as the chat sends it: some lines of this project's own."""
+        rng, files = self._rng, self._grammar["files"]
+        name, lines = rng.choice(_project_files())
+        first, count = rng.randrange(len(lines)), rng.choice((1, 4, 10, 25, 60, 120))
+        text = "\n".join(lines[first : first + count])[: rng.choice((300, 1000, 2500, 5000))]
+        request = self._wording.phrase(
+            rng.choice(files["requests"]), rng, {"file": (f"@{name}", "this file")}
+        )
+        return f"{name}:\n```\n{text}\n```\n\n{request}"
 
     # --- follow-up questions ------------------------------------------------------------------------------
 

@@ -127,7 +127,7 @@ def load() -> Knowledge:
         builder.subject(name, table, topics.get(name, "options"))
     for name, table in compare.items():
         builder.compare(name, table)
-    for name in ("topic", "calculate", "live", "write", "why"):
+    for name in ("topic", "calculate", "live", "write", "file", "why"):
         builder.unknown(name, unknown["unknown"])
     asked = read_asked()
     for name in asked.keys() & builder.facts.keys():
