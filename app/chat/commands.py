@@ -6,10 +6,10 @@ from typing import Annotated, Any
 import msgspec
 
 from app.chat.session import Session
-from app.chat.settings import Context, check_sampling
+from app.chat.settings import check_sampling
 from engine.errors import UsageError
 from engine.formats.kv_format import KVFormat
-from engine.protocol.events import Sampling, Speculate
+from engine.protocol.events import ContextLength, Sampling, Speculate
 
 COMMANDS: Mapping[str, str] = {
     "help": "this list",
@@ -35,7 +35,7 @@ COMMANDS: Mapping[str, str] = {
 """The help of each command, by name."""
 SETTABLE = (*Sampling.__struct_fields__, "max_tokens")
 ENGINE_OPTIONS = {
-    "context": ("context_length", Context),
+    "context": ("context_length", ContextLength),
     "kv": ("kv", KVFormat),
     "speculate": ("speculate", Speculate),
 }

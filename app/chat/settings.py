@@ -15,13 +15,10 @@ from app.chat.setting_flaws import flaw
 from app.tools.messages import SERVER_NAME, Server
 from engine.errors import UsageError
 from engine.formats.kv_format import KVFormat
-from engine.protocol.events import Sampling, Speculate
+from engine.protocol.events import ContextLength, Sampling, Speculate
 from engine.whole_file import write_whole
 from presets import GUIDE, guide_path
 from presets.sampling import out_of_range
-
-Context = Annotated[int, Meta(ge=2, le=2**31 - 1)] | Literal["max"] | None
-"""`ContextLength`, within what an engine is told."""
 
 
 class SamplingSettings(Sampling, frozen=True, kw_only=True, tag="Sampling", forbid_unknown_fields=True):
@@ -34,7 +31,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     model: str = ""
     preset: str = ""
     backend: str = "auto"
-    context: Context = None
+    context: ContextLength = None
     kv: KVFormat | None = None
     speculate: Speculate | None = None
     system: str = ""

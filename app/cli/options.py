@@ -434,9 +434,11 @@ def _backend(text: str) -> str:
 
 
 def count(text: str, minimum: int = 0) -> int:
-    """A whole number of `minimum` or more. Raises ArgumentTypeError."""
-    if not text.isascii() or not text.isdigit() or not minimum <= int(text) < 2**31:
+    """A whole number of `minimum` or more, of 32 bits. Raises ArgumentTypeError."""
+    if not text.isascii() or not text.isdigit() or int(text[:20]) < minimum:
         raise argparse.ArgumentTypeError(f"must be a whole number, {minimum} or more, not {text!r}")
+    if len(text) > 20 or int(text) >= 2**31:
+        raise argparse.ArgumentTypeError(f"must be less than {2**31:,}, not {text[:40]!r}")
     return int(text)
 
 
@@ -456,9 +458,9 @@ def positive(text: str) -> int:
 def context(text: str) -> int | Literal["max"]:
     """Tokens of context, or "max". Raises ArgumentTypeError."""
     try:
-        return "max" if text == "max" else positive(text)
-    except argparse.ArgumentTypeError:
-        raise argparse.ArgumentTypeError(f"must be a whole number, 1 or more, or max, not {text!r}") from None
+        return "max" if text == "max" else count(text, 2)
+    except argparse.ArgumentTypeError as error:
+        raise argparse.ArgumentTypeError(str(error).replace(" or more,", " or more, or max,")) from None
 
 
 def names(text: str) -> tuple[str, ...]:

@@ -6,7 +6,7 @@ Between processes a record is encoded as MessagePack, with its class name as the
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
 
@@ -28,7 +28,7 @@ from engine.protocol.search import Tuned as Tuned
 StopReason = Literal["stop", "length", "cancelled"]
 Effort = Literal["low", "medium", "high"]
 KernelPath = Literal["auto", "fused", "graph"]
-ContextLength = int | Literal["max"] | None
+ContextLength = Annotated[int, msgspec.Meta(ge=2, le=2**31 - 1)] | Literal["max"] | None
 """Tokens. "max": as many as the model was trained for and memory has room for. None: the model's own, up to 8192."""
 Step = Literal["decode", "prefill"]
 Speculate = Literal["auto", "off", "lookup", "heads", "draft"]

@@ -119,7 +119,7 @@ def test_options_reach_the_engine(run, model):
     assert run("--model", model, "--context", "max", "why?")[-1].context_length == "max"
     assert run("--model", model, "--kv", "q8_0", "why?")[-1].kv == "q8_0"
     assert (
-        "must be a whole number, 1 or more, or max" in run("--model", model, "--context", "most", "why?")[2]
+        "must be a whole number, 2 or more, or max" in run("--model", model, "--context", "most", "why?")[2]
     )
 
 
