@@ -31,7 +31,7 @@ from msgspec import Meta
 
 from engine.errors import UsageError
 from engine.formats.kv_format import KVFormat
-from engine.protocol.events import KernelPath, Matvec, Speculate
+from engine.protocol.events import ContextLength, KernelPath, Matvec, Speculate
 from engine.whole_file import write_whole
 from presets.sampling import PresetSampling, out_of_range
 
@@ -52,7 +52,7 @@ class Preset(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     kernels: KernelPath = "auto"
     beam: _Width = 0
     jitbeam: _Width = 0
-    context: Annotated[int, Meta(ge=2, le=2**31 - 1)] | Literal["max"] | None = None
+    context: ContextLength = None
     kv: KVFormat | None = None
     speculate: Speculate | None = None
     search_when_idle: Literal["mains", "always", "never"] | None = None
