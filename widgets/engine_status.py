@@ -43,12 +43,13 @@ class EngineStatus:
     the product whose fastest kernel is searched ("": no search). `looking_at` says that a picture is encoded, or
     kernels are prepared for it, of which `done` of `total` are parts ("": none).
 
-    `ready` is what the engine said of itself. `context_length` (tokens), `cache_bytes` (what the KV cache takes in
-    memory) and `kv` (its format) may be known while it loads. `tokens`, `tokens_per_s` and `first_token_s` are of the
-    reply in progress or the last one. None: not known."""
+    `ready` is what the engine said of itself; until then, `expected` is the name of its model's file. `context_length`
+    (tokens), `cache_bytes` (what the KV cache takes in memory) and `kv` (its format) may be known while it loads.
+    `tokens`, `tokens_per_s` and `first_token_s` are of the reply in progress or the last one. None: not known."""
 
     phase: Phase = Phase.STARTING
     ready: Ready = NOT_READY
+    expected: str = ""
     done: int = 0
     total: int = 0
     cached: int = 0
@@ -63,6 +64,10 @@ class EngineStatus:
     context_length: int = 0
     cache_bytes: int = 0
     kv: str = ""
+
+    @property
+    def model_name(self) -> str:
+        return self.ready.model.name or self.expected
 
     @property
     def is_nearly_full(self) -> bool:

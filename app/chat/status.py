@@ -105,6 +105,10 @@ class StatusObserver:
         waited_s = self._since + elapsed_s - self._progress_at
         return max(0.0, unit_s * (status.total - status.done) - min(waited_s, unit_s * self._last_step))
 
+    def expect(self, name: str) -> None:
+        """The engine starts with the model of this name."""
+        self._status = replace(self._status, expected=name)
+
     def request(self) -> None:
         """A request is sent to the engine."""
         self._enter(Phase.PREFILLING if self.is_ready else Phase.STARTING)

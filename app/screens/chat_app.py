@@ -127,9 +127,8 @@ class ChatApp(DrawnPictures, Copying, PlaceActions, FileActions, ToolActions, Sl
         respect_no_color(self)
         self.history = history
         self.setup = setup
-        self.column = ChatColumn(clock, lambda: setup.model_path if setup else None)
-        self.prompt, self.transcript = self.column.prompt, self.column.transcript
-        self.notice = self.column.notice
+        self.column = column = ChatColumn(clock, lambda: setup.model_path if setup else None)
+        self.prompt, self.transcript, self.notice = column.prompt, column.transcript, column.notice
         self.session = Session(
             engine,
             history,
@@ -140,6 +139,7 @@ class ChatApp(DrawnPictures, Copying, PlaceActions, FileActions, ToolActions, Sl
         )
         self.session.ways_on = "Ctrl+P begins a new chat with a summary, or makes room in other ways"
         if setup is not None:
+            self.session.status.expect(setup.model_path.stem)
             self.session.other_model = f"Ctrl+L chooses another model, such as {GUIDE}, which is built in."
         self.column.session = self.session
         self.session.tools.form = self.tool_form

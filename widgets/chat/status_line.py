@@ -44,7 +44,7 @@ class StatusLine(Widget):
         """A narrow line leaves out the device, then the time to the first token, then the end of the model's name."""
         status, width, compact = self.status, self.size.width, self.size.width < COMPACT_WIDTH
         ready, info = status.ready, status.ready.model
-        model = one_line(info.name) or "no model yet"
+        model = one_line(status.model_name) or "no model yet"
         engine = [part for part in (one_line(info.quantization), one_line(ready.backend)) if part]
         device = [one_line(ready.device_name)] if ready.device_name not in ("", ready.backend) else []
         warm = [f"stays warm {ready.keep_warm_s / 60:.3g} min"] if ready.keep_warm_s else []

@@ -33,7 +33,7 @@ class Welcome(Widget):
             model.quantization,
             f"{status.context_length:,} tokens of context" if status.context_length else "",
         )
-        lines = [Content.styled(one_line(model.name) or "orin-chat", "bold $text-primary")]
+        lines = [Content.styled(one_line(status.model_name) or "orin-chat", "bold $text-primary")]
         cache = cache_text(status.cache_bytes, status.kv)
         states = f"{as_bytes(ready.states_bytes)} of states" if ready.states_bytes else ""
         for parts in (facts, (ready.backend, ready.device_name, cache, states)):
