@@ -84,8 +84,9 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture(scope="module", autouse=True)
 def _survivors() -> None:
-    """Collections of garbage leave out all that earlier tests have left and that is none."""
-    gc.collect()
+    """Collections of garbage leave out all that earlier tests have left, also their garbage unless it is much."""
+    if gc.get_count()[0] > 100_000:
+        gc.collect()
     gc.freeze()
 
 

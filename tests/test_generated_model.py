@@ -39,6 +39,7 @@ def test_the_same_arguments_give_the_same_file(tmp_path, architecture):
     assert first == second != other
 
 
+@thorough
 @pytest.mark.parametrize("quant", [Type(kind).name for kind in (*FLOATS, *QUANTIZED)])
 def test_weights_of_every_type_have_the_spread_of_a_trained_model(tmp_path, quant):
     reader = gguf.GGUFReader(write(tmp_path / "model.gguf", quant=quant, dim=256, layers=1))

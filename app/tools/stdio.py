@@ -10,6 +10,7 @@ import signal
 from asyncio.subprocess import PIPE, Process
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import TypeAlias
 
 import anyio
 from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
@@ -21,7 +22,7 @@ from app.tools.messages import Server
 from engine.child_process import how_it_ended, signal_group
 from engine.formats.half_characters import without_half_characters
 
-Received = SessionMessage | Exception
+Received: TypeAlias = SessionMessage | Exception
 Streams = tuple[MemoryObjectReceiveStream[Received], MemoryObjectSendStream[SessionMessage]]
 
 MESSAGE_BYTES = 8 << 20

@@ -52,7 +52,7 @@ pool.terminate()
 """
 
 
-@pytest.mark.parametrize("stdin", [False, True])
+@pytest.mark.parametrize("stdin", [False, rarely(True)])
 def test_compilers_are_forked_from_a_clean_process_and_know_the_changes(stdin):
     env = {"PARALLEL": "2", "DEV": "CPU"}
     stock = python(POOL, "without", stdin=stdin, **env)

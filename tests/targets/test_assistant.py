@@ -16,7 +16,7 @@ from tests import generated_model, oracles
 from tests.generated_assistant import AssistantReference, write_assistant
 from tests.paths import SHARED
 from tests.reference import Reference, divergence
-from tests.targets.layers import CONTEXT
+from tests.targets.layers import CONTEXT, written
 from tests.thorough import thorough
 
 
@@ -48,7 +48,7 @@ def drafts(runner, assistant, tokens, n, sequence=0):
     "n", [6, 40, 200]
 )  # tokens: within the window of 24 and beyond, and of several blocks
 def test_drafts_are_those_of_the_reference(tmp_path, n):
-    path = generated_model.write(tmp_path / "m.gguf", architecture="gemma4", quant="F32", layers=4)
+    path = written("gemma4 F32, rope factors", tmp_path)
     own = write_assistant(tmp_path / "a.gguf")
     tokens = list(map(int, np.random.default_rng(n).integers(0, 500, n)))
     wanted = list(AssistantReference(own, Reference(path)).drafts(tokens, 4))

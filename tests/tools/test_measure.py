@@ -31,6 +31,7 @@ def test_an_unknown_one_is_refused_and_the_others_are_named(capsys):
     assert "step_rates" in capsys.readouterr().err
 
 
+@thorough
 def test_a_small_model_is_measured(tmp_path):
     path = str(write(tmp_path / "model.gguf", context=256))
     rates = engine_process.alone(step_rates.ours, path, "CPU", [0, 32], [16], 2, "f16")

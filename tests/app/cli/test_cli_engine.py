@@ -11,7 +11,7 @@ from presets import GUIDE
 from tests import generated_encoder
 from tests.generated_model import write
 from tests.pictures import plain_picture
-from tests.thorough import thorough
+from tests.thorough import rarely, thorough
 
 
 @thorough
@@ -76,7 +76,7 @@ def test_a_picture_from_the_command_line_to_the_reply(tmp_path, capfd):
 
 
 @pytest.mark.skipif(not unusable_because("NV"), reason="NV works here")
-@pytest.mark.parametrize("choice", [("--backend", "NV"), ("--preset", "nv")])
+@pytest.mark.parametrize("choice", [("--backend", "NV"), rarely(("--preset", "nv"))])
 def test_a_gpu_that_is_not_there_is_one_sentence_with_its_own_exit_code(choice, capfd):
     code = main(["--model", GUIDE, *choice, "hi"])
     out, err = capfd.readouterr()

@@ -31,6 +31,7 @@ LONG = {  # other checks run the same kernels, in fewer steps of fewer models, o
     "check_an_encoder_of_squares",
     "check_an_encoder_with_gates",
     "check_an_encoder_with_limits",
+    "check_attention_of_patches",
     "check_choice_of_experts",
     "check_chunks_leave_the_same_state",
     "check_delta_nets_of_one_token",
@@ -87,12 +88,15 @@ LONG = {  # other checks run the same kernels, in fewer steps of fewer models, o
     "check_sinks",
     "check_sinks_of_prompts",
     "check_small_batch_divided",
+    "check_small_batch_epilogues",
     "check_small_batch_of_every_type",
     "check_sorted_assignments",
     "check_streams_of_norms_after_and_windows",
     "check_streams_of_prompts",
     "check_types_that_differ_in_a_layer",
+    "check_what_is_prepared_for_pictures",
     "check_what_is_stored",
+    "check_windows",
 }
 OF_STEPS = (
     "check_guesses",
