@@ -257,7 +257,7 @@ def _busy() -> str:
     if used < BUSY_SHARE * cores:
         return ""
     return (
-        f"Other programs have kept {used:.1f} of {cores} cores busy in the last minute. All figures will be low, and "
+        f"In the last minute, other programs had work for {used:.1f} of the {cores} cores. All figures will be low, and "
         "lowest for engines whose threads spin while they wait for each other, such as llama.cpp."
     )
 
