@@ -208,7 +208,7 @@ def test_a_busy_machine_is_told_of(engines, model, capsys, monkeypatch, load, to
     engines()
     monkeypatch.setattr("os.getloadavg", lambda: (load, 0.0, 0.0))
     _, _, err = bench(capsys, "--model", model, "-p", "8", "-n", "0", "-d", "0", "-r", "1")
-    assert ("Other programs have kept 1000.0 of" in err) is told
+    assert ("other programs had work for 1000.0 of the" in err) is told
 
 
 def test_the_context_is_as_long_as_the_tests_need(model):
