@@ -257,8 +257,8 @@ def _busy() -> str:
     if used < BUSY_SHARE * cores:
         return ""
     return (
-        f"In the last minute, other programs had work for {used:.1f} of the {cores} cores. All figures will be low, and "
-        "lowest for engines whose threads spin while they wait for each other, such as llama.cpp."
+        f"In the last minute, other programs had work for {used:.1f} of the {cores} cores. All figures will be low, "
+        "and lowest for engines whose threads spin while they wait for each other, such as llama.cpp."
     )
 
 

@@ -1,5 +1,6 @@
 """The commands that begin with "/", in the line mode and in the prompt of the full screen, and what they share."""
 
+import difflib
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
@@ -58,6 +59,16 @@ def completions() -> dict[str, Sequence[str]]:
     }
 
 
+_OF_OTHERS = {
+    "exit": "quit", "bye": "quit", "q": "quit", "close": "quit", "clear": "new", "reset": "new", "?": "help",
+    "history": "chats", "list": "chats", "search": "chats", "load": "open", "resume": "continue", "models": "model",
+    "switch": "model", "retry": "regenerate", "redo": "regenerate", "again": "regenerate", "compact": "summary",
+    "undo": "edit", "branch": "fork", "export": "save", "write": "save", "settings": "set", "config": "set",
+    "temperature": "set", "tools": "mcp", "usage": "stats", "cost": "stats", "info": "stats", "prompt": "system",
+}  # fmt: skip
+"""What commands of other chats are here."""
+
+
 def split(text: str) -> tuple[str, str] | None:
     """The name and the argument of a command; None if `text` is a message, as /etc/hosts is. Raises UsageError for a
     command that does not exist."""
@@ -65,9 +76,11 @@ def split(text: str) -> tuple[str, str] | None:
     if not text.startswith("/") or "/" in name or "\n" in name:
         return None
     if name not in COMMANDS:
+        meant = _OF_OTHERS.get(name) or next(iter(difflib.get_close_matches(name, COMMANDS, 1)), "")
+        hint = f"Is /{meant} meant?" if meant else ""
         raise UsageError(
             f"There is no command /{name}; /help lists them.",
-            "To send it as a message, put a space before it.",
+            f"{hint} To send it as a message, put a space before it.".strip(),
         )
     return name, argument.strip()
 
