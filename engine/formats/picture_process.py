@@ -23,6 +23,10 @@ from PIL import Image, ImageOps, UnidentifiedImageError
 MEMORY_BYTES = 2 << 30
 DECODING_S = 20  # of processor time: ends the process if its parent has died
 MAX_PIXELS = 64_000_000
+MAX_SCANNED_PIXELS = 16 * MAX_PIXELS
+"""A progressive JPEG has its pixels in some ten scans. One can have thousands in a few kilobytes, and each takes as
+long as all of its pixels."""
+_SCAN = b"\xff\xda"  # its mark; among the data of a scan it does not occur
 _MOST = f"At most {MAX_PIXELS / 1e6:.0f} million are read."
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP")
 _ORIENTATION = 0x112  # EXIF's tag; from 5 on, rows and columns change places
@@ -56,6 +60,10 @@ def _decoded(data: bytes, within: tuple[int, int] | None) -> tuple[dict[str, Any
     if width * height > MAX_PIXELS:
         raise Refusal(
             f"The picture has {width} x {height} pixels, {width * height / 1e6:.0f} million. {_MOST}"
+        )
+    if picture.format in ("JPEG", "MPO") and data.count(_SCAN) * width * height > MAX_SCANNED_PIXELS:
+        raise Refusal(
+            f"The picture has its pixels in {data.count(_SCAN):,} scans, which take too long to decode."
         )
     # An MPO is a JPEG with more pictures after it, such as previews.
     about = {

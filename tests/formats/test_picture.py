@@ -44,6 +44,13 @@ def test_of_an_animation_the_first_frame_is_read(decoder):
     assert pixels.is_animated and pixels.rgb[0, 0].tolist() == [255, 0, 0]
 
 
+def with_scans(count: int) -> bytes:
+    """A progressive JPEG of 6 million pixels whose last scan comes again and again."""
+    data = file_of(Image.new("L", (3000, 2000)), "JPEG", progressive=True)
+    last = data[data.rindex(b"\xff\xda") : -2]
+    return data[:-2] + count * last + data[-2:]
+
+
 @pytest.mark.parametrize(
     ("data", "reason"),
     [
@@ -56,8 +63,9 @@ def test_of_an_animation_the_first_frame_is_read(decoder):
         (file_of(Image.effect_noise((90, 90), 50))[:2000], "damaged"),
         (b"\xff\xd8\xff" + bytes(99), "begins as JPEG"),
         (bytes(21 << 20), "At most 20 MiB"),
+        (with_scans(200), r"pixels in 2\d\d scans"),
     ],
-    ids=["empty", "heic", "avif", "jxl", "svg", "large", "cut off", "no JPEG", "large file"],
+    ids=["empty", "heic", "avif", "jxl", "svg", "large", "cut off", "no JPEG", "large file", "scans"],
 )
 def test_what_is_not_read_is_said(decoder, data, reason):
     with pytest.raises(PictureError, match=reason):
