@@ -13,7 +13,7 @@ import unicodedata
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Self
+from typing import Self, TypeVar
 
 import msgspec
 import platformdirs
@@ -28,6 +28,8 @@ from widgets.chat.turn import Attachment, Call
 TITLE_CHARS = 60
 EXCERPT_CHARS, EXCERPT_BEFORE = 200, 40  # of a message, and before a word that was searched for, at most
 UNTITLED = "Untitled"
+_LATEST_S = 4e9  # of a time that is shown: in 2096
+_T = TypeVar("_T")
 _WITHOUT_SPACES = re.compile(
     "[\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u2e80-\u9fff\uf900-\ufaff\U00020000-\U0003ffff]"
 )
@@ -171,7 +173,7 @@ class History(HistoryDatabase):
 
     def first_read(self, chat_id: int) -> int:
         """The id of the first message that the model reads (0: all of them)."""
-        rows = self._run("SELECT first_read FROM chats WHERE id = ?", chat_id)
+        rows = self._run("SELECT CAST(first_read AS INTEGER) FROM chats WHERE id = ?", chat_id)
         return int(rows[0][0]) if rows else 0
 
     def truncate(self, chat_id: int, after_message_id: int) -> None:
@@ -209,8 +211,8 @@ class History(HistoryDatabase):
 
     def messages(self, chat_id: int) -> list[StoredMessage]:
         """The messages of the version that is shown."""
-        sql = """SELECT id, role, content, thinking, finished, files, calls FROM messages
-            WHERE chat_id = ? AND shown ORDER BY id"""
+        sql = """SELECT id, role, CAST(content AS TEXT), CAST(thinking AS TEXT), finished, files, calls FROM messages
+            WHERE chat_id = ? AND shown AND role IN ('system', 'user', 'assistant') ORDER BY id"""
         place = {id: i for i, id in enumerate(self._shown(chat_id))}  # a system prompt comes first
         rows = sorted(self._run(sql, chat_id), key=lambda row: place.get(row[0], -1))
         return [
@@ -218,10 +220,8 @@ class History(HistoryDatabase):
                 id,
                 Message(role=role, content=content, thinking=thinking),
                 bool(finished),
-                self._with_pictures(id, msgspec.json.decode(files, type=tuple[Attachment, ...]))
-                if files
-                else (),
-                msgspec.json.decode(calls, type=tuple[Call, ...]) if calls else (),
+                self._with_pictures(id, _from_json(files, tuple[Attachment, ...])),
+                _from_json(calls, tuple[Call, ...]),
             )
             for id, role, content, thinking, finished, files, calls in rows
         ]
@@ -252,7 +252,7 @@ class History(HistoryDatabase):
 
     def title(self, chat_id: int) -> str:
         """The title that the user gave, or the first line of the first prompt."""
-        prompt = """SELECT content FROM messages
+        prompt = """SELECT CAST(content AS TEXT) FROM messages
             WHERE chat_id = chats.id AND role = 'user' AND shown ORDER BY id LIMIT 1"""
         rows = self._run(f"SELECT title, ({prompt}) FROM chats WHERE id = ?", chat_id)
         return _title(*rows[0]) if rows else UNTITLED
@@ -294,10 +294,11 @@ class History(HistoryDatabase):
         of_chat = "messages WHERE chat_id = chats.id AND shown"
         in_message, parameters = _search(terms) if (terms := _terms(query)) else ("FALSE", [])
         rows = self._run(
-            f"""SELECT chats.id, chats.title, model, updated, (SELECT count(*) FROM {of_chat}),
-                coalesce((SELECT content FROM messages WHERE id = found.id), last.content),
+            f"""SELECT chats.id, chats.title, model, min(CAST(updated AS REAL), {_LATEST_S}),
+                (SELECT count(*) FROM {of_chat}),
+                CAST(coalesce((SELECT content FROM messages WHERE id = found.id), last.content) AS TEXT),
                 last.finished, last.writer,
-                (SELECT content FROM {of_chat} AND role = 'user' ORDER BY id LIMIT 1)
+                (SELECT CAST(content AS TEXT) FROM {of_chat} AND role = 'user' ORDER BY id LIMIT 1)
             FROM chats LEFT JOIN messages AS last ON last.id = (SELECT max(id) FROM {of_chat})
             LEFT JOIN (SELECT chat_id, min(id) AS id FROM messages WHERE {in_message} GROUP BY chat_id) AS found
                 ON found.chat_id = chats.id
@@ -324,7 +325,7 @@ class History(HistoryDatabase):
         found: dict[str, None] = {}
         with self._guard():  # reads no more than it takes: all of a large history would take seconds
             for (text,) in self._db.execute(
-                "SELECT content FROM messages WHERE role = 'user' ORDER BY id DESC"
+                "SELECT CAST(content AS TEXT) FROM messages WHERE role = 'user' ORDER BY id DESC"
             ):
                 found.setdefault(text)
                 if len(found) >= limit:
@@ -387,6 +388,14 @@ def _as_json(calls: Sequence[Call]) -> str:
     return _storable(msgspec.json.encode(calls).decode()) if calls else ""
 
 
+def _from_json(text: str, kind: type[_T]) -> _T:
+    """What `_as_json` and `_without_pictures` have written; nothing if the disk has changed it."""
+    try:
+        return msgspec.json.decode(text or "[]", type=kind)
+    except (msgspec.MsgspecError, TypeError):
+        return msgspec.json.decode("[]", type=kind)
+
+
 def _terms(query: str) -> list[str]:
     return re.findall(r"\w+", query)
 
@@ -433,7 +442,7 @@ def _title(title: str | None, first_prompt: str | None) -> str:
 def _is_alive(process_id: int) -> bool:
     try:
         os.kill(process_id, 0)
-    except ProcessLookupError:
+    except (ProcessLookupError, OverflowError, TypeError):  # the last two: the disk has changed it
         return False
     except OSError:
         return True  # of another user

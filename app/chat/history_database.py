@@ -72,9 +72,10 @@ MIGRATIONS: tuple[tuple[str, ...], ...] = (
     ("ALTER TABLE messages ADD COLUMN calls TEXT NOT NULL DEFAULT ''",),  # of tools: JSON, see `Call`
 )
 _NOT_SAVED = "until then chats are not saved."
+_DAMAGED = "is damaged", f"Move it away to start an empty one; {_NOT_SAVED}"
 _PROBLEMS = (  # a part of SQLite's message, what it means, and a hint
-    ("not a database", "is damaged", f"Move it away to start an empty one; {_NOT_SAVED}"),
-    ("malformed", "is damaged", f"Move it away to start an empty one; {_NOT_SAVED}"),
+    ("not a database", *_DAMAGED),
+    ("malformed", *_DAMAGED),
     ("readonly", "cannot be written", f"Check its permissions; {_NOT_SAVED}"),
     ("unable to open", "cannot be opened", f"Check its permissions; {_NOT_SAVED}"),
     ("full", "cannot grow because the disk is full", f"Free some space; {_NOT_SAVED}"),
@@ -97,6 +98,7 @@ class HistoryDatabase:
         with self._guard():
             # Autocommit: each method is one statement or one explicit transaction.
             self._db = sqlite3.connect(self.path, timeout=BUSY_TIMEOUT_MS / 1e3, isolation_level=None)
+            self._db.text_factory = lambda text: text.decode("utf-8", "replace")
             self._write_ahead()
             self._db.execute("PRAGMA synchronous = NORMAL")
             self._db.execute("PRAGMA foreign_keys = ON")
@@ -131,9 +133,11 @@ class HistoryDatabase:
 
     @contextlib.contextmanager
     def _guard(self) -> Iterator[None]:
-        """Turns SQLite's errors into a HistoryError."""
+        """Turns SQLite's errors into a HistoryError. Those of a damaged file may quote bytes that are no text."""
         try:
             yield
+        except UnicodeDecodeError as error:
+            raise HistoryError(f"The chat history {self.path} {_DAMAGED[0]}.", _DAMAGED[1]) from error
         except sqlite3.Error as error:
             problem = next((p for p in _PROBLEMS if p[0] in str(error)), None)
             if problem is not None:

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from app.chat.history import History
 from app.chat.history_database import MIGRATIONS, HistoryError
+from app.screens.chats import time_label
 from engine.protocol.events import Message
 
 
@@ -355,3 +356,26 @@ def test_a_migration_that_fails_changes_nothing(tmp_path, monkeypatch):
     assert sqlite3.connect(tmp_path / "h.sqlite3").execute(
         "SELECT count(*) FROM sqlite_master"
     ).fetchone() == (0,)
+
+
+def test_what_the_disk_has_changed_in_a_chat_costs_no_more_than_that(history):
+    chat_id = history.new_chat("m")
+    history.append(chat_id, user("Hello"))
+    history.append(chat_id, assistant("Hi"))
+    changes = "calls = '[{', files = 3, content = x'48ff', writer = 1e30", "files = '{}', role = 'x'"
+    for id, change in enumerate(changes, start=1):
+        history._db.execute(f"UPDATE messages SET {change} WHERE id = {id}")
+    history._db.execute("UPDATE chats SET first_read = 'x', updated = 1e300")
+    [stored] = history.messages(chat_id)
+    assert stored.message.content == "H\ufffd" and stored.files == stored.calls == ()
+    [chat] = history.chats()
+    assert chat.message_count == 2 and time_label(chat.updated, 0.0) and history.first_read(chat_id) == 0
+
+
+def test_a_damaged_file_whose_name_of_a_table_is_no_text(history):
+    history.new_chat("m")
+    history._db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+    history.close()
+    path = Path(history.path)
+    path.write_bytes(path.read_bytes().replace(b"CREATE TABLE chats", b"CREATE \x94\x94\x94 chats"))
+    assert History.open(path).problem.message == f"The chat history {path} is damaged."
