@@ -212,7 +212,8 @@ class History(HistoryDatabase):
     def messages(self, chat_id: int) -> list[StoredMessage]:
         """The messages of the version that is shown."""
         sql = """SELECT id, role, CAST(content AS TEXT), CAST(thinking AS TEXT), finished, files, calls FROM messages
-            WHERE chat_id = ? AND shown AND role IN ('system', 'user', 'assistant') ORDER BY id"""
+            WHERE chat_id = ? AND shown AND (role = 'system' OR id > 0 AND role IN ('user', 'assistant'))
+            ORDER BY id"""
         place = {id: i for i, id in enumerate(self._shown(chat_id))}  # a system prompt comes first
         rows = sorted(self._run(sql, chat_id), key=lambda row: place.get(row[0], -1))
         return [
