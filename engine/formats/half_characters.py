@@ -6,15 +6,20 @@ import re
 MOST_BYTES = 4 << 20
 """Of longer JSON nothing is replaced: it would take as long as the text is, and others wait."""
 _ESCAPES = re.compile(
-    rb"\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}|\\u[dD][89a-fA-F][0-9a-fA-F]{2}|\\.",
-    re.DOTALL,
+    rb"\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}|\\u[dD][89a-fA-F][0-9a-fA-F]{2}"
 )
-"""A whole character in two surrogates, one surrogate, or the beginning of another escape."""
-_ONE = len(rb"\ud800")
+"""A whole character in two surrogates, or one surrogate."""
+_UNKNOWN = rb"\ufffd"  # as long as a surrogate
 
 
 def without_half_characters(data: bytes | bytearray | memoryview) -> bytes:
     """`data`, which is JSON, with U+FFFD in place of each half character."""
     if len(data) > MOST_BYTES:
         return bytes(data)
-    return _ESCAPES.sub(lambda escape: rb"\ufffd" if len(escape[0]) == _ONE else escape[0], data)
+    whole = bytearray(data)
+    for escape in _ESCAPES.finditer(
+        whole.replace(rb"\\", b"  ")
+    ):  # after a backslash that is text, none begins
+        if len(escape[0]) == len(_UNKNOWN):
+            whole[escape.start() : escape.end()] = _UNKNOWN
+    return bytes(whole)
