@@ -25,8 +25,12 @@ def flaw(reason: str, names: Sequence[str], settings: type[Any]) -> str:
     path = [names[0], *(part for part in inner.split(".") if part)]  # msgspec names the innermost table
     if unknown := _UNKNOWN.match(reason):
         table = _type(path if place else [], settings)
-        keys = [field.encode_name for field in table.fields] if isinstance(table, inspect.StructType) else []
-        near = difflib.get_close_matches(unknown[1], keys, 1, 0.7)
+        keys = {name: name for name in _keys(table)}
+        for name in keys.copy() if not place else ():  # keys of a table that stand above it
+            keys |= {
+                key: f"{key} under [{name}]" for key in _keys(_type([name], settings)) if key not in keys
+            }
+        near = [keys[name] for name in difflib.get_close_matches(unknown[1], keys, 1, 0.7)]
         said = "there is no such key" if unknown[1] == names[-1] else f"it has no key {unknown[1]}"
         return f"{said}; is {near[0]} meant?" if near else said
     if _WRONG.match(reason) and (takes := [*dict.fromkeys(_takes(_type(path, settings)))]):
@@ -34,6 +38,10 @@ def flaw(reason: str, names: Sequence[str], settings: type[Any]) -> str:
         return f"{subject} takes {', '.join(takes[:-1])}{' or ' if takes[1:] else ''}{takes[-1]}"
     text = _PLACE.sub("", reason)
     return text[:1].lower() + text[1:]
+
+
+def _keys(table: inspect.Type | None) -> list[str]:
+    return [field.encode_name for field in table.fields] if isinstance(table, inspect.StructType) else []
 
 
 def _type(path: Sequence[str], settings: type[Any]) -> inspect.Type | None:

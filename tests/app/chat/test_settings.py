@@ -80,6 +80,10 @@ def test_a_bad_key_drops_itself_alone_and_is_named(home):
     ("text", "says"),
     [
         ('colour = "blue"', "colour is left out: there is no such key."),
+        (
+            "temprature = 1",
+            "temprature is left out: there is no such key; is temperature under [sampling] meant?",
+        ),
         ('modle = "x"', "modle is left out: there is no such key; is model meant?"),
         (
             'context = "huge"',
