@@ -17,7 +17,6 @@ from typing import NamedTuple
 from tinygrad import UOp
 from tinygrad.uop.ops import Ops
 
-from engine.formats.quantization import packed_codes
 from engine.kernels.fields import FLOAT_TYPES
 from engine.targets.nvidia.kernels.half_words import (
     chosen_bytes,
@@ -25,11 +24,10 @@ from engine.targets.nvidia.kernels.half_words import (
     halves,
     is_cuda,
     pairwise,
-    picked_bytes,
     rounded,
 )
-from engine.targets.nvidia.kernels.uops import F16, F32, U32, bitwise_or, f32, mask, shift, shift_right, u32
-from engine.targets.nvidia.kernels.weights.bit_packing import E2M1_HALF_EXPONENT, BitPacking
+from engine.targets.nvidia.kernels.uops import F16, F32, U32, bitwise_or, f32, mask, shift, shift_right
+from engine.targets.nvidia.kernels.weights.bit_packing import E2M1_HALF_EXPONENT, BitPacking, code_words
 from engine.targets.nvidia.kernels.weights.matrix_bytes import QUARTER, UNIT
 from engine.targets.nvidia.kernels.weights.weight_layout import Unit, WeightLayout
 
@@ -131,7 +129,7 @@ def _run(
         numbers = (_small_floats(words[first // RUN], i) for i, _ in PAIRS)
         return [_pair(pairwise("__hmul2", number, scale)) for number in numbers]
     if format and format.codebook:
-        codes = _codes(words[first // RUN], format.codes)
+        codes = code_words(words[first // RUN], format.codes)
         return [
             _weights(8, ((codes[0], i), 0), ((codes[1], i), 0), layout.offset, scale, None) for i, _ in PAIRS
         ]
@@ -146,20 +144,6 @@ def _small_floats(word: UOp, i: int) -> UOp:
     bits = bitwise_or([magnitudes, mask(shift(word, 4 * i + 3 - 15), 1 << 15 | 1 << 31)])
     power = 2.0**E2M1_HALF_EXPONENT
     return pairwise("__hmul2", bits, constants(power, power))
-
-
-def _codes(word: UOp, codes: Sequence[int]) -> list[UOp]:
-    """The codes that a word's eight integers of 4 bits stand for: a byte each in two words."""
-    tables = [u32(four) for four in packed_codes(codes)]
-    places = mask(word, 0x77777777)
-    choices = bitwise_or(
-        [mask(shift_right(word, 1), 0x44444444), u32(0x32103210)]
-    )  # by the highest bit of each
-    found = []
-    for by in (0, 16):
-        lower, upper = (picked_bytes(tables[i], tables[i + 1], shift_right(places, by)) for i in (0, 2))
-        found.append(picked_bytes(lower, upper, shift_right(choices, by)))
-    return found
 
 
 def _weights(bits: int, first: _At, second: _At, offset: int, scale: UOp, minimum: UOp | None) -> Pair:

@@ -35,14 +35,14 @@ from engine.targets.nvidia.kernels.weights.bit_packing import (
     E2M1_EXPONENT,
     E2M1_HALF_EXPONENT,
     BitPacking,
+    code_words,
     from_e2m1,
-    looked_up,
-    looked_up_above_256,
 )
 from engine.targets.nvidia.kernels.weights.matrix_bytes import QUARTER, UNIT, matrix_bytes, units_of
 
 FLOAT_RUN = 8  # words of floats that are neighbours
-CODEBOOK = 1  # the input_scale of types with a codebook (`WeightLayout.input_scale_bits`)
+_CODE_BITS = 8
+SMALL_FLOATS = 1  # the input_scale of MXFP4 (`WeightLayout.input_scale_bits`)
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,25 @@ class WeightLayout:
         """Identifies the input_scale that products with such a matrix want: the argument of `input_scale`."""
         if self.format is None:
             return 0
-        return CODEBOOK if self.format.codebook else self.bits
+        return SMALL_FLOATS if self._is_e2m1 else self._unpacked_bits
+
+    @property
+    def _has_codes(self) -> bool:
+        """Whether indices stand for integers (`code_words`)."""
+        return self.format is not None and bool(self.format.codebook) and not self._is_e2m1
+
+    @property
+    def _unpacked_bits(self) -> int:
+        """Bits of an integer, or of the code that it stands for."""
+        return _CODE_BITS if self._has_codes else self.bits
+
+    def _unpacked(self, words: Sequence[UOp]) -> tuple[BitPacking, list[UOp]]:
+        """Words of integers, or of the codes that they stand for, and how these are packed."""
+        if not self._has_codes:
+            return BitPacking(self.bits), list(words)
+        assert self.format
+        codes = [code for word in words for code in code_words(word, self.format.codes)]
+        return BitPacking(_CODE_BITS), codes
 
     @property
     def scale(self) -> float:
@@ -247,15 +265,13 @@ class WeightLayout:
         """The weights of a quarter that was loaded, float32."""
         if self.format is None:
             return [self.float_of(loaded, j) for j in range(QUARTER)]
-        packing = BitPacking(self.bits)
-        words, d, m = self.integers(loaded, part)
+        integers, d, m = self.integers(loaded, part)
+        packing, words = self._unpacked(integers)
 
         def fraction(j: int) -> UOp:
             k, j = divmod(j, packing.period)
             if self._is_e2m1:
                 return from_e2m1(words[k], j, is_half=True)
-            if self.format and self.format.codebook:
-                return looked_up_above_256(words[k], j, self.format.codes)
             return packing.unpack_above_256(words[k * packing.words : (k + 1) * packing.words], j)
 
         values = [fraction(j) for j in range(QUARTER)]
@@ -343,18 +359,16 @@ class Unit:
         layout, format = self.layout, self.layout.format
         if format is None:
             return chain(layout.float_of(self.words, j) * xs[j] for j in range(UNIT))
-        packing, n = BitPacking(layout.bits), layout.group
+        (packing, words), n = layout._unpacked(self.words), layout.group
         dots = []
         for g in range(UNIT // n):
             terms = [sums[g] * f32(-layout.offset)] if layout.offset else []
             for j in range(g * n, (g + 1) * n):
                 k, i = j // packing.period * packing.words, j % packing.period
                 if layout._is_e2m1:
-                    field = from_e2m1(self.words[k], i)
-                elif format.codebook:
-                    field = looked_up(self.words[k], i, format.codes).bitcast(F32)
+                    field = from_e2m1(words[k], i)
                 else:
-                    field = packing.unpack(self.words[k : k + packing.words], i).bitcast(F32)
+                    field = packing.unpack(words[k : k + packing.words], i).bitcast(F32)
                 terms.append(field * xs[j])
             dots.append(chain(terms))
         return self._scaled(dots, sums)
@@ -403,7 +417,7 @@ class Unit:
         layout, format = self.layout, self.layout.format
         if format is None:
             return [layout.float_of(self.words, j) for j in range(UNIT)]
-        packing, n = BitPacking(layout.bits), layout.group
+        (packing, words), n = layout._unpacked(self.words), layout.group
         values = []
         for g in range(UNIT // n):
             d, m = self.factors(g)
@@ -411,14 +425,10 @@ class Unit:
             for j in range(g * n, (g + 1) * n):
                 k, place = j // packing.period * packing.words, j % packing.period
                 if layout._is_e2m1:
-                    values.append(
-                        from_e2m1(self.words[k], place, is_half=True) * (d * f32(2.0**E2M1_HALF_EXPONENT))
-                    )
+                    small = from_e2m1(words[k], place, is_half=True)
+                    values.append(small * (d * f32(2.0**E2M1_HALF_EXPONENT)))
                     continue
-                if format.codebook:
-                    value, base = looked_up_above_256(self.words[k], place, format.codes), 256.0
-                else:
-                    value, base = packing.unpack_above_base(self.words[k : k + packing.words], place)
+                value, base = packing.unpack_above_base(words[k : k + packing.words], place)
                 if base not in offsets:
                     offset = d * f32(-base - layout.offset)
                     offsets[base] = offset if m is None else offset - m
@@ -437,7 +447,7 @@ def input_scale(bits: int) -> NDArray[np.float32]:
 
 def _positions(input_scale_bits: int) -> list[int]:
     """The bit at which a product reads each integer of a unit."""
-    if input_scale_bits == CODEBOOK:
+    if input_scale_bits == SMALL_FLOATS:
         return [0] * UNIT
     packing = BitPacking(input_scale_bits)
     return [packing.position(j) for j in range(UNIT)]
