@@ -13,8 +13,9 @@ from app.serve.errors import ApiError
 from app.serve.protocols.reply import Json
 
 MAX_BYTES = 16 << 20  # of all conversations that are remembered, as JSON, compressed: a third of it, or less
-MAX_RESPONSES = 1024
+MAX_RESPONSES = 512
 ENTRY_BYTES = 512  # what Python takes for each
+_SHORT_BYTES = 1 << 14
 _LONG_BYTES = 1 << 20  # compressing more takes so long that others wait
 
 
@@ -41,7 +42,7 @@ class Conversations:
         data = msgspec.json.encode((remembered.items, remembered.given, remembered.response))
         if len(data) > MAX_BODY_BYTES:
             return
-        data = zlib.compress(data, level=1 if len(data) <= _LONG_BYTES else 0)
+        data = _compressed(data)
         self._kept[id] = data, remembered.owner
         self._bytes += len(data) + ENTRY_BYTES
         while self._kept and (self._bytes > self._max_bytes or len(self._kept) > self._max_responses):
@@ -62,3 +63,11 @@ class Conversations:
         """Raises ApiError, as `get`."""
         self.get(id, owner)
         self._bytes -= len(self._kept.pop(id)[0]) + ENTRY_BYTES
+
+
+def _compressed(data: bytes) -> bytes:
+    """Of short data with little memory: 260 KB for each response would leave holes in the heap between those that
+    stay."""
+    wbits = 12 if len(data) <= _SHORT_BYTES else zlib.MAX_WBITS
+    compressor = zlib.compressobj(1 if len(data) <= _LONG_BYTES else 0, wbits=wbits, memLevel=5)
+    return compressor.compress(data) + compressor.flush()
