@@ -1,6 +1,7 @@
 """HTTP with a model server: JSON objects, streams of server-sent events, and errors in sentences."""
 
 import http
+import re
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any, TypeVar
@@ -42,7 +43,8 @@ def client(base_url: str, key: str = "", socket: str | None = None) -> httpx.Asy
     prompt may take minutes on a small machine, and the caller can stop.
     Raises UsageError if the address is not valid, the key cannot be sent, or netrc cannot be read.
     """
-    example = "Write it as http://host:8000/v1"
+    host = base_url if re.fullmatch(r"[\w.-]+:\d{1,5}", base_url) else "host:8000"
+    example = f"Write it as http://{host}/v1"
     if not base_url.lower().startswith(("http://", "https://")):
         raise UsageError(f"{one_line(base_url)!r} is not the address of a server.", example)
     if not key.isascii() or not key.isprintable():

@@ -73,6 +73,7 @@ def test_nothing_is_remembered_of_a_server(server, home):
     ("arguments", "message"),
     [
         (["--engine", "nonsense", "x"], "'nonsense' is not the address of a server"),
+        (["--engine", "localhost:8080", "x"], "Write it as http://localhost:8080/v1"),
         (["--engine", "http://h/v1", "--api-key-env", "NONE_SUCH", "x"], "variable NONE_SUCH is not set"),
         (["--engine", "http://h/v1", "--beam", "2", "x"], "--engine is set up where it runs"),
         (["--engine", "http://h/v1", "--compare", "x"], "--compare is for the engine of orin-chat"),
