@@ -99,7 +99,7 @@ class Connection:
 
     async def _http(self, stack: AsyncExitStack) -> Any:
         http = httpx2.AsyncClient(
-            headers=self._server.headers,
+            headers={**self._server.headers, "Accept-Encoding": "identity"},
             timeout=httpx2.Timeout(START_S, read=max(START_S, self._server.timeout_s)),
             transport=_Bounded(),
         )
@@ -155,11 +155,20 @@ class _TooLong(Exception):
         return f"it sent an answer of more than {MESSAGE_BYTES >> 20} MiB"
 
 
+class _Compressed(Exception):
+    def __str__(self) -> str:
+        return "it sent a compressed answer, which nobody asked for"
+
+
 class _Bounded(httpx2.AsyncHTTPTransport):
-    """Ends an answer that is longer than MESSAGE_BYTES. Streams of events, whose events are bounded, may be longer."""
+    """Ends an answer that is longer than MESSAGE_BYTES. Streams of events, whose events are bounded, may be longer. A
+    compressed answer is refused: a megabyte of it may be gigabytes."""
 
     async def handle_async_request(self, request: httpx2.Request) -> httpx2.Response:
         response = await super().handle_async_request(request)
+        if response.headers.get("content-encoding", "identity").strip().lower() != "identity":
+            await response.aclose()
+            raise _Compressed
         if not response.headers.get("content-type", "").startswith("text/event-stream"):
             assert isinstance(response.stream, httpx2.AsyncByteStream)
             response.stream = _BoundedStream(response.stream)

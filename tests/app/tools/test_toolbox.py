@@ -1,6 +1,7 @@
 """Servers of tools in processes: what they offer, what calls return, and what becomes of those that break the rules."""
 
 import asyncio
+import gzip
 import json
 import socket
 import subprocess
@@ -99,6 +100,22 @@ async def test_a_server_over_http():
     finally:
         process.kill()
         process.wait()
+
+
+async def test_a_compressed_answer_over_http_is_refused():
+    bomb = gzip.compress(b'{"jsonrpc": "2.0", "id": 0, "result": {"x": "%s"}}' % bytes(1 << 20))
+    head = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Encoding: gzip\r\nContent-Length: %d\r\n\r\n"
+
+    async def answer(reader, writer):
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(head % len(bomb) + bomb)
+        writer.close()
+
+    async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
+        box = Toolbox({"web": Server(url=f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/mcp")})
+        await box.start()
+        assert box.states["web"].text == "failed: it sent a compressed answer, which nobody asked for"
+        await box.close()
 
 
 async def test_the_process_of_the_servers_is_lost_and_begins_again(monkeypatch):
