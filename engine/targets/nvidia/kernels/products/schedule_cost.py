@@ -15,7 +15,7 @@ and several rows wait one after the other.
 How many registers the compiler takes without early loads is hardly to be foreseen: with 8 rows of a thread 96 to 168,
 and with one row as few as 38, so that loads of the vector wait for each other.
 
-The numbers are those of an H200, where 1,050 kernels of 50 products and ten types were timed alone, and 363 of 25 in
+The numbers are those of an H200, where 1,138 kernels of 72 products and eleven types were timed alone, and 363 of 25 in
 whole steps (docs/performance.md). None of them is sharp: a quarter more or less of one changes what the choices take by
 a few per cent. What differs most among GPUs, `Chip` has.
 """
@@ -29,17 +29,17 @@ from collections.abc import Iterable
 from engine.targets.nvidia.kernels.device import REGISTERS, Chip
 from engine.targets.nvidia.kernels.products.matvec import Schedule, StackedMatrices
 
-_BEGIN_AND_END_US = 1.8
-_EARLY_US = 0.3  # of these, if all blocks fit at a time
-_LATENCY_US = 0.77  # of memory, with other loads before
+_BEGIN_AND_END_US = 1.54
+_EARLY_US = 0.23  # of these, if all blocks fit at a time
+_LATENCY_US = 1.02  # of memory, with other loads before
 _UNIT_INSTRUCTIONS = 200  # of a warp, for a unit of a row: 3.1 for each weight
-_STEP_INSTRUCTIONS = 40  # for a unit of the vector, which all rows of a thread share
-_SUM_INSTRUCTIONS = 3.5  # for each thread of a row, when their sums are added
-_UNEVEN = 0.48  # of what the busiest multiprocessor needs more than the mean: it has the others' bandwidth
+_STEP_INSTRUCTIONS = 50  # for a unit of the vector, which all rows of a thread share
+_SUM_INSTRUCTIONS = 2.8  # for each thread of a row, when their sums are added
+_UNEVEN = 0.64  # of what the busiest multiprocessor needs more than the mean: it has the others' bandwidth
 _NARROW = 0.15  # loads of t threads side by side take 1 + 0.15 / t times as long
 _PLAIN_REGISTERS = {1: 56, 2: 96, 4: 98, 8: 124}  # of a thread, by its rows
 _PLAIN_WORDS = {2: 16, 4: 58, 8: 50}  # of weights that a thread has asked for at a time
-_ONE_ROW_WAITS = 1.2
+_ONE_ROW_WAITS = 1.27
 _EARLY_REGISTERS, _MOST_EARLY_REGISTERS = 77, 170  # beside the weights; all
 _MANY_ROWS_WIDE = 32  # threads of a row, beyond which the compiler loads 8 rows one after the other
 _WIDE = 48  # threads of a row, beyond which the sums of many blocks take too long
