@@ -31,7 +31,7 @@ def shorten_vectors() -> None:
 
 
 def enter() -> None:
-    """Replaces the user's environment by one in a temporary folder. Processes of tests inherit it.
+    """Replaces the user's environment by one in a temporary folder. Processes that pytest-xdist starts inherit it.
 
     Compiled kernels stay for all tests and for the next run: `engine.disk_cache` finds them by all that they follow
     from. A part of that is the compiler's path."""
