@@ -45,6 +45,7 @@ from tests.app.fake_engine import (
     reply,
 )
 from tests.waiting import until
+from widgets.dashboard.machine_panel import MachinePanel, MachineState
 
 NOW = datetime(2026, 5, 7, 14, 5)
 QUESTION = "Why are there two tides a day, and can I compute them?"
@@ -261,6 +262,10 @@ async def _dashboard(app: ChatApp, pilot: Pilot[None]) -> None:
     await _measured(app, pilot)
 
 
+def _samples(state: MachineState) -> int:
+    return min(map(len, state.history.values()), default=0)
+
+
 def _whole(presses: int, *keys: str) -> Callable[[ChatApp, Pilot[None]], Awaitable[None]]:
     async def act(app: ChatApp, pilot: Pilot[None]) -> None:
         if app.size.width < WIDE_WIDTH:
@@ -270,6 +275,8 @@ def _whole(presses: int, *keys: str) -> Callable[[ChatApp, Pilot[None]], Awaitab
         whole = app.dashboard.whole
         assert whole is not None
         await until(lambda: whole.size.width > app.size.width / 2, lambda: "the pane was not laid out")
+        if isinstance(whole, MachinePanel):  # its graphs of earlier values fill what is left of a line
+            await until(lambda: whole.data is not None and _samples(whole.data) > app.size.width / 2)
         if keys:  # they are the pane's
             await until(lambda: app.focused is whole)
             await pilot.press(*keys)
