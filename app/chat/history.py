@@ -181,10 +181,10 @@ class History(HistoryDatabase):
         another version."""
         with self._transaction():
             shown = self._shown(chat_id)
-            is_shown = after_message_id in shown  # another program may have cut it off
-            kept = shown[: shown.index(after_message_id) + 1] if is_shown else [
-                id for id in shown if id < after_message_id
-            ]  # fmt: skip
+            if after_message_id in shown:
+                kept = shown[: shown.index(after_message_id) + 1]
+            else:  # another program has cut it off, or it is before all
+                kept = [id for id in shown if id < after_message_id]
             self.show(chat_id, kept)
 
     def versions(self, chat_id: int) -> Versions:
