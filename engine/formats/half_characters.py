@@ -17,9 +17,8 @@ def without_half_characters(data: bytes | bytearray | memoryview) -> bytes:
     if len(data) > MOST_BYTES:
         return bytes(data)
     whole = bytearray(data)
-    for escape in _ESCAPES.finditer(
-        whole.replace(rb"\\", b"  ")
-    ):  # after a backslash that is text, none begins
+    readable = whole.replace(rb"\\", b"  ")  # after a backslash that is text, no escape begins
+    for escape in _ESCAPES.finditer(readable):
         if len(escape[0]) == len(_UNKNOWN):
             whole[escape.start() : escape.end()] = _UNKNOWN
     return bytes(whole)

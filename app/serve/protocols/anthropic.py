@@ -20,6 +20,7 @@ from app.serve.protocols import chat
 from app.serve.protocols.blocks import Block, Blocks, Change, Grown, Opened
 from app.serve.protocols.conversation import Call, CalledFunction, ChatMessage, Part, PicturePart
 from app.serve.protocols.formats import JsonSchema, ResponseFormat
+from app.serve.protocols.json_values import converted
 from app.serve.protocols.pictures import NOTHING_ELSE, PICTURES, from_part
 from app.serve.protocols.reply import Asked, Json, Reply
 from app.serve.protocols.requests import MAX_USER
@@ -210,7 +211,7 @@ def _result(content: Any, param: str) -> tuple[str, list[PicturePart]]:
         return _text(content, param), []
     pictures = [block for block in content if isinstance(block, dict) and block.get("type") in PICTURES]
     text = _text([block for block in content if block not in pictures], param)
-    blocks = msgspec.convert(pictures, list[ContentBlock])
+    blocks = converted(pictures, list[ContentBlock], param)
     parts = [PicturePart(picture=from_part(block, param)) for block in blocks]
     return text or ("(a picture)" if pictures else ""), parts
 

@@ -120,6 +120,8 @@ async def test_a_picture_in_a_tools_result_comes_from_the_user(served):
     turns = [("user", "Look."), ("assistant", [call]), ("user", [result])]
     body = {"max_tokens": 9, "messages": [{"role": role, "content": content} for role, content in turns]}
     assert (await client.post("/v1/messages", json=body)).status_code == 200
+    result["content"].append({"type": "image", "source": source, "title": 5})
+    assert (await client.post("/v1/messages", json=body)).status_code == 400
     item = {
         "type": "function_call_output",
         "call_id": "1",
