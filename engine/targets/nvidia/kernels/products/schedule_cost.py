@@ -16,7 +16,7 @@ How many registers the compiler takes without early loads is hardly to be forese
 and with one row as few as 38, so that loads of the vector wait for each other.
 
 The numbers are those of an H200, where 1,138 kernels of 72 products and eleven types were timed alone, and 363 of 25 in
-whole steps (docs/performance.md). None of them is sharp: a quarter more or less of one changes what the choices take by
+whole steps (docs/schedules.md). None of them is sharp: a quarter more or less of one changes what the choices take by
 a few per cent. What differs most among GPUs, `Chip` has.
 """
 

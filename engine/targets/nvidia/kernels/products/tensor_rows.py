@@ -3,7 +3,7 @@
 Arithmetic of float32 takes three instructions for each weight. Tensor cores take two numbers of 16 bits in a register,
 and an instruction makes them of a word: less than half as many instructions in all. But each block has to divide the
 vector first, and most products are slower so. What is faster, searches find, and `presets/tuned` has
-(docs/performance.md).
+(docs/schedules.md).
 
 The integers of weights are exact as float16. Each number of the vector becomes two: itself, rounded, and the rest,
 times 2**12. Products and sums are float32, and scales and minima are applied to the sums of their columns, in float32
