@@ -14,7 +14,7 @@ import logging
 import os
 import sys
 import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack
 from typing import Any
 
@@ -48,6 +48,7 @@ from app.tools.messages import (
     encode,
 )
 from app.tools.stdio import MESSAGE_BYTES, StdioServer
+from app.tools.valid_tools import ValidTools
 
 START_S = 30.0
 """A server has so long to begin and to list its tools. Some are downloaded at their first start."""
@@ -87,9 +88,12 @@ class Connection:
 
     async def _live(self) -> None:
         async with AsyncExitStack() as stack:
-            transport = self._process.streams() if self._process else await self._http(stack)
-            client = await stack.enter_async_context(Client(transport, read_timeout_seconds=START_S))
-            tools, note = await _tools(client)
+            transport = ValidTools(self._process.streams() if self._process else await self._http(stack))
+            client = await stack.enter_async_context(
+                Client(transport.streams(), read_timeout_seconds=START_S)
+            )
+            transport.version = client.protocol_version
+            tools, note = await _tools(client, transport.left_out)
             self._client = client
             self._is_listed.set()
             self._write(Listed(server=self._name, tools=tools, note=note))
@@ -190,10 +194,10 @@ class _BoundedStream(httpx2.AsyncByteStream):
         await self._stream.aclose()
 
 
-async def _tools(client: Client) -> tuple[tuple[ListedTool, ...], str]:
-    """The tools of a server, and what of them is left out."""
+async def _tools(client: Client, invalid: Sequence[str]) -> tuple[tuple[ListedTool, ...], str]:
+    """The tools of a server, and what of them is left out. `invalid` grows while they are listed."""
     tools: list[ListedTool] = []
-    left_out: list[str] = []
+    long: list[str] = []
     cursor: str | None = None
     for _ in range(MOST_TOOLS):  # pages
         page = await client.list_tools(cursor=cursor)
@@ -202,14 +206,16 @@ async def _tools(client: Client) -> tuple[tuple[ListedTool, ...], str]:
             if len(tools) >= MOST_TOOLS:
                 return tuple(tools), f"it has more than {MOST_TOOLS} tools: the first are offered"
             if len(schema) > SCHEMA_CHARS or len(tool.name) > 128:
-                left_out.append(tool.name[:128])
+                long.append(tool.name)
                 continue
             description = (tool.description or tool.title or "")[:DESCRIPTION_CHARS]
             tools.append(ListedTool(name=tool.name, description=description, schema=schema))
         cursor = page.next_cursor
         if not cursor:
             break
-    return tuple(tools), f"too long to be offered: {', '.join(left_out[:5])}" if left_out else ""
+    reasons = {"too long to be offered": long, "not valid and left out": invalid}
+    named = (f"{why}: {', '.join(name[:128] for name in names[:5])}" for why, names in reasons.items() if names)
+    return tuple(tools), "; ".join(named)
 
 
 def _text_of(returned: CallToolResult) -> str:

@@ -28,6 +28,9 @@ def tools():
         names = [f"tool{i}" for i in range(100_000)]
     if FAULT == "has wrong types":
         return {"echo": None}
+    if FAULT == "has invalid tools":
+        wrong = (None, {}, [], {"name": "text", "inputSchema": 5}, {"name": HOSTILE}, {"name": 7, "inputSchema": SCHEMA})
+        return [*wrong, {"name": "echo", "inputSchema": SCHEMA}]
     if FAULT == "nests schemas":
         return [{"name": "echo", "inputSchema": SCHEMA}, *nested()]
     about = HOSTILE if FAULT == "sends sequences" else "Says it again"

@@ -133,12 +133,18 @@ async def test_the_process_of_the_servers_is_lost_and_begins_again(monkeypatch):
     await box.close()
 
 
-async def test_half_a_character_costs_no_answer():
-    arguments = "-S", "-E", str(ROOT / "tests/soak/bad_tool_server.py"), "sends surrogates"
-    box = Toolbox({"odd": Server(command=sys.executable, args=arguments)})
+async def test_half_a_character_costs_no_answer_and_an_invalid_tool_no_other():
+    arguments = "-S", "-E", str(ROOT / "tests/soak/bad_tool_server.py")
+    faults = {"odd": "sends surrogates", "wrong": "has invalid tools"}
+    box = Toolbox(
+        {name: Server(command=sys.executable, args=(*arguments, fault)) for name, fault in faults.items()}
+    )
     await box.start()
     try:
         assert (await call(box, "odd.echo", text="hello")).text.startswith("\ufffd ")
+        assert (await call(box, "wrong.echo", text="hello")).text == "hello"
+        left_out = "1 tool, not valid and left out: " + ", ".join(["one without a name"] * 3 + ["text"])
+        assert box.states["wrong"].text.startswith(left_out)
     finally:
         await box.close()
 
