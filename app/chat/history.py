@@ -11,7 +11,7 @@ import re
 import time
 import unicodedata
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Self, TypeVar
 
@@ -28,6 +28,7 @@ from widgets.chat.turn import Attachment, Call
 TITLE_CHARS = 60
 EXCERPT_CHARS, EXCERPT_BEFORE = 200, 40  # of a message, and before a word that was searched for, at most
 UNTITLED = "Untitled"
+DELETED_CHARS = 500_000  # at a time: a tenth of a second
 _LATEST_S = 4e9  # of a time that is shown: in 2096
 _T = TypeVar("_T")
 _WITHOUT_SPACES = re.compile(
@@ -173,7 +174,7 @@ class History(HistoryDatabase):
 
     def first_read(self, chat_id: int) -> int:
         """The id of the first message that the model reads (0: all of them)."""
-        rows = self._run("SELECT CAST(first_read AS INTEGER) FROM chats WHERE id = ?", chat_id)
+        rows = self._run("SELECT first_read FROM chats WHERE id = ?", chat_id)
         return int(rows[0][0]) if rows else 0
 
     def truncate(self, chat_id: int, after_message_id: int) -> None:
@@ -211,7 +212,7 @@ class History(HistoryDatabase):
 
     def messages(self, chat_id: int) -> list[StoredMessage]:
         """The messages of the version that is shown."""
-        sql = """SELECT id, role, CAST(content AS TEXT), CAST(thinking AS TEXT), finished, files, calls FROM messages
+        sql = """SELECT id, role, content, thinking, finished, files, calls FROM messages
             WHERE chat_id = ? AND shown AND (role = 'system' OR id > 0 AND role IN ('user', 'assistant'))
             ORDER BY id"""
         place = {id: i for i, id in enumerate(self._shown(chat_id))}  # a system prompt comes first
@@ -253,9 +254,8 @@ class History(HistoryDatabase):
 
     def title(self, chat_id: int) -> str:
         """The title that the user gave, or the first line of the first prompt."""
-        prompt = """SELECT CAST(content AS TEXT) FROM messages
-            WHERE chat_id = chats.id AND role = 'user' AND shown ORDER BY id LIMIT 1"""
-        rows = self._run(f"SELECT title, ({prompt}) FROM chats WHERE id = ?", chat_id)
+        prompt = "SELECT content FROM messages WHERE chat_id = chats.id AND role = 'user' AND shown ORDER BY id LIMIT 1"
+        rows = self._run(f"SELECT title, ({prompt}) AS first_prompt FROM chats WHERE id = ?", chat_id)
         return _title(*rows[0]) if rows else UNTITLED
 
     def rename(self, chat_id: int, title: str) -> None:
@@ -264,6 +264,23 @@ class History(HistoryDatabase):
 
     def delete(self, chat_id: int) -> None:
         """Deletes a chat, and what the disk keeps of KV caches: nobody knows which of it is of this chat."""
+        for _ in self.delete_in_parts(chat_id):
+            pass
+
+    def delete_in_parts(self, chat_id: int) -> Iterator[None]:
+        """Like `delete`, but other work may go on after each part, its end first. Taking the words of a long chat out
+        of the index takes seconds."""
+        part, size = list[int](), 0
+        rows = self._run(
+            "SELECT id, length(content) FROM messages WHERE chat_id = ? ORDER BY id DESC", chat_id
+        )
+        for message_id, chars in rows:
+            part.append(message_id)
+            size += chars or 0
+            if size > DELETED_CHARS:
+                self._run(f"DELETE FROM messages WHERE id IN ({','.join('?' * len(part))})", *part)
+                part, size = [], 0
+                yield
         with self._transaction():
             self._run("DELETE FROM chats WHERE id = ?", chat_id)
             self._run("DELETE FROM pictures WHERE hash NOT IN (SELECT hash FROM message_pictures)")
@@ -295,11 +312,10 @@ class History(HistoryDatabase):
         of_chat = "messages WHERE chat_id = chats.id AND shown"
         in_message, parameters = _search(terms) if (terms := _terms(query)) else ("FALSE", [])
         rows = self._run(
-            f"""SELECT chats.id, chats.title, model, min(CAST(updated AS REAL), {_LATEST_S}),
-                (SELECT count(*) FROM {of_chat}),
-                CAST(coalesce((SELECT content FROM messages WHERE id = found.id), last.content) AS TEXT),
+            f"""SELECT chats.id, chats.title, model, updated, (SELECT count(*) FROM {of_chat}),
+                coalesce((SELECT content FROM messages WHERE id = found.id), last.content) AS content,
                 last.finished, last.writer,
-                (SELECT CAST(content AS TEXT) FROM {of_chat} AND role = 'user' ORDER BY id LIMIT 1)
+                (SELECT content FROM {of_chat} AND role = 'user' ORDER BY id LIMIT 1) AS first_prompt
             FROM chats LEFT JOIN messages AS last ON last.id = (SELECT max(id) FROM {of_chat})
             LEFT JOIN (SELECT chat_id, min(id) AS id FROM messages WHERE {in_message} GROUP BY chat_id) AS found
                 ON found.chat_id = chats.id
@@ -312,9 +328,9 @@ class History(HistoryDatabase):
                 id=id,
                 title=_title(title, first_prompt),
                 model=model,
-                updated=updated,
+                updated=min(max(0.0, updated), _LATEST_S),
                 message_count=count,
-                excerpt=_excerpt(content or "", terms),
+                excerpt=_excerpt(content, terms),
                 interrupted=not finished and not _is_alive(writer),
             )
             for id, title, model, updated, count, content, finished, writer, first_prompt in rows
@@ -324,13 +340,11 @@ class History(HistoryDatabase):
     def prompts(self, limit: int = 200) -> list[str]:
         """The last prompts of all chats, oldest first, each once."""
         found: dict[str, None] = {}
-        with self._guard():  # reads no more than it takes: all of a large history would take seconds
-            for (text,) in self._db.execute(
-                "SELECT CAST(content AS TEXT) FROM messages WHERE role = 'user' ORDER BY id DESC"
-            ):
-                found.setdefault(text)
-                if len(found) >= limit:
-                    break
+        # No more are read than it takes: all of a large history would take seconds.
+        for (text,) in self._rows("SELECT content FROM messages WHERE role = 'user' ORDER BY id DESC"):
+            found.setdefault(text)
+            if len(found) >= limit:
+                break
         return [*reversed(found)]
 
     def set_open(self, chat_id: int | None) -> None:
@@ -368,7 +382,7 @@ class History(HistoryDatabase):
         for writer, text in self._run("SELECT writer, text FROM drafts ORDER BY rowid DESC"):
             if not _is_alive(writer):
                 self._run("DELETE FROM drafts WHERE writer = ?", writer)
-                return str(text)
+                return text
         return ""
 
 
@@ -393,7 +407,7 @@ def _from_json(text: str, kind: type[_T]) -> _T:
     """What `_as_json` and `_without_pictures` have written; nothing if the disk has changed it."""
     try:
         return msgspec.json.decode(text or "[]", type=kind)
-    except (msgspec.MsgspecError, TypeError):
+    except msgspec.MsgspecError:
         return msgspec.json.decode("[]", type=kind)
 
 
@@ -434,8 +448,8 @@ def _folded(word: str) -> str:
     return "".join(c for c in unicodedata.normalize("NFD", word) if not unicodedata.combining(c))
 
 
-def _title(title: str | None, first_prompt: str | None) -> str:
-    lines = map(str.strip, (first_prompt or "").splitlines())
+def _title(title: str, first_prompt: str) -> str:
+    lines = map(str.strip, first_prompt.splitlines())
     first = next((line for line in lines if line), UNTITLED)
     return title or (first if len(first) <= TITLE_CHARS else first[: TITLE_CHARS - 1].rstrip() + "…")
 
@@ -443,7 +457,7 @@ def _title(title: str | None, first_prompt: str | None) -> str:
 def _is_alive(process_id: int) -> bool:
     try:
         os.kill(process_id, 0)
-    except (ProcessLookupError, OverflowError, TypeError):  # the last two: the disk has changed it
+    except (ProcessLookupError, OverflowError):  # the last: the disk has changed it
         return False
     except OSError:
         return True  # of another user

@@ -71,6 +71,13 @@ MIGRATIONS: tuple[tuple[str, ...], ...] = (
     ),
     ("ALTER TABLE messages ADD COLUMN calls TEXT NOT NULL DEFAULT ''",),  # of tools: JSON, see `Call`
 )
+_READ_AS: dict[str, type] = {
+    **dict.fromkeys(("id", "chat_id", "parent", "writer", "first_read", "place", "finished", "shown"), int),
+    **dict.fromkeys(("title", "model", "role", "content", "thinking", "first_prompt", "text"), str),
+    **dict.fromkeys(("files", "calls", "hash"), str),
+    "updated": float,
+    "data": bytes,
+}
 _NOT_SAVED = "until then chats are not saved."
 _DAMAGED = "is damaged", f"Move it away to start an empty one; {_NOT_SAVED}"
 _PROBLEMS = (  # a part of SQLite's message, what it means, and a hint
@@ -109,8 +116,15 @@ class HistoryDatabase:
             self._db.close()
 
     def _run(self, sql: str, *parameters: Any) -> list[Any]:
+        return list(self._rows(sql, *parameters))
+
+    def _rows(self, sql: str, *parameters: Any) -> Iterator[Any]:
+        """Reads no more rows than are asked for. A value is what `_READ_AS` says for the name of its column."""
         with self._guard():
-            return self._db.execute(sql, parameters).fetchall()
+            cursor = self._db.execute(sql, parameters)
+            kinds = [_READ_AS.get(name) for name, *_ in cursor.description or ()]
+            for row in cursor:
+                yield tuple(map(_read_as, kinds, row))
 
     def _insert(self, sql: str, *parameters: Any) -> int:
         """Returns the id of the new row."""
@@ -168,12 +182,24 @@ class HistoryDatabase:
             if version() > len(MIGRATIONS):
                 raise HistoryError(
                     f"The chat history {self.path} was written by a newer version of orin-chat.",
-                    "Update orin-chat, or move the file away to start an empty history.",
+                    f"Update orin-chat, or move the file away to start an empty history; {_NOT_SAVED}",
                 )
             for number, statements in enumerate(MIGRATIONS[version() :], start=version() + 1):
                 for statement in statements:
                     self._db.execute(statement)
                 self._db.execute(f"PRAGMA user_version = {number}")
+
+
+def _read_as(kind: type | None, value: Any) -> Any:
+    """The value of a column; one of another type, if the disk has changed it: what it may mean, or nothing."""
+    if kind is None or isinstance(value, kind):
+        return value
+    if kind is str and isinstance(value, bytes):
+        return value.decode("utf-8", "replace")
+    if kind is not bytes and value is not None:
+        with contextlib.suppress(ValueError, OverflowError):
+            return kind(value)
+    return kind()
 
 
 def _create_private(path: Path) -> None:

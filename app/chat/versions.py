@@ -19,9 +19,9 @@ class Node(NamedTuple):
 
 class Versions:
     def __init__(self, nodes: Sequence[Node]) -> None:
-        self._nodes = {node.id: node for node in nodes}
+        self._nodes = {node.id: node for node in _without_cycles(nodes)}
         self._after: dict[int, list[Node]] = defaultdict(list)
-        for node in sorted(nodes):
+        for _, node in sorted(self._nodes.items()):
             self._after[node.parent].append(node)
 
     def at(self, prompt: int) -> tuple[list[tuple[int, ...]], int]:
@@ -62,3 +62,22 @@ class Versions:
             last = self._after[last][-1].id
             path.append(last)
         return path
+
+
+def _without_cycles(nodes: Sequence[Node]) -> list[Node]:
+    """Each after its parent. What the disk has changed into a cycle begins with its lowest id."""
+    after: dict[int, list[Node]] = defaultdict(list)
+    ids = {node.id for node in nodes}
+    for node in nodes:
+        after[node.parent if node.parent in ids else 0].append(node)
+    left = {node.id: node for node in sorted(nodes)}
+    found = list[Node]()
+    waiting = after[0]
+    while left:
+        waiting = waiting or [left[min(left)]._replace(parent=0)]
+        while waiting:
+            node = waiting.pop()
+            if left.pop(node.id, None):
+                found.append(node)
+                waiting += after[node.id]
+    return found

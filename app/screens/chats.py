@@ -1,7 +1,9 @@
 """The page of past chats: search, open, rename, delete."""
 
+import asyncio
+import contextlib
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence, Set
 from datetime import datetime
 from typing import Any
 
@@ -18,10 +20,12 @@ PAGE = 50
 
 
 class FoundChats(Sequence[ChatSummary]):
-    """The chats that a search finds. A chat is read when it is asked for, so that the number of chats costs nothing."""
+    """The chats that a search finds, but for those that are `deleted`. A chat is read when it is asked for, so that the
+    number of chats costs nothing."""
 
-    def __init__(self, history: History, query: str) -> None:
-        self.ids, self.open_elsewhere = history.chat_ids(query), history.open_elsewhere()
+    def __init__(self, history: History, query: str, deleted: Set[int]) -> None:
+        self.ids = [id for id in history.chat_ids(query) if id not in deleted]
+        self.open_elsewhere = history.open_elsewhere()
         self._history, self._query = history, query
         self._pages: dict[int, dict[int, ChatSummary]] = {}
 
@@ -77,7 +81,7 @@ class ChatsScreen(ListPage[ChatSummary, int | None]):
 
     def find(self, text: str) -> Sequence[ChatSummary]:
         try:
-            self.found = FoundChats(self.history, text)
+            self.found = FoundChats(self.history, text, self.deleted)
         except HistoryError as error:
             self.say(str(error))
             return ()
@@ -123,8 +127,28 @@ class ChatsScreen(ListPage[ChatSummary, int | None]):
         self.ask(question, lambda: self._delete(chat))
 
     def _delete(self, chat: ChatSummary) -> None:
-        if self.attempt(lambda: self.history.delete(chat.id)):
+        parts = self.history.delete_in_parts(chat.id)
+
+        def begin() -> None:
+            next(parts, None)
             self.deleted.add(chat.id)
+
+        if self.attempt(begin):
+            self.app.run_worker(self._delete_rest(chat.id, parts))  # goes on when this page is closed
+
+    async def _delete_rest(self, chat_id: int, parts: Iterator[None]) -> None:
+        try:
+            for _ in parts:
+                await asyncio.sleep(0.01)  # for keys and the screen
+        except asyncio.CancelledError:  # the program ends
+            with contextlib.suppress(HistoryError):
+                list(parts)
+            raise
+        except HistoryError as error:
+            self.deleted.discard(chat_id)
+            if self.is_attached:
+                self.show_entries()
+                self.say(str(error))
 
 
 def time_label(seconds: float, now: float) -> str:

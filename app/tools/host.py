@@ -214,7 +214,9 @@ async def _tools(client: Client, invalid: Sequence[str]) -> tuple[tuple[ListedTo
         if not cursor:
             break
     reasons = {"too long to be offered": long, "not valid and left out": invalid}
-    named = (f"{why}: {', '.join(name[:128] for name in names[:5])}" for why, names in reasons.items() if names)
+    named = (
+        f"{why}: {', '.join(name[:128] for name in names[:5])}" for why, names in reasons.items() if names
+    )
     return tuple(tools), "; ".join(named)
 
 

@@ -53,7 +53,9 @@ class ValidTools:
         if isinstance(tools, list) and not self._is_valid(result):
             valid = [self._is_valid({**result, "tools": [tool]}) for tool in tools]
             result["tools"] = [tool for tool, is_valid in zip(tools, valid, strict=True) if is_valid]
-            self.left_out += [_name(tool) for tool, is_valid in zip(tools, valid, strict=True) if not is_valid]
+            self.left_out += [
+                _name(tool) for tool, is_valid in zip(tools, valid, strict=True) if not is_valid
+            ]
 
     def _is_valid(self, result: dict[str, Any]) -> bool:
         """As the library decides it."""

@@ -16,6 +16,7 @@ from tests import environment
 from tests.soak import (
     cancelled_guesses,
     changed_blocks,
+    damaged_histories,
     damaged_weights,
     engine_faults,
     full_disks,
@@ -46,6 +47,7 @@ PARTS = {
     "weights": (damaged_weights.run, 2_000),
     "guesses": (cancelled_guesses.run, 5_000),
     "blocks": (changed_blocks.run, 1_000),
+    "history": (damaged_histories.run, 3_000),
     "hub": (hostile_hub.run, 20_000),
     "engine": (engine_faults.run, 1_000),
     "program": (program_deaths.run, 1_000),

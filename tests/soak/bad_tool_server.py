@@ -29,7 +29,14 @@ def tools():
     if FAULT == "has wrong types":
         return {"echo": None}
     if FAULT == "has invalid tools":
-        wrong = (None, {}, [], {"name": "text", "inputSchema": 5}, {"name": HOSTILE}, {"name": 7, "inputSchema": SCHEMA})
+        wrong = (
+            None,
+            {},
+            [],
+            {"name": "text", "inputSchema": 5},
+            {"name": HOSTILE},
+            {"name": 7, "inputSchema": SCHEMA},
+        )
         return [*wrong, {"name": "echo", "inputSchema": SCHEMA}]
     if FAULT == "nests schemas":
         return [{"name": "echo", "inputSchema": SCHEMA}, *nested()]

@@ -7,6 +7,7 @@ from tests.soak.__main__ import PARTS
 FEW = {
     "files": 150,
     "pictures": 150,
+    "history": 15,
     "hub": 40,
     "engine": 3,
     "program": 1,

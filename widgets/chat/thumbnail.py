@@ -50,7 +50,7 @@ def _joined(pictures: Sequence[Sequence[Content]]) -> list[Line]:
 def _rows(picture: PictureFile, width: int) -> list[Content]:
     """A thumbnail in at most `width` cells; nothing if there is none."""
     n_columns = picture.thumbnail_width
-    n_rows = len(picture.thumbnail) // (3 * n_columns) if n_columns else 0
+    n_rows = len(picture.thumbnail) // (3 * n_columns) if n_columns > 0 else 0
     if not n_rows:
         return []
     shown = min(n_columns, max(1, width))

@@ -329,8 +329,9 @@ def test_a_full_disk_is_one_sentence_and_mends_itself(history):
 
 def test_a_newer_schema_is_refused(history):
     history._db.execute(f"PRAGMA user_version = {len(MIGRATIONS) + 1}")
-    with pytest.raises(HistoryError, match="newer version"):
+    with pytest.raises(HistoryError, match="newer version") as refused:
         History(history.path)
+    assert refused.value.hint.endswith("chats are not saved.")
 
 
 def test_each_migration_is_applied_once(tmp_path, monkeypatch):
@@ -370,6 +371,18 @@ def test_what_the_disk_has_changed_in_a_chat_costs_no_more_than_that(history):
     assert stored.message.content == "H\ufffd" and stored.files == stored.calls == ()
     [chat] = history.chats()
     assert chat.message_count == 2 and time_label(chat.updated, 0.0) and history.first_read(chat_id) == 0
+
+
+def test_messages_that_the_disk_has_changed_into_a_cycle_are_shown(history):
+    chat_id = history.new_chat("m")
+    for text in ("one", "two"):
+        history.append(chat_id, user(text))
+        history.append(chat_id, assistant(text))
+    history._db.execute("UPDATE messages SET parent = 5 - id")
+    assert [stored.message.content for stored in history.messages(chat_id)] == ["one", "one", "two", "two"]
+    versions = history.versions(chat_id)
+    assert versions.mark(1) == versions.mark(3) == (1, 1)
+    assert versions.through(1) == [1, 4] and versions.through(2) == [2, 3]
 
 
 def test_a_damaged_file_whose_name_of_a_table_is_no_text(history):

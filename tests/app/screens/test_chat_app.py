@@ -590,6 +590,19 @@ async def test_rename_and_delete_a_past_chat(history):
         assert user.turns() == []
 
 
+async def test_a_long_chat_is_deleted_in_parts_while_the_page_is_closed(history, monkeypatch):
+    monkeypatch.setattr("app.chat.history.DELETED_CHARS", 10)
+    sea, bread = fill(history)
+    async with chat(FakeEngine(), history) as user:
+        await user.press("ctrl+o")
+        await user.sees("2 messages")
+        n_rows = user.app.screen.list.count
+        await user.press("delete", "y", "escape")
+        assert n_rows == 2
+        await user.until(lambda: len(history.chat_ids()) == 1, "the chat is deleted")
+        assert not history.messages(bread) or not history.messages(sea)
+
+
 def fill_many(history: History, count: int) -> None:
     """`count` chats, chat 0 the oldest."""
     for i in range(count):
