@@ -382,7 +382,7 @@ class History(HistoryDatabase):
         for writer, text in self._run("SELECT writer, text FROM drafts ORDER BY rowid DESC"):
             if not _is_alive(writer):
                 self._run("DELETE FROM drafts WHERE writer = ?", writer)
-                return text
+                return str(text)
         return ""
 
 

@@ -1,6 +1,7 @@
 """Faults and hostile input, again and again: python -m tests.soak [PART ...] [--share N]
 
-Prints a row of a Markdown table for each part: the fault, the tries, how they ended, what was lost, the longest time.
+Prints a row of a Markdown table for each part: the fault, the tries, how they ended, what was lost, the longest time;
+to the standard error, every ten seconds how far the row is.
 The exit code is 1 if anything was lost. `make soak` runs all of it, in about two hours on two cores; `--share 0.1`
 makes a tenth of the tries. tests/soak/test_soak.py runs a few of most parts.
 """
@@ -8,8 +9,11 @@ makes a tenth of the tries. tests/soak/test_soak.py runs a few of most parts.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import sys
+import threading
 import time
+from collections.abc import Iterator
 from functools import partial
 
 from tests import environment
@@ -39,7 +43,9 @@ from tests.soak import (
     switches,
     tool_servers,
 )
+from tests.soak.counts import Counts
 
+PROGRESS_S = 10.0
 PARTS = {
     "files": (hostile_files.run, 80_000),
     "pictures": (hostile_pictures.run, 10_000),
@@ -71,6 +77,23 @@ PARTS = {
 """What runs a part, and how often."""
 
 
+@contextlib.contextmanager
+def _progress() -> Iterator[None]:
+    """Prints to the standard error, again and again, how far a part is."""
+    is_over = threading.Event()
+
+    def say() -> None:
+        while not is_over.wait(PROGRESS_S):
+            print(Counts.latest and Counts.latest.row(), file=sys.stderr, flush=True)
+
+    Counts.latest = None
+    threading.Thread(target=say, daemon=True).start()
+    try:
+        yield
+    finally:
+        is_over.set()
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("parts", nargs="*", metavar="PART", help=", ".join(PARTS))
@@ -90,7 +113,8 @@ def main() -> int:
     try:
         for name in args.parts or PARTS:
             run, tries = PARTS[name]
-            counts = run(max(1, round(tries * args.share)), args.seed)
+            with _progress():
+                counts = run(max(1, round(tries * args.share)), args.seed)
             lost += counts.lost.total()
             print(counts.row(), flush=True)
     finally:

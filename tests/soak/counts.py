@@ -4,17 +4,22 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
+from typing import ClassVar, Self
 
 
 @dataclass
 class Counts:
     """`survived`: tries by outcome, such as "refused". `lost`: tries that failed, by what was seen. `worst_ms`: the
-    longest time that something took which a user waits for or loses."""
+    longest time that something took which a user waits for or loses. `latest` are those of the part that runs."""
 
     fault: str
     survived: Counter[str] = field(default_factory=Counter)
     lost: Counter[str] = field(default_factory=Counter)
     worst_ms: float = 0.0
+    latest: ClassVar[Self | None] = None
+
+    def __post_init__(self) -> None:
+        type(self).latest = self
 
     @property
     def tries(self) -> int:
