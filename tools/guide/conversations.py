@@ -15,8 +15,8 @@ from tools.guide.wording import gist, normalized
 QUESTION_COUNTS = ((1, 40), (2, 20), (3, 14), (4, 8), (6, 8), (9, 6), (14, 3), (22, 1), (46, 3))
 """(questions in a conversation, weight of this count). The longest fill the context."""
 STANDALONE_WEIGHTS = {
-    "fact": 62, "topic": 11, "calculate": 2, "live": 3, "write": 4, "talk": 14, "unclear": 2, "dangling": 2,
-    "name": 11, "file": 3,
+    "fact": 62, "first": 22, "topic": 11, "calculate": 2, "live": 3, "write": 4, "talk": 14, "unclear": 2,
+    "dangling": 2, "name": 9, "file": 4,
 }  # fmt: skip
 FOLLOW_UP_CHANCE = 0.5
 """The share of questions that follow up on the previous answer."""
@@ -73,6 +73,8 @@ class Conversations:
         self._entries_after = {
             fact.id: [entry for entry in knowledge.follow if entry.follows(fact)] for fact in known
         }
+        self._first = [(name, lines) for name, lines in knowledge.first.items() if name in knowledge.facts]
+        self._first_weights = [len(lines) ** 0.5 for _, lines in self._first]
         self._kinds, self._kind_weights = zip(*STANDALONE_WEIGHTS.items(), strict=True)
 
     def draw(self) -> list[Message]:
@@ -118,6 +120,8 @@ class Conversations:
         kind = rng.choices(self._kinds, self._kind_weights)[0]
         if kind == "fact":
             return self._question_about(rng.choices(self._plain, self._plain_weights)[0])
+        if kind == "first":
+            return self._first_day()
         if kind == "talk":
             return self._question_about(rng.choice(self._talk), plain=rng.random() < 0.7)
         if kind == "name":
@@ -144,6 +148,14 @@ class Conversations:
         elif fact.id not in _KEEPS_THE_SUBJECT:
             self._subject = None
         return question, fact.answer
+
+    def _first_day(self) -> tuple[str, str]:
+        rng = self._rng
+        name, patterns = rng.choices(self._first, self._first_weights)[0]
+        fact = self._subject = self._knowledge.facts[name]
+        slots = fact.asks[0].slots if fact.asks else {}
+        question = self._wording.phrase(rng.choice(patterns), rng, slots)
+        return self._wording.typed(question, rng, plain=rng.random() < 0.5), fact.answer
 
     def _name_turn(self) -> tuple[str, str]:
         """The user tells their name, or asks what it is."""
@@ -195,25 +207,32 @@ class Conversations:
     def _pasted(self) -> str:
         """A longer pasted text with a request, as "summarize this"."""
         rng, pasted = self._rng, self._grammar["pasted"]
-        slots = self._knowledge.facts["unknown.topic"].asks[0].slots
-        sentences = [
-            self._wording.phrase(rng.choice(pasted["sentences"]), rng, slots).capitalize() + "."
-            for _ in range(rng.randrange(2, 12))
-        ]
+        sentences = self._made_up(rng.randrange(2, 12))
         text = (" " if rng.random() < 0.6 else "\n").join(sentences)
         request = rng.choice(pasted["requests"])
         return f"{text}\n\n{request}" if rng.random() < 0.6 else f"{request}\n\n{text}"
 
     def _file(self) -> str:
-        """A question about a file that goes along, as the chat sends it: some lines of this project's own."""
+        """A question about a file that goes along, as the chat sends it: lines of this project, or made up."""
         rng, files = self._rng, self._grammar["files"]
-        name, lines = rng.choice(_project_files())
-        first, count = rng.randrange(len(lines)), rng.choice((1, 4, 10, 25, 60, 120))
-        text = "\n".join(lines[first : first + count])[: rng.choice((300, 1000, 2500, 5000))]
-        request = self._wording.phrase(
-            rng.choice(files["requests"]), rng, {"file": (f"@{name}", "this file")}
-        )
+        if rng.random() < 0.6:
+            name, lines = rng.choice(_project_files())
+            first, count = rng.randrange(len(lines)), rng.choice((1, 4, 10, 25, 60, 120))
+            text = "\n".join(lines[first : first + count])[: rng.choice((300, 1000, 2500, 5000))]
+        else:
+            name = self._wording.phrase(rng.choice(files["names"]), rng)
+            text = "\n".join(self._made_up(rng.choice((1, 1, 2, 3, 6, 12))))
+        asked = files["requests"] if rng.random() < 0.6 else files["questions"]
+        slots = {"file": (f"@{name}", "this file")}
+        request = self._wording.typed(self._wording.phrase(rng.choice(asked), rng, slots), rng, plain=True)
         return f"{name}:\n```\n{text}\n```\n\n{request}"
+
+    def _made_up(self, count: int) -> list[str]:
+        """Sentences about things in the world."""
+        slots = self._knowledge.facts["unknown.topic"].asks[0].slots
+        patterns = self._grammar["pasted"]["sentences"]
+        drawn = (self._wording.phrase(self._rng.choice(patterns), self._rng, slots) for _ in range(count))
+        return [sentence.capitalize() + "." for sentence in drawn]
 
     # --- follow-up questions ------------------------------------------------------------------------------
 

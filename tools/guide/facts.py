@@ -17,6 +17,8 @@ from tools.guide.shape import SHAPE
 from tools.guide.wording import Wording
 
 KNOWLEDGE = Path(__file__).parent / "knowledge"
+FIRST_DAY = ("day.txt", "first.txt")
+"""Files of asked/ with what somebody asks on a first day: it comes more often."""
 _TOPIC_OF_TABLE = {"key": "keys", "command": "commands", "exit": "exit codes", "program": "commands"}
 PRONOUNS = ("it", "that", "this", "it", "that one")
 
@@ -76,7 +78,8 @@ class Follow:
 class Knowledge:
     """All facts by id, and how questions are worded. `pairs` maps a subject to a related one, `grammar` is
     grammar.toml, and `follow` leads from one fact to another. `snapshot` holds the texts that the guide must say of the
-    program. `unused` are phrases for things that the program does not have."""
+    program. `unused` are phrases for things that the program does not have. `first` maps the id of a fact to questions
+    of a first day."""
 
     facts: Mapping[str, Fact]
     pairs: Mapping[str, str]
@@ -84,6 +87,7 @@ class Knowledge:
     follow: Sequence[Follow]
     snapshot: Mapping[str, Sequence[str]]
     unused: Sequence[str]
+    first: Mapping[str, Sequence[str]]
     wording: Wording
 
 
@@ -146,6 +150,7 @@ def load() -> Knowledge:
             *(f"{kind} {name}" for kind, left in phrases.items() for name in left),
             *(name for name in asked if name not in builder.facts),
         ),
+        first=read_asked(names=FIRST_DAY),
         wording=Wording(
             grammar["groups"],
             grammar["noise"],
@@ -154,11 +159,13 @@ def load() -> Knowledge:
     )
 
 
-def read_asked(folder: Path = KNOWLEDGE / "asked") -> dict[str, list[str]]:
-    """Whole questions by the id of the fact that answers them: the lines of *.txt under a [fact id]. Raises
-    ValueError for a line without a fact id above it."""
+def read_asked(folder: Path = KNOWLEDGE / "asked", names: Sequence[str] = ()) -> dict[str, list[str]]:
+    """Whole questions by the id of the fact that answers them: the lines of *.txt under a [fact id], or of the files
+    with these `names`. Raises ValueError for a line without a fact id above it."""
     asked: dict[str, list[str]] = {}
     for path in sorted(folder.glob("*.txt")):
+        if names and path.name not in names:
+            continue
         lines: list[str] | None = None
         for number, line in enumerate(path.read_text("utf-8").splitlines(), 1):
             if line.startswith("[") and line.endswith("]"):

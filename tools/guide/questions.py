@@ -1,11 +1,12 @@
-"""Questions with known answers that are not in the training data, written by hand in other words.
+r"""Questions with known answers that are not in the training data, written by hand in other words.
 
 The questions in held_out.txt judge the guide. Those in development.txt judge changes of the corpus on the way, so that
 nobody looks at the first. A line is
 
     question >> next question => fact & fact | the same in other words
 
-under a [topic]. The answer to the last question is judged: it must contain each fact, in one of its forms.
+under a [topic]; \n in a question is a new line. The answer to the last question is judged: it must contain each fact,
+in one of its forms.
 """
 
 from collections.abc import Collection, Iterator, Sequence
@@ -35,7 +36,8 @@ def read(path: Path) -> list[Question]:
             if not arrow or not topic:
                 raise ValueError(f"{path.name}, line {number}: a question and its facts stand around =>")
             facts = tuple(tuple(form.strip() for form in fact.split(" | ")) for fact in must.split(" & "))
-            questions.append(Question(topic, tuple(turn.strip() for turn in turns.split(" >> ")), facts))
+            asked = tuple(turn.strip().replace("\\n", "\n") for turn in turns.split(" >> "))
+            questions.append(Question(topic, asked, facts))
     return questions
 
 

@@ -67,13 +67,14 @@ OTHER_FREE_KEYS = ("Insert", "Pause", "Scroll Lock", "Print Screen", "F13", "F14
 
 def keys(phrases: dict[str, dict[str, str]]) -> Iterator[Source]:
     """What each key does. `phrases` is keys.toml, which also names the command of the line mode that does the same."""
+    known = figures()
     for action in ACTIONS:
         label = key_label(action.key)
         phrase = phrases.get(action.name, {})
         plain = phrase.get("line_mode") or (
             f"{IN_LINE_MODE}/{phrase['command']}." if "command" in phrase else ""
         )
-        answer = _said(phrase, f"Press {label}: {_lower(action.help)}.", key=label) + plain
+        answer = _said(phrase, f"Press {label}: {_lower(action.help)}.", key=label, **known) + plain
         yield Source(f"key.{action.name}", "press", answer, (label,), {"key": _key_names(label)})
         if action.second:
             second = key_label(action.second)
@@ -96,7 +97,7 @@ def keys(phrases: dict[str, dict[str, str]]) -> Iterator[Source]:
         yield Source(f"key.{name}", "press", f"{place}: {help}.", tuple(parts), {"key": names})
     names = tuple(key for label in EDITING_KEYS for key in _key_names(label))
     yield Source("key.editing", "press", EDITING, ("Ctrl+Z undoes",), {"key": names})
-    nothing = f"That key does nothing in orin-chat; {figures()['key_help']} lists all keys."
+    nothing = f"That key does nothing in orin-chat; {known['key_help']} lists all keys."
     for label in free_keys():
         yield Source(f"key.{label.lower()}", "press", nothing, ("nothing",), {"key": _key_names(label)})
     forms = ("Alt+", "alt-", "alt ", "ctrl+alt+", "Ctrl-Alt-")
