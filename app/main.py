@@ -187,15 +187,16 @@ def _answer(args: Namespace, settings: Settings, configuration: Configuration) -
                 f"@{mention.name} goes as text.",
                 "Files go along as arguments: orin-chat FILE PROMPT.",
             )
+    files = options.attachments(args)
     request = Generate(
         request_id=1,
-        prompt=options.prompt(args),
+        prompt=options.prompt(args, files),
         sampling=configuration.sampling,
         max_tokens=args.max_tokens,
         logprobs=args.logprobs or 0,
         ignore_eos=args.ignore_eos,
     )
-    as_text = TextOutput(sys.stdout, sys.stderr, verbose=args.verbose, sampling=request.sampling)
+    as_text = TextOutput(sys.stdout, sys.stderr, verbose=args.verbose, sampling=request.sampling, files=files)
     show = partial(show_as_json, sys.stdout) if args.json else as_text.show
     if not args.compare:
         tools = None

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from engine.formats.picture import Pixels
 
 _KEPT = 100  # files
+UNSEEN = "this model sees no pictures"
 THUMBNAIL = 48, 32
 """The pixels into which a small picture fits."""
 
@@ -149,8 +150,9 @@ class FileReader:
     def _is_known(self, path: Path) -> bool:
         return any(_path(path) == sent for sent, _, _ in self._sent)
 
-    def chips(self, prompt: str) -> list[tuple[str, bool]]:
-        """A few words on each file that `prompt` names, and whether it can be read."""
+    def chips(self, prompt: str, *, sees: bool = True) -> list[tuple[str, bool]]:
+        """A few words on each file that `prompt` names, and whether it can be read by a model that `sees` pictures, or
+        does not."""
         shown = []
         try:
             named = self._mentions(prompt)
@@ -158,7 +160,9 @@ class FileReader:
             return [(error.message, False)]
         for mention in named:
             try:
-                shown.append((self.read(mention).label, True))
+                file = self.read(mention)
+                is_seen = sees or file.picture is None
+                shown.append((file.label if is_seen else f"{file.label}: {UNSEEN}", is_seen))
             except OrinError as error:
                 shown.append((error.message, False))
         return shown

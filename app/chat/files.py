@@ -12,9 +12,12 @@ import shlex
 import stat
 import urllib.parse
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
+
+from msgspec.structs import replace
 
 from app.chat.status import StatusObserver
 from engine.errors import UsageError
@@ -30,6 +33,7 @@ _MENTION = re.compile(
     r"""(?:(?<=\s)|(?<=[("'])|^)@(?:"(?P<quoted>[^"\n]+)"(?P<of_quoted>:\d+(?:-\d+)?)?|(?P<bare>[^\s"'@]+))"""
 )
 _LINES = re.compile(r":(\d{1,9})(?:-(\d{1,9}))?$")
+_CHARS_A_TOKEN = 5  # more than texts have
 _AFTER = ".,;:!?)]}>"  # punctuation that may follow a mention
 _GLOB = re.compile(r"[*?\[]")
 
@@ -68,6 +72,17 @@ def mentions(
         if len(found) > MOST_FILES:
             raise UsageError(f"@{one_line(text)} makes more than {MOST_FILES} files.", "Name fewer.")
     return list(found)
+
+
+def argument(text: str) -> Mention | None:
+    """The file that an argument of the command line names, as notes.txt or as notes.txt:10-40; None if it is none."""
+    with suppress(OSError, ValueError):  # a long prompt is no name of a file
+        if (path := Path(text)).is_file():
+            return Mention(path)
+        lines = _LINES.search(text)
+        if lines and (path := Path(text[: lines.start()])).is_file():
+            return Mention(path, int(lines[1]), int(lines[2] or lines[1]))
+    return None
 
 
 def missing(
@@ -220,6 +235,20 @@ def require_room(attachments: Sequence[Attachment], tokens: int, room: int) -> N
             f"{names} {have} {counted(tokens, 'token')}, and the context has room for {room:,}.",
             _less(max(attachments, key=lambda file: file.tokens or 0), tokens - room),
         )
+
+
+def fewer_lines(read: Sequence[Attachment], tokens: int, most: int) -> str:
+    """Which lines of the longest file to name, where a prompt of about `tokens`, most of it of the files `read`, is to
+    have `most`; "" if that is not known, or no line fits. A quarter of `most` is left for the reply."""
+    if not read or not 0 < most < tokens:
+        return ""
+    longest = max(read, key=lambda file: len(file.text))
+    share = len(longest.text) / max(1, sum(len(file.text) for file in read))
+    about = max(
+        tokens, sum(len(file.text) for file in read) // _CHARS_A_TOKEN
+    )  # the count may have ended early
+    longest = replace(longest, tokens=round(about * share))
+    return _less(longest, about - most * 3 // 4).removeprefix("@")
 
 
 def refuse_pictures(attachments: Sequence[Attachment], status: StatusObserver) -> None:

@@ -2,17 +2,19 @@
 
 import json
 import signal
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from typing import Any, Protocol, TextIO
 
 import msgspec
 
 from app.chat.configuration import without_effect
+from app.chat.files import fewer_lines
 from app.cli.progress import ProgressLine, describe, figures, say
 from app.cli.signals import run_until_signal
 from app.cli.start_lines import start_lines
 from engine.protocol.client import Engine, leave
 from engine.protocol.events import Event, Failed, Finished, Generate, Ready, Sampling, Thinking, Token
+from widgets.chat.turn import Attachment
 from widgets.text import clean
 
 
@@ -63,16 +65,23 @@ async def follow(events: AsyncIterator[Event], show: Callable[[Event], None]) ->
 
 class TextOutput:
     """Writes the reply to `out`. Writes failures, progress (on a terminal) and, if `verbose`, figures to `messages`.
-    `sampling` is what was asked for."""
+    `sampling` is what was asked for, `files` those of the prompt."""
 
     def __init__(
-        self, out: Writer, messages: TextIO, *, verbose: bool = False, sampling: Sampling | None = None
+        self,
+        out: Writer,
+        messages: TextIO,
+        *,
+        verbose: bool = False,
+        sampling: Sampling | None = None,
+        files: Sequence[Attachment] = (),
     ) -> None:
         self._out = out
         self._messages = messages
         self._status = ProgressLine(messages)
         self._verbose = verbose
         self._sampling = sampling or Sampling()
+        self._files = files
         self._line_open = False
         self._context_length = 0  # 0: not known
 
@@ -93,7 +102,7 @@ class TextOutput:
 
     def _say_event(self, event: Finished | Failed | Ready) -> None:
         if isinstance(event, Failed):
-            self.say(event.message, event.hint)
+            self.say(event.message, fewer_lines(self._files, event.tokens, event.most) or event.hint)
         elif self._verbose:
             self.say(figures(event) if isinstance(event, Finished) else describe(event))
             if isinstance(event, Ready):

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from app.chat.configuration import Configuration
     from app.chat.settings import Settings
     from engine.protocol.events import Chat, RawText, TokenIds
+    from widgets.chat.turn import Attachment
 
 BACKENDS = ("auto", "CPU", "CUDA", "NV")
 EFFORTS = ("low", "medium", "high")
@@ -227,16 +228,23 @@ def _refuse_contradictions(args: argparse.Namespace) -> None:
 # --- what the options mean ------------------------------------------------------------------------------
 
 
-def prompt(args: argparse.Namespace) -> Chat | RawText | TokenIds:
-    """The prompt of a single answer: FILES, PROMPT, then standard input. Raises UsageError if it is empty or too long,
-    or if a file cannot be read."""
-    from app.chat.files import Mention, read, read_picture
+def attachments(args: argparse.Namespace) -> list[Attachment]:
+    """The files of a single answer. Raises UsageError if one cannot be read."""
+    from app.chat.files import argument, read, read_picture
+
+    named = [mention for mention in map(argument, args.files) if mention]
+    return [*map(read_picture, args.image), *map(read, named)]
+
+
+def prompt(args: argparse.Namespace, files: Sequence[Attachment] | None = None) -> Chat | RawText | TokenIds:
+    """The prompt of a single answer: `files` (None: they are read), PROMPT, then standard input. Raises UsageError if
+    it is empty or too long, or if a file cannot be read."""
     from engine.formats.picture_kind import is_binary_picture
     from engine.protocol.events import Chat, Message, Picture, RawText, TokenIds, plain
 
     if args.prompt_ids is not None:
         return TokenIds(ids=args.prompt_ids)
-    files = [*map(read_picture, args.image), *(read(Mention(Path(name))) for name in args.files)]
+    files = attachments(args) if files is None else files
     pictures = [Picture(data=file.picture.data, name=file.path) for file in files if file.picture]
     parts = [*(file.quoted for file in files if not file.picture), *args.prompt]
     if _stdin_has_text():
@@ -329,9 +337,10 @@ def _is_terminal() -> bool:
 
 
 def _is_file(text: str) -> bool:
-    """Whether an argument is the path of a file."""
+    """Whether an argument is the path of a file, perhaps with lines of it, as notes.txt:10-40."""
     try:
-        return Path(text).is_file()
+        path = re.sub(r":\d{1,9}(-\d{1,9})?$", "", text)
+        return Path(text).is_file() or (path != text and Path(path).is_file())
     except (OSError, ValueError):  # a long prompt is no name of a file
         return False
 

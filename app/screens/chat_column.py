@@ -96,7 +96,7 @@ class ChatColumn(View, Vertical):
         self.welcome, self.transcript, self.comparison = Welcome(), Transcript(), ComparisonPane()
         self.find_bar = FindBar(self.transcript)
         self.activity, self.prompt = ActivityLine(), Prompt(PLACEHOLDERS[0])
-        self.typing = TypingHelp(self, self.prompt, model)
+        self.typing = TypingHelp(self, self.prompt, model, lambda: self.session.status.sees)
         self.queued = Static(id="queued", markup=False)
         self.question = ToolQuestion()
         self.status_line = StatusLine()

@@ -20,12 +20,14 @@ _REQUIRED = ("NUMBER", "FILE", "on|off")
 
 class TypingHelp:
     """Fills the prompt's list of suggestions, and the line `chips` of files. `owner` runs what takes time. `model`
-    returns the file of the model in use."""
+    returns the file of the model in use, `sees` whether it takes pictures."""
 
-    def __init__(self, owner: Widget, prompt: Prompt, model: Callable[[], Path | None]) -> None:
+    def __init__(
+        self, owner: Widget, prompt: Prompt, model: Callable[[], Path | None], sees: Callable[[], bool]
+    ) -> None:
         self.reader = FileReader(TokenCounter(model))
         self.chips = Static(id="files", markup=False)
-        self._owner, self._prompt = owner, prompt
+        self._owner, self._prompt, self._sees = owner, prompt, sees
         self._suggested_for = ""
         prompt.suggest, prompt.paste = self.suggest_now, files.pasted
 
@@ -67,7 +69,7 @@ class TypingHelp:
         self._prompt.suggestions.show(start, [Suggestion(name) for name in names], before)
 
     async def _show_chips(self, text: str) -> None:
-        chips = await asyncio.to_thread(self.reader.chips, text)
+        chips = await asyncio.to_thread(self.reader.chips, text, sees=self._sees())
         if self._prompt.text == text:
             self._set_chips(chips)
 

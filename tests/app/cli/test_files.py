@@ -1,12 +1,16 @@
 """Files on the command line: `orin-chat FILE... "question"`."""
 
+from io import StringIO
+
 import pytest
 
 from app.cli import options
 from app.cli.meant import check_command
+from app.cli.oneshot import TextOutput
 from app.main import COMMANDS, main
 from engine.errors import UsageError
 from engine.invocation import call
+from engine.protocol.events import Failed
 from tests.pictures import plain_picture
 
 
@@ -26,6 +30,25 @@ def test_files_go_before_the_question():
     args = parse("a.py", "What is it?")
     [message] = options.prompt(args).messages
     assert args.one_shot and message.content == "a.py:\n```\na = 1\n```\n\nWhat is it?"
+
+
+def test_lines_of_a_file_are_taken(tmp_path):
+    (tmp_path / "b.txt").write_text("one\ntwo\nthree\n")
+    [message] = options.prompt(parse("b.txt:2-3", "What is it?")).messages
+    assert message.content == "b.txt:2-3:\n```\ntwo\nthree\n```\n\nWhat is it?"
+    assert not parse("c.txt:2-3").files
+
+
+def test_a_file_that_is_too_long_is_named_with_lines_that_fit(tmp_path):
+    (tmp_path / "b.txt").write_text("a line of some words\n" * 1000)
+    files = options.attachments(parse("a.py", "b.txt", "What is it?"))
+    said = StringIO()
+    failure = Failed(kind="context", message="It is too long.", hint="Shorten it.", tokens=6000, most=2000)
+    TextOutput(StringIO(), said, files=files).show(failure)
+    assert said.getvalue() == "orin-chat: It is too long. b.txt:1-224 takes as many lines as fit.\n"
+    said = StringIO()
+    TextOutput(StringIO(), said).show(failure)
+    assert said.getvalue() == "orin-chat: It is too long. Shorten it.\n"
 
 
 def test_a_models_file_is_the_model(tmp_path, capsys):

@@ -57,7 +57,9 @@ async def test_a_picture_goes_along_and_is_shown_in_small(history, folder, monke
 async def test_a_model_that_does_not_see_leaves_the_prompt_where_it_is(history):
     async with chat(FakeEngine(), history) as user:
         await user.idle()
-        await user.say("Look at @sea.png")
+        user.app.prompt.insert("Look at @sea.png")
+        await user.sees("sea.png 60×40: this model sees no pictures")
+        await user.press("enter")
         await user.sees("Qwen3 0.6B sees no pictures. A model does that has its encoder beside it")
         assert user.app.prompt.text == "Look at @sea.png" and not user.engine.requests
 
