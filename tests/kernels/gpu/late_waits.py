@@ -79,8 +79,9 @@ def attention() -> Iterator[Made]:
     quantized = replace(plain, kv_format=KVFormat.Q8_0)
     others = quantized, replace(plain, gated=True), replace(plain, temperature=True)
     for heads in (plain, *others) if THOROUGH else (plain,):
-        kernel = flash_attention(heads, flash_split(heads, 8192, 256, 16))
-        yield kernel, [dtype for _, dtype in heads.cache_planes]
+        for limit in (256, 8192):
+            kernel = flash_attention(heads, flash_split(heads, limit, 256, 16))
+            yield kernel, [dtype for _, dtype in heads.cache_planes]
 
 
 def source_of(kernel: Kernel, planes: Sequence[DType]) -> str:

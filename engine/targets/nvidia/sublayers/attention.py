@@ -109,7 +109,7 @@ class AttentionHandler(Handler):
         qkv = step.buffer("qkv", heads.rows)
         attended = step.buffer("attended", permuted_size(heads.query * heads.dim))
         epilogue = STORE if self.bias is None else STORE_BIASED
-        step.multiply(self.qkv, norm, epilogue, {"out": qkv, "bias": self.bias}, "qkv", split.begins_early)
+        step.multiply(self.qkv, norm, epilogue, {"out": qkv, "bias": self.bias}, "qkv", starts_next=True)
         parts = dict(zip(("sums", "tops"), step.memory.attention_parts, strict=True))
         last = {"input_scale": step.input_scale(self.o.single_matrix), "sinks": self.sinks}
         step.add(

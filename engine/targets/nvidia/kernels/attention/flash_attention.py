@@ -10,8 +10,9 @@ the registers of a warp: then several warps share the dimensions of their tokens
 through shared memory.
 
 The cache is read once, straight to registers, sixteen bytes at a time. Loads are issued a round ahead of their use, and
-the first ones before everything else, if there are several parts even before the QKV product has ended. All blocks of a
-key head go through the tokens side by side, so that each has as many as the others.
+the first ones before everything else. In a step of one sequence that is before the QKV product has ended, whose kernel
+lets this one start (`engine.fixes.early_launch`): all but the new token's rows was there before. All blocks of a key
+head go through the tokens side by side, so that each has as many as the others.
 """
 
 from __future__ import annotations
@@ -83,12 +84,6 @@ class FlashSplit:
     ways: int = 1
     blocks: int = 0
     parts: int = 0
-
-    @property
-    def begins_early(self) -> bool:
-        """Whether the kernel of one sequence loads from the cache before the QKV product has ended, whose kernel lets
-        it start (`engine.fixes.early_launch`): all but the new token's rows was there before."""
-        return self.splits > 1
 
     @property
     def threads(self) -> int:
@@ -366,7 +361,7 @@ def flash_attention(
         name += f"_{split.parts}_parts" * (split.parts > 0)
         return finish(name, [UOp.group(*results).end(loop)])
 
-    waits_for = ("rows",) if split.begins_early and not tokens else ()
+    waits_for = () if tokens else ("rows",)
     # Blocks of one part leave most multiprocessors idle: there the output product may load its weights meanwhile.
     releases: Release = "at its end" if tokens or split.splits > 1 else "after its wait"
     hints = LaunchHints(split.blocks, waits_for=waits_for, releases=releases)
