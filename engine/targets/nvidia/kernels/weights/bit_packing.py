@@ -26,7 +26,7 @@ Then each product takes one AND and one FMA, without a shift or a conversion, an
 
 **Codebooks.** An integer of 4 bits may be an index of a codebook. The numbers of a word's eight indices are looked up
 in four words of constants and become bytes of two words (`code_words`), which are unpacked as integers of 8 bits. Those
-of MXFP4 are small floats, whose bits become those of a float32 (`from_e2m1`).
+of MXFP4 are small floats, whose bits become those of a float32 (`pair_from_e2m1`).
 """
 
 from __future__ import annotations
@@ -50,7 +50,8 @@ _STORED, _BIAS = 23, 127  # of these, the stored ones; the bias of its exponent
 _FRACTION_TOP = 15  # the lowest of the upper eight stored bits of the significand
 _BASE = 0x43800000  # 256.0 as a float32, whose upper eight stored bits of the significand are whole numbers
 CODES = 8  # indices of a codebook in a word
-E2M1_EXPONENT, E2M1_HALF_EXPONENT = 127, 15  # `from_e2m1` gives a doubled number times 2**-127 or 2**-15
+# `pair_from_e2m1` and `from_e2m1` give doubled numbers times 2**-these.
+E2M1_EXPONENT, E2M1_HALF_EXPONENT = 127, 15
 
 
 class Field(NamedTuple):
@@ -207,12 +208,24 @@ def _looked_up(word: UOp, j: int, tables: Sequence[UOp]) -> UOp:
     return mask(shift_right(bit[1].where(upper, lower), place), 255)
 
 
-def from_e2m1(word: UOp, j: int, is_half: bool = False) -> UOp:
-    """Float j of 4 bits of a word as a float32: twice its value times 2**-127, or 2**-15 if it `is_half`. Its bits are
-    a sign, two of an exponent, whose bias is 1, and one of the significand. They become those of a float32, or of a
-    float16, where the bits of a denormal mean the same too. Constants that tinygrad gathers at the end of a product
-    would make numbers of the first kind denormal again."""
-    low, sign = (9, 15) if is_half else (22, 31)
-    magnitude = mask(shift(word, 4 * j - low), 7 << low)
-    bits = bitwise_or([magnitude, mask(shift(word, 4 * j + 3 - sign), 1 << sign)])
-    return bits.cast(dtypes.uint16).bitcast(dtypes.float16).cast(F32) if is_half else bits.bitcast(F32)
+def from_e2m1(word: UOp, j: int) -> UOp:
+    """Float j of 4 bits of a word as a float32: twice its value times 2**-15. Its bits are a sign, two of an exponent,
+    whose bias is 1, and one of the significand. They become those of a float16, where the bits of a denormal mean the
+    same too."""
+    bits = mask(shift(e2m1_halves(word, j % 4, 9), 16 * (j // 4)), 0xFFFF)
+    return bits.cast(dtypes.uint16).bitcast(dtypes.float16).cast(F32)
+
+
+def pair_from_e2m1(word: UOp, i: int) -> tuple[UOp, UOp]:
+    """Floats i and i + 4 of 4 bits of a word as float32: twice their values times 2**-127. Their bits become those of
+    the upper halves of two float32 at once: 4.1 instructions a weight with its FMA, in place of 5.1. Constants that
+    tinygrad gathers at the end of a product would make these numbers denormal again."""
+    bits = e2m1_halves(word, i, 6)
+    return shift(bits, -16).bitcast(F32), mask(bits, 0xFFFF0000).bitcast(F32)
+
+
+def e2m1_halves(word: UOp, i: int, low: int) -> UOp:
+    """The bits of floats i and i + 4 of 4 bits of a word, each in a half of a word: the sign on top, the other three
+    from bit `low` on."""
+    magnitudes = mask(shift(word, 4 * i - low), 7 << low | 7 << (low + 16))
+    return bitwise_or([magnitudes, mask(shift(word, 4 * i + 3 - 15), 1 << 15 | 1 << 31)])

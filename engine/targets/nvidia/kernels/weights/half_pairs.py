@@ -27,7 +27,12 @@ from engine.targets.nvidia.kernels.half_words import (
     rounded,
 )
 from engine.targets.nvidia.kernels.uops import F16, F32, U32, bitwise_or, f32, mask, shift, shift_right
-from engine.targets.nvidia.kernels.weights.bit_packing import E2M1_HALF_EXPONENT, BitPacking, code_words
+from engine.targets.nvidia.kernels.weights.bit_packing import (
+    E2M1_HALF_EXPONENT,
+    BitPacking,
+    code_words,
+    e2m1_halves,
+)
 from engine.targets.nvidia.kernels.weights.matrix_bytes import QUARTER, UNIT
 from engine.targets.nvidia.kernels.weights.weight_layout import Unit, WeightLayout
 
@@ -140,10 +145,8 @@ def _run(
 
 def _small_floats(word: UOp, i: int) -> UOp:
     """Floats i and i + 4 of 4 bits of a word, doubled (see `from_e2m1`)."""
-    magnitudes = mask(shift(word, 4 * i - 9), 7 << 9 | 7 << 25)
-    bits = bitwise_or([magnitudes, mask(shift(word, 4 * i + 3 - 15), 1 << 15 | 1 << 31)])
     power = 2.0**E2M1_HALF_EXPONENT
-    return pairwise("__hmul2", bits, constants(power, power))
+    return pairwise("__hmul2", e2m1_halves(word, i, 9), constants(power, power))
 
 
 def _weights(bits: int, first: _At, second: _At, offset: int, scale: UOp, minimum: UOp | None) -> Pair:

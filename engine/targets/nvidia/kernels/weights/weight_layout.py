@@ -37,6 +37,7 @@ from engine.targets.nvidia.kernels.weights.bit_packing import (
     BitPacking,
     code_words,
     from_e2m1,
+    pair_from_e2m1,
 )
 from engine.targets.nvidia.kernels.weights.matrix_bytes import QUARTER, UNIT, matrix_bytes, units_of
 
@@ -271,7 +272,7 @@ class WeightLayout:
         def fraction(j: int) -> UOp:
             k, j = divmod(j, packing.period)
             if self._is_e2m1:
-                return from_e2m1(words[k], j, is_half=True)
+                return from_e2m1(words[k], j)
             return packing.unpack_above_256(words[k * packing.words : (k + 1) * packing.words], j)
 
         values = [fraction(j) for j in range(QUARTER)]
@@ -360,13 +361,14 @@ class Unit:
         if format is None:
             return chain(layout.float_of(self.words, j) * xs[j] for j in range(UNIT))
         (packing, words), n = layout._unpacked(self.words), layout.group
+        small = [pair_from_e2m1(word, i) for word in words for i in range(4)] if layout._is_e2m1 else []
         dots = []
         for g in range(UNIT // n):
             terms = [sums[g] * f32(-layout.offset)] if layout.offset else []
             for j in range(g * n, (g + 1) * n):
                 k, i = j // packing.period * packing.words, j % packing.period
                 if layout._is_e2m1:
-                    field = from_e2m1(words[k], i)
+                    field = small[k * 4 + i % 4][i // 4]
                 else:
                     field = packing.unpack(words[k : k + packing.words], i).bitcast(F32)
                 terms.append(field * xs[j])
@@ -425,7 +427,7 @@ class Unit:
             for j in range(g * n, (g + 1) * n):
                 k, place = j // packing.period * packing.words, j % packing.period
                 if layout._is_e2m1:
-                    small = from_e2m1(words[k], place, is_half=True)
+                    small = from_e2m1(words[k], place)
                     values.append(small * (d * f32(2.0**E2M1_HALF_EXPONENT)))
                     continue
                 value, base = packing.unpack_above_base(words[k : k + packing.words], place)
