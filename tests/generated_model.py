@@ -439,11 +439,11 @@ def random_matrix(rng: np.random.Generator, rows: int, cols: int, kind: Type) ->
     """rows x cols weights of standard deviation cols**-0.5, as the file stores them: float32 or float16, or
     uint8 of shape (rows, bytes of a row).
 
-    The gguf package does not quantize to the K types and IQ4. For them the block's bytes are random and only
+    The gguf package does not quantize to the K types and IQ. For them the block's bytes are random and only
     its float16 scales are chosen (llama.cpp, ggml-common.h: block_q2_K to block_q6_K, block_iq4_nl, block_iq4_xs).
     """
     std = cols**-0.5
-    if not (kind.name.endswith("_K") or kind.name.startswith("IQ4")):
+    if not (kind.name.endswith("_K") or kind.name.startswith("IQ")):
         values = (rng.standard_normal((rows, cols)) * std).astype(np.float32)
         return values if kind is Type.F32 else gguf.quantize(values, kind)
     block, block_bytes = gguf.GGML_QUANT_SIZES[kind]
@@ -452,8 +452,14 @@ def random_matrix(rng: np.random.Generator, rows: int, cols: int, kind: Type) ->
     )
 
     def set_scales(scale: float) -> None:
-        at = QUANTIZED[kind].d
-        if kind in (Type.Q2_K, Type.Q4_K, Type.Q5_K):
+        at = QUANTIZED[kind].d if kind in QUANTIZED else 0
+        if kind is Type.IQ1_M:  # has its scale's bits in the upper ones of four words
+            bits = int(np.float16(scale).view(np.uint16))
+            words = data[:, 48:].view(np.uint16)
+            words[:] = words & 0x0FFF | np.array(
+                [bits << 12 - by & 0xF000 for by in (0, 4, 8, 12)], np.uint16
+            )
+        elif kind in (Type.Q2_K, Type.Q4_K, Type.Q5_K):
             # value = scale * q - min: the middle of q's range times the scale centres it on zero
             middle = {Type.Q2_K: 1.5, Type.Q4_K: 7.5, Type.Q5_K: 15.5}[kind]
             data[:, at : at + 4] = np.array([scale, middle * scale], np.float16).view(np.uint8)

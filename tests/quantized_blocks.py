@@ -4,7 +4,17 @@ import gguf
 import numpy as np
 from gguf import GGMLQuantizationType as Type
 
-from engine.formats.quantization import FLOATS, QUANTIZED
+from engine.formats.quantization import (
+    FLOATS,
+    FORMATS,
+    WIDENED_IQ1,
+    WIDENED_IQ2,
+    WIDENED_IQ3_S,
+    WIDENED_IQ3_XXS,
+)
+
+IN_FILES = {WIDENED_IQ1: 19, WIDENED_IQ2: 22, WIDENED_IQ3_XXS: 18, WIDENED_IQ3_S: 21}
+"""For each type that is read for others one of these."""
 
 
 def random_blocks(kind: Type, rows: int, cols: int) -> np.ndarray:
@@ -13,9 +23,15 @@ def random_blocks(kind: Type, rows: int, cols: int) -> np.ndarray:
     block, block_bytes = gguf.GGML_QUANT_SIZES[kind]
     if kind in FLOATS:
         return gguf.quantize(rng.standard_normal((rows, cols)).astype(np.float32), kind).view(np.uint8)
-    format = QUANTIZED[kind]
     data = rng.integers(0, 256, (rows * cols // block, block_bytes), dtype=np.uint8)
     scales = rng.standard_normal((len(data), 2)).astype(np.float16).view(np.uint8)
+    if (format := FORMATS.get(kind)) is None:  # of a grid, or TQ1_0
+        if kind == Type.IQ1_M:
+            data[:, 55] = data[:, 55] & 15 | 48  # the exponent of its scale is none of infinities
+        else:
+            at = 52 if kind == Type.TQ1_0 else 0
+            data[:, at : at + 2] = scales[:, :2]
+        return data.reshape(rows, -1)
     if format.exponent:
         data[:, format.d] = rng.integers(118, 128, len(data))
     else:

@@ -17,7 +17,7 @@ from engine.description.file_kind import ASSISTANT
 from engine.description.spec import ModelSpec, Narrowing, Sublayer
 from engine.description.sublayers import Attention
 from engine.errors import ModelFileError
-from engine.formats.ggml_types import GGML_TYPES
+from engine.formats.ggml_types import TYPES
 from engine.formats.gguf import GGUF, damaged
 
 _CENTROIDS = "masked_embd_"
@@ -62,7 +62,7 @@ class _AssistantReader(ModelReader):
 
     def _narrowing(self, width: int) -> Narrowing:
         joined = self.weight("nextn.pre_projection", self.dim, 2 * width)
-        if width % GGML_TYPES[joined.type].block:  # a block has parts of both
+        if width % TYPES[joined.type].block:  # a block has parts of both
             raise ModelFileError(
                 f"{self.name} has a first projection of a shape that orin-chat does not run.",
                 "Choose a file with another quantization.",

@@ -9,6 +9,7 @@ import numpy as np
 from engine.description.sublayers import Vector, Weight
 from engine.errors import ModelFileError
 from engine.formats.gguf import GGUF, damaged, printable
+from engine.formats.quantization import read_as
 from engine.formats.rope_order import HeadOrder
 
 
@@ -88,7 +89,7 @@ class CheckedFile:
         name, shape = f"{tensor}.weight", (*([experts] if experts > 1 else []), of or rows, cols)
         is_vector = shape == (1, cols) and self.has(name) and len(self.file.tensors[name].shape) == 1
         type = self.check(name, (cols,) if is_vector else shape)
-        return Weight(name, rows, cols, type, first, order, experts, every, run)
+        return Weight(name, rows, cols, read_as(type), first, order, experts, every, run)
 
     def vector(
         self,

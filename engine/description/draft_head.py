@@ -12,7 +12,7 @@ from engine.description.checked_file import CheckedFile
 from engine.description.spec import Join, ModelSpec, Rope, Sublayer
 from engine.description.sublayers import Vector, Weight
 from engine.errors import ModelFileError
-from engine.formats.ggml_types import GGML_TYPES
+from engine.formats.ggml_types import TYPES
 
 
 def read_draft_head(
@@ -29,7 +29,7 @@ def read_draft_head(
         return None
     try:
         joined = file.weight(f"{prefix}eh_proj", spec.dim, 2 * spec.dim)
-        if spec.dim % GGML_TYPES[joined.type].block:  # a block has parts of both
+        if spec.dim % TYPES[joined.type].block:  # a block has parts of both
             return None
 
         def half(first: int) -> Weight:

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.description.sublayers import Attention, DeltaNet, Experts, Operator, Vector, Weight
-from engine.formats.ggml_types import GGML_TYPES
+from engine.formats.ggml_types import TYPES
 from engine.formats.kv_format import KVFormat
 
 
@@ -182,7 +182,7 @@ class ModelSpec:
     @property
     def is_float32(self) -> bool:
         """Whether all matrices are float32."""
-        return all(GGML_TYPES[weight.type].name == "F32" for weight in self.weights())
+        return all(TYPES[weight.type].name == "F32" for weight in self.weights())
 
     def operators(self) -> Iterator[Operator]:
         """What all sublayers compute, and also the layers that some consist of."""

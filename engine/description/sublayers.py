@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from typing import ClassVar, Literal, TypeVar
 
-from engine.formats.ggml_types import GGML_TYPES
+from engine.formats.ggml_types import TYPES
 from engine.formats.rope_order import HeadOrder
 from engine.protocol.events import KernelRole
 
@@ -50,7 +50,7 @@ class Weight:
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of a row in the file."""
+        """Bytes of a row as it is read from the file (`engine.formats.widening`)."""
         return self._bytes(self.cols)
 
     @property
@@ -64,7 +64,7 @@ class Weight:
         return self._bytes(self.first_col)
 
     def _bytes(self, cols: int) -> int:
-        type = GGML_TYPES[self.type]
+        type = TYPES[self.type]
         return cols // type.block * type.block_bytes
 
     @property

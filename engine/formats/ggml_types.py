@@ -55,3 +55,12 @@ GGML_TYPES: dict[int, GGMLType] = {
     40: GGMLType("NVFP4", 64, 36),
     41: GGMLType("Q1_0", 128, 18),
 }
+# As `engine.formats.widening` makes them of those of files. A file cannot have them: their numbers are ours.
+OF_MEMORY: dict[int, GGMLType] = {
+    1001: GGMLType("wide_IQ1", 256, 146),
+    1002: GGMLType("wide_IQ2", 256, 146),
+    1003: GGMLType("wide_IQ3_XXS", 256, 138),
+    1004: GGMLType("wide_IQ3_S", 256, 138),
+}
+TYPES = GGML_TYPES | OF_MEMORY
+"""Those that a matrix can have once it is read."""

@@ -2,12 +2,12 @@
 
 Every type stores integers q of a few bits, in groups that share a scale and perhaps a minimum:
 
-    w = d * scale * (q - offset) - m * minimum
+    w = factor * d * scale * (q - offset) - m * minimum
 
-d and m are half precision, one of each in a block; MXFP4's d is a power of two. scale and minimum are small integers,
-one of each in a group; types without them have 1. The integers of a type with a codebook are indices: T[q] takes the
-place of q. The kernels' own layouts are made of these numbers: from `engine.kernels.fields`, or from
-`Plane.position`. Nothing here needs tinygrad: lists of models are made without it.
+d and m are half precision, one of each in a block; MXFP4's d is a power of two. factor is a constant. scale and
+minimum are small integers, one of each in a group; types without them have 1. The integers of a type with a codebook
+are indices: T[q] takes the place of q. The kernels' own layouts are made of these numbers: from
+`engine.kernels.fields`, or from `Plane.position`. Nothing here needs tinygrad: lists of models are made without it.
 
 Block layouts: block_q4_0 to block_q6_K, block_iq4_nl, block_iq4_xs and block_mxfp4 in ggml/src/ggml-common.h of
 llama.cpp, with the codebooks kvalues_iq4nl and kvalues_mxfp4. Meaning of the bits: the functions dequantize_row_* in
@@ -16,9 +16,9 @@ ggml/src/ggml-quants.c.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from engine.formats.ggml_types import GGML_TYPES
+from engine.formats.ggml_types import OF_MEMORY, TYPES
 
 if TYPE_CHECKING:
     from tinygrad import UOp
@@ -60,8 +60,8 @@ class Format:
     instead of subtracting it. `scale` and `minimum`: the planes of the first numbers of a block, then those of as many
     more, if these lie elsewhere. Scales are signed if they have 8 bits, or if they are stored with a `scale_offset`.
 
-    `codebook`: the integers that each q stands for. `exponent`: d is a byte e, and stands for 2**(e - 128); 0 stands
-    for 0 instead of 2**-128."""
+    `codebook`: the integers that each q stands for. `exponent`: d is a byte e, and stands for 2**(e - 127); 0 stands
+    for 0 instead of 2**-127."""
 
     ggml_type: int
     group: int
@@ -74,19 +74,20 @@ class Format:
     scale_offset: int = 0
     codebook: tuple[int, ...] = ()
     exponent: bool = False
+    factor: float = 1.0
 
     @property
     def name(self) -> str:
-        return GGML_TYPES[self.ggml_type].name
+        return TYPES[self.ggml_type].name
 
     @property
     def block(self) -> int:
         """Elements of a block."""
-        return GGML_TYPES[self.ggml_type].block
+        return TYPES[self.ggml_type].block
 
     @property
     def block_bytes(self) -> int:
-        return GGML_TYPES[self.ggml_type].block_bytes
+        return TYPES[self.ggml_type].block_bytes
 
     @property
     def bits(self) -> tuple[int, ...]:
@@ -117,8 +118,8 @@ class Format:
 def unpacked_bytes(ggml_type: int, elements: int) -> int:
     """Bytes of so many elements, in whole blocks, in layouts whose small scales and minima are a byte each, or half a
     byte each (`Format.has_nibble_scales`)."""
-    if not (format := QUANTIZED.get(ggml_type)):
-        return elements * GGML_TYPES[ggml_type].block_bytes
+    if not (format := FORMATS.get(ggml_type)):
+        return elements * TYPES[ggml_type].block_bytes
     a_group = sum(name in format.scales for name in ("scale", "minimum")) - format.has_nibble_scales
     a_block = sum(name in format.scales for name in ("d", "m")) * (1 if format.exponent else 2)
     return (
@@ -137,24 +138,7 @@ def packed_codes(codes: Sequence[int]) -> list[int]:
 _K_SCALE = (Plane(6, 4, 4),), (Plane(4, 12, 4), Plane(2, 4, 4, shift=6))
 _K_MINIMUM = (Plane(6, 8, 4),), (Plane(4, 12, 4, shift=4), Plane(2, 8, 4, shift=6))
 _IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
-_E2M1 = (
-    0,
-    1,
-    2,
-    3,
-    4,
-    6,
-    8,
-    12,
-    0,
-    -1,
-    -2,
-    -3,
-    -4,
-    -6,
-    -8,
-    -12,
-)  # doubled: d is a half of the block's power of two
+_E2M1 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)  # doubled
 _FORMATS = (
     Format(2, group=32, offset=8, q=(Plane(4, 2, 16),)),
     Format(3, group=32, offset=0, q=(Plane(4, 4, 16),), m=2),
@@ -164,7 +148,7 @@ _FORMATS = (
     Format(12, group=32, offset=0, q=(Plane(4, 16, 32),), m=2, scale=_K_SCALE, minimum=_K_MINIMUM),
     Format(13, group=32, offset=0, q=(Plane(4, 48, 32), Plane(1, 16, 32)), m=2, scale=_K_SCALE, minimum=_K_MINIMUM),
     Format(14, group=16, offset=32, q=(Plane(4, 0, 64), Plane(2, 128, 32)), d=208, scale=((Plane(8, 192, 16),),)),
-    Format(39, group=32, offset=0, q=(Plane(4, 1, 16),), codebook=_E2M1, exponent=True),
+    Format(39, group=32, offset=0, q=(Plane(4, 1, 16),), codebook=_E2M1, exponent=True, factor=0.5),
     Format(20, group=32, offset=0, q=(Plane(4, 2, 16),), codebook=_IQ4),
     Format(23, group=32, offset=0, q=(Plane(4, 8, 16),), scale=((Plane(4, 4, 1), Plane(2, 2, 1)),), scale_offset=32,
            codebook=_IQ4),
@@ -173,6 +157,46 @@ _FORMATS = (
     Format(10, group=16, offset=0, q=(Plane(2, 16, 32),), d=80, m=82, scale=((Plane(4, 0, 16),),),
            minimum=((Plane(4, 0, 16, shift=4),),)),
 )  # fmt: skip
-# Both by ggml's type id.
 QUANTIZED: Mapping[int, Format] = {format.ggml_type: format for format in _FORMATS}
+"""By ggml's type id: what most files hold."""
+
+WIDENED_IQ1, WIDENED_IQ2, WIDENED_IQ3_XXS, WIDENED_IQ3_S = OF_MEMORY
+_WIDE_16: dict[str, Any] = {
+    "group": 16,
+    "offset": 0,
+    "q": (Plane(4, 18, 128),),
+    "scale": ((Plane(8, 2, 16),),),
+}
+_WIDE_32: dict[str, Any] = {
+    "group": 32,
+    "offset": 0,
+    "q": (Plane(4, 10, 128),),
+    "scale": ((Plane(8, 2, 8),),),
+}
+# Numbers of grids, in ascending order. Codes that are all bits apart stand for a number and minus it, so the first and
+# the last of IQ2 are of no weight.
+_WIDENED = (
+    Format(WIDENED_IQ1, **_WIDE_16, codebook=(-9, -7, -1, 1, 7, 9), factor=1 / 8),
+    Format(WIDENED_IQ2, **_WIDE_16, codebook=(-61, -43, -25, -8, 8, 25, 43, 61), factor=1 / 8),
+    Format(WIDENED_IQ3_XXS, **_WIDE_32, factor=1 / 2,
+           codebook=(-31, -26, -22, -18, -14, -10, -6, -2, 2, 6, 10, 14, 18, 22, 26, 31)),
+    Format(WIDENED_IQ3_S, **_WIDE_32, codebook=tuple(range(-15, 16, 2))),
+    Format(35, group=32, offset=1, q=(Plane(2, 0, 32),), d=64),
+)  # fmt: skip
+WIDENED: Mapping[int, Format] = {format.ggml_type: format for format in _WIDENED}
+"""What `engine.formats.widening` makes of others; files have one of them too, TQ2_0."""
+FORMATS: Mapping[int, Format] = {**QUANTIZED, **WIDENED}
+"""All that kernels read."""
 FLOATS = (0, 1, 30)  # F32, F16 and BF16
+WIDER: Mapping[int, int] = {
+    16: WIDENED_IQ2, 17: WIDENED_IQ2, 18: WIDENED_IQ3_XXS, 19: WIDENED_IQ1, 21: WIDENED_IQ3_S, 22: WIDENED_IQ2,
+    29: WIDENED_IQ1, 34: 35,
+}  # fmt: skip
+"""Types of files that are read as others."""
+READ_TYPES = (*FLOATS, *sorted(WIDER.keys() | {kind for kind in FORMATS if kind not in OF_MEMORY}))
+"""The types of files that the engine runs."""
+
+
+def read_as(ggml_type: int) -> int:
+    """The type that a tensor of a file has when it is read."""
+    return WIDER.get(ggml_type, ggml_type)

@@ -51,17 +51,20 @@ def values_of(format: Format, q: Tensor) -> Tensor:
     """The numbers that the integers q stand for, float32 of the same shape: q - offset, or T[q]."""
     if not format.codebook:
         return q.cast(dtypes.float32) - format.offset
-    four = [Tensor(word, dtype=dtypes.uint32, device=q.device) for word in packed_codes(format.codes)]
-    word = (q < 8).where((q < 4).where(four[0], four[1]), (q < 12).where(four[2], four[3]))
+    words = [Tensor(word, dtype=dtypes.uint32, device=q.device) for word in packed_codes(format.codes)]
+    word = (q < 4).where(words[0], words[1])
+    if len(words) > 2:
+        word = (q < 8).where(word, (q < 12).where(words[2], words[3]))
     codes = (word >> ((q & 3) * 8).cast(dtypes.uint32)) & 255
     return codes.cast(dtypes.float32) - format.code_offset
 
 
 def factors_of(format: Format, d: Tensor) -> Tensor:
-    """d as float32, of the same shape."""
-    if not format.exponent:
-        return d.cast(dtypes.float32)
-    return (d.cast(dtypes.uint32) << 23).bitcast(dtypes.float32) * 0.5
+    """d as float32, of the same shape, times the type's factor."""
+    as_float = (
+        (d.cast(dtypes.uint32) << 23).bitcast(dtypes.float32) if format.exponent else d.cast(dtypes.float32)
+    )
+    return as_float if format.factor == 1 else as_float * format.factor
 
 
 def _joined(planes: Planes, blocks: Tensor, n: int) -> Tensor:

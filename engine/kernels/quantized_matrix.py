@@ -12,8 +12,8 @@ from collections.abc import Mapping
 
 from tinygrad import Tensor, UOp, dtypes
 
-from engine.formats.ggml_types import GGML_TYPES
-from engine.formats.quantization import QUANTIZED
+from engine.formats.ggml_types import TYPES
+from engine.formats.quantization import FORMATS
 from engine.kernels.fields import FLOAT_TYPES, factors_of, fields_of, values_of
 from engine.kernels.matrix_bytes import SPREAD, padded
 
@@ -32,10 +32,10 @@ class QuantizedMatrix:
 
     def __init__(self, ggml_type: int, rows: int, cols: int) -> None:
         """Its planes take no memory before `store`."""
-        self.format, self._type = QUANTIZED.get(ggml_type), ggml_type
+        self.format, self._type = FORMATS.get(ggml_type), ggml_type
         self.rows, self.cols = rows, cols
         self._padded_cols = padded(ggml_type, cols)
-        type = GGML_TYPES[ggml_type]
+        type = TYPES[ggml_type]
         raw = Tensor.empty(rows * cols // type.block * type.block_bytes, dtype=dtypes.uint8)
         self.planes = {
             name: Tensor.empty(*plane.shape, dtype=plane.dtype)

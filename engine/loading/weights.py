@@ -12,8 +12,10 @@ from numpy.typing import NDArray
 from engine.description.spec import ModelSpec
 from engine.description.sublayers import Vector, Weight
 from engine.errors import ModelFileError
+from engine.formats.ggml_types import GGML_TYPES
 from engine.formats.gguf import GGUF, TensorInfo, damaged, printable
-from engine.formats.quantization import FLOATS, QUANTIZED
+from engine.formats.quantization import FLOATS, FORMATS, READ_TYPES, WIDER, read_as
+from engine.formats.widening import file_bytes, widened
 from engine.loading import PIECE_BYTES
 
 
@@ -64,8 +66,8 @@ class FileWeights:
         self.file = file
         self._report, self._bytes_done, self._keep_cached = report, 0, keep_cached
         for weight in matrices:
-            if weight.type not in QUANTIZED and weight.type not in FLOATS:
-                types = ", ".join(["F32", "F16", "BF16", *(format.name for format in QUANTIZED.values())])
+            if weight.type not in FORMATS and weight.type not in FLOATS:
+                types = ", ".join(GGML_TYPES[n].name for n in READ_TYPES)
                 raise ModelFileError(
                     f"{printable(file.path.name)} holds {weight.tensor} as "
                     f"{file.tensors[weight.tensor].type_name}, which orin-chat does not run.",
@@ -73,9 +75,9 @@ class FileWeights:
                 )
 
     def read(self, weight: Weight, rows: range) -> NDArray[np.uint8]:
-        """The bytes of a matrix's rows in the file, uint8 (len(rows) * weight.row_bytes,), not copied if they lie one
-        after the other."""
-        data = self._data(self.file.tensors[weight.tensor], *self._extent(weight, rows))
+        """The bytes of a matrix's rows, uint8 (len(rows) * weight.row_bytes,), not copied if they lie one after the
+        other in the file and are read as they are."""
+        data = self._read(self.file.tensors[weight.tensor], *self._extent(weight, rows))
         if weight.of_cols:
             start = weight.row_start
             data = data.reshape(-1, weight.tensor_row_bytes)[:, start : start + weight.row_bytes].reshape(-1)
@@ -85,11 +87,11 @@ class FileWeights:
         return data.reshape(-1, weight.row_bytes)[places].reshape(-1)
 
     def n_bytes(self, weight: Weight, rows: range) -> int:
-        """Bytes of a matrix's rows in the file."""
+        """Bytes of a matrix's rows."""
         return len(rows) * weight.row_bytes
 
     def read_into(self, weight: Weight, rows: range, start: int, out: memoryview) -> None:
-        """Fills `out` with the bytes of a matrix's rows in the file, from the byte `start` on. Any thread may call it.
+        """Fills `out` with the bytes of a matrix's rows, from the byte `start` on. Any thread may call it.
         Raises ModelFileError."""
         done = 0
         while done < len(out):  # rows that lie one after the other at once
@@ -99,26 +101,29 @@ class FileWeights:
             end = row + 1 if weight.of_cols else end
             part = out[done:][: (end - row) * weight.row_bytes - byte]
             place = _place(weight, row) * weight.tensor_row_bytes + weight.row_start + byte
-            self.file.tensors[weight.tensor].read_into(place, part)
+            self._read_into(self.file.tensors[weight.tensor], place, part)
             done += len(part)
 
     def mapped(self, weight: Weight) -> NDArray[np.uint8]:
         """The rows of a matrix that stays in the file, (rows, bytes of a row), of which the system keeps in memory what
-        is read. It is reported as done."""
+        is read; one that is widened is in memory. It is reported as done."""
         self._bytes_done += weight.n_bytes
         self._report(self._bytes_done)
-        return self.file.tensors[weight.tensor].data.reshape(weight.rows, weight.row_bytes)
+        info = self.file.tensors[weight.tensor]
+        return widened(info.type, info.data).reshape(weight.rows, weight.row_bytes)
 
     def release(self, weight: Weight, rows: range) -> None:
         """Removes these rows' pages of the file from memory, and reports them as done."""
-        start, n_bytes = self._extent(weight, rows)
-        self.file.tensors[weight.tensor].release(start, n_bytes, self._keep_cached)
+        info = self.file.tensors[weight.tensor]
+        start, n_bytes = (file_bytes(info.type, n) for n in self._extent(weight, rows))
+        info.release(start, n_bytes, self._keep_cached)
         self._bytes_done += len(rows) * weight.row_bytes
         self._report(self._bytes_done)
 
     @staticmethod
     def _extent(weight: Weight, rows: range) -> tuple[int, int]:
-        """Where rows of a matrix are in their tensor, and how many bytes there are from the first to the last."""
+        """Where rows of a matrix are in their tensor as it is read, and how many bytes there are from the first to the
+        last."""
         first, last = _place(weight, rows.start), _place(weight, rows.stop - 1)
         return first * weight.tensor_row_bytes, (last + 1 - first) * weight.tensor_row_bytes
 
@@ -147,6 +152,23 @@ class FileWeights:
         return np.concatenate(
             [self.vector(vector) if vector else np.full(size, default, np.float32) for vector, size in parts]
         )
+
+    def _read(self, info: TensorInfo, start: int, n_bytes: int) -> NDArray[np.uint8]:
+        """Bytes of a tensor as it is read, whole blocks."""
+        return widened(
+            info.type, self._data(info, file_bytes(info.type, start), file_bytes(info.type, n_bytes))
+        )
+
+    @staticmethod
+    def _read_into(info: TensorInfo, start: int, out: memoryview) -> None:
+        """As `TensorInfo.read_into`, of a tensor as it is read."""
+        if info.type not in WIDER:
+            return info.read_into(start, out)
+        block = FORMATS[read_as(info.type)].block_bytes
+        first, end = start // block * block, -(-(start + len(out)) // block) * block
+        raw = np.empty(file_bytes(info.type, end - first), np.uint8)
+        info.read_into(file_bytes(info.type, first), raw.data)
+        out[:] = widened(info.type, raw)[start - first :][: len(out)].data
 
     @staticmethod
     def _data(info: TensorInfo, start: int, n_bytes: int) -> NDArray[np.uint8]:

@@ -18,7 +18,7 @@ from engine.catalog.names import HubModel, WebFile, draft_for, known_models, par
 from engine.description.architectures import check_architecture
 from engine.errors import ModelFileError
 from engine.formats.ggml_types import GGML_TYPES
-from engine.formats.quantization import FLOATS, QUANTIZED
+from engine.formats.quantization import READ_TYPES
 
 # --- names ---------------------------------------------------------------------------------------------
 
@@ -163,11 +163,14 @@ def test_quantizations_by_file_name(file, quantization):
 
 
 def test_what_is_preferred_can_run():
-    runs = {GGML_TYPES[kind].name for kind in (*QUANTIZED, *FLOATS)}
+    runs = {GGML_TYPES[kind].name for kind in READ_TYPES}
     for quantization in PREFERRED:
-        assert any(quantization == kind or quantization.startswith(f"{kind}_") for kind in runs)
+        family = quantization.partition("_")[0]
+        assert any(kind in (quantization, family) or kind.startswith(f"{family}_") for kind in runs)
         assert ModelFiles((), quantization).may_run
-    for quantization in "UD-IQ1_S", "IQ2_M", "IQ3_XXS", "TQ1_0", "Q1_0", "NVFP4", "Q4_0_4_8", "IQ4_NL_8_8":
+    for quantization in "UD-IQ1_S", "UD-Q2_K_XL":
+        assert ModelFiles((), quantization).may_run
+    for quantization in "Q1_0", "NVFP4", "Q4_0_4_8", "IQ4_NL_8_8":
         assert not ModelFiles((), quantization).may_run
 
 
@@ -186,7 +189,7 @@ def test_models_leave_out_parts_projectors_and_adapters():
 
 
 def test_what_is_picked():
-    models = models_among(["m-Q8_0.gguf", "m-Q4_K_M.gguf", "sub/m-Q4_K_M.gguf", "m-IQ2_XS.gguf"])
+    models = models_among(["m-Q8_0.gguf", "m-Q4_K_M.gguf", "sub/m-Q4_K_M.gguf", "m-NVFP4.gguf"])
     assert pick(HubModel("u/r"), models).file == "m-Q4_K_M.gguf"
     assert pick(HubModel("u/r", "q8_0"), models).file == "m-Q8_0.gguf"
     assert pick(HubModel("u/r", file="sub/m-Q4_K_M.gguf"), models).file == "sub/m-Q4_K_M.gguf"
@@ -202,12 +205,12 @@ def test_what_is_picked():
     assert pick(HubModel("u/r", file=beside[1]), models_among(beside)).file == beside[1]
     assert pick(HubModel("u/r"), models_among(beside[:1])).file == beside[0]
     assert pick(HubModel("u/r"), models_among(["model.gguf"])).file == "model.gguf"
-    assert pick(HubModel("u/r"), models_among(["m-IQ2_XS.gguf"])) is None
-    assert not pick(HubModel("u/r", "IQ2_XS"), models).may_run
+    assert pick(HubModel("u/r"), models_among(["m-NVFP4.gguf"])) is None
+    assert not pick(HubModel("u/r", "NVFP4"), models).may_run
 
 
 def test_a_file_that_cannot_run_is_refused_by_its_name():
-    for file in ("m-NVFP4.gguf", "m-IQ3_M.gguf", "m-IQ1_S.gguf", "m-TQ1_0.gguf", "m-Q4_0_8_8.gguf"):
+    for file in ("m-NVFP4.gguf", "m-Q1_0.gguf", "m-Q4_0_8_8.gguf"):
         with pytest.raises(
             ModelFileError, match=rf"no file of a type that .* \(it has {quantization_of(file)}\)"
         ):

@@ -6,15 +6,17 @@ import pytest
 from gguf import GGMLQuantizationType as Type
 from tinygrad import Tensor
 
-from engine.formats.quantization import FLOATS, QUANTIZED
+from engine.formats.quantization import FLOATS, QUANTIZED, read_as
+from engine.formats.widening import widened
 from engine.kernels.quantized_matrix import QuantizedMatrix
 from tests.quantized_blocks import random_blocks
 from tests.thorough import thorough
 
 ROWS = 40
 # Types of which a commit is checked with others that are alike: as many bits, scales of the same kind.
-ALIKE = (Type.F16, Type.Q4_0, Type.Q5_1, Type.Q2_K, Type.Q5_K, Type.Q5_0, Type.IQ4_NL)
-KINDS = [pytest.param(kind, marks=thorough) if kind in ALIKE else kind for kind in (*FLOATS, *QUANTIZED)]
+ALIKE = (Type.F16, Type.Q4_0, Type.Q5_1, Type.Q2_K, Type.Q5_K, Type.Q5_0, Type.IQ4_NL, Type.TQ2_0, Type.IQ3_S)
+TYPES = (*FLOATS, *QUANTIZED, Type.TQ2_0, Type.IQ2_S, Type.IQ3_S)
+KINDS = [pytest.param(kind, marks=thorough) if kind in ALIKE else kind for kind in TYPES]
 
 
 @pytest.mark.usefixtures("plain_graphs")
@@ -24,9 +26,9 @@ def test_weights_rows_and_products(kind: int) -> None:
     cols = 512 if gguf.GGML_QUANT_SIZES[Type(kind)][0] == 256 else 96  # no whole plane bytes
     blocks = random_blocks(Type(kind), ROWS, cols)
     wanted = gguf.dequantize(blocks, Type(kind)).reshape(ROWS, cols)
-    matrix = QuantizedMatrix(kind, ROWS, cols)
+    matrix = QuantizedMatrix(read_as(kind), ROWS, cols)
     for rows in (range(0, 24), range(24, ROWS)):  # in two pieces
-        matrix.store(Tensor(blocks.reshape(ROWS, -1)[rows].reshape(-1)), rows)
+        matrix.store(Tensor(widened(kind, blocks.reshape(ROWS, -1)[rows].reshape(-1))), rows)
     np.testing.assert_array_equal(matrix.dequantize().numpy(), wanted)
     ids = np.array([3, 39, 17, 3], np.int32)
     np.testing.assert_array_equal(matrix.take(Tensor(ids)).numpy(), wanted[ids])

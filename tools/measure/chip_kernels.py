@@ -175,10 +175,10 @@ def _kernels(
 
 def usual_models() -> Mapping[str, Callable[[Path], None]]:
     """What writes a file of each, by name: its weights are zeros or holes."""
-    from engine.formats.quantization import FLOATS, QUANTIZED
+    from engine.formats.quantization import READ_TYPES, read_as
     from tests import generated_model
 
-    types = [generated_model.Type(n).name for n in (*FLOATS, *QUANTIZED)]
+    types = [generated_model.Type(n).name for n in {read_as(n): n for n in READ_TYPES}.values()]
     models = {f"matrices of {name}": partial(_written, quant=name, **_LAYERS) for name in types}
     for name in generated_model.ARCHITECTURES:
         models[f"small {name}"] = partial(_written, architecture=name, quant="Q8_0", layers=4)

@@ -114,14 +114,14 @@ def write(model: str, out: Path, mix: str, layers: int = 0) -> None:
     import gguf
 
     from engine.formats.ggml_types import GGML_TYPES
-    from engine.formats.quantization import FLOATS, QUANTIZED
+    from engine.formats.quantization import READ_TYPES
 
     spec = importlib.util.spec_from_file_location("make_model", SHARED / "models/make_model.py")
     assert spec and spec.loader
     maker = importlib.util.module_from_spec(spec)
     sys.modules["make_model"] = maker
     spec.loader.exec_module(maker)
-    types = [GGML_TYPES[n] for n in (*FLOATS, *QUANTIZED)]
+    types = [GGML_TYPES[n] for n in READ_TYPES]
     blocks = {t.name: (gguf.GGMLQuantizationType[t.name], t.block) for t in types}
     if layers:
         maker.SHAPES[model] = dataclasses.replace(maker.SHAPES[model], layers=layers)

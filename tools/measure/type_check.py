@@ -36,6 +36,17 @@ LIMIT = 1e-3  # of a divergence: an expert chosen otherwise, because two are nea
 _FLOATS: tuple[str, ...] = "F32", "F16", "BF16"
 _SMALL = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "IQ4_NL", "MXFP4")
 _LARGE = ("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_XS")  # of blocks of 256
+_OF_GRIDS = (
+    "IQ1_S",
+    "IQ1_M",
+    "IQ2_XXS",
+    "IQ2_XS",
+    "IQ2_S",
+    "IQ3_XXS",
+    "IQ3_S",
+    "TQ1_0",
+    "TQ2_0",
+)  # these too
 _HEADS = ((4, 2), (3, 1), (5, 5), (7, 1), (9, 3), (14, 2), (8, 1), (6, 3))
 _HEAD_SIZES = (64, 80, 96, 128, 256, 48, 112)
 
@@ -70,7 +81,7 @@ def drawn(n: int) -> dict[str, Any]:
     def type_of(cols: int) -> str:
         kinds = [_FLOATS]
         if cols % 32 == 0:
-            kinds += [_SMALL, _LARGE, _LARGE] if cols % 256 == 0 else [_SMALL, _SMALL]
+            kinds += [_SMALL, _LARGE, _OF_GRIDS] if cols % 256 == 0 else [_SMALL, _SMALL]
         return draw.choice(draw.choice(kinds))
 
     cols = dict.fromkeys(("attn_q", "attn_k", "attn_v", "attn_qkv", "attn_gate", "ffn_gate", "ffn_up"), dim)

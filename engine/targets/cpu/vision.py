@@ -28,7 +28,7 @@ from engine.description.vision import (
     VisionSpec,
 )
 from engine.formats.dequantize import HOST_TYPES
-from engine.formats.ggml_types import GGML_TYPES
+from engine.formats.ggml_types import TYPES
 from engine.loading.weights import FileWeights
 from engine.pictures import Floats, Grid, encoder_input, with_line_ends
 from engine.runtime.pictures import Progress
@@ -63,7 +63,7 @@ Limits = tuple[float, float] | None
 def lacks(spec: VisionSpec) -> str:
     """What these kernels do not compute of an encoder, in words; "" if nothing."""
     turned = (step.weight for step in spec.projector if isinstance(step, Linear) and step.transposed)
-    if any(GGML_TYPES[weight.type].name not in HOST_TYPES for weight in turned):
+    if any(TYPES[weight.type].name not in HOST_TYPES for weight in turned):
         return "a quantized matrix with a row for each input"
     attention = [s.operator for s in spec.sublayers if isinstance(s.operator, PatchAttention)]
     return "attention with a single head" if any(a.heads == 1 for a in attention) else ""

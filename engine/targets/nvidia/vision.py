@@ -23,7 +23,7 @@ from engine.description.vision import (
     VisionSpec,
 )
 from engine.formats.dequantize import HOST_TYPES, dequantized
-from engine.formats.ggml_types import GGML_TYPES
+from engine.formats.ggml_types import TYPES
 from engine.kernels.compilation import compile_in_turns, compile_once
 from engine.kernels.device_memory import to_device, unallocated
 from engine.loading.weights import FileWeights
@@ -49,7 +49,7 @@ def lacks(spec: VisionSpec) -> str:
     if spec.is_float32:
         return "weights in float32"
     turned = (step.weight for step in spec.projector if isinstance(step, Linear) and step.transposed)
-    if any(GGML_TYPES[weight.type].name not in HOST_TYPES for weight in turned):
+    if any(TYPES[weight.type].name not in HOST_TYPES for weight in turned):
         return "a quantized matrix with a row for each input"
     attention = [s.operator for s in spec.sublayers if isinstance(s.operator, PatchAttention)]
     return "heads of more than 256 elements" if any(a.head_dim > 256 for a in attention) else ""

@@ -8,7 +8,8 @@ import numpy as np
 from tinygrad import dtypes
 from tinygrad.dtype import _from_np_dtype
 
-from engine.formats.quantization import QUANTIZED
+from engine.formats.quantization import FORMATS
+from engine.formats.widening import widened
 from engine.kernels.device_memory import device_zeros, to_device
 from engine.targets.nvidia.kernels.kernel_sequence import KernelSequence
 from engine.targets.nvidia.kernels.pieces import state_of
@@ -17,6 +18,7 @@ from engine.targets.nvidia.kernels.weights.matrix_bytes import UNIT, units_of
 from engine.targets.nvidia.kernels.weights.upload import Part, upload
 from engine.targets.nvidia.kernels.weights.weight_layout import WeightLayout, input_scale, permuted_size
 from engine.targets.nvidia.kernels.weights.weight_repacking import MatrixSpec, TensorRows, repack
+from tests.quantized_blocks import IN_FILES
 
 FLOATS = {0: np.float32, 1: np.float16}
 PACKED_ROWS = 64
@@ -30,12 +32,13 @@ def begin() -> None:
 
 
 def random_matrix(ggml_type, rows, cols):
-    """(bytes as a file holds them, the weights as float32)"""
+    """(bytes as they are read of a file, the weights as float32)"""
     if ggml_type in FLOATS:
         w = rng.standard_normal((rows, cols)).astype(FLOATS[ggml_type])
         return w.view(np.uint8).reshape(-1), w.astype(np.float32)
-    format = QUANTIZED[ggml_type]
-    blocks = rng.integers(0, 256, (rows * cols // format.block, format.block_bytes), dtype=np.uint8)
+    kind = IN_FILES.get(ggml_type, ggml_type)
+    format, (block, block_bytes) = FORMATS[ggml_type], gguf.GGML_QUANT_SIZES[kind]
+    blocks = rng.integers(0, 256, (rows * cols // block, block_bytes), dtype=np.uint8)
     halves = rng.uniform(0.01, 0.02, (len(blocks), 2)).astype(np.float16).view(np.uint8)
     if format.exponent:
         blocks[:, format.d] = rng.integers(120, 124, len(blocks))
@@ -43,8 +46,8 @@ def random_matrix(ggml_type, rows, cols):
         blocks[:, format.d : format.d + 2] = halves[:, :2]
     if format.m is not None:
         blocks[:, format.m : format.m + 2] = halves[:, 2:]
-    weights = gguf.dequantize(blocks.reshape(rows, -1), gguf.GGMLQuantizationType(ggml_type))
-    return blocks.reshape(-1), weights.astype(np.float32)
+    weights = gguf.dequantize(blocks.reshape(rows, -1), gguf.GGMLQuantizationType(kind))
+    return widened(kind, blocks.reshape(-1)), weights.astype(np.float32)
 
 
 def packed(ggml_type, rows, cols=256):

@@ -5,7 +5,7 @@ import math
 import numpy as np
 from tinygrad import dtypes
 
-from engine.formats.quantization import QUANTIZED
+from engine.formats.quantization import FORMATS, WIDENED, WIDENED_IQ2, WIDENED_IQ3_S
 from engine.kernels.device_memory import part_of
 from engine.targets.nvidia.kernels.attention.flash_attention import flash_attention, flash_split, rows_split
 from engine.targets.nvidia.kernels.attention.kv_cache import Heads
@@ -66,7 +66,7 @@ def check_every_type() -> None:
     """Every type: most in a shape that fits its schedule, some with threads, rows and columns left over. A commit is
     checked with one of each kind: with scales of blocks, with scales of parts of them, with codebooks."""
     ragged = {6: (3, 96), 14: (9, 256), 1: (3, 72), 39: (3, 96)}
-    for ggml_type in (*QUANTIZED, *FLOATS) if THOROUGH else (2, 14, 20, 39):
+    for ggml_type in (*FORMATS, *FLOATS) if THOROUGH else (2, 14, 20, 39, WIDENED_IQ2, WIDENED_IQ3_S):
         rows, cols = ragged.get(ggml_type, (4, 256))
         schedule = Schedule(3, 1, 2) if ggml_type in ragged else Schedule(4, 2, 1)
         if rows > 4:  # its weights are loaded early, and the last block has one row
@@ -407,7 +407,7 @@ def check_prompt_products() -> None:
         (14, 16, 256),
         (0, 16, 64),
         (1, 16, 192),
-        *((kind, 16, 256) for kind in ((10, 11, 12, 13, 20, 23, 39) if THOROUGH else (13, 39))),
+        *((kind, 16, 256) for kind in ((10, 11, 12, 13, 20, 23, 35, 39, *WIDENED) if THOROUGH else (13, 39))),
     ):
         layout = WeightLayout(ggml_type)
         planes, weights = packed(ggml_type, rows, cols)

@@ -3,7 +3,7 @@
 import numpy as np
 from tinygrad import dtypes
 
-from engine.formats.quantization import QUANTIZED
+from engine.formats.quantization import FORMATS
 from engine.targets.nvidia.kernels.products.small_batch import (
     SmallBatchTiles,
     activated,
@@ -38,7 +38,7 @@ def given(ggml_type, tokens, rows, cols):
 def check_small_batch_of_every_type() -> None:
     """Every type: whole units and not, rows and columns left over, warps that share columns unevenly."""
     ragged = {8: (17, 352), 14: (40, 512), 1: (5, 72), 39: (33, 96)}
-    for ggml_type in (*QUANTIZED, *FLOATS) if THOROUGH else (11, 12, *ragged):  # others: in check_products
+    for ggml_type in (*FORMATS, *FLOATS) if THOROUGH else (11, 12, *ragged):  # others: in check_products
         rows, cols = ragged.get(ggml_type, (16, 256))
         tiles = SmallBatchTiles(1, 1, 2 if cols > 256 else 1)
         if rows > 33:  # weights of the second step are loaded in the first one
@@ -68,7 +68,7 @@ def check_small_batch_sliced() -> None:
     columns unevenly, of rows and units left over, and of blocks that divide the columns."""
     shapes = {6: (40, 96, 1, 1, 4), 1: (33, 328, 2, 1, 4), 14: (32, 1280, 3, 1, 2), 12: (64, 1024, 2, 2, 4)}
     # Of codebooks, `check_prompt_products` makes the same pairs.
-    others = dict.fromkeys({*QUANTIZED, *FLOATS} - {*shapes} if THOROUGH else (), (32, 512, 1, 1, 2))
+    others = dict.fromkeys({*FORMATS, *FLOATS} - {*shapes} if THOROUGH else (), (32, 512, 1, 1, 2))
     for ggml_type, (rows, cols, parts, splits, slices) in (shapes | others).items():
         tiles = SmallBatchTiles(2, 1, parts, splits=splits, slices=slices)
         layout, planes, x, wanted = given(ggml_type, 9, rows, cols)

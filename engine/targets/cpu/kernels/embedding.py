@@ -6,7 +6,7 @@ import functools
 
 from tinygrad import UOp, dtypes
 
-from engine.formats.quantization import QUANTIZED, Format
+from engine.formats.quantization import FORMATS, Format
 from engine.kernels.compilation import KernelFunction
 from engine.targets.cpu.kernels.file_block import FileBlock
 from engine.targets.cpu.kernels.kernel_builder import (
@@ -56,7 +56,7 @@ def embed(layout: LaneLayout, tile: int, scale: float = 1.0, has_pictures: bool 
 @functools.cache
 def embed_from_file(ggml_type: int, lanes: int, tile: int, scale: float = 1.0) -> KernelFunction:
     """As `embed`, of a matrix as the file holds it: its last buffer is the file's bytes, or its floats."""
-    format = QUANTIZED.get(ggml_type)
+    format = FORMATS.get(ggml_type)
     columns = format.block if format else 1
 
     def kernel(part: UOp, parts: UOp, out: UOp, shape: UOp, *buffers: UOp) -> UOp:
@@ -87,7 +87,9 @@ def _store_block(
 
     d = half(format.d)
     if format.exponent:
-        d = shift_left(block.byte(format.d).cast(dtypes.uint32), 23).bitcast(F32) * 0.5
+        d = shift_left(block.byte(format.d).cast(dtypes.uint32), 23).bitcast(F32)
+    if format.factor != 1:
+        d = d * format.factor
     for group in range(format.block // format.group):
         factor, minimum = d * scale, half(format.m) * scale if format.m is not None else None
         if format.scale:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import ceil
 
-from engine.formats.ggml_types import GGML_TYPES
-from engine.formats.quantization import QUANTIZED, Format
+from engine.formats.ggml_types import TYPES
+from engine.formats.quantization import FORMATS, Format
 
 UNIT = 32  # columns whose planes are stored together
 
@@ -20,7 +20,7 @@ class StreamSize:
 
     @property
     def format(self) -> Format | None:
-        return QUANTIZED.get(self.ggml_type)
+        return FORMATS.get(self.ggml_type)
 
     @property
     def has_small_scales(self) -> bool:
@@ -61,4 +61,4 @@ class StreamSize:
 
     def n_bytes(self, rows: int, cols: int) -> int:
         """Bytes of a matrix's stream."""
-        return self.size(rows, cols) * (2 if self.format else GGML_TYPES[self.ggml_type].block_bytes)
+        return self.size(rows, cols) * (2 if self.format else TYPES[self.ggml_type].block_bytes)

@@ -16,7 +16,7 @@ vector; their upper 2 bits lie in the upper 4 bits of the third.
 
 The stream of `lanes` rows is a sequence of blocks:
 
-    d, m (lanes float16 each; m only if the type has minima; for an exponent the upper half of a float32, 2 d)
+    d, m (lanes float16 each; m only if the type has minima; for an exponent the upper half of a float32)
     for each 32 columns: lanes words of small scales (only if the type has them), then the vectors of each plane
 
 A word of small scales holds the scale and the minimum (Q4_K, Q5_K), the scales of the first and of the last 16
@@ -93,10 +93,16 @@ class LaneLayout(StreamSize):
         return self._as_factor(k.vector(stream, at))
 
     def _as_factor(self, words: UOp) -> UOp:
-        """d or m, as float32."""
-        if self.format and self.format.exponent:
-            return shift_left(words.cast(dtypes.uint32), 16).bitcast(F32) * 0.5
-        return words.bitcast(F16).cast(F32)
+        """d, times the type's factor, or m, as float32: a type with a factor has no minima."""
+        if self.format is None:
+            return words.bitcast(F16).cast(F32)
+        is_upper = self.format.exponent
+        number = (
+            shift_left(words.cast(dtypes.uint32), 16).bitcast(F32)
+            if is_upper
+            else words.bitcast(F16).cast(F32)
+        )
+        return number if self.format.factor == 1 else number * self.format.factor
 
     def scales(
         self, k: KernelBuilder, stream: UOp, block: UOp, unit: UOp, run: Index | None

@@ -10,7 +10,7 @@ from tinygrad import Tensor, dtypes
 
 from engine.description.sublayers import Experts, Weight
 from engine.formats.dequantize import HOST_TYPES, dequantized
-from engine.formats.ggml_types import GGML_TYPES
+from engine.formats.ggml_types import TYPES
 from engine.kernels.device_memory import to_device
 from engine.kernels.quantized_matrix import QuantizedMatrix
 from engine.loading.weights import Weights
@@ -251,7 +251,7 @@ class ExpertsHandler(Handler):
 def _floats(weights: Weights, weight: Weight) -> NDArray[np.float32]:
     """A matrix as float32, (rows * cols,)."""
     raw = weights.read(weight, range(weight.rows))
-    if GGML_TYPES[weight.type].name in HOST_TYPES:
+    if TYPES[weight.type].name in HOST_TYPES:
         return dequantized(raw, weight.type)
     matrix = QuantizedMatrix(weight.type, weight.rows, weight.cols)
     values: NDArray[np.float32] = matrix.dequantize_rows(Tensor(raw.copy()), weight.rows).flatten().numpy()

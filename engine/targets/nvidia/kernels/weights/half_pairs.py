@@ -133,7 +133,7 @@ def _run(
     if format and format.exponent:
         numbers = (_small_floats(words[first // RUN], i) for i, _ in PAIRS)
         return [_pair(pairwise("__hmul2", number, scale)) for number in numbers]
-    if format and format.codebook:
+    if format and layout.has_codes:
         codes = code_words(words[first // RUN], format.codes)
         return [
             _weights(8, ((codes[0], i), 0), ((codes[1], i), 0), layout.offset, scale, None) for i, _ in PAIRS
@@ -149,7 +149,7 @@ def _small_floats(word: UOp, i: int) -> UOp:
     return pairwise("__hmul2", e2m1_halves(word, i, 9), constants(power, power))
 
 
-def _weights(bits: int, first: _At, second: _At, offset: int, scale: UOp, minimum: UOp | None) -> Pair:
+def _weights(bits: int, first: _At, second: _At, offset: float, scale: UOp, minimum: UOp | None) -> Pair:
     """The weights of two columns of a group, whose integers are at these places."""
     (a, p), (b, q) = first, second
     ones = (1 << bits) - 1

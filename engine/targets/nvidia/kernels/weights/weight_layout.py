@@ -9,7 +9,8 @@ a minimum if these have 4 bits each (Q2_K). A unit of MXFP4 has a word of 16 bit
 in place of d.
 
 Integers with a codebook stay indices of 4 bits in memory. Kernels compute with `Format.codes`, which are not negative,
-as with the integers of other types; with MXFP4's numbers as they are.
+as with the integers of other types; with MXFP4's numbers as they are. Numbers that are all as far apart need no
+codebook.
 
 Matrices of floats have one plane: the words hold the values.
 """
@@ -17,6 +18,7 @@ Matrices of floats have one plane: the words hold the values.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -26,7 +28,7 @@ from tinygrad import Tensor, UOp, dtypes
 from tinygrad.dtype import DType
 from tinygrad.uop.ops import Ops
 
-from engine.formats.quantization import QUANTIZED, Format
+from engine.formats.quantization import FORMATS, Format
 from engine.kernels.fields import FLOAT_TYPES, fields_of
 from engine.targets.nvidia.kernels.uops import F32, chain, f32, load, mask, shift, shift_right, u32
 from engine.targets.nvidia.kernels.weights.bit_packing import (
@@ -54,7 +56,7 @@ class WeightLayout:
 
     @property
     def format(self) -> Format | None:
-        return QUANTIZED.get(self.ggml_type)
+        return FORMATS.get(self.ggml_type)
 
     @property
     def name(self) -> str:
@@ -88,18 +90,29 @@ class WeightLayout:
         return SMALL_FLOATS if self._is_e2m1 else self._unpacked_bits
 
     @property
-    def _has_codes(self) -> bool:
+    def has_codes(self) -> bool:
         """Whether indices stand for integers (`code_words`)."""
-        return self.format is not None and bool(self.format.codebook) and not self._is_e2m1
+        return self.format is not None and bool(self.format.codebook) and not (self._is_e2m1 or self._step)
+
+    @functools.cached_property
+    def _step(self) -> int:
+        """The distance of the numbers of a codebook that are all as far apart: their indices do. Else 0."""
+        steps = {b - a for a, b in itertools.pairwise(self.format.codebook)} if self.format else set()
+        return steps.pop() if len(steps) == 1 else 0
+
+    @property
+    def _factor(self) -> float:
+        """What d is to be multiplied by."""
+        return self.format.factor * (self._step or 1) if self.format else 1.0
 
     @property
     def _unpacked_bits(self) -> int:
         """Bits of an integer, or of the code that it stands for."""
-        return _CODE_BITS if self._has_codes else self.bits
+        return _CODE_BITS if self.has_codes else self.bits
 
     def _unpacked(self, words: Sequence[UOp]) -> tuple[BitPacking, list[UOp]]:
         """Words of integers, or of the codes that they stand for, and how these are packed."""
-        if not self._has_codes:
+        if not self.has_codes:
             return BitPacking(self.bits), list(words)
         assert self.format
         codes = [code for word in words for code in code_words(word, self.format.codes)]
@@ -118,10 +131,12 @@ class WeightLayout:
         return self.format is not None and self.format.exponent
 
     @property
-    def offset(self) -> int:
+    def offset(self) -> float:
         """What a kernel subtracts from an integer, or from its code."""
         if self.format is None or self._is_e2m1:
             return 0
+        if self._step:
+            return self.format.code_offset / self._step
         return self.format.code_offset if self.format.codebook else self.format.offset
 
     @property
@@ -249,9 +264,10 @@ class WeightLayout:
             return None, []
         small, halves = (loaded[0], loaded[1:]) if "scale" in self.format.scales else (None, loaded)
         if self.format.exponent:
-            powers = [mask(shift(halves[0], -bits), 255 << 23).bitcast(F32) for bits in (23, 15)]
-            return small, [power * f32(0.5) for power in powers]
-        return small, [half.cast(F32) for half in halves]
+            numbers = [mask(shift(halves[0], -bits), 255 << 23).bitcast(F32) for bits in (23, 15)]
+        else:
+            numbers = [half.cast(F32) for half in halves]
+        return small, numbers if self._factor == 1 else [number * f32(self._factor) for number in numbers]
 
     def load_quarter(self, planes: Sequence[UOp], row: UOp, units: int, unit: UOp, part: UOp) -> list[UOp]:
         """Loads columns 16 * part to 16 * part + 15 of a unit: words, and what `_load_scales` loads. `part` is a value
