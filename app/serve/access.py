@@ -25,6 +25,8 @@ _PROGRAMS = {
     "chrome-extension", "moz-extension", "safari-web-extension",
 }  # fmt: skip
 """Schemes of origins that programs and extensions have. Not "file": a page of a site may have been saved."""
+_NO_HOST = frozenset("@/?#\\")
+"""What no browser sends as part of a host: before or after it, `urlsplit` finds other hosts than they do."""
 OPEN_PATHS = ("/health", "/v1/health")  # need no key, as in llama-server
 
 
@@ -65,6 +67,7 @@ class Access:
             await send(message)
 
         try:
+            _check_length(headers)
             self._check_page(headers)
         except ApiError as error:
             return await error_response(error, scope["path"])(scope, receive, send)
@@ -89,7 +92,7 @@ class Access:
         if self._keys:
             return
         host = headers.get("host", "")
-        if "@" in host or not is_loopback(_host(f"//{host}")):  # no browser sends a user's name there
+        if _NO_HOST.intersection(host) or not is_loopback(_host(f"//{host}")):
             raise ApiError(403, "Without a key, this server answers only to localhost.", code="wrong_host")
         if not all(map(_is_of_this_machine, headers.getlist("origin"))):
             raise ApiError(
@@ -102,6 +105,13 @@ class Access:
             what = "The API key is wrong." if given else "This server needs an API key."
             bearer = {"WWW-Authenticate": "Bearer"}
             raise ApiError(401, what, "authentication_error", code="invalid_api_key", headers=bearer)
+
+
+def _check_length(headers: Headers) -> None:
+    """Two statements of a body's length: a proxy before this server may believe the other one, and take a part of the
+    body for a request (https://www.rfc-editor.org/rfc/rfc9112#section-6.1)."""
+    if "transfer-encoding" in headers and "content-length" in headers:
+        raise ApiError(400, "The request states its length twice.", headers={"Connection": "close"})
 
 
 def _given_key(headers: Headers) -> str:

@@ -19,6 +19,8 @@ CHAT = "/v1/chat/completions"
         ("evil.example:8080", 403),
         ("localhost.evil.example", 403),
         ("evil.example\\@localhost", 403),
+        ("localhost#.evil.example", 403),
+        ("localhost/.evil.example", 403),
         ("127.0.0.1.evil.example", 403),
         ("192.168.0.9:8080", 403),
         ("[::1", 403),
@@ -89,6 +91,14 @@ async def test_a_key(served, headers, status):
         assert (
             error(response)["code"] == "invalid_api_key" and response.headers["www-authenticate"] == "Bearer"
         )
+
+
+async def test_two_statements_of_a_length_are_refused(served):
+    client, service = served(key="s3cret")
+    headers = {"X-Api-Key": "s3cret", "Transfer-Encoding": "chunked", "Content-Length": "2"}
+    response = await client.post(CHAT, json=HELLO, headers=headers)
+    assert response.status_code == 400 and response.headers["connection"] == "close"
+    assert not service.engine.requests
 
 
 async def test_with_a_key_any_name_and_page_will_do(served):
