@@ -4,6 +4,7 @@ import os
 import re
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from importlib.util import find_spec
 from pathlib import Path
 
 from engine.devices import cuda_driver
@@ -24,10 +25,13 @@ def prepare(options: EngineOptions, is_asked: bool = False) -> str:
     BEAM, JITBEAM and MV_* for the other options. To be called before tinygrad is imported. Returns DEV, which names a
     chip that is asked for.
 
-    "auto" is the user's own DEV if it is set, else CUDA if there is a usable NVIDIA GPU, else CPU. If the driver
+    "auto" is the user's own DEV if tinygrad has it, else CUDA if there is a usable NVIDIA GPU, else CPU. If the driver
     `is_asked` by the caller (`ask_driver`), it is taken for usable. Raises UsageError for an unknown backend,
     BackendError for one that cannot work on this machine.
     """
+    from engine.fixes import number_variables
+
+    number_variables.apply()
     backend = options.backend.upper()
     if backend not in (*BACKENDS, "AUTO"):
         known = ", ".join(BACKENDS)
@@ -37,7 +41,7 @@ def prepare(options: EngineOptions, is_asked: bool = False) -> str:
         return "" if is_asked else cuda_driver.unusable_because()
 
     if backend == "AUTO":
-        backend = os.environ.get("DEV") or ("CPU" if why_not() else "CUDA")
+        backend = _own_device() or ("CPU" if why_not() else "CUDA")
     elif backend == "CUDA" and (why := why_not()):
         raise unusable_cuda(why)
     device = _device(backend)
@@ -59,11 +63,23 @@ def prepare(options: EngineOptions, is_asked: bool = False) -> str:
     # Processes that compile kernels for this one. tinygrad's search times kernels on the CPU cores, which they would
     # keep busy.
     cpus, is_searched = len(allowed_cpus()), device == "CPU" and options.kernels == "graph"
-    os.environ.setdefault("PARALLEL", str(0 if is_searched or cpus == 1 else min(cpus, _MAX_COMPILERS)))
+    if not os.environ.get("PARALLEL", "").isdecimal():
+        os.environ["PARALLEL"] = str(0 if is_searched or cpus == 1 else min(cpus, _MAX_COMPILERS))
     os.environ.setdefault("CACHELEVEL", "0")  # engine.disk_cache replaces tinygrad's own cache
     if options.kernels == "graph" or device not in BACKENDS:
         os.environ.update(_search_variables(options))
     return backend
+
+
+def _own_device() -> str:
+    """The user's own DEV; "" if it is none of tinygrad's: other programs have DEV=true."""
+    dev = os.environ.get("DEV", "")
+    spec = find_spec("tinygrad")  # does not import it
+    folders = spec.submodule_search_locations if spec else None
+    is_known = any(
+        Path(folder, "runtime", f"ops_{_device(dev).lower()}.py").is_file() for folder in folders or ()
+    )
+    return dev if is_known else ""
 
 
 def _as_chip(chip: str, device: str) -> str:
@@ -83,9 +99,7 @@ def ask_driver(options: EngineOptions) -> Callable[[], str] | None:
     """Has a thread start CUDA's driver if `prepare` would, which takes as long as importing tinygrad or longer. The
     function that it returns waits for it, and says why CUDA cannot be used; "" if it can."""
     backend = options.backend.upper()
-    if not may_use_gpu(options) or not (
-        backend == "CUDA" or (backend == "AUTO" and not os.environ.get("DEV"))
-    ):
+    if not may_use_gpu(options) or not (backend == "CUDA" or (backend == "AUTO" and not _own_device())):
         return None
     thread = ThreadPoolExecutor(1, "driver")
     asked = thread.submit(cuda_driver.unusable_because)

@@ -10,7 +10,6 @@ import os
 import re
 import shlex
 import stat
-import urllib.parse
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
@@ -20,6 +19,7 @@ from typing import BinaryIO, NamedTuple
 from msgspec.structs import replace
 
 from app.chat.status import StatusObserver
+from engine.catalog.names import local_path
 from engine.errors import UsageError
 from engine.formats.picture_kind import HEAD_BYTES, MAX_BYTES, is_binary_picture
 from widgets.chat.turn import Attachment, PictureFile
@@ -308,13 +308,7 @@ def _dropped(line: str) -> list[Path]:
     if not line.startswith(("/", "~/", "'/", '"/', "file://")):
         raise ValueError
     words = [line] if line[0] in "/~" and Path(line).expanduser().is_file() else shlex.split(line)
-    return [Path(_local(word)).expanduser() for word in words]
-
-
-def _local(word: str) -> str:
-    """The path of a file: URL of this machine, or the word itself."""
-    path = word.removeprefix("file://").removeprefix("localhost")
-    return urllib.parse.unquote(path) if word.startswith("file://") and path.startswith("/") else word
+    return [Path(local_path(word)).expanduser() for word in words]
 
 
 def completions(text: str, folder: Path | None = None, limit: int = 200) -> tuple[int, list[str]]:

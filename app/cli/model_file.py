@@ -37,7 +37,8 @@ def model_path(named: str | None, settings: Settings, cancelled: Callable[[], bo
         where = "settings.toml names it" if settings.model else "It was used last"
         hint = f"{where}. --model NAME takes another one, --model {GUIDE} the one that is built in."
         raise ModelFileError(f"There is no file {path}.", hint)
-    nearby = sorted((path if path.is_dir() else path.parent).glob("*.gguf"))
+    folder = path if path.is_dir() else path.parent
+    nearby = sorted(file for file in folder.glob("*.gguf") if file.is_file())
     names = ", ".join(map(str, nearby[:5])) + (f" and {len(nearby) - 5} more" if len(nearby) > 5 else "")
     kind = "a folder" if path.is_dir() else "a device or a pipe" if path.exists() else ""
     what = f"{path} is {kind}, not a model file." if kind else f"There is no file {path}."

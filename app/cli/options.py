@@ -104,6 +104,11 @@ def parse(arguments: Sequence[str], commands: dict[str, str]) -> argparse.Namesp
         missing = [text for text in args.prompt if _FILE_NAME.fullmatch(text)]
         if missing and len(missing) < len(args.prompt):
             parser.error(f"there is no file {missing[0]}")
+        for text in args.prompt:
+            if kind := _no_file(text):
+                parser.error(
+                    f"{text} is {kind}: what a program prints is its input, PROGRAM | {call('PROMPT')}"
+                )
         parser.error("the prompt is one argument: put it in quotes")
     asked = bool(args.prompt) or args.prompt_ids is not None
     args.one_shot = asked or (not args.plain and not args.once and _stdin_has_text())
@@ -343,6 +348,14 @@ def _is_file(text: str) -> bool:
         return Path(text).is_file() or (path != text and Path(path).is_file())
     except (OSError, ValueError):  # a long prompt is no name of a file
         return False
+
+
+def _no_file(text: str) -> str:
+    """What an argument with a slash is the path of, if that is no file: of <(PROGRAM), a shell makes a pipe."""
+    with suppress(OSError, ValueError):
+        if "/" in text and (path := Path(text)).exists():
+            return "a folder" if path.is_dir() else "a pipe or a device"
+    return ""
 
 
 def _is_model(text: str) -> bool:

@@ -96,7 +96,7 @@ def parse(text: str, aliases: Mapping[str, str] = {}) -> Source:
     Raises ModelFileError for an unknown name, with the most similar names. Hyphens in known names do not count: others
     write ministral-3:3b.
     """
-    text = text.strip()
+    text = local_path(text.strip())
     path, exists = _path(text)
     if path is not None and exists:
         return path.absolute()
@@ -112,6 +112,12 @@ def parse(text: str, aliases: Mapping[str, str] = {}) -> Source:
         return path.absolute()
     known = [*aliases, *(model.name for model in known_models())]
     raise ModelFileError(f"There is no model called {text!r}.", _suggestion(text, known))
+
+
+def local_path(text: str) -> str:
+    """The path in a file:// address, as a desktop copies it; other text as it is."""
+    path = text.removeprefix("file://").removeprefix("localhost")
+    return unquote(path) if text.startswith("file://") and path.startswith("/") else text
 
 
 def short_name(source: Source, aliases: Mapping[str, str] = {}) -> str:
@@ -147,6 +153,8 @@ def _parse_url(text: str) -> HubModel | WebFile | None:
         url = urlsplit(text if "://" in text else f"https://{text}")
         scheme, host = url.scheme.lower(), (url.hostname or "").lower()
     except ValueError:  # brackets without an IPv6 address
+        if text.lower().startswith(("http://", "https://")):
+            raise ModelFileError(f"{text} is no web address.", "Check the part before the path.") from None
         return None
     mirror = ""
     with contextlib.suppress(ValueError):

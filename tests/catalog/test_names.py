@@ -38,6 +38,7 @@ from engine.formats.quantization import READ_TYPES
         ("https://huggingface.co/u/r/blob/v1/x.gguf", HubModel("u/r", file="x.gguf", revision="v1")),
         ("https://example.org/models/x.gguf", WebFile("https://example.org/models/x.gguf")),
         ("http://localhost:8000/x", WebFile("http://localhost:8000/x")),
+        ("file:///no/such%20folder/x.gguf", Path("/no/such folder/x.gguf")),
     ],
 )
 def test_what_names_mean(text, meant):
@@ -90,6 +91,7 @@ def test_what_looks_like_a_path_is_one(tmp_path):
         ("a\0b", "hf.co/user/repository"),
         ("hf.co/alone", "hf.co/user/repository"),
         ("ftp://example.org/x.gguf", "https://"),
+        ("http://[::1/x.gguf", "before the path"),
     ],
 )
 def test_unknown_names_suggest_the_nearest(text, near):

@@ -54,6 +54,15 @@ def test_an_environment_without_a_path(bare, monkeypatch):
     assert os.environ["PATH"] == os.defpath
 
 
+def test_variables_of_other_programs_do_not_count(bare, monkeypatch):
+    monkeypatch.setattr(backends, "find_clang", lambda: "/bin/clang")
+    for name, value in {"DEV": "true", "PARALLEL": "many"}.items():
+        monkeypatch.setenv(name, value)
+    assert prepare("auto") == "CPU" and int(os.environ["PARALLEL"]) >= 0
+    monkeypatch.setenv("DEV", "TEGRA+NV")
+    assert backends._own_device() == "TEGRA+NV"
+
+
 def test_the_script_is_kept_and_mended(bare, tmp_path):
     pytest.importorskip("ziglang", reason="the extra `cpu` is not installed")
     prepare()

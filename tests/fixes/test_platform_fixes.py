@@ -30,6 +30,15 @@ def python(code, *arguments, stdin=False, **env):
     return done.stdout.split()
 
 
+def test_variables_that_are_no_numbers_keep_no_engine_from_starting():
+    code = "from engine.fixes import number_variables as n; n.apply() if {} else 0; import os, tinygrad.helpers as t; "
+    code += "print(t.DEBUG.value, t.getenv('THREADS', 1), t.JIT_BATCH_SIZE.value, 'NO_COLOR' in os.environ)"
+    odd = {"DEBUG": "app:*", "NO_COLOR": "", "THREADS": "all", "JIT_BATCH_SIZE": "7"}
+    assert python(code.format(True), **odd) == ["0", "1", "7", "False"]
+    with pytest.raises(AssertionError, match="invalid literal"):
+        python(code.format(False), **odd)
+
+
 # --- processes that compile ------------------------------------------------------------------------------
 
 POOL = """

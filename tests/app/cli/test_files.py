@@ -74,7 +74,12 @@ def test_a_file_alone_opens_the_chat_on_a_terminal_and_is_a_prompt_for_programs(
 
 @pytest.mark.parametrize(
     ("arguments", "reason"),
-    [(("c.py", "What is it?"), "no file c.py"), (("What", "is"), "put it in quotes")],
+    [
+        (("c.py", "What is it?"), "no file c.py"),
+        (("What", "is"), "put it in quotes"),
+        (("What is it?", "/dev/null"), "/dev/null is a pipe or a device"),
+        (("What is it?", "/dev"), "/dev is a folder"),
+    ],
 )
 def test_what_is_no_file_is_named(arguments, reason):
     with pytest.raises(UsageError, match=reason):
