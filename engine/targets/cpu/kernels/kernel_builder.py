@@ -14,6 +14,7 @@ from typing import TypeAlias
 
 from tinygrad import UOp, dtypes
 from tinygrad.dtype import AddrSpace, DType
+from tinygrad.renderer import Estimates
 from tinygrad.uop.ops import AxisType, KernelInfo, Ops
 
 F32, F16, I32, I16, I8, U16, U8 = (
@@ -149,8 +150,10 @@ class KernelBuilder:
             outer.written[buffer] = None
 
     def finish(self, name: str) -> UOp:
-        """The kernel's graph, a SINK. The tag keeps tinygrad from optimizing it."""
-        return UOp.group(*self._scopes[0].effects).sink(arg=KernelInfo(name=name), tag=1)
+        """The kernel's graph, a SINK. The tag keeps tinygrad from optimizing it. Nobody reads the estimates, for which
+        tinygrad would take longer than for the code of a kernel with many loops."""
+        info = KernelInfo(name=name, estimates=Estimates())
+        return UOp.group(*self._scopes[0].effects).sink(arg=info, tag=1)
 
     # --- values ----------------------------------------------------------------------------------------
 

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from tinygrad import Device, UOp, dtypes
 from tinygrad.dtype import AddrSpace, DType
 from tinygrad.engine.realize import get_runtime
+from tinygrad.renderer import Estimates
 from tinygrad.runtime.ops_cpu import CPUProgram
 from tinygrad.uop.ops import KernelInfo, Ops
 
@@ -166,7 +167,8 @@ def _load(*programs: tuple[Callable[..., UOp], *tuple[int, ...]]) -> list[CPUPro
 
     def build(function: Callable[..., UOp], *arguments: int) -> UOp:
         body = function(*arguments)
-        return body.sink(arg=KernelInfo(function.__name__), tag=1)  # the tag: no optimization by tinygrad
+        info = KernelInfo(function.__name__, estimates=Estimates())
+        return body.sink(arg=info, tag=1)  # as `KernelBuilder.finish` does
 
     graphs = [program_or_graph(program, functools.partial(build, *program)) for program in programs]
     return [CPUProgram(Device["CPU"], program.to_elf()) for program in _compiled(graphs)]
