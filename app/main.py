@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, TextIO
 
 from app.cli import options
 from app.cli.meant import check_command
+from engine.bytecode import keep_bytecode
 from engine.errors import BackendError, OrinError, UsageError
 
 if TYPE_CHECKING:
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line `argv` (None: the program's own) and returns its exit code."""
     arguments = sys.argv[1:] if argv is None else list(argv)
+    keep_bytecode()
     _open_streams()
     try:
         try:

@@ -24,9 +24,15 @@ def module_command(module: str, *arguments: str) -> list[str]:
 
 
 def module_environment() -> dict[str, str]:
-    """The environment in which `module_command` finds this program, whether it is installed or a checkout."""
+    """The environment in which `module_command` finds this program, whether it is installed or a checkout, and keeps
+    bytecode where this process does."""
     path = os.pathsep.join(filter(None, [str(_PROGRAM), os.environ.get("PYTHONPATH", "")]))
-    return {**os.environ, "PYTHONPATH": path}
+    environment = {**os.environ, "PYTHONPATH": path}
+    if sys.pycache_prefix:
+        environment["PYTHONPYCACHEPREFIX"] = sys.pycache_prefix
+    if not sys.dont_write_bytecode:
+        environment.pop("PYTHONDONTWRITEBYTECODE", None)
+    return environment
 
 
 def signal_group(leader: int, number: signal.Signals) -> None:
