@@ -87,12 +87,12 @@ class WeightLayout:
         """Identifies the input_scale that products with such a matrix want: the argument of `input_scale`."""
         if self.format is None:
             return 0
-        return SMALL_FLOATS if self._is_e2m1 else self._unpacked_bits
+        return SMALL_FLOATS if self.is_e2m1 else self._unpacked_bits
 
     @property
     def has_codes(self) -> bool:
         """Whether indices stand for integers (`code_words`)."""
-        return self.format is not None and bool(self.format.codebook) and not (self._is_e2m1 or self._step)
+        return self.format is not None and bool(self.format.codebook) and not (self.is_e2m1 or self._step)
 
     @functools.cached_property
     def _step(self) -> int:
@@ -121,19 +121,19 @@ class WeightLayout:
     @property
     def scale(self) -> float:
         """The factor by which a product's sums must be multiplied, because fields are read as denormals."""
-        if self._is_e2m1:
+        if self.is_e2m1:
             return 2.0 ** (E2M1_EXPONENT - CENTER)
         return 2.0 ** (DENORMAL_EXPONENT - CENTER) if self.format else 1.0
 
     @property
-    def _is_e2m1(self) -> bool:
+    def is_e2m1(self) -> bool:
         """Whether indices are small floats (`from_e2m1`)."""
         return self.format is not None and self.format.exponent
 
     @property
     def offset(self) -> float:
         """What a kernel subtracts from an integer, or from its code."""
-        if self.format is None or self._is_e2m1:
+        if self.format is None or self.is_e2m1:
             return 0
         if self._step:
             return self.format.code_offset / self._step
@@ -287,12 +287,12 @@ class WeightLayout:
 
         def fraction(j: int) -> UOp:
             k, j = divmod(j, packing.period)
-            if self._is_e2m1:
+            if self.is_e2m1:
                 return from_e2m1(words[k], j)
             return packing.unpack_above_256(words[k * packing.words : (k + 1) * packing.words], j)
 
         values = [fraction(j) for j in range(QUARTER)]
-        if self._is_e2m1:
+        if self.is_e2m1:
             return [v * (d * f32(2.0**E2M1_HALF_EXPONENT)) for v in values]
         offset = d * f32(-256.0 - self.offset)  # values are 256 + q
         if m is not None:
@@ -377,13 +377,13 @@ class Unit:
         if format is None:
             return chain(layout.float_of(self.words, j) * xs[j] for j in range(UNIT))
         (packing, words), n = layout._unpacked(self.words), layout.group
-        small = [pair_from_e2m1(word, i) for word in words for i in range(4)] if layout._is_e2m1 else []
+        small = [pair_from_e2m1(word, i) for word in words for i in range(4)] if layout.is_e2m1 else []
         dots = []
         for g in range(UNIT // n):
             terms = [sums[g] * f32(-layout.offset)] if layout.offset else []
             for j in range(g * n, (g + 1) * n):
                 k, i = j // packing.period * packing.words, j % packing.period
-                if layout._is_e2m1:
+                if layout.is_e2m1:
                     field = small[k * 4 + i % 4][i // 4]
                 else:
                     field = packing.unpack(words[k : k + packing.words], i).bitcast(F32)
@@ -442,7 +442,7 @@ class Unit:
             offsets: dict[float, UOp] = {}
             for j in range(g * n, (g + 1) * n):
                 k, place = j // packing.period * packing.words, j % packing.period
-                if layout._is_e2m1:
+                if layout.is_e2m1:
                     small = from_e2m1(words[k], place)
                     values.append(small * (d * f32(2.0**E2M1_HALF_EXPONENT)))
                     continue
