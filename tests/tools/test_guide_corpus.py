@@ -185,7 +185,7 @@ def test_noise_keeps_the_question(known):
     rng = random.Random(1)
     texts = {known.wording.typed("how do i stop the reply", rng) for _ in range(200)}
     assert len(texts) > 120
-    assert sum("stop" in text.lower() for text in texts) > 120
+    assert sum("stop" in text.lower() for text in texts) > 110
 
 
 def test_names_of_presets_have_no_synonyms(known):
