@@ -4,6 +4,7 @@ import gguf
 import numpy as np
 from gguf import GGMLQuantizationType as Type
 
+from engine.formats.ggml_types import GGML_TYPES
 from engine.formats.quantization import (
     FLOATS,
     FORMATS,
@@ -13,14 +14,15 @@ from engine.formats.quantization import (
     WIDENED_IQ3_XXS,
 )
 
+Q1_0, Q2_0 = 41, 42
 IN_FILES = {WIDENED_IQ1: 19, WIDENED_IQ2: 22, WIDENED_IQ3_XXS: 18, WIDENED_IQ3_S: 21}
 """For each type that is read for others one of these."""
 
 
-def random_blocks(kind: Type, rows: int, cols: int) -> np.ndarray:
+def random_blocks(kind: int, rows: int, cols: int) -> np.ndarray:
     """Blocks of random bits, uint8 (rows, bytes of a row), but for their float16 scales."""
     rng = np.random.default_rng(kind)
-    block, block_bytes = gguf.GGML_QUANT_SIZES[kind]
+    _, block, block_bytes = GGML_TYPES[kind]
     if kind in FLOATS:
         return gguf.quantize(rng.standard_normal((rows, cols)).astype(np.float32), kind).view(np.uint8)
     data = rng.integers(0, 256, (rows * cols // block, block_bytes), dtype=np.uint8)
@@ -39,3 +41,16 @@ def random_blocks(kind: Type, rows: int, cols: int) -> np.ndarray:
     if format.m is not None:
         data[:, format.m : format.m + 2] = scales[:, 2:]
     return data.reshape(rows, -1)
+
+
+def dequantized(kind: int, blocks: np.ndarray) -> np.ndarray:
+    """The weights in blocks of a type of files, float32 of (rows, weights of a row)."""
+    if kind not in (Q1_0, Q2_0):
+        return gguf.dequantize(blocks, Type(kind))
+    data = blocks.reshape(-1, 18)  # the package does not know them
+    d = data[:, :2].copy().view(np.float16).astype(np.float32)
+    if kind == Q1_0:
+        values = np.unpackbits(data[:, 2:], axis=1, bitorder="little").astype(np.float32) * 2 - 1
+    else:
+        values = (data[:, 2:, None] >> np.arange(0, 8, 2) & 3).reshape(len(data), 64).astype(np.float32) - 1
+    return (d * values).reshape(len(blocks), -1)

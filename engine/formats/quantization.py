@@ -182,15 +182,16 @@ _WIDENED = (
            codebook=(-31, -26, -22, -18, -14, -10, -6, -2, 2, 6, 10, 14, 18, 22, 26, 31)),
     Format(WIDENED_IQ3_S, **_WIDE_32, codebook=tuple(range(-15, 16, 2))),
     Format(35, group=32, offset=1, q=(Plane(2, 0, 32),), d=64),
+    Format(42, group=32, offset=1, q=(Plane(2, 2, 1),)),
 )  # fmt: skip
 WIDENED: Mapping[int, Format] = {format.ggml_type: format for format in _WIDENED}
-"""What `engine.formats.widening` makes of others; files have one of them too, TQ2_0."""
+"""What `engine.formats.widening` makes of others; files have two of them too, TQ2_0 and Q2_0."""
 FORMATS: Mapping[int, Format] = {**QUANTIZED, **WIDENED}
 """All that kernels read."""
 FLOATS = (0, 1, 30)  # F32, F16 and BF16
 WIDER: Mapping[int, int] = {
     16: WIDENED_IQ2, 17: WIDENED_IQ2, 18: WIDENED_IQ3_XXS, 19: WIDENED_IQ1, 21: WIDENED_IQ3_S, 22: WIDENED_IQ2,
-    29: WIDENED_IQ1, 34: 35,
+    29: WIDENED_IQ1, 34: 35, 41: 42,
 }  # fmt: skip
 """Types of files that are read as others."""
 READ_TYPES = (*FLOATS, *sorted(WIDER.keys() | {kind for kind in FORMATS if kind not in OF_MEMORY}))

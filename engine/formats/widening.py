@@ -4,10 +4,10 @@ IQ1, IQ2 and IQ3 store for each four or eight neighbouring weights the number of
 their signs. So a weight is one of 6 to 16 numbers, times a scale. What is read from the file becomes indices of these
 numbers (`engine.formats.quantization.WIDENED`), so kernels need neither the tables nor code of their own. It takes 4.25
 to 4.5 bits a weight in memory, in place of the file's 1.6 to 3.4. TQ1_0, five ternary numbers in a byte, becomes
-TQ2_0.
+TQ2_0, and Q1_0, whose bits stand for d and -d, becomes Q2_0.
 
-Block layouts: block_iq1_s to block_iq3_s and block_tq1_0 in ggml/src/ggml-common.h of llama.cpp. Meaning of the bits:
-the functions dequantize_row_* in ggml/src/ggml-quants.c. The grids come from the package gguf.
+Block layouts: block_iq1_s to block_iq3_s, block_tq1_0 and block_q1_0 in ggml/src/ggml-common.h of llama.cpp. Meaning
+of the bits: the functions dequantize_row_* in ggml/src/ggml-quants.c. The grids come from the package gguf.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.formats.ggml_types import GGML_TYPES
-from engine.formats.quantization import FORMATS, WIDER, read_as
+from engine.formats.quantization import FORMATS, WIDER
 
 Bytes = NDArray[np.uint8]
 Integers = NDArray[np.integer[Any]]
@@ -28,10 +28,18 @@ _BLOCK = 256
 
 
 def file_bytes(ggml_type: int, n_bytes: int) -> int:
-    """How many bytes of a tensor in the file become so many, which are whole blocks."""
-    if ggml_type not in WIDER:
-        return n_bytes
-    return n_bytes // FORMATS[read_as(ggml_type)].block_bytes * GGML_TYPES[ggml_type].block_bytes
+    """How many bytes of a tensor in the file become so many: a multiple of `step_bytes`."""
+    return (
+        n_bytes // step_bytes(ggml_type) * GGML_TYPES[ggml_type].block_bytes
+        if ggml_type in WIDER
+        else n_bytes
+    )
+
+
+def step_bytes(ggml_type: int) -> int:
+    """The bytes that a block of the file becomes, of a type in `WIDER`."""
+    wide = FORMATS[WIDER[ggml_type]]
+    return GGML_TYPES[ggml_type].block // wide.block * wide.block_bytes
 
 
 def widened(ggml_type: int, raw: Bytes) -> Bytes:
@@ -110,8 +118,16 @@ def _tq1_0(blocks: Bytes) -> Bytes:
     return np.concatenate([packed.reshape(len(blocks), -1), blocks[:, 52:]], axis=1)
 
 
+def _q1_0(blocks: Bytes) -> Bytes:
+    """A block becomes two, with bits of twice their value."""
+    bits = np.unpackbits(blocks[:, 2:], axis=1, bitorder="little").reshape(-1, 16, 4)
+    packed = bits[:, :, 0] << 1 | bits[:, :, 1] << 3 | bits[:, :, 2] << 5 | bits[:, :, 3] << 7
+    return np.concatenate([np.repeat(blocks[:, :2], 2, axis=0), packed], axis=1)
+
+
 _WIDENERS: dict[int, Callable[[Bytes], Bytes]] = {
     16: _iq2_xxs, 17: _iq2_xs, 18: _iq3_xxs, 19: _iq1_s, 21: _iq3_s, 22: _iq2_s, 29: _iq1_m, 34: _tq1_0,
+    41: _q1_0,
 }  # fmt: skip
 
 # --- what they share ---------------------------------------------------------------------------------------

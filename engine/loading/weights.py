@@ -14,8 +14,8 @@ from engine.description.sublayers import Vector, Weight
 from engine.errors import ModelFileError
 from engine.formats.ggml_types import GGML_TYPES
 from engine.formats.gguf import GGUF, TensorInfo, damaged, printable
-from engine.formats.quantization import FLOATS, FORMATS, READ_TYPES, WIDER, read_as
-from engine.formats.widening import file_bytes, widened
+from engine.formats.quantization import FLOATS, FORMATS, READ_TYPES, WIDER
+from engine.formats.widening import file_bytes, step_bytes, widened
 from engine.loading import PIECE_BYTES
 
 
@@ -164,8 +164,8 @@ class FileWeights:
         """As `TensorInfo.read_into`, of a tensor as it is read."""
         if info.type not in WIDER:
             return info.read_into(start, out)
-        block = FORMATS[read_as(info.type)].block_bytes
-        first, end = start // block * block, -(-(start + len(out)) // block) * block
+        step = step_bytes(info.type)
+        first, end = start // step * step, -(-(start + len(out)) // step) * step
         raw = np.empty(file_bytes(info.type, end - first), np.uint8)
         info.read_into(file_bytes(info.type, first), raw.data)
         out[:] = widened(info.type, raw)[start - first :][: len(out)].data

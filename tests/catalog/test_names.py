@@ -170,9 +170,9 @@ def test_what_is_preferred_can_run():
         family = quantization.partition("_")[0]
         assert any(kind in (quantization, family) or kind.startswith(f"{family}_") for kind in runs)
         assert ModelFiles((), quantization).may_run
-    for quantization in "UD-IQ1_S", "UD-Q2_K_XL":
+    for quantization in "UD-IQ1_S", "UD-Q2_K_XL", "Q1_0":
         assert ModelFiles((), quantization).may_run
-    for quantization in "Q1_0", "NVFP4", "Q4_0_4_8", "IQ4_NL_8_8":
+    for quantization in "NVFP4", "Q4_0_4_8", "IQ4_NL_8_8":
         assert not ModelFiles((), quantization).may_run
 
 
@@ -212,7 +212,7 @@ def test_what_is_picked():
 
 
 def test_a_file_that_cannot_run_is_refused_by_its_name():
-    for file in ("m-NVFP4.gguf", "m-Q1_0.gguf", "m-Q4_0_8_8.gguf"):
+    for file in ("m-NVFP4.gguf", "m-Q4_0_8_8.gguf"):
         with pytest.raises(
             ModelFileError, match=rf"no file of a type that .* \(it has {quantization_of(file)}\)"
         ):

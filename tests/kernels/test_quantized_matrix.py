@@ -1,31 +1,31 @@
 """Every quantization type in tensor graphs, against the gguf package's own dequantization."""
 
-import gguf
 import numpy as np
 import pytest
 from gguf import GGMLQuantizationType as Type
 from tinygrad import Tensor
 
+from engine.formats.ggml_types import GGML_TYPES
 from engine.formats.quantization import FLOATS, QUANTIZED, read_as
 from engine.formats.widening import widened
 from engine.kernels.quantized_matrix import QuantizedMatrix
-from tests.quantized_blocks import random_blocks
+from tests.quantized_blocks import Q1_0, dequantized, random_blocks
 from tests.thorough import thorough
 
 ROWS = 40
 # Types of which a commit is checked with others that are alike: as many bits, scales of the same kind.
 ALIKE = (Type.F16, Type.Q4_0, Type.Q5_1, Type.Q2_K, Type.Q5_K, Type.Q5_0, Type.IQ4_NL, Type.TQ2_0, Type.IQ3_S)
-TYPES = (*FLOATS, *QUANTIZED, Type.TQ2_0, Type.IQ2_S, Type.IQ3_S)
+TYPES = (*FLOATS, *QUANTIZED, Type.TQ2_0, Q1_0, Type.IQ2_S, Type.IQ3_S)
 KINDS = [pytest.param(kind, marks=thorough) if kind in ALIKE else kind for kind in TYPES]
 
 
 @pytest.mark.usefixtures("plain_graphs")
-@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: Type(kind).name)
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: GGML_TYPES[kind].name)
 def test_weights_rows_and_products(kind: int) -> None:
     """Weights and rows are equal to the last bit; products are, but for the rounding of sums."""
-    cols = 512 if gguf.GGML_QUANT_SIZES[Type(kind)][0] == 256 else 96  # no whole plane bytes
-    blocks = random_blocks(Type(kind), ROWS, cols)
-    wanted = gguf.dequantize(blocks, Type(kind)).reshape(ROWS, cols)
+    cols = 512 if GGML_TYPES[kind].block > 32 else 96  # no whole plane bytes
+    blocks = random_blocks(kind, ROWS, cols)
+    wanted = dequantized(kind, blocks).reshape(ROWS, cols)
     matrix = QuantizedMatrix(read_as(kind), ROWS, cols)
     for rows in (range(0, 24), range(24, ROWS)):  # in two pieces
         matrix.store(Tensor(widened(kind, blocks.reshape(ROWS, -1)[rows].reshape(-1))), rows)

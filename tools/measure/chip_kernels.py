@@ -178,7 +178,8 @@ def usual_models() -> Mapping[str, Callable[[Path], None]]:
     from engine.formats.quantization import READ_TYPES, read_as
     from tests import generated_model
 
-    types = [generated_model.Type(n).name for n in {read_as(n): n for n in READ_TYPES}.values()]
+    known = {int(kind) for kind in generated_model.Type}  # to the package that writes files
+    types = [generated_model.Type(n).name for n in {read_as(n): n for n in READ_TYPES if n in known}.values()]
     models = {f"matrices of {name}": partial(_written, quant=name, **_LAYERS) for name in types}
     for name in generated_model.ARCHITECTURES:
         models[f"small {name}"] = partial(_written, architecture=name, quant="Q8_0", layers=4)

@@ -121,7 +121,8 @@ def write(model: str, out: Path, mix: str, layers: int = 0) -> None:
     maker = importlib.util.module_from_spec(spec)
     sys.modules["make_model"] = maker
     spec.loader.exec_module(maker)
-    types = [GGML_TYPES[n] for n in READ_TYPES]
+    known = {int(kind) for kind in gguf.GGMLQuantizationType}
+    types = [GGML_TYPES[n] for n in READ_TYPES if n in known]
     blocks = {t.name: (gguf.GGMLQuantizationType[t.name], t.block) for t in types}
     if layers:
         maker.SHAPES[model] = dataclasses.replace(maker.SHAPES[model], layers=layers)

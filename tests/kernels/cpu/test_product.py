@@ -8,6 +8,7 @@ import pytest
 from gguf import GGMLQuantizationType as Type
 from tinygrad import dtypes
 
+from engine.formats.ggml_types import GGML_TYPES
 from engine.formats.quantization import FLOATS, QUANTIZED, read_as
 from engine.formats.widening import widened
 from engine.targets.cpu.kernels import memory
@@ -19,24 +20,24 @@ from engine.targets.cpu.kernels.stream_size import UNIT
 from engine.targets.cpu.kernels.thread_pool import ThreadPool
 from engine.targets.cpu.kernels.weight_layout import LaneLayout
 from engine.targets.cpu.kernels.weight_repacking import repack
-from tests.quantized_blocks import random_blocks
+from tests.quantized_blocks import Q1_0, dequantized, random_blocks
 from tests.thorough import rarely
 
 LANES = 8  # kernels of half the size: less to compile
-TYPES = [*FLOATS, *QUANTIZED, Type.TQ2_0, Type.IQ2_S, Type.IQ3_XXS]
+TYPES = [*FLOATS, *QUANTIZED, Type.TQ2_0, Q1_0, Type.IQ2_S, Type.IQ3_XXS]
 KINDS = {"values": dtypes.int16, "sums": dtypes.int32}
 
 
-def blocks_of(kind: Type, rows: int, cols: int) -> tuple[np.ndarray, np.ndarray]:
+def blocks_of(kind: int, rows: int, cols: int) -> tuple[np.ndarray, np.ndarray]:
     """Blocks as they are read of a file, and the weights, float64 (rows, cols); no infinite scales."""
     blocks = random_blocks(kind, rows, cols)
-    finite = np.isfinite(gguf.dequantize(blocks, kind)).all(1, keepdims=True)
+    finite = np.isfinite(dequantized(kind, blocks)).all(1, keepdims=True)
     blocks = np.ascontiguousarray(np.where(finite, blocks, 0), np.uint8)
-    weights = gguf.dequantize(blocks, kind).reshape(rows, cols).astype(np.float64)
+    weights = dequantized(kind, blocks).reshape(rows, cols).astype(np.float64)
     return widened(kind, blocks.reshape(-1)), weights
 
 
-def packed(pool: ThreadPool, kind: Type, rows: int, cols: int, lanes: int = LANES):
+def packed(pool: ThreadPool, kind: int, rows: int, cols: int, lanes: int = LANES):
     blocks, weights = blocks_of(kind, rows, cols)
     layout = LaneLayout(read_as(kind), lanes)
     return layout, repack(pool, blocks, layout, np.arange(rows, dtype=np.int32), cols), weights
@@ -84,10 +85,12 @@ ALIKE = (Type.Q4_1, Type.Q5_0, Type.Q2_K, Type.Q5_K, Type.IQ4_NL, Type.IQ3_XXS)
 
 
 @pytest.mark.parametrize(
-    "kind", [rarely(kind) if kind in ALIKE else kind for kind in TYPES], ids=lambda kind: Type(kind).name
+    "kind",
+    [rarely(kind) if kind in ALIKE else kind for kind in TYPES],
+    ids=lambda kind: GGML_TYPES[kind].name,
 )
 def test_one_token(pool: ThreadPool, kind: int) -> None:
-    assert multiply(pool, Type(kind), 40, 512, 1, 1) < (5e-5 if kind not in FLOATS else 2e-6)
+    assert multiply(pool, kind, 40, 512, 1, 1) < (5e-5 if kind not in FLOATS else 2e-6)
 
 
 KINDS_OF_BLOCKS = (Type.F32, Type.Q8_0, Type.Q6_K, Type.Q4_K)
@@ -103,7 +106,7 @@ EMBEDDED = [kind if kind in (*KINDS_OF_BLOCKS, Type.Q3_K, Type.IQ2_S) else rarel
     ],
 )
 def test_tiles_of_tokens(pool: ThreadPool, tile: int, kind: int) -> None:
-    assert multiply(pool, Type(kind), 40, 512, 2 * tile, tile) < (1e-4 if kind not in FLOATS else 2e-6)
+    assert multiply(pool, kind, 40, 512, 2 * tile, tile) < (1e-4 if kind not in FLOATS else 2e-6)
 
 
 @pytest.mark.parametrize("lanes", [rarely(4), 16])
@@ -121,10 +124,10 @@ def test_columns_that_make_no_whole_spans(pool: ThreadPool) -> None:
     assert multiply(pool, Type.Q8_0, 16, 96, LANES, LANES) < 1e-4
 
 
-@pytest.mark.parametrize("kind", EMBEDDED, ids=lambda kind: Type(kind).name)
+@pytest.mark.parametrize("kind", EMBEDDED, ids=lambda kind: GGML_TYPES[kind].name)
 def test_rows_of_the_embedding(pool: ThreadPool, kind: int) -> None:
     """Repacked, and as the file holds them."""
-    blocks, weights = blocks_of(Type(kind), 40, 512)
+    blocks, weights = blocks_of(kind, 40, 512)
     layout = LaneLayout(read_as(kind), LANES)
     stream = repack(pool, blocks, layout, np.arange(40, dtype=np.int32), 512)
     in_file = memory.mapped(blocks, dtypes.uint8 if layout.format else layout.dtype)

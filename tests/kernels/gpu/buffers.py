@@ -3,11 +3,11 @@
 import functools
 from unittest import mock
 
-import gguf
 import numpy as np
 from tinygrad import dtypes
 from tinygrad.dtype import _from_np_dtype
 
+from engine.formats.ggml_types import GGML_TYPES
 from engine.formats.quantization import FORMATS
 from engine.formats.widening import widened
 from engine.kernels.device_memory import device_zeros, to_device
@@ -18,7 +18,7 @@ from engine.targets.nvidia.kernels.weights.matrix_bytes import UNIT, units_of
 from engine.targets.nvidia.kernels.weights.upload import Part, upload
 from engine.targets.nvidia.kernels.weights.weight_layout import WeightLayout, input_scale, permuted_size
 from engine.targets.nvidia.kernels.weights.weight_repacking import MatrixSpec, TensorRows, repack
-from tests.quantized_blocks import IN_FILES
+from tests.quantized_blocks import IN_FILES, dequantized
 
 FLOATS = {0: np.float32, 1: np.float16}
 PACKED_ROWS = 64
@@ -37,7 +37,7 @@ def random_matrix(ggml_type, rows, cols):
         w = rng.standard_normal((rows, cols)).astype(FLOATS[ggml_type])
         return w.view(np.uint8).reshape(-1), w.astype(np.float32)
     kind = IN_FILES.get(ggml_type, ggml_type)
-    format, (block, block_bytes) = FORMATS[ggml_type], gguf.GGML_QUANT_SIZES[kind]
+    format, (_, block, block_bytes) = FORMATS[ggml_type], GGML_TYPES[kind]
     blocks = rng.integers(0, 256, (rows * cols // block, block_bytes), dtype=np.uint8)
     halves = rng.uniform(0.01, 0.02, (len(blocks), 2)).astype(np.float16).view(np.uint8)
     if format.exponent:
@@ -46,7 +46,7 @@ def random_matrix(ggml_type, rows, cols):
         blocks[:, format.d : format.d + 2] = halves[:, :2]
     if format.m is not None:
         blocks[:, format.m : format.m + 2] = halves[:, 2:]
-    weights = gguf.dequantize(blocks.reshape(rows, -1), gguf.GGMLQuantizationType(kind))
+    weights = dequantized(kind, blocks.reshape(rows, -1))
     return widened(kind, blocks.reshape(-1)), weights.astype(np.float32)
 
 
