@@ -25,6 +25,7 @@ from engine.formats.quantization import FORMATS, WIDER
 Bytes = NDArray[np.uint8]
 Integers = NDArray[np.integer[Any]]
 _BLOCK = 256
+_RUN = 2048  # blocks at a time: half as long as all at once, and little memory
 
 
 def file_bytes(ggml_type: int, n_bytes: int) -> int:
@@ -47,7 +48,11 @@ def widened(ggml_type: int, raw: Bytes) -> Bytes:
     are."""
     if ggml_type not in WIDER:
         return raw
-    return _WIDENERS[ggml_type](raw.reshape(-1, GGML_TYPES[ggml_type].block_bytes)).reshape(-1)
+    blocks, step = raw.reshape(-1, GGML_TYPES[ggml_type].block_bytes), step_bytes(ggml_type)
+    wide = np.empty((len(blocks), step), np.uint8)
+    for i in range(0, len(blocks), _RUN):
+        wide[i : i + _RUN] = _WIDENERS[ggml_type](blocks[i : i + _RUN]).reshape(-1, step)
+    return wide.reshape(-1)
 
 
 # --- each type: uint8 (blocks, bytes of a block) -> (blocks, bytes of a wider one) --------------------------
