@@ -39,10 +39,10 @@ def zig_clang() -> str | None:
     folder = platformdirs.user_cache_path("orin-chat", appauthor=False)
     installation = hashlib.sha256(zig.encode()).hexdigest()[:8]
     script = folder / f"clang-{installation}"
-    text = f'#!/bin/sh\nexec {shlex.quote(zig)} clang "$@"\n'
+    text = f'#!/bin/sh\nexec {shlex.quote(zig)} clang "$@"\n'.encode()
     try:
-        if not script.is_file() or script.read_text() != text:
-            write_whole(script, text.encode(), 0o755)
+        if not script.is_file() or script.read_bytes() != text:
+            write_whole(script, text, 0o755)
     except OSError as error:
         raise BackendError(
             f"The compiler's script cannot be written to {folder}: {error.strerror}.",

@@ -4,7 +4,7 @@ import random
 
 import pytest
 from textual.drivers import linux_driver
-from textual.events import Key, Paste
+from textual.events import Key, Paste, Resize
 
 import widgets.terminal.ordered_input  # noqa: F401  puts the parser in its place
 from widgets.terminal.pastes import ANSWERED
@@ -79,6 +79,27 @@ def test_what_a_terminal_answers_is_not_typed(cut):
     events = [e for e in read([sent[:cut], sent[cut:]]) if isinstance(e, Key)]
     assert [e.character for e in events if e.key == ANSWERED] == [">|kitty(0.42.1)", "i=7;OK"]
     assert [e.key for e in events if e.key != ANSWERED] == ["a", "b", "c", "up"]
+
+
+@pytest.mark.parametrize("begin", ["\x1b]52;c;", "\x1b_G", "\x1bP1+r"])
+@pytest.mark.parametrize("size", [1000, 200_000])
+def test_a_long_answer_is_no_keys_and_one_without_an_end_takes_none(begin, size):
+    sent = (begin + "A" * 100_000)[:100_000]
+    pieces = lambda end: [(sent + end)[i : i + size] for i in range(0, len(sent + end), size)]
+    keys = lambda end: [e.key for e in read(pieces(end)) if isinstance(e, Key)]
+    assert keys("\x1b\\b") == keys("\x07b") == ["b"]
+    lost = [e.key for e in read([*pieces(""), "b", "\x11"]) if isinstance(e, Key)]
+    assert lost == ["b", "ctrl+q"]
+
+
+def test_a_paste_whose_end_is_lost_can_be_left():
+    pasted, key = [e for e in read(["\x1b[200~one", "two\x03\x11", "\x03"]) if isinstance(e, Key | Paste)]
+    assert pasted.text == "onetwo\x03\x11" and key.key == "ctrl+c"
+
+
+def test_a_terminal_of_any_size_is_not_believed():
+    events = read(["\x1b[48;99999;99999;1;1t", "\x1b[48;40;100;1;1t"])
+    assert [tuple(e.size) for e in events if isinstance(e, Resize)] == [(100, 40)]
 
 
 @pytest.mark.parametrize("after", ["", "\x1b[0n", "\x1b[A"])

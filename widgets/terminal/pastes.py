@@ -5,8 +5,10 @@ Textual reads an escape sequence inside a bracketed paste as if it were typed, b
 colours, pasted in tmux, which passes it on as it is, would come in the wrong order, and a line end after it would send
 the prompt.
 
-Textual also takes a terminal's longer answers for keys: what it is called, what became of a picture. Such an answer
-becomes one key here, ANSWERED, whose character it is.
+Textual also takes a terminal's longer answers for keys: what it is called, what became of a picture, its colours, a
+clipboard. Such an answer becomes one key here, ANSWERED, whose character it is, or none if it is longer than 200
+characters: a key takes as long as the text before it, and 100,000 of them ended in a program that had to be killed. For
+the same reason a terminal of more than 4 million cells is not believed.
 
 A key with Alt is an escape character and a letter. Textual waits for what may follow, and if an answer of the terminal
 does, takes the key for two others: Alt+Z typed "^z" while a reply was drawn.
@@ -22,18 +24,24 @@ from itertools import chain
 
 from textual._ansi_sequences import ANSI_SEQUENCES_KEYS
 from textual._xterm_parser import XTermParser
-from textual.events import Key
+from textual.events import Key, Resize
 from textual.keys import Keys
 from textual.message import Message
 
 START, END, ESCAPE = "\x1b[200~", "\x1b[201~", "\x1b"
+_LEAVES = ("\x03", "\x11")
+"""Ctrl+C and Ctrl+Q: where one comes alone, the end of a paste was lost."""
 _AT_ONCE = re.compile(r"[^\x00-\x1f\x7f-\x9f]{64,}")
 """More characters than anybody types between two reads."""
 
 
 ANSWERED = "terminal-answered"
-_ANSWER = re.compile(r"\x1b(?:P(?=>\|)|_G)([^\x1b\x07]{0,200})\x1b\\")
-_ANSWER_BEGUN = re.compile(r"\x1b(?:P>\||_G)[^\x1b\x07]{0,200}\x1b?\Z")
+_BEGIN = r"\x1b(?:P(?=[>!01][|+$r])|_G|\](?=\d+;))"
+_ANSWER_END = re.compile(r"\x1b\\|\x07")
+_ANSWER = re.compile(rf"{_BEGIN}([^\x00-\x1f]*)(?:{_ANSWER_END.pattern})")
+_ANSWER_BEGUN = re.compile(rf"{_BEGIN}[^\x00-\x1f]*\x1b?\Z")
+_ANSWER_CHARS = 200
+MOST_CELLS = 4_000_000
 
 
 _MAY_GO_ON = {sequence[1] for sequence in ANSI_SEQUENCES_KEYS if len(sequence) > 2} | set("[OPX]^_")
@@ -45,15 +53,16 @@ class PasteParser(XTermParser):
 
     _is_pasting = False
     _before = ""  # the last characters before a paste: START may come in pieces
-    _held = ""  # the end of a piece of a paste, if END may begin there
+    _held = ""  # the end of a piece of a paste, if END may begin there, or the beginning of an answer
+    _is_long_answer = False  # the rest of one is to come
 
     def feed(self, data: str) -> Iterable[Message]:
         if not data:  # the end of the input
             return super().feed(self._held + data)
         self._answers: list[str] = []
-        passed = self._passed(data)
+        passed = self._passed(self._without_long_answer(data))
         keys = (Key(ANSWERED, answer) for answer in self._answers)
-        return chain(keys, super().feed(passed)) if passed else keys
+        return chain(keys, filter(_is_believed, super().feed(passed))) if passed else keys
 
     def _sequence_to_key_events(self, sequence: str, alt: bool = False) -> Iterable[Key]:
         is_alt = len(sequence) == 2 and sequence[0] == ESCAPE and sequence not in ANSI_SEQUENCES_KEYS
@@ -62,12 +71,24 @@ class PasteParser(XTermParser):
         return super()._sequence_to_key_events(sequence, alt)
 
     def _without_answers(self, typed: str) -> str:
-        """Collects the answers of the terminal in what is typed. One that has only begun is held."""
-        self._answers += _ANSWER.findall(typed)
+        """Collects the answers of the terminal in what is typed. One that has only begun is held, unless it is long."""
+        self._answers += [answer for answer in _ANSWER.findall(typed) if len(answer) <= _ANSWER_CHARS]
         rest = _ANSWER.sub("", typed)
         if begun := _ANSWER_BEGUN.search(rest):
             rest, self._held = rest[: begun.start()], begun[0]
+            if len(self._held) > _ANSWER_CHARS:
+                self._is_long_answer, self._held = True, ""
         return rest
+
+    def _without_long_answer(self, data: str) -> str:
+        """What comes after the end of a long answer. What is shorter than a piece of one ends it, too: if its end is
+        lost, keys must not be."""
+        if self._is_long_answer:
+            end = _ANSWER_END.search(data)
+            if not end and len(data) > _ANSWER_CHARS:
+                return ""
+            self._is_long_answer, data = False, data[end.end() if end else 0 :]
+        return data
 
     def _parse_extended_key(self, sequence: str) -> list[Key] | None:  # type: ignore[override]
         try:
@@ -76,6 +97,8 @@ class PasteParser(XTermParser):
             return [Key(Keys.Ignore, sequence)]
 
     def _passed(self, data: str) -> str:
+        if self._is_pasting and data in _LEAVES:
+            data = END + data
         data, self._held, passed = self._held + data, "", ""
         while data:
             if self._is_pasting:
@@ -95,6 +118,10 @@ class PasteParser(XTermParser):
                 self._is_pasting = at >= 0
                 self._before = "" if self._is_pasting else seen[-(len(START) - 1) :]
         return passed
+
+
+def _is_believed(message: Message) -> bool:
+    return not isinstance(message, Resize) or message.size.area <= MOST_CELLS
 
 
 def lenient_decoder(encoding: str) -> type[codecs.IncrementalDecoder]:
