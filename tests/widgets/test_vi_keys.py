@@ -32,6 +32,7 @@ class Box(App):
         ("one escape 0lD", "o"),
         ("one escape otwo escape ggx", "ne\ntwo"),
         ("one escape d escape w", "one"),
+        ("escape one", "one"),
     ],
 )
 async def test_commands_and_text(keys, text):

@@ -40,10 +40,13 @@ class ViKeys:
     def handle(self, key: str, character: str | None) -> bool:
         """Whether a key is one of vi."""
         if self.is_inserting:
-            if key == "escape":
-                self.is_inserting = False
-                self._box.action_cursor_left()
-            return key == "escape"
+            if (
+                key != "escape" or not self._box.text
+            ):  # in an empty box, Esc is the program's: it stops the reply
+                return False
+            self.is_inserting = False
+            self._box.action_cursor_left()
+            return True
         if character is None or not character.isprintable():
             self._operator = ""
             return False
