@@ -17,7 +17,6 @@ from engine.description.spec import ModelSpec
 from engine.kernels.device_memory import device_zeros, part_of
 from engine.runtime.pictures import PictureRoom
 from engine.targets.nvidia.input_scales import InputScales
-from engine.targets.nvidia.kernels.attention.row_parts import RowParts, divide_rows
 from engine.targets.nvidia.kernels.device import multiprocessors
 from engine.targets.nvidia.kernels.pieces import state_size
 from engine.targets.nvidia.kernels.products.activation_order import Order
@@ -203,15 +202,6 @@ class RowsStep(PromptStep):
     ) -> None:
         super().__init__(memory, rows)
         self.state, self.limit, self.checks = state, limit, checks
-        self._divided: dict[RowParts, Tensor] = {}
-
-    def divided(self, rows: RowParts) -> Tensor:
-        """Adds the division of the rows into parts, if the step does not have it yet; returns `divide_rows`' shares."""
-        if rows not in self._divided:
-            name = f"shares of {rows.heads.window}, {rows.parts}, {rows.round}"
-            self._divided[rows] = self.buffer(name, rows.size, dtypes.int32)
-            self.add(divide_rows(rows), shares=self._divided[rows], state=self.state)
-        return self._divided[rows]
 
     def stacked(self, product: Product, name: str, bias: Tensor | None = None) -> Tensor:
         """Adds a product of the normed stream; returns its rows, of all tokens one after the other."""

@@ -7,9 +7,8 @@ from tinygrad import dtypes
 
 from engine.formats.kv_format import KVFormat
 from engine.targets.nvidia.kernels.attention.decode_block import combine
-from engine.targets.nvidia.kernels.attention.flash_attention import FlashSplit, flash_attention, row_parts
+from engine.targets.nvidia.kernels.attention.flash_attention import FlashSplit, flash_attention
 from engine.targets.nvidia.kernels.attention.kv_cache import copy_block
-from engine.targets.nvidia.kernels.attention.row_parts import RowParts, divide_rows
 from engine.targets.nvidia.kernels.attention.store_rows import store_rows
 from engine.targets.nvidia.kernels.products.small_batch import column_index, columns_size
 from tests.kernels.gpu.buffers import buffer, close, prompt_index, rng, run, zeros
@@ -42,14 +41,9 @@ def decode(split, h, lengths, sequences, sinks=False, over_heads=False):
     if split.splits == 1:
         run(kernel, out, *ins, *sink_buffer)
     else:
-        places, shares, at = split.parts or split.splits * tokens, [], len(pool.buffers) + 5
-        if split.parts:
-            shares = [zeros(row_parts(h, split, tokens).size, dtypes.int32)]
-            run(divide_rows(row_parts(h, split, tokens)), *shares, state)
-        parts = zeros(places * n), zeros(places * h.query * 2)
-        run(kernel, *parts, *ins[:at], *shares, *ins[at:])
-        kernel = combine(h, split.splits, sinks, tokens, parts=split.parts)
-        run(kernel, out, *parts, *shares, *sink_buffer)
+        parts = zeros(split.splits * tokens * n), zeros(split.splits * tokens * h.query * 2)
+        run(kernel, *parts, *ins)
+        run(combine(h, split.splits, sinks, tokens), out, *parts, *sink_buffer)
     got = out.numpy()[prompt_index(lambda m, e: column_index(m, e, n), tokens, n)]
     new = []
     for i, (s, position) in enumerate(zip(sequences, positions, strict=True)):
@@ -79,41 +73,6 @@ def check_rows_of_several_sequences() -> None:
     decode(FlashSplit(64, 1, 2, 2, 2, 2), heads_of(32, norm_eps=1e-6), (50, 0, 33), (2, -1, 0, 1), sinks=True)
     decode(FlashSplit(256, 3, 2, 2, 1), heads_of(norm_eps=1e-6), (130, 5), (1, 0), over_heads=True)
     decode(FlashSplit(256, 2, 2, 2, 1), heads_of(window=40, temperature=True), (130, 5), (0, 1))
-
-
-def check_parts_by_the_length_of_rows() -> None:
-    """A long sequence beside short ones, empty ones and a row without a token; a window; several rows of one sequence;
-    most parts used, and few. All parts are as long as the fewest rounds need, and are of the row that has them."""
-    h = heads_of(norm_eps=1e-6)
-    decode(FlashSplit(256, 4, 2, 2, 1, parts=9), h, (130, 5, 0, 40), (1, 0, -1, 2, 3), sinks=True)
-    decode(FlashSplit(256, 16, 2, 2, 1, parts=40), heads_of(window=40), (130, 5), (0, 1))
-    decode(FlashSplit(256, 3, 2, 2, 1, parts=7), h, (130, 9), (0, 0, 1))
-    for tokens, parts, most, lengths in (
-        (8, 33, 16, [600] * 7 + [2040]), (8, 33, 16, [600] * 8), (3, 40, 16, [0, 9000, 1]), (4, 5, 64, [3000] * 4),
-    ):  # fmt: skip
-        rows = RowParts(replace(h, length=1 << 14), tokens, parts, most, 64)
-        shares, state = zeros(rows.size, dtypes.int32), np.zeros((4, tokens), np.int32)
-        state[1] = lengths
-        run(divide_rows(rows), shares, buffer(state))
-        numbers = shares.numpy()
-        of_parts, of_rows = numbers[: 4 * parts].reshape(parts, 4), numbers[4 * parts :].reshape(tokens, 2)
-        needed = [-(-n // 64) for n in lengths]
-        fewest = next(n for n in range(1, 256) if fits_in(n, needed, parts, most))
-        rounds = max(of_parts[:, 3])
-        assert fewest <= rounds <= fewest * 1.05, (lengths, fewest, rounds)
-        first = 0
-        for token, (begin, count) in enumerate(of_rows):
-            assert begin == first and count == max(1, -(-needed[token] // rounds))
-            own = [(token, part, count, -(-needed[token] // count)) for part in range(count)]
-            assert np.array_equal(of_parts[first : first + count], own)
-            first += count
-        assert first <= parts and (of_parts[first:, 1] > 1 << 14).all() and not of_parts[first:, 3].any()
-
-
-def fits_in(rounds, needed, parts, most):
-    """Whether parts of so many rounds are enough."""
-    counts = [max(1, -(-n // rounds)) for n in needed]
-    return sum(counts) <= parts and max(counts) <= most
 
 
 def check_rows_of_one_sequence() -> None:

@@ -32,14 +32,13 @@ from engine.runtime.kv_blocks import KVBlocks
 from engine.runtime.model_runner import ModelRunner, Slot
 from engine.targets.graph.runner import GraphRunner
 from engine.targets.nvidia.kernels.attention.decode_block import combine
-from engine.targets.nvidia.kernels.attention.flash_attention import flash_attention, flash_split, row_parts
+from engine.targets.nvidia.kernels.attention.flash_attention import flash_attention, flash_split
 from engine.targets.nvidia.kernels.attention.kv_cache import Heads
 from engine.targets.nvidia.kernels.attention.prefill_attention import (
     attend_prompt,
     combine_prompt,
     prompt_tiling,
 )
-from engine.targets.nvidia.kernels.attention.row_parts import divide_rows
 from engine.targets.nvidia.kernels.pieces import state_size
 from engine.targets.nvidia.kernels.products import small_batch as few
 from engine.targets.nvidia.kernels.products.chosen_experts import ChosenExperts
@@ -172,12 +171,6 @@ def render_rows() -> None:
     parts = (split.splits * tokens * size, F), (split.splits * tokens * h.query * 2, F)
     render(flash_attention(h, split, tokens=tokens), *parts, *ins)
     render(combine(h, split.splits, tokens=tokens), x, *parts)
-    by_length = replace(split, parts=8)
-    rows_parts = row_parts(h, by_length, tokens)
-    shares, places = (rows_parts.size, dtypes.int32), ((8 * size, F), (8 * h.query * 2, F))
-    render(divide_rows(rows_parts), shares, (4 * tokens, dtypes.int32))
-    render(flash_attention(h, by_length, tokens=tokens), *places, *ins[:-1], shares, ins[-1])
-    render(combine(h, split.splits, tokens=tokens, parts=8), x, *places, shares)
     render(flash_attention(h, replace(split, limit=64, splits=1), tokens=tokens), x, *ins)
 
 

@@ -20,7 +20,6 @@ from engine.targets.nvidia.kernels.attention.flash_attention import (
     FlashSplit,
     flash_attention,
     flash_split,
-    row_parts,
     rows_split,
 )
 from engine.targets.nvidia.kernels.attention.kv_cache import LENGTH_UNIT, Heads, Stored
@@ -147,9 +146,8 @@ class AttentionHandler(Handler):
                 step.add(store_rows(heads, tokens, self.is_over_heads), cache=self.cache, **ins)
             heads = replace(heads, is_stored=True)
         split = rows_split(heads, step.limit, tokens, multiprocessors())
-        shares = step.divided(row_parts(heads, split, tokens)) if split.parts else None
         parts = {
-            name: step.buffer(name, (split.parts or split.splits * tokens) * n)
+            name: step.buffer(name, split.splits * tokens * n)
             for name, n in (("sums", heads.query * heads.dim), ("tops", heads.query * 2))
             if split.splits > 1
         }
@@ -159,13 +157,11 @@ class AttentionHandler(Handler):
             **(parts or {"out": attended, "sinks": self.sinks}),
             cache=self.cache,
             **ins,
-            shares=shares,
             temperature=self.temperature,
         )
         if parts:
-            kernel = combine(heads, split.splits, has_sinks, tokens, order, out_row, split.parts)
-            gates = rows if heads.gated else None
-            step.add(kernel, out=attended, **parts, shares=shares, sinks=self.sinks, rows=gates)
+            kernel = combine(heads, split.splits, has_sinks, tokens, order, out_row)
+            step.add(kernel, out=attended, **parts, sinks=self.sinks, rows=rows if heads.gated else None)
 
     def prefill(self, step: PromptStep, norm: Norm) -> Sums:
         step.norm(norm)

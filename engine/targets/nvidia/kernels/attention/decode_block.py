@@ -13,14 +13,12 @@ from engine.kernels.kernel import Kernel, Name
 from engine.targets.nvidia.kernels.angles import angle_row
 from engine.targets.nvidia.kernels.attention.cache_tiles import store_quad
 from engine.targets.nvidia.kernels.attention.kv_cache import TILE, Heads, Pages
-from engine.targets.nvidia.kernels.attention.row_parts import Part, parts_of_row
 from engine.targets.nvidia.kernels.products.activation_order import PLACES, Order
 from engine.targets.nvidia.kernels.products.matmul import as_half
 from engine.targets.nvidia.kernels.uops import (
     F16,
     F32,
     LOG2_E,
-    LOWEST,
     chain,
     f32,
     finish,
@@ -40,7 +38,7 @@ from engine.targets.nvidia.kernels.weights.weight_layout import permuted
 
 
 def block_buffers(
-    heads: Heads, splits: int, sinks: bool, tokens: int, parts: int = 0
+    heads: Heads, splits: int, sinks: bool, tokens: int
 ) -> tuple[tuple[Name, ...], tuple[Name, ...]]:
     """The names of the outputs and of the inputs of a kernel with a `DecodeBlock`."""
     is_whole = splits == 1
@@ -56,7 +54,6 @@ def block_buffers(
         tokens > 0 and "sin",
         "tables",
         "state",
-        parts > 0 and "shares",
         heads.norm_eps is not None and "norms",
         heads.temperature and "temperature",
         sinks and is_whole and "sinks",
@@ -84,8 +81,7 @@ class DecodeBlock:
     are cos and sin, their tables, float32 (context, dim / 2). The state is int32 (4, tokens): tokens, positions,
     sequences, and whether there is a token, else it is not stored. Outputs have the results of all tokens: with one
     split, the activations of the next product, float16 in an `order`, from `out_row` on, and no input_scale; with
-    several, sums (splits, tokens, query * dim), and scores and sums of weights (splits, tokens, query, 2). If the rows
-    have so many `parts` together (`row_parts`), which shares tells, these have a place for each part.
+    several, sums (splits, tokens, query * dim), and scores and sums of weights (splits, tokens, query, 2).
 
     The output with one split: out, float32, permuted and scaled for the next product. With several, for `combine`:
     sums, the weighted sums of values, float32 (splits, query * dim), and tops, for each split and query head the
@@ -94,7 +90,7 @@ class DecodeBlock:
 
     def __init__(
         self, heads: Heads, splits: int, group: int, thread: UOp, n_threads: int, buffers: Mapping[str, Any],
-        over_heads: bool = False, tokens: int = 0, order: Order = "columns", out_row: int = 0, parts: int = 0,
+        over_heads: bool = False, tokens: int = 0, order: Order = "columns", out_row: int = 0,
     ) -> None:  # fmt: skip
         self.outs: list[UOp] = [buffers[name] for name in ("out", "sums", "tops") if name in buffers]
         self.cache: list[UOp] = buffers["cache"]
@@ -110,20 +106,15 @@ class DecodeBlock:
         self.heads, self.group, self.thread, self.n_threads = heads, group, thread, n_threads
         blocks = heads.query // group if group else heads.kv
         blocks_of_kv = blocks // heads.kv
-        self.number = UOp.special(blocks * (1 if parts else max(tokens, 1)), "gidx0")
-        self.part = UOp.special(parts or splits, "gidx1") if splits > 1 else UOp.const(0)
-        self.token, self.splits, self.rounds = UOp.const(0), UOp.const(splits), None
-        self._place = self.part
-        if parts:
-            own = Part.of(buffers["shares"], self.part, tokens)
-            self.token, self.part, self.splits, self.rounds = own.token, own.part, own.parts, own.rounds
-        elif tokens:
+        self.number = UOp.special(blocks * max(tokens, 1), "gidx0")
+        self.token = UOp.const(0)
+        if tokens:
             self.token, self.number = self.number // blocks, self.number % blocks
-            self._place = self.part * tokens + self.token
         self.has_new = heads.has_new
         self._first_gate = self.token * heads.rows
         self._first_row = self._first_gate + heads.first_row
         self.first_head, self.kv = self.number * group, self.number // blocks_of_kv
+        self.part = UOp.special(splits, "gidx1") if splits > 1 else UOp.const(0)
         place = self.token + tokens if tokens else 1
         self.position = load_index(state, place, heads.length)
         self.pages = Pages.of(heads, buffers["tables"], state, self.token + 2 * tokens if tokens else 2)
@@ -133,7 +124,11 @@ class DecodeBlock:
         if temperature is not None:
             self.query_factor = self.query_factor * load(temperature, self.position)
         self.first_seen = heads.first_seen(self.position)
-        self.start, self.count = heads.seen(self.position)
+        stop = self.position if self.has_new else self.position + 1
+        self.start, self.count = UOp.const(0), stop
+        if heads.window:
+            self.start = self.first_seen // TILE * TILE
+            self.count = (stop - self.start).maximum(0)
         self.is_first_part = self.part.eq(0)
         is_first_of_kv = (self.number % blocks_of_kv).eq(0)
         self.stores_token = self.is_first_part & is_first_of_kv
@@ -316,9 +311,10 @@ class DecodeBlock:
         if input_scale is not None:
             result = values / weights * load(input_scale, element % UNIT)
             return [store(self.outs[0], permuted(element, n), result)]
-        index = (self._place * self.heads.query + self.first_head + head) * 2
+        part = self.part * self.tokens + self.token if self.tokens else self.part
+        index = (part * self.heads.query + self.first_head + head) * 2
         return [
-            store(self.outs[0], self._place * n + element, values),
+            store(self.outs[0], part * n + element, values),
             store(self.outs[1], index, top, is_first),
             store(self.outs[1], index + 1, weights, is_first),
         ]
@@ -327,48 +323,36 @@ class DecodeBlock:
 @functools.cache
 def combine(
     heads: Heads, splits: int, has_sinks: bool = False, tokens: int = 0, order: Order = "columns", out_row: int = 0,
-    parts: int = 0,
 ) -> Kernel:  # fmt: skip
     """Combines the splits of decode attention. With several `tokens`, they are those from `out_row` on of the result.
-    If these have so many `parts` together, `splits` is the most that one of them has. Buffers: out, sums, tops and
-    shares (see `DecodeBlock`); input_scale, the output's, float32 (UNIT,), if the step is not of several `tokens`;
-    sinks, float32 (query,), if there are any; of gated heads, rows, those of the QKV product."""
+    Buffers: out, sums and tops (see
+    `DecodeBlock`); input_scale, the output's, float32 (UNIT,), if the step is not of several `tokens`; sinks, float32
+    (query,), if there are any; of gated heads, rows, those of the QKV product."""
     n, several = heads.query * heads.dim, max(tokens, 1)
 
     def kernel(
-        out: UOp, sums: UOp, tops: UOp, shares: UOp | None, input_scale: UOp | None, sinks: UOp | None,
-        rows: UOp | None,
-    ) -> UOp:  # fmt: skip
+        out: UOp, sums: UOp, tops: UOp, input_scale: UOp | None, sinks: UOp | None, rows: UOp | None
+    ) -> UOp:
         d, head = UOp.special(heads.dim, "lidx0"), UOp.special(heads.query, "gidx0")
         token = UOp.special(tokens, "gidx1") if tokens else UOp.const(0)
-        places, valid = [s * several + token for s in range(splits)], [None] * splits
-        if shares is not None:
-            first, count = parts_of_row(shares, token, parts)
-            places = [(first + s).minimum(parts - 1) for s in range(splits)]
-            valid = [None, *(s < count for s in map(UOp.const, range(1, splits)))]
-        of_head = [(place * heads.query + head) * 2 for place in places]
-        top = [load(tops, i, ok) for i, ok in zip(of_head, valid, strict=True)]
-        top = [t if ok is None else ok.where(t, f32(LOWEST)) for t, ok in zip(top, valid, strict=True)]
-        weight = [load(tops, i + 1, ok) for i, ok in zip(of_head, valid, strict=True)]
+        top = [load(tops, ((s * several + token) * heads.query + head) * 2) for s in range(splits)]
+        weight = [load(tops, ((s * several + token) * heads.query + head) * 2 + 1) for s in range(splits)]
         largest = maximum(top)
         factor = [(t - largest).exp2() for t in top]
         element = head * heads.dim + d
-        of_parts = [load(sums, place * n + element, ok) for place, ok in zip(places, valid, strict=True)]
-        total = tree([x * f for x, f in zip(of_parts, factor, strict=True)])
+        total = tree([load(sums, (s * several + token) * n + element) * f for s, f in enumerate(factor)])
         weights = tree([w * f for w, f in zip(weight, factor, strict=True)])
         if sinks is not None:
             weights = weights + (load(sinks, head) * f32(LOG2_E) - largest).exp2()
         value = total / weights
         if rows is not None:
             value = value * sigmoid(load(rows, token * heads.rows + element))
-        name = f"combine_{heads.query}_{heads.dim}_{splits}{'_sinks' * has_sinks}" + f"_{parts}_parts" * (
-            parts > 0
-        )
+        name = f"combine_{heads.query}_{heads.dim}_{splits}{'_sinks' * has_sinks}"
         if input_scale is None:
             place = PLACES[order](out_row + token, element, n)
             return finish(f"{name}_{tokens}_{order}_{out_row}", [store(out, place, as_half(value))])
         stores = [store(out, permuted(element, n), value * load(input_scale, element % UNIT))]
         return finish(name, stores)
 
-    of_tokens = "sums", "tops", parts > 0 and "shares", not tokens and "input_scale"
-    return Kernel(kernel, ("out",), (*of_tokens, has_sinks and "sinks", heads.gated and "rows"))
+    inputs = "sums", "tops", not tokens and "input_scale", has_sinks and "sinks", heads.gated and "rows"
+    return Kernel(kernel, ("out",), inputs)

@@ -29,7 +29,6 @@ from engine.kernels.launch_hints import LaunchHints, Release
 from engine.targets.nvidia.kernels.attention.cache_fragments import Loads, fragments, upper_rows
 from engine.targets.nvidia.kernels.attention.decode_block import DecodeBlock, block_buffers
 from engine.targets.nvidia.kernels.attention.kv_cache import TILE, Heads
-from engine.targets.nvidia.kernels.attention.row_parts import RowParts
 from engine.targets.nvidia.kernels.device import spills_early
 from engine.targets.nvidia.kernels.products.activation_order import Order
 from engine.targets.nvidia.kernels.products.matmul import wmma
@@ -61,8 +60,7 @@ _MIN_PART, _MAX_PART = 64, 2048  # tokens of a part: at least, for a window; at 
 _MAX_SUMS_BYTES = 16 << 10  # of a block's shared memory, for the sums of all dimensions
 _MAX_SHARED_BYTES = 46 << 10  # of a block
 _MAX_DIM, _WAY = 256, 128  # dimensions that one warp has of its tokens: at most, and if several share them
-_UNLIKE = 1024  # tokens of the longest sequence, beyond which the others of a step may be much shorter
-_MOST_PARTS = 16  # of a sequence beside others, unless these are longer than `_MAX_PART`
+_UNLIKE = 4096  # tokens of the longest sequence, beyond which most others of a step are much shorter
 _DEEP = 8192  # tokens, beyond which more blocks read a quantized cache faster (measured)
 _LARGEST = 60000.0  # scores are compared as half-precision numbers of up to this magnitude
 
@@ -72,8 +70,7 @@ class FlashSplit:
     """How the attention of a decode step is divided: up to `limit` cached tokens in `splits` parts; a block has `group`
     heads, one of `across` runs of the values' dimensions, and `warps` warps with `steps` times sixteen tokens each, or
     for each of these `ways` warps, which share the dimensions. `blocks`: the minimum of resident blocks on a
-    multiprocessor (`engine.fixes.launch_bounds`); 0 for none. If several sequences share `parts` parts (`RowParts`),
-    `splits` is the most that one of them may have; 0 if all have `splits`."""
+    multiprocessor (`engine.fixes.launch_bounds`); 0 for none."""
 
     limit: int
     splits: int
@@ -83,7 +80,6 @@ class FlashSplit:
     across: int = 1
     ways: int = 1
     blocks: int = 0
-    parts: int = 0
 
     @property
     def threads(self) -> int:
@@ -92,12 +88,7 @@ class FlashSplit:
     @property
     def rounds(self) -> int:
         """The largest number of rounds of `steps` that a warp needs for its part."""
-        return -(-self.limit // (1 if self.parts else self.splits) // self.round)
-
-    @property
-    def round(self) -> int:
-        """Tokens of a round of a block."""
-        return self.warps * self.steps * TILE
+        return -(-self.limit // (self.splits * self.warps * self.steps * TILE))
 
     def shared_bytes(self, dim: int) -> int:
         """Shared memory of a block, except a few hundred bytes and gates: sums of warps, parts of scores, the new token
@@ -137,21 +128,14 @@ def flash_split(heads: Heads, limit: int, short: int, multiprocessors: int) -> F
 
 def rows_split(heads: Heads, limit: int, tokens: int, multiprocessors: int) -> FlashSplit:
     """The division for `tokens` tokens of different sequences with up to `limit` tokens each. All of them together are
-    to give two blocks for each multiprocessor. Beyond `_UNLIKE` tokens, each sequence has parts by its length
-    (`divide_rows`): one of 2,000 tokens beside seven of 600 would take longest."""
+    to give two blocks for each multiprocessor. Beyond `_UNLIKE` tokens it is four: most of the sequences are as a rule
+    much shorter than the longest one, whose parts take longest (measured: seven of 600 tokens and one of 8,000)."""
     limit = heads.cached(limit)
     group, warps, across, _, ways = _blocks(heads)
-    wanted = 2 * multiprocessors // (heads.query // group)
-    if limit > _UNLIKE and tokens > 1:
-        most = max(_MOST_PARTS, -(-limit // _MAX_PART))
-        return FlashSplit(limit, most, group, warps, 1, across, ways, parts=max(wanted, 2 * tokens))
-    splits = max(1, min(wanted // max(tokens, 1), -(-limit // _MIN_PART)), -(-limit // _MAX_PART))
+    resident = 2 if limit <= _UNLIKE else 4
+    wanted = resident * multiprocessors // (tokens * (heads.query // group))
+    splits = max(1, min(wanted, -(-limit // _MIN_PART)), -(-limit // _MAX_PART))
     return FlashSplit(limit, splits, group, warps, 1, across, ways)
-
-
-def row_parts(heads: Heads, split: FlashSplit, tokens: int) -> RowParts:
-    """How `tokens` sequences share the parts of a division (`FlashSplit.parts`)."""
-    return RowParts(heads, tokens, split.parts, split.splits, split.round)
 
 
 def _blocks(heads: Heads) -> tuple[int, int, int, int, int]:
@@ -193,24 +177,14 @@ def flash_attention(
         thread, g, t = all_warps * 32 + lane, lane // 4, lane % 4
         warp, way = (all_warps // ways, all_warps % ways) if ways > 1 else (all_warps, UOp.const(0))
         block = DecodeBlock(
-            h,
-            split.splits,
-            group,
-            thread,
-            n_threads,
-            buffers,
-            over_heads,
-            tokens,
-            order,
-            out_row,
-            split.parts,
+            h, split.splits, group, thread, n_threads, buffers, over_heads, tokens, order, out_row
         )
         run = UOp.special(split.across, "gidx2") if split.across > 1 else UOp.const(0)
         cache = fragments(block, g, t, (way * own_dims, own_dims), (run * width + way * own_width, own_width))
 
         def steps_of(round_: UOp | int) -> list[UOp]:
             return [
-                ((round_ * split.steps + s) * block.splits + block.part) * warps + warp
+                ((round_ * split.steps + s) * split.splits + block.part) * warps + warp
                 for s in range(split.steps)
             ]
 
@@ -271,8 +245,8 @@ def flash_attention(
         if block.has_new:
             partial_scores, new_scores = block.partial_scores(new_rows, slot=6)
         many = split.rounds > 1
-        of_round = split.splits * split.round
-        rounds = (block.count + (of_round - 1)) // of_round if block.rounds is None else block.rounds
+        of_round = split.splits * warps * split.steps * TILE
+        rounds = (block.count + (of_round - 1)) // of_round
         loop = UOp.range(rounds, 0, AxisType.LOOP) if many else UOp.const(0)
 
         def so_far(array: UOp) -> UOp:
@@ -358,14 +332,13 @@ def flash_attention(
         shape = f"{split.limit}_{split.splits}_{group}_{warps}_{split.steps}_{split.across}_{ways}"
         name = f"attention_flash_{h.name}_{shape}{'_sinks' * sinks}{'_over_heads' * over_heads}"
         name += f"_{tokens}_{order}_{out_row}" * (tokens > 0) + f"_{split.blocks}_blocks" * (split.blocks > 0)
-        name += f"_{split.parts}_parts" * (split.parts > 0)
         return finish(name, [UOp.group(*results).end(loop)])
 
     waits_for = () if tokens else ("rows",)
     # Blocks of one part leave most multiprocessors idle: there the output product may load its weights meanwhile.
     releases: Release = "at its end" if tokens or split.splits > 1 else "after its wait"
     hints = LaunchHints(split.blocks, waits_for=waits_for, releases=releases)
-    return Kernel(kernel, *block_buffers(h, split.splits, sinks, tokens, split.parts), hints)
+    return Kernel(kernel, *block_buffers(h, split.splits, sinks, tokens), hints)
 
 
 def _added_ways(

@@ -177,14 +177,6 @@ class Heads:
         """The first token that a query sees."""
         return (position - (self.window - 1)).maximum(0) if self.window else UOp.const(0)
 
-    def seen(self, position: UOp) -> tuple[UOp, UOp]:
-        """The cached tokens that a query reads: the first, which begins a tile, and how many."""
-        stop, start = position if self.has_new else position + 1, UOp.const(0)
-        if not self.window:
-            return start, stop
-        start = self.first_seen(position) // TILE * TILE
-        return start, (stop - start).maximum(0)
-
     def tile(self, kv: UOp, block: UOp, tile: UOp) -> UOp:
         """Where a key head has the tile of this number, which is in a `block` of the pool: in tiles."""
         tiles = self.block // TILE
