@@ -80,13 +80,14 @@ Parts = AsyncGenerator[tuple[int, Part], None]
 @dataclass
 class ServedAnswer:
     """Follows one answer. It ends at one of the client's texts (`stop`) or tokens (`stop_ids`), and with `one_call`
-    before a second call."""
+    before a second call. With `takes_pieces`, a call that is cut is given as far as it came."""
 
     request: Generate
     stop: StopTexts
     parser: ToolCallParser | None = None
     one_call: bool = False
     stop_ids: frozenset[int] = frozenset()
+    takes_pieces: bool = True
     _stats: AnswerStats = field(init=False)
     _tokens: list[Token] = field(default_factory=list)
     _calls: int = 0
@@ -132,9 +133,9 @@ class ServedAnswer:
                         end = event
                         for delta in self._deltas(self.stop.flush()):
                             yield delta
-            for delta in self._flushed():
-                yield delta
             finished = end or self._stats.finished()
+            for delta in self._flushed(is_cut=self.takes_pieces and finished.reason == "length"):
+                yield delta
             reason: FinishReason = "length" if finished.reason == "length" else "stop"
             if self._calls and reason == "stop":
                 reason = "tool_calls"
@@ -153,8 +154,8 @@ class ServedAnswer:
             if not self._has_enough:
                 yield self._delta(part)
 
-    def _flushed(self) -> Iterable[AnswerDelta]:
-        yield from self._made(self.parser.flush() if self.parser else ())
+    def _flushed(self, *, is_cut: bool) -> Iterable[AnswerDelta]:
+        yield from self._made(self.parser.flush(is_cut=is_cut) if self.parser else ())
         if self.request.logprobs and self._tokens:
             yield self._delta("")
 

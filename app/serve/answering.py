@@ -33,7 +33,12 @@ async def answer(request: Request, exchange: Exchange, asked: Asked) -> Response
     service = exchange.service
     answers = [
         ServedAnswer(
-            one, StopTexts(asked.stops), _parser(exchange, asked, one), asked.one_call, asked.stop_ids
+            one,
+            StopTexts(asked.stops),
+            _parser(exchange, asked, one),
+            asked.one_call,
+            asked.stop_ids,
+            asked.reply.takes_pieces,
         )
         for one in asked.requests
     ]

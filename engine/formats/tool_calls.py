@@ -108,8 +108,12 @@ class ToolCallParser:
             if not self._form.close:
                 self._open = mark
 
-    def flush(self) -> Iterator[str | FunctionCall]:
-        """What is still held back at the end of the reply."""
+    def flush(self, *, is_cut: bool = False) -> Iterator[str | FunctionCall]:
+        """What is still held back at the end of the reply. `is_cut`: it was ended in the middle, so a call of a known
+        tool is given with the arguments that it has so far."""
+        if is_cut and self._open is not None and not list(_calls(self._held, self._schemas)):
+            self._in_pieces = True
+            yield from self.feed("")
         text, self._held = self._held, ""
         if self._arguments:
             if piece := self._arguments.flush(text):

@@ -64,9 +64,9 @@ REPLIES = {
 }
 
 
-def parts(form, chunks, in_pieces=False):
+def parts(form, chunks, in_pieces=False, is_cut=False):
     parser, found = ToolCallParser(form, TOOLS, in_pieces=in_pieces), []
-    for part in (*(part for chunk in chunks for part in parser.feed(chunk)), *parser.flush()):
+    for part in (*(part for chunk in chunks for part in parser.feed(chunk)), *parser.flush(is_cut=is_cut)):
         if isinstance(part, FunctionCall) and not part.name:
             found[-1] = FunctionCall(found[-1].name, found[-1].arguments + part.arguments)
         elif isinstance(part, str) and found and isinstance(found[-1], str):
@@ -123,9 +123,12 @@ def test_arguments_of_any_text(text, days, size, in_tags):
 def test_a_reply_that_is_cut_off_within_a_call():
     for form, reply in ((HERMES, f"<tool_call>\n{JSON[:-12]}"), (QWEN_XML, REPLIES["xml"][1][:-60])):
         [call] = parts(form, [reply], in_pieces=True)
+        assert [call] == parts(form, [reply], is_cut=True)
         assert call.name == "get_weather" and call.arguments.startswith('{"city": "Rome')
         with pytest.raises(ValueError):  # nobody acts on half of a value
             json.loads(call.arguments)
+    text = REPLIES["llama, other JSON"][1][:-3]
+    assert parts(LLAMA, [text], is_cut=True) == [text]
 
 
 @given(st.sampled_from([HERMES, MISTRAL_ARGS, LLAMA, HARMONY]), st.lists(st.sampled_from(
