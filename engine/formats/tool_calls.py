@@ -111,7 +111,7 @@ class ToolCallParser:
     def flush(self, *, is_cut: bool = False) -> Iterator[str | FunctionCall]:
         """What is still held back at the end of the reply. `is_cut`: it was ended in the middle, so a call of a known
         tool is given with the arguments that it has so far."""
-        if is_cut and self._open is not None and not list(_calls(self._held, self._schemas)):
+        if is_cut and self._open is not None:
             self._in_pieces = True
             yield from self.feed("")
         text, self._held = self._held, ""
