@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from msgspec.structs import replace
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from engine.formats.picture import Pixels
 
 _KEPT = 100  # files
-UNSEEN = "this model sees no pictures"
+_UNSEEN = "this model sees no pictures"
 THUMBNAIL = 48, 32
 """The pixels into which a small picture fits."""
 
@@ -89,6 +89,17 @@ def _path(path: Path) -> str:
     return str(path.absolute())
 
 
+class Takes(NamedTuple):
+    """What the model in use takes: pictures if it `sees`, and so many tokens of files as its context has `room` for
+    (0: not known)."""
+
+    sees: bool = True
+    room: int = 0
+
+
+_ALL = Takes()
+
+
 class FileReader:
     def __init__(self, count: Callable[[str], int | None]) -> None:
         self._count = count
@@ -150,19 +161,22 @@ class FileReader:
     def _is_known(self, path: Path) -> bool:
         return any(_path(path) == sent for sent, _, _ in self._sent)
 
-    def chips(self, prompt: str, *, sees: bool = True) -> list[tuple[str, bool]]:
-        """A few words on each file that `prompt` names, and whether it can be read by a model that `sees` pictures, or
-        does not."""
+    def chips(self, prompt: str, takes: Takes = _ALL) -> list[tuple[str, bool]]:
+        """A few words on each file that `prompt` names, and whether it can be read and sent to a model."""
         shown = []
         try:
             named = self._mentions(prompt)
         except OrinError as error:
             return [(error.message, False)]
+        tokens = 0
         for mention in named:
             try:
                 file = self.read(mention)
-                is_seen = sees or file.picture is None
-                shown.append((file.label if is_seen else f"{file.label}: {UNSEEN}", is_seen))
+                tokens += file.tokens or 0
+                problem = _UNSEEN if file.picture and not takes.sees else ""
+                if 0 < takes.room < tokens:
+                    problem = f"the context has room for {takes.room:,}"
+                shown.append((f"{file.label}: {problem}" if problem else file.label, not problem))
             except OrinError as error:
                 shown.append((error.message, False))
         return shown

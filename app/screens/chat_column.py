@@ -15,6 +15,7 @@ from textual.message import Message
 from textual.widgets import Static, TextArea
 
 from app.chat.commands import split
+from app.chat.file_reader import Takes
 from app.chat.files import refuse_pictures
 from app.chat.history_database import HistoryError
 from app.chat.session import Session
@@ -96,7 +97,7 @@ class ChatColumn(View, Vertical):
         self.welcome, self.transcript, self.comparison = Welcome(), Transcript(), ComparisonPane()
         self.find_bar = FindBar(self.transcript)
         self.activity, self.prompt = ActivityLine(), Prompt(PLACEHOLDERS[0])
-        self.typing = TypingHelp(self, self.prompt, model, lambda: self.session.status.sees)
+        self.typing = TypingHelp(self, self.prompt, model, self._takes)
         self.queued = Static(id="queued", markup=False)
         self.question = ToolQuestion()
         self.status_line = StatusLine()
@@ -267,6 +268,9 @@ class ChatColumn(View, Vertical):
         await self.session.send(text, in_place_of=index, files=files)
         if missing:
             self.notice(missing, seconds=10)
+
+    def _takes(self) -> Takes:
+        return Takes(self.session.status.sees, self.session.room(in_place=self.editing is not None))
 
     def edit(self) -> None:
         """Puts the last prompt into the box or, if it is there already, the one before it."""

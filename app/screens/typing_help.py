@@ -10,7 +10,7 @@ from textual.widgets import Static
 
 from app.chat import files
 from app.chat.commands import COMMANDS, completions
-from app.chat.file_reader import FileReader, TokenCounter
+from app.chat.file_reader import FileReader, Takes, TokenCounter
 from widgets.chat.prompt import Prompt
 from widgets.chat.suggestions import Suggestion
 from widgets.text import one_line
@@ -20,14 +20,14 @@ _REQUIRED = ("NUMBER", "FILE", "on|off")
 
 class TypingHelp:
     """Fills the prompt's list of suggestions, and the line `chips` of files. `owner` runs what takes time. `model`
-    returns the file of the model in use, `sees` whether it takes pictures."""
+    returns the file of the model in use, `takes` what it takes."""
 
     def __init__(
-        self, owner: Widget, prompt: Prompt, model: Callable[[], Path | None], sees: Callable[[], bool]
+        self, owner: Widget, prompt: Prompt, model: Callable[[], Path | None], takes: Callable[[], Takes]
     ) -> None:
         self.reader = FileReader(TokenCounter(model))
         self.chips = Static(id="files", markup=False)
-        self._owner, self._prompt, self._sees = owner, prompt, sees
+        self._owner, self._prompt, self._takes = owner, prompt, takes
         self._suggested_for = ""
         prompt.suggest, prompt.paste = self.suggest_now, files.pasted
 
@@ -69,7 +69,7 @@ class TypingHelp:
         self._prompt.suggestions.show(start, [Suggestion(name) for name in names], before)
 
     async def _show_chips(self, text: str) -> None:
-        chips = await asyncio.to_thread(self.reader.chips, text, sees=self._sees())
+        chips = await asyncio.to_thread(self.reader.chips, text, self._takes())
         if self._prompt.text == text:
             self._set_chips(chips)
 

@@ -5,7 +5,7 @@ import os
 import pytest
 
 from app.chat import files
-from app.chat.file_reader import FileReader
+from app.chat.file_reader import FileReader, Takes
 from app.chat.history import History
 from engine.errors import UsageError
 from engine.formats.gguf import GGUF
@@ -97,6 +97,9 @@ def test_files_that_do_not_fit_are_refused_with_their_tokens():
     assert reader.chips("@notes.txt @src") == [
         ("notes.txt 103 tokens", True),
         ("src is a folder.", False),
+    ]
+    assert reader.chips("@notes.txt", Takes(room=90)) == [
+        ("notes.txt 103 tokens: the context has room for 90", False)
     ]
 
 
