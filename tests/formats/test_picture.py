@@ -59,15 +59,16 @@ def with_scans(count: int) -> bytes:
         (b"\0\0\0\x1cftypmif1\0\0\0\0mif1avif", "an AVIF file"),
         (b"\xff\x0a" + bytes(9), "a JPEG XL file"),
         (b"<?xml version='1.0'?><svg/>", "an SVG file"),
-        (file_of(Image.new("L", (10_000, 10_000))), "10000 x 10000 pixels, 100 million"),
+        (file_of(Image.new("1", (10_000, 10_000)), compress_level=1), "10000 x 10000 pixels, 100 million"),
         (file_of(Image.effect_noise((90, 90), 50))[:2000], "damaged"),
         (b"\xff\xd8\xff" + bytes(99), "begins as JPEG"),
         (bytes(21 << 20), "At most 20 MiB"),
-        (with_scans(200), r"pixels in 2\d\d scans"),
+        (200, r"pixels in 2\d\d scans"),
     ],
     ids=["empty", "heic", "avif", "jxl", "svg", "large", "cut off", "no JPEG", "large file", "scans"],
 )
 def test_what_is_not_read_is_said(decoder, data, reason):
+    data = with_scans(data) if isinstance(data, int) else data  # made here: each process collects all tests
     with pytest.raises(PictureError, match=reason):
         decoder.decode(data)
 
