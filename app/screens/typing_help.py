@@ -1,8 +1,10 @@
 """What helps while a prompt is typed: how commands and names of files go on, and what the files that it names are."""
 
 import asyncio
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Coroutine
 from pathlib import Path
+from typing import Any
 
 from textual.content import Content
 from textual.widget import Widget
@@ -40,9 +42,9 @@ class TypingHelp:
         elif text.startswith("/"):
             self.suggest_now()
         else:
-            self._owner.run_worker(self._suggest_files(before), group="suggestions", exclusive=True)
+            self._in_turn("suggestions", functools.partial(self._suggest_files, before))
         if "@" in text:
-            self._owner.run_worker(self._show_chips(text), group="chips", exclusive=True)
+            self._in_turn("chips", functools.partial(self._show_chips, text))
         else:
             self._set_chips([])
 
@@ -58,6 +60,11 @@ class TypingHelp:
             self._prompt.suggestions.show(*found, before)
         else:
             self._list_files(files.completions(before), before)
+
+    def _in_turn(self, group: str, work: Callable[[], Coroutine[Any, Any, Any]]) -> None:
+        """Does what takes time, in the place of what was begun before. It may be given up before it begins, where a
+        coroutine would complain that nobody has awaited it."""
+        self._owner.run_worker(work, group=group, exclusive=True)
 
     async def _suggest_files(self, before: str) -> None:
         found = await asyncio.to_thread(files.completions, before)

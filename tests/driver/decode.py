@@ -6,6 +6,7 @@ python -m tests.driver.decode BACKEND KERNELS MODEL N_TOKENS [TOKEN...]
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import sys
 import time
@@ -17,6 +18,7 @@ from tests.thorough import THOROUGH
 
 
 def main(backend: str, kernels: str, model: str, n: str, *prompt: str) -> None:
+    gc.disable()  # as the worker does while it loads
     options = EngineOptions(model_path=model, backend=backend, kernels=kernels, context_length=96)
     device = prepare(options)
     with contextlib.ExitStack() as stack:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import inspect
+from unittest import mock
+
 import pytest
 from textual.events import Key
 
 from app.screens import chat_app
 from app.screens.chats import ChatsScreen
 from app.screens.help import HelpScreen
+from app.screens.typing_help import TypingHelp
 from engine.protocol.events import Message
 from tests.app.driver import chat
 from tests.app.fake_engine import FakeEngine, reply
@@ -135,3 +139,12 @@ async def test_tab_and_an_earlier_prompt_leave_the_keys_to_the_prompt(history):
         assert user.app.prompt.text == "hids"
         await user.press("ctrl+c", "up", "up", "up")
         assert user.app.prompt.text == "See @no"
+
+
+def test_work_that_is_given_up_before_it_begins_leaves_nothing_behind():
+    """A coroutine that nobody awaits is a warning, as the next key came or the application ended."""
+    text = "read @some"
+    owner, prompt = mock.Mock(), mock.Mock(text=text, before_cursor=text, is_typed=True)
+    TypingHelp(owner, prompt, lambda: None, lambda: False).text_changed()
+    begun = [call.args[0] for call in owner.run_worker.call_args_list]
+    assert len(begun) == 2 and not any(map(inspect.isawaitable, begun))

@@ -81,13 +81,15 @@ def check_pictures_whose_parts_alternate() -> None:
 
 def check_what_is_prepared_for_pictures() -> None:
     """The kernels that are compiled before there is a picture are those that it needs, and it compiles none."""
-    with encoders("pixtral", side=48) as (encoder, _), mock.patch.object(vision, "compile_once") as once:
-        assert vision.sizes_of(encoder.spec) == [2 * SIZE]
-        [prepare] = encoder.preparations()
+    kind = "qwen3vl_merger"  # with the kernels of `check_an_encoder_with_biases`
+    with encoders(kind) as (encoder, _), mock.patch.object(vision, "compile_once") as once:
+        assert vision.sizes_of(encoder.spec)[0] == 2 * SIZE
+        *_, prepare = encoder.preparations()  # the largest come first
         prepare()
         (_, build), _ = once.call_args
         compile_all(build())
-        work = encoder.encode(rng.integers(0, 256, (16, 24, 3), np.uint8))
+        side = encoder.spec.patch * encoder.spec.merge
+        work = encoder.encode(rng.integers(0, 256, (2 * side, 3 * side, 3), np.uint8))
         assert [progress for progress in work if progress.compiles] == [Progress(0, 1, compiles=True)]
 
 

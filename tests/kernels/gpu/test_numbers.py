@@ -94,7 +94,6 @@ LONG = {  # other checks run the same kernels, in fewer steps of fewer models, o
     "check_streams_of_norms_after_and_windows",
     "check_streams_of_prompts",
     "check_types_that_differ_in_a_layer",
-    "check_what_is_prepared_for_pictures",
     "check_what_is_stored",
     "check_windows",
 }
