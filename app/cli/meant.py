@@ -28,7 +28,7 @@ _OPTIONS = {
 }
 _WORDS = {
     "chat": "", "help": "--help", "version": "--version", "list": "models", "ls": "models", "run": "--model NAME",
-    "server": "serve", "benchmark": "bench", "download": "pull", "remove": "rm", "ps": "models",
+    "server": "serve", "benchmark": "bench", "download": "pull", "remove": "rm", "delete": "rm", "ps": "models",
 }  # fmt: skip
 _PROMPT = ("-p", "--prompt")
 _CORES = ("-t", "--threads")
@@ -58,6 +58,9 @@ def check_command(arguments: Sequence[str], commands: Collection[str]) -> None:
     if word == "run" and len(others) in (1, 2) and _MODEL_NAME.fullmatch(others[0]):
         prompt = f" {others[1]!r}" if others[1:] else ""
         raise UsageError("There is no command run.", f"That is: {call(f'--model {others[0]}{prompt}')}.")
+    if _WORDS.get(word) in ("pull", "rm") and len(others) == 1 and _MODEL_NAME.fullmatch(others[0]):
+        meant = call(f"{_WORDS[word]} {others[0]}")
+        raise UsageError(f"There is no command {word}.", f"That is: {meant}.")
     if not others and _MODEL_NAME.fullmatch(word):
         from engine.catalog.names import known_models
 

@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 
 from engine.catalog.files import is_safe
 from engine.catalog.names import HubModel
-from engine.credentials import credentials
+from engine.credentials import client_made, credentials
 from engine.errors import ModelFileError, UsageError
 from engine.formats.gguf import printable
 
@@ -210,16 +210,25 @@ def _with_retries(request: Callable[[], Any]) -> Any:
 
 
 def _library() -> ModuleType:
-    """The library huggingface_hub, without telemetry and without output to the terminal. Raises UsageError if
-    HF_ENDPOINT is no URL: its import would fail."""
+    """The library huggingface_hub, without telemetry and without output to the terminal. Raises UsageError if a
+    variable of the environment is not valid with which its import fails, or its HTTP client."""
     try:
-        urlsplit(endpoint())
+        _ = urlsplit(endpoint()).port
     except ValueError as error:
         raise UsageError(f"HF_ENDPOINT is no address: {error}.", "Unset it, or name a mirror.") from None
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")  # read once, at import
-    import huggingface_hub
-    import huggingface_hub.errors
-    import huggingface_hub.utils
+    try:
+        import huggingface_hub
+        import huggingface_hub.errors
+        import huggingface_hub.utils
 
-    huggingface_hub.utils.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+        huggingface_hub.utils.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    except ValueError as error:
+        raise UsageError(
+            f"A variable for the library huggingface_hub is not valid: {error}.",
+            "Unset those whose names begin with HF_ and that you have set.",
+        ) from None
+
+    with client_made():
+        huggingface_hub.utils.get_session()  # type: ignore[attr-defined]
     return huggingface_hub

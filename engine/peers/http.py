@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 import httpx
 import msgspec
 
-from engine.credentials import credentials
+from engine.credentials import client_made, credentials
 from engine.errors import BackendError, ContextFullError, OrinError, UsageError, one_line
 from engine.formats.half_characters import without_half_characters
 
@@ -41,7 +41,8 @@ def client(base_url: str, key: str = "", socket: str | None = None) -> httpx.Asy
 
     Without a key, a name and a password for the host come from netrc. It waits without limit for an answer: a long
     prompt may take minutes on a small machine, and the caller can stop.
-    Raises UsageError if the address is not valid, the key cannot be sent, or netrc cannot be read.
+    Raises UsageError if the address is not valid, the key cannot be sent, or netrc, a proxy or certificates of the
+    environment cannot be used.
     """
     host = base_url if re.fullmatch(r"[\w.-]+:\d{1,5}", base_url) else "host:8000"
     example = f"Write it as http://{host}/v1"
@@ -50,14 +51,15 @@ def client(base_url: str, key: str = "", socket: str | None = None) -> httpx.Asy
     if not key.isascii() or not key.isprintable():
         raise UsageError("The key holds characters that no key has.", "Set it again, without line breaks.")
     try:
-        return httpx.AsyncClient(
-            auth=None if key or socket else credentials(base_url),
-            base_url=base_url.rstrip("/") + "/",
-            headers={"Authorization": f"Bearer {key}"} if key else {},
-            timeout=httpx.Timeout(None, connect=CONNECT_S),
-            transport=httpx.AsyncHTTPTransport(uds=socket) if socket else None,
-            trust_env=socket is None and urlsplit(base_url).hostname not in _LOOPBACK,  # else no proxy
-        )
+        with client_made():
+            return httpx.AsyncClient(
+                auth=None if key or socket else credentials(base_url),
+                base_url=base_url.rstrip("/") + "/",
+                headers={"Authorization": f"Bearer {key}"} if key else {},
+                timeout=httpx.Timeout(None, connect=CONNECT_S),
+                transport=httpx.AsyncHTTPTransport(uds=socket) if socket else None,
+                trust_env=socket is None and urlsplit(base_url).hostname not in _LOOPBACK,  # else no proxy
+            )
     except (httpx.InvalidURL, ValueError) as error:
         text = f"{one_line(base_url)!r} is not the address of a server: {one_line(str(error))}."
         raise UsageError(text, example) from None

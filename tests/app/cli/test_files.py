@@ -124,6 +124,8 @@ def test_words_that_look_like_commands_are_answered(home, capsys):
     assert f"That is: {call('--model qwen3:0.6b')}." in capsys.readouterr().err
     for words in (["note:this"], ["hello"], ["serves?"], ["water"], ["run", "to the hills"]):
         check_command(words, COMMANDS)
+    assert main(["download", "qwen3:0.6b"]) == 2
+    assert "pull qwen3:0.6b" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
