@@ -127,6 +127,10 @@ def _settings_and_flaws() -> tuple[Settings, tuple[str, ...]]:
 
 def _chat(arguments: Sequence[str]) -> int:
     args = options.parse(arguments, {name: meaning for name, (_, meaning) in COMMANDS.items()})
+    if args.engine is None:
+        from engine.protocol.launch import launch
+
+        launch()
     settings, flaws = _settings_and_flaws()
     if flaws and (args.one_shot or args.once or args.plain):
         from app.cli.progress import say

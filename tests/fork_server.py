@@ -24,7 +24,7 @@ from typing import IO
 
 import pytest
 
-from engine.protocol import process
+from engine.protocol import launch, process
 from tests import synthetic
 from tests.paths import ROOT
 
@@ -100,7 +100,8 @@ def fork_server() -> Iterator[ForkServer]:
 
 @pytest.fixture
 def forked_engines(fork_server: ForkServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The processes of synthetic engines are forked."""
+    """The processes of synthetic engines are forked, and none is launched before there is an engine."""
+    monkeypatch.setattr(launch, "launch", lambda: None)
     monkeypatch.setattr(process, "start_child", fork_server.start_child)
 
 

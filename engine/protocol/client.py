@@ -14,7 +14,6 @@ import msgspec
 from msgspec.structs import replace
 
 from engine.askers import OneAtATime, address_of
-from engine.child_process import module_command
 from engine.logs import log_path, trim_log
 from engine.protocol.event_stream import AnswerStats, EventStream
 from engine.protocol.events import (
@@ -39,6 +38,7 @@ from engine.protocol.events import (
     Tuned,
     command_decoder,
 )
+from engine.protocol.launch import ENGINE_LOG, WORKER, end_launched
 from engine.protocol.process import EngineProcess
 from engine.protocol.transport import FrameError, pack
 
@@ -110,7 +110,7 @@ class LocalEngine:
         options: EngineOptions,
         *,
         environment: Mapping[str, str] = {},
-        command: Sequence[str] = module_command("engine.protocol.worker"),
+        command: Sequence[str] = WORKER,
         keep_warm_s: float | None = None,
     ) -> None:
         """`environment` is added to this process's for the child. `command` gets the file descriptor of its socket
@@ -141,7 +141,7 @@ class LocalEngine:
     @property
     def log_path(self) -> Path:
         """The file with the output of the process: tracebacks, never a prompt."""
-        return log_path("engine")
+        return log_path(ENGINE_LOG)
 
     def start(self) -> AsyncGenerator[Event, None]:
         return self._events(None)
@@ -281,6 +281,7 @@ class LocalEngine:
         load = pack(Load(options=self.options))
         self._cancelled.clear()
         if self._keep_warm_s is not None and (taken := await self._take()):
+            end_launched()
             return taken
         process = await EngineProcess.spawn(self._command, self._environment, self.log_path, self._receive)
         process.send(load)

@@ -8,17 +8,16 @@ import os
 import select
 import signal
 import socket
-import subprocess
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import IO
 
 import msgspec
 
 from engine.child_process import how_it_ended, module_environment, signal_group
 from engine.logs import last_error, log_bytes, open_log, trim_log
 from engine.protocol.events import Event, Failed, Shutdown, event_decoder
+from engine.protocol.launch import start_child, take_launched
 from engine.protocol.transport import Deframer, FrameError, pack
 
 SHUTDOWN_GRACE_S = 1.0
@@ -35,8 +34,11 @@ class EngineProcess(asyncio.Protocol):
     _process: _Process
     _reaper: asyncio.Task[None]
 
-    def __init__(self, log_path: Path, receive: Callable[[Event], None]) -> None:
-        self._log_path, self._log_start = log_path, log_bytes(log_path)
+    def __init__(
+        self, log_path: Path, receive: Callable[[Event], None], log_start: int | None = None
+    ) -> None:
+        self._log_path = log_path
+        self._log_start = log_bytes(log_path) if log_start is None else log_start
         self._receive = receive
         self._deframer = Deframer()
         self._disconnected = asyncio.Event()
@@ -54,13 +56,20 @@ class EngineProcess(asyncio.Protocol):
         receive: Callable[[Event], None],
     ) -> EngineProcess:
         """Starts `command` with its socket's file descriptor as last argument, and with `environment` added to this
-        process's. Its output goes to `log_path`. Raises OSError if it cannot be started."""
+        process's, or takes the process that was launched so. Its output goes to `log_path`. Raises OSError if it cannot
+        be started."""
+        environment = {**module_environment(), **environment}
+        if launched := take_launched(command, environment):
+            self = cls(log_path, receive, launched.log_start)
+            await self._connect(launched.client_end)
+            self._follow(_Process(launched.child.pid, launched.child.wait))
+            return self
         client_end, worker_end = socket.socketpair()
         with worker_end, open_log(log_path) as log:
             self = cls(log_path, receive)
             await self._connect(client_end)
             try:
-                child = start_child(command, {**module_environment(), **environment}, worker_end, log)
+                child = start_child(command, environment, worker_end, log)
             except BaseException:
                 self._transport.abort()
                 raise
@@ -216,22 +225,6 @@ class EngineProcess(asyncio.Protocol):
         elif code == -signal.SIGKILL and not self._killed:
             hint = f"If memory ran out, a smaller model or context may help. {hint}"
         return Failed(kind="backend", message=message, hint=hint)
-
-
-def start_child(
-    command: Sequence[str], environment: Mapping[str, str], worker_end: socket.socket, log: IO[bytes]
-) -> subprocess.Popen[bytes]:
-    """Starts `command` with the file descriptor of `worker_end` as last argument, as the leader of a session. Raises
-    OSError. It has no threads of numpy's BLAS, which wait by spinning: the engine has threads of its own."""
-    return subprocess.Popen(
-        [*command, str(worker_end.fileno())],
-        pass_fds=(worker_end.fileno(),),
-        stdin=subprocess.DEVNULL,
-        stdout=log,
-        stderr=log,
-        start_new_session=True,
-        env={"OPENBLAS_NUM_THREADS": "1", **environment},
-    )
 
 
 class _Process:

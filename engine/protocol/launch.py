@@ -1,0 +1,75 @@
+"""Starts engine processes: also one before there is a client for it, since the process imports what it needs while this
+one does."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import IO
+
+from engine.child_process import kill, module_command, module_environment
+from engine.logs import log_bytes, log_path, open_log
+
+WORKER = module_command("engine.protocol.worker")
+ENGINE_LOG = "engine"
+
+
+@dataclass(frozen=True)
+class Launched:
+    """An engine process that waits for its client: how it was started, and the client's end of its socket."""
+
+    command: Sequence[str]
+    environment: Mapping[str, str]
+    child: subprocess.Popen[bytes]
+    client_end: socket.socket
+    log_start: int
+    """How long the log was when it started, in bytes."""
+
+
+_launched: list[Launched] = []
+
+
+def launch() -> None:
+    """Starts the process of the engine that is going to be needed. If nobody takes it, it ends with this process."""
+    path = log_path(ENGINE_LOG)
+    environment, log_start = module_environment(), log_bytes(path)
+    client_end, worker_end = socket.socketpair()
+    # What fails here fails again when the engine is needed, and is told then.
+    with suppress(OSError), worker_end, open_log(path) as log:
+        child = start_child(WORKER, environment, worker_end, log)
+        _launched.append(Launched(WORKER, environment, child, client_end, log_start))
+
+
+def take_launched(command: Sequence[str], environment: Mapping[str, str]) -> Launched | None:
+    """The process that was launched, if it was started with this command and environment. Another one ends."""
+    if _launched and (_launched[0].command, _launched[0].environment) == (command, environment):
+        return _launched.pop()
+    end_launched()
+    return None
+
+
+def end_launched() -> None:
+    """Ends the process that was launched, if nobody took it."""
+    while _launched:
+        launched = _launched.pop()
+        launched.client_end.close()
+        kill(launched.child)
+
+
+def start_child(
+    command: Sequence[str], environment: Mapping[str, str], worker_end: socket.socket, log: IO[bytes]
+) -> subprocess.Popen[bytes]:
+    """Starts `command` with the file descriptor of `worker_end` as last argument, as the leader of a session. Raises
+    OSError. It has no threads of numpy's BLAS, which wait by spinning: the engine has threads of its own."""
+    return subprocess.Popen(
+        [*command, str(worker_end.fileno())],
+        pass_fds=(worker_end.fileno(),),
+        stdin=subprocess.DEVNULL,
+        stdout=log,
+        stderr=log,
+        start_new_session=True,
+        env={"OPENBLAS_NUM_THREADS": "1", **environment},
+    )
