@@ -14,6 +14,7 @@ class App:
     """Remembers what is asked of it."""
 
     is_headless = False
+    return_code = None
 
     def __init__(self):
         self.asked, self.checks = [], []
@@ -57,6 +58,8 @@ async def test_it_is_suspended_and_continued_between_two_events(app):
     assert await sent(app, signal.SIGCONT) == ["leave the screen", "draw the screen"], (
         "nothing was said before"
     )
+    app.return_code = 0
+    assert await sent(app, signal.SIGTSTP) == await sent(app, signal.SIGCONT) == [], "it is about to end"
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, *ENDING])

@@ -21,18 +21,25 @@ ENDING = (
 
 
 def suspend_between_events(app: App[Any]) -> None:
-    """To be called once, when the screen is there."""
+    """To be called once, when the screen is there. A program that is about to end is left alone.
+
+    A shell that ends sends SIGHUP and SIGCONT, and a keyboard that is read again by then is read for ever.
+    """
     is_ours = False
 
     def suspend() -> None:
         nonlocal is_ours
+        if app.return_code is not None:
+            return
         is_ours = True
         with app.suspend():
             os.kill(os.getpid(), signal.SIGSTOP)  # returns when the program goes on
 
     def go_on() -> None:
         nonlocal is_ours
-        if not is_ours:  # it was stopped by SIGSTOP: how the terminal shows text and sends keys is not known
+        if (
+            not is_ours and app.return_code is None
+        ):  # it was stopped by SIGSTOP: how the terminal shows text and sends keys is not known
             with app.suspend():
                 pass
         is_ours = False
