@@ -32,6 +32,7 @@ from tests.soak.gpu_memory import LEAK_BYTES, PYTHONPATH, other_program
 
 DEAF_S = 1.0
 PATIENCE_S = 2.0
+TAKE_S = 10.0  # for the process to have the fault, beside other programs
 LIMIT_S = 60.0
 
 
@@ -89,7 +90,7 @@ async def _suffer(engine: LocalEngine, file: Path, fault: str, after_s: float) -
     taken.unlink(missing_ok=True)
     write_whole(file, fault.encode())  # a file that is still empty names no fault
     try:
-        async with asyncio.timeout(PATIENCE_S):
+        async with asyncio.timeout(TAKE_S):
             while engine.pid == pid and not taken.exists():
                 await asyncio.sleep(0.002)
         if not (await asyncio.wait([reply], timeout=PATIENCE_S))[0]:
