@@ -429,7 +429,6 @@ def _load_text_model(options: EngineOptions, report: Report) -> Model:
     from engine.backends import (
         ask_driver,
         install,
-        may_use_gpu,
         no_device_error,
         open_device,
         prepare,
@@ -439,8 +438,7 @@ def _load_text_model(options: EngineOptions, report: Report) -> Model:
 
     timeline.until_now("process")
     asked = ask_driver(options)
-    # The weights keep all cores of a CPU busy, so there nothing is gained.
-    merge = MergingProcess(options.model_path) if may_use_gpu(options) else None
+    merge = MergingProcess(options.model_path)
     beside = ThreadPoolExecutor(1)
     begun = beside.submit(_begin_encoder, options.model_path, merge)
     with timeline.span("device"):
