@@ -149,6 +149,13 @@ def test_attention_lets_the_next_kernel_start_only_where_it_leaves_multiprocesso
         assert flash_attention(heads, split, tokens=tokens).hints.releases == release
 
 
+def test_attention_begins_before_the_product_ends_but_not_of_few_tokens_with_sinks():
+    heads = Heads(query=32, kv=8, dim=128, length=4096, norm_eps=None, scale=0.1, block=32, pool=256)
+    for limit, sinks, waits_for in ((256, False, ("rows",)), (256, True, ()), (4096, True, ("rows",))):
+        kernel = flash_attention(heads, flash_split(heads, limit, 256, 132), sinks)
+        assert kernel.hints.waits_for == waits_for
+
+
 @pytest.mark.parametrize("multiprocessors", [8, 16, 68, 114, 132])
 def test_what_a_calibration_could_find_would_hardly_change_its_choices(monkeypatch, multiprocessors):
     """By the model itself: a GPU with another number, and the schedule that is best for the numbers of here."""

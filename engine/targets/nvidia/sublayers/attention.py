@@ -18,6 +18,7 @@ from engine.targets.nvidia.decode_step import DecodeStep
 from engine.targets.nvidia.kernels.attention.decode_block import combine
 from engine.targets.nvidia.kernels.attention.flash_attention import (
     FlashSplit,
+    begins_early,
     flash_attention,
     flash_split,
     rows_split,
@@ -108,7 +109,8 @@ class AttentionHandler(Handler):
         qkv = step.buffer("qkv", heads.rows)
         attended = step.buffer("attended", permuted_size(heads.query * heads.dim))
         epilogue = STORE if self.bias is None else STORE_BIASED
-        step.multiply(self.qkv, norm, epilogue, {"out": qkv, "bias": self.bias}, "qkv", starts_next=True)
+        is_early = begins_early(split, has_sinks)
+        step.multiply(self.qkv, norm, epilogue, {"out": qkv, "bias": self.bias}, "qkv", is_early)
         parts = dict(zip(("sums", "tops"), step.memory.attention_parts, strict=True))
         last = {"input_scale": step.input_scale(self.o.single_matrix), "sinks": self.sinks}
         step.add(
