@@ -51,7 +51,9 @@ def build(folder: Path) -> Path:
     """Builds the wheel of the last commit into a folder."""
     with tempfile.TemporaryDirectory() as source:
         with tarfile.open(fileobj=io.BytesIO(_git("archive", "HEAD"))) as files:
-            files.extractall(source, filter="data")
+            if hasattr(tarfile, "data_filter"):  # Python 3.11.4
+                files.extraction_filter = staticmethod(tarfile.data_filter)
+            files.extractall(source)
         command = [
             sys.executable,
             "-m",
