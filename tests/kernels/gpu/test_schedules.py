@@ -4,7 +4,7 @@ import msgspec
 import pytest
 
 from engine.targets.nvidia.kernels.device import Chip
-from engine.targets.nvidia.kernels.products import schedules
+from engine.targets.nvidia.kernels.products import matmul, schedules
 from engine.targets.nvidia.kernels.products.chosen_experts import ChosenExperts
 from engine.targets.nvidia.kernels.products.matvec import Schedule, StackedMatrices
 from engine.targets.nvidia.kernels.products.schedules import matvec_schedule
@@ -123,3 +123,23 @@ def test_a_file_with_a_mistake_is_not_read_past(tmp_path, monkeypatch):
     (tmp_path / "sm_11.toml").write_text("[rule]\nblocks = 3")
     with pytest.raises(msgspec.ValidationError, match="blocks"):
         matvec_schedule(StackedMatrices.single(Q6_K, 2048, 2048), Chip("sm_11"))
+
+
+@pytest.mark.parametrize(
+    "rows, cols, paired, wanted",
+    [  # the fastest of those that were timed on an H200 with 132 multiprocessors, or the one beside it
+        (34816, 5120, True, (1, 1, 2)),
+        (28672, 5120, True, (1, 1, 2)),
+        (24576, 4096, True, (2, 1, 1)),
+        (20480, 2560, True, (2, 1, 1)),
+        (5120, 17408, False, (1, 2, 2)),
+        (5120, 5120, False, (1, 2, 2)),
+        (2560, 9728, False, (1, 2, 2)),
+        (6144, 4096, False, (1, 1, 1)),
+        (4096, 14336, False, (1, 1, 2)),
+    ],
+)
+def test_tiles_of_prompts_leave_few_multiprocessors_idle(rows, cols, paired, wanted, monkeypatch):
+    monkeypatch.setattr(matmul, "spills_early", lambda: False)
+    tiles = matmul.tiles_for(512, rows, cols, 132, paired, WeightLayout(12))
+    assert (tiles.down, tiles.parts, tiles.deep) == wanted

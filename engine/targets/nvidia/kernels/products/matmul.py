@@ -19,6 +19,7 @@ thread are neighbours there.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -51,6 +52,7 @@ from engine.targets.nvidia.kernels.weights.matrix_bytes import QUARTER, UNIT, un
 from engine.targets.nvidia.kernels.weights.weight_layout import WeightLayout
 
 _MANY = 8  # blocks for each multiprocessor, of which four run at a time
+_LONG = 80  # units of a row, from which on it costs little that warps and blocks share them
 _NARROW = 2, 20  # Q4_0 and IQ4_NL: gate and up of 32 rows take a few registers too many
 _MAX_HALF = 65504.0  # the largest float16
 
@@ -132,10 +134,11 @@ def tiles_for(
     tokens: int, rows: int, cols: int, multiprocessors: int, paired: bool, layout: WeightLayout | None = None
 ) -> Tiles:
     """Tiles that give every multiprocessor two blocks, by dividing the common dimension if there are too few: among two
-    warps of each, then among blocks. Not `paired` products among blocks, because the activation needs the whole sums of
-    gate and up. If there are many, twice as many tokens share a block, and the weights that it loads, on GPUs where
-    that is faster. With enough rows of floats of 16 bits, twice as many of these share it, and its activations.
-    `layout`: the matrix's."""
+    warps of each, then among blocks; of long rows also where it leaves the busiest multiprocessor less to do. Not
+    `paired` products among blocks, because the activation needs the whole sums of gate and up. If there are many, twice
+    as many tokens share a block, and the weights that it loads, on GPUs where that is faster; or two warps share long
+    rows, if that makes the last round of blocks fuller. With enough rows of floats of 16 bits, twice as many of these
+    share it, and its activations. `layout`: the matrix's."""
     # Tall tiles: a weight is converted to half precision once for 128 tokens.
     is_narrow = (
         layout and spills_early() and (layout.bits in (6, 16, 32) or (paired and layout.ggml_type in _NARROW))
@@ -153,12 +156,29 @@ def tiles_for(
     # Registers spill early if warps of a block take different numbers of steps.
     is_tall = not spills_early() and tokens % (2 * tiles.tokens) == 0
     if is_tall and blocks >= _MANY * multiprocessors:
-        return replace(tiles, down=2)
+        is_deep = (
+            paired
+            and units_of(cols) >= _LONG
+            and _rounds(blocks, multiprocessors, 2) < _rounds(blocks, multiprocessors, 1)
+        )
+        return replace(tiles, deep=2) if is_deep else replace(tiles, down=2)
     shares, units = 1, units_of(cols)
     while shares < 8 and blocks * shares < 2 * multiprocessors and units // shares >= 8:
         shares *= 2
+    if not (paired or spills_early()) and shares <= 2 and units >= _LONG and _evens(blocks / multiprocessors):
+        shares = 4
     deep = 1 if spills_early() and units % shares else min(2, shares)
     return replace(tiles, parts=1 if paired else shares // deep, deep=deep)
+
+
+def _rounds(blocks: int, multiprocessors: int, deep: int) -> float:
+    """How often as many blocks run as fit at a time, in rounds of whole rows, if `deep` warps share them."""
+    return math.ceil(blocks * deep / (4 * multiprocessors)) / deep
+
+
+def _evens(of_mean: float) -> bool:
+    """Whether twice as many blocks, of half as many columns, leave the busiest multiprocessor clearly less to do."""
+    return math.ceil(2 * of_mean) / 2 <= 0.85 * math.ceil(of_mean)
 
 
 def fragment_index(token: UOp, column: UOp, cols: int) -> UOp:
