@@ -3,6 +3,7 @@ once."""
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import sys
@@ -29,11 +30,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line `argv` (None: the program's own) and returns its exit code."""
     arguments = sys.argv[1:] if argv is None else list(argv)
     keep_bytecode()
+    gc.disable()  # what is imported stays: to look for garbage in it takes a sixth of the imports
     _open_streams()
     try:
         try:
             return _run(arguments)
         finally:
+            gc.enable()
             sys.stdout.flush()  # a full disk fails here, and not when the interpreter ends
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
@@ -68,6 +71,12 @@ def _run(arguments: list[str]) -> int:
             f"Internal error: {type(error).__name__}: {error}.", "With --verbose it shows where."
         )
         return _print_error(internal, as_json=as_json)
+
+
+def _collect_garbage() -> None:
+    """Collects garbage from now on, but not in what has been imported."""
+    gc.freeze()
+    gc.enable()
 
 
 def _open_streams() -> None:
@@ -151,6 +160,7 @@ def _chat(arguments: Sequence[str]) -> int:
 
         from app.screens.dashboard_text import run as print_dashboard
 
+        _collect_garbage()
         return asyncio.run(print_dashboard(_engine(args, configuration), sys.stdout, sys.stderr))
     if args.one_shot:
         return _answer(args, settings, configuration)
@@ -210,12 +220,14 @@ def _answer(args: Namespace, settings: Settings, configuration: Configuration) -
             from app.cli.oneshot_tools import tools_for
 
             tools = tools_for(settings, args.allow_tools, configuration.engine.model_path, as_json=args.json)
+        _collect_garbage()
         return asyncio.run(run(_engine(args, configuration), request, show, tools))
     from app.comparison.comparison_engine import compare_with_llama_server
     from app.comparison.report import report
 
     llama_server, key = args.llama_server or settings.llama_server, options.key(args)
     comparison = compare_with_llama_server(_local_engine(configuration), llama_server, api_key=key)
+    _collect_garbage()
     code = asyncio.run(run(comparison, request, show))
     sys.stdout.write(report(comparison.view(), as_json=args.json))
     if code == 0 and comparison.view().right.problem:  # the report gives the reason
@@ -291,6 +303,7 @@ def _converse(
                 models=models,
                 **chat,
             )
+            _collect_garbage()
             return asyncio.run(line_chat.run())
         from app.chat.settings import remember, remembered
         from app.chat.speed_history import recording_engine
@@ -327,6 +340,7 @@ def _converse(
         app.transcript.wants_thumbnails = settings.thumbnails != "off"
         if settings.keys == "vi":
             app.prompt.vi = ViKeys(app.prompt)
+        _collect_garbage()
         app.run()
         remember("theme", app.theme)
         if not app.return_code and (way_back := app.session.conversation.way_back()):
@@ -361,7 +375,9 @@ def _command(name: str, arguments: Sequence[str]) -> int:
             from app.cli import models
 
             run = partial(models.run, name, COMMANDS[name][1])
-    return run(arguments, _settings())
+    settings = _settings()
+    _collect_garbage()
+    return run(arguments, settings)
 
 
 COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {

@@ -4,6 +4,7 @@ import codecs
 import contextlib
 import errno
 import fcntl
+import gc
 import json
 import os
 import select
@@ -19,6 +20,7 @@ import pytest
 
 import engine.protocol.client
 from app.chat.settings import last_model
+from app.cli.oneshot import TextOutput
 from app.cli.options import Parser
 from app.main import main
 from engine.protocol.events import Sampling
@@ -92,6 +94,15 @@ def test_text_on_stdin_is_a_prompt_and_is_joined_to_one(run, model, stdin):
 def test_stdin_need_not_be_valid_text(run, model, stdin):
     stdin(b"caf\xe9")
     assert run("--model", model)[1] == "You said: caf\ufffd\n"
+
+
+def test_garbage_is_collected_while_the_program_works(run, model, monkeypatch):
+    collects = []
+    monkeypatch.setattr(TextOutput, "show", lambda self, event: collects.append(gc.isenabled()))
+    run("--model", model, "why?")
+    assert collects and all(collects)
+    run("--no-such-option")
+    assert gc.isenabled()
 
 
 def test_thinking_is_not_part_of_the_reply(run, model):
