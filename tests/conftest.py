@@ -38,7 +38,6 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # in the background of a 
 # Files that take longest, in the order in which they start: then all processes end at about the same time.
 LONGEST = (
     "kernels/gpu/test_numbers.py",
-    "kernels/gpu/test_steps.py",
     "targets/test_graph.py",
     "targets/test_cpu.py",
     "soak/test_soak.py",

@@ -24,7 +24,7 @@ HEADS = {"heads": 2, "kv_heads": 1, "head_dim": 32}
 
 
 def check_drafts_of_an_assistant() -> None:
-    hold(20, 64)
+    hold(20, 64, layers=2)
 
 
 def check_drafts_of_an_assistant_after_a_long_prompt() -> None:

@@ -1,4 +1,4 @@
-"""Kernels for GPUs without a GPU, against numpy.
+"""Kernels for GPUs, and whole steps of models, without a GPU, against numpy.
 
 The simulated board (tests/driver) runs them as compiled C, block by block and warp by warp, each warp as far ahead of
 the others as barriers allow; every load and store is checked. Where there is no compiler for it, tinygrad's emulator
@@ -10,7 +10,6 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -97,20 +96,6 @@ LONG = {  # other checks run the same kernels, in fewer steps of fewer models, o
     "check_what_is_stored",
     "check_windows",
 }
-OF_STEPS = (
-    "check_guesses",
-    "check_layers",
-    "check_mixed",
-    "check_model",
-    "check_draft_head",
-    "check_assistant",
-)
-"""Modules whose functions `test_steps.py` runs, in another process at the same time."""
-
-
-def selected(of_steps: bool) -> list[Any]:
-    names = [name for name, module in CHECKS.items() if (module in OF_STEPS) == of_steps]
-    return [pytest.param(name, marks=thorough) if name in LONG else name for name in names]
 
 
 @pytest.fixture(scope="module")
@@ -129,6 +114,8 @@ def errors(request: pytest.FixtureRequest) -> dict[str, str]:
     return {result["check"]: result["error"] for result in results}
 
 
-@pytest.mark.parametrize("check", selected(of_steps=False))
+@pytest.mark.parametrize(
+    "check", [pytest.param(name, marks=thorough) if name in LONG else name for name in CHECKS]
+)
 def test_numbers(errors: dict[str, str], check: str) -> None:
     assert not errors[check], errors[check]
