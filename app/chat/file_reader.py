@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from msgspec.structs import replace
 
 from app.chat import files
+from app.chat.mention import Mention
 from engine.errors import OrinError, PictureError
 from widgets.chat.turn import Attachment, PictureFile
 
@@ -103,7 +104,7 @@ _ALL = Takes()
 class FileReader:
     def __init__(self, count: Callable[[str], int | None]) -> None:
         self._count = count
-        self._kept: dict[tuple[files.Mention, str], Attachment | PictureError] = {}
+        self._kept: dict[tuple[Mention, str], Attachment | PictureError] = {}
         self._sent: dict[tuple[str, int, int], Attachment] = {}  # by path and lines
 
     def remember(self, sent: Sequence[Attachment]) -> None:
@@ -118,7 +119,7 @@ class FileReader:
         self.remember([with_thumbnail(file)])
         return path.name
 
-    def read(self, mention: files.Mention) -> Attachment:
+    def read(self, mention: Mention) -> Attachment:
         """The file with its tokens, or a picture with a small one of it. Raises OrinError."""
         stamp = files.stamp(mention.path)
         if not stamp and (sent := self._sent.get((_path(mention.path), mention.first, mention.last))):
@@ -133,7 +134,7 @@ class FileReader:
             raise kept.with_traceback(None)
         return kept
 
-    def _read(self, mention: files.Mention) -> Attachment | PictureError:
+    def _read(self, mention: Mention) -> Attachment | PictureError:
         """The file, or what is wrong with a picture: to try again takes long."""
         read = files.read(mention)
         try:
@@ -155,7 +156,7 @@ class FileReader:
         """A sentence on what `prompt` mentions and what is no file; "" if there is none."""
         return files.said_missing(files.missing(prompt, known=self._is_known))
 
-    def _mentions(self, prompt: str) -> list[files.Mention]:
+    def _mentions(self, prompt: str) -> list[Mention]:
         return files.mentions(prompt, known=self._is_known)
 
     def _is_known(self, path: Path) -> bool:

@@ -11,13 +11,13 @@ import re
 import shlex
 import stat
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import BinaryIO
 
 from msgspec.structs import replace
 
+from app.chat.mention import LINES, Mention, meanings, shown
 from app.chat.status import StatusObserver
 from engine.catalog.names import local_path
 from engine.errors import UsageError
@@ -32,25 +32,9 @@ _MOST_DROPPED = 10  # lines with paths
 _MENTION = re.compile(
     r"""(?:(?<=\s)|(?<=[("'])|^)@(?:"(?P<quoted>[^"\n]+)"(?P<of_quoted>:\d+(?:-\d+)?)?|(?P<bare>[^\s"'@]+))"""
 )
-_LINES = re.compile(r":(\d{1,9})(?:-(\d{1,9}))?$")
 _CHARS_A_TOKEN = 5  # more than texts have
 _AFTER = ".,;:!?)]}>"  # punctuation that may follow a mention
 _GLOB = re.compile(r"[*?\[]")
-
-
-class Mention(NamedTuple):
-    """A file that a prompt names: its `path`, and its lines from `first` to `last` (0: all)."""
-
-    path: Path
-    first: int = 0
-    last: int = 0
-
-    @property
-    def name(self) -> str:
-        lines = (
-            f":{self.first}-{self.last}" if self.last > self.first else f":{self.first}" if self.first else ""
-        )
-        return one_line(shown(self.path)) + lines
 
 
 def mentions(
@@ -74,17 +58,6 @@ def mentions(
     return list(found)
 
 
-def argument(text: str) -> Mention | None:
-    """The file that an argument of the command line names, as notes.txt or as notes.txt:10-40; None if it is none."""
-    with suppress(OSError, ValueError):  # a long prompt is no name of a file
-        if (path := Path(text)).is_file():
-            return Mention(path)
-        lines = _LINES.search(text)
-        if lines and (path := Path(text[: lines.start()])).is_file():
-            return Mention(path, int(lines[1]), int(lines[2] or lines[1]))
-    return None
-
-
 def missing(
     prompt: str, folder: Path | None = None, known: Callable[[Path], bool] = lambda path: False
 ) -> list[str]:
@@ -106,18 +79,14 @@ def said_missing(names: Sequence[str]) -> str:
 
 def _named(text: str, folder: Path, known: Callable[[Path], bool]) -> list[Mention]:
     """What a mention names; nothing if that does not exist."""
-    lines = _LINES.search(text)
-    for path, first, last in (
-        (text, 0, 0),
-        *([(text[: lines.start()], int(lines[1]), int(lines[2] or lines[1]))] if lines else []),
-    ):
+    for path, first, last in meanings(text):
         try:
-            full = folder / Path(path).expanduser()
+            full = folder / path.expanduser()
             if full.exists() or known(full):
                 return [Mention(full, first, last)]
         except (OSError, ValueError, RuntimeError):  # a name that no file can have, or no home folder
             continue
-        if _GLOB.search(path) and (paths := _matching(full)):
+        if _GLOB.search(str(path)) and (paths := _matching(full)):
             return [Mention(each, first, last) for each in paths]
     return []
 
@@ -244,9 +213,8 @@ def fewer_lines(read: Sequence[Attachment], tokens: int, most: int) -> str:
         return ""
     longest = max(read, key=lambda file: len(file.text))
     share = len(longest.text) / max(1, sum(len(file.text) for file in read))
-    about = max(
-        tokens, sum(len(file.text) for file in read) // _CHARS_A_TOKEN
-    )  # the count may have ended early
+    # The count may have ended early.
+    about = max(tokens, sum(len(file.text) for file in read) // _CHARS_A_TOKEN)
     longest = replace(longest, tokens=round(about * share))
     return _less(longest, about - most * 3 // 4).removeprefix("@")
 
@@ -267,23 +235,15 @@ def _less(file: Attachment, surplus: int) -> str:
     """How to name `file` so that it has so many tokens less, and a tenth of what is left; "" if that is nothing."""
     share = 0.9 * (1 - surplus / (file.tokens or 1))
     first, lines = file.first or 1, int(share * len(file.text.splitlines()))
-    name = f"{_LINES.sub('', file.name)}:{first}-{first + lines - 1}"
+    name = f"{LINES.sub('', file.name)}:{first}-{first + lines - 1}"
     return f"{mention_of(name)} takes as many lines as fit." if lines > 0 else ""
-
-
-def shown(path: Path) -> str:
-    """A path as short as it can be named from here: relative to the current folder, or to the home folder."""
-    for base, prefix in ((Path.cwd(), ""), (Path.home(), "~/")):
-        if path.is_relative_to(base) and path != base:
-            return prefix + str(path.relative_to(base))
-    return str(path)
 
 
 def mention_of(name: str) -> str:
     """The text that mentions a file."""
     if not re.search(r"\s", name):
         return f"@{name}"
-    lines = _LINES.search(name)
+    lines = LINES.search(name)
     path, of = (name[: lines.start()], lines[0]) if lines else (name, "")
     return f'@"{path}"{of}'
 
@@ -318,7 +278,7 @@ def completions(text: str, folder: Path | None = None, limit: int = 200) -> tupl
     if match is None:
         return -1, []
     typed = match[1] if match[1] is not None else match[2]
-    if _LINES.search(typed) or _GLOB.search(typed):
+    if LINES.search(typed) or _GLOB.search(typed):
         return -1, []
     head, slash, name = typed.rpartition("/")
     base = folder or Path.cwd()

@@ -12,6 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
+from app.chat.mention import Mention, argument
 from app.cli.meant import about_option
 from engine.errors import UsageError, one_line
 from engine.formats.kv_format import NAMES as KV_FORMATS
@@ -96,7 +97,7 @@ def parse(arguments: Sequence[str], commands: dict[str, str]) -> argparse.Namesp
         args.prompt.remove(args.model)
     # A script that passes a prompt on must not read a file because the prompt spells its name.
     may_be_files = "--" not in arguments and (len(args.prompt) > 1 or (_is_terminal() and not args.json))
-    args.files = [text for text in args.prompt if may_be_files and _is_file(text)]
+    args.files = [text for text in args.prompt if may_be_files and argument(text)]
     args.prompt = [text for text in args.prompt if text not in args.files]
     if len(args.prompt) > 1:
         if args.prompt[0] in commands and "--" not in arguments:
@@ -235,9 +236,9 @@ def _refuse_contradictions(args: argparse.Namespace) -> None:
 
 def attachments(args: argparse.Namespace) -> list[Attachment]:
     """The files of a single answer. Raises UsageError if one cannot be read."""
-    from app.chat.files import argument, read, read_picture
+    from app.chat.files import read, read_picture
 
-    named = [mention for mention in map(argument, args.files) if mention]
+    named = (argument(name) or Mention(Path(name)) for name in args.files)  # one that is gone is not left out
     return [*map(read_picture, args.image), *map(read, named)]
 
 
@@ -341,15 +342,6 @@ def _is_terminal() -> bool:
         return False
 
 
-def _is_file(text: str) -> bool:
-    """Whether an argument is the path of a file, perhaps with lines of it, as notes.txt:10-40."""
-    try:
-        path = re.sub(r":\d{1,9}(-\d{1,9})?$", "", text)
-        return Path(text).is_file() or (path != text and Path(path).is_file())
-    except (OSError, ValueError):  # a long prompt is no name of a file
-        return False
-
-
 def _no_file(text: str) -> str:
     """What an argument with a slash is the path of, if that is no file: of <(PROGRAM), a shell makes a pipe."""
     with suppress(OSError, ValueError):
@@ -360,7 +352,7 @@ def _no_file(text: str) -> str:
 
 def _is_model(text: str) -> bool:
     """Whether an argument is the path of a model's file."""
-    if not text.endswith(".gguf") or not _is_file(text):
+    if not text.endswith(".gguf") or not argument(text):
         return False
     with suppress(OSError), Path(text).open("rb") as file:
         return file.read(4) == b"GGUF"

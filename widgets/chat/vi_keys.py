@@ -40,9 +40,8 @@ class ViKeys:
     def handle(self, key: str, character: str | None) -> bool:
         """Whether a key is one of vi."""
         if self.is_inserting:
-            if (
-                key != "escape" or not self._box.text
-            ):  # in an empty box, Esc is the program's: it stops the reply
+            # In an empty box, Esc is the program's: it stops the reply.
+            if key != "escape" or not self._box.text:
                 return False
             self.is_inserting = False
             self._box.action_cursor_left()

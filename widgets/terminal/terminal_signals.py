@@ -27,9 +27,12 @@ def suspend_between_events(app: App[Any]) -> None:
     """
     is_ours = False
 
+    def is_ending() -> bool:
+        return app.return_code is not None
+
     def suspend() -> None:
         nonlocal is_ours
-        if app.return_code is not None:
+        if is_ending():
             return
         is_ours = True
         with app.suspend():
@@ -37,9 +40,8 @@ def suspend_between_events(app: App[Any]) -> None:
 
     def go_on() -> None:
         nonlocal is_ours
-        if (
-            not is_ours and app.return_code is None
-        ):  # it was stopped by SIGSTOP: how the terminal shows text and sends keys is not known
+        # After a SIGSTOP, it is not known how the terminal shows text and sends keys.
+        if not is_ours and not is_ending():
             with app.suspend():
                 pass
         is_ours = False

@@ -94,15 +94,12 @@ class LaneLayout(StreamSize):
 
     def _as_factor(self, words: UOp) -> UOp:
         """d, times the type's factor, or m, as float32: a type with a factor has no minima."""
-        if self.format is None:
-            return words.bitcast(F16).cast(F32)
-        is_upper = self.format.exponent
-        number = (
-            shift_left(words.cast(dtypes.uint32), 16).bitcast(F32)
-            if is_upper
-            else words.bitcast(F16).cast(F32)
-        )
-        return number if self.format.factor == 1 else number * self.format.factor
+        format = self.format
+        if format and format.exponent:
+            number = shift_left(words.cast(dtypes.uint32), 16).bitcast(F32)
+        else:
+            number = words.bitcast(F16).cast(F32)
+        return number * format.factor if format and format.factor != 1 else number
 
     def scales(
         self, k: KernelBuilder, stream: UOp, block: UOp, unit: UOp, run: Index | None

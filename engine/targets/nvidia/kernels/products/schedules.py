@@ -66,7 +66,9 @@ def matvec_schedule(stack: StackedMatrices, chip: Chip = _UNKNOWN) -> Schedule:
     min_blocks = shipped.rule.blocks_a_multiprocessor * chip.multiprocessors
     min_steps = 1 + (len(stack.matrices) > 1)
     s = _by_rule(stack.rows, stack.units, min_blocks / stack.slots, min_steps)
-    return _at_a_time(stack, s, chip) if stack.experts else _slim(s) if has_large_codebook(stack) else s
+    if stack.experts:
+        return _at_a_time(stack, s, chip)
+    return _slim(s) if has_large_codebook(stack) else s
 
 
 def _slim(s: Schedule) -> Schedule:
