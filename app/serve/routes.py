@@ -287,8 +287,10 @@ class Routes:
         return json_response(llama.slots(await self._asked(request), must_be_free=must_be_free))
 
     async def greet(self, request: Request) -> Response:
-        """Clients of Ollama see so whether a server runs."""
-        return Response("orin-chat is running", media_type="text/plain")
+        """Clients of Ollama see so whether a server runs. Browsers are told what it is."""
+        is_browser = "text/html" in request.headers.get("accept", "")
+        said = "orin-chat is running" if is_browser else ollama.GREETING
+        return Response(said, media_type="text/plain")
 
     async def tags(self, request: Request) -> Response:
         return json_response(ollama.tags(self._models))
