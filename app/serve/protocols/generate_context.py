@@ -1,5 +1,5 @@
 """The `context` of Ollama's `/api/generate`: the conversation so far as numbers, which a client sends with its next
-prompt. It is this server's own encoding, since clients do nothing but send it back: compressed JSON, a number a byte."""
+prompt. The encoding is this server's own, since clients only send it back: compressed JSON, a number for each byte."""
 
 import zlib
 from collections.abc import Sequence
