@@ -19,7 +19,7 @@ from app.serve.http import LINES, Framing
 from app.serve.model_pool import ModelPool
 from app.serve.protocols import chat, generate_context, logprobs
 from app.serve.protocols.blocks import Block, Blocks, Closed, Grown
-from app.serve.protocols.completions import TextBody, fill_in
+from app.serve.protocols.completions import TextBody, ends_of_fill_in, fill_in
 from app.serve.protocols.conversation import Call, CalledFunction, ChatMessage, Part, PicturePart
 from app.serve.protocols.formats import JsonSchema, ResponseFormat, grammar_of
 from app.serve.protocols.models import capabilities
@@ -156,7 +156,11 @@ def generate_asked(body: OllamaGenerateBody, service: Service) -> Asked | Json:
     limit, grammar = as_text.max_tokens, grammar_of(as_text)
     request = generate(as_text, prompt, service.sampling, limit, shown, grammar)
     return Asked(
-        [request], _reply(body, service, "response", Tools()), body.stream is not False, as_text.stops
+        [request],
+        _reply(body, service, "response", Tools()),
+        body.stream is not False,
+        as_text.stops,
+        stop_ids=ends_of_fill_in(service) if body.suffix else frozenset(),
     )
 
 
