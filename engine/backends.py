@@ -29,9 +29,9 @@ def prepare(options: EngineOptions, is_asked: bool = False) -> str:
     `is_asked` by the caller (`ask_driver`), it is taken for usable. Raises UsageError for an unknown backend,
     BackendError for one that cannot work on this machine.
     """
-    from engine.fixes import number_variables
+    from engine.fixes import environment_variables
 
-    number_variables.apply()
+    environment_variables.apply()
     backend = options.backend.upper()
     if backend not in (*BACKENDS, "AUTO"):
         known = ", ".join(BACKENDS)

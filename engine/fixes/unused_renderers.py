@@ -2,12 +2,11 @@
 
 A device's module imports all its renderers. Those for Mesa (LVP on CPUs, NAK on NV) bring its whole interface along:
 with the assembler for x86, a tenth of the time that a small model on a CPU takes to its first token. With this fix the
-device's module gets classes that stand for them. They are imported if DEV or a variable names one.
+device's module gets classes that stand for them. They are imported if DEV names one.
 """
 
 from __future__ import annotations
 
-import os
 import sys
 from importlib import import_module
 from types import ModuleType
@@ -25,8 +24,7 @@ def apply(dev: str) -> None:
     if another version of tinygrad is installed."""
     require_tinygrad("Renderers that are not imported")
     device, _, renderer = dev.partition(";")[0].rpartition("+")[2].upper().partition(":")
-    is_named = bool(renderer) or any(name.startswith(f"{device}_") for name in os.environ)
-    standing_in = [] if is_named else [
+    standing_in = [] if renderer else [
         _stand_in(module, name) for module, name in _UNUSED.get(device, {}).items() if module not in sys.modules
     ]  # fmt: skip
     try:

@@ -3,21 +3,28 @@
 Building a kernel's graph, and computing the digest by which tinygrad identifies its program, takes Python longer than
 everything else in the start of a model whose programs are cached. So a program is also identified by what its graph
 follows from: the function that builds it, the function's arguments, and the source. Then its graph is not built again.
+
+While requests are answered, kernels are compiled `in_slices`: this process builds a few graphs at a time, and the
+compiler processes work while it goes on with the answers.
 """
 
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
 from enum import Enum
+from multiprocessing.pool import AsyncResult, Pool
 from types import FunctionType
+from typing import NamedTuple
+from weakref import WeakKeyDictionary
 
 from tinygrad import Device, UOp
-from tinygrad.codegen import to_program_key
+from tinygrad.codegen import to_program_context, to_program_key
 from tinygrad.dtype import DType
-from tinygrad.engine import realize
+from tinygrad.engine import realize, worker
 from tinygrad.uop.ops import Ops
 
 from engine.disk_cache import disk_cache, source_digest
@@ -26,9 +33,27 @@ from engine.errors import PreemptedError
 KernelFunction = Callable[..., UOp]
 """A function that takes placeholders of buffers and returns a kernel's graph: a kernel of a CPU."""
 
-_programs: dict[UOp, UOp] = {}  # the programs of the graphs that this process has compiled
+MakeLinears = Callable[[], Sequence[UOp]]
+"""Builds LINEARs of kernels' calls."""
+
+_programs: WeakKeyDictionary[UOp, UOp] = WeakKeyDictionary()  # of the graphs that this process has compiled
 _cache_keys: dict[UOp, str] = {}  # graphs to compile, and the keys of their programs in the disk cache
 _interrupted: Callable[[], bool] | None = None
+
+
+class _Compiling(NamedTuple):
+    """A kernel that a compiler process is at work on."""
+
+    call: UOp
+    key: tuple[object, ...]
+    pool: Pool
+    result: AsyncResult[tuple[int, UOp]]
+
+
+_PATIENCE_S = 60.0
+_slice_ends_s: float | None = None  # while `in_slices`
+_compiling: dict[UOp, _Compiling] = {}  # by their graphs
+_built: dict[str, list[Sequence[UOp]]] = {}  # what `compile_once` has built by now, by its description
 
 
 @contextmanager
@@ -43,23 +68,48 @@ def interruptible(interrupted: Callable[[], bool]) -> Iterator[None]:
         _interrupted = None
 
 
+@contextmanager
+def in_slices(seconds: float) -> Iterator[None]:
+    """Meanwhile, building and compiling raise PreemptedError about so many seconds later, and as soon as there is
+    nothing to do but to wait for the compiler processes. Calling `compile_once` again goes on: what was built by then
+    is kept, and half of the CPUs compile meanwhile."""
+    global _slice_ends_s
+    _slice_ends_s = time.perf_counter() + seconds
+    try:
+        yield
+    finally:
+        _slice_ends_s = None
+
+
+def _end_slice() -> None:
+    if _slice_ends_s is not None and time.perf_counter() >= _slice_ends_s:
+        raise PreemptedError("Compiling stopped because there are answers to go on with.")
+
+
 def call_of(kernel: UOp, buffers: Sequence[UOp]) -> UOp:
     """A call of a kernel's graph, or of its program if it is compiled, with buffers."""
     # `kernel.call` checks for open loops, and would reject a compiled kernel for its loops.
     call = UOp(Ops.SINK).call(*buffers)
-    return call.replace(src=(_programs.get(kernel, kernel), *call.src[1:]))
+    return call.replace(src=(compiled(kernel), *call.src[1:]))
+
+
+def compiled(kernel: UOp) -> UOp:
+    """The program of a kernel's graph if it is compiled, else the graph."""
+    return _programs.get(kernel, kernel)
 
 
 def compile_calls(linear: UOp) -> UOp:
     """A LINEAR of calls with programs in place of graphs."""
     compile_all([linear])
-    calls = ((call, call.src[0]) for call in linear.src)
-    return linear.replace(src=tuple(c.replace(src=(_programs.get(ast, ast), *c.src[1:])) for c, ast in calls))
+    return linear.replace(src=tuple(c.replace(src=(compiled(c.src[0]), *c.src[1:])) for c in linear.src))
 
 
 def compile_all(linears: Sequence[UOp]) -> None:
     """Compiles the kernels of several LINEARs at once, so that tinygrad's compiler processes share the work. Raises
-    PreemptedError (`interruptible`)."""
+    PreemptedError (`interruptible`, `in_slices`)."""
+    if _slice_ends_s is not None:
+        _compile_in_slices(linears)
+        return
     if not _interrupted:
         _compile(_uncompiled(linears))
         return
@@ -77,6 +127,42 @@ def compile_in_turns(linears: Sequence[UOp]) -> Iterator[tuple[int, int]]:
         _compile(todo[start : start + at_once])
 
 
+def _compile_in_slices(linears: Sequence[UOp]) -> None:
+    _take_compiled()
+    at_once = max(1, int(os.environ.get("PARALLEL", "0")) // 2)
+    is_full = len(_compiling) >= at_once
+    todo = [] if is_full else [call for call in _uncompiled(linears) if call.src[0] not in _compiling]
+    for call in todo[: at_once - len(_compiling)]:
+        _begin_to_compile(call)
+        _end_slice()
+    if is_full or _uncompiled(linears):
+        raise PreemptedError("Compiler processes are at work.")
+
+
+def _begin_to_compile(call: UOp) -> None:
+    """Gives a kernel to a compiler process. Without such processes it is compiled here."""
+    graph, renderer = call.src[0], Device[Device.DEFAULT].renderer
+    key = to_program_key(graph, renderer)
+    if key in realize.to_program_cache or not (pool := worker.get_worker_pool()):
+        _compile([call])
+        return
+    task = 0, (graph, renderer), {variable.key: variable.value for variable in to_program_context}
+    _compiling[graph] = _Compiling(call, key, pool, pool.apply_async(realize._compile_kernel, (task,)))
+
+
+def _take_compiled(waits: bool = False) -> None:
+    """Takes what compiler processes have compiled; with `waits`, all that they were given. What those that were ended
+    (`compiler_processes.dismiss`) had begun is to be given again."""
+    for graph, (call, key, pool, result) in [*_compiling.items()]:
+        if waits:
+            result.wait(_PATIENCE_S)  # a process that was killed never answers
+        if waits or result.ready() or pool is not worker.worker_pool:
+            del _compiling[graph]
+        if result.ready() and graph not in _programs:
+            realize.to_program_cache[key] = result.get()[1]
+            _compile([call])
+
+
 def _uncompiled(linears: Sequence[UOp]) -> list[UOp]:
     """A call of each kernel that is not compiled. The largest come first, or all processes would wait for the last of
     them."""
@@ -89,20 +175,29 @@ def _uncompiled(linears: Sequence[UOp]) -> list[UOp]:
 def _compile(calls: Sequence[UOp]) -> None:
     if not calls:
         return
-    compiled = realize.compile_linear(UOp(Ops.LINEAR, src=tuple(calls)))
-    for call, done in zip(calls, compiled.src, strict=True):
+    if any(call.src[0] in _compiling for call in calls):
+        _take_compiled(waits=True)
+    programs = realize.compile_linear(UOp(Ops.LINEAR, src=tuple(calls))).src
+    for call, done in zip(calls, programs, strict=True):
         _programs[call.src[0]] = done.src[0]
         if key := _cache_keys.pop(call.src[0], ""):
             disk_cache().put("kernels", key, to_program_key(call.src[0], Device[Device.DEFAULT].renderer))
 
 
-def compile_once(description: tuple[object, ...], build: Callable[[], Sequence[UOp]]) -> None:
-    """Compiles the kernels of the LINEARs that `build` returns, unless an earlier run did so for the same `description`
-    (see `fingerprint`) and source: then they are found on disk when they are used."""
-    if not was_compiled(description):
-        compile_all(build())
-        if key := _compiled_key(description):
-            disk_cache().put("compiled", key, True)
+def compile_once(description: tuple[object, ...], *makes: MakeLinears) -> None:
+    """Compiles the kernels of the LINEARs that `makes` build, unless an earlier run did so for the same `description`
+    (see `fingerprint`) and source: then they are found on disk when they are used. Raises PreemptedError
+    (`interruptible`, `in_slices`)."""
+    if was_compiled(description):
+        return
+    key = _compiled_key(description)
+    built = _built.setdefault(key, []) if key else []
+    for make in makes[len(built) :]:
+        built.append(make())
+    compile_all([linear for linears in built for linear in linears])
+    if key:
+        del _built[key]
+        disk_cache().put("compiled", key, True)
 
 
 def was_compiled(description: tuple[object, ...]) -> bool:
@@ -133,6 +228,7 @@ def program_or_graph(description: tuple[object, ...], build: Callable[[], UOp]) 
         program = realize.to_program_cache.get(program_key)
         if program is not None:
             return program
+    _end_slice()
     graph = build()
     if cache_key:
         _cache_keys[graph] = cache_key

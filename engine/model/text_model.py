@@ -368,8 +368,10 @@ class TextModel:
         """What compiles the kernels of steps, those first that make most of a difference."""
         runner = self._runner
         if runner.precompiled:
-            yield from (partial(runner.prepare, size) for size in self._sizes_to_compile())
+            largest, *sizes = self._sizes_to_compile()
+            yield partial(runner.prepare, largest)
             yield from (partial(runner.prepare_rows, count) for count in runner.row_counts)
+            yield from (partial(runner.prepare, size) for size in sizes)
 
     def _sizes_to_compile(self) -> Iterable[int]:
         """The sizes of a prompt's steps. The largest comes first: long prompts gain most."""

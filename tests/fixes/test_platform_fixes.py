@@ -30,11 +30,16 @@ def python(code, *arguments, stdin=False, **env):
     return done.stdout.split()
 
 
-def test_variables_that_are_no_numbers_keep_no_engine_from_starting():
-    code = "from engine.fixes import number_variables as n; n.apply() if {} else 0; import os, tinygrad.helpers as t; "
-    code += "print(t.DEBUG.value, t.getenv('THREADS', 1), t.JIT_BATCH_SIZE.value, 'NO_COLOR' in os.environ)"
-    odd = {"DEBUG": "app:*", "NO_COLOR": "", "THREADS": "all", "JIT_BATCH_SIZE": "7"}
-    assert python(code.format(True), **odd) == ["0", "1", "7", "False"]
+def test_variables_of_other_programs_do_not_reach_tinygrad():
+    code = "from engine.fixes import environment_variables as n; n.apply() if {} else 0; import os; "
+    code += "import tinygrad.helpers as t, tinygrad.dtype as d; "
+    code += (
+        "print(t.DEBUG.value, t.getenv('MAX_BUFFER_SIZE', 0), t.JIT_BATCH_SIZE.value, t.getenv('BEAM', 0), "
+    )
+    code += "d.dtypes.default_float.name, t.getenv('CPU_LLVM'), 'NO_COLOR' in os.environ, os.getenv('HOME'))"
+    odd = {"DEBUG": "app:*", "NO_COLOR": "", "MAX_BUFFER_SIZE": "10", "DEFAULT_FLOAT": "x", "CPU_LLVM": "1"}
+    own = {"JIT_BATCH_SIZE": "7", "BEAM": "all", "HOME": "/nowhere"}
+    assert python(code.format(True), **odd, **own) == ["0", "0", "7", "0", "float", "0", "False", "/nowhere"]
     with pytest.raises(AssertionError, match="invalid literal"):
         python(code.format(False), **odd)
 

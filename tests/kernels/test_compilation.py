@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from enum import Enum
 from itertools import chain
+from types import SimpleNamespace
 
 import pytest
 from tinygrad import UOp
@@ -10,7 +11,14 @@ from tinygrad.uop.ops import Ops
 
 from engine.errors import PreemptedError
 from engine.kernels import compilation
-from engine.kernels.compilation import compile_all, compile_in_turns, fingerprint, interruptible
+from engine.kernels.compilation import (
+    compile_all,
+    compile_in_turns,
+    compile_once,
+    fingerprint,
+    in_slices,
+    interruptible,
+)
 
 
 @dataclass(frozen=True)
@@ -65,3 +73,108 @@ def test_compiling_gives_way_to_a_request_and_goes_on(monkeypatch):
     assert sorted(chain(*batches), key=graphs.index) == graphs
     compilation._programs.clear()
     assert list(compile_in_turns([linear])) == [(0, 5), (2, 5), (4, 5)], "a kernel for each process in a turn"
+
+
+class Pool:
+    """Compiler processes that answer when they are told to."""
+
+    def __init__(self):
+        self.given = []
+
+    def apply_async(self, function, arguments):
+        (_, (graph, _), _), *_ = arguments
+        self.given.append(graph)
+        answer = SimpleNamespace(is_ready=False, wait=lambda seconds: setattr(answer, "is_ready", True))
+        answer.ready, answer.get, answer.graph = (
+            lambda: answer.is_ready,
+            lambda: (0, f"program of {graph.arg}"),
+            graph,
+        )
+        self.answers = [*getattr(self, "answers", []), answer]
+        return answer
+
+
+@pytest.fixture
+def pool(monkeypatch):
+    pool, compiled = Pool(), []
+    monkeypatch.setattr(compilation.worker, "worker_pool", pool)
+    monkeypatch.setattr(compilation.worker, "get_worker_pool", lambda: compilation.worker.worker_pool)
+    monkeypatch.setattr(compilation, "to_program_key", lambda graph, renderer: graph.arg)
+    monkeypatch.setattr(compilation.realize, "to_program_cache", {})
+    monkeypatch.setattr(compilation, "_programs", {})
+    monkeypatch.setattr(compilation, "_compiling", {})
+    monkeypatch.setattr(compilation, "_built", {})
+    monkeypatch.setattr(compilation, "was_compiled", lambda description: description in compiled)
+    monkeypatch.setattr(compilation, "_compiled_key", repr)
+    put = lambda table, key, value: compiled.append(key)
+    monkeypatch.setattr(compilation, "disk_cache", lambda: SimpleNamespace(put=put))
+
+    def compile_linear(linear):
+        programs = compilation.realize.to_program_cache
+        return linear.replace(
+            src=tuple(c.replace(src=(UOp(Ops.NOOP, arg=programs[c.src[0].arg]),)) for c in linear.src)
+        )
+
+    monkeypatch.setattr(compilation.realize, "compile_linear", compile_linear)
+    monkeypatch.setenv("PARALLEL", "4")
+    return pool
+
+
+def linear_of(*names):
+    return [UOp(Ops.LINEAR, src=tuple(UOp(Ops.SINK, arg=name).call() for name in names))]
+
+
+def test_beside_answers_processes_compile_and_what_is_built_is_kept(pool):
+    built = []
+
+    def make(*names):
+        def build():
+            compilation._end_slice()  # as before each graph
+            built.append(names)
+            return linear_of(*names)
+
+        return build
+
+    def go_on(seconds=60.0):
+        with in_slices(seconds):
+            compile_once(("step",), make("a", "b", "c"), make("d"))
+
+    with pytest.raises(PreemptedError):
+        go_on(seconds=-1)
+    assert not built
+    with pytest.raises(PreemptedError):
+        go_on()
+    assert built == [("a", "b", "c"), ("d",)]
+    assert [graph.arg for graph in pool.given] == ["a", "b"], "two of four CPUs"
+    with pytest.raises(PreemptedError):
+        go_on()
+    assert len(pool.given) == 2
+    pool.answers[1].is_ready = True
+    with pytest.raises(PreemptedError):
+        go_on()
+    assert [graph.arg for graph in pool.given] == ["a", "b", "c"]
+    assert [graph.arg for graph in compilation._programs] == ["b"]
+    for answer in pool.answers:
+        answer.is_ready = True
+    with pytest.raises(PreemptedError):
+        go_on()
+    pool.answers[-1].is_ready = True
+    go_on()
+    assert len(built) == 2 and len(compilation._programs) == 4 and not compilation._built
+
+
+def test_what_ended_processes_had_begun_is_given_again_or_compiled_at_once(pool, monkeypatch):
+    linear = linear_of("a")
+
+    def go_on():
+        with in_slices(60.0):
+            compile_all(linear)
+
+    with pytest.raises(PreemptedError):
+        go_on()
+    monkeypatch.setattr(compilation.worker, "worker_pool", other := Pool())  # the first was dismissed
+    with pytest.raises(PreemptedError):
+        go_on()
+    assert [graph.arg for graph in other.given] == ["a"]
+    compile_all(linear)  # which waits for it
+    assert len(compilation._programs) == 1 and not compilation._compiling

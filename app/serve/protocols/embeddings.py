@@ -28,11 +28,7 @@ Floats = NDArray[np.float32]
 
 
 class EmbeddingsBody(msgspec.Struct, kw_only=True):
-    """`content` and `embd_normalize` are llama-server's."""
-
-    input: str | list[str | int | list[int]] | None = None
-    content: str | list[str | int | list[int]] | None = None
-    embd_normalize: int | None = None
+    input: str | list[str | int | list[int]]
     model: str | None = None
     dimensions: int | None = None
     encoding_format: Literal["float", "base64"] | None = None
@@ -60,12 +56,8 @@ class Document(msgspec.Struct):
 
 
 class RerankBody(msgspec.Struct, kw_only=True):
-    """`texts` in place of `documents` asks for the answer of Hugging Face's text-embeddings-inference."""
-
     query: str
-    documents: list[str | Document] | None = None
-    texts: list[str] | None = None
-    return_text: bool | None = None
+    documents: list[str | Document]
     model: str | None = None
     top_n: int | None = None
     return_documents: bool | None = None
@@ -126,19 +118,6 @@ class EmbeddingsReply(_Vectors):
 
 
 @dataclass
-class LlamaEmbeddingsReply(_Vectors):
-    """llama-server's own form: a list, in which each text has a list of vectors, here of one."""
-
-    is_plain: bool = False
-    """Vectors are as the model gives them, not of length 1."""
-
-    def whole(self) -> list[Json]:
-        wide = [vector.astype(np.float64) for vector in self.in_order]
-        vectors = wide if self.is_plain else cut(self.in_order, None)
-        return [{"index": i, "embedding": [numbers(vector)]} for i, vector in enumerate(vectors)]
-
-
-@dataclass
 class EmbedReply(_Vectors):
     dimensions: int | None = None
     is_one: bool = False
@@ -163,14 +142,10 @@ class EmbedReply(_Vectors):
 class RerankReply(_Vectors):
     texts: Sequence[str] | None = None
     top_n: int | None = None
-    is_list: bool = False
 
-    def whole(self) -> Json | list[Json]:
+    def whole(self) -> Json:
         scores = [float(vector[0]) for vector in self.in_order]
         order = sorted(range(len(scores)), key=lambda i: -scores[i])[: self.top_n]
-        if self.is_list:
-            texts = self.texts
-            return [{"index": i, "score": scores[i]} | ({"text": texts[i]} if texts else {}) for i in order]
         results: list[Json] = [{"index": i, "relevance_score": scores[i]} for i in order]
         if self.texts is not None:
             for result in results:
@@ -196,33 +171,14 @@ def cut(vectors: Iterable[Floats], dimensions: int | None) -> Iterable[NDArray[n
 
 
 def numbers(vector: NDArray[np.float64]) -> msgspec.Raw:
-    """A vector as JSON. It is encoded by itself, so that other threads go on between vectors."""
+    """A vector of length 1 as JSON. It is encoded by itself, so that other threads go on between vectors."""
     return msgspec.Raw(msgspec.json.encode(vector.round(8).tolist()))
 
 
 def openai_asked(body: EmbeddingsBody, service: Service) -> Asked:
-    """`content` in place of `input` asks for llama-server's form. Raises ApiError."""
-    if body.input is None:
-        return llama_asked(body, service)
+    """Raises ApiError."""
     _check_dimensions(body.dimensions, service)
-    reply = EmbeddingsReply(service.model, dimensions=body.dimensions)
-    reply.is_base64 = body.encoding_format == "base64"
-    return _asked(_prompts(body.input, "input"), reply, service, body.user or "")
-
-
-def llama_asked(body: EmbeddingsBody, service: Service) -> Asked:
-    """Raises ApiError."""
-    given, param = (body.content, "content") if body.input is None else (body.input, "input")
-    if given is None:
-        raise wrong("There is no text: input or content.", "input")
-    if body.embd_normalize not in (None, -1, 2):
-        raise wrong("embd_normalize is 2, for vectors of length 1, or -1.", "embd_normalize")
-    reply = LlamaEmbeddingsReply(service.model, is_plain=body.embd_normalize == -1)
-    return _asked(_prompts(given, param), reply, service, body.user or "")
-
-
-def _prompts(given: str | list[str | int | list[int]], param: str) -> list[RawText | TokenIds]:
-    """Raises ApiError."""
+    given = body.input
     ids = [id for id in given if isinstance(id, int)]
     texts: Sequence[str | list[int]]
     if isinstance(given, str):
@@ -230,11 +186,14 @@ def _prompts(given: str | list[str | int | list[int]], param: str) -> list[RawTe
     elif ids and len(ids) == len(given):
         texts = [ids]
     elif ids:
-        raise wrong(f"{param} is texts, or lists of token ids, not both.", param)
+        raise wrong("input is texts, or lists of token ids, not both.", "input")
     else:
         texts = [one for one in given if not isinstance(one, int)]
-    _check_count(len(texts), param)
-    return [RawText(text=one) if isinstance(one, str) else TokenIds(ids=tuple(one)) for one in texts]
+    _check_count(len(texts), "input")
+    prompts = [RawText(text=one) if isinstance(one, str) else TokenIds(ids=tuple(one)) for one in texts]
+    reply = EmbeddingsReply(service.model, dimensions=body.dimensions)
+    reply.is_base64 = body.encoding_format == "base64"
+    return _asked(prompts, reply, service, body.user or "")
 
 
 def ollama_asked(body: EmbedBody, service: Service) -> Asked | Json:
@@ -259,15 +218,11 @@ def old_ollama_asked(body: OldEmbedBody, service: Service) -> Asked | Json:
 def rerank_asked(body: RerankBody, service: Service) -> Asked:
     """Raises ApiError. May take as long as its texts are."""
     _check_ranks(service)
-    given = body.texts if body.documents is None else body.documents
-    if given is None:
-        raise wrong("There are no documents.", "documents")
-    _check_count(len(given), "documents" if body.texts is None else "texts")
+    _check_count(len(body.documents), "documents")
     if body.top_n is not None and body.top_n < 1:
         raise wrong("top_n must be 1 or more.", "top_n")
-    texts = [one if isinstance(one, str) else one.text for one in given]
-    reply = RerankReply(service.model, top_n=body.top_n, is_list=body.documents is None)
-    reply.texts = texts if body.return_documents or body.return_text else None
+    texts = [one if isinstance(one, str) else one.text for one in body.documents]
+    reply = RerankReply(service.model, texts=texts if body.return_documents else None, top_n=body.top_n)
     return _made(_ranked([(body.query, text) for text in texts], service), "rank", reply)
 
 

@@ -19,7 +19,7 @@ from tinygrad import Device, UOp, dtypes
 from engine.errors import ModelFileError
 from engine.fixes import compiler_processes, launch_bounds
 from engine.formats.kv_format import KVFormat
-from engine.kernels.compilation import compile_once, was_compiled
+from engine.kernels.compilation import MakeLinears, compile_once, was_compiled
 from engine.kernels.device_memory import device_zeros, overwrite
 from engine.loading.weights import Weights
 from engine.measure.profile import Replay
@@ -57,8 +57,6 @@ from engine.targets.nvidia.weights import allocate
 
 _DECODE_AT_MOST = 1  # so few tokens of a prompt are faster one by one
 _DETOUR_AT_MOST = 128  # so few are so before the kernels of prefill are compiled
-_MISSED_AT_MOST = 256
-"""So many steps wait for an idle moment to compile kernels for their number of rows. Then a pause costs less."""
 _BEST, _DRAWN, _CHANGED = Choice(), Choice(draws=True), Choice(draws=True, changes=True)
 _ALL = Choice(draws=True, changes=True, masks=True, tells=True)  # it has all kernels of choices apart
 
@@ -91,7 +89,6 @@ class NvidiaRunner:
         counts = self.row_counts
         self._counts = sorted({1, counts[-1]})  # those whose kernels are compiled
         self._checks: list[int] = []  # those of `check_rows` whose kernels are
-        self._missed = dict.fromkeys(counts, 0)  # for how many steps each would have been better
         self.check_rows = check_rows(model, parallel)
         most = max(counts[-1], *self.check_rows, 1)
         batches = sorted({*counts[1:], *self.check_rows})
@@ -184,36 +181,26 @@ class NvidiaRunner:
         return count in self._checks
 
     def prepare_check(self, count: int) -> None:
-        compile_once((*self._set_up, "check", count), lambda: self._check_linears(count))
+        limits = self._steps.limits(count)
+        keys: list[Key] = [(count, limit, _BEST, 0, True) for limit in limits]
+        keys.append((count, limits[0], _DRAWN, 0, True))
+        self._compile_steps(("check", count), keys)
         if count not in self._checks:
             insort(self._checks, count)
 
-    def _check_linears(self, count: int) -> list[UOp]:
-        """The kernels of steps of so many rows that check guesses."""
-        steps, limits = self._steps, self._steps.limits(count)
-        sequences = [steps.kernels(count, limit, checks=True) for limit in limits]
-        sequences.append(steps.kernels(count, limits[0], _DRAWN, checks=True))
-        return [sequence.linear for sequence in sequences]
-
     def prepare_rows(self, count: int) -> None:
-        compile_once((*self._set_up, "rows", count), lambda: self._rows_linears(count))
+        limits = self._steps.limits(count)
+        keys: list[Key] = [*((count, limit) for limit in limits), (count, limits[0], _CHANGED)]
+        choice = lambda: [self._steps.choice_kernels(count, _ALL).linear]
+        self._compile_steps(("rows", count), keys, choice)
         if count not in self._counts:
             insort(self._counts, count)
 
-    def _rows_linears(self, count: int) -> list[UOp]:
-        """The kernels of steps of so many rows, for all ways to choose tokens."""
-        steps, limits = self._steps, self._steps.limits(count)
-        sequences = [steps.kernels(count, limit) for limit in limits]
-        sequences += [steps.kernels(count, limits[0], _CHANGED), steps.choice_kernels(count, _ALL)]
-        return [sequence.linear for sequence in sequences]
-
-    def _note_missed(self, rows: int) -> None:
-        """Compiles the kernels of so many rows if many steps would have been faster with them."""
-        best = next((n for n in self.row_counts if rows <= n), self.row_counts[-1])
-        if best not in self._counts:
-            self._missed[best] += 1
-            if self._missed[best] >= _MISSED_AT_MOST:
-                self.prepare_rows(best)
+    def _compile_steps(self, name: Key, keys: Sequence[Key], *others: MakeLinears) -> None:
+        """Compiles the kernels of steps (`RowSteps.kernels`), and others."""
+        steps = self._steps
+        makes = [partial(lambda key: [steps.kernels(*key).linear], key) for key in keys]
+        compile_once((*self._set_up, *name), *makes, *others)
 
     def decode_depths(self, rows: int) -> tuple[int, ...]:
         return (0, *(limit for limit in self._steps.limits(rows) if limit < self._context))
@@ -261,8 +248,6 @@ class NvidiaRunner:
             return np.asarray(self._steps.check(rows, count, ahead), np.int32)
         self._set_positions(slots)
         pieces, self._launched = [piece for piece in pieces if piece not in self._launched], ()
-        if rows:
-            self._note_missed(len(rows))
         most, size = self.row_counts[-1], self._mixed_size(pieces, rows)
         if size:
             self._prefill.send(size, pieces, len(rows), self._steps.count(len(rows), size))
@@ -391,7 +376,8 @@ class NvidiaRunner:
             return
         self._prepare_prefill(size)
         if size in self._mixing:
-            compile_once((*self._set_up, "mixed", size), lambda: self._mixed_linears(size))
+            counts, limits = self.row_counts[1:], self._steps.limits(self.row_counts[-1])
+            self._compile_steps(("mixed", size), [(n, limit, None, size) for n in counts for limit in limits])
             self._mixed_sizes.add(size)
         self._prepared.add(size)
 
@@ -406,12 +392,6 @@ class NvidiaRunner:
         """The sizes of steps with prompts and replies. With the largest one, weights are a small part of what takes
         time, so replies have a step of their own."""
         return tuple(n for n in self.chunk_sizes if PIECE_ROWS < n < self.max_chunk and self.parallel > 1)
-
-    def _mixed_linears(self, size: int) -> list[UOp]:
-        """The kernels of steps of this size that have replies too."""
-        counts, steps = self.row_counts[1:], self._steps
-        pairs = [(n, limit) for n in counts for limit in steps.limits(n)]
-        return [steps.kernels(n, limit, None, size).linear for n, limit in pairs]
 
     def _has_prefill(self, size: int) -> bool:
         """Whether prefill of chunks of this size need not be compiled."""

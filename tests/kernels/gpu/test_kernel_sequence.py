@@ -8,11 +8,13 @@ from tests.paths import ROOT
 
 CODE = """
 import functools
+import gc
 import numpy as np
 from tinygrad import UOp, dtypes
 from tinygrad.engine import realize
 from tinygrad.uop.ops import Ops
 from engine.fixes import program_cache
+from engine.kernels import compilation
 from engine.kernels.compilation import compile_all
 from engine.targets.nvidia.kernels.kernel_sequence import KernelSequence
 from engine.kernels.device_memory import to_device
@@ -20,7 +22,7 @@ from engine.targets.nvidia.kernels.uops import at, f32, finish, load
 from engine.kernels.kernel import Kernel
 program_cache.apply()
 built, compiled, stock = [], [], realize._compile_kernel
-realize._compile_kernel = lambda task: compiled.append(task) or stock(task)
+realize._compile_kernel = lambda task: compiled.append(0) or stock(task)
 
 @functools.cache
 def scale(n, factor):
@@ -43,6 +45,9 @@ for step in (*steps, sequence()):
     step.capture()()
 assert all(call.src[0].op is Ops.PROGRAM for call in sequence().calls)
 assert (z.numpy() == np.arange(8) * 6).all()
+del steps, step
+gc.collect()
+assert not compilation._programs, "graphs are let go once they are compiled"
 print(len(built), len(compiled))
 """
 

@@ -11,8 +11,11 @@ from tinygrad.engine import realize
 from tinygrad.engine.jit import graph_split_rewrite
 from tinygrad.uop.ops import Ops
 
-from engine.kernels.compilation import call_of, compile_calls, program_or_graph
+from engine.kernels.compilation import call_of, compile_calls, compiled, program_or_graph
 from engine.kernels.kernel import Kernel
+
+Shapes = tuple[tuple[int, DType], ...]
+"""Of each buffer, its size and type."""
 
 
 class KernelSequence:
@@ -64,7 +67,15 @@ class KernelSequence:
         return len(self.calls)
 
 
-@functools.cache
-def _program(kernel: Kernel, shapes: tuple[tuple[int, DType], ...]) -> UOp:
-    placeholders = (UOp.placeholder((n,), dtype, slot=i) for i, (n, dtype) in enumerate(shapes))
-    return program_or_graph((kernel, shapes), lambda: kernel.graph(*placeholders))
+_known: dict[tuple[Kernel, Shapes], UOp] = {}
+
+
+def _program(kernel: Kernel, shapes: Shapes) -> UOp:
+    """The program of a kernel for buffers of these sizes and types, or its graph while that is not compiled: a graph
+    takes a megabyte, and nothing reads it any more."""
+    known = _known.get((kernel, shapes))
+    if known is None:
+        placeholders = (UOp.placeholder((n,), dtype, slot=i) for i, (n, dtype) in enumerate(shapes))
+        known = program_or_graph((kernel, shapes), lambda: kernel.graph(*placeholders))
+    _known[kernel, shapes] = compiled(known)
+    return _known[kernel, shapes]
