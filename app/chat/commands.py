@@ -28,6 +28,7 @@ COMMANDS: Mapping[str, str] = {
     "model": "[NAME]: what is answering, or go on with another model",
     "mcp": "[again]: the servers of tools and their tools; starts those anew that are down",
     "stats": "figures of the last reply",
+    "thoughts": "what the model thought before the last reply",
     "system": '[TEXT]: show the system prompt, or start a new chat under this one ("none": without)',
     "think": "on|off: whether a thinking model should think",
     "set": '[NAME VALUE]: show the sampling options and the engine\'s, or change one ("none": without)',
@@ -65,6 +66,7 @@ _OF_OTHERS = {
     "switch": "model", "retry": "regenerate", "redo": "regenerate", "again": "regenerate", "compact": "summary",
     "undo": "edit", "branch": "fork", "export": "save", "write": "save", "settings": "set", "config": "set",
     "temperature": "set", "tools": "mcp", "usage": "stats", "cost": "stats", "info": "stats", "prompt": "system",
+    "thinking": "thoughts", "reasoning": "thoughts",
 }  # fmt: skip
 """What commands of other chats are here."""
 

@@ -51,7 +51,7 @@ def reason(
     if isinstance(end, Failed) and is_full:  # the hint is for programs that have no such keys
         return f"{WARNING} {in_words(replace(end, hint=''))}", TOO_LONG if is_too_long else FULL
     if isinstance(end, Failed):
-        return f"{WARNING} {in_words(end)}", "Ctrl+R tries again"
+        return f"{WARNING} {in_words(end).removesuffix(' Try again.')}", "Ctrl+R tries again"
     if end.reason == "cancelled":
         return "stopped", "Ctrl+G goes on"
     if end.reason == "length":

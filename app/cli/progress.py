@@ -73,9 +73,14 @@ def figures(end: Finished) -> str:
     first_token = as_latency(end.prompt_ms / 1e3)
     guesses = f", {guessed(end)}" if end.draft_n else ""
     pictures = f", pictures seen in {as_latency(end.pictures_ms / 1e3)}" if end.pictures_ms else ""
+    # a server may not say how long the prompt was
+    prompt = (
+        f"prompt {counted(end.prompt_n, 'token')} ({end.cached_n:,} cached){pictures}, "
+        if end.prompt_n
+        else ""
+    )
     return (
-        f"prompt {counted(end.prompt_n, 'token')} ({end.cached_n:,} cached){pictures}, first token after {first_token}"
-        f"{'' if prefill is None else f' ({prefill:.0f} tok/s)'}; "
+        f"{prompt}first token after {first_token}{'' if prefill is None else f' ({prefill:.0f} tok/s)'}; "
         f"reply {counted(end.predicted_n, 'token')}{f', {decode:.1f} tok/s' if decode else ''}{guesses}{ended}"
     )
 

@@ -386,6 +386,12 @@ class LineChat(View):
     async def do_stats(self, _: str) -> None:
         self._print(self._figures(self._end) if self._end else "There is no reply yet.")
 
+    async def do_thoughts(self, _: str) -> None:
+        replies = [turn for turn in self.session.conversation.turns if turn.role == "assistant"]
+        if not replies:
+            raise UsageError("There is no reply yet.")
+        self._print(clean(replies[-1].thinking).strip() or "The model gave the last reply without thoughts.")
+
     async def do_system(self, text: str) -> None:
         if text:
             self.session.system = "" if text == "none" else text

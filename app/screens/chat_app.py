@@ -167,7 +167,7 @@ class ChatApp(DrawnPictures, Copying, PlaceActions, FileActions, ToolActions, Sl
         self.prompt.focus()
         self.column.welcome.remarks = {GUIDE: ("a small model that is built in", "Ctrl+L has larger ones")}
         self._read_history()
-        self._show_comparison()
+        self.show_comparison()
         if self._open_first is not None:
             await self.session.open(self._open_first)
         if self._first_warning:
@@ -406,12 +406,7 @@ class ChatApp(DrawnPictures, Copying, PlaceActions, FileActions, ToolActions, Sl
         self.page.remove_class("-with-dashboard")
         self._show_whole(None)
         self.toggle_comparison()
-        self._show_comparison()
-
-    def _show_comparison(self) -> None:
-        """A comparison takes the place of the chat, and of the dashboard until the user asks for that."""
-        self.column.show_status()
-        self.page.set_class(self.is_comparing, "-comparing")
+        self.show_comparison()
 
     @on(ComparisonPane.ModeChanged)
     def _comparison_mode(self) -> None:

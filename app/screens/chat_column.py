@@ -189,6 +189,8 @@ class ChatColumn(View, Vertical):
         if (candidate := session.candidate) is not None and not session.is_answering:
             progress = status_text(candidate.status.snapshot())
             self.notice(f"{candidate.name}: {progress} · Esc gives it up", seconds=2)
+        if not session.is_answering:
+            self.typing.model_changed()
         self._show_title()
 
     def _show_title(self) -> None:

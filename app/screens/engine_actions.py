@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from msgspec.structs import replace
 from textual import work
 from textual.app import App
+from textual.screen import Screen
 
 from app.chat.session import Session
 from app.chat.settings import remember_model
@@ -38,6 +39,7 @@ class EngineActions(App[None]):
     session: Session
     setup: EngineSetup | None
     column: ChatColumn
+    page: Screen[Any]
     dashboard: Dashboard
     _download: Download | None = None  # of a model; it goes on when the page of models is closed
 
@@ -217,11 +219,25 @@ class EngineActions(App[None]):
                 self.run_worker(self._start_comparison(comparison))
 
     async def _start_comparison(self, comparison: ComparisonEngine) -> None:
-        """If the other engine does not start, its column says so, and nothing else says that both answer."""
+        """If the other engine does not start, a notice says why, and the comparison is left: an empty column would
+        take half of the screen. While a prompt is answered, that column says it."""
         async for _ in comparison.start():
             pass
-        if await comparison.peer_problem() and self.column.activity.notice == BOTH:
+        session, problem = self.session, await comparison.peer_problem()
+        if not problem or session.engine is not comparison:
+            return
+        if session.is_answering:
             self.column.notice("")
+        else:
+            session.engine = comparison.ours
+            self.show_comparison()
+            self.column.notice(problem, warning=True, seconds=60)
+            await comparison.release()
+
+    def show_comparison(self) -> None:
+        """A comparison takes the place of the chat, and of the dashboard until the user asks for that."""
+        self.column.show_status()
+        self.page.set_class(self.is_comparing, "-comparing")
 
     def toggle_together(self) -> None:
         """Lets the engines of a comparison answer at the same time, or again in turn."""

@@ -97,6 +97,9 @@ class SlashCommands(EngineActions):
         last = self.session.status.last
         self.column.notice(figures(last) if last else "There is no reply yet", seconds=60)
 
+    async def command_thoughts(self, _: str) -> None:
+        await self.run_action("toggle_thinking")
+
     async def command_system(self, text: str) -> None:
         if not text:
             await self.run_action("system")

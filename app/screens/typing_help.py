@@ -31,6 +31,7 @@ class TypingHelp:
         self.chips = Static(id="files", markup=False)
         self._owner, self._prompt, self._takes = owner, prompt, takes
         self._suggested_for = ""
+        self._marked_for: Takes | None = None
         prompt.suggest, prompt.paste = self.suggest_now, files.pasted
 
     def text_changed(self) -> None:
@@ -47,6 +48,11 @@ class TypingHelp:
             self._in_turn("chips", functools.partial(self._show_chips, text))
         else:
             self._set_chips([])
+
+    def model_changed(self) -> None:
+        """Marks the files again if the model takes others now: one has loaded, or the context has another room."""
+        if "@" in self._prompt.text and self._takes() != self._marked_for:
+            self._in_turn("chips", functools.partial(self._show_chips, self._prompt.text))
 
     def cursor_moved(self) -> None:
         if self._prompt.before_cursor != self._suggested_for:
@@ -76,7 +82,8 @@ class TypingHelp:
         self._prompt.suggestions.show(start, [Suggestion(name) for name in names], before)
 
     async def _show_chips(self, text: str) -> None:
-        chips = await asyncio.to_thread(self.reader.chips, text, self._takes())
+        self._marked_for = takes = self._takes()
+        chips = await asyncio.to_thread(self.reader.chips, text, takes)
         if self._prompt.text == text:
             self._set_chips(chips)
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from app.serve.errors import of_failure, unavailable
+from app.serve.line_ends import LineEnds
 from app.serve.stop_texts import StopTexts
 from engine.formats.tool_calls import FunctionCall, ToolCallParser
 from engine.protocol.event_stream import AnswerStats
@@ -79,8 +80,8 @@ Parts = AsyncGenerator[tuple[int, Part], None]
 
 @dataclass
 class ServedAnswer:
-    """Follows one answer. It ends at one of the client's texts (`stop`) or tokens (`stop_ids`), and with `one_call`
-    before a second call. With `takes_pieces`, a call that is cut is given as far as it came."""
+    """Follows one answer. It ends at one of the client's texts (`stop`), its tokens (`stop_ids`), where its `lines` say
+    so, and with `one_call` before a second call. With `takes_pieces`, a call that is cut is given as far as it came."""
 
     request: Generate
     stop: StopTexts
@@ -88,6 +89,7 @@ class ServedAnswer:
     one_call: bool = False
     stop_ids: frozenset[int] = frozenset()
     takes_pieces: bool = True
+    lines: LineEnds | None = None
     _stats: AnswerStats = field(init=False)
     _tokens: list[Token] = field(default_factory=list)
     _calls: int = 0
@@ -117,13 +119,13 @@ class ServedAnswer:
                     case Token():
                         self._stats.count_token()
                         if event.id in self.stop_ids:
-                            for delta in self._deltas(self.stop.flush()):
+                            for delta in self._deltas(self._rest()):
                                 yield delta
                             break
                         self._tokens.append(event)
-                        for delta in self._deltas(self.stop.feed(event.text)):
+                        for delta in self._deltas(self._shown(self.stop.feed(event.text))):
                             yield delta
-                        if self.stop.found or self._has_enough:
+                        if self.stop.found or self._ends_by_lines or self._has_enough:
                             break
                     case Embedded():
                         yield AnswerVector(event.values)
@@ -131,12 +133,13 @@ class ServedAnswer:
                         raise unavailable("The server is stopping.")
                     case Finished():
                         end = event
-                        for delta in self._deltas(self.stop.flush()):
+                        for delta in self._deltas(self._rest()):
                             yield delta
             finished = end or self._stats.finished()
             for delta in self._flushed(is_cut=self.takes_pieces and finished.reason == "length"):
                 yield delta
-            reason: FinishReason = "length" if finished.reason == "length" else "stop"
+            is_cut = finished.reason == "length" or self._ends_by_lines
+            reason: FinishReason = "length" if is_cut else "stop"
             if self._calls and reason == "stop":
                 reason = "tool_calls"
             yield AnswerEnd(reason, finished, self._reasoning_n, self.stop.found)
@@ -144,6 +147,18 @@ class ServedAnswer:
     @property
     def _has_enough(self) -> bool:
         return self.one_call and self._calls > 1
+
+    @property
+    def _ends_by_lines(self) -> bool:
+        return self.lines is not None and self.lines.found
+
+    def _shown(self, text: str) -> str:
+        return self.lines.feed(text) if self.lines else text
+
+    def _rest(self) -> str:
+        """What was held back, at the end."""
+        rest = self._shown(self.stop.flush())
+        return rest + self.lines.flush() if self.lines else rest
 
     def _deltas(self, text: str) -> Iterable[AnswerDelta]:
         yield from self._made(self.parser.feed(text) if self.parser else [text] if text else [])

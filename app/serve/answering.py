@@ -39,6 +39,7 @@ async def answer(request: Request, exchange: Exchange, asked: Asked) -> Response
             asked.one_call,
             asked.stop_ids,
             asked.reply.takes_pieces,
+            asked.lines() if asked.lines else None,
         )
         for one in asked.requests
     ]
@@ -100,7 +101,7 @@ async def _values(parts: Parts, reply: Reply) -> AsyncGenerator[Json, None]:
         yield value
 
 
-async def _whole(values: AsyncGenerator[Json, None], reply: Reply, exchange: Exchange) -> Json:
+async def _whole(values: AsyncGenerator[Json, None], reply: Reply, exchange: Exchange) -> Json | list[Json]:
     """The answer that is made of `values`. Closes the exchange at its end, whatever that is."""
     try:
         with exchange.closed_by_errors():

@@ -26,8 +26,10 @@ from app.serve.protocols import (
     anthropic,
     chat,
     completions,
+    elsewhere,
     embeddings,
     llama,
+    llama_state,
     lm_studio,
     models,
     ollama,
@@ -76,6 +78,7 @@ def application(models: Service | ModelPool, key: str = "", limits: Limits = NO_
             "/embeddings",
             vectors := routes.completing(embeddings.EmbeddingsBody, embeddings.openai_asked),
         ),
+        ("POST", "/embedding", routes.completing(embeddings.EmbeddingsBody, embeddings.llama_asked)),
         (
             "POST",
             "/rerank",
@@ -88,13 +91,16 @@ def application(models: Service | ModelPool, key: str = "", limits: Limits = NO_
         ("GET", "/tokenizer_info", routes.tokenizer_info),
         ("GET", "/props", routes.props),
         ("GET", "/slots", routes.slots),
-        ("POST", "/apply-template", routes.computing(chat.ChatBody, llama.applied_template)),
+        ("POST", "/apply-template", routes.computing(chat.ChatBody, llama_state.applied_template)),
         ("POST", "/completion", routes.completing(llama.CompletionBody, llama.completion_asked)),
         ("POST", "/infill", routes.completing(llama.InfillBody, llama.infill_asked)),
+        ("POST", "/slots/{id:int}", routes.act_on_slot),
+        ("POST", "/chat/completions/input_tokens", routes.computing(chat.ChatBody, llama_state.counted)),
     ]
     of_others: list[tuple[str, str, Endpoint]] = [
         ("POST", "/v2/rerank", rerank),
         ("GET", "/lora-adapters", routes.adapters),
+        ("POST", "/lora-adapters", routes.set_adapters),
         ("GET", "/", routes.greet),
         ("POST", "/api/chat", routes.completing(ollama.OllamaChatBody, ollama.chat_asked)),
         ("POST", "/api/generate", routes.completing(ollama.OllamaGenerateBody, ollama.generate_asked)),
@@ -280,15 +286,21 @@ class Routes:
     async def props(self, request: Request) -> Response:
         service = await self._asked(request)
         service.check_ready()
-        return json_response(llama.props(service))
+        return json_response(llama_state.props(service))
 
     async def slots(self, request: Request) -> Response:
         must_be_free = request.query_params.get("fail_on_no_slot", "0") not in ("", "0")
-        return json_response(llama.slots(await self._asked(request), must_be_free=must_be_free))
+        return json_response(llama_state.slots(await self._asked(request), must_be_free=must_be_free))
+
+    async def act_on_slot(self, request: Request) -> Response:
+        service, action = await self._asked(request), request.query_params.get("action", "")
+        return json_response(llama_state.slot_action(service, request.path_params["id"], action))
 
     async def greet(self, request: Request) -> Response:
-        """Clients of Ollama see so whether a server runs."""
-        return Response("orin-chat is running", media_type="text/plain")
+        """Clients of Ollama see so whether a server runs. Browsers are told what it is."""
+        is_browser = "text/html" in request.headers.get("accept", "")
+        said = "orin-chat is running" if is_browser else ollama.GREETING
+        return Response(said, media_type="text/plain")
 
     async def tags(self, request: Request) -> Response:
         return json_response(ollama.tags(self._models))
@@ -317,6 +329,11 @@ class Routes:
     async def adapters(self, request: Request) -> Response:
         """llama-server's list of LoRA adapters."""
         return json_response([])
+
+    async def set_adapters(self, request: Request) -> Response:
+        if decoded(await read_body(request), list):
+            raise ApiError(501, "This server has no LoRA adapters.", "not_supported_error", code=501)
+        return json_response({"success": True})
 
     async def _asked(self, request: Request) -> Service:
         """The model that a request names which has no body."""
@@ -376,7 +393,11 @@ def _guarded(endpoint: Endpoint) -> Endpoint:
 async def _not_found(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     headers = dict(error.headers or {})
-    what = "There is nothing at this path."
+    path = request.url.path
     if error.status_code == 405:
-        what = f"This path takes {headers.get('Allow', 'other methods')}."
-    return error_response(ApiError(error.status_code, what, headers=headers), request.url.path)
+        failed = ApiError(405, f"This path takes {headers.get('Allow', 'other methods')}.", headers=headers)
+    elif not_done := elsewhere.sentence(path):
+        failed = ApiError(404, not_done, "not_supported_error", code="not_supported")  # a 501 is asked again
+    else:
+        failed = ApiError(404, "There is nothing at this path.", "not_found_error", headers=headers)
+    return error_response(failed, path)

@@ -1,5 +1,6 @@
 """The pane of the kernels: the profile of a decode step or of a prefill chunk, with keys that sort and filter it."""
 
+import textwrap
 from dataclasses import dataclass
 
 from textual.binding import Binding
@@ -67,7 +68,8 @@ class KernelTable(Pane[KernelProfiles]):
         data = self._paused or data
         profile, kernels = self.profile, self.kernels
         if profile is None:
-            return [[(one_line(data.note) or "will be measured when the engine is idle", "dim")]]
+            note = one_line(data.note) or "will be measured when the engine is idle"
+            return [[(line, "dim")] for line in textwrap.wrap(note, max(8, width))]
         lines = header(profile, data, width, is_paused=self.is_paused)
         if len(lines) + len(kernels) > height:
             lines = header(profile, data, width, is_paused=self.is_paused, is_brief=True)

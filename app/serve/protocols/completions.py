@@ -69,7 +69,8 @@ def asked(body: TextBody, service: Service) -> Asked:
         body.includes_usage,
         echoes,
     )
-    return Asked(requests, reply, bool(body.stream), body.stops, body.asker, stop_ids=body.stop_ids)
+    ends = body.stop_ids | ends_of_fill_in(service) if body.suffix else body.stop_ids
+    return Asked(requests, reply, bool(body.stream), body.stops, body.asker, stop_ids=ends)
 
 
 def _prompts(prompt: str | list[str | int | list[int]]) -> list[RawText | TokenIds]:
@@ -97,12 +98,24 @@ def _filled_in(prompt: RawText | TokenIds, body: TextBody, service: Service) -> 
     return fill_in(service, prompt.text, body.suffix)
 
 
-def fill_in(service: Service, before: str, after: str) -> TokenIds:
-    """A prompt for what lies between two texts. Raises ApiError."""
+def fill_in(
+    service: Service,
+    before: str,
+    after: str,
+    begun: str = "",
+    files: Sequence[tuple[str, str]] = (),
+    room: int | None = None,
+) -> TokenIds:
+    """A prompt for what lies between two texts: see `FillIn.prompt`. Raises ApiError."""
     tokens = service.file.fill_in
     if tokens is None:
         raise wrong("This model has no tokens to fill in between two texts.", "suffix")
-    return TokenIds(ids=tokens.prompt(service.file.tokenizer, before, after))
+    return TokenIds(ids=tokens.prompt(service.file.tokenizer, before, after, begun, files, room))
+
+
+def ends_of_fill_in(service: Service) -> frozenset[int]:
+    """Tokens with which a model says that it has filled in all."""
+    return service.file.fill_in.ends if service.file.fill_in else frozenset()
 
 
 @dataclass(frozen=True)

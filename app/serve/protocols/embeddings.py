@@ -28,7 +28,11 @@ Floats = NDArray[np.float32]
 
 
 class EmbeddingsBody(msgspec.Struct, kw_only=True):
-    input: str | list[str | int | list[int]]
+    """`content` and `embd_normalize` are llama-server's."""
+
+    input: str | list[str | int | list[int]] | None = None
+    content: str | list[str | int | list[int]] | None = None
+    embd_normalize: int | None = None
     model: str | None = None
     dimensions: int | None = None
     encoding_format: Literal["float", "base64"] | None = None
@@ -56,8 +60,12 @@ class Document(msgspec.Struct):
 
 
 class RerankBody(msgspec.Struct, kw_only=True):
+    """`texts` in place of `documents` asks for the answer of Hugging Face's text-embeddings-inference."""
+
     query: str
-    documents: list[str | Document]
+    documents: list[str | Document] | None = None
+    texts: list[str] | None = None
+    return_text: bool | None = None
     model: str | None = None
     top_n: int | None = None
     return_documents: bool | None = None
@@ -118,6 +126,19 @@ class EmbeddingsReply(_Vectors):
 
 
 @dataclass
+class LlamaEmbeddingsReply(_Vectors):
+    """llama-server's own form: a list, in which each text has a list of vectors, here of one."""
+
+    is_plain: bool = False
+    """Vectors are as the model gives them, not of length 1."""
+
+    def whole(self) -> list[Json]:
+        wide = [vector.astype(np.float64) for vector in self.in_order]
+        vectors = wide if self.is_plain else cut(self.in_order, None)
+        return [{"index": i, "embedding": [numbers(vector)]} for i, vector in enumerate(vectors)]
+
+
+@dataclass
 class EmbedReply(_Vectors):
     dimensions: int | None = None
     is_one: bool = False
@@ -142,10 +163,14 @@ class EmbedReply(_Vectors):
 class RerankReply(_Vectors):
     texts: Sequence[str] | None = None
     top_n: int | None = None
+    is_list: bool = False
 
-    def whole(self) -> Json:
+    def whole(self) -> Json | list[Json]:
         scores = [float(vector[0]) for vector in self.in_order]
         order = sorted(range(len(scores)), key=lambda i: -scores[i])[: self.top_n]
+        if self.is_list:
+            texts = self.texts
+            return [{"index": i, "score": scores[i]} | ({"text": texts[i]} if texts else {}) for i in order]
         results: list[Json] = [{"index": i, "relevance_score": scores[i]} for i in order]
         if self.texts is not None:
             for result in results:
@@ -171,14 +196,33 @@ def cut(vectors: Iterable[Floats], dimensions: int | None) -> Iterable[NDArray[n
 
 
 def numbers(vector: NDArray[np.float64]) -> msgspec.Raw:
-    """A vector of length 1 as JSON. It is encoded by itself, so that other threads go on between vectors."""
+    """A vector as JSON. It is encoded by itself, so that other threads go on between vectors."""
     return msgspec.Raw(msgspec.json.encode(vector.round(8).tolist()))
 
 
 def openai_asked(body: EmbeddingsBody, service: Service) -> Asked:
-    """Raises ApiError."""
+    """`content` in place of `input` asks for llama-server's form. Raises ApiError."""
+    if body.input is None:
+        return llama_asked(body, service)
     _check_dimensions(body.dimensions, service)
-    given = body.input
+    reply = EmbeddingsReply(service.model, dimensions=body.dimensions)
+    reply.is_base64 = body.encoding_format == "base64"
+    return _asked(_prompts(body.input, "input"), reply, service, body.user or "")
+
+
+def llama_asked(body: EmbeddingsBody, service: Service) -> Asked:
+    """Raises ApiError."""
+    given, param = (body.content, "content") if body.input is None else (body.input, "input")
+    if given is None:
+        raise wrong("There is no text: input or content.", "input")
+    if body.embd_normalize not in (None, -1, 2):
+        raise wrong("embd_normalize is 2, for vectors of length 1, or -1.", "embd_normalize")
+    reply = LlamaEmbeddingsReply(service.model, is_plain=body.embd_normalize == -1)
+    return _asked(_prompts(given, param), reply, service, body.user or "")
+
+
+def _prompts(given: str | list[str | int | list[int]], param: str) -> list[RawText | TokenIds]:
+    """Raises ApiError."""
     ids = [id for id in given if isinstance(id, int)]
     texts: Sequence[str | list[int]]
     if isinstance(given, str):
@@ -186,14 +230,11 @@ def openai_asked(body: EmbeddingsBody, service: Service) -> Asked:
     elif ids and len(ids) == len(given):
         texts = [ids]
     elif ids:
-        raise wrong("input is texts, or lists of token ids, not both.", "input")
+        raise wrong(f"{param} is texts, or lists of token ids, not both.", param)
     else:
         texts = [one for one in given if not isinstance(one, int)]
-    _check_count(len(texts), "input")
-    prompts = [RawText(text=one) if isinstance(one, str) else TokenIds(ids=tuple(one)) for one in texts]
-    reply = EmbeddingsReply(service.model, dimensions=body.dimensions)
-    reply.is_base64 = body.encoding_format == "base64"
-    return _asked(prompts, reply, service, body.user or "")
+    _check_count(len(texts), param)
+    return [RawText(text=one) if isinstance(one, str) else TokenIds(ids=tuple(one)) for one in texts]
 
 
 def ollama_asked(body: EmbedBody, service: Service) -> Asked | Json:
@@ -218,11 +259,15 @@ def old_ollama_asked(body: OldEmbedBody, service: Service) -> Asked | Json:
 def rerank_asked(body: RerankBody, service: Service) -> Asked:
     """Raises ApiError. May take as long as its texts are."""
     _check_ranks(service)
-    _check_count(len(body.documents), "documents")
+    given = body.texts if body.documents is None else body.documents
+    if given is None:
+        raise wrong("There are no documents.", "documents")
+    _check_count(len(given), "documents" if body.texts is None else "texts")
     if body.top_n is not None and body.top_n < 1:
         raise wrong("top_n must be 1 or more.", "top_n")
-    texts = [one if isinstance(one, str) else one.text for one in body.documents]
-    reply = RerankReply(service.model, texts=texts if body.return_documents else None, top_n=body.top_n)
+    texts = [one if isinstance(one, str) else one.text for one in given]
+    reply = RerankReply(service.model, top_n=body.top_n, is_list=body.documents is None)
+    reply.texts = texts if body.return_documents or body.return_text else None
     return _made(_ranked([(body.query, text) for text in texts], service), "rank", reply)
 
 

@@ -1,23 +1,25 @@
-"""llama-server's own paths (llama.cpp, tools/server/README.md), which editors and dashboards ask."""
+"""llama-server's own completions (llama.cpp, tools/server/README.md), which editors and frontends ask for."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import msgspec
 
-from app.serve.answer import AnswerDelta, AnswerEnd
-from app.serve.errors import unavailable, wrong
+from app.serve.answer import AnswerBegun, AnswerDelta, AnswerEnd
+from app.serve.errors import wrong
 from app.serve.http import COMMENTED, Framing
-from app.serve.protocols import chat, logprobs
-from app.serve.protocols.completions import fill_in
+from app.serve.line_ends import LineEnds
+from app.serve.protocols import logprobs
+from app.serve.protocols.completions import MAX_PROMPTS, ends_of_fill_in, fill_in
 from app.serve.protocols.figures import timings
 from app.serve.protocols.formats import grammar_of
-from app.serve.protocols.models import capabilities
+from app.serve.protocols.llama_settings import settings
 from app.serve.protocols.reply import Asked, Json, Reply
-from app.serve.protocols.requests import MAX_LOGPROBS, Body, generate
+from app.serve.protocols.requests import MAX_LOGPROBS, Body, generate, variants
 from app.serve.service import Service
 from engine.formats.tokenizer import Tokenizer
-from engine.protocol.events import RawText, Token, TokenIds
+from engine.protocol.events import Generate, RawText, Token, TokenIds
 
 
 class ExtraText(msgspec.Struct):
@@ -25,142 +27,231 @@ class ExtraText(msgspec.Struct):
     filename: str = ""
 
 
-class InfillBody(Body, kw_only=True):
-    """`prompt` is what has been written of the answer. `input_extra`: other files."""
+class LlamaBody(Body, kw_only=True):
+    """`n_probs`: so many of the most probable tokens are shown at each place. `response_fields`: those of the last
+    value, also within others ("timings/prompt_n"). `n_indent` and `t_max_predict_ms`: see `LineEnds`."""
+
+    n_predict: int | None = None
+    n_probs: int | None = None
+    n_cmpl: int | None = None
+    n_indent: int | None = None
+    t_max_predict_ms: float | None = None
+    post_sampling_probs: bool | None = None
+    return_tokens: bool | None = None
+    response_fields: list[str] | None = None
+
+
+class InfillBody(LlamaBody, kw_only=True):
+    """`prompt` is what the answer begins with. `input_extra`: other files."""
 
     input_prefix: str = ""
     input_suffix: str = ""
     input_extra: list[ExtraText] | None = None
     prompt: str | None = None
-    n_predict: int | None = None
 
 
-class CompletionBody(Body, kw_only=True):
-    """`n_probs`: so many of the most probable tokens are shown at each place."""
+class PromptText(msgspec.Struct):
+    prompt_string: str
+    multimodal_data: list[Any] | None = None
 
-    prompt: str | list[int]
-    n_predict: int | None = None
-    n_probs: int | None = None
+
+class CompletionBody(LlamaBody, kw_only=True):
+    """`prompt`: a text, a list of token ids and texts, or a list of several prompts."""
+
+    prompt: str | list[str | int | list[str | int] | PromptText] | PromptText
 
 
 def completion_asked(body: CompletionBody, service: Service) -> Asked:
     """Raises ApiError."""
-    shown = body.n_probs or 0
-    if not 0 <= shown <= MAX_LOGPROBS:
-        raise wrong(f"n_probs must be from 0 to {MAX_LOGPROBS}, not {shown}.", "n_probs")
-    given = body.prompt
-    prompt = RawText(text=given) if isinstance(given, str) else TokenIds(ids=tuple(given))
-    return _asked(body, prompt, body.n_predict, service, shown)
+    return _asked(body, _prompts(body.prompt, service.file.tokenizer), service)
 
 
 def infill_asked(body: InfillBody, service: Service) -> Asked:
-    """Raises ApiError."""
-    before = body.input_prefix + (body.prompt or "")
-    if body.input_extra:
-        files = "\n".join(f"{extra.filename}\n{extra.text}" for extra in body.input_extra)
-        before = f"{files}\n{before}"
-    prompt = fill_in(service, before, body.input_suffix)
-    return _asked(body, prompt, body.n_predict, service)
+    """What does not fit into the context is left out, as editors expect it. Raises ApiError."""
+    files = [(extra.filename, extra.text) for extra in body.input_extra or ()]
+    context = service.ready.context_length if service.ready else None
+    room = None if context is None else context - min(max(body.n_predict or 0, 0), context // 2) - 1
+    prompt = fill_in(service, body.input_prefix, body.input_suffix, body.prompt or "", files, room)
+    return _asked(body, [prompt], service, ends_of_fill_in(service))
 
 
 def _asked(
-    body: Body, prompt: RawText | TokenIds, n_predict: int | None, service: Service, shown: int = 0
+    body: LlamaBody,
+    prompts: Sequence[RawText | TokenIds],
+    service: Service,
+    ends: frozenset[int] = frozenset(),
 ) -> Asked:
-    if body.answers != 1:
-        raise wrong("This path gives one answer: n must be 1.", "n")
-    limit = body.max_tokens if n_predict is None else n_predict
-    request = generate(body, prompt, service.sampling, limit, shown, grammar_of(body))
-    reply = LlamaReply(service.model, service.file.tokenizer, shown)
-    return Asked([request], reply, bool(body.stream), body.stops, body.asker, stop_ids=body.stop_ids)
+    shown = body.n_probs or 0
+    if not 0 <= shown <= MAX_LOGPROBS:
+        raise wrong(f"n_probs must be from 0 to {MAX_LOGPROBS}, not {shown}.", "n_probs")
+    if shown and body.post_sampling_probs:
+        raise wrong("Probabilities are those before sampling changes them.", "post_sampling_probs")
+    if body.n_cmpl is not None:
+        body.n = body.n_cmpl
+    limit = body.max_tokens if body.n_predict is None else body.n_predict
+    grammar, tokenizer = grammar_of(body), service.file.tokenizer
+    body.logit_bias = _bias_by_id(body, tokenizer)
+    made = [generate(body, prompt, service.sampling, limit, shown, grammar) for prompt in prompts]
+    requests = [each for request in made for each in variants(request, body.answers)]
+    indent, most_ms = max(body.n_indent or 0, 0), max(body.t_max_predict_ms or 0, 0)
+    return Asked(
+        requests,
+        LlamaReply(service.model, tokenizer, requests, body, is_list=len(requests) > 1),
+        bool(body.stream),
+        body.stops,
+        body.asker,
+        stop_ids=body.stop_ids | ends,
+        lines=(lambda: LineEnds(indent, most_ms / 1e3)) if indent or most_ms else None,
+    )
+
+
+def _prompts(given: Any, tokenizer: Tokenizer) -> list[RawText | TokenIds]:
+    """The prompts of a request. A list with a number in it is one of tokens. Raises ApiError."""
+    if not isinstance(given, list):
+        return [_prompt(given, tokenizer)]
+    if any(isinstance(part, int) for part in given):
+        return [_prompt(given, tokenizer)]
+    if not 0 < len(given) <= MAX_PROMPTS:
+        raise wrong(f"prompt is one text, one list of token ids, or up to {MAX_PROMPTS} of these.", "prompt")
+    return [_prompt(each, tokenizer) for each in given]
+
+
+def _prompt(given: Any, tokenizer: Tokenizer) -> RawText | TokenIds:
+    """Raises ApiError."""
+    match given:
+        case str():
+            return RawText(text=given)
+        case PromptText():
+            if given.multimodal_data:
+                raise wrong("Pictures go to chats: this path takes texts and tokens.", "prompt")
+            return RawText(text=given.prompt_string)
+        case list():
+            if not all(isinstance(part, int | str) for part in given):
+                raise wrong("A prompt is a text, or a list of token ids and texts.", "prompt")
+            ids: list[int] = []
+            for i, part in enumerate(given):
+                ids += [part] if isinstance(part, int) else tokenizer.encode(part, add_special=not i)
+            return TokenIds(ids=tuple(ids))
+    raise AssertionError(given)
+
+
+def _bias_by_id(body: LlamaBody, tokenizer: Tokenizer) -> list[tuple[int | str, float | bool]] | None:
+    """Here a token may be given by its text, each of whose tokens gets the bias then."""
+    given = body.logit_bias or []
+    pairs = given.items() if isinstance(given, dict) else given
+    return [
+        (id, value)
+        for token, value in pairs
+        for id in (
+            [token]
+            if isinstance(token, int) or (isinstance(given, dict) and token.isdecimal())
+            else tokenizer.encode(token)
+        )
+    ]
+
+
+@dataclass
+class _Gathered:
+    content: list[str] = field(default_factory=list)
+    tokens: list[Token] = field(default_factory=list)
+    prompt_n: int = 0
+    end: AnswerEnd | None = None
 
 
 @dataclass
 class LlamaReply(Reply):
+    """`is_list`: of several answers."""
+
     model: str
     tokenizer: Tokenizer
-    shown: int = 0
+    requests: Sequence[Generate]
+    body: LlamaBody
+    is_list: bool = False
     framing: Framing = COMMENTED
-    _content: list[str] = field(default_factory=list)
-    _tokens: list[Token] = field(default_factory=list)
-    _end: AnswerEnd | None = None
+    answers: dict[int, _Gathered] = field(default_factory=dict)
+
+    def begun(self, i: int, begun: AnswerBegun) -> Iterable[Json]:
+        self._answer(i).prompt_n = begun.prompt_n
+        return ()
 
     def delta(self, i: int, delta: AnswerDelta) -> Iterable[Json]:
-        self._content.append(delta.content)
-        self._tokens += delta.tokens
-        if delta.content or (self.shown and delta.tokens):
-            yield {"index": i, "content": delta.content, "stop": False} | self._probabilities(delta.tokens)
+        answer = self._answer(i)
+        answer.content.append(delta.content)
+        answer.tokens += delta.tokens
+        if delta.content or (self.body.n_probs and delta.tokens):
+            yield {
+                "index": i,
+                "content": delta.content,
+                "tokens": self._ids(delta.tokens),
+                "stop": False,
+                "id_slot": -1,
+                "tokens_predicted": len(answer.tokens),
+                "tokens_evaluated": answer.prompt_n,
+                **self._probabilities(delta.tokens),
+            }
 
     def ended(self, i: int, end: AnswerEnd) -> Iterable[Json]:
-        self._end = end
-        yield self._last("")
+        self._answer(i).end = end
+        yield self._last(i, is_streamed=True)
 
-    def whole(self) -> Json:
-        return self._last("".join(self._content)) | self._probabilities(self._tokens)
+    def whole(self) -> Json | list[Json]:
+        made = [self._last(i) for i in sorted(self.answers)]
+        return made if self.is_list else made[0]
+
+    def _answer(self, i: int) -> _Gathered:
+        return self.answers.setdefault(i, _Gathered())
+
+    def _ids(self, tokens: Iterable[Token]) -> list[int]:
+        return [token.id for token in tokens if token.id not in self.tokenizer.eos_ids]
 
     def _probabilities(self, tokens: Iterable[Token]) -> Json:
-        if not self.shown:
+        if not (shown := self.body.n_probs):
             return {}
-        entries = logprobs.of_chat(logprobs.reported(tokens, self.tokenizer), self.tokenizer, self.shown)
+        entries = logprobs.of_chat(logprobs.reported(tokens, self.tokenizer), self.tokenizer, shown)
         return {"completion_probabilities": entries}
 
-    def _last(self, content: str) -> Json:
-        assert self._end
-        end = self._end.finished
-        kind = "word" if self._end.stop_text else "limit" if self._end.finish_reason == "length" else "eos"
-        return {
-            "index": 0,
-            "content": content,
+    def _last(self, i: int, *, is_streamed: bool = False) -> Json:
+        """The answer, whose text has been sent before if it is streamed."""
+        answer, request = self._answer(i), self.requests[i]
+        assert answer.end
+        end, text = answer.end.finished, "".join(answer.content)
+        kind = "word" if answer.end.stop_text else "limit" if answer.end.finish_reason == "length" else "eos"
+        returned = self._ids(answer.tokens) if self.body.return_tokens and not is_streamed else []
+        value: Json = {
+            "index": i,
+            "content": "" if is_streamed else text,
+            "tokens": returned,
+            "id_slot": -1,
             "stop": True,
             "model": self.model,
             "tokens_predicted": end.predicted_n,
             "tokens_evaluated": end.prompt_n,
-            "tokens_cached": end.cached_n,
+            "generation_settings": settings(request, end.seed, self.body.stops, bool(self.body.stream)),
+            "prompt": self._prompt(request),
+            "has_new_line": "\n" in text,
             "truncated": False,
             "stop_type": kind,
-            "stopping_word": self._end.stop_text,
+            "stopping_word": answer.end.stop_text,
+            "tokens_cached": end.cached_n,
             "timings": timings(end),
+            **({} if is_streamed else self._probabilities(answer.tokens)),
         }
+        return _only(value, self.body.response_fields) if self.body.response_fields else value
+
+    def _prompt(self, request: Generate) -> str:
+        if isinstance(request.prompt, RawText):
+            return request.prompt.text
+        assert isinstance(request.prompt, TokenIds)
+        return b"".join(map(self.tokenizer.piece, request.prompt.ids)).decode("utf-8", "replace")
 
 
-def props(service: Service) -> Json:
-    file, sampling = service.file, msgspec.to_builtins(service.sampling)
-    sampling.pop("type", None)
-    return {
-        "default_generation_settings": {"n_ctx": _context(service), "params": sampling},
-        "total_slots": service.parallel,
-        "model_alias": service.model,
-        "model_path": service.model,
-        "modalities": {"vision": "vision" in capabilities(service), "audio": False},
-        "chat_template": file.templates.chat,
-        "bos_token": file.tokenizer.text(file.tokenizer.bos_id),
-        "eos_token": file.tokenizer.text(file.tokenizer.eos_id),
-        "build_info": "orin-chat",
-    }
-
-
-def slots(service: Service, *, must_be_free: bool) -> list[Json]:
-    """What each slot does: counts, nothing that is asked or said. Raises ApiError if none is free that must be."""
-    at_work = service.slots.slots if service.slots else (None,) * service.parallel
-    if must_be_free and service.open >= service.parallel:
-        raise unavailable("No slot is free.")
-    return [
-        {
-            "id": i,
-            "n_ctx": _context(service),
-            "is_processing": slot is not None,
-            "n_prompt_tokens": slot.prompt_n if slot else 0,
-            "n_prompt_tokens_processed": slot.prompt_done if slot else 0,
-            "next_token": {"n_decoded": slot.predicted_n if slot else 0},
-        }
-        for i, slot in enumerate(at_work)
-    ]
-
-
-def applied_template(body: chat.ChatBody, service: Service) -> Json:
-    """The text that the model gets. May take as long as it is. Raises ApiError."""
-    ids = [id for id in chat.encoded(body, service).ids if id >= 0]  # without those of pictures
-    return {"prompt": b"".join(map(service.file.tokenizer.piece, ids)).decode("utf-8", "replace")}
-
-
-def _context(service: Service) -> int:
-    return service.ready.context_length if service.ready else 0
+def _only(value: Json, fields: Sequence[str]) -> Json:
+    """Some fields, those within others by their path."""
+    chosen: Json = {}
+    for path in fields:
+        found: Any = value
+        for name in path.split("/"):
+            found = found.get(name) if isinstance(found, dict) else None
+        if found is not None:
+            chosen[path] = found
+    return chosen

@@ -8,25 +8,21 @@ from app.serve.service import Service
 
 
 def listed(pool: ModelPool) -> Json:
-    """`/api/v0/models`. Of models whose files have not been read, only the names."""
+    """`/api/v0/models`. Of models whose files have not been read, only the names are known."""
     known = {service.model: model(service) for service in pool.known}
-    unread = {"object": "model", "type": "llm", "publisher": OWNER, "state": "not-loaded"}
-    data = [known.get(name) or {"id": name} | unread for name in pool.names]
+    data = [known.get(name) or _named(name) | {"type": "llm", "state": "not-loaded"} for name in pool.names]
     return {"object": "list", "data": data}
 
 
 def model(service: Service) -> Json:
     """`/api/v0/models/{id}`. What is only known once it has been loaded is left out before."""
     can, ready = capabilities(service), service.ready
-    described: Json = {
-        "id": service.model,
-        "object": "model",
+    told = {"tools": "tool_use", "vision": "vision"}
+    described: Json = _named(service.model) | {
         "type": "vlm" if "vision" in can else "llm" if "completion" in can else "embeddings",
-        "publisher": OWNER,
         "arch": service.file.architecture,
-        "compatibility_type": "gguf",
         "state": "loaded" if ready else "not-loaded",
-        "capabilities": ["tool_use"] if "tools" in can else [],
+        "capabilities": [told[each] for each in can if each in told],
     }
     if ready:
         described |= {
@@ -35,6 +31,10 @@ def model(service: Service) -> Json:
             "loaded_context_length": ready.context_length,
         }
     return described
+
+
+def _named(name: str) -> Json:
+    return {"id": name, "object": "model", "publisher": OWNER, "compatibility_type": "gguf"}
 
 
 def newer_listed(pool: ModelPool) -> Json:

@@ -16,7 +16,8 @@ def of_chat(tokens: Iterable[Token], tokenizer: Tokenizer, n: int) -> list[Json]
     """The entries of tokens, each with the `n` most probable ones."""
 
     def entry(id: int, logprob: float | None) -> Json:
-        return {"token": spelled(tokenizer, id), "logprob": logprob, "bytes": [*tokenizer.piece(id)]}
+        token = {"token": spelled(tokenizer, id), "logprob": logprob, "bytes": [*tokenizer.piece(id)]}
+        return token | {"id": id}  # llama-server's
 
     return [
         entry(t.id, t.logprob) | {"top_logprobs": [entry(top.id, top.logprob) for top in t.top[:n]]}

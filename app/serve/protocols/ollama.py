@@ -17,9 +17,9 @@ from app.serve.answer import AnswerDelta, AnswerEnd
 from app.serve.errors import ApiError, ollama_form, wrong
 from app.serve.http import LINES, Framing
 from app.serve.model_pool import ModelPool
-from app.serve.protocols import chat, logprobs
+from app.serve.protocols import chat, generate_context, logprobs
 from app.serve.protocols.blocks import Block, Blocks, Closed, Grown
-from app.serve.protocols.completions import TextBody, fill_in
+from app.serve.protocols.completions import TextBody, ends_of_fill_in, fill_in
 from app.serve.protocols.conversation import Call, CalledFunction, ChatMessage, Part, PicturePart
 from app.serve.protocols.formats import JsonSchema, ResponseFormat, grammar_of
 from app.serve.protocols.models import capabilities
@@ -31,8 +31,10 @@ from app.serve.service import Service
 from engine.formats.tokenizer import Tokenizer
 from engine.protocol.events import RawText
 
-VERSION = "0.12.6"
-"""Of the protocol: some clients ask only servers from a version on."""
+VERSION = "0.14.0"
+"""Of the protocol: some clients ask only servers from a version on, as Codex CLI from 0.13.4."""
+GREETING = "Ollama is running"
+"""Some clients look for these words at `/`."""
 _EFFORTS = ("low", "medium", "high", "max")
 
 
@@ -73,7 +75,7 @@ class OllamaMessage(msgspec.Struct):
 
 
 class OllamaBody(msgspec.Struct, kw_only=True):
-    """The fields of both kinds of answers. `keep_alive` is ignored."""
+    """The fields of both kinds of answers. `keep_alive` is only looked at in requests that ask nothing."""
 
     model: str | None = None
     stream: bool | None = None
@@ -82,6 +84,7 @@ class OllamaBody(msgspec.Struct, kw_only=True):
     think: bool | str | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
+    keep_alive: Any = None
 
 
 class OllamaChatBody(OllamaBody, kw_only=True):
@@ -95,10 +98,15 @@ class OllamaGenerateBody(OllamaBody, kw_only=True):
     system: str | None = None
     images: list[str] | None = None
     raw: bool | None = None
+    context: list[int] | None = None
 
 
 class ShowBody(msgspec.Struct):
     model: str | None = None
+    name: str | None = None  # its older name
+
+    def __post_init__(self) -> None:
+        self.model = self.model or self.name
 
 
 class PullBody(msgspec.Struct):
@@ -120,7 +128,7 @@ UNMANAGED = (
 def chat_asked(body: OllamaChatBody, service: Service) -> Asked | Json:
     """Raises ApiError. Without messages, the model is to be loaded only: it is."""
     if not body.messages:
-        return _line(service.model, {"message": {"role": "assistant", "content": ""}}) | _loaded()
+        return _line(service.model, {"message": {"role": "assistant", "content": ""}}) | _loaded(body)
     as_chat = chat.ChatBody(messages=_conversation(body.messages), tools=body.tools)
     return _asked_as_chat(body, as_chat, service, "message")
 
@@ -130,11 +138,15 @@ def generate_asked(body: OllamaGenerateBody, service: Service) -> Asked | Json:
     if body.images and (body.raw or body.suffix):
         raise wrong("raw and suffix take no images: a chat template says where they stand.", "images")
     if not body.prompt and not body.suffix and not body.images:
-        return _line(service.model, {"response": ""}) | _loaded()
+        return _line(service.model, {"response": ""}) | _loaded(body)
     if not (body.raw or body.suffix):
-        messages = [ChatMessage("system", body.system)] if body.system else []
+        before = generate_context.turns(body.context or (), body.system or "")
+        messages = [ChatMessage(role, text) for role, text in before]
         messages.append(ChatMessage("user", _content(body.prompt, body.images, "images")))
-        return _asked_as_chat(body, chat.ChatBody(messages=messages), service, "response")
+        asked = _asked_as_chat(body, chat.ChatBody(messages=messages), service, "response")
+        assert isinstance(asked.reply, OllamaReply)
+        asked.reply.turns = [*before, ("user", body.prompt or "")]
+        return asked
     as_text = TextBody(prompt=body.prompt or "")
     _set_options(as_text, body)
     prompt = (
@@ -144,7 +156,11 @@ def generate_asked(body: OllamaGenerateBody, service: Service) -> Asked | Json:
     limit, grammar = as_text.max_tokens, grammar_of(as_text)
     request = generate(as_text, prompt, service.sampling, limit, shown, grammar)
     return Asked(
-        [request], _reply(body, service, "response", Tools()), body.stream is not False, as_text.stops
+        [request],
+        _reply(body, service, "response", Tools()),
+        body.stream is not False,
+        as_text.stops,
+        stop_ids=ends_of_fill_in(service) if body.suffix else frozenset(),
     )
 
 
@@ -239,6 +255,8 @@ class OllamaReply(Reply):
     shown: int | None = None
     framing: Framing = LINES
     takes_pieces: bool = False
+    turns: Sequence[generate_context.Turn] = ()
+    """Those before the answer, if the client gets them back (`context`)."""
     _asked: float = field(default_factory=time.perf_counter)
     _blocks: Blocks = field(default_factory=Blocks)
     _end: AnswerEnd | None = None
@@ -302,8 +320,11 @@ class OllamaReply(Reply):
         assert self._end
         end = self._end.finished
         total_ms = (time.perf_counter() - self._asked) * 1e3
+        text = "".join(block.text for block in self._blocks.all if block.kind == "text")
+        context = {"context": generate_context.packed([*self.turns, ("assistant", text)])}
         return {
             "done": True,
+            **(context if self.turns else {}),
             "done_reason": "length" if self._end.finish_reason == "length" else "stop",
             "total_duration": _ns(total_ms),
             "load_duration": _ns(max(total_ms - end.prompt_ms - end.predicted_ms, 0)),
@@ -322,8 +343,10 @@ def _line(model: str, fields: Json) -> Json:
     return {"model": model, "created_at": _time(datetime.now(UTC)), **fields}
 
 
-def _loaded() -> Json:
-    return {"done": True, "done_reason": "load"}
+def _loaded(body: OllamaBody) -> Json:
+    """The model stays, whatever the client asks: who runs the server loads and unloads."""
+    asks_to_unload = str(body.keep_alive).rstrip("hms") == "0"
+    return {"done": True, "done_reason": "unload" if asks_to_unload else "load"}
 
 
 def _time(at: datetime) -> str:
@@ -334,25 +357,34 @@ def _time(at: datetime) -> str:
 
 
 def tags(models: ModelPool) -> Json:
-    """Of models whose files have not been read, only the names."""
-    known = {service.model: _listed(service) for service in models.known}
-    return {"models": [known.get(name) or {"name": name, "model": name} for name in models.names]}
+    """Of models whose files have not been read, only the names are known. They have all fields, or clients with strict
+    types could read none of the list."""
+    known = {service.model: service for service in models.known}
+    created = models.default.created
+    return {"models": [_listed(name, created, known.get(name)) for name in models.names]}
 
 
 def running(models: ModelPool) -> Json:
     """Models that are loaded. They do not expire."""
     loaded = [service for service in models.known if service.ready]
     never = {"expires_at": "9999-12-31T23:59:59Z"}
-    return {"models": [_listed(service) | _memory(service) | never for service in loaded]}
+    return {
+        "models": [
+            _listed(service.model, service.created, service) | _memory(service) | never for service in loaded
+        ]
+    }
 
 
 def show(body: ShowBody, service: Service) -> Json:
-    info: Json = {"general.architecture": service.file.architecture}
+    architecture = service.file.architecture
+    info: Json = {"general.architecture": architecture, "general.basename": service.model}
     if ready := service.ready:
         info |= {
             "general.parameter_count": ready.model.parameters,
-            f"{service.file.architecture}.context_length": ready.context_length,
+            f"{architecture}.context_length": ready.context_length,
         }
+    if service.file.dimensions:
+        info[f"{architecture}.embedding_length"] = service.file.dimensions
     can = capabilities(service)
     return {
         "license": "",
@@ -366,26 +398,27 @@ def show(body: ShowBody, service: Service) -> Json:
     }
 
 
-def _listed(service: Service) -> Json:
+def _listed(name: str, created: int, service: Service | None) -> Json:
     """The digest only tells models apart."""
-    size = service.ready.model.file_bytes if service.ready else 0
+    size = service.ready.model.file_bytes if service and service.ready else 0
     return {
-        "name": service.model,
-        "model": service.model,
-        "modified_at": _time(datetime.fromtimestamp(service.created, UTC)),
+        "name": name,
+        "model": name,
+        "modified_at": _time(datetime.fromtimestamp(created, UTC)),
         "size": size,
-        "digest": hashlib.sha256(f"{service.model} {size}".encode()).hexdigest(),
+        "digest": hashlib.sha256(f"{name} {size}".encode()).hexdigest(),
         "details": _details(service),
     }
 
 
-def _details(service: Service) -> Json:
-    info = service.ready.model if service.ready else None
+def _details(service: Service | None) -> Json:
+    info = service.ready.model if service and service.ready else None
+    family = service.file.architecture if service else ""
     return {
         "parent_model": "",
         "format": "gguf",
-        "family": service.file.architecture,
-        "families": [service.file.architecture],
+        "family": family,
+        "families": [family] if family else [],
         "parameter_size": f"{info.parameters / 1e9:.1f}B" if info else "",
         "quantization_level": info.quantization if info else "",
     }

@@ -2,6 +2,7 @@
 
 import zlib
 from collections import OrderedDict
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +15,7 @@ from app.serve.protocols.reply import Json
 
 MAX_BYTES = 16 << 20  # of all conversations that are remembered, as JSON, compressed: a third of it, or less
 MAX_RESPONSES = 512
+MAX_ITEMS = 8 * MAX_RESPONSES
 ENTRY_BYTES = 512  # what Python takes for each
 _SHORT_BYTES = 1 << 14
 _LONG_BYTES = 1 << 20  # compressing more takes so long that others wait
@@ -31,38 +33,75 @@ class Remembered:
 
 
 class Conversations:
-    """The last responses, up to `max_bytes` and `max_responses`. Of one that no request could send at once none is
-    kept: it would grow by a request each time, and others would wait while it is read."""
+    """The last responses, up to `max_bytes` and `max_responses`, and as much of the items of their outputs, which
+    requests may name one by one. Of a response that no request could send at once none is kept: it would grow by a
+    request each time, and others would wait while it is read."""
 
     def __init__(self, max_bytes: int = MAX_BYTES, max_responses: int = MAX_RESPONSES) -> None:
-        self._max_bytes, self._max_responses, self._bytes = max_bytes, max_responses, 0
-        self._kept: OrderedDict[str, tuple[bytes, str]] = OrderedDict()
+        self._responses = _Recent(max_bytes, max_responses)
+        self._items = _Recent(max_bytes, MAX_ITEMS)
 
-    def keep(self, id: str, remembered: Remembered) -> None:
+    def keep(self, id: str, remembered: Remembered, output: Sequence[dict[str, Any]] = ()) -> None:
+        """`output`: the items that may be named."""
         data = msgspec.json.encode((remembered.items, remembered.given, remembered.response))
         if len(data) > MAX_BODY_BYTES:
             return
-        data = _compressed(data)
-        self._kept[id] = data, remembered.owner
-        self._bytes += len(data) + ENTRY_BYTES
-        while self._kept and (self._bytes > self._max_bytes or len(self._kept) > self._max_responses):
-            _, (oldest, _) = self._kept.popitem(last=False)
-            self._bytes -= len(oldest) + ENTRY_BYTES
+        self._responses.keep(id, data, remembered.owner)
+        for item in output:
+            self._items.keep(item["id"], msgspec.json.encode(item), remembered.owner)
 
     def get(self, id: str, owner: str) -> Remembered:
         """Raises ApiError if it is not remembered, or another's."""
-        data, its_owner = self._kept.get(id, (b"", ""))
-        if not data or its_owner != owner:
+        data = self._responses.get(id, owner)
+        if data is None:
             message = "The server does not know this response, or no longer: send the whole conversation."
             raise ApiError(404, message, param="previous_response_id", code="previous_response_not_found")
-        with suppress(KeyError):  # long requests are read in a thread: it may be gone meanwhile
-            self._kept.move_to_end(id)
-        return Remembered(owner, *msgspec.json.decode(zlib.decompress(data)))
+        return Remembered(owner, *msgspec.json.decode(data))
+
+    def item(self, id: str, owner: str, param: str) -> dict[str, Any]:
+        """An item of a response's output. Raises ApiError as `get`; `param`: where it was named."""
+        data = self._items.get(id, owner)
+        if data is None:
+            raise ApiError(
+                404, f"The server does not know the item {id[:80]!r}, or no longer: send it.", param=param
+            )
+        item: dict[str, Any] = msgspec.json.decode(data)
+        return item
 
     def forget(self, id: str, owner: str) -> None:
-        """Raises ApiError, as `get`."""
-        self.get(id, owner)
-        self._bytes -= len(self._kept.pop(id)[0]) + ENTRY_BYTES
+        """A response with the items of its output. Raises ApiError, as `get`."""
+        for item in self.get(id, owner).response.get("output", ()):
+            self._items.forget(item["id"])
+        self._responses.forget(id)
+
+
+class _Recent:
+    """The last entries by id, up to `max_bytes` of them (compressed) and `max_entries`. Each is for those who have the
+    key of its owner."""
+
+    def __init__(self, max_bytes: int, max_entries: int) -> None:
+        self._max_bytes, self._max_entries, self._bytes = max_bytes, max_entries, 0
+        self._kept: OrderedDict[str, tuple[bytes, str]] = OrderedDict()
+
+    def keep(self, id: str, data: bytes, owner: str) -> None:
+        data = _compressed(data)
+        self.forget(id)
+        self._kept[id] = data, owner
+        self._bytes += len(data) + ENTRY_BYTES
+        while self._kept and (self._bytes > self._max_bytes or len(self._kept) > self._max_entries):
+            self.forget(next(iter(self._kept)))
+
+    def get(self, id: str, owner: str) -> bytes | None:
+        data, its_owner = self._kept.get(id, (b"", ""))
+        if not data or its_owner != owner:
+            return None
+        with suppress(KeyError):  # long requests are read in a thread: it may be gone meanwhile
+            self._kept.move_to_end(id)
+        return zlib.decompress(data)
+
+    def forget(self, id: str) -> None:
+        data, _ = self._kept.pop(id, (b"", ""))
+        self._bytes -= len(data) + ENTRY_BYTES if data else 0
 
 
 def _compressed(data: bytes) -> bytes:

@@ -1,12 +1,13 @@
 """What all protocols have in common: a request in the engine's terms, and who writes the parts of its answer."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from app.serve.answer import AnswerBegun, AnswerDelta, AnswerEnd
 from app.serve.errors import ApiError, openai_form
 from app.serve.http import DATA, Framing
+from app.serve.line_ends import LineEnds
 from engine.protocol.events import Generate, Prefilling
 
 Json = dict[str, Any]
@@ -44,7 +45,7 @@ class Reply:
         """After all answers."""
         return ()
 
-    def whole(self) -> Json:
+    def whole(self) -> Json | list[Json]:
         raise NotImplementedError
 
     def pings(self) -> Iterable[Json]:
@@ -57,10 +58,10 @@ class Reply:
 
 @dataclass(frozen=True)
 class Asked:
-    """A request for answers. `requests` are those to the engine, whose text ends at one of `stops`, or before one of
-    the tokens `stop_ids`. `asker`: for whom the client asks, by its word. `note`: what of the request is not done.
-    `one_call`: an answer calls one tool. `one_by_one`: the requests are worked at a few at a time, as those of one
-    client, and have no prompt in common."""
+    """A request for answers. `requests` are those to the engine, whose text ends at one of `stops`, before one of the
+    tokens `stop_ids`, or where its lines say so (`lines` is called for each answer). `asker`: for whom the client asks,
+    by its word. `note`: what of the request is not done. `one_call`: an answer calls one tool. `one_by_one`: the
+    requests are worked at a few at a time, as those of one client, and have no prompt in common."""
 
     requests: Sequence[Generate]
     reply: Reply
@@ -71,3 +72,4 @@ class Asked:
     one_call: bool = False
     one_by_one: bool = False
     stop_ids: frozenset[int] = frozenset()
+    lines: Callable[[], LineEnds] | None = None

@@ -14,7 +14,8 @@ from engine.protocol.events import Chat, Generate, Grammar, RawText, Sampling, T
 from presets.sampling import out_of_range
 
 MAX_LOGPROBS = 20
-MAX_STOPS = 16
+MAX_STOPS = 64
+"""Frontends for stories send one for each name and each mark of a template."""
 MAX_N = 16
 MAX_BIAS = 100
 MAX_BIASES = 1 << 16
@@ -49,7 +50,7 @@ class Body(Formatted, kw_only=True):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     n: int | None = None
-    logit_bias: dict[str, float] | None = None
+    logit_bias: dict[str, float | bool] | list[tuple[int | str, float | bool]] | None = None
     user: str | None = None
     safety_identifier: str | None = None  # OpenAI's newer name
     stop_token_ids: list[int] | None = None  # vLLM's, like those that follow
@@ -125,14 +126,17 @@ def variants(request: Generate, n: int) -> list[Generate]:
 
 
 def _bias(body: Body) -> tuple[tuple[int, float], ...]:
-    bias = body.logit_bias or {}
-    if len(bias) > MAX_BIASES:
+    """Of tokens by id. llama-server's clients send pairs, and false for a token that is never to come."""
+    given = body.logit_bias or {}
+    if len(given) > MAX_BIASES:
         raise wrong(f"logit_bias takes at most {MAX_BIASES:,} tokens.", "logit_bias")
-    if not all(re.fullmatch(r"[0-9]{1,9}", id) for id in bias):
+    pairs = [*(given.items() if isinstance(given, dict) else given)]
+    if not all(re.fullmatch(r"[0-9]{1,9}", f"{id}") for id, _ in pairs):
         raise wrong("logit_bias has token ids as names.", "logit_bias")
+    bias = {int(id): -MAX_BIAS if value is False else float(value) for id, value in pairs}
     if not all(-MAX_BIAS <= value <= MAX_BIAS for value in bias.values()):
         raise wrong(f"A bias is from -{MAX_BIAS} to {MAX_BIAS}.", "logit_bias")
-    return tuple((int(id), value) for id, value in bias.items() if value)
+    return tuple((id, value) for id, value in bias.items() if value)
 
 
 def _sampling(body: Body, defaults: Sampling) -> Sampling:

@@ -1,8 +1,8 @@
 """OpenAI's responses, as chats: https://platform.openai.com/docs/api-reference/responses.
 
-The server remembers responses for as long as `Conversations` has room, so that the next request may name one. What a
-model thought is an item of its own. Clients that keep conversations themselves (`store: false`) get it in
-`encrypted_content`, too, since that is what they send back.
+The server remembers responses for as long as `Conversations` has room, so that the next request may name one, or single
+items, as Vercel's AI SDK does. What a model thought is an item of its own. Clients that keep conversations themselves
+(`store: false`) get it in `encrypted_content`, too, since that is what they send back.
 """
 
 import base64
@@ -41,7 +41,7 @@ def asked(body: ResponsesBody, service: Service, kept: Conversations, owner: str
     reply = ResponseReply(body, service.model, service.file.tokenizer, tools, spaces)
     if body.is_stored:
         reply.keep = lambda: kept.keep(
-            reply.id, Remembered(owner, [*items, *reply.output], len(items), reply.whole())
+            reply.id, Remembered(owner, [*items, *reply.output], len(items), reply.whole()), reply.output
         )
     user = (body.safety_identifier or body.user or "")[:MAX_USER]
     one_call = body.parallel_tool_calls is False
@@ -76,6 +76,7 @@ def _as_chat(
     if body.input is None:
         given = []
     before = kept.get(body.previous_response_id, owner).items if body.previous_response_id else []
+    given = [_named_item(item, kept, owner, f"input[{i}]") for i, item in enumerate(given)]
     items = [*before, *given]
     messages = [ChatMessage("system", body.instructions)] if body.instructions else []
     messages += _Messages().of(items, len(before))
@@ -93,6 +94,12 @@ def _as_chat(
     if body.text and (format := body.text.format):
         as_chat.response_format = ResponseFormat(format.type, JsonSchema(format.schema))
     return as_chat, spaces, items
+
+
+def _named_item(item: dict[str, Any], kept: Conversations, owner: str, param: str) -> dict[str, Any]:
+    """The item that is meant, if one only names an item of an earlier response. Raises ApiError."""
+    names = item.get("type") == "item_reference" or item.keys() == {"id"}
+    return kept.item(f"{item.get('id')}", owner, param) if names else item
 
 
 def _tools(tools: Sequence[dict[str, Any]]) -> tuple[list[dict[str, Any]], Spaces]:
@@ -170,8 +177,6 @@ class _Messages:
                 self._turn = None
                 content = _output(item.get("output"), param)
                 self._messages.append(ChatMessage("tool", content, tool_call_id=_text_field(item, "call_id")))
-            case "item_reference":
-                raise wrong("Items cannot be named by id: send them.", param)
 
     def _message(self, item: dict[str, Any], param: str) -> None:
         role, content = _text_field(item, "role"), _output(item.get("content"), param)

@@ -42,3 +42,8 @@ def test_a_message_is_broken_between_words_on_a_terminal(monkeypatch):
 def test_the_figures_of_one_token():
     end = reply("", prompt_n=1, prompt_ms=0.42, predicted_n=1, predicted_ms=0.0)[-1]
     assert figures(end) == "prompt 1 token (0 cached), first token after 0.4 ms; reply 1 token"
+
+
+def test_a_prompt_of_which_the_server_says_nothing_is_not_said_to_have_no_tokens():
+    end = reply("", prompt_n=0, prompt_ms=0.42, predicted_n=1, predicted_ms=0.0)[-1]
+    assert figures(end) == "first token after 0.4 ms; reply 1 token"

@@ -208,6 +208,14 @@ async def test_an_effort_without_effect_is_said(chat):
     assert c.session.sampling.effort is None
 
 
+async def test_what_the_model_thought_can_be_read(chat):
+    c = await chat(
+        "/thoughts", "Is it?", "/thoughts", "/think off", "Is it?", "/thoughts", thinking=3, tokens=7
+    )
+    assert "There is no reply yet." in c.err
+    assert c.out.count("The question") == 1 and c.out.count("without thoughts") == 1
+
+
 async def test_thinking_is_asked_for_or_not(chat, history):
     await chat("Is it?", "/think off", "Is it?", "/think maybe", thinking=3, tokens=7)
     thoughts = [stored.message.thinking for stored in history.messages(1)]

@@ -157,10 +157,12 @@ async def test_another_chat_is_not_shown_with_the_answers_of_the_last():
         assert "Eins." not in app.export_screenshot()
 
 
-async def test_without_llama_server_the_pane_says_so_and_the_chat_works():
-    async with chat(MeasuredEngine(reply("One.")), FakeEngine(start=[NOT_FOUND])) as (app, pilot):
+async def test_without_llama_server_the_chat_says_so_and_keeps_its_place():
+    ours = MeasuredEngine(reply("One."))
+    async with chat(ours, FakeEngine(start=[NOT_FOUND])) as (app, pilot):
         await pilot.press("f10")
-        await sees(pilot, "⚠ There is no llama-server. Install it.")
+        await sees(pilot, "There is no llama-server. Install it.")
+        assert app.session.engine is ours and not app.column.comparison.size and not ours.closed
         await say(app, pilot, "first")
         await sees(pilot, "One.")
         assert contents(app) == ["first", "One."]
@@ -205,11 +207,17 @@ async def test_a_server_elsewhere_cannot_be_compared():
         await sees(pilot, "Only an engine of orin-chat's own")
 
 
-async def test_a_peer_that_does_not_start_is_told_once():
-    async with chat(MeasuredEngine(reply("One.")), FakeEngine(start=[NOT_FOUND])) as (app, pilot):
+async def test_a_peer_that_does_not_start_while_a_prompt_waits_is_told_in_its_column():
+    ours, peer = MeasuredEngine(reply("One.")), FakeEngine(start=[None, NOT_FOUND])
+    async with chat(ours, peer) as (app, pilot):
         await pilot.press("f10")
-        await sees(pilot, "There is no llama-server. Install it.")
-        await until(lambda: not app.column.activity.notice)
+        app.prompt.insert("first")
+        await pilot.press("enter")
+        await until(lambda: app.session.is_answering)
+        peer.release()
+        await sees(pilot, "⚠ There is no llama-server. Install it.")
+        await sees(pilot, "One.")
+        assert isinstance(app.session.engine, ComparisonEngine) and not app.column.activity.notice
 
 
 async def test_ours_dying_is_told_in_its_column():

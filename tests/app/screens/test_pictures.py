@@ -8,7 +8,7 @@ import pytest
 
 from engine.protocol.events import Seeing
 from tests.app.driver import chat
-from tests.app.fake_engine import SEEING, FakeEngine, reply
+from tests.app.fake_engine import READY, SEEING, STARTED, FakeEngine, reply
 from tests.pictures import plain_picture
 from widgets.chat.transcript import THIN_SPELLS
 
@@ -62,6 +62,16 @@ async def test_a_model_that_does_not_see_leaves_the_prompt_where_it_is(history):
         await user.press("enter")
         await user.sees("Qwen3 0.6B sees no pictures. A model does that has its encoder beside it")
         assert user.app.prompt.text == "Look at @sea.png" and not user.engine.requests
+
+
+async def test_a_picture_attached_while_the_model_loads_is_marked_when_it_is_there(history):
+    engine = FakeEngine(start=[*STARTED[:2], None, READY])
+    async with chat(engine, history) as user:
+        user.app.prompt.insert("Look at @sea.png")
+        await user.sees("sea.png 60×40")
+        assert "sees no pictures" not in user.screen()
+        engine.release()
+        await user.sees("sea.png 60×40: this model sees no pictures")
 
 
 async def test_a_copied_picture_is_pasted_and_has_a_name(history, folder, monkeypatch):

@@ -49,6 +49,20 @@ async def test_openais(served, made_for):
     assert engine.requests[3].prompt == TokenIds(ids=(7,))
 
 
+async def test_llama_servers(served, made_for):
+    client, _ = served(FakeEngine(*[vector_of(3, 4, 0)] * 4), **made_for("mean"))
+    one = {"index": 0, "embedding": [[0.6, 0.8, 0.0]]}
+    assert (await client.post("/embedding", json={"content": "one"})).json() == [one]
+    assert (await client.post("/embeddings", json={"content": ["a", "b"]})).json() == [
+        one,
+        one | {"index": 1},
+    ]
+    plain = await client.post("/embedding", json={"input": "one", "embd_normalize": -1})
+    assert plain.json() == [{"index": 0, "embedding": [[3.0, 4.0, 0.0]]}]
+    for wrong in ({}, {"content": "a", "embd_normalize": 1}):
+        assert (await client.post("/embedding", json=wrong)).status_code == 400
+
+
 async def test_what_is_refused(served, made_for):
     client, _ = served(FakeEngine([TOO_LONG]), **made_for("mean"))
     for wrong in (
@@ -104,6 +118,8 @@ async def test_ranks(served, made_for, model_file):
     shown = [(result["index"], result["relevance_score"]) for result in body["results"]]
     assert shown == [(1, pytest.approx(0.9)), (2, pytest.approx(0.5))]
     assert body["results"][0]["document"] == {"text": "b"} and engine.requests[0].pooling == "rank"
+    plain = {"query": "?", "texts": ["a", "b"], "return_text": True}  # text-embeddings-inference
+    assert (await client.post("/rerank", json=plain)).json()[0].keys() == {"index", "score", "text"}
     end = model_file.tokenizer.special_tokens["<|im_end|>"]
     assert engine.requests[0].prompt.ids.count(end) == 1  # that of the template, not of the query
 

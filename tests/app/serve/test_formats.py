@@ -74,7 +74,7 @@ async def test_grammars_of_other_servers(served, fields, source):
         ({"regex": "a", "tools": [WEATHER]}, "tools"),
         ({"use_beam_search": True}, "use_beam_search"),
         ({"prompt_logprobs": 0}, "prompt_logprobs"),
-        ({"stop_token_ids": [1] * 17}, "stop_token_ids"),
+        ({"stop_token_ids": [1] * 65}, "stop_token_ids"),
         ({"modalities": ["text", "audio"]}, "modalities"),
     ],
 )

@@ -1,5 +1,6 @@
 """llama-server's own paths."""
 
+import json
 from dataclasses import replace
 
 from engine.formats.fill_in import FillIn
@@ -17,7 +18,7 @@ async def test_filling_in(served, model_file):
     assert body["content"] == "one," and (body["stop_type"], body["stopping_word"]) == ("word", " two")
     [request] = engine.requests
     pieces = [model_file.tokenizer.piece(id) for id in request.prompt.ids if id not in (1, 2, 3)]
-    assert b"".join(pieces) == b"a.py\nimport os\ndef f(x)" and request.max_tokens == 9
+    assert b"".join(pieces) == b"a.py\nimport os\n\ndef f()x" and request.max_tokens == 9
     response = await client.post("/infill", json={**asked, "stream": True})
     assert '"stop":true' in response.text and "[DONE]" not in response.text
     client, _ = served(engine)
@@ -39,8 +40,74 @@ async def test_completions(served, model_file):
         2,
     ) and first.grammar
     assert second.prompt == TokenIds(ids=(5, 6))
-    for wrong in ({"n_probs": 99}, {"grammar": "root ::= x"}, {"n": 2}):
+    for wrong in ({"n_probs": 99}, {"grammar": "root ::= x"}, {"n_probs": 1, "post_sampling_probs": True}):
         assert (await client.post("/completion", json={"prompt": "a", **wrong})).status_code == 400
+
+
+async def test_the_forms_of_prompts_and_answers(served, model_file):
+    """As SillyTavern, llama.vim and others send them and read them."""
+    engine = FakeEngine(reply("one,\ntwo"))
+    client, _ = served(engine)
+    encode = model_file.tokenizer.encode
+    ask = lambda **body: client.post("/completion", json={"prompt": "Count:", **body})
+    fields = ["content", "timings/predicted_n", "generation_settings/n_predict", "tokens", "nothing/here"]
+    some = (await ask(n_predict=9, return_tokens=True, response_fields=fields)).json()
+    assert some.keys() == {*fields[:-1]} and some["generation_settings/n_predict"] == 9
+    assert some["tokens"] == [0, 1] and some["timings/predicted_n"] == 3
+    whole = (await ask(logit_bias=[[5, 1.5], ["a", False]], n_probs=1)).json()
+    assert engine.requests[1].logit_bias == ((5, 1.5), *((id, -100) for id in encode("a")))
+    assert whole["tokens"] == [] and whole["prompt"] == "Count:" and whole["has_new_line"]
+    assert whole["generation_settings"]["logit_bias"][0] == {"token": 5, "bias": 1.5}
+    both = (await ask(prompt=["a", [5, "b"]], n=2)).json()
+    assert [one["index"] for one in both] == [0, 1, 2, 3] and both[2]["prompt"] == both[3]["prompt"]
+    assert engine.requests[4].prompt == TokenIds(ids=(5, *encode("b")))
+    await ask(prompt={"prompt_string": "a"}, logit_bias={"7": 2, "a": 1})
+    assert engine.requests[6].logit_bias == ((7, 2), *((id, 1) for id in encode("a")))
+    for wrong in ([], [[5], {"prompt_string": "a", "multimodal_data": ["AA=="]}], [[[5]]]):
+        assert (await ask(prompt=wrong)).status_code == 400
+    parts = (await ask(stream=True)).text.split("\n\n")
+    first = json.loads(parts[0].removeprefix("data: "))
+    assert first["tokens"] == [0] and first["tokens_predicted"] == 1 and first["tokens_evaluated"] == 96
+
+
+async def test_an_answer_that_ends_by_its_lines(served, model_file):
+    code = "  a\n    b\nc\n"
+    client, _ = served(FakeEngine(reply(code)), file=replace(model_file, fill_in=FillIn(1, 2, 3)))
+    for stream in (False, True):
+        response = await client.post(
+            "/infill", json={"n_indent": 2, "t_max_predict_ms": 9e5, "stream": stream}
+        )
+        values = (
+            [json.loads(line[6:]) for line in response.text.split("\n\n") if line]
+            if stream
+            else [response.json()]
+        )
+        assert "".join(value["content"] for value in values) == "  a\n    b\n"
+        assert values[-1]["stop_type"] == "limit"
+    slow = (await client.post("/infill", json={"t_max_predict_ms": 1e-6})).json()
+    assert slow["content"] == code[:8] and slow["stop_type"] == "limit"
+
+
+async def test_what_does_not_fit_is_left_out_of_what_is_filled_in(served, model_file):
+    engine = FakeEngine()
+    client, _ = served(engine, file=replace(model_file, fill_in=FillIn(1, 2, 3, ends=frozenset((1, 5)))))
+    asked = {"input_prefix": "a b " * 9000, "input_suffix": "c", "input_extra": [{"text": "d " * 9000}]}
+    assert (await client.post("/infill", json=asked | {"n_predict": 100})).status_code == 200
+    [request] = engine.requests
+    assert len(request.prompt.ids) + request.max_tokens < 8192 and request.prompt.ids[-1] == 3
+
+
+async def test_slots_and_adapters_as_far_as_there_are_any(served):
+    client, _ = served(parallel=2)
+    assert (await client.post("/slots/1?action=erase")).json() == {"id_slot": 1, "n_erased": 0}
+    refused = [
+        (await client.post(f"/slots/{slot}")).status_code for slot in ("0?action=save", "0", "2?action=erase")
+    ]
+    assert refused == [501, 400, 400]
+    assert (await client.post("/lora-adapters", json=[])).json() == {"success": True}
+    assert (await client.post("/lora-adapters", json=[{"id": 0, "scale": 1}])).status_code == 501
+    counted = await client.post("/v1/chat/completions/input_tokens", json=HELLO)
+    assert counted.json()["input_tokens"] == (await client.post("/tokenize", json=HELLO)).json()["count"]
 
 
 async def test_properties_and_slots(served, model_file):
@@ -48,6 +115,8 @@ async def test_properties_and_slots(served, model_file):
     props = (await client.get("/props")).json()
     assert props["default_generation_settings"]["n_ctx"] == 8192 and props["total_slots"] == 2
     assert props["chat_template"] == model_file.templates.chat
+    params = props["default_generation_settings"]["params"]
+    assert params["temperature"] == 0.7 and params["seed"] == 2**32 - 1 and "effort" not in params
     work = Slot(
         request_id=1, client="ann", phase="decode", prompt_done=5, prompt_n=5, predicted_n=2, rate=1.0
     )

@@ -61,6 +61,17 @@ async def test_the_request_chooses_the_model(pooled):
     assert (await client.get("/health")).status_code == 200 and pool.known[1].metrics is not None
 
 
+@pytest.mark.parametrize(("path", "name"), [("/api/tags", "models"), ("/api/v0/models", "data")])
+async def test_models_that_were_not_read_have_the_fields_of_those_that_were(pooled, path, name):
+    """Clients with strict types, as Zed, could read none of the list otherwise."""
+    client, _, _ = pooled(loads("A"), loads("B"))
+    known, unread = (await client.get(path)).json()[name]
+    of_files = {"arch", "capabilities", "quantization", "max_context_length", "loaded_context_length"}
+    assert known.keys() - of_files <= unread.keys()
+    for field in known.keys() & unread.keys():
+        assert type(known[field]) is type(unread[field])
+
+
 async def test_the_one_that_was_used_least_recently_goes(pooled):
     engines = [loads(text) for text in "ABC"]
     client, pool, _ = pooled(*engines, most_loaded=2)

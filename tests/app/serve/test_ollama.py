@@ -78,6 +78,9 @@ async def test_a_text(served, model_file):
     assert [id for id in engine.requests[2].prompt.ids if id in (1, 2, 3)] == [1, 2, 3]
     loaded = (await client.post("/api/generate", json={"model": "m"})).json()
     assert loaded["done_reason"] == "load" and len(engine.requests) == 3
+    for keep_alive in (0, "0s"):
+        asked = {"model": "m", "keep_alive": keep_alive}
+        assert (await client.post("/api/generate", json=asked)).json()["done_reason"] == "unload"
     assert (await client.post("/api/chat", json={"model": "m", "messages": []})).json()["done"]
 
 
@@ -91,7 +94,29 @@ async def test_what_there_is(served):
     assert {"tools", "thinking", "completion"} == set(shown["capabilities"])
     assert shown["model_info"]["qwen3.context_length"] == 8192
     assert (await client.get("/api/version")).json()["version"]
-    assert (await client.get("/")).status_code == (await client.head("/")).status_code == 200
+    assert shown["model_info"]["general.basename"] == "tiny" and shown["model_info"]["qwen3.embedding_length"]
+    assert (await client.post("/api/show", json={"name": "tiny"})).json() == shown
+    assert (await client.get("/")).text == "Ollama is running" and (await client.head("/")).status_code == 200
+    browser = {"Accept": "text/html,*/*"}
+    assert (await client.get("/", headers=browser)).text == "orin-chat is running"
+
+
+async def test_the_context_of_a_text_goes_on_with_the_conversation(served):
+    engine = FakeEngine(reply("Good day.", "Hm."), reply("Fine."))
+    client, _ = served(engine)
+    *_, last = await lines(client, "/api/generate", {"prompt": "Hi", "system": "Be brief."})
+    asked = {"prompt": "How are you?", "context": last["context"], "stream": False}
+    second = (await client.post("/api/generate", json=asked)).json()
+    said = [(m.role, m.content) for m in engine.requests[1].prompt.messages]
+    first = [("system", "Be brief."), ("user", "Hi"), ("assistant", "Good day.")]
+    assert said == [*first, ("user", "How are you?")] and len(second["context"]) > len(last["context"])
+    await client.post("/api/generate", json=asked | {"system": "Be long."})
+    assert [m.content for m in engine.requests[2].prompt.messages[:2]] == ["Be long.", "Hi"]
+    raw = (await client.post("/api/generate", json={"prompt": "Hi", "raw": True, "stream": False})).json()
+    assert "context" not in raw
+    for wrong in ([1, 2, 3], [300], [-1], [2**70], last["context"][:-9]):
+        refused = await client.post("/api/generate", json=asked | {"context": wrong})
+        assert refused.status_code == 400 and "context" in refused.json()["error"]
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -28,6 +28,32 @@ async def test_slashes_around_a_path_change_nothing(served):
     assert (await client.head("/")).status_code == 200
 
 
+@pytest.mark.parametrize(
+    "path, said",
+    [
+        ("/v1/audio/transcriptions", "no sound"),
+        ("/v1/images/generations", "no pictures"),
+        ("/batches/batch_1", "no batches"),
+        ("/v1/conversations", "previous_response_id"),
+    ],
+)
+async def test_what_is_not_done_is_said(served, path, said):
+    client, _ = served()
+    response = await client.post(path, json={"model": "tiny"})
+    assert response.status_code == 404 and said in error(response)["message"]
+    assert error(response)["type"] == "not_supported_error"
+
+
+async def test_what_is_not_done_is_said_as_anthropic_has_it(served):
+    client, _ = served()
+    response = await client.post("/v1/messages/batches", json={"requests": []})
+    body = response.json()
+    assert (
+        response.status_code == 404 and body["type"] == "error" and body["error"]["type"] == "not_found_error"
+    )
+    assert "batches" in body["error"]["message"]
+
+
 async def test_small_paths_of_other_servers(served):
     client, _ = served()
     assert (await client.get("/ping")).status_code == 200

@@ -41,7 +41,7 @@ CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
         (CHAT, {**HELLO, "presence_penalty": 3}, "presence_penalty"),
         (CHAT, {**HELLO, "logprobs": True, "top_logprobs": 21}, "top_logprobs"),
         (CHAT, {**HELLO, "top_logprobs": 2}, "top_logprobs"),
-        (CHAT, {**HELLO, "stop": [str(i) for i in range(17)]}, "stop"),
+        (CHAT, {**HELLO, "stop": [str(i) for i in range(65)]}, "stop"),
         (CHAT, {**HELLO, "response_format": {"type": "xml"}}, "response_format.type"),
         (CHAT, {**HELLO, "response_format": {"type": "json_schema"}}, "response_format"),
         (CHAT, {**HELLO, "tools": [{"type": "function"}]}, "tools[0].function"),

@@ -98,6 +98,29 @@ async def test_a_conversation_that_the_server_remembers(served):
     assert (await client.get(f"{PATH}/{hidden['id']}")).status_code == 404
 
 
+async def test_items_that_are_named(served):
+    """As Vercel's AI SDK sends what the model said before."""
+    engine = FakeEngine(reply("Bob.", "Hm."), reply("Yes."))
+    client, _ = served(engine, key="one,two")
+    keys = [{"Authorization": f"Bearer {key}"} for key in ("one", "two")]
+    who, sure = ({"role": "user", "content": text} for text in ("Who?", "Sure?"))
+    first = (await client.post(PATH, json={"input": [who]}, headers=keys[0])).json()
+    thought, said = ({"type": "item_reference", "id": item["id"]} for item in first["output"])
+    asked = {"input": [who, thought, {"id": said["id"]}, sure]}
+    second = (await client.post(PATH, json=asked, headers=keys[0])).json()
+    _, turn, _ = engine.requests[1].prompt.messages
+    assert (turn.thinking, turn.content) == ("Hm.", "Bob.")
+    asked = {"input": "?", "previous_response_id": second["id"]}
+    await client.post(PATH, json=asked, headers=keys[0])
+    assert [m.content for m in engine.requests[2].prompt.messages] == ["Who?", "Bob.", "Sure?", "Yes.", "?"]
+    unknown = await client.post(PATH, json={"input": [who, said]}, headers=keys[1])
+    assert unknown.status_code == 404 and error(unknown)["param"] == "input[1]"
+    await client.delete(f"{PATH}/{first['id']}", headers=keys[0])
+    assert (await client.post(PATH, json={"input": [said]}, headers=keys[0])).status_code == 404
+    nothing = {"input": [{"type": "item_reference"}]}
+    assert (await client.post(PATH, json=nothing, headers=keys[0])).status_code == 404
+
+
 async def test_what_a_response_was_made_of(served):
     client, _ = served(FakeEngine(reply("Bob", reason="length")))
     first = (await client.post(PATH, json={"input": [{"role": "user", "content": "Who?"}]})).json()

@@ -1,0 +1,27 @@
+"""Paths of these protocols for what this server does not do: whoever asks is told so, in the form of the protocol."""
+
+_SENTENCES = {
+    "audio": "This server makes and reads no sound.",
+    "images": "This server makes no pictures; models that see take them in chats.",
+    "videos": "This server makes no videos.",
+    "realtime": "This server takes no part in conversations of sound.",
+    "batches": "This server has no batches: send the requests themselves, also many at a time.",
+    "files": "This server keeps no files: send them within a request.",
+    "uploads": "This server keeps no files: send them within a request.",
+    "moderations": "This server judges no texts.",
+    "fine_tuning": "This server trains no models.",
+    "assistants": "This server has no assistants: use chat completions or responses.",
+    "threads": "This server has no assistants: use chat completions or responses.",
+    "vector_stores": "This server keeps no vectors: /v1/embeddings makes them.",
+    "conversations": "This server keeps no conversations but by previous_response_id.",
+    "evals": "This server has no evaluations.",
+    "containers": "This server runs no code.",
+    "complete": "Send /v1/messages in place of this old form.",
+}
+"""By the first or second part of a path."""
+
+
+def sentence(path: str) -> str:
+    """Why there is nothing at a path; "" if nobody would expect anything there."""
+    parts = path.removeprefix("/v1").strip("/").split("/")
+    return next((_SENTENCES[part] for part in parts[:2] if part in _SENTENCES), "")
