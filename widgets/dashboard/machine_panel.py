@@ -114,8 +114,9 @@ def _line(counter: Counter, width: int, history: Sequence[float]) -> list[Line]:
     value = _number(counter.value, counter.unit)
     if counter.maximum and counter.unit != "%":
         value += f" of {_number(counter.maximum, counter.unit)}"
-    line: Line = [_name(counter), (f"{value} {counter.unit}"[:_VALUE].ljust(_VALUE), "")]
     rest = width - _NAME - _VALUE
+    text = f"{value} {counter.unit}"[:_VALUE]
+    line: Line = [_name(counter), (text.ljust(_VALUE) if rest >= _BAR else text, "")]
     top = counter.maximum or max((*history, counter.value)) or 1.0
     if rest >= _BAR:
         line.append((bar(counter.value / top, _BAR) if counter.maximum else " " * _BAR, "value"))
