@@ -53,8 +53,9 @@ class PromptEncoder:
         match prompt:
             case Chat(messages=messages, think=think, tools=tools):
                 encoded = self.template.encode(messages, think=think, effort=effort, tools=tools, most=most)
-            case RawText(text=text):
-                encoded = Prompt(self.tokenizer.encode(text, add_special=True, most=most))
+            case RawText(text=text, special=special):
+                ids = self.tokenizer.encode(text, special=special, add_special=True, most=most)
+                encoded = Prompt(ids)
             case TokenIds(ids=ids):
                 encoded = Prompt(list(ids))
         if not encoded.ids and isinstance(prompt, Chat):

@@ -78,10 +78,10 @@ class Tokenizer(Vocabulary):
         self, text: str, *, special: bool = False, add_special: bool = False, most: int | None = None
     ) -> list[int]:
         """The token ids of `text`. With `special`, the names of special tokens in it become these tokens; else they are
-        ordinary text. `add_special` adds BOS before and EOS after the text if the model expects them. `most` and what
-        it raises: see `encode_segments`."""
+        ordinary text. `add_special` adds BOS before and EOS after the text if the model expects them; a second BOS it
+        does not. `most` and what it raises: see `encode_segments`."""
         ids = self.encode_segments([(text, special)], most)
-        if add_special and self.add_bos and self.bos_id is not None:
+        if add_special and self.add_bos and self.bos_id is not None and ids[:1] != [self.bos_id]:
             ids = [self.bos_id, *ids]
         if add_special and self.add_eos and self.eos_id is not None:
             ids = [*ids, self.eos_id]

@@ -68,9 +68,11 @@ class Chat(Record, frozen=True, kw_only=True):
 
 
 class RawText(Record, frozen=True, kw_only=True):
-    """Text for the model without a template. Special tokens in it are read as plain text."""
+    """Text for the model without a template. With `special`, the names of special tokens in it are these tokens, as in
+    a text to which a client has applied a template; else they are plain text."""
 
     text: str
+    special: bool = False
 
 
 class TokenIds(Record, frozen=True, kw_only=True):

@@ -25,6 +25,22 @@ def test_a_template_that_writes_nothing_is_not_taken_for_an_empty_message(tmp_pa
         encoder.encode(RawText(text=""))
 
 
+def test_special_tokens_in_a_text(tmp_path):
+    """They are so only if that is said, and a text that begins with BOS gets no second one."""
+    with GGUF(write(tmp_path / "m.gguf")) as file:
+        encoder = PromptEncoder(file)
+    tokenizer = encoder.tokenizer
+    tokenizer.add_bos, tokenizer.bos_id = True, tokenizer.special_tokens["<|im_start|>"]
+    text = f"{tokenizer.text(tokenizer.bos_id)}the water<|im_end|>"
+    plain, special = (encoder.encode(RawText(text=text, special=special)).ids for special in (False, True))
+    assert special == [
+        tokenizer.bos_id,
+        *tokenizer.encode("the water"),
+        tokenizer.special_tokens["<|im_end|>"],
+    ]
+    assert len(plain) > len(special) + 4
+
+
 def test_a_conversation_that_cannot_fit_is_not_rendered(tmp_path, monkeypatch):
     with GGUF(write(tmp_path / "m.gguf")) as file:
         encoder = PromptEncoder(file)

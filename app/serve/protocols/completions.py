@@ -1,4 +1,5 @@
-"""OpenAI's completions: texts that are continued, or filled in, without the chat template.
+"""OpenAI's completions: texts that are continued, or filled in, without the chat template. Clients apply templates of
+their own, so the names of special tokens in a text are these tokens.
 
 https://platform.openai.com/docs/api-reference/completions/create. With `echo` and `logprobs`, the tokens of the prompt
 come with their log-probabilities, which is how lm-evaluation-harness asks for them.
@@ -76,14 +77,14 @@ def asked(body: TextBody, service: Service) -> Asked:
 def _prompts(prompt: str | list[str | int | list[int]]) -> list[RawText | TokenIds]:
     """Raises ApiError."""
     if isinstance(prompt, str):
-        return [RawText(text=prompt)]
+        return [RawText(text=prompt, special=True)]
     ids = [id for id in prompt if isinstance(id, int)]
     if ids and len(ids) == len(prompt):
         return [TokenIds(ids=tuple(ids))]
     if ids or not 0 < len(prompt) <= MAX_PROMPTS:
         raise wrong(f"prompt is one text, one list of token ids, or up to {MAX_PROMPTS} of these.", "prompt")
     return [
-        RawText(text=one) if isinstance(one, str) else TokenIds(ids=tuple(one))
+        RawText(text=one, special=True) if isinstance(one, str) else TokenIds(ids=tuple(one))
         for one in prompt
         if not isinstance(one, int)
     ]
@@ -141,7 +142,7 @@ def _echo(prompt: RawText | TokenIds, service: Service, *, with_logprobs: bool) 
         return Echo(prompt.text)
     try:
         most = service.ready.context_length if service.ready else None
-        ids = tokenizer.encode(prompt.text, add_special=True, most=most)
+        ids = tokenizer.encode(prompt.text, special=True, add_special=True, most=most)
     except ContextFullError as error:
         raise of_failure(Failed.from_error(error)) from None
     if not ids:

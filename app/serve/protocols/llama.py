@@ -120,17 +120,21 @@ def _prompt(given: Any, tokenizer: Tokenizer) -> RawText | TokenIds:
     """Raises ApiError."""
     match given:
         case str():
-            return RawText(text=given)
+            return RawText(text=given, special=True)
         case PromptText():
             if given.multimodal_data:
                 raise wrong("Pictures go to chats: this path takes texts and tokens.", "prompt")
-            return RawText(text=given.prompt_string)
+            return RawText(text=given.prompt_string, special=True)
         case list():
             if not all(isinstance(part, int | str) for part in given):
                 raise wrong("A prompt is a text, or a list of token ids and texts.", "prompt")
             ids: list[int] = []
             for i, part in enumerate(given):
-                ids += [part] if isinstance(part, int) else tokenizer.encode(part, add_special=not i)
+                ids += (
+                    [part]
+                    if isinstance(part, int)
+                    else tokenizer.encode(part, special=True, add_special=not i)
+                )
             return TokenIds(ids=tuple(ids))
     raise AssertionError(given)
 

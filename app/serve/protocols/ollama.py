@@ -150,7 +150,9 @@ def generate_asked(body: OllamaGenerateBody, service: Service) -> Asked | Json:
     as_text = TextBody(prompt=body.prompt or "")
     _set_options(as_text, body)
     prompt = (
-        fill_in(service, body.prompt or "", body.suffix) if body.suffix else RawText(text=body.prompt or "")
+        fill_in(service, body.prompt or "", body.suffix)
+        if body.suffix
+        else RawText(text=body.prompt or "", special=True)
     )
     shown = max(body.top_logprobs or 0, 1) if body.logprobs else 0
     limit, grammar = as_text.max_tokens, grammar_of(as_text)
@@ -386,11 +388,12 @@ def show(body: ShowBody, service: Service) -> Json:
     if service.file.dimensions:
         info[f"{architecture}.embedding_length"] = service.file.dimensions
     can = capabilities(service)
+    note = "{# .Suffix #}" if "insert" in can else ""  # by which Continue knows that a model fills in
     return {
         "license": "",
         "modelfile": "",
         "parameters": "",
-        "template": service.file.templates.chat,
+        "template": service.file.templates.chat + note,
         "details": _details(service),
         "model_info": info,
         "capabilities": can,

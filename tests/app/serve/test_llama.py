@@ -35,7 +35,7 @@ async def test_completions(served, model_file):
     await client.post("/completion", json={"prompt": [5, 6], "stream": True})
     first, second = engine.requests
     assert (first.prompt, first.max_tokens, first.logprobs) == (
-        RawText(text="Count:"),
+        RawText(text="Count:", special=True),
         9,
         2,
     ) and first.grammar

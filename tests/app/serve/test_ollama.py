@@ -74,7 +74,7 @@ async def test_a_text(served, model_file):
     assert [m.role for m in engine.requests[0].prompt.messages] == ["system", "user"]
     await client.post("/api/generate", json={"prompt": "Hi", "raw": True})
     await client.post("/api/generate", json={"prompt": "a", "suffix": "b"})
-    assert engine.requests[1].prompt == RawText(text="Hi")
+    assert engine.requests[1].prompt == RawText(text="Hi", special=True)
     assert [id for id in engine.requests[2].prompt.ids if id in (1, 2, 3)] == [1, 2, 3]
     loaded = (await client.post("/api/generate", json={"model": "m"})).json()
     assert loaded["done_reason"] == "load" and len(engine.requests) == 3

@@ -73,7 +73,8 @@ async def test_text_completions(served):
     assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == "once"
     await client.post(TEXT, json={"prompt": [[3]]})
     await client.post(TEXT, json={"prompt": ["b"]})
-    wanted = RawText(text="a"), TokenIds(ids=(1, 2)), TokenIds(ids=(3,)), RawText(text="b")
+    a, b = (RawText(text=text, special=True) for text in "ab")
+    wanted = a, TokenIds(ids=(1, 2)), TokenIds(ids=(3,)), b
     assert tuple(request.prompt for request in engine.requests) == wanted
     assert engine.requests[0].max_tokens == 3
 
