@@ -24,7 +24,7 @@ import platformdirs
 import engine
 from engine.devices import cuda_driver
 from engine.devices.device_name import device_name
-from engine.whole_file import write_whole
+from engine.whole_file import open_file, write_whole
 
 LIMIT_BYTES = 512 << 20
 _DAY_S = 86400
@@ -47,7 +47,7 @@ class DiskCache:
         """The value that was put; None if there is no entry, a damaged one, or another user's."""
         path = self._path(table, key)
         try:
-            with path.open("rb") as file:
+            with open_file(path) as file:
                 data, state = file.read(), os.fstat(file.fileno())
             if state.st_uid != os.getuid():
                 return None

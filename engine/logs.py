@@ -8,6 +8,8 @@ from typing import IO
 
 import platformdirs
 
+from engine.whole_file import open_file
+
 LIMIT_BYTES = 1 << 20
 _TAIL_BYTES = 4096
 _MOST_CHARACTERS = 200
@@ -35,7 +37,7 @@ def open_log(path: Path) -> IO[bytes]:
     trim_log(path)
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        return os.fdopen(os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600), "ab")
+        return os.fdopen(os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK, 0o600), "ab")
     except OSError:
         return Path(os.devnull).open("wb")
 
@@ -58,7 +60,7 @@ def last_error(path: Path, start: int) -> str:
     """The last error in the log after `start` bytes, in one line: its class, and its text if that can hold nothing that
     a user wrote. "" if there is none."""
     try:
-        with path.open("rb") as log:
+        with open_file(path) as log:
             size = log.seek(0, os.SEEK_END)
             log.seek(max(start if start <= size else 0, size - _TAIL_BYTES))
             tail = log.read(_TAIL_BYTES).decode("utf-8", "replace")

@@ -1,6 +1,10 @@
-"""Writes files whole or not at all: a full disk or a crash leaves what was there before."""
+"""Writes files whole or not at all: a full disk or a crash leaves what was there before. Reads only files: a pipe that
+stands in place of one would be waited for."""
 
 import contextlib
+import errno
+import os
+import stat
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +18,21 @@ def write_whole(path: Path, content: bytes, mode: int = 0o600) -> None:
     with replacing(path) as file:
         file.write(content)
         Path(file.name).chmod(mode)
+
+
+def open_file(path: Path) -> IO[bytes]:
+    """A file, for reading. Raises OSError, also for a pipe or a device, whose opening or reading may wait for ever."""
+    file = os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb")
+    if stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        return file
+    file.close()
+    raise OSError(errno.EINVAL, "it is a pipe or a device, not a file", str(path))
+
+
+def read_file(path: Path) -> bytes:
+    """What a file holds. Raises OSError as `open_file`."""
+    with open_file(path) as file:
+        return file.read()
 
 
 @contextlib.contextmanager

@@ -11,7 +11,7 @@ import msgspec
 import platformdirs
 
 from engine.protocol.events import Ready
-from engine.whole_file import write_whole
+from engine.whole_file import read_file, write_whole
 
 
 def device_key(ready: Ready) -> str:
@@ -42,5 +42,5 @@ def _path() -> Path:
 
 def _read() -> dict[str, dict[str, float]]:
     with contextlib.suppress(OSError, msgspec.MsgspecError):
-        return msgspec.json.decode(_path().read_bytes(), type=dict[str, dict[str, float]])
+        return msgspec.json.decode(read_file(_path()), type=dict[str, dict[str, float]])
     return {}

@@ -16,7 +16,7 @@ from app.tools.messages import SERVER_NAME, Server
 from engine.errors import UsageError
 from engine.formats.kv_format import KVFormat
 from engine.protocol.events import ContextLength, Sampling, Speculate
-from engine.whole_file import write_whole
+from engine.whole_file import read_file, write_whole
 from presets import GUIDE, guide_path
 from presets.sampling import out_of_range
 
@@ -65,7 +65,7 @@ def load_settings(path: Path | None = None) -> Settings:
     """
     path = path or settings_path()
     try:
-        settings = msgspec.toml.decode(path.read_bytes(), type=Settings)
+        settings = msgspec.toml.decode(read_file(path), type=Settings)
         _check(settings)
     except (FileNotFoundError, NotADirectoryError):
         return Settings()
@@ -84,7 +84,7 @@ def usable_settings(path: Path | None = None) -> tuple[Settings, tuple[str, ...]
     except UsageError as error:
         whole = str(error)
     try:
-        tables = tomllib.loads(path.read_text("utf-8"))
+        tables = tomllib.loads(read_file(path).decode())
     except (OSError, ValueError):  # no part of the file can be read
         return Settings(), (f"{whole} The defaults are used instead.",)
     usable: dict[str, Any] = {}
@@ -136,7 +136,7 @@ def check_sampling(sampling: Sampling) -> None:
 def remembered(key: str) -> str:
     """The value that `remember` stored last; "" if there is none."""
     with contextlib.suppress(OSError, UnicodeDecodeError):
-        return _remembered_path(key).read_text("utf-8").strip()
+        return read_file(_remembered_path(key)).decode().strip()
     return ""
 
 

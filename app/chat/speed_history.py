@@ -16,7 +16,7 @@ import platformdirs
 from msgspec.structs import replace
 
 from engine.protocol.events import MIN_TOKENS, EngineOptions, Event, Finished, Ready, decode_rate
-from engine.whole_file import write_whole
+from engine.whole_file import read_file, write_whole
 
 if TYPE_CHECKING:
     from engine.protocol.client import LocalEngine
@@ -131,7 +131,7 @@ def _path() -> Path:
 
 def _read() -> dict[str, dict[str, ModelRecord]]:
     with contextlib.suppress(OSError, msgspec.MsgspecError):
-        return msgspec.json.decode(_path().read_bytes(), type=dict[str, dict[str, ModelRecord]])
+        return msgspec.json.decode(read_file(_path()), type=dict[str, dict[str, ModelRecord]])
     return {}
 
 

@@ -20,6 +20,7 @@ import platformdirs
 from engine.catalog.encoders import is_encoder
 from engine.catalog.files import models_among, pick
 from engine.catalog.names import DEFAULT_REVISION, HubModel, WebFile
+from engine.whole_file import read_file
 
 URL_FILE = "url"  # holds the address of the model file beside it, without secrets
 
@@ -141,7 +142,7 @@ def _snapshots(folder: Path, revision: str = DEFAULT_REVISION) -> list[Path]:
     the branch is at, then the newest."""
     root = folder / "snapshots"
     try:
-        commit = (folder / "refs" / revision).read_text().strip()
+        commit = read_file(folder / "refs" / revision).decode().strip()
     except (OSError, ValueError):  # not there, damaged, or no name of a file
         commit = revision
     if revision != DEFAULT_REVISION:
@@ -177,7 +178,7 @@ def _remove_empty_folders(folder: Path) -> None:
 def _installed_from_web() -> Iterator[Installed]:
     for url_file in web_folder().glob(f"*/{URL_FILE}"):
         with contextlib.suppress(OSError, ValueError):
-            url = url_file.read_text().strip()
+            url = read_file(url_file).decode().strip()
             source = WebFile(url)
             if url.isprintable() and url and (path := url_file.with_name(source.file)).is_file():
                 yield Installed(source, (path,))

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from engine.catalog.encoders import snapshot_of
 from engine.errors import ModelFileError
+from engine.whole_file import open_file
 
 _HEAD_BYTES = 200
 
@@ -24,7 +25,7 @@ def _begins_as_drafter(path: Path) -> bool:
     """Whether a file names the architecture of drafters where writers of GGUF put it: first."""
     from engine.description.file_kind import ASSISTANT  # imports numpy
 
-    with contextlib.suppress(OSError), path.open("rb") as file:
+    with contextlib.suppress(OSError), open_file(path) as file:
         head = file.read(_HEAD_BYTES)
         return head.startswith(b"GGUF") and ASSISTANT.encode() in head
     return False

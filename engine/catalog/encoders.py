@@ -8,6 +8,7 @@ from pathlib import Path
 
 from engine.catalog.files import is_safe, quantization_of
 from engine.errors import ModelFileError
+from engine.whole_file import open_file
 
 _PREFERRED = ("F16", "BF16", "Q8_0", "F32")
 _HEAD_BYTES = 100
@@ -69,7 +70,7 @@ def fits(encoder: Path, model: Path) -> bool:
 
 def _begins_as_encoder(path: Path) -> bool:
     """Whether a file names the architecture of encoders where writers of GGUF put it: first."""
-    with contextlib.suppress(OSError), path.open("rb") as file:
+    with contextlib.suppress(OSError), open_file(path) as file:
         head = file.read(_HEAD_BYTES)
         return head.startswith(b"GGUF") and b"general.architecture" in head and b"clip" in head
     return False

@@ -16,6 +16,7 @@ from engine.catalog.hub import DownloadError
 from engine.catalog.names import public_address
 from engine.catalog.progress import Meter
 from engine.formats.gguf import printable
+from engine.whole_file import read_file
 
 LOCK_S = 0.3
 SPARE_BYTES = 64 << 20  # of disk space that a download leaves free
@@ -173,7 +174,7 @@ class _PartialFile:
     def _version(self) -> str:
         """The ETag or date of the version that the bytes on the disk are from; "" if there is none."""
         with contextlib.suppress(FileNotFoundError, UnicodeDecodeError):
-            return _as_header(self.target.version_path.read_text().strip())
+            return _as_header(read_file(self.target.version_path).decode().strip())
         return ""
 
     def fetch(self) -> None:

@@ -1,9 +1,10 @@
 """Runs backends in child processes: a driver may hang, or take the process down with it."""
 
 import contextlib
+import os
 import signal
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import msgspec
 
@@ -27,17 +28,14 @@ def run_check(
         return CheckResult(backend=backend, ok=False, text=text, advice=advice)
 
     try:
-        process = _start(command or _command(check, backend))
+        with _started(command or _command(check, backend)) as process:
+            out, err = process.communicate(timeout=timeout_s)
     except OSError as error:
         text = f"its process cannot be started: {error.strerror}"
         return failed(text, "Free some memory, or install orin-chat again.")
-    try:
-        out, err = process.communicate(timeout=timeout_s)
     except subprocess.TimeoutExpired:
         text = f"no answer within {timeout_s:.0f} s"
         return failed(text, "See what its driver says in the kernel's log: sudo dmesg")
-    finally:
-        _kill(process)
     with contextlib.suppress(msgspec.MsgspecError, IndexError):
         return msgspec.json.decode(out.splitlines()[-1], type=CheckResult)
     last_line = err.decode(errors="replace").strip().splitlines()[-1:]
@@ -61,11 +59,10 @@ def stress_check(backend: str) -> list[Finding]:
     """Many dependent kernels, many GiB of buffers, and a process that is killed while it computes. None of it can be
     shown by a simulated driver."""
     stressed = as_finding(run_check(backend, "stress"))
-    process = _start(_command("endless", backend))
     try:
-        process.communicate(timeout=_KILL_AFTER_S)
+        with _started(_command("endless", backend)) as process:
+            process.communicate(timeout=_KILL_AFTER_S)
     except subprocess.TimeoutExpired:
-        _kill(process)
         afterwards = run_check(backend)
     else:
         advice = "See the result of its quick check."
@@ -80,21 +77,25 @@ def _command(check: str, backend: str) -> list[str]:
     return module_command("engine.doctor.checks", check, backend)
 
 
-def _start(command: Sequence[str]) -> subprocess.Popen[bytes]:
-    return subprocess.Popen(
-        command,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        env=module_environment(),
-        start_new_session=True,
-    )
-
-
-def _kill(process: subprocess.Popen[bytes]) -> None:
-    """Kills the process and the compilers that it started."""
-    signal_group(process.pid, signal.SIGKILL)
-    process.wait()
+@contextlib.contextmanager
+def _started(command: Sequence[str]) -> Iterator[subprocess.Popen[bytes]]:
+    """A process, which is killed with the compilers that it started when the body ends. It ends itself, too, when this
+    one is killed: then nobody holds the other end of its standard input. Raises OSError."""
+    read_end, held_end = os.pipe()
+    with os.fdopen(held_end, "wb"), os.fdopen(read_end, "rb") as stdin:
+        process = subprocess.Popen(
+            command,
+            stdin=stdin,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env=module_environment(),
+            start_new_session=True,
+        )
+        try:
+            yield process
+        finally:
+            signal_group(process.pid, signal.SIGKILL)
+            process.wait()
 
 
 def why_skipped(backend: str, gpus: Sequence[str], *, jetson: bool) -> Finding | None:

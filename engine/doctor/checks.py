@@ -11,7 +11,11 @@ driver: asks a Jetson's drivers about its GPU, through the interface for which t
 neither an address space nor a channel.
 """
 
+import os
+import signal
+import stat
 import sys
+import threading
 import time
 from collections.abc import Callable
 from contextlib import closing
@@ -45,6 +49,18 @@ class CheckResult(msgspec.Struct, frozen=True, kw_only=True):
     first_kernel_s: float | None = None
     launch_us: float | None = None
     copy_gbps: float | None = None
+
+
+def end_with_parent() -> None:
+    """Has a thread end this process and what it started when nobody holds the other end of its standard input any more,
+    if that is a pipe (`backend_checks`)."""
+
+    def wait() -> None:
+        os.read(sys.stdin.fileno(), 1)  # nothing is written there
+        os.killpg(0, signal.SIGKILL)
+
+    if stat.S_ISFIFO(os.fstat(sys.stdin.fileno()).st_mode):
+        threading.Thread(target=wait, daemon=True).start()
 
 
 def write_result(backend: str, check: Callable[[str], CheckResult]) -> None:
@@ -205,5 +221,6 @@ def driver(name: str) -> CheckResult:
 
 
 if __name__ == "__main__":
+    end_with_parent()
     _check, _backend = sys.argv[1:]
     write_result(_backend, {"quick": quick, "stress": stress, "endless": endless, "driver": driver}[_check])

@@ -1,11 +1,15 @@
-"""Formats of texts in JSON schemas that llguidance keeps too loosely: as patterns, it keeps them.
+"""What llguidance keeps too loosely of JSON schemas, in a form that it keeps: formats of texts as patterns, and bounds
+beyond the integers that a double has.
 
 Times and dates are those of RFC 3339, section 5.6. A leap second is one only at some ends of a month, so none is made.
 The part of an e-mail address before the @ has at most 64 characters (RFC 5321, section 4.5.3.1).
 """
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterator, Mapping
 from typing import Any
+
+from engine.errors import UsageError
 
 _TIME = r"([01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](\.[0-9]{1,9})?([Zz]|[+-]([01][0-9]|2[0-3]):[0-5][0-9])"
 _LEAP_YEAR = r"([0-9]{2}(0[48]|[2468][048]|[13579][26])|([02468][048]|[13579][26])00)"
@@ -25,13 +29,27 @@ PATTERNS = {
 _BY_NAME = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 _LISTED = ("anyOf", "allOf", "oneOf", "prefixItems")
 _ONE = ("items", "additionalProperties", "contains", "not", "if", "then", "else", "propertyNames")
+_EXACT = 2**53
+"""llguidance reads numbers as doubles. It rounds integers beyond this,"""
+_MOST = 2**63 - 1024
+"""takes bounds beyond this for the one at 2^63, and refuses a range up to that."""
 
 
 def with_strict_formats(schema: Any) -> Any:
-    """A JSON schema in which texts of `PATTERNS` have a pattern in place of their format."""
+    """A JSON schema in which texts of `PATTERNS` have a pattern in place of their format, and bounds beyond 2^53 are
+    rounded inwards, beyond 2^63 to `_MOST`. Raises UsageError where nothing within fits, and for greater numbers of
+    `const` and `enum`."""
     if not isinstance(schema, Mapping):
         return schema
     made = dict(schema)
+    _bound(made, 1, ("minimum", "exclusiveMinimum"))
+    _bound(made, -1, ("maximum", "exclusiveMaximum"))
+    for number in _numbers([schema.get("const"), schema.get("enum")]):
+        if abs(number) > _EXACT:
+            raise UsageError(
+                f"A JSON schema has {number} as a value: numbers beyond 2^53 are not kept exactly.",
+                "Make it a text, or give an integer bounds in place of a value.",
+            )
     for key, value in schema.items():
         if key in _BY_NAME and isinstance(value, Mapping):
             made[key] = {name: with_strict_formats(each) for name, each in value.items()}
@@ -47,3 +65,46 @@ def with_strict_formats(schema: Any) -> Any:
         else:
             made["pattern"] = pattern
     return made
+
+
+def _bound(schema: dict[str, Any], sign: int, keys: tuple[str, str]) -> None:
+    """Makes bounds beyond 2^53 one that llguidance keeps, `sign` times which is the least; the second of `keys` leaves
+    its number out."""
+    given = {key: schema[key] for key in keys if _is_number(schema.get(key))}
+    if all(abs(value) <= _EXACT for value in given.values()):
+        return
+    least = max(_least(sign * value, key == keys[1]) for key, value in given.items())
+    if least > _MOST:
+        raise UsageError(
+            f"A JSON schema asks for numbers beyond 2^63: {' and '.join(f'{k} {v}' for k, v in given.items())}.",
+            "Give bounds within -2^63 and 2^63.",
+        )
+    for key in given:
+        del schema[key]
+    schema[keys[0]] = sign * max(least, -_MOST)
+
+
+def _least(bound: int | float, is_out: bool) -> int | float:
+    """The least double that is not below a bound, or above it if that `is_out`; an integer where doubles are."""
+    try:
+        number = float(bound)
+    except OverflowError:
+        number = math.inf if bound > 0 else -math.inf
+    if number < bound or (is_out and number == bound):
+        number = math.nextafter(number, math.inf)
+    return int(number) if math.isfinite(number) and number.is_integer() else number
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _numbers(value: object) -> Iterator[int | float]:
+    """Those in a JSON value."""
+    if isinstance(value, Mapping):
+        value = [*value.values()]
+    if isinstance(value, list):
+        for each in value:
+            yield from _numbers(each)
+    elif isinstance(value, int | float) and not isinstance(value, bool):
+        yield value

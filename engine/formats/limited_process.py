@@ -1,36 +1,34 @@
-"""Runs a script that reads what an untrusted file holds: a process of its own, killed when it takes too long."""
+"""Runs a module that reads what an untrusted file holds: a process of its own, killed when it takes too long."""
 
 from __future__ import annotations
 
 import subprocess
-import sys
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from pathlib import Path
 from threading import Timer
 from typing import IO
 
-from engine.child_process import kill
+from engine.child_process import kill, module_command, module_environment
 from engine.errors import OrinError
 
 START_S = 30.0  # for the process to start; on a busy machine that takes seconds
 
 
 class LimitedProcess:
-    """A script of this folder that sets itself limits, prints "ready" and then answers requests. The process starts
-    now, and ends with this object. One thread may use it at a time."""
+    """A module of this folder that sets itself limits (`process_limits`), prints "ready" and then answers requests. The
+    process starts now, and ends with this object. One thread may use it at a time."""
 
-    def __init__(self, script: str, failure: Callable[[str], OrinError]) -> None:
+    def __init__(self, module: str, failure: Callable[[str], OrinError]) -> None:
         """`failure` makes the error of a process that does not start, with a hint. Raises it."""
         self._failure = failure
-        path = Path(__file__).with_name(script)
         try:
             self._process = subprocess.Popen(
-                [sys.executable, "-P", str(path)],
+                module_command(f"engine.formats.{module}"),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
+                env=module_environment(),
                 start_new_session=True,  # so that Ctrl-C in the terminal does not end it
             )
         except OSError as error:

@@ -1,4 +1,4 @@
-"""The process that decodes pictures: `picture` runs this file as a script.
+"""The process that decodes pictures: `picture` runs it.
 
 A picture is an untrusted file, and its decoders are C. So they run here, with limits on memory and processor time, and
 the parent process kills this one when it takes too long.
@@ -12,13 +12,13 @@ picture is made to fit; "full" is its size before. The hash is of the width and 
 import hashlib
 import io
 import json
-import resource
 import sys
 import warnings
-from contextlib import suppress
 from typing import Any
 
 from PIL import Image, ImageOps, UnidentifiedImageError
+
+from engine.formats.process_limits import limit_memory, limit_processor_time
 
 MEMORY_BYTES = 2 << 30
 DECODING_S = 20  # of processor time: ends the process if its parent has died
@@ -106,17 +106,8 @@ def _rgb(picture: Image.Image) -> Image.Image:
     return picture.convert("RGB")
 
 
-def _limit_processor_time() -> None:
-    """Allows a little more than the process has used so far."""
-    used = resource.getrusage(resource.RUSAGE_SELF)
-    limit = int(used.ru_utime + used.ru_stime) + 1 + DECODING_S
-    resource.setrlimit(resource.RLIMIT_CPU, (limit, resource.RLIM_INFINITY))
-
-
 def main() -> None:
-    with suppress(OSError, ValueError):  # not every system has this limit
-        resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, resource.RLIM_INFINITY))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    limit_memory(MEMORY_BYTES)
     warnings.simplefilter("ignore")
     Image.MAX_IMAGE_PIXELS = MAX_PIXELS  # for parts of a file; Pillow refuses more than twice as many
     Image.init()
@@ -124,7 +115,7 @@ def main() -> None:
     files, out = sys.stdin.buffer, sys.stdout.buffer
     while line := files.readline():
         request = json.loads(line)
-        _limit_processor_time()
+        limit_processor_time(DECODING_S)
         about, pixels = answer(files.read(request["bytes"]), request["within"])
         out.write(json.dumps(about).encode() + b"\n")
         out.write(pixels)

@@ -1,4 +1,4 @@
-"""The process that renders one chat template: `template_renderer` runs this file as a script.
+"""The process that renders one chat template: `template_renderer` runs it.
 
 A template is a program from an untrusted file. Jinja's sandbox keeps it from Python's objects, but not from endless
 loops or from filling the memory, and nothing within a process can stop these reliably. So it runs here, with limits on
@@ -10,7 +10,6 @@ raise_exception), {"limit"} or {"broken"} with the reason.
 """
 
 import json
-import resource
 import sys
 from contextlib import suppress
 from datetime import datetime
@@ -21,6 +20,8 @@ from jinja2 import Environment, Template, meta, nodes
 from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from engine.formats.process_limits import limit_memory, limit_processor_time
 
 MEMORY_BYTES = 1 << 30
 RENDERING_S = 2  # of processor time: ends the process if its parent has died
@@ -103,23 +104,15 @@ def answer(source: str, request: str) -> dict[str, str | list[str]]:
         return {"broken": f"{type(error).__name__}: {error}"}
 
 
-def _limit_processor_time() -> None:
-    """Allows a little more than the process has used so far."""
-    used = resource.getrusage(resource.RUSAGE_SELF)
-    limit = int(used.ru_utime + used.ru_stime) + 1 + RENDERING_S
-    resource.setrlimit(resource.RLIMIT_CPU, (limit, resource.RLIM_INFINITY))
-
-
 def main() -> None:
-    with suppress(OSError, ValueError):  # not every system has this limit
-        resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, resource.RLIM_INFINITY))
+    limit_memory(MEMORY_BYTES)
     print("ready", flush=True)
     source = json.loads(sys.stdin.readline() or '""')
-    _limit_processor_time()
+    limit_processor_time(RENDERING_S)
     with suppress(Exception):  # compiles while the model loads; an error is reported with the first rendering
         compiled(source)
     for request in sys.stdin:
-        _limit_processor_time()
+        limit_processor_time(RENDERING_S)
         print(json.dumps(answer(source, request)), flush=True)
 
 

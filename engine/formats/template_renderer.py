@@ -70,7 +70,7 @@ class TemplateRenderer:
         raise AssertionError(answer)
 
     def _started(self) -> LimitedProcess:
-        process = LimitedProcess("template_process.py", _DOES_NOT_START)
+        process = LimitedProcess("template_process", _DOES_NOT_START)
         process.write(_line(self._source))
         return process
 

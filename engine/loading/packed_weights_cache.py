@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 
 from engine.disk_cache import source_digest
 from engine.formats.gguf import GGUF
-from engine.whole_file import replacing
+from engine.whole_file import open_file, replacing
 
 _MAGIC = b"orinpack"
 _HEADER_BYTES = 24  # magic, offset of the table, size of the table: 8 bytes each
@@ -50,7 +50,7 @@ def cached_files(model: Path) -> list[CachedFile]:
     files = []
     for path in sorted(folder().glob(f"{_model_key(model)}*{_SUFFIX}")):
         with contextlib.suppress(OSError, ValueError):
-            with path.open("rb") as file:
+            with open_file(path) as file:
                 _read_table(file.fileno())
             files.append(CachedFile(path, path.stat().st_size))
     return files
@@ -71,7 +71,8 @@ class PackedReader:
     def __init__(self, file: GGUF, lanes: int) -> None:
         self._fd, self._table = -1, dict[str, tuple[int, int]]()
         with contextlib.suppress(OSError, ValueError):
-            self._fd = os.open(_path(file, lanes), os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
+            with open_file(_path(file, lanes)) as kept:
+                self._fd = os.dup(kept.fileno())
             self._table = _read_table(self._fd)
 
     def __bool__(self) -> bool:

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from engine.disk_cache import trim
 from engine.runtime.pictures import Floats, PictureEncoder, Progress
 from engine.runtime.prefix_folder import folder
-from engine.whole_file import write_whole
+from engine.whole_file import read_file, write_whole
 
 LEAST_S = 0.3
 """A picture that took less is encoded again."""
@@ -71,7 +71,7 @@ class KeptEmbeddings:
 def _read(path: Path) -> Floats | None:
     """What a file holds; None if it is damaged, and then deleted, or not there."""
     try:
-        data = path.read_bytes()
+        data = read_file(path)
         content = data[_DIGEST_BYTES:]
         if hashlib.sha256(content).digest() == data[:_DIGEST_BYTES]:
             path.touch()  # the least recently used are deleted first

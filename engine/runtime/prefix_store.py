@@ -31,6 +31,7 @@ from engine.disk_cache import trim
 from engine.formats.gguf import GGUF
 from engine.formats.kv_format import QUANT_BLOCK
 from engine.runtime.prefix_folder import folder
+from engine.whole_file import open_file
 
 CHUNK = 512
 """Tokens of a file."""
@@ -97,7 +98,8 @@ def _state_path(chunk: Path, tokens: Sequence[int]) -> Path:
 def _read(path: Path, tokens: Sequence[int]) -> NDArray[np.uint8] | None:
     """What a file holds after its `tokens`; None if it is damaged, and then deleted, or gone."""
     try:
-        data = np.fromfile(path, np.uint8)  # several threads do this at once
+        with open_file(path) as file:
+            data = np.fromfile(file, np.uint8)  # several threads do this at once
         [crc] = _CRC.unpack(data[_HEADER.size : _TOKENS_AT].tobytes())
         body, n = data[_TOKENS_AT:], 4 * len(tokens)
         if zlib.crc32(body.data, zlib.crc32(data[: _HEADER.size].data)) == crc and np.array_equal(
@@ -123,7 +125,7 @@ class PrefixStore:
         found = []
         for path in self._paths(tokens):
             try:
-                with path.open("rb") as file:
+                with open_file(path) as file:
                     magic, window_from = _HEADER.unpack(file.read(_HEADER.size))
             except (OSError, struct.error):
                 break

@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,7 @@ from engine.doctor.checks import CheckResult
 from engine.errors import UsageError
 from tests.doctor import machines
 from tests.paths import ROOT
+from tests.protocol.conftest import running
 
 VARIABLES = ("CUDA_PATH", "CUDA_HOME", "CUDA_INCLUDE_PATH", "NVRTC_PATH", "LD_LIBRARY_PATH")
 
@@ -175,6 +177,23 @@ def test_a_check_that_hangs_is_ended_with_what_it_started(tmp_path):
     code = "import subprocess, time; subprocess.Popen(['sleep', '600']); print('up', flush=True); time.sleep(600)"
     result = run_check("NV", timeout_s=1.5, command=program(code))
     assert not result.ok and "no answer" in result.text and "dmesg" in result.advice
+
+
+def test_a_check_ends_with_a_doctor_that_is_killed():
+    check = "from engine.doctor.checks import end_with_parent; import os, time; end_with_parent(); "
+    check += "os.write(2, b'up'); time.sleep(60)"
+    doctor = "from engine.doctor.backend_checks import _started; import os, sys, time\n"
+    doctor += f"with _started([sys.executable, '-c', {check!r}]) as check:\n"
+    doctor += "    check.stderr.read(2); print(check.pid, flush=True); time.sleep(60)"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    process = subprocess.Popen([sys.executable, "-c", doctor], stdout=subprocess.PIPE, env=environment)
+    with process:
+        pid = int(process.stdout.readline())
+        process.kill()
+    deadline = time.monotonic() + 10
+    while running(pid):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 @pytest.mark.parametrize(

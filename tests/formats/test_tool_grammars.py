@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from engine.errors import UsageError
 from engine.formats.channels import ChannelSplitter, channel_marks
 from engine.formats.json_formats import with_strict_formats
 from engine.formats.tool_calls import (
@@ -188,3 +189,35 @@ def test_only_schemas_are_changed():
     assert with_strict_formats(data) == data and with_strict_formats(True) is True
     both = with_strict_formats({"type": "string", "format": "time", "pattern": "^2"})
     assert both["pattern"] == "^2" and both["allOf"]
+
+
+BIG = 2**63
+
+
+@pytest.mark.parametrize(
+    "schema, good, bad",
+    [
+        (
+            {"minimum": -BIG, "maximum": BIG - 1},
+            [0, 2**62, -(2**62)],
+            [BIG, -BIG - 1],
+        ),  # as generated for int64
+        ({"minimum": 0, "maximum": 2 * BIG - 1}, [0, 2**62], [-1, 2 * BIG]),
+        ({"minimum": -3.4e38, "maximum": 3.4e38, "type": "number"}, [1.5, -(2**60)], []),
+        ({"maximum": 2**53 + 3}, [2**53 + 1], [2**53 + 4]),
+        ({"exclusiveMinimum": -(2**60)}, [0, -(2**60) + 128], [-(2**60)]),
+    ],
+)
+def test_bounds_beyond_exact_numbers_are_kept(schema, good, bad):
+    grammar = schema_grammar({"type": "integer", **schema})
+    assert all(takes(grammar, str(number)) for number in good)
+    assert not any(takes(grammar, str(number)) for number in bad)
+
+
+@pytest.mark.parametrize(
+    "schema", [{"const": 2**53 + 1}, {"enum": [1, {"a": -1e300}]}, {"minimum": BIG}, {"maximum": -1e30}]
+)
+def test_values_that_cannot_be_kept_are_refused(schema):
+    with pytest.raises(UsageError, match=r"beyond 2\^(53|63)"):
+        schema_grammar({"properties": {"n": schema}})
+    assert with_strict_formats({"const": True, "enum": [2**53, 0.1], "minimum": 5, "maximum": True})

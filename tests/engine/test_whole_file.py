@@ -1,0 +1,29 @@
+"""Files that are read: pipes and devices in their place are not waited for."""
+
+import os
+
+import pytest
+
+from app.chat.settings import usable_settings
+from engine.logs import open_log
+from engine.whole_file import open_file, read_file
+
+
+def test_pipes_and_devices_are_no_files(tmp_path):
+    pipe, file, link = tmp_path / "pipe", tmp_path / "file", tmp_path / "link"
+    os.mkfifo(pipe)
+    file.write_bytes(b"text")
+    link.symlink_to(file)
+    assert read_file(link) == b"text"
+    for other in (pipe, os.devnull, tmp_path, tmp_path / "nothing"):
+        with pytest.raises(OSError, match=r"not a file|Is a directory|No such file"):
+            open_file(other)
+
+
+def test_a_pipe_in_place_of_the_settings_or_of_a_log_is_not_waited_for(tmp_path):
+    pipe = tmp_path / "settings.toml"
+    os.mkfifo(pipe)
+    _, [flaw] = usable_settings(pipe)
+    assert "it is a pipe or a device, not a file. The defaults are used" in flaw
+    with open_log(pipe) as log:
+        assert log.name == os.devnull
