@@ -19,25 +19,17 @@ from app.serve.protocols.figures import figures, timings
 from app.serve.protocols.formats import format_of
 from app.serve.protocols.pictures import unseen
 from app.serve.protocols.reply import Asked, Json, Reply
-from app.serve.protocols.requests import MAX_LOGPROBS, Body, generate, variants
+from app.serve.protocols.requests import MAX_LOGPROBS, generate, variants
+from app.serve.protocols.thinking import ThinkingBody, wanted
 from app.serve.protocols.tools import Choice, Named, ToolChoice, Tools, chosen_tools
 from app.serve.service import Service
 from engine.formats.template import Prompt
 from engine.formats.tokenizer import Tokenizer
 from engine.formats.tool_grammars import reply_grammar
-from engine.protocol.events import Chat, Effort, Generate, Grammar, Prefilling, Token
-
-ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
-_EFFORTS: dict[str, Effort] = {
-    "low": "low",
-    "medium": "medium",
-    "high": "high",
-    "xhigh": "high",
-    "max": "high",
-}
+from engine.protocol.events import Chat, Generate, Grammar, Prefilling, Token
 
 
-class ChatBody(Body, kw_only=True):
+class ChatBody(ThinkingBody, kw_only=True):
     messages: list[ChatMessage]
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
@@ -47,10 +39,9 @@ class ChatBody(Body, kw_only=True):
     parallel_tool_calls: bool | None = None
     functions: list[dict[str, Any]] | None = None  # OpenAI's first form of tools
     function_call: Literal["none", "auto"] | Named | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-    reasoning_effort: ReasoningEffort | None = None
     modalities: list[str] | None = None
-    return_progress: bool | None = None  # llama-server's
+    n_predict: int | None = None  # llama-server's, like the next one; 0 only reads the prompt
+    return_progress: bool | None = None
 
 
 def asked(body: ChatBody, service: Service) -> Asked:
@@ -98,13 +89,12 @@ def chat_request(body: ChatBody, service: Service) -> tuple[Generate, Tools]:
         grammar: Grammar | None = format
     else:
         grammar = reply_grammar(form, tools.shown, format, is_required=tools.is_required)
-    limit = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
-    if limit == 0:
+    limits = (body.max_completion_tokens, body.max_tokens, body.n_predict)
+    limit = next((each for each in limits if each is not None), None)
+    if limit == 0 and body.n_predict is None:
         raise wrong("max_tokens must be 1 or more.", "max_tokens")
-    sampling = service.sampling
-    if effort := _EFFORTS.get(body.reasoning_effort or ""):
-        sampling = replace(sampling, effort=effort)
-    think = _thinks(body, service.think)
+    think, effort = wanted(body, service.think)
+    sampling = replace(service.sampling, effort=effort) if effort else service.sampling
     prompt = Chat(messages=conversation(body.messages), think=think, tools=tools.shown)
     if prompt.pictures and service.ready and not service.ready.model.sees:
         raise unseen(service.model)
@@ -125,14 +115,6 @@ def encoded(body: ChatBody, service: Service) -> Prompt:
     request, _ = chat_request(body, service)
     assert isinstance(request.prompt, Chat)
     return service.file.encoded(request.prompt, request.sampling.effort)
-
-
-def _thinks(body: ChatBody, default: bool) -> bool:
-    """Whether a thinking model is to think: as vLLM and llama-server ask for it, or as OpenAI."""
-    wanted = (body.chat_template_kwargs or {}).get("enable_thinking")
-    if isinstance(wanted, bool):
-        return wanted
-    return default and body.reasoning_effort not in ("none", "minimal")
 
 
 @dataclass

@@ -171,12 +171,9 @@ def _asked_as_chat(
 ) -> Asked:
     _set_options(as_chat, body)
     as_chat.logprobs, as_chat.top_logprobs = body.logprobs, body.top_logprobs
-    if isinstance(body.think, bool):
-        as_chat.chat_template_kwargs = {"enable_thinking": body.think}
-    elif body.think in _EFFORTS:
-        as_chat.reasoning_effort = body.think  # type: ignore[assignment]  # one of them
-    elif body.think is not None:
+    if body.think not in (None, True, False, *_EFFORTS):
         raise wrong("think is true, false, low, medium, high or max.", "think")
+    as_chat.think = body.think
     request, tools = chat.chat_request(as_chat, service)
     reply = _reply(body, service, place, tools)
     return Asked([request], reply, body.stream is not False, as_chat.stops, note=tools.note)

@@ -4,13 +4,8 @@ from typing import Any, Literal
 
 import msgspec
 
-from app.serve.protocols.chat import ReasoningEffort
 from app.serve.protocols.requests import StreamOptions
-
-
-class Reasoning(msgspec.Struct):
-    effort: ReasoningEffort | None = None
-    summary: str | None = None
+from app.serve.protocols.thinking import Reasoning
 
 
 class TextFormat(msgspec.Struct):

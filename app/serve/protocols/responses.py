@@ -89,7 +89,7 @@ def _as_chat(
         body.top_p,
     )
     as_chat.logprobs, as_chat.top_logprobs = body.wants_logprobs, body.top_logprobs
-    as_chat.reasoning_effort = body.reasoning.effort if body.reasoning else None
+    as_chat.reasoning = body.reasoning
     as_chat.chat_template_kwargs = body.chat_template_kwargs
     if body.text and (format := body.text.format):
         as_chat.response_format = ResponseFormat(format.type, JsonSchema(format.schema))

@@ -97,6 +97,14 @@ async def test_what_does_not_fit_is_left_out_of_what_is_filled_in(served, model_
     assert len(request.prompt.ids) + request.max_tokens < 8192 and request.prompt.ids[-1] == 3
 
 
+async def test_a_chat_that_is_only_read(served):
+    engine = FakeEngine()
+    client, _ = served(engine)
+    for n in (0, 7):
+        assert (await client.post("/v1/chat/completions", json=HELLO | {"n_predict": n})).status_code == 200
+    assert [request.max_tokens for request in engine.requests] == [0, 7]
+
+
 async def test_slots_and_adapters_as_far_as_there_are_any(served):
     client, _ = served(parallel=2)
     assert (await client.post("/slots/1?action=erase")).json() == {"id_slot": 1, "n_erased": 0}

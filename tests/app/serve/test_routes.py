@@ -106,16 +106,23 @@ async def test_fields_reach_the_engine(served):
 
 
 @pytest.mark.parametrize(
-    ("fields", "thinks"),
-    [({}, True), ({"reasoning_effort": "none"}, False), ({"reasoning_effort": "low"}, True),
-     ({"chat_template_kwargs": {"enable_thinking": False}}, False)],
+    ("fields", "thinks", "effort"),
+    [({}, True, None), ({"reasoning_effort": "none"}, False, None), ({"reasoning_effort": "low"}, True, "low"),
+     ({"chat_template_kwargs": {"enable_thinking": False}}, False, None),
+     ({"chat_template_kwargs": {"thinking": True, "reasoning_effort": "high"}}, True, "high"),
+     ({"reasoning": {"effort": "xhigh"}}, True, "high"), ({"reasoning": {"enabled": False}}, False, None),
+     ({"reasoning": {"effort": "none"}}, False, None), ({"enable_thinking": False}, False, None),
+     ({"thinking": {"type": "disabled"}}, False, None), ({"thinking": {"type": "adaptive"}}, True, None),
+     ({"thinking": False}, False, None), ({"think": False}, False, None), ({"think": "low"}, True, "low"),
+     ({"thinking_budget": 0}, False, None), ({"thinking_budget_tokens": 9}, True, None)],
 )  # fmt: skip
-async def test_thinking_is_asked_for(served, fields, thinks):
+async def test_thinking_is_asked_for(served, fields, thinks, effort):
+    """In the words of all providers."""
     engine = FakeEngine()
     client, _ = served(engine)
     await client.post(CHAT, json={**HELLO, **fields})
     assert engine.requests[0].prompt.think is thinks
-    assert engine.requests[0].sampling.effort == (fields.get("reasoning_effort") if thinks else None)
+    assert engine.requests[0].sampling.effort == effort
     client, _ = served(engine, think=False)
     await client.post(CHAT, json=HELLO)
     assert not engine.requests[1].prompt.think
