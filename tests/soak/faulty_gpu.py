@@ -1,11 +1,17 @@
 """The engine process on an NVIDIA GPU that fails when a file appears: its driver then reports errors, or its stream
-never ends, as behind a kernel that hangs. The file has the name of the fault."""
+never ends, as behind a kernel that hangs. The file has the name of the fault.
+
+A process that starts meanwhile fails once it has opened the GPU. Nothing here may import tinygrad before that: it would
+miss the variables that the engine sets for it, and take the CPU.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import runpy
+import sys
 import threading
 import time
 from pathlib import Path
@@ -21,14 +27,22 @@ _STAY = ("cuGetErrorString", "cuGetErrorName")
 
 
 def _wait(file: Path) -> None:
-    while not file.exists():
+    fault = ""
+    while not fault:
         time.sleep(0.002)
-    fault = file.read_text()
+        if _has_opened_the_gpu():
+            with contextlib.suppress(FileNotFoundError):
+                fault = file.read_text()
     if fault == HANGS:
         _hang()
     else:
         _fail(ERRORS[fault])
     file.with_suffix(TAKEN).write_text(str(os.getpid()))
+
+
+def _has_opened_the_gpu() -> bool:
+    module = sys.modules.get("tinygrad.runtime.ops_cuda")
+    return bool(module and (device := getattr(module, "CUDADevice", None)) and device.devices)
 
 
 def _fail(code: int) -> None:
