@@ -73,6 +73,7 @@ class Session:
         self._queued_files: tuple[Attachment, ...] = ()
         self.reply: Turn | None = None  # the one that grows, from its first text on
         self.candidate: Candidate | None = None  # the engine that the session switches to when it is ready
+        self.flaws = ""  # of the settings, to be told with what the engine says when it is ready
         self.other_model = ""  # a sentence on how to choose one, for the user whose model does not load
         self.ways_on = ""  # a sentence on how to make room in a context that is nearly full
         self.is_full = False  # the context, so that the last reply was cut, or the last prompt not answered
@@ -197,9 +198,7 @@ class Session:
         for index in filter(None, (before, conversation.start)):
             await self.view.changed(conversation.turns[index - 1])
         self.status.context_changed()
-        self.view.notice(
-            f"{counted(count, 'turn')} left out: the model reads what follows, the chat keeps all"
-        )
+        self.view.notice(f"{counted(count, 'turn')} left out: the model reads the rest, the chat keeps all")
         if was_full:
             await self.go_on()
 
@@ -308,11 +307,12 @@ class Session:
             if isinstance(event, Failed):
                 failure = event
             elif isinstance(event, Ready) and (remarks := remarks_on(event, self.sampling)):
-                self.view.notice(" ".join(remarks), warning=bool(event.warnings))
+                said = f"{self.flaws} {' '.join(remarks)}".lstrip()
+                self.view.notice(said, warning=bool(self.flaws or event.warnings))
         self._is_starting = False
         if failure is not None:
             advice = self.other_model if failures.is_about_model(failure) else ""
-            self.view.notice(f"{failures.in_words(failure)} {advice}".strip(), warning=True)
+            self.view.notice(f"{self.flaws} {failures.in_words(failure)} {advice}".strip(), warning=True)
         await self._next(may_send=failure is None)
 
     async def _switch(self, candidate: Candidate, adopted: Callable[[], None]) -> None:

@@ -145,7 +145,7 @@ class ChatApp(DrawnPictures, Copying, PlaceActions, FileActions, ToolActions, Sl
         self.session.tools.form = self.tool_form
         self.dashboard = Dashboard(self.session, setup, read_counters)
         self.dashboard.tell = self.notice
-        self._first_theme, self._first_warning, self._open_first = theme, warning, chat_id
+        self._first_theme, self.session.flaws, self._open_first = theme, warning, chat_id
         self._send_first, self._first_draft = initial_prompt, draft
         self._resumable: int | None = None  # the chat that Ctrl+G opens while this one is empty
         self._pacer = FramePacer()
@@ -170,8 +170,8 @@ class ChatApp(DrawnPictures, Copying, PlaceActions, FileActions, ToolActions, Sl
         self.show_comparison()
         if self._open_first is not None:
             await self.session.open(self._open_first)
-        if self._first_warning:
-            self.notice(self._first_warning, warning=True)
+        if self.session.flaws:
+            self.notice(self.session.flaws, warning=True)
         self.session.start()
         if self._send_first:
             await self.session.send(self._send_first)

@@ -145,7 +145,9 @@ class Connection:
         while isinstance(error, BaseExceptionGroup):
             error = error.exceptions[0]
         if isinstance(error, OSError) and self._process:
-            return f"does not start: {error.strerror or error}: {self._server.command}"
+            program = self._server.words[0]
+            hint = " (what follows the program goes into args)" if " " in program else ""
+            return f"does not start: {error.strerror or error}: {program}{hint}"
         text = str(error).strip().partition("\n")[0].rstrip(".") or type(error).__name__
         return f"failed: {text[:300]}"
 

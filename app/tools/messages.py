@@ -12,11 +12,11 @@ LINE_BYTES = 32 << 20
 
 
 class Server(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A server of settings.toml, in the table [mcp.NAME]: a `command` that speaks on its standard streams, or a `url`.
-    `env` is added to the few variables that it gets. `folder` is where it runs ("": where the chat does). A call may
-    take `timeout_s`."""
+    """A server of settings.toml, in the table [mcp.NAME]: a `command` that speaks on its standard streams, a program or
+    a list with its arguments, or a `url`. `env` is added to the few variables that it gets. `folder` is where it runs
+    ("": where the chat does). A call may take `timeout_s`."""
 
-    command: str = ""
+    command: str | tuple[str, ...] = ""
     args: tuple[str, ...] = ()
     env: dict[str, str] = {}
     folder: str = ""
@@ -31,6 +31,12 @@ class Server(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             raise ValueError("The url of a server begins with http:// or https://")
         if not 0 < self.timeout_s <= 3600:
             raise ValueError("timeout_s is between 0 and 3600")
+
+    @property
+    def words(self) -> tuple[str, ...]:
+        """The program and its arguments."""
+        command = (self.command,) if isinstance(self.command, str) else self.command
+        return (*command, *self.args)
 
 
 class ListedTool(msgspec.Struct, frozen=True, kw_only=True):

@@ -46,9 +46,10 @@ class StdioServer:
     async def streams(self) -> AsyncIterator[Streams]:
         """Starts the process, and ends it with all that it started. Raises OSError."""
         server = self._server
+        program, *arguments = server.words
         process = await asyncio.create_subprocess_exec(
-            os.path.expanduser(server.command),  # noqa: PTH111 (a word without a slash is looked for on the PATH)
-            *server.args,
+            os.path.expanduser(program),  # noqa: PTH111 (a word without a slash is looked for on the PATH)
+            *arguments,
             stdin=PIPE,
             stdout=PIPE,
             stderr=PIPE,

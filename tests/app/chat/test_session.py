@@ -210,7 +210,7 @@ async def test_the_oldest_turns_are_left_out_and_the_reply_goes_on(begin):
     await until(lambda: not session.is_busy)
     assert engine.prompts()[-1] == [("user", "c"), ("assistant", "So much")]
     assert said(session) == ["a", "A", "b", "B", "c", "So much more"] and not session.is_full
-    assert "4 turns left out: the model reads what follows, the chat keeps all" in view.notices
+    assert "4 turns left out: the model reads the rest, the chat keeps all" in view.notices
     await session.leave_out()
     assert view.notices[-1].startswith("There are no older turns to leave out")
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import re
 
 import pytest
+from msgspec.structs import replace
 
 from app.chat.history import History
 from engine.protocol.events import Failed, Message, Prefilling, Token
@@ -53,6 +54,14 @@ async def test_a_model_that_stands_in_for_another_is_a_warning_that_stays(histor
         user.engine.release()
         await user.idle()
         assert f"⚠ {warning}" in user.screen()
+
+
+async def test_flaws_of_the_settings_stay_beside_what_the_engine_remarks(history):
+    ready = replace(READY, warnings=("The GPU is hot.",))
+    flaw = "settings.toml: mcp.a is left out: it has no key cmd."
+    async with chat(FakeEngine(start=[STARTED[0], None, ready]), history, warning=flaw) as user:
+        user.engine.release()
+        await user.sees(f"⚠ {flaw} The GPU is hot.")
 
 
 async def test_a_context_that_is_too_small_for_the_prompt(history):

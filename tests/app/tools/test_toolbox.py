@@ -29,6 +29,13 @@ async def call(box: Toolbox, name: str, **arguments):
     return await box.call(box.tools[name], json.dumps(arguments))
 
 
+def test_a_command_may_be_a_list_with_its_arguments():
+    assert Server(command=("npx", "-y"), args=("a",)).words == ("npx", "-y", "a")
+    assert Server(command="npx", args=("-y",)).words == ("npx", "-y")
+    with pytest.raises(ValueError, match="a command or a url"):
+        Server(command=())
+
+
 @thorough
 async def test_a_real_server_lists_answers_and_dies():
     box = Toolbox({"calc": real(), "gone": Server(command="no-such-program")})
