@@ -177,6 +177,34 @@ def test_guesses_are_checked_in_one_step(architecture, tmp_path):
             assert runner.state_position() == done + right
 
 
+@pytest.mark.parametrize(
+    ("architecture", "quant"),
+    [
+        ("qwen3", "Q8_0"),
+        *(rarely(kind, "Q8_0") for kind in ("gemma4", "gpt-oss", "qwen35moe")),
+        *(rarely("llama", quant) for quant in ("Q2_K", "Q4_K", "Q6_K", "IQ4_XS", "F16")),
+    ],
+)
+def test_a_row_is_computed_as_it_is_alone(architecture, quant, tmp_path):
+    """To the last bit. So greedy texts with guesses are those without."""
+    shape = {"dim": 256} if quant.endswith(("_K", "_XS")) else {}
+    path = generated_model.write(tmp_path / "m.gguf", architecture=architecture, quant=quant, **shape)
+    runner = CPURunner(opened(path), CONTEXT)
+    tokens = np.random.default_rng(5).integers(0, 500, 32).tolist()
+    found = []
+    for rows in 1, *runner.check_rows:
+        runner.prepare_rows(rows)
+        blocks, logits = KVBlocks(runner), []
+        blocks.reserve(0, len(tokens))
+        for first in range(0, len(tokens), rows):
+            runner.run([Slot(0, (tokens[first + i],), first + i) for i in range(rows)])
+            logits.append(runner.logits().copy())
+            if runner.state_slots:
+                runner.cut_state(0, first + rows)
+        found.append(np.concatenate(logits))
+    assert all(np.array_equal(logits, found[0]) for logits in found)
+
+
 def test_sequences_take_turns_with_states_of_checks():
     """Also after one of them has ended without a step after its check."""
     states = CPUStates(3)

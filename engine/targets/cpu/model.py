@@ -107,8 +107,9 @@ class CPUModel(StepBuffers):
         return ceil(parallel / tile) * tile
 
     def tile_of(self, rows: int) -> int:
-        """The tile for a decode step of so many rows."""
-        return min(1 << (rows - 1).bit_length(), self.lanes)
+        """The tile for a decode step of so many rows: fewer than `lanes`, so that each row is computed as it is alone
+        (`kernels.product.products_of_few`)."""
+        return min(1 << (rows - 1).bit_length(), self.lanes // 2)
 
     def expert_choices(self) -> list[NDArray[np.int32]]:
         """See `ModelRunner.expert_choices`."""

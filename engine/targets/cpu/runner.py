@@ -87,9 +87,8 @@ class CPURunner:
         self.export_layout = export_layout(layers, states.layout)
         self._state, self._tokens = memory.view(model.state), memory.view(model.tokens)
         self._positions, self._sequences = memory.view(model.places).reshape(-1, 2).T
-        tiles = [1 << i for i in range(model.tile_of(parallel).bit_length())]
-        rows = {tile: tile for tile in tiles} | {tiles[-1]: model.max_rows(parallel)}
-        self.row_counts = tuple(rows.values())
+        fewer = (1 << i for i in range(model.tile_of(parallel).bit_length() - 1))
+        self.row_counts = (*fewer, model.max_rows(parallel))
         self._piece_sizes = (*(1 << i for i in range(5, self.max_chunk.bit_length() - 1)), self.max_chunk)
         widest = min(most, CHECKED) if states.state_slots else most
         self.check_rows = tuple(n for n in CHECK_ROWS if n <= widest)
@@ -100,7 +99,7 @@ class CPURunner:
         self._whole: CompiledSequence | None = None  # prefill that gives what embeddings are made of
         self._hidden: list[NDArray[np.float32]] = []
         with timeline.span("kernels"):
-            decode = {tile: step_kernels(model, tile, n) for tile, n in rows.items()}
+            decode = {n: step_kernels(model, model.tile_of(n), n) for n in self.row_counts}
             prefill = step_kernels(model, self._lanes)
             kernels = [kernel for step in (prefill, *decode.values()) for kernel in step.kernels]
             pool.compile(kernels)  # all at once, for several compiler processes
@@ -116,14 +115,14 @@ class CPURunner:
         pass  # all steps are there
 
     def can_check(self, count: int) -> bool:
-        return self._model.tile_of(count) in self._decode
+        return count <= self.row_counts[-1] or count in self._decode
 
     def prepare_check(self, count: int) -> None:
         self.prepare_rows(count)
 
     def prepare_rows(self, count: int) -> None:
         if not self.can_check(count):
-            step = step_kernels(self._model, count, count)
+            step = step_kernels(self._model, self._model.tile_of(count), count)
             default_pool().compile(step.kernels)
             self._decode[count] = step.compile()
 
@@ -139,11 +138,9 @@ class CPURunner:
                 self._set(self._lanes, [slot])
                 self._hidden.append(self._stream(len(slot.inputs)))
         if rows:
-            tile = self._model.tile_of(len(rows))
-            if tile not in self._decode:
-                tile = min(larger for larger in self._decode if tile <= larger)
-            self._set(tile, rows)
-            self._step = self._decode[tile]
+            count = min(n for n in self._decode if n >= len(rows))
+            self._set(self._model.tile_of(count), rows)
+            self._step = self._decode[count]
             self._step()
         self._last = self._logits[: len(rows)]
         best: NDArray[np.int32] = self._last.argmax(1).astype(np.int32)  # the first NaN, if there is one

@@ -22,9 +22,10 @@ from engine.targets.cpu.kernels.step_state import TILES, n_tokens
 from engine.targets.cpu.kernels.stream_size import UNIT
 from engine.targets.cpu.kernels.weight_layout import PAIRS, LaneLayout
 
-# The largest quantized activation. With tiles of tokens, 8-bit scales are multiplied into 6-bit weights (Q6_K), and the
-# sum of 32 products must fit 32 bits: 32 * 128 * 16383 * 32 < 2**31.
-_MAX_ONE_TOKEN, _MAX_TILES = 32767, 16383
+# The largest quantized activation: of steps of a few tokens, which so compute for each what a step of one computes, and
+# of whole tiles. There 8-bit scales are multiplied into 6-bit weights (Q6_K), and the sum of 32 products must fit 32
+# bits: 32 * 128 * 16383 * 32 < 2**31.
+_MAX_FEW, _MAX_TILES = 32767, 16383
 
 
 @dataclass(frozen=True)
@@ -270,7 +271,7 @@ def store_unit(
         return
     magnitudes = (v.maximum(v * -1.0) for v in values)
     largest = k.across(functools.reduce(UOp.maximum, magnitudes), Ops.MAX)
-    limit = _MAX_ONE_TOKEN if tile == 1 else _MAX_TILES
+    limit = _MAX_FEW if tile < k.lanes else _MAX_TILES
     scale = largest * (1 / limit)
     inverse = (largest.maximum(UOp.const(1e-30, F32))).reciprocal() * float(limit)
     # A cast truncates, so this rounds to the nearest integer.

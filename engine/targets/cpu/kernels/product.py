@@ -15,6 +15,7 @@ A kernel is compiled for a type of matrices, not for a shape: it reads the sizes
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from tinygrad import UOp
@@ -115,7 +116,8 @@ def products_of_floats(rows: GroupOfRows, tile_number: Index) -> list[UOp]:
     """The products with each token of a tile, float32 (lanes,)."""
     k, _, stream, group, _, x = rows
     lanes, tile = k.lanes, x.tile
-    chains = 4 if tile == 1 else 1  # independent sums, since each addition waits for the one before
+    # Independent sums, since each addition waits for the one before. A few tokens are added in the order of one.
+    chains = 4 if tile < lanes else 1
     sums = [k.zeros() for _ in range(chains * tile)]
     with k.loop(x.cols // chains) as step:
         for c in range(chains):
@@ -124,8 +126,7 @@ def products_of_floats(rows: GroupOfRows, tile_number: Index) -> list[UOp]:
             for token in range(tile):
                 s = sums[c * tile + token]
                 k.store(s, 0, k.vector(s, 0) + weight * x.float(k, tile_number, column, token))
-    totals = [k.vector(s, 0) for s in sums]
-    return totals if tile > 1 else [add(totals)]
+    return [add(k.vector(s, 0) for s in sums[token::tile]) for token in range(tile)]
 
 
 def products_of_a_token(rows: GroupOfRows, tile_number: Index = 0) -> UOp:
@@ -159,15 +160,7 @@ def products_of_a_token(rows: GroupOfRows, tile_number: Index = 0) -> UOp:
             for a, b in zip(dots[::2], dots[1::2], strict=True):
                 value = value + k.concat(a, b)
             k.store(sums, 0, value)
-        scale, minimum = layout.scales(k, stream, at, words, run)
-        dot = k.vector(sums, 0) + k.vector(sums, lanes)
-        result = dot.cast(F32) * (scale * x.scale(k, tile_number, unit, 0))
-        if minimum is not None:
-            if format.has_nibble_scales:
-                result = result - minimum * x.run_sum(k, tile_number, unit * (UNIT // format.group) + run, 0)
-            else:
-                result = result - minimum * x.scaled_sum(k, tile_number, unit, 0)
-        k.store(total, 0, k.vector(total, 0) + result)
+        _add_run(rows, [total], [sums], tile_number, at, words, unit, run)
     return k.vector(total, 0)
 
 
@@ -204,16 +197,45 @@ def products_of_few(rows: GroupOfRows, tile_number: Index) -> list[UOp]:
                     values[t] = values[t] + k.concat(*dots)
             for s, value in zip(sums, values, strict=True):
                 k.store(s, 0, value)
-        scale, minimum = layout.scales(k, stream, at, words, run)
-        for t in range(tile):
-            dot = k.vector(sums[t], 0) + k.vector(sums[t], lanes)
-            result = dot.cast(F32) * (scale * x.scale(k, tile_number, unit, t))
-            if minimum is not None and format.has_nibble_scales:
-                result = result - minimum * x.run_sum(k, tile_number, unit * runs + run, t)
-            elif minimum is not None:
-                result = result - minimum * x.scaled_sum(k, tile_number, unit, t)
-            k.store(totals[t], 0, k.vector(totals[t], 0) + result)
+        _add_run(rows, totals, sums, tile_number, at, words, unit, run)
     return [k.vector(total, 0) for total in totals]
+
+
+def _add_run(
+    rows: GroupOfRows,
+    totals: Sequence[UOp],
+    sums: Sequence[UOp],
+    tile_number: Index,
+    at: UOp,
+    words: UOp,
+    unit: UOp,
+    run: UOp,
+) -> None:
+    """Adds a run of columns to the totals of each token of a tile: their integers' `sums`, scaled, less the minima. The
+    factors are stored, and the two are added one after the other, so that kernels of one token and of a few round
+    alike: tinygrad reorders the products of an expression, and compilers choose which of them they add unrounded."""
+    k, layout, stream, _, _, x = rows
+    lanes, format = k.lanes, layout.format
+    assert format
+    scale, minimum = layout.scales(k, stream, at, words, run)
+    scale, minimum = _stored(k, scale), None if minimum is None else _stored(k, minimum)
+    for t, (total, pair) in enumerate(zip(totals, sums, strict=True)):
+        dot = (k.vector(pair, 0) + k.vector(pair, lanes)).cast(F32)
+        of_x = _stored(k, scale * x.scale(k, tile_number, unit, t))
+        k.store(total, 0, k.vector(total, 0) + dot * of_x)
+        if minimum is not None:
+            if format.has_nibble_scales:
+                of_run = x.run_sum(k, tile_number, unit * (UNIT // format.group) + run, t)
+            else:
+                of_run = x.scaled_sum(k, tile_number, unit, t)
+            k.store(total, 0, k.vector(total, 0) - minimum * of_run)
+
+
+def _stored(k: KernelBuilder, value: UOp) -> UOp:
+    """A vector in registers of its own."""
+    registers = k.registers(k.lanes)
+    k.store(registers, 0, value)
+    return k.vector(registers, 0)
 
 
 def products_of_tiles(rows: GroupOfRows, tiles: Index, span: int, first_tile: Index = 0) -> UOp:
