@@ -1,10 +1,12 @@
 """Ollama's protocol, over an engine that follows a script."""
 
 import json
+import zlib
 from dataclasses import replace
 
 import pytest
 
+from app.serve.protocols import generate_context
 from engine.formats.fill_in import FillIn
 from engine.protocol.events import RawText, Sampling
 from tests.app.fake_engine import TOO_LONG, FakeEngine, reply
@@ -101,6 +103,11 @@ async def test_what_there_is(served):
     assert (await client.get("/", headers=browser)).text == "orin-chat is running"
 
 
+def test_a_context_of_a_conversation_that_repeats_itself_is_read_again():
+    turns = [("user", "no " * 100_000), ("assistant", "yes " * 100_000)]
+    assert generate_context.turns(generate_context.packed(turns), "") == turns
+
+
 async def test_the_context_of_a_text_goes_on_with_the_conversation(served):
     engine = FakeEngine(reply("Good day.", "Hm."), reply("Fine."))
     client, _ = served(engine)
@@ -114,7 +121,8 @@ async def test_the_context_of_a_text_goes_on_with_the_conversation(served):
     assert [m.content for m in engine.requests[2].prompt.messages[:2]] == ["Be long.", "Hi"]
     raw = (await client.post("/api/generate", json={"prompt": "Hi", "raw": True, "stream": False})).json()
     assert "context" not in raw
-    for wrong in ([1, 2, 3], [300], [-1], [2**70], last["context"][:-9]):
+    bomb = [*zlib.compress(b'[["user",""]' + b',["user",""]' * 100_000 + b"]")]
+    for wrong in ([1, 2, 3], [300], [-1], [2**70], last["context"][:-9], bomb):
         refused = await client.post("/api/generate", json=asked | {"context": wrong})
         assert refused.status_code == 400 and "context" in refused.json()["error"]
 
