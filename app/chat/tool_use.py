@@ -6,7 +6,6 @@ import asyncio
 import secrets
 import string
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
-from contextlib import suppress
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -15,7 +14,7 @@ from msgspec.structs import replace
 from app.chat.settings import remember, remembered
 from app.chat.view import Permission, View
 from app.tools.toolbox import Tool, Toolbox
-from engine.errors import OrinError
+from engine.errors import OrinError, UsageError
 from engine.formats.tool_calls import FunctionCall, ToolCallParser, ToolForm
 from engine.protocol.events import Chat, Event, Finished, Generate, Thinking, Token
 from widgets.chat.turn import Call, CallState, Turn
@@ -71,6 +70,7 @@ class ToolUse:
         self._parser: ToolCallParser | None = None
         self._task: asyncio.Task[Any] | None = None
         self._n_calls = 0
+        self._told: set[str] = set()
 
     async def offer(self) -> str | None:
         """The tools for the next reply (`Chat.tools`), "" without any; None if the user has stopped waiting for
@@ -81,13 +81,30 @@ class ToolUse:
         names = ", ".join(self.toolbox.starting)
         if not await self._while(f"starting tools: {names}" if names else "", self.toolbox.start()):
             return None
+        for name, state in self.toolbox.states.items():
+            if state.problem:
+                self._tell(f"Tools: {name} {state.problem} · /mcp again starts it anew")
         shown = self.toolbox.shown()
-        with suppress(OrinError):  # the engine says what is wrong with its file
-            form = await asyncio.to_thread(self.form) if shown else None
-            if form is not None:
-                self._parser = ToolCallParser(form, shown)
-                return shown
-        return ""
+        if not shown:
+            return ""
+        try:
+            form = await asyncio.to_thread(self.form)
+        except UsageError as error:
+            self._tell(str(error))
+            return ""
+        except OrinError:  # the engine says what is wrong with its file
+            return ""
+        if form is None:
+            self._tell("The model in use is offered no tools: its chat template takes none")
+            return ""
+        self._parser = ToolCallParser(form, shown)
+        return shown
+
+    def _tell(self, problem: str) -> None:
+        """Once, while it is the same."""
+        if problem not in self._told:
+            self._told.add(problem)
+            self._view.notice(problem, warning=True)
 
     async def without_calls(self, events: AsyncIterator[Event]) -> AsyncIterator[Event]:
         """The events of a reply. What of its text is a call becomes one of `calls`."""

@@ -10,6 +10,7 @@ from textual.widgets import Static
 from app.screens.engine_actions import EngineActions
 from app.tools.form import form_of
 from app.tools.toolbox import NONE, Toolbox
+from engine.errors import UsageError
 from engine.formats.tool_calls import ToolForm
 from widgets.chat.tool_question import ANSWERS
 from widgets.page import Frame, Page
@@ -50,8 +51,10 @@ class ToolActions(EngineActions):
         self.column.question.action_answer(answer)
 
     def tool_form(self) -> ToolForm | None:
-        """How the model in use writes calls; a comparison has no tools."""
-        return None if self.is_comparing else form_of(self.setup.model_path if self.setup else None)
+        """How the model in use writes calls. Raises UsageError for a comparison."""
+        if self.is_comparing:
+            raise UsageError("While llama.cpp is compared, there are no tools.")
+        return form_of(self.setup.model_path if self.setup else None)
 
     @work(group="tools", exclusive=True)
     async def show_tools(self, argument: str) -> None:

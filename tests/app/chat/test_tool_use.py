@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from unittest.mock import AsyncMock
 
 import pytest
 
@@ -35,7 +36,10 @@ class Answering(View):
     """Gives one answer after the other (None: it waits for ever)."""
 
     def __init__(self, *answers: str | None) -> None:
-        self.answers, self.asked = list(answers), list[str]()
+        self.answers, self.asked, self.noticed = list(answers), list[str](), list[str]()
+
+    def notice(self, text, *, warning=False):
+        self.noticed += [text] if warning else []
 
     async def may_run(self, call):
         self.asked.append(call.name)
@@ -250,11 +254,23 @@ async def test_text_that_only_begins_like_a_call_is_text(begin):
 
 
 async def test_a_model_whose_template_has_no_tools_is_offered_none(begin):
-    engine = FakeEngine(called(READ))
-    session = begin(engine, Answering())
+    engine, view = FakeEngine(called(READ), called(READ)), Answering()
+    session = begin(engine, view)
     session.tools.form = lambda: None
     await say(session, "Read it")
+    await say(session, "Again")
+    assert view.noticed == ["The model in use is offered no tools: its chat template takes none"]
     assert engine.requests[0].prompt.tools == "" and "<tool_call>" in session.conversation.turns[-1].content
+
+
+async def test_a_server_that_does_not_start_is_told_once(begin, monkeypatch):
+    box, view = FakeToolbox(), Answering()
+    monkeypatch.setattr(box, "start", AsyncMock())
+    box.states["files"].problem = "does not start: No such file"
+    session = begin(FakeEngine(reply("One."), reply("Two.")), view, box)
+    await say(session, "Read it")
+    await say(session, "Again")
+    assert view.noticed == ["Tools: files does not start: No such file · /mcp again starts it anew"]
 
 
 @pytest.mark.parametrize(("allowed", "is_run"), [(["all"], True), (["files.write"], False)])
