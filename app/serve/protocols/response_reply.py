@@ -99,7 +99,10 @@ class ResponseReply(Reply):
             "output": list(self.output),
             "parallel_tool_calls": body.parallel_tool_calls is not False,
             "previous_response_id": body.previous_response_id,
-            "reasoning": {"effort": body.reasoning.effort if body.reasoning else None, "summary": None},
+            "reasoning": {
+                "effort": body.reasoning.effort if body.reasoning else None,
+                "summary": self._summary,
+            },
             "store": body.is_stored,
             **sampling,
             "text": {"format": {k: v for k, v in msgspec.to_builtins(format).items() if v is not None}},
@@ -138,11 +141,20 @@ class ResponseReply(Reply):
             else:
                 yield from self._closed(block)
 
+    @property
+    def _summary(self) -> str | None:
+        """The kind of summary that the client wants to see of the model's thoughts. It gets all of them: clients that
+        ask so show nothing else."""
+        return self.body.reasoning.summary if self.body.reasoning else None
+
     def _opened(self, block: Block) -> Iterator[Json]:
         yield self._event(
             "response.output_item.added", output_index=block.index, item=self._item(block, False)
         )
-        if block.kind != "call":
+        if block.kind == "thinking" and self._summary:
+            part = self._part(block) | {"text": ""}
+            yield self._event("response.reasoning_summary_part.added", **self._place(block), part=part)
+        elif block.kind != "call":
             part = self._part(block) | {"text": ""}
             yield self._event("response.content_part.added", **self._place(block), part=part)
 
@@ -150,7 +162,8 @@ class ResponseReply(Reply):
         place = self._place(block)
         match block.kind:
             case "thinking":
-                yield self._event("response.reasoning_text.delta", **place, delta=grown.text)
+                kind = "reasoning_summary_text" if self._summary else "reasoning_text"
+                yield self._event(f"response.{kind}.delta", **place, delta=grown.text)
             case "text":
                 shown = self._logprobs(list(grown.tokens))
                 yield self._event("response.output_text.delta", **place, delta=grown.text, logprobs=shown)
@@ -160,6 +173,10 @@ class ResponseReply(Reply):
     def _closed(self, block: Block) -> Iterator[Json]:
         place, text = self._place(block), block.text
         match block.kind:
+            case "thinking" if self._summary:
+                yield self._event("response.reasoning_summary_text.done", **place, text=text)
+                part = self._part(block)
+                yield self._event("response.reasoning_summary_part.done", **place, part=part)
             case "thinking":
                 yield self._event("response.reasoning_text.done", **place, text=text)
             case "text":
@@ -172,7 +189,7 @@ class ResponseReply(Reply):
             case "call":
                 done = "response.function_call_arguments.done"
                 yield self._event(done, **place, name=block.name, arguments=text)
-        if block.kind != "call":
+        if block.kind == "text" or (block.kind == "thinking" and not self._summary):
             yield self._event("response.content_part.done", **place, part=self._part(block))
         item = self._item(block, True)
         self.output.append(item)
@@ -180,7 +197,9 @@ class ResponseReply(Reply):
 
     def _place(self, block: Block) -> Json:
         place: Json = {"item_id": self._id(block), "output_index": block.index}
-        return place if block.kind == "call" else place | {"content_index": 0}
+        if block.kind == "call":
+            return place
+        return place | {"summary_index" if block.kind == "thinking" and self._summary else "content_index": 0}
 
     def _id(self, block: Block) -> str:
         kinds = {"thinking": "rs", "text": "msg", "call": "ctc" if block.name in self.tools.custom else "fc"}
@@ -188,7 +207,7 @@ class ResponseReply(Reply):
 
     def _part(self, block: Block) -> Json:
         if block.kind == "thinking":
-            return {"type": "reasoning_text", "text": block.text}
+            return {"type": "summary_text" if self._summary else "reasoning_text", "text": block.text}
         shown = self._logprobs(block.tokens)
         return {"type": "output_text", "text": block.text, "annotations": [], "logprobs": shown}
 
@@ -198,7 +217,8 @@ class ResponseReply(Reply):
         parts = [self._part(block)] if is_done else []
         match block.kind:
             case "thinking":
-                item = {"type": "reasoning", **head, "summary": [], "content": parts}
+                shown = {"summary": parts} if self._summary else {"summary": [], "content": parts}
+                item = {"type": "reasoning", **head, **shown}
                 if is_done and "reasoning.encrypted_content" in (self.body.include or ()):
                     item["encrypted_content"] = SEALED + base64.b64encode(block.text.encode()).decode()
                 return item

@@ -215,12 +215,12 @@ def _output(content: Any, param: str) -> list[Part]:
 
 
 def _thought(item: dict[str, Any]) -> str:
-    content, sealed = item.get("content"), item.get("encrypted_content")
-    if isinstance(content, list) and content:
-        return "".join(part.text or "" for part in msgspec.convert(content, list[Part]))
-    if isinstance(sealed, str) and sealed.startswith(SEALED):
+    """A summary is all that there was: see `ResponseReply`."""
+    sealed = item.get("encrypted_content")
+    if not item.get("content") and isinstance(sealed, str) and sealed.startswith(SEALED):
         try:
             return base64.b64decode(sealed[len(SEALED) :], validate=True).decode()
         except (binascii.Error, UnicodeDecodeError):
             return ""
-    return ""
+    shown = item.get("content") or item.get("summary") or []
+    return "".join(part.text or "" for part in msgspec.convert(shown, list[Part]))

@@ -62,6 +62,33 @@ async def test_a_streamed_response(served):
     assert events[-1]["response"]["output"] == items and items[0]["encrypted_content"]
 
 
+async def test_thoughts_are_the_summary_where_one_is_wanted(served):
+    """Clients that ask for a summary show nothing else of what a model thinks."""
+    engine = FakeEngine(reply("Bob.", "Hm. So."))
+    client, _ = served(engine)
+    asked = {"reasoning": {"summary": "auto"}}
+    events = await streamed(client, asked)
+    kinds = [event["type"].removeprefix("response.") for event in events]
+    once = [kind for i, kind in enumerate(kinds) if not i or kinds[i - 1] != kind]
+    part, text = "reasoning_summary_part", "reasoning_summary_text"
+    added = ["created", "in_progress", "output_item.added"]
+    assert once[:8] == [
+        *added,
+        f"{part}.added",
+        f"{text}.delta",
+        f"{text}.done",
+        f"{part}.done",
+        "output_item.done",
+    ]
+    deltas = [event for event in events if event["type"] == f"response.{text}.delta"]
+    assert "".join(event["delta"] for event in deltas) == "Hm. So." and deltas[0]["summary_index"] == 0
+    thought, said = events[-1]["response"]["output"]
+    assert thought["summary"] == [{"type": "summary_text", "text": "Hm. So."}] and "content" not in thought
+    given = [{"role": "user", "content": "Who?"}, thought, said, {"role": "user", "content": "Sure?"}]
+    await client.post(PATH, json={"input": given} | asked)
+    assert engine.requests[1].prompt.messages[1].thinking == "Hm. So."
+
+
 async def test_a_conversation_that_the_client_keeps(served):
     """What the model thought comes back sealed, and is the same prompt as if it were open."""
     engine = FakeEngine(reply(CALL, "Hm."))
