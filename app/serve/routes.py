@@ -1,5 +1,6 @@
 """The paths of the server, as a Starlette application."""
 
+import re
 import sys
 import traceback
 from collections.abc import Awaitable, Callable, Mapping
@@ -31,6 +32,7 @@ from app.serve.protocols import (
     llama,
     llama_state,
     lm_studio,
+    mistral,
     models,
     ollama,
     responses,
@@ -44,6 +46,8 @@ from app.serve.service import CLIENT_GONE, Exchange, Service
 from engine import invocation
 from engine.measure.memory import gpu_used_bytes, resident_memory
 
+_OF_PROVIDERS = re.compile(r"/openai/deployments/[^/]+/|/v1/engines/[^/]+/|/(?!v1/|api/)(?:[^/]+/)+?v1/")
+"""What comes before a path at Azure, in OpenAI's first form, and at Groq (/openai/v1) and others."""
 LONG_BODY_BYTES = 256 << 10
 """Ordinary requests of long conversations are shorter, or need a few milliseconds more."""
 Endpoint = Callable[[Request], Awaitable[Response]]
@@ -65,6 +69,7 @@ def application(models: Service | ModelPool, key: str = "", limits: Limits = NO_
         ("GET", "/openapi.json", routes.openapi),
         ("POST", "/chat/completions", chats := routes.completing(chat.ChatBody, chat.asked)),
         ("POST", "/completions", texts := routes.completing(completions.TextBody, completions.asked)),
+        ("POST", "/fim/completions", routes.completing(mistral.FimBody, mistral.asked)),
         ("POST", "/messages", routes.completing(anthropic.MessagesBody, anthropic.asked)),
         ("POST", "/messages/count_tokens", routes.computing(anthropic.CountBody, anthropic.counted)),
         ("POST", "/responses", routes.respond),
@@ -121,6 +126,8 @@ def application(models: Service | ModelPool, key: str = "", limits: Limits = NO_
         ("POST", "/api/v0/chat/completions", chats),
         ("POST", "/api/v0/completions", texts),
         ("POST", "/api/v0/embeddings", vectors),
+        ("POST", "/api/v1/chat/completions", chats),  # OpenRouter's
+        ("POST", "/api/v1/completions", texts),
         *((method, path, routes.unmanaged) for method, path in ollama.UNMANAGED),
     ]
     by_path: dict[str, dict[str, Endpoint]] = {}
@@ -358,7 +365,7 @@ def _by_method(endpoints: Mapping[str, Endpoint]) -> Endpoint:
 def _plain_paths(app: ASGIApp) -> ASGIApp:
     """`app`, for which paths with and without a slash at their end, with several at their beginning, or as whole
     addresses (https://www.rfc-editor.org/rfc/rfc9112#section-3.2.2) are the same. Clients add a /v1 of their own,
-    or Ollama's /api, to an address that ends with /v1."""
+    or Ollama's /api, to an address that ends with /v1, and some have what other providers have before it."""
 
     async def called(scope: Scope, receive: Receive, send: Send) -> None:
         path = scope["path"]
@@ -367,6 +374,8 @@ def _plain_paths(app: ASGIApp) -> ASGIApp:
         path = f"/{path.strip('/')}"
         if path.startswith(("/v1/v1/", "/v1/api/")):
             path = path.removeprefix("/v1")
+        elif found := _OF_PROVIDERS.match(path):
+            path = f"/v1/{path[found.end() :]}"
         await app({**scope, "path": path}, receive, send)
 
     return called

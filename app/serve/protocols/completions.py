@@ -154,6 +154,7 @@ def _echo(prompt: RawText | TokenIds, service: Service, *, with_logprobs: bool) 
 class _Gathered:
     content: list[str] = field(default_factory=list)
     tokens: list[Token] = field(default_factory=list)
+    characters: int = 0  # of the tokens whose log-probabilities were sent
     end: AnswerEnd | None = None
 
 
@@ -183,7 +184,8 @@ class TextReply(Reply):
         answer = self.answers.setdefault(i, _Gathered())
         answer.content.append(delta.content)
         answer.tokens += delta.tokens
-        shown = self._logprobs(delta.tokens)
+        if shown := self._logprobs(delta.tokens, answer.characters):
+            answer.characters += sum(map(len, shown["tokens"]))
         if delta.content or shown:
             yield self._chunk(i, delta.content, shown)
 
@@ -223,12 +225,10 @@ class TextReply(Reply):
         if ends and len(tokens) > len(echo.forced):
             del tokens[-1]
         first = logprobs.spelled(self.tokenizer, echo.ids[0])
-        shown = self._entries(tokens)
-        shown["tokens"].insert(0, first)
-        shown["token_logprobs"].insert(0, None)
-        shown["top_logprobs"].insert(0, None)
-        lengths = itertools.accumulate(map(len, shown["tokens"]), initial=0)
-        shown["text_offset"] = list(lengths)[:-1]
+        shown = self._entries(tokens, len(first))
+        for name, value in (("tokens", first), ("token_logprobs", None), ("top_logprobs", None)):
+            shown[name].insert(0, value)
+        shown["text_offset"].insert(0, 0)
         return first + "".join(answer.content), shown
 
     def _figures(self) -> Json:
@@ -242,16 +242,20 @@ class TextReply(Reply):
         choice = {"index": i, "text": text, "logprobs": logprobs, "finish_reason": finish_reason}
         return self._head() | {"choices": [choice]}
 
-    def _logprobs(self, tokens: Iterable[Token]) -> Json | None:
+    def _logprobs(self, tokens: Iterable[Token], offset: int = 0) -> Json | None:
         reported = logprobs.reported(tokens, self.tokenizer)
-        return self._entries(reported) if self.shown is not None and reported else None
+        return self._entries(reported, offset) if self.shown is not None and reported else None
 
-    def _entries(self, tokens: Sequence[Token]) -> Json:
+    def _entries(self, tokens: Sequence[Token], offset: int) -> Json:
+        """`offset`: how many characters come before."""
+
         def spelled(id: int) -> str:
             return logprobs.spelled(self.tokenizer, id)
 
+        texts = [spelled(t.id) for t in tokens]
         return {
-            "tokens": [spelled(t.id) for t in tokens],
+            "text_offset": list(itertools.accumulate(map(len, texts), initial=offset))[:-1],
+            "tokens": texts,
             "token_logprobs": [t.logprob for t in tokens],
             "top_logprobs": [{spelled(top.id): top.logprob for top in t.top[: self.shown]} for t in tokens],
         }

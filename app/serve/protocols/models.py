@@ -1,5 +1,6 @@
 """The models, in the forms of OpenAI, Anthropic, llama-server, vLLM and OpenRouter at once."""
 
+from collections.abc import Sequence
 from datetime import UTC, datetime
 
 from app.serve.model_pool import ModelPool
@@ -43,12 +44,7 @@ def model(service: Service) -> Json:
     parameters += ["reasoning", "include_reasoning"] if "thinking" in can else []
     described: Json = {
         **_named(service.model, service.created),
-        "capabilities": {
-            "tools": _supported("tools" in can),
-            "thinking": _supported("thinking" in can),
-            "structured_outputs": _supported(True),
-            "image_input": _supported("vision" in can),
-        },
+        "capabilities": _as_anthropic_has_it(can, bool(service.ready and service.ready.model.takes_effort)),
         "architecture": {
             "input_modalities": takes,
             "output_modalities": ["text"],
@@ -73,6 +69,24 @@ def model(service: Service) -> Json:
             },
         }
     return described
+
+
+def _as_anthropic_has_it(can: Sequence[str], takes_effort: bool) -> Json:
+    """Clients with strict types need all of these."""
+    thinks, effort = _supported("thinking" in can), _supported(takes_effort)
+    elsewhere = {name: _supported(False) for name in ("batch", "citations", "code_execution", "pdf_input")}
+    tools = {name: _supported(False) for name in ("code_execution", "web_search")}
+    return {
+        **elsewhere,
+        "context_management": _supported(False),
+        "effort": effort | dict.fromkeys(("low", "medium", "high", "max"), effort),
+        "image_input": _supported("vision" in can),
+        "server_tools": _supported(False) | tools,
+        "structured_outputs": _supported(True),
+        "thinking": thinks
+        | {"types": dict.fromkeys(("adaptive", "between_tools", "disabled", "enabled"), thinks)},
+        "tools": _supported("tools" in can),
+    }
 
 
 def _supported(is_so: bool) -> Json:

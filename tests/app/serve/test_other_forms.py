@@ -2,10 +2,12 @@
 
 import base64
 import json
+from dataclasses import replace
 
 import pytest
 
-from tests.app.fake_engine import TOO_LONG, FakeEngine
+from engine.formats.fill_in import FillIn
+from tests.app.fake_engine import TOO_LONG, FakeEngine, reply
 from tests.app.serve.conftest import HELLO, WEATHER, error
 
 CHAT = "/v1/chat/completions"
@@ -92,6 +94,20 @@ async def test_an_address_that_ends_with_v1_gets_another(served):
     assert (await client.get("/v1/v1/models")).json()["data"][0]["id"] == "tiny"
     assert (await client.get("/v1/api/tags")).json()["models"][0]["name"] == "tiny"
     assert (await client.get("/v1/v1")).status_code == 404
+    for path in ("openai/deployments/tiny", "openai/v1", "inference/a/v1", "api/v1", "v1/v1"):
+        assert (await client.post(f"/{path}/chat/completions", json=HELLO)).status_code == 200
+    assert (await client.post("/v1/engines/x/completions", json={"prompt": "a"})).status_code == 200
+    for path in ("/openai/v1", "/openai/deployments/tiny", "/a/v2/models"):
+        assert (await client.get(path)).status_code == 404
+
+
+async def test_mistrals_path_for_code(served, model_file):
+    engine = FakeEngine(reply("a, b"))
+    client, _ = served(engine, file=replace(model_file, fill_in=FillIn(1, 2, 3)))
+    asked = {"prompt": "def f(", "suffix": ")", "max_tokens": 9, "random_seed": 4, "stop": [","]}
+    body = (await client.post("/v1/fim/completions", json=asked)).json()
+    assert body["choices"][0]["message"]["content"] == "a" and engine.requests[0].sampling.seed == 4
+    assert [id for id in engine.requests[0].prompt.ids if id in (1, 2, 3)] == [1, 2, 3]
 
 
 async def test_a_schema_that_is_left_out_is_any_object(served):
