@@ -11,9 +11,10 @@ when the pool started. As in tinygrad, they do not run the engine's main module 
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from multiprocessing import forkserver
 from multiprocessing.context import ForkServerContext, ForkServerProcess
@@ -24,17 +25,7 @@ import tinygrad.engine.worker as compile_workers
 
 from engine.fixes import applied, once
 
-_PRELOADED = [
-    "tinygrad.codegen.opt.search",
-    "tinygrad.engine.realize",
-    "engine.fixes.matvec_heuristic",
-    "engine.fixes.launch_bounds",
-    "engine.fixes.program_cache",
-    "engine.fixes.graph_nodes",
-    "engine.fixes.graph_rewrites",
-    "engine.fixes.index_lowering",
-    "engine.fixes.slice_shapes",
-]
+_PRELOADED = ["tinygrad.codegen.opt.search", "tinygrad.engine.realize", "engine.fixes.program_cache"]
 
 
 @once("How compiler processes start")
@@ -43,10 +34,11 @@ def apply() -> None:
     compile_workers._WorkerContext = _Context
 
 
-def prepare() -> None:
-    """Starts the server process, which imports tinygrad while the caller builds the graphs that are to be compiled."""
+def prepare(modules: Sequence[str] = ()) -> None:
+    """Starts the server process, unless it runs: it imports tinygrad, the fixes that are applied and these modules
+    while the caller builds the graphs that are to be compiled."""
     if int(os.environ.get("PARALLEL", "0")):
-        multiprocessing.set_forkserver_preload(_PRELOADED)
+        multiprocessing.set_forkserver_preload([*_PRELOADED, *applied(), *modules])
         forkserver.ensure_running()
 
 
@@ -70,11 +62,12 @@ class _Context(ForkServerContext):
     def Pool(  # type: ignore[override]
         self, processes: int, initializer: Callable[[], None], initargs: tuple[()], tasks_each: int
     ) -> Pool:
-        multiprocessing.set_forkserver_preload(_PRELOADED)
+        prepare()
         return super().Pool(processes, _initialize, (applied(), initializer), tasks_each)
 
 
 def _initialize(fixes: list[str], initializer: Callable[[], None]) -> None:
+    gc.disable()  # a quarter of the time that a kernel takes; a process ends after some kernels
     for name in fixes:
         import_module(name).apply()
     initializer()

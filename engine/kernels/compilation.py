@@ -4,8 +4,9 @@ Building a kernel's graph, and computing the digest by which tinygrad identifies
 everything else in the start of a model whose programs are cached. So a program is also identified by what its graph
 follows from: the function that builds it, the function's arguments, and the source. Then its graph is not built again.
 
-While requests are answered, kernels are compiled `in_slices`: this process builds a few graphs at a time, and the
-compiler processes work while it goes on with the answers.
+Compiler processes get a graph as soon as it is built, and work while this process builds the next ones. While requests
+are answered, kernels are compiled `in_slices`: this process builds a few graphs at a time, and goes on with the
+answers.
 """
 
 from __future__ import annotations
@@ -16,25 +17,31 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
 from enum import Enum
+from functools import partial
 from multiprocessing.pool import AsyncResult, Pool
 from types import FunctionType
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 from weakref import WeakKeyDictionary
 
 from tinygrad import Device, UOp
 from tinygrad.codegen import to_program_context, to_program_key
 from tinygrad.dtype import DType
 from tinygrad.engine import realize, worker
+from tinygrad.renderer import Renderer
 from tinygrad.uop.ops import Ops
 
 from engine.disk_cache import disk_cache, source_digest
 from engine.errors import PreemptedError
 
+T = TypeVar("T")
 KernelFunction = Callable[..., UOp]
 """A function that takes placeholders of buffers and returns a kernel's graph: a kernel of a CPU."""
 
 MakeLinears = Callable[[], Sequence[UOp]]
 """Builds LINEARs of kernels' calls."""
+
+Compiled = tuple[tuple[object, ...], UOp]
+"""A program, and before it the key by which tinygrad knows it."""
 
 _programs: WeakKeyDictionary[UOp, UOp] = WeakKeyDictionary()  # of the graphs that this process has compiled
 _cache_keys: dict[UOp, str] = {}  # graphs to compile, and the keys of their programs in the disk cache
@@ -42,17 +49,18 @@ _interrupted: Callable[[], bool] | None = None
 
 
 class _Compiling(NamedTuple):
-    """A kernel that a compiler process is at work on."""
+    """A kernel that a compiler process is at work on. `bar` is told when it is done, as tinygrad's own progress bar."""
 
-    call: UOp
     key: tuple[object, ...]
     pool: Pool
     result: AsyncResult[tuple[int, UOp]]
+    bar: Any
 
 
 _PATIENCE_S = 60.0
 _slice_ends_s: float | None = None  # while `in_slices`
 _compiling: dict[UOp, _Compiling] = {}  # by their graphs
+_sends = False  # whether compiler processes get graphs as soon as they are built
 _built: dict[str, list[Sequence[UOp]]] = {}  # what `compile_once` has built by now, by its description
 
 
@@ -141,26 +149,43 @@ def _compile_in_slices(linears: Sequence[UOp]) -> None:
 
 def _begin_to_compile(call: UOp) -> None:
     """Gives a kernel to a compiler process. Without such processes it is compiled here."""
-    graph, renderer = call.src[0], Device[Device.DEFAULT].renderer
+    if not _send(call.src[0]):
+        _compile([call])
+
+
+def _send(graph: UOp) -> bool:
+    """Gives a graph to a compiler process; False if it is compiled, or if there are no such processes."""
+    renderer, context = _for_compiler()
     key = to_program_key(graph, renderer)
     if key in realize.to_program_cache or not (pool := worker.get_worker_pool()):
-        _compile([call])
-        return
-    task = 0, (graph, renderer), {variable.key: variable.value for variable in to_program_context}
-    _compiling[graph] = _Compiling(call, key, pool, pool.apply_async(realize._compile_kernel, (task,)))
+        return False
+    if graph not in _compiling:
+        result = pool.apply_async(realize._compile_kernel, ((0, (graph, renderer), context),))
+        bar = realize.tqdm(total=1, desc="compiling", disable=True)
+        _compiling[graph] = _Compiling(key, pool, result, bar)
+    return True
 
 
 def _take_compiled(waits: bool = False) -> None:
     """Takes what compiler processes have compiled; with `waits`, all that they were given. What those that were ended
     (`compiler_processes.dismiss`) had begun is to be given again."""
-    for graph, (call, key, pool, result) in [*_compiling.items()]:
+    for graph, (key, pool, result, bar) in [*_compiling.items()]:
         if waits:
             result.wait(_PATIENCE_S)  # a process that was killed never answers
         if waits or result.ready() or pool is not worker.worker_pool:
             del _compiling[graph]
         if result.ready() and graph not in _programs:
-            realize.to_program_cache[key] = result.get()[1]
-            _compile([call])
+            _, program = result.get()
+            realize.to_program_cache[key] = program
+            if program.arg.local_size is not None:  # else tinygrad has to find one
+                _keep(graph, program, key)
+            bar.update(1)
+
+
+def _keep(graph: UOp, program: UOp, key: tuple[object, ...]) -> None:
+    _programs[graph] = program
+    if cache_key := _cache_keys.pop(graph, ""):
+        disk_cache().put("kernels", cache_key, key)
 
 
 def _uncompiled(linears: Sequence[UOp]) -> list[UOp]:
@@ -168,36 +193,50 @@ def _uncompiled(linears: Sequence[UOp]) -> list[UOp]:
     them."""
     calls = {call.src[0]: call for linear in linears for call in linear.src if call.src[0] not in _programs}
     graphs = [graph for graph in calls if graph.op is Ops.SINK]
-    graphs.sort(key=lambda graph: len(graph.toposort()), reverse=True)
+    graphs.sort(key=lambda graph: 0 if graph in _compiling else len(graph.toposort()), reverse=True)
     return [calls[graph] for graph in graphs]
 
 
 def _compile(calls: Sequence[UOp]) -> None:
-    if not calls:
-        return
     if any(call.src[0] in _compiling for call in calls):
         _take_compiled(waits=True)
+        calls = [call for call in calls if call.src[0] not in _programs]
+    if not calls:
+        return
     programs = realize.compile_linear(UOp(Ops.LINEAR, src=tuple(calls))).src
     for call, done in zip(calls, programs, strict=True):
-        _programs[call.src[0]] = done.src[0]
-        if key := _cache_keys.pop(call.src[0], ""):
-            disk_cache().put("kernels", key, to_program_key(call.src[0], Device[Device.DEFAULT].renderer))
+        _keep(call.src[0], done.src[0], to_program_key(call.src[0], Device[Device.DEFAULT].renderer))
 
 
 def compile_once(description: tuple[object, ...], *makes: MakeLinears) -> None:
     """Compiles the kernels of the LINEARs that `makes` build, unless an earlier run did so for the same `description`
     (see `fingerprint`) and source: then they are found on disk when they are used. Raises PreemptedError
     (`interruptible`, `in_slices`)."""
+    begin_once(description, *makes)()
+
+
+def begin_once(description: tuple[object, ...], *makes: MakeLinears) -> Callable[[], None]:
+    """Does the first part of `compile_once`: builds the LINEARs. The function that it returns waits for the compiler
+    processes, and compiles what they do not."""
+    global _sends
     if was_compiled(description):
-        return
+        return lambda: None
     key = _compiled_key(description)
     built = _built.setdefault(key, []) if key else []
-    for make in makes[len(built) :]:
-        built.append(make())
-    compile_all([linear for linears in built for linear in linears])
-    if key:
-        del _built[key]
-        disk_cache().put("compiled", key, True)
+    _sends = not _interrupted and _slice_ends_s is None  # else it is not all to be compiled at once
+    try:
+        for make in makes[len(built) :]:
+            built.append(make())
+    finally:
+        _sends = False
+
+    def finish() -> None:
+        compile_all([linear for linears in built for linear in linears])
+        if key:
+            del _built[key]
+            disk_cache().put("compiled", key, True)
+
+    return finish
 
 
 def was_compiled(description: tuple[object, ...]) -> bool:
@@ -219,11 +258,7 @@ def _compiled_key(description: tuple[object, ...]) -> str:
 def program_or_graph(description: tuple[object, ...], build: Callable[[], UOp]) -> UOp:
     """The cached program of the kernel with this `description` (see `fingerprint`); without one the graph that `build`
     returns, to be compiled."""
-    try:
-        target = str(Device[Device.DEFAULT].renderer.target)
-        cache_key = repr((source_digest(), target, fingerprint(description)))
-    except TypeError:
-        cache_key = ""
+    cache_key = _program_key(description)
     if cache_key and (program_key := disk_cache().get("kernels", cache_key)):
         program = realize.to_program_cache.get(program_key)
         if program is not None:
@@ -232,7 +267,59 @@ def program_or_graph(description: tuple[object, ...], build: Callable[[], UOp]) 
     graph = build()
     if cache_key:
         _cache_keys[graph] = cache_key
+    if _sends and graph not in _programs:
+        _send(graph)
     return graph
+
+
+def _program_key(description: tuple[object, ...]) -> str:
+    """ "" if the description has no fingerprint."""
+    try:
+        target = str(Device[Device.DEFAULT].renderer.target)
+        return repr((source_digest(), target, fingerprint(description)))
+    except TypeError:
+        return ""
+
+
+def in_compiler(function: Callable[..., T], *arguments: object) -> Callable[[], T] | None:
+    """Has a compiler process call a function of a module with these arguments, and with a function that makes programs
+    of graphs (`keep_program`). It may use no device. What is returned waits for the result; None if there are no such
+    processes."""
+    if (pool := worker.get_worker_pool()) is None:
+        return None
+    compile_graphs = partial(_compile_graphs, realize._compile_kernel, *_for_compiler())
+    result = pool.apply_async(function, (*arguments, compile_graphs))
+
+    def wait() -> T:
+        result.wait(_PATIENCE_S)
+        value: T = result.get() if result.ready() else function(*arguments, compile_graphs)
+        return value
+
+    return wait
+
+
+def keep_program(description: tuple[object, ...], key: tuple[object, ...], program: UOp) -> UOp:
+    """A program that a compiler process made (`in_compiler`), which `program_or_graph` finds from now on."""
+    realize.to_program_cache[key] = program
+    if cache_key := _program_key(description):
+        disk_cache().put("kernels", cache_key, key)
+    return program
+
+
+def _compile_graphs(
+    compile_kernel: Callable[..., tuple[int, UOp]],
+    renderer: Renderer,
+    context: dict[str, int],
+    graphs: Sequence[UOp],
+) -> list[Compiled]:
+    keys = [to_program_key(graph, renderer) for graph in graphs]
+    tasks = (compile_kernel((0, (graph, renderer), context)) for graph in graphs)
+    return [(key, program) for key, (_, program) in zip(keys, tasks, strict=True)]
+
+
+def _for_compiler() -> tuple[Renderer, dict[str, int]]:
+    """What a compiler process has to know beside a graph."""
+    return Device[Device.DEFAULT].renderer, {variable.key: variable.value for variable in to_program_context}
 
 
 def fingerprint(value: object) -> str:

@@ -425,6 +425,9 @@ def _die() -> Never:
     os._exit(1)
 
 
+_REPACKING = "engine.targets.nvidia.kernels.weights.weight_repacking"  # compilers schedule it
+
+
 def _load_text_model(options: EngineOptions, report: Report) -> Model:
     from engine.backends import (
         ask_driver,
@@ -451,6 +454,12 @@ def _load_text_model(options: EngineOptions, report: Report) -> Model:
         restart()
     opening = open_device(dev)
     with timeline.span("imports"):
+        from engine.disk_cache import disk_cache, source_digest
+        from engine.fixes import compiler_processes
+
+        start = source_digest(), options
+        if not (is_known := disk_cache().get("starts", start)):  # there may be kernels to compile
+            compiler_processes.prepare([] if dev.startswith("CPU") else [_REPACKING])
         from engine import candidate_trial
         from engine.model.open_runner import import_runner
         from engine.model.text_model import TextModel
@@ -466,6 +475,8 @@ def _load_text_model(options: EngineOptions, report: Report) -> Model:
         model: Model = TextModel(options, report, prompts)
     except ExceptionGroup as failures:  # one for each of the interfaces through which tinygrad tries a device
         raise no_device_error(dev, failures) from failures
+    if not is_known:
+        disk_cache().put("starts", start, True)
     return model
 
 

@@ -75,6 +75,14 @@ def test_compiling_gives_way_to_a_request_and_goes_on(monkeypatch):
     assert list(compile_in_turns([linear])) == [(0, 5), (2, 5), (4, 5)], "a kernel for each process in a turn"
 
 
+@dataclass(frozen=True)
+class Info:
+    """What is said of a program."""
+
+    name: str
+    local_size: tuple[int, ...] = (1,)
+
+
 class Pool:
     """Compiler processes that answer when they are told to."""
 
@@ -87,7 +95,7 @@ class Pool:
         answer = SimpleNamespace(is_ready=False, wait=lambda seconds: setattr(answer, "is_ready", True))
         answer.ready, answer.get, answer.graph = (
             lambda: answer.is_ready,
-            lambda: (0, f"program of {graph.arg}"),
+            lambda: (0, UOp(Ops.NOOP, arg=Info(graph.arg))),
             graph,
         )
         self.answers = [*getattr(self, "answers", []), answer]
@@ -111,9 +119,7 @@ def pool(monkeypatch):
 
     def compile_linear(linear):
         programs = compilation.realize.to_program_cache
-        return linear.replace(
-            src=tuple(c.replace(src=(UOp(Ops.NOOP, arg=programs[c.src[0].arg]),)) for c in linear.src)
-        )
+        return linear.replace(src=tuple(c.replace(src=(programs[c.src[0].arg],)) for c in linear.src))
 
     monkeypatch.setattr(compilation.realize, "compile_linear", compile_linear)
     monkeypatch.setenv("PARALLEL", "4")

@@ -19,7 +19,7 @@ from tinygrad import Device, UOp, dtypes
 from engine.errors import ModelFileError
 from engine.fixes import compiler_processes, launch_bounds
 from engine.formats.kv_format import KVFormat
-from engine.kernels.compilation import MakeLinears, compile_once, was_compiled
+from engine.kernels.compilation import MakeLinears, begin_once, compile_once, was_compiled
 from engine.kernels.device_memory import device_zeros, overwrite
 from engine.loading.weights import Weights
 from engine.measure.profile import Replay
@@ -44,7 +44,7 @@ from engine.targets.nvidia.kernels.attention.kv_cache import copy_block
 from engine.targets.nvidia.kernels.kernel_sequence import KernelSequence
 from engine.targets.nvidia.kernels.pieces import PIECE_ROWS
 from engine.targets.nvidia.kernels.sampling.sampling import Shortlist
-from engine.targets.nvidia.kernels.weights.weight_repacking import repacking_kernels
+from engine.targets.nvidia.kernels.weights.weight_repacking import begin_repacking, repacking_kernels
 from engine.targets.nvidia.memory import CHUNK_SIZES
 from engine.targets.nvidia.mixed import MixedKernels
 from engine.targets.nvidia.own_angles import OwnAngles
@@ -135,7 +135,10 @@ class NvidiaRunner:
         self._earlier: list[Logits] = []  # of the steps before the last one of one `run`
         with timeline.span("kernels"):
             schedules = {product.stack.name: product.schedule for product in model.products}
-            compile_once((*self._set_up, is_early, *schedules.items()), self._linears)
+            compiled = begin_once((*self._set_up, is_early, *schedules.items()), self._linears)
+        filling = model.begin_fill(weights)
+        with timeline.span("waiting for kernels"):
+            compiled()
             for n in counts[1:-1]:
                 if was_compiled((*self._set_up, "rows", n)):
                     self.prepare_rows(n)
@@ -143,7 +146,6 @@ class NvidiaRunner:
             self._mixed_sizes = {
                 size for size in self._mixing if was_compiled((*self._set_up, "mixed", size))
             }
-        filling = model.begin_fill(weights)
         with timeline.span("capture"):
             self._capture_while(filling)
         with timeline.span("waiting for the weights"):
@@ -153,13 +155,14 @@ class NvidiaRunner:
         """The kernels that answers need at first, to be compiled at once, so that several compilers share them: the
         least and the most rows, and prefill unless that is compiled later."""
         compiler_processes.prepare()
-        steps = self._steps
+        specs, steps = piece_specs(self._model.matrices), self._steps
+        begin_repacking(specs)
         sequences = [steps.kernels(n, limit) for n in self._counts for limit in steps.limits(n)]
         sequences += [steps.kernels(n, steps.limits(n)[0], _DRAWN) for n in self._counts]
         if not self._is_early:
             sequences += [self._prefill.step(size) for size in self.chunk_sizes]
         sequences += [*map(self._copy_sequence, self._windows), *self._states.kernels()]
-        return [*map(repacking_kernels, piece_specs(self._model.matrices)), *(s.linear for s in sequences)]
+        return [*(s.linear for s in sequences), *map(repacking_kernels, specs)]
 
     def _capture_while(self, filling: Future[None]) -> None:
         """Captures the step that shows that the device works, and while weights travel those of a first answer."""

@@ -61,7 +61,7 @@ def only_looked_at(path: Path) -> NvidiaRunner:
     """A runner with a context of 32 tokens that compiles and loads nothing."""
     file = GGUF(path)
     with (
-        mock.patch.object(fused.runner, "compile_once"),
+        mock.patch.object(fused.runner, "begin_once"),
         mock.patch.object(GPUModel, "begin_fill"),
         mock.patch.object(NvidiaRunner, "_capture_while"),
     ):

@@ -81,7 +81,7 @@ def compile_what_runs() -> None:
     """From now on, a kernel is compiled when a step that has it is launched: runners compile at once what answers of
     any length may need, of which a check runs a part, and capture a first step while weights travel. With
     ORIN_THOROUGH, and in `tests/driver/test_decode.py`, they do."""
-    compilation.compile_once = lambda description, *makes: None
+    compilation.begin_once = lambda description, *makes: lambda: None
     from engine.targets.nvidia.runner import NvidiaRunner  # which takes it
 
     NvidiaRunner._capture_while = lambda runner, filling: None

@@ -52,8 +52,9 @@ print(len(built), len(compiled))
 """
 
 
-def run(cache, code=CODE):
-    env = {**os.environ, "DEV": "PYTHON", "PARALLEL": "0", "CACHELEVEL": "0", "XDG_CACHE_HOME": str(cache)}
+def run(cache, code=CODE, compilers=0):
+    variables = {"DEV": "PYTHON", "PARALLEL": str(compilers), "CACHELEVEL": "0", "XDG_CACHE_HOME": str(cache)}
+    env = {**os.environ, **variables}
     done = subprocess.run([sys.executable, "-c", code], env=env, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
     return tuple(map(int, done.stdout.split()))
@@ -69,6 +70,40 @@ def test_each_kernel_is_compiled_once_and_known_in_the_next_run_where_it_is_the_
 def test_without_a_cache_all_is_made_again(tmp_path):
     (tmp_path / "orin-chat").write_text("in the way")
     assert run(tmp_path) == run(tmp_path) == (2, 2)
+
+
+BEGUN = (
+    CODE.partition("steps = ")[0].replace("realize._compile_kernel =", "_ =")  # compilers could not call that
+    + """
+from tinygrad import codegen
+from engine.fixes import compiler_processes
+from engine.kernels import compilation
+compiler_processes.apply()
+to_program = codegen.do_to_program
+codegen.do_to_program = lambda *task: compiled.append(task) or to_program(*task)
+def build():
+    step = sequence()
+    print(len(compilation._compiling))
+    return [step.linear]
+finish = compilation.begin_once(("step",), build)
+print(len(built), int(compilation.was_compiled(("step",))))
+finish()
+step = sequence()
+launch = step.capture()
+print(len(compilation._compiling), len(built), len(compiled), int(compilation.was_compiled(("step",))))
+launch()
+assert (z.numpy() == np.arange(8) * 6).all()
+"""
+)
+
+
+def test_compilers_get_each_kernel_when_it_is_built(tmp_path):
+    assert run(tmp_path, BEGUN, compilers=2) == (2, 2, 0, 0, 2, 0, 1)
+    assert run(tmp_path, BEGUN, compilers=2) == (0, 1, 0, 0, 0, 1)
+
+
+def test_without_compilers_what_was_begun_is_done_when_it_is_needed(tmp_path):
+    assert run(tmp_path, BEGUN) == (0, 2, 0, 0, 2, 2, 1)
 
 
 REPACKING = """
@@ -100,3 +135,15 @@ def test_repacking_is_scheduled_once_and_found_in_the_next_run(tmp_path):
     scheduled, *sums = run(tmp_path, REPACKING)
     assert scheduled == 1
     assert run(tmp_path, REPACKING) == (0, *sums)
+
+
+def test_a_compiler_schedules_repacking(tmp_path):
+    begin = "from engine.fixes import compiler_processes; compiler_processes.apply(); "
+    begun = REPACKING.replace(
+        "weight_repacking.prepare",
+        f"{begin}weight_repacking.begin_repacking([spec])\nweight_repacking.prepare",
+    )
+    scheduled, *sums = run(tmp_path, begun, compilers=2)
+    assert scheduled == 0
+    assert run(tmp_path, REPACKING) == (0, *sums)
+    assert run(tmp_path / "other", REPACKING) == (1, *sums)

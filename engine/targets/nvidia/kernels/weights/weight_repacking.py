@@ -18,7 +18,15 @@ from tinygrad.uop.ops import Ops
 
 from engine.disk_cache import disk_cache, source_digest
 from engine.formats.rope_order import HeadOrder
-from engine.kernels.compilation import call_of, compile_calls, fingerprint, program_or_graph
+from engine.kernels.compilation import (
+    Compiled,
+    call_of,
+    compile_calls,
+    fingerprint,
+    in_compiler,
+    keep_program,
+    program_or_graph,
+)
 from engine.targets.nvidia.kernels.weights.upload import Upload
 from engine.targets.nvidia.kernels.weights.weight_layout import WeightLayout
 
@@ -78,6 +86,14 @@ def repack(spec: MatrixSpec, upload: Upload, planes: Sequence[Tensor], first: in
     plan.run(rows)
 
 
+def begin_repacking(specs: Iterable[MatrixSpec]) -> None:
+    """Has compiler processes schedule and compile the kernels of `repack`, where an earlier run did not."""
+    for spec in specs:
+        is_known = spec in _plans or disk_cache().get("repacking", _key(spec))
+        if not is_known and (making := in_compiler(_scheduled, spec)):
+            _making[spec] = making
+
+
 def repacking_kernels(spec: MatrixSpec) -> UOp:
     """The kernels of `repack`, a LINEAR, to be compiled with others before they are used."""
     return _plan(spec).linear
@@ -112,17 +128,19 @@ class _Plan:
         sizes = [tensor.count * spec.row_bytes for tensor in spec.tensors]
         self.sources = [_scratch(n, dtypes.uint8) for n in sizes]
         schedule = functools.cache(lambda: _Schedule(spec))
-        key = source_digest(), fingerprint(spec)
-        wiring: _Wiring | None = disk_cache().get("repacking", key)
+        wiring: _Wiring | None = disk_cache().get("repacking", _key(spec))
+        programs: list[Compiled] = []
         if wiring is None:
-            wiring = schedule().wiring
-            disk_cache().put("repacking", key, wiring)
+            making = _making.pop(spec, None)
+            wiring, programs = making() if making else (schedule().wiring, [])
+            disk_cache().put("repacking", _key(spec), wiring)
         self._spec = spec
         self._intermediates = [_scratch(n, dtype) for n, dtype in wiring.intermediates]
-        self._kernels = [
-            (program_or_graph(("repack", spec, i), lambda i=i: schedule().graphs[i]), indices)  # type: ignore[misc]
-            for i, indices in enumerate(wiring.buffers)
+        kernels = [keep_program(("repack", spec, i), *compiled) for i, compiled in enumerate(programs)] or [
+            program_or_graph(("repack", spec, i), lambda i=i: schedule().graphs[i])  # type: ignore[misc]
+            for i in range(len(wiring.buffers))
         ]
+        self._kernels = [*zip(kernels, wiring.buffers, strict=True)]
 
     @functools.cached_property
     def linear(self) -> UOp:
@@ -192,7 +210,23 @@ class _Schedule:
         )
 
 
+_Made = tuple[_Wiring, list[Compiled]]
+
+
+def _scheduled(spec: MatrixSpec, compile_graphs: Callable[[Sequence[UOp]], list[Compiled]]) -> _Made:
+    """Runs in a compiler process."""
+    schedule = _Schedule(spec)
+    return schedule.wiring, compile_graphs(schedule.graphs)
+
+
+def _key(spec: MatrixSpec) -> object:
+    return source_digest(), fingerprint(spec)
+
+
 _plans: dict[MatrixSpec, _Plan] = {}
+_making: dict[
+    MatrixSpec, Callable[[], _Made]
+] = {}  # those that compiler processes work on; a call waits for one
 
 
 def _plan(spec: MatrixSpec) -> _Plan:
