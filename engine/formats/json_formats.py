@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from engine.errors import UsageError
+from engine.formats.json_subschemas import with_subschemas
 
 _TIME = r"([01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](\.[0-9]{1,9})?([Zz]|[+-]([01][0-9]|2[0-3]):[0-5][0-9])"
 _LEAP_YEAR = r"([0-9]{2}(0[48]|[2468][048]|[13579][26])|([02468][048]|[13579][26])00)"
@@ -26,9 +27,6 @@ PATTERNS = {
     "date": f"^{_DATE}$",
     "date-time": f"^{_DATE}[Tt]{_TIME}$",
 }
-_BY_NAME = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
-_LISTED = ("anyOf", "allOf", "oneOf", "prefixItems")
-_ONE = ("items", "additionalProperties", "contains", "not", "if", "then", "else", "propertyNames")
 _EXACT = 2**53
 """llguidance reads numbers as doubles. It rounds integers beyond this,"""
 _MOST = 2**63 - 1024
@@ -41,7 +39,7 @@ def with_strict_formats(schema: Any) -> Any:
     `const` and `enum`."""
     if not isinstance(schema, Mapping):
         return schema
-    made = dict(schema)
+    made = with_subschemas(schema, with_strict_formats)
     _bound(made, 1, ("minimum", "exclusiveMinimum"))
     _bound(made, -1, ("maximum", "exclusiveMaximum"))
     for number in _numbers([schema.get("const"), schema.get("enum")]):
@@ -50,13 +48,6 @@ def with_strict_formats(schema: Any) -> Any:
                 f"A JSON schema has {number} as a value: numbers beyond 2^53 are not kept exactly.",
                 "Make it a text, or give an integer bounds in place of a value.",
             )
-    for key, value in schema.items():
-        if key in _BY_NAME and isinstance(value, Mapping):
-            made[key] = {name: with_strict_formats(each) for name, each in value.items()}
-        elif key in _LISTED and isinstance(value, list):
-            made[key] = [with_strict_formats(each) for each in value]
-        elif key in _ONE:
-            made[key] = with_strict_formats(value)
     kind, format = schema.get("type"), schema.get("format")
     if kind in ("string", None) and isinstance(format, str) and (pattern := PATTERNS.get(format)):
         del made["format"]

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from engine.formats.json_formats import with_strict_formats
+from engine.formats.json_leniency import loosened, moved
 from engine.formats.tool_calls import HARMONY, ToolForm, functions
 from engine.protocol.events import Grammar
 
@@ -90,7 +91,7 @@ def _held_messages(form: ToolForm, tools: str) -> Grammar:
 
 def _call(form: ToolForm, tools: str) -> Iterator[str]:
     """The rule `call`, which is what follows the mark that opens a call, and those that it needs."""
-    known = dict(functions(tools))
+    known = _kept_schemas(tools)
     names = [f"call{i}" for i in range(len(known))]
     if form is HARMONY:
         begin = '<|channel|> "commentary to=functions.%s " <|constrain|> "json" <|message|>'
@@ -109,14 +110,25 @@ def _call(form: ToolForm, tools: str) -> Iterator[str]:
             yield f"json{name}: {_json(schema)}"
         yield f"call: {' | '.join(names)}"
     else:
-        body: dict[str, Any] = {
-            "anyOf": [_call_schema(tool, form.key, schema) for tool, schema in known.items()]
-        }
+        above = "/items/anyOf" if form.listed else "/anyOf"
+        calls = [
+            _call_schema(tool, form.key, moved(schema, f"{above}/{i}/properties/{form.key}"))
+            for i, (tool, schema) in enumerate(known.items())
+        ]
+        body: dict[str, Any] = {"anyOf": calls}
         if form.listed:
             body = {"type": "array", "items": body, "minItems": 1}
         line = _literal("\n") if form.close else ""
         yield f"call: {line} json_call {_literal(f'{chr(10)}{form.close}') if form.close else ''}"
         yield f"json_call: {_json(body)}"
+
+
+def _kept_schemas(tools: str) -> dict[str, Any]:
+    """The schemas of `tools` by name, of those that are not strict as far as they can be kept."""
+    strict = {
+        tool["function"]["name"] for tool in json.loads(tools) if tool["function"].get("strict") is True
+    }
+    return {name: schema if name in strict else loosened(schema) for name, schema in functions(tools)}
 
 
 def _tagged(name: str, tool: str, schema: Any) -> Iterator[str]:

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from engine.errors import UsageError
 from engine.formats.channels import ChannelSplitter, channel_marks
 from engine.formats.json_formats import with_strict_formats
+from engine.formats.json_leniency import NOT_KEPT, loosened
 from engine.formats.tool_calls import (
     GRANITE,
     HARMONY,
@@ -221,3 +222,65 @@ def test_values_that_cannot_be_kept_are_refused(schema):
     with pytest.raises(UsageError, match=r"beyond 2\^(53|63)"):
         schema_grammar({"properties": {"n": schema}})
     assert with_strict_formats({"const": True, "enum": [2**53, 0.1], "minimum": 5, "maximum": True})
+
+
+NESTED = {
+    "$id": "https://example.org/place",
+    "type": "object",
+    "$defs": {"point": {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"]}},
+    "properties": {"at": {"$ref": "#/$defs/point"}, "more": {"anyOf": [{"$ref": "#"}, {"type": "null"}]}},
+    "required": ["at"],
+    "additionalProperties": False,
+}
+
+
+@pytest.mark.parametrize("name", ["hermes", "mistral", "llama", "gpt-oss"])
+def test_references_within_a_tools_schema(name):
+    """pydantic writes them for a model within another one."""
+    form, reply = CALLS[name]
+    tool = {"type": "function", "function": {"name": "get_weather", "parameters": NESTED}}
+    grammar = reply_grammar(form, json.dumps([STOP, tool]), None, is_required=True)
+    arguments = json.dumps({"at": {"x": 1}, "more": {"at": {"x": 2}, "more": None}})
+    call = reply.replace(CALL.arguments, arguments)
+    assert arguments in call and takes(grammar, call)
+    assert not takes(grammar, call.replace("2", '"2"'))
+
+
+@pytest.mark.parametrize("keyword", NOT_KEPT)
+def test_what_is_left_out_is_what_the_library_does_not_know(keyword):
+    compile = llguidance.LLMatcher.grammar_from_json_schema
+    assert llguidance.LLMatcher.validate_grammar(compile({keyword: {}}))
+
+
+def test_what_cannot_be_kept_is_left_out_of_what_is_not_strict():
+    email = {"type": "string", "format": "email", "pattern": r"^(?!\.)a+@b\.c$"}
+    odd = {
+        "not": {"type": "string"},
+        "password": {"type": "string", "format": "password"},
+        "any": {"type": "any"},
+    }
+    schema = {
+        "type": "object",
+        "properties": {
+            "mail": email,
+            "tags": {"type": "array", "uniqueItems": True},
+            **odd,
+            "far": {"$ref": "x:y"},
+        },
+        "patternProperties": {"^(?=x)": {}, "^y": {"type": "integer"}},
+        "propertyNames": {"type": "string"},
+        "required": ["mail", "not"],
+    }
+    kept = loosened(schema)
+    assert kept["properties"]["mail"] == {"type": "string", "format": "email"}
+    assert kept["properties"]["not"] == {"type": "string"} and kept["required"] == schema["required"]
+    assert kept["patternProperties"] == {"^y": {"type": "integer"}} and "propertyNames" not in kept
+    grammar = schema_grammar(kept)
+    assert takes(grammar, '{"mail": "a@b.de", "tags": [1, 1], "not": "x"}') and not takes(
+        grammar, '{"mail": "a"}'
+    )
+    tool = {"type": "function", "function": {"name": "f", "parameters": schema}}
+    assert takes(
+        reply_grammar(CALLS["hermes"][0], json.dumps([tool]), None, is_required=True),
+        '<tool_call>\n{"name": "f", "arguments": {"mail": "a@b.de", "not": "x"}}\n</tool_call>',
+    )

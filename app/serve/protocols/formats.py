@@ -12,6 +12,7 @@ import msgspec
 
 from app.serve.errors import ApiError, wrong
 from app.serve.protocols.json_values import check_size, check_texts
+from engine.formats.json_leniency import loosened
 from engine.formats.tool_grammars import choice_grammar, schema_grammar
 from engine.protocol.events import Grammar
 
@@ -21,7 +22,10 @@ Schema = dict[str, Any]
 
 
 class JsonSchema(msgspec.Struct):
+    """Of one that is not `strict`, what cannot be kept is left out."""
+
     schema: Schema | None = None
+    strict: bool | None = None
 
 
 class ResponseFormat(msgspec.Struct):
@@ -111,12 +115,14 @@ def _response_format(format: ResponseFormat) -> Schema | Grammar | None:
             return {"type": "object"} if format.schema is None else _schema(format.schema, "response_format")
         case "grammar":
             return _grammar(format.grammar or "", "response_format")
-    schema = format.json_schema.schema if format.json_schema else None
-    if schema is None:
-        schema = format.schema
-    if schema is None and format.json_schema is None:
+    given = format.json_schema
+    schema = format.schema if given is None or given.schema is None else given.schema
+    if schema is None and given is None:
         raise wrong("response_format.json_schema is missing.", "response_format")
-    return {"type": "object"} if schema is None else _schema(schema, "response_format")
+    if schema is None:
+        return {"type": "object"}
+    schema = _schema(schema, "response_format")
+    return schema if given and given.strict else loosened(schema)
 
 
 def _schema(given: str | Schema, param: str) -> Schema:

@@ -92,7 +92,7 @@ def _as_chat(
     as_chat.reasoning = body.reasoning
     as_chat.chat_template_kwargs = body.chat_template_kwargs
     if body.text and (format := body.text.format):
-        as_chat.response_format = ResponseFormat(format.type, JsonSchema(format.schema))
+        as_chat.response_format = ResponseFormat(format.type, JsonSchema(format.schema, format.strict))
     return as_chat, spaces, items
 
 

@@ -1,0 +1,69 @@
+"""JSON schemas of clients that do not ask for strictness: what llguidance cannot keep is left out, so that the rest is
+kept. Libraries write such parts by themselves: Zod `propertyNames` and patterns that look ahead, pydantic
+`uniqueItems`.
+
+Its keywords and formats: https://github.com/guidance-ai/llguidance, docs/json_schema.md.
+"""
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from engine.formats.json_subschemas import with_subschemas
+
+NOT_KEPT = (
+    "not", "if", "then", "else", "contains", "minContains", "maxContains", "uniqueItems", "propertyNames",
+    "dependentRequired", "dependentSchemas", "dependencies", "unevaluatedProperties", "unevaluatedItems",
+    "$dynamicRef", "$dynamicAnchor", "$recursiveRef", "$recursiveAnchor",
+)  # fmt: skip
+FORMATS = (
+    "date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri",
+)  # fmt: skip
+_TYPES = ("object", "array", "string", "number", "integer", "boolean", "null")
+_LOOKS_AROUND = re.compile(r"\(\?<?[=!]|\\[1-9]")
+"""Looking ahead or behind, and what an earlier group has matched."""
+
+
+def loosened(schema: Any) -> Any:
+    """A schema without what cannot be kept."""
+    if not isinstance(schema, Mapping):
+        return schema
+    made = with_subschemas({key: value for key, value in schema.items() if key not in NOT_KEPT}, loosened)
+    if isinstance(patterns := made.get("patternProperties"), Mapping):
+        made["patternProperties"] = {
+            pattern: value for pattern, value in patterns.items() if not _LOOKS_AROUND.search(pattern)
+        }
+    for key, is_kept in (("pattern", _is_pattern), ("format", _is_format), ("$ref", _is_reference)):
+        if key in made and not is_kept(made[key]):
+            del made[key]
+    if "type" in made:
+        kinds = made["type"] if isinstance(made["type"], list) else [made["type"]]
+        if any(kind not in _TYPES for kind in kinds):
+            del made["type"]
+    return made
+
+
+def _is_pattern(pattern: object) -> bool:
+    return isinstance(pattern, str) and not _LOOKS_AROUND.search(pattern)
+
+
+def _is_format(format: object) -> bool:
+    return format in FORMATS
+
+
+def _is_reference(reference: object) -> bool:
+    """Whether it is one within the schema."""
+    return isinstance(reference, str) and reference.startswith("#")
+
+
+def moved(schema: Any, place: str) -> Any:
+    """A schema at a `place` within another one, whose references to itself lead there. A place is a JSON pointer:
+    https://www.rfc-editor.org/rfc/rfc6901."""
+    if not isinstance(schema, Mapping):
+        return schema
+    made = with_subschemas(schema, lambda within: moved(within, place))
+    reference = made.get("$ref")
+    if isinstance(reference, str) and (reference == "#" or reference.startswith("#/")):
+        made["$ref"] = f"#{place}{reference[1:]}"
+    made.pop("$id", None)  # references would begin there
+    return made
