@@ -1,8 +1,9 @@
 """The engine process on an NVIDIA GPU that fails when a file appears: its driver then reports errors, or its stream
 never ends, as behind a kernel that hangs. The file has the name of the fault.
 
-A process that starts meanwhile fails once it has opened the GPU. Nothing here may import tinygrad before that: it would
-miss the variables that the engine sets for it, and take the CPU.
+A process that starts meanwhile fails once it has opened the GPU, but a kernel that hangs is of one process only.
+Nothing here may import tinygrad before the engine does: it would miss the variables that the engine sets for it, and
+take the CPU.
 """
 
 from __future__ import annotations
@@ -27,12 +28,13 @@ _STAY = ("cuGetErrorString", "cuGetErrorName")
 
 
 def _wait(file: Path) -> None:
-    fault = ""
+    fault, started = "", time.time()
     while not fault:
         time.sleep(0.002)
         if _has_opened_the_gpu():
             with contextlib.suppress(FileNotFoundError):
-                fault = file.read_text()
+                if (found := file.read_text()) != HANGS or file.stat().st_mtime > started:
+                    fault = found
     if fault == HANGS:
         _hang()
     else:
