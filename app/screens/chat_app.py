@@ -36,6 +36,7 @@ from app.screens.frame_pacer import TICK_S, FramePacer
 from app.screens.help import HelpScreen
 from app.screens.palette import Palette
 from app.screens.place_actions import PlaceActions
+from app.screens.resuming import Resuming
 from app.screens.slash_commands import SlashCommands
 from app.screens.system_prompt import Instructions, SystemScreen
 from app.screens.tool_actions import ToolActions
@@ -61,11 +62,11 @@ FILES_S = 2.0
 """How often the files of the chat are looked at, for changes."""
 AGAIN_S = 3.0
 """How long a key that has to be pressed twice waits for the second time."""
-DRAFT_S = 1.0
-"""A crash loses at most this much of what is being typed."""
 
 
-class ChatApp(DrawnPictures, Copying, PlaceActions, FileActions, ToolActions, SlashCommands, ContextActions):
+class ChatApp(
+    DrawnPictures, Copying, Resuming, PlaceActions, FileActions, ToolActions, SlashCommands, ContextActions
+):
     """A conversation with an engine, saved in a history. The engine is started with the application and closed with it.
 
     `chat_id` opens a past chat. `initial_prompt` is sent as soon as the engine is ready, and `draft` is in the prompt.
@@ -147,12 +148,19 @@ class ChatApp(DrawnPictures, Copying, PlaceActions, FileActions, ToolActions, Sl
         self.dashboard.tell = self.notice
         self._first_theme, self.session.flaws, self._open_first = theme, warning, chat_id
         self._send_first, self._first_draft = initial_prompt, draft
-        self._resumable: int | None = None  # the chat that Ctrl+G opens while this one is empty
         self._pacer = FramePacer()
-        self._save_draft_at, self._saved_draft = 0.0, ""
         self._quits_until = 0.0  # until then, Ctrl+C quits
         self._is_prompt_visible, self._has_dashboard_drawn = True, False
         self.animation_level = "none"
+
+    def get_default_screen(self) -> Screen[None]:
+        """The page has the classes of its size from the beginning: Textual sets them when it has styled all once."""
+        page = super().get_default_screen()
+        for size, breakpoints in zip(
+            self.size, (self.HORIZONTAL_BREAKPOINTS, self.VERTICAL_BREAKPOINTS), strict=True
+        ):
+            page.add_class([name for least, name in breakpoints if size >= least][-1], update=False)
+        return page
 
     def compose(self) -> ComposeResult:
         with Horizontal(id="columns"):
@@ -166,7 +174,7 @@ class ChatApp(DrawnPictures, Copying, PlaceActions, FileActions, ToolActions, Sl
             self.theme = self._first_theme
         self.prompt.focus()
         self.column.welcome.remarks = {GUIDE: ("a small model that is built in", "Ctrl+L has larger ones")}
-        self._read_history()
+        self.read_history(self._first_draft, offer=self._open_first is None)
         self.show_comparison()
         if self._open_first is not None:
             await self.session.open(self._open_first)
@@ -183,35 +191,13 @@ class ChatApp(DrawnPictures, Copying, PlaceActions, FileActions, ToolActions, Sl
 
     async def on_unmount(self) -> None:
         self.session.save()
-        self._save_draft()
+        self.save_draft()
         with contextlib.suppress(HistoryError):
             self.history.set_open(None)
         garbage.resume()
         await self.session.close()
 
-    def _read_history(self) -> None:
-        """Takes earlier prompts and the draft of a crashed chat from the history, and offers its interrupted reply."""
-        try:
-            self.prompt.remember(self.history.prompts())
-            kept = self.history.take_draft()
-            self.prompt.put(kept)
-            if self._first_draft:
-                self.prompt.put(self._first_draft)
-            elif kept:
-                self.notice("This draft is from the last time · Ctrl+C clears it", seconds=30)
-            recent = self.history.chats(limit=1)
-            if recent and recent[0].interrupted and self._open_first is None:
-                self._resumable = recent[0].id
-                self.notice(f"The reply in “{recent[0].title}” was interrupted · Ctrl+G opens it", seconds=60)
-            elif (left := self.history.take_left_open()) is not None and self._open_first is None:
-                self._resumable = left
-                title = self.history.title(left)
-                self.notice(f"orin-chat ended in the middle of “{title}” · Ctrl+G opens it", seconds=60)
-            self.column.problem_changed(self.history.problem)
-        except HistoryError as error:
-            self.column.problem_changed(error)
-
-    # --- drawing and saving -----------------------------------------------------------------------------
+    # --- drawing ----------------------------------------------------------------------------------------
 
     def _tick(self) -> None:
         if not self._pacer.is_due():
@@ -223,9 +209,7 @@ class ChatApp(DrawnPictures, Copying, PlaceActions, FileActions, ToolActions, Sl
         self._has_dashboard_drawn = not self._has_dashboard_drawn and self.dashboard.draw()
         if not self._has_dashboard_drawn:
             self.column.draw()
-        if (now := time.monotonic()) >= self._save_draft_at:
-            self._save_draft_at = now + DRAFT_S
-            self._save_draft()
+        self.save_draft_if_due(time.monotonic())
         if not self.session.is_answering and self._pacer.is_idle:
             garbage.collect_if_due()
 
@@ -250,13 +234,6 @@ class ChatApp(DrawnPictures, Copying, PlaceActions, FileActions, ToolActions, Sl
         if is_outside and event.is_printable and event.key not in self.active_bindings:
             self.prompt.focus()
             self.prompt.insert(event.character or "")
-
-    def _save_draft(self) -> None:
-        draft = "\n".join(text for text in (self.session.queued, self.prompt.text) if text.strip())
-        if draft != self._saved_draft:
-            self._saved_draft = draft
-            with contextlib.suppress(HistoryError):  # saving the conversation reports the problem
-                self.history.save_draft(draft)
 
     # --- the reply --------------------------------------------------------------------------------------
 
@@ -293,11 +270,9 @@ class ChatApp(DrawnPictures, Copying, PlaceActions, FileActions, ToolActions, Sl
         if self.session.is_full:
             self.offer_ways_on()
             return
-        if not turns and self._resumable is not None:
-            chat_id, self._resumable = self._resumable, None
-            await self.session.open(chat_id)
-        elif not turns:
-            self.notice("There is no reply to go on with yet")
+        if not turns:
+            if not await self.resume():
+                self.notice("There is no reply to go on with yet")
         elif not self.column.refuse_while_busy():
             self.notice("")
             await self.session.go_on()

@@ -84,7 +84,7 @@ class ChatColumn(View, Vertical):
 
     def __init__(self, clock: Callable[[], float], model: Callable[[], Path | None] = lambda: None) -> None:
         """`model` returns the file of the model in use, whose tokens are counted."""
-        super().__init__(id="chat")
+        super().__init__(id="chat", classes="-empty")
         self.clock = clock
         self.problem: HistoryError | None = None  # why the conversation is not saved
         self.editing: int | None = None  # the index of the turn that the prompt replaces

@@ -216,7 +216,7 @@ async def test_esc_gives_the_prompt_that_waits_back(history):
 
 
 async def test_a_reply_is_saved_while_it_streams(history, monkeypatch):
-    monkeypatch.setattr("app.screens.chat_app.DRAFT_S", 0.05)
+    monkeypatch.setattr("app.screens.resuming.DRAFT_S", 0.05)
     engine = FakeEngine([*tokens("So far"), None])
     async with chat(engine, history, initial_prompt="Tell me") as user:
         await user.until(lambda: history.chats())
