@@ -46,6 +46,7 @@ LONGEST = (
     "driver/test_decode.py",
     "kernels/cpu/test_product.py",
     "model/test_llama_cpp.py",
+    "app/cli/test_cli_engines.py",  # before others whose engines have its kernels
     "app/screens/test_dashboard.py",
     "targets/test_graph_runner.py",
     "app/screens/test_snapshots.py",

@@ -160,7 +160,8 @@ def test_ready_says_what_a_token_must_read(model, request):
 
 def test_kernels_of_a_cpu_move_what_they_work_on_and_little_else(tmp_path):
     path = generated_model.write(tmp_path / "m.gguf", architecture="qwen3", dim=DIM, ffn=FFN)
-    model = TextModel(EngineOptions(model_path=str(path), context_length=CONTEXT), lambda _: None)
+    # The kernels are those of tests/model/test_text_model.py.
+    model = TextModel(EngineOptions(model_path=str(path), context_length=128), lambda _: None)
     answer(model, 20)
     profile = made(model)
     read = {role: weights * 34 // 32 for role, weights in MATRICES.items()}

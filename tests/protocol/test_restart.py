@@ -153,7 +153,7 @@ async def test_a_driver_that_shows_no_gpu_leaves_the_cpu(engines, tmp_path):
     model = write(tmp_path / "model.gguf")
     environment = {"LD_LIBRARY_PATH": str(tmp_path), "DEV": ""}
     for backend, ends in (("auto", Ready), ("CUDA", Failed)):
-        options = EngineOptions(model_path=str(model), backend=backend)
+        options = EngineOptions(model_path=str(model), backend=backend, context_length=256)
         last = (await collect(engines.add(LocalEngine(options, environment=environment)).start()))[-1]
         assert isinstance(last, ends), last
         if isinstance(last, Ready):

@@ -148,7 +148,7 @@ async def test_a_client_that_goes_frees_its_places(served, made_for):
 def test_the_classes_of_a_file(tmp_path):
     path = generated_model.write(tmp_path / "m.gguf", architecture="qwen3", classes=2)
     assert (file := ModelFile.read(path)).pooling == "rank" and file.dimensions == DIM
-    model, events = TextModel(EngineOptions(model_path=str(path), context_length=256), lambda _: None), []
+    model, events = TextModel(EngineOptions(model_path=str(path), context_length=128), lambda _: None), []
     model.generate(
         Generate(request_id=0, prompt=RawText(text="Hi"), pooling="rank"), events.append, lambda: False
     )

@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 import time
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,7 @@ from app.tools.toolbox import Toolbox, without_sequences
 from tests.paths import ROOT
 from tests.thorough import thorough
 
-pytest.importorskip("mcp")
+pytestmark = pytest.mark.skipif(find_spec("mcp") is None, reason="the extra `mcp` is not installed")
 SERVER = Path(__file__).with_name("server.py")
 
 
