@@ -3,6 +3,7 @@
 import numpy as np
 from tinygrad import dtypes
 
+from engine.targets.nvidia.kernels.products.activation_order import PLACES
 from engine.targets.nvidia.kernels.products.matmul import ExpertTiles, expert_tiles, fragments_size, matmul
 from engine.targets.nvidia.kernels.products.prefill_experts import (
     add_shared,
@@ -13,7 +14,7 @@ from engine.targets.nvidia.kernels.products.prefill_experts import (
 )
 from engine.targets.nvidia.kernels.residual_stream.prefill import norm_prompt
 from engine.targets.nvidia.kernels.weights.weight_layout import WeightLayout
-from tests.kernels.gpu.buffers import buffer, close, packed, prompt_state, rng, run, zeros
+from tests.kernels.gpu.buffers import buffer, close, packed, prompt_index, prompt_state, rng, run, zeros
 from tests.kernels.gpu.check_products import gated, normed
 from tests.thorough import THOROUGH
 
@@ -124,7 +125,9 @@ def check_expert_products() -> None:
         kernel = matmul(
             layout, tokens, 2 * width, 2 * cols, experts.tiles, True, "t", activation, experts, bias
         )
-        run(kernel, activated, buffer(x), *lists, *inputs[0], *gate_up)
+        in_order = np.zeros(x.size, np.float16)
+        in_order[prompt_index(lambda m, e: PLACES["rows"](m, e, 2 * cols), tokens, 2 * cols)] = x
+        run(kernel, activated, buffer(in_order), *lists, *inputs[0], *gate_up)
         out = buffer(np.full((used, tokens, dim), 7, np.float32))
         kernel = matmul(
             down_layout, tokens, dim, width, experts.tiles, False, "t", experts=experts, has_bias=bias

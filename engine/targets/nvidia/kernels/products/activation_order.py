@@ -6,9 +6,9 @@ from typing import Literal
 
 from tinygrad import UOp
 
-from engine.targets.nvidia.kernels.products.matmul import fragment_index
+from engine.targets.nvidia.kernels.products.matmul import fragment_index, spread
 from engine.targets.nvidia.kernels.products.small_batch import column_index
-from engine.targets.nvidia.kernels.weights.matrix_bytes import UNIT, units_of
+from engine.targets.nvidia.kernels.weights.matrix_bytes import QUARTER, UNIT, units_of
 
 Order = Literal["fragments", "rows", "columns"]
 """Fragments of `matmul`; rows of units_of(cols) * UNIT elements, for products with experts; columns of
@@ -16,7 +16,10 @@ Order = Literal["fragments", "rows", "columns"]
 
 
 def _place_in_rows(token: UOp, column: UOp, cols: int) -> UOp:
-    return token * (units_of(cols) * UNIT) + column
+    """In the order of a product's steps and threads (`spread`)."""
+    units = units_of(cols)
+    step, thread = spread(column // UNIT, column % UNIT // QUARTER, units)
+    return ((token * units + step) * 4 + thread) * QUARTER + column % QUARTER
 
 
 PLACES = {"fragments": fragment_index, "rows": _place_in_rows, "columns": column_index}

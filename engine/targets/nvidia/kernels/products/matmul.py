@@ -5,15 +5,17 @@ The instruction mma.m16n8k16 (PTX ISA) multiplies a tile of 16 x 16 by one of 16
 column g of the right tile. It does not matter which elements of the common dimension these are, as long as both sides
 agree. Here thread t of a group of four holds a quarter of a unit, sixteen columns, in steps of four. So a thread loads
 its part of the weights straight from their planes, sixteen columns of one row, and converts them to half precision in
-registers. Activations are stored in the order in which threads hold them, called fragments here (`fragment_index`), so
-that a thread loads 16 bytes at a time.
+registers. The four threads of a row have the same quarter of four units (`spread`), which are neighbours in the planes.
+Quarters of one unit lie apart, and the L1 cache takes up to four times as long to load them. Activations are stored in
+the order in which threads hold them, called fragments here (`fragment_index`), so that a thread loads 16 bytes at a
+time.
 
 Each warp has a tile of the product of its own. Where these are few, several warps of a block share the common
 dimension of a tile, and their sums meet in shared memory.
 
 In a mixture of experts each token takes some of the matrices, which are rows of one. A block has tokens of one expert
 (`ExpertTiles`). They are not neighbours, so their activations are rows instead of fragments: the sixteen columns of a
-thread are neighbours there.
+thread, and those of the four threads of a step, are neighbours there (`activation_order`).
 """
 
 from __future__ import annotations
@@ -181,14 +183,28 @@ def _evens(of_mean: float) -> bool:
     return math.ceil(2 * of_mean) / 2 <= 0.85 * math.ceil(of_mean)
 
 
+def spread(unit: UOp, quarter: UOp, units: int) -> tuple[UOp, UOp]:
+    """The step, and the thread of four, that take a quarter of a unit of a row of `units`. And the other way round: the
+    unit and the quarter that a thread takes in a step. Four units take four steps, in each of which every thread has
+    another unit; of the last units, which are fewer, the threads share each."""
+    full = units // 4 * 4
+    if not full:
+        return unit, quarter
+    other = unit // 4 * 4 + quarter, unit % 4
+    if full == units:
+        return other
+    last = unit // full  # 1 for the last ones
+    return other[0] + (unit - other[0]) * last, other[1] + (quarter - other[1]) * last
+
+
 def fragment_index(token: UOp, column: UOp, cols: int) -> UOp:
-    """The index of an activation in fragments, which are [16 tokens, unit, two `PAIRS` of columns of each quarter,
+    """The index of an activation in fragments, which are [16 tokens, step, two `PAIRS` of columns of each quarter,
     thread, element]."""
-    unit, quarter = column // UNIT, column % UNIT // QUARTER
+    step, quarter = spread(column // UNIT, column % UNIT // QUARTER, units_of(cols))
     quad, i = column % QUARTER // 8 * 2 + column % 4 // 2, column % 2 * 2 + column % 8 // 4
     thread = token % 8 * 4 + quarter
     element = i // 2 * 4 + token % 16 // 8 * 2 + i % 2
-    return (((token // 16 * units_of(cols) + unit) * 4 + quad) * 32 + thread) * 8 + element
+    return (((token // 16 * units_of(cols) + step) * 4 + quad) * 32 + thread) * 8 + element
 
 
 def fragments_size(tokens: int, cols: int) -> int:
@@ -264,17 +280,18 @@ def matmul(
         own_steps = (units - share * steps).minimum(steps) if units % tiles.shares else UOp.const(steps)
         bound = live.where(own_steps, 0)  # warps beyond the prompt do nothing
         step = UOp.range(bound, 0, AxisType.REDUCE) if steps > 1 else UOp.const(0)
-        unit = share * steps + step
+        row_step = share * steps + step  # of a row, which has as many as units
 
-        def fetch(unit: UOp) -> list[list[UOp]]:
-            """This thread's weights of a unit, of each right tile."""
+        def fetch(step: UOp) -> list[list[UOp]]:
+            """This thread's weights of a step, of each right tile."""
+            unit, quarter = spread(step, thread % 4, units)
             quarters = []
             for j in range(tiles.cols):
                 row = first_row + j * 8 + thread // 4
                 if rows % tiles.width:
                     row = row.minimum(rows - 1)
                 row = row + expert_row if experts else row
-                quarters.append(layout.load_quarter(planes, row, units, unit, thread % 4))
+                quarters.append(layout.load_quarter(planes, row, units, unit, quarter))
             return quarters
 
         ahead = LoadedAhead(fetch(share * steps), slot=1) if loads_ahead else None
@@ -289,7 +306,7 @@ def matmul(
             for k in (0, 1):
                 assert experts and assignments is not None
                 token = load_index(assignments, place(i, k), experts.assignments) // experts.used
-                sides.append(load_run(x, ((token * units + unit) * 4 + thread % 4) * QUARTER, QUARTER))
+                sides.append(load_run(x, ((token * units + row_step) * 4 + thread % 4) * QUARTER, QUARTER))
             return [
                 [side[q // 2 * 8 + c] for pair in PAIRS[q % 2 * 2 :][:2] for side in sides for c in pair]
                 for q in range(4)
@@ -297,12 +314,13 @@ def matmul(
 
         so_far = acc.after(step) if steps > 1 else acc
         sums = [load_run(so_far, j * 4, 4) for j in range(tiles.rows * tiles.cols)]
-        loaded = ahead.of(step) if ahead else fetch(unit)
-        weights = [quarter_pairs(layout, quarter, thread % 4) for quarter in loaded]
+        loaded = ahead.of(step) if ahead else fetch(row_step)
+        _, quarter = spread(row_step, thread % 4, units)
+        weights = [quarter_pairs(layout, words, quarter) for words in loaded]
         lefts = [gather(i) for i in range(tiles.rows)] if gathered else []
         for quad in range(4):
             for i in range(tiles.rows):
-                index = ((((first_tile + i) * units + unit) * 4 + quad) * 32 + thread) * 8
+                index = ((((first_tile + i) * units + row_step) * 4 + quad) * 32 + thread) * 8
                 left = lefts[i][quad] if gathered else load_run(x, index, 8)
                 for j in range(tiles.cols):
                     k = i * tiles.cols + j
@@ -310,7 +328,7 @@ def matmul(
                     sums[k] = wmma(left, right, sums[k])
         stores = UOp.group(*store_run(acc, 0, (x for four in sums for x in four)))
         if ahead:
-            stores = ahead.keep(fetch((unit + 1).minimum(units - 1)), stores)
+            stores = ahead.keep(fetch((row_step + 1).minimum(units - 1)), stores)
         acc = acc.after(stores.end(step) if steps > 1 else stores)
         sums = load_run(acc, 0, n_acc)
         if tiles.deep > 1:
