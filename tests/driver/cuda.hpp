@@ -112,11 +112,17 @@ INLINE half2 __hsub2(half2 a, half2 b) { return {(half)(a.x - b.x), (half)(a.y -
 INLINE half2 __hmul2(half2 a, half2 b) { return {(half)(a.x * b.x), (half)(a.y * b.y)}; }
 INLINE half fused(half a, half b, half c) { return (half)((float)a * (float)b + (float)c); }
 INLINE half2 __hfma2(half2 a, half2 b, half2 c) { return {fused(a.x, b.x, c.x), fused(a.y, b.y, c.y)}; }
-INLINE unsigned int __byte_perm(unsigned int low, unsigned int high, unsigned int places) {
+INLINE unsigned int __nvvm_prmt(unsigned int low, unsigned int high, unsigned int places) {
   unsigned long long bytes = (unsigned long long)high << 32 | low;
   unsigned int result = 0;
-  for (int i = 0; i < 4; i++) result |= (unsigned int)(bytes >> (places >> 4 * i & 7) * 8 & 255) << 8 * i;
+  for (int i = 0; i < 4; i++) {
+    unsigned int place = places >> 4 * i, byte = (unsigned int)(bytes >> (place & 7) * 8) & 255;
+    result |= (place & 8 ? (byte & 128 ? 255 : 0) : byte) << 8 * i;
+  }
   return result;
+}
+INLINE unsigned int __byte_perm(unsigned int low, unsigned int high, unsigned int places) {
+  return __nvvm_prmt(low, high, places & 0x7777);
 }
 
 INLINE float __int_as_float(int i) { return __builtin_bit_cast(float, i); }

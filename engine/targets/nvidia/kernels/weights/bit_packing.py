@@ -37,6 +37,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from tinygrad import Tensor, UOp, dtypes
+from tinygrad.uop.ops import Ops
 
 from engine.formats.quantization import packed_codes
 from engine.targets.nvidia.kernels.half_words import is_cuda, picked_bytes
@@ -132,11 +133,16 @@ class BitPacking:
             return 0
         if low + self.bits <= _MANTISSA:
             return low
+        if self.bits == 8:  # an instruction makes a float of the highest byte
+            return DENORMAL_EXPONENT
         is_half = self.has_halves and word >= UNIT // QUARTER * self.quarter_words
         return low - (16 if is_half else (_MANTISSA - self.bits) // self.bits * self.bits + self.bits)
 
     def unpack(self, words: Sequence[UOp], j: int) -> UOp:
-        """Integer j of the period in `words`, shifted left by `position(j)`: uint32."""
+        """Integer j of the period in `words`, shifted left by `position(j)`: uint32; the bits of a float32 if that is
+        149, where a denormal is the number itself."""
+        if self.position(j) == DENORMAL_EXPONENT:
+            return shift_right(words[j // self.whole], 24).cast(F32).bitcast(dtypes.uint32)
         return bitwise_or(self._moved(words, j, self.position(j)))
 
     def unpack_above_256(self, words: Sequence[UOp], j: int) -> UOp:
@@ -183,23 +189,38 @@ class BitPacking:
         return Tensor.stack(*[w for w in words if w is not None], dim=1)
 
 
+def in_memory(codes: Sequence[int]) -> Sequence[int]:
+    """The codes in the order of the indices in memory: more than eight lie in two tables, the even ones before the odd
+    ones (`code_words`)."""
+    return codes if len(codes) <= CODES else [*codes[0::2], *codes[1::2]]
+
+
+def index_in_memory(q: Tensor, codes: Sequence[int]) -> Tensor:
+    """Indices of `codes` as they are in memory, uint8."""
+    return q if len(codes) <= CODES else (q >> 1) | ((q & 1) << 3)
+
+
 def code_words(word: UOp, codes: Sequence[int]) -> list[UOp]:
     """The codes that a word's eight indices of 4 bits stand for: a byte each in two words. `codes`: up to 16 numbers
-    below 256. On CUDA an instruction picks four bytes, of eight, so that a code takes 1.4 instructions in place of
-    nine, or 0.4 of up to eight codes."""
+    below 256, in the order of `in_memory`.
+
+    On CUDA an instruction picks four bytes, of eight. Each of two tables gives the bytes of its indices, and of the
+    other's the sign of a byte. Its number in both tables is the same, and so are the highest bits of two codes that
+    follow each other. So where it is set, an exclusive or with a table of inverted codes makes up for it. A code takes
+    1.1 instructions, or 0.4 of up to eight codes."""
     tables = [u32(four) for four in packed_codes(codes)]
     if not is_cuda():
         found = [_looked_up(word, j, tables * (4 // len(tables))) for j in range(CODES)]
         return [bitwise_or([shift(found[i + k], -8 * k) for k in range(4)]) for i in (0, 4)]
     if len(tables) == 2:
         return [picked_bytes(tables[0], tables[1], shift_right(word, by)) for by in (0, 16)]
-    places = mask(word, 0x77777777)
-    # By the highest bit of each:
-    choices = bitwise_or([mask(shift_right(word, 1), 0x44444444), u32(0x32103210)])
-    words = []
+    first, second = codes[:CODES], codes[CODES:]
+    assert all((a < 128) == (b < 128) for a, b in zip(first, second, strict=True))
+    inverted = [u32(four) for four in packed_codes([b if b < 128 else 255 - b for b in second])]
+    other, words = word.alu(Ops.XOR, u32(0x88888888)), []
     for by in (0, 16):
-        lower, upper = (picked_bytes(tables[i], tables[i + 1], shift_right(places, by)) for i in (0, 2))
-        words.append(picked_bytes(lower, upper, shift_right(choices, by)))
+        one = picked_bytes(tables[0], tables[1], shift_right(word, by))
+        words.append(one.alu(Ops.XOR, picked_bytes(inverted[0], inverted[1], shift_right(other, by))))
     return words
 
 

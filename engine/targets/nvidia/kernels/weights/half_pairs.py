@@ -134,7 +134,7 @@ def _run(
         numbers = (_small_floats(words[first // RUN], i) for i, _ in PAIRS)
         return [_pair(pairwise("__hmul2", number, scale)) for number in numbers]
     if format and layout.has_codes:
-        codes = code_words(words[first // RUN], format.codes)
+        codes = code_words(words[first // RUN], layout.codes)
         return [
             _weights(8, ((codes[0], i), 0), ((codes[1], i), 0), layout.offset, scale, None) for i, _ in PAIRS
         ]

@@ -39,6 +39,8 @@ from engine.targets.nvidia.kernels.weights.bit_packing import (
     BitPacking,
     code_words,
     from_e2m1,
+    in_memory,
+    index_in_memory,
     pair_from_e2m1,
 )
 from engine.targets.nvidia.kernels.weights.matrix_bytes import QUARTER, UNIT, matrix_bytes, units_of
@@ -94,6 +96,12 @@ class WeightLayout:
         """Whether indices stand for integers (`code_words`)."""
         return self.format is not None and bool(self.format.codebook) and not (self.is_e2m1 or self._step)
 
+    @property
+    def codes(self) -> Sequence[int]:
+        """The codes of the indices in memory."""
+        assert self.format
+        return in_memory(self.format.codes)
+
     @functools.cached_property
     def _step(self) -> int:
         """The distance of the numbers of a codebook that are all as far apart: their indices do. Else 0."""
@@ -114,8 +122,7 @@ class WeightLayout:
         """Words of integers, or of the codes that they stand for, and how these are packed."""
         if not self.has_codes:
             return BitPacking(self.bits), list(words)
-        assert self.format
-        codes = [code for word in words for code in code_words(word, self.format.codes)]
+        codes = [code for word in words for code in code_words(word, self.codes)]
         return BitPacking(_CODE_BITS), codes
 
     @property
@@ -176,7 +183,10 @@ class WeightLayout:
             return values.reshape(rows, cols // span).pad(((0, 0), (0, (padded - cols) // span)))
 
         packing = BitPacking(self.bits)
-        q = padded_rows(fields.q, 1).contiguous()
+        q = padded_rows(fields.q, 1)
+        if self.has_codes:
+            q = index_in_memory(q, self.format.codes)
+        q = q.contiguous()
         planes = [self._planar(packing.pack(q.reshape(-1, packing.period)), rows)]
         if fields.scale is not None:
             small_scales = [padded_rows(fields.scale.bitcast(dtypes.uint8), self.group)]
