@@ -71,6 +71,7 @@ class OllamaMessage(msgspec.Struct):
     images: list[str] | None = None
     tool_calls: list[GivenCall] | None = None
     tool_name: str | None = None
+    name: str | None = None  # its older name
     tool_call_id: str | None = None
 
 
@@ -215,7 +216,7 @@ def _conversation(messages: Sequence[OllamaMessage]) -> list[ChatMessage]:
             id = call.id or f"{n:09d}"
             calls.append(Call(CalledFunction(call.function.name, arguments), id=id))
             due.append((call.function.name, id))
-        id, name = message.tool_call_id or "", message.tool_name or ""
+        id, name = message.tool_call_id or "", message.tool_name or message.name or ""
         if message.role == "tool" and not id:
             found = next((each for each in due if name in ("", each[0])), None)
             if found:

@@ -60,12 +60,15 @@ async def test_a_conversation_with_tools(served):
     client, _ = served(engine)
     call = {"function": {"name": "get_weather", "arguments": {"city": "Rome"}}}
     said = {"role": "assistant", "content": "", "tool_calls": [call, call]}
-    results = [{"role": "tool", "tool_name": "get_weather", "content": text} for text in ("Sunny", "Rain")]
+    named = ("tool_name", "Sunny"), ("name", "Rain")
+    results = [{"role": "tool", field: "get_weather", "content": text} for field, text in named]
     await client.post("/api/chat", json={"messages": [*ASKED["messages"], said, *results]})
     _, turn, *tools = engine.requests[0].prompt.messages
     assert [call.id for call in turn.tool_calls] == [tool.tool_call_id for tool in tools]
     assert len({call.id for call in turn.tool_calls}) == 2 and len(turn.tool_calls[0].id) == 9
-    assert json.loads(turn.tool_calls[0].arguments) == {"city": "Rome"} and tools[0].name == "get_weather"
+    assert json.loads(turn.tool_calls[0].arguments) == {"city": "Rome"} and {tool.name for tool in tools} == {
+        "get_weather"
+    }
 
 
 async def test_a_text(served, model_file):
