@@ -14,7 +14,8 @@ def figures(ends: Sequence[AnswerEnd], prompts: int = 1) -> Json:
 
 
 def usage(ends: Sequence[AnswerEnd], prompts: int = 1) -> Json:
-    """The prompt of several answers counts once: the answers to each of `prompts` follow each other."""
+    """The prompt of several answers counts once: the answers to each of `prompts` follow each other. All details that
+    OpenAI gives are there, since clients with strict types need them."""
     firsts = [end.finished for end in ends[:: len(ends) // prompts]]
     prompt_n = sum(first.prompt_n for first in firsts)
     predicted = sum(end.finished.predicted_n for end in ends)
@@ -22,8 +23,16 @@ def usage(ends: Sequence[AnswerEnd], prompts: int = 1) -> Json:
         "prompt_tokens": prompt_n,
         "completion_tokens": predicted,
         "total_tokens": prompt_n + predicted,
-        "prompt_tokens_details": {"cached_tokens": sum(first.cached_n for first in firsts)},
-        "completion_tokens_details": {"reasoning_tokens": sum(end.reasoning_n for end in ends)},
+        "prompt_tokens_details": {
+            "cached_tokens": sum(first.cached_n for first in firsts),
+            "audio_tokens": 0,
+        },
+        "completion_tokens_details": {
+            "reasoning_tokens": sum(end.reasoning_n for end in ends),
+            "audio_tokens": 0,
+            "accepted_prediction_tokens": 0,
+            "rejected_prediction_tokens": 0,
+        },
     }
 
 

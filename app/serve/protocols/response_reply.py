@@ -121,9 +121,9 @@ class ResponseReply(Reply):
         used = usage([self._end])
         return {
             "input_tokens": used["prompt_tokens"],
-            "input_tokens_details": {**used["prompt_tokens_details"], "cache_write_tokens": 0},
+            "input_tokens_details": {"cached_tokens": self._end.finished.cached_n, "cache_write_tokens": 0},
             "output_tokens": used["completion_tokens"],
-            "output_tokens_details": used["completion_tokens_details"],
+            "output_tokens_details": {"reasoning_tokens": self._end.reasoning_n},
             "total_tokens": used["total_tokens"],
         }
 

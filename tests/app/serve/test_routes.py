@@ -33,8 +33,13 @@ async def test_a_whole_answer(served):
         "prompt_tokens": 96,
         "completion_tokens": 7,
         "total_tokens": 103,
-        "prompt_tokens_details": {"cached_tokens": 6},
-        "completion_tokens_details": {"reasoning_tokens": 3},
+        "prompt_tokens_details": {"cached_tokens": 6, "audio_tokens": 0},
+        "completion_tokens_details": {
+            "reasoning_tokens": 3,
+            "audio_tokens": 0,
+            "accepted_prediction_tokens": 0,
+            "rejected_prediction_tokens": 0,
+        },
     }
     timings = body["timings"]
     assert (timings["prompt_n"], timings["cache_n"], timings["predicted_n"]) == (90, 6, 7)
@@ -331,7 +336,7 @@ async def test_several_answers_to_one_request(served, path):
         mine = [chunk["choices"][0] for chunk in chunks if chunk["choices"][0]["index"] == i]
         assert "".join(c["delta"].get("content", "") if path == CHAT else c["text"] for c in mine) == text
         assert mine[-1]["finish_reason"] == "stop"
-    assert usage["usage"] == {**body["usage"], "prompt_tokens_details": {"cached_tokens": 0}}
+    assert usage["usage"] == {**body["usage"], "prompt_tokens_details": {"cached_tokens": 0, "audio_tokens": 0}}
     assert (await client.post(path, json={**asked, "n": 4})).status_code == 429
     assert service.open == service.processing == 0 and [h.status for h in service.handled] == [200, 200, 429]
     assert service.handled[0].finished.predicted_n == predicted
