@@ -200,7 +200,7 @@ class ChatReply(Reply):
 
     def _choice(self, i: int, answer: _Gathered) -> Json:
         content = "".join(answer.content)
-        message: Json = {"role": "assistant", "content": content}
+        message: Json = {"role": "assistant", "content": content, "refusal": None}  # which some clients need
         if answer.calls:
             calls = [self._call(call) for call in answer.calls]
             called = (

@@ -31,7 +31,7 @@ from app.serve.service import Service
 from engine.formats.tokenizer import Tokenizer
 from engine.protocol.events import RawText
 
-VERSION = "0.14.0"
+VERSION = "0.20.5"
 """Of the protocol: some clients ask only servers from a version on, as Codex CLI from 0.13.4."""
 GREETING = "Ollama is running"
 """Some clients look for these words at `/`."""

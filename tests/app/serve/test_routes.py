@@ -24,6 +24,7 @@ async def test_a_whole_answer(served):
     assert choice["message"] == {
         "role": "assistant",
         "content": "Good day.",
+        "refusal": None,
         "reasoning_content": "Let me see.",
     }
     assert (
@@ -336,7 +337,10 @@ async def test_several_answers_to_one_request(served, path):
         mine = [chunk["choices"][0] for chunk in chunks if chunk["choices"][0]["index"] == i]
         assert "".join(c["delta"].get("content", "") if path == CHAT else c["text"] for c in mine) == text
         assert mine[-1]["finish_reason"] == "stop"
-    assert usage["usage"] == {**body["usage"], "prompt_tokens_details": {"cached_tokens": 0, "audio_tokens": 0}}
+    assert usage["usage"] == {
+        **body["usage"],
+        "prompt_tokens_details": {"cached_tokens": 0, "audio_tokens": 0},
+    }
     assert (await client.post(path, json={**asked, "n": 4})).status_code == 429
     assert service.open == service.processing == 0 and [h.status for h in service.handled] == [200, 200, 429]
     assert service.handled[0].finished.predicted_n == predicted
