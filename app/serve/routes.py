@@ -46,8 +46,14 @@ from app.serve.service import CLIENT_GONE, Exchange, Service
 from engine import invocation
 from engine.measure.memory import gpu_used_bytes, resident_memory
 
-_OF_PROVIDERS = re.compile(r"/openai/deployments/[^/]+/|/v1/engines/[^/]+/|/(?!v1/|api/)(?:[^/]+/)+?v1/")
-"""What comes before a path at Azure, in OpenAI's first form, and at Groq (/openai/v1) and others."""
+_BEFORE_PATHS = re.compile(
+    r"/openai/deployments/[^/]+/"  # Azure's
+    r"|/v1/engines/[^/]+/"  # OpenAI's first form
+    r"|/(?!v1/|api/)(?:[^/]+/)+?v1/"  # of Groq (/openai/v1) and others
+    r"|/api/v1/v1/"
+    r"|/v1/chat/completions/(?=chat/|models|embeddings|responses)"  # the whole address as that of the server
+)
+"""What clients have before a path, or set as the address of the server."""
 LONG_BODY_BYTES = 256 << 10
 """Ordinary requests of long conversations are shorter, or need a few milliseconds more."""
 Endpoint = Callable[[Request], Awaitable[Response]]
@@ -374,7 +380,7 @@ def _plain_paths(app: ASGIApp) -> ASGIApp:
         path = f"/{path.strip('/')}"
         if path.startswith(("/v1/v1/", "/v1/api/")):
             path = path.removeprefix("/v1")
-        elif found := _OF_PROVIDERS.match(path):
+        elif found := _BEFORE_PATHS.match(path):
             path = f"/v1/{path[found.end() :]}"
         await app({**scope, "path": path}, receive, send)
 

@@ -20,8 +20,8 @@ FORMATS = (
     "date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri",
 )  # fmt: skip
 _TYPES = ("object", "array", "string", "number", "integer", "boolean", "null")
-_LOOKS_AROUND = re.compile(r"\(\?<?[=!]|\\[1-9]")
-"""Looking ahead or behind, and what an earlier group has matched."""
+_LOOKS_AROUND = re.compile(r"\(\?<?[=!]|\\[1-9bB<>]")
+"""Looking ahead or behind, borders of words, and what an earlier group has matched."""
 
 
 def loosened(schema: Any) -> Any:

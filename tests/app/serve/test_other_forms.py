@@ -94,7 +94,16 @@ async def test_an_address_that_ends_with_v1_gets_another(served):
     assert (await client.get("/v1/v1/models")).json()["data"][0]["id"] == "tiny"
     assert (await client.get("/v1/api/tags")).json()["models"][0]["name"] == "tiny"
     assert (await client.get("/v1/v1")).status_code == 404
-    for path in ("openai/deployments/tiny", "openai/v1", "inference/a/v1", "api/v1", "v1/v1"):
+    whole = "v1/chat/completions"
+    for path in (
+        "openai/deployments/tiny",
+        "openai/v1",
+        "inference/a/v1",
+        "api/v1",
+        "v1/v1",
+        "api/v1/v1",
+        whole,
+    ):
         assert (await client.post(f"/{path}/chat/completions", json=HELLO)).status_code == 200
     assert (await client.post("/v1/engines/x/completions", json={"prompt": "a"})).status_code == 200
     for path in ("/openai/v1", "/openai/deployments/tiny", "/a/v2/models"):
