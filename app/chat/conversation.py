@@ -122,9 +122,11 @@ class Conversation:
     def way_back(self, options: str = "") -> str:
         """A sentence with the command that goes on with this chat; "" if it is not stored. `options` of that command:
         "--plain "."""
+        if self.problem is not None:
+            return f"Not all of this chat is saved: {self.problem}"
         with contextlib.suppress(HistoryError):
             if self.chat_id is not None and self.history.problem is None:
-                is_latest = self.history.chats(limit=1)[0].id == self.chat_id
+                is_latest = self.chat_id in (chat.id for chat in self.history.chats(limit=1))
                 chat = "--continue" if is_latest else f"--chat {self.chat_id}"
                 return f"{call(options + chat)} goes on with this chat."
         return ""

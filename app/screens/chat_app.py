@@ -29,11 +29,11 @@ from app.screens.context_actions import WAYS, ContextActions
 from app.screens.copying import Copying
 from app.screens.dashboard import Dashboard
 from app.screens.drawn_pictures import DrawnPictures
-from app.screens.edit_page import EditPage
 from app.screens.engine_setup import EngineSetup
 from app.screens.file_actions import FileActions
 from app.screens.frame_pacer import TICK_S, FramePacer
 from app.screens.help import HelpScreen
+from app.screens.leaving import Leaving
 from app.screens.palette import Palette
 from app.screens.place_actions import PlaceActions
 from app.screens.resuming import Resuming
@@ -60,12 +60,18 @@ MEDIUM_HEIGHT = 24
 """A lower terminal leaves out the panes of the machine and the kernels, and what the commands of the palette do."""
 FILES_S = 2.0
 """How often the files of the chat are looked at, for changes."""
-AGAIN_S = 3.0
-"""How long a key that has to be pressed twice waits for the second time."""
 
 
 class ChatApp(
-    DrawnPictures, Copying, Resuming, PlaceActions, FileActions, ToolActions, SlashCommands, ContextActions
+    DrawnPictures,
+    Copying,
+    Leaving,
+    Resuming,
+    PlaceActions,
+    FileActions,
+    ToolActions,
+    SlashCommands,
+    ContextActions,
 ):
     """A conversation with an engine, saved in a history. The engine is started with the application and closed with it.
 
@@ -149,7 +155,6 @@ class ChatApp(
         self._first_theme, self.session.flaws, self._open_first = theme, warning, chat_id
         self._send_first, self._first_draft = initial_prompt, draft
         self._pacer = FramePacer()
-        self._quits_until = 0.0  # until then, Ctrl+C quits
         self._is_prompt_visible, self._has_dashboard_drawn = True, False
         self.animation_level = "none"
 
@@ -396,27 +401,6 @@ class ChatApp(
 
     # --- the rest ---------------------------------------------------------------------------------------
 
-    def action_help_quit(self) -> None:
-        """Textual calls this for Ctrl+C without a selection. In a terminal that key stops what runs; then it clears the
-        draft, which Up brings back; and pressed again it quits."""
-        now = time.monotonic()
-        if self.session.is_answering:
-            self.action_stop()
-        elif self.column.editing is not None:
-            self.column.leave_editing()
-        elif self.prompt.text and self.screen is self.page:
-            self.prompt.put("")
-            self.notice("Cleared; Up brings it back")
-        elif now < self._quits_until:
-            self.call_later(self.action_quit)
-        else:
-            self._quits_until = now + AGAIN_S
-            self.notice("Ctrl+C again quits, and so does Ctrl+Q", seconds=AGAIN_S)
-
-    @on(Prompt.Left)
-    async def _leave(self) -> None:
-        await self.action_quit()
-
     @on(Prompt.NothingToUndo)
     def _name_suspend(self) -> None:
         self.notice("There is nothing to undo · Alt+Z suspends orin-chat")
@@ -424,15 +408,6 @@ class ChatApp(
     def action_suspend(self) -> None:
         """Gives the terminal back to the shell, until `fg`."""
         os.kill(os.getpid(), signal.SIGTSTP)  # see widgets/terminal/terminal_signals
-
-    async def action_quit(self) -> None:
-        """Quits, unless a page has edits that are not saved: it comes to the front and asks."""
-        for page in reversed(self.screen_stack):
-            if isinstance(page, EditPage) and not page.may_be_lost("Ctrl+Q"):
-                while self.screen is not page:
-                    await self.screen.dismiss(None)
-                return
-        await super().action_quit()
 
     def action_help(self) -> None:
         self.push_screen(HelpScreen())
