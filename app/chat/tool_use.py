@@ -81,9 +81,9 @@ class ToolUse:
         names = ", ".join(self.toolbox.starting)
         if not await self._while(f"starting tools: {names}" if names else "", self.toolbox.start()):
             return None
-        for name, state in self.toolbox.states.items():
-            if state.problem:
-                self._tell(f"Tools: {name} {state.problem} · /mcp again starts it anew")
+        problems = [f"{name} {state.problem}" for name, state in self.toolbox.states.items() if state.problem]
+        if problems:
+            self._tell(f"Tools: {'; '.join(problems)} · /mcp again starts what is down")
         shown = self.toolbox.shown()
         if not shown:
             return ""

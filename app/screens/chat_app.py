@@ -96,7 +96,7 @@ class ChatApp(
     .-short MachinePanel, .-short KernelTable, .-medium MachinePanel { display: none; }
     .-whole-pane .-whole { display: block; }
     .-tiny ActivityLine, .-tiny StatusLine { display: none; }
-    .-tiny ActivityLine.-warning { display: block; padding: 0; }
+    .-tiny ActivityLine.-warning { display: block; padding: 0; max-height: 40%; }
     .-tiny Prompt { margin: 0; }
     .-tiny Transcript { padding: 0; }
     """

@@ -270,7 +270,7 @@ async def test_a_server_that_does_not_start_is_told_once(begin, monkeypatch):
     session = begin(FakeEngine(reply("One."), reply("Two.")), view, box)
     await say(session, "Read it")
     await say(session, "Again")
-    assert view.noticed == ["Tools: files does not start: No such file · /mcp again starts it anew"]
+    assert view.noticed == ["Tools: files does not start: No such file · /mcp again starts what is down"]
 
 
 @pytest.mark.parametrize(("allowed", "is_run"), [(["all"], True), (["files.write"], False)])
