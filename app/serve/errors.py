@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from engine.errors import UsageError
 from engine.protocol.events import Failed
 
 
@@ -74,6 +75,11 @@ def form_of(path: str) -> Form:
 
 def wrong(message: str, param: str) -> ApiError:
     return ApiError(400, message, param=param)
+
+
+def of_usage(error: UsageError) -> ApiError:
+    """Why what a client asks for cannot be."""
+    return ApiError(400, f"{error.message} {error.hint}".strip())
 
 
 def unavailable(message: str, retry_s: int = 1) -> ApiError:

@@ -16,7 +16,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from app.serve.access import CLIENT, Access
 from app.serve.answering import answer
 from app.serve.bodies import Bodies, check_copies, is_made, read_body
-from app.serve.errors import ApiError
+from app.serve.errors import ApiError, of_usage
 from app.serve.http import ClientGoneError, error_response, json_response, while_connected
 from app.serve.limits import NO_LIMITS, Budgets, Limits
 from app.serve.long_work import MAX_TEXT_BYTES, LongWork
@@ -44,6 +44,7 @@ from app.serve.protocols.response_body import ResponsesBody
 from app.serve.protocols.tokens import DetokenizeBody, TokenizeBody, detokenized, tokenized, tokenizer_info
 from app.serve.service import CLIENT_GONE, Exchange, Service
 from engine import invocation
+from engine.errors import UsageError
 from engine.measure.memory import gpu_used_bytes, resident_memory
 
 _BEFORE_PATHS = re.compile(
@@ -395,6 +396,8 @@ def _guarded(endpoint: Endpoint) -> Endpoint:
             return await endpoint(request)
         except ApiError as error:
             return error_response(error, request.url.path)
+        except UsageError as error:
+            return error_response(of_usage(error), request.url.path)
         except ClientGoneError:
             return Response(status_code=CLIENT_GONE)
         except Exception as error:

@@ -17,12 +17,12 @@ from typing import Self
 from msgspec.structs import replace
 
 from app.serve.answer import AnswerBegun, AnswerEnd, Events, Parts, ServedAnswer, merged
-from app.serve.errors import ApiError, unavailable
+from app.serve.errors import ApiError, of_usage, unavailable
 from app.serve.http import ClientGoneError
 from app.serve.metrics import Metrics
 from app.serve.picture_tokens import counting_eyes
 from engine.askers import address_of
-from engine.errors import OrinError
+from engine.errors import OrinError, UsageError
 from engine.formats.file_templates import FileTemplates
 from engine.formats.fill_in import FillIn
 from engine.formats.gguf import GGUF
@@ -246,9 +246,13 @@ class Exchange:
 
     @contextmanager
     def closed_by_errors(self) -> Iterator[None]:
-        """Closes it if the code within raises."""
+        """Closes it if the code within raises. What a client asks for and cannot be is an ApiError, too."""
         try:
             yield
+        except UsageError as error:
+            refused = of_usage(error)
+            self.close(refused.status, refused.kind)
+            raise refused from None
         except ApiError as error:
             self.close(200 if self.is_streamed else error.status, error.kind)
             raise

@@ -43,6 +43,8 @@ CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
         (CHAT, {**HELLO, "top_logprobs": 2}, "top_logprobs"),
         (CHAT, {**HELLO, "stop": [str(i) for i in range(65)]}, "stop"),
         (CHAT, {**HELLO, "response_format": {"type": "xml"}}, "response_format.type"),
+        (CHAT, {**HELLO, "json_schema": {"minimum": 2**70}}, None),
+        (TEXT, {"prompt": "a", "json_schema": {"const": 2**60}}, None),
         (CHAT, {**HELLO, "response_format": {"type": "json_schema"}}, "response_format"),
         (CHAT, {**HELLO, "tools": [{"type": "function"}]}, "tools[0].function"),
         (CHAT, {**HELLO, "tools": [WEATHER, WEATHER]}, "tools"),
