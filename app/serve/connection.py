@@ -11,6 +11,10 @@ HEAD_S = 20.0  # for the head of a request to arrive, and for a body that nobody
 MOST_CONNECTIONS = 4096
 """More than the system lets wait for their acceptance: an honest client among many that vanish is not refused."""
 
+READ_BYTES = 16 << 10
+"""What is read of a connection before others have their turn. asyncio reads 256 kB, which can be 40,000 chunks of a
+byte each: that took a second, several times in one request."""
+
 
 class Connection(H11Protocol):
     """A connection on which the head of a request must arrive in time, and the rest of a request that has been
@@ -24,6 +28,7 @@ class Connection(H11Protocol):
     _awaited: object = None  # the client's state when the time began
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        transport.max_size = READ_BYTES  # type: ignore[attr-defined]
         self._lingering = _Lingering(transport, self._drop_rest)
         super().connection_made(self._lingering)  # type: ignore[arg-type]
         self._sort()

@@ -307,6 +307,22 @@ async def test_who_is_refused_before_the_request_has_come_reads_why(model_file, 
         writer.close()
 
 
+async def test_a_connection_is_read_a_little_at_a_time(model_file, monkeypatch):
+    sizes, received = [], connection_module.Connection.data_received
+    monkeypatch.setattr(
+        connection_module.Connection,
+        "data_received",
+        lambda c, data: sizes.append(len(data)) or received(c, data),
+    )
+    async with running(FakeEngine(), model_file) as (address, _, _, _), asyncio.timeout(LIMIT_S):
+        reader, writer = await asyncio.open_connection("127.0.0.1", int(address.split(":")[-1]))
+        head = b"POST /nowhere HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n"
+        writer.write(head + b"1\r\n \r\n" * 20_000 + b"0\r\n\r\n")
+        assert b" 404 " in await reader.readline()
+        writer.close()
+    assert max(sizes) <= connection_module.READ_BYTES < sum(sizes)
+
+
 async def test_a_path_may_be_a_whole_address(model_file):
     async with running(FakeEngine(), model_file) as (address, _, _, _), asyncio.timeout(LIMIT_S):
         reader, writer = await asyncio.open_connection("127.0.0.1", int(address.split(":")[-1]))
