@@ -115,6 +115,22 @@ ARCHITECTURES: dict[str, Parts] = {
         keys=GEMMA4 | EXPERTS | {"attention.head_count_kv": [2, 1] * 4},
     ),
     "granite": Parts(keys=MULTIPLIERS),
+    "granitemoe": Parts(experts=8, keys=MULTIPLIERS | {"expert_count": 8, "expert_used_count": 2}),
+    "minicpm": Parts(keys={"embedding_scale": 3.0, "residual_scale": 0.5, "logit_scale": 4.0}),
+    "gemma": Parts(),
+    "glm4": Parts(fused=True, norms_after=True),
+    "chatglm": Parts(fused=True, biases="qkv"),
+    "ernie4_5": Parts(),
+    "internlm2": Parts(),
+    "exaone": Parts(),
+    "exaone4": Parts(norms="head", norms_before=False, norms_after=True),
+    "seed_oss": Parts(biases="qkv", renamed=True),
+    "qwen2vl": Parts(biases="qkv", keys={"rope.dimension_sections": [2, 3, 3, 0]}),
+    "qwen3vl": Parts(norms="head", keys={"rope.dimension_sections": [3, 3, 2, 0]}),
+    "qwen3vlmoe": Parts(norms="head", experts=8, keys=EXPERTS | {"rope.dimension_sections": [3, 3, 2, 0]}),
+    "qwen2moe": Parts(
+        biases="qkv", experts=8, shared=True, keys=EXPERTS | {"expert_shared_feed_forward_length": 96}
+    ),
     "smollm3": Parts(),
     "olmo2": Parts(norms="all", norms_before=False, norms_after=True),
     "olmoe": Parts(norms="all", experts=8, keys={"expert_count": 8, "expert_used_count": 2}),
@@ -357,7 +373,8 @@ def write(
                 matrix(prefix + name, 2 * rows if parts.delta and name == "attn_q" else rows, dim)
         matrix(prefix + "attn_output", dim, heads * head_dim)
         if parts.biases:
-            for name, rows in projections.items():
+            in_file = {"attn_qkv": sum(projections.values())} if parts.fused else projections
+            for name, rows in in_file.items():
                 vector(f"{prefix}{name}.bias", rows, 0.0)
             if parts.biases == "all":
                 vector(f"{prefix}attn_output.bias", dim, 0.0)

@@ -35,7 +35,9 @@ from engine.formats.gguf import GGUF
 
 Floats = NDArray[np.float32]
 
-NEIGHBOURS = {"llama", "mistral3", "granite", "smollm3"}
+NEIGHBOURS = {
+    "llama", "mistral3", "granite", "granitemoe", "smollm3", "chatglm", "ernie4_5", "glm4", "internlm2", "minicpm",
+}  # fmt: skip
 """Architectures whose files hold the two elements of a rotary pair side by side; in the others they are apart by half
 of what is rotated."""
 

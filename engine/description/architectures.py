@@ -1,4 +1,5 @@
-"""Reads a file's metadata and tensor names into the description of its model. No other file knows an architecture.
+"""Reads a file's metadata and tensor names into the description of its model. Beside the table of families, no
+other file knows an architecture.
 
 Keys: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md, "Standardized key-value pairs". What each architecture
 does: its file in src/models of llama.cpp.
@@ -8,18 +9,17 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
-from typing import Literal
+from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 
 from engine.description.draft_head import read_draft_head
+from engine.description.families import ARCHITECTURES, Family
 from engine.description.file_kind import ASSISTANT, check_is_model, check_looks_back
 from engine.description.head_reader import MAX_HEAD, AttentionHeads, HeadReader
 from engine.description.spec import LayerEmbeddings, ModelSpec, Sublayer, Temperature
 from engine.description.sublayers import (
-    Activation,
     Attention,
     DeltaNet,
     Dense,
@@ -33,79 +33,6 @@ from engine.description.sublayers import (
 from engine.errors import ModelFileError
 from engine.formats.gguf import GGUF, damaged, printable
 from engine.formats.pooling import CLASSES, check_causal, pooling_of
-
-
-@dataclass(frozen=True)
-class Family:
-    """What neither the tensors nor the metadata of an architecture's files say. `interleaved`: rotary pairs are
-    neighbours ("norm" in llama_model_rope_type of llama.cpp; else "neox"). Of `full_attention_every` layers the last
-    has no window (0: no layer has one, whatever the metadata say). `plain_windows`: layers with a window have a rotary
-    base of their own, and no scaling. `eps`, `rope_base` and `window_base` are those of files that do not say them; 0:
-    the base of layers with a window is that of the others. Of `unrotated_every` layers the last has no rotary
-    embedding. `scaled_embedding`: the embedding is multiplied by sqrt(dim). `renormalised`: the probabilities of the
-    chosen experts are divided by their sum. Of `attention_every` layers the last has attention, and the others are
-    gated delta nets, unless the metadata say otherwise (0: all have attention). `gated_attention`: in each head the
-    rows of the query come before those of a gate of its result. `unscaled_attention`: scores are multiplied by nothing.
-    `normed_values`: values are normed over a head. `grid_positions`: tokens of pictures have a row and a column
-    (`Rope.sections`). Of pictures, tokens see those after them in the same picture in no layer, in all, or in those
-    with a window (`sees_pictures`)."""
-
-    interleaved: bool = False
-    activation: Activation = "silu"
-    full_attention_every: int = 0
-    plain_windows: bool = False
-    eps: float = 1e-5
-    rope_base: float = 10_000.0
-    window_base: float = 0.0
-    unrotated_every: int = 0
-    scaled_embedding: bool = False
-    renormalised: bool = True
-    attention_every: int = 0
-    gated_attention: bool = False
-    unscaled_attention: bool = False
-    normed_values: bool = False
-    grid_positions: bool = False
-    sees_pictures: Literal["no layer", "all layers", "window layers"] = "no layer"
-
-
-ARCHITECTURES: Mapping[str, Family] = {
-    "llama": Family(interleaved=True),
-    "qwen2": Family(),
-    "qwen3": Family(),
-    "mistral3": Family(interleaved=True),
-    "phi3": Family(),
-    "gemma3": Family(
-        activation="gelu",
-        full_attention_every=6,
-        plain_windows=True,
-        eps=1e-6,
-        rope_base=1e6,
-        window_base=1e4,
-        scaled_embedding=True,
-        sees_pictures="all layers",
-    ),
-    "gemma4": Family(
-        activation="gelu",
-        full_attention_every=6,
-        plain_windows=True,
-        eps=1e-6,
-        rope_base=1e6,
-        window_base=1e4,
-        scaled_embedding=True,
-        unscaled_attention=True,
-        normed_values=True,
-        sees_pictures="window layers",
-    ),
-    "granite": Family(interleaved=True),
-    "smollm3": Family(interleaved=True, unrotated_every=4),
-    "olmo2": Family(full_attention_every=4, plain_windows=True),
-    "olmoe": Family(renormalised=False),
-    "qwen3moe": Family(),
-    "gpt-oss": Family(activation="swiglu_oai", full_attention_every=2),
-    "qwen35": Family(attention_every=4, gated_attention=True, grid_positions=True),
-    "qwen35moe": Family(attention_every=4, gated_attention=True, grid_positions=True),
-}
-
 
 _ENCODERS = {"v.": "vision", "a.": "audio"}
 """How the names of tensors of encoders begin: tools/mtmd/clip-impl.h of llama.cpp."""
@@ -181,8 +108,10 @@ class ModelReader(HeadReader):
             head = self.weight("output", vocab, self.dim)
         # The stream is kept divided by granite's multiplier of what layers add to it: only norms read it, and a norm of
         # x / c with eps / c**2 is that of x with eps.
-        residual = self.factor("residual_scale", 1.0)
-        scale = self.number("embedding_scale", math.sqrt(self.dim) if self.family.scaled_embedding else 1.0)
+        is_minicpm = self.architecture == "minicpm"  # whose older files do not say its multipliers
+        residual = self.factor("residual_scale", 1.4 / math.sqrt(self.layers) if is_minicpm else 1.0)
+        unsaid = 12.0 if is_minicpm else math.sqrt(self.dim) if self.family.scaled_embedding else 1.0
+        scale = self.number("embedding_scale", unsaid)
         eps = self.number("attention.layer_norm_rms_epsilon", self.family.eps)
         norm = self.required("output_norm.weight", self.dim)
         slope = self.number("attention.temperature_scale", 0.0)
@@ -195,7 +124,11 @@ class ModelReader(HeadReader):
             embedding=embedding,
             embedding_scale=scale / residual,
             sublayers=tuple(sublayer for i in range(self.layers) for sublayer in self.layer(i)),
-            output_norm=Vector(norm.tensor, norm.size, factor=1 / self.factor("logit_scale", 1.0)),
+            output_norm=Vector(
+                norm.tensor,
+                norm.size,
+                factor=1 / self.factor("logit_scale", 256 / self.dim if is_minicpm else 1.0),
+            ),
             head=head,
             ropes=tuple(self.ropes),
             eps=eps,
@@ -325,7 +258,9 @@ class ModelReader(HeadReader):
 
     def attend(self, i: int, prefix: str) -> Attention:
         window = self.window(i)
-        heads = self.heads(i, window > 0, self.family.interleaved)
+        # Of glm4, files of models that see pictures have the rows in the other order (use_mrope in llama-hparams.cpp).
+        interleaved = self.family.interleaved and not any(self.sections())
+        heads = self.heads(i, window > 0, interleaved)
         dim, head_dim, kv_size = self.dim, heads.dim, heads.kv * heads.dim
         sizes = {"q": heads.count * head_dim, "k": kv_size, "v": kv_size}
         is_gated = self.family.gated_attention
@@ -374,7 +309,6 @@ class ModelReader(HeadReader):
                 f"{self.name} has keys as values, in an order that orin-chat does not run.",
                 "Choose another model.",
             )
-        every = self.family.unrotated_every
         scale = 1.0 if self.family.unscaled_attention else self._default_scale(heads)
         return Attention(
             q=q, k=k, v=v, o=self.weight(f"{prefix}attn_output", dim, sizes["q"]),
@@ -383,7 +317,7 @@ class ModelReader(HeadReader):
             heads=heads.count, kv_heads=heads.kv, head_dim=head_dim,
             rope=self.rope(
                 heads,
-                not every or (i + 1) % every != 0,
+                self.is_rotated(i, window),
                 window > 0 and self.family.plain_windows,
                 self.family.grid_positions,
             ),
@@ -392,6 +326,13 @@ class ModelReader(HeadReader):
             window=window, sinks=self.vector(f"{prefix}attn_sinks.weight", heads.count), gate=gate(), cache_of=of,
             has_normed_values=self.family.normed_values,
         )  # fmt: skip
+
+    def is_rotated(self, i: int, window: int) -> bool:
+        """Whether layer i has rotary embeddings."""
+        if self.family.unrotated_full:
+            return window > 0 or not any(self.window(i) for i in range(self.layers))
+        every = self.family.unrotated_every
+        return not every or (i + 1) % every != 0
 
     def sees_pictures(self, window: int) -> bool:
         """See `Attention`. Gemma 4's small models, which have embeddings of layers, look back alone."""

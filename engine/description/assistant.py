@@ -12,7 +12,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from engine.description.architectures import ARCHITECTURES, ModelReader
+from engine.description.architectures import ModelReader
+from engine.description.families import ARCHITECTURES
 from engine.description.file_kind import ASSISTANT
 from engine.description.spec import ModelSpec, Narrowing, Sublayer
 from engine.description.sublayers import Attention

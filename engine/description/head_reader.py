@@ -78,12 +78,13 @@ class HeadReader(CheckedFile):
         (gemma3.cpp). `has_grid`: with the sections of the file, if it says some."""
         rope = self._rotation(heads, plain) if is_rotated else Rope(heads.dim // 2)
         if has_grid:
-            rope = replace(rope, sections=self._sections())
+            rope = replace(rope, sections=self.sections())
         if rope not in self.ropes:
             self.ropes.append(rope)
         return self.ropes.index(rope)
 
-    def _sections(self) -> tuple[int, ...]:
+    def sections(self) -> tuple[int, ...]:
+        """How many pairs turn by each of the three positions of a token, if the file says it."""
         sections = self.file.metadata.get(self.key("rope.dimension_sections"))
         if sections is None:
             return ()

@@ -118,6 +118,31 @@ def test_windows(path_of):
     assert phi3.window == 0, "the key is in published files, and llama.cpp does not heed it"
 
 
+def test_layers_without_rotation(path_of):
+    """EXAONE 4's large models rotate in layers with a window alone, the small one in all."""
+    windows = {
+        "exaone4__attention__sliding_window": 8,
+        "exaone4__attention__sliding_window_pattern": np.array([True, False, True]),
+    }
+    small, large = read(path_of("exaone4")), read(path_of("exaone4"), **windows)
+    for spec, turned in ((small, [True] * 3), (large, [True, False, True])):
+        assert [bool(spec.ropes[a.rope].frequencies) for a in spec.attention] == turned
+
+
+def test_multipliers_that_older_files_do_not_say(path_of):
+    keys = ("embedding_scale", "residual_scale", "logit_scale")
+    spec = read(path_of("minicpm"), **{f"minicpm__{key}": None for key in keys})
+    residual = 1.4 / LAYERS**0.5
+    assert spec.embedding_scale == pytest.approx(12 / residual)
+    assert spec.output_norm.factor == pytest.approx(DIM / 256)
+
+
+def test_rows_of_models_that_see_are_in_the_other_order(path_of):
+    sections = {"glm4__rope__dimension_sections": np.array([2, 3, 3, 0], np.int32)}
+    blind, seeing = read(path_of("glm4")), read(path_of("glm4"), **sections)
+    assert blind.attention[0].q.order and seeing.attention[0].q.order is None
+
+
 def test_recurrent_layers(path_of):
     spec = read(path_of("qwen35"))
     delta, attend, last = (spec.sublayers[2 * i].operator for i in range(LAYERS))

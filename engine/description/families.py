@@ -1,0 +1,100 @@
+"""What is known of each architecture beside what its files say: a table, from which `engine.description.architectures`
+reads a model. What each architecture does: its file in src/models of llama.cpp.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from engine.description.sublayers import Activation
+
+
+@dataclass(frozen=True)
+class Family:
+    """What neither the tensors nor the metadata of an architecture's files say. `interleaved`: rotary pairs are
+    neighbours
+    ("norm" in llama_model_rope_type of llama.cpp; else "neox"). Of `full_attention_every` layers the last has no
+    window (0: no layer has one, whatever the metadata say). `plain_windows`: layers with a window have a rotary
+    base of their own, and no scaling. `eps`, `rope_base` and `window_base` are those of files that do not say them;
+    0: the base of layers with a window is that of the others. Of `unrotated_every` layers the last has no rotary
+    embedding; with `unrotated_full`, those without a window have none if others have one. `scaled_embedding`: the
+    embedding is multiplied by sqrt(dim). `renormalised`: the probabilities of the chosen experts are divided by
+    their sum. Of `attention_every` layers the last has attention, and the others are gated delta nets, unless the
+    metadata say otherwise (0: all have attention). `gated_attention`: in each head the rows of the query come
+    before those of a gate of its result. `unscaled_attention`: scores are multiplied by nothing. `normed_values`:
+    values are normed over a head. `grid_positions`: tokens of pictures have a row and a column (`Rope.sections`).
+    Of pictures, tokens see those after them in the same picture in no layer, in all, or in those with a window
+    (`sees_pictures`)."""
+
+    interleaved: bool = False
+    activation: Activation = "silu"
+    full_attention_every: int = 0
+    plain_windows: bool = False
+    eps: float = 1e-5
+    rope_base: float = 10_000.0
+    window_base: float = 0.0
+    unrotated_every: int = 0
+    unrotated_full: bool = False
+    scaled_embedding: bool = False
+    renormalised: bool = True
+    attention_every: int = 0
+    gated_attention: bool = False
+    unscaled_attention: bool = False
+    normed_values: bool = False
+    grid_positions: bool = False
+    sees_pictures: Literal["no layer", "all layers", "window layers"] = "no layer"
+
+
+ARCHITECTURES: Mapping[str, Family] = {
+    "llama": Family(interleaved=True),
+    "qwen2": Family(),
+    "qwen3": Family(),
+    "mistral3": Family(interleaved=True),
+    "phi3": Family(),
+    "gemma3": Family(
+        activation="gelu",
+        full_attention_every=6,
+        plain_windows=True,
+        eps=1e-6,
+        rope_base=1e6,
+        window_base=1e4,
+        scaled_embedding=True,
+        sees_pictures="all layers",
+    ),
+    "gemma4": Family(
+        activation="gelu",
+        full_attention_every=6,
+        plain_windows=True,
+        eps=1e-6,
+        rope_base=1e6,
+        window_base=1e4,
+        scaled_embedding=True,
+        unscaled_attention=True,
+        normed_values=True,
+        sees_pictures="window layers",
+    ),
+    "granite": Family(interleaved=True),
+    "smollm3": Family(interleaved=True, unrotated_every=4),
+    "olmo2": Family(full_attention_every=4, plain_windows=True),
+    "olmoe": Family(renormalised=False),
+    "qwen3moe": Family(),
+    "gpt-oss": Family(activation="swiglu_oai", full_attention_every=2),
+    "qwen35": Family(attention_every=4, gated_attention=True, grid_positions=True),
+    "qwen35moe": Family(attention_every=4, gated_attention=True, grid_positions=True),
+    "chatglm": Family(interleaved=True),
+    "ernie4_5": Family(interleaved=True),
+    "exaone": Family(),
+    "exaone4": Family(full_attention_every=4, unrotated_full=True),
+    "gemma": Family(activation="gelu", eps=1e-6, scaled_embedding=True),
+    "glm4": Family(interleaved=True),
+    "granitemoe": Family(interleaved=True),
+    "internlm2": Family(interleaved=True),
+    "minicpm": Family(interleaved=True),
+    "qwen2moe": Family(renormalised=False),
+    "qwen2vl": Family(),
+    "qwen3vl": Family(),
+    "qwen3vlmoe": Family(),
+    "seed_oss": Family(),
+}
