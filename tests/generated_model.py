@@ -118,6 +118,14 @@ ARCHITECTURES: dict[str, Parts] = {
     "granitemoe": Parts(experts=8, keys=MULTIPLIERS | {"expert_count": 8, "expert_used_count": 2}),
     "minicpm": Parts(keys={"embedding_scale": 3.0, "residual_scale": 0.5, "logit_scale": 4.0}),
     "gemma": Parts(),
+    "gemma2": Parts(
+        norms_after=True,
+        keys={
+            "attention.sliding_window": 24,
+            "attn_logit_softcapping": 1.5,
+            "final_logit_softcapping": 10.0,
+        },
+    ),
     "glm4": Parts(fused=True, norms_after=True),
     "chatglm": Parts(fused=True, biases="qkv"),
     "ernie4_5": Parts(),

@@ -276,7 +276,10 @@ class Reference:
         sinks = self._vector(a.sinks) if a.sinks else np.full(a.heads, -np.inf, np.float32)
         for head in range(a.heads):
             of = head * a.kv_heads // a.heads  # the keys and values that this head shares
-            scores = np.where(hidden, -np.inf, q[:, head] @ k[:, of].T * np.float32(a.scale))
+            scores = q[:, head] @ k[:, of].T * np.float32(a.scale)
+            if cap := np.float32(a.softcap):
+                scores = np.tanh(scores / cap) * cap
+            scores = np.where(hidden, -np.inf, scores)
             weights = softmax(np.concatenate([scores, np.full((n, 1), sinks[head])], -1))
             out[:, head] = weights[:, :-1] @ v[:, of]
         result = out.reshape(n, -1)

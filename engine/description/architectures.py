@@ -133,7 +133,7 @@ class ModelReader(HeadReader):
             ropes=tuple(self.ropes),
             eps=eps,
             stream_eps=eps / residual**2,
-            softcap=self.number("final_logit_softcapping", 0.0),
+            softcap=self.number("final_logit_softcapping", self.family.logit_cap),
             temperature=Temperature(slope, self.original_context) if slope else None,
             layer_embeddings=self.layer_embeddings(vocab) if self.layer_embedding else None,
             draft_layers=self.draft_layers or int(any(name.startswith(_DRAFT) for name in self.file.tensors)),
@@ -325,6 +325,7 @@ class ModelReader(HeadReader):
             scale=self.factor("attention.scale", scale),
             window=window, sinks=self.vector(f"{prefix}attn_sinks.weight", heads.count), gate=gate(), cache_of=of,
             has_normed_values=self.family.normed_values,
+            softcap=self.number("attn_logit_softcapping", cap) if (cap := self.family.score_cap) else 0.0,
         )  # fmt: skip
 
     def is_rotated(self, i: int, window: int) -> bool:
@@ -352,7 +353,8 @@ class ModelReader(HeadReader):
         return of
 
     def _default_scale(self, heads: AttentionHeads) -> float:
-        if self.architecture == "gemma3" and self.layers == 62:  # 27B: LLM_TYPE_27B in gemma3.cpp
+        # 27B: LLM_TYPE_27B in gemma2.cpp and gemma3.cpp
+        if (self.architecture, self.layers) in (("gemma2", 46), ("gemma3", 62)):
             return float((self.dim / heads.count) ** -0.5)
         return float(heads.dim**-0.5)
 
@@ -427,7 +429,8 @@ class ModelReader(HeadReader):
         """The window of layer i in tokens, 0 if it has none. `sliding_window_pattern` tells the layers that have one:
         booleans, or the number of layers of which the last has none."""
         every = self.family.full_attention_every
-        if not every or not self.file.get(self.key("attention.sliding_window"), int, 0):
+        unsaid = self.family.window
+        if not every or not self.file.get(self.key("attention.sliding_window"), int, unsaid):
             return 0
         pattern = self.file.metadata.get(self.key("attention.sliding_window_pattern"), every)
         if isinstance(pattern, np.ndarray):
@@ -437,4 +440,4 @@ class ModelReader(HeadReader):
         else:
             every = self.size("attention.sliding_window_pattern", every)
             has_window = i % every < every - 1
-        return self.size("attention.sliding_window") if has_window else 0
+        return self.size("attention.sliding_window", unsaid) if has_window else 0

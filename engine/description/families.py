@@ -14,19 +14,18 @@ from engine.description.sublayers import Activation
 @dataclass(frozen=True)
 class Family:
     """What neither the tensors nor the metadata of an architecture's files say. `interleaved`: rotary pairs are
-    neighbours
-    ("norm" in llama_model_rope_type of llama.cpp; else "neox"). Of `full_attention_every` layers the last has no
-    window (0: no layer has one, whatever the metadata say). `plain_windows`: layers with a window have a rotary
-    base of their own, and no scaling. `eps`, `rope_base` and `window_base` are those of files that do not say them;
-    0: the base of layers with a window is that of the others. Of `unrotated_every` layers the last has no rotary
-    embedding; with `unrotated_full`, those without a window have none if others have one. `scaled_embedding`: the
-    embedding is multiplied by sqrt(dim). `renormalised`: the probabilities of the chosen experts are divided by
-    their sum. Of `attention_every` layers the last has attention, and the others are gated delta nets, unless the
-    metadata say otherwise (0: all have attention). `gated_attention`: in each head the rows of the query come
-    before those of a gate of its result. `unscaled_attention`: scores are multiplied by nothing. `normed_values`:
-    values are normed over a head. `grid_positions`: tokens of pictures have a row and a column (`Rope.sections`).
-    Of pictures, tokens see those after them in the same picture in no layer, in all, or in those with a window
-    (`sees_pictures`)."""
+    neighbours ("norm" in llama_model_rope_type of llama.cpp; else "neox"). Of `full_attention_every` layers the last
+    has no window (0: no layer has one, whatever the metadata say). `plain_windows`: layers with a window have a rotary
+    base of their own, and no scaling. `eps`, `rope_base`, `window_base`, `window`, `score_cap` (of attention) and
+    `logit_cap` are those of files that do not say them; 0: no cap, and the base of layers with a window is that of the
+    others. Of `unrotated_every` layers the last has no rotary embedding; with `unrotated_full`, those without a window
+    have none if others have one. `scaled_embedding`: the embedding is multiplied by sqrt(dim). `renormalised`: the
+    probabilities of the chosen experts are divided by their sum. Of `attention_every` layers the last has attention,
+    and the others are gated delta nets, unless the metadata say otherwise (0: all have attention). `gated_attention`:
+    in each head the rows of the query come before those of a gate of its result. `unscaled_attention`: scores are
+    multiplied by nothing. `normed_values`: values are normed over a head. `grid_positions`: tokens of pictures have a
+    row and a column (`Rope.sections`). Of pictures, tokens see those after them in the same picture in no layer, in
+    all, or in those with a window (`sees_pictures`)."""
 
     interleaved: bool = False
     activation: Activation = "silu"
@@ -44,6 +43,9 @@ class Family:
     unscaled_attention: bool = False
     normed_values: bool = False
     grid_positions: bool = False
+    window: int = 0
+    score_cap: float = 0.0
+    logit_cap: float = 0.0
     sees_pictures: Literal["no layer", "all layers", "window layers"] = "no layer"
 
 
@@ -88,6 +90,15 @@ ARCHITECTURES: Mapping[str, Family] = {
     "exaone": Family(),
     "exaone4": Family(full_attention_every=4, unrotated_full=True),
     "gemma": Family(activation="gelu", eps=1e-6, scaled_embedding=True),
+    "gemma2": Family(
+        activation="gelu",
+        full_attention_every=2,
+        eps=1e-6,
+        scaled_embedding=True,
+        window=4096,
+        score_cap=50.0,
+        logit_cap=30.0,
+    ),
     "glm4": Family(interleaved=True),
     "granitemoe": Family(interleaved=True),
     "internlm2": Family(interleaved=True),

@@ -139,7 +139,8 @@ class Operator:
 class Attention(Operator):
     """Attention. `heads` query heads share `kv_heads` heads of keys and values, of `head_dim` elements each. The norms
     of queries and keys are over a head (head_dim weights), or over all heads together. `rope` is an index in
-    `ModelSpec.ropes`. Scores are multiplied by `scale`. With a `window`, a query at position p attends to the keys at
+    `ModelSpec.ropes`. Scores are multiplied by `scale`, and with a `softcap` they are softcap * tanh(scores / softcap).
+    With a `window`, a query at position p attends to the keys at
     p - window + 1 to p; 0 means to all. `sinks`: for each head a score
     that joins those of the keys, unscaled, and whose value is zero. `gate`: the result is multiplied by
     sigmoid(gate x) before the output projection.
@@ -171,6 +172,7 @@ class Attention(Operator):
     cache_of: int | None = None
     has_normed_values: bool = False
     sees_pictures: bool = False
+    softcap: float = 0.0
     words = "attention"
 
     @property

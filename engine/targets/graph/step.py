@@ -362,6 +362,8 @@ class Transformer:
         group = a.heads // a.kv_heads  # query heads that share keys and values
         q = q.reshape(a.kv_heads, group * n, a.head_dim) * a.scale
         scores = q @ keys.transpose(1, 2)
+        if a.softcap:
+            scores = (scores / a.softcap).tanh() * a.softcap
         if mask is not None:
             scores = scores.reshape(a.kv_heads, group, n, position + n)
             scores = scores + mask

@@ -50,6 +50,7 @@ class Pool:
         k, v = (x[:, first:].astype(np.float64) for x in (k, v))
         for i, query in enumerate(q.astype(np.float64)):
             s = k[i // h.shared_by] @ query * h.scale
+            s = np.tanh(s / h.softcap) * h.softcap if h.softcap else s
             p = np.exp(s - s.max())
             sink = 0 if sinks is None else np.exp(sinks[i].astype(np.float64) - s.max())
             outs.append(p @ v[i // h.shared_by] / (p.sum() + sink))

@@ -141,6 +141,14 @@ def check_sinks() -> None:
     decode_attention(70, FlashSplit(128, 3, 2, 2, 1), heads_of(norm_eps=1e-6), sinks=True)
 
 
+def check_capped_scores() -> None:
+    """Of a token, whose own key has parts of its score, and of a prompt."""
+    decode_attention(130, FlashSplit(256, 2, 1, 1, 1, 1, 2), heads_of(32, softcap=1.5))
+    attended_prompt(PromptTiling(1, 2, 1, 1), 21, 18, heads_of(softcap=1.5))
+    if THOROUGH:
+        decode_attention(50, FlashSplit(64, 1, 2, 2, 2, 2), heads_of(32, window=20, softcap=1.5), sinks=True)
+
+
 def check_what_is_stored() -> None:
     """Values that are normed, keys as values, and a cache that another layer has filled: of a token, of a prompt."""
     options = {"norm_eps": 1e-6, "normed_values": True}

@@ -49,6 +49,14 @@ def check_layers_of_fused_matrices() -> None:
     hold(architecture="phi3", rotated=12, keys={"rope.scaling.original_context_length": 8}, **SMALL)
 
 
+def check_layers_of_fused_matrices_with_biases() -> None:
+    hold(architecture="chatglm", rotated=8, **SMALL)
+
+
+def check_layers_with_capped_scores() -> None:
+    hold(architecture="gemma2", keys={"attention.sliding_window": 4}, **SMALL | {"layers": 2})
+
+
 def check_layers_with_multipliers() -> None:
     hold(architecture="granite", **SMALL)
 

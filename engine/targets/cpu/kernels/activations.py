@@ -206,10 +206,15 @@ def cap(limit: float, lanes: int) -> KernelFunction:
         first, n = even_share(k.index(count, 0), part, parts)
         with k.loop(n) as i:
             at = (first + i) * lanes
-            k.store(x, at, (sigmoid(k, k.vector(x, at) * (2 / limit)) * 2.0 - 1.0) * limit)
+            k.store(x, at, capped(k, k.vector(x, at), limit))
         return k.finish("cap")
 
     return kernel
+
+
+def capped(k: KernelBuilder, x: UOp, limit: float) -> UOp:
+    """limit * tanh(x / limit)."""
+    return (sigmoid(k, x * (2 / limit)) * 2.0 - 1.0) * limit
 
 
 def gated(k: KernelBuilder, gate: Gate, x: UOp, other: UOp) -> UOp:

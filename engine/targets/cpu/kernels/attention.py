@@ -20,6 +20,7 @@ from tinygrad.uop.ops import Ops
 
 from engine.formats.kv_format import QUANT_BLOCK
 from engine.kernels.compilation import KernelFunction
+from engine.targets.cpu.kernels.activations import capped
 from engine.targets.cpu.kernels.kernel_builder import F32, Index, KernelBuilder
 from engine.targets.cpu.kernels.rope import HeadLanes
 from engine.targets.cpu.kernels.step_state import n_tokens, position_of, sequence_of
@@ -160,7 +161,8 @@ def attention(heads: HeadLanes, threads: int, tile: int, rows: int = 0) -> Kerne
                     seen = own
                     if seen_by is not None:
                         seen = k.index(seen_by, token + q // task_heads) - first_token
-                    score = k.vector(s, 0) + k.vector(score_mask, lanes - seen.maximum(0).minimum(lanes))
+                    score = capped(k, k.vector(s, 0), h.softcap) if h.softcap else k.vector(s, 0)
+                    score = score + k.vector(score_mask, lanes - seen.maximum(0).minimum(lanes))
                     if h.window:
                         before = (own - h.window).maximum(0).minimum(lanes)
                         score = score + k.vector(score_mask, 2 * lanes - before)

@@ -22,12 +22,13 @@ from engine.targets.cpu.kernels.step_state import n_tokens, position_of, sequenc
 @dataclass(frozen=True)
 class HeadLanes:
     """The attention heads of a kind of layers: `query` heads share `kv` heads of keys and values, of `dim` elements
-    each. Scores are multiplied by `scale`. `query_norm` and `key_norm`: whether these are RMS-normed, with `norm_eps`.
-    `norms_over_heads`: over all heads together. `temperature`: whether queries are multiplied by a factor of their
-    position. `sinks`: each query head has a score that joins those of the keys, unscaled, and whose value is zero.
-    `stored`: without values of their own, the keys before norm and rotation are the values; with nothing, the cache is
-    that of another layer. `value_norm`: values are RMS-normed over a head. `turns_tokens`: the tables of angles are by
-    the tokens of the step, not by position. `ahead`: in prompts, a query sees up to so many tokens after its own.
+    each. Scores are multiplied by `scale`, and capped by `softcap` if that is not 0. `query_norm` and `key_norm`:
+    whether these are RMS-normed, with `norm_eps`. `norms_over_heads`: over all heads together. `temperature`: whether
+    queries are multiplied by a factor of their position. `sinks`: each query head has a score that joins those of the
+    keys, unscaled, and whose value is zero. `stored`: without values of their own, the keys before norm and rotation
+    are the values; with nothing, the cache is that of another layer. `value_norm`: values are RMS-normed over a head.
+    `turns_tokens`: the tables of angles are by the tokens of the step, not by position. `ahead`: in prompts, a query
+    sees up to so many tokens after its own.
 
     With a `window`, a query at position p sees the keys from p - window + 1 to p; 0 is no window. The cache of a layer
     has `length` slots of type `dtype`: keys (kv, length / lanes, dim, lanes), values (kv, length, dim). If it is int8,
@@ -53,6 +54,7 @@ class HeadLanes:
     sinks: bool = False
     stored: Literal["keys and values", "keys", "nothing"] = "keys and values"
     value_norm: bool = False
+    softcap: float = 0.0
     turns_tokens: bool = False
     ahead: int = 0
 

@@ -79,6 +79,7 @@ class AttentionHandler(Handler):
             normed_values=part.has_normed_values and stored != "nothing",
             gated=part.gate is not None,
             ahead=loading.looks_ahead and part.sees_pictures,
+            softcap=part.softcap,
         )
         self.is_storing = stored != "nothing"
         self.is_over_heads = part.has_norms_over_heads

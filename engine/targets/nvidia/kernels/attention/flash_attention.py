@@ -266,7 +266,8 @@ def flash_attention(
         for four, step in zip(fours, steps_of(loop), strict=True):
             tokens_of = (step * TILE + t * 4 + k for k in range(4))
             scores += [
-                block.sees(x).where(score, f32(LOWEST)) for x, score in zip(tokens_of, four, strict=True)
+                block.sees(x).where(h.capped(score), f32(LOWEST))
+                for x, score in zip(tokens_of, four, strict=True)
             ]
         old_top = load(so_far(tops), 0)
         top = maximum([old_top, *_of_row(maximum(scores), lane)])
@@ -311,7 +312,7 @@ def flash_attention(
         head, d = (e // width).minimum(group - 1), e % width
         new_score = f32(LOWEST)
         if block.has_new:
-            own_score = tree(load_run(partial_scores, head * block.n_parts, block.n_parts))
+            own_score = h.capped(tree(load_run(partial_scores, head * block.n_parts, block.n_parts)))
             new_score = block.is_first_part.where(own_score, new_score)
         tops_of_warps = load_run(largest, head * warps, warps)
         head_top = maximum([new_score, *tops_of_warps])

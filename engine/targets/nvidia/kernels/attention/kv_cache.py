@@ -29,6 +29,7 @@ from engine.targets.nvidia.kernels.uops import (
     load,
     load_index,
     load_run,
+    soft_capped,
     store_run,
 )
 
@@ -77,7 +78,7 @@ class Heads:
     RMS-normed over a head, with `norm_eps`. With `gated` heads, the rows of the QKV product begin with a gate for each
     element of the result, which is multiplied by its sigmoid. If a token `is_stored`, another kernel has put its key
     and value into the cache before attention begins. If they look `ahead`, a token of a prompt may see some after its
-    own."""
+    own. With a `softcap`, scores are softcap * tanh(scores / softcap)."""
 
     query: int
     kv: int
@@ -95,6 +96,7 @@ class Heads:
     gated: bool = False
     is_stored: bool = False
     ahead: bool = False
+    softcap: float = 0.0
 
     def __post_init__(self) -> None:
         assert self.block % TILE == 0 and self.kv_format.fits(self.dim)
@@ -154,12 +156,17 @@ class Heads:
         """The factor of queries: `scale`, and log2(e) because the softmax uses exp2."""
         return float(self.scale * LOG2_E)
 
+    def capped(self, score: UOp) -> UOp:
+        """A score of queries that `query_scale` has scaled."""
+        return soft_capped(score, self.softcap * LOG2_E)
+
     @property
     def cache_name(self) -> str:
         """The part of kernels' names that tells apart layers whose caches differ, or how much of them is seen."""
         window = f"_window_{self.window}" if self.window else ""
         kv_format = f"_{self.kv_format.value}" if self.kv_format.is_quantized else ""
-        return f"{self.query}_{self.kv}_{self.dim}{window}_pool_{self.pool}{kv_format}{'_ahead' * self.ahead}"
+        cap = f"_cap_{self.softcap:g}" if self.softcap else ""
+        return f"{self.query}_{self.kv}_{self.dim}{window}_pool_{self.pool}{kv_format}{'_ahead' * self.ahead}{cap}"
 
     @property
     def name(self) -> str:

@@ -276,6 +276,7 @@ def attend_prompt(
 
         def scores(array: UOp, step: UOp, masked: bool, queries: Sequence[Sequence[UOp]]) -> list[list[UOp]]:
             def shown(s: int, i: int, four: list[UOp]) -> list[UOp]:
+                four = [h.capped(score) for score in four]
                 if not masked:
                     return four
                 r, side = divmod(i, 2)
