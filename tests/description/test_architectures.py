@@ -6,7 +6,8 @@ import math
 import numpy as np
 import pytest
 
-from engine.description.architectures import ARCHITECTURES, read_spec
+from engine.description.architectures import read_spec
+from engine.description.families import ARCHITECTURES
 from engine.description.spec import ModelSpec
 from engine.errors import ModelFileError
 from engine.formats.gguf import GGUF

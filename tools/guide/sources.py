@@ -18,7 +18,7 @@ from app.cli import options
 from app.main import COMMANDS
 from app.screens.actions import ACTIONS, OTHER_KEYS, PANE_KEYS, key_label
 from engine.catalog import names
-from engine.description.architectures import ARCHITECTURES
+from engine.description.families import ARCHITECTURES
 from engine.errors import EXIT_CODES, OrinError
 from engine.formats.quantization import QUANTIZED, Format
 from presets import loader
