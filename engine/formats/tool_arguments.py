@@ -4,6 +4,7 @@ import json
 from collections.abc import Mapping
 from typing import Any, Protocol
 
+from engine.formats.json_kinds import ANY, TEXT, kinds, read
 from engine.formats.thinking import overlap
 
 
@@ -63,11 +64,12 @@ class TagArguments:
     def __init__(self, schema: Any) -> None:
         """`schema`: that of the arguments."""
         properties = schema.get("properties") if isinstance(schema, Mapping) else None
-        self._properties: Mapping[str, Any] = properties if isinstance(properties, Mapping) else {}
+        self._schema, self._properties = schema, properties if isinstance(properties, Mapping) else {}
         self.is_done = self._begun = False
         self._is_first = True  # no parameter has come yet
         self._key: str | None = None  # of the parameter that is being read
         self._is_text = self._at_start = False
+        self._kinds = ANY
         self._value = ""  # of one that is no text
 
     def feed(self, text: str) -> tuple[str, str]:
@@ -94,9 +96,9 @@ class TagArguments:
         if end < 0:
             return self._until_end(stripped)
         key = stripped[at + len(_PARAMETER) : end].strip()
-        schema = self._properties.get(key)
         self._key, self._at_start, self._value = key, True, ""
-        self._is_text = isinstance(schema, Mapping) and schema.get("type") == "string"
+        self._kinds = kinds(self._properties.get(key), self._schema)
+        self._is_text = self._kinds == TEXT
         comma = "" if self._is_first else ", "
         self._is_first = False
         opened = f"{comma}{json.dumps(key, ensure_ascii=False)}: " + ('"' if self._is_text else "")
@@ -133,8 +135,4 @@ class TagArguments:
     def _ended(self) -> str:
         if self._is_text:
             return '"'
-        try:
-            value = json.loads(self._value)
-        except (ValueError, RecursionError):
-            value = self._value
-        return json.dumps(value, ensure_ascii=False)
+        return json.dumps(read(self._value, self._kinds), ensure_ascii=False)

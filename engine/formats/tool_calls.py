@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
+from engine.formats.json_kinds import kinds, read
 from engine.formats.thinking import overlap
 from engine.formats.tool_arguments import Arguments, JsonArguments, TagArguments
 
@@ -254,13 +255,4 @@ def _call(value: Any) -> FunctionCall | None:
 def _parameters(text: str, schema: Any) -> dict[str, Any]:
     """<parameter=KEY>VALUE</parameter>, in which a text has no quotation marks."""
     properties = schema.get("properties", {}) if isinstance(schema, dict) else {}
-    return {key: _parameter(value, properties.get(key)) for key, value in _PARAMETER.findall(text)}
-
-
-def _parameter(text: str, schema: Any) -> Any:
-    if isinstance(schema, dict) and schema.get("type") == "string":
-        return text
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
-        return text
+    return {key: read(value, kinds(properties.get(key), schema)) for key, value in _PARAMETER.findall(text)}

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from engine.formats.json_formats import with_strict_formats
+from engine.formats.json_kinds import kinds
 from engine.formats.json_leniency import loosened, moved
 from engine.formats.tool_calls import HARMONY, ToolForm, functions
 from engine.protocol.events import Grammar
@@ -147,16 +148,24 @@ def _tagged(name: str, tool: str, schema: Any) -> Iterator[str]:
 def _value(name: str, schema: Any, whole: Mapping[str, Any]) -> Iterator[str]:
     """The rule `name` of a value and the end of its tag. A text is written as it is."""
     end = _literal("\n</parameter>\n")
-    kind = schema.get("type") if isinstance(schema, Mapping) else None
-    if kind in (None, "string") and isinstance(schema, Mapping) and isinstance(schema.get("enum"), list):
+    allowed = kinds(schema, whole)
+    may_be_text = not allowed or "string" in allowed
+    if may_be_text and isinstance(schema, Mapping) and isinstance(schema.get("enum"), list):
         texts = [one if isinstance(one, str) else json.dumps(one) for one in schema["enum"]]
         yield f"{name}: ({' | '.join(map(_literal, texts))}) {end}"
-    elif kind in (None, "string"):
+    elif may_be_text:
         yield f"{name}[suffix={end}]: {_ANY_TEXT}"
     else:
-        shared = {key: whole[key] for key in ("$defs", "definitions") if key in whole}
         yield f"{name}: json_{name} {end}"
-        yield f"json_{name}: {_json({**shared, **schema})}"
+        yield f"json_{name}: {_json(_alone(schema, whole))}"
+
+
+def _alone(schema: Any, whole: Any) -> Any:
+    """A part of the `whole`, to which its references lead, as a schema of its own."""
+    if "$ref" not in json.dumps(schema):
+        return schema
+    place = "/$defs/whole"
+    return moved(schema, place) | {"$defs": {"whole": moved(whole, place)}}
 
 
 def _json(schema: Any) -> str:

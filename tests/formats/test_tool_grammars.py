@@ -246,6 +246,15 @@ def test_references_within_a_tools_schema(name):
     assert not takes(grammar, call.replace("2", '"2"'))
 
 
+def test_references_of_parameters_in_tags():
+    tool = {"type": "function", "function": {"name": "f", "parameters": NESTED}}
+    grammar = reply_grammar(QWEN_XML, json.dumps([tool]), None, is_required=True)
+    call = "<tool_call>\n<function=f>\n<parameter=at>\n{}\n</parameter>\n{}</function>\n</tool_call>"
+    more = '<parameter=more>\n{"at": {"x": 2}}\n</parameter>\n'
+    assert takes(grammar, call.format('{"x": 1}', "")) and takes(grammar, call.format('{"x": 1}', more))
+    assert not takes(grammar, call.format("one", "")) and not takes(grammar, call.format('{"x": "1"}', ""))
+
+
 @pytest.mark.parametrize("keyword", NOT_KEPT)
 def test_what_is_left_out_is_what_the_library_does_not_know(keyword):
     compile = llguidance.LLMatcher.grammar_from_json_schema

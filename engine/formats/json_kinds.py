@@ -1,0 +1,75 @@
+"""Which kinds of JSON values a schema allows. Models that write calls in tags write texts without quotation marks, so
+only the schema tells whether 42 is a number, or a text."""
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+Kinds = frozenset[str]
+ANY: Kinds = frozenset()
+"""Not known: any kind."""
+TEXT: Kinds = frozenset({"string"})
+_MAX_DEPTH = 8  # of references
+
+
+def kinds(schema: Any, whole: Any, depth: int = 0) -> Kinds:
+    """Those of a `schema` that is a part of the `whole`, to which its references lead."""
+    if not isinstance(schema, Mapping) or depth > _MAX_DEPTH:
+        return ANY
+    match schema:
+        case {"type": str(one)}:
+            return frozenset({one})
+        case {"type": list(several)}:
+            return frozenset(each for each in several if isinstance(each, str))
+        case {"const": value}:
+            return frozenset({kind_of(value)})
+        case {"enum": list(values)}:
+            return frozenset(map(kind_of, values))
+        case {"$ref": str(reference)}:
+            return kinds(_found(reference, whole), whole, depth + 1)
+        case {"anyOf": list(choices)} | {"oneOf": list(choices)}:
+            each = [kinds(choice, whole, depth + 1) for choice in choices]
+            return frozenset().union(*each) if all(each) else ANY
+        case {"allOf": list(parts)}:
+            return next((known for part in parts if (known := kinds(part, whole, depth + 1))), ANY)
+    return ANY
+
+
+def kind_of(value: object) -> str:
+    """That of a JSON value, in the words of schemas."""
+    match value:
+        case None:
+            return "null"
+        case bool():
+            return "boolean"
+        case int():
+            return "integer"
+        case float():
+            return "number"
+        case str():
+            return "string"
+        case list():
+            return "array"
+    return "object"
+
+
+def read(text: str, allowed: Kinds) -> Any:
+    """The value that a model wrote as `text`: JSON, unless it is a text."""
+    if allowed == TEXT:
+        return text
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        return text
+    kind = kind_of(value)
+    fits = kind in allowed - TEXT or (kind == "integer" and "number" in allowed)
+    return text if "string" in allowed and not fits else value
+
+
+def _found(reference: str, whole: Any) -> Any:
+    """What a reference within the schema leads to (https://www.rfc-editor.org/rfc/rfc6901)."""
+    if not reference.startswith("#"):
+        return None
+    for name in reference[1:].split("/")[1:]:
+        whole = whole.get(name.replace("~1", "/").replace("~0", "~")) if isinstance(whole, Mapping) else None
+    return whole
