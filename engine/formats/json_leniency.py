@@ -24,6 +24,23 @@ _LOOKS_AROUND = re.compile(r"\(\?<?[=!]|\\[1-9bB<>]")
 """Looking ahead or behind, borders of words, and what an earlier group has matched."""
 
 
+_NEEDLESS: dict[str, tuple[Any, ...]] = {
+    "propertyNames": ({}, {"type": "string"}, True),
+    "uniqueItems": (False,),
+    "unevaluatedProperties": ({}, True),
+    "unevaluatedItems": ({}, True),
+}
+"""Values with which keywords say nothing."""
+
+
+def without_needless(schema: Any) -> Any:
+    """A schema that allows the same, without keywords of `NOT_KEPT` that say nothing. Zod writes `propertyNames` so."""
+    if not isinstance(schema, Mapping):
+        return schema
+    said = {key: value for key, value in schema.items() if value not in _NEEDLESS.get(key, ())}
+    return with_subschemas(said, without_needless)
+
+
 def loosened(schema: Any) -> Any:
     """A schema without what cannot be kept."""
     if not isinstance(schema, Mapping):

@@ -9,7 +9,7 @@ from typing import Any
 
 from engine.formats.json_formats import with_strict_formats
 from engine.formats.json_kinds import kinds
-from engine.formats.json_leniency import loosened, moved
+from engine.formats.json_leniency import loosened, moved, without_needless
 from engine.formats.tool_calls import HARMONY, ToolForm, functions
 from engine.protocol.events import Grammar
 
@@ -129,7 +129,8 @@ def _kept_schemas(tools: str) -> dict[str, Any]:
     strict = {
         tool["function"]["name"] for tool in json.loads(tools) if tool["function"].get("strict") is True
     }
-    return {name: schema if name in strict else loosened(schema) for name, schema in functions(tools)}
+    kept = {True: without_needless, False: loosened}
+    return {name: kept[name in strict](schema) for name, schema in functions(tools)}
 
 
 def _tagged(name: str, tool: str, schema: Any) -> Iterator[str]:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from engine.errors import UsageError
 from engine.formats.channels import ChannelSplitter, channel_marks
 from engine.formats.json_formats import with_strict_formats
-from engine.formats.json_leniency import NOT_KEPT, loosened
+from engine.formats.json_leniency import NOT_KEPT, loosened, without_needless
 from engine.formats.tool_calls import (
     GRANITE,
     HARMONY,
@@ -259,6 +259,17 @@ def test_references_of_parameters_in_tags():
 def test_what_is_left_out_is_what_the_library_does_not_know(keyword):
     compile = llguidance.LLMatcher.grammar_from_json_schema
     assert llguidance.LLMatcher.validate_grammar(compile({keyword: {}}))
+
+
+def test_what_says_nothing_is_left_out_of_what_is_strict():
+    words = {
+        "type": "object",
+        "propertyNames": {"type": "string"},
+        "additionalProperties": {"uniqueItems": False},
+    }
+    assert without_needless(words) == {"type": "object", "additionalProperties": {}}
+    short = {"propertyNames": {"maxLength": 3}, "properties": {"uniqueItems": {"type": "integer"}}}
+    assert without_needless(short) == short
 
 
 def test_what_cannot_be_kept_is_left_out_of_what_is_not_strict():

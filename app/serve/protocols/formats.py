@@ -12,7 +12,7 @@ import msgspec
 
 from app.serve.errors import ApiError, wrong
 from app.serve.protocols.json_values import check_size, check_texts
-from engine.formats.json_leniency import loosened
+from engine.formats.json_leniency import loosened, without_needless
 from engine.formats.tool_grammars import choice_grammar, schema_grammar
 from engine.protocol.events import Grammar
 
@@ -121,8 +121,9 @@ def _response_format(format: ResponseFormat) -> Schema | Grammar | None:
         raise wrong("response_format.json_schema is missing.", "response_format")
     if schema is None:
         return {"type": "object"}
-    schema = _schema(schema, "response_format")
-    return schema if given and given.strict else loosened(schema)
+    is_strict = given is not None and given.strict is True
+    kept: Schema = (without_needless if is_strict else loosened)(_schema(schema, "response_format"))
+    return kept
 
 
 def _schema(given: str | Schema, param: str) -> Schema:
