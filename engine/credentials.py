@@ -1,14 +1,10 @@
-"""What the user's environment says of the web: names and passwords from netrc, since the addresses that users give are
-stored and shown without any; proxies and certificates, which the libraries read."""
+"""Names and passwords from netrc, since the addresses that users give are stored and shown without any."""
 
 import netrc
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from urllib.parse import urlsplit
 
-from engine.errors import UsageError, one_line
-from engine.invocation import pip_install
+from engine.errors import UsageError
 
 
 def credentials(url: str) -> tuple[str, str] | None:
@@ -34,23 +30,3 @@ def credentials(url: str) -> tuple[str, str] | None:
         f"Passwords cannot be read from {path or '~/.netrc'}: {reason}.",
         "Mend it, or name another file with the variable NETRC.",
     )
-
-
-@contextmanager
-def client_made() -> Iterator[None]:
-    """Around what makes an HTTP client. Raises UsageError if the environment names a proxy or certificates that cannot
-    be used."""
-    try:
-        yield
-    except ImportError as error:
-        if "SOCKS" not in str(error):
-            raise
-        raise UsageError(
-            "A SOCKS proxy, as ALL_PROXY or another variable names it, needs the library socksio.",
-            f"Install it, {pip_install('socksio')}, or unset the variable.",
-        ) from None
-    except OSError as error:  # ssl.SSLError is one
-        raise UsageError(
-            f"The certificates of SSL_CERT_FILE or SSL_CERT_DIR cannot be read: {one_line(str(error))}.",
-            "Unset the variable, or let it name a file of certificates.",
-        ) from None

@@ -75,7 +75,7 @@ def run(arguments: Sequence[str], settings: Settings) -> int:
         out.print(table)
     for sentence in _missing(runs):
         out.print(sentence, markup=False)
-    _write(board_text(report, board, runs, lengths, kernel_log()), folder / REPORT, out)
+    _write(board_text(report, board, runs, kernel_log()), folder / REPORT, out)
     return 0 if any(run.results() for run in runs) else NOTHING_MEASURED
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
-from app.bench.board_plan import Board, Lengths
+from app.bench.board_plan import Board
 from app.bench.board_run import BoardRun
 from app.bench.results import OURS, PEER, Result, to_json
 from app.bench.tables import number
@@ -31,7 +31,7 @@ MAX_KERNELS = 40
 
 
 def board_text(
-    report: doctor.Report, board: Board, runs: Sequence[BoardRun], lengths: Lengths, kernel_log: Sequence[str]
+    report: doctor.Report, board: Board, runs: Sequence[BoardRun], kernel_log: Sequence[str]
 ) -> str:
     parts = [f"# orin-chat board\n\norin-chat {report.orin_chat}, {report.at}", *_findings(report)]
     done = [run for run in runs if run.results()]

@@ -17,9 +17,10 @@ from urllib.parse import urlsplit
 
 from engine.catalog.files import is_safe
 from engine.catalog.names import HubModel
-from engine.credentials import client_made, credentials
+from engine.credentials import credentials
 from engine.errors import ModelFileError, UsageError
 from engine.formats.gguf import printable
+from engine.web_client import making_client
 
 TIMEOUT_S = 10.0  # for a response to begin, and between two reads of it
 RETRIES = 4  # in a row, if none of them brings a byte
@@ -229,6 +230,6 @@ def _library() -> ModuleType:
             "Unset those whose names begin with HF_ and that you have set.",
         ) from None
 
-    with client_made():
+    with making_client():
         huggingface_hub.utils.get_session()  # type: ignore[attr-defined]
     return huggingface_hub

@@ -10,9 +10,10 @@ from urllib.parse import urlsplit
 import httpx
 import msgspec
 
-from engine.credentials import client_made, credentials
+from engine.credentials import credentials
 from engine.errors import BackendError, ContextFullError, OrinError, UsageError, one_line
 from engine.formats.half_characters import without_half_characters
+from engine.web_client import making_client
 
 CONNECT_S = 10.0
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
@@ -51,7 +52,7 @@ def client(base_url: str, key: str = "", socket: str | None = None) -> httpx.Asy
     if not key.isascii() or not key.isprintable():
         raise UsageError("The key holds characters that no key has.", "Set it again, without line breaks.")
     try:
-        with client_made():
+        with making_client():
             return httpx.AsyncClient(
                 auth=None if key or socket else credentials(base_url),
                 base_url=base_url.rstrip("/") + "/",

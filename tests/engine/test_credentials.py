@@ -1,14 +1,9 @@
-"""What the environment says of the web: netrc, proxies, certificates."""
-
-from importlib.util import find_spec
+"""Passwords from netrc."""
 
 import pytest
-from huggingface_hub.utils import close_session
 
-from engine.catalog import hub
 from engine.credentials import credentials
 from engine.errors import UsageError
-from engine.peers.http import client
 
 NETRC = "machine models.org login me password secret\ndefault login any password other\n"
 
@@ -57,24 +52,6 @@ def test_a_file_that_others_can_read(home):
     (home / ".netrc").chmod(0o644)
     with pytest.raises(UsageError, match="too permissive"):
         credentials("https://models.org")
-
-
-@pytest.mark.parametrize(
-    "name, value, says",
-    [
-        ("ALL_PROXY", "socks5://127.0.0.1:9", "SOCKS proxy.*socksio"),
-        ("SSL_CERT_FILE", "/nowhere/certificates.pem", "certificates of SSL_CERT_FILE"),
-    ],
-)
-def test_proxies_and_certificates_that_cannot_be_used(monkeypatch, name, value, says):
-    if name == "ALL_PROXY" and find_spec("socksio"):
-        pytest.skip("socksio is installed")
-    monkeypatch.setenv(name, value)
-    with pytest.raises(UsageError, match=says):
-        client("https://example.org")
-    close_session()
-    with pytest.raises(UsageError, match=says):
-        hub.http_errors()
 
 
 def test_no_file(home, monkeypatch):

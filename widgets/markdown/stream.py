@@ -130,7 +130,7 @@ class StreamedMarkdown:
         parsed."""
         match node.type:
             case "fence":
-                self._cut_code(node, source)
+                self._cut_code(source)
             case "table":
                 self._cut_table(node, source, shift)
             case "bullet_list" | "ordered_list" if len(node.children) > 1:
@@ -148,7 +148,7 @@ class StreamedMarkdown:
             return True, self._list[2]
         return False, first_number(node)
 
-    def _cut_code(self, node: SyntaxTreeNode, source: str) -> None:
+    def _cut_code(self, source: str) -> None:
         [code] = self._last
         assert isinstance(code, CodeBlock)
         if code.is_open and len(code.pending) > CUT_LINES:

@@ -280,7 +280,7 @@ class PictureSteps:
                 x = self._plain(x, f"{name} of")
                 cols = x.cols if how == "mean" else x.cols * spec.merge**2
                 out = self._buffer(name, self._merged * cols)
-                kernel = merge_rows(self._rows, self._merged, x.cols, spec.merge, how)
+                kernel = merge_rows(self._merged, x.cols, spec.merge, how)
                 self._rows, self._count = self._merged, self._counts[1]
                 self._add(kernel, out=out, rows=x.tensor, count=self._count)
                 return Rows(cols, out)

@@ -15,7 +15,7 @@ from pathlib import Path
 from app.bench import benchmark as benchmarks
 from app.bench.benchmark import Benchmark, Case
 from app.bench.board_file import board_text
-from app.bench.board_plan import BoardModel, Lengths, load
+from app.bench.board_plan import BoardModel, load
 from app.bench.board_run import BoardRun
 from app.bench.results import to_json
 from app.chat.settings import Settings
@@ -74,7 +74,7 @@ def main(path: str) -> None:
         run.results_path.write_text(to_json(benchmark.results()))
         works = lambda backend: CheckResult(backend=backend, ok=True, text="works", device="simulated")
         report = doctor.examine(Settings(), root, check=works)
-        Path(path).write_text(board_text(report, board, [run], Lengths(), []), "utf-8")
+        Path(path).write_text(board_text(report, board, [run], []), "utf-8")
 
 
 if __name__ == "__main__":

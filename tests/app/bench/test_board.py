@@ -155,7 +155,7 @@ def test_published_figures_stand_beside_ours(tmp_path):
     )  # fmt: skip
     (tmp_path / f"{run.name}.json").write_text(to_json([result]))
     report = board_command.doctor.examine(Settings())
-    text = board_file.board_text(report, plan, [run], Lengths(), [])
+    text = board_file.board_text(report, plan, [run], [])
     assert "Qwen3 1.7B: 101 tokens a second are published for an AGX Orin (W4A16); here 130" in text
     assert "power mode 15W, GPU 0.6 of 1.3 GHz" in text and "- ! Below full speed: a clock." in text
     assert "| head_Q6_K | head | 1 | 900.0 | 100.0% | 180.0 |" in text

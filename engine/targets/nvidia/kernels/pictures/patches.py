@@ -243,11 +243,9 @@ def bend_rows(
 
 
 @functools.cache
-def merge_rows(
-    size: int, merged: int, cols: int, merge: int, how: Literal["join", "channels", "mean"]
-) -> Kernel:
+def merge_rows(merged: int, cols: int, merge: int, how: Literal["join", "channels", "mean"]) -> Kernel:
     """The rows of tokens from those of their patches (`Merge`). Buffers: out, float32 (merged, columns); rows, float32
-    (size, cols); count, of tokens."""
+    (patches, cols); count, of tokens."""
     n = merge * merge
     width = cols if how == "mean" else n * cols
 
