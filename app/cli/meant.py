@@ -7,6 +7,7 @@ from collections.abc import Collection, Sequence
 
 from engine.errors import UsageError
 from engine.invocation import call
+from presets import GUIDE
 
 _OPTIONS = {
     "--model": ("-m", "-hf", "--hf-repo", "--model-path"),
@@ -55,7 +56,9 @@ def check_command(arguments: Sequence[str], commands: Collection[str]) -> None:
     """Raises UsageError for a command line that begins with a word which looks like a command and is none of the
     `commands`."""
     word, *others = arguments
-    if word == "run" and len(others) in (1, 2) and _MODEL_NAME.fullmatch(others[0]):
+    if word == "help" and len(others) == 1 and others[0] in commands:
+        raise UsageError("There is no command help.", f"That is: {call(f'{others[0]} --help')}.")
+    if word == "run" and len(others) in (1, 2) and (_MODEL_NAME.fullmatch(others[0]) or others[0] == GUIDE):
         prompt = f" {others[1]!r}" if others[1:] else ""
         raise UsageError("There is no command run.", f"That is: {call(f'--model {others[0]}{prompt}')}.")
     if _WORDS.get(word) in ("pull", "rm") and len(others) == 1 and _MODEL_NAME.fullmatch(others[0]):

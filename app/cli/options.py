@@ -106,11 +106,11 @@ def parse(arguments: Sequence[str], commands: dict[str, str]) -> argparse.Namesp
         if missing and len(missing) < len(args.prompt):
             parser.error(f"there is no file {missing[0]}")
         for text in args.prompt:
-            if kind := _no_file(text):
-                parser.error(
-                    f"{text} is {kind}: what a program prints is its input, PROGRAM | {call('PROMPT')}"
-                )
+            if no_file := _no_file(text):
+                parser.error(no_file)
         parser.error("the prompt is one argument: put it in quotes")
+    if args.prompt and may_be_files and (no_file := _no_file(args.prompt[0])):
+        parser.error(no_file)
     asked = bool(args.prompt) or args.prompt_ids is not None
     args.one_shot = asked or (not args.plain and not args.once and _stdin_has_text())
     _refuse_contradictions(args)
@@ -245,6 +245,7 @@ def attachments(args: argparse.Namespace) -> list[Attachment]:
 def prompt(args: argparse.Namespace, files: Sequence[Attachment] | None = None) -> Chat | RawText | TokenIds:
     """The prompt of a single answer: `files` (None: they are read), PROMPT, then standard input. Raises UsageError if
     it is empty or too long, or if a file cannot be read."""
+    from app.chat.files import decoded_text
     from engine.formats.picture_kind import is_binary_picture
     from engine.protocol.events import Chat, Message, Picture, RawText, TokenIds, plain
 
@@ -257,6 +258,10 @@ def prompt(args: argparse.Namespace, files: Sequence[Attachment] | None = None) 
         data = _read_stdin()
         if is_binary_picture(data):
             pictures.append(Picture(data=data))
+        elif (piped := None if args.raw else decoded_text(data)) is not None:
+            parts.append(piped)
+        elif not args.raw and (b"\0" in data or data.startswith(b"%PDF-")):
+            raise UsageError("Standard input is no text and no picture.")
         else:
             parts.append(data.decode("utf-8", "replace"))
     text = "\n\n".join(part for part in parts if part)
@@ -343,10 +348,15 @@ def _is_terminal() -> bool:
 
 
 def _no_file(text: str) -> str:
-    """What an argument with a slash is the path of, if that is no file: of <(PROGRAM), a shell makes a pipe."""
+    """What an argument with a slash is the path of, if that is no file, and what to do: of <(PROGRAM), a shell makes a
+    pipe. Else ""."""
     with suppress(OSError, ValueError):
-        if "/" in text and (path := Path(text)).exists():
-            return "a folder" if path.is_dir() else "a pipe or a device"
+        if ("/" in text or text in (".", "..")) and (path := Path(text)).is_dir():
+            return (
+                f"{text} is a folder: {text.rstrip('/')}/* names the files in it, and --model a model's file"
+            )
+        if "/" in text and path.exists() and not path.is_file():
+            return f"{text} is a pipe or a device: what a program prints is its input, PROGRAM | {call('PROMPT')}"
     return ""
 
 

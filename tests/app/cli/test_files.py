@@ -78,7 +78,7 @@ def test_a_file_alone_opens_the_chat_on_a_terminal_and_is_a_prompt_for_programs(
         (("c.py", "What is it?"), "no file c.py"),
         (("What", "is"), "put it in quotes"),
         (("What is it?", "/dev/null"), "/dev/null is a pipe or a device"),
-        (("What is it?", "/dev"), "/dev is a folder"),
+        (("What is it?", "/dev"), r"/dev is a folder: /dev/\* names the files in it"),
     ],
 )
 def test_what_is_no_file_is_named(arguments, reason):
@@ -89,6 +89,16 @@ def test_what_is_no_file_is_named(arguments, reason):
 def test_a_file_that_is_no_text_is_refused():
     with pytest.raises(UsageError, match="is no text"):
         options.prompt(parse("b.bin", "What is it?"))
+
+
+def test_bytes_on_standard_input_are_refused_and_text_of_any_coding_is_not(monkeypatch):
+    monkeypatch.setattr(options, "_stdin_has_text", lambda: True)
+    for data, text in ((b"gr\xfc\xdfe", "gr\ufffd\ufffde"), ("grün".encode("utf-16"), "grün")):
+        monkeypatch.setattr(options, "_read_stdin", lambda data=data: data)
+        assert options.prompt(parse("What?")).messages[0].content == f"What?\n\n{text}"
+    monkeypatch.setattr(options, "_read_stdin", lambda: b"\x7fELF\0\1\xff")
+    with pytest.raises(UsageError, match="Standard input is no text"):
+        options.prompt(parse("What?"))
 
 
 def test_pictures_go_along_as_files(tmp_path, monkeypatch):
@@ -120,6 +130,10 @@ def test_words_that_look_like_commands_are_answered(home, capsys):
         assert f"Is {word} a command? That is: {call(meant).strip()}." in output.err and not output.out
     assert main(["run", "qwen3:0.6b", "Why is that?"]) == 2
     assert call("--model qwen3:0.6b 'Why is that?'") in capsys.readouterr().err
+    assert main(["run", "orin-guide", "Hi"]) == 2
+    assert call("--model orin-guide 'Hi'") in capsys.readouterr().err
+    assert main(["help", "bench"]) == 2
+    assert f"That is: {call('bench --help')}." in capsys.readouterr().err
     assert main(["qwen3:0.6b"]) == 2
     assert f"That is: {call('--model qwen3:0.6b')}." in capsys.readouterr().err
     for words in (["note:this"], ["hello"], ["serves?"], ["water"], ["run", "to the hills"]):
