@@ -18,9 +18,12 @@ _ALIGNMENT = 64  # numbers of 32 bits: 256 bytes, at which kernels may access a 
 
 def to_device(values: NDArray[np.generic], dtype: DType = dtypes.float32) -> Tensor:
     """A device tensor (n,) with the bytes of a host array, which are numbers of `dtype`."""
-    data = memoryview(bytearray(np.ascontiguousarray(values).tobytes()))
     buffer = Buffer(Device.DEFAULT, values.size, dtype).allocate()
-    buffer.copy_from(Buffer("PYTHON", values.size, dtype, opaque=data))
+    if _is_read_at_once(values):
+        _copy(values, buffer)
+    else:
+        data = memoryview(bytearray(np.ascontiguousarray(values).tobytes()))
+        buffer.copy_from(Buffer("PYTHON", values.size, dtype, opaque=data))
     return Tensor(UOp.from_buffer(buffer))
 
 
@@ -94,15 +97,24 @@ def overwrite(tensor: Tensor, values: NDArray[np.generic], first: int = 0) -> No
     """Copies host numbers of the same size to a device tensor (n,), from its element `first` on. Kernels that are
     launched later see them, and those that run do not."""
     buffer, host = tensor.uop.base.buffer, np.ascontiguousarray(values).reshape(-1)
-    if Device.DEFAULT.split(":")[0] == "CUDA" and host.nbytes <= _SMALL_BYTES:
-        # tinygrad's copy keeps pinned memory until the device is synchronized, which decode steps never do. The driver
-        # reads ordinary memory before it returns.
-        from tinygrad.runtime.autogen import cuda
-        from tinygrad.runtime.ops_cuda import check
-
-        target = cuda.CUdeviceptr_v2(buffer._buf.value + host.itemsize * first)
-        check(cuda.cuMemcpyHtoDAsync_v2(target, host.ctypes.data, host.nbytes, None))
+    if _is_read_at_once(host):
+        _copy(host, buffer, first)
         return
     if host.size < buffer.size:
         buffer = buffer.view(host.size, tensor.dtype, host.itemsize * first).ensure_allocated()
     buffer.copy_from(Buffer("PYTHON", host.size, tensor.dtype, opaque=host.view(np.uint8).data))
+
+
+def _is_read_at_once(values: NDArray[np.generic]) -> bool:
+    """Whether `_copy` can copy them: CUDA's driver reads so much of ordinary memory before it returns. tinygrad's copy
+    takes longer, and keeps pinned memory until the device is synchronized, which decode steps never do."""
+    return Device.DEFAULT.split(":")[0] == "CUDA" and values.nbytes <= _SMALL_BYTES
+
+
+def _copy(values: NDArray[np.generic], buffer: Buffer, first: int = 0) -> None:
+    from tinygrad.runtime.autogen import cuda
+    from tinygrad.runtime.ops_cuda import check
+
+    host = np.ascontiguousarray(values)
+    target = cuda.CUdeviceptr_v2(buffer._buf.value + host.itemsize * first)
+    check(cuda.cuMemcpyHtoDAsync_v2(target, host.ctypes.data, host.nbytes, None))
