@@ -17,10 +17,10 @@ from typing import Any
 from tinygrad import Device, dtypes
 from tinygrad.device import Buffer
 
-_SLOT_BYTES = 8 << 20
-_SLOTS = 12
+_SLOT_BYTES = 16 << 20
+_SLOTS = 6
 _READERS = 6
-_SWITCH_S = 2e-4  # readers need Python's lock for moments, and would wait 5 ms for it while a thread computes
+_SWITCH_S = 5e-5  # readers need Python's lock for moments, and would wait 5 ms for it while a thread computes
 
 
 @dataclass(frozen=True)
