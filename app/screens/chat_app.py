@@ -34,7 +34,7 @@ from app.screens.file_actions import FileActions
 from app.screens.frame_pacer import TICK_S, FramePacer
 from app.screens.help import HelpScreen
 from app.screens.leaving import Leaving
-from app.screens.palette import Palette
+from app.screens.palette import Commands, Palette
 from app.screens.place_actions import PlaceActions
 from app.screens.resuming import Resuming
 from app.screens.slash_commands import SlashCommands
@@ -112,6 +112,7 @@ class ChatApp(
         Binding("ctrl+home", "scroll_to_start", show=False, priority=True),
         Binding("ctrl+end", "scroll_to_end", show=False, priority=True),
     ]
+    COMMANDS = {Commands}
     HORIZONTAL_BREAKPOINTS = [(0, "-tiny"), (TINY_WIDTH, "-narrow"), (WIDE_WIDTH, "-wide")]
     VERTICAL_BREAKPOINTS = [(0, "-short"), (MEDIUM_HEIGHT, "-medium"), (34, "-tall")]
 
@@ -433,7 +434,7 @@ class ChatApp(
         self.push_screen(Palette([ThemeProvider], placeholder="Search for themes…"))
 
     def get_system_commands(self, screen: Screen[object]) -> Iterable[SystemCommand]:
-        is_short = self.size.height < MEDIUM_HEIGHT  # then each command has one line
+        is_short = self.size.height < MEDIUM_HEIGHT  # then each command has one line (`Commands`)
         commands = (
             *((action.title, action.help, key_label(action.key), action.name) for action in ACTIONS),
             *((way.title, way.help, "", way.name) for way in WAYS),
@@ -442,4 +443,4 @@ class ChatApp(
         for title, help, key, name in commands:
             shown = f"{title} · {key}" if is_short and key else title
             in_full = f"{help} ({key})" if key else help
-            yield SystemCommand(shown, "" if is_short else in_full, getattr(self, f"action_{name}"))
+            yield SystemCommand(shown, in_full, getattr(self, f"action_{name}"))

@@ -3,8 +3,33 @@
 from contextlib import suppress
 
 from textual.binding import Binding
-from textual.command import CommandList, CommandPalette
+from textual.command import CommandList, CommandPalette, DiscoveryHit, Hit, Hits, Provider
 from textual.css.query import NoMatches
+
+_BY_HELP = 0.01
+"""The score of a command that is found by what it does: below those that are found by their titles."""
+
+
+class Commands(Provider):
+    """The commands of the application, found by their titles, or by words of what they do."""
+
+    async def discover(self) -> Hits:
+        for title, help, run, *_ in sorted(
+            self.app.get_system_commands(self.screen), key=lambda each: each[0]
+        ):
+            yield DiscoveryHit(title, run, help=self._shown(help))
+
+    async def search(self, query: str) -> Hits:
+        matcher, words = self.matcher(query), query.lower().split()
+        for title, help, run, *_ in self.app.get_system_commands(self.screen):
+            if (score := matcher.match(title)) > 0:
+                yield Hit(score, matcher.highlight(title), run, help=self._shown(help))
+            elif all(word in help.lower() for word in words):
+                yield Hit(_BY_HELP, title, run, help=self._shown(help))
+
+    def _shown(self, help: str) -> str | None:
+        """On a short terminal, each command has one line."""
+        return None if self.screen.has_class("-short") else help
 
 
 class Palette(CommandPalette):

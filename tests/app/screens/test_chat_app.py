@@ -490,6 +490,16 @@ async def test_help_and_palette_have_every_action(history):
         await user.until(lambda: isinstance(user.app.screen, ChatsScreen))
 
 
+@pytest.mark.parametrize("size", [(100, 40), (60, 20)])
+async def test_the_palette_finds_what_commands_do(history, size):
+    async with chat(FakeEngine(), history, size=size) as user:
+        await user.press("ctrl+p", *"dark light")
+        await user.sees("Theme")
+        assert ("Choose light" in user.screen()) == (size[1] > 24)
+        await user.press("enter")
+        await user.sees("Search for themes")
+
+
 async def test_selected_text_is_copied(history):
     async with chat(FakeEngine(reply("Some words to copy.")), history, initial_prompt="Hi") as user:
         await user.sees("Some words")
