@@ -114,8 +114,8 @@ def application(models: Service | ModelPool, key: str = "", limits: Limits = NO_
         ("GET", "/lora-adapters", routes.adapters),
         ("POST", "/lora-adapters", routes.set_adapters),
         ("GET", "/", routes.greet),
-        ("POST", "/api/chat", routes.completing(ollama.OllamaChatBody, ollama.chat_asked)),
-        ("POST", "/api/generate", routes.completing(ollama.OllamaGenerateBody, ollama.generate_asked)),
+        ("POST", "/api/chat", routes.completing(ollama.OllamaChatBody, ollama.chat_asked, True)),
+        ("POST", "/api/generate", routes.completing(ollama.OllamaGenerateBody, ollama.generate_asked, True)),
         ("GET", "/api/tags", routes.tags),
         ("GET", "/api/ps", routes.running),
         ("GET", "/api/version", routes.version),
@@ -168,7 +168,7 @@ class Routes:
     async def respond(self, request: Request) -> Response:
         owner = _owner(request)
         asked = lambda body, service: responses.asked(body, service, self._conversations, owner)
-        return await self._complete(request, ResponsesBody, asked)
+        return await self._complete(request, ResponsesBody, asked, in_thread=True)
 
     async def _complete(
         self,

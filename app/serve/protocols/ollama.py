@@ -26,6 +26,7 @@ from app.serve.protocols.models import capabilities
 from app.serve.protocols.pictures import from_base64, from_url
 from app.serve.protocols.reply import Asked, Json, Reply
 from app.serve.protocols.requests import generate
+from app.serve.protocols.shortening import shorten
 from app.serve.protocols.tools import Tools
 from app.serve.service import Service
 from engine.formats.tokenizer import Tokenizer
@@ -86,6 +87,7 @@ class OllamaBody(msgspec.Struct, kw_only=True):
     logprobs: bool | None = None
     top_logprobs: int | None = None
     keep_alive: Any = None
+    truncate: bool | None = None
 
 
 class OllamaChatBody(OllamaBody, kw_only=True):
@@ -127,7 +129,7 @@ UNMANAGED = (
 
 
 def chat_asked(body: OllamaChatBody, service: Service) -> Asked | Json:
-    """Raises ApiError. Without messages, the model is to be loaded only: it is."""
+    """Without messages, the model is to be loaded only: it is. May take as long as the text is. Raises ApiError."""
     if not body.messages:
         return _line(service.model, {"message": {"role": "assistant", "content": ""}}) | _loaded(body)
     as_chat = chat.ChatBody(messages=_conversation(body.messages), tools=body.tools)
@@ -135,7 +137,7 @@ def chat_asked(body: OllamaChatBody, service: Service) -> Asked | Json:
 
 
 def generate_asked(body: OllamaGenerateBody, service: Service) -> Asked | Json:
-    """Raises ApiError."""
+    """May take as long as the text is. Raises ApiError."""
     if body.images and (body.raw or body.suffix):
         raise wrong("raw and suffix take no images: a chat template says where they stand.", "images")
     if not body.prompt and not body.suffix and not body.images:
@@ -175,9 +177,10 @@ def _asked_as_chat(
     if body.think not in (None, True, False, *_EFFORTS):
         raise wrong("think is true, false, low, medium, high or max.", "think")
     as_chat.think = body.think
+    shortened = "" if body.truncate is False else shorten(as_chat, service)
     request, tools = chat.chat_request(as_chat, service)
-    reply = _reply(body, service, place, tools)
-    return Asked([request], reply, body.stream is not False, as_chat.stops, note=tools.note)
+    reply, note = _reply(body, service, place, tools), "; ".join(filter(None, (tools.note, shortened)))
+    return Asked([request], reply, body.stream is not False, as_chat.stops, note=note)
 
 
 def _reply(

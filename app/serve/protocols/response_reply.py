@@ -109,7 +109,7 @@ class ResponseReply(Reply):
             "tool_choice": tool_choice or "auto",
             "tools": [flat(tool) for tool in body.tools or ()],
             "top_logprobs": body.top_logprobs or 0,
-            "truncation": "disabled",
+            "truncation": body.truncation or "disabled",
             "usage": self._usage(),
             "user": body.user,
             "metadata": body.metadata or {},

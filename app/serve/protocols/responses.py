@@ -30,13 +30,15 @@ from app.serve.protocols.reply import Asked, Json
 from app.serve.protocols.requests import MAX_USER
 from app.serve.protocols.response_body import ResponsesBody, ResponseToolChoice, Spaces
 from app.serve.protocols.response_reply import SEALED, ResponseReply
+from app.serve.protocols.shortening import shorten
 from app.serve.protocols.tools import Allowed, Choice, Function, Named, Tool, ToolChoice, nested
 from app.serve.service import Service
 
 
 def asked(body: ResponsesBody, service: Service, kept: Conversations, owner: str) -> Asked:
-    """Raises ApiError."""
+    """May take as long as the text is. Raises ApiError."""
     as_chat, spaces, items = _as_chat(body, kept, owner)
+    shortened = shorten(as_chat, service) if body.truncation == "auto" else ""
     request, tools = chat.chat_request(as_chat, service)
     reply = ResponseReply(body, service.model, service.file.tokenizer, tools, spaces)
     if body.is_stored:
@@ -44,8 +46,8 @@ def asked(body: ResponsesBody, service: Service, kept: Conversations, owner: str
             reply.id, Remembered(owner, [*items, *reply.output], len(items), reply.whole()), reply.output
         )
     user = (body.safety_identifier or body.user or "")[:MAX_USER]
-    one_call = body.parallel_tool_calls is False
-    return Asked([request], reply, bool(body.stream), asker=user, note=tools.note, one_call=one_call)
+    one_call, note = body.parallel_tool_calls is False, "; ".join(filter(None, (tools.note, shortened)))
+    return Asked([request], reply, bool(body.stream), asker=user, note=note, one_call=one_call)
 
 
 def counted(body: ResponsesBody, service: Service, kept: Conversations, owner: str) -> Json:

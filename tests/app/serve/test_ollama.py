@@ -89,6 +89,26 @@ async def test_a_text(served, model_file):
     assert (await client.post("/api/chat", json={"model": "m", "messages": []})).json()["done"]
 
 
+@pytest.mark.parametrize("path", ["/api/chat", "/v1/responses"])
+async def test_the_oldest_turns_of_a_long_conversation_are_left_out(served, path):
+    engine = FakeEngine()
+    client, service = served(engine)
+    turns = [{"role": "system", "content": "Be brief."}]
+    for i in range(9):
+        said = [(role, f"{role} {i} " + "word " * 300) for role in ("user", "assistant")]
+        turns += [{"role": role, "content": text} for role, text in said]
+    turns.append({"role": "user", "content": "Last"})
+    place, cuts = ("messages", {}) if path == "/api/chat" else ("input", {"truncation": "auto"})
+    await client.post(path, json={place: turns, "stream": False, **cuts})
+    first, second, *_, last = engine.requests[0].prompt.messages
+    assert first.content == "Be brief." and second.role == "user" and last.content == "Last"
+    assert 5 < len(engine.requests[0].prompt.messages) < 15 and "left out" in service.handled[0].note
+    kept = {"truncate": False} if path == "/api/chat" else {}
+    for body in ({place: turns, **kept}, {place: turns[:4] + turns[-1:], **cuts}):
+        await client.post(path, json=body)
+    assert [len(request.prompt.messages) for request in engine.requests[1:]] == [20, 5]
+
+
 async def test_what_there_is(served):
     client, _ = served()
     [model] = (await client.get("/api/tags")).json()["models"]
