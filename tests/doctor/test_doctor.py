@@ -214,15 +214,6 @@ def test_a_check_that_cannot_be_started():
     assert not result.ok and "No such file" in result.text and result.advice
 
 
-def test_the_cpu_is_tried_for_real_beside_a_folder_of_the_users_named_engine(tmp_path, monkeypatch):
-    (tmp_path / "engine").mkdir()
-    (tmp_path / "engine/__init__.py").write_text("raise SystemExit('imported from the current folder')")
-    monkeypatch.chdir(tmp_path)
-    result = run_check("CPU")
-    assert result.ok, result.text
-    assert result.copy_gbps and result.first_kernel_s and result.launch_us and "works on" in result.text
-
-
 def test_a_backend_that_is_not_there_says_so():
     result = run_check("CUDA") if not Path("/dev/nvidiactl").exists() else None
     if result is None:
@@ -287,13 +278,19 @@ def test_good_and_bad_differ_on_every_terminal(encoding, signs):
     assert [sign for sign in signs if sign in shown] == list(signs) and "?" not in shown
 
 
-def test_the_command(tmp_path):
-    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+def test_the_command_tries_the_cpu_for_real_beside_a_folder_of_the_users_named_engine(tmp_path):
+    (tmp_path / "engine").mkdir()
+    (tmp_path / "engine/__init__.py").write_text("raise SystemExit('imported from the current folder')")
     run = subprocess.run(
-        [sys.executable, "-m", "app", "doctor"], env=env, cwd=tmp_path, capture_output=True, text=True
-    )
+        [sys.executable, "-P", "-m", "app", "doctor", "--report", "report.json"],
+        env={**os.environ, "PYTHONPATH": str(ROOT)}, cwd=tmp_path, capture_output=True, text=True,
+    )  # fmt: skip
     assert run.returncode == 0, run.stderr
     assert "A chat is possible" in run.stdout and "tinygrad" in run.stdout
+    trials = json.loads((tmp_path / "report.json").read_text())["trials"]
+    [cpu] = [trial for trial in trials if trial["backend"] == "CPU"]
+    assert cpu["ok"] and "works on" in cpu["text"]
+    assert cpu["copy_gbps"] and cpu["first_kernel_s"] and cpu["launch_us"]
 
 
 # --- a Jetson's drivers, simulated -----------------------------------------------------------------------
