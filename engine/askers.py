@@ -3,11 +3,13 @@ turns, and the words of one address take turns among themselves: no client gets 
 
 from __future__ import annotations
 
-import asyncio
 from collections import Counter
 from collections.abc import AsyncGenerator, Iterable
 from contextlib import asynccontextmanager
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    import asyncio
 
 
 def address_of(client: str) -> str:
@@ -84,7 +86,9 @@ class OneAtATime:
     that order: clients take turns. Belongs to one event loop."""
 
     def __init__(self) -> None:
-        self._turn = asyncio.Lock()
+        import asyncio  # the engine's process, which needs the rest of this module, has none
+
+        self._turn, self._lock = asyncio.Lock(), asyncio.Lock
         self._clients: dict[str, asyncio.Lock] = {}
         self._waiting = Counter[str]()
 
@@ -98,7 +102,7 @@ class OneAtATime:
         """Waits for a turn of `client`, which lasts as long as the body."""
         self._waiting[client] += 1
         try:
-            async with self._clients.setdefault(client, asyncio.Lock()), self._turn:
+            async with self._clients.setdefault(client, self._lock()), self._turn:
                 yield
         finally:
             self._waiting[client] -= 1

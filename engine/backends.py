@@ -120,6 +120,9 @@ def install(dev: str) -> None:
     """Applies the fixes to tinygrad that every engine on a device needs. `dev` is the value of DEV ("NV",
     "TEGRA+NV:CUDA"). To be called after `prepare` and before the first kernel. Raises BackendError if another version
     of tinygrad is installed."""
+    from engine.fixes import library_search
+
+    library_search.apply()
     from engine.fixes import (
         codegen_threads,
         compiler_processes,

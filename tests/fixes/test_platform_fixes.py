@@ -208,5 +208,5 @@ def test_a_device_gets_the_changes_that_are_for_it(dev, wanted):
         dev,
     )
     always = ["codegen_threads", "compiler_processes", "graph_nodes", "graph_rewrites", "index_lowering"]
-    always += ["slice_shapes"]
+    always += ["library_search", "slice_shapes"]
     assert found == [f"engine.fixes.{name}" for name in sorted([*always, *wanted])]
