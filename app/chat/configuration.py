@@ -84,10 +84,13 @@ def encoder_of(model: Path, asked: str | None = None) -> str:
 
 
 def without_effect(sampling: Sampling, ready: Ready) -> tuple[str, ...]:
-    """Sentences about options that the model does not heed."""
+    """Sentences about options that were chosen and that the model does not heed."""
+    sentences = []
     if sampling.effort and not ready.model.takes_effort:
-        return (f"The chat template of {ready.model.name} reads no effort: it has no effect.",)
-    return ()
+        sentences.append(f"The chat template of {ready.model.name} reads no effort: it has no effect.")
+    if chosen := [name for name in ready.unheeded if getattr(sampling, name) != getattr(Sampling(), name)]:
+        sentences.append(f"Without effect, as the server's protocol lacks it: {', '.join(chosen)}.")
+    return tuple(sentences)
 
 
 def with_other_model(options: EngineOptions, path: Path, trained_context: int = 0) -> EngineOptions:

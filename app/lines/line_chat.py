@@ -409,7 +409,7 @@ class LineChat(View):
                 await self._set_up(name, value.strip())
                 return
             set_option(self.session, name, value.strip())
-            if self._ready and name == "effort":
+            if self._ready and name in ("effort", *self._ready.unheeded):
                 for sentence in without_effect(self.session.sampling, self._ready):
                     self._print(sentence)
         values = msgspec.structs.asdict(self.session.sampling) | {"max_tokens": self.session.max_tokens}

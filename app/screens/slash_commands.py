@@ -123,7 +123,8 @@ class SlashCommands(EngineActions):
         if argument:
             set_option(self.session, name, value)
             ready = self.session.status.snapshot().ready
-            remarks = without_effect(self.session.sampling, ready) if name == "effort" else ()
+            may_be = name in ("effort", *ready.unheeded)
+            remarks = without_effect(self.session.sampling, ready) if may_be else ()
             self.column.notice(" ".join((f"{name} is {value} from the next prompt on.", *remarks)))
             return
         values = {each: getattr(sampling, each) for each in sampling.__struct_fields__}

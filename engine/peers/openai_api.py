@@ -93,12 +93,7 @@ class OpenAIEngine(ServerEngine):
             device_name=address,
             context_length=meta.n_ctx or chosen.max_model_len or 0,
             load_ms=(time.perf_counter() - started) * 1e3,
-            warnings=()
-            if self._owner in EXTRA_OPTIONS
-            else (
-                f"{self.name} gets temperature, top-p and the seed; other sampling options are not part of the "
-                "protocol.",
-            ),
+            unheeded=tuple(name for name in _OURS if name not in EXTRA_OPTIONS.get(self._owner, {})),
         )
 
     async def _models(self) -> tuple[http.ListedModel, ...]:

@@ -221,7 +221,8 @@ class Ready(_Record, frozen=True, kw_only=True):
     `weight_bytes_per_token`, `kv_bytes_per_token` for each token before it (0: not known), `window_kv_bytes_per_token`
     for each in the sliding `window`, and the recurrent state, `state_bytes` (0: none). States with up to `checkpoints`
     copies take `states_bytes`. If the engine reports `ExpertChoices`, each layer of experts has `experts`, and
-    `experts_used` compute a token. `start`: what the engine's process did. It outlives its client by `keep_warm_s`."""
+    `experts_used` compute a token. `start`: what the engine's process did. It outlives its client by `keep_warm_s`.
+    `unheeded` are options of `Sampling` that have no effect: a server's protocol has no place for them."""
 
     model: ModelInfo
     backend: str
@@ -244,6 +245,7 @@ class Ready(_Record, frozen=True, kw_only=True):
     experts_used: int = 0
     start: tuple[Span, ...] = ()
     keep_warm_s: float = 0.0
+    unheeded: tuple[str, ...] = ()
 
     @property
     def is_on_cpu(self) -> bool:

@@ -1,13 +1,15 @@
 """Settings, preset and command line: which of them holds."""
 
 import pytest
+from msgspec.structs import replace
 
-from app.chat.configuration import configure
+from app.chat.configuration import configure, without_effect
 from app.chat.settings import SamplingSettings, Settings
 from engine.errors import UsageError
 from engine.formats.kv_format import KVFormat
 from engine.protocol.events import EngineOptions, Sampling
 from presets.loader import parse
+from tests.app.fake_engine import READY
 
 SETTINGS = Settings(
     backend="CUDA",
@@ -78,3 +80,11 @@ def test_an_effort_is_an_option_of_sampling():
 def test_sampling_out_of_its_range_is_refused():
     with pytest.raises(UsageError, match=r"^min-p must be from 0 to 1, not 2\.$"):
         configure("m", command_line={"min_p": 2})
+
+
+def test_only_chosen_options_are_said_to_have_no_effect():
+    ready = replace(READY, unheeded=("top_k", "min_p"))
+    assert without_effect(Sampling(temperature=0.1), ready) == ()
+    [sentence] = without_effect(Sampling(top_k=3, min_p=0.2), ready)
+    assert sentence == "Without effect, as the server's protocol lacks it: top_k, min_p."
+    assert without_effect(Sampling(top_k=3), READY) == ()
