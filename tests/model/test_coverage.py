@@ -61,6 +61,13 @@ def test_matrices_of_any_types_run_on_kernels(architecture, tmp_path):
     assert not runs_as_graph_because(spec, "CUDA") and not runs_as_graph_because(spec, "CPU")
 
 
+def test_keys_that_are_no_whole_groups_of_rows_run_as_graphs(tmp_path):
+    """On a CPU: they would overwrite the values."""
+    path = generated_model.write(tmp_path / "m.gguf", heads=8, kv_heads=2, head_dim=20)
+    spec = opened(path).spec
+    assert "has 2 heads of 20 elements for its keys, which" in runs_as_graph_because(spec, "CPU")
+
+
 def test_a_head_that_is_no_multiple_of_a_tile_runs_as_graphs(tmp_path):
     spec = opened(generated_model.write(tmp_path / "model.gguf", dim=96, heads=4, kv_heads=2)).spec
     assert runs_as_graph_because(spec, "CUDA") == (

@@ -160,7 +160,9 @@ def test_scale_and_temperature(pool: ThreadPool) -> None:
     check(pool, replace(PLAIN, scale=0.5, norm_eps=EPS, query_norm=True, temperature=True), 19, 1, 1)
 
 
-@pytest.mark.parametrize(("dim", "lanes"), [rarely(64, 4), (96, 16), rarely(128, 8), rarely(256, 4)])
+@pytest.mark.parametrize(
+    ("dim", "lanes"), [rarely(64, 4), (100, 16), rarely(96, 16), rarely(128, 8), rarely(256, 4)]
+)
 def test_sizes_of_heads(pool: ThreadPool, dim: int, lanes: int) -> None:
     heads = replace(
         PLAIN, dim=dim, lanes=lanes, scale=dim**-0.5, norm_eps=EPS, query_norm=True, key_norm=True

@@ -88,7 +88,8 @@ def attention(heads: HeadLanes, threads: int, tile: int, rows: int = 0) -> Kerne
     n = task_heads * tokens
     task_blocks = max_blocks(heads, tokens, rows)
     looks_ahead = heads.ahead > 0 and not rows
-    vectors = h.dim // lanes
+    wide = gcd(h.dim, lanes)  # elements of a vector of values
+    vectors = h.dim // wide
     at_once = max(d for d in range(1, vectors + 1) if vectors % d == 0 and (d == 1 or d * n <= _MAX_SUMS))
     if h.is_quantized:  # whole blocks of elements with a scale, or a part of one
         at_once = gcd(at_once, QUANT_BLOCK // lanes) if at_once * lanes % QUANT_BLOCK else at_once
@@ -190,7 +191,7 @@ def attention(heads: HeadLanes, threads: int, tile: int, rows: int = 0) -> Kerne
             scaled_groups = max(1, at_once * lanes // QUANT_BLOCK)
             scaled = k.registers(scaled_groups * n * lanes if h.is_quantized else 1)
             with k.loop(vectors // at_once) as j:
-                sums = [k.zeros() for _ in range(n * at_once)]
+                sums = [k.zeros(wide) for _ in range(n * at_once)]
                 with k.loop(blocks) as b:
                     first_slot = h.slot(k, tables, sequence, (first + b) * lanes)
                     if value_scales is not None:
@@ -203,19 +204,19 @@ def attention(heads: HeadLanes, threads: int, tile: int, rows: int = 0) -> Kerne
                                 k.store(scaled, (g * n + q) * lanes, weights)
                     with k.loop(lanes) as t:
                         for v in range(at_once):
-                            at = h.value_index(kv, first_slot + t, (j * at_once + v) * lanes)
-                            value = k.vector(values, at).cast(F32)
+                            at = h.value_index(kv, first_slot + t, (j * at_once + v) * wide)
+                            value = k.vector(values, at, wide).cast(F32)
                             for q in range(n):
                                 s = sums[v * n + q]
                                 if value_scales is not None:
                                     weight = k.load(scaled, (v * lanes // QUANT_BLOCK * n + q) * lanes + t)
                                 else:
                                     weight = k.load(scores, score_index(b, q) + t)
-                                k.store(s, 0, k.vector(s, 0) + value * weight)
+                                k.store(s, 0, k.vector(s, 0, wide) + value * weight)
                 for v in range(at_once):
                     for q in range(n):
-                        result = k.vector(sums[v * n + q], 0) * k.load(inverses, q)
-                        k.store(out, query_at[q] + (j * at_once + v) * lanes, result)
+                        result = k.vector(sums[v * n + q], 0, wide) * k.load(inverses, q)
+                        k.store(out, query_at[q] + (j * at_once + v) * wide, result)
         return k.finish(f"attention_{h.query}_{h.kv}_{h.dim}_{tile}")
 
     return kernel

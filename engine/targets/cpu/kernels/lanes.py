@@ -4,6 +4,7 @@ import functools
 from math import ceil
 from pathlib import Path
 
+MOST_LANES = 16
 MAX_TILES = 8  # of `lanes` tokens of a prompt
 MOST_TILES = 40
 """The same if a step has to have whole pictures: 320 tokens of 8 lanes."""
@@ -16,7 +17,7 @@ def register_lanes() -> int:
         flags = Path("/proc/cpuinfo").read_text().split()
     except OSError:
         return 8
-    return 16 if "avx512f" in flags else 8
+    return MOST_LANES if "avx512f" in flags else 8
 
 
 def max_chunk(lanes: int, whole: int = 0) -> int:

@@ -11,6 +11,7 @@ from engine.measure.kernel_roles import BufferUse
 from engine.runtime.kv_blocks import BLOCK
 from engine.targets.buffer_uses import BufferUses
 from engine.targets.cpu.kernels.attention import attention, n_parts, scratch_size
+from engine.targets.cpu.kernels.lanes import MOST_LANES
 from engine.targets.cpu.kernels.rope import HeadLanes, rotate
 from engine.targets.cpu.step_builder import StepBuilder
 from engine.targets.cpu.sublayers.handler import Handler, Loading
@@ -18,6 +19,13 @@ from engine.targets.cpu.sublayers.handler import Handler, Loading
 
 class AttentionHandler(Handler):
     """quantize · qkv · rotate · attend · quantize · o"""
+
+    @classmethod
+    def lacks(cls, part: Attention) -> str:
+        """As of all handlers; keys and values begin with a whole group of rows, and half a head is rotated at once."""
+        if part.head_dim % 4 or part.kv_size % MOST_LANES:
+            return f"{part.kv_heads} heads of {part.head_dim} elements for its keys"
+        return super().lacks(part)
 
     def __init__(self, part: Attention, norm: Tensor | None, is_added: bool, loading: Loading) -> None:
         weights, spec, cache = loading.weights, loading.spec, loading.cache
