@@ -9,12 +9,17 @@ Kinds = frozenset[str]
 ANY: Kinds = frozenset()
 """Not known: any kind."""
 TEXT: Kinds = frozenset({"string"})
-_MAX_DEPTH = 8  # of references
+_MAX_REFERENCES = 64
 
 
-def kinds(schema: Any, whole: Any, depth: int = 0) -> Kinds:
+def kinds(schema: Any, whole: Any) -> Kinds:
     """Those of a `schema` that is a part of the `whole`, to which its references lead."""
-    if not isinstance(schema, Mapping) or depth > _MAX_DEPTH:
+    return _kinds(schema, whole, {})
+
+
+def _kinds(schema: Any, whole: Any, known: dict[str, Kinds]) -> Kinds:
+    """`known`: those of references, each of which is followed once."""
+    if not isinstance(schema, Mapping):
         return ANY
     match schema:
         case {"type": str(one)}:
@@ -26,12 +31,17 @@ def kinds(schema: Any, whole: Any, depth: int = 0) -> Kinds:
         case {"enum": list(values)}:
             return frozenset(map(kind_of, values))
         case {"$ref": str(reference)}:
-            return kinds(_found(reference, whole), whole, depth + 1)
+            if len(known) > _MAX_REFERENCES:
+                return ANY
+            if reference not in known:
+                known[reference] = ANY  # if it leads to itself
+                known[reference] = _kinds(_found(reference, whole), whole, known)
+            return known[reference]
         case {"anyOf": list(choices)} | {"oneOf": list(choices)}:
-            each = [kinds(choice, whole, depth + 1) for choice in choices]
+            each = [_kinds(choice, whole, known) for choice in choices]
             return frozenset().union(*each) if all(each) else ANY
         case {"allOf": list(parts)}:
-            return next((known for part in parts if (known := kinds(part, whole, depth + 1))), ANY)
+            return next((found for part in parts if (found := _kinds(part, whole, known))), ANY)
     return ANY
 
 

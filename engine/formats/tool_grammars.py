@@ -16,6 +16,7 @@ from engine.protocol.events import Grammar
 # Where JSON may have white space: without a bound, a model could go on with it for ever.
 WHITE_SPACE = r" |\n{1,2}[ \t]{0,20}"
 _ANY_TEXT = "/(?s:.*)/"
+MAX_REPEATED = 1 << 20  # characters
 _CHANNEL_NAMES = '("analysis" | "commentary" | "final")'
 
 
@@ -161,10 +162,13 @@ def _value(name: str, schema: Any, whole: Mapping[str, Any]) -> Iterator[str]:
         yield f"json_{name}: {_json(_alone(schema, whole))}"
 
 
-def _alone(schema: Any, whole: Any) -> Any:
-    """A part of the `whole`, to which its references lead, as a schema of its own."""
+def _alone(schema: Any, whole: Mapping[str, Any]) -> Any:
+    """A part of the `whole`, to which its references lead, as a schema of its own; any JSON where that would take too
+    much, as each part repeats the whole."""
     if "$ref" not in json.dumps(schema):
         return schema
+    if len(json.dumps(whole)) * len(whole.get("properties") or ()) > MAX_REPEATED:
+        return {}
     place = "/$defs/whole"
     return moved(schema, place) | {"$defs": {"whole": moved(whole, place)}}
 

@@ -29,6 +29,15 @@ def test_the_kinds_that_a_schema_allows(schema, allowed):
     assert kinds(schema, WHOLE) == allowed
 
 
+def test_references_are_followed_once_each():
+    """Ten choices of ten choices, and so on, would take for ever."""
+    levels = {f"l{i}": {"anyOf": [{"$ref": f"#/$defs/l{i + 1}"}] * 10} for i in range(40)}
+    whole = {"$defs": levels | {"l40": {"type": "integer"}}}
+    assert kinds({"$ref": "#/$defs/l0"}, whole) == {"integer"}
+    chain = {"$defs": {f"l{i}": {"$ref": f"#/$defs/l{i + 1}"} for i in range(2000)}}
+    assert kinds({"$ref": "#/$defs/l0"}, chain) == set()
+
+
 @pytest.mark.parametrize(
     ("text", "allowed", "value"),
     [

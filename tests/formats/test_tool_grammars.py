@@ -255,6 +255,15 @@ def test_references_of_parameters_in_tags():
     assert not takes(grammar, call.format("one", "")) and not takes(grammar, call.format('{"x": "1"}', ""))
 
 
+def test_many_parameters_with_references_take_little():
+    parameters = {
+        "properties": {f"p{i}": {"$ref": "#/$defs/x"} for i in range(2000)},
+        "$defs": {"x": {"type": "null"}},
+    }
+    tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
+    assert len(reply_grammar(QWEN_XML, json.dumps([tool]), None, is_required=True).source) < 1 << 20
+
+
 @pytest.mark.parametrize("keyword", NOT_KEPT)
 def test_what_is_left_out_is_what_the_library_does_not_know(keyword):
     compile = llguidance.LLMatcher.grammar_from_json_schema
