@@ -11,8 +11,9 @@
 BACKEND ?= auto
 PYTHON = .venv/bin/python
 
+# What `serve` needs comes at once: that takes a second, and seven later.
 chat:
-	@BACKEND=$(BACKEND) .ci/setup
+	@BACKEND=$(BACKEND) .ci/setup serve
 	@$(PYTHON) -m app $(if $(MODEL),--model "$(MODEL)") --backend $(BACKEND) $(ARGS)
 
 serve:
