@@ -89,7 +89,8 @@ def in_slices(seconds: float) -> Iterator[None]:
         _slice_ends_s = None
 
 
-def _end_slice() -> None:
+def end_slice() -> None:
+    """Raises PreemptedError if a slice is over. To be called after a part of the work, so that each slice does one."""
     if _slice_ends_s is not None and time.perf_counter() >= _slice_ends_s:
         raise PreemptedError("Compiling stopped because there are answers to go on with.")
 
@@ -142,7 +143,7 @@ def _compile_in_slices(linears: Sequence[UOp]) -> None:
     todo = [] if is_full else [call for call in _uncompiled(linears) if call.src[0] not in _compiling]
     for call in todo[: at_once - len(_compiling)]:
         _begin_to_compile(call)
-        _end_slice()
+        end_slice()
     if is_full or _uncompiled(linears):
         raise PreemptedError("Compiler processes are at work.")
 
@@ -219,9 +220,9 @@ def begin_once(description: tuple[object, ...], *makes: MakeLinears) -> Callable
     """Does the first part of `compile_once`: builds the LINEARs. The function that it returns waits for the compiler
     processes, and compiles what they do not."""
     global _sends
-    if was_compiled(description):
-        return lambda: None
     key = _compiled_key(description)
+    if key and disk_cache().get("compiled", key):
+        return lambda: None
     built = _built.setdefault(key, []) if key else []
     _sends = not _interrupted and _slice_ends_s is None  # else it is not all to be compiled at once
     try:
@@ -263,7 +264,6 @@ def program_or_graph(description: tuple[object, ...], build: Callable[[], UOp]) 
         program = realize.to_program_cache.get(program_key)
         if program is not None:
             return program
-    _end_slice()
     graph = build()
     if cache_key:
         _cache_keys[graph] = cache_key

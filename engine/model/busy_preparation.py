@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 
 from engine.errors import PreemptedError
-from engine.kernels.compilation import interruptible
+from engine.kernels.compilation import in_slices
 
 BUSY_S = 5.0
 """A reply in a chat is seldom longer, and would be slower. A server that answers several conversations for so long is
@@ -37,7 +37,7 @@ class BusyPreparation:
             self._due_s = started_s + BUSY_S
         elif self._steps and started_s >= self._due_s:
             try:
-                with interruptible(lambda: True):
+                with in_slices(SLICE_S):
                     self._steps[0]()
                 self._steps.popleft()
             except PreemptedError:

@@ -112,10 +112,10 @@ def pool(monkeypatch):
     monkeypatch.setattr(compilation, "_programs", {})
     monkeypatch.setattr(compilation, "_compiling", {})
     monkeypatch.setattr(compilation, "_built", {})
-    monkeypatch.setattr(compilation, "was_compiled", lambda description: description in compiled)
+    get = lambda table, key: key in compiled
     monkeypatch.setattr(compilation, "_compiled_key", repr)
     put = lambda table, key, value: compiled.append(key)
-    monkeypatch.setattr(compilation, "disk_cache", lambda: SimpleNamespace(put=put))
+    monkeypatch.setattr(compilation, "disk_cache", lambda: SimpleNamespace(put=put, get=get))
 
     def compile_linear(linear):
         programs = compilation.realize.to_program_cache
@@ -135,8 +135,8 @@ def test_beside_answers_processes_compile_and_what_is_built_is_kept(pool):
 
     def make(*names):
         def build():
-            compilation._end_slice()  # as before each graph
             built.append(names)
+            compilation.end_slice()  # as after each graph
             return linear_of(*names)
 
         return build
@@ -147,10 +147,10 @@ def test_beside_answers_processes_compile_and_what_is_built_is_kept(pool):
 
     with pytest.raises(PreemptedError):
         go_on(seconds=-1)
-    assert not built
+    assert built == [("a", "b", "c")], "each slice does a part"
     with pytest.raises(PreemptedError):
         go_on()
-    assert built == [("a", "b", "c"), ("d",)]
+    assert built == [("a", "b", "c")] * 2 + [("d",)]
     assert [graph.arg for graph in pool.given] == ["a", "b"], "two of four CPUs"
     with pytest.raises(PreemptedError):
         go_on()
@@ -166,7 +166,7 @@ def test_beside_answers_processes_compile_and_what_is_built_is_kept(pool):
         go_on()
     pool.answers[-1].is_ready = True
     go_on()
-    assert len(built) == 2 and len(compilation._programs) == 4 and not compilation._built
+    assert len(built) == 3 and len(compilation._programs) == 4 and not compilation._built
 
 
 def test_what_ended_processes_had_begun_is_given_again_or_compiled_at_once(pool, monkeypatch):
