@@ -78,7 +78,8 @@ def _as_chat(
     if body.input is None:
         given = []
     before = kept.get(body.previous_response_id, owner).items if body.previous_response_id else []
-    given = [_named_item(item, kept, owner, f"input[{i}]") for i, item in enumerate(given)]
+    named = set[str]()
+    given = [_named_item(item, kept, owner, f"input[{i}]", named) for i, item in enumerate(given)]
     items = [*before, *given]
     messages = [ChatMessage("system", body.instructions)] if body.instructions else []
     messages += _Messages().of(items, len(before))
@@ -98,10 +99,18 @@ def _as_chat(
     return as_chat, spaces, items
 
 
-def _named_item(item: dict[str, Any], kept: Conversations, owner: str, param: str) -> dict[str, Any]:
-    """The item that is meant, if one only names an item of an earlier response. Raises ApiError."""
-    names = item.get("type") == "item_reference" or item.keys() == {"id"}
-    return kept.item(f"{item.get('id')}", owner, param) if names else item
+def _named_item(
+    item: dict[str, Any], kept: Conversations, owner: str, param: str, named: set[str]
+) -> dict[str, Any]:
+    """The item that is meant, if one only names an item of an earlier response, and none of those that are `named`
+    already: a name is short, and what it stands for may be long. Raises ApiError."""
+    if item.get("type") != "item_reference" and item.keys() != {"id"}:
+        return item
+    id = f"{item.get('id')}"
+    if id in named:
+        raise wrong(f"The item {id[:80]!r} is named twice.", param)
+    named.add(id)
+    return kept.item(id, owner, param)
 
 
 def _tools(tools: Sequence[dict[str, Any]]) -> tuple[list[dict[str, Any]], Spaces]:

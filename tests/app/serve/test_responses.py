@@ -142,6 +142,8 @@ async def test_items_that_are_named(served):
     assert [m.content for m in engine.requests[2].prompt.messages] == ["Who?", "Bob.", "Sure?", "Yes.", "?"]
     unknown = await client.post(PATH, json={"input": [who, said]}, headers=keys[1])
     assert unknown.status_code == 404 and error(unknown)["param"] == "input[1]"
+    twice = await client.post(PATH, json={"input": [said, said]}, headers=keys[0])
+    assert twice.status_code == 400 and error(twice)["param"] == "input[1]"
     await client.delete(f"{PATH}/{first['id']}", headers=keys[0])
     assert (await client.post(PATH, json={"input": [said]}, headers=keys[0])).status_code == 404
     nothing = {"input": [{"type": "item_reference"}]}
