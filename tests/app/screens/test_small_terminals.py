@@ -90,6 +90,7 @@ async def test_the_chat_shows_that_a_system_prompt_is_set(history, size):
 async def test_terminals_of_few_columns_or_rows_end_nothing(history, size):
     async with chat(FakeEngine(reply("Yes.")), history, size=size) as user:
         await user.say("Why?")
+        await user.until(lambda: len(user.turns()) == 2, "the reply")
         await user.idle()
         assert [text for _, text, _ in stored(history, user.app.session.conversation.chat_id)] == [
             "Why?",
