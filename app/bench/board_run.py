@@ -8,6 +8,7 @@ import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 from app.bench.board_plan import Board, BoardModel, BoardSetup, Lengths
 from app.bench.results import PEER, Result, read
@@ -130,19 +131,21 @@ def _environment(folder: Path) -> dict[str, str]:
     return {**module_environment(), **{name: str(path.absolute()) for name, path in folders.items()}}
 
 
-def _run(command: Sequence[str], environment: Mapping[str, str], log: object, timeout_s: float) -> int | None:
+def _run(
+    command: Sequence[str], environment: Mapping[str, str], log: IO[bytes], timeout_s: float
+) -> int | None:
     """The exit code; None if it took too long. At SIGTERM a benchmark writes the results that it has, and its engines
     end with it."""
     process = subprocess.Popen(
         command,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
-        stderr=log,  # type: ignore[call-overload]
+        stderr=log,
         env=environment,
         start_new_session=True,
     )
     try:
-        return int(process.wait(timeout_s))
+        return process.wait(timeout_s)
     except subprocess.TimeoutExpired:
         return None
     finally:

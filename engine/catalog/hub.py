@@ -138,8 +138,13 @@ def http_errors() -> tuple[type[Exception], ...]:
 
 def http_status(error: Exception) -> int:
     """The HTTP status that a server answered with; 0 if it did not answer."""
-    response = getattr(error, "response", None)
+    response = _response(error)
     return 0 if response is None else int(response.status_code)
+
+
+def _response(error: Exception) -> Any:
+    """The answer of the server; None if there is none."""
+    return getattr(error, "response", None)
 
 
 def retry_after_s(error: Exception, failures: int) -> float | None:
@@ -153,7 +158,7 @@ def retry_after_s(error: Exception, failures: int) -> float | None:
         return delay
     if http_status(error) not in (408, 429, 500, 502, 503, 504):
         return None
-    retry_after = error.response.headers.get("Retry-After", "")  # type: ignore[attr-defined]
+    retry_after: str = _response(error).headers.get("Retry-After", "")
     return min(float(retry_after), MAX_DELAY_S) if retry_after.isdecimal() else delay
 
 
