@@ -62,12 +62,13 @@ class CompletionBody(LlamaBody, kw_only=True):
 
 
 def completion_asked(body: CompletionBody, service: Service) -> Asked:
-    """Raises ApiError."""
+    """May take as long as its texts are. Raises ApiError."""
     return _asked(body, _prompts(body.prompt, service.file.tokenizer), service)
 
 
 def infill_asked(body: InfillBody, service: Service) -> Asked:
-    """What does not fit into the context is left out, as editors expect it. Raises ApiError."""
+    """What does not fit into the context is left out, as editors expect it. May take as long as its texts are. Raises
+    ApiError."""
     files = [(extra.filename, extra.text) for extra in body.input_extra or ()]
     context = service.ready.context_length if service.ready else None
     room = None if context is None else context - min(max(body.n_predict or 0, 0), context // 2) - 1
