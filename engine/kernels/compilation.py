@@ -12,6 +12,7 @@ answers.
 from __future__ import annotations
 
 import os
+import pickle
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -53,7 +54,7 @@ class _Compiling(NamedTuple):
 
     key: tuple[object, ...]
     pool: Pool
-    result: AsyncResult[tuple[int, UOp]]
+    result: AsyncResult[bytes]
     bar: Any
 
 
@@ -161,10 +162,20 @@ def _send(graph: UOp) -> bool:
     if key in realize.to_program_cache or not (pool := worker.get_worker_pool()):
         return False
     if graph not in _compiling:
-        result = pool.apply_async(realize._compile_kernel, ((0, (graph, renderer), context),))
+        result = _ask(pool, realize._compile_kernel, (0, (graph, renderer), context))
         bar = realize.tqdm(total=1, desc="compiling", disable=True)
         _compiling[graph] = _Compiling(key, pool, result, bar)
     return True
+
+
+def _ask(pool: Pool, function: Callable[..., object], *arguments: object) -> AsyncResult[bytes]:
+    """Has a compiler process call a function. The result comes as bytes: a thread of the pool receives it while this
+    one makes nodes of graphs, and two threads may make one node twice."""
+    return pool.apply_async(_pickled, (function, *arguments))
+
+
+def _pickled(function: Callable[..., object], *arguments: object) -> bytes:
+    return pickle.dumps(function(*arguments))
 
 
 def _take_compiled(waits: bool = False) -> None:
@@ -176,7 +187,7 @@ def _take_compiled(waits: bool = False) -> None:
         if waits or result.ready() or pool is not worker.worker_pool:
             del _compiling[graph]
         if result.ready() and graph not in _programs:
-            _, program = result.get()
+            _, program = pickle.loads(result.get())
             realize.to_program_cache[key] = program
             if program.arg.local_size is not None:  # else tinygrad has to find one
                 _keep(graph, program, key)
@@ -288,11 +299,11 @@ def in_compiler(function: Callable[..., T], *arguments: object) -> Callable[[], 
     if (pool := worker.get_worker_pool()) is None:
         return None
     compile_graphs = partial(_compile_graphs, realize._compile_kernel, *_for_compiler())
-    result = pool.apply_async(function, (*arguments, compile_graphs))
+    result = _ask(pool, function, *arguments, compile_graphs)
 
     def wait() -> T:
         result.wait(_PATIENCE_S)
-        value: T = result.get() if result.ready() else function(*arguments, compile_graphs)
+        value: T = pickle.loads(result.get()) if result.ready() else function(*arguments, compile_graphs)
         return value
 
     return wait

@@ -1,5 +1,6 @@
 """Fingerprints, by which programs are found in the disk cache, and compiling that gives way."""
 
+import pickle
 from dataclasses import dataclass
 from enum import Enum
 from itertools import chain
@@ -90,12 +91,12 @@ class Pool:
         self.given = []
 
     def apply_async(self, function, arguments):
-        (_, (graph, _), _), *_ = arguments
+        _, (_, (graph, _), _) = arguments
         self.given.append(graph)
         answer = SimpleNamespace(is_ready=False, wait=lambda seconds: setattr(answer, "is_ready", True))
         answer.ready, answer.get, answer.graph = (
             lambda: answer.is_ready,
-            lambda: (0, UOp(Ops.NOOP, arg=Info(graph.arg))),
+            lambda: pickle.dumps((0, UOp(Ops.NOOP, arg=Info(graph.arg)))),
             graph,
         )
         self.answers = [*getattr(self, "answers", []), answer]
