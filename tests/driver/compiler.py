@@ -40,6 +40,12 @@ _ENTRY = ".entry"
 _KERNEL = re.compile(r'extern "C" __global__ void __launch_bounds__\([^)]*\) (\w+)\((.*?)\) \{\n', re.DOTALL)
 _SHARED = re.compile(r"__shared__ __align__\(16\) ([\w ]+?) (\w+)\[(\d+)\];")
 _MMA = re.compile(r"__device__ \w+ (__WMMA_\w+)\([^)]*\)\{(.*?)\n\}", re.DOTALL)
+_COPY = re.compile(
+    r'asm volatile\("cp\.async\.cg\.shared\.global \[%0\], \[%1\], 16;" '
+    r':: "r"\(\(uint\)__cvta_generic_to_shared\((.*?)\)\), "l"\((.*?)\) : "memory"\);'
+)
+_COMMIT = 'asm volatile("cp.async.commit_group;" ::: "memory");'
+_WAIT = re.compile(r'asm volatile\("cp\.async\.wait_group (\d+);" ::: "memory"\);')
 _SIZES = {"half": 2, "float": 4, "int": 4, "uint": 4, "unsigned int": 4, "long": 8, "unsigned long": 8}
 _SIZES |= {
     "bool": 1,
@@ -64,6 +70,9 @@ class SimulatedCompiler(Compiler):
         before = _MMA.sub(_mma, re.sub(r"#include <cuda_\w+\.h>\n", "", src[: found.start()]))
         signature, arguments, end = _parameters(parameters)
         waits = "__syncthreads" in body or "__WMMA" in body
+        if _COPY.search(body):
+            body = _COPY.sub(r"copies.ask(\1, \2);", body).replace(_COMMIT, "copies.commit();")
+            body = "  Copies copies;\n" + _WAIT.sub(r"copies.wait(\1);", body)
         body = re.sub(r"\(\(([\w ]+?)\*\)\(", r"(pointer_cast<\1>(", body[: body.rindex("}")])
         code = _machine_code(
             f"{_PRELUDE.read_text()}\n// ---- the kernel ----\n{before}\n"

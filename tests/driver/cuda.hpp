@@ -82,6 +82,25 @@ template <class U, class T> INLINE global<U> pointer_cast(global<T> p) { return 
 template <class U, class T> INLINE local<U> pointer_cast(local<T> p) { return {p.c, p.offset}; }
 template <class U, class T> INLINE U *pointer_cast(T *p) { return (U *)p; }
 
+// cp.async of 16 bytes: a thread's copies, in groups. None arrives before the thread waits for it.
+struct Copies {
+  struct { local<char> to; global<char> from; u32 group; } asked[64];
+  u32 n = 0, group = 0;
+  template <class T> MEMBER void ask(local<T> to, global<T> from) {
+    if (n == 64) return (void)fault(to.c, NO_ROOM, n);
+    asked[n++] = {pointer_cast<char>(to), pointer_cast<char>(from), group};
+  }
+  MEMBER void commit() { group++; }
+  MEMBER void wait(u32 but) {
+    u32 left = 0;
+    for (u32 i = 0; i < n; i++)
+      if (asked[i].group + but < group)
+        memcpy(at_shared(asked[i].to.c, asked[i].to.offset, 16), at_global(asked[i].to.c, asked[i].from.va, 16), 16);
+      else asked[left++] = asked[i];
+    n = left;
+  }
+};
+
 template <class T> INLINE T value_parameter(Context *c, u32 offset) { return *(const T *)(c->constants + offset); }
 template <class T> INLINE global<T> pointer_parameter(Context *c, u32 offset) {
   return {c, *(const u64 *)(c->constants + offset)};

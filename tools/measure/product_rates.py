@@ -72,7 +72,7 @@ class Matrix:
         shape = self.rows, self.cols, multiprocessors()
         if tokens <= MAX_TOKENS:
             return small_batch_tiles(self.layout, tokens, *shape, not self.is_gate)
-        return tiles_for(tokens, *shape, self.is_gate, self.layout)
+        return tiles_for(tokens, *shape, self.is_gate)
 
     def other_tiles(self, tokens: int) -> list[AnyTiles]:
         from engine.targets.nvidia.kernels.products.matmul import Tiles

@@ -231,7 +231,7 @@ class PictureSteps:
         rows, cols = matrix.rows, matrix.cols
         x, out = self._fragments("x", cols), self._fragments("hidden", rows if alone else rows // 2)
         self._norm(norm, x, None)
-        tiles = tiles_for(self._rows, rows, cols, multiprocessors(), True, matrix.layout)
+        tiles = tiles_for(self._rows, rows, cols, multiprocessors(), True)
         bias = self._vector(alone.bias) if alone else None
         if alone:
             kernel = matmul(
@@ -378,7 +378,7 @@ class PictureSteps:
 
     def _product(self, matrix: Matrix, x: Tensor, name: str) -> Rows:
         rows, cols = matrix.rows, matrix.cols
-        tiles = tiles_for(self._rows, rows, cols, multiprocessors(), False, matrix.layout)
+        tiles = tiles_for(self._rows, rows, cols, multiprocessors(), False)
         out = self._buffer(name, tiles.parts * self._rows * rows)
         kernel = matmul(matrix.layout, self._rows, rows, cols, tiles, False, "patches")
         self._add(kernel, out=out, x=x, prompt=self._count, planes=matrix.planes)

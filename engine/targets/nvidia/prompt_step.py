@@ -141,7 +141,7 @@ class PromptStep(Step):
             kernel = small_batch_product(part.layout, tokens, rows, part.cols, few, stored(rows), name)
             self.add(kernel, out=out, x=x, planes=part.planes)
             return Sums(out, few.splits)
-        tiles = tiles_for(tokens, rows, part.cols, multiprocessors(), False, part.layout)
+        tiles = tiles_for(tokens, rows, part.cols, multiprocessors(), False)
         out = self.buffer(name, tiles.parts * tokens * rows)
         kernel = matmul(part.layout, tokens, rows, part.cols, tiles, False, name)
         self.add(kernel, out=out, x=x, prompt=self.prompt, planes=part.planes)
@@ -163,9 +163,7 @@ class PromptStep(Step):
         if self.order == "columns":
             self.multiply(part, self.tiles(part), activated(activation), "gate_up", out=out)
             return
-        tiles = tiles_for(
-            self.tokens, part.rows, part.cols, multiprocessors(), paired=True, layout=part.layout
-        )
+        tiles = tiles_for(self.tokens, part.rows, part.cols, multiprocessors(), paired=True)
         kernel = matmul(part.layout, self.tokens, part.rows, part.cols, tiles, True, "gate_up", activation)
         self.add(kernel, out=out, x=self.x, prompt=self.prompt, planes=part.planes)
 

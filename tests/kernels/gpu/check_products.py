@@ -11,6 +11,7 @@ from engine.targets.nvidia.kernels.attention.flash_attention import flash_attent
 from engine.targets.nvidia.kernels.attention.kv_cache import Heads
 from engine.targets.nvidia.kernels.attention.prefill_attention import attend_prompt, prompt_tiling
 from engine.targets.nvidia.kernels.device import Chip
+from engine.targets.nvidia.kernels.half_words import is_cuda
 from engine.targets.nvidia.kernels.products.activation_order import PLACES
 from engine.targets.nvidia.kernels.products.epilogues import (
     EMBED,
@@ -401,7 +402,7 @@ def check_embedding() -> None:
 
 def check_prompt_products() -> None:
     """Tensor-core products of types whose quarters differ, cut and whole, fewer tokens than the tile, and warps that
-    have none; with several warps for a tile, which have as many steps or not."""
+    have none; with several warps for a tile, which have as many steps or not; of activations in shared memory."""
     tokens, n = 32, 11
     for ggml_type, rows, cols in (
         (8, 24, 256),
@@ -426,14 +427,24 @@ def check_prompt_products() -> None:
         kernel = matmul(layout, tokens, rows, cols, Tiles(1, 1, 1, 2, parts, deep), False, "t")
         run(kernel, out, buffer(fragments), prompt, *planes)
         close(out.numpy().reshape(parts, tokens, rows).sum(0)[:n], wanted, 1e-3)
+        is_staged = is_cuda() and cols > 64
+        if is_staged:
+            parts = 2 if cols == 256 else 1
+            out = zeros(parts * tokens * rows)
+            kernel = matmul(layout, tokens, rows, cols, Tiles(1, 1, 2, 2, parts, staged=True), False, "t")
+            run(kernel, out, buffer(fragments), prompt, *planes)
+            close(out.numpy().reshape(parts, tokens, rows).sum(0)[:n], wanted, 1e-3)
         if not THOROUGH and ggml_type in (6, 0, 10, 13):
             continue
-        out = zeros(fragments_size(tokens, rows // 2), dtypes.float16)
-        tiles = Tiles(1, 2, 2, 1, 1, min(2, units_of(cols)))
-        kernel = matmul(layout, tokens, rows, cols, tiles, True, "t")
-        run(kernel, out, buffer(fragments), prompt, *planes)
         place = prompt_index(lambda m, e, rows=rows: fragment_index(m, e, rows // 2), n, rows // 2)
-        close(out.numpy()[place], gated(wanted[:, 0::2], wanted[:, 1::2], "silu"), 2e-3)
+        for tiles in (
+            Tiles(1, 2, 2, 1, 1, min(2, units_of(cols))),
+            *[Tiles(2, 2, 1, 2, 1, staged=True)] * is_staged,
+        ):
+            out = zeros(fragments_size(tokens, rows // 2), dtypes.float16)
+            kernel = matmul(layout, tokens, rows, cols, tiles, True, "t")
+            run(kernel, out, buffer(fragments), prompt, *planes)
+            close(out.numpy()[place], gated(wanted[:, 0::2], wanted[:, 1::2], "silu"), 2e-3)
 
 
 def check_any_shape_has_a_schedule() -> None:

@@ -94,8 +94,8 @@ def lower_tiles() -> None:
 
     stock = prompt_step.tiles_for
 
-    def lower(tokens: int, rows: int, cols: int, processors: int, paired: bool, layout: Any = None) -> Tiles:
-        tiles = stock(tokens, rows, cols, processors, paired, layout)
+    def lower(tokens: int, rows: int, cols: int, processors: int, paired: bool) -> Tiles:
+        tiles = stock(tokens, rows, cols, processors, paired)
         return tiles if paired else replace(tiles, rows=min(2, tiles.rows))
 
     prompt_step.tiles_for = picture_steps.tiles_for = lower

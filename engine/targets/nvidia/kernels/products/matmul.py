@@ -30,9 +30,10 @@ from tinygrad.uop.ops import AxisType
 
 from engine.kernels.kernel import Kernel
 from engine.kernels.launch_hints import shared_hints
-from engine.targets.nvidia.kernels.device import spills_early
+from engine.targets.nvidia.kernels.half_words import is_cuda
 from engine.targets.nvidia.kernels.pieces import used_rows
 from engine.targets.nvidia.kernels.products.load_ahead import LoadedAhead
+from engine.targets.nvidia.kernels.products.staged_tiles import StagedTiles, staged_bytes
 from engine.targets.nvidia.kernels.uops import (
     F16,
     Activation,
@@ -53,9 +54,8 @@ from engine.targets.nvidia.kernels.weights.half_pairs import PAIRS, quarter_pair
 from engine.targets.nvidia.kernels.weights.matrix_bytes import QUARTER, UNIT, units_of
 from engine.targets.nvidia.kernels.weights.weight_layout import WeightLayout
 
-_MANY = 8  # blocks for each multiprocessor, of which four run at a time
-_LONG = 80  # units of a row, from which on it costs little that warps and blocks share them
-_NARROW = 2, 20  # Q4_0 and IQ4_NL: gate and up of 32 rows take a few registers too many
+_PART = 8  # units of a row, the fewest of a part
+_OF_SUM = 2.4e-4  # what a sum takes that is stored and read again, beside a block's product with one column
 _MAX_HALF = 65504.0  # the largest float16
 
 
@@ -63,7 +63,7 @@ _MAX_HALF = 65504.0  # the largest float16
 class Tiles:
     """How a product is divided: a warp computes 16 * `rows` tokens by 8 * `cols` rows of the matrix; a block has `down`
     by `across` tiles; `deep` warps of a block share the common dimension of each, and `parts` blocks, each of which
-    stores its own sum."""
+    stores its own sum. If activations are `staged`, the block copies them to shared memory (`StagedTiles`)."""
 
     rows: int
     cols: int
@@ -71,6 +71,7 @@ class Tiles:
     across: int
     parts: int
     deep: int = 1
+    staged: bool = False
 
     @property
     def tokens(self) -> int:
@@ -90,7 +91,8 @@ class Tiles:
     @property
     def shared_bytes(self) -> int:
         """Shared memory of a block."""
-        return (self.deep - 1) * self.tokens * self.width * 4
+        sums = (self.deep - 1) * self.tokens * self.width * 4
+        return sums + staged_bytes(self.rows * self.down) * self.staged
 
 
 @dataclass(frozen=True)
@@ -132,55 +134,38 @@ def expert_tiles(tokens: int, used: int, n: int) -> ExpertTiles:
     return ExpertTiles(tokens, used, n, tile)
 
 
-def tiles_for(
-    tokens: int, rows: int, cols: int, multiprocessors: int, paired: bool, layout: WeightLayout | None = None
-) -> Tiles:
-    """Tiles that give every multiprocessor two blocks, by dividing the common dimension if there are too few: among two
-    warps of each, then among blocks; of long rows also where it leaves the busiest multiprocessor less to do. Not
-    `paired` products among blocks, because the activation needs the whole sums of gate and up. If there are many, twice
-    as many tokens share a block, and the weights that it loads, on GPUs where that is faster; or two warps share long
-    rows, if that makes the last round of blocks fuller. With enough rows of floats of 16 bits, twice as many of these
-    share it, and its activations. `layout`: the matrix's."""
+def tiles_for(tokens: int, rows: int, cols: int, multiprocessors: int, paired: bool) -> Tiles:
+    """Tiles of a product. On CUDA, activations come through shared memory. Elsewhere there are two blocks for each
+    multiprocessor, by dividing the common dimension if there are too few: among two warps of each, then among blocks.
+    Not `paired` products among blocks, because the activation needs the whole sums of gate and up."""
+    units = units_of(cols)
     # Tall tiles: a weight is converted to half precision once for 128 tokens.
-    is_narrow = (
-        layout and spills_early() and (layout.bits in (6, 16, 32) or (paired and layout.ggml_type in _NARROW))
-    )
-    tiles = Tiles(min(8, tokens // 16), 2 if is_narrow else 4, 1, 2, 1)
-    blocks = -(-tokens // tiles.tokens) * -(-rows // tiles.width)
-    if (
-        layout
-        and layout.format is None
-        and layout.bits == 16
-        and blocks >= 2 * multiprocessors
-        and not is_narrow
-    ):
-        return replace(tiles, across=4)
-    # Registers spill early if warps of a block take different numbers of steps.
-    is_tall = not spills_early() and tokens % (2 * tiles.tokens) == 0
-    if is_tall and blocks >= _MANY * multiprocessors:
-        is_deep = (
-            paired
-            and units_of(cols) >= _LONG
-            and _rounds(blocks, multiprocessors, 2) < _rounds(blocks, multiprocessors, 1)
-        )
-        return replace(tiles, deep=2) if is_deep else replace(tiles, down=2)
-    shares, units = 1, units_of(cols)
+    tall = min(8, tokens // 16)
+    if is_cuda() and units > 1:
+        return _staged_tiles(tall, tokens, rows, cols, multiprocessors, paired)
+    tiles = Tiles(tall, 4, 1, 2, 1)
+    blocks, shares = -(-tokens // tiles.tokens) * -(-rows // tiles.width), 1
     while shares < 8 and blocks * shares < 2 * multiprocessors and units // shares >= 8:
         shares *= 2
-    if not (paired or spills_early()) and shares <= 2 and units >= _LONG and _evens(blocks / multiprocessors):
-        shares = 4
-    deep = 1 if spills_early() and units % shares else min(2, shares)
+    deep = min(2, shares)
     return replace(tiles, parts=1 if paired else shares // deep, deep=deep)
 
 
-def _rounds(blocks: int, multiprocessors: int, deep: int) -> float:
-    """How often as many blocks run as fit at a time, in rounds of whole rows, if `deep` warps share them."""
-    return math.ceil(blocks * deep / (4 * multiprocessors)) / deep
+def _staged_tiles(tall: int, tokens: int, rows: int, cols: int, multiprocessors: int, paired: bool) -> Tiles:
+    """Of blocks of 128 or 64 rows, of which some may share the columns, those that leave the busiest multiprocessor
+    least to do. It works on two blocks of 128 rows at a time, and one alone takes as long as two."""
+    units = units_of(cols)
 
+    def time(tiles: Tiles) -> float:
+        """In blocks of 128 rows and all columns: of the products, and of memory for the sums of further parts."""
+        blocks = -(-tokens // tiles.tokens) * -(-rows // tiles.width) * tiles.parts
+        of_busiest = max(math.ceil(blocks / multiprocessors), 8 // tiles.across)
+        return (
+            of_busiest * tiles.across / (4 * tiles.parts) + (tiles.parts - 1) * _OF_SUM * tokens * rows / cols
+        )
 
-def _evens(of_mean: float) -> bool:
-    """Whether twice as many blocks, of half as many columns, leave the busiest multiprocessor clearly less to do."""
-    return math.ceil(2 * of_mean) / 2 <= 0.85 * math.ceil(of_mean)
+    parts = [n for n in (1, 2, 4, 8) if n == 1 or not (paired or units < n * _PART)]
+    return min((Tiles(tall, 4, 1, across, n, staged=True) for n in parts for across in (4, 2)), key=time)
 
 
 def spread(unit: UOp, quarter: UOp, units: int) -> tuple[UOp, UOp]:
@@ -249,6 +234,7 @@ def matmul(
     steps = -(-units // tiles.shares)
     blocks = experts.count if experts else tokens // tiles.tokens
     gathered = experts and (paired or halved)
+    assert not tiles.staged or not (experts or tiles.deep > 1 or steps == 1)
     # Not of more bits, which would take too many registers, nor of experts, where it takes longer.
     loads_ahead = steps > 1 and layout.bits <= 16 and not experts
 
@@ -274,11 +260,18 @@ def matmul(
         else:
             assert prompt is not None
             n = used_rows(prompt, tokens)
-            live = first_tile * 16 < n
+            # All warps that share activations take as many steps.
+            live = (column_block * tiles.tokens if tiles.staged else first_tile * 16) < n
         n_acc = tiles.rows * tiles.cols * 4
         acc = zeroed_registers(n_acc, 0)
         own_steps = (units - share * steps).minimum(steps) if units % tiles.shares else UOp.const(steps)
         bound = live.where(own_steps, 0)  # warps beyond the prompt do nothing
+        staged = None
+        if tiles.staged:
+            own_thread = (warp * tiles.down + down) * 32 + thread
+            first, count = column_block * (tiles.rows * tiles.down), tiles.rows * tiles.down
+            staged = StagedTiles(x, units, first, count, own_thread, 32 * tiles.down * tiles.across, slot=3)
+            begun = staged.begin(share * steps)
         step = UOp.range(bound, 0, AxisType.REDUCE) if steps > 1 else UOp.const(0)
         row_step = share * steps + step  # of a row, which has as many as units
 
@@ -318,10 +311,14 @@ def matmul(
         _, quarter = spread(row_step, thread % 4, units)
         weights = [quarter_pairs(layout, words, quarter) for words in loaded]
         lefts = [gather(i) for i in range(tiles.rows)] if gathered else []
+        array = staged.of(step, row_step, begun) if staged else x
         for quad in range(4):
             for i in range(tiles.rows):
-                index = ((((first_tile + i) * units + row_step) * 4 + quad) * 32 + thread) * 8
-                left = lefts[i][quad] if gathered else load_run(x, index, 8)
+                if staged:
+                    left = staged.fragment(array, step, down * tiles.rows + i, quad, thread)
+                else:
+                    index = ((((first_tile + i) * units + row_step) * 4 + quad) * 32 + thread) * 8
+                    left = lefts[i][quad] if gathered else load_run(x, index, 8)
                 for j in range(tiles.cols):
                     k = i * tiles.cols + j
                     right = [v for pair in weights[j][quad * 2 : quad * 2 + 2] for v in pair]
@@ -383,7 +380,8 @@ def matmul(
                             index = part * (tokens * rows) + token * rows + row + e
                             results.append(store(out, index, value[2 * k + e], inside))
         shape = f"{tiles.rows}_{tiles.cols}_{tiles.down}_{tiles.across}_{tiles.parts}_{tiles.deep}"
-        full_name = f"prefill_{name}_{layout.name}_{tokens}_{rows}x{cols}_{shape}{'_bent' * bool(bend)}"
+        shape += "_staged" * tiles.staged + "_bent" * bool(bend)
+        full_name = f"prefill_{name}_{layout.name}_{tokens}_{rows}x{cols}_{shape}"
         n_matrices, per_token = (min(experts.n, experts.assignments), experts.used) if experts else (1, 1)
         n_bytes = layout.n_bytes(n_matrices * rows, cols)
         return finish(full_name, results, n_bytes, 2 * tokens * per_token * rows * cols)
