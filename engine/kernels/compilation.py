@@ -4,16 +4,13 @@ Building a kernel's graph, and computing the digest by which tinygrad identifies
 everything else in the start of a model whose programs are cached. So a program is also identified by what its graph
 follows from: the function that builds it, the function's arguments, and the source. Then its graph is not built again.
 
-Compiler processes get a graph as soon as it is built, and work while this process builds the next ones. While requests
-are answered, kernels are compiled `in_slices`: this process builds a few graphs at a time, and goes on with the
-answers.
+Compiler processes get a graph as soon as it is built, and work while this process builds the next ones.
 """
 
 from __future__ import annotations
 
 import os
 import pickle
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
@@ -59,7 +56,6 @@ class _Compiling(NamedTuple):
 
 
 _PATIENCE_S = 60.0
-_slice_ends_s: float | None = None  # while `in_slices`
 _compiling: dict[UOp, _Compiling] = {}  # by their graphs
 _sends = False  # whether compiler processes get graphs as soon as they are built
 _built: dict[str, list[Sequence[UOp]]] = {}  # what `compile_once` has built by now, by its description
@@ -75,25 +71,6 @@ def interruptible(interrupted: Callable[[], bool]) -> Iterator[None]:
         yield
     finally:
         _interrupted = None
-
-
-@contextmanager
-def in_slices(seconds: float) -> Iterator[None]:
-    """Meanwhile, building and compiling raise PreemptedError about so many seconds later, and as soon as there is
-    nothing to do but to wait for the compiler processes. Calling `compile_once` again goes on: what was built by then
-    is kept, and half of the CPUs compile meanwhile."""
-    global _slice_ends_s
-    _slice_ends_s = time.perf_counter() + seconds
-    try:
-        yield
-    finally:
-        _slice_ends_s = None
-
-
-def end_slice() -> None:
-    """Raises PreemptedError if a slice is over. To be called after a part of the work, so that each slice does one."""
-    if _slice_ends_s is not None and time.perf_counter() >= _slice_ends_s:
-        raise PreemptedError("Compiling stopped because there are answers to go on with.")
 
 
 def call_of(kernel: UOp, buffers: Sequence[UOp]) -> UOp:
@@ -116,10 +93,7 @@ def compile_calls(linear: UOp) -> UOp:
 
 def compile_all(linears: Sequence[UOp]) -> None:
     """Compiles the kernels of several LINEARs at once, so that tinygrad's compiler processes share the work. Raises
-    PreemptedError (`interruptible`, `in_slices`)."""
-    if _slice_ends_s is not None:
-        _compile_in_slices(linears)
-        return
+    PreemptedError (`interruptible`)."""
     if not _interrupted:
         _compile(_uncompiled(linears))
         return
@@ -135,24 +109,6 @@ def compile_in_turns(linears: Sequence[UOp]) -> Iterator[tuple[int, int]]:
     for start in range(0, len(todo), at_once):
         yield start, len(todo)
         _compile(todo[start : start + at_once])
-
-
-def _compile_in_slices(linears: Sequence[UOp]) -> None:
-    _take_compiled()
-    at_once = max(1, int(os.environ.get("PARALLEL", "0")) // 2)
-    is_full = len(_compiling) >= at_once
-    todo = [] if is_full else [call for call in _uncompiled(linears) if call.src[0] not in _compiling]
-    for call in todo[: at_once - len(_compiling)]:
-        _begin_to_compile(call)
-        end_slice()
-    if is_full or _uncompiled(linears):
-        raise PreemptedError("Compiler processes are at work.")
-
-
-def _begin_to_compile(call: UOp) -> None:
-    """Gives a kernel to a compiler process. Without such processes it is compiled here."""
-    if not _send(call.src[0]):
-        _compile([call])
 
 
 def _send(graph: UOp) -> bool:
@@ -178,14 +134,13 @@ def _pickled(function: Callable[..., object], *arguments: object) -> bytes:
     return pickle.dumps(function(*arguments))
 
 
-def _take_compiled(waits: bool = False) -> None:
-    """Takes what compiler processes have compiled; with `waits`, all that they were given. What those that were ended
-    (`compiler_processes.dismiss`) had begun is to be given again."""
+def _take_compiled() -> None:
+    """Waits for all that compiler processes were given, and takes it. What those that were ended
+    (`compiler_processes.dismiss`) had begun is left out."""
     for graph, (key, pool, result, bar) in [*_compiling.items()]:
-        if waits:
+        if pool is worker.worker_pool:
             result.wait(_PATIENCE_S)  # a process that was killed never answers
-        if waits or result.ready() or pool is not worker.worker_pool:
-            del _compiling[graph]
+        del _compiling[graph]
         if result.ready() and graph not in _programs:
             _, program = pickle.loads(result.get())
             realize.to_program_cache[key] = program
@@ -211,7 +166,7 @@ def _uncompiled(linears: Sequence[UOp]) -> list[UOp]:
 
 def _compile(calls: Sequence[UOp]) -> None:
     if any(call.src[0] in _compiling for call in calls):
-        _take_compiled(waits=True)
+        _take_compiled()
         calls = [call for call in calls if call.src[0] not in _programs]
     if not calls:
         return
@@ -223,7 +178,7 @@ def _compile(calls: Sequence[UOp]) -> None:
 def compile_once(description: tuple[object, ...], *makes: MakeLinears) -> None:
     """Compiles the kernels of the LINEARs that `makes` build, unless an earlier run did so for the same `description`
     (see `fingerprint`) and source: then they are found on disk when they are used. Raises PreemptedError
-    (`interruptible`, `in_slices`)."""
+    (`interruptible`)."""
     begin_once(description, *makes)()
 
 
@@ -235,7 +190,7 @@ def begin_once(description: tuple[object, ...], *makes: MakeLinears) -> Callable
     if key and disk_cache().get("compiled", key):
         return lambda: None
     built = _built.setdefault(key, []) if key else []
-    _sends = not _interrupted and _slice_ends_s is None  # else it is not all to be compiled at once
+    _sends = not _interrupted  # else it is not all to be compiled at once
     try:
         for make in makes[len(built) :]:
             built.append(make())

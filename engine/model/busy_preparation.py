@@ -35,7 +35,6 @@ class BusyPreparation:
             self._due_s = started_s + BUSY_S
         elif self._steps and started_s >= self._due_s:
             try:
-                # `in_slices` took 0.25 s at most on an H200. On an H100 the engine stopped answering, cause unknown.
                 with interruptible(lambda: True):
                     self._steps[0]()
                 self._steps.popleft()

@@ -15,9 +15,7 @@ from engine.kernels import compilation
 from engine.kernels.compilation import (
     compile_all,
     compile_in_turns,
-    compile_once,
     fingerprint,
-    in_slices,
     interruptible,
 )
 
@@ -120,7 +118,8 @@ def pool(monkeypatch):
 
     def compile_linear(linear):
         programs = compilation.realize.to_program_cache
-        return linear.replace(src=tuple(c.replace(src=(programs[c.src[0].arg],)) for c in linear.src))
+        done = lambda name: programs.get(name, UOp(Ops.NOOP, arg=Info(name)))
+        return linear.replace(src=tuple(c.replace(src=(done(c.src[0].arg),)) for c in linear.src))
 
     monkeypatch.setattr(compilation.realize, "compile_linear", compile_linear)
     monkeypatch.setenv("PARALLEL", "4")
@@ -131,57 +130,14 @@ def linear_of(*names):
     return [UOp(Ops.LINEAR, src=tuple(UOp(Ops.SINK, arg=name).call() for name in names))]
 
 
-def test_beside_answers_processes_compile_and_what_is_built_is_kept(pool):
-    built = []
-
-    def make(*names):
-        def build():
-            built.append(names)
-            compilation.end_slice()  # as after each graph
-            return linear_of(*names)
-
-        return build
-
-    def go_on(seconds=60.0):
-        with in_slices(seconds):
-            compile_once(("step",), make("a", "b", "c"), make("d"))
-
-    with pytest.raises(PreemptedError):
-        go_on(seconds=-1)
-    assert built == [("a", "b", "c")], "each slice does a part"
-    with pytest.raises(PreemptedError):
-        go_on()
-    assert built == [("a", "b", "c")] * 2 + [("d",)]
-    assert [graph.arg for graph in pool.given] == ["a", "b"], "two of four CPUs"
-    with pytest.raises(PreemptedError):
-        go_on()
-    assert len(pool.given) == 2
-    pool.answers[1].is_ready = True
-    with pytest.raises(PreemptedError):
-        go_on()
-    assert [graph.arg for graph in pool.given] == ["a", "b", "c"]
-    assert [graph.arg for graph in compilation._programs] == ["b"]
-    for answer in pool.answers:
-        answer.is_ready = True
-    with pytest.raises(PreemptedError):
-        go_on()
-    pool.answers[-1].is_ready = True
-    go_on()
-    assert len(built) == 3 and len(compilation._programs) == 4 and not compilation._built
-
-
-def test_what_ended_processes_had_begun_is_given_again_or_compiled_at_once(pool, monkeypatch):
-    linear = linear_of("a")
-
-    def go_on():
-        with in_slices(60.0):
-            compile_all(linear)
-
-    with pytest.raises(PreemptedError):
-        go_on()
-    monkeypatch.setattr(compilation.worker, "worker_pool", other := Pool())  # the first was dismissed
-    with pytest.raises(PreemptedError):
-        go_on()
-    assert [graph.arg for graph in other.given] == ["a"]
-    compile_all(linear)  # which waits for it
-    assert len(compilation._programs) == 1 and not compilation._compiling
+def test_what_processes_have_compiled_is_taken_and_what_ended_ones_had_begun_is_compiled_here(
+    pool, monkeypatch
+):
+    [linear] = linear_of("a", "b")
+    graphs = [call.src[0] for call in linear.src]
+    assert all(map(compilation._send, graphs)) and pool.given == graphs
+    pool.answers[0].is_ready = True
+    monkeypatch.setattr(compilation.worker, "worker_pool", Pool())  # the first was dismissed
+    compile_all([linear])
+    assert [compilation._programs[graph].arg.name for graph in graphs] == ["a", "b"]
+    assert not compilation._compiling and not pool.answers[1].is_ready, "nobody waited for it"

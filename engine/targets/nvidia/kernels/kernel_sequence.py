@@ -11,7 +11,7 @@ from tinygrad.engine import realize
 from tinygrad.engine.jit import graph_split_rewrite
 from tinygrad.uop.ops import Ops
 
-from engine.kernels.compilation import call_of, compile_calls, compiled, end_slice, program_or_graph
+from engine.kernels.compilation import call_of, compile_calls, compiled, program_or_graph
 from engine.kernels.kernel import Kernel
 
 Shapes = tuple[tuple[int, DType], ...]
@@ -76,8 +76,6 @@ def _program(kernel: Kernel, shapes: Shapes) -> UOp:
     known = _known.get((kernel, shapes))
     if known is None:
         placeholders = (UOp.placeholder((n,), dtype, slot=i) for i, (n, dtype) in enumerate(shapes))
-        _known[kernel, shapes] = program_or_graph((kernel, shapes), lambda: kernel.graph(*placeholders))
-        end_slice()
-    else:
-        _known[kernel, shapes] = compiled(known)
+        known = program_or_graph((kernel, shapes), lambda: kernel.graph(*placeholders))
+    _known[kernel, shapes] = compiled(known)
     return _known[kernel, shapes]
