@@ -38,7 +38,13 @@ class EncoderFile:
         self.file = GGUF(path)
         self.spec: VisionSpec = read_vision(self.file)
         name = printable(Path(path).name)
-        if FITTING.get(model.architecture) != self.spec.kind:
+        if model.architecture not in FITTING:
+            raise ModelFileError(
+                f"orin-chat shows no pictures to models of the architecture {model.architecture}, so {name} is of no "
+                "use.",
+                "Leave out --mmproj: the model answers texts.",
+            )
+        if FITTING[model.architecture] != self.spec.kind:
             raise ModelFileError(
                 f"{name} is an encoder of the type {self.spec.kind}, which does not fit a model of the architecture "
                 f"{model.architecture}.",

@@ -91,6 +91,13 @@ def test_penalties_leave_pictures_alone(model):
     assert ask(model, "What is it?", png(1), sampling=sampling)[0].predicted_n == 6
 
 
+def test_a_model_of_texts_refuses_an_encoder(tmp_path):
+    path = generated_model.write(tmp_path / "m.gguf", architecture="qwen3vl")
+    encoder = generated_encoder.write(tmp_path / "e.gguf", "qwen3vl_merger", out=64)
+    with pytest.raises(ModelFileError, match="shows no pictures to models of the architecture qwen3vl"):
+        TextModel(EngineOptions(model_path=str(path), mmproj=str(encoder)), lambda _: None)
+
+
 def test_an_encoder_of_another_model_is_refused(tmp_path):
     path = generated_model.write(tmp_path / "m.gguf", architecture="mistral3")
     for kind, out, says in ("gemma3", 64, "does not fit"), ("pixtral", 96, "96 elements"):
