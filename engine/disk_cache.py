@@ -1,10 +1,10 @@
 """Caches results that take long to compute on disk between runs: compiled programs, schedules, search results.
 
-Each entry is a file. Its name is a digest of its table, its key and the environment: the device, its driver, tinygrad
-and our changes to tinygrad. A file is written under a temporary name and then renamed, so several processes can write
-at once. It begins with the SHA-256 digest of its content, so a damaged file is detected and deleted. If the disk is
-full or read-only, the cache stays empty. The folder holds at most LIMIT_BYTES; the least recently used entries are
-deleted first.
+Each entry is a file. Its name is a digest of its table, its key and the environment: the device, a GPU's driver,
+tinygrad and our changes to tinygrad. A file is written under a temporary name and then renamed, so several processes
+can write at once. It begins with the SHA-256 digest of its content, so a damaged file is detected and deleted. If the
+disk is full or read-only, the cache stays empty. The folder holds at most LIMIT_BYTES; the least recently used entries
+are deleted first.
 """
 
 import contextlib
@@ -128,6 +128,7 @@ def _environment() -> str:
     from tinygrad import Device
 
     device, python = str(Device.DEFAULT), f"{platform.machine()} {sys.version_info[:2]}"
-    device_parts = device, device_name(device), cuda_driver.version()
+    driver = cuda_driver.version() if device.startswith(("CUDA", "NV")) else ""
+    device_parts = device, device_name(device), driver
     parts = [version("tinygrad"), source_digest("fixes"), python, *device_parts]
     return "\n".join([*parts, *(f"{name}={os.environ.get(name)}" for name in _VARIABLES)])

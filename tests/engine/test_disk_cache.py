@@ -37,6 +37,16 @@ def test_another_key_table_or_environment_is_another_entry(folder):
     assert DiskCache(folder, "there").get("table", 1) is None
 
 
+@pytest.mark.parametrize("device, is_kept", [("CPU", True), ("CUDA", False)])
+def test_another_driver_has_other_entries_of_a_gpu_alone(monkeypatch, device, is_kept):
+    monkeypatch.setattr("tinygrad.Device", mock.Mock(DEFAULT=device))
+    environments = set()
+    for version in ("12060", "13020"):
+        monkeypatch.setattr(disk_cache.cuda_driver, "version", lambda version=version: version)
+        environments.add(disk_cache._environment())
+    assert (len(environments) == 1) == is_kept
+
+
 @pytest.mark.parametrize("damage", [lambda data: data[:-1], lambda data: data[:-1] + b"x", lambda data: b""])
 def test_a_damaged_entry_is_deleted_and_made_anew(folder, damage):
     cache = DiskCache(folder, "")
