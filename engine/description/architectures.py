@@ -77,8 +77,8 @@ class ModelReader(HeadReader):
     def __init__(self, file: GGUF, architecture: str, family: Family) -> None:
         super().__init__(file, architecture, family.rope_base, family.window_base)
         self.family = family
-        if architecture == "gemma3" and self.context >= 1 << 17:  # all but 1B; files of Ollama do not say it
-            self.unsaid_factor = 8.0
+        if self.context >= 1 << 17:
+            self.unsaid_factor = family.long_rope_factor
         if "token_embd.weight" not in file.tensors:
             raise ModelFileError(
                 f"{self.name} has no weights (there is no token_embd.weight).",
@@ -108,10 +108,11 @@ class ModelReader(HeadReader):
             head = self.weight("output", vocab, self.dim)
         # The stream is kept divided by granite's multiplier of what layers add to it: only norms read it, and a norm of
         # x / c with eps / c**2 is that of x with eps.
-        is_minicpm = self.architecture == "minicpm"  # whose older files do not say its multipliers
-        residual = self.factor("residual_scale", 1.4 / math.sqrt(self.layers) if is_minicpm else 1.0)
-        unsaid = 12.0 if is_minicpm else math.sqrt(self.dim) if self.family.scaled_embedding else 1.0
+        family = self.family
+        residual = self.factor("residual_scale", family.depth_scale / math.sqrt(self.layers) or 1.0)
+        unsaid = math.sqrt(self.dim) if family.scaled_embedding else family.embedding_scale
         scale = self.number("embedding_scale", unsaid)
+        logit_scale = self.factor("logit_scale", family.base_width / self.dim or 1.0)
         eps = self.number("attention.layer_norm_rms_epsilon", self.family.eps)
         norm = self.required("output_norm.weight", self.dim)
         slope = self.number("attention.temperature_scale", 0.0)
@@ -124,11 +125,7 @@ class ModelReader(HeadReader):
             embedding=embedding,
             embedding_scale=scale / residual,
             sublayers=tuple(sublayer for i in range(self.layers) for sublayer in self.layer(i)),
-            output_norm=Vector(
-                norm.tensor,
-                norm.size,
-                factor=1 / self.factor("logit_scale", 256 / self.dim if is_minicpm else 1.0),
-            ),
+            output_norm=Vector(norm.tensor, norm.size, factor=1 / logit_scale),
             head=head,
             ropes=tuple(self.ropes),
             eps=eps,
@@ -353,8 +350,7 @@ class ModelReader(HeadReader):
         return of
 
     def _default_scale(self, heads: AttentionHeads) -> float:
-        # 27B: LLM_TYPE_27B in gemma2.cpp and gemma3.cpp
-        if (self.architecture, self.layers) in (("gemma2", 46), ("gemma3", 62)):
+        if self.layers == self.family.scored_by_width:
             return float((self.dim / heads.count) ** -0.5)
         return float(heads.dim**-0.5)
 

@@ -19,9 +19,13 @@ class Family:
     base of their own, and no scaling. `eps`, `rope_base`, `window_base`, `window`, `score_cap` (of attention) and
     `logit_cap` are those of files that do not say them; 0: no cap, and the base of layers with a window is that of the
     others. Of `unrotated_every` layers the last has no rotary embedding; with `unrotated_full`, those without a window
-    have none if others have one. `scaled_embedding`: the embedding is multiplied by sqrt(dim). `renormalised`: the
-    probabilities of the chosen experts are divided by their sum. Of `attention_every` layers the last has attention,
-    and the others are gated delta nets, unless the metadata say otherwise (0: all have attention). `gated_attention`:
+    have none if others have one. `scaled_embedding`: the embedding is multiplied by sqrt(dim). `embedding_scale`,
+    `depth_scale` and `base_width` are those of files that do not say the multipliers: of the embedding, of what layers
+    add, which is depth_scale / sqrt(layers), and of logits, which are divided by base_width / dim (0: by 1).
+    `long_rope_factor`: that of files of a context of 128k tokens or more. In a model of so many layers as
+    `scored_by_width`, scores are multiplied by (dim / heads) ** -0.5. `renormalised`: the probabilities of the chosen
+    experts are divided by their sum. Of `attention_every` layers the last has attention, and the others are gated delta
+    nets, unless the metadata say otherwise (0: all have attention). `gated_attention`:
     in each head the rows of the query come before those of a gate of its result. `unscaled_attention`: scores are
     multiplied by nothing. `normed_values`: values are normed over a head. `grid_positions`: tokens of pictures have a
     row and a column (`Rope.sections`). Of pictures, tokens see those after them in the same picture in no layer, in
@@ -37,6 +41,11 @@ class Family:
     unrotated_every: int = 0
     unrotated_full: bool = False
     scaled_embedding: bool = False
+    embedding_scale: float = 1.0
+    depth_scale: float = 0.0
+    base_width: int = 0
+    long_rope_factor: float = 1.0
+    scored_by_width: int = 0
     renormalised: bool = True
     attention_every: int = 0
     gated_attention: bool = False
@@ -63,6 +72,8 @@ ARCHITECTURES: Mapping[str, Family] = {
         rope_base=1e6,
         window_base=1e4,
         scaled_embedding=True,
+        long_rope_factor=8.0,  # all but 1B; files of Ollama do not say it
+        scored_by_width=62,  # 27B: LLM_TYPE_27B in gemma2.cpp and gemma3.cpp
         sees_pictures="all layers",
     ),
     "gemma4": Family(
@@ -98,11 +109,12 @@ ARCHITECTURES: Mapping[str, Family] = {
         window=4096,
         score_cap=50.0,
         logit_cap=30.0,
+        scored_by_width=46,
     ),
     "glm4": Family(interleaved=True),
     "granitemoe": Family(interleaved=True),
     "internlm2": Family(interleaved=True),
-    "minicpm": Family(interleaved=True),
+    "minicpm": Family(interleaved=True, embedding_scale=12.0, depth_scale=1.4, base_width=256),
     "qwen2moe": Family(renormalised=False),
     "qwen2vl": Family(),
     "qwen3vl": Family(),
