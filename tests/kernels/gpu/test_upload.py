@@ -1,6 +1,7 @@
 """Parts of files on their way to the device."""
 
 import ctypes
+from threading import Lock
 from types import SimpleNamespace
 
 import numpy as np
@@ -23,6 +24,7 @@ class Driver:
 
     def __init__(self):
         self.memory, self.copies, self.events = {}, [], {}
+        self.copying = Lock()  # a copy that two threads did could end after its slot has been filled again
 
     def cuMemHostAlloc(self, address, n, flags):
         memory = ctypes.create_string_buffer(n)
@@ -47,10 +49,11 @@ class Driver:
         return 0
 
     def cuEventSynchronize(self, event):
-        for i in range(self.events.get(event.value, 0)):
-            if self.copies[i]:
-                ctypes.memmove(*self.copies[i])
-                self.copies[i] = None
+        with self.copying:
+            for i in range(self.events.get(event.value, 0)):
+                if self.copies[i]:
+                    ctypes.memmove(*self.copies[i])
+                    self.copies[i] = None
         return 0
 
     def cuCtxSynchronize(self):
