@@ -1,7 +1,8 @@
 """Tiles of activations that a block copies to shared memory while it computes with those of the step before.
 
 All warps of a block multiply the same activations. If each loads them itself, it waits for the L2 cache in each step,
-since sums leave no registers for loads that are under way. An asynchronous copy takes none (PTX ISA, cp.async).
+since sums leave no registers for loads that are under way. An asynchronous copy takes none
+(`engine.fixes.async_copies`).
 
 There are `_BUFFERS` buffers. In each step a thread asks for its share of the next one, waits for what it asked for in
 the step before, and then for the other threads. So a warp may still read the buffer of the step before while another
@@ -12,20 +13,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tinygrad import UOp, dtypes
+from tinygrad import UOp
 from tinygrad.uop.ops import Ops
 
+from engine.fixes import async_copies
 from engine.targets.nvidia.kernels.uops import F16, at, load_run, shared
 
 _BUFFERS = 3
 _TILE = 1024  # halves of 16 tokens and a step
-_RUN = 8  # halves that are copied at once, 16 bytes
-_COPY = (
-    'asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" '
-    ':: "r"((uint)__cvta_generic_to_shared({0})), "l"({1}) : "memory");'
-)
-_COMMIT = 'asm volatile("cp.async.commit_group;" ::: "memory");'
-_WAIT = 'asm volatile("cp.async.wait_group 1;" ::: "memory");'  # all but the last one
+_RUN = async_copies.COPIED_BYTES // 2  # halves that are copied at once
 
 
 def staged_bytes(tiles: int) -> int:
@@ -59,7 +55,7 @@ class StagedTiles:
         `begin` gave."""
         following = (step + 1).minimum(self.steps - 1)
         asked = self._asked(following, (turn + 1) % _BUFFERS, begun)
-        waited = UOp(Ops.CUSTOM, dtypes.void, (asked,), _WAIT)
+        waited = async_copies.all_but_last(asked)
         return self._array.after(UOp(Ops.BARRIER, src=(waited,)))
 
     def fragment(self, array: UOp, turn: UOp, tile: UOp, quad: int, lane: UOp) -> list[UOp]:
@@ -73,5 +69,5 @@ class StagedTiles:
             run = self.thread + i * self.threads
             source = ((self.first + run // runs) * self.steps + step) * _TILE + run % runs * _RUN
             places = at(self._array, buffer * (self.count * _TILE) + run * _RUN), at(self.x, source)
-            copies.append(UOp(Ops.CUSTOM, dtypes.void, (*places, *after), _COPY))
-        return UOp(Ops.CUSTOM, dtypes.void, tuple(copies), _COMMIT)
+            copies.append(async_copies.asked(*places, *after))
+        return async_copies.group(*copies)
