@@ -21,7 +21,9 @@ from engine.errors import BackendError, OrinError, UsageError
 if TYPE_CHECKING:
     from argparse import Namespace
 
+    from app.chat.chat_options import OpenedChat
     from app.chat.configuration import Configuration
+    from app.chat.history import History
     from app.chat.settings import Settings
     from engine.protocol.client import Engine, LocalEngine
 
@@ -244,9 +246,7 @@ def _converse(
 ) -> int:
     """Chats, line by line or on the full screen. `problem`: why the built-in model answers instead of the user's, or
     "". `flaws` are sentences about the settings."""
-    import asyncio
-
-    from app.chat.chat_options import ChatOptions
+    from app.chat.chat_options import OpenedChat
     from app.chat.conversation import past_chat
     from app.chat.files import mention_of
     from app.chat.history import History
@@ -267,8 +267,9 @@ def _converse(
     draft = " ".join(map(mention_of, named)) + " " if named else ""
     history = History.open()
     try:
-        chat_id = past_chat(history, args.chat, latest=args.resume)
-        chat = ChatOptions(
+        chat = OpenedChat(
+            chat_id=past_chat(history, args.chat, latest=args.resume),
+            draft=draft,
             sampling=configuration.sampling,
             system=args.system,
             max_tokens=args.max_tokens,
@@ -280,74 +281,95 @@ def _converse(
             args, configuration, lambda: None if problem else remember_last_model(args.model, settings)
         )
         if in_lines:
-            from app.chat.commands import completions
-            from app.lines.line_chat import LineChat
-            from app.lines.line_input import FileLines, TerminalLines
-            from app.lines.other_models import OtherModels
-
             if problem:
                 say(sys.stderr, f"{problem}.")
             else:
                 greet(args.model, configuration.engine.model_path, is_chat=True)
-            typed = is_terminal and TerminalLines(history.prompts(), completions(), vi=settings.keys == "vi")
-            lines = typed or FileLines(sys.stdin, sys.stdout)
-            models = None if args.engine else OtherModels(configuration.engine, settings)
-            line_chat = LineChat(
-                engine,
-                history,
-                lines,
-                sys.stdout,
-                sys.stderr,
-                chat_id=chat_id,
-                draft=draft,
-                models=models,
-                **chat,
-            )
-            _collect_garbage()
-            return asyncio.run(line_chat.run())
-        from app.chat.settings import remember, remembered
-        from app.chat.speed_history import recording_engine
-        from app.screens.chat_app import ChatApp
-        from app.screens.engine_setup import EngineSetup
-        from widgets.chat.vi_keys import ViKeys
-
-        setup = None
-        if args.engine is None:
-            setup = EngineSetup(
-                configuration.engine,
-                options.preset_name(args, settings),
-                settings=settings,
-                command_line=options.command_line(args),
-                llama_server=args.llama_server or settings.llama_server,
-                api_key=options.key(args),
-                make=partial(recording_engine, keep_warm_s=configuration.keep_warm_s),
-            )
-            if args.compare:
-                engine = setup.compare(engine)
-        theme = remembered("theme")
+            return _in_lines(args, settings, configuration, engine, history, chat)
         warning = " ".join((*flaws, problem and f"{problem} · Ctrl+L chooses another")).strip()
-        app = ChatApp(
-            engine,
-            history,
-            setup=setup,
-            theme=theme,
-            chat_id=chat_id,
-            draft=draft,
-            warning=warning,
-            **chat,
-        )
-        app.pictures.is_wanted = settings.thumbnails == "auto"
-        app.transcript.wants_thumbnails = settings.thumbnails != "off"
-        if settings.keys == "vi":
-            app.prompt.vi = ViKeys(app.prompt)
-        _collect_garbage()
-        app.run()
-        remember("theme", app.theme)
-        if not app.return_code and (way_back := app.session.conversation.way_back()):
-            print(way_back)
-        return app.return_code or 0
+        return _on_screen(args, settings, configuration, engine, history, chat, warning)
     finally:
         history.close()
+
+
+def _in_lines(
+    args: Namespace,
+    settings: Settings,
+    configuration: Configuration,
+    engine: Engine,
+    history: History,
+    chat: OpenedChat,
+) -> int:
+    """Chats line by line, on a terminal or from a pipe."""
+    import asyncio
+
+    from app.chat.commands import completions
+    from app.lines.line_chat import LineChat
+    from app.lines.line_input import FileLines, TerminalLines
+    from app.lines.other_models import OtherModels
+
+    is_terminal = sys.stdin.isatty() and sys.stdout.isatty()
+    typed = is_terminal and TerminalLines(history.prompts(), completions(), vi=settings.keys == "vi")
+    line_chat = LineChat(
+        engine,
+        history,
+        typed or FileLines(sys.stdin, sys.stdout),
+        sys.stdout,
+        sys.stderr,
+        models=None if args.engine else OtherModels(configuration.engine, settings),
+        **chat,
+    )
+    _collect_garbage()
+    return asyncio.run(line_chat.run())
+
+
+def _on_screen(
+    args: Namespace,
+    settings: Settings,
+    configuration: Configuration,
+    engine: Engine,
+    history: History,
+    chat: OpenedChat,
+    warning: str,
+) -> int:
+    """Chats on the full screen."""
+    from app.chat.settings import remember, remembered
+    from app.chat.speed_history import recording_engine
+    from app.screens.chat_app import ChatApp
+    from app.screens.engine_setup import EngineSetup
+    from widgets.chat.vi_keys import ViKeys
+
+    setup = None
+    if args.engine is None:
+        setup = EngineSetup(
+            configuration.engine,
+            options.preset_name(args, settings),
+            settings=settings,
+            command_line=options.command_line(args),
+            llama_server=args.llama_server or settings.llama_server,
+            api_key=options.key(args),
+            make=partial(recording_engine, keep_warm_s=configuration.keep_warm_s),
+        )
+        if args.compare:
+            engine = setup.compare(engine)
+    app = ChatApp(
+        engine,
+        history,
+        setup=setup,
+        theme=remembered("theme"),
+        warning=warning,
+        **chat,
+    )
+    app.pictures.is_wanted = settings.thumbnails == "auto"
+    app.transcript.wants_thumbnails = settings.thumbnails != "off"
+    if settings.keys == "vi":
+        app.prompt.vi = ViKeys(app.prompt)
+    _collect_garbage()
+    app.run()
+    remember("theme", app.theme)
+    if not app.return_code and (way_back := app.session.conversation.way_back()):
+        print(way_back)
+    return app.return_code or 0
 
 
 # --- commands ----------------------------------------------------------------------------------------------

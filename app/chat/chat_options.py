@@ -16,3 +16,10 @@ class ChatOptions(TypedDict, total=False):
     think: bool
     tools: Toolbox
     allowed: Sequence[str]  # the tools that run without being asked: see `Permissions`
+
+
+class OpenedChat(ChatOptions):
+    """Which chat is opened, None for a new one, and the text in its prompt."""
+
+    chat_id: int | None
+    draft: str
