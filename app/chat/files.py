@@ -5,7 +5,6 @@ file brings is text of the user's message, and the chat template gets it as such
 (`engine/formats/template`). A picture goes along as its file.
 """
 
-import glob
 import os
 import re
 import shlex
@@ -17,6 +16,7 @@ from typing import BinaryIO
 
 from msgspec.structs import replace
 
+from app.chat.file_globs import is_glob, matching
 from app.chat.mention import LINES, Mention, meanings, shown
 from app.chat.status import StatusObserver
 from engine.catalog.names import local_path
@@ -34,7 +34,6 @@ _MENTION = re.compile(
 )
 _CHARS_A_TOKEN = 5  # more than texts have
 _AFTER = ".,;:!?)]}>"  # punctuation that may follow a mention
-_GLOB = re.compile(r"[*?\[]")
 
 
 def mentions(
@@ -43,7 +42,7 @@ def mentions(
     """The files that `prompt` names, each once. `folder`: what relative paths begin at (None: the current one). `known`
     says of a file that is gone whether it counts all the same.
 
-    Raises UsageError for more than MOST_FILES."""
+    Raises UsageError for more than MOST_FILES, and for a search through too many."""
     found: dict[Mention, None] = {}
     for match in _MENTION.finditer(prompt):
         text = match["quoted"] + (match["of_quoted"] or "") if match["quoted"] else match["bare"]
@@ -86,20 +85,18 @@ def _named(text: str, folder: Path, known: Callable[[Path], bool]) -> list[Menti
                 return [Mention(full, first, last)]
         except (OSError, ValueError, RuntimeError):  # a name that no file can have, or no home folder
             continue
-        if _GLOB.search(str(path)) and (paths := _matching(full)):
+        if is_glob(str(path)) and (paths := _matching(full)):
             return [Mention(each, first, last) for each in paths]
     return []
 
 
 def _matching(pattern: Path) -> list[Path]:
-    """The files that a glob finds, at most one too many; ** goes through folders."""
-    found = []
-    for name in glob.iglob(str(pattern), recursive=True):  # noqa: PTH207 (Path.glob takes no absolute pattern)
-        path = Path(name)
-        if path.is_file():
-            found.append(path)
-            if len(found) > MOST_FILES:
-                break
+    """The files that a glob finds, at most one too many. Raises UsageError if it goes through too many."""
+    found: dict[Path, None] = {}
+    for path in matching(pattern):
+        found[path] = None
+        if len(found) > MOST_FILES:
+            break
     return sorted(found)
 
 
@@ -278,7 +275,7 @@ def completions(text: str, folder: Path | None = None, limit: int = 200) -> tupl
     if match is None:
         return -1, []
     typed = match[1] if match[1] is not None else match[2]
-    if LINES.search(typed) or _GLOB.search(typed):
+    if LINES.search(typed) or is_glob(typed):
         return -1, []
     head, slash, name = typed.rpartition("/")
     base = folder or Path.cwd()

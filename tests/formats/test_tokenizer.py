@@ -129,6 +129,13 @@ def test_damaged_merges_are_left_out_with_a_warning(tmp_path):
     assert t.merge.warning == "3 merges of the vocabulary are damaged and were left out."
 
 
+def test_merges_longer_than_all_tokens_are_left_out(tmp_path):
+    """The library's own code panics at them, with an exception that is no Exception."""
+    tokens = [(c, NORMAL) for c in byte_characters()]
+    t = Tokenizer(write(tmp_path / "v", "gpt2", tokens, pre="gpt-2", merges=["a b", "abc def"]))
+    assert decode(t, t.encode("abcdef")) == "abcdef" and t.merge.warning.startswith("2 merges")
+
+
 def test_bad_utf8_in_a_vocabulary_keeps_its_bytes(tmp_path):
     tokens = [(c, NORMAL) for c in byte_characters()] + [
         (b"\xff\xfe", NORMAL),
