@@ -348,8 +348,8 @@ def _is_terminal() -> bool:
 
 
 def _no_file(text: str) -> str:
-    """What an argument with a slash is the path of, if that is no file, and what to do: of <(PROGRAM), a shell makes a
-    pipe. Else ""."""
+    """The sentence for an argument that leads to a folder, a pipe or a device: what it is, and what to do instead; ""
+    for others. A shell makes a pipe of <(PROGRAM)."""
     with suppress(OSError, ValueError):
         if ("/" in text or text in (".", "..")) and (path := Path(text)).is_dir():
             return (

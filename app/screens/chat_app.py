@@ -160,7 +160,7 @@ class ChatApp(
         self.animation_level = "none"
 
     def get_default_screen(self) -> Screen[None]:
-        """The page has the classes of its size from the beginning: Textual sets them when it has styled all once."""
+        """Gives the page the classes of its size from the beginning. Textual sets them only after it has styled all."""
         page = super().get_default_screen()
         for size, breakpoints in zip(
             self.size, (self.HORIZONTAL_BREAKPOINTS, self.VERTICAL_BREAKPOINTS), strict=True

@@ -11,7 +11,7 @@ from widgets.chat.prompt import Prompt
 AGAIN_S = 3.0
 """How long a key that has to be pressed twice waits for the second time."""
 LOSES_S = 15.0
-"""The same where a sentence is to be read before."""
+"""How long it waits where the user has a sentence to read before."""
 
 
 class Leaving(EngineActions):

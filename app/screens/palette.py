@@ -7,7 +7,7 @@ from textual.command import CommandList, CommandPalette, DiscoveryHit, Hit, Hits
 from textual.css.query import NoMatches
 
 _BY_HELP = 0.01
-"""The score of a command that is found by what it does: below those that are found by their titles."""
+"""The score of a command that is found by what it does. It is below the score of one that is found by its title."""
 
 
 class Commands(Provider):

@@ -78,7 +78,7 @@ def wrong(message: str, param: str) -> ApiError:
 
 
 def of_usage(error: UsageError) -> ApiError:
-    """Why what a client asks for cannot be."""
+    """The error for a request that cannot be answered as it is: the client's fault."""
     return ApiError(400, f"{error.message} {error.hint}".strip())
 
 

@@ -8,9 +8,10 @@ from dataclasses import dataclass
 
 @dataclass
 class LineEnds:
-    """An answer ends before a line after its first that is indented by less than `min_indent` characters, and, if it
-    has taken longer than `most_s` since its first token, as soon as it has a line. 0: no such end. `found`: whether
-    it has ended so. Text of a line whose indentation is not known yet is held back."""
+    """Ends an answer by its lines. After the first line, it ends before one that is indented by less than `min_indent`
+    characters. It also ends once it has a line and has taken longer than `most_s` since its first token. 0 switches
+    an end off. `found`: whether the answer has ended so. Text of a line whose indentation is not known yet is held
+    back."""
 
     min_indent: int = 0
     most_s: float = 0.0
@@ -22,7 +23,7 @@ class LineEnds:
     """The white space of the line that begins; None within a line."""
 
     def feed(self, text: str) -> str:
-        """What of the text belongs to the answer and can be shown now."""
+        """The part of the text that belongs to the answer and can be shown now."""
         now = self.clock()
         self._began = now if self._began is None else self._began
         shown = self._indented(text) if self.min_indent else text

@@ -13,7 +13,7 @@ from tinygrad import UOp, dtypes
 from tinygrad.uop.ops import Ops
 
 COPIED_BYTES = 16
-"""Of one copy. Both addresses are multiples of it."""
+"""The size of one copy. Both of its addresses are multiples of it."""
 
 _COPY = (
     'asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" '

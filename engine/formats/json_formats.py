@@ -28,9 +28,9 @@ PATTERNS = {
     "date-time": f"^{_DATE}[Tt]{_TIME}$",
 }
 _EXACT = 2**53
-"""llguidance reads numbers as doubles. It rounds integers beyond this,"""
+"""llguidance reads numbers as doubles: it rounds integers beyond this."""
 _MOST = 2**63 - 1024
-"""takes bounds beyond this for the one at 2^63, and refuses a range up to that."""
+"""llguidance takes a bound beyond this for one at 2^63, and refuses a range up to that."""
 
 
 def with_strict_formats(schema: Any) -> Any:
@@ -91,7 +91,7 @@ def _is_number(value: object) -> bool:
 
 
 def _numbers(value: object) -> Iterator[int | float]:
-    """Those in a JSON value."""
+    """The numbers in a JSON value."""
     if isinstance(value, Mapping):
         value = [*value.values()]
     if isinstance(value, list):

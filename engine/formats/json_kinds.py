@@ -13,7 +13,7 @@ _MAX_REFERENCES = 64
 
 
 def kinds(schema: Any, whole: Any) -> Kinds:
-    """Those of a `schema` that is a part of the `whole`, to which its references lead."""
+    """The kinds that a `schema` allows. It is a part of the `whole`, to which its references lead."""
     return _kinds(schema, whole, {})
 
 
@@ -46,7 +46,7 @@ def _kinds(schema: Any, whole: Any, known: dict[str, Kinds]) -> Kinds:
 
 
 def kind_of(value: object) -> str:
-    """That of a JSON value, in the words of schemas."""
+    """The kind of a JSON value, in the words of schemas."""
     match value:
         case None:
             return "null"

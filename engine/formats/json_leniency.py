@@ -69,7 +69,7 @@ def _is_format(format: object) -> bool:
 
 
 def _is_reference(reference: object) -> bool:
-    """Whether it is one within the schema."""
+    """Whether this is a reference, and leads to a place within the schema."""
     return isinstance(reference, str) and reference.startswith("#")
 
 

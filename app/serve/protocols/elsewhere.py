@@ -18,10 +18,10 @@ _SENTENCES = {
     "containers": "This server runs no code.",
     "complete": "Send /v1/messages in place of this old form.",
 }
-"""By the first or second part of a path."""
+"""Sentences by the first or second part of a path."""
 
 
 def sentence(path: str) -> str:
-    """Why there is nothing at a path; "" if nobody would expect anything there."""
+    """The sentence that says why this server has nothing at a path; "" if it has no sentence about the path."""
     parts = path.removeprefix("/v1").strip("/").split("/")
     return next((_SENTENCES[part] for part in parts[:2] if part in _SENTENCES), "")

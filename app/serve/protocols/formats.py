@@ -22,7 +22,7 @@ Schema = dict[str, Any]
 
 
 class JsonSchema(msgspec.Struct):
-    """Of one that is not `strict`, what cannot be kept is left out."""
+    """A schema that is not `strict` loses the parts that cannot be kept."""
 
     schema: Schema | None = None
     strict: bool | None = None

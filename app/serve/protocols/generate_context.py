@@ -11,8 +11,8 @@ from app.serve.errors import wrong
 Turn = tuple[str, str]
 """A role and a text."""
 _GROWS_BY, _SPARE_BYTES = 8, 32 << 10
-"""So many times as long, and so much longer, a context may become: 28 kB can hold a million turns, and other clients
-would wait for them."""
+"""A context may unpack to so many times its length, and so many bytes more: 28 kB can hold a million turns, and other
+clients would wait for them."""
 
 
 def packed(turns: Sequence[Turn]) -> list[int]:
@@ -22,8 +22,8 @@ def packed(turns: Sequence[Turn]) -> list[int]:
 
 
 def turns(context: Sequence[int], system: str) -> list[Turn]:
-    """Those of a `context`, which may have none. `system`: the system text that the request has, if any, in place of
-    an earlier one. Raises ApiError."""
+    """The turns of a `context`, perhaps none. `system`: the system text of the request, which takes the place of an
+    earlier one; "" if there is none. Raises ApiError."""
     before: list[Turn] = []
     if context:
         try:

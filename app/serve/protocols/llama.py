@@ -141,7 +141,7 @@ def _prompt(given: Any, tokenizer: Tokenizer) -> RawText | TokenIds:
 
 
 def _bias_by_id(body: LlamaBody, tokenizer: Tokenizer) -> list[tuple[int | str, float | bool]] | None:
-    """Here a token may be given by its text, each of whose tokens gets the bias then."""
+    """The biases by token id. A bias for a text goes to each token of the text."""
     given = body.logit_bias or []
     pairs = given.items() if isinstance(given, dict) else given
     return [
@@ -251,7 +251,7 @@ class LlamaReply(Reply):
 
 
 def _only(value: Json, fields: Sequence[str]) -> Json:
-    """Some fields, those within others by their path."""
+    """The fields that are named, those within others by their path."""
     chosen: Json = {}
     for path in fields:
         found: Any = value

@@ -33,7 +33,7 @@ _SAMPLERS = ["penalties", "top_k", "top_p", "min_p", "temperature"]
 
 
 def defaults(sampling: Sampling) -> Json:
-    """Those of requests that say nothing."""
+    """The settings of a request that names none."""
     sampled = msgspec.to_builtins(sampling)
     for name in ("type", "effort"):
         sampled.pop(name, None)
@@ -54,7 +54,7 @@ def defaults(sampling: Sampling) -> Json:
 
 
 def settings(request: Generate, seed: int | None, stops: Sequence[str], is_streamed: bool) -> Json:
-    """Those of an answer, which was sampled with `seed`."""
+    """The settings of an answer, which was sampled with `seed`."""
     limit = -1 if request.max_tokens is None else request.max_tokens
     return defaults(request.sampling) | {
         "seed": _RANDOM_SEED if seed is None else seed,

@@ -8,7 +8,7 @@ from app.serve.service import Service
 
 
 def listed(pool: ModelPool) -> Json:
-    """`/api/v0/models`. Of models whose files have not been read, only the names are known."""
+    """`/api/v0/models`. If a model's file has not been read, only its name is known."""
     known = {service.model: model(service) for service in pool.known}
     data = [known.get(name) or _named(name) | {"type": "llm", "state": "not-loaded"} for name in pool.names]
     return {"object": "list", "data": data}

@@ -15,7 +15,7 @@ _PARAMETERS = [
 
 
 def listed(pool: ModelPool) -> Json:
-    """Of models whose files have not been read, only the names."""
+    """The list of models: only the name of a model whose file has not been read."""
     known = {service.model: model(service) for service in pool.known}
     data = [known.get(name) or _named(name, pool.default.created) for name in pool.names]
     ends = {"first_id": data[0]["id"], "last_id": data[-1]["id"]}

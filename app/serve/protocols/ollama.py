@@ -33,7 +33,7 @@ from engine.formats.tokenizer import Tokenizer
 from engine.protocol.events import RawText
 
 VERSION = "0.20.5"
-"""Of the protocol: some clients ask only servers from a version on, as Codex CLI from 0.13.4."""
+"""The version of the protocol. Some clients need a minimum, as Codex CLI does with 0.13.4."""
 GREETING = "Ollama is running"
 """Some clients look for these words at `/`."""
 _EFFORTS = ("low", "medium", "high", "max")
@@ -259,7 +259,7 @@ class OllamaReply(Reply):
     framing: Framing = LINES
     takes_pieces: bool = False
     turns: Sequence[generate_context.Turn] = ()
-    """Those before the answer, if the client gets them back (`context`)."""
+    """The turns before the answer, if the client gets them back (`context`)."""
     _asked: float = field(default_factory=time.perf_counter)
     _blocks: Blocks = field(default_factory=Blocks)
     _end: AnswerEnd | None = None
@@ -360,8 +360,8 @@ def _time(at: datetime) -> str:
 
 
 def tags(models: ModelPool) -> Json:
-    """Of models whose files have not been read, only the names are known. They have all fields, or clients with strict
-    types could read none of the list."""
+    """The list of models. If a model's file has not been read, only its name is known. Its entry has all fields all the
+    same, because clients with strict types could not read the list otherwise."""
     known = {service.model: service for service in models.known}
     created = models.default.created
     return {"models": [_listed(name, created, known.get(name)) for name in models.names]}

@@ -126,7 +126,7 @@ def variants(request: Generate, n: int) -> list[Generate]:
 
 
 def _bias(body: Body) -> tuple[tuple[int, float], ...]:
-    """Of tokens by id. llama-server's clients send pairs, and false for a token that is never to come."""
+    """The biases by token id. llama-server's clients send pairs, and false for a token that is never to come."""
     given = body.logit_bias or {}
     if len(given) > MAX_BIASES:
         raise wrong(f"logit_bias takes at most {MAX_BIASES:,} tokens.", "logit_bias")

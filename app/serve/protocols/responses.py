@@ -226,7 +226,7 @@ def _output(content: Any, param: str) -> list[Part]:
 
 
 def _thought(item: dict[str, Any]) -> str:
-    """A summary is all that there was: see `ResponseReply`."""
+    """The thoughts of an item: a summary has all of them (`ResponseReply`)."""
     sealed = item.get("encrypted_content")
     if not item.get("content") and isinstance(sealed, str) and sealed.startswith(SEALED):
         try:

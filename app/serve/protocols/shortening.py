@@ -74,6 +74,6 @@ def _text(part: Part | str) -> str:
 
 
 def _has_picture(message: ChatMessage) -> bool:
-    """Whether it has one, or a file: how many tokens these have, the engine knows."""
+    """Whether a message has a picture or a file. Only the engine knows how many tokens these have."""
     content = message.content or ()
     return not isinstance(content, str) and any(isinstance(p, Part) and p.type not in TEXTS for p in content)

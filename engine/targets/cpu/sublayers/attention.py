@@ -22,7 +22,8 @@ class AttentionHandler(Handler):
 
     @classmethod
     def lacks(cls, part: Attention) -> str:
-        """As of all handlers; keys and values begin with a whole group of rows, and half a head is rotated at once."""
+        """As all handlers say it. The kernels also need keys and values that begin with a whole group of rows, and
+        heads of a multiple of 4 elements, since they rotate half a head at once."""
         if part.head_dim % 4 or part.kv_size % MOST_LANES:
             return f"{part.kv_heads} heads of {part.head_dim} elements for its keys"
         return super().lacks(part)

@@ -79,8 +79,8 @@ def unknown(index: UOp) -> UOp:
 
 
 def picked_bytes(a: UOp, b: UOp, places: UOp) -> UOp:
-    """As `chosen_bytes`, by the lowest four numbers of 4 bits of the word `places`. Of a number from 8 on, it is the
-    sign of the byte that is eight places before, in all bits (PTX ISA, prmt). Only for CUDA."""
+    """As `chosen_bytes`, by the lowest four numbers of 4 bits of the word `places`. A number from 8 on picks the sign
+    of the byte that is eight places before, in all bits (PTX ISA, prmt). Only for CUDA."""
     return UOp(Ops.CUSTOM, U32, (a, b, places), "__nvvm_prmt({0}, {1}, {2})")
 
 

@@ -15,7 +15,7 @@ from engine.kernels.compilation import call_of, compile_calls, compiled, program
 from engine.kernels.kernel import Kernel
 
 Shapes = tuple[tuple[int, DType], ...]
-"""Of each buffer, its size and type."""
+"""The size and the type of each buffer."""
 
 
 class KernelSequence:

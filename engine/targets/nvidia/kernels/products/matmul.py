@@ -152,8 +152,8 @@ def tiles_for(tokens: int, rows: int, cols: int, multiprocessors: int, paired: b
 
 
 def _staged_tiles(tall: int, tokens: int, rows: int, cols: int, multiprocessors: int, paired: bool) -> Tiles:
-    """Of blocks of 128 or 64 rows, of which some may share the columns, those that leave the busiest multiprocessor
-    least to do. It works on two blocks of 128 rows at a time, and one alone takes as long as two."""
+    """The tiles that leave the busiest multiprocessor least to do: blocks of 128 or 64 rows, of which some may share
+    the columns. A multiprocessor works on two blocks of 128 rows at a time, and one alone takes as long as two."""
     units = units_of(cols)
 
     def time(tiles: Tiles) -> float:
