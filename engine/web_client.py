@@ -9,8 +9,8 @@ from engine.invocation import pip_install
 
 @contextmanager
 def making_client() -> Iterator[None]:
-    """Around what makes an HTTP client. Raises UsageError if the environment names a proxy or certificates that cannot
-    be used."""
+    """A context for making an HTTP client. Raises UsageError if the environment names a proxy or certificates that
+    cannot be used."""
     try:
         yield
     except ImportError as error:

@@ -30,7 +30,7 @@ def open_file(path: Path) -> IO[bytes]:
 
 
 def read_file(path: Path) -> bytes:
-    """What a file holds. Raises OSError as `open_file`."""
+    """The bytes of a file. Raises OSError as `open_file`."""
     with open_file(path) as file:
         return file.read()
 

@@ -11,7 +11,8 @@ from engine.errors import UsageError
 from widgets.text import one_line
 
 MOST_ENTRIES = 50_000
-"""Of folders that are read for a pattern: a tenth of a second. A prompt may name / or a folder that links to itself."""
+"""A pattern reads at most so many folders: a tenth of a second. A prompt may name /, or a folder that links to
+itself."""
 _WILD = re.compile(r"[*?\[]")
 
 

@@ -255,7 +255,7 @@ class ModelReader(HeadReader):
 
     def attend(self, i: int, prefix: str) -> Attention:
         window = self.window(i)
-        # Of glm4, files of models that see pictures have the rows in the other order (use_mrope in llama-hparams.cpp).
+        # glm4: files of models that see pictures have the rows in the other order (use_mrope in llama-hparams.cpp).
         interleaved = self.family.interleaved and not any(self.sections())
         heads = self.heads(i, window > 0, interleaved)
         dim, head_dim, kv_size = self.dim, heads.dim, heads.kv * heads.dim

@@ -31,7 +31,7 @@ def apply() -> None:
 
 
 def _find(name: str, paths: Sequence[str], extra_paths: Sequence[str] = ()) -> str | None:
-    """In the place of DLL.findlib. `paths`: names as in "nvrtc", or whole paths."""
+    """Takes the place of DLL.findlib. `paths`: names as in "nvrtc", or whole paths."""
     own = os.environ.get(f"{name.replace('-', '_').upper()}_PATH", "")
     if own and Path(own).is_file():
         return own

@@ -67,8 +67,8 @@ def completion_asked(body: CompletionBody, service: Service) -> Asked:
 
 
 def infill_asked(body: InfillBody, service: Service) -> Asked:
-    """What does not fit into the context is left out, as editors expect it. May take as long as its texts are. Raises
-    ApiError."""
+    """A request for the text between two others. It leaves out what does not fit into the context, as editors expect.
+    May take as long as its texts are. Raises ApiError."""
     files = [(extra.filename, extra.text) for extra in body.input_extra or ()]
     context = service.ready.context_length if service.ready else None
     room = None if context is None else context - min(max(body.n_predict or 0, 0), context // 2) - 1

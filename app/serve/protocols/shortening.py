@@ -9,8 +9,8 @@ from app.serve.protocols.conversation import TEXTS, ChatMessage, Part
 from app.serve.service import Service
 from widgets.text import counted
 
-_MESSAGE_BYTES = 64  # of a template, for each message: more than they have
-_TOKEN_BYTES = 16  # more than tokens have on the average
+_MESSAGE_BYTES = 64  # what a template adds to each message, at most
+_TOKEN_BYTES = 16  # an average token has fewer
 
 
 def shorten(body: chat.ChatBody, service: Service) -> str:

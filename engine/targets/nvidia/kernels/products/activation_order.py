@@ -16,7 +16,7 @@ Order = Literal["fragments", "rows", "columns"]
 
 
 def _place_in_rows(token: UOp, column: UOp, cols: int) -> UOp:
-    """In the order of a product's steps and threads (`spread`)."""
+    """The index of an element in rows whose columns lie in the order of a product's steps and threads (`spread`)."""
     units = units_of(cols)
     step, thread = spread(column // UNIT, column % UNIT // QUARTER, units)
     return ((token * units + step) * 4 + thread) * QUARTER + column % QUARTER

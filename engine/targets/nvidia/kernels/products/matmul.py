@@ -54,8 +54,8 @@ from engine.targets.nvidia.kernels.weights.half_pairs import PAIRS, quarter_pair
 from engine.targets.nvidia.kernels.weights.matrix_bytes import QUARTER, UNIT, units_of
 from engine.targets.nvidia.kernels.weights.weight_layout import WeightLayout
 
-_PART = 8  # units of a row, the fewest of a part
-_OF_SUM = 2.4e-4  # what a sum takes that is stored and read again, beside a block's product with one column
+_PART = 8  # the fewest units of a row in a part
+_OF_SUM = 2.4e-4  # time to store a sum and read it again, in that of a block's product with one column
 _MAX_HALF = 65504.0  # the largest float16
 
 
@@ -157,7 +157,7 @@ def _staged_tiles(tall: int, tokens: int, rows: int, cols: int, multiprocessors:
     units = units_of(cols)
 
     def time(tiles: Tiles) -> float:
-        """In blocks of 128 rows and all columns: of the products, and of memory for the sums of further parts."""
+        """The time of products and of memory for sums of further parts, in that of 128 rows and all columns."""
         blocks = -(-tokens // tiles.tokens) * -(-rows // tiles.width) * tiles.parts
         of_busiest = max(math.ceil(blocks / multiprocessors), 8 // tiles.across)
         return (
