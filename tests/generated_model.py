@@ -29,13 +29,14 @@ THINK_MARKS = ("<think>", "</think>")
 
 @dataclass(frozen=True)
 class Parts:
-    """What an architecture's files have beyond llama's. `architecture`: its name, if files of it differ. `norms`: those
-    of queries and keys, over a "head" or over "all". `biases`: of "qkv", or of all matrices of a layer. `renamed`:
-    ffn_norm is called post_attention_norm. `delta`: gated delta nets in the layers without attention, which has a gate.
-    `shared`: a shared expert. `layers`: those after the second have no keys and values of their own, and a token gives
-    each layer 32 numbers. `beside`: experts are beside a feed-forward layer, and full attention has keys as values.
-    `scaled`: layers have a scale, and attention has none. `keys`: metadata, without the architecture; they are such
-    that every part counts within 100 tokens."""
+    """What an architecture's files have beyond llama's. `architecture`: its name, if files of it differ. `norms`:
+    those of queries and keys, over a "head" or over "all". `biases`: of "qkv", or of all matrices of a layer.
+    `renamed`: ffn_norm is called post_attention_norm. `delta`: gated delta nets in the layers without attention,
+    which has a gate. `shared`: a shared expert, `ungated`: without a gate. `choice_bias`: of the choice of experts.
+    `layers`: those after the second have no keys and values of their own, and a token gives each layer 32 numbers.
+    `beside`: experts are beside a feed-forward layer, and full attention has keys as values. `scaled`: layers have
+    a scale, and attention has none. `keys`: metadata, without the architecture; they are such that every part
+    counts within 100 tokens."""
 
     architecture: str = ""
     biases: str = ""
@@ -48,6 +49,8 @@ class Parts:
     renamed: bool = False
     delta: bool = False
     shared: bool = False
+    ungated: bool = False
+    choice_bias: bool = False
     thinks: bool = False
     layers: bool = False
     beside: bool = False
@@ -138,6 +141,47 @@ ARCHITECTURES: dict[str, Parts] = {
     "qwen3vlmoe": Parts(norms="head", experts=8, keys=EXPERTS | {"rope.dimension_sections": [3, 3, 2, 0]}),
     "qwen2moe": Parts(
         biases="qkv", experts=8, shared=True, keys=EXPERTS | {"expert_shared_feed_forward_length": 96}
+    ),
+    "glm4moe": Parts(
+        biases="qkv",
+        renamed=True,
+        experts=8,
+        shared=True,
+        ungated=True,
+        choice_bias=True,
+        keys=EXPERTS
+        | {"expert_shared_count": 1, "leading_dense_block_count": 1}
+        | {"expert_weights_scale": 1.5, "expert_weights_norm": True},
+    ),
+    "ernie4_5-moe": Parts(
+        experts=8,
+        shared=True,
+        ungated=True,
+        choice_bias=True,
+        keys=EXPERTS
+        | {"expert_shared_feed_forward_length": 96, "leading_dense_block_count": 1}
+        | {"interleave_moe_layer_step": 1},
+    ),
+    "dots1": Parts(
+        norms="head",
+        experts=8,
+        shared=True,
+        ungated=True,
+        keys=EXPERTS
+        | {"expert_shared_count": 2, "leading_dense_block_count": 1, "expert_gating_func": 2}
+        | {"expert_weights_scale": 0.6, "expert_weights_norm": False},
+    ),
+    "bailingmoe2": Parts(
+        fused=True,
+        norms="head",
+        experts=8,
+        shared=True,
+        ungated=True,
+        choice_bias=True,
+        keys=EXPERTS
+        | {"expert_shared_count": 1, "leading_dense_block_count": 1, "expert_gating_func": 2}
+        | {"expert_weights_scale": 1.5, "expert_weights_norm": True}
+        | {"expert_group_count": 4, "expert_group_used_count": 2},
     ),
     "smollm3": Parts(),
     "olmo2": Parts(norms="all", norms_before=False, norms_after=True),
@@ -279,7 +323,8 @@ def write(
     writer.add_layer_norm_rms_eps(EPSILON)
     writer.add_vocab_size(len(tokens) + len(specials))
     adding = {
-        int: writer.add_uint32, float: writer.add_float32, str: writer.add_string, list: writer.add_array
+        bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, str: writer.add_string,
+        list: writer.add_array,
     }  # fmt: skip
     for key, value in metadata.items():
         add = adding[type(value)]
@@ -325,9 +370,13 @@ def write(
                 writer.add_tensor(f"{prefix}ffn_{name}_exps.bias", biases.astype(np.float32))
         if parts.biases == "all":
             vector(f"{prefix}ffn_gate_inp.bias", n, 0.0, 0.5)
+        if parts.choice_bias:
+            vector(f"{prefix}exp_probs_b.bias", n, 0.0, 0.2)
         if parts.shared:
-            width = metadata["expert_shared_feed_forward_length"]
-            vector(f"{prefix}ffn_gate_inp_shexp.weight", dim, 0.0, dim**-0.5)
+            width = metadata.get("expert_shared_feed_forward_length", width)
+            width *= metadata.get("expert_shared_count", 1)
+            if not parts.ungated:
+                vector(f"{prefix}ffn_gate_inp_shexp.weight", dim, 0.0, dim**-0.5)
             for name, rows, cols in ("gate", width, dim), ("up", width, dim), ("down", dim, width):
                 matrix(f"{prefix}ffn_{name}_shexp", rows, cols)
 
@@ -414,7 +463,7 @@ def write(
             matrix(prefix + "inp_gate", size, dim)
             matrix(prefix + "proj", dim, size)
             vector(prefix + "post_norm.weight", dim, 1.0)
-        if parts.experts:
+        if parts.experts and layer >= metadata.get("leading_dense_block_count", 0):
             experts(prefix)
             if not parts.beside:
                 continue
@@ -423,7 +472,7 @@ def write(
             for name in "pre_ffw_norm_2", "post_ffw_norm_1", "post_ffw_norm_2":
                 vector(f"{prefix}{name}.weight", dim, 1.0)
         width = ffn if layer == layers else widths[layer]
-        if parts.fused:
+        if parts.fused and not parts.experts:
             matrix(prefix + "ffn_up", 2 * width, dim)
         else:
             matrix(prefix + "ffn_gate", width, dim)

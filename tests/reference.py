@@ -36,7 +36,8 @@ from engine.formats.gguf import GGUF
 Floats = NDArray[np.float32]
 
 NEIGHBOURS = {
-    "llama", "mistral3", "granite", "granitemoe", "smollm3", "chatglm", "ernie4_5", "glm4", "internlm2", "minicpm",
+    "llama", "mistral3", "granite", "granitemoe", "smollm3", "chatglm", "ernie4_5", "ernie4_5-moe", "glm4",
+    "internlm2", "minicpm",
 }  # fmt: skip
 """Architectures whose files hold the two elements of a rotary pair side by side; in the others they are apart by half
 of what is rotated."""
@@ -141,8 +142,8 @@ class Reference:
             yield x
 
     def routers(self, streams: Sequence[Floats]) -> list[Floats]:
-        """The log-probabilities of the experts in each mixture of experts, float32 (n, experts), for these residual
-        streams before the sublayers."""
+        """The log-probabilities of the experts in each mixture of experts, or what else they are chosen by, float32
+        (n, experts), for these residual streams before the sublayers."""
         found = []
         for sublayer, x in zip(self.spec.sublayers, streams, strict=True):
             if isinstance(sublayer.operator, Experts):
@@ -157,7 +158,9 @@ class Reference:
 
     def _router(self, x: Floats, norm: Vector | None, part: Experts) -> Floats:
         logits = self._product(self._normed(x, norm, self.spec.stream_eps), part.router, part.router_bias)
-        return log_softmax(logits).astype(np.float32)
+        if part.is_plain:
+            return log_softmax(logits).astype(np.float32)
+        return np.stack([self._ranked(part, scores) for scores in self._scores(part, logits)])
 
     # --- weights, as they lie in the file ----------------------------------------------------------------
 
@@ -203,11 +206,11 @@ class Reference:
         return dense + self._normed(experts, part.experts_post_norm, self.spec.eps)
 
     def _experts(self, part: Experts, h: Floats, of_router: Floats) -> Floats:
-        router = softmax(self._product(of_router, part.router, part.router_bias))
+        router = self._scores(part, self._product(of_router, part.router, part.router_bias))
         y = np.zeros_like(h)
         scales = self.expert_scales(part)
         for token, (x, probabilities) in enumerate(zip(h, router, strict=True)):
-            chosen = np.argsort(-probabilities, kind="stable")[: part.used]
+            chosen = np.argsort(-self._ranked(part, probabilities), kind="stable")[: part.used]
             total = np.maximum(probabilities[chosen].sum(), np.float32(MIN_PROBABILITY))
             for expert in chosen:
 
@@ -217,11 +220,27 @@ class Reference:
 
                 gate, up = product(x, part.gate, part.gate_bias), product(x, part.up, part.up_bias)
                 out = product(gated(gate, up, part.activation), part.down, part.down_bias)
-                out = out * scales[expert]
+                out = out * scales[expert] * np.float32(part.factor)
                 y[token] += out * probabilities[expert] / (total if part.renormalised else np.float32(1))
-        if part.shared and part.shared_gate:
-            y += self._dense(part.shared, h) * sigmoid(self._product(h, part.shared_gate))
+        if part.shared:
+            of_all = self._dense(part.shared, h)
+            y += of_all * sigmoid(self._product(h, part.shared_gate)) if part.shared_gate else of_all
         return y
+
+    @staticmethod
+    def _scores(part: Experts, logits: Floats) -> Floats:
+        return softmax(logits) if part.scoring == "softmax" else sigmoid(logits)
+
+    def _ranked(self, part: Experts, scores: Floats) -> Floats:
+        """What the experts of a token are chosen by, from their probabilities, float32 (experts,)."""
+        ranked = scores + self._vector(part.choice_bias) if part.choice_bias else scores
+        groups = ranked.reshape(part.groups, -1)
+        if part.groups > 1:
+            best_two = np.sort(groups, -1)[:, -2:].sum(-1)
+            left_out = np.argsort(-best_two, kind="stable")[part.used_groups :]
+            groups = groups.copy()
+            groups[left_out] = -np.inf
+        return groups.reshape(-1)
 
     def _dense(self, part: Dense, h: Floats) -> Floats:
         gate, up = self._product(h, part.gate), self._product(h, part.up)

@@ -26,6 +26,7 @@ from engine.description.sublayers import (
     Experts,
     LayerEmbedding,
     Operator,
+    Scoring,
     SideBySide,
     Vector,
     Weight,
@@ -409,17 +410,43 @@ class ModelReader(HeadReader):
         else:
             (gate, gate_bias), (up, up_bias) = (of_experts(x, width, dim) for x in ("gate", "up"))
         down, down_bias = of_experts("down", dim, width)
-        has_shared = self.has(f"{prefix}ffn_gate_inp_shexp.weight")
-        shared_width = self.size("expert_shared_feed_forward_length", width)
+        shared = self.file.tensors.get(f"{prefix}ffn_down_shexp.weight")
+        has_gate = self.has(f"{prefix}ffn_gate_inp_shexp.weight")
+        groups, used_groups = self.groups(count, used)
         return Experts(
             router=self.weight(f"{prefix}ffn_gate_inp", count, dim),
             router_bias=self.vector(f"{prefix}ffn_gate_inp.bias", count),
             gate=gate, up=up, down=down, gate_bias=gate_bias, up_bias=up_bias, down_bias=down_bias,
-            used=used, renormalised=self.family.renormalised, activation=self.family.activation,
+            used=used, activation=self.family.activation,
+            renormalised=self.file.get(self.key("expert_weights_norm"), bool, self.family.renormalised),
             scales=self.vector(f"{prefix}ffn_down_exps.scale", count),
-            shared=self.dense(prefix, shared_width, "_shexp") if has_shared else None,
-            shared_gate=self.weight(f"{prefix}ffn_gate_inp_shexp", 1, dim) if has_shared else None,
+            shared=self.dense(prefix, shared.shape[-1], "_shexp") if shared else None,
+            shared_gate=self.weight(f"{prefix}ffn_gate_inp_shexp", 1, dim) if has_gate else None,
+            scoring=self.scoring(), choice_bias=self.vector(f"{prefix}exp_probs_b.bias", count),
+            factor=self.number("expert_weights_scale", 1.0) or 1.0, groups=groups, used_groups=used_groups,
         )  # fmt: skip
+
+    def scoring(self) -> Scoring:
+        """What makes the probabilities of experts: llama_expert_gating_func_type in src/llama-hparams.h of
+        llama.cpp; 0 stands for none said."""
+        known: dict[int, Scoring] = {0: self.family.scoring, 1: "softmax", 2: "sigmoid"}
+        kind = self.file.get(self.key("expert_gating_func"), int, 0)
+        if kind not in known:
+            raise ModelFileError(
+                f"{self.name} scores its experts by function {kind}, which orin-chat does not run.",
+                "Choose another model.",
+            )
+        return known[kind]
+
+    def groups(self, count: int, used: int) -> tuple[int, int]:
+        """The groups of experts, and how many of them are used: 1 and 1 if all experts are compared."""
+        groups = self.file.get(self.key("expert_group_count"), int, 0)
+        if groups <= 1:
+            return 1, 1
+        used_groups, each = self.size("expert_group_used_count"), count // groups
+        if count % groups or each < 2 or used_groups > groups or used > used_groups * each:
+            raise damaged(self.file.path, f"it chooses {used_groups} of {groups} groups of {count} experts")
+        return groups, used_groups
 
     def window(self, i: int) -> int:
         """The window of layer i in tokens, 0 if it has none. `sliding_window_pattern` tells the layers that have one:

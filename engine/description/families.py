@@ -8,28 +8,29 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from engine.description.sublayers import Activation
+from engine.description.sublayers import Activation, Scoring
 
 
 @dataclass(frozen=True)
 class Family:
     """What neither the tensors nor the metadata of an architecture's files say. `interleaved`: rotary pairs are
-    neighbours ("norm" in llama_model_rope_type of llama.cpp; else "neox"). Of `full_attention_every` layers the last
-    has no window (0: no layer has one, whatever the metadata say). `plain_windows`: layers with a window have a rotary
-    base of their own, and no scaling. `eps`, `rope_base`, `window_base`, `window`, `score_cap` (of attention) and
-    `logit_cap` are those of files that do not say them; 0: no cap, and the base of layers with a window is that of the
-    others. Of `unrotated_every` layers the last has no rotary embedding; with `unrotated_full`, those without a window
-    have none if others have one. `scaled_embedding`: the embedding is multiplied by sqrt(dim). `embedding_scale`,
-    `depth_scale` and `base_width` are those of files that do not say the multipliers: of the embedding, of what layers
-    add, which is depth_scale / sqrt(layers), and of logits, which are divided by base_width / dim (0: by 1).
-    `long_rope_factor`: that of files of a context of 128k tokens or more. In a model of so many layers as
-    `scored_by_width`, scores are multiplied by (dim / heads) ** -0.5. `renormalised`: the probabilities of the chosen
-    experts are divided by their sum. Of `attention_every` layers the last has attention, and the others are gated delta
-    nets, unless the metadata say otherwise (0: all have attention). `gated_attention`:
-    in each head the rows of the query come before those of a gate of its result. `unscaled_attention`: scores are
-    multiplied by nothing. `normed_values`: values are normed over a head. `grid_positions`: tokens of pictures have a
-    row and a column (`Rope.sections`). Of pictures, tokens see those after them in the same picture in no layer, in
-    all, or in those with a window (`sees_pictures`)."""
+    neighbours ("norm" in llama_model_rope_type of llama.cpp; else "neox"). Of `full_attention_every` layers the
+    last has no window (0: no layer has one, whatever the metadata say). `plain_windows`: layers with a window have
+    a rotary base of their own, and no scaling. `eps`, `rope_base`, `window_base`, `window`, `score_cap` (of
+    attention) and `logit_cap` are those of files that do not say them; 0: no cap, and the base of layers with a
+    window is that of the others. Of `unrotated_every` layers the last has no rotary embedding; with
+    `unrotated_full`, those without a window have none if others have one. `scaled_embedding`: the embedding is
+    multiplied by sqrt(dim). `embedding_scale`, `depth_scale` and `base_width` are those of files that do not say
+    the multipliers: of the embedding, of what layers add, which is depth_scale / sqrt(layers), and of logits, which
+    are divided by base_width / dim (0: by 1). `long_rope_factor`: that of files of a context of 128k tokens or
+    more. In a model of so many layers as `scored_by_width`, scores are multiplied by (dim / heads) ** -0.5.
+    `renormalised`: the probabilities of the chosen experts are divided by their sum; `scoring` makes them; both of
+    files that do not say them. Of `attention_every` layers the last has attention, and the others are gated delta
+    nets, unless the metadata say otherwise (0: all have attention). `gated_attention`: in each head the rows of the
+    query come before those of a gate of its result. `unscaled_attention`: scores are multiplied by nothing.
+    `normed_values`: values are normed over a head. `grid_positions`: tokens of pictures have a row and a column
+    (`Rope.sections`). Of pictures, tokens see those after them in the same picture in no layer, in all, or in those
+    with a window (`sees_pictures`)."""
 
     interleaved: bool = False
     activation: Activation = "silu"
@@ -47,6 +48,7 @@ class Family:
     long_rope_factor: float = 1.0
     scored_by_width: int = 0
     renormalised: bool = True
+    scoring: Scoring = "softmax"
     attention_every: int = 0
     gated_attention: bool = False
     unscaled_attention: bool = False
@@ -120,4 +122,8 @@ ARCHITECTURES: Mapping[str, Family] = {
     "qwen3vl": Family(),
     "qwen3vlmoe": Family(),
     "seed_oss": Family(),
+    "bailingmoe2": Family(renormalised=False, scoring="sigmoid"),
+    "dots1": Family(renormalised=False, scoring="sigmoid"),
+    "ernie4_5-moe": Family(interleaved=True),
+    "glm4moe": Family(renormalised=False, scoring="sigmoid"),
 }

@@ -14,6 +14,7 @@ from engine.formats.rope_order import HeadOrder
 from engine.protocol.events import KernelRole
 
 T = TypeVar("T")
+Scoring = Literal["softmax", "sigmoid"]
 Activation = Literal["silu", "gelu", "swiglu_oai"]
 """Of a gate g and u: silu(g) * u, gelu(g) * u in the form with tanh, or gpt-oss's:
 g * sigmoid(1.702 * g) * (u + 1) with g of at most 7 and u from -7 to 7."""
@@ -285,11 +286,16 @@ class Dense(Operator):
 
 @dataclass(frozen=True)
 class Experts(Operator):
-    """A mixture of experts, which are feed-forward layers. The router gives each expert a probability, a softmax of
-    `router` x. The `used` most probable ones are computed, and their results are added, each times its probability; if
-    they are `renormalised`, divided by the sum of these. The biases of all experts are one after the other. `scales`: a
-    number for each expert, by which its result is multiplied. A `shared` layer computes every token; its result times
-    sigmoid(`shared_gate` x) is added, with `shared_gate` (1, dim)."""
+    """A mixture of experts, which are feed-forward layers. The router gives each expert a probability, the softmax
+    (`scoring`) or the sigmoid of `router` x. The `used` most probable ones are computed, and their results are added,
+    each times its probability; if they are `renormalised`, divided by the sum of these; and times `factor`. The biases
+    of all experts are one after the other. `scales`: a number for each expert, by which its result is multiplied. A
+    `shared` layer computes every token; its result times sigmoid(`shared_gate` x) is added, with `shared_gate`
+    (1, dim); without that, all of it.
+
+    `choice_bias`: a number for each expert, added to its probability for the choice alone. With more than one of the
+    `groups`, equal parts of the experts, only those of the `used_groups` best ones are chosen; the two best experts of
+    a group, added, tell how good it is."""
 
     router: Weight
     router_bias: Vector | None
@@ -305,6 +311,11 @@ class Experts(Operator):
     scales: Vector | None = None
     shared: Dense | None = None
     shared_gate: Weight | None = None
+    scoring: Scoring = "softmax"
+    choice_bias: Vector | None = None
+    factor: float = 1.0
+    groups: int = 1
+    used_groups: int = 1
     words = "mixtures of experts"
 
     @property
@@ -314,6 +325,12 @@ class Experts(Operator):
     @property
     def row_elements(self) -> int:
         return self.router.rows + self.used * (self.gate.rows + self.up.rows + self.down.rows)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the experts with the largest logits are chosen, and softmax weighs them."""
+        changes = self.scoring != "softmax", self.choice_bias, self.factor != 1, self.groups > 1
+        return not any(changes)
 
     @property
     def least_sum(self) -> float | None:

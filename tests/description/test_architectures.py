@@ -9,6 +9,7 @@ import pytest
 from engine.description.architectures import read_spec
 from engine.description.families import ARCHITECTURES
 from engine.description.spec import ModelSpec
+from engine.description.sublayers import Dense
 from engine.errors import ModelFileError
 from engine.formats.gguf import GGUF
 from engine.formats.rope_order import HeadOrder
@@ -386,3 +387,27 @@ def test_what_else_gguf_files_hold_is_named(path_of, metadata, message):
 
 def test_a_vocabulary_is_no_model(path_of):
     refuse(path_of("llama"), "has no weights", {"token_embd.weight": None})
+
+
+def test_how_experts_are_chosen(path_of):
+    said, unsaid = read(path_of("bailingmoe2")).experts[0], read(path_of("glm4moe")).experts[0]
+    assert (said.scoring, said.groups, said.used_groups, said.factor) == ("sigmoid", 4, 2, 1.5)
+    assert (unsaid.scoring, unsaid.groups, unsaid.renormalised) == ("sigmoid", 1, True)
+    softmax = read(path_of("dots1"), dots1__expert_gating_func=1, dots1__expert_weights_scale=None)
+    assert not softmax.experts[0].renormalised and softmax.experts[0].is_plain
+    assert isinstance(softmax.sublayers[1].operator, Dense), "a leading layer has no experts"
+
+
+@pytest.mark.parametrize(
+    "metadata, message",
+    [
+        ({"expert_gating_func": 4}, "scores its experts by function 4"),
+        ({"expert_group_count": 3}, "2 of 3 groups of 8 experts"),
+        ({"expert_group_count": 8}, "2 of 8 groups of 8 experts"),
+        ({"expert_group_used_count": 5}, "5 of 4 groups"),
+        ({"expert_group_used_count": 1}, "1 of 4 groups"),
+    ],
+)
+def test_experts_that_cannot_be_chosen_are_refused(path_of, metadata, message):
+    with pytest.raises(ModelFileError, match=message):
+        read(path_of("bailingmoe2"), **{f"bailingmoe2__{key}": value for key, value in metadata.items()})

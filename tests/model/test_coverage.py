@@ -94,6 +94,13 @@ def test_a_sublayer_that_a_table_does_not_have_runs_as_graphs(tmp_path, monkeypa
     assert runs_as_graph_because(spec, "CPU").startswith("This model has gated delta nets, which")
 
 
+@pytest.mark.parametrize("architecture", ("glm4moe", "ernie4_5-moe", "dots1", "bailingmoe2"))
+def test_experts_that_are_chosen_by_scores_run_as_graphs_on_a_gpu(architecture, tmp_path):
+    spec = opened(generated_model.write(tmp_path / "model.gguf", architecture=architecture)).spec
+    assert "has experts that are chosen by scores, which" in runs_as_graph_because(spec, "CUDA")
+    assert not runs_as_graph_because(spec, "CPU")
+
+
 def test_a_device_without_kernels_runs_graphs(tmp_path):
     spec = opened(generated_model.write(tmp_path / "model.gguf")).spec
     assert target_of(spec, "METAL") == "graph"

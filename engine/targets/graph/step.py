@@ -5,6 +5,7 @@ There is one sequence, so activations are float32 (tokens, features).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -240,14 +241,19 @@ class Transformer:
     def _choose(self, operator: Experts, x: Tensor) -> tuple[list[Tensor], list[Tensor]]:
         """The experts that the tokens x (n, dim) take, first each token's most probable one: their numbers and their
         probabilities, (n,) each."""
-        left = self._product(operator.router, x, operator.router_bias).softmax(-1).contiguous()
+        logits = self._product(operator.router, x, operator.router_bias)
+        scores = (logits.softmax(-1) if operator.scoring == "softmax" else logits.sigmoid()).contiguous()
+        left = scores if operator.choice_bias is None else scores + self._vectors[operator.choice_bias]
+        if operator.groups > 1:
+            left = _in_best_groups(operator, left.contiguous()).contiguous()
         numbers = Tensor.arange(operator.count).reshape(1, -1)
         chosen, probabilities = [], []
         for _ in range(operator.used):
             best = left.argmax(-1)
+            is_best = numbers == best.unsqueeze(-1)
             chosen.append(best.contiguous())
-            probabilities.append(left.max(-1))
-            left = (numbers == best.unsqueeze(-1)).where(-1.0, left).contiguous()
+            probabilities.append(is_best.where(scores, 0.0).sum(-1))
+            left = is_best.where(-math.inf, left).contiguous()
         return chosen, probabilities
 
     def _experts(self, operator: Experts, x: Tensor, run: _Run, of_router: Tensor | None = None) -> Tensor:
@@ -269,14 +275,17 @@ class Transformer:
             part = product(
                 operator.down, operator.down_bias, gated(gate, up, operator.activation).contiguous()
             )
-            factor = probability / total if operator.renormalised else probability
+            factor = (probability / total if operator.renormalised else probability) * operator.factor
             if operator.scales:
                 factor = factor * self._vectors[operator.scales][experts]
             part = part * factor.unsqueeze(-1)
             y = part if y is None else y + part
         assert y is not None
-        if operator.shared and operator.shared_gate:
-            y = y + self._product(operator.shared_gate, x).sigmoid() * self._dense(operator.shared, x, run)
+        if operator.shared:
+            shared = self._dense(operator.shared, x, run)
+            if operator.shared_gate:
+                shared = self._product(operator.shared_gate, x).sigmoid() * shared
+            y = y + shared
         return y
 
     def _dense(self, operator: Dense, x: Tensor, run: _Run) -> Tensor:
@@ -450,3 +459,16 @@ def _mask(n: int, position: UOp, window: int, unseen: Tensor | None = None) -> T
     if unseen is not None:
         mask = unseen.where(hidden, 0.0)
     return mask + hidden.tril(position - window) if window else mask
+
+
+def _in_best_groups(operator: Experts, scores: Tensor) -> Tensor:
+    """The scores (n, experts), -inf for the experts that are in none of a token's best groups."""
+    groups = scores.reshape(-1, operator.groups, operator.count // operator.groups)
+    numbers = Tensor.arange(groups.shape[-1])
+    is_first = numbers == groups.argmax(-1).unsqueeze(-1)
+    left = (groups.max(-1) + is_first.where(-math.inf, groups).max(-1)).contiguous()
+    numbers, is_used = Tensor.arange(operator.groups), left < -math.inf
+    for _ in range(operator.used_groups):
+        is_best = numbers == left.argmax(-1).unsqueeze(-1)
+        is_used, left = is_used | is_best, is_best.where(-math.inf, left).contiguous()
+    return is_used.unsqueeze(-1).where(groups, -math.inf).reshape(scores.shape)

@@ -12,6 +12,7 @@ from engine.targets.cpu.kernels.activations import (
     buffer_type,
     quantize_activations,
 )
+from engine.targets.cpu.kernels.expert_choice import Choice, choose_scored_experts
 from engine.targets.cpu.kernels.experts import (
     add_experts,
     choose_experts,
@@ -87,6 +88,57 @@ def test_choice(
     best, wanted = wanted_choice(logits, used, least)
     np.testing.assert_array_equal(chosen, best)
     np.testing.assert_allclose(weights, wanted, rtol=3e-6)
+
+
+@pytest.mark.parametrize(
+    ("choice", "tokens", "lanes"),
+    [
+        (Choice(16, 3, LEAST, "sigmoid", True, 2.5, 1, 1, False), 21, 8),
+        (Choice(16, 3, LEAST, "softmax", True, 1.0, 1, 1, False), 1, 8),
+        (Choice(256, 8, LEAST, "sigmoid", True, 2.5, 8, 4, False), 21, 16),
+        rarely(Choice(16, 3, None, "sigmoid", False, 0.5, 4, 2, True), 1, 16),
+        rarely(Choice(12, 2, None, "softmax", False, 0.5, 3, 1, True), 5, 8),
+        rarely(Choice(12, 1, None, "sigmoid", True, 1.0, 3, 1, False), 21, 8),
+    ],
+)
+def test_choice_by_scores(pool: ThreadPool, choice: Choice, tokens: int, lanes: int) -> None:
+    rng, n = np.random.default_rng(choice.experts), choice.experts
+    logits = rng.normal(0, 2, (tokens, n)).astype(np.float32)
+    logits[0, 0] = -200  # a score of 0
+    bias, scales = rng.normal(0, 0.3, n), rng.uniform(0.5, 2, n)
+    width, tile = -(-n // lanes) * lanes, 1 if tokens == 1 else lanes
+    rows = np.full((tokens, width), 9.0, np.float32)
+    rows[:, :n] = logits
+    chosen = memory.zeros(tokens * choice.used, dtypes.int32)
+    weights = memory.zeros(tokens * choice.used, dtypes.float32)
+    read = ints(-(-tokens // tile), tokens) if tile > 1 else ints(*[0] * n)
+    step = KernelSequence(pool)
+    others = [floats(a) for a, has in ((bias, choice.biased), (scales, choice.scaled)) if has]
+    kernel = choose_scored_experts(choice, lanes, tile)
+    step.add(kernel, chosen, weights, read, floats(rows), *others, parts=1 if tile == 1 else 0)
+    step.compile()()
+
+    x = logits.astype(np.float64)
+    scores = 1 / (1 + np.exp(-x))
+    if choice.scoring == "softmax":
+        scores = np.exp(x) / np.exp(x).sum(-1, keepdims=True)
+    ranked = scores + bias if choice.biased else scores
+    groups = ranked.reshape(tokens, choice.groups, -1)
+    if choice.groups > 1:
+        of_group = np.sort(groups, -1)[..., -2:].sum(-1)
+        least = np.sort(of_group, -1)[:, -choice.used_groups, None]
+        ranked = np.where((of_group >= least)[..., None], groups, -np.inf).reshape(tokens, n)
+    best = np.argsort(-ranked, -1, kind="stable")[:, : choice.used]
+    wanted = np.take_along_axis(scores, best, -1)
+    if choice.least_sum is not None:
+        wanted /= np.maximum(wanted.sum(-1, keepdims=True), choice.least_sum)
+    wanted *= choice.factor
+    if choice.scaled:
+        wanted *= scales[best]
+    np.testing.assert_array_equal(memory.view(chosen).reshape(best.shape), best)
+    np.testing.assert_allclose(memory.view(weights).reshape(best.shape), wanted, rtol=5e-6, atol=1e-30)
+    if tile == 1:
+        np.testing.assert_array_equal(memory.view(read), np.isin(np.arange(n), best))
 
 
 def test_logits_far_apart(pool: ThreadPool) -> None:

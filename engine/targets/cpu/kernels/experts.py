@@ -191,12 +191,15 @@ def expert_product(layout: LaneLayout, tile: int, span: int = 1, shared: bool = 
 
 
 @functools.cache
-def add_experts(used: int, added: bool, lanes: int, tile: int, shared: bool = False) -> KernelFunction:
+def add_experts(
+    used: int, added: bool, lanes: int, tile: int, shared: bool = False, gated: bool = True
+) -> KernelFunction:
     """out = the sum of the results of a token's experts, each times its probability. With `added` it is added to what
     out holds. Buffers: out, float32 (tokens, cols); the number of units in a row, int32 (1,); if tile is more than 1
     the state of the step and the place of each result, int32 (tokens, used); the probabilities, float32 (tokens, used);
-    the results, float32 (places, cols). With a `shared` layer, which all tokens take: its gate, float32 (tokens, lanes)
-    of which the first one counts, and its results, float32 (tokens, cols); these are added times sigmoid(gate)."""
+    the results, float32 (places, cols). With a `shared` layer, which all tokens take: if it is `gated`, its gate,
+    float32 (tokens, lanes) of which the first one counts, and its results, float32 (tokens, cols); these are added
+    times sigmoid(gate)."""
 
     def kernel(part: UOp, parts: UOp, out: UOp, shape: UOp, *buffers: UOp) -> UOp:
         k = KernelBuilder(lanes)
@@ -210,7 +213,7 @@ def add_experts(used: int, added: bool, lanes: int, tile: int, shared: bool = Fa
         with k.loop(k.index(lists[0], TOKENS) if lists else 1) as token:
             pairs = [token * used + rank for rank in range(used)]
             places = [k.index(lists[1], pair) for pair in pairs] if lists else pairs
-            if of_all:
+            if shared and gated:
                 k.store(factor, 0, sigmoid(k, k.load(of_all[0], token * lanes)))
             with k.loop(count) as i, k.loop(UNIT // lanes) as j:
                 column = (first + i) * UNIT + j * lanes
@@ -219,10 +222,11 @@ def add_experts(used: int, added: bool, lanes: int, tile: int, shared: bool = Fa
                     for place, pair in zip(places, pairs, strict=True)
                 )
                 at = token * cols + column
-                if of_all:
-                    total = total + k.vector(of_all[1], at) * k.load(factor, 0)
+                if shared:
+                    result = k.vector(of_all[-1], at)
+                    total = total + (result * k.load(factor, 0) if gated else result)
                 k.store(out, at, k.vector(out, at) + total if added else total)
-        assert len(of_all) == 2 * shared
+        assert len(of_all) == shared * (1 + gated)
         return k.finish(f"add_experts_{used}_{tile}")
 
     return kernel

@@ -9,6 +9,7 @@ from engine.measure.kernel_roles import BufferUse
 from engine.targets.buffer_uses import BufferUses
 from engine.targets.cpu.kernels import memory
 from engine.targets.cpu.kernels.activations import buffer_names
+from engine.targets.cpu.kernels.expert_choice import Choice, choose_scored_experts
 from engine.targets.cpu.kernels.experts import (
     add_experts,
     choose_experts,
@@ -43,10 +44,8 @@ class ExpertsHandler(Handler):
         self._gate, self._up, self._down = (
             weights.matrix(weight, added=bias is not None) for weight, bias in matrices
         )
-        self._shared: tuple[DenseHandler, Matrix] | None = None
-        if part.shared and part.shared_gate:
-            layer = DenseHandler(part.shared, None, False, loading)
-            self._shared = layer, weights.matrix(part.shared_gate)
+        self._shared = DenseHandler(part.shared, None, False, loading) if part.shared else None
+        self._shared_gates = [weights.matrix(part.shared_gate)] if part.shared_gate else []
         self._router = weights.matrix(part.router)
         self._router_bias = part.router_bias and weights.vector(part.router_bias)
         self._biases = [  # the kernels always read some
@@ -55,7 +54,8 @@ class ExpertsHandler(Handler):
         ]
         self._choices = memory.zeros(part.count, dtypes.int32)
         loading.choices.append(self._choices)
-        self._scales = [weights.vector(part.scales)] if part.scales else []
+        added, scales = ([weights.vector(v)] if v else [] for v in (part.choice_bias, part.scales))
+        self._factors = [*added, *scales]  # what the choice reads beside the logits
 
     def add_kernels(self, step: StepBuilder) -> None:
         self.add_to(step.out, step)
@@ -64,7 +64,7 @@ class ExpertsHandler(Handler):
         """Adds the kernels; the result is added to `out` if that is the residual stream, else it is in `out`."""
         buffers, part, tile = step.buffers, self._part, step.tile
         logits = step.rows("router", self._router.layout.groups(part.count) * buffers.lanes)
-        shared_reads = [*self._shared[0].reads, self._shared[1]] if self._shared else []
+        shared_reads = [*self._shared.reads, *self._shared_gates] if self._shared else []
         reads = [self._gate, self._up] if tile == 1 else []
         if self._router_norm is not None:
             of_router = step.quantize(step.x, [self._router], norm=self._router_norm)
@@ -76,12 +76,14 @@ class ExpertsHandler(Handler):
         shared = self._share(step, inputs)
         chosen = step.scratch("chosen", step.tokens * part.used, dtypes.int32)
         probabilities = step.scratch("probabilities", step.tokens * part.used, dtypes.float32)
-        kernel = choose_experts(
-            part.count, part.used, part.least_sum, buffers.lanes, tile, bool(self._scales)
-        )
+        if part.is_plain:
+            scaled = part.scales is not None
+            kernel = choose_experts(part.count, part.used, part.least_sum, buffers.lanes, tile, scaled)
+        else:
+            kernel = choose_scored_experts(_choice_of(part), buffers.lanes, tile)
         counted = self._choices if tile == 1 else buffers.state
         step.add(
-            kernel, chosen, probabilities, counted, logits, *self._scales,
+            kernel, chosen, probabilities, counted, logits, *self._factors,
             parts=step.parts, concurrent=bool(shared),
         )  # fmt: skip
         if tile == 1:
@@ -103,21 +105,22 @@ class ExpertsHandler(Handler):
         _multiply(step, up, self._up, inputs, tiles, of_up, concurrent=True)
         inputs = step.quantize(gate, [self._down], gate=(part.activation, up), tiles=tiles)
         _multiply(step, results, self._down, inputs, tiles, of_down, shared=False)
-        kernel = add_experts(part.used, out is step.x, buffers.lanes, tile, shared=bool(shared))
+        gated = bool(self._shared_gates)
+        kernel = add_experts(part.used, out is step.x, buffers.lanes, tile, bool(shared), gated)
         lists = [*step.state, tiles.lists[1]] if tiles.lists else []
         shape = buffers.sizes(self._down.rows // UNIT)
         step.add(kernel, out, shape, *lists, probabilities, results, *shared)
 
     def _share(self, step: StepBuilder, inputs: dict[str, Tensor]) -> list[Tensor]:
-        """Adds the kernels of the layer that all tokens share; returns its gate and its results."""
+        """Adds the kernels of the layer that all tokens share; returns its gate, if it has one, and its results."""
         if not self._shared:
             return []
-        layer, gate = self._shared
-        factors = step.rows("shared factors", step.buffers.lanes)
+        factors = [step.rows("shared factors", step.buffers.lanes) for _ in self._shared_gates]
         results = step.rows("shared", step.buffers.spec.dim)
-        step.multiply(factors, gate, inputs, concurrent=True)
-        step.multiply(results, *layer.hidden(step, inputs, "shared "))
-        return [factors, results]
+        for factor, gate in zip(factors, self._shared_gates, strict=True):
+            step.multiply(factor, gate, inputs, concurrent=True)
+        step.multiply(results, *self._shared.hidden(step, inputs, "shared "))
+        return [*factors, results]
 
     def _group(self, step: StepBuilder, chosen: Tensor) -> Tiles:
         """Adds the kernel that puts the tokens of each expert into tiles."""
@@ -135,13 +138,18 @@ class ExpertsHandler(Handler):
 
     def add_uses(self, uses: BufferUses) -> None:
         of_gate, of_up, of_down = self._biases
-        uses.add(BufferUse("router"), self._router_bias, self._router.stream, self._choices, *self._scales)
+        uses.add(BufferUse("router"), self._router_bias, self._router.stream, self._choices, *self._factors)
         gate_up, down = [of_gate, of_up, self._gate.stream, self._up.stream], [of_down, self._down.stream]
         uses.add_experts(self._part, self._part.used, gate_up, down)
         if self._shared:
-            layer, gate = self._shared
-            layer.add_uses(uses)
-            uses.add(BufferUse("router"), gate.stream)
+            self._shared.add_uses(uses)
+            uses.add(BufferUse("router"), *(gate.stream for gate in self._shared_gates))
+
+
+def _choice_of(part: Experts) -> Choice:
+    biased, scaled = part.choice_bias is not None, part.scales is not None
+    groups = part.groups, part.used_groups
+    return Choice(part.count, part.used, part.least_sum, part.scoring, biased, part.factor, *groups, scaled)
 
 
 def _multiply(

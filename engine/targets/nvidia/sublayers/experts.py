@@ -55,6 +55,12 @@ class ExpertsHandler(Handler):
     dim,). `scales`: what the experts' results are
     multiplied by, float32 (experts,). `choices`: how often each expert was chosen, int32 (experts,)."""
 
+    @classmethod
+    def lacks(cls, part: Experts) -> str:
+        if not part.is_plain:
+            return "experts that are chosen by scores"
+        return "a shared expert without a gate" if part.shared and not part.shared_gate else ""
+
     def __init__(self, part: Experts, loading: Loading) -> None:
         weights, self.part = loading.weights, part
         alternate = part.gate.type == part.up.type
