@@ -169,12 +169,13 @@ class Service:
         """While the model loads, they wait for it. Closing the parts early cancels the requests. Raises ApiError."""
         self.check_open()
         exchange.answers = n = len(answers)
-        at_once = min(2 * self.parallel, self.parallel + self.max_waiting) if exchange.one_by_one else n
+        most = self.parallel + self.max_waiting
+        is_in_parts = exchange.one_by_one or n > most  # a longer list than all places would never be answered
+        at_once = min(2 * self.parallel if is_in_parts else n, most)
         places = min(n, at_once)
         address = address_of(exchange.client)
-        most = self.parallel + self.max_waiting
         late = 0 if self._open_by[address] else self.max_waiting  # others may have taken all places
-        if places > most or self.open + places > most + late:
+        if self.open + places > most + late:
             message = f"The server has {self.parallel} requests at work and {self.waiting} waiting."
             headers = {"Retry-After": str(self._retry_s())}
             raise ApiError(429, message, "rate_limit_error", code="too_many_requests", headers=headers)
