@@ -277,7 +277,11 @@ def matvec(
         chooses = chosen_rows is not None and chosen_rows.choice is not None
         stride = s.block_rows + (3 if chooses else 1)  # odd: neighbouring threads store to different banks
         partial = shared(s.threads * stride, slot=0)
-        stores = [store(partial, share * stride + r, p) for r, p in zip(row_places, products, strict=True)]
+        # Multiplied here, and not once they are added: tinygrad gathers the constants of a product at its end. That of
+        # two sums and an input_scale, as `activated` has it, would be a denormal before.
+        stores = [
+            store(partial, share * stride + r, p * factor) for r, p in zip(row_places, products, strict=True)
+        ]
         if norm_sums is not None:
             thread_sum = _thread_sum(norm_sums, n_norm_sums, t, s, group)
             stores.append(store(partial, t * stride + s.block_rows, thread_sum, group.eq(0)))
@@ -292,7 +296,7 @@ def matvec(
         rms = inverse_rms(total(UOp.const(s.block_rows), None), cols, eps) if n_norm_sums else None
 
         def product(i: UOp, valid: UOp) -> UOp:
-            value = total(i, valid) * factor
+            value = total(i, valid)
             value = value if rms is None else value * rms
             return value if chosen_rows is None else chosen_rows.biased(value, first + i)
 
