@@ -133,11 +133,16 @@ class BitPacking:
             return 0
         if low + self.bits <= _MANTISSA:
             return low
+        if self.bits == 8:  # an instruction makes a float of the highest byte
+            return DENORMAL_EXPONENT
         is_half = self.has_halves and word >= UNIT // QUARTER * self.quarter_words
         return low - (16 if is_half else (_MANTISSA - self.bits) // self.bits * self.bits + self.bits)
 
     def unpack(self, words: Sequence[UOp], j: int) -> UOp:
-        """Integer j of the period in `words`, shifted left by `position(j)`: uint32."""
+        """Integer j of the period in `words`, shifted left by `position(j)`: uint32; the bits of a float32 if that is
+        149, where a denormal is the number itself."""
+        if self.position(j) == DENORMAL_EXPONENT:
+            return shift_right(words[j // self.whole], 24).cast(F32).bitcast(dtypes.uint32)
         return bitwise_or(self._moved(words, j, self.position(j)))
 
     def unpack_above_256(self, words: Sequence[UOp], j: int) -> UOp:
