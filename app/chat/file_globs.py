@@ -11,8 +11,8 @@ from engine.errors import UsageError
 from widgets.text import one_line
 
 MOST_ENTRIES = 50_000
-"""A pattern reads at most so many folders: a tenth of a second. A prompt may name /, or a folder that links to
-itself."""
+"""A pattern goes through at most so many entries of folders: a tenth of a second. A prompt may name /, or a folder that
+links to itself."""
 _WILD = re.compile(r"[*?\[]")
 
 
