@@ -14,6 +14,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from engine.description.checked_file import MOST
 from engine.description.draft_head import read_draft_head
 from engine.description.families import ARCHITECTURES, Family
 from engine.description.file_kind import ASSISTANT, check_is_model, check_looks_back
@@ -112,7 +113,9 @@ class ModelReader(HeadReader):
         family = self.family
         residual = self.factor("residual_scale", family.depth_scale / math.sqrt(self.layers) or 1.0)
         unsaid = math.sqrt(self.dim) if family.scaled_embedding else family.embedding_scale
-        scale = self.number("embedding_scale", unsaid)
+        scale = self.factor("embedding_scale", unsaid) / residual
+        if not 1 / MOST <= abs(scale) <= MOST:
+            raise ValueError(scale)
         logit_scale = self.factor("logit_scale", family.base_width / self.dim or 1.0)
         eps = self.number("attention.layer_norm_rms_epsilon", self.family.eps)
         norm = self.required("output_norm.weight", self.dim)
@@ -124,7 +127,7 @@ class ModelReader(HeadReader):
             vocab=vocab,
             trained_context=self.context,
             embedding=embedding,
-            embedding_scale=scale / residual,
+            embedding_scale=scale,
             sublayers=tuple(sublayer for i in range(self.layers) for sublayer in self.layer(i)),
             output_norm=Vector(norm.tensor, norm.size, factor=1 / logit_scale),
             head=head,

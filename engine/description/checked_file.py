@@ -12,6 +12,9 @@ from engine.formats.gguf import GGUF, damaged, printable
 from engine.formats.quantization import read_as
 from engine.formats.rope_order import HeadOrder
 
+MOST = float(np.finfo(np.float32).max)
+"""The largest number of single precision, in which the engine has those of the metadata."""
+
 
 class CheckedFile:
     """A file of an architecture. The tensors that are `used` are noted, so that none is left out without a word. All
@@ -45,14 +48,14 @@ class CheckedFile:
 
     def number(self, key: str, default: float) -> float:
         value = float(self.file.get(self.key(key), float, default))
-        if not math.isfinite(value):
+        if not abs(value) <= MOST:  # nor is NaN
             raise damaged(self.file.path, f"{self.key(key)} is {value}")
         return value
 
     def factor(self, key: str, default: float) -> float:
-        """A number that is not 0."""
-        if (value := self.number(key, default)) == 0:
-            raise damaged(self.file.path, f"{self.key(key)} is 0")
+        """A number by which others are divided."""
+        if abs(value := self.number(key, default)) < 1 / MOST:
+            raise damaged(self.file.path, f"{self.key(key)} is {value:g}")
         return value
 
     # --- tensors ---------------------------------------------------------------------------------------

@@ -321,7 +321,10 @@ def test_multipliers(path_of):
             "yarn has no bounds",
         ),
         ({"llama__attention__scale": 0.0}, "llama.attention.scale is 0"),
-        ({"llama__residual_scale": 1e-200}, "nothing can be computed with"),
+        ({"llama__logit_scale": 1e-45}, "llama.logit_scale is 1e-45"),
+        ({"llama__residual_scale": 1e-200}, "llama.residual_scale is 1e-200"),
+        ({"llama__embedding_scale": 0.0}, "llama.embedding_scale is 0"),
+        ({"llama__residual_scale": 1e38, "llama__embedding_scale": 1e-38}, "nothing can be computed with"),
         ({"llama__attention__layer_norm_rms_epsilon": float("nan")}, "epsilon is nan"),
     ],
 )
