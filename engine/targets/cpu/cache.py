@@ -27,10 +27,11 @@ class CPUCache:
         self, spec: ModelSpec, context: int, max_chunk: int, lanes: int, parallel: int, kv: KVFormat
     ) -> None:
         assert BLOCK % lanes == 0
-        self._entries = ceil((context + max_chunk) / BLOCK)
-        self.positions = self._entries * BLOCK
+        self.entries = ceil((context + max_chunk) / BLOCK)
+        """Those of a sequence in the tables."""
+        self.positions = self.entries * BLOCK
         """The positions that a step may compute, those that fill its last tile included."""
-        self._windows = sorted({self._window(part.window) for part in spec.attention})
+        self._windows = sorted({self.window(part.window) for part in spec.attention})
         one = {window: blocks_of_one(window, context, max_chunk) for window in self._windows}
         self.groups = tuple(
             KVGroup(window or None, _n_blocks(spec, window, blocks, parallel, kv))
@@ -40,36 +41,30 @@ class CPUCache:
         self.layers: list[CachedLayer] = []
         self._caches: list[list[Tensor]] = []  # of each attention the one that it reads,
         self._groups: list[int] = []  # and the group of that
-        self._tables = [memory.zeros((parallel + 1) * self._entries, dtypes.int32) for _ in self.groups]
-        self._rows = [memory.view(table).reshape(parallel + 1, self._entries) for table in self._tables]
-        for group, rows in zip(self.groups, self._rows, strict=True):
+        self._tables = [memory.zeros(2 + (parallel + 1) * self.entries, dtypes.int32) for _ in self.groups]
+        self._rows = [memory.view(table)[2:].reshape(parallel + 1, self.entries) for table in self._tables]
+        for group, table, rows in zip(self.groups, self._tables, self._rows, strict=True):
+            memory.view(table)[:2] = self.entries, group.blocks + 1
             rows[:] = group.blocks
 
     # --- what the layers have ----------------------------------------------------------------------------
 
-    def slots(self, window: int, cache_of: int | None) -> tuple[int, int, int]:
-        """The fields `length`, `window` and `table` of the `HeadLanes` of attention with a window, or with none (0),
-        and a cache of its own, or that of the attention `cache_of`."""
-        group = self.groups[self._group_of(window, cache_of)]
-        return (group.blocks + 1) * BLOCK, self._window(window), self._entries
+    def window(self, window: int) -> int:
+        """The `window` of the `HeadLanes` of attention with a window, or with none (0)."""
+        return window if window < self.positions else 0
 
     def add(self, heads: HeadLanes, cache_of: int | None) -> tuple[list[Tensor], Tensor]:
-        """The cache that one more attention reads (`HeadLanes.cached`), and the tables, int32 (sequences + 1,
-        entries)."""
-        group = self._group_of(heads.window, cache_of)
+        """The cache that one more attention reads (`HeadLanes.cached`), its own or that of the attention `cache_of`,
+        and the tables."""
+        group = self._windows.index(heads.window) if cache_of is None else self._groups[cache_of]
         if cache_of is None:
-            self._caches.append([memory.zeros(n, dtype, sparse=True) for n, dtype in heads.cached])
+            sizes = heads.cached(self.groups[group].blocks + 1)
+            self._caches.append([memory.zeros(n, dtype, sparse=True) for n, dtype in sizes])
             self.layers.append((heads, [memory.view(t) for t in self._caches[-1]]))
         else:
             self._caches.append(self._caches[cache_of])
         self._groups.append(group)
         return self._caches[-1], self._tables[group]
-
-    def _group_of(self, window: int, cache_of: int | None) -> int:
-        return self._windows.index(self._window(window)) if cache_of is None else self._groups[cache_of]
-
-    def _window(self, window: int) -> int:
-        return window if window < self.positions else 0
 
     def _group(self, heads: HeadLanes) -> int:
         return self._windows.index(heads.window)
@@ -95,8 +90,8 @@ class CPUCache:
         """See `BlockStore.copy_block`."""
         for heads, cached in self.layers:
             if self._group(heads) == group:
-                for buffer in cached:  # a head's elements of BLOCK slots lie together in all of them
-                    blocks = buffer.reshape(heads.kv, heads.length // BLOCK, -1)
+                for buffer in cached:  # a head's elements of a block lie together in all of them
+                    blocks = buffer.reshape(heads.kv, self.groups[group].blocks + 1, -1)
                     blocks[:, target] = blocks[:, source] if source >= 0 else 0
 
     def export_blocks(self, tables: Sequence[Sequence[int]]) -> NDArray[np.uint8]:

@@ -59,11 +59,14 @@ def quantized(x: NDArray[np.float32]) -> tuple[NDArray[np.int8], NDArray[np.floa
 def _read(layer: CachedLayer, blocks: Blocks) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
     """Keys and values, float32 (kv heads, CHUNK, dim) each."""
     heads, (keys, values, *scales) = layer
-    k = _tiles(heads, keys)[:, blocks].swapaxes(3, 4)
+    k = _tiles(heads, keys, heads.dim)[:, blocks].swapaxes(3, 4)
     v = _rows(heads, values)[:, blocks]
     k, v = (x.reshape(heads.kv, CHUNK, heads.dim).astype(np.float32) for x in (k, v))
     if scales:
-        of_blocks = (_tiles(heads, s)[:, blocks].swapaxes(3, 4).reshape(heads.kv, CHUNK, -1) for s in scales)
+        of_blocks = (
+            _tiles(heads, s, heads.dim // QUANT_BLOCK)[:, blocks].swapaxes(3, 4).reshape(heads.kv, CHUNK, -1)
+            for s in scales
+        )
         k, v = (x * s.repeat(QUANT_BLOCK, -1) for x, s in zip((k, v), of_blocks, strict=True))
     return k, v
 
@@ -74,17 +77,17 @@ def _write(layer: CachedLayer, blocks: Blocks, k: NDArray[Any], v: NDArray[Any])
     if scales:
         (k, k_scales), (v, v_scales) = quantized(k), quantized(v)
         for own_scales, new in zip(scales, (k_scales, v_scales), strict=True):
-            _tiles(heads, own_scales)[:, blocks] = new.reshape(shape).swapaxes(3, 4)
-    _tiles(heads, keys)[:, blocks] = k.reshape(shape).swapaxes(3, 4)
+            _tiles(heads, own_scales, heads.dim // QUANT_BLOCK)[:, blocks] = new.reshape(shape).swapaxes(3, 4)
+    _tiles(heads, keys, heads.dim)[:, blocks] = k.reshape(shape).swapaxes(3, 4)
     _rows(heads, values)[:, blocks] = v.reshape(heads.kv, len(blocks), heads.block, heads.dim)
 
 
-def _tiles(heads: HeadLanes, x: NDArray[Any]) -> NDArray[Any]:
-    """Keys, or scales: (kv heads, blocks, vectors of slots, elements of a token, lanes)."""
+def _tiles(heads: HeadLanes, x: NDArray[Any], elements: int) -> NDArray[Any]:
+    """Keys, or scales, of which a token has so many: (kv heads, blocks, vectors of tokens, elements, lanes)."""
     vectors = heads.block // heads.lanes
-    return x.reshape(heads.kv, heads.length // heads.block, vectors, -1, heads.lanes)
+    return x.reshape(heads.kv, -1, vectors, elements, heads.lanes)
 
 
 def _rows(heads: HeadLanes, values: NDArray[Any]) -> NDArray[Any]:
-    """(kv heads, blocks, slots, dim)."""
+    """(kv heads, blocks, tokens, dim)."""
     return values.reshape(heads.kv, -1, heads.block, heads.dim)

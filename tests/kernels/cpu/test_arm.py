@@ -196,9 +196,7 @@ def test_attention(pool: ThreadPool, kind: str, tile: int) -> None:
         query=4,
         kv=2,
         dim=32,
-        length=80,
         block=16,
-        table=5,
         lanes=LANES,
         scale=0.2,
         norm_eps=1e-6,
@@ -209,15 +207,17 @@ def test_attention(pool: ThreadPool, kind: str, tile: int) -> None:
         heads = replace(heads, temperature=True, window=11, norms_over_heads=True, sinks=True)
     first = 13 if kind == "full" else 61
     state, places = [ints(1)] if tile > 1 else [], ints(*(n for t in range(tile) for n in (first + t, 1)))
-    blocks, rows = ints(*[0] * 5, 3, 1, 0, 4, 2), random(tile * heads.rows)
-    keys, values = (random(heads.cache_size, dtypes.float16) for _ in range(2))
+    blocks, rows = ints(5, 5, *[0] * 5, 3, 1, 0, 4, 2), random(tile * heads.rows)
+    keys, values = (random(n, dtype) for n, dtype in heads.cached(5))
     tables = [random(70 * 16), random(70 * 16 + 1), random(128), random(64)]
     queries = memory.zeros(tile * 128, dtypes.float32)
     kernel = rotate(heads, tile)
     ins = [blocks, *state, places, rows, *tables, *([random(70)] if heads.temperature else [])]
     assert on_arm(pool, kernel, [queries, keys, values], ins) < 1e-5
     of_step = heads, pool.count, tile, int(tile == 1)
-    out, scores = (memory.zeros(n, dtypes.float32) for n in (tile * 128, scratch_size(*of_step)))
+    out, scores = (
+        memory.zeros(n, dtypes.float32) for n in (tile * 128, scratch_size(heads, 5, *of_step[1:]))
+    )
     ins = [scores, keys, values, blocks, *state, places, queries, memory.array(mask(LANES), dtypes.float32)]
     ins += [random(4)] if heads.sinks else []
     assert on_arm(pool, attention(*of_step), [out], ins, n_parts(*of_step)) < 1e-5

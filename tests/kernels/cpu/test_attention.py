@@ -19,8 +19,9 @@ from tests.kernels.cpu.test_product import LANES, ints
 from tests.thorough import rarely, thorough
 
 EPS = 1e-6
-UNPLACED = {"length": 0, "block": 0, "table": 0}  # `Layer` says where tokens lie
-PLAIN = HeadLanes(query=4, kv=2, dim=32, **UNPLACED, lanes=LANES, scale=32**-0.5)
+PLAIN = HeadLanes(
+    query=4, kv=2, dim=32, block=0, lanes=LANES, scale=32**-0.5
+)  # `Layer` says how long blocks are
 
 
 class Layer:
@@ -30,7 +31,7 @@ class Layer:
         rng, block, tokens = np.random.default_rng(1), 2 * heads.lanes, MAX_TILES * heads.lanes
         table, kept = -(-positions // block), -(-(heads.window + tokens) // block) + 2
         blocks = rng.permutation(min(table, kept) if heads.window else table)
-        h = self.heads = replace(heads, length=(len(blocks) + 1) * block, block=block, table=table)
+        h = self.heads = replace(heads, block=block)
         # The tokens are those of sequence 1; those that fill a tile, of sequence 0. Blocks behind a window are taken
         # again, one after the other.
         of_tokens = [len(blocks)] * table, np.resize(blocks, table)
@@ -44,22 +45,22 @@ class Layer:
         self.sinks = rng.uniform(-2, 4, h.query).astype(np.float32)
         self.temperatures = rng.uniform(0.5, 2, positions).astype(np.float32)
         self._state, self._places = (memory.zeros(n, dtypes.int32) for n in (SIZE, 2 * tokens))
-        self._blocks = ints(*np.concatenate(of_tokens))
+        self._blocks = ints(table, len(blocks) + 1, *np.concatenate(of_tokens))
         self._rows, self._queries, self._out = (
             memory.zeros(tokens * n, dtypes.float32) for n in (h.rows, h.query * h.dim, h.query * h.dim)
         )
         used = [norm for norm, is_used in zip(self.norms, (h.query_norm, h.key_norm), strict=True) if is_used]
         used += [self.temperatures] if h.temperature else []
-        self._cached = [memory.zeros(n, dtype) for n, dtype in h.cached]
+        self._cached = [memory.zeros(n, dtype) for n, dtype in h.cached(len(blocks) + 1)]
         self._tables = [memory.array(a, dtypes.float32) for a in (self.cos, self.sin, *used)]
         self._mask = memory.array(mask(h.lanes), dtypes.float32)
         self._sinks = [memory.array(self.sinks, dtypes.float32)] if h.sinks else []
-        self._steps = {tile: self._step(pool, tile) for tile in (1, h.lanes)}
+        self._steps = {tile: self._step(pool, tile, table) for tile in (1, h.lanes)}
 
-    def _step(self, pool: ThreadPool, tile: int) -> CompiledSequence:
+    def _step(self, pool: ThreadPool, tile: int, table: int) -> CompiledSequence:
         h, rows, state = self.heads, int(tile == 1), [self._state] if tile > 1 else []
         cached = [*self._cached, self._blocks, *state, self._places]
-        scores = memory.zeros(scratch_size(h, pool.count, tile, rows), dtypes.float32)
+        scores = memory.zeros(scratch_size(h, table, pool.count, tile, rows), dtypes.float32)
         step = KernelSequence(pool)
         step.add(rotate(h, tile), self._queries, *cached, self._rows, *self._tables)
         reads = scores, *cached, self._queries, self._mask, *self._sinks
@@ -190,6 +191,6 @@ def test_a_window_longer_than_the_text(pool: ThreadPool) -> None:
 
 
 def test_a_window_needs_scratch_for_itself_alone(pool: ThreadPool) -> None:
-    heads = replace(PLAIN, window=512, block=32, table=128)
-    whole = scratch_size(replace(heads, window=0), pool.count, LANES)
-    assert scratch_size(heads, pool.count, LANES) < whole / 7
+    heads = replace(PLAIN, window=512, block=32)
+    whole = scratch_size(replace(heads, window=0), 128, pool.count, LANES)
+    assert scratch_size(heads, 128, pool.count, LANES) < whole / 7

@@ -22,7 +22,7 @@ from engine.formats.kv_format import QUANT_BLOCK
 from engine.kernels.compilation import KernelFunction
 from engine.targets.cpu.kernels.activations import capped
 from engine.targets.cpu.kernels.kernel_builder import F32, Index, KernelBuilder
-from engine.targets.cpu.kernels.rope import HeadLanes
+from engine.targets.cpu.kernels.rope import HeadLanes, n_entries
 from engine.targets.cpu.kernels.step_state import n_tokens, position_of, sequence_of
 
 _MAX_SUMS = 16  # vectors that a loop accumulates, so that they stay in registers
@@ -50,24 +50,21 @@ def n_parts(heads: HeadLanes, threads: int, tile: int, rows: int = 0) -> int:
     return min(heads.query // task_heads * (tile // tokens), 4 * threads)
 
 
-def max_blocks(heads: HeadLanes, tokens: int, rows: int = 0) -> int:
-    """The largest number of blocks of `lanes` tokens that a task with `tokens` tokens reads."""
+def max_blocks(heads: HeadLanes, entries: Index, tokens: int, rows: int = 0) -> Index:
+    """The largest number of blocks of `lanes` tokens that a task with `tokens` tokens reads. `entries`: those of a
+    sequence in the tables."""
     if not heads.window:
-        return heads.table * heads.block // heads.lanes
+        return entries * (heads.block // heads.lanes)
     ahead = 0 if rows else heads.ahead
     return (heads.window + ahead + tokens - 2) // heads.lanes + 2
 
 
-def scratch_size(heads: HeadLanes, threads: int, tile: int, rows: int = 0) -> int:
+def scratch_size(heads: HeadLanes, entries: int, threads: int, tile: int, rows: int = 0) -> int:
     """Elements of the scratch buffer."""
     task_heads, tokens = task_shape(heads, threads, tile, rows)
-    return (
-        n_parts(heads, threads, tile, rows)
-        * task_heads
-        * tokens
-        * max_blocks(heads, tokens, rows)
-        * heads.lanes
-    )
+    blocks = max_blocks(heads, entries, tokens, rows)
+    assert isinstance(blocks, int)
+    return n_parts(heads, threads, tile, rows) * task_heads * tokens * blocks * heads.lanes
 
 
 def mask(lanes: int) -> NDArray[np.float32]:
@@ -80,13 +77,12 @@ def mask(lanes: int) -> NDArray[np.float32]:
 @functools.cache
 def attention(heads: HeadLanes, threads: int, tile: int, rows: int = 0) -> KernelFunction:
     """Buffers: out, float32 (tokens, query * dim); scratch, float32 (`scratch_size`,); the layer's cache
-    (`HeadLanes.cached`); the tables of the sequences, int32 (sequences, heads.table); the state, unless there are
-    `rows`; the tokens' places; the queries of `rope.rotate`; `mask`; the sinks, float32 (query,), if there are any; how
-    many tokens each token sees, int32 (tokens,), if `heads` look ahead, unless there are `rows`."""
+    (`HeadLanes.cached`); the tables of the sequences; the state, unless there are `rows`; the tokens' places; the
+    queries of `rope.rotate`; `mask`; the sinks, float32 (query,), if there are any; how many tokens each token sees,
+    int32 (tokens,), if `heads` look ahead, unless there are `rows`."""
     h, lanes = heads, heads.lanes
     task_heads, tokens = task_shape(heads, threads, tile, rows)
     n = task_heads * tokens
-    task_blocks = max_blocks(heads, tokens, rows)
     looks_ahead = heads.ahead > 0 and not rows
     wide = gcd(h.dim, lanes)  # elements of a vector of values
     vectors = h.dim // wide
@@ -106,6 +102,7 @@ def attention(heads: HeadLanes, threads: int, tile: int, rows: int = 0) -> Kerne
         assert len(sinks) == h.sinks
         k = KernelBuilder(lanes)
         k.scratch(scores)
+        task_blocks = max_blocks(h, n_entries(k, tables), tokens, rows)
         row: Index = part // (h.query // task_heads) if rows else 0
         start, sequence = position_of(k, places, row), sequence_of(k, places, row)
         step_tokens = n_tokens(k, state, tile)
@@ -143,15 +140,15 @@ def attention(heads: HeadLanes, threads: int, tile: int, rows: int = 0) -> Kerne
                 k.fill(m, 0, UOp.const(_MASKED, F32))
             with k.loop(blocks) as b:
                 first_token = (first + b) * lanes
-                slot = h.slot(k, tables, sequence, first_token)
+                row = h.row(k, tables, sequence, kv, first_token)
                 sums = [k.zeros() for _ in range(n)]
                 with k.loop(groups) as group:
                     scale = None
                     if key_scales is not None:
-                        scale = k.vector(key_scales, h.scale_index(kv, slot // lanes, group)).cast(F32)
+                        scale = k.vector(key_scales, h.scale_index(row, group)).cast(F32)
                     with k.loop(in_group) as i:
                         d = group * in_group + i
-                        key = k.vector(keys, h.key_index(kv, slot // lanes, d)).cast(F32)
+                        key = k.vector(keys, h.key_index(row, d)).cast(F32)
                         if scale is not None:
                             key = key * scale
                         for q, s in enumerate(sums):
@@ -193,18 +190,18 @@ def attention(heads: HeadLanes, threads: int, tile: int, rows: int = 0) -> Kerne
             with k.loop(vectors // at_once) as j:
                 sums = [k.zeros(wide) for _ in range(n * at_once)]
                 with k.loop(blocks) as b:
-                    first_slot = h.slot(k, tables, sequence, (first + b) * lanes)
+                    row = h.row(k, tables, sequence, kv, (first + b) * lanes)
                     if value_scales is not None:
                         for g in range(scaled_groups):
                             group = (j * at_once + g * (QUANT_BLOCK // lanes)) * lanes // QUANT_BLOCK
-                            scale_at = h.scale_index(kv, first_slot // lanes, group)
+                            scale_at = h.scale_index(row, group)
                             scale = k.vector(value_scales, scale_at).cast(F32)
                             for q in range(n):
                                 weights = k.vector(scores, score_index(b, q)) * scale
                                 k.store(scaled, (g * n + q) * lanes, weights)
                     with k.loop(lanes) as t:
                         for v in range(at_once):
-                            at = h.value_index(kv, first_slot + t, (j * at_once + v) * wide)
+                            at = h.value_index(row + t, (j * at_once + v) * wide)
                             value = k.vector(values, at, wide).cast(F32)
                             for q in range(n):
                                 s = sums[v * n + q]

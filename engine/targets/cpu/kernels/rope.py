@@ -31,17 +31,18 @@ class HeadLanes:
     sees up to so many tokens after its own.
 
     With a `window`, a query at position p sees the keys from p - window + 1 to p; 0 is no window. The cache of a layer
-    has `length` slots of type `dtype`: keys (kv, length / lanes, dim, lanes), values (kv, length, dim). If it is int8,
-    the format is q8_0 (`engine.formats.kv_format`), and keys and values have scales as well, float16 (kv, length /
-    lanes, dim / 32, lanes) each. The slots form blocks of `block`, a multiple of `lanes`. Each sequence has a table of
-    `table` entries, which say what block holds each `block` tokens of it."""
+    is in blocks of `block` tokens, a multiple of `lanes`. Its rows, each of a head and a token, are (kv, blocks,
+    block): keys (rows / lanes, dim, lanes) and values (rows, dim) of type `dtype`. If this is int8, the format is q8_0
+    (`engine.formats.kv_format`), and keys and values have scales as well, float16 (rows / lanes, dim / 32, lanes) each.
+
+    Tables say what block holds each `block` tokens of a sequence, int32 (2 + sequences * entries,): the first two
+    elements are the number of entries of a sequence, and that of the cache's blocks. So one kernel serves
+    caches of all lengths."""
 
     query: int
     kv: int
     dim: int
-    length: int
     block: int
-    table: int
     lanes: int
     scale: float
     norm_eps: float = 0.0
@@ -65,43 +66,43 @@ class HeadLanes:
         return (self.query + stored * self.kv) * self.dim
 
     @property
-    def cache_size(self) -> int:
-        """Elements of the keys of a layer; its values have as many."""
-        return self.kv * self.length * self.dim
-
-    @property
     def is_quantized(self) -> bool:
         return self.dtype is I8
 
-    @property
-    def cached(self) -> list[tuple[int, DType]]:
-        """The elements and the types of the buffers of a layer's cache: keys, values, and the scales of both if there
-        are any."""
-        scales = [(self.cache_size // QUANT_BLOCK, F16)] * 2 if self.is_quantized else []
-        return [(self.cache_size, self.dtype)] * 2 + scales
+    def cached(self, blocks: int) -> list[tuple[int, DType]]:
+        """The elements and the types of the buffers of a layer's cache of so many blocks: keys, values, and the scales
+        of both if there are any."""
+        size = blocks * self.kv * self.block * self.dim
+        scales = [(size // QUANT_BLOCK, F16)] * 2 if self.is_quantized else []
+        return [(size, self.dtype)] * 2 + scales
 
-    def slot(self, k: KernelBuilder, tables: UOp, sequence: Index, position: Index) -> Index:
-        """The slot of a token. `tables`: int32 (sequences, table)."""
-        block = k.index(tables, sequence * self.table + position // self.block)
-        return block * self.block + position % self.block
+    def row(self, k: KernelBuilder, tables: UOp, sequence: Index, head: Index, position: Index) -> Index:
+        """The row of a head's key and value of a token."""
+        block = k.index(tables, 2 + sequence * n_entries(k, tables) + position // self.block)
+        return (head * k.index(tables, 1) + block) * self.block + position % self.block
 
-    def key_index(self, head: Index, block: Index, d: Index) -> Index:
-        """The index of element d of the first key in a block of `lanes` slots."""
-        return ((head * (self.length // self.lanes) + block) * self.dim + d) * self.lanes
+    def key_index(self, row: Index, d: Index) -> Index:
+        """The index of element d of the first key of the `lanes` that the row is one of."""
+        return (row // self.lanes * self.dim + d) * self.lanes
 
-    def value_index(self, head: Index, slot: Index, d: Index) -> Index:
-        return (head * self.length + slot) * self.dim + d
+    def value_index(self, row: Index, d: Index) -> Index:
+        return row * self.dim + d
 
-    def scale_index(self, head: Index, block: Index, group: Index) -> Index:
-        """The index of the scale of the group-th 32 elements of the first key or value in a block of `lanes` slots."""
-        return ((head * (self.length // self.lanes) + block) * (self.dim // QUANT_BLOCK) + group) * self.lanes
+    def scale_index(self, row: Index, group: Index) -> Index:
+        """The index of the scale of the group-th 32 elements of the first key or value of these `lanes`."""
+        return (row // self.lanes * (self.dim // QUANT_BLOCK) + group) * self.lanes
+
+
+def n_entries(k: KernelBuilder, tables: UOp) -> UOp:
+    """The entries of a sequence in the tables (`HeadLanes`)."""
+    return k.index(tables, 0)
 
 
 @functools.cache
 def rotate(heads: HeadLanes, tile: int) -> KernelFunction:
     """Norms and rotates queries and keys, and stores keys and values in the cache. Buffers: the queries, float32
     (tokens, query * dim), multiplied by `scale`; the layer's cache (`HeadLanes.cached`) and the tables of the
-    sequences, int32 (sequences, heads.table), if it stores something; the state if tile is more than 1; the tokens'
+    sequences, if it stores something; the state if tile is more than 1; the tokens'
     places; the products' rows, float32 (tokens, heads.rows): queries, keys, values; cos and sin of the angles, float32
     (positions, dim / 2) each, or (tokens, dim / 2); of the queries' norm and of the keys' the weights, float32 (dim,)
     or of all heads, if there is one; the temperatures, float32 (positions,), if there are any."""
@@ -140,14 +141,16 @@ def rotate(heads: HeadLanes, tile: int) -> KernelFunction:
 
         key_head = k.registers(h.dim) if h.is_quantized and h.stored != "nothing" else None
 
-        def store(t: UOp, angle: Index, slot: Index) -> None:
+        def store(t: UOp, angle: Index, position: Index, tables: UOp) -> None:
             """Stores the keys and values of a token."""
+            sequence = sequence_of(k, places, t)
             first, count = even_share(h.kv, part, parts)
             factor = None
             if h.key_norm and h.norms_over_heads:
                 factor = norm_factor(t * h.rows + h.query * h.dim, h.kv * h.dim)
             with k.loop(count) as i:
                 head = first + i
+                row = h.row(k, tables, sequence, head, position)
                 at = t * h.rows + (h.query + head) * h.dim
                 of_values = at + h.kv * h.dim if h.stored == "keys and values" else at
                 value_factor = norm_factor(of_values, h.dim) if h.value_norm else None
@@ -165,23 +168,23 @@ def rotate(heads: HeadLanes, tile: int) -> KernelFunction:
                         if key_head is not None:
                             k.store(key_head, j * n + offset, v)
                             continue
-                        to = h.key_index(head, slot // h.lanes, j * n + offset) + slot % h.lanes
+                        to = h.key_index(row, j * n + offset) + row % h.lanes
                         k.store_elements(keys, to, h.lanes, v.cast(h.dtype))
                 if key_head is not None:
                     with k.loop(h.dim // QUANT_BLOCK) as group:
                         d = group * QUANT_BLOCK
-                        scale_at = h.scale_index(head, slot // h.lanes, group) + slot % h.lanes
-                        to = h.key_index(head, slot // h.lanes, d) + slot % h.lanes
+                        lane = row % h.lanes
+                        scale_at, to = h.scale_index(row, group) + lane, h.key_index(row, d) + lane
                         units = range(0, QUANT_BLOCK, h.lanes)
                         vectors = [k.vector(key_head, d + i) for i in units]
                         _store_quantized(k, vectors, keys, to, h.lanes, scales[0], scale_at)
-                        to = h.value_index(head, slot, d)
+                        to = h.value_index(row, d)
                         vectors = [value(d + i, h.lanes) for i in units]
                         _store_quantized(k, vectors, values, to, 1, scales[1], scale_at)
                 else:
                     with k.loop(h.dim // n) as j:
                         v = value(j * n, n)
-                        k.store(values, h.value_index(head, slot, j * n), v.cast(h.dtype))
+                        k.store(values, h.value_index(row, j * n), v.cast(h.dtype))
 
         with k.loop(n_tokens(k, state, tile)) as t:
             position = position_of(k, places, t)
@@ -202,7 +205,7 @@ def rotate(heads: HeadLanes, tile: int) -> KernelFunction:
                     k.store(queries, to, a * scale)
                     k.store(queries, to + half, b * scale)
             if tables is not None:
-                store(t, angle, h.slot(k, tables, sequence_of(k, places, t), position))
+                store(t, angle, position, tables)
         return k.finish(f"rotate_{h.query}_{h.kv}_{h.dim}_{tile}")
 
     return kernel

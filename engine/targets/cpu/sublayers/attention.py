@@ -32,12 +32,11 @@ class AttentionHandler(Handler):
         weights, spec, cache = loading.weights, loading.spec, loading.cache
         qkv = [weight for weight in (part.q, part.k, part.v) if weight]
         *firsts, rows = accumulate((weight.rows for weight in qkv), initial=0)
-        length, window, table = cache.slots(part.window, part.cache_of)
         heads = self.heads = HeadLanes(
-            part.heads, part.kv_heads, part.head_dim, length, BLOCK, table, loading.lanes, part.scale,
+            part.heads, part.kv_heads, part.head_dim, BLOCK, loading.lanes, part.scale,
             norm_eps=spec.eps, query_norm=part.q_norm is not None, key_norm=part.k_norm is not None,
             temperature=spec.temperature is not None,
-            window=window, dtype=cache.dtype,
+            window=cache.window(part.window), dtype=cache.dtype,
             norms_over_heads=part.has_norms_over_heads, sinks=part.sinks is not None,
             stored="keys and values" if part.v else "keys" if part.k else "nothing", value_norm=part.has_normed_values,
             softcap=part.softcap,
@@ -45,7 +44,8 @@ class AttentionHandler(Handler):
             ahead=loading.pictures.whole if loading.pictures and part.sees_pictures else 0,
         )  # fmt: skip
         biases = part.q_bias, part.k_bias, part.v_bias
-        self.cached, self._table = cache.add(heads, part.cache_of)
+        self.cached, self._tables = cache.add(heads, part.cache_of)
+        self._entries = cache.entries
         self._norm, self._rope = norm, part.rope
         self._qkv = [weights.matrix(w, first, rows) for w, first in zip(qkv, firsts, strict=True)]
         self._gate = weights.matrix(part.gate) if part.gate else None
@@ -60,9 +60,10 @@ class AttentionHandler(Handler):
         width = heads.query * heads.dim
         attended, gates = step.rows("attended", width), step.rows("gate", width) if self._gate else None
         queries = self._rotate(step, gates)
-        scores = step.scratch("scores", scratch_size(heads, threads, tile, rows), dtypes.float32)
+        size = scratch_size(heads, self._entries, threads, tile, rows)
+        scores = step.scratch("scores", size, dtypes.float32)
         kernel, parts = attention(heads, threads, tile, rows), n_parts(heads, threads, tile, rows)
-        of_step = self._table, *([] if rows else step.state), step.buffers.places
+        of_step = self._tables, *([] if rows else step.state), step.buffers.places
         seen = [step.buffers.seen] if heads.ahead and not rows else []
         reads = *self.cached, *of_step, queries, step.buffers.mask, *self._sinks, *seen
         step.add(kernel, attended, scores, *reads, parts=parts)
@@ -84,17 +85,17 @@ class AttentionHandler(Handler):
         products = [*((rows, matrix, self._bias) for matrix in self._qkv), *((*of, None) for of in gate)]
         for i, (out, matrix, added) in enumerate(products):
             step.multiply(out, matrix, inputs, added=added, concurrent=i > 0)
-        cached = [*self.cached, self._table] if heads.stored != "nothing" else []
+        cached = [*self.cached, self._tables] if heads.stored != "nothing" else []
         tables = [*buffers.ropes[self._rope], *self._head_norms, *buffers.temperatures]
         step.add(rotate(heads, step.tile), queries, *cached, *step.state, buffers.places, rows, *tables)
         return queries
 
     def add_uses(self, uses: BufferUses) -> None:
-        length, window = self.heads.length, self.heads.window
+        window, slots = self.heads.window, self.cached[0].numel() // (self.heads.kv * self.heads.dim)
         gates = [self._gate.stream] if self._gate else []
         uses.add(BufferUse("QKV projection"), self._bias, *(matrix.stream for matrix in self._qkv), *gates)
-        uses.add(BufferUse("attention", "context", length, window), *self.cached)
-        uses.add(BufferUse("attention", "context", self._table.numel() * BLOCK, window), self._table)
+        uses.add(BufferUse("attention", "context", slots, window), *self.cached)
+        uses.add(BufferUse("attention", "context", self._tables.numel() * BLOCK, window), self._tables)
         uses.add(BufferUse("attention output"), self._o.stream)
         uses.add(BufferUse("attention"), *self._sinks)
         uses.add(BufferUse("norm"), self._o_bias, *self._head_norms)
