@@ -18,7 +18,8 @@ LANES = 8  # less to compile than 16
 WINDOWED = "gemma3 Q8_0"  # as gemma4 is, and gpt-oss
 IN_A_RUNNER = "gemma4 F32, rope factors"  # `test_cpu_runner.py` has it, and here it is with experts
 # Models of which a commit is checked with others that have the same parts. `test_graph_runner.py` has llama's factors,
-# checks of GPU kernels phi3's fused matrices, tests/kernels/cpu norms over all heads, and qwen35moe delta nets.
+# checks of GPU kernels phi3's fused matrices, tests/kernels/cpu norms over all heads, qwen35moe delta nets, and
+# bailingmoe2 experts that are chosen by scores.
 ALIKE = (
     "llama F32 untied, rope factors",
     "phi3 Q8_0, 12 of 16 rotated",
@@ -28,6 +29,8 @@ ALIKE = (
     "chatglm F32, 8 of 16 rotated",
     "exaone4 F32",
     "qwen2moe F32",
+    "glm4moe F32, 8 of 16 rotated",
+    "dots1 F32",
 )
 
 
