@@ -387,10 +387,9 @@ class LineChat(View):
         self._print(self._figures(self._end) if self._end else "There is no reply yet.")
 
     async def do_thoughts(self, _: str) -> None:
-        replies = [turn for turn in self.session.conversation.turns if turn.role == "assistant"]
-        if not replies:
+        if (reply := self.session.conversation.last_reply) is None:
             raise UsageError("There is no reply yet.")
-        self._print(clean(replies[-1].thinking).strip() or "The model gave the last reply without thoughts.")
+        self._print(clean(reply.thinking).strip() or "The model gave the last reply without thoughts.")
 
     async def do_system(self, text: str) -> None:
         if text:

@@ -98,7 +98,12 @@ class SlashCommands(EngineActions):
         self.column.notice(figures(last) if last else "There is no reply yet", seconds=60)
 
     async def command_thoughts(self, _: str) -> None:
-        await self.run_action("toggle_thinking")
+        if (reply := self.session.conversation.last_reply) is None:
+            self.column.notice("There is no reply yet")
+        elif not reply.thinking.strip():
+            self.column.notice("The model gave the last reply without thoughts")
+        else:
+            await self.run_action("toggle_thinking")
 
     async def command_system(self, text: str) -> None:
         if not text:

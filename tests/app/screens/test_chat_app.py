@@ -313,7 +313,7 @@ async def test_actions_during_a_reply_say_what_to_do_first(history):
 
 
 async def test_thinking_is_folded_until_asked_for(history):
-    engine = FakeEngine(reply("Four.", thinking="Two and two. " * 40))
+    engine = FakeEngine(reply("Four.", thinking="Two and two. " * 40), reply("Yes."))
     async with chat(engine, history, initial_prompt="2+2?") as user:
         await user.sees("▸ Thought for")
         await user.sees("120 words")
@@ -324,6 +324,13 @@ async def test_thinking_is_folded_until_asked_for(history):
         await user.until(lambda: "Two and two" not in user.screen())
         await user.click("▸ Thought")
         await user.sees("Two and two.")
+        await user.say("/thoughts")
+        await user.sees("Thinking is shown in full")
+        await user.say("Sure?")
+        await user.until(lambda: len(user.turns()) == 4, "the reply")
+        await user.idle()
+        await user.say("/thoughts")
+        await user.sees("The model gave the last reply without thoughts")
 
 
 async def test_guesses_are_tinted_when_that_is_asked_for(history):
