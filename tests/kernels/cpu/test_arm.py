@@ -17,9 +17,9 @@ from engine.targets.cpu.kernels import memory
 from engine.targets.cpu.kernels.activations import Quantization, buffer_names, quantize_activations
 from engine.targets.cpu.kernels.attention import attention, mask, n_parts, scratch_size
 from engine.targets.cpu.kernels.delta_net import DeltaHeads, convolve, delta_net
+from engine.targets.cpu.kernels.expert_choice import choose_experts
 from engine.targets.cpu.kernels.experts import (
     add_experts,
-    choose_experts,
     expert_product,
     expert_shape,
     group_experts,

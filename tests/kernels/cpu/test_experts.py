@@ -12,10 +12,9 @@ from engine.targets.cpu.kernels.activations import (
     buffer_type,
     quantize_activations,
 )
-from engine.targets.cpu.kernels.expert_choice import Choice, choose_scored_experts
+from engine.targets.cpu.kernels.expert_choice import Choice, choose_experts, choose_scored_experts
 from engine.targets.cpu.kernels.experts import (
     add_experts,
-    choose_experts,
     expert_product,
     expert_shape,
     group_experts,

@@ -1,4 +1,4 @@
-"""Mixtures of experts: which experts a token takes, the products with their matrices, and the sum of their results.
+"""Mixtures of experts: the products with their matrices, and the sum of their results.
 
     router's product · choose · [group] · quantize · gate+up · quantize · down · add
 
@@ -17,7 +17,7 @@ from tinygrad import UOp
 
 from engine.kernels.compilation import KernelFunction
 from engine.targets.cpu.kernels.activations import Activations, buffer_names, sigmoid
-from engine.targets.cpu.kernels.kernel_builder import F32, I32, Index, KernelBuilder, add, even_share
+from engine.targets.cpu.kernels.kernel_builder import I32, Index, KernelBuilder, add, even_share
 from engine.targets.cpu.kernels.product import (
     GroupOfRows,
     products_of_a_token,
@@ -28,8 +28,6 @@ from engine.targets.cpu.kernels.product import (
 from engine.targets.cpu.kernels.step_state import TILES, TOKENS
 from engine.targets.cpu.kernels.stream_size import UNIT
 from engine.targets.cpu.kernels.weight_layout import LaneLayout
-
-_LOWEST = -1e38  # less than any logit
 
 
 def expert_shape(rows: int, cols: int, layout: LaneLayout, biased: bool) -> list[int]:
@@ -46,61 +44,6 @@ def max_tiles(tokens: int, used: int, experts: int, tile: int) -> int:
     """The largest number of tiles of pairs of a token and an expert: experts without tokens have none."""
     pairs = tokens * used
     return (pairs + min(experts, pairs) * (tile - 1)) // tile
-
-
-@functools.cache
-def choose_experts(
-    experts: int, used: int, least: float | None, lanes: int, tile: int, scaled: bool = False
-) -> KernelFunction:
-    """The `used` experts of the largest logits, of equal ones the first, and their probabilities, a softmax of all
-    logits. With `least` these are divided by their sum, or by `least` if that is larger. Buffers: the experts, int32
-    (tokens, used); their probabilities, float32 (tokens, used); the state if tile is more than 1, else how often each
-    expert was chosen, int32 (experts,), to which the choices are added; the logits, float32 (tokens, experts), each row
-    filled up to a multiple of `lanes`. If they are `scaled`: what the probability of each expert is multiplied by at
-    last, float32 (experts,)."""
-    width = -(-experts // lanes) * lanes
-
-    def kernel(part: UOp, parts: UOp, chosen: UOp, weights: UOp, *buffers: UOp) -> UOp:
-        k = KernelBuilder(lanes)
-        state, logits, *scales = buffers
-        choices = k.scratch(state) if tile == 1 else None
-        first, count = even_share(k.index(state, TOKENS) if tile > 1 else 1, part, parts)
-        left, best = k.registers(experts), k.registers(used)
-        at, total = k.registers(1, I32), k.registers(1)
-        with k.loop(count) as i:
-            token = first + i
-            with k.loop(experts) as expert:
-                k.store(left, expert, k.load(logits, token * width + expert))
-            with k.loop(used) as rank:
-                k.store(best, rank, UOp.const(_LOWEST, F32))
-                k.store(at, 0, UOp.const(0, I32))
-                with k.loop(experts) as expert:
-                    logit = k.load(left, expert)
-                    is_better = k.load(best, rank) < logit
-                    k.store(at, 0, is_better.where(expert.cast(I32), k.load(at, 0)))
-                    k.store(best, rank, is_better.where(logit, k.load(best, rank)))
-                k.store(chosen, token * used + rank, k.load(at, 0))
-                best_expert = k.index(at, 0)
-                if choices is not None:
-                    k.store(choices, best_expert, k.load(choices, best_expert) + 1)
-                k.store(left, best_expert, UOp.const(_LOWEST, F32))
-            largest = k.load(best, 0)
-            k.store(total, 0, UOp.const(0.0, F32))
-            with k.loop(experts) as expert:
-                logit = k.load(logits, token * width + expert)
-                k.store(total, 0, k.load(total, 0) + k.exp(logit - largest))
-            inverse = k.load(total, 0).reciprocal()
-            probabilities = [k.exp(k.load(best, rank) - largest) * inverse for rank in range(used)]
-            for rank, probability in enumerate(probabilities):
-                if least is not None:
-                    probability = probability * add(probabilities).maximum(least).reciprocal()
-                if scaled:
-                    expert = k.index(chosen, token * used + rank)
-                    probability = probability * k.load(scales[0], expert)
-                k.store(weights, token * used + rank, probability)
-        return k.finish(f"choose_experts_{experts}_{used}_{tile}")
-
-    return kernel
 
 
 @functools.cache

@@ -9,10 +9,9 @@ from engine.measure.kernel_roles import BufferUse
 from engine.targets.buffer_uses import BufferUses
 from engine.targets.cpu.kernels import memory
 from engine.targets.cpu.kernels.activations import buffer_names
-from engine.targets.cpu.kernels.expert_choice import Choice, choose_scored_experts
+from engine.targets.cpu.kernels.expert_choice import Choice, choose_experts, choose_scored_experts
 from engine.targets.cpu.kernels.experts import (
     add_experts,
-    choose_experts,
     expert_product,
     group_experts,
     max_tiles,
