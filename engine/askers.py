@@ -4,12 +4,8 @@ turns, and the words of one address take turns among themselves: no client gets 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import AsyncGenerator, Iterable
-from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, NamedTuple
-
-if TYPE_CHECKING:
-    import asyncio
+from collections.abc import Iterable
+from typing import NamedTuple
 
 
 def address_of(client: str) -> str:
@@ -79,32 +75,3 @@ class Turns:
     def clear(self) -> None:
         self._clients.clear()
         self._addresses.clear()
-
-
-class OneAtATime:
-    """Has one of many go on at a time, in the order of their arrival, but of each client's only the first one waits in
-    that order: clients take turns. Belongs to one event loop."""
-
-    def __init__(self) -> None:
-        import asyncio  # the engine's process, which needs the rest of this module, has none
-
-        self._turn, self._lock = asyncio.Lock(), asyncio.Lock
-        self._clients: dict[str, asyncio.Lock] = {}
-        self._waiting = Counter[str]()
-
-    @property
-    def waiting(self) -> int:
-        """How many there are, with the one whose turn it is."""
-        return self._waiting.total()
-
-    @asynccontextmanager
-    async def turn(self, client: str) -> AsyncGenerator[None, None]:
-        """Waits for a turn of `client`, which lasts as long as the body."""
-        self._waiting[client] += 1
-        try:
-            async with self._clients.setdefault(client, self._lock()), self._turn:
-                yield
-        finally:
-            self._waiting[client] -= 1
-            if not self._waiting[client]:
-                del self._waiting[client], self._clients[client]
