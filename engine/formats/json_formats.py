@@ -7,7 +7,7 @@ The part of an e-mail address before the @ has at most 64 characters (RFC 5321, 
 
 import math
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, TypeGuard
 
 from engine.errors import UsageError
 from engine.formats.json_subschemas import with_subschemas
@@ -86,7 +86,7 @@ def _least(bound: int | float, is_out: bool) -> int | float:
     return int(number) if math.isfinite(number) and number.is_integer() else number
 
 
-def _is_number(value: object) -> bool:
+def _is_number(value: object) -> TypeGuard[int | float]:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
@@ -97,5 +97,5 @@ def _numbers(value: object) -> Iterator[int | float]:
     if isinstance(value, list):
         for each in value:
             yield from _numbers(each)
-    elif isinstance(value, int | float) and not isinstance(value, bool):
+    elif _is_number(value):
         yield value

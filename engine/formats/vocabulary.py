@@ -2,7 +2,7 @@
 
 import codecs
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -147,6 +147,10 @@ class Vocabulary:
     def text(self, id: int | None) -> str:
         """A token as the vocabulary has it, as in a template's `bos_token`; "" for None."""
         return "" if id is None else self.raw[id].decode("utf-8", "replace")
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """The text of tokens: their `piece`s, with U+FFFD for bytes that are no UTF-8."""
+        return b"".join(map(self.piece, ids)).decode("utf-8", "replace")
 
     def piece(self, id: int) -> bytes:
         """The bytes that a token stands for. For a special token these are its name; for an id after the vocabulary

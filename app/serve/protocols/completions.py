@@ -136,8 +136,7 @@ def _echo(prompt: RawText | TokenIds, service: Service, *, with_logprobs: bool) 
     """Raises ApiError."""
     tokenizer = service.file.tokenizer
     if isinstance(prompt, TokenIds):
-        text = b"".join(map(tokenizer.piece, prompt.ids)).decode("utf-8", "replace")
-        return Echo(text, prompt.ids if with_logprobs else ())
+        return Echo(tokenizer.decode(prompt.ids), prompt.ids if with_logprobs else ())
     if not with_logprobs:
         return Echo(prompt.text)
     try:

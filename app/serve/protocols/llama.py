@@ -247,7 +247,7 @@ class LlamaReply(Reply):
         if isinstance(request.prompt, RawText):
             return request.prompt.text
         assert isinstance(request.prompt, TokenIds)
-        return b"".join(map(self.tokenizer.piece, request.prompt.ids)).decode("utf-8", "replace")
+        return self.tokenizer.decode(request.prompt.ids)
 
 
 def _only(value: Json, fields: Sequence[str]) -> Json:

@@ -72,7 +72,7 @@ def slot_action(service: Service, slot: int, action: str) -> Json:
 def applied_template(body: chat.ChatBody, service: Service) -> Json:
     """The text that the model gets. May take as long as it is. Raises ApiError."""
     ids = [id for id in chat.encoded(body, service).ids if id >= 0]  # without those of pictures
-    return {"prompt": b"".join(map(service.file.tokenizer.piece, ids)).decode("utf-8", "replace")}
+    return {"prompt": service.file.tokenizer.decode(ids)}
 
 
 def counted(body: chat.ChatBody, service: Service) -> Json:

@@ -71,7 +71,7 @@ def detokenized(body: DetokenizeBody, service: Service) -> Json:
     tokenizer = service.file.tokenizer
     if not all(0 <= id < tokenizer.vocab_size for id in body.tokens):
         raise wrong(f"Token ids are from 0 to {tokenizer.vocab_size - 1}.", "tokens")
-    text = b"".join(map(tokenizer.piece, body.tokens)).decode("utf-8", "replace")
+    text = tokenizer.decode(body.tokens)
     return {"content": text, "prompt": text}
 
 
