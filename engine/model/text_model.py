@@ -2,51 +2,27 @@
 
 from __future__ import annotations
 
-import collections
-from collections.abc import Callable, Iterable, Iterator
-from functools import partial
-from itertools import chain
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
 
-import numpy as np
 from msgspec.structs import replace
 from tinygrad import Device, Tensor
 from tinygrad.helpers import GlobalCounters
 
-from engine.description import file_summary
-from engine.description.architectures import read_spec
-from engine.description.assistant import is_assistant
-from engine.description.spec import ModelSpec
-from engine.devices.device_name import device_name
-from engine.errors import SHORTEN_AT_MOST, ContextFullError, PreemptedError, UsageError
+from engine.errors import SHORTEN_AT_MOST, ContextFullError, UsageError
 from engine.fixes import compiler_processes, program_cache
-from engine.formats.gguf import GGUF
-from engine.formats.kv_format import KVFormat
 from engine.formats.pooling import pooling_of
-from engine.formats.template import ChatTemplate
-from engine.kernels.compilation import interruptible
 from engine.kernels.quantized_matrix import QuantizedMatrix
-from engine.loading import packed_weights_cache
-from engine.loading.weights import Weights, blank_end
+from engine.loading.weights import Weights
 from engine.measure.bandwidth import copy_gbps
 from engine.measure.compiling import kernels_reported
-from engine.measure.free_memory import free_bytes, host_free_bytes, uses_host_memory
 from engine.measure.profile import profile
 from engine.measure.timeline import timeline
-from engine.model.busy_preparation import BusyPreparation
-from engine.model.coverage import runs_as_graph_because, target_of
-from engine.model.draft_head import NO_CHECKS, NO_HEAD, head_of, open_head
-from engine.model.draft_model import DraftModel
-from engine.model.memory_need import (
-    MemoryNeed,
-    check_fits,
-    chosen_context,
-    draft_head_bytes,
-    squeezed_because,
-)
+from engine.model.draft_head import open_head
+from engine.model.load_plan import LoadPlan, plan_load
 from engine.model.open_runner import open_runner
 from engine.model.pending_encoder import PendingEncoder
+from engine.model.ready_message import ready_message
+from engine.model.step_capture import StepCapture
 from engine.protocol.events import (
     Chat,
     EngineOptions,
@@ -57,10 +33,7 @@ from engine.protocol.events import (
     Loading,
     Measure,
     Measured,
-    ModelInfo,
     Profile,
-    Ready,
-    Sampling,
     Search,
     Slots,
     Tune,
@@ -70,15 +43,11 @@ from engine.protocol.events import (
 from engine.runtime.answer import Answer, Answers
 from engine.runtime.choice_reporter import ChoiceReporter
 from engine.runtime.embedding import Embeddings, Pooler
-from engine.runtime.model_runner import Drawing, SearchRequest, Slot, Want
-from engine.runtime.pictures import PictureEncoder
+from engine.runtime.model_runner import SearchRequest
 from engine.runtime.prefix_folder import default_limit_bytes
 from engine.runtime.prefix_store import PrefixStore
 from engine.runtime.scheduler import Scheduler
 from engine.start_trial import start_trials
-
-if TYPE_CHECKING:
-    from engine.model.eyes import EncoderFile
 
 Report = Callable[[Event], None]
 
@@ -94,148 +63,83 @@ class TextModel:
         file. Raises ModelFileError, UsageError, and BackendError, which comes before loading if the model does not fit
         into memory."""
         prompts = prompts or PendingEncoder(options.model_path)
-        file = prompts.file()
-        spec = read_spec(file)
-        encoder = _encoder_file(options.mmproj, spec) if options.mmproj else None
-        free, device, kv = free_bytes(Device.DEFAULT), str(Device.DEFAULT), KVFormat.parse(options.kv)
-        set_up = target_of(spec, device, options.kernels), options.parallel, kv
-        left = free if encoder is None or free is None else free - encoder.need_bytes
-        draft_file = GGUF(options.draft) if options.draft else None
-        if head := head_of(file, spec, draft_file, options, set_up[0]):
-            left = None if left is None else left - draft_head_bytes(spec, head.spec, set_up[0], kv)
-            spec = head.beside(spec)
-        draft = None
-        if draft_file and not is_assistant(draft_file) and options.speculate != "heads":
-            draft = DraftModel(draft_file, options, device, file, spec.vocab)
-        room = left if draft is None or left is None else left - draft.need(None).total_bytes
-        self.context_length = chosen_context(spec, options.context_length, room, *set_up)
-        need = check_fits(spec, self.context_length, left, *set_up)
-        if draft:
-            draft.check_fits(self.context_length, None if left is None else left - need.total_bytes)
+        plan = plan_load(options, prompts.file())
+        self.context_length = plan.context_length
         if Device.DEFAULT.split(":")[0] == "CPU":  # repacking the weights keeps all cores busy
             prompts.encoder()
         loading = Loading(
             done_bytes=0,
-            total_bytes=spec.matrix_bytes,
-            context_length=self.context_length,
-            cache_bytes=need.cache_bytes,
-            kv=kv.value,
+            total_bytes=plan.spec.matrix_bytes,
+            context_length=plan.context_length,
+            cache_bytes=plan.need.cache_bytes,
+            kv=plan.kv.value,
         )
         report(loading)
         weights = Weights(
-            file,
-            spec,
+            plan.file,
+            plan.spec,
             lambda done: report(replace(loading, done_bytes=done)),
-            keep_cached=_has_room_for(file, need),
+            keep_cached=plan.has_room_for_file,
         )
         program_cache.apply()
         with kernels_reported(lambda done, total: report(Warming(done=done, total=total))):
-            how = self.context_length, options.kernels, options.keep_packed, options.parallel, kv
-            pictures = encoder.room(spec) if encoder else None
-            self._runner = open_runner(weights, *how, is_early=True, pictures=pictures)
-            self._choices = ChoiceReporter(self._runner.expert_choices, report)
-            limit = options.prefix_cache_bytes
-            kept_bytes = default_limit_bytes() if limit is None else limit
-            layout = self._runner.export_layout
-            store = PrefixStore(file, layout, kept_bytes) if kept_bytes and layout else None
-            self._head = open_head(self._runner, spec, head, set_up[0], kv)
-            model = draft.open(self.context_length) if draft and self._runner.check_rows else None
-            seeing = encoder.open_kept(options.kernels, kept_bytes) if encoder else None
-            self.scheduler = Scheduler(
-                self._runner,
-                lambda slots: self._report_slots(slots, report),
-                store,
-                options.token_gap,
-                options.speculate,
-                seeing,
-                model or self._head,
-            )
-            self._search(options, report)
-            self._embeds = pooling_of(file) is not None
-            self._interrupted: Callable[[], bool] = lambda: False
-            self._captures = self._capture_steps()
-            self._busy_preparation = BusyPreparation(self._compilations())
-            with timeline.span("first step"):
-                next(self._captures)
-            start_trials.proved()
-            if not self._runner.precompiled:  # else the first prompt and reply would wait for the compiler
-                collections.deque(self._captures, 0)
-            if options.speculate != "off":
-                self._captures = chain(self._captures, self._capture_checks())
-            if seeing:
-                self._captures = chain(self._captures, self._prepare_pictures(seeing))
+            self._open(plan, options, weights, report)
         compiler_processes.dismiss()
         with timeline.span("waiting for the tokenizer"):
             self.prompts = prompts.encoder()
         self.tokenizer = self.prompts.tokenizer
-        if encoder:
-            self.prompts.template.eyes = encoder.eyes
+        if plan.encoder:
+            self.prompts.template.eyes = plan.encoder.eyes
+        pictures = plan.pictures
         whole_pictures = self._runner.max_chunk if pictures and pictures.whole else 0
-        self._answers = Answers(self.prompts, self.context_length, whole_pictures)
-        self._embeddings = Embeddings(self.prompts, self.context_length, _pooler(weights))
+        self._answers = Answers(self.prompts, plan.context_length, whole_pictures)
+        self._embeddings = Embeddings(self.prompts, plan.context_length, _pooler(weights))
         self._choices.skip()
         with timeline.span("template"):
-            warnings = self._warnings(file, spec, options)
-            if draft and not self._runner.check_rows:
-                warnings += (NO_CHECKS,)
-            is_asked_for = options.speculate == "heads" or (head and head.is_assistant)
-            if is_asked_for and not self._head:
-                warnings += (NO_CHECKS if head else NO_HEAD,)
-        self.ready = Ready(
-            model=_model_info(file, spec, self.prompts.template, sees=encoder is not None),
-            backend=str(Device.DEFAULT),
-            device_name=device_name(str(Device.DEFAULT)),
-            context_length=self.context_length,
-            load_ms=0.0,
-            cache_bytes=need.cache_bytes,
-            kv=kv.value,
-            is_squeezed=bool(squeezed_because(spec, options.context_length, self.context_length)),
-            warnings=warnings,
-            parallel=self._runner.parallel,
-            weight_bytes_per_token=spec.weight_bytes_per_token,
-            kv_bytes_per_token=spec.kv_bytes_per_token(windowed=False, kv=kv),
-            window=spec.window,
-            window_kv_bytes_per_token=spec.kv_bytes_per_token(windowed=True, kv=kv),
-            state_bytes=spec.state_bytes,
-            states_bytes=need.states_bytes,
-            checkpoints=self._runner.state_slots,
-            **self._experts(spec),
-        )
-
-    def _experts(self, spec: ModelSpec) -> dict[str, Any]:
-        """The fields of `Ready` about experts."""
-        if not self._choices.counts:
-            return {}
-        return {"experts": spec.experts[0].count, "experts_used": spec.experts[0].used}
-
-    def _warnings(self, file: GGUF, spec: ModelSpec, options: EngineOptions) -> tuple[str, ...]:
-        """Sentences about what a user would not expect of this model."""
-        as_graph = "" if options.kernels == "graph" else runs_as_graph_because(spec, str(Device.DEFAULT))
-        unkept = ""
-        packs = str(Device.DEFAULT) == "CPU" and not as_graph and options.kernels != "graph"
-        if packs and options.keep_packed and not packed_weights_cache.cached_files(Path(options.model_path)):
-            unkept = "The packed weights are not kept: the disk has no room for them, or cannot be written."
-        shorter = squeezed_because(spec, options.context_length, self.context_length)
-        text_only = [
-            f"Its {encoder} encoder is not loaded: orin-chat gives it text alone."
-            for encoder in spec.encoders
-        ]
-        dropped = ""
-        if start_trials.dropped:
-            dropped = (
-                "What a search of schedules found made an earlier start fail, so it is not used any more."
+            self.ready = ready_message(
+                plan, options, self._runner, self.prompts, self._choices.counts, self._head is not None
             )
-        stands_in = options.chip and f"The kernels are those of {options.chip}, as if this were such a GPU."
-        notes = [blank_end(file, spec), stands_in, as_graph, unkept, dropped, shorter, *text_only]
-        return (*self.prompts.warnings, *filter(None, notes))
+
+    def _open(self, plan: LoadPlan, options: EngineOptions, weights: Weights, report: Report) -> None:
+        """Makes the runner and what stands around it, and captures the steps that a first reply needs."""
+        how = plan.context_length, options.kernels, options.keep_packed, options.parallel, plan.kv
+        runner = open_runner(weights, *how, is_early=True, pictures=plan.pictures)
+        self._runner = runner
+        self._choices = ChoiceReporter(runner.expert_choices, report)
+        limit = options.prefix_cache_bytes
+        kept_bytes = default_limit_bytes() if limit is None else limit
+        layout = runner.export_layout
+        store = PrefixStore(plan.file, layout, kept_bytes) if kept_bytes and layout else None
+        self._head = open_head(runner, plan.spec, plan.head, plan.target, plan.kv)
+        draft = plan.draft.open(plan.context_length) if plan.draft and runner.check_rows else None
+        encoder = plan.encoder.open_kept(options.kernels, kept_bytes) if plan.encoder else None
+        self.scheduler = Scheduler(
+            runner,
+            lambda slots: self._report_slots(slots, report),
+            store,
+            options.token_gap,
+            options.speculate,
+            encoder,
+            draft or self._head,
+        )
+        self._search(options, report)
+        embeds = pooling_of(plan.file) is not None
+        guesses = options.speculate != "off"
+        self._capture = StepCapture(
+            runner, self.scheduler, plan.context_length, embeds, guesses, self._head, encoder
+        )
+        with timeline.span("first step"):
+            self._capture.first()
+        start_trials.proved()
+        if not runner.precompiled:  # else the first prompt and reply would wait for the compiler
+            self._capture.steps()
 
     def warm_up(self, interrupted: Callable[[], bool]) -> None:
         """Captures the remaining steps one by one until `interrupted`. Steps that are not captured here are captured at
         their first use. What conversations have added to the KV cache is kept on disk."""
         if self.scheduler.busy:
             return
-        self._interrupted = interrupted
-        while not interrupted() and next(self._captures, self) is None:
+        for _ in self._capture.rest(interrupted):
             self._choices.skip()
         compiler_processes.dismiss()
         self.scheduler.keep(interrupted)
@@ -247,7 +151,7 @@ class TextModel:
     def _report_slots(self, slots: Slots, report: Report) -> None:
         """Reports what the scheduler does, and which experts its steps have chosen."""
         report(replace(slots, device_bytes=GlobalCounters.mem_used_per_device[Device.DEFAULT]))
-        self._busy_preparation.turn(sum(map(bool, slots.slots)))
+        self._capture.while_busy.turn(sum(map(bool, slots.slots)))
         if any(slots.slots):
             self._choices.report_if_due()
         else:
@@ -334,135 +238,10 @@ class TextModel:
                 is_changed = self._runner.search(search)
             self._choices.skip()
             if is_changed:
-                self._captures = self._capture_steps()
-                self._busy_preparation = BusyPreparation(self._compilations())
+                self._capture.again()
             self.warm_up(interrupted)
         before_us, after_us = (times[0].before_us, times[-1].after_us) if times else (0.0, 0.0)
         return Tuned(request_id=request.request_id, before_us=before_us, after_us=after_us, left=left)
-
-    def _capture_steps(self) -> Iterator[None]:
-        """Captures each step of the runner by running it, one a turn, if there are free blocks for it. The first is a
-        decode step with its logits: it shows that the device works."""
-        runner = self._runner
-        self._run(1, 0)
-        runner.logits()
-        yield
-        # The smallest size does for all until they are compiled.
-        for size in dict.fromkeys((runner.chunk_sizes[0], *self._sizes_to_compile())):
-            yield from self._prepare(partial(runner.prepare, size))
-            self._run(0, size // 2 + 1)
-            yield
-            if self._embeds:
-                yield from self._prepare(partial(self._run, 0, size // 2 + 1, want="hidden"))
-                yield
-        for drawing in (None, *_drawings()) if runner.sampler else (None,):
-            for count in runner.row_counts:
-                yield from self._prepare(partial(runner.prepare_rows, count))
-                for depth in self._depths(count):
-                    self._run(min(count, runner.parallel), 0, depth, drawing)
-                    yield
-            if runner.precompiled and not drawing:
-                yield from self._capture_mixed_steps()
-
-    def _compilations(self) -> Iterator[Callable[[], None]]:
-        """What compiles the kernels of steps, those first that make most of a difference."""
-        runner = self._runner
-        if runner.precompiled:
-            largest, *sizes = self._sizes_to_compile()
-            yield partial(runner.prepare, largest)
-            yield from (partial(runner.prepare_rows, count) for count in runner.row_counts)
-            yield from (partial(runner.prepare, size) for size in sizes)
-
-    def _sizes_to_compile(self) -> Iterable[int]:
-        """The sizes of a prompt's steps. The largest comes first: long prompts gain most."""
-        sizes = self._runner.chunk_sizes
-        return dict.fromkeys((sizes[-1], *sizes))
-
-    def _capture_mixed_steps(self) -> Iterator[None]:
-        """Captures steps of prompts and replies."""
-        runner = self._runner
-        for count in runner.row_counts[1:]:
-            rows = min(count, runner.parallel - 1)  # one sequence is that of the prompt
-            for size in runner.piece_sizes(rows)[:-1]:
-                for depth in self._depths(count):
-                    self._run(rows, size, depth)
-                    yield
-
-    def _capture_checks(self) -> Iterator[None]:
-        """Captures steps that check guesses of the next tokens of one reply."""
-        for rows in self._runner.check_rows:
-            yield from self._prepare(partial(self._runner.prepare_check, rows))
-            yield
-            for drawing in (None, *_drawings())[: 2 if self._runner.sampler else 1]:
-                for depth in self._runner.decode_depths(rows):
-                    self._run(rows, 0, depth, drawing, checks=True)
-                    yield
-        if head := self._head:
-            for size in self._runner.chunk_sizes if head.reads_of_prompt else ():
-                yield from self._prepare(partial(self._run, 0, size // 2 + 1, want="hidden"))
-                yield
-            yield from self._prepare(head.prepare)
-            yield
-
-    def _prepare_pictures(self, encoder: PictureEncoder) -> Iterator[None]:
-        """Compiles what pictures need."""
-        for prepare in encoder.preparations():
-            yield from self._prepare(prepare)
-            yield
-
-    def _prepare(self, prepare: Callable[[], None]) -> Iterator[None]:
-        """Compiles the kernels of a step. A turn ends early if that is interrupted, and the next one goes on."""
-        while True:
-            try:
-                with interruptible(self._interrupted):
-                    return prepare()
-            except PreemptedError:
-                yield
-
-    def _depths(self, rows: int) -> tuple[int, ...]:
-        """The positions at which steps of so many replies are captured. There are many steps of several."""
-        depths = self._runner.decode_depths(rows)
-        return depths if rows == 1 else depths[:2]
-
-    def _run(
-        self,
-        rows: int,
-        prompt_tokens: int,
-        position: int = 0,
-        drawing: Drawing | None = None,
-        checks: bool = False,
-        want: Want = "none",
-    ) -> None:
-        """Runs a step of so many replies at a position and a prompt's piece, if there are free blocks for it. All
-        sequences are empty before and after. `drawing`: what the first reply is drawn with. If it `checks`, all rows
-        are of that. `want`: of the piece."""
-        lengths = [position + rows] if checks else [position + 1] * rows
-        lengths += [prompt_tokens] * (prompt_tokens > 0)
-        if max(lengths) > self.context_length or not self.scheduler.blocks.has_free(lengths):
-            return
-        is_drawn = drawing and self._runner.sampler and self._runner.sampler.prepare(0, drawing)
-        places = [(0, position + i) if checks else (i, position) for i in range(rows)]
-        slots = [Slot(sequence, (0,), place, draw=bool(is_drawn)) for sequence, place in places]
-        if prompt_tokens:
-            slots.insert(0, Slot(rows, (0,) * prompt_tokens, 0, want))
-        with self.scheduler.blocks.room(*lengths):
-            self._runner.run(slots)
-
-
-def _drawings() -> Iterator[Drawing]:
-    """For each way in which a step draws tokens, one that needs it: with and without penalties, and those that need
-    most, with masks and log-probabilities."""
-    for penalty, top in ((1.0, 0), (1.1, 0), (1.1, 1)):
-        yield Drawing(Sampling(repeat_penalty=penalty), [0], np.zeros(1), top=top, masks=top > 0)
-
-
-def _has_room_for(file: GGUF, need: MemoryNeed) -> bool:
-    """Whether the machine's memory has room for the file beside the model, so that the next start need not read the
-    disk."""
-    needed, free = file.file_bytes, host_free_bytes()
-    if uses_host_memory(Device.DEFAULT):
-        needed += need.total_bytes
-    return free is None or needed <= free
 
 
 def _pooler(weights: Weights) -> Pooler:
@@ -472,24 +251,3 @@ def _pooler(weights: Weights) -> Pooler:
         rows = Tensor(weights.read(of, range(of.rows)))
         classes = QuantizedMatrix(of.type, of.rows, of.cols).dequantize_rows(rows, of.rows).numpy()
     return Pooler(weights.vector(spec.output_norm), spec.stream_eps, classes)
-
-
-def _encoder_file(path: str, spec: ModelSpec) -> EncoderFile:
-    """An encoder of pictures. Raises ModelFileError. Its modules take a twentieth of a second of a start."""
-    from engine.model.eyes import EncoderFile
-
-    return EncoderFile(path, spec)
-
-
-def _model_info(file: GGUF, spec: ModelSpec, template: ChatTemplate, sees: bool) -> ModelInfo:
-    return ModelInfo(
-        name=spec.name,
-        architecture=spec.architecture,
-        quantization=file_summary.quantization(file),
-        parameters=file_summary.parameters(file),
-        file_bytes=file.file_bytes,
-        trained_context=spec.trained_context,
-        thinks=template.thinks,
-        takes_effort=template.takes_effort,
-        sees=sees,
-    )

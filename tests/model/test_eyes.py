@@ -74,7 +74,7 @@ def test_a_picture_changes_the_reply_and_is_read_once(model):
         ask(model, "What is it?", Picture(data=b"nothing", name="/tmp/a.png"))
 
 
-def test_an_idle_engine_prepares_for_pictures(model):
+def test_an_idle_engine_prepares_for_pictures(model, monkeypatch):
     """It is interrupted once, and goes on."""
     ends = iter([PreemptedError("a request came in"), None])
 
@@ -82,8 +82,8 @@ def test_an_idle_engine_prepares_for_pictures(model):
         if error := next(ends):
             raise error
 
-    encoder = SimpleNamespace(preparations=lambda: [prepare])
-    assert len(list(model._prepare_pictures(encoder))) == 2 and next(ends, "done") == "done"
+    monkeypatch.setattr(model._capture, "_encoder", SimpleNamespace(preparations=lambda: [prepare]))
+    assert len(list(model._capture._pictures())) == 2 and next(ends, "done") == "done"
 
 
 def test_penalties_leave_pictures_alone(model):

@@ -16,7 +16,7 @@ from engine.formats.kv_format import KVFormat
 from engine.formats.quantization import FLOATS, QUANTIZED
 from engine.kernels.quantized_matrix import QuantizedMatrix
 from engine.measure.free_memory import host_free_bytes
-from engine.model import text_model as generate
+from engine.model import load_plan
 from engine.model.memory_need import (
     Target,
     check_fits,
@@ -165,7 +165,7 @@ def test_a_refusal_names_a_format_of_the_cache_that_would_fit(tmp_path, heads, w
 
 
 def test_the_engine_refuses_before_it_loads(path, monkeypatch):
-    monkeypatch.setattr(generate, "free_bytes", lambda device: 1000)
+    monkeypatch.setattr(load_plan, "free_bytes", lambda device: 1000)
     reports = []
     with pytest.raises(BackendError, match=r"random noise needs .* for a context of 8,192 tokens"):
         TextModel(EngineOptions(model_path=str(path)), reports.append)
@@ -174,7 +174,7 @@ def test_the_engine_refuses_before_it_loads(path, monkeypatch):
 
 def test_the_engine_says_beforehand_what_the_longest_context_costs(path, monkeypatch):
     need = memory_need(read_spec(GGUF(path)), 1024).total_bytes
-    monkeypatch.setattr(generate, "free_bytes", lambda device: int(need / 0.9) + 1)
+    monkeypatch.setattr(load_plan, "free_bytes", lambda device: int(need / 0.9) + 1)
     reports = []
     ready = TextModel(EngineOptions(model_path=str(path), context_length="max"), reports.append).ready
     assert ready.is_squeezed and ready.context_length == 1024

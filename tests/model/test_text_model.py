@@ -1,6 +1,5 @@
 """A loaded model answering requests: what the worker serves, without the process around it."""
 
-import collections
 import json
 from types import SimpleNamespace
 
@@ -257,7 +256,7 @@ def test_finished_counts(model):
 def test_what_is_captured_later_gives_way_to_a_prompt(model, monkeypatch):
     asked = iter([False, False, True, False])
     uses = []
-    monkeypatch.setattr(model, "_captures", (uses.append(i) for i in range(9)))
+    monkeypatch.setattr(model._capture, "_left", (uses.append(i) for i in range(9)))
     model.warm_up(lambda: next(asked))
     assert uses == [0, 1]
     answer(model, "once", sampling=GREEDY)
@@ -273,7 +272,7 @@ def test_kernels_that_are_compiled_later_give_way_to_a_prompt(model, monkeypatch
         if len(tries) == 1:
             raise PreemptedError("a prompt came")
 
-    monkeypatch.setattr(model, "_captures", model._prepare(prepare))
+    monkeypatch.setattr(model._capture, "_left", model._capture._prepare(prepare))
     asked = iter([False, True])
     model.warm_up(lambda: next(asked))
     assert tries == [0]
@@ -285,11 +284,12 @@ def test_what_is_captured_takes_no_room_from_a_conversation(model, monkeypatch):
     answer(model, "once", sampling=GREEDY)
     kept, run, steps = model.scheduler.blocks.counts(), model._runner.run, []
     monkeypatch.setattr(model._runner, "run", lambda slots: steps.append(slots) or run(slots))
-    collections.deque(model._capture_steps(), 0)
+    model._capture.again()
+    model._capture.steps()
     assert steps and model.scheduler.blocks.counts() == kept
     monkeypatch.setattr(model.scheduler.blocks, "has_free", lambda lengths: False)
     steps.clear()
-    model._run(1, 0)
+    model._capture._run(1, 0)
     assert not steps
 
 

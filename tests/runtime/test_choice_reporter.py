@@ -49,7 +49,7 @@ def answer(model, fresh=True):
 
 def captures(model):
     for _ in range(3):
-        model._run(1, 0)
+        model._capture._run(1, 0)
         yield
 
 
@@ -76,7 +76,7 @@ def test_every_choice_for_a_request_is_reported_once(model, events, monkeypatch)
         model.profile(Profile(request_id=1), lambda: False)
         kept = model.scheduler.blocks
         forget(model)
-        model._captures = captures(model)
+        model._capture._left = captures(model)
         model.warm_up(lambda: False)
         model.scheduler.blocks = kept
 
@@ -91,7 +91,7 @@ def test_those_of_several_conversations_are_reported_too(model, events):
     events.clear()
     answering, idle = (Slots(slots=(slot,), waiting=0, blocks=()) for slot in (SLOT, None))
     for slots in (answering, idle, idle):
-        model._run(1, 0)
+        model._capture._run(1, 0)
         model._report_slots(slots, events.append)
     assert [type(event) for event in events] == [Slots, Slots, ExpertChoices, Slots, ExpertChoices]
     assert [sum(event.layers[0]) for event in events[2::2]] == [2 * USED, USED]

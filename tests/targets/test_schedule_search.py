@@ -263,8 +263,7 @@ def test_an_idle_engine_searches_if_nothing_has_to_go_for_it(tokens, has_free, w
         _runner=runner,
         scheduler=SimpleNamespace(blocks=blocks),
         _choices=SimpleNamespace(skip=lambda: None),
-        _capture_steps=lambda: done.append("captured anew"),
-        _compilations=lambda: iter(()),
+        _capture=SimpleNamespace(again=lambda: done.append("captured anew")),
         warm_up=lambda interrupted: done.append("warm"),
     )
     assert TextModel.tune(model, Tune(request_id=7, seconds=9.0), lambda: False) == wanted
