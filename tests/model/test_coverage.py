@@ -95,10 +95,9 @@ def test_a_sublayer_that_a_table_does_not_have_runs_as_graphs(tmp_path, monkeypa
 
 
 @pytest.mark.parametrize("architecture", ("glm4moe", "ernie4_5-moe", "dots1", "bailingmoe2"))
-def test_experts_that_are_chosen_by_scores_run_as_graphs_on_a_gpu(architecture, tmp_path):
+def test_experts_that_are_chosen_by_scores_run_on_kernels(architecture, tmp_path):
     spec = opened(generated_model.write(tmp_path / "model.gguf", architecture=architecture)).spec
-    assert "has experts that are chosen by scores, which" in runs_as_graph_because(spec, "CUDA")
-    assert not runs_as_graph_because(spec, "CPU")
+    assert not runs_as_graph_because(spec, "CUDA") and not runs_as_graph_because(spec, "CPU")
 
 
 def test_a_device_without_kernels_runs_graphs(tmp_path):

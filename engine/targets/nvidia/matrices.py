@@ -9,7 +9,7 @@ from itertools import groupby
 from engine.description.sublayers import Dense, Weight
 from engine.loading.weights import pieces
 from engine.targets.nvidia.kernels.products.chosen_experts import ChosenExperts
-from engine.targets.nvidia.kernels.products.matvec import StackedMatrices
+from engine.targets.nvidia.kernels.products.matvec import SharedExpert, StackedMatrices
 from engine.targets.nvidia.kernels.products.schedules import best_schedule
 from engine.targets.nvidia.kernels.weights.weight_layout import WeightLayout
 from engine.targets.nvidia.kernels.weights.weight_repacking import MatrixSpec, TensorRows
@@ -68,19 +68,21 @@ class Matrix:
 @dataclass
 class Product:
     """Matrices that multiply the same input, and the schedule of the kernel that decode multiplies them with. `name`:
-    that of the first tensor, without the layer. With `experts`, one matrix that holds those of all experts; `shared`
-    is that of an expert whose result is added to theirs. `beside`: a product of another input in the same kernel."""
+    that of the first tensor, without the layer. With `experts`, one matrix that holds those of all experts; `shared` is
+    that of an expert whose result is added to theirs, if it is `gated` times a factor. `beside`: a product of another
+    input in the same kernel."""
 
     matrices: Sequence[Matrix]
     experts: ChosenExperts | None = None
     shared: Matrix | None = None
     beside: Product | None = None
+    gated: bool = True
 
     def __post_init__(self) -> None:
         first, n = self.matrices[0], self.experts.n if self.experts else 1
         self.name = first.weights[0].name
         shapes = tuple((m.layout, m.rows // n) for m in self.matrices)
-        shared = (self.shared.layout, self.shared.cols) if self.shared else None
+        shared = SharedExpert(self.shared.layout, self.shared.cols, self.gated) if self.shared else None
         beside: StackedMatrices | None = self.beside.stack if self.beside else None
         self.stack: StackedMatrices = StackedMatrices(shapes, first.cols, self.experts, shared, beside)
         self.planes = [plane for matrix in self.all_matrices for plane in matrix.planes]

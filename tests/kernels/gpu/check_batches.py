@@ -51,6 +51,10 @@ def check_rows_side_by_side() -> None:
     hold(architecture="gemma4-moe", **SMALL | {"dim": 192, "heads": 4, "kv_heads": 2, "layers": 2})
 
 
+def check_rows_with_experts_of_the_best_groups() -> None:
+    hold(architecture="bailingmoe2", **SMALL | {"layers": 2, "dim": 160})
+
+
 def hold(binds: bool = False, **shape: Any) -> None:
     """Two sequences in turns, and a third that begins like one of them; raises AssertionError where logits differ from
     those of each alone. `binds`: some tokens have masks."""

@@ -4,6 +4,7 @@ import numpy as np
 from tinygrad import dtypes
 
 from engine.targets.nvidia.kernels.products.activation_order import PLACES
+from engine.targets.nvidia.kernels.products.expert_choice import Scores
 from engine.targets.nvidia.kernels.products.matmul import ExpertTiles, expert_tiles, fragments_size, matmul
 from engine.targets.nvidia.kernels.products.prefill_experts import (
     add_shared,
@@ -51,6 +52,39 @@ def check_choice_of_experts() -> None:
         if least is not None:
             best /= np.maximum(best.sum(-1, keepdims=True), least)
         close(weights.numpy().reshape(tokens, used), best, 1e-6)
+
+
+def check_choice_by_scores() -> None:
+    """The experts of the best scores, of groups or of all; weights are probabilities without the bias."""
+    tokens = 16
+    cases = (
+        (8, 2, None, Scores("sigmoid", factor=2.5)),
+        (40, 6, 6.1e-5, Scores("softmax", biased=True)),
+        (256, 8, 6.1e-5, Scores("sigmoid", True, 2.5, groups=8, used_groups=4)),
+        (12, 3, 0.9, Scores("softmax", False, 1.0, groups=3, used_groups=1)),
+        (33, 5, None, Scores("softmax", factor=16.0)),
+    )
+    for n, used, least, scores in cases:
+        logits = (rng.standard_normal((tokens, n)) * 3).astype(np.float32)
+        logits[0], logits[1, : n // 2] = 2.0, 5.0
+        bias = (rng.standard_normal(n) * scores.biased).astype(np.float32)
+        chosen, weights = zeros(tokens * used, dtypes.int32), zeros(tokens * used)
+        prompt = prompt_state(tokens, (0, 3, tokens, 0))
+        ins = buffer(logits), prompt, *([buffer(bias)] if scores.biased else [])
+        run(choose_experts(tokens, used, n, least, scores=scores), chosen, weights, *ins)
+        p = np.exp(logits.astype(np.float64) - logits.max(-1, keepdims=True))
+        p = p / p.sum(-1, keepdims=True) if scores.scoring == "softmax" else 1 / (1 + np.exp(-logits))
+        ranked = (p + bias).reshape(tokens, scores.groups, -1)
+        if scores.groups > 1:
+            how_good = np.sort(ranked, -1)[..., -2:].sum(-1)
+            rest = np.argsort(-how_good, -1, kind="stable")[:, scores.used_groups :]
+            np.put_along_axis(ranked, rest[..., None], -np.inf, 1)
+        wanted = np.argsort(-ranked.reshape(tokens, n), -1, kind="stable")[:, :used]
+        assert np.array_equal(chosen.numpy().reshape(tokens, used), wanted), (n, used, scores)
+        best = np.take_along_axis(p, wanted, -1)
+        if least is not None:
+            best /= np.maximum(best.sum(-1, keepdims=True), least)
+        close(weights.numpy().reshape(tokens, used), best * scores.factor, 1e-6)
 
 
 def choice(tokens, used, n, favourite):

@@ -31,7 +31,7 @@ from engine.targets.nvidia.kernels.products.epilogues import (
     as_logits,
     routed,
 )
-from engine.targets.nvidia.kernels.products.matvec import Schedule, StackedMatrices, matvec
+from engine.targets.nvidia.kernels.products.matvec import Schedule, SharedExpert, StackedMatrices, matvec
 from engine.targets.nvidia.kernels.products.small_batch import SmallBatchTiles, small_batch_product, stored
 from engine.targets.nvidia.kernels.products.small_batch import activated as gated_few
 from engine.targets.nvidia.kernels.products.small_batch import as_logits as logits_few
@@ -59,7 +59,7 @@ def products() -> Iterator[Made]:
         choice = ChosenExperts(2, 8, False, True, None, True)
         chooses = StackedMatrices.single(q4, 128, 256, choice)
         yield matvec(chooses, schedule, activated("silu"), "t", 8), types[q4]
-        added = StackedMatrices(((q4, 64),), 256, ChosenExperts(2, 8, True, True), (q6, 256))
+        added = StackedMatrices(((q4, 64),), 256, ChosenExperts(2, 8, True, True), SharedExpert(q6, 256))
         yield matvec(added, schedule, add_residual(), "t"), types[q4] + types[q6]
         beside = StackedMatrices(((f32, 8),), 256, beside=StackedMatrices.single(q4, 128, 256))
         yield matvec(beside, schedule, routed(8, "gelu"), "t", 8), types[f32] + types[q4]

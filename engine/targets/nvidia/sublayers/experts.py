@@ -20,6 +20,7 @@ from engine.targets.nvidia.decode_step import DecodeMemory, DecodeStep
 from engine.targets.nvidia.kernels.products.activation_order import Order
 from engine.targets.nvidia.kernels.products.chosen_experts import ChosenExperts
 from engine.targets.nvidia.kernels.products.epilogues import STORE, STORE_BIASED, activate, activated, routed
+from engine.targets.nvidia.kernels.products.expert_choice import Scores
 from engine.targets.nvidia.kernels.products.few_experts import block_tiles, few_experts, few_tiles
 from engine.targets.nvidia.kernels.products.matmul import ExpertTiles, expert_tiles, fragments_size, matmul
 from engine.targets.nvidia.kernels.products.prefill_experts import (
@@ -48,18 +49,16 @@ def chosen_experts(memory: DecodeMemory, used: int) -> dict[str, Tensor]:
 
 class ExpertsHandler(Handler):
     """The weights of a mixture of experts. Rows of gate and up alternate, unless these differ in type: then they are
-    matrices of their own. With a shared expert, its gate is a row of the router, and the router's product also has the
-    shared expert's gate and up (`shared`). `router_rows`: the router as prefill reads it, float32 (experts * dim,), or
-    one row more. `biases`: those of gate and up of each expert, in the order of their rows, float32 (experts * 2 *
-    width,); `matrix_biases`: of each matrix of `gate_up` those, None without; those of down are float32 (experts *
-    dim,). `scales`: what the experts' results are
-    multiplied by, float32 (experts,). `choices`: how often each expert was chosen, int32 (experts,)."""
+    matrices of their own. With a shared expert, its gate, if any, is a row of the router, and the router's product also
+    has the shared expert's gate and up (`shared`). `router_rows`: the router as prefill reads it, float32 (experts *
+    dim,), or one row more. `biases`: those of gate and up of each expert, in the order of their rows, float32 (experts
+    * 2 * width,); `matrix_biases`: of each matrix of `gate_up` those, None without; those of down are float32 (experts
+    * dim,). `scales`: what the experts' results are multiplied by, float32 (experts,); `choice_bias`, of the same
+    shape. `choices`: how often each expert was chosen, int32 (experts,)."""
 
     @classmethod
     def lacks(cls, part: Experts) -> str:
-        if not part.is_plain:
-            return "experts that are chosen by scores"
-        return "a shared expert without a gate" if part.shared and not part.shared_gate else ""
+        return "a router's bias beside a shared expert" if part.shared and part.router_bias else ""
 
     def __init__(self, part: Experts, loading: Loading) -> None:
         weights, self.part = loading.weights, part
@@ -71,8 +70,12 @@ class ExpertsHandler(Handler):
             self.biases = to_device(np.stack(shaped, axis=1).reshape(-1))
             self.matrix_biases = [self.biases] if alternate else [to_device(b) for b in biases]
         self.scales, self.choices = loading.vector(part.scales), next(loading.choices)
+        self.choice_bias = loading.vector(part.choice_bias)
+        groups = part.groups, part.used_groups
+        self.scores = Scores(part.scoring, self.choice_bias is not None, part.factor, *groups)
+        is_scaled = self.scales is not None
         chosen = ChosenExperts(
-            part.used, part.count, False, self.biases is not None, part.least_sum, self.scales is not None
+            part.used, part.count, False, self.biases is not None, part.least_sum, is_scaled, self.scores
         )
         added = ChosenExperts(part.used, part.count, added=True, bias=part.down_bias is not None)
         routers, shared_down = [part.router, *([part.shared_gate] if part.shared_gate else [])], None
@@ -84,7 +87,9 @@ class ExpertsHandler(Handler):
         self.router_rows = to_device(np.concatenate([_floats(weights, weight) for weight in routers]))
         self.router_bias = loading.vector(part.router_bias)
         self.gate_up = product_of([part.gate, part.up], alternate, chosen)
-        self.down = Product(matrices_of([part.down]), added, shared_down)
+        is_gated = part.shared_gate is not None
+        self.n_logits = part.count + is_gated
+        self.down = Product(matrices_of([part.down]), added, shared_down, gated=is_gated)
         self.down_bias = loading.vector(part.down_bias)
         self.products = self.router, self.gate_up, self.down
 
@@ -97,15 +102,14 @@ class ExpertsHandler(Handler):
             "experts_down",
             **chosen_experts(step.memory, self.part.used),
             shared_x=shared_x,
-            router=None if shared_x is None else logits,
+            router=None if self.part.shared_gate is None else logits,
             biases=self.down_bias,
         )
 
     def route(self, step: DecodeStep, norm: Norm) -> None:
         """Adds the router, with the gate and up of a shared expert."""
-        (logits, shared_x), shared, n = self.routed(step), self.part.shared, self.part.count + 1
+        (logits, shared_x), shared, n = self.routed(step), self.part.shared, self.n_logits
         buffers: dict[str, Tensor | None]
-        assert not (shared and self.router_bias)
         if len(self.shared) == 1 and shared and self.down.shared:
             epilogue = routed(n, shared.activation)
             buffers = {"logits": logits, "out": shared_x, "input_scale": step.input_scale(self.down.shared)}
@@ -129,6 +133,7 @@ class ExpertsHandler(Handler):
             "router": logits,
             "scales": self.scales,
             "biases": self.biases,
+            "choice_bias": self.choice_bias,
         }
         if len(self.gate_up.matrices) == 1:
             buffers |= {"out": out, "input_scale": input_scale}
@@ -144,9 +149,9 @@ class ExpertsHandler(Handler):
         """The router's logits, and with a shared expert the input of its last product. If that one's gate and up are
         matrices of their own, their rows follow the logits."""
         if not self.part.shared:
-            return step.buffer("router", self.part.count), None
+            return step.buffer("router", self.n_logits), None
         width, apart = self.part.shared.width, len(self.shared) == 2
-        logits = step.buffer("router", self.part.count + 1 + 2 * width * apart)
+        logits = step.buffer("router", self.n_logits + 2 * width * apart)
         return logits, step.buffer("shared expert", permuted_size(width))
 
     def prefill(self, step: PromptStep, norm: Norm) -> Sums:
@@ -160,7 +165,7 @@ class ExpertsHandler(Handler):
         few = few_tiles(tokens, used, n) if len(self.gate_up.matrices) == 1 else None
         tiles = few or expert_tiles(tokens, used, n)
         step.norm(norm, "columns" if few else "rows")
-        n_rows = n + (part.shared is not None)
+        n_rows = self.n_logits
         logits = step.buffer("router", tokens * n_rows)
         chosen = step.buffer("chosen", tokens * used, dtypes.int32)
         probabilities = step.buffer("probabilities", tokens * used)
@@ -175,16 +180,10 @@ class ExpertsHandler(Handler):
         weight = step.input_scales.norm_weight(router_norm.weight, 0)
         ins = {"norm": weight, "prompt": prompt, "router": self.router_rows, "bias": self.router_bias}
         add(router, logits=logits, stream=step.h, **ins)
-        stride = n_rows if part.shared else 0
-        choose = choose_experts(tokens, used, n, part.least_sum, stride, self.scales is not None)
-        add(
-            choose,
-            chosen=chosen,
-            probabilities=probabilities,
-            logits=logits,
-            prompt=prompt,
-            scales=self.scales,
-        )
+        stride = n_rows if part.shared_gate else 0
+        choose = choose_experts(tokens, used, n, part.least_sum, stride, self.scales is not None, self.scores)
+        factors = {"scales": self.scales, "choice_bias": self.choice_bias}
+        add(choose, chosen=chosen, probabilities=probabilities, logits=logits, prompt=prompt, **factors)
         add(count_assignments(tiles), counts=counts, choices=self.choices, chosen=chosen)
         lists = {"assignments": assignments, "tile_experts": tile_experts}
         add(sort_assignments(tiles), **lists, counts=counts, chosen=chosen)
@@ -213,8 +212,8 @@ class ExpertsHandler(Handler):
             out = step.activations("shared expert", part.shared.width)
             step.gate(self.shared, part.shared.activation, out)
             shared = step.product(self.down.shared, out, "shared down")
-            kernel = add_shared(tokens, dim, shared.parts, n_rows)
-            add(kernel, stream=step.h, sums=shared.tensor, logits=logits)
+            kernel = add_shared(tokens, dim, shared.parts, stride)
+            add(kernel, stream=step.h, sums=shared.tensor, logits=logits if stride else None)
         return Sums(sums, used)
 
     def _gate_up(
@@ -247,7 +246,8 @@ class ExpertsHandler(Handler):
         step.add(kernel, out=activated, x=step.x, **lists, bias=bias, planes=matrix.planes)
 
     def roles(self, uses: BufferUses) -> None:
-        router = self.router_rows, self.router_bias, self.choices, self.scales, *self.router.planes
+        vectors = self.router_bias, self.choices, self.scales, self.choice_bias
+        router = self.router_rows, *vectors, *self.router.planes
         uses.add(BufferUse("router"), *router)
         gate_up, down = [self.biases, *self.gate_up.planes], [self.down_bias, *self.down.planes]
         gate_up += [bias for bias in self.matrix_biases if bias is not self.biases]

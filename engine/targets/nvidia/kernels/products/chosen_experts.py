@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from tinygrad import UOp
 from tinygrad.uop.ops import AxisType, Ops
 
-from engine.targets.nvidia.kernels.products.expert_choice import ExpertChoice
+from engine.targets.nvidia.kernels.products.expert_choice import BY_LOGITS, ExpertChoice, Scores
 from engine.targets.nvidia.kernels.uops import load, load_index, store
 from engine.targets.nvidia.kernels.weights.matrix_bytes import UNIT, units_of
 from engine.targets.nvidia.kernels.weights.weight_layout import WeightLayout
@@ -18,9 +18,9 @@ from engine.targets.nvidia.kernels.weights.weight_layout import WeightLayout
 class ChosenExperts:
     """The experts of a mixture that a token takes: `used` of `n`. Each gives a result of its own, from the same vector;
     or their results are `added`, each times its probability, from a vector for each. With a `bias` each row has one.
-    The first of the two products chooses the experts; if gate and up differ in type, it has a matrix of each. Their
-    probabilities are divided by their sum, or by `least_sum` if it is larger, unless that is None; then multiplied by a
-    number for each expert if they are `scaled`."""
+    The first of the two products chooses the experts, by `scores`; if gate and up differ in type, it has a matrix of
+    each. Their probabilities are divided by their sum, or by `least_sum` if it is larger, unless that is None; then
+    multiplied by a number for each expert if they are `scaled`."""
 
     used: int
     n: int
@@ -28,6 +28,7 @@ class ChosenExperts:
     bias: bool = False
     least_sum: float | None = None
     scaled: bool = False
+    scores: Scores = BY_LOGITS
 
 
 class ExpertRows:
@@ -48,6 +49,7 @@ class ExpertRows:
         router: UOp | None,
         scales: UOp | None,
         biases: UOp | None,
+        choice_bias: UOp | None,
     ) -> None:
         self._chosen, self._rows, self._all_rows, self._thread = chosen, rows, all_rows, thread
         self._results, self._counts = (experts, probabilities), counts
@@ -57,10 +59,12 @@ class ExpertRows:
         if not chosen.added:
             self.slot = UOp.special(chosen.used, "gidx1")
             assert router is not None
-            self.choice = ExpertChoice.of(router, UOp.const(0), chosen.used, chosen.n, thread, n_threads)
+            self.choice = ExpertChoice.of(
+                router, UOp.const(0), chosen.used, chosen.n, thread, n_threads, chosen.scores, choice_bias
+            )
             self._ids = self.choice.ids
 
-    def stores(self, block: UOp, total: UOp) -> list[UOp]:
+    def stores(self, block: UOp, total: UOp | None) -> list[UOp]:
         """The stores of the choice, by the first block. `total`: that of all `ExpertChoice.powers`."""
         assert self.choice and self.slot is not None and self._counts is not None
         used, i = self._chosen.used, self._thread

@@ -1,13 +1,14 @@
-"""The choice of a token's experts inside a kernel, by all threads of a block: the most probable ones, and their
-probabilities."""
+"""The choice of a token's experts inside a kernel, by all threads of a block: the most probable ones, or those of the
+best scores, and their probabilities."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from tinygrad import UOp
-from tinygrad.uop.ops import AxisType
+from tinygrad.uop.ops import AxisType, Ops
 
 from engine.targets.nvidia.kernels.uops import (
     I32,
@@ -21,64 +22,101 @@ from engine.targets.nvidia.kernels.uops import (
     maximum,
     registers,
     shared,
+    sigmoid,
     store,
     tree,
 )
 
-_SLOTS = 20, 21, 22, 23, 24  # of the arrays in shared memory; the kernels have the lower ones
+_SLOTS = 20, 21, 22, 23, 24, 25, 26, 27  # of the arrays in shared memory; the kernels have the lower ones
+
+
+Scoring = Literal["softmax", "sigmoid"]
+
+
+@dataclass(frozen=True)
+class Scores:
+    """What experts are compared by, and what their results are multiplied by: see `Experts` in
+    `engine.description.sublayers`, whose fields these are. `biased`: it has a `choice_bias`."""
+
+    scoring: Scoring = "softmax"
+    biased: bool = False
+    factor: float = 1.0
+    groups: int = 1
+    used_groups: int = 1
+
+    @property
+    def are_logits(self) -> bool:
+        """Whether the experts with the largest logits are chosen."""
+        return self.scoring == "softmax" and not self.biased and self.groups == 1
+
+
+BY_LOGITS = Scores()
 
 
 @dataclass(frozen=True)
 class ExpertChoice:
-    """The `used` most probable of `n` experts, in shared memory: `ids`, int32 (used,), the most probable first, of
-    equal ones the first; and `logits`, float32 (used,)."""
+    """The `used` best of `n` experts, in shared memory: `ids`, int32 (used,), the best first, of equal ones the first;
+    and `values`, float32 (used,): their logits if they are compared by these, else their probabilities among all."""
 
     used: int
     n: int
+    scores: Scores
     ids: UOp
-    logits: UOp
-    _everyone: UOp  # the logits of all experts
+    values: UOp
+    _everyone: UOp  # the logits of all experts, or their scores
     _own: list[tuple[UOp, UOp]]  # this thread's experts, and whether each is chosen
 
     @classmethod
-    def of(cls, logits: UOp, first: UOp, used: int, n: int, thread: UOp, n_threads: int) -> ExpertChoice:
+    def of(
+        cls, logits: UOp, first: UOp, used: int, n: int, thread: UOp, n_threads: int,
+        scores: Scores = BY_LOGITS, bias: UOp | None = None,
+    ) -> ExpertChoice:  # fmt: skip
         """From the router's logits, float32, n of them from `first` on. `thread` is the number of the current one in
-        its block of `n_threads`. An expert's rank is the number of those that precede it. Only experts of the groups
-        with the largest maxima can be chosen, as many groups as are `used`: the others are not compared."""
+        its block of `n_threads`. `bias`: that of the choice, float32 (n,). An expert's rank is the number of those that
+        precede it. Only experts of the best groups are compared: the scores' own, or else groups of some neighbours, as
+        many as experts are `used`, of which those with the largest maxima are the best."""
         everyone, stores = shared(n, _SLOTS[0]), []
-        for e, ok in _shares(n, thread, n_threads):
+        shares = _shares(n, thread, n_threads)
+        for e, ok in shares:
             stores.append(store(everyone, e, load(logits, first + e, ok), ok))
-        everyone = everyone.after(UOp.group(*stores))
+        everyone = probabilities = everyone.after(UOp.group(*stores))
+        if not scores.are_logits:
+            everyone, probabilities = _scored(everyone, scores.scoring, bias, n, shares)
         size = next(k for k in (4, 2, 1) if n % k == 0)
         groups, kept = n // size, min(used, n // size)
+        if scores.groups > 1:
+            size, groups, kept = n // scores.groups, scores.groups, scores.used_groups
 
         def members(group: UOp) -> list[tuple[UOp, UOp]]:
-            """The experts of a group, and their logits."""
+            """The experts of a group, and their values."""
             values = load_run(everyone, group * size, size)
             return [(group * size + i, x) for i, x in enumerate(values)]
 
-        maxima, stores = shared(groups, _SLOTS[3]), []
+        how_good = _best_two if scores.groups > 1 else maximum
+        best_of, stores = shared(groups, _SLOTS[3]), []
         for group, ok in _shares(groups, thread, n_threads):
             group = group if ok is None else group.minimum(groups - 1)
-            stores.append(store(maxima, group, maximum([x for _, x in members(group)]), ok))
-        maxima = maxima.after(UOp.group(*stores))
+            stores.append(store(best_of, group, how_good([x for _, x in members(group)]), ok))
+        best_of = best_of.after(UOp.group(*stores))
         order, stores = shared(groups + 1, _SLOTS[4], I32), []  # and a place for threads without a group
         at_once, groups_at_once = _largest_part(groups), _largest_part(kept)
+        if scores.groups > 1:
+            groups_at_once = 1
 
         def run(step: UOp) -> list[tuple[UOp, UOp]]:
-            """Groups, and their maxima."""
+            """Groups, and how good they are."""
             first_group = step * at_once
-            values = load_run(maxima, first_group, at_once)
+            values = load_run(best_of, first_group, at_once)
             return [(first_group + i, x) for i, x in enumerate(values)]
 
         for i, (group, ok) in enumerate(_shares(groups, thread, n_threads)):
-            largest = load(maxima, group if ok is None else group.minimum(groups - 1))
-            rank = _rank(group, largest, run, groups // at_once, ok, groups, 30 + i)
+            own_best = load(best_of, group if ok is None else group.minimum(groups - 1))
+            rank = _rank(group, own_best, run, groups // at_once, ok, groups, 30 + i)
             stores.append(store(order, rank, group.cast(I32)))
         order = order.after(UOp.group(*stores))
 
         def rest(step: UOp) -> list[tuple[UOp, UOp]]:
-            """Experts of the groups that are left, and their logits."""
+            """Experts of the groups that are left, and their values."""
             left = load_run(order, step * groups_at_once, groups_at_once)
             return [x for group in left for x in members(group.maximum(0).minimum(groups - 1).cast(INDEX))]
 
@@ -88,12 +126,16 @@ class ExpertChoice:
             x = load(everyone, own)
             rank = _rank(own, x, rest, kept // groups_at_once, ok, used, 40 + i)
             mine.append((own, rank < used))
-            stores += [store(ids, rank, own.cast(I32), rank < used), store(best, rank, x, rank < used)]
+            value = x if scores.are_logits else load(probabilities, own)
+            stores += [store(ids, rank, own.cast(I32), rank < used), store(best, rank, value, rank < used)]
         chosen = UOp.group(*stores)
-        return cls(used, n, ids.after(chosen), best.after(chosen), everyone, mine)
+        return cls(used, n, scores, ids.after(chosen), best.after(chosen), everyone, mine)
 
-    def powers(self, share: UOp, shares: int) -> UOp:
-        """The sum of exp(logit - largest logit) of one of `shares` equal shares of all experts."""
+    def powers(self, share: UOp, shares: int) -> UOp | None:
+        """The sum of exp(logit - largest logit) of one of `shares` equal shares of all experts; None if probabilities
+        need no sum of these."""
+        if not self.scores.are_logits:
+            return None
         each = -(-self.n // shares)
         places = [share * each + i for i in range(each)]
         if self.n % shares == 0:
@@ -103,16 +145,20 @@ class ExpertChoice:
         return chain(ok.where(power, f32(0)) for ok, power in zip(inside, powers, strict=True))
 
     def _power(self, logit: UOp) -> UOp:
-        return ((logit - load(self.logits, 0)) * f32(LOG2_E)).exp2()
+        return ((logit - load(self.values, 0)) * f32(LOG2_E)).exp2()
 
-    def probability(self, slot: UOp, total: UOp, least_sum: float | None) -> UOp:
-        """The probability of the expert in a slot, from the `total` of all shares' `powers`. The probabilities are
-        divided by their sum, or by `least_sum` if it is larger, unless that is None."""
-        power = self._power(load(self.logits, slot))
-        if least_sum is None:
-            return power / total
-        kept = chain(self._power(x) for x in load_run(self.logits, 0, self.used))
-        return power / kept.maximum(total * f32(least_sum))
+    def probability(self, slot: UOp, total: UOp | None, least_sum: float | None) -> UOp:
+        """The probability of the expert in a slot, times the scores' factor, from the `total` of all shares' `powers`.
+        The probabilities are divided by their sum, or by `least_sum` if it is larger, unless that is None."""
+        value, kept = load(self.values, slot), load_run(self.values, 0, self.used)
+        if total is None:
+            divisor = None if least_sum is None else chain(kept).maximum(f32(least_sum))
+        else:
+            value = self._power(value)
+            kept_sum = None if least_sum is None else chain(map(self._power, kept))
+            divisor = total if kept_sum is None else kept_sum.maximum(total * f32(least_sum or 0))
+        value = value if divisor is None else value / divisor
+        return value if self.scores.factor == 1 else value * f32(self.scores.factor)
 
     def counted(self, counts: UOp, valid: UOp) -> list[UOp]:
         """The stores that add one to the `counts` of the chosen experts, int32 (n,), if `valid`."""
@@ -120,6 +166,50 @@ class ExpertChoice:
             store(counts, e, load(counts, e, valid & is_chosen) + 1, valid & is_chosen)
             for e, is_chosen in self._own
         ]
+
+
+def _scored(
+    logits: UOp, scoring: Scoring, bias: UOp | None, n: int, shares: Sequence[tuple[UOp, UOp | None]]
+) -> tuple[UOp, UOp]:
+    """What experts are compared by, and their probabilities: float32 (n,) in shared memory, of their `logits` there.
+    The experts of a thread are its `shares`."""
+    own = [(e if ok is None else e.minimum(n - 1), ok) for e, ok in shares]
+    values = [load(logits, e) for e, _ in own]
+    if scoring == "softmax":
+        largest, powers = _joined(logits, n, Ops.MAX, 50), shared(n, _SLOTS[6])
+        values = [((x - largest) * f32(LOG2_E)).exp2() for x in values]
+        stores = [store(powers, e, x, ok) for (e, ok), x in zip(own, values, strict=True)]
+        total = _joined(powers.after(UOp.group(*stores)), n, Ops.ADD, 51)
+        values = [x / total for x in values]
+    else:
+        values = [sigmoid(x) for x in values]
+    probabilities, stores = shared(n, _SLOTS[5]), []
+    for (e, ok), x in zip(own, values, strict=True):
+        stores.append(store(probabilities, e, x, ok))
+    if bias is None:
+        probabilities = probabilities.after(UOp.group(*stores))
+        return probabilities, probabilities
+    compared = shared(n, _SLOTS[7])
+    for (e, ok), x in zip(own, values, strict=True):
+        stores.append(store(compared, e, x + load(bias, e), ok))
+    stored = UOp.group(*stores)
+    return compared.after(stored), probabilities.after(stored)
+
+
+def _joined(values: UOp, n: int, op: Ops, axis: int) -> UOp:
+    """The sum or the maximum of n values."""
+    at_once = _largest_part(n)
+    step = UOp.range(n // at_once, axis, AxisType.REDUCE)
+    of_step = tree(load_run(values, step * at_once, at_once), lambda a, b: a.alu(op, b))
+    return of_step.reduce(step, arg=op)
+
+
+def _best_two(values: Sequence[UOp]) -> UOp:
+    """The sum of the two largest values."""
+    largest, second = values[0].maximum(values[1]), values[0].minimum(values[1])
+    for x in values[2:]:
+        largest, second = largest.maximum(x), second.maximum(largest.minimum(x))
+    return largest + second
 
 
 def _largest_part(n: int) -> int:

@@ -20,6 +20,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from tinygrad import UOp
 from tinygrad.uop.ops import AxisType, Ops
@@ -82,16 +83,25 @@ class Schedule:
         return self.block_rows <= self.threads * self.groups <= 1024
 
 
+class SharedExpert(NamedTuple):
+    """The last matrix of an expert that computes every token: its layout and columns, and whether its result is
+    multiplied by the sigmoid of a gate."""
+
+    layout: WeightLayout
+    cols: int
+    is_gated: bool = True
+
+
 @dataclass(frozen=True)
 class StackedMatrices:
     """Matrices of `cols` columns, one below the other: (layout, rows) of each. With `experts`, each of the n has
     such matrices, those of all one after the other. If the results of experts are added, that of a `shared` expert may
-    be too: (layout, columns) of its matrix. `beside`: matrices with vectors of their own, whose rows follow."""
+    be too. `beside`: matrices with vectors of their own, whose rows follow."""
 
     matrices: tuple[tuple[WeightLayout, int], ...]
     cols: int
     experts: ChosenExperts | None = None
-    shared: tuple[WeightLayout, int] | None = None
+    shared: SharedExpert | None = None
     beside: StackedMatrices | None = None
 
     def __post_init__(self) -> None:
@@ -116,7 +126,7 @@ class StackedMatrices:
     def n_bytes(self) -> int:
         """Bytes of the weights that the product reads."""
         used = self.experts.used if self.experts else 1
-        shared = self.shared[0].n_bytes(self.rows, self.shared[1]) if self.shared else 0
+        shared = self.shared.layout.n_bytes(self.rows, self.shared.cols) if self.shared else 0
         others = shared + (self.beside.n_bytes if self.beside else 0)
         return used * sum(layout.n_bytes(rows, self.cols) for layout, rows in self.matrices) + others
 
@@ -130,7 +140,7 @@ class StackedMatrices:
     def name(self) -> str:
         name = " + ".join(f"{layout.name} {rows}x{self.cols}" for layout, rows in self.matrices)
         e = self.experts
-        shared = f" and {self.shared[0].name} x{self.shared[1]}" if self.shared else ""
+        shared = f" and {self.shared.layout.name} x{self.shared.cols}" if self.shared else ""
         if e:
             name += f" {e.used} of {e.n}{' added' if e.added else ''}{shared}"
         return f"{name} beside {self.beside.name}" if self.beside else name
@@ -182,10 +192,11 @@ def matvec(
 
     With experts also: experts, the chosen ones, int32 (used,), and their probabilities, float32 (used,). If the results
     are added, these are read, and x is (used, permuted_size(cols)), not normed. Else they are written, and counts, how
-    often each expert was chosen, int32 (n,); router is its logits, float32 (n,), and the experts have scales, float32
-    (n,), if they are scaled. biases, float32 (n, rows), are of all experts. Results that are not added need an epilogue
-    that stores them by slot: `activated` or `STORE`. With a shared expert, shared_x is its vector, and router the
-    logits of `routed`, of which the last is its gate's; its planes follow those of the experts.
+    often each expert was chosen, int32 (n,); router is its logits, float32 (n,); choice_bias, float32 (n,), is that of
+    the choice (`Scores`), and the experts have scales, float32 (n,), if they are scaled. biases, float32 (n, rows), are
+    of all experts. Results that are not added need an epilogue that stores them by slot: `activated` or `STORE`. With a
+    shared expert, shared_x is its vector, and if that is gated, router the logits of `routed`, of which the last is its
+    gate's; its planes follow those of the experts.
 
     If the kernel `starts_next`, the next one may start as soon as this one has waited (`engine.fixes.early_launch`);
     one whose schedule is early waits later, and lets it start when its threads first meet."""
@@ -202,6 +213,7 @@ def matvec(
         x: Sequence[UOp], beside_x: Sequence[UOp], shared_x: UOp | None, norm_sums: UOp | None,
         head_sums: UOp | None, planes: list[UOp], router: UOp | None, experts: UOp | None,
         probabilities: UOp | None, counts: UOp | None, scales: UOp | None, biases: UOp | None,
+        choice_bias: UOp | None,
         **others: UOp | list[UOp] | None,
     ) -> UOp:  # fmt: skip
         t, group = UOp.special(s.threads, "lidx0"), UOp.special(s.groups, "lidx1")
@@ -219,7 +231,7 @@ def matvec(
         chosen_rows = None
         if chosen:
             assert experts is not None and probabilities is not None
-            buffers = experts, probabilities, counts, router, scales, biases
+            buffers = experts, probabilities, counts, router, scales, biases, choice_bias
             own_rows = sum(rows for _, rows in stack.matrices)
             chosen_rows = ExpertRows(chosen, matrices[0][2], own_rows, thread, s.threads * s.groups, *buffers)
         block = UOp.special(stack.n_blocks(s), "gidx0")
@@ -263,10 +275,9 @@ def matvec(
                 )
             )
             if stack.shared:
-                assert chosen and shared_x is not None and router is not None
-                sums = _with_shared(
-                    stack.shared, sums, shared_x, load(router, chosen.n), planes, clamped, t, s, layout.scale
-                )
+                assert chosen and shared_x is not None
+                gate = None if router is None else load(router, chosen.n)
+                sums = _with_shared(stack.shared, sums, shared_x, gate, planes, clamped, t, s, layout.scale)
             products = [a + b for a, b in zip(products, sums, strict=True)] if k else sums
             if k:
                 factor = starts_here.where(f32(layout.scale), factor)
@@ -274,8 +285,10 @@ def matvec(
                     first = starts_here.where(matrix_block * s.block_rows + rows_before, first)
                     end = starts_here.where(UOp.const(rows_before + rows), end)
             rows_before += rows
-        chooses = chosen_rows is not None and chosen_rows.choice is not None
-        stride = s.block_rows + (3 if chooses else 1)  # odd: neighbouring threads store to different banks
+        choice = chosen_rows.choice if chosen_rows else None
+        powers = choice.powers(t, s.threads) if choice else None
+        of_block = 1 if powers is None else 3  # columns beside those of the rows
+        stride = s.block_rows + of_block  # odd: neighbouring threads store to different banks
         partial = shared(s.threads * stride, slot=0)
         # Multiplied here, and not once they are added: tinygrad gathers the constants of a product at its end. That of
         # two sums and an input_scale, as `activated` has it, would be a denormal before.
@@ -285,8 +298,7 @@ def matvec(
         if norm_sums is not None:
             thread_sum = _thread_sum(norm_sums, n_norm_sums, t, s, group)
             stores.append(store(partial, t * stride + s.block_rows, thread_sum, group.eq(0)))
-        if chosen_rows and chosen_rows.choice:
-            powers = chosen_rows.choice.powers(t, s.threads)
+        if powers is not None:
             stores.append(store(partial, t * stride + s.block_rows + 1, powers, group.eq(0)))
         partial = partial.after(UOp.group(*stores))
 
@@ -305,31 +317,34 @@ def matvec(
         result = BlockRows(s.block_rows, stack.rows, first, end_of_rows, block, thread, product, slot)
         names = "_".join(layout.name for _, layout, _ in matrices)
         mixture = f"_{chosen.used}_of_{chosen.n}" if chosen else ""
-        mixture += f"_{stack.shared[0].name}x{stack.shared[1]}" if stack.shared else ""
+        mixture += f"_{stack.shared.layout.name}x{stack.shared.cols}" if stack.shared else ""
         full_name = f"{name}_{names}_{stack.rows}x{cols}{mixture}_{s.name}"
         vectors = chosen.used if chosen and chosen.added else 1
         sizes = [permuted_size(of.cols) * (vectors if of is stack else 1) for of, _ in xs]
         n_bytes = stack.n_bytes + 4 * sum(sizes)
         n_ops = sum(2 * rows * of.cols * (of.experts.used if of.experts else 1) for of, _, rows in matrices)
         stores = call_by_name(epilogue.stores, others, result)
-        if chosen_rows and chosen_rows.choice:
-            stores += chosen_rows.stores(block, total(UOp.const(s.block_rows + 1), None))
+        if chosen_rows and choice:
+            of_all = None if powers is None else total(UOp.const(s.block_rows + 1), None)
+            stores += chosen_rows.stores(block, of_all)
         return finish(full_name, stores, n_bytes, n_ops)
 
-    layouts = [*matrices, *([(stack, *stack.shared)] if stack.shared else [])]
-    n_planes = sum(len(layout.shapes(1, of.cols)) for of, layout, _ in layouts)
+    n_planes = sum(len(layout.shapes(1, of.cols)) for of, layout, _ in matrices)
+    if stack.shared:
+        n_planes += len(stack.shared.layout.shapes(1, stack.shared.cols))
     is_choosing = chosen is not None and not chosen.added
     results: tuple[Name, ...] = ("experts", "probabilities", is_choosing and "counts") if chosen else ()
     vectors: tuple[Name, ...] = (
         ("x", len(stack.input_scale_bits)),
         ("beside_x", len(beside.input_scale_bits) if beside else 0),
         stack.shared is not None and "shared_x",
-        stack.shared is not None and "router",
+        stack.shared is not None and stack.shared.is_gated and "router",
         n_norm_sums > 0 and "norm_sums",
         heads is not None and "head_sums",
         is_choosing and "router",
         chosen is not None and chosen.scaled and "scales",
         chosen is not None and chosen.bias and "biases",
+        chosen is not None and is_choosing and chosen.scores.biased and "choice_bias",
     )
     before = (*epilogue.outs, *results, *vectors, *epilogue.ins)
     names = tuple(name if isinstance(name, str) else name[0] for name in before if name)
@@ -370,14 +385,14 @@ def _row_sums(
 
 
 def _with_shared(
-    shared: tuple[WeightLayout, int], sums: Sequence[UOp], x: UOp, gate: UOp, planes: Sequence[UOp],
+    shared: SharedExpert, sums: Sequence[UOp], x: UOp, gate: UOp | None, planes: Sequence[UOp],
     rows: Sequence[UOp], t: UOp, s: Schedule, scale: float,
 ) -> list[UOp]:  # fmt: skip
     """The partial sums of experts, which are to be multiplied by `scale`, and those of a shared one, times the sigmoid
-    of its `gate`'s logit."""
-    layout, cols = shared
-    own = _row_sums(layout, cols, x, planes, rows, t, s.threads, None, 1)
-    factor = sigmoid(gate) * f32(layout.scale / scale)
+    of its `gate`'s logit if it has one."""
+    own = _row_sums(shared.layout, shared.cols, x, planes, rows, t, s.threads, None, 1)
+    factor = f32(shared.layout.scale / scale)
+    factor = factor if gate is None else sigmoid(gate) * factor
     return [a + b * factor for a, b in zip(sums, own, strict=True)]
 
 

@@ -17,7 +17,7 @@ from tinygrad.uop.ops import AxisType, Ops
 
 from engine.kernels.kernel import Kernel
 from engine.targets.nvidia.kernels.pieces import is_used, used_rows
-from engine.targets.nvidia.kernels.products.expert_choice import ExpertChoice
+from engine.targets.nvidia.kernels.products.expert_choice import BY_LOGITS, ExpertChoice, Scores
 from engine.targets.nvidia.kernels.products.matmul import ExpertTiles, as_half, fragment_index
 from engine.targets.nvidia.kernels.uops import (
     I32,
@@ -98,21 +98,34 @@ def router_logits(tokens: int, cols: int, n: int, eps: float, has_bias: bool) ->
 
 @functools.cache
 def choose_experts(
-    tokens: int, used: int, n: int, least_sum: float | None, stride: int = 0, scaled: bool = False
+    tokens: int,
+    used: int,
+    n: int,
+    least_sum: float | None,
+    stride: int = 0,
+    scaled: bool = False,
+    scores: Scores = BY_LOGITS,
 ) -> Kernel:
-    """The `used` most probable experts of each token, the most probable first; of equal ones the first. Buffers:
+    """The `used` best experts of each token by their `scores`, the best first; of equal ones the first. Buffers:
     chosen, the experts, int32 (tokens, used), -1 for rows without a token; their probabilities, float32 (tokens, used);
     logits, the router's, float32 (tokens, stride), the first n of each token (if `stride` is 0, that is n); prompt, the
     step's state (`pieces`); if they are `scaled`, scales, what each expert's probability is multiplied by, float32
-    (n,). The probabilities are divided by their sum, or by `least_sum` if it is larger, unless that is None."""
+    (n,); if scores are biased, choice_bias, float32 (n,). The probabilities are divided by their sum, or by `least_sum`
+    if it is larger, unless that is None."""
     threads = -(-n // 32) * 32
 
-    def kernel(chosen: UOp, probabilities: UOp, logits: UOp, prompt: UOp, scales: UOp | None) -> UOp:
+    def kernel(
+        chosen: UOp, probabilities: UOp, logits: UOp, prompt: UOp, scales: UOp | None, choice_bias: UOp | None
+    ) -> UOp:
         thread, token = UOp.special(threads, "lidx0"), UOp.special(tokens, "gidx0")
-        choice = ExpertChoice.of(logits, token * (stride or n), used, n, thread, threads)
-        sums = after_store(shared(32, slot=0), thread, choice.powers(thread % 32, 32), thread < 32)
+        first = token * (stride or n)
+        choice = ExpertChoice.of(logits, first, used, n, thread, threads, scores, choice_bias)
+        powers, total = choice.powers(thread % 32, 32), None
+        if powers is not None:
+            sums = after_store(shared(32, slot=0), thread, powers, thread < 32)
+            total = tree(load_run(sums, 0, 32))
         slot, ok = thread.minimum(used - 1), thread < used
-        probability = choice.probability(slot, tree(load_run(sums, 0, 32)), least_sum)
+        probability = choice.probability(slot, total, least_sum)
         if scales is not None:
             probability = probability * load(scales, load_index(choice.ids, slot, n))
         expert = is_used(prompt, token, tokens).where(load(choice.ids, slot), UOp.const(-1, I32))
@@ -122,7 +135,8 @@ def choose_experts(
         ]
         return finish(f"prefill_choose_{tokens}_{used}_{n}" + f"_{stride}" * (stride > 0), stores)
 
-    return Kernel(kernel, ("chosen", "probabilities"), ("logits", "prompt", scaled and "scales"))
+    inputs = "logits", "prompt", scaled and "scales", scores.biased and "choice_bias"
+    return Kernel(kernel, ("chosen", "probabilities"), inputs)
 
 
 def _own_assignments(chosen: UOp, experts: ExpertTiles, thread: UOp, expert: UOp) -> list[UOp]:
@@ -214,15 +228,18 @@ def activate_assignments(experts: ExpertTiles, width: int, activation: Activatio
 def add_shared(tokens: int, cols: int, parts: int, stride: int) -> Kernel:
     """Adds the result of a shared expert, times the sigmoid of its gate, to the residual stream. Buffers: stream,
     float32 (tokens, cols); sums, partial ones of the result, float32 (parts, tokens, cols); logits, the router's,
-    float32 (tokens, stride), of which each token's last is the gate's."""
+    float32 (tokens, stride), of which each token's last is the gate's: without them, if stride is 0, there is no
+    gate."""
     threads = 256
 
-    def kernel(stream: UOp, sums: UOp, logits: UOp) -> UOp:
+    def kernel(stream: UOp, sums: UOp, logits: UOp | None) -> UOp:
         column = UOp.special(-(-cols // threads), "gidx0") * threads + UOp.special(threads, "lidx0")
         token, ok = UOp.special(tokens, "gidx1"), None if cols % threads == 0 else column < cols
         index = token * cols + column
         value = chain(load(sums, index + p * tokens * cols, ok) for p in range(parts))
-        value = load(stream, index, ok) + value * sigmoid(load(logits, token * stride + (stride - 1)))
+        if logits is not None:
+            value = value * sigmoid(load(logits, token * stride + (stride - 1)))
+        value = load(stream, index, ok) + value
         return finish(f"prefill_add_shared_{tokens}_{cols}_{parts}", [store(stream, index, value, ok)])
 
-    return Kernel(kernel, ("stream",), ("sums", "logits"))
+    return Kernel(kernel, ("stream",), ("sums", stride > 0 and "logits"))
