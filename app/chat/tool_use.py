@@ -15,7 +15,8 @@ from app.chat.settings import remember, remembered
 from app.chat.view import Permission, View
 from app.tools.toolbox import Tool, Toolbox
 from engine.errors import OrinError, UsageError
-from engine.formats.tool_calls import FunctionCall, ToolCallParser, ToolForm
+from engine.formats.tool_calls import FunctionCall, ToolCallParser
+from engine.formats.tool_forms import ToolForm
 from engine.protocol.events import Chat, Event, Finished, Generate, Thinking, Token
 from widgets.chat.turn import Call, CallState, Turn
 
@@ -95,7 +96,7 @@ class ToolUse:
         except OrinError:  # the engine says what is wrong with its file
             return ""
         if form is None:
-            self._tell("The model in use is offered no tools: its chat template takes none")
+            self._tell("The model in use is offered no tools: its context is too short for them")
             return ""
         self._parser = ToolCallParser(form, shown)
         return shown

@@ -17,7 +17,7 @@ AGENT_TOKENS = 16_384
 @dataclass(frozen=True)
 class Endpoint:
     """A server at `address` ("http://127.0.0.1:8080") with a model, whose context is in tokens (0: not known).
-    `key_env` names the variable with the key; "": none is needed. `has_tools`: the model's template takes tools.
+    `key_env` names the variable with the key; "": none is needed. `has_tools`: the model can call tools.
     `sees`: it takes pictures."""
 
     address: str
@@ -32,7 +32,7 @@ class Endpoint:
         """What agents need and the model does not have."""
         found = []
         if not self.has_tools:
-            found.append(f"The template of {self.model} takes no tools, and agents need them.")
+            found.append(f"The context of {self.model} is too short for tools, and agents need them.")
         if 0 < self.context < AGENT_TOKENS:
             found.append(
                 f"A context of {self.context:,} tokens is short for agents: they send prompts of 6,000 to 25,000."

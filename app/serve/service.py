@@ -23,13 +23,13 @@ from app.serve.metrics import Metrics
 from app.serve.picture_tokens import counting_eyes
 from engine.askers import address_of
 from engine.errors import OrinError, UsageError
-from engine.formats.file_templates import FileTemplates
+from engine.formats.file_templates import FileTemplates, tool_form
 from engine.formats.fill_in import FillIn
 from engine.formats.gguf import GGUF
 from engine.formats.pooling import pooling_of
 from engine.formats.template import ChatTemplate, Prompt
 from engine.formats.tokenizer import Tokenizer
-from engine.formats.tool_calls import ToolForm, tool_form
+from engine.formats.tool_forms import ToolForm
 from engine.protocol.client import LocalEngine
 from engine.protocol.events import (
     Chat,
@@ -75,7 +75,7 @@ class ModelFile:
             tokenizer = Tokenizer(file)
             return cls(
                 tokenizer,
-                tool_form(templates.of_calls),
+                tool_form(file),
                 architecture,
                 templates,
                 FillIn.of(file, tokenizer),

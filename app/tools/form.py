@@ -3,19 +3,19 @@
 from functools import lru_cache
 from pathlib import Path
 
-from engine.formats.tool_calls import HERMES, ToolForm, tool_form
+from engine.formats.tool_forms import HERMES, ToolForm
 
 
 def form_of(model: Path | None) -> ToolForm | None:
-    """The form of a model file's chat template; None if it takes no tools. `model` None is the server of --engine: its
-    calls are written as Hermes does. Raises ModelFileError. Takes up to a second for the first time."""
+    """How the model of a file does; None if its context is too short for tools. `model` None is the server of
+    --engine: its calls are written as Hermes does. Raises ModelFileError. Takes up to a second for the first time."""
     return HERMES if model is None else _read(model)
 
 
 @lru_cache(4)
 def _read(model: Path) -> ToolForm | None:
-    from engine.formats.file_templates import FileTemplates
+    from engine.formats.file_templates import tool_form
     from engine.formats.gguf import GGUF  # with numpy, which the screen's start does not wait for
 
     with GGUF(model) as file:
-        return tool_form(FileTemplates.of(file).of_calls)
+        return tool_form(file)

@@ -8,8 +8,11 @@ from dataclasses import dataclass
 from typing import Self
 
 from engine.formats.gguf import GGUF
+from engine.formats.tool_forms import HERMES, ToolForm, shown_form
 
 _KEY = "tokenizer.chat_template"
+MIN_CONTEXT = 4096
+"""A model that was trained for fewer tokens, and whose template shows no tools, gets none: they would fill it."""
 _OF_ITS_OWN_USE = ("tool_use", "rag", "rerank")
 
 
@@ -41,3 +44,13 @@ class FileTemplates:
     def of_calls(self) -> str:
         """The one that says how calls of tools are written."""
         return self.tools or self.chat
+
+
+def tool_form(file: GGUF) -> ToolForm | None:
+    """How the model of a file writes calls of tools: as its template shows, or as `told_tools` asks it to. None if its
+    context is too short for that. Raises ModelFileError."""
+    if form := shown_form(FileTemplates.of(file).of_calls):
+        return form
+    architecture = file.get("general.architecture", str, "")
+    context = file.get(f"{architecture}.context_length", int, MIN_CONTEXT)
+    return HERMES if context >= MIN_CONTEXT else None

@@ -32,6 +32,8 @@ from engine.formats.prompt_pictures import (
 from engine.formats.template_renderer import Broken, Refused, TemplateRenderer
 from engine.formats.thinking import HARMONY, THINK, ThinkMarks, marks_of
 from engine.formats.tokenizer import Tokenizer
+from engine.formats.told_tools import told
+from engine.formats.tool_forms import shown_form
 from engine.protocol.events import Effort, Message, Picture, ToolCall
 
 
@@ -68,11 +70,14 @@ class ChatTemplate:
         self._can_think = fallback is CHATML and THINK.open in tokenizer.special_tokens
         self._marks = marks_of(source or "")
         self._channels = channel_marks(tokenizer.special_tokens) if self._marks is HARMONY else {}
+        opened, closed = re.escape(self._marks.open), re.escape(self._marks.close)
+        self._opens = re.compile(rf"{opened}(?!.*{closed})\s*(<[^<>]+>)*\s*$", re.DOTALL)
         signs = ("think>", "enable_thinking", self._marks.open)
         self.thinks = any(sign in source for sign in signs) if source else self._can_think
         self._renderer, self._fallback = TemplateRenderer(source or fallback), TemplateRenderer(fallback)
         self._renderer.start()
         self._for_tools = TemplateRenderer(for_tools) if for_tools else self._renderer
+        self._shows_tools = shown_form(for_tools or source or "") is not None
         self._knows_pictures = "image" in (source or "")
         self.eyes: Eyes | None = None
 
@@ -105,7 +110,7 @@ class ChatTemplate:
         """The conversation as a prompt. With `add_generation_prompt` the prompt ends where the model's reply begins; if
         the last message is the model's, it ends in that message, so that the model continues it. `think` asks a
         thinking model to think, or not to, and `effort` says how much (None: as the template has it). `tools` are those
-        of `Chat`.
+        of `Chat`; if the template does not show them, the system text does (`told_tools`).
 
         If the template refuses the conversation, it gets a simpler one: the system text in the first user turn, turns
         of the same role joined. If it does not work at all, the template of the model's family is used, unless there
@@ -131,6 +136,8 @@ class ChatTemplate:
         unfinished = None
         if add_generation_prompt and len(messages) > 1 and _may_go_on(messages[-1]):
             *messages, unfinished = messages
+        if not self._shows_tools and (tools or any(message.role == "tool" for message in messages)):
+            messages, tools = told(messages, tools), ""
         messages = [with_marks(message) for message in messages]
         pictures = [picture for message in messages for picture in message.pictures]
         if pictures and not self.eyes:
@@ -145,6 +152,7 @@ class ChatTemplate:
                 "enable_thinking": think,
                 "thinking": think,
                 **({"reasoning_effort": effort} if effort else {}),
+                **({} if think else {"thinking_budget": 0}),  # Seed-OSS
                 "can_think": self._can_think,
                 "add_generation_prompt": add_generation_prompt,
                 "bos_token": self._tokenizer.text(self._tokenizer.bos_id),
@@ -159,7 +167,7 @@ class ChatTemplate:
         text = render(bool(pictures) and self._knows_pictures)
         if pictures and self._knows_pictures and len(_around(text, disguise, written)) <= len(pictures):
             text = render(False)  # it leaves pictures out in some places
-        opens_thinking = add_generation_prompt and text.rstrip().endswith(self._marks.open)
+        opens_thinking = add_generation_prompt and bool(self._opens.search(text))
         runs = _around(text, disguise, written) if pictures else [[*_segments(text, disguise)]]
         if unfinished:
             runs[-1] += _unfinished_reply(unfinished, text, self._marks)

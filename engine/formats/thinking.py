@@ -26,6 +26,7 @@ class ThinkMarks:
 
 THINK = ThinkMarks("<think>", "</think>", breaks=("\n", "\n", "\n\n"))  # DeepSeek-R1, Qwen3, SmolLM3
 MISTRAL = ThinkMarks("[THINK]", "[/THINK]")
+SEED = ThinkMarks("<seed:think>", "</seed:think>", breaks=("", "", "\n"))
 GEMMA = ThinkMarks("<|channel>thought", "<channel|>", breaks=("\n", "\n", ""))
 HARMONY = ThinkMarks(  # gpt-oss: https://github.com/openai/harmony, docs/format.md
     "<|channel|>analysis<|message|>",
@@ -33,7 +34,7 @@ HARMONY = ThinkMarks(  # gpt-oss: https://github.com/openai/harmony, docs/format
     ("<|start|>assistant<|channel|>final<|message|>", "<|channel|>final<|message|>"),
 )
 GRANITE = ThinkMarks("<think>", "</think>", ("<response>",), "</response>")
-_FAMILIES = (THINK, MISTRAL, GEMMA, HARMONY)  # of a reply whose model is not known
+_FAMILIES = (THINK, MISTRAL, SEED, GEMMA, HARMONY)  # of a reply whose model is not known
 
 # The special tokens in these marks. `ThinkSplitter` has to see them.
 MARK_TOKENS = frozenset(

@@ -1,66 +1,14 @@
-"""Calls of tools in a reply: how families of models write them, and how they are taken out of streamed text.
+"""Takes the calls of tools out of a streamed reply, in the form in which its model writes them (`tool_forms`)."""
 
-A client describes tools in OpenAI's form: a JSON array of {"type": "function", "function": {"name", "description",
-"parameters"}}, in which the parameters are a JSON schema. The chat template shows them to the model.
-"""
-
+import ast
 import json
 import re
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from engine.formats.json_kinds import kinds, read
 from engine.formats.thinking import overlap
-from engine.formats.tool_arguments import Arguments, JsonArguments, TagArguments
-
-CALL_TOKENS = frozenset(
-    ("<tool_call>", "</tool_call>", "<|tool_call|>", "<|python_tag|>", "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]")
-)
-"""Special tokens that are part of a call: `ToolCallParser` has to see them."""
-
-
-@dataclass(frozen=True)
-class ToolForm:
-    """How a family writes a call: after one of `opens`, and before `close` ("": before the next call, or the end of the
-    reply). `bare`: a reply that is nothing but a JSON object is a call, too. A call is a JSON object with the name and,
-    under `key`, the arguments, or a list of these; or the name, then `between`, then the arguments; or, with `tagged`,
-    the name and the arguments in tags."""
-
-    opens: tuple[str, ...]
-    close: str = ""
-    bare: bool = False
-    key: str = "arguments"
-    listed: bool = False
-    between: str = ""
-    tagged: bool = False
-
-
-HERMES = ToolForm(("<tool_call>",), "</tool_call>")  # Qwen 2.5 and 3 too
-QWEN_XML = replace(HERMES, tagged=True)  # Qwen 3.5, Qwen3-Coder: <function=NAME><parameter=KEY>…
-MISTRAL = ToolForm(("[TOOL_CALLS]",), listed=True)
-MISTRAL_ARGS = ToolForm(("[TOOL_CALLS]",), between="[ARGS]")  # Ministral 3
-GRANITE = ToolForm(("<|tool_call|>",), listed=True)
-LLAMA = ToolForm(("<|python_tag|>",), bare=True, key="parameters")
-HARMONY = ToolForm((" to=functions.",), between="<|message|>")  # gpt-oss, as `channels` shows it
-_SIGNS = (  # what a template with the form holds; the first one that fits counts
-    (("<|channel|>", " to=functions."), HARMONY),
-    (("<|channel|>commentary",), HARMONY),
-    (("[TOOL_CALLS]", "[ARGS]"), MISTRAL_ARGS),
-    (("[TOOL_CALLS]",), MISTRAL),
-    (("<|tool_call|>",), GRANITE),
-    (("<tool_call>", "<function="), QWEN_XML),
-    (("<tool_call>",), HERMES),
-    (("<|python_tag|>",), LLAMA),
-    (('"parameters": dictionary',), LLAMA),
-)
-
-
-def tool_form(template: str) -> ToolForm | None:
-    """The form that a chat template describes; None if it takes no tools, or in a form that is not known."""
-    if not re.search(r"\btools\b", template):
-        return None
-    return next((form for signs, form in _SIGNS if all(sign in template for sign in signs)), None)
+from engine.formats.tool_arguments import Arguments, GemmaArguments, JsonArguments, TagArguments
+from engine.formats.tool_forms import QWEN_XML, ToolForm
 
 
 class FunctionCall(NamedTuple):
@@ -80,6 +28,7 @@ class ToolCallParser:
         self._form, self._in_pieces = form, in_pieces
         self.misread = 0
         self._schemas = dict(functions(tools))
+        self._spelling = _spelling(form)
         self._held = ""
         self._open: str | None = None  # what opened the call that is being read
         self._arguments: Arguments | None = None  # of the call that is being handed on in pieces
@@ -124,7 +73,7 @@ class ToolCallParser:
 
     def _can_begin(self) -> bool:
         """Whether a call of a known tool begins here. Reads up to its arguments, and yields its name with them."""
-        for pattern, takes in _BEGINNINGS:
+        for pattern, takes in (*_JSON_BEGINNINGS, self._spelling):
             found = pattern.match(self._held)
             if found and (schema := self._schemas.get(found["name"])) is not None:
                 self._held = self._held[found.end() :]
@@ -172,7 +121,7 @@ class ToolCallParser:
         has_called, self._has_called = self._has_called, False
         if has_called and not _CLOSING.sub("", body):
             return
-        calls = list(_calls(body, self._schemas))
+        calls = list(self._calls(body))
         if calls and (opened or all(call.name in self._schemas for call in calls)):
             self._after_call = True
             yield from calls
@@ -181,6 +130,25 @@ class ToolCallParser:
         else:
             self.misread += bool(opened)
             yield from self._text(f"{opened}{body}{end if self._form.close else ''}")
+
+    def _calls(self, body: str) -> Iterator[FunctionCall]:
+        """The calls in the text of one or more calls, without the marks around it; none if it is something else."""
+        body = body.strip()
+        pattern, takes = self._spelling
+        tags = self._form.tags
+        whole = f"{body}{tags.end}" if tags and tags.ends_call else body
+        if pattern.match(whole):
+            while found := pattern.match(whole):
+                reader = takes(self._schemas.get(found["name"]))
+                arguments, whole = reader.feed(whole[found.end() :])
+                arguments += "" if reader.is_done else reader.flush(whole)
+                if not _is_json(arguments):
+                    return
+                yield FunctionCall(found["name"], arguments)
+        elif self._form.in_python and not body.startswith(("{", "[{")):
+            yield from _python_calls(body, self._schemas)
+        else:
+            yield from _json_calls(body)
 
     def _text(self, text: str) -> Iterator[str]:
         if self._after_call:  # the white space between calls
@@ -197,39 +165,41 @@ def functions(tools: str) -> Iterator[tuple[str, Any]]:
         yield function["name"], function.get("parameters") or {"type": "object"}
 
 
-_NAMED = re.compile(r"([\w.-]+)\s*(?:\[CALL_ID\][\w-]*)?(?:\[ARGS\]|<\|message\|>)?\s*(?=\{)")
-_FUNCTION = re.compile(r"<function=([^>\s]+)>(.*?)(?:</function>|$)", re.DOTALL)
-_PARAMETER = re.compile(r"<parameter=([^>\s]+)>\n?(.*?)\n?(?:</parameter>|(?=<parameter=)|$)", re.DOTALL)
+_Spelling = tuple[re.Pattern[str], Callable[[Any], Arguments]]
 _CLOSING = re.compile(r"[\s}\],;]+")  # what may follow the arguments of a call
-_BEGINNINGS: tuple[tuple[re.Pattern[str], Callable[[Any], Arguments]], ...] = (
-    (
-        re.compile(
-            r'[\s{}\[\],;]*"name"\s*:\s*"(?P<name>[^"\\]+)"\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)'
-        ),
-        lambda _: JsonArguments(),
-    ),
-    (
-        re.compile(r"\s*(?P<name>[\w.-]+)\s*(?:\[CALL_ID\][\w-]*)?(?:\[ARGS\]|<\|message\|>)?\s*(?=\{)"),
-        lambda _: JsonArguments(),
-    ),
-    (re.compile(r"\s*<function=(?P<name>[^>\s]+)>"), TagArguments),
+_NAMED = re.compile(r"\s*(?P<name>[\w.-]+)\s*(?:\[CALL_ID\][\w-]*)?(?:\[ARGS\]|<\|message\|>)?\s*(?=\{)")
+_IN_JSON = re.compile(
+    r'[\s{}\[\],;]*"name"\s*:\s*"(?P<name>[^"\\]+)"\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)'
 )
+_JSON_BEGINNINGS: tuple[_Spelling, ...] = (
+    (_IN_JSON, lambda _: JsonArguments()),
+    (_NAMED, lambda _: JsonArguments()),
+)
+_FENCES = re.compile(r"^```\w*\n|\n```$")
+_NAMES = {"true": True, "false": False, "null": None}
 _decoder = json.JSONDecoder()
 
 
-def _calls(body: str, schemas: dict[str, Any]) -> Iterator[FunctionCall]:
-    """The calls in the text of one or more calls, without the marks around it; none if it is something else."""
-    body = body.strip()
-    if body.startswith("<function="):
-        for name, parameters in _FUNCTION.findall(body):
-            yield FunctionCall(
-                name, json.dumps(_parameters(parameters, schemas.get(name)), ensure_ascii=False)
-            )
-        return
+def _spelling(form: ToolForm) -> _Spelling:
+    """How a call begins that is not in JSON, up to its arguments, and what reads these. A model whose calls are in JSON
+    may still write one as Qwen's models do."""
+    if form.before_name:
+        before = re.escape(form.before_name)
+        return re.compile(rf"\s*{before}(?P<name>[\w.-]+)\s*(?=\{{)"), lambda _: GemmaArguments()
+    tags = form.tags or QWEN_XML.tags
+    assert tags
+    before, after = re.escape(tags.name[0]), re.escape(tags.name[1].strip())
+    if not after:
+        after = rf"\s*(?={re.escape(tags.key[0])}|{re.escape(tags.end)})"
+    return re.compile(rf"\s*{before}(?P<name>[^>\s<]+){after}"), lambda schema: TagArguments(tags, schema)
+
+
+def _json_calls(body: str) -> Iterator[FunctionCall]:
+    """The calls in JSON, or with arguments in JSON; none if it is something else."""
     try:
         if named := _NAMED.match(body):
             arguments, _ = _decoder.raw_decode(body, named.end())
-            yield FunctionCall(named[1], json.dumps(arguments, ensure_ascii=False))
+            yield FunctionCall(named["name"], json.dumps(arguments, ensure_ascii=False))
             return
         values: list[Any] = []
         while body:
@@ -242,6 +212,44 @@ def _calls(body: str, schemas: dict[str, Any]) -> Iterator[FunctionCall]:
     yield from (call for call in calls if call and all(calls))
 
 
+def _python_calls(body: str, schemas: dict[str, Any]) -> Sequence[FunctionCall]:
+    """The calls in a list of calls of functions, or in lines of them; none if it is something else."""
+    try:
+        lines = [line.value for line in ast.parse(_FENCES.sub("", body)).body if isinstance(line, ast.Expr)]
+        nodes = [node for line in lines for node in (line.elts if isinstance(line, ast.List) else [line])]
+        return [_python_call(node, schemas) for node in nodes]
+    except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
+        return []
+
+
+def _python_call(node: ast.expr, schemas: dict[str, Any]) -> FunctionCall:
+    """Values without a name are those of the first parameters. Raises ValueError and TypeError."""
+    if not isinstance(node, ast.Call):
+        raise ValueError
+    name = ast.unparse(node.func)
+    schema = schemas.get(name)
+    properties = schema.get("properties") if isinstance(schema, dict) else None
+    given = dict(zip(properties or (), node.args, strict=False))
+    if len(given) < len(node.args):
+        raise ValueError
+    given |= {word.arg or "": word.value for word in node.keywords}
+    values = {key: ast.literal_eval(_JsonNames().visit(value)) for key, value in given.items()}
+    return FunctionCall(name, json.dumps(values, ensure_ascii=False))
+
+
+class _JsonNames(ast.NodeTransformer):
+    def visit_Name(self, node: ast.Name) -> ast.expr:
+        return ast.Constant(_NAMES[node.id]) if node.id in _NAMES else node
+
+
+def _is_json(text: str) -> bool:
+    try:
+        json.loads(text)
+    except (ValueError, RecursionError):
+        return False
+    return True
+
+
 def _call(value: Any) -> FunctionCall | None:
     match value:
         case {"function": {"name": str()} as function}:
@@ -250,9 +258,3 @@ def _call(value: Any) -> FunctionCall | None:
             as_text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
             return FunctionCall(name, as_text)
     return None
-
-
-def _parameters(text: str, schema: Any) -> dict[str, Any]:
-    """<parameter=KEY>VALUE</parameter>, in which a text has no quotation marks."""
-    properties = schema.get("properties", {}) if isinstance(schema, dict) else {}
-    return {key: read(value, kinds(properties.get(key), schema)) for key, value in _PARAMETER.findall(text)}

@@ -7,10 +7,12 @@ import json
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+from engine.formats.gemma_grammar import GEMMA_RULES, gemma_call, parameters, separated
 from engine.formats.json_formats import with_strict_formats
 from engine.formats.json_kinds import kinds
 from engine.formats.json_leniency import loosened, moved, without_needless
-from engine.formats.tool_calls import HARMONY, ToolForm, functions
+from engine.formats.tool_calls import functions
+from engine.formats.tool_forms import HARMONY, Tags, ToolForm
 from engine.protocol.events import Grammar
 
 # Where JSON may have white space: without a bound, a model could go on with it for ever.
@@ -102,10 +104,21 @@ def _call(form: ToolForm, tools: str) -> Iterator[str]:
             f"json{name}: {_json(schema)}" for name, schema in zip(names, known.values(), strict=True)
         )
         yield f"call: {' | '.join(names)}"
-    elif form.tagged:
+    elif tags := form.tags:
         for name, (tool, schema) in zip(names, known.items(), strict=True):
-            yield from _tagged(name, tool, schema)
-        yield f'call: "\\n" ({" | ".join(names)}) {_literal(f"{chr(10)}{form.close}")}'
+            yield from _tagged(tags, name, tool, schema)
+        around = ("", "") if tags.ends_call else ("\n", f"\n{form.close}")
+        yield f"call: {_literal(around[0])} ({' | '.join(names)}) {_literal(around[1])}"
+    elif form.before_name:
+        for name, (tool, schema) in zip(names, known.items(), strict=True):
+            yield from gemma_call(name, f"{form.before_name}{tool}", schema)
+        yield f"call: ({' | '.join(names)}) {_literal(form.close)}"
+        yield from GEMMA_RULES
+    elif form.in_python:
+        for name, (tool, schema) in zip(names, known.items(), strict=True):
+            yield from _in_python(name, tool, schema)
+        yield f'call: "[" python_call (", " python_call)* {_literal(f"]{form.close}")}'
+        yield f"python_call: {' | '.join(names)}"
     elif form.between:
         for name, (tool, schema) in zip(names, known.items(), strict=True):
             yield f"{name}: {_literal(tool + form.between)} json{name}"
@@ -134,22 +147,20 @@ def _kept_schemas(tools: str) -> dict[str, Any]:
     return {name: kept[name in strict](schema) for name, schema in functions(tools)}
 
 
-def _tagged(name: str, tool: str, schema: Any) -> Iterator[str]:
+def _tagged(tags: Tags, name: str, tool: str, schema: Any) -> Iterator[str]:
     """The rule `name` of a call in tags. Its parameters come in the order of the schema."""
-    properties = schema.get("properties") or {} if isinstance(schema, Mapping) else {}
-    required = schema.get("required") or () if isinstance(schema, Mapping) else ()
     parts = list[str]()
-    for i, (key, value) in enumerate(properties.items()):
+    for i, (key, value, is_required) in enumerate(parameters(schema)):
         rule = f"{name}_{i}"
-        parts.append(rule if key in required else f"{rule}?")
-        yield f"{rule}: {_literal(f'<parameter={key}>{chr(10)}')} value_{rule}"
-        yield from _value(f"value_{rule}", value, schema)
-    yield f"{name}: {_literal(f'<function={tool}>{chr(10)}')} {' '.join(parts)} {_literal('</function>')}"
+        parts.append(rule if is_required else f"{rule}?")
+        yield f"{rule}: {_literal(key.join(tags.key))} value_{rule}"
+        yield from _value(f"value_{rule}", value, schema, tags.value_end)
+    yield f"{name}: {_literal(tool.join(tags.name))} {' '.join(parts)} {_literal(tags.end)}"
 
 
-def _value(name: str, schema: Any, whole: Mapping[str, Any]) -> Iterator[str]:
-    """The rule `name` of a value and the end of its tag. A text is written as it is."""
-    end = _literal("\n</parameter>\n")
+def _value(name: str, schema: Any, whole: Mapping[str, Any], end: str) -> Iterator[str]:
+    """The rule `name` of a value and the `end` of its tag. A text is written as it is."""
+    end = _literal(end)
     allowed = kinds(schema, whole)
     may_be_text = not allowed or "string" in allowed
     if may_be_text and isinstance(schema, Mapping) and isinstance(schema.get("enum"), list):
@@ -160,6 +171,18 @@ def _value(name: str, schema: Any, whole: Mapping[str, Any]) -> Iterator[str]:
     else:
         yield f"{name}: json_{name} {end}"
         yield f"json_{name}: {_json(_alone(schema, whole))}"
+
+
+def _in_python(name: str, tool: str, schema: Any) -> Iterator[str]:
+    """The rule `name` of a call of a function, whose values are in JSON."""
+    parts = list[tuple[str, bool]]()
+    for i, (key, value, is_required) in enumerate(parameters(schema)):
+        rule = f"{name}_{i}"
+        parts.append((rule, is_required))
+        yield f"{rule}: {_literal(f'{key}=')} json_{rule}"
+        yield f"json_{rule}: {_json(_alone(value, schema))}"
+    yield from separated(f"{name}_all", parts, ", ")
+    yield f'{name}: {_literal(f"{tool}(")} {name}_all ")"'
 
 
 def _alone(schema: Any, whole: Mapping[str, Any]) -> Any:

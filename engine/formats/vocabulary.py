@@ -12,7 +12,7 @@ from engine.errors import ModelFileError
 from engine.formats.gguf import GGUF, StringArray, damaged, printable
 from engine.formats.pretokenizers import DEFAULT, GEMMA4, PRETOKENIZERS
 from engine.formats.thinking import MARK_TOKENS
-from engine.formats.tool_calls import CALL_TOKENS
+from engine.formats.tool_forms import CALL_TOKENS
 
 # tokenizer.ggml.token_type: enum llama_token_type in include/llama.h
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, BYTE = 1, 2, 3, 4, 6

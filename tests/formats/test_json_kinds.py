@@ -3,7 +3,8 @@ import json
 import pytest
 
 from engine.formats.json_kinds import kinds, read
-from engine.formats.tool_calls import QWEN_XML, ToolCallParser
+from engine.formats.tool_calls import ToolCallParser
+from engine.formats.tool_forms import QWEN_XML
 
 POINT = {"type": "object", "properties": {"x": {"type": "integer"}}}
 WHOLE = {"$defs": {"point": POINT, "a/b": {"$ref": "#/$defs/point"}, "loop": {"$ref": "#/$defs/loop"}}}

@@ -5,6 +5,7 @@ from datetime import datetime
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from engine.errors import ContextFullError, TemplateError
 from engine.formats.gguf import GGUF
@@ -432,10 +433,10 @@ def test_of_templates_with_names_one_is_for_tools(tmp_path):
             template = ChatTemplate.from_gguf(gguf, Tokenizer(gguf))
         return [text_of(template, [user("x")], tools=tools) for tools in ("", json.dumps([WEATHER]))]
 
-    both = texts(**{"": "chat", ".tool_use": "{{ tools[0].function.name }}"})
+    both = texts(**{"": "chat", ".tool_use": "{{ tools[0].function.name }}{# <tool_call> #}"})
     assert both == ["chat", "get_weather"]
     assert texts(**{".rag": "no", ".plain": "chat"}) == ["chat", "chat"]
-    assert texts(**{".tool_use": "{{ tools is none }}"}) == ["True", "False"]
+    assert texts(**{".tool_use": "{{ tools is none }}{# <tool_call> #}"}) == ["True", "False"]
     assert texts(**{"": "chat", ".tool_use": " "}) == ["chat", "chat"]
 
 
@@ -474,13 +475,13 @@ def test_a_call_ends_its_reply(template):
 
 
 def test_a_private_character_in_tools_is_not_taken_for_a_disguise(template):
-    echo = template("{% for t in tools %}{{ t.function.name }}{% endfor %}" + ECHO)
+    echo = template("{# <tool_call> #}{% for t in tools %}{{ t.function.name }}{% endfor %}" + ECHO)
     tools = '[{"type": "function", "function": {"name": "\\udb80\\udc00<"}}]'
     assert text_of(echo, [user("x")], tools=tools).startswith("\U000f0000<<|im_start|>")
 
 
 def test_tools_that_a_template_cannot_render(template):
-    broken = template("{% if tools %}{{ 1 + tools }}{% endif %}" + ECHO)
+    broken = template("{# <tool_call> #}{% if tools %}{{ 1 + tools }}{% endif %}" + ECHO)
     with pytest.raises(TemplateError, match="does not work with these tools"):
         broken.encode([user("Hi")], tools=json.dumps([WEATHER]))
     assert text_of(broken, [user("Hi")]) and not broken.warning
@@ -489,12 +490,50 @@ def test_tools_that_a_template_cannot_render(template):
         refusing.encode(ASKED)
 
 
+@pytest.mark.parametrize("source", [ECHO, "{% for t in tools %}{{ t }}{% endfor %}" + ECHO])
+def test_a_template_that_shows_no_tools_gets_them_in_the_system_text(template, source):
+    echo, again = template(source), replace(CALL, id="b")
+    messages = [
+        user("Hi"),
+        Message(role="assistant", content="I look.", tool_calls=(CALL, again)),
+        RESULT,
+        replace(RESULT, content="Rain", tool_call_id="b"),
+        user("So?"),
+    ]
+    call = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Rome <|im_end|>"}}\n</tool_call>'
+    turns = (
+        f"<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nI look.\n{call}\n{call}<|im_end|>\n<|im_start|>user\n"
+        "<tool_response>\nSunny\n</tool_response>\n<tool_response>\nRain\n</tool_response><|im_end|>\n"
+    )
+    assert turns in text_of(echo, messages)  # also without tools of its own
+    for first in ([], [system("Be brief.")]):
+        text = text_of(echo, [*first, *messages], tools=json.dumps([WEATHER]))
+        told, _, rest = text.partition("<|im_end|>\n<|im_start|>user")
+        begin = "Be brief.\n\nYou can" if first else "You can"
+        assert told.startswith(f"<|im_start|>system\n{begin}") and json.dumps(WEATHER["function"]) in told
+        assert '<tool_call>\n{"name": "the name of the tool", "arguments": {"' in told
+        assert turns in f"<|im_start|>user{rest}"
+
+
+def test_marks_that_open_thinking_and_say_how_long_it_is(template):
+    source = (
+        "{% for m in messages %}{{ m.content }}</seed:think>{% endfor %}"
+        "<seed:think>{% if thinking_budget == 0 %}<seed:cot_budget_reflect>{% endif %}"
+    )
+    seed = template(source)
+    for think in (True, False):
+        prompt = seed.encode([user("Hi")], think=think)
+        assert prompt.opens_thinking and prompt.marks.close == "</seed:think>"
+    assert not template(f"{source}</seed:think>").encode([user("Hi")]).opens_thinking
+
+
 @needs_shared
 @pytest.mark.parametrize(
     ("name", "call", "result"),
     [
         ("llama3.2", '{"name": "get_weather", "parameters": {"city": "Rome"}}', '"Sunny"'),
         ("qwen3.5", "<function=get_weather>\n<parameter=city>\nRome\n</parameter>", "<tool_response>\nSunny"),
+        ("gemma4", '<|tool_call>call:get_weather{city:<|"|>Rome<|"|>}<tool_call|>', "Sunny"),
         ("ministral3", '[TOOL_CALLS]get_weather[ARGS]{"city": "Rome"}', "[TOOL_RESULTS]Sunny"),
         (
             "gpt-oss",

@@ -4,17 +4,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.formats.tool_calls import (
+from engine.formats.tool_calls import FunctionCall, ToolCallParser
+from engine.formats.tool_forms import (
+    GEMMA,
+    GLM,
     GRANITE,
     HARMONY,
     HERMES,
+    LFM,
     LLAMA,
     MISTRAL,
     MISTRAL_ARGS,
+    PHI,
     QWEN_XML,
-    FunctionCall,
-    ToolCallParser,
-    tool_form,
+    SEED,
+    shown_form,
 )
 from tests.paths import SHARED
 
@@ -56,6 +60,60 @@ REPLIES = {
     "llama, two": (LLAMA, f"<|python_tag|>{JSON}; {STOP_JSON}", [CALL, STOP]),
     "llama, other JSON": (LLAMA, '{"name": "Bob", "parameters": {}}', ['{"name": "Bob", "parameters": {}}']),
     "llama, text": (LLAMA, 'So: {"a": 1}', ['So: {"a": 1}']),
+    "glm": (
+        GLM,
+        "Wait.\n<tool_call>get_weather\n<arg_key>city</arg_key>\n<arg_value>Rome</arg_value>\n"
+        "<arg_key>days</arg_key>\n<arg_value>2</arg_value>\n</tool_call>\n<tool_call>stop\n</tool_call>",
+        ["Wait.\n", CALL, STOP],
+    ),
+    "glm, no line breaks": (
+        GLM,
+        "<tool_call>get_weather<arg_key>city</arg_key><arg_value>Rome\n</arg_value></tool_call>",
+        [FunctionCall("get_weather", '{"city": "Rome\\n"}')],
+    ),
+    "seed": (
+        SEED,
+        "<seed:tool_call>\n<function=get_weather>\n<parameter=city>\nRome</parameter>\n<parameter=days>2</parameter>"
+        "\n</function>\n</seed:tool_call>",
+        [FunctionCall("get_weather", '{"city": "\\nRome", "days": 2}')],
+    ),
+    "gemma": (
+        GEMMA,
+        'Well<|tool_call>call:get_weather{city:<|"|>Rome<|"|>,days:2}<tool_call|><|tool_call>call:stop{}<tool_call|>',
+        ["Well", CALL, STOP],
+    ),
+    "gemma, all kinds": (
+        GEMMA,
+        '<|tool_call>call:get_weather{a:[{b:<|"|>x: {"y", }<|"|>,<|"|>c<|"|>:null}, -1.5],"d":"{e}",f:on}<tool_call|>',
+        [
+            FunctionCall(
+                "get_weather", '{"a": [{"b": "x: {\\"y\\", }", "c": null}, -1.5], "d": "{e}", "f": "on"}'
+            )
+        ],
+    ),
+    "phi": (PHI, f"<|tool_call|>{JSON}<|/tool_call|>", [CALL]),
+    "phi, a list": (PHI, f"<|tool_call|>[{JSON}, {STOP_JSON}]<|/tool_call|>", [CALL, STOP]),
+    "lfm": (
+        LFM,
+        "<|tool_call_start|>[get_weather(city='Rome', days=2), stop()]<|tool_call_end|>Done.",
+        [CALL, STOP, "Done."],
+    ),
+    "lfm, JSON": (LFM, f"<|tool_call_start|>[{JSON}]<|tool_call_end|>", [CALL]),
+    "lfm, values": (
+        LFM,
+        """<|tool_call_start|>[get_weather("Rome", days={'a': [true, None, -1.5]})]<|tool_call_end|>""",
+        [FunctionCall("get_weather", '{"city": "Rome", "days": {"a": [true, null, -1.5]}}')],
+    ),
+    "minicpm": (
+        LFM,
+        '<|tool_call_start|>\n```python\nget_weather(city="Rome", days=2)\nstop()\n```\n<|tool_call_end|>',
+        [CALL, STOP],
+    ),
+    "lfm, no call": (
+        LFM,
+        "<|tool_call_start|>[print(x)]<|tool_call_end|>",
+        ["<|tool_call_start|>[print(x)]<|tool_call_end|>"],
+    ),
     "gpt-oss": (
         HARMONY,
         f"Wait. to=functions.get_weather<|message|>{CALL.arguments}",
@@ -84,7 +142,9 @@ def test_calls_are_taken_out_however_the_text_is_cut(name):
             assert parts(form, [reply[i : i + size] for i in range(0, len(reply), size)], in_pieces) == wanted
 
 
-@pytest.mark.parametrize("name", ["hermes", "xml", "mistral", "ministral", "granite", "llama", "gpt-oss"])
+@pytest.mark.parametrize(
+    "name", ["hermes", "xml", "mistral", "ministral", "granite", "llama", "gpt-oss", "glm", "seed", "gemma"]
+)
 def test_arguments_come_in_pieces(name):
     form, reply, _ = REPLIES[name]
     parser = ToolCallParser(form, TOOLS, in_pieces=True)
@@ -144,7 +204,7 @@ def test_text_without_calls_stays_as_it_is(form, chunks):
 @pytest.mark.parametrize(
     ("name", "form"),
     [("qwen3", HERMES), ("qwen3.5", QWEN_XML), ("llama3.2", LLAMA), ("ministral3", MISTRAL_ARGS),
-     ("granite", GRANITE), ("gpt-oss", HARMONY), ("phi3", None), ("gemma3", None)],
+     ("granite", GRANITE), ("gpt-oss", HARMONY), ("gemma4", GEMMA), ("phi3", None), ("gemma3", None)],
 )  # fmt: skip
 def test_a_template_tells_the_form(name, form):
-    assert tool_form((SHARED / f"models/vocab/{name}.jinja").read_text()) == form
+    assert shown_form((SHARED / f"models/vocab/{name}.jinja").read_text()) == form

@@ -12,16 +12,20 @@ from engine.errors import UsageError
 from engine.formats.channels import ChannelSplitter, channel_marks
 from engine.formats.json_formats import with_strict_formats
 from engine.formats.json_leniency import NOT_KEPT, loosened, without_needless
-from engine.formats.tool_calls import (
+from engine.formats.tool_calls import FunctionCall, ToolCallParser
+from engine.formats.tool_forms import (
+    GEMMA,
+    GLM,
     GRANITE,
     HARMONY,
     HERMES,
+    LFM,
     LLAMA,
     MISTRAL,
     MISTRAL_ARGS,
+    PHI,
     QWEN_XML,
-    FunctionCall,
-    ToolCallParser,
+    SEED,
 )
 from engine.formats.tool_grammars import reply_grammar, schema_grammar
 
@@ -52,6 +56,19 @@ CALLS = {
         "<tool_call>\n<function=get_weather>\n<parameter=city>\nRome\n</parameter>\n<parameter=days>\n2\n"
         "</parameter>\n</function>\n</tool_call>",
     ),
+    "glm": (
+        GLM,
+        "<tool_call>get_weather\n<arg_key>city</arg_key>\n<arg_value>Rome</arg_value>\n<arg_key>days</arg_key>\n"
+        "<arg_value>2</arg_value>\n</tool_call>",
+    ),
+    "seed": (
+        SEED,
+        "<seed:tool_call>\n<function=get_weather>\n<parameter=city>Rome</parameter>\n<parameter=days>2</parameter>\n"
+        "</function>\n</seed:tool_call>",
+    ),
+    "gemma": (GEMMA, '<|tool_call>call:get_weather{city:<|"|>Rome<|"|>,days:2}<tool_call|>'),
+    "phi": (PHI, f"<|tool_call|>\n{JSON}\n<|/tool_call|>"),
+    "lfm": (LFM, '<|tool_call_start|>[get_weather(city="Rome", days=2)]<|tool_call_end|>'),
     "gpt-oss": (
         HARMONY,
         "<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>" + CALL.arguments,
@@ -93,7 +110,7 @@ def test_a_call_that_is_demanded(name):
     grammar = reply_grammar(form, TOOLS, None, is_required=True)
     assert takes(grammar, reply)
     assert not takes(grammar, "I look.") and not takes(grammar, reply.replace("get_weather", "nothing"))
-    assert not takes(grammar, reply.replace("2", '"2"' if name != "tags" else "two"))
+    assert not takes(grammar, reply.replace("2", "two" if form.tags else '"2"'))
     with_schema = reply_grammar(form, TOOLS, {"type": "integer"}, is_required=False)
     answer = "<|channel|>final<|message|>7" if form is HARMONY else "7"
     assert takes(with_schema, reply) and takes(with_schema, answer)
@@ -135,7 +152,9 @@ def test_gpt_oss_may_think_first():
     assert not takes(grammar, f"{thought}<|channel|>final<|message|>No.")
 
 
-@pytest.mark.parametrize("name", ["hermes", "mistral", "ministral", "tags", "llama", "gpt-oss"])
+@pytest.mark.parametrize(
+    "name", ["hermes", "mistral", "ministral", "tags", "llama", "gpt-oss", "glm", "gemma", "lfm"]
+)
 def test_calls_of_strict_tools_keep_to_their_schemas(name):
     form, reply = CALLS[name]
     strict = json.dumps([{**WEATHER, "function": {**WEATHER["function"], "strict": True}}])

@@ -4,7 +4,8 @@ import asyncio
 
 import pytest
 
-from engine.formats.tool_calls import HERMES, ToolCallParser
+from engine.formats.tool_calls import ToolCallParser
+from engine.formats.tool_forms import HERMES
 from engine.peers.openai_api import OpenAIEngine
 from engine.protocol.events import (
     Chat,

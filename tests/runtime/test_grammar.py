@@ -9,7 +9,8 @@ import pytest
 
 from engine.errors import UsageError
 from engine.formats.thinking import THINK, ThinkSplitter
-from engine.formats.tool_calls import ToolCallParser, tool_form
+from engine.formats.tool_calls import ToolCallParser
+from engine.formats.tool_forms import shown_form
 from engine.formats.tool_grammars import reply_grammar
 from engine.protocol.events import (
     Chat,
@@ -210,7 +211,7 @@ def test_gpt_oss_can_be_made_to_call(tmp_path, monkeypatch, seed):
     properties = {"city": {"enum": ["Rome", "Oslo"]}}
     schema = {"type": "object", "properties": properties, "required": ["city"], "additionalProperties": False}
     tools = json.dumps([{"type": "function", "function": {"name": "look", "parameters": schema}}])
-    form = tool_form(HARMONY_TEMPLATE)
+    form = shown_form(HARMONY_TEMPLATE)
     prompt = Chat(messages=(Message(role="user", content="Rome?"),), tools=tools)
     harmony = ReferenceModel(path, 256)
     end_id = harmony.tokenizer.special_tokens["<|end|>"]

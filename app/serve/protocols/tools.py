@@ -14,7 +14,7 @@ import msgspec
 
 from app.serve.errors import wrong
 from app.serve.protocols.json_values import check_size, converted
-from engine.formats.tool_calls import HARMONY, ToolForm
+from engine.formats.tool_forms import HARMONY, ToolForm
 
 INPUT = "input"
 
@@ -105,7 +105,7 @@ class Tools:
 
 
 def chosen_tools(raw: list[dict[str, Any]] | None, choice: Choice, form: ToolForm | None) -> Tools:
-    """The tools of a request for a model that writes calls in a `form` (None: its template takes no tools). Raises
+    """The tools of a request for a model that writes calls in a `form` (None: it takes no tools). Raises
     ApiError."""
     if isinstance(choice, ToolChoice) and choice.type in ("none", "auto", "required", "any"):
         choice = choice.type
@@ -139,7 +139,7 @@ def chosen_tools(raw: list[dict[str, Any]] | None, choice: Choice, form: ToolFor
     if not names:
         return Tools(skipped=tuple(skipped))
     if form is None:
-        raise wrong("This model's chat template takes no tools, or in a form that is not known.", "tools")
+        raise wrong("This model was trained for too short a context to take tools.", "tools")
     as_json = json.dumps([functions[name] for name in names], ensure_ascii=False)
     return Tools(as_json, is_required, frozenset(custom), tuple(skipped))
 

@@ -16,7 +16,7 @@ from app.chat.tool_use import Permissions
 from app.chat.view import View
 from app.cli.oneshot_tools import OneShotTools
 from app.tools.toolbox import Returned
-from engine.formats.tool_calls import GRANITE, HARMONY, HERMES, LLAMA, MISTRAL, MISTRAL_ARGS, QWEN_XML
+from engine.formats.tool_forms import GRANITE, HARMONY, HERMES, LLAMA, MISTRAL, MISTRAL_ARGS, QWEN_XML
 from engine.protocol.events import Chat, Failed, Generate, Message, Token
 from tests.app.fake_engine import FakeEngine, reply
 from tests.app.tools.fake_toolbox import FakeToolbox
@@ -259,7 +259,7 @@ async def test_a_model_whose_template_has_no_tools_is_offered_none(begin):
     session.tools.form = lambda: None
     await say(session, "Read it")
     await say(session, "Again")
-    assert view.noticed == ["The model in use is offered no tools: its chat template takes none"]
+    assert view.noticed == ["The model in use is offered no tools: its context is too short for them"]
     assert engine.requests[0].prompt.tools == "" and "<tool_call>" in session.conversation.turns[-1].content
 
 

@@ -1,0 +1,59 @@
+"""Tools for models whose chat template shows none, or in a form that is not known: they are told of in the system text,
+and calls and results become text. Calls are asked for in the form of Hermes, which most models have seen."""
+
+import json
+from collections.abc import Iterator, Sequence
+
+from msgspec.structs import replace
+
+from engine.formats.tool_forms import HERMES
+from engine.protocol.events import Message
+
+_OPEN, _CLOSE = f"{HERMES.opens[0]}\n", f"\n{HERMES.close}"
+_TOLD = f"""You can use tools. Each line is one, with a JSON schema of its parameters:
+{{tools}}
+
+To use a tool, write a call in this form, and one more for each further call, and end your reply with it:
+{_OPEN}{{{{"name": "the name of the tool", "arguments": {{{{"the name of a parameter": "its value"}}}}}}}}{_CLOSE}
+The next message has the results. Where no tool helps, answer without one."""
+
+
+def told(messages: Sequence[Message], tools: str) -> list[Message]:
+    """The conversation without calls and results. `tools` is `Chat.tools`, or "" if the model may call none now."""
+    kept = list(_as_text(messages))
+    if not tools:
+        return kept
+    about = _TOLD.format(tools="\n".join(_line(tool["function"]) for tool in json.loads(tools)))
+    if kept and kept[0].role == "system":
+        return [replace(kept[0], content=f"{kept[0].content}\n\n{about}"), *kept[1:]]
+    return [Message(role="system", content=about), *kept]
+
+
+def _line(function: dict[str, object]) -> str:
+    fields = {key: function[key] for key in ("name", "description", "parameters") if function.get(key)}
+    return json.dumps(fields, ensure_ascii=False)
+
+
+def _as_text(messages: Sequence[Message]) -> Iterator[Message]:
+    """Calls stand in the reply, and results in a message of the user; several of them in one."""
+    results: Message | None = None
+    for message in messages:
+        if message.role == "tool":
+            result = f"<tool_response>\n{message.content}\n</tool_response>"
+            before = results or Message(role="user", content="")
+            content = "\n".join(filter(None, (before.content, result)))
+            results = replace(before, content=content, pictures=before.pictures + message.pictures)
+            continue
+        if results:
+            yield results
+            results = None
+        if message.tool_calls:
+            calls = (
+                f'{_OPEN}{{"name": {json.dumps(call.name)}, "arguments": {call.arguments or "{}"}}}{_CLOSE}'
+                for call in message.tool_calls
+            )
+            content = "\n".join(filter(None, (message.content, *calls)))
+            message = replace(message, content=content, tool_calls=())
+        yield message
+    if results:
+        yield results

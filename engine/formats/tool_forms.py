@@ -1,0 +1,98 @@
+"""How families of models write calls of tools. The chat template of a model says which way is its own.
+
+A client describes tools in OpenAI's form: a JSON array of {"type": "function", "function": {"name", "description",
+"parameters"}}, in which the parameters are a JSON schema. The chat template shows them to the model; if it shows none,
+`told_tools` does.
+"""
+
+import re
+from dataclasses import dataclass, replace
+
+
+@dataclass(frozen=True)
+class Tags:
+    """How a call with its parameters in tags is written: `name` and `key` hold what stands before and after these. If
+    `has_breaks`, a line break at both ends of a value is none of it. `end` comes after the last parameter;
+    `ends_call`: it is what closes the call."""
+
+    name: tuple[str, str]
+    key: tuple[str, str]
+    value_end: str
+    end: str
+    has_breaks: bool = False
+    ends_call: bool = False
+
+
+@dataclass(frozen=True)
+class ToolForm:
+    """How a family writes a call: after one of `opens`, and before `close` ("": before the next call, or the end of the
+    reply). `bare`: a reply that is nothing but a JSON object is a call, too. A call is a JSON object with the name and,
+    under `key`, the arguments, or a list of these; or the name, then `between`, then the arguments; or it is in `tags`;
+    or it begins with `before_name`, then its braces are Gemma's (`gemma_calls`); or, `in_python`, it is a list of calls
+    of functions."""
+
+    opens: tuple[str, ...]
+    close: str = ""
+    bare: bool = False
+    key: str = "arguments"
+    listed: bool = False
+    between: str = ""
+    tags: Tags | None = None
+    before_name: str = ""
+    in_python: bool = False
+
+
+_FUNCTION = Tags(("<function=", ">\n"), ("<parameter=", ">\n"), "\n</parameter>\n", "</function>", True)
+HERMES = ToolForm(("<tool_call>",), "</tool_call>")  # Qwen 2.5 and 3 too
+QWEN_XML = replace(HERMES, tags=_FUNCTION)  # Qwen 3.5, Qwen3-Coder
+GLM = replace(
+    HERMES,
+    tags=Tags(
+        ("", "\n"), ("<arg_key>", "</arg_key>\n<arg_value>"), "</arg_value>\n", HERMES.close, ends_call=True
+    ),
+)  # GLM 4.5 to 4.7
+SEED = ToolForm(
+    ("<seed:tool_call>",),
+    "</seed:tool_call>",
+    tags=replace(_FUNCTION, key=("<parameter=", ">"), value_end="</parameter>\n", has_breaks=False),
+)
+GEMMA = ToolForm(("<|tool_call>",), "<tool_call|>", before_name="call:")  # Gemma 4
+MISTRAL = ToolForm(("[TOOL_CALLS]",), listed=True)
+MISTRAL_ARGS = ToolForm(("[TOOL_CALLS]",), between="[ARGS]")  # Ministral 3
+GRANITE = ToolForm(("<|tool_call|>",), listed=True)
+PHI = ToolForm(("<|tool_call|>",), "<|/tool_call|>")
+LFM = ToolForm(("<|tool_call_start|>",), "<|tool_call_end|>", in_python=True)  # LFM2, MiniCPM 3 and 4
+LLAMA = ToolForm(("<|python_tag|>",), bare=True, key="parameters")
+HARMONY = ToolForm((" to=functions.",), between="<|message|>")  # gpt-oss, as `channels` shows it
+_SIGNS = (  # what a template with the form holds; the first one that fits counts
+    (("<|channel|>", " to=functions."), HARMONY),
+    (("<|channel|>commentary",), HARMONY),
+    (("[TOOL_CALLS]", "[ARGS]"), MISTRAL_ARGS),
+    (("[TOOL_CALLS]",), MISTRAL),
+    (("<|tool_call>call:",), GEMMA),
+    (("<|tool_call|>", "<|/tool_call|>"), PHI),
+    (("<|tool_call|>",), GRANITE),
+    (("<seed:tool_call>",), SEED),
+    (("<tool_call>", "<arg_key>"), GLM),
+    (("<tool_call>", "<function="), QWEN_XML),
+    (("<tool_call>",), HERMES),
+    (("<|tool_call_start|>",), LFM),
+    (("<|tool_list_start|>",), LFM),
+    (("<|python_tag|>",), LLAMA),
+    (('"parameters": dictionary',), LLAMA),
+)
+_READS_TOOLS = re.compile(r"""(?<![\w.<>/"'])tools\b(?!>)""")  # the variable, not a field or a tag
+
+CALL_TOKENS = frozenset((
+    "<tool_call>", "</tool_call>", "<|tool_call|>", "<|/tool_call|>", "<|python_tag|>", "[TOOL_CALLS]", "[CALL_ID]",
+    "[ARGS]", "<|tool_call>", "<tool_call|>", '<|"|>', "<seed:tool_call>", "</seed:tool_call>",
+    "<|tool_call_start|>", "<|tool_call_end|>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>",
+))  # fmt: skip
+"""Special tokens that are part of a call: `ToolCallParser` has to see them."""
+
+
+def shown_form(template: str) -> ToolForm | None:
+    """The form that a chat template describes; None if it shows no tools, or in a form that is not known."""
+    if not _READS_TOOLS.search(template):
+        return None
+    return next((form for signs, form in _SIGNS if all(sign in template for sign in signs)), None)
