@@ -32,7 +32,8 @@ class Parts:
     """What an architecture's files have beyond llama's. `architecture`: its name, if files of it differ. `norms`:
     those of queries and keys, over a "head" or over "all". `biases`: of "qkv", or of all matrices of a layer.
     `renamed`: ffn_norm is called post_attention_norm. `delta`: gated delta nets in the layers without attention,
-    which has a gate. `shared`: a shared expert, `ungated`: without a gate. `choice_bias`: of the choice of experts.
+    which has a gate; `fused_delta`: their beta and alpha are one matrix. `shared`: a shared expert,
+    `ungated`: without a gate. `choice_bias`: of the choice of experts.
     `layers`: those after the second have no keys and values of their own, and a token gives each layer 32 numbers.
     `beside`: experts are beside a feed-forward layer, and full attention has keys as values. `scaled`: layers have
     a scale, and attention has none. `keys`: metadata, without the architecture; they are such that every part
@@ -48,6 +49,7 @@ class Parts:
     sinks: bool = False
     renamed: bool = False
     delta: bool = False
+    fused_delta: bool = False
     shared: bool = False
     ungated: bool = False
     choice_bias: bool = False
@@ -129,6 +131,14 @@ ARCHITECTURES: dict[str, Parts] = {
             "final_logit_softcapping": 10.0,
         },
     ),
+    "hunyuan-dense": Parts(norms="head"),
+    "hunyuan-moe": Parts(
+        norms="head",
+        experts=8,
+        shared=True,
+        ungated=True,
+        keys=EXPERTS | {"feed_forward_length": 64, "expert_shared_feed_forward_length": 96},
+    ),
     "glm4": Parts(fused=True, norms_after=True),
     "chatglm": Parts(fused=True, biases="qkv"),
     "ernie4_5": Parts(),
@@ -193,6 +203,15 @@ ARCHITECTURES: dict[str, Parts] = {
         sinks=True,
         renamed=True,
         keys=EXPERTS | YARN | {"attention.sliding_window": 24},
+    ),
+    "qwen3next": Parts(
+        norms="head",
+        renamed=True,
+        delta=True,
+        fused_delta=True,
+        experts=8,
+        shared=True,
+        keys=DELTA | EXPERTS | {"expert_shared_feed_forward_length": 96},
     ),
     "qwen35": Parts(norms="head", renamed=True, delta=True, thinks=True, keys=DELTA),
     "qwen35moe": Parts(
@@ -310,7 +329,8 @@ def write(
         writer.add_uint32(f"{architecture}.nextn_predict_layers", 1)
     own = 2 if parts.layers else layers  # so many layers have a KV cache
     widths = [ffn if i < own else 2 * ffn for i in range(layers)]
-    writer.add_feed_forward_length(widths if parts.layers else ffn)
+    if "feed_forward_length" not in parts.keys:
+        writer.add_feed_forward_length(widths if parts.layers else ffn)
     writer.add_head_count(heads)
     metadata = {**parts.keys, **(keys or {})}
     if parts.layers:
@@ -385,8 +405,11 @@ def write(
         channels = (2 * metadata["ssm.group_count"] + values) * size
         matrix(prefix + "attn_qkv", channels, dim)
         matrix(prefix + "attn_gate", values * size, dim)
-        for name in "beta", "alpha":  # many published files hold these as floats
-            matrix(f"{prefix}ssm_{name}", values, dim, "F32")
+        # many published files hold these as floats
+        for name, rows in (
+            (("ba", 2 * values),) if parts.fused_delta else (("beta", values), ("alpha", values))
+        ):
+            matrix(f"{prefix}ssm_{name}", rows, dim, "F32")
         matrix(prefix + "ssm_out", dim, values * size)
         taps = random_matrix(rng, channels, metadata["ssm.conv_kernel"], Type.F32)
         writer.add_tensor(prefix + "ssm_conv1d.weight", taps)

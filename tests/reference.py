@@ -250,7 +250,10 @@ class Reference:
         """Token by token, as the docstring of `DeltaNet` has it."""
         n, eps = len(h), np.float32(self.spec.eps)
         inputs = np.concatenate(
-            [np.zeros((part.taps - 1, part.channels), np.float32), self._product(h, part.qkv)]
+            [
+                np.zeros((part.taps - 1, part.channels), np.float32),
+                np.concatenate([self._product(h, weight) for weight in part.qkv], -1),
+            ]
         )
         taps = self._vector(part.conv).reshape(part.channels, part.taps)
         channels = np.stack([(inputs[t : t + part.taps] * taps.T).sum(0) for t in range(n)])
@@ -264,6 +267,8 @@ class Reference:
         y = np.empty((n, part.value_heads, part.size), np.float32)
         for head in range(part.value_heads):
             of, state = head % part.key_heads, np.zeros((part.size, part.size), np.float32)
+            if not part.shares_in_turn:
+                of = head * part.key_heads // part.value_heads
             for t in range(n):
                 state *= decay[t, head]
                 state += np.outer(k[t, of], beta[t, head] * (v[t, head] - state.T @ k[t, of]))
@@ -275,13 +280,13 @@ class Reference:
     def _attend(self, part: Attention, h: Floats, caches: list[tuple[Floats, Floats]]) -> Floats:
         """`caches`: keys and values of the attention before this one; its own are appended."""
         a, n = part, len(h)
-        q = self._rotated(a, self._heads(a, self._product(h, a.q, a.q_bias), a.q_norm))
+        q = self._turned(a, self._product(h, a.q, a.q_bias), a.q_norm)
         if a.k:
             projected = self._product(h, a.k, a.k_bias)
             v = self._heads(a, self._product(h, a.v, a.v_bias) if a.v else projected, None)
             if a.has_normed_values:
                 v = v / np.sqrt((v * v).mean(-1, keepdims=True) + np.float32(self.spec.eps))
-            caches.append((self._rotated(a, self._heads(a, projected, a.k_norm)), v))
+            caches.append((self._turned(a, projected, a.k_norm), v))
         else:
             assert a.cache_of is not None
             caches.append(caches[a.cache_of])
@@ -305,6 +310,11 @@ class Reference:
         if a.gate:
             result = result * sigmoid(self._product(h, a.gate))
         return self._product(result, a.o, a.o_bias)
+
+    def _turned(self, part: Attention, x: Floats, norm: Vector | None) -> Floats:
+        if part.rotates_first:
+            return self._normed(self._rotated(part, self._heads(part, x, None)), norm, self.spec.eps)
+        return self._rotated(part, self._heads(part, x, norm))
 
     def _heads(self, part: Attention, x: Floats, norm: Vector | None) -> Floats:
         """(n, heads * head_dim) -> (n, heads, head_dim), normed over a head or over all of them."""

@@ -18,11 +18,11 @@ from engine.description.checked_file import MOST
 from engine.description.draft_head import read_draft_head
 from engine.description.families import ARCHITECTURES, Family
 from engine.description.file_kind import ASSISTANT, check_is_model, check_looks_back
-from engine.description.head_reader import MAX_HEAD, AttentionHeads, HeadReader
+from engine.description.head_reader import AttentionHeads
+from engine.description.recurrent_reader import RecurrentReader
 from engine.description.spec import LayerEmbeddings, ModelSpec, Sublayer, Temperature
 from engine.description.sublayers import (
     Attention,
-    DeltaNet,
     Dense,
     Experts,
     LayerEmbedding,
@@ -73,12 +73,11 @@ def read_spec(file: GGUF) -> ModelSpec:
         raise damaged(file.path, "its metadata has numbers that nothing can be computed with") from None
 
 
-class ModelReader(HeadReader):
+class ModelReader(RecurrentReader):
     """Reads one file. All methods raise ModelFileError."""
 
     def __init__(self, file: GGUF, architecture: str, family: Family) -> None:
-        super().__init__(file, architecture, family.rope_base, family.window_base)
-        self.family = family
+        super().__init__(file, architecture, family)
         if self.context >= 1 << 17:
             self.unsaid_factor = family.long_rope_factor
         if "token_embd.weight" not in file.tensors:
@@ -87,7 +86,7 @@ class ModelReader(HeadReader):
                 "It may be a vocabulary or an adapter; choose a model file.",
             )
         self.draft_layers = self.last_layers("nextn_predict_layers")
-        self.layers = self.size("block_count") - self.draft_layers
+        self.layers -= self.draft_layers
         if self.draft_layers < 0 or self.layers < 1:
             raise damaged(self.file.path, f"{self.draft_layers} of its layers are draft layers")
         self.shared_caches = self.last_layers("attention.shared_kv_layers")
@@ -218,45 +217,6 @@ class ModelReader(HeadReader):
         proj = self.weight(f"{prefix}proj", self.dim, self.layer_embedding)
         yield Sublayer(None, LayerEmbedding(gate, proj, i), last_norm, scale)
 
-    def is_recurrent(self, i: int) -> bool:
-        """Whether layer i is a gated delta net: `recurrent_layers` tells it, or the number of layers of which the last
-        has attention."""
-        if not self.family.attention_every or i >= self.layers:  # a draft head has attention
-            return False
-        layers = self.file.metadata.get(self.key("attention.recurrent_layers"))
-        if isinstance(layers, np.ndarray):
-            if len(layers) < self.layers:
-                raise damaged(self.file.path, f"{len(layers)} of its layers are recurrent or not")
-            return bool(layers[i])
-        return (i + 1) % self.size("full_attention_interval", self.family.attention_every) != 0
-
-    def delta(self, prefix: str) -> DeltaNet:
-        """A gated delta net. Raises ModelFileError for one that is cut into other heads than the engine's."""
-        key_heads, value_heads = self.size("ssm.group_count"), self.size("ssm.time_step_rank")
-        size, taps = self.size("ssm.state_size"), self.size("ssm.conv_kernel")
-        dim, channels, values = self.dim, (2 * key_heads + value_heads) * size, value_heads * size
-        is_tiled = self.file.get(self.key("ssm.v_head_reordered"), bool, True)  # only files of Ollama say it
-        # Files of Ollama have no ".bias" in this name.
-        decay_bias = "ssm_dt" if self.has(f"{prefix}ssm_dt") else "ssm_dt.bias"
-        fits = not value_heads % key_heads and self.size("ssm.inner_size", values) == values
-        if size > MAX_HEAD or not fits or not is_tiled:
-            raise ModelFileError(
-                f"{self.name} has gated delta nets of a shape that orin-chat does not run.",
-                "Choose another model.",
-            )
-        return DeltaNet(
-            qkv=self.weight(f"{prefix}attn_qkv", channels, dim),
-            gate=self.weight(f"{prefix}attn_gate", values, dim),
-            beta=self.weight(f"{prefix}ssm_beta", value_heads, dim),
-            alpha=self.weight(f"{prefix}ssm_alpha", value_heads, dim),
-            out=self.weight(f"{prefix}ssm_out", dim, values),
-            conv=self.required(f"{prefix}ssm_conv1d.weight", channels, taps),
-            decay=self.required(f"{prefix}ssm_a", value_heads),
-            decay_bias=self.required(f"{prefix}{decay_bias}", value_heads),
-            norm=self.required(f"{prefix}ssm_norm.weight", size),
-            key_heads=key_heads, value_heads=value_heads, size=size, taps=taps,
-        )  # fmt: skip
-
     def attend(self, i: int, prefix: str) -> Attention:
         window = self.window(i)
         # glm4: files of models that see pictures have the rows in the other order (use_mrope in llama-hparams.cpp).
@@ -327,6 +287,7 @@ class ModelReader(HeadReader):
             window=window, sinks=self.vector(f"{prefix}attn_sinks.weight", heads.count), gate=gate(), cache_of=of,
             has_normed_values=self.family.normed_values,
             softcap=self.number("attn_logit_softcapping", cap) if (cap := self.family.score_cap) else 0.0,
+            rotates_first=self.family.rotates_first,
         )  # fmt: skip
 
     def is_rotated(self, i: int, window: int) -> bool:

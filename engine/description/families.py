@@ -28,7 +28,8 @@ class Family:
     files that do not say them. Of `attention_every` layers the last has attention, and the others are gated delta
     nets, unless the metadata say otherwise (0: all have attention). `gated_attention`: in each head the rows of the
     query come before those of a gate of its result. `unscaled_attention`: scores are multiplied by nothing.
-    `normed_values`: values are normed over a head. `grid_positions`: tokens of pictures have a row and a column
+    `normed_values`: values are normed over a head. `rotates_first`, `shares_in_turn`: see `Attention`, `DeltaNet`.
+    `grid_positions`: tokens of pictures have a row and a column
     (`Rope.sections`). Of pictures, tokens see those after them in the same picture in no layer, in all, or in those
     with a window (`sees_pictures`)."""
 
@@ -53,6 +54,8 @@ class Family:
     gated_attention: bool = False
     unscaled_attention: bool = False
     normed_values: bool = False
+    rotates_first: bool = False
+    shares_in_turn: bool = True
     grid_positions: bool = False
     window: int = 0
     score_cap: float = 0.0
@@ -96,6 +99,7 @@ ARCHITECTURES: Mapping[str, Family] = {
     "olmoe": Family(renormalised=False),
     "qwen3moe": Family(),
     "gpt-oss": Family(activation="swiglu_oai", full_attention_every=2),
+    "qwen3next": Family(attention_every=4, gated_attention=True, shares_in_turn=False),
     "qwen35": Family(attention_every=4, gated_attention=True, grid_positions=True),
     "qwen35moe": Family(attention_every=4, gated_attention=True, grid_positions=True),
     "chatglm": Family(interleaved=True),
@@ -115,6 +119,8 @@ ARCHITECTURES: Mapping[str, Family] = {
     ),
     "glm4": Family(interleaved=True),
     "granitemoe": Family(interleaved=True),
+    "hunyuan-dense": Family(rotates_first=True),
+    "hunyuan-moe": Family(rotates_first=True),
     "internlm2": Family(interleaved=True),
     "minicpm": Family(interleaved=True, embedding_scale=12.0, depth_scale=1.4, base_width=256),
     "qwen2moe": Family(renormalised=False),

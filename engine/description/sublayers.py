@@ -139,12 +139,11 @@ class Operator:
 @dataclass(frozen=True)
 class Attention(Operator):
     """Attention. `heads` query heads share `kv_heads` heads of keys and values, of `head_dim` elements each. The norms
-    of queries and keys are over a head (head_dim weights), or over all heads together. `rope` is an index in
-    `ModelSpec.ropes`. Scores are multiplied by `scale`, and with a `softcap` they are softcap * tanh(scores / softcap).
-    With a `window`, a query at position p attends to the keys at
-    p - window + 1 to p; 0 means to all. `sinks`: for each head a score
-    that joins those of the keys, unscaled, and whose value is zero. `gate`: the result is multiplied by
-    sigmoid(gate x) before the output projection.
+    of queries and keys are over a head (head_dim weights), or over all heads together; with `rotates_first` they come
+    after the rotation, and are over a head. `rope` is an index in `ModelSpec.ropes`. Scores are multiplied by `scale`,
+    and with a `softcap` they are softcap * tanh(scores / softcap). With a `window`, a query at position p attends to
+    the keys at p - window + 1 to p; 0 means to all. `sinks`: for each head a score that joins those of the keys,
+    unscaled, and whose value is zero. `gate`: the result is multiplied by sigmoid(gate x) before the output projection.
 
     With `sees_pictures`, a picture's tokens attend also to those after them in the same picture.
 
@@ -174,6 +173,7 @@ class Attention(Operator):
     has_normed_values: bool = False
     sees_pictures: bool = False
     softcap: float = 0.0
+    rotates_first: bool = False
     words = "attention"
 
     @property
@@ -209,7 +209,9 @@ class DeltaNet(Operator):
     """A gated delta net. `qkv` x is, for each token: `key_heads` queries and as many keys, then `value_heads` values,
     of `size` elements each. Each of these channels passes a causal convolution over the last `taps` tokens, the last
     tap for the token itself, and then SiLU. Queries and keys are divided by their length, sqrt(sum of squares + eps);
-    queries are multiplied by size ** -0.5. The value head j has the query and the key of head j mod key_heads.
+    queries are multiplied by size ** -0.5. The value head j has the query and the key of head j mod key_heads; if
+    neighbours share them (`shares_in_turn` is false), of head j * key_heads // value_heads. `qkv` may be several
+    matrices, one after the other.
 
     beta = sigmoid(`beta` x) and decay = exp(`decay` * softplus(`alpha` x + `decay_bias`)) are a number for each value
     head. With a state S (size keys, size values) for each value head, a token computes, in this order:
@@ -219,7 +221,7 @@ class DeltaNet(Operator):
     So a sequence has a state that does not grow: the S, and the last taps - 1 inputs of the convolution; all float32.
     At its begin all are zeros."""
 
-    qkv: Weight
+    qkv: tuple[Weight, ...]
     gate: Weight
     beta: Weight
     alpha: Weight
@@ -233,6 +235,7 @@ class DeltaNet(Operator):
     value_heads: int
     size: int
     taps: int
+    shares_in_turn: bool = True
     words = "gated delta nets"
 
     @property
@@ -261,7 +264,7 @@ class DeltaNet(Operator):
 
     @property
     def roles(self) -> Roles:
-        inputs = self.qkv, self.gate, self.beta, self.alpha
+        inputs = *self.qkv, self.gate, self.beta, self.alpha
         return {"QKV projection": inputs, "attention output": (self.out,)}
 
 

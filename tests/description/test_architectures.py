@@ -228,9 +228,26 @@ def test_a_file_of_ollama(path_of):
     spec = read(path_of("qwen35"), tensors | {"mtp.fc.weight": (DIM, 2 * DIM)}, **keys)
     assert [a.kv_heads for a in spec.attention] == [2] and spec.draft_layers == 1
     assert spec.deltas[0].decay_bias.tensor == "blk.0.ssm_dt"
-    for key, value in ("ssm__v_head_reordered", False), ("attention__head_count_kv", np.array([2, 0])):
-        with pytest.raises(ModelFileError):
-            read(path_of("qwen35"), tensors, **keys | {f"qwen35__{key}": value})
+    assert spec.deltas[0].shares_in_turn
+    other = read(path_of("qwen35"), tensors, **keys | {"qwen35__ssm__v_head_reordered": False})
+    assert not other.deltas[0].shares_in_turn
+    with pytest.raises(ModelFileError):
+        read(path_of("qwen35"), tensors, **keys | {"qwen35__attention__head_count_kv": np.array([2, 0])})
+
+
+def test_an_older_file_of_qwen3_next(path_of):
+    """One matrix has, of each key head, the rows of its query, its key, and its values and their gate."""
+    layers = [i for i in range(LAYERS) if i != 1]
+    tensors = {f"blk.{i}.{name}.weight": None for i in layers for name in ("attn_qkv", "attn_gate")}
+    tensors |= {f"blk.{i}.ssm_in.weight": (2 * (2 + 2 * 2) * 16, DIM) for i in layers}
+    net = read(path_of("qwen3next"), tensors).deltas[0]
+    assert [(w.first, w.every, w.run) for w in (*net.qkv, net.gate)] == [
+        (0, 96, 16),
+        (16, 96, 16),
+        (32, 96, 32),
+        (64, 96, 32),
+    ]
+    assert net.channels == sum(weight.rows for weight in net.qkv)
 
 
 def test_experts_whose_gate_and_up_are_one_tensor(path_of):

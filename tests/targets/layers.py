@@ -36,6 +36,8 @@ MODELS: dict[str, dict[str, Any]] = {
     "olmo2 F32": {"architecture": "olmo2", "quant": "F32"},
     "olmoe F32": {"architecture": "olmoe", "quant": "F32"},
     "qwen3moe F32": {"architecture": "qwen3moe", "quant": "F32"},
+    "hunyuan-dense F32": {"architecture": "hunyuan-dense", "quant": "F32", "layers": 1},
+    "qwen3next F32, 8 of 16 rotated": {"architecture": "qwen3next", "quant": "F32", "rotated": 8},
     "qwen35 F32, 8 of 16 rotated": {"architecture": "qwen35", "quant": "F32", "rotated": 8},
     "qwen35moe F32, 8 of 16 rotated": {"architecture": "qwen35moe", "quant": "F32", "rotated": 8},
     "gpt-oss F32": {"architecture": "gpt-oss", "quant": "F32", "keys": {"expert_used_count": 2}},

@@ -24,6 +24,7 @@ ALIKE = (
     "llama F32 untied, rope factors",
     "phi3 Q8_0, 12 of 16 rotated",
     "qwen35 F32, 8 of 16 rotated",
+    "qwen3next F32, 8 of 16 rotated",
     "olmoe F32",
     "gemma2 F32",
     "chatglm F32, 8 of 16 rotated",

@@ -125,12 +125,12 @@ def heads(operator: DeltaNet, x: Tensor, eps: float) -> tuple[Tensor, Tensor, Te
         x = x.reshape(n, operator.key_heads, operator.size)
         x = x * ((x * x).sum(-1, keepdim=True) + eps).rsqrt()
         copies = operator.value_heads // operator.key_heads
-        return (
-            x.unsqueeze(1)
-            .expand(-1, copies, -1, -1)
-            .reshape(n, operator.value_heads, operator.size)
-            .transpose(0, 1)
+        x = (
+            x.unsqueeze(1).expand(-1, copies, -1, -1)
+            if operator.shares_in_turn
+            else x.unsqueeze(2).expand(-1, -1, copies, -1)
         )
+        return x.reshape(n, operator.value_heads, operator.size).transpose(0, 1)
 
     q, k = of_values(x[:, :of_keys]), of_values(x[:, of_keys : 2 * of_keys])
     v = x[:, 2 * of_keys :].reshape(n, operator.value_heads, operator.size).transpose(0, 1)

@@ -297,7 +297,7 @@ class Transformer:
         n, v, step, states = cast(int, x.shape[0]), self._vectors, run.step, next(run.states)
         before, used = states.of(step.sequence), step.used
         channels, inputs = convolved(
-            operator, self._product(operator.qkv, x), v[operator.conv], before.inputs, used
+            operator, self._joined(operator.qkv, x), v[operator.conv], before.inputs, used
         )
         beta = self._product(operator.beta, x).sigmoid()
         log_decay = v[operator.decay] * self._product(operator.alpha, x, operator.decay_bias).softplus()
@@ -309,6 +309,11 @@ class Transformer:
         states.store(step.sequence, DeltaState(state, inputs))
         y = self._norm(y.transpose(0, 1), operator.norm).reshape(n, -1)
         return self._product(operator.out, y * self._product(operator.gate, x).silu())
+
+    def _joined(self, weights: Sequence[Weight], x: Tensor) -> Tensor:
+        """The products of x with several matrices, one after the other."""
+        first, *others = (self._product(weight, x) for weight in weights)
+        return first.cat(*others, dim=-1) if others else first
 
     def _product(self, weight: Weight, x: Tensor, bias: Vector | None = None) -> Tensor:
         y = self._matrices[weight].product(x)
@@ -336,6 +341,12 @@ class Transformer:
         n = cast(int, step.tokens.shape[0])
         return self._numbers[: step.position + n].unsqueeze(0) >= step.seen.unsqueeze(1)
 
+    def _turned(self, a: Attention, x: Tensor, n_heads: int, norm: Vector | None, step: Step) -> Tensor:
+        """Queries or keys of x (n, n_heads * head_dim), normed and rotated: (n_heads, n, head_dim)."""
+        if not (norm and a.rotates_first):
+            return self._rotated(self._heads(x, n_heads, norm), a.rope, step)
+        return self._norm(self._rotated(self._heads(x, n_heads, None), a.rope, step), norm)
+
     def _rotated(self, x: Tensor, rope: int, step: Step) -> Tensor:
         """Rotary position embedding of x (heads, n, head_dim): rotates element i with element i + head_dim / 2."""
         n, position = x.shape[1], step.position
@@ -351,12 +362,12 @@ class Transformer:
         run.read.append(next(run.caches) if a.cache_of is None else run.read[a.cache_of])
         kv, mask, step = run.read[-1], run.masks[a.window, a.sees_pictures], run.step
         n, position = cast(int, x.shape[0]), step.position
-        q = self._rotated(self._heads(self._product(a.q, x, a.q_bias), a.heads, a.q_norm), a.rope, step)
+        q = self._turned(a, self._product(a.q, x, a.q_bias), a.heads, a.q_norm, step)
         if self._temperatures is not None:
             q = q * self._temperatures[position : position + n].reshape(1, n, 1)
         if a.k:
             projected = self._product(a.k, x, a.k_bias)
-            k = self._rotated(self._heads(projected, a.kv_heads, a.k_norm), a.rope, step)
+            k = self._turned(a, projected, a.kv_heads, a.k_norm, step)
             v = self._heads(self._product(a.v, x, a.v_bias) if a.v else projected, a.kv_heads, None)
             if a.has_normed_values:
                 v = _normed(v, self.spec.eps)

@@ -74,6 +74,14 @@ def check_layers_with_delta_nets_and_gated_attention() -> None:
     hold(architecture="qwen35", rotated=8, **SMALL | {"layers": 2})
 
 
+def check_layers_with_keys_that_neighbours_share() -> None:
+    hold(architecture="qwen3next", rotated=8, **SMALL | {"dim": 160, "heads": 5, "layers": 2})
+
+
+def check_layers_with_norms_after_rotation() -> None:
+    hold(architecture="hunyuan-dense", **SMALL)
+
+
 def check_layers_with_embeddings_and_shared_caches() -> None:
     hold(architecture="gemma4", **SMALL | {"layers": 4})
 

@@ -46,6 +46,14 @@ def check_mixed_delta_nets_and_gated_attention() -> None:
     hold(architecture="qwen35", seed=1, **SMALL | {"layers": 3})  # the last one is a delta net
 
 
+def check_mixed_keys_that_neighbours_share() -> None:
+    hold((128,), architecture="qwen3next", seed=3, **SMALL | {"dim": 160, "heads": 5})
+
+
+def check_mixed_norms_after_rotation() -> None:
+    hold((128,), architecture="hunyuan-dense", **SMALL | {"layers": 1})
+
+
 def check_mixed_embeddings_and_shared_caches() -> None:
     hold(architecture="gemma4", **SMALL | {"layers": 4})
 

@@ -31,7 +31,8 @@ _CHAINS = 2  # independent sums, since each addition waits for the one before
 @dataclass(frozen=True)
 class DeltaHeads:
     """The heads of a kind of layers: `keys` heads of queries and as many of keys, `values` heads of values, all of
-    `size` elements, a multiple of `lanes`. Value head j reads key head j mod `keys`. `taps`: the tokens that a
+    `size` elements, a multiple of `lanes`. Value head j reads key head j mod `keys`; unless it `shares_in_turn`,
+    j * keys // values. `taps`: the tokens that a
     convolution reads.
 
     Of each sequence a layer keeps the states, float32 (values, size / width, size, width), and the inputs of the
@@ -43,11 +44,16 @@ class DeltaHeads:
     taps: int
     eps: float
     lanes: int
+    shares_in_turn: bool = True
 
     @property
     def channels(self) -> int:
         """Elements of a token's queries, keys and values together."""
         return (2 * self.keys + self.values) * self.size
+
+    def key_head(self, head: UOp) -> UOp:
+        """That of a value head."""
+        return head % self.keys if self.shares_in_turn else head // (self.values // self.keys)
 
     @property
     def gates(self) -> int:
@@ -157,7 +163,7 @@ def delta_net(net: DeltaHeads, tile: int, rows: bool = False) -> KernelFunction:
                 state, left = (
                     ((slot * net.values + head) * blocks + block) * (size * width) for slot in (before, after)
                 )
-                query = token * net.channels + head % net.keys * size
+                query = token * net.channels + net.key_head(head) * size
                 column = head * size + block * width
                 beta = k.load(gates, token * (2 * net.gates) + head)
                 decay = k.load(gates, token * (2 * net.gates) + net.gates + head)

@@ -23,8 +23,9 @@ from engine.targets.cpu.kernels.step_state import n_tokens, position_of, sequenc
 class HeadLanes:
     """The attention heads of a kind of layers: `query` heads share `kv` heads of keys and values, of `dim` elements
     each. Scores are multiplied by `scale`, and capped by `softcap` if that is not 0. `query_norm` and `key_norm`:
-    whether these are RMS-normed, with `norm_eps`. `norms_over_heads`: over all heads together. `temperature`: whether
-    queries are multiplied by a factor of their position. `sinks`: each query head has a score that joins those of the
+    whether these are RMS-normed, with `norm_eps`. `norms_over_heads`: over all heads together. If it `rotates_first`,
+    the weights of the norms are of rotated elements. `temperature`: whether queries are multiplied by a factor of their
+    position. `sinks`: each query head has a score that joins those of the
     keys, unscaled, and whose value is zero. `stored`: without values of their own, the keys before norm and rotation
     are the values; with nothing, the cache is that of another layer. `value_norm`: values are RMS-normed over a head.
     `turns_tokens`: the tables of angles are by the tokens of the step, not by position. `ahead`: in prompts, a query
@@ -58,6 +59,7 @@ class HeadLanes:
     softcap: float = 0.0
     turns_tokens: bool = False
     ahead: int = 0
+    rotates_first: bool = False
 
     @property
     def rows(self) -> int:
@@ -125,13 +127,15 @@ def rotate(heads: HeadLanes, tile: int) -> KernelFunction:
             """n elements of a rotated head from j on, and n from j + half on."""
             first = head * h.dim if h.norms_over_heads else 0  # of the head's weights
             a, b = (k.vector(rows, at + offset + j, n) for offset in (0, half))
+            weights: list[UOp] = []
             if weight is not None and factor is not None:
-                a, b = (
-                    v * k.load(factor, 0) * k.vector(weight, first + (offset + j), n)
-                    for v, offset in ((a, 0), (b, half))
-                )
+                a, b = (v * k.load(factor, 0) for v in (a, b))
+                weights = [k.vector(weight, first + (offset + j), n) for offset in (0, half)]
+            if weights and not h.rotates_first:
+                a, b = a * weights[0], b * weights[1]
             c, s = (k.vector(table, angle * half + j, n) for table in (cos, sin))
-            return a * c - b * s, b * c + a * s
+            turned = a * c - b * s, b * c + a * s
+            return (turned[0] * weights[0], turned[1] * weights[1]) if weights and h.rotates_first else turned
 
         def norm_factor(at: Index, size: int) -> UOp:
             factor = k.registers(1)

@@ -39,7 +39,7 @@ class AttentionHandler(Handler):
             window=cache.window(part.window), dtype=cache.dtype,
             norms_over_heads=part.has_norms_over_heads, sinks=part.sinks is not None,
             stored="keys and values" if part.v else "keys" if part.k else "nothing", value_norm=part.has_normed_values,
-            softcap=part.softcap,
+            softcap=part.softcap, rotates_first=part.rotates_first,
             turns_tokens=bool(loading.pictures and spec.ropes[part.rope].sections),
             ahead=loading.pictures.whole if loading.pictures and part.sees_pictures else 0,
         )  # fmt: skip

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import accumulate
+
 from tinygrad import Tensor
 
 from engine.description.sublayers import DeltaNet
@@ -19,11 +21,13 @@ class DeltaNetHandler(Handler):
 
     def __init__(self, part: DeltaNet, norm: Tensor | None, is_added: bool, loading: Loading) -> None:
         weights, heads = loading.weights, (part.key_heads, part.value_heads, part.size, part.taps)
-        net = DeltaHeads(*heads, loading.spec.eps, loading.lanes)
+        net = DeltaHeads(*heads, loading.spec.eps, loading.lanes, part.shares_in_turn)
         self._net, self._norm, self._sequences = net, norm, loading.states.parallel
         self._states, self._inputs = loading.states.add(net)
         self._slots = loading.states.slots
-        self._qkv, self._gate = weights.matrix(part.qkv), weights.matrix(part.gate)
+        *firsts, rows = accumulate((weight.rows for weight in part.qkv), initial=0)
+        self._qkv = [weights.matrix(w, first, rows) for w, first in zip(part.qkv, firsts, strict=True)]
+        self._gate = weights.matrix(part.gate)
         self._beta = weights.matrix(part.beta, 0, 2 * net.gates)
         self._alpha = weights.matrix(part.alpha, net.gates, 2 * net.gates)
         self._out = weights.matrix(part.out, added=is_added)
@@ -33,7 +37,7 @@ class DeltaNetHandler(Handler):
 
     @property
     def _reads(self) -> list[Matrix]:
-        return [self._qkv, self._gate, self._beta, self._alpha]
+        return [*self._qkv, self._gate, self._beta, self._alpha]
 
     def add_kernels(self, step: StepBuilder) -> None:
         step.add_result(self._out, self._recur(step))
@@ -52,8 +56,9 @@ class DeltaNetHandler(Handler):
             )
         )  # fmt: skip
         inputs = step.quantize(step.x, self._reads, norm=self._norm)
-        for products, matrix in zip((rows, gate, gates, gates), self._reads, strict=True):
-            step.multiply(products, matrix, inputs, concurrent=matrix is not self._qkv)
+        outs = *(rows for _ in self._qkv), gate, gates, gates
+        for i, (products, matrix) in enumerate(zip(outs, self._reads, strict=True)):
+            step.multiply(products, matrix, inputs, concurrent=i > 0)
         of_step = *step.state, self._slots
         step.add(convolve(net, tile, by_row), rows, gates, self._inputs, *of_step, *self._tables)
         reads = *of_step, rows, gates, self._head_norm

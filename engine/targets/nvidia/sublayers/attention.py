@@ -80,6 +80,7 @@ class AttentionHandler(Handler):
             gated=part.gate is not None,
             ahead=loading.looks_ahead and part.sees_pictures,
             softcap=part.softcap,
+            rotates_first=part.rotates_first,
         )
         self.is_storing = stored != "nothing"
         self.is_over_heads = part.has_norms_over_heads

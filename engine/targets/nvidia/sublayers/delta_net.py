@@ -51,8 +51,9 @@ class DeltaNetHandler(Handler):
             weights.spec.eps,
             sequences=loading.parallel,
             slots=2 if loading.parallel > 1 else 1 + CHECKED,
+            shares_in_turn=part.shares_in_turn,
         )
-        self.in_proj = product_of([part.qkv, part.gate, part.beta, part.alpha])
+        self.in_proj = product_of([*part.qkv, part.gate, part.beta, part.alpha])
         self.out = product_of([part.out])
         self.products = self.in_proj, self.out
         self.vectors = {

@@ -184,6 +184,7 @@ class DecodeBlock:
             load(self.rows, own + first_row(head) + e % dim) for head, e in zip(heads, indices, strict=True)
         ]
         others = [load(self.rows, own + first_row(head) + p) for head, p in zip(heads, partners, strict=True)]
+        factors: list[UOp | None] = [None] * len(indices)  # of rotated elements
         if self.norms is not None and self._over_heads:
             totals = self._sums_over_heads(before)
             half_threads = self.n_threads // 2
@@ -211,12 +212,17 @@ class DecodeBlock:
             for i, (head, e) in enumerate(zip(heads, indices, strict=True)):
                 norm = factor(head)
                 weight = head.eq(self.group).where(UOp.const(dim), UOp.const(0))
-                xs[i] = xs[i] * load(self.norms, weight + e % dim) * norm
+                own_weight = load(self.norms, weight + e % dim)
+                if h.rotates_first:
+                    xs[i], others[i], factors[i] = xs[i] * norm, others[i] * norm, own_weight
+                    continue
+                xs[i] = xs[i] * own_weight * norm
                 others[i] = others[i] * load(self.norms, weight + partners[i]) * norm
         elements = []
-        for e, x, other in zip(indices, xs, others, strict=True):
+        for e, x, other, weight in zip(indices, xs, others, factors, strict=True):
             d = e % dim
             z = rotated(x, other, d < half, *self._angles(d % half))
+            z = z if weight is None else z * weight
             as_key, as_query = z.cast(F16).cast(F32), z * self.query_factor
             is_key = e >= self.group * dim
             elements.append((e, is_key.where(as_key, as_query) if self.has_new else as_query))

@@ -71,7 +71,8 @@ class Pages:
 @dataclass(frozen=True)
 class Heads:
     """The attention heads of a layer: `query` heads share `kv` heads of keys and values, of `dim` elements each.
-    Positions are below `length`. `norm_eps` is set if queries and keys are RMS-normed. Scores are
+    Positions are below `length`. `norm_eps` is set if queries and keys are RMS-normed; if it `rotates_first`, the
+    weights of these norms are of rotated elements. Scores are
     multiplied by `scale`, and with a `temperature` by a factor for the query's position, which is data. The cache is a
     `pool` of so many blocks of `block` tokens, a multiple of 16. With a `window`, a query sees the last `window`
     tokens, its own included. `kv_format`: how the cache holds keys and values. With `normed_values`, values are
@@ -97,6 +98,7 @@ class Heads:
     is_stored: bool = False
     ahead: bool = False
     softcap: float = 0.0
+    rotates_first: bool = False
 
     def __post_init__(self) -> None:
         assert self.block % TILE == 0 and self.kv_format.fits(self.dim)

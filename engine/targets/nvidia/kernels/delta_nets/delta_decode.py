@@ -91,7 +91,7 @@ def delta_decode(
         sequence = sequence_of(h, state, token + 2 * tokens if tokens else 2)
         live = load(state, token + 3 * tokens).ne(0) if tokens else None
         before, after = h.state_at(position, sequence), h.state_at(position + 1, sequence)
-        began, first_row, key_head = position > 0, token * h.rows, head % h.key
+        began, first_row, key_head = position > 0, token * h.rows, h.key_head(head)
 
         group, quad = thread // quads, thread % quads
         places = [(head * size + group * per + i) * size + first_column + quad * 4 for i in range(per)]
@@ -116,7 +116,8 @@ def delta_decode(
             window.append(load(rows, first_row + channel, inside))
             weights = load_run(conv, channel * h.taps, h.taps, inside)
             stores.append(store(inputs, e, convolved(window, weights), inside))
-            is_own = which.eq(2) | ((head < h.key) & part.eq(0) if parts > 1 else head < h.key)
+            is_first = head.eq(h.value_head(key_head, UOp.const(0, INDEX)))
+            is_own = which.eq(2) | (is_first & part.eq(0) if parts > 1 else is_first)
             for ok in (inside, live):
                 is_own = is_own if ok is None else is_own & ok
             moved += [

@@ -34,7 +34,7 @@ from engine.targets.nvidia.kernels.uops import (
 class DeltaHeads:
     """The heads of a delta net: `key` heads of queries and of keys, `value` heads, of `size` elements each; a
     convolution over `taps` tokens; `eps` of the norms. Its memory has room for `slots` states of each of
-    `sequences`."""
+    `sequences`. `shares_in_turn`: see `engine.description.sublayers.DeltaNet`."""
 
     key: int
     value: int
@@ -43,6 +43,7 @@ class DeltaHeads:
     eps: float
     sequences: int = 1
     slots: int = 2
+    shares_in_turn: bool = True
 
     def __post_init__(self) -> None:
         assert self.value % self.key == 0 and self.size % 16 == 0
@@ -74,7 +75,17 @@ class DeltaHeads:
 
     @property
     def name(self) -> str:
-        return f"{self.key}_{self.value}_{self.size}_{self.taps}" + f"_of_{self.slots}" * (self.slots > 2)
+        of_slots = f"_of_{self.slots}" * (self.slots > 2)
+        together = "_together" * (not self.shares_in_turn)
+        return f"{self.key}_{self.value}_{self.size}_{self.taps}{of_slots}{together}"
+
+    def key_head(self, head: UOp) -> UOp:
+        """That of a value head."""
+        return head % self.key if self.shares_in_turn else head // (self.value // self.key)
+
+    def value_head(self, key_head: UOp, i: UOp) -> UOp:
+        """The i-th value head of a key head."""
+        return key_head + i * self.key if self.shares_in_turn else key_head * (self.value // self.key) + i
 
     def state_at(self, position: UOp, sequence: UOp) -> UOp:
         """The index of the first element of the state of a sequence before the token at `position`."""

@@ -165,7 +165,7 @@ def delta_inputs(heads: DeltaHeads, runs: Runs, n: int = GROUP) -> Kernel:
                 stores.append(store(vectors, place, vector[t] * factors[which][t]))
 
         # A thread for each value head.
-        head, is_head = key_head + e.minimum(shared_by - 1) * h.key, e < shared_by
+        head, is_head = h.value_head(key_head, e.minimum(shared_by - 1)), e < shared_by
         scalar = h.channels + h.width + head
         betas, decays = [], []
         for t in range(n):
@@ -231,7 +231,7 @@ def delta_scan(heads: DeltaHeads, runs: Runs, several: bool = False, checks: boo
         quad, first_key = thread % quads, thread // quads * own
         block = UOp.special(h.value * parts_of_head, "gidx0")
         head, part = block // parts_of_head, block % parts_of_head
-        key_head, column = head % h.key, part * width + thread % width
+        key_head, column = h.key_head(head), part * width + thread % width
         row = UOp.special(units, "gidx1") * PIECE_ROWS if units > 1 else UOp.const(0)
         piece = Piece.of(prompt, row, tokens, MAX_POSITION)
         if several:  # a piece that begins before is other blocks'

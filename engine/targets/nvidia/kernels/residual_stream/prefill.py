@@ -207,6 +207,7 @@ def rotate_prompt(
         own, partner = (runs.load(sums, bias, token, row + e, inside) for e in (d, partner_d))
         is_query, is_key = head < h.query, (head >= h.query) & (head < h.query + h.kv)
         value = own
+        rotated_by: UOp | None = None  # the weight of the norm, if it comes after the rotation
         if norms is not None and factors is not None:
             normed = is_query | is_key
             norm = load(factors, token * 2 + is_query.where(UOp.const(0), UOp.const(1)))
@@ -223,12 +224,17 @@ def rotate_prompt(
                 tree(load_run(lane_sums, head_in_block * lanes, lanes)), dim, h.norm_eps or 0.0
             )
             weight = is_query.where(UOp.const(0), UOp.const(dim))
-            x, other = (v * load(norms, weight + e) * norm for v, e in ((own, d), (partner, partner_d)))
+            if h.rotates_first:
+                x, other = own * norm, partner * norm
+                rotated_by = load(norms, weight + d)
+            else:
+                x, other = (v * load(norms, weight + e) * norm for v, e in ((own, d), (partner, partner_d)))
             value = own * norm if h.normed_values else own
         else:
             x, other = own, partner
         angle = angle_row(cos, half, h.length, position, prompt, piece.sequence_at) * half + d % half
         z = rotated(x, other, d < half, load(cos, angle), load(sin, angle))
+        z = z if rotated_by is None else z * rotated_by
         factor = f32(h.query_scale)
         if temperature is not None:
             factor = factor * load(temperature, position, live & is_query)

@@ -1,0 +1,79 @@
+"""The layers of a model that keep a state of each sequence in place of keys and values, read from a file."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+
+import numpy as np
+
+from engine.description.families import Family
+from engine.description.head_reader import MAX_HEAD, HeadReader
+from engine.description.sublayers import DeltaNet, Weight
+from engine.errors import ModelFileError
+from engine.formats.gguf import GGUF, damaged
+
+
+class RecurrentReader(HeadReader):
+    """Reads recurrent layers, of `layers` in all. All methods raise ModelFileError."""
+
+    def __init__(self, file: GGUF, architecture: str, family: Family) -> None:
+        super().__init__(file, architecture, family.rope_base, family.window_base)
+        self.family, self.layers = family, self.size("block_count")
+
+    def is_recurrent(self, i: int) -> bool:
+        """Whether layer i is a gated delta net: `recurrent_layers` tells it, or the number of layers of which the last
+        has attention."""
+        if not self.family.attention_every or i >= self.layers:  # a draft head has attention
+            return False
+        layers = self.file.metadata.get(self.key("attention.recurrent_layers"))
+        if isinstance(layers, np.ndarray):
+            if len(layers) < self.layers:
+                raise damaged(self.file.path, f"{len(layers)} of its layers are recurrent or not")
+            return bool(layers[i])
+        return (i + 1) % self.size("full_attention_interval", self.family.attention_every) != 0
+
+    def delta(self, prefix: str) -> DeltaNet:
+        """A gated delta net. Raises ModelFileError for one that is cut into other heads than the engine's."""
+        key_heads, value_heads = self.size("ssm.group_count"), self.size("ssm.time_step_rank")
+        size, taps = self.size("ssm.state_size"), self.size("ssm.conv_kernel")
+        dim, channels, values = self.dim, (2 * key_heads + value_heads) * size, value_heads * size
+        # only files of Ollama say it
+        in_turn = self.file.get(self.key("ssm.v_head_reordered"), bool, self.family.shares_in_turn)
+        # Files of Ollama have no ".bias" in this name.
+        decay_bias = "ssm_dt" if self.has(f"{prefix}ssm_dt") else "ssm_dt.bias"
+        fits = not value_heads % key_heads and self.size("ssm.inner_size", values) == values
+        if size > MAX_HEAD or not fits:
+            raise ModelFileError(
+                f"{self.name} has gated delta nets of a shape that orin-chat does not run.",
+                "Choose another model.",
+            )
+
+        def of_keys(tensor: str, runs: Sequence[int]) -> list[Weight]:
+            """The matrices of a tensor that has, of each key head, so many rows of each."""
+            every, firsts = sum(runs), accumulate(runs, initial=0)
+            whole = key_heads * every
+            return [
+                self.weight(f"{prefix}{tensor}", key_heads * run, dim, first, whole, every=every, run=run)
+                for first, run in zip(firsts, runs, strict=False)
+            ]
+
+        shared_by = value_heads // key_heads
+        if self.has(f"{prefix}ssm_in.weight"):  # older files of Qwen3 Next
+            *qkv, gate = of_keys("ssm_in", [size, size, shared_by * size, shared_by * size])
+        else:
+            qkv = [self.weight(f"{prefix}attn_qkv", channels, dim)]
+            gate = self.weight(f"{prefix}attn_gate", values, dim)
+        if self.has(f"{prefix}ssm_ba.weight"):
+            beta, alpha = of_keys("ssm_ba", [shared_by, shared_by])
+        else:
+            beta, alpha = (self.weight(f"{prefix}ssm_{x}", value_heads, dim) for x in ("beta", "alpha"))
+        return DeltaNet(
+            qkv=tuple(qkv), gate=gate, beta=beta, alpha=alpha,
+            out=self.weight(f"{prefix}ssm_out", dim, values),
+            conv=self.required(f"{prefix}ssm_conv1d.weight", channels, taps),
+            decay=self.required(f"{prefix}ssm_a", value_heads),
+            decay_bias=self.required(f"{prefix}{decay_bias}", value_heads),
+            norm=self.required(f"{prefix}ssm_norm.weight", size),
+            key_heads=key_heads, value_heads=value_heads, size=size, taps=taps, shares_in_turn=in_turn,
+        )  # fmt: skip
