@@ -407,7 +407,7 @@ def check_prompt_products() -> None:
     tokens, n = 32, 11
     for ggml_type, rows, cols in (
         (8, 24, 256),
-        (6, 16, 256),
+        (6, 16, 320),
         (14, 16, 256),
         (0, 16, 64),
         (1, 16, 192),

@@ -179,7 +179,8 @@ def spread(unit: UOp, quarter: UOp, units: int) -> tuple[UOp, UOp]:
     if full == units:
         return other
     last = unit // full  # 1 for the last ones
-    return other[0] + (unit - other[0]) * last, other[1] + (quarter - other[1]) * last
+    # The mask changes nothing: without it, tinygrad takes the quarter for one of up to 6.
+    return other[0] + (unit - other[0]) * last, other[1] + (quarter - other[1]) * last & 3
 
 
 def fragment_index(token: UOp, column: UOp, cols: int) -> UOp:
