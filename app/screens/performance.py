@@ -38,6 +38,8 @@ HISTORY_S = 330.0
 MAX_RATES = 600
 """Decode samples that the median and the best are taken from: two and a half minutes of decode."""
 _CURRENT_SAMPLES = 4
+MIN_STEPS = 8
+"""An answer of fewer tokens says nothing of what its tokens take: the first ones are slower."""
 _MEMORY_COUNTERS = ("EMC activity", "memory activity")
 _CARD_COUNTERS = ("GPU load", "memory activity", "GPU clock", "memory clock", "throttled")
 
@@ -61,6 +63,8 @@ class PerformanceObserver:
         self._position = self._cached = 0  # tokens in the context; tokens of the prompt from earlier turns
         self._tokens, self._since_s = 0, 0.0  # of the decode sample in progress
         self._in_decode = self._has_decode_sample = False  # of this answer
+        self._steps_s: list[float] = []  # the times between the tokens of this answer
+        self._at_s = 0.0  # of its last token
         self._prompt: tuple[int, float] | None = None  # its tokens at the last prefill sample, and its time
         self._has_prompt_sample = self._has_looked = False
         self._experts: ExpertWindow | None = None
@@ -199,6 +203,10 @@ class PerformanceObserver:
             self._end_prompt(token)
             self._in_decode, self._has_decode_sample, self._prompt = True, False, None
             self._tokens, self._since_s = -1, now
+            self._steps_s = []
+        else:
+            self._steps_s.append(now - self._at_s)
+        self._at_s = now
         self._position += 1
         self._tokens += 1
         if (elapsed_s := now - self._since_s) >= SAMPLE_S and self._tokens:
@@ -226,10 +234,18 @@ class PerformanceObserver:
             prefill = shown_prefill_rate(end.prompt_n, end.cached_n, end.prompt_ms - end.pictures_ms)
             self._prefill = prefill or self._prefill
         if speed:
-            self._set_kernels(replace(self.kernels, answer_us=1e6 / speed))
+            self._set_kernels(replace(self.kernels, answer_us=self._token_us(end, speed)))
         self._guesses = _guesses(end)
         self._position = end.context_used
         self._end_answer()
+
+    def _token_us(self, end: Finished, speed: float) -> float | None:
+        """What a token of the answer usually took; None if it had few. The median leaves out the first ones, on a
+        processor that was idle before; with guesses, tokens come several at a time, and the mean counts."""
+        if end.predicted_n <= MIN_STEPS:
+            return None
+        usual_s = median(self._steps_s) if len(self._steps_s) >= MIN_STEPS and not end.draft_n else 0.0
+        return 1e6 * usual_s if usual_s > 0 else 1e6 / speed
 
     def _end_answer(self) -> None:
         self._in_decode, self._prompt, self._has_looked = False, None, False

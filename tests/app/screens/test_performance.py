@@ -190,6 +190,16 @@ def test_kernels_are_held_against_the_last_answer(performance):
     assert performance.kernels.answer_us is None, "that was another engine"
 
 
+def test_the_first_tokens_of_an_answer_do_not_say_what_one_takes(performance):
+    times = (0.0, 90.0, 130.0, *(130.0 + 2 * i for i in range(1, 10)))
+    for at_ms in times:
+        performance.observe(Token(request_id=1, id=1, text="x", at_ms=at_ms))
+    performance.observe(reply("", predicted_n=len(times), predicted_ms=times[-1])[-1])
+    assert performance.kernels.answer_us == pytest.approx(2000)
+    performance.observe(reply("", predicted_n=4, predicted_ms=130.0)[-1])
+    assert performance.kernels.answer_us is None, "too few to say"
+
+
 def test_another_engine_begins_anew_on_the_same_time_axis(performance, clock):
     decode(performance, 100, 100.0)
     performance.observe(READY)
