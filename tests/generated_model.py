@@ -33,7 +33,8 @@ class Parts:
     those of queries and keys, over a "head" or over "all". `biases`: of "qkv", or of all matrices of a layer.
     `renamed`: ffn_norm is called post_attention_norm. `delta`: gated delta nets in the layers without attention,
     which has a gate; `fused_delta`: their beta and alpha are one matrix. `shared`: a shared expert,
-    `ungated`: without a gate. `choice_bias`: of the choice of experts.
+    `ungated`: without a gate. `choice_bias`: of the choice of experts. `latent`: latent attention, with the matrices of
+    keys and values "apart" or "together".
     `layers`: those after the second have no keys and values of their own, and a token gives each layer 32 numbers.
     `beside`: experts are beside a feed-forward layer, and full attention has keys as values. `scaled`: layers have
     a scale, and attention has none. `keys`: metadata, without the architecture; they are such that every part
@@ -53,6 +54,7 @@ class Parts:
     shared: bool = False
     ungated: bool = False
     choice_bias: bool = False
+    latent: str = ""
     thinks: bool = False
     layers: bool = False
     beside: bool = False
@@ -91,6 +93,12 @@ DELTA = {
     "ssm.time_step_rank": 4,
     "ssm.inner_size": 64,
     "full_attention_interval": 2,
+}
+LATENT = {
+    "attention.kv_lora_rank": 64,
+    "rope.dimension_count": 16,
+    "expert_shared_count": 2,
+    "leading_dense_block_count": 1,
 }
 ARCHITECTURES: dict[str, Parts] = {
     "llama": Parts(),
@@ -192,6 +200,35 @@ ARCHITECTURES: dict[str, Parts] = {
         | {"expert_shared_count": 1, "leading_dense_block_count": 1, "expert_gating_func": 2}
         | {"expert_weights_scale": 1.5, "expert_weights_norm": True}
         | {"expert_group_count": 4, "expert_group_used_count": 2},
+    ),
+    "deepseek2": Parts(
+        latent="apart",
+        experts=8,
+        shared=True,
+        ungated=True,
+        choice_bias=True,
+        keys=EXPERTS
+        | LATENT
+        | YARN
+        | {"attention.head_count_kv": 1, "attention.key_length": 80, "attention.value_length": 64}
+        | {"attention.key_length_mla": 48, "attention.value_length_mla": 32, "attention.q_lora_rank": 96}
+        | {"rope.scaling.yarn_log_multiplier": 0.1, "expert_weights_scale": 2.5, "expert_weights_norm": True}
+        | {"expert_gating_func": 2, "expert_group_count": 4, "expert_group_used_count": 2},
+    ),
+    "deepseek2-lite": Parts(
+        architecture="deepseek2",
+        latent="together",
+        experts=8,
+        shared=True,
+        ungated=True,
+        keys=EXPERTS
+        | LATENT
+        | YARN
+        | {
+            "attention.key_length": 48,
+            "attention.value_length": 32,
+            "rope.scaling.yarn_log_multiplier": 0.0707,
+        },
     ),
     "smollm3": Parts(),
     "olmo2": Parts(norms="all", norms_before=False, norms_after=True),
@@ -309,7 +346,14 @@ def write(
     if dim % block or ffn % block:
         raise ValueError(f"{quant} has blocks of {block}: dim {dim} and ffn {ffn} must be multiples of it")
     rng = np.random.default_rng(seed)
-    rotated = rotated or head_dim
+    metadata = {**parts.keys, **(keys or {})}
+    if parts.latent == "together":
+        metadata.setdefault("attention.head_count_kv", heads)
+    sizes = {"rope.dimension_count": rotated or head_dim}
+    sizes |= {"attention.key_length": head_dim, "attention.value_length": head_dim}
+    for size, usual in sizes.items():
+        metadata.setdefault(size, usual)
+    rotated = metadata["rope.dimension_count"]
     tokens, merges = _vocabulary()
     specials = SPECIALS + (THINK_MARKS if parts.thinks else ())
 
@@ -332,13 +376,9 @@ def write(
     if "feed_forward_length" not in parts.keys:
         writer.add_feed_forward_length(widths if parts.layers else ffn)
     writer.add_head_count(heads)
-    metadata = {**parts.keys, **(keys or {})}
     if parts.layers:
         metadata["attention.shared_kv_layers"] = layers - own
     kv_counts = metadata.setdefault("attention.head_count_kv", kv_heads)
-    writer.add_key_length(head_dim)
-    writer.add_value_length(head_dim)
-    writer.add_rope_dimension_count(rotated)
     writer.add_rope_freq_base(ROPE_BASE)
     writer.add_layer_norm_rms_eps(EPSILON)
     writer.add_vocab_size(len(tokens) + len(specials))
@@ -466,6 +506,28 @@ def write(
                 mean = 0.2 if parts.scaled and name == "attn_q" else 1.0
                 vector(f"{prefix}{name}_norm.weight", size, mean)
 
+    def latent_attention(prefix: str) -> None:
+        latent, q_width = metadata["attention.kv_lora_rank"], metadata.get("attention.q_lora_rank")
+        whole, values = (
+            metadata.get(f"attention.{x}_length_mla", metadata[f"attention.{x}_length"])
+            for x in ("key", "value")
+        )
+        plain = whole - rotated
+        if q_width:
+            matrix(prefix + "attn_q_a", q_width, dim)
+            vector(prefix + "attn_q_a_norm.weight", q_width, 1.0)
+        matrix(prefix + ("attn_q_b" if q_width else "attn_q"), heads * whole, q_width or dim)
+        matrix(prefix + "attn_kv_a_mqa", latent + rotated, dim)
+        vector(prefix + "attn_kv_a_norm.weight", latent, 1.0)
+        if parts.latent == "together":
+            matrix(prefix + "attn_kv_b", heads * (plain + values), latent)
+        else:
+            for name, rows, cols in ("k", latent, plain), ("v", values, latent):
+                kind = type_of(f"{prefix}attn_{name}_b")
+                data = np.stack([random_matrix(rng, rows, cols, kind) for _ in range(heads)])
+                writer.add_tensor(f"{prefix}attn_{name}_b.weight", data, raw_dtype=kind)
+        matrix(prefix + "attn_output", dim, heads * values)
+
     for layer in range(layers + draft_head):
         prefix = f"blk.{layer}."
         if parts.norms_before:
@@ -473,6 +535,8 @@ def write(
         is_delta = parts.delta and layer < layers and (layer + 1) % metadata["full_attention_interval"] != 0
         if is_delta:
             delta_net(prefix)
+        elif parts.latent:
+            latent_attention(prefix)
         else:
             attention(prefix, layer)
         if parts.norms_before:

@@ -26,6 +26,7 @@ from engine.description.sublayers import (
     DeltaNet,
     Dense,
     Experts,
+    LatentAttention,
     LayerEmbedding,
     SideBySide,
     Vector,
@@ -37,7 +38,7 @@ Floats = NDArray[np.float32]
 
 NEIGHBOURS = {
     "llama", "mistral3", "granite", "granitemoe", "smollm3", "chatglm", "ernie4_5", "ernie4_5-moe", "glm4",
-    "internlm2", "minicpm",
+    "internlm2", "minicpm", "deepseek2",
 }  # fmt: skip
 """Architectures whose files hold the two elements of a rotary pair side by side; in the others they are apart by half
 of what is rotated."""
@@ -122,6 +123,8 @@ class Reference:
         for sublayer in spec.sublayers:
             h = self._normed(x, sublayer.norm, spec.stream_eps)
             match sublayer.operator:
+                case LatentAttention() as part:
+                    y = self._attend_latent(part, h)
                 case Attention() as part:
                     y = self._attend(part, h, caches)
                 case DeltaNet() as part:
@@ -165,7 +168,11 @@ class Reference:
     # --- weights, as they lie in the file ----------------------------------------------------------------
 
     def _matrix(self, weight: Weight) -> Floats:
-        rows = self._tensors[weight.tensor].reshape(-1, weight.of_cols or weight.cols)[weight.first :]
+        width = weight.rows if weight.transposed else weight.of_cols or weight.cols
+        rows = self._tensors[weight.tensor].reshape(-1, width)[weight.first :]
+        if weight.transposed:
+            of_heads = self._tensors[weight.tensor].reshape(weight.experts, weight.every, -1)
+            return of_heads[:, weight.first :][:, : weight.cols].transpose(0, 2, 1)
         rows = rows[:, weight.first_col : weight.first_col + weight.cols]
         if weight.every:
             rows = np.concatenate([rows[i : i + weight.run] for i in range(0, len(rows), weight.every)])
@@ -310,6 +317,24 @@ class Reference:
         if a.gate:
             result = result * sigmoid(self._product(h, a.gate))
         return self._product(result, a.o, a.o_bias)
+
+    def _attend_latent(self, part: LatentAttention, h: Floats) -> Floats:
+        """With keys and values of each head, as the paper has it (DeepSeek-V2, section 2.1)."""
+        a, n, y = part, len(h), h
+        if a.q_down:
+            y = self._normed(self._product(h, a.q_down), a.q_down_norm, self.spec.eps)
+        q = self._product(y, a.q).reshape(n, a.heads, a.plain)
+        q_rotated = self._rotated(a, self._product(y, a.q_rotated).reshape(n, a.heads, a.rotated))
+        latent = self._normed(self._product(h, a.k), a.latent_norm, self.spec.eps)
+        k_rotated = self._rotated(a, self._product(h, a.k_rotated)[:, None])[:, 0]
+        of_keys = self._matrix(a.of_keys).reshape(a.heads, a.latent, a.plain)
+        of_values = self._matrix(a.of_values).reshape(a.heads, a.values, a.latent)
+        hidden, out = np.triu(np.ones((n, n), bool), 1), np.empty((n, a.heads, a.values), np.float32)
+        for head in range(a.heads):
+            scores = q[:, head] @ (latent @ of_keys[head]).T + q_rotated[:, head] @ k_rotated.T
+            weights = softmax(np.where(hidden, -np.inf, scores * np.float32(a.scale)))
+            out[:, head] = weights @ (latent @ of_values[head].T)
+        return self._product(out.reshape(n, -1), a.o, a.o_bias)
 
     def _turned(self, part: Attention, x: Floats, norm: Vector | None) -> Floats:
         if part.rotates_first:

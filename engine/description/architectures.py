@@ -19,6 +19,7 @@ from engine.description.draft_head import read_draft_head
 from engine.description.families import ARCHITECTURES, Family
 from engine.description.file_kind import ASSISTANT, check_is_model, check_looks_back
 from engine.description.head_reader import AttentionHeads
+from engine.description.latent_reader import is_latent, read_latent_attention
 from engine.description.recurrent_reader import RecurrentReader
 from engine.description.spec import LayerEmbeddings, ModelSpec, Sublayer, Temperature
 from engine.description.sublayers import (
@@ -218,6 +219,8 @@ class ModelReader(RecurrentReader):
         yield Sublayer(None, LayerEmbedding(gate, proj, i), last_norm, scale)
 
     def attend(self, i: int, prefix: str) -> Attention:
+        if is_latent(self, prefix):
+            return read_latent_attention(self, i, prefix, self.family.interleaved)
         window = self.window(i)
         # glm4: files of models that see pictures have the rows in the other order (use_mrope in llama-hparams.cpp).
         interleaved = self.family.interleaved and not any(self.sections())
@@ -386,14 +389,16 @@ class ModelReader(RecurrentReader):
             scales=self.vector(f"{prefix}ffn_down_exps.scale", count),
             shared=self.dense(prefix, shared.shape[-1], "_shexp") if shared else None,
             shared_gate=self.weight(f"{prefix}ffn_gate_inp_shexp", 1, dim) if has_gate else None,
-            scoring=self.scoring(), choice_bias=self.vector(f"{prefix}exp_probs_b.bias", count),
+            scoring=self.scoring(prefix), choice_bias=self.vector(f"{prefix}exp_probs_b.bias", count),
             factor=self.number("expert_weights_scale", 1.0) or 1.0, groups=groups, used_groups=used_groups,
         )  # fmt: skip
 
-    def scoring(self) -> Scoring:
+    def scoring(self, prefix: str) -> Scoring:
         """What makes the probabilities of experts: llama_expert_gating_func_type in src/llama-hparams.h of
         llama.cpp; 0 stands for none said."""
-        known: dict[int, Scoring] = {0: self.family.scoring, 1: "softmax", 2: "sigmoid"}
+        is_biased = self.has(f"{prefix}exp_probs_b.bias")
+        unsaid = self.family.biased_scoring or self.family.scoring if is_biased else self.family.scoring
+        known: dict[int, Scoring] = {0: unsaid, 1: "softmax", 2: "sigmoid"}
         kind = self.file.get(self.key("expert_gating_func"), int, 0)
         if kind not in known:
             raise ModelFileError(

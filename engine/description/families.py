@@ -24,8 +24,9 @@ class Family:
     the multipliers: of the embedding, of what layers add, which is depth_scale / sqrt(layers), and of logits, which
     are divided by base_width / dim (0: by 1). `long_rope_factor`: that of files of a context of 128k tokens or
     more. In a model of so many layers as `scored_by_width`, scores are multiplied by (dim / heads) ** -0.5.
-    `renormalised`: the probabilities of the chosen experts are divided by their sum; `scoring` makes them; both of
-    files that do not say them. Of `attention_every` layers the last has attention, and the others are gated delta
+    `renormalised`: the probabilities of the chosen experts are divided by their sum; `scoring` makes them, or
+    `biased_scoring` where they are chosen with a bias; all of files that do not say them. Of `attention_every` layers
+    the last has attention, and the others are gated delta
     nets, unless the metadata say otherwise (0: all have attention). `gated_attention`: in each head the rows of the
     query come before those of a gate of its result. `unscaled_attention`: scores are multiplied by nothing.
     `normed_values`: values are normed over a head. `rotates_first`, `shares_in_turn`: see `Attention`, `DeltaNet`.
@@ -50,6 +51,7 @@ class Family:
     scored_by_width: int = 0
     renormalised: bool = True
     scoring: Scoring = "softmax"
+    biased_scoring: Scoring | None = None
     attention_every: int = 0
     gated_attention: bool = False
     unscaled_attention: bool = False
@@ -129,6 +131,7 @@ ARCHITECTURES: Mapping[str, Family] = {
     "qwen3vlmoe": Family(),
     "seed_oss": Family(),
     "bailingmoe2": Family(renormalised=False, scoring="sigmoid"),
+    "deepseek2": Family(interleaved=True, renormalised=False, biased_scoring="sigmoid"),
     "dots1": Family(renormalised=False, scoring="sigmoid"),
     "ernie4_5-moe": Family(interleaved=True),
     "glm4moe": Family(renormalised=False, scoring="sigmoid"),

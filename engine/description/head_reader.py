@@ -76,9 +76,11 @@ class HeadReader(CheckedFile):
     def rope(self, heads: AttentionHeads, is_rotated: bool, plain: bool, has_grid: bool = False) -> int:
         """The index of a layer's rotary embedding. `plain`: with the base of layers with a window, and no scaling
         (gemma3.cpp). `has_grid`: with the sections of the file, if it says some."""
-        rope = self._rotation(heads, plain) if is_rotated else Rope(heads.dim // 2)
-        if has_grid:
-            rope = replace(rope, sections=self.sections())
+        rope = self.rotation(heads, plain) if is_rotated else Rope(heads.dim // 2)
+        return self.add_rope(replace(rope, sections=self.sections()) if has_grid else rope)
+
+    def add_rope(self, rope: Rope) -> int:
+        """The index of a rotary embedding."""
         if rope not in self.ropes:
             self.ropes.append(rope)
         return self.ropes.index(rope)
@@ -92,9 +94,9 @@ class HeadReader(CheckedFile):
             raise damaged(self.file.path, "its rotary embeddings have no three sections")
         return tuple(min(max(int(n), 0), MAX_HEAD) for n in sections[:3])
 
-    def _rotation(self, heads: AttentionHeads, plain: bool) -> Rope:
-        """Raises ModelFileError. A factor without a type is linear, as in llama.cpp, and 0 stands for none; older files
-        have it as scale_linear. Files of Ollama have other names of the bases."""
+    def rotation(self, heads: AttentionHeads, plain: bool) -> Rope:
+        """See `rope`. Raises ModelFileError. A factor without a type is linear, as in llama.cpp, and 0 stands for none;
+        older files have it as scale_linear. Files of Ollama have other names of the bases."""
         base = self.number("rope.freq_base", self.number("rope.global.freq_base", self._rope_base))
         if plain:
             unsaid = self.number("rope.local.freq_base", self._window_base or base)

@@ -25,7 +25,10 @@ class Weight:
     """A matrix (rows, cols) of the ggml type `type`: the rows of a tensor of the file from `first` on. `order`: the
     rows are those of heads, to be reordered. With `experts`, as many such matrices, one after the other. With `every`,
     the rows of these are the first `run` of each `every` rows of the tensor, from `first` on. With `of_cols`, the
-    tensor has so many columns, of which these are `cols` from `first_col` on, whole blocks."""
+    tensor has so many columns, of which these are `cols` from `first_col` on, whole blocks.
+
+    If it is `transposed`, the matrix of expert i is, as floats of this type, the transpose of the `cols` rows of the
+    tensor from `first` + i * `every` on."""
 
     tensor: str
     rows: int
@@ -38,6 +41,7 @@ class Weight:
     run: int = 0
     first_col: int = 0
     of_cols: int = 0
+    transposed: bool = False
 
     @property
     def name(self) -> str:
@@ -202,6 +206,55 @@ class Attention(Operator):
     @property
     def roles(self) -> Roles:
         return {"QKV projection": (self.q, self.gate, self.k, self.v), "attention output": (self.o,)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class LatentAttention(Attention):
+    """Attention whose heads share one vector of each token as keys and values (multi-head latent attention, DeepSeek
+    V2): `latent` elements, which are norm(`k` x) with `latent_norm`, and then `rotated` ones, `k_rotated` x, which are
+    rotated in the keys. So kv_heads is 1, and head_dim is both together.
+
+    A head's query is such a vector too: its latent elements are the product of its matrix of `of_keys` (latent, plain)
+    and `plain` elements, those of `q` y; the rotated ones are of `q_rotated` y. y is norm(`q_down` x) with
+    `q_down_norm`, or without these x. A head's result is the product of its matrix of `of_values` (values, latent) and
+    the latent elements of what it attends to."""
+
+    k: Weight
+    q_rotated: Weight
+    k_rotated: Weight
+    of_keys: Weight
+    of_values: Weight
+    latent_norm: Vector
+    q_down: Weight | None
+    q_down_norm: Vector | None
+    words = "latent attention"
+
+    @property
+    def latent(self) -> int:
+        return self.of_values.cols
+
+    @property
+    def plain(self) -> int:
+        return self.of_keys.cols
+
+    @property
+    def rotated(self) -> int:
+        return self.k_rotated.rows
+
+    @property
+    def values(self) -> int:
+        """Elements of a head's result."""
+        return self.of_values.rows
+
+    @property
+    def row_elements(self) -> int:
+        heads = (self.heads - 1) * (self.of_keys.rows + self.of_values.rows)
+        return super().row_elements + heads
+
+    @property
+    def roles(self) -> Roles:
+        inputs = self.q_down, self.q, self.q_rotated, self.k, self.k_rotated, self.of_keys
+        return {"QKV projection": inputs, "attention output": (self.of_values, self.o)}
 
 
 @dataclass(frozen=True)

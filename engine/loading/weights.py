@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from engine.description.spec import ModelSpec
 from engine.description.sublayers import Vector, Weight
 from engine.errors import ModelFileError
-from engine.formats.ggml_types import GGML_TYPES
+from engine.formats.ggml_types import GGML_TYPES, TYPES
 from engine.formats.gguf import GGUF, TensorInfo, damaged, printable
 from engine.formats.quantization import FLOATS, FORMATS, READ_TYPES, WIDER
 from engine.formats.widening import file_bytes, step_bytes, widened
@@ -77,6 +77,8 @@ class FileWeights:
     def read(self, weight: Weight, rows: range) -> NDArray[np.uint8]:
         """The bytes of a matrix's rows, uint8 (len(rows) * weight.row_bytes,), not copied if they lie one after the
         other in the file and are read as they are."""
+        if weight.transposed:
+            return self._transposed(weight, rows)
         data = self._read(self.file.tensors[weight.tensor], *self._extent(weight, rows))
         if weight.of_cols:
             start = weight.row_start
@@ -93,6 +95,13 @@ class FileWeights:
     def read_into(self, weight: Weight, rows: range, start: int, out: memoryview) -> None:
         """Fills `out` with the bytes of a matrix's rows, from the byte `start` on. Any thread may call it.
         Raises ModelFileError."""
+        if weight.transposed:
+            whole = range(
+                rows.start + start // weight.row_bytes, rows.start - -(start + len(out)) // -weight.row_bytes
+            )
+            start -= (whole.start - rows.start) * weight.row_bytes
+            out[:] = self._transposed(weight, whole).data[start : start + len(out)]
+            return
         done = 0
         while done < len(out):  # rows that lie one after the other at once
             row, byte = divmod(start + done, weight.row_bytes)
@@ -114,11 +123,27 @@ class FileWeights:
 
     def release(self, weight: Weight, rows: range) -> None:
         """Removes these rows' pages of the file from memory, and reports them as done."""
-        info = self.file.tensors[weight.tensor]
-        start, n_bytes = (file_bytes(info.type, n) for n in self._extent(weight, rows))
-        info.release(start, n_bytes, self._keep_cached)
+        if not weight.transposed:  # whose tensor holds others too
+            info = self.file.tensors[weight.tensor]
+            start, n_bytes = (file_bytes(info.type, n) for n in self._extent(weight, rows))
+            info.release(start, n_bytes, self._keep_cached)
         self._bytes_done += len(rows) * weight.row_bytes
         self._report(self._bytes_done)
+
+    def _transposed(self, weight: Weight, rows: range) -> NDArray[np.uint8]:
+        """As `read`, of a matrix that is the transpose of what the file holds."""
+        from gguf import GGMLQuantizationType, quants  # takes a quarter of a second
+
+        info, parts = self.file.tensors[weight.tensor], []
+        row_bytes = info.n_bytes // info.shape[0]
+        for expert in range(rows.start // weight.rows, (rows.stop - 1) // weight.rows + 1):
+            place = (weight.first + expert * weight.every) * row_bytes
+            raw = self._data(info, place, weight.cols * row_bytes).reshape(weight.cols, -1)
+            matrix = quants.dequantize(raw, GGMLQuantizationType(info.type)).T
+            before = expert * weight.rows
+            parts.append(matrix[max(rows.start - before, 0) : rows.stop - before])
+        floats = np.float32 if TYPES[weight.type].name == "F32" else np.float16
+        return np.concatenate(parts).astype(floats, order="C").view(np.uint8).reshape(-1)
 
     @staticmethod
     def _extent(weight: Weight, rows: range) -> tuple[int, int]:

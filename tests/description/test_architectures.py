@@ -9,7 +9,7 @@ import pytest
 from engine.description.architectures import read_spec
 from engine.description.families import ARCHITECTURES
 from engine.description.spec import ModelSpec
-from engine.description.sublayers import Dense
+from engine.description.sublayers import Dense, LatentAttention
 from engine.errors import ModelFileError
 from engine.formats.gguf import GGUF
 from engine.formats.rope_order import HeadOrder
@@ -63,10 +63,12 @@ def test_all_that_a_file_holds_is_described_once(path_of, architecture):
     }
     runs: dict[str, list[tuple[int, int]]] = {}  # of elements: the first, and the end
     for weight in spec.weights():
-        rows = weight.experts * weight.rows
-        run, every = weight.run or rows, weight.every or rows
-        firsts = [(weight.first + i // run * every) * weight.cols for i in range(0, rows, run)]
-        runs.setdefault(weight.tensor, []).extend((first, first + run * weight.cols) for first in firsts)
+        rows, run, cols = weight.experts * weight.rows, weight.run, weight.cols
+        if weight.transposed:
+            rows, run, cols = weight.experts * cols, cols, weight.rows
+        run, every = run or rows, weight.every or rows
+        firsts = [(weight.first + i // run * every) * cols for i in range(0, rows, run)]
+        runs.setdefault(weight.tensor, []).extend((first, first + run * cols) for first in firsts)
     assert runs.keys() == matrices
     for vector in spec.vectors():
         runs.setdefault(vector.tensor, []).append((vector.first, vector.first + vector.size))
@@ -74,7 +76,11 @@ def test_all_that_a_file_holds_is_described_once(path_of, architecture):
     for name, parts in runs.items():
         firsts, ends = zip(*sorted(parts), strict=True)
         assert (*firsts, math.prod(held[name].shape)) == (0, *ends), name
-    assert sum(weight.n_bytes for weight in spec.weights()) == sum(held[name].n_bytes for name in matrices)
+    turned = [weight for weight in spec.weights() if weight.transposed]  # they are floats
+    of_rows = ((held[w.tensor], w.experts * w.cols) for w in turned)
+    in_file = sum(weight.n_bytes for weight in spec.weights() if not weight.transposed)
+    in_file += sum(info.n_bytes * rows // info.shape[0] for info, rows in of_rows)
+    assert in_file == sum(held[name].n_bytes for name in matrices)
     assert spec.vector_bytes == sum(info.n_bytes for name, info in held.items() if name not in matrices)
 
 
@@ -416,6 +422,33 @@ def test_how_experts_are_chosen(path_of):
     softmax = read(path_of("dots1"), dots1__expert_gating_func=1, dots1__expert_weights_scale=None)
     assert not softmax.experts[0].renormalised and softmax.experts[0].is_plain
     assert isinstance(softmax.sublayers[1].operator, Dense), "a leading layer has no experts"
+
+
+def test_latent_attention_of_both_layouts(path_of):
+    """Newer files have the matrices of keys and of values apart, older ones together."""
+    apart, together = (read(path_of(name)).attention[0] for name in ("deepseek2", "deepseek2-lite"))
+    assert isinstance(apart, LatentAttention) and isinstance(together, LatentAttention)
+    for part in (apart, together):
+        assert (part.heads, part.kv_heads, part.head_dim) == (4, 1, 64 + 16)
+        assert (part.latent, part.plain, part.rotated, part.values) == (64, 32, 16, 32)
+    assert together.of_keys.transposed and together.of_keys.tensor == together.of_values.tensor
+    assert apart.q_down and not together.q_down
+    grown = 1 + 0.1 * math.log(4)
+    assert apart.scale == pytest.approx(grown**2 * 48**-0.5)
+    assert read(path_of("deepseek2")).ropes[0].magnitude == 1
+    unsaid = read(path_of("deepseek2"), deepseek2__rope__scaling__yarn_log_multiplier=None)
+    assert unsaid.ropes[0].magnitude == pytest.approx(grown)
+    assert unsaid.attention[0].scale == pytest.approx(grown**2 * 48**-0.5)
+    scoring = read(path_of("deepseek2"), deepseek2__expert_gating_func=None).experts[0].scoring
+    assert scoring == "sigmoid" and read(path_of("deepseek2-lite")).experts[0].scoring == "softmax"
+
+
+@pytest.mark.parametrize(
+    "key, value", [("rope.dimension_count", 48), ("kv_lora_rank", 1 << 20), ("rope.dimension_count", 15)]
+)
+def test_latent_attention_of_no_known_shape_is_refused(path_of, key, value):
+    name = key.replace(".", "__") if "." in key else f"attention__{key}"
+    refuse(path_of("deepseek2"), "has latent attention of a shape", **{f"deepseek2__{name}": value})
 
 
 @pytest.mark.parametrize(

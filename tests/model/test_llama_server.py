@@ -32,6 +32,11 @@ NEEDED: dict[str, dict[str, Any]] = {
     "gemma4-moe": {"rope_factors": True, "layers": 8, "keys": {"embedding_length_per_layer_input": 0}},
     # llama.cpp reads the bounds of yarn only of mistral3: here they are the usual ones
     "gpt-oss": {"tied": False, "keys": {"rope.scaling.yarn_beta_fast": 32.0}},
+    "deepseek2": {"keys": {"rope.scaling.yarn_beta_fast": 32.0}},
+    "deepseek2-lite": {
+        "keys": {"rope.scaling.yarn_beta_fast": 32.0},
+        "layers": 27,
+    },  # so many have no attn_q_a
     "exaone4": {"layers": 64, "keys": {"attention.sliding_window": 24}},  # so many have windows
 }
 ITS_OWN_GELU = ("gemma", "gemma2", "gemma3", "gemma4", "gemma4-moe")  # a table of float16 numbers

@@ -31,6 +31,8 @@ MODELS: dict[str, dict[str, Any]] = {
     "ernie4_5-moe Q8_0": {"architecture": "ernie4_5-moe"},
     "dots1 F32": {"architecture": "dots1", "quant": "F32"},
     "bailingmoe2 F32": {"architecture": "bailingmoe2", "quant": "F32"},
+    "deepseek2 F32": {"architecture": "deepseek2", "quant": "F32"},
+    "deepseek2-lite Q8_0": {"architecture": "deepseek2-lite"},
     "granite F32": {"architecture": "granite", "quant": "F32"},
     "smollm3 F32": {"architecture": "smollm3", "quant": "F32", "layers": 4},
     "olmo2 F32": {"architecture": "olmo2", "quant": "F32"},

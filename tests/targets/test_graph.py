@@ -24,6 +24,7 @@ COMMON = (
     "mistral3 F32",
     "granite F32",
     "olmo2 F32",
+    "deepseek2 F32",
     "gpt-oss F32",
     DECODED,
 )

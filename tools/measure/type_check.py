@@ -71,6 +71,9 @@ def drawn(n: int) -> dict[str, Any]:
         heads, kv_heads = draw.choice(_HEADS)
         shape |= {"heads": heads, "kv_heads": kv_heads, "head_dim": draw.choice(_HEAD_SIZES)}
     out = shape["heads"] * shape.get("head_dim", dim // shape["heads"])
+    if parts.latent:
+        of_a_head = parts.keys.get("attention.value_length_mla", parts.keys["attention.value_length"])
+        out = shape["heads"] * of_a_head
     width = draw.choice((256, 96))
     if parts.experts and "expert_feed_forward_length" in parts.keys:
         shape["keys"] = {"expert_feed_forward_length": width}
@@ -88,6 +91,9 @@ def drawn(n: int) -> dict[str, Any]:
     cols |= dict.fromkeys(("ffn_gate_shexp", "ffn_up_shexp", "ssm_alpha", "ssm_beta", "inp_gate"), dim)
     cols |= dict.fromkeys(("ffn_gate_exps", "ffn_up_exps", "ffn_gate_up_exps"), dim)
     cols |= {"ffn_down_exps": width, "ffn_down_shexp": width, "proj": 32, "ssm_out": 64}
+    if parts.latent:
+        cols |= {"attn_q_a": dim, "attn_q_b": 96, "attn_kv_a_mqa": dim, "attn_k_b": 32}
+        cols |= {"attn_v_b": 64, "attn_kv_b": 64}
     types = {f"blk.{i}.{kind}": type_of(n) for i in range(layers) for kind, n in cols.items()}
     for i in range(layers):
         types[f"blk.{i}.ffn_down"] = type_of(32 if parts.layers else ffn)

@@ -20,19 +20,21 @@ from engine.description.sublayers import (
     DeltaNet,
     Dense,
     Experts,
+    LatentAttention,
     LayerEmbedding,
     Operator,
     SideBySide,
     Vector,
     Weight,
 )
-from engine.formats.kv_format import QUANT_BLOCK, KVFormat
+from engine.formats.kv_format import KVFormat
 from engine.kernels.device_memory import free_cached_memory
 from engine.kernels.quantized_matrix import QuantizedMatrix
 from engine.loading.weights import Weights, pieces
 from engine.measure.kernel_roles import BufferUse
 from engine.runtime.kv_blocks import BLOCK
 from engine.targets.buffer_uses import BufferUses
+from engine.targets.graph.cached import dequantized, mask_of, quantized, stored_in
 from engine.targets.graph.delta_net import DeltaState, convolved, delta_rule, heads
 from engine.targets.graph.inputs import Step
 
@@ -191,7 +193,7 @@ class Transformer:
         run = _Run(
             step,
             {
-                kind: _mask(n, step.position, kind[0], self._seen(step) if kind[1] else None)
+                kind: mask_of(n, step.position, kind[0], self._seen(step) if kind[1] else None)
                 for kind in {(a.window, a.sees_pictures) for a in spec.attention}
             },
             self._layer_embeddings(x, step.rows) if spec.layer_embeddings else [],
@@ -357,14 +359,9 @@ class Transformer:
         return (a * cos - b * sin).cat(b * cos + a * sin, dim=-1)
 
     def _attention(self, a: Attention, x: Tensor, run: _Run) -> Tensor:
-        """The output projection of attention over x (n, dim), which is normed. New keys and values are stored in the
-        layer's cache. The mask, if any, is added to the scores: (n, position + n)."""
-        run.read.append(next(run.caches) if a.cache_of is None else run.read[a.cache_of])
-        kv, mask, step = run.read[-1], run.masks[a.window, a.sees_pictures], run.step
-        n, position = cast(int, x.shape[0]), step.position
+        """The output projection of attention over x (n, dim), which is normed."""
+        step, new = run.step, None
         q = self._turned(a, self._product(a.q, x, a.q_bias), a.heads, a.q_norm, step)
-        if self._temperatures is not None:
-            q = q * self._temperatures[position : position + n].reshape(1, n, 1)
         if a.k:
             projected = self._product(a.k, x, a.k_bias)
             k = self._turned(a, projected, a.kv_heads, a.k_norm, step)
@@ -372,11 +369,51 @@ class Transformer:
             if a.has_normed_values:
                 v = _normed(v, self.spec.eps)
             new = Tensor.stack(k, v)
-            new = _quantized(new) if self._kv_type == dtypes.int8 else new.cast(self._kv_type)
-            kv = run.stored = _stored(kv, new, step)
+        out = self._attended(a, q, new, run).transpose(0, 1).reshape(x.shape[0], -1)
+        if a.gate:
+            out = out * self._product(a.gate, x).sigmoid()
+        return self._product(a.o, out, a.o_bias)
+
+    def _latent_attention(self, a: LatentAttention, x: Tensor, run: _Run) -> Tensor:
+        """As `_attention`. The rotated elements of a head come in two halves, each before one of the latent elements,
+        so that those of a pair are half a head apart."""
+        n, step = cast(int, x.shape[0]), run.step
+        y = self._norm(self._product(a.q_down, x), a.q_down_norm) if a.q_down and a.q_down_norm else x
+
+        def whole(rotated: Tensor, latent: Tensor) -> Tensor:
+            halves = *rotated.chunk(2, dim=-1), *latent.chunk(2, dim=-1)
+            return halves[0].cat(halves[2], halves[1], halves[3], dim=-1)
+
+        plain = self._heads(self._product(a.q, y), a.heads, None)
+        latent = self._product_of_heads(a.of_keys, plain, a.heads)
+        q = whole(self._heads(self._product(a.q_rotated, y), a.heads, None), latent)
+        k_rotated = self._product(a.k_rotated, x).reshape(1, n, a.rotated)
+        k = whole(k_rotated, self._norm(self._product(a.k, x), a.latent_norm).reshape(1, n, a.latent))
+        q, new = self._rotated(q, a.rope, step), Tensor.stack(self._rotated(k, a.rope, step), k)
+        lower, upper = self._attended(a, q, new, run).chunk(2, dim=-1)
+        out = lower[..., a.rotated // 2 :].cat(upper[..., a.rotated // 2 :], dim=-1)
+        out = self._product_of_heads(a.of_values, out, a.heads).transpose(0, 1).reshape(n, -1)
+        return self._product(a.o, out, a.o_bias)
+
+    def _product_of_heads(self, weight: Weight, x: Tensor, heads: int) -> Tensor:
+        """Each head's matrix times its vectors: x (heads, n, cols) -> (heads, n, rows)."""
+        matrices = self._matrices[weight].dequantize().reshape(heads, weight.rows, weight.cols)
+        return (x @ matrices.transpose(1, 2)).contiguous()
+
+    def _attended(self, a: Attention, q: Tensor, new: Tensor | None, run: _Run) -> Tensor:
+        """The weighted sums of values for the queries q, (heads, n, head_dim). The `new` keys and values (2, kv_heads,
+        n, head_dim) are stored in the layer's cache. The mask, if any, is added to the scores: (n, position + n)."""
+        run.read.append(next(run.caches) if a.cache_of is None else run.read[a.cache_of])
+        kv, mask, step = run.read[-1], run.masks[a.window, a.sees_pictures], run.step
+        n, position = cast(int, q.shape[1]), step.position
+        if self._temperatures is not None:
+            q = q * self._temperatures[position : position + n].reshape(1, n, 1)
+        if new is not None:
+            new = quantized(new) if self._kv_type == dtypes.int8 else new.cast(self._kv_type)
+            kv = run.stored = stored_in(kv, new, step)
         cached = kv[:, :, step.places[0 : position + n]]
         if self._kv_type == dtypes.int8:
-            cached = _dequantized(cached, a.head_dim)
+            cached = dequantized(cached, a.head_dim)
         keys, values = cached.cast(dtypes.float32)
 
         group = a.heads // a.kv_heads  # query heads that share keys and values
@@ -394,15 +431,12 @@ class Transformer:
             weights = scores.cat(sinks, dim=-1).softmax(-1).shrink_to(None, None, position + n)
         else:
             weights = scores.softmax(-1)
-        out = weights @ values
-        out = out.reshape(a.heads, n, a.head_dim).transpose(0, 1).reshape(n, -1)
-        if a.gate:
-            out = out * self._product(a.gate, x).sigmoid()
-        return self._product(a.o, out, a.o_bias)
+        return (weights @ values).reshape(a.heads, n, a.head_dim)
 
 
 _SUBLAYERS: dict[type[Operator], Callable[[Transformer, Any, Tensor, _Run], Tensor]] = {
     Attention: Transformer._attention,
+    LatentAttention: Transformer._latent_attention,
     DeltaNet: Transformer._delta,
     Dense: Transformer._dense,
     Experts: Transformer._experts,
@@ -417,37 +451,6 @@ def _normed(x: Tensor, eps: float) -> Tensor:
     return x * ((x * x).mean(-1, keepdim=True) + eps).rsqrt()
 
 
-def _stored(cache: Tensor, new: Tensor, step: Step) -> Tensor:
-    """The cache with the keys and values (2, kv_heads, n, width) of a step."""
-    if step.owners is not None:
-        new = new.contiguous()[:, :, step.owners.maximum(0)]
-        whole = (step.owners >= 0).reshape(1, 1, -1, 1).where(new, cache)
-        return Tensor(cache.uop.after(cache.uop.store(whole.uop)))
-    stores = [cache[:, :, step.place : step.place + step.head].uop.store(new[:, :, : step.head].uop)]
-    if new.shape[2] != 1:
-        tail = new[:, :, step.tail : step.tail + step.tail_rows]
-        place = step.tail_place
-        stores.append(cache[:, :, place : place + step.tail_rows].uop.store(tail.uop))
-    return Tensor(cache.uop.after(*stores))
-
-
-def _quantized(x: Tensor) -> Tensor:
-    """Elements (..., head_dim) as int8, and after them the bytes of their blocks' float16 scales."""
-    blocks = x.reshape(*x.shape[:-1], -1, QUANT_BLOCK)
-    scales = blocks.abs().max(-1, keepdim=True) / 127
-    quants = (blocks / scales.maximum(1e-30)).round().cast(dtypes.int8).reshape(x.shape)
-    return quants.cat(scales.squeeze(-1).cast(dtypes.float16).bitcast(dtypes.int8), dim=-1)
-
-
-def _dequantized(x: Tensor, dim: int) -> Tensor:
-    """What `_quantized` gave, as float32 (..., dim)."""
-    quants, scales = x[..., :dim], x[..., dim:].bitcast(dtypes.float16)
-    blocks = quants.reshape(*x.shape[:-1], dim // QUANT_BLOCK, QUANT_BLOCK) * scales.cast(
-        dtypes.float32
-    ).unsqueeze(-1)
-    return blocks.reshape(*x.shape[:-1], dim)
-
-
 def _load_matrix(weights: Weights, weight: Weight) -> QuantizedMatrix:
     matrix = QuantizedMatrix(weight.type, weight.experts * weight.rows, weight.cols)
     for rows in pieces(weight):
@@ -458,18 +461,6 @@ def _load_matrix(weights: Weights, weight: Weight) -> QuantizedMatrix:
         Device[Device.DEFAULT].synchronize()  # frees the host's copies
         weights.release(weight, rows)
     return matrix
-
-
-def _mask(n: int, position: UOp, window: int, unseen: Tensor | None = None) -> Tensor | None:
-    """-inf where a query of n, the first at `position`, does not see a key: (n, position + n). None if all see all.
-    `unseen`: where queries see no key if it is not those after their own."""
-    if n == 1 and not window:
-        return None
-    hidden = Tensor.full((n, position + n), float("-inf"))
-    mask = hidden.triu(position + 1)  # causal
-    if unseen is not None:
-        mask = unseen.where(hidden, 0.0)
-    return mask + hidden.tril(position - window) if window else mask
 
 
 def _in_best_groups(operator: Experts, scores: Tensor) -> Tensor:
