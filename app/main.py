@@ -337,7 +337,9 @@ def _on_screen(
     from app.chat.speed_history import recording_engine
     from app.screens.chat_app import ChatApp
     from app.screens.engine_setup import EngineSetup
+    from engine.logs import log_path, open_log
     from widgets.chat.vi_keys import ViKeys
+    from widgets.terminal.stray_output import stray_output_to
 
     setup = None
     if args.engine is None:
@@ -365,7 +367,8 @@ def _on_screen(
     if settings.keys == "vi":
         app.prompt.vi = ViKeys(app.prompt)
     _collect_garbage()
-    app.run()
+    with stray_output_to(open_log(log_path("screen"))):
+        app.run()
     remember("theme", app.theme)
     if not app.return_code and (way_back := app.session.conversation.way_back()):
         print(way_back)

@@ -147,8 +147,9 @@ def install(dev: str) -> None:
         cuda_headers.apply()
         float_instructions.apply()
     if device == "CUDA":
-        from engine.fixes import dynamic_shared, early_launch
+        from engine.fixes import driver_calls, dynamic_shared, early_launch
 
+        driver_calls.apply()
         dynamic_shared.apply()
         early_launch.apply()
     if device == "NV":

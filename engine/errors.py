@@ -97,6 +97,13 @@ def print_without_messages(error: BaseException | None) -> None:
             error = error.__cause__ or error.__context__
 
 
+HANGS = (
+    "The GPU does not end its work: a kernel or the driver hangs.",
+    "Send the prompt again: another process answers it. If that hangs too, restart the machine.",
+)
+"""Message and hint of a `BackendError`."""
+
+
 def described(error: Exception) -> tuple[FailureKind, str, str]:
     """Kind, message and hint of any error."""
     if isinstance(error, OrinError):
@@ -105,6 +112,8 @@ def described(error: Exception) -> tuple[FailureKind, str, str]:
         hint = "Choose a smaller model or a shorter context."
         return "backend", "There is not enough memory for this model and context.", hint
     text = str(error)
+    if text.startswith("Wait timeout"):  # as tinygrad's NV says it
+        return "backend", *HANGS
     if text.startswith("CUDA Error"):
         hint = "Send the prompt again: another process answers it. If that fails too, dmesg may say why."
         return "backend", f"The GPU failed: {text.rstrip('.')}.", hint

@@ -1,4 +1,5 @@
-"""The log files of child processes: where they are, and how large they may grow."""
+"""The log files of child processes, and of what a full screen keeps out: where they are, and how large they may
+grow."""
 
 import contextlib
 import os
@@ -28,7 +29,7 @@ prompt."""
 
 
 def log_path(name: str) -> Path:
-    """The log file for the child process `name`, in the user's log folder."""
+    """The log file of `name`, in the user's log folder."""
     return platformdirs.user_log_path("orin-chat", appauthor=False) / f"{name}.log"
 
 

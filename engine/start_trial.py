@@ -61,12 +61,16 @@ class StartTrials:
                 cache.put(_TABLE, key, cache.get(_TABLE, key) - 1)
             raise
         except Exception:
-            for key, cache in self._used.items():
-                cache.put(_TABLE, key, MAX_STARTS)
-            if self._used:
+            if self.failed():
                 traceback.print_exc()
                 restart()
             raise
+
+    def failed(self) -> bool:
+        """This start failed, so that results on trial are not used again. False if it used none."""
+        for key, cache in self._used.items():
+            cache.put(_TABLE, key, MAX_STARTS)
+        return bool(self._used)
 
 
 start_trials = StartTrials()

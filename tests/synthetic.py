@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from engine import errors
-from engine.protocol import worker
+from engine.protocol import outbox, worker
 from engine.protocol.client import LocalEngine
 from engine.protocol.events import (
     Chat,
@@ -332,7 +332,7 @@ def main() -> None:
     parser.add_argument("fd", type=int, help="this end of the socket pair")
     arguments = vars(parser.parse_args())
     sock = socket.socket(fileno=arguments.pop("fd"))
-    worker._SEND_INTERVAL_S = arguments["send_interval_s"]
+    outbox._SEND_INTERVAL_S = arguments["send_interval_s"]
     worker.serve(sock, lambda options, report: SyntheticModel(Behaviour(**arguments), report))
 
 

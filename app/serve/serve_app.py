@@ -28,6 +28,7 @@ from app.serve.answer import Events
 from app.serve.model_pool import ModelPool
 from app.serve.server import DRAIN_S, Server
 from app.serve.service import Service
+from engine.logs import log_path, open_log
 from engine.measure.counters import Counters
 from engine.protocol.client import Engine
 from engine.protocol.events import Counter, Event, Generate, Loading, Ready
@@ -39,6 +40,7 @@ from widgets.dashboard.pane_stack import PaneStack, next_pane
 from widgets.dashboard.request_list import RequestList
 from widgets.dashboard.server_head import ServerHead
 from widgets.dashboard.slot_table import SlotTable
+from widgets.terminal.stray_output import stray_output_to
 from widgets.terminal.terminal_signals import ENDING, end_in_order, suspend_between_events
 from widgets.text import counted
 
@@ -270,7 +272,10 @@ async def serve_on_screen(pool: ModelPool, http: ASGIApp, sock: socket.socket, a
     app = ServeApp(service, service.engine, activity, pool=pool)
     service.engine.on_event, service.on_handled, service.watch = app.observe, activity.handled, app.follow
     pool.on_made = app.add
-    code = await run_beside(app, Server(service, service.engine, http, sock, activity.observe, pool).run())
+    with stray_output_to(open_log(log_path("screen"))):
+        code = await run_beside(
+            app, Server(service, service.engine, http, sock, activity.observe, pool).run()
+        )
     sys.stderr.write("".join(app.printed))
     if activity.failed and service.ready is None:
         say(sys.stderr, activity.failed.message, activity.failed.hint)

@@ -8,6 +8,8 @@ import ctypes
 import os
 from pathlib import Path
 
+from engine.devices.driver_watch import under_way
+
 LIBRARY = "libcuda.so.1"
 TEGRA_FOLDERS = "usr/lib/aarch64-linux-gnu/nvidia", "usr/lib/aarch64-linux-gnu/tegra"
 """Where JetPack has the library. Its linker knows them, unless the image is a container or was changed."""
@@ -35,7 +37,9 @@ def unusable_because() -> str:
     if (cuda := library()) is None:
         return f"there is no NVIDIA driver ({LIBRARY})"
     count = ctypes.c_int()
-    if error := cuda.cuInit(0) or cuda.cuDeviceGetCount(ctypes.byref(count)):
+    with under_way():
+        error = cuda.cuInit(0) or cuda.cuDeviceGetCount(ctypes.byref(count))
+    if error:
         return f"the NVIDIA driver reports error {error}"
     return "" if count.value else "the NVIDIA driver shows no GPU"
 

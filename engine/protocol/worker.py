@@ -31,7 +31,8 @@ from typing import TYPE_CHECKING, Never
 
 from msgspec.structs import replace
 
-from engine.errors import OrinError, PreemptedError, print_without_messages
+from engine.devices import driver_watch
+from engine.errors import HANGS, BackendError, OrinError, PreemptedError, print_without_messages
 from engine.heap import keep_small
 from engine.measure.timeline import timeline
 from engine.protocol.client_turns import PromptMakers
@@ -51,8 +52,9 @@ from engine.protocol.events import (
     Tune,
     command_decoder,
 )
+from engine.protocol.outbox import Outbox, die
 from engine.protocol.served_model import Model, Report
-from engine.protocol.transport import Deframer, frame, pack, read_all
+from engine.protocol.transport import Deframer, frame, read_all
 from engine.start_trial import start_trials
 
 if TYPE_CHECKING:
@@ -64,7 +66,6 @@ MAX_RESTARTS = 8
 SWITCH_S = 5e-4
 """After so long a thread lets others run: a step waits for it several times while a long prompt is made."""
 _RESTARTED = "ORIN_CHAT_RESTARTED"  # how often, and the file descriptor with the commands so far
-_SEND_INTERVAL_S = 0.01
 _GRACE_S = 1.0  # a request that is about to come shall not wait for what prepares later ones
 
 Loader = Callable[[EngineOptions, Report], Model]
@@ -86,6 +87,7 @@ def serve(sock: socket.socket, load: Loader) -> None:
     sock.set_inheritable(False)  # or a compiler process would keep the socket open after this one died
     global _server
     _server = _Server(sock)
+    driver_watch.watch(_server.driver_hangs)
     _server.run(load)
 
 
@@ -93,7 +95,7 @@ def restart() -> Never:
     """Replaces this process by a new one that gets the same commands from the start. It keeps the process id and the
     client's socket. Any thread may call this while a model loads. Ends the process if it happened too often."""
     if _server is None:
-        _die()
+        die()
     _server.restart()
 
 
@@ -106,13 +108,13 @@ class _Server:
         self._is_suspect = False  # something failed, perhaps the device
         self._restarting = threading.Lock()
         self._restarts, commands_fd = map(int, os.environ.pop(_RESTARTED, "0 -1").split())
-        self._outbox = _Outbox(sock)
+        self._outbox = Outbox(sock)
         self._inbox = _Inbox(sock, read_all(commands_fd))
 
     def restart(self) -> Never:
         self._restarting.acquire()  # never released: other threads that want a restart wait for this one
         if self._restarts == MAX_RESTARTS or self._inbox.interruptible:
-            _die()
+            die()
         for child in multiprocessing.active_children():
             child.kill()
         self._outbox.close()
@@ -121,6 +123,17 @@ class _Server:
         os.environ[_RESTARTED] = f"{self._restarts + 1} {commands_fd}"
         self._sock.set_inheritable(True)
         os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
+
+    def driver_hangs(self) -> Never:
+        """Ends the process, or begins anew if a result of a search may be the cause. Called beside the main thread,
+        which does not come back from the driver."""
+        with contextlib.suppress(OSError):  # the disk is full
+            faulthandler.dump_traceback()
+        if start_trials.failed() and not self._inbox.interruptible:
+            self.restart()
+        self._outbox.put(Failed.from_error(BackendError(*HANGS)))
+        self._outbox.close()
+        die()
 
     def run(self, load: Loader) -> None:
         model: Model | None = None
@@ -340,7 +353,7 @@ class _Inbox:
                 data = b""
         except Exception as error:  # the client sent something that is not a command
             print_without_messages(error)
-        _die()
+        die()
 
     def _take(self, payload: bytes) -> None:
         command = command_decoder.decode(payload)
@@ -349,7 +362,7 @@ class _Inbox:
                 known.stop.set()
         elif isinstance(command, Shutdown):
             if not self.interruptible:
-                _die()
+                die()
             for known in list(self._known.values()):
                 known.stop.set()
             self._queue.put(None)
@@ -357,41 +370,6 @@ class _Inbox:
             if isinstance(command, Generate | Tune):
                 self._known[command.request_id] = _Known(len(payload))
             self._queue.put(command)
-
-
-class _Outbox:
-    """Sends events in a thread of its own. Waking the client can take as long as a few small kernels, and a client
-    that does not read for a while must not delay the answer. After a token, the next ones go together; neither what
-    comes before a reply nor its end delays the next first token. The queue holds one answer at most."""
-
-    def __init__(self, sock: socket.socket) -> None:
-        self._sock = sock
-        self._frames: SimpleQueue[tuple[bytes, bool]] = SimpleQueue()  # and whether it is a token
-        self._sender = threading.Thread(target=self._send, name="events", daemon=True)
-        self._sender.start()
-
-    def put(self, event: Event) -> None:
-        self._frames.put((pack(event), isinstance(event, Token)))
-
-    def close(self) -> None:
-        """Returns when all events are sent."""
-        self._frames.put((b"", False))
-        self._sender.join()
-
-    def _send(self) -> None:
-        closing = False
-        while not closing:
-            frames = [self._frames.get()]  # after a pause, the first one is sent without delay
-            while not self._frames.empty():
-                frames.append(self._frames.get())
-            parcel = b"".join(frame for frame, _ in frames)
-            closing = not frames[-1][0]
-            try:
-                self._sock.sendall(parcel)
-            except OSError:
-                _die()
-            if frames[-1][1]:
-                time.sleep(_SEND_INTERVAL_S)
 
 
 def _cancelled(request_id: int) -> Finished:
@@ -414,15 +392,6 @@ def _failure(error: Exception, request_id: int) -> Failed:
     if not isinstance(error, PreemptedError):
         print_without_messages(error)
     return Failed.from_error(error, request_id)
-
-
-def _die() -> Never:
-    """Ends this process and the compilers that it started, at once. (PR_SET_PDEATHSIG would end this process alone,
-    before it could end its compilers.)"""
-    if os.getpgrp() == os.getpid():
-        # multiprocessing's resource tracker ignores SIGTERM, and cleans up after the other children.
-        os.killpg(0, signal.SIGTERM)
-    os._exit(1)
 
 
 _REPACKING = "engine.targets.nvidia.kernels.weights.weight_repacking"  # compilers schedule it

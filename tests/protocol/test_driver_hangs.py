@@ -1,0 +1,63 @@
+"""A driver whose call does not return: the engine says so and ends, and the next prompt starts another one."""
+
+import sys
+
+import pytest
+
+from engine import errors
+from engine.devices import driver_watch
+from engine.protocol.client import LocalEngine
+from engine.protocol.events import EngineOptions, Failed
+from tests.paths import ROOT
+from tests.protocol.test_client import ask, collect, token_ids
+
+WORKER = """
+import os, socket, sys, time
+from pathlib import Path
+from engine.devices import driver_watch
+from engine.protocol import worker
+from tests.synthetic import Behaviour, SyntheticModel
+driver_watch._SECOND_S = 0.02
+driver_watch.LIMIT_S = 3
+mark, when = Path(sys.argv[1]), sys.argv[2]
+waits = driver_watch.watched(time.sleep)
+def driver(now):
+    waits(0.001)
+    if now == when and not mark.exists():
+        mark.touch()
+        waits(60)
+class Model(SyntheticModel):
+    def step(self):
+        driver("answering")
+        super().step()
+def load(options, report):
+    driver("loading")
+    return Model(Behaviour(load_s=0.0, prefill_s=0.0, rate=0), report)
+worker.serve(socket.socket(fileno=int(sys.argv[-1])), load)
+"""
+
+
+@pytest.mark.parametrize("when", ["loading", "answering"])
+async def test_a_call_of_the_driver_that_does_not_return_ends_the_engine(engines, tmp_path, when):
+    command = (sys.executable, "-c", WORKER, str(tmp_path / "mark"), when)
+    options, environment = EngineOptions(model_path="a model"), {"PYTHONPATH": str(ROOT)}
+    local = engines.add(LocalEngine(options, environment=environment, command=command))
+    end = (await collect(local.generate(ask(1, max_tokens=3))))[-1]
+    assert isinstance(end, Failed) and (end.kind, end.message, end.hint) == ("backend", *errors.HANGS)
+    assert token_ids(await collect(local.generate(ask(2, max_tokens=3)))) == [0, 1, 2]
+
+
+def test_calls_of_tinygrads_driver_are_watched(monkeypatch):
+    from tinygrad.runtime.autogen import cuda
+
+    from engine.fixes import driver_calls
+
+    monkeypatch.setattr(cuda, "cuCtxSynchronize", lambda: dict(driver_watch._under_way))
+    cuda.cuCtxSynchronize.argtypes = ()
+    monkeypatch.setattr("engine.fixes._applied", set())
+    saved = {name: call for name, call in vars(cuda).items() if name.startswith("cu")}
+    driver_calls.apply()
+    try:
+        assert len(cuda.cuCtxSynchronize()) == 1 and not driver_watch._under_way
+    finally:
+        vars(cuda).update(saved)

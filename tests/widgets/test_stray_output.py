@@ -1,0 +1,30 @@
+import subprocess
+import sys
+
+from tests.paths import ROOT
+
+PROGRAM = """
+import os, subprocess, sys
+from pathlib import Path
+from widgets.terminal.stray_output import stray_output_to
+print("before", file=sys.stderr)
+try:
+    with stray_output_to(Path(sys.argv[1]).open("ab")):
+        os.write(1, b"stray 1\\n")
+        os.write(2, b"a panic\\n")
+        subprocess.run(["sh", "-c", "echo a child >&2"])
+        print("the screen \\u2713", file=sys.__stderr__)
+        print("on stdout")
+        raise KeyError
+except KeyError:
+    os.write(2, b"after\\n")
+    print("and after", file=sys.stderr)
+"""
+
+
+def test_what_libraries_and_children_print_goes_to_the_log(tmp_path):
+    command = [sys.executable, "-c", PROGRAM, str(tmp_path / "log")]
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, encoding="utf-8")
+    assert run.stderr.split("\n") == ["before", "the screen ✓", "after", "and after", ""]
+    assert run.stdout == "on stdout\n"
+    assert (tmp_path / "log").read_text() == "stray 1\na panic\na child\n"
