@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
 from app.cli import options
+from app.cli.left_threads import end_without_left_threads
 from app.cli.meant import check_command
 from engine.bytecode import keep_bytecode
 from engine.errors import BackendError, OrinError, UsageError
@@ -34,6 +35,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     keep_bytecode()
     gc.disable()  # what is imported stays: to look for garbage in it takes a sixth of the imports
     _open_streams()
+    return end_without_left_threads(_exit_code(arguments))
+
+
+def _exit_code(arguments: list[str]) -> int:
     try:
         try:
             return _run(arguments)

@@ -35,6 +35,7 @@ from app.chat.history import History
 from app.chat.history_database import HistoryError
 from app.chat.session import Session
 from app.chat.view import Permission, View
+from app.cli.left_threads import leave_threads
 from app.cli.oneshot import TextOutput
 from app.cli.progress import describe, figures
 from app.cli.signals import run_until_signal
@@ -100,6 +101,7 @@ class LineChat(View):
     async def run(self) -> int:
         """Chats until the user leaves or SIGTERM arrives, and returns the exit code. Raises UsageError if there is no
         chat `chat_id`."""
+        leave_threads()
         try:
             return await run_until_signal(self._run(), signal.SIGTERM)
         finally:

@@ -21,6 +21,7 @@ from app.chat.export import to_markdown, write_new_file
 from app.chat.history import History
 from app.chat.history_database import HistoryError
 from app.chat.session import Session
+from app.cli.left_threads import leave_threads
 from app.screens import garbage
 from app.screens.actions import ACTIONS, key_label
 from app.screens.chat_column import TINY_WIDTH, ChatColumn
@@ -173,6 +174,9 @@ class ChatApp(
             yield self.column
             yield self.dashboard
         yield self.column.status_line
+
+    def on_load(self) -> None:
+        leave_threads()  # before the first of them begins
 
     async def on_mount(self) -> None:
         self.page = self.screen  # `screen` may be another one later

@@ -13,6 +13,7 @@ from contextlib import contextmanager, suppress
 import uvicorn
 from starlette.types import ASGIApp
 
+from app.cli.left_threads import leave_threads
 from app.cli.signals import run_until_signal
 from app.serve.connection import MOST_CONNECTIONS, Connection
 from app.serve.model_pool import ModelPool
@@ -93,6 +94,7 @@ class Server:
         """Serves until SIGINT or SIGTERM, and returns the exit code: that of the failure if the engine does not start.
 
         The first signal lets answers end for DRAIN_S; then, or at the second signal, they are ended."""
+        leave_threads()
         _allow_descriptors()
         keep_small()
         gc.freeze()  # what is there stays: garbage collections look at what requests make, and so come in time

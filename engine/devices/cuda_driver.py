@@ -6,14 +6,17 @@ Names of functions and structures are those of cuda.h (CUDA driver API). Nothing
 import contextlib
 import ctypes
 import os
+import threading
 from pathlib import Path
-
-from engine.devices.driver_watch import under_way
 
 LIBRARY = "libcuda.so.1"
 TEGRA_FOLDERS = "usr/lib/aarch64-linux-gnu/nvidia", "usr/lib/aarch64-linux-gnu/tegra"
 """Where JetPack has the library. Its linker knows them, unless the image is a container or was changed."""
 _NAME_BYTES = 256
+NO_ANSWER = "the NVIDIA driver does not answer"
+START_S = 30.0  # eight GPUs that nobody keeps awake take some twenty seconds
+_HANGS = -1  # no CUresult
+_is_hanging = False  # later questions do not wait for it again
 _CAPABILITY = 75, 76  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, _MINOR
 
 
@@ -32,22 +35,34 @@ def search_path(root: Path = Path("/")) -> str:
     return os.pathsep.join(dict.fromkeys(folder for folder in (*own, *folders) if folder))
 
 
+def _initialized(cuda: ctypes.CDLL) -> int:
+    """What cuInit returns; _HANGS if it has not returned within START_S. Its thread is left behind then."""
+    global _is_hanging
+    if not _is_hanging:
+        errors: list[int] = []
+        thread = threading.Thread(target=lambda: errors.append(cuda.cuInit(0)), name="cuInit", daemon=True)
+        thread.start()
+        thread.join(START_S)
+        if errors:
+            return errors[0]
+        _is_hanging = True
+    return _HANGS
+
+
 def unusable_because() -> str:
     """Why CUDA cannot be used on this machine, in a few words; "" if it can."""
     if (cuda := library()) is None:
         return f"there is no NVIDIA driver ({LIBRARY})"
     count = ctypes.c_int()
-    with under_way():
-        error = cuda.cuInit(0) or cuda.cuDeviceGetCount(ctypes.byref(count))
-    if error:
-        return f"the NVIDIA driver reports error {error}"
+    if error := _initialized(cuda) or cuda.cuDeviceGetCount(ctypes.byref(count)):
+        return NO_ANSWER if error == _HANGS else f"the NVIDIA driver reports error {error}"
     return "" if count.value else "the NVIDIA driver shows no GPU"
 
 
 def device_names() -> list[str]:
     """The names of all GPUs in CUDA's order, as "NVIDIA H200"; empty if the driver reports none."""
     cuda, count, name = library(), ctypes.c_int(), ctypes.create_string_buffer(_NAME_BYTES)
-    if cuda is None or cuda.cuInit(0) or cuda.cuDeviceGetCount(ctypes.byref(count)):
+    if cuda is None or _initialized(cuda) or cuda.cuDeviceGetCount(ctypes.byref(count)):
         return []
     return [
         name.value.decode(errors="replace")
@@ -59,7 +74,7 @@ def device_names() -> list[str]:
 def memory_bytes() -> int:
     """All memory of the first GPU; 0 if there is none."""
     cuda, device, total = library(), ctypes.c_int(), ctypes.c_size_t()
-    if cuda is None or cuda.cuInit(0) or cuda.cuDeviceGet(ctypes.byref(device), 0):
+    if cuda is None or _initialized(cuda) or cuda.cuDeviceGet(ctypes.byref(device), 0):
         return 0
     return 0 if cuda.cuDeviceTotalMem_v2(ctypes.byref(total), device) else total.value
 
@@ -67,7 +82,7 @@ def memory_bytes() -> int:
 def compute_capability() -> tuple[int, int]:
     """That of the first GPU, as (8, 7); (0, 0) if there is none."""
     cuda, device, part = library(), ctypes.c_int(), ctypes.c_int()
-    if cuda is None or cuda.cuInit(0) or cuda.cuDeviceGet(ctypes.byref(device), 0):
+    if cuda is None or _initialized(cuda) or cuda.cuDeviceGet(ctypes.byref(device), 0):
         return 0, 0
     parts = [
         0 if cuda.cuDeviceGetAttribute(ctypes.byref(part), attribute, device) else part.value

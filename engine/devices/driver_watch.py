@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 LIMIT_S = 60
@@ -16,17 +15,6 @@ LIMIT_S = 60
 _SECOND_S = 1.0
 
 _under_way: dict[int, object] = {}  # by thread: an object of its own for each call
-
-
-@contextmanager
-def under_way() -> Iterator[None]:
-    """The body is a call of the driver."""
-    thread = threading.get_ident()
-    _under_way[thread] = object()
-    try:
-        yield
-    finally:
-        del _under_way[thread]
 
 
 def watched(call: Callable[..., Any]) -> Callable[..., Any]:

@@ -10,6 +10,7 @@ import msgspec
 
 from engine.backends import unusable_because
 from engine.child_process import how_it_ended, module_command, module_environment, signal_group
+from engine.devices import cuda_driver
 from engine.devices.nvidia import why_not_nv
 from engine.doctor import Finding, bad, good, note
 from engine.doctor.checks import CheckResult
@@ -103,6 +104,10 @@ def why_skipped(backend: str, gpus: Sequence[str], *, jetson: bool) -> Finding |
     if backend == "CPU":
         return None
     if not (gpus or jetson):
+        if unusable_because("CUDA") == cuda_driver.NO_ANSWER:
+            return bad(
+                backend, f"not tried: {cuda_driver.NO_ANSWER}", "Restart the machine; dmesg may say why."
+            )
         return note(backend, "not tried: there is no NVIDIA GPU")
     if backend == "CUDA":
         return None  # only its driver can say what is wrong with it
