@@ -22,6 +22,7 @@ from engine.protocol.transport import Deframer, FrameError, pack
 
 SHUTDOWN_GRACE_S = 1.0
 TERMINATE_GRACE_S = 0.3
+UNKILLABLE_S = 3.0
 
 
 class EngineProcess(asyncio.Protocol):
@@ -134,6 +135,7 @@ class EngineProcess(asyncio.Protocol):
         """Kills the process at once, and its children soon after. Events that it has sent are ignored."""
         self._killed = True
         self._kill_leader()
+        self._transport.abort()
 
     async def wait_ended(self) -> None:
         """Returns when the process has ended and its children have been sent SIGTERM."""
@@ -187,11 +189,13 @@ class EngineProcess(asyncio.Protocol):
             # Each follows from the other, unless the process closes its socket and lives, or a child holds the socket.
             await asyncio.wait((exited, disconnected), timeout=0.2)
             self._kill_leader()
-            await exited
+            # A process that waits in a driver or for a disk ends when that comes back, if ever.
+            await asyncio.wait((exited,), timeout=UNKILLABLE_S)
             await asyncio.wait((disconnected,), timeout=0.2)
         finally:  # also if the event loop ends before `close`
             self._kill_leader()
             self._terminate_group()
+            exited.cancel()
             disconnected.cancel()
             self._transport.abort()
         event = self._exit_event()
@@ -212,6 +216,10 @@ class EngineProcess(asyncio.Protocol):
         code = self._process.returncode
         if self._sent_garbage:
             message = "The engine process sent something that is not an event."
+        elif not self._process.is_over:
+            message = (
+                "The engine process was killed, but the system holds it: a driver or a disk does not answer."
+            )
         elif code is None:
             message = "The engine process, which an earlier run had started, has ended."
         elif code < 0:
@@ -234,7 +242,7 @@ class _Process:
     def __init__(self, pid: int, wait: Callable[[], int | None]) -> None:
         self.pid = pid
         self.returncode: int | None = None
-        self._is_over = False
+        self.is_over = False
         self._ended, self._loop = asyncio.Event(), asyncio.get_running_loop()
         threading.Thread(target=self._wait, args=(wait,), name="reaper", daemon=True).start()
 
@@ -243,12 +251,12 @@ class _Process:
 
     def kill(self) -> None:
         """Kills it, unless it has ended."""
-        if not self._is_over:
+        if not self.is_over:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(self.pid, signal.SIGKILL)
 
     def _wait(self, wait: Callable[[], int | None]) -> None:
-        self.returncode, self._is_over = wait(), True
+        self.returncode, self.is_over = wait(), True
         with contextlib.suppress(RuntimeError):  # the event loop has ended
             self._loop.call_soon_threadsafe(self._ended.set)
 

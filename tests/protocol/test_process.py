@@ -36,6 +36,20 @@ async def vanish(pid):
     await soon(lambda: not running(pid), lambda: f"process {pid} lives on")
 
 
+async def test_a_process_that_the_system_holds_is_not_waited_for(engines, monkeypatch):
+    engine = engines.add(scripted("time.sleep(60)"))
+    ends = asyncio.ensure_future(collect(engine.start()))
+    await soon(lambda: engine.pid, lambda: "no process")
+    pid, kill = engine.pid, os.kill
+    with monkeypatch.context() as holds:
+        holds.setattr(process.os, "kill", lambda *_: None)
+        holds.setattr(process, "signal_group", lambda *_: None)
+        holds.setattr(process, "UNKILLABLE_S", 0.05)
+        engine._process.kill()
+        assert "the system holds it" in (await ends)[-1].message and running(pid)
+    kill(pid, signal.SIGKILL)
+
+
 # --- the worker dies -----------------------------------------------------------------------------------
 
 

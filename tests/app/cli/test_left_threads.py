@@ -9,8 +9,9 @@ from app.cli import left_threads
 left_threads.PATIENCE_S = 0.02
 async def main():
     left_threads.leave_threads()
-    waits = asyncio.ensure_future(asyncio.to_thread(threading.Event().wait))
-    assert await asyncio.to_thread(lambda: 5) == 5
+    began = threading.Event()
+    waits = asyncio.ensure_future(asyncio.to_thread(lambda: (began.set(), threading.Event().wait())))
+    assert await asyncio.to_thread(began.wait)
     print("done")
 asyncio.run(main())
 left_threads.end_without_left_threads(3)
