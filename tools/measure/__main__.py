@@ -16,6 +16,7 @@ MEASUREMENTS = {
     "small_batch_rates": "products of a few tokens at once beside decode's product of one",
     "product_rates": "products of prompts with matrices of every type, beside those of Q4_K",
     "schedule_rates": "schedules of decode's products within steps, and what each kernel adds to one",
+    "gpu_rates": "a GPU's rates, and the tiles and schedules that follow from them",
     "chip_kernels": "every kernel that a GPU would run, compiled for it: registers, spills, shared memory",
     "picture_rates": "questions about pictures beside llama-server with the same encoder",
     "picture_clients": "pictures through the server, as the clients of each protocol send them, many at once",

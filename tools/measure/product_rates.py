@@ -65,14 +65,14 @@ class Matrix:
 
     def tiles(self, tokens: int) -> AnyTiles:
         """Those of a model."""
-        from engine.targets.nvidia.kernels.device import multiprocessors
+        from engine.targets.nvidia.kernels.device import chip
         from engine.targets.nvidia.kernels.products.matmul import tiles_for
         from engine.targets.nvidia.kernels.products.small_batch import MAX_TOKENS, small_batch_tiles
 
-        shape = self.rows, self.cols, multiprocessors()
+        shape = self.rows, self.cols, chip()
         if tokens <= MAX_TOKENS:
             return small_batch_tiles(self.layout, tokens, *shape, not self.is_gate)
-        return tiles_for(tokens, *shape, self.is_gate)
+        return tiles_for(self.layout, tokens, *shape, self.is_gate)
 
     def other_tiles(self, tokens: int) -> list[AnyTiles]:
         from engine.targets.nvidia.kernels.products.matmul import Tiles

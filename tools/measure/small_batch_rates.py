@@ -162,7 +162,7 @@ def run(given: argparse.Namespace) -> None:
     from engine.fixes import launch_bounds
     from engine.kernels.compilation import compile_all
     from engine.measure.bandwidth import copy_gbps
-    from engine.targets.nvidia.kernels.device import capability, multiprocessors
+    from engine.targets.nvidia.kernels.device import capability, chip, multiprocessors
     from engine.targets.nvidia.kernels.products.small_batch import small_batch_tiles
 
     launch_bounds.apply()
@@ -179,7 +179,7 @@ def run(given: argparse.Namespace) -> None:
                 gbps = timing.n_bytes / us / 1e3
                 return f"{us:.2f} µs {gbps:,.0f} ({gbps / copy:.0%})"
 
-            own = small_batch_tiles(timing.layout, 8, shape.rows, shape.cols, multiprocessors())
+            own = small_batch_tiles(timing.layout, 8, shape.rows, shape.cols, chip())
             tiles = list(dict.fromkeys([own, *other_tiles(shape.cols)]))
             one = timing.one()
             few = {

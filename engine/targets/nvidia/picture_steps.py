@@ -28,7 +28,7 @@ from engine.description.vision import (
 )
 from engine.kernels.device_memory import device_zeros, overwrite, to_device
 from engine.pictures import Grid, Places
-from engine.targets.nvidia.kernels.device import multiprocessors
+from engine.targets.nvidia.kernels.device import chip
 from engine.targets.nvidia.kernels.kernel_sequence import KernelSequence
 from engine.targets.nvidia.kernels.pictures.patch_attention import attend_patches, patch_tiling
 from engine.targets.nvidia.kernels.pictures.patches import (
@@ -231,7 +231,7 @@ class PictureSteps:
         rows, cols = matrix.rows, matrix.cols
         x, out = self._fragments("x", cols), self._fragments("hidden", rows if alone else rows // 2)
         self._norm(norm, x, None)
-        tiles = tiles_for(self._rows, rows, cols, multiprocessors(), True)
+        tiles = tiles_for(matrix.layout, self._rows, rows, cols, chip(), True)
         bias = self._vector(alone.bias) if alone else None
         if alone:
             kernel = matmul(
@@ -378,7 +378,7 @@ class PictureSteps:
 
     def _product(self, matrix: Matrix, x: Tensor, name: str) -> Rows:
         rows, cols = matrix.rows, matrix.cols
-        tiles = tiles_for(self._rows, rows, cols, multiprocessors(), False)
+        tiles = tiles_for(matrix.layout, self._rows, rows, cols, chip(), False)
         out = self._buffer(name, tiles.parts * self._rows * rows)
         kernel = matmul(matrix.layout, self._rows, rows, cols, tiles, False, "patches")
         self._add(kernel, out=out, x=x, prompt=self._count, planes=matrix.planes)

@@ -17,7 +17,7 @@ from engine.description.spec import ModelSpec
 from engine.kernels.device_memory import device_zeros, part_of
 from engine.runtime.pictures import PictureRoom
 from engine.targets.nvidia.input_scales import InputScales
-from engine.targets.nvidia.kernels.device import multiprocessors
+from engine.targets.nvidia.kernels.device import chip
 from engine.targets.nvidia.kernels.pieces import state_size
 from engine.targets.nvidia.kernels.products.activation_order import Order
 from engine.targets.nvidia.kernels.products.matmul import fragments_size, matmul, tiles_for
@@ -136,12 +136,12 @@ class PromptStep(Step):
         """Adds a product of activations with the first `rows` rows of a matrix (0: all)."""
         tokens, rows = self.tokens, rows or part.rows
         if self.order == "columns":
-            few = small_batch_tiles(part.layout, tokens, rows, part.cols, multiprocessors(), True)
+            few = small_batch_tiles(part.layout, tokens, rows, part.cols, chip(), True)
             out = self.buffer(name, few.splits * tokens * rows)
             kernel = small_batch_product(part.layout, tokens, rows, part.cols, few, stored(rows), name)
             self.add(kernel, out=out, x=x, planes=part.planes)
             return Sums(out, few.splits)
-        tiles = tiles_for(tokens, rows, part.cols, multiprocessors(), False)
+        tiles = tiles_for(part.layout, tokens, rows, part.cols, chip(), False)
         out = self.buffer(name, tiles.parts * tokens * rows)
         kernel = matmul(part.layout, tokens, rows, part.cols, tiles, False, name)
         self.add(kernel, out=out, x=x, prompt=self.prompt, planes=part.planes)
@@ -163,13 +163,13 @@ class PromptStep(Step):
         if self.order == "columns":
             self.multiply(part, self.tiles(part), activated(activation), "gate_up", out=out)
             return
-        tiles = tiles_for(self.tokens, part.rows, part.cols, multiprocessors(), paired=True)
+        tiles = tiles_for(part.layout, self.tokens, part.rows, part.cols, chip(), paired=True)
         kernel = matmul(part.layout, self.tokens, part.rows, part.cols, tiles, True, "gate_up", activation)
         self.add(kernel, out=out, x=self.x, prompt=self.prompt, planes=part.planes)
 
     def tiles(self, part: Matrix) -> SmallBatchTiles:
         """How a product of few tokens is divided that leaves one sum."""
-        return small_batch_tiles(part.layout, self.tokens, part.rows, part.cols, multiprocessors())
+        return small_batch_tiles(part.layout, self.tokens, part.rows, part.cols, chip())
 
     def multiply(
         self,

@@ -35,7 +35,9 @@ from tests.kernels.gpu.alignment import prove_uops
 from tests.thorough import THOROUGH
 
 if TYPE_CHECKING:
+    from engine.targets.nvidia.kernels.device import Chip
     from engine.targets.nvidia.kernels.products.matmul import Tiles
+    from engine.targets.nvidia.kernels.weights.weight_layout import WeightLayout
 
 
 @contextlib.contextmanager
@@ -94,8 +96,8 @@ def lower_tiles() -> None:
 
     stock = prompt_step.tiles_for
 
-    def lower(tokens: int, rows: int, cols: int, processors: int, paired: bool) -> Tiles:
-        tiles = stock(tokens, rows, cols, processors, paired)
+    def lower(layout: WeightLayout, tokens: int, rows: int, cols: int, chip: Chip, paired: bool) -> Tiles:
+        tiles = stock(layout, tokens, rows, cols, chip, paired)
         return tiles if paired else replace(tiles, rows=min(2, tiles.rows))
 
     prompt_step.tiles_for = picture_steps.tiles_for = lower

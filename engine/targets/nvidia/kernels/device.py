@@ -8,6 +8,8 @@ from dataclasses import dataclass, replace
 
 from tinygrad import Device
 
+from engine.targets.nvidia.kernels.rates import Rates, estimated, kept_rates
+
 _KNOWN_COUNTS = {"sm_87": 16}  # multiprocessors by compute capability, for Tegra chips: AGX Orin 64 GB
 _DEFAULT_COUNT = 64
 # CU_DEVICE_ATTRIBUTE_… in cuda.h: MULTIPROCESSOR_COUNT, CLOCK_RATE and MEMORY_CLOCK_RATE in kHz,
@@ -19,31 +21,31 @@ _COPY_SHARE = 0.83  # of the memory's bandwidth: that of a copy (measured on an 
 
 @dataclass(frozen=True)
 class Chip:
-    """What the schedule of a product depends on: the compute capability, as "sm_90", the multiprocessors, the rate of
-    the memory (of a copy) and the clock, the warps that a multiprocessor holds, and whether a kernel can be launched
-    before the one before has ended. The defaults are per multiprocessor those of an H200."""
+    """What the cut of a product depends on: the compute capability, as "sm_90", the multiprocessors, the warps that
+    each holds, whether a kernel can be launched before the one before has ended, and the GPU's own rates; None if
+    nothing is known of these."""
 
     capability: str = ""
     multiprocessors: int = _DEFAULT_COUNT
-    gbps: float = 0.0
-    ghz: float = 1.75
     warps: int = 64
     launches_early: bool = False
+    own_rates: Rates | None = None
 
     @property
-    def copy_gbps(self) -> float:
-        return self.gbps or 30.0 * self.multiprocessors
+    def rates(self) -> Rates:
+        return self.own_rates or estimated(self.multiprocessors)
 
 
 @functools.cache
 def chip() -> Chip:
-    """The default GPU."""
-    if not launches_early():
-        return Chip(capability(), multiprocessors())
+    """The default GPU. Its rates are those that were measured on it (`calibration`), or what the driver tells."""
+    known = Chip(capability(), multiprocessors(), launches_early=launches_early())
+    if not is_own_cuda():
+        return known
     gbps = 2 * _attribute(_MEMORY_CLOCK) * _attribute(_BUS_BITS) / 8 / 1e6 * _COPY_SHARE
-    ghz, warps = _attribute(_CLOCK) / 1e6, _attribute(_THREADS) // 32
-    known = Chip(capability(), multiprocessors(), launches_early=True)
-    return replace(known, gbps=gbps, ghz=ghz or known.ghz, warps=warps or known.warps)
+    told = estimated(known.multiprocessors, gbps, _attribute(_CLOCK) / 1e6)
+    rates = kept_rates(known.multiprocessors) or told
+    return replace(known, warps=_attribute(_THREADS) // 32 or known.warps, own_rates=rates)
 
 
 def _attribute(number: int) -> int:
@@ -65,6 +67,11 @@ def spills_early() -> bool:
     """Whether kernels that take nearly all registers spill some: for such a chip the assembler loads more ahead than
     for later ones (`python -m tools.measure chip_kernels`)."""
     return int(capability()[3:]) < 90
+
+
+def is_own_cuda() -> bool:
+    """Whether CUDA runs what is made for the GPU itself."""
+    return Device.DEFAULT.split(":")[0] == "CUDA" and not stands_in()
 
 
 def stands_in() -> bool:

@@ -30,10 +30,12 @@ from tinygrad.uop.ops import AxisType
 
 from engine.kernels.kernel import Kernel
 from engine.kernels.launch_hints import shared_hints
+from engine.targets.nvidia.kernels.device import Chip
 from engine.targets.nvidia.kernels.half_words import is_cuda
 from engine.targets.nvidia.kernels.pieces import used_rows
 from engine.targets.nvidia.kernels.products.load_ahead import LoadedAhead
 from engine.targets.nvidia.kernels.products.staged_tiles import StagedTiles, staged_bytes
+from engine.targets.nvidia.kernels.rates import H200
 from engine.targets.nvidia.kernels.uops import (
     F16,
     Activation,
@@ -55,7 +57,9 @@ from engine.targets.nvidia.kernels.weights.matrix_bytes import QUARTER, UNIT, un
 from engine.targets.nvidia.kernels.weights.weight_layout import WeightLayout
 
 _PART = 8  # the fewest units of a row in a part
-_OF_SUM = 2.4e-4  # time to store a sum and read it again, in that of a block's product with one column
+_OF_SUM = (
+    2.4e-4  # on an H200: time to store a sum and read it again, in that of a block's product with one column
+)
 _MAX_HALF = 65504.0  # the largest float16
 
 
@@ -134,7 +138,7 @@ def expert_tiles(tokens: int, used: int, n: int) -> ExpertTiles:
     return ExpertTiles(tokens, used, n, tile)
 
 
-def tiles_for(tokens: int, rows: int, cols: int, multiprocessors: int, paired: bool) -> Tiles:
+def tiles_for(layout: WeightLayout, tokens: int, rows: int, cols: int, chip: Chip, paired: bool) -> Tiles:
     """Tiles of a product. On CUDA, activations come through shared memory. Elsewhere there are two blocks for each
     multiprocessor, by dividing the common dimension if there are too few: among two warps of each, then among blocks.
     Not `paired` products among blocks, because the activation needs the whole sums of gate and up."""
@@ -142,30 +146,41 @@ def tiles_for(tokens: int, rows: int, cols: int, multiprocessors: int, paired: b
     # Tall tiles: a weight is converted to half precision once for 128 tokens.
     tall = min(8, tokens // 16)
     if is_cuda() and units > 1:
-        return _staged_tiles(tall, tokens, rows, cols, multiprocessors, paired)
+        tiles = _staged_tiles(tall, tokens, rows, cols, chip, paired)
+        return replace(tiles, staged=not _is_better_alone(layout, tokens, rows, tiles, chip))
     tiles = Tiles(tall, 4, 1, 2, 1)
     blocks, shares = -(-tokens // tiles.tokens) * -(-rows // tiles.width), 1
-    while shares < 8 and blocks * shares < 2 * multiprocessors and units // shares >= 8:
+    while shares < 8 and blocks * shares < 2 * chip.multiprocessors and units // shares >= 8:
         shares *= 2
     deep = min(2, shares)
     return replace(tiles, parts=1 if paired else shares // deep, deep=deep)
 
 
-def _staged_tiles(tall: int, tokens: int, rows: int, cols: int, multiprocessors: int, paired: bool) -> Tiles:
+def _staged_tiles(tall: int, tokens: int, rows: int, cols: int, chip: Chip, paired: bool) -> Tiles:
     """The tiles that leave the busiest multiprocessor least to do: blocks of 128 or 64 rows, of which some may share
-    the columns. A multiprocessor works on two blocks of 128 rows at a time, and one alone takes as long as two."""
-    units = units_of(cols)
+    the columns. A multiprocessor works on two blocks of 128 rows at a time, and one alone takes as long as two. Sums
+    cost the more, the faster its tensor cores are beside the memory."""
+    units, rates = units_of(cols), chip.rates
+    of_sum = _OF_SUM * (rates.tensor_tflops / H200.tensor_tflops) / (rates.copy_gbps / H200.copy_gbps)
 
     def time(tiles: Tiles) -> float:
         """The time of products and of memory for sums of further parts, in that of 128 rows and all columns."""
         blocks = -(-tokens // tiles.tokens) * -(-rows // tiles.width) * tiles.parts
-        of_busiest = max(math.ceil(blocks / multiprocessors), 8 // tiles.across)
-        return (
-            of_busiest * tiles.across / (4 * tiles.parts) + (tiles.parts - 1) * _OF_SUM * tokens * rows / cols
-        )
+        of_busiest = max(math.ceil(blocks / chip.multiprocessors), 8 // tiles.across)
+        sums = (tiles.parts - 1) * of_sum * tokens * rows / cols
+        return of_busiest * tiles.across / (4 * tiles.parts) + sums
 
     parts = [n for n in (1, 2, 4, 8) if n == 1 or not (paired or units < n * _PART)]
     return min((Tiles(tall, 4, 1, across, n, staged=True) for n in parts for across in (4, 2)), key=time)
+
+
+def _is_better_alone(layout: WeightLayout, tokens: int, rows: int, tiles: Tiles, chip: Chip) -> bool:
+    """Whether the warps of a block had better load activations themselves. Types of few bits take most instructions and
+    least memory. While warps wait for each other in each step, they all convert weights and then all multiply; with
+    several rounds of blocks, that costs more than the copies save. Before 9.0, such kernels spill registers."""
+    blocks = -(-tokens // tiles.tokens) * -(-rows // tiles.width)
+    has_rounds = tiles.parts == 1 and blocks > 2 * chip.multiprocessors
+    return layout.bits < 4 and has_rounds and chip.launches_early
 
 
 def spread(unit: UOp, quarter: UOp, units: int) -> tuple[UOp, UOp]:

@@ -28,11 +28,13 @@ from collections.abc import Iterable
 
 from engine.targets.nvidia.kernels.device import REGISTERS, Chip
 from engine.targets.nvidia.kernels.products.matvec import Schedule, StackedMatrices
+from engine.targets.nvidia.kernels.rates import H200
 from engine.targets.nvidia.kernels.weights.weight_layout import WeightLayout
 
 _BEGIN_AND_END_US = 1.54
 _EARLY_US = 0.23  # of these, if all blocks fit at a time
 _LATENCY_US = 1.02  # of memory, with other loads before
+_GHZ = 1.75  # at which it issues
 _UNIT_INSTRUCTIONS = 200  # of a warp, for a unit of a row: 3.1 for each weight
 _CODE_INSTRUCTIONS = 80  # more, if weights are looked up in a codebook
 _STEP_INSTRUCTIONS = 50  # for a unit of the vector, which all rows of a thread share
@@ -67,16 +69,19 @@ def microseconds(stack: StackedMatrices, s: Schedule, chip: Chip) -> float:
     of_busiest = math.ceil(of_mean)
     load = max(1.0, of_mean + _UNEVEN * (of_busiest - of_mean))
     steps, warps = _steps(stack, s), _warps(s)
-    memory = stack.n_bytes / chip.copy_gbps / 1e3 * load / of_mean * (1 + _NARROW / s.threads)
+    rates = chip.rates
+    memory = stack.n_bytes / rates.copy_gbps / 1e3 * load / of_mean * (1 + _NARROW / s.threads)
     rounds = max(1.0, of_mean / resident) if of_busiest > resident else 1.0
     waits = _ONE_ROW_WAITS if s.rows == 1 else max(1.0, s.rows * _unit_words(stack) / _words_under_way(s))
-    latency = rounds * steps * waits * _LATENCY_US
+    latency = rounds * steps * waits * _LATENCY_US * rates.latency_us / H200.latency_us
     of_unit = _UNIT_INSTRUCTIONS + _CODE_INSTRUCTIONS * _share_of_codebooks(stack)
     instructions = steps * (s.rows * of_unit + _STEP_INSTRUCTIONS) + s.threads * _SUM_INSTRUCTIONS
     waiting = max(1.0, _BUSY_WARPS / (warps * min(resident, of_busiest)))
-    issue = load * warps * instructions * waiting / 4 / chip.ghz / 1e3
+    clock_ghz = _GHZ * rates.weights_per_ns / H200.weights_per_ns
+    issue = load * warps * instructions * waiting / 4 / clock_ghz / 1e3
     gain = _EARLY_US * min(1.0, resident / of_busiest) if s.early else 0.0
-    return _BEGIN_AND_END_US - gain + math.hypot(memory, latency, issue)
+    between = (_BEGIN_AND_END_US - gain) * rates.link_us / H200.link_us
+    return between + math.hypot(memory, latency, issue)
 
 
 def _is_sound(stack: StackedMatrices, s: Schedule, chip: Chip) -> bool:

@@ -1,6 +1,7 @@
 """Chooses the schedule of a matrix-vector product: the result of a search on this machine, else the one shipped for the
 chip and shape, else the one that a model of the GPU finds cheapest (`schedule_cost`). A rule serves where the model was
-not compared with measurements: for mixtures of experts, and on GPUs that launch no kernel early."""
+not compared with measurements: for mixtures of experts. On GPUs that launch no kernel early it serves unless the model
+finds another schedule clearly cheaper."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ from engine.formats.quantization import Format
 from engine.start_trial import start_trials
 from engine.targets.nvidia.kernels.device import REGISTERS, Chip, capability, chip, shared_limit
 from engine.targets.nvidia.kernels.products.matvec import Schedule, StackedMatrices, tensor_bytes
-from engine.targets.nvidia.kernels.products.schedule_cost import has_large_codebook, ranked
+from engine.targets.nvidia.kernels.products.schedule_cost import has_large_codebook, microseconds, ranked
 from engine.targets.nvidia.kernels.products.tensor_rows import ABREAST, TILE
 from engine.targets.nvidia.kernels.weights.matrix_bytes import units_of
 
@@ -40,6 +41,7 @@ _SOURCES = tuple(
 _UNKNOWN = Chip()
 _OF_EXPERTS = re.compile(r"(?<=\d) of \d+")
 _Numbers = tuple[int, int, int, int]
+_SURE = 1.05  # how much more time the model must see in a schedule to take another
 _MAX_IDLE = 0.07  # of the units: those that threads have beyond a row's end
 _RESIDENT_THREADS = (640, 1024)  # on a multiprocessor, to try beside the compiler's choice
 
@@ -54,21 +56,38 @@ def best_schedule(stack: StackedMatrices) -> Schedule:
 def matvec_schedule(stack: StackedMatrices, chip: Chip = _UNKNOWN) -> Schedule:
     """The schedule of a product without a search."""
     shipped = _shipped(chip.capability)
-    if (measured := shipped.tensor.get(stack.name)) and chip.launches_early:
-        return Schedule(*measured, early=True, tensor=True)
-    name = _measured_name(shipped, stack)
-    if measured := shipped.early.get(name):
-        return Schedule(*measured, early=True)
-    if measured := shipped.products.get(name):
-        return Schedule(*measured)
-    if _is_modelled(stack, chip) and (found := _cheapest(stack, chip)):
+    is_like = chip.multiprocessors == shipped.multiprocessors
+    if found := _measured(shipped, stack, chip):
+        return found if is_like else _unless_dear(stack, found, chip)
+    if chip.launches_early and _is_modelled(stack) and (found := _cheapest(stack, chip)):
         return found
     min_blocks = shipped.rule.blocks_a_multiprocessor * chip.multiprocessors
     min_steps = 1 + (len(stack.matrices) > 1)
     s = _by_rule(stack.rows, stack.units, min_blocks / stack.slots, min_steps)
     if stack.experts:
         return _at_a_time(stack, s, chip)
-    return _slim(s) if has_large_codebook(stack) else s
+    return _unless_dear(stack, _slim(s) if has_large_codebook(stack) else s, chip)
+
+
+def _measured(shipped: _Shipped, stack: StackedMatrices, chip: Chip) -> Schedule | None:
+    """The schedule that is shipped for a product. On tensor cores, all blocks must find a multiprocessor of their
+    own."""
+    if (measured := shipped.tensor.get(stack.name)) and chip.launches_early:
+        s = Schedule(*measured, early=True, tensor=True)
+        if stack.n_blocks(s) <= chip.multiprocessors:
+            return s
+    name = _measured_name(shipped, stack)
+    if measured := shipped.early.get(name):
+        return Schedule(*measured, early=True)
+    return Schedule(*measured) if (measured := shipped.products.get(name)) else None
+
+
+def _unless_dear(stack: StackedMatrices, s: Schedule, chip: Chip) -> Schedule:
+    """A schedule that a rule gives, or that was measured on another GPU; or the cheapest one, where the rates of this
+    one are known and the model is sure."""
+    if s.tensor or not (chip.own_rates and _is_modelled(stack)) or not (found := _cheapest(stack, chip)):
+        return s
+    return found if _SURE * microseconds(stack, found, chip) < microseconds(stack, s, chip) else s
 
 
 def _slim(s: Schedule) -> Schedule:
@@ -113,9 +132,9 @@ def _formats(stack: StackedMatrices) -> list[Format | None]:
     return [layout.format for layout, _ in stack.matrices]
 
 
-def _is_modelled(stack: StackedMatrices, chip: Chip) -> bool:
+def _is_modelled(stack: StackedMatrices) -> bool:
     """Whether the model of the GPU was compared with such products."""
-    return chip.launches_early and not (stack.experts or stack.beside)
+    return not (stack.experts or stack.beside)
 
 
 @functools.cache
@@ -128,10 +147,12 @@ class _Rule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class _Shipped(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A file of tuned schedules: where they come from, and for each `StackedMatrices.name` threads, groups, rows and
-    blocks. Those of `early` are `Schedule.early`, and those of `tensor` also `Schedule.tensor`."""
+    """A file of tuned schedules: where they come from, the multiprocessors of that GPU, and for each
+    `StackedMatrices.name` threads, groups, rows and blocks. Those of `early` are `Schedule.early`, and those of
+    `tensor` also `Schedule.tensor`."""
 
     origin: str = "a guess"
+    multiprocessors: int = 0
     rule: _Rule = _Rule()
     products: dict[str, _Numbers] = {}
     early: dict[str, _Numbers] = {}
@@ -170,7 +191,7 @@ def candidates(stack: StackedMatrices, near: Schedule, chip: Chip = _UNKNOWN) ->
     up in one block, few idle threads. Those that the model of the GPU finds cheap come first if it knows the product;
     then those most similar to `near`."""
     similar = sorted((s for s in _all(stack, chip) if s != near), key=lambda s: _distance(s, near))
-    first = ranked(stack, similar, chip) if _is_modelled(stack, chip) else []
+    first = ranked(stack, similar, chip) if chip.launches_early and _is_modelled(stack) else []
     return list(dict.fromkeys([*first, *similar]))
 
 

@@ -30,10 +30,11 @@ from tinygrad.uop.ops import AxisType
 
 from engine.kernels.kernel import Kernel, Name, call_by_name
 from engine.kernels.launch_hints import Release, shared_hints
-from engine.targets.nvidia.kernels.device import spills_early
+from engine.targets.nvidia.kernels.device import Chip, spills_early
 from engine.targets.nvidia.kernels.products.epilogues import LOWEST_LOGIT, argmax, comparable
 from engine.targets.nvidia.kernels.products.load_ahead import LoadedAhead
 from engine.targets.nvidia.kernels.products.matmul import as_half, wmma
+from engine.targets.nvidia.kernels.rates import H200
 from engine.targets.nvidia.kernels.uops import (
     I32,
     Activation,
@@ -55,7 +56,8 @@ from engine.targets.nvidia.kernels.weights.weight_layout import WeightLayout
 
 MAX_TOKENS = 64
 _TILE, _ROWS, _ABREAST = 8, 16, 4  # tokens and rows of a tile; units that a warp works on at a time
-_WARPS = 24  # of a multiprocessor that together read weights as fast as memory gives them
+_H200 = Chip("sm_90", 132, own_rates=H200)
+_WARPS = 24  # of a multiprocessor of it that together read weights as fast as memory gives them
 _CACHED = 0.3  # the time of a byte from the L2 cache beside a byte of weights
 _SUMS_BYTES = 34 << 10  # of shared memory, which leaves some for an epilogue
 _PARTS = 4  # warps that share the columns of 32 rows
@@ -92,7 +94,7 @@ class SmallBatchTiles:
 
 @functools.cache
 def small_batch_tiles(
-    layout: WeightLayout, tokens: int, rows: int, cols: int, multiprocessors: int, divided: bool = False
+    layout: WeightLayout, tokens: int, rows: int, cols: int, chip: Chip, divided: bool = False
 ) -> SmallBatchTiles:
     """Tiles for a matrix of any shape, as was fastest on an H200. For more than 16 tokens there is a block for every 32
     rows. If these are few blocks, the columns are `divided` among more, if the
@@ -100,8 +102,8 @@ def small_batch_tiles(
     columns are divided where that takes least time by an estimate (`_cost`). The fewer blocks there are, the more warps
     share the columns of each."""
     columns, steps = -(-tokens // _TILE), steps_of(cols)
-    blocks, full = -(-rows // (2 * _ROWS)), 2 * multiprocessors
-    if divided and (columns <= 2 or blocks * (steps // _PARTS) < multiprocessors):
+    blocks, full = -(-rows // (2 * _ROWS)), 2 * chip.multiprocessors
+    if divided and (columns <= 2 or blocks * (steps // _PARTS) < chip.multiprocessors):
         candidates = [
             SmallBatchTiles(tile_rows, across, parts, splits=splits)
             for tile_rows in ((1, 2) if 1 < columns <= (4 if spills_early() else 8) else (1,))
@@ -112,7 +114,7 @@ def small_batch_tiles(
         ]
         fits = [t for t in candidates if t.parts * t.width * (columns * _TILE + 1) * 4 <= _SUMS_BYTES]
         bytes_of_row = layout.n_bytes(rows, cols) / rows
-        return min(fits, key=lambda t: _cost(t, tokens, rows, cols, bytes_of_row, multiprocessors))
+        return min(fits, key=lambda t: _cost(t, tokens, rows, cols, bytes_of_row, chip))
     if divided or columns > 4 or (columns > 2 and blocks >= full):
         parts = _divisor(steps, min(steps, _PARTS))
         if spills_early():  # registers, if warps take different numbers of steps
@@ -143,12 +145,13 @@ def _divisor(n: int, most: int) -> int:
 
 
 def _cost(
-    tiles: SmallBatchTiles, tokens: int, rows: int, cols: int, bytes_of_row: float, multiprocessors: int
+    tiles: SmallBatchTiles, tokens: int, rows: int, cols: int, bytes_of_row: float, chip: Chip
 ) -> float:
     """An estimate of a product's time, in bytes of weights that a multiprocessor reads in it. It agrees with what was
     measured on an H200 where enough warps read weights at full speed, where too few do, and where each block reads all
     activations from the L2 cache. The norm of a token, on one multiprocessor, reads all sums."""
     columns, steps = -(-tokens // _TILE), steps_of(cols)
+    multiprocessors, enough = chip.multiprocessors, _WARPS * _under_way(chip) / _under_way(_H200)
     registers = min(255, 20 + 40 * tiles.rows + columns * (10 + 8 * tiles.rows))
     warps = tiles.across * tiles.parts
     resident = max(1, min(64, 65536 // (32 * registers)) // warps)
@@ -157,10 +160,15 @@ def _cost(
     blocks = n_blocks(rows, tiles)
     rounds, rest = divmod(-(-blocks * tiles.splits // multiprocessors), resident)
     cost = sum(
-        times * block_bytes * max(together, _WARPS / warps)
+        times * block_bytes * max(together, enough / warps)
         for together, times in ((resident, rounds), (rest, 1 if rest else 0))
     )
     return cost + _CACHED * (blocks * tokens * cols * 2 / multiprocessors + tiles.splits * rows * 4)
+
+
+def _under_way(chip: Chip) -> float:
+    """Kilobytes that each multiprocessor must have asked for, so that the memory is never idle."""
+    return chip.rates.copy_gbps * chip.rates.latency_us / chip.multiprocessors
 
 
 def steps_of(cols: int) -> int:

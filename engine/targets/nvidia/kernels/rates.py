@@ -1,0 +1,67 @@
+"""How fast a GPU does each of the things that a kernel's time consists of, as its probes measure it
+(`engine.targets.nvidia.calibration`).
+
+The models of what kernels cost have numbers that fit an H200. On another GPU each number is multiplied by the ratio of
+the two GPUs' rates.
+"""
+
+from __future__ import annotations
+
+from dataclasses import astuple, dataclass, replace
+
+from engine.disk_cache import disk_cache, source_digest
+
+_SOURCES = tuple(
+    f"targets/nvidia/{name}.py" for name in ("calibration", "kernels/rates", "probes", "kernels/copy_kernel")
+)
+_LIKELY = 6.0  # how far a GPU's rate may be from the estimate: beyond, something disturbed the measurement
+
+
+@dataclass(frozen=True)
+class Rates:
+    """`copy_gbps`: of a copy in the GPU's memory, bytes read plus bytes written, 10^9 a second. `link_us`: from the
+    begin of a kernel to that of the next one, which waits for it, in a graph. `latency_us`: a load from memory that
+    nothing hides. Of a multiprocessor: `weights_per_ns`, integers of 4 bits that it unpacks and multiplies, and
+    `tensor_tflops` of its tensor cores, float16 with sums of float32."""
+
+    copy_gbps: float
+    link_us: float
+    latency_us: float
+    weights_per_ns: float
+    tensor_tflops: float
+
+    def are_likely(self, estimate: Rates) -> bool:
+        """Whether none is far from the `estimate`."""
+        pairs = zip(astuple(self), astuple(estimate), strict=True)
+        return all(x > 0 and max(x / y, y / x) < _LIKELY for x, y in pairs)
+
+
+H200 = Rates(copy_gbps=4000.0, link_us=0.9, latency_us=0.7, weights_per_ns=80.0, tensor_tflops=4.5)
+_MULTIPROCESSORS, _GHZ = 132, 1.98
+
+
+def estimated(multiprocessors: int, gbps: float = 0.0, ghz: float = 0.0) -> Rates:
+    """Those of a GPU that was not measured: `multiprocessors` like an H200's at another clock, and the rate of a
+    copy, which is theirs too if it is not known (0)."""
+    clock = (ghz or _GHZ) / _GHZ
+    return replace(
+        H200,
+        copy_gbps=gbps or H200.copy_gbps / _MULTIPROCESSORS * multiprocessors,
+        weights_per_ns=H200.weights_per_ns * clock,
+        tensor_tflops=H200.tensor_tflops * clock,
+    )
+
+
+def kept_rates(multiprocessors: int) -> Rates | None:
+    """What was measured on the default GPU with this driver and these probes; None if nothing was. (On a Jetson some
+    power modes switch multiprocessors off.)"""
+    rates = disk_cache().get("rates", _key(multiprocessors))
+    return rates if isinstance(rates, Rates) else None
+
+
+def keep_rates(rates: Rates, multiprocessors: int) -> None:
+    disk_cache().put("rates", _key(multiprocessors), rates)
+
+
+def _key(multiprocessors: int) -> tuple[str, int]:
+    return source_digest(*_SOURCES), multiprocessors
