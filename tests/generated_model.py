@@ -32,9 +32,9 @@ class Parts:
     """What an architecture's files have beyond llama's. `architecture`: its name, if files of it differ. `norms`:
     those of queries and keys, over a "head" or over "all". `biases`: of "qkv", or of all matrices of a layer.
     `renamed`: ffn_norm is called post_attention_norm. `delta`: gated delta nets in the layers without attention,
-    which has a gate; `fused_delta`: their beta and alpha are one matrix. `shared`: a shared expert,
-    `ungated`: without a gate. `choice_bias`: of the choice of experts. `latent`: latent attention, with the matrices of
-    keys and values "apart" or "together".
+    which has a gate; `fused_delta`: their beta and alpha are one matrix. `conv`: every other layer is a short
+    convolution. `shared`: a shared expert, `ungated`: without a gate. `choice_bias`: of the choice of experts.
+    `latent`: latent attention, with the matrices of keys and values "apart" or "together".
     `layers`: those after the second have no keys and values of their own, and a token gives each layer 32 numbers.
     `beside`: experts are beside a feed-forward layer, and full attention has keys as values. `scaled`: layers have
     a scale, and attention has none. `keys`: metadata, without the architecture; they are such that every part
@@ -51,6 +51,7 @@ class Parts:
     renamed: bool = False
     delta: bool = False
     fused_delta: bool = False
+    conv: bool = False
     shared: bool = False
     ungated: bool = False
     choice_bias: bool = False
@@ -138,6 +139,14 @@ ARCHITECTURES: dict[str, Parts] = {
             "attn_logit_softcapping": 1.5,
             "final_logit_softcapping": 10.0,
         },
+    ),
+    "lfm2": Parts(norms="head", conv=True, keys={"shortconv.l_cache": 3}),
+    "lfm2moe": Parts(
+        norms="head",
+        conv=True,
+        experts=8,
+        choice_bias=True,
+        keys=EXPERTS | {"shortconv.l_cache": 3, "leading_dense_block_count": 1, "expert_gating_func": 2},
     ),
     "hunyuan-dense": Parts(norms="head"),
     "hunyuan-moe": Parts(
@@ -378,7 +387,8 @@ def write(
     writer.add_head_count(heads)
     if parts.layers:
         metadata["attention.shared_kv_layers"] = layers - own
-    kv_counts = metadata.setdefault("attention.head_count_kv", kv_heads)
+    of_layers = [kv_heads if i % 2 else 0 for i in range(layers)] if parts.conv else kv_heads
+    kv_counts = metadata.setdefault("attention.head_count_kv", of_layers)
     writer.add_rope_freq_base(ROPE_BASE)
     writer.add_layer_norm_rms_eps(EPSILON)
     writer.add_vocab_size(len(tokens) + len(specials))
@@ -457,8 +467,14 @@ def write(
         vector(prefix + "ssm_dt.bias", values, -3.0, 1.0)
         vector(prefix + "ssm_norm.weight", size, 1.0)
 
+    def short_conv(prefix: str) -> None:
+        taps = random_matrix(rng, dim, metadata["shortconv.l_cache"], Type.F32)
+        writer.add_tensor(prefix + "conv.weight", taps)
+        matrix(prefix + "in_proj", 3 * dim, dim)
+        matrix(prefix + "out_proj", dim, dim)
+
     matrix("token_embd", len(tokens) + len(specials), dim)
-    vector("output_norm.weight", dim, 1.0)
+    vector("token_embd_norm.weight" if parts.conv else "output_norm.weight", dim, 1.0)
     if not tied:
         matrix("output", len(tokens) + len(specials), dim)
     if classes:
@@ -537,6 +553,8 @@ def write(
             delta_net(prefix)
         elif parts.latent:
             latent_attention(prefix)
+        elif parts.conv and layer % 2 == 0:
+            short_conv(f"{prefix}shortconv.")
         else:
             attention(prefix, layer)
         if parts.norms_before:

@@ -28,6 +28,7 @@ from engine.description.sublayers import (
     Experts,
     LatentAttention,
     LayerEmbedding,
+    ShortConv,
     SideBySide,
     Vector,
     Weight,
@@ -129,6 +130,8 @@ class Reference:
                     y = self._attend(part, h, caches)
                 case DeltaNet() as part:
                     y = self._delta(part, h)
+                case ShortConv() as part:
+                    y = self._short_conv(part, h)
                 case Dense() as part:
                     y = self._dense(part, h)
                 case Experts() as part:
@@ -283,6 +286,13 @@ class Reference:
         gate = self._product(h, part.gate)
         normed = self._normed(y, part.norm, self.spec.eps).reshape(n, -1)
         return self._product(normed * gate * sigmoid(gate), part.out)
+
+    def _short_conv(self, part: ShortConv, h: Floats) -> Floats:
+        b, c, v = np.split(self._product(h, part.inputs), 3, -1)
+        inputs = np.concatenate([np.zeros((part.taps - 1, part.channels), np.float32), b * v])
+        taps = self._vector(part.conv).reshape(part.channels, part.taps)
+        y = np.stack([(inputs[t : t + part.taps] * taps.T).sum(0) for t in range(len(h))])
+        return self._product(c * y, part.out)
 
     def _attend(self, part: Attention, h: Floats, caches: list[tuple[Floats, Floats]]) -> Floats:
         """`caches`: keys and values of the attention before this one; its own are appended."""

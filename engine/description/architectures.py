@@ -43,6 +43,9 @@ _ENCODERS = {"v.": "vision", "a.": "audio"}
 _PROJECTOR = "mm."
 """And those of the layer between them and the model."""
 
+_LFM2_NORM = "token_embd_norm.weight"
+"""What files of LFM2 call the last norm."""
+
 _ROTATION = ".attn_rot_embd.weight"
 """The frequencies of a layer's rotary embedding, which old files of llama hold and nobody reads."""
 
@@ -118,7 +121,7 @@ class ModelReader(RecurrentReader):
             raise ValueError(scale)
         logit_scale = self.factor("logit_scale", family.base_width / self.dim or 1.0)
         eps = self.number("attention.layer_norm_rms_epsilon", self.family.eps)
-        norm = self.required("output_norm.weight", self.dim)
+        norm = self.required(_LFM2_NORM if self.has(_LFM2_NORM) else "output_norm.weight", self.dim)
         slope = self.number("attention.temperature_scale", 0.0)
         spec = ModelSpec(
             architecture=self.architecture,
@@ -200,7 +203,7 @@ class ModelReader(RecurrentReader):
             is_renamed = not before[1] and self.has(f"{prefix}post_attention_norm.weight")
             names = "attn_norm", "post_attention_norm" if is_renamed else "ffn_norm"
             before = [self.required(f"{prefix}{name}.weight", self.dim) for name in names]
-        operator: Operator = self.delta(prefix) if self.is_recurrent(i) else self.attend(i, prefix)
+        operator: Operator = self.recurrent(prefix) if self.is_recurrent(i) else self.attend(i, prefix)
         yield Sublayer(before[0], operator, after[0])
         operator = self.beside(i, prefix) if is_beside else self.feed_forward(i, prefix)
         scale = self.vector(f"{prefix}layer_output_scale.weight", 1)

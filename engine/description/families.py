@@ -26,10 +26,10 @@ class Family:
     more. In a model of so many layers as `scored_by_width`, scores are multiplied by (dim / heads) ** -0.5.
     `renormalised`: the probabilities of the chosen experts are divided by their sum; `scoring` makes them, or
     `biased_scoring` where they are chosen with a bias; all of files that do not say them. Of `attention_every` layers
-    the last has attention, and the others are gated delta
-    nets, unless the metadata say otherwise (0: all have attention). `gated_attention`: in each head the rows of the
-    query come before those of a gate of its result. `unscaled_attention`: scores are multiplied by nothing.
-    `normed_values`: values are normed over a head. `rotates_first`, `shares_in_turn`: see `Attention`, `DeltaNet`.
+    the last has attention, and the others are `recurrent`, unless the metadata say otherwise (0: those that have heads
+    of keys have attention). `gated_attention`: in each head the rows of the query come before those of a gate of its
+    result. `unscaled_attention`: scores are multiplied by nothing. `normed_values`: values are normed over a head.
+    `rotates_first`, `shares_in_turn`: see `Attention`, `DeltaNet`.
     `grid_positions`: tokens of pictures have a row and a column
     (`Rope.sections`). Of pictures, tokens see those after them in the same picture in no layer, in all, or in those
     with a window (`sees_pictures`)."""
@@ -53,6 +53,7 @@ class Family:
     scoring: Scoring = "softmax"
     biased_scoring: Scoring | None = None
     attention_every: int = 0
+    recurrent: Literal["delta net", "short conv"] = "delta net"
     gated_attention: bool = False
     unscaled_attention: bool = False
     normed_values: bool = False
@@ -64,6 +65,8 @@ class Family:
     logit_cap: float = 0.0
     sees_pictures: Literal["no layer", "all layers", "window layers"] = "no layer"
 
+
+_NO_LAYER = 1 << 30  # of `full_attention_every`
 
 ARCHITECTURES: Mapping[str, Family] = {
     "llama": Family(interleaved=True),
@@ -130,6 +133,8 @@ ARCHITECTURES: Mapping[str, Family] = {
     "qwen3vl": Family(),
     "qwen3vlmoe": Family(),
     "seed_oss": Family(),
+    "lfm2": Family(recurrent="short conv", full_attention_every=_NO_LAYER),
+    "lfm2moe": Family(recurrent="short conv", full_attention_every=_NO_LAYER, scoring="sigmoid"),
     "bailingmoe2": Family(renormalised=False, scoring="sigmoid"),
     "deepseek2": Family(interleaved=True, renormalised=False, biased_scoring="sigmoid"),
     "dots1": Family(renormalised=False, scoring="sigmoid"),

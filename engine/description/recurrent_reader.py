@@ -9,7 +9,7 @@ import numpy as np
 
 from engine.description.families import Family
 from engine.description.head_reader import MAX_HEAD, HeadReader
-from engine.description.sublayers import DeltaNet, Weight
+from engine.description.sublayers import DeltaNet, Recurrent, ShortConv, Weight
 from engine.errors import ModelFileError
 from engine.formats.gguf import GGUF, damaged
 
@@ -22,16 +22,33 @@ class RecurrentReader(HeadReader):
         self.family, self.layers = family, self.size("block_count")
 
     def is_recurrent(self, i: int) -> bool:
-        """Whether layer i is a gated delta net: `recurrent_layers` tells it, or the number of layers of which the last
-        has attention."""
-        if not self.family.attention_every or i >= self.layers:  # a draft head has attention
+        """Whether layer i keeps a state: `recurrent_layers` tells it, or the number of layers of which the last has
+        attention, or that it has no heads of keys."""
+        if i >= self.layers:  # a draft head has attention
             return False
+        if not self.family.attention_every:
+            counts = self.file.metadata.get(self.key("attention.head_count_kv"))
+            return isinstance(counts, np.ndarray) and i < len(counts) and counts[i] == 0
         layers = self.file.metadata.get(self.key("attention.recurrent_layers"))
         if isinstance(layers, np.ndarray):
             if len(layers) < self.layers:
                 raise damaged(self.file.path, f"{len(layers)} of its layers are recurrent or not")
             return bool(layers[i])
         return (i + 1) % self.size("full_attention_interval", self.family.attention_every) != 0
+
+    def recurrent(self, prefix: str) -> Recurrent:
+        """The layer that keeps a state."""
+        return self.delta(prefix) if self.family.recurrent == "delta net" else self.short_conv(prefix)
+
+    def short_conv(self, prefix: str) -> ShortConv:
+        dim, taps = self.dim, self.size("shortconv.l_cache")
+        return ShortConv(
+            inputs=self.weight(f"{prefix}shortconv.in_proj", 3 * dim, dim),
+            out=self.weight(f"{prefix}shortconv.out_proj", dim, dim),
+            conv=self.required(f"{prefix}shortconv.conv.weight", dim, taps),
+            channels=dim,
+            taps=taps,
+        )
 
     def delta(self, prefix: str) -> DeltaNet:
         """A gated delta net. Raises ModelFileError for one that is cut into other heads than the engine's."""

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.description.sublayers import Attention, DeltaNet, Experts, Operator, Vector, Weight
+from engine.description.sublayers import Attention, Experts, Operator, Recurrent, Vector, Weight
 from engine.formats.ggml_types import TYPES
 from engine.formats.kv_format import KVFormat
 
@@ -201,8 +201,8 @@ class ModelSpec:
         return [a for a in self.attention if a.cache_of is None]
 
     @property
-    def deltas(self) -> list[DeltaNet]:
-        return [operator for operator in self.operators() if isinstance(operator, DeltaNet)]
+    def recurrent(self) -> list[Recurrent]:
+        return [operator for operator in self.operators() if isinstance(operator, Recurrent)]
 
     @property
     def last_keeping(self) -> int:

@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+import math
+from abc import abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from typing import ClassVar, Literal, TypeVar
@@ -258,7 +260,44 @@ class LatentAttention(Attention):
 
 
 @dataclass(frozen=True)
-class DeltaNet(Operator):
+class Recurrent(Operator):
+    """Keeps a state of each sequence in place of keys and values, which does not grow: float32, zeros at its begin."""
+
+    @property
+    @abstractmethod
+    def state_shapes(self) -> tuple[tuple[int, ...], ...]:
+        """Those of the parts of a sequence's state."""
+
+    @property
+    def state_bytes(self) -> int:
+        return 4 * sum(map(math.prod, self.state_shapes))
+
+
+@dataclass(frozen=True)
+class ShortConv(Recurrent):
+    """A short convolution. `inputs` x is, for each token, b, c and v, of `channels` elements each. The channels of b v
+    pass a causal convolution over the last `taps` tokens, the last tap for the token itself; the result is
+    `out` (c * that). A sequence keeps the last taps - 1 inputs of the convolution."""
+
+    inputs: Weight
+    out: Weight
+    conv: Vector
+    """Channel by channel its taps."""
+    channels: int
+    taps: int
+    words = "short convolutions"
+
+    @property
+    def state_shapes(self) -> tuple[tuple[int, ...], ...]:
+        return ((self.taps - 1, self.channels),)
+
+    @property
+    def roles(self) -> Roles:
+        return {"QKV projection": (self.inputs,), "attention output": (self.out,)}
+
+
+@dataclass(frozen=True)
+class DeltaNet(Recurrent):
     """A gated delta net. `qkv` x is, for each token: `key_heads` queries and as many keys, then `value_heads` values,
     of `size` elements each. Each of these channels passes a causal convolution over the last `taps` tokens, the last
     tap for the token itself, and then SiLU. Queries and keys are divided by their length, sqrt(sum of squares + eps);
@@ -271,8 +310,7 @@ class DeltaNet(Operator):
     S *= decay;  S += k (beta * (v - S^T k))^T;  y = S^T q.  The result is `out` (norm(y) * silu(`gate` x)), normed over
     a head.
 
-    So a sequence has a state that does not grow: the S, and the last taps - 1 inputs of the convolution; all float32.
-    At its begin all are zeros."""
+    A sequence keeps the S, and the last taps - 1 inputs of the convolution."""
 
     qkv: tuple[Weight, ...]
     gate: Weight
@@ -302,18 +340,8 @@ class DeltaNet(Operator):
         return self.value_heads * self.size
 
     @property
-    def state_elements(self) -> int:
-        """Elements of a sequence's S."""
-        return self.value_size * self.size
-
-    @property
-    def conv_elements(self) -> int:
-        """Elements of the inputs of the convolution that a sequence keeps."""
-        return (self.taps - 1) * self.channels
-
-    @property
-    def state_bytes(self) -> int:
-        return 4 * (self.state_elements + self.conv_elements)
+    def state_shapes(self) -> tuple[tuple[int, ...], ...]:
+        return (self.value_heads, self.size, self.size), (self.taps - 1, self.channels)
 
     @property
     def roles(self) -> Roles:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import re
 
 import numpy as np
 import pytest
@@ -58,7 +59,7 @@ def test_all_that_a_file_holds_is_described_once(path_of, architecture):
     matrices = {
         name
         for name, info in held.items()
-        if (len(info.shape) > 1 and name.endswith(".weight") and "conv1d" not in name)
+        if (len(info.shape) > 1 and name.endswith(".weight") and not re.search(r"conv(1d)?\.weight$", name))
         or name.endswith("gate_inp_shexp.weight")
     }
     runs: dict[str, list[tuple[int, int]]] = {}  # of elements: the first, and the end
@@ -154,7 +155,7 @@ def test_rows_of_models_that_see_are_in_the_other_order(path_of):
 def test_recurrent_layers(path_of):
     spec = read(path_of("qwen35"))
     delta, attend, last = (spec.sublayers[2 * i].operator for i in range(LAYERS))
-    assert spec.deltas == [delta, last] and spec.attention == [attend]
+    assert spec.recurrent == [delta, last] and spec.attention == [attend]
     assert (delta.channels, delta.value_size) == (2 * 2 * 16 + 64, 64)
     assert spec.state_bytes == 2 * 4 * (4 * 16 * 16 + 3 * 128)
     assert (attend.q.every, attend.q.run, attend.q.first, attend.gate.first) == (32, 16, 0, 16)
@@ -233,10 +234,10 @@ def test_a_file_of_ollama(path_of):
     keys = {"qwen35__attention__head_count_kv": np.array([0, 2, 0]), "qwen35__ssm__v_head_reordered": True}
     spec = read(path_of("qwen35"), tensors | {"mtp.fc.weight": (DIM, 2 * DIM)}, **keys)
     assert [a.kv_heads for a in spec.attention] == [2] and spec.draft_layers == 1
-    assert spec.deltas[0].decay_bias.tensor == "blk.0.ssm_dt"
-    assert spec.deltas[0].shares_in_turn
+    assert spec.recurrent[0].decay_bias.tensor == "blk.0.ssm_dt"
+    assert spec.recurrent[0].shares_in_turn
     other = read(path_of("qwen35"), tensors, **keys | {"qwen35__ssm__v_head_reordered": False})
-    assert not other.deltas[0].shares_in_turn
+    assert not other.recurrent[0].shares_in_turn
     with pytest.raises(ModelFileError):
         read(path_of("qwen35"), tensors, **keys | {"qwen35__attention__head_count_kv": np.array([2, 0])})
 
@@ -246,7 +247,7 @@ def test_an_older_file_of_qwen3_next(path_of):
     layers = [i for i in range(LAYERS) if i != 1]
     tensors = {f"blk.{i}.{name}.weight": None for i in layers for name in ("attn_qkv", "attn_gate")}
     tensors |= {f"blk.{i}.ssm_in.weight": (2 * (2 + 2 * 2) * 16, DIM) for i in layers}
-    net = read(path_of("qwen3next"), tensors).deltas[0]
+    net = read(path_of("qwen3next"), tensors).recurrent[0]
     assert [(w.first, w.every, w.run) for w in (*net.qkv, net.gate)] == [
         (0, 96, 16),
         (16, 96, 16),

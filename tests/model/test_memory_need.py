@@ -226,7 +226,8 @@ def test_free_memory_is_the_machines_within_its_groups_limits(tmp_path, files, f
 
 def test_recurrent_states_and_their_checkpoints_are_counted(spec):
     vectors = [Vector("v", 1)] * 4
-    delta = DeltaNet(*[Weight("w", 8, 8, 0)] * 5, *vectors, key_heads=2, value_heads=4, size=128, taps=4)
+    weight = Weight("w", 8, 8, 0)
+    delta = DeltaNet((weight,), *[weight] * 4, *vectors, key_heads=2, value_heads=4, size=128, taps=4)
     recurrent = replace(spec, sublayers=(*spec.sublayers, Sublayer(None, delta, None)))
     one, four = (memory_need(recurrent, 8192, "nvidia", parallel=n) for n in (1, 4))
     state = 4 * (4 * 128 * 128 + 3 * 8 * 128)

@@ -89,6 +89,7 @@ def drawn(n: int) -> dict[str, Any]:
 
     cols = dict.fromkeys(("attn_q", "attn_k", "attn_v", "attn_qkv", "attn_gate", "ffn_gate", "ffn_up"), dim)
     cols |= dict.fromkeys(("ffn_gate_shexp", "ffn_up_shexp", "ssm_alpha", "ssm_beta", "inp_gate"), dim)
+    cols |= dict.fromkeys(("shortconv.in_proj", "shortconv.out_proj"), dim)
     cols |= dict.fromkeys(("ffn_gate_exps", "ffn_up_exps", "ffn_gate_up_exps"), dim)
     cols |= {"ffn_down_exps": width, "ffn_down_shexp": width, "proj": 32, "ssm_out": 64}
     if parts.latent:

@@ -7,6 +7,7 @@ from engine.description.sublayers import (
     Experts,
     LayerEmbedding,
     Operator,
+    ShortConv,
     SideBySide,
 )
 from engine.targets.cpu.sublayers.attention import AttentionHandler
@@ -15,11 +16,13 @@ from engine.targets.cpu.sublayers.dense import DenseHandler
 from engine.targets.cpu.sublayers.experts import ExpertsHandler
 from engine.targets.cpu.sublayers.handler import Handler
 from engine.targets.cpu.sublayers.layer_embedding import LayerEmbeddingHandler
+from engine.targets.cpu.sublayers.short_conv import ShortConvHandler
 from engine.targets.cpu.sublayers.side_by_side import SideBySideHandler
 
 HANDLERS: dict[type[Operator], type[Handler]] = {
     Attention: AttentionHandler,
     DeltaNet: DeltaNetHandler,
+    ShortConv: ShortConvHandler,
     Dense: DenseHandler,
     Experts: ExpertsHandler,
     SideBySide: SideBySideHandler,

@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import numpy as np
 from numpy.typing import NDArray
 from tinygrad import Tensor, dtypes
 
 from engine.runtime.checkpoints import checkpoint_slots
-from engine.targets.cpu.kernels.delta_net import DeltaHeads
 from engine.targets.cpu.kernels.memory import view, zeros
 
 Floats = NDArray[np.float32]
+
+
+class StateLayout(Protocol):
+    """How a layer arranges a state, which its `repr` tells."""
+
+    @property
+    def state_sizes(self) -> tuple[int, ...]:
+        """Elements of the parts of a sequence's state."""
 
 
 CHECKED = 4
@@ -25,7 +34,7 @@ class CPUStates:
         self.parallel = parallel
         self.memory = list[Floats]()
         self.slots = zeros(2 * max(parallel, CHECKED), dtypes.int32)
-        self._checkpoints, self._nets = list[Floats](), list[DeltaHeads]()
+        self._checkpoints, self._layers = list[Floats](), list[StateLayout]()
         self._positions, self._of_slots = [0] * parallel, [0] * checkpoint_slots(parallel)
         self._slot_of = list(range(parallel))  # of each sequence
         self._spare = list(range(parallel, parallel + CHECKED))
@@ -39,16 +48,16 @@ class CPUStates:
     @property
     def layout(self) -> str:
         """How `export_state` arranges a state; "" if there is none."""
-        return f"CPU {self._nets}" if self._nets else ""
+        return f"CPU {self._layers}" if self._layers else ""
 
     @property
     def state_bytes(self) -> int:
         return sum(states[0].nbytes for states in self.memory)
 
-    def add(self, net: DeltaHeads) -> list[Tensor]:
-        """The states and the inputs of one more layer, of all sequences."""
-        self._nets.append(net)
-        sizes = net.state_size, net.inputs_size
+    def add(self, layer: StateLayout) -> list[Tensor]:
+        """The parts of the states of one more layer, of all sequences."""
+        self._layers.append(layer)
+        sizes = layer.state_sizes
         slots = self.parallel + CHECKED
         added = [zeros(slots * size, dtypes.float32) for size in sizes]
         kept = [zeros(len(self._of_slots) * size, dtypes.float32, sparse=True) for size in sizes]

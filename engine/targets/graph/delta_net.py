@@ -15,106 +15,21 @@ exact as one equation after the other; a sum of powers of A is not, where keys r
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import cast
 
 import numpy as np
-from tinygrad import Tensor, TinyJit, UOp, dtypes
+from tinygrad import Tensor, UOp
 
 from engine.description.sublayers import DeltaNet
 
 
-@dataclass(frozen=True)
-class DeltaState:
-    """What a sequence keeps of its tokens in one delta net, float32; or those of several sequences, one after the
-    other."""
-
-    state: Tensor
-    """(value_heads, size keys, size values)"""
-    inputs: Tensor
-    """The last inputs of the convolution: (taps - 1, channels)."""
-
-    @classmethod
-    def zeros(cls, operator: DeltaNet, *copies: int) -> DeltaState:
-        """With `copies`, as many of them."""
-        shapes = (operator.value_heads, operator.size, operator.size), (operator.taps - 1, operator.channels)
-        return cls(
-            *(Tensor.zeros(*copies, *shape, dtype=dtypes.float32).contiguous().realize() for shape in shapes)
-        )
-
-    def of(self, sequence: UOp) -> DeltaState:
-        """That of one of the sequences."""
-        return DeltaState(*(tensor[sequence : sequence + 1].squeeze(0) for tensor in self.tensors))
-
-    def store(self, sequence: UOp, state: DeltaState) -> None:
-        """Gives a sequence another state."""
-        for all_, one in zip(self.tensors, state.tensors, strict=True):
-            store_row(all_, sequence, one)
-
-    @property
-    def tensors(self) -> tuple[Tensor, Tensor]:
-        return self.state, self.inputs
-
-
-def store_row(rows: Tensor, row: UOp, x: Tensor) -> None:
-    """Stores x in one of several rows."""
-    stored = rows[row : row + 1].uop.store(x.unsqueeze(0).uop)
-    Tensor(rows.uop.after(stored)).realize()
-
-
-class StateCopies:
-    """Copies of the states of all delta nets, in `slots` slots."""
-
-    def __init__(self, states: Sequence[DeltaState], slots: int) -> None:
-        self._live = [tensor for state in states for tensor in state.tensors]
-        self._kept = [
-            Tensor.zeros(slots, *tensor.shape[1:], dtype=tensor.dtype).contiguous().realize()
-            for tensor in self._live
-        ]
-        sequences = int(self._live[0].shape[0]) if self._live else 1
-        self._slot = UOp.variable("slot", 0, max(slots - 1, 0))
-        self._sequence = UOp.variable("sequence", 0, sequences - 1)
-        self._save, self._load, self._clear = map(TinyJit, (self._saved, self._loaded, self._cleared))
-        self._save.cnt = self._load.cnt = self._clear.cnt = 1  # capture at the first call, not at the second
-
-    def save(self, slot: int, sequence: int) -> None:
-        if self._live:
-            self._save(self._slot.bind(slot), self._sequence.bind(sequence))
-
-    def load(self, slot: int, sequence: int) -> None:
-        if self._live:
-            self._load(self._slot.bind(slot), self._sequence.bind(sequence))
-
-    def clear(self, sequence: int) -> None:
-        """Makes the states of a sequence those before any token."""
-        if self._live:
-            self._clear(self._sequence.bind(sequence))
-
-    def _saved(self, slot: UOp, sequence: UOp) -> None:
-        for kept, live in zip(self._kept, self._live, strict=True):
-            store_row(kept, slot, live[sequence : sequence + 1].squeeze(0))
-
-    def _loaded(self, slot: UOp, sequence: UOp) -> None:
-        for kept, live in zip(self._kept, self._live, strict=True):
-            store_row(live, sequence, kept[slot : slot + 1].squeeze(0))
-
-    def _cleared(self, sequence: UOp) -> None:
-        for live in self._live:
-            store_row(live, sequence, Tensor.zeros(live.shape[1:], dtype=live.dtype))
-
-
-def convolved(
-    operator: DeltaNet, x: Tensor, taps: Tensor, before: Tensor, count: UOp | int
-) -> tuple[Tensor, Tensor]:
-    """The causal convolution of x (n, channels) after its inputs `before`, and SiLU: (n, channels); and the inputs to
-    be kept after `count` tokens. `taps`: (channels * taps,)."""
-    n = cast(int, x.shape[0])
-    inputs, weights = before.cat(x).contiguous(), taps.reshape(operator.channels, operator.taps)
-    y = sum(
-        (inputs[j : j + n] * weights[:, j] for j in range(1, operator.taps)), start=inputs[:n] * weights[:, 0]
-    )
-    return y.silu(), inputs[count : count + operator.taps - 1]
+def convolved(x: Tensor, taps: Tensor, before: Tensor, count: UOp | int) -> tuple[Tensor, Tensor]:
+    """The causal convolution of x (n, channels) after its inputs `before`: (n, channels); and the inputs to be kept
+    after `count` tokens. `taps`: (channels * taps,)."""
+    n, kept = cast(int, x.shape[0]), cast(int, before.shape[0])
+    inputs, weights = before.cat(x).contiguous(), taps.reshape(-1, kept + 1)
+    y = sum((inputs[j : j + n] * weights[:, j] for j in range(1, kept + 1)), start=inputs[:n] * weights[:, 0])
+    return y, inputs[count : count + kept]
 
 
 def heads(operator: DeltaNet, x: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:

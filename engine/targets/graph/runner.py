@@ -23,8 +23,8 @@ from engine.runtime.kv_blocks import BLOCK, KVGroup, blocks_of_one
 from engine.runtime.model_runner import Ahead, SearchRequest, Slot, varied_tokens
 from engine.runtime.pictures import PictureRoom, positions_of
 from engine.runtime.sampling import Logits
-from engine.targets.graph.delta_net import StateCopies
 from engine.targets.graph.inputs import Step, StepInputs
+from engine.targets.graph.states import StateCopies
 from engine.targets.graph.step import Transformer
 from engine.targets.not_finite import not_finite
 

@@ -23,6 +23,7 @@ from engine.description.sublayers import (
     LatentAttention,
     LayerEmbedding,
     Operator,
+    ShortConv,
     SideBySide,
     Vector,
     Weight,
@@ -35,8 +36,9 @@ from engine.measure.kernel_roles import BufferUse
 from engine.runtime.kv_blocks import BLOCK
 from engine.targets.buffer_uses import BufferUses
 from engine.targets.graph.cached import dequantized, mask_of, quantized, stored_in
-from engine.targets.graph.delta_net import DeltaState, convolved, delta_rule, heads
+from engine.targets.graph.delta_net import convolved, delta_rule, heads
 from engine.targets.graph.inputs import Step
+from engine.targets.graph.states import States
 
 
 def gated(gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
@@ -60,7 +62,7 @@ class _Run:
     masks: dict[tuple[int, bool], Tensor | None]
     of_layers: list[Tensor]
     caches: Iterator[Tensor]
-    states: Iterator[DeltaState]
+    states: Iterator[States]
     stored: Tensor
     read: list[Tensor] = field(default_factory=list)
 
@@ -101,7 +103,7 @@ class Transformer:
         ]
         Tensor.realize(*self._caches)
         self._numbers = Tensor(np.arange(length, dtype=np.int32)).realize()
-        self.states = [DeltaState.zeros(operator, sequences) for operator in spec.deltas]
+        self.states = [States.zeros(operator, sequences) for operator in spec.recurrent]
 
     def rows_of(self, tokens: Sequence[int]) -> Tensor:
         """What a step of these tokens reads of the embeddings of layers, as the file holds it: uint8 (bytes,), of one
@@ -297,20 +299,29 @@ class Transformer:
     def _delta(self, operator: DeltaNet, x: Tensor, run: _Run) -> Tensor:
         """x (n, dim), which is normed -> (n, dim). The state of the sequence becomes that after the step."""
         n, v, step, states = cast(int, x.shape[0]), self._vectors, run.step, next(run.states)
-        before, used = states.of(step.sequence), step.used
-        channels, inputs = convolved(
-            operator, self._joined(operator.qkv, x), v[operator.conv], before.inputs, used
-        )
+        (before, inputs), used = states.of(step.sequence), step.used
+        channels, inputs = convolved(self._joined(operator.qkv, x), v[operator.conv], inputs, used)
         beta = self._product(operator.beta, x).sigmoid()
         log_decay = v[operator.decay] * self._product(operator.alpha, x, operator.decay_bias).softplus()
         is_new = (Tensor.arange(n) < used).reshape(n, 1)
         beta, log_decay = (is_new.where(t, 0.0).transpose() for t in (beta, log_decay))
-        y, state = delta_rule(*heads(operator, channels, self.spec.eps), log_decay, beta, before.state)
+        y, state = delta_rule(*heads(operator, channels.silu(), self.spec.eps), log_decay, beta, before)
         inputs = inputs.contiguous()
         Tensor.realize(y, state, inputs)  # they read what they are stored to
-        states.store(step.sequence, DeltaState(state, inputs))
+        states.store(step.sequence, state, inputs)
         y = self._norm(y.transpose(0, 1), operator.norm).reshape(n, -1)
         return self._product(operator.out, y * self._product(operator.gate, x).silu())
+
+    def _short_conv(self, operator: ShortConv, x: Tensor, run: _Run) -> Tensor:
+        """As `_delta`."""
+        step, states = run.step, next(run.states)
+        b, c, v = self._product(operator.inputs, x).chunk(3, dim=-1)
+        [before] = states.of(step.sequence)
+        y, inputs = convolved(b * v, self._vectors[operator.conv], before, step.used)
+        y, inputs = (c * y).contiguous(), inputs.contiguous()
+        Tensor.realize(y, inputs)  # they read what they are stored to
+        states.store(step.sequence, inputs)
+        return self._product(operator.out, y)
 
     def _joined(self, weights: Sequence[Weight], x: Tensor) -> Tensor:
         """The products of x with several matrices, one after the other."""
@@ -438,6 +449,7 @@ _SUBLAYERS: dict[type[Operator], Callable[[Transformer, Any, Tensor, _Run], Tens
     Attention: Transformer._attention,
     LatentAttention: Transformer._latent_attention,
     DeltaNet: Transformer._delta,
+    ShortConv: Transformer._short_conv,
     Dense: Transformer._dense,
     Experts: Transformer._experts,
     SideBySide: Transformer._beside,

@@ -26,7 +26,7 @@ from engine.targets.nvidia.kernels.sampling.sampling import StepRows, next_token
 from engine.targets.nvidia.kernels.token_slots import HostRows
 from engine.targets.nvidia.prefill import PrefillKernels
 from engine.targets.nvidia.prompt_step import Pending, RowsStep
-from engine.targets.nvidia.sublayers.delta_net import CHECKED
+from engine.targets.nvidia.sublayers.recurrent import CHECKED
 from engine.targets.nvidia.weights import GPUModel
 
 ROW_COUNTS = (4, 8, 16, 32)
@@ -40,7 +40,7 @@ _SHORT = 256
 def check_rows(model: GPUModel, parallel: int) -> tuple[int, ...]:
     """See `ModelRunner.check_rows`. A step of 8 rows takes about as long as one of fewer. With recurrent states, only
     those of one sequence are kept for each row."""
-    if model.deltas:
+    if model.recurrent:
         return (CHECKED,) if parallel == 1 else ()
     return _CHECK_ROWS if parallel >= _CHECK_ROWS[0] else _CHECK_ROWS[:1]
 

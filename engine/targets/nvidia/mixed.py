@@ -71,7 +71,7 @@ class MixedKernels(PrefillKernels):
         """In a step of so many tokens without replies, pieces begin at multiples of this."""
         if tokens not in self._piece_rows:
             spans = [a.tiling(tokens).span(a.heads) or tokens for a in self._model.attention]
-            self._piece_rows[tokens] = tokens if self._model.deltas else max([PIECE_ROWS, *spans])
+            self._piece_rows[tokens] = tokens if self._model.recurrent else max([PIECE_ROWS, *spans])
         return self._piece_rows[tokens]
 
     def fits(self, tokens: int, pieces: Sequence[Slot], rows: int = 0) -> bool:

@@ -114,7 +114,7 @@ class NvidiaRunner:
         ]
         self.kv_groups = tuple(KVGroup(w or None, a.heads.pool) for w, a in by_window.items())
         self._copied = device_zeros(2, dtypes.int32)
-        self._states = states = DeviceStates(model.deltas, parallel)
+        self._states = states = DeviceStates(model.recurrent, parallel)
         self.state_slots, self.state_bytes = states.state_slots, states.state_bytes
         self.state_position, self.save_state = states.state_position, states.save_state
         self.export_state, self.import_state = states.export_state, states.import_state

@@ -11,22 +11,22 @@ from tinygrad import dtypes
 
 from engine.kernels.device_memory import device_zeros, overwrite, read_rows
 from engine.runtime.checkpoints import checkpoint_slots
-from engine.targets.nvidia.kernels.delta_nets.delta_net import copy_state
 from engine.targets.nvidia.kernels.kernel_sequence import KernelSequence
-from engine.targets.nvidia.sublayers.delta_net import DeltaNetHandler
+from engine.targets.nvidia.kernels.state_memory import copy_state
+from engine.targets.nvidia.sublayers.recurrent import RecurrentHandler
 
 
 class DeviceStates:
-    """Implements `engine.runtime.checkpoints.StateStore` for the delta nets of a model, of `parallel` sequences. A step
-    reads the half of a memory that its position says and writes the other (`kernels.delta_net`), so one that
+    """Implements `engine.runtime.checkpoints.StateStore` for the recurrent layers of a model, of `parallel` sequences.
+    A step reads the half of a memory that its position says and writes the other (`kernels.state_memory`), so one that
     ran ahead and is not needed changes nothing: it does not count."""
 
-    def __init__(self, deltas: Sequence[DeltaNetHandler], parallel: int = 1) -> None:
-        self.state_slots = checkpoint_slots(parallel) if deltas else 0
-        self.state_bytes = sum(4 * delta.heads.half for delta in deltas)
-        self._deltas, self._positions, self._of_slots = deltas, dict[int, int](), dict[int, int]()
+    def __init__(self, layers: Sequence[RecurrentHandler], parallel: int = 1) -> None:
+        self.state_slots = checkpoint_slots(parallel) if layers else 0
+        self.state_bytes = sum(4 * layer.of.half for layer in layers)
+        self._layers, self._positions, self._of_slots = layers, dict[int, int](), dict[int, int]()
         slots = self.state_slots
-        self.checkpoints = [device_zeros(slots * delta.heads.half) for delta in deltas]
+        self.checkpoints = [device_zeros(slots * layer.of.half) for layer in layers]
         self._place = device_zeros(3, dtypes.int32)
         self._captured: dict[bool, Callable[[], None]] = {}
 
@@ -48,7 +48,7 @@ class DeviceStates:
     @property
     def layout(self) -> str:
         """How `export_state` arranges a state; "" if there is none."""
-        return f"GPU {[delta.heads for delta in self._deltas]}" if self._deltas else ""
+        return f"GPU {[layer.of for layer in self._layers]}" if self._layers else ""
 
     def export_state(self, slot: int) -> NDArray[np.uint8]:
         parts = [read_rows(checkpoints, self.state_slots, [slot])[0] for checkpoints in self.checkpoints]
@@ -56,21 +56,21 @@ class DeviceStates:
 
     def import_state(self, slot: int, position: int, export: NDArray[np.uint8]) -> None:
         self._of_slots[slot] = position
-        *firsts, _ = accumulate((delta.heads.half for delta in self._deltas), initial=0)
-        for checkpoints, delta, first in zip(self.checkpoints, self._deltas, firsts, strict=True):
-            n = delta.heads.half
+        *firsts, _ = accumulate((layer.of.half for layer in self._layers), initial=0)
+        for checkpoints, layer, first in zip(self.checkpoints, self._layers, firsts, strict=True):
+            n = layer.of.half
             overwrite(checkpoints, export.view(np.float32)[first : first + n], slot * n)
 
     def kernels(self) -> list[KernelSequence]:
         """All kernels."""
-        return [self._kernels(saves) for saves in (True, False)] if self._deltas else []
+        return [self._kernels(saves) for saves in (True, False)] if self._layers else []
 
     def _kernels(self, saves: bool) -> KernelSequence:
         """Those that copy all states of a sequence to their checkpoints, or back."""
         sequence = KernelSequence()
-        for delta, checkpoints in zip(self._deltas, self.checkpoints, strict=True):
-            kernel = copy_state(delta.heads, self.state_slots, saves)
-            sequence.add(kernel, memory=delta.memory, checkpoints=checkpoints, place=self._place)
+        for layer, checkpoints in zip(self._layers, self.checkpoints, strict=True):
+            kernel = copy_state(layer.of, self.state_slots, saves)
+            sequence.add(kernel, memory=layer.memory, checkpoints=checkpoints, place=self._place)
         return sequence
 
     def _copy(self, slot: int, sequence: int, saves: bool) -> None:

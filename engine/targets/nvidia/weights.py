@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,6 +17,7 @@ from engine.description.sublayers import (
     Experts,
     LayerEmbedding,
     Operator,
+    ShortConv,
     SideBySide,
     Weight,
 )
@@ -37,13 +37,14 @@ from engine.targets.nvidia.sublayers.dense import DenseHandler
 from engine.targets.nvidia.sublayers.experts import ExpertsHandler
 from engine.targets.nvidia.sublayers.handler import Handler, Layer, LentCache, Loading
 from engine.targets.nvidia.sublayers.layer_embedding import LayerEmbeddingHandler, LayerTables
+from engine.targets.nvidia.sublayers.recurrent import RecurrentHandler
+from engine.targets.nvidia.sublayers.short_conv import ShortConvHandler
 from engine.targets.nvidia.sublayers.side_by_side import SideBySideHandler
-
-_T = TypeVar("_T", bound=Handler)
 
 HANDLERS: dict[type[Operator], type[Handler]] = {
     Attention: AttentionHandler,
     DeltaNet: DeltaNetHandler,
+    ShortConv: ShortConvHandler,
     Dense: DenseHandler,
     Experts: ExpertsHandler,
     SideBySide: SideBySideHandler,
@@ -94,7 +95,7 @@ class GPUModel:
 
     @property
     def attention(self) -> list[AttentionHandler]:
-        return self._all(AttentionHandler)
+        return [layer.handler for layer in self.layers if isinstance(layer.handler, AttentionHandler)]
 
     @property
     def storing(self) -> list[AttentionHandler]:
@@ -102,11 +103,8 @@ class GPUModel:
         return [a for a in self.attention if a.is_storing]
 
     @property
-    def deltas(self) -> list[DeltaNetHandler]:
-        return self._all(DeltaNetHandler)
-
-    def _all(self, kind: type[_T]) -> list[_T]:
-        return [layer.handler for layer in self.layers if isinstance(layer.handler, kind)]
+    def recurrent(self) -> list[RecurrentHandler]:
+        return [layer.handler for layer in self.layers if isinstance(layer.handler, RecurrentHandler)]
 
     def begin_fill(self, weights: Weights) -> Future[None]:
         """Fills the matrices. On CUDA a thread does so, while the caller goes on. The result raises ModelFileError."""

@@ -4,7 +4,7 @@ import numpy as np
 from tinygrad import Device, dtypes
 
 from engine.targets.nvidia.kernels.delta_nets.delta_decode import delta_decode
-from engine.targets.nvidia.kernels.delta_nets.delta_net import DeltaHeads, copy_state
+from engine.targets.nvidia.kernels.delta_nets.delta_net import DeltaHeads
 from engine.targets.nvidia.kernels.delta_nets.delta_prefill import (
     coefficients_size,
     delta_inputs,
@@ -15,6 +15,7 @@ from engine.targets.nvidia.kernels.delta_nets.delta_prefill import (
 from engine.targets.nvidia.kernels.products.matmul import fragment_index, fragments_size
 from engine.targets.nvidia.kernels.products.runs import Runs
 from engine.targets.nvidia.kernels.products.small_batch import column_index, columns_size
+from engine.targets.nvidia.kernels.state_memory import copy_state
 from engine.targets.nvidia.kernels.weights.matrix_bytes import UNIT
 from engine.targets.nvidia.kernels.weights.weight_layout import permuted_size
 from tests.kernels.gpu.buffers import buffer, close, places, prompt_index, prompt_state, rng, run, zeros

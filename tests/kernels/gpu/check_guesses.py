@@ -39,6 +39,10 @@ def check_guesses_with_recurrent_states() -> None:
     hold(1, architecture="qwen35", **SMALL | {"layers": 2})
 
 
+def check_guesses_with_short_convolutions() -> None:
+    hold(1, architecture="lfm2", **SMALL | {"layers": 2})
+
+
 def hold(parallel: int, **shape: Any) -> None:
     """Guesses of which some are right, greedy and drawn, after a step that ran ahead and before others; with two
     sequences, the other one's row beside. Raises AssertionError where logits or tokens differ from the text's own."""

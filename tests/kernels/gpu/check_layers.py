@@ -78,6 +78,10 @@ def check_layers_with_keys_that_neighbours_share() -> None:
     hold(architecture="qwen3next", rotated=8, **SMALL | {"dim": 160, "heads": 5, "layers": 2})
 
 
+def check_layers_with_short_convolutions() -> None:
+    hold(architecture="lfm2", **SMALL | {"layers": 2})
+
+
 def check_layers_with_norms_after_rotation() -> None:
     hold(architecture="hunyuan-dense", **SMALL)
 
@@ -115,7 +119,7 @@ def hold(**shape: Any) -> None:
     assert need.cache_bytes == sum(t.nbytes() for a in model.storing for t in a.cache)
     planes = [plane for matrix in model.matrices for plane in matrix.planes]
     assert need.weights_bytes == model.spec.vector_bytes + sum(plane.nbytes() for plane in planes)
-    states = [*(d.memory for d in model.deltas), *runner._states.checkpoints]
+    states = [*(d.memory for d in model.recurrent), *runner._states.checkpoints]
     assert need.states_bytes == sum(t.nbytes() for t in states)
     KVBlocks(runner).reserve(0, len(TOKENS))
     runner._send_tables()

@@ -50,6 +50,10 @@ def check_mixed_keys_that_neighbours_share() -> None:
     hold((128,), architecture="qwen3next", seed=3, **SMALL | {"dim": 160, "heads": 5})
 
 
+def check_mixed_short_convolutions() -> None:
+    hold((128,), architecture="lfm2", **SMALL | {"layers": 3})  # the last one is a convolution
+
+
 def check_mixed_norms_after_rotation() -> None:
     hold((128,), architecture="hunyuan-dense", **SMALL | {"layers": 1})
 

@@ -75,6 +75,10 @@ class DeltaHeads:
         """Elements of the inputs that are kept of a sequence."""
         return (self.taps - 1) * self.channels
 
+    @property
+    def state_sizes(self) -> tuple[int, ...]:
+        return self.state_size, self.inputs_size
+
 
 @functools.cache
 def convolve(net: DeltaHeads, tile: int, rows: bool = False) -> KernelFunction:

@@ -5,9 +5,7 @@ from __future__ import annotations
 from tinygrad import Tensor
 
 from engine.description.sublayers import DeltaNet
-from engine.kernels.device_memory import device_zeros, to_device
-from engine.measure.kernel_roles import BufferUse
-from engine.targets.buffer_uses import BufferUses
+from engine.kernels.device_memory import to_device
 from engine.targets.nvidia.decode_step import DecodeStep
 from engine.targets.nvidia.kernels.delta_nets.delta_decode import delta_decode, parts_of
 from engine.targets.nvidia.kernels.delta_nets.delta_net import DeltaHeads
@@ -23,23 +21,17 @@ from engine.targets.nvidia.kernels.device import multiprocessors
 from engine.targets.nvidia.kernels.products.activation_order import Order
 from engine.targets.nvidia.kernels.products.epilogues import STORE
 from engine.targets.nvidia.kernels.products.head_norm import HeadNorm
-from engine.targets.nvidia.kernels.products.runs import Runs
 from engine.targets.nvidia.kernels.weights.weight_layout import permuted_size
-from engine.targets.nvidia.matrices import product_of
 from engine.targets.nvidia.norms import Norm
-from engine.targets.nvidia.prompt_step import MixedStep, PromptStep, RowsStep, Sums
-from engine.targets.nvidia.sublayers.handler import Handler, Loading
-
-CHECKED = 8
-"""The most rows of a check. Each leaves a state of its own, for one sequence: those of several would take much
-memory."""
+from engine.targets.nvidia.prompt_step import PromptStep, RowsStep, Sums
+from engine.targets.nvidia.sublayers.handler import Loading
+from engine.targets.nvidia.sublayers.recurrent import RecurrentHandler, state_room
 
 
-class DeltaNetHandler(Handler):
-    """The weights and the state of a gated delta net. `vectors`: conv (those of the convolution), decay, decay_bias and
-    norm. `memory`: the state of all sequences (`DeltaHeads.memory_size`)."""
+class DeltaNetHandler(RecurrentHandler):
+    """A gated delta net. `vectors`: conv (those of the convolution), decay, decay_bias and norm."""
 
-    is_storing = True
+    name = "delta"
 
     def __init__(self, part: DeltaNet, loading: Loading) -> None:
         weights = loading.weights
@@ -49,18 +41,14 @@ class DeltaNetHandler(Handler):
             part.size,
             part.taps,
             weights.spec.eps,
-            sequences=loading.parallel,
-            slots=2 if loading.parallel > 1 else 1 + CHECKED,
             shares_in_turn=part.shares_in_turn,
+            **state_room(loading),
         )
-        self.in_proj = product_of([*part.qkv, part.gate, part.beta, part.alpha])
-        self.out = product_of([part.out])
-        self.products = self.in_proj, self.out
+        self._load([*part.qkv, part.gate, part.beta, part.alpha], part.out, self.heads)
         self.vectors = {
             name: to_device(weights.vector(vector))
             for name, vector in zip(("conv", "decay", "decay_bias", "norm"), part.vectors, strict=True)
         }
-        self.memory = device_zeros(self.heads.memory_size)
 
     def decode(self, step: DecodeStep, norm: Norm) -> None:
         heads, parts = self.heads, parts_of(self.heads, multiprocessors())
@@ -81,49 +69,15 @@ class DeltaNetHandler(Handler):
         )
         step.finish(self.out, out, "delta_out", head_norm, head_sums=squares)
 
-    def rows(self, step: RowsStep, norm: Norm) -> Sums:
-        step.norm(norm)
-        if step.checks:
-            made = step.products(self.in_proj, "delta")
-            return self._output(step, self._add_prompts(step, made, checks=True))
-        remembered = self._remembered(step)
-        self._add_rows(step, step.stacked(self.in_proj, "delta"), remembered)
-        return self._output(step, remembered)
-
-    def prefill(self, step: PromptStep, norm: Norm) -> Sums:
-        step.norm(norm)
-        return self._output(step, self._add_prompts(step, step.products(self.in_proj, "delta")))
-
-    def mixed(self, step: MixedStep, norm: Norm) -> Sums:
-        step.norm(norm)
-        made = step.products(self.in_proj, "delta")
-        remembered = self._add_prompts(step, made)
-        rows = step.of_replies(made, self.in_proj, "delta")
-        self._add_rows(step.replies, rows, remembered, step.order, step.first_reply)
-        return self._output(step, remembered)
-
-    def last_mixed(self, step: MixedStep, norm: Norm) -> Sums:
-        step.norm(norm)
-        made = step.products(self.in_proj, "delta")
-        self._add_prompts(step, made)
-        remembered = self._remembered(step.replies)
-        self._add_rows(step.replies, step.of_replies(made, self.in_proj, "delta"), remembered)
-        return self._output(step.replies, remembered)
-
     def _add_rows(
         self, step: RowsStep, rows: Tensor, remembered: Tensor, order: Order = "columns", out_row: int = 0
     ) -> None:
-        """Adds the delta net of rows of inputs, whose result are the rows of `remembered` from `out_row` on, in an
-        order."""
         kernel = delta_decode(self.heads, step.tokens, order=order, out_row=out_row)
         step.add(kernel, out=remembered, memory=self.memory, rows=rows, **self.vectors, state=step.state)
 
     def _add_prompts(self, step: PromptStep, made: list[Sums], checks: bool = False) -> Tensor:
-        """Adds the delta net of pieces of prompts, of the products with `in_proj`; returns the result of all rows. If
-        it `checks`, the piece is the rows of a check."""
         heads, tokens, group = self.heads, step.tokens, 1 if checks else GROUP
-        sums, counts = [run.tensor for run in made], tuple(run.parts for run in made)
-        runs = Runs(tokens, counts, tuple(part.rows for part in self.in_proj.matrices))
+        sums, runs = [run.tensor for run in made], self._runs(tokens, made)
         end = heads.channels + heads.width
         of_channels, channels = runs.within(range(heads.channels))
         of_gate, gate = runs.within(range(heads.channels, end))
@@ -142,14 +96,3 @@ class DeltaNetHandler(Handler):
         remembered, kernel = self._remembered(step), gated_norm(heads, of_gate, step.order)
         step.add(kernel, out=remembered, products=products, norm=head_norm, sums=[sums[i] for i in gate])
         return remembered
-
-    def roles(self, uses: BufferUses) -> None:
-        uses.add(BufferUse("QKV projection"), *self.in_proj.planes)
-        uses.add(BufferUse("delta net"), self.memory, *self.vectors.values())
-        uses.add(BufferUse("attention output"), *self.out.planes)
-
-    def _output(self, step: PromptStep, remembered: Tensor) -> Sums:
-        return step.product(self.out.single_matrix, remembered, "delta_out")
-
-    def _remembered(self, step: PromptStep) -> Tensor:
-        return step.activations("remembered", self.heads.width)

@@ -1,40 +1,24 @@
 """The sizes of a gated delta net, where its state lies, and the formulas that decode and prefill share.
 
-The state of a sequence after t tokens is in slot t % slots of its memory: for each value head a matrix (size keys, size
-values), then the last taps - 1 inputs of the convolution, oldest first. So a step reads one slot and writes the next,
-and one that ran ahead in vain leaves the state before it intact. A check of guesses leaves a state after each of its
-tokens, so it can end with any. At position 0 the state is zeros, whatever the memory holds.
+The state of a sequence (`state_memory`) is for each value head a matrix (size keys, size values), then the last
+taps - 1 inputs of the convolution, oldest first.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tinygrad import UOp
 
-from engine.kernels.kernel import Kernel
-from engine.targets.nvidia.kernels.pieces import MAX_POSITION
-from engine.targets.nvidia.kernels.uops import (
-    INDEX,
-    LOG2_E,
-    chain,
-    f32,
-    finish,
-    load,
-    load_index,
-    load_run,
-    sigmoid,
-    store_run,
-)
+from engine.targets.nvidia.kernels.state_memory import StateMemory
+from engine.targets.nvidia.kernels.uops import LOG2_E, chain, f32, sigmoid
 
 
 @dataclass(frozen=True)
-class DeltaHeads:
+class DeltaHeads(StateMemory):
     """The heads of a delta net: `key` heads of queries and of keys, `value` heads, of `size` elements each; a
-    convolution over `taps` tokens; `eps` of the norms. Its memory has room for `slots` states of each of
-    `sequences`. `shares_in_turn`: see `engine.description.sublayers.DeltaNet`."""
+    convolution over `taps` tokens; `eps` of the norms. `shares_in_turn`: as `sublayers.DeltaNet` has it."""
 
     key: int
     value: int
@@ -69,11 +53,6 @@ class DeltaHeads:
         return self.width * self.size + (self.taps - 1) * self.channels
 
     @property
-    def memory_size(self) -> int:
-        """Elements of the memory, float32."""
-        return self.sequences * self.slots * self.half
-
-    @property
     def name(self) -> str:
         of_slots = f"_of_{self.slots}" * (self.slots > 2)
         together = "_together" * (not self.shares_in_turn)
@@ -86,10 +65,6 @@ class DeltaHeads:
     def value_head(self, key_head: UOp, i: UOp) -> UOp:
         """The i-th value head of a key head."""
         return key_head + i * self.key if self.shares_in_turn else key_head * (self.value // self.key) + i
-
-    def state_at(self, position: UOp, sequence: UOp) -> UOp:
-        """The index of the first element of the state of a sequence before the token at `position`."""
-        return (sequence * self.slots + position % self.slots) * self.half
 
     def conv_at(self, state: UOp, tap: int, channel: UOp) -> UOp:
         """The index of an input of the convolution in a state."""
@@ -111,30 +86,3 @@ def decay_of(alpha: UOp, bias: UOp, decay: UOp) -> UOp:
 def convolved(inputs: Sequence[UOp], weights: Sequence[UOp]) -> UOp:
     """SiLU of a channel's convolution; the last input is the token's own."""
     return silu(chain(x * w for x, w in zip(inputs, weights, strict=True)))
-
-
-@functools.cache
-def copy_state(heads: DeltaHeads, slots: int, saves: bool) -> Kernel:
-    """Copies the state of a sequence to a checkpoint, or back. Buffers: memory, float32 (memory_size,);
-    checkpoints, float32 (slots * half,); place, int32 (3,): the number of tokens, the checkpoint and the sequence."""
-    threads = 256
-    size = threads * 4
-
-    def kernel(memory: UOp, checkpoints: UOp, place: UOp) -> UOp:
-        index = UOp.special(-(-heads.half // size), "gidx0") * size + UOp.special(threads, "lidx0") * 4
-        ok = None if heads.half % size == 0 else index < heads.half
-        state = heads.state_at(load_index(place, 0, MAX_POSITION), load_index(place, 2, heads.sequences))
-        checkpoint = load_index(place, 1, slots) * heads.half
-        ends = (checkpoints, checkpoint), (memory, state)
-        (target, to), (source, from_) = ends if saves else reversed(ends)
-        stores = store_run(target, to + index, load_run(source, from_ + index, 4, ok), ok)
-        name = f"{'save' if saves else 'load'}_state_{heads.name}_{slots}"
-        return finish(name, stores, n_bytes=8 * heads.half)
-
-    ends = ("checkpoints", "memory") if saves else ("memory", "checkpoints")
-    return Kernel(kernel, ends[:1], (*ends[1:], "place"))
-
-
-def sequence_of(heads: DeltaHeads, state: UOp, index: UOp | int) -> UOp:
-    """The sequence of a token, if there are several."""
-    return load(state, index).cast(INDEX) if heads.sequences > 1 else UOp.const(0, INDEX)

@@ -31,13 +31,13 @@ from engine.targets.nvidia.kernels.delta_nets.delta_net import (
     DeltaHeads,
     convolved,
     decay_of,
-    sequence_of,
     silu,
 )
 from engine.targets.nvidia.kernels.pieces import MAX_POSITION, PIECE_ROWS, Piece
 from engine.targets.nvidia.kernels.products.activation_order import PLACES, Order
 from engine.targets.nvidia.kernels.products.matmul import as_half
 from engine.targets.nvidia.kernels.products.runs import Runs
+from engine.targets.nvidia.kernels.state_memory import sequence_of
 from engine.targets.nvidia.kernels.uops import (
     INDEX,
     after_store,
