@@ -10,7 +10,7 @@ from engine.runtime.kv_blocks import KVBlocks
 from engine.runtime.model_runner import Slot
 from engine.targets.cpu.runner import CPURunner
 from engine.targets.graph.runner import GraphRunner
-from engine.targets.nvidia.kernels.delta_nets.delta_net import DeltaHeads
+from engine.targets.nvidia.kernels.recurrent.delta_net import DeltaHeads
 from engine.targets.nvidia.states import DeviceStates
 from tests import generated_model
 from tests.reference import Reference, divergence

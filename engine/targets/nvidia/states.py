@@ -12,7 +12,7 @@ from tinygrad import dtypes
 from engine.kernels.device_memory import device_zeros, overwrite, read_rows
 from engine.runtime.checkpoints import checkpoint_slots
 from engine.targets.nvidia.kernels.kernel_sequence import KernelSequence
-from engine.targets.nvidia.kernels.state_memory import copy_state
+from engine.targets.nvidia.kernels.recurrent.state_memory import copy_state
 from engine.targets.nvidia.sublayers.recurrent import RecurrentHandler
 
 

@@ -3,19 +3,19 @@
 import numpy as np
 from tinygrad import Device, dtypes
 
-from engine.targets.nvidia.kernels.delta_nets.delta_decode import delta_decode
-from engine.targets.nvidia.kernels.delta_nets.delta_net import DeltaHeads
-from engine.targets.nvidia.kernels.delta_nets.delta_prefill import (
+from engine.targets.nvidia.kernels.products.matmul import fragment_index, fragments_size
+from engine.targets.nvidia.kernels.products.runs import Runs
+from engine.targets.nvidia.kernels.products.small_batch import column_index, columns_size
+from engine.targets.nvidia.kernels.recurrent.delta_decode import delta_decode
+from engine.targets.nvidia.kernels.recurrent.delta_net import DeltaHeads
+from engine.targets.nvidia.kernels.recurrent.delta_prefill import (
     coefficients_size,
     delta_inputs,
     delta_scan,
     gated_norm,
     vectors_size,
 )
-from engine.targets.nvidia.kernels.products.matmul import fragment_index, fragments_size
-from engine.targets.nvidia.kernels.products.runs import Runs
-from engine.targets.nvidia.kernels.products.small_batch import column_index, columns_size
-from engine.targets.nvidia.kernels.state_memory import copy_state
+from engine.targets.nvidia.kernels.recurrent.state_memory import copy_state
 from engine.targets.nvidia.kernels.weights.matrix_bytes import UNIT
 from engine.targets.nvidia.kernels.weights.weight_layout import permuted_size
 from tests.kernels.gpu.buffers import buffer, close, places, prompt_index, prompt_state, rng, run, zeros

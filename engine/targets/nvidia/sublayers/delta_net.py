@@ -7,9 +7,13 @@ from tinygrad import Tensor
 from engine.description.sublayers import DeltaNet
 from engine.kernels.device_memory import to_device
 from engine.targets.nvidia.decode_step import DecodeStep
-from engine.targets.nvidia.kernels.delta_nets.delta_decode import delta_decode, parts_of
-from engine.targets.nvidia.kernels.delta_nets.delta_net import DeltaHeads
-from engine.targets.nvidia.kernels.delta_nets.delta_prefill import (
+from engine.targets.nvidia.kernels.device import multiprocessors
+from engine.targets.nvidia.kernels.products.activation_order import Order
+from engine.targets.nvidia.kernels.products.epilogues import STORE
+from engine.targets.nvidia.kernels.products.head_norm import HeadNorm
+from engine.targets.nvidia.kernels.recurrent.delta_decode import delta_decode, parts_of
+from engine.targets.nvidia.kernels.recurrent.delta_net import DeltaHeads
+from engine.targets.nvidia.kernels.recurrent.delta_prefill import (
     GROUP,
     coefficients_size,
     delta_inputs,
@@ -17,10 +21,6 @@ from engine.targets.nvidia.kernels.delta_nets.delta_prefill import (
     gated_norm,
     vectors_size,
 )
-from engine.targets.nvidia.kernels.device import multiprocessors
-from engine.targets.nvidia.kernels.products.activation_order import Order
-from engine.targets.nvidia.kernels.products.epilogues import STORE
-from engine.targets.nvidia.kernels.products.head_norm import HeadNorm
 from engine.targets.nvidia.kernels.weights.weight_layout import permuted_size
 from engine.targets.nvidia.norms import Norm
 from engine.targets.nvidia.prompt_step import PromptStep, RowsStep, Sums

@@ -13,7 +13,7 @@ from engine.measure.kernel_roles import BufferUse
 from engine.targets.buffer_uses import BufferUses
 from engine.targets.nvidia.kernels.products.activation_order import Order
 from engine.targets.nvidia.kernels.products.runs import Runs
-from engine.targets.nvidia.kernels.state_memory import StateMemory
+from engine.targets.nvidia.kernels.recurrent.state_memory import StateMemory
 from engine.targets.nvidia.matrices import product_of
 from engine.targets.nvidia.norms import Norm
 from engine.targets.nvidia.prompt_step import MixedStep, PromptStep, RowsStep, Sums

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from tinygrad import UOp
 
-from engine.targets.nvidia.kernels.state_memory import StateMemory
+from engine.targets.nvidia.kernels.recurrent.state_memory import StateMemory
 from engine.targets.nvidia.kernels.uops import LOG2_E, chain, f32, sigmoid
 
 

@@ -17,7 +17,7 @@ from engine.targets.nvidia.kernels.pieces import MAX_POSITION, PIECE_ROWS, Piece
 from engine.targets.nvidia.kernels.products.activation_order import PLACES, Order
 from engine.targets.nvidia.kernels.products.matmul import as_half
 from engine.targets.nvidia.kernels.products.runs import Runs
-from engine.targets.nvidia.kernels.state_memory import StateMemory, sequence_of
+from engine.targets.nvidia.kernels.recurrent.state_memory import StateMemory, sequence_of
 from engine.targets.nvidia.kernels.uops import (
     INDEX,
     all_of,

@@ -26,18 +26,18 @@ from tinygrad import UOp
 from tinygrad.uop.ops import AxisType
 
 from engine.kernels.kernel import Kernel
-from engine.targets.nvidia.kernels.delta_nets.delta_decode import total_of
-from engine.targets.nvidia.kernels.delta_nets.delta_net import (
+from engine.targets.nvidia.kernels.pieces import MAX_POSITION, PIECE_ROWS, Piece
+from engine.targets.nvidia.kernels.products.activation_order import PLACES, Order
+from engine.targets.nvidia.kernels.products.matmul import as_half
+from engine.targets.nvidia.kernels.products.runs import Runs
+from engine.targets.nvidia.kernels.recurrent.delta_decode import total_of
+from engine.targets.nvidia.kernels.recurrent.delta_net import (
     DeltaHeads,
     convolved,
     decay_of,
     silu,
 )
-from engine.targets.nvidia.kernels.pieces import MAX_POSITION, PIECE_ROWS, Piece
-from engine.targets.nvidia.kernels.products.activation_order import PLACES, Order
-from engine.targets.nvidia.kernels.products.matmul import as_half
-from engine.targets.nvidia.kernels.products.runs import Runs
-from engine.targets.nvidia.kernels.state_memory import sequence_of
+from engine.targets.nvidia.kernels.recurrent.state_memory import sequence_of
 from engine.targets.nvidia.kernels.uops import (
     INDEX,
     after_store,
