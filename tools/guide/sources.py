@@ -18,7 +18,6 @@ from app.cli import options
 from app.main import COMMANDS
 from app.screens.actions import ACTIONS, OTHER_KEYS, PANE_KEYS, key_label
 from engine.catalog import names
-from engine.description.families import ARCHITECTURES
 from engine.errors import EXIT_CODES, OrinError
 from engine.formats.quantization import QUANTIZED, Format
 from presets import loader
@@ -174,15 +173,14 @@ def command_line(phrases: Mapping[str, Mapping[str, str]]) -> Iterator[Source]:
 
 
 def figures() -> dict[str, str]:
-    """Texts that other answers insert: {key_stop} and the like, {bits_Q4_K} and the like, {settings_keys}, {types} of
-    weights and {architectures}."""
+    """Texts that other answers insert: {key_stop} and the like, {bits_Q4_K} and the like, {settings_keys}, and {types} of
+    weights."""
     tables = ("sampling", "models")
     return {
         **{f"key_{action.name}": key_label(action.key) for action in ACTIONS},
         **{f"bits_{kind.name}": _bits(kind) for kind in QUANTIZED.values()},
         "settings_keys": ", ".join(k for k in settings.Settings.__struct_fields__ if k not in tables),
         "types": ", ".join((*PLAIN, *sorted(kind.name for kind in QUANTIZED.values()))),
-        "architectures": ", ".join(ARCHITECTURES),
     }
 
 
