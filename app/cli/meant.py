@@ -4,6 +4,7 @@ vLLM and Ollama."""
 import difflib
 import re
 from collections.abc import Collection, Sequence
+from pathlib import Path
 
 from engine.errors import UsageError
 from engine.invocation import call
@@ -34,6 +35,7 @@ _WORDS = {
 _PROMPT = ("-p", "--prompt")
 _CORES = ("-t", "--threads")
 _MODEL_NAME = re.compile(r"[\w./-]+:[\w.-]+")
+_MODEL_FILE = re.compile(r"[^\s:]+\.gguf", re.IGNORECASE)
 
 
 def about_option(word: str, options: Collection[str]) -> str:
@@ -56,6 +58,9 @@ def check_command(arguments: Sequence[str], commands: Collection[str]) -> None:
     """Raises UsageError for a command line that begins with a word which looks like a command and is none of the
     `commands`."""
     word, *others = arguments
+    if _MODEL_FILE.fullmatch(word) and not Path(word).exists():
+        hint = "" if others else f"As a prompt: {call(f'-- {word}')}."
+        raise UsageError(f"There is no file {word}.", hint)
     if word == "help" and len(others) == 1 and others[0] in commands:
         raise UsageError("There is no command help.", f"That is: {call(f'{others[0]} --help')}.")
     if word == "run" and len(others) in (1, 2) and (_MODEL_NAME.fullmatch(others[0]) or others[0] == GUIDE):

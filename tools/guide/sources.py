@@ -173,8 +173,8 @@ def command_line(phrases: Mapping[str, Mapping[str, str]]) -> Iterator[Source]:
 
 
 def figures() -> dict[str, str]:
-    """Texts that other answers insert: {key_stop} and the like, {bits_Q4_K} and the like, {settings_keys}, and {types} of
-    weights."""
+    """Texts that other answers insert: {key_stop} and the like, {bits_Q4_K} and the like, {settings_keys}, and
+    {types} of weights."""
     tables = ("sampling", "models")
     return {
         **{f"key_{action.name}": key_label(action.key) for action in ACTIONS},

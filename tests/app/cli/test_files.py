@@ -136,6 +136,8 @@ def test_words_that_look_like_commands_are_answered(home, capsys):
     assert f"That is: {call('bench --help')}." in capsys.readouterr().err
     assert main(["qwen3:0.6b"]) == 2
     assert f"That is: {call('--model qwen3:0.6b')}." in capsys.readouterr().err
+    assert main(["missing.gguf"]) == 2 and main(["missing.gguf", "Hi"]) == 2
+    assert "There is no file missing.gguf. As a prompt:" in capsys.readouterr().err
     for words in (["note:this"], ["hello"], ["serves?"], ["water"], ["run", "to the hills"]):
         check_command(words, COMMANDS)
     assert main(["download", "qwen3:0.6b"]) == 2
