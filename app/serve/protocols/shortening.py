@@ -9,6 +9,7 @@ from app.serve.protocols.conversation import TEXTS, ChatMessage, Part
 from app.serve.service import Service
 from widgets.text import counted
 
+_STAY = "system", "developer"
 _MESSAGE_BYTES = 64  # what a template adds to each message, at most
 _TOKEN_BYTES = 16  # an average token has fewer
 
@@ -21,18 +22,20 @@ def shorten(body: chat.ChatBody, service: Service) -> str:
         return ""
     context, messages = service.ready.context_length, body.messages
     size = sum(map(_size, messages)) + len(str(body.tools or ""))
+    # So much of the end may have to be made into tokens, to see whether it fits.
+    most_bytes = min(_TOKEN_BYTES * context, MAX_TEXT_BYTES)
     fits = size < context  # a token has a byte or more
-    if fits or size > MAX_TEXT_BYTES or any(map(_has_picture, messages)):
+    stays = sum(_size(message) for message in messages if message.role in _STAY)
+    if fits or stays > most_bytes or any(map(_has_picture, messages)):
         return ""
 
     def begin(start: int) -> None:
-        body.messages = [m for i, m in enumerate(messages) if i >= start or m.role in ("system", "developer")]
+        body.messages = [m for i, m in enumerate(messages) if i >= start or m.role in _STAY]
 
     def tokens(start: int) -> int:
         begin(start)
         return len(chat.encoded(body, service).ids)
 
-    most_bytes = _TOKEN_BYTES * context
     starts = _starts(messages, context, size - most_bytes)
     if size <= most_bytes and tokens(0) < context:
         body.messages = messages

@@ -107,6 +107,9 @@ async def test_the_oldest_turns_of_a_long_conversation_are_left_out(served, path
     for body in ({place: turns, **kept}, {place: turns[:4] + turns[-1:], **cuts}):
         await client.post(path, json=body)
     assert [len(request.prompt.messages) for request in engine.requests[1:]] == [20, 5]
+    turns[1]["content"] = "word " * 900_000  # more than is made into tokens
+    await client.post(path, json={place: turns, "stream": False, **cuts})
+    assert engine.requests[-1].prompt.messages[-1] == last and len(engine.requests[-1].prompt.messages) < 15
 
 
 async def test_what_there_is(served):
