@@ -34,6 +34,7 @@ from mcp_types import (
     TextResourceContents,
 )
 
+from app.tools.checked_stream import FLOODED, CheckedStream
 from app.tools.messages import (
     Call,
     Cancel,
@@ -48,7 +49,6 @@ from app.tools.messages import (
     encode,
 )
 from app.tools.stdio import MESSAGE_BYTES, StdioServer
-from app.tools.valid_tools import ValidTools
 
 START_S = 30.0
 """A server has so long to begin and to list its tools. Some are downloaded at their first start."""
@@ -65,6 +65,7 @@ class Connection:
         self._name, self._server, self._write = name, server, write
         self._process = StdioServer(server) if server.command else None
         self._client: Client | None = None
+        self._stream: CheckedStream | None = None
         self._is_listed = asyncio.Event()
 
     async def run(self) -> None:
@@ -88,7 +89,9 @@ class Connection:
 
     async def _live(self) -> None:
         async with AsyncExitStack() as stack:
-            transport = ValidTools(self._process.streams() if self._process else await self._http(stack))
+            transport = self._stream = CheckedStream(
+                self._process.streams() if self._process else await self._http(stack)
+            )
             client = await stack.enter_async_context(
                 Client(transport.streams(), read_timeout_seconds=START_S)
             )
@@ -97,9 +100,14 @@ class Connection:
             self._client = client
             self._is_listed.set()
             self._write(Listed(server=self._name, tools=tools, note=note))
-            await (self._process.over if self._process else asyncio.Event()).wait()
-            assert self._process
-            self._write(Down(server=self._name, problem=self._process.problem))
+            ends = [transport.flooded, *([self._process.over] if self._process else ())]
+            waiting = [asyncio.ensure_future(end.wait()) for end in ends]
+            try:
+                await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                for each in waiting:
+                    each.cancel()
+            self._write(Down(server=self._name, problem=self._reason(EOFError())))
 
     async def _http(self, stack: AsyncExitStack) -> Any:
         http = httpx2.AsyncClient(
@@ -138,6 +146,8 @@ class Connection:
 
     def _reason(self, error: BaseException) -> str:
         """Goes on after the server's name."""
+        if self._stream and self._stream.flooded.is_set():
+            return FLOODED
         if self._process and self._process.over.is_set():
             return self._process.problem
         if _is_late(error):

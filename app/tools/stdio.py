@@ -10,7 +10,6 @@ import signal
 from asyncio.subprocess import PIPE, Process
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import TypeAlias
 
 import anyio
 from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
@@ -18,11 +17,11 @@ from mcp.client.stdio import get_default_environment
 from mcp.shared.message import SessionMessage
 from mcp_types import JSONRPCMessage, jsonrpc_message_adapter
 
+from app.tools.checked_stream import NoMessageError, Received
 from app.tools.messages import Server
 from engine.child_process import how_it_ended, signal_group
 from engine.formats.half_characters import without_half_characters
 
-Received: TypeAlias = SessionMessage | Exception
 Streams = tuple[MemoryObjectReceiveStream[Received], MemoryObjectSendStream[SessionMessage]]
 
 MESSAGE_BYTES = 8 << 20
@@ -85,8 +84,9 @@ class StdioServer:
                 while line := await self._line(process):
                     try:
                         message = _message(line)
-                    except ValueError:
-                        continue  # no message: some servers print
+                    except ValueError:  # some servers print
+                        await to_session.send(NoMessageError())
+                        continue
                     await to_session.send(SessionMessage(message))
             if not self.problem:
                 with contextlib.suppress(TimeoutError):

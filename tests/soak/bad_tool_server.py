@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 FAULT = sys.argv[1]
@@ -86,6 +87,23 @@ def notifies():
             send({"jsonrpc": "2.0", "method": method, "params": parameters})
 
 
+NOTICES = [
+    {"method": "notifications/tools/list_changed"},
+    {"method": "notifications/resources/list_changed"},
+    {"method": "notifications/resources/updated", "params": {"uri": HOSTILE}},
+    {"method": "notifications/prompts/list_changed"},
+    {"method": "notifications/progress", "params": {"progressToken": 1, "progress": 1, "message": HOSTILE}},
+    {"method": "notifications/message", "params": {"level": "info", "data": HOSTILE * 20}},
+]
+
+
+def floods():
+    """Notices without an end, as fast as they are read."""
+    text = "".join(json.dumps({"jsonrpc": "2.0", **notice}) + "\n" for notice in NOTICES) * 100
+    while True:
+        sys.stdout.write(text)
+
+
 def called(id, arguments):
     text = arguments.get("text", "")
     if FAULT == "hangs":
@@ -145,6 +163,16 @@ def called(id, arguments):
     elif FAULT == "sends 100,000 parts":
         answer(id, {"content": [{"type": "text", "text": ""}] * 100_000})
         return
+    elif FAULT == "floods when it is called":
+        floods()
+    elif FAULT == "sends 30,000 resources":
+        resource = {"uri": f"file:///{HOSTILE}", "text": HOSTILE, "mimeType": HOSTILE}
+        links = [
+            {"type": "resource", "resource": resource},
+            {"type": "resource_link", "name": HOSTILE, "uri": HOSTILE},
+        ]
+        answer(id, {"content": links * 15_000})
+        return
     elif FAULT == "leaves a child":
         subprocess.Popen(["sleep", "1000"])
         os._exit(0)
@@ -172,6 +200,8 @@ for line in sys.stdin:
         case "tools/list":
             more = {"nextCursor": "again"} if FAULT == "has pages without end" else {}
             answer(id, {"tools": tools(), **more})
+            if FAULT == "floods":
+                threading.Thread(target=floods, daemon=True).start()
         case "tools/call":
             called(id, parameters.get("arguments", {}))
         case "ping":

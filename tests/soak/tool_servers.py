@@ -21,6 +21,7 @@ FAULTS = (
     "imitates names", "offers 100,000 tools", "writes 100 MB of errors", "leaves a child", "has pages without end",
     "nests schemas", "asks back", "notifies 12,000 times", "answers ten times", "has wrong results", "has wrong types",
     "sends surrogates", "nests results", "sends 100,000 parts", "has invalid tools",
+    "floods", "floods when it is called", "sends 30,000 resources",
 )  # fmt: skip
 SCRIPT = Path(__file__).with_name("bad_tool_server.py")
 TIMEOUT_S = 1.0

@@ -1,29 +1,47 @@
-"""What a server lists may hold tools that are not valid. The library `mcp` refuses the whole list then; here they are
-taken out before it reads the list."""
+"""What a server sends, checked before the library `mcp` reads it.
+
+A list may hold tools that are not valid: the library refuses the whole list then; here they are taken out. Notices
+(progress, logs, changes of lists) are for nobody here, and the library takes half a millisecond for each. A server that
+sends them without an end is left."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import AsyncIterator
-from typing import Any
+from typing import Any, TypeAlias
 
 import anyio
 from mcp.shared.message import SessionMessage
-from mcp_types import JSONRPCResponse, Tool
+from mcp_types import JSONRPCError, JSONRPCNotification, JSONRPCResponse, Tool
 from mcp_types.methods import validate_server_result
 
-from app.tools.stdio import Received
+Received: TypeAlias = SessionMessage | Exception
+
+MOST_NOTICES, NOTICES_S = 50_000, 10.0
+"""So many messages that are no answers may come within so many seconds. A loop that tells each of its steps sends some
+thousand a second."""
+FLOODED = (
+    f"sent more than {MOST_NOTICES:,} messages within {NOTICES_S:.0f} s that are no answers, and was ended"
+)
 
 
-class ValidTools:
+class NoMessageError(ValueError):
+    """What the server has printed is no message."""
+
+
+class CheckedStream:
     """`streams` is the transport of a server without invalid tools, whose names are in `left_out`. `version` of the
-    protocol is known once the server has begun, before its tools are listed."""
+    protocol is known once the server has begun, before its tools are listed. `flooded` is set, and the stream ends, if
+    the server sends more than is read."""
 
     def __init__(self, transport: contextlib.AbstractAsyncContextManager[Any]) -> None:
         self._transport = transport
         self.version = ""
         self.left_out: list[str] = []
+        self.flooded = asyncio.Event()
+        self._notices, self._since_s = 0, time.monotonic()
 
     @contextlib.asynccontextmanager
     async def streams(self) -> AsyncIterator[tuple[Any, Any]]:
@@ -34,8 +52,12 @@ class ValidTools:
                 async with to_session:
                     with contextlib.suppress(anyio.BrokenResourceError, anyio.ClosedResourceError):
                         async for item in received:
+                            if self._is_one_too_many(item):
+                                self.flooded.set()
+                                break
                             self._take_out(item)
-                            await to_session.send(item)
+                            if not _is_notice(item):
+                                await to_session.send(item)
 
             passing = asyncio.ensure_future(pass_on())
             try:
@@ -44,6 +66,14 @@ class ValidTools:
                 passing.cancel()
                 await asyncio.gather(passing, return_exceptions=True)
                 await checked.aclose()
+
+    def _is_one_too_many(self, item: Received) -> bool:
+        if isinstance(item, SessionMessage) and isinstance(item.message, JSONRPCResponse | JSONRPCError):
+            return False
+        if (now := time.monotonic()) > self._since_s + NOTICES_S:
+            self._notices, self._since_s = 0, now
+        self._notices += 1
+        return self._notices > MOST_NOTICES
 
     def _take_out(self, item: Received) -> None:
         if not isinstance(item, SessionMessage) or not isinstance(item.message, JSONRPCResponse):
@@ -66,6 +96,12 @@ class ValidTools:
         except (ValueError, KeyError):
             return False
         return True
+
+
+def _is_notice(item: Received) -> bool:
+    """Whether it is for nobody."""
+    is_notification = isinstance(item, SessionMessage) and isinstance(item.message, JSONRPCNotification)
+    return is_notification or isinstance(item, NoMessageError)
 
 
 def _name(tool: object) -> str:
