@@ -5,6 +5,7 @@ file brings is text of the user's message, and the chat template gets it as such
 (`engine/formats/template`). A picture goes along as its file.
 """
 
+import heapq
 import os
 import re
 import shlex
@@ -279,18 +280,21 @@ def completions(text: str, folder: Path | None = None, limit: int = 200) -> tupl
         return -1, []
     head, slash, name = typed.rpartition("/")
     base = folder or Path.cwd()
+    start, low = head + slash if typed != "~" else "~/", name.lower() if typed != "~" else ""
+
+    def fits(each: str) -> bool:
+        return low in each.lower() and (name.startswith(".") or not each.startswith("."))
+
     try:
         parent = base / Path(head + slash).expanduser() if typed != "~" else Path.home()
         with os.scandir(parent) as entries:
-            names = [entry.name + ("/" if entry.is_dir() else "") for entry in entries]
+            names = [entry.name + ("/" if entry.is_dir() else "") for entry in entries if fits(entry.name)]
     except (OSError, ValueError, RuntimeError):
         return -1, []
-    start, low = head + slash if typed != "~" else "~/", name.lower() if typed != "~" else ""
-    names = [
-        each for each in names if low in each.lower() and (name.startswith(".") or not each.startswith("."))
-    ]
-    names.sort(key=lambda each: (not each.lower().startswith(low), not each.endswith("/"), each.lower()))
-    return match.start(), [_unfinished(start + each) for each in names[:limit] if one_line(each) == each]
+    first = heapq.nsmallest(
+        limit, names, lambda each: (not each.lower().startswith(low), not each.endswith("/"), each.lower())
+    )
+    return match.start(), [_unfinished(start + each) for each in first if one_line(each) == each]
 
 
 def _unfinished(name: str) -> str:

@@ -2,6 +2,7 @@
 
 import asyncio
 import functools
+import threading
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from widgets.chat.prompt import Prompt
 from widgets.chat.suggestions import Suggestion
 from widgets.text import one_line
 
+PATIENCE_S = 0.2
 _REQUIRED = ("NUMBER", "FILE", "on|off")
 
 
@@ -59,13 +61,20 @@ class TypingHelp:
             self._prompt.suggestions.close()
 
     def suggest_now(self) -> None:
-        """Lists what the text before the cursor could become, at once."""
+        """Lists what the text before the cursor could become: at once, or later if a folder takes long to read."""
         text, before = self._prompt.text, self._prompt.before_cursor
         self._suggested_for = before
         if text.startswith("/") and "\n" not in text and (found := _commands(before))[1]:
             self._prompt.suggestions.show(*found, before)
         else:
-            self._list_files(files.completions(before), before)
+            listed: list[tuple[int, list[str]]] = []
+            read = threading.Thread(target=lambda: listed.append(files.completions(before)), daemon=True)
+            read.start()
+            read.join(PATIENCE_S)
+            if listed:
+                self._list_files(listed[0], before)
+            else:
+                self._in_turn("suggestions", functools.partial(self._suggest_files, before))
 
     def _in_turn(self, group: str, work: Callable[[], Coroutine[Any, Any, Any]]) -> None:
         """Does what takes time, in the place of what was begun before. It may be given up before it begins, where a

@@ -159,7 +159,8 @@ class Prompt(OrderedTextArea):
         if self.suggestions.is_open and key in ("up", "down", "escape"):
             self.suggestions.close() if key == "escape" else self.suggestions.move(-1 if key == "up" else 1)
         elif key == "tab" and self.text:  # letters typed after it belong to the prompt
-            self.suggest()
+            if not self.suggestions.is_open:
+                self.suggest()
             self._take_suggestion()
         elif key in NEWLINE_KEYS:
             self.insert("\n")
