@@ -96,11 +96,9 @@ class FileWeights:
         """Fills `out` with the bytes of a matrix's rows, from the byte `start` on. Any thread may call it.
         Raises ModelFileError."""
         if weight.transposed:
-            whole = range(
-                rows.start + start // weight.row_bytes, rows.start - -(start + len(out)) // -weight.row_bytes
-            )
-            start -= (whole.start - rows.start) * weight.row_bytes
-            out[:] = self._transposed(weight, whole).data[start : start + len(out)]
+            first, end = start // weight.row_bytes, -(-(start + len(out)) // weight.row_bytes)
+            data = self._transposed(weight, rows[first:end]).data
+            out[:] = data[start - first * weight.row_bytes :][: len(out)]
             return
         done = 0
         while done < len(out):  # rows that lie one after the other at once

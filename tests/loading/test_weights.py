@@ -1,5 +1,7 @@
 """How matrices come from the file: in pieces, each released before the next is read."""
 
+import gguf
+import numpy as np
 import pytest
 
 from engine.description.architectures import read_spec
@@ -12,6 +14,7 @@ from engine.targets.cpu.kernels.thread_pool import default_pool
 from engine.targets.cpu.weights import CPUWeights
 from engine.targets.graph.step import _load_matrix
 from tests import generated_model
+from tests.reference import read_gguf
 
 MIB = 1 << 20
 
@@ -99,3 +102,20 @@ def test_a_download_whose_end_is_still_zeros(tmp_path, is_blank):
             written.seek(info.place()[1])
             written.write(bytes(info.n_bytes))
     assert ("unfinished download" in blank_end(GGUF(path), spec)) is is_blank
+
+
+def test_a_transpose_is_read_in_any_pieces(tmp_path):
+    """Of each head the rows of its keys, whose values follow: as floats of 16 bits."""
+    path = generated_model.write(tmp_path / "model.gguf", architecture="deepseek2-lite")
+    file = GGUF(path)
+    spec = read_spec(file)
+    part, all_weights = spec.attention[0], Weights(file, spec, lambda _: None)
+    weight, rows = part.of_keys, range(part.heads * part.latent)
+    [tensor] = [t for t in read_gguf(path).tensors if t.name == weight.tensor]
+    both = gguf.dequantize(tensor.data, tensor.tensor_type).reshape(part.heads, -1, part.latent)
+    wanted = both[:, : part.plain].transpose(0, 2, 1).astype(np.float16).tobytes()
+    assert all_weights.read(weight, rows).tobytes() == wanted
+    inside, start = range(50, 140), 70  # of three heads, and from within a row on
+    out = bytearray(len(inside) * weight.row_bytes - 100)
+    all_weights.read_into(weight, inside, start, memoryview(out))
+    assert out == wanted[inside.start * weight.row_bytes + start :][: len(out)]

@@ -20,7 +20,6 @@ IN_A_RUNNER = "gemma4 F32, rope factors"  # `test_cpu_runner.py` has it, and her
 # Models of which a commit is checked with others that have the same parts. `test_graph_runner.py` has llama's factors,
 # checks of GPU kernels phi3's fused matrices, tests/kernels/cpu norms over all heads, qwen35moe delta nets, and
 # bailingmoe2 experts that are chosen by scores.
-WITHOUT_KERNELS = ("deepseek2 F32", "deepseek2-lite Q8_0")
 ALIKE = (
     "llama F32 untied, rope factors",
     "phi3 Q8_0, 12 of 16 rotated",
@@ -33,6 +32,7 @@ ALIKE = (
     "qwen2moe F32",
     "glm4moe F32, 8 of 16 rotated",
     "dots1 F32",
+    "deepseek2-lite Q8_0",
 )
 
 
@@ -49,7 +49,7 @@ def watched(monkeypatch) -> list[Matrix]:
 @pytest.mark.parametrize(
     ("name", "rewind"),
     [
-        *((name, 0) for name in MODELS if name not in (WINDOWED, IN_A_RUNNER, *ALIKE, *WITHOUT_KERNELS)),
+        *((name, 0) for name in MODELS if name not in (WINDOWED, IN_A_RUNNER, *ALIKE)),
         *(rarely(name, 0) for name in (WINDOWED, IN_A_RUNNER, *ALIKE)),
         rarely(WINDOWED, REWIND),
     ],

@@ -5,6 +5,7 @@ from engine.description.sublayers import (
     DeltaNet,
     Dense,
     Experts,
+    LatentAttention,
     LayerEmbedding,
     Operator,
     ShortConv,
@@ -15,12 +16,14 @@ from engine.targets.cpu.sublayers.delta_net import DeltaNetHandler
 from engine.targets.cpu.sublayers.dense import DenseHandler
 from engine.targets.cpu.sublayers.experts import ExpertsHandler
 from engine.targets.cpu.sublayers.handler import Handler
+from engine.targets.cpu.sublayers.latent_attention import LatentAttentionHandler
 from engine.targets.cpu.sublayers.layer_embedding import LayerEmbeddingHandler
 from engine.targets.cpu.sublayers.short_conv import ShortConvHandler
 from engine.targets.cpu.sublayers.side_by_side import SideBySideHandler
 
 HANDLERS: dict[type[Operator], type[Handler]] = {
     Attention: AttentionHandler,
+    LatentAttention: LatentAttentionHandler,
     DeltaNet: DeltaNetHandler,
     ShortConv: ShortConvHandler,
     Dense: DenseHandler,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import accumulate
+from typing import Any
 
 from tinygrad import Tensor, dtypes
 
@@ -15,13 +16,14 @@ from engine.targets.cpu.kernels.lanes import MOST_LANES
 from engine.targets.cpu.kernels.rope import HeadLanes, rotate
 from engine.targets.cpu.step_builder import StepBuilder
 from engine.targets.cpu.sublayers.handler import Handler, Loading
+from engine.targets.cpu.weights import Matrix
 
 
 class AttentionHandler(Handler):
     """quantize · qkv · rotate · attend · quantize · o"""
 
     @classmethod
-    def lacks(cls, part: Attention) -> str:
+    def lacks(cls, part: Any) -> str:
         """As all handlers say it. The kernels also need keys and values that begin with a whole group of rows, and
         heads of a multiple of 4 elements, since they rotate half a head at once."""
         if part.head_dim % 4 or part.kv_size % MOST_LANES:
@@ -30,8 +32,6 @@ class AttentionHandler(Handler):
 
     def __init__(self, part: Attention, norm: Tensor | None, is_added: bool, loading: Loading) -> None:
         weights, spec, cache = loading.weights, loading.spec, loading.cache
-        qkv = [weight for weight in (part.q, part.k, part.v) if weight]
-        *firsts, rows = accumulate((weight.rows for weight in qkv), initial=0)
         heads = self.heads = HeadLanes(
             part.heads, part.kv_heads, part.head_dim, BLOCK, loading.lanes, part.scale,
             norm_eps=spec.eps, query_norm=part.q_norm is not None, key_norm=part.k_norm is not None,
@@ -43,30 +43,29 @@ class AttentionHandler(Handler):
             turns_tokens=bool(loading.pictures and spec.ropes[part.rope].sections),
             ahead=loading.pictures.whole if loading.pictures and part.sees_pictures else 0,
         )  # fmt: skip
-        biases = part.q_bias, part.k_bias, part.v_bias
         self.cached, self._tables = cache.add(heads, part.cache_of)
         self._entries = cache.entries
         self._norm, self._rope = norm, part.rope
-        self._qkv = [weights.matrix(w, first, rows) for w, first in zip(qkv, firsts, strict=True)]
-        self._gate = weights.matrix(part.gate) if part.gate else None
-        self._bias = weights.joined([(bias, w.rows) for bias, w in zip(biases, qkv, strict=False)])
         self._head_norms = [weights.vector(norm) for norm in (part.q_norm, part.k_norm) if norm]
         self._o = weights.matrix(part.o, added=is_added)
         self._o_bias = part.o_bias and weights.vector(part.o_bias)
         self._sinks = [weights.vector(part.sinks)] if part.sinks else []
+        self._bias: Tensor | None = None
+        self._load(part, loading)
+
+    def _load(self, part: Any, loading: Loading) -> None:
+        """Loads what makes queries, keys and values."""
+        weights = loading.weights
+        qkv = [weight for weight in (part.q, part.k, part.v) if weight]
+        *firsts, rows = accumulate((weight.rows for weight in qkv), initial=0)
+        biases = part.q_bias, part.k_bias, part.v_bias
+        self._qkv = [weights.matrix(w, first, rows) for w, first in zip(qkv, firsts, strict=True)]
+        self._gate = weights.matrix(part.gate) if part.gate else None
+        self._bias = weights.joined([(bias, w.rows) for bias, w in zip(biases, qkv, strict=False)])
 
     def add_kernels(self, step: StepBuilder) -> None:
-        heads, tile, threads, rows = self.heads, step.tile, step.buffers.pool.count, step.n_rows
-        width = heads.query * heads.dim
-        attended, gates = step.rows("attended", width), step.rows("gate", width) if self._gate else None
-        queries = self._rotate(step, gates)
-        size = scratch_size(heads, self._entries, threads, tile, rows)
-        scores = step.scratch("scores", size, dtypes.float32)
-        kernel, parts = attention(heads, threads, tile, rows), n_parts(heads, threads, tile, rows)
-        of_step = self._tables, *([] if rows else step.state), step.buffers.places
-        seen = [step.buffers.seen] if heads.ahead and not rows else []
-        reads = *self.cached, *of_step, queries, step.buffers.mask, *self._sinks, *seen
-        step.add(kernel, attended, scores, *reads, parts=parts)
+        gates = step.rows("gate", self.heads.query * self.heads.dim) if self._gate else None
+        attended = self._attend(step, self._rotate(step, gates))
         if gates is not None:
             inputs = step.quantize(gates, [self._o], gate=("sigmoid", attended))
         else:
@@ -76,24 +75,45 @@ class AttentionHandler(Handler):
     def keep(self, step: StepBuilder) -> None:
         self._rotate(step)
 
+    def _attend(self, step: StepBuilder, queries: Tensor) -> Tensor:
+        """Adds the kernel of attention; returns what the queries attend to."""
+        heads, tile, threads, rows = self.heads, step.tile, step.buffers.pool.count, step.n_rows
+        attended = step.rows("attended", heads.query * heads.dim)
+        size = scratch_size(heads, self._entries, threads, tile, rows)
+        scores = step.scratch("scores", size, dtypes.float32)
+        kernel, parts = attention(heads, threads, tile, rows), n_parts(heads, threads, tile, rows)
+        of_step = self._tables, *([] if rows else step.state), step.buffers.places
+        seen = [step.buffers.seen] if heads.ahead and not rows else []
+        reads = *self.cached, *of_step, queries, step.buffers.mask, *self._sinks, *seen
+        step.add(kernel, attended, scores, *reads, parts=parts)
+        return attended
+
     def _rotate(self, step: StepBuilder, gates: Tensor | None = None) -> Tensor:
         """Adds the kernels that store keys and values; returns the queries. The result's gate fills `gates`."""
-        buffers, heads = step.buffers, self.heads
-        rows, queries = step.rows("rows", heads.rows), step.rows("queries", heads.query * heads.dim)
+        rows = step.rows("rows", self.heads.rows)
         gate = [(gates, self._gate)] if gates is not None and self._gate else []
         inputs = step.quantize(step.x, [*self._qkv, *(matrix for _, matrix in gate)], norm=self._norm)
         products = [*((rows, matrix, self._bias) for matrix in self._qkv), *((*of, None) for of in gate)]
         for i, (out, matrix, added) in enumerate(products):
             step.multiply(out, matrix, inputs, added=added, concurrent=i > 0)
+        return self._turn(step, rows)
+
+    def _turn(self, step: StepBuilder, rows: Tensor) -> Tensor:
+        """Adds the kernel that rotates the products' rows and stores keys and values; returns the queries."""
+        buffers, heads = step.buffers, self.heads
+        queries = step.rows("queries", heads.query * heads.dim)
         cached = [*self.cached, self._tables] if heads.stored != "nothing" else []
         tables = [*buffers.ropes[self._rope], *self._head_norms, *buffers.temperatures]
         step.add(rotate(heads, step.tile), queries, *cached, *step.state, buffers.places, rows, *tables)
         return queries
 
+    @property
+    def _inputs(self) -> list[Matrix]:
+        return [*self._qkv, *([self._gate] if self._gate else [])]
+
     def add_uses(self, uses: BufferUses) -> None:
         window, slots = self.heads.window, self.cached[0].numel() // (self.heads.kv * self.heads.dim)
-        gates = [self._gate.stream] if self._gate else []
-        uses.add(BufferUse("QKV projection"), self._bias, *(matrix.stream for matrix in self._qkv), *gates)
+        uses.add(BufferUse("QKV projection"), self._bias, *(matrix.stream for matrix in self._inputs))
         uses.add(BufferUse("attention", "context", slots, window), *self.cached)
         uses.add(BufferUse("attention", "context", self._tables.numel() * BLOCK, window), self._tables)
         uses.add(BufferUse("attention output"), self._o.stream)

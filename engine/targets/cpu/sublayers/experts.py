@@ -100,10 +100,10 @@ class ExpertsHandler(Handler):
             )
         )
         of_gate, of_up, of_down = self._biases
-        _multiply(step, gate, self._gate, inputs, tiles, of_gate)
-        _multiply(step, up, self._up, inputs, tiles, of_up, concurrent=True)
+        multiply_tiles(step, gate, self._gate, inputs, tiles, of_gate)
+        multiply_tiles(step, up, self._up, inputs, tiles, of_up, concurrent=True)
         inputs = step.quantize(gate, [self._down], gate=(part.activation, up), tiles=tiles)
-        _multiply(step, results, self._down, inputs, tiles, of_down, shared=False)
+        multiply_tiles(step, results, self._down, inputs, tiles, of_down, shared=False)
         gated = bool(self._shared_gates)
         kernel = add_experts(part.used, out is step.x, buffers.lanes, tile, bool(shared), gated)
         lists = [*step.state, tiles.lists[1]] if tiles.lists else []
@@ -151,7 +151,7 @@ def _choice_of(part: Experts) -> Choice:
     return Choice(part.count, part.used, part.least_sum, part.scoring, biased, part.factor, *groups, scaled)
 
 
-def _multiply(
+def multiply_tiles(
     step: StepBuilder,
     out: Tensor,
     matrix: Matrix,
