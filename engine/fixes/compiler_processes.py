@@ -6,7 +6,10 @@ changes to tinygrad. The engine itself cannot be forked, because it has a GPU op
 
 With this fix the processes are forked from a server process that has imported tinygrad and opened no device
 (multiprocessing's "forkserver"), which takes a hundredth of the time. They apply the fixes that the engine had applied
-when the pool started. As in tinygrad, they do not run the engine's main module again.
+when the pool started, and have its environment variables. As in tinygrad, they do not run the engine's main module
+again.
+
+The threads of a pool see bytes only (`engine.kernels.compilers`).
 """
 
 from __future__ import annotations
@@ -14,17 +17,20 @@ from __future__ import annotations
 import gc
 import multiprocessing
 import os
-from collections.abc import Callable, Sequence
+import pickle
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from importlib import import_module
 from multiprocessing import forkserver
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from multiprocessing.pool import Pool
-from typing import Any
+from typing import Any, TypeVar
 
 import tinygrad.engine.worker as compile_workers
 
 from engine.fixes import applied, once
+from engine.kernels.compilers import called
 
+T = TypeVar("T")
 _PRELOADED = ["tinygrad.codegen.opt.search", "tinygrad.engine.realize", "engine.fixes.program_cache"]
 
 
@@ -42,13 +48,6 @@ def prepare(modules: Sequence[str] = ()) -> None:
         forkserver.ensure_running()
 
 
-def dismiss() -> None:
-    """Ends the compiler processes. The next compilation starts new ones."""
-    if compile_workers.worker_pool is not None:
-        compile_workers.worker_pool.terminate()
-        compile_workers.worker_pool = None
-
-
 class _Process(ForkServerProcess):
     @staticmethod
     def _Popen(process_obj: Any) -> Any:
@@ -63,11 +62,22 @@ class _Context(ForkServerContext):
         self, processes: int, initializer: Callable[[], None], initargs: tuple[()], tasks_each: int
     ) -> Pool:
         prepare()
-        return super().Pool(processes, _initialize, (applied(), initializer), tasks_each)
+        set_up = applied(), dict(os.environ), initializer
+        return _Pool(processes, _initialize, set_up, tasks_each, self.get_context())
 
 
-def _initialize(fixes: list[str], initializer: Callable[[], None]) -> None:
+class _Pool(Pool):
+    def imap_unordered(  # type: ignore[override]
+        self, func: Callable[[Any], T], iterable: Iterable[Any], chunksize: int = 1
+    ) -> Iterator[T]:
+        """As tinygrad calls it."""
+        tasks = [pickle.dumps((func, (task,))) for task in iterable]
+        return map(pickle.loads, super().imap_unordered(called, tasks, chunksize))
+
+
+def _initialize(fixes: list[str], variables: Mapping[str, str], initializer: Callable[[], None]) -> None:
     gc.disable()  # a quarter of the time that a kernel takes; a process ends after some kernels
+    os.environ.update(variables)
     for name in fixes:
         import_module(name).apply()
     initializer()

@@ -4,32 +4,33 @@ Building a kernel's graph, and computing the digest by which tinygrad identifies
 everything else in the start of a model whose programs are cached. So a program is also identified by what its graph
 follows from: the function that builds it, the function's arguments, and the source. Then its graph is not built again.
 
-Compiler processes get a graph as soon as it is built, and work while this process builds the next ones.
+A kernel that is not known is built and compiled in a compiler process, which gets that function (`compile_once`). Until
+its program is there, a node stands in for its graph. So this process hardly works for a kernel, and goes on with what
+else is to be done, the answers of conversations too (`interruptible`). What a process does not send is made here.
 """
 
 from __future__ import annotations
 
 import os
 import pickle
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import fields, is_dataclass
-from enum import Enum
 from functools import partial
-from multiprocessing.pool import AsyncResult, Pool
-from types import FunctionType
 from typing import Any, NamedTuple, TypeVar
 from weakref import WeakKeyDictionary
 
-from tinygrad import Device, UOp
+from tinygrad import UOp
 from tinygrad.codegen import to_program_context, to_program_key
-from tinygrad.dtype import DType
-from tinygrad.engine import realize, worker
+from tinygrad.engine import realize
 from tinygrad.renderer import Renderer
 from tinygrad.uop.ops import Ops
 
 from engine.disk_cache import disk_cache, source_digest
-from engine.errors import PreemptedError
+from engine.errors import PreemptedError, print_without_messages
+from engine.kernels import compilers
+from engine.kernels.functions import fingerprint, packed
+from engine.kernels.target import renderer, told
 
 T = TypeVar("T")
 KernelFunction = Callable[..., UOp]
@@ -43,34 +44,52 @@ Compiled = tuple[tuple[object, ...], UOp]
 
 _programs: WeakKeyDictionary[UOp, UOp] = WeakKeyDictionary()  # of the graphs that this process has compiled
 _cache_keys: dict[UOp, str] = {}  # graphs to compile, and the keys of their programs in the disk cache
-_interrupted: Callable[[], bool] | None = None
+
+
+class _Unbuilt(NamedTuple):
+    """What makes a graph: a function of a module, and its arguments."""
+
+    build: Callable[..., UOp]
+    arguments: tuple[object, ...]
+
+
+_unbuilt: dict[UOp, _Unbuilt] = {}  # by the nodes that stand in for the graphs
 
 
 class _Compiling(NamedTuple):
     """A kernel that a compiler process is at work on. `bar` is told when it is done, as tinygrad's own progress bar."""
 
-    key: tuple[object, ...]
-    pool: Pool
-    result: AsyncResult[bytes]
+    task: compilers.Task[list[Compiled]]
     bar: Any
 
 
-_PATIENCE_S = 60.0
+_PATIENCE_S = 120.0  # a process that was killed never answers
+_POLL_S = 0.002
 _compiling: dict[UOp, _Compiling] = {}  # by their graphs
-_sends = False  # whether compiler processes get graphs as soon as they are built
+_failed: set[UOp] = set()  # what a compiler process could not make
+_heard_s = 0.0  # when a process was given the first kernel, or sent one
+_begins = _sends = False  # in `begin_once`: whether graphs are left to processes, and given to them at once
 _built: dict[str, list[Sequence[UOp]]] = {}  # what `compile_once` has built by now, by its description
+_interrupted: Callable[[], bool] | None = None
+_waits = True
 
 
 @contextmanager
-def interruptible(interrupted: Callable[[], bool]) -> Iterator[None]:
-    """Meanwhile, `compile_all` raises PreemptedError once `interrupted`. Calling it again goes on: what was compiled by
-    then is kept."""
-    global _interrupted
-    _interrupted = interrupted
+def interruptible(interrupted: Callable[[], bool], waits: bool = True) -> Iterator[None]:
+    """Meanwhile, `compile_once` and `compile_all` raise PreemptedError soon after `interrupted`. Calling them again
+    goes on: what was made by then is kept, and the processes go on. Without `waits` that is also raised as soon as
+    there is nothing to do but to wait for them, and they take half of the CPUs."""
+    global _interrupted, _waits
+    _interrupted, _waits = interrupted, waits
     try:
         yield
     finally:
-        _interrupted = None
+        _interrupted, _waits = None, True
+
+
+def _give_way() -> None:
+    if _interrupted and _interrupted():
+        raise PreemptedError("Compiling stopped because there is something else to do.")
 
 
 def call_of(kernel: UOp, buffers: Sequence[UOp]) -> UOp:
@@ -92,65 +111,108 @@ def compile_calls(linear: UOp) -> UOp:
 
 
 def compile_all(linears: Sequence[UOp]) -> None:
-    """Compiles the kernels of several LINEARs at once, so that tinygrad's compiler processes share the work. Raises
-    PreemptedError (`interruptible`)."""
+    """Compiles the kernels of several LINEARs at once, so that compiler processes share the work. Raises PreemptedError
+    (`interruptible`)."""
     if not _interrupted:
         _compile(_uncompiled(linears))
         return
-    for done, _ in compile_in_turns(linears):
-        if done and _interrupted():
-            raise PreemptedError("Compiling stopped because a request came in.")
+    for _ in compile_in_turns(linears):
+        _give_way()
 
 
 def compile_in_turns(linears: Sequence[UOp]) -> Iterator[tuple[int, int]]:
-    """Compiles the kernels of several LINEARs, one for each of tinygrad's compiler processes in a turn. Before each it
-    yields how many of these kernels it has compiled, and how many there are to compile."""
-    todo, at_once = _uncompiled(linears), max(1, int(os.environ.get("PARALLEL", "0")))
-    for start in range(0, len(todo), at_once):
-        yield start, len(todo)
-        _compile(todo[start : start + at_once])
+    """Compiles the kernels of several LINEARs. Often, and while it waits for the compiler processes, it yields how many
+    of these kernels it has compiled, and how many there are to compile."""
+    total = len(todo := _uncompiled(linears))
+    while todo:
+        yield total - len(todo), total
+        _compile_some(todo)
+        todo = _uncompiled(linears)
+
+
+def _compile_some(calls: Sequence[UOp]) -> None:
+    """Gives kernels to the compiler processes, up to one for each, and takes what they have compiled; or compiles one
+    here if there are no such processes. Waits for a moment if there is nothing else to do."""
+    at_once = max(1, int(os.environ.get("PARALLEL", "0")) // (1 if _waits else 2))
+    is_at_work = _take_compiled()
+    for call in calls:
+        graph = call.src[0]
+        if len(_compiling) >= at_once:
+            break
+        if graph in _compiling or graph in _programs:
+            continue
+        is_at_work = True
+        if not _send(graph):
+            _compile_here(call)
+            break
+        _give_way()
+    if is_at_work or not _compiling:
+        return
+    if not _waits:
+        raise PreemptedError("Compiler processes are at work.")
+    next(iter(_compiling.values())).task.wait(_POLL_S)
 
 
 def _send(graph: UOp) -> bool:
     """Gives a graph to a compiler process; False if it is compiled, or if there are no such processes."""
-    renderer, context = _for_compiler()
-    key = to_program_key(graph, renderer)
-    if key in realize.to_program_cache or not (pool := worker.get_worker_pool()):
+    global _heard_s
+    if graph in _compiling or graph in _failed:
+        return graph in _compiling
+    unbuilt = _unbuilt.get(graph)
+    if not unbuilt and to_program_key(graph, renderer()) in realize.to_program_cache:
         return False
-    if graph not in _compiling:
-        result = _ask(pool, realize._compile_kernel, (0, (graph, renderer), context))
-        bar = realize.tqdm(total=1, desc="compiling", disable=True)
-        _compiling[graph] = _Compiling(key, pool, result, bar)
+    if not (pool := compilers.pool()):
+        return False
+    if not _compiling:
+        _heard_s = time.monotonic()
+    made = packed(unbuilt) if unbuilt else pickle.dumps(_Unbuilt(_same, (graph,)))
+    bar = realize.tqdm(total=1, desc="compiling", disable=True)
+    _compiling[graph] = _Compiling(compilers.Task(pool, _compile_unbuilt, *_for_compiler(), made), bar)
     return True
 
 
-def _ask(pool: Pool, function: Callable[..., object], *arguments: object) -> AsyncResult[bytes]:
-    """Has a compiler process call a function. The result comes as bytes: a thread of the pool receives it while this
-    one makes nodes of graphs, and two threads may make one node twice."""
-    return pool.apply_async(_pickled, (function, *arguments))
+def _same(graph: UOp) -> UOp:
+    return graph
 
 
-def _pickled(function: Callable[..., object], *arguments: object) -> bytes:
-    return pickle.dumps(function(*arguments))
+def _take_compiled() -> bool:
+    """Takes what compiler processes have compiled. What those that were ended (`compilers.end`) had begun
+    is to be given again. Whether there was something to take."""
+    was_there = False
+    for graph, (task, _) in [*_compiling.items()]:
+        if task.is_lost:
+            del _compiling[graph]
+        elif task.is_done():
+            was_there = True
+            _take(graph)
+            _give_way()
+    if _compiling and time.monotonic() - _heard_s > _PATIENCE_S:
+        compilers.end()
+    return was_there
 
 
-def _take_compiled() -> None:
-    """Waits for all that compiler processes were given, and takes it. What those that were ended
-    (`compiler_processes.dismiss`) had begun is left out."""
-    for graph, (key, pool, result, bar) in [*_compiling.items()]:
-        if pool is worker.worker_pool:
-            result.wait(_PATIENCE_S)  # a process that was killed never answers
-        del _compiling[graph]
-        if result.ready() and graph not in _programs:
-            _, program = pickle.loads(result.get())
-            realize.to_program_cache[key] = program
-            if program.arg.local_size is not None:  # else tinygrad has to find one
-                _keep(graph, program, key)
-            bar.update(1)
+def _take(graph: UOp) -> None:
+    """Takes a kernel that is compiled. If that failed, it is to be made here, which then raises why."""
+    global _heard_s
+    _heard_s = time.monotonic()
+    task, bar = _compiling.pop(graph)
+    try:
+        [(key, program)] = task.result()
+    except Exception as error:
+        print_without_messages(error)
+        _failed.add(graph)
+        return
+    if graph not in _programs:
+        realize.to_program_cache[key] = program
+        if program.arg.local_size is not None:  # else tinygrad has to find one
+            _keep(graph, program, key)
+    bar.update(1)
 
 
 def _keep(graph: UOp, program: UOp, key: tuple[object, ...]) -> None:
     _programs[graph] = program
+    _unbuilt.pop(graph, None)
+    _failed.discard(graph)
     if cache_key := _cache_keys.pop(graph, ""):
         disk_cache().put("kernels", cache_key, key)
 
@@ -165,14 +227,23 @@ def _uncompiled(linears: Sequence[UOp]) -> list[UOp]:
 
 
 def _compile(calls: Sequence[UOp]) -> None:
-    if any(call.src[0] in _compiling for call in calls):
-        _take_compiled()
-        calls = [call for call in calls if call.src[0] not in _programs]
-    if not calls:
-        return
-    programs = realize.compile_linear(UOp(Ops.LINEAR, src=tuple(calls))).src
-    for call, done in zip(calls, programs, strict=True):
-        _keep(call.src[0], done.src[0], to_program_key(call.src[0], Device[Device.DEFAULT].renderer))
+    """Compiles kernels, and waits for that."""
+    if len(calls) > 1:
+        for call in calls:
+            _send(call.src[0])
+    for call in calls:
+        while call.src[0] in _compiling:
+            _compiling[call.src[0]].task.wait(1.0)
+            _take_compiled()
+        if call.src[0] not in _programs:
+            _compile_here(call)
+
+
+def _compile_here(call: UOp) -> None:
+    graph = call.src[0]
+    built = unbuilt.build(*unbuilt.arguments) if (unbuilt := _unbuilt.get(graph)) else graph
+    linear = realize.compile_linear(UOp(Ops.LINEAR, src=(call.replace(src=(built, *call.src[1:])),)))
+    _keep(graph, linear.src[0].src[0], to_program_key(built, renderer()))
 
 
 def compile_once(description: tuple[object, ...], *makes: MakeLinears) -> None:
@@ -185,17 +256,18 @@ def compile_once(description: tuple[object, ...], *makes: MakeLinears) -> None:
 def begin_once(description: tuple[object, ...], *makes: MakeLinears) -> Callable[[], None]:
     """Does the first part of `compile_once`: builds the LINEARs. The function that it returns waits for the compiler
     processes, and compiles what they do not."""
-    global _sends
+    global _begins, _sends
     key = _compiled_key(description)
     if key and disk_cache().get("compiled", key):
         return lambda: None
     built = _built.setdefault(key, []) if key else []
-    _sends = not _interrupted  # else it is not all to be compiled at once
+    _begins, _sends = True, not _interrupted  # else it is not all to be compiled at once
     try:
         for make in makes[len(built) :]:
             built.append(make())
+            _give_way()
     finally:
-        _sends = False
+        _begins = _sends = False
 
     def finish() -> None:
         compile_all([linear for linears in built for linear in linears])
@@ -215,22 +287,27 @@ def was_compiled(description: tuple[object, ...]) -> bool:
 def _compiled_key(description: tuple[object, ...]) -> str:
     """ "" if the description has no fingerprint."""
     try:
-        target = str(Device[Device.DEFAULT].renderer.target)
+        target = str(renderer().target)
         sources = source_digest("kernels", "formats", "description", "runtime", "targets")
         return repr((sources, target, fingerprint(description)))
     except TypeError:
         return ""
 
 
-def program_or_graph(description: tuple[object, ...], build: Callable[[], UOp]) -> UOp:
+def program_or_graph(description: tuple[object, ...], build: Callable[..., UOp], *arguments: object) -> UOp:
     """The cached program of the kernel with this `description` (see `fingerprint`); without one the graph that `build`
-    returns, to be compiled."""
+    returns, or in `compile_once` what stands in for it, to be compiled. Only what has arguments, and is a function of a
+    module, is built by compiler processes."""
     cache_key = _program_key(description)
     if cache_key and (program_key := disk_cache().get("kernels", cache_key)):
         program = realize.to_program_cache.get(program_key)
         if program is not None:
             return program
-    graph = build()
+    if _begins and cache_key and arguments and compilers.pool():
+        graph = UOp(Ops.SINK, arg=cache_key)
+        _unbuilt[graph] = _Unbuilt(build, arguments)
+    else:
+        graph = build(*arguments)
     if cache_key:
         _cache_keys[graph] = cache_key
     if _sends and graph not in _programs:
@@ -241,7 +318,7 @@ def program_or_graph(description: tuple[object, ...], build: Callable[[], UOp]) 
 def _program_key(description: tuple[object, ...]) -> str:
     """ "" if the description has no fingerprint."""
     try:
-        target = str(Device[Device.DEFAULT].renderer.target)
+        target = str(renderer().target)
         return repr((source_digest(), target, fingerprint(description)))
     except TypeError:
         return ""
@@ -251,17 +328,11 @@ def in_compiler(function: Callable[..., T], *arguments: object) -> Callable[[], 
     """Has a compiler process call a function of a module with these arguments, and with a function that makes programs
     of graphs (`keep_program`). It may use no device. What is returned waits for the result; None if there are no such
     processes."""
-    if (pool := worker.get_worker_pool()) is None:
+    if (pool := compilers.pool()) is None:
         return None
-    compile_graphs = partial(_compile_graphs, realize._compile_kernel, *_for_compiler())
-    result = _ask(pool, function, *arguments, compile_graphs)
-
-    def wait() -> T:
-        result.wait(_PATIENCE_S)
-        value: T = pickle.loads(result.get()) if result.ready() else function(*arguments, compile_graphs)
-        return value
-
-    return wait
+    compile_graphs = partial(_compile_graphs, *_for_compiler())
+    task = compilers.Task(pool, function, *arguments, compile_graphs)
+    return lambda: task.result() if task.wait(_PATIENCE_S) else function(*arguments, compile_graphs)
 
 
 def keep_program(description: tuple[object, ...], key: tuple[object, ...], program: UOp) -> UOp:
@@ -272,38 +343,27 @@ def keep_program(description: tuple[object, ...], key: tuple[object, ...], progr
     return program
 
 
-def _compile_graphs(
-    compile_kernel: Callable[..., tuple[int, UOp]],
-    renderer: Renderer,
-    context: dict[str, int],
-    graphs: Sequence[UOp],
+CompileKernel = Callable[[tuple[int, tuple[UOp, Renderer], dict[str, int]]], tuple[int, UOp]]
+
+
+def _compile_unbuilt(
+    compile_kernel: CompileKernel, target: Renderer, context: dict[str, int], made: bytes
 ) -> list[Compiled]:
-    keys = [to_program_key(graph, renderer) for graph in graphs]
-    tasks = (compile_kernel((0, (graph, renderer), context)) for graph in graphs)
+    """Runs in a compiler process."""
+    with told(target):
+        build, arguments = pickle.loads(made)
+        return _compile_graphs(compile_kernel, target, context, [build(*arguments)])
+
+
+def _compile_graphs(
+    compile_kernel: CompileKernel, target: Renderer, context: dict[str, int], graphs: Sequence[UOp]
+) -> list[Compiled]:
+    keys = [to_program_key(graph, target) for graph in graphs]
+    tasks = (compile_kernel((0, (graph, target), context)) for graph in graphs)
     return [(key, program) for key, (_, program) in zip(keys, tasks, strict=True)]
 
 
-def _for_compiler() -> tuple[Renderer, dict[str, int]]:
+def _for_compiler() -> tuple[CompileKernel, Renderer, dict[str, int]]:
     """What a compiler process has to know beside a graph."""
-    return Device[Device.DEFAULT].renderer, {variable.key: variable.value for variable in to_program_context}
-
-
-def fingerprint(value: object) -> str:
-    """A text that identifies a value, and for a function all that its result depends on beside its arguments: where it
-    is defined, and the values that it captured from an outer function. Raises TypeError for other types of values."""
-    if value is None or isinstance(value, bool | int | float | str | bytes | DType):
-        return repr(value)
-    if isinstance(value, Enum):
-        return f"{type(value).__module__}.{type(value).__qualname__}.{value.name}"
-    if isinstance(value, tuple | list):
-        return f"({', '.join(map(fingerprint, value))})"
-    if isinstance(value, FunctionType):
-        cells = zip(value.__code__.co_freevars, value.__closure__ or (), strict=True)
-        captured = (f"{name}={fingerprint(cell.cell_contents)}" for name, cell in cells)
-        if value.__defaults__ or value.__kwdefaults__:
-            raise TypeError("a function with default arguments has no fingerprint")
-        return f"{value.__module__}.{value.__qualname__}({', '.join(captured)})"
-    if is_dataclass(value) and not isinstance(value, type):
-        parts = (f"{field.name}={fingerprint(getattr(value, field.name))}" for field in fields(value))
-        return f"{type(value).__module__}.{type(value).__qualname__}({', '.join(parts)})"
-    raise TypeError(f"a {type(value).__name__} has no fingerprint")
+    context = {variable.key: variable.value for variable in to_program_context}
+    return realize._compile_kernel, renderer(), context

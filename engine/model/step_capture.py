@@ -12,6 +12,7 @@ from itertools import chain
 import numpy as np
 
 from engine.errors import PreemptedError
+from engine.kernels import compilers
 from engine.kernels.compilation import interruptible
 from engine.model.busy_preparation import BusyPreparation
 from engine.protocol.events import Sampling
@@ -58,10 +59,13 @@ class StepCapture:
             pass
 
     def rest(self, interrupted: Callable[[], bool]) -> Iterator[None]:
-        """Captures what is left, one a turn, until `interrupted`."""
+        """Captures what is left, one a turn, until `interrupted`. Compiler processes end when nothing is left."""
         self._interrupted = interrupted
         turns = chain(self._left, self._later)
-        while not interrupted() and next(turns, self) is None:
+        while not interrupted():
+            if next(turns, self) is self:
+                compilers.end()
+                return
             yield
 
     def _steps(self) -> Iterator[None]:

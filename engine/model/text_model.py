@@ -9,8 +9,9 @@ from tinygrad import Device, Tensor
 from tinygrad.helpers import GlobalCounters
 
 from engine.errors import SHORTEN_AT_MOST, ContextFullError, UsageError
-from engine.fixes import compiler_processes, program_cache
+from engine.fixes import program_cache
 from engine.formats.pooling import pooling_of
+from engine.kernels import compilers
 from engine.kernels.quantized_matrix import QuantizedMatrix
 from engine.loading.weights import Weights
 from engine.measure.bandwidth import copy_gbps
@@ -84,7 +85,7 @@ class TextModel:
         program_cache.apply()
         with kernels_reported(lambda done, total: report(Warming(done=done, total=total))):
             self._open(plan, options, weights, report)
-        compiler_processes.dismiss()
+        compilers.end()
         with timeline.span("waiting for the tokenizer"):
             self.prompts = prompts.encoder()
         self.tokenizer = self.prompts.tokenizer
@@ -141,7 +142,6 @@ class TextModel:
             return
         for _ in self._capture.rest(interrupted):
             self._choices.skip()
-        compiler_processes.dismiss()
         self.scheduler.keep(interrupted)
 
     def check_device(self) -> None:

@@ -179,28 +179,33 @@ SLIM = """
 import sys
 import tinygrad.engine.realize as realize, tinygrad.engine.worker as compile_workers
 from engine.fixes import compiler_processes, program_cache
+from engine.kernels import compilers
 compiler_processes.apply()
 if sys.argv[1:] != ["without"]:
     program_cache.apply()
+import threading
 from tinygrad import Tensor
+from tinygrad.uop.ops import UOpMetaClass
+threads, make = set(), UOpMetaClass.__call__
+UOpMetaClass.__call__ = lambda *of, **more: threads.add(threading.get_ident()) or make(*of, **more)
 a, b = (Tensor([float(i) for i in range(n)]).contiguous().realize() for n in (32, 64))
 sums = [(x * 3 + 1).sum().contiguous() for x in (a, b)]
 Tensor.realize(*sums)
 assert compile_workers.worker_pool is not None
 programs = [p for p in realize.to_program_cache.values() if p.arg.local_size is not None]
-print([s.item() for s in sums], len(programs) > 1, max(len(p.src[0].src) for p in programs))
-compiler_processes.dismiss()
-compiler_processes.dismiss()
+print([s.item() for s in sums], len(programs) > 1, len(threads), max(len(p.src[0].src) for p in programs))
+compilers.end()
+compilers.end()
 assert compile_workers.worker_pool is None
 print((a + 2).sum().item())
 """
 
 
-def test_compilers_send_programs_back_without_their_graphs(tmp_path):
+def test_compilers_send_programs_back_without_their_graphs_and_no_other_thread_makes_nodes(tmp_path):
     env = {"DEV": "PYTHON", "PARALLEL": "2", "CACHELEVEL": "0", "XDG_CACHE_HOME": str(tmp_path)}
-    assert python(SLIM, **env).splitlines() == ["[1520.0, 6112.0] True 0", "560.0"]
+    assert python(SLIM, **env).splitlines() == ["[1520.0, 6112.0] True 1 0", "560.0"]
     stock = python("import sys; sys.argv.append('without')\n" + SLIM, **env)
-    assert stock.splitlines()[0] != "[1520.0, 6112.0] True 0"
+    assert stock.splitlines()[0] != "[1520.0, 6112.0] True 1 0"
 
 
 @pytest.mark.parametrize("fix", [cuda_binaries, launch_bounds, program_cache])

@@ -3,7 +3,6 @@
 import pickle
 from dataclasses import dataclass
 from enum import Enum
-from itertools import chain
 from types import SimpleNamespace
 
 import pytest
@@ -11,13 +10,14 @@ from tinygrad import UOp
 from tinygrad.uop.ops import Ops
 
 from engine.errors import PreemptedError
-from engine.kernels import compilation
+from engine.kernels import compilation, compilers
 from engine.kernels.compilation import (
     compile_all,
     compile_in_turns,
-    fingerprint,
+    compile_once,
     interruptible,
 )
+from engine.kernels.functions import fingerprint, packed
 
 
 @dataclass(frozen=True)
@@ -54,26 +54,6 @@ def test_other_values_have_no_fingerprint(value):
         fingerprint((value,))
 
 
-def test_compiling_gives_way_to_a_request_and_goes_on(monkeypatch):
-    graphs = [UOp(Ops.SINK, arg=f"kernel {n}") for n in range(5)]
-    linear = UOp(Ops.LINEAR, src=tuple(graph.call() for graph in graphs))
-    batches = []
-    monkeypatch.setattr(
-        compilation, "_compile", lambda calls: batches.append([c.src[0] for c in calls]) or keep(calls)
-    )
-    keep = lambda calls: compilation._programs.update({call.src[0]: call.src[0] for call in calls})
-    monkeypatch.setattr(compilation, "_programs", {})
-    monkeypatch.setenv("PARALLEL", "2")
-    asked = iter([False, True])
-    with interruptible(lambda: next(asked)), pytest.raises(PreemptedError):
-        compile_all([linear])
-    assert [len(batch) for batch in batches] == [2, 2]
-    compile_all([linear])
-    assert sorted(chain(*batches), key=graphs.index) == graphs
-    compilation._programs.clear()
-    assert list(compile_in_turns([linear])) == [(0, 5), (2, 5), (4, 5)], "a kernel for each process in a turn"
-
-
 @dataclass(frozen=True)
 class Info:
     """What is said of a program."""
@@ -86,31 +66,37 @@ class Pool:
     """Compiler processes that answer when they are told to."""
 
     def __init__(self):
-        self.given = []
+        self.given, self.answers = [], []
 
     def apply_async(self, function, arguments):
-        _, (_, (graph, _), _) = arguments
-        self.given.append(graph)
-        answer = SimpleNamespace(is_ready=False, wait=lambda seconds: setattr(answer, "is_ready", True))
-        answer.ready, answer.get, answer.graph = (
-            lambda: answer.is_ready,
-            lambda: pickle.dumps((0, UOp(Ops.NOOP, arg=Info(graph.arg)))),
-            graph,
-        )
-        self.answers = [*getattr(self, "answers", []), answer]
+        _, (*_, made) = pickle.loads(arguments[0])
+        build, of = pickle.loads(made)
+        graph = build(*of)
+        self.given.append(graph.arg)
+        answer = SimpleNamespace(is_ready=False, waited=0)
+        answer.ready = lambda: answer.is_ready
+        answer.get = lambda: pickle.dumps([(graph.arg, UOp(Ops.NOOP, arg=Info(graph.arg)))])
+        answer.wait = lambda seconds: setattr(answer, "waited", answer.waited + 1)
+        self.answers.append(answer)
         return answer
+
+    def answer(self, *names):
+        for name in names:
+            self.answers[self.given.index(name)].is_ready = True
+
+    def terminate(self):
+        pass
 
 
 @pytest.fixture
 def pool(monkeypatch):
     pool, compiled = Pool(), []
-    monkeypatch.setattr(compilation.worker, "worker_pool", pool)
-    monkeypatch.setattr(compilation.worker, "get_worker_pool", lambda: compilation.worker.worker_pool)
+    monkeypatch.setattr(compilers.worker, "worker_pool", pool)
+    monkeypatch.setattr(compilers.worker, "get_worker_pool", lambda: compilers.worker.worker_pool)
     monkeypatch.setattr(compilation, "to_program_key", lambda graph, renderer: graph.arg)
     monkeypatch.setattr(compilation.realize, "to_program_cache", {})
-    monkeypatch.setattr(compilation, "_programs", {})
-    monkeypatch.setattr(compilation, "_compiling", {})
-    monkeypatch.setattr(compilation, "_built", {})
+    for name in ("_programs", "_compiling", "_built", "_unbuilt", "_cache_keys"):
+        monkeypatch.setattr(compilation, name, {})
     get = lambda table, key: key in compiled
     monkeypatch.setattr(compilation, "_compiled_key", repr)
     put = lambda table, key, value: compiled.append(key)
@@ -118,7 +104,7 @@ def pool(monkeypatch):
 
     def compile_linear(linear):
         programs = compilation.realize.to_program_cache
-        done = lambda name: programs.get(name, UOp(Ops.NOOP, arg=Info(name)))
+        done = lambda name: programs.get(name, UOp(Ops.NOOP, arg=Info(f"{name} made here")))
         return linear.replace(src=tuple(c.replace(src=(done(c.src[0].arg),)) for c in linear.src))
 
     monkeypatch.setattr(compilation.realize, "compile_linear", compile_linear)
@@ -130,14 +116,76 @@ def linear_of(*names):
     return [UOp(Ops.LINEAR, src=tuple(UOp(Ops.SINK, arg=name).call() for name in names))]
 
 
-def test_what_processes_have_compiled_is_taken_and_what_ended_ones_had_begun_is_compiled_here(
-    pool, monkeypatch
-):
-    [linear] = linear_of("a", "b")
-    graphs = [call.src[0] for call in linear.src]
-    assert all(map(compilation._send, graphs)) and pool.given == graphs
-    pool.answers[0].is_ready = True
-    monkeypatch.setattr(compilation.worker, "worker_pool", Pool())  # the first was dismissed
-    compile_all([linear])
-    assert [compilation._programs[graph].arg.name for graph in graphs] == ["a", "b"]
-    assert not compilation._compiling and not pool.answers[1].is_ready, "nobody waited for it"
+def programs():
+    return {graph.arg: program.arg.name for graph, program in compilation._programs.items()}
+
+
+def test_compiling_gives_way_to_a_request_and_goes_on(pool):
+    linears, asked = linear_of(*"abcde"), iter([False, False, True])
+    with interruptible(lambda: next(asked)), pytest.raises(PreemptedError):
+        compile_all(linears)
+    assert pool.given == ["a", "b"] and not programs(), "it was asked before the first, and after each"
+    pool.answer("a", "b")
+    turns = compile_in_turns(linears)
+    assert [next(turns) for _ in range(2)] == [(0, 5), (2, 5)]
+    assert pool.given == [*"abcde"] and programs() == {"a": "a", "b": "b"}
+    assert next(turns) == (2, 5) and pool.answers[2].waited == 1, "a moment, and the caller may go on"
+    pool.answer(*"cde")
+    assert [*turns] == [] and len(programs()) == 5
+
+
+def test_beside_answers_nothing_waits_for_processes_and_what_is_built_is_kept(pool):
+    built = []
+
+    def make(*names):
+        return lambda: built.append(names) or linear_of(*names)
+
+    def go_on(is_over=lambda: False):
+        with interruptible(is_over, waits=False):
+            compile_once(("step",), make("a", "b", "c"), make("d"))
+
+    with pytest.raises(PreemptedError):
+        go_on(lambda: True)
+    assert built == [("a", "b", "c")] and not pool.given, "each slice does a part"
+    for _ in range(2):
+        with pytest.raises(PreemptedError):
+            go_on()
+        assert pool.given == ["a", "b"], "two of four CPUs"
+    assert built == [("a", "b", "c"), ("d",)]
+    pool.answer("b")
+    with pytest.raises(PreemptedError):
+        go_on()
+    assert pool.given == ["a", "b", "c"] and programs() == {"b": "b"}
+    pool.answer("a", "c")
+    with pytest.raises(PreemptedError):
+        go_on()
+    pool.answer("d")
+    go_on()
+    assert len(built) == 2 and len(programs()) == 4 and not compilation._built
+    assert not any(answer.waited for answer in pool.answers)
+
+
+def test_what_ended_processes_had_begun_is_given_again(pool, monkeypatch):
+    linears = linear_of("a", "b")
+    with interruptible(lambda: False, waits=False), pytest.raises(PreemptedError):
+        compile_all(linears)
+    compilers.end()
+    monkeypatch.setattr(compilers.worker, "worker_pool", other := Pool())
+    with interruptible(lambda: False, waits=False), pytest.raises(PreemptedError):
+        compile_all(linears)
+    assert pool.given == other.given == ["a", "b"]
+    other.answer("a", "b")
+    compile_all(linears)
+    assert programs() == {"a": "a", "b": "b"}
+
+
+def test_what_processes_do_not_send_is_made_here(pool, monkeypatch):
+    monkeypatch.setattr(compilation, "_PATIENCE_S", -1.0)
+    compile_all(linear_of("a", "b"))  # they were killed
+    assert programs() == {"a": "a made here", "b": "b made here"}
+
+
+def test_functions_travel_with_what_they_captured():
+    function = pickle.loads(packed(factory(Shape(3, (4,)), Kind.PACKED)))
+    assert fingerprint(function) == fingerprint(factory(Shape(3, (4,)), Kind.PACKED))
+    assert function(4) == (7, Kind.PACKED)

@@ -3,7 +3,7 @@
 import pytest
 from tinygrad import UOp, dtypes
 
-from engine.kernels.compilation import fingerprint
+from engine.kernels.functions import fingerprint
 from engine.kernels.kernel import Kernel, call_by_name
 from engine.kernels.launch_hints import LaunchHints, hints_of, info_of
 from engine.targets.nvidia.kernels.kernel_sequence import KernelSequence

@@ -76,11 +76,15 @@ class NvidiaRunner:
         is_early: bool = False,
         pictures: PictureRoom | None = None,
     ) -> None:
-        """`is_early`: prefill is compiled later. `pictures`: if there may be some. Raises ModelFileError."""
+        """`is_early`: what a chat's first answer does not need is compiled later. `pictures`: if there may be some.
+        Raises ModelFileError."""
         launch_bounds.apply()
         os.environ.setdefault("ALLOW_HALF8", "1")  # lets tinygrad load eight half-precision numbers at once
-        self.parallel, self._context, self._is_early = parallel, context_length, is_early
-        self.chunk_sizes = tuple(n for n in CHUNK_SIZES if n <= context_length)
+        self.parallel, self._context = parallel, context_length
+        self.chunk_sizes = sizes = tuple(n for n in CHUNK_SIZES if n <= context_length)
+        # Those that are compiled at the start. A prompt of a server delays others, so some are enough, but not none.
+        early = (sizes[0], sizes[-1]) if parallel > 1 else ()
+        self._first_sizes = early if is_early else sizes
         self._set_up = weights.spec, context_length, parallel, kv, pictures  # what the kernels follow from
         self._model = model = allocate(weights, context_length, self.max_chunk, parallel, kv, pictures)
         self._angles = OwnAngles(model, context_length, parallel, pictures)
@@ -153,14 +157,15 @@ class NvidiaRunner:
 
     def _linears(self) -> list[UOp]:
         """The kernels that answers need at first, to be compiled at once, so that several compilers share them: the
-        least and the most rows, and prefill unless that is compiled later."""
+        least and the most rows, and some sizes of prefill; of a server also all that requests may ask of a choice."""
         compiler_processes.prepare()
         specs, steps = piece_specs(self._model.matrices), self._steps
         begin_repacking(specs)
         sequences = [steps.kernels(n, limit) for n in self._counts for limit in steps.limits(n)]
         sequences += [steps.kernels(n, steps.limits(n)[0], _DRAWN) for n in self._counts]
-        if not self._is_early:
-            sequences += [self._prefill.step(size) for size in self.chunk_sizes]
+        sequences += [self._prefill.step(size) for size in self._first_sizes]
+        if self.parallel > 1:
+            sequences += [steps.choice_kernels(n, _ALL) for n in self._counts]
         sequences += [*map(self._copy_sequence, self._windows), *self._states.kernels()]
         return [*(s.linear for s in sequences), *map(repacking_kernels, specs)]
 
@@ -398,7 +403,7 @@ class NvidiaRunner:
 
     def _has_prefill(self, size: int) -> bool:
         """Whether prefill of chunks of this size need not be compiled."""
-        if ("prefill", size) in self._captured or not self._is_early:
+        if ("prefill", size) in self._captured or size in self._first_sizes:
             return True
         if size not in self._compiled:  # the disk is asked once: that takes milliseconds
             self._compiled[size] = was_compiled((*self._set_up, "prefill", size))

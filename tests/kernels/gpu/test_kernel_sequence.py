@@ -4,6 +4,8 @@ import os
 import subprocess
 import sys
 
+import pytest
+
 from tests.paths import ROOT
 
 CODE = """
@@ -54,6 +56,7 @@ print(len(built), len(compiled))
 
 def run(cache, code=CODE, compilers=0):
     variables = {"DEV": "PYTHON", "PARALLEL": str(compilers), "CACHELEVEL": "0", "XDG_CACHE_HOME": str(cache)}
+    variables["PYTHONPATH"] = os.pathsep.join([str(cache), str(ROOT)])
     env = {**os.environ, **variables}
     done = subprocess.run([sys.executable, "-c", code], env=env, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -72,9 +75,20 @@ def test_without_a_cache_all_is_made_again(tmp_path):
     assert run(tmp_path) == run(tmp_path) == (2, 2)
 
 
-BEGUN = (
-    CODE.partition("steps = ")[0].replace("realize._compile_kernel =", "_ =")  # compilers could not call that
-    + """
+MODULE = CODE.partition("x, y, z")[0].replace(
+    "realize._compile_kernel =", "_ ="
+)  # compilers could not call that
+BEGUN = """
+import functools
+import numpy as np
+from scaling import *
+x, y, z = (to_device(np.arange(8, dtype=np.float32)) for _ in range(3))
+def sequence():
+    step = KernelSequence()
+    for _ in range(2):
+        step.add(scale(8, 2.0), out=y, x=x)
+        step.add(scale(8, 3.0), out=z, x=y)
+    return step
 from tinygrad import codegen
 from engine.fixes import compiler_processes
 from engine.kernels import compilation
@@ -94,15 +108,27 @@ print(len(compilation._compiling), len(built), len(compiled), int(compilation.wa
 launch()
 assert (z.numpy() == np.arange(8) * 6).all()
 """
-)
 
 
-def test_compilers_get_each_kernel_when_it_is_built(tmp_path):
-    assert run(tmp_path, BEGUN, compilers=2) == (2, 2, 0, 0, 2, 0, 1)
+@pytest.fixture
+def scaling(tmp_path):
+    (tmp_path / "scaling.py").write_text(MODULE)
+
+
+def test_compilers_build_kernels_and_get_each_when_it_is_added(tmp_path, scaling):
+    assert run(tmp_path, BEGUN, compilers=2) == (2, 0, 0, 0, 0, 0, 1)
     assert run(tmp_path, BEGUN, compilers=2) == (0, 1, 0, 0, 0, 1)
 
 
-def test_without_compilers_what_was_begun_is_done_when_it_is_needed(tmp_path):
+def test_what_compilers_cannot_build_is_built_here(tmp_path, scaling):
+    begin = "import os\nos.environ['HERE'] = str(os.getpid())\nfrom scaling import *"
+    broken = BEGUN.replace("from scaling import *", begin)
+    here = "        assert os.environ['HERE'] == str(os.getpid())\n        built.append(factor)"
+    (tmp_path / "scaling.py").write_text("import os\n" + MODULE.replace("        built.append(factor)", here))
+    assert run(tmp_path, broken, compilers=2) == (2, 0, 0, 0, 2, 2, 1)
+
+
+def test_without_compilers_what_was_begun_is_done_when_it_is_needed(tmp_path, scaling):
     assert run(tmp_path, BEGUN) == (0, 2, 0, 0, 2, 2, 1)
 
 

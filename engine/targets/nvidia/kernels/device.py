@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 from tinygrad import Device
 
+from engine.kernels.target import renderer
 from engine.targets.nvidia.kernels.rates import Rates, estimated, kept_rates
 
 _KNOWN_COUNTS = {"sm_87": 16}  # multiprocessors by compute capability, for Tegra chips: AGX Orin 64 GB
@@ -60,7 +61,7 @@ def _attribute(number: int) -> int:
 def capability() -> str:
     """The compute capability that kernels are made for, as "sm_90": the GPU's own, unless DEV names another
     (`engine.backends`)."""
-    return str(Device[Device.DEFAULT].renderer.target.arch)
+    return str(renderer().target.arch)
 
 
 def spills_early() -> bool:

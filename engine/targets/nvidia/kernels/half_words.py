@@ -10,11 +10,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-from tinygrad import Device, UOp, dtypes
+from tinygrad import UOp, dtypes
 from tinygrad.dtype import DType
 from tinygrad.renderer.cstyle import CUDARenderer
 from tinygrad.uop.ops import Ops
 
+from engine.kernels.target import renderer
 from engine.targets.nvidia.kernels.uops import F16, INDEX, U32, bitwise_or, mask, shift, u32
 
 _BASE_BITS, _BASE = 0x6400, 1024.0  # a float16 whose lowest bits count ones
@@ -22,7 +23,7 @@ _BASE_BITS, _BASE = 0x6400, 1024.0  # a float16 whose lowest bits count ones
 
 def is_cuda() -> bool:
     """Whether kernels are written in CUDA's language."""
-    return isinstance(Device[Device.DEFAULT].renderer, CUDARenderer)
+    return isinstance(renderer(), CUDARenderer)
 
 
 def halves(word: UOp) -> list[UOp]:

@@ -75,7 +75,11 @@ def _program(kernel: Kernel, shapes: Shapes) -> UOp:
     takes a megabyte, and nothing reads it any more."""
     known = _known.get((kernel, shapes))
     if known is None:
-        placeholders = (UOp.placeholder((n,), dtype, slot=i) for i, (n, dtype) in enumerate(shapes))
-        known = program_or_graph((kernel, shapes), lambda: kernel.graph(*placeholders))
+        known = program_or_graph((kernel, shapes), _graph, kernel, shapes)
     _known[kernel, shapes] = compiled(known)
     return _known[kernel, shapes]
+
+
+def _graph(kernel: Kernel, shapes: Shapes) -> UOp:
+    placeholders = (UOp.placeholder((n,), dtype, slot=i) for i, (n, dtype) in enumerate(shapes))
+    return kernel.graph(*placeholders)

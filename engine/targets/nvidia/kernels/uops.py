@@ -7,10 +7,12 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Literal
 
-from tinygrad import Device, UOp, dtypes
+from tinygrad import UOp, dtypes
 from tinygrad.dtype import AddrSpace, DType
 from tinygrad.renderer import Estimates
 from tinygrad.uop.ops import KernelInfo, Ops
+
+from engine.kernels.target import renderer
 
 F32, F16, I32, U32, INDEX = dtypes.float32, dtypes.float16, dtypes.int32, dtypes.uint32, dtypes.weakint
 LOWEST = -1e30  # a score below all others; minus infinity would give NaN in a difference
@@ -135,7 +137,7 @@ def all_of(*conditions: UOp | None) -> UOp | None:
 def half_registers() -> DType:
     """The type in which registers hold half-precision numbers: float16, or float32 if the device has no float16
     (tinygrad's emulator)."""
-    return F16 if F16 in Device[Device.DEFAULT].renderer.supported_dtypes() else F32
+    return F16 if F16 in renderer().supported_dtypes() else F32
 
 
 def after_store(array: UOp, index: UOp | int, value: UOp, valid: UOp | None = None) -> UOp:

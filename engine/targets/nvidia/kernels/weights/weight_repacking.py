@@ -22,11 +22,11 @@ from engine.kernels.compilation import (
     Compiled,
     call_of,
     compile_calls,
-    fingerprint,
     in_compiler,
     keep_program,
     program_or_graph,
 )
+from engine.kernels.functions import fingerprint
 from engine.targets.nvidia.kernels.weights.upload import Upload
 from engine.targets.nvidia.kernels.weights.weight_layout import WeightLayout
 
@@ -137,7 +137,7 @@ class _Plan:
         self._spec = spec
         self._intermediates = [_scratch(n, dtype) for n, dtype in wiring.intermediates]
         kernels = [keep_program(("repack", spec, i), *compiled) for i, compiled in enumerate(programs)] or [
-            program_or_graph(("repack", spec, i), lambda i=i: schedule().graphs[i])  # type: ignore[misc]
+            program_or_graph(("repack", spec, i), lambda i=i: schedule().graphs[i])
             for i in range(len(wiring.buffers))
         ]
         self._kernels = [*zip(kernels, wiring.buffers, strict=True)]
