@@ -21,7 +21,7 @@ from app.serve.protocols.blocks import Block, Blocks, Change, Grown, Opened
 from app.serve.protocols.conversation import Call, CalledFunction, ChatMessage, Part, PicturePart
 from app.serve.protocols.formats import JsonSchema, ResponseFormat
 from app.serve.protocols.json_values import converted
-from app.serve.protocols.pictures import NOTHING_ELSE, PICTURES, from_part
+from app.serve.protocols.pictures import NOT_READ, NOTHING_ELSE, PICTURES, from_part
 from app.serve.protocols.reply import Asked, Json, Reply
 from app.serve.protocols.requests import MAX_USER
 from app.serve.protocols.text_files import from_file
@@ -191,10 +191,10 @@ def _messages(message: AnthropicMessage, param: str) -> Iterator[ChatMessage]:
                 calls.append(Call(CalledFunction(block.name or "", arguments), id=block.id or ""))
             case "tool_result":
                 has_results = True
-                text, pictures = _result(block.content, f"{param}.content[{i}]")
-                text = f"Error: {text}" if block.is_error else text
-                yield ChatMessage("tool", text, tool_call_id=block.tool_use_id)
-                parts += pictures  # templates expect them of the user alone
+                result = _result(block.content, f"{param}.content[{i}]")
+                if block.is_error:
+                    result = [Part("text", "Error: "), *result]
+                yield ChatMessage("tool", result, tool_call_id=block.tool_use_id)
             case kind if kind in PICTURES:
                 parts.append(PicturePart(picture=from_part(block, f"{param}.content[{i}]")))
             case _:
@@ -205,15 +205,22 @@ def _messages(message: AnthropicMessage, param: str) -> Iterator[ChatMessage]:
         yield ChatMessage(message.role, parts, "".join(thinking), tool_calls=calls or None)
 
 
-def _result(content: Any, param: str) -> tuple[str, list[PicturePart]]:
-    """The text of a tool's result, and its pictures."""
+def _result(content: Any, param: str) -> list[Part]:
+    """The texts of a tool's result, and its pictures. What cannot be read is said to be so."""
     if not isinstance(content, list):
-        return _text(content, param), []
-    pictures = [block for block in content if isinstance(block, dict) and block.get("type") in PICTURES]
-    text = _text([block for block in content if block not in pictures], param)
-    blocks = converted(pictures, list[ContentBlock], param)
-    parts = [PicturePart(picture=from_part(block, param)) for block in blocks]
-    return text or ("(a picture)" if pictures else ""), parts
+        return [Part("text", _text(content, param))]
+    parts = list[Part]()
+    for given in content:
+        block = converted(given, ContentBlock, param)
+        joint = "\n" if parts and block.type not in PICTURES else ""
+        try:
+            if block.type in PICTURES:
+                parts.append(PicturePart(picture=from_part(block, param)))
+            else:
+                parts.append(Part("text", joint + _block_text(block, param)))
+        except ApiError:
+            parts.append(Part("text", joint + NOT_READ))
+    return parts
 
 
 def _text(content: Any, param: str, depth: int = 0) -> str:

@@ -95,8 +95,9 @@ def chat_request(body: ChatBody, service: Service) -> tuple[Generate, Tools]:
         raise wrong("max_tokens must be 1 or more.", "max_tokens")
     think, effort = wanted(body, service.think)
     sampling = replace(service.sampling, effort=effort) if effort else service.sampling
-    prompt = Chat(messages=conversation(body.messages), think=think, tools=tools.shown)
-    if prompt.pictures and service.ready and not service.ready.model.sees:
+    sees = service.ready is None or service.ready.model.sees
+    prompt = Chat(messages=conversation(body.messages, sees=sees), think=think, tools=tools.shown)
+    if prompt.pictures and not sees:
         raise unseen(service.model)
     shown = max(asked, 1) if body.logprobs else 0
     return generate(body, prompt, sampling, limit, shown, grammar), tools

@@ -6,8 +6,8 @@ from typing import Any
 
 import msgspec
 
-from app.serve.errors import wrong
-from app.serve.protocols.pictures import NOTHING_ELSE, PICTURES, from_part
+from app.serve.errors import ApiError, wrong
+from app.serve.protocols.pictures import NOT_READ, NOT_SEEN, NOTHING_ELSE, PICTURES, from_part
 from app.serve.protocols.text_files import from_file
 from app.serve.protocols.tools import INPUT
 from engine.protocol.events import PICTURE_MARK, Message, Picture, ToolCall, plain
@@ -87,9 +87,10 @@ class ChatMessage(msgspec.Struct):
     name: str | None = None
 
 
-def conversation(messages: Sequence[ChatMessage]) -> tuple[Message, ...]:
-    """Pictures in the results of tools become the user's after these: chat templates expect them nowhere else. Raises
-    ApiError for a role or a part of a message that the engine does not know."""
+def conversation(messages: Sequence[ChatMessage], *, sees: bool = True) -> tuple[Message, ...]:
+    """Pictures in the results of tools become the user's after these: chat templates expect them nowhere else. If the
+    model `sees` none, a text says so in their place. Raises ApiError for a role or a part of a message that the engine
+    does not know."""
     shown = list[Picture]()  # in results of tools, up to the next message of another role
     names: dict[str, str] = {}  # of the functions that were called, by the id of the call
     converted: list[Message] = []
@@ -118,6 +119,8 @@ def conversation(messages: Sequence[ChatMessage]) -> tuple[Message, ...]:
             case role if role in _OF_TOOLS:
                 id = message.tool_call_id or ""
                 name = message.name or names.get(id, "")
+                if not sees:
+                    content, pictures = content.replace(PICTURE_MARK, NOT_SEEN), ()
                 text = content.replace(PICTURE_MARK, "") or ("(a picture)" if pictures else "")
                 converted.append(Message(role="tool", content=text, tool_call_id=id, name=name))
                 shown += pictures
@@ -140,20 +143,34 @@ def _content(message: ChatMessage, param: str) -> tuple[str, str, tuple[Picture,
     for part in message.content:
         if isinstance(part, str):
             texts.append(plain(part))
-        elif part.type in TEXTS:
-            texts.append(plain(part.text or part.refusal or ""))
         elif part.type in THOUGHTS:
             thoughts.append(_thought(part.thinking) or part.text or "")
-        elif part.type in FILES:
-            file = part.file or {"filename": part.filename, "file_data": part.file_data}
-            texts.append(plain(from_file(file, param)))
-        elif message.role not in ("user", *_OF_TOOLS):
-            of_user = "Pictures stand in messages of the user, and in results of tools."
-            raise wrong(of_user if part.type in PICTURES else NOTHING_ELSE, param)
         else:
-            texts.append(PICTURE_MARK)
-            pictures.append(part.picture if isinstance(part, PicturePart) else _picture(part, param))
+            try:
+                read = _read(part, message.role, param)
+            except ApiError:
+                if message.role not in _OF_TOOLS:
+                    raise
+                read = NOT_READ
+            texts.append(PICTURE_MARK if isinstance(read, Picture) else read)
+            pictures += [read] if isinstance(read, Picture) else []
     return "".join(texts), "".join(thoughts), tuple(pictures)
+
+
+def _read(part: Part, role: str, param: str) -> str | Picture:
+    """A text or a picture. Raises ApiError."""
+    if part.type in TEXTS:
+        return plain(part.text or part.refusal or "")
+    if part.type in FILES:
+        return plain(from_file(part.file or {"filename": part.filename, "file_data": part.file_data}, param))
+    if role not in ("user", *_OF_TOOLS):
+        of_user = "Pictures stand in messages of the user, and in results of tools."
+        raise wrong(of_user if part.type in PICTURES else NOTHING_ELSE, param)
+    if isinstance(part, PicturePart):
+        return part.picture
+    if part.type not in PICTURES:
+        raise wrong(NOTHING_ELSE, param)
+    return from_part(part, param)
 
 
 def _thought(given: Any) -> str:
@@ -163,9 +180,3 @@ def _thought(given: Any) -> str:
             text for part in given if isinstance(part, dict) and isinstance(text := part.get("text"), str)
         )
     return given if isinstance(given, str) else ""
-
-
-def _picture(part: Part, param: str) -> Picture:
-    if part.type not in PICTURES:
-        raise wrong(NOTHING_ELSE, param)
-    return from_part(part, param)

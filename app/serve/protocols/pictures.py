@@ -14,6 +14,8 @@ _SEND = "Send the picture itself, as data:image/png;base64 and its bytes."
 PICTURES = ("image_url", "input_image", "image")
 """The types of parts that are pictures: OpenAI's chat completions and responses, Anthropic's messages."""
 NOTHING_ELSE = "This server reads text and pictures: no sounds, PDFs or other files."
+NOT_READ, NOT_SEEN = "(a file that cannot be read here)", "(a picture, and this model sees none)"
+"""In place of what a tool returned. A refusal would end the conversation: each further request has the result, too."""
 
 
 def from_url(url: Any, param: str) -> Picture:

@@ -186,7 +186,7 @@ class _Messages:
                 self._call(Call(custom=msgspec.convert(item, CustomInput), id=_text_field(item, "call_id")))
             case "function_call_output" | "custom_tool_call_output":
                 self._turn = None
-                content = _output(item.get("output"), param)
+                content = _output(item.get("output"), param, of_tool=True)
                 self._messages.append(ChatMessage("tool", content, tool_call_id=_text_field(item, "call_id")))
 
     def _message(self, item: dict[str, Any], param: str) -> None:
@@ -215,12 +215,12 @@ def _text_field(item: dict[str, Any], name: str) -> str:
     return value if isinstance(value, str) else ""
 
 
-def _output(content: Any, param: str) -> list[Part]:
-    """What is given as a text or as parts. Raises ApiError."""
+def _output(content: Any, param: str, *, of_tool: bool = False) -> list[Part]:
+    """What is given as a text or as parts. Raises ApiError for other parts, unless a tool returned them."""
     if content is None or isinstance(content, str):
         return [Part("text", content or "")]
     parts = msgspec.convert(content, list[Part])
-    if any(part.type not in TEXTS + PICTURES + FILES for part in parts):
+    if not of_tool and any(part.type not in TEXTS + PICTURES + FILES for part in parts):
         raise wrong(NOTHING_ELSE, param)
     return parts
 

@@ -6,6 +6,7 @@ from urllib.parse import quote
 
 import pytest
 
+from app.serve.protocols.pictures import NOT_READ, NOT_SEEN
 from app.serve.service import ModelFile
 from engine.description.vision_reader import read_vision
 from engine.formats.gguf import GGUF
@@ -141,9 +142,31 @@ async def test_a_picture_in_a_tools_result_comes_from_the_user(served):
 
 
 async def test_a_model_that_does_not_see_says_so(served):
-    client, _ = served(ready=READY)
+    client, _ = served(engine := FakeEngine(*[reply("Well.")] * 3), ready=READY)
     refused = await client.post(CHAT, json=asked(image(URL)))
     assert refused.status_code == 400 and "tiny sees no pictures" in refused.json()["error"]["message"]
+    source = {"type": "base64", "media_type": "application/pdf", "data": base64.b64encode(b"%PDF-1").decode()}
+    picture = {
+        "type": "image",
+        "source": {**source, "media_type": "image/png", "data": URL.partition(",")[2]},
+    }
+    texts = [{"type": "text", "text": "Here:"}, {"type": "document", "source": source}, picture]
+    result = {"type": "tool_result", "tool_use_id": "1", "content": texts}
+    body = {"max_tokens": 9, "messages": [{"role": "user", "content": [result]}]}
+    assert (await client.post("/v1/messages", json=body)).status_code == 200, "an agent could not go on"
+    file = {"type": "file", "file": {"filename": "a.pdf", "file_data": source["data"]}}
+    done = {"role": "tool", "tool_call_id": "1", "content": [*texts[:1], file, image(URL)]}
+    assert (await client.post(CHAT, json={"messages": [done]})).status_code == 200
+    output = [
+        {"type": "input_text", "text": "Here:"},
+        {"type": "sound"},
+        {"type": "input_image", "image_url": URL},
+    ]
+    item = {"type": "function_call_output", "call_id": "1", "output": output}
+    assert (await client.post("/v1/responses", json={"input": [item]})).status_code == 200
+    for request in engine.requests[-3:]:
+        [tool] = request.prompt.messages
+        assert tool.content.replace("\n", "") == f"Here:{NOT_READ}{NOT_SEEN}" and not tool.pictures
     [model] = (await client.get("/v1/models")).json()["data"]
     assert model["architecture"]["modality"] == "text->text"
     assert not (await client.get("/props")).json()["modalities"]["vision"]
