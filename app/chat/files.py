@@ -31,7 +31,7 @@ LIMIT_BYTES = 4 << 20
 MOST_FILES = 50
 _MOST_DROPPED = 10  # lines with paths
 _MENTION = re.compile(
-    r"""(?:(?<=\s)|(?<=[("'])|^)@(?:"(?P<quoted>[^"\n]+)"(?P<of_quoted>:\d+(?:-\d+)?)?|(?P<bare>[^\s"'@]+))"""
+    r"""(?:(?<=\s)|(?<=[("'])|^)@(?:"(?P<quoted>(?:\\"|[^"\n])+)"(?P<of_quoted>:\d+(?:-\d+)?)?|(?P<bare>[^\s"'@]+))"""
 )
 _CHARS_A_TOKEN = 5  # more than texts have
 _AFTER = ".,;:!?)]}>"  # punctuation that may follow a mention
@@ -46,7 +46,8 @@ def mentions(
     Raises UsageError for more than MOST_FILES, and for a search through too many."""
     found: dict[Mention, None] = {}
     for match in _MENTION.finditer(prompt):
-        text = match["quoted"] + (match["of_quoted"] or "") if match["quoted"] else match["bare"]
+        quoted = _unquoted(match["quoted"] or "")
+        text = quoted + (match["of_quoted"] or "") if quoted else match["bare"]
         while text:
             named = _named(text, folder or Path.cwd(), known)
             if named or match["quoted"] or text[-1] not in _AFTER:
@@ -64,7 +65,7 @@ def missing(
     """The mentions in `prompt` that name nothing, and so are text: @nosuchfile. Parameters: see `mentions`."""
     found: dict[str, None] = {}
     for match in _MENTION.finditer(prompt):
-        text = match["quoted"] or match["bare"].rstrip(_AFTER)
+        text = _unquoted(match["quoted"] or "") or match["bare"].rstrip(_AFTER)
         if text and not mentions(match[0], folder, known):
             found[f"@{one_line(text)[:40]}"] = None
     return list(found)
@@ -238,12 +239,17 @@ def _less(file: Attachment, surplus: int) -> str:
 
 
 def mention_of(name: str) -> str:
-    """The text that mentions a file."""
-    if not re.search(r"\s", name):
+    """The text that mentions a file. A quotation mark in a name has a backslash before it."""
+    if not re.search(r"""[\s"'@]""", name):
         return f"@{name}"
     lines = LINES.search(name)
     path, of = (name[: lines.start()], lines[0]) if lines else (name, "")
-    return f'@"{path}"{of}'
+    quoted = path.replace('"', '\\"')
+    return f'@"{quoted}"{of}'
+
+
+def _unquoted(name: str) -> str:
+    return name.replace('\\"', '"')
 
 
 def pasted(text: str) -> str:
@@ -272,10 +278,10 @@ def _dropped(line: str) -> list[Path]:
 def completions(text: str, folder: Path | None = None, limit: int = 200) -> tuple[int, list[str]]:
     """How the mention at the end of `text` could go on: the index at which it begins, and whole mentions. Folders end
     in "/". Those whose names begin with what was typed come first. No mention: (-1, [])."""
-    match = re.search(r'(?:^|(?<=[\s("\']))@(?:"([^"\n]*)|([^\s"@]*))$', text)
+    match = re.search(r'(?:^|(?<=[\s("\']))@(?:"((?:\\"|[^"\n])*)|([^\s"@]*))$', text)
     if match is None:
         return -1, []
-    typed = match[1] if match[1] is not None else match[2]
+    typed = _unquoted(match[1]) if match[1] is not None else match[2]
     if LINES.search(typed) or is_glob(typed):
         return -1, []
     head, slash, name = typed.rpartition("/")

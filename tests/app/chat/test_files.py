@@ -1,6 +1,7 @@
 """Files in a prompt: which are meant, what is read of them, and what is refused."""
 
 import os
+import shlex
 
 import pytest
 
@@ -131,6 +132,18 @@ def test_pasted_paths_become_mentions(folder):
         "file://other/a",
     ):
         assert files.pasted(text) == text
+
+
+@pytest.mark.parametrize("name", ["it's.txt", 'a "b".md', "me@home.txt", 'it\'s "so".txt', "x's.txt:3"])
+def test_names_with_quotation_marks(folder, name):
+    path = folder / name.removesuffix(":3")
+    path.write_text("x\n" * 9)
+    text = files.mention_of(name)
+    assert [mention.name for mention in files.mentions(f"See {text}, please.")] == [name]
+    assert not files.missing(text)
+    [named] = files.mentions(files.pasted(shlex.quote(str(path))))
+    assert named.path == path
+    assert files.completions(text[: -2 - 2 * name.endswith(":3")])[1] == [files.mention_of(path.name)]
 
 
 def test_names_are_completed():
