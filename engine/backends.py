@@ -147,11 +147,12 @@ def install(dev: str) -> None:
         cuda_headers.apply()
         float_instructions.apply()
     if device == "CUDA":
-        from engine.fixes import driver_calls, dynamic_shared, early_launch
+        from engine.fixes import driver_calls, dynamic_shared, early_launch, graph_sizes
 
         driver_calls.apply()
         dynamic_shared.apply()
         early_launch.apply()
+        graph_sizes.apply()
     if device == "NV":
         from engine.fixes import nv_windows
 

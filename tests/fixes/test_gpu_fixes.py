@@ -208,6 +208,37 @@ def test_compilers_send_programs_back_without_their_graphs_and_no_other_thread_m
     assert stock.splitlines()[0] != "[1520.0, 6112.0] True 1 0"
 
 
+SIZES = """
+import sys
+from types import SimpleNamespace
+import tinygrad.runtime.graph.cuda as graphs
+from tinygrad.uop.ops import Ops
+from engine.fixes import graph_sizes
+if sys.argv[1:] != ["without"]:
+    graph_sizes.apply()
+added, driver = [], graphs.cuda
+def add(node, graph, dependencies, n, params):
+    added.append([getattr(params._obj, f"{of}Dim{axis}") for of in ("grid", "block") for axis in "XYZ"])
+    return 0
+driver.cuGraphAddKernelNode = add
+driver.cuGraphCreate = driver.cuGraphInstantiate_v2 = driver.cuGraphDestroy = driver.cuGraphExecDestroy = lambda *_: 0
+info = SimpleNamespace(launch_dims=lambda given: ((given["rows"], 5, 1), (2, 1, 1)), outs=[], vars=[])
+call = 0, SimpleNamespace(op=Ops.PROGRAM, arg=info), [], {}
+runtime = SimpleNamespace(prg=None, smem=0, signature=())
+known = dict(calls=[call], runtimes=[runtime], vars=["rows"], uop_replace=[[]])
+known |= dict(var_vals_replace={}, launch_dims_replace={})
+graphs.MultiGraphRunner.__init__ = lambda self, *_: vars(self).update(known)
+graphs.CUDAGraph.new_node = lambda self, *_: (None, driver.CUgraphNode())
+graphs.CUDAGraph(None)
+print(*added)
+"""
+
+
+def test_kernels_of_a_graph_have_a_block_before_the_first_launch():
+    assert python(SIZES).strip() == "[1, 5, 1, 2, 1, 1]"
+    assert python("import sys; sys.argv.append('without')\n" + SIZES).strip() == "[0, 5, 1, 2, 1, 1]"
+
+
 @pytest.mark.parametrize("fix", [cuda_binaries, launch_bounds, program_cache])
 def test_another_tinygrad_is_refused(fix, monkeypatch):
     monkeypatch.setattr(engine.fixes, "TINYGRAD", "0.13.0")

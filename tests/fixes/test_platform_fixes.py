@@ -197,7 +197,17 @@ def test_another_tinygrad_is_refused(fix, monkeypatch):
     "dev, wanted",
     [
         ("CPU", []),
-        ("CUDA", ["cuda_headers", "dynamic_shared", "early_launch", "float_instructions"]),
+        (
+            "CUDA",
+            [
+                "cuda_headers",
+                "driver_calls",
+                "dynamic_shared",
+                "early_launch",
+                "float_instructions",
+                "graph_sizes",
+            ],
+        ),
         ("TEGRA+NV:CUDA", ["cuda_headers", "float_instructions", "nv_windows"]),
         rarely("NV;CPU", ["cuda_headers", "float_instructions", "nv_windows"]),
     ],
