@@ -82,9 +82,9 @@ class NvidiaRunner:
         os.environ.setdefault("ALLOW_HALF8", "1")  # lets tinygrad load eight half-precision numbers at once
         self.parallel, self._context = parallel, context_length
         self.chunk_sizes = sizes = tuple(n for n in CHUNK_SIZES if n <= context_length)
-        # Those that are compiled at the start. A prompt of a server delays others, so some are enough, but not none.
-        early = (sizes[0], sizes[-1]) if parallel > 1 else ()
-        self._first_sizes = early if is_early else sizes
+        # Those that are compiled at the start. The shortest does for all, and without any a server's prompts would be
+        # read as replies are, token by token.
+        self._first_sizes = sizes[: 1 if parallel > 1 else 0] if is_early else sizes
         self._set_up = weights.spec, context_length, parallel, kv, pictures  # what the kernels follow from
         self._model = model = allocate(weights, context_length, self.max_chunk, parallel, kv, pictures)
         self._angles = OwnAngles(model, context_length, parallel, pictures)
