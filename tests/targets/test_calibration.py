@@ -3,12 +3,14 @@ tests/kernels/gpu/check_probes.py."""
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 
 from engine.targets.nvidia import calibration
+from engine.targets.nvidia.kernels.device import Chip
 from engine.targets.nvidia.kernels.rates import H200, Rates, estimated
 
 
@@ -16,10 +18,8 @@ from engine.targets.nvidia.kernels.rates import H200, Rates, estimated
 def kept(monkeypatch):
     """What is kept, of a GPU that CUDA runs; a chip whose driver tells what an H200's would."""
     found: dict[int, Rates] = {}
-    chip = SimpleNamespace(cache_clear=lambda: None)
-    device = SimpleNamespace(is_own_cuda=lambda: True, multiprocessors=lambda: 132, chip=lambda: None)
-    device.chip = lambda: SimpleNamespace(rates=estimated(132))
-    device.chip.cache_clear = chip.cache_clear
+    known = functools.cache(lambda: Chip("sm_90", 132, own_rates=estimated(132)))
+    device = SimpleNamespace(is_own_cuda=lambda: True, multiprocessors=lambda: 132, chip=known)
     monkeypatch.setattr(calibration, "device", device)
     monkeypatch.setattr(calibration, "kept_rates", found.get)
     monkeypatch.setattr(calibration, "keep_rates", lambda rates, count: found.update({count: rates}))
@@ -29,14 +29,14 @@ def kept(monkeypatch):
 
 def test_a_gpu_is_measured_once(kept, monkeypatch):
     results = [replace(H200, copy_gbps=3000.0), H200]
-    monkeypatch.setattr(calibration, "measured", lambda count: results.pop(0))
+    monkeypatch.setattr(calibration, "measured", lambda chip: results.pop(0))
     calibration.calibrate()
     calibration.calibrate()
     assert kept == {132: replace(H200, copy_gbps=3000.0)} and results == [H200]
 
 
 def test_a_measurement_that_fails_is_said_and_leaves_nothing(kept, monkeypatch, capsys):
-    def fail(count: int) -> Rates:
+    def fail(chip: object) -> Rates:
         raise MemoryError("no memory on the GPU")
 
     monkeypatch.setattr(calibration, "measured", fail)
@@ -47,7 +47,7 @@ def test_a_measurement_that_fails_is_said_and_leaves_nothing(kept, monkeypatch, 
 @pytest.mark.parametrize("name, factor", [("copy_gbps", 0.1), ("link_us", 20.0), ("latency_us", 0.0)])
 def test_rates_that_no_such_gpu_has_are_not_kept(kept, monkeypatch, capsys, name, factor):
     odd = replace(H200, **{name: getattr(H200, name) * factor})
-    monkeypatch.setattr(calibration, "measured", lambda count: odd)
+    monkeypatch.setattr(calibration, "measured", lambda chip: odd)
     calibration.calibrate()
     assert not kept and "disturbed" in capsys.readouterr().err
 

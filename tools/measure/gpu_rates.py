@@ -24,12 +24,12 @@ from engine.targets.nvidia.kernels.weights.weight_layout import WeightLayout
 from tools.measure.engine_process import alone, set_up
 
 GUESSED = {
-    "Orin Nano": Chip("sm_87", 8, 48, own_rates=Rates(55, 2.5, 0.9, 28, 1.3)),
-    "AGX Orin": Chip("sm_87", 16, 48, own_rates=Rates(165, 2.5, 0.9, 57, 2.6)),
-    "RTX 3060": Chip("sm_86", 28, 48, own_rates=Rates(320, 1.6, 0.6, 78, 0.9)),
-    "RTX 3080": Chip("sm_86", 68, 48, own_rates=Rates(680, 1.6, 0.6, 75, 0.87)),
-    "H100 PCIe": Chip("sm_90", 114, 64, True, Rates(1700, 0.9, 0.7, 70, 4.0)),
-    "RTX 4090": Chip("sm_89", 128, 48, own_rates=Rates(930, 1.4, 0.6, 110, 1.3)),
+    "Orin Nano": Chip("sm_87", 8, 48, own_rates=Rates(55, 2.5, 0.6, 24, 1.3)),
+    "AGX Orin": Chip("sm_87", 16, 48, own_rates=Rates(165, 2.5, 0.6, 51, 2.6)),
+    "RTX 3060": Chip("sm_86", 28, 48, own_rates=Rates(320, 1.6, 0.45, 69, 0.9)),
+    "RTX 3080": Chip("sm_86", 68, 48, own_rates=Rates(680, 1.6, 0.45, 67, 0.87)),
+    "H100 PCIe": Chip("sm_90", 114, 64, True, Rates(1700, 0.9, 0.42, 68, 3.3)),
+    "RTX 4090": Chip("sm_89", 128, 48, own_rates=Rates(930, 1.4, 0.45, 98, 1.3)),
     "H200": Chip("sm_90", 132, 64, True, H200),
 }
 """GPUs and their rates, guessed: bandwidths and clocks as published, launches and latencies as others measured them."""
@@ -72,7 +72,7 @@ def measure(backend: str) -> None:
     print(f"the driver tells: {told.rates}" if told.own_rates else "nothing is known")
     for _ in range(3):
         started_s = time.perf_counter()
-        rates = calibration.measured(told.multiprocessors)
+        rates = calibration.measured(told)
         print(f"measured in {time.perf_counter() - started_s:.2f} s: {rates}")
     before, after = choices(told), choices(replace(told, own_rates=rates))
     changed = [name for name in before if before[name].split(" ")[0] != after[name].split(" ")[0]]

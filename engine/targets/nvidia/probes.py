@@ -18,6 +18,7 @@ from engine.targets.nvidia.kernels.uops import (
     load,
     load_run,
     mask,
+    registers,
     shift_right,
     store,
     store_run,
@@ -26,7 +27,7 @@ from engine.targets.nvidia.kernels.uops import (
 )
 
 THREADS = 256  # of a block
-FACTORS = 64
+FACTORS = 40  # at least what a warp's threads load
 _LINK_BLOCKS = 64
 LINK_FLOATS = _LINK_BLOCKS * THREADS
 CHASED = 96  # loads of a chase
@@ -34,7 +35,7 @@ _APART = 16411  # numbers between two of them: no line of a cache has both
 _STEPS = 256  # of a loop
 _FIELDS, _BITS, _WITHIN = 8, 4, 5  # of a word: fields, their bits, and how many lie in a float's significand
 _WORDS = FACTORS // _FIELDS
-_SUMS = 8  # products of a warp that do not wait for each other
+_SUMS = 4  # products of a warp that do not wait for each other
 _PRODUCT_OPS = 2 * 16 * 8 * 16  # of an instruction of tensor cores
 
 
@@ -56,11 +57,13 @@ def chase(size: int) -> Kernel:
     one is and, in the end, that of the next chase; zeros, uint32 (size,), a power of two beyond the caches."""
 
     def kernel(place: UOp, zeros: UOp) -> UOp:
-        thread = UOp.special(1, "lidx0")
-        at = load(place, thread)
-        for _ in range(CHASED):
-            at = mask(at + load(zeros, mask(at, size - 1).cast(INDEX)) + u32(_APART), size - 1)
-        return finish("probe_chase", [store(place, thread, at)])
+        thread, now = UOp.special(1, "lidx0"), registers(1, 0, U32)
+        now = now.after(store(now, 0, load(place, thread)))
+        step = UOp.range(CHASED, 0, AxisType.REDUCE)
+        at = load(now.after(step), 0)
+        following = mask(at + load(zeros, mask(at, size - 1).cast(INDEX)) + u32(_APART), size - 1)
+        now = now.after(store(now, 0, following).end(step))
+        return finish("probe_chase", [store(place, thread, load(now, 0))])
 
     return Kernel(kernel, ("place",), ("zeros",))
 

@@ -34,6 +34,7 @@ from engine.targets.buffer_uses import BufferUses
 from engine.targets.not_finite import not_finite
 from engine.targets.nvidia.assistant import NvidiaAssistant
 from engine.targets.nvidia.batch import ROW_COUNTS, BatchKernels, check_rows
+from engine.targets.nvidia.calibration import calibrate
 from engine.targets.nvidia.decode import DecodeKernels
 from engine.targets.nvidia.device_sampler import Choice, DeviceSampler
 from engine.targets.nvidia.draft_head import NvidiaDraftHead
@@ -41,6 +42,7 @@ from engine.targets.nvidia.export import CacheExport
 from engine.targets.nvidia.filling import piece_specs
 from engine.targets.nvidia.input_scales import InputScales
 from engine.targets.nvidia.kernels.attention.kv_cache import copy_block
+from engine.targets.nvidia.kernels.device import chip
 from engine.targets.nvidia.kernels.kernel_sequence import KernelSequence
 from engine.targets.nvidia.kernels.pieces import PIECE_ROWS
 from engine.targets.nvidia.kernels.sampling.sampling import Shortlist
@@ -85,7 +87,9 @@ class NvidiaRunner:
         # Those that are compiled at the start. The shortest does for all, and without any a server's prompts would be
         # read as replies are, token by token.
         self._first_sizes = sizes[: 1 if parallel > 1 else 0] if is_early else sizes
-        self._set_up = weights.spec, context_length, parallel, kv, pictures  # what the kernels follow from
+        calibrate()  # before anything is chosen
+        rates = chip().rates  # beside what else the kernels follow from
+        self._set_up = weights.spec, context_length, parallel, kv, pictures, rates
         self._model = model = allocate(weights, context_length, self.max_chunk, parallel, kv, pictures)
         self._angles = OwnAngles(model, context_length, parallel, pictures)
         self._input_scales = InputScales()

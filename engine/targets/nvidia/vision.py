@@ -30,6 +30,7 @@ from engine.loading.weights import FileWeights
 from engine.pictures import Floats, Grid, Places, places_of, with_line_ends
 from engine.runtime.pictures import Progress
 from engine.targets.nvidia.filling import fill, prepare
+from engine.targets.nvidia.kernels.device import chip
 from engine.targets.nvidia.kernels.pictures.patches import (
     ROWS,
 )
@@ -129,7 +130,7 @@ class NvidiaEncoder:
 
     def _prepare(self, size: int) -> None:
         build = lambda: PictureSteps(self, size, unallocated).linears
-        compile_once(("pictures", self.spec, size), build)
+        compile_once(("pictures", self.spec, size, chip().rates), build)
 
     def steps(self, size: int) -> PictureSteps:
         """The kernels for pictures of up to so many patches (`size_of`)."""

@@ -36,7 +36,7 @@ class Rates:
         return all(x > 0 and max(x / y, y / x) < _LIKELY for x, y in pairs)
 
 
-H200 = Rates(copy_gbps=4000.0, link_us=0.9, latency_us=0.7, weights_per_ns=80.0, tensor_tflops=4.5)
+H200 = Rates(copy_gbps=4000.0, link_us=0.92, latency_us=0.42, weights_per_ns=76.0, tensor_tflops=3.8)
 _MULTIPROCESSORS, _GHZ = 132, 1.98
 
 
