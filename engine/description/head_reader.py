@@ -168,4 +168,4 @@ class HeadReader(CheckedFile):
         if info.type != 0 or info.shape != (rotated // 2,):
             raise damaged(self.file.path, f"the shape or type of {tensor} does not fit its heads")
         self.used.add(tensor)
-        return info.data.view(np.float32)
+        return info.read().view(np.float32)

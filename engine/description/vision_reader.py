@@ -246,7 +246,7 @@ class _Reader(CheckedFile):
         """A tensor of one float32."""
         if self.check(tensor, (1,)) != 0:
             raise damaged(self.file.path, f"{tensor} is no float32")
-        value = float(self.file.tensors[tensor].data.view(np.float32)[0])
+        value = float(self.file.tensors[tensor].read().view(np.float32)[0])
         if math.isnan(value):
             raise damaged(self.file.path, f"{tensor} is {value}")
         return value

@@ -1,4 +1,5 @@
-"""Reads GGUF model files by memory map: little-endian, versions 2 and 3, single or split.
+"""Reads GGUF model files: little-endian, versions 2 and 3, single or split. Weights are mapped into memory; what stands
+before them is read, since a map of a file that is cut short, or whose disk fails, ends the process.
 
 Nothing in a file is trusted: each count is compared with the size of the file before memory is allocated for it.
 The format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. How a model is split into several files:
@@ -26,6 +27,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.errors import ModelFileError
+from engine.formats.file_kind import guess_kind
 from engine.formats.ggml_types import GGML_TYPES
 
 # gguf_metadata_value_type -> numpy dtype; the other three types are below
@@ -37,6 +39,8 @@ _BOOL, _STRING, _ARRAY = 7, 8, 9
 _MAX_DIMENSIONS = 4  # of a tensor: GGML_MAX_DIMS in ggml.h
 _MAX_NESTING = 4  # levels of arrays in arrays
 _MAX_ENTRIES = 1 << 14  # metadata values, and tensors: published models have at most some thousands
+_PIECE_BYTES = 1 << 20  # of the metadata are read at once
+_MAX_HEAD_BYTES = 1 << 28  # published models have at most some 30 MB
 _MAX_STRINGS = 1 << 20  # in all arrays: published models have at most 780,000, tokens and merges
 _DOWNLOAD_AGAIN = "Download it again."
 _NOT_WHOLE = "If it is still being downloaded, wait until it is whole; if not, download it again."
@@ -91,7 +95,7 @@ class _MappedFile(mmap.mmap):
 
 
 class StringArray(Sequence[str]):
-    """An array of strings in the file, decoded when they are read. Bytes that are not UTF-8 become U+FFFD; `raw` and
+    """An array of strings of the file, decoded when they are read. Bytes that are not UTF-8 become U+FFFD; `raw` and
     `raws` return the bytes as they are."""
 
     def __init__(self, buffer: mmap.mmap, offsets: array[int]) -> None:
@@ -163,6 +167,12 @@ class TensorInfo:
         """Fills `out` with the bytes of the tensor from `start` on, without the map: threads do so faster. Raises
         ModelFileError."""
         self._buffer.read_into(self._offset + start, out)
+
+    def read(self) -> NDArray[np.uint8]:
+        """A copy of `data`, read without the map. Raises ModelFileError."""
+        read = np.empty(self.n_bytes, np.uint8)
+        self.read_into(0, read.data)
+        return read
 
     def release(self, start: int, n_bytes: int, keep_cached: bool) -> None:
         """Removes pages of the tensor, `n_bytes` from `start` on, from this process's memory. They are read again when
@@ -280,10 +290,11 @@ def _parts(path: Path) -> list[Path]:
 
 
 class _FileReader:
-    """Reads one file from front to back: `metadata`, `tensors`, and its `size` in bytes."""
+    """Reads one file from front to back: `metadata`, `tensors`, and its `size` in bytes. `buffer` has its beginning, of
+    which `n_read` bytes are read: as many as were needed."""
 
     def __init__(self, path: Path) -> None:
-        self.path, self.pos = path, 0
+        self.path, self.pos, self.n_read = path, 0, 0
         try:
             if path.is_dir():
                 self.fail("is a folder, not a model file.", "Give the path of a .gguf file.")
@@ -294,7 +305,7 @@ class _FileReader:
                 )
             if not status.st_size:
                 self.fail("is empty.", _NOT_WHOLE)
-            self.buffer = _MappedFile.open(path)
+            self.mapped = _MappedFile.open(path)
         except FileNotFoundError:
             raise ModelFileError(
                 f"There is no model file {printable(str(path))}.",
@@ -303,7 +314,8 @@ class _FileReader:
         except (OSError, ValueError) as error:
             reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
             self.fail(f"cannot be read: {reason}.", "Check that it is a file, and that you may read it.")
-        self.size = len(self.buffer)
+        self.size = len(self.mapped)
+        self.buffer = mmap.mmap(-1, min(self.size, _MAX_HEAD_BYTES), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
 
         self._check_magic()
         tensor_count, key_count = self._scalar("<u8"), self._scalar("<u8")
@@ -321,9 +333,22 @@ class _FileReader:
     def fail(self, problem: str, hint: str) -> NoReturn:
         raise ModelFileError(f"{printable(self.path.name) or printable(str(self.path))} {problem}", hint)
 
+    def _read_to(self, end: int) -> None:
+        """Reads up to byte `end` of the file, at least. Fails beyond the file, or if that is too much."""
+        if end > self.n_read:
+            if end > self.size:
+                self._fail_truncated()
+            if end > len(self.buffer):
+                raise damaged(self.path, f"its metadata has more than {_MAX_HEAD_BYTES >> 20} MiB")
+            end = min(len(self.buffer), max(end, self.n_read + _PIECE_BYTES))
+            with memoryview(self.buffer) as whole, whole[self.n_read : end] as piece:
+                self.mapped.read_into(self.n_read, piece)
+            self.n_read = end
+
     def _check_magic(self) -> None:
-        if self.size < 4 or self.buffer[:4] != b"GGUF":
-            kind = _guess_kind(self.buffer[:4096], self.size)
+        self._read_to(min(self.size, 4096))
+        if self.buffer[:4] != b"GGUF":
+            kind = guess_kind(self.buffer[:4096], self.size)
             self.fail(
                 f"is {kind}, not a GGUF model." if kind else "is not a GGUF model.",
                 "Look for a file of this model whose name ends in .gguf.",
@@ -360,24 +385,24 @@ class _FileReader:
     def _array(self, dtype: str, count: int) -> NDArray[np.generic]:
         kind = np.dtype(dtype)
         self._check_count(count, kind.itemsize, "array elements")
-        start = self.pos
-        self.pos += count * kind.itemsize
-        return np.frombuffer(self.buffer, kind, count, start)
+        start, self.pos = self.pos, self.pos + count * kind.itemsize
+        self._read_to(self.pos)
+        found = np.frombuffer(self.buffer, kind, count, start)
+        found.flags.writeable = False
+        return found
 
     def _scalar(self, dtype: str) -> int:
         """One number. Counts and ids are int; a float dtype gives a float, which the return type does not show."""
         kind = np.dtype(dtype)
-        if self.pos + kind.itemsize > self.size:
-            self._fail_truncated()
         self.pos += kind.itemsize
+        self._read_to(self.pos)
         value: int = np.frombuffer(self.buffer, kind, 1, self.pos - kind.itemsize)[0].item()
         return value
 
     def _string(self) -> str:
         length = self._scalar("<u8")
-        if length > self.size - self.pos:
-            self._fail_truncated()
         self.pos += length
+        self._read_to(self.pos)
         return self.buffer[self.pos - length : self.pos].decode("utf-8", "replace")
 
     def _strings(self, count: int) -> StringArray:
@@ -385,19 +410,23 @@ class _FileReader:
         self._n_strings += count
         self._check_count(self._n_strings, 0, "strings in lists", _MAX_STRINGS)
         length_at = struct.Struct("<Q").unpack_from
-        buffer, pos = self.buffer, self.pos
+        pos = self.pos
         offsets = array("q", [pos])
         append = offsets.append
-        try:  # the only loop over a vocabulary: it reads the lengths, not the text
-            for _ in range(count):
-                pos += 8 + length_at(buffer, pos)[0]
-                append(pos)
-        except (struct.error, OverflowError):
-            self._fail_truncated()
-        if pos > self.size:
-            self._fail_truncated()
+        while len(offsets) <= count:
+            try:
+                with memoryview(self.buffer) as whole, whole[: self.n_read] as known:
+                    # The only loop over a vocabulary: it reads the lengths, not the text.
+                    for _ in range(count - len(offsets) + 1):
+                        pos += 8 + length_at(known, pos)[0]
+                        append(pos)
+            except struct.error:  # what was read ends here
+                self._read_to(pos + 8)
+            except OverflowError:
+                self._fail_truncated()
+        self._read_to(pos)
         self.pos = pos
-        return StringArray(buffer, offsets)
+        return StringArray(self.buffer, offsets)
 
     def _value(self, kind: int, key: str, depth: int = 0) -> object:
         if kind in _SCALARS:
@@ -457,27 +486,5 @@ class _FileReader:
                     f"is truncated: it has {self.size} bytes, but the {tensor} goes on to {start + n_bytes}.",
                     _NOT_WHOLE,
                 )
-            tensors.append(TensorInfo(name, tuple(reversed(sizes)), kind, n_bytes, self.buffer, start))
+            tensors.append(TensorInfo(name, tuple(reversed(sizes)), kind, n_bytes, self.mapped, start))
         return tensors
-
-
-def _guess_kind(head: bytes, size: int) -> str:
-    """The kind of a file that is not GGUF, guessed from its first bytes; "" if it is unknown."""
-    text = head.lstrip().lower()
-    if head.startswith(b"version https://git-lfs"):
-        return "a Git LFS pointer (the model itself was not downloaded)"
-    if text.startswith((b"<!doctype", b"<html", b"<?xml", b"<head")):
-        return "a web page"
-    if head[8:9] == b"{" and int.from_bytes(head[:8], "little") <= size:
-        return "a safetensors file"
-    if head.startswith(b"PK"):
-        return "a zip archive or a PyTorch checkpoint"
-    if head.startswith((b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"7z\xbc\xaf", b"(\xb5/\xfd")):
-        return "a compressed archive"
-    if head[:4] in (b"lmgg", b"fmgg", b"tjgg", b"algg"):
-        return "a model in a format older than GGUF"
-    if text.startswith((b"{", b"[")):
-        return "a JSON file"
-    if head.count(0) == len(head):
-        return "a file of zeros (an unfinished download?)"
-    return "a text" if len(text) > 4 and all(9 <= byte < 127 for byte in text) else ""

@@ -10,6 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from engine.errors import ModelFileError
+from engine.formats import gguf
 from engine.formats.ggml_types import GGML_TYPES
 from engine.formats.gguf import GGUF, StringArray
 from tests.paths import SHARED
@@ -170,6 +171,19 @@ def test_parts_of_a_tensor_are_read_until_the_file_is_cut_short(tmp_path):
     os.truncate(path, 100)
     with pytest.raises(ModelFileError, match="cut short"):
         tensor.read_into(20, memoryview(out))
+
+
+def test_a_file_that_is_cut_short_while_its_metadata_are_read_is_refused(valid, write, monkeypatch):
+    path, opened = write(valid), gguf._MappedFile.open
+
+    def cut(path):
+        mapped = opened(path)
+        os.truncate(path, 0)
+        return mapped
+
+    monkeypatch.setattr(gguf._MappedFile, "open", cut)
+    with pytest.raises(ModelFileError, match="cut short"):  # reading the map would end the process
+        GGUF(path)
 
 
 def test_version_2_and_an_alignment_of_its_own(write):
