@@ -32,8 +32,9 @@ class Parts:
     """What an architecture's files have beyond llama's. `architecture`: its name, if files of it differ. `norms`:
     those of queries and keys, over a "head" or over "all". `biases`: of "qkv", or of all matrices of a layer.
     `renamed`: ffn_norm is called post_attention_norm. `delta`: gated delta nets in the layers without attention,
-    which has a gate; `fused_delta`: their beta and alpha are one matrix. `conv`: every other layer is a short
-    convolution. `shared`: a shared expert, `ungated`: without a gate. `choice_bias`: of the choice of experts.
+    which has a gate; `fused_delta`: their beta and alpha are one matrix. `conv` or `mamba`: every other layer is a
+    short convolution or a Mamba 2 layer. `shared`: a shared expert, `ungated`: without a gate. `choice_bias`: of the
+    choice of experts.
     `latent`: latent attention, with the matrices of keys and values "apart" or "together".
     `layers`: those after the second have no keys and values of their own, and a token gives each layer 32 numbers.
     `beside`: experts are beside a feed-forward layer, and full attention has keys as values. `scaled`: layers have
@@ -52,6 +53,7 @@ class Parts:
     delta: bool = False
     fused_delta: bool = False
     conv: bool = False
+    mamba: bool = False
     shared: bool = False
     ungated: bool = False
     choice_bias: bool = False
@@ -101,6 +103,13 @@ LATENT = {
     "expert_shared_count": 2,
     "leading_dense_block_count": 1,
 }
+MAMBA = {
+    "ssm.conv_kernel": 4,
+    "ssm.state_size": 16,
+    "ssm.group_count": 2,
+    "ssm.time_step_rank": 4,
+    "ssm.inner_size": 128,
+}
 ARCHITECTURES: dict[str, Parts] = {
     "llama": Parts(),
     "qwen2": Parts(biases="qkv"),
@@ -139,6 +148,16 @@ ARCHITECTURES: dict[str, Parts] = {
             "attn_logit_softcapping": 1.5,
             "final_logit_softcapping": 10.0,
         },
+    ),
+    "granitehybrid": Parts(
+        mamba=True,
+        experts=8,
+        shared=True,
+        ungated=True,
+        keys=MAMBA
+        | MULTIPLIERS
+        | {"rope.scaling.finetuned": False}
+        | {"expert_count": 8, "expert_used_count": 2, "expert_shared_feed_forward_length": 96},
     ),
     "lfm2": Parts(norms="head", conv=True, keys={"shortconv.l_cache": 3}),
     "lfm2moe": Parts(
@@ -387,7 +406,8 @@ def write(
     writer.add_head_count(heads)
     if parts.layers:
         metadata["attention.shared_kv_layers"] = layers - own
-    of_layers = [kv_heads if i % 2 else 0 for i in range(layers)] if parts.conv else kv_heads
+    has_states = parts.conv or parts.mamba
+    of_layers = [kv_heads if i % 2 else 0 for i in range(layers)] if has_states else kv_heads
     kv_counts = metadata.setdefault("attention.head_count_kv", of_layers)
     writer.add_rope_freq_base(ROPE_BASE)
     writer.add_layer_norm_rms_eps(EPSILON)
@@ -466,6 +486,23 @@ def write(
         writer.add_tensor(prefix + "ssm_a", -rng.uniform(0.2, 4, values).astype(np.float32))
         vector(prefix + "ssm_dt.bias", values, -3.0, 1.0)
         vector(prefix + "ssm_norm.weight", size, 1.0)
+
+    def mamba(prefix: str) -> None:
+        state_size, groups, n_heads = (
+            metadata[f"ssm.{key}"] for key in ("state_size", "group_count", "time_step_rank")
+        )
+        width = metadata["ssm.inner_size"]
+        channels = width + 2 * groups * state_size
+        matrix(prefix + "ssm_in", width + channels + n_heads, dim)
+        matrix(prefix + "ssm_out", dim, width)
+        taps = random_matrix(rng, channels, metadata["ssm.conv_kernel"], Type.F32)
+        writer.add_tensor(prefix + "ssm_conv1d.weight", taps)
+        vector(prefix + "ssm_conv1d.bias", channels, 0.0)
+        writer.add_tensor(prefix + "ssm_a", -rng.uniform(0.2, 4, (n_heads, 1)).astype(np.float32))
+        vector(prefix + "ssm_dt.bias", n_heads, -3.0, 1.0)
+        writer.add_tensor(prefix + "ssm_d", rng.standard_normal((n_heads, 1)).astype(np.float32))
+        norm = 1 + 0.1 * rng.standard_normal((groups, width // groups))
+        writer.add_tensor(prefix + "ssm_norm.weight", norm.astype(np.float32))
 
     def short_conv(prefix: str) -> None:
         taps = random_matrix(rng, dim, metadata["shortconv.l_cache"], Type.F32)
@@ -555,6 +592,8 @@ def write(
             latent_attention(prefix)
         elif parts.conv and layer % 2 == 0:
             short_conv(f"{prefix}shortconv.")
+        elif parts.mamba and layer % 2 == 0:
+            mamba(prefix)
         else:
             attention(prefix, layer)
         if parts.norms_before:

@@ -28,6 +28,7 @@ from engine.description.sublayers import (
     Experts,
     LatentAttention,
     LayerEmbedding,
+    Mamba,
     ShortConv,
     SideBySide,
     Vector,
@@ -39,7 +40,7 @@ Floats = NDArray[np.float32]
 
 NEIGHBOURS = {
     "llama", "mistral3", "granite", "granitemoe", "smollm3", "chatglm", "ernie4_5", "ernie4_5-moe", "glm4",
-    "internlm2", "minicpm", "deepseek2",
+    "granitehybrid", "internlm2", "minicpm", "deepseek2",
 }  # fmt: skip
 """Architectures whose files hold the two elements of a rotary pair side by side; in the others they are apart by half
 of what is rotated."""
@@ -130,6 +131,8 @@ class Reference:
                     y = self._attend(part, h, caches)
                 case DeltaNet() as part:
                     y = self._delta(part, h)
+                case Mamba() as part:
+                    y = self._mamba(part, h)
                 case ShortConv() as part:
                     y = self._short_conv(part, h)
                 case Dense() as part:
@@ -286,6 +289,37 @@ class Reference:
         gate = self._product(h, part.gate)
         normed = self._normed(y, part.norm, self.spec.eps).reshape(n, -1)
         return self._product(normed * gate * sigmoid(gate), part.out)
+
+    def _mamba(self, part: Mamba, h: Floats) -> Floats:
+        """Token by token, as the docstring of `Mamba` has it."""
+        n, rows = len(h), part.channels.rows
+        inputs = np.concatenate(
+            [np.zeros((part.taps - 1, rows), np.float32), self._product(h, part.channels)]
+        )
+        taps = self._vector(part.conv).reshape(rows, part.taps)
+        channels = np.stack([(inputs[t : t + part.taps] * taps.T).sum(0) for t in range(n)])
+        channels = channels + (self._vector(part.conv_bias) if part.conv_bias else np.float32(0))
+        of_groups = part.groups * part.size
+        parts = np.split(channels * sigmoid(channels), [part.width, part.width + of_groups], -1)
+        x = parts[0].reshape(n, part.heads, -1)
+        b, c = (of.reshape(n, part.groups, part.size) for of in parts[1:])
+        dt = np.logaddexp(0, self._product(h, part.step, part.step_bias)).astype(np.float32)
+        decay, skip = np.exp(self._vector(part.decay) * dt), self._vector(part.skip)
+        y = np.empty_like(x)
+        for head in range(part.heads):
+            of, state = head * part.groups // part.heads, np.zeros((part.size, part.head_dim), np.float32)
+            for t in range(n):
+                state = decay[t, head] * state + np.outer(b[t, of], dt[t, head] * x[t, head])
+                y[t, head] = state.T @ c[t, of] + skip[head] * x[t, head]
+        gate = self._product(h, part.gate)
+        gated_y = y.reshape(n, -1) * gate * sigmoid(gate)
+        if part.norm:
+            groups = gated_y.reshape(n, part.groups, -1)
+            mean = (groups * groups).mean(-1, keepdims=True)
+            gated_y = (groups / np.sqrt(mean + np.float32(self.spec.eps))).reshape(n, -1) * self._vector(
+                part.norm
+            )
+        return self._product(gated_y, part.out)
 
     def _short_conv(self, part: ShortConv, h: Floats) -> Floats:
         b, c, v = np.split(self._product(h, part.inputs), 3, -1)

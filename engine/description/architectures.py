@@ -300,6 +300,11 @@ class ModelReader(RecurrentReader):
         """Whether layer i has rotary embeddings."""
         if self.family.unrotated_full:
             return window > 0 or not any(self.window(i) for i in range(self.layers))
+        if (
+            not self.file.get(self.key("rope.scaling.finetuned"), bool, True)
+            and self.family.recurrent == "mamba"
+        ):
+            return False  # Granite 4 hybrids
         every = self.family.unrotated_every
         return not every or (i + 1) % every != 0
 

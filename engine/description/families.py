@@ -53,7 +53,7 @@ class Family:
     scoring: Scoring = "softmax"
     biased_scoring: Scoring | None = None
     attention_every: int = 0
-    recurrent: Literal["delta net", "short conv"] = "delta net"
+    recurrent: Literal["delta net", "short conv", "mamba"] = "delta net"
     gated_attention: bool = False
     unscaled_attention: bool = False
     normed_values: bool = False
@@ -133,6 +133,7 @@ ARCHITECTURES: Mapping[str, Family] = {
     "qwen3vl": Family(),
     "qwen3vlmoe": Family(),
     "seed_oss": Family(),
+    "granitehybrid": Family(interleaved=True, recurrent="mamba"),
     "lfm2": Family(recurrent="short conv", full_attention_every=_NO_LAYER),
     "lfm2moe": Family(recurrent="short conv", full_attention_every=_NO_LAYER, scoring="sigmoid"),
     "bailingmoe2": Family(renormalised=False, scoring="sigmoid"),

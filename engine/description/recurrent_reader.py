@@ -9,7 +9,7 @@ import numpy as np
 
 from engine.description.families import Family
 from engine.description.head_reader import MAX_HEAD, HeadReader
-from engine.description.sublayers import DeltaNet, Recurrent, ShortConv, Weight
+from engine.description.sublayers import DeltaNet, Mamba, Recurrent, ShortConv, Weight
 from engine.errors import ModelFileError
 from engine.formats.gguf import GGUF, damaged
 
@@ -38,7 +38,44 @@ class RecurrentReader(HeadReader):
 
     def recurrent(self, prefix: str) -> Recurrent:
         """The layer that keeps a state."""
-        return self.delta(prefix) if self.family.recurrent == "delta net" else self.short_conv(prefix)
+        match self.family.recurrent:
+            case "delta net":
+                return self.delta(prefix)
+            case "short conv":
+                return self.short_conv(prefix)
+            case "mamba":
+                return self.mamba(prefix)
+
+    def mamba(self, prefix: str) -> Mamba:
+        heads, groups = self.size("ssm.time_step_rank"), self.size("ssm.group_count")
+        size, taps, width = (
+            self.size("ssm.state_size"),
+            self.size("ssm.conv_kernel"),
+            self.size("ssm.inner_size"),
+        )
+        if width % heads or heads % groups or size > MAX_HEAD:
+            raise ModelFileError(
+                f"{self.name} has Mamba 2 layers of a shape that orin-chat does not run.",
+                "Choose another model.",
+            )
+        channels = width + 2 * groups * size
+        rows = width, channels, heads
+        gate, inputs, step = (
+            self.weight(f"{prefix}ssm_in", n, self.dim, first, sum(rows))
+            for n, first in zip(rows, accumulate(rows, initial=0), strict=False)
+        )
+        has_norm = self.has(f"{prefix}ssm_norm.weight")
+        return Mamba(
+            gate=gate, channels=inputs, step=step,
+            out=self.weight(f"{prefix}ssm_out", self.dim, width),
+            conv=self.required(f"{prefix}ssm_conv1d.weight", channels, taps),
+            conv_bias=self.vector(f"{prefix}ssm_conv1d.bias", channels),
+            decay=self.required(f"{prefix}ssm_a", heads, 1),
+            step_bias=self.required(f"{prefix}ssm_dt.bias", heads),
+            skip=self.required(f"{prefix}ssm_d", heads, 1),
+            norm=self.required(f"{prefix}ssm_norm.weight", groups, width // groups) if has_norm else None,
+            heads=heads, groups=groups, head_dim=width // heads, size=size, taps=taps,
+        )  # fmt: skip
 
     def short_conv(self, prefix: str) -> ShortConv:
         dim, taps = self.dim, self.size("shortconv.l_cache")

@@ -350,6 +350,51 @@ class DeltaNet(Recurrent):
 
 
 @dataclass(frozen=True)
+class Mamba(Recurrent):
+    """A Mamba 2 layer. `channels` x is, for each token: x of `heads` heads of `head_dim` elements, then B and then C of
+    `groups` groups of `size` elements. Each of these channels passes a causal convolution over the last `taps` tokens,
+    the last tap for the token itself, with `conv_bias`, and then SiLU. The head j has the B and the C of the group
+    j * groups // heads.
+
+    dt = softplus(`step` x + `step_bias`) is a number for each head, and so is exp(`decay` * dt). With a state
+    S (size, head_dim) for each head, a token computes S = exp(decay * dt) S + B (dt x)^T;  y = S^T C + `skip` x.  The
+    result is `out` norm(y * silu(`gate` x)), normed over the elements of a group if there is a `norm`. A sequence keeps
+    the S, and the last taps - 1 inputs of the convolution."""
+
+    gate: Weight
+    channels: Weight
+    step: Weight
+    out: Weight
+    conv: Vector
+    """Channel by channel its taps."""
+    conv_bias: Vector | None
+    decay: Vector
+    step_bias: Vector
+    skip: Vector
+    norm: Vector | None
+    heads: int
+    groups: int
+    head_dim: int
+    size: int
+    taps: int
+    words = "Mamba 2 layers"
+
+    @property
+    def width(self) -> int:
+        """Elements of x, over all heads."""
+        return self.heads * self.head_dim
+
+    @property
+    def state_shapes(self) -> tuple[tuple[int, ...], ...]:
+        return (self.heads, self.size, self.head_dim), (self.taps - 1, self.channels.rows)
+
+    @property
+    def roles(self) -> Roles:
+        inputs = self.gate, self.channels, self.step
+        return {"QKV projection": inputs, "attention output": (self.out,)}
+
+
+@dataclass(frozen=True)
 class Dense(Operator):
     """A feed-forward layer: down(activation(gate x) * up x)."""
 

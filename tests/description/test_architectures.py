@@ -59,7 +59,11 @@ def test_all_that_a_file_holds_is_described_once(path_of, architecture):
     matrices = {
         name
         for name, info in held.items()
-        if (len(info.shape) > 1 and name.endswith(".weight") and not re.search(r"conv(1d)?\.weight$", name))
+        if (
+            len(info.shape) > 1
+            and name.endswith(".weight")
+            and not re.search(r"(conv|conv1d|ssm_norm)\.weight$", name)
+        )
         or name.endswith("gate_inp_shexp.weight")
     }
     runs: dict[str, list[tuple[int, int]]] = {}  # of elements: the first, and the end

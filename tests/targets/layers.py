@@ -38,6 +38,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "olmo2 F32": {"architecture": "olmo2", "quant": "F32"},
     "olmoe F32": {"architecture": "olmoe", "quant": "F32"},
     "qwen3moe F32": {"architecture": "qwen3moe", "quant": "F32"},
+    "granitehybrid F32": {"architecture": "granitehybrid", "quant": "F32"},
     "lfm2 F32": {"architecture": "lfm2", "quant": "F32"},
     "lfm2moe F32": {"architecture": "lfm2moe", "quant": "F32"},
     "hunyuan-dense F32": {"architecture": "hunyuan-dense", "quant": "F32", "layers": 1},

@@ -8,12 +8,13 @@ from engine.protocol.events import EngineOptions, Generate, Profile, Sampling, T
 from engine.runtime import checkpoints
 from tests import generated_model
 from tests.targets.layers import CONTEXT
+from tests.thorough import rarely
 
 
-@pytest.fixture(scope="module")
-def path(tmp_path_factory):
+@pytest.fixture(scope="module", params=["qwen35", rarely("lfm2"), rarely("granitehybrid")])
+def path(request, tmp_path_factory):
     where = tmp_path_factory.mktemp("model") / "m.gguf"
-    return generated_model.write(where, architecture="qwen35", quant="F32", layers=3, rotated=8)
+    return generated_model.write(where, architecture=request.param, quant="F32", layers=3, rotated=8)
 
 
 @pytest.fixture(scope="module")

@@ -7,6 +7,7 @@ from engine.description.sublayers import (
     Experts,
     LatentAttention,
     LayerEmbedding,
+    Mamba,
     Operator,
     ShortConv,
     SideBySide,
@@ -18,6 +19,7 @@ from engine.targets.cpu.sublayers.experts import ExpertsHandler
 from engine.targets.cpu.sublayers.handler import Handler
 from engine.targets.cpu.sublayers.latent_attention import LatentAttentionHandler
 from engine.targets.cpu.sublayers.layer_embedding import LayerEmbeddingHandler
+from engine.targets.cpu.sublayers.mamba import MambaHandler
 from engine.targets.cpu.sublayers.short_conv import ShortConvHandler
 from engine.targets.cpu.sublayers.side_by_side import SideBySideHandler
 
@@ -25,6 +27,7 @@ HANDLERS: dict[type[Operator], type[Handler]] = {
     Attention: AttentionHandler,
     LatentAttention: LatentAttentionHandler,
     DeltaNet: DeltaNetHandler,
+    Mamba: MambaHandler,
     ShortConv: ShortConvHandler,
     Dense: DenseHandler,
     Experts: ExpertsHandler,

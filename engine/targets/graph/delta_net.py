@@ -53,10 +53,11 @@ def heads(operator: DeltaNet, x: Tensor, eps: float) -> tuple[Tensor, Tensor, Te
 
 
 def delta_rule(
-    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, state: Tensor
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, state: Tensor, corrects: bool = True
 ) -> tuple[Tensor, Tensor]:
     """The results (heads, n, size), and the state after the tokens. q, k and v are (heads, n, size), `log_decay` and
-    `beta` (heads, n). A token with a beta and a logarithm of 0 leaves the state as it is."""
+    `beta` (heads, n). A token with a beta and a logarithm of 0 leaves the state as it is. If it `corrects` not, a token
+    adds what it has whatever the state has for its key, d = beta v, as Mamba 2 layers do."""
     n = cast(int, q.shape[1])
     q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
     sums = (log_decay @ Tensor.ones(n, n).triu()).contiguous()  # (heads, n)
@@ -64,13 +65,13 @@ def delta_rule(
     # exp of what is above the diagonal could be infinite
     between = (sums.unsqueeze(2) - sums.unsqueeze(1)).tril().exp().tril()  # (heads, t, s)
     weighted = beta.unsqueeze(-1)
-    of_state = (k.cat(q, dim=1) @ state).contiguous()
-    d = (weighted * (v - decay * of_state[:, :n])).contiguous()
-    if n > 1:
+    of_state = ((k.cat(q, dim=1) if corrects else q) @ state).contiguous()
+    d = (weighted * (v - decay * of_state[:, :n] if corrects else v)).contiguous()
+    if n > 1 and corrects:
         overlaps = (weighted * between * (k @ k.transpose(1, 2))).contiguous()
         d = (_inverse(overlaps) @ d).contiguous()
     scores = (between * (q @ k.transpose(1, 2))).contiguous()
-    y = decay * of_state[:, n:] + scores @ d
+    y = decay * of_state[:, -n:] + scores @ d
     left = (sums[:, -1:] - sums).exp().unsqueeze(-1)
     return y.contiguous(), (decay[:, -1:] * state + (k * left).transpose(1, 2) @ d).contiguous()
 

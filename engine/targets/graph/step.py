@@ -22,6 +22,7 @@ from engine.description.sublayers import (
     Experts,
     LatentAttention,
     LayerEmbedding,
+    Mamba,
     Operator,
     ShortConv,
     SideBySide,
@@ -323,6 +324,32 @@ class Transformer:
         states.store(step.sequence, inputs)
         return self._product(operator.out, y)
 
+    def _mamba(self, operator: Mamba, x: Tensor, run: _Run) -> Tensor:
+        """As `_delta`."""
+        n, v, o, step, states = cast(int, x.shape[0]), self._vectors, operator, run.step, next(run.states)
+        before, inputs = states.of(step.sequence)
+        channels, inputs = convolved(self._product(o.channels, x), v[o.conv], inputs, step.used)
+        channels = (channels if o.conv_bias is None else channels + v[o.conv_bias]).silu().contiguous()
+
+        def of_groups(first: int) -> Tensor:
+            """B or C of each head: (heads, n, size)."""
+            rows = channels[:, first : first + o.groups * o.size].reshape(n, o.groups, 1, o.size)
+            return rows.expand(-1, -1, o.heads // o.groups, -1).reshape(n, o.heads, o.size).transpose(0, 1)
+
+        values = channels[:, : o.width].reshape(n, o.heads, o.head_dim).transpose(0, 1)
+        dt = self._product(o.step, x, o.step_bias).softplus()
+        dt = (Tensor.arange(n) < step.used).reshape(n, 1).where(dt, 0.0).transpose()
+        log_decay = dt * v[o.decay].reshape(o.heads, 1)
+        b, c = of_groups(o.width), of_groups(o.width + o.groups * o.size)
+        y, state = delta_rule(c, b, values, log_decay, dt, before, corrects=False)
+        y, inputs = (y + values * v[o.skip].reshape(-1, 1, 1)).contiguous(), inputs.contiguous()
+        Tensor.realize(y, state, inputs)  # they read what they are stored to
+        states.store(step.sequence, state, inputs)
+        y = y.transpose(0, 1).reshape(n, -1) * self._product(o.gate, x).silu()
+        if o.norm:
+            y = _normed(y.reshape(n, o.groups, -1), self.spec.eps).reshape(n, -1) * v[o.norm]
+        return self._product(o.out, y.contiguous())
+
     def _joined(self, weights: Sequence[Weight], x: Tensor) -> Tensor:
         """The products of x with several matrices, one after the other."""
         first, *others = (self._product(weight, x) for weight in weights)
@@ -449,6 +476,7 @@ _SUBLAYERS: dict[type[Operator], Callable[[Transformer, Any, Tensor, _Run], Tens
     Attention: Transformer._attention,
     LatentAttention: Transformer._latent_attention,
     DeltaNet: Transformer._delta,
+    Mamba: Transformer._mamba,
     ShortConv: Transformer._short_conv,
     Dense: Transformer._dense,
     Experts: Transformer._experts,

@@ -134,7 +134,7 @@ def convolve(net: DeltaHeads, tile: int, rows: bool = False) -> KernelFunction:
             at = (first + i) * (2 * net.gates) + j * lanes
             k.store(gates, at, sigmoid(k, k.vector(gates, at)))
             alpha = k.vector(gates, at + net.gates) + k.vector(bias, j * lanes)
-            k.store(gates, at + net.gates, k.exp(k.vector(decay, j * lanes) * _softplus(k, alpha)))
+            k.store(gates, at + net.gates, k.exp(k.vector(decay, j * lanes) * softplus(k, alpha)))
         return k.finish(f"convolve_{net.keys}_{net.values}_{size}_{tile}")
 
     assert vectors * lanes == size, "heads that are no whole vectors"
@@ -211,7 +211,7 @@ def delta_net(net: DeltaHeads, tile: int, rows: bool = False) -> KernelFunction:
     return kernel
 
 
-def _softplus(k: KernelBuilder, x: UOp) -> UOp:
+def softplus(k: KernelBuilder, x: UOp) -> UOp:
     """ln(1 + e**x) = max(x, 0) + ln(1 + z), z = e**-|x|, and ln(1 + z) = 2 artanh(z / (2 + z)). The relative error is
     1e-6, also where the result is small."""
     z = k.exp(x.maximum(x * -1.0) * -1.0)
