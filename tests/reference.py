@@ -18,18 +18,16 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from engine.description.architectures import read_spec
+from engine.description.recurrent import DeltaNet, Mamba, ShortConv
 from engine.description.spec import ModelSpec
 from engine.description.sublayers import (
     MIN_PROBABILITY,
     Activation,
     Attention,
-    DeltaNet,
     Dense,
     Experts,
     LatentAttention,
     LayerEmbedding,
-    Mamba,
-    ShortConv,
     SideBySide,
     Vector,
     Weight,

@@ -9,7 +9,8 @@ import numpy as np
 
 from engine.description.families import Family
 from engine.description.head_reader import MAX_HEAD, HeadReader
-from engine.description.sublayers import DeltaNet, Mamba, Recurrent, ShortConv, Weight
+from engine.description.recurrent import DeltaNet, Mamba, Recurrent, ShortConv
+from engine.description.sublayers import Weight
 from engine.errors import ModelFileError
 from engine.formats.gguf import GGUF, damaged
 

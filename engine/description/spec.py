@@ -15,7 +15,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.description.sublayers import Attention, Experts, Operator, Recurrent, Vector, Weight
+from engine.description.recurrent import Recurrent
+from engine.description.sublayers import Attention, Experts, Operator, Vector, Weight
 from engine.formats.ggml_types import TYPES
 from engine.formats.kv_format import KVFormat
 

@@ -1,12 +1,10 @@
-"""What a model's sublayers compute, as data: attention, gated delta nets, feed-forward layers, mixtures of experts.
+"""What a model's sublayers compute, as data: attention, feed-forward layers, mixtures of experts.
 
 `engine.description.spec` puts a model together from them. Each says which matrices and vectors of the file it needs.
 """
 
 from __future__ import annotations
 
-import math
-from abc import abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from typing import ClassVar, Literal, TypeVar
@@ -257,141 +255,6 @@ class LatentAttention(Attention):
     def roles(self) -> Roles:
         inputs = self.q_down, self.q, self.q_rotated, self.k, self.k_rotated, self.of_keys
         return {"QKV projection": inputs, "attention output": (self.of_values, self.o)}
-
-
-@dataclass(frozen=True)
-class Recurrent(Operator):
-    """Keeps a state of each sequence in place of keys and values, which does not grow: float32, zeros at its begin."""
-
-    @property
-    @abstractmethod
-    def state_shapes(self) -> tuple[tuple[int, ...], ...]:
-        """Those of the parts of a sequence's state."""
-
-    @property
-    def state_bytes(self) -> int:
-        return 4 * sum(map(math.prod, self.state_shapes))
-
-
-@dataclass(frozen=True)
-class ShortConv(Recurrent):
-    """A short convolution. `inputs` x is, for each token, b, c and v, of `channels` elements each. The channels of b v
-    pass a causal convolution over the last `taps` tokens, the last tap for the token itself; the result is
-    `out` (c * that). A sequence keeps the last taps - 1 inputs of the convolution."""
-
-    inputs: Weight
-    out: Weight
-    conv: Vector
-    """Channel by channel its taps."""
-    channels: int
-    taps: int
-    words = "short convolutions"
-
-    @property
-    def state_shapes(self) -> tuple[tuple[int, ...], ...]:
-        return ((self.taps - 1, self.channels),)
-
-    @property
-    def roles(self) -> Roles:
-        return {"QKV projection": (self.inputs,), "attention output": (self.out,)}
-
-
-@dataclass(frozen=True)
-class DeltaNet(Recurrent):
-    """A gated delta net. `qkv` x is, for each token: `key_heads` queries and as many keys, then `value_heads` values,
-    of `size` elements each. Each of these channels passes a causal convolution over the last `taps` tokens, the last
-    tap for the token itself, and then SiLU. Queries and keys are divided by their length, sqrt(sum of squares + eps);
-    queries are multiplied by size ** -0.5. The value head j has the query and the key of head j mod key_heads; if
-    neighbours share them (`shares_in_turn` is false), of head j * key_heads // value_heads. `qkv` may be several
-    matrices, one after the other.
-
-    beta = sigmoid(`beta` x) and decay = exp(`decay` * softplus(`alpha` x + `decay_bias`)) are a number for each value
-    head. With a state S (size keys, size values) for each value head, a token computes, in this order:
-    S *= decay;  S += k (beta * (v - S^T k))^T;  y = S^T q.  The result is `out` (norm(y) * silu(`gate` x)), normed over
-    a head.
-
-    A sequence keeps the S, and the last taps - 1 inputs of the convolution."""
-
-    qkv: tuple[Weight, ...]
-    gate: Weight
-    beta: Weight
-    alpha: Weight
-    out: Weight
-    conv: Vector
-    """Channel by channel its taps."""
-    decay: Vector
-    decay_bias: Vector
-    norm: Vector
-    key_heads: int
-    value_heads: int
-    size: int
-    taps: int
-    shares_in_turn: bool = True
-    words = "gated delta nets"
-
-    @property
-    def channels(self) -> int:
-        """The rows of `qkv`."""
-        return (2 * self.key_heads + self.value_heads) * self.size
-
-    @property
-    def value_size(self) -> int:
-        """Elements of a token's values, over all heads."""
-        return self.value_heads * self.size
-
-    @property
-    def state_shapes(self) -> tuple[tuple[int, ...], ...]:
-        return (self.value_heads, self.size, self.size), (self.taps - 1, self.channels)
-
-    @property
-    def roles(self) -> Roles:
-        inputs = *self.qkv, self.gate, self.beta, self.alpha
-        return {"QKV projection": inputs, "attention output": (self.out,)}
-
-
-@dataclass(frozen=True)
-class Mamba(Recurrent):
-    """A Mamba 2 layer. `channels` x is, for each token: x of `heads` heads of `head_dim` elements, then B and then C of
-    `groups` groups of `size` elements. Each of these channels passes a causal convolution over the last `taps` tokens,
-    the last tap for the token itself, with `conv_bias`, and then SiLU. The head j has the B and the C of the group
-    j * groups // heads.
-
-    dt = softplus(`step` x + `step_bias`) is a number for each head, and so is exp(`decay` * dt). With a state
-    S (size, head_dim) for each head, a token computes S = exp(decay * dt) S + B (dt x)^T;  y = S^T C + `skip` x.  The
-    result is `out` norm(y * silu(`gate` x)), normed over the elements of a group if there is a `norm`. A sequence keeps
-    the S, and the last taps - 1 inputs of the convolution."""
-
-    gate: Weight
-    channels: Weight
-    step: Weight
-    out: Weight
-    conv: Vector
-    """Channel by channel its taps."""
-    conv_bias: Vector | None
-    decay: Vector
-    step_bias: Vector
-    skip: Vector
-    norm: Vector | None
-    heads: int
-    groups: int
-    head_dim: int
-    size: int
-    taps: int
-    words = "Mamba 2 layers"
-
-    @property
-    def width(self) -> int:
-        """Elements of x, over all heads."""
-        return self.heads * self.head_dim
-
-    @property
-    def state_shapes(self) -> tuple[tuple[int, ...], ...]:
-        return (self.heads, self.size, self.head_dim), (self.taps - 1, self.channels.rows)
-
-    @property
-    def roles(self) -> Roles:
-        inputs = self.gate, self.channels, self.step
-        return {"QKV projection": inputs, "attention output": (self.out,)}
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from engine.description.sublayers import DeltaNet
+from engine.description.recurrent import DeltaNet
 from engine.devices import cuda_driver
 from engine.errors import UsageError
 from engine.model import open_runner

@@ -7,8 +7,9 @@ from typing import get_args
 import pytest
 
 from engine.description.architectures import read_spec
+from engine.description.recurrent import DeltaNet
 from engine.description.spec import Sublayer
-from engine.description.sublayers import DeltaNet, Vector, Weight
+from engine.description.sublayers import Vector, Weight
 from engine.errors import BackendError, UsageError
 from engine.formats.ggml_types import GGML_TYPES
 from engine.formats.gguf import GGUF

@@ -1,15 +1,13 @@
 """What computes each kind of sublayer on a CPU."""
 
+from engine.description.recurrent import DeltaNet, Mamba, ShortConv
 from engine.description.sublayers import (
     Attention,
-    DeltaNet,
     Dense,
     Experts,
     LatentAttention,
     LayerEmbedding,
-    Mamba,
     Operator,
-    ShortConv,
     SideBySide,
 )
 from engine.targets.cpu.sublayers.attention import AttentionHandler

@@ -1,4 +1,4 @@
-"""Gated delta nets (`sublayers.DeltaNet` of the description) as tensor graphs: the convolution and the delta rule.
+"""Gated delta nets (`recurrent.DeltaNet` of the description) as tensor graphs: the convolution and the delta rule.
 
 The tokens of a step read the state at once. With G the sums of the logarithms of the decays so far, and S the state
 before the step, what the delta rule adds for token t is k_t d_t^T, and
@@ -20,7 +20,7 @@ from typing import cast
 import numpy as np
 from tinygrad import Tensor, UOp
 
-from engine.description.sublayers import DeltaNet
+from engine.description.recurrent import DeltaNet
 
 
 def convolved(x: Tensor, taps: Tensor, before: Tensor, count: UOp | int) -> tuple[Tensor, Tensor]:

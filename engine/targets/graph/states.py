@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from tinygrad import Tensor, TinyJit, UOp, dtypes
 
-from engine.description.sublayers import Recurrent
+from engine.description.recurrent import Recurrent
 
 
 @dataclass(frozen=True)

@@ -7,24 +7,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
 from typing import Any, cast
 
 import numpy as np
 from tinygrad import Device, Tensor, UOp, dtypes
 
+from engine.description.recurrent import DeltaNet, Mamba, ShortConv
 from engine.description.sublayers import (
     MIN_PROBABILITY,
     Activation,
     Attention,
-    DeltaNet,
     Dense,
     Experts,
     LatentAttention,
     LayerEmbedding,
-    Mamba,
     Operator,
-    ShortConv,
     SideBySide,
     Vector,
     Weight,
@@ -37,8 +34,9 @@ from engine.measure.kernel_roles import BufferUse
 from engine.runtime.kv_blocks import BLOCK
 from engine.targets.buffer_uses import BufferUses
 from engine.targets.graph.cached import dequantized, mask_of, quantized, stored_in
-from engine.targets.graph.delta_net import convolved, delta_rule, heads
 from engine.targets.graph.inputs import Step
+from engine.targets.graph.parts import Run, normed
+from engine.targets.graph.recurrent import RecurrentLayers
 from engine.targets.graph.states import States
 
 
@@ -53,22 +51,7 @@ def gated(gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
     return gate * (1.702 * gate).sigmoid() * (up + 1)
 
 
-@dataclass
-class _Run:
-    """What the sublayers of a step share. `masks`: by window and by whether pictures are seen. `of_layers`: what the
-    tokens give each layer. `caches` and `states` are those of the sublayers to come, and `read` is the cache that each
-    attention so far has read. `stored`: the cache that was stored to last."""
-
-    step: Step
-    masks: dict[tuple[int, bool], Tensor | None]
-    of_layers: list[Tensor]
-    caches: Iterator[Tensor]
-    states: Iterator[States]
-    stored: Tensor
-    read: list[Tensor] = field(default_factory=list)
-
-
-class Transformer:
+class Transformer(RecurrentLayers):
     """A model's weights and KV cache, and its forward pass over tokens that continue those in the cache. The cache has
     `blocks` of BLOCK places for tokens: for each attention (2, kv_heads, places, head_dim), zeros, in float16, or in
     float32 if the weights are. In the format q8_0 it is int8, and the scales of a head's blocks, as bytes, follow its
@@ -193,7 +176,7 @@ class Transformer:
         that was stored to last."""
         spec = self.spec
         x, n = self.embedded(step), cast(int, step.tokens.shape[0])
-        run = _Run(
+        run = Run(
             step,
             {
                 kind: mask_of(n, step.position, kind[0], self._seen(step) if kind[1] else None)
@@ -229,11 +212,11 @@ class Transformer:
         e = e.contiguous().realize()
         return [e[:, i] for i in range(of.layers)]
 
-    def _layer_embedding(self, operator: LayerEmbedding, x: Tensor, run: _Run) -> Tensor:
+    def _layer_embedding(self, operator: LayerEmbedding, x: Tensor, run: Run) -> Tensor:
         gate = self._product(operator.gate, x).gelu()
         return self._product(operator.proj, gate * run.of_layers[operator.layer])
 
-    def _beside(self, operator: SideBySide, x: Tensor, run: _Run) -> Tensor:
+    def _beside(self, operator: SideBySide, x: Tensor, run: Run) -> Tensor:
         """x (n, dim), which is not normed -> (n, dim)."""
         dense = self._dense(operator.dense, self._stream_norm(x, operator.dense_norm), run)
         h, of_router = (
@@ -261,7 +244,7 @@ class Transformer:
             left = is_best.where(-math.inf, left).contiguous()
         return chosen, probabilities
 
-    def _experts(self, operator: Experts, x: Tensor, run: _Run, of_router: Tensor | None = None) -> Tensor:
+    def _experts(self, operator: Experts, x: Tensor, run: Run, of_router: Tensor | None = None) -> Tensor:
         """x (n, dim), which is normed, as is what the router reads if that differs -> (n, dim). One expert for each
         token at a time."""
         chosen, probabilities = self._choose(operator, x if of_router is None else of_router)
@@ -293,78 +276,12 @@ class Transformer:
             y = y + shared
         return y
 
-    def _dense(self, operator: Dense, x: Tensor, run: _Run) -> Tensor:
+    def _dense(self, operator: Dense, x: Tensor, run: Run) -> Tensor:
         hidden = gated(self._product(operator.gate, x), self._product(operator.up, x), operator.activation)
         return self._product(operator.down, hidden)
 
-    def _delta(self, operator: DeltaNet, x: Tensor, run: _Run) -> Tensor:
-        """x (n, dim), which is normed -> (n, dim). The state of the sequence becomes that after the step."""
-        n, v, step, states = cast(int, x.shape[0]), self._vectors, run.step, next(run.states)
-        (before, inputs), used = states.of(step.sequence), step.used
-        channels, inputs = convolved(self._joined(operator.qkv, x), v[operator.conv], inputs, used)
-        beta = self._product(operator.beta, x).sigmoid()
-        log_decay = v[operator.decay] * self._product(operator.alpha, x, operator.decay_bias).softplus()
-        is_new = (Tensor.arange(n) < used).reshape(n, 1)
-        beta, log_decay = (is_new.where(t, 0.0).transpose() for t in (beta, log_decay))
-        y, state = delta_rule(*heads(operator, channels.silu(), self.spec.eps), log_decay, beta, before)
-        inputs = inputs.contiguous()
-        Tensor.realize(y, state, inputs)  # they read what they are stored to
-        states.store(step.sequence, state, inputs)
-        y = self._norm(y.transpose(0, 1), operator.norm).reshape(n, -1)
-        return self._product(operator.out, y * self._product(operator.gate, x).silu())
-
-    def _short_conv(self, operator: ShortConv, x: Tensor, run: _Run) -> Tensor:
-        """As `_delta`."""
-        step, states = run.step, next(run.states)
-        b, c, v = self._product(operator.inputs, x).chunk(3, dim=-1)
-        [before] = states.of(step.sequence)
-        y, inputs = convolved(b * v, self._vectors[operator.conv], before, step.used)
-        y, inputs = (c * y).contiguous(), inputs.contiguous()
-        Tensor.realize(y, inputs)  # they read what they are stored to
-        states.store(step.sequence, inputs)
-        return self._product(operator.out, y)
-
-    def _mamba(self, operator: Mamba, x: Tensor, run: _Run) -> Tensor:
-        """As `_delta`."""
-        n, v, o, step, states = cast(int, x.shape[0]), self._vectors, operator, run.step, next(run.states)
-        before, inputs = states.of(step.sequence)
-        channels, inputs = convolved(self._product(o.channels, x), v[o.conv], inputs, step.used)
-        channels = (channels if o.conv_bias is None else channels + v[o.conv_bias]).silu().contiguous()
-
-        def of_groups(first: int) -> Tensor:
-            """B or C of each head: (heads, n, size)."""
-            rows = channels[:, first : first + o.groups * o.size].reshape(n, o.groups, 1, o.size)
-            return rows.expand(-1, -1, o.heads // o.groups, -1).reshape(n, o.heads, o.size).transpose(0, 1)
-
-        values = channels[:, : o.width].reshape(n, o.heads, o.head_dim).transpose(0, 1)
-        dt = self._product(o.step, x, o.step_bias).softplus()
-        dt = (Tensor.arange(n) < step.used).reshape(n, 1).where(dt, 0.0).transpose()
-        log_decay = dt * v[o.decay].reshape(o.heads, 1)
-        b, c = of_groups(o.width), of_groups(o.width + o.groups * o.size)
-        y, state = delta_rule(c, b, values, log_decay, dt, before, corrects=False)
-        y, inputs = (y + values * v[o.skip].reshape(-1, 1, 1)).contiguous(), inputs.contiguous()
-        Tensor.realize(y, state, inputs)  # they read what they are stored to
-        states.store(step.sequence, state, inputs)
-        y = y.transpose(0, 1).reshape(n, -1) * self._product(o.gate, x).silu()
-        if o.norm:
-            y = _normed(y.reshape(n, o.groups, -1), self.spec.eps).reshape(n, -1) * v[o.norm]
-        return self._product(o.out, y.contiguous())
-
-    def _joined(self, weights: Sequence[Weight], x: Tensor) -> Tensor:
-        """The products of x with several matrices, one after the other."""
-        first, *others = (self._product(weight, x) for weight in weights)
-        return first.cat(*others, dim=-1) if others else first
-
-    def _product(self, weight: Weight, x: Tensor, bias: Vector | None = None) -> Tensor:
-        y = self._matrices[weight].product(x)
-        return y if bias is None else y + self._vectors[bias]
-
     def _stream_norm(self, x: Tensor, weight: Vector) -> Tensor:
         return self._norm(x, weight, self.spec.stream_eps)
-
-    def _norm(self, x: Tensor, weight: Vector, eps: float | None = None) -> Tensor:
-        """RMS norm over the last axis."""
-        return (_normed(x, self.spec.eps if eps is None else eps) * self._vectors[weight]).contiguous()
 
     def _heads(self, x: Tensor, n_heads: int, norm: Vector | None) -> Tensor:
         """(n, n_heads * head_dim) -> (n_heads, n, head_dim), normed over a head or over all of them."""
@@ -396,7 +313,7 @@ class Transformer:
         a, b = x.chunk(2, dim=-1)
         return (a * cos - b * sin).cat(b * cos + a * sin, dim=-1)
 
-    def _attention(self, a: Attention, x: Tensor, run: _Run) -> Tensor:
+    def _attention(self, a: Attention, x: Tensor, run: Run) -> Tensor:
         """The output projection of attention over x (n, dim), which is normed."""
         step, new = run.step, None
         q = self._turned(a, self._product(a.q, x, a.q_bias), a.heads, a.q_norm, step)
@@ -405,14 +322,14 @@ class Transformer:
             k = self._turned(a, projected, a.kv_heads, a.k_norm, step)
             v = self._heads(self._product(a.v, x, a.v_bias) if a.v else projected, a.kv_heads, None)
             if a.has_normed_values:
-                v = _normed(v, self.spec.eps)
+                v = normed(v, self.spec.eps)
             new = Tensor.stack(k, v)
         out = self._attended(a, q, new, run).transpose(0, 1).reshape(x.shape[0], -1)
         if a.gate:
             out = out * self._product(a.gate, x).sigmoid()
         return self._product(a.o, out, a.o_bias)
 
-    def _latent_attention(self, a: LatentAttention, x: Tensor, run: _Run) -> Tensor:
+    def _latent_attention(self, a: LatentAttention, x: Tensor, run: Run) -> Tensor:
         """As `_attention`. The rotated elements of a head come in two halves, each before one of the latent elements,
         so that those of a pair are half a head apart."""
         n, step = cast(int, x.shape[0]), run.step
@@ -438,7 +355,7 @@ class Transformer:
         matrices = self._matrices[weight].dequantize().reshape(heads, weight.rows, weight.cols)
         return (x @ matrices.transpose(1, 2)).contiguous()
 
-    def _attended(self, a: Attention, q: Tensor, new: Tensor | None, run: _Run) -> Tensor:
+    def _attended(self, a: Attention, q: Tensor, new: Tensor | None, run: Run) -> Tensor:
         """The weighted sums of values for the queries q, (heads, n, head_dim). The `new` keys and values (2, kv_heads,
         n, head_dim) are stored in the layer's cache. The mask, if any, is added to the scores: (n, position + n)."""
         run.read.append(next(run.caches) if a.cache_of is None else run.read[a.cache_of])
@@ -472,7 +389,7 @@ class Transformer:
         return (weights @ values).reshape(a.heads, n, a.head_dim)
 
 
-_SUBLAYERS: dict[type[Operator], Callable[[Transformer, Any, Tensor, _Run], Tensor]] = {
+_SUBLAYERS: dict[type[Operator], Callable[[Transformer, Any, Tensor, Run], Tensor]] = {
     Attention: Transformer._attention,
     LatentAttention: Transformer._latent_attention,
     DeltaNet: Transformer._delta,
@@ -484,11 +401,6 @@ _SUBLAYERS: dict[type[Operator], Callable[[Transformer, Any, Tensor, _Run], Tens
     LayerEmbedding: Transformer._layer_embedding,
 }
 """What computes each kind of sublayer: of x (n, dim), normed if the sublayer has a norm, (n, dim)."""
-
-
-def _normed(x: Tensor, eps: float) -> Tensor:
-    """x over the root of the mean of its squares along the last axis."""
-    return x * ((x * x).mean(-1, keepdim=True) + eps).rsqrt()
 
 
 def _load_matrix(weights: Weights, weight: Weight) -> QuantizedMatrix:

@@ -9,15 +9,14 @@ import numpy as np
 from numpy.typing import NDArray
 from tinygrad import Device, Tensor
 
+from engine.description.recurrent import DeltaNet, ShortConv
 from engine.description.spec import ModelSpec, Sublayer
 from engine.description.sublayers import (
     Attention,
-    DeltaNet,
     Dense,
     Experts,
     LayerEmbedding,
     Operator,
-    ShortConv,
     SideBySide,
     Weight,
 )

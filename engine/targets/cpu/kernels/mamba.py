@@ -22,7 +22,7 @@ from engine.targets.cpu.kernels.step_state import TOKENS, n_tokens
 
 @dataclass(frozen=True)
 class MambaHeads:
-    """The sizes of `engine.description.sublayers.Mamba`; `head_dim` and `size` are multiples of `lanes`. Of each
+    """The sizes of `engine.description.recurrent.Mamba`; `head_dim` and `size` are multiples of `lanes`. Of each
     sequence a layer keeps the states, float32 (heads, size, head_dim), and the inputs of the convolution that its next
     token reads, float32 (taps - 1, channels)."""
 

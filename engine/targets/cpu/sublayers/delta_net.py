@@ -6,7 +6,7 @@ from itertools import accumulate
 
 from tinygrad import Tensor
 
-from engine.description.sublayers import DeltaNet
+from engine.description.recurrent import DeltaNet
 from engine.measure.kernel_roles import BufferUse
 from engine.targets.buffer_uses import BufferUses
 from engine.targets.cpu.kernels.delta_net import DeltaHeads, convolve, delta_net

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tinygrad import Tensor
 
-from engine.description.sublayers import ShortConv
+from engine.description.recurrent import ShortConv
 from engine.measure.kernel_roles import BufferUse
 from engine.targets.buffer_uses import BufferUses
 from engine.targets.cpu.kernels.short_conv import ConvChannels, short_conv

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tinygrad import Tensor
 
-from engine.description.sublayers import DeltaNet
+from engine.description.recurrent import DeltaNet
 from engine.kernels.device_memory import to_device
 from engine.targets.nvidia.decode_step import DecodeStep
 from engine.targets.nvidia.kernels.device import multiprocessors

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tinygrad import Tensor
 
-from engine.description.sublayers import ShortConv
+from engine.description.recurrent import ShortConv
 from engine.kernels.device_memory import to_device
 from engine.targets.nvidia.decode_step import DecodeStep
 from engine.targets.nvidia.kernels.products.activation_order import Order

@@ -18,7 +18,7 @@ from engine.targets.nvidia.kernels.uops import LOG2_E, chain, f32, sigmoid
 @dataclass(frozen=True)
 class DeltaHeads(StateMemory):
     """The heads of a delta net: `key` heads of queries and of keys, `value` heads, of `size` elements each; a
-    convolution over `taps` tokens; `eps` of the norms. `shares_in_turn`: as `sublayers.DeltaNet` has it."""
+    convolution over `taps` tokens; `eps` of the norms. `shares_in_turn`: as `recurrent.DeltaNet` has it."""
 
     key: int
     value: int

@@ -1,0 +1,55 @@
+"""What the sublayers of tensor graphs share: a step, products and norms."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from tinygrad import Tensor
+
+from engine.description.spec import ModelSpec
+from engine.description.sublayers import Vector, Weight
+from engine.kernels.quantized_matrix import QuantizedMatrix
+from engine.targets.graph.inputs import Step
+from engine.targets.graph.states import States
+
+
+@dataclass
+class Run:
+    """What the sublayers of a step share. `masks`: by window and by whether pictures are seen. `of_layers`: what the
+    tokens give each layer. `caches` and `states` are those of the sublayers to come, and `read` is the cache that each
+    attention so far has read. `stored`: the cache that was stored to last."""
+
+    step: Step
+    masks: dict[tuple[int, bool], Tensor | None]
+    of_layers: list[Tensor]
+    caches: Iterator[Tensor]
+    states: Iterator[States]
+    stored: Tensor
+    read: list[Tensor] = field(default_factory=list)
+
+
+class Parts:
+    """The weights of a model on the device."""
+
+    spec: ModelSpec
+    _matrices: dict[Weight, QuantizedMatrix]
+    _vectors: dict[Vector, Tensor]
+
+    def _joined(self, weights: Sequence[Weight], x: Tensor) -> Tensor:
+        """The products of x with several matrices, one after the other."""
+        first, *others = (self._product(weight, x) for weight in weights)
+        return first.cat(*others, dim=-1) if others else first
+
+    def _product(self, weight: Weight, x: Tensor, bias: Vector | None = None) -> Tensor:
+        y = self._matrices[weight].product(x)
+        return y if bias is None else y + self._vectors[bias]
+
+    def _norm(self, x: Tensor, weight: Vector, eps: float | None = None) -> Tensor:
+        """RMS norm over the last axis."""
+        return (normed(x, self.spec.eps if eps is None else eps) * self._vectors[weight]).contiguous()
+
+
+def normed(x: Tensor, eps: float) -> Tensor:
+    """x over the root of the mean of its squares along the last axis."""
+    return x * ((x * x).mean(-1, keepdim=True) + eps).rsqrt()

@@ -1,0 +1,68 @@
+"""Layers with recurrent states as tensor graphs. The state of the sequence becomes that after the step."""
+
+from __future__ import annotations
+
+from typing import cast
+
+from tinygrad import Tensor
+
+from engine.description.recurrent import DeltaNet, Mamba, ShortConv
+from engine.targets.graph.delta_net import convolved, delta_rule, heads
+from engine.targets.graph.parts import Parts, Run, normed
+
+
+class RecurrentLayers(Parts):
+    """Each makes of x (n, dim), which is normed, (n, dim)."""
+
+    def _delta(self, operator: DeltaNet, x: Tensor, run: Run) -> Tensor:
+        """x (n, dim), which is normed -> (n, dim). The state of the sequence becomes that after the step."""
+        n, v, step, states = cast(int, x.shape[0]), self._vectors, run.step, next(run.states)
+        (before, inputs), used = states.of(step.sequence), step.used
+        channels, inputs = convolved(self._joined(operator.qkv, x), v[operator.conv], inputs, used)
+        beta = self._product(operator.beta, x).sigmoid()
+        log_decay = v[operator.decay] * self._product(operator.alpha, x, operator.decay_bias).softplus()
+        is_new = (Tensor.arange(n) < used).reshape(n, 1)
+        beta, log_decay = (is_new.where(t, 0.0).transpose() for t in (beta, log_decay))
+        y, state = delta_rule(*heads(operator, channels.silu(), self.spec.eps), log_decay, beta, before)
+        inputs = inputs.contiguous()
+        Tensor.realize(y, state, inputs)  # they read what they are stored to
+        states.store(step.sequence, state, inputs)
+        y = self._norm(y.transpose(0, 1), operator.norm).reshape(n, -1)
+        return self._product(operator.out, y * self._product(operator.gate, x).silu())
+
+    def _short_conv(self, operator: ShortConv, x: Tensor, run: Run) -> Tensor:
+        """As `_delta`."""
+        step, states = run.step, next(run.states)
+        b, c, v = self._product(operator.inputs, x).chunk(3, dim=-1)
+        [before] = states.of(step.sequence)
+        y, inputs = convolved(b * v, self._vectors[operator.conv], before, step.used)
+        y, inputs = (c * y).contiguous(), inputs.contiguous()
+        Tensor.realize(y, inputs)  # they read what they are stored to
+        states.store(step.sequence, inputs)
+        return self._product(operator.out, y)
+
+    def _mamba(self, operator: Mamba, x: Tensor, run: Run) -> Tensor:
+        """As `_delta`."""
+        n, v, o, step, states = cast(int, x.shape[0]), self._vectors, operator, run.step, next(run.states)
+        before, inputs = states.of(step.sequence)
+        channels, inputs = convolved(self._product(o.channels, x), v[o.conv], inputs, step.used)
+        channels = (channels if o.conv_bias is None else channels + v[o.conv_bias]).silu().contiguous()
+
+        def of_groups(first: int) -> Tensor:
+            """B or C of each head: (heads, n, size)."""
+            rows = channels[:, first : first + o.groups * o.size].reshape(n, o.groups, 1, o.size)
+            return rows.expand(-1, -1, o.heads // o.groups, -1).reshape(n, o.heads, o.size).transpose(0, 1)
+
+        values = channels[:, : o.width].reshape(n, o.heads, o.head_dim).transpose(0, 1)
+        dt = self._product(o.step, x, o.step_bias).softplus()
+        dt = (Tensor.arange(n) < step.used).reshape(n, 1).where(dt, 0.0).transpose()
+        log_decay = dt * v[o.decay].reshape(o.heads, 1)
+        b, c = of_groups(o.width), of_groups(o.width + o.groups * o.size)
+        y, state = delta_rule(c, b, values, log_decay, dt, before, corrects=False)
+        y, inputs = (y + values * v[o.skip].reshape(-1, 1, 1)).contiguous(), inputs.contiguous()
+        Tensor.realize(y, state, inputs)  # they read what they are stored to
+        states.store(step.sequence, state, inputs)
+        y = y.transpose(0, 1).reshape(n, -1) * self._product(o.gate, x).silu()
+        if o.norm:
+            y = normed(y.reshape(n, o.groups, -1), self.spec.eps).reshape(n, -1) * v[o.norm]
+        return self._product(o.out, y.contiguous())
