@@ -27,6 +27,11 @@ _PROGRAMS = {
 """Schemes of origins that programs and extensions have. Not "file": a page of a site may have been saved."""
 _NO_HOST = frozenset("@/?#\\")
 """What no browser sends as part of a host: before or after it, `urlsplit` finds other hosts than they do."""
+_KEY_HEADERS = (
+    "x-api-key",
+    "api-key",
+    "x-goog-api-key",
+)  # of Anthropic's clients, of Azure's and of Google's
 OPEN_PATHS = ("/health", "/v1/health")  # need no key, as in llama-server
 
 
@@ -118,7 +123,7 @@ def _given_key(headers: Headers) -> str:
     kind, _, token = headers.get("authorization", "").partition(" ")
     if kind.lower() == "bearer":
         return token.strip()
-    return headers.get("x-api-key", headers.get("api-key", ""))  # of Anthropic's clients, and of Azure's
+    return next((headers[name] for name in _KEY_HEADERS if name in headers), "")
 
 
 def _is_of_this_machine(origin: str) -> bool:

@@ -1,5 +1,6 @@
 """Why a request is not answered: a status, and JSON in the form of the protocol that the client speaks."""
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -58,6 +59,23 @@ def ollama_form(error: ApiError) -> dict[str, Any]:
     return {"error": said(error)}
 
 
+_OF_GEMINI = re.compile(r"/models/.*:\w+(Content|Contents|Tokens)$")
+_GEMINI_KINDS = {
+    400: "INVALID_ARGUMENT",
+    401: "UNAUTHENTICATED",
+    403: "PERMISSION_DENIED",
+    404: "NOT_FOUND",
+    429: "RESOURCE_EXHAUSTED",
+    503: "UNAVAILABLE",
+}
+
+
+def gemini_form(error: ApiError) -> dict[str, Any]:
+    """https://cloud.google.com/apis/design/errors"""
+    kind = _GEMINI_KINDS.get(error.status, "INTERNAL")
+    return {"error": {"code": error.status, "message": said(error), "status": kind}}
+
+
 def said(error: ApiError) -> str:
     """The message. That of a full context begins with OpenAI's words, by which many agents know it."""
     if error.code != CONTEXT:
@@ -70,6 +88,8 @@ def form_of(path: str) -> Form:
     """The form of errors of the protocol that a path belongs to."""
     if path.startswith("/api/"):
         return ollama_form
+    if path.startswith(("/v1beta/", "/v1alpha/")) or _OF_GEMINI.search(path):
+        return gemini_form
     return anthropic_form if "/messages" in path else openai_form
 
 

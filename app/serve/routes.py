@@ -29,6 +29,7 @@ from app.serve.protocols import (
     completions,
     elsewhere,
     embeddings,
+    gemini,
     llama,
     llama_state,
     lm_studio,
@@ -72,6 +73,7 @@ def application(models: Service | ModelPool, key: str = "", limits: Limits = NO_
         ("GET", "/version", routes.own_version),
         ("GET", "/models", routes.models),
         ("GET", "/models/{id:path}", routes.model),
+        ("POST", "/models/{id:path}", routes.gemini),
         ("GET", "/metrics", routes.metrics),
         ("GET", "/openapi.json", routes.openapi),
         ("POST", "/chat/completions", chats := routes.completing(chat.ChatBody, chat.asked)),
@@ -136,6 +138,15 @@ def application(models: Service | ModelPool, key: str = "", limits: Limits = NO_
         ("POST", "/api/v1/chat/completions", chats),  # OpenRouter's
         ("POST", "/api/v1/completions", texts),
         *((method, path, routes.unmanaged) for method, path in ollama.UNMANAGED),
+        *(
+            (method, f"/{version}/models{rest}", endpoint)
+            for version in gemini.VERSIONS
+            for method, rest, endpoint in (
+                ("GET", "", routes.gemini_models),
+                ("GET", "/{id:path}", routes.gemini_model),
+                ("POST", "/{id:path}", routes.gemini),
+            )
+        ),
     ]
     by_path: dict[str, dict[str, Endpoint]] = {}
     for prefix in ("/v1", ""):
@@ -176,13 +187,15 @@ class Routes:
         kind: type[Any],
         asked: Callable[[Any, Service], Asked | Json],
         in_thread: bool = False,
+        model: str | None = None,
     ) -> Response:
+        """`model`: which is asked, where the body does not say it."""
         exchange = Exchange(self._models.default, request.scope[CLIENT], request.url.path)
         with exchange.closed_by_errors():
             self._enter(exchange, _owner(request) if self._has_keys else exchange.client.partition("#")[0])
             data, body = await self._read(request, kind)
             self._models.default.check_open()
-            exchange.service = service = await self._models.named(body.model)
+            exchange.service = service = await self._models.named(body.model if model is None else model)
             if in_thread or len(data) > LONG_BODY_BYTES:
                 work = self._long_work.run(exchange.client, len(data), asked, body, service)
                 wanted = await while_connected(request.receive, work)
@@ -210,6 +223,28 @@ class Routes:
         """Counts a request to its key's limits, until it has ended. Raises ApiError if it is one too many."""
         self._budgets.enter(who)
         exchange.on_closed = lambda tokens: self._budgets.leave(who, tokens)
+
+    async def gemini(self, request: Request) -> Response:
+        """The model, and what is asked of it, are in the path."""
+        model, method = gemini.called(request.path_params["id"])
+        in_events = request.query_params.get("alt") == "sse"
+
+        def asked(given: dict[str, Any], service: Service) -> Asked:
+            return gemini.asked(gemini.body_of(given, model, method, in_events=in_events), service)
+
+        def counted(given: dict[str, Any], service: Service) -> Json:
+            return gemini.counted(gemini.body_of(given, model), service)
+
+        if method == "countTokens":
+            return await self.computing(dict, counted, model)(request)
+        return await self._complete(request, dict, asked, model=model)
+
+    async def gemini_models(self, request: Request) -> Response:
+        return json_response(gemini.listed(self._models))
+
+    async def gemini_model(self, request: Request) -> Response:
+        service = await self._models.found(request.path_params["id"])
+        return json_response(gemini.model(service.model, service))
 
     # --- what is remembered ---
 
@@ -278,8 +313,11 @@ class Routes:
     async def openapi(self, request: Request) -> Response:
         return Response(description_json(), media_type="application/json")
 
-    def computing(self, kind: type[B], make: Callable[[B, Service], Json]) -> Endpoint:
-        """What answers requests whose bodies are of a `kind`, and need no engine. `make` may take long."""
+    def computing(
+        self, kind: type[B], make: Callable[[B, Service], Json], model: str | None = None
+    ) -> Endpoint:
+        """What answers requests whose bodies are of a `kind`, and need no engine. `make` may take long. `model`: which
+        is asked, where the body does not say it."""
 
         def made(body: B, service: Service) -> Response:
             return json_response(make(body, service))
@@ -288,7 +326,7 @@ class Routes:
             data, body = await self._read(request, kind)
             if len(data) > MAX_TEXT_BYTES:
                 raise ApiError(413, f"The request is longer than {MAX_TEXT_BYTES >> 20} MiB.")
-            service = await self._models.named(getattr(body, "model", None))
+            service = await self._models.named(model or getattr(body, "model", None))
             work = self._long_work.run(request.scope[CLIENT], len(data), made, body, service)
             return await while_connected(request.receive, work)
 

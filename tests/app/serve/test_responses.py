@@ -256,7 +256,9 @@ async def test_events_come_while_a_prompt_is_read(served, monkeypatch, begun):
     events = reply("Hello.")
     client, service = served(FakeEngine([*events[:1], None, *events[1:]] if begun else [None, *events]))
     asked = asyncio.ensure_future(streamed(client, {}))
-    await asyncio.sleep(0.05)
+    while not service.engine.requests:
+        await asyncio.sleep(0.01)
+    await asyncio.sleep(0.1)
     service.engine.release()
     kinds = [event["type"] for event in await asked]
     assert kinds[:2] == ["response.created", "response.in_progress"] and kinds.count("response.created") == 1
