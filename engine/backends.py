@@ -141,6 +141,10 @@ def install(dev: str) -> None:
     slice_shapes.apply()
     device = _device(dev)
     unused_renderers.apply(dev)
+    if device == "CPU":
+        from engine.fixes import compiler_output
+
+        compiler_output.apply()
     if device in ("CUDA", "NV"):
         from engine.fixes import cuda_headers, float_instructions
 

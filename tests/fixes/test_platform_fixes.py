@@ -196,7 +196,7 @@ def test_another_tinygrad_is_refused(fix, monkeypatch):
 @pytest.mark.parametrize(
     "dev, wanted",
     [
-        ("CPU", []),
+        ("CPU", ["compiler_output"]),
         (
             "CUDA",
             [

@@ -1,0 +1,51 @@
+"""tinygrad 0.14.0: what a compiler has made is checked before it is kept.
+
+A compiler may end without an error and without a whole program: where its folder for temporary files is full, or when
+it is a script that cannot be read. tinygrad takes that for a program, and so would every later start.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+
+from tinygrad.runtime.autogen import libc
+from tinygrad.runtime.support.compiler_cpu import ClangCompiler
+
+from engine.errors import BackendError
+from engine.fixes import once
+
+_stock_compile = ClangCompiler.compile
+_HINT = "Is there room in the folder for temporary files (TMPDIR, /tmp)? The engine's log has what the compiler says."
+
+
+@once("Checked output of compilers")
+def apply() -> None:
+    """Changes tinygrad in this process."""
+    ClangCompiler.compile = _compile
+
+
+def _compile(self: ClangCompiler, src: str) -> bytes:
+    """Raises BackendError."""
+    compiler = os.environ.get("CC", "clang")
+    try:
+        made: bytes = _stock_compile(self, src)
+    except (OSError, subprocess.CalledProcessError) as error:
+        raise BackendError(f"The compiler {compiler} failed: {_reason(error)}.", _HINT) from None
+    if not _is_whole(made):
+        raise BackendError(f"The compiler {compiler} has made no whole program.", _HINT)
+    return made
+
+
+def _reason(error: OSError | subprocess.CalledProcessError) -> str:
+    if isinstance(error, OSError):
+        return error.strerror or str(error)
+    return f"exit status {error.returncode}" if error.returncode >= 0 else f"signal {-error.returncode}"
+
+
+def _is_whole(made: bytes) -> bool:
+    """Whether it is an ELF file up to the table of its sections, which compilers write last."""
+    if made[:4] != libc.ELFMAG.encode() or len(made) < 64:
+        return False
+    header = libc.Elf64_Ehdr.from_buffer_copy(made)
+    return bool(header.e_shoff) and header.e_shoff + header.e_shnum * header.e_shentsize <= len(made)
