@@ -15,6 +15,7 @@ from engine.description.sublayers import (
     Attention,
     Dense,
     Experts,
+    LatentAttention,
     LayerEmbedding,
     Operator,
     SideBySide,
@@ -35,6 +36,7 @@ from engine.targets.nvidia.sublayers.delta_net import DeltaNetHandler
 from engine.targets.nvidia.sublayers.dense import DenseHandler
 from engine.targets.nvidia.sublayers.experts import ExpertsHandler
 from engine.targets.nvidia.sublayers.handler import Handler, Layer, LentCache, Loading
+from engine.targets.nvidia.sublayers.latent_attention import LatentAttentionHandler
 from engine.targets.nvidia.sublayers.layer_embedding import LayerEmbeddingHandler, LayerTables
 from engine.targets.nvidia.sublayers.recurrent import RecurrentHandler
 from engine.targets.nvidia.sublayers.short_conv import ShortConvHandler
@@ -42,6 +44,7 @@ from engine.targets.nvidia.sublayers.side_by_side import SideBySideHandler
 
 HANDLERS: dict[type[Operator], type[Handler]] = {
     Attention: AttentionHandler,
+    LatentAttention: LatentAttentionHandler,
     DeltaNet: DeltaNetHandler,
     ShortConv: ShortConvHandler,
     Dense: DenseHandler,

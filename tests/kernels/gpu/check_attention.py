@@ -121,6 +121,15 @@ def check_head_sizes() -> None:
     attended_prompt(replace(small, splits=1), 18, 20, largest)
 
 
+def check_heads_of_latent_attention() -> None:
+    """Of 576 elements, whose keys are the values: of one token, in one part and in several, of several, and of a
+    prompt."""
+    h = heads_of(576, 4, 1, stored="keys")
+    decode_attention(40, flash_split(h, 256, 256, 2), h)
+    decode_attention(40, flash_split(h, 256, 32, 2), h)
+    attended_prompt(replace(prompt_tiling(h, 32, 2), splits=1), 18, 20, h)
+
+
 def check_windows() -> None:
     """A window, before and after it is full, with queries that depend on the position: one block a head and several,
     one round and several, parts without tokens."""

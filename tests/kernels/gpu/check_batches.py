@@ -55,6 +55,10 @@ def check_rows_with_experts_of_the_best_groups() -> None:
     hold(architecture="bailingmoe2", **SMALL | {"layers": 2, "dim": 160})
 
 
+def check_rows_with_latent_attention() -> None:
+    hold(architecture="deepseek2", seed=2, **SMALL | {"layers": 2, "dim": 160})
+
+
 def hold(binds: bool = False, **shape: Any) -> None:
     """Two sequences in turns, and a third that begins like one of them; raises AssertionError where logits differ from
     those of each alone. `binds`: some tokens have masks."""

@@ -106,6 +106,14 @@ def check_layers_with_experts_chosen_with_a_bias() -> None:
     hold(architecture="ernie4_5-moe", **SMALL | {"layers": 2})
 
 
+def check_layers_with_latent_attention() -> None:
+    hold(architecture="deepseek2", **SMALL | {"layers": 2})
+
+
+def check_layers_with_latent_attention_of_older_files() -> None:
+    hold(architecture="deepseek2-lite", **SMALL)
+
+
 def hold(**shape: Any) -> None:
     """Raises AssertionError if an element of the stream differs from the reference's by more than 4e-3 of the stream's
     root mean square at that token: keys, values and activations are float16. Or if the experts are not those that the

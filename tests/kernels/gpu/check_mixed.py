@@ -62,6 +62,10 @@ def check_mixed_embeddings_and_shared_caches() -> None:
     hold(architecture="gemma4", **SMALL | {"layers": 4})
 
 
+def check_mixed_latent_attention() -> None:
+    hold(architecture="deepseek2-lite", **SMALL | {"dim": 160})
+
+
 def check_mixed_side_by_side() -> None:
     hold(architecture="gemma4-moe", **SMALL | {"dim": 192, "heads": 4, "kv_heads": 2})
 

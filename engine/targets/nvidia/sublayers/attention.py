@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import accumulate
+from typing import Any
 
 import numpy as np
 from tinygrad import Tensor, dtypes
@@ -36,7 +37,7 @@ from engine.targets.nvidia.kernels.products.activation_order import Order
 from engine.targets.nvidia.kernels.products.epilogues import STORE, STORE_BIASED
 from engine.targets.nvidia.kernels.residual_stream.prefill import norms_over_heads, rotate_prompt
 from engine.targets.nvidia.kernels.weights.weight_layout import permuted_size
-from engine.targets.nvidia.matrices import product_of
+from engine.targets.nvidia.matrices import Product, product_of
 from engine.targets.nvidia.norms import Norm
 from engine.targets.nvidia.prompt_step import MixedStep, PromptStep, RowsStep, Sums
 from engine.targets.nvidia.sublayers.handler import Handler, Loading
@@ -54,12 +55,12 @@ class AttentionHandler(Handler):
     share."""
 
     @classmethod
-    def lacks(cls, part: Attention) -> str:
+    def lacks(cls, part: Any) -> str:
         return f"heads of {part.head_dim} elements" if part.head_dim % _CHUNK else ""
 
     def __init__(self, part: Attention, loading: Loading) -> None:
         weights = loading.weights
-        norms, bias = _norms_of(part, weights), _bias_of(part, weights)
+        norms = _norms_of(part, weights)
         window = part.window if part.window < loading.context else 0
         stored: Stored = "keys and values" if part.v else "keys" if part.k else "nothing"
         lent = loading.lent[part.cache_of] if loading.lent and part.cache_of is not None else None
@@ -84,10 +85,9 @@ class AttentionHandler(Handler):
         )
         self.is_storing = stored != "nothing"
         self.is_over_heads = part.has_norms_over_heads
-        self.qkv = product_of([weight for weight in (part.gate, part.q, part.k, part.v) if weight])
         self.o, self.o_bias = product_of([part.o]), loading.vector(part.o_bias)
-        self.products = self.qkv, self.o
-        self.bias, self.norms, self.sinks = bias, norms, loading.vector(part.sinks)
+        self.products = self._load(part, loading)
+        self.norms, self.sinks = norms, loading.vector(part.sinks)
         self.rope, self.temperature = part.rope, loading.temperature
         self.cos, self.sin = loading.ropes[part.rope]
         if lent:
@@ -102,19 +102,31 @@ class AttentionHandler(Handler):
             self.cache = loading.caches[part.cache_of]
         loading.caches.append(self.cache)
 
+    def _load(self, part: Any, loading: Loading) -> tuple[Product, ...]:
+        """Loads what makes queries, keys and values; returns all products."""
+        self.qkv = product_of([weight for weight in (part.gate, part.q, part.k, part.v) if weight])
+        self.bias = _bias_of(part, loading.weights)
+        return self.qkv, self.o
+
     def split(self, limit: int) -> FlashSplit:
         """How attention over up to `limit` tokens is split into thread blocks in decode."""
         return flash_split(self.heads, limit, SHORT, multiprocessors())
 
     def decode(self, step: DecodeStep, norm: Norm) -> None:
-        heads, split, has_sinks = self.heads, self.split(step.limit), self.sinks is not None
-        qkv = step.buffer("qkv", heads.rows)
-        attended = step.buffer("attended", permuted_size(heads.query * heads.dim))
+        qkv = step.buffer("qkv", self.heads.rows)
         epilogue = STORE if self.bias is None else STORE_BIASED
-        is_early = begins_early(split, has_sinks)
+        is_early = begins_early(self.split(step.limit), self.sinks is not None)
         step.multiply(self.qkv, norm, epilogue, {"out": qkv, "bias": self.bias}, "qkv", is_early)
+        attended = self._attend_token(step, qkv, step.input_scale(self.o.single_matrix))
+        step.finish(self.o, attended, "o", bias=self.o_bias)
+
+    def _attend_token(self, step: DecodeStep, qkv: Tensor, input_scale: Tensor) -> Tensor:
+        """Adds attention of a token's queries, keys and values; returns the result, times the `input_scale` of the next
+        product."""
+        heads, split, has_sinks = self.heads, self.split(step.limit), self.sinks is not None
+        attended = step.buffer("attended", permuted_size(heads.query * heads.dim))
         parts = dict(zip(("sums", "tops"), step.memory.attention_parts, strict=True))
-        last = {"input_scale": step.input_scale(self.o.single_matrix), "sinks": self.sinks}
+        last = {"input_scale": input_scale, "sinks": self.sinks}
         step.add(
             flash_attention(heads, split, has_sinks, self.is_over_heads),
             **({"out": attended, **last} if split.splits == 1 else parts),
@@ -129,7 +141,7 @@ class AttentionHandler(Handler):
         if split.splits > 1:
             kernel = combine(heads, split.splits, has_sinks)
             step.add(kernel, out=attended, **parts, **last, rows=qkv if heads.gated else None)
-        step.finish(self.o, attended, "o", bias=self.o_bias)
+        return attended
 
     def rows(self, step: RowsStep, norm: Norm) -> Sums:
         step.norm(norm)
@@ -220,12 +232,13 @@ class AttentionHandler(Handler):
         uses.add(BufferUse("attention"), self.tables)
         uses.add(BufferUse("attention output"), *self.o.planes)
 
-    def _store_tokens(self, step: PromptStep, runs: list[Sums]) -> Tensor:
+    def _store_tokens(self, step: PromptStep, runs: list[Sums], sizes: tuple[int, ...] = ()) -> Tensor:
         """Rotates queries and keys of prompts, and stores keys and values in the cache; returns the queries. `runs`:
-        the products with `qkv`."""
+        the products with `qkv`, or runs of these `sizes`."""
         heads, tokens, has_bias = self.heads, step.tokens, self.bias is not None
         queries = step.buffer("queries", tokens * heads.query * heads.dim, dtypes.float16)
-        sizes, counts = tuple(part.rows for part in self.qkv.matrices), tuple(run.parts for run in runs)
+        sizes = sizes or tuple(part.rows for part in self.qkv.matrices)
+        counts = tuple(run.parts for run in runs)
         sums, factors = [run.tensor for run in runs], None
         if self.is_over_heads:
             factors = step.buffer("factors", 2 * tokens)

@@ -50,6 +50,8 @@ class Loading:
     lent: Sequence[LentCache] = ()
     tables: dict[int, Tensor] = field(default_factory=dict)
     caches: list[list[Tensor]] = field(default_factory=list)
+    head_lists: dict[tuple[int, int], list[Tensor]] = field(default_factory=dict)
+    """Of the products of heads, by the tokens of a step and the heads (`latent_attention.prompt.head_lists`)."""
 
     def vector(self, vector: Vector | None) -> Tensor | None:
         return None if vector is None else to_device(self.weights.vector(vector))

@@ -106,7 +106,7 @@ def flash_split(heads: Heads, limit: int, short: int, multiprocessors: int) -> F
     group, warps, across, most_across, ways = _blocks(heads)
     if limit <= short:
         if heads.dim > _MAX_DIM:
-            return FlashSplit(limit, 1, group, 4, 1, most_across, ways)
+            return FlashSplit(limit, 1, group, 4 if ways <= 4 else 2, 1, most_across, ways)
         steps = 1 if heads.gated and spills_early() else 2
         return FlashSplit(limit, 1, group, max(8, warps), steps, most_across)
     resident, steps, blocks = 2, 1, 0
@@ -141,11 +141,13 @@ def rows_split(heads: Heads, limit: int, tokens: int, multiprocessors: int) -> F
 def _blocks(heads: Heads) -> tuple[int, int, int, int, int]:
     """The heads and the warps of a block, the blocks that share the values' dimensions, the most that may, and the
     warps that share dimensions."""
-    ways = heads.dim // _WAY if heads.dim > _MAX_DIM and heads.dim % _WAY == 0 else 1
+    chunks, ways = heads.dim // 16, 1
+    if heads.dim > _MAX_DIM:  # 512 in four, 576 in six
+        ways = next(n for n in range(-(-heads.dim // _WAY), chunks + 1) if chunks % n == 0)
     max_group = min(_MAX_HEADS, heads.shared_by, (2048 if ways > 1 else 1024) // heads.dim)
     group = next(n for n in range(max(max_group, 1), 0, -1) if heads.shared_by % n == 0)
     if ways > 1:
-        return group, 2, 1, 4, ways
+        return group, 2, 1, next(n for n in (4, 3, 2, 1) if chunks // ways % n == 0), ways
     warps = max(4, -(-heads.dim // 32))
     least = heads.kv_format.block or 16
     runs = [n for n in (4, 2, 1) if heads.dim % (least * n) == 0]

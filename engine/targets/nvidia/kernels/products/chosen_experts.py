@@ -19,7 +19,8 @@ class ChosenExperts:
     """The experts of a mixture that a token takes: `used` of `n`. Each gives a result of its own, from the same vector;
     or their results are `added`, each times its probability, from a vector for each. With a `bias` each row has one.
     The first of the two products chooses the experts, by `scores`; if gate and up differ in type, it has a matrix of
-    each. Their probabilities are divided by their sum, or by `least_sum` if it is larger, unless that is None; then
+    each. With `all_of_them`, a token takes all, in their order, and each has a vector of its own: nothing is chosen.
+    Their probabilities are divided by their sum, or by `least_sum` if it is larger, unless that is None; then
     multiplied by a number for each expert if they are `scaled`."""
 
     used: int
@@ -29,6 +30,12 @@ class ChosenExperts:
     least_sum: float | None = None
     scaled: bool = False
     scores: Scores = BY_LOGITS
+    all_of_them: bool = False
+
+    @property
+    def chooses(self) -> bool:
+        """Whether the product chooses the experts."""
+        return not (self.added or self.all_of_them)
 
 
 class ExpertRows:
@@ -43,8 +50,8 @@ class ExpertRows:
         all_rows: int,
         thread: UOp,
         n_threads: int,
-        experts: UOp,
-        probabilities: UOp,
+        experts: UOp | None,
+        probabilities: UOp | None,
         counts: UOp | None,
         router: UOp | None,
         scales: UOp | None,
@@ -52,12 +59,13 @@ class ExpertRows:
         choice_bias: UOp | None,
     ) -> None:
         self._chosen, self._rows, self._all_rows, self._thread = chosen, rows, all_rows, thread
-        self._results, self._counts = (experts, probabilities), counts
-        self._ids, self._weights = experts, probabilities
+        self._experts, self._probabilities, self._counts = experts, probabilities, counts
+        self._ids = experts
         self._scales, self._biases = scales, biases
         self.slot = self.choice = None
         if not chosen.added:
             self.slot = UOp.special(chosen.used, "gidx1")
+        if chosen.chooses:
             assert router is not None
             self.choice = ExpertChoice.of(
                 router, UOp.const(0), chosen.used, chosen.n, thread, n_threads, chosen.scores, choice_bias
@@ -66,19 +74,22 @@ class ExpertRows:
 
     def stores(self, block: UOp, total: UOp | None) -> list[UOp]:
         """The stores of the choice, by the first block. `total`: that of all `ExpertChoice.powers`."""
+        ids, probabilities = self._experts, self._probabilities
         assert self.choice and self.slot is not None and self._counts is not None
+        assert ids is not None and probabilities is not None
         used, i = self._chosen.used, self._thread
         is_first = block.eq(0) & self.slot.eq(0)
         slot, ok = i.minimum(used - 1), (i < used) & is_first
         probability = self.choice.probability(slot, total, self._chosen.least_sum)
         if self._scales is not None:
             probability = probability * load(self._scales, load_index(self.choice.ids, slot, self._chosen.n))
-        ids, probabilities = self._results
         stores = [store(ids, i, load(self.choice.ids, slot), ok), store(probabilities, i, probability, ok)]
         return [*stores, *self.choice.counted(self._counts, is_first)]
 
     def _expert(self, slot: UOp | int) -> UOp:
         """The expert of a slot."""
+        if self._ids is None:
+            return slot if isinstance(slot, UOp) else UOp.const(slot)
         return load_index(self._ids, slot, self._chosen.n)
 
     def sums(
@@ -108,6 +119,8 @@ class ExpertRows:
         item = t if step is None else t + step * threads
         inside = None if total == threads * steps else item < total
         slot, unit, first_x = self.slot, item if inside is None else item.minimum(units - 1), UOp.const(0)
+        if slot is not None and self._chosen.all_of_them:
+            first_x = slot * (units * UNIT)
         if slot is None:
             slot, unit = (item // units).minimum(self._chosen.used - 1), item % units
             first_x = slot * (units * UNIT)
@@ -117,8 +130,15 @@ class ExpertRows:
         products = []
         for row in rows:
             product = layout.load_unit(planes, row + expert_row, units, unit, None).dot(xs, group_sums)
-            products.append(product * load(self._weights, slot) if self._chosen.added else product)
+            products.append(self._weighted(product, slot))
         return products if step is None else [p.reduce(step, arg=Ops.ADD) for p in products]
+
+    def _weighted(self, value: UOp, slot: UOp | int) -> UOp:
+        """A value of an expert as it is added: times its probability if results are added."""
+        if not self._chosen.added:
+            return value
+        assert self._probabilities is not None
+        return value * load(self._probabilities, slot)
 
     def biased(self, value: UOp, row: UOp) -> UOp:
         """A row's product and its bias, or those of all slots, weighted."""
@@ -129,5 +149,5 @@ class ExpertRows:
             return value + load(self._biases, self._expert(self.slot) * self._all_rows + row)
         for slot in range(self._chosen.used):
             bias = load(self._biases, self._expert(slot) * self._all_rows + row)
-            value = value + load(self._weights, slot) * bias
+            value = value + self._weighted(bias, slot)
         return value

@@ -58,12 +58,13 @@ class BlockRows:
 class Epilogue:
     """The last part of a product's kernel: `stores` takes the block's rows, and as parameters of their names the
     buffers `outs`, to which it gives the kernel's stores, and `ins`, which these may depend on. A run of `pair` rows
-    must be in one block."""
+    must be in one block. `by_slot`: whether it stores results by their slot."""
 
     outs: tuple[Name, ...]
     ins: tuple[Name, ...]
     pair: int
     stores: Callable[..., list[UOp]]
+    by_slot: bool = False
 
 
 def _store(rows: BlockRows, out: UOp) -> list[UOp]:
@@ -109,7 +110,8 @@ def _store_sum_of_squares(out: UOp, value: UOp, ok: UOp, rows: BlockRows) -> UOp
     return store(out, rows.block, tree(load_run(squares, 0, rows.count)), i.eq(0))
 
 
-STORE, STORE_BIASED = Epilogue(("out",), (), 1, _store), Epilogue(("out",), ("bias",), 1, _store_biased)
+STORE = Epilogue(("out",), (), 1, _store, by_slot=True)
+STORE_BIASED = Epilogue(("out",), ("bias",), 1, _store_biased)
 """out[row] = product, or product + bias[row]. outs: out, float32 (rows,), of experts (used, rows); ins: bias, float32
 (rows,)."""
 
@@ -165,7 +167,7 @@ def activated(activation: Activation) -> Epilogue:
             place = place + rows.slot * permuted_size(n)
         return [store(out, place, value, ok)]
 
-    return Epilogue(("out",), ("input_scale",), 2, stores)
+    return Epilogue(("out",), ("input_scale",), 2, stores, by_slot=True)
 
 
 def _embed(rows: BlockRows, out: UOp, embedding: UOp, input_scale: UOp) -> list[UOp]:

@@ -29,7 +29,7 @@ from engine.kernels.kernel import Kernel, Name, call_by_name
 from engine.kernels.launch_hints import Release, shared_hints
 from engine.targets.nvidia.kernels.products import tensor_rows
 from engine.targets.nvidia.kernels.products.chosen_experts import ChosenExperts, ExpertRows
-from engine.targets.nvidia.kernels.products.epilogues import STORE, BlockRows, Epilogue
+from engine.targets.nvidia.kernels.products.epilogues import BlockRows, Epilogue
 from engine.targets.nvidia.kernels.products.head_norm import HeadNorm
 from engine.targets.nvidia.kernels.uops import (
     f32,
@@ -194,7 +194,7 @@ def matvec(
     are added, these are read, and x is (used, permuted_size(cols)), not normed. Else they are written, and counts, how
     often each expert was chosen, int32 (n,); router is its logits, float32 (n,); choice_bias, float32 (n,), is that of
     the choice (`Scores`), and the experts have scales, float32 (n,), if they are scaled. biases, float32 (n, rows), are
-    of all experts. Results that are not added need an epilogue that stores them by slot: `activated` or `STORE`. With a
+    of all experts. Results that are not added need an epilogue that stores them by slot. With a
     shared expert, shared_x is its vector, and if that is gated, router the logits of `routed`, of which the last is its
     gate's; its planes follow those of the experts.
 
@@ -204,7 +204,7 @@ def matvec(
     matrices = [(stack, *matrix) for matrix in stack.matrices]
     matrices += [(beside, *matrix) for matrix in beside.matrices] if beside else []
     assert not (n_norm_sums and beside) or beside.cols == cols
-    assert stack.slots == 1 or epilogue.pair == 2 or epilogue is STORE
+    assert stack.slots == 1 or epilogue.by_slot
     assert s.fits() and s.block_rows % epilogue.pair == 0, s
     whole = all(rows % s.block_rows == 0 for _, _, rows in matrices)
     assert not s.tensor or (stack.fits_tensors and s.rows == 2 and s.groups % 8 == 0 and s.threads % 4 == 0)
@@ -230,7 +230,6 @@ def matvec(
         xs = {(of, bits): vector for of, bits, vector in own}
         chosen_rows = None
         if chosen:
-            assert experts is not None and probabilities is not None
             buffers = experts, probabilities, counts, router, scales, biases, choice_bias
             own_rows = sum(rows for _, rows in stack.matrices)
             chosen_rows = ExpertRows(chosen, matrices[0][2], own_rows, thread, s.threads * s.groups, *buffers)
@@ -319,7 +318,7 @@ def matvec(
         mixture = f"_{chosen.used}_of_{chosen.n}" if chosen else ""
         mixture += f"_{stack.shared.layout.name}x{stack.shared.cols}" if stack.shared else ""
         full_name = f"{name}_{names}_{stack.rows}x{cols}{mixture}_{s.name}"
-        vectors = chosen.used if chosen and chosen.added else 1
+        vectors = chosen.used if chosen and not chosen.chooses else 1
         sizes = [permuted_size(of.cols) * (vectors if of is stack else 1) for of, _ in xs]
         n_bytes = stack.n_bytes + 4 * sum(sizes)
         n_ops = sum(2 * rows * of.cols * (of.experts.used if of.experts else 1) for of, _, rows in matrices)
@@ -332,8 +331,9 @@ def matvec(
     n_planes = sum(len(layout.shapes(1, of.cols)) for of, layout, _ in matrices)
     if stack.shared:
         n_planes += len(stack.shared.layout.shapes(1, stack.shared.cols))
-    is_choosing = chosen is not None and not chosen.added
-    results: tuple[Name, ...] = ("experts", "probabilities", is_choosing and "counts") if chosen else ()
+    is_choosing = chosen is not None and chosen.chooses
+    has_lists = chosen is not None and not chosen.all_of_them
+    results: tuple[Name, ...] = ("experts", "probabilities", is_choosing and "counts") if has_lists else ()
     vectors: tuple[Name, ...] = (
         ("x", len(stack.input_scale_bits)),
         ("beside_x", len(beside.input_scale_bits) if beside else 0),
