@@ -340,8 +340,8 @@ class LocalEngine:
         if isinstance(event, Ready):
             self._ready = event
         elif isinstance(event, Failed):
-            died_when_ready = (
-                self._ready is not None and self._process is not None and not self._process.alive
+            died_when_ready = (  # rather than saying why it ends
+                self._ready is not None and self._process is not None and self._process.has_ended
             )
             self._ready = None
             if self._process:

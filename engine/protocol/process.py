@@ -45,6 +45,7 @@ class EngineProcess(asyncio.Protocol):
         self._disconnected = asyncio.Event()
         self._killed = self._released = False
         self._sent_garbage = False
+        self.has_ended = False  # and all that it said is known
         self._is_read = asyncio.Event()  # what was sent, but for some kilobytes
         self._is_read.set()
 
@@ -199,6 +200,7 @@ class EngineProcess(asyncio.Protocol):
             disconnected.cancel()
             self._transport.abort()
         event = self._exit_event()
+        self.has_ended = True
         trim_log(self._log_path)
         self._receive(event)
 

@@ -1,6 +1,8 @@
 """A driver whose call does not return: the engine says so and ends, and the next prompt starts another one."""
 
+import asyncio
 import sys
+import time
 
 import pytest
 
@@ -10,6 +12,7 @@ from engine.protocol.client import LocalEngine
 from engine.protocol.events import EngineOptions, Failed
 from tests.paths import ROOT
 from tests.protocol.test_client import ask, collect, token_ids
+from tests.waiting import until
 
 WORKER = """
 import os, socket, sys, time
@@ -42,7 +45,10 @@ async def test_a_call_of_the_driver_that_does_not_return_ends_the_engine(engines
     command = (sys.executable, "-c", WORKER, str(tmp_path / "mark"), when)
     options, environment = EngineOptions(model_path="a model"), {"PYTHONPATH": str(ROOT)}
     local = engines.add(LocalEngine(options, environment=environment, command=command))
-    end = (await collect(local.generate(ask(1, max_tokens=3))))[-1]
+    answer = asyncio.create_task(collect(local.generate(ask(1, max_tokens=3))))
+    await until((tmp_path / "mark").exists)
+    time.sleep(0.2)  # the process has ended before its last words are read
+    end = (await answer)[-1]
     assert isinstance(end, Failed) and (end.kind, end.message, end.hint) == ("backend", *errors.HANGS)
     assert token_ids(await collect(local.generate(ask(2, max_tokens=3)))) == [0, 1, 2]
 
