@@ -127,7 +127,8 @@ async def test_long_requests_are_sent_one_after_the_other_and_short_ones_between
     ]
     streams = engine._streams
     await until_holds(
-        lambda: len(streams) == 4 and [s.joined for s in streams.values()] == [True, False, False, True]
+        lambda: len(streams) == 4 and [s.joined for s in streams.values()] == [True, False, False, True],
+        lambda: str([(s.joined, s.ended.is_set()) for s in streams.values()]),
     )
     answers[1].cancel()
     os.kill(engine.pid, signal.SIGCONT)

@@ -11,6 +11,7 @@ from app.serve.protocols.remembered import Conversations, Remembered
 from engine.protocol.events import Failed
 from tests.app.fake_engine import TOO_LONG, FakeEngine, reply
 from tests.app.serve.conftest import WEATHER, error
+from tests.waiting import until
 
 PATH = "/v1/responses"
 CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Rome"}}\n</tool_call>'
@@ -256,8 +257,7 @@ async def test_events_come_while_a_prompt_is_read(served, monkeypatch, begun):
     events = reply("Hello.")
     client, service = served(FakeEngine([*events[:1], None, *events[1:]] if begun else [None, *events]))
     asked = asyncio.ensure_future(streamed(client, {}))
-    while not service.engine.requests:
-        await asyncio.sleep(0.01)
+    await until(lambda: service.engine.requests)
     await asyncio.sleep(0.1)
     service.engine.release()
     kinds = [event["type"] for event in await asked]

@@ -11,7 +11,7 @@ from engine.formats.tool_forms import HARMONY
 from engine.protocol.events import Failed, RawText, Sampling, Token, TokenIds, TopToken
 from tests.app.fake_engine import READY, TOO_LONG, FakeEngine, reply, tokens
 from tests.app.serve.conftest import HELLO, WEATHER, error, events
-from tests.waiting import LIMIT_S
+from tests.waiting import LIMIT_S, until
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Rome"}}\n</tool_call>'
@@ -363,6 +363,7 @@ async def test_a_proxy_sees_that_a_silent_stream_lives(served, monkeypatch):
     engine = FakeEngine([None, TOO_LONG])
     client, service = served(engine)
     asked = asyncio.ensure_future(client.post(CHAT, json={**HELLO, "stream": True}))
+    await until(lambda: engine.requests)
     await asyncio.sleep(0.05)
     engine.release()
     response = await asked
@@ -377,8 +378,9 @@ async def test_an_answer_that_is_not_streamed_shows_that_it_lives(served, monkey
         monkeypatch.setattr(f"app.serve.http.{name}", 0.01)
     engine = FakeEngine([None, *reply("Well.")], [None, TOO_LONG])
     client, service = served(engine)
-    for told in ("choices", "error"):
+    for n, told in enumerate(("choices", "error"), 1):
         asked = asyncio.ensure_future(client.post(CHAT, json=HELLO))
+        await until(lambda n=n: len(engine.requests) == n)
         await asyncio.sleep(0.05)
         engine.release()
         response = await asked
@@ -386,6 +388,7 @@ async def test_an_answer_that_is_not_streamed_shows_that_it_lives(served, monkey
         assert "content-length" not in response.headers and service.open == 0
     assert service.handled[1].problem
     task = asyncio.ensure_future(client.post(CHAT, json=HELLO))
+    await until(lambda: len(engine.requests) == 3)
     await asyncio.sleep(0.05)
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
