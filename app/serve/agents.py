@@ -205,6 +205,20 @@ AGENTS = {
             "~/.config/zed/settings.json",
             _zed,
         ),
+        Agent(
+            "gemini",
+            "Gemini CLI",
+            lambda at: (
+                f"GOOGLE_GEMINI_BASE_URL={at.address} GEMINI_API_KEY={at.shell_key} gemini --model {at.shell_model}"
+            ),
+        ),
+        Agent(
+            "qwen",
+            "Qwen Code",
+            lambda at: (
+                f"OPENAI_BASE_URL={at.v1} OPENAI_API_KEY={at.shell_key} OPENAI_MODEL={at.shell_model} qwen"
+            ),
+        ),
         Agent("continue", "Continue", lambda _: "cn", "~/.continue/config.yaml", _continue),
         Agent(
             "aider",
