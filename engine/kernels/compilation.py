@@ -246,6 +246,11 @@ def _compile_here(call: UOp) -> None:
     _keep(graph, linear.src[0].src[0], to_program_key(built, renderer()))
 
 
+def processes_compile() -> bool:
+    """Whether compiler processes are at work, so that this one has time until they are done."""
+    return bool(_compiling)
+
+
 def compile_once(description: tuple[object, ...], *makes: MakeLinears) -> None:
     """Compiles the kernels of the LINEARs that `makes` build, unless an earlier run did so for the same `description`
     (see `fingerprint`) and source: then they are found on disk when they are used. Raises PreemptedError

@@ -1,9 +1,10 @@
 """Measures the rates of the default GPU (`kernels.rates`), by which tiles and schedules are chosen.
 
-It does so once, before the first model that a GPU opens with this driver and version: another choice later would mean
-that kernels are compiled again. Five small kernels are compiled, while the compiler processes of the model's own start,
-and run for a few milliseconds. No further one is begun once a second has passed: what it would measure is estimated
-from what the driver tells. If something fails, all is, and the engine's log says so.
+It does so once with a driver and a version, in a start that waits for compiler processes anyway: five small kernels are
+compiled meanwhile, and run for a few milliseconds, before weights travel. No further one is begun once the time is up.
+From the next start on, the rates are used. What is near to what the driver tells stays as that is, since other numbers
+would mean that kernels are compiled again, for a gain of less than a per cent. If something fails, all rates are what
+the driver tells, and the engine's log says so.
 """
 
 from __future__ import annotations
@@ -17,7 +18,6 @@ from typing import NamedTuple
 from tinygrad import Device, dtypes
 from tinygrad.helpers import Context
 
-from engine.fixes import compiler_processes
 from engine.kernels.device_memory import device_zeros, free_cached_memory
 from engine.measure.timeline import timeline
 from engine.targets.nvidia import probes
@@ -30,7 +30,7 @@ _COPIED = 1 << 25  # numbers of 32 bits: with their copy beyond the caches of al
 _COPIES, _LINKS, _CHASES = 8, 64, 2  # kernels of a graph
 _BLOCKS = 12  # of a multiprocessor: more than it holds at a time
 _ROUNDS = 4  # of which the fastest counts: other programs only make them slower
-_AT_MOST_S = 1.0
+_AT_MOST_S = 0.7
 
 
 class _Probe(NamedTuple):
@@ -42,11 +42,10 @@ class _Probe(NamedTuple):
 
 
 def calibrate() -> None:
-    """Measures the default GPU's rates and keeps them, unless that was done. Only where CUDA runs it, and not where it
-    stands in for another one."""
+    """Measures the default GPU's rates and keeps them for later starts, unless that was done. Only where CUDA runs it,
+    and not where it stands in for another one."""
     if not device.is_own_cuda() or kept_rates(device.multiprocessors()):
         return
-    compiler_processes.prepare()
     chip = device.chip()
     with timeline.span("calibration"):
         try:
@@ -57,8 +56,7 @@ def calibrate() -> None:
             print(f"The GPU's rates were not measured: {error}", file=sys.stderr)
             return
     if rates.are_likely(chip.rates):
-        keep_rates(rates, chip.multiprocessors)
-        device.chip.cache_clear()
+        keep_rates(rates.settled(chip.rates), chip.multiprocessors)
     else:
         print(f"Something disturbed the measurement of the GPU's rates: {rates}", file=sys.stderr)
 

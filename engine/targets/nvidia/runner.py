@@ -19,7 +19,7 @@ from tinygrad import Device, UOp, dtypes
 from engine.errors import ModelFileError
 from engine.fixes import compiler_processes, launch_bounds
 from engine.formats.kv_format import KVFormat
-from engine.kernels.compilation import MakeLinears, begin_once, compile_once, was_compiled
+from engine.kernels.compilation import MakeLinears, begin_once, compile_once, processes_compile, was_compiled
 from engine.kernels.device_memory import device_zeros, overwrite
 from engine.loading.weights import Weights
 from engine.measure.profile import Replay
@@ -87,7 +87,6 @@ class NvidiaRunner:
         # Those that are compiled at the start. The shortest does for all, and without any a server's prompts would be
         # read as replies are, token by token.
         self._first_sizes = sizes[: 1 if parallel > 1 else 0] if is_early else sizes
-        calibrate()  # before anything is chosen
         rates = chip().rates  # beside what else the kernels follow from
         self._set_up = weights.spec, context_length, parallel, kv, pictures, rates
         self._model = model = allocate(weights, context_length, self.max_chunk, parallel, kv, pictures)
@@ -144,6 +143,8 @@ class NvidiaRunner:
         with timeline.span("kernels"):
             schedules = {product.stack.name: product.schedule for product in model.products}
             compiled = begin_once((*self._set_up, is_early, *schedules.items()), self._linears)
+        if processes_compile():
+            calibrate()
         filling = model.begin_fill(weights)
         with timeline.span("waiting for kernels"):
             compiled()

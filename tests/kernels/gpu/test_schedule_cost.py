@@ -182,8 +182,8 @@ def test_slow_memory_beside_fast_tensor_cores_lets_blocks_share_fewer_columns(mo
         "Orin Nano": 2, "AGX Orin": 4, "RTX 3060": 8, "RTX 3080": 8, "H100 PCIe": 8, "RTX 4090": 8, "H200": 8,
     }  # fmt: skip
     orin = GUESSED["AGX Orin"]
-    faster = replace(orin, own_rates=replace(orin.rates, copy_gbps=1000.0))
-    assert matmul.tiles_for(Q4_K, 128, 1152, 6912, faster, False).parts == 8
+    slower = replace(orin, own_rates=replace(orin.rates, copy_gbps=40.0))
+    assert matmul.tiles_for(Q4_K, 128, 1152, 6912, slower, False).parts < 4
 
 
 def test_a_schedule_of_another_gpu_is_left_where_it_is_clearly_dear():

@@ -14,6 +14,7 @@ from engine.disk_cache import disk_cache, source_digest
 _SOURCES = tuple(
     f"targets/nvidia/{name}.py" for name in ("calibration", "kernels/rates", "probes", "kernels/copy_kernel")
 )
+_NEAR = 1.2  # how far a rate may be from the estimate, and the estimate stays
 _LIKELY = 6.0  # how far a GPU's rate may be from the estimate: beyond, something disturbed the measurement
 
 
@@ -35,8 +36,13 @@ class Rates:
         pairs = zip(astuple(self), astuple(estimate), strict=True)
         return all(x > 0 and max(x / y, y / x) < _LIKELY for x, y in pairs)
 
+    def settled(self, estimate: Rates) -> Rates:
+        """With the numbers of the `estimate` that are near."""
+        pairs = zip(astuple(self), astuple(estimate), strict=True)
+        return Rates(*(y if max(x / y, y / x) < _NEAR else x for x, y in pairs))
 
-H200 = Rates(copy_gbps=4000.0, link_us=0.92, latency_us=0.42, weights_per_ns=76.0, tensor_tflops=3.8)
+
+H200 = Rates(copy_gbps=4000.0, link_us=0.98, latency_us=0.45, weights_per_ns=75.0, tensor_tflops=3.3)
 _MULTIPROCESSORS, _GHZ = 132, 1.98
 
 
