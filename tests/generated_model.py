@@ -35,6 +35,8 @@ class Parts:
     which has a gate; `fused_delta`: their beta and alpha are one matrix. `conv` or `mamba`: every other layer is a
     short convolution or a Mamba 2 layer. `shared`: a shared expert, `ungated`: without a gate. `choice_bias`: of the
     choice of experts.
+    `layer_norms`: with "biases" or without ("plain"). `feed_forward`: "ungated", and "beside"
+    attention, without a norm of its own.
     `latent`: latent attention, with the matrices of keys and values "apart" or "together".
     `layers`: those after the second have no keys and values of their own, and a token gives each layer 32 numbers.
     `beside`: experts are beside a feed-forward layer, and full attention has keys as values. `scaled`: layers have
@@ -54,6 +56,8 @@ class Parts:
     fused_delta: bool = False
     conv: bool = False
     mamba: bool = False
+    layer_norms: str = ""
+    feed_forward: str = ""
     shared: bool = False
     ungated: bool = False
     choice_bias: bool = False
@@ -149,6 +153,25 @@ ARCHITECTURES: dict[str, Parts] = {
             "final_logit_softcapping": 10.0,
         },
     ),
+    "command-r": Parts(layer_norms="plain", feed_forward="gated beside", keys={"logit_scale": 0.25}),
+    "cohere2": Parts(
+        layer_norms="plain",
+        feed_forward="gated beside",
+        keys={"logit_scale": 0.25, "attention.sliding_window": 24},
+    ),
+    "stablelm": Parts(layer_norms="biases", biases="qkv"),
+    "starcoder2": Parts(layer_norms="biases", biases="all", feed_forward="ungated"),
+    "phi2": Parts(layer_norms="biases", biases="all", fused=True, feed_forward="ungated beside"),
+    "gptneox": Parts(
+        layer_norms="biases",
+        biases="all",
+        fused=True,
+        feed_forward="ungated",
+        keys={"use_parallel_residual": True},
+    ),
+    "falcon": Parts(layer_norms="biases", fused=True, feed_forward="ungated beside"),
+    "nemotron": Parts(layer_norms="biases", feed_forward="ungated"),
+    "orion": Parts(layer_norms="biases"),
     "granitehybrid": Parts(
         mamba=True,
         experts=8,
@@ -410,7 +433,8 @@ def write(
     of_layers = [kv_heads if i % 2 else 0 for i in range(layers)] if has_states else kv_heads
     kv_counts = metadata.setdefault("attention.head_count_kv", of_layers)
     writer.add_rope_freq_base(ROPE_BASE)
-    writer.add_layer_norm_rms_eps(EPSILON)
+    add_eps = writer.add_layer_norm_eps if parts.layer_norms else writer.add_layer_norm_rms_eps
+    add_eps(EPSILON)
     writer.add_vocab_size(len(tokens) + len(specials))
     adding = {
         bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, str: writer.add_string,
@@ -442,6 +466,11 @@ def write(
 
     def vector(name: str, size: int, mean: float, std: float = 0.1) -> None:
         writer.add_tensor(name, (mean + std * rng.standard_normal(size)).astype(np.float32))
+
+    def norm(name: str) -> None:
+        vector(f"{name}.weight", dim, 1.0)
+        if parts.layer_norms == "biases":
+            vector(f"{name}.bias", dim, 0.0)
 
     def experts(prefix: str) -> None:
         """A router, and matrices of `width` hidden elements for each expert."""
@@ -511,7 +540,9 @@ def write(
         matrix(prefix + "out_proj", dim, dim)
 
     matrix("token_embd", len(tokens) + len(specials), dim)
-    vector("token_embd_norm.weight" if parts.conv else "output_norm.weight", dim, 1.0)
+    norm("token_embd_norm" if parts.conv else "output_norm")
+    if architecture == "phi2":
+        vector("output.bias", len(tokens) + len(specials), 0.0)
     if not tied:
         matrix("output", len(tokens) + len(specials), dim)
     if classes:
@@ -584,7 +615,7 @@ def write(
     for layer in range(layers + draft_head):
         prefix = f"blk.{layer}."
         if parts.norms_before:
-            vector(prefix + "attn_norm.weight", dim, 1.0)
+            norm(prefix + "attn_norm")
         is_delta = parts.delta and layer < layers and (layer + 1) % metadata["full_attention_interval"] != 0
         if is_delta:
             delta_net(prefix)
@@ -596,8 +627,8 @@ def write(
             mamba(prefix)
         else:
             attention(prefix, layer)
-        if parts.norms_before:
-            vector(prefix + ("post_attention_norm.weight" if parts.renamed else "ffn_norm.weight"), dim, 1.0)
+        if parts.norms_before and not parts.feed_forward.endswith("beside"):
+            norm(prefix + ("post_attention_norm" if parts.renamed else "ffn_norm"))
         if parts.norms_after:
             vector(prefix + "post_attention_norm.weight", dim, 1.0)
             vector(prefix + "post_ffw_norm.weight", dim, 1.0)
@@ -616,7 +647,12 @@ def write(
             for name in "pre_ffw_norm_2", "post_ffw_norm_1", "post_ffw_norm_2":
                 vector(f"{prefix}{name}.weight", dim, 1.0)
         width = ffn if layer == layers else widths[layer]
-        if parts.fused and not parts.experts:
+        if parts.feed_forward.startswith("ungated"):
+            matrix(prefix + "ffn_up", width, dim)
+            if parts.biases == "all":
+                vector(prefix + "ffn_up.bias", width, 0.0)
+                vector(prefix + "ffn_down.bias", dim, 0.0)
+        elif parts.fused and not parts.experts:
             matrix(prefix + "ffn_up", 2 * width, dim)
         else:
             matrix(prefix + "ffn_gate", width, dim)

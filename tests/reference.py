@@ -38,7 +38,7 @@ Floats = NDArray[np.float32]
 
 NEIGHBOURS = {
     "llama", "mistral3", "granite", "granitemoe", "smollm3", "chatglm", "ernie4_5", "ernie4_5-moe", "glm4",
-    "granitehybrid", "internlm2", "minicpm", "deepseek2",
+    "granitehybrid", "command-r", "cohere2", "internlm2", "minicpm", "deepseek2",
 }  # fmt: skip
 """Architectures whose files hold the two elements of a rotary pair side by side; in the others they are apart by half
 of what is rotated."""
@@ -74,7 +74,9 @@ class Reference:
 
     def head(self, x: Floats) -> Floats:
         """The logits of the last sublayer's stream: (n, dim) -> (n, vocab)."""
-        y = self._product(self._normed(x, self.spec.output_norm, self.spec.stream_eps), self.spec.head)
+        spec = self.spec
+        normed = self._normed(x, spec.output_norm, spec.stream_eps, spec.output_norm_bias)
+        y = self._product(normed, spec.head, spec.head_bias)
         cap = np.float32(self.spec.softcap)
         return np.tanh(y / cap) * cap if cap else y
 
@@ -112,6 +114,7 @@ class Reference:
     ) -> Iterator[Floats]:
         spec = self.spec
         x = self._matrix(spec.embedding)[list(tokens)] * np.float32(spec.embedding_scale)
+        x = centred(x) if spec.centred else x
         yield x
         of_layers = self._layer_embeddings(x, tokens) if spec.layer_embeddings else None
         yield from self._sublayers(spec, x, of_layers, [] if caches is None else caches)
@@ -120,8 +123,9 @@ class Reference:
         self, spec: ModelSpec, x: Floats, of_layers: Floats | None, caches: list[tuple[Floats, Floats]]
     ) -> Iterator[Floats]:
         """The stream x after each sublayer. The `caches` of attention are appended."""
-        for sublayer in spec.sublayers:
-            h = self._normed(x, sublayer.norm, spec.stream_eps)
+        waiting = np.float32(0)
+        for sublayer, is_added_later in spec.blocks:
+            h = self._normed(x, sublayer.norm, spec.stream_eps, sublayer.norm_bias)
             match sublayer.operator:
                 case LatentAttention() as part:
                     y = self._attend_latent(part, h)
@@ -143,7 +147,12 @@ class Reference:
                     assert of_layers is not None
                     gate = self._product(h, part.gate)
                     y = self._product(gated(gate, of_layers[:, part.layer], "gelu"), part.proj)
-            x = x + self._normed(y, sublayer.post_norm, spec.eps)
+            if is_added_later:
+                waiting = waiting + y
+                yield x
+                continue
+            x, waiting = x + self._normed(y + waiting, sublayer.post_norm, spec.eps), np.float32(0)
+            x = centred(x) if spec.centred else x
             if sublayer.scale:
                 x = x * self._vector(sublayer.scale)
             yield x
@@ -190,11 +199,12 @@ class Reference:
         y = x @ self._matrix(weight).T
         return y if bias is None else y + self._vector(bias)
 
-    def _normed(self, x: Floats, norm: Vector | None, eps: float) -> Floats:
+    def _normed(self, x: Floats, norm: Vector | None, eps: float, bias: Vector | None = None) -> Floats:
         """RMS norm over the last axis; x itself if there is none."""
         if norm is None:
             return x
-        return x / np.sqrt((x * x).mean(-1, keepdims=True) + np.float32(eps)) * self._vector(norm)
+        y = x / np.sqrt((x * x).mean(-1, keepdims=True) + np.float32(eps)) * self._vector(norm)
+        return y if bias is None else y + self._vector(bias)
 
     # --- sublayers ---------------------------------------------------------------------------------------
 
@@ -254,8 +264,9 @@ class Reference:
         return groups.reshape(-1)
 
     def _dense(self, part: Dense, h: Floats) -> Floats:
-        gate, up = self._product(h, part.gate), self._product(h, part.up)
-        return self._product(gated(gate, up, part.activation), part.down)
+        up = self._product(h, part.up, part.up_bias)
+        gate, up = (self._product(h, part.gate), up) if part.gate else (up, np.ones_like(up))
+        return self._product(gated(gate, up, part.activation), part.down, part.down_bias)
 
     def _delta(self, part: DeltaNet, h: Floats) -> Floats:
         """Token by token, as the docstring of `DeltaNet` has it."""
@@ -415,9 +426,15 @@ def gated(gate: Floats, up: Floats, activation: Activation) -> Floats:
         case "gelu":  # in the form with tanh
             inner = np.float32((2 / np.pi) ** 0.5) * (gate + np.float32(0.044715) * gate**3)
             return np.float32(0.5) * gate * (1 + np.tanh(inner)) * up
+        case "relu2":
+            return np.maximum(gate, 0) ** 2 * up
         case "swiglu_oai":  # gpt-oss's
             gate, up = np.minimum(gate, 7), np.clip(up, -7, 7)
             return gate / (1 + np.exp(np.float32(-1.702) * gate)) * (up + 1)
+
+
+def centred(x: Floats) -> Floats:
+    return np.asarray(x - x.mean(-1, keepdims=True))
 
 
 def sigmoid(x: Floats) -> Floats:

@@ -120,7 +120,8 @@ class ModelReader(RecurrentReader):
         if not 1 / MOST <= abs(scale) <= MOST:
             raise ValueError(scale)
         logit_scale = self.factor("logit_scale", family.base_width / self.dim or 1.0)
-        eps = self.number("attention.layer_norm_rms_epsilon", self.family.eps)
+        eps_key = "attention.layer_norm_epsilon" if family.layer_norms else "attention.layer_norm_rms_epsilon"
+        eps = self.number(eps_key, self.family.eps)
         norm = self.required(_LFM2_NORM if self.has(_LFM2_NORM) else "output_norm.weight", self.dim)
         slope = self.number("attention.temperature_scale", 0.0)
         spec = ModelSpec(
@@ -132,7 +133,12 @@ class ModelReader(RecurrentReader):
             embedding=embedding,
             embedding_scale=scale,
             sublayers=tuple(sublayer for i in range(self.layers) for sublayer in self.layer(i)),
-            output_norm=Vector(norm.tensor, norm.size, factor=1 / logit_scale),
+            output_norm=Vector(
+                norm.tensor, norm.size, factor=logit_scale if family.multiplied_logits else 1 / logit_scale
+            ),
+            output_norm_bias=self.vector("output_norm.bias", self.dim),
+            head_bias=self.vector("output.bias", vocab),
+            centred=family.layer_norms,
             head=head,
             ropes=tuple(self.ropes),
             eps=eps,
@@ -202,6 +208,9 @@ class ModelReader(RecurrentReader):
         if not has_post_norms:
             is_renamed = not before[1] and self.has(f"{prefix}post_attention_norm.weight")
             names = "attn_norm", "post_attention_norm" if is_renamed else "ffn_norm"
+            if self.family.layer_norms:
+                yield from self.centred_layer(i, prefix)
+                return
             before = [self.required(f"{prefix}{name}.weight", self.dim) for name in names]
         operator: Operator = self.recurrent(prefix) if self.is_recurrent(i) else self.attend(i, prefix)
         yield Sublayer(before[0], operator, after[0])
@@ -220,6 +229,19 @@ class ModelReader(RecurrentReader):
         gate = self.weight(f"{prefix}inp_gate", self.layer_embedding, self.dim)
         proj = self.weight(f"{prefix}proj", self.dim, self.layer_embedding)
         yield Sublayer(None, LayerEmbedding(gate, proj, i), last_norm, scale)
+
+    def centred_layer(self, i: int, prefix: str) -> Iterator[Sublayer]:
+        """As `layer`, of a model with LayerNorms. Without a norm of its own, the feed-forward layer is beside attention
+        and shares that one's; if attention has a second one, that is attention's (Falcon 40B)."""
+        names = ["attn_norm", "ffn_norm"]
+        is_beside = not self.has(f"{prefix}ffn_norm.weight")
+        if is_beside:
+            names = ["attn_norm_2" if self.has(f"{prefix}attn_norm_2.weight") else "attn_norm", "attn_norm"]
+        is_beside = is_beside or self.file.get(self.key("use_parallel_residual"), bool, False)
+        norms = [self.required(f"{prefix}{name}.weight", self.dim) for name in names]
+        biases = [self.vector(f"{prefix}{name}.bias", self.dim) for name in names]
+        yield Sublayer(norms[0], self.attend(i, prefix), None, norm_bias=biases[0])
+        yield Sublayer(norms[1], self.feed_forward(i, prefix), None, norm_bias=biases[1], beside=is_beside)
 
     def attend(self, i: int, prefix: str) -> Attention:
         if is_latent(self, prefix):
@@ -351,11 +373,18 @@ class ModelReader(RecurrentReader):
         )
 
     def dense(self, prefix: str, width: int, suffix: str = "") -> Dense:
-        """The feed-forward layer. Without ffn_gate, the rows of gate and then of up are one tensor (phi3)."""
+        """The feed-forward layer. Without ffn_gate, the rows of gate and then of up are one tensor (phi3), but
+        in models with LayerNorms there is no gate then."""
         dim = self.dim
         down = self.weight(f"{prefix}ffn_down{suffix}", dim, width)
         if self.has(f"{prefix}ffn_gate{suffix}.weight"):
             gate, up = (self.weight(f"{prefix}ffn_{x}{suffix}", width, dim) for x in ("gate", "up"))
+        elif self.family.layer_norms:
+            up = self.weight(f"{prefix}ffn_up{suffix}", width, dim)
+            biases = (
+                self.vector(f"{prefix}ffn_{x}{suffix}.bias", n) for x, n in (("up", width), ("down", dim))
+            )
+            return Dense(None, up, down, self.family.activation, *biases)
         else:
             gate, up = (
                 self.weight(f"{prefix}ffn_up{suffix}", width, dim, first, 2 * width) for first in (0, width)

@@ -29,7 +29,8 @@ class Family:
     the last has attention, and the others are `recurrent`, unless the metadata say otherwise (0: those that have heads
     of keys have attention). `gated_attention`: in each head the rows of the query come before those of a gate of its
     result. `unscaled_attention`: scores are multiplied by nothing. `normed_values`: values are normed over a head.
-    `rotates_first`, `shares_in_turn`: see `Attention`, `DeltaNet`.
+    `rotates_first`, `shares_in_turn`: see `Attention`, `DeltaNet`. `layer_norms`: norms are LayerNorms
+    (`ModelSpec.centred`). `multiplied_logits`: by the file's scale of logits, by which others are divided.
     `grid_positions`: tokens of pictures have a row and a column
     (`Rope.sections`). Of pictures, tokens see those after them in the same picture in no layer, in all, or in those
     with a window (`sees_pictures`)."""
@@ -53,6 +54,8 @@ class Family:
     scoring: Scoring = "softmax"
     biased_scoring: Scoring | None = None
     attention_every: int = 0
+    layer_norms: bool = False
+    multiplied_logits: bool = False
     recurrent: Literal["delta net", "short conv", "mamba"] = "delta net"
     gated_attention: bool = False
     unscaled_attention: bool = False
@@ -133,6 +136,21 @@ ARCHITECTURES: Mapping[str, Family] = {
     "qwen3vl": Family(),
     "qwen3vlmoe": Family(),
     "seed_oss": Family(),
+    "command-r": Family(interleaved=True, layer_norms=True, multiplied_logits=True),
+    "cohere2": Family(
+        interleaved=True,
+        layer_norms=True,
+        multiplied_logits=True,
+        full_attention_every=4,
+        unrotated_full=True,
+    ),
+    "falcon": Family(layer_norms=True, activation="gelu"),
+    "gptneox": Family(layer_norms=True, activation="gelu"),
+    "nemotron": Family(layer_norms=True, activation="relu2"),
+    "orion": Family(layer_norms=True),
+    "phi2": Family(layer_norms=True, activation="gelu"),
+    "stablelm": Family(layer_norms=True),
+    "starcoder2": Family(layer_norms=True, activation="gelu"),
     "granitehybrid": Family(interleaved=True, recurrent="mamba"),
     "lfm2": Family(recurrent="short conv", full_attention_every=_NO_LAYER),
     "lfm2moe": Family(recurrent="short conv", full_attention_every=_NO_LAYER, scoring="sigmoid"),

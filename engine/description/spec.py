@@ -74,16 +74,20 @@ class Temperature:
 @dataclass(frozen=True)
 class Sublayer:
     """What the residual stream passes through: x += post_norm(operator(norm(x))). A norm that is None is left out.
-    `scale`: with a post norm, a number by which x is multiplied at last."""
+    `scale`: with a post norm, a number by which x is multiplied at last. `norm_bias` is added to what the norm gives.
+    A sublayer `beside` the one before it reads x as that did, and both results are added to x at once."""
 
     norm: Vector | None
     operator: Operator
     post_norm: Vector | None
     scale: Vector | None = None
+    norm_bias: Vector | None = None
+    beside: bool = False
 
     @property
     def vectors(self) -> tuple[Vector, ...]:
-        own = tuple(vector for vector in (self.norm, self.post_norm, self.scale) if vector)
+        vectors = self.norm, self.norm_bias, self.post_norm, self.scale
+        own = tuple(vector for vector in vectors if vector)
         return *own, *self.operator.vectors
 
 
@@ -135,7 +139,10 @@ class Narrowing:
 class ModelSpec:
     """A model. Sizes are in elements: `dim` of the residual stream, `vocab` of the vocabulary. `eps` is that of the RMS
     norms, and `stream_eps` that of norms of the residual stream. Logits are softcap * tanh(logits / softcap) if there
-    is one."""
+    is one.
+
+    LayerNorm(x) is the RMS norm of x minus its mean. Where norms are so, the stream is kept `centred`: the mean of its
+    elements is taken off the embedding, and off what sublayers add."""
 
     architecture: str
     name: str
@@ -153,6 +160,9 @@ class ModelSpec:
     softcap: float = 0.0
     temperature: Temperature | None = None
     layer_embeddings: LayerEmbeddings | None = None
+    centred: bool = False
+    output_norm_bias: Vector | None = None
+    head_bias: Vector | None = None
     draft_layers: int = 0
     """Layers of the file that guess further tokens (multi-token prediction). They are not run without a
     `draft_head`."""
@@ -237,7 +247,17 @@ class ModelSpec:
             yield from sublayer.operator.weights
 
     def vectors(self) -> Iterator[Vector]:
-        """All vectors."""
+        """All vectors, those that sublayers share once."""
+        yield from dict.fromkeys(self._vectors())
+
+    @property
+    def blocks(self) -> Iterator[tuple[Sublayer, bool]]:
+        """The sublayers, each with whether one beside it follows, so that its result is added later."""
+        following = (*self.sublayers[1:], None)
+        for sublayer, other in zip(self.sublayers, following, strict=True):
+            yield sublayer, bool(other and other.beside)
+
+    def _vectors(self) -> Iterator[Vector]:
         if self.layer_embeddings:
             yield self.layer_embeddings.norm
         if self.join:
@@ -247,6 +267,7 @@ class ModelSpec:
         for sublayer in self.sublayers:
             yield from sublayer.vectors
         yield self.output_norm
+        yield from (vector for vector in (self.output_norm_bias, self.head_bias) if vector)
 
     @property
     def vector_bytes(self) -> int:

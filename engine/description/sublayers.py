@@ -15,9 +15,9 @@ from engine.protocol.events import KernelRole
 
 T = TypeVar("T")
 Scoring = Literal["softmax", "sigmoid"]
-Activation = Literal["silu", "gelu", "swiglu_oai"]
+Activation = Literal["silu", "gelu", "swiglu_oai", "relu2"]
 """Of a gate g and u: silu(g) * u, gelu(g) * u in the form with tanh, or gpt-oss's:
-g * sigmoid(1.702 * g) * (u + 1) with g of at most 7 and u from -7 to 7."""
+g * sigmoid(1.702 * g) * (u + 1) with g of at most 7 and u from -7 to 7. relu2(g) is max(g, 0) ** 2."""
 
 
 @dataclass(frozen=True)
@@ -259,12 +259,15 @@ class LatentAttention(Attention):
 
 @dataclass(frozen=True)
 class Dense(Operator):
-    """A feed-forward layer: down(activation(gate x) * up x)."""
+    """A feed-forward layer: down(activation(gate x) * up x), or without a gate down(activation(up x)). Products may
+    have biases."""
 
-    gate: Weight
+    gate: Weight | None
     up: Weight
     down: Weight
     activation: Activation
+    up_bias: Vector | None = None
+    down_bias: Vector | None = None
     words = "feed-forward layers"
 
     @property

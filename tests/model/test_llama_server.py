@@ -23,6 +23,7 @@ CONTEXT, STEPS, START_S = 256, 6, 20
 SECTIONS = {"rope.dimension_sections": [3, 3, 2, 0]}
 # What llama.cpp asks for beside: a head of its own, sections, factors, as many numbers of heads as layers.
 NEEDED: dict[str, dict[str, Any]] = {
+    **{name: {"tied": False} for name in ("phi2", "stablelm", "gptneox", "nemotron", "orion")},
     **{name: {"tied": False} for name in ("internlm2", "olmo2", "qwen2moe", "bailingmoe2")},
     "dots1": {"tied": False, "kv_heads": 4},
     "olmoe": {"tied": False, "kv_heads": 4},
@@ -39,7 +40,10 @@ NEEDED: dict[str, dict[str, Any]] = {
     },  # so many have no attn_q_a
     "exaone4": {"layers": 64, "keys": {"attention.sliding_window": 24}},  # so many have windows
 }
-ITS_OWN_GELU = ("gemma", "gemma2", "gemma3", "gemma4", "gemma4-moe")  # a table of float16 numbers
+ITS_OWN_GELU = (  # a table of float16 numbers
+    *("starcoder2", "phi2", "gptneox", "falcon"),
+    *("gemma", "gemma2", "gemma3", "gemma4", "gemma4-moe"),
+)
 LEFT_OUT = ("qwen2vl",)  # it does not read the eps of their norms (seen in September 2026)
 
 

@@ -47,7 +47,8 @@ def cpu_step(model: CPUModel, tile: int, see: See = keep) -> Step:
     cache.assign(0, [[i % group.blocks for i in range(entries)] for group in cache.groups])
     sequence, pool = step_kernels(model, tile, int(tile == 1), whole=True).compile(), model.pool
     scratch = {buffer: name for (name, of, _), buffer in model._scratch.items() if of == tile}
-    size = 1 if tile == 1 else model.max_chunk
+    size, spec = 1 if tile == 1 else model.max_chunk, model.spec
+    begins = 1 + spec.centred  # the kernels of the embedding
 
     def run(tokens: list[int], at: int) -> Sublayers:
         memory.view(model.tokens)[: len(tokens)] = tokens
@@ -55,10 +56,13 @@ def cpu_step(model: CPUModel, tile: int, see: See = keep) -> Step:
         places = memory.view(model.places).reshape(-1, 2)
         places[:] = 0, 1  # what fills a tile is of no sequence
         places[: len(tokens), 0], places[: len(tokens), 1] = range(at, at + len(tokens)), 0
-        done, got = 0, Sublayers([], [])
+        pool.run(sequence.first, begins)
+        embedding = memory.view(sequence.programs[begins - 1][1][0])[: size * spec.dim]
+        embedding = embedding.reshape(size, -1)[: len(tokens)].copy()
+        done, got = begins, Sublayers([], [])
         for i, (_, buffers) in enumerate(sequence.programs):
             name = scratch.get(buffers[0])
-            if i == 0 or name not in ("x", "y", "chosen"):  # the first is the embedding
+            if i < begins or name not in ("x", "y", "chosen"):
                 continue
             pool.run(sequence.first + done, i + 1 - done)
             done = i + 1
@@ -69,6 +73,10 @@ def cpu_step(model: CPUModel, tile: int, see: See = keep) -> Step:
             (got.choices if name == "chosen" else got.streams).append(rows[0].copy())
         if done < len(sequence.programs):
             pool.run(sequence.first + done, len(sequence.programs) - done)
+        for sublayer, (_, is_added_later) in enumerate(spec.blocks):
+            if is_added_later:  # the stream after it is that before it
+                before = got.streams[sublayer - 1] if sublayer else embedding
+                got.streams.insert(sublayer, before)
         return got
 
     return run

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from tinygrad import Tensor, dtypes
 
 from engine.description.spec import Join, Narrowing, Sublayer
-from engine.description.sublayers import Weight
+from engine.description.sublayers import Vector, Weight
 from engine.formats.kv_format import KVFormat
 from engine.loading.weights import Weights
 from engine.measure.kernel_roles import BufferUse
@@ -84,10 +84,11 @@ class CPUModel(StepBuffers):
             self.head = (None if lender else shared.get(spec.head)) or loader.matrix(spec.head)
         loading = Loading(loader, spec, lanes, self.cache, self.states, pictures)
         self.layers, self._choices = (
-            [_layer(sublayer, loading) for sublayer in spec.sublayers],
+            [_layer(sublayer, later, loading) for sublayer, later in spec.blocks],
             loading.choices,
         )
-        self.output_norm = loader.vector(spec.output_norm)
+        self.output_norm = _norm(loader, spec.output_norm, spec.output_norm_bias)
+        self.head_bias = spec.head_bias and loader.vector(spec.head_bias)
         self.layer_tables = loader.layer_tables(spec)
         joined = spec.join or spec.narrowing
         self.joint = _joint(joined, loader, max(chunk, rows)) if joined else None
@@ -120,7 +121,7 @@ class CPUModel(StepBuffers):
         uses = BufferUses()
         uses.add(BufferUse("output head"), self.head.stream)
         uses.add(BufferUse("embedding", "token", self.spec.vocab), self.embedding.stream)
-        uses.add(BufferUse("norm"), self.output_norm)
+        uses.add(BufferUse("norm"), self.output_norm, self.head_bias)
         self.add_uses(uses)
         for layer in self.layers:
             uses.add(BufferUse("norm"), layer.norm, layer.post_norm, *layer.scale)
@@ -141,8 +142,19 @@ def _joint(join: Join | Narrowing, loader: CPUWeights, tokens: int) -> Joint:
     return joint
 
 
-def _layer(sublayer: Sublayer, loading: Loading) -> Layer:
-    vector = loading.weights.vector
-    norm, post_norm = (v and vector(v) for v in (sublayer.norm, sublayer.post_norm))
-    handler = HANDLERS[type(sublayer.operator)](sublayer.operator, norm, post_norm is None, loading)
+def _norm(loader: CPUWeights, norm: Vector, bias: Vector | None) -> Tensor:
+    """The weights of a norm of the stream, and after them its bias if it has one."""
+    if bias is None:
+        return loader.vector(norm)
+    joined = loader.joined([(norm, norm.size), (bias, bias.size)])
+    assert joined is not None
+    return joined
+
+
+def _layer(sublayer: Sublayer, is_added_later: bool, loading: Loading) -> Layer:
+    vector, spec = loading.weights.vector, loading.spec
+    norm = sublayer.norm and _norm(loading.weights, sublayer.norm, sublayer.norm_bias)
+    post_norm = sublayer.post_norm and vector(sublayer.post_norm)
+    is_added = post_norm is None and not (spec.centred or is_added_later or sublayer.beside)
+    handler = HANDLERS[type(sublayer.operator)](sublayer.operator, norm, is_added, loading)
     return Layer(norm, handler, post_norm, [vector(sublayer.scale)] if sublayer.scale else [])

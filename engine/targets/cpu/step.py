@@ -26,7 +26,7 @@ def step_kernels(model: CPUModel, tile: int, rows: int = 0, whole: bool = False)
     spec, embedding, step = model.spec, model.embedding, StepBuilder(model, tile, rows)
     of_pictures = [] if rows else model.of_pictures
     joint, embedded = model.joint, step.x
-    if embedding.cols != spec.dim:
+    if embedding.cols != spec.dim or spec.centred:
         embedded = step.rows("embedded", embedding.cols)
     step.add(
         embed(embedding.layout, tile, spec.embedding_scale, bool(of_pictures)),
@@ -40,21 +40,31 @@ def step_kernels(model: CPUModel, tile: int, rows: int = 0, whole: bool = False)
     _embed_layers(model, step)
     if joint:
         _join(joint, step, embedded)
+    elif spec.centred:
+        step.add_rows([embedded], begins=True)
     step.sequence.output(step.x)
     last = None if rows or whole else model.layers[spec.last_keeping]
-    for layer in model.layers:
+    waiting: list[Tensor] = []
+    for layer, (sublayer, is_added_later) in zip(model.layers, spec.blocks, strict=True):
         if layer is last:
             layer.handler.keep(step)
             break
-        step.mixed = None if layer.post_norm is None else step.rows("mixed", spec.dim)
+        waits = spec.centred or is_added_later or sublayer.beside
+        is_mixed = waits or layer.post_norm is not None
+        step.mixed = step.rows(f"mixed{len(waiting)}", spec.dim) if is_mixed else None
         layer.handler.add_kernels(step)
         if step.mixed is not None and layer.post_norm is not None:
             step.add_normed(step.x, step.mixed, layer.post_norm, layer.scale)
+        elif step.mixed is not None:
+            waiting.append(step.mixed)
+        if waiting and not is_added_later:
+            step.add_rows(waiting)
+            waiting = []
         step.sequence.output(step.x)
     if rows:
         back = [joint.back] if joint and joint.back else []
         inputs = step.quantize(step.x, [model.head, *back], norm=model.output_norm)
-        step.multiply(model.logits, model.head, inputs)
+        step.multiply(model.logits, model.head, inputs, added=model.head_bias)
         if joint and joint.back:
             step.multiply(joint.hidden, joint.back, inputs)
         if spec.softcap:

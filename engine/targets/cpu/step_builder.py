@@ -13,6 +13,7 @@ from engine.targets.cpu.kernels import memory
 from engine.targets.cpu.kernels.activations import (
     Gate,
     Quantization,
+    add_centred,
     add_normed,
     buffer_names,
     buffer_type,
@@ -74,14 +75,15 @@ class StepBuilder:
         rows: Tensor,
         matrices: Sequence[Matrix],
         norm: Tensor | None = None,
-        gate: tuple[Gate, Tensor] | None = None,
+        gate: tuple[Gate, Tensor | None] | None = None,
         tiles: Tiles | None = None,
         gathered: bool = False,
         name: str = "",
     ) -> dict[str, Tensor]:
-        """Adds the kernel that quantizes rows for the products with `matrices`: normed, or gated and multiplied by
-        other rows; with `tiles` those of experts, `gathered` from the tokens. Returns its outputs by name. `name` tells
-        them from those of another call that are still needed."""
+        """Adds the kernel that quantizes rows for the products with `matrices`: normed, with the bias that may follow
+        the weights of the `norm`, or gated and multiplied by other rows, if there are any; with `tiles` those of
+        experts, `gathered` from the tokens. Returns its outputs by name. `name` tells them from those of another call
+        that are still needed."""
         buffers, tile, cols = self.buffers, self.tile, matrices[0].cols
         names = buffer_names([matrix.layout for matrix in matrices], tile)
         outs = {}
@@ -90,7 +92,15 @@ class StepBuilder:
             tokens = tiles.tokens if tiles else self.tokens
             outs[kind] = self.scratch(f"{name}{kind}{cols}", tokens * cols // columns, dtype)
         eps = None if norm is None else buffers.spec.stream_eps
-        quantization = Quantization(names, eps, gate[0] if gate else "", tiles is not None, gathered)
+        quantization = Quantization(
+            names,
+            eps,
+            gate[0] if gate else "",
+            tiles is not None,
+            gathered,
+            alone=bool(gate and gate[1] is None),
+            biased=norm is not None and memory.view(norm).size >= 2 * cols,
+        )
         state = self.state if tiles is None else [tiles.state, *(tiles.lists[:1] if gathered else [])]
         others = [t for t in (norm, gate and gate[1]) if t is not None]
         kernel, shape = quantize_activations(quantization, buffers.lanes, tile), buffers.sizes(cols // UNIT)
@@ -128,6 +138,12 @@ class StepBuilder:
         else:
             self.multiply(self._y, matrix, inputs, added=self.x, bias=bias)
             self.x, self._y = self._y, self.x
+
+    def add_rows(self, rows: Sequence[Tensor], begins: bool = False) -> None:
+        """Adds the kernel `add_centred` of rows to the residual stream, or it `begins` with them."""
+        buffers, spec = self.buffers, self.buffers.spec
+        kernel = add_centred(len(rows), buffers.lanes, self.tile, spec.centred, begins)
+        self.add(kernel, self.x, buffers.sizes(spec.dim // UNIT), *self.state, *rows, parts=self.parts)
 
     def add_normed(
         self, out: Tensor, rows: Tensor, norm: Tensor, scale: Sequence[Tensor] = (), added: bool = True

@@ -53,3 +53,8 @@ class Parts:
 def normed(x: Tensor, eps: float) -> Tensor:
     """x over the root of the mean of its squares along the last axis."""
     return x * ((x * x).mean(-1, keepdim=True) + eps).rsqrt()
+
+
+def centred(x: Tensor) -> Tensor:
+    """x minus its mean along the last axis."""
+    return x - x.mean(-1, keepdim=True)

@@ -35,7 +35,7 @@ from engine.runtime.kv_blocks import BLOCK
 from engine.targets.buffer_uses import BufferUses
 from engine.targets.graph.cached import dequantized, mask_of, quantized, stored_in
 from engine.targets.graph.inputs import Step
-from engine.targets.graph.parts import Run, normed
+from engine.targets.graph.parts import Run, centred, normed
 from engine.targets.graph.recurrent import RecurrentLayers
 from engine.targets.graph.states import States
 
@@ -47,6 +47,8 @@ def gated(gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
             return gate.silu() * up
         case "gelu":
             return gate.gelu() * up  # tinygrad's is the form with tanh
+        case "relu2":
+            return gate.relu() ** 2 * up
     gate, up = gate.minimum(7), up.clamp(-7, 7)
     return gate * (1.702 * gate).sigmoid() * (up + 1)
 
@@ -103,13 +105,13 @@ class Transformer(RecurrentLayers):
         x = x if scale == 1 else x * scale
         if step.of_pictures is not None:
             x = (step.tokens < 0).unsqueeze(-1).where(step.of_pictures, x)
-        return x
+        return centred(x).contiguous() if self.spec.centred else x
 
     def __call__(self, step: Step) -> Tensor:
         """Runs a step. Stores its keys and values in the cache and returns the normed output of the last sublayer,
         float32 (n, dim)."""
         *_, (x, _) = self.sublayers(step)
-        return self._stream_norm(x, self.spec.output_norm)
+        return self._stream_norm(x, self.spec.output_norm, self.spec.output_norm_bias)
 
     def store(self, step: Step) -> Tensor:
         """Runs a step of a prompt; returns the last cache that it is stored in. What follows a prompt does not need,
@@ -133,7 +135,7 @@ class Transformer(RecurrentLayers):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """float32 (n, dim) -> (n, vocab)."""
-        logits, cap = self._product(self.spec.head, hidden), self.spec.softcap
+        logits, cap = self._product(self.spec.head, hidden, self.spec.head_bias), self.spec.softcap
         return (logits / cap).tanh() * cap if cap else logits
 
     def uses(self) -> BufferUses:
@@ -187,13 +189,19 @@ class Transformer(RecurrentLayers):
             iter(self.states),
             self._caches[-1],
         )
-        for sublayer in spec.sublayers:
-            h, operator = (
-                x if sublayer.norm is None else self._stream_norm(x, sublayer.norm),
-                sublayer.operator,
-            )
+        waiting: list[Tensor] = []
+        for sublayer, is_added_later in spec.blocks:
+            norm, operator = sublayer.norm, sublayer.operator
+            h = x if norm is None else self._stream_norm(x, norm, sublayer.norm_bias)
             y = _SUBLAYERS[type(operator)](self, operator, h, run)
+            if is_added_later:
+                waiting.append(y.contiguous())
+                yield x, run.stored
+                continue
+            y = sum(waiting, start=y)
+            waiting.clear()
             x = x + (y if sublayer.post_norm is None else self._norm(y, sublayer.post_norm))
+            x = centred(x) if spec.centred else x
             if sublayer.scale:
                 x = x * self._vectors[sublayer.scale]
             if not isinstance(operator, Attention):
@@ -277,11 +285,13 @@ class Transformer(RecurrentLayers):
         return y
 
     def _dense(self, operator: Dense, x: Tensor, run: Run) -> Tensor:
-        hidden = gated(self._product(operator.gate, x), self._product(operator.up, x), operator.activation)
-        return self._product(operator.down, hidden)
+        up = self._product(operator.up, x, operator.up_bias)
+        gate, up = (self._product(operator.gate, x), up) if operator.gate else (up, up.ones_like())
+        return self._product(operator.down, gated(gate, up, operator.activation), operator.down_bias)
 
-    def _stream_norm(self, x: Tensor, weight: Vector) -> Tensor:
-        return self._norm(x, weight, self.spec.stream_eps)
+    def _stream_norm(self, x: Tensor, weight: Vector, bias: Vector | None = None) -> Tensor:
+        y = self._norm(x, weight, self.spec.stream_eps)
+        return y if bias is None else (y + self._vectors[bias]).contiguous()
 
     def _heads(self, x: Tensor, n_heads: int, norm: Vector | None) -> Tensor:
         """(n, n_heads * head_dim) -> (n_heads, n, head_dim), normed over a head or over all of them."""

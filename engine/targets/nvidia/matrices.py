@@ -114,6 +114,7 @@ def product_of(
 
 def gate_up_of(part: Dense) -> list[Matrix]:
     """Gate and up of a feed-forward layer: a matrix whose rows alternate, or two if they differ in type."""
+    assert part.gate
     return matrices_of([part.gate, part.up], alternate=part.gate.type == part.up.type)
 
 

@@ -106,28 +106,32 @@ def buffer_names(layouts: Sequence[LaneLayout], tile: int) -> tuple[str, ...]:
     return tuple(name for name, is_needed in needed.items() if is_needed)
 
 
-Gate = Literal["silu", "gelu", "swiglu_oai", "sigmoid"]
+Gate = Literal["silu", "gelu", "swiglu_oai", "relu2", "sigmoid"]
 
 
 @dataclass(frozen=True)
 class Quantization:
     """How the activations of a product are made from rows x, float32 (tokens, cols): `outputs` are the buffers of
     `Activations` to write. With `eps` the rows are RMS-normed and multiplied by a weight; with `gated` they are gates
-    of other rows: silu(x) * other, gelu(x) * other, sigmoid(x) * other, or gpt-oss's. With `rows`, as many rows as the
-    state has tiles are quantized if `tile` is 1. With `gathered`, the rows are taken in another order."""
+    of other rows: silu(x) * other, gelu(x) * other, sigmoid(x) * other, or gpt-oss's; if `alone`, there are no others,
+    and silu(x) is quantized, say. If `biased`, a bias is added to normed rows. With `rows`, as many rows as the state
+    has tiles are quantized if `tile` is 1. With `gathered`, the rows are taken in another order."""
 
     outputs: tuple[str, ...]
     eps: float | None = None
     gated: Gate | Literal[""] = ""
     rows: bool = False
     gathered: bool = False
+    alone: bool = False
+    biased: bool = False
 
 
 @functools.cache
 def quantize_activations(quantization: Quantization, lanes: int, tile: int) -> KernelFunction:
     """Buffers: the outputs in their order; the number of units in a row, int32 (1,); the state if tile is more than 1
     or with `rows`; the number of the row of each token, int32 (tokens,), if gathered; the rows, float32 (tokens, cols);
-    the other rows if gated, or the norm's weight, float32 (cols,), if normed."""
+    the other rows if gated but not alone, or the norm's weight, float32 (cols,), if normed, and after it in the same
+    buffer the bias, if it is biased."""
     eps, gate = quantization.eps, quantization.gated
     vectors = UNIT // lanes
     assert vectors >= 2, "vectors of more than 16 lanes"
@@ -158,11 +162,17 @@ def quantize_activations(quantization: Quantization, lanes: int, tile: int) -> K
                     value = k.vector(rows, at + column)
                     if eps is not None:
                         value = value * k.load(factor, 0) * k.vector(other[0], column)
+                    if quantization.biased:
+                        value = value + k.vector(other[0], cols + column)
                     if gate:
-                        value = _GATES[gate](k, value, k.vector(other[0], at + column))
+                        beside = (
+                            UOp.const(1.0, F32) if quantization.alone else k.vector(other[0], at + column)
+                        )
+                        value = _GATES[gate](k, value, beside)
                     values.append(value)
                 store_unit(k, outs, values, (tile_number * units + unit) * tile, tile, token)
-        kind = "normed" if eps is not None else gate or "plain"
+        kind = ("normed" if eps is not None else gate or "plain") + "_biased" * quantization.biased
+        kind += "_alone" * quantization.alone
         return k.finish(f"prepare_{kind}_{len(outs)}_{tile}")
 
     return kernel
@@ -192,6 +202,38 @@ def add_normed(eps: float, lanes: int, tile: int, added: bool = True, scaled: bo
                 total = k.vector(out, at + j * lanes) + normed if added else normed
                 k.store(out, at + j * lanes, total if scale is None else total * k.load(scale, 0))
         return k.finish(f"{'add' if added else 'store'}_normed_{tile}")
+
+    return kernel
+
+
+@functools.cache
+def add_centred(
+    n_rows: int, lanes: int, tile: int, centres: bool = True, begins: bool = False
+) -> KernelFunction:
+    """out += the sum of `n_rows` rows; if it `begins`, = instead of +=. If it `centres`, the mean of out is taken off
+    it. The threads share the tokens. Buffers: out, float32 (tokens, cols); the number of units in a row, int32 (1,);
+    the state if tile is more than 1; the rows, float32 (tokens, cols) each."""
+
+    def kernel(part: UOp, parts: UOp, out: UOp, shape: UOp, *buffers: UOp) -> UOp:
+        k = KernelBuilder(lanes)
+        k.scratch(out)
+        state, rows = buffers[:-n_rows], buffers[-n_rows:]
+        cols = k.index(shape, 0) * UNIT
+        first, count = even_share(n_tokens(k, state[0], tile) if state else 1, part, parts)
+        sums, mean = k.registers(lanes), k.registers(1)
+        with k.loop(count) as i:
+            at = (first + i) * cols
+            k.fill(sums, 0, UOp.const(0.0, F32))
+            with k.loop(cols // lanes) as j:
+                total = add(k.vector(row, at + j * lanes) for row in rows)
+                total = total if begins else k.vector(out, at + j * lanes) + total
+                k.store(out, at + j * lanes, total)
+                k.store(sums, 0, k.vector(sums, 0) + total)
+            if centres:
+                k.store(mean, 0, k.across(k.vector(sums, 0), Ops.ADD) * cols.cast(F32).reciprocal())
+                with k.loop(cols // lanes) as j:
+                    k.store(out, at + j * lanes, k.vector(out, at + j * lanes) - k.load(mean, 0))
+        return k.finish(f"{'centre' if centres else 'add'}_{n_rows}_{tile}")
 
     return kernel
 
@@ -240,6 +282,11 @@ def _gelu(k: KernelBuilder, x: UOp, other: UOp) -> UOp:
     return x * sigmoid(k, x * (x * x * (_GELU * 0.044715) + _GELU)) * other
 
 
+def _relu2(k: KernelBuilder, x: UOp, other: UOp) -> UOp:
+    x = x.maximum(UOp.const(0.0, F32))
+    return x * x * other
+
+
 def _swiglu_oai(k: KernelBuilder, x: UOp, other: UOp) -> UOp:
     x, other = x.minimum(_SWIGLU_LIMIT), other.maximum(-_SWIGLU_LIMIT).minimum(_SWIGLU_LIMIT)
     return x * sigmoid(k, x * 1.702) * (other + 1.0)
@@ -247,7 +294,7 @@ def _swiglu_oai(k: KernelBuilder, x: UOp, other: UOp) -> UOp:
 
 _GELU = 2 * (2 / pi) ** 0.5
 _SWIGLU_LIMIT = 7.0
-_GATES = {"silu": _silu, "gelu": _gelu, "swiglu_oai": _swiglu_oai, "sigmoid": _gate}
+_GATES = {"silu": _silu, "gelu": _gelu, "swiglu_oai": _swiglu_oai, "relu2": _relu2, "sigmoid": _gate}
 
 
 def sum_of_squares(k: KernelBuilder, rows: UOp, at: Index, n: Index, lanes: int = 0) -> UOp:

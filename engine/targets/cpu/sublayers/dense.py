@@ -17,11 +17,13 @@ class DenseHandler(Handler):
 
     def __init__(self, part: Dense, norm: Tensor | None, is_added: bool, loading: Loading) -> None:
         self._norm, self._activation = norm, part.activation
-        self.reads = [loading.weights.matrix(weight) for weight in (part.gate, part.up)]
-        self._down = loading.weights.matrix(part.down, added=is_added)
+        weights = loading.weights
+        self.reads = [weights.matrix(weight) for weight in (part.gate, part.up) if weight]
+        self._down = weights.matrix(part.down, added=is_added)
+        self._up_bias, self._down_bias = (v and weights.vector(v) for v in (part.up_bias, part.down_bias))
 
     def add_kernels(self, step: StepBuilder) -> None:
-        step.add_result(*self.hidden(step))
+        step.add_result(*self.hidden(step), self._down_bias)
 
     def hidden(
         self, step: StepBuilder, inputs: dict[str, Tensor] | None = None, shared: str = ""
@@ -31,13 +33,16 @@ class DenseHandler(Handler):
         reads."""
         if inputs is None:
             inputs = step.quantize(step.x, self.reads, norm=self._norm)
-        gate, up = (
-            step.rows(shared + name, m.rows) for name, m in zip(("gate", "up"), self.reads, strict=True)
-        )
-        step.multiply(gate, self.reads[0], inputs, concurrent=bool(shared))
-        step.multiply(up, self.reads[1], inputs, concurrent=True)
-        return self._down, step.quantize(gate, [self._down], gate=(self._activation, up), name=shared)
+        first, *others = rows = [
+            step.rows(shared + name, m.rows) for name, m in zip(("gate", "up"), self.reads, strict=False)
+        ]
+        for i, (out, matrix) in enumerate(zip(rows, self.reads, strict=True)):
+            bias = self._up_bias if matrix is self.reads[-1] else None
+            step.multiply(out, matrix, inputs, added=bias, concurrent=i > 0 or bool(shared))
+        gate = self._activation, others[0] if others else None
+        return self._down, step.quantize(first, [self._down], gate=gate, name=shared)
 
     def add_uses(self, uses: BufferUses) -> None:
         uses.add(BufferUse("FFN gate+up"), *(matrix.stream for matrix in self.reads))
         uses.add(BufferUse("FFN down"), self._down.stream)
+        uses.add(BufferUse("norm"), self._up_bias, self._down_bias)

@@ -19,6 +19,10 @@ from engine.targets.nvidia.sublayers.handler import Handler, Loading
 class DenseHandler(Handler):
     """The weights of a feed-forward layer. `gate_up` is one matrix with alternating rows if both have the same type."""
 
+    @classmethod
+    def lacks(cls, part: Dense) -> str:
+        return "" if part.gate else "feed-forward layers without gates"
+
     def __init__(self, part: Dense, _: Loading) -> None:
         self.part = part
         self.gate_up = Product(gate_up_of(part))
