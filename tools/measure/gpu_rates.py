@@ -10,8 +10,9 @@ guessed from published numbers.
 from __future__ import annotations
 
 import argparse
-import os
 import time
+
+from tinygrad.helpers import Context
 
 from engine.targets.nvidia.kernels.device import Chip
 from engine.targets.nvidia.kernels.products.matmul import tiles_for
@@ -82,9 +83,9 @@ def measure(backend: str) -> None:
 
 
 def guessed(gpu: str) -> dict[str, str]:
-    """The choices for a GPU without one. To be called in a process of its own."""
-    os.environ |= {"DEV": f"NULL:NVCC:{GUESSED[gpu].capability}"}
-    return choices(GUESSED[gpu])
+    """The choices for a GPU without one, as tinygrad would render its kernels."""
+    with Context(DEV=f"NULL:NVCC:{GUESSED[gpu].capability}"):
+        return choices(GUESSED[gpu])
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -95,7 +96,7 @@ def run(given: argparse.Namespace) -> None:
     if given.backend:
         alone(measure, given.backend)
         return
-    found = {gpu: alone(guessed, gpu) for gpu in GUESSED}
+    found = {gpu: guessed(gpu) for gpu in GUESSED}
     print("| product | " + " | ".join(found) + " |")
     print("|" + "---|" * (1 + len(found)))
     for name in found["H200"]:
