@@ -252,6 +252,23 @@ ARCHITECTURES: dict[str, Parts] = {
         | {"expert_weights_scale": 1.5, "expert_weights_norm": True}
         | {"expert_group_count": 4, "expert_group_used_count": 2},
     ),
+    "minicpm3": Parts(
+        latent="together",
+        keys=LATENT | {"attention.key_length": 48, "attention.value_length": 32, "attention.q_lora_rank": 96},
+    ),
+    "bailingmoe": Parts(
+        experts=8,
+        shared=True,
+        ungated=True,
+        keys=EXPERTS | {"expert_shared_count": 1, "expert_weights_scale": 1.5, "expert_weights_norm": True},
+    ),
+    "deepseek": Parts(
+        experts=8,
+        shared=True,
+        ungated=True,
+        keys=EXPERTS
+        | {"expert_shared_count": 2, "leading_dense_block_count": 1, "expert_weights_scale": 1.5},
+    ),
     "deepseek2": Parts(
         latent="apart",
         experts=8,

@@ -38,7 +38,7 @@ Floats = NDArray[np.float32]
 
 NEIGHBOURS = {
     "llama", "mistral3", "granite", "granitemoe", "smollm3", "chatglm", "ernie4_5", "ernie4_5-moe", "glm4",
-    "granitehybrid", "command-r", "cohere2", "internlm2", "minicpm", "deepseek2",
+    "granitehybrid", "command-r", "cohere2", "internlm2", "minicpm", "deepseek2", "deepseek", "bailingmoe",
 }  # fmt: skip
 """Architectures whose files hold the two elements of a rotary pair side by side; in the others they are apart by half
 of what is rotated."""

@@ -48,6 +48,11 @@ _TEKKEN = "|".join([_CASED, _CASED_CAPITALS, r"\p{N}", _PATH_SYMBOLS, _SPACES])
 _GPT4O = "|".join(
     [f"{_CASED}{_CONTRACTIONS}?", f"{_CASED_CAPITALS}{_CONTRACTIONS}?", r"\p{N}{1,3}", _PATH_SYMBOLS, _SPACES]
 )
+# as GPT-4o's, but Chinese characters are words of their own
+_NOT_HAN = r"&&[^\p{Han}]]"
+_KIMI = "|".join(
+    [r"[\p{Han}]+", _GPT4O.replace(r"\p{M}]", r"\p{M}" + _NOT_HAN).replace(_PATH_SYMBOLS, _SYMBOLS)]
+)
 _DEEPSEEK_LLM = (
     r"[\r\n]",
     rf"\s?[{_DEEPSEEK_LETTERS}]+",
@@ -98,6 +103,7 @@ _NAMES: tuple[tuple[str, Pretokenizer], ...] = (
     ("viking", Pretokenizer((_WITHOUT_PUNCTUATION, r"\p{N}"))),
     ("tekken", Pretokenizer((_TEKKEN,), whole_words=True, add_bos=True)),
     ("gpt-4o llama4 kanana2 minimax-m2", Pretokenizer((_GPT4O,))),
+    ("kimi-k2", Pretokenizer((_KIMI,))),
     ("deepseek-llm", Pretokenizer(_DEEPSEEK_LLM)),
     ("deepseek-coder", Pretokenizer(_DEEPSEEK_CODER)),
     ("deepseek-v3 hunyuan-dense joyai-llm", Pretokenizer(_DEEPSEEK_V3)),

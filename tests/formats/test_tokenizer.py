@@ -182,6 +182,7 @@ WORDS = {
     ("tekken", "HTTPServer camelCase 123"): ["HTTPServer", " camel", "Case", " ", "1", "2", "3"],
     ("tekken", "don't a/b//\n"): ["don", "'t", " a", "/b", "//\n"],
     ("gpt-4o", "I'LL HELLOworld 1234"): ["I'LL", " HELLOworld", " ", "123", "4"],
+    ("kimi-k2", "I'LL say 你好HTTPServer 1234"): ["I'LL", " say", " ", "你好", "HTTPServer", " ", "123", "4"],
     ("deepseek-llm", "Hi, 世界 1234\nok"): ["Hi", ",", " ", "世界", " ", "1234", "\n", "ok"],
     ("deepseek-llm", "a! éa  "): ["a", "!", " é", "a", "  "],  # its symbols, ":-~", include plain letters
     ("deepseek-coder", "x = f(12)\n"): ["x", " =", " f", "(", "1", "2", ")", "\n"],

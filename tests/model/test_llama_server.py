@@ -24,7 +24,7 @@ SECTIONS = {"rope.dimension_sections": [3, 3, 2, 0]}
 # What llama.cpp asks for beside: a head of its own, sections, factors, as many numbers of heads as layers.
 NEEDED: dict[str, dict[str, Any]] = {
     **{name: {"tied": False} for name in ("phi2", "stablelm", "gptneox", "nemotron", "orion")},
-    **{name: {"tied": False} for name in ("internlm2", "olmo2", "qwen2moe", "bailingmoe2")},
+    **{name: {"tied": False} for name in ("internlm2", "olmo2", "qwen2moe", "bailingmoe", "bailingmoe2")},
     "dots1": {"tied": False, "kv_heads": 4},
     "olmoe": {"tied": False, "kv_heads": 4},
     "qwen35": {"keys": SECTIONS},

@@ -33,6 +33,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "bailingmoe2 F32": {"architecture": "bailingmoe2", "quant": "F32"},
     "deepseek2 F32": {"architecture": "deepseek2", "quant": "F32"},
     "deepseek2-lite Q8_0": {"architecture": "deepseek2-lite"},
+    "minicpm3 F32": {"architecture": "minicpm3", "quant": "F32"},
     "granite F32": {"architecture": "granite", "quant": "F32"},
     "smollm3 F32": {"architecture": "smollm3", "quant": "F32", "layers": 4},
     "olmo2 F32": {"architecture": "olmo2", "quant": "F32"},

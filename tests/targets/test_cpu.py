@@ -38,6 +38,7 @@ ALIKE = (
     "glm4moe F32, 8 of 16 rotated",
     "dots1 F32",
     "deepseek2-lite Q8_0",
+    "minicpm3 F32",
 )
 
 

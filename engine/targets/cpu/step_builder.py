@@ -79,6 +79,7 @@ class StepBuilder:
         tiles: Tiles | None = None,
         gathered: bool = False,
         name: str = "",
+        eps: float | None = None,
     ) -> dict[str, Tensor]:
         """Adds the kernel that quantizes rows for the products with `matrices`: normed, with the bias that may follow
         the weights of the `norm`, or gated and multiplied by other rows, if there are any; with `tiles` those of
@@ -91,7 +92,7 @@ class StepBuilder:
             dtype, columns = buffer_type(kind)
             tokens = tiles.tokens if tiles else self.tokens
             outs[kind] = self.scratch(f"{name}{kind}{cols}", tokens * cols // columns, dtype)
-        eps = None if norm is None else buffers.spec.stream_eps
+        eps = None if norm is None else buffers.spec.stream_eps if eps is None else eps
         quantization = Quantization(
             names,
             eps,

@@ -68,7 +68,7 @@ class LatentAttentionHandler(AttentionHandler):
             (down,) = self._down
             narrow = step.rows("narrow queries", down.rows)
             step.multiply(narrow, down, inputs, concurrent=True)
-            inputs = step.quantize(narrow, part, norm=self._down_norm, name="narrow ")
+            inputs = step.quantize(narrow, part, norm=self._down_norm, name="narrow ", eps=h.eps)
         step.multiply(plain, self._q, inputs, concurrent=not self._down)
         step.multiply(turned, self._q_rotated, inputs, concurrent=True)
         latent = self._multiply_heads(step, "latent queries", plain, self._of_keys)
