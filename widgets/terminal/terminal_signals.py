@@ -13,9 +13,13 @@ from typing import Any
 
 from textual.app import App
 
-ENDING = (
-    signal.SIGHUP, signal.SIGQUIT, signal.SIGABRT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGALRM, signal.SIGXCPU,
-)  # fmt: skip
+_GO_ON = {
+    signal.SIGKILL, signal.SIGSTOP, signal.SIGTSTP, signal.SIGCONT, signal.SIGTTIN, signal.SIGTTOU, signal.SIGCHLD,
+    signal.SIGURG, signal.SIGWINCH, signal.SIGPIPE, signal.SIGXFSZ, signal.SIGINT, signal.SIGTERM,
+}  # fmt: skip
+"""Signals that end no program, or cannot be handled, or are handled elsewhere; Python ignores two."""
+_FAULTS = {signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGTRAP, signal.SIGSYS}
+ENDING = sorted(signal.valid_signals() - _GO_ON - _FAULTS)
 """Signals that end a program without a handler for them: its terminal would stay in the full screen, without echo.
 (Where a library calls abort(3), the program ends all the same.)"""
 
@@ -61,12 +65,12 @@ def end_with_terminal(app: App[Any]) -> None:
         app.set_interval(1.0, leave_if_alone)
 
 
-def end_in_order(end: Callable[[], object], *signals: signal.Signals) -> None:
+def end_in_order(end: Callable[[], object], *signals: int) -> None:
     """Calls `end` between two events when one of these signals has come."""
     _on_signals(dict.fromkeys(signals, end))
 
 
-def _on_signals(handlers: Mapping[signal.Signals, Callable[[], object]]) -> None:
+def _on_signals(handlers: Mapping[int, Callable[[], object]]) -> None:
     with contextlib.suppress(NotImplementedError, RuntimeError):  # there are none outside the main thread
         for number, handler in handlers.items():
             asyncio.get_running_loop().add_signal_handler(number, handler)
