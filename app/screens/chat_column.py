@@ -34,6 +34,7 @@ from widgets.chat.turn import Attachment, Call, Turn
 from widgets.chat.welcome import Welcome
 from widgets.dashboard.comparison_pane import ComparisonPane
 from widgets.engine_status import Phase
+from widgets.terminal.pastes import MOST_PASTED
 from widgets.text import longest_fitting, one_line
 
 PLACEHOLDERS = (
@@ -231,6 +232,13 @@ class ChatColumn(View, Vertical):
     @on(TextArea.SelectionChanged)
     def _cursor_moved(self) -> None:
         self.typing.cursor_moved()
+
+    @on(Prompt.PasteTooLong)
+    def refuse_paste(self) -> None:
+        self.notice(
+            f"A pasted text may have {MOST_PASTED:,} characters: save a longer one, and name its file after an @",
+            warning=True,
+        )
 
     @on(Prompt.Submitted)
     async def submit(self, event: Prompt.Submitted) -> None:

@@ -107,3 +107,11 @@ def test_a_key_with_alt_is_one_key_whatever_follows(after):
     keys = [event.key for event in read(["\x1bz" + after]) if isinstance(event, Key)]
     assert keys[0] == "alt+z" and "z" not in keys[1:]
     assert [e.key for e in read(["\x1bf", "\x1bOP", "\x1b\x1b[A"])][:2] == ["ctrl+right", "f1"]
+
+
+def test_a_paste_without_bound_is_cut(monkeypatch):
+    monkeypatch.setattr("widgets.terminal.pastes.MOST_PASTED", 10)
+    [first, *keys, second] = read(
+        ["\x1b[200~" + "a" * 8, "b" * 8, "\x1b" * 8 + "c" * 8 + "\x1b[201~x\x1b[200~next\x1b[201~"]
+    )
+    assert first.text == "a" * 8 + "bbb" and [key.key for key in keys] == ["x"] and second.text == "next"

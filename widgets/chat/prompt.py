@@ -13,6 +13,7 @@ from widgets.chat.prompt_history import PromptHistory
 from widgets.chat.suggestions import Suggestions
 from widgets.chat.vi_keys import ViKeys
 from widgets.terminal.ordered_input import OrderedTextArea
+from widgets.terminal.pastes import MOST_PASTED
 from widgets.text import clean, editable
 
 NEWLINE_KEYS = frozenset({"shift+enter", "alt+enter", "ctrl+j", "ctrl+enter", "shift+\r"})
@@ -56,6 +57,9 @@ class Prompt(OrderedTextArea):
 
     class PasteAsked(Message):
         """The user pressed Ctrl+V, which terminals keep for what they paste themselves, or pass on."""
+
+    class PasteTooLong(Message):
+        """A pasted text of more than `MOST_PASTED` characters was left out."""
 
     class Left(Message):
         """The user pressed Ctrl+D in an empty box."""
@@ -193,5 +197,8 @@ class Prompt(OrderedTextArea):
     async def _on_paste(self, event: events.Paste) -> None:
         event.stop()
         event.prevent_default()
+        if len(event.text) > MOST_PASTED:
+            self.post_message(self.PasteTooLong())
+            return
         self.insert(self.paste(event.text))  # whose line ends must not send the prompt
         await asyncio.sleep(0)  # a long one comes in pieces: the screen goes on between them

@@ -42,6 +42,9 @@ _ANSWER = re.compile(rf"{_BEGIN}([^\x00-\x1f]*)(?:{_ANSWER_END.pattern})")
 _ANSWER_BEGUN = re.compile(rf"{_BEGIN}[^\x00-\x1f]*\x1b?\Z")
 _ANSWER_CHARS = 200
 MOST_CELLS = 4_000_000
+MOST_PASTED = 4 << 20
+"""Characters of a pasted text: one of 50 MB took 2.4 GB in a prompt, and kept its terminal for minutes. Of a longer
+text one more is passed on, by which it is known."""
 
 
 _MAY_GO_ON = {sequence[1] for sequence in ANSI_SEQUENCES_KEYS if len(sequence) > 2} | set("[OPX]^_")
@@ -54,6 +57,7 @@ class PasteParser(XTermParser):
     _is_pasting = False
     _before = ""  # the last characters before a paste: START may come in pieces
     _held = ""  # the end of a piece of a paste, if END may begin there, or the beginning of an answer
+    _pasted = 0  # characters of the paste so far
     _is_long_answer = False  # the rest of one is to come
 
     def feed(self, data: str) -> Iterable[Message]:
@@ -106,7 +110,9 @@ class PasteParser(XTermParser):
                 if not end:
                     begun = next((n for n in range(len(END) - 1, 0, -1) if text.endswith(END[:n])), 0)
                     text, self._held = text[: len(text) - begun], text[len(text) - begun :]
-                passed += text.replace(ESCAPE, "") + end
+                text = text.replace(ESCAPE, "")
+                passed += text[: max(0, MOST_PASTED + 1 - self._pasted)] + end
+                self._pasted = 0 if end else self._pasted + len(text)
                 self._is_pasting = not end
             else:
                 seen = self._before + data
