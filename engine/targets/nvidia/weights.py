@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 from tinygrad import Device, Tensor
 
-from engine.description.recurrent import DeltaNet, ShortConv
+from engine.description.recurrent import DeltaNet, Mamba, ShortConv
 from engine.description.spec import ModelSpec, Sublayer
 from engine.description.sublayers import (
     Attention,
@@ -38,6 +38,7 @@ from engine.targets.nvidia.sublayers.experts import ExpertsHandler
 from engine.targets.nvidia.sublayers.handler import Handler, Layer, LentCache, Loading
 from engine.targets.nvidia.sublayers.latent_attention import LatentAttentionHandler
 from engine.targets.nvidia.sublayers.layer_embedding import LayerEmbeddingHandler, LayerTables
+from engine.targets.nvidia.sublayers.mamba import MambaHandler
 from engine.targets.nvidia.sublayers.recurrent import RecurrentHandler
 from engine.targets.nvidia.sublayers.short_conv import ShortConvHandler
 from engine.targets.nvidia.sublayers.side_by_side import SideBySideHandler
@@ -46,6 +47,7 @@ HANDLERS: dict[type[Operator], type[Handler]] = {
     Attention: AttentionHandler,
     LatentAttention: LatentAttentionHandler,
     DeltaNet: DeltaNetHandler,
+    Mamba: MambaHandler,
     ShortConv: ShortConvHandler,
     Dense: DenseHandler,
     Experts: ExpertsHandler,

@@ -39,6 +39,10 @@ def check_guesses_with_recurrent_states() -> None:
     hold(1, architecture="qwen35", **SMALL | {"layers": 2})
 
 
+def check_guesses_with_mamba() -> None:
+    hold(1, architecture="granitehybrid", **SMALL | {"dim": 160, "heads": 5, "layers": 2})
+
+
 def check_guesses_with_short_convolutions() -> None:
     hold(1, architecture="lfm2", **SMALL | {"layers": 2})
 

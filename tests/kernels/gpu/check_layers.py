@@ -78,6 +78,10 @@ def check_layers_with_keys_that_neighbours_share() -> None:
     hold(architecture="qwen3next", rotated=8, **SMALL | {"dim": 160, "heads": 5, "layers": 2})
 
 
+def check_layers_with_mamba() -> None:
+    hold(architecture="granitehybrid", **SMALL | {"dim": 160, "heads": 5, "layers": 2})
+
+
 def check_layers_with_short_convolutions() -> None:
     hold(architecture="lfm2", **SMALL | {"layers": 2})
 

@@ -50,6 +50,11 @@ def check_mixed_keys_that_neighbours_share() -> None:
     hold((128,), architecture="qwen3next", seed=3, **SMALL | {"dim": 160, "heads": 5})
 
 
+def check_mixed_mamba() -> None:
+    shape = SMALL | {"dim": 160, "heads": 5, "layers": 3}
+    hold((128,), architecture="granitehybrid", **shape)  # the last one is a Mamba 2 layer
+
+
 def check_mixed_short_convolutions() -> None:
     hold((128,), architecture="lfm2", **SMALL | {"layers": 3})  # the last one is a convolution
 

@@ -9,12 +9,8 @@ from engine.kernels.device_memory import to_device
 from engine.targets.nvidia.decode_step import DecodeStep
 from engine.targets.nvidia.kernels.products.activation_order import Order
 from engine.targets.nvidia.kernels.products.epilogues import STORE
-from engine.targets.nvidia.kernels.recurrent.short_conv import (
-    ConvMemory,
-    keep_inputs,
-    short_conv,
-    short_conv_prompt,
-)
+from engine.targets.nvidia.kernels.recurrent.convolved import keep_inputs
+from engine.targets.nvidia.kernels.recurrent.short_conv import ConvMemory, short_conv, short_conv_prompt
 from engine.targets.nvidia.kernels.weights.weight_layout import permuted_size
 from engine.targets.nvidia.norms import Norm
 from engine.targets.nvidia.prompt_step import PromptStep, RowsStep, Sums

@@ -1,5 +1,4 @@
-"""Short convolutions on a GPU. The state of a sequence (`state_memory`) is the last taps - 1 inputs of the convolution,
-oldest first.
+"""Short convolutions on a GPU, whose state is the inputs of a convolution (`convolved`).
 
 A token's product with the input has b, c and v of all channels; the inputs of the convolution are b v.
 """
@@ -13,11 +12,12 @@ from dataclasses import dataclass
 from tinygrad import UOp
 
 from engine.kernels.kernel import Kernel
-from engine.targets.nvidia.kernels.pieces import MAX_POSITION, PIECE_ROWS, Piece
+from engine.targets.nvidia.kernels.pieces import MAX_POSITION, Piece
 from engine.targets.nvidia.kernels.products.activation_order import PLACES, Order
 from engine.targets.nvidia.kernels.products.matmul import as_half
 from engine.targets.nvidia.kernels.products.runs import Runs
-from engine.targets.nvidia.kernels.recurrent.state_memory import StateMemory, sequence_of
+from engine.targets.nvidia.kernels.recurrent.convolved import ConvolvedMemory
+from engine.targets.nvidia.kernels.recurrent.state_memory import sequence_of
 from engine.targets.nvidia.kernels.uops import (
     INDEX,
     all_of,
@@ -26,20 +26,14 @@ from engine.targets.nvidia.kernels.uops import (
     load,
     load_index,
     load_run,
-    registers,
     store,
-    store_run,
 )
 from engine.targets.nvidia.kernels.weights.matrix_bytes import UNIT
 from engine.targets.nvidia.kernels.weights.weight_layout import permuted
 
-_THREADS = 128  # of a block, each with a channel
-
 
 @dataclass(frozen=True)
-class ConvMemory(StateMemory):
-    """The memory of a convolution of so many channels over `taps` tokens."""
-
+class ConvMemory(ConvolvedMemory):
     channels: int
     taps: int
     sequences: int = 1
@@ -58,16 +52,9 @@ class ConvMemory(StateMemory):
     def name(self) -> str:
         return f"conv_{self.channels}_{self.taps}" + f"_of_{self.slots}" * (self.slots > 2)
 
-    def input_at(self, state: UOp, tap: UOp | int, channel: UOp) -> UOp:
-        """The index of an input in a state."""
-        return state + tap * self.channels + channel
-
-    @property
-    def channel(self) -> tuple[UOp, UOp | None]:
-        """That of a thread, and whether there is one."""
-        blocks = -(-self.channels // _THREADS)
-        channel = UOp.special(blocks, "gidx0") * _THREADS + UOp.special(_THREADS, "lidx0")
-        return channel, None if self.channels % _THREADS == 0 else channel < self.channels
+    def new_input(self, runs: Runs, sums: Sequence[UOp], row: UOp, channel: UOp, valid: UOp) -> UOp:
+        b, v = (runs.load(sums, None, row, which * self.channels + channel, valid) for which in (0, 2))
+        return b * v
 
 
 @functools.cache
@@ -105,19 +92,6 @@ def short_conv(of: ConvMemory, tokens: int = 0, order: Order = "columns", out_ro
     return Kernel(kernel, ("out", "memory"), inputs)
 
 
-def _input_of(
-    of: ConvMemory, runs: Runs, sums: Sequence[UOp], memory: UOp, piece: Piece, before: UOp, channel: UOp, token: UOp,
-    valid: UOp,
-) -> UOp:  # fmt: skip
-    """A channel's input of a `valid` token of a piece, or of one before it if it is negative. `before`: where the state
-    before the piece is."""
-    row, is_new = piece.first + token.maximum(0), valid & (token >= 0)
-    b, v = (runs.load(sums, None, row, which * of.channels + channel, is_new) for which in (0, 2))
-    tap = (token + (of.taps - 1)).maximum(0).minimum(of.taps - 2)
-    is_held = valid & (token < 0) & (piece.position > 0)
-    return (token < 0).where(load(memory, of.input_at(before, tap, channel), is_held), b * v)
-
-
 @functools.cache
 def short_conv_prompt(of: ConvMemory, runs: Runs, order: Order = "fragments") -> Kernel:
     """The convolution of pieces of prompts. `runs`: those of the product with the input. Buffers: out, activations,
@@ -132,8 +106,8 @@ def short_conv_prompt(of: ConvMemory, runs: Runs, order: Order = "fragments") ->
             piece.token(row),
         )
         valid = token < piece.count if ok is None else ok & (token < piece.count)
-        at = of, runs, sums, memory, piece, before, channel
-        window = [_input_of(*at, token + (k - of.taps + 1), valid) for k in range(of.taps)]
+        at = runs, sums, memory, piece, before, channel
+        window = [of.input_of(*at, token + (k - of.taps + 1), valid) for k in range(of.taps)]
         weights = load_run(conv, channel * of.taps, of.taps, ok)
         c = runs.load(sums, None, row, of.channels + channel, valid)
         result = c * chain(x * w for x, w in zip(window, weights, strict=True))
@@ -141,37 +115,3 @@ def short_conv_prompt(of: ConvMemory, runs: Runs, order: Order = "fragments") ->
         return finish(f"short_{of.name}_prompt_{runs.tokens}", [store(out, place, as_half(result), ok)])
 
     return Kernel(kernel, ("out",), ("memory", ("sums", len(runs.sizes)), "prompt", "conv"))
-
-
-@functools.cache
-def keep_inputs(of: ConvMemory, runs: Runs, several: bool = False, checks: bool = False) -> Kernel:
-    """Stores the state after the piece that begins at the first row, or after `several`. If it `checks`, the piece is
-    the rows of a check, and each leaves a state. Buffers: as those of `short_conv_prompt`."""
-    tokens = runs.tokens
-    units = -(-tokens // PIECE_ROWS) if several else 1
-    assert not checks or of.slots > tokens
-
-    def kernel(memory: UOp, sums: Sequence[UOp], prompt: UOp) -> UOp:
-        channel, ok = of.channel
-        row = UOp.special(units, "gidx1") * PIECE_ROWS if units > 1 else UOp.const(0, INDEX)
-        piece = Piece.of(prompt, row, tokens, MAX_POSITION)
-        sequence, is_own = sequence_of(of, prompt, piece.sequence_at), (piece.count > 0) & piece.first.eq(row)
-        is_own = is_own if ok is None else is_own & ok
-        before = of.state_at(piece.position, sequence)
-        at = of, runs, sums, memory, piece, before, channel
-        stores: list[UOp] = []
-        # The slots of the states before and after may be the same, so all inputs are read before one is written.
-        ends = [(UOp.const(t + 1, INDEX), is_own & (t < piece.count)) for t in range(tokens)]
-        for slot, (end, is_token) in enumerate(ends if checks else [(piece.count, is_own)]):
-            inputs = [_input_of(*at, end + (k - of.taps + 1), is_token) for k in range(of.taps - 1)]
-            kept = registers(of.taps - 1, slot)
-            read = UOp.group(*store_run(kept, 0, inputs))
-            after, target = of.state_at(piece.position + end, sequence), memory.after(read)
-            stores += [
-                store(target, of.input_at(after, k, channel), x, is_token)
-                for k, x in enumerate(load_run(kept.after(read), 0, of.taps - 1))
-            ]
-        name = f"keep_{of.name}_{tokens}" + "_several" * several + "_checks" * checks
-        return finish(name, stores)
-
-    return Kernel(kernel, ("memory",), (("sums", len(runs.sizes)), "prompt"))

@@ -1,0 +1,95 @@
+"""Layers whose state has the last taps - 1 inputs of a causal convolution of each channel, oldest first."""
+
+from __future__ import annotations
+
+import functools
+from abc import abstractmethod
+from collections.abc import Sequence
+
+from tinygrad import UOp
+
+from engine.kernels.kernel import Kernel
+from engine.targets.nvidia.kernels.pieces import MAX_POSITION, PIECE_ROWS, Piece
+from engine.targets.nvidia.kernels.products.runs import Runs
+from engine.targets.nvidia.kernels.recurrent.state_memory import StateMemory, sequence_of
+from engine.targets.nvidia.kernels.uops import (
+    INDEX,
+    finish,
+    load,
+    load_run,
+    registers,
+    store,
+    store_run,
+)
+
+_THREADS = 128  # of a block, each with a channel
+
+
+class ConvolvedMemory(StateMemory):
+    """A state with the inputs of a convolution of so many `channels` over `taps` tokens, from element `first_input`
+    on."""
+
+    channels: int
+    taps: int
+    first_input = 0
+
+    @abstractmethod
+    def new_input(self, runs: Runs, sums: Sequence[UOp], row: UOp, channel: UOp, valid: UOp) -> UOp:
+        """A channel's input of the convolution of a token, whose product with the layer's input is in a row."""
+
+    def input_at(self, state: UOp, tap: UOp | int, channel: UOp) -> UOp:
+        """The index of an input in a state."""
+        return state + self.first_input + tap * self.channels + channel
+
+    def input_of(
+        self, runs: Runs, sums: Sequence[UOp], memory: UOp, piece: Piece, before: UOp, channel: UOp, token: UOp,
+        valid: UOp,
+    ) -> UOp:  # fmt: skip
+        """A channel's input of a `valid` token of a piece, or of one before it if it is negative. `before`: where the
+        state before the piece is."""
+        new = self.new_input(runs, sums, piece.first + token.maximum(0), channel, valid & (token >= 0))
+        tap = (token + (self.taps - 1)).maximum(0).minimum(self.taps - 2)
+        is_held = valid & (token < 0) & (piece.position > 0)
+        return (token < 0).where(load(memory, self.input_at(before, tap, channel), is_held), new)
+
+    @property
+    def channel(self) -> tuple[UOp, UOp | None]:
+        """That of a thread of a kernel, and whether there is one."""
+        blocks = -(-self.channels // _THREADS)
+        channel = UOp.special(blocks, "gidx0") * _THREADS + UOp.special(_THREADS, "lidx0")
+        return channel, None if self.channels % _THREADS == 0 else channel < self.channels
+
+
+@functools.cache
+def keep_inputs(of: ConvolvedMemory, runs: Runs, several: bool = False, checks: bool = False) -> Kernel:
+    """Stores the state after the piece that begins at the first row, or after `several`. If it `checks`, the piece is
+    the rows of a check, and each leaves a state. Buffers: memory; sums, those of each run of
+    the product with the input; prompt, the step's state (`pieces`)."""
+    tokens = runs.tokens
+    units = -(-tokens // PIECE_ROWS) if several else 1
+    assert not checks or of.slots > tokens
+
+    def kernel(memory: UOp, sums: Sequence[UOp], prompt: UOp) -> UOp:
+        channel, ok = of.channel
+        row = UOp.special(units, "gidx1") * PIECE_ROWS if units > 1 else UOp.const(0, INDEX)
+        piece = Piece.of(prompt, row, tokens, MAX_POSITION)
+        sequence, is_own = sequence_of(of, prompt, piece.sequence_at), (piece.count > 0) & piece.first.eq(row)
+        is_own = is_own if ok is None else is_own & ok
+        before = of.state_at(piece.position, sequence)
+        at = runs, sums, memory, piece, before, channel
+        stores: list[UOp] = []
+        # The slots of the states before and after may be the same, so all inputs are read before one is written.
+        ends = [(UOp.const(t + 1, INDEX), is_own & (t < piece.count)) for t in range(tokens)]
+        for slot, (end, is_token) in enumerate(ends if checks else [(piece.count, is_own)]):
+            inputs = [of.input_of(*at, end + (k - of.taps + 1), is_token) for k in range(of.taps - 1)]
+            kept = registers(of.taps - 1, slot)
+            read = UOp.group(*store_run(kept, 0, inputs))
+            after, target = of.state_at(piece.position + end, sequence), memory.after(read)
+            stores += [
+                store(target, of.input_at(after, k, channel), x, is_token)
+                for k, x in enumerate(load_run(kept.after(read), 0, of.taps - 1))
+            ]
+        name = f"keep_{of.name}_{tokens}" + "_several" * several + "_checks" * checks
+        return finish(name, stores)
+
+    return Kernel(kernel, ("memory",), (("sums", len(runs.sizes)), "prompt"))
