@@ -6,7 +6,7 @@ import numpy as np
 from tinygrad import dtypes
 
 from engine.formats.kv_format import KVFormat
-from engine.targets.nvidia.kernels.attention.decode_block import combine
+from engine.targets.nvidia.kernels.attention.decode_block import combine, result_size
 from engine.targets.nvidia.kernels.attention.flash_attention import FlashSplit, flash_attention, flash_split
 from engine.targets.nvidia.kernels.attention.prefill_attention import (
     PromptTiling,
@@ -18,7 +18,6 @@ from engine.targets.nvidia.kernels.pieces import PIECE_ROWS, rows_of
 from engine.targets.nvidia.kernels.products.matmul import fragment_index, fragments_size
 from engine.targets.nvidia.kernels.residual_stream.prefill import norms_over_heads, rotate_prompt
 from engine.targets.nvidia.kernels.weights.matrix_bytes import UNIT
-from engine.targets.nvidia.kernels.weights.weight_layout import permuted_size
 from tests.kernels.gpu.buffers import buffer, close, places, prompt_index, prompt_state, rng, run, zeros
 from tests.kernels.gpu.cache_layout import CONTEXT, Pool, heads_of, kept
 from tests.thorough import THOROUGH
@@ -78,14 +77,19 @@ def decode_attention(position, split, h, sinks=False, over_heads=False):
     state = buffer(np.array([7, position, 0], np.int32))
     all_rows = buffer(np.concatenate([gates, rows]))
     ins = [*pool.buffers, all_rows, buffer(angles), buffer(pool.tables), state, *norm, *temperature]
-    out, ones = zeros(permuted_size(h.query * h.dim)), buffer(np.ones(UNIT, np.float32))
+    out, ones = zeros(result_size(h)), buffer(np.ones(UNIT, np.float32))
     if split.splits == 1:
         run(flash_attention(h, split, sinks, over_heads), out, *ins, *sink, ones)
     else:
         sums, tops = zeros(split.splits * h.query * h.dim), zeros(split.splits * h.query * 2)
         run(flash_attention(h, split, sinks, over_heads), sums, tops, *ins)
         run(combine(h, split.splits, sinks), out, sums, tops, ones, *sink, *[all_rows] * h.gated)
-    close(out.numpy()[places(h.query * h.dim)], wanted, 1e-3)
+    if h.latent:
+        halves = wanted.reshape(h.query, 2, h.dim // 2)[:, :, (h.dim - h.latent) // 2 :]
+        got = out.numpy().reshape(h.query, -1)[:, places(h.latent)]
+        close(got, halves.reshape(h.query, h.latent), 1e-3)
+    else:
+        close(out.numpy()[places(h.query * h.dim)], wanted, 1e-3)
     if h.stored != "nothing":
         pool.check_stored(pool.places(0, np.array([position])), k[None], v[None])
 
@@ -124,7 +128,7 @@ def check_head_sizes() -> None:
 def check_heads_of_latent_attention() -> None:
     """Of 576 elements, whose keys are the values: of one token, in one part and in several, of several, and of a
     prompt."""
-    h = heads_of(576, 4, 1, stored="keys")
+    h = heads_of(576, 4, 1, stored="keys", latent=512)
     decode_attention(40, flash_split(h, 256, 256, 2), h)
     decode_attention(40, flash_split(h, 256, 32, 2), h)
     attended_prompt(replace(prompt_tiling(h, 32, 2), splits=1), 18, 20, h)

@@ -16,7 +16,7 @@ from engine.measure.kernel_roles import BufferUse
 from engine.runtime.kv_blocks import BLOCK
 from engine.targets.buffer_uses import BufferUses
 from engine.targets.nvidia.decode_step import DecodeStep
-from engine.targets.nvidia.kernels.attention.decode_block import combine
+from engine.targets.nvidia.kernels.attention.decode_block import combine, result_size
 from engine.targets.nvidia.kernels.attention.flash_attention import (
     FlashSplit,
     begins_early,
@@ -36,7 +36,6 @@ from engine.targets.nvidia.kernels.device import multiprocessors, shared_limit
 from engine.targets.nvidia.kernels.products.activation_order import Order
 from engine.targets.nvidia.kernels.products.epilogues import STORE, STORE_BIASED
 from engine.targets.nvidia.kernels.residual_stream.prefill import norms_over_heads, rotate_prompt
-from engine.targets.nvidia.kernels.weights.weight_layout import permuted_size
 from engine.targets.nvidia.matrices import Product, product_of
 from engine.targets.nvidia.norms import Norm
 from engine.targets.nvidia.prompt_step import MixedStep, PromptStep, RowsStep, Sums
@@ -124,7 +123,7 @@ class AttentionHandler(Handler):
         """Adds attention of a token's queries, keys and values; returns the result, times the `input_scale` of the next
         product."""
         heads, split, has_sinks = self.heads, self.split(step.limit), self.sinks is not None
-        attended = step.buffer("attended", permuted_size(heads.query * heads.dim))
+        attended = step.buffer("attended", result_size(heads))
         parts = dict(zip(("sums", "tops"), step.memory.attention_parts, strict=True))
         last = {"input_scale": input_scale, "sinks": self.sinks}
         step.add(

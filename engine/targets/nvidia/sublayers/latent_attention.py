@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 from tinygrad import Tensor, dtypes
@@ -15,10 +16,8 @@ from engine.targets.nvidia.decode_step import DecodeStep
 from engine.targets.nvidia.kernels.latent_attention.decode import (
     as_input,
     latent_key,
-    narrow_query,
     placed,
     queries_apart,
-    take_latent,
 )
 from engine.targets.nvidia.kernels.latent_attention.heads import LatentHeads
 from engine.targets.nvidia.kernels.latent_attention.prompt import (
@@ -35,7 +34,6 @@ from engine.targets.nvidia.kernels.products.epilogues import STORE
 from engine.targets.nvidia.kernels.products.matmul import fragments_size, matmul
 from engine.targets.nvidia.kernels.products.matvec import matvec
 from engine.targets.nvidia.kernels.products.runs import Runs
-from engine.targets.nvidia.kernels.weights.matrix_bytes import UNIT
 from engine.targets.nvidia.kernels.weights.weight_layout import permuted_size
 from engine.targets.nvidia.matrices import Product, matrices_of, product_of
 from engine.targets.nvidia.norms import Input, Norm, inputs_of
@@ -58,6 +56,7 @@ class LatentAttentionHandler(AttentionHandler):
         weights, self.bias = loading.weights, None
         sizes = part.heads, part.latent, part.rotated, part.plain, part.values
         self.latent = LatentHeads(*sizes, weights.spec.eps)
+        self.heads = replace(self.heads, latent=part.latent)
         of_queries, of_keys = [part.q, part.q_rotated], [part.k, part.k_rotated]
         self.queries, self.narrow_norm = None, None
         if part.q_down and part.q_down_norm:
@@ -70,7 +69,7 @@ class LatentAttentionHandler(AttentionHandler):
             Product(matrices_of([weight]), each) for weight in (part.of_keys, part.of_values)
         )
         self.latent_norm = loading.vector(part.latent_norm)
-        self._lists, self._unscaled = loading.head_lists, to_device(np.ones(UNIT, np.float32))
+        self._lists = loading.head_lists
         between = [self.queries] if self.queries else []
         return self.qkv, *between, self.of_keys, self.of_values, self.o
 
@@ -88,32 +87,29 @@ class LatentAttentionHandler(AttentionHandler):
         plain = step.buffer("plain queries", h.heads * permuted_size(h.plain))
         outs = {"plain": plain, "vectors": vectors, "input_scale": scale}
         if self.queries and self.narrow_norm:
-            product, width, eps = self.queries, self._first_key, step.spec.eps
+            product, width = self.queries, self._first_key
             key = step.buffer("qkv", self.qkv.stack.rows)
             step.multiply(self.qkv, norm, STORE, {"out": key}, "qkv")
             bits = product.stack.input_scale_bits
             x = [step.buffer(f"narrow query {b}", permuted_size(width)) for b in bits]
             norms = [step.input_scales.norm_weight(self.narrow_norm.weight, b) for b in bits]
-            step.add(narrow_query(width, eps, len(bits)), out=x, rows=key, norms=norms)
+            of_key = {"vectors": vectors, "key": key, "norm": self.latent_norm}
+            step.add(latent_key(h, width, len(bits)), out=x, norms=norms, **of_key)
             kernel = matvec(product.stack, product.schedule, queries_apart(h, False), "queries")
             step.add(kernel, x=x, planes=product.planes, **outs)
-            first = width
         else:
-            key, first = step.buffer("key", h.dim), 0
+            key = step.buffer("key", h.dim)
             step.multiply(self.qkv, norm, queries_apart(h, True), {**outs, "key": key}, "qkv")
-        step.add(latent_key(h, first), vectors=vectors, key=key, norm=self.latent_norm)
+            step.add(latent_key(h), vectors=vectors, key=key, norm=self.latent_norm)
         product = self.of_keys
         kernel = matvec(product.stack, product.schedule, placed(h), "head_queries")
         step.add(kernel, vectors=vectors, x=[plain], planes=product.planes)
-        attended = self._attend_token(step, vectors, self._unscaled)
         product = self.of_values
-        taken = step.buffer("taken", h.heads * permuted_size(h.latent))
-        scale = step.input_scale(product.single_matrix)
-        step.add(take_latent(h), out=taken, attended=attended, input_scale=scale)
+        attended = self._attend_token(step, vectors, step.input_scale(product.single_matrix))
         out = step.buffer("head results", permuted_size(h.heads * h.values))
         kernel = matvec(product.stack, product.schedule, as_input(h), "head_results")
         scale = step.input_scale(self.o.single_matrix)
-        step.add(kernel, out=out, x=[taken], planes=product.planes, input_scale=scale)
+        step.add(kernel, out=out, x=[attended], planes=product.planes, input_scale=scale)
         step.finish(self.o, out, "o", bias=self.o_bias)
 
     def rows(self, step: RowsStep, norm: Norm) -> Sums:

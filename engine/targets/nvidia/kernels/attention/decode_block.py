@@ -34,7 +34,7 @@ from engine.targets.nvidia.kernels.uops import (
     tree,
 )
 from engine.targets.nvidia.kernels.weights.matrix_bytes import UNIT
-from engine.targets.nvidia.kernels.weights.weight_layout import permuted
+from engine.targets.nvidia.kernels.weights.weight_layout import permuted, permuted_size
 
 
 def block_buffers(
@@ -315,8 +315,9 @@ class DecodeBlock:
             result = as_half(values / weights)
             return [store(self.outs[0], PLACES[self._order](self._out_row + self.token, element, n), result)]
         if input_scale is not None:
-            result = values / weights * load(input_scale, element % UNIT)
-            return [store(self.outs[0], permuted(element, n), result)]
+            place, column, is_kept = placed(self.heads, element)
+            result = values / weights * load(input_scale, column % UNIT)
+            return [store(self.outs[0], place, result, is_kept)]
         part = self.part * self.tokens + self.token if self.tokens else self.part
         index = (part * self.heads.query + self.first_head + head) * 2
         return [
@@ -324,6 +325,25 @@ class DecodeBlock:
             store(self.outs[1], index, top, is_first),
             store(self.outs[1], index + 1, weights, is_first),
         ]
+
+
+def placed(heads: Heads, element: UOp) -> tuple[UOp, UOp, UOp | None]:
+    """Where the next product expects an element of the result of a token (query * dim), permuted; its column there; and
+    whether it is kept (None: always)."""
+    if not heads.latent:
+        return permuted(element, heads.query * heads.dim), element, None
+    head, half, d = element // heads.dim, heads.dim // 2, element % heads.dim
+    before = half - heads.latent // 2
+    column = (d // half * (heads.latent // 2) + d % half - before).maximum(0)
+    place = head * permuted_size(heads.latent) + permuted(column, heads.latent)
+    return place, column, d % half >= before
+
+
+def result_size(heads: Heads) -> int:
+    """Elements of the result of a token."""
+    if heads.latent:
+        return heads.query * permuted_size(heads.latent)
+    return permuted_size(heads.query * heads.dim)
 
 
 @functools.cache
@@ -357,7 +377,8 @@ def combine(
         if input_scale is None:
             place = PLACES[order](out_row + token, element, n)
             return finish(f"{name}_{tokens}_{order}_{out_row}", [store(out, place, as_half(value))])
-        stores = [store(out, permuted(element, n), value * load(input_scale, element % UNIT))]
+        place, column, is_kept = placed(heads, element)
+        stores = [store(out, place, value * load(input_scale, column % UNIT), is_kept)]
         return finish(name, stores)
 
     inputs = "sums", "tops", not tokens and "input_scale", has_sinks and "sinks", heads.gated and "rows"

@@ -79,7 +79,9 @@ class Heads:
     RMS-normed over a head, with `norm_eps`. With `gated` heads, the rows of the QKV product begin with a gate for each
     element of the result, which is multiplied by its sigmoid. If a token `is_stored`, another kernel has put its key
     and value into the cache before attention begins. If they look `ahead`, a token of a prompt may see some after its
-    own. With a `softcap`, scores are softcap * tanh(scores / softcap)."""
+    own. With a `softcap`, scores are softcap * tanh(scores / softcap). With `latent`, the result of a token in decode
+    has only so many elements of each head, a vector for each (`engine.targets.nvidia.kernels.latent_attention`): both
+    halves of a head without their first elements, which are rotated."""
 
     query: int
     kv: int
@@ -99,6 +101,7 @@ class Heads:
     ahead: bool = False
     softcap: float = 0.0
     rotates_first: bool = False
+    latent: int = 0
 
     def __post_init__(self) -> None:
         assert self.block % TILE == 0 and self.kv_format.fits(self.dim)

@@ -1,9 +1,8 @@
 """Latent attention of a token, beside its products and attention itself.
 
-    q, k (`queries_apart`) . latent_key . heads' product (`placed`) . attention . take_latent . heads' product
-    (`as_input`) . o
+    q, k (`queries_apart`) . latent_key . heads' product (`placed`) . attention . heads' product (`as_input`) . o
 
-With a matrix before that of queries, narrow_query comes between the two.
+With a matrix before that of queries, latent_key comes before the latter, and norms what it reads too.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from engine.kernels.kernel import Kernel
 from engine.targets.nvidia.kernels.latent_attention.heads import LatentHeads
 from engine.targets.nvidia.kernels.products.epilogues import BlockRows, Epilogue
 from engine.targets.nvidia.kernels.residual_stream.token_norm import TokenNorm
-from engine.targets.nvidia.kernels.uops import finish, load, store
+from engine.targets.nvidia.kernels.uops import f32, finish, inverse_rms, load, store
 from engine.targets.nvidia.kernels.weights.matrix_bytes import UNIT
 from engine.targets.nvidia.kernels.weights.weight_layout import permuted, permuted_size
 
@@ -82,62 +81,39 @@ def as_input(h: LatentHeads) -> Epilogue:
 
 
 @functools.cache
-def latent_key(h: LatentHeads, first: int) -> Kernel:
+def latent_key(h: LatentHeads, width: int = 0, copies: int = 0) -> Kernel:
     """The key of a token, before its rotation. Buffers: vectors, of which it is the last, float32 (rows,); key, its
-    latent and its rotated elements, float32, from `first` on; norm, the weight of the norm of the latent ones, float32
-    (latent,)."""
+    latent and its rotated elements, float32, after `width` others; norm, the weight of the norm of the latent ones,
+    float32 (latent,). If there are others, these are normed, for the product of queries: out, for each of its
+    input_scales a permuted vector, float32 (permuted_size(width),); norms, the weight times each input_scale, float32
+    (width,)."""
 
-    def kernel(vectors: UOp, key: UOp, norm: UOp) -> UOp:
-        token_norm, to = TokenNorm(h.latent, h.eps), h.heads * h.dim
-        values = [load(key, e + first, ok) for e, ok in token_norm.places]
-        factor = token_norm.factor(values, 0)
-        stores = [
-            store(vectors, to + h.latent_place(e), value * factor * load(norm, e, ok), ok)
-            for (e, ok), value in zip(token_norm.places, values, strict=True)
-        ]
+    def kernel(vectors: UOp, out: Sequence[UOp], key: UOp, norm: UOp, norms: Sequence[UOp]) -> UOp:
+        token_norm, to = TokenNorm(max(h.latent, width), h.eps), h.heads * h.dim
+        is_key = UOp.special(2, "gidx0").eq(0) if width else UOp.const(True)
+        first, n = (
+            is_key.where(UOp.const(width), UOp.const(0)),
+            is_key.where(*map(UOp.const, (h.latent, width))),
+        )
+        values = [load(key, e + first, e < n) for e, _ in token_norm.places]
+        mean = token_norm.total([value * value for value in values], 0) * is_key.where(
+            f32(1 / h.latent), f32(1 / max(width, 1))
+        )
+        factor, stores = inverse_rms(mean, 1, h.eps), []
+        for (e, _), value in zip(token_norm.places, values, strict=True):
+            ok = is_key & (e < h.latent)
+            latent = e.minimum(h.latent - 1)
+            weighted = value * factor * load(norm, latent, ok)
+            stores.append(store(vectors, to + h.latent_place(latent), weighted, ok))
+            for vector, weight in zip(out, norms, strict=True):
+                ok = (e < width) & (is_key ^ True)
+                weighted = value * factor * load(weight, e, ok)
+                stores.append(store(vector, permuted(e.minimum(width - 1), width), weighted, ok))
         for start in range(0, h.rotated, token_norm.threads):
             e = token_norm.thread + start
-            ok = e < h.rotated
+            ok = is_key & (e < h.rotated)
             place = to + h.rotated_place(e.minimum(h.rotated - 1))
-            stores.append(store(vectors, place, load(key, e + (first + h.latent), ok), ok))
-        return finish(f"latent_key_{h.name}", stores)
+            stores.append(store(vectors, place, load(key, e + (width + h.latent), ok), ok))
+        return finish(f"latent_key_{h.name}_{width}", stores)
 
-    return Kernel(kernel, ("vectors",), ("key", "norm"))
-
-
-@functools.cache
-def narrow_query(width: int, eps: float, copies: int) -> Kernel:
-    """Norms what the product of queries reads. Buffers: out, for each of its input_scales a permuted vector, float32
-    (permuted_size(width),); rows, of which the first are normed, float32; norms, the weight times each input_scale,
-    float32 (width,)."""
-
-    def kernel(out: Sequence[UOp], rows: UOp, norms: Sequence[UOp]) -> UOp:
-        token_norm = TokenNorm(width, eps)
-        values = [load(rows, e, ok) for e, ok in token_norm.places]
-        factor = token_norm.factor(values, 0)
-        stores = [
-            store(vector, permuted(e, width), value * factor * load(norm, e, ok), ok)
-            for vector, norm in zip(out, norms, strict=True)
-            for (e, ok), value in zip(token_norm.places, values, strict=True)
-        ]
-        return finish(f"narrow_query_{width}", stores)
-
-    return Kernel(kernel, (("out", copies),), ("rows", ("norms", copies)))
-
-
-@functools.cache
-def take_latent(h: LatentHeads) -> Kernel:
-    """The latent elements of what heads attend to, for their product. Buffers: out, a vector for each, permuted and
-    scaled, float32 (heads, permuted_size(latent)); attended, all elements, float32 (heads * dim,), permuted;
-    input_scale, that of the product, float32 (UNIT,)."""
-    threads = 128
-
-    def kernel(out: UOp, attended: UOp, input_scale: UOp) -> UOp:
-        e = UOp.special(-(-h.latent // threads), "gidx0") * threads + UOp.special(threads, "lidx0")
-        head, ok = UOp.special(h.heads, "gidx1"), None if h.latent % threads == 0 else e < h.latent
-        place = head * h.dim + h.latent_place(e if ok is None else e.minimum(h.latent - 1))
-        value = load(attended, permuted(place, h.heads * h.dim)) * load(input_scale, e % UNIT)
-        result = store(out, head * permuted_size(h.latent) + permuted(e, h.latent), value, ok)
-        return finish(f"take_latent_{h.name}", [result])
-
-    return Kernel(kernel, ("out",), ("attended", "input_scale"))
+    return Kernel(kernel, ("vectors", ("out", copies)), ("key", "norm", ("norms", copies)))
