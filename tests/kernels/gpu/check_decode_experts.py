@@ -7,6 +7,7 @@ from engine.kernels.device_memory import DeviceCounts
 from engine.targets.nvidia.kernels.device import Chip
 from engine.targets.nvidia.kernels.products.chosen_experts import ChosenExperts
 from engine.targets.nvidia.kernels.products.epilogues import (
+    STORE,
     STORE_BIASED,
     STORE_SQUARES,
     activated,
@@ -80,6 +81,30 @@ def check_gate_and_up_of_chosen_experts() -> None:
         y = y / np.sqrt(squares.sum() / cols + eps) + sum(b[ids] for b in biases)
         got = out.numpy().reshape(used, size)[:, places(rows // 2)] / scale[: rows // 2]
         close(got, gated(y[:, 0::2], y[:, 1::2], activation), 4e-6)
+
+
+def check_gate_and_up_apart() -> None:
+    """Gate and up of unlike types, one of which has one d a row: blocks of one of them read nothing beyond the last
+    expert of the other, where there is no number."""
+    cols, rows, n, used = 256, 8, 2, 2
+    x, logits, y = vector(cols), np.array([1, 2], np.float32), []
+    layouts, planes = (WeightLayout(23), WeightLayout(6)), []
+    for layout in layouts:
+        own, weights = packed(layout.ggml_type, n * rows, cols)
+        whole = [plane.numpy() for plane in own]
+        planes += [
+            buffer(np.concatenate([w, np.full(w.nbytes, 0xFF, np.uint8).view(w.dtype)])) for w in whole
+        ]
+        y.append(weights.reshape(n, rows, cols)[::-1].astype(np.float64) @ x)
+    experts = ChosenExperts(used, n, False)
+    stack = StackedMatrices(tuple((layout, rows) for layout in layouts), cols, experts)
+    out, chosen, probabilities = zeros(used * 2 * rows), zeros(used, dtypes.int32), zeros(used)
+    ins = *(laid_out(x, layout) for layout in reversed(layouts)), buffer(logits)
+    run(
+        matvec(stack, Schedule(2, 4, 2), STORE, "t"),
+        out, chosen, probabilities, zeros(n, dtypes.int32), *ins, *planes,
+    )  # fmt: skip
+    close(out.numpy().reshape(used, 2, rows).transpose(1, 0, 2), np.stack(y), 4e-6)
 
 
 def check_down_of_chosen_experts() -> None:

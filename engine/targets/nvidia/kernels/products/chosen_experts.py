@@ -114,6 +114,7 @@ class ExpertRows:
         steps = -(-total // threads)
         if active is not None:  # as in a product of several matrices
             steps = max(steps, 2)
+            rows = layout.rows_of_active(rows, units, active)
         trips = steps if active is None else active.where(UOp.const(steps), UOp.const(0))
         step = UOp.range(trips, axis, AxisType.REDUCE) if steps > 1 else None
         item = t if step is None else t + step * threads

@@ -44,7 +44,6 @@ from engine.targets.nvidia.kernels.uops import (
 from engine.targets.nvidia.kernels.weights.matrix_bytes import UNIT, units_of
 from engine.targets.nvidia.kernels.weights.weight_layout import WeightLayout, permuted_size
 
-MAX_BLOCK = 256  # columns of the largest quantization block
 _EVEN, _MANY_BLOCKS = 16, 64
 
 
@@ -369,8 +368,7 @@ def _row_sums(
     steps = -(-units // threads)
     if active is not None:  # tinygrad moves code that precedes a loop of one step at most into the loop
         steps = max(steps, 2)
-        if units <= MAX_BLOCK // UNIT:  # d does not depend on the step: it is loaded before
-            rows = [active.where(row, 0) for row in rows]
+        rows = layout.rows_of_active(rows, units, active)
     trips = steps if active is None else active.where(UOp.const(steps), UOp.const(0))
     step = UOp.range(trips, axis, AxisType.REDUCE) if steps > 1 else None
     unit = t if step is None else t + step * threads

@@ -47,6 +47,7 @@ from engine.targets.nvidia.kernels.weights.matrix_bytes import QUARTER, UNIT, ma
 
 FLOAT_RUN = 8  # words of floats that are neighbours
 _CODE_BITS = 8
+_MAX_BLOCK = 256  # columns of the largest quantization block
 SMALL_FLOATS = 1  # the input_scale of MXFP4 (`WeightLayout.input_scale_bits`)
 
 
@@ -236,6 +237,11 @@ class WeightLayout:
             return row * (units * self.unit_words) + i // n * (units * n) + unit * n + i % n
         assert isinstance(i, int) or i.vmin >= last * n
         return row * (units * self.unit_words) + last * (units * n) + unit * width + i % n
+
+    def rows_of_active(self, rows: Sequence[UOp], units: int, active: UOp) -> Sequence[UOp]:
+        """`rows`, which in blocks that are not `active` lie outside the matrix, and are 0 there if d is the same for
+        all `units` of a row: it is loaded before a loop over units that has no steps, and multiplies its sum of 0."""
+        return [active.where(row, 0) for row in rows] if units <= _MAX_BLOCK // UNIT else rows
 
     def load_unit(self, planes: Sequence[UOp], row: UOp, units: int, unit: UOp, valid: UOp | None) -> Unit:
         """Loads a unit of a row to registers."""
