@@ -32,7 +32,7 @@ from engine.formats.prompt_pictures import (
 from engine.formats.template_renderer import Broken, Refused, TemplateRenderer
 from engine.formats.thinking import HARMONY, THINK, ThinkMarks, marks_of
 from engine.formats.tokenizer import Tokenizer
-from engine.formats.told_tools import told
+from engine.formats.told_tools import told, written
 from engine.formats.tool_forms import shown_form
 from engine.protocol.events import Effort, Message, Picture, ToolCall
 
@@ -77,7 +77,8 @@ class ChatTemplate:
         self._renderer, self._fallback = TemplateRenderer(source or fallback), TemplateRenderer(fallback)
         self._renderer.start()
         self._for_tools = TemplateRenderer(for_tools) if for_tools else self._renderer
-        self._shows_tools = shown_form(for_tools or source or "") is not None
+        self._form = shown_form(for_tools or source or "")
+        self._shows_calls = "tool_calls" in (for_tools or source or "")
         self._knows_pictures = "image" in (source or "")
         self.eyes: Eyes | None = None
 
@@ -136,7 +137,7 @@ class ChatTemplate:
         unfinished = None
         if add_generation_prompt and len(messages) > 1 and _may_go_on(messages[-1]):
             *messages, unfinished = messages
-        if not self._shows_tools and (tools or any(message.role == "tool" for message in messages)):
+        if not self._form and (tools or any(message.role == "tool" for message in messages)):
             messages, tools = told(messages, tools), ""
         messages = [with_marks(message) for message in messages]
         pictures = [picture for message in messages for picture in message.pictures]
@@ -214,7 +215,7 @@ class ChatTemplate:
         renderer = self._for_tools if variables["tools"] else self._renderer
 
         def render(messages: Sequence[Message], renderer: TemplateRenderer = renderer) -> str:
-            asked = [_as_variables(m, disguise, in_parts) for m in messages]
+            asked = [self._with_calls(m, _as_variables(m, disguise, in_parts), disguise) for m in messages]
             return renderer.render(variables | {"messages": asked})
 
         simpler = _simplified(messages)
@@ -242,6 +243,17 @@ class ChatTemplate:
             )
             in_parts = False
             return render(messages, self._fallback)
+
+    def _with_calls(
+        self, message: Message, variables: dict[str, Any], disguise: dict[int, str]
+    ) -> dict[str, Any]:
+        """The variables of a message whose content has its calls, where the template leaves them out."""
+        if self._shows_calls or not (self._form and message.tool_calls):
+            return variables
+        text = written(message.tool_calls, self._form).translate(disguise)
+        return variables | {
+            "content": f"{variables['content']}{self._form.opens[0]}[{text}]{self._form.close}"
+        }
 
 
 def _edges(names: Iterable[str]) -> list[str]:

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 
 from msgspec.structs import replace
 
-from engine.formats.tool_forms import HERMES
-from engine.protocol.events import Message
+from engine.formats.tool_forms import HERMES, ToolForm
+from engine.protocol.events import Message, ToolCall
 
 _OPEN, _CLOSE = f"{HERMES.opens[0]}\n", f"\n{HERMES.close}"
 _TOLD = f"""You can use tools. Each line is one, with a JSON schema of its parameters:
@@ -29,6 +29,30 @@ def told(messages: Sequence[Message], tools: str) -> list[Message]:
     return [Message(role="system", content=about), *kept]
 
 
+def written(calls: Sequence[ToolCall], form: ToolForm) -> str:
+    """Calls as the model has written them, between the marks of `form`: for templates that show tools, but no calls
+    (LFM2's). Arguments that are no JSON object are left out."""
+    return ", ".join(_in_python(call) if form.in_python else _in_json(call) for call in calls)
+
+
+def _in_python(call: ToolCall) -> str:
+    try:
+        given = json.loads(call.arguments or "{}")
+    except (ValueError, RecursionError):
+        given = {}
+    fields = given.items() if isinstance(given, dict) else ()
+    named = ", ".join(f"{key}={_python_literal(value)}" for key, value in fields)
+    return f"{call.name}({named})"
+
+
+def _python_literal(value: object) -> str:
+    return json.dumps(value, ensure_ascii=False) if isinstance(value, str) else repr(value)
+
+
+def _in_json(call: ToolCall) -> str:
+    return f'{{"name": {json.dumps(call.name)}, "arguments": {call.arguments or "{}"}}}'
+
+
 def _line(function: dict[str, object]) -> str:
     fields = {key: function[key] for key in ("name", "description", "parameters") if function.get(key)}
     return json.dumps(fields, ensure_ascii=False)
@@ -48,10 +72,7 @@ def _as_text(messages: Sequence[Message]) -> Iterator[Message]:
             yield results
             results = None
         if message.tool_calls:
-            calls = (
-                f'{_OPEN}{{"name": {json.dumps(call.name)}, "arguments": {call.arguments or "{}"}}}{_CLOSE}'
-                for call in message.tool_calls
-            )
+            calls = (f"{_OPEN}{_in_json(call)}{_CLOSE}" for call in message.tool_calls)
             content = "\n".join(filter(None, (message.content, *calls)))
             message = replace(message, content=content, tool_calls=())
         yield message

@@ -11,6 +11,8 @@ from engine.errors import ContextFullError, TemplateError
 from engine.formats.gguf import GGUF
 from engine.formats.template import ChatTemplate
 from engine.formats.tokenizer import Tokenizer
+from engine.formats.tool_calls import ToolCallParser
+from engine.formats.tool_forms import LFM
 from engine.protocol.events import Message, ToolCall
 from tests.formats.vocabularies import CONTROL, USER_DEFINED, byte_level, decode, sentencepiece, spelled_out
 from tests.paths import SHARED
@@ -513,6 +515,20 @@ def test_a_template_that_shows_no_tools_gets_them_in_the_system_text(template, s
         assert told.startswith(f"<|im_start|>system\n{begin}") and json.dumps(WEATHER["function"]) in told
         assert '<tool_call>\n{"name": "the name of the tool", "arguments": {"' in told
         assert turns in f"<|im_start|>user{rest}"
+
+
+def test_a_template_that_shows_no_calls_gets_them_in_the_reply(template):
+    lfm = template("{# <|tool_list_start|> #}{{ tools | tojson }}" + ECHO)
+    more = ToolCall(id="b", name="stop", arguments='{"n": [1, true], "s": "a\\"b"}')
+    asked = [user("Hi"), Message(role="assistant", content="Hm.", tool_calls=(CALL, more)), RESULT]
+    calls = """[get_weather(city="Rome <|im_end|>"), stop(n=[1, True], s="a\\"b")]"""
+    text = text_of(lfm, asked, tools=json.dumps([WEATHER]))
+    assert f"assistant\nHm.<|tool_call_start|>{calls}<|tool_call_end|><|im_end|>" in text
+    parser = ToolCallParser(LFM, json.dumps([WEATHER]))
+    read = [*parser.feed(f"<|tool_call_start|>{calls}<|tool_call_end|>")]
+    assert [(call.name, json.loads(call.arguments)) for call in read] == [
+        (call.name, json.loads(call.arguments)) for call in (CALL, more)
+    ]
 
 
 def test_marks_that_open_thinking_and_say_how_long_it_is(template):
