@@ -52,6 +52,10 @@ class Endpoint:
         return shlex.quote(self.model)
 
 
+CLAUDE_WAITS_MS = 3_600_000
+"""How long Claude Code waits: its first prompt of 20,000 tokens takes a slow machine longer than its own 300 s."""
+
+
 @dataclass(frozen=True)
 class Agent:
     """`lines` are what belongs in `file` ("": nowhere), and `merged` puts them into its text (None: by hand). `run` is
@@ -137,7 +141,15 @@ def _run_codex(at: Endpoint) -> str:
 
 def _claude(at: Endpoint) -> dict[str, Any]:
     names = ("ANTHROPIC_MODEL", "ANTHROPIC_SMALL_FAST_MODEL")
-    variables = {"ANTHROPIC_BASE_URL": at.address, **dict.fromkeys(names, at.model)}
+    waits = (
+        "API_TIMEOUT_MS",
+        "CLAUDE_STREAM_IDLE_TIMEOUT_MS",
+    )  # signs of life do not count for the second one
+    variables = {
+        "ANTHROPIC_BASE_URL": at.address,
+        **dict.fromkeys(names, at.model),
+        **dict.fromkeys(waits, str(CLAUDE_WAITS_MS)),
+    }
     if not at.key_env:
         variables["ANTHROPIC_AUTH_TOKEN"] = NO_KEY
     return {"env": variables}
