@@ -16,6 +16,8 @@ class OrinError(Exception):
     """Base of all expected failures. `message` says what is wrong, `hint` what to do about it (may be empty)."""
 
     kind: ClassVar[FailureKind] = "internal"
+    ends_engine: ClassVar[bool] = False
+    """Whether the process in which it happened can compute nothing more."""
 
     def __init__(self, message: str, hint: str = "") -> None:
         super().__init__(message)
@@ -52,6 +54,18 @@ class BackendError(OrinError):
     """The device, its driver or its compiler does not work, or the engine process died."""
 
     kind = "backend"
+
+
+class DeviceHangsError(BackendError):
+    """What a device computes, or a call of its driver, does not end."""
+
+    ends_engine = True
+
+    def __init__(self) -> None:
+        super().__init__(
+            "The GPU does not end its work: a kernel or the driver hangs.",
+            "Send the prompt again: another process answers it. If that hangs too, restart the machine.",
+        )
 
 
 SHORTEN = "Shorten the prompt, start a new chat, or restart with a larger --context."
@@ -97,13 +111,6 @@ def print_without_messages(error: BaseException | None) -> None:
             error = error.__cause__ or error.__context__
 
 
-HANGS = (
-    "The GPU does not end its work: a kernel or the driver hangs.",
-    "Send the prompt again: another process answers it. If that hangs too, restart the machine.",
-)
-"""Message and hint of a `BackendError`."""
-
-
 def described(error: Exception) -> tuple[FailureKind, str, str]:
     """Kind, message and hint of any error."""
     if isinstance(error, OrinError):
@@ -113,7 +120,7 @@ def described(error: Exception) -> tuple[FailureKind, str, str]:
         return "backend", "There is not enough memory for this model and context.", hint
     text = str(error)
     if text.startswith("Wait timeout"):  # as tinygrad's NV says it
-        return "backend", *HANGS
+        return described(DeviceHangsError())
     if text.startswith("CUDA Error"):
         hint = "Send the prompt again: another process answers it. If that fails too, dmesg may say why."
         return "backend", f"The GPU failed: {text.rstrip('.')}.", hint

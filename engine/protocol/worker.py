@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING, Never
 from msgspec.structs import replace
 
 from engine.devices import driver_watch
-from engine.errors import HANGS, BackendError, OrinError, PreemptedError, print_without_messages
+from engine.errors import DeviceHangsError, OrinError, PreemptedError, print_without_messages
 from engine.heap import keep_small
 from engine.measure.timeline import timeline
 from engine.protocol.client_turns import PromptMakers
@@ -105,7 +105,7 @@ class _Server:
         self._later: deque[Measure | Profile | Tune] = deque()  # what waits until nothing else is to be done
         self._prompts: PromptMakers | None = None  # of the model
         self._beginning = 0  # requests whose prompts these have
-        self._is_suspect = False  # something failed, perhaps the device
+        self._suspect: Exception | None = None  # what failed, perhaps the device
         self._restarting = threading.Lock()
         self._restarts, commands_fd = map(int, os.environ.pop(_RESTARTED, "0 -1").split())
         self._outbox = Outbox(sock)
@@ -131,7 +131,7 @@ class _Server:
             faulthandler.dump_traceback()
         if start_trials.failed() and not self._inbox.interruptible:
             self.restart()
-        self._outbox.put(Failed.from_error(BackendError(*HANGS)))
+        self._outbox.put(Failed.from_error(DeviceHangsError()))
         self._outbox.close()
         die()
 
@@ -149,6 +149,8 @@ class _Server:
             if not self._warm_up(model):
                 break
             self._measure_later(model)
+            if self._suspect and not self._work(model):
+                break
         while model and model.scheduler.busy:  # all are cancelled
             model.scheduler.step()
         self._outbox.close()
@@ -179,9 +181,18 @@ class _Server:
 
     def _check_device(self, model: Model) -> None:
         """Raises if the device works no longer. Some of a driver's errors end all of a process's work on it."""
-        if self._is_suspect:
-            self._is_suspect = False
+        suspect, self._suspect = self._suspect, None
+        if isinstance(suspect, OrinError):
+            raise suspect
+        if suspect:
             model.check_device()
+
+    def _ends_engine(self, error: Exception) -> bool:
+        """Whether what failed ends the engine, which is then what all its clients are told."""
+        ends = isinstance(error, OrinError) and error.ends_engine
+        if ends or not isinstance(error, OrinError):
+            self._suspect = error
+        return ends
 
     def _begin(self, model: Model, request: Generate) -> None:
         """Makes an answer of a request, in a thread for prompts."""
@@ -200,8 +211,7 @@ class _Server:
         def end(result: Finished | Exception) -> None:
             if isinstance(result, Finished):
                 self._end(replace(result, load_ms=self._load_ms), begun.request_id)
-            else:
-                self._is_suspect |= not isinstance(result, OrinError)
+            elif not self._ends_engine(result):
                 self._end(_failure(result, begun.request_id), begun.request_id)
 
         if begun.answer is None:
@@ -259,7 +269,8 @@ class _Server:
             else:
                 end = model.profile(request, self._inbox.has_request)
         except Exception as error:
-            self._is_suspect |= not isinstance(error, OrinError)
+            if self._ends_engine(error):
+                return
             end = _failure(error, request.request_id)
         self._end(end, request.request_id)
 

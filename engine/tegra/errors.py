@@ -23,6 +23,8 @@ class DriverMemoryError(DriverError, MemoryError):
 class HangError(DriverError):
     """The GPU stopped; the message says why, as far as the driver knows. Only a new process can use it again."""
 
+    ends_engine = True
+
 
 _ACCESS = "Add yourself to the groups that own it (sudo usermod -aG video,render $USER) and log in again."
 _NO_NODE = (

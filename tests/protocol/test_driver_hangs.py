@@ -6,8 +6,8 @@ import time
 
 import pytest
 
-from engine import errors
 from engine.devices import driver_watch
+from engine.errors import DeviceHangsError, described
 from engine.protocol.client import LocalEngine
 from engine.protocol.events import EngineOptions, Failed
 from tests.paths import ROOT
@@ -18,6 +18,7 @@ WORKER = """
 import os, socket, sys, time
 from pathlib import Path
 from engine.devices import driver_watch
+from engine.errors import DeviceHangsError
 from engine.protocol import worker
 from tests.synthetic import Behaviour, SyntheticModel
 driver_watch._SECOND_S = 0.02
@@ -32,6 +33,11 @@ def driver(now):
 class Model(SyntheticModel):
     def step(self):
         driver("answering")
+        if when == "raising" and not mark.exists():
+            mark.touch()
+            self._waiting[0][-1](DeviceHangsError())
+            self._waiting.popleft()
+            return
         super().step()
 def load(options, report):
     driver("loading")
@@ -40,7 +46,7 @@ worker.serve(socket.socket(fileno=int(sys.argv[-1])), load)
 """
 
 
-@pytest.mark.parametrize("when", ["loading", "answering"])
+@pytest.mark.parametrize("when", ["loading", "answering", "raising"])
 async def test_a_call_of_the_driver_that_does_not_return_ends_the_engine(engines, tmp_path, when):
     command = (sys.executable, "-c", WORKER, str(tmp_path / "mark"), when)
     options, environment = EngineOptions(model_path="a model"), {"PYTHONPATH": str(ROOT)}
@@ -48,9 +54,10 @@ async def test_a_call_of_the_driver_that_does_not_return_ends_the_engine(engines
     answer = asyncio.create_task(collect(local.generate(ask(1, max_tokens=3))))
     await until((tmp_path / "mark").exists)
     time.sleep(0.2)  # the process has ended before its last words are read
-    end = (await answer)[-1]
-    assert isinstance(end, Failed) and (end.kind, end.message, end.hint) == ("backend", *errors.HANGS)
+    pid, end = local.pid, (await answer)[-1]
+    assert isinstance(end, Failed) and (end.kind, end.message, end.hint) == described(DeviceHangsError())
     assert token_ids(await collect(local.generate(ask(2, max_tokens=3)))) == [0, 1, 2]
+    assert local.pid != pid
 
 
 def test_calls_of_tinygrads_driver_are_watched(monkeypatch):

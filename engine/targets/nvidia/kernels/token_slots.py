@@ -13,7 +13,7 @@ from tinygrad import Device, Tensor, UOp, dtypes
 from tinygrad.device import Buffer, BufferSpec
 from tinygrad.dtype import DType
 
-from engine.errors import BackendError
+from engine.errors import DeviceHangsError
 from engine.kernels.device_memory import overwrite, to_device
 
 _EMPTY = -1
@@ -101,6 +101,4 @@ def _wait_for(is_there: Callable[[], bool]) -> None:
         now = time.monotonic()
         deadline = deadline or now + _TIMEOUT_S
         if now > deadline:
-            raise BackendError(
-                "The GPU does not answer.", "Restart the engine; see the system's log for why."
-            )
+            raise DeviceHangsError
