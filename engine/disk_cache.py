@@ -108,8 +108,18 @@ def trim(folder: Path, limit_bytes: int) -> None:
 @functools.cache
 def disk_cache() -> DiskCache:
     """The cache for tinygrad's default device. Call it after `engine.backends.prepare` has set the environment."""
-    folder = platformdirs.user_cache_path("orin-chat", appauthor=False) / "kernels"
-    return DiskCache(folder, _environment())
+    return DiskCache(_folder(), _environment())
+
+
+def _folder() -> Path:
+    return platformdirs.user_cache_path("orin-chat", appauthor=False) / "kernels"
+
+
+@functools.cache
+def known_starts() -> DiskCache:
+    """Which starts need not compile anything, as it was with the device, driver and tinygrad of then: to be asked
+    before tinygrad is imported."""
+    return DiskCache(_folder(), "")
 
 
 @functools.cache

@@ -15,37 +15,27 @@ The threads of a pool see bytes only (`engine.kernels.compilers`).
 from __future__ import annotations
 
 import gc
-import multiprocessing
 import os
 import pickle
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from importlib import import_module
-from multiprocessing import forkserver
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from multiprocessing.pool import Pool
 from typing import Any, TypeVar
 
 import tinygrad.engine.worker as compile_workers
 
+from engine import compiler_server
 from engine.fixes import applied, once
-from engine.kernels.compilers import called
+from engine.kernels.compilers import called, failures
 
 T = TypeVar("T")
-_PRELOADED = ["tinygrad.codegen.opt.search", "tinygrad.engine.realize", "engine.fixes.program_cache"]
 
 
 @once("How compiler processes start")
 def apply() -> None:
     """Changes tinygrad in this process."""
     compile_workers._WorkerContext = _Context
-
-
-def prepare(modules: Sequence[str] = ()) -> None:
-    """Starts the server process, unless it runs: it imports tinygrad, the fixes that are applied and these modules
-    while the caller builds the graphs that are to be compiled."""
-    if int(os.environ.get("PARALLEL", "0")):
-        multiprocessing.set_forkserver_preload([*_PRELOADED, *applied(), *modules])
-        forkserver.ensure_running()
 
 
 class _Process(ForkServerProcess):
@@ -61,7 +51,7 @@ class _Context(ForkServerContext):
     def Pool(  # type: ignore[override]
         self, processes: int, initializer: Callable[[], None], initargs: tuple[()], tasks_each: int
     ) -> Pool:
-        prepare()
+        compiler_server.start(applied())
         set_up = applied(), dict(os.environ), initializer
         return _Pool(processes, _initialize, set_up, tasks_each, self.get_context())
 
@@ -78,6 +68,9 @@ class _Pool(Pool):
 def _initialize(fixes: list[str], variables: Mapping[str, str], initializer: Callable[[], None]) -> None:
     gc.disable()  # a quarter of the time that a kernel takes; a process ends after some kernels
     os.environ.update(variables)
-    for name in fixes:
-        import_module(name).apply()
-    initializer()
+    try:
+        for name in fixes:
+            import_module(name).apply()
+        initializer()
+    except Exception as error:
+        failures.append(error)

@@ -15,6 +15,8 @@ from typing import Generic, TypeVar
 from tinygrad.engine import worker
 
 T = TypeVar("T")
+failures: list[Exception] = []
+"""Why this compiler process cannot work. It answers so: if it ended, others would begin in its place for ever."""
 
 
 class Task(Generic[T]):
@@ -47,6 +49,8 @@ class Task(Generic[T]):
 
 def called(task: bytes) -> bytes:
     """Runs in a compiler process."""
+    if failures:
+        raise failures[0]
     function, arguments = pickle.loads(task)
     return pickle.dumps(function(*arguments))
 

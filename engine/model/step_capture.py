@@ -77,12 +77,15 @@ class StepCapture:
         yield
         # The smallest size does for all until they are compiled.
         for size in dict.fromkeys((runner.chunk_sizes[0], *self._sizes_to_compile())):
-            yield from self._prepare(partial(runner.prepare, size))
-            self._run(0, size // 2 + 1)
-            yield
+            if runner.captures:
+                yield from self._prepare(partial(runner.prepare, size))
+                self._run(0, size // 2 + 1)
+                yield
             if self._embeds:
                 yield from self._prepare(partial(self._run, 0, size // 2 + 1, want="hidden"))
                 yield
+        if not runner.captures:
+            return
         for drawing in (None, *_drawings()) if runner.sampler else (None,):
             for count in runner.row_counts:
                 yield from self._prepare(partial(runner.prepare_rows, count))
@@ -95,7 +98,7 @@ class StepCapture:
     def _compilations(self) -> Iterator[Callable[[], None]]:
         """What compiles the kernels of steps, those first that make most of a difference."""
         runner = self._runner
-        if runner.precompiled:
+        if runner.precompiled and runner.captures:
             largest, *sizes = self._sizes_to_compile()
             yield partial(runner.prepare, largest)
             yield from (partial(runner.prepare_rows, count) for count in runner.row_counts)

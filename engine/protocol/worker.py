@@ -405,10 +405,11 @@ def _failure(error: Exception, request_id: int) -> Failed:
     return Failed.from_error(error, request_id)
 
 
-_REPACKING = "engine.targets.nvidia.kernels.weights.weight_repacking"  # compilers schedule it
+_KERNELS = "engine.targets.nvidia.weights"  # compilers build them
 
 
 def _load_text_model(options: EngineOptions, report: Report) -> Model:
+    from engine import compiler_server
     from engine.backends import (
         ask_driver,
         install,
@@ -417,6 +418,7 @@ def _load_text_model(options: EngineOptions, report: Report) -> Model:
         prepare,
         unusable_cuda,
     )
+    from engine.disk_cache import known_starts, source_digest
     from engine.formats.merging import MergingProcess
 
     timeline.until_now("process")
@@ -426,6 +428,9 @@ def _load_text_model(options: EngineOptions, report: Report) -> Model:
     begun = beside.submit(_begin_encoder, options.model_path, merge)
     with timeline.span("device"):
         dev = prepare(options, asked is not None)  # sets the variables that tinygrad reads at import
+        start = source_digest(), options
+        if not (is_known := known_starts().get("starts", start)):  # there may be kernels to compile
+            compiler_server.start([] if dev.startswith("CPU") else [_KERNELS])
         install(dev)
     if asked and (why := asked()):
         if options.backend.upper() == "CUDA":
@@ -434,12 +439,6 @@ def _load_text_model(options: EngineOptions, report: Report) -> Model:
         restart()
     opening = open_device(dev)
     with timeline.span("imports"):
-        from engine.disk_cache import disk_cache, source_digest
-        from engine.fixes import compiler_processes
-
-        start = source_digest(), options
-        if not (is_known := disk_cache().get("starts", start)):  # there may be kernels to compile
-            compiler_processes.prepare([] if dev.startswith("CPU") else [_REPACKING])
         from engine import candidate_trial
         from engine.model.open_runner import import_runner
         from engine.model.text_model import TextModel
@@ -456,7 +455,7 @@ def _load_text_model(options: EngineOptions, report: Report) -> Model:
     except ExceptionGroup as failures:  # one for each of the interfaces through which tinygrad tries a device
         raise no_device_error(dev, failures) from failures
     if not is_known:
-        disk_cache().put("starts", start, True)
+        known_starts().put("starts", start, True)
     return model
 
 

@@ -132,6 +132,9 @@ class ModelRunner(BlockStore, StateStore, Protocol):
     precompiled: bool
     """Whether all kernels are compiled already: the first use of a step then takes no more than some 20 ms longer."""
 
+    captures: bool
+    """Whether the first use of a step takes longer than later ones."""
+
     max_chunk: int
     """The most inputs of a slot."""
 

@@ -42,7 +42,7 @@ def greedy_reply(prompt, n):
 
 class FakeBatchRunner:
     sampler = None
-    precompiled = True
+    precompiled = captures = True
     check_rows = ()
     max_chunk = 128
     chunk_sizes = (128,)

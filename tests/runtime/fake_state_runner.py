@@ -18,7 +18,7 @@ class FakeStateRunner:
     and the state has passed its token then."""
 
     sampler = None
-    precompiled = True
+    precompiled = captures = True
     check_rows = ()
     parallel = 1
     max_chunk = 16

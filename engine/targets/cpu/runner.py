@@ -42,7 +42,7 @@ class CPURunner:
     """Implements `ModelRunner`. One captured step serves pieces of prompts of any length."""
 
     sampler = None
-    precompiled = False
+    precompiled, captures = True, False
     chunk_sizes: tuple[int, ...] = (1,)
     search_tokens = 0
 

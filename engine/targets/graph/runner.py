@@ -34,7 +34,7 @@ class GraphRunner:
     captured step serves all. Layers with a window keep all tokens, as those without."""
 
     sampler = None
-    precompiled = False
+    precompiled, captures = False, True
     max_chunk = BLOCK
     chunk_sizes: tuple[int, ...] = (max_chunk,)
     row_counts: tuple[int, ...] = (1,)

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from tinygrad import Device, UOp, dtypes
 
 from engine.errors import ModelFileError
-from engine.fixes import compiler_processes, launch_bounds
+from engine.fixes import launch_bounds
 from engine.formats.kv_format import KVFormat
 from engine.kernels.compilation import MakeLinears, begin_once, compile_once, processes_compile, was_compiled
 from engine.kernels.device_memory import device_zeros, overwrite
@@ -66,7 +66,7 @@ _ALL = Choice(draws=True, changes=True, masks=True, tells=True)  # it has all ke
 class NvidiaRunner:
     """Implements `ModelRunner`."""
 
-    precompiled = True
+    precompiled = captures = True
     max_chunk = CHUNK_SIZES[-1]
 
     def __init__(
@@ -163,7 +163,6 @@ class NvidiaRunner:
     def _linears(self) -> list[UOp]:
         """The kernels that answers need at first, to be compiled at once, so that several compilers share them: the
         least and the most rows, and some sizes of prefill; of a server also all that requests may ask of a choice."""
-        compiler_processes.prepare()
         specs, steps = piece_specs(self._model.matrices), self._steps
         begin_repacking(specs)
         sequences = [steps.kernels(n, limit) for n in self._counts for limit in steps.limits(n)]
