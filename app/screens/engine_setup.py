@@ -125,10 +125,12 @@ class EngineSetup:
     def next_backend(self) -> str:
         """The preset of the next backend that works here, in the order NV, CUDA, CPU. Raises UsageError."""
         start = ORDER.index(self._backend) + 1 if self._backend in ORDER else 0
-        for backend in (*ORDER[start:], *ORDER[:start]):
-            presets = self._presets_of(backend)
-            if backend != self._backend and presets and not self._problems.get(backend):
-                return min(presets, key=lambda name: (presets[name].search_width, name))
+        all_presets = {backend: self._presets_of(backend) for backend in (*ORDER[start:], *ORDER[:start])}
+        working = [name for name, presets in all_presets.items() if presets and not self._problems.get(name)]
+        others = [backend for backend in working if backend != self._backend]
+        if others and (self._backend or len(others) > 1):  # the only one is that which is starting
+            presets = all_presets[others[0]]
+            return min(presets, key=lambda name: (presets[name].search_width, name))
         reasons = "; ".join(f"{backend}: {problem}" for backend, problem in self._problems.items() if problem)
         raise UsageError("No other backend works here.", f"{reasons}." if reasons else "")
 

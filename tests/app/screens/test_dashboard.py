@@ -15,6 +15,7 @@ from app.chat.history import History
 from app.chat.settings import Settings
 from app.screens.chat_app import ChatApp
 from app.screens.engine_setup import EngineSetup
+from engine.errors import UsageError
 from engine.protocol.events import Counter, EngineOptions, Failed, Measured, Search, Warming
 from tests.app.fake_engine import STARTED, WITH_EXPERTS, FakeEngine, MeasuredEngine, profile, reply, tokens
 from tests.app.scenes import COUNTERS, sees, settled
@@ -184,6 +185,16 @@ async def test_a_backend_that_does_not_work_here_is_passed_over():
         await sees(pilot, "No other backend works here")
         assert app.column.activity.notice.endswith("CPU: no compiler; NV: no NVIDIA driver.")
         assert made == [] and app.session.candidate is None
+
+
+def test_an_engine_that_starts_is_not_started_again_as_the_only_backend():
+    flaw = lambda backend: "" if backend == "CPU" else "no GPU"
+    setup = EngineSetup(EngineOptions(model_path="m.gguf"), unusable_because=flaw)
+    setup.check_backends()
+    for name in ("", "CPU"):  # while it starts, it has not said its device
+        setup.backend = name
+        with pytest.raises(UsageError, match="No other backend works here"):
+            setup.next_backend()
 
 
 async def test_a_wider_search_and_back():
