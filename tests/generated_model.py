@@ -36,7 +36,8 @@ class Parts:
     short convolution or a Mamba 2 layer. `shared`: a shared expert, `ungated`: without a gate. `choice_bias`: of the
     choice of experts.
     `layer_norms`: with "biases" or without ("plain"). `feed_forward`: "ungated", and "beside"
-    attention, without a norm of its own.
+    attention, without a norm of its own. `lone`: a layer is a Mamba 2 layer, a feed-forward layer or attention, in
+    turns. `mamba_beside`: attention has a Mamba 2 layer beside it.
     `latent`: latent attention, with the matrices of keys and values "apart" or "together".
     `layers`: those after the second have no keys and values of their own, and a token gives each layer 32 numbers.
     `beside`: experts are beside a feed-forward layer, and full attention has keys as values. `scaled`: layers have
@@ -58,6 +59,8 @@ class Parts:
     mamba: bool = False
     layer_norms: str = ""
     feed_forward: str = ""
+    lone: bool = False
+    mamba_beside: bool = False
     shared: bool = False
     ungated: bool = False
     choice_bias: bool = False
@@ -172,6 +175,24 @@ ARCHITECTURES: dict[str, Parts] = {
     "falcon": Parts(layer_norms="biases", fused=True, feed_forward="ungated beside"),
     "nemotron": Parts(layer_norms="biases", feed_forward="ungated"),
     "orion": Parts(layer_norms="biases"),
+    "falcon-h1": Parts(mamba=True, mamba_beside=True, keys=MAMBA),
+    "nemotron_h": Parts(
+        mamba=True, lone=True, feed_forward="ungated", keys=MAMBA | {"attention.layer_norm_epsilon": EPSILON}
+    ),
+    "nemotron_h_moe": Parts(
+        mamba=True,
+        lone=True,
+        feed_forward="ungated",
+        experts=8,
+        shared=True,
+        ungated=True,
+        choice_bias=True,
+        keys=MAMBA
+        | EXPERTS
+        | {"attention.layer_norm_epsilon": EPSILON}
+        | {"expert_shared_feed_forward_length": 96, "expert_shared_count": 1}
+        | {"expert_weights_norm": True, "expert_weights_scale": 1.5, "expert_gating_func": 2},
+    ),
     "granitehybrid": Parts(
         mamba=True,
         experts=8,
@@ -441,13 +462,16 @@ def write(
         writer.add_uint32(f"{architecture}.nextn_predict_layers", 1)
     own = 2 if parts.layers else layers  # so many layers have a KV cache
     widths = [ffn if i < own else 2 * ffn for i in range(layers)]
+    widths = [ffn if i % 3 == 1 else 0 for i in range(layers)] if parts.lone else widths
     if "feed_forward_length" not in parts.keys:
-        writer.add_feed_forward_length(widths if parts.layers else ffn)
+        writer.add_feed_forward_length(widths if parts.layers or parts.lone else ffn)
     writer.add_head_count(heads)
     if parts.layers:
         metadata["attention.shared_kv_layers"] = layers - own
-    has_states = parts.conv or parts.mamba
+    has_states = parts.conv or (parts.mamba and not parts.mamba_beside)
     of_layers = [kv_heads if i % 2 else 0 for i in range(layers)] if has_states else kv_heads
+    if parts.lone:
+        of_layers = [kv_heads if i % 3 == 2 else 0 for i in range(layers)]
     kv_counts = metadata.setdefault("attention.head_count_kv", of_layers)
     writer.add_rope_freq_base(ROPE_BASE)
     add_eps = writer.add_layer_norm_eps if parts.layer_norms else writer.add_layer_norm_rms_eps
@@ -485,7 +509,8 @@ def write(
         writer.add_tensor(name, (mean + std * rng.standard_normal(size)).astype(np.float32))
 
     def norm(name: str) -> None:
-        vector(f"{name}.weight", dim, 1.0)
+        is_bare = parts.mamba_beside and name.endswith("ffn_norm")
+        vector(name if is_bare else f"{name}.weight", dim, 1.0)
         if parts.layer_norms == "biases":
             vector(f"{name}.bias", dim, 0.0)
 
@@ -497,6 +522,7 @@ def write(
         data = router if kind is Type.F32 else gguf.quantize(router, kind)
         writer.add_tensor(f"{prefix}ffn_gate_inp.weight", data, raw_dtype=kind)
         first = [("gate_up", 2 * width, dim)] if parts.beside else [("gate", width, dim), ("up", width, dim)]
+        first = first[1:] if parts.feed_forward == "ungated" else first
         for name, rows, cols in *first, ("down", dim, width):
             kind = type_of(f"{prefix}ffn_{name}_exps")
             data = np.stack([random_matrix(rng, rows, cols, kind) for _ in range(n)])
@@ -514,7 +540,8 @@ def write(
             if not parts.ungated:
                 vector(f"{prefix}ffn_gate_inp_shexp.weight", dim, 0.0, dim**-0.5)
             for name, rows, cols in ("gate", width, dim), ("up", width, dim), ("down", dim, width):
-                matrix(f"{prefix}ffn_{name}_shexp", rows, cols)
+                if name != "gate" or parts.feed_forward != "ungated":
+                    matrix(f"{prefix}ffn_{name}_shexp", rows, cols)
 
     def delta_net(prefix: str) -> None:
         size, values = metadata["ssm.state_size"], metadata["ssm.time_step_rank"]
@@ -640,11 +667,18 @@ def write(
             latent_attention(prefix)
         elif parts.conv and layer % 2 == 0:
             short_conv(f"{prefix}shortconv.")
-        elif parts.mamba and layer % 2 == 0:
+        elif parts.lone and layer % 3 < 2:
+            if layer % 3 == 0:
+                mamba(prefix)
+        elif parts.mamba and layer % 2 == 0 and not (parts.mamba_beside or parts.lone):
             mamba(prefix)
         else:
             attention(prefix, layer)
-        if parts.norms_before and not parts.feed_forward.endswith("beside"):
+        if parts.mamba_beside:
+            mamba(prefix)
+        if parts.lone and layer % 3 != 1:
+            continue
+        if parts.norms_before and not parts.lone and not parts.feed_forward.endswith("beside"):
             norm(prefix + ("post_attention_norm" if parts.renamed else "ffn_norm"))
         if parts.norms_after:
             vector(prefix + "post_attention_norm.weight", dim, 1.0)

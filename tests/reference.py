@@ -239,8 +239,9 @@ class Reference:
                     y = self._matrix(weight)[expert * weight.rows : (expert + 1) * weight.rows] @ x
                     return y + self._tensors[bias.tensor][expert] if bias else y
 
-                gate, up = product(x, part.gate, part.gate_bias), product(x, part.up, part.up_bias)
-                out = product(gated(gate, up, part.activation), part.down, part.down_bias)
+                first, *others = (product(x, weight, bias) for weight, bias in part.firsts)
+                hidden = gated(first, others[0] if others else np.ones_like(first), part.activation)
+                out = product(hidden, part.down, part.down_bias)
                 out = out * scales[expert] * np.float32(part.factor)
                 y[token] += out * probabilities[expert] / (total if part.renormalised else np.float32(1))
         if part.shared:

@@ -197,6 +197,9 @@ class ModelReader(RecurrentReader):
         """Attention or a delta net, the feed-forward layer, and the embeddings of layer i. A file that has
         post_ffw_norm norms the results of the first two; in others post_attention_norm is another name of ffn_norm."""
         prefix = f"blk.{i}."
+        if self.family.lone_sublayers:
+            yield self.lone(i, prefix)
+            return
 
         def norm(name: str) -> Vector | None:
             return self.vector(f"{prefix}{name}.weight", self.dim)
@@ -211,9 +214,16 @@ class ModelReader(RecurrentReader):
             if self.family.layer_norms:
                 yield from self.centred_layer(i, prefix)
                 return
-            before = [self.required(f"{prefix}{name}.weight", self.dim) for name in names]
+            # Falcon H1's files have a name without ".weight".
+            suffixes = ["" if self.has(f"{prefix}{name}") else ".weight" for name in names]
+            before = [
+                self.required(f"{prefix}{name}{suffix}", self.dim)
+                for name, suffix in zip(names, suffixes, strict=True)
+            ]
         operator: Operator = self.recurrent(prefix) if self.is_recurrent(i) else self.attend(i, prefix)
         yield Sublayer(before[0], operator, after[0])
+        if self.family.recurrent_beside:
+            yield Sublayer(before[0], self.recurrent(prefix), after[0], beside=True)
         operator = self.beside(i, prefix) if is_beside else self.feed_forward(i, prefix)
         scale = self.vector(f"{prefix}layer_output_scale.weight", 1)
         last_norm = norm("post_norm") if self.layer_embedding else after[1]
@@ -229,6 +239,15 @@ class ModelReader(RecurrentReader):
         gate = self.weight(f"{prefix}inp_gate", self.layer_embedding, self.dim)
         proj = self.weight(f"{prefix}proj", self.dim, self.layer_embedding)
         yield Sublayer(None, LayerEmbedding(gate, proj, i), last_norm, scale)
+
+    def lone(self, i: int, prefix: str) -> Sublayer:
+        """The sublayer that layer i is. The width of a feed-forward layer is 0 where there is none."""
+        norm = self.required(f"{prefix}attn_norm.weight", self.dim)
+        if self.has(f"{prefix}ffn_down.weight") or self.has(f"{prefix}ffn_down_exps.weight"):
+            return Sublayer(norm, self.feed_forward(i, prefix), None)
+        return Sublayer(
+            norm, self.recurrent(prefix) if self.is_recurrent(i) else self.attend(i, prefix), None
+        )
 
     def centred_layer(self, i: int, prefix: str) -> Iterator[Sublayer]:
         """As `layer`, of a model with LayerNorms. Without a norm of its own, the feed-forward layer is beside attention
@@ -373,13 +392,13 @@ class ModelReader(RecurrentReader):
         )
 
     def dense(self, prefix: str, width: int, suffix: str = "") -> Dense:
-        """The feed-forward layer. Without ffn_gate, the rows of gate and then of up are one tensor (phi3), but
-        in models with LayerNorms there is no gate then."""
+        """The feed-forward layer. Without ffn_gate, the rows of gate and then of up are one tensor (phi3),
+        unless the family has no gates."""
         dim = self.dim
         down = self.weight(f"{prefix}ffn_down{suffix}", dim, width)
         if self.has(f"{prefix}ffn_gate{suffix}.weight"):
             gate, up = (self.weight(f"{prefix}ffn_{x}{suffix}", width, dim) for x in ("gate", "up"))
-        elif self.family.layer_norms:
+        elif self.family.ungated:
             up = self.weight(f"{prefix}ffn_up{suffix}", width, dim)
             biases = (
                 self.vector(f"{prefix}ffn_{x}{suffix}.bias", n) for x, n in (("up", width), ("down", dim))
@@ -409,7 +428,10 @@ class ModelReader(RecurrentReader):
             tensor, whole = f"{prefix}ffn_gate_up_exps", 2 * width
             return self.weight(tensor, width, dim, first, whole, experts=count, every=whole, run=width), None
 
-        if self.has(f"{prefix}ffn_gate_up_exps.weight"):
+        gate: Weight | None
+        if self.family.ungated:
+            (gate, gate_bias), (up, up_bias) = (None, None), of_experts("up", width, dim)
+        elif self.has(f"{prefix}ffn_gate_up_exps.weight"):
             (gate, gate_bias), (up, up_bias) = half(0), half(width)
         else:
             (gate, gate_bias), (up, up_bias) = (of_experts(x, width, dim) for x in ("gate", "up"))

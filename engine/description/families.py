@@ -31,6 +31,8 @@ class Family:
     result. `unscaled_attention`: scores are multiplied by nothing. `normed_values`: values are normed over a head.
     `rotates_first`, `shares_in_turn`: see `Attention`, `DeltaNet`. `layer_norms`: norms are LayerNorms
     (`ModelSpec.centred`). `multiplied_logits`: by the file's scale of logits, by which others are divided.
+    `ungated`: feed-forward layers have no gates. `lone_sublayers`: a layer is attention, a feed-forward layer or a
+    recurrent one alone. `recurrent_beside`: each attention has a recurrent layer beside it.
     `grid_positions`: tokens of pictures have a row and a column
     (`Rope.sections`). Of pictures, tokens see those after them in the same picture in no layer, in all, or in those
     with a window (`sees_pictures`)."""
@@ -56,6 +58,9 @@ class Family:
     attention_every: int = 0
     layer_norms: bool = False
     multiplied_logits: bool = False
+    ungated: bool = False
+    lone_sublayers: bool = False
+    recurrent_beside: bool = False
     recurrent: Literal["delta net", "short conv", "mamba"] = "delta net"
     gated_attention: bool = False
     unscaled_attention: bool = False
@@ -70,6 +75,16 @@ class Family:
 
 
 _NO_LAYER = 1 << 30  # of `full_attention_every`
+
+_NEMOTRON_H = Family(
+    recurrent="mamba",
+    activation="relu2",
+    ungated=True,
+    lone_sublayers=True,
+    unrotated_every=1,
+    renormalised=False,
+    scoring="sigmoid",
+)
 
 ARCHITECTURES: Mapping[str, Family] = {
     "llama": Family(interleaved=True),
@@ -145,13 +160,16 @@ ARCHITECTURES: Mapping[str, Family] = {
         full_attention_every=4,
         unrotated_full=True,
     ),
-    "falcon": Family(layer_norms=True, activation="gelu"),
-    "gptneox": Family(layer_norms=True, activation="gelu"),
-    "nemotron": Family(layer_norms=True, activation="relu2"),
+    "falcon": Family(layer_norms=True, activation="gelu", ungated=True),
+    "falcon-h1": Family(recurrent="mamba", recurrent_beside=True),
+    "gptneox": Family(layer_norms=True, activation="gelu", ungated=True),
+    "nemotron": Family(layer_norms=True, activation="relu2", ungated=True),
+    "nemotron_h": _NEMOTRON_H,
+    "nemotron_h_moe": _NEMOTRON_H,
     "orion": Family(layer_norms=True),
-    "phi2": Family(layer_norms=True, activation="gelu"),
+    "phi2": Family(layer_norms=True, activation="gelu", ungated=True),
     "stablelm": Family(layer_norms=True),
-    "starcoder2": Family(layer_norms=True, activation="gelu"),
+    "starcoder2": Family(layer_norms=True, activation="gelu", ungated=True),
     "granitehybrid": Family(interleaved=True, recurrent="mamba"),
     "lfm2": Family(recurrent="short conv", full_attention_every=_NO_LAYER),
     "lfm2moe": Family(recurrent="short conv", full_attention_every=_NO_LAYER, scoring="sigmoid"),

@@ -282,7 +282,7 @@ class ModelSpec:
         embeddings, unless they are the head as well."""
         n_bytes = self.matrix_bytes + self.vector_bytes
         for operator in self.experts:
-            for weight in (operator.gate, operator.up, operator.down):
+            for weight in operator.matrices:
                 n_bytes -= weight.n_bytes * (operator.count - operator.used) // operator.count
         tables = [] if self.is_tied else [self.embedding]
         if self.layer_embeddings:
@@ -295,7 +295,7 @@ class ModelSpec:
         return sum(
             (operator.count - operator.used) * weight.rows * weight.cols
             for operator in self.experts
-            for weight in (operator.gate, operator.up, operator.down)
+            for weight in operator.matrices
         )
 
     @property

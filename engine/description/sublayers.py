@@ -294,7 +294,7 @@ class Experts(Operator):
 
     router: Weight
     router_bias: Vector | None
-    gate: Weight
+    gate: Weight | None
     up: Weight
     down: Weight
     gate_bias: Vector | None
@@ -319,7 +319,21 @@ class Experts(Operator):
 
     @property
     def row_elements(self) -> int:
-        return self.router.rows + self.used * (self.gate.rows + self.up.rows + self.down.rows)
+        return self.router.rows + self.used * sum(weight.rows for weight in self.matrices)
+
+    @property
+    def firsts(self) -> list[tuple[Weight, Vector | None]]:
+        """The gates, unless the layers have none, and the ups, with their biases."""
+        return [
+            (weight, bias)
+            for weight, bias in ((self.gate, self.gate_bias), (self.up, self.up_bias))
+            if weight
+        ]
+
+    @property
+    def matrices(self) -> list[Weight]:
+        """Those of the experts."""
+        return [*(weight for weight, _ in self.firsts), self.down]
 
     @property
     def is_plain(self) -> bool:
@@ -336,7 +350,7 @@ class Experts(Operator):
     def roles(self) -> Roles:
         return {
             "router": (self.router, self.shared_gate),
-            "experts gate+up": (self.gate, self.up),
+            "experts gate+up": tuple(weight for weight, _ in self.firsts),
             "experts down": (self.down,),
         }
 

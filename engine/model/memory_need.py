@@ -215,6 +215,6 @@ def _scratch_bytes(spec: ModelSpec, target: TargetMemory, context: int) -> int:
     tables = sum(2 * rope.pairs * context for rope in spec.ropes) + spec.vocab
     copied = 0
     if target.copies_experts:
-        of_one = (sum(map(target.weight_bytes, (e.gate, e.up, e.down))) // e.count for e in spec.experts)
+        of_one = (sum(map(target.weight_bytes, e.matrices)) // e.count for e in spec.experts)
         copied = max(of_one, default=0)
     return target.chunk * (4 * token + copied) + 4 * tables

@@ -153,9 +153,7 @@ class Transformer(RecurrentLayers):
             biases = (self._vectors[bias] for bias in (a.q_bias, a.k_bias, a.v_bias) if bias)
             uses.add(BufferUse("QKV projection"), *biases)
         for e in spec.experts:
-            gate_up, down = (self._of_experts(*pairs) for pairs in (
-                ((e.gate, e.gate_bias), (e.up, e.up_bias)), ((e.down, e.down_bias),)
-            ))  # fmt: skip
+            gate_up, down = (self._of_experts(*pairs) for pairs in (e.firsts, [(e.down, e.down_bias)]))
             uses.add_experts(e, 1, gate_up, down)
         uses.add(BufferUse("attention", "token", self.length), *(t for pair in self._ropes for t in pair))
         uses.add(BufferUse("attention", "token", self.length), self._temperatures)
@@ -264,13 +262,9 @@ class Transformer(RecurrentLayers):
                 y = self._matrices[weight].products_of(experts, x, operator.count)
                 return y if bias is None else y + self._vectors[bias].reshape(operator.count, -1)[experts]
 
-            gate, up = (
-                product(operator.gate, operator.gate_bias, x),
-                product(operator.up, operator.up_bias, x),
-            )
-            part = product(
-                operator.down, operator.down_bias, gated(gate, up, operator.activation).contiguous()
-            )
+            first, *others = (product(weight, bias, x) for weight, bias in operator.firsts)
+            hidden = gated(first, others[0] if others else first.ones_like(), operator.activation)
+            part = product(operator.down, operator.down_bias, hidden.contiguous())
             factor = (probability / total if operator.renormalised else probability) * operator.factor
             if operator.scales:
                 factor = factor * self._vectors[operator.scales][experts]

@@ -39,8 +39,8 @@ class ExpertsHandler(Handler):
         """`router_norm`: a norm of its own for the router."""
         weights = loading.weights
         self._part, self._norm, self._router_norm = part, norm, router_norm
-        matrices = [(part.gate, part.gate_bias), (part.up, part.up_bias), (part.down, part.down_bias)]
-        self._gate, self._up, self._down = (
+        matrices = [*part.firsts, (part.down, part.down_bias)]
+        *self._firsts, self._down = (
             weights.matrix(weight, added=bias is not None) for weight, bias in matrices
         )
         self._shared = DenseHandler(part.shared, None, False, loading) if part.shared else None
@@ -64,7 +64,7 @@ class ExpertsHandler(Handler):
         buffers, part, tile = step.buffers, self._part, step.tile
         logits = step.rows("router", self._router.layout.groups(part.count) * buffers.lanes)
         shared_reads = [*self._shared.reads, *self._shared_gates] if self._shared else []
-        reads = [self._gate, self._up] if tile == 1 else []
+        reads = self._firsts if tile == 1 else []
         if self._router_norm is not None:
             of_router = step.quantize(step.x, [self._router], norm=self._router_norm)
             step.multiply(logits, self._router, of_router)
@@ -89,20 +89,20 @@ class ExpertsHandler(Handler):
             tiles = Tiles(part.used, buffers.sizes(part.used), chosen, [])
         else:
             tiles = self._group(step, chosen)
-            reads = [self._gate, self._up]
+            reads = self._firsts
             inputs = step.quantize(step.x, reads, norm=self._norm, tiles=tiles, gathered=True)
-        gate, up, results = (
+        first, *others, results = (
             step.scratch(name, tiles.tokens * matrix.rows, dtypes.float32)
             for name, matrix in (
-                ("expert gate", self._gate),
-                ("expert up", self._up),
+                *zip(("expert gate", "expert up"), self._firsts, strict=False),
                 ("results", self._down),
             )
         )
-        of_gate, of_up, of_down = self._biases
-        multiply_tiles(step, gate, self._gate, inputs, tiles, of_gate)
-        multiply_tiles(step, up, self._up, inputs, tiles, of_up, concurrent=True)
-        inputs = step.quantize(gate, [self._down], gate=(part.activation, up), tiles=tiles)
+        *of_firsts, of_down = self._biases
+        for i, (rows, matrix, bias) in enumerate(zip((first, *others), self._firsts, of_firsts, strict=True)):
+            multiply_tiles(step, rows, matrix, inputs, tiles, bias, concurrent=i > 0)
+        gate = part.activation, others[0] if others else None
+        inputs = step.quantize(first, [self._down], gate=gate, tiles=tiles)
         multiply_tiles(step, results, self._down, inputs, tiles, of_down, shared=False)
         gated = bool(self._shared_gates)
         kernel = add_experts(part.used, out is step.x, buffers.lanes, tile, bool(shared), gated)
@@ -136,9 +136,10 @@ class ExpertsHandler(Handler):
         return Tiles(n * tile, count, experts, [sources, places])
 
     def add_uses(self, uses: BufferUses) -> None:
-        of_gate, of_up, of_down = self._biases
+        *of_firsts, of_down = self._biases
         uses.add(BufferUse("router"), self._router_bias, self._router.stream, self._choices, *self._factors)
-        gate_up, down = [of_gate, of_up, self._gate.stream, self._up.stream], [of_down, self._down.stream]
+        gate_up = [*of_firsts, *(matrix.stream for matrix in self._firsts)]
+        down = [of_down, self._down.stream]
         uses.add_experts(self._part, self._part.used, gate_up, down)
         if self._shared:
             self._shared.add_uses(uses)

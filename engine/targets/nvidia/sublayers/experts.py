@@ -58,10 +58,13 @@ class ExpertsHandler(Handler):
 
     @classmethod
     def lacks(cls, part: Experts) -> str:
+        if part.gate is None:
+            return "experts without gates"
         return "a router's bias beside a shared expert" if part.shared and part.router_bias else ""
 
     def __init__(self, part: Experts, loading: Loading) -> None:
         weights, self.part = loading.weights, part
+        assert part.gate
         alternate = part.gate.type == part.up.type
         self.biases, self.matrix_biases = None, [None, None]
         if part.gate_bias and part.up_bias:
