@@ -237,6 +237,8 @@ class Routes:
 
         if method == "countTokens":
             return await self.computing(dict, counted, model)(request)
+        if method in gemini.EMBEDS:
+            return await self._complete(request, dict, gemini.embeddings_asked, model=model)
         return await self._complete(request, dict, asked, model=model)
 
     async def gemini_models(self, request: Request) -> Response:

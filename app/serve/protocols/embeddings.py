@@ -160,6 +160,16 @@ class EmbedReply(_Vectors):
 
 
 @dataclass
+class GeminiEmbedReply(_Vectors):
+    dimensions: int | None = None
+    is_one: bool = False
+
+    def whole(self) -> Json:
+        vectors = [{"values": numbers(vector)} for vector in cut(self.in_order, self.dimensions)]
+        return {"embedding": vectors[0]} if self.is_one else {"embeddings": vectors}
+
+
+@dataclass
 class RerankReply(_Vectors):
     texts: Sequence[str] | None = None
     top_n: int | None = None
@@ -254,6 +264,14 @@ def old_ollama_asked(body: OldEmbedBody, service: Service) -> Asked | Json:
     if not body.prompt:
         return {"embedding": []}
     return _asked([_beginning(body.prompt, service)], EmbedReply(service.model, is_one=True), service)
+
+
+def gemini_asked(texts: Sequence[str], dimensions: int | None, service: Service, *, is_one: bool) -> Asked:
+    """Raises ApiError."""
+    _check_dimensions(dimensions, service)
+    _check_count(len(texts), "requests")
+    reply = GeminiEmbedReply(service.model, dimensions=dimensions, is_one=is_one)
+    return _asked([RawText(text=text) for text in texts], reply, service)
 
 
 def rerank_asked(body: RerankBody, service: Service) -> Asked:

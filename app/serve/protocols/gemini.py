@@ -14,7 +14,7 @@ from app.serve.answer import AnswerBegun, AnswerDelta, AnswerEnd
 from app.serve.errors import ApiError, gemini_form, wrong
 from app.serve.http import COMMENTED, Framing
 from app.serve.model_pool import ModelPool
-from app.serve.protocols import chat
+from app.serve.protocols import chat, embeddings
 from app.serve.protocols.blocks import Block, Blocks, Closed, Grown
 from app.serve.protocols.conversation import Call, CalledFunction, ChatMessage, Part, PicturePart
 from app.serve.protocols.formats import JsonSchema, ResponseFormat
@@ -29,7 +29,8 @@ from engine.protocol.events import Finished
 
 VERSIONS = ("v1beta", "v1alpha")
 """What paths begin with. Some clients have /v1 there."""
-METHODS = ("generateContent", "streamGenerateContent", "countTokens")
+EMBEDS = ("embedContent", "batchEmbedContents")
+METHODS = ("generateContent", "streamGenerateContent", "countTokens", *EMBEDS)
 _UNDERSCORE = re.compile(r"_([a-z])")
 _STOPS = {"stop": "STOP", "length": "MAX_TOKENS", "tool_calls": "STOP"}
 
@@ -85,6 +86,12 @@ class GeminiBody(msgspec.Struct, rename="camel", kw_only=True):
     is_list: bool = False
 
 
+class EmbedBody(msgspec.Struct, rename="camel", kw_only=True):
+    content: Content | None = None
+    requests: list["EmbedBody"] | None = None
+    output_dimensionality: int | None = None
+
+
 def called(path: str) -> tuple[str, str]:
     """The model and the method in `NAME:generateContent`: names may have colons, too. Raises ApiError."""
     name, _, method = path.rpartition(":")
@@ -110,6 +117,15 @@ def asked(body: GeminiBody, service: Service) -> Asked:
     reply = GeminiReply(body.model or service.model, shows_thoughts, body.is_list)
     requests = variants(request, as_chat.answers)
     return Asked(requests, reply, body.is_streamed, as_chat.stops, note=tools.note)
+
+
+def embeddings_asked(given: dict[str, Any], service: Service) -> Asked:
+    """Raises ApiError."""
+    body = converted(_camel(given), EmbedBody, "")
+    each = [body] if body.requests is None else body.requests
+    texts = [_texts(one.content) if one.content else "" for one in each]
+    dimensions = next((one.output_dimensionality for one in each if one.output_dimensionality), None)
+    return embeddings.gemini_asked(texts, dimensions, service, is_one=body.requests is None)
 
 
 def counted(body: GeminiBody, service: Service) -> Json:

@@ -49,6 +49,19 @@ async def test_openais(served, made_for):
     assert engine.requests[3].prompt == TokenIds(ids=(7,))
 
 
+async def test_geminis(served, made_for):
+    client, _ = served(engine := FakeEngine(*[vector_of(3, 4, 0)] * 3), **made_for("mean"))
+    one, path = {"content": {"parts": [{"text": "one"}]}}, "/v1beta/models/tiny"
+    assert (await client.post(f"{path}:embedContent", json=one)).json() == {
+        "embedding": {"values": [0.6, 0.8, 0.0]}
+    }
+    batch = {"requests": [one | {"output_dimensionality": 1}, one]}
+    both = (await client.post(f"{path}:batchEmbedContents", json=batch)).json()
+    assert both == {"embeddings": [{"values": [1.0]}] * 2}
+    assert [request.prompt for request in engine.requests] == [RawText(text="one")] * 3
+    assert (await client.post(f"{path}:batchEmbedContents", json={"requests": []})).status_code == 400
+
+
 async def test_llama_servers(served, made_for):
     client, _ = served(FakeEngine(*[vector_of(3, 4, 0)] * 4), **made_for("mean"))
     one = {"index": 0, "embedding": [[0.6, 0.8, 0.0]]}

@@ -131,7 +131,7 @@ async def test_what_else_there_is(served):
     assert (await client.post(f"{PATH}:countTokens", json=again)).json() == counted
     full = await client.post(f"{PATH}:generateContent", json=ASKED)
     assert full.status_code == 400 and full.json()["error"]["status"] == "INVALID_ARGUMENT"
-    assert (await client.post(f"{PATH}:embedContent", json={})).json()["error"]["code"] == 404
+    assert (await client.post(f"{PATH}:dream", json={})).json()["error"]["code"] == 404
 
 
 @pytest.mark.parametrize(
