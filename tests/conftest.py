@@ -87,6 +87,7 @@ def pytest_collection_finish() -> None:
         index_lowering.apply()
         program_cache.apply()
         slice_shapes.apply()
+        tests_environment.lower_attention()
 
 
 @pytest.fixture(scope="module", autouse=True)

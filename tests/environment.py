@@ -1,6 +1,7 @@
 """The environment that all tests run in: home folder, caches, terminal and locale are not the user's."""
 
 import os
+import shlex
 import shutil
 import sys
 import tempfile
@@ -9,7 +10,9 @@ from unittest import mock
 
 from engine.devices.clang import zig_clang
 from engine.targets.cpu.kernels import lanes
+from engine.whole_file import write_whole
 from tests.paths import ROOT
+from tests.thorough import THOROUGH
 
 # Variables that change what the program shows, where it writes, or how tinygrad computes. PYTHONDONTWRITEBYTECODE is
 # one of them: each process would compile the program anew.
@@ -28,6 +31,15 @@ def shorten_vectors() -> None:
     16, and engines in processes of their own what the CPU has. To be called before models are imported."""
     assert "engine.targets.cpu.memory" not in sys.modules
     lanes.register_lanes = lambda: 8
+
+
+def lower_attention() -> None:
+    """Attention on a CPU accumulates 4 vectors at a time from now on, in more steps of the same loops: a third of the
+    work to compile. `tests/kernels/cpu/test_attention.py` has the users' 16 too, and with ORIN_THOROUGH all have."""
+    from engine.targets.cpu.kernels import attention
+
+    if not THOROUGH:
+        attention.MAX_SUMS = 4
 
 
 def enter() -> None:
@@ -58,11 +70,18 @@ def enter() -> None:
     kept.mkdir(parents=True, exist_ok=True)
     cache.mkdir(parents=True)
     (cache / "kernels").symlink_to(kept)
-    if not shutil.which("clang"):
-        with mock.patch.dict(os.environ, XDG_CACHE_HOME=str(KERNELS)):
-            compiler = zig_clang()
-        if compiler:
-            os.environ["CC"] = compiler
+    if compiler := _compiler():
+        os.environ["CC"] = compiler
+
+
+def _compiler() -> str | None:
+    """A script that compiles with clang and leaves loops as they are: a fifth less work, and the same numbers."""
+    with mock.patch.dict(os.environ, XDG_CACHE_HOME=str(KERNELS)):
+        if not (clang := shutil.which("clang") or zig_clang()):
+            return None
+    script = KERNELS / "clang"
+    write_whole(script, f'#!/bin/sh\nexec {shlex.quote(clang)} "$@" -fno-unroll-loops\n'.encode(), 0o755)
+    return str(script)
 
 
 def empty_home() -> Path:

@@ -117,6 +117,12 @@ class Layer:
         return (np.rint(blocks / scales) * scales.astype(np.float16)).reshape(x.shape)
 
 
+@pytest.fixture
+def all_sums(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many sums as for users, where other tests have a quarter (`tests.environment`)."""
+    monkeypatch.setattr("engine.targets.cpu.kernels.attention.MAX_SUMS", 16)
+
+
 def check(pool: ThreadPool, heads: HeadLanes, *steps: int) -> None:
     """Runs steps of so many tokens, one after another."""
     layer = Layer(pool, heads, sum(steps) + MAX_TILES * heads.lanes)
@@ -139,12 +145,14 @@ def test_a_cache_of_float32(pool: ThreadPool) -> None:
     check(pool, replace(PLAIN, dtype=dtypes.float32, window=24), 64, 40, 1)
 
 
+@pytest.mark.usefixtures("all_sums")
 @pytest.mark.parametrize(("dim", "lanes", "window"), [rarely(64, 4, 0), rarely(96, 16, 0), (32, 8, 20)])
 def test_a_cache_of_integers_with_scales(pool: ThreadPool, dim: int, lanes: int, window: int) -> None:
     heads = replace(PLAIN, query=6, dim=dim, lanes=lanes, window=window, dtype=dtypes.int8)
     check(pool, heads, 19, 1, 1, 32, 1)
 
 
+@pytest.mark.usefixtures("all_sums")
 @pytest.mark.parametrize(("window", "lanes"), [rarely(0, 8), (9, 16)])
 def test_sinks(pool: ThreadPool, window: int, lanes: int) -> None:
     heads = replace(PLAIN, query=12, lanes=lanes, sinks=True, window=window)
@@ -157,6 +165,7 @@ def test_norms_over_all_heads(pool: ThreadPool, key_norm: bool, lanes: int) -> N
     check(pool, replace(heads, query_norm=True, key_norm=key_norm, norms_over_heads=True), 19, 1, 1)
 
 
+@pytest.mark.usefixtures("all_sums")
 def test_scale_and_temperature(pool: ThreadPool) -> None:
     check(pool, replace(PLAIN, scale=0.5, norm_eps=EPS, query_norm=True, temperature=True), 19, 1, 1)
 

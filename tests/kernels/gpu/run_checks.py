@@ -91,16 +91,21 @@ def compile_what_runs() -> None:
 
 def lower_tiles() -> None:
     """From now on, products of prompts and pictures have tiles of 32 tokens, which are a third of the work to compile.
-    Those of gate and up have the tiles of users, and with ORIN_THOROUGH all have."""
+    Those of a prompt's gate and up have the tiles of users, and with ORIN_THOROUGH all have."""
     from engine.targets.nvidia import picture_steps, prompt_step
 
     stock = prompt_step.tiles_for
 
     def lower(layout: WeightLayout, tokens: int, rows: int, cols: int, chip: Chip, paired: bool) -> Tiles:
         tiles = stock(layout, tokens, rows, cols, chip, paired)
-        return tiles if paired else replace(tiles, rows=min(2, tiles.rows))
+        return replace(tiles, rows=min(2, tiles.rows))
 
-    prompt_step.tiles_for = picture_steps.tiles_for = lower
+    def for_prompts(
+        layout: WeightLayout, tokens: int, rows: int, cols: int, chip: Chip, paired: bool
+    ) -> Tiles:
+        return (stock if paired else lower)(layout, tokens, rows, cols, chip, paired)
+
+    picture_steps.tiles_for, prompt_step.tiles_for = lower, for_prompts
 
 
 def run(check: Callable[[], None], is_on_board: bool) -> str:
@@ -118,6 +123,7 @@ def run(check: Callable[[], None], is_on_board: bool) -> str:
 
 def main(*names: str) -> None:
     environment.shorten_vectors()
+    environment.lower_attention()
     gc.disable()  # a fifth of the time that kernels take to compile
     graph_nodes.apply()
     graph_rewrites.apply()

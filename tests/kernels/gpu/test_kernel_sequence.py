@@ -145,7 +145,7 @@ from tests.kernels.gpu.buffers import part_of
 program_cache.apply()
 scheduled, stock = [], Tensor.linear_with_vars
 Tensor.linear_with_vars = lambda *planes: scheduled.append(planes) or stock(*planes)
-spec = MatrixSpec(WeightLayout(14), (TensorRows(16, HeadOrder(8, 8, True)), TensorRows(16)), 256)
+spec = MatrixSpec(WeightLayout(8), (TensorRows(16, HeadOrder(8, 8, True)), TensorRows(16)), 256)
 rng = np.random.default_rng(0)
 def repacked():
     sources = [rng.integers(0, 255, 16 * spec.row_bytes, np.uint8) for _ in spec.tensors]

@@ -25,7 +25,7 @@ from engine.targets.cpu.kernels.kernel_builder import F32, Index, KernelBuilder
 from engine.targets.cpu.kernels.rope import HeadLanes, n_entries
 from engine.targets.cpu.kernels.step_state import n_tokens, position_of, sequence_of
 
-_MAX_SUMS = 16  # vectors that a loop accumulates, so that they stay in registers
+MAX_SUMS = 16  # vectors that a loop accumulates, so that they stay in registers
 _MASKED = -1e30
 
 
@@ -37,7 +37,7 @@ def task_shape(heads: HeadLanes, threads: int, tile: int, rows: int = 0) -> tupl
     while tile == 1 and task_heads > 1 and heads.query // task_heads < threads:
         task_heads = max(d for d in range(1, task_heads) if shared_by % d == 0)
     tokens = 1
-    while not rows and tokens < tile and 2 * tokens * task_heads <= _MAX_SUMS and tile % (2 * tokens) == 0:
+    while not rows and tokens < tile and 2 * tokens * task_heads <= MAX_SUMS and tile % (2 * tokens) == 0:
         tokens *= 2
     return task_heads, tokens
 
@@ -86,7 +86,7 @@ def attention(heads: HeadLanes, threads: int, tile: int, rows: int = 0) -> Kerne
     looks_ahead = heads.ahead > 0 and not rows
     wide = gcd(h.dim, lanes)  # elements of a vector of values
     vectors = h.dim // wide
-    at_once = max(d for d in range(1, vectors + 1) if vectors % d == 0 and (d == 1 or d * n <= _MAX_SUMS))
+    at_once = max(d for d in range(1, vectors + 1) if vectors % d == 0 and (d == 1 or d * n <= MAX_SUMS))
     if h.is_quantized:  # whole blocks of elements with a scale, or a part of one
         at_once = gcd(at_once, QUANT_BLOCK // lanes) if at_once * lanes % QUANT_BLOCK else at_once
     groups, in_group = (h.dim // QUANT_BLOCK, QUANT_BLOCK) if h.is_quantized else (1, h.dim)
