@@ -33,6 +33,7 @@ ALIKE = (
     "gptneox F32",
     "nemotron F32, 8 of 16 rotated",
     "lfm2moe F32",
+    "granitehybrid F32",
     "falcon-h1 F32",
     "nemotron_h F32",
     "exaone4 F32",

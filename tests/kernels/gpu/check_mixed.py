@@ -51,8 +51,7 @@ def check_mixed_keys_that_neighbours_share() -> None:
 
 
 def check_mixed_mamba() -> None:
-    shape = SMALL | {"dim": 160, "heads": 5, "layers": 3}
-    hold((128,), architecture="granitehybrid", **shape)  # the last one is a Mamba 2 layer
+    hold((128,), architecture="nemotron_h", **SMALL | {"layers": 4})  # the last one is a Mamba 2 layer
 
 
 def check_mixed_short_convolutions() -> None:

@@ -59,6 +59,7 @@ LONG = {  # other checks run the same kernels, in fewer steps of fewer models, o
     "check_layers_with_experts_chosen_with_a_bias",
     "check_layers_with_keys_that_neighbours_share",
     "check_layers_with_latent_attention",
+    "check_layers_with_mamba",
     "check_layers_with_multipliers",
     "check_layers_with_norms_after_rotation",
     "check_layers_with_windows_and_norms_after",

@@ -8,7 +8,8 @@ from engine.description.sublayers import Dense
 from engine.measure.kernel_roles import BufferUse
 from engine.targets.buffer_uses import BufferUses
 from engine.targets.nvidia.decode_step import DecodeStep
-from engine.targets.nvidia.kernels.products.epilogues import STORE, activate, activated
+from engine.targets.nvidia.kernels.products.epilogues import STORE, activate, activated, bent
+from engine.targets.nvidia.kernels.residual_stream.prefill import bend_prompt
 from engine.targets.nvidia.kernels.weights.weight_layout import permuted_size
 from engine.targets.nvidia.matrices import Product, gate_up_of, product_of
 from engine.targets.nvidia.norms import Norm
@@ -17,27 +18,29 @@ from engine.targets.nvidia.sublayers.handler import Handler, Loading
 
 
 class DenseHandler(Handler):
-    """The weights of a feed-forward layer. `gate_up` is one matrix with alternating rows if both have the same type."""
+    """The weights of a feed-forward layer. `gate_up` is one matrix with alternating rows if both have the same type,
+    and up alone if there is no gate."""
 
-    @classmethod
-    def lacks(cls, part: Dense) -> str:
-        return "" if part.gate else "feed-forward layers without gates"
-
-    def __init__(self, part: Dense, _: Loading) -> None:
+    def __init__(self, part: Dense, loading: Loading) -> None:
         self.part = part
-        self.gate_up = Product(gate_up_of(part))
+        self.gate_up = Product(gate_up_of(part)) if part.gate else product_of([part.up])
+        self.up_bias, self.down_bias = map(loading.vector, (part.up_bias, part.down_bias))
         self.down = product_of([part.down])
         self.products = self.gate_up, self.down
 
     def decode(self, step: DecodeStep, norm: Norm) -> None:
-        step.finish(self.down, self.gate(step, norm), "down")
+        step.finish(self.down, self.gate(step, norm), "down", bias=self.down_bias)
 
     def gate(self, step: DecodeStep, norm: Norm) -> Tensor:
         """Adds the first product of a decode step; returns the input of the last one."""
         width, activation = self.part.width, self.part.activation
         input_scale = step.input_scale(self.down.single_matrix)
         out = step.buffer("activated", permuted_size(width))
-        if len(self.gate_up.matrices) == 1:
+        if self.part.gate is None:
+            epilogue = bent(activation, self.up_bias is not None)
+            ins = {"out": out, "input_scale": input_scale, "bias": self.up_bias}
+            step.multiply(self.gate_up, norm, epilogue, ins, "up")
+        elif len(self.gate_up.matrices) == 1:
             buffers = {"out": out, "input_scale": input_scale}
             step.multiply(self.gate_up, norm, activated(activation), buffers, "gate_up")
         else:
@@ -50,9 +53,16 @@ class DenseHandler(Handler):
         step.norm(norm)
         width, activation = self.part.width, self.part.activation
         out = step.activations("activated", width)
-        step.gate(self.gate_up.matrices, activation, out)
-        return step.product(self.down.single_matrix, out, "down")
+        if self.part.gate is None:
+            up, bias = step.product(self.gate_up.single_matrix, step.x, "up"), self.up_bias
+            kernel = bend_prompt(step.tokens, width, up.parts, activation, bias is not None, step.order)
+            step.add(kernel, out=out, up=up.tensor, bias=bias)
+        else:
+            step.gate(self.gate_up.matrices, activation, out)
+        down = step.product(self.down.single_matrix, out, "down")
+        return Sums(down.tensor, down.parts, self.down_bias)
 
     def roles(self, uses: BufferUses) -> None:
         uses.add(BufferUse("FFN gate+up"), *self.gate_up.planes)
         uses.add(BufferUse("FFN down"), *self.down.planes)
+        uses.add(BufferUse("norm"), self.up_bias, self.down_bias)

@@ -151,6 +151,21 @@ def add_residual(copies: int = 1, bias: bool = False) -> Epilogue:
 
 
 @functools.cache
+def bent(activation: Activation, has_bias: bool) -> Epilogue:
+    """activation(product), or activation(product + bias), permuted and scaled for the next product. outs: out, that
+    vector; ins: its input_scale, float32 (UNIT,); bias, float32 (rows,), if it `has_bias`."""
+
+    def stores(rows: BlockRows, out: UOp, input_scale: UOp, bias: UOp | None) -> list[UOp]:
+        i = rows.thread
+        ok, row = rows.valid(i), rows.index(i)
+        value = rows.product(i, ok) if bias is None else rows.product(i, ok) + load(bias, row, ok)
+        value = gated(value, f32(1), activation) * load(input_scale, row % UNIT, ok)
+        return [store(out, permuted(row, rows.total), value, ok)]
+
+    return Epilogue(("out",), ("input_scale", has_bias and "bias"), 1, stores)
+
+
+@functools.cache
 def activated(activation: Activation) -> Epilogue:
     """activation(gate) * up, from rows that alternate between gate and up, permuted and scaled for the next product.
     outs: out, that vector, of experts (used, permuted_size(rows / 2)); ins: its input_scale, float32 (UNIT,)."""

@@ -278,6 +278,26 @@ def rotate_prompt(
 
 
 @functools.cache
+def bend_prompt(
+    tokens: int, n: int, parts: int, activation: Activation, has_bias: bool, order: Order = "fragments"
+) -> Kernel:
+    """activation(up), of layers without gates. Buffers: out, float16 in an `Order`; up, its partial sums, float32
+    (parts, tokens, n); bias, float32 (n,), if it `has_bias`."""
+
+    def kernel(out: UOp, up: UOp, bias: UOp | None) -> UOp:
+        column = UOp.special(-(-n // 256), "gidx0") * 256 + UOp.special(256, "lidx0")
+        token = UOp.special(tokens, "gidx1")
+        ok = None if n % 256 == 0 else column < n
+        terms = [load(up, (p * tokens + token) * n + column, ok) for p in range(parts)]
+        value = chain(terms if bias is None else [*terms, load(bias, column, ok)])
+        value = as_half(gated(value, f32(1), activation))
+        result = store(out, PLACES[order](token, column, n), value, ok)
+        return finish(f"prefill_bend_{tokens}_{n}", [result])
+
+    return Kernel(kernel, ("out",), ("up", has_bias and "bias"))
+
+
+@functools.cache
 def activate_prompt(
     tokens: int, n: int, parts: tuple[int, int], activation: Activation = "silu", order: Order = "fragments"
 ) -> Kernel:
