@@ -20,6 +20,7 @@ from engine.errors import UsageError, one_line
 from engine.formats.channels import channel_marks
 from engine.formats.thinking import ReplySplitter
 from engine.formats.tokenizer import Tokenizer
+from engine.formats.tool_forms import CALL_TOKENS
 from engine.formats.tool_grammars import WHITE_SPACE
 from engine.invocation import pip_install
 from engine.protocol.events import Grammar
@@ -252,9 +253,15 @@ class _Vocabulary:
         hidden = [id for id in range(tokenizer.vocab_size) if tokenizer.is_hidden(id)]
         marks = channel_marks(tokenizer.special_tokens) if with_channels else ()
         self.special_token_ids = sorted({*hidden, *marks, *tokenizer.eos_ids})
+        shown = sorted(CALL_TOKENS & tokenizer.special_tokens.keys())
+        self._in_call_marks = re.compile(f"({'|'.join(map(re.escape, shown))})" if shown else "((?!))")
 
     def __call__(self, text: bytes | str) -> list[int]:
-        return self._tokenizer.encode(text if isinstance(text, str) else text.decode("utf-8", "replace"))
+        """The tokens of a text that a grammar leaves no choice about. The marks of calls are tokens of their own there:
+        spelled out, they are nothing that the model has seen."""
+        text = text if isinstance(text, str) else text.decode("utf-8", "replace")
+        pieces = self._in_call_marks.split(text)
+        return self._tokenizer.encode_segments((piece, i % 2 == 1) for i, piece in enumerate(pieces) if piece)
 
 
 def _vocabulary(tokenizer: Tokenizer, with_channels: bool) -> LLTokenizer:

@@ -9,8 +9,9 @@ import pytest
 
 from engine.errors import UsageError
 from engine.formats.thinking import THINK, ThinkSplitter
+from engine.formats.tokenizer import Tokenizer
 from engine.formats.tool_calls import ToolCallParser
-from engine.formats.tool_forms import shown_form
+from engine.formats.tool_forms import GEMMA, shown_form
 from engine.formats.tool_grammars import reply_grammar
 from engine.protocol.events import (
     Chat,
@@ -24,6 +25,7 @@ from engine.protocol.events import (
 )
 from engine.runtime.grammar import Grammars
 from tests import generated_model
+from tests.formats.vocabularies import CONTROL, byte_level
 from tests.reference_model import ReferenceModel
 
 SCHEMA = {
@@ -229,3 +231,18 @@ def test_gpt_oss_can_be_made_to_call(tmp_path, monkeypatch, seed):
         and call.name == "look"
         and json.loads(call.arguments)["city"] in ("Rome", "Oslo")
     )
+
+
+def test_the_mark_of_a_call_is_its_token(tmp_path):
+    """Spelled out, it is nothing that the model has seen."""
+    marks = (("<|tool_call>", CONTROL), ("<tool_call|>", CONTROL), ('<|"|>', CONTROL), ("<eos>", CONTROL))
+    tokenizer = Tokenizer(byte_level(tmp_path / "v", special=marks))
+    tools = json.dumps([{"type": "function", "function": {"name": "stop", "parameters": {}}}])
+    grammar = reply_grammar(GEMMA, tools, None, is_required=True)
+    constraint = Grammars(tokenizer).constraint(grammar, None, "")
+    reply = tokenizer.encode("<|tool_call>call:stop{}<tool_call|>", special=True)
+    assert tokenizer.special_tokens["<|tool_call>"] == reply[0]
+    for id in reply:
+        words = constraint.allowed()
+        assert words[id // 32] >> np.uint32(id % 32) & np.uint32(1), tokenizer.piece(id)
+        constraint.accept(id)
