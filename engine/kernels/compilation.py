@@ -47,10 +47,11 @@ _cache_keys: dict[UOp, str] = {}  # graphs to compile, and the keys of their pro
 
 
 class _Unbuilt(NamedTuple):
-    """What makes a graph: a function of a module, and its arguments."""
+    """What makes a graph: a function of a module, and its arguments. `size`: that of its buffers."""
 
     build: Callable[..., UOp]
     arguments: tuple[object, ...]
+    size: int = 0
 
 
 _unbuilt: dict[UOp, _Unbuilt] = {}  # by the nodes that stand in for the graphs
@@ -64,11 +65,11 @@ class _Compiling(NamedTuple):
 
 
 _PATIENCE_S = 120.0  # a process that was killed never answers
-_POLL_S = 0.002
+_POLL_S = 0.005
 _compiling: dict[UOp, _Compiling] = {}  # by their graphs
 _failed: set[UOp] = set()  # what a compiler process could not make
 _heard_s = 0.0  # when a process was given the first kernel, or sent one
-_begins = _sends = False  # in `begin_once`: whether graphs are left to processes, and given to them at once
+_begins = False  # in `begin_once`: graphs are left to processes
 _built: dict[str, list[Sequence[UOp]]] = {}  # what `compile_once` has built by now, by its description
 _interrupted: Callable[[], bool] | None = None
 _waits = True
@@ -222,8 +223,16 @@ def _uncompiled(linears: Sequence[UOp]) -> list[UOp]:
     them."""
     calls = {call.src[0]: call for linear in linears for call in linear.src if call.src[0] not in _programs}
     graphs = [graph for graph in calls if graph.op is Ops.SINK]
-    graphs.sort(key=lambda graph: 0 if graph in _compiling else len(graph.toposort()), reverse=True)
+    graphs.sort(key=_work, reverse=True)
     return [calls[graph] for graph in graphs]
+
+
+def _work(graph: UOp) -> int:
+    """What it may take to compile a kernel, in comparison. Of those that are not built, the largest buffers are those
+    of the head and of attention, whose kernels are among the longest."""
+    if graph in _compiling:
+        return 0
+    return unbuilt.size if (unbuilt := _unbuilt.get(graph)) else len(graph.toposort())
 
 
 def _compile(calls: Sequence[UOp]) -> None:
@@ -261,18 +270,21 @@ def compile_once(description: tuple[object, ...], *makes: MakeLinears) -> None:
 def begin_once(description: tuple[object, ...], *makes: MakeLinears) -> Callable[[], None]:
     """Does the first part of `compile_once`: builds the LINEARs. The function that it returns waits for the compiler
     processes, and compiles what they do not."""
-    global _begins, _sends
+    global _begins
     key = _compiled_key(description)
     if key and disk_cache().get("compiled", key):
         return lambda: None
     built = _built.setdefault(key, []) if key else []
-    _begins, _sends = True, not _interrupted  # else it is not all to be compiled at once
+    _begins = True
     try:
         for make in makes[len(built) :]:
-            built.append(make())
+            built.append(made := make())
+            if not _interrupted:  # else it is not all to be compiled at once
+                for call in _uncompiled(made):
+                    _send(call.src[0])
             _give_way()
     finally:
-        _begins = _sends = False
+        _begins = False
 
     def finish() -> None:
         compile_all([linear for linears in built for linear in linears])
@@ -299,24 +311,24 @@ def _compiled_key(description: tuple[object, ...]) -> str:
         return ""
 
 
-def program_or_graph(description: tuple[object, ...], build: Callable[..., UOp], *arguments: object) -> UOp:
+def program_or_graph(
+    description: tuple[object, ...], build: Callable[..., UOp], *arguments: object, size: int = 0
+) -> UOp:
     """The cached program of the kernel with this `description` (see `fingerprint`); without one the graph that `build`
     returns, or in `compile_once` what stands in for it, to be compiled. Only what has arguments, and is a function of a
-    module, is built by compiler processes."""
+    module, is built by compiler processes. `size`: that of its buffers."""
     cache_key = _program_key(description)
     if cache_key and (program_key := disk_cache().get("kernels", cache_key)):
         program = realize.to_program_cache.get(program_key)
         if program is not None:
             return program
-    if _begins and cache_key and arguments and compilers.pool():
+    if _begins and cache_key and arguments and compilers.are_wanted():
         graph = UOp(Ops.SINK, arg=cache_key)
-        _unbuilt[graph] = _Unbuilt(build, arguments)
+        _unbuilt[graph] = _Unbuilt(build, arguments, size)
     else:
         graph = build(*arguments)
     if cache_key:
         _cache_keys[graph] = cache_key
-    if _sends and graph not in _programs:
-        _send(graph)
     return graph
 
 
@@ -356,7 +368,7 @@ def _compile_unbuilt(
 ) -> list[Compiled]:
     """Runs in a compiler process."""
     with told(target):
-        build, arguments = pickle.loads(made)
+        build, arguments, _ = pickle.loads(made)
         return _compile_graphs(compile_kernel, target, context, [build(*arguments)])
 
 

@@ -7,12 +7,14 @@ bytes only: the thread that begins a task makes them, and the one that takes its
 
 from __future__ import annotations
 
+import multiprocessing
 import pickle
 from collections.abc import Callable
 from multiprocessing.pool import AsyncResult, Pool
 from typing import Generic, TypeVar
 
 from tinygrad.engine import worker
+from tinygrad.helpers import PARALLEL
 
 T = TypeVar("T")
 failures: list[Exception] = []
@@ -53,6 +55,11 @@ def called(task: bytes) -> bytes:
         raise failures[0]
     function, arguments = pickle.loads(task)
     return pickle.dumps(function(*arguments))
+
+
+def are_wanted() -> bool:
+    """Whether there are such processes, or will be when `pool` is called. That waits until they start."""
+    return bool(PARALLEL.value) and not multiprocessing.current_process().daemon
 
 
 def pool() -> Pool | None:

@@ -70,7 +70,7 @@ class Pool:
 
     def apply_async(self, function, arguments):
         _, (*_, made) = pickle.loads(arguments[0])
-        build, of = pickle.loads(made)
+        build, of, _ = pickle.loads(made)
         graph = build(*of)
         self.given.append(graph.arg)
         answer = SimpleNamespace(is_ready=False, waited=0)

@@ -25,6 +25,7 @@ from engine.protocol.events import (
     TokenIds,
 )
 from engine.runtime.sampling import Sampler
+from engine.targets.cpu.runner import CPURunner
 from tests import generated_model
 from tests.reference import Reference, log_softmax
 
@@ -48,6 +49,13 @@ def answer(model, prompt, cancelled=lambda: False, **request):
     request = {"sampling": GREEDY, "max_tokens": 12, "ignore_eos": True} | request
     end = model.generate(Generate(request_id=7, prompt=prompt, **request), events.append, cancelled)
     return end, [e for e in events if isinstance(e, Token)], [e for e in events if isinstance(e, Prefilling)]
+
+
+def test_a_cpu_runs_one_step_before_the_first_prompt(path, monkeypatch):
+    steps, run = [], CPURunner.run
+    monkeypatch.setattr(CPURunner, "run", lambda self, slots: steps.append(slots) or run(self, slots))
+    TextModel(EngineOptions(model_path=str(path), context_length=128), lambda _: None)
+    assert len(steps) == 1, "all kernels are compiled by then"
 
 
 def test_greedy_tokens_and_logprobs_are_the_references(model, path):

@@ -142,7 +142,8 @@ class NvidiaRunner:
         self._earlier: list[Logits] = []  # of the steps before the last one of one `run`
         with timeline.span("kernels"):
             schedules = {product.stack.name: product.schedule for product in model.products}
-            compiled = begin_once((*self._set_up, is_early, *schedules.items()), self._linears)
+            makes = self._linears, self._repacking_linears
+            compiled = begin_once((*self._set_up, is_early, *schedules.items()), *makes)
         if processes_compile():
             calibrate()
         filling = model.begin_fill(weights)
@@ -163,15 +164,20 @@ class NvidiaRunner:
     def _linears(self) -> list[UOp]:
         """The kernels that answers need at first, to be compiled at once, so that several compilers share them: the
         least and the most rows, and some sizes of prefill; of a server also all that requests may ask of a choice."""
-        specs, steps = piece_specs(self._model.matrices), self._steps
-        begin_repacking(specs)
+        steps = self._steps
         sequences = [steps.kernels(n, limit) for n in self._counts for limit in steps.limits(n)]
         sequences += [steps.kernels(n, steps.limits(n)[0], _DRAWN) for n in self._counts]
         sequences += [self._prefill.step(size) for size in self._first_sizes]
         if self.parallel > 1:
             sequences += [steps.choice_kernels(n, _ALL) for n in self._counts]
         sequences += [*map(self._copy_sequence, self._windows), *self._states.kernels()]
-        return [*(s.linear for s in sequences), *map(repacking_kernels, specs)]
+        begin_repacking(
+            piece_specs(self._model.matrices)
+        )  # the first that compilers get: weights wait for it
+        return [s.linear for s in sequences]
+
+    def _repacking_linears(self) -> list[UOp]:
+        return [*map(repacking_kernels, piece_specs(self._model.matrices))]
 
     def _capture_while(self, filling: Future[None]) -> None:
         """Captures the step that shows that the device works, and while weights travel those of a first answer."""

@@ -75,7 +75,7 @@ def _program(kernel: Kernel, shapes: Shapes) -> UOp:
     takes a megabyte, and nothing reads it any more."""
     known = _known.get((kernel, shapes))
     if known is None:
-        known = program_or_graph((kernel, shapes), _graph, kernel, shapes)
+        known = program_or_graph((kernel, shapes), _graph, kernel, shapes, size=sum(n for n, _ in shapes))
     _known[kernel, shapes] = compiled(known)
     return _known[kernel, shapes]
 
