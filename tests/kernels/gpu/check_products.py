@@ -487,6 +487,8 @@ def check_any_shape_has_a_schedule() -> None:
         (2048, 8192),
         (4096, 14336),
         (5, 4096),
+        (40960, 192),
+        (40960, 384),
     ):
         schedule = matvec_schedule(StackedMatrices.single(WeightLayout(8), rows, cols), Chip("sm_00"))
         assert schedule.fits() and schedule.block_rows % 2 == 0

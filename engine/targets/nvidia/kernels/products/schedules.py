@@ -176,7 +176,7 @@ def _by_rule(rows: int, units: int, min_blocks: float, min_steps: int = 1) -> Sc
         threads = next((t for t in range(max_threads, max_threads // 2, -1) if units % t == 0), max_threads)
     groups = max(1, min(8, 256 // threads))
     thread_rows = 1
-    while thread_rows < min(8, threads) and rows // (groups * thread_rows * 2) >= min_blocks:
+    while 2 * thread_rows <= min(8, threads) and rows // (groups * thread_rows * 2) >= min_blocks:
         thread_rows *= 2
     if groups * thread_rows % 2:  # gate and up must be in one block
         groups = 2
