@@ -102,6 +102,7 @@ _NAMES: tuple[tuple[str, Pretokenizer], ...] = (
     ("poro-chat bloom gpt3-finnish", Pretokenizer((_WITHOUT_PUNCTUATION,))),
     ("viking", Pretokenizer((_WITHOUT_PUNCTUATION, r"\p{N}"))),
     ("tekken", Pretokenizer((_TEKKEN,), whole_words=True, add_bos=True)),
+    ("tiny_aya cohere2moe", Pretokenizer((r"\d{1,3}(?=(?:\d{3})*\b)", _GPT4O))),
     ("gpt-4o llama4 kanana2 minimax-m2", Pretokenizer((_GPT4O,))),
     ("kimi-k2", Pretokenizer((_KIMI,))),
     ("deepseek-llm", Pretokenizer(_DEEPSEEK_LLM)),

@@ -250,4 +250,5 @@ def _pooler(weights: Weights) -> Pooler:
     if of := spec.classes:
         rows = Tensor(weights.read(of, range(of.rows)))
         classes = QuantizedMatrix(of.type, of.rows, of.cols).dequantize_rows(rows, of.rows).numpy()
-    return Pooler(weights.vector(spec.output_norm), spec.stream_eps, classes)
+    bias = weights.vector(spec.output_norm_bias) if spec.output_norm_bias else None
+    return Pooler(weights.vector(spec.output_norm), spec.stream_eps, classes, bias)

@@ -24,11 +24,18 @@ if TYPE_CHECKING:
 
 
 class Pooler:
-    """What a model makes of the residual stream: `norm` is the weight of its last norm, float32 (dim,), and `classes`
-    the matrix of its classes, float32 (classes, dim), if it ranks documents."""
+    """What a model makes of the residual stream: `norm` is the weight of its last norm, float32 (dim,), and `bias` what
+    is added then; `classes` is the matrix of its classes, float32 (classes, dim), if it ranks documents."""
 
-    def __init__(self, norm: NDArray[np.float32], eps: float, classes: NDArray[np.float32] | None) -> None:
+    def __init__(
+        self,
+        norm: NDArray[np.float32],
+        eps: float,
+        classes: NDArray[np.float32] | None,
+        bias: NDArray[np.float32] | None = None,
+    ) -> None:
         self._norm, self._eps, self._classes = norm, np.float32(eps), classes
+        self._bias = np.float32(0) if bias is None else bias
 
     def check(self, pooling: Pooling) -> None:
         """Raises UsageError if the model cannot pool so."""
@@ -42,7 +49,7 @@ class Pooler:
         """(n, dim) -> (n, dim)."""
         with np.errstate(all="ignore"):  # what is not finite is noticed later
             size = np.sqrt((stream * stream).mean(-1, keepdims=True) + self._eps)
-            return np.asarray(stream / size * self._norm, np.float32)
+            return np.asarray(stream / size * self._norm + self._bias, np.float32)
 
     def probabilities(self, hidden: NDArray[np.float32]) -> NDArray[np.float32]:
         """Those of the classes: (dim,) -> (classes,)."""

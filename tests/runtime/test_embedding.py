@@ -77,6 +77,12 @@ def test_what_is_in_the_cache_is_used_where_only_the_last_token_is_pooled(makers
     assert [end.cached_n >= 32 for end in ends] == [False, True, False]
 
 
+def test_a_last_norm_may_have_a_bias():
+    stream, bias = np.ones((2, VOCAB), np.float32), np.arange(VOCAB, dtype=np.float32)
+    without, with_bias = (Pooler(NORM, 0.0, None, b).normed(stream) for b in (None, bias))
+    np.testing.assert_allclose(with_bias - without, [bias] * 2, atol=1e-3)
+
+
 def test_what_cannot_be_embedded(makers):
     embeddings = makers[1]
     long = Generate(request_id=0, prompt=TokenIds(ids=(1,) * 601), pooling="mean")
