@@ -91,10 +91,12 @@ def compile_what_runs() -> None:
 
 def lower_tiles() -> None:
     """From now on, products of prompts and pictures have tiles of 32 tokens, which are a third of the work to compile.
-    Those of a prompt's gate and up have the tiles of users, and with ORIN_THOROUGH all have."""
+    Those of a prompt's gate and up have the tiles of users, and with ORIN_THOROUGH all have. A prompt's attention reads
+    the fewest keys in a step; `check_prompt_attention` has more."""
     from engine.targets.nvidia import picture_steps, prompt_step
+    from engine.targets.nvidia.sublayers import attention
 
-    stock = prompt_step.tiles_for
+    stock, stock_tiling = prompt_step.tiles_for, attention.prompt_tiling
 
     def lower(layout: WeightLayout, tokens: int, rows: int, cols: int, chip: Chip, paired: bool) -> Tiles:
         tiles = stock(layout, tokens, rows, cols, chip, paired)
@@ -106,6 +108,7 @@ def lower_tiles() -> None:
         return (stock if paired else lower)(layout, tokens, rows, cols, chip, paired)
 
     picture_steps.tiles_for, prompt_step.tiles_for = lower, for_prompts
+    attention.prompt_tiling = lambda *step: replace(stock_tiling(*step), steps=1)
 
 
 def run(check: Callable[[], None], is_on_board: bool) -> str:
