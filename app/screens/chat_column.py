@@ -245,12 +245,14 @@ class ChatColumn(View, Vertical):
         try:
             command = split(event.text)
         except OrinError as error:
+            self.prompt.keep()
             self.notice(str(error), warning=True)
             return
         if command is not None:
             self.prompt.sent(event.text)
             self.post_message(self.Commanded(*command))
         elif self.session.is_busy and self.session.queued:
+            self.prompt.keep()
             self.notice("One prompt is waiting already · F2 takes it back")
         else:
             await self._send(event.text)

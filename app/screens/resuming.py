@@ -45,7 +45,7 @@ class Resuming(EngineActions):
 
     def save_draft(self) -> None:
         prompt = self.column.prompt
-        draft = "\n".join(text for text in (self.session.queued, prompt.text) if text.strip())
+        draft = "\n".join(text for text in (self.session.queued, prompt.draft) if text.strip())
         if draft != self._saved_draft:
             self._saved_draft = draft
             with contextlib.suppress(HistoryError):  # saving the conversation reports the problem

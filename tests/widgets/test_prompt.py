@@ -34,13 +34,14 @@ async def prompting():
         yield app.query_one(Prompt), pilot
 
 
-async def test_enter_sends_and_leaves_the_text_until_told():
+async def test_enter_sends_and_what_is_typed_after_it_is_the_next_prompt():
     async with prompting() as (prompt, pilot):
-        await pilot.press("a", "enter")
-        assert pilot.app.submitted == ["a"]
-        assert prompt.text == "a"
+        await pilot.press("a", "enter", "b", "enter", "c")
+        assert pilot.app.submitted == ["a", "b"]
+        assert prompt.text == "c" and prompt.draft == "a\nb\nc"
         prompt.sent("a")
-        assert prompt.text == ""
+        prompt.keep()
+        assert prompt.text == prompt.draft == "b\nc"
 
 
 async def test_blank_text_is_not_sent():

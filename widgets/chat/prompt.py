@@ -1,6 +1,7 @@
 """The box for the prompt, of several lines."""
 
 import asyncio
+from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import StrEnum
@@ -51,7 +52,8 @@ class Prompt(OrderedTextArea):
 
     @dataclass
     class Submitted(Message):
-        """The user sends `text`, which is not blank. It stays in the box until `Prompt.sent`."""
+        """The user sends `text`, which is not blank. Whoever gets it calls `Prompt.sent`, or `keep` if it cannot be
+        sent. The box is empty meanwhile: what is typed there comes after it."""
 
         text: str
 
@@ -77,6 +79,7 @@ class Prompt(OrderedTextArea):
         )
         self._history = PromptHistory()
         self._shown = ""
+        self._submitted: deque[str] = deque()  # what is neither sent nor kept yet
         self.suggestions = Suggestions()
         self.suggest: Callable[[], None] = lambda: None
         self.paste: Callable[[str], str] = lambda text: text
@@ -87,8 +90,21 @@ class Prompt(OrderedTextArea):
         self._history = PromptHistory(map(clean, prompts), self.text)
 
     def sent(self, text: str) -> None:
-        """Makes `text` the last of the earlier prompts, and empties the box or puts the draft back into it."""
-        self._show(self._history.sent(text))
+        """Makes `text`, which was submitted, the last of the earlier prompts, and puts the draft back into the box."""
+        if self._submitted:
+            self._submitted.popleft()
+        if draft := self._history.sent(text):
+            self._show(draft + self.text)
+
+    def keep(self) -> None:
+        """Puts what was submitted back into the box, in lines before what was typed since."""
+        self.load_text("\n".join(filter(None, [self._submitted.popleft(), self.text])))
+        self.move_cursor(self.document.end)
+
+    @property
+    def draft(self) -> str:
+        """All that was typed and is not sent."""
+        return "\n".join(filter(None, [*self._submitted, self.text]))
 
     def put(self, text: str) -> None:
         """Puts `text` into the box. What it held becomes the last of the earlier prompts."""
@@ -184,7 +200,9 @@ class Prompt(OrderedTextArea):
             self._take_suggestion()
         if (is_typed or (chosen is not None and chosen.ends)) and self.text.strip():
             self.suggestions.close()
-            self.post_message(self.Submitted(self.text.strip("\n")))
+            self._submitted.append(self.text)
+            self._show("")
+            self.post_message(self.Submitted(self._submitted[-1].strip("\n")))
 
     def _take_suggestion(self) -> None:
         chosen, (row, column) = self.suggestions.highlighted, self.cursor_location
