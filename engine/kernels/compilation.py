@@ -67,7 +67,7 @@ class _Compiling(NamedTuple):
 _PATIENCE_S = 120.0  # a process that was killed never answers
 _POLL_S = 0.005
 _compiling: dict[UOp, _Compiling] = {}  # by their graphs
-_failed: set[UOp] = set()  # what a compiler process could not make
+_failed: set[UOp] = set()  # what is to be made here, as a compiler process did not
 _heard_s = 0.0  # when a process was given the first kernel, or sent one
 _begins = False  # in `begin_once`: graphs are left to processes
 _built: dict[str, list[Sequence[UOp]]] = {}  # what `compile_once` has built by now, by its description
@@ -177,8 +177,8 @@ def _same(graph: UOp) -> UOp:
 
 
 def _take_compiled() -> bool:
-    """Takes what compiler processes have compiled. What those that were ended (`compilers.end`) had begun
-    is to be given again. Whether there was something to take."""
+    """Takes what compiler processes have compiled. What those that were ended (`compilers.end`) had begun is to be
+    given again, but what they were long silent about is to be made here. Whether there was something to take."""
     was_there = False
     for graph, (task, _) in [*_compiling.items()]:
         if task.is_lost:
@@ -188,6 +188,7 @@ def _take_compiled() -> bool:
             _take(graph)
             _give_way()
     if _compiling and time.monotonic() - _heard_s > _PATIENCE_S:
+        _failed.update(_compiling)
         compilers.end()
     return was_there
 
@@ -205,8 +206,10 @@ def _take(graph: UOp) -> None:
         return
     if graph not in _programs:
         realize.to_program_cache[key] = program
-        if program.arg.local_size is not None:  # else tinygrad has to find one
+        if program.arg.local_size is not None:
             _keep(graph, program, key)
+        else:  # tinygrad has to find one, on the device
+            _failed.add(graph)
     bar.update(1)
 
 

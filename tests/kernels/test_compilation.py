@@ -59,14 +59,14 @@ class Info:
     """What is said of a program."""
 
     name: str
-    local_size: tuple[int, ...] = (1,)
+    local_size: tuple[int, ...] | None = (1,)
 
 
 class Pool:
     """Compiler processes that answer when they are told to."""
 
     def __init__(self):
-        self.given, self.answers = [], []
+        self.given, self.answers, self.local_size = [], [], (1,)
 
     def apply_async(self, function, arguments):
         _, (*_, made) = pickle.loads(arguments[0])
@@ -75,7 +75,7 @@ class Pool:
         self.given.append(graph.arg)
         answer = SimpleNamespace(is_ready=False, waited=0)
         answer.ready = lambda: answer.is_ready
-        answer.get = lambda: pickle.dumps([(graph.arg, UOp(Ops.NOOP, arg=Info(graph.arg)))])
+        answer.get = lambda: pickle.dumps([(graph.arg, UOp(Ops.NOOP, arg=Info(graph.arg, self.local_size)))])
         answer.wait = lambda seconds: setattr(answer, "waited", answer.waited + 1)
         self.answers.append(answer)
         return answer
@@ -97,6 +97,7 @@ def pool(monkeypatch):
     monkeypatch.setattr(compilation.realize, "to_program_cache", {})
     for name in ("_programs", "_compiling", "_built", "_unbuilt", "_cache_keys"):
         monkeypatch.setattr(compilation, name, {})
+    monkeypatch.setattr(compilation, "_failed", set())
     get = lambda table, key: key in compiled
     monkeypatch.setattr(compilation, "_compiled_key", repr)
     put = lambda table, key, value: compiled.append(key)
@@ -179,10 +180,22 @@ def test_what_ended_processes_had_begun_is_given_again(pool, monkeypatch):
     assert programs() == {"a": "a", "b": "b"}
 
 
-def test_what_processes_do_not_send_is_made_here(pool, monkeypatch):
+@pytest.mark.parametrize("waits", [True, False])
+def test_what_processes_do_not_send_is_made_here(pool, monkeypatch, waits):
     monkeypatch.setattr(compilation, "_PATIENCE_S", -1.0)
-    compile_all(linear_of("a", "b"))  # they were killed
-    assert programs() == {"a": "a made here", "b": "b made here"}
+    linears = linear_of("a", "b")
+    if waits:
+        compile_all(linears)  # they were killed
+    else:
+        assert len([*compile_in_turns(linears)]) < 9
+    assert programs() == {"a": "a made here", "b": "b made here"} and not compilation._failed
+
+
+def test_what_has_no_size_of_blocks_yet_is_finished_here(pool):
+    pool.local_size = None
+    turns = compile_in_turns(linear_of("a", "b"))
+    next(turns), next(turns), pool.answer("a", "b")
+    assert len([*turns]) < 9 and programs() == {"a": "a", "b": "b"}
 
 
 def test_functions_travel_with_what_they_captured():
