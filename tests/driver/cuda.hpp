@@ -144,6 +144,11 @@ INLINE unsigned int __byte_perm(unsigned int low, unsigned int high, unsigned in
   return __nvvm_prmt(low, high, places & 0x7777);
 }
 
+INLINE int __dp4a(int a, int b, int sum) {
+  for (int i = 0; i < 4; i++) sum += (signed char)(a >> 8 * i) * (signed char)(b >> 8 * i);
+  return sum;
+}
+
 INLINE float __int_as_float(int i) { return __builtin_bit_cast(float, i); }
 #define sqrt(x) __builtin_sqrtf(x)
 #define trunc(x) __builtin_truncf(x)

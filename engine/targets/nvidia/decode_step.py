@@ -14,6 +14,7 @@ from tinygrad import Tensor, dtypes
 from engine.description.spec import ModelSpec
 from engine.kernels.device_memory import device_zeros
 from engine.targets.nvidia.input_scales import InputScales
+from engine.targets.nvidia.kernels.products import digit_rows
 from engine.targets.nvidia.kernels.products.epilogues import STORE_SQUARES, Epilogue, add_residual
 from engine.targets.nvidia.kernels.products.head_norm import HeadNorm
 from engine.targets.nvidia.kernels.products.matvec import matvec
@@ -95,12 +96,25 @@ class DecodeStep(Step):
             [stream.inputs[i.key] for i in inputs_of(norm_of, part)] if part else []
             for norm_of, part in ((norms[0], product), (norms[-1], product.beside))
         )
+        x = self._input(product, x)
         n_parts, eps = stream.n_parts if norms[0].is_normed else 0, self.spec.stream_eps
         kernel = matvec(
             product.stack, product.schedule, epilogue, name, n_parts, eps, starts_next=starts_next
         )
         sums = stream.parts if n_parts else None
         self.add(kernel, x=x, beside_x=beside_x, norm_sums=sums, planes=product.planes, **buffers)
+
+    def _input(self, product: Product, x: list[Tensor]) -> list[Tensor]:
+        """The vector of a product, or its digits, which a kernel makes of it."""
+        if not product.stack.digits:
+            return x
+        (vector,), (layout, _) = x, product.stack.matrices[0]
+        words, n_factors = digit_rows.sizes(product.stack.cols)
+        digits = self.buffer("digits", words, dtypes.uint32)
+        factors = self.buffer("digit_factors", n_factors)
+        kernel = digit_rows.divide(layout, product.stack.cols)
+        self.add(kernel, digits=digits, factors=factors, x=vector)
+        return [digits, factors]
 
     def begin_stream(self, n_parts: int) -> dict[str, Tensor | list[Tensor]]:
         """Begins the stream that the next kernel leaves, which has so many blocks: its buffers for that."""
@@ -121,7 +135,7 @@ class DecodeStep(Step):
         """Adds the last product of a sublayer, of `x`, whose result is added to the residual stream. `heads`: the norm
         of heads that it has to do; `others`: the buffers that only such products have."""
         dim, copies = self.spec.dim, len(self.inputs)
-        ins = {"x": [x], "planes": product.planes}
+        ins = {"x": self._input(product, [x]), "planes": product.planes}
         if self.post_norm is None:
             assert self.scale is None
             epilogue = add_residual(copies, others.get("bias") is not None)

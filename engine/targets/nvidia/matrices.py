@@ -10,7 +10,7 @@ from engine.description.sublayers import Dense, Weight
 from engine.loading.weights import pieces
 from engine.targets.nvidia.kernels.products.chosen_experts import ChosenExperts
 from engine.targets.nvidia.kernels.products.matvec import SharedExpert, StackedMatrices
-from engine.targets.nvidia.kernels.products.schedules import best_schedule
+from engine.targets.nvidia.kernels.products.schedules import best_schedule, in_digits
 from engine.targets.nvidia.kernels.weights.weight_layout import WeightLayout
 from engine.targets.nvidia.kernels.weights.weight_repacking import MatrixSpec, TensorRows
 
@@ -84,7 +84,11 @@ class Product:
         shapes = tuple((m.layout, m.rows // n) for m in self.matrices)
         shared = SharedExpert(self.shared.layout, self.shared.cols, self.gated) if self.shared else None
         beside: StackedMatrices | None = self.beside.stack if self.beside else None
-        self.stack: StackedMatrices = StackedMatrices(shapes, first.cols, self.experts, shared, beside)
+        self.stack: StackedMatrices = in_digits(
+            StackedMatrices(
+                shapes, first.cols, self.experts, shared, beside and replace(beside, digits=False)
+            )
+        )
         self.planes = [plane for matrix in self.all_matrices for plane in matrix.planes]
         self.schedule = best_schedule(self.stack)
 

@@ -1,8 +1,10 @@
 """Decode steps of small models, whose residual stream is held against the reference's after each sublayer."""
 
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 from tinygrad import UOp
@@ -15,6 +17,7 @@ from engine.formats.gguf import GGUF
 from engine.loading.weights import Weights
 from engine.model.memory_need import memory_need
 from engine.runtime.kv_blocks import KVBlocks
+from engine.targets.nvidia import matrices
 from engine.targets.nvidia.runner import NvidiaRunner
 from engine.targets.nvidia.sublayers.experts import chosen_experts
 from tests import generated_model
@@ -116,6 +119,14 @@ def check_layers_with_latent_attention() -> None:
 
 def check_layers_with_latent_attention_of_older_files() -> None:
     hold(architecture="deepseek2-lite", **SMALL)
+
+
+def check_layers_whose_vectors_come_in_digits() -> None:
+    """Products after a norm, before a norm, and of several matrices, which take their vector as it is."""
+    types = {"blk.*.ffn_*": "IQ4_NL", "blk.*.attn_*": "IQ4_NL", "blk.0.attn_k": "Q8_0"}
+    forced = lambda stack: replace(stack, digits=stack.fits_digits)
+    with mock.patch.object(matrices, "in_digits", forced):
+        hold(architecture="gemma3", types=types, **SMALL | {"dim": 128, "layers": 2})
 
 
 def hold(**shape: Any) -> None:

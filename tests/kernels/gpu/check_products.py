@@ -1,6 +1,7 @@
 """Products with matrices of every type, for one token and for a prompt, and what is fused with them."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 from tinygrad import dtypes
@@ -12,6 +13,7 @@ from engine.targets.nvidia.kernels.attention.kv_cache import Heads
 from engine.targets.nvidia.kernels.attention.prefill_attention import attend_prompt, prompt_tiling
 from engine.targets.nvidia.kernels.device import Chip
 from engine.targets.nvidia.kernels.half_words import is_cuda
+from engine.targets.nvidia.kernels.products import digit_rows
 from engine.targets.nvidia.kernels.products.activation_order import PLACES
 from engine.targets.nvidia.kernels.products.epilogues import (
     EMBED,
@@ -108,6 +110,36 @@ def check_tensor_cores() -> None:
     run(kernel, out, laid_out(x, layout), buffer(of_heads), *planes)
     expected = weights.astype(np.float64) @ (x / np.sqrt(of_heads.sum(1) / 128 + eps).repeat(128))
     assert np.abs(out.numpy() - expected).max() < 1e-6 * np.abs(expected).max()
+
+
+def check_digits() -> None:
+    """Products of one token whose vector comes in digits: as exact as with float32, groups of zeros, threads with
+    unlike numbers of steps, a last block that is not full; and numbers that are not finite stay so."""
+    rows, cols, eps = 9, 768, 1e-5
+    squares, of_heads = rng.uniform(0, 9, 5).astype(np.float32), rng.uniform(0, 9, (6, 4)).astype(np.float32)
+    for ggml_type in (20, 23):
+        layout = WeightLayout(ggml_type)
+        planes, weights = packed(ggml_type, rows, cols)
+        stack = replace(StackedMatrices.single(layout, rows, cols), digits=True)
+        digits, factors = digit_rows.sizes(cols)
+        divided = zeros(digits, dtypes.uint32), zeros(factors)
+        x, out = rng.standard_normal(cols).astype(np.float32), zeros(rows)
+        x *= 10.0 ** rng.uniform(-3, 3, cols).astype(np.float32)
+        x[64:96] = 0
+        run(digit_rows.divide(layout, cols), *divided, laid_out(x, layout))
+        kernel = matvec(stack, Schedule(8, 2, 2, early=True), STORE, "t", 5, eps)
+        run(kernel, out, *divided, buffer(squares), *planes)
+        expected = weights.astype(np.float64) @ x / np.sqrt(squares.sum() / cols + eps)
+        assert np.abs(out.numpy() - expected).max() < 1e-6 * np.abs(expected).max(), ggml_type
+        kernel = matvec(stack, Schedule(12, 1, 4), STORE, "t", heads=HeadNorm(128, 4, eps))
+        run(kernel, out, *divided, buffer(of_heads), *planes)
+        expected = weights.astype(np.float64) @ (x / np.sqrt(of_heads.sum(1) / 128 + eps).repeat(128))
+        assert np.abs(out.numpy() - expected).max() < 1e-6 * np.abs(expected).max(), ggml_type
+        for odd in (np.nan, np.inf, -np.inf):
+            x[100] = odd
+            run(digit_rows.divide(layout, cols), *divided, laid_out(x, layout))
+            run(kernel, out, *divided, buffer(of_heads), *planes)
+            assert not np.isfinite(out.numpy()).any()
 
 
 def check_epilogues() -> None:

@@ -52,6 +52,7 @@ LONG = {  # other checks run the same kernels, in fewer steps of fewer models, o
     "check_head_sizes",
     "check_layers_of_fused_matrices_with_biases",
     "check_layers_side_by_side",
+    "check_layers_whose_vectors_come_in_digits",
     "check_layers_with_capped_scores",
     "check_layers_with_delta_nets_and_gated_attention",
     "check_layers_with_embeddings_and_shared_caches",

@@ -102,6 +102,19 @@ def test_tensor_cores_serve_where_kernels_are_launched_early():
         assert not any(s.tensor for s in schedules.candidates(other, near, early))
 
 
+def test_large_products_with_a_codebook_take_their_vector_in_digits():
+    early, iq4 = Chip("sm_00", 132, launches_early=True), WeightLayout(23)
+    large, small = (StackedMatrices.single(iq4, rows, 4096) for rows in (28672, 2048))
+    digits = schedules.with_digits(large, early)
+    assert digits.digits and digits.name == "IQ4_XS 28672x4096 in digits" != large.name
+    assert not schedules.with_digits(small, early).digits
+    assert not schedules.with_digits(large, Chip("sm_00", 132)).digits
+    both = StackedMatrices(((iq4, 28672), (Q6_K, 256)), 4096)
+    chosen = StackedMatrices.single(iq4, 28672, 4096, ChosenExperts(4, 32, added=False))
+    for other in (both, chosen, StackedMatrices.single(Q6_K, 28672, 4096)):
+        assert schedules.with_digits(other, early) == other
+
+
 def test_a_search_tries_first_what_the_model_finds_cheap():
     stack, chip = StackedMatrices.single(Q6_K, 3072, 3072), Chip("sm_00", 132, launches_early=True)
     choice = matvec_schedule(stack, chip)

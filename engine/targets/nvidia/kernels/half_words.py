@@ -85,6 +85,12 @@ def picked_bytes(a: UOp, b: UOp, places: UOp) -> UOp:
     return UOp(Ops.CUSTOM, U32, (a, b, places), "__nvvm_prmt({0}, {1}, {2})")
 
 
+def kept(constant: UOp) -> UOp:
+    """A word that stays in a register of each thread. Otherwise CUDA's compiler keeps a constant where all threads of a
+    warp read it, and moves it to a register for each use. Only for CUDA, and for blocks of two dimensions."""
+    return UOp(Ops.CUSTOM, U32, (constant,), "({0} ^ threadIdx.z)")
+
+
 def integers(word: UOp, places: Sequence[int], offset: int) -> list[UOp]:
     """The bytes of a word at an even number of places, less `offset`, as float16. A byte becomes one without a
     conversion: it goes to the lowest bits of 1024."""

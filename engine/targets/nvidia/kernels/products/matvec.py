@@ -27,7 +27,7 @@ from tinygrad.uop.ops import AxisType, Ops
 
 from engine.kernels.kernel import Kernel, Name, call_by_name
 from engine.kernels.launch_hints import Release, shared_hints
-from engine.targets.nvidia.kernels.products import tensor_rows
+from engine.targets.nvidia.kernels.products import digit_rows, tensor_rows
 from engine.targets.nvidia.kernels.products.chosen_experts import ChosenExperts, ExpertRows
 from engine.targets.nvidia.kernels.products.epilogues import BlockRows, Epilogue
 from engine.targets.nvidia.kernels.products.head_norm import HeadNorm
@@ -95,13 +95,15 @@ class SharedExpert(NamedTuple):
 class StackedMatrices:
     """Matrices of `cols` columns, one below the other: (layout, rows) of each. With `experts`, each of the n has
     such matrices, those of all one after the other. If the results of experts are added, that of a `shared` expert may
-    be too. `beside`: matrices with vectors of their own, whose rows follow."""
+    be too. `beside`: matrices with vectors of their own, whose rows follow. `digits`:
+    whether the vector comes in digits (`digit_rows`)."""
 
     matrices: tuple[tuple[WeightLayout, int], ...]
     cols: int
     experts: ChosenExperts | None = None
     shared: SharedExpert | None = None
     beside: StackedMatrices | None = None
+    digits: bool = False
 
     def __post_init__(self) -> None:
         assert not self.experts or len({rows for _, rows in self.matrices}) == 1
@@ -142,6 +144,7 @@ class StackedMatrices:
         shared = f" and {self.shared.layout.name} x{self.shared.cols}" if self.shared else ""
         if e:
             name += f" {e.used} of {e.n}{' added' if e.added else ''}{shared}"
+        name += " in digits" * self.digits
         return f"{name} beside {self.beside.name}" if self.beside else name
 
     @property
@@ -149,6 +152,12 @@ class StackedMatrices:
         """Whether tensor cores can do the product (`Schedule.tensor`)."""
         ((layout, rows), *others) = self.matrices
         return not (others or self.experts or self.beside) and tensor_rows.serves(layout, rows, self.cols)
+
+    @property
+    def fits_digits(self) -> bool:
+        """Whether its vector may come in digits."""
+        ((layout, _), *others) = self.matrices
+        return not (others or self.experts or self.beside) and digit_rows.serves(layout, self.cols)
 
     @property
     def slots(self) -> int:
@@ -197,6 +206,8 @@ def matvec(
     shared expert, shared_x is its vector, and if that is gated, router the logits of `routed`, of which the last is its
     gate's; its planes follow those of the experts.
 
+    If the stack takes its vector in digits (`digit_rows`), x are these, and their factors.
+
     If the kernel `starts_next`, the next one may start as soon as this one has waited (`engine.fixes.early_launch`);
     one whose schedule is early waits later, and lets it start when its threads first meet."""
     s, cols, chosen, beside = schedule, stack.cols, stack.experts, stack.beside
@@ -206,6 +217,7 @@ def matvec(
     assert stack.slots == 1 or epilogue.by_slot
     assert s.fits() and s.block_rows % epilogue.pair == 0, s
     whole = all(rows % s.block_rows == 0 for _, _, rows in matrices)
+    assert not stack.digits or (stack.fits_digits and not s.tensor)
     assert not s.tensor or (stack.fits_tensors and s.rows == 2 and s.groups % 8 == 0 and s.threads % 4 == 0)
 
     def kernel(
@@ -220,7 +232,9 @@ def matvec(
         place = tensor_rows.Place.of(thread, s.threads // tensor_rows.ABREAST) if s.tensor else None
         row_places = place.rows if place else [group * s.rows + r for r in range(s.rows)]
         share = place.share if place else t
-        own = [(stack, *pair) for pair in zip(stack.input_scale_bits, x, strict=True)]
+        own = [
+            (stack, *pair) for pair in zip(stack.input_scale_bits, x[:1] if stack.digits else x, strict=True)
+        ]
         own += (
             [(beside, *pair) for pair in zip(beside.input_scale_bits, beside_x, strict=True)]
             if beside
@@ -235,7 +249,7 @@ def matvec(
         block = UOp.special(stack.n_blocks(s), "gidx0")
         products = [f32(0)] * s.rows
         first, end = block * s.block_rows, UOp.const(matrices[0][2])
-        factor = f32(tensor_rows.sum_factor() if place else matrices[0][1].scale)
+        factor = f32(1.0 if stack.digits else tensor_rows.sum_factor() if place else matrices[0][1].scale)
         blocks_before = rows_before = 0
         for k, (of, layout, rows) in enumerate(matrices):
             n_planes = len(layout.shapes(rows, of.cols))
@@ -252,7 +266,11 @@ def matvec(
                 functools.partial(heads.factor, head_sums) if heads and head_sums is not None else None
             )
             sums = (
-                tensor_rows.row_sums(
+                digit_rows.row_sums(
+                    layout, of.cols, x[0], x[1], matrix_planes, clamped, t, s.threads, factor_of
+                )
+                if stack.digits
+                else tensor_rows.row_sums(
                     layout,
                     of.cols,
                     vector,
@@ -316,7 +334,7 @@ def matvec(
         names = "_".join(layout.name for _, layout, _ in matrices)
         mixture = f"_{chosen.used}_of_{chosen.n}" if chosen else ""
         mixture += f"_{stack.shared.layout.name}x{stack.shared.cols}" if stack.shared else ""
-        full_name = f"{name}_{names}_{stack.rows}x{cols}{mixture}_{s.name}"
+        full_name = f"{name}_{names}_{stack.rows}x{cols}{mixture}_{s.name}{'_digits' * stack.digits}"
         vectors = chosen.used if chosen and not chosen.chooses else 1
         sizes = [permuted_size(of.cols) * (vectors if of is stack else 1) for of, _ in xs]
         n_bytes = stack.n_bytes + 4 * sum(sizes)
@@ -334,7 +352,7 @@ def matvec(
     has_lists = chosen is not None and not chosen.all_of_them
     results: tuple[Name, ...] = ("experts", "probabilities", is_choosing and "counts") if has_lists else ()
     vectors: tuple[Name, ...] = (
-        ("x", len(stack.input_scale_bits)),
+        ("x", 2 if stack.digits else len(stack.input_scale_bits)),
         ("beside_x", len(beside.input_scale_bits) if beside else 0),
         stack.shared is not None and "shared_x",
         stack.shared is not None and stack.shared.is_gated and "router",

@@ -37,6 +37,8 @@ _LATENCY_US = 1.02  # of memory, with other loads before
 _GHZ = 1.75  # at which it issues
 _UNIT_INSTRUCTIONS = 200  # of a warp, for a unit of a row: 3.1 for each weight
 _CODE_INSTRUCTIONS = 80  # more, if weights are looked up in a codebook
+_DIGIT_INSTRUCTIONS = 140  # in place of both, if the vector is in digits
+_DIVISION_US = 1.3  # of the kernel that divides it
 _STEP_INSTRUCTIONS = 50  # for a unit of the vector, which all rows of a thread share
 _SUM_INSTRUCTIONS = 2.8  # for each thread of a row, when their sums are added
 _BUSY_WARPS = 12  # of a multiprocessor, with fewer of which it does not issue in each cycle
@@ -47,6 +49,7 @@ _PLAIN_WORDS = {2: 16, 4: 58, 8: 50}  # of weights that a thread has asked for a
 _ONE_ROW_WAITS = 1.27
 # Of a thread whose rows are looked up in a large codebook, and more for each row beside matrices of another type.
 _CODE_REGISTERS, _OTHERS_REGISTERS = {1: 80, 2: 124, 4: 160, 8: 200}, 16
+_DIGIT_REGISTERS = {1: 56, 2: 60, 4: 80, 8: 128}
 _EARLY_REGISTERS, _MOST_EARLY_REGISTERS = 77, 170  # beside the weights; all
 _MANY_ROWS_WIDE = 32  # threads of a row, beyond which the compiler loads 8 rows one after the other
 _WIDE = 48  # threads of a row, beyond which the sums of many blocks take too long
@@ -75,6 +78,7 @@ def microseconds(stack: StackedMatrices, s: Schedule, chip: Chip) -> float:
     waits = _ONE_ROW_WAITS if s.rows == 1 else max(1.0, s.rows * _unit_words(stack) / _words_under_way(s))
     latency = rounds * steps * waits * _LATENCY_US * rates.latency_us / H200.latency_us
     of_unit = _UNIT_INSTRUCTIONS + _CODE_INSTRUCTIONS * _share_of_codebooks(stack)
+    of_unit = _DIGIT_INSTRUCTIONS if stack.digits else of_unit
     instructions = steps * (s.rows * of_unit + _STEP_INSTRUCTIONS) + s.threads * _SUM_INSTRUCTIONS
     waiting = max(1.0, _BUSY_WARPS / (warps * min(resident, of_busiest)))
     clock_ghz = _GHZ * rates.weights_per_ns / H200.weights_per_ns
@@ -82,6 +86,11 @@ def microseconds(stack: StackedMatrices, s: Schedule, chip: Chip) -> float:
     gain = _EARLY_US * min(1.0, resident / of_busiest) if s.early else 0.0
     between = (_BEGIN_AND_END_US - gain) * rates.link_us / H200.link_us
     return between + math.hypot(memory, latency, issue)
+
+
+def division_us(chip: Chip) -> float:
+    """The time of the kernel that makes digits of a vector (`digit_rows.divide`)."""
+    return _DIVISION_US * chip.rates.link_us / H200.link_us
 
 
 def _is_sound(stack: StackedMatrices, s: Schedule, chip: Chip) -> bool:
@@ -134,6 +143,8 @@ def _share_of_codebooks(stack: StackedMatrices) -> float:
 
 def _registers(stack: StackedMatrices, s: Schedule) -> float:
     """A guess of those of a thread."""
+    if stack.digits:
+        return _DIGIT_REGISTERS[s.rows]
     if has_large_codebook(stack):
         return _CODE_REGISTERS[s.rows] + _OTHERS_REGISTERS * s.rows * (len(stack.matrices) > 1)
     plain = _PLAIN_REGISTERS[s.rows]

@@ -20,7 +20,12 @@ from engine.formats.quantization import Format
 from engine.start_trial import start_trials
 from engine.targets.nvidia.kernels.device import REGISTERS, Chip, capability, chip, shared_limit
 from engine.targets.nvidia.kernels.products.matvec import Schedule, StackedMatrices, tensor_bytes
-from engine.targets.nvidia.kernels.products.schedule_cost import has_large_codebook, microseconds, ranked
+from engine.targets.nvidia.kernels.products.schedule_cost import (
+    division_us,
+    has_large_codebook,
+    microseconds,
+    ranked,
+)
 from engine.targets.nvidia.kernels.products.tensor_rows import ABREAST, TILE
 from engine.targets.nvidia.kernels.weights.matrix_bytes import units_of
 
@@ -31,6 +36,7 @@ _SOURCES = tuple(
     for name in (
         "products/matvec",
         "products/tensor_rows",
+        "products/digit_rows",
         "products/epilogues",
         "products/chosen_experts",
         "products/expert_choice",
@@ -51,6 +57,23 @@ def best_schedule(stack: StackedMatrices) -> Schedule:
     if result := search_result(stack):
         return result[0]
     return matvec_schedule(stack, chip())
+
+
+def in_digits(stack: StackedMatrices) -> StackedMatrices:
+    """The product on the default device, whose vector comes in digits where that takes less time by the model."""
+    return with_digits(stack, chip())
+
+
+def with_digits(stack: StackedMatrices, chip: Chip) -> StackedMatrices:
+    """As `in_digits`, on a GPU that launches kernels early, where it was timed."""
+    if not (chip.launches_early and stack.fits_digits):
+        return stack
+    divided = replace(stack, digits=True)
+    ours, theirs = ((found, _cheapest(found, chip)) for found in (divided, stack))
+    if ours[1] is None or theirs[1] is None:
+        return stack
+    us = microseconds(divided, ours[1], chip) + division_us(chip)
+    return divided if us < microseconds(stack, theirs[1], chip) else stack
 
 
 def matvec_schedule(stack: StackedMatrices, chip: Chip = _UNKNOWN) -> Schedule:

@@ -40,7 +40,7 @@ from tinygrad import Tensor, UOp, dtypes
 from tinygrad.uop.ops import Ops
 
 from engine.formats.quantization import packed_codes
-from engine.targets.nvidia.kernels.half_words import is_cuda, picked_bytes
+from engine.targets.nvidia.kernels.half_words import is_cuda, kept, picked_bytes
 from engine.targets.nvidia.kernels.uops import F32, bitwise_or, mask, shift, shift_right, u32
 from engine.targets.nvidia.kernels.weights.matrix_bytes import QUARTER, UNIT
 
@@ -200,15 +200,16 @@ def index_in_memory(q: Tensor, codes: Sequence[int]) -> Tensor:
     return q if len(codes) <= CODES else (q >> 1) | ((q & 1) << 3)
 
 
-def code_words(word: UOp, codes: Sequence[int]) -> list[UOp]:
+def code_words(word: UOp, codes: Sequence[int], keeps: bool = False) -> list[UOp]:
     """The codes that a word's eight indices of 4 bits stand for: a byte each in two words. `codes`: up to 16 numbers
-    below 256, in the order of `in_memory`.
+    below 256, in the order of `in_memory`. `keeps`: whether their tables stay in registers (`half_words.kept`).
 
     On CUDA an instruction picks four bytes, of eight. Each of two tables gives the bytes of its indices, and of the
     other's the sign of a byte. Its number in both tables is the same, and so are the highest bits of two codes that
     follow each other. So where it is set, an exclusive or with a table of inverted codes makes up for it. A code takes
     1.1 instructions, or 0.4 of up to eight codes."""
-    tables = [u32(four) for four in packed_codes(codes)]
+    keep = kept if keeps and is_cuda() else lambda constant: constant
+    tables = [keep(u32(four)) for four in packed_codes(codes)]
     if not is_cuda():
         found = [_looked_up(word, j, tables * (4 // len(tables))) for j in range(CODES)]
         return [bitwise_or([shift(found[i + k], -8 * k) for k in range(4)]) for i in (0, 4)]
@@ -216,7 +217,7 @@ def code_words(word: UOp, codes: Sequence[int]) -> list[UOp]:
         return [picked_bytes(tables[0], tables[1], shift_right(word, by)) for by in (0, 16)]
     first, second = codes[:CODES], codes[CODES:]
     assert all((a < 128) == (b < 128) for a, b in zip(first, second, strict=True))
-    inverted = [u32(four) for four in packed_codes([b if b < 128 else 255 - b for b in second])]
+    inverted = [keep(u32(four)) for four in packed_codes([b if b < 128 else 255 - b for b in second])]
     other, words = word.alu(Ops.XOR, u32(0x88888888)), []
     for by in (0, 16):
         one = picked_bytes(tables[0], tables[1], shift_right(word, by))

@@ -405,16 +405,16 @@ class Unit:
                     field = packing.unpack(words[k : k + packing.words], i).bitcast(F32)
                 terms.append(field * xs[j])
             dots.append(chain(terms))
-        return self._scaled(dots, sums)
+        return self.scaled(dots, sums)
 
     def of_dots(self, dots: Sequence[UOp], sums: Sequence[UOp]) -> UOp:
         """The product, from those of the integers of each group, and the sums of the activations of each group."""
         offset = self.layout.offset
         if offset:
             dots = [dot + x * f32(-offset) for dot, x in zip(dots, sums, strict=True)]
-        return self._scaled(dots, sums)
+        return self.scaled(dots, sums)
 
-    def _scaled(self, dots: Sequence[UOp], sums: Sequence[UOp]) -> UOp:
+    def scaled(self, dots: Sequence[UOp], sums: Sequence[UOp]) -> UOp:
         """The product, from those of the integers less their offset, of each group."""
         layout, format = self.layout, self.layout.format
         assert format
