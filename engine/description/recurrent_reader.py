@@ -51,7 +51,7 @@ class RecurrentReader(HeadReader):
         heads, groups = self.size("ssm.time_step_rank"), self.size("ssm.group_count")
         size, taps, width = (
             self.size("ssm.state_size"),
-            self.size("ssm.conv_kernel"),
+            self.taps("ssm.conv_kernel"),
             self.size("ssm.inner_size"),
         )
         if width % heads or heads % groups or size > MAX_HEAD:
@@ -78,8 +78,15 @@ class RecurrentReader(HeadReader):
             heads=heads, groups=groups, head_dim=width // heads, size=size, taps=taps,
         )  # fmt: skip
 
+    def taps(self, key: str) -> int:
+        """The tokens that a convolution reads."""
+        taps = self.size(key)
+        if taps < 2:
+            raise damaged(self.file.path, f"its convolutions read {taps} token")
+        return taps
+
     def short_conv(self, prefix: str) -> ShortConv:
-        dim, taps = self.dim, self.size("shortconv.l_cache")
+        dim, taps = self.dim, self.taps("shortconv.l_cache")
         return ShortConv(
             inputs=self.weight(f"{prefix}shortconv.in_proj", 3 * dim, dim),
             out=self.weight(f"{prefix}shortconv.out_proj", dim, dim),
@@ -91,7 +98,7 @@ class RecurrentReader(HeadReader):
     def delta(self, prefix: str) -> DeltaNet:
         """A gated delta net. Raises ModelFileError for one that is cut into other heads than the engine's."""
         key_heads, value_heads = self.size("ssm.group_count"), self.size("ssm.time_step_rank")
-        size, taps = self.size("ssm.state_size"), self.size("ssm.conv_kernel")
+        size, taps = self.size("ssm.state_size"), self.taps("ssm.conv_kernel")
         dim, channels, values = self.dim, (2 * key_heads + value_heads) * size, value_heads * size
         # only files of Ollama say it
         in_turn = self.file.get(self.key("ssm.v_head_reordered"), bool, self.family.shares_in_turn)

@@ -100,6 +100,23 @@ def test_experts_that_are_chosen_by_scores_and_latent_attention_run_on_kernels(a
     assert not runs_as_graph_because(spec, "CUDA") and not runs_as_graph_because(spec, "CPU")
 
 
+@pytest.mark.parametrize(
+    ("architecture", "lacks"),
+    [
+        ("phi2", "LayerNorms"),
+        ("falcon-h1", "layers beside attention"),
+        ("nemotron_h_moe", "experts without gates"),
+        ("nemotron_h", ""),
+        ("granitehybrid", ""),
+    ],
+)
+def test_layers_of_other_families_on_gpus(architecture, lacks, tmp_path):
+    spec = opened(generated_model.write(tmp_path / "model.gguf", architecture=architecture, layers=3)).spec
+    why = runs_as_graph_because(spec, "CUDA")
+    assert f"has {lacks}, which" in why if lacks else not why
+    assert not runs_as_graph_because(spec, "CPU")
+
+
 def test_a_device_without_kernels_runs_graphs(tmp_path):
     spec = opened(generated_model.write(tmp_path / "model.gguf")).spec
     assert target_of(spec, "METAL") == "graph"

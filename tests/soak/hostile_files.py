@@ -18,7 +18,7 @@ from tests import generated_model
 from tests.soak.counts import Counts
 from tests.soak.drawn import drawn
 
-ARCHITECTURES = ("llama", "gemma3", "qwen3moe", "gpt-oss", "qwen35")
+ARCHITECTURES = ("llama", "gemma3", "qwen3moe", "gpt-oss", "qwen35", "granitehybrid", "phi2")
 _NUMBERS = st.sampled_from([0, 1, 2, 8, 255, 2**15, 2**31 - 1, 2**31, 2**32 - 1, 2**62, 2**63, 2**64 - 1])
 _PIECES = st.one_of(
     st.binary(min_size=1, max_size=12),
