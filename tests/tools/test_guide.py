@@ -54,6 +54,9 @@ ASKED = {
     ("how do I fork a chat",): "Alt+M",
     ("what does alt+f do",): "Alt+M",
     ("which words were guessed by speculation?",): "Alt+G",
+    ("does it run glm 4.5?",): "GLM-4.5",
+    ("which models can call tools",): "system text",
+    ("please reply in French from now on",): "F12",
     ("edit an older prompt, not the last",): "F2",
     ("what is the temperature", "how do I set it", "thanks", "and what is the default?"): "0.7",
 }
