@@ -15,8 +15,9 @@ from tinygrad import UOp
 
 from engine.kernels.compilation import KernelFunction
 from engine.targets.cpu.kernels.activations import sigmoid, sum_of_squares
+from engine.targets.cpu.kernels.convolution import convolve_channels
 from engine.targets.cpu.kernels.delta_net import softplus
-from engine.targets.cpu.kernels.kernel_builder import Index, KernelBuilder, add, even_share
+from engine.targets.cpu.kernels.kernel_builder import Index, KernelBuilder, even_share
 from engine.targets.cpu.kernels.step_state import TOKENS, n_tokens
 
 
@@ -59,7 +60,7 @@ def mamba_inputs(net: MambaHeads, tile: int, rows: bool = False) -> KernelFuncti
     and dt, float32 (tokens, steps), both changed in place; the layer's inputs; the state if tile is more than 1; the
     slots; the weights of the convolution, float32 (taps, channels), and its biases, float32 (channels,); the biases of
     dt, float32 (steps,)."""
-    n, lanes, before = net.channels, net.lanes, net.taps - 1
+    n, lanes = net.channels, net.lanes
 
     def kernel(part: UOp, parts: UOp, *buffers: UOp) -> UOp:
         x, dt, inputs, *step_state, slots, weights, bias, step_bias = buffers
@@ -67,27 +68,16 @@ def mamba_inputs(net: MambaHeads, tile: int, rows: bool = False) -> KernelFuncti
         for buffer in (x, dt, inputs):
             k.scratch(buffer)
         tokens: Index = k.index(step_state[0], TOKENS) if step_state else 1
-        runs, run_tokens = (tokens, 1) if rows else (1, tokens)
-        first, count = even_share(n // lanes, part, parts)
-        window = k.registers(net.taps * lanes)  # a ring of the last inputs
-        with k.loop(count) as i, k.loop(runs) as run:
-            channel = (first + i) * lanes
-            kept, left = (k.index(slots, run * 2 + i) * (before * n) + channel for i in range(2))
-            with k.loop(before) as tap:
-                k.store(window, tap * lanes, k.vector(inputs, kept + tap * n))
-            with k.loop(run_tokens) as t:
-                at = (run + t) * n + channel
-                places = [(t + tap) % net.taps * lanes for tap in range(net.taps)]
-                k.store(window, places[-1], k.vector(x, at))
-                total = add(
-                    k.vector(window, place) * k.vector(weights, tap * n + channel)
-                    for tap, place in enumerate(places)
-                )
-                total = total + k.vector(bias, channel)
-                k.store(x, at, total * sigmoid(k, total))
-            with k.loop(before) as tap:
-                place = (run_tokens + tap) % net.taps * lanes
-                k.store(inputs, left + tap * n, k.vector(window, place))
+        runs: tuple[Index, Index] = (tokens, 1) if rows else (1, tokens)
+
+        def put(token: Index, channel: Index, total: UOp) -> None:
+            total = total + k.vector(bias, channel)
+            k.store(x, token * n + channel, total * sigmoid(k, total))
+
+        convolve_channels(
+            k, (n, net.taps, lanes), even_share(n // lanes, part, parts), runs, (inputs, slots, weights),
+            lambda token, channel: k.vector(x, token * n + channel), put,
+        )  # fmt: skip
         first, count = even_share(tokens, part, parts)
         with k.loop(count) as i, k.loop(net.steps // lanes) as j:
             at = (first + i) * net.steps + j * lanes

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from abc import abstractmethod
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from tinygrad import UOp
 
@@ -14,6 +15,7 @@ from engine.targets.nvidia.kernels.products.runs import Runs
 from engine.targets.nvidia.kernels.recurrent.state_memory import StateMemory, sequence_of
 from engine.targets.nvidia.kernels.uops import (
     INDEX,
+    chain,
     finish,
     load,
     load_run,
@@ -23,6 +25,17 @@ from engine.targets.nvidia.kernels.uops import (
 )
 
 _THREADS = 128  # of a block, each with a channel
+
+
+class Convolved(NamedTuple):
+    """What a thread has of a prompt's row: its channel, and whether there is one (None: always), the row, whether that
+    is a token's, and the convolution of the channel there."""
+
+    channel: UOp
+    has_channel: UOp | None
+    row: UOp
+    valid: UOp
+    total: UOp
 
 
 class ConvolvedMemory(StateMemory):
@@ -58,6 +71,19 @@ class ConvolvedMemory(StateMemory):
         blocks = -(-self.channels // _THREADS)
         channel = UOp.special(blocks, "gidx0") * _THREADS + UOp.special(_THREADS, "lidx0")
         return channel, None if self.channels % _THREADS == 0 else channel < self.channels
+
+    def convolved(self, runs: Runs, memory: UOp, sums: Sequence[UOp], prompt: UOp, weights: UOp) -> Convolved:
+        """In a grid of channels and rows. `weights`: float32 (channels, taps); the others as in `keep_inputs`."""
+        (channel, ok), row = self.channel, UOp.special(runs.tokens, "gidx1")
+        piece = Piece.of(prompt, row, runs.tokens, MAX_POSITION)
+        before = self.state_at(piece.position, sequence_of(self, prompt, piece.sequence_at))
+        token = piece.token(row)
+        valid = token < piece.count if ok is None else ok & (token < piece.count)
+        at = runs, sums, memory, piece, before, channel
+        window = [self.input_of(*at, token + (k - self.taps + 1), valid) for k in range(self.taps)]
+        of_channel = load_run(weights, channel * self.taps, self.taps, ok)
+        total = chain(x * w for x, w in zip(window, of_channel, strict=True))
+        return Convolved(channel, ok, row, valid, total)
 
 
 @functools.cache

@@ -190,17 +190,8 @@ def convolve_prompt(of: MambaHeads, runs: Runs) -> Kernel:
     def kernel(
         channels: UOp, memory: UOp, sums: Sequence[UOp], prompt: UOp, conv: UOp, conv_bias: UOp
     ) -> UOp:
-        (channel, ok), row = of.channel, UOp.special(runs.tokens, "gidx1")
-        piece = Piece.of(prompt, row, runs.tokens, MAX_POSITION)
-        before, token = (
-            of.state_at(piece.position, sequence_of(of, prompt, piece.sequence_at)),
-            piece.token(row),
-        )
-        valid = token < piece.count if ok is None else ok & (token < piece.count)
-        at = runs, sums, memory, piece, before, channel
-        window = [of.input_of(*at, token + (k - of.taps + 1), valid) for k in range(of.taps)]
-        weights = load_run(conv, channel * of.taps, of.taps, ok)
-        total = chain(x * w for x, w in zip(window, weights, strict=True)) + load(conv_bias, channel, ok)
+        channel, ok, row, _, total = of.convolved(runs, memory, sums, prompt, conv)
+        total = total + load(conv_bias, channel, ok)
         place = row * of.channels + channel
         return finish(f"{of.name}_convolve_{runs.tokens}", [store(channels, place, silu(total), ok)])
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from tinygrad import UOp
 
 from engine.kernels.kernel import Kernel
-from engine.targets.nvidia.kernels.pieces import MAX_POSITION, Piece
+from engine.targets.nvidia.kernels.pieces import MAX_POSITION
 from engine.targets.nvidia.kernels.products.activation_order import PLACES, Order
 from engine.targets.nvidia.kernels.products.matmul import as_half
 from engine.targets.nvidia.kernels.products.runs import Runs
@@ -99,18 +99,8 @@ def short_conv_prompt(of: ConvMemory, runs: Runs, order: Order = "fragments") ->
     the weights, float32 (channels, taps)."""
 
     def kernel(out: UOp, memory: UOp, sums: Sequence[UOp], prompt: UOp, conv: UOp) -> UOp:
-        (channel, ok), row = of.channel, UOp.special(runs.tokens, "gidx1")
-        piece = Piece.of(prompt, row, runs.tokens, MAX_POSITION)
-        before, token = (
-            of.state_at(piece.position, sequence_of(of, prompt, piece.sequence_at)),
-            piece.token(row),
-        )
-        valid = token < piece.count if ok is None else ok & (token < piece.count)
-        at = runs, sums, memory, piece, before, channel
-        window = [of.input_of(*at, token + (k - of.taps + 1), valid) for k in range(of.taps)]
-        weights = load_run(conv, channel * of.taps, of.taps, ok)
-        c = runs.load(sums, None, row, of.channels + channel, valid)
-        result = c * chain(x * w for x, w in zip(window, weights, strict=True))
+        channel, ok, row, valid, total = of.convolved(runs, memory, sums, prompt, conv)
+        result = runs.load(sums, None, row, of.channels + channel, valid) * total
         place = PLACES[order](row, channel, of.channels)
         return finish(f"short_{of.name}_prompt_{runs.tokens}", [store(out, place, as_half(result), ok)])
 
