@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.description.checked_file import CheckedFile
+from engine.description.families import Family
 from engine.description.spec import Rope
 from engine.errors import ModelFileError
 from engine.formats.gguf import GGUF, damaged, printable
@@ -32,14 +33,12 @@ class AttentionHeads:
 class HeadReader(CheckedFile):
     """Reads the heads of layers. `ropes`: the rotary embeddings of those so far. All methods raise ModelFileError."""
 
-    def __init__(
-        self, file: GGUF, architecture: str, rope_base: float = 10_000.0, window_base: float = 0.0
-    ) -> None:
-        """The bases are those of files that do not say them: see `Family`."""
+    def __init__(self, file: GGUF, architecture: str, family: Family) -> None:
         super().__init__(file, architecture)
+        self.family = family
         self.ropes: list[Rope] = []
         self.dim, self.context = self.size("embedding_length"), self.size("context_length")
-        self._rope_base, self._window_base, self.unsaid_factor = rope_base, window_base, 1.0
+        self.unsaid_factor = family.long_rope_factor if self.context >= 1 << 17 else 1.0
 
     def heads(self, i: int, has_window: bool, interleaved: bool) -> AttentionHeads:
         """The heads of layer i. Those of layers with a window may have another size (gemma4)."""
@@ -97,9 +96,9 @@ class HeadReader(CheckedFile):
     def rotation(self, heads: AttentionHeads, plain: bool) -> Rope:
         """See `rope`. Raises ModelFileError. A factor without a type is linear, as in llama.cpp, and 0 stands for none;
         older files have it as scale_linear. Files of Ollama have other names of the bases."""
-        base = self.number("rope.freq_base", self.number("rope.global.freq_base", self._rope_base))
+        base = self.number("rope.freq_base", self.number("rope.global.freq_base", self.family.rope_base))
         if plain:
-            unsaid = self.number("rope.local.freq_base", self._window_base or base)
+            unsaid = self.number("rope.local.freq_base", self.family.window_base or base)
             base, kind, scale = self.number("rope.freq_base_swa", unsaid), "none", 1.0
         else:
             kind = self.file.get(self.key("rope.scaling.type"), str, "linear")

@@ -22,7 +22,7 @@ def is_latent(file: HeadReader, prefix: str) -> bool:
     return file.has(f"{prefix}attn_kv_a_mqa.weight")
 
 
-def read_latent_attention(file: HeadReader, i: int, prefix: str, interleaved: bool) -> LatentAttention:
+def read_latent_attention(file: HeadReader, i: int, prefix: str) -> LatentAttention:
     """The attention of layer i. Newer files have the matrices of keys and of values as they are used; older ones have
     those of a head as one, of whose transpose that of keys is a part. Raises ModelFileError."""
     dim, heads, latent = (
@@ -39,7 +39,7 @@ def read_latent_attention(file: HeadReader, i: int, prefix: str, interleaved: bo
             f"{file.name} has latent attention of a shape that orin-chat does not run.",
             "Choose another model.",
         )
-    order = HeadOrder(rotated, rotated, interleaved)
+    order = HeadOrder(rotated, rotated, file.family.interleaved)
     turned = None if order.is_engines else order
     q, q_down, q_down_norm, width = "attn_q", None, None, dim
     if file.has(f"{prefix}attn_q_a.weight"):

@@ -19,8 +19,8 @@ class RecurrentReader(HeadReader):
     """Reads recurrent layers, of `layers` in all. All methods raise ModelFileError."""
 
     def __init__(self, file: GGUF, architecture: str, family: Family) -> None:
-        super().__init__(file, architecture, family.rope_base, family.window_base)
-        self.family, self.layers = family, self.size("block_count")
+        super().__init__(file, architecture, family)
+        self.layers = self.size("block_count")
 
     def is_recurrent(self, i: int) -> bool:
         """Whether layer i keeps a state: `recurrent_layers` tells it, or the number of layers of which the last has

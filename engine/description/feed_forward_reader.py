@@ -1,0 +1,119 @@
+"""The feed-forward layers of a model and their mixtures of experts, read from a file."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from engine.description.head_reader import HeadReader
+from engine.description.sublayers import Dense, Experts, Scoring, SideBySide, Vector, Weight
+from engine.errors import ModelFileError
+from engine.formats.gguf import damaged
+
+
+class FeedForwardReader(HeadReader):
+    """Reads feed-forward layers. All methods raise ModelFileError."""
+
+    def feed_forward(self, i: int, prefix: str) -> Dense | Experts:
+        if self.has(f"{prefix}ffn_gate_inp.weight"):
+            return self.experts(prefix)
+        return self.dense(prefix, self.size_of_layer("feed_forward_length", i))
+
+    def beside(self, i: int, prefix: str) -> SideBySide:
+        def norm(name: str) -> Vector:
+            return self.required(f"{prefix}{name}.weight", self.dim)
+
+        scale = self.required(f"{prefix}ffn_gate_inp.scale", self.dim)
+        return SideBySide(
+            dense=self.dense(prefix, self.size_of_layer("feed_forward_length", i)),
+            dense_norm=norm("ffn_norm"),
+            dense_post_norm=norm("post_ffw_norm_1"),
+            experts=self.experts(prefix),
+            experts_norm=norm("pre_ffw_norm_2"),
+            experts_post_norm=norm("post_ffw_norm_2"),
+            router_scale=replace(scale, factor=self.dim**-0.5),
+        )
+
+    def dense(self, prefix: str, width: int, suffix: str = "") -> Dense:
+        """The feed-forward layer. Without ffn_gate, the rows of gate and then of up are one tensor (phi3),
+        unless the family has no gates."""
+        dim = self.dim
+        down = self.weight(f"{prefix}ffn_down{suffix}", dim, width)
+        if self.has(f"{prefix}ffn_gate{suffix}.weight"):
+            gate, up = (self.weight(f"{prefix}ffn_{x}{suffix}", width, dim) for x in ("gate", "up"))
+        elif self.family.ungated:
+            up = self.weight(f"{prefix}ffn_up{suffix}", width, dim)
+            biases = (
+                self.vector(f"{prefix}ffn_{x}{suffix}.bias", n) for x, n in (("up", width), ("down", dim))
+            )
+            return Dense(None, up, down, self.family.activation, *biases)
+        else:
+            gate, up = (
+                self.weight(f"{prefix}ffn_up{suffix}", width, dim, first, 2 * width) for first in (0, width)
+            )
+        return Dense(gate, up, down, self.family.activation)
+
+    def experts(self, prefix: str) -> Experts:
+        """A mixture of experts. Older files give the experts' width as feed_forward_length (olmoe). Of each expert, the
+        rows of gate and then of up may be one tensor."""
+        dim, count, used = self.dim, self.size("expert_count"), self.size("expert_used_count")
+        if not count > 1 or used > count:
+            raise damaged(self.file.path, f"it chooses {used} of {count} experts")
+        has_width = self.key("expert_feed_forward_length") in self.file.metadata
+        width = self.size("expert_feed_forward_length" if has_width else "feed_forward_length")
+
+        def of_experts(x: str, rows: int, cols: int) -> tuple[Weight, Vector | None]:
+            tensor = f"{prefix}ffn_{x}_exps"
+            bias = self.vector(f"{tensor}.bias", rows, experts=count)
+            return self.weight(tensor, rows, cols, experts=count), bias
+
+        def half(first: int) -> tuple[Weight, None]:
+            tensor, whole = f"{prefix}ffn_gate_up_exps", 2 * width
+            return self.weight(tensor, width, dim, first, whole, experts=count, every=whole, run=width), None
+
+        gate: Weight | None
+        if self.family.ungated:
+            (gate, gate_bias), (up, up_bias) = (None, None), of_experts("up", width, dim)
+        elif self.has(f"{prefix}ffn_gate_up_exps.weight"):
+            (gate, gate_bias), (up, up_bias) = half(0), half(width)
+        else:
+            (gate, gate_bias), (up, up_bias) = (of_experts(x, width, dim) for x in ("gate", "up"))
+        down, down_bias = of_experts("down", dim, width)
+        shared = self.file.tensors.get(f"{prefix}ffn_down_shexp.weight")
+        has_gate = self.has(f"{prefix}ffn_gate_inp_shexp.weight")
+        groups, used_groups = self.groups(count, used)
+        return Experts(
+            router=self.weight(f"{prefix}ffn_gate_inp", count, dim),
+            router_bias=self.vector(f"{prefix}ffn_gate_inp.bias", count),
+            gate=gate, up=up, down=down, gate_bias=gate_bias, up_bias=up_bias, down_bias=down_bias,
+            used=used, activation=self.family.activation,
+            renormalised=self.file.get(self.key("expert_weights_norm"), bool, self.family.renormalised),
+            scales=self.vector(f"{prefix}ffn_down_exps.scale", count),
+            shared=self.dense(prefix, shared.shape[-1], "_shexp") if shared else None,
+            shared_gate=self.weight(f"{prefix}ffn_gate_inp_shexp", 1, dim) if has_gate else None,
+            scoring=self.scoring(prefix), choice_bias=self.vector(f"{prefix}exp_probs_b.bias", count),
+            factor=self.number("expert_weights_scale", 1.0) or 1.0, groups=groups, used_groups=used_groups,
+        )  # fmt: skip
+
+    def scoring(self, prefix: str) -> Scoring:
+        """What makes the probabilities of experts: llama_expert_gating_func_type in src/llama-hparams.h of
+        llama.cpp; 0 stands for none said."""
+        is_biased = self.has(f"{prefix}exp_probs_b.bias")
+        unsaid = self.family.biased_scoring or self.family.scoring if is_biased else self.family.scoring
+        known: dict[int, Scoring] = {0: unsaid, 1: "softmax", 2: "sigmoid"}
+        kind = self.file.get(self.key("expert_gating_func"), int, 0)
+        if kind not in known:
+            raise ModelFileError(
+                f"{self.name} scores its experts by function {kind}, which orin-chat does not run.",
+                "Choose another model.",
+            )
+        return known[kind]
+
+    def groups(self, count: int, used: int) -> tuple[int, int]:
+        """The groups of experts, and how many of them are used: 1 and 1 if all experts are compared."""
+        groups = self.file.get(self.key("expert_group_count"), int, 0)
+        if groups <= 1:
+            return 1, 1
+        used_groups, each = self.size("expert_group_used_count"), count // groups
+        if count % groups or each < 2 or used_groups > groups or used > used_groups * each:
+            raise damaged(self.file.path, f"it chooses {used_groups} of {groups} groups of {count} experts")
+        return groups, used_groups
