@@ -18,6 +18,8 @@ from app.cli.left_threads import end_without_left_threads
 from app.cli.meant import check_command
 from engine.bytecode import keep_bytecode
 from engine.errors import BackendError, OrinError, UsageError
+from engine.logs import log_path, open_log
+from widgets.terminal.stray_output import stray_errors_to, stray_output_to
 
 if TYPE_CHECKING:
     from argparse import Namespace
@@ -170,7 +172,8 @@ def _chat(arguments: Sequence[str]) -> int:
         _collect_garbage()
         return asyncio.run(print_dashboard(_engine(args, configuration), sys.stdout, sys.stderr))
     if args.one_shot:
-        return _answer(args, settings, configuration)
+        with stray_errors_to(open_log(log_path("screen"))):
+            return _answer(args, settings, configuration)
     return _converse(args, settings, configuration, problem, flaws)
 
 
@@ -290,7 +293,8 @@ def _converse(
                 say(sys.stderr, f"{problem}.")
             else:
                 greet(args.model, configuration.engine.model_path, is_chat=True)
-            return _in_lines(args, settings, configuration, engine, history, chat)
+            with stray_errors_to(open_log(log_path("screen"))):
+                return _in_lines(args, settings, configuration, engine, history, chat)
         warning = " ".join((*flaws, problem and f"{problem} · Ctrl+L chooses another")).strip()
         return _on_screen(args, settings, configuration, engine, history, chat, warning)
     finally:
@@ -342,9 +346,7 @@ def _on_screen(
     from app.chat.speed_history import recording_engine
     from app.screens.chat_app import ChatApp
     from app.screens.engine_setup import EngineSetup
-    from engine.logs import log_path, open_log
     from widgets.chat.vi_keys import ViKeys
-    from widgets.terminal.stray_output import stray_output_to
 
     setup = None
     if args.engine is None:

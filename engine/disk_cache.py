@@ -55,7 +55,7 @@ class DiskCache:
                 raise ValueError("damaged")
             # Unpickling runs code from the file. It is the user's own, also with sudo in another's home folder.
             value = pickle.loads(data[_DIGEST_BYTES:])
-            if time.time() - state.st_mtime > _DAY_S:
+            if abs(time.time() - state.st_mtime) > _DAY_S:  # the clock may have been ahead
                 path.touch()
         except FileNotFoundError:
             return None
@@ -92,14 +92,16 @@ class DiskCache:
 
 
 def trim(folder: Path, limit_bytes: int) -> None:
-    """Deletes the least recently used files of a folder beyond so many bytes. Raises OSError."""
-    files = []
+    """Deletes the least recently used files of a folder beyond so many bytes. Those of a time that is yet to come count
+    as the oldest: they would stay, and all that is new would be deleted. Raises OSError."""
+    files, soon = [], time.time() + _DAY_S
     for entry in os.scandir(folder):
         with contextlib.suppress(FileNotFoundError):  # another process has just renamed or deleted it
             if entry.is_file():
                 files.append((entry.stat(), entry.path))
     total_bytes = 0
-    for stat, path in sorted(files, key=lambda file: file[0].st_mtime, reverse=True):
+    files.sort(key=lambda file: (file[0].st_mtime < soon, file[0].st_mtime), reverse=True)
+    for stat, path in files:
         total_bytes += stat.st_size
         if total_bytes > limit_bytes:
             Path(path).unlink(missing_ok=True)

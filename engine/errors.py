@@ -56,6 +56,10 @@ class BackendError(OrinError):
     kind = "backend"
 
 
+class CompilerHangsError(BackendError):
+    """A compiler did not end. Another try would take as long."""
+
+
 class DeviceHangsError(BackendError):
     """What a device computes, or a call of its driver, does not end."""
 

@@ -1,5 +1,6 @@
 """The paths of the server, as a Starlette application."""
 
+import asyncio
 import re
 import sys
 import traceback
@@ -307,7 +308,7 @@ class Routes:
             sum(service.waiting for service in services),
             next((service.slots for service in services if service.slots), None),
             sum(resident) if resident else None,
-            gpu_used_bytes(),
+            await asyncio.to_thread(gpu_used_bytes),  # a driver may take long
         )
         text = self._models.default.metrics.text(gauges)
         return Response(text, headers={"Content-Type": CONTENT_TYPE})

@@ -9,6 +9,8 @@ import os
 import threading
 from pathlib import Path
 
+from engine.devices.driver_watch import watched
+
 LIBRARY = "libcuda.so.1"
 TEGRA_FOLDERS = "usr/lib/aarch64-linux-gnu/nvidia", "usr/lib/aarch64-linux-gnu/tegra"
 """Where JetPack has the library. Its linker knows them, unless the image is a container or was changed."""
@@ -94,7 +96,7 @@ def compute_capability() -> tuple[int, int]:
 def free_bytes() -> int:
     """Free memory of the GPU whose context is current in this thread; 0 if there is none."""
     cuda, free, total = library(), ctypes.c_size_t(), ctypes.c_size_t()
-    if cuda is None or cuda.cuMemGetInfo_v2(ctypes.byref(free), ctypes.byref(total)):
+    if cuda is None or watched(cuda.cuMemGetInfo_v2)(ctypes.byref(free), ctypes.byref(total)):
         return 0
     return free.value
 

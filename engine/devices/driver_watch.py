@@ -7,12 +7,18 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
 LIMIT_S = 60
-"""No call takes so long on a device that works: what an engine waits for is a step, or a piece of the weights."""
+"""No call takes so long on a device that works: what an engine waits for is a step, or a piece of the weights. A step
+of tensor graphs of a large model may (`work_s`)."""
 _SECOND_S = 1.0
+_RECENT = 3  # seconds before a call is first seen waiting, of whose work it may wait for the end
+
+work_s: Callable[[], float] = lambda: 0.0
+"""How long a slow device may take, in seconds, for all that this process has given it so far."""
 
 _under_way: dict[int, object] = {}  # by thread: an object of its own for each call
 
@@ -32,14 +38,17 @@ def watched(call: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def watch(hangs: Callable[[], object]) -> None:
-    """Calls `hangs` in a thread of its own once a call has taken LIMIT_S. A time in which the process was stopped does
-    not count."""
+    """Calls `hangs` in a thread of its own once a call has taken LIMIT_S, and what the work takes that was given to the
+    device just before. A time in which the process was stopped does not count."""
     threading.Thread(target=_watch, args=(hangs,), name="driver watch", daemon=True).start()
 
 
 def _watch(hangs: Callable[[], object]) -> None:
-    seconds: dict[object, int] = {}
-    while not any(n >= LIMIT_S for n in seconds.values()):
+    left: dict[object, float] = {}  # seconds that each call may still take
+    given = deque([work_s()], _RECENT)
+    while all(seconds > 0 for seconds in left.values()):
         time.sleep(_SECOND_S)
-        seconds = {call: seconds.get(call, 0) + 1 for call in list(_under_way.values())}
+        given.append(work_s())
+        first = LIMIT_S + max(0.0, given[-1] - given[0])
+        left = {call: left.get(call, first) - 1 for call in list(_under_way.values())}
     hangs()

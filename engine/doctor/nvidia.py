@@ -48,7 +48,8 @@ def _counters(nvml: str = "pynvml") -> Iterator[Finding]:
     """Clocks, temperature and power, from NVML."""
     for counter in NvmlCounters(nvml).read():
         if counter.name == "GPU":  # the only counter without NVML
-            yield note("clocks", counter.absent, pip_install("nvidia-ml-py"))
+            is_missing = "not installed" in counter.absent
+            yield note("clocks", counter.absent, pip_install("nvidia-ml-py") if is_missing else "")
         elif counter.name == "throttled" and counter.parts:
             advice = "Let it cool, or look at its power limit: nvidia-smi -q -d PERFORMANCE"
             yield fair("throttled", as_text(counter), advice)

@@ -1,20 +1,29 @@
-"""tinygrad 0.14.0: what a compiler has made is checked before it is kept.
+"""tinygrad 0.14.0: what a compiler has made is checked before it is kept, and one that does not end is not waited for.
 
 A compiler may end without an error and without a whole program: where its folder for temporary files is full, or when
-it is a script that cannot be read. tinygrad takes that for a program, and so would every later start.
+it is a script that cannot be read. tinygrad takes that for a program, and so would every later start. It waits without
+a bound for one that hangs: a wrapper that asks a server, or a program on a disk that does not answer.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
+from collections.abc import Sequence
+from types import SimpleNamespace
 
 from tinygrad.runtime.autogen import libc
+from tinygrad.runtime.support import compiler_cpu
 from tinygrad.runtime.support.compiler_cpu import ClangCompiler
 
-from engine.errors import BackendError
+from engine.errors import BackendError, CompilerHangsError
 from engine.fixes import once
 
+LIMIT_S = 60
+"""Of a kernel. The largest takes some seconds, on a slow and busy CPU too. Time in which this process was stopped does
+not count."""
+_SECOND_S = 1.0
 _stock_compile = ClangCompiler.compile
 _HINT = "Is there room in the folder for temporary files (TMPDIR, /tmp)? The engine's log has what the compiler says."
 
@@ -23,6 +32,27 @@ _HINT = "Is there room in the folder for temporary files (TMPDIR, /tmp)? The eng
 def apply() -> None:
     """Changes tinygrad in this process."""
     ClangCompiler.compile = _compile
+    compiler_cpu.subprocess = SimpleNamespace(check_output=_check_output)
+
+
+def _check_output(command: Sequence[str], input: bytes) -> bytes:
+    """As `subprocess.check_output`. Raises CompilerHangsError too."""
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        try:
+            for second in range(LIMIT_S):
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    made, _ = process.communicate(None if second else input, timeout=_SECOND_S)
+                    break
+            else:
+                raise CompilerHangsError(
+                    f"The compiler {command[0]} has not ended within {LIMIT_S} s.",
+                    "Does it work by itself? CC=/path/of/clang names another one.",
+                )
+        finally:
+            process.kill()  # unless it has ended
+    if process.returncode:
+        raise subprocess.CalledProcessError(process.returncode, command)
+    return made
 
 
 def _compile(self: ClangCompiler, src: str) -> bytes:

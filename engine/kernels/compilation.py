@@ -27,7 +27,7 @@ from tinygrad.renderer import Renderer
 from tinygrad.uop.ops import Ops
 
 from engine.disk_cache import disk_cache, source_digest
-from engine.errors import PreemptedError, print_without_messages
+from engine.errors import CompilerHangsError, PreemptedError, print_without_messages
 from engine.kernels import compilers
 from engine.kernels.functions import fingerprint, packed
 from engine.kernels.target import renderer, told
@@ -194,12 +194,15 @@ def _take_compiled() -> bool:
 
 
 def _take(graph: UOp) -> None:
-    """Takes a kernel that is compiled. If that failed, it is to be made here, which then raises why."""
+    """Takes a kernel that is compiled. If that failed, it is to be made here, which then raises why. Raises
+    CompilerHangsError."""
     global _heard_s
     _heard_s = time.monotonic()
     task, bar = _compiling.pop(graph)
     try:
         [(key, program)] = task.result()
+    except CompilerHangsError:
+        raise
     except Exception as error:
         print_without_messages(error)
         _failed.add(graph)

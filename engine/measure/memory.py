@@ -7,6 +7,7 @@ from functools import cache
 from pathlib import Path
 
 from engine.devices.system_files import read_text
+from engine.measure.patience import Patient
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,7 @@ def _nvml() -> ctypes.CDLL | None:
         return None
 
 
-def _gpus() -> list[_NvmlMemory] | None:
+def _read_gpus() -> list[_NvmlMemory] | None:
     """The memory of each NVIDIA GPU. None on a Jetson, whose NVML has no such figure."""
     nvml = _nvml()
     count = ctypes.c_uint()
@@ -60,9 +61,12 @@ def _gpus() -> list[_NvmlMemory] | None:
     return gpus
 
 
+_gpus = Patient(_read_gpus)
+
+
 def gpu_used_bytes() -> int | None:
-    """Bytes in use by all processes on all NVIDIA GPUs. None without a GPU, and on a Jetson, whose NVML has no such
-    figure.
+    """Bytes in use by all processes on all NVIDIA GPUs. None without a GPU, on a Jetson, whose NVML has no such figure,
+    and if the driver does not answer.
 
     What an engine took is the difference before and after its start.
     """

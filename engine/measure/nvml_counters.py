@@ -10,6 +10,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from engine.devices.system_files import read_text
+from engine.measure.patience import Patient
 from engine.protocol.events import Counter
 
 # The reasons in nvmlClocksEventReasons (nvml.h) that slow a GPU down, without idleness and the user's own limits.
@@ -20,7 +21,24 @@ _THROTTLE_REASONS = {
 
 
 class NvmlCounters:
-    """Load, memory activity, clocks, temperature, power, memory in use, and why the clocks are throttled."""
+    """Load, memory activity, clocks, temperature, power, memory in use, and why the clocks are throttled. A driver that
+    does not answer holds nobody."""
+
+    def __init__(self, module: str) -> None:
+        self._nvml: _Nvml | None = None
+        self._read = Patient(lambda: self._of(module))
+
+    def read(self) -> Iterator[Counter]:
+        counters = self._read()
+        yield from counters or [Counter(name="GPU", absent="NVML does not answer: the driver may hang")]
+
+    def _of(self, module: str) -> tuple[Counter, ...]:
+        self._nvml = self._nvml or _Nvml(module)
+        return tuple(self._nvml.read())
+
+
+class _Nvml:
+    """NVML itself, in whose calls a thread may stay."""
 
     def __init__(self, module: str) -> None:
         self._absent = ""

@@ -143,6 +143,8 @@ class TextModel:
         for _ in self._capture.rest(interrupted):
             self._choices.skip()
         self.scheduler.keep(interrupted)
+        if self._runner.parallel > 1 and not interrupted():  # else all would wait for the first grammar
+            self._answers.prepare_grammars()
 
     def check_device(self) -> None:
         """Raises RuntimeError if the device works no longer: after a fault, a driver refuses all that is asked."""

@@ -41,6 +41,10 @@ class Answers:
         self._prompts, self._context_length, self._whole = prompts, context_length, whole_pictures
         self._grammars = Grammars(prompts.tokenizer)
 
+    def prepare_grammars(self) -> None:
+        """Reads the vocabulary as grammars need it: their first use would take a second."""
+        self._grammars.prepare()
+
     def begin(self, request: Generate, report: Callable[[Event], None]) -> Answer:
         """The answer to a request, with no token yet. Raises ContextFullError, TemplateError and UsageError."""
         prompt = self._prompts.encode(request.prompt, request.sampling.effort, self._context_length)

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
@@ -48,11 +49,26 @@ class Grammars:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._vocabularies: dict[bool, LLTokenizer] = {}
+        self._reading = threading.Lock()
+
+    def prepare(self) -> None:
+        """Reads the vocabulary for JSON schemas, if the library is there: for a moment when nothing is to be answered,
+        since Python's lock is held meanwhile."""
+        with suppress(ModuleNotFoundError, UsageError):
+            self._vocabulary(is_whole=False)
+
+    def _vocabulary(self, is_whole: bool) -> LLTokenizer:
+        """Raises UsageError for a model that cannot end an answer."""
+        with_channels = is_whole and bool(channel_marks(self._tokenizer.special_tokens))
+        with self._reading:  # prompts are made in several threads
+            if with_channels not in self._vocabularies:
+                self._vocabularies[with_channels] = _vocabulary(self._tokenizer, with_channels)
+            return self._vocabularies[with_channels]
 
     def constraint(self, grammar: Grammar, splitter: ReplySplitter | None, open_mark: str) -> Constraint:
         """Keeps one answer to `grammar`. `splitter` gets the text of the reply, which may begin with `open_mark` and
-        thinking. The first call takes about a second for a large vocabulary. Raises UsageError if the grammar is not
-        valid, or the library is not installed."""
+        thinking. Without `prepare`, the first call takes about a second for a large vocabulary. Raises UsageError if
+        the grammar is not valid, or the library is not installed."""
         try:
             import llguidance  # noqa: F401
         except ModuleNotFoundError:
@@ -63,9 +79,8 @@ class Grammars:
         if len(grammar.source) > MAX_SOURCE:
             raise _invalid(f"it has more than {MAX_SOURCE:,} characters")
         is_whole = grammar.kind == "reply"
-        if is_whole not in self._vocabularies:
-            self._vocabularies[is_whole] = _vocabulary(self._tokenizer, is_whole)
-        matcher = _in_deep_stack(lambda: self._compiled(grammar, self._vocabularies[is_whole]))
+        vocabulary = self._vocabulary(is_whole)
+        matcher = _in_deep_stack(lambda: self._compiled(grammar, vocabulary))
         if matcher.is_error():
             raise _invalid(matcher.get_error())
         if is_whole:

@@ -101,11 +101,13 @@ def test_the_least_recently_used_entries_are_deleted_first(folder, monkeypatch):
     for i in range(4):
         cache.put("table", i, bytes(1000))
         os.utime(cache._path("table", i), (time.time() - 1000 + i,) * 2)
-    os.utime(cache._path("table", 0), (time.time() - 2 * 86400,) * 2)
-    assert cache.get("table", 0) is not None  # and so it is used again
+    cache.put("table", 5, bytes(1000))  # in a time that is yet to come, as 3
+    for i, days in ((0, -2), (3, 9), (5, 9)):
+        os.utime(cache._path("table", i), (time.time() + days * 86400,) * 2)
+    assert all(cache.get("table", i) is not None for i in (0, 3))  # and so they are used again
     monkeypatch.setattr(disk_cache, "LIMIT_BYTES", 2500)
     DiskCache(folder, "").put("table", 4, b"")
-    assert [i for i in range(5) if cache.get("table", i) is not None] == [0, 3, 4]
+    assert [i for i in range(6) if cache.get("table", i) is not None] == [0, 3, 4]
 
 
 WRITER = """

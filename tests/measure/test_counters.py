@@ -3,13 +3,16 @@
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
 
+from engine.measure import patience
 from engine.measure.counters import Counters
 from engine.measure.process_times import all_times, family_of, ticks_between
+from tests.waiting import wait_until
 
 
 def lay(root, files):
@@ -241,6 +244,28 @@ def test_an_nvidia_gpu_that_cannot_be_asked(gpu_pc, monkeypatch, reason):
     figures = read(gpu_pc, nvml_module="fake_nvml")
     assert reason in figures["GPU"].absent
     assert figures["CPU load"].value == 50
+
+
+def test_an_nvidia_gpu_whose_driver_does_not_answer_holds_nobody(gpu_pc, monkeypatch):
+    """While the library starts, and in a later call. What comes late is not shown, but what is asked then."""
+    monkeypatch.setattr(patience, "PATIENCE_S", 0.02)
+    returns, module = threading.Event(), nvml()
+    module.nvmlInit = returns.wait
+    monkeypatch.setitem(sys.modules, "fake_nvml", module)
+    counters = Counters(gpu_pc, nvml_module="fake_nvml")
+
+    def gpu_load():
+        return {c.name: c.value or c.absent for c in counters.read() if c.name in ("GPU", "GPU load")}
+
+    hangs = {"GPU": "NVML does not answer: the driver may hang"}
+    assert gpu_load() == gpu_load() == hangs
+    returns.set()
+    wait_until(lambda: gpu_load() == {"GPU load": 97})
+    returns.clear()
+    module.nvmlDeviceGetUtilizationRates = lambda _: returns.wait()
+    before = threading.active_count()
+    assert gpu_load() == gpu_load() == hangs and threading.active_count() == before + 1
+    returns.set()
 
 
 def test_what_this_process_started_is_not_the_load_of_others():

@@ -24,6 +24,7 @@ from engine.protocol.events import (
     Token,
     TokenIds,
 )
+from engine.runtime import grammar
 from engine.runtime.sampling import Sampler
 from engine.targets.cpu.runner import CPURunner
 from tests import generated_model
@@ -270,6 +271,22 @@ def test_what_is_captured_later_gives_way_to_a_prompt(model, monkeypatch):
     answer(model, "once", sampling=GREEDY)
     model.warm_up(lambda: False)
     assert uses == [*range(9)]
+
+
+def test_a_server_reads_its_vocabulary_for_grammars_while_nobody_asks(model, monkeypatch):
+    read, vocabulary = [], grammar._vocabulary
+    monkeypatch.setattr(grammar, "_vocabulary", lambda *args: read.append(args) or vocabulary(*args))
+    monkeypatch.setattr(model._answers, "_grammars", grammar.Grammars(model.tokenizer))
+    model.warm_up(lambda: False)  # of a chat
+    monkeypatch.setattr(model._runner, "parallel", 2)
+    model.warm_up(lambda: True)
+    assert not read
+    model.warm_up(lambda: False)
+    for kind, source in (("json_schema", "{}"), ("reply", 'start: "a"')):
+        model._answers.begin(
+            Generate(request_id=1, prompt=RawText(text="a"), grammar=Grammar(kind=kind, source=source)), print
+        )
+    assert len(read) == 1
 
 
 def test_kernels_that_are_compiled_later_give_way_to_a_prompt(model, monkeypatch):

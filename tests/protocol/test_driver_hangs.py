@@ -60,7 +60,28 @@ async def test_a_call_of_the_driver_that_does_not_return_ends_the_engine(engines
     assert local.pid != pid
 
 
+@pytest.mark.parametrize("slow_s, ticks", [(0, 2 + 60), (90, 2 + 60 + 90)])
+def test_a_call_that_waits_for_much_work_may_take_long(monkeypatch, slow_s, ticks):
+    """The work was given just before; what was given earlier, and later, does not count."""
+    seen = []
+
+    def second(_):
+        seen.append(len(seen))
+        if len(seen) == 3:
+            driver_watch._under_way[1] = object()
+
+    monkeypatch.setattr(driver_watch, "_under_way", {})
+    monkeypatch.setattr(driver_watch.time, "sleep", second)
+    given = {0: 1e9, 1: 1e9}  # by seconds
+    monkeypatch.setattr(
+        driver_watch, "work_s", lambda: given.get(len(seen), 1e9 + slow_s + 1e6 * (len(seen) > 3))
+    )
+    driver_watch._watch(lambda: None)
+    assert len(seen) == ticks
+
+
 def test_calls_of_tinygrads_driver_are_watched(monkeypatch):
+    from tinygrad.helpers import GlobalCounters
     from tinygrad.runtime.autogen import cuda
 
     from engine.fixes import driver_calls
@@ -69,8 +90,12 @@ def test_calls_of_tinygrads_driver_are_watched(monkeypatch):
     cuda.cuCtxSynchronize.argtypes = ()
     monkeypatch.setattr("engine.fixes._applied", set())
     saved = {name: call for name, call in vars(cuda).items() if name.startswith("cu")}
+    monkeypatch.setattr(driver_watch, "work_s", None)
     driver_calls.apply()
     try:
         assert len(cuda.cuCtxSynchronize()) == 1 and not driver_watch._under_way
+        monkeypatch.setattr(GlobalCounters, "global_ops", int(7e11))
+        monkeypatch.setattr(GlobalCounters, "global_mem", 0)
+        assert driver_watch.work_s() == 7
     finally:
         vars(cuda).update(saved)

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from tinygrad import Device
 from tinygrad.helpers import Context
 
 from engine.formats.kv_format import KVFormat
@@ -20,7 +21,7 @@ TOKENS = np.random.default_rng(1).integers(0, 256, 90).tolist()
 
 
 @pytest.mark.parametrize("name", ["llama F32 untied, rope factors", rarely("phi3 Q8_0, 12 of 16 rotated")])
-def test_prefill_and_decode_agree_with_float32(name, tmp_path):
+def test_prefill_and_decode_agree_with_float32(name, tmp_path, monkeypatch):
     path = written(name, tmp_path)
     wanted = Reference(path).logits(TOKENS[:40])
     runner = LoneSequence(GraphRunner(opened(path), 64))
@@ -31,6 +32,12 @@ def test_prefill_and_decode_agree_with_float32(name, tmp_path):
         logits = runner.logits()
         assert best == logits.argmax()
         assert divergence(wanted[position], logits) < 1e-5
+    happens, raw = list[str](), runner.runner  # one wait at the end would be for all of a long prompt
+    monkeypatch.setattr(raw, "_step", lambda slot, size: ())
+    monkeypatch.setattr(raw, "_prefill", {32: lambda: happens.append("piece")})
+    monkeypatch.setattr(Device[Device.DEFAULT], "synchronize", lambda *_: happens.append("wait"))
+    raw.run([Slot(0, (1,), 40, "none")] * 2)
+    assert happens == ["wait", "piece"] * 2
 
 
 @plain

@@ -6,7 +6,7 @@ from tests.paths import ROOT
 PROGRAM = """
 import os, subprocess, sys
 from pathlib import Path
-from widgets.terminal.stray_output import stray_output_to
+from widgets.terminal.stray_output import stray_errors_to, stray_output_to
 print("before", file=sys.stderr)
 try:
     with stray_output_to(Path(sys.argv[1]).open("ab")):
@@ -19,12 +19,23 @@ try:
 except KeyError:
     os.write(2, b"after\\n")
     print("and after", file=sys.stderr)
+sys.stdout.flush()
+with stray_errors_to(Path(sys.argv[1]).open("ab")):
+    os.write(1, b"a prompt\\n")
+    os.write(2, b"another panic\\n")
+    print("a warning", file=sys.stderr)
+    os.write(sys.stderr.fileno(), b"at once\\n")
+sys.stderr = open(os.devnull, "w")
+with stray_errors_to(Path(sys.argv[1]).open("ab")):
+    os.write(2, b"a caller\\n")
 """
 
 
 def test_what_libraries_and_children_print_goes_to_the_log(tmp_path):
     command = [sys.executable, "-c", PROGRAM, str(tmp_path / "log")]
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, encoding="utf-8")
-    assert run.stderr.split("\n") == ["before", "the screen ✓", "after", "and after", ""]
-    assert run.stdout == "on stdout\n"
-    assert (tmp_path / "log").read_text() == "stray 1\na panic\na child\n"
+    assert run.stderr.split("\n") == [
+        "before", "the screen ✓", "after", "and after", "a warning", "at once", "a caller", "",
+    ]  # fmt: skip
+    assert run.stdout == "on stdout\na prompt\n"
+    assert (tmp_path / "log").read_text() == "stray 1\na panic\na child\nanother panic\n"

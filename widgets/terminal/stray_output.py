@@ -1,11 +1,11 @@
-"""Keeps what libraries and child processes print out of a full screen."""
+"""Keeps what libraries and child processes print out of a full screen, and out of a chat in lines."""
 
 from __future__ import annotations
 
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from typing import IO
 
 
@@ -18,11 +18,23 @@ def stray_output_to(log: IO[bytes]) -> Iterator[None]:
 
 
 @contextmanager
+def stray_errors_to(log: IO[bytes]) -> Iterator[None]:
+    """The same for descriptor 2 alone, where lines are shown: panics of libraries are no part of a chat. Standard
+    output stays, since the library for lines writes to it. Does nothing if standard error lies elsewhere: it was
+    closed, or a caller reads it."""
+    with log, ExitStack() as led:
+        with suppress(OSError):
+            if sys.stderr.fileno() == 2:
+                led.enter_context(_led_to(log, "stderr", 2))
+        yield
+
+
+@contextmanager
 def _led_to(log: IO[bytes], name: str, descriptor: int) -> Iterator[None]:
     before = getattr(sys, name), getattr(sys, f"__{name}__")
     before[0].flush()
     terminal = os.dup(descriptor)
-    with open(terminal, "w", encoding=before[0].encoding, errors="replace") as stream:  # noqa: PTH123
+    with open(terminal, "w", buffering=1, encoding=before[0].encoding, errors="replace") as stream:  # noqa: PTH123
         os.dup2(log.fileno(), descriptor)
         _set(name, stream, stream)
         try:

@@ -104,7 +104,9 @@ class GraphRunner:
                 self._states.clear(slot.sequence)
             if slot.want == "none":
                 size = self._size_of(slot)
-                self._prefill[size](*self._step(slot, size))
+                step = self._step(slot, size)
+                Device[Device.DEFAULT].synchronize()  # else one wait, at the end, is for the whole prompt
+                self._prefill[size](*step)
             elif slot.want == "hidden":
                 size = self._size_of(slot)
                 self._hidden.append(self._whole[size](*self._step(slot, size)).numpy()[:n])
