@@ -141,8 +141,8 @@ class ModelSpec:
     norms, and `stream_eps` that of norms of the residual stream. Logits are softcap * tanh(logits / softcap) if there
     is one.
 
-    LayerNorm(x) is the RMS norm of x minus its mean. Where norms are so, the stream is kept `centred`: the mean of its
-    elements is taken off the embedding, and off what sublayers add."""
+    LayerNorm(x) is the RMS norm of x minus its mean. Where norms are so, the stream is `centred`: the mean of its
+    elements is taken off the embedding and off what sublayers add, or only when it is normed."""
 
     architecture: str
     name: str

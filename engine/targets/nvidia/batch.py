@@ -25,7 +25,7 @@ from engine.targets.nvidia.kernels.residual_stream.joining import tell_rows
 from engine.targets.nvidia.kernels.sampling.sampling import StepRows, next_tokens
 from engine.targets.nvidia.kernels.token_slots import HostRows
 from engine.targets.nvidia.prefill import PrefillKernels
-from engine.targets.nvidia.prompt_step import Pending, RowsStep
+from engine.targets.nvidia.prompt_step import RowsStep
 from engine.targets.nvidia.sublayers.recurrent import CHECKED
 from engine.targets.nvidia.weights import GPUModel
 
@@ -68,8 +68,7 @@ class BatchKernels(PrefillKernels):
         step = RowsStep(self, state, rows, limit, checks)
         self._embed(step, state, model.layers)
         for layer in model.layers:
-            sums = layer.handler.rows(step, layer.norm)
-            step.pending = Pending(sums, layer.post_norm, layer.scale)
+            layer.leave(step, layer.handler.rows(step, layer.norm))
         self.finish(step, ending)
         return step.sequence
 
@@ -80,7 +79,8 @@ class BatchKernels(PrefillKernels):
         if self.told:
             step.add(tell_rows(rows, self.spec.dim), out=self.told[rows].tensor, stream=step.h, state=state)
         part, logits, (_, best) = model.head.single_matrix, self.logits[rows], self._best(step)
-        step.multiply(part, step.tiles(part), as_logits(model.spec.softcap), "head", logits=logits, **best)
+        epilogue = as_logits(model.spec.softcap, model.head_bias is not None)
+        step.multiply(part, step.tiles(part), epilogue, "head", logits=logits, **best, bias=model.head_bias)
         self._choose(step, ending)
 
     def choice(self, rows: int, ending: Ending) -> KernelSequence:

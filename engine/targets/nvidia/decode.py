@@ -23,7 +23,6 @@ from engine.targets.nvidia.kernels.residual_stream.joining import tell_rows
 from engine.targets.nvidia.kernels.sampling.sampling import next_token
 from engine.targets.nvidia.kernels.token_slots import HostRows
 from engine.targets.nvidia.kernels.weights.matrix_bytes import QUARTER, UNIT
-from engine.targets.nvidia.norms import inputs_of
 from engine.targets.nvidia.sublayers.attention import SHORT
 from engine.targets.nvidia.weights import GPUModel
 
@@ -64,18 +63,18 @@ class DecodeKernels(DecodeMemory):
         model, step = self._model, DecodeStep(self, limit)
         self._embed(step)
         ends = [len(step.sequence)]
-        following = [layer.inputs for layer in model.layers[1:]]
-        following.append(inputs_of(model.output_norm, model.head))
-        for layer, inputs in zip(model.layers, following, strict=True):
-            step.inputs, step.post_norm, step.scale = inputs, layer.post_norm, layer.scale
+        for following, layer in enumerate(model.layers, 1):
+            step.inputs, step.post_norm, step.scale = model.inputs(following), layer.post_norm, layer.scale
+            step.is_followed_beside = layer.is_followed_beside
             layer.handler.decode(step, layer.norm)
             ends.append(len(step.sequence))
         if self.told:
             step.add(tell_rows(1, self.spec.dim), out=self.told.tensor, stream=self.h, state=self.state)
         blocks = model.head.n_blocks
         best = {"largest": device_zeros(blocks), "largest_rows": device_zeros(blocks, dtypes.int32)}
-        buffers = {"logits": self.logits, **best}
-        step.multiply(model.head, model.output_norm, as_logits(self.spec.softcap), buffers, "head")
+        buffers = {"logits": self.logits, **best, "bias": model.head_bias}
+        epilogue = as_logits(self.spec.softcap, model.head_bias is not None)
+        step.multiply(model.head, model.output_norm, epilogue, buffers, "head")
         tokens, sampler, choice = ending
         if choice and choice.draws:
             sampler.add_to(step.sequence, self.logits, self.state, tokens, choice)
@@ -86,7 +85,8 @@ class DecodeKernels(DecodeMemory):
     def _embed(self, step: DecodeStep) -> None:
         model, spec, tables = self._model, self.spec, self._model.layer_tables
         last = model.layers[-1].handler.products[-1]
-        step.inputs = [*model.layers[0].inputs, *(tables.inputs if tables else [])]
+        inputs = [*model.inputs(0), *(tables.inputs if tables else [])]
+        step.inputs = [] if spec.centred else inputs
         outs = step.begin_stream(max(last.n_blocks, UNIT // QUARTER))
         kernel = embed(
             model.embedding.single_matrix.layout, spec.vocab, spec.dim, step.stream.n_parts, len(step.stream.inputs),
@@ -100,5 +100,8 @@ class DecodeKernels(DecodeMemory):
             tables=[table for of_rope in model.ropes for table in of_rope],
             planes=model.embedding.planes,
         )
+        if spec.centred:
+            step.inputs = inputs
+            step.layer_norm()
         if tables:
             tables.decode(step)

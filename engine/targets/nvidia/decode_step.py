@@ -1,7 +1,8 @@
 """What the handlers of a decode step on a GPU share: the residual stream, scratch memory, products of the stream.
 
 The last product of a sublayer adds to the residual stream and prepares it for the next product: what the next sublayer
-is decides which vectors it writes. If the result is to be normed first, another kernel adds it (`post_norm`).
+is decides which vectors it writes. If the result is to be normed first, another kernel adds it (`post_norm`). A
+LayerNorm needs the mean of the whole stream, so it is a kernel of its own (`layer_norm`).
 """
 
 from __future__ import annotations
@@ -15,9 +16,15 @@ from engine.description.spec import ModelSpec
 from engine.kernels.device_memory import device_zeros
 from engine.targets.nvidia.input_scales import InputScales
 from engine.targets.nvidia.kernels.products import digit_rows
-from engine.targets.nvidia.kernels.products.epilogues import STORE_SQUARES, Epilogue, add_residual
+from engine.targets.nvidia.kernels.products.epilogues import (
+    STORE_SQUARES,
+    Epilogue,
+    add_residual,
+    add_to_stream,
+)
 from engine.targets.nvidia.kernels.products.head_norm import HeadNorm
 from engine.targets.nvidia.kernels.products.matvec import matvec
+from engine.targets.nvidia.kernels.residual_stream.layer_norm import layer_norm
 from engine.targets.nvidia.kernels.residual_stream.post_norm import add_normed, add_normed_blocks
 from engine.targets.nvidia.kernels.weights.weight_layout import permuted_size
 from engine.targets.nvidia.matrices import Matrix, Product
@@ -28,9 +35,9 @@ from engine.targets.nvidia.step import Step, StepMemory
 @dataclass
 class ResidualStream:
     """The residual stream as the kernel before leaves it (`epilogues.add_residual`): partial sums of its squares, and
-    the inputs of the next products, by `Input.key`."""
+    the inputs of the next products, by `Input.key`. After a LayerNorm there are no sums: these inputs are normed."""
 
-    parts: Tensor
+    parts: Tensor | None
     n_parts: int
     inputs: dict[tuple[int, int], Tensor]
 
@@ -53,23 +60,24 @@ class DecodeMemory(StepMemory):
 
     def stream(self, n_parts: int, inputs: Sequence[Input], parity: int) -> ResidualStream:
         """The buffers of the residual stream. Kernels alternate (`parity`) between two arrays of partial sums, because
-        a kernel may read one while it writes the other."""
+        a kernel may read one while it writes the other. Without any, the inputs are normed."""
         while len(self._inputs) < len(inputs):
             self._inputs.append(device_zeros(permuted_size(self.spec.dim)))
-        if n_parts not in self._parts:
+        if n_parts and n_parts not in self._parts:
             self._parts[n_parts] = device_zeros(n_parts), device_zeros(n_parts)
         buffers = {i.key: buffer for i, buffer in zip(inputs, self._inputs, strict=False)}
-        return ResidualStream(self._parts[n_parts][parity], n_parts, buffers)
+        return ResidualStream(self._parts[n_parts][parity] if n_parts else None, n_parts, buffers)
 
 
 class DecodeStep(Step):
     """A decode step after fewer than `limit` tokens, to which handlers add their kernels. Whoever walks over the layers
-    sets the following: `inputs` are those of the products after the sublayer; `post_norm` and `scale` are of the
-    sublayer (`Layer`)."""
+    sets the following: `inputs` are those of the products after the sublayer; `post_norm`, `scale` and
+    `is_followed_beside` are of the sublayer (`Layer`)."""
 
     inputs: Sequence[Input]
     post_norm: Tensor | None = None
     scale: Tensor | None = None
+    is_followed_beside = False
 
     def __init__(self, memory: DecodeMemory, limit: int) -> None:
         super().__init__(memory)
@@ -120,9 +128,21 @@ class DecodeStep(Step):
         """Begins the stream that the next kernel leaves, which has so many blocks: its buffers for that."""
         self.stream = self.memory.stream(n_parts, self.inputs, self._n_streams % 2)
         self._n_streams += 1
-        norms = [self.input_scales.norm_weight(i.norm, i.bits) for i in self.inputs]
+        norms = [self.input_scales.norm_weight(i.norm.weight, i.bits) for i in self.inputs]
         copies = [*self.stream.inputs.values()]
         return {"stream": self.memory.h, "squares": self.stream.parts, "copies": copies, "norms": norms}
+
+    def layer_norm(self) -> None:
+        """Adds the kernel that makes the inputs of the next products of a stream that is whole, with LayerNorms."""
+        self.stream, vector = self.memory.stream(0, self.inputs, 0), self.input_scales.norm_weight
+        biases = [(i.norm.bias, i.bits) for i in self.inputs]
+        self.add(
+            layer_norm(self.spec.dim, tuple(bias is not None for bias, _ in biases), self.spec.stream_eps),
+            copies=[*self.stream.inputs.values()],
+            stream=self.memory.h,
+            norms=[vector(i.norm.weight, i.bits) for i in self.inputs],
+            biases=[vector(bias, bits) for bias, bits in biases if bias is not None],
+        )
 
     def finish(
         self,
@@ -136,9 +156,17 @@ class DecodeStep(Step):
         of heads that it has to do; `others`: the buffers that only such products have."""
         dim, copies = self.spec.dim, len(self.inputs)
         ins = {"x": self._input(product, [x]), "planes": product.planes}
+        has_bias = others.get("bias") is not None
+        assert self.scale is None or self.post_norm is not None
+        if self.is_followed_beside or self.spec.centred:
+            assert self.post_norm is None
+            kernel = matvec(product.stack, product.schedule, add_to_stream(has_bias), name, heads=heads)
+            self.add(kernel, stream=self.memory.h, **ins, **others)
+            if not self.is_followed_beside:
+                self.layer_norm()
+            return
         if self.post_norm is None:
-            assert self.scale is None
-            epilogue = add_residual(copies, others.get("bias") is not None)
+            epilogue = add_residual(copies, has_bias)
             kernel = matvec(product.stack, product.schedule, epilogue, name, heads=heads)
             self.add(kernel, **self.begin_stream(product.n_blocks), **ins, **others)
             return

@@ -22,7 +22,7 @@ from engine.targets.nvidia.kernels.kernel_sequence import KernelSequence
 from engine.targets.nvidia.kernels.pieces import PIECE_ROWS, rows_of, state_of
 from engine.targets.nvidia.kernels.residual_stream.embedding import reply_tokens
 from engine.targets.nvidia.prefill import PrefillKernels
-from engine.targets.nvidia.prompt_step import MixedStep, Pending
+from engine.targets.nvidia.prompt_step import MixedStep
 from engine.targets.nvidia.weights import GPUModel
 
 
@@ -51,19 +51,19 @@ class MixedKernels(PrefillKernels):
     ) -> KernelSequence:
         """The kernels for up to `rows` replies and `tokens` - `rows` tokens of prompts. The rest as in
         `BatchKernels.rows_step`."""
-        layers, batch, n = self._model.layers, self._batch, self.last_storing
+        layers, batch, storing = self._model.layers, self._batch, self.last_storing
         step = MixedStep(self, tokens, batch.state(rows), batch.prompt, rows, limit)
         replies = step.replies
         step.add(reply_tokens(rows, step.first_reply), ids=self.ids, state=replies.state)
         self._embed(step, self.ids, layers)
         if self._model.layer_tables:
             replies.layer_embeddings = step.layer_embeddings
-        for layer in layers[:n]:
-            step.pending = Pending(layer.handler.mixed(step, layer.norm), layer.post_norm, layer.scale)
-        last = layers[n]
-        replies.pending = Pending(last.handler.last_mixed(step, last.norm), last.post_norm, last.scale)
-        for layer in layers[n + 1 :]:
-            replies.pending = Pending(layer.handler.rows(replies, layer.norm), layer.post_norm, layer.scale)
+        for layer in layers[: storing.start]:
+            layer.leave(step, layer.handler.mixed(step, layer.norm))
+        for layer in layers[storing.start : storing.stop]:
+            layer.leave(replies, layer.handler.last_mixed(step, layer.norm))
+        for layer in layers[storing.stop :]:
+            layer.leave(replies, layer.handler.rows(replies, layer.norm))
         batch.finish(replies, ending)
         return step.sequence
 

@@ -10,7 +10,7 @@ from engine.runtime.pictures import PictureRoom
 from engine.targets.nvidia.input_scales import InputScales
 from engine.targets.nvidia.kernels.kernel_sequence import KernelSequence
 from engine.targets.nvidia.kernels.residual_stream.embedding import embed_prompt
-from engine.targets.nvidia.prompt_step import Pending, PromptMemory, PromptStep
+from engine.targets.nvidia.prompt_step import PromptMemory, PromptStep
 from engine.targets.nvidia.sublayers.handler import Layer
 from engine.targets.nvidia.weights import GPUModel
 
@@ -26,14 +26,14 @@ class PrefillKernels(PromptMemory):
         self._model = model
 
     def step(self, tokens: int) -> KernelSequence:
-        """The kernels for up to `tokens` tokens. The last sublayer that keeps something of them for the next ones
-        computes only that, and there is nothing after it."""
-        layers, step, n = self._model.layers, PromptStep(self, tokens), self.last_storing
-        self._embed(step, self.ids, layers[:n])
-        for layer in layers[:n]:
-            sums = layer.handler.prefill(step, layer.norm)
-            step.pending = Pending(sums, layer.post_norm, layer.scale)
-        layers[n].handler.store(step, layers[n].norm)
+        """The kernels for up to `tokens` tokens. The last sublayers that keep something of them for the next ones
+        compute only that, and there is nothing after them."""
+        layers, step, storing = self._model.layers, PromptStep(self, tokens), self.last_storing
+        self._embed(step, self.ids, layers[: storing.start])
+        for layer in layers[: storing.start]:
+            layer.leave(step, layer.handler.prefill(step, layer.norm))
+        for layer in layers[storing.start : storing.stop]:
+            layer.handler.store(step, layer.norm)
         return step.sequence
 
     def whole_step(self, tokens: int) -> KernelSequence:
@@ -41,14 +41,19 @@ class PrefillKernels(PromptMemory):
         model, step = self._model, PromptStep(self, tokens)
         self._embed(step, self.ids, model.layers)
         for layer in model.layers:
-            step.pending = Pending(layer.handler.prefill(step, layer.norm), layer.post_norm, layer.scale)
+            layer.leave(step, layer.handler.prefill(step, layer.norm))
         step.norm(model.output_norm)  # adds the last result
         return step.sequence
 
     @property
-    def last_storing(self) -> int:
-        """The number of the last layer that keeps something of a token for the next ones."""
-        return max(i for i, layer in enumerate(self._model.layers) if layer.handler.is_storing)
+    def last_storing(self) -> range:
+        """The numbers of the last layers that keep something of a token for the next ones: one, or several that are
+        beside each other."""
+        layers = self._model.layers
+        first = last = max(i for i, layer in enumerate(layers) if layer.handler.is_storing)
+        while first and layers[first - 1].is_followed_beside:
+            first -= 1
+        return range(first, last + 1)
 
     def _embed(self, step: PromptStep, ids: Tensor, layers: Sequence[Layer]) -> None:
         """Starts the residual stream with the rows of `ids`, and computes the embeddings of `layers`, as far as they

@@ -74,18 +74,19 @@ class Sums:
 
 @dataclass(frozen=True)
 class Pending:
-    """A result that the next norm adds to the residual stream, normed first with a `post_norm`. The stream is
-    multiplied by `scale` then."""
+    """The results that the next norm adds to the residual stream; a single one is normed first with a `post_norm`. The
+    stream is multiplied by `scale` then."""
 
-    sums: Sums
+    results: Sequence[Sums]
     post_norm: Tensor | None
     scale: Tensor | None
 
 
 class PromptStep(Step):
     """A step of `tokens` tokens. `x`: what the last norm left for products, of the stream `h`, whose rows have `width`
-    numbers. `layer_embeddings` are of `embedded`
-    tokens, of which the step's begin at `first_embedded`."""
+    numbers. `pending`: what that norm is to add to it; `beside`: the results of sublayers that others beside them
+    follow, which read the stream as it is. `layer_embeddings` are of `embedded` tokens, of which the step's begin at
+    `first_embedded`."""
 
     x: Tensor
     has_any_pieces = False
@@ -100,6 +101,8 @@ class PromptStep(Step):
         self.h = self.buffer("h", tokens * self.width)
         self.order: Order = "columns" if tokens <= MAX_TOKENS else "fragments"
         self.pending: Pending | None = None
+        self.beside: list[Sums] = []
+        self._normed: tuple[int, Order, int] | None = None  # what `x` is: of a norm, in an order, of a stream
 
     @property
     def sizes(self) -> Tensor:
@@ -107,28 +110,33 @@ class PromptStep(Step):
         return self.buffer("sizes", self.tokens)
 
     def norm(self, norm: Norm, order: Order | None = None, keeps_sizes: bool = False) -> None:
-        """Adds the pending result to the residual stream, and norms the stream for products with activations in an
-        order, by default the step's. `keeps_sizes`: also a stream that is not normed is divided by its size, because
-        float16 may not hold it, and the sizes are kept."""
+        """Adds the pending results to the residual stream, and norms the stream for products with activations in an
+        order, by default the step's; not if it is normed so already, for a sublayer beside. `keeps_sizes`: also a
+        stream that is not normed is divided by its size, because float16 may not hold it, and the sizes are kept."""
         order, spec = order or self.order, self.spec
-        self.x = self.activations("x", self.width, order)
-        pending = self.pending or Pending(Sums(self.h, 0), None, None)
-        sums = pending.sums
+        normed = None if keeps_sizes else (id(norm), order, id(self.h))
+        if normed and self._normed == normed and not self.pending:
+            return
+        self.x, self._normed = self.activations("x", self.width, order), normed
+        pending = self.pending or Pending([], None, None)
+        biases = [sums.bias for sums in pending.results if sums.bias is not None]
         kernel = norm_prompt(
-            self.tokens, self.width, sums.parts, spec.stream_eps,
-            post_eps=None if pending.post_norm is None else spec.eps, has_bias=sums.bias is not None, order=order,
+            self.tokens, self.width, tuple(sums.parts for sums in pending.results), spec.stream_eps,
+            post_eps=None if pending.post_norm is None else spec.eps, n_biases=len(biases), order=order,
             scaled=pending.scale is not None, is_normed=norm.is_normed or keeps_sizes, keeps_sizes=keeps_sizes,
+            centred=spec.centred, shifted=norm.bias is not None,
         )  # fmt: skip
         self.add(
             kernel,
             x=self.x,
             sizes=self.sizes if keeps_sizes else None,
             stream=self.h,
-            sums=sums.tensor if sums.parts else None,
-            bias=sums.bias,
+            sums=[sums.tensor for sums in pending.results],
+            biases=biases,
             post_norm=pending.post_norm,
             scale=pending.scale,
             norm=self.input_scales.norm_weight(norm.weight, 0),
+            norm_bias=None if norm.bias is None else self.input_scales.norm_weight(norm.bias, 0),
         )
         self.pending = None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -30,7 +31,7 @@ from engine.targets.nvidia.filling import fill, prepare
 from engine.targets.nvidia.joint import Joint
 from engine.targets.nvidia.kernels.attention.kv_cache import LENGTH_UNIT
 from engine.targets.nvidia.matrices import Matrix, Product, product_of
-from engine.targets.nvidia.norms import Norm, no_norm
+from engine.targets.nvidia.norms import Input, Norm, inputs_of
 from engine.targets.nvidia.sublayers.attention import AttentionHandler
 from engine.targets.nvidia.sublayers.delta_net import DeltaNetHandler
 from engine.targets.nvidia.sublayers.dense import DenseHandler
@@ -69,12 +70,23 @@ class GPUModel:
     embedding: Product
     head: Product
     output_norm: Norm
+    head_bias: Tensor | None
     ropes: list[tuple[Tensor, Tensor]]
     temperature: Tensor | None
     choices: DeviceCounts
     layer_tables: LayerTables | None
     joint: Joint | None = None
     trunk: GPUModel | None = None
+
+    def inputs(self, first: int) -> list[Input]:
+        """What the products of a decode step read of the stream with which layer `first` begins: those of that layer,
+        and of the layers beside it. After the last one, it is the head's."""
+        if first == len(self.layers):
+            return inputs_of(self.output_norm, self.head)
+        following = itertools.count(first)
+        last = next(i for i in following if not self.layers[i].is_followed_beside)
+        inputs = (i for layer in self.layers[first : last + 1] for i in layer.inputs)
+        return [*{i.key: i for i in inputs}.values()]
 
     @property
     def heads(self) -> dict[Weight, Product]:
@@ -165,10 +177,11 @@ def allocate(
     )
     return GPUModel(
         spec=spec,
-        layers=[_layer(sublayer, loading) for sublayer in spec.sublayers],
+        layers=[_layer(*block, loading) for block in spec.blocks],
         embedding=embedding,
         head=head,
-        output_norm=Norm(weights.vector(spec.output_norm)),
+        output_norm=loading.norm(spec.output_norm, spec.output_norm_bias),
+        head_bias=loading.vector(spec.head_bias),
         ropes=ropes,
         temperature=temperature,
         choices=choices,
@@ -183,8 +196,7 @@ def _repeated(table: NDArray[np.float32], rows: int, times: int) -> NDArray[np.f
     return np.tile(np.pad(table, ((0, rows - len(table)), (0, 0))), (times, 1))
 
 
-def _layer(sublayer: Sublayer, loading: Loading) -> Layer:
-    weights, operator = loading.weights, sublayer.operator
-    norm = Norm(weights.vector(sublayer.norm)) if sublayer.norm else no_norm(weights.spec.dim)
+def _layer(sublayer: Sublayer, is_followed_beside: bool, loading: Loading) -> Layer:
+    norm, handler = loading.norm(sublayer.norm, sublayer.norm_bias), HANDLERS[type(sublayer.operator)]
     post_norm, scale = loading.vector(sublayer.post_norm), loading.vector(sublayer.scale)
-    return Layer(norm, HANDLERS[type(operator)](operator, loading), post_norm, scale)
+    return Layer(norm, handler(sublayer.operator, loading), post_norm, scale, is_followed_beside)

@@ -28,6 +28,10 @@ def check_streams_of_norms_after_and_windows() -> None:
     hold(architecture="gemma3", keys=keys, quant="Q8_0", **SMALL)
 
 
+def check_streams_of_layer_norms() -> None:
+    hold(architecture="phi2", quant="Q8_0", **SMALL | {"layers": 1})
+
+
 def hold(**shape: Any) -> None:
     """Two pieces of a prompt, the second beside a piece of another and a reply; raises AssertionError where the stream
     differs."""

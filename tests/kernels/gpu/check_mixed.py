@@ -58,6 +58,28 @@ def check_mixed_short_convolutions() -> None:
     hold((128,), architecture="lfm2", **SMALL | {"layers": 3})  # the last one is a convolution
 
 
+def check_mixed_layers_beside_attention() -> None:
+    """With LayerNorms, and biases everywhere, also of the logits."""
+    hold((128,), architecture="phi2", tied=False, **SMALL | {"layers": 1})
+
+
+def check_mixed_layers_with_layer_norms_of_their_own() -> None:
+    hold((128,), architecture="gptneox", **SMALL)
+
+
+def check_mixed_layers_in_turn_after_layer_norms() -> None:
+    hold(architecture="starcoder2", **SMALL)
+
+
+def check_mixed_layers_beside_attention_and_windows() -> None:
+    keys = {"attention.sliding_window": 4, "attention.sliding_window_pattern": 2}
+    hold((128,), architecture="cohere2", keys=keys, **SMALL)
+
+
+def check_mixed_recurrent_layers_beside_attention() -> None:
+    hold((128,), architecture="falcon-h1", **SMALL)
+
+
 def check_mixed_norms_after_rotation() -> None:
     hold((128,), architecture="hunyuan-dense", **SMALL | {"layers": 1})
 

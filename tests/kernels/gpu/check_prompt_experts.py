@@ -16,7 +16,8 @@ from engine.targets.nvidia.kernels.products.prefill_experts import (
 from engine.targets.nvidia.kernels.residual_stream.prefill import norm_prompt
 from engine.targets.nvidia.kernels.weights.weight_layout import WeightLayout
 from tests.kernels.gpu.buffers import buffer, close, packed, prompt_index, prompt_state, rng, run, zeros
-from tests.kernels.gpu.check_products import gated, normed
+from tests.kernels.gpu.check_norms import normed
+from tests.kernels.gpu.check_products import gated
 from tests.thorough import THOROUGH
 
 
@@ -212,7 +213,7 @@ def check_whole_mixture() -> None:
     rows, x = zeros(tokens * dim, dtypes.float16), zeros(fragments_size(tokens, dim), dtypes.float16)
     activated, sums = zeros(fragments_size(experts.size, width), dtypes.float16), zeros(used * tokens * dim)
     layout, tiles = WeightLayout(8), experts.tiles
-    run(norm_prompt(tokens, dim, 0, eps, order="rows"), rows, stream, buffer(weight))
+    run(norm_prompt(tokens, dim, (), eps, order="rows"), rows, stream, buffer(weight))
     run(router_logits(tokens, dim, n, eps, False), logits, stream, buffer(weight), prompt, buffer(router))
     run(choose_experts(tokens, used, n, 6.1e-5), chosen, probabilities, logits, prompt)
     run(count_assignments(experts), counts, choices, chosen)
@@ -221,7 +222,7 @@ def check_whole_mixture() -> None:
     run(kernel, activated, rows, assigned, owners, *gate_up)
     kernel = matmul(layout, tokens, dim, width, tiles, False, "t", experts=experts)
     run(kernel, sums, activated, assigned, owners, probabilities, *down)
-    run(norm_prompt(tokens, dim, used, eps), x, stream, sums, buffer(following))
+    run(norm_prompt(tokens, dim, (used,), eps), x, stream, sums, buffer(following))
 
     got = stream.numpy().reshape(tokens, dim)
     for token, ours in zip(h[:live].astype(np.float64), got, strict=False):

@@ -116,7 +116,7 @@ def render_other_products() -> None:
     vector, sums = (320, F), (64, F)
     render(add_normed(320, 64, 1, 1e-6), vector, (10, F), vector, vector, sums, vector, vector)
     halves = (fragments_size(64, 320), H), (64 * 320, F), (2 * 64 * 320, F)
-    render(norm_prompt(64, 320, 2, 1e-6, post_eps=1e-6), *halves, vector, vector)
+    render(norm_prompt(64, 320, (2,), 1e-6, post_eps=1e-6), *halves, vector, vector)
 
 
 def render_window() -> None:
@@ -212,7 +212,7 @@ def render_experts() -> None:
     experts, each = expert_tiles(tokens, used, n), (tokens * used, dtypes.int32)
     state = state_size(tokens), dtypes.int32
     stream, vector, rows = (tokens * cols, F), (cols, F), (tokens * cols, H)
-    norm = norm_prompt(tokens, cols, used, 1e-6, has_bias=True, order="rows")
+    norm = norm_prompt(tokens, cols, (used,), 1e-6, n_biases=1, order="rows")
     render(norm, rows, stream, (used * tokens * cols, F), vector, vector)
     logits, counts = (tokens * n, F), (n, dtypes.int32)
     router = router_logits(tokens, cols, n, 1e-6, True)

@@ -17,8 +17,8 @@ from engine.runtime.kv_blocks import blocks_of_one
 from engine.targets.buffer_uses import BufferUses
 from engine.targets.nvidia.decode_step import DecodeStep
 from engine.targets.nvidia.matrices import Product
-from engine.targets.nvidia.norms import Input, Norm, inputs_of
-from engine.targets.nvidia.prompt_step import MixedStep, PromptStep, RowsStep, Sums
+from engine.targets.nvidia.norms import Input, Norm, inputs_of, no_norm
+from engine.targets.nvidia.prompt_step import MixedStep, Pending, PromptStep, RowsStep, Sums
 
 
 class LentCache(NamedTuple):
@@ -50,11 +50,21 @@ class Loading:
     lent: Sequence[LentCache] = ()
     tables: dict[int, Tensor] = field(default_factory=dict)
     caches: list[list[Tensor]] = field(default_factory=list)
+    norms: dict[tuple[Vector, Vector | None], Norm] = field(default_factory=dict)
     head_lists: dict[tuple[int, int], list[Tensor]] = field(default_factory=dict)
     """Of the products of heads, by the tokens of a step and the heads (`latent_attention.prompt.head_lists`)."""
 
     def vector(self, vector: Vector | None) -> Tensor | None:
         return None if vector is None else to_device(self.weights.vector(vector))
+
+    def norm(self, weight: Vector | None, bias: Vector | None = None) -> Norm:
+        """That of the residual stream with a weight and a bias: one for all layers beside each other."""
+        if weight is None:
+            return no_norm(self.weights.spec.dim)
+        if (weight, bias) not in self.norms:
+            read = self.weights.vector
+            self.norms[weight, bias] = Norm(read(weight), bias=read(bias) if bias else None)
+        return self.norms[weight, bias]
 
     def pool(self, window: int) -> int:
         """Blocks of a layer's pool."""
@@ -113,13 +123,21 @@ class Handler(ABC):
 
 @dataclass
 class Layer:
-    """A sublayer with its norms. `scale`: float32 (1,), what the stream is multiplied by after it."""
+    """A sublayer with its norms. `scale`: float32 (1,), what the stream is multiplied by after it. If it
+    `is_followed_beside`, the next sublayer reads the stream as this one does, and their results are added together."""
 
     norm: Norm
     handler: Handler
     post_norm: Tensor | None
     scale: Tensor | None
+    is_followed_beside: bool = False
 
     @property
     def inputs(self) -> list[Input]:
         return self.handler.inputs(self.norm)
+
+    def leave(self, step: PromptStep, result: Sums) -> None:
+        """Leaves the sublayer's result to the next norm of the stream, with those of sublayers beside it."""
+        step.beside.append(result)
+        if not self.is_followed_beside:
+            step.pending, step.beside = Pending(step.beside, self.post_norm, self.scale), []

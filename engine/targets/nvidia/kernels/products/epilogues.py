@@ -121,14 +121,15 @@ STORE_SQUARES = Epilogue(("out", "squares"), (), 1, _store_squares)
 
 
 @functools.cache
-def as_logits(softcap: float = 0.0) -> Epilogue:
+def as_logits(softcap: float = 0.0, has_bias: bool = False) -> Epilogue:
     """Stores logits, with a soft cap if there is one, and the largest of each block, without it, with its row. outs:
-    logits, float32 (rows,); largest, float32 (blocks,); largest_rows, int32 (blocks,)."""
+    logits, float32 (rows,); largest, float32 (blocks,); largest_rows, int32 (blocks,); ins: bias, which is added to the
+    product, float32 (rows,), if it `has_bias`."""
 
-    def stores(rows: BlockRows, logits: UOp, largest: UOp, largest_rows: UOp) -> list[UOp]:
+    def stores(rows: BlockRows, logits: UOp, largest: UOp, largest_rows: UOp, bias: UOp | None) -> list[UOp]:
         i = rows.thread
         ok, row, first = rows.valid(i), rows.index(i), i.eq(0)
-        value = rows.product(i, ok)
+        value = rows.product(i, ok) if bias is None else rows.product(i, ok) + load(bias, row, ok)
         masked = ok.where(comparable(value), f32(LOWEST_LOGIT))
         values = after_store(shared(rows.count, slot=1), i, masked, i < rows.count)
         block_max, block_row = argmax([(load(values, k), UOp.const(k, I32)) for k in range(rows.count)])
@@ -138,7 +139,7 @@ def as_logits(softcap: float = 0.0) -> Epilogue:
             store(largest_rows, rows.block, block_row + rows.first.cast(I32), first),
         ]
 
-    return Epilogue(("logits", "largest", "largest_rows"), (), 1, stores)
+    return Epilogue(("logits", "largest", "largest_rows"), (has_bias and "bias",), 1, stores)
 
 
 def add_residual(copies: int = 1, bias: bool = False) -> Epilogue:
@@ -148,6 +149,20 @@ def add_residual(copies: int = 1, bias: bool = False) -> Epilogue:
     norm's weight times the input_scale, float32 (rows,); bias, which is added to the product, float32 (rows,)."""
     outs, ins = ("stream", "squares", ("copies", copies)), (("norms", copies), bias and "bias")
     return Epilogue(outs, ins, 1, _add_residual)
+
+
+@functools.cache
+def add_to_stream(has_bias: bool = False) -> Epilogue:
+    """Adds the product to the residual stream, which is not ready for the next products then. outs: stream, float32
+    (rows,); ins: bias, which is added to the product, float32 (rows,), if it `has_bias`."""
+
+    def stores(rows: BlockRows, stream: UOp, bias: UOp | None) -> list[UOp]:
+        i = rows.thread
+        ok, row = rows.valid(i), rows.index(i)
+        value = load(stream, row, ok) + rows.product(i, ok)
+        return [store(stream, row, value if bias is None else value + load(bias, row, ok), ok)]
+
+    return Epilogue(("stream",), (has_bias and "bias",), 1, stores)
 
 
 @functools.cache

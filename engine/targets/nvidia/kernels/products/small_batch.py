@@ -259,16 +259,18 @@ def activated(activation: Activation) -> SmallBatchEpilogue:
 
 
 @functools.cache
-def as_logits(softcap: float = 0.0) -> SmallBatchEpilogue:
+def as_logits(softcap: float = 0.0, has_bias: bool = False) -> SmallBatchEpilogue:
     """Stores logits, with a soft cap if there is one, and the largest of each token and block, without it, with its
     row. outs: logits, float32 (tokens, rows); largest, float32 (tokens, blocks); largest_rows, int32 (tokens,
-    blocks)."""
+    blocks); ins: bias, which is added to the product, float32 (rows,), if it `has_bias`."""
 
-    def stores(sums: BlockSums, logits: UOp, largest: UOp, largest_rows: UOp) -> list[UOp]:
+    def stores(sums: BlockSums, logits: UOp, largest: UOp, largest_rows: UOp, bias: UOp | None) -> list[UOp]:
         stride = sums.width + 1
         values, results, kept = shared(sums.tokens * stride, slot=2), [], []
         for i, token, ok in sums.shares():
             value = sums.sum(i, token)
+            if bias is not None:
+                value = value + load(bias, sums.first + i, ok)
             capped = soft_capped(value, softcap)
             results.append(store(logits, token * sums.rows + sums.first + i, capped, ok))
             masked = (sums.first + i < sums.rows).where(comparable(value), f32(LOWEST_LOGIT))
@@ -281,7 +283,7 @@ def as_logits(softcap: float = 0.0) -> SmallBatchEpilogue:
         results.append(store(largest_rows, index, row + sums.first.cast(I32), ok))
         return results
 
-    return SmallBatchEpilogue(("logits", "largest", "largest_rows"), (), stores)
+    return SmallBatchEpilogue(("logits", "largest", "largest_rows"), (has_bias and "bias",), stores)
 
 
 def n_blocks(rows: int, tiles: SmallBatchTiles) -> int:

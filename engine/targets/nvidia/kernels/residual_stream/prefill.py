@@ -40,31 +40,39 @@ from engine.targets.nvidia.kernels.uops import (
 
 @functools.cache
 def norm_prompt(
-    tokens: int, cols: int, parts: int, eps: float, post_eps: float | None = None, has_bias: bool = False,
+    tokens: int, cols: int, parts: tuple[int, ...], eps: float, post_eps: float | None = None, n_biases: int = 0,
     order: Order = "fragments", scaled: bool = False, is_normed: bool = True, keeps_sizes: bool = False,
+    centred: bool = False, shifted: bool = False,
 ) -> Kernel:  # fmt: skip
-    """Adds a product to the residual stream, and RMS-norms the stream for the next product, or only multiplies it by
-    weights if it `is_normed` not. Buffers: x, the normed activations, float16 in an `Order`; sizes, if it
-    `keeps_sizes`, what tokens were divided by, float32 (tokens,); stream, float32 (tokens, cols); sums, the product's
-    partial sums, float32 (parts, tokens, cols), unless `parts` is 0; bias, the product's, float32 (cols,), if it
-    `has_bias`; post_norm, with a `post_eps` the weight of the norm of the product before it is added, float32 (cols,);
-    scale, if the stream is `scaled` after that, the factor, float32 (1,); norm, its weight, float32 (cols,)."""
-    assert parts or not (post_eps is not None or has_bias or scaled)
+    """Adds products to the residual stream, takes the mean of its elements off it if it is `centred`, and RMS-norms it
+    for the next product, or only multiplies it by weights if it `is_normed` not. Buffers: x, the normed activations,
+    float16 in an `Order`; sizes, if it `keeps_sizes`, what tokens were divided by, float32 (tokens,); stream, float32
+    (tokens, cols); sums, the partial sums of each of `parts`, float32 (parts, tokens, cols); biases, the products',
+    float32 (cols,) each; post_norm, with a `post_eps` the weight of the norm of the product before it is added, float32
+    (cols,); scale, if the stream is `scaled` after that, the factor, float32 (1,); norm, its weight, float32 (cols,);
+    norm_bias, what is added to the result if it is `shifted`, float32 (cols,)."""
+    assert parts or not (post_eps is not None or n_biases or scaled)
+    assert is_normed or not centred
 
     def kernel(
-        x: UOp, sizes: UOp | None, stream: UOp, sums: UOp | None, bias: UOp | None, post_norm: UOp | None,
-        scale: UOp | None, norm: UOp,
+        x: UOp, sizes: UOp | None, stream: UOp, sums: Sequence[UOp], biases: Sequence[UOp], post_norm: UOp | None,
+        scale: UOp | None, norm: UOp, norm_bias: UOp | None,
     ) -> UOp:  # fmt: skip
         token_norm, token = TokenNorm(cols, eps), UOp.special(tokens, "gidx0")
-        places = token_norm.places
+        places, factor = token_norm.places, f32(1)
         stores, values = [], [load(stream, token * cols + column, ok) for column, ok in places]
-        if sums is not None:
+        if parts:
             added = [
-                [load(sums, (p * tokens + token) * cols + column, ok) for p in range(parts)]
+                [
+                    *(
+                        load(of, (p * tokens + token) * cols + column, ok)
+                        for of, n in zip(sums, parts, strict=True)
+                        for p in range(n)
+                    ),
+                    *(load(bias, column, ok) for bias in biases),
+                ]
                 for column, ok in places
             ]
-            if bias is not None:
-                added = [[*terms, load(bias, *place)] for terms, place in zip(added, places, strict=True)]
             if post_norm is not None:
                 product = [chain(part_sums) for part_sums in added]
                 factor = token_norm.factor(product, 2, post_eps)
@@ -74,27 +82,34 @@ def norm_prompt(
             if scale is not None:
                 factor = load(scale, 0)
                 values = [value * factor for value in values]
+        if centred:
+            values, _, factor = token_norm.centred(values, 0)
+        elif is_normed:
+            factor = token_norm.factor(values, 0)
+        if parts:
             for (column, ok), value in zip(places, values, strict=True):
                 stores.append(store(stream, token * cols + column, value, ok))
-        factor = token_norm.factor(values, 0) if is_normed else f32(1)
         if sizes is not None:
             stores.append(store(sizes, token, factor.reciprocal(), token_norm.thread.eq(0)))
         for (column, ok), value in zip(places, values, strict=True):
             normed = value * factor * load(norm, column, ok)
+            normed = normed if norm_bias is None else normed + load(norm_bias, column, ok)
             normed = normed.cast(F16) if is_normed else as_half(normed)
             stores.append(store(x, PLACES[order](token, column, cols), normed, ok))
-        return finish(f"prefill_norm_{tokens}_{cols}_{parts}", stores)
+        return finish(f"prefill_norm_{tokens}_{cols}_{'_'.join(map(str, parts or [0]))}", stores)
 
     added = (
-        parts > 0 and "sums",
-        has_bias and "bias",
+        ("sums", len(parts)),
+        ("biases", n_biases),
         post_eps is not None and "post_norm",
         scaled and "scale",
     )
     # The products of few tokens, which the norm leaves room for, load their first weights meanwhile. With those of
     # many, prompts of 128 tokens of Qwen3 1.7B took 7 % longer on an H200.
     hints = LaunchHints(releases="after its wait" if order == "columns" else "at its end")
-    return Kernel(kernel, ("x", keeps_sizes and "sizes", "stream"), (*added, "norm"), hints)
+    return Kernel(
+        kernel, ("x", keeps_sizes and "sizes", "stream"), (*added, "norm", shifted and "norm_bias"), hints
+    )
 
 
 @functools.cache
