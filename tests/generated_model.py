@@ -41,8 +41,9 @@ class Parts:
     `latent`: latent attention, with the matrices of keys and values "apart" or "together".
     `layers`: those after the second have no keys and values of their own, and a token gives each layer 32 numbers.
     `beside`: experts are beside a feed-forward layer, and full attention has keys as values. `scaled`: layers have
-    a scale, and attention has none. `keys`: metadata, without the architecture; they are such that every part
-    counts within 100 tokens."""
+    a scale, and attention has none. `positions`: these are added to the embeddings. `normed_after`: norms come
+    after the sums, as those of BERT, also one after the embeddings, to which the type of a token is added. `keys`:
+    metadata, without the architecture; they are such that every part counts within 100 tokens."""
 
     architecture: str = ""
     biases: str = ""
@@ -69,6 +70,8 @@ class Parts:
     layers: bool = False
     beside: bool = False
     scaled: bool = False
+    positions: bool = False
+    normed_after: bool = False
     keys: Mapping[str, int | float | str | Sequence[int]] = field(default_factory=dict)
 
 
@@ -94,6 +97,7 @@ GEMMA4 = {
     "rope.freq_base_swa": 500.0,
     "final_logit_softcapping": 10.0,
 }
+BOTH_WAYS = {"attention.causal": False, "pooling_type": 1}
 MULTIPLIERS = {"attention.scale": 0.1, "embedding_scale": 3.0, "residual_scale": 0.5, "logit_scale": 4.0}
 EXPERTS = {"expert_count": 8, "expert_used_count": 3, "expert_feed_forward_length": 64}
 DELTA = {
@@ -171,6 +175,33 @@ ARCHITECTURES: dict[str, Parts] = {
         fused=True,
         feed_forward="ungated",
         keys={"use_parallel_residual": True},
+    ),
+    "gpt2": Parts(layer_norms="biases", biases="all", fused=True, feed_forward="ungated", positions=True),
+    "starcoder": Parts(
+        layer_norms="biases", biases="all", fused=True, feed_forward="ungated", positions=True
+    ),
+    "bert": Parts(
+        layer_norms="biases",
+        biases="all",
+        feed_forward="ungated",
+        positions=True,
+        normed_after=True,
+        keys=BOTH_WAYS,
+    ),
+    "nomic-bert": Parts(layer_norms="biases", fused=True, normed_after=True, keys=BOTH_WAYS),
+    "nomic-bert-moe": Parts(
+        layer_norms="biases",
+        biases="all",
+        fused=True,
+        feed_forward="ungated",
+        normed_after=True,
+        experts=4,
+        keys=BOTH_WAYS | {"expert_count": 4, "expert_used_count": 2, "moe_every_n_layers": 2},
+    ),
+    "gemma-embedding": Parts(
+        norms="head",
+        norms_after=True,
+        keys=BOTH_WAYS | WINDOW | {"attention.sliding_window": 32},
     ),
     "falcon": Parts(layer_norms="biases", fused=True, feed_forward="ungated beside"),
     "nemotron": Parts(layer_norms="biases", feed_forward="ungated"),
@@ -527,10 +558,10 @@ def write(
             kind = type_of(f"{prefix}ffn_{name}_exps")
             data = np.stack([random_matrix(rng, rows, cols, kind) for _ in range(n)])
             writer.add_tensor(f"{prefix}ffn_{name}_exps.weight", data, raw_dtype=kind)
-            if parts.biases == "all":
+            if parts.biases == "all" and not parts.normed_after:
                 biases = 0.2 * rng.standard_normal((n, rows))
                 writer.add_tensor(f"{prefix}ffn_{name}_exps.bias", biases.astype(np.float32))
-        if parts.biases == "all":
+        if parts.biases == "all" and not parts.normed_after:
             vector(f"{prefix}ffn_gate_inp.bias", n, 0.0, 0.5)
         if parts.choice_bias:
             vector(f"{prefix}exp_probs_b.bias", n, 0.0, 0.2)
@@ -584,7 +615,12 @@ def write(
         matrix(prefix + "out_proj", dim, dim)
 
     matrix("token_embd", len(tokens) + len(specials), dim)
-    norm("token_embd_norm" if parts.conv else "output_norm")
+    norm("token_embd_norm" if parts.conv or parts.normed_after else "output_norm")
+    if parts.positions:
+        matrix("position_embd", context, dim, "F32")
+    if parts.normed_after:
+        matrix("token_types", 1, dim, "F32")
+        writer.add_token_type_count(1)
     if architecture == "phi2":
         vector("output.bias", len(tokens) + len(specials), 0.0)
     if not tied:
@@ -658,7 +694,7 @@ def write(
 
     for layer in range(layers + draft_head):
         prefix = f"blk.{layer}."
-        if parts.norms_before:
+        if parts.norms_before and not parts.normed_after:
             norm(prefix + "attn_norm")
         is_delta = parts.delta and layer < layers and (layer + 1) % metadata["full_attention_interval"] != 0
         if is_delta:
@@ -678,7 +714,10 @@ def write(
             mamba(prefix)
         if parts.lone and layer % 3 != 1:
             continue
-        if parts.norms_before and not parts.lone and not parts.feed_forward.endswith("beside"):
+        if parts.normed_after:
+            norm(prefix + "attn_output_norm")
+            norm(prefix + "layer_output_norm")
+        elif parts.norms_before and not parts.lone and not parts.feed_forward.endswith("beside"):
             norm(prefix + ("post_attention_norm" if parts.renamed else "ffn_norm"))
         if parts.norms_after:
             vector(prefix + "post_attention_norm.weight", dim, 1.0)
@@ -689,7 +728,10 @@ def write(
             matrix(prefix + "inp_gate", size, dim)
             matrix(prefix + "proj", dim, size)
             vector(prefix + "post_norm.weight", dim, 1.0)
-        if parts.experts and layer >= metadata.get("leading_dense_block_count", 0):
+        has_experts = (
+            layer % 2 == 1 if parts.normed_after else layer >= metadata.get("leading_dense_block_count", 0)
+        )
+        if parts.experts and has_experts:
             experts(prefix)
             if not parts.beside:
                 continue
@@ -703,7 +745,7 @@ def write(
             if parts.biases == "all":
                 vector(prefix + "ffn_up.bias", width, 0.0)
                 vector(prefix + "ffn_down.bias", dim, 0.0)
-        elif parts.fused and not parts.experts:
+        elif parts.fused and not (parts.experts or parts.normed_after):
             matrix(prefix + "ffn_up", 2 * width, dim)
         else:
             matrix(prefix + "ffn_gate", width, dim)

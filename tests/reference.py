@@ -80,6 +80,18 @@ class Reference:
         cap = np.float32(self.spec.softcap)
         return np.tanh(y / cap) * cap if cap else y
 
+    def pooled(self, tokens: Sequence[int], pooling: str) -> Floats:
+        """The embedding of a text, or the classes of one: float32 (dim,) or (classes,)."""
+        spec = self.spec
+        *_, x = self._streams(tokens)
+        x = self._normed(x, spec.output_norm, spec.stream_eps, spec.output_norm_bias)
+        first = pooling == "cls" or (pooling == "rank" and spec.both_ways)
+        y = x.mean(0) if pooling == "mean" else x[0] if first else x[-1]
+        for p in spec.classes if pooling == "rank" else spec.projections:
+            y = self._product(y, p.weight, p.bias)
+            y = np.tanh(y) if p.bent else y
+        return y
+
     def streams(self, tokens: Sequence[int]) -> list[Floats]:
         """The residual stream of the tokens after each sublayer, float32 (n, dim) each; first the embedding."""
         return list(self._streams(tokens))
@@ -114,6 +126,10 @@ class Reference:
     ) -> Iterator[Floats]:
         spec = self.spec
         x = self._matrix(spec.embedding)[list(tokens)] * np.float32(spec.embedding_scale)
+        if spec.positions:
+            x = x + self._matrix(spec.positions)[: len(x)]
+        if spec.token_type:
+            x = x + self._matrix(spec.token_type)
         x = centred(x) if spec.centred else x
         yield x
         of_layers = self._layer_embeddings(x, tokens) if spec.layer_embeddings else None
@@ -126,6 +142,7 @@ class Reference:
         waiting = np.float32(0)
         for sublayer, is_added_later in spec.blocks:
             h = self._normed(x, sublayer.norm, spec.stream_eps, sublayer.norm_bias)
+            x = h if sublayer.replaces else x
             match sublayer.operator:
                 case LatentAttention() as part:
                     y = self._attend_latent(part, h)
@@ -357,6 +374,8 @@ class Reference:
             q = q * (1 + temperature.slope * np.log(1 + steps)).astype(np.float32)[:, None, None]
         distance = np.arange(n)[:, None] - np.arange(n)[None, :]
         hidden = (distance < 0) | (distance >= a.window if a.window else False)
+        if a.both_ways:
+            hidden = np.abs(distance) >= (a.window or n)
         out = np.empty_like(q)
         sinks = self._vector(a.sinks) if a.sinks else np.full(a.heads, -np.inf, np.float32)
         for head in range(a.heads):

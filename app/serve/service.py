@@ -95,7 +95,14 @@ class ModelFile:
             raise ApiError(400, f"{error.message} {error.hint}".strip()) from None
 
     def rank_prompt(self, query: str, document: str) -> list[int]:
-        """What a model that ranks gets of a document. Special tokens are those of the template."""
+        """What a model that ranks gets of a document. Special tokens are those of the template; without one, they are
+        those around a text."""
+        tokenizer = self.tokenizer
+        if not self.templates.rank:
+            end = [] if tokenizer.eos_id is None else [tokenizer.eos_id]
+            begin = [tokenizer.bos_id] if tokenizer.add_bos and tokenizer.bos_id is not None else []
+            between = end if tokenizer.wordpiece else 2 * end  # as BERT has it, and as RoBERTa
+            return [*begin, *tokenizer.encode(query), *between, *tokenizer.encode(document), *end]
         texts = {"{query}": query, "{document}": document}
         parts = re.split(r"(\{query\}|\{document\})", self.templates.rank)
         return self.tokenizer.encode_segments((texts.get(part, part), part not in texts) for part in parts)

@@ -68,13 +68,14 @@ Source = Path | HubModel | WebFile
 
 class KnownModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """An entry of models.toml. `draft`: what `parse` takes for a small one with the same tokens, "" if there is
-    none."""
+    none. Unless it `chats`, it is for embeddings or ranks."""
 
     name: str
     repository: str
     quantization: str
     architecture: str
     draft: str = ""
+    chats: bool = True
 
     @property
     def source(self) -> HubModel:

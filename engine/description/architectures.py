@@ -18,7 +18,7 @@ from engine.description.checked_file import MOST
 from engine.description.draft_head import read_draft_head
 from engine.description.families import ARCHITECTURES, Family
 from engine.description.feed_forward_reader import FeedForwardReader
-from engine.description.file_kind import ASSISTANT, check_is_model, check_looks_back
+from engine.description.file_kind import ASSISTANT, check_is_model, check_runs
 from engine.description.head_reader import AttentionHeads
 from engine.description.latent_reader import is_latent, read_latent_attention
 from engine.description.recurrent_reader import RecurrentReader
@@ -30,9 +30,9 @@ from engine.description.sublayers import (
     Vector,
     Weight,
 )
+from engine.description.text_encoder import last_norm, read_classes, read_normed_after, read_projections
 from engine.errors import ModelFileError
 from engine.formats.gguf import GGUF, damaged, printable
-from engine.formats.pooling import CLASSES, check_causal, pooling_of
 
 _ENCODERS = {"v.": "vision", "a.": "audio"}
 """How the names of tensors of encoders begin: tools/mtmd/clip-impl.h of llama.cpp."""
@@ -52,7 +52,7 @@ _DRAFT = "mtp."
 
 def check_architecture(architecture: str, model: str) -> None:
     """Raises ModelFileError if the engine does not run this architecture; the message calls the model `model`."""
-    check_looks_back(architecture, model)
+    check_runs(architecture, model)
     if architecture not in (*ARCHITECTURES, ASSISTANT):
         raise ModelFileError(
             f"{model} is of the architecture {printable(architecture)}, which orin-chat does not run.",
@@ -67,7 +67,6 @@ def read_spec(file: GGUF) -> ModelSpec:
     architecture = file.get("general.architecture", str)
     name = printable(file.path.name)
     check_architecture(architecture, name)
-    check_causal(file, name)
     try:
         return ModelReader(file, architecture, ARCHITECTURES[architecture]).spec()
     except (ArithmeticError, ValueError):  # scales close to 0, whose inverse is no number
@@ -95,6 +94,10 @@ class ModelReader(RecurrentReader, FeedForwardReader):
         self.layer_embedding = self.file.get(self.key("embedding_length_per_layer_input"), int, 0)
         """Elements of what a token gives each layer, 0 if nothing."""
 
+    @property
+    def both_ways(self) -> bool:
+        return not self.file.get(self.key("attention.causal"), bool, not self.family.both_ways)
+
     def last_layers(self, key: str) -> int:
         """How many of the last layers are of a kind, 0 if the file does not say it."""
         return self.file.get(self.key(key), int, 0)
@@ -117,7 +120,9 @@ class ModelReader(RecurrentReader, FeedForwardReader):
         logit_scale = self.factor("logit_scale", family.base_width / self.dim or 1.0)
         eps_key = "attention.layer_norm_epsilon" if family.layer_norms else "attention.layer_norm_rms_epsilon"
         eps = self.number(eps_key, self.family.eps)
-        norm = self.required(_LFM2_NORM if self.has(_LFM2_NORM) else "output_norm.weight", self.dim)
+        last = last_norm(self.layers) if family.normed_after else "output_norm"
+        is_lfm2 = self.has(_LFM2_NORM) and not self.has(f"{last}.weight")
+        norm = self.required(_LFM2_NORM if is_lfm2 else f"{last}.weight", self.dim)
         slope = self.number("attention.temperature_scale", 0.0)
         spec = ModelSpec(
             architecture=self.architecture,
@@ -131,7 +136,7 @@ class ModelReader(RecurrentReader, FeedForwardReader):
             output_norm=Vector(
                 norm.tensor, norm.size, factor=logit_scale if family.multiplied_logits else 1 / logit_scale
             ),
-            output_norm_bias=self.vector("output_norm.bias", self.dim),
+            output_norm_bias=self.vector(f"{last}.bias", self.dim),
             head_bias=self.vector("output.bias", vocab),
             centred=family.layer_norms,
             head=head,
@@ -147,7 +152,10 @@ class ModelReader(RecurrentReader, FeedForwardReader):
                 for begin, encoder in _ENCODERS.items()
                 if any(name.startswith(begin) for name in self.file.tensors)
             ),
-            classes=self.classes(),
+            positions=self.table("position_embd", self.context),
+            token_type=self.table("token_types", 1),
+            projections=read_projections(self, self.dim),
+            classes=read_classes(self, self.dim),
         )
         if not spec.attention:
             raise damaged(self.file.path, "no layer has attention")
@@ -163,10 +171,14 @@ class ModelReader(RecurrentReader, FeedForwardReader):
             )
         return spec
 
-    def classes(self) -> Weight | None:
-        if pooling_of(self.file) != "rank" or not self.has(CLASSES):
-            return None
-        return self.weight(CLASSES.removesuffix(".weight"), self.file.tensors[CLASSES].shape[0], self.dim)
+    def table(self, name: str, rows: int) -> Weight | None:
+        """The first rows of a table of vectors that are added to embeddings, if there is one."""
+        info = self.file.tensors.get(f"{name}.weight")
+        return (
+            self.weight(name, rows, self.dim, of=info.shape[0] if len(info.shape) == 2 else 1)
+            if info
+            else None
+        )
 
     def is_left_out(self, tensor: str) -> bool:
         """Whether a tensor is of draft layers, which follow the others, of an encoder, or read by nobody."""
@@ -194,6 +206,11 @@ class ModelReader(RecurrentReader, FeedForwardReader):
         prefix = f"blk.{i}."
         if self.family.lone_sublayers:
             yield self.lone(i, prefix)
+            return
+        if self.family.normed_after:
+            yield from read_normed_after(
+                self, i, self.dim, lambda prefix: (self.attend(i, prefix), self.feed_forward(i, prefix))
+            )
             return
 
         def norm(name: str) -> Vector | None:
@@ -325,6 +342,7 @@ class ModelReader(RecurrentReader, FeedForwardReader):
                 self.family.grid_positions,
             ),
             sees_pictures=self.sees_pictures(window),
+            both_ways=self.both_ways,
             scale=self.factor("attention.scale", scale),
             window=window, sinks=self.vector(f"{prefix}attn_sinks.weight", heads.count), gate=gate(), cache_of=of,
             has_normed_values=self.family.normed_values,
@@ -381,4 +399,5 @@ class ModelReader(RecurrentReader, FeedForwardReader):
         else:
             every = self.size("attention.sliding_window_pattern", every)
             has_window = i % every < every - 1
-        return self.size("attention.sliding_window", unsaid) if has_window else 0
+        window = self.size("attention.sliding_window", unsaid) if has_window else 0
+        return window // 2 + 1 if window and self.both_ways else window

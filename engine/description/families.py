@@ -5,7 +5,7 @@ reads a model. What each architecture does: its file in src/models of llama.cpp.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from engine.description.sublayers import Activation, Scoring
@@ -33,6 +33,7 @@ class Family:
     (`ModelSpec.centred`). `multiplied_logits`: by the file's scale of logits, by which others are divided.
     `ungated`: feed-forward layers have no gates. `lone_sublayers`: a layer is attention, a feed-forward layer or a
     recurrent one alone. `recurrent_beside`: each attention has a recurrent layer beside it.
+    `normed_after`: norms come after the sums. It goes `both_ways` if its files do not say otherwise: see `Attention`.
     `grid_positions`: tokens of pictures have a row and a column
     (`Rope.sections`). Of pictures, tokens see those after them in the same picture in no layer, in all, or in those
     with a window (`sees_pictures`)."""
@@ -61,6 +62,8 @@ class Family:
     ungated: bool = False
     lone_sublayers: bool = False
     recurrent_beside: bool = False
+    normed_after: bool = False
+    both_ways: bool = False
     recurrent: Literal["delta net", "short conv", "mamba"] = "delta net"
     gated_attention: bool = False
     unscaled_attention: bool = False
@@ -86,24 +89,30 @@ _NEMOTRON_H = Family(
     scoring="sigmoid",
 )
 
+_GEMMA3 = Family(
+    activation="gelu",
+    full_attention_every=6,
+    plain_windows=True,
+    eps=1e-6,
+    rope_base=1e6,
+    window_base=1e4,
+    scaled_embedding=True,
+    long_rope_factor=8.0,  # all but 1B; files of Ollama do not say it
+    scored_by_width=62,  # 27B: LLM_TYPE_27B in gemma2.cpp and gemma3.cpp
+    sees_pictures="all layers",
+)
+
+_BERT = Family(
+    layer_norms=True, normed_after=True, both_ways=True, activation="gelu", ungated=True, eps=1e-12
+)
+
 ARCHITECTURES: Mapping[str, Family] = {
     "llama": Family(interleaved=True),
     "qwen2": Family(),
     "qwen3": Family(),
     "mistral3": Family(interleaved=True),
     "phi3": Family(),
-    "gemma3": Family(
-        activation="gelu",
-        full_attention_every=6,
-        plain_windows=True,
-        eps=1e-6,
-        rope_base=1e6,
-        window_base=1e4,
-        scaled_embedding=True,
-        long_rope_factor=8.0,  # all but 1B; files of Ollama do not say it
-        scored_by_width=62,  # 27B: LLM_TYPE_27B in gemma2.cpp and gemma3.cpp
-        sees_pictures="all layers",
-    ),
+    "gemma3": _GEMMA3,
     "gemma4": Family(
         activation="gelu",
         full_attention_every=6,
@@ -162,6 +171,7 @@ ARCHITECTURES: Mapping[str, Family] = {
     ),
     "falcon": Family(layer_norms=True, activation="gelu", ungated=True),
     "falcon-h1": Family(recurrent="mamba", recurrent_beside=True),
+    "gpt2": Family(layer_norms=True, activation="gelu", ungated=True, unrotated_every=1),
     "gptneox": Family(layer_norms=True, activation="gelu", ungated=True),
     "nemotron": Family(layer_norms=True, activation="relu2", ungated=True),
     "nemotron_h": _NEMOTRON_H,
@@ -169,6 +179,7 @@ ARCHITECTURES: Mapping[str, Family] = {
     "orion": Family(layer_norms=True),
     "phi2": Family(layer_norms=True, activation="gelu", ungated=True),
     "stablelm": Family(layer_norms=True),
+    "starcoder": Family(layer_norms=True, activation="gelu", ungated=True, unrotated_every=1),
     "starcoder2": Family(layer_norms=True, activation="gelu", ungated=True),
     "granitehybrid": Family(interleaved=True, recurrent="mamba"),
     "lfm2": Family(recurrent="short conv", full_attention_every=_NO_LAYER),
@@ -179,5 +190,10 @@ ARCHITECTURES: Mapping[str, Family] = {
     "deepseek2": Family(interleaved=True, renormalised=False, biased_scoring="sigmoid"),
     "dots1": Family(renormalised=False, scoring="sigmoid"),
     "ernie4_5-moe": Family(interleaved=True),
+    "bert": replace(_BERT, unrotated_every=1),
+    "nomic-bert": replace(_BERT, activation="silu", ungated=False),
+    "nomic-bert-moe": replace(_BERT, renormalised=False),
+    "jina-bert-v3": _BERT,
+    "gemma-embedding": replace(_GEMMA3, both_ways=True),
     "glm4moe": Family(renormalised=False, scoring="sigmoid"),
 }

@@ -15,12 +15,8 @@ _OTHERS = {  # general.type (GGUFType in gguf-py of llama.cpp), or the architect
 _ARCHITECTURES = {"clip": "mmproj", "controlvector": "controlvector"}
 """Older files have no general.type."""
 
-_BOTH_WAYS = (
-    "bert", "modern-bert", "neo-bert", "eurobert", "nomic-bert", "nomic-bert-moe", "jina-bert-v2", "jina-bert-v3",
-    "gemma-embedding", "llama-embed",
-)  # fmt: skip
-"""Architectures for embeddings that are not run: llama-arch.cpp of llama.cpp."""
-
+_DIFFUSION = "dream", "llada", "llada-moe", "rnd1"
+"""Architectures that make all tokens of a reply at once: src/llama-arch.cpp of llama.cpp."""
 
 ASSISTANT = "gemma4-assistant"
 """Drafters of a model, which do not answer alone (`engine.description.assistant`)."""
@@ -40,12 +36,12 @@ def check_is_model(file: GGUF) -> None:
         )
 
 
-def check_looks_back(architecture: str, model: str) -> None:
-    """Raises ModelFileError for an architecture whose tokens see those that follow them; the message calls the model
-    `model`."""
-    if architecture in _BOTH_WAYS:
+def check_runs(architecture: str, model: str) -> None:
+    """Raises ModelFileError for an architecture that answers in another way than all others; the message calls the
+    model `model`."""
+    if architecture in _DIFFUSION:
         raise ModelFileError(
-            f"{model} is for embeddings of the architecture {architecture}, whose tokens attend to those that follow "
-            "them. orin-chat does not run it.",
-            "Choose a model for embeddings whose tokens see only earlier ones, such as Qwen3-Embedding.",
+            f"{model} is of the architecture {architecture}, which makes all tokens of a reply at once (diffusion). "
+            "orin-chat does not run it.",
+            "Choose a model that makes one token after the other.",
         )

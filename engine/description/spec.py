@@ -75,7 +75,8 @@ class Temperature:
 class Sublayer:
     """What the residual stream passes through: x += post_norm(operator(norm(x))). A norm that is None is left out.
     `scale`: with a post norm, a number by which x is multiplied at last. `norm_bias` is added to what the norm gives.
-    A sublayer `beside` the one before it reads x as that did, and both results are added to x at once."""
+    A sublayer `beside` the one before it reads x as that did, and both results are added to x at once. If its norm
+    `replaces` x, the result is added to what the norm gives: x = norm(x) + operator(norm(x)) (BERT)."""
 
     norm: Vector | None
     operator: Operator
@@ -83,6 +84,7 @@ class Sublayer:
     scale: Vector | None = None
     norm_bias: Vector | None = None
     beside: bool = False
+    replaces: bool = False
 
     @property
     def vectors(self) -> tuple[Vector, ...]:
@@ -104,6 +106,15 @@ class LayerEmbeddings:
     norm: Vector
     size: int
     layers: int
+
+
+@dataclass(frozen=True)
+class Projection:
+    """What is made of a pooled vector x: `weight` x + `bias`, and of that the tanh if it is `bent`."""
+
+    weight: Weight
+    bias: Vector | None = None
+    bent: bool = False
 
 
 @dataclass(frozen=True)
@@ -174,8 +185,14 @@ class ModelSpec:
     """Of an assistant, whose `embedding` is the model's."""
     encoders: tuple[str, ...] = ()
     """What the file has besides, "vision" or "audio", which is not run."""
-    classes: Weight | None = None
-    """What gives the classes of a model that ranks documents: (classes, dim). The host computes them."""
+    positions: Weight | None = None
+    """What is added to a token's embedding by its position: (trained context, dim)."""
+    token_type: Weight | None = None
+    """What is added to the embeddings of all tokens: (1, dim)."""
+    projections: tuple[Projection, ...] = ()
+    """What becomes of a text's embedding, one after the other; the host computes them."""
+    classes: tuple[Projection, ...] = ()
+    """The same of a model that ranks documents: the last one gives the classes."""
 
     @property
     def not_run(self) -> str:
@@ -207,6 +224,16 @@ class ModelSpec:
         return [operator for operator in self.operators() if isinstance(operator, Attention)]
 
     @property
+    def added_tables(self) -> tuple[Weight, ...]:
+        """What is added to the embeddings of tokens."""
+        return tuple(table for table in (self.positions, self.token_type) if table)
+
+    @property
+    def both_ways(self) -> bool:
+        """Whether tokens attend to all of a text, so that the model makes embeddings of texts and answers nothing."""
+        return any(attend.both_ways for attend in self.attention)
+
+    @property
     def caching(self) -> list[Attention]:
         """The attention that has a KV cache of its own."""
         return [a for a in self.attention if a.cache_of is None]
@@ -235,6 +262,7 @@ class ModelSpec:
         yield self.embedding
         if not self.is_tied:
             yield self.head
+        yield from self.added_tables
         if self.layer_embeddings:
             yield self.layer_embeddings.table
             yield self.layer_embeddings.projection
@@ -285,6 +313,7 @@ class ModelSpec:
             for weight in operator.matrices:
                 n_bytes -= weight.n_bytes * (operator.count - operator.used) // operator.count
         tables = [] if self.is_tied else [self.embedding]
+        tables += self.added_tables
         if self.layer_embeddings:
             tables.append(self.layer_embeddings.table)
         return n_bytes - sum(table.n_bytes - table.row_bytes for table in tables)

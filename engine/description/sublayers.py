@@ -149,7 +149,8 @@ class Attention(Operator):
     the keys at p - window + 1 to p; 0 means to all. `sinks`: for each head a score that joins those of the keys,
     unscaled, and whose value is zero. `gate`: the result is multiplied by sigmoid(gate x) before the output projection.
 
-    With `sees_pictures`, a picture's tokens attend also to those after them in the same picture.
+    With `sees_pictures`, a picture's tokens attend also to those after them in the same picture. If it goes
+    `both_ways`, all tokens attend to those after them, with a window to as many as before them.
 
     Without `v`, the keys before norm and rotation are the values. With `has_normed_values`, values are normed over a
     head, without a weight. `cache_of`: an index in `ModelSpec.attention` of a layer whose keys and values it reads; it
@@ -176,6 +177,7 @@ class Attention(Operator):
     cache_of: int | None = None
     has_normed_values: bool = False
     sees_pictures: bool = False
+    both_ways: bool = False
     softcap: float = 0.0
     rotates_first: bool = False
     words = "attention"
@@ -197,6 +199,11 @@ class Attention(Operator):
     @property
     def is_keeping(self) -> bool:
         return self.cache_of is None
+
+    @property
+    def looks_ahead(self) -> bool:
+        """Whether tokens may attend to those after them, in prompts."""
+        return self.both_ways or self.sees_pictures
 
     @property
     def has_norms_over_heads(self) -> bool:

@@ -1,15 +1,17 @@
-"""Words to tokens, with the merges of a model file: byte-level BPE, SentencePiece, or Gemma 4's BPE. The library
+"""Words to tokens, with the merges of a model file: byte-level BPE, SentencePiece, Gemma 4's BPE, or without merges
+WordPiece and unigrams. The library
 `tokenizers` merges. To build its object takes most of the time that a tokenizer takes to be made."""
 
 import os
+import re
 from collections.abc import Mapping, Sequence
 
 import numpy as np
-from tokenizers import Regex, models, pre_tokenizers
+from tokenizers import Regex, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Merger
 
 from engine.formats.gguf import GGUF, StringArray
-from engine.formats.vocabulary import BYTE, UNKNOWN, Vocabulary
+from engine.formats.vocabulary import BYTE, SPACE, UNKNOWN, Vocabulary
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # else the library has threads of its own
 
@@ -27,7 +29,12 @@ class Merges:
         ids = {text: id for id, text in reversed([*enumerate(texts)])}  # if two are equal, the first counts
         for text in vocabulary.special_tokens:
             del ids[text]
-        self.merger = self._sentencepiece(gguf, ids) if vocabulary.sentencepiece else self._bpe(gguf, ids)
+        if vocabulary.wordpiece:
+            self.merger = self._wordpiece(gguf, texts)
+        elif vocabulary.unigrams:
+            self.merger = self._unigrams(gguf, texts)
+        else:
+            self.merger = self._sentencepiece(gguf, ids) if vocabulary.sentencepiece else self._bpe(gguf, ids)
 
     def __call__(self, words: Sequence[str]) -> list[list[int]]:
         """Other threads run meanwhile: the library lets them only if it is given a batch."""
@@ -81,6 +88,44 @@ class Merges:
         if unknown is not None:  # no merge leads to it: it stands for characters without a token
             known[unknown] = v.special_tokens[unknown]
         return Merger(models.BPE(known, merges, byte_fallback=True, fuse_unk=True, unk_token=unknown))
+
+    def _wordpiece(self, gguf: GGUF, texts: list[str]) -> Merger:
+        """In the file, tokens that begin a word begin with SPACE, and others have no "##". Words that have no tokens
+        are [UNK]."""
+        ids = {}
+        for id, text in reversed([*enumerate(texts)]):
+            is_special = text in self._vocabulary.special_tokens or re.fullmatch(r"\[.+\]", text)
+            ids[text[1:] if text.startswith(SPACE) else text if is_special else f"##{text}"] = id
+        unknown = gguf.get("tokenizer.ggml.unknown_token_id", int, 100)
+        name = texts[unknown] if 0 <= unknown < len(texts) else "[UNK]"
+        ids[name] = unknown
+        merger = Merger(models.WordPiece(ids, unk_token=name))
+        lowercase = gguf.get("tokenizer.ggml.normalizer.lowercase", bool, True)
+        merger.normalizer = normalizers.BertNormalizer(
+            strip_accents=gguf.get("tokenizer.ggml.normalizer.strip_accents", bool, lowercase),
+            lowercase=lowercase,
+        )
+        merger.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+        return merger
+
+    def _unigrams(self, gguf: GGUF, texts: list[str]) -> Merger:
+        """The most probable tokens: the scores are logarithms of their probabilities."""
+        v = self._vocabulary
+        unknown = next((id for id, kind in enumerate(v.types) if kind == UNKNOWN), 0)
+        special = {*v.special_tokens.values()} - {unknown}
+        named = [f"\0{id}" if id in special else text for id, text in enumerate(texts)]  # in no text
+        scores = v.numbers(gguf, "scores", np.float32, 0).tolist()
+        merger = Merger(models.Unigram([*zip(named, scores, strict=True)], unknown))
+        steps: list[normalizers.Normalizer] = []
+        charsmap = gguf.get("tokenizer.ggml.precompiled_charsmap", np.ndarray, None)
+        if charsmap is not None:
+            steps.append(normalizers.Precompiled(charsmap.astype(np.uint8).tobytes()))
+        if gguf.get("tokenizer.ggml.remove_extra_whitespaces", bool, True):
+            steps += [normalizers.Strip(), normalizers.Replace(Regex(" {2,}"), " ")]
+        merger.normalizer = normalizers.Sequence(steps)
+        begins = gguf.get("tokenizer.ggml.add_space_prefix", bool, True)
+        merger.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always" if begins else "never")
+        return merger
 
     def _in_bytes(self, character: str, ids: Mapping[str, int]) -> list[int]:
         """The byte tokens of a character that is in pieces, but is none itself."""

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from engine.errors import ModelFileError
 from engine.formats.gguf import GGUF, damaged
 from engine.protocol.events import Pooling
 
 _POOLING: dict[int, Pooling | None] = {-1: None, 0: None, 1: "mean", 2: "cls", 3: "last", 4: "rank"}
-CLASSES = "cls.output.weight"
-"""The tensor with a row for each class of a model that ranks documents; the first one is that of a document that
-fits."""
 
 
 def pooling_of(file: GGUF) -> Pooling | None:
@@ -19,12 +15,3 @@ def pooling_of(file: GGUF) -> Pooling | None:
     if number not in _POOLING:
         raise damaged(file.path, f"its pooling type is {number}")
     return _POOLING[number]
-
-
-def check_causal(file: GGUF, name: str) -> None:
-    """Raises ModelFileError for a model whose tokens see those that follow them: `name` is its file's."""
-    if not file.get(f"{file.get('general.architecture', str, '')}.attention.causal", bool, True):
-        raise ModelFileError(
-            f"In {name}, tokens attend to those that follow them, which orin-chat does not run.",
-            "For embeddings, choose a model whose tokens see only earlier ones, such as Qwen3-Embedding.",
-        )

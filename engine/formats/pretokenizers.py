@@ -91,7 +91,8 @@ _NAMES: tuple[tuple[str, Pretokenizer], ...] = (
     ("seed-coder", Pretokenizer((_SEED,))),
     ("bailingmoe bailingmoe2 llada-moe", Pretokenizer((_BAILING,))),
     (
-        "gpt-2 phi-2 mpt olmo jais exaone4 gigachat trillion mellum a.x-4.0 granite-docling",
+        "gpt-2 phi-2 mpt olmo jais exaone4 gigachat trillion mellum a.x-4.0 granite-docling jina-es jina-de jina-v2-es "
+        "jina-v2-de modern-bert jina-v1-en jina-v2-code roberta-bpe",
         Pretokenizer((_GPT2_WORDS,)),
     ),
     (

@@ -142,13 +142,13 @@ class Tokenizer(Vocabulary):
         return False
 
     def _fewest(self, texts: Sequence[str]) -> int:
-        """A number of tokens that `texts` have at least: no token has more of `_amounts` than those of the vocabulary
+        """A number of tokens that `texts` have at least;  no token has more of `_amounts` than those of the vocabulary
         have at most. The longest token is often a run of spaces, so words and changes tell more of most texts. Of a
         text that is remembered, it is the number of its tokens."""
         known = {text: len(ids) for text in texts if (ids := self._remembered.get(text)) is not None}
         spelled = [self._codes(text) for text in texts if text and text not in known]
         least = sum(known.get(text, 0) for text in texts)
-        if spelled:
+        if spelled and not self.normalizes:
             starts = np.cumsum([0, *(len(codes) for codes, _ in spelled)])[:-1]
             amounts = _amounts(np.concatenate([codes for codes, _ in spelled]), spelled[0][1], starts)
             least += int((-(-amounts // self._most_in_a_token)).max(axis=1).sum())
@@ -194,7 +194,8 @@ class Tokenizer(Vocabulary):
             if i % 2:
                 pieces.append(self._text_tokens[piece])
             elif piece:
-                pieces.append(piece if self.writes_spaces else piece.replace(" ", SPACE))
+                is_as_it_is = self.writes_spaces or self.normalizes
+                pieces.append(piece if is_as_it_is else piece.replace(" ", SPACE))
         return pieces
 
     def _remember(self, used: dict[str, array[int]]) -> None:

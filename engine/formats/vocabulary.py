@@ -38,17 +38,26 @@ def _byte_alphabet() -> dict[int, int]:
 _BYTE_OF = _byte_alphabet()
 
 
+_KINDS = {
+    "gpt2": "byte-level BPE",
+    "llama": "SentencePiece",
+    "gemma4": "the BPE of Gemma 4",
+    "bert": "WordPiece",
+    "t5": "unigrams",
+}
+
+
 def check_tokenizer(file: GGUF) -> None:
     """Raises ModelFileError if the file has no vocabulary, or one of a kind that `Tokenizer` does not know. Fast."""
     kind = file.get("tokenizer.ggml.model", str)
-    if kind not in ("gpt2", "llama", "gemma4"):
+    if kind not in _KINDS:
+        kinds = ", ".join(f'{what} ("{name}")' for name, what in _KINDS.items())
         raise ModelFileError(
-            f'{printable(file.path.name)} has a tokenizer of the kind "{printable(kind)}"; orin-chat supports '
-            'byte-level BPE ("gpt2"), SentencePiece ("llama") and the BPE of Gemma 4 ("gemma4").',
+            f'{printable(file.path.name)} has a tokenizer of the kind "{printable(kind)}"; orin-chat supports {kinds}.',
             "Choose a model of another family.",
         )
     file.get("tokenizer.ggml.tokens", StringArray)
-    if kind != "llama":
+    if kind in ("gpt2", "gemma4"):
         file.get("tokenizer.ggml.merges", StringArray)
 
 
@@ -74,7 +83,8 @@ class Vocabulary:
         kind = gguf.get("tokenizer.ggml.model", str)
         self.warning = ""
         self.sentencepiece = kind == "llama"
-        self.gemma4 = kind == "gemma4"
+        self.gemma4, self.wordpiece, self.unigrams = (kind == name for name in ("gemma4", "bert", "t5"))
+        self.normalizes = self.wordpiece or self.unigrams
         self.writes_spaces = kind == "gpt2"
         self.raw = gguf.get("tokenizer.ggml.tokens", StringArray).raws()[: _embedded(gguf)]
         self.vocab_size = len(self.raw)
@@ -126,6 +136,9 @@ class Vocabulary:
 
         self.bos_id = special_id("bos", 1 if self.sentencepiece else None)
         self.eos_id = special_id("eos", 2 if self.sentencepiece else None)
+        if self.wordpiece:  # llama.cpp's numbers where the file has none, as older ones
+            cls = special_id("cls", 101)
+            self.bos_id, self.eos_id = special_id("bos", cls), special_id("seperator", 102)
         end_ids = (self.eos_id, special_id("eot"), special_id("eom"))
         listed = gguf.get("tokenizer.ggml.eos_token_ids", np.ndarray, None)  # in files of Ollama
         more = [] if listed is None else [int(id) for id in listed.ravel() if 0 <= id < self.vocab_size]
@@ -134,13 +147,14 @@ class Vocabulary:
         self.pretokenizer = PRETOKENIZERS.get(pre, DEFAULT)
         if self.gemma4:
             self.pretokenizer = GEMMA4
-        elif not self.sentencepiece and pre not in PRETOKENIZERS:
+        elif not (self.sentencepiece or self.normalizes) and pre not in PRETOKENIZERS:
             named = f'an unknown pre-tokenizer, "{printable(pre)}"' if pre else "no pre-tokenizer"
             self.warning = f"The model file names {named}; answers may be worse than the model can give."
         add_bos = self.sentencepiece or self.pretokenizer.add_bos
-        wants_bos = self.gemma4 or gguf.get("tokenizer.ggml.add_bos_token", bool, add_bos)
+        wants_bos = self.gemma4 or self.wordpiece or gguf.get("tokenizer.ggml.add_bos_token", bool, add_bos)
         self.add_bos = wants_bos and self.bos_id is not None
-        self.add_eos = gguf.get("tokenizer.ggml.add_eos_token", bool, False) and self.eos_id is not None
+        wants_eos = self.wordpiece or gguf.get("tokenizer.ggml.add_eos_token", bool, self.unigrams)
+        self.add_eos = wants_eos and self.eos_id is not None
         prefix = gguf.get("tokenizer.ggml.add_space_prefix", bool, self.sentencepiece)
         self.add_space_prefix = self.sentencepiece and prefix
 

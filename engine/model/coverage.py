@@ -37,8 +37,13 @@ def runs_as_graph_because(spec: ModelSpec, device: str) -> str:
     if why := lacks_kernels_because(device):
         return f"{why} Models run as tensor graphs, which are slower."
     part = lacking_part(spec, _table(device))
-    if not device.startswith("CPU") and spec.centred and spec.experts:
-        part = "experts after LayerNorms"
+    if not device.startswith("CPU"):
+        if spec.both_ways:
+            part = "attention to all of a text"
+        elif spec.positions:
+            part = "embeddings of positions"
+        elif spec.centred and spec.experts:
+            part = "experts after LayerNorms"
     without = f"This model has {part}, which orin-chat has no {device} kernels for."
     return f"{without} It runs as tensor graphs, which are slower." if part else ""
 

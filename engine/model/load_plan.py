@@ -40,7 +40,9 @@ class LoadPlan:
 
     @property
     def pictures(self) -> PictureRoom | None:
-        """What the model's runner needs for pictures."""
+        """What the model's runner needs for pictures, or for texts that it reads as a whole."""
+        if self.spec.both_ways:
+            return PictureRoom(self.context_length)
         return self.encoder.room(self.spec) if self.encoder else None
 
     @property

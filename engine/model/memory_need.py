@@ -22,6 +22,7 @@ from engine.targets.memory import TargetMemory
 from engine.targets.nvidia.memory import MEMORY as of_gpus
 
 DEFAULT_CONTEXT = 8192  # tokens, for a model that was trained for more
+_WHOLE_TEXT = 2048  # tokens, for one that reads texts as a whole
 
 _CONTEXT_STEP = 256  # tokens: contexts are proposed in such steps
 _SMALLEST_CONTEXT = 512  # tokens: a shorter one is not proposed
@@ -65,7 +66,7 @@ def gigabytes(n_bytes: int) -> str:
 
 def default_context(spec: ModelSpec) -> int:
     """The context, in tokens, if none is asked for."""
-    return min(spec.trained_context, DEFAULT_CONTEXT)
+    return min(spec.trained_context, _WHOLE_TEXT if spec.both_ways else DEFAULT_CONTEXT)
 
 
 def chosen_context(
@@ -217,4 +218,5 @@ def _scratch_bytes(spec: ModelSpec, target: TargetMemory, context: int) -> int:
     if target.copies_experts:
         of_one = (sum(map(target.weight_bytes, e.matrices)) // e.count for e in spec.experts)
         copied = max(of_one, default=0)
-    return target.chunk * (4 * token + copied) + 4 * tables
+    chunk = max(target.chunk, context) if spec.both_ways else target.chunk
+    return chunk * (4 * token + copied) + 4 * tables

@@ -79,6 +79,8 @@ def _warnings(
     spec, device, is_graph = plan.spec, str(Device.DEFAULT), options.kernels == "graph"
     as_graph = "" if is_graph else runs_as_graph_because(spec, device)
     yield blank_end(plan.file, spec)
+    if spec.both_ways:
+        yield f"{spec.name} makes embeddings of texts, and answers nothing."
     if options.chip:
         yield f"The kernels are those of {options.chip}, as if this were such a GPU."
     yield as_graph

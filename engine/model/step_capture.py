@@ -35,10 +35,12 @@ class StepCapture:
         guesses: bool,
         head: HeadDrafter | AssistantDrafter | None,
         encoder: PictureEncoder | None,
+        replies: bool = True,
     ) -> None:
-        """`embeds`: texts may be asked for as vectors. `guesses`: steps check guesses of next tokens, which a `head`
-        may make. The `encoder` is that of pictures."""
+        """`embeds`: texts may be asked for as vectors; without `replies`, for nothing else. `guesses`: steps check
+        guesses of next tokens, which a `head` may make. The `encoder` is that of pictures."""
         self._runner, self._scheduler, self._context_length = runner, scheduler, context_length
+        self._replies = replies
         self._embeds, self._guesses, self._head, self._encoder = embeds, guesses, head, encoder
         self._interrupted: Callable[[], bool] = lambda: False
         self.again()
@@ -77,14 +79,14 @@ class StepCapture:
         yield
         # The smallest size does for all until they are compiled.
         for size in dict.fromkeys((runner.chunk_sizes[0], *self._sizes_to_compile())):
-            if runner.captures:
+            if runner.captures and self._replies:
                 yield from self._prepare(partial(runner.prepare, size))
                 self._run(0, size // 2 + 1)
                 yield
             if self._embeds:
                 yield from self._prepare(partial(self._run, 0, size // 2 + 1, want="hidden"))
                 yield
-        if not runner.captures:
+        if not (runner.captures and self._replies):
             return
         for drawing in (None, *_drawings()) if runner.sampler else (None,):
             for count in runner.row_counts:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
+import numpy as np
 from msgspec.structs import replace
+from numpy.typing import NDArray
 from tinygrad import Device, Tensor
 from tinygrad.helpers import GlobalCounters
 
+from engine.description.spec import Projection
+from engine.description.sublayers import Weight
 from engine.errors import SHORTEN_AT_MOST, ContextFullError, UsageError
 from engine.fixes import program_cache
 from engine.formats.pooling import pooling_of
@@ -43,7 +47,7 @@ from engine.protocol.events import (
 )
 from engine.runtime.answer import Answer, Answers
 from engine.runtime.choice_reporter import ChoiceReporter
-from engine.runtime.embedding import Embeddings, Pooler
+from engine.runtime.embedding import Embeddings, Pooler, Step
 from engine.runtime.model_runner import SearchRequest
 from engine.runtime.prefix_folder import default_limit_bytes
 from engine.runtime.prefix_store import PrefixStore
@@ -91,6 +95,7 @@ class TextModel:
         self.tokenizer = self.prompts.tokenizer
         if plan.encoder:
             self.prompts.template.eyes = plan.encoder.eyes
+        self._only_embeds = plan.spec.both_ways
         pictures = plan.pictures
         whole_pictures = self._runner.max_chunk if pictures and pictures.whole else 0
         self._answers = Answers(self.prompts, plan.context_length, whole_pictures)
@@ -124,10 +129,11 @@ class TextModel:
             draft or self._head,
         )
         self._search(options, report)
-        embeds = pooling_of(plan.file) is not None
-        guesses = options.speculate != "off"
+        replies = not plan.spec.both_ways
+        embeds = pooling_of(plan.file) is not None or not replies
+        guesses = options.speculate != "off" and replies
         self._capture = StepCapture(
-            runner, self.scheduler, plan.context_length, embeds, guesses, self._head, encoder
+            runner, self.scheduler, plan.context_length, embeds, guesses, self._head, encoder, replies
         )
         with timeline.span("first step"):
             self._capture.first()
@@ -162,6 +168,11 @@ class TextModel:
     def begin(self, request: Generate, report: Report) -> Answer:
         """The answer to a request, for `scheduler`. Any thread may call it. Raises ContextFullError,
         TemplateError and UsageError."""
+        if self._only_embeds and not request.pooling:
+            raise UsageError(
+                f"{self.ready.model.name} makes embeddings of texts, and answers nothing.",
+                "Choose a chat model. `orin-chat serve` gives embeddings: /v1/embeddings.",
+            )
         if isinstance(request.prompt, Chat) and request.prompt.pictures and not self.ready.model.sees:
             raise UsageError(
                 f"{self.ready.model.name} sees no pictures: it has no encoder for them.",
@@ -248,9 +259,24 @@ class TextModel:
 
 def _pooler(weights: Weights) -> Pooler:
     """Raises ModelFileError."""
-    spec, classes = weights.spec, None
-    if of := spec.classes:
+    spec = weights.spec
+
+    def steps(projections: Sequence[Projection]) -> list[Step]:
+        return [
+            Step(matrix(p.weight), weights.vector(p.bias) if p.bias else None, p.bent) for p in projections
+        ]
+
+    def matrix(of: Weight) -> NDArray[np.float32]:
         rows = Tensor(weights.read(of, range(of.rows)))
-        classes = QuantizedMatrix(of.type, of.rows, of.cols).dequantize_rows(rows, of.rows).numpy()
+        floats = QuantizedMatrix(of.type, of.rows, of.cols).dequantize_rows(rows, of.rows).numpy()
+        return np.asarray(floats, np.float32)
+
     bias = weights.vector(spec.output_norm_bias) if spec.output_norm_bias else None
-    return Pooler(weights.vector(spec.output_norm), spec.stream_eps, classes, bias)
+    return Pooler(
+        weights.vector(spec.output_norm),
+        spec.stream_eps,
+        steps(spec.classes),
+        bias,
+        steps(spec.projections),
+        spec.both_ways,
+    )

@@ -6,8 +6,8 @@ It is pooled from the residual stream after the last sublayer, which pieces of t
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,28 +18,46 @@ from engine.formats.template import Prompt
 from engine.protocol.events import Embedded, Event, Generate, Pooling
 from engine.runtime.answer import Answer
 from engine.runtime.model_runner import ModelRunner, Want
+from engine.runtime.pictures import WholeText
 
 if TYPE_CHECKING:
     from engine.runtime.jobs import Job, Piece
 
 
+class Step(NamedTuple):
+    """What is made of a pooled vector x: `matrix` x + `bias`, float32 (rows, cols) and (rows,), and of that the tanh if
+    it is `bent` (`engine.description.spec.Projection`)."""
+
+    matrix: NDArray[np.float32]
+    bias: NDArray[np.float32] | None = None
+    bent: bool = False
+
+    def of(self, x: NDArray[np.float32]) -> NDArray[np.float32]:
+        y = self.matrix @ x if self.bias is None else self.matrix @ x + self.bias
+        return np.tanh(y) if self.bent else y
+
+
 class Pooler:
     """What a model makes of the residual stream: `norm` is the weight of its last norm, float32 (dim,), and `bias` what
-    is added then; `classes` is the matrix of its classes, float32 (classes, dim), if it ranks documents."""
+    is added then; `projections` follow on pooling, and `classes` in their place, if it ranks documents. If it goes
+    `both_ways`, its tokens attend to all of a text, which is read as a whole."""
 
     def __init__(
         self,
         norm: NDArray[np.float32],
         eps: float,
-        classes: NDArray[np.float32] | None,
+        classes: Sequence[Step] = (),
         bias: NDArray[np.float32] | None = None,
+        projections: Sequence[Step] = (),
+        both_ways: bool = False,
     ) -> None:
-        self._norm, self._eps, self._classes = norm, np.float32(eps), classes
+        self._norm, self._eps, self._classes, self._projections = norm, np.float32(eps), classes, projections
         self._bias = np.float32(0) if bias is None else bias
+        self.both_ways = both_ways
 
     def check(self, pooling: Pooling) -> None:
         """Raises UsageError if the model cannot pool so."""
-        if pooling == "rank" and self._classes is None:
+        if pooling == "rank" and not self._classes:
             raise UsageError(
                 "This model does not rank documents: its file has no classes.",
                 "Choose a model that is made for it, such as Qwen3-Reranker.",
@@ -51,12 +69,15 @@ class Pooler:
             size = np.sqrt((stream * stream).mean(-1, keepdims=True) + self._eps)
             return np.asarray(stream / size * self._norm + self._bias, np.float32)
 
-    def probabilities(self, hidden: NDArray[np.float32]) -> NDArray[np.float32]:
-        """Those of the classes: (dim,) -> (classes,)."""
-        assert self._classes is not None
-        scores = self._classes @ hidden
-        powers = np.exp(scores - scores.max())
-        return np.asarray(powers / powers.sum(), np.float32)
+    def projected(self, hidden: NDArray[np.float32], pooling: Pooling) -> NDArray[np.float32]:
+        """The embedding of a pooled vector, (dim,) -> (dim,); or of its classes the probabilities (classes,), and where
+        there is one, or all of a text is attended to, what these are made of."""
+        for step in self._classes if pooling == "rank" else self._projections:
+            hidden = step.of(hidden)
+        if pooling == "rank" and len(hidden) > 1 and not self.both_ways:
+            powers = np.exp(hidden - hidden.max())
+            hidden = powers / powers.sum()
+        return np.asarray(hidden, np.float32)
 
 
 class Embedding(Answer):
@@ -73,7 +94,8 @@ class Embedding(Answer):
         report: Callable[[Event], None],
     ) -> None:
         """Raises UsageError."""
-        super().__init__(request, prompt, prompts, 1, report)
+        whole = WholeText(len(prompt.ids)) if pooler.both_ways else None
+        super().__init__(request, prompt, prompts, 1, report, whole)
         assert request.pooling
         self._pooler, self._pooling = pooler, request.pooling
         self._sum: NDArray[np.float64] = np.zeros(0)
@@ -86,7 +108,8 @@ class Embedding(Answer):
     @property
     def reusable(self) -> list[int]:
         """Of the tokens that are pooled, the stream is needed, which is not kept."""
-        return self.tokens[:-1] if self._pooling in ("last", "rank") else []
+        is_last = self._pooling in ("last", "rank") and not self._pooler.both_ways
+        return self.tokens[:-1] if is_last else []
 
     @property
     def needs_logits(self) -> bool:
@@ -106,6 +129,8 @@ class Embedding(Answer):
         """Takes the stream of the tokens from `position` on, (n, dim). After a pause, they come again from the
         first."""
         rows = {"mean": slice(None), "cls": slice(1)}.get(self._pooling, slice(-1, None))
+        if self._pooling == "rank" and self._pooler.both_ways:
+            rows = slice(1)
         added = self._pooler.normed(stream[rows]).sum(0, dtype=np.float64)
         self._sum = added if position == 0 or self._pooling != "mean" else self._sum + added
 
@@ -116,7 +141,7 @@ class Embedding(Answer):
         self._first_token = self._last_token = time.perf_counter()
         self.report_prefill(self.prompt_n)
         hidden = (self._sum / (self.prompt_n if self._pooling == "mean" else 1)).astype(np.float32)
-        values = self._pooler.probabilities(hidden) if self._pooling == "rank" else hidden
+        values = self._pooler.projected(hidden, self._pooling)
         self._report(Embedded(request_id=self.request.request_id, values=values.astype("<f4").tobytes()))
         self.reason = "stop"
         return True

@@ -135,6 +135,20 @@ class Pictures:
         return out.astype(np.int32)
 
 
+class WholeText(Pictures):
+    """A prompt of `n` tokens that all see all of it, so that it is read in one piece, as a picture may be."""
+
+    def __init__(self, n: int) -> None:
+        super().__init__(())
+        self._n = n
+
+    def end_of_piece(self, first: int, end: int) -> int:
+        return self._n
+
+    def seen(self, first: int, n: int) -> NDArray[np.int32]:
+        return np.full(n, self._n, np.int32)
+
+
 def positions_of(pictures: Pictures | None, first: int, n: int) -> NDArray[np.int32]:
     """`Pictures.positions`, also of a text without pictures."""
     return (pictures or Pictures([])).positions(first, n)

@@ -18,6 +18,7 @@ from tests.formats.vocabularies import (
     CONTROL,
     NORMAL,
     SPACE,
+    UNKNOWN,
     USER_DEFINED,
     byte_characters,
     byte_level,
@@ -466,6 +467,40 @@ def test_gemma4_begins_with_bos_whatever_its_file_says(tmp_path):
     assert names(t, "a", add_special=True) == ["<bos>", "a"]
 
 
+# --- WordPiece and unigrams -----------------------------------------------------------------------------
+
+
+def test_wordpiece(tmp_path):
+    """Longest pieces first, in words that are lowercase and have no accents; a word that has no pieces is unknown."""
+    pieces = ["▁cafe", "▁the", "ter", "▁.", "▁un", "▁1"]
+    texts = [
+        ("[CLS]", CONTROL),
+        ("[SEP]", CONTROL),
+        ("[UNK]", UNKNOWN),
+        *((piece, NORMAL) for piece in pieces),
+    ]
+    ids = {"bos_token_id": 0, "seperator_token_id": 1, "unknown_token_id": 2}
+    t = Tokenizer(write(tmp_path / "v", "bert", texts, **ids))
+    found = names(t, "The Café: theter. [CLS]un-THE", add_special=True)
+    unknown = 3 * ["[UNK]"]  # a name of a special token in a text is none
+    words = "▁the", "▁cafe", "[UNK]", "▁the", "ter", "▁.", *unknown, "▁un", "[UNK]", "▁the"
+    assert found == ["[CLS]", *words, "[SEP]"]
+    assert t.decode(t.encode("the cafe")) == " the cafe" and not t.warning
+    assert names(t, "the" + 99 * "ter") == ["[UNK]"], "as words of more than 100 characters"
+
+
+def test_unigrams(tmp_path):
+    """The most probable tokens of a text without spaces at its ends and runs of them."""
+    pieces = {"▁": -3, "▁a": -2, "b": -2, "ab": -3, "▁ab": -5.5, "c": -1}
+    special = [("<s>", CONTROL), ("</s>", CONTROL), ("<unk>", UNKNOWN)]
+    scores = [0.0, 0.0, 0.0, *map(float, pieces.values())]
+    ids = {"bos_token_id": 0, "eos_token_id": 1, "add_bos_token": True}
+    texts = [*special, *((piece, NORMAL) for piece in pieces)]
+    t = Tokenizer(write(tmp_path / "v", "t5", texts, scores=scores, **ids))
+    assert names(t, "  ab   c ", add_special=True) == ["<s>", "▁a", "b", "▁", "c", "</s>"]
+    assert names(t, "xx</s>c") == ["▁", "<unk>", "c"]
+
+
 # --- what is refused ------------------------------------------------------------------------------------
 
 
@@ -476,7 +511,7 @@ def test_files_without_a_usable_vocabulary(tmp_path):
         assert e.value.hint and str(e.value).isprintable()
 
     letters = [(c, NORMAL) for c in "abc"]
-    refused(write(tmp_path / "a", "bert", letters), 'a tokenizer of the kind "bert"')
+    refused(write(tmp_path / "a", "rwkv", letters), 'a tokenizer of the kind "rwkv"')
     refused(write(tmp_path / "b", "gpt2", letters, pre="gpt-2"), "tokenizer.ggml.merges")
     short = write(tmp_path / "c", "llama", letters, scores=[0.0])
     refused(short, "tokenizer.ggml.scores has 1 entries for 3 tokens", early=False)

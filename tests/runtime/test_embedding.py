@@ -8,7 +8,7 @@ from engine.formats.gguf import GGUF
 from engine.formats.prompt import PromptEncoder
 from engine.protocol.events import Embedded, Generate, Sampling, TokenIds
 from engine.runtime.answer import Answers
-from engine.runtime.embedding import Embeddings, Pooler
+from engine.runtime.embedding import Embeddings, Pooler, Step
 from engine.runtime.kv_blocks import KVGroup
 from engine.runtime.scheduler import Scheduler
 from tests import generated_model
@@ -21,7 +21,7 @@ NORM = np.linspace(0.5, 1.5, VOCAB).astype(np.float32)
 def makers(tmp_path_factory):
     encoder = PromptEncoder(GGUF(generated_model.write(tmp_path_factory.mktemp("m") / "m.gguf", layers=1)))
     classes = np.random.default_rng(0).normal(size=(2, VOCAB)).astype(np.float32)
-    return Answers(encoder, 600), Embeddings(encoder, 600, Pooler(NORM, 0.0, classes)), classes
+    return Answers(encoder, 600), Embeddings(encoder, 600, Pooler(NORM, 0.0, [Step(classes)])), classes
 
 
 def expected(tokens, pooling, classes):
@@ -79,7 +79,7 @@ def test_what_is_in_the_cache_is_used_where_only_the_last_token_is_pooled(makers
 
 def test_a_last_norm_may_have_a_bias():
     stream, bias = np.ones((2, VOCAB), np.float32), np.arange(VOCAB, dtype=np.float32)
-    without, with_bias = (Pooler(NORM, 0.0, None, b).normed(stream) for b in (None, bias))
+    without, with_bias = (Pooler(NORM, 0.0, bias=b).normed(stream) for b in (None, bias))
     np.testing.assert_allclose(with_bias - without, [bias] * 2, atol=1e-3)
 
 
@@ -88,6 +88,6 @@ def test_what_cannot_be_embedded(makers):
     long = Generate(request_id=0, prompt=TokenIds(ids=(1,) * 601), pooling="mean")
     with pytest.raises(ContextFullError, match="601 tokens and the context holds 600"):
         embeddings.begin(long, print)
-    embeddings._pooler = Pooler(NORM, 0.0, None)
+    embeddings._pooler = Pooler(NORM, 0.0)
     with pytest.raises(UsageError, match="does not rank"):
         embeddings.begin(Generate(request_id=0, prompt=TokenIds(ids=(1,)), pooling="rank"), print)

@@ -48,6 +48,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "rotated": 8,
         "tied": False,
     },
+    "gpt2 F32": {"architecture": "gpt2", "quant": "F32", "layers": 1},
     "gptneox F32": {"architecture": "gptneox", "quant": "F32", "layers": 1},
     "nemotron F32, 8 of 16 rotated": {
         "architecture": "nemotron",

@@ -48,7 +48,8 @@ def cpu_step(model: CPUModel, tile: int, see: See = keep) -> Step:
     sequence, pool = step_kernels(model, tile, int(tile == 1), whole=True).compile(), model.pool
     scratch = {buffer: name for (name, of, _), buffer in model._scratch.items() if of == tile}
     size, spec = 1 if tile == 1 else model.max_chunk, model.spec
-    begins = 1 + spec.centred  # the kernels of the embedding
+    tables = len(spec.added_tables)
+    begins = 1 + tables + bool(spec.centred or tables)  # the kernels of the embedding
 
     def run(tokens: list[int], at: int) -> Sublayers:
         memory.view(model.tokens)[: len(tokens)] = tokens

@@ -265,8 +265,8 @@ def preset_files() -> Iterator[Source]:
 
 
 def catalog() -> Iterator[Source]:
-    """The models with a known name."""
-    families = dict.fromkeys(model.name.split(":")[0] for model in names.known_models())
+    """The models with a known name that chat."""
+    families = dict.fromkeys(model.name.split(":")[0] for model in names.known_models() if model.chats)
     known = f"Models known by name are qwen3:0.6b and others of {', '.join(families)}."
     sentence = f"{known} {figures()['key_models']}, or orin-chat models, lists all."
     yield Source("models", "names", sentence, ("qwen3:0.6b",), {})

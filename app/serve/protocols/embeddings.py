@@ -180,6 +180,10 @@ class RerankReply(_Vectors):
         order = sorted(range(len(scores)), key=lambda i: -scores[i])[: self.top_n]
         if self.is_list:
             texts = self.texts
+            if all(
+                len(vector) == 1 for vector in self.in_order
+            ):  # text-embeddings-inference gives probabilities
+                scores = [float(1 / (1 + np.exp(-score))) for score in scores]
             return [{"index": i, "score": scores[i]} | ({"text": texts[i]} if texts else {}) for i in order]
         results: list[Json] = [{"index": i, "relevance_score": scores[i]} for i in order]
         if self.texts is not None:
@@ -303,7 +307,7 @@ def score_asked(body: ScoreBody, service: Service) -> Asked:
 
 
 def _check_ranks(service: Service) -> None:
-    if service.file.pooling != "rank" or not service.file.templates.rank:
+    if service.file.pooling != "rank":
         raise ApiError(
             501,
             "This model does not rank documents: take one that is made for it, such as Qwen3-Reranker.",

@@ -90,10 +90,16 @@ class CPUModel(StepBuffers):
         self.output_norm = _norm(loader, spec.output_norm, spec.output_norm_bias)
         self.head_bias = spec.head_bias and loader.vector(spec.head_bias)
         self.layer_tables = loader.layer_tables(spec)
+        tables = [loader.matrix(table) for table in spec.added_tables]
         joined = spec.join or spec.narrowing
         self.joint = _joint(joined, loader, max(chunk, rows)) if joined else None
         loader.finish()
         super().__init__(spec, context, self.cache.positions, pool, loader, lanes, pictures)
+        indices = [
+            (self.places, 2) if spec.positions == table else (self.sizes(0), 0) for table in spec.added_tables
+        ]
+        self.added_tables = [(table, *index) for table, index in zip(tables, indices, strict=True)]
+        """Of what is added to embeddings: the matrix, and as in `embed` the numbers of its rows and their stride."""
         rows = max(rows, self.max_rows(parallel))
         self.logits = memory.zeros(rows * self.head.layout.groups(spec.vocab) * lanes, dtypes.float32)
 
@@ -122,6 +128,8 @@ class CPUModel(StepBuffers):
         uses.add(BufferUse("output head"), self.head.stream)
         uses.add(BufferUse("embedding", "token", self.spec.vocab), self.embedding.stream)
         uses.add(BufferUse("norm"), self.output_norm, self.head_bias)
+        for table, *_ in self.added_tables:
+            uses.add(BufferUse("embedding", "token", table.rows), table.stream)
         self.add_uses(uses)
         for layer in self.layers:
             uses.add(BufferUse("norm"), layer.norm, layer.post_norm, *layer.scale)
@@ -156,5 +164,6 @@ def _layer(sublayer: Sublayer, is_added_later: bool, loading: Loading) -> Layer:
     norm = sublayer.norm and _norm(loading.weights, sublayer.norm, sublayer.norm_bias)
     post_norm = sublayer.post_norm and vector(sublayer.post_norm)
     is_added = post_norm is None and not (spec.centred or is_added_later or sublayer.beside)
-    handler = HANDLERS[type(sublayer.operator)](sublayer.operator, norm, is_added, loading)
+    read = None if sublayer.replaces else norm
+    handler = HANDLERS[type(sublayer.operator)](sublayer.operator, read, is_added, loading)
     return Layer(norm, handler, post_norm, [vector(sublayer.scale)] if sublayer.scale else [])

@@ -10,6 +10,8 @@ state, that it leaves for later tokens.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from tinygrad import Tensor
 
 from engine.targets.cpu.kernels import memory
@@ -26,7 +28,7 @@ def step_kernels(model: CPUModel, tile: int, rows: int = 0, whole: bool = False)
     spec, embedding, step = model.spec, model.embedding, StepBuilder(model, tile, rows)
     of_pictures = [] if rows else model.of_pictures
     joint, embedded = model.joint, step.x
-    if embedding.cols != spec.dim or spec.centred:
+    if embedding.cols != spec.dim or spec.centred or model.added_tables:
         embedded = step.rows("embedded", embedding.cols)
     step.add(
         embed(embedding.layout, tile, spec.embedding_scale, bool(of_pictures)),
@@ -40,8 +42,8 @@ def step_kernels(model: CPUModel, tile: int, rows: int = 0, whole: bool = False)
     _embed_layers(model, step)
     if joint:
         _join(joint, step, embedded)
-    elif spec.centred:
-        step.add_rows([embedded], begins=True)
+    elif spec.centred or model.added_tables:
+        step.add_rows([embedded, *_added_rows(model, step)], begins=True)
     step.sequence.output(step.x)
     last = None if rows or whole else model.layers[spec.last_keeping]
     waiting: list[Tensor] = []
@@ -49,6 +51,8 @@ def step_kernels(model: CPUModel, tile: int, rows: int = 0, whole: bool = False)
         if layer is last:
             layer.handler.keep(step)
             break
+        if sublayer.replaces and layer.norm is not None:
+            step.add_normed(step.x, step.x, layer.norm, added=False, eps=spec.stream_eps)
         waits = spec.centred or is_added_later or sublayer.beside
         is_mixed = waits or layer.post_norm is not None
         step.mixed = step.rows(f"mixed{len(waiting)}", spec.dim) if is_mixed else None
@@ -80,6 +84,15 @@ def _join(joint: Joint, step: StepBuilder, embedded: Tensor) -> None:
     step.multiply(of_embedding, joint.of_embedding, inputs)
     inputs = step.quantize(joint.hidden, [joint.of_hidden], norm=joint.hidden_norm)
     step.multiply(step.x, joint.of_hidden, inputs, added=of_embedding)
+
+
+def _added_rows(model: CPUModel, step: StepBuilder) -> Iterator[Tensor]:
+    """Adds the kernels of what is added to embeddings (`ModelSpec.added_tables`)."""
+    for i, (matrix, numbers, stride) in enumerate(model.added_tables):
+        rows, sizes = step.rows(f"added{i}", matrix.cols), (matrix.rows, matrix.cols // matrix.layout.block)
+        kernel = embed(matrix.layout, step.tile, stride=stride)
+        step.add(kernel, rows, model.sizes(*sizes), *step.state, numbers, matrix.stream)
+        yield rows
 
 
 def _embed_layers(model: CPUModel, step: StepBuilder) -> None:

@@ -13,7 +13,7 @@ from engine.runtime.pictures import PictureRoom
 from engine.targets.buffer_uses import BufferUses
 from engine.targets.cpu.kernels import memory
 from engine.targets.cpu.kernels.attention import mask
-from engine.targets.cpu.kernels.lanes import max_chunk
+from engine.targets.cpu.kernels.lanes import MOST_TILES, max_chunk
 from engine.targets.cpu.kernels.step_state import SIZE
 from engine.targets.cpu.kernels.thread_pool import ThreadPool
 from engine.targets.cpu.weights import CPUWeights
@@ -35,6 +35,7 @@ class StepBuffers:
     ) -> None:
         self.spec, self.pool, self.lanes, self.sizes = spec, pool, lanes, weights.sizes
         self.positions, self.max_chunk = positions, max_chunk(lanes, pictures.whole if pictures else 0)
+        self.most_tiles = max(MOST_TILES, self.max_chunk // lanes)
         sizes = SIZE, 2 * self.max_chunk, self.max_chunk
         self.state, self.places, self.tokens = (memory.zeros(n, dtypes.int32) for n in sizes)
         tables = [rope.tables(positions, context) for rope in spec.ropes]

@@ -121,7 +121,7 @@ class StepBuilder:
         read = [inputs[name] for name in buffer_names([matrix.layout], self.tile)]
         added = self.buffers.zeros if added is None else added  # the kernel always reads one
         span = span_of(matrix.cols) if self.tile > 1 else 1
-        kernel = product(matrix.layout, self.tile, span, bias is not None)
+        kernel = product(matrix.layout, self.tile, span, bias is not None, most=self.buffers.most_tiles)
         buffers = matrix.shape, *self.state, *read, added, *([] if bias is None else [bias]), matrix.stream
         parts = self.parts_of(memory.view(matrix.stream).nbytes)
         self.add(kernel, out, *buffers, parts=parts, concurrent=concurrent)
@@ -147,10 +147,19 @@ class StepBuilder:
         self.add(kernel, self.x, buffers.sizes(spec.dim // UNIT), *self.state, *rows, parts=self.parts)
 
     def add_normed(
-        self, out: Tensor, rows: Tensor, norm: Tensor, scale: Sequence[Tensor] = (), added: bool = True
+        self,
+        out: Tensor,
+        rows: Tensor,
+        norm: Tensor,
+        scale: Sequence[Tensor] = (),
+        added: bool = True,
+        eps: float | None = None,
     ) -> None:
-        """Adds the kernel `add_normed` of rows of the residual stream's size. `scale`: its number, if any."""
+        """Adds the kernel `add_normed` of rows of the residual stream's size. A bias may follow the weights of the
+        `norm`. `scale`: its number, if any."""
         spec, lanes = self.buffers.spec, self.buffers.lanes
-        kernel = add_normed(spec.eps, lanes, self.tile, added, bool(scale))
+        biased = memory.view(norm).size >= 2 * spec.dim
+        eps = spec.eps if eps is None else eps
+        kernel = add_normed(eps, lanes, self.tile, added, bool(scale), biased)
         shape = self.buffers.sizes(spec.dim // UNIT)
         self.add(kernel, out, shape, *self.state, rows, norm, *scale, parts=self.parts)

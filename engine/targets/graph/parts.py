@@ -16,7 +16,7 @@ from engine.targets.graph.states import States
 
 @dataclass
 class Run:
-    """What the sublayers of a step share. `masks`: by window and by whether pictures are seen. `of_layers`: what the
+    """What the sublayers of a step share. `masks`: by window and by whether tokens look ahead. `of_layers`: what the
     tokens give each layer. `caches` and `states` are those of the sublayers to come, and `read` is the cache that each
     attention so far has read. `stored`: the cache that was stored to last."""
 

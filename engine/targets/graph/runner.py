@@ -58,6 +58,10 @@ class GraphRunner:
         if pictures and pictures.whole:
             self.max_chunk = -(-pictures.whole // BLOCK) * BLOCK
             self.chunk_sizes = BLOCK, self.max_chunk
+        if spec.both_ways:  # a step of BLOCK tokens has no place for what they see
+            self.max_chunk = max(self.max_chunk, 2 * BLOCK)
+            some = (2 * BLOCK << 2 * i for i in range(self.max_chunk.bit_length()))
+            self.chunk_sizes = (*(n for n in some if n < self.max_chunk), self.max_chunk)
         self._turned = next((rope for rope in spec.ropes if pictures and rope.sections), None)
         blocks = _n_blocks(spec, context_length, parallel, kv)
         self.kv_groups: tuple[KVGroup, ...] = (KVGroup(None, blocks),)

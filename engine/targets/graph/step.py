@@ -105,6 +105,12 @@ class Transformer(RecurrentLayers):
         x = x if scale == 1 else x * scale
         if step.of_pictures is not None:
             x = (step.tokens < 0).unsqueeze(-1).where(step.of_pictures, x)
+        if self.spec.positions:
+            n = cast(int, tokens.shape[0])
+            places = self._numbers[step.position : step.position + n].minimum(self.spec.positions.rows - 1)
+            x = x + self._matrices[self.spec.positions].take(places)
+        if self.spec.token_type:
+            x = x + self._matrices[self.spec.token_type].dequantize()
         return centred(x).contiguous() if self.spec.centred else x
 
     def __call__(self, step: Step) -> Tensor:
@@ -179,8 +185,8 @@ class Transformer(RecurrentLayers):
         run = Run(
             step,
             {
-                kind: mask_of(n, step.position, kind[0], self._seen(step) if kind[1] else None)
-                for kind in {(a.window, a.sees_pictures) for a in spec.attention}
+                kind: mask_of(n, step.position, kind[0], self._unseen(step, *kind) if kind[1] else None)
+                for kind in {(a.window, a.looks_ahead) for a in spec.attention}
             },
             self._layer_embeddings(x, step.rows) if spec.layer_embeddings else [],
             iter(self._caches),
@@ -191,6 +197,7 @@ class Transformer(RecurrentLayers):
         for sublayer, is_added_later in spec.blocks:
             norm, operator = sublayer.norm, sublayer.operator
             h = x if norm is None else self._stream_norm(x, norm, sublayer.norm_bias)
+            x = h if sublayer.replaces else x
             y = _SUBLAYERS[type(operator)](self, operator, h, run)
             if is_added_later:
                 waiting.append(y.contiguous())
@@ -295,12 +302,14 @@ class Transformer(RecurrentLayers):
         heads = x.reshape(n, n_heads, -1).transpose(0, 1)
         return self._norm(heads, norm) if norm and norm.size != width else heads
 
-    def _seen(self, step: Step) -> Tensor | None:
+    def _unseen(self, step: Step, window: int, _: bool) -> Tensor | None:
         """Where the tokens of a step see no token, (n, position + n); None if each sees those up to its own."""
         if step.seen is None:
             return None
-        n = cast(int, step.tokens.shape[0])
-        return self._numbers[: step.position + n].unsqueeze(0) >= step.seen.unsqueeze(1)
+        n, seen = cast(int, step.tokens.shape[0]), step.seen
+        if window and self.spec.both_ways:
+            seen = seen.minimum(self._numbers[step.position : step.position + n] + window)
+        return self._numbers[: step.position + n].unsqueeze(0) >= seen.unsqueeze(1)
 
     def _turned(self, a: Attention, x: Tensor, n_heads: int, norm: Vector | None, step: Step) -> Tensor:
         """Queries or keys of x (n, n_heads * head_dim), normed and rotated: (n_heads, n, head_dim)."""
@@ -363,7 +372,7 @@ class Transformer(RecurrentLayers):
         """The weighted sums of values for the queries q, (heads, n, head_dim). The `new` keys and values (2, kv_heads,
         n, head_dim) are stored in the layer's cache. The mask, if any, is added to the scores: (n, position + n)."""
         run.read.append(next(run.caches) if a.cache_of is None else run.read[a.cache_of])
-        kv, mask, step = run.read[-1], run.masks[a.window, a.sees_pictures], run.step
+        kv, mask, step = run.read[-1], run.masks[a.window, a.looks_ahead], run.step
         n, position = cast(int, q.shape[1]), step.position
         if self._temperatures is not None:
             q = q * self._temperatures[position : position + n].reshape(1, n, 1)

@@ -179,11 +179,13 @@ def quantize_activations(quantization: Quantization, lanes: int, tile: int) -> K
 
 
 @functools.cache
-def add_normed(eps: float, lanes: int, tile: int, added: bool = True, scaled: bool = False) -> KernelFunction:
+def add_normed(
+    eps: float, lanes: int, tile: int, added: bool = True, scaled: bool = False, biased: bool = False
+) -> KernelFunction:
     """out += RMS-normed rows * weight; if it is not `added`, = instead of +=. If it is `scaled`, out is multiplied by a
-    number at last. The threads share the tokens. Buffers: out, float32 (tokens, cols); the number of units in a row,
-    int32 (1,); the state if tile is more than 1; the rows, float32 (tokens, cols); the weight, float32 (cols,); the
-    number, float32 (1,), if there is one."""
+    number at last. The threads share the tokens. Buffers: out, float32 (tokens, cols), which may be the rows; the
+    number of units in a row, int32 (1,); the state if tile is more than 1; the rows, float32 (tokens, cols); the
+    weight, float32 (cols,), and after it the bias, if it is `biased`; the number, float32 (1,), if there is one."""
 
     def kernel(part: UOp, parts: UOp, out: UOp, shape: UOp, *buffers: UOp) -> UOp:
         k = KernelBuilder(lanes)
@@ -199,9 +201,11 @@ def add_normed(eps: float, lanes: int, tile: int, added: bool = True, scaled: bo
             k.store(factor, 0, (mean + eps).sqrt().reciprocal())
             with k.loop(cols // lanes) as j:
                 normed = k.vector(rows, at + j * lanes) * k.load(factor, 0) * k.vector(weight, j * lanes)
+                if biased:
+                    normed = normed + k.vector(weight, cols + j * lanes)
                 total = k.vector(out, at + j * lanes) + normed if added else normed
                 k.store(out, at + j * lanes, total if scale is None else total * k.load(scale, 0))
-        return k.finish(f"{'add' if added else 'store'}_normed_{tile}")
+        return k.finish(f"{'add' if added else 'store'}_normed{'_biased' * biased}_{tile}")
 
     return kernel
 

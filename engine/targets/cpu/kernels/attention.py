@@ -159,6 +159,8 @@ def attention(heads: HeadLanes, threads: int, tile: int, rows: int = 0) -> Kerne
                     seen = own
                     if seen_by is not None:
                         seen = k.index(seen_by, token + q // task_heads) - first_token
+                        if h.both_ways and h.window:
+                            seen = seen.minimum(own + (h.window - 1))
                     score = capped(k, k.vector(s, 0), h.softcap) if h.softcap else k.vector(s, 0)
                     score = score + k.vector(score_mask, lanes - seen.maximum(0).minimum(lanes))
                     if h.window:

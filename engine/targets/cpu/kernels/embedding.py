@@ -27,10 +27,13 @@ from engine.targets.cpu.kernels.weight_layout import LaneLayout, as_float, bent_
 
 
 @functools.cache
-def embed(layout: LaneLayout, tile: int, scale: float = 1.0, has_pictures: bool = False) -> KernelFunction:
+def embed(
+    layout: LaneLayout, tile: int, scale: float = 1.0, has_pictures: bool = False, stride: int = 1
+) -> KernelFunction:
     """The rows times `scale`. Buffers: out, float32 (tokens, cols); the matrix's rows and its blocks in a row, int32
-    (2,); the state if tile is more than 1; the tokens, int32; the matrix's stream. Tokens outside the vocabulary are
-    clamped; if it `has_pictures`, negative ones get their rows of the last buffer, float32 (tokens, cols)."""
+    (2,); the state if tile is more than 1; the numbers of the rows, int32 (tokens * stride,), of which each `stride`-th
+    counts; the matrix's stream. Tokens outside the vocabulary are clamped; if it `has_pictures`, negative ones get
+    their rows of the last buffer, float32 (tokens, cols)."""
 
     def kernel(part: UOp, parts: UOp, out: UOp, shape: UOp, *buffers: UOp) -> UOp:
         k = KernelBuilder(layout.lanes)
@@ -41,14 +44,14 @@ def embed(layout: LaneLayout, tile: int, scale: float = 1.0, has_pictures: bool 
         columns = UNIT if layout.format else 1
         first, count = even_share(cols // columns, part, parts)
         with k.loop(n_tokens(k, state[0], tile) if state else 1) as token, k.loop(count) as i:
-            row = k.index(tokens, token).maximum(0).minimum(rows - 1)
+            row = k.index(tokens, token * stride).maximum(0).minimum(rows - 1)
             group, lane, unit = row // layout.lanes, row % layout.lanes, first + i
             for c, value in enumerate(layout.columns(k, stream, group, blocks, unit, lane)):
                 at, value = token * cols + unit * columns + c, value * scale if scale != 1.0 else value
                 if of_pictures is not None:
                     value = (k.load(tokens, token) < 0).where(k.load(of_pictures, at), value)
                 k.store(out, at, value)
-        return k.finish(f"embed_{layout.name}_{tile}")
+        return k.finish(f"embed_{layout.name}_{tile}" + (f"_every_{stride}" if stride != 1 else ""))
 
     return kernel
 

@@ -53,13 +53,18 @@ def span_of(cols: int) -> int:
 
 @functools.cache
 def product(
-    layout: LaneLayout, tile: int, span: int = 1, biased: bool = False, rounded: bool = False
+    layout: LaneLayout,
+    tile: int,
+    span: int = 1,
+    biased: bool = False,
+    rounded: bool = False,
+    most: int = MOST_TILES,
 ) -> KernelFunction:
     """out = activations @ matrix.T + added, where `added` is a residual stream, a bias or zeros. Buffers: out, float32
     (tokens, out_rows); the sizes (`shape_of`); the state if tile is more than 1; the activations (`buffer_names`); what
     is added, float32 (tokens or 1, out_rows); a bias that is added too if `biased`, float32 (out_rows,); the matrix's
     stream. `span`: see `span_of`; unused if tile is 1. `rounded`: of a float matrix, whose columns are a multiple of
-    32, with a tile of `lanes` tokens and quantized activations."""
+    32, with a tile of `lanes` tokens and quantized activations. `most`: tiles of a step with more tokens than lanes."""
 
     def kernel(part: UOp, parts: UOp, out: UOp, shape: UOp, *buffers: UOp) -> UOp:
         k, rest = KernelBuilder(layout.lanes), list(buffers)
@@ -92,7 +97,7 @@ def product(
                     for t, total in enumerate(products_of_few(rows, tile_number)):
                         finish(tile_number * tile + t, total)
             else:
-                totals = products_of_tiles(rows, tiles, span)
+                totals = products_of_tiles(rows, tiles, span, most=most)
                 with k.loop(tiles) as tile_number, k.loop(tile) as t:
                     token = tile_number * tile + t
                     finish(token, k.vector(totals, token * layout.lanes))
@@ -238,12 +243,14 @@ def _stored(k: KernelBuilder, value: UOp) -> UOp:
     return k.vector(registers, 0)
 
 
-def products_of_tiles(rows: GroupOfRows, tiles: Index, span: int, first_tile: Index = 0) -> UOp:
-    """The products with the tokens of up to MOST_TILES `tiles`, an array of float32 (tokens, lanes)."""
+def products_of_tiles(
+    rows: GroupOfRows, tiles: Index, span: int, first_tile: Index = 0, most: int = MOST_TILES
+) -> UOp:
+    """The products with the tokens of up to `most` `tiles`, an array of float32 (tokens, lanes)."""
     k, layout, stream, group, blocks, x = rows
     lanes, tile, format = k.lanes, x.tile, layout.format
     units = blocks * layout.block // UNIT
-    totals = k.registers((MOST_TILES if isinstance(tiles, UOp) else tiles) * tile * lanes)
+    totals = k.registers((most if isinstance(tiles, UOp) else tiles) * tile * lanes)
     weights = k.registers(span * UNIT * lanes, I16)
     scales = k.registers(span * lanes)
     # Runs with minima of their own in a unit.

@@ -29,7 +29,7 @@ class HeadLanes:
     keys, unscaled, and whose value is zero. `stored`: without values of their own, the keys before norm and rotation
     are the values; with nothing, the cache is that of another layer. `value_norm`: values are RMS-normed over a head.
     `turns_tokens`: the tables of angles are by the tokens of the step, not by position. `ahead`: in prompts, a query
-    sees up to so many tokens after its own.
+    sees up to so many tokens after its own; if it goes `both_ways`, with a window no more than before its own.
 
     With a `window`, a query at position p sees the keys from p - window + 1 to p; 0 is no window. The cache of a layer
     is in blocks of `block` tokens, a multiple of `lanes`. Its rows, each of a head and a token, are (kv, blocks,
@@ -59,6 +59,7 @@ class HeadLanes:
     softcap: float = 0.0
     turns_tokens: bool = False
     ahead: int = 0
+    both_ways: bool = False
     rotates_first: bool = False
 
     @property

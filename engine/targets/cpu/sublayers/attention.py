@@ -41,7 +41,8 @@ class AttentionHandler(Handler):
             stored="keys and values" if part.v else "keys" if part.k else "nothing", value_norm=part.has_normed_values,
             softcap=part.softcap, rotates_first=part.rotates_first,
             turns_tokens=bool(loading.pictures and spec.ropes[part.rope].sections),
-            ahead=loading.pictures.whole if loading.pictures and part.sees_pictures else 0,
+            ahead=loading.pictures.whole if loading.pictures and part.looks_ahead else 0,
+            both_ways=part.both_ways,
         )  # fmt: skip
         self.cached, self._tables = cache.add(heads, part.cache_of)
         self._entries = cache.entries
