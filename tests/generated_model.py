@@ -36,8 +36,8 @@ class Parts:
     short convolution or a Mamba 2 layer. `shared`: a shared expert, `ungated`: without a gate. `choice_bias`: of the
     choice of experts.
     `layer_norms`: with "biases" or without ("plain"). `feed_forward`: "ungated", and "beside"
-    attention, without a norm of its own. `lone`: a layer is a Mamba 2 layer, a feed-forward layer or attention, in
-    turns. `mamba_beside`: attention has a Mamba 2 layer beside it.
+    attention, without a norm of its own. `lone`: a layer is a Mamba 2 layer, a feed-forward layer or attention, by
+    these letters in turns. `mamba_beside`: attention has a Mamba 2 layer beside it.
     `latent`: latent attention, with the matrices of keys and values "apart" or "together".
     `layers`: those after the second have no keys and values of their own, and a token gives each layer 32 numbers.
     `beside`: experts are beside a feed-forward layer, and full attention has keys as values. `scaled`: layers have
@@ -60,7 +60,7 @@ class Parts:
     mamba: bool = False
     layer_norms: str = ""
     feed_forward: str = ""
-    lone: bool = False
+    lone: str = ""
     mamba_beside: bool = False
     shared: bool = False
     ungated: bool = False
@@ -208,11 +208,11 @@ ARCHITECTURES: dict[str, Parts] = {
     "orion": Parts(layer_norms="biases"),
     "falcon-h1": Parts(mamba=True, mamba_beside=True, keys=MAMBA),
     "nemotron_h": Parts(
-        mamba=True, lone=True, feed_forward="ungated", keys=MAMBA | {"attention.layer_norm_epsilon": EPSILON}
+        mamba=True, lone="ME*", feed_forward="ungated", keys=MAMBA | {"attention.layer_norm_epsilon": EPSILON}
     ),
     "nemotron_h_moe": Parts(
         mamba=True,
-        lone=True,
+        lone="ME*",
         feed_forward="ungated",
         experts=8,
         shared=True,
@@ -493,7 +493,8 @@ def write(
         writer.add_uint32(f"{architecture}.nextn_predict_layers", 1)
     own = 2 if parts.layers else layers  # so many layers have a KV cache
     widths = [ffn if i < own else 2 * ffn for i in range(layers)]
-    widths = [ffn if i % 3 == 1 else 0 for i in range(layers)] if parts.lone else widths
+    kinds_of = [parts.lone[i % len(parts.lone)] for i in range(layers)] if parts.lone else [""] * layers
+    widths = [ffn if kind == "E" else 0 for kind in kinds_of] if parts.lone else widths
     if "feed_forward_length" not in parts.keys:
         writer.add_feed_forward_length(widths if parts.layers or parts.lone else ffn)
     writer.add_head_count(heads)
@@ -502,7 +503,7 @@ def write(
     has_states = parts.conv or (parts.mamba and not parts.mamba_beside)
     of_layers = [kv_heads if i % 2 else 0 for i in range(layers)] if has_states else kv_heads
     if parts.lone:
-        of_layers = [kv_heads if i % 3 == 2 else 0 for i in range(layers)]
+        of_layers = [kv_heads if kind == "*" else 0 for kind in kinds_of]
     kv_counts = metadata.setdefault("attention.head_count_kv", of_layers)
     writer.add_rope_freq_base(ROPE_BASE)
     add_eps = writer.add_layer_norm_eps if parts.layer_norms else writer.add_layer_norm_rms_eps
@@ -703,8 +704,8 @@ def write(
             latent_attention(prefix)
         elif parts.conv and layer % 2 == 0:
             short_conv(f"{prefix}shortconv.")
-        elif parts.lone and layer % 3 < 2:
-            if layer % 3 == 0:
+        elif parts.lone and kinds_of[layer] != "*":
+            if kinds_of[layer] == "M":
                 mamba(prefix)
         elif parts.mamba and layer % 2 == 0 and not (parts.mamba_beside or parts.lone):
             mamba(prefix)
@@ -712,7 +713,7 @@ def write(
             attention(prefix, layer)
         if parts.mamba_beside:
             mamba(prefix)
-        if parts.lone and layer % 3 != 1:
+        if parts.lone and kinds_of[layer] != "E":
             continue
         if parts.normed_after:
             norm(prefix + "attn_output_norm")

@@ -27,6 +27,7 @@ MEASUREMENTS = {
     "type_rates": "whole models of several types of weights, by the length of the prompt",
     "type_check": "small files whose tensors differ in type, beside the reference",
     "mixed_model": "writes a model of full size whose tensors differ in type",
+    "family_model": "writes a model of full size of a newer family",
     "oracle_check": "the engine beside llama.cpp's exact answers",
     "picture_check": "pictures beside llama.cpp's exact embeddings and next tokens",
     "router_check": "the experts that the engine chooses beside those of the reference",

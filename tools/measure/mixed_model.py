@@ -23,6 +23,7 @@ from unittest import mock
 
 import numpy as np
 
+from tests.generated_model import random_matrix
 from tests.paths import SHARED
 
 _DRAWN = ("Q3_K", "Q4_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_XS", "Q8_0")
@@ -32,7 +33,7 @@ Layer = Callable[[int, int], bool]
 """Whether the layer of this number, of so many, is one of a mix's better ones."""
 
 
-def _more_bits(i: int, n: int) -> bool:
+def more_bits(i: int, n: int) -> bool:
     return i < n // 8 or i >= 7 * n // 8 or (i - n // 8) % 3 == 2
 
 
@@ -52,13 +53,13 @@ MIXES: dict[str, tuple[str, dict[str, list[tuple[Layer, str]]]]] = {
         {
             "attn_v": [(lambda i, n: i < 2, "Q5_K"), (_ALL, "Q4_K")],
             "attn_output": [(_ALL, "Q4_K")],
-            "ffn_down": [(_first(16), "Q5_K"), (_more_bits, "Q4_K")],
+            "ffn_down": [(_first(16), "Q5_K"), (more_bits, "Q4_K")],
         },
     ),
     "Q4_K_S": ("Q4_K", {"attn_v": [(lambda i, n: i < 4, "Q5_K")], "ffn_down": [(_first(8), "Q5_K")]}),
-    "Q4_K_M": ("Q4_K", {"attn_v": [(_more_bits, "Q6_K")], "ffn_down": [(_more_bits, "Q6_K")]}),
+    "Q4_K_M": ("Q4_K", {"attn_v": [(more_bits, "Q6_K")], "ffn_down": [(more_bits, "Q6_K")]}),
     "Q5_K_S": ("Q5_K", {}),
-    "Q5_K_M": ("Q5_K", {"attn_v": [(_more_bits, "Q6_K")], "ffn_down": [(_more_bits, "Q6_K")]}),
+    "Q5_K_M": ("Q5_K", {"attn_v": [(more_bits, "Q6_K")], "ffn_down": [(more_bits, "Q6_K")]}),
     "IQ4_XS": ("IQ4_XS", {"attn_v": [(_ALL, "Q5_K")], "ffn_down": [(_first(8), "Q5_K")]}),
 }
 """The usual type, and of a kind of matrix that of the first layers that fit."""
@@ -83,15 +84,13 @@ def type_in(mix: str, tensor: str, layers: int) -> str:
 
 def weights(_: np.random.Generator, rows: int, cols: int, kind: str, std: float) -> Any:
     """Random weights of a type, as a file holds them. `std`: not heeded, each row has a norm of about 1."""
-    data = _unique(cols, kind)
+    data = unique_rows(cols, kind)
     return np.resize(data, (rows, data.shape[1]))
 
 
 @functools.cache
-def _unique(cols: int, kind: str) -> Any:
+def unique_rows(cols: int, kind: str) -> Any:
     import gguf
-
-    from tests.generated_model import random_matrix
 
     block, n_bytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
     rows = max(1, _UNIQUE_BYTES // (cols // block * n_bytes))
