@@ -32,6 +32,7 @@ class Limits:
     shared_kb: int
 
 
+_BLOCK_THREADS = 1024  # at most
 LIMITS = {
     "sm_80": Limits(2048, 32, 164),
     "sm_86": Limits(1536, 16, 100),
@@ -54,7 +55,9 @@ class Use:
     shared: int
 
     def resident(self, threads: int, dynamic_shared: int, limits: Limits) -> int:
-        """How many blocks of so many threads a multiprocessor has room for."""
+        """How many blocks of so many threads a multiprocessor has room for; 0 of more than CUDA allows."""
+        if threads > _BLOCK_THREADS:
+            return 0
         per_warp = -(-self.registers * 32 // 256) * 256
         warps = -(-threads // 32)
         shared = self.shared + dynamic_shared + _OF_BLOCK

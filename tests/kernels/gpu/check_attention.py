@@ -131,7 +131,7 @@ def check_heads_of_latent_attention() -> None:
     h = heads_of(576, 4, 1, stored="keys", latent=512)
     decode_attention(40, flash_split(h, 256, 256, 2), h)
     decode_attention(40, flash_split(h, 256, 32, 2), h)
-    attended_prompt(replace(prompt_tiling(h, 32, 2), splits=1), 18, 20, h)
+    attended_prompt(replace(prompt_tiling(h, 32, 2), splits=2), 18, 20, h)
 
 
 def check_windows() -> None:

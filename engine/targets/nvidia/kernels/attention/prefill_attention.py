@@ -48,6 +48,7 @@ from engine.targets.nvidia.kernels.uops import (
 )
 
 _MAX_SPLITS = 32
+_MAX_WARPS = 32  # of a block
 _SPLIT_COST = 0.02  # of adding a split's sums, as a part of the time
 
 
@@ -401,9 +402,12 @@ def combine_prompt(
     """Adds the sums of several splits of `attend_prompt`. Buffers: out as there, with the factors; sums; prompt, the
     step's state; sinks, if there are any, float32 (query heads,)."""
     h, chunks = heads, heads.dim // 16
+    own = next(n for n in range(_MAX_WARPS, 0, -1) if chunks % n == 0)
 
     def kernel(out: UOp, sums: UOp, prompt: UOp, sinks: UOp | None) -> UOp:
-        thread, c = UOp.special(32, "lidx0"), UOp.special(chunks, "lidx1")
+        thread, c = UOp.special(32, "lidx0"), UOp.special(own, "lidx1")
+        if chunks > own:
+            c = c + UOp.special(chunks // own, "gidx2") * own
         tile, head = UOp.special(tokens // 16, "gidx0"), UOp.special(h.query, "gidx1")
         piece = Piece.of(prompt, tile * 16, tokens, h.length)
         live = piece.token(tile * 16) < piece.count
