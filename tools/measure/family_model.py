@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import argparse
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from tests import generated_model
 from tests.generated_model import ARCHITECTURES, Parts
 from tools.measure.mixed_model import more_bits, unique_rows
 
-Keys = Mapping[str, int | float | str | bool | Sequence[int]]
+Keys = Mapping[str, Any]
 
 
 @dataclass(frozen=True)

@@ -117,8 +117,10 @@ def product_of(
 
 
 def gate_up_of(part: Dense) -> list[Matrix]:
-    """Gate and up of a feed-forward layer: a matrix whose rows alternate, or two if they differ in type."""
-    assert part.gate
+    """Gate and up of a feed-forward layer: a matrix whose rows alternate, or two if they differ in type; or up
+    alone."""
+    if part.gate is None:
+        return matrices_of([part.up])
     return matrices_of([part.gate, part.up], alternate=part.gate.type == part.up.type)
 
 

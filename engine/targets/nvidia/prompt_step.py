@@ -32,7 +32,12 @@ from engine.targets.nvidia.kernels.products.small_batch import (
     small_batch_tiles,
     stored,
 )
-from engine.targets.nvidia.kernels.residual_stream.prefill import activate_prompt, last_rows, norm_prompt
+from engine.targets.nvidia.kernels.residual_stream.prefill import (
+    activate_prompt,
+    bend_prompt,
+    last_rows,
+    norm_prompt,
+)
 from engine.targets.nvidia.kernels.uops import Activation
 from engine.targets.nvidia.matrices import Matrix, Product
 from engine.targets.nvidia.norms import Norm
@@ -174,6 +179,12 @@ class PromptStep(Step):
         tiles = tiles_for(part.layout, self.tokens, part.rows, part.cols, chip(), paired=True)
         kernel = matmul(part.layout, self.tokens, part.rows, part.cols, tiles, True, "gate_up", activation)
         self.add(kernel, out=out, x=self.x, prompt=self.prompt, planes=part.planes)
+
+    def bend(self, matrix: Matrix, activation: Activation, out: Tensor, bias: Tensor | None = None) -> None:
+        """Adds the product with the up of a layer without a gate."""
+        up = self.product(matrix, self.x, "up")
+        kernel = bend_prompt(self.tokens, matrix.rows, up.parts, activation, bias is not None, self.order)
+        self.add(kernel, out=out, up=up.tensor, bias=bias)
 
     def tiles(self, part: Matrix) -> SmallBatchTiles:
         """How a product of few tokens is divided that leaves one sum."""

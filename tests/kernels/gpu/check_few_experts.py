@@ -37,10 +37,10 @@ def check_products_of_few_tokens_with_experts() -> None:
         lists = [np.concatenate([assigned, np.full(experts.size - len(assigned), 99)]), owners]
         lists = [buffer(a.astype(np.int32)) for a in lists]
         activated = zeros(columns_size(experts.size, width), dtypes.float16)
-        kernel = few_experts(layout, 2 * width, cols, block_tiles(cols), True, "t", experts, activation, bias)
+        kernel = few_experts(layout, 2 * width, cols, block_tiles(cols), 2, "t", experts, activation, bias)
         run(kernel, activated, arranged(x), *lists, *inputs[0], *gate_up)
         out = buffer(np.full((used, tokens, dim), 7, np.float32))
-        kernel = few_experts(down_layout, dim, width, block_tiles(width), False, "t", experts, has_bias=bias)
+        kernel = few_experts(down_layout, dim, width, block_tiles(width), 0, "t", experts, has_bias=bias)
         run(kernel, out, activated, *lists, buffer(weights), *inputs[1], *down)
         out = out.numpy().reshape(used, tokens, dim)
         assert (out[:, live:] == 7).all()

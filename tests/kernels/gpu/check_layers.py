@@ -85,6 +85,10 @@ def check_layers_with_mamba() -> None:
     hold(architecture="nemotron_h", **SMALL | {"layers": 3})  # each of another kind, one without gates
 
 
+def check_layers_with_experts_without_gates() -> None:
+    hold(architecture="nemotron_h_moe", **SMALL | {"layers": 3})
+
+
 def check_layers_with_short_convolutions() -> None:
     hold(architecture="lfm2", **SMALL | {"layers": 2})
 

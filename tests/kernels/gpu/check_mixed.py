@@ -54,6 +54,10 @@ def check_mixed_mamba() -> None:
     hold((128,), architecture="nemotron_h", **SMALL | {"layers": 4})  # the last one is a Mamba 2 layer
 
 
+def check_mixed_experts_without_gates() -> None:
+    hold((128,), architecture="nemotron_h_moe", **SMALL | {"dim": 160, "layers": 3})
+
+
 def check_mixed_short_convolutions() -> None:
     hold((128,), architecture="lfm2", **SMALL | {"layers": 3})  # the last one is a convolution
 

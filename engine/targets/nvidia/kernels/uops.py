@@ -23,7 +23,7 @@ Activation = Literal["silu", "gelu", "swiglu_oai", "relu2"]
 1.702 * gate, over 1.702, times up + 1, of a gate of at most 7 and an up from -7 to 7."""
 
 
-Bend = Literal["silu", "gelu", "exact gelu"]
+Bend = Literal["silu", "gelu", "exact gelu", "relu2"]
 """The function of a feed-forward layer without a gate; the exact GELU is the form with erf."""
 
 

@@ -9,7 +9,6 @@ from engine.measure.kernel_roles import BufferUse
 from engine.targets.buffer_uses import BufferUses
 from engine.targets.nvidia.decode_step import DecodeStep
 from engine.targets.nvidia.kernels.products.epilogues import STORE, activate, activated, bent
-from engine.targets.nvidia.kernels.residual_stream.prefill import bend_prompt
 from engine.targets.nvidia.kernels.weights.weight_layout import permuted_size
 from engine.targets.nvidia.matrices import Product, gate_up_of, product_of
 from engine.targets.nvidia.norms import Norm
@@ -23,7 +22,7 @@ class DenseHandler(Handler):
 
     def __init__(self, part: Dense, loading: Loading) -> None:
         self.part = part
-        self.gate_up = Product(gate_up_of(part)) if part.gate else product_of([part.up])
+        self.gate_up = Product(gate_up_of(part))
         self.up_bias, self.down_bias = map(loading.vector, (part.up_bias, part.down_bias))
         self.down = product_of([part.down])
         self.products = self.gate_up, self.down
@@ -54,9 +53,7 @@ class DenseHandler(Handler):
         width, activation = self.part.width, self.part.activation
         out = step.activations("activated", width)
         if self.part.gate is None:
-            up, bias = step.product(self.gate_up.single_matrix, step.x, "up"), self.up_bias
-            kernel = bend_prompt(step.tokens, width, up.parts, activation, bias is not None, step.order)
-            step.add(kernel, out=out, up=up.tensor, bias=bias)
+            step.bend(self.gate_up.single_matrix, activation, out, self.up_bias)
         else:
             step.gate(self.gate_up.matrices, activation, out)
         down = step.product(self.down.single_matrix, out, "down")

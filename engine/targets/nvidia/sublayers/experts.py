@@ -19,7 +19,14 @@ from engine.targets.buffer_uses import BufferUses
 from engine.targets.nvidia.decode_step import DecodeMemory, DecodeStep
 from engine.targets.nvidia.kernels.products.activation_order import Order
 from engine.targets.nvidia.kernels.products.chosen_experts import ChosenExperts
-from engine.targets.nvidia.kernels.products.epilogues import STORE, STORE_BIASED, activate, activated, routed
+from engine.targets.nvidia.kernels.products.epilogues import (
+    STORE,
+    STORE_BIASED,
+    activate,
+    activated,
+    bent,
+    routed,
+)
 from engine.targets.nvidia.kernels.products.expert_choice import Scores
 from engine.targets.nvidia.kernels.products.few_experts import block_tiles, few_experts, few_tiles
 from engine.targets.nvidia.kernels.products.matmul import ExpertTiles, expert_tiles, fragments_size, matmul
@@ -48,27 +55,25 @@ def chosen_experts(memory: DecodeMemory, used: int) -> dict[str, Tensor]:
 
 
 class ExpertsHandler(Handler):
-    """The weights of a mixture of experts. Rows of gate and up alternate, unless these differ in type: then they are
-    matrices of their own. With a shared expert, its gate, if any, is a row of the router, and the router's product also
-    has the shared expert's gate and up (`shared`). `router_rows`: the router as prefill reads it, float32 (experts *
-    dim,), or one row more. `biases`: those of gate and up of each expert, in the order of their rows, float32 (experts
-    * 2 * width,); `matrix_biases`: of each matrix of `gate_up` those, None without; those of down are float32 (experts
-    * dim,). `scales`: what the experts' results are multiplied by, float32 (experts,); `choice_bias`, of the same
-    shape. `choices`: how often each expert was chosen, int32 (experts,)."""
+    """The weights of a mixture of experts. `gate_up` has rows of gate and up in turns, unless these differ in type:
+    then they are matrices of their own; or those of up alone. With a shared expert, its gate, if any, is a row of the
+    router, and the router's product also has the shared expert's gate and up (`shared`). `router_rows`: the router as
+    prefill reads it, float32 (experts * dim,), or one row more. `biases`: those of gate and up of each expert, in the
+    order of their rows, float32 (experts * 2 * width,); `matrix_biases`: of each matrix of `gate_up` those, None
+    without; those of down are float32 (experts * dim,). `scales`: what the experts' results are multiplied by, float32
+    (experts,); `choice_bias`, of the same shape. `choices`: how often each expert was chosen, int32 (experts,)."""
 
     @classmethod
     def lacks(cls, part: Experts) -> str:
-        if part.gate is None:
-            return "experts without gates"
         return "a router's bias beside a shared expert" if part.shared and part.router_bias else ""
 
     def __init__(self, part: Experts, loading: Loading) -> None:
         weights, self.part = loading.weights, part
-        assert part.gate
-        alternate = part.gate.type == part.up.type
+        firsts = [weight for weight, _ in part.firsts]
+        alternate = len({weight.type for weight in firsts}) == 1
         self.biases, self.matrix_biases = None, [None, None]
-        if part.gate_bias and part.up_bias:
-            biases = [weights.vector(bias) for bias in (part.gate_bias, part.up_bias)]
+        biases = [weights.vector(bias) for _, bias in part.firsts if bias]
+        if biases:
             shaped = [b if alternate else b.reshape(part.count, -1) for b in biases]
             self.biases = to_device(np.stack(shaped, axis=1).reshape(-1))
             self.matrix_biases = [self.biases] if alternate else [to_device(b) for b in biases]
@@ -89,12 +94,16 @@ class ExpertsHandler(Handler):
             (shared_down,) = matrices_of([part.shared.down])
         self.router_rows = to_device(np.concatenate([_floats(weights, weight) for weight in routers]))
         self.router_bias = loading.vector(part.router_bias)
-        self.gate_up = product_of([part.gate, part.up], alternate, chosen)
+        self.gate_up = product_of(firsts, alternate, chosen)
         is_gated = part.shared_gate is not None
         self.n_logits = part.count + is_gated
         self.down = Product(matrices_of([part.down]), added, shared_down, gated=is_gated)
         self.down_bias = loading.vector(part.down_bias)
         self.products = self.router, self.gate_up, self.down
+        self.name, self.bend = "experts_gate_up", None  # of the first product
+        if part.gate is None:
+            assert part.activation != "swiglu_oai"
+            self.name, self.bend = "experts_up", part.activation
 
     def decode(self, step: DecodeStep, norm: Norm) -> None:
         self.route(step, norm)
@@ -114,7 +123,7 @@ class ExpertsHandler(Handler):
         (logits, shared_x), shared, n = self.routed(step), self.part.shared, self.n_logits
         buffers: dict[str, Tensor | None]
         if len(self.shared) == 1 and shared and self.down.shared:
-            epilogue = routed(n, shared.activation)
+            epilogue = routed(n, shared.activation, 2 if shared.gate else 1)
             buffers = {"logits": logits, "out": shared_x, "input_scale": step.input_scale(self.down.shared)}
         else:
             epilogue = STORE if self.router_bias is None else STORE_BIASED
@@ -140,10 +149,11 @@ class ExpertsHandler(Handler):
         }
         if len(self.gate_up.matrices) == 1:
             buffers |= {"out": out, "input_scale": input_scale}
-            step.multiply(self.gate_up, norm, activated(part.activation), buffers, "experts_gate_up")
+            epilogue = activated(part.activation) if part.gate else bent(part.activation, False)
+            step.multiply(self.gate_up, norm, epilogue, buffers, self.name)
         else:
             rows = step.buffer("experts_gate_up", part.used * 2 * part.up.rows)
-            step.multiply(self.gate_up, norm, STORE, {**buffers, "out": rows}, "experts_gate_up")
+            step.multiply(self.gate_up, norm, STORE, {**buffers, "out": rows}, self.name)
             kernel = activate(part.up.rows, part.activation, part.used)
             step.add(kernel, out=out, rows=rows, input_scale=input_scale)
         return out
@@ -199,7 +209,7 @@ class ExpertsHandler(Handler):
                 dim,
                 width,
                 block_tiles(width),
-                False,
+                0,
                 "experts_down",
                 few,
                 has_bias=bias is not None,
@@ -213,7 +223,11 @@ class ExpertsHandler(Handler):
         if part.shared and self.down.shared:
             step.norm(router_norm)
             out = step.activations("shared expert", part.shared.width)
-            step.gate(self.shared, part.shared.activation, out)
+            if part.shared.gate:
+                step.gate(self.shared, part.shared.activation, out)
+            else:
+                (up,) = self.shared
+                step.bend(up, part.shared.activation, out)
             shared = step.product(self.down.shared, out, "shared down")
             kernel = add_shared(tokens, dim, shared.parts, stride)
             add(kernel, stream=step.h, sums=shared.tensor, logits=logits if stride else None)
@@ -227,9 +241,10 @@ class ExpertsHandler(Handler):
         matrices, halves = self.gate_up.matrices, list[Tensor]()
         for i, (matrix, bias) in enumerate(zip(matrices, self.matrix_biases, strict=False)):
             halved, rows = len(matrices) == 2, matrix.rows // tiles.n
+            paired = not halved and self.part.gate is not None
             kernel = matmul(
-                matrix.layout, tokens, rows, dim, tiles.tiles, not halved, f"experts_gate_up{i}" if halved else
-                "experts_gate_up", activation, tiles, bias is not None, halved=halved,
+                matrix.layout, tokens, rows, dim, tiles.tiles, paired, f"{self.name}{i}" if halved else self.name,
+                activation, tiles, bias is not None, bend=self.bend, halved=halved,
             )  # fmt: skip
             halves.append(step.buffer(f"experts {i}", tiles.size * rows) if halved else activated)
             add(kernel, out=halves[i], x=step.x, **lists, bias=bias, planes=matrix.planes)
@@ -243,8 +258,8 @@ class ExpertsHandler(Handler):
         """As `_gate_up`, if experts have few tokens."""
         matrix, bias, dim = self.gate_up.single_matrix, self.matrix_biases[0], step.spec.dim
         kernel = few_experts(
-            matrix.layout, matrix.rows // tiles.n, dim, block_tiles(dim), True, "experts_gate_up", tiles,
-            self.part.activation, bias is not None,
+            matrix.layout, matrix.rows // tiles.n, dim, block_tiles(dim), 2 if self.part.gate else 1, self.name,
+            tiles, self.part.activation, bias is not None,
         )  # fmt: skip
         step.add(kernel, out=activated, x=step.x, **lists, bias=bias, planes=matrix.planes)
 

@@ -168,16 +168,17 @@ def add_to_stream(has_bias: bool = False) -> Epilogue:
 @functools.cache
 def bent(activation: Activation, has_bias: bool) -> Epilogue:
     """activation(product), or activation(product + bias), permuted and scaled for the next product. outs: out, that
-    vector; ins: its input_scale, float32 (UNIT,); bias, float32 (rows,), if it `has_bias`."""
+    vector, of experts (used, permuted_size(rows)); ins: its input_scale, float32 (UNIT,); bias, float32 (rows,), if it
+    `has_bias`."""
 
     def stores(rows: BlockRows, out: UOp, input_scale: UOp, bias: UOp | None) -> list[UOp]:
         i = rows.thread
         ok, row = rows.valid(i), rows.index(i)
         value = rows.product(i, ok) if bias is None else rows.product(i, ok) + load(bias, row, ok)
         value = gated(value, f32(1), activation) * load(input_scale, row % UNIT, ok)
-        return [store(out, permuted(row, rows.total), value, ok)]
+        return [store(out, _in_slot(permuted(row, rows.total), rows.total, rows), value, ok)]
 
-    return Epilogue(("out",), ("input_scale", has_bias and "bias"), 1, stores)
+    return Epilogue(("out",), ("input_scale", has_bias and "bias"), 1, stores, by_slot=True)
 
 
 @functools.cache
@@ -192,12 +193,14 @@ def activated(activation: Activation) -> Epilogue:
         value = gated(rows.product(i * 2, ok), rows.product(i * 2 + 1, ok), activation)
         value = value * load(input_scale, column % UNIT, ok)
         n = rows.total // 2
-        place = permuted(column, n)
-        if rows.slot is not None:
-            place = place + rows.slot * permuted_size(n)
-        return [store(out, place, value, ok)]
+        return [store(out, _in_slot(permuted(column, n), n, rows), value, ok)]
 
     return Epilogue(("out",), ("input_scale",), 2, stores, by_slot=True)
+
+
+def _in_slot(place: UOp, n: int, rows: BlockRows) -> UOp:
+    """A place among the n numbers of a slot's vector, in all of them."""
+    return place if rows.slot is None else place + rows.slot * permuted_size(n)
 
 
 def _embed(rows: BlockRows, out: UOp, embedding: UOp, input_scale: UOp) -> list[UOp]:
@@ -213,22 +216,24 @@ float32 (rows,); input_scale, float32 (UNIT,)."""
 
 
 @functools.cache
-def routed(n: int, activation: Activation) -> Epilogue:
+def routed(n: int, activation: Activation, pair: int = 2) -> Epilogue:
     """Of the first `n` rows, those of a router and of a shared expert's gate, the product; of the others, which
-    alternate between that expert's gate and up, as `activated`. They are another matrix. outs: logits, float32 (n,);
-    out, the vector, float32 (permuted_size((rows - n) / 2),); ins: its input_scale, float32 (UNIT,)."""
+    alternate between that expert's gate and up, as `activated`, or are of up alone if `pair` is 1. They are another
+    matrix. outs: logits, float32 (n,); out, the vector, float32 (permuted_size((rows - n) / pair),); ins: its
+    input_scale, float32 (UNIT,)."""
 
     def stores(rows: BlockRows, logits: UOp, out: UOp, input_scale: UOp) -> list[UOp]:
         i, is_logit = rows.thread, rows.first < n
         ok = rows.valid(i) & is_logit
         results = [store(logits, rows.index(i), rows.product(i, ok), ok)]
-        ok = rows.valid(i, 2) & (rows.first >= n)
-        column = ((rows.first - n) // 2 + i).maximum(0)
-        value = gated(rows.product(i * 2, ok), rows.product(i * 2 + 1, ok), activation)
+        ok = rows.valid(i, pair) & (rows.first >= n)
+        column = ((rows.first - n) // pair + i).maximum(0)
+        products = [rows.product(i * pair + k, ok) for k in range(pair)]
+        value = gated(products[0], products[1] if pair == 2 else f32(1), activation)
         value = value * load(input_scale, column % UNIT, ok)
-        return [*results, store(out, permuted(column, (rows.total - n) // 2), value, ok)]
+        return [*results, store(out, permuted(column, (rows.total - n) // pair), value, ok)]
 
-    return Epilogue(("logits", "out"), ("input_scale",), 2, stores)
+    return Epilogue(("logits", "out"), ("input_scale",), pair, stores)
 
 
 @functools.cache

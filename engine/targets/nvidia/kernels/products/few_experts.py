@@ -26,6 +26,7 @@ from engine.targets.nvidia.kernels.products.small_batch import (
 )
 from engine.targets.nvidia.kernels.uops import (
     Activation,
+    f32,
     finish,
     gated,
     load,
@@ -59,12 +60,13 @@ def block_tiles(cols: int) -> SmallBatchTiles:
 
 @functools.cache
 def few_experts(
-    layout: WeightLayout, rows: int, cols: int, tiles: SmallBatchTiles, paired: bool, name: str,
+    layout: WeightLayout, rows: int, cols: int, tiles: SmallBatchTiles, pair: int, name: str,
     experts: ExpertTiles, activation: Activation = "silu", has_bias: bool = False,
 ) -> Kernel:  # fmt: skip
-    """activations @ matrix.T of each expert's tokens. Buffers: as those of `matmul` with experts. A `paired` product is
-    of the tokens' activations, float16 (columns_size(tokens, cols),), and makes those of assignments, float16
-    (columns_size(experts.size, rows / 2),), which others take."""
+    """activations @ matrix.T of each expert's tokens. Buffers: as those of `matmul` with experts. A product of gate and
+    up, whose rows alternate (`pair` is 2), or of up alone (1) is of the tokens' activations, float16
+    (columns_size(tokens, cols),), and makes those of assignments, float16 (columns_size(experts.size, rows / pair),),
+    which the other one takes (`pair` is 0)."""
     assert experts.tile % _TILE == 0 and rows % 2 == 0 and tiles.splits == 1 and tiles.parts <= steps_of(cols)
     units, steps, columns, used = units_of(cols), steps_of(cols), experts.tile // _TILE, experts.used
     n_acc, padded, parts = tiles.rows * columns * 4, columns * _TILE + 1, tiles.parts
@@ -94,7 +96,7 @@ def few_experts(
 
         rights = []
         for c in range(columns):
-            column = assigned(c * _TILE + g) if paired else tile * experts.tile + c * _TILE + g
+            column = assigned(c * _TILE + g) if pair else tile * experts.tile + c * _TILE + g
             group, thread = column // _TILE, column % _TILE * _ABREAST + t
             runs = ((group * steps + step) * (UNIT // _RUN) + i for i in range(UNIT // _RUN))
             rights.append([v for run in runs for v in load_run(x, (run * 32 + thread) * _RUN, _RUN)])
@@ -132,14 +134,14 @@ def few_experts(
             tiles.width, experts.tile, rows, tiles.threads, first, block, UOp.const(0), own, total
         )
         stores = []
-        for i, column, inside in block_sums.shares(2 if paired else 1):
+        for i, column, inside in block_sums.shares(pair or 1):
             place, row, ok = tile * experts.tile + column, first + i, inside & live
-            values = [total(i + e, column) for e in range(2 if paired else 1)]
+            values = [total(i + e, column) for e in range(pair or 1)]
             if bias is not None:
                 values = [v + load(bias, expert_row + row + e, ok) for e, v in enumerate(values)]
-            if paired:
-                half = as_half(gated(values[0], values[1], activation))
-                stores.append(store(out, column_index(place, row // 2, rows // 2), half, ok))
+            if pair:
+                half = as_half(gated(values[0], values[1] if pair == 2 else f32(1), activation))
+                stores.append(store(out, column_index(place, row // pair, rows // pair), half, ok))
             else:
                 assert factors is not None
                 ok = ok & (load(assignments, place) >= 0)
@@ -151,5 +153,5 @@ def few_experts(
         n_bytes = layout.n_bytes(min(experts.n, experts.assignments) * rows, cols)
         return finish(full_name, stores, n_bytes, 2 * experts.assignments * rows * cols)
 
-    lists = "assignments", "tile_experts", not paired and "factors", has_bias and "bias"
+    lists = "assignments", "tile_experts", not pair and "factors", has_bias and "bias"
     return Kernel(kernel, ("out",), ("x", *lists, ("planes", len(layout.shapes(rows, cols)))))

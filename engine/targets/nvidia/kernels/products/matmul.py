@@ -237,19 +237,20 @@ def matmul(
     (fragments_size(tokens, rows),); bias, if it `has_bias`, float32 (rows,).
 
     With `experts` the matrix has n * rows rows, and in place of the prompt are: assignments, int32 (experts.size,);
-    tile_experts, the expert of each tile, int32 (experts.count,), -1 where there is none; unless `paired` or `halved`,
-    factors, those of the assignments, float32 (tokens, used); if it `has_bias`, bias, float32 (n, rows). A `paired`
-    product is of the tokens' activations as rows, float16 (tokens, units_of(cols) * UNIT), and makes fragments of
-    experts.size assignments; one `halved`, of gate or up alone, makes float32 (experts.size, rows) of the same, for
-    `activate_assignments`. Others take such fragments, and make the partial sums that `norm_prompt` adds, one for each
-    slot: float32 (used, tokens, rows), of which they write those of assignments."""
+    tile_experts, the expert of each tile, int32 (experts.count,), -1 where there is none; unless it is `paired`,
+    `halved` or has a `bend`, factors, those of the assignments, float32 (tokens, used); if it `has_bias`, bias, float32
+    (n, rows). A product that is `paired` or has a `bend` is of the tokens' activations as rows, float16 (tokens,
+    units_of(cols) * UNIT), and makes fragments of experts.size assignments; one `halved`, of gate or up alone, makes
+    float32 (experts.size, rows) of the same, for `activate_assignments`. Others take such fragments, and make the
+    partial sums that `norm_prompt` adds, one for each slot: float32 (used, tokens, rows), of which they write those of
+    assignments."""
     units = units_of(cols)
     assert tiles.tokens == experts.tile if experts else tokens % tiles.tokens == 0
     assert tiles.shares == 1 and rows % 2 == 0 if experts else tiles.shares <= units
     assert tiles.parts == 1 if bend else experts or not has_bias
     steps = -(-units // tiles.shares)
     blocks = experts.count if experts else tokens // tiles.tokens
-    gathered = experts and (paired or halved)
+    gathered = experts and (paired or halved or bend)
     assert not tiles.staged or not (experts or tiles.deep > 1 or steps == 1)
     # Not of more bits, which would take too many registers, nor of experts, where it takes longer.
     loads_ahead = steps > 1 and layout.bits <= 16 and not experts
