@@ -9,7 +9,8 @@ windows are pages, have origins with schemes of their own, which no site can hav
 import hashlib
 import hmac
 import ipaddress
-from urllib.parse import urlsplit
+import re
+from urllib.parse import parse_qs, urlsplit
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import Response
@@ -32,6 +33,7 @@ _KEY_HEADERS = (
     "api-key",
     "x-goog-api-key",
 )  # of Anthropic's clients, of Azure's and of Google's
+_GOOGLE = re.compile(r"/(v1beta|v1alpha)/models(/|$)|/v1/models/[^/]+:")
 OPEN_PATHS = ("/health", "/v1/health")  # need no key, as in llama-server
 
 
@@ -79,7 +81,7 @@ class Access:
         if scope["method"] == "OPTIONS":  # what a browser asks before a page may
             return await Response(status_code=204)(scope, receive, send_with_origin)
         try:
-            given = _given_key(headers)
+            given = _given_key(headers) or _key_in_address(scope)
             if scope["path"] not in OPEN_PATHS:
                 self._check_key(given)
         except ApiError as error:
@@ -124,6 +126,15 @@ def _given_key(headers: Headers) -> str:
     if kind.lower() == "bearer":
         return token.strip()
     return next((headers[name] for name in _KEY_HEADERS if name in headers), "")
+
+
+def _key_in_address(scope: Scope) -> str:
+    """Google's older libraries, and commands that its pages show, have the key in the address. Nowhere else is it read:
+    addresses end up in histories and in logs of proxies. This server prints none."""
+    if not _GOOGLE.match(scope["path"]):
+        return ""
+    query: str = scope["query_string"].decode("latin-1")
+    return parse_qs(query, max_num_fields=16).get("key", [""])[0]
 
 
 def _is_of_this_machine(origin: str) -> bool:

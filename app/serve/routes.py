@@ -31,6 +31,7 @@ from app.serve.protocols import (
     elsewhere,
     embeddings,
     gemini,
+    kobold,
     llama,
     llama_state,
     lm_studio,
@@ -38,6 +39,7 @@ from app.serve.protocols import (
     models,
     ollama,
     responses,
+    tgi,
 )
 from app.serve.protocols.json_values import decoded
 from app.serve.protocols.remembered import Conversations
@@ -103,13 +105,17 @@ def application(models: Service | ModelPool, key: str = "", limits: Limits = NO_
         ("POST", "/score", routes.completing(embeddings.ScoreBody, embeddings.score_asked, True)),
         ("POST", "/tokenize", routes.computing(TokenizeBody, tokenized)),
         ("POST", "/detokenize", routes.computing(DetokenizeBody, detokenized)),
-        ("GET", "/tokenizer_info", routes.tokenizer_info),
+        ("GET", "/tokenizer_info", routes.telling(tokenizer_info)),
         ("GET", "/props", routes.props),
         ("GET", "/slots", routes.slots),
         ("POST", "/apply-template", routes.computing(chat.ChatBody, llama_state.applied_template)),
         ("POST", "/completion", routes.completing(llama.CompletionBody, llama.completion_asked, True)),
         ("POST", "/infill", routes.completing(llama.InfillBody, llama.infill_asked, True)),
         ("POST", "/slots/{id:int}", routes.act_on_slot),
+        ("POST", "/generate", routes.completing(tgi.TgiBody, tgi.generate_asked)),
+        ("POST", "/generate_stream", routes.completing(tgi.TgiBody, tgi.stream_asked)),
+        ("GET", "/info", routes.telling(tgi.info)),
+        ("POST", "/embed", routes.completing(tgi.EmbedBody, tgi.embed_asked)),
         ("POST", "/chat/completions/input_tokens", routes.computing(chat.ChatBody, llama_state.counted)),
     ]
     of_others: list[tuple[str, str, Endpoint]] = [
@@ -117,6 +123,18 @@ def application(models: Service | ModelPool, key: str = "", limits: Limits = NO_
         ("GET", "/lora-adapters", routes.adapters),
         ("POST", "/lora-adapters", routes.set_adapters),
         ("GET", "/", routes.greet),
+        ("POST", "/", routes.completing(tgi.TgiBody, tgi.root_asked)),
+        ("POST", "/api/v1/generate", routes.completing(kobold.KoboldBody, kobold.generate_asked, True)),
+        (
+            "POST",
+            "/api/extra/generate/stream",
+            routes.completing(kobold.KoboldBody, kobold.stream_asked, True),
+        ),
+        ("POST", "/api/extra/tokencount", routes.computing(kobold.TextBody, kobold.count)),
+        ("POST", "/api/extra/detokenize", routes.computing(kobold.IdsBody, kobold.text_of)),
+        *(("GET", path, routes.telling(tell)) for path, tell in kobold.TOLD.items()),
+        ("POST", "/api/extra/generate/check", routes.telling(kobold.nothing_so_far)),
+        ("POST", "/api/extra/abort", routes.telling(kobold.aborted)),
         ("POST", "/api/chat", routes.completing(ollama.OllamaChatBody, ollama.chat_asked, True)),
         ("POST", "/api/generate", routes.completing(ollama.OllamaGenerateBody, ollama.generate_asked, True)),
         ("GET", "/api/tags", routes.tags),
@@ -335,8 +353,13 @@ class Routes:
 
         return endpoint
 
-    async def tokenizer_info(self, request: Request) -> Response:
-        return json_response(tokenizer_info(await self._asked(request)))
+    def telling(self, tell: Callable[[Service], Json]) -> Endpoint:
+        """What says something of a model."""
+
+        async def endpoint(request: Request) -> Response:
+            return json_response(tell(await self._asked(request)))
+
+        return endpoint
 
     async def props(self, request: Request) -> Response:
         service = await self._asked(request)

@@ -235,6 +235,18 @@ def llama_asked(body: EmbeddingsBody, service: Service) -> Asked:
     return _asked(_prompts(given, param), reply, service, body.user or "")
 
 
+def texts_asked(
+    given: str | list[str | int | list[int]],
+    param: str,
+    dimensions: int | None,
+    reply: Reply,
+    service: Service,
+) -> Asked:
+    """Asks for the vectors of texts, for a `reply` of another protocol. Raises ApiError."""
+    _check_dimensions(dimensions, service)
+    return _asked(_prompts(given, param), reply, service)
+
+
 def _prompts(given: str | list[str | int | list[int]], param: str) -> list[RawText | TokenIds]:
     """Raises ApiError."""
     ids = [id for id in given if isinstance(id, int)]

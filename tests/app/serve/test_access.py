@@ -93,6 +93,20 @@ async def test_a_key(served, headers, status):
         )
 
 
+async def test_a_key_in_an_address_counts_where_google_has_it(served):
+    """It is not read elsewhere, and a key in a header comes first."""
+    client, service = served(key="s3cret")
+    paths = {"/v1beta/models": 200, "/v1/models": 401, "/metrics": 401}
+    for path, status in paths.items():
+        assert (await client.get(f"{path}?key=s3cret")).status_code == status, path
+    wrong = {"X-Goog-Api-Key": "wrong"}
+    assert (await client.get("/v1beta/models?key=s3cret", headers=wrong)).status_code == 401
+    assert (await client.get("/v1beta/models?key=wrong")).status_code == 401
+    asked = {"contents": [{"parts": [{"text": "Hi"}]}]}
+    answer = await client.post("/v1beta/models/tiny:generateContent?key=s3cret", json=asked)
+    assert answer.status_code == 200 and "s3cret" not in repr(service.handled)
+
+
 async def test_two_statements_of_a_length_are_refused(served):
     client, service = served(key="s3cret")
     headers = {"X-Api-Key": "s3cret", "Transfer-Encoding": "chunked", "Content-Length": "2"}
