@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from textual.events import Key
 
 from app.chat.history import History
 from app.screens.chats import ChatsScreen
@@ -89,7 +90,9 @@ async def test_the_chat_shows_that_a_system_prompt_is_set(history, size):
 @pytest.mark.parametrize("size", [(1, 200), (2, 200), (3, 200), (200, 1)])
 async def test_terminals_of_few_columns_or_rows_end_nothing(history, size):
     async with chat(FakeEngine(reply("Yes.")), history, size=size) as user:
-        await user.say("Why?")
+        user.app.prompt.insert("Why?")
+        # Where the prompt is not visible, it has the focus only until the first frame.
+        user.app.prompt.post_message(Key("enter", "\r"))
         await user.until(lambda: len(user.turns()) == 2, "the reply")
         await user.idle()
         assert [text for _, text, _ in stored(history, user.app.session.conversation.chat_id)] == [
