@@ -12,15 +12,17 @@ from unittest import mock
 
 import pytest
 from hypothesis import settings
+from hypothesis.internal.conjecture import providers
 
 from engine.backends import prepare
 from engine.protocol.events import EngineOptions
 from tests import environment as tests_environment
 from tests.fork_server import fork_server, forked_engines
 from tests.paths import ROOT, SHARED
+from tests.processes import pytest_addoption, pytest_runtestloop
 from tests.thorough import THOROUGH
 
-__all__ = ["fork_server", "forked_engines"]
+__all__ = ["fork_server", "forked_engines", "pytest_addoption", "pytest_runtestloop"]
 
 tests_environment.enter()
 tests_environment.shorten_vectors()
@@ -31,6 +33,8 @@ prepare(EngineOptions(model_path="", backend=os.environ.get("DEV", "CPU")))
 # How long an example takes says nothing about it.
 settings.register_profile("any machine", deadline=None, max_examples=100 if THOROUGH else 20)
 settings.load_profile("any machine")
+if not THOROUGH:  # it parses a thousand modules for numbers and texts to try, a twentieth of some 20 examples
+    providers.is_local_module_file = lambda path: False
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # in the background of a script; children inherit it
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -61,13 +65,6 @@ LONGEST = (
     "app/test_main.py",
     "doctor/test_doctor.py",
 )
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_xdist_auto_num_workers() -> int:
-    """Half as many processes again as CPUs: a test waits for processes and timers a quarter of its time."""
-    n = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return n + -(-n // 2)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -43,7 +43,7 @@ def lower_attention() -> None:
 
 
 def enter() -> None:
-    """Replaces the user's environment by one in a temporary folder. Processes that pytest-xdist starts inherit it.
+    """Replaces the user's environment by one in a temporary folder. Processes that tests start inherit it.
 
     Compiled kernels stay for all tests and for the next run: `engine.disk_cache` finds them by all that they follow
     from. A part of that is the compiler's path."""
