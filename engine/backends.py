@@ -2,6 +2,7 @@
 
 import os
 import re
+import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
@@ -18,6 +19,8 @@ from engine.tegra import abi
 
 BACKENDS = ("CPU", "CUDA", "NV")
 _MAX_COMPILERS = 32
+_LOCKS = "/dev/shm"
+"""Where Linux keeps the locks that processes share."""
 
 
 def prepare(options: EngineOptions, is_asked: bool = False) -> str:
@@ -61,8 +64,10 @@ def prepare(options: EngineOptions, is_asked: bool = False) -> str:
     os.environ["DEV"] = backend
     os.environ.setdefault("PATH", os.defpath)  # tinygrad fails without PATH
     # Processes that compile kernels for this one. tinygrad's search times kernels on the CPU cores, which they would
-    # keep busy.
+    # keep busy. They share locks, which some containers have no place for.
     cpus, is_searched = len(allowed_cpus()), device == "CPU" and options.kernels == "graph"
+    if sys.platform == "linux" and not os.access(_LOCKS, os.W_OK):
+        os.environ["PARALLEL"] = "0"
     if not os.environ.get("PARALLEL", "").isdecimal():
         os.environ["PARALLEL"] = str(0 if is_searched or cpus == 1 else min(cpus, _MAX_COMPILERS))
     os.environ.setdefault("CACHELEVEL", "0")  # engine.disk_cache replaces tinygrad's own cache

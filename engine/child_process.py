@@ -25,9 +25,10 @@ def module_command(module: str, *arguments: str) -> list[str]:
 
 def module_environment() -> dict[str, str]:
     """The environment in which `module_command` finds this program, whether it is installed or a checkout, and keeps
-    bytecode where this process does."""
+    bytecode where this process does. What the user's streams are encoded in is not for those between processes."""
     path = os.pathsep.join(filter(None, [str(_PROGRAM), os.environ.get("PYTHONPATH", "")]))
     environment = {**os.environ, "PYTHONPATH": path}
+    environment.pop("PYTHONIOENCODING", None)
     if sys.pycache_prefix:
         environment["PYTHONPYCACHEPREFIX"] = sys.pycache_prefix
     if not sys.dont_write_bytecode:

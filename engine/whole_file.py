@@ -10,6 +10,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
+LONGEST_TEXT = 1 << 18
+"""Bytes of settings and presets: what reads them takes long for each key."""
+
 
 def write_whole(path: Path, content: bytes, mode: int = 0o600) -> None:
     """Replaces a file by one with these permissions: by default only its owner can read it. Makes its folder. Raises
@@ -33,6 +36,15 @@ def read_file(path: Path) -> bytes:
     """The bytes of a file. Raises OSError as `open_file`."""
     with open_file(path) as file:
         return file.read()
+
+
+def read_text(path: Path) -> str:
+    """The text of a file that a user has written: UTF-8, perhaps after a byte order mark, as editors on Windows write
+    it. Raises OSError as `open_file`, and ValueError if it is another encoding, or longer than LONGEST_TEXT."""
+    with open_file(path) as file:
+        if len(content := file.read(LONGEST_TEXT + 1)) > LONGEST_TEXT:
+            raise ValueError(f"it has more than {LONGEST_TEXT:,} bytes")
+    return content.decode("utf-8-sig")
 
 
 @contextlib.contextmanager

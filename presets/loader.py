@@ -32,7 +32,7 @@ from msgspec import Meta
 from engine.errors import UsageError
 from engine.formats.kv_format import KVFormat
 from engine.protocol.events import ContextLength, KernelPath, Matvec, Speculate
-from engine.whole_file import read_file, write_whole
+from engine.whole_file import read_text, write_whole
 from presets.sampling import PresetSampling, out_of_range
 
 BUILT_IN = Path(__file__).parent
@@ -110,7 +110,10 @@ def find_preset(name: str) -> Preset:
 
 def read(path: Path) -> Preset:
     """Raises OSError, or ValueError that names the key if the file is no preset."""
-    return parse(read_file(path).decode())
+    try:
+        return parse(read_text(path))
+    except RecursionError:
+        raise ValueError("lists within lists") from None
 
 
 def parse(text: str) -> Preset:

@@ -19,7 +19,7 @@ import msgspec
 import platformdirs
 from msgspec.structs import replace
 
-from app.chat.history_database import HistoryDatabase, HistoryError
+from app.chat.history_database import TRIES_AGAIN, HistoryDatabase, HistoryError
 from app.chat.versions import Node, Versions
 from engine.protocol.events import Message
 from engine.runtime import prefix_folder
@@ -81,6 +81,7 @@ class History(HistoryDatabase):
         except HistoryError as error:
             history = cls(":memory:")
             lasting = error.hint.replace("until then", "until the next start")
+            lasting = lasting.replace(TRIES_AGAIN, "Until the next start chats are not saved.")
             history.problem = HistoryError(error.message, lasting)
             return history
 

@@ -4,6 +4,7 @@ Several processes may use the file at once, with a write-ahead log, short transa
 """
 
 import contextlib
+import errno
 import os
 import sqlite3
 import time
@@ -14,6 +15,8 @@ from typing import Any
 from engine.errors import OrinError
 
 BUSY_TIMEOUT_MS = 2000
+LOCKED_TIMEOUT_MS = 20
+"""While another program holds the file locked: nothing else goes on meanwhile."""
 
 # The statements of each version of the schema. `PRAGMA user_version` counts the versions applied.
 MIGRATIONS: tuple[tuple[str, ...], ...] = (
@@ -79,6 +82,7 @@ _READ_AS: dict[str, type] = {
     "data": bytes,
 }
 _NOT_SAVED = "until then chats are not saved."
+TRIES_AGAIN = "The next message tries again."
 _DAMAGED = "is damaged", f"Move it away to start an empty one; {_NOT_SAVED}"
 _PROBLEMS = (  # a part of SQLite's message, what it means, and a hint
     ("not a database", *_DAMAGED),
@@ -86,7 +90,7 @@ _PROBLEMS = (  # a part of SQLite's message, what it means, and a hint
     ("readonly", "cannot be written", f"Check its permissions; {_NOT_SAVED}"),
     ("unable to open", "cannot be opened", f"Check its permissions; {_NOT_SAVED}"),
     ("full", "cannot grow because the disk is full", f"Free some space; {_NOT_SAVED}"),
-    ("locked", "is locked by another process", "The next message tries again."),
+    ("locked", "is locked by another process", TRIES_AGAIN),
 )
 
 
@@ -100,6 +104,7 @@ class HistoryDatabase:
     def __init__(self, path: Path | str) -> None:
         """Opens `path`, or creates it for this user only. ":memory:" keeps nothing."""
         self.path = str(path)
+        self._is_locked = False
         if self.path != ":memory:":
             _create_private(Path(self.path))
         with self._guard():
@@ -140,6 +145,7 @@ class HistoryDatabase:
             try:
                 yield
                 self._db.execute("COMMIT")
+                self._wait_for_locks(True)
             except BaseException:
                 with contextlib.suppress(sqlite3.Error):  # SQLite may have rolled back already
                     self._db.execute("ROLLBACK")
@@ -155,9 +161,18 @@ class HistoryDatabase:
         except sqlite3.Error as error:
             problem = next((p for p in _PROBLEMS if p[0] in str(error)), None)
             if problem is not None:
+                self._wait_for_locks(problem[0] != "locked")
                 raise HistoryError(f"The chat history {self.path} {problem[1]}.", problem[2]) from error
             message = f"The chat history {self.path} cannot be used: {error}."
             raise HistoryError(message, "Chats are not saved while that lasts.") from error
+
+    def _wait_for_locks(self, is_patient: bool) -> None:
+        """How long other programs' locks are waited for from now on."""
+        if self._is_locked == is_patient:
+            self._is_locked = not is_patient
+            milliseconds = BUSY_TIMEOUT_MS if is_patient else LOCKED_TIMEOUT_MS
+            with contextlib.suppress(sqlite3.Error):
+                self._db.execute(f"PRAGMA busy_timeout = {milliseconds}")
 
     def _write_ahead(self) -> None:
         """Turns on the write-ahead log. Some network file systems refuse, and the history works without it. The busy
@@ -209,6 +224,9 @@ def _create_private(path: Path) -> None:
         os.close(os.open(path, os.O_CREAT | os.O_RDONLY | os.O_NONBLOCK, 0o600))
         if path.stat().st_mode & 0o077:
             path.chmod(0o600)
+        for beside in (path, *(path.with_name(path.name + end) for end in ("-journal", "-wal", "-shm"))):
+            if beside.exists() and not beside.is_file():  # SQLite would wait for a pipe
+                raise OSError(errno.EINVAL, f"{beside.name} is no file")
     except OSError as error:
         message = f"The chat history {path} cannot be created: {error.strerror or error}."
         raise HistoryError(message, f"Check the permissions of its folder; {_NOT_SAVED}") from error

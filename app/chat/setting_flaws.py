@@ -1,12 +1,14 @@
 """Says in words what is wrong with a key in a file of settings, and what it takes instead."""
 
 import difflib
+import functools
 import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 from msgspec import inspect
 
+_info = functools.cache(inspect.type_info)
 _UNKNOWN = re.compile(r"Object contains unknown field `([^`]+)`")
 _WRONG = re.compile(r"(?:Expected `|Invalid enum value )")
 _PLACE = re.compile(r" - at `\$([^`]*)`$")
@@ -45,7 +47,7 @@ def _keys(table: inspect.Type | None) -> list[str]:
 
 
 def _type(path: Sequence[str], settings: type[Any]) -> inspect.Type | None:
-    kind: inspect.Type | None = inspect.type_info(settings)
+    kind: inspect.Type | None = _info(settings)  # type: ignore[arg-type]  # classes can be hashed
     for name in path:
         match kind:
             case inspect.StructType():

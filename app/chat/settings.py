@@ -16,9 +16,12 @@ from app.tools.messages import SERVER_NAME, Server
 from engine.errors import UsageError
 from engine.formats.kv_format import KVFormat
 from engine.protocol.events import ContextLength, Sampling, Speculate
-from engine.whole_file import read_file, write_whole
+from engine.whole_file import read_file, read_text, write_whole
 from presets import GUIDE, guide_path
 from presets.sampling import out_of_range
+
+MOST_FLAWS = 20
+"""Sentences about one file. What is behind them is not looked at: each key takes time."""
 
 
 class SamplingSettings(Sampling, frozen=True, kw_only=True, tag="Sampling", forbid_unknown_fields=True):
@@ -65,10 +68,12 @@ def load_settings(path: Path | None = None) -> Settings:
     """
     path = path or settings_path()
     try:
-        settings = msgspec.toml.decode(read_file(path), type=Settings)
+        settings = msgspec.toml.decode(read_text(path), type=Settings)
         _check(settings)
     except (FileNotFoundError, NotADirectoryError):
         return Settings()
+    except RecursionError as error:
+        raise UsageError(f"The settings in {path} cannot be used: lists within lists.") from error
     except (OSError, ValueError, UsageError) as error:  # msgspec's errors are ValueErrors
         reason = error.strerror if isinstance(error, OSError) else str(error).rstrip(".")
         raise UsageError(f"The settings in {path} cannot be used: {reason}.") from error
@@ -84,12 +89,15 @@ def usable_settings(path: Path | None = None) -> tuple[Settings, tuple[str, ...]
     except UsageError as error:
         whole = str(error)
     try:
-        tables = tomllib.loads(read_file(path).decode())
-    except (OSError, ValueError):  # no part of the file can be read
+        tables = tomllib.loads(read_text(path))
+    except (OSError, ValueError, RecursionError):  # no part of the file can be read
         return Settings(), (f"{whole} The defaults are used instead.",)
     usable: dict[str, Any] = {}
-    flaws = []
+    flaws = list[str]()
     for names, value in _leaves(tables):
+        if len(flaws) == MOST_FLAWS:
+            flaws.append(f"{path.name}: what follows is left out, too.")
+            break
         tried = _with(usable, names, value)
         try:
             _check(msgspec.convert(tried, Settings))

@@ -16,6 +16,8 @@ from typing import Generic, TypeVar
 from tinygrad.engine import worker
 from tinygrad.helpers import PARALLEL
 
+from engine.errors import print_without_messages
+
 T = TypeVar("T")
 failures: list[Exception] = []
 """Why this compiler process cannot work. It answers so: if it ended, others would begin in its place for ever."""
@@ -63,8 +65,14 @@ def are_wanted() -> bool:
 
 
 def pool() -> Pool | None:
-    """The processes, which start when they are first asked for; None if there are to be none."""
-    found: Pool | None = worker.get_worker_pool()
+    """The processes, which start when they are first asked for; None if there are to be none, or cannot be: their locks
+    take a place in /dev/shm, which may be full."""
+    try:
+        found: Pool | None = worker.get_worker_pool()
+    except OSError as error:
+        print_without_messages(error)
+        PARALLEL.value = 0
+        return None
     return found
 
 

@@ -156,6 +156,9 @@ def test_kernels_are_compiled_by_all_cores_unless_candidates_are_timed_on_them(b
         == "3"
     )
     assert compilers(backend="CPU", kernels="graph") == "0"
+    with monkeypatch.context() as container:
+        container.setattr(backends, "_LOCKS", str(bare / "none"))
+        assert compilers(backend="CPU") == "0"
     monkeypatch.setattr(backends.os, "sched_getaffinity", lambda _: {0}, raising=False)
     assert compilers(backend="CPU") == "0"
 

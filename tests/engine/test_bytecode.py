@@ -15,12 +15,14 @@ import engine.heap  # stands for all that is imported later
 from engine.child_process import module_environment
 child = module_environment()
 names = "PYTHONDONTWRITEBYTECODE", "PYTHONPYCACHEPREFIX"
+assert "PYTHONIOENCODING" not in child
 print(json.dumps([sys.pycache_prefix, sys.dont_write_bytecode, *map(child.get, names)]))
 """
 
 
 def _run(cache, **variables):
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "XDG_CACHE_HOME": str(cache), **variables}
+    environment["PYTHONIOENCODING"] = "latin-1"
     output = subprocess.check_output([sys.executable, "-P", "-c", _SCRIPT], env=environment, text=True)
     return json.loads(output), list(cache.rglob("heap.*.pyc"))
 

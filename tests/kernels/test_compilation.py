@@ -1,5 +1,6 @@
 """Fingerprints, by which programs are found in the disk cache, and compiling that gives way."""
 
+import errno
 import pickle
 from dataclasses import dataclass
 from enum import Enum
@@ -164,6 +165,17 @@ def test_beside_answers_nothing_waits_for_processes_and_what_is_built_is_kept(po
     go_on()
     assert len(built) == 2 and len(programs()) == 4 and not compilation._built
     assert not any(answer.waited for answer in pool.answers)
+
+
+def test_without_a_place_for_locks_there_are_no_processes(monkeypatch):
+    def full():
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(compilers.worker, "get_worker_pool", full)
+    monkeypatch.setattr(compilers.PARALLEL, "value", 2)
+    monkeypatch.setattr(compilers.multiprocessing, "current_process", lambda: SimpleNamespace(daemon=False))
+    assert compilers.are_wanted()
+    assert compilers.pool() is None and not compilers.are_wanted()
 
 
 def test_what_ended_processes_had_begun_is_given_again(pool, monkeypatch):

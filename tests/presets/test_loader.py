@@ -83,6 +83,7 @@ def test_the_users_own_wins(own):
             "there is no key width; [matvec] has block_size, threads_per_row",
         ),
         ("title = ", "end of document"),
+        pytest.param("a = " + "[" * 9999, "lists within lists", id="brackets"),
     ],
 )
 def test_a_bad_file_is_named_with_its_key_and_spoils_no_other(own, text, says):
@@ -101,6 +102,8 @@ def test_a_bad_file_is_named_with_its_key_and_spoils_no_other(own, text, says):
 def test_bytes_that_are_no_text(own):
     (own / "bad.toml").write_bytes(b"\xff\xfe")
     assert "utf-8" in loader.preset_files()["bad"].problem
+    (own / "bad.toml").write_bytes(b"\xef\xbb\xbftitle = 'from Windows'\r\n")
+    assert loader.find_preset("bad").title == "from Windows"
 
 
 def test_a_name_that_is_not_there():

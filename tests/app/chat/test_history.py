@@ -1,3 +1,4 @@
+import contextlib
 import multiprocessing
 import os
 import sqlite3
@@ -11,6 +12,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from app.chat import history_database
 from app.chat.history import History
 from app.chat.history_database import MIGRATIONS, HistoryError
 from app.screens.chats import time_label
@@ -306,6 +308,33 @@ def test_a_folder_that_cannot_be_made_is_one_sentence(tmp_path):
         History(tmp_path / "file" / "history.sqlite3")
     with pytest.raises(HistoryError, match="cannot be"):
         History(tmp_path)
+
+
+def test_a_history_that_another_program_has_locked_is_waited_for_once(tmp_path, monkeypatch):
+    monkeypatch.setattr(history_database, "BUSY_TIMEOUT_MS", 30)
+    history = History(tmp_path / "h.sqlite3")
+    patience = lambda: history._run("PRAGMA busy_timeout")
+    chat_id = history.new_chat("m")
+    with contextlib.closing(sqlite3.connect(history.path, isolation_level=None)) as other:
+        for _ in range(2):
+            other.execute("BEGIN IMMEDIATE")
+            with pytest.raises(HistoryError, match="locked") as raised:
+                history.append(chat_id, user("while it is locked"))
+            assert "tries again" in raised.value.hint and patience() == [(20,)]
+            other.execute("COMMIT")
+            history.append(chat_id, user("then"))
+            assert patience() == [(30,)]
+        history.close()
+        other.execute("PRAGMA journal_mode = DELETE")
+        other.execute("BEGIN EXCLUSIVE")
+        assert History.open(history.path).problem.hint == "Until the next start chats are not saved."
+
+
+@pytest.mark.parametrize("end", ["", "-journal", "-wal"])
+def test_a_pipe_in_place_of_a_file_of_the_history_is_not_waited_for(tmp_path, end):
+    os.mkfifo(tmp_path / f"h.sqlite3{end}")
+    with pytest.raises(HistoryError, match=f"cannot be created: h.sqlite3{end} is no file"):
+        History(tmp_path / "h.sqlite3")
 
 
 def test_a_read_only_history_is_one_sentence(history):

@@ -115,6 +115,22 @@ def test_what_is_wrong_with_a_key_is_said_in_words(home, text, says):
     assert usable_settings(path)[1] == (f"settings.toml: {says}",)
 
 
+def test_files_of_editors_on_windows_and_of_no_editor(home):
+    path = home / "settings.toml"
+    path.write_bytes(b"\xef\xbb\xbfcontext = 512\r\n")
+    assert load_settings(path).context == 512
+    for text, says in (
+        ("a = " + "[" * 9999, "lists within lists"),
+        ("system = '" + "x" * (1 << 18) + "'", "it has more than 262,144 bytes"),
+    ):
+        path.write_text(text)
+        settings, [flaw] = usable_settings(path)
+        assert settings == Settings() and says in flaw
+    path.write_text("\n".join(f"key{i} = 1" for i in range(30)))
+    flaws = usable_settings(path)[1]
+    assert len(flaws) == 21 and flaws[-1] == "settings.toml: what follows is left out, too."
+
+
 def test_servers_of_tools(home):
     path = home / "settings.toml"
     path.write_text(
