@@ -2,10 +2,10 @@
 
     python -m tools.measure step_rates MODEL... [--llama-bench PROGRAM] [--depths 0,4096] [--prompts 32,64,512]
 
-Both sides are timed at their steps: no prompt, no text and no other process between. Ours are medians of greedy
-decode, one step ahead, and of prefill; llama-bench's are its means, with flash attention. `--kv` is the format of
-both KV caches. `--starts N` also times a one-shot as a whole process, first with nothing kept, then with its kernels
-kept. What is printed is Markdown.
+Both sides are timed at their steps: no prompt, no text and no other process between. All are medians: ours of greedy
+decode, one step ahead, and of prefill; llama-bench's with flash attention, whose first repetition of a short prompt is
+slow, and with it the mean. `--kv` is the format of both KV caches. `--starts N` also times a one-shot as a whole
+process, first with nothing kept, then with its kernels kept. What is printed is Markdown.
 """
 
 import argparse
@@ -95,8 +95,13 @@ def theirs(
     ]
     # fmt: on
     tests = json.loads(subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout)
-    decode = {test["n_depth"]: test["avg_ts"] for test in tests if test["n_gen"]}
-    prefill = {(test["n_prompt"], test["n_depth"]): test["avg_ts"] for test in tests if test["n_prompt"]}
+    rates = [statistics.median(test["samples_ts"]) for test in tests]
+    decode = {test["n_depth"]: rate for test, rate in zip(tests, rates, strict=True) if test["n_gen"]}
+    prefill = {
+        (test["n_prompt"], test["n_depth"]): rate
+        for test, rate in zip(tests, rates, strict=True)
+        if test["n_prompt"]
+    }
     return Rates(decode, prefill, f"llama.cpp {tests[0]['build_commit']}")
 
 
