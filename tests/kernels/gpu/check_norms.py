@@ -81,7 +81,7 @@ def check_layer_norms() -> None:
     """Of a token for products of which one has no bias, and of a prompt, to which two products are added before."""
     for n, tokens in ((64, 2), (320, 1)):
         stream, *vectors = rng.standard_normal((5, n)).astype(np.float32)
-        stream, (weight, bias, other, second) = stream + 3, vectors
+        stream, (weight, bias, other, second) = stream + 1, vectors
         centred = (stream - stream.mean(dtype=np.float64)).astype(np.float64)
         outs = [zeros(permuted_size(n)) for _ in range(2)]
         ins = map(buffer, (stream, weight, other, bias))

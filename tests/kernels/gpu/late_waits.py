@@ -35,6 +35,7 @@ from engine.targets.nvidia.kernels.products.matvec import Schedule, SharedExpert
 from engine.targets.nvidia.kernels.products.small_batch import SmallBatchTiles, small_batch_product, stored
 from engine.targets.nvidia.kernels.products.small_batch import activated as gated_few
 from engine.targets.nvidia.kernels.products.small_batch import as_logits as logits_few
+from engine.targets.nvidia.kernels.residual_stream.layer_norm import layer_norm
 from engine.targets.nvidia.kernels.weights.weight_layout import WeightLayout
 from tests.kernels.gpu.rendered import compile_nothing
 from tests.thorough import THOROUGH
@@ -85,6 +86,10 @@ def attention() -> Iterator[Made]:
             yield kernel, [dtype for _, dtype in heads.cache_planes]
 
 
+def norms() -> Iterator[Made]:
+    yield layer_norm(320, (False, True), 1e-5), []
+
+
 def source_of(kernel: Kernel, planes: Sequence[DType]) -> str:
     types, buffers = iter(planes), []
     for slot, name in enumerate(kernel.buffers):
@@ -122,7 +127,7 @@ def main() -> None:
     index_lowering.apply()
     slice_shapes.apply()
     count = 0
-    for kernel, planes in (*products(), *products_of_several_tokens(), *attention()):
+    for kernel, planes in (*products(), *products_of_several_tokens(), *attention(), *norms()):
         names = kernel.hints.waits_for
         slots = {i for i, name in enumerate(kernel.buffers) if name.split(".")[0] in names}
         assert slots and slots < set(range(len(kernel.buffers)))

@@ -83,7 +83,7 @@ def norm_prompt(
                 factor = load(scale, 0)
                 values = [value * factor for value in values]
         if centred:
-            values, _, factor = token_norm.centred(values, 0)
+            values, factor = token_norm.centred(values, 0)
         elif is_normed:
             factor = token_norm.factor(values, 0)
         if parts:

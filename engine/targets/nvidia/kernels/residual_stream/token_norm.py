@@ -36,14 +36,14 @@ class TokenNorm:
         squares = self.total([value * value for value in values], slot)
         return inverse_rms(squares, self._cols, self._eps if eps is None else eps)
 
-    def centred(self, values: Sequence[UOp], slot: int) -> tuple[list[UOp], UOp, UOp]:
-        """Values without their mean, that mean, and the factor of their RMS norm then. Takes `slot` to slot + 3."""
+    def centred(self, values: Sequence[UOp], slot: int) -> tuple[list[UOp], UOp]:
+        """Values without their mean, and the factor of their RMS norm then. Takes `slot` to slot + 3."""
         mean = self.total(values, slot) * f32(1 / self._cols)
         without = [
             value - mean if ok is None else ok.where(value - mean, f32(0))
             for value, (_, ok) in zip(values, self.places, strict=True)
         ]
-        return without, mean, self.factor(without, slot + 2)
+        return without, self.factor(without, slot + 2)
 
     def total(self, values: Sequence[UOp], slot: int) -> UOp:
         """The sum of all threads' values. Takes `slot` and the next one."""
