@@ -106,6 +106,18 @@ def test_families_that_run_on_kernels(architecture, tmp_path):
     assert not runs_as_graph_because(spec, "CUDA") and not runs_as_graph_because(spec, "CPU")
 
 
+@pytest.mark.parametrize(
+    ("size", "dim", "lacks"), [(256, 80, ""), (96, 64, ""), (128, 72, "72"), (512, 128, "128")]
+)
+def test_sizes_of_mamba_layers_on_gpus(size, dim, lacks, tmp_path):
+    keys = {"ssm.state_size": size, "ssm.group_count": 1, "ssm.time_step_rank": 2, "ssm.inner_size": 2 * dim}
+    path = generated_model.write(
+        tmp_path / "m.gguf", architecture="nemotron_h", quant="F16", layers=3, keys=keys
+    )
+    why = runs_as_graph_because(opened(path).spec, "CUDA")
+    assert f"has Mamba 2 heads of {lacks} elements and states of {size}, which" in why if lacks else not why
+
+
 def test_a_device_without_kernels_runs_graphs(tmp_path):
     spec = opened(generated_model.write(tmp_path / "model.gguf")).spec
     assert target_of(spec, "METAL") == "graph"

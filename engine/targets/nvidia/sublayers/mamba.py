@@ -12,7 +12,6 @@ from engine.targets.nvidia.kernels.products.activation_order import Order
 from engine.targets.nvidia.kernels.products.epilogues import STORE
 from engine.targets.nvidia.kernels.recurrent.convolved import keep_inputs
 from engine.targets.nvidia.kernels.recurrent.mamba import (
-    MOST_SIZE,
     MambaHeads,
     convolve_prompt,
     group_norm,
@@ -25,6 +24,8 @@ from engine.targets.nvidia.prompt_step import PromptStep, RowsStep, Sums
 from engine.targets.nvidia.sublayers.handler import Loading
 from engine.targets.nvidia.sublayers.recurrent import RecurrentHandler, state_room
 
+_MOST_THREADS = 1024  # of a block, which has a head of a token
+
 
 class MambaHandler(RecurrentHandler):
     """`vectors`: conv and conv_bias, those of the convolution, decay, step_bias and skip. `norm`: the weight of the
@@ -34,7 +35,8 @@ class MambaHandler(RecurrentHandler):
 
     @classmethod
     def lacks(cls, part: Mamba) -> str:
-        is_fine = part.size <= MOST_SIZE and part.head_dim % 32 == 0 and part.head_dim <= 256
+        heads = MambaHeads(part.heads, part.groups, part.head_dim, part.size, part.taps, 0.0)
+        is_fine = part.head_dim % 16 == 0 and part.head_dim * heads.parts <= _MOST_THREADS
         return "" if is_fine else f"Mamba 2 heads of {part.head_dim} elements and states of {part.size}"
 
     def __init__(self, part: Mamba, loading: Loading) -> None:
@@ -68,12 +70,13 @@ class MambaHandler(RecurrentHandler):
         products = step.buffer("mamba products", step.tokens * self.width)
         ins = {"memory": self.memory, "rows": rows, "state": step.state}
         step.add(mamba(self.heads, step.tokens), products=products, **ins, **self.vectors)
-        self._add_norm(step, products, remembered, order, out_row)
+        kernel = group_norm(self.heads, step.tokens, order, out_row, self.norm is not None)
+        step.add(kernel, out=remembered, products=products, norm=self.norm)
 
     def _add_prompts(self, step: PromptStep, made: list[Sums], checks: bool = False) -> Tensor:
         heads, tokens, runs = self.heads, step.tokens, self._runs(step.tokens, made)
         channels = step.buffer("mamba channels", tokens * heads.channels)
-        products, own = step.buffer("mamba products", tokens * self.width), {**self.vectors}
+        products, own = step.buffer("mamba sums", heads.parts * tokens * self.width), {**self.vectors}
         of_conv = {name: own.pop(name) for name in ("conv", "conv_bias")}
         ins = {"memory": self.memory, "sums": [run.tensor for run in made], "prompt": step.prompt}
         step.add(convolve_prompt(heads, runs), channels=channels, **ins, **of_conv)
@@ -81,11 +84,6 @@ class MambaHandler(RecurrentHandler):
         step.add(scan, products=products, channels=channels, **ins, **own)
         step.add(keep_inputs(heads, runs, step.has_any_pieces, checks), **ins)
         out = self._remembered(step)
-        self._add_norm(step, products, out, step.order)
+        kernel = group_norm(heads, tokens, step.order, has_norm=self.norm is not None, runs=runs)
+        step.add(kernel, out=out, products=products, sums=ins["sums"], norm=self.norm)
         return out
-
-    def _add_norm(
-        self, step: PromptStep, products: Tensor, out: Tensor, order: Order, out_row: int = 0
-    ) -> None:
-        kernel = group_norm(self.heads, step.tokens, order, out_row, self.norm is not None)
-        step.add(kernel, out=out, products=products, norm=self.norm)

@@ -2,7 +2,8 @@
 for the last product.
 
 The state of a sequence (`state_memory`) is for each head a matrix (size, dim), then the inputs of the convolution
-(`convolved`). Of a prompt, a thread has a column of a head's matrix in registers, and goes over the tokens in order.
+(`convolved`). Of a prompt, a thread has a part of a column of a head's matrix in registers, and goes over the tokens in
+order; `group_norm` adds the parts of y, and multiplies by the gates.
 """
 
 from __future__ import annotations
@@ -43,10 +44,8 @@ from engine.targets.nvidia.kernels.uops import (
 from engine.targets.nvidia.kernels.weights.matrix_bytes import UNIT
 from engine.targets.nvidia.kernels.weights.weight_layout import permuted
 
-MOST_SIZE = 128
-"""The most elements of a column of a state, which a thread has in registers."""
-
-_OF_THREAD = 32  # elements of a column that a thread has in a step of one token
+_OF_THREAD = 32  # elements of a column that a thread has, at most
+_GROUP = 8  # tokens of a prompt whose inputs are loaded at once
 
 
 @dataclass(frozen=True)
@@ -67,6 +66,16 @@ class MambaHeads(ConvolvedMemory):
     def width(self) -> int:
         """Elements of x, over all heads."""
         return self.heads * self.dim
+
+    @property
+    def of_thread(self) -> int:
+        """Elements of a column that a thread has."""
+        return next(n for n in range(min(_OF_THREAD, self.size), 0, -1) if self.size % n == 0)
+
+    @property
+    def parts(self) -> int:
+        """Threads that share a column."""
+        return self.size // self.of_thread
 
     @property
     def channels(self) -> int:  # type: ignore[override]
@@ -113,9 +122,7 @@ def mamba(of: MambaHeads, tokens: int = 0) -> Kernel:
     input, float32 (rows,) for each token; conv, the weights of the convolution, float32 (channels, taps); conv_bias,
     float32 (channels,); decay, step_bias and skip, float32 (heads,) each; state, that of the step as in
     `delta_decode`."""
-    h, dim, size = of, of.dim, of.size
-    own = next(n for n in range(min(_OF_THREAD, size), 0, -1) if size % n == 0)
-    parts = size // own  # threads that share a column
+    h, dim, size, own, parts = of, of.dim, of.size, of.of_thread, of.parts
     threads, n_inputs = dim * parts, dim + 2 * size
 
     def kernel(
@@ -201,59 +208,93 @@ def convolve_prompt(of: MambaHeads, runs: Runs) -> Kernel:
 @functools.cache
 def scan_prompt(of: MambaHeads, runs: Runs, several: bool = False, checks: bool = False) -> Kernel:
     """The state over the piece that begins at the first row, or over `several`. If it `checks`, each of its tokens
-    leaves a state. Buffers: products, float32 (tokens, width); memory; channels, what `convolve_prompt` has made; sums,
-    those of each run of the product with the input; prompt, the step's state; decay, step_bias and skip as in
-    `mamba`."""
-    h, dim, size, tokens = of, of.dim, of.size, runs.tokens
+    leaves a state. Buffers: products, what each of the `parts` of the columns adds to the tokens' y, float32 (parts,
+    tokens, width); memory; channels, what `convolve_prompt` has made; sums, those of each run of the product with the
+    input; prompt, the step's state; decay, step_bias and skip as in `mamba`.
+
+    A block has a head's columns, or a part of each, so that there are many blocks, and a thread has no more of a column
+    than its registers hold. What a group of tokens needs is in shared memory, and that of the next group is loaded
+    meanwhile. A token after the piece's end has x = 0 and dt = 0, and leaves the state as it is."""
+    h, dim, own, tokens, n = of, of.dim, of.of_thread, runs.tokens, 1 if checks else _GROUP
     units = -(-tokens // PIECE_ROWS) if several else 1
-    assert size <= MOST_SIZE and (not checks or h.slots > tokens)
+    assert not checks or h.slots > tokens
+    firsts = 0, n * own, 2 * n * own, 2 * n * own + n * dim  # of B, C, x, and the tokens' dt and decay
+    span = firsts[-1] + 2 * n
 
     def kernel(
         products: UOp, memory: UOp, channels: UOp, sums: Sequence[UOp], prompt: UOp, decay: UOp, step_bias: UOp,
         skip: UOp,
     ) -> UOp:  # fmt: skip
-        column, head = UOp.special(dim, "lidx0"), UOp.special(h.heads, "gidx0")
+        column, block = UOp.special(dim, "lidx0"), UOp.special(h.heads * h.parts, "gidx0")
+        head, part = block // h.parts, block % h.parts
         row = UOp.special(units, "gidx1") * PIECE_ROWS if units > 1 else UOp.const(0, INDEX)
         piece = Piece.of(prompt, row, tokens, MAX_POSITION)
         piece = replace(piece, count=piece.first.eq(row).where(piece.count, 0))  # else it is another block's
         position, sequence = piece.position, sequence_of(h, prompt, piece.sequence_at)
         before, after = h.state_at(position, sequence), h.state_at(position + piece.count, sequence)
-        places = [(head * size + i) * dim + column for i in range(size)]
-        state = registers(size, 0)
-        state = state.after(
-            UOp.group(*store_run(state, 0, [load(memory, before + p, position > 0) for p in places]))
-        )
-        step_of, decay_of, skip_of = (load(v, head) for v in (step_bias, decay, skip))
-        true = UOp.const(True)
+        places = [(head * h.size + part * own + i) * dim + column for i in range(own)]
+        state = registers(own, 0)
+        start = store_run(state, 0, [load(memory, before + p, position > 0) for p in places])
+        of_b = h.b_at(head) + part * own
+        runs_of = (
+            (own, of_b),
+            (own, of_b + h.groups * h.size),
+            (dim, head * dim),
+        )  # elements, and first channel
 
-        t = UOp.range(piece.count, 0, AxisType.LOOP)
-        at = piece.first + t
-        so_far = load_run(state.after(t), 0, size)
-        x = load(channels, at * h.channels + head * dim + column)
-        first = at * h.channels + h.b_at(head)
-        b, c = load_run(channels, first, size), load_run(channels, first + h.groups * size, size)
-        dt = _softplus(runs.load(sums, None, at, h.width + h.channels + head, true) + step_of)
-        factor, added = _exp(decay_of * dt), dt * x
-        new = [s * factor + n * added for s, n in zip(so_far, b, strict=True)]
-        y = chain([*(s * n for s, n in zip(new, c, strict=True)), skip_of * x])
-        element = head * dim + column
-        gate = silu(runs.load(sums, None, at, element, true))
-        stores = [*store_run(state, 0, new), store(products, at * h.width + element, y * gate)]
-        if checks:
-            of_token = h.state_at(position + t + 1, sequence)
-            stores += [
-                store(memory, of_token + place, value) for place, value in zip(places, new, strict=True)
-            ]
-        done = UOp.group(*stores).end(t)
-        results = [done]
+        def group_loads(group: UOp) -> list[tuple[UOp, UOp, UOp | None]]:
+            """This thread's part of a group: (place in shared memory, value, whether there is one)."""
+            loads: list[tuple[UOp, UOp, UOp | None]] = []
+            for first, (n_elements, channel) in zip(firsts, runs_of, strict=False):
+                n_items = n * n_elements
+                run = 4 if n_elements % 4 == 0 and n_items >= dim * 4 else 1
+                for begin in range(0, n_items, dim * run):
+                    item = begin + column * run
+                    ok = None if begin + dim * run <= n_items else item < n_items
+                    t = group * n + item // n_elements
+                    live = t < piece.count if ok is None else (t < piece.count) & ok
+                    from_ = (piece.first + t).minimum(tokens - 1) * h.channels + channel + item % n_elements
+                    loads += [(first + item + k, load(channels, from_ + k, live), ok) for k in range(run)]
+            is_token, t = column < n, group * n + column
+            at, live = (piece.first + t).minimum(tokens - 1), is_token & (t < piece.count)
+            given = runs.load(sums, None, at, h.width + h.channels + head, live)
+            dt = live.where(_softplus(given + load(step_bias, head)), f32(0))
+            place = firsts[-1] + column * 2
+            return [*loads, (place, dt, is_token), (place + 1, _exp(load(decay, head) * dt), is_token)]
+
+        def put(array: UOp, half: UOp, loads: Sequence[tuple[UOp, UOp, UOp | None]]) -> UOp:
+            return UOp.group(*(store(array, half * span + place, value, ok) for place, value, ok in loads))
+
+        array = shared(2 * span, 0)
+        ready = UOp.group(put(array, UOp.const(0), group_loads(UOp.const(0))), *start)
+        array, state = array.after(ready), state.after(ready)
+        skip_of = part.eq(0).where(load(skip, head), f32(0))
+
+        group = UOp.range((piece.count + (n - 1)) // n, 0, AxisType.LOOP)
+        following = group_loads(group + 1)
+        held, values, stores = array.after(group), load_run(state.after(group), 0, own), []
+        half = group % 2 * span
+        for k in range(n):
+            t = group * n + k
+            b, c = (load_run(held, half + first + k * own, own) for first in firsts[:2])
+            x = load(held, half + firsts[2] + k * dim + column)
+            dt, factor = load_run(held, half + firsts[3] + k * 2, 2)
+            added = dt * x
+            values = [s * factor + w * added for s, w in zip(values, b, strict=True)]
+            chains = [[s * w for s, w in zip(values, c, strict=True)][i::4] for i in range(min(4, own))]
+            y = tree([chain(terms) for terms in chains]) + skip_of * x
+            place = (part * tokens + (piece.first + t).minimum(tokens - 1)) * h.width + head * dim + column
+            stores.append(store(products, place, y, t < piece.count))
+            if checks:
+                of_token = h.state_at(position + t + 1, sequence)
+                stores += [store(memory, of_token + p, s) for p, s in zip(places, values, strict=True)]
+        done = UOp.group(*store_run(state, 0, values), *stores, put(array, (group + 1) % 2, following))
+        results = [done := done.end(group)]
         if not checks:
-            final, has_tokens = load_run(state.after(done), 0, size), piece.count > 0
-            results = [
-                store(memory, after + place, value, has_tokens)
-                for place, value in zip(places, final, strict=True)
-            ]
+            final, has_tokens = load_run(state.after(done), 0, own), piece.count > 0
+            results = [store(memory, after + p, s, has_tokens) for p, s in zip(places, final, strict=True)]
         name = f"{h.name}_scan_{h.sequences}_{tokens}" + "_several" * several + "_checks" * checks
-        return finish(name, results, 8 * h.width * size, tokens * h.width * size * 4)
+        return finish(name, results, 8 * h.width * h.size, tokens * h.width * h.size * 4)
 
     inputs = "channels", ("sums", len(runs.sizes)), "prompt", "decay", "step_bias", "skip"
     return Kernel(kernel, ("products", "memory"), inputs)
@@ -261,27 +302,39 @@ def scan_prompt(of: MambaHeads, runs: Runs, several: bool = False, checks: bool 
 
 @functools.cache
 def group_norm(
-    of: MambaHeads, tokens: int = 0, order: Order = "columns", out_row: int = 0, has_norm: bool = True
-) -> Kernel:
+    of: MambaHeads, tokens: int = 0, order: Order = "columns", out_row: int = 0, has_norm: bool = True,
+    runs: Runs | None = None,
+) -> Kernel:  # fmt: skip
     """The products of tokens normed over each group for the last product, if it `has_norm`. Buffers: out, for one token
     float32, permuted and scaled, else activations, float16 in an `order`, from `out_row` on; products, float32 (tokens,
-    width); norm, its weight, float32 (width,); for one token input_scale, the result's, float32 (UNIT,)."""
+    width), or of prompts, of whose product with the input these are `runs`, those of `scan_prompt`, and sums, those of
+    each run; norm, its weight, float32 (width,); for one token input_scale, the result's, float32 (UNIT,)."""
     n = of.width // of.groups
     threads = min(256, -(-n // 32) * 32)
 
-    def kernel(out: UOp, products: UOp, norm: UOp | None, input_scale: UOp | None) -> UOp:
+    def kernel(
+        out: UOp, products: UOp, sums: Sequence[UOp], norm: UOp | None, input_scale: UOp | None
+    ) -> UOp:
         thread, group = UOp.special(threads, "lidx0"), UOp.special(of.groups, "gidx0")
         token = UOp.special(tokens, "gidx1") if tokens > 1 else UOp.const(0, INDEX)
         columns = [(thread + i * threads, (i + 1) * threads <= n) for i in range(-(-n // threads))]
         places = [(group * n + e, None if is_whole else e < n) for e, is_whole in columns]
         values = [load(products, token * of.width + column, ok) for column, ok in places]
+        if runs:
+            others = range(tokens, of.parts * tokens, tokens)
+            true = UOp.const(True)
+            values = [
+                chain([value, *(load(products, (token + p) * of.width + column, ok) for p in others)])
+                * silu(runs.load(sums, None, token, column, true if ok is None else ok))
+                for value, (column, ok) in zip(values, places, strict=True)
+            ]
         factor = None
         if norm is not None:
-            sums = after_store(shared(threads, 0), thread, chain(v * v for v in values))
+            squares = after_store(shared(threads, 0), thread, chain(v * v for v in values))
             lane = after_store(
                 shared(32, 1),
                 thread,
-                tree([load(sums, thread + 32 * k, thread < 32) for k in range(threads // 32)]),
+                tree([load(squares, thread + 32 * k, thread < 32) for k in range(threads // 32)]),
                 thread < 32,
             )
             factor = inverse_rms(tree(load_run(lane, 0, 32)), n, of.eps)
@@ -295,6 +348,8 @@ def group_norm(
             else:
                 scaled = value * load(input_scale, column % UNIT, ok)
                 stores.append(store(out, permuted(column, of.width), scaled, ok))
-        return finish(f"{of.name}_norm_{tokens}_{order}_{out_row}", stores)
+        gated = "_gated" * bool(runs)
+        return finish(f"{of.name}_norm_{tokens}_{order}_{out_row}{gated}", stores)
 
-    return Kernel(kernel, ("out",), ("products", has_norm and "norm", not tokens and "input_scale"))
+    sums = ("sums", len(runs.sizes) if runs else 0)
+    return Kernel(kernel, ("out",), ("products", sums, has_norm and "norm", not tokens and "input_scale"))
