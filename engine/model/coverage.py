@@ -40,8 +40,6 @@ def runs_as_graph_because(spec: ModelSpec, device: str) -> str:
     if not device.startswith("CPU"):
         if spec.both_ways:
             part = "attention to all of a text"
-        elif spec.positions:
-            part = "embeddings of positions"
         elif spec.centred and spec.experts:
             part = "experts after LayerNorms"
     without = f"This model has {part}, which orin-chat has no {device} kernels for."

@@ -98,7 +98,7 @@ def test_a_sublayer_that_a_table_does_not_have_runs_as_graphs(tmp_path, monkeypa
     "architecture",
     (
         *("ernie4_5-moe", "bailingmoe2", "deepseek2", "deepseek2-lite"),
-        *("phi2", "falcon-h1", "nemotron_h", "nemotron_h_moe", "granitehybrid"),
+        *("phi2", "gpt2", "falcon-h1", "nemotron_h", "nemotron_h_moe", "granitehybrid"),
     ),
 )
 def test_families_that_run_on_kernels(architecture, tmp_path):

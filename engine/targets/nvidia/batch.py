@@ -66,7 +66,7 @@ class BatchKernels(PrefillKernels):
         other."""
         model, state = self._model, self.state(rows)
         step = RowsStep(self, state, rows, limit, checks)
-        self._embed(step, state, model.layers)
+        self._embed(step, state, model.layers, state, rows)
         for layer in model.layers:
             layer.leave(step, layer.handler.rows(step, layer.norm))
         self.finish(step, ending)

@@ -90,7 +90,7 @@ class DecodeKernels(DecodeMemory):
         outs = step.begin_stream(max(last.n_blocks, UNIT // QUARTER))
         kernel = embed(
             model.embedding.single_matrix.layout, spec.vocab, spec.dim, step.stream.n_parts, len(step.stream.inputs),
-            self._context, tuple(rope.pairs for rope in spec.ropes), spec.embedding_scale,
+            self._context, tuple(rope.pairs for rope in spec.ropes), spec.embedding_scale, model.of_positions,
         )  # fmt: skip
         step.add(
             kernel,
@@ -99,6 +99,7 @@ class DecodeKernels(DecodeMemory):
             state=self.state,
             tables=[table for of_rope in model.ropes for table in of_rope],
             planes=model.embedding.planes,
+            of_positions=model.positions.planes if model.positions else [],
         )
         if spec.centred:
             step.inputs = inputs

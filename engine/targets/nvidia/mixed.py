@@ -54,8 +54,10 @@ class MixedKernels(PrefillKernels):
         layers, batch, storing = self._model.layers, self._batch, self.last_storing
         step = MixedStep(self, tokens, batch.state(rows), batch.prompt, rows, limit)
         replies = step.replies
-        step.add(reply_tokens(rows, step.first_reply), ids=self.ids, state=replies.state)
-        self._embed(step, self.ids, layers)
+        places = {"places": self.places} if self.spec.positions else {}
+        kernel = reply_tokens(rows, step.first_reply, bool(places))
+        step.add(kernel, ids=self.ids, state=replies.state, **places)
+        self._embed(step, self.ids, layers, self.places)
         if self._model.layer_tables:
             replies.layer_embeddings = step.layer_embeddings
         for layer in layers[: storing.start]:
@@ -84,15 +86,19 @@ class MixedKernels(PrefillKernels):
         """Writes the state of a step of so many tokens, which is for `rows` replies, of which the first `replies` are
         used."""
         unit = PIECE_ROWS if replies else self.piece_rows(tokens)
-        ids, first, places = np.zeros(self.chunk, np.int32), 0, []
+        ids, positions = np.zeros((2, self.chunk), np.int32)
+        first, places = 0, []
         for piece in pieces:
             count = len(piece.inputs)
             ids[first : first + count] = piece.inputs
+            positions[first : first + count] = range(piece.position, piece.position + count)
             places.append((first, piece.position, count, piece.sequence))
             self._send_pictures(piece, first)
             first += rows_of(count, unit)
         overwrite(self.prompt, state_of(self.chunk, places, replies, tokens - rows if replies else 0))
         overwrite(self.ids, ids)
+        if self.spec.positions:
+            overwrite(self.places, positions)
 
     def _send_pictures(self, piece: Slot, first: int) -> None:
         """Writes the embeddings of a piece, whose rows begin at `first`, and what its tokens see."""

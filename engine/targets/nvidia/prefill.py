@@ -29,7 +29,7 @@ class PrefillKernels(PromptMemory):
         """The kernels for up to `tokens` tokens. The last sublayers that keep something of them for the next ones
         compute only that, and there is nothing after them."""
         layers, step, storing = self._model.layers, PromptStep(self, tokens), self.last_storing
-        self._embed(step, self.ids, layers[: storing.start])
+        self._embed(step, self.ids, layers[: storing.start], self.places)
         for layer in layers[: storing.start]:
             layer.leave(step, layer.handler.prefill(step, layer.norm))
         for layer in layers[storing.start : storing.stop]:
@@ -39,7 +39,7 @@ class PrefillKernels(PromptMemory):
     def whole_step(self, tokens: int) -> KernelSequence:
         """As `step`, with all sublayers. Leaves the residual stream after them (`MixedKernels.streams`)."""
         model, step = self._model, PromptStep(self, tokens)
-        self._embed(step, self.ids, model.layers)
+        self._embed(step, self.ids, model.layers, self.places)
         for layer in model.layers:
             layer.leave(step, layer.handler.prefill(step, layer.norm))
         step.norm(model.output_norm)  # adds the last result
@@ -55,9 +55,11 @@ class PrefillKernels(PromptMemory):
             first -= 1
         return range(first, last + 1)
 
-    def _embed(self, step: PromptStep, ids: Tensor, layers: Sequence[Layer]) -> None:
-        """Starts the residual stream with the rows of `ids`, and computes the embeddings of `layers`, as far as they
-        have any."""
+    def _embed(
+        self, step: PromptStep, ids: Tensor, layers: Sequence[Layer], places: Tensor, first_place: int = 0
+    ) -> None:
+        """Starts the residual stream with the rows of `ids`, whose positions are those of `places` from `first_place`
+        on, and computes the embeddings of `layers`, as far as they have any."""
         model, spec, embedding = self._model, self.spec, self.spec.embedding
         layout, stream = model.embedding.single_matrix.layout, step.h
         if embedding.cols != spec.dim:
@@ -69,8 +71,12 @@ class PrefillKernels(PromptMemory):
             embedding.cols,
             spec.embedding_scale,
             self.pictures is not None,
+            model.of_positions,
+            first_place,
         )
-        step.add(kernel, stream=stream, ids=ids, planes=model.embedding.planes, pictures=self.pictures)
+        of_positions = {"places": places, "of_positions": model.positions.planes} if model.positions else {}
+        ins = {"ids": ids, "planes": model.embedding.planes, "pictures": self.pictures}
+        step.add(kernel, stream=stream, **ins, **of_positions)
         if model.layer_tables:
             model.layer_tables.prefill(step, ids, layers)
         if model.joint:

@@ -46,9 +46,9 @@ from engine.targets.nvidia.step import Step, StepMemory
 
 class PromptMemory(StepMemory):
     """The memory of prefill steps, which all share. A step of up to `chunk` tokens reads `prompt`, its state
-    (`kernels.pieces`), and `ids`, its tokens, int32 (chunk,). If prompts may have pictures, `pictures` are the
-    embeddings of negative tokens, float32 (chunk * dim,), and `seen`, if pictures are seen as a whole, how many tokens
-    each token sees, int32 (chunk,)."""
+    (`kernels.pieces`), `ids`, its tokens, int32 (chunk,), and if positions are embedded `places`, those of the tokens,
+    int32 (chunk,). If prompts may have pictures, `pictures` are the embeddings of negative tokens, float32
+    (chunk * dim,), and `seen`, if pictures are seen as a whole, how many tokens each token sees, int32 (chunk,)."""
 
     def __init__(
         self, spec: ModelSpec, input_scales: InputScales, chunk: int, room: PictureRoom | None = None
@@ -61,6 +61,7 @@ class PromptMemory(StepMemory):
         self.hidden = device_zeros(chunk * spec.embedding.cols if spec.join or spec.narrowing else 1)
         self.prompt = device_zeros(state_size(chunk), dtypes.int32)
         self.ids = device_zeros(chunk, dtypes.int32)
+        self.places = device_zeros(chunk if spec.positions else 1, dtypes.int32)
 
     @property
     def attention_parts(self) -> list[Tensor]:

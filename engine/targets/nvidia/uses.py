@@ -23,6 +23,8 @@ def uses_of(
     uses = BufferUses()
     uses.add(BufferUse("output head"), *model.head.planes)
     uses.add(BufferUse("embedding", "token", model.spec.vocab), *model.embedding.planes)
+    if model.positions:
+        uses.add(BufferUse("embedding", "token", model.positions.single_matrix.rows), *model.positions.planes)
     tables = [table for tables in model.ropes for table in tables]
     uses.add(BufferUse("attention", "token", context), *tables, model.temperature)
     uses.add(BufferUse("attention"), *attention_parts)

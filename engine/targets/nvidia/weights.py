@@ -30,6 +30,7 @@ from engine.runtime.pictures import PictureRoom
 from engine.targets.nvidia.filling import fill, prepare
 from engine.targets.nvidia.joint import Joint
 from engine.targets.nvidia.kernels.attention.kv_cache import LENGTH_UNIT
+from engine.targets.nvidia.kernels.residual_stream.embedding import Positions
 from engine.targets.nvidia.matrices import Matrix, Product, product_of
 from engine.targets.nvidia.norms import Input, Norm, inputs_of
 from engine.targets.nvidia.sublayers.attention import AttentionHandler
@@ -71,6 +72,7 @@ class GPUModel:
     head: Product
     output_norm: Norm
     head_bias: Tensor | None
+    positions: Product | None
     ropes: list[tuple[Tensor, Tensor]]
     temperature: Tensor | None
     choices: DeviceCounts
@@ -89,6 +91,14 @@ class GPUModel:
         return [*{i.key: i for i in inputs}.values()]
 
     @property
+    def of_positions(self) -> Positions | None:
+        """For the kernels of the embedding."""
+        if self.positions is None:
+            return None
+        matrix = self.positions.single_matrix
+        return Positions(matrix.layout, matrix.rows)
+
+    @property
     def heads(self) -> dict[Weight, Product]:
         """The matrices of the vocabulary."""
         return {self.spec.embedding: self.embedding, self.spec.head: self.head}
@@ -103,6 +113,8 @@ class GPUModel:
             heads += self.layer_tables.products
         if self.joint:
             heads += self.joint.products
+        if self.positions:
+            heads.append(self.positions)
         return [product for layer in self.layers for product in layer.handler.products] + heads
 
     @property
@@ -182,6 +194,7 @@ def allocate(
         head=head,
         output_norm=loading.norm(spec.output_norm, spec.output_norm_bias),
         head_bias=loading.vector(spec.head_bias),
+        positions=product_of([spec.positions]) if spec.positions else None,
         ropes=ropes,
         temperature=temperature,
         choices=choices,

@@ -105,6 +105,10 @@ def check_layers_with_layer_norms_of_their_own() -> None:
     hold(architecture="gptneox", **SMALL)
 
 
+def check_layers_with_embeddings_of_positions() -> None:
+    hold(architecture="gpt2", **SMALL)
+
+
 def check_layers_in_turn_after_layer_norms() -> None:
     hold(architecture="nemotron", rotated=8, **SMALL)
 

@@ -73,7 +73,8 @@ def check_mixed_layers_with_layer_norms_of_their_own() -> None:
 
 
 def check_mixed_layers_in_turn_after_layer_norms() -> None:
-    hold(architecture="starcoder2", **SMALL)
+    """And with embeddings of positions."""
+    hold(architecture="gpt2", **SMALL)
 
 
 def check_mixed_layers_beside_attention_and_windows() -> None:

@@ -59,6 +59,7 @@ LONG = {  # other checks run the same kernels, in fewer steps of fewer models, o
     "check_layers_with_capped_scores",
     "check_layers_with_delta_nets_and_gated_attention",
     "check_layers_with_embeddings_and_shared_caches",
+    "check_layers_with_embeddings_of_positions",
     "check_layers_with_experts_and_wide_norms",
     "check_layers_with_experts_chosen_with_a_bias",
     "check_layers_with_experts_of_the_best_groups",
