@@ -118,9 +118,10 @@ class DecodeStep(Step):
             return x
         (vector,), (layout, _) = x, product.stack.matrices[0]
         words, n_factors = digit_rows.sizes(product.stack.cols)
-        digits = self.buffer("digits", words, dtypes.uint32)
-        factors = self.buffer("digit_factors", n_factors)
-        kernel = digit_rows.divide(layout, product.stack.cols)
+        n = product.experts.vectors if product.experts else 1
+        digits = self.buffer("digits", n * words, dtypes.uint32)
+        factors = self.buffer("digit_factors", n * n_factors)
+        kernel = digit_rows.divide(layout, product.stack.cols, n)
         self.add(kernel, digits=digits, factors=factors, x=vector)
         return [digits, factors]
 

@@ -1,10 +1,13 @@
 """Mixtures of experts for one token: the choice, and the products that read the chosen experts only."""
 
+from dataclasses import replace
+
 import numpy as np
 from tinygrad import dtypes
 
 from engine.kernels.device_memory import DeviceCounts
 from engine.targets.nvidia.kernels.device import Chip
+from engine.targets.nvidia.kernels.products import digit_rows
 from engine.targets.nvidia.kernels.products.chosen_experts import ChosenExperts
 from engine.targets.nvidia.kernels.products.epilogues import (
     STORE,
@@ -136,6 +139,35 @@ def check_down_of_chosen_experts() -> None:
         product, sums = zeros(rows), zeros(blocks)
         run(matvec(stack, schedule, STORE_SQUARES, "t"), product, sums, *ins, *planes)
         close(product.numpy(), y, 4e-6)
+
+
+def check_digits_of_experts() -> None:
+    """Small floats of chosen experts, whose vectors come in digits: gate and up of one, and down of one for each."""
+    cols, rows, n, used, layout = 320, 16, 4, 2, WeightLayout(39)
+    planes, weights = packed(39, n * rows, cols)
+    weights, (words, factors) = weights.reshape(n, rows, cols).astype(np.float64), digit_rows.sizes(cols)
+
+    def divided(xs):
+        made = zeros(len(xs) * words, dtypes.uint32), zeros(len(xs) * factors)
+        x = buffer(np.concatenate([laid_out(x, layout).numpy() for x in xs]))
+        run(digit_rows.divide(layout, cols, len(xs)), *made, x)
+        return made
+
+    chosen = ChosenExperts(used, n, False)
+    stack = replace(StackedMatrices.single(layout, rows, cols, chosen), digits=True)
+    x, logits, scale = vector(cols), np.float32([0, 3, 1, 2]), input_scale(1)
+    out, ids, p = zeros(used * permuted_size(rows // 2)), zeros(used, dtypes.int32), zeros(used)
+    kernel = matvec(stack, Schedule(4, 2, 4), activated("silu"), "t")
+    run(kernel, out, ids, p, zeros(n, dtypes.int32), *divided([x]), buffer(logits), buffer(scale), *planes)
+    y = weights[[1, 3]] @ x
+    got = out.numpy().reshape(used, -1)[:, places(rows // 2)] / scale[: rows // 2]
+    close(got, gated(y[:, 0::2], y[:, 1::2], "silu"), 4e-6)
+
+    stack = replace(stack, experts=ChosenExperts(used, n, True))
+    xs, factor, product = vector((used, cols)), np.float32([0.3, 0.7]), zeros(rows)
+    ins = buffer(np.array([2, 0], np.int32)), buffer(factor), *divided(xs)
+    run(matvec(stack, Schedule(3, 4, 2), STORE, "t"), product, *ins, *planes)
+    close(product.numpy(), factor @ np.einsum("erc,ec->er", weights[[2, 0]], xs), 4e-6)
 
 
 def check_products_beside_experts() -> None:

@@ -108,7 +108,7 @@ def check_digits() -> None:
     unlike numbers of steps, a last block that is not full; and numbers that are not finite stay so."""
     rows, cols, eps = 9, 768, 1e-5
     squares, of_heads = rng.uniform(0, 9, 5).astype(np.float32), rng.uniform(0, 9, (6, 4)).astype(np.float32)
-    for ggml_type in (20, 23):
+    for ggml_type in (20, 23, 39):
         layout = WeightLayout(ggml_type)
         planes, weights = packed(ggml_type, rows, cols)
         stack = replace(StackedMatrices.single(layout, rows, cols), digits=True)

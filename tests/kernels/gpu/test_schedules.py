@@ -1,5 +1,7 @@
 """Schedules that are shipped as data, and the rule for all else."""
 
+from dataclasses import replace
+
 import msgspec
 import pytest
 
@@ -110,8 +112,15 @@ def test_large_products_with_a_codebook_take_their_vector_in_digits():
     assert not schedules.with_digits(small, early).digits
     assert not schedules.with_digits(large, Chip("sm_00", 132)).digits
     both = StackedMatrices(((iq4, 28672), (Q6_K, 256)), 4096)
-    chosen = StackedMatrices.single(iq4, 28672, 4096, ChosenExperts(4, 32, added=False))
-    for other in (both, chosen, StackedMatrices.single(Q6_K, 28672, 4096)):
+    few, small_floats = ChosenExperts(4, 32, added=True), WeightLayout(39)
+    assert schedules.with_digits(StackedMatrices.single(small_floats, 2880, 2880, few), early).digits
+    others = [StackedMatrices.single(layout, 28672, 4096) for layout in (Q6_K, small_floats)]
+    others += [StackedMatrices.single(iq4, 512, 2048, few), both]
+    for experts in (ChosenExperts(32, 32, added=False, all_of_them=True), replace(few, used=2)):
+        others.append(
+            StackedMatrices.single(iq4 if experts.all_of_them else small_floats, 2048, 2048, experts)
+        )
+    for other in others:
         assert schedules.with_digits(other, early) == other
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from tinygrad import UOp
 from tinygrad.uop.ops import AxisType, Ops
 
+from engine.targets.nvidia.kernels.products.digit_rows import DigitUnit
 from engine.targets.nvidia.kernels.products.expert_choice import BY_LOGITS, ExpertChoice, Scores
 from engine.targets.nvidia.kernels.uops import load, load_index, store
 from engine.targets.nvidia.kernels.weights.matrix_bytes import UNIT, units_of
@@ -31,6 +32,11 @@ class ChosenExperts:
     scaled: bool = False
     scores: Scores = BY_LOGITS
     all_of_them: bool = False
+
+    @property
+    def vectors(self) -> int:
+        """Vectors that the product reads."""
+        return self.used if self.added or self.all_of_them else 1
 
     @property
     def chooses(self) -> bool:
@@ -96,7 +102,7 @@ class ExpertRows:
         self,
         layout: WeightLayout,
         cols: int,
-        x: UOp,
+        x: Sequence[UOp],
         planes: Sequence[UOp],
         rows: Sequence[UOp],
         t: UOp,
@@ -106,6 +112,7 @@ class ExpertRows:
     ) -> list[UOp]:
         """The partial sums of `rows` of a matrix of each expert, by thread t of `threads`. If results are added, the
         units of all experts follow each other, as if of one row. If the block is not `active`, its loop has no steps.
+        `x`: the vector, or its digits and their factors.
 
         Loads of weights and biases are not gated: tinygrad would simplify all that their index depends on by the gate,
         and the number of the expert depends on all threads."""
@@ -119,18 +126,23 @@ class ExpertRows:
         step = UOp.range(trips, axis, AxisType.REDUCE) if steps > 1 else None
         item = t if step is None else t + step * threads
         inside = None if total == threads * steps else item < total
-        slot, unit, first_x = self.slot, item if inside is None else item.minimum(units - 1), UOp.const(0)
+        slot, unit, vector = self.slot, item if inside is None else item.minimum(units - 1), None
         if slot is not None and self._chosen.all_of_them:
-            first_x = slot * (units * UNIT)
+            vector = slot
         if slot is None:
             slot, unit = (item // units).minimum(self._chosen.used - 1), item % units
-            first_x = slot * (units * UNIT)
+            vector = slot
         expert_row = self._expert(slot) * self._rows
-        xs = [load(x, first_x + (j // 4 * units + unit) * 4 + j % 4, inside) for j in range(UNIT)]
-        group_sums = layout.group_sums(xs)
+        if len(x) > 1:
+            dot = DigitUnit.load(layout, units, unit, inside, x[0], x[1], vector).dot
+        else:
+            first_x = UOp.const(0) if vector is None else vector * (units * UNIT)
+            xs = [load(x[0], first_x + (j // 4 * units + unit) * 4 + j % 4, inside) for j in range(UNIT)]
+            group_sums = layout.group_sums(xs)
+            dot = lambda loaded: loaded.dot(xs, group_sums)
         products = []
         for row in rows:
-            product = layout.load_unit(planes, row + expert_row, units, unit, None).dot(xs, group_sums)
+            product = dot(layout.load_unit(planes, row + expert_row, units, unit, None))
             products.append(self._weighted(product, slot))
         return products if step is None else [p.reduce(step, arg=Ops.ADD) for p in products]
 

@@ -1,4 +1,5 @@
-"""Rows of a matrix with a codebook times one vector, by instructions that multiply four bytes at a time.
+"""Rows of a matrix with a codebook, or of small floats, times one vector, by instructions that multiply four bytes at a
+time.
 
 Codes are looked up four at a time, as bytes of a word. Each of them would be masked before float32 could multiply it,
 and such instructions are what bounds these products. An instruction that adds four products of bytes takes the word as
@@ -12,6 +13,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 from tinygrad import UOp, dtypes
 from tinygrad.uop.ops import AxisType, Ops
@@ -35,9 +37,9 @@ from engine.targets.nvidia.kernels.uops import (
     tree,
     u32,
 )
-from engine.targets.nvidia.kernels.weights.bit_packing import CENTER, BitPacking, code_words
+from engine.targets.nvidia.kernels.weights.bit_packing import CENTER, code_words
 from engine.targets.nvidia.kernels.weights.matrix_bytes import UNIT, units_of
-from engine.targets.nvidia.kernels.weights.weight_layout import WeightLayout
+from engine.targets.nvidia.kernels.weights.weight_layout import Unit, WeightLayout, positions_of
 
 DIGITS = 3
 _GROUP, _BYTES = 32, 4  # columns with a factor; bytes of a word
@@ -51,7 +53,7 @@ def serves(layout: WeightLayout, cols: int) -> bool:
     """Whether there are such kernels for a matrix."""
     format = layout.format
     large = layout.has_codes and format is not None and len(format.codebook) > 8
-    return large and layout.group == _GROUP and cols % UNIT == 0
+    return (large or layout.is_e2m1) and layout.group == _GROUP and cols % UNIT == 0
 
 
 def sizes(cols: int) -> tuple[int, int]:
@@ -60,18 +62,21 @@ def sizes(cols: int) -> tuple[int, int]:
 
 
 @functools.cache
-def divide(layout: WeightLayout, cols: int) -> Kernel:
-    """Divides the vector of a product. Buffers: digits, uint32 [digit, word // 4 of the unit, unit, word % 4]; factors,
-    float32 [unit, group] (`sizes`); x, float32 (permuted_size(cols),), scaled for the layout."""
-    units, groups = units_of(cols), sizes(cols)[1]
-    positions = [BitPacking(layout.input_scale_bits).position(j) for j in range(_BYTES)]
+def divide(layout: WeightLayout, cols: int, vectors: int = 1) -> Kernel:
+    """Divides the vectors of a product. Buffers: digits, for each vector uint32 [digit, word // 4 of the unit, unit,
+    word % 4]; factors, for each float32 [unit, group] (`sizes`); x, float32 (vectors, permuted_size(cols)), scaled for
+    the layout."""
+    units, (words, groups) = units_of(cols), sizes(cols)
+    positions = positions_of(layout.input_scale_bits)
 
     def kernel(digits: UOp, factors: UOp, x: UOp) -> UOp:
         item = UOp.special(-(-groups // _THREADS), "gidx0") * _THREADS + UOp.special(_THREADS, "lidx0")
+        vector = UOp.special(vectors, "gidx1") if vectors > 1 else UOp.const(0)
         ok = None if groups % _THREADS == 0 else item < groups
         unit, first = item // (UNIT // _GROUP), item % (UNIT // _GROUP) * (_GROUP // _BYTES)
+        first_x = vector * (units * UNIT)
         values = [
-            load(x, ((first + j // _BYTES) * units + unit) * 4 + j % _BYTES, ok)
+            load(x, first_x + ((first + j // _BYTES) * units + unit) * 4 + j % _BYTES, ok)
             * f32(2.0 ** (positions[j % _BYTES] - CENTER))
             for j in range(_GROUP)
         ]
@@ -85,12 +90,77 @@ def divide(layout: WeightLayout, cols: int) -> Kernel:
             for digit in range(DIGITS):
                 parts = [shift(mask(shift_right(n, 8 * digit), 255), -8 * k) for k, n in enumerate(four)]
                 place = ((digit * (_WORDS // 4) + (first + word) // 4) * units + unit) * 4 + word % 4
-                stores.append(store(digits, place, bitwise_or(parts), ok))
+                stores.append(store(digits, place + vector * words, bitwise_or(parts), ok))
         # A sum that is no number would be lost among integers.
         factor = total.ne(total).where(f32(math.nan), most * f32(1 / _MOST))
-        return finish(f"digits_{cols}", [*stores, store(factors, item, factor, ok)])
+        stores.append(store(factors, item + vector * groups, factor, ok))
+        return finish(f"digits_{cols}" + f"_{vectors}" * (vectors > 1), stores)
 
     return Kernel(kernel, ("digits", "factors"), ("x",), LaunchHints(releases="after its wait"))
+
+
+@dataclass(frozen=True)
+class DigitUnit:
+    """A unit of a vector in registers: the words of each digit, and the factors of its groups."""
+
+    layout: WeightLayout
+    words: list[list[UOp]]
+    factors: list[UOp]
+
+    @classmethod
+    def load(
+        cls, layout: WeightLayout, units: int, unit: UOp, inside: UOp | None, digits: UOp, factors: UOp,
+        vector: UOp | None = None,
+    ) -> DigitUnit:  # fmt: skip
+        """Loads a unit, of `units`, of one of several vectors; zeros if it is not `inside`."""
+        runs, groups = _WORDS // 4, UNIT // _GROUP
+        first_word, first = UOp.const(0), unit * groups
+        if vector is not None:
+            first_word, first = vector * (DIGITS * _WORDS * units), first + vector * (groups * units)
+        words = [
+            [
+                load(digits, first_word + ((d * runs + w // 4) * units + unit) * 4 + w % 4, inside)
+                for w in range(_WORDS)
+            ]
+            for d in range(DIGITS)
+        ]
+        return cls(layout, words, [load(factors, first + g, inside) for g in range(groups)])
+
+    @functools.cached_property
+    def _starts(self) -> list[list[UOp]]:
+        """Of each group and digit, what the sum of products begins with, since codes that are small floats have an
+        offset."""
+        format, groups = self.layout.format, UNIT // _GROUP
+        assert format
+        if not self.layout.is_e2m1:
+            return [[UOp.const(0, I32)] * DIGITS] * groups
+        offset, none = u32(0x1010101 * (-format.code_offset & 255)), UOp.const(0, I32)
+        return [[self._sum([offset] * _WORDS, own, g, none) for own in self.words] for g in range(groups)]
+
+    @staticmethod
+    def _sum(codes: Sequence[UOp], own: Sequence[UOp], g: int, start: UOp) -> UOp:
+        """`start` and the products of words of codes and of a digit's, of a group."""
+        n = _GROUP // _BYTES
+        return functools.reduce(lambda sum, w: _four(codes[w], own[w], sum), range(g * n, (g + 1) * n), start)
+
+    def dot(self, loaded: Unit) -> UOp:
+        """The product with a unit of a row."""
+        format, dots = self.layout.format, []
+        assert format
+        # small floats are in memory in the order of their bits
+        codes = (
+            format.codes
+            if self.layout.is_e2m1
+            else [(c - format.code_offset) & 255 for c in self.layout.codes]
+        )
+        words = [four for word in loaded.words for four in code_words(word, codes, keeps=True)]
+        for g, (starts, factor) in enumerate(zip(self._starts, self.factors, strict=True)):
+            low, middle, high = (
+                self._sum(words, own, g, start) for own, start in zip(self.words, starts, strict=True)
+            )
+            whole = high.cast(F32) * f32(2.0**16) + (middle * 256 + low).cast(F32)
+            dots.append(whole * factor)
+        return loaded.scaled(dots, ())
 
 
 def row_sums(
@@ -98,34 +168,15 @@ def row_sums(
     threads: int, factor_of: Callable[[UOp, UOp | None], UOp] | None = None,
 ) -> list[UOp]:  # fmt: skip
     """The partial sums of rows, by thread t of `threads`. `factor_of`: as in `matvec`."""
-    assert layout.format
-    units, words = units_of(cols), _WORDS // 4
+    units = units_of(cols)
     steps = -(-units // threads)
     step = UOp.range(steps, 0, AxisType.REDUCE) if steps > 1 else None
     unit = t if step is None else t + step * threads
     inside = None if units == threads * steps else unit < units
-    vector = [
-        [load(digits, ((d * words + w // 4) * units + unit) * 4 + w % 4, inside) for w in range(_WORDS)]
-        for d in range(DIGITS)
-    ]
-    groups = UNIT // _GROUP
-    of_groups = [load(factors, unit * groups + g, inside) for g in range(groups)]
+    vector = DigitUnit.load(layout, units, unit, inside, digits, factors)
     if factor_of is not None:
-        of_groups = [factor * factor_of(unit, inside) for factor in of_groups]
-    signed = [(code - layout.format.code_offset) & 255 for code in layout.codes]
-    products = []
-    for row in rows:
-        loaded, dots = layout.load_unit(planes, row, units, unit, inside), []
-        codes = [code for word in loaded.words for code in code_words(word, signed, keeps=True)]
-        for g in range(groups):
-            own = range(g * _WORDS // groups, (g + 1) * _WORDS // groups)
-            low, middle, high = (
-                functools.reduce(lambda sum, w: _four(codes[w], vector[d][w], sum), own, UOp.const(0, I32))
-                for d in range(DIGITS)
-            )
-            whole = high.cast(F32) * f32(2.0**16) + (middle * 256 + low).cast(F32)
-            dots.append(whole * of_groups[g])
-        products.append(loaded.scaled(dots, ()))
+        vector = replace(vector, factors=[f * factor_of(unit, inside) for f in vector.factors])
+    products = [vector.dot(layout.load_unit(planes, row, units, unit, inside)) for row in rows]
     return products if step is None else [p.reduce(step, arg=Ops.ADD) for p in products]
 
 

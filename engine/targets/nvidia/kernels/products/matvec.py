@@ -157,7 +157,8 @@ class StackedMatrices:
     def fits_digits(self) -> bool:
         """Whether its vector may come in digits."""
         ((layout, _), *others) = self.matrices
-        return not (others or self.experts or self.beside) and digit_rows.serves(layout, self.cols)
+        is_odd = others or self.shared or self.beside or (self.experts and self.experts.all_of_them)
+        return not is_odd and digit_rows.serves(layout, self.cols)
 
     @property
     def slots(self) -> int:
@@ -266,7 +267,19 @@ def matvec(
                 functools.partial(heads.factor, head_sums) if heads and head_sums is not None else None
             )
             sums = (
-                digit_rows.row_sums(
+                chosen_rows.sums(
+                    layout,
+                    of.cols,
+                    x if stack.digits else [vector],
+                    matrix_planes,
+                    clamped,
+                    t,
+                    s.threads,
+                    active,
+                    k,
+                )
+                if chosen_rows and of.experts
+                else digit_rows.row_sums(
                     layout, of.cols, x[0], x[1], matrix_planes, clamped, t, s.threads, factor_of
                 )
                 if stack.digits
@@ -282,10 +295,6 @@ def matvec(
                     factor_of,
                 )
                 if place
-                else chosen_rows.sums(
-                    layout, of.cols, vector, matrix_planes, clamped, t, s.threads, active, k
-                )
-                if chosen_rows and of.experts
                 else _row_sums(
                     layout, of.cols, vector, matrix_planes, clamped, t, s.threads, active, k, factor_of
                 )
@@ -335,7 +344,7 @@ def matvec(
         mixture = f"_{chosen.used}_of_{chosen.n}" if chosen else ""
         mixture += f"_{stack.shared.layout.name}x{stack.shared.cols}" if stack.shared else ""
         full_name = f"{name}_{names}_{stack.rows}x{cols}{mixture}_{s.name}{'_digits' * stack.digits}"
-        vectors = chosen.used if chosen and not chosen.chooses else 1
+        vectors = chosen.vectors if chosen else 1
         sizes = [permuted_size(of.cols) * (vectors if of is stack else 1) for of, _ in xs]
         n_bytes = stack.n_bytes + 4 * sum(sizes)
         n_ops = sum(2 * rows * of.cols * (of.experts.used if of.experts else 1) for of, _, rows in matrices)

@@ -49,6 +49,9 @@ _OF_EXPERTS = re.compile(r"(?<=\d) of \d+")
 _Numbers = tuple[int, int, int, int]
 _SURE = 1.05  # how much more time the model must see in a schedule to take another
 _MAX_IDLE = 0.07  # of the units: those that threads have beyond a row's end
+_MANY_WEIGHTS = (
+    16e6  # of experts in a product whose vectors come in digits: with 12.6 million they gained nothing
+)
 _RESIDENT_THREADS = (640, 1024)  # on a multiprocessor, to try beside the compiler's choice
 
 
@@ -65,10 +68,16 @@ def in_digits(stack: StackedMatrices) -> StackedMatrices:
 
 
 def with_digits(stack: StackedMatrices, chip: Chip) -> StackedMatrices:
-    """As `in_digits`, on a GPU that launches kernels early, where it was timed."""
+    """As `in_digits`, on a GPU that launches kernels early, where it was timed. Of experts, those of many weights: the
+    model does not know these."""
     if not (chip.launches_early and stack.fits_digits):
         return stack
+    ((layout, rows),) = stack.matrices
     divided = replace(stack, digits=True)
+    if stack.experts:
+        return divided if stack.experts.used * rows * stack.cols >= _MANY_WEIGHTS else stack
+    if layout.is_e2m1:  # not timed
+        return stack
     ours, theirs = ((found, _cheapest(found, chip)) for found in (divided, stack))
     if ours[1] is None or theirs[1] is None:
         return stack

@@ -370,7 +370,7 @@ class WeightLayout:
         if the type has neither an offset nor minima."""
         if self.format is None or not (self.offset or "m" in self.format.scales):
             return []
-        n, p = self.group, _positions(self.input_scale_bits)
+        n, p = self.group, positions_of(self.input_scale_bits)
         return [
             chain(xs[j] * f32(2.0 ** (p[j] - DENORMAL_EXPONENT)) for j in range(g, g + n))
             for g in range(0, UNIT, n)
@@ -476,10 +476,10 @@ def input_scale(bits: int) -> NDArray[np.float32]:
     `WeightLayout.input_scale_bits`."""
     if not bits:
         return np.ones(UNIT, np.float32)
-    return np.float32(2.0) ** (CENTER - np.asarray(_positions(bits), np.float32))
+    return np.float32(2.0) ** (CENTER - np.asarray(positions_of(bits), np.float32))
 
 
-def _positions(input_scale_bits: int) -> list[int]:
+def positions_of(input_scale_bits: int) -> list[int]:
     """The bit at which a product reads each integer of a unit."""
     if input_scale_bits == SMALL_FLOATS:
         return [0] * UNIT
