@@ -17,7 +17,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from app.serve.access import CLIENT, Access
 from app.serve.answering import answer
 from app.serve.bodies import Bodies, check_copies, is_made, read_body
-from app.serve.errors import ApiError, of_usage
+from app.serve.errors import ApiError, of_failure, of_usage
 from app.serve.http import ClientGoneError, error_response, json_response, while_connected
 from app.serve.limits import NO_LIMITS, Budgets, Limits
 from app.serve.long_work import MAX_TEXT_BYTES, LongWork
@@ -48,8 +48,9 @@ from app.serve.protocols.response_body import ResponsesBody
 from app.serve.protocols.tokens import DetokenizeBody, TokenizeBody, detokenized, tokenized, tokenizer_info
 from app.serve.service import CLIENT_GONE, Exchange, Service
 from engine import invocation
-from engine.errors import UsageError
+from engine.errors import OrinError, UsageError
 from engine.measure.memory import gpu_used_bytes, resident_memory
+from engine.protocol.events import Failed
 
 _BEFORE_PATHS = re.compile(
     r"/openai/deployments/[^/]+/"  # Azure's
@@ -462,6 +463,8 @@ def _guarded(endpoint: Endpoint) -> Endpoint:
             return error_response(error, request.url.path)
         except UsageError as error:
             return error_response(of_usage(error), request.url.path)
+        except OrinError as error:  # the file of another model, which is read when that is asked for
+            return error_response(of_failure(Failed.from_error(error)), request.url.path)
         except ClientGoneError:
             return Response(status_code=CLIENT_GONE)
         except Exception as error:

@@ -9,6 +9,7 @@ import pytest
 from app.serve.model_pool import ModelPool
 from app.serve.routes import application
 from app.serve.service import Service
+from engine.errors import ModelFileError
 from tests.app.fake_engine import READY, FakeEngine, reply
 from tests.app.serve.conftest import HELLO, error
 from tests.waiting import until
@@ -59,6 +60,20 @@ async def test_the_request_chooses_the_model(pooled):
     assert (await client.post("/tokenize", json={"content": "x", "model": "c"})).status_code == 404
     assert (await client.get("/v1/models/b")).json()["meta"]["n_ctx"] == 8192
     assert (await client.get("/health")).status_code == 200 and pool.known[1].metrics is not None
+
+
+async def test_a_file_that_cannot_be_read_is_a_sentence(pooled):
+    client, pool, _ = pooled(loads("A"), loads("B"))
+
+    def broken():
+        raise ModelFileError("b.gguf is a folder.", "Name a file.")
+
+    pool._makers["b"] = broken
+    for path in (CHAT, "/v1/models/b", "/tokenize"):
+        asked = {**HELLO, "model": "b", "content": "x"}
+        failed = await (client.get(path) if path.endswith("b") else client.post(path, json=asked))
+        assert failed.status_code == 500 and error(failed)["message"] == "b.gguf is a folder. Name a file."
+    assert (await client.post(CHAT, json={**HELLO, "model": "a"})).status_code == 200
 
 
 @pytest.mark.parametrize(("path", "name"), [("/api/tags", "models"), ("/api/v0/models", "data")])
