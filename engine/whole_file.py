@@ -15,8 +15,9 @@ LONGEST_TEXT = 1 << 18
 
 
 def write_whole(path: Path, content: bytes, mode: int = 0o600) -> None:
-    """Replaces a file by one with these permissions: by default only its owner can read it. Makes its folder. Raises
-    OSError."""
+    """Replaces a file by one with these permissions: by default only its owner can read it. Makes its folder. A link to
+    a file stays, as those of people who keep their settings elsewhere. Raises OSError."""
+    path = Path(os.path.realpath(path))
     path.parent.mkdir(parents=True, exist_ok=True)
     with replacing(path) as file:
         file.write(content)

@@ -2,6 +2,7 @@
 
 import json
 import shlex
+import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -69,6 +70,9 @@ class Agent:
     merged: Callable[[str, Endpoint], str] | None = None
 
 
+_BY_HAND = "Put the lines into it by hand."
+
+
 def _as_json(value: Mapping[str, Any]) -> str:
     return json.dumps(value, indent=2, ensure_ascii=False) + "\n"
 
@@ -88,7 +92,7 @@ def _json_agent(
         except ValueError:
             before = None
         if not isinstance(before, dict):
-            raise UsageError(f"{file} is not plain JSON.", "Put the lines into it by hand.")
+            raise UsageError(f"{file} is not plain JSON.", _BY_HAND)
         return _as_json(_combined(before, value(endpoint)))
 
     return Agent(name, title, run, file, lambda endpoint: _as_json(value(endpoint)), merged)
@@ -116,7 +120,13 @@ def _appended_agent(
     def merged(old: str, endpoint: Endpoint) -> str:
         if any(line.strip() == mark for line in old.splitlines()):
             raise UsageError(f"{file} has a part for {NAME} already.", "Take it out, or change it by hand.")
-        return f"{old.rstrip()}\n\n{lines(endpoint)}" if old.strip() else lines(endpoint)
+        made = f"{old.rstrip()}\n\n{lines(endpoint)}" if old.strip() else lines(endpoint)
+        if file.endswith(".toml"):
+            try:
+                tomllib.loads(made)
+            except ValueError:
+                raise UsageError(f"{file} would be no TOML with these lines.", _BY_HAND) from None
+        return made
 
     return Agent(name, title, run, file, lines, merged)
 

@@ -80,6 +80,21 @@ def test_files_are_written_beside_what_is_in_them(server, capsys, tmp_path):
         ask(server, "codex", "--write", "--yes")
 
 
+def test_a_link_stays_and_a_file_that_another_way_of_writing_would_break(server, tmp_path):
+    kept, linked = tmp_path / "dotfiles/config.toml", tmp_path / ".codex/config.toml"
+    for folder in (kept.parent, linked.parent):
+        folder.mkdir()
+    kept.write_text('model = "gpt"\n')
+    linked.symlink_to(kept)
+    assert ask(server, "codex", "--write", "--yes") == 0
+    assert linked.is_symlink() and "orin-chat" in kept.read_text()
+    for text in ("model_providers = {}\n", '[model_providers."orin-chat"]\n', "model = 'a\n"):
+        kept.write_text(text)
+        with pytest.raises(UsageError, match="would be no TOML"):
+            ask(server, "codex", "--write", "--yes")
+        assert kept.read_text() == text
+
+
 def test_nothing_is_written_that_nobody_agreed_to(server, monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(sys, "stdin", io.StringIO("y\n"))
     with pytest.raises(UsageError, match="--yes"):
