@@ -156,12 +156,19 @@ def install(dev: str) -> None:
         cuda_headers.apply()
         float_instructions.apply()
     if device == "CUDA":
-        from engine.fixes import driver_calls, dynamic_shared, early_launch, graph_sizes
+        from engine.fixes import (
+            driver_calls,
+            dynamic_shared,
+            early_launch,
+            graph_sizes,
+            warpgroup_products,
+        )
 
         driver_calls.apply()
         dynamic_shared.apply()
         early_launch.apply()
         graph_sizes.apply()
+        warpgroup_products.apply()
     if device == "NV":
         from engine.fixes import nv_windows
 

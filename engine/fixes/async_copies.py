@@ -20,7 +20,7 @@ _COPY = (
     ':: "r"((uint)__cvta_generic_to_shared({0})), "l"({1}) : "memory");'
 )
 _CLOSE = 'asm volatile("cp.async.commit_group;" ::: "memory");'
-_WAIT = 'asm volatile("cp.async.wait_group 1;" ::: "memory");'
+_WAIT = 'asm volatile("cp.async.wait_group {n};" ::: "memory");'
 
 
 def asked(target: UOp, source: UOp, *after: UOp) -> UOp:
@@ -33,6 +33,7 @@ def group(*copies: UOp) -> UOp:
     return UOp(Ops.CUSTOM, dtypes.void, copies, _CLOSE)
 
 
-def all_but_last(latest: UOp) -> UOp:
-    """Waits for the thread's groups but the `latest` one. Other threads' copies are there after a barrier."""
-    return UOp(Ops.CUSTOM, dtypes.void, (latest,), _WAIT)
+def all_but(n: int, *after: UOp) -> UOp:
+    """Waits, after other effects, for all groups of the thread but the latest n. Other threads' copies are there after
+    a barrier."""
+    return UOp(Ops.CUSTOM, dtypes.void, after, _WAIT.replace("{n}", str(n)))

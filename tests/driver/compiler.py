@@ -46,6 +46,12 @@ _COPY = re.compile(
 )
 _COMMIT = 'asm volatile("cp.async.commit_group;" ::: "memory");'
 _WAIT = re.compile(r'asm volatile\("cp\.async\.wait_group (\d+);" ::: "memory"\);')
+_GROUP = re.compile(
+    r'asm volatile\("[^"]*wgmma\.mma_async\.sync\.aligned\.m64n\d+k16\.f32\.f16\.f16 [^"]*" : (.*?) : '
+    r'("r".*?), "l"\(\(unsigned long long\)\(\(uint\)__cvta_generic_to_shared\((.*?)\) >> 4\) \| (\w+)\) : "memory"\);'
+)
+_GROUP_ORDER = re.compile(r'asm volatile\("(?:wgmma\.|fence\.proxy)[^"]*" ::: "memory"\);')
+_OPERAND = re.compile(r'"[+]?[fr]"\(')
 _SIZES = {"half": 2, "float": 4, "int": 4, "uint": 4, "unsigned int": 4, "long": 8, "unsigned long": 8}
 _SIZES |= {
     "bool": 1,
@@ -69,7 +75,8 @@ class SimulatedCompiler(Compiler):
         body, shared_bytes = _shared(src[found.end() :])
         before = _MMA.sub(_mma, re.sub(r"#include <cuda_\w+\.h>\n", "", src[: found.start()]))
         signature, arguments, end = _parameters(parameters)
-        waits = "__syncthreads" in body or "__WMMA" in body
+        waits = "__syncthreads" in body or "__WMMA" in body or "wgmma" in body
+        body = _GROUP_ORDER.sub("", _GROUP.sub(_group, body))
         if _COPY.search(body):
             body = _COPY.sub(r"copies.ask(\1, \2);", body).replace(_COMMIT, "copies.commit();")
             body = "  Copies copies;\n" + _WAIT.sub(r"copies.wait(\1);", body)
@@ -94,6 +101,16 @@ def _mma(function: re.Match[str]) -> str:
     """A tensor core's instruction, which all threads of a warp execute together: in cuda.hpp."""
     assert "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32" in function[2], "not simulated"
     return f"#define {function[1]}(a, b, c) mma(context, threadIdx, __LINE__, a, b, c)"
+
+
+def _group(product: re.Match[str]) -> str:
+    """A warpgroup's instruction, of which each warp computes its own rows: in cuda.hpp."""
+    sums, words = (_OPERAND.sub("(", operands) for operands in (product[1], product[2]))
+    taken = ", ".join(f"&{place}" for place in sums.split(", "))
+    return (
+        f"{{ float *sums[] = {{{taken}}}; u32 left[] = {{{words}}}; const u32 n = sizeof sums / sizeof *sums;"
+        f" group_mma(context, threadIdx, __LINE__, sums, n, left, {product[3]}, {product[4]}); }}"
+    )
 
 
 def _shared(body: str) -> tuple[str, int]:

@@ -246,6 +246,30 @@ template <class A, class B, class C> INLINE C mma(Context *c, dim3 t, u32 line, 
   return sum;
 }
 
+// wgmma.mma_async.sync.aligned.m64nNk16.f32.f16.f16 with the left operand in registers: a warp's 16 rows, which are spread
+// as those of mma.m16n8k16. The right operand is in shared memory at `right`, in rows of 128 bytes for each column, whose
+// 16 bytes are swizzled by the address; `description` says how far the next eight columns are (PTX's "Matrix Descriptor
+// Format" and "Swizzling Modes").
+INLINE void group_mma(Context *c, dim3 t, u32 line, float **sums, u32 n, u32 *left, local<half> right, u64 description) {
+  u32 id = t.x + c->block.x * (t.y + c->block.y * t.z), group = id % 32 / 4, part = id % 4;
+  u64 stride = (description >> 32 & 0x3FFF) << 4;
+  if (description >> 62 != 1) return (void)fault(c, MISALIGNED, description);
+  Operands *all = (Operands *)c->heap + 1024 * (c->running->turn ^= 1);
+  for (int i = 0; i < 8; i++) all[id].a[i] = ((half *)left)[i];
+  wait(c, line, true);
+  Operands *warp = all + (id & ~31u);
+  for (u32 e = 0; e < n; e++) {
+    u32 row = group + 8 * (e % 4 / 2), column = e / 4 * 8 + 2 * part + e % 2;
+    float x = 0;
+    for (u32 k = 0; k < 16; k++) {
+      u64 at = right.offset + column / 8 * stride + column % 8 * 128 + k * 2;
+      x += (float)warp[row % 8 * 4 + k % 8 / 2].a[k % 2 + 2 * (row / 8) + 4 * (k / 8)] *
+           (float)*(half *)at_shared(c, at ^ (at >> 7 & 7) << 4, 2);
+    }
+    *sums[e] += x;
+  }
+}
+
 template <class Start> INLINE void for_blocks(Context *c, Start block) {
   for (u32 z = 0; z < c->grid.z; z++)
     for (u32 y = 0; y < c->grid.y; y++)

@@ -8,7 +8,7 @@ import pytest
 
 import engine.fixes
 from engine.errors import BackendError
-from engine.fixes import cuda_binaries, launch_bounds, program_cache
+from engine.fixes import cuda_binaries, launch_bounds, program_cache, warpgroup_products
 from tests.paths import ROOT
 
 
@@ -122,6 +122,28 @@ def test_a_kernel_asks_for_shared_memory():
     assert python(KERNELS + SHARED).split() == ["0", "1", "0", "0"] * 2
     asked = python("import sys; sys.argv.append('with')\n" + KERNELS + SHARED).split()
     assert asked == ["0", "1", "0", "0", "65536", "0", "1", "1"]
+
+
+GROUPS = """
+import sys
+from tinygrad.runtime.support.compiler_cuda import NVRTCCompiler
+def init(self, arch):
+    self.arch, self.compile_options = arch, ["--minimal", f"--gpu-architecture={arch}"]
+NVRTCCompiler.__init__ = init
+NVRTCCompiler.compile = lambda self, source: print(self.compile_options[1][-6:]) or b""
+if "with" in sys.argv:
+    from engine.fixes import warpgroup_products
+    warpgroup_products.apply()
+compiler = NVRTCCompiler("sm_90")
+for source in ("wgmma.fence", "mma.sync"):
+    compiler.compile(source)
+NVRTCCompiler("sm_87").compile("wgmma.fence")
+"""
+
+
+def test_products_of_warpgroups_are_compiled_for_the_only_target_that_has_them():
+    assert python(GROUPS).split() == ["=sm_90", "=sm_90", "=sm_87"]
+    assert python("import sys; sys.argv.append('with')\n" + GROUPS).split() == ["sm_90a", "=sm_90", "=sm_87"]
 
 
 BINARIES = """
@@ -239,7 +261,7 @@ def test_kernels_of_a_graph_have_a_block_before_the_first_launch():
     assert python("import sys; sys.argv.append('without')\n" + SIZES).strip() == "[0, 5, 1, 2, 1, 1]"
 
 
-@pytest.mark.parametrize("fix", [cuda_binaries, launch_bounds, program_cache])
+@pytest.mark.parametrize("fix", [cuda_binaries, launch_bounds, program_cache, warpgroup_products])
 def test_another_tinygrad_is_refused(fix, monkeypatch):
     monkeypatch.setattr(engine.fixes, "TINYGRAD", "0.13.0")
     with pytest.raises(BackendError):

@@ -206,6 +206,7 @@ def test_another_tinygrad_is_refused(fix, monkeypatch):
                 "early_launch",
                 "float_instructions",
                 "graph_sizes",
+                "warpgroup_products",
             ],
         ),
         ("TEGRA+NV:CUDA", ["cuda_headers", "float_instructions", "nv_windows"]),

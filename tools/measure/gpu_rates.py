@@ -15,8 +15,8 @@ import time
 from tinygrad.helpers import Context
 
 from engine.targets.nvidia.kernels.device import Chip
-from engine.targets.nvidia.kernels.products.matmul import tiles_for
 from engine.targets.nvidia.kernels.products.matvec import StackedMatrices
+from engine.targets.nvidia.kernels.products.prompt_products import prompt_tiles
 from engine.targets.nvidia.kernels.products.schedule_cost import microseconds
 from engine.targets.nvidia.kernels.products.schedules import matvec_schedule
 from engine.targets.nvidia.kernels.products.small_batch import small_batch_tiles
@@ -29,9 +29,9 @@ GUESSED = {
     "AGX Orin": Chip("sm_87", 16, 48, own_rates=Rates(165, 2.5, 0.6, 51, 2.6)),
     "RTX 3060": Chip("sm_86", 28, 48, own_rates=Rates(320, 1.6, 0.45, 69, 0.9)),
     "RTX 3080": Chip("sm_86", 68, 48, own_rates=Rates(680, 1.6, 0.45, 67, 0.87)),
-    "H100 PCIe": Chip("sm_90", 114, 64, True, Rates(1700, 0.9, 0.42, 68, 3.3)),
+    "H100 PCIe": Chip("sm_90", 114, 64, True, Rates(1700, 0.9, 0.42, 68, 3.3), True),
     "RTX 4090": Chip("sm_89", 128, 48, own_rates=Rates(930, 1.4, 0.45, 98, 1.3)),
-    "H200": Chip("sm_90", 132, 64, True, H200),
+    "H200": Chip("sm_90", 132, 64, True, H200, True),
 }
 """GPUs and their rates, guessed: bandwidths and clocks as published, launches and latencies as others measured them."""
 
@@ -56,7 +56,7 @@ def choices(chip: Chip) -> dict[str, str]:
                 f"{few.rows}x{few.across}, {few.parts} warps, {few.splits} blocks"
             )
             for tokens in (128, 512):
-                many = tiles_for(layout, tokens, rows, cols, chip, False)
+                many = prompt_tiles(layout, tokens, rows, cols, chip, False)
                 found[f"{stack.name}, {tokens} tokens"] = f"{many.width} rows, {many.parts} parts"
     return found
 

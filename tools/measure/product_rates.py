@@ -26,11 +26,11 @@ if TYPE_CHECKING:
     from tinygrad.dtype import DType
 
     from engine.targets.nvidia.kernels.kernel_sequence import KernelSequence
-    from engine.targets.nvidia.kernels.products.matmul import Tiles
+    from engine.targets.nvidia.kernels.products.prompt_products import PromptTiles
     from engine.targets.nvidia.kernels.products.small_batch import SmallBatchTiles
     from engine.targets.nvidia.kernels.weights.weight_layout import WeightLayout
 
-    AnyTiles = Tiles | SmallBatchTiles
+    AnyTiles = PromptTiles | SmallBatchTiles
 
 REFERENCE = 12  # Q4_K
 WEIGHTS_BYTES, ROUNDS = 512 << 20, 5  # read in a timing; timings, of which the median counts
@@ -66,13 +66,13 @@ class Matrix:
     def tiles(self, tokens: int) -> AnyTiles:
         """Those of a model."""
         from engine.targets.nvidia.kernels.device import chip
-        from engine.targets.nvidia.kernels.products.matmul import tiles_for
+        from engine.targets.nvidia.kernels.products.prompt_products import prompt_tiles
         from engine.targets.nvidia.kernels.products.small_batch import MAX_TOKENS, small_batch_tiles
 
         shape = self.rows, self.cols, chip()
         if tokens <= MAX_TOKENS:
             return small_batch_tiles(self.layout, tokens, *shape, not self.is_gate)
-        return tiles_for(self.layout, tokens, *shape, self.is_gate)
+        return prompt_tiles(self.layout, tokens, *shape, self.is_gate)
 
     def other_tiles(self, tokens: int) -> list[AnyTiles]:
         from engine.targets.nvidia.kernels.products.matmul import Tiles
@@ -97,22 +97,27 @@ class Matrix:
         """Adds the product with the activations of so many tokens to a sequence."""
         from tinygrad import dtypes
 
-        from engine.targets.nvidia.kernels.products.matmul import Tiles, fragments_size, matmul
+        from engine.targets.nvidia.kernels.products.matmul import fragments_size
+        from engine.targets.nvidia.kernels.products.prompt_products import prompt_product
         from engine.targets.nvidia.kernels.products.small_batch import (
+            SmallBatchTiles,
             activated,
             columns_size,
             small_batch_product,
             stored,
         )
 
-        shape, is_gate = (self.layout, tokens, self.rows, self.cols, tiles), self.is_gate
-        if isinstance(tiles, Tiles):
-            kernel, size, parts = matmul(*shape, is_gate, "t"), fragments_size, tiles.parts
-        else:
+        shape, is_gate = (self.layout, tokens, self.rows, self.cols), self.is_gate
+        is_few = isinstance(tiles, SmallBatchTiles)
+        if isinstance(tiles, SmallBatchTiles):
             epilogue = activated("silu") if is_gate else stored(self.rows)
-            kernel, size, parts = small_batch_product(*shape, epilogue, "t"), columns_size, tiles.splits
+            kernel, size = small_batch_product(*shape, tiles, epilogue, "t"), columns_size
+            parts = tiles.splits
+        else:
+            kernel, size = prompt_product(*shape, tiles, is_gate, "t"), fragments_size
+            parts = tiles.parts
         buffers = {"x": _scratch(size(tokens, self.cols), dtypes.float16), "planes": self.planes}
-        if isinstance(tiles, Tiles):
+        if not is_few:
             buffers["prompt"] = _state(tokens)
         halves = size(tokens, self.rows // 2)
         out = (halves, dtypes.float16) if is_gate else (parts * tokens * self.rows, dtypes.float32)

@@ -15,12 +15,18 @@ from tinygrad import Tensor, dtypes
 
 from engine.description.spec import ModelSpec
 from engine.kernels.device_memory import device_zeros, part_of
+from engine.kernels.kernel import Kernel
 from engine.runtime.pictures import PictureRoom
 from engine.targets.nvidia.input_scales import InputScales
 from engine.targets.nvidia.kernels.device import chip
 from engine.targets.nvidia.kernels.pieces import state_size
 from engine.targets.nvidia.kernels.products.activation_order import Order
-from engine.targets.nvidia.kernels.products.matmul import fragments_size, matmul, tiles_for
+from engine.targets.nvidia.kernels.products.matmul import fragments_size
+from engine.targets.nvidia.kernels.products.prompt_products import (
+    prompt_order,
+    prompt_product,
+    prompt_tiles,
+)
 from engine.targets.nvidia.kernels.products.runs import Runs
 from engine.targets.nvidia.kernels.products.small_batch import (
     MAX_TOKENS,
@@ -105,7 +111,7 @@ class PromptStep(Step):
         self.seen = memory.seen
         self.width = self.spec.dim
         self.h = self.buffer("h", tokens * self.width)
-        self.order: Order = "columns" if tokens <= MAX_TOKENS else "fragments"
+        self.order: Order = "columns" if tokens <= MAX_TOKENS else prompt_order(tokens, chip())
         self.pending: Pending | None = None
         self.beside: list[Sums] = []
         self._normed: tuple[int, Order, int] | None = None  # what `x` is: of a norm, in an order, of a stream
@@ -155,11 +161,18 @@ class PromptStep(Step):
             kernel = small_batch_product(part.layout, tokens, rows, part.cols, few, stored(rows), name)
             self.add(kernel, out=out, x=x, planes=part.planes)
             return Sums(out, few.splits)
-        tiles = tiles_for(part.layout, tokens, rows, part.cols, chip(), False)
-        out = self.buffer(name, tiles.parts * tokens * rows)
-        kernel = matmul(part.layout, tokens, rows, part.cols, tiles, False, name)
+        kernel, parts = self._kernel(part, rows, False, name)
+        out = self.buffer(name, parts * tokens * rows)
         self.add(kernel, out=out, x=x, prompt=self.prompt, planes=part.planes)
-        return Sums(out, tiles.parts)
+        return Sums(out, parts)
+
+    def _kernel(
+        self, part: Matrix, rows: int, paired: bool, name: str, activation: Activation = "silu"
+    ) -> tuple[Kernel, int]:
+        """The product of many tokens with the first rows of a matrix, and how many sums it leaves."""
+        shape = part.layout, self.tokens, rows, part.cols
+        tiles = prompt_tiles(*shape, chip(), paired)
+        return prompt_product(*shape, tiles, paired, name, activation), tiles.parts
 
     def products(self, product: Product, name: str) -> list[Sums]:
         """Adds the products of the normed stream with each matrix of `product`."""
@@ -177,8 +190,7 @@ class PromptStep(Step):
         if self.order == "columns":
             self.multiply(part, self.tiles(part), activated(activation), "gate_up", out=out)
             return
-        tiles = tiles_for(part.layout, self.tokens, part.rows, part.cols, chip(), paired=True)
-        kernel = matmul(part.layout, self.tokens, part.rows, part.cols, tiles, True, "gate_up", activation)
+        kernel, _ = self._kernel(part, part.rows, True, "gate_up", activation)
         self.add(kernel, out=out, x=self.x, prompt=self.prompt, planes=part.planes)
 
     def bend(self, matrix: Matrix, activation: Activation, out: Tensor, bias: Tensor | None = None) -> None:

@@ -93,10 +93,11 @@ def lower_tiles() -> None:
     """From now on, products of prompts and pictures have tiles of 32 tokens, which are a third of the work to compile.
     Those of a prompt's gate and up have the tiles of users, and with ORIN_THOROUGH all have. A prompt's attention reads
     the fewest keys in a step; `check_prompt_attention` has more."""
-    from engine.targets.nvidia import picture_steps, prompt_step
+    from engine.targets.nvidia import picture_steps
+    from engine.targets.nvidia.kernels.products import prompt_products
     from engine.targets.nvidia.sublayers import attention
 
-    stock, stock_tiling = prompt_step.tiles_for, attention.prompt_tiling
+    stock, stock_tiling = prompt_products.tiles_for, attention.prompt_tiling
 
     def lower(layout: WeightLayout, tokens: int, rows: int, cols: int, chip: Chip, paired: bool) -> Tiles:
         tiles = stock(layout, tokens, rows, cols, chip, paired)
@@ -107,7 +108,7 @@ def lower_tiles() -> None:
     ) -> Tiles:
         return (stock if paired else lower)(layout, tokens, rows, cols, chip, paired)
 
-    picture_steps.tiles_for, prompt_step.tiles_for = lower, for_prompts
+    picture_steps.tiles_for, prompt_products.tiles_for = lower, for_prompts
     attention.prompt_tiling = lambda *step: replace(stock_tiling(*step), steps=1)
 
 

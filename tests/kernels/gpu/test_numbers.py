@@ -26,6 +26,7 @@ CHECKS = {
 
 LONG = {  # other checks run the same kernels, in fewer steps of fewer models, or in fewer shapes
     "check_a_prompt_before_its_kernels_are_compiled",
+    "check_a_prompt_by_warpgroups",
     "check_a_quantized_cache",
     "check_an_encoder_of_squares",
     "check_an_encoder_with_gates",

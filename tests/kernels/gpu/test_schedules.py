@@ -5,11 +5,14 @@ from dataclasses import replace
 import msgspec
 import pytest
 
+from engine.targets.nvidia.kernels import rates
 from engine.targets.nvidia.kernels.device import Chip
 from engine.targets.nvidia.kernels.products import matmul, schedules
 from engine.targets.nvidia.kernels.products.chosen_experts import ChosenExperts
 from engine.targets.nvidia.kernels.products.matvec import Schedule, StackedMatrices
+from engine.targets.nvidia.kernels.products.prompt_products import prompt_order, prompt_tiles
 from engine.targets.nvidia.kernels.products.schedules import matvec_schedule
+from engine.targets.nvidia.kernels.products.warpgroup_matmul import WarpgroupTiles
 from engine.targets.nvidia.kernels.weights.weight_layout import WeightLayout
 
 Q6_K = WeightLayout(14)
@@ -162,6 +165,29 @@ def test_tiles_of_prompts_leave_few_multiprocessors_idle(rows, cols, paired, wan
     monkeypatch.setattr(matmul, "is_cuda", lambda: True)
     tiles = matmul.tiles_for(WeightLayout(12), 512, rows, cols, Chip("sm_90", 132), paired)
     assert tiles.staged and (tiles.across, tiles.parts) == wanted
+
+
+@pytest.mark.parametrize(
+    "tokens, rows, cols, paired, wanted",
+    [  # tokens, 64s of rows, groups and parts of the fastest that was timed on an H200
+        (512, 24576, 4096, True, (256, 1, 2, 1)),  # 204 us, 225 with (128, 2, 1, 1)
+        (512, 4096, 12288, False, (256, 1, 2, 2)),  # 94 us, 106 with (128, 2, 1, 2)
+        (512, 5120, 3072, False, (256, 1, 2, 3)),  # 38 us, 45 with one part
+        (128, 24576, 4096, True, (128, 1, 1, 1)),  # 71 us, 79 with (128, 2, 1, 1)
+        (128, 4096, 12288, False, (128, 2, 1, 8)),  # 33 us, 37 with (128, 1, 1, 8), 40 with (128, 2, 1, 4)
+    ],
+)
+def test_tiles_of_warpgroups(tokens, rows, cols, paired, wanted):
+    chip = Chip("sm_90", 132, own_rates=rates.H200, has_warpgroups=True)
+    tiles = prompt_tiles(WeightLayout(12), tokens, rows, cols, chip, paired)
+    assert tiles == WarpgroupTiles(*wanted)
+    assert prompt_order(tokens, chip) == "eights" and prompt_order(tokens, Chip("sm_90", 132)) == "fragments"
+
+
+def test_floats_of_32_bits_have_low_tiles_in_warpgroups():
+    chip = Chip("sm_90", 132, own_rates=rates.H200, has_warpgroups=True)
+    assert prompt_tiles(WeightLayout(12), 128, 4096, 12288, chip, False).tall == 2
+    assert prompt_tiles(WeightLayout(0), 128, 4096, 12288, chip, False).tall == 1
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from engine.targets.nvidia.kernels.rates import Rates, estimated, kept_rates
 
 _KNOWN_COUNTS = {"sm_87": 16}  # multiprocessors by compute capability, for Tegra chips: AGX Orin 64 GB
 _DEFAULT_COUNT = 64
+_WARPGROUPS = "sm_90"  # the compute capability with `engine.fixes.warpgroup_products`
 # CU_DEVICE_ATTRIBUTE_… in cuda.h: MULTIPROCESSOR_COUNT, CLOCK_RATE and MEMORY_CLOCK_RATE in kHz,
 # GLOBAL_MEMORY_BUS_WIDTH in bits, MAX_THREADS_PER_MULTIPROCESSOR
 _MULTIPROCESSOR_COUNT, _CLOCK, _MEMORY_CLOCK, _BUS_BITS, _THREADS = 16, 13, 36, 37, 39
@@ -23,14 +24,15 @@ _COPY_SHARE = 0.83  # of the memory's bandwidth: that of a copy (measured on an 
 @dataclass(frozen=True)
 class Chip:
     """What the cut of a product depends on: the compute capability, as "sm_90", the multiprocessors, the warps that
-    each holds, whether a kernel can be launched before the one before has ended, and the GPU's own rates; None if
-    nothing is known of these."""
+    each holds, whether a kernel can be launched before the one before has ended, the GPU's own rates, None if nothing
+    is known of these, and whether warpgroups compute products (`engine.fixes.warpgroup_products`)."""
 
     capability: str = ""
     multiprocessors: int = _DEFAULT_COUNT
     warps: int = 64
     launches_early: bool = False
     own_rates: Rates | None = None
+    has_warpgroups: bool = False
 
     @property
     def rates(self) -> Rates:
@@ -40,7 +42,9 @@ class Chip:
 @functools.cache
 def chip() -> Chip:
     """The default GPU. Its rates are those that were measured on it (`calibration`), or what the driver tells."""
-    known = Chip(capability(), multiprocessors(), launches_early=launches_early())
+    known = Chip(
+        capability(), multiprocessors(), launches_early=launches_early(), has_warpgroups=_has_warpgroups()
+    )
     if not is_own_cuda():
         return known
     gbps = 2 * _attribute(_MEMORY_CLOCK) * _attribute(_BUS_BITS) / 8 / 1e6 * _COPY_SHARE
@@ -68,6 +72,16 @@ def spills_early() -> bool:
     """Whether kernels that take nearly all registers spill some: for such a chip the assembler loads more ahead than
     for later ones (`python -m tools.measure chip_kernels`)."""
     return int(capability()[3:]) < 90
+
+
+def _has_warpgroups() -> bool:
+    """Whether warpgroups compute products, for which CUDA's compiler makes code since 12.0."""
+    if not is_own_cuda() or capability() != _WARPGROUPS:
+        return False
+    import tinygrad.runtime.autogen.nvrtc as nvrtc
+
+    major, minor = ctypes.c_int(), ctypes.c_int()
+    return not nvrtc.nvrtcVersion(ctypes.byref(major), ctypes.byref(minor)) and major.value >= 12
 
 
 def is_own_cuda() -> bool:

@@ -8,11 +8,12 @@ from tinygrad import UOp
 
 from engine.targets.nvidia.kernels.products.matmul import fragment_index, spread
 from engine.targets.nvidia.kernels.products.small_batch import column_index
+from engine.targets.nvidia.kernels.products.warpgroup_matmul import eights_index
 from engine.targets.nvidia.kernels.weights.matrix_bytes import QUARTER, UNIT, units_of
 
-Order = Literal["fragments", "rows", "columns"]
-"""Fragments of `matmul`; rows of units_of(cols) * UNIT elements, for products with experts; columns of
-`small_batch`."""
+Order = Literal["fragments", "eights", "rows", "columns"]
+"""Fragments of `matmul`; by eight tokens, for `warpgroup_matmul`; rows of units_of(cols) * UNIT elements, for products
+with experts; columns of `small_batch`."""
 
 
 def _place_in_rows(token: UOp, column: UOp, cols: int) -> UOp:
@@ -22,5 +23,10 @@ def _place_in_rows(token: UOp, column: UOp, cols: int) -> UOp:
     return ((token * units + step) * 4 + thread) * QUARTER + column % QUARTER
 
 
-PLACES = {"fragments": fragment_index, "rows": _place_in_rows, "columns": column_index}
+PLACES = {
+    "fragments": fragment_index,
+    "eights": eights_index,
+    "rows": _place_in_rows,
+    "columns": column_index,
+}
 """The index of an activation, from its token, its column and the number of columns."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from tinygrad import UOp
+from tinygrad.uop.ops import Ops
 
 from engine.targets.nvidia.kernels.half_words import halves, word_of
 from engine.targets.nvidia.kernels.uops import U32, load_run, registers, store_run
@@ -38,6 +39,13 @@ class LoadedAhead:
     def keep(self, following: Sequence[Sequence[UOp]], done: UOp) -> UOp:
         """Keeps those of the next step, after what is `done` with those of this one."""
         return UOp.group(*store_run(self._array.after(done), 0, _words(following)))
+
+    def keep_after(self, following: Sequence[Sequence[UOp]], effect: UOp, moved: bool = False) -> UOp:
+        """Keeps those of the next step, after an effect that is no store and follows all loads of this one. `moved`: an
+        operation that changes nothing keeps the compiler from making them in these registers before (`kept`)."""
+        text = "({0} ^ threadIdx.z)" if moved else "{0}"
+        words = [UOp(Ops.CUSTOM, U32, (word, effect), text) for word in _words(following)]
+        return UOp.group(*store_run(self._array, 0, words))
 
 
 def _words(lists: Sequence[Sequence[UOp]]) -> list[UOp]:

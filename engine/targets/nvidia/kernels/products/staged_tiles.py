@@ -4,9 +4,10 @@ All warps of a block multiply the same activations. If each loads them itself, i
 since sums leave no registers for loads that are under way. An asynchronous copy takes none
 (`engine.fixes.async_copies`).
 
-There are `_BUFFERS` buffers. In each step a thread asks for its share of the next one, waits for what it asked for in
-the step before, and then for the other threads. So a warp may still read the buffer of the step before while another
-one fills that of the next.
+There are `BUFFERS` buffers. In each step a thread asks for its share of the next one, waits for what it asked for in
+the step before, and then for the other threads (`of`). So a warp may still read the buffer of the step before while
+another one fills that of the next. Where all warps have read a buffer before they meet, they ask after that, for the
+step after the next one (`when_read`).
 """
 
 from __future__ import annotations
@@ -16,23 +17,24 @@ from dataclasses import dataclass
 from tinygrad import UOp
 from tinygrad.uop.ops import Ops
 
-from engine.fixes import async_copies
+from engine.fixes import async_copies, warpgroup_products
 from engine.targets.nvidia.kernels.uops import F16, at, load_run, shared
 
-_BUFFERS = 3
-_TILE = 1024  # halves of 16 tokens and a step
+BUFFERS = 3
+TILE = 1024  # halves of 16 tokens and a step
 _RUN = async_copies.COPIED_BYTES // 2  # halves that are copied at once
 
 
 def staged_bytes(tiles: int) -> int:
     """Bytes of shared memory for `tiles` tiles of 16 tokens."""
-    return _BUFFERS * tiles * _TILE * 2
+    return BUFFERS * tiles * TILE * 2
 
 
 @dataclass(frozen=True)
 class StagedTiles:
-    """Tiles `first` to first + count - 1 of 16 tokens, of fragments `x` (`matmul.fragment_index`) of so many `steps` a
-    row. `thread` is the number of the current one of the block's `threads`. `slot`: that of the shared memory."""
+    """Tiles `first` to first + count - 1 of 16 tokens, of activations `x` of so many `steps` a row, in which those of a
+    tile and a step are neighbours (`matmul.fragment_index`, `warpgroup_matmul.eights_index`). `thread` is the number of
+    the current one of the block's `threads`. `slot`: that of the shared memory."""
 
     x: UOp
     steps: int
@@ -44,7 +46,7 @@ class StagedTiles:
 
     @property
     def _array(self) -> UOp:
-        return shared(_BUFFERS * self.count * _TILE, self.slot, F16)
+        return shared(BUFFERS * self.count * TILE, self.slot, F16)
 
     def begin(self, step: UOp) -> UOp:
         """Asks for the first step of the loop."""
@@ -54,20 +56,33 @@ class StagedTiles:
         """The array once it has the tiles of a step, the loop's `turn`-th, and the next one is asked for. `begun`: what
         `begin` gave."""
         following = (step + 1).minimum(self.steps - 1)
-        asked = self._asked(following, (turn + 1) % _BUFFERS, begun)
-        waited = async_copies.all_but_last(asked)
+        asked = self._asked(following, (turn + 1) % BUFFERS, begun)
+        waited = async_copies.all_but(1, asked)
         return self._array.after(UOp(Ops.BARRIER, src=(waited,)))
+
+    def begin_two(self, step: UOp) -> UOp:
+        """As `begin`, for the first two steps."""
+        return self._asked((step + 1).minimum(self.steps - 1), UOp.const(1), self.begin(step))
+
+    def when_read(self, turn: UOp, step: UOp, begun: UOp) -> tuple[UOp, UOp, UOp]:
+        """As `of`, for threads that have read the step before; also what to wait for in order to ask (`begin_two`), and
+        the index of the step's first element."""
+        waited = warpgroup_products.shown(async_copies.all_but(BUFFERS - 2, begun, turn))
+        met = UOp(Ops.BARRIER, src=(waited,))
+        following = (step + 2).minimum(self.steps - 1)
+        asked = self._asked(following, (turn + 2) % BUFFERS, met)
+        return self._array.after(met), asked, turn % BUFFERS * (self.count * TILE)
 
     def fragment(self, array: UOp, turn: UOp, tile: UOp, quad: int, lane: UOp) -> list[UOp]:
         """The eight elements of a thread of a warp."""
-        place = (turn % _BUFFERS * self.count + tile) * _TILE
+        place = (turn % BUFFERS * self.count + tile) * TILE
         return load_run(array, place + (quad * 32 + lane) * _RUN, _RUN)
 
     def _asked(self, step: UOp, buffer: UOp, *after: UOp) -> UOp:
-        copies, runs = [], _TILE // _RUN
+        copies, runs = [], TILE // _RUN
         for i in range(self.count * runs // self.threads):
             run = self.thread + i * self.threads
-            source = ((self.first + run // runs) * self.steps + step) * _TILE + run % runs * _RUN
-            places = at(self._array, buffer * (self.count * _TILE) + run * _RUN), at(self.x, source)
+            source = ((self.first + run // runs) * self.steps + step) * TILE + run % runs * _RUN
+            places = at(self._array, buffer * (self.count * TILE) + run * _RUN), at(self.x, source)
             copies.append(async_copies.asked(*places, *after))
         return async_copies.group(*copies)

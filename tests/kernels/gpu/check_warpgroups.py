@@ -1,0 +1,85 @@
+"""Products of prompts by warpgroups, and a prompt that has them."""
+
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+from unittest import mock
+
+import numpy as np
+from tinygrad import dtypes
+
+from engine.description.architectures import read_spec
+from engine.formats.gguf import GGUF
+from engine.formats.quantization import FORMATS
+from engine.loading.weights import Weights
+from engine.runtime.kv_blocks import KVBlocks
+from engine.runtime.model_runner import Slot
+from engine.targets.nvidia import prompt_step
+from engine.targets.nvidia.kernels.device import chip
+from engine.targets.nvidia.kernels.products.matmul import fragments_size
+from engine.targets.nvidia.kernels.products.warpgroup_matmul import (
+    WarpgroupTiles,
+    eights_index,
+    warpgroup_matmul,
+)
+from engine.targets.nvidia.kernels.weights.weight_layout import WeightLayout
+from engine.targets.nvidia.runner import NvidiaRunner
+from tests import generated_model
+from tests.kernels.gpu.buffers import (
+    buffer,
+    close,
+    packed,
+    prompt_index,
+    prompt_state,
+    rng,
+    run,
+    zeros,
+)
+from tests.kernels.gpu.check_products import gated
+from tests.reference import Reference, divergence
+from tests.thorough import THOROUGH
+
+
+def check_warpgroup_products() -> None:
+    """Of floats and of quantized types, with rows and steps left over, parts, and blocks without tokens; gate and
+    up."""
+    tokens, n = 32, 11
+    for ggml_type, rows, cols, paired, tiles in (
+        (12, 139, 512, False, WarpgroupTiles(32, 1, 2, 3)),
+        (1, 130, 256, True, WarpgroupTiles(16, 2, 1, 1)),
+        *((kind, 64, 256, False, WarpgroupTiles(16, 1, 1, 2)) for kind in (0, *FORMATS) if THOROUGH),
+    ):
+        layout = WeightLayout(ggml_type)
+        planes, weights = packed(ggml_type, rows, cols)
+        scale = 4 / np.abs(weights).max()  # so that no product is beyond half precision
+        x = (rng.standard_normal((tokens, cols)) * scale).astype(np.float16)
+        own = np.zeros(fragments_size(tokens, cols), np.float16)
+        own[prompt_index(lambda m, e, cols=cols: eights_index(m, e, cols), tokens, cols)] = x
+        wanted = x[:n].astype(np.float64) @ weights.T.astype(np.float64)
+        size = (
+            (fragments_size(tokens, rows // 2), dtypes.float16) if paired else (tiles.parts * tokens * rows,)
+        )
+        out, state = zeros(*size), prompt_state(tokens, (0, 0, n, 0))
+        kernel = warpgroup_matmul(layout, tokens, rows, cols, tiles, paired, "t")
+        run(kernel, out, buffer(own), state, *planes)
+        if paired:
+            place = prompt_index(lambda m, e, rows=rows: eights_index(m, e, rows // 2), n, rows // 2)
+            close(out.numpy()[place], gated(wanted[:, 0::2], wanted[:, 1::2], "silu"), 2e-3)
+        else:
+            close(out.numpy().reshape(tiles.parts, tokens, rows).sum(0)[:n], wanted, 1e-3)
+
+
+def check_a_prompt_by_warpgroups() -> None:
+    tokens = list(map(int, np.random.default_rng(0).integers(0, 100, 100)))
+    shape = {"dim": 64, "heads": 2, "kv_heads": 1, "ffn": 64, "layers": 2}
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        mock.patch.object(prompt_step, "chip", lambda: replace(chip(), has_warpgroups=True)),
+    ):
+        path = generated_model.write(Path(folder) / "model.gguf", architecture="qwen3", quant="Q8_0", **shape)
+        file, wanted = GGUF(path), Reference(path).logits(tokens)
+        runner = NvidiaRunner(Weights(file, read_spec(file), lambda _: None), 256)
+        KVBlocks(runner).reserve(0, 128)
+        runner.run([Slot(0, tuple(tokens[:-1]), 0, "none")])
+    runner.run([Slot(0, (tokens[-1],), len(tokens) - 1)])
+    assert divergence(wanted[-1], runner.logits()[0]) < 1e-6
