@@ -136,6 +136,11 @@ class Mamba(Recurrent):
         return self.heads * self.head_dim
 
     @property
+    def row_elements(self) -> int:
+        """Also the channels after the convolution, and y, of which a GPU has a sum for each 32 elements of a state."""
+        return super().row_elements + self.channels.rows + -(-self.size // 32) * self.width
+
+    @property
     def state_shapes(self) -> tuple[tuple[int, ...], ...]:
         return (self.heads, self.size, self.head_dim), (self.taps - 1, self.channels.rows)
 
