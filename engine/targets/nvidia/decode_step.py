@@ -104,7 +104,7 @@ class DecodeStep(Step):
             [stream.inputs[i.key] for i in inputs_of(norm_of, part)] if part else []
             for norm_of, part in ((norms[0], product), (norms[-1], product.beside))
         )
-        x = self._input(product, x)
+        x = self.input_of(product, x)
         n_parts, eps = stream.n_parts if norms[0].is_normed else 0, self.spec.stream_eps
         kernel = matvec(
             product.stack, product.schedule, epilogue, name, n_parts, eps, starts_next=starts_next
@@ -112,7 +112,7 @@ class DecodeStep(Step):
         sums = stream.parts if n_parts else None
         self.add(kernel, x=x, beside_x=beside_x, norm_sums=sums, planes=product.planes, **buffers)
 
-    def _input(self, product: Product, x: list[Tensor]) -> list[Tensor]:
+    def input_of(self, product: Product, x: list[Tensor]) -> list[Tensor]:
         """The vector of a product, or its digits, which a kernel makes of it."""
         if not product.stack.digits:
             return x
@@ -156,7 +156,7 @@ class DecodeStep(Step):
         """Adds the last product of a sublayer, of `x`, whose result is added to the residual stream. `heads`: the norm
         of heads that it has to do; `others`: the buffers that only such products have."""
         dim, copies = self.spec.dim, len(self.inputs)
-        ins = {"x": self._input(product, [x]), "planes": product.planes}
+        ins = {"x": self.input_of(product, [x]), "planes": product.planes}
         has_bias = others.get("bias") is not None
         assert self.scale is None or self.post_norm is not None
         if self.is_followed_beside or self.spec.centred:

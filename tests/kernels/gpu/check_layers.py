@@ -150,11 +150,14 @@ def check_layers_with_latent_attention_of_older_files() -> None:
 
 
 def check_layers_whose_vectors_come_in_digits() -> None:
-    """Products after a norm, before a norm, and of several matrices, which take their vector as it is."""
+    """Products after a norm, before a norm, of narrow queries, and of several matrices, which take their vector as it
+    is."""
     types = {"blk.*.ffn_*": "IQ4_NL", "blk.*.attn_*": "IQ4_NL", "blk.0.attn_k": "Q8_0"}
     forced = lambda stack: replace(stack, digits=stack.fits_digits)
     with mock.patch.object(matrices, "in_digits", forced):
         hold(architecture="gemma3", types=types, **SMALL | {"dim": 128, "layers": 2})
+        keys = {"attention.q_lora_rank": 128}
+        hold(architecture="deepseek2", types={"blk.*.attn_q_b": "IQ4_NL"}, keys=keys, **SMALL | {"layers": 1})
 
 
 def hold(**shape: Any) -> None:

@@ -96,7 +96,7 @@ class LatentAttentionHandler(AttentionHandler):
             of_key = {"vectors": vectors, "key": key, "norm": self.latent_norm}
             step.add(latent_key(h, width, len(bits)), out=x, norms=norms, **of_key)
             kernel = matvec(product.stack, product.schedule, queries_apart(h, False), "queries")
-            step.add(kernel, x=x, planes=product.planes, **outs)
+            step.add(kernel, x=step.input_of(product, x), planes=product.planes, **outs)
         else:
             key = step.buffer("key", h.dim)
             step.multiply(self.qkv, norm, queries_apart(h, True), {**outs, "key": key}, "qkv")
