@@ -1,7 +1,9 @@
 """Which experts the engine chooses, held against the float32 reference: every small model with experts beside the
 checkout (`tests.oracles`), over llama.cpp's prompts and the tokens that it chose after them.
 
-    python -m tools.measure router_check cpu|graph [--model NAME]
+    python -m tools.measure router_check cpu|graph|rounded [--model NAME]
+
+`rounded` is the reference with the roundings of the kernels for NVIDIA GPUs.
 
 For each prompt it prints how many choices there are, and
 - alone: how many differ from what the reference chooses for the same residual stream, by more than a tie of 1e-4.
@@ -26,6 +28,7 @@ from tests.reference import Reference, softmax, wrong_by
 from tests.targets.layers import TIE, opened
 from tests.targets.sublayers import Array, See, Step, WatchedTransformer, cpu_step, graph_step, keep
 from tools.measure.engine_process import set_up
+from tools.measure.rounded_reference import RoundedReference
 
 Steps = Callable[[See], tuple[Step, int, Step]]
 """Makes steps: prefill, its largest number of tokens, and decode."""
@@ -48,7 +51,11 @@ def _line(backend: str, path: Path, prompt: oracles.Prompt) -> str:
     streams = reference.streams(tokens)
     wanted = reference.routers(streams[:-1])
     make = _cpu if backend == "cpu" else _graph
-    own, chosen = _run(make(path, prompt.context), prompt, keep)
+    own, chosen = (
+        _rounded(path, prompt, tokens)
+        if backend == "rounded"
+        else _run(make(path, prompt.context), prompt, keep)
+    )
     alone = [
         wrong_by(router, c)
         for router, c in zip(reference.routers([streams[0], *own[:-1]]), chosen, strict=True)
@@ -62,10 +69,21 @@ def _line(backend: str, path: Path, prompt: oracles.Prompt) -> str:
         f"{leads.size:5} choices | alone {np.sum(np.stack(alone) > TIE)} | "
         f"run {differs.sum()}, first {first:.1e}, any {largest:.1e} | {_agreement(reference, prompt, own[-1])}"
     )
-    if backend == "graph":
+    if backend != "cpu":
         return line
     given, _ = _run(make(path, prompt.context), prompt, _Given(reference, wanted))
     return f"{line} | given {_agreement(reference, prompt, given[-1])}"
+
+
+def _rounded(path: Path, prompt: oracles.Prompt, tokens: Sequence[int]) -> tuple[list[Array], list[Array]]:
+    """The streams and the choices of the reference with a GPU's roundings. Tokens at the prompt's positions are decoded
+    (`oracles.of_runner`)."""
+    of_prompt = np.arange(len(tokens)) < len(prompt.tokens)
+    of_prompt[prompt.positions] = False
+    rounded = RoundedReference(path, prompt.context, of_prompt)
+    streams = rounded.streams(tokens)
+    scores = zip(rounded.routers(streams[:-1]), rounded.spec.experts, strict=True)
+    return streams[1:], [np.argsort(-s, -1, kind="stable")[:, : part.used] for s, part in scores]
 
 
 def _cpu(path: Path, context: int) -> Steps:
@@ -129,7 +147,7 @@ def _agreement(reference: Reference, prompt: oracles.Prompt, stream: Array) -> s
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("backend", choices=("cpu", "graph"))
+    parser.add_argument("backend", choices=("cpu", "graph", "rounded"))
     parser.add_argument("--model", action="append", default=[], help="only models with this in their names")
 
 
