@@ -69,6 +69,7 @@ class StatusObserver:
         self._progress_at, self._last_step = self._since, 0  # when `done` last grew, and by how much
         self._first_token_s: float | None = None  # by the engine's clock if the tokens have times
         self._last_token_s = 0.0
+        self._n_new = 0  # tokens that `_status` does not count yet: thousands may come in a second
         self._search_left_s = self._search_at = 0.0  # the time left for a search, and when the engine said so
 
     @property
@@ -83,6 +84,7 @@ class StatusObserver:
 
     def snapshot(self) -> EngineStatus:
         """The status at this moment, with the current speed and time left."""
+        self._count_tokens()
         status, elapsed_s = self._status, self._clock() - self._since
         if status.phase in (Phase.READY, Phase.GONE):
             return status
@@ -111,21 +113,29 @@ class StatusObserver:
 
     def request(self) -> None:
         """A request is sent to the engine."""
+        self._count_tokens()
         self._enter(Phase.PREFILLING if self.is_ready else Phase.STARTING)
         self._first_token_s = None
         self._status = replace(self._status, tokens=0, tokens_per_s=None, first_token_s=None)
 
     def stopping(self) -> None:
+        self._count_tokens()
         self._status = replace(self._status, phase=Phase.STOPPING)
 
     def new_conversation(self, context_used: int | None = 0) -> None:
+        self._count_tokens()
         self._status = replace(self._status, context_used=context_used, tokens_per_s=None, first_token_s=None)
 
     def context_changed(self) -> None:
         """The model will read less of the conversation than it did. How much, the next prompt shows."""
+        self._count_tokens()
         self._status = replace(self._status, context_used=None)
 
     def observe(self, event: Event) -> None:
+        if isinstance(event, Token):
+            self._token(event)
+            return
+        self._count_tokens()
         self.search.observe(event)
         match event:
             case Loading(done_bytes=done, total_bytes=total):
@@ -146,8 +156,6 @@ class StatusObserver:
                 self._look_at("")
                 self._progress(Phase.PREFILLING, done, total, start=cached)
                 self._status = replace(self._status, context_used=done)
-            case Token():
-                self._token(event)
             case Finished():
                 self.last = event
                 self._status = replace(
@@ -167,16 +175,23 @@ class StatusObserver:
         self._status = replace(self._status, context_length=length, cache_bytes=cache_bytes, kv=event.kv)
 
     def _token(self, token: Token) -> None:
-        status = self._status
         self._last_token_s = self._clock() if token.at_ms is None else token.at_ms / 1e3
         if self._first_token_s is None:
             self._first_token_s = self._last_token_s
             start_s = self._since if token.at_ms is None else 0.0
-            status = replace(status, first_token_s=self._last_token_s - start_s)
-        if status.context_used is not None and status.tokens:  # the token before it is in the KV cache now
-            status = replace(status, context_used=status.context_used + 1)
+            self._status = replace(self._status, first_token_s=self._last_token_s - start_s)
+        self._n_new += 1
+
+    def _count_tokens(self) -> None:
+        """Counts the tokens that have come since the last time."""
+        n, self._n_new, status = self._n_new, 0, self._status
+        if not n:
+            return
+        used = status.context_used
+        if used is not None:  # the last token is not in the KV cache yet
+            used += n if status.tokens else n - 1
         phase = Phase.STOPPING if status.phase is Phase.STOPPING else Phase.GENERATING
-        self._status = replace(status, phase=phase, tokens=status.tokens + 1)
+        self._status = replace(status, phase=phase, tokens=status.tokens + n, context_used=used)
 
     def _look_at(self, what: str) -> None:
         """Progress counts anew with each picture, and with the prompt after them."""

@@ -47,8 +47,11 @@ _CARD_COUNTERS = ("GPU load", "memory activity", "GPU clock", "memory clock", "t
 class PerformanceObserver:
     """Samples the speeds. `changes` grows with each change of a figure, so that nothing is drawn twice."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
+    def __init__(
+        self, clock: Callable[[], float] = time.monotonic, cpu_clock: Callable[[], float] = time.process_time
+    ) -> None:
+        """`cpu_clock` gives the seconds of CPU time that this program has taken."""
+        self._clock, self._cpu_clock = clock, cpu_clock
         self.changes = 0
         self.kernels = KernelProfiles()
         self.ready: Ready | None = None
@@ -67,6 +70,9 @@ class PerformanceObserver:
         self._at_s = 0.0  # of its last token
         self._prompt: tuple[int, float] | None = None  # its tokens at the last prefill sample, and its time
         self._has_prompt_sample = self._has_looked = False
+        self._began: tuple[float, float] | None = (
+            None  # by both clocks, when the prompt of this answer was read
+        )
         self._experts: ExpertWindow | None = None
 
     def observe(self, event: Event) -> None:
@@ -183,6 +189,7 @@ class PerformanceObserver:
         now = self._clock()
         if self._in_decode or self._prompt is None or event.done < self._prompt[0]:
             self._in_decode, self._has_prompt_sample, self._prompt = False, False, (event.done, now)
+            self._began = now, self._cpu_clock()
             self.mark("P", "prompt", f"of {counted(event.total, 'token')}")
         done, since_s = self._prompt
         is_long = event.total - event.cached >= MIN_TOKENS
@@ -234,10 +241,18 @@ class PerformanceObserver:
             prefill = shown_prefill_rate(end.prompt_n, end.cached_n, end.prompt_ms - end.pictures_ms)
             self._prefill = prefill or self._prefill
         if speed:
-            self._set_kernels(replace(self.kernels, answer_us=self._token_us(end, speed)))
+            token_us = self._token_us(end, speed)
+            self._set_kernels(replace(self.kernels, answer_us=token_us, screen_share=self._screen_share()))
         self._guesses = _guesses(end)
         self._position = end.context_used
         self._end_answer()
+
+    def _screen_share(self) -> float:
+        """How much of a core this program has taken since the prompt; 0 where the engine computes elsewhere."""
+        if self._began is None or not self.is_on_cpu:
+            return 0.0
+        began_s, began_cpu_s = self._began
+        return (self._cpu_clock() - began_cpu_s) / max(self._clock() - began_s, 1e-3)
 
     def _token_us(self, end: Finished, speed: float) -> float | None:
         """What a token of the answer usually took; None if it had few. The median leaves out the first ones, on a

@@ -34,6 +34,7 @@ class TypingHelp:
         self._owner, self._prompt, self._takes = owner, prompt, takes
         self._suggested_for = ""
         self._marked_for: Takes | None = None
+        self._chips: list[tuple[str, bool]] = []  # that are shown
         prompt.suggest, prompt.paste = self.suggest_now, files.pasted
 
     def text_changed(self) -> None:
@@ -97,6 +98,9 @@ class TypingHelp:
             self._set_chips(chips)
 
     def _set_chips(self, chips: list[tuple[str, bool]]) -> None:
+        if chips == self._chips:  # an update lays the whole screen out anew
+            return
+        self._chips = chips
         parts = [
             Content.styled(f"▪ {one_line(text)}", "$text-accent" if is_good else "$text-warning")
             for text, is_good in chips

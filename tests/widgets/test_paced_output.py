@@ -8,11 +8,13 @@ import threading
 
 from textual.app import ComposeResult
 from textual.events import Key
+from textual.geometry import Region
 from textual.widgets import Static
 
 from tests.waiting import until
 from widgets.terminal import paced_output
 from widgets.terminal.paced_output import QUESTION, PacedOutput, TerminalKey
+from widgets.terminal.row_compositor import RowCompositor
 
 
 class PacedApp(PacedOutput):
@@ -78,6 +80,31 @@ async def test_what_waits_when_the_writing_thread_is_done_comes_in_time(monkeypa
         thread.start()
         thread.join()
         await until(lambda: len(written) == 2)
+
+
+async def test_only_rows_that_have_changed_are_drawn_and_once():
+    async with paced() as (app, _, show):
+        text, drawn = app.query_one(Static), list[int]()
+        text.styles.height = 3
+        await show("one")
+        app._thread_has_written()
+        app.post_message(Key(TerminalKey.ANSWER, None))
+        await until(lambda: not app._asked_at)
+        render_lines = text.render_lines
+        text.render_lines = lambda crop: drawn.extend(crop.line_range) or render_lines(crop)  # type: ignore[method-assign, func-returns-value]
+        text.refresh(Region(0, 1, 20, 1), Region(0, 2, 20, 1))
+        await until(lambda: bool(drawn))
+        assert drawn == [1, 2]
+
+
+async def test_rows_are_those_that_textual_draws():
+    async with paced() as (app, _, show):
+        await show("one\n[b]two[/b]\nthree")
+        compositor = app.screen._compositor
+        assert isinstance(compositor, RowCompositor)
+        assert list(compositor.rows([2, 0]).items()) == [
+            (y, strip) for y, strip in enumerate(compositor.render_strips()) if y != 1
+        ]
 
 
 async def test_a_line_is_thin_if_large_frames_take_long():

@@ -314,6 +314,20 @@ def test_a_step_that_takes_longer_than_in_the_last_answer_explains_nothing():
     assert wide == f"{narrow}: guesses were right then, or the machine was quieter"
 
 
+@pytest.mark.parametrize(
+    ("width", "share", "says"),
+    [
+        (130, 0.45, f"{EXPLAINED}; this screen took 45% of a core, the rest is other programs or the host"),
+        (90, 0.45, f"{EXPLAINED}; this screen took 45% of a core"),
+        (54, 0.45, "explains 18%; this screen took 45% of a core"),
+        (120, 0.05, f"{EXPLAINED}; the rest is the host, other programs or a longer context"),
+    ],
+)
+def test_the_header_says_what_this_screen_took_of_the_processor(width, share, says):
+    data = KernelProfiles(answer_us=1379.3, screen_share=share)
+    assert text(kernel_lines.header(replace(profile(), wall_us=247.0), data, width))[1] == says
+
+
 def test_the_header_says_how_much_of_the_last_answer_the_kernels_explain():
     for width, says in (
         (110, f"{EXPLAINED}; the rest is the host, other programs or a longer context"),

@@ -66,6 +66,23 @@ async def test_a_scrollbar_that_appears_shows_where_the_text_is():
         assert transcript.vertical_scrollbar.position == transcript.scroll_y > 0
 
 
+async def test_a_reply_that_grows_draws_its_last_rows_and_lays_nothing_else_out():
+    reply = Turn("assistant", "start", finished=False, streaming=True)
+    async with showing([*conversation(12), reply]) as (transcript, pilot):
+        refreshed, layouts = list[int](), list[bool]()
+        transcript.refresh = lambda *regions, layout=False, **_: (  # type: ignore[method-assign, assignment]
+            refreshed.extend(region.y for region in regions),
+            layouts.append(layout),
+        )
+        reply.content += " more"
+        transcript.sync(reply)
+        assert refreshed == [18, 19], "the text, and the blank row after it"
+        reply.content += "\n\nand a paragraph"
+        transcript.sync(reply)
+        await pilot.pause()
+        assert not any(layouts) and transcript.scroll_y == transcript.max_scroll_y > 0
+
+
 async def test_it_follows_its_end_until_the_user_scrolls_up():
     turns = conversation(12)
     turns.append(reply := Turn("assistant", "start", finished=False))

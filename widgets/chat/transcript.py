@@ -13,7 +13,7 @@ from itertools import accumulate
 
 from rich.segment import Segment
 from textual.events import Click, Resize, TextSelected
-from textual.geometry import Offset, Size
+from textual.geometry import Offset, Region, Size
 from textual.message import Message
 from textual.scroll_view import ScrollView
 from textual.selection import Selection
@@ -91,6 +91,7 @@ class Transcript(ScrollView, can_focus=False):
         self._style_version = 0
         self._wanted: tuple[int, str, int] | None = None  # what `to_turn` was asked for too early
         self._query = ""  # what is searched for, in lower case
+        self._shown: list[Line | None] = []  # the lines of the visible rows
 
     def on_mount(self) -> None:
         self.has_thumbnails = self._may_have_thumbnails
@@ -251,7 +252,19 @@ class Transcript(ScrollView, can_focus=False):
             self._scroll(self._end if self.is_following else round(self.scroll_y))
         finally:
             self._is_settling = False
-        self.refresh()
+        self._refresh_changed()
+
+    def _refresh_changed(self) -> None:
+        """Draws the rows anew that show another line than before: of a reply that grows, the last few."""
+        before, top = self._shown, round(self.scroll_y)
+        self._shown = [self._line(row) for row in range(top, top + self.size.height)]
+        if len(before) != len(self._shown):
+            self.refresh()
+            return
+        width = self.size.width
+        rows = [y for y, (old, new) in enumerate(zip(before, self._shown, strict=True)) if old is not new]
+        if rows:
+            self.refresh(*(Region(0, y, width, 1) for y in rows))
 
     def _lay_out_near(self, first: int, top: int, height: int) -> bool:
         """Lays out turns from the one at index `first` on, down to two screens below the row `top`. Stops at the first
@@ -295,8 +308,11 @@ class Transcript(ScrollView, can_focus=False):
 
     def _scroll(self, y: int) -> None:
         free = max(0, y + self.size.height - self._n_rows) if self.is_following and self.stride > 1 else 0
-        self.virtual_size = Size(self.size.width, self._n_rows + (free if self._last_top else 0))
+        size = Size(self.size.width, self._n_rows + (free if self._last_top else 0))
         was, self._is_settling = self._is_settling, True
+        if size != self.virtual_size:
+            self.set_reactive(Transcript.virtual_size, size)  # else Textual lays the whole screen out anew
+            self._scroll_update(size)
         self.scroll_target_y = self.scroll_y = y
         self._is_settling = was
 

@@ -23,6 +23,8 @@ SMALL_SHARE = 0.015
 """In a brief header, groups below this share of the step are one."""
 EXPLAINED, LONGER = 0.9, 1.05
 """Where a step is less of a token's time in an answer, or more, the header says what may be the reason."""
+NOTICED = 0.1
+"""What this program took of a core is said from here on."""
 Sort = Literal["total", "GB/s", "calls", "role", "name"]
 SORTS: tuple[Sort, ...] = ("total", "GB/s", "calls", "role", "name")
 CACHEABLE_BYTES = 512 << 20
@@ -42,12 +44,14 @@ _SHORT_ROLES: dict[KernelRole, tuple[str, ...]] = {
 @dataclass(frozen=True)
 class KernelProfiles:
     """The last profiles. `copy_gbps` is the measured copy bandwidth of the device, `answer_us` the microseconds a token
-    of the last answer (None: not known). `note` says why there is no profile, or that one is being measured."""
+    of the last answer (None: not known), `screen_share` how much of a core this program took meanwhile, if the engine
+    computes on the same cores. `note` says why there is no profile, or that one is being measured."""
 
     decode: KernelProfile | None = None
     prefill: KernelProfile | None = None
     copy_gbps: float | None = None
     answer_us: float | None = None
+    screen_share: float = 0.0
     note: str = ""
 
     def with_profile(self, profile: KernelProfile) -> Self:
@@ -168,7 +172,7 @@ def header(
         groups.pop()
     return [
         [(text[:width], "strong"), (state, "warning")],
-        *_answer_line(profile, data.answer_us, width),
+        *_answer_line(profile, data, width),
         *(_group_line(group, unit, data.copy_gbps, width, digits) for group in groups),
         *([] if has_gaps or is_brief else [_no_gaps_line(profile, width)]),
         [(_titles(width, unit), "strong")],
@@ -194,9 +198,10 @@ def _totals(profile: KernelProfile, width: int) -> str:
     return text
 
 
-def _answer_line(profile: KernelProfile, answer_us: float | None, width: int) -> list[Line]:
-    """How much of a step of the last answer the profiled step is. The rest is not in the kernels: other programs, the
-    host, other clocks than at the time of the measurement, or a longer context."""
+def _answer_line(profile: KernelProfile, data: KernelProfiles, width: int) -> list[Line]:
+    """How much of a step of the last answer the profiled step is. The rest is not in the kernels: this screen, other
+    programs, the host, other clocks than at the time of the measurement, or a longer context."""
+    answer_us = data.answer_us
     if profile.step != "decode" or not answer_us:
         return []
     share, unit = f"{profile.wall_us / answer_us:.0%}", unit_of(profile)
@@ -208,12 +213,15 @@ def _answer_line(profile: KernelProfile, answer_us: float | None, width: int) ->
             f"{share} of last answer",
         )
         return [[(longest_fitting(texts, width), "")]]
+    rest: tuple[str, ...] = ()
+    if profile.wall_us < EXPLAINED * answer_us:
+        rest = ("; the rest is the host, other programs or a longer context",)
+        if data.screen_share >= NOTICED:
+            drawn = f"; this screen took {data.screen_share:.0%} of a core"
+            rest = f"{drawn}, the rest is other programs or the host", drawn
     texts = (
-        *(
-            [f"explains {share} of {whole}; the rest is the host, other programs or a longer context"]
-            if profile.wall_us < EXPLAINED * answer_us
-            else []
-        ),
+        *(f"explains {share} of {whole}{why}" for why in rest),
+        *(f"explains {share}{why}" for why in rest[1:]),
         f"explains {share} of {whole}",
         f"explains {share} of the last answer's time",
         f"explains {share} of the last answer",

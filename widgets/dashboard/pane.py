@@ -48,6 +48,7 @@ class Pane(Widget, Generic[Data]):
     data: reactive[Data | None] = reactive(None)
     _drawn: tuple[Data | None, Size, str] | None = None  # what `_strips` shows
     _strips: tuple[Strip, ...] = ()
+    _styles: dict[str, Style] | None = None
 
     def draw(self, data: Data, width: int, height: int) -> list[Line]:
         """The lines of `data`. Those below `height` are not shown, and longer ones are cut."""
@@ -63,11 +64,17 @@ class Pane(Widget, Generic[Data]):
 
     def styles_by_name(self) -> dict[str, Style]:
         """The styles that pieces of lines may have."""
-        named = {
-            name.removeprefix("pane--"): self.get_component_rich_style(name)
-            for name in Pane.COMPONENT_CLASSES
-        }
-        return {**named, "": self.rich_style}
+        if self._styles is None:
+            self._styles = {
+                name.removeprefix("pane--"): self.get_component_rich_style(name)
+                for name in Pane.COMPONENT_CLASSES
+            }
+            self._styles[""] = self.rich_style
+        return self._styles
+
+    def notify_style_update(self) -> None:
+        self._styles = None
+        super().notify_style_update()
 
     def redraw(self) -> None:
         """Makes the lines again after a change of anything that `draw` depends on, and paints those that differ."""

@@ -12,6 +12,7 @@ in place of `ac`.
 from textual.binding import Binding
 from textual.drivers import linux_driver
 from textual.events import Key
+from textual.geometry import Region
 from textual.strip import Strip
 from textual.widget import Widget
 from textual.widgets import Input, TextArea
@@ -37,6 +38,23 @@ class OrderedTextArea(TextArea):
         Binding("ctrl+home", "cursor_document(0)", show=False),
         Binding("ctrl+end", "cursor_document(1)", show=False),
     ]
+
+    _is_styled = False
+
+    def render_lines(self, crop: Region) -> list[Strip]:
+        """Textual asks for all styles of a text area with each of its frames."""
+        if self._is_styled:
+            return super(TextArea, self).render_lines(crop)
+        self._is_styled = True
+        return super().render_lines(crop)
+
+    def notify_style_update(self) -> None:
+        self._is_styled = False
+        super().notify_style_update()
+
+    def _set_theme(self, theme: str) -> None:
+        self._is_styled = False
+        super()._set_theme(theme)
 
     def action_cursor_document(self, end: int) -> None:
         """Moves the cursor to the start of the text, or to its end."""

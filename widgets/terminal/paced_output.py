@@ -18,16 +18,15 @@ from typing import Any, TextIO, cast
 from rich.console import RenderableType
 from rich.control import Control
 from textual import _ansi_sequences
-from textual._compositor import ChopsUpdate, LayoutUpdate
 from textual.app import App
 from textual.driver import Driver
 from textual.drivers._writer_thread import WriterThread
 from textual.events import Event, Key, Resize
 from textual.message import Message
 from textual.screen import Screen
-from textual.strip import Strip
 
 from widgets.terminal.pastes import ANSWERED
+from widgets.terminal.row_compositor import ChangedRows, RowCompositor
 from widgets.terminal.screen_rows import ScreenRows
 from widgets.terminal.terminal_pictures import Shown, TerminalPictures
 
@@ -116,6 +115,11 @@ class PacedOutput(App[None]):
 
         return ReportingDriver
 
+    @property
+    def writes_rows(self) -> bool:
+        """Whether frames are written by rows, of which the compositor only has to say which ones have changed."""
+        return self._running and not self._batch_count and self._has_writer()
+
     def _has_writer(self) -> bool:
         """Whether a thread writes to a terminal. After the terminal was lent to somebody else there is a new one, and
         what it shows is not known."""
@@ -140,16 +144,12 @@ class PacedOutput(App[None]):
                 self._events.call_soon_threadsafe(self._write_frame, context=self._context_here)
 
     def _display(self, screen: Screen[object], renderable: RenderableType | None) -> None:
-        is_update = isinstance(renderable, ChopsUpdate | LayoutUpdate)
-        if self._batch_count or not is_update or not self._running or not self._has_writer():
+        if isinstance(renderable, ChangedRows):
+            self._dirty.update(renderable.rows)
+            self._write_frame()
+            self.post_display_hook()
+        else:
             super()._display(screen, renderable)
-            return
-        if isinstance(renderable, ChopsUpdate):
-            self._dirty.update(y for y, _, _ in renderable.spans)
-        elif isinstance(renderable, LayoutUpdate):
-            self._dirty.update(renderable.region.line_range)
-        self._write_frame()
-        self.post_display_hook()
 
     @property
     def _has_drained(self) -> bool:
@@ -179,14 +179,9 @@ class PacedOutput(App[None]):
                 self.set_timer(PATIENCE_S, self._stop_waiting)
             return
         dirty, self._dirty = self._dirty, set()
-        compositor, height = self.screen._compositor, self.size.height
-        chops = compositor._render_chops(compositor.size.region, dirty.__contains__)
-        rows = {
-            y: self.pictures.placed(Strip.join(chops[y].values()))
-            for y in sorted(dirty)
-            if y < min(height, len(chops))
-        }
-        frame = self._rows.update(rows, self.console)
+        compositor = cast(RowCompositor, self.screen._compositor)
+        rows = compositor.rows({y for y in dirty if y < self.size.height})
+        frame = self._rows.update({y: self.pictures.placed(strip) for y, strip in rows.items()}, self.console)
         if missed := self.pictures.missed():
             self.post_message(self.PicturesMissed(missed))
         pictures = self.pictures.question() + (self.pictures.due() if has_pictures else "")

@@ -190,6 +190,16 @@ def test_kernels_are_held_against_the_last_answer(performance):
     assert performance.kernels.answer_us is None, "that was another engine"
 
 
+def test_what_this_program_took_of_a_processor_on_which_the_engine_computes_too(clock):
+    took = iter((3.0, 3.4))
+    performance = PerformanceObserver(clock, lambda: next(took))
+    performance.observe(replace(READY, backend="CPU"))
+    performance.observe(Prefilling(request_id=1, done=0, total=4, cached=0))
+    clock.now += 2.0
+    performance.observe(reply("", predicted_n=50, predicted_ms=1900.0)[-1])
+    assert performance.kernels.screen_share == pytest.approx(0.2)
+
+
 def test_the_first_tokens_of_an_answer_do_not_say_what_one_takes(performance):
     times = (0.0, 90.0, 130.0, *(130.0 + 2 * i for i in range(1, 10)))
     for at_ms in times:
