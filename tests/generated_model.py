@@ -41,7 +41,8 @@ class Parts:
     `latent`: latent attention, with the matrices of keys and values "apart" or "together".
     `layers`: those after the second have no keys and values of their own, and a token gives each layer 32 numbers.
     `beside`: experts are beside a feed-forward layer, and full attention has keys as values. `scaled`: layers have
-    a scale, and attention has none. `positions`: these are added to the embeddings. `normed_after`: norms come
+    a scale, and attention has none. `positions`: these are added to the embeddings. `first_norm`: one of the
+    embeddings, in place of the first layer's. `normed_after`: norms come
     after the sums, as those of BERT, also one after the embeddings, to which the type of a token is added. `keys`:
     metadata, without the architecture; they are such that every part counts within 100 tokens."""
 
@@ -72,6 +73,7 @@ class Parts:
     scaled: bool = False
     positions: bool = False
     normed_after: bool = False
+    first_norm: str = ""
     keys: Mapping[str, int | float | str | Sequence[int]] = field(default_factory=dict)
 
 
@@ -176,6 +178,18 @@ ARCHITECTURES: dict[str, Parts] = {
         feed_forward="ungated",
         keys={"use_parallel_residual": True},
     ),
+    "eurobert": Parts(keys=BOTH_WAYS),
+    "llama-embed": Parts(keys=BOTH_WAYS),
+    "modern-bert": Parts(
+        layer_norms="plain",
+        fused=True,
+        first_norm="token_embd_norm",
+        keys=BOTH_WAYS | {"attention.sliding_window": 32, "rope.freq_base_swa": 500.0},
+    ),
+    "arcee": Parts(feed_forward="ungated"),
+    "maincoder": Parts(norms="head"),
+    "pangu-embedded": Parts(biases="all"),
+    "xverse": Parts(),
     "gpt2": Parts(layer_norms="biases", biases="all", fused=True, feed_forward="ungated", positions=True),
     "starcoder": Parts(
         layer_norms="biases", biases="all", fused=True, feed_forward="ungated", positions=True
@@ -304,6 +318,22 @@ ARCHITECTURES: dict[str, Parts] = {
         | {"expert_weights_scale": 1.5, "expert_weights_norm": True}
         | {"expert_group_count": 4, "expert_group_used_count": 2},
     ),
+    "exaone-moe": Parts(
+        norms="head",
+        experts=8,
+        shared=True,
+        ungated=True,
+        choice_bias=True,
+        keys=EXPERTS
+        | {"expert_shared_count": 1, "leading_dense_block_count": 1, "expert_gating_func": 2}
+        | {"expert_weights_scale": 1.5, "expert_weights_norm": True, "attention.sliding_window": 24},
+    ),
+    "minimax-m2": Parts(
+        norms="all",
+        experts=8,
+        choice_bias=True,
+        keys=EXPERTS | {"expert_gating_func": 2, "feed_forward_length": 64},
+    ),
     "minicpm3": Parts(
         latent="together",
         keys=LATENT | {"attention.key_length": 48, "attention.value_length": 32, "attention.q_lora_rank": 96},
@@ -334,6 +364,18 @@ ARCHITECTURES: dict[str, Parts] = {
         | {"attention.key_length_mla": 48, "attention.value_length_mla": 32, "attention.q_lora_rank": 96}
         | {"rope.scaling.yarn_log_multiplier": 0.1, "expert_weights_scale": 2.5, "expert_weights_norm": True}
         | {"expert_gating_func": 2, "expert_group_count": 4, "expert_group_used_count": 2},
+    ),
+    "mistral4": Parts(
+        latent="apart",
+        experts=8,
+        shared=True,
+        ungated=True,
+        keys=EXPERTS
+        | LATENT
+        | {"attention.head_count_kv": 1, "attention.key_length": 80, "attention.value_length": 64}
+        | {"attention.key_length_mla": 48, "attention.value_length_mla": 32, "attention.q_lora_rank": 96}
+        | {"attention.temperature_scale": 0.3, "attention.temperature_length": 32}
+        | {"expert_weights_scale": 1.0, "expert_weights_norm": True, "expert_gating_func": 1},
     ),
     "deepseek2-lite": Parts(
         architecture="deepseek2",
@@ -696,7 +738,7 @@ def write(
     for layer in range(layers + draft_head):
         prefix = f"blk.{layer}."
         if parts.norms_before and not parts.normed_after:
-            norm(prefix + "attn_norm")
+            norm(parts.first_norm if parts.first_norm and not layer else prefix + "attn_norm")
         is_delta = parts.delta and layer < layers and (layer + 1) % metadata["full_attention_interval"] != 0
         if is_delta:
             delta_net(prefix)

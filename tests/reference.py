@@ -38,7 +38,8 @@ Floats = NDArray[np.float32]
 
 NEIGHBOURS = {
     "llama", "mistral3", "granite", "granitemoe", "smollm3", "chatglm", "ernie4_5", "ernie4_5-moe", "glm4",
-    "granitehybrid", "command-r", "cohere2", "internlm2", "minicpm", "deepseek2", "deepseek", "bailingmoe",
+    "granitehybrid", "command-r", "cohere2", "internlm2", "minicpm", "deepseek2", "deepseek", "bailingmoe", "arcee",
+    "maincoder", "xverse", "mistral4", "llama-embed",
 }  # fmt: skip
 """Architectures whose files hold the two elements of a rotary pair side by side; in the others they are apart by half
 of what is rotated."""
@@ -403,6 +404,9 @@ class Reference:
         of_keys = self._matrix(a.of_keys).reshape(a.heads, a.latent, a.plain)
         of_values = self._matrix(a.of_values).reshape(a.heads, a.values, a.latent)
         hidden, out = np.triu(np.ones((n, n), bool), 1), np.empty((n, a.heads, a.values), np.float32)
+        if temperature := self.spec.temperature:
+            grown = temperature.factors(n)[:, None, None]
+            q, q_rotated = q * grown, q_rotated * grown
         for head in range(a.heads):
             scores = q[:, head] @ (latent @ of_keys[head]).T + q_rotated[:, head] @ k_rotated.T
             weights = softmax(np.where(hidden, -np.inf, scores * np.float32(a.scale)))

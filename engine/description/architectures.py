@@ -30,7 +30,13 @@ from engine.description.sublayers import (
     Vector,
     Weight,
 )
-from engine.description.text_encoder import last_norm, read_classes, read_normed_after, read_projections
+from engine.description.text_encoder import (
+    EMBEDDING_NORM,
+    last_norm,
+    read_classes,
+    read_normed_after,
+    read_projections,
+)
 from engine.errors import ModelFileError
 from engine.formats.gguf import GGUF, damaged, printable
 
@@ -124,6 +130,7 @@ class ModelReader(RecurrentReader, FeedForwardReader):
         is_lfm2 = self.has(_LFM2_NORM) and not self.has(f"{last}.weight")
         norm = self.required(_LFM2_NORM if is_lfm2 else f"{last}.weight", self.dim)
         slope = self.number("attention.temperature_scale", 0.0)
+        length = self.size("attention.temperature_length", self.original_context) if slope else 0
         spec = ModelSpec(
             architecture=self.architecture,
             name=self.file.get("general.name", str, self.file.path.stem),
@@ -144,7 +151,7 @@ class ModelReader(RecurrentReader, FeedForwardReader):
             eps=eps,
             stream_eps=eps / residual**2,
             softcap=self.number("final_logit_softcapping", self.family.logit_cap),
-            temperature=Temperature(slope, self.original_context) if slope else None,
+            temperature=Temperature(slope, length) if slope else None,
             layer_embeddings=self.layer_embeddings(vocab) if self.layer_embedding else None,
             draft_layers=self.draft_layers or int(any(name.startswith(_DRAFT) for name in self.file.tensors)),
             encoders=tuple(
@@ -263,15 +270,20 @@ class ModelReader(RecurrentReader, FeedForwardReader):
 
     def centred_layer(self, i: int, prefix: str) -> Iterator[Sublayer]:
         """As `layer`, of a model with LayerNorms. Without a norm of its own, the feed-forward layer is beside attention
-        and shares that one's; if attention has a second one, that is attention's (Falcon 40B)."""
+        and shares that one's; if attention has a second one, that is attention's (Falcon 40B). The first layer may have
+        a norm of the embeddings in place of its own (ModernBERT)."""
         names = ["attn_norm", "ffn_norm"]
         is_beside = not self.has(f"{prefix}ffn_norm.weight")
         if is_beside:
             names = ["attn_norm_2" if self.has(f"{prefix}attn_norm_2.weight") else "attn_norm", "attn_norm"]
         is_beside = is_beside or self.file.get(self.key("use_parallel_residual"), bool, False)
-        norms = [self.required(f"{prefix}{name}.weight", self.dim) for name in names]
-        biases = [self.vector(f"{prefix}{name}.bias", self.dim) for name in names]
-        yield Sublayer(norms[0], self.attend(i, prefix), None, norm_bias=biases[0])
+        names = [f"{prefix}{name}" for name in names]
+        replaces = i == 0 and not self.has(f"{names[0]}.weight") and self.has(f"{EMBEDDING_NORM}.weight")
+        if replaces:
+            names[0] = EMBEDDING_NORM
+        norms = [self.required(f"{name}.weight", self.dim) for name in names]
+        biases = [self.vector(f"{name}.bias", self.dim) for name in names]
+        yield Sublayer(norms[0], self.attend(i, prefix), None, norm_bias=biases[0], replaces=replaces)
         yield Sublayer(norms[1], self.feed_forward(i, prefix), None, norm_bias=biases[1], beside=is_beside)
 
     def attend(self, i: int, prefix: str) -> Attention:
@@ -398,6 +410,6 @@ class ModelReader(RecurrentReader, FeedForwardReader):
             has_window = bool(pattern[i])
         else:
             every = self.size("attention.sliding_window_pattern", every)
-            has_window = i % every < every - 1
+            has_window = i % every > 0 if self.family.full_attention_first else i % every < every - 1
         window = self.size("attention.sliding_window", unsaid) if has_window else 0
         return window // 2 + 1 if window and self.both_ways else window

@@ -14,15 +14,15 @@ from engine.description.sublayers import Activation, Scoring
 @dataclass(frozen=True)
 class Family:
     """What neither the tensors nor the metadata of an architecture's files say. `interleaved`: rotary pairs are
-    neighbours ("norm" in llama_model_rope_type of llama.cpp; else "neox"). Of `full_attention_every` layers the
-    last has no window (0: no layer has one, whatever the metadata say). `plain_windows`: layers with a window have
-    a rotary base of their own, and no scaling. `eps`, `rope_base`, `window_base`, `window`, `score_cap` (of
-    attention) and `logit_cap` are those of files that do not say them; 0: no cap, and the base of layers with a
-    window is that of the others. Of `unrotated_every` layers the last has no rotary embedding; with
-    `unrotated_full`, those without a window have none if others have one. `scaled_embedding`: the embedding is
-    multiplied by sqrt(dim). `embedding_scale`, `depth_scale` and `base_width` are those of files that do not say
-    the multipliers: of the embedding, of what layers add, which is depth_scale / sqrt(layers), and of logits, which
-    are divided by base_width / dim (0: by 1). `long_rope_factor`: that of files of a context of 128k tokens or
+    neighbours ("norm" in llama_model_rope_type of llama.cpp; else "neox"). Of `full_attention_every` layers the last
+    has no window, or the first one with `full_attention_first` (0: no layer has one, whatever the metadata say).
+    `plain_windows`: layers with a window have a rotary base of their own, and no scaling. `eps`, `rope_base`,
+    `window_base`, `window`, `score_cap` (of attention) and `logit_cap` are those of files that do not say them; 0: no
+    cap, and the base of layers with a window is that of the others. Of `unrotated_every` layers the last has no rotary
+    embedding; with `unrotated_full`, those without a window have none if others have one. `scaled_embedding`: the
+    embedding is multiplied by sqrt(dim). `embedding_scale`, `depth_scale` and `base_width` are those of files that do
+    not say the multipliers: of the embedding, of what layers add, which is depth_scale / sqrt(layers), and of logits,
+    which are divided by base_width / dim (0: by 1). `long_rope_factor`: that of files of a context of 128k tokens or
     more. In a model of so many layers as `scored_by_width`, scores are multiplied by (dim / heads) ** -0.5.
     `renormalised`: the probabilities of the chosen experts are divided by their sum; `scoring` makes them, or
     `biased_scoring` where they are chosen with a bias; all of files that do not say them. Of `attention_every` layers
@@ -30,17 +30,17 @@ class Family:
     of keys have attention). `gated_attention`: in each head the rows of the query come before those of a gate of its
     result. `unscaled_attention`: scores are multiplied by nothing. `normed_values`: values are normed over a head.
     `rotates_first`, `shares_in_turn`: see `Attention`, `DeltaNet`. `layer_norms`: norms are LayerNorms
-    (`ModelSpec.centred`). `multiplied_logits`: by the file's scale of logits, by which others are divided.
-    `ungated`: feed-forward layers have no gates. `lone_sublayers`: a layer is attention, a feed-forward layer or a
-    recurrent one alone. `recurrent_beside`: each attention has a recurrent layer beside it.
-    `normed_after`: norms come after the sums. It goes `both_ways` if its files do not say otherwise: see `Attention`.
-    `grid_positions`: tokens of pictures have a row and a column
-    (`Rope.sections`). Of pictures, tokens see those after them in the same picture in no layer, in all, or in those
-    with a window (`sees_pictures`)."""
+    (`ModelSpec.centred`). `multiplied_logits`: by the file's scale of logits, by which others are divided. `ungated`:
+    feed-forward layers have no gates. `lone_sublayers`: a layer is attention, a feed-forward layer or a recurrent one
+    alone. `recurrent_beside`: each attention has a recurrent layer beside it. `normed_after`: norms come after the
+    sums. It goes `both_ways` if its files do not say otherwise: see `Attention`. `grid_positions`: tokens of pictures
+    have a row and a column (`Rope.sections`). Of pictures, tokens see those after them in the same picture in no layer,
+    in all, or in those with a window (`sees_pictures`)."""
 
     interleaved: bool = False
     activation: Activation = "silu"
     full_attention_every: int = 0
+    full_attention_first: bool = False
     plain_windows: bool = False
     eps: float = 1e-5
     rope_base: float = 10_000.0
@@ -126,6 +126,10 @@ ARCHITECTURES: Mapping[str, Family] = {
         sees_pictures="window layers",
     ),
     "granite": Family(interleaved=True),
+    "arcee": Family(interleaved=True, activation="relu2", ungated=True),
+    "maincoder": Family(interleaved=True, rotates_first=True),
+    "pangu-embedded": Family(),
+    "xverse": Family(interleaved=True),
     "smollm3": Family(interleaved=True, unrotated_every=4),
     "olmo2": Family(full_attention_every=4, plain_windows=True),
     "olmoe": Family(renormalised=False),
@@ -190,10 +194,25 @@ ARCHITECTURES: Mapping[str, Family] = {
     "deepseek2": Family(interleaved=True, renormalised=False, biased_scoring="sigmoid"),
     "dots1": Family(renormalised=False, scoring="sigmoid"),
     "ernie4_5-moe": Family(interleaved=True),
+    "eurobert": Family(both_ways=True),
+    "llama-embed": Family(interleaved=True, both_ways=True),
+    "modern-bert": Family(
+        layer_norms=True,
+        both_ways=True,
+        activation="gelu",
+        full_attention_every=3,
+        full_attention_first=True,
+        plain_windows=True,
+    ),
     "bert": replace(_BERT, unrotated_every=1),
     "nomic-bert": replace(_BERT, activation="silu", ungated=False),
     "nomic-bert-moe": replace(_BERT, renormalised=False),
     "jina-bert-v3": _BERT,
     "gemma-embedding": replace(_GEMMA3, both_ways=True),
+    "exaone-moe": Family(
+        full_attention_every=4, unrotated_full=True, window=128, renormalised=False, scoring="sigmoid"
+    ),
+    "minimax-m2": Family(scoring="sigmoid"),
+    "mistral4": Family(interleaved=True, renormalised=False, biased_scoring="sigmoid"),
     "glm4moe": Family(renormalised=False, scoring="sigmoid"),
 }

@@ -13,7 +13,7 @@ from engine.description.spec import Projection, Sublayer
 from engine.description.sublayers import Operator, Weight
 from engine.formats.pooling import pooling_of
 
-_EMBEDDING_NORM = "token_embd_norm"
+EMBEDDING_NORM = "token_embd_norm"
 _PROJECTIONS = ("dense_2", "dense_3"), ("dense.0", "dense.1")
 """Those of EmbeddingGemma, in files of llama.cpp and of Ollama."""
 
@@ -29,7 +29,7 @@ def read_normed_after(
     """Layer i of a model whose norms come after the sums: the norm of a sublayer is that after the sum before it.
     `operators` reads attention and the feed-forward layer. Raises ModelFileError."""
     prefix = f"blk.{i}."
-    norms = last_norm(i) if i else _EMBEDDING_NORM, f"{prefix}attn_output_norm"
+    norms = last_norm(i) if i else EMBEDDING_NORM, f"{prefix}attn_output_norm"
     for name, operator in zip(norms, operators(prefix), strict=True):
         norm, bias = file.required(f"{name}.weight", dim), file.vector(f"{name}.bias", dim)
         yield Sublayer(norm, operator, None, norm_bias=bias, replaces=True)

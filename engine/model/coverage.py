@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any, Literal, Protocol
 
 from engine.description.spec import ModelSpec
+from engine.description.sublayers import LatentAttention
 from engine.devices import cuda_driver
 from engine.protocol.events import KernelPath
 
@@ -40,6 +41,8 @@ def runs_as_graph_because(spec: ModelSpec, device: str) -> str:
     if not device.startswith("CPU"):
         if spec.both_ways:
             part = "attention to all of a text"
+        elif spec.temperature and any(isinstance(a, LatentAttention) for a in spec.attention):
+            part = "latent attention whose queries grow with their position"
         elif spec.centred and spec.experts:
             part = "experts after LayerNorms"
     without = f"This model has {part}, which orin-chat has no {device} kernels for."
