@@ -85,11 +85,16 @@ class _Chat:
         if not await self._holds(lambda: session.candidate is None):
             session.cancel_switch()
         started = time.perf_counter()
+        is_over = lambda: (
+            not (session.is_busy or session.queued)
+        )  # an engine may still load on a busy machine
         for _ in range(4):
-            if await self._holds(lambda: not session.is_answering):
+            if await self._holds(is_over):
                 await session.send(f"{prompt} again")
-            if not await self._holds(lambda: not session.is_answering):
+            if not await self._holds(is_over):
                 await session.stop()
+            if not session.conversation.turns:  # the prompt was given back
+                continue
             last = session.conversation.turns[-1]
             if (
                 last.role == "assistant"
@@ -97,7 +102,7 @@ class _Chat:
                 and len(synthetic._pieces(last.content)) >= TOKENS - 5
             ):
                 return (time.perf_counter() - started) * 1e3
-        raise RuntimeError(f"no whole answer: {last.note}")
+        raise RuntimeError(f"no whole answer: {session.conversation.turns}")
 
     async def _holds(self, condition: object) -> bool:
         """Within the time for which a user waits."""
