@@ -226,12 +226,11 @@ class ChatApp(
     def _focus_visible(self) -> None:
         """Focuses the prompt when it becomes visible, and never leaves the focus on something that is not visible."""
         focused, was_visible = self.page.focused, self._is_prompt_visible
-        self._is_prompt_visible = bool(
-            self.prompt.outer_size
-        )  # of its border too: of three columns none is left
-        if focused is None or not focused.outer_size or self._is_prompt_visible > was_visible:
+        # A region has the border too: of a terminal of three columns, the prompt has no more.
+        self._is_prompt_visible = bool(self.prompt.region)
+        if focused is None or not focused.region or self._is_prompt_visible > was_visible:
             widgets = self.prompt, self.dashboard.table, self.dashboard.graph
-            self.page.set_focus(next((widget for widget in widgets if widget.outer_size), None))
+            self.page.set_focus(next((widget for widget in widgets if widget.region), None))
 
     async def on_event(self, event: Event) -> None:
         if isinstance(event, Key) and event.key not in set(TerminalKey):
@@ -242,7 +241,7 @@ class ChatApp(
     def on_key(self, event: Key) -> None:
         """Types into the prompt what no other widget has a use for."""
         is_typing = self.page.focused in (self.prompt, self.column.find_bar.field)
-        is_outside = self.screen is self.page and not is_typing and self.prompt.outer_size
+        is_outside = self.screen is self.page and not is_typing and self.prompt.region
         if is_outside and event.is_printable and event.key not in self.active_bindings:
             self.prompt.focus()
             self.prompt.insert(event.character or "")
