@@ -29,6 +29,7 @@ from engine.whole_file import open_file, write_whole
 LIMIT_BYTES = 512 << 20
 _DAY_S = 86400
 _DIGEST_BYTES = 32
+_LONGEST_SOURCE = 1 << 20  # bytes
 # Environment variables by which tinygrad chooses the device and how it generates code.
 _VARIABLES = (
     "DEV", "CC", "JIT_BATCH_SIZE", "ALLOW_HALF8", "NOOPT",
@@ -130,10 +131,33 @@ def source_digest(*paths: str) -> str:
     belongs in the key of an entry that depends on this source but not on a kernel's own text."""
     digest = hashlib.sha256()
     for name in paths or ("kernels", "targets/nvidia/kernels", "targets/cpu/kernels", "formats"):
-        path = Path(engine.__file__).parent / name
-        for file in sorted(path.rglob("*.py")) if path.is_dir() else [path]:
-            digest.update(file.read_bytes())
+        for file in _sources(str(Path(engine.__file__).parent / name)):
+            digest.update(_file_digest(file))
     return digest.hexdigest()
+
+
+# While the engine starts, another thread imports modules, and with each system call of this one it takes the
+# interpreter for half a millisecond. So there are few: three for a file, once.
+
+
+@functools.cache
+def _sources(path: str) -> tuple[str, ...]:
+    """The Python files at or below a path, in order."""
+    if path.endswith(".py"):
+        return (path,)
+    with os.scandir(path) as entries:
+        below = sorted((entry.path, entry.is_dir()) for entry in entries)
+    folders = (_sources(name) if is_folder else (name,) for name, is_folder in below)
+    return tuple(name for names in folders for name in names if name.endswith(".py"))
+
+
+@functools.cache
+def _file_digest(path: str) -> bytes:
+    file = os.open(path, os.O_RDONLY)
+    try:
+        return hashlib.sha256(os.read(file, _LONGEST_SOURCE)).digest()
+    finally:
+        os.close(file)
 
 
 def _environment() -> str:
