@@ -52,7 +52,9 @@ class Parameters(msgspec.Struct, kw_only=True):
 
 
 class TgiBody(msgspec.Struct, kw_only=True):
-    inputs: str
+    """`inputs`: a text; several for vectors alone."""
+
+    inputs: str | list[str]
     parameters: Parameters | None = None
     stream: bool | None = None
     model: str | None = None
@@ -76,7 +78,11 @@ def stream_asked(body: TgiBody, service: Service) -> Asked:
 
 
 def root_asked(body: TgiBody, service: Service) -> Asked:
-    """The form of the hub: a list of one answer. Raises ApiError."""
+    """The form of the hub: a list of one answer, or vectors if the model is made for them. Raises ApiError."""
+    if service.file.pooling and service.file.pooling != "rank":
+        return embed_asked(
+            EmbedBody(inputs=[*body.inputs] if isinstance(body.inputs, list) else body.inputs), service
+        )
     return _asked(body, service, is_streamed=bool(body.stream), is_list=True)
 
 
@@ -111,6 +117,8 @@ def info(service: Service) -> Json:
 
 def _asked(body: TgiBody, service: Service, *, is_streamed: bool, is_list: bool = False) -> Asked:
     given = body.parameters or Parameters()
+    if not isinstance(body.inputs, str):
+        raise wrong("inputs is one text.", "inputs")
     limit = _LIMIT if given.max_new_tokens is None else given.max_new_tokens
     if limit < 1:
         raise wrong("max_new_tokens must be 1 or more.", "max_new_tokens")

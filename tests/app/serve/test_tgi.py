@@ -1,6 +1,7 @@
 """The paths of Hugging Face's servers."""
 
 import json
+from dataclasses import replace
 
 from engine.protocol.events import RawText
 from tests.app.fake_engine import FakeEngine, reply, vector_of
@@ -36,8 +37,12 @@ async def test_a_stream(served):
     assert values[-1]["details"]["finish_reason"] == "eos_token"
 
 
-async def test_vectors_and_figures(served):
+async def test_vectors_and_figures(served, model_file):
     client, _ = served(FakeEngine(vector_of(3, 4), vector_of(3, 4)))
     assert (await client.post("/embed", json={"inputs": "a"})).json() == [[0.6, 0.8]]
     assert (await client.post("/embed", json={"inputs": ["a"], "normalize": False})).json() == [[3.0, 4.0]]
+    refused = await client.post("/", json={"inputs": ["a", "b"]})
+    assert refused.status_code == 400 and error(refused)["param"] == "inputs"
+    client, _ = served(FakeEngine(vector_of(3, 4)), file=replace(model_file, pooling="mean"))
+    assert (await client.post("/", json={"inputs": "a"})).json() == [[0.6, 0.8]], "as the hub's library asks"
     assert (await client.get("/info")).json()["max_input_length"] > 0
