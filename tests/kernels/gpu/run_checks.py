@@ -3,9 +3,9 @@ its time}.
 
     DEV=... PARALLEL=0 python -m tests.kernels.gpu.run_checks MODULE.CHECK...
 
-DEV=TEGRA+NV is compiled C on the simulated board, the last warp of a block ahead of the others; with ORIN_THOROUGH, the
-first one too. DEV=PYTHON::sm_90 is tinygrad's emulator, which needs no compiler. Of each kernel that is compiled,
-vector loads and stores are proven to be aligned.
+DEV=CUDA is a real GPU. DEV=TEGRA+NV is compiled C on the simulated board, the last warp of a block ahead of the others;
+with ORIN_THOROUGH, the first one too. DEV=PYTHON::sm_90 is tinygrad's emulator, which needs no compiler. Of each kernel
+that is compiled, vector loads and stores are proven to be aligned.
 
 One process runs them all: they share the kernels that pack matrices. It is none of pytest's, since a process has one
 default device.
@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any
 
 from tinygrad import Device, UOp, codegen
 
+from engine.backends import install
 from engine.devices.clang import find_clang
 from engine.fixes import graph_nodes, graph_rewrites, index_lowering, program_cache, slice_shapes
 from engine.kernels import compilation
@@ -139,6 +140,8 @@ def main(*names: str) -> None:
         compile_what_runs()
     if clang := find_clang():
         os.environ["CC"] = clang  # encoders are held against the CPU's
+    if os.environ["DEV"] == "CUDA":  # kernels compile there as the engine's do
+        install("CUDA")
     is_on_board = os.environ["DEV"].endswith("NV")
     with simulated_board() if is_on_board else contextlib.nullcontext():
         if not THOROUGH:
