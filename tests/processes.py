@@ -14,9 +14,11 @@ import threading
 import traceback
 from collections.abc import Iterator
 from multiprocessing import connection
+from pathlib import Path
 from typing import Any
 
 import pytest
+from _pytest.config import create_terminal_writer
 
 Groups = list[list[pytest.Item]]
 """The tests of each file."""
@@ -138,7 +140,7 @@ def _become_worker(config: pytest.Config, number: int, reports: connection.Conne
     os.environ["PYTEST_XDIST_WORKER"] = f"gw{number}"
     config.workerinput = {}  # type: ignore[attr-defined]
     config.pluginmanager.unregister(name="terminalreporter")
-    config.pluginmanager.register(_Sender(config, reports))
+    config.pluginmanager.register(_Sender(config, reports), "terminalreporter")
     if capture := config.pluginmanager.getplugin("capturemanager"):  # into files of its own
         capture.stop_global_capturing()
         capture.start_global_capturing()
@@ -148,8 +150,11 @@ def _become_worker(config: pytest.Config, number: int, reports: connection.Conne
 
 
 class _Sender:
+    """In the place of what writes to the terminal, whose writer says how the texts of failed assertions look."""
+
     def __init__(self, config: pytest.Config, reports: connection.Connection) -> None:
         self.config, self.reports = config, reports
+        self._tw = create_terminal_writer(config, Path(os.devnull).open("w"))  # noqa: SIM115 (open until the end)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         hook = self.config.hook
