@@ -21,7 +21,8 @@ _REMOVED = (
     "CLICOLOR", "TEXTUAL", "TMUX", "SSH_", "BEAM", "JITBEAM", "DEBUG", "CACHE", "PARALLEL", "MV_", "NOOPT",
     "PYTHONDONTWRITEBYTECODE",
 )  # fmt: skip
-_FOLDER = "ORIN_TESTS_FOLDER"
+FOLDER = "ORIN_TESTS_FOLDER"
+"""The variable that has the path of the folder of all tests of a run."""
 _OWNER = "ORIN_TESTS_FOLDER_OWNER"  # the id of the process that made it
 KERNELS = ROOT / "build/test-kernels"
 
@@ -47,7 +48,7 @@ def enter() -> None:
 
     Compiled kernels stay for all tests and for the next run: `engine.disk_cache` finds them by all that they follow
     from. A part of that is the compiler's path."""
-    if _FOLDER in os.environ:
+    if FOLDER in os.environ:
         return
     for name in [name for name in os.environ if name.startswith(_REMOVED)]:
         del os.environ[name]
@@ -55,7 +56,7 @@ def enter() -> None:
     places = {"HOME": folder, "XDG_CACHE_HOME": f"{folder}/.cache"}
     private = {"TMPDIR": f"{folder}/tmp", "XDG_RUNTIME_DIR": f"{folder}/run"}
     os.environ |= {
-        _FOLDER: folder,
+        FOLDER: folder,
         _OWNER: str(os.getpid()),
         "TERM": "xterm-256color",
         "LANG": "C.UTF-8",
@@ -86,10 +87,10 @@ def _compiler() -> str | None:
 
 def empty_home() -> Path:
     """A new home folder, for one test. Compiled kernels are not in it, but in the cache that all tests share."""
-    return Path(tempfile.mkdtemp(prefix="home-", dir=os.environ[_FOLDER]))
+    return Path(tempfile.mkdtemp(prefix="home-", dir=os.environ[FOLDER]))
 
 
 def leave() -> None:
     """Deletes the folder, if this process has made it. Others, such as pytest run by a test, only inherit it."""
     if os.environ[_OWNER] == str(os.getpid()):
-        shutil.rmtree(os.environ[_FOLDER], ignore_errors=True)
+        shutil.rmtree(os.environ[FOLDER], ignore_errors=True)
