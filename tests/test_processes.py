@@ -40,7 +40,7 @@ def test_what_forked_processes_tell_is_shown_and_no_test_is_lost_with_one(tmp_pa
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert "3 failed, 2 passed, 1 skipped" in done.stdout, done.stdout + done.stderr
-    assert "assert [1] == [2]" in done.stdout
+    assert "At index 0 diff: 1 != 2" in done.stdout
     assert "PASSED test_second.py::test_before" in done.stdout
     for name in ("test_dies", "test_after"):
         assert f"FAILED test_second.py::{name}" in done.stdout
