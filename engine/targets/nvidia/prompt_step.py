@@ -9,7 +9,7 @@ steps of several rows, take the products of `small_batch`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tinygrad import Tensor, dtypes
 
@@ -45,6 +45,7 @@ from engine.targets.nvidia.kernels.residual_stream.prefill import (
     norm_prompt,
 )
 from engine.targets.nvidia.kernels.uops import Activation
+from engine.targets.nvidia.kernels.weights.matrix_bytes import units_of
 from engine.targets.nvidia.matrices import Matrix, Product
 from engine.targets.nvidia.norms import Norm
 from engine.targets.nvidia.step import Step, StepMemory
@@ -111,7 +112,9 @@ class PromptStep(Step):
         self.seen = memory.seen
         self.width = self.spec.dim
         self.h = self.buffer("h", tokens * self.width)
-        self.order: Order = "columns" if tokens <= MAX_TOKENS else prompt_order(tokens, chip())
+        # Of gate and up by warpgroups, with one unit of columns, tinygrad leaves a variable undeclared.
+        self.chip = chip() if units_of(self.width) > 1 else replace(chip(), has_warpgroups=False)
+        self.order: Order = "columns" if tokens <= MAX_TOKENS else prompt_order(tokens, self.chip)
         self.pending: Pending | None = None
         self.beside: list[Sums] = []
         self._normed: tuple[int, Order, int] | None = None  # what `x` is: of a norm, in an order, of a stream
@@ -156,7 +159,7 @@ class PromptStep(Step):
         """Adds a product of activations with the first `rows` rows of a matrix (0: all)."""
         tokens, rows = self.tokens, rows or part.rows
         if self.order == "columns":
-            few = small_batch_tiles(part.layout, tokens, rows, part.cols, chip(), True)
+            few = small_batch_tiles(part.layout, tokens, rows, part.cols, self.chip, True)
             out = self.buffer(name, few.splits * tokens * rows)
             kernel = small_batch_product(part.layout, tokens, rows, part.cols, few, stored(rows), name)
             self.add(kernel, out=out, x=x, planes=part.planes)
@@ -171,7 +174,7 @@ class PromptStep(Step):
     ) -> tuple[Kernel, int]:
         """The product of many tokens with the first rows of a matrix, and how many sums it leaves."""
         shape = part.layout, self.tokens, rows, part.cols
-        tiles = prompt_tiles(*shape, chip(), paired)
+        tiles = prompt_tiles(*shape, self.chip, paired)
         return prompt_product(*shape, tiles, paired, name, activation), tiles.parts
 
     def products(self, product: Product, name: str) -> list[Sums]:
@@ -201,7 +204,7 @@ class PromptStep(Step):
 
     def tiles(self, part: Matrix) -> SmallBatchTiles:
         """How a product of few tokens is divided that leaves one sum."""
-        return small_batch_tiles(part.layout, self.tokens, part.rows, part.cols, chip())
+        return small_batch_tiles(part.layout, self.tokens, part.rows, part.cols, self.chip)
 
     def multiply(
         self,

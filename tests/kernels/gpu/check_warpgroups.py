@@ -71,7 +71,7 @@ def check_warpgroup_products() -> None:
 
 def check_a_prompt_by_warpgroups() -> None:
     tokens = list(map(int, np.random.default_rng(0).integers(0, 100, 100)))
-    shape = {"dim": 64, "heads": 2, "kv_heads": 1, "ffn": 64, "layers": 2}
+    shape = {"dim": 96, "heads": 2, "kv_heads": 1, "ffn": 64, "layers": 2}
     with (
         tempfile.TemporaryDirectory() as folder,
         mock.patch.object(prompt_step, "chip", lambda: replace(chip(), has_warpgroups=True)),
