@@ -149,16 +149,16 @@ def _kept_schemas(tools: str) -> dict[str, Any]:
 
 def _tagged(tags: Tags, name: str, tool: str, schema: Any) -> Iterator[str]:
     """The rule `name` of a call in tags. Its parameters come in the order of the schema."""
-    parts = list[str]()
+    parts, is_repeatable = list[str](), _is_repeatable(schema)
     for i, (key, value, is_required) in enumerate(parameters(schema)):
         rule = f"{name}_{i}"
         parts.append(rule if is_required else f"{rule}?")
         yield f"{rule}: {_literal(key.join(tags.key))} value_{rule}"
-        yield from _value(f"value_{rule}", value, schema, tags.value_end)
+        yield from _value(f"value_{rule}", value, schema, is_repeatable, tags.value_end)
     yield f"{name}: {_literal(tool.join(tags.name))} {' '.join(parts)} {_literal(tags.end)}"
 
 
-def _value(name: str, schema: Any, whole: Mapping[str, Any], end: str) -> Iterator[str]:
+def _value(name: str, schema: Any, whole: Mapping[str, Any], is_repeatable: bool, end: str) -> Iterator[str]:
     """The rule `name` of a value and the `end` of its tag. A text is written as it is."""
     end = _literal(end)
     allowed = kinds(schema, whole)
@@ -170,27 +170,32 @@ def _value(name: str, schema: Any, whole: Mapping[str, Any], end: str) -> Iterat
         yield f"{name}[suffix={end}]: {_ANY_TEXT}"
     else:
         yield f"{name}: json_{name} {end}"
-        yield f"json_{name}: {_json(_alone(schema, whole))}"
+        yield f"json_{name}: {_json(_alone(schema, whole, is_repeatable))}"
 
 
 def _in_python(name: str, tool: str, schema: Any) -> Iterator[str]:
     """The rule `name` of a call of a function, whose values are in JSON."""
-    parts = list[tuple[str, bool]]()
+    parts, is_repeatable = list[tuple[str, bool]](), _is_repeatable(schema)
     for i, (key, value, is_required) in enumerate(parameters(schema)):
         rule = f"{name}_{i}"
         parts.append((rule, is_required))
         yield f"{rule}: {_literal(f'{key}=')} json_{rule}"
-        yield f"json_{rule}: {_json(_alone(value, schema))}"
+        yield f"json_{rule}: {_json(_alone(value, schema, is_repeatable))}"
     yield from separated(f"{name}_all", parts, ", ")
     yield f'{name}: {_literal(f"{tool}(")} {name}_all ")"'
 
 
-def _alone(schema: Any, whole: Mapping[str, Any]) -> Any:
-    """A part of the `whole`, to which its references lead, as a schema of its own; any JSON where that would take too
-    much, as each part repeats the whole."""
+def _is_repeatable(whole: Any) -> bool:
+    n = len(whole.get("properties") or ()) if isinstance(whole, Mapping) else 0
+    return n == 0 or len(json.dumps(whole)) * n <= MAX_REPEATED
+
+
+def _alone(schema: Any, whole: Mapping[str, Any], is_repeatable: bool) -> Any:
+    """A part of the `whole`, to which its references lead, as a schema of its own; any JSON unless the whole
+    `is_repeatable`, as each part repeats it."""
     if "$ref" not in json.dumps(schema):
         return schema
-    if len(json.dumps(whole)) * len(whole.get("properties") or ()) > MAX_REPEATED:
+    if not is_repeatable:
         return {}
     place = "/$defs/whole"
     return moved(schema, place) | {"$defs": {"whole": moved(whole, place)}}
