@@ -1,5 +1,8 @@
 import json
 import shutil
+import signal
+import sys
+import threading
 from datetime import datetime
 from unittest import mock
 
@@ -46,12 +49,6 @@ def assistant(text: str, thinking: str = "") -> Message:
 @pytest.fixture(scope="module")
 def chatml(tmp_path_factory) -> Tokenizer:
     return Tokenizer(byte_level(tmp_path_factory.mktemp("v") / "v", special=CHATML))
-
-
-@pytest.fixture(autouse=True)
-def patience(monkeypatch):
-    """No text takes too long because the machine is busy."""
-    monkeypatch.setattr(template_renderer, "RENDER_S", 60.0)
 
 
 @pytest.fixture
@@ -345,6 +342,20 @@ def test_it_is_stopped_and_can_be_used_again(template):
     assert text_of(t, [user("a")]) == "ok"
     stopped(t, user("a"), user("b"))
     assert text_of(t, [user("a")]) == "ok"
+
+
+@pytest.mark.skipif(
+    sys.platform != "linux", reason="the system does not tell another process's processor time"
+)
+def test_a_process_that_waits_for_a_processor_is_not_stopped(template):
+    t = template(ECHO)
+    t.encode([user("a")])
+    [process] = [each._process for each in t._renderer._idle]
+    process.send_signal(signal.SIGSTOP)
+    going_on = threading.Timer(0.3, process.send_signal, [signal.SIGCONT])
+    with mock.patch.object(template_renderer, "RENDER_S", 0.1):
+        going_on.start()
+        assert text_of(t, [user("a")]) == "<|im_start|>user\na<|im_end|>\n"
 
 
 def test_the_process_ends_with_its_template(template):
