@@ -70,9 +70,7 @@ class PerformanceObserver:
         self._at_s = 0.0  # of its last token
         self._prompt: tuple[int, float] | None = None  # its tokens at the last prefill sample, and its time
         self._has_prompt_sample = self._has_looked = False
-        self._began: tuple[float, float] | None = (
-            None  # by both clocks, when the prompt of this answer was read
-        )
+        self._began: tuple[float, float] | None = None  # the prompt of this answer, by both clocks
         self._experts: ExpertWindow | None = None
 
     def observe(self, event: Event) -> None:

@@ -96,6 +96,7 @@ def done(*closed: UOp) -> UOp:
     return UOp(Ops.CUSTOM, dtypes.void, closed, _WAIT)
 
 
-def after(word: UOp, effect: UOp) -> UOp:
-    """A word, as it is after an effect: what is made of it is made then."""
-    return UOp(Ops.CUSTOM, word.dtype, (word, effect), "{0}")
+def after(word: UOp, effect: UOp, moved: bool = False) -> UOp:
+    """A word, as it is after an effect: what is made of it is made then. `moved`: an operation that changes nothing, as
+    blocks have one thread in z, keeps the compiler from making it before in the registers where it goes."""
+    return UOp(Ops.CUSTOM, word.dtype, (word, effect), "({0} ^ threadIdx.z)" if moved else "{0}")

@@ -103,7 +103,7 @@ def _shortened(body: KoboldBody, limit: int, service: Service) -> list[int]:
         return [*memory, *prompt]
     context = min(context, body.max_context_length or context)
     room = max(context - min(limit, context // 2) - 1, 1)
-    memory = memory[: room // 2] if len(memory) > room // 2 else memory
+    memory = memory[: room // 2]
     return [*memory, *prompt[max(len(prompt) - (room - len(memory)), 0) :]]
 
 

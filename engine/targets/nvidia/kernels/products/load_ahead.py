@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from tinygrad import UOp
-from tinygrad.uop.ops import Ops
 
+from engine.fixes import warpgroup_products
 from engine.targets.nvidia.kernels.half_words import halves, word_of
 from engine.targets.nvidia.kernels.uops import U32, load_run, registers, store_run
 
@@ -41,10 +41,9 @@ class LoadedAhead:
         return UOp.group(*store_run(self._array.after(done), 0, _words(following)))
 
     def keep_after(self, following: Sequence[Sequence[UOp]], effect: UOp, moved: bool = False) -> UOp:
-        """Keeps those of the next step, after an effect that is no store and follows all loads of this one. `moved`: an
-        operation that changes nothing keeps the compiler from making them in these registers before (`kept`)."""
-        text = "({0} ^ threadIdx.z)" if moved else "{0}"
-        words = [UOp(Ops.CUSTOM, U32, (word, effect), text) for word in _words(following)]
+        """Keeps those of the next step, after an effect that is no store and follows all loads of this one. `moved`:
+        see `warpgroup_products.after`."""
+        words = [warpgroup_products.after(word, effect, moved) for word in _words(following)]
         return UOp.group(*store_run(self._array, 0, words))
 
 
