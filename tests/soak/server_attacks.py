@@ -101,18 +101,18 @@ class Target:
 
     def resident_bytes(self) -> tuple[int, int]:
         """Of the server, and of its engine with what both have started."""
-        own, *others = (resident_memory(pid) for pid in _family(self.process.pid))
+        own, *others = (resident_memory(pid) for pid in family(self.process.pid))
         return own.now_bytes if own else 0, sum(other.now_bytes for other in others if other)
 
 
-def _family(pid: int) -> list[int]:
+def family(pid: int) -> list[int]:
     """A process and all that it has started."""
     children = [
         int(child)
         for task in Path(f"/proc/{pid}/task").glob("*/children")
         for child in task.read_text().split()
     ]
-    return [pid, *(each for child in children for each in _family(child))]
+    return [pid, *(each for child in children for each in family(child))]
 
 
 def run(tries: int, number: int = 0, *, real: bool = False) -> Counts:

@@ -20,6 +20,7 @@ MEASUREMENTS = {
     "chip_kernels": "every kernel that a GPU would run, compiled for it: registers, spills, shared memory",
     "picture_rates": "questions about pictures beside llama-server with the same encoder",
     "picture_clients": "pictures through the server, as the clients of each protocol send them, many at once",
+    "many_clients": "a server that many clients ask at once, for long: answers, errors, times and memory",
     "turn_rates": "the first token when the last message of a long conversation is edited",
     "reopen_rates": "the first token of a long conversation after a start, with its KV cache on disk",
     "batch_fidelity": "the logits of several rows beside those of each sequence alone",
