@@ -25,6 +25,7 @@ ROPE_BASE = 10_000.0
 EPSILON = 1e-5
 SPECIALS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 THINK_MARKS = ("<think>", "</think>")
+STREAMS, LOW_RANK = 4, 64  # as llama.cpp has them
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,7 @@ class Parts:
     these letters in turns. `mamba_beside`: attention has a Mamba 2 layer beside it.
     `latent`: latent attention, with the matrices of keys and values "apart" or "together".
     `layers`: those after the second have no keys and values of their own, and a token gives each layer 32 numbers.
+    `streams`: besides, there are four streams (AltUp), and a matrix of a low rank beside attention.
     `beside`: experts are beside a feed-forward layer, and full attention has keys as values. `scaled`: layers have
     a scale, and attention has none. `positions`: these are added to the embeddings. `first_norm`: one of the
     embeddings, in place of the first layer's. `normed_after`: norms come
@@ -69,6 +71,7 @@ class Parts:
     latent: str = ""
     thinks: bool = False
     layers: bool = False
+    streams: bool = False
     beside: bool = False
     scaled: bool = False
     positions: bool = False
@@ -149,6 +152,14 @@ ARCHITECTURES: dict[str, Parts] = {
         beside=True,
         scaled=True,
         keys=GEMMA4 | EXPERTS | {"attention.head_count_kv": [2, 1] * 4},
+    ),
+    "gemma3n": Parts(
+        norms="head",
+        norms_after=True,
+        layers=True,
+        streams=True,
+        keys={key: value for key, value in GEMMA4.items() if not key.endswith(("length_swa", "count_swa"))}
+        | {"embedding_length_per_layer_input": 32, "activation_sparsity_scale": [1.2, 0.3] + [-np.inf] * 62},
     ),
     "granite": Parts(keys=MULTIPLIERS),
     "granitemoe": Parts(experts=8, keys=MULTIPLIERS | {"expert_count": 8, "expert_used_count": 2}),
@@ -533,15 +544,19 @@ def write(
     writer.add_block_count(layers + draft_head)
     if draft_head:
         writer.add_uint32(f"{architecture}.nextn_predict_layers", 1)
-    own = 2 if parts.layers else layers  # so many layers have a KV cache
-    widths = [ffn if i < own else 2 * ffn for i in range(layers)]
+    shared = metadata.get("attention.shared_kv_layers", layers - 2) if parts.layers else 0
+    own = layers - shared  # so many layers have a KV cache
+    unused = "attention.shared_kv_layers" in (
+        keys or {}
+    )  # the others' matrices are there, as in published files
+    widths = [ffn if i < own or parts.streams else 2 * ffn for i in range(layers)]
     kinds_of = [parts.lone[i % len(parts.lone)] for i in range(layers)] if parts.lone else [""] * layers
     widths = [ffn if kind == "E" else 0 for kind in kinds_of] if parts.lone else widths
     if "feed_forward_length" not in parts.keys:
         writer.add_feed_forward_length(widths if parts.layers or parts.lone else ffn)
     writer.add_head_count(heads)
     if parts.layers:
-        metadata["attention.shared_kv_layers"] = layers - own
+        metadata["attention.shared_kv_layers"] = shared
     has_states = parts.conv or (parts.mamba and not parts.mamba_beside)
     of_layers = [kv_heads if i % 2 else 0 for i in range(layers)] if has_states else kv_heads
     if parts.lone:
@@ -677,6 +692,11 @@ def write(
         for name, most in ("long", 16), ("short", 2):
             factors = np.geomspace(1, most, rotated // 2).astype(np.float32)
             writer.add_tensor(f"rope_factors_{name}.weight", factors)
+    if parts.streams:
+        for name in "altup_proj", "altup_unembd_proj":
+            kind = type_of(name)
+            data = np.stack([random_matrix(rng, dim, dim, kind) for _ in range(STREAMS - 1)])
+            writer.add_tensor(f"{name}.weight", data, raw_dtype=kind)
     if parts.layers:
         size = metadata["embedding_length_per_layer_input"]
         matrix("per_layer_token_embd", len(tokens) + len(specials), layers * size)
@@ -686,10 +706,10 @@ def write(
     def attention(prefix: str, layer: int) -> None:
         head_dim, has_window = full_head, metadata.get("attention.sliding_window_pattern")
         if isinstance(has_window, list) and has_window[layer]:
-            head_dim = metadata["attention.key_length_swa"]
+            head_dim = metadata.get("attention.key_length_swa", head_dim)
         kv_size = (kv_counts[layer] if isinstance(kv_counts, list) else kv_counts) * head_dim
         projections = {"attn_q": heads * head_dim}
-        if layer < own or layer == layers:
+        if layer < own or layer == layers or unused:
             projections["attn_k"] = kv_size
             if not parts.beside or has_window[layer]:
                 projections["attn_v"] = kv_size
@@ -710,7 +730,7 @@ def write(
         if parts.norms:
             for name in (name for name in projections if name != "attn_v"):
                 size = head_dim if parts.norms == "head" else projections[name]
-                mean = 0.2 if parts.scaled and name == "attn_q" else 1.0
+                mean = 0.2 if (parts.scaled or parts.streams) and name == "attn_q" else 1.0
                 vector(f"{prefix}{name}_norm.weight", size, mean)
 
     def latent_attention(prefix: str) -> None:
@@ -771,6 +791,16 @@ def write(
             matrix(prefix + "inp_gate", size, dim)
             matrix(prefix + "proj", dim, size)
             vector(prefix + "post_norm.weight", dim, 1.0)
+        if parts.streams:
+            matrix(prefix + "altup_router", STREAMS, dim, "F32")
+            vector(prefix + "altup_router_norm.weight", dim, dim / 2)
+            vector(prefix + "altup_correct_scale.weight", dim, 1.0)
+            for name, rows in ("predict", STREAMS**2), ("correct", STREAMS):
+                coefficients = 0.3 * random_matrix(rng, rows, STREAMS, Type.F32)
+                writer.add_tensor(f"{prefix}altup_{name}_coef.weight", coefficients)
+            matrix(prefix + "laurel_l", LOW_RANK, dim)
+            matrix(prefix + "laurel_r", dim, LOW_RANK)
+            vector(prefix + "laurel_post_norm.weight", dim, 1.0)
         has_experts = (
             layer % 2 == 1 if parts.normed_after else layer >= metadata.get("leading_dense_block_count", 0)
         )

@@ -17,6 +17,7 @@ import gguf
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from engine.description.altup import Correction, LowRank, Merge, Modes, Prediction
 from engine.description.architectures import read_spec
 from engine.description.recurrent import DeltaNet, Mamba, ShortConv
 from engine.description.spec import ModelSpec
@@ -140,7 +141,7 @@ class Reference:
         self, spec: ModelSpec, x: Floats, of_layers: Floats | None, caches: list[tuple[Floats, Floats]]
     ) -> Iterator[Floats]:
         """The stream x after each sublayer. The `caches` of attention are appended."""
-        waiting = np.float32(0)
+        waiting, others = np.float32(0), np.empty((0, *x.shape), np.float32)
         for sublayer, is_added_later in spec.blocks:
             h = self._normed(x, sublayer.norm, spec.stream_eps, sublayer.norm_bias)
             x = h if sublayer.replaces else x
@@ -165,15 +166,43 @@ class Reference:
                     assert of_layers is not None
                     gate = self._product(h, part.gate)
                     y = self._product(gated(gate, of_layers[:, part.layer], "gelu"), part.proj)
+                case LowRank() as part:
+                    y = h + self._normed(
+                        self._product(self._product(h, part.left), part.right), part.norm, spec.eps
+                    )
+                case Prediction() as part:
+                    if part.begins:
+                        others = np.stack([as_long(self._product(x, weight), x) for weight in part.begins])
+                    streams = np.concatenate([x[None], others])
+                    mixed = self._modes(part, x).reshape(len(x), part.count, part.count)
+                    predicted = streams + np.einsum("tji,itd->jtd", mixed, streams)
+                    y, others = predicted[0] - x, predicted[1:]
+                case Correction() as part:
+                    assert of_layers is not None
+                    innovation, correct = x - predicted[0], 1 + self._modes(part, x)
+                    corrected = predicted + innovation * correct.T[:, :, None]
+                    gate = self._product(corrected[0] * self._vector(part.scale), part.embedding.gate)
+                    of_layer = gated(gate, of_layers[:, part.embedding.layer], "gelu")
+                    added = self._product(of_layer, part.embedding.proj)
+                    others = corrected[1:] + self._normed(added, part.embedding_norm, spec.eps)
+                    y = corrected[0] - x
+                case Merge() as part:
+                    ends = [as_long(self._product(o, w), x) for o, w in zip(others, part.ends, strict=True)]
+                    y = np.mean([x, *ends], 0) - x
+            y = self._normed(y, sublayer.post_norm, spec.eps)
             if is_added_later:
                 waiting = waiting + y
                 yield x
                 continue
-            x, waiting = x + self._normed(y + waiting, sublayer.post_norm, spec.eps), np.float32(0)
+            x, waiting = (x + y + waiting) * np.float32(sublayer.factor), np.float32(0)
             x = centred(x) if spec.centred else x
             if sublayer.scale:
                 x = x * self._vector(sublayer.scale)
             yield x
+
+    def _modes(self, part: Modes, x: Floats) -> Floats:
+        modes = np.tanh(self._product(self._normed(x, part.router_norm, self.spec.eps), part.router))
+        return modes @ self._vector(part.coefficients).reshape(-1, part.count).T
 
     def routers(self, streams: Sequence[Floats]) -> list[Floats]:
         """The log-probabilities of the experts in each mixture of experts, or what else they are chosen by, float32
@@ -285,6 +314,11 @@ class Reference:
     def _dense(self, part: Dense, h: Floats) -> Floats:
         up = self._product(h, part.up, part.up_bias)
         gate, up = (self._product(h, part.gate), up) if part.gate else (up, np.ones_like(up))
+        if part.sparsity:
+            least = gate.mean(-1, keepdims=True) + np.float32(part.sparsity) * gate.std(
+                -1, keepdims=True, ddof=1
+            )
+            gate = np.maximum(gate - least, 0)
         return self._product(gated(gate, up, part.activation), part.down, part.down_bias)
 
     def _delta(self, part: DeltaNet, h: Floats) -> Floats:
@@ -455,6 +489,12 @@ def gated(gate: Floats, up: Floats, activation: Activation) -> Floats:
         case "swiglu_oai":  # gpt-oss's
             gate, up = np.minimum(gate, 7), np.clip(up, -7, 7)
             return gate / (1 + np.exp(np.float32(-1.702) * gate)) * (up + 1)
+
+
+def as_long(y: Floats, x: Floats) -> Floats:
+    """y, as long as x."""
+    lengths = np.linalg.norm(x, axis=-1, keepdims=True), np.linalg.norm(y, axis=-1, keepdims=True)
+    return np.asarray(y * lengths[0] / lengths[1])
 
 
 def centred(x: Floats) -> Floats:

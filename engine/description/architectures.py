@@ -14,6 +14,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from engine.description.altup import has_streams, read_merge, read_streamed_layer
 from engine.description.checked_file import MOST
 from engine.description.draft_head import read_draft_head
 from engine.description.families import ARCHITECTURES, Family
@@ -139,7 +140,10 @@ class ModelReader(RecurrentReader, FeedForwardReader):
             trained_context=self.context,
             embedding=embedding,
             embedding_scale=scale,
-            sublayers=tuple(sublayer for i in range(self.layers) for sublayer in self.layer(i)),
+            sublayers=(
+                *(sublayer for i in range(self.layers) for sublayer in self.layer(i)),
+                *((read_merge(self, self.dim),) if has_streams(self) else ()),
+            ),
             output_norm=Vector(
                 norm.tensor, norm.size, factor=logit_scale if family.multiplied_logits else 1 / logit_scale
             ),
@@ -214,6 +218,13 @@ class ModelReader(RecurrentReader, FeedForwardReader):
         if self.family.lone_sublayers:
             yield self.lone(i, prefix)
             return
+        if has_streams(self):
+            feed_forward = self.dense(prefix, self.size_of_layer("feed_forward_length", i))
+            attend, dense = self.attend(i, prefix), replace(feed_forward, sparsity=self.sparsity(i))
+            yield from read_streamed_layer(
+                self, i, self.dim, attend, dense, self.layer_embedding_of(i, prefix)
+            )
+            return
         if self.family.normed_after:
             yield from read_normed_after(
                 self, i, self.dim, lambda prefix: (self.attend(i, prefix), self.feed_forward(i, prefix))
@@ -255,9 +266,12 @@ class ModelReader(RecurrentReader, FeedForwardReader):
             yield Sublayer(before[1], operator, last_norm, scale)
             return
         yield Sublayer(before[1], operator, after[1])
+        yield Sublayer(None, self.layer_embedding_of(i, prefix), last_norm, scale)
+
+    def layer_embedding_of(self, i: int, prefix: str) -> LayerEmbedding:
+        """What layer i takes of the embeddings of layers."""
         gate = self.weight(f"{prefix}inp_gate", self.layer_embedding, self.dim)
-        proj = self.weight(f"{prefix}proj", self.dim, self.layer_embedding)
-        yield Sublayer(None, LayerEmbedding(gate, proj, i), last_norm, scale)
+        return LayerEmbedding(gate, self.weight(f"{prefix}proj", self.dim, self.layer_embedding), i)
 
     def lone(self, i: int, prefix: str) -> Sublayer:
         """The sublayer that layer i is. The width of a feed-forward layer is 0 where there is none."""

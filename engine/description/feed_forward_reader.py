@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
+
+from engine.description.checked_file import MOST
 from engine.description.head_reader import HeadReader
 from engine.description.sublayers import Dense, Experts, Scoring, SideBySide, Vector, Weight
 from engine.errors import ModelFileError
@@ -42,15 +45,26 @@ class FeedForwardReader(HeadReader):
             gate, up = (self.weight(f"{prefix}ffn_{x}{suffix}", width, dim) for x in ("gate", "up"))
         elif self.family.ungated:
             up = self.weight(f"{prefix}ffn_up{suffix}", width, dim)
-            biases = (
+            up_bias, down_bias = (
                 self.vector(f"{prefix}ffn_{x}{suffix}.bias", n) for x, n in (("up", width), ("down", dim))
             )
-            return Dense(None, up, down, self.family.activation, *biases)
+            return Dense(None, up, down, self.family.activation, up_bias, down_bias)
         else:
             gate, up = (
                 self.weight(f"{prefix}ffn_up{suffix}", width, dim, first, 2 * width) for first in (0, width)
             )
         return Dense(gate, up, down, self.family.activation)
+
+    def sparsity(self, i: int) -> float:
+        """See `Dense`. The file has one for each layer; of a layer without, it is no finite number, or nothing that is
+        above 0."""
+        key = self.key("activation_sparsity_scale")
+        sparsities = self.file.metadata.get(key)
+        if not isinstance(sparsities, np.ndarray):
+            return 0.0
+        if i >= len(sparsities) or sparsities.dtype.kind != "f":
+            raise damaged(self.file.path, f"{key} has no number of layer {i}")
+        return float(sparsities[i]) if 0 < sparsities[i] <= MOST else 0.0
 
     def experts(self, prefix: str) -> Experts:
         """A mixture of experts. Older files give the experts' width as feed_forward_length (olmoe). Of each expert, the

@@ -74,9 +74,10 @@ class Temperature:
 @dataclass(frozen=True)
 class Sublayer:
     """What the residual stream passes through: x += post_norm(operator(norm(x))). A norm that is None is left out.
-    `scale`: with a post norm, a number by which x is multiplied at last. `norm_bias` is added to what the norm gives.
-    A sublayer `beside` the one before it reads x as that did, and both results are added to x at once. If its norm
-    `replaces` x, the result is added to what the norm gives: x = norm(x) + operator(norm(x)) (BERT)."""
+    `scale`: with a post norm, a number by which x is multiplied at last, and so is a `factor` after sublayers side by
+    side. `norm_bias` is added to what the norm gives. A sublayer `beside` the one before it reads x as that did, and
+    both results, each after its own post norm, are added to x at once. If its norm `replaces` x, the result is added to
+    what the norm gives: x = norm(x) + operator(norm(x)) (BERT)."""
 
     norm: Vector | None
     operator: Operator
@@ -85,6 +86,7 @@ class Sublayer:
     norm_bias: Vector | None = None
     beside: bool = False
     replaces: bool = False
+    factor: float = 1.0
 
     @property
     def vectors(self) -> tuple[Vector, ...]:
@@ -258,10 +260,12 @@ class ModelSpec:
         return sum(weight.n_bytes for weight in self.weights())
 
     def weights(self) -> Iterator[Weight]:
-        """All matrices, a tied head once."""
+        """All matrices, those that are shared once, as a tied head is."""
+        yield from dict.fromkeys(self._weights())
+
+    def _weights(self) -> Iterator[Weight]:
         yield self.embedding
-        if not self.is_tied:
-            yield self.head
+        yield self.head
         yield from self.added_tables
         if self.layer_embeddings:
             yield self.layer_embeddings.table

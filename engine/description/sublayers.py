@@ -267,7 +267,8 @@ class LatentAttention(Attention):
 @dataclass(frozen=True)
 class Dense(Operator):
     """A feed-forward layer: down(activation(gate x) * up x), or without a gate down(activation(up x)). Products may
-    have biases."""
+    have biases. With `sparsity`, of a token's gates g only what is above mean(g) + sparsity * deviation(g) counts:
+    max(g - that, 0) takes the place of g. A deviation is divided by the number of gates less one."""
 
     gate: Weight | None
     up: Weight
@@ -275,6 +276,7 @@ class Dense(Operator):
     activation: Activation
     up_bias: Vector | None = None
     down_bias: Vector | None = None
+    sparsity: float = 0.0
     words = "feed-forward layers"
 
     @property

@@ -23,6 +23,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "gemma3 Q8_0": {"architecture": "gemma3", "layers": 3},
     "gemma4 F32, rope factors": {"architecture": "gemma4", "quant": "F32", "layers": 4, "rope_factors": True},
     "gemma4 Q8_0 with experts": {"architecture": "gemma4-moe"},
+    "gemma3n F32": {"architecture": "gemma3n", "quant": "F32", "layers": 3},
     "gemma2 F32": {"architecture": "gemma2", "quant": "F32"},
     "chatglm F32, 8 of 16 rotated": {"architecture": "chatglm", "quant": "F32", "rotated": 8},
     "exaone4 F32": {"architecture": "exaone4", "quant": "F32"},

@@ -1,5 +1,6 @@
 """What computes each kind of sublayer on a CPU."""
 
+from engine.description.altup import Correction, LowRank, Merge, Prediction
 from engine.description.recurrent import DeltaNet, Mamba, ShortConv
 from engine.description.sublayers import (
     Attention,
@@ -20,6 +21,12 @@ from engine.targets.cpu.sublayers.layer_embedding import LayerEmbeddingHandler
 from engine.targets.cpu.sublayers.mamba import MambaHandler
 from engine.targets.cpu.sublayers.short_conv import ShortConvHandler
 from engine.targets.cpu.sublayers.side_by_side import SideBySideHandler
+from engine.targets.cpu.sublayers.streams import (
+    CorrectionHandler,
+    LowRankHandler,
+    MergeHandler,
+    PredictionHandler,
+)
 
 HANDLERS: dict[type[Operator], type[Handler]] = {
     Attention: AttentionHandler,
@@ -31,4 +38,8 @@ HANDLERS: dict[type[Operator], type[Handler]] = {
     Experts: ExpertsHandler,
     SideBySide: SideBySideHandler,
     LayerEmbedding: LayerEmbeddingHandler,
+    LowRank: LowRankHandler,
+    Prediction: PredictionHandler,
+    Correction: CorrectionHandler,
+    Merge: MergeHandler,
 }

@@ -57,12 +57,14 @@ def step_kernels(model: CPUModel, tile: int, rows: int = 0, whole: bool = False)
         is_mixed = waits or layer.post_norm is not None
         step.mixed = step.rows(f"mixed{len(waiting)}", spec.dim) if is_mixed else None
         layer.handler.add_kernels(step)
-        if step.mixed is not None and layer.post_norm is not None:
-            step.add_normed(step.x, step.mixed, layer.post_norm, layer.scale)
-        elif step.mixed is not None:
+        if step.mixed is not None and waits:
+            if layer.post_norm is not None:
+                step.add_normed(step.mixed, step.mixed, layer.post_norm, added=False)
             waiting.append(step.mixed)
+        elif step.mixed is not None and layer.post_norm is not None:
+            step.add_normed(step.x, step.mixed, layer.post_norm, layer.scale)
         if waiting and not is_added_later:
-            step.add_rows(waiting)
+            step.add_rows(waiting, factor=sublayer.factor)
             waiting = []
         step.sequence.output(step.x)
     if rows:

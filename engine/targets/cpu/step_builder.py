@@ -42,6 +42,7 @@ class Tiles:
 
 class StepBuilder:
     """`x`: the residual stream. `mixed`: the result of the sublayer at hand, if it is normed before it is added.
+    `streams`: those beside it, and what a layer predicted of `x` (`kernels.streams`).
     `state`: the buffer that says how many tokens there are, if kernels read it. `parts`: of kernels whose threads share
     the tokens. `of_layers`: of the embeddings of layers the products, the weight of their norm, and the rows of the
     table."""
@@ -57,6 +58,7 @@ class StepBuilder:
         self.x, self._y = (self.rows(name, buffers.spec.dim) for name in "xy")
         self.mixed: Tensor | None = None
         self.of_layers: list[Tensor] = []
+        self.streams: list[Tensor] = []
 
     @property
     def out(self) -> Tensor:
@@ -140,10 +142,10 @@ class StepBuilder:
             self.multiply(self._y, matrix, inputs, added=self.x, bias=bias)
             self.x, self._y = self._y, self.x
 
-    def add_rows(self, rows: Sequence[Tensor], begins: bool = False) -> None:
+    def add_rows(self, rows: Sequence[Tensor], begins: bool = False, factor: float = 1.0) -> None:
         """Adds the kernel `add_centred` of rows to the residual stream, or it `begins` with them."""
         buffers, spec = self.buffers, self.buffers.spec
-        kernel = add_centred(len(rows), buffers.lanes, self.tile, spec.centred, begins)
+        kernel = add_centred(len(rows), buffers.lanes, self.tile, spec.centred, begins, factor)
         self.add(kernel, self.x, buffers.sizes(spec.dim // UNIT), *self.state, *rows, parts=self.parts)
 
     def add_normed(

@@ -18,7 +18,8 @@ from engine.targets.graph.states import States
 class Run:
     """What the sublayers of a step share. `masks`: by window and by whether tokens look ahead. `of_layers`: what the
     tokens give each layer. `caches` and `states` are those of the sublayers to come, and `read` is the cache that each
-    attention so far has read. `stored`: the cache that was stored to last."""
+    attention so far has read. `stored`: the cache that was stored to last. `others`: the streams beside the residual
+    one, and `predicted` all of them as a layer began."""
 
     step: Step
     masks: dict[tuple[int, bool], Tensor | None]
@@ -27,6 +28,8 @@ class Run:
     states: Iterator[States]
     stored: Tensor
     read: list[Tensor] = field(default_factory=list)
+    others: list[Tensor] = field(default_factory=list)
+    predicted: list[Tensor] = field(default_factory=list)
 
 
 class Parts:

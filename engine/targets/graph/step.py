@@ -12,6 +12,7 @@ from typing import Any, cast
 import numpy as np
 from tinygrad import Device, Tensor, UOp, dtypes
 
+from engine.description.altup import Correction, LowRank, Merge, Prediction
 from engine.description.recurrent import DeltaNet, Mamba, ShortConv
 from engine.description.sublayers import (
     MIN_PROBABILITY,
@@ -38,6 +39,7 @@ from engine.targets.graph.inputs import Step
 from engine.targets.graph.parts import Run, centred, normed
 from engine.targets.graph.recurrent import RecurrentLayers
 from engine.targets.graph.states import States
+from engine.targets.graph.streams import StreamLayers
 
 
 def gated(gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
@@ -53,7 +55,7 @@ def gated(gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
     return gate * (1.702 * gate).sigmoid() * (up + 1)
 
 
-class Transformer(RecurrentLayers):
+class Transformer(RecurrentLayers, StreamLayers):
     """A model's weights and KV cache, and its forward pass over tokens that continue those in the cache. The cache has
     `blocks` of BLOCK places for tokens: for each attention (2, kv_heads, places, head_dim), zeros, in float16, or in
     float32 if the weights are. In the format q8_0 it is int8, and the scales of a head's blocks, as bytes, follow its
@@ -199,13 +201,14 @@ class Transformer(RecurrentLayers):
             h = x if norm is None else self._stream_norm(x, norm, sublayer.norm_bias)
             x = h if sublayer.replaces else x
             y = _SUBLAYERS[type(operator)](self, operator, h, run)
+            y = y if sublayer.post_norm is None else self._norm(y, sublayer.post_norm)
             if is_added_later:
                 waiting.append(y.contiguous())
                 yield x, run.stored
                 continue
-            y = sum(waiting, start=y)
+            x = x + sum(waiting, start=y)
             waiting.clear()
-            x = x + (y if sublayer.post_norm is None else self._norm(y, sublayer.post_norm))
+            x = x * sublayer.factor if sublayer.factor != 1 else x
             x = centred(x) if spec.centred else x
             if sublayer.scale:
                 x = x * self._vectors[sublayer.scale]
@@ -288,6 +291,9 @@ class Transformer(RecurrentLayers):
     def _dense(self, operator: Dense, x: Tensor, run: Run) -> Tensor:
         up = self._product(operator.up, x, operator.up_bias)
         gate, up = (self._product(operator.gate, x), up) if operator.gate else (up, up.ones_like())
+        if operator.sparsity:
+            least = gate.mean(-1, keepdim=True) + operator.sparsity * gate.std(-1, keepdim=True)
+            gate = (gate - least.contiguous()).relu()
         return self._product(operator.down, gated(gate, up, operator.activation), operator.down_bias)
 
     def _stream_norm(self, x: Tensor, weight: Vector, bias: Vector | None = None) -> Tensor:
@@ -412,6 +418,10 @@ _SUBLAYERS: dict[type[Operator], Callable[[Transformer, Any, Tensor, Run], Tenso
     Experts: Transformer._experts,
     SideBySide: Transformer._beside,
     LayerEmbedding: Transformer._layer_embedding,
+    LowRank: Transformer._low_rank,
+    Prediction: Transformer._predict,
+    Correction: Transformer._correct,
+    Merge: Transformer._merge,
 }
 """What computes each kind of sublayer: of x (n, dim), normed if the sublayer has a norm, (n, dim)."""
 

@@ -212,11 +212,12 @@ def add_normed(
 
 @functools.cache
 def add_centred(
-    n_rows: int, lanes: int, tile: int, centres: bool = True, begins: bool = False
+    n_rows: int, lanes: int, tile: int, centres: bool = True, begins: bool = False, factor: float = 1.0
 ) -> KernelFunction:
     """out += the sum of `n_rows` rows; if it `begins`, = instead of +=. If it `centres`, the mean of out is taken off
-    it. The threads share the tokens. Buffers: out, float32 (tokens, cols); the number of units in a row, int32 (1,);
-    the state if tile is more than 1; the rows, float32 (tokens, cols) each."""
+    it. With a `factor`, it is multiplied by that before. The threads share the tokens. Buffers: out, float32 (tokens,
+    cols); the number of units in a row, int32 (1,); the state if tile is more than 1; the rows, float32 (tokens, cols)
+    each."""
 
     def kernel(part: UOp, parts: UOp, out: UOp, shape: UOp, *buffers: UOp) -> UOp:
         k = KernelBuilder(lanes)
@@ -231,6 +232,7 @@ def add_centred(
             with k.loop(cols // lanes) as j:
                 total = add(k.vector(row, at + j * lanes) for row in rows)
                 total = total if begins else k.vector(out, at + j * lanes) + total
+                total = total * factor if factor != 1 else total
                 k.store(out, at + j * lanes, total)
                 k.store(sums, 0, k.vector(sums, 0) + total)
             if centres:
@@ -238,6 +240,38 @@ def add_centred(
                 with k.loop(cols // lanes) as j:
                     k.store(out, at + j * lanes, k.vector(out, at + j * lanes) - k.load(mean, 0))
         return k.finish(f"{'centre' if centres else 'add'}_{n_rows}_{tile}")
+
+    return kernel
+
+
+@functools.cache
+def sparsify(deviations: float, lanes: int, tile: int) -> KernelFunction:
+    """Of each row x, what is above its mean by more than so many standard deviations: x = max(x - that, 0). The threads
+    share the tokens. Buffers: the rows, float32 (tokens, cols); the number of units in a row, int32 (1,); the state if
+    tile is more than 1."""
+
+    def kernel(part: UOp, parts: UOp, rows: UOp, shape: UOp, *state: UOp) -> UOp:
+        k = KernelBuilder(lanes)
+        k.scratch(rows)
+        cols = k.index(shape, 0) * UNIT
+        first, count = even_share(n_tokens(k, state[0], tile) if state else 1, part, parts)
+        sums, squares, mean, least = (k.registers(n) for n in (lanes, lanes, 1, 1))
+        with k.loop(count) as i:
+            at = (first + i) * cols
+            k.fill(sums, 0, UOp.const(0.0, F32))
+            with k.loop(cols // lanes) as j:
+                k.store(sums, 0, k.vector(sums, 0) + k.vector(rows, at + j * lanes))
+            k.store(mean, 0, k.across(k.vector(sums, 0), Ops.ADD) * cols.cast(F32).reciprocal())
+            k.fill(squares, 0, UOp.const(0.0, F32))
+            with k.loop(cols // lanes) as j:
+                off = k.vector(rows, at + j * lanes) - k.load(mean, 0)
+                k.store(squares, 0, k.vector(squares, 0) + off * off)
+            variance = k.across(k.vector(squares, 0), Ops.ADD) * (cols - 1).cast(F32).reciprocal()
+            k.store(least, 0, k.load(mean, 0) + variance.sqrt() * deviations)
+            with k.loop(cols // lanes) as j:
+                above = k.vector(rows, at + j * lanes) - k.load(least, 0)
+                k.store(rows, at + j * lanes, above.maximum(UOp.const(0.0, F32)))
+        return k.finish(f"sparsify_{tile}")
 
     return kernel
 

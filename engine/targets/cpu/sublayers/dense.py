@@ -7,16 +7,18 @@ from tinygrad import Tensor
 from engine.description.sublayers import Dense
 from engine.measure.kernel_roles import BufferUse
 from engine.targets.buffer_uses import BufferUses
+from engine.targets.cpu.kernels.activations import sparsify
+from engine.targets.cpu.kernels.stream_size import UNIT
 from engine.targets.cpu.step_builder import StepBuilder
 from engine.targets.cpu.sublayers.handler import Handler, Loading
 from engine.targets.cpu.weights import Matrix
 
 
 class DenseHandler(Handler):
-    """quantize · gate+up · quantize · down. `reads`: the matrices that read the tokens."""
+    """quantize · gate+up · [sparsify] · quantize · down. `reads`: the matrices that read the tokens."""
 
     def __init__(self, part: Dense, norm: Tensor | None, is_added: bool, loading: Loading) -> None:
-        self._norm, self._activation = norm, part.activation
+        self._norm, self._activation, self._sparsity = norm, part.activation, part.sparsity
         weights = loading.weights
         self.reads = [weights.matrix(weight) for weight in (part.gate, part.up) if weight]
         self._down = weights.matrix(part.down, added=is_added)
@@ -39,6 +41,13 @@ class DenseHandler(Handler):
         for i, (out, matrix) in enumerate(zip(rows, self.reads, strict=True)):
             bias = self._up_bias if matrix is self.reads[-1] else None
             step.multiply(out, matrix, inputs, added=bias, concurrent=i > 0 or bool(shared))
+        if self._sparsity:
+            buffers = step.buffers
+            kernel, shape = (
+                sparsify(self._sparsity, buffers.lanes, step.tile),
+                buffers.sizes(self._down.cols // UNIT),
+            )
+            step.add(kernel, first, shape, *step.state, parts=step.parts)
         gate = self._activation, others[0] if others else None
         return self._down, step.quantize(first, [self._down], gate=gate, name=shared)
 

@@ -9,19 +9,20 @@ from typing import Any
 from tinygrad import Tensor
 
 from engine.description.spec import ModelSpec
+from engine.description.sublayers import Weight
 from engine.runtime.pictures import PictureRoom
 from engine.targets.buffer_uses import BufferUses
 from engine.targets.cpu.cache import CPUCache
 from engine.targets.cpu.kernels.stream_size import UNIT
 from engine.targets.cpu.states import CPUStates
 from engine.targets.cpu.step_builder import StepBuilder
-from engine.targets.cpu.weights import CPUWeights
+from engine.targets.cpu.weights import CPUWeights, Matrix
 
 
 @dataclass
 class Loading:
     """What sublayers take their weights and their memory from. `choices`: of each mixture of experts, how often each
-    expert was chosen, int32 (experts,)."""
+    expert was chosen, int32 (experts,). `routers`: those of streams, which two sublayers of a layer share."""
 
     weights: CPUWeights
     spec: ModelSpec
@@ -30,6 +31,7 @@ class Loading:
     states: CPUStates
     pictures: PictureRoom | None = None
     choices: list[Tensor] = field(default_factory=list)
+    routers: dict[Weight, Matrix] = field(default_factory=dict)
 
 
 class Handler(ABC):

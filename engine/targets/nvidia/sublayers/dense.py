@@ -20,6 +20,10 @@ class DenseHandler(Handler):
     """The weights of a feed-forward layer. `gate_up` is one matrix with alternating rows if both have the same type,
     and up alone if there is no gate."""
 
+    @classmethod
+    def lacks(cls, part: Dense) -> str:
+        return "gates of which only the largest count" if part.sparsity else ""
+
     def __init__(self, part: Dense, loading: Loading) -> None:
         self.part = part
         self.gate_up = Product(gate_up_of(part))
