@@ -34,8 +34,8 @@ class Parts:
     those of queries and keys, over a "head" or over "all". `biases`: of "qkv", or of all matrices of a layer.
     `renamed`: ffn_norm is called post_attention_norm. `delta`: gated delta nets in the layers without attention,
     which has a gate; `fused_delta`: their beta and alpha are one matrix. `conv` or `mamba`: every other layer is a
-    short convolution or a Mamba 2 layer. `shared`: a shared expert, `ungated`: without a gate. `choice_bias`: of the
-    choice of experts.
+    short convolution or a Mamba 2 layer. `shared`: a shared expert, `ungated`: without a gate. `every_expert`: of so
+    many layers, the last has experts. `choice_bias`: of the choice of experts.
     `layer_norms`: with "biases" or without ("plain"). `feed_forward`: "ungated", and "beside"
     attention, without a norm of its own. `lone`: a layer is a Mamba 2 layer, a feed-forward layer or attention, by
     these letters in turns. `mamba_beside`: attention has a Mamba 2 layer beside it.
@@ -68,6 +68,7 @@ class Parts:
     shared: bool = False
     ungated: bool = False
     choice_bias: bool = False
+    every_expert: int = 1
     latent: str = ""
     thinks: bool = False
     layers: bool = False
@@ -128,6 +129,15 @@ MAMBA = {
 }
 ARCHITECTURES: dict[str, Parts] = {
     "llama": Parts(),
+    "llama4": Parts(
+        experts=4,
+        shared=True,
+        ungated=True,
+        every_expert=2,
+        keys={"attention.sliding_window": 24, "attention.temperature_length": 32}
+        | {"expert_count": 4, "expert_used_count": 1, "expert_feed_forward_length": 64}
+        | {"interleave_moe_layer_step": 2, "expert_weights_scale": 1.0},
+    ),
     "qwen2": Parts(biases="qkv"),
     "qwen3": Parts(norms="head", thinks=True),
     "mistral3": Parts(
@@ -802,7 +812,10 @@ def write(
             matrix(prefix + "laurel_r", dim, LOW_RANK)
             vector(prefix + "laurel_post_norm.weight", dim, 1.0)
         has_experts = (
-            layer % 2 == 1 if parts.normed_after else layer >= metadata.get("leading_dense_block_count", 0)
+            layer % 2 == 1
+            if parts.normed_after
+            else layer >= metadata.get("leading_dense_block_count", 0)
+            and (layer + 1) % parts.every_expert == 0
         )
         if parts.experts and has_experts:
             experts(prefix)

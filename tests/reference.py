@@ -38,7 +38,7 @@ from engine.formats.gguf import GGUF
 Floats = NDArray[np.float32]
 
 NEIGHBOURS = {
-    "llama", "mistral3", "granite", "granitemoe", "smollm3", "chatglm", "ernie4_5", "ernie4_5-moe", "glm4",
+    "llama", "llama4", "mistral3", "granite", "granitemoe", "smollm3", "chatglm", "ernie4_5", "ernie4_5-moe", "glm4",
     "granitehybrid", "command-r", "cohere2", "internlm2", "minicpm", "deepseek2", "deepseek", "bailingmoe", "arcee",
     "maincoder", "xverse", "mistral4", "llama-embed",
 }  # fmt: skip
@@ -239,6 +239,8 @@ class Reference:
         return rows[: weight.experts * weight.rows]
 
     def _vector(self, vector: Vector) -> Floats:
+        if not vector.tensor:
+            return np.full(vector.size, vector.factor, np.float32)
         values = self._tensors[vector.tensor].reshape(-1)[vector.first : vector.first + vector.size]
         return values * np.float32(vector.factor)
 
@@ -280,6 +282,8 @@ class Reference:
         for token, (x, probabilities) in enumerate(zip(h, router, strict=True)):
             chosen = np.argsort(-self._ranked(part, probabilities), kind="stable")[: part.used]
             total = np.maximum(probabilities[chosen].sum(), np.float32(MIN_PROBABILITY))
+            if part.weighed_inputs:
+                x, probabilities = x * probabilities[chosen], np.ones_like(probabilities)
             for expert in chosen:
 
                 def product(x: Floats, weight: Weight, bias: Vector | None, expert: int = expert) -> Floats:
@@ -404,11 +408,13 @@ class Reference:
             assert a.cache_of is not None
             caches.append(caches[a.cache_of])
         k, v = caches[-1]
-        if temperature := self.spec.temperature:
-            steps = np.floor(np.arange(n) / temperature.length)
+        if (temperature := self.spec.temperature) and a.tempered:
+            steps = np.floor((np.arange(n) + temperature.later) / temperature.length)
             q = q * (1 + temperature.slope * np.log(1 + steps)).astype(np.float32)[:, None, None]
         distance = np.arange(n)[:, None] - np.arange(n)[None, :]
         hidden = (distance < 0) | (distance >= a.window if a.window else False)
+        if a.chunked:
+            hidden = (distance < 0) | (np.arange(n)[None, :] < np.arange(n)[:, None] // a.window * a.window)
         if a.both_ways:
             hidden = np.abs(distance) >= (a.window or n)
         out = np.empty_like(q)

@@ -7,6 +7,7 @@ does: its file in src/models of llama.cpp.
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 from collections.abc import Iterator
@@ -130,8 +131,6 @@ class ModelReader(RecurrentReader, FeedForwardReader):
         last = last_norm(self.layers) if family.normed_after else "output_norm"
         is_lfm2 = self.has(_LFM2_NORM) and not self.has(f"{last}.weight")
         norm = self.required(_LFM2_NORM if is_lfm2 else f"{last}.weight", self.dim)
-        slope = self.number("attention.temperature_scale", 0.0)
-        length = self.size("attention.temperature_length", self.original_context) if slope else 0
         spec = ModelSpec(
             architecture=self.architecture,
             name=self.file.get("general.name", str, self.file.path.stem),
@@ -155,7 +154,7 @@ class ModelReader(RecurrentReader, FeedForwardReader):
             eps=eps,
             stream_eps=eps / residual**2,
             softcap=self.number("final_logit_softcapping", self.family.logit_cap),
-            temperature=Temperature(slope, length) if slope else None,
+            temperature=self.temperature(),
             layer_embeddings=self.layer_embeddings(vocab) if self.layer_embedding else None,
             draft_layers=self.draft_layers or int(any(name.startswith(_DRAFT) for name in self.file.tensors)),
             encoders=tuple(
@@ -181,6 +180,16 @@ class ModelReader(RecurrentReader, FeedForwardReader):
                 "It is of a variant that orin-chat does not run. Choose another model.",
             )
         return spec
+
+    def temperature(self) -> Temperature | None:
+        tempered = self.family.tempered_full if self.has_windows else None
+        unsaid, length, later = tempered or (0.0, self.original_context, 0)
+        slope = self.number("attention.temperature_scale", unsaid)
+        return Temperature(slope, self.size("attention.temperature_length", length), later) if slope else None
+
+    @functools.cached_property
+    def has_windows(self) -> bool:
+        return any(self.window(i) for i in range(self.layers))
 
     def table(self, name: str, rows: int) -> Weight | None:
         """The first rows of a table of vectors that are added to embeddings, if there is one."""
@@ -309,7 +318,8 @@ class ModelReader(RecurrentReader, FeedForwardReader):
         heads = self.heads(i, window > 0, interleaved)
         dim, head_dim, kv_size = self.dim, heads.dim, heads.kv * heads.dim
         sizes = {"q": heads.count * head_dim, "k": kv_size, "v": kv_size}
-        is_gated = self.family.gated_attention
+        is_gated, is_rotated = self.family.gated_attention, self.is_rotated(i, window)
+        has_unit_norms = self.family.unit_norms and is_rotated and not self.is_unnormed
         in_file = sizes | {"q": 2 * sizes["q"]} if is_gated else sizes
         firsts = {"q": 0, "k": in_file["q"], "v": in_file["q"] + in_file["k"]}
         fused = self.has(f"{prefix}attn_qkv.weight")
@@ -340,6 +350,8 @@ class ModelReader(RecurrentReader, FeedForwardReader):
             )
 
         def norm(x: str) -> Vector | None:
+            if has_unit_norms:
+                return Vector("", head_dim)
             tensor = f"{prefix}attn_{x}_norm.weight"
             is_over_heads = self.has(tensor) and self.file.tensors[tensor].shape != (head_dim,)
             return self.vector(tensor, sizes[x] if is_over_heads else head_dim, heads.order)
@@ -363,7 +375,7 @@ class ModelReader(RecurrentReader, FeedForwardReader):
             heads=heads.count, kv_heads=heads.kv, head_dim=head_dim,
             rope=self.rope(
                 heads,
-                self.is_rotated(i, window),
+                is_rotated,
                 window > 0 and self.family.plain_windows,
                 self.family.grid_positions,
             ),
@@ -374,12 +386,19 @@ class ModelReader(RecurrentReader, FeedForwardReader):
             has_normed_values=self.family.normed_values,
             softcap=self.number("attn_logit_softcapping", cap) if (cap := self.family.score_cap) else 0.0,
             rotates_first=self.family.rotates_first,
+            chunked=self.family.chunked and window > 0,
+            tempered=self.family.tempered_full is None or window == 0,
         )  # fmt: skip
+
+    @property
+    def is_unnormed(self) -> bool:
+        """Whether it is the model of a family that has no unit norms."""
+        return self.file.get(self.key("expert_count"), int, 0) == self.family.unnormed_experts
 
     def is_rotated(self, i: int, window: int) -> bool:
         """Whether layer i has rotary embeddings."""
         if self.family.unrotated_full:
-            return window > 0 or not any(self.window(i) for i in range(self.layers))
+            return window > 0 or not self.has_windows
         if (
             not self.file.get(self.key("rope.scaling.finetuned"), bool, True)
             and self.family.recurrent == "mamba"

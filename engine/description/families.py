@@ -29,6 +29,10 @@ class Family:
     the last has attention, and the others are `recurrent`, unless the metadata say otherwise (0: those that have heads
     of keys have attention). `gated_attention`: in each head the rows of the query come before those of a gate of its
     result. `unscaled_attention`: scores are multiplied by nothing. `normed_values`: values are normed over a head.
+    `chunked`, `weighed_inputs`: see `Attention`, `Experts`. `unit_norms`: rotated queries and keys are normed over a
+    head, without weights, except in a model of `unnormed_experts` experts. `tempered_full`: queries of layers without a
+    window grow with their position, if others have one, by this where the files do not say it: the slope, the length,
+    and how many positions later.
     `rotates_first`, `shares_in_turn`: see `Attention`, `DeltaNet`. `layer_norms`: norms are LayerNorms
     (`ModelSpec.centred`). `multiplied_logits`: by the file's scale of logits, by which others are divided. `ungated`:
     feed-forward layers have no gates. `lone_sublayers`: a layer is attention, a feed-forward layer or a recurrent one
@@ -68,6 +72,11 @@ class Family:
     gated_attention: bool = False
     unscaled_attention: bool = False
     normed_values: bool = False
+    chunked: bool = False
+    weighed_inputs: bool = False
+    unit_norms: bool = False
+    unnormed_experts: int = 0
+    tempered_full: tuple[float, int, int] | None = None
     rotates_first: bool = False
     shares_in_turn: bool = True
     grid_positions: bool = False
@@ -108,6 +117,20 @@ _BERT = Family(
 
 ARCHITECTURES: Mapping[str, Family] = {
     "llama": Family(interleaved=True),
+    "llama4": Family(
+        interleaved=True,
+        full_attention_every=4,
+        window=8192,
+        chunked=True,
+        unrotated_full=True,
+        rotates_first=True,
+        unit_norms=True,
+        unnormed_experts=128,  # Maverick: LLM_TYPE_17B_128E in llama4.cpp
+        tempered_full=(0.1, 8192, 1),
+        renormalised=False,
+        scoring="sigmoid",
+        weighed_inputs=True,
+    ),
     "qwen2": Family(),
     "qwen3": Family(),
     "mistral3": Family(interleaved=True),

@@ -72,6 +72,12 @@ class FeedForwardReader(HeadReader):
         dim, count, used = self.dim, self.size("expert_count"), self.size("expert_used_count")
         if not count > 1 or used > count:
             raise damaged(self.file.path, f"it chooses {used} of {count} experts")
+        weighed_inputs = self.family.weighed_inputs
+        if weighed_inputs and used > 1:
+            raise ModelFileError(
+                f"{self.name} weighs what {used} experts of a token read, which orin-chat does not run.",
+                "Choose another model.",
+            )
         has_width = self.key("expert_feed_forward_length") in self.file.metadata
         width = self.size("expert_feed_forward_length" if has_width else "feed_forward_length")
 
@@ -106,6 +112,7 @@ class FeedForwardReader(HeadReader):
             shared_gate=self.weight(f"{prefix}ffn_gate_inp_shexp", 1, dim) if has_gate else None,
             scoring=self.scoring(prefix), choice_bias=self.vector(f"{prefix}exp_probs_b.bias", count),
             factor=self.number("expert_weights_scale", 1.0) or 1.0, groups=groups, used_groups=used_groups,
+            weighed_inputs=weighed_inputs,
         )  # fmt: skip
 
     def scoring(self, prefix: str) -> Scoring:

@@ -61,14 +61,16 @@ class Rope:
 
 @dataclass(frozen=True)
 class Temperature:
-    """Queries grow with their position: by 1 + `slope` * ln(floor(position / length) + 1)."""
+    """Queries grow with their position: by 1 + `slope` * ln(floor((position + `later`) / length) + 1)."""
 
     slope: float
     length: int
+    later: int = 0
 
     def factors(self, length: int) -> NDArray[np.float32]:
         """The factors at positions 0 to `length` - 1, float32 (length,)."""
-        return (1 + self.slope * np.log(np.arange(length) // self.length + 1)).astype(np.float32)
+        periods = np.arange(self.later, self.later + length) // self.length
+        return (1 + self.slope * np.log(periods + 1)).astype(np.float32)
 
 
 @dataclass(frozen=True)

@@ -79,7 +79,8 @@ class Weight:
 
 @dataclass(frozen=True)
 class Vector:
-    """Floats of a tensor of the file: `size` from `first` on, reordered if they are those of heads, times `factor`."""
+    """Floats of a tensor of the file: `size` from `first` on, reordered if they are those of heads, times `factor`.
+    Without a tensor ("") they are ones, times that."""
 
     tensor: str
     size: int
@@ -146,7 +147,9 @@ class Attention(Operator):
     of queries and keys are over a head (head_dim weights), or over all heads together; with `rotates_first` they come
     after the rotation, and are over a head. `rope` is an index in `ModelSpec.ropes`. Scores are multiplied by `scale`,
     and with a `softcap` they are softcap * tanh(scores / softcap). With a `window`, a query at position p attends to
-    the keys at p - window + 1 to p; 0 means to all. `sinks`: for each head a score that joins those of the keys,
+    the keys at p - window + 1 to p; 0 means to all. If windows are `chunked`, it attends to those from the last
+    multiple of the window on. Queries that are not `tempered` do not grow with their position
+    (`ModelSpec.temperature`). `sinks`: for each head a score that joins those of the keys,
     unscaled, and whose value is zero. `gate`: the result is multiplied by sigmoid(gate x) before the output projection.
 
     With `sees_pictures`, a picture's tokens attend also to those after them in the same picture. If it goes
@@ -180,6 +183,8 @@ class Attention(Operator):
     both_ways: bool = False
     softcap: float = 0.0
     rotates_first: bool = False
+    chunked: bool = False
+    tempered: bool = True
     words = "attention"
 
     @property
@@ -295,7 +300,8 @@ class Experts(Operator):
     each times its probability; if they are `renormalised`, divided by the sum of these; and times `factor`. The biases
     of all experts are one after the other. `scales`: a number for each expert, by which its result is multiplied. A
     `shared` layer computes every token; its result times sigmoid(`shared_gate` x) is added, with `shared_gate`
-    (1, dim); without that, all of it.
+    (1, dim); without that, all of it. With `weighed_inputs`, which has one expert used, what the expert reads is times
+    its probability, in place of its result (llama4).
 
     `choice_bias`: a number for each expert, added to its probability for the choice alone. With more than one of the
     `groups`, equal parts of the experts, only those of the `used_groups` best ones are chosen; the two best experts of
@@ -320,6 +326,7 @@ class Experts(Operator):
     factor: float = 1.0
     groups: int = 1
     used_groups: int = 1
+    weighed_inputs: bool = False
     words = "mixtures of experts"
 
     @property

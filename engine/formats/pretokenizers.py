@@ -43,10 +43,32 @@ _QWEN35 = "|".join(  # as Qwen2's, but marks belong to words
     [_CONTRACTIONS, r"[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+", r"\p{N}", r" ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*", _SPACES]
 )
 _SEED = "|".join([_CONTRACTIONS, _WORD, r"\p{N}", r" ?[^\s\p{L}\p{N}\r\n]+", _SPACES])
+_LAGUNA = (r"[^\n]+|\n+", _QWEN2)
+_UFAKZEKA = _QWEN2.removeprefix(_CONTRACTIONS + "|")
+_EXAONE_MOE = "|".join(
+    [
+        _CONTRACTIONS,
+        r"[^\r\n\p{L}\p{N}]?(?:\p{L}\p{M}*(?: \p{L}\p{M}*)*)+",
+        r"\p{N}",
+        r" ?[^\s\p{L}\p{N}]+[\r\n/]?",
+        r"\s*[\r\n]|\s+(?!\S)|\s+",
+    ]
+)
+_JAIS2 = "|".join(
+    [
+        *(_CONTRACTIONS, _WORD, r"\p{N}{1,3}", _SYMBOLS, r"\s*[\r\n]+"),
+        *(rf"\s{{{n}}}(?!\S)" for n in (512, 256, 128, 64, 32, 16, 8, 4)),
+        r"\s{1,2}(?!\S)|\s",
+    ]
+)
 _BAILING = "|".join([_CONTRACTIONS, _WORD, r"\p{N}", _SYMBOLS, r"\s*[\r\n]|\s+(?!\S)|\s+"])
 _TEKKEN = "|".join([_CASED, _CASED_CAPITALS, r"\p{N}", _PATH_SYMBOLS, _SPACES])
 _GPT4O = "|".join(
     [f"{_CASED}{_CONTRACTIONS}?", f"{_CASED_CAPITALS}{_CONTRACTIONS}?", r"\p{N}{1,3}", _PATH_SYMBOLS, _SPACES]
+)
+_YOUTU = (
+    "[가-힣ㄱ-ㆎ]+|[！…“”‘’—：；，、-〿︰-﹏]+|[ㄅ-ㄯ]+|[一-龥\u3040-ゟ゠-ヿ]+",
+    _GPT4O.replace("{1,3}", ""),
 )
 # as GPT-4o's, but Chinese characters are words of their own
 _NOT_HAN = r"&&[^\p{Han}]]"
@@ -69,6 +91,17 @@ _DEEPSEEK_V3 = (
     r"| ?[\p{P}\p{S}]+[\r\n]*|" + _SPACES,
 )
 
+_SPARK = (
+    *_DEEPSEEK_V3[:2],
+    _DEEPSEEK_V3[2].replace(r"+[\r\n]*|" + _SPACES, r"+|[\r\n]|\s+(?!\S)|\s+"),
+    r"\p{N}",
+)
+_THREES = r"\p{N}{1,3}(?=(?:\p{N}{3})*(?!\p{N}))"  # of a number's digits, from its end
+_AFMOE_SCRIPTS = (
+    "[一-鿿㐀-䶿豈-\ufaff\u3040-ゟ゠-ヿ･-ﾟ⼀-\u2fdf"
+    "\u0e40-\u0e7f\u0e80-\u0effក-\u17ffက-႟ꩠ-ꩿꧠ-\ua9ff가-\ud7afᄀ-ᇿ]+"
+)
+_AFMOE = (_THREES, _AFMOE_SCRIPTS, _DEEPSEEK_V3[2])
 _FALCON = (r"[\p{P}\$\+<=>\^~\|`]+", _GPT2_WORDS, "[0-9][0-9][0-9]")
 _WITHOUT_PUNCTUATION = r" ?[^(\s|.,!?…。，、।۔،)]+"
 
@@ -80,14 +113,24 @@ GEMMA4 = Pretokenizer((r"[^\n]+|\n+",))
 _NAMES: tuple[tuple[str, Pretokenizer], ...] = (
     ("default", DEFAULT),
     (
-        "llama-bpe llama3 llama-v3 falcon3 falcon-h1 pixtral midm-2.0 lfm2",
+        "llama-bpe llama3 llama-v3 falcon3 falcon-h1 pixtral midm-2.0 lfm2 jina-v5-nano",
         Pretokenizer((_LLAMA3,), whole_words=True, add_bos=True),
     ),
     ("smaug-bpe dbrx chatglm-bpe", Pretokenizer((_LLAMA3,))),
     ("glm4 glm5", Pretokenizer((_LLAMA3,), whole_words=True)),
     ("minicpm5", Pretokenizer((r"\p{N}{1,3}", _LLAMA3), whole_words=True)),
-    ("qwen2 deepseek-r1-qwen stablelm2 megrez hunyuan solar-open grok-2 kormo", Pretokenizer((_QWEN2,))),
+    (
+        "qwen2 deepseek-r1-qwen stablelm2 megrez hunyuan solar-open grok-2 kormo f2llmv2",
+        Pretokenizer((_QWEN2,)),
+    ),
     ("qwen35", Pretokenizer((_QWEN35,))),
+    ("laguna", Pretokenizer(_LAGUNA)),
+    ("ufakzeka", Pretokenizer((_UFAKZEKA,))),
+    ("exaone-moe", Pretokenizer((_EXAONE_MOE,))),
+    ("jais-2", Pretokenizer((_JAIS2,))),
+    ("youtu", Pretokenizer(_YOUTU, whole_words=True)),
+    ("spark2_5", Pretokenizer(_SPARK)),
+    ("afmoe", Pretokenizer(_AFMOE)),
     ("seed-coder", Pretokenizer((_SEED,))),
     ("bailingmoe bailingmoe2 llada-moe", Pretokenizer((_BAILING,))),
     (
@@ -104,10 +147,11 @@ _NAMES: tuple[tuple[str, Pretokenizer], ...] = (
     ("viking", Pretokenizer((_WITHOUT_PUNCTUATION, r"\p{N}"))),
     ("tekken", Pretokenizer((_TEKKEN,), whole_words=True, add_bos=True)),
     ("tiny_aya cohere2moe", Pretokenizer((r"\d{1,3}(?=(?:\d{3})*\b)", _GPT4O))),
-    ("gpt-4o llama4 kanana2 minimax-m2", Pretokenizer((_GPT4O,))),
+    ("gpt-4o llama4 kanana2 minimax-m2 talkie", Pretokenizer((_GPT4O,))),
+    ("granite-embed-multi-97m", Pretokenizer((_GPT4O,), whole_words=True)),
     ("kimi-k2", Pretokenizer((_KIMI,))),
     ("deepseek-llm", Pretokenizer(_DEEPSEEK_LLM)),
     ("deepseek-coder", Pretokenizer(_DEEPSEEK_CODER)),
-    ("deepseek-v3 hunyuan-dense joyai-llm", Pretokenizer(_DEEPSEEK_V3)),
+    ("deepseek-v3 hunyuan-dense joyai-llm hy_v4", Pretokenizer(_DEEPSEEK_V3)),
 )
 PRETOKENIZERS = {name: pretokenizer for names, pretokenizer in _NAMES for name in names.split()}

@@ -95,7 +95,7 @@ class ToolCallParser:
         """Yields the text before the next call, and opens the call if it is there."""
         if self._at_start and (stripped := self._held.lstrip()):
             self._at_start = False
-            if stripped.startswith("{"):
+            if stripped.startswith("[" if self._form.in_python else "{"):
                 self._open = ""
                 return
         found = [(at, -len(mark), mark) for mark in self._form.opens if (at := self._held.find(mark)) >= 0]

@@ -65,10 +65,10 @@ def _grammar(form: ToolForm, tools: str, answer: str) -> Grammar:
 
 
 def _held_calls(form: ToolForm, tools: str) -> Grammar:
-    """Any text, and calls after it. A text ends where a call is opened. Where JSON alone is a call, too, no other text
+    """Any text, and calls after it. A text ends where a call is opened. Where a call alone is one, too, no other text
     begins so."""
-    opened = _literal(form.opens[0])
-    text = r"/(?s:\s*([^{\s].*)?)/" if form.bare else _ANY_TEXT
+    opened, bracket = _literal(form.opens[0]), r"\[" if form.in_python else "{"
+    text = rf"/(?s:\s*([^{bracket}\s].*)?)/" if form.bare else _ANY_TEXT
     rules = [
         *_call(form, tools),
         f"start: text | before call (more call)*{' | bare call' if form.bare else ''}",
@@ -117,7 +117,8 @@ def _call(form: ToolForm, tools: str) -> Iterator[str]:
     elif form.in_python:
         for name, (tool, schema) in zip(names, known.items(), strict=True):
             yield from _in_python(name, tool, schema)
-        yield f'call: "[" python_call (", " python_call)* {_literal(f"]{form.close}")}'
+        close = _literal(form.close) + ("?" if form.bare else "")
+        yield f'call: "[" python_call (", " python_call)* "]" {close}'
         yield f"python_call: {' | '.join(names)}"
     elif form.between:
         for name, (tool, schema) in zip(names, known.items(), strict=True):

@@ -152,6 +152,8 @@ class FileWeights:
 
     def vector(self, vector: Vector) -> NDArray[np.float32]:
         """float32 (vector.size,). Raises ModelFileError."""
+        if not vector.tensor:
+            return np.full(vector.size, vector.factor, np.float32)
         info = self.file.tensors[vector.tensor]
         if info.type not in FLOATS:
             raise damaged(self.file.path, f"it holds {vector.tensor} as {info.type_name}, not as floats")

@@ -13,6 +13,7 @@ from engine.formats.tool_forms import (
     HERMES,
     LFM,
     LLAMA,
+    LLAMA_4,
     MISTRAL,
     MISTRAL_ARGS,
     PHI,
@@ -98,6 +99,9 @@ REPLIES = {
         "<|tool_call_start|>[get_weather(city='Rome', days=2), stop()]<|tool_call_end|>Done.",
         [CALL, STOP, "Done."],
     ),
+    "llama 4": (LLAMA_4, '[get_weather(city="Rome", days=2), stop()]', [CALL, STOP]),
+    "llama 4, marked": (LLAMA_4, "<|python_start|>[get_weather(city='Rome', days=2)]<|python_end|>", [CALL]),
+    "llama 4, a list": (LLAMA_4, "[1, 2]", ["[1, 2]"]),
     "lfm, JSON": (LFM, f"<|tool_call_start|>[{JSON}]<|tool_call_end|>", [CALL]),
     "lfm, values": (
         LFM,

@@ -21,6 +21,7 @@ from engine.formats.tool_forms import (
     HERMES,
     LFM,
     LLAMA,
+    LLAMA_4,
     MISTRAL,
     MISTRAL_ARGS,
     PHI,
@@ -69,6 +70,7 @@ CALLS = {
     "gemma": (GEMMA, '<|tool_call>call:get_weather{city:<|"|>Rome<|"|>,days:2}<tool_call|>'),
     "phi": (PHI, f"<|tool_call|>\n{JSON}\n<|/tool_call|>"),
     "lfm": (LFM, '<|tool_call_start|>[get_weather(city="Rome", days=2)]<|tool_call_end|>'),
+    "llama 4": (LLAMA_4, '[get_weather(city="Rome", days=2)]'),
     "gpt-oss": (
         HARMONY,
         "<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>" + CALL.arguments,

@@ -64,6 +64,12 @@ class StepBuffers:
             self._scratch[name, tile, n] = memory.zeros(n, dtype)
         return self._scratch[name, tile, n]
 
+    def ones(self, n: int) -> Tensor:
+        """float32 (n,), which all layers share."""
+        ones = self.scratch("ones", 1, n, dtypes.float32)
+        memory.view(ones)[:] = 1
+        return ones
+
     def add_uses(self, uses: BufferUses) -> None:
         tables = *(t for tables in self.ropes for t in tables), *self.temperatures
         uses.add(BufferUse("attention", "token", self.positions), *tables)

@@ -16,13 +16,14 @@ from engine.targets.graph.states import States
 
 @dataclass
 class Run:
-    """What the sublayers of a step share. `masks`: by window and by whether tokens look ahead. `of_layers`: what the
+    """What the sublayers of a step share. `masks`: by window, by whether tokens look ahead, and by
+    whether windows are chunked. `of_layers`: what the
     tokens give each layer. `caches` and `states` are those of the sublayers to come, and `read` is the cache that each
     attention so far has read. `stored`: the cache that was stored to last. `others`: the streams beside the residual
     one, and `predicted` all of them as a layer began."""
 
     step: Step
-    masks: dict[tuple[int, bool], Tensor | None]
+    masks: dict[tuple[int, bool, bool], Tensor | None]
     of_layers: list[Tensor]
     caches: Iterator[Tensor]
     states: Iterator[States]

@@ -187,8 +187,8 @@ class Transformer(RecurrentLayers, StreamLayers):
         run = Run(
             step,
             {
-                kind: mask_of(n, step.position, kind[0], self._unseen(step, *kind) if kind[1] else None)
-                for kind in {(a.window, a.looks_ahead) for a in spec.attention}
+                kind: self._mask(n, step, *kind)
+                for kind in {(a.window, a.looks_ahead, a.chunked) for a in spec.attention}
             },
             self._layer_embeddings(x, step.rows) if spec.layer_embeddings else [],
             iter(self._caches),
@@ -266,19 +266,21 @@ class Transformer(RecurrentLayers, StreamLayers):
         chosen, probabilities = self._choose(operator, x if of_router is None else of_router)
         total = sum(probabilities[1:], start=probabilities[0]).maximum(MIN_PROBABILITY)
         y: Tensor | None = None
+        weighed = operator.weighed_inputs
         for experts, probability in zip(chosen, probabilities, strict=True):
 
             def product(weight: Weight, bias: Vector | None, x: Tensor, experts: Tensor = experts) -> Tensor:
                 y = self._matrices[weight].products_of(experts, x, operator.count)
                 return y if bias is None else y + self._vectors[bias].reshape(operator.count, -1)[experts]
 
-            first, *others = (product(weight, bias, x) for weight, bias in operator.firsts)
+            factor = (probability / total if operator.renormalised else probability) * operator.factor
+            read = (x * factor.unsqueeze(-1)).contiguous() if weighed else x
+            first, *others = (product(weight, bias, read) for weight, bias in operator.firsts)
             hidden = gated(first, others[0] if others else first.ones_like(), operator.activation)
             part = product(operator.down, operator.down_bias, hidden.contiguous())
-            factor = (probability / total if operator.renormalised else probability) * operator.factor
             if operator.scales:
                 factor = factor * self._vectors[operator.scales][experts]
-            part = part * factor.unsqueeze(-1)
+            part = part if weighed else part * factor.unsqueeze(-1)
             y = part if y is None else y + part
         assert y is not None
         if operator.shared:
@@ -308,7 +310,19 @@ class Transformer(RecurrentLayers, StreamLayers):
         heads = x.reshape(n, n_heads, -1).transpose(0, 1)
         return self._norm(heads, norm) if norm and norm.size != width else heads
 
-    def _unseen(self, step: Step, window: int, _: bool) -> Tensor | None:
+    def _mask(self, n: int, step: Step, window: int, looks_ahead: bool, chunked: bool) -> Tensor | None:
+        """See `mask_of`."""
+        unseen = self._unseen(step, window) if looks_ahead else None
+        if not chunked:
+            return mask_of(n, step.position, window, unseen)
+        position = step.position
+        first = self._numbers[position : position + n] // window * window
+        is_before = self._numbers[: position + n].unsqueeze(0) < first.unsqueeze(1)
+        causal = mask_of(n, position, 0, unseen)
+        hidden = is_before.where(-math.inf, 0.0)
+        return hidden if causal is None else causal + hidden
+
+    def _unseen(self, step: Step, window: int) -> Tensor | None:
         """Where the tokens of a step see no token, (n, position + n); None if each sees those up to its own."""
         if step.seen is None:
             return None
@@ -378,9 +392,9 @@ class Transformer(RecurrentLayers, StreamLayers):
         """The weighted sums of values for the queries q, (heads, n, head_dim). The `new` keys and values (2, kv_heads,
         n, head_dim) are stored in the layer's cache. The mask, if any, is added to the scores: (n, position + n)."""
         run.read.append(next(run.caches) if a.cache_of is None else run.read[a.cache_of])
-        kv, mask, step = run.read[-1], run.masks[a.window, a.looks_ahead], run.step
+        kv, mask, step = run.read[-1], run.masks[a.window, a.looks_ahead, a.chunked], run.step
         n, position = cast(int, q.shape[1]), step.position
-        if self._temperatures is not None:
+        if self._temperatures is not None and a.tempered:
             q = q * self._temperatures[position : position + n].reshape(1, n, 1)
         if new is not None:
             new = quantized(new) if self._kv_type == dtypes.int8 else new.cast(self._kv_type)

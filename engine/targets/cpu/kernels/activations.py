@@ -115,7 +115,8 @@ class Quantization:
     `Activations` to write. With `eps` the rows are RMS-normed and multiplied by a weight; with `gated` they are gates
     of other rows: silu(x) * other, gelu(x) * other, sigmoid(x) * other, or gpt-oss's; if `alone`, there are no others,
     and silu(x) is quantized, say. If `biased`, a bias is added to normed rows. With `rows`, as many rows as the state
-    has tiles are quantized if `tile` is 1. With `gathered`, the rows are taken in another order."""
+    has tiles are quantized if `tile` is 1. With `gathered`, the rows are taken in another order. If `weighed`, each is
+    multiplied by a number of its token."""
 
     outputs: tuple[str, ...]
     eps: float | None = None
@@ -124,6 +125,7 @@ class Quantization:
     gathered: bool = False
     alone: bool = False
     biased: bool = False
+    weighed: bool = False
 
 
 @functools.cache
@@ -131,7 +133,7 @@ def quantize_activations(quantization: Quantization, lanes: int, tile: int) -> K
     """Buffers: the outputs in their order; the number of units in a row, int32 (1,); the state if tile is more than 1
     or with `rows`; the number of the row of each token, int32 (tokens,), if gathered; the rows, float32 (tokens, cols);
     the other rows if gated but not alone, or the norm's weight, float32 (cols,), if normed, and after it in the same
-    buffer the bias, if it is biased."""
+    buffer the bias, if it is biased; the numbers of tokens, float32 (tokens,), if they are weighed."""
     eps, gate = quantization.eps, quantization.gated
     vectors = UNIT // lanes
     assert vectors >= 2, "vectors of more than 16 lanes"
@@ -144,13 +146,15 @@ def quantize_activations(quantization: Quantization, lanes: int, tile: int) -> K
         cols = units * UNIT
         state = rest.pop(0) if tile > 1 or quantization.rows else None
         sources = rest.pop(0) if quantization.gathered else None
+        weights = rest.pop() if quantization.weighed else None
         rows, *other = rest
         first, count = even_share(units, part, parts)
         tiles: Index = 1 if state is None else k.index(state, TILES)
         factor = k.registers(1)
         with k.loop(tiles) as tile_number, k.loop(tile) as token:
             row: Index = tile_number * tile + token
-            at = (row if sources is None else k.index(sources, row)) * cols
+            source = row if sources is None else k.index(sources, row)
+            at = source * cols
             if eps is not None:
                 mean = sum_of_squares(k, rows, at, cols) * cols.cast(F32).reciprocal()
                 k.store(factor, 0, (mean + eps).sqrt().reciprocal())
@@ -169,10 +173,12 @@ def quantize_activations(quantization: Quantization, lanes: int, tile: int) -> K
                             UOp.const(1.0, F32) if quantization.alone else k.vector(other[0], at + column)
                         )
                         value = _GATES[gate](k, value, beside)
+                    if weights is not None:
+                        value = value * k.load(weights, source)
                     values.append(value)
                 store_unit(k, outs, values, (tile_number * units + unit) * tile, tile, token)
         kind = ("normed" if eps is not None else gate or "plain") + "_biased" * quantization.biased
-        kind += "_alone" * quantization.alone
+        kind += "_alone" * quantization.alone + "_weighed" * quantization.weighed
         return k.finish(f"prepare_{kind}_{len(outs)}_{tile}")
 
     return kernel

@@ -121,7 +121,8 @@ def attention(heads: HeadLanes, threads: int, tile: int, rows: int = 0) -> Kerne
             seen_from = start if rows else start + token
             first: Index = 0  # the first block that is read
             if h.window:
-                first = ((seen_from - (h.window - 1)).maximum(0) // lanes).minimum(all_blocks - blocks)
+                oldest = seen_from // h.window * h.window if h.chunked else seen_from - (h.window - 1)
+                first = (oldest.maximum(0) // lanes).minimum(all_blocks - blocks)
             query_at = [
                 (token + t) * width + (head_block * task_heads + q) * h.dim
                 for t in range(tokens)
@@ -164,7 +165,10 @@ def attention(heads: HeadLanes, threads: int, tile: int, rows: int = 0) -> Kerne
                     score = capped(k, k.vector(s, 0), h.softcap) if h.softcap else k.vector(s, 0)
                     score = score + k.vector(score_mask, lanes - seen.maximum(0).minimum(lanes))
                     if h.window:
-                        before = (own - h.window).maximum(0).minimum(lanes)
+                        before = own - h.window
+                        if h.chunked:
+                            before = (own + first_token - 1) // h.window * h.window - first_token
+                        before = before.maximum(0).minimum(lanes)
                         score = score + k.vector(score_mask, 2 * lanes - before)
                     k.store(scores, score_index(b, q), score)
                     k.store(largest[q], 0, k.vector(largest[q], 0).maximum(score))

@@ -31,7 +31,8 @@ class HeadLanes:
     `turns_tokens`: the tables of angles are by the tokens of the step, not by position. `ahead`: in prompts, a query
     sees up to so many tokens after its own; if it goes `both_ways`, with a window no more than before its own.
 
-    With a `window`, a query at position p sees the keys from p - window + 1 to p; 0 is no window. The cache of a layer
+    With a `window`, a query at position p sees the keys from p - window + 1 to p; 0 is no window. If windows are
+    `chunked`, it sees those from the last multiple of the window on. The cache of a layer
     is in blocks of `block` tokens, a multiple of `lanes`. Its rows, each of a head and a token, are (kv, blocks,
     block): keys (rows / lanes, dim, lanes) and values (rows, dim) of type `dtype`. If this is int8, the format is q8_0
     (`engine.formats.kv_format`), and keys and values have scales as well, float16 (rows / lanes, dim / 32, lanes) each.
@@ -61,6 +62,7 @@ class HeadLanes:
     ahead: int = 0
     both_ways: bool = False
     rotates_first: bool = False
+    chunked: bool = False
 
     @property
     def rows(self) -> int:

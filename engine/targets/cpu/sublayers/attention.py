@@ -35,7 +35,7 @@ class AttentionHandler(Handler):
         heads = self.heads = HeadLanes(
             part.heads, part.kv_heads, part.head_dim, BLOCK, loading.lanes, part.scale,
             norm_eps=spec.eps, query_norm=part.q_norm is not None, key_norm=part.k_norm is not None,
-            temperature=spec.temperature is not None,
+            temperature=spec.temperature is not None and part.tempered,
             window=cache.window(part.window), dtype=cache.dtype,
             norms_over_heads=part.has_norms_over_heads, sinks=part.sinks is not None,
             stored="keys and values" if part.v else "keys" if part.k else "nothing", value_norm=part.has_normed_values,
@@ -43,6 +43,7 @@ class AttentionHandler(Handler):
             turns_tokens=bool(loading.pictures and spec.ropes[part.rope].sections),
             ahead=loading.pictures.whole if loading.pictures and part.looks_ahead else 0,
             both_ways=part.both_ways,
+            chunked=part.chunked and cache.window(part.window) > 0,
         )  # fmt: skip
         self.cached, self._tables = cache.add(heads, part.cache_of)
         self._entries = cache.entries
@@ -104,7 +105,8 @@ class AttentionHandler(Handler):
         buffers, heads = step.buffers, self.heads
         queries = step.rows("queries", heads.query * heads.dim)
         cached = [*self.cached, self._tables] if heads.stored != "nothing" else []
-        tables = [*buffers.ropes[self._rope], *self._head_norms, *buffers.temperatures]
+        temperatures = buffers.temperatures if heads.temperature else []
+        tables = [*buffers.ropes[self._rope], *self._head_norms, *temperatures]
         step.add(rotate(heads, step.tile), queries, *cached, *step.state, buffers.places, rows, *tables)
         return queries
 

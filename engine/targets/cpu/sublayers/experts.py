@@ -64,7 +64,8 @@ class ExpertsHandler(Handler):
         buffers, part, tile = step.buffers, self._part, step.tile
         logits = step.rows("router", self._router.layout.groups(part.count) * buffers.lanes)
         shared_reads = [*self._shared.reads, *self._shared_gates] if self._shared else []
-        reads = self._firsts if tile == 1 else []
+        weighed = part.weighed_inputs
+        reads = self._firsts if tile == 1 and not weighed else []
         if self._router_norm is not None:
             of_router = step.quantize(step.x, [self._router], norm=self._router_norm)
             step.multiply(logits, self._router, of_router)
@@ -87,10 +88,15 @@ class ExpertsHandler(Handler):
         )  # fmt: skip
         if tile == 1:
             tiles = Tiles(part.used, buffers.sizes(part.used), chosen, [])
+            if weighed:
+                inputs = step.quantize(step.x, self._firsts, norm=self._norm, weights=probabilities)
         else:
             tiles = self._group(step, chosen)
             reads = self._firsts
-            inputs = step.quantize(step.x, reads, norm=self._norm, tiles=tiles, gathered=True)
+            weights = probabilities if weighed else None
+            inputs = step.quantize(
+                step.x, reads, norm=self._norm, tiles=tiles, gathered=True, weights=weights
+            )
         first, *others, results = (
             step.scratch(name, tiles.tokens * matrix.rows, dtypes.float32)
             for name, matrix in (
@@ -108,7 +114,8 @@ class ExpertsHandler(Handler):
         kernel = add_experts(part.used, out is step.x, buffers.lanes, tile, bool(shared), gated)
         lists = [*step.state, tiles.lists[1]] if tiles.lists else []
         shape = buffers.sizes(self._down.rows // UNIT)
-        step.add(kernel, out, shape, *lists, probabilities, results, *shared)
+        of_results = buffers.ones(step.tokens * part.used) if weighed else probabilities
+        step.add(kernel, out, shape, *lists, of_results, results, *shared)
 
     def _share(self, step: StepBuilder, inputs: dict[str, Tensor]) -> list[Tensor]:
         """Adds the kernels of the layer that all tokens share; returns its gate, if it has one, and its results."""

@@ -55,6 +55,8 @@ class AttentionHandler(Handler):
 
     @classmethod
     def lacks(cls, part: Any) -> str:
+        if part.chunked:
+            return "attention in chunks"
         return f"heads of {part.head_dim} elements" if part.head_dim % _CHUNK else ""
 
     def __init__(self, part: Attention, loading: Loading) -> None:
@@ -71,7 +73,7 @@ class AttentionHandler(Handler):
             norm_eps=None if norms is None else weights.spec.eps,
             scale=part.scale,
             window=window,
-            temperature=weights.spec.temperature is not None,
+            temperature=weights.spec.temperature is not None and part.tempered,
             block=BLOCK,
             pool=lent.pool if lent else loading.pool(window),
             kv_format=loading.kv,
@@ -87,7 +89,7 @@ class AttentionHandler(Handler):
         self.o, self.o_bias = product_of([part.o]), loading.vector(part.o_bias)
         self.products = self._load(part, loading)
         self.norms, self.sinks = norms, loading.vector(part.sinks)
-        self.rope, self.temperature = part.rope, loading.temperature
+        self.rope, self.temperature = part.rope, loading.temperature if part.tempered else None
         self.cos, self.sin = loading.ropes[part.rope]
         if lent:
             self.tables, self.cache = lent.tables, lent.planes

@@ -65,6 +65,8 @@ class ExpertsHandler(Handler):
 
     @classmethod
     def lacks(cls, part: Experts) -> str:
+        if part.weighed_inputs:
+            return "experts whose inputs are weighed"
         return "a router's bias beside a shared expert" if part.shared and part.router_bias else ""
 
     def __init__(self, part: Experts, loading: Loading) -> None:
