@@ -1,6 +1,7 @@
 """Failures that a user can act on. Each carries one sentence on what is wrong and one on what to do."""
 
 import contextlib
+import errno
 import sys
 import traceback
 from typing import ClassVar, Literal
@@ -129,6 +130,16 @@ def described(error: Exception) -> tuple[FailureKind, str, str]:
         hint = "Send the prompt again: another process answers it. If that fails too, dmesg may say why."
         return "backend", f"The GPU failed: {text.rstrip('.')}.", hint
     return "internal", f"The engine failed: {type(error).__name__}: {text}".removesuffix(": "), ""
+
+
+def start_hint(error: OSError) -> str:
+    """What to do if the system does not start a program."""
+    if error.errno in (errno.ENOMEM, errno.EAGAIN):
+        return "Free some memory, or end other programs, and try again."
+    if error.errno in (errno.EMFILE, errno.ENFILE):
+        return "Too many files are open: allow more of them (ulimit -n), or end other programs."
+    what = error.filename if isinstance(error.filename, str) else sys.executable
+    return f"See whether {one_line(what)} is there and may be used, or install orin-chat again."
 
 
 def one_line(text: str, limit: int = 200) -> str:

@@ -4,6 +4,7 @@ stands in place of one would be waited for."""
 import contextlib
 import errno
 import os
+import re
 import stat
 import tempfile
 from collections.abc import Iterator
@@ -12,6 +13,12 @@ from typing import IO
 
 LONGEST_TEXT = 1 << 18
 """Bytes of settings and presets: what reads them takes long for each key."""
+MOST_NAMES = 100
+"""Names with dots between them in a key of these: what reads them looks at each with all before it, so that 40,000 took
+half a minute."""
+_TOML_STRING = re.compile(
+    r'"""(?:[^"\\]|\\.|"(?!""))*"""|\'\'\'.*?\'\'\'|"(?:[^"\\\n]|\\.)*"|\'[^\'\n]*\'|#[^\n]*', re.DOTALL
+)
 
 
 def write_whole(path: Path, content: bytes, mode: int = 0o600) -> None:
@@ -41,11 +48,15 @@ def read_file(path: Path) -> bytes:
 
 def read_text(path: Path) -> str:
     """The text of a file that a user has written: UTF-8, perhaps after a byte order mark, as editors on Windows write
-    it. Raises OSError as `open_file`, and ValueError if it is another encoding, or longer than LONGEST_TEXT."""
+    it. Raises OSError as `open_file`, and ValueError if it is another encoding, longer than LONGEST_TEXT, or has a key
+    of more than MOST_NAMES, if it is TOML."""
     with open_file(path) as file:
         if len(content := file.read(LONGEST_TEXT + 1)) > LONGEST_TEXT:
             raise ValueError(f"it has more than {LONGEST_TEXT:,} bytes")
-    return content.decode("utf-8-sig")
+    text = content.decode("utf-8-sig")
+    if any(part.count(".") >= MOST_NAMES for part in re.split(r"[\n=,]", _TOML_STRING.sub("", text))):
+        raise ValueError(f"it has a key of more than {MOST_NAMES} names")
+    return text
 
 
 @contextlib.contextmanager

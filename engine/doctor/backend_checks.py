@@ -14,6 +14,7 @@ from engine.devices import cuda_driver
 from engine.devices.nvidia import why_not_nv
 from engine.doctor import Finding, bad, good, note
 from engine.doctor.checks import CheckResult
+from engine.errors import start_hint
 from engine.invocation import call
 
 TIMEOUT_S = 120.0
@@ -33,7 +34,7 @@ def run_check(
             out, err = process.communicate(timeout=timeout_s)
     except OSError as error:
         text = f"its process cannot be started: {error.strerror}"
-        return failed(text, "Free some memory, or install orin-chat again.")
+        return failed(text, start_hint(error))
     except subprocess.TimeoutExpired:
         text = f"no answer within {timeout_s:.0f} s"
         return failed(text, "See what its driver says in the kernel's log: sudo dmesg")

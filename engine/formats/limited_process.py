@@ -14,7 +14,7 @@ from threading import Event, Thread
 from typing import IO
 
 from engine.child_process import kill, module_command, module_environment
-from engine.errors import OrinError
+from engine.errors import OrinError, start_hint
 
 START_S = 10.0  # of processor time for the process to start
 _MOST_S = 30.0  # that it may wait longer than its processor time
@@ -38,7 +38,7 @@ class LimitedProcess:
                 start_new_session=True,  # so that Ctrl-C in the terminal does not end it
             )
         except OSError as error:
-            raise failure(f"The system says: {error.strerror}. Free some memory and try again.") from None
+            raise failure(f"The system says: {error.strerror}. {start_hint(error)}") from None
         assert self._process.stdin and self._process.stdout
         self._requests, self.answers = self._process.stdin, self._process.stdout
         self.end = weakref.finalize(self, kill, self._process)

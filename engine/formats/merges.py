@@ -1,21 +1,40 @@
 """Words to tokens, with the merges of a model file: byte-level BPE, SentencePiece, Gemma 4's BPE, or without merges
-WordPiece and unigrams. The library
-`tokenizers` merges. To build its object takes most of the time that a tokenizer takes to be made."""
+WordPiece and unigrams. The library `tokenizers` merges. To build its object takes most of the time that a tokenizer
+takes to be made."""
 
+import contextlib
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 
 import numpy as np
 from tokenizers import Regex, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Merger
 
-from engine.formats.gguf import GGUF, StringArray
+from engine.formats.gguf import GGUF, StringArray, damaged
 from engine.formats.vocabulary import BYTE, SPACE, UNKNOWN, Vocabulary
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # else the library has threads of its own
 
 _MAX_PIECE = 512  # characters; merges never produce a longer SentencePiece piece
+
+
+def _fails(error: BaseException) -> bool:
+    """Whether the library could not use what it was given. It has no class for that, and panics at what it does not
+    expect."""
+    return type(error) is Exception or type(error).__name__ == "PanicException"
+
+
+@contextlib.contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    """Blames the file if the library fails. Raises ModelFileError."""
+    try:
+        yield
+    except BaseException as error:
+        if not _fails(error):
+            raise
+        raise damaged(path, "the texts or numbers of its tokenizer cannot be used") from None
 
 
 class Merges:
@@ -29,16 +48,22 @@ class Merges:
         ids = {text: id for id, text in reversed([*enumerate(texts)])}  # if two are equal, the first counts
         for text in vocabulary.special_tokens:
             del ids[text]
-        if vocabulary.wordpiece:
-            self.merger = self._wordpiece(gguf, texts)
-        elif vocabulary.unigrams:
-            self.merger = self._unigrams(gguf, texts)
-        else:
-            self.merger = self._sentencepiece(gguf, ids) if vocabulary.sentencepiece else self._bpe(gguf, ids)
+        self._path = gguf.path
+        with _reading(self._path):
+            if vocabulary.wordpiece:
+                self.merger = self._wordpiece(gguf, texts)
+            elif vocabulary.unigrams:
+                self.merger = self._unigrams(gguf, texts)
+            elif vocabulary.sentencepiece:
+                self.merger = self._sentencepiece(gguf, ids)
+            else:
+                self.merger = self._bpe(gguf, ids)
 
     def __call__(self, words: Sequence[str]) -> list[list[int]]:
-        """Other threads run meanwhile: the library lets them only if it is given a batch."""
-        merged = [found.ids for found in self.merger.encode_batch_fast([*words], add_special_tokens=False)]
+        """Other threads run meanwhile: the library lets them only if it is given a batch. Raises ModelFileError."""
+        with _reading(self._path):
+            found = self.merger.encode_batch_fast([*words], add_special_tokens=False)
+        merged = [each.ids for each in found]
         if not self._spelled:
             return merged
         return [[part for id in ids for part in self._spelled.get(id, (id,))] for ids in merged]
@@ -49,9 +74,10 @@ class Merges:
         options = {"ignore_merges": v.pretokenizer.whole_words, "byte_fallback": v.gemma4}
         try:
             model = models.BPE(ids, merges, **options)
-        except BaseException as error:  # the library has no class for it
-            # It panics at merges that are longer than all tokens.
-            if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+        except BaseException as error:
+            if not isinstance(error, Exception) and not _fails(
+                error
+            ):  # merges longer than all tokens: a panic
                 raise
             # A merge has tokens that are not in the vocabulary.
             valid = [(a, b) for a, b in merges if a in ids and b in ids and a + b in ids]
@@ -96,9 +122,10 @@ class Merges:
         for id, text in reversed([*enumerate(texts)]):
             is_special = text in self._vocabulary.special_tokens or re.fullmatch(r"\[.+\]", text)
             ids[text[1:] if text.startswith(SPACE) else text if is_special else f"##{text}"] = id
-        unknown = gguf.get("tokenizer.ggml.unknown_token_id", int, 100)
-        name = texts[unknown] if 0 <= unknown < len(texts) else "[UNK]"
-        ids[name] = unknown
+        unknown = gguf.get("tokenizer.ggml.unknown_token_id", int, ids.get("[UNK]", 100))
+        if not 0 <= unknown < len(texts):
+            raise damaged(gguf.path, f"its token for unknown words is {unknown}, of {len(texts)}")
+        ids[name := texts[unknown]] = unknown
         merger = Merger(models.WordPiece(ids, unk_token=name))
         lowercase = gguf.get("tokenizer.ggml.normalizer.lowercase", bool, True)
         merger.normalizer = normalizers.BertNormalizer(

@@ -56,10 +56,16 @@ SEED = ToolForm(
     "</seed:tool_call>",
     tags=replace(_FUNCTION, key=("<parameter=", ">"), value_end="</parameter>\n", has_breaks=False),
 )
+MINIMAX = ToolForm(
+    ("<minimax:tool_call>",),
+    "</minimax:tool_call>",
+    tags=Tags(('<invoke name="', '">\n'), ('<parameter name="', '">'), "</parameter>\n", "</invoke>"),
+)  # MiniMax M2
 GEMMA = ToolForm(("<|tool_call>",), "<tool_call|>", before_name="call:")  # Gemma 4
 MISTRAL = ToolForm(("[TOOL_CALLS]",), listed=True)
 MISTRAL_ARGS = ToolForm(("[TOOL_CALLS]",), between="[ARGS]")  # Ministral 3
 GRANITE = ToolForm(("<|tool_call|>",), listed=True)
+NEMOTRON = ToolForm(("<TOOLCALL>",), "</TOOLCALL>", listed=True)  # Nemotron Nano 2
 PHI = ToolForm(("<|tool_call|>",), "<|/tool_call|>")
 LFM = ToolForm(("<|tool_call_start|>",), "<|tool_call_end|>", in_python=True)  # LFM2, MiniCPM 3 and 4
 LLAMA_4 = ToolForm(("<|python_start|>",), "<|python_end|>", bare=True, in_python=True)
@@ -74,6 +80,8 @@ _SIGNS = (  # what a template with the form holds; the first one that fits count
     (("<|tool_call|>", "<|/tool_call|>"), PHI),
     (("<|tool_call|>",), GRANITE),
     (("<seed:tool_call>",), SEED),
+    (("<minimax:tool_call>", "<invoke name="), MINIMAX),
+    (("<TOOLCALL>[",), NEMOTRON),
     (("<tool_call>", "<arg_key>"), GLM),
     (("<tool_call>", "<function="), QWEN_XML),
     (("<tool_call>",), HERMES),
@@ -88,6 +96,7 @@ _READS_TOOLS = re.compile(r"""(?<![\w.<>/"'])tools\b(?!>)""")  # the variable, n
 CALL_TOKENS = frozenset((
     "<tool_call>", "</tool_call>", "<|tool_call|>", "<|/tool_call|>", "<|python_tag|>", "[TOOL_CALLS]", "[CALL_ID]",
     "[ARGS]", "<|tool_call>", "<tool_call|>", '<|"|>', "<seed:tool_call>", "</seed:tool_call>",
+    "<minimax:tool_call>", "</minimax:tool_call>", "<TOOLCALL>", "</TOOLCALL>",
     "<|tool_call_start|>", "<|tool_call_end|>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>",
     "<|python_start|>", "<|python_end|>",
 ))  # fmt: skip

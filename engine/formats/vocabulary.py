@@ -87,6 +87,8 @@ class Vocabulary:
         self.normalizes = self.wordpiece or self.unigrams
         self.writes_spaces = kind == "gpt2"
         self.raw = gguf.get("tokenizer.ggml.tokens", StringArray).raws()[: _embedded(gguf)]
+        if not self.raw:
+            raise damaged(gguf.path, "its vocabulary has no tokens")
         self.vocab_size = len(self.raw)
         self.types = self.numbers(gguf, "token_type", np.int32, NORMAL)
 

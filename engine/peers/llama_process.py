@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Self
 
 from engine.child_process import how_it_ended, signal_group
-from engine.errors import BackendError, ModelFileError, OrinError, one_line
+from engine.errors import BackendError, ModelFileError, OrinError, one_line, start_hint
 from engine.logs import open_log
 from engine.protocol.events import EngineOptions
 
@@ -122,7 +122,7 @@ class LlamaProcess:
                 )
             except OSError as error:
                 raise BackendError(
-                    f"llama-server could not be started: {error.strerror}.", "Free some memory and try again."
+                    f"llama-server could not be started: {error.strerror}.", start_hint(error)
                 ) from None
 
     @property

@@ -14,6 +14,7 @@ import msgspec
 from msgspec.structs import replace
 
 from engine.askers import address_of
+from engine.errors import start_hint
 from engine.logs import log_path, trim_log
 from engine.one_at_a_time import OneAtATime
 from engine.protocol.event_stream import AnswerStats, EventStream
@@ -263,7 +264,7 @@ class LocalEngine:
                     self._process = await self._spawn()
             except OSError as error:
                 message = f"The engine process could not be started: {error.strerror}."
-                stream.put(Failed(kind="backend", message=message, hint="Free some memory and try again."))
+                stream.put(Failed(kind="backend", message=message, hint=start_hint(error)))
                 return
             except UnicodeEncodeError:
                 message = "The model's path is not valid UTF-8."

@@ -6,7 +6,7 @@ import pytest
 
 from app.chat.settings import usable_settings
 from engine.logs import open_log
-from engine.whole_file import open_file, read_file
+from engine.whole_file import open_file, read_file, read_text
 
 
 def test_pipes_and_devices_are_no_files(tmp_path):
@@ -27,3 +27,17 @@ def test_a_pipe_in_place_of_the_settings_or_of_a_log_is_not_waited_for(tmp_path)
     assert "it is a pipe or a device, not a file. The defaults are used" in flaw
     with open_log(pipe) as log:
         assert log.name == os.devnull
+
+
+def test_a_key_of_many_names_is_refused_and_dots_in_texts_are_not(tmp_path):
+    file = tmp_path / "settings.toml"
+    dots = "." * 300
+    file.write_text(
+        fine := f'a = \'{dots}\' # {dots}\nb = """\n{dots}\n"""\nc.d = "{dots}\\"{dots}"\n'
+        + "e.f = 1.5\n" * 99
+    )
+    assert read_text(file) == fine
+    for key in ("a.b" * 101 + " = 1", "[" + "a.b" * 101 + "]", "a = {b = 1, " + "c . d" * 101 + " = 1}"):
+        file.write_text(fine + key)
+        with pytest.raises(ValueError, match="more than 100 names"):
+            read_text(file)

@@ -1,3 +1,4 @@
+import struct
 import threading
 import tracemalloc
 from dataclasses import replace
@@ -515,6 +516,25 @@ def test_files_without_a_usable_vocabulary(tmp_path):
     refused(write(tmp_path / "b", "gpt2", letters, pre="gpt-2"), "tokenizer.ggml.merges")
     short = write(tmp_path / "c", "llama", letters, scores=[0.0])
     refused(short, "tokenizer.ggml.scores has 1 entries for 3 tokens", early=False)
+    one = write(tmp_path / "d", "llama", [("a", NORMAL)], types=False).path
+    one.write_bytes(one.read_bytes().replace(struct.pack("<IQQ", 8, 1, 1) + b"a", struct.pack("<IQ", 8, 0)))
+    refused(GGUF(one), "no tokens", early=False)
+    refused(write(tmp_path / "e", "bert", letters), "unknown words is 100, of 3", early=False)
+    unread = [255, 255, 0, 0]
+    refused(
+        write(tmp_path / "f", "t5", letters, scores=[0.0] * 3, precompiled_charsmap=unread),
+        "cannot be used",
+        early=False,
+    )
+
+
+def test_normalizers_that_lead_nowhere_blame_the_file(tmp_path):
+    """The library panics at a table of characters whose entries are beyond its end."""
+    table = [*np.array([4, 0xFFFFFFFF], np.uint32).tobytes()]
+    letters = [(c, NORMAL) for c in "abc"]
+    t = Tokenizer(write(tmp_path / "v", "t5", letters, scores=[0.0] * 3, precompiled_charsmap=table))
+    with pytest.raises(ModelFileError, match="cannot be used"):
+        t.encode("abc")
 
 
 # --- streaming ------------------------------------------------------------------------------------------

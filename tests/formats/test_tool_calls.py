@@ -14,8 +14,10 @@ from engine.formats.tool_forms import (
     LFM,
     LLAMA,
     LLAMA_4,
+    MINIMAX,
     MISTRAL,
     MISTRAL_ARGS,
+    NEMOTRON,
     PHI,
     QWEN_XML,
     SEED,
@@ -78,6 +80,13 @@ REPLIES = {
         "\n</function>\n</seed:tool_call>",
         [FunctionCall("get_weather", '{"city": "\\nRome", "days": 2}')],
     ),
+    "minimax, two": (
+        MINIMAX,
+        '\n<minimax:tool_call>\n<invoke name="get_weather">\n<parameter name="city">Rome</parameter>\n'
+        '<parameter name="days">2</parameter>\n</invoke>\n<invoke name="stop">\n</invoke>\n</minimax:tool_call>',
+        ["\n", CALL, STOP],
+    ),
+    "nemotron": (NEMOTRON, f"<TOOLCALL>[{JSON}, {STOP_JSON}]</TOOLCALL>", [CALL, STOP]),
     "gemma": (
         GEMMA,
         'Well<|tool_call>call:get_weather{city:<|"|>Rome<|"|>,days:2}<tool_call|><|tool_call>call:stop{}<tool_call|>',

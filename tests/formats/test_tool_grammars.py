@@ -22,8 +22,10 @@ from engine.formats.tool_forms import (
     LFM,
     LLAMA,
     LLAMA_4,
+    MINIMAX,
     MISTRAL,
     MISTRAL_ARGS,
+    NEMOTRON,
     PHI,
     QWEN_XML,
     SEED,
@@ -67,6 +69,12 @@ CALLS = {
         "<seed:tool_call>\n<function=get_weather>\n<parameter=city>Rome</parameter>\n<parameter=days>2</parameter>\n"
         "</function>\n</seed:tool_call>",
     ),
+    "minimax": (
+        MINIMAX,
+        '<minimax:tool_call>\n<invoke name="get_weather">\n<parameter name="city">Rome</parameter>\n<parameter '
+        'name="days">2</parameter>\n</invoke>\n</minimax:tool_call>',
+    ),
+    "nemotron": (NEMOTRON, f"<TOOLCALL>\n[{JSON}]\n</TOOLCALL>"),
     "gemma": (GEMMA, '<|tool_call>call:get_weather{city:<|"|>Rome<|"|>,days:2}<tool_call|>'),
     "phi": (PHI, f"<|tool_call|>\n{JSON}\n<|/tool_call|>"),
     "lfm": (LFM, '<|tool_call_start|>[get_weather(city="Rome", days=2)]<|tool_call_end|>'),

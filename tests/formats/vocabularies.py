@@ -38,7 +38,7 @@ def write(
     architecture: str = "llama",
     types: bool = True,
     template: str | None = None,
-    **keys: int | bool,
+    **keys: int | bool | list[int],
 ) -> GGUF:
     """A vocabulary-only file; `keys` are metadata under tokenizer.ggml."""
     w = peer.GGUFWriter(str(path), architecture)
@@ -53,7 +53,9 @@ def write(
     if scores is not None:
         w.add_token_scores(scores)
     for key, value in keys.items():
-        add = w.add_bool if isinstance(value, bool) else w.add_uint32
+        add = (
+            w.add_bool if isinstance(value, bool) else w.add_uint32 if isinstance(value, int) else w.add_array
+        )
         add(f"tokenizer.ggml.{key}", value)
     if template is not None:
         w.add_chat_template(template)

@@ -325,7 +325,11 @@ async def test_a_loader_with_a_bug(engines):
 @pytest.mark.parametrize(
     ("options", "command", "message"),
     [
-        (EngineOptions(model_path="m"), ("/nonexistent/python",), "could not be started"),
+        (
+            EngineOptions(model_path="m"),
+            ("/nonexistent/python",),
+            "could not be started: No such file or directory. See whether /nonexistent/python is there",
+        ),
         (EngineOptions(model_path="\udc80"), (sys.executable,), "not valid UTF-8"),
         (EngineOptions(model_path="m"), (sys.executable, "-c", "raise SystemExit(3)"), "exit status 3"),
     ],
@@ -333,9 +337,11 @@ async def test_a_loader_with_a_bug(engines):
 async def test_a_process_that_does_not_start(engines, options, command, message):
     engine = engines.add(LocalEngine(options, command=command))
     [event] = await collect(engine.start())
-    assert isinstance(event, Failed) and event.request_id is None and message in event.message
+    assert (
+        isinstance(event, Failed) and event.request_id is None and message in f"{event.message} {event.hint}"
+    )
     [event] = await collect(engine.generate(ask()))
-    assert isinstance(event, Failed) and message in event.message
+    assert isinstance(event, Failed) and message in f"{event.message} {event.hint}"
 
 
 async def test_close_does_not_wait_when_idle_loading_or_answering(engines, tmp_path):
