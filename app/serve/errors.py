@@ -59,6 +59,12 @@ def ollama_form(error: ApiError) -> dict[str, Any]:
     return {"error": said(error)}
 
 
+_LIKE_OPENAI = (
+    "/api/v0/",
+    "/api/v1/chat",
+    "/api/v1/models",
+    "/api/v1/completions",
+)  # LM Studio's, OpenRouter's
 _OF_GEMINI = re.compile(r"/models/.*:\w+(Content|Contents|Tokens)$")
 _GEMINI_KINDS = {
     400: "INVALID_ARGUMENT",
@@ -86,7 +92,7 @@ def said(error: ApiError) -> str:
 
 def form_of(path: str) -> Form:
     """The form of errors of the protocol that a path belongs to."""
-    if path.startswith("/api/"):
+    if path.startswith("/api/") and not path.startswith(_LIKE_OPENAI):
         return ollama_form
     if path.startswith(("/v1beta/", "/v1alpha/")) or _OF_GEMINI.search(path):
         return gemini_form

@@ -35,10 +35,12 @@ from app.serve.protocols import (
     llama,
     llama_state,
     lm_studio,
+    lm_studio_chat,
     mistral,
     models,
     ollama,
     responses,
+    tabby,
     tgi,
 )
 from app.serve.protocols.json_values import decoded
@@ -155,8 +157,12 @@ def application(models: Service | ModelPool, key: str = "", limits: Limits = NO_
         ("POST", "/api/v0/chat/completions", chats),
         ("POST", "/api/v0/completions", texts),
         ("POST", "/api/v0/embeddings", vectors),
+        ("POST", "/api/v1/chat", routes.lm_studio_chat),
+        ("POST", "/api/v1/models/load", routes.computing(lm_studio.LoadBody, lm_studio.loaded)),
         ("POST", "/api/v1/chat/completions", chats),  # OpenRouter's
         ("POST", "/api/v1/completions", texts),
+        ("POST", "/v1/events", routes.telling(tabby.unheard)),
+        ("GET", "/v1beta/server_setting", routes.telling(tabby.settings)),
         *((method, path, routes.unmanaged) for method, path in ollama.UNMANAGED),
         *(
             (method, f"/{version}/models{rest}", endpoint)
@@ -200,6 +206,11 @@ class Routes:
         owner = _owner(request)
         asked = lambda body, service: responses.asked(body, service, self._conversations, owner)
         return await self._complete(request, ResponsesBody, asked, in_thread=True)
+
+    async def lm_studio_chat(self, request: Request) -> Response:
+        owner = _owner(request)
+        asked = lambda body, service: lm_studio_chat.asked(body, service, self._conversations, owner)
+        return await self._complete(request, lm_studio_chat.LmChatBody, asked, in_thread=True)
 
     async def _complete(
         self,

@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+from msgspec import Struct
 from msgspec.structs import replace
 
 from app.serve.answer import AnswerBegun, AnswerDelta, AnswerEnd
@@ -29,8 +30,16 @@ from engine.protocol.events import Failed, Generate, RawText, Token, TokenIds
 MAX_PROMPTS = 128
 
 
+class Segments(Struct):
+    """Tabby's text before the cursor of an editor, and after it."""
+
+    prefix: str
+    suffix: str | None = None
+
+
 class TextBody(Body, kw_only=True):
-    prompt: str | list[str | int | list[int]]
+    prompt: str | list[str | int | list[int]] | None = None
+    segments: Segments | None = None
     logprobs: int | None = None
     echo: bool | None = None
     suffix: str | None = None
@@ -39,6 +48,10 @@ class TextBody(Body, kw_only=True):
 
 def asked(body: TextBody, service: Service) -> Asked:
     """Raises ApiError."""
+    if body.segments:
+        body.prompt, body.suffix = body.segments.prefix, body.segments.suffix
+    if body.prompt is None:
+        raise wrong("There is no prompt.", "prompt")
     shown = body.logprobs
     if shown is not None and not 0 <= shown <= MAX_LOGPROBS:
         raise wrong(f"logprobs must be from 0 to {MAX_LOGPROBS}, not {shown}.", "logprobs")

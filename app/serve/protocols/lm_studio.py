@@ -1,10 +1,22 @@
 """The models in the forms of LM Studio's own paths (https://lmstudio.ai/docs/developer/rest), which editors ask for the
 context of a model and what it can."""
 
+import msgspec
+
 from app.serve.model_pool import ModelPool
 from app.serve.protocols.models import OWNER, capabilities
 from app.serve.protocols.reply import Json
 from app.serve.service import Service
+
+
+class LoadBody(msgspec.Struct):
+    model: str
+
+
+def loaded(body: LoadBody, service: Service) -> Json:
+    """`/api/v1/models/load`. A model that is not there yet is loaded when it is asked."""
+    kind = "llm" if "completion" in capabilities(service) else "embedding"
+    return {"type": kind, "instance_id": service.model, "load_time_seconds": 0.0, "status": "loaded"}
 
 
 def listed(pool: ModelPool) -> Json:

@@ -23,6 +23,11 @@ from engine.formats.tokenizer import Tokenizer
 SEALED = "orin-chat:"  # begins `encrypted_content`, which is not encrypted
 
 
+def new_id() -> str:
+    """Of a response."""
+    return f"resp_{secrets.token_hex(24)}"
+
+
 @dataclass
 class ResponseReply(Reply):
     body: ResponsesBody
@@ -32,7 +37,7 @@ class ResponseReply(Reply):
     spaces: Spaces = field(default_factory=dict)
     keep: Any = None
     """Remembers the response, if that is asked for."""
-    id: str = field(default_factory=lambda: f"resp_{secrets.token_hex(24)}")
+    id: str = field(default_factory=new_id)
     created: int = field(default_factory=lambda: int(time.time()))
     framing: Framing = NAMED_DATA
     output: list[Json] = field(default_factory=list)

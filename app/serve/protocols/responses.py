@@ -37,9 +37,9 @@ from app.serve.service import Service
 
 def asked(body: ResponsesBody, service: Service, kept: Conversations, owner: str) -> Asked:
     """May take as long as the text is. Raises ApiError."""
-    as_chat, spaces, items = _as_chat(body, kept, owner)
-    shortened = shorten(as_chat, service) if body.truncation == "auto" else ""
-    request, tools = chat.chat_request(as_chat, service)
+    made, spaces, items = as_chat(body, kept, owner)
+    shortened = shorten(made, service) if body.truncation == "auto" else ""
+    request, tools = chat.chat_request(made, service)
     reply = ResponseReply(body, service.model, service.file.tokenizer, tools, spaces)
     if body.is_stored:
         reply.keep = lambda: kept.keep(
@@ -52,7 +52,7 @@ def asked(body: ResponsesBody, service: Service, kept: Conversations, owner: str
 
 def counted(body: ResponsesBody, service: Service, kept: Conversations, owner: str) -> Json:
     """How many tokens the prompt has. May take as long as the text is. Raises ApiError."""
-    n = len(chat.encoded(_as_chat(body, kept, owner)[0], service).ids)
+    n = len(chat.encoded(as_chat(body, kept, owner)[0], service).ids)
     return {"object": "response.input_tokens", "input_tokens": n}
 
 
@@ -65,7 +65,7 @@ def input_items(known: Remembered) -> Json:
     return {"object": "list", "data": data, "has_more": False} | ends
 
 
-def _as_chat(
+def as_chat(
     body: ResponsesBody, kept: Conversations, owner: str
 ) -> tuple[chat.ChatBody, Spaces, list[dict[str, Any]]]:
     """The request as a chat, and all of its items, with those before. Raises ApiError."""
@@ -83,20 +83,20 @@ def _as_chat(
     items = [*before, *given]
     messages = [ChatMessage("system", body.instructions)] if body.instructions else []
     messages += _Messages().of(items, len(before))
-    as_chat = chat.ChatBody(messages=messages)
-    as_chat.tools, spaces = _tools(body.tools or ())
-    as_chat.tool_choice = _choice(body.tool_choice)
-    as_chat.max_tokens, as_chat.temperature, as_chat.top_p = (
+    made = chat.ChatBody(messages=messages)
+    made.tools, spaces = _tools(body.tools or ())
+    made.tool_choice = _choice(body.tool_choice)
+    made.max_tokens, made.temperature, made.top_p = (
         body.max_output_tokens,
         body.temperature,
         body.top_p,
     )
-    as_chat.logprobs, as_chat.top_logprobs = body.wants_logprobs, body.top_logprobs
-    as_chat.reasoning = body.reasoning
-    as_chat.chat_template_kwargs = body.chat_template_kwargs
+    made.logprobs, made.top_logprobs = body.wants_logprobs, body.top_logprobs
+    made.reasoning = body.reasoning
+    made.chat_template_kwargs = body.chat_template_kwargs
     if body.text and (format := body.text.format):
-        as_chat.response_format = ResponseFormat(format.type, JsonSchema(format.schema, format.strict))
-    return as_chat, spaces, items
+        made.response_format = ResponseFormat(format.type, JsonSchema(format.schema, format.strict))
+    return made, spaces, items
 
 
 def _named_item(

@@ -88,3 +88,15 @@ async def test_the_tokenizer_is_described_as_vllm_does(served, model_file):
     assert tokenized["tokens"] == [model_file.tokenizer.eos_id] and tokenized["count"] == 1
     back = await client.post("/detokenize", json={"tokens": tokenized["tokens"]})
     assert back.json()["prompt"] == info["eos_token"]
+
+
+async def test_what_lies_between_the_texts_of_tabby(served):
+    client, _ = served()
+    ask = {"language": "python", "segments": {"prefix": "def f(", "suffix": ""}}
+    assert (await client.post("/v1/completions", json=ask)).json()["choices"][0]["text"] == "Hello."
+    ask["segments"]["suffix"] = "):"
+    refused = await client.post("/v1/completions", json=ask)
+    assert refused.status_code == 400 and "no tokens to fill in" in refused.text
+    assert (await client.post("/v1/completions", json={})).json()["error"]["param"] == "prompt"
+    assert (await client.post("/v1/events", json={"type": "view"})).status_code == 200
+    assert (await client.get("/v1beta/server_setting")).json() == {"disable_client_side_telemetry": True}
