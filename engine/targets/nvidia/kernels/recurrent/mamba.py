@@ -271,25 +271,31 @@ def scan_prompt(of: MambaHeads, runs: Runs, several: bool = False, checks: bool 
         skip_of = part.eq(0).where(load(skip, head), f32(0))
 
         group = UOp.range((piece.count + (n - 1)) // n, 0, AxisType.LOOP)
-        following = group_loads(group + 1)
-        held, values, stores = array.after(group), load_run(state.after(group), 0, own), []
-        half = group % 2 * span
-        for k in range(n):
-            t = group * n + k
-            b, c = (load_run(held, half + first + k * own, own) for first in firsts[:2])
-            x = load(held, half + firsts[2] + k * dim + column)
-            dt, factor = load_run(held, half + firsts[3] + k * 2, 2)
-            added = dt * x
-            values = [s * factor + w * added for s, w in zip(values, b, strict=True)]
-            chains = [[s * w for s, w in zip(values, c, strict=True)][i::4] for i in range(min(4, own))]
-            y = tree([chain(terms) for terms in chains]) + skip_of * x
-            place = (part * tokens + (piece.first + t).minimum(tokens - 1)) * h.width + head * dim + column
-            stores.append(store(products, place, y, t < piece.count))
-            if checks:
-                of_token = h.state_at(position + t + 1, sequence)
-                stores += [store(memory, of_token + p, s) for p, s in zip(places, values, strict=True)]
-        done = UOp.group(*store_run(state, 0, values), *stores, put(array, (group + 1) % 2, following))
-        results = [done := done.end(group)]
+        following, half = group_loads(group + 1), group % 2 * span
+        places_of, values_of, conditions = zip(*following, strict=True)
+        loaded = registers(len(following), 1)  # else the compiler loads these after the loop below
+        loaded = loaded.after(group, UOp.group(*store_run(loaded.after(group), 0, values_of)))
+        of_group = UOp.range(
+            n, 1, AxisType.LOOP
+        )  # unrolled, all its loads would come first, and fill the registers
+        held, t = array.after(loaded, of_group), group * n + of_group
+        b, c = (load_run(held, half + first + of_group * own, own) for first in firsts[:2])
+        x = load(held, half + firsts[2] + of_group * dim + column)
+        dt, factor = load_run(held, half + firsts[3] + of_group * 2, 2)
+        added, old = dt * x, load_run(state.after(group, of_group), 0, own)
+        new = [s * factor + w * added for s, w in zip(old, b, strict=True)]
+        chains = [[s * w for s, w in zip(new, c, strict=True)][i::4] for i in range(min(4, own))]
+        y = tree([chain(terms) for terms in chains]) + skip_of * x
+        place = (part * tokens + (piece.first + t).minimum(tokens - 1)) * h.width + head * dim + column
+        stores = [*store_run(state, 0, new), store(products, place, y, t < piece.count)]
+        if checks:
+            of_token = h.state_at(position + t + 1, sequence)
+            stores += [store(memory, of_token + p, s) for p, s in zip(places, new, strict=True)]
+        scanned = UOp.group(*stores).end(of_group)
+        following = [
+            *zip(places_of, load_run(loaded.after(scanned), 0, len(following)), conditions, strict=True)
+        ]
+        results = [done := UOp.group(scanned, put(array, (group + 1) % 2, following)).end(group)]
         if not checks:
             final, has_tokens = load_run(state.after(done), 0, own), piece.count > 0
             results = [store(memory, after + p, s, has_tokens) for p, s in zip(places, final, strict=True)]
