@@ -31,7 +31,8 @@ STREAMS, LOW_RANK = 4, 64  # as llama.cpp has them
 @dataclass(frozen=True)
 class Parts:
     """What an architecture's files have beyond llama's. `architecture`: its name, if files of it differ. `norms`:
-    those of queries and keys, over a "head" or over "all". `biases`: of "qkv", or of all matrices of a layer.
+    those of queries and keys, over a "head", over "all", or LayerNorms of "heads" with weights of their own. `biases`:
+    of "qkv", or of all matrices of a layer.
     `renamed`: ffn_norm is called post_attention_norm. `delta`: gated delta nets in the layers without attention,
     which has a gate; `fused_delta`: their beta and alpha are one matrix. `conv` or `mamba`: every other layer is a
     short convolution or a Mamba 2 layer. `shared`: a shared expert, `ungated`: without a gate. `every_expert`: of so
@@ -44,7 +45,7 @@ class Parts:
     `streams`: besides, there are four streams (AltUp), and a matrix of a low rank beside attention.
     `beside`: experts are beside a feed-forward layer, and full attention has keys as values. `scaled`: layers have
     a scale, and attention has none. `positions`: these are added to the embeddings. `first_norm`: one of the
-    embeddings, in place of the first layer's. `normed_after`: norms come
+    embeddings, in place of the first layer's, `embedding_norm`: one beside that. `normed_after`: norms come
     after the sums, as those of BERT, also one after the embeddings, to which the type of a token is added. `keys`:
     metadata, without the architecture; they are such that every part counts within 100 tokens."""
 
@@ -78,6 +79,7 @@ class Parts:
     positions: bool = False
     normed_after: bool = False
     first_norm: str = ""
+    embedding_norm: bool = False
     keys: Mapping[str, int | float | str | Sequence[int]] = field(default_factory=dict)
 
 
@@ -189,6 +191,28 @@ ARCHITECTURES: dict[str, Parts] = {
         feed_forward="gated beside",
         keys={"logit_scale": 0.25, "attention.sliding_window": 24},
     ),
+    "command-r-plus": Parts(
+        architecture="command-r",
+        norms="heads",
+        layer_norms="plain",
+        feed_forward="gated beside",
+        keys={"logit_scale": 0.25},
+    ),
+    "stablelm-12b": Parts(
+        architecture="stablelm", norms="heads", layer_norms="biases", feed_forward="gated beside"
+    ),
+    "baichuan": Parts(keys={"attention.max_alibi_bias": 8.0}),
+    "refact": Parts(),
+    "mpt": Parts(
+        layer_norms="plain",
+        fused=True,
+        feed_forward="ungated",
+        keys={"attention.clamp_kqv": 1.0, "attention.max_alibi_bias": 8.0},
+    ),
+    "bloom": Parts(
+        layer_norms="biases", biases="all", fused=True, feed_forward="ungated", embedding_norm=True
+    ),
+    "jina-bert-v2": Parts(layer_norms="biases", biases="all", normed_after=True, keys=BOTH_WAYS),
     "stablelm": Parts(layer_norms="biases", biases="qkv"),
     "starcoder2": Parts(layer_norms="biases", biases="all", feed_forward="ungated"),
     "phi2": Parts(layer_norms="biases", biases="all", fused=True, feed_forward="ungated beside"),
@@ -684,6 +708,8 @@ def write(
 
     matrix("token_embd", len(tokens) + len(specials), dim)
     norm("token_embd_norm" if parts.conv or parts.normed_after else "output_norm")
+    if parts.embedding_norm:
+        norm("token_embd_norm")
     if parts.positions:
         matrix("position_embd", context, dim, "F32")
     if parts.normed_after:
@@ -740,6 +766,10 @@ def write(
         if parts.norms:
             for name in (name for name in projections if name != "attn_v"):
                 size = head_dim if parts.norms == "head" else projections[name]
+                if parts.norms == "heads":
+                    weights = 1 + 0.1 * rng.standard_normal((size // head_dim, head_dim))
+                    writer.add_tensor(f"{prefix}{name}_norm.weight", weights.astype(np.float32))
+                    continue
                 mean = 0.2 if (parts.scaled or parts.streams) and name == "attn_q" else 1.0
                 vector(f"{prefix}{name}_norm.weight", size, mean)
 
@@ -836,6 +866,8 @@ def write(
         else:
             matrix(prefix + "ffn_gate", width, dim)
             matrix(prefix + "ffn_up", width, dim)
+            if architecture == "jina-bert-v2":
+                vector(prefix + "ffn_down.bias", dim, 0.0)
         matrix(prefix + "ffn_down", dim, width)
     if draft_head:
         prefix = f"blk.{layers}.nextn."

@@ -40,7 +40,7 @@ Floats = NDArray[np.float32]
 NEIGHBOURS = {
     "llama", "llama4", "mistral3", "granite", "granitemoe", "smollm3", "chatglm", "ernie4_5", "ernie4_5-moe", "glm4",
     "granitehybrid", "command-r", "cohere2", "internlm2", "minicpm", "deepseek2", "deepseek", "bailingmoe", "arcee",
-    "maincoder", "xverse", "mistral4", "llama-embed",
+    "maincoder", "xverse", "baichuan", "mistral4", "llama-embed",
 }  # fmt: skip
 """Architectures whose files hold the two elements of a rotary pair side by side; in the others they are apart by half
 of what is rotated."""
@@ -132,6 +132,9 @@ class Reference:
             x = x + self._matrix(spec.positions)[: len(x)]
         if spec.token_type:
             x = x + self._matrix(spec.token_type)
+        if spec.embedding_norm:
+            x = centred(x) if spec.centred else x
+            x = self._normed(x, spec.embedding_norm, spec.eps, spec.embedding_norm_bias)
         x = centred(x) if spec.centred else x
         yield x
         of_layers = self._layer_embeddings(x, tokens) if spec.layer_embeddings else None
@@ -397,10 +400,12 @@ class Reference:
     def _attend(self, part: Attention, h: Floats, caches: list[tuple[Floats, Floats]]) -> Floats:
         """`caches`: keys and values of the attention before this one; its own are appended."""
         a, n = part, len(h)
-        q = self._turned(a, self._product(h, a.q, a.q_bias), a.q_norm)
+        most = np.float32(a.limit or np.inf)
+        q = self._turned(a, np.clip(self._product(h, a.q, a.q_bias), -most, most), a.q_norm)
         if a.k:
-            projected = self._product(h, a.k, a.k_bias)
-            v = self._heads(a, self._product(h, a.v, a.v_bias) if a.v else projected, None)
+            projected = np.clip(self._product(h, a.k, a.k_bias), -most, most)
+            v = np.clip(self._product(h, a.v, a.v_bias), -most, most) if a.v else projected
+            v = self._heads(a, v, None)
             if a.has_normed_values:
                 v = v / np.sqrt((v * v).mean(-1, keepdims=True) + np.float32(self.spec.eps))
             caches.append((self._turned(a, projected, a.k_norm), v))
@@ -424,6 +429,8 @@ class Reference:
             scores = q[:, head] @ k[:, of].T * np.float32(a.scale)
             if cap := np.float32(a.softcap):
                 scores = np.tanh(scores / cap) * cap
+            if a.slopes:
+                scores = scores - np.float32(a.slopes[head]) * np.abs(distance)
             scores = np.where(hidden, -np.inf, scores)
             weights = softmax(np.concatenate([scores, np.full((n, 1), sinks[head])], -1))
             out[:, head] = weights[:, :-1] @ v[:, of]
@@ -461,6 +468,10 @@ class Reference:
     def _heads(self, part: Attention, x: Floats, norm: Vector | None) -> Floats:
         """(n, heads * head_dim) -> (n, heads, head_dim), normed over a head or over all of them."""
         split = x.shape[0], -1, part.head_dim
+        if norm and part.layer_norms:
+            heads = centred(x.reshape(split))
+            lengths = np.sqrt((heads * heads).mean(-1, keepdims=True) + np.float32(self.spec.eps))
+            return np.asarray(heads / lengths * self._vector(norm).reshape(-1, part.head_dim))
         if norm and norm.size != part.head_dim:
             return self._normed(x, norm, self.spec.eps).reshape(split)
         return self._normed(x.reshape(split), norm, self.spec.eps)

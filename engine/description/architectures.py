@@ -130,6 +130,7 @@ class ModelReader(RecurrentReader, FeedForwardReader):
         eps = self.number(eps_key, self.family.eps)
         last = last_norm(self.layers) if family.normed_after else "output_norm"
         is_lfm2 = self.has(_LFM2_NORM) and not self.has(f"{last}.weight")
+        has_norm = self.has("blk.0.attn_norm.weight") and not is_lfm2
         norm = self.required(_LFM2_NORM if is_lfm2 else f"{last}.weight", self.dim)
         spec = ModelSpec(
             architecture=self.architecture,
@@ -163,6 +164,8 @@ class ModelReader(RecurrentReader, FeedForwardReader):
                 if any(name.startswith(begin) for name in self.file.tensors)
             ),
             positions=self.table("position_embd", self.context),
+            embedding_norm=self.vector(f"{EMBEDDING_NORM}.weight", self.dim) if has_norm else None,
+            embedding_norm_bias=self.vector(f"{EMBEDDING_NORM}.bias", self.dim) if has_norm else None,
             token_type=self.table("token_types", 1),
             projections=read_projections(self, self.dim),
             classes=read_classes(self, self.dim),
@@ -319,6 +322,8 @@ class ModelReader(RecurrentReader, FeedForwardReader):
         dim, head_dim, kv_size = self.dim, heads.dim, heads.kv * heads.dim
         sizes = {"q": heads.count * head_dim, "k": kv_size, "v": kv_size}
         is_gated, is_rotated = self.family.gated_attention, self.is_rotated(i, window)
+        q_norm = self.file.tensors.get(f"{prefix}attn_q_norm.weight")
+        has_layer_norms = self.family.layer_norms and q_norm is not None and len(q_norm.shape) > 1
         has_unit_norms = self.family.unit_norms and is_rotated and not self.is_unnormed
         in_file = sizes | {"q": 2 * sizes["q"]} if is_gated else sizes
         firsts = {"q": 0, "k": in_file["q"], "v": in_file["q"] + in_file["k"]}
@@ -353,6 +358,9 @@ class ModelReader(RecurrentReader, FeedForwardReader):
             if has_unit_norms:
                 return Vector("", head_dim)
             tensor = f"{prefix}attn_{x}_norm.weight"
+            if has_layer_norms and self.has(tensor):
+                norm = self.required(tensor, sizes[x] // head_dim, head_dim)
+                return replace(norm, order=heads.order)
             is_over_heads = self.has(tensor) and self.file.tensors[tensor].shape != (head_dim,)
             return self.vector(tensor, sizes[x] if is_over_heads else head_dim, heads.order)
 
@@ -388,7 +396,25 @@ class ModelReader(RecurrentReader, FeedForwardReader):
             rotates_first=self.family.rotates_first,
             chunked=self.family.chunked and window > 0,
             tempered=self.family.tempered_full is None or window == 0,
+            slopes=self.slopes(heads.count),
+            limit=self.number("attention.clamp_kqv", 0.0),
+            layer_norms=has_layer_norms,
         )  # fmt: skip
+
+    @property
+    def distance_bias(self) -> float:
+        """By how much the scores of the first head fall with the distance of tokens, as a power of 2, 0 if not."""
+        unsaid = self.family.distance_bias if self.family.biased_layers in (0, self.layers) else 0.0
+        return self.number("attention.max_alibi_bias", unsaid)
+
+    def slopes(self, heads: int) -> tuple[float, ...]:
+        """See `Attention`: those of as many heads as the largest power of 2 allows, and then those between them
+        (ggml_soft_max_ext)."""
+        if not (most := self.distance_bias):
+            return ()
+        even = 1 << (heads.bit_length() - 1)
+        steps = [(i + 1) / even if i < even else (2 * (i - even) + 1) / (2 * even) for i in range(heads)]
+        return tuple(2.0 ** (-most * step) for step in steps)
 
     @property
     def is_unnormed(self) -> bool:
@@ -397,6 +423,8 @@ class ModelReader(RecurrentReader, FeedForwardReader):
 
     def is_rotated(self, i: int, window: int) -> bool:
         """Whether layer i has rotary embeddings."""
+        if self.distance_bias:
+            return False
         if self.family.unrotated_full:
             return window > 0 or not self.has_windows
         if (

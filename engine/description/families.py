@@ -29,10 +29,11 @@ class Family:
     the last has attention, and the others are `recurrent`, unless the metadata say otherwise (0: those that have heads
     of keys have attention). `gated_attention`: in each head the rows of the query come before those of a gate of its
     result. `unscaled_attention`: scores are multiplied by nothing. `normed_values`: values are normed over a head.
-    `chunked`, `weighed_inputs`: see `Attention`, `Experts`. `unit_norms`: rotated queries and keys are normed over a
-    head, without weights, except in a model of `unnormed_experts` experts. `tempered_full`: queries of layers without a
-    window grow with their position, if others have one, by this where the files do not say it: the slope, the length,
-    and how many positions later.
+    `distance_bias`: scores fall with the distance of tokens (ALiBi), and by so much at most where the files do not say
+    it; if `biased_layers`, only in a model of so many, which is not rotated. `chunked`, `weighed_inputs`: see
+    `Attention`, `Experts`. `unit_norms`: rotated queries and keys are normed over a head, without weights, except in a
+    model of `unnormed_experts` experts. `tempered_full`: queries of layers without a window grow with their position,
+    if others have one, by this where the files do not say it: the slope, the length, and how many positions later.
     `rotates_first`, `shares_in_turn`: see `Attention`, `DeltaNet`. `layer_norms`: norms are LayerNorms
     (`ModelSpec.centred`). `multiplied_logits`: by the file's scale of logits, by which others are divided. `ungated`:
     feed-forward layers have no gates. `lone_sublayers`: a layer is attention, a feed-forward layer or a recurrent one
@@ -72,6 +73,8 @@ class Family:
     gated_attention: bool = False
     unscaled_attention: bool = False
     normed_values: bool = False
+    distance_bias: float = 0.0
+    biased_layers: int = 0
     chunked: bool = False
     weighed_inputs: bool = False
     unit_norms: bool = False
@@ -169,6 +172,10 @@ ARCHITECTURES: Mapping[str, Family] = {
     "olmo2": Family(full_attention_every=4, plain_windows=True),
     "olmoe": Family(renormalised=False),
     "qwen3moe": Family(),
+    "baichuan": Family(interleaved=True, distance_bias=8.0, biased_layers=40),
+    "bloom": Family(layer_norms=True, activation="gelu", ungated=True, distance_bias=8.0),
+    "mpt": Family(layer_norms=True, activation="gelu", ungated=True, unrotated_every=1),
+    "refact": Family(distance_bias=8.0),
     "gpt-oss": Family(activation="swiglu_oai", full_attention_every=2),
     "qwen3next": Family(attention_every=4, gated_attention=True, shares_in_turn=False),
     "qwen35": Family(attention_every=4, gated_attention=True, grid_positions=True),
@@ -243,6 +250,7 @@ ARCHITECTURES: Mapping[str, Family] = {
     "nomic-bert": replace(_BERT, activation="silu", ungated=False),
     "nomic-bert-moe": replace(_BERT, renormalised=False),
     "jina-bert-v3": _BERT,
+    "jina-bert-v2": replace(_BERT, ungated=False, distance_bias=8.0),
     "gemma-embedding": replace(_GEMMA3, both_ways=True),
     "exaone-moe": Family(
         full_attention_every=4, unrotated_full=True, window=128, renormalised=False, scoring="sigmoid"

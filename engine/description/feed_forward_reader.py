@@ -41,19 +41,19 @@ class FeedForwardReader(HeadReader):
         unless the family has no gates."""
         dim = self.dim
         down = self.weight(f"{prefix}ffn_down{suffix}", dim, width)
+        gate: Weight | None
         if self.has(f"{prefix}ffn_gate{suffix}.weight"):
             gate, up = (self.weight(f"{prefix}ffn_{x}{suffix}", width, dim) for x in ("gate", "up"))
         elif self.family.ungated:
-            up = self.weight(f"{prefix}ffn_up{suffix}", width, dim)
-            up_bias, down_bias = (
-                self.vector(f"{prefix}ffn_{x}{suffix}.bias", n) for x, n in (("up", width), ("down", dim))
-            )
-            return Dense(None, up, down, self.family.activation, up_bias, down_bias)
+            gate, up = None, self.weight(f"{prefix}ffn_up{suffix}", width, dim)
         else:
             gate, up = (
                 self.weight(f"{prefix}ffn_up{suffix}", width, dim, first, 2 * width) for first in (0, width)
             )
-        return Dense(gate, up, down, self.family.activation)
+        up_bias, down_bias = (
+            self.vector(f"{prefix}ffn_{x}{suffix}.bias", n) for x, n in (("up", width), ("down", dim))
+        )
+        return Dense(gate, up, down, self.family.activation, up_bias, down_bias)
 
     def sparsity(self, i: int) -> float:
         """See `Dense`. The file has one for each layer; of a layer without, it is no finite number, or nothing that is

@@ -191,6 +191,10 @@ class ModelSpec:
     """What the file has besides, "vision" or "audio", which is not run."""
     positions: Weight | None = None
     """What is added to a token's embedding by its position: (trained context, dim)."""
+    embedding_norm: Vector | None = None
+    """The norm of embeddings that the stream begins with,"""
+    embedding_norm_bias: Vector | None = None
+    """and its bias."""
     token_type: Weight | None = None
     """What is added to the embeddings of all tokens: (1, dim)."""
     projections: tuple[Projection, ...] = ()
@@ -301,7 +305,8 @@ class ModelSpec:
         for sublayer in self.sublayers:
             yield from sublayer.vectors
         yield self.output_norm
-        yield from (vector for vector in (self.output_norm_bias, self.head_bias) if vector)
+        others = self.output_norm_bias, self.head_bias, self.embedding_norm, self.embedding_norm_bias
+        yield from (vector for vector in others if vector)
 
     @property
     def vector_bytes(self) -> int:

@@ -149,8 +149,11 @@ class Attention(Operator):
     and with a `softcap` they are softcap * tanh(scores / softcap). With a `window`, a query at position p attends to
     the keys at p - window + 1 to p; 0 means to all. If windows are `chunked`, it attends to those from the last
     multiple of the window on. Queries that are not `tempered` do not grow with their position
-    (`ModelSpec.temperature`). `sinks`: for each head a score that joins those of the keys,
-    unscaled, and whose value is zero. `gate`: the result is multiplied by sigmoid(gate x) before the output projection.
+    (`ModelSpec.temperature`). With `slopes`, one for each head, slope * distance of the two tokens is taken off a score
+    (ALiBi). With a `limit`, queries, keys and values are cut to -limit to limit. If norms are `layer_norms`, they take
+    the mean off each head, and each head has weights of its own. `sinks`: for each head a score that joins those of
+    the keys, unscaled, and whose value is zero. `gate`: the result is multiplied by sigmoid(gate x) before the output
+    projection.
 
     With `sees_pictures`, a picture's tokens attend also to those after them in the same picture. If it goes
     `both_ways`, all tokens attend to those after them, with a window to as many as before them.
@@ -185,6 +188,9 @@ class Attention(Operator):
     rotates_first: bool = False
     chunked: bool = False
     tempered: bool = True
+    slopes: tuple[float, ...] = ()
+    limit: float = 0.0
+    layer_norms: bool = False
     words = "attention"
 
     @property
@@ -213,7 +219,8 @@ class Attention(Operator):
     @property
     def has_norms_over_heads(self) -> bool:
         """Whether queries or keys are normed over all heads together."""
-        return any(norm and norm.size != self.head_dim for norm in (self.q_norm, self.k_norm))
+        norms = (norm for norm in (self.q_norm, self.k_norm) if norm)
+        return not self.layer_norms and any(norm.size != self.head_dim for norm in norms)
 
     @property
     def roles(self) -> Roles:

@@ -51,6 +51,9 @@ MODELS: dict[str, dict[str, Any]] = {
         "tied": False,
     },
     "gpt2 F32": {"architecture": "gpt2", "quant": "F32", "layers": 1},
+    "mpt F32": {"architecture": "mpt", "quant": "F32", "layers": 1},
+    "bloom F32": {"architecture": "bloom", "quant": "F32", "layers": 1},
+    "stablelm-12b F32": {"architecture": "stablelm-12b", "quant": "F32", "layers": 1},
     "gptneox F32": {"architecture": "gptneox", "quant": "F32", "layers": 1},
     "nemotron F32, 8 of 16 rotated": {
         "architecture": "nemotron",

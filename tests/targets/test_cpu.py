@@ -31,6 +31,7 @@ ALIKE = (
     "cohere2 F32",
     "command-r F32",
     "gptneox F32",
+    "bloom F32",
     "nemotron F32, 8 of 16 rotated",
     "lfm2moe F32",
     "granitehybrid F32",

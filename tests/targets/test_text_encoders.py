@@ -19,6 +19,8 @@ from tests.thorough import rarely
         ("bert", "graph", 64, 1),
         rarely("nomic-bert-moe", "fused", 160, 2),
         rarely("nomic-bert", "fused", 160, 2),
+        rarely("jina-bert-v2", "fused", 160, 2),
+        rarely("jina-bert-v2", "graph", 64, 1),
         rarely("modern-bert", "fused", 160, 4),
         rarely("nomic-bert-moe", "graph", 160, 2),
         rarely("gemma-embedding", "graph", 160, 2),

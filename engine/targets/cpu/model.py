@@ -88,6 +88,9 @@ class CPUModel(StepBuffers):
             loading.choices,
         )
         self.output_norm = _norm(loader, spec.output_norm, spec.output_norm_bias)
+        self.embedding_norm = spec.embedding_norm and _norm(
+            loader, spec.embedding_norm, spec.embedding_norm_bias
+        )
         self.head_bias = spec.head_bias and loader.vector(spec.head_bias)
         self.layer_tables = loader.layer_tables(spec)
         tables = [loader.matrix(table) for table in spec.added_tables]
@@ -127,7 +130,7 @@ class CPUModel(StepBuffers):
         uses = BufferUses()
         uses.add(BufferUse("output head"), self.head.stream)
         uses.add(BufferUse("embedding", "token", self.spec.vocab), self.embedding.stream)
-        uses.add(BufferUse("norm"), self.output_norm, self.head_bias)
+        uses.add(BufferUse("norm"), self.output_norm, self.head_bias, self.embedding_norm)
         for table, *_ in self.added_tables:
             uses.add(BufferUse("embedding", "token", table.rows), table.stream)
         self.add_uses(uses)

@@ -44,6 +44,10 @@ def step_kernels(model: CPUModel, tile: int, rows: int = 0, whole: bool = False)
         _join(joint, step, embedded)
     elif spec.centred or model.added_tables:
         step.add_rows([embedded, *_added_rows(model, step)], begins=True)
+    if model.embedding_norm is not None:
+        normed = step.rows("embedded", spec.dim)
+        step.add_normed(normed, step.x, model.embedding_norm, added=False)
+        step.add_rows([normed], begins=True)
     step.sequence.output(step.x)
     last = None if rows or whole else model.layers[spec.last_keeping]
     waiting: list[Tensor] = []

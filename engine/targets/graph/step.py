@@ -113,6 +113,9 @@ class Transformer(RecurrentLayers, StreamLayers):
             x = x + self._matrices[self.spec.positions].take(places)
         if self.spec.token_type:
             x = x + self._matrices[self.spec.token_type].dequantize()
+        if self.spec.embedding_norm:
+            x = centred(x) if self.spec.centred else x
+            x = self._stream_norm(x, self.spec.embedding_norm, self.spec.embedding_norm_bias)
         return centred(x).contiguous() if self.spec.centred else x
 
     def __call__(self, step: Step) -> Tensor:
@@ -302,9 +305,13 @@ class Transformer(RecurrentLayers, StreamLayers):
         y = self._norm(x, weight, self.spec.stream_eps)
         return y if bias is None else (y + self._vectors[bias]).contiguous()
 
-    def _heads(self, x: Tensor, n_heads: int, norm: Vector | None) -> Tensor:
-        """(n, n_heads * head_dim) -> (n_heads, n, head_dim), normed over a head or over all of them."""
+    def _heads(self, x: Tensor, n_heads: int, norm: Vector | None, layer_norms: bool = False) -> Tensor:
+        """(n, n_heads * head_dim) -> (n_heads, n, head_dim), normed over a head or over all of them. With `layer_norms`
+        of heads, they are normed so, each with weights of its own."""
         n, width = x.shape
+        if norm and layer_norms:
+            own = self._vectors[norm].reshape(n_heads, 1, -1)
+            return normed(centred(x.reshape(n, n_heads, -1).transpose(0, 1)), self.spec.eps) * own
         if norm and norm.size == width:
             x = self._norm(x, norm)
         heads = x.reshape(n, n_heads, -1).transpose(0, 1)
@@ -334,7 +341,7 @@ class Transformer(RecurrentLayers, StreamLayers):
     def _turned(self, a: Attention, x: Tensor, n_heads: int, norm: Vector | None, step: Step) -> Tensor:
         """Queries or keys of x (n, n_heads * head_dim), normed and rotated: (n_heads, n, head_dim)."""
         if not (norm and a.rotates_first):
-            return self._rotated(self._heads(x, n_heads, norm), a.rope, step)
+            return self._rotated(self._heads(x, n_heads, norm, a.layer_norms), a.rope, step)
         return self._norm(self._rotated(self._heads(x, n_heads, None), a.rope, step), norm)
 
     def _rotated(self, x: Tensor, rope: int, step: Step) -> Tensor:
@@ -349,11 +356,11 @@ class Transformer(RecurrentLayers, StreamLayers):
     def _attention(self, a: Attention, x: Tensor, run: Run) -> Tensor:
         """The output projection of attention over x (n, dim), which is normed."""
         step, new = run.step, None
-        q = self._turned(a, self._product(a.q, x, a.q_bias), a.heads, a.q_norm, step)
+        q = self._turned(a, self._cut(a, a.q, x, a.q_bias), a.heads, a.q_norm, step)
         if a.k:
-            projected = self._product(a.k, x, a.k_bias)
+            projected = self._cut(a, a.k, x, a.k_bias)
             k = self._turned(a, projected, a.kv_heads, a.k_norm, step)
-            v = self._heads(self._product(a.v, x, a.v_bias) if a.v else projected, a.kv_heads, None)
+            v = self._heads(self._cut(a, a.v, x, a.v_bias) if a.v else projected, a.kv_heads, None)
             if a.has_normed_values:
                 v = normed(v, self.spec.eps)
             new = Tensor.stack(k, v)
@@ -361,6 +368,11 @@ class Transformer(RecurrentLayers, StreamLayers):
         if a.gate:
             out = out * self._product(a.gate, x).sigmoid()
         return self._product(a.o, out, a.o_bias)
+
+    def _cut(self, a: Attention, weight: Weight, x: Tensor, bias: Vector | None) -> Tensor:
+        """Queries, keys or values, within the limit."""
+        y = self._product(weight, x, bias)
+        return y.clamp(-a.limit, a.limit) if a.limit else y
 
     def _latent_attention(self, a: LatentAttention, x: Tensor, run: Run) -> Tensor:
         """As `_attention`. The rotated elements of a head come in two halves, each before one of the latent elements,
@@ -409,9 +421,14 @@ class Transformer(RecurrentLayers, StreamLayers):
         scores = q @ keys.transpose(1, 2)
         if a.softcap:
             scores = (scores / a.softcap).tanh() * a.softcap
-        if mask is not None:
+        if mask is not None or a.slopes:
             scores = scores.reshape(a.kv_heads, group, n, position + n)
-            scores = scores + mask
+            scores = scores if mask is None else scores + mask
+            if a.slopes:
+                own = self._numbers[position : position + n].unsqueeze(1)
+                distance = (own - self._numbers[: position + n].unsqueeze(0)).abs().cast(dtypes.float32)
+                slopes = Tensor(np.array(a.slopes, np.float32)).reshape(a.kv_heads, group, 1, 1)
+                scores = scores - slopes * distance
             scores = scores.reshape(a.kv_heads, group * n, position + n)
         if a.sinks:
             sinks = self._vectors[a.sinks].reshape(a.kv_heads, group, 1).expand(-1, -1, n)

@@ -68,18 +68,20 @@ def scratch_size(heads: HeadLanes, entries: int, threads: int, tile: int, rows: 
 
 
 def mask(lanes: int) -> NDArray[np.float32]:
-    """float32 (3 * lanes,): zeros, large negative numbers, and zeros. The `lanes` elements from `lanes - n` on are
-    added to the scores of a vector of tokens of which only the first n are visible; those from `2 * lanes - n` on, if
-    the first n are not."""
-    return np.repeat(np.array([0, _MASKED, 0], np.float32), lanes)
+    """float32 (4 * lanes,): zeros, large negative numbers, zeros, and the numbers from 0 on. The `lanes` elements from
+    `lanes - n` on are added to the scores of a vector of tokens of which only the first n are visible; those from
+    `2 * lanes - n` on, if the first n are not."""
+    return np.append(
+        np.repeat(np.array([0, _MASKED, 0], np.float32), lanes), np.arange(lanes, dtype=np.float32)
+    )
 
 
 @functools.cache
 def attention(heads: HeadLanes, threads: int, tile: int, rows: int = 0) -> KernelFunction:
     """Buffers: out, float32 (tokens, query * dim); scratch, float32 (`scratch_size`,); the layer's cache
     (`HeadLanes.cached`); the tables of the sequences; the state, unless there are `rows`; the tokens' places; the
-    queries of `rope.rotate`; `mask`; the sinks, float32 (query,), if there are any; how many tokens each token sees,
-    int32 (tokens,), if `heads` look ahead, unless there are `rows`."""
+    queries of `rope.rotate`; `mask`; the sinks and the slopes, float32 (query,) each, if there are any; how many tokens
+    each token sees, int32 (tokens,), if `heads` look ahead, unless there are `rows`."""
     h, lanes = heads, heads.lanes
     task_heads, tokens = task_shape(heads, threads, tile, rows)
     n = task_heads * tokens
@@ -98,6 +100,7 @@ def attention(heads: HeadLanes, threads: int, tile: int, rows: int = 0) -> Kerne
         tables, state = rest.pop(0), None if rows else rest.pop(0)
         places, queries, score_mask, *rest = rest
         seen_by = rest.pop() if looks_ahead else None
+        slopes = rest.pop() if h.slopes else None
         sinks = rest
         assert len(sinks) == h.sinks
         k = KernelBuilder(lanes)
@@ -163,6 +166,10 @@ def attention(heads: HeadLanes, threads: int, tile: int, rows: int = 0) -> Kerne
                         if h.both_ways and h.window:
                             seen = seen.minimum(own + (h.window - 1))
                     score = capped(k, k.vector(s, 0), h.softcap) if h.softcap else k.vector(s, 0)
+                    if slopes is not None:
+                        far = k.vector(score_mask, 3 * lanes) - (own - 1).cast(F32)
+                        far = far.minimum(far * -1.0) if h.both_ways else far
+                        score = score + far * k.load(slopes, head_block * task_heads + q % task_heads)
                     score = score + k.vector(score_mask, lanes - seen.maximum(0).minimum(lanes))
                     if h.window:
                         before = own - h.window

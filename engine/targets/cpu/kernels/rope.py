@@ -28,8 +28,11 @@ class HeadLanes:
     position. `sinks`: each query head has a score that joins those of the
     keys, unscaled, and whose value is zero. `stored`: without values of their own, the keys before norm and rotation
     are the values; with nothing, the cache is that of another layer. `value_norm`: values are RMS-normed over a head.
-    `turns_tokens`: the tables of angles are by the tokens of the step, not by position. `ahead`: in prompts, a query
-    sees up to so many tokens after its own; if it goes `both_ways`, with a window no more than before its own.
+    If norms are `layer_norms`, they take the mean off a head, and each head has weights of its own. `limit`: what
+    queries, keys and values are cut to, 0 if they are not. `slopes`: what falls off the score of a query head by the
+    distance of the tokens is in a buffer. `turns_tokens`: the tables of angles are by the tokens of the step, not by
+    position. `ahead`: in prompts, a query sees up to so many tokens after its own; if it goes `both_ways`, with a
+    window no more than before its own.
 
     With a `window`, a query at position p sees the keys from p - window + 1 to p; 0 is no window. If windows are
     `chunked`, it sees those from the last multiple of the window on. The cache of a layer
@@ -63,6 +66,9 @@ class HeadLanes:
     both_ways: bool = False
     rotates_first: bool = False
     chunked: bool = False
+    layer_norms: bool = False
+    limit: float = 0.0
+    slopes: bool = False
 
     @property
     def rows(self) -> int:
@@ -123,13 +129,20 @@ def rotate(heads: HeadLanes, tile: int) -> KernelFunction:
         places, rows, cos, sin, *rest = rest
         query_norm, key_norm = (rest.pop(0) if normed else None for normed in (h.query_norm, h.key_norm))
         k = KernelBuilder(h.lanes)
+        mean = k.registers(1)
+
+        def element(at: Index, n: int) -> UOp:
+            v = k.vector(rows, at, n)
+            return v.maximum(UOp.const(-h.limit, F32)).minimum(UOp.const(h.limit, F32)) if h.limit else v
 
         def rotated(
             at: Index, angle: Index, j: UOp, weight: UOp | None, factor: UOp | None, head: Index
         ) -> tuple[UOp, UOp]:
             """n elements of a rotated head from j on, and n from j + half on."""
-            first = head * h.dim if h.norms_over_heads else 0  # of the head's weights
-            a, b = (k.vector(rows, at + offset + j, n) for offset in (0, half))
+            first = head * h.dim if h.norms_over_heads or h.layer_norms else 0  # of the head's weights
+            a, b = (element(at + offset + j, n) for offset in (0, half))
+            if weight is not None and h.layer_norms:
+                a, b = (v - k.load(mean, 0) for v in (a, b))
             weights: list[UOp] = []
             if weight is not None and factor is not None:
                 a, b = (v * k.load(factor, 0) for v in (a, b))
@@ -140,10 +153,17 @@ def rotate(heads: HeadLanes, tile: int) -> KernelFunction:
             turned = a * c - b * s, b * c + a * s
             return (turned[0] * weights[0], turned[1] * weights[1]) if weights and h.rotates_first else turned
 
-        def norm_factor(at: Index, size: int) -> UOp:
-            factor = k.registers(1)
-            mean = sum_of_squares(k, rows, at, size, n) * (1.0 / size)
-            k.store(factor, 0, (mean + h.norm_eps).sqrt().reciprocal())
+        def norm_factor(at: Index, size: int, centres: bool = False) -> UOp:
+            """One over the length of a vector; if it `centres`, without its mean, which is kept."""
+            factor, total = k.registers(1), k.zeros(n) if centres else None
+            squares = sum_of_squares(k, rows, at, size, n) * (1.0 / size)
+            if total is not None:
+                with k.loop(size // n) as j:
+                    k.store(total, 0, k.vector(total, 0, n) + k.vector(rows, at + j * n, n))
+                of_all = k.across(k.vector(total, 0, n), Ops.ADD) if n > 1 else k.load(total, 0)
+                k.store(mean, 0, of_all * (1.0 / size))
+                squares = squares - k.load(mean, 0) * k.load(mean, 0)
+            k.store(factor, 0, (squares + h.norm_eps).sqrt().reciprocal())
             return factor
 
         key_head = k.registers(h.dim) if h.is_quantized and h.stored != "nothing" else None
@@ -163,11 +183,11 @@ def rotate(heads: HeadLanes, tile: int) -> KernelFunction:
                 value_factor = norm_factor(of_values, h.dim) if h.value_norm else None
 
                 def value(d: Index, n: int, at: Index = of_values, by: UOp | None = value_factor) -> UOp:
-                    v = k.vector(rows, at + d, n)
+                    v = element(at + d, n)
                     return v if by is None else v * k.load(by, 0)
 
                 if h.key_norm and not h.norms_over_heads:
-                    factor = norm_factor(at, h.dim)
+                    factor = norm_factor(at, h.dim, h.layer_norms)
                 with k.loop(half // n) as j:
                     for v, offset in zip(
                         rotated(at, angle, j * n, key_norm, factor, head), (0, half), strict=True
@@ -205,7 +225,7 @@ def rotate(heads: HeadLanes, tile: int) -> KernelFunction:
                 head = first + i
                 at = t * h.rows + head * h.dim
                 if h.query_norm and not h.norms_over_heads:
-                    factor = norm_factor(at, h.dim)
+                    factor = norm_factor(at, h.dim, h.layer_norms)
                 with k.loop(half // n) as j:
                     a, b = rotated(at, angle, j * n, query_norm, factor, head)
                     to = t * (h.query * h.dim) + head * h.dim + j * n

@@ -5,12 +5,14 @@ from __future__ import annotations
 from itertools import accumulate
 from typing import Any
 
+import numpy as np
 from tinygrad import Tensor, dtypes
 
 from engine.description.sublayers import Attention
 from engine.measure.kernel_roles import BufferUse
 from engine.runtime.kv_blocks import BLOCK
 from engine.targets.buffer_uses import BufferUses
+from engine.targets.cpu.kernels import memory
 from engine.targets.cpu.kernels.attention import attention, n_parts, scratch_size
 from engine.targets.cpu.kernels.lanes import MOST_LANES
 from engine.targets.cpu.kernels.rope import HeadLanes, rotate
@@ -43,6 +45,7 @@ class AttentionHandler(Handler):
             turns_tokens=bool(loading.pictures and spec.ropes[part.rope].sections),
             ahead=loading.pictures.whole if loading.pictures and part.looks_ahead else 0,
             both_ways=part.both_ways,
+            layer_norms=part.layer_norms, limit=part.limit, slopes=bool(part.slopes),
             chunked=part.chunked and cache.window(part.window) > 0,
         )  # fmt: skip
         self.cached, self._tables = cache.add(heads, part.cache_of)
@@ -52,6 +55,8 @@ class AttentionHandler(Handler):
         self._o = weights.matrix(part.o, added=is_added)
         self._o_bias = part.o_bias and weights.vector(part.o_bias)
         self._sinks = [weights.vector(part.sinks)] if part.sinks else []
+        slopes = [np.array(part.slopes, np.float32)] if part.slopes else []
+        self._slopes = [memory.array(of, dtypes.float32) for of in slopes]
         self._bias: Tensor | None = None
         self._load(part, loading)
 
@@ -86,7 +91,7 @@ class AttentionHandler(Handler):
         kernel, parts = attention(heads, threads, tile, rows), n_parts(heads, threads, tile, rows)
         of_step = self._tables, *([] if rows else step.state), step.buffers.places
         seen = [step.buffers.seen] if heads.ahead and not rows else []
-        reads = *self.cached, *of_step, queries, step.buffers.mask, *self._sinks, *seen
+        reads = *self.cached, *of_step, queries, step.buffers.mask, *self._sinks, *self._slopes, *seen
         step.add(kernel, attended, scores, *reads, parts=parts)
         return attended
 
@@ -120,5 +125,5 @@ class AttentionHandler(Handler):
         uses.add(BufferUse("attention", "context", slots, window), *self.cached)
         uses.add(BufferUse("attention", "context", self._tables.numel() * BLOCK, window), self._tables)
         uses.add(BufferUse("attention output"), self._o.stream)
-        uses.add(BufferUse("attention"), *self._sinks)
+        uses.add(BufferUse("attention"), *self._sinks, *self._slopes)
         uses.add(BufferUse("norm"), self._o_bias, *self._head_norms)

@@ -55,8 +55,14 @@ class AttentionHandler(Handler):
 
     @classmethod
     def lacks(cls, part: Any) -> str:
-        if part.chunked:
-            return "attention in chunks"
+        lacking = {
+            "attention in chunks": part.chunked,
+            "scores that fall with the distance of tokens": part.slopes,
+            "queries, keys and values within limits": part.limit,
+            "LayerNorms of heads": part.layer_norms,
+        }
+        if any(lacking.values()):
+            return next(words for words, lacks in lacking.items() if lacks)
         return f"heads of {part.head_dim} elements" if part.head_dim % _CHUNK else ""
 
     def __init__(self, part: Attention, loading: Loading) -> None:
