@@ -15,6 +15,8 @@ from textual.app import App
 from textual.css.model import RuleSet
 from textual.css.stylesheet import Stylesheet
 
+from widgets.terminal.paced_output import PacedOutput
+
 MOST_S = 1.0
 """A thread that takes longer is not waited for any more: it may wait for what the test does next."""
 
@@ -89,6 +91,8 @@ def quick_pilot(monkeypatch: pytest.MonkeyPatch) -> None:
         await shut_down(app)
 
     monkeypatch.setattr(App, "_shutdown", end_as_when_quitting)
+    # As on a terminal, which asks for the rows that have changed: nobody reads them here, and `screen` draws all.
+    monkeypatch.setattr(PacedOutput, "writes_rows", True)
     monkeypatch.setattr(Stylesheet, "_parse_rules", parsed_once)
     monkeypatch.setattr(BaseEventLoop, "run_in_executor", run_in_executor)
     for module in ("textual.app", "textual.pilot"):

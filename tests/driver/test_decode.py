@@ -13,7 +13,7 @@ from tests import generated_model
 from tests.driver.compiler import keeping_kernels
 from tests.paths import ROOT
 from tests.reference import Reference
-from tests.thorough import rarely
+from tests.thorough import rarely, thorough
 
 # Enough tokens for tensor cores.
 PROMPT = (5, 17, 300, 42, 9, 11, 200, 33, 7, 8, 100, 101, 102, 44, 45, 46, 300, 301)
@@ -79,6 +79,7 @@ with simulated(SimulatedKernel(nodes=nodes), others=True) as kernel:
 """
 
 
+@thorough
 @pytest.mark.skipif(Path("/dev/nvidiactl").exists(), reason="a real GPU would be opened")
 def test_dev_chooses_the_interface():
     processes = {}

@@ -16,6 +16,7 @@ from engine.targets.cpu.kernels.activations import buffer_names
 from engine.targets.cpu.kernels.product import product
 from engine.targets.cpu.kernels.thread_pool import part_arguments
 from engine.targets.cpu.kernels.weight_layout import LaneLayout
+from tests.thorough import thorough
 
 Q4_K = 12
 X86, ARM = "--target=x86_64-none-unknown-elf", "--target=aarch64-none-unknown-elf"
@@ -81,6 +82,7 @@ def test_other_versions_of_tinygrad_are_refused(monkeypatch: pytest.MonkeyPatch)
         cpu_vectors.apply()
 
 
+@thorough
 def test_compiler_processes_apply_it_too() -> None:
     script = """
 import numpy as np

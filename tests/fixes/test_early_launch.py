@@ -17,7 +17,7 @@ from engine.fixes import early_launch, program_cache
 from engine.fixes.early_launch import RELEASE, WAIT
 from engine.kernels.launch_hints import HintedInfo, LaunchHints, hints_of
 from tests.paths import ROOT
-from tests.thorough import rarely
+from tests.thorough import rarely, thorough
 
 CHAIN = [[], [0], [0, 1], [1, 2]]
 FORK = [[], [0], [0], [1, 2], [3]]
@@ -223,6 +223,7 @@ def test_a_program_on_disk_still_says_that_it_waits():
     assert early_launch._waits(stored) and hints_of(stored) == info("rows").hints
 
 
+@thorough  # kernels of whole models
 def test_kernels_that_wait_late_wait_before_they_touch_what_they_wait_for():
     """In the CUDA of every kind of kernel that does: products with a schedule that is early, and attention."""
     env = {**os.environ, "DEV": "NULL:NVCC:sm_90", "NULL_ALLOW_COPYOUT": "1"}

@@ -10,6 +10,7 @@ import engine.fixes
 from engine.errors import BackendError
 from engine.fixes import cuda_binaries, launch_bounds, program_cache, warpgroup_products
 from tests.paths import ROOT
+from tests.thorough import thorough
 
 
 def python(code, **env):
@@ -223,6 +224,7 @@ print((a + 2).sum().item())
 """
 
 
+@thorough
 def test_compilers_send_programs_back_without_their_graphs_and_no_other_thread_makes_nodes(tmp_path):
     env = {"DEV": "PYTHON", "PARALLEL": "2", "CACHELEVEL": "0", "XDG_CACHE_HOME": str(tmp_path)}
     assert python(SLIM, **env).splitlines() == ["[1520.0, 6112.0] True 1 0", "560.0"]

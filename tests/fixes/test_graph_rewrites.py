@@ -10,6 +10,7 @@ from tinygrad.uop import ops, symbolic, weak
 from tinygrad.uop.ops import GroupOp, Ops, PatternMatcher, RewriteContext, UOpMetaClass, UPat, graph_rewrite
 
 from engine.fixes import graph_nodes, graph_rewrites
+from tests.thorough import thorough
 
 
 @pytest.fixture(autouse=True)
@@ -46,6 +47,7 @@ def sources() -> list[str]:
     return [codegen.do_to_program(kernel, renderer).src[2].arg for kernel in kernels()]
 
 
+@thorough  # all kernels of tests/kernels are compiled with it
 def test_kernels_become_the_same_code() -> None:
     ours = sources()
     with stock():

@@ -11,7 +11,7 @@ from engine.devices import cuda_toolkit
 from engine.errors import BackendError
 from engine.fixes import compiler_processes, cuda_headers, nv_windows
 from tests.paths import ROOT
-from tests.thorough import rarely
+from tests.thorough import rarely, thorough
 
 
 def python(code, *arguments, stdin=False, **env):
@@ -85,6 +85,7 @@ print((a @ b)[0, 0].item(), compile_workers.worker_pool is not None)
 """
 
 
+@thorough
 def test_a_search_finds_its_kernels_with_them():
     env = {"BEAM": "1", "PARALLEL": "2", "DEV": "CPU", "IGNORE_BEAM_CACHE": "1", "BEAM_UPCAST_MAX": "4"}
     assert python(SEARCH, **env) == ["1240.0", "True"]
@@ -117,6 +118,7 @@ def test_the_compiler_is_told_of_headers_that_lie_elsewhere(tmp_path):
     assert named[0] == f"-I{own}"
 
 
+@thorough
 def test_headers_that_tinygrad_finds_are_left_to_it(tmp_path):
     (tmp_path / "include").mkdir()
     (tmp_path / "include/cuda_fp16.h").touch()

@@ -10,6 +10,7 @@ import engine.fixes
 from engine.errors import BackendError
 from engine.fixes import search_trials
 from tests.paths import ROOT
+from tests.thorough import rarely, thorough
 
 SEARCH = """
 import math, sys, time
@@ -59,6 +60,7 @@ def run(*arguments, **options):
         return process.returncode, out, err
 
 
+@thorough
 def test_without_it_a_search_waits_for_ever(tmp_path):
     with start("hangs", "stock", tmp_path) as process:
         assert process.stderr.readline() == "hangs\n"
@@ -67,7 +69,7 @@ def test_without_it_a_search_waits_for_ever(tmp_path):
         process.kill()
 
 
-@pytest.mark.parametrize("how", ["hangs", "spoils"])
+@pytest.mark.parametrize("how", ["hangs", rarely("spoils")])
 def test_each_candidate_that_hangs_or_spoils_the_device_costs_a_process_and_is_not_met_again(tmp_path, how):
     restarts = 0
     while (end := run(how, "fixed", tmp_path))[0] == os.EX_TEMPFAIL:
@@ -77,6 +79,7 @@ def test_each_candidate_that_hangs_or_spoils_the_device_costs_a_process_and_is_n
     assert restarts > 0 and out.split() == ["262144.0", "0"], err[-2000:]
 
 
+@thorough
 def test_one_that_only_fails_is_left_out_at_once(tmp_path):
     value, met = run("fails", "fixed", tmp_path)[1].split()
     assert (value, met != "0") == ("262144.0", True)

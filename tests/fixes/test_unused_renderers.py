@@ -5,6 +5,7 @@ import subprocess
 import sys
 
 from tests.paths import ROOT
+from tests.thorough import thorough
 
 CODE = """
 import sys
@@ -31,5 +32,6 @@ def test_a_cpu_computes_without_them_and_others_may_import_them_later():
     assert imported(False) == "['nir', 'isa.x86']"
 
 
+@thorough
 def test_a_renderer_that_is_named_is_imported():
     assert imported(True, "CPU:LVP") == "['nir', 'isa.x86']"

@@ -10,13 +10,13 @@ from engine.formats.quantization import FLOATS, QUANTIZED, read_as
 from engine.formats.widening import widened
 from engine.kernels.quantized_matrix import QuantizedMatrix
 from tests.quantized_blocks import Q1_0, dequantized, random_blocks
-from tests.thorough import thorough
+from tests.thorough import rarely
 
 ROWS = 40
-# Types of which a commit is checked with others that are alike: as many bits, scales of the same kind.
-ALIKE = (Type.F16, Type.Q4_0, Type.Q5_1, Type.Q2_K, Type.Q5_K, Type.Q5_0, Type.IQ4_NL, Type.TQ2_0, Type.IQ3_S)
+# A commit is checked with a type of each kind: floats, scales of blocks, scales of their parts, codebooks.
+COMMON = (Type.F32, Type.Q8_0, Type.Q4_K, Type.MXFP4, Type.IQ2_S)
 TYPES = (*FLOATS, *QUANTIZED, Type.TQ2_0, Q1_0, Type.IQ2_S, Type.IQ3_S)
-KINDS = [pytest.param(kind, marks=thorough) if kind in ALIKE else kind for kind in TYPES]
+KINDS = [kind if kind in COMMON else rarely(kind) for kind in TYPES]
 
 
 @pytest.mark.usefixtures("plain_graphs")

@@ -12,7 +12,7 @@ from engine.model.text_model import TextModel
 from engine.protocol.events import EngineOptions, Generate, Sampling, Token, TokenIds
 from tests import generated_model
 from tests.generated_assistant import write_assistant
-from tests.thorough import rarely
+from tests.thorough import thorough
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +70,8 @@ def test_the_text_with_a_draft_head_is_the_models(paths):
     assert plain == checked
 
 
-@pytest.mark.parametrize("who", ["draft", rarely("heads"), rarely("auto")])
+@thorough  # tests/targets/test_assistant.py has its drafts
+@pytest.mark.parametrize("who", ["draft", "heads", "auto"])
 def test_the_text_with_an_assistant_is_the_models(paths, who):
     (_, plain), (end, checked) = (
         answer(paths, draft, "narrow", speculate)

@@ -29,6 +29,7 @@ from engine.runtime.sampling import Sampler
 from engine.targets.cpu.runner import CPURunner
 from tests import generated_model
 from tests.reference import Reference, log_softmax
+from tests.thorough import rarely
 
 GREEDY = Sampling(temperature=0)
 
@@ -319,7 +320,7 @@ def test_what_is_captured_takes_no_room_from_a_conversation(model, monkeypatch):
 
 
 @pytest.mark.usefixtures("plain_graphs")
-@pytest.mark.parametrize(("kernels", "quant"), [("auto", "Q8_0"), ("graph", "F32")])
+@pytest.mark.parametrize(("kernels", "quant"), [("auto", "Q8_0"), rarely("graph", "F32")])
 def test_embeddings_are_the_references(kernels, quant, tmp_path):
     """Also of a prompt in several pieces, and of one of which most is known."""
     # with kernels of `test_graph_runner.py` and of the model above

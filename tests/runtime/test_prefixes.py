@@ -14,7 +14,7 @@ from engine.runtime import prefix_folder, prefix_keeper
 from engine.runtime.prefix_store import CHUNK, PrefixStore
 from engine.targets.cpu.export import quantized
 from tests import generated_model
-from tests.thorough import rarely
+from tests.thorough import rarely, thorough
 
 PROMPT = tuple(i * 7 % 200 for i in range(2 * 2048))
 CONTEXT = len(PROMPT) + 64
@@ -81,6 +81,7 @@ def tokens_of(events):
     return [event.id for event in events if hasattr(event, "id")]
 
 
+@thorough  # tests/targets/test_states.py has states
 def test_a_recurrent_state_is_kept_with_the_keys(recurrent, folder, monkeypatch):
     """Exactly, and one for a conversation, stored anew after a chunk or more."""
     text = tuple(np.random.default_rng(0).integers(0, 200, 3700).tolist())

@@ -3,6 +3,7 @@
 import pytest
 
 from tests.soak.__main__ import PARTS
+from tests.thorough import rarely
 
 FEW = {
     "files": 150,
@@ -21,8 +22,11 @@ FEW = {
     "attack": 100,
 }
 
+RARE = {"request", "history", "suspension", "served", "screen"}
+"""Of faults that have tests of their own."""
 
-@pytest.mark.parametrize("part", FEW)
+
+@pytest.mark.parametrize("part", [rarely(part) if part in RARE else part for part in FEW])
 @pytest.mark.usefixtures("forked_engines")
 def test_nothing_is_lost(part):
     run, _ = PARTS[part]

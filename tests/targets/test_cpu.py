@@ -15,34 +15,14 @@ from tests.targets.sublayers import cpu_step
 from tests.thorough import rarely
 
 LANES = 8  # less to compile than 16
-WINDOWED = "gemma3 Q8_0"  # as gemma4 is, and gpt-oss
-IN_A_RUNNER = "gemma4 F32, rope factors"  # `test_cpu_runner.py` has it, and here it is with experts
-# Models of which a commit is checked with others that have the same parts. `test_graph_runner.py` has llama's factors,
-# checks of GPU kernels phi3's fused matrices, tests/kernels/cpu norms over all heads, qwen35moe delta nets, and
-# bailingmoe2 experts that are chosen by scores.
-ALIKE = (
-    "llama F32 untied, rope factors",
-    "phi3 Q8_0, 12 of 16 rotated",
-    "qwen35 F32, 8 of 16 rotated",
-    "qwen3next F32, 8 of 16 rotated",
-    "olmoe F32",
-    "gemma2 F32",
-    "chatglm F32, 8 of 16 rotated",
-    "cohere2 F32",
-    "command-r F32",
-    "gptneox F32",
-    "bloom F32",
-    "nemotron F32, 8 of 16 rotated",
-    "lfm2moe F32",
-    "granitehybrid F32",
-    "falcon-h1 F32",
-    "nemotron_h F32",
-    "exaone4 F32",
-    "qwen2moe F32",
-    "glm4moe F32, 8 of 16 rotated",
-    "dots1 F32",
-    "deepseek2-lite Q8_0",
-    "minicpm3 F32",
+WINDOWED = "gemma3 Q8_0"
+# A commit is checked with models that have, together, each kind of layer. `test_cpu_runner.py` has Gemma's.
+COMMON = (
+    "gpt-oss F32",  # windows, sinks, biases
+    "gpt2 F32",  # LayerNorms, positions
+    "deepseek2 F32",  # latent attention, groups of experts
+    "nemotron_h_moe F32",  # Mamba, no gates
+    "qwen35moe F32, 8 of 16 rotated",  # delta nets, gated attention, a shared expert
 )
 
 
@@ -59,8 +39,7 @@ def watched(monkeypatch) -> list[Matrix]:
 @pytest.mark.parametrize(
     ("name", "rewind"),
     [
-        *((name, 0) for name in MODELS if name not in (WINDOWED, IN_A_RUNNER, *ALIKE)),
-        *(rarely(name, 0) for name in (WINDOWED, IN_A_RUNNER, *ALIKE)),
+        *((name, 0) if name in COMMON else rarely(name, 0) for name in MODELS),
         rarely(WINDOWED, REWIND),
     ],
 )

@@ -145,9 +145,8 @@ def test_rows_of_different_depths_agree_with_float32(architecture, kv, error, tm
         assert found and all(divergence(wanted[at], logits) < error for at, logits in found)
 
 
-@pytest.mark.parametrize(
-    "architecture", [rarely("llama"), rarely("gpt-oss"), "qwen35", rarely("gemma3"), rarely("gemma4-moe")]
-)
+@thorough  # rows below, and texts with guesses in tests/model
+@pytest.mark.parametrize("architecture", ["llama", "gpt-oss", "qwen35", "gemma3", "gemma4-moe"])
 def test_guesses_are_checked_in_one_step(architecture, tmp_path):
     """Each row attends to the guesses before it, and those that were wrong are written over."""
     part = {"rotated": 8} if architecture == "qwen35" else {}  # as other tests have it: kernels in common
@@ -223,7 +222,8 @@ def test_sequences_take_turns_with_states_of_checks():
         assert states.memory[0][states._slot_of[sequence], 0] == states.state_position(sequence)
 
 
-@pytest.mark.parametrize("kv", [rarely("f16"), "q8_0"])
+@thorough  # tests/runtime/test_prefixes.py
+@pytest.mark.parametrize("kv", ["f16", "q8_0"])
 def test_blocks_leave_and_come_back_in_other_places(kv, tmp_path):
     """The window's blocks leave only as far as they are seen."""
     path = generated_model.write(

@@ -53,6 +53,7 @@ def test_numbers_that_are_not_finite(tmp_path):
     assert not any(cache.numpy().any() for cache in runner.runner._transformer._caches)
 
 
+@thorough  # test_cpu_runner.py has rows of several sequences, test_graph.py tables in any order
 @plain
 def test_sequences_side_by_side(tmp_path):
     """Sequences that grow in turn, so that their blocks alternate; pieces that end in the next block; one that begins

@@ -8,7 +8,7 @@ import pytest
 
 from engine.protocol.events import Chat, Event, Finished, Generate, Message, Sampling, Token
 from presets import GUIDE, guide_path
-from tests.thorough import rarely
+from tests.thorough import rarely, thorough
 from tools.guide import export, facts
 from tools.guide.evaluate import Chatter, long_chat
 from tools.guide.questions import HELD_OUT, holds, loops
@@ -102,6 +102,7 @@ def test_answers(chatter, turns):
     assert ASKED[turns] in chatter.ask(turns)
 
 
+@thorough
 def test_some_of_the_held_out_questions(chatter):
     """All of them take a minute: python -m tools.guide.evaluate."""
     some = HELD_OUT[::36]

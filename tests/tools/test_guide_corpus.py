@@ -14,6 +14,7 @@ from app.screens.actions import ACTIONS, OTHER_KEYS, key_label
 from engine.catalog.names import known_models
 from engine.errors import EXIT_CODES
 from presets import loader
+from tests.thorough import thorough
 from tools.guide import facts, questions, sources
 from tools.guide.conversations import Conversations
 from tools.guide.corpus import conversations
@@ -107,6 +108,7 @@ def test_answers_are_sentences(known):
         assert not re.match(r"(Press|Type|Use|orin-chat) ?[^ ]*( or [^ ]+)?: ", fact.answer), fact.answer
 
 
+@thorough
 def test_patterns_can_be_read(known):
     rng = random.Random(0)
     for fact in known.facts.values():
@@ -127,6 +129,7 @@ def test_conversations_are_reproducible_and_varied():
     assert any(len(messages) > 12 for messages in first)
 
 
+@thorough
 def test_questions_of_the_judgement_are_not_in_training():
     small = facts.load().grammar["noise"]["dropped"]
     judged = {*questions.excluded_turns((*questions.HELD_OUT, *questions.DEVELOPMENT), small)}

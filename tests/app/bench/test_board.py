@@ -252,6 +252,7 @@ def test_where_a_backend_hung_its_other_runs_come_last(tmp_path):
     assert order == [nv[0], *cuda, nv[1]]
 
 
+@thorough  # tests/doctor has the same board
 def test_the_file_of_a_simulated_jetson(tmp_path):
     command = [sys.executable, "-m", "tests.app.bench.on_a_simulated_jetson", str(tmp_path / "board.md")]
     subprocess.run(command, cwd=ROOT, check=True)

@@ -271,7 +271,11 @@ class Layer:
 
 @pytest.mark.parametrize(
     ("kind", "biased", "activation", "lanes"),
-    [rarely(Type.Q4_K, False, "silu", 16), (Type.Q8_0, True, "swiglu_oai", 8), (Type.F32, True, "silu", 8)],
+    [
+        rarely(Type.Q4_K, False, "silu", 16),
+        rarely(Type.Q8_0, True, "swiglu_oai", 8),
+        (Type.F32, True, "silu", 8),
+    ],
     ids=lambda v: v.name if isinstance(v, Type) else "",
 )
 def test_layers(pool: ThreadPool, kind: Type, biased: bool, activation: str, lanes: int) -> None:

@@ -13,6 +13,7 @@ from tinygrad.uop.ops import KernelInfo
 from engine.targets.cpu.kernels import memory
 from engine.targets.cpu.kernels.kernel_sequence import KernelSequence
 from engine.targets.cpu.kernels.thread_pool import ThreadPool
+from tests.thorough import thorough
 
 N = 512
 
@@ -115,6 +116,7 @@ def test_idle_threads_sleep(pool: ThreadPool) -> None:
     assert time.process_time() - used < 0.25, "a thread that polled would use all of it"
 
 
+@thorough
 def test_one_of_several_concurrent_kernels_ends_when_it_runs_alone() -> None:
     """The thread that asked for it may have gone to sleep by then."""
     script = """

@@ -97,11 +97,11 @@ def decode_attention(position, split, h, sinks=False, over_heads=False):
 def check_decode_attention() -> None:
     """Nothing cached, one round and several, blocks that share heads or the values' dimensions, parts without
     tokens."""
-    decode_attention(0, FlashSplit(64, 1, 2, 2, 2), heads_of())
     decode_attention(50, FlashSplit(64, 1, 2, 2, 2, 2), heads_of(32, norm_eps=1e-6))
     if THOROUGH:
+        decode_attention(0, FlashSplit(64, 1, 2, 2, 2), heads_of())
         decode_attention(100, FlashSplit(128, 1, 2, 2, 1), heads_of())
-    decode_attention(3, FlashSplit(128, 3, 1, 2, 1, 2), heads_of(32, norm_eps=1e-6))
+        decode_attention(3, FlashSplit(128, 3, 1, 2, 1, 2), heads_of(32, norm_eps=1e-6))
     decode_attention(70, FlashSplit(128, 3, 2, 2, 1), heads_of(norm_eps=1e-6))
 
 
@@ -130,7 +130,8 @@ def check_heads_of_latent_attention() -> None:
     prompt."""
     h = heads_of(576, 4, 1, stored="keys", latent=512)
     decode_attention(40, flash_split(h, 256, 256, 2), h)
-    decode_attention(40, flash_split(h, 256, 32, 2), h)
+    if THOROUGH:
+        decode_attention(40, flash_split(h, 256, 32, 2), h)
     attended_prompt(replace(prompt_tiling(h, 32, 2), splits=2), 18, 20, h)
 
 

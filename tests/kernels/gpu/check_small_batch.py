@@ -67,9 +67,10 @@ def check_small_batch_sliced() -> None:
     """Steps of a quarter or a half of four units, whose weights are loaded a step ahead: of warps that share the
     columns unevenly, of rows and units left over, and of blocks that divide the columns."""
     shapes = {6: (40, 96, 1, 1, 4), 1: (33, 328, 2, 1, 4), 14: (32, 1280, 3, 1, 2), 12: (64, 1024, 2, 2, 4)}
-    # Of codebooks, `check_prompt_products` makes the same pairs.
-    others = dict.fromkeys({*FORMATS, *FLOATS} - {*shapes} if THOROUGH else (), (32, 512, 1, 1, 2))
-    for ggml_type, (rows, cols, parts, splits, slices) in (shapes | others).items():
+    # Of other types, `check_prompt_products` makes the same pairs.
+    others = dict.fromkeys({*FORMATS, *FLOATS} - {*shapes}, (32, 512, 1, 1, 2))
+    common = {ggml_type: shapes[ggml_type] for ggml_type in (6, 14)}
+    for ggml_type, (rows, cols, parts, splits, slices) in (shapes | others if THOROUGH else common).items():
         tiles = SmallBatchTiles(2, 1, parts, splits=splits, slices=slices)
         layout, planes, x, wanted = given(ggml_type, 9, rows, cols)
         out = zeros(splits * 9 * rows)

@@ -7,6 +7,7 @@ import sys
 import pytest
 
 from tests.paths import ROOT
+from tests.thorough import thorough
 
 CODE = """
 import functools
@@ -70,6 +71,7 @@ def test_each_kernel_is_compiled_once_and_known_in_the_next_run_where_it_is_the_
     assert run(tmp_path, other) == (1, 1)
 
 
+@thorough
 def test_without_a_cache_all_is_made_again(tmp_path):
     (tmp_path / "orin-chat").write_text("in the way")
     assert run(tmp_path) == run(tmp_path) == (2, 2)
@@ -155,6 +157,7 @@ print(len(scheduled), repacked(), repacked())
 """
 
 
+@thorough  # `test_each_kernel_is_compiled_once` for a sequence of repacking
 def test_repacking_is_scheduled_once_by_a_compiler_and_found_in_the_next_run(tmp_path):
     begin = "from engine.fixes import compiler_processes; compiler_processes.apply(); "
     begun = REPACKING.replace(
