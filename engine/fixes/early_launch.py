@@ -82,7 +82,7 @@ def with_waits(uops: Sequence[UOp], info: HintedInfo) -> list[UOp]:
             if not depth or (depth == 1 and uop.op is Ops.END):
                 waits = surely  # a loop may have no steps
             depth += 1 if uop.op is Ops.RANGE else -1
-        if not waits and _slot(uop) in awaited:
+        if not waits and not awaited.isdisjoint(_slots(uop)):
             place = len(result) - (uop.op is Ops.STORE and result[-1].op is Ops.IF)  # on no condition
             releases = hints.releases == "after its wait" and RELEASE not in result
             result[place:place] = [WAIT, RELEASE] if releases else [WAIT]
@@ -93,12 +93,12 @@ def with_waits(uops: Sequence[UOp], info: HintedInfo) -> list[UOp]:
     return result
 
 
-def _slot(uop: UOp) -> int | None:
-    """The slot of the buffer that an operation loads from or stores to."""
-    if uop.op not in (Ops.LOAD, Ops.STORE):
-        return None
-    buffer = uop.src[0].buf_uop
-    return int(buffer.arg.slot) if buffer.op is Ops.PARAM else None
+def _slots(uop: UOp) -> list[int]:
+    """The slots of the buffers that an operation accesses: loads, stores, and instructions that take addresses
+    (`async_copies`)."""
+    places = uop.src[:1] if uop.op in (Ops.LOAD, Ops.STORE) else uop.src if uop.op is Ops.CUSTOM else ()
+    buffers = [place.buf_uop for place in places if place.op is Ops.INDEX or uop.op is not Ops.CUSTOM]
+    return [int(buffer.arg.slot) for buffer in buffers if buffer.op is Ops.PARAM]
 
 
 def _node(self: CUDAGraph, bufs: Any, write: Any) -> Any:

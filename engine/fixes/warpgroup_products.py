@@ -31,7 +31,7 @@ _LAYOUT = 1 << 62 | _ATOM >> 4 << 32 | 1 << 16  # PTX ISA, "Matrix Descriptor Fo
 
 _FENCE = 'asm volatile("wgmma.fence.sync.aligned;" ::: "memory");'
 _CLOSE = 'asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");'
-_WAIT = 'asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");'
+_WAIT = 'asm volatile("wgmma.wait_group.sync.aligned {n};" ::: "memory");'
 _SHOW = 'asm volatile("fence.proxy.async.shared::cta;" ::: "memory");'
 
 _SHARED = "__shared__ __align__({})"
@@ -91,12 +91,11 @@ def closed(*products: UOp) -> UOp:
     return UOp(Ops.CUSTOM, dtypes.void, products, _CLOSE)
 
 
-def done(*closed: UOp) -> UOp:
-    """Waits for the products that the warpgroup has begun."""
-    return UOp(Ops.CUSTOM, dtypes.void, closed, _WAIT)
+def all_but(n: int, *closed: UOp) -> UOp:
+    """Waits for all products that the warpgroup has closed but the latest n."""
+    return UOp(Ops.CUSTOM, dtypes.void, closed, _WAIT.replace("{n}", str(n)))
 
 
-def after(word: UOp, effect: UOp, moved: bool = False) -> UOp:
-    """A word, as it is after an effect: what is made of it is made then. `moved`: an operation that changes nothing, as
-    blocks have one thread in z, keeps the compiler from making it before in the registers where it goes."""
-    return UOp(Ops.CUSTOM, word.dtype, (word, effect), "({0} ^ threadIdx.z)" if moved else "{0}")
+def after(word: UOp, effect: UOp) -> UOp:
+    """A word, as it is after an effect: what is made of it is made then."""
+    return UOp(Ops.CUSTOM, word.dtype, (word, effect), "{0}")

@@ -11,9 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tinygrad import dtypes
+from tinygrad.dtype import AddrSpace
 from tinygrad.uop.ops import Ops, ProgramInfo, UOp
 
-from engine.fixes import early_launch, program_cache
+from engine.fixes import async_copies, early_launch, program_cache
 from engine.fixes.early_launch import RELEASE, WAIT
 from engine.kernels.launch_hints import HintedInfo, LaunchHints, hints_of
 from tests.paths import ROOT
@@ -201,6 +202,14 @@ def test_a_kernel_loads_weights_before_it_waits_and_lets_the_next_start_before_i
 def test_a_loop_after_a_wait_needs_no_other():
     uops = operations(2)
     assert added(uops, info("out", "x", "rows")) == [(WAIT, uops[0])]
+
+
+def test_a_kernel_waits_before_it_asks_for_a_copy_of_what_the_kernel_before_writes():
+    x, weights = (UOp.placeholder((8,), dtypes.float32, slot=slot).index(UOp.const(0)) for slot in (1, 3))
+    target = UOp.placeholder((8,), dtypes.float32, slot=4, addrspace=AddrSpace.LOCAL).index(UOp.const(0))
+    copied = async_copies.asked(target, weights)
+    uops = [weights.load(), copied, async_copies.asked(target, x, copied)]
+    assert added(uops, info("out", "x", "rows")) == [(WAIT, uops[2])]
 
 
 def test_a_kernel_that_reads_an_older_cache_waits_for_the_result_of_the_kernel_before():

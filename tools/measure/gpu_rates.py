@@ -16,7 +16,7 @@ from tinygrad.helpers import Context
 
 from engine.targets.nvidia.kernels.device import Chip
 from engine.targets.nvidia.kernels.products.matvec import StackedMatrices
-from engine.targets.nvidia.kernels.products.prompt_products import prompt_tiles
+from engine.targets.nvidia.kernels.products.prompt_products import prompt_order, prompt_tiles
 from engine.targets.nvidia.kernels.products.schedule_cost import microseconds
 from engine.targets.nvidia.kernels.products.schedules import matvec_schedule
 from engine.targets.nvidia.kernels.products.small_batch import small_batch_tiles
@@ -56,7 +56,8 @@ def choices(chip: Chip) -> dict[str, str]:
                 f"{few.rows}x{few.across}, {few.parts} warps, {few.splits} blocks"
             )
             for tokens in (128, 512):
-                many = prompt_tiles(layout, tokens, rows, cols, chip, False)
+                order = prompt_order([(layout, rows, cols)], tokens, chip)
+                many = prompt_tiles(layout, tokens, rows, cols, chip, False, order)
                 found[f"{stack.name}, {tokens} tokens"] = f"{many.width} rows, {many.parts} parts"
     return found
 

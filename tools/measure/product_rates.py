@@ -66,13 +66,14 @@ class Matrix:
     def tiles(self, tokens: int) -> AnyTiles:
         """Those of a model."""
         from engine.targets.nvidia.kernels.device import chip
-        from engine.targets.nvidia.kernels.products.prompt_products import prompt_tiles
-        from engine.targets.nvidia.kernels.products.small_batch import MAX_TOKENS, small_batch_tiles
+        from engine.targets.nvidia.kernels.products.prompt_products import prompt_order, prompt_tiles
+        from engine.targets.nvidia.kernels.products.small_batch import small_batch_tiles
 
-        shape = self.rows, self.cols, chip()
-        if tokens <= MAX_TOKENS:
-            return small_batch_tiles(self.layout, tokens, *shape, not self.is_gate)
-        return prompt_tiles(self.layout, tokens, *shape, self.is_gate)
+        shape, gpu = (self.rows, self.cols), chip()
+        order = prompt_order([(self.layout, *shape)], tokens, gpu)
+        if order == "columns":
+            return small_batch_tiles(self.layout, tokens, *shape, gpu, not self.is_gate)
+        return prompt_tiles(self.layout, tokens, *shape, gpu, self.is_gate, order)
 
     def other_tiles(self, tokens: int) -> list[AnyTiles]:
         from engine.targets.nvidia.kernels.products.matmul import Tiles

@@ -52,7 +52,7 @@ class MixedKernels(PrefillKernels):
         """The kernels for up to `rows` replies and `tokens` - `rows` tokens of prompts. The rest as in
         `BatchKernels.rows_step`."""
         layers, batch, storing = self._model.layers, self._batch, self.last_storing
-        step = MixedStep(self, tokens, batch.state(rows), batch.prompt, rows, limit)
+        step = MixedStep(self, tokens, self.order(tokens), batch.state(rows), batch.prompt, rows, limit)
         replies = step.replies
         places = {"places": self.places} if self.spec.positions else {}
         kernel = reply_tokens(rows, step.first_reply, bool(places))

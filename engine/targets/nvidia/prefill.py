@@ -8,7 +8,10 @@ from tinygrad import Tensor
 
 from engine.runtime.pictures import PictureRoom
 from engine.targets.nvidia.input_scales import InputScales
+from engine.targets.nvidia.kernels.device import chip
 from engine.targets.nvidia.kernels.kernel_sequence import KernelSequence
+from engine.targets.nvidia.kernels.products.activation_order import Order
+from engine.targets.nvidia.kernels.products.prompt_products import prompt_order
 from engine.targets.nvidia.kernels.residual_stream.embedding import embed_prompt
 from engine.targets.nvidia.prompt_step import PromptMemory, PromptStep
 from engine.targets.nvidia.sublayers.handler import Layer
@@ -25,10 +28,20 @@ class PrefillKernels(PromptMemory):
         super().__init__(model.spec, input_scales, chunk, room)
         self._model = model
 
+    def order(self, tokens: int) -> Order:
+        """The order of activations in a step of so many tokens."""
+        products = (p for layer in self._model.layers for p in layer.handler.products if not p.experts)
+        shapes = [(m.layout, m.rows, m.cols) for product in products for m in product.all_matrices]
+        return prompt_order(shapes, tokens, chip())
+
     def step(self, tokens: int) -> KernelSequence:
         """The kernels for up to `tokens` tokens. The last sublayers that keep something of them for the next ones
         compute only that, and there is nothing after them."""
-        layers, step, storing = self._model.layers, PromptStep(self, tokens), self.last_storing
+        layers, step, storing = (
+            self._model.layers,
+            PromptStep(self, tokens, self.order(tokens)),
+            self.last_storing,
+        )
         self._embed(step, self.ids, layers[: storing.start], self.places)
         for layer in layers[: storing.start]:
             layer.leave(step, layer.handler.prefill(step, layer.norm))
@@ -38,7 +51,7 @@ class PrefillKernels(PromptMemory):
 
     def whole_step(self, tokens: int) -> KernelSequence:
         """As `step`, with all sublayers. Leaves the residual stream after them (`MixedKernels.streams`)."""
-        model, step = self._model, PromptStep(self, tokens)
+        model, step = self._model, PromptStep(self, tokens, self.order(tokens))
         self._embed(step, self.ids, model.layers, self.places)
         for layer in model.layers:
             layer.leave(step, layer.handler.prefill(step, layer.norm))

@@ -9,7 +9,7 @@ steps of several rows, take the products of `small_batch`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from tinygrad import Tensor, dtypes
 
@@ -22,14 +22,9 @@ from engine.targets.nvidia.kernels.device import chip
 from engine.targets.nvidia.kernels.pieces import state_size
 from engine.targets.nvidia.kernels.products.activation_order import Order
 from engine.targets.nvidia.kernels.products.matmul import fragments_size
-from engine.targets.nvidia.kernels.products.prompt_products import (
-    prompt_order,
-    prompt_product,
-    prompt_tiles,
-)
+from engine.targets.nvidia.kernels.products.prompt_products import prompt_product, prompt_tiles
 from engine.targets.nvidia.kernels.products.runs import Runs
 from engine.targets.nvidia.kernels.products.small_batch import (
-    MAX_TOKENS,
     SmallBatchEpilogue,
     SmallBatchTiles,
     activated,
@@ -45,7 +40,6 @@ from engine.targets.nvidia.kernels.residual_stream.prefill import (
     norm_prompt,
 )
 from engine.targets.nvidia.kernels.uops import Activation
-from engine.targets.nvidia.kernels.weights.matrix_bytes import units_of
 from engine.targets.nvidia.matrices import Matrix, Product
 from engine.targets.nvidia.norms import Norm
 from engine.targets.nvidia.step import Step, StepMemory
@@ -105,16 +99,15 @@ class PromptStep(Step):
     has_any_pieces = False
     """Whether pieces may begin at any multiple of `PIECE_ROWS`."""
 
-    def __init__(self, memory: PromptMemory, tokens: int) -> None:
+    def __init__(self, memory: PromptMemory, tokens: int, order: Order = "columns") -> None:
+        """`order`: that of activations (`prompt_products.prompt_order`); "columns" of few tokens only."""
         super().__init__(memory)
         self.tokens, self.embedded, self.prompt = tokens, tokens, memory.prompt
         self.first_embedded = 0
         self.seen = memory.seen
         self.width = self.spec.dim
         self.h = self.buffer("h", tokens * self.width)
-        # Of gate and up by warpgroups, with one unit of columns, tinygrad leaves a variable undeclared.
-        self.chip = chip() if units_of(self.width) > 1 else replace(chip(), has_warpgroups=False)
-        self.order: Order = "columns" if tokens <= MAX_TOKENS else prompt_order(tokens, self.chip)
+        self.chip, self.order = chip(), order
         self.pending: Pending | None = None
         self.beside: list[Sums] = []
         self._normed: tuple[int, Order, int] | None = None  # what `x` is: of a norm, in an order, of a stream
@@ -174,7 +167,7 @@ class PromptStep(Step):
     ) -> tuple[Kernel, int]:
         """The product of many tokens with the first rows of a matrix, and how many sums it leaves."""
         shape = part.layout, self.tokens, rows, part.cols
-        tiles = prompt_tiles(*shape, self.chip, paired)
+        tiles = prompt_tiles(*shape, self.chip, paired, self.order)
         return prompt_product(*shape, tiles, paired, name, activation), tiles.parts
 
     def products(self, product: Product, name: str) -> list[Sums]:
@@ -255,10 +248,10 @@ class MixedStep(PromptStep):
     has_any_pieces = True
 
     def __init__(
-        self, memory: PromptMemory, tokens: int, state: Tensor, prompt: Tensor, rows: int, limit: int
-    ) -> None:
+        self, memory: PromptMemory, tokens: int, order: Order, state: Tensor, prompt: Tensor, rows: int, limit: int
+    ) -> None:  # fmt: skip
         """`prompt`: the state of a step of the replies alone (`kernels.pieces`)."""
-        super().__init__(memory, tokens)
+        super().__init__(memory, tokens, order)
         self.replies = replies = RowsStep(memory, state, rows, limit)
         replies.sequence, replies.add, replies.embedded = self.sequence, self.add, tokens
         self.first_reply = replies.first_embedded = tokens - rows

@@ -14,7 +14,7 @@ from engine.formats.quantization import FORMATS
 from engine.loading.weights import Weights
 from engine.runtime.kv_blocks import KVBlocks
 from engine.runtime.model_runner import Slot
-from engine.targets.nvidia import prompt_step
+from engine.targets.nvidia import prefill
 from engine.targets.nvidia.kernels.device import chip
 from engine.targets.nvidia.kernels.products.matmul import fragments_size
 from engine.targets.nvidia.kernels.products.warpgroup_matmul import (
@@ -45,8 +45,9 @@ def check_warpgroup_products() -> None:
     up."""
     tokens, n = 32, 11
     for ggml_type, rows, cols, paired, tiles in (
-        (12, 139, 512, False, WarpgroupTiles(32, 1, 2, 3)),
-        (1, 130, 256, True, WarpgroupTiles(16, 2, 1, 1)),
+        (12, 139, 512, False, WarpgroupTiles(32, 1, 2, 2)),
+        (8, 64, 832, False, WarpgroupTiles(16, 1, 1, 2, 4)),
+        (1, 130, 64, True, WarpgroupTiles(16, 2, 1, 1)),
         *((kind, 64, 256, False, WarpgroupTiles(16, 1, 1, 2)) for kind in (0, *FORMATS) if THOROUGH),
     ):
         layout = WeightLayout(ggml_type)
@@ -70,16 +71,18 @@ def check_warpgroup_products() -> None:
 
 
 def check_a_prompt_by_warpgroups() -> None:
-    tokens = list(map(int, np.random.default_rng(0).integers(0, 100, 100)))
+    """In steps of 128 tokens, and of 64."""
+    tokens = list(map(int, np.random.default_rng(0).integers(0, 100, 150)))
     shape = {"dim": 96, "heads": 2, "kv_heads": 1, "ffn": 64, "layers": 2}
     with (
         tempfile.TemporaryDirectory() as folder,
-        mock.patch.object(prompt_step, "chip", lambda: replace(chip(), has_warpgroups=True)),
+        mock.patch.object(prefill, "chip", lambda: replace(chip(), has_warpgroups=True)),
     ):
         path = generated_model.write(Path(folder) / "model.gguf", architecture="qwen3", quant="Q8_0", **shape)
         file, wanted = GGUF(path), Reference(path).logits(tokens)
         runner = NvidiaRunner(Weights(file, read_spec(file), lambda _: None), 256)
-        KVBlocks(runner).reserve(0, 128)
-        runner.run([Slot(0, tuple(tokens[:-1]), 0, "none")])
+        KVBlocks(runner).reserve(0, 160)
+        runner.run([Slot(0, tuple(tokens[:100]), 0, "none")])
+        runner.run([Slot(0, tuple(tokens[100:-1]), 100, "none")])
     runner.run([Slot(0, (tokens[-1],), len(tokens) - 1)])
     assert divergence(wanted[-1], runner.logits()[0]) < 1e-6

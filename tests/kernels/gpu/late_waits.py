@@ -35,6 +35,7 @@ from engine.targets.nvidia.kernels.products.matvec import Schedule, SharedExpert
 from engine.targets.nvidia.kernels.products.small_batch import SmallBatchTiles, small_batch_product, stored
 from engine.targets.nvidia.kernels.products.small_batch import activated as gated_few
 from engine.targets.nvidia.kernels.products.small_batch import as_logits as logits_few
+from engine.targets.nvidia.kernels.products.warpgroup_matmul import WarpgroupTiles, warpgroup_matmul
 from engine.targets.nvidia.kernels.residual_stream.layer_norm import layer_norm
 from engine.targets.nvidia.kernels.weights.weight_layout import WeightLayout
 from tests.kernels.gpu.rendered import compile_nothing
@@ -42,7 +43,7 @@ from tests.thorough import THOROUGH
 
 SHORT, LONG = Schedule(4, 8, 2, 0, True), Schedule(2, 16, 2, 3, True)  # of one step, and with a loop
 SIZE = 1 << 24  # of all buffers
-INTEGERS = {"experts", "counts", "largest_rows", "tables", "state"}
+INTEGERS = {"experts", "counts", "largest_rows", "tables", "state", "prompt"}
 
 Made = tuple[Kernel, list[DType]]
 """A kernel, and the types of its planes: those of matrices, or of a cache."""
@@ -74,6 +75,8 @@ def products_of_several_tokens() -> Iterator[Made]:
             yield small_batch_product(layout, 8, 64, 512, SmallBatchTiles(1, 1, 2), epilogue, "t"), types
         if THOROUGH:
             yield small_batch_product(layout, 64, 64, 512, SmallBatchTiles(2, 1, 2), stored(64), "t"), types
+            tiles = WarpgroupTiles(64, 1, 1, 2, 4)
+            yield warpgroup_matmul(layout, 64, 64, 512, tiles, False, "t"), types
 
 
 def attention() -> Iterator[Made]:

@@ -40,10 +40,9 @@ class LoadedAhead:
         """Keeps those of the next step, after what is `done` with those of this one."""
         return UOp.group(*store_run(self._array.after(done), 0, _words(following)))
 
-    def keep_after(self, following: Sequence[Sequence[UOp]], effect: UOp, moved: bool = False) -> UOp:
-        """Keeps those of the next step, after an effect that is no store and follows all loads of this one. `moved`:
-        see `warpgroup_products.after`."""
-        words = [warpgroup_products.after(word, effect, moved) for word in _words(following)]
+    def keep_after(self, following: Sequence[Sequence[UOp]], effect: UOp) -> UOp:
+        """Keeps those of the next step, after an effect that is no store and follows all loads of this one."""
+        words = [warpgroup_products.after(word, effect) for word in _words(following)]
         return UOp.group(*store_run(self._array, 0, words))
 
 

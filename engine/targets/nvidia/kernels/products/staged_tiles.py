@@ -4,10 +4,10 @@ All warps of a block multiply the same activations. If each loads them itself, i
 since sums leave no registers for loads that are under way. An asynchronous copy takes none
 (`engine.fixes.async_copies`).
 
-There are `BUFFERS` buffers. In each step a thread asks for its share of the next one, waits for what it asked for in
-the step before, and then for the other threads (`of`). So a warp may still read the buffer of the step before while
-another one fills that of the next. Where all warps have read a buffer before they meet, they ask after that, for the
-step after the next one (`when_read`).
+In each step a thread asks for its share of the next one, waits for what it asked for in the step before, and then for
+the other threads (`of`). So a warp may still read the buffer of the step before while another one fills that of the
+next. Products of warpgroups may also still read that of the step before when all have met: then there are
+`READ_LATER` buffers, and threads ask behind that, for the step after the next one (`read_later`).
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from tinygrad.uop.ops import Ops
 from engine.fixes import async_copies, warpgroup_products
 from engine.targets.nvidia.kernels.uops import F16, at, load_run, shared
 
-BUFFERS = 3
+BUFFERS, READ_LATER = 3, 4
 TILE = 1024  # halves of 16 tokens and a step
 _RUN = async_copies.COPIED_BYTES // 2  # halves that are copied at once
 
 
-def staged_bytes(tiles: int) -> int:
+def staged_bytes(tiles: int, buffers: int = BUFFERS) -> int:
     """Bytes of shared memory for `tiles` tiles of 16 tokens."""
-    return BUFFERS * tiles * TILE * 2
+    return buffers * tiles * TILE * 2
 
 
 @dataclass(frozen=True)
 class StagedTiles:
     """Tiles `first` to first + count - 1 of 16 tokens, of activations `x` of so many `steps` a row, in which those of a
     tile and a step are neighbours (`matmul.fragment_index`, `warpgroup_matmul.eights_index`). `thread` is the number of
-    the current one of the block's `threads`. `slot`: that of the shared memory."""
+    the current one of the block's `threads`. `slot`: that of the shared memory, which has so many `buffers`."""
 
     x: UOp
     steps: int
@@ -43,10 +43,11 @@ class StagedTiles:
     thread: UOp
     threads: int
     slot: int
+    buffers: int = BUFFERS
 
     @property
     def _array(self) -> UOp:
-        return shared(BUFFERS * self.count * TILE, self.slot, F16)
+        return shared(self.buffers * self.count * TILE, self.slot, F16)
 
     def begin(self, step: UOp) -> UOp:
         """Asks for the first step of the loop."""
@@ -56,7 +57,7 @@ class StagedTiles:
         """The array once it has the tiles of a step, the loop's `turn`-th, and the next one is asked for. `begun`: what
         `begin` gave."""
         following = (step + 1).minimum(self.steps - 1)
-        asked = self._asked(following, (turn + 1) % BUFFERS, begun)
+        asked = self._asked(following, (turn + 1) % self.buffers, begun)
         waited = async_copies.all_but(1, asked)
         return self._array.after(UOp(Ops.BARRIER, src=(waited,)))
 
@@ -64,18 +65,18 @@ class StagedTiles:
         """As `begin`, for the first two steps."""
         return self._asked((step + 1).minimum(self.steps - 1), UOp.const(1), self.begin(step))
 
-    def when_read(self, turn: UOp, step: UOp, begun: UOp) -> tuple[UOp, UOp, UOp]:
-        """As `of`, for threads that have read the step before; also what to wait for in order to ask (`begin_two`), and
-        the index of the step's first element."""
-        waited = warpgroup_products.shown(async_copies.all_but(BUFFERS - 2, begun, turn))
-        met = UOp(Ops.BARRIER, src=(waited,))
+    def read_later(self, turn: UOp, step: UOp, *before: UOp) -> tuple[UOp, UOp, UOp]:
+        """As `of`, for threads whose products of the step before may still read its tiles, and which have asked for two
+        steps (`begin_two`). Also what to wait for in order to have asked, and the index of the step's first element.
+        `before`: what the thread has done before."""
+        met = UOp(Ops.BARRIER, src=(warpgroup_products.shown(async_copies.all_but(1, *before, turn)),))
         following = (step + 2).minimum(self.steps - 1)
-        asked = self._asked(following, (turn + 2) % BUFFERS, met)
-        return self._array.after(met), asked, turn % BUFFERS * (self.count * TILE)
+        asked = self._asked(following, (turn + 2) % self.buffers, met)
+        return self._array.after(met), asked, turn % self.buffers * (self.count * TILE)
 
     def fragment(self, array: UOp, turn: UOp, tile: UOp, quad: int, lane: UOp) -> list[UOp]:
         """The eight elements of a thread of a warp."""
-        place = (turn % BUFFERS * self.count + tile) * TILE
+        place = (turn % self.buffers * self.count + tile) * TILE
         return load_run(array, place + (quad * 32 + lane) * _RUN, _RUN)
 
     def _asked(self, step: UOp, buffer: UOp, *after: UOp) -> UOp:
