@@ -4,13 +4,14 @@ as `maxOutputTokens` or as `max_output_tokens`."""
 import json
 import re
 import secrets
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
 
-from app.serve.answer import AnswerBegun, AnswerDelta, AnswerEnd
+from app.serve.answer import AnswerDelta, AnswerEnd
 from app.serve.errors import ApiError, gemini_form, wrong
 from app.serve.http import COMMENTED, Framing
 from app.serve.model_pool import ModelPool
@@ -328,11 +329,7 @@ class GeminiReply(Reply):
     framing: Framing = COMMENTED
     takes_pieces: bool = False
     id: str = field(default_factory=lambda: secrets.token_urlsafe(18))
-    _answers: dict[int, _Answer] = field(default_factory=dict)
-
-    def begun(self, i: int, begun: AnswerBegun) -> Iterable[Json]:
-        self._answers[i] = _Answer()
-        return ()
+    _answers: defaultdict[int, _Answer] = field(default_factory=lambda: defaultdict(_Answer))
 
     def delta(self, i: int, delta: AnswerDelta) -> Iterable[Json]:
         return self._written(i, self._answers[i].blocks.feed(delta))

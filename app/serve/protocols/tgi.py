@@ -28,7 +28,7 @@ _SAMPLED = "temperature", "top_k", "top_p", "typical_p"
 
 class TgiGrammar(msgspec.Struct):
     type: Literal["json", "regex", "json_schema"]
-    value: Any
+    value: str | dict[str, Any]
 
 
 class Parameters(msgspec.Struct, kw_only=True):
@@ -136,7 +136,8 @@ def _asked(body: TgiBody, service: Service, *, is_streamed: bool, is_list: bool 
         asked.regex = str(given.grammar.value)
     elif given.grammar:
         value = given.grammar.value
-        asked.json_schema = value.get("schema", value) if isinstance(value, dict) else value
+        inner = value.get("schema") if isinstance(value, dict) else None
+        asked.json_schema = inner if isinstance(inner, dict) else value
     prompt = RawText(text=body.inputs, special=True)
     request = generate(asked, prompt, service.sampling, limit, 1, grammar_of(asked))
     before = body.inputs if given.return_full_text else ""

@@ -25,6 +25,8 @@ async def test_generate(served):
     assert (second.max_tokens, second.sampling.temperature) == (3, 0.5) and second.grammar
     refused = await client.post("/generate", json={"inputs": "a", "parameters": {"max_new_tokens": 0}})
     assert refused.status_code == 400 and error(refused)["param"] == "max_new_tokens"
+    odd = {"inputs": "a", "parameters": {"grammar": {"type": "json", "value": 5}}}
+    assert (await client.post("/generate", json=odd)).status_code == 400
 
 
 async def test_a_stream(served):
