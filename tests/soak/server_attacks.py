@@ -107,11 +107,10 @@ class Target:
 
 def family(pid: int) -> list[int]:
     """A process and all that it has started."""
-    children = [
-        int(child)
-        for task in Path(f"/proc/{pid}/task").glob("*/children")
-        for child in task.read_text().split()
-    ]
+    children = list[int]()
+    for task in Path(f"/proc/{pid}/task").glob("*/children"):
+        with contextlib.suppress(OSError):  # a thread that has ended
+            children += map(int, task.read_text().split())
     return [pid, *(each for child in children for each in family(child))]
 
 
