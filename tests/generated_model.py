@@ -45,7 +45,9 @@ class Parts:
     `streams`: besides, there are four streams (AltUp), and a matrix of a low rank beside attention.
     `beside`: experts are beside a feed-forward layer, and full attention has keys as values. `scaled`: layers have
     a scale, and attention has none. `positions`: these are added to the embeddings. `first_norm`: one of the
-    embeddings, in place of the first layer's, `embedding_norm`: one beside that. `normed_after`: norms come
+    embeddings, in place of the first layer's, `embedding_norm`: one beside that. `partial`: layers have attention and a
+    feed-forward layer (L), or one of these (A, F), in turns. `halved`: feed-forward layers are half as wide as the
+    metadata say. `gated`: attention has a gate. `normed_after`: norms come
     after the sums, as those of BERT, also one after the embeddings, to which the type of a token is added. `keys`:
     metadata, without the architecture; they are such that every part counts within 100 tokens."""
 
@@ -80,6 +82,9 @@ class Parts:
     normed_after: bool = False
     first_norm: str = ""
     embedding_norm: bool = False
+    partial: str = ""
+    halved: bool = False
+    gated: bool = False
     keys: Mapping[str, int | float | str | Sequence[int]] = field(default_factory=dict)
 
 
@@ -203,6 +208,41 @@ ARCHITECTURES: dict[str, Parts] = {
     ),
     "baichuan": Parts(keys={"attention.max_alibi_bias": 8.0}),
     "refact": Parts(),
+    "apertus": Parts(
+        norms="head",
+        feed_forward="ungated",
+        keys={"xielu.alpha_n": [0.5, 0.8] * 8, "xielu.alpha_p": [0.7, 1.1] * 8}
+        | {"xielu.beta": [0.5, 0.4] * 8, "xielu.eps": [-1e-6] * 16},
+    ),
+    "codeshell": Parts(layer_norms="biases", biases="all", fused=True, feed_forward="ungated"),
+    "deci": Parts(partial="LFA"),
+    "olmo": Parts(layer_norms="none", keys={"attention.clamp_kqv": 1.0}),
+    "qwen": Parts(biases="qkv", fused=True, halved=True),
+    "granite_swa": Parts(
+        sinks=True,
+        keys=MULTIPLIERS
+        | {"attention.sliding_window": 24, "attention.sliding_window_pattern": [True, False] * 32}
+        | {"attention.rope_pattern": [1, 1, 0, 1] * 16},
+    ),
+    "mellum": Parts(norms="head", experts=8, keys=EXPERTS | {"attention.sliding_window": 24}),
+    "phimoe": Parts(
+        layer_norms="biases",
+        biases="qkvo",
+        experts=8,
+        keys=EXPERTS | {"feed_forward_length": 64, "attention.layer_norm_rms_epsilon": EPSILON},
+    ),
+    "afmoe": Parts(
+        norms="head",
+        norms_after=True,
+        gated=True,
+        experts=8,
+        shared=True,
+        ungated=True,
+        choice_bias=True,
+        keys=EXPERTS
+        | {"expert_shared_count": 1, "leading_dense_block_count": 1, "expert_gating_func": 2}
+        | {"expert_weights_scale": 1.5, "expert_weights_norm": True, "attention.sliding_window": 24},
+    ),
     "mpt": Parts(
         layer_norms="plain",
         fused=True,
@@ -584,17 +624,23 @@ def write(
         keys or {}
     )  # the others' matrices are there, as in published files
     widths = [ffn if i < own or parts.streams else 2 * ffn for i in range(layers)]
-    kinds_of = [parts.lone[i % len(parts.lone)] for i in range(layers)] if parts.lone else [""] * layers
+    turns = parts.lone or parts.partial or " "
+    kinds_of = [turns[i % len(turns)] for i in range(layers)]
     widths = [ffn if kind == "E" else 0 for kind in kinds_of] if parts.lone else widths
     if "feed_forward_length" not in parts.keys:
-        writer.add_feed_forward_length(widths if parts.layers or parts.lone else ffn)
-    writer.add_head_count(heads)
+        if parts.partial:
+            writer.add_feed_forward_length([0 if kind == "A" else ffn for kind in kinds_of])
+        else:
+            writer.add_feed_forward_length(widths if parts.layers or parts.lone else ffn * (1 + parts.halved))
+    writer.add_head_count([0 if kind == "F" else heads for kind in kinds_of] if parts.partial else heads)
     if parts.layers:
         metadata["attention.shared_kv_layers"] = shared
     has_states = parts.conv or (parts.mamba and not parts.mamba_beside)
     of_layers = [kv_heads if i % 2 else 0 for i in range(layers)] if has_states else kv_heads
     if parts.lone:
         of_layers = [kv_heads if kind == "*" else 0 for kind in kinds_of]
+    if parts.partial:
+        of_layers = [0 if kind == "F" else kv_heads for kind in kinds_of]
     kv_counts = metadata.setdefault("attention.head_count_kv", of_layers)
     writer.add_rope_freq_base(ROPE_BASE)
     add_eps = writer.add_layer_norm_eps if parts.layer_norms else writer.add_layer_norm_rms_eps
@@ -606,7 +652,7 @@ def write(
     }  # fmt: skip
     for key, value in metadata.items():
         add = adding[type(value)]
-        add(f"{architecture}.{key}", value)
+        add(key if key.startswith("xielu.") else f"{architecture}.{key}", value)
 
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("llama-bpe" if architecture == "llama" else "qwen2")
@@ -632,6 +678,8 @@ def write(
         writer.add_tensor(name, (mean + std * rng.standard_normal(size)).astype(np.float32))
 
     def norm(name: str) -> None:
+        if parts.layer_norms == "none":
+            return
         is_bare = parts.mamba_beside and name.endswith("ffn_norm")
         vector(name if is_bare else f"{name}.weight", dim, 1.0)
         if parts.layer_norms == "biases":
@@ -715,7 +763,7 @@ def write(
     if parts.normed_after:
         matrix("token_types", 1, dim, "F32")
         writer.add_token_type_count(1)
-    if architecture == "phi2":
+    if architecture in ("phi2", "phimoe"):
         vector("output.bias", len(tokens) + len(specials), 0.0)
     if not tied:
         matrix("output", len(tokens) + len(specials), dim)
@@ -755,11 +803,13 @@ def write(
             for name, rows in projections.items():
                 matrix(prefix + name, 2 * rows if parts.delta and name == "attn_q" else rows, dim)
         matrix(prefix + "attn_output", dim, heads * head_dim)
+        if parts.gated:
+            matrix(prefix + "attn_gate", heads * head_dim, dim)
         if parts.biases:
             in_file = {"attn_qkv": sum(projections.values())} if parts.fused else projections
             for name, rows in in_file.items():
                 vector(f"{prefix}{name}.bias", rows, 0.0)
-            if parts.biases == "all":
+            if parts.biases in ("all", "qkvo"):
                 vector(f"{prefix}attn_output.bias", dim, 0.0)
         if parts.sinks:
             vector(f"{prefix}attn_sinks.weight", heads, 1.0, 1.0)
@@ -797,7 +847,8 @@ def write(
 
     for layer in range(layers + draft_head):
         prefix = f"blk.{layer}."
-        if parts.norms_before and not parts.normed_after:
+        has_heads = kinds_of[layer] != "F" if layer < layers else True
+        if parts.norms_before and not parts.normed_after and has_heads:
             norm(parts.first_norm if parts.first_norm and not layer else prefix + "attn_norm")
         is_delta = parts.delta and layer < layers and (layer + 1) % metadata["full_attention_interval"] != 0
         if is_delta:
@@ -811,11 +862,11 @@ def write(
                 mamba(prefix)
         elif parts.mamba and layer % 2 == 0 and not (parts.mamba_beside or parts.lone):
             mamba(prefix)
-        else:
+        elif has_heads:
             attention(prefix, layer)
         if parts.mamba_beside:
             mamba(prefix)
-        if parts.lone and kinds_of[layer] != "E":
+        if (parts.lone and kinds_of[layer] != "E") or (parts.partial and kinds_of[layer] == "A"):
             continue
         if parts.normed_after:
             norm(prefix + "attn_output_norm")
@@ -861,7 +912,7 @@ def write(
             if parts.biases == "all":
                 vector(prefix + "ffn_up.bias", width, 0.0)
                 vector(prefix + "ffn_down.bias", dim, 0.0)
-        elif parts.fused and not (parts.experts or parts.normed_after):
+        elif parts.fused and not (parts.experts or parts.normed_after or parts.halved):
             matrix(prefix + "ffn_up", 2 * width, dim)
         else:
             matrix(prefix + "ffn_gate", width, dim)

@@ -40,7 +40,7 @@ Floats = NDArray[np.float32]
 NEIGHBOURS = {
     "llama", "llama4", "mistral3", "granite", "granitemoe", "smollm3", "chatglm", "ernie4_5", "ernie4_5-moe", "glm4",
     "granitehybrid", "command-r", "cohere2", "internlm2", "minicpm", "deepseek2", "deepseek", "bailingmoe", "arcee",
-    "maincoder", "xverse", "baichuan", "mistral4", "llama-embed",
+    "maincoder", "xverse", "baichuan", "deci", "granite_swa", "olmo", "mistral4", "llama-embed",
 }  # fmt: skip
 """Architectures whose files hold the two elements of a rotary pair side by side; in the others they are apart by half
 of what is rotated."""
@@ -326,7 +326,8 @@ class Reference:
                 -1, keepdims=True, ddof=1
             )
             gate = np.maximum(gate - least, 0)
-        return self._product(gated(gate, up, part.activation), part.down, part.down_bias)
+        hidden = xielu(gate, *part.curve) if part.curve else gated(gate, up, part.activation)
+        return self._product(hidden, part.down, part.down_bias)
 
     def _delta(self, part: DeltaNet, h: Floats) -> Floats:
         """Token by token, as the docstring of `DeltaNet` has it."""
@@ -506,6 +507,11 @@ def gated(gate: Floats, up: Floats, activation: Activation) -> Floats:
         case "swiglu_oai":  # gpt-oss's
             gate, up = np.minimum(gate, 7), np.clip(up, -7, 7)
             return gate / (1 + np.exp(np.float32(-1.702) * gate)) * (up + 1)
+
+
+def xielu(x: Floats, n: float, p: float, b: float, e: float) -> Floats:
+    negative = n * (np.expm1(np.minimum(x, e)) - x)
+    return np.asarray(np.where(x > 0, p * x * x, negative) + b * x, np.float32)
 
 
 def as_long(y: Floats, x: Floats) -> Floats:

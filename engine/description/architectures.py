@@ -126,12 +126,12 @@ class ModelReader(RecurrentReader, FeedForwardReader):
         if not 1 / MOST <= abs(scale) <= MOST:
             raise ValueError(scale)
         logit_scale = self.factor("logit_scale", family.base_width / self.dim or 1.0)
-        eps_key = "attention.layer_norm_epsilon" if family.layer_norms else "attention.layer_norm_rms_epsilon"
-        eps = self.number(eps_key, self.family.eps)
+        eps = self.number("attention.layer_norm_rms_epsilon", family.eps)
+        eps = self.number("attention.layer_norm_epsilon", eps) if family.layer_norms else eps
         last = last_norm(self.layers) if family.normed_after else "output_norm"
         is_lfm2 = self.has(_LFM2_NORM) and not self.has(f"{last}.weight")
         has_norm = self.has("blk.0.attn_norm.weight") and not is_lfm2
-        norm = self.required(_LFM2_NORM if is_lfm2 else f"{last}.weight", self.dim)
+        norm = self.stream_norm(_LFM2_NORM if is_lfm2 else f"{last}.weight")
         spec = ModelSpec(
             architecture=self.architecture,
             name=self.file.get("general.name", str, self.file.path.stem),
@@ -237,6 +237,9 @@ class ModelReader(RecurrentReader, FeedForwardReader):
                 self, i, self.dim, attend, dense, self.layer_embedding_of(i, prefix)
             )
             return
+        if self.family.partial_layers:
+            yield from self.partial_layer(i, prefix)
+            return
         if self.family.normed_after:
             yield from read_normed_after(
                 self, i, self.dim, lambda prefix: (self.attend(i, prefix), self.feed_forward(i, prefix))
@@ -299,7 +302,7 @@ class ModelReader(RecurrentReader, FeedForwardReader):
         and shares that one's; if attention has a second one, that is attention's (Falcon 40B). The first layer may have
         a norm of the embeddings in place of its own (ModernBERT)."""
         names = ["attn_norm", "ffn_norm"]
-        is_beside = not self.has(f"{prefix}ffn_norm.weight")
+        is_beside = not (self.has(f"{prefix}ffn_norm.weight") or self.family.unweighted)
         if is_beside:
             names = ["attn_norm_2" if self.has(f"{prefix}attn_norm_2.weight") else "attn_norm", "attn_norm"]
         is_beside = is_beside or self.file.get(self.key("use_parallel_residual"), bool, False)
@@ -307,10 +310,19 @@ class ModelReader(RecurrentReader, FeedForwardReader):
         replaces = i == 0 and not self.has(f"{names[0]}.weight") and self.has(f"{EMBEDDING_NORM}.weight")
         if replaces:
             names[0] = EMBEDDING_NORM
-        norms = [self.required(f"{name}.weight", self.dim) for name in names]
+        norms = [self.stream_norm(f"{name}.weight") for name in names]
         biases = [self.vector(f"{name}.bias", self.dim) for name in names]
         yield Sublayer(norms[0], self.attend(i, prefix), None, norm_bias=biases[0], replaces=replaces)
         yield Sublayer(norms[1], self.feed_forward(i, prefix), None, norm_bias=biases[1], beside=is_beside)
+
+    def stream_norm(self, tensor: str) -> Vector:
+        return Vector("", self.dim) if self.family.unweighted else self.required(tensor, self.dim)
+
+    def partial_layer(self, i: int, prefix: str) -> Iterator[Sublayer]:
+        """Attention and a feed-forward layer, or one of them, or none (Nemotron Super)."""
+        for norm, read in ("attn_norm", self.attend), ("ffn_norm", self.feed_forward):
+            if self.has(tensor := f"{prefix}{norm}.weight"):
+                yield Sublayer(self.required(tensor, self.dim), read(i, prefix), None)
 
     def attend(self, i: int, prefix: str) -> Attention:
         if is_latent(self, prefix):
@@ -346,6 +358,8 @@ class ModelReader(RecurrentReader, FeedForwardReader):
             return weight, self.vector(f"{tensor}.bias", sizes[x], order, first, of)
 
         def gate() -> Weight | None:
+            if self.has(f"{prefix}attn_gate.weight"):
+                return self.weight(f"{prefix}attn_gate", sizes["q"], dim)
             tensor, first, of = source("q")
             every, run = 2 * head_dim, head_dim
             return (
@@ -423,8 +437,11 @@ class ModelReader(RecurrentReader, FeedForwardReader):
 
     def is_rotated(self, i: int, window: int) -> bool:
         """Whether layer i has rotary embeddings."""
+        pattern = self.file.metadata.get(self.key("attention.rope_pattern"))
         if self.distance_bias:
             return False
+        if isinstance(pattern, np.ndarray) and i < len(pattern):
+            return bool(pattern[i])
         if self.family.unrotated_full:
             return window > 0 or not self.has_windows
         if (

@@ -36,7 +36,9 @@ class Family:
     if others have one, by this where the files do not say it: the slope, the length, and how many positions later.
     `rotates_first`, `shares_in_turn`: see `Attention`, `DeltaNet`. `layer_norms`: norms are LayerNorms
     (`ModelSpec.centred`). `multiplied_logits`: by the file's scale of logits, by which others are divided. `ungated`:
-    feed-forward layers have no gates. `lone_sublayers`: a layer is attention, a feed-forward layer or a recurrent one
+    feed-forward layers have no gates. `curved`: they have a curve (see `Dense`). `halved_width`: they are half as wide
+    as the files say. `unweighted`: norms of the stream have no weights. `partial_layers`: a layer may have no
+    attention, or no feed-forward layer. `lone_sublayers`: a layer is attention, a feed-forward layer or a recurrent one
     alone. `recurrent_beside`: each attention has a recurrent layer beside it. `normed_after`: norms come after the
     sums. It goes `both_ways` if its files do not say otherwise: see `Attention`. `grid_positions`: tokens of pictures
     have a row and a column (`Rope.sections`). Of pictures, tokens see those after them in the same picture in no layer,
@@ -65,6 +67,10 @@ class Family:
     layer_norms: bool = False
     multiplied_logits: bool = False
     ungated: bool = False
+    halved_width: bool = False
+    curved: bool = False
+    unweighted: bool = False
+    partial_layers: bool = False
     lone_sublayers: bool = False
     recurrent_beside: bool = False
     normed_after: bool = False
@@ -176,6 +182,21 @@ ARCHITECTURES: Mapping[str, Family] = {
     "bloom": Family(layer_norms=True, activation="gelu", ungated=True, distance_bias=8.0),
     "mpt": Family(layer_norms=True, activation="gelu", ungated=True, unrotated_every=1),
     "refact": Family(distance_bias=8.0),
+    "apertus": Family(ungated=True, curved=True),
+    "codeshell": Family(layer_norms=True, activation="gelu", ungated=True),
+    "deci": Family(interleaved=True, partial_layers=True),
+    "granite_swa": Family(interleaved=True, full_attention_every=4),
+    "mellum": Family(full_attention_every=4, plain_windows=True),
+    "olmo": Family(interleaved=True, layer_norms=True, unweighted=True),
+    "phimoe": Family(layer_norms=True),
+    "qwen": Family(halved_width=True),
+    "afmoe": Family(
+        full_attention_every=4,
+        unrotated_every=4,
+        scaled_embedding=True,
+        renormalised=False,
+        scoring="sigmoid",
+    ),
     "gpt-oss": Family(activation="swiglu_oai", full_attention_every=2),
     "qwen3next": Family(attention_every=4, gated_attention=True, shares_in_turn=False),
     "qwen35": Family(attention_every=4, gated_attention=True, grid_positions=True),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import numpy as np
@@ -19,7 +20,25 @@ class FeedForwardReader(HeadReader):
     def feed_forward(self, i: int, prefix: str) -> Dense | Experts:
         if self.has(f"{prefix}ffn_gate_inp.weight"):
             return self.experts(prefix)
-        return self.dense(prefix, self.size_of_layer("feed_forward_length", i))
+        width = self.size_of_layer("feed_forward_length", i)
+        layer = self.dense(prefix, width // 2 if self.family.halved_width else width)
+        return replace(layer, curve=self.curve(i)) if self.family.curved else layer
+
+    def curve(self, i: int) -> tuple[float, ...]:
+        """See `Dense`. The files have n and p before a softplus, and n without b (ggml_xielu)."""
+        values = (self._number_of_layer(f"xielu.{name}", i) for name in ("alpha_n", "alpha_p", "beta", "eps"))
+        n, p, b, e = values
+        return b + math.log1p(math.exp(min(n, 80))), math.log1p(math.exp(min(p, 80))), b, e
+
+    def _number_of_layer(self, key: str, i: int) -> float:
+        """A number that the file has for all layers, or for each."""
+        numbers = self.file.metadata.get(key, 0.0)
+        if isinstance(numbers, np.ndarray) and (i >= len(numbers) or numbers.dtype.kind != "f"):
+            raise damaged(self.file.path, f"{key} has no number of layer {i}")
+        number = numbers[i] if isinstance(numbers, np.ndarray) else numbers
+        if not isinstance(number, float | np.floating) or not abs(float(number)) <= MOST:
+            raise damaged(self.file.path, f"{key} is no number")
+        return float(number)
 
     def beside(self, i: int, prefix: str) -> SideBySide:
         def norm(name: str) -> Vector:

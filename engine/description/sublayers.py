@@ -280,7 +280,9 @@ class LatentAttention(Attention):
 class Dense(Operator):
     """A feed-forward layer: down(activation(gate x) * up x), or without a gate down(activation(up x)). Products may
     have biases. With `sparsity`, of a token's gates g only what is above mean(g) + sparsity * deviation(g) counts:
-    max(g - that, 0) takes the place of g. A deviation is divided by the number of gates less one."""
+    max(g - that, 0) takes the place of g. A deviation is divided by the number of gates less one. Without a gate, a
+    `curve` (n, p, b, e) may take the place of the activation (xIELU): p * u * u + b * u of u above 0, else
+    n * (exp(min(u, e)) - 1 - u) + b * u."""
 
     gate: Weight | None
     up: Weight
@@ -289,6 +291,7 @@ class Dense(Operator):
     up_bias: Vector | None = None
     down_bias: Vector | None = None
     sparsity: float = 0.0
+    curve: tuple[float, ...] = ()
     words = "feed-forward layers"
 
     @property

@@ -83,12 +83,13 @@ class StepBuilder:
         name: str = "",
         eps: float | None = None,
         weights: Tensor | None = None,
+        curve: Tensor | None = None,
     ) -> dict[str, Tensor]:
         """Adds the kernel that quantizes rows for the products with `matrices`: normed, with the bias that may follow
         the weights of the `norm`, or gated and multiplied by other rows, if there are any; with `tiles` those of
         experts, `gathered` from the tokens. Each is multiplied by its token's one of the `weights`, if there are any.
-        Returns its outputs by name. `name` tells them from those of another call
-        that are still needed."""
+        `curve`: of a gate xielu. Returns its outputs by name. `name` tells them from those of another call that are
+        still needed."""
         buffers, tile, cols = self.buffers, self.tile, matrices[0].cols
         names = buffer_names([matrix.layout for matrix in matrices], tile)
         outs = {}
@@ -108,7 +109,7 @@ class StepBuilder:
             weighed=weights is not None,
         )
         state = self.state if tiles is None else [tiles.state, *(tiles.lists[:1] if gathered else [])]
-        others = [t for t in (norm, gate and gate[1], weights) if t is not None]
+        others = [t for t in (norm, gate and gate[1], curve, weights) if t is not None]
         kernel, shape = quantize_activations(quantization, buffers.lanes, tile), buffers.sizes(cols // UNIT)
         self.add(kernel, *outs.values(), shape, *state, rows, *others, parts=self.parts)
         return outs

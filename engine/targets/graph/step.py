@@ -55,6 +55,12 @@ def gated(gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
     return gate * (1.702 * gate).sigmoid() * (up + 1)
 
 
+def xielu(x: Tensor, n: float, p: float, b: float, e: float) -> Tensor:
+    """See `Dense`."""
+    negative = n * (x.minimum(e).exp() - 1 - x)
+    return (x > 0).where(p * x * x, negative) + b * x
+
+
 class Transformer(RecurrentLayers, StreamLayers):
     """A model's weights and KV cache, and its forward pass over tokens that continue those in the cache. The cache has
     `blocks` of BLOCK places for tokens: for each attention (2, kv_heads, places, head_dim), zeros, in float16, or in
@@ -299,7 +305,8 @@ class Transformer(RecurrentLayers, StreamLayers):
         if operator.sparsity:
             least = gate.mean(-1, keepdim=True) + operator.sparsity * gate.std(-1, keepdim=True)
             gate = (gate - least.contiguous()).relu()
-        return self._product(operator.down, gated(gate, up, operator.activation), operator.down_bias)
+        hidden = xielu(gate, *operator.curve) if operator.curve else gated(gate, up, operator.activation)
+        return self._product(operator.down, hidden, operator.down_bias)
 
     def _stream_norm(self, x: Tensor, weight: Vector, bias: Vector | None = None) -> Tensor:
         y = self._norm(x, weight, self.spec.stream_eps)

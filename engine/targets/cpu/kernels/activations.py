@@ -106,7 +106,7 @@ def buffer_names(layouts: Sequence[LaneLayout], tile: int) -> tuple[str, ...]:
     return tuple(name for name, is_needed in needed.items() if is_needed)
 
 
-Gate = Literal["silu", "gelu", "swiglu_oai", "relu2", "sigmoid"]
+Gate = Literal["silu", "gelu", "swiglu_oai", "relu2", "xielu", "sigmoid"]
 
 
 @dataclass(frozen=True)
@@ -133,7 +133,8 @@ def quantize_activations(quantization: Quantization, lanes: int, tile: int) -> K
     """Buffers: the outputs in their order; the number of units in a row, int32 (1,); the state if tile is more than 1
     or with `rows`; the number of the row of each token, int32 (tokens,), if gathered; the rows, float32 (tokens, cols);
     the other rows if gated but not alone, or the norm's weight, float32 (cols,), if normed, and after it in the same
-    buffer the bias, if it is biased; the numbers of tokens, float32 (tokens,), if they are weighed."""
+    buffer the bias, if it is biased; the curve of xielu, float32 (4,); the numbers of tokens, float32 (tokens,), if
+    they are weighed."""
     eps, gate = quantization.eps, quantization.gated
     vectors = UNIT // lanes
     assert vectors >= 2, "vectors of more than 16 lanes"
@@ -147,6 +148,7 @@ def quantize_activations(quantization: Quantization, lanes: int, tile: int) -> K
         state = rest.pop(0) if tile > 1 or quantization.rows else None
         sources = rest.pop(0) if quantization.gathered else None
         weights = rest.pop() if quantization.weighed else None
+        curve = rest.pop() if gate == "xielu" else None
         rows, *other = rest
         first, count = even_share(units, part, parts)
         tiles: Index = 1 if state is None else k.index(state, TILES)
@@ -168,7 +170,9 @@ def quantize_activations(quantization: Quantization, lanes: int, tile: int) -> K
                         value = value * k.load(factor, 0) * k.vector(other[0], column)
                     if quantization.biased:
                         value = value + k.vector(other[0], cols + column)
-                    if gate:
+                    if curve is not None:
+                        value = _xielu(k, value, curve)
+                    elif gate:
                         beside = (
                             UOp.const(1.0, F32) if quantization.alone else k.vector(other[0], at + column)
                         )
@@ -334,6 +338,14 @@ def _relu2(k: KernelBuilder, x: UOp, other: UOp) -> UOp:
 def _swiglu_oai(k: KernelBuilder, x: UOp, other: UOp) -> UOp:
     x, other = x.minimum(_SWIGLU_LIMIT), other.maximum(-_SWIGLU_LIMIT).minimum(_SWIGLU_LIMIT)
     return x * sigmoid(k, x * 1.702) * (other + 1.0)
+
+
+def _xielu(k: KernelBuilder, x: UOp, curve: UOp) -> UOp:
+    """x is above 0 or not, so of the two parts one is 0."""
+    zero = UOp.const(0.0, F32)
+    n, p, b, e = (k.load(curve, i) for i in range(4))
+    above, below = x.maximum(zero), x.minimum(zero)
+    return above * above * p + (k.exp(below.minimum(e)) - 1.0 - below) * n + x * b
 
 
 _GELU = 2 * (2 / pi) ** 0.5

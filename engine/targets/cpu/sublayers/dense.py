@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from tinygrad import Tensor
+import numpy as np
+from tinygrad import Tensor, dtypes
 
 from engine.description.sublayers import Dense
 from engine.measure.kernel_roles import BufferUse
 from engine.targets.buffer_uses import BufferUses
-from engine.targets.cpu.kernels.activations import sparsify
+from engine.targets.cpu.kernels import memory
+from engine.targets.cpu.kernels.activations import Gate, sparsify
 from engine.targets.cpu.kernels.stream_size import UNIT
 from engine.targets.cpu.step_builder import StepBuilder
 from engine.targets.cpu.sublayers.handler import Handler, Loading
@@ -20,6 +22,8 @@ class DenseHandler(Handler):
     def __init__(self, part: Dense, norm: Tensor | None, is_added: bool, loading: Loading) -> None:
         self._norm, self._activation, self._sparsity = norm, part.activation, part.sparsity
         weights = loading.weights
+        curve = [np.array(part.curve, np.float32)] if part.curve else []
+        self._curve = next((memory.array(of, dtypes.float32) for of in curve), None)
         self.reads = [weights.matrix(weight) for weight in (part.gate, part.up) if weight]
         self._down = weights.matrix(part.down, added=is_added)
         self._up_bias, self._down_bias = (v and weights.vector(v) for v in (part.up_bias, part.down_bias))
@@ -48,10 +52,11 @@ class DenseHandler(Handler):
                 buffers.sizes(self._down.cols // UNIT),
             )
             step.add(kernel, first, shape, *step.state, parts=step.parts)
-        gate = self._activation, others[0] if others else None
-        return self._down, step.quantize(first, [self._down], gate=gate, name=shared)
+        kind: Gate = "xielu" if self._curve is not None else self._activation
+        gate = kind, others[0] if others else None
+        return self._down, step.quantize(first, [self._down], gate=gate, name=shared, curve=self._curve)
 
     def add_uses(self, uses: BufferUses) -> None:
         uses.add(BufferUse("FFN gate+up"), *(matrix.stream for matrix in self.reads))
         uses.add(BufferUse("FFN down"), self._down.stream)
-        uses.add(BufferUse("norm"), self._up_bias, self._down_bias)
+        uses.add(BufferUse("norm"), self._up_bias, self._down_bias, self._curve)

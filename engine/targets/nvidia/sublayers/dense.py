@@ -22,6 +22,8 @@ class DenseHandler(Handler):
 
     @classmethod
     def lacks(cls, part: Dense) -> str:
+        if part.curve:
+            return "the activation xIELU"
         if part.gate and part.up_bias:
             return "biases beside gates"
         return "gates of which only the largest count" if part.sparsity else ""
