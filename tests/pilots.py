@@ -10,10 +10,12 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from rich.console import RenderableType
 from textual._context import active_app
 from textual.app import App
 from textual.css.model import RuleSet
 from textual.css.stylesheet import Stylesheet
+from textual.screen import Screen
 
 from widgets.terminal.paced_output import PacedOutput
 
@@ -69,7 +71,8 @@ def parsed_once(sheet: Stylesheet, css: str, read_from: Any, *options: Any, **na
 
 @pytest.fixture(autouse=True)
 def quick_pilot(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The pilot's keys and pauses end as soon as all that they caused is done."""
+    """The pilot's keys and pauses end as soon as all that they caused is done. Screens are drawn when a test looks at
+    them."""
     give_to_thread = BaseEventLoop.run_in_executor
 
     def run_in_executor(
@@ -91,8 +94,16 @@ def quick_pilot(monkeypatch: pytest.MonkeyPatch) -> None:
         await shut_down(app)
 
     monkeypatch.setattr(App, "_shutdown", end_as_when_quitting)
-    # As on a terminal, which asks for the rows that have changed: nobody reads them here, and `screen` draws all.
     monkeypatch.setattr(PacedOutput, "writes_rows", True)
+    display = PacedOutput._display
+
+    def display_rows(app: PacedOutput, screen: Screen[object], rows: RenderableType | None) -> None:
+        if app._has_writer():
+            display(app, screen, rows)
+        else:
+            app.post_display_hook()
+
+    monkeypatch.setattr(PacedOutput, "_display", display_rows)
     monkeypatch.setattr(Stylesheet, "_parse_rules", parsed_once)
     monkeypatch.setattr(BaseEventLoop, "run_in_executor", run_in_executor)
     for module in ("textual.app", "textual.pilot"):
