@@ -261,9 +261,30 @@ class Conversation:
         except HistoryError as error:
             self.problem = error
 
+    def _is_ahead(self) -> bool:
+        """Whether the last turns have what the history lacks."""
+        return any(
+            turn.message_id is None or self._stored[turn.message_id] != _state(turn)
+            for turn in self.turns[-2:]
+        )
+
+    def _begin_anew(self) -> None:
+        """The history has nothing of this conversation."""
+        self.chat_id = None
+        self._is_open = self._cut_off = False
+        self._stored_system, self._stored_first = "", 0
+        self._stored.clear()
+        self._stored_files.clear()
+        for turn in self.turns:
+            turn.message_id, turn.version = None, (1, 1)
+
     def _save(self, model: str) -> None:
         if not self.turns:
             return
+        if self._is_ahead():
+            self.history.follow()
+            if self.chat_id is not None and not self.history.has(self.chat_id):
+                self._begin_anew()  # another program has deleted it, and it goes on here
         if self.chat_id is None:
             self.chat_id = self.history.new_chat(model)
         if not self._is_open:

@@ -95,6 +95,9 @@ class History(HistoryDatabase):
             self._touch(chat_id)
         return chat_id
 
+    def has(self, chat_id: int) -> bool:
+        return bool(self._run("SELECT 1 FROM chats WHERE id = ?", chat_id))
+
     def _touch(self, chat_id: int) -> None:
         """The chat is the last updated one, also where the clock was ahead when another one was written."""
         others = "SELECT updated FROM chats WHERE id != ? ORDER BY updated DESC LIMIT 1"

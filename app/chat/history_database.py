@@ -104,7 +104,11 @@ class HistoryDatabase:
     def __init__(self, path: Path | str) -> None:
         """Opens `path`, or creates it for this user only. ":memory:" keeps nothing."""
         self.path = str(path)
+        self._open()
+
+    def _open(self) -> None:
         self._is_locked = False
+        self._file: tuple[int, int] | None = None
         if self.path != ":memory:":
             _create_private(Path(self.path))
         with self._guard():
@@ -115,6 +119,23 @@ class HistoryDatabase:
             self._db.execute("PRAGMA synchronous = NORMAL")
             self._db.execute("PRAGMA foreign_keys = ON")
             self._migrate()
+        self._file = self._in_place()
+
+    def follow(self) -> None:
+        """Opens the file that is in its place, a new one if there is none: what is written to one that was deleted is
+        lost."""
+        if self._in_place() != self._file or self._file is None:
+            self.close()
+            self._open()
+
+    def _in_place(self) -> tuple[int, int] | None:
+        """What tells files apart; None if there is none."""
+        try:
+            found = Path(self.path).stat()
+        except OSError as error:
+            is_gone = isinstance(error, FileNotFoundError) and self.path != ":memory:"
+            return None if is_gone else self._file or (0, 0)
+        return found.st_dev, found.st_ino
 
     def close(self) -> None:
         with contextlib.suppress(sqlite3.Error):

@@ -111,3 +111,20 @@ def test_after_a_full_disk_earlier_turns_are_saved_too():
     stored = history.messages(conversation.chat_id)
     assert [each.message.content for each in stored] == ["a", "A" * 100_000, "b", "B"]
     assert all(each.finished for each in stored) and conversation.problem is None
+
+
+def test_a_chat_that_another_program_deletes_is_saved_again_once_it_goes_on(tmp_path):
+    path = tmp_path / "history.sqlite3"
+    conversation = Conversation(History(path), "Be brief.")
+    conversation.turns += [Turn("user", "a"), Turn("assistant", "A")]
+    conversation.save("model")
+    for delete in (lambda: History(path).delete(conversation.chat_id), path.unlink):
+        delete()
+        conversation.save("model")  # nothing is new
+        assert History(path).chat_ids() == []
+        conversation.turns += [Turn("user", "b"), Turn("assistant", "B")]
+        conversation.save("model")
+        assert conversation.problem is None
+        [chat] = History(path).chat_ids()
+        said = [stored.message.content for stored in History(path).messages(chat)]
+        assert said == ["Be brief.", *(turn.content for turn in conversation.turns)]
