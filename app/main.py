@@ -18,7 +18,7 @@ from app.cli.left_threads import end_without_left_threads
 from app.cli.meant import check_command
 from engine.bytecode import keep_bytecode
 from engine.errors import BackendError, OrinError, UsageError
-from engine.logs import log_path, open_log
+from engine.logs import screen_log
 from widgets.terminal.stray_output import stray_errors_to, stray_output_to
 
 if TYPE_CHECKING:
@@ -172,7 +172,7 @@ def _chat(arguments: Sequence[str]) -> int:
         _collect_garbage()
         return asyncio.run(print_dashboard(_engine(args, configuration), sys.stdout, sys.stderr))
     if args.one_shot:
-        with stray_errors_to(open_log(log_path("screen"))):
+        with stray_errors_to(screen_log()):
             return _answer(args, settings, configuration)
     return _converse(args, settings, configuration, problem, flaws)
 
@@ -293,7 +293,7 @@ def _converse(
                 say(sys.stderr, f"{problem}.")
             else:
                 greet(args.model, configuration.engine.model_path, is_chat=True)
-            with stray_errors_to(open_log(log_path("screen"))):
+            with stray_errors_to(screen_log()):
                 return _in_lines(args, settings, configuration, engine, history, chat)
         warning = " ".join((*flaws, problem and f"{problem} · Ctrl+L chooses another")).strip()
         return _on_screen(args, settings, configuration, engine, history, chat, warning)
@@ -374,7 +374,7 @@ def _on_screen(
     if settings.keys == "vi":
         app.prompt.vi = ViKeys(app.prompt)
     _collect_garbage()
-    with stray_output_to(open_log(log_path("screen"))):
+    with stray_output_to(screen_log()):
         app.run()
     remember("theme", app.theme)
     if not app.return_code and (way_back := app.session.conversation.way_back()):

@@ -136,8 +136,7 @@ def source_digest(*paths: str) -> str:
     return digest.hexdigest()
 
 
-# While the engine starts, another thread imports modules, and with each system call of this one it takes the
-# interpreter for half a millisecond. So there are few: three for a file, once.
+# Each start reads all of these before anything else: three system calls for a file, once.
 
 
 @functools.cache

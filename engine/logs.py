@@ -43,6 +43,11 @@ def open_log(path: Path) -> IO[bytes]:
         return Path(os.devnull).open("wb")
 
 
+def screen_log() -> IO[bytes]:
+    """The log of what a screen keeps out, as `open_log` opens it."""
+    return open_log(log_path("screen"))
+
+
 def trim_log(path: Path) -> None:
     """Empties the log if it is larger than LIMIT_BYTES."""
     with contextlib.suppress(OSError):

@@ -26,7 +26,8 @@ from app.cli.progress import say
 from app.cli.signals import run_until_signal
 from engine.devices.power_modes import kept_mode, power_modes, set_mode
 from engine.errors import UsageError
-from engine.formats.gguf import GGUF, StringArray
+from engine.formats.gguf import GGUF
+from engine.formats.string_array import StringArray
 from engine.peers.llama_process import find_llama_server
 from engine.peers.llama_server import LlamaServer
 from engine.protocol.events import MIN_TOKENS, EngineOptions, Failed

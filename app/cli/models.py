@@ -21,8 +21,9 @@ from engine.description import file_summary
 from engine.description.architectures import read_spec
 from engine.description.spec import ModelSpec
 from engine.errors import ModelFileError, OrinError, UsageError
-from engine.formats.gguf import GGUF, StringArray
+from engine.formats.gguf import GGUF
 from engine.formats.kv_format import KVFormat
+from engine.formats.string_array import StringArray
 from engine.invocation import call
 from engine.loading import packed_weights_cache
 from engine.model.coverage import Target, runs_as_graph_because, target_of

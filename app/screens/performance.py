@@ -308,7 +308,7 @@ def _memory_load(counters: Sequence[Counter]) -> str:
     counter = next((counter for counter in counters if counter.name in _MEMORY_COUNTERS), None)
     if counter is None:
         reason = next((c.absent for c in counters if c.name == "GPU" and c.absent), "")
-        return f"memory: not available: {reason or 'no counter here'}"
+        return f"memory: {reason or 'no counter here'}"
     if counter.value is None:
-        return f"memory: not available: {counter.absent}"
+        return f"memory: {counter.absent}"
     return f"memory {counter.value:.0f} % busy, measured"

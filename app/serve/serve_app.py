@@ -28,7 +28,7 @@ from app.serve.answer import Events
 from app.serve.model_pool import ModelPool
 from app.serve.server import DRAIN_S, Server
 from app.serve.service import Service
-from engine.logs import log_path, open_log
+from engine.logs import screen_log
 from engine.measure.counters import Counters
 from engine.protocol.client import Engine
 from engine.protocol.events import Counter, Event, Generate, Loading, Ready
@@ -272,7 +272,7 @@ async def serve_on_screen(pool: ModelPool, http: ASGIApp, sock: socket.socket, a
     app = ServeApp(service, service.engine, activity, pool=pool)
     service.engine.on_event, service.on_handled, service.watch = app.observe, activity.handled, app.follow
     pool.on_made = app.add
-    with stray_output_to(open_log(log_path("screen"))):
+    with stray_output_to(screen_log()):
         code = await run_beside(
             app, Server(service, service.engine, http, sock, activity.observe, pool).run()
         )

@@ -9,16 +9,15 @@ tools/gguf-split in llama.cpp.
 from __future__ import annotations
 
 import contextlib
+import math
 import mmap
 import os
 import re
 import stat
 import struct
 from array import array
-from bisect import bisect_left
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 from types import TracebackType
 from typing import NoReturn, Self, TypeVar, overload
@@ -29,10 +28,11 @@ from numpy.typing import NDArray
 from engine.errors import ModelFileError
 from engine.formats.file_kind import guess_kind
 from engine.formats.ggml_types import GGML_TYPES
+from engine.formats.string_array import StringArray, follow
 
-# gguf_metadata_value_type -> numpy dtype; the other three types are below
+# gguf_metadata_value_type -> type, as `struct` and numpy write it; the other three types are below
 _SCALARS: dict[int, str] = {
-    0: "<u1", 1: "<i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", 10: "<u8", 11: "<i8", 12: "<f8",
+    0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 10: "<Q", 11: "<q", 12: "<d",
 }  # fmt: skip
 _BOOL, _STRING, _ARRAY = 7, 8, 9
 
@@ -92,54 +92,6 @@ class _MappedFile(mmap.mmap):
         if not keep_cached and hasattr(os, "posix_fadvise"):
             with contextlib.suppress(OSError), self.path.open("rb") as file:
                 os.posix_fadvise(file.fileno(), start, n_bytes, os.POSIX_FADV_DONTNEED)
-
-
-class StringArray(Sequence[str]):
-    """An array of strings of the file, decoded when they are read. Bytes that are not UTF-8 become U+FFFD; `raw` and
-    `raws` return the bytes as they are."""
-
-    def __init__(self, buffer: mmap.mmap, offsets: array[int]) -> None:
-        """String i lies from `offsets[i]` to `offsets[i + 1]`: its length in eight bytes, then its text."""
-        self._buffer, self._offsets = buffer, offsets
-
-    def __len__(self) -> int:
-        return len(self._offsets) - 1
-
-    @overload
-    def __getitem__(self, index: int) -> str: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[str]: ...
-    def __getitem__(self, index: int | slice) -> str | list[str]:
-        if isinstance(index, slice):
-            return [self[i] for i in range(*index.indices(len(self)))]
-        return self.raw(index).decode("utf-8", "replace")
-
-    def __iter__(self) -> Iterator[str]:
-        return (raw.decode("utf-8", "replace") for raw in self.raws())
-
-    def raw(self, index: int) -> bytes:
-        """The bytes of one string."""
-        i = range(len(self))[index]
-        return self._buffer[self._offsets[i] + 8 : self._offsets[i + 1]]
-
-    def has(self, text: str) -> bool:
-        """Whether a string of the array is `text`. Faster than to read them all."""
-        raw = text.encode()
-        wanted, at = len(raw).to_bytes(8, "little") + raw, self._offsets[0]
-        while (at := self._buffer.find(wanted, at, self._offsets[-1])) >= 0:
-            if self._offsets[bisect_left(self._offsets, at)] == at:
-                return True
-            at += 1
-        return False
-
-    def raws(self) -> list[bytes]:
-        """The bytes of all strings, which takes about 0.1 µs a string."""
-        first = self._offsets[0]
-        block = self._buffer[first : self._offsets[-1]]
-        return [block[start - first + 8 : end - first] for start, end in pairwise(self._offsets)]
-
-    def __repr__(self) -> str:
-        return f"<StringArray of {len(self)}>"
 
 
 @dataclass(frozen=True, slots=True)
@@ -318,7 +270,7 @@ class _FileReader:
         self.buffer = mmap.mmap(-1, min(self.size, _MAX_HEAD_BYTES), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
 
         self._check_magic()
-        tensor_count, key_count = self._scalar("<u8"), self._scalar("<u8")
+        tensor_count, key_count = self._scalar("<Q"), self._scalar("<Q")
         self._check_count(key_count, 8 + 4 + 1, "metadata entries", _MAX_ENTRIES)
         self._check_count(tensor_count, 8 + 4 + 4 + 8, "tensors", _MAX_ENTRIES)
         self._arrays, self._n_strings = 0, 0  # read so far: arrays in arrays, and strings in arrays
@@ -327,7 +279,7 @@ class _FileReader:
             key = self._string()
             if key in self.metadata:
                 self.fail(f'has the metadata key "{printable(key)}" twice.', _DOWNLOAD_AGAIN)
-            self.metadata[key] = self._value(self._scalar("<u4"), key)
+            self.metadata[key] = self._value(self._scalar("<I"), key)
         self.tensors = self._tensors(tensor_count)
 
     def fail(self, problem: str, hint: str) -> NoReturn:
@@ -354,7 +306,7 @@ class _FileReader:
                 "Look for a file of this model whose name ends in .gguf.",
             )
         self.pos = 4
-        version = self._scalar("<u4")
+        version = self._scalar("<I")
         if version and not version & 0xFFFF:
             self.fail(
                 "is a big-endian GGUF model; orin-chat runs only little-endian ones.",
@@ -391,16 +343,15 @@ class _FileReader:
         found.flags.writeable = False
         return found
 
-    def _scalar(self, dtype: str) -> int:
-        """One number. Counts and ids are int; a float dtype gives a float, which the return type does not show."""
-        kind = np.dtype(dtype)
-        self.pos += kind.itemsize
+    def _scalar(self, kind: str) -> int:
+        """One number. Counts and ids are int; a kind of float gives a float, which the return type does not show."""
+        start, self.pos = self.pos, self.pos + struct.calcsize(kind)
         self._read_to(self.pos)
-        value: int = np.frombuffer(self.buffer, kind, 1, self.pos - kind.itemsize)[0].item()
+        value: int = struct.unpack_from(kind, self.buffer, start)[0]
         return value
 
     def _string(self) -> str:
-        length = self._scalar("<u8")
+        length = self._scalar("<Q")
         self.pos += length
         self._read_to(self.pos)
         return self.buffer[self.pos - length : self.pos].decode("utf-8", "replace")
@@ -409,41 +360,33 @@ class _FileReader:
         self._check_count(count, 8, "strings")
         self._n_strings += count
         self._check_count(self._n_strings, 0, "strings in lists", _MAX_STRINGS)
-        length_at = struct.Struct("<Q").unpack_from
-        pos = self.pos
-        offsets = array("q", [pos])
-        append = offsets.append
+        offsets = array("q", [self.pos])
         while len(offsets) <= count:
+            self._read_to(offsets[-1] + 8)
             try:
-                with memoryview(self.buffer) as whole, whole[: self.n_read] as known:
-                    # The only loop over a vocabulary: it reads the lengths, not the text.
-                    for _ in range(count - len(offsets) + 1):
-                        pos += 8 + length_at(known, pos)[0]
-                        append(pos)
-            except struct.error:  # what was read ends here
-                self._read_to(pos + 8)
+                follow(np.frombuffer(self.buffer, np.uint8, self.n_read), offsets, count)
             except OverflowError:
                 self._fail_truncated()
-        self._read_to(pos)
-        self.pos = pos
+        self.pos = offsets[-1]
+        self._read_to(self.pos)
         return StringArray(self.buffer, offsets)
 
     def _value(self, kind: int, key: str, depth: int = 0) -> object:
         if kind in _SCALARS:
             return self._scalar(_SCALARS[kind])
         if kind == _BOOL:
-            return self._scalar("<u1") != 0
+            return self._scalar("<B") != 0
         if kind == _STRING:
             return self._string()
         if kind != _ARRAY or depth >= _MAX_NESTING:
             raise damaged(
                 self.path, f'the metadata key "{printable(key)}" has a value of unknown kind {kind}'
             )
-        element, count = self._scalar("<u4"), self._scalar("<u8")
+        element, count = self._scalar("<I"), self._scalar("<Q")
         if element in _SCALARS:
             return self._array(_SCALARS[element], count)
         if element == _BOOL:
-            return self._array("<u1", count) != 0
+            return self._array("<B", count) != 0
         if element == _STRING:
             return self._strings(count)
         self._check_count(count, 4 + 8, "arrays")
@@ -457,11 +400,11 @@ class _FileReader:
             raise damaged(self.path, "its general.alignment is not a power of two")
         headers = []
         for _ in range(count):
-            name, dimensions = self._string(), self._scalar("<u4")
+            name, dimensions = self._string(), self._scalar("<I")
             if dimensions > _MAX_DIMENSIONS:
                 raise damaged(self.path, f'the tensor "{printable(name)}" has {dimensions} dimensions')
-            sizes = [self._scalar("<u8") for _ in range(dimensions)]
-            headers.append((name, sizes, self._scalar("<u4"), self._scalar("<u8")))
+            sizes = [self._scalar("<Q") for _ in range(dimensions)]
+            headers.append((name, sizes, self._scalar("<I"), self._scalar("<Q")))
 
         base = self.pos + -self.pos % alignment
         tensors = []
@@ -473,7 +416,7 @@ class _FileReader:
                     "Choose another quantization of this model, such as Q8_0 or Q4_K_M.",
                 )
             type_name, block, block_bytes = GGML_TYPES[kind]
-            elements = int(np.prod(sizes, dtype=object)) if sizes else 1
+            elements = math.prod(sizes)
             if not elements or (sizes[0] if sizes else 1) % block or offset % alignment:
                 raise damaged(
                     self.path,

@@ -12,7 +12,8 @@ import numpy as np
 from tokenizers import Regex, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Merger
 
-from engine.formats.gguf import GGUF, StringArray, damaged
+from engine.formats.gguf import GGUF, damaged
+from engine.formats.string_array import StringArray
 from engine.formats.vocabulary import BYTE, SPACE, UNKNOWN, Vocabulary
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # else the library has threads of its own
@@ -44,7 +45,7 @@ class Merges:
         self.warning = ""
         self._spelled: dict[int, list[int]] = {}  # ids after the vocabulary: see `_in_bytes`
         self._vocabulary = vocabulary
-        texts = [raw.decode("utf-8", "replace") for raw in vocabulary.raw]
+        texts = [*vocabulary.tokens]
         ids = {text: id for id, text in reversed([*enumerate(texts)])}  # if two are equal, the first counts
         for text in vocabulary.special_tokens:
             del ids[text]

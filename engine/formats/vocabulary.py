@@ -9,8 +9,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.errors import ModelFileError
-from engine.formats.gguf import GGUF, StringArray, damaged, printable
+from engine.formats.gguf import GGUF, damaged, printable
 from engine.formats.pretokenizers import DEFAULT, GEMMA4, PRETOKENIZERS
+from engine.formats.string_array import StringArray
 from engine.formats.thinking import MARK_TOKENS
 from engine.formats.tool_forms import CALL_TOKENS
 
@@ -86,14 +87,13 @@ class Vocabulary:
         self.gemma4, self.wordpiece, self.unigrams = (kind == name for name in ("gemma4", "bert", "t5"))
         self.normalizes = self.wordpiece or self.unigrams
         self.writes_spaces = kind == "gpt2"
-        self.raw = gguf.get("tokenizer.ggml.tokens", StringArray).raws()[: _embedded(gguf)]
-        if not self.raw:
+        self.tokens = gguf.get("tokenizer.ggml.tokens", StringArray).head(_embedded(gguf))
+        if not len(self.tokens):
             raise damaged(gguf.path, "its vocabulary has no tokens")
-        self.vocab_size = len(self.raw)
+        self.vocab_size = len(self.tokens)
         self.types = self.numbers(gguf, "token_type", np.int32, NORMAL)
 
-        ids = dict(zip(reversed(self.raw), reversed(range(self.vocab_size)), strict=True))  # the first counts
-        ends = self._ends(ids, gguf)
+        ends = self._ends(gguf)
         self.types[list(ends)] = CONTROL
         self._set_special_ids(gguf, ends)
 
@@ -104,8 +104,12 @@ class Vocabulary:
         self._hidden = frozenset(hidden) - shown  # `thinking` and `tool_calls` look for the marks
         self.special_tokens: Mapping[str, int] = special
 
-    def _ends(self, ids: Mapping[bytes, int], gguf: GGUF) -> set[int]:
+    def _ends(self, gguf: GGUF) -> set[int]:
         """The tokens whose text says that they end a reply."""
+        beginnings = bytes({text.encode()[0] for text in _END_TEXTS})
+        ids = {
+            self.tokens.raw(id): id for id in reversed(self.tokens.beginning_with(beginnings))
+        }  # the first counts
         known = {text: ids[text.encode()] for text in _END_TEXTS if text.encode() in ids}
         ends = {id for text, id in known.items() if not self._is_ordinary(text, id, gguf)}
         if {"<|return|>", "<|call|>"} <= known.keys():  # gpt-oss: its <|end|> ends only a part of a reply
@@ -162,7 +166,7 @@ class Vocabulary:
 
     def text(self, id: int | None) -> str:
         """A token as the vocabulary has it, as in a template's `bos_token`; "" for None."""
-        return "" if id is None else self.raw[id].decode("utf-8", "replace")
+        return "" if id is None else self.tokens[id]
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of tokens: their `piece`s, with U+FFFD for bytes that are no UTF-8."""
@@ -173,7 +177,7 @@ class Vocabulary:
         b"", because models pad their output."""
         if not 0 <= id < self.vocab_size:
             return b""
-        raw, kind = self.raw[id], self.types[id]
+        raw, kind = self.tokens.raw(id), self.types[id]
         if kind == BYTE and re.fullmatch(rb"<0x[0-9A-Fa-f]{2}>", raw):
             return bytes([int(raw[3:5], 16)])
         if kind in (UNKNOWN, CONTROL) or (kind == USER_DEFINED and self.writes_spaces):

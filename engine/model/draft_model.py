@@ -5,8 +5,9 @@ from __future__ import annotations
 from engine.description.architectures import read_spec
 from engine.description.spec import ModelSpec
 from engine.errors import ModelFileError
-from engine.formats.gguf import GGUF, StringArray, printable
+from engine.formats.gguf import GGUF, printable
 from engine.formats.kv_format import KVFormat
+from engine.formats.string_array import StringArray
 from engine.formats.vocabulary import check_tokenizer
 from engine.loading.weights import Weights
 from engine.model.coverage import target_of

@@ -16,8 +16,9 @@ import httpx
 import msgspec
 
 from engine.errors import BackendError, ModelFileError, OrinError, UsageError, one_line
-from engine.formats.gguf import GGUF, StringArray
+from engine.formats.gguf import GGUF
 from engine.formats.prompt import PromptEncoder, think_splitter
+from engine.formats.string_array import StringArray
 from engine.formats.template import Prompt
 from engine.formats.thinking import split_thinking
 from engine.logs import log_path

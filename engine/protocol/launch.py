@@ -7,8 +7,7 @@ import socket
 import subprocess
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from typing import IO
+from typing import IO, NamedTuple
 
 from engine.child_process import kill, module_command, module_environment
 from engine.logs import log_bytes, log_path, open_log
@@ -17,8 +16,7 @@ WORKER = module_command("engine.protocol.worker")
 ENGINE_LOG = "engine"
 
 
-@dataclass(frozen=True)
-class Launched:
+class Launched(NamedTuple):
     """An engine process that waits for its client: how it was started, and the client's end of its socket."""
 
     command: Sequence[str]

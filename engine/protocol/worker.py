@@ -24,7 +24,6 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Never
@@ -58,8 +57,6 @@ from engine.protocol.transport import Deframer, frame, read_all
 from engine.start_trial import start_trials
 
 if TYPE_CHECKING:
-    from engine.formats.tokenizer import Merge
-    from engine.model.pending_encoder import PendingEncoder
     from engine.runtime.answer import Answer
 
 MAX_RESTARTS = 8
@@ -424,8 +421,6 @@ def _load_text_model(options: EngineOptions, report: Report) -> Model:
     timeline.until_now("process")
     asked = ask_driver(options)
     merge = MergingProcess(options.model_path)
-    beside = ThreadPoolExecutor(1)
-    begun = beside.submit(_begin_encoder, options.model_path, merge)
     with timeline.span("device"):
         dev = prepare(options, asked is not None)  # sets the variables that tinygrad reads at import
         start = source_digest(), options
@@ -439,6 +434,9 @@ def _load_text_model(options: EngineOptions, report: Report) -> Model:
         restart()
     opening = open_device(dev)
     with timeline.span("imports"):
+        from engine.model.pending_encoder import PendingEncoder
+
+        prompts = PendingEncoder(options.model_path, merge)
         from engine import candidate_trial
         from engine.model.open_runner import import_runner
         from engine.model.text_model import TextModel
@@ -446,8 +444,6 @@ def _load_text_model(options: EngineOptions, report: Report) -> Model:
         import_runner(dev)  # while the driver opens the device
 
     candidate_trial.restart = restart
-    prompts = begun.result()
-    beside.shutdown()
     prompts.file()
     try:
         opening()
@@ -457,13 +453,6 @@ def _load_text_model(options: EngineOptions, report: Report) -> Model:
     if not is_known:
         known_starts().put("starts", start, True)
     return model
-
-
-def _begin_encoder(model_path: str, merge: Merge | None) -> PendingEncoder:
-    """Imports what takes long and needs no device, while the device's driver starts."""
-    from engine.model.pending_encoder import PendingEncoder
-
-    return PendingEncoder(model_path, merge)
 
 
 def main() -> None:

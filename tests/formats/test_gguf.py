@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from engine.errors import ModelFileError
 from engine.formats import gguf
 from engine.formats.ggml_types import GGML_TYPES
-from engine.formats.gguf import GGUF, StringArray
+from engine.formats.gguf import GGUF
+from engine.formats.string_array import StringArray
 from tests.paths import SHARED
 
 STRING, ARRAY = 8, 9
@@ -207,6 +208,26 @@ def test_bad_utf8_is_read_and_its_bytes_kept(write):
     assert g.metadata["name"] == "a\ufffd"
     strings = g.get("tokens", StringArray)
     assert list(strings) == ["\ufffd\ufffd", "ok"] and strings.raws() == [b"\xff\xfe", b"ok"]
+
+
+def test_lengths_are_found_between_all_kinds_of_strings(write):
+    random = np.random.default_rng(0)
+    lengths = random.choice(
+        [0, 1, 7, 30, 255, 256, 257, 3000, 70_000], 2500, p=[0.3, *[0.11] * 6, 0.03, 0.01]
+    )
+    kinds = b"\0", b"<", b"ab", b"\5\0\0\0\0\0\0\0"
+    texts = [kinds[random.integers(4)] * n for n in lengths]
+    tokens = struct.pack("<IQ", STRING, len(texts)) + b"".join(map(string, texts))
+    strings = GGUF(write(header(0, [entry("tokens", ARRAY, tokens), entry("a", 0, b"\7")]))).get(
+        "tokens", StringArray
+    )
+    assert (
+        strings.raws() == texts and strings.head(None).raws() == texts and strings.head(9).raws() == texts[:9]
+    )
+    assert strings.head(9000).raws() == texts and not strings.head(0).raws()
+    found = [i for i, text in enumerate(texts) if text[:1] in (b"<", b"a")]
+    assert strings.beginning_with(b"a<") == strings.head(None).beginning_with(b"<a") == found
+    assert not strings.head(0).beginning_with(b"<")
 
 
 def test_get_checks_types_and_names_the_key(tmp_path):

@@ -10,7 +10,8 @@ import gguf as peer
 import numpy as np
 import pytest
 
-from engine.formats.gguf import GGUF, StringArray
+from engine.formats.gguf import GGUF
+from engine.formats.string_array import StringArray
 from engine.formats.tokenizer import Tokenizer
 from engine.formats.vocabulary import StreamDecoder
 from tests.paths import SHARED

@@ -6,7 +6,8 @@ import pytest
 
 from engine.description.architectures import read_spec
 from engine.errors import ModelFileError
-from engine.formats.gguf import GGUF, StringArray
+from engine.formats.gguf import GGUF
+from engine.formats.string_array import StringArray
 from engine.model.draft_head import head_of
 from engine.model.text_model import TextModel
 from engine.protocol.events import EngineOptions, Generate, Sampling, Token, TokenIds
