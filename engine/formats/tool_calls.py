@@ -148,7 +148,7 @@ class ToolCallParser:
         elif self._form.in_python and not body.startswith(("{", "[{")):
             yield from _python_calls(body, self._schemas)
         else:
-            yield from _json_calls(body)
+            yield from _json_calls(body, _call if self._form.key else _keyed_call)
 
     def _text(self, text: str) -> Iterator[str]:
         if self._after_call:  # the white space between calls
@@ -194,7 +194,7 @@ def _spelling(form: ToolForm) -> _Spelling:
     return re.compile(rf"\s*{before}(?P<name>[^>\s<]+){after}"), lambda schema: TagArguments(tags, schema)
 
 
-def _json_calls(body: str) -> Iterator[FunctionCall]:
+def _json_calls(body: str, read: Callable[[Any], FunctionCall | None]) -> Iterator[FunctionCall]:
     """The calls in JSON, or with arguments in JSON; none if it is something else."""
     try:
         if named := _NAMED.match(body):
@@ -208,7 +208,7 @@ def _json_calls(body: str) -> Iterator[FunctionCall]:
             body = body[end:].lstrip(" \t\r\n,;")
     except (ValueError, RecursionError):
         return
-    calls = [_call(value) for value in values]
+    calls = [read(value) for value in values]
     yield from (call for call in calls if call and all(calls))
 
 
@@ -248,6 +248,15 @@ def _is_json(text: str) -> bool:
     except (ValueError, RecursionError):
         return False
     return True
+
+
+def _keyed_call(value: Any) -> FunctionCall | None:
+    """A call whose name is the key of its arguments, or one as others write it."""
+    if isinstance(value, dict) and len(value) == 1:
+        [(name, arguments)] = value.items()
+        if isinstance(arguments, dict):
+            return FunctionCall(name, json.dumps(arguments, ensure_ascii=False))
+    return _call(value)
 
 
 def _call(value: Any) -> FunctionCall | None:

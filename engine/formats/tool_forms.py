@@ -27,9 +27,9 @@ class Tags:
 class ToolForm:
     """How a family writes a call: after one of `opens`, and before `close` ("": before the next call, or the end of the
     reply). `bare`: a reply that is nothing but a JSON object is a call, too, or such a list `in_python`. A call is a
-    JSON object with the name and, under `key`, the arguments, or a list of these; or the name, then `between`, then the
-    arguments; or it is in `tags`; or it begins with `before_name`, then its braces are Gemma's (`gemma_calls`); or,
-    `in_python`, it is a list of calls of functions."""
+    JSON object with the name and, under `key` ("": the name is the key), the arguments, or a list of these; or the
+    name, then `between`, then the arguments; or it is in `tags`; or it begins with `before_name`, then its braces are
+    Gemma's (`gemma_calls`); or, `in_python`, it is a list of calls of functions."""
 
     opens: tuple[str, ...]
     close: str = ""
@@ -68,6 +68,7 @@ GRANITE = ToolForm(("<|tool_call|>",), listed=True)
 NEMOTRON = ToolForm(("<TOOLCALL>",), "</TOOLCALL>", listed=True)  # Nemotron Nano 2
 PHI = ToolForm(("<|tool_call|>",), "<|/tool_call|>")
 LFM = ToolForm(("<|tool_call_start|>",), "<|tool_call_end|>", in_python=True)  # LFM2, MiniCPM 3 and 4
+APERTUS = ToolForm(("<|tools_prefix|>",), "<|tools_suffix|>", key="", listed=True)
 LLAMA_4 = ToolForm(("<|python_start|>",), "<|python_end|>", bare=True, in_python=True)
 LLAMA = ToolForm(("<|python_tag|>",), bare=True, key="parameters")
 HARMONY = ToolForm((" to=functions.",), between="<|message|>")  # gpt-oss, as `channels` shows it
@@ -87,6 +88,7 @@ _SIGNS = (  # what a template with the form holds; the first one that fits count
     (("<tool_call>",), HERMES),
     (("<|tool_call_start|>",), LFM),
     (("<|tool_list_start|>",), LFM),
+    (("<|tools_prefix|>", "<|tools_suffix|>"), APERTUS),
     (("[func_name1(params_name1=", "<|header_start|>"), LLAMA_4),
     (("<|python_tag|>",), LLAMA),
     (('"parameters": dictionary',), LLAMA),
@@ -98,7 +100,7 @@ CALL_TOKENS = frozenset((
     "[ARGS]", "<|tool_call>", "<tool_call|>", '<|"|>', "<seed:tool_call>", "</seed:tool_call>",
     "<minimax:tool_call>", "</minimax:tool_call>", "<TOOLCALL>", "</TOOLCALL>",
     "<|tool_call_start|>", "<|tool_call_end|>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>",
-    "<|python_start|>", "<|python_end|>",
+    "<|python_start|>", "<|python_end|>", "<|tools_prefix|>", "<|tools_suffix|>",
 ))  # fmt: skip
 """Special tokens that are part of a call: `ToolCallParser` has to see them."""
 

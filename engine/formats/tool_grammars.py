@@ -128,7 +128,7 @@ def _call(form: ToolForm, tools: str) -> Iterator[str]:
     else:
         above = "/items/anyOf" if form.listed else "/anyOf"
         calls = [
-            _call_schema(tool, form.key, moved(schema, f"{above}/{i}/properties/{form.key}"))
+            _call_schema(tool, form.key, moved(schema, f"{above}/{i}/properties/{form.key or tool}"))
             for i, (tool, schema) in enumerate(known.items())
         ]
         body: dict[str, Any] = {"anyOf": calls}
@@ -213,9 +213,10 @@ def _literal(text: str) -> str:
 
 
 def _call_schema(name: str, key: str, arguments: Any) -> dict[str, Any]:
+    named = {"name": {"const": name}, key: arguments} if key else {name: arguments}
     return {
         "type": "object",
-        "properties": {"name": {"const": name}, key: arguments},
-        "required": ["name", key],
+        "properties": named,
+        "required": list(named),
         "additionalProperties": False,
     }

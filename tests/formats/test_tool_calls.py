@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 
 from engine.formats.tool_calls import FunctionCall, ToolCallParser
 from engine.formats.tool_forms import (
+    APERTUS,
     GEMMA,
     GLM,
     GRANITE,
@@ -107,6 +108,11 @@ REPLIES = {
         LFM,
         "<|tool_call_start|>[get_weather(city='Rome', days=2), stop()]<|tool_call_end|>Done.",
         [CALL, STOP, "Done."],
+    ),
+    "apertus": (
+        APERTUS,
+        f'<|tools_prefix|>[{{"get_weather": {CALL.arguments}}}, {{"stop": {{}}}}]<|tools_suffix|>',
+        [CALL, STOP],
     ),
     "llama 4": (LLAMA_4, '[get_weather(city="Rome", days=2), stop()]', [CALL, STOP]),
     "llama 4, marked": (LLAMA_4, "<|python_start|>[get_weather(city='Rome', days=2)]<|python_end|>", [CALL]),

@@ -14,6 +14,7 @@ from engine.formats.json_formats import with_strict_formats
 from engine.formats.json_leniency import NOT_KEPT, loosened, without_needless
 from engine.formats.tool_calls import FunctionCall, ToolCallParser
 from engine.formats.tool_forms import (
+    APERTUS,
     GEMMA,
     GLM,
     GRANITE,
@@ -78,6 +79,7 @@ CALLS = {
     "gemma": (GEMMA, '<|tool_call>call:get_weather{city:<|"|>Rome<|"|>,days:2}<tool_call|>'),
     "phi": (PHI, f"<|tool_call|>\n{JSON}\n<|/tool_call|>"),
     "lfm": (LFM, '<|tool_call_start|>[get_weather(city="Rome", days=2)]<|tool_call_end|>'),
+    "apertus": (APERTUS, f'<|tools_prefix|>\n[{{"get_weather": {CALL.arguments}}}]\n<|tools_suffix|>'),
     "llama 4": (LLAMA_4, '[get_weather(city="Rome", days=2)]'),
     "gpt-oss": (
         HARMONY,

@@ -16,7 +16,11 @@ from tests.targets.sublayers import Step
 # quantization type by itself is proven in tests/kernels.
 MODELS: dict[str, dict[str, Any]] = {
     "llama F32 untied, rope factors": {"quant": "F32", "tied": False, "rope_factors": True},
-    "llama4 F32": {"architecture": "llama4", "quant": "F32", "layers": 4},
+    "llama4 F32": {
+        "architecture": "llama4",
+        "quant": "F32",
+        "keys": {"attention.sliding_window_pattern": 2},
+    },
     "qwen2 F32": {"architecture": "qwen2", "quant": "F32"},
     "qwen3 F32": {"architecture": "qwen3", "quant": "F32"},
     "mistral3 F32": {"architecture": "mistral3", "quant": "F32"},
