@@ -243,6 +243,14 @@ ARCHITECTURES: dict[str, Parts] = {
         | {"expert_shared_count": 1, "leading_dense_block_count": 1, "expert_gating_func": 2}
         | {"expert_weights_scale": 1.5, "expert_weights_norm": True, "attention.sliding_window": 24},
     ),
+    "jais2": Parts(layer_norms="biases", biases="all", feed_forward="ungated"),
+    "muse-glimmer": Parts(
+        norms="head",
+        norms_after=True,
+        gated=True,
+        keys={"logit_scale": 0.25, "final_logit_softcapping": 10.0, "attention.sliding_window": 24}
+        | {"rope.freq_base_swa": 500.0},
+    ),
     "mpt": Parts(
         layer_norms="plain",
         fused=True,

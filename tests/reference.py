@@ -40,7 +40,7 @@ Floats = NDArray[np.float32]
 NEIGHBOURS = {
     "llama", "llama4", "mistral3", "granite", "granitemoe", "smollm3", "chatglm", "ernie4_5", "ernie4_5-moe", "glm4",
     "granitehybrid", "command-r", "cohere2", "internlm2", "minicpm", "deepseek2", "deepseek", "bailingmoe", "arcee",
-    "maincoder", "xverse", "baichuan", "deci", "granite_swa", "olmo", "mistral4", "llama-embed",
+    "maincoder", "xverse", "baichuan", "deci", "granite_swa", "olmo", "muse-glimmer", "mistral4", "llama-embed",
 }  # fmt: skip
 """Architectures whose files hold the two elements of a rotary pair side by side; in the others they are apart by half
 of what is rotated."""
@@ -192,7 +192,7 @@ class Reference:
                 case Merge() as part:
                     ends = [as_long(self._product(o, w), x) for o, w in zip(others, part.ends, strict=True)]
                     y = np.mean([x, *ends], 0) - x
-            y = self._normed(y, sublayer.post_norm, spec.eps)
+            y = self._normed(y, sublayer.post_norm, spec.post_eps or spec.eps)
             if is_added_later:
                 waiting = waiting + y
                 yield x

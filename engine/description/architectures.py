@@ -132,6 +132,7 @@ class ModelReader(RecurrentReader, FeedForwardReader):
         is_lfm2 = self.has(_LFM2_NORM) and not self.has(f"{last}.weight")
         has_norm = self.has("blk.0.attn_norm.weight") and not is_lfm2
         norm = self.stream_norm(_LFM2_NORM if is_lfm2 else f"{last}.weight")
+        embedding_norm = self.vector(f"{EMBEDDING_NORM}.weight", self.dim) if has_norm else None
         spec = ModelSpec(
             architecture=self.architecture,
             name=self.file.get("general.name", str, self.file.path.stem),
@@ -154,6 +155,7 @@ class ModelReader(RecurrentReader, FeedForwardReader):
             ropes=tuple(self.ropes),
             eps=eps,
             stream_eps=eps / residual**2,
+            post_eps=family.post_eps,
             softcap=self.number("final_logit_softcapping", self.family.logit_cap),
             temperature=self.temperature(),
             layer_embeddings=self.layer_embeddings(vocab) if self.layer_embedding else None,
@@ -164,7 +166,7 @@ class ModelReader(RecurrentReader, FeedForwardReader):
                 if any(name.startswith(begin) for name in self.file.tensors)
             ),
             positions=self.table("position_embd", self.context),
-            embedding_norm=self.vector(f"{EMBEDDING_NORM}.weight", self.dim) if has_norm else None,
+            embedding_norm=Vector("", self.dim) if family.normed_embedding else embedding_norm,
             embedding_norm_bias=self.vector(f"{EMBEDDING_NORM}.bias", self.dim) if has_norm else None,
             token_type=self.table("token_types", 1),
             projections=read_projections(self, self.dim),

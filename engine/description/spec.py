@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -174,6 +173,8 @@ class ModelSpec:
     eps: float
     stream_eps: float
     softcap: float = 0.0
+    post_eps: float = 0.0
+    """That of post norms, `eps` if it is 0."""
     temperature: Temperature | None = None
     layer_embeddings: LayerEmbeddings | None = None
     centred: bool = False
@@ -216,10 +217,10 @@ class ModelSpec:
         """Whether the embedding is the output head too."""
         return self.head == self.embedding
 
-    @cached_property  # each layer's cache asks
+    @property
     def is_float32(self) -> bool:
         """Whether all matrices are float32."""
-        return all(TYPES[weight.type].name == "F32" for weight in self._weights())
+        return all(TYPES[weight.type].name == "F32" for weight in self.weights())
 
     def operators(self) -> Iterator[Operator]:
         """What all sublayers compute, and also the layers that some consist of."""

@@ -43,6 +43,8 @@ def runs_as_graph_because(spec: ModelSpec, device: str) -> str:
             part = "attention to all of a text"
         elif spec.embedding_norm:
             part = "a norm of embeddings"
+        elif spec.post_eps:
+            part = "post norms of another kind"
         elif spec.temperature and any(isinstance(a, LatentAttention) for a in spec.attention):
             part = "latent attention whose queries grow with their position"
         elif spec.centred and spec.experts:

@@ -59,6 +59,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "deci F32": {"architecture": "deci", "quant": "F32", "layers": 3},
     "olmo F32": {"architecture": "olmo", "quant": "F32", "layers": 1},
     "afmoe F32": {"architecture": "afmoe", "quant": "F32"},
+    "muse-glimmer F32": {"architecture": "muse-glimmer", "quant": "F32", "layers": 4},
     "mpt F32": {"architecture": "mpt", "quant": "F32", "layers": 1},
     "bloom F32": {"architecture": "bloom", "quant": "F32", "layers": 1},
     "stablelm-12b F32": {"architecture": "stablelm-12b", "quant": "F32", "layers": 1},

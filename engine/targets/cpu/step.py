@@ -50,7 +50,7 @@ def step_kernels(model: CPUModel, tile: int, rows: int = 0, whole: bool = False)
         step.add_rows([normed], begins=True)
     step.sequence.output(step.x)
     last = None if rows or whole else model.layers[spec.last_keeping]
-    waiting: list[Tensor] = []
+    waiting, post_eps = list[Tensor](), spec.post_eps or None
     for layer, (sublayer, is_added_later) in zip(model.layers, spec.blocks, strict=True):
         if layer is last:
             layer.handler.keep(step)
@@ -63,10 +63,10 @@ def step_kernels(model: CPUModel, tile: int, rows: int = 0, whole: bool = False)
         layer.handler.add_kernels(step)
         if step.mixed is not None and waits:
             if layer.post_norm is not None:
-                step.add_normed(step.mixed, step.mixed, layer.post_norm, added=False)
+                step.add_normed(step.mixed, step.mixed, layer.post_norm, added=False, eps=post_eps)
             waiting.append(step.mixed)
         elif step.mixed is not None and layer.post_norm is not None:
-            step.add_normed(step.x, step.mixed, layer.post_norm, layer.scale)
+            step.add_normed(step.x, step.mixed, layer.post_norm, layer.scale, eps=post_eps)
         if waiting and not is_added_later:
             step.add_rows(waiting, factor=sublayer.factor)
             waiting = []

@@ -210,7 +210,7 @@ class Transformer(RecurrentLayers, StreamLayers):
             h = x if norm is None else self._stream_norm(x, norm, sublayer.norm_bias)
             x = h if sublayer.replaces else x
             y = _SUBLAYERS[type(operator)](self, operator, h, run)
-            y = y if sublayer.post_norm is None else self._norm(y, sublayer.post_norm)
+            y = y if sublayer.post_norm is None else self._norm(y, sublayer.post_norm, spec.post_eps or None)
             if is_added_later:
                 waiting.append(y.contiguous())
                 yield x, run.stored

@@ -73,6 +73,19 @@ def check_layers_with_experts_sinks_and_biases() -> None:
     hold(architecture="gpt-oss", keys=keys, **SMALL | {"layers": 2})
 
 
+def check_layers_whose_norms_have_no_weights() -> None:
+    hold(architecture="olmo", keys={"attention.clamp_kqv": 0.0}, **SMALL)
+
+
+def check_layers_without_attention_or_a_feed_forward_layer() -> None:
+    hold(architecture="deci", **SMALL | {"layers": 3})
+
+
+def check_layers_with_a_gate_of_attention_and_scored_experts() -> None:
+    keys = {"attention.sliding_window": 4, "expert_used_count": 2}
+    hold(architecture="afmoe", keys=keys, **SMALL | {"layers": 2})
+
+
 def check_layers_with_delta_nets_and_gated_attention() -> None:
     hold(architecture="qwen35", rotated=8, **SMALL | {"layers": 2})
 
