@@ -99,6 +99,7 @@ print((a * 2 + 1).sum().item(), len(searched))
 """
 
 
+@thorough
 def test_what_was_searched_is_not_searched_again(tmp_path):
     first, second = (run("", "", tmp_path, code=TWICE)[1].split() for _ in range(2))
     assert first[0] == second[0] == "262144.0"

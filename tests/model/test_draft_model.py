@@ -59,6 +59,7 @@ def test_the_text_is_the_models(paths):
     assert plain == checked and end.draft_n > 0
 
 
+@thorough
 def test_states_go_back_to_where_guesses_were_right(paths):
     (_, plain), (end, checked) = (answer(paths, draft, "hybrid") for draft in ("", paths["model"]))
     assert plain == checked and end.draft_n > end.draft_n_accepted

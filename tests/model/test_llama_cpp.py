@@ -34,7 +34,7 @@ MODELS = (
     rarely("tiny-qwen3-Q8_0"),
     "tiny-qwen3-Q4_K_M",
 )
-IN_CPU_KERNELS = (rarely("tiny-llama-F32"), "tiny-qwen3-Q4_K_M")
+IN_CPU_KERNELS = (rarely("tiny-llama-F32"), rarely("tiny-qwen3-Q4_K_M"))
 IN_TENSOR_GRAPHS = (rarely("tiny-qwen3-Q8_0"),)
 IN_FULL_WIDTH = ("tiny-llama-F32",)  # others with 8 lanes, as there is less to compile
 N_GREEDY = 24

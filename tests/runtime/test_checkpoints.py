@@ -13,7 +13,7 @@ from engine.runtime.checkpoints import EVERY
 from engine.runtime.scheduler import Scheduler
 from tests import generated_model
 from tests.runtime.fake_state_runner import FakeStateRunner, next_token
-from tests.thorough import THOROUGH
+from tests.thorough import THOROUGH, thorough
 
 
 @pytest.fixture(scope="module")
@@ -78,6 +78,7 @@ def test_a_conversation_goes_on_anywhere_as_a_new_one_would(model, turns, slots)
                 runner.replay("decode", position)
 
 
+@thorough
 def test_a_long_conversation_is_not_computed_again(model):
     """Regenerating, editing the last message, going on with a stopped reply."""
     runner, [eos] = with_states(model), list(model.tokenizer.eos_ids)[:1]

@@ -11,7 +11,7 @@ from engine.runtime.sampling import Sampler
 from tests import generated_model
 from tests.runtime.fake_batch_runner import VOCAB, FakeBatchRunner
 from tests.runtime.test_scheduler import Bench
-from tests.thorough import THOROUGH, rarely
+from tests.thorough import THOROUGH, rarely, thorough
 
 DRAWS, REPLY = 100_000 if THOROUGH else 4000, 800
 LOGITS = np.full(VOCAB, -9, np.float32)
@@ -41,6 +41,7 @@ def chi_square(counts, shares):
     return (chi - freedom) / np.sqrt(2 * freedom)
 
 
+@thorough  # statistics of what test_texts_by_their_seeds has token by token
 @pytest.mark.parametrize(
     "settings",
     [

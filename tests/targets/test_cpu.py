@@ -19,7 +19,6 @@ WINDOWED = "gemma3 Q8_0"
 # A commit is checked with models that have, together, each kind of layer. `test_cpu_runner.py` has Gemma's.
 COMMON = (
     "gpt-oss F32",  # windows, sinks, biases
-    "gpt2 F32",  # LayerNorms, positions
     "deepseek2 F32",  # latent attention, groups of experts
     "nemotron_h_moe F32",  # Mamba, no gates
     "qwen35moe F32, 8 of 16 rotated",  # delta nets, gated attention, a shared expert

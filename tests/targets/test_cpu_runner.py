@@ -176,6 +176,7 @@ def test_guesses_are_checked_in_one_step(architecture, tmp_path):
             assert runner.state_position() == done + right
 
 
+@thorough  # texts with guesses are those without: tests/runtime/test_drawn_guesses.py
 @pytest.mark.parametrize(
     ("architecture", "quant"),
     [

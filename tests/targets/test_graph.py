@@ -14,9 +14,9 @@ from tests.thorough import THOROUGH, rarely
 
 CHUNK = 32
 
-# A commit is checked with the model that has most: attention, experts, delta nets. `test_graph_runner.py` has another
-# one, and decodes with the graph of single tokens.
-COMMON = "qwen35moe F32, 8 of 16 rotated"
+# A commit is checked with windows, sinks, biases and experts. `test_graph_runner.py` has a plain model, and decodes by
+# the graph of single tokens; `test_delta_graph.py` has delta nets.
+COMMON = "gpt-oss F32"
 
 
 def hold_memory(transformer):

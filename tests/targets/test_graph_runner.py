@@ -40,6 +40,7 @@ def test_prefill_and_decode_agree_with_float32(name, tmp_path, monkeypatch):
     assert happens == ["wait", "piece"] * 2
 
 
+@thorough  # tests/driver and tests/app have models that are damaged
 @plain
 def test_numbers_that_are_not_finite(tmp_path):
     path = written("qwen3 F32", tmp_path)

@@ -78,6 +78,7 @@ def measured(tmp_path, *more):
     return board_command.run(["--folder", str(tmp_path / "out"), *ARGUMENTS, *more], Settings())
 
 
+@thorough
 def test_a_run_is_measured_once_and_a_broken_one_is_told(tmp_path, capsys, monkeypatch):
     model = generated_model.write(tmp_path / "noise.gguf", layers=1)
     broken = tmp_path / "broken.gguf"

@@ -10,6 +10,7 @@ import pytest
 from app.main import main
 from tests import generated_model
 from tests.peers.fake_server import FakeServer, sse
+from tests.thorough import thorough
 
 LONG = "why? " * 30  # long enough for a prefill rate
 
@@ -117,6 +118,7 @@ def test_without_llama_cpp_ours_answers_all_the_same_and_the_exit_code_says_so(m
     assert err == "orin-chat: There is no comparison: llama.cpp did not answer.\n"
 
 
+@thorough
 def test_without_llama_cpp_the_last_event_says_so(model, capsys):
     assert main([*model, "--llama-server", "/nowhere/llama-server", "--json", LONG]) == 4
     events = [json.loads(line) for line in capsys.readouterr().out.splitlines()]

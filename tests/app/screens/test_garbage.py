@@ -6,6 +6,7 @@ import weakref
 import pytest
 
 from app.screens import garbage
+from tests.thorough import thorough
 
 
 @pytest.fixture(autouse=True)
@@ -56,6 +57,7 @@ def test_no_full_collection_comes_by_itself(collections):
     assert collections == [], "nothing is due"
 
 
+@thorough
 def test_rings_of_a_chat_that_was_closed_are_found():
     garbage.postpone()
     try:

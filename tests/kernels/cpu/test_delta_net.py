@@ -11,7 +11,7 @@ from engine.targets.cpu.kernels.delta_net import DeltaHeads, convolve, delta_net
 from engine.targets.cpu.kernels.kernel_sequence import KernelSequence
 from engine.targets.cpu.kernels.step_state import SIZE, TOKENS
 from engine.targets.cpu.kernels.thread_pool import ThreadPool
-from tests.thorough import rarely
+from tests.thorough import rarely, thorough
 
 Array = np.ndarray
 EPS, MOST = 1e-6, 24
@@ -121,6 +121,7 @@ def test_chunks_of_a_prompt(pool: ThreadPool, lanes: int, keys: int, values: int
     np.testing.assert_allclose(runner.state(0), state, atol=1e-5 * np.abs(state).max())
 
 
+@thorough  # tests/targets/test_states.py
 def test_several_sequences(pool: ThreadPool) -> None:
     """Prompts of three sequences, then a token of some of them at a time; a fourth one is left alone."""
     layer = Layer(DeltaHeads(2, 4, 32, 4, EPS, 8))

@@ -11,6 +11,7 @@ from engine.targets.cpu.kernels.rounded_attention import LANES, attend_rounded, 
 from engine.targets.cpu.kernels.step_state import TILES
 from engine.targets.cpu.kernels.thread_pool import ThreadPool
 from tests.kernels.cpu.test_product import ints
+from tests.thorough import thorough
 
 HEADS, DIM, PATCHES, TILES_OF_ALL, PARTS = 2, 24, 40, 3, 4
 ROWS = TILES_OF_ALL * LANES
@@ -48,6 +49,7 @@ def attended(pool: ThreadPool, q, keys, v):
     return np.concatenate(result[2:])[:PATCHES]
 
 
+@thorough  # encoders in tests/targets/test_vision.py
 @pytest.mark.parametrize("spread", [0.1, 4.0, 0.0], ids=["flat", "peaked", "all as large as can be"])
 def test_it_is_attention_with_little_error(pool, spread):
     rng = np.random.default_rng(2)

@@ -136,6 +136,7 @@ for _ in range(10):
     assert run.returncode == 0, run.stderr
 
 
+@thorough
 def test_every_sleeping_thread_is_woken() -> None:
     """Threads that sleep whenever they have to wait, more of them than CPUs: none is forgotten."""
     script = """

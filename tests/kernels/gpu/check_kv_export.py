@@ -8,12 +8,13 @@ from engine.targets.cpu.export import quantized
 from engine.targets.nvidia.kernels.attention.kv_export import export_tokens, import_tokens
 from tests.kernels.gpu.buffers import buffer, rng, run, zeros
 from tests.kernels.gpu.cache_layout import BLOCK, cache_of, heads_of, stored_in
+from tests.thorough import THOROUGH
 
 TOKENS = 64
 
 
 def check_exports():
-    for options in ({}, {"kv_format": KVFormat.Q8_0}):
+    for options in ({"kv_format": KVFormat.Q8_0}, *([{}] if THOROUGH else ())):
         h = heads_of(64, pool=10, **options)
         k, v = rng.standard_normal((2, h.kv, h.slots, h.dim)).astype(np.float16)
         k[0, 7 * BLOCK, :32] = 0
