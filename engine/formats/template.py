@@ -30,7 +30,7 @@ from engine.formats.prompt_pictures import (
     with_marks,
 )
 from engine.formats.template_renderer import Broken, Refused, TemplateRenderer
-from engine.formats.thinking import HARMONY, THINK, ThinkMarks, marks_of
+from engine.formats.thinking import HARMONY, MUSE, THINK, ThinkMarks, marks_of
 from engine.formats.tokenizer import Tokenizer
 from engine.formats.told_tools import told, written
 from engine.formats.tool_forms import shown_form
@@ -69,7 +69,7 @@ class ChatTemplate:
         self._tokenizer = tokenizer
         self._can_think = fallback is CHATML and THINK.open in tokenizer.special_tokens
         self._marks = marks_of(source or "")
-        self._channels = channel_marks(tokenizer.special_tokens) if self._marks is HARMONY else {}
+        self._channels = channel_marks(tokenizer.special_tokens) if self._marks in (HARMONY, MUSE) else {}
         opened, closed = re.escape(self._marks.open), re.escape(self._marks.close)
         self._opens = re.compile(rf"{opened}(?!.*{closed})\s*(<[^<>]+>)*\s*$", re.DOTALL)
         signs = ("think>", "enable_thinking", self._marks.open)

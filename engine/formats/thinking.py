@@ -33,8 +33,9 @@ HARMONY = ThinkMarks(  # gpt-oss: https://github.com/openai/harmony, docs/format
     "<|end|>",
     ("<|start|>assistant<|channel|>final<|message|>", "<|channel|>final<|message|>"),
 )
+MUSE = ThinkMarks("<|start|>assistant to=self<|message|>", "<|eom|>")
 GRANITE = ThinkMarks("<think>", "</think>", ("<response>",), "</response>")
-_FAMILIES = (THINK, MISTRAL, SEED, GEMMA, HARMONY)  # of a reply whose model is not known
+_FAMILIES = (THINK, MISTRAL, SEED, GEMMA, HARMONY, MUSE)  # of a reply whose model is not known
 
 # The special tokens in these marks. `ThinkSplitter` has to see them.
 MARK_TOKENS = frozenset(

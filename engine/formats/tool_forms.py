@@ -69,6 +69,16 @@ NEMOTRON = ToolForm(("<TOOLCALL>",), "</TOOLCALL>", listed=True)  # Nemotron Nan
 PHI = ToolForm(("<|tool_call|>",), "<|/tool_call|>")
 LFM = ToolForm(("<|tool_call_start|>",), "<|tool_call_end|>", in_python=True)  # LFM2, MiniCPM 3 and 4
 APERTUS = ToolForm(("<|tools_prefix|>",), "<|tools_suffix|>", key="", listed=True)
+MUSE = ToolForm(
+    ("<atem:function_calls>",),
+    "</atem:function_calls>",
+    tags=Tags(
+        ('<atem:invoke name="', '">\n'),
+        ('<atem:parameter name="', '">'),
+        "</atem:parameter>\n",
+        "</atem:invoke>",
+    ),
+)
 LLAMA_4 = ToolForm(("<|python_start|>",), "<|python_end|>", bare=True, in_python=True)
 LLAMA = ToolForm(("<|python_tag|>",), bare=True, key="parameters")
 HARMONY = ToolForm((" to=functions.",), between="<|message|>")  # gpt-oss, as `channels` shows it
@@ -88,6 +98,7 @@ _SIGNS = (  # what a template with the form holds; the first one that fits count
     (("<tool_call>",), HERMES),
     (("<|tool_call_start|>",), LFM),
     (("<|tool_list_start|>",), LFM),
+    (("<atem:function_calls>",), MUSE),
     (("<|tools_prefix|>", "<|tools_suffix|>"), APERTUS),
     (("[func_name1(params_name1=", "<|header_start|>"), LLAMA_4),
     (("<|python_tag|>",), LLAMA),

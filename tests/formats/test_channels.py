@@ -80,6 +80,25 @@ def test_text_is_shown_token_by_token():
     assert splitter.flush() == (False, "")
 
 
+@pytest.mark.parametrize(
+    ("reply", "thinking", "answer"),
+    [
+        (" to=self<|message|>Hm.<|eom|><|start|>assistant to=user<|message|>Yes.<|eot|>", "Hm.", "Yes."),
+        (" to=user<|message|>Yes.<|eot|>", "", "Yes."),
+        (" to=self<|message|>Hm.<|eom|><|start|>assistant to=f<|message|><call><|eot|>", "Hm.", "<call>"),
+    ],
+)
+def test_the_recipients_of_a_reply(reply, thinking, answer):
+    marks = {100: "<|start|>", 101: "<|message|>", 102: "<|eom|>", 103: "<|eot|>"}
+    ids = {mark: id for id, mark in marks.items()}
+    assert channel_marks(ids) == marks
+    splitter, texts = ChannelSplitter(marks, with_tools=True), {True: "", False: ""}
+    for piece in re.findall(r"<\|\w+\|>|[^<]{1,3}|<", reply):
+        thinks, text = splitter.feed(piece, ids.get(piece, TEXT))
+        texts[thinks] += text
+    assert (texts[True], texts[False]) == (thinking, answer)
+
+
 def test_a_vocabulary_without_the_marks_has_no_channels():
     assert channel_marks(IDS)[100] == "<|start|>"
     assert channel_marks({"<|end|>": 1, "<|start|>": 2}) == {}

@@ -18,6 +18,7 @@ from engine.formats.tool_forms import (
     MINIMAX,
     MISTRAL,
     MISTRAL_ARGS,
+    MUSE,
     NEMOTRON,
     PHI,
     QWEN_XML,
@@ -113,6 +114,12 @@ REPLIES = {
         APERTUS,
         f'<|tools_prefix|>[{{"get_weather": {CALL.arguments}}}, {{"stop": {{}}}}]<|tools_suffix|>',
         [CALL, STOP],
+    ),
+    "muse": (
+        MUSE,
+        '<atem:function_calls>\n<atem:invoke name="get_weather">\n<atem:parameter name="city">Rome</atem:parameter>\n'
+        '<atem:parameter name="days">2</atem:parameter>\n</atem:invoke>\n</atem:function_calls>',
+        [CALL],
     ),
     "llama 4": (LLAMA_4, '[get_weather(city="Rome", days=2), stop()]', [CALL, STOP]),
     "llama 4, marked": (LLAMA_4, "<|python_start|>[get_weather(city='Rome', days=2)]<|python_end|>", [CALL]),

@@ -26,6 +26,7 @@ from engine.formats.tool_forms import (
     MINIMAX,
     MISTRAL,
     MISTRAL_ARGS,
+    MUSE,
     NEMOTRON,
     PHI,
     QWEN_XML,
@@ -80,6 +81,11 @@ CALLS = {
     "phi": (PHI, f"<|tool_call|>\n{JSON}\n<|/tool_call|>"),
     "lfm": (LFM, '<|tool_call_start|>[get_weather(city="Rome", days=2)]<|tool_call_end|>'),
     "apertus": (APERTUS, f'<|tools_prefix|>\n[{{"get_weather": {CALL.arguments}}}]\n<|tools_suffix|>'),
+    "muse": (
+        MUSE,
+        '<atem:function_calls>\n<atem:invoke name="get_weather">\n<atem:parameter name="city">Rome</atem:parameter>\n'
+        '<atem:parameter name="days">2</atem:parameter>\n</atem:invoke>\n</atem:function_calls>',
+    ),
     "llama 4": (LLAMA_4, '[get_weather(city="Rome", days=2)]'),
     "gpt-oss": (
         HARMONY,
