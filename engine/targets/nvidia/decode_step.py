@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from tinygrad import Tensor, dtypes
 
@@ -26,7 +27,7 @@ from engine.targets.nvidia.kernels.products.head_norm import HeadNorm
 from engine.targets.nvidia.kernels.products.matvec import matvec
 from engine.targets.nvidia.kernels.residual_stream.layer_norm import layer_norm
 from engine.targets.nvidia.kernels.residual_stream.post_norm import add_normed, add_normed_blocks
-from engine.targets.nvidia.kernels.weights.weight_layout import permuted_size
+from engine.targets.nvidia.kernels.weights.weight_layout import WeightLayout, permuted_size
 from engine.targets.nvidia.matrices import Matrix, Product
 from engine.targets.nvidia.norms import Input, Norm, inputs_of
 from engine.targets.nvidia.step import Step, StepMemory
@@ -40,6 +41,15 @@ class ResidualStream:
     parts: Tensor | None
     n_parts: int
     inputs: dict[tuple[int, int], Tensor]
+
+
+class Division(NamedTuple):
+    """What another kernel makes beside its product: digits and factors of a vector of the stream, which is scaled for
+    a layout (`digit_rows`)."""
+
+    layout: WeightLayout
+    vector: Tensor
+    made: list[Tensor]
 
 
 class DecodeMemory(StepMemory):
@@ -96,34 +106,53 @@ class DecodeStep(Step):
         buffers: Mapping[str, Tensor | None],
         name: str,
         starts_next: bool = False,
+        division: Division | None = None,
+        digits: list[Tensor] | None = None,
     ) -> None:
         """Adds a product of the residual stream after a norm, or with one beside it after two norms. `buffers`: the
-        kernel's others (`matvec`)."""
+        kernel's others (`matvec`). `division`: what it makes beside; `digits`: those of its vector, if a kernel has
+        made them."""
         norms, stream = norm if isinstance(norm, tuple) else (norm,), self.stream
         x, beside_x = (
             [stream.inputs[i.key] for i in inputs_of(norm_of, part)] if part else []
             for norm_of, part in ((norms[0], product), (norms[-1], product.beside))
         )
-        x = self.input_of(product, x)
+        x = digits or self.input_of(product, x)
+        others = {**buffers}
+        if division:
+            others |= {"other": division.vector}
+            others |= zip(("other_digits", "other_factors"), division.made, strict=True)
         n_parts, eps = stream.n_parts if norms[0].is_normed else 0, self.spec.stream_eps
         kernel = matvec(
-            product.stack, product.schedule, epilogue, name, n_parts, eps, starts_next=starts_next
-        )
+            product.stack, product.schedule, epilogue, name, n_parts, eps, None, starts_next,
+            division and division.layout,
+        )  # fmt: skip
         sums = stream.parts if n_parts else None
-        self.add(kernel, x=x, beside_x=beside_x, norm_sums=sums, planes=product.planes, **buffers)
+        self.add(kernel, x=x, beside_x=beside_x, norm_sums=sums, planes=product.planes, **others)
 
     def input_of(self, product: Product, x: list[Tensor]) -> list[Tensor]:
-        """The vector of a product, or its digits, which a kernel makes of it."""
-        if not product.stack.digits:
+        """The vector of a product, or its digits; a kernel makes these if they are not `x` already."""
+        if not product.stack.digits or len(x) > 1:
             return x
-        (vector,), (layout, _) = x, product.stack.matrices[0]
-        words, n_factors = digit_rows.sizes(product.stack.cols)
+        (vector,), (layout, _), cols = x, product.stack.matrices[0], product.stack.cols
         n = product.experts.vectors if product.experts else 1
-        digits = self.buffer("digits", n * words, dtypes.uint32)
-        factors = self.buffer("digit_factors", n * n_factors)
-        kernel = digit_rows.divide(layout, product.stack.cols, n)
-        self.add(kernel, digits=digits, factors=factors, x=vector)
-        return [digits, factors]
+        made = self.digits("x", cols, n)
+        self.add(digit_rows.divide(layout, cols, n), digits=made[0], factors=made[1], x=vector)
+        return made
+
+    def division(self, product: Product, norm: Norm, beside: Product) -> Division | None:
+        """That of the vector of a product of the stream after a norm, if it comes in digits, and the kernel of another
+        product can make them: beside several rows of floats of a thread, registers spill."""
+        if not product.stack.digits or beside.schedule.rows > 1:
+            return None
+        (matrix,), (vector,) = product.matrices, inputs_of(norm, product)
+        return Division(matrix.layout, self.stream.inputs[vector.key], self.digits("x", matrix.cols, 1))
+
+    def digits(self, name: str, cols: int, vectors: int) -> list[Tensor]:
+        """Scratch memory for the digits of vectors, and their factors (`digit_rows`)."""
+        words, factors = digit_rows.sizes(cols)
+        digits = self.buffer(f"{name} in digits", vectors * words, dtypes.uint32)
+        return [digits, self.buffer(f"{name}, factors", vectors * factors)]
 
     def begin_stream(self, n_parts: int) -> dict[str, Tensor | list[Tensor]]:
         """Begins the stream that the next kernel leaves, which has so many blocks: its buffers for that."""
@@ -148,7 +177,7 @@ class DecodeStep(Step):
     def finish(
         self,
         product: Product,
-        x: Tensor,
+        x: Tensor | list[Tensor],
         name: str,
         heads: HeadNorm | None = None,
         **others: Tensor | None,
@@ -156,7 +185,7 @@ class DecodeStep(Step):
         """Adds the last product of a sublayer, of `x`, whose result is added to the residual stream. `heads`: the norm
         of heads that it has to do; `others`: the buffers that only such products have."""
         dim, copies = self.spec.dim, len(self.inputs)
-        ins = {"x": self.input_of(product, [x]), "planes": product.planes}
+        ins = {"x": self.input_of(product, x if isinstance(x, list) else [x]), "planes": product.planes}
         has_bias = others.get("bias") is not None
         assert self.scale is None or self.post_norm is not None
         if self.is_followed_beside or self.spec.centred:

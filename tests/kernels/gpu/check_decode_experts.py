@@ -14,6 +14,7 @@ from engine.targets.nvidia.kernels.products.epilogues import (
     STORE_BIASED,
     STORE_SQUARES,
     activated,
+    activated_in_digits,
     add_residual,
     routed,
 )
@@ -142,30 +143,51 @@ def check_down_of_chosen_experts() -> None:
 
 
 def check_digits_of_experts() -> None:
-    """Small floats of chosen experts, whose vectors come in digits: gate and up of one, and down of one for each."""
-    cols, rows, n, used, layout = 320, 16, 4, 2, WeightLayout(39)
+    """Small floats of chosen experts, whose vectors come in digits. The router makes those of gate and up beside its
+    logits, and gate and up those of down."""
+    cols, rows, n, used, layout = 320, 128, 4, 2, WeightLayout(39)
     planes, weights = packed(39, n * rows, cols)
-    weights, (words, factors) = weights.reshape(n, rows, cols).astype(np.float64), digit_rows.sizes(cols)
+    weights, sizes = weights.reshape(n, rows, cols).astype(np.float64), digit_rows.sizes
+    x, (of_router, router) = vector(cols), packed(0, n, cols)
 
-    def divided(xs):
-        made = zeros(len(xs) * words, dtypes.uint32), zeros(len(xs) * factors)
-        x = buffer(np.concatenate([laid_out(x, layout).numpy() for x in xs]))
-        run(digit_rows.divide(layout, cols, len(xs)), *made, x)
-        return made
+    def digits_of(vectors, n_cols):
+        return [
+            zeros(vectors * k, d) for k, d in zip(sizes(n_cols), (dtypes.uint32, dtypes.float32), strict=True)
+        ]
 
-    chosen = ChosenExperts(used, n, False)
-    stack = replace(StackedMatrices.single(layout, rows, cols, chosen), digits=True)
-    x, logits, scale = vector(cols), np.float32([0, 3, 1, 2]), input_scale(1)
-    out, ids, p = zeros(used * permuted_size(rows // 2)), zeros(used, dtypes.int32), zeros(used)
-    kernel = matvec(stack, Schedule(4, 2, 4), activated("silu"), "t")
-    run(kernel, out, ids, p, zeros(n, dtypes.int32), *divided([x]), buffer(logits), buffer(scale), *planes)
-    y = weights[[1, 3]] @ x
-    got = out.numpy().reshape(used, -1)[:, places(rows // 2)] / scale[: rows // 2]
-    close(got, gated(y[:, 0::2], y[:, 1::2], "silu"), 4e-6)
+    stack, logits, made = StackedMatrices.single(WeightLayout(0), n, cols), zeros(n), digits_of(1, cols)
+    kernel = matvec(stack, Schedule(3, 2, 2), STORE, "t", divides=layout)
+    run(kernel, logits, *made, laid_out(x, WeightLayout(0)), laid_out(x, layout), *of_router)
+    close(logits.numpy(), router.astype(np.float64) @ x)
+
+    stack = StackedMatrices.single(layout, rows, cols, ChosenExperts(used, n, False))
+    stack, outs, ids, p = (
+        replace(stack, digits=True),
+        digits_of(used, rows // 2),
+        zeros(used, dtypes.int32),
+        zeros(used),
+    )
+    kernel = matvec(stack, Schedule(5, 16, 4), activated_in_digits("silu"), "t")
+    run(kernel, *outs, ids, p, zeros(n, dtypes.int32), *made, logits, *planes)
+    best = np.argsort(-logits.numpy())[:used]
+    assert np.array_equal(ids.numpy(), best)
+    y = weights[best] @ x
+    # [digit, word // 4, unit, word % 4], four bytes with a sign
+    digits = outs[0].numpy().reshape(used, 3, 16).view(np.int8).astype(np.float64)
+    integers = np.einsum("edc,d->ec", digits, [1, 2**8, 2**16]).reshape(used, -1, digit_rows.GROUP)
+    got = integers * outs[1].numpy().reshape(used, -1, 1)
+    close(got.reshape(used, -1), gated(y[:, 0::2], y[:, 1::2], "silu"), 4e-6)
 
     stack = replace(stack, experts=ChosenExperts(used, n, True))
-    xs, factor, product = vector((used, cols)), np.float32([0.3, 0.7]), zeros(rows)
-    ins = buffer(np.array([2, 0], np.int32)), buffer(factor), *divided(xs)
+    xs, factor, product, made = (
+        vector((used, cols)),
+        np.float32([0.3, 0.7]),
+        zeros(rows),
+        digits_of(used, cols),
+    )
+    vectors = buffer(np.concatenate([laid_out(x, layout).numpy() for x in xs]))
+    run(digit_rows.divide(layout, cols, used), *made, vectors)
+    ins = buffer(np.array([2, 0], np.int32)), buffer(factor), *made
     run(matvec(stack, Schedule(3, 4, 2), STORE, "t"), product, *ins, *planes)
     close(product.numpy(), factor @ np.einsum("erc,ec->er", weights[[2, 0]], xs), 4e-6)
 

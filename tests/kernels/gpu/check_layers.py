@@ -18,6 +18,8 @@ from engine.loading.weights import Weights
 from engine.model.memory_need import memory_need
 from engine.runtime.kv_blocks import KVBlocks
 from engine.targets.nvidia import matrices
+from engine.targets.nvidia.kernels.products.matvec import Schedule, StackedMatrices
+from engine.targets.nvidia.kernels.products.schedules import best_schedule
 from engine.targets.nvidia.runner import NvidiaRunner
 from engine.targets.nvidia.sublayers.experts import chosen_experts
 from tests import generated_model
@@ -164,13 +166,22 @@ def check_layers_with_latent_attention_of_older_files() -> None:
 
 def check_layers_whose_vectors_come_in_digits() -> None:
     """Products after a norm, before a norm, of narrow queries, and of several matrices, which take their vector as it
-    is."""
+    is; experts whose router makes those of gate and up, and these those of down."""
     types = {"blk.*.ffn_*": "IQ4_NL", "blk.*.attn_*": "IQ4_NL", "blk.0.attn_k": "Q8_0"}
     forced = lambda stack: replace(stack, digits=stack.fits_digits)
     with mock.patch.object(matrices, "in_digits", forced):
         hold(architecture="gemma3", types=types, **SMALL | {"dim": 128, "layers": 2})
         keys = {"attention.q_lora_rank": 128}
         hold(architecture="deepseek2", types={"blk.*.attn_q_b": "IQ4_NL"}, keys=keys, **SMALL | {"layers": 1})
+
+        def wide(stack: StackedMatrices) -> Schedule:
+            if stack.experts and stack.experts.chooses:
+                return Schedule(2, 32, 2)
+            (layout, _), *_ = stack.matrices
+            return best_schedule(stack) if layout.format else Schedule(2, 4, 1)  # of the router
+
+        with mock.patch.object(matrices, "best_schedule", wide):
+            hold(architecture="gpt-oss", types={"blk.*_exps": "IQ4_NL"}, **SMALL | {"dim": 128, "layers": 1})
 
 
 def hold(**shape: Any) -> None:

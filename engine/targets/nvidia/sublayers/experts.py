@@ -16,7 +16,7 @@ from engine.kernels.quantized_matrix import QuantizedMatrix
 from engine.loading.weights import Weights
 from engine.measure.kernel_roles import BufferUse
 from engine.targets.buffer_uses import BufferUses
-from engine.targets.nvidia.decode_step import DecodeMemory, DecodeStep
+from engine.targets.nvidia.decode_step import DecodeMemory, DecodeStep, Division
 from engine.targets.nvidia.kernels.products.activation_order import Order
 from engine.targets.nvidia.kernels.products.chosen_experts import ChosenExperts
 from engine.targets.nvidia.kernels.products.epilogues import (
@@ -24,7 +24,9 @@ from engine.targets.nvidia.kernels.products.epilogues import (
     STORE_BIASED,
     activate,
     activated,
+    activated_in_digits,
     bent,
+    makes_digits,
     routed,
 )
 from engine.targets.nvidia.kernels.products.expert_choice import Scores
@@ -108,8 +110,10 @@ class ExpertsHandler(Handler):
             self.name, self.bend = "experts_up", part.activation
 
     def decode(self, step: DecodeStep, norm: Norm) -> None:
-        self.route(step, norm)
-        x, (logits, shared_x) = self.choose(step, norm), self.routed(step)
+        division = step.division(self.gate_up, norm, self.router)
+        self.route(step, norm, division)
+        x = self.choose(step, norm, self.down, division and division.made)
+        logits, shared_x = self.routed(step)
         step.finish(
             self.down,
             x,
@@ -120,8 +124,8 @@ class ExpertsHandler(Handler):
             biases=self.down_bias,
         )
 
-    def route(self, step: DecodeStep, norm: Norm) -> None:
-        """Adds the router, with the gate and up of a shared expert."""
+    def route(self, step: DecodeStep, norm: Norm, division: Division | None = None) -> None:
+        """Adds the router, with the gate and up of a shared expert, and with the `division` of another vector."""
         (logits, shared_x), shared, n = self.routed(step), self.part.shared, self.n_logits
         buffers: dict[str, Tensor | None]
         if len(self.shared) == 1 and shared and self.down.shared:
@@ -130,17 +134,18 @@ class ExpertsHandler(Handler):
         else:
             epilogue = STORE if self.router_bias is None else STORE_BIASED
             buffers = {"out": logits, "bias": self.router_bias}
-        step.multiply(self.router, norm, epilogue, buffers, "router")
+        step.multiply(self.router, norm, epilogue, buffers, "router", division=division)
         if len(self.shared) == 2 and shared and self.down.shared:
             kernel = activate(shared.width, shared.activation, first=n)
             step.add(kernel, out=shared_x, rows=logits, input_scale=step.input_scale(self.down.shared))
 
-    def choose(self, step: DecodeStep, norm: Norm) -> Tensor:
-        """Adds the choice of experts, with their gate and up; returns the input of the last product."""
-        part, (logits, _) = self.part, self.routed(step)
-        out = step.buffer("experts_activated", part.used * permuted_size(part.up.rows))
-        (down,) = self.down.matrices
-        input_scale = step.input_scale(down)
+    def choose(
+        self, step: DecodeStep, norm: Norm, down: Product, digits: list[Tensor] | None = None
+    ) -> list[Tensor]:
+        """Adds the choice of experts, with their gate and up; returns the input of the product `down`, or its digits.
+        `digits`: those of the vector, if a kernel has made them."""
+        part, (logits, _), gate_up = self.part, self.routed(step), self.gate_up
+        input_scale, n = step.input_scale(down.matrices[0]), part.up.rows
         buffers: dict[str, Tensor | None] = {
             **chosen_experts(step.memory, part.used),
             "counts": self.choices,
@@ -149,16 +154,26 @@ class ExpertsHandler(Handler):
             "biases": self.biases,
             "choice_bias": self.choice_bias,
         }
-        if len(self.gate_up.matrices) == 1:
+        is_one = len(gate_up.matrices) == 1
+        is_divided = down.stack.digits and is_one and part.gate is not None
+        if is_divided and makes_digits(gate_up.schedule.block_rows, 2 * n):
+            made = step.digits("experts activated", n, part.used)
+            buffers |= zip(("digits", "factors"), made, strict=True)
+            step.multiply(
+                gate_up, norm, activated_in_digits(part.activation), buffers, self.name, digits=digits
+            )
+            return made
+        out = step.buffer("experts_activated", part.used * permuted_size(n))
+        if is_one:
             buffers |= {"out": out, "input_scale": input_scale}
             epilogue = activated(part.activation) if part.gate else bent(part.activation, False)
-            step.multiply(self.gate_up, norm, epilogue, buffers, self.name)
+            step.multiply(gate_up, norm, epilogue, buffers, self.name, digits=digits)
         else:
-            rows = step.buffer("experts_gate_up", part.used * 2 * part.up.rows)
-            step.multiply(self.gate_up, norm, STORE, {**buffers, "out": rows}, self.name)
-            kernel = activate(part.up.rows, part.activation, part.used)
+            rows = step.buffer("experts_gate_up", part.used * 2 * n)
+            step.multiply(gate_up, norm, STORE, {**buffers, "out": rows}, self.name)
+            kernel = activate(n, part.activation, part.used)
             step.add(kernel, out=out, rows=rows, input_scale=input_scale)
-        return out
+        return [out]
 
     def routed(self, step: DecodeStep) -> tuple[Tensor, Tensor | None]:
         """The router's logits, and with a shared expert the input of its last product. If that one's gate and up are

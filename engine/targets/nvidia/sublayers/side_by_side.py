@@ -61,7 +61,7 @@ class SideBySideHandler(Handler):
         else:
             experts.route(step, self.router_norm)
             x = dense.gate(step, self.dense_norm)
-        of_experts = experts.choose(step, self.experts_norm)
+        of_experts = experts.choose(step, self.experts_norm, self.down)
         product, schedule = self.down, self.down.schedule
         rows, squares = step.buffer("both_rows", 2 * dim), step.buffer("both_squares", product.n_blocks)
         step.add(
@@ -69,7 +69,7 @@ class SideBySideHandler(Handler):
             out=rows,
             squares=squares,
             **chosen_experts(step.memory, experts.part.used),
-            x=[of_experts],
+            x=of_experts,
             beside_x=[x],
             planes=product.planes,
         )

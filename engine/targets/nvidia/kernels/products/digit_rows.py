@@ -42,8 +42,9 @@ from engine.targets.nvidia.kernels.weights.matrix_bytes import UNIT, units_of
 from engine.targets.nvidia.kernels.weights.weight_layout import Unit, WeightLayout, positions_of
 
 DIGITS = 3
-_GROUP, _BYTES = 32, 4  # columns with a factor; bytes of a word
-_WORDS = UNIT // _BYTES  # of a unit, for each digit
+GROUP, WORD_BYTES = 32, 4  # columns with a factor; bytes of a word
+GROUP_WORDS = GROUP // WORD_BYTES
+_WORDS = UNIT // WORD_BYTES  # of a unit, for each digit
 _MOST = 127.0 * 2**16  # the largest integer of three such digits, but for those of the lower two
 _THREADS = 32
 _EVEN = 0x808080  # makes digits from 0 to 255, and an exclusive or with it makes them have signs again
@@ -53,12 +54,12 @@ def serves(layout: WeightLayout, cols: int) -> bool:
     """Whether there are such kernels for a matrix."""
     format = layout.format
     large = layout.has_codes and format is not None and len(format.codebook) > 8
-    return (large or layout.is_e2m1) and layout.group == _GROUP and cols % UNIT == 0
+    return (large or layout.is_e2m1) and layout.group == GROUP and cols % UNIT == 0
 
 
 def sizes(cols: int) -> tuple[int, int]:
     """Words of a vector's digits, and its factors."""
-    return DIGITS * _WORDS * units_of(cols), UNIT // _GROUP * units_of(cols)
+    return DIGITS * _WORDS * units_of(cols), UNIT // GROUP * units_of(cols)
 
 
 @functools.cache
@@ -66,37 +67,79 @@ def divide(layout: WeightLayout, cols: int, vectors: int = 1) -> Kernel:
     """Divides the vectors of a product. Buffers: digits, for each vector uint32 [digit, word // 4 of the unit, unit,
     word % 4]; factors, for each float32 [unit, group] (`sizes`); x, float32 (vectors, permuted_size(cols)), scaled for
     the layout."""
-    units, (words, groups) = units_of(cols), sizes(cols)
-    positions = positions_of(layout.input_scale_bits)
 
     def kernel(digits: UOp, factors: UOp, x: UOp) -> UOp:
-        item = UOp.special(-(-groups // _THREADS), "gidx0") * _THREADS + UOp.special(_THREADS, "lidx0")
+        blocks = -(-sizes(cols)[1] // _THREADS)
+        thread = UOp.special(blocks, "gidx0") * _THREADS + UOp.special(_THREADS, "lidx0")
         vector = UOp.special(vectors, "gidx1") if vectors > 1 else UOp.const(0)
-        ok = None if groups % _THREADS == 0 else item < groups
-        unit, first = item // (UNIT // _GROUP), item % (UNIT // _GROUP) * (_GROUP // _BYTES)
-        first_x = vector * (units * UNIT)
-        values = [
-            load(x, first_x + ((first + j // _BYTES) * units + unit) * 4 + j % _BYTES, ok)
-            * f32(2.0 ** (positions[j % _BYTES] - CENTER))
-            for j in range(_GROUP)
-        ]
-        most, total = maximum([v.maximum(v * f32(-1)) for v in values]), tree(values)
-        inverse = (most > 0).where(f32(_MOST) * most.reciprocal(), f32(0))
-        rounded = [(v * inverse + (v < 0).where(f32(-0.5), f32(0.5))).cast(I32) for v in values]
-        integers = [(n + _EVEN).bitcast(U32) for n in rounded]
-        stores = []
-        for word in range(_GROUP // _BYTES):
-            four = [n.alu(Ops.XOR, u32(_EVEN)) for n in integers[word * _BYTES :][:_BYTES]]
-            for digit in range(DIGITS):
-                parts = [shift(mask(shift_right(n, 8 * digit), 255), -8 * k) for k, n in enumerate(four)]
-                place = ((digit * (_WORDS // 4) + (first + word) // 4) * units + unit) * 4 + word % 4
-                stores.append(store(digits, place + vector * words, bitwise_or(parts), ok))
-        # A sum that is no number would be lost among integers.
-        factor = total.ne(total).where(f32(math.nan), most * f32(1 / _MOST))
-        stores.append(store(factors, item + vector * groups, factor, ok))
+        stores = division(layout, cols, digits, factors, x, thread, blocks * _THREADS, vector)
         return finish(f"digits_{cols}" + f"_{vectors}" * (vectors > 1), stores)
 
     return Kernel(kernel, ("digits", "factors"), ("x",), LaunchHints(releases="after its wait"))
+
+
+def division(
+    layout: WeightLayout, cols: int, digits: UOp, factors: UOp, x: UOp, thread: UOp, threads: int,
+    vector: UOp | None = None,
+) -> list[UOp]:  # fmt: skip
+    """The stores of `divide` by a thread, of so many `threads` of all blocks; of one of several vectors."""
+    units, groups = units_of(cols), sizes(cols)[1]
+    positions, vector = positions_of(layout.input_scale_bits), UOp.const(0) if vector is None else vector
+    stores = []
+    for first_group in range(0, groups, threads):
+        group = thread + first_group
+        ok = None if first_group + threads <= groups else group < groups
+        unit, first = group // (UNIT // GROUP), group % (UNIT // GROUP) * GROUP_WORDS
+        values = [
+            load(
+                x,
+                vector * (units * UNIT) + ((first + j // WORD_BYTES) * units + unit) * 4 + j % WORD_BYTES,
+                ok,
+            )
+            * f32(2.0 ** (positions[j % WORD_BYTES] - CENTER))
+            for j in range(GROUP)
+        ]
+        divided = Divided.of(values)
+        for word in range(GROUP_WORDS):
+            four = values[word * WORD_BYTES :][:WORD_BYTES]
+            stores += divided.store_word(digits, cols, vector, group, UOp.const(word), four, ok)
+        stores.append(divided.store_factor(factors, cols, vector, group, ok))
+    return stores
+
+
+@dataclass(frozen=True)
+class Divided:
+    """A group of 32 columns of a vector whose digits are made: what its numbers are to be multiplied by, and the factor
+    that undoes it."""
+
+    inverse: UOp
+    factor: UOp
+
+    @classmethod
+    def of(cls, numbers: Sequence[UOp]) -> Divided:
+        most, total = maximum([v.maximum(v * f32(-1)) for v in numbers]), tree(numbers)
+        inverse = (most > 0).where(f32(_MOST) * most.reciprocal(), f32(0))
+        # A sum that is no number would be lost among integers.
+        return cls(inverse, total.ne(total).where(f32(math.nan), most * f32(1 / _MOST)))
+
+    def store_word(
+        self, digits: UOp, cols: int, vector: UOp, group: UOp, word: UOp, four: Sequence[UOp], ok: UOp | None
+    ) -> list[UOp]:
+        """The stores of a word of each digit, of `four` numbers of a group, in one of several vectors of `cols`
+        elements."""
+        units, words = units_of(cols), sizes(cols)[0]
+        unit, i = group // (UNIT // GROUP), group % (UNIT // GROUP) * GROUP_WORDS + word
+        rounded = [(v * self.inverse + (v < 0).where(f32(-0.5), f32(0.5))).cast(I32) for v in four]
+        with_signs = [(n + _EVEN).bitcast(U32).alu(Ops.XOR, u32(_EVEN)) for n in rounded]
+        stores = []
+        for digit in range(DIGITS):
+            parts = [shift(mask(shift_right(n, 8 * digit), 255), -8 * k) for k, n in enumerate(with_signs)]
+            place = ((digit * (_WORDS // 4) + i // 4) * units + unit) * 4 + i % 4
+            stores.append(store(digits, place + vector * words, bitwise_or(parts), ok))
+        return stores
+
+    def store_factor(self, factors: UOp, cols: int, vector: UOp, group: UOp, ok: UOp | None) -> UOp:
+        return store(factors, group + vector * sizes(cols)[1], self.factor, ok)
 
 
 @dataclass(frozen=True)
@@ -113,7 +156,7 @@ class DigitUnit:
         vector: UOp | None = None,
     ) -> DigitUnit:  # fmt: skip
         """Loads a unit, of `units`, of one of several vectors; zeros if it is not `inside`."""
-        runs, groups = _WORDS // 4, UNIT // _GROUP
+        runs, groups = _WORDS // 4, UNIT // GROUP
         first_word, first = UOp.const(0), unit * groups
         if vector is not None:
             first_word, first = vector * (DIGITS * _WORDS * units), first + vector * (groups * units)
@@ -130,7 +173,7 @@ class DigitUnit:
     def _starts(self) -> list[list[UOp]]:
         """Of each group and digit, what the sum of products begins with, since codes that are small floats have an
         offset."""
-        format, groups = self.layout.format, UNIT // _GROUP
+        format, groups = self.layout.format, UNIT // GROUP
         assert format
         if not self.layout.is_e2m1:
             return [[UOp.const(0, I32)] * DIGITS] * groups
@@ -140,7 +183,7 @@ class DigitUnit:
     @staticmethod
     def _sum(codes: Sequence[UOp], own: Sequence[UOp], g: int, start: UOp) -> UOp:
         """`start` and the products of words of codes and of a digit's, of a group."""
-        n = _GROUP // _BYTES
+        n = GROUP_WORDS
         return functools.reduce(lambda sum, w: _four(codes[w], own[w], sum), range(g * n, (g + 1) * n), start)
 
     def dot(self, loaded: Unit) -> UOp:
@@ -184,7 +227,7 @@ def _four(a: UOp, b: UOp, sum: UOp) -> UOp:
     """The sum, and the products of four bytes with a sign."""
     if is_cuda():
         return UOp(Ops.CUSTOM, I32, (a, b, sum), "__dp4a((int){0}, (int){1}, {2})")
-    for k in range(_BYTES):
+    for k in range(WORD_BYTES):
         x, y = (shift_right(word, 8 * k).cast(dtypes.int8).cast(I32) for word in (a, b))
         sum = sum + x * y
     return sum

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from tinygrad import UOp
 
 from engine.kernels.kernel import Kernel, Name
+from engine.targets.nvidia.kernels.products.digit_rows import GROUP, GROUP_WORDS, WORD_BYTES, Divided
 from engine.targets.nvidia.kernels.uops import (
     I32,
     Activation,
@@ -196,6 +197,31 @@ def activated(activation: Activation) -> Epilogue:
         return [store(out, _in_slot(permuted(column, n), n, rows), value, ok)]
 
     return Epilogue(("out",), ("input_scale",), 2, stores, by_slot=True)
+
+
+@functools.cache
+def activated_in_digits(activation: Activation) -> Epilogue:
+    """As `activated`, for a next product whose vector comes in digits. A block has the columns of a group of them
+    (`makes_digits`). outs: digits and factors, of experts those of each (`digit_rows.divide`)."""
+
+    def stores(rows: BlockRows, digits: UOp, factors: UOp) -> list[UOp]:
+        i, n = rows.thread, rows.total // 2
+        ok, group, slot = rows.valid(i, 2), rows.first // 2 // GROUP, rows.slot
+        vector = UOp.const(0) if slot is None else slot
+        value = gated(rows.product(i * 2, ok), rows.product(i * 2 + 1, ok), activation)
+        values = after_store(shared(GROUP, slot=1), i, value, ok)
+        divided = Divided.of(load_run(values, 0, GROUP))
+        word = i.minimum(GROUP_WORDS - 1)
+        four = load_run(values, word * WORD_BYTES, WORD_BYTES)
+        words = divided.store_word(digits, n, vector, group, word, four, i < GROUP_WORDS)
+        return [*words, divided.store_factor(factors, n, vector, group, i.eq(0))]
+
+    return Epilogue(("digits", "factors"), (), 2, stores, by_slot=True)
+
+
+def makes_digits(block_rows: int, rows: int) -> bool:
+    """Whether blocks of so many of all rows can have `activated_in_digits`."""
+    return block_rows == 2 * GROUP and rows % block_rows == 0
 
 
 def _in_slot(place: UOp, n: int, rows: BlockRows) -> UOp:

@@ -192,6 +192,7 @@ def matvec(
     eps: float = 0.0,
     heads: HeadNorm | None = None,
     starts_next: bool = False,
+    divides: WeightLayout | None = None,
 ) -> Kernel:
     """The product of stacked matrices with a vector. Buffers: the epilogue's outs; x, float32 (permuted_size(cols),),
     the vector permuted and scaled, for each of the stack's input_scales; norm_sums, if x is still to be RMS-normed over
@@ -207,7 +208,9 @@ def matvec(
     shared expert, shared_x is its vector, and if that is gated, router the logits of `routed`, of which the last is its
     gate's; its planes follow those of the experts.
 
-    If the stack takes its vector in digits (`digit_rows`), x are these, and their factors.
+    If the stack takes its vector in digits (`digit_rows`), x are these, and their factors. The kernel also `divides`
+    another vector of as many columns, scaled for that layout, for a product to come: other; other_digits and
+    other_factors are as `digit_rows.divide` makes them.
 
     If the kernel `starts_next`, the next one may start as soon as this one has waited (`engine.fixes.early_launch`);
     one whose schedule is early waits later, and lets it start when its threads first meet."""
@@ -225,7 +228,8 @@ def matvec(
         x: Sequence[UOp], beside_x: Sequence[UOp], shared_x: UOp | None, norm_sums: UOp | None,
         head_sums: UOp | None, planes: list[UOp], router: UOp | None, experts: UOp | None,
         probabilities: UOp | None, counts: UOp | None, scales: UOp | None, biases: UOp | None,
-        choice_bias: UOp | None,
+        choice_bias: UOp | None, other: UOp | None,
+        other_digits: UOp | None, other_factors: UOp | None,
         **others: UOp | list[UOp] | None,
     ) -> UOp:  # fmt: skip
         t, group = UOp.special(s.threads, "lidx0"), UOp.special(s.groups, "lidx1")
@@ -325,6 +329,11 @@ def matvec(
             stores.append(store(partial, t * stride + s.block_rows, thread_sum, group.eq(0)))
         if powers is not None:
             stores.append(store(partial, t * stride + s.block_rows + 1, powers, group.eq(0)))
+        if divides:  # here, beside loads that are under way
+            assert other is not None and other_digits is not None and other_factors is not None
+            n_threads = s.threads * s.groups
+            places = block * n_threads + thread, stack.n_blocks(s) * n_threads
+            stores += digit_rows.division(divides, cols, other_digits, other_factors, other, *places)
         partial = partial.after(UOp.group(*stores))
 
         def total(column: UOp, valid: UOp | None) -> UOp:
@@ -372,14 +381,16 @@ def matvec(
         chosen is not None and chosen.bias and "biases",
         chosen is not None and is_choosing and chosen.scores.biased and "choice_bias",
     )
-    before = (*epilogue.outs, *results, *vectors, *epilogue.ins)
+    made: tuple[Name, ...] = ("other_digits", "other_factors") if divides else ()
+    vectors = (*vectors, divides is not None and "other")
+    before = (*epilogue.outs, *results, *made, *vectors, *epilogue.ins)
     names = tuple(name if isinstance(name, str) else name[0] for name in before if name)
     release: Release = (
         "before its first barrier" if s.early else "after its wait" if starts_next else "at its end"
     )
     n_bytes = tensor_bytes(stack, s) if s.tensor else 0
     hints = shared_hints(n_bytes, names if s.early else (), release, s.blocks)
-    outputs = (*epilogue.outs, *(results if is_choosing else ()))
+    outputs = (*epilogue.outs, *(results if is_choosing else ()), *made)
     inputs = (*(() if is_choosing else results), *vectors, *epilogue.ins, ("planes", n_planes))
     return Kernel(kernel, outputs, inputs, hints)
 
