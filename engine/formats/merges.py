@@ -46,7 +46,8 @@ class Merges:
         self._spelled: dict[int, list[int]] = {}  # ids after the vocabulary: see `_in_bytes`
         self._vocabulary = vocabulary
         texts = [*vocabulary.tokens]
-        ids = {text: id for id, text in reversed([*enumerate(texts)])}  # if two are equal, the first counts
+        numbers = reversed(range(len(texts)))
+        ids = dict(zip(reversed(texts), numbers, strict=True))  # if two are equal, the first counts
         for text in vocabulary.special_tokens:
             del ids[text]
         self._path = gguf.path

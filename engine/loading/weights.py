@@ -199,7 +199,7 @@ class FileWeights:
     def _data(info: TensorInfo, start: int, n_bytes: int) -> NDArray[np.uint8]:
         # tinygrad's CUDA device copies only from memory that is marked as writable, though it just reads it.
         buffer = (ctypes.c_uint8 * n_bytes).from_address(info.data.ctypes.data + start)
-        return np.ctypeslib.as_array(buffer)
+        return np.frombuffer(memoryview(buffer), np.uint8)
 
 
 class Weights(FileWeights):

@@ -87,7 +87,7 @@ def _mapped(n: int, dtype: DType) -> tuple[Tensor, NDArray[np.int32] | None]:
     if Device.DEFAULT.split(":")[0] != "CUDA":
         return to_device(np.zeros(n, np.int32), dtype), None
     address = Device[Device.DEFAULT].allocator._alloc(n * 4, BufferSpec(host=True)).value
-    mapped = np.ctypeslib.as_array((ctypes.c_int32 * n).from_address(address))
+    mapped = np.frombuffer(memoryview((ctypes.c_int32 * n).from_address(address)), np.int32)
     buffer = Buffer(Device.DEFAULT, n, dtype, options=BufferSpec(external_ptr=address))
     return Tensor(UOp.from_buffer(buffer.allocate())), mapped
 
