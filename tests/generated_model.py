@@ -47,7 +47,7 @@ class Parts:
     a scale, and attention has none. `positions`: these are added to the embeddings. `first_norm`: one of the
     embeddings, in place of the first layer's, `embedding_norm`: one beside that. `partial`: layers have attention and a
     feed-forward layer (L), or one of these (A, F), in turns. `halved`: feed-forward layers are half as wide as the
-    metadata say. `gated`: attention has a gate. `normed_after`: norms come
+    metadata say. `gated`: attention has a gate, of "elements" or of "heads". `normed_after`: norms come
     after the sums, as those of BERT, also one after the embeddings, to which the type of a token is added. `keys`:
     metadata, without the architecture; they are such that every part counts within 100 tokens."""
 
@@ -84,7 +84,7 @@ class Parts:
     embedding_norm: bool = False
     partial: str = ""
     halved: bool = False
-    gated: bool = False
+    gated: str = ""
     keys: Mapping[str, int | float | str | Sequence[int]] = field(default_factory=dict)
 
 
@@ -139,7 +139,7 @@ ARCHITECTURES: dict[str, Parts] = {
     "llama4": Parts(
         experts=4,
         shared=True,
-        ungated=True,
+        ungated="elements",
         every_expert=2,
         keys={"attention.sliding_window": 24, "attention.temperature_length": 32}
         | {"expert_count": 4, "expert_used_count": 1, "expert_feed_forward_length": 64}
@@ -234,10 +234,10 @@ ARCHITECTURES: dict[str, Parts] = {
     "afmoe": Parts(
         norms="head",
         norms_after=True,
-        gated=True,
+        gated="elements",
         experts=8,
         shared=True,
-        ungated=True,
+        ungated="elements",
         choice_bias=True,
         keys=EXPERTS
         | {"expert_shared_count": 1, "leading_dense_block_count": 1, "expert_gating_func": 2}
@@ -247,8 +247,26 @@ ARCHITECTURES: dict[str, Parts] = {
     "muse-glimmer": Parts(
         norms="head",
         norms_after=True,
-        gated=True,
+        gated="elements",
         keys={"logit_scale": 0.25, "final_logit_softcapping": 10.0, "attention.sliding_window": 24}
+        | {"rope.freq_base_swa": 500.0},
+    ),
+    "laguna": Parts(
+        norms="head",
+        gated="heads",
+        experts=8,
+        shared=True,
+        ungated="elements",
+        choice_bias=True,
+        keys=EXPERTS
+        | {"expert_shared_count": 1, "leading_dense_block_count": 1, "expert_gating_func": 2}
+        | {"expert_weights_scale": 1.5, "expert_weights_norm": True, "attention.sliding_window": 24}
+        | {"rope.freq_base_swa": 500.0, "rope.dimension_count_swa": 16}
+        | {key: value for key, value in YARN.items() if "beta" not in key},
+    ),
+    "spark2_5": Parts(
+        gated="heads",
+        keys={"attention.sliding_window": 24, "attention.sliding_window_pattern": [True, False] * 32}
         | {"rope.freq_base_swa": 500.0},
     ),
     "mpt": Parts(
@@ -323,7 +341,7 @@ ARCHITECTURES: dict[str, Parts] = {
         feed_forward="ungated",
         experts=8,
         shared=True,
-        ungated=True,
+        ungated="elements",
         choice_bias=True,
         keys=MAMBA
         | EXPERTS
@@ -335,7 +353,7 @@ ARCHITECTURES: dict[str, Parts] = {
         mamba=True,
         experts=8,
         shared=True,
-        ungated=True,
+        ungated="elements",
         keys=MAMBA
         | MULTIPLIERS
         | {"rope.scaling.finetuned": False}
@@ -354,7 +372,7 @@ ARCHITECTURES: dict[str, Parts] = {
         norms="head",
         experts=8,
         shared=True,
-        ungated=True,
+        ungated="elements",
         keys=EXPERTS | {"feed_forward_length": 64, "expert_shared_feed_forward_length": 96},
     ),
     "glm4": Parts(fused=True, norms_after=True),
@@ -375,7 +393,7 @@ ARCHITECTURES: dict[str, Parts] = {
         renamed=True,
         experts=8,
         shared=True,
-        ungated=True,
+        ungated="elements",
         choice_bias=True,
         keys=EXPERTS
         | {"expert_shared_count": 1, "leading_dense_block_count": 1}
@@ -384,7 +402,7 @@ ARCHITECTURES: dict[str, Parts] = {
     "ernie4_5-moe": Parts(
         experts=8,
         shared=True,
-        ungated=True,
+        ungated="elements",
         choice_bias=True,
         keys=EXPERTS
         | {"expert_shared_feed_forward_length": 96, "leading_dense_block_count": 1}
@@ -394,7 +412,7 @@ ARCHITECTURES: dict[str, Parts] = {
         norms="head",
         experts=8,
         shared=True,
-        ungated=True,
+        ungated="elements",
         keys=EXPERTS
         | {"expert_shared_count": 2, "leading_dense_block_count": 1, "expert_gating_func": 2}
         | {"expert_weights_scale": 0.6, "expert_weights_norm": False},
@@ -404,7 +422,7 @@ ARCHITECTURES: dict[str, Parts] = {
         norms="head",
         experts=8,
         shared=True,
-        ungated=True,
+        ungated="elements",
         choice_bias=True,
         keys=EXPERTS
         | {"expert_shared_count": 1, "leading_dense_block_count": 1, "expert_gating_func": 2}
@@ -415,7 +433,7 @@ ARCHITECTURES: dict[str, Parts] = {
         norms="head",
         experts=8,
         shared=True,
-        ungated=True,
+        ungated="elements",
         choice_bias=True,
         keys=EXPERTS
         | {"expert_shared_count": 1, "leading_dense_block_count": 1, "expert_gating_func": 2}
@@ -434,13 +452,13 @@ ARCHITECTURES: dict[str, Parts] = {
     "bailingmoe": Parts(
         experts=8,
         shared=True,
-        ungated=True,
+        ungated="elements",
         keys=EXPERTS | {"expert_shared_count": 1, "expert_weights_scale": 1.5, "expert_weights_norm": True},
     ),
     "deepseek": Parts(
         experts=8,
         shared=True,
-        ungated=True,
+        ungated="elements",
         keys=EXPERTS
         | {"expert_shared_count": 2, "leading_dense_block_count": 1, "expert_weights_scale": 1.5},
     ),
@@ -448,7 +466,7 @@ ARCHITECTURES: dict[str, Parts] = {
         latent="apart",
         experts=8,
         shared=True,
-        ungated=True,
+        ungated="elements",
         choice_bias=True,
         keys=EXPERTS
         | LATENT
@@ -462,7 +480,7 @@ ARCHITECTURES: dict[str, Parts] = {
         latent="apart",
         experts=8,
         shared=True,
-        ungated=True,
+        ungated="elements",
         keys=EXPERTS
         | LATENT
         | {"attention.head_count_kv": 1, "attention.key_length": 80, "attention.value_length": 64}
@@ -475,7 +493,7 @@ ARCHITECTURES: dict[str, Parts] = {
         latent="together",
         experts=8,
         shared=True,
-        ungated=True,
+        ungated="elements",
         keys=EXPERTS
         | LATENT
         | YARN
@@ -812,7 +830,7 @@ def write(
                 matrix(prefix + name, 2 * rows if parts.delta and name == "attn_q" else rows, dim)
         matrix(prefix + "attn_output", dim, heads * head_dim)
         if parts.gated:
-            matrix(prefix + "attn_gate", heads * head_dim, dim)
+            matrix(prefix + "attn_gate", heads if parts.gated == "heads" else heads * head_dim, dim)
         if parts.biases:
             in_file = {"attn_qkv": sum(projections.values())} if parts.fused else projections
             for name, rows in in_file.items():

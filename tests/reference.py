@@ -437,7 +437,9 @@ class Reference:
             out[:, head] = weights[:, :-1] @ v[:, of]
         result = out.reshape(n, -1)
         if a.gate:
-            result = result * sigmoid(self._product(h, a.gate))
+            gate = self._product(h, a.gate)
+            gate = np.logaddexp(0, gate).astype(np.float32) if a.gating == "softplus" else sigmoid(gate)
+            result = result * (np.repeat(gate, a.head_dim, -1) if a.gate.rows == a.heads else gate)
         return self._product(result, a.o, a.o_bias)
 
     def _attend_latent(self, part: LatentAttention, h: Floats) -> Floats:

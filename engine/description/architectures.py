@@ -360,8 +360,9 @@ class ModelReader(RecurrentReader, FeedForwardReader):
             return weight, self.vector(f"{tensor}.bias", sizes[x], order, first, of)
 
         def gate() -> Weight | None:
-            if self.has(f"{prefix}attn_gate.weight"):
-                return self.weight(f"{prefix}attn_gate", sizes["q"], dim)
+            if info := self.file.tensors.get(f"{prefix}attn_gate.weight"):
+                rows = heads.count if info.shape[0] == heads.count else sizes["q"]
+                return self.weight(f"{prefix}attn_gate", rows, dim)
             tensor, first, of = source("q")
             every, run = 2 * head_dim, head_dim
             return (
@@ -415,6 +416,7 @@ class ModelReader(RecurrentReader, FeedForwardReader):
             slopes=self.slopes(heads.count),
             limit=self.number("attention.clamp_kqv", 0.0),
             layer_norms=has_layer_norms,
+            gating="softplus" if self.family.softplus_gates else "sigmoid",
         )  # fmt: skip
 
     @property

@@ -36,14 +36,15 @@ class Family:
     if others have one, by this where the files do not say it: the slope, the length, and how many positions later.
     `rotates_first`, `shares_in_turn`: see `Attention`, `DeltaNet`. `layer_norms`: norms are LayerNorms
     (`ModelSpec.centred`). `multiplied_logits`: by the file's scale of logits, by which others are divided. `ungated`:
-    feed-forward layers have no gates. `curved`: they have a curve (see `Dense`). `normed_embedding`: the stream begins
-    with a norm of embeddings, without weights. `post_eps`: that of post norms, if it is another one. `halved_width`:
-    feed-forward layers are half as wide as the files say. `unweighted`: norms of the stream have no weights.
-    `partial_layers`: a layer may have no attention, or no feed-forward layer. `lone_sublayers`: a layer is attention, a
-    feed-forward layer or a recurrent one alone. `recurrent_beside`: each attention has a recurrent layer beside it.
-    `normed_after`: norms come after the sums. It goes `both_ways` if its files do not say otherwise: see `Attention`.
-    `grid_positions`: tokens of pictures have a row and a column (`Rope.sections`). Of pictures, tokens see those after
-    them in the same picture in no layer, in all, or in those with a window (`sees_pictures`)."""
+    feed-forward layers have no gates. `softplus_gates`: of attention (`Attention.gating`). `curved`: feed-forward
+    layers have a curve (see `Dense`). `normed_embedding`: the stream begins with a norm of embeddings, without weights.
+    `post_eps`: that of post norms, if it is another one. `halved_width`: feed-forward layers are half as wide as the
+    files say. `unweighted`: norms of the stream have no weights. `partial_layers`: a layer may have no attention, or no
+    feed-forward layer. `lone_sublayers`: a layer is attention, a feed-forward layer or a recurrent one alone.
+    `recurrent_beside`: each attention has a recurrent layer beside it. `normed_after`: norms come after the sums. It
+    goes `both_ways` if its files do not say otherwise: see `Attention`. `grid_positions`: tokens of pictures have a row
+    and a column (`Rope.sections`). Of pictures, tokens see those after them in the same picture in no layer, in all, or
+    in those with a window (`sees_pictures`)."""
 
     interleaved: bool = False
     activation: Activation = "silu"
@@ -70,6 +71,7 @@ class Family:
     ungated: bool = False
     halved_width: bool = False
     curved: bool = False
+    softplus_gates: bool = False
     normed_embedding: bool = False
     post_eps: float = 0.0
     unweighted: bool = False
@@ -190,6 +192,15 @@ ARCHITECTURES: Mapping[str, Family] = {
     "deci": Family(interleaved=True, partial_layers=True),
     "granite_swa": Family(interleaved=True, full_attention_every=4),
     "mellum": Family(full_attention_every=4, plain_windows=True),
+    "laguna": Family(
+        full_attention_every=4,
+        full_attention_first=True,
+        plain_windows=True,
+        softplus_gates=True,
+        renormalised=False,
+        scoring="sigmoid",
+    ),
+    "spark2_5": Family(activation="gelu", full_attention_every=4, plain_windows=True),
     "olmo": Family(interleaved=True, layer_norms=True, unweighted=True),
     "phimoe": Family(layer_norms=True),
     "qwen": Family(halved_width=True),

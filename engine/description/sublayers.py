@@ -153,7 +153,7 @@ class Attention(Operator):
     (ALiBi). With a `limit`, queries, keys and values are cut to -limit to limit. If norms are `layer_norms`, they take
     the mean off each head, and each head has weights of its own. `sinks`: for each head a score that joins those of
     the keys, unscaled, and whose value is zero. `gate`: the result is multiplied by sigmoid(gate x) before the output
-    projection.
+    projection, or by softplus(gate x) if it is so `gating`; if that has a number for each head, by those.
 
     With `sees_pictures`, a picture's tokens attend also to those after them in the same picture. If it goes
     `both_ways`, all tokens attend to those after them, with a window to as many as before them.
@@ -191,6 +191,7 @@ class Attention(Operator):
     slopes: tuple[float, ...] = ()
     limit: float = 0.0
     layer_norms: bool = False
+    gating: Literal["sigmoid", "softplus"] = "sigmoid"
     words = "attention"
 
     @property
@@ -215,6 +216,11 @@ class Attention(Operator):
     def looks_ahead(self) -> bool:
         """Whether tokens may attend to those after them, in prompts."""
         return self.both_ways or self.sees_pictures
+
+    @property
+    def scales_heads(self) -> bool:
+        """Whether it has a gate of another kind than a sigmoid for each element of the result."""
+        return self.gate is not None and (self.gating != "sigmoid" or self.gate.rows != self.query_size)
 
     @property
     def has_norms_over_heads(self) -> bool:

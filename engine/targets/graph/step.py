@@ -373,7 +373,10 @@ class Transformer(RecurrentLayers, StreamLayers):
             new = Tensor.stack(k, v)
         out = self._attended(a, q, new, run).transpose(0, 1).reshape(x.shape[0], -1)
         if a.gate:
-            out = out * self._product(a.gate, x).sigmoid()
+            gate = self._product(a.gate, x)
+            gate = gate.softplus() if a.gating == "softplus" else gate.sigmoid()
+            shape = x.shape[0], a.gate.rows, -1
+            out = (out.reshape(shape) * gate.unsqueeze(-1)).reshape(x.shape[0], -1)
         return self._product(a.o, out, a.o_bias)
 
     def _cut(self, a: Attention, weight: Weight, x: Tensor, bias: Vector | None) -> Tensor:

@@ -14,6 +14,7 @@ from engine.runtime.kv_blocks import BLOCK
 from engine.targets.buffer_uses import BufferUses
 from engine.targets.cpu.kernels import memory
 from engine.targets.cpu.kernels.attention import attention, n_parts, scratch_size
+from engine.targets.cpu.kernels.head_gates import scale_heads
 from engine.targets.cpu.kernels.lanes import MOST_LANES
 from engine.targets.cpu.kernels.rope import HeadLanes, rotate
 from engine.targets.cpu.step_builder import StepBuilder
@@ -68,12 +69,16 @@ class AttentionHandler(Handler):
         biases = part.q_bias, part.k_bias, part.v_bias
         self._qkv = [weights.matrix(w, first, rows) for w, first in zip(qkv, firsts, strict=True)]
         self._gate = weights.matrix(part.gate) if part.gate else None
+        self._scales = part.gating if part.scales_heads else ""
         self._bias = weights.joined([(bias, w.rows) for bias, w in zip(biases, qkv, strict=False)])
 
     def add_kernels(self, step: StepBuilder) -> None:
         gates = step.rows("gate", self.heads.query * self.heads.dim) if self._gate else None
         attended = self._attend(step, self._rotate(step, gates))
-        if gates is not None:
+        if gates is not None and self._gate and self._scales:
+            self._scale_heads(step, attended, gates, self._gate)
+            inputs = step.quantize(attended, [self._o])
+        elif gates is not None:
             inputs = step.quantize(gates, [self._o], gate=("sigmoid", attended))
         else:
             inputs = step.quantize(attended, [self._o])
@@ -81,6 +86,14 @@ class AttentionHandler(Handler):
 
     def keep(self, step: StepBuilder) -> None:
         self._rotate(step)
+
+    def _scale_heads(self, step: StepBuilder, attended: Tensor, gates: Tensor, gate: Matrix) -> None:
+        """Adds the kernel of gates that are no sigmoids of each element."""
+        buffers, heads = step.buffers, self.heads
+        each = heads.query * heads.dim // gate.rows
+        stride = gate.layout.groups(gate.rows) * buffers.lanes
+        kernel = scale_heads(gate.rows, each, stride, self._scales == "softplus", buffers.lanes, step.tile)
+        step.add(kernel, attended, *step.state, gates, parts=step.parts)
 
     def _attend(self, step: StepBuilder, queries: Tensor) -> Tensor:
         """Adds the kernel of attention; returns what the queries attend to."""

@@ -60,6 +60,7 @@ class AttentionHandler(Handler):
             "scores that fall with the distance of tokens": part.slopes,
             "queries, keys and values within limits": part.limit,
             "LayerNorms of heads": part.layer_norms,
+            "gates of heads": part.scales_heads,
         }
         if any(lacking.values()):
             return next(words for words, lacks in lacking.items() if lacks)
