@@ -2,6 +2,9 @@
 imported once. Each takes a file's tests when it has ended those of another, and tells this process what came of them.
 
 A test whose process dies has failed, and so have those that nobody has run.
+
+pytest-xdist does the same, but each of its three processes collects all tests anew, which took 8 CPU seconds each, of
+the 480 that two CPUs have in four minutes, and takes two files ahead, so that one of them is idle at the end.
 """
 
 from __future__ import annotations

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -217,10 +218,10 @@ class ModelSpec:
         """Whether the embedding is the output head too."""
         return self.head == self.embedding
 
-    @property
+    @cached_property  # each layer's cache asks
     def is_float32(self) -> bool:
         """Whether all matrices are float32."""
-        return all(TYPES[weight.type].name == "F32" for weight in self.weights())
+        return all(TYPES[weight.type].name == "F32" for weight in self._weights())
 
     def operators(self) -> Iterator[Operator]:
         """What all sublayers compute, and also the layers that some consist of."""

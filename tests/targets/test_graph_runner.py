@@ -15,11 +15,12 @@ from tests.targets.layers import opened, written
 from tests.targets.lone_sequence import LoneSequence
 from tests.thorough import THOROUGH, rarely, thorough
 
-# The model that decodes is compiled as for users, the others as plain loops.
+# Plain loops: ORIN_THOROUGH compiles as for users.
 plain = Context(NOOPT=int(not THOROUGH))
 TOKENS = np.random.default_rng(1).integers(0, 256, 90).tolist()
 
 
+@plain
 @pytest.mark.parametrize("name", ["llama F32 untied, rope factors", rarely("phi3 Q8_0, 12 of 16 rotated")])
 def test_prefill_and_decode_agree_with_float32(name, tmp_path, monkeypatch):
     path = written(name, tmp_path)
