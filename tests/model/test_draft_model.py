@@ -65,6 +65,7 @@ def test_states_go_back_to_where_guesses_were_right(paths):
     assert plain == checked and end.draft_n > end.draft_n_accepted
 
 
+@thorough  # tests/targets/test_draft_head.py has its drafts
 def test_the_text_with_a_draft_head_is_the_models(paths):
     (_, plain), (end, checked) = (answer(paths, "", "with a head", who) for who in ("off", "heads"))
     assert plain == checked and end.draft_n > 0

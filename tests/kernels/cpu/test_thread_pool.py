@@ -83,6 +83,7 @@ def test_a_thread_that_waits_long_sleeps(pool: ThreadPool) -> None:
     assert used < 1.5 * took, "the other thread does not poll all the time"
 
 
+@thorough  # it is timed
 def test_a_thread_without_a_cpu_holds_nobody_up() -> None:
     """Two threads that share a CPU: the one that runs does the work, and does not wait for the other's turn."""
     cpu = min(os.sched_getaffinity(0))
