@@ -45,6 +45,7 @@ def _said(phrase: Mapping[str, str], otherwise: str, **names: str) -> str:
     return phrase["answer"].format(**names) if "answer" in phrase else otherwise
 
 
+_FAMILY = re.compile(r"[a-z]+(?:-[a-z]{3,}\b)*")  # of a model name: without its number and size
 IN_LINE_MODE = " In the line mode, type "
 """Before the command that does the same as a key, at the end of an answer."""
 
@@ -266,7 +267,8 @@ def preset_files() -> Iterator[Source]:
 
 def catalog() -> Iterator[Source]:
     """The models with a known name that chat."""
-    families = dict.fromkeys(model.name.split(":")[0] for model in names.known_models() if model.chats)
+    found = (_FAMILY.match(model.name) for model in names.known_models() if model.chats)
+    families = dict.fromkeys(name[0] for name in found if name)
     known = f"Models known by name are qwen3:0.6b and others of {', '.join(families)}."
     sentence = f"{known} {figures()['key_models']}, or orin-chat models, lists all."
     yield Source("models", "names", sentence, ("qwen3:0.6b",), {})
