@@ -84,7 +84,7 @@ def _report(session: pytest.Session, processes: list[_Process]) -> None:
                 continue
             report = config.hook.pytest_report_from_serializable(config=config, data=data)
             if report.when == "teardown":
-                del left[report.nodeid]
+                left.pop(report.nodeid, None)  # a file that is named twice has its tests twice
             config.hook.pytest_runtest_logreport(report=report)
             if stop := session.shouldfail or session.shouldstop:
                 raise (session.Failed if session.shouldfail else session.Interrupted)(stop)
