@@ -14,7 +14,8 @@ from engine.description.assistant import read_assistant
 from engine.description.spec import ModelSpec
 from engine.description.sublayers import Attention
 from engine.formats.gguf import GGUF
-from tests.generated_model import EPSILON, GEMMA4, ROPE_BASE, SPECIALS, _vocabulary, random_matrix
+from tests.generated_families import EPSILON, GEMMA4
+from tests.generated_model import ROPE_BASE, SPECIALS, _vocabulary, random_matrix
 from tests.reference import Floats, Reference, softmax
 
 _ARCHITECTURE = "gemma4-assistant"

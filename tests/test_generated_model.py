@@ -4,7 +4,8 @@ import pytest
 from gguf import GGMLQuantizationType as Type
 
 from engine.formats.quantization import FLOATS, QUANTIZED
-from tests.generated_model import ARCHITECTURES, write
+from tests.generated_families import ARCHITECTURES
+from tests.generated_model import write
 from tests.reference import Reference
 from tests.thorough import rarely, thorough
 

@@ -14,7 +14,7 @@ from engine.description.sublayers import Dense, LatentAttention
 from engine.errors import ModelFileError
 from engine.formats.gguf import GGUF
 from engine.formats.rope_order import HeadOrder
-from tests import generated_model
+from tests import generated_families, generated_model
 
 LAYERS, DIM, KV_SIZE = 3, 64, 32
 SHAPE = {"layers": LAYERS, "dim": DIM, "heads": 4, "kv_heads": 2, "ffn": 96}
@@ -50,7 +50,7 @@ def read(path, tensors=None, **metadata) -> ModelSpec:
         return read_spec(file)
 
 
-@pytest.mark.parametrize("architecture", generated_model.ARCHITECTURES)
+@pytest.mark.parametrize("architecture", generated_families.ARCHITECTURES)
 def test_all_that_a_file_holds_is_described_once(path_of, architecture):
     spec = read(path_of(architecture))
     assert spec.architecture in ARCHITECTURES
@@ -215,7 +215,7 @@ def test_what_is_not_run(path_of):
 
 def test_windows_of_olmo_3_turn_as_without_a_scaling(path_of):
     """Its files are of the architecture olmo2: set_swa_pattern(4) in llama.cpp, and a comment on yarn there."""
-    yarn = {f"olmo2__{key.replace('.', '__')}": value for key, value in generated_model.YARN.items()}
+    yarn = {f"olmo2__{key.replace('.', '__')}": value for key, value in generated_families.YARN.items()}
     spec = read(path_of("olmo2"), olmo2__attention__sliding_window=16, **yarn)
     assert [a.window for a in spec.attention] == [16, 16, 16], "the fourth would have none"
     (rope,), (plain,) = spec.ropes, read(path_of("olmo2")).ropes
@@ -309,7 +309,7 @@ def test_partly_rotated_heads_turn_no_more_than_that(path_of):
 
 def test_multipliers(path_of):
     """The stream is kept divided by what sublayers' results are multiplied by."""
-    keys = generated_model.MULTIPLIERS
+    keys = generated_families.MULTIPLIERS
     spec, residual = read(path_of("granite")), keys["residual_scale"]
     assert spec.embedding_scale == pytest.approx(keys["embedding_scale"] / residual)
     assert spec.stream_eps == pytest.approx(spec.eps / residual**2)

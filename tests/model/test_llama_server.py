@@ -15,7 +15,7 @@ import pytest
 
 from engine.errors import BackendError
 from engine.peers.llama_process import find_llama_server
-from tests import generated_model
+from tests import generated_families, generated_model
 from tests.reference import Reference, log_softmax
 from tests.thorough import thorough
 
@@ -85,7 +85,7 @@ def served(program: str, model: Path, folder: Path) -> Iterator[Callable[[dict[s
 
 
 @thorough
-@pytest.mark.parametrize("name", [name for name in generated_model.ARCHITECTURES if name not in LEFT_OUT])
+@pytest.mark.parametrize("name", [name for name in generated_families.ARCHITECTURES if name not in LEFT_OUT])
 def test_log_probabilities_are_those_of_llama_cpp(name, tmp_path):
     try:
         program = find_llama_server()

@@ -17,10 +17,10 @@ from engine.protocol.events import (
 )
 from engine.runtime import choice_reporter, scheduler
 from engine.runtime.kv_blocks import KVBlocks
-from tests import generated_model
+from tests import generated_families, generated_model
 
 PROMPT, LAYERS, DIM = tuple(range(30, 50)), 2, 64
-COUNT, USED, WIDTH = generated_model.EXPERTS.values()
+COUNT, USED, WIDTH = generated_families.EXPERTS.values()
 SLOT = Slot(request_id=1, client="", phase="decode", prompt_done=1, prompt_n=1, predicted_n=1, rate=1.0)
 
 

@@ -176,12 +176,12 @@ def _kernels(
 def usual_models() -> Mapping[str, Callable[[Path], None]]:
     """What writes a file of each, by name: its weights are zeros or holes."""
     from engine.formats.quantization import READ_TYPES, read_as
-    from tests import generated_model
+    from tests import generated_families, generated_model
 
     known = {int(kind) for kind in generated_model.Type}  # to the package that writes files
     types = [generated_model.Type(n).name for n in {read_as(n): n for n in READ_TYPES if n in known}.values()]
     models = {f"matrices of {name}": partial(_written, quant=name, **_LAYERS) for name in types}
-    for name in generated_model.ARCHITECTURES:
+    for name in generated_families.ARCHITECTURES:
         models[f"small {name}"] = partial(_written, architecture=name, quant="Q8_0", layers=4)
     models |= {f"encoder of {name}": partial(_encoder, name) for name in ENCODERS}
     return models | {name: partial(_sparse, name) for name in (FULL_SIZE if SHARED.exists() else ())}

@@ -21,7 +21,7 @@ import numpy as np
 from gguf import GGMLQuantizationType as Type
 
 from tests import generated_model
-from tests.generated_model import ARCHITECTURES, Parts
+from tests.generated_families import ARCHITECTURES, Parts
 from tools.measure.mixed_model import more_bits, unique_rows
 
 Keys = Mapping[str, Any]

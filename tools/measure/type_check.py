@@ -53,7 +53,7 @@ _HEAD_SIZES = (64, 80, 96, 128, 256, 48, 112)
 
 def drawn(n: int) -> dict[str, Any]:
     """The arguments of `generated_model.write` for file n."""
-    from tests.generated_model import ARCHITECTURES
+    from tests.generated_families import ARCHITECTURES
 
     draw, names = random.Random(n), [*ARCHITECTURES]
     name = names[n % len(names)]

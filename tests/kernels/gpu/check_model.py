@@ -25,7 +25,7 @@ from engine.targets.nvidia.kernels.sampling.sampling import NOT_FINITE
 from engine.targets.nvidia.memory import CHUNK_SIZES
 from engine.targets.nvidia.runner import NvidiaRunner
 from engine.targets.nvidia.weights import GPUModel
-from tests import generated_model
+from tests import generated_families, generated_model
 from tests.reference import Reference, divergence
 
 
@@ -34,7 +34,7 @@ def check_decode_steps() -> None:
     draws, and two with an embedding that is no number. The choices of all are counted. Large matrices were repacked in
     pieces."""
     shape = {"layers": 1, "dim": 32, "heads": 2, "kv_heads": 1, "ffn": 32}
-    tokens, used = [3, 77], generated_model.EXPERTS["expert_used_count"]
+    tokens, used = [3, 77], generated_families.EXPERTS["expert_used_count"]
     with tempfile.TemporaryDirectory() as folder:
         path = generated_model.write(
             Path(folder) / "model.gguf", architecture="qwen3moe", quant="F32", tied=False, **shape
@@ -84,7 +84,7 @@ def check_profile_of_experts() -> None:
     """A token reads the experts that it chooses; those of a prompt are all."""
     dim, padded = 256, 64
     shape = {"layers": 2, "dim": dim, "heads": 4, "kv_heads": 2}
-    count, used, width = generated_model.EXPERTS.values()
+    count, used, width = generated_families.EXPERTS.values()
     with tempfile.TemporaryDirectory() as folder:
         path = generated_model.write(
             Path(folder) / "model.gguf", architecture="qwen3moe", quant="F16", **shape
