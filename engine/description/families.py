@@ -112,7 +112,7 @@ _NEMOTRON_H = Family(
     scoring="sigmoid",
 )
 
-_GEMMA3 = Family(
+_GEMMA = Family(
     activation="gelu",
     full_attention_every=6,
     plain_windows=True,
@@ -120,10 +120,14 @@ _GEMMA3 = Family(
     rope_base=1e6,
     window_base=1e4,
     scaled_embedding=True,
+)
+_GEMMA3 = replace(
+    _GEMMA,
     long_rope_factor=8.0,  # all but 1B; files of Ollama do not say it
     scored_by_width=62,  # 27B: LLM_TYPE_27B in gemma2.cpp and gemma3.cpp
     sees_pictures="all layers",
 )
+_GEMMA4 = replace(_GEMMA, unscaled_attention=True, normed_values=True, sees_pictures="window layers")
 
 _BERT = Family(
     layer_norms=True, normed_after=True, both_ways=True, activation="gelu", ungated=True, eps=1e-12
@@ -150,30 +154,8 @@ ARCHITECTURES: Mapping[str, Family] = {
     "mistral3": Family(interleaved=True),
     "phi3": Family(),
     "gemma3": _GEMMA3,
-    "gemma4": Family(
-        activation="gelu",
-        full_attention_every=6,
-        plain_windows=True,
-        eps=1e-6,
-        rope_base=1e6,
-        window_base=1e4,
-        scaled_embedding=True,
-        unscaled_attention=True,
-        normed_values=True,
-        sees_pictures="window layers",
-    ),
-    "gemma3n": Family(
-        activation="gelu",
-        full_attention_every=5,
-        plain_windows=True,
-        eps=1e-6,
-        rope_base=1e6,
-        window_base=1e4,
-        scaled_embedding=True,
-        unscaled_attention=True,
-        normed_values=True,
-        logit_cap=30.0,
-    ),
+    "gemma4": _GEMMA4,
+    "gemma3n": replace(_GEMMA4, full_attention_every=5, sees_pictures="no layer", logit_cap=30.0),
     "granite": Family(interleaved=True),
     "arcee": Family(interleaved=True, activation="relu2", ungated=True),
     "maincoder": Family(interleaved=True, rotates_first=True),
