@@ -23,7 +23,7 @@ from tests.soak.counts import Counts
 
 PYTHONPATH = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
 LIMIT_S = 120.0
-_START_S = 6.0
+_START_S = 30.0
 LEAK_BYTES = 64 << 20
 _TAKES = """
 import ctypes, sys

@@ -7,7 +7,9 @@ middle, some vanish at once, some ask for too much. They run in processes of the
 with a key of its own, asks for a single token again and again. Each row is printed when its time is over: what was
 asked, what failed, the time to the first token (ms: median, 99 of 100, longest), memory of the server and of its engine
 with what they started (MB), and of the GPU (MiB: the engine by nvidia-smi, where it tells processes apart; what the
-engine counts itself; all programs). Then a row for each kind of request, and what is left once the server has ended.
+engine counts itself; all programs). Below it what the engine's memory is made of, and of what there is more than at the
+first row (`engine_witness`). Then a row for each kind of request, and what is left once the server has ended: also if
+the measurement is told to end before (SIGTERM).
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ import os
 import queue
 import random
 import re
+import signal
 import socket
 import statistics
 import struct
@@ -30,8 +33,9 @@ import tempfile
 import time
 import urllib.request
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from http.client import HTTPException
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +43,7 @@ from engine.measure.memory import resident_memory
 from tests.generated_model import PASSAGE
 from tests.paths import ROOT
 from tests.soak.server_attacks import family
+from tools.measure import engine_witness
 
 PROCESSES, LIMIT_S, START_S, END_S = 6, 120.0, 120.0, 20.0
 KEYS = ("of-many", "of-one")
@@ -177,7 +182,7 @@ def many(port: int, first: int, clients: int, ends: float, results: Any) -> None
             result = await connection.ask(kind, path, body, choose)
             results.put(result)
             count += 1
-            if result.outcome == "status 429":
+            if result.outcome:
                 await asyncio.sleep(0.5)
         connection.close()
 
@@ -208,6 +213,7 @@ class Server:
     process: subprocess.Popen[str]
     port: int
     before_mib: int | None
+    witness: Path
     results: list[Result] = field(default_factory=list)
 
     def memory(self) -> tuple[int, int]:
@@ -223,6 +229,21 @@ class Server:
         cells = [f"{seconds:.0f}", str(len(results)), str(len(failed)), _times(firsts), _times(others)]
         cells += [f"{of_server >> 20}", f"{of_engine >> 20}", *self.device()]
         return "| " + " | ".join(cells) + " |"
+
+    def inside(self) -> str:
+        """What the engine's memory is made of."""
+        pid, told = engine_witness.engine_of(family(self.process.pid)), engine_witness.told(self.witness)
+        of_maps = ", ".join(f"{name} {mb}" for name, mb in engine_witness.memory_of(pid or 0).items())
+        return f"engine {pid}, MB: {of_maps}; " + (engine_witness.grown(told[0], told[-1]) if told else "-")
+
+    def say(self, seconds: float, results: list[Result]) -> None:
+        """Prints a row, whatever fails: what was asked is of use without what it took."""
+        lines: list[Callable[[], str]] = [lambda: self.row(seconds, results), self.inside]
+        for line in lines:
+            try:
+                print(line(), flush=True)
+            except Exception as error:
+                print(f"{len(results)} requests in {seconds:.0f} s; no row: {error!r}", flush=True)
 
     def device(self) -> list[str]:
         """MiB: of the engine by nvidia-smi, of the engine by itself, and of all programs."""
@@ -246,7 +267,10 @@ class Server:
         address = urllib.request.Request(
             f"http://127.0.0.1:{self.port}/metrics", headers={"X-Api-Key": KEYS[1]}
         )
-        with contextlib.suppress(OSError), urllib.request.urlopen(address, timeout=10) as answer:
+        with (
+            contextlib.suppress(OSError, HTTPException),
+            urllib.request.urlopen(address, timeout=10) as answer,
+        ):
             return str(answer.read().decode())
         return ""
 
@@ -289,9 +313,14 @@ def serving(args: argparse.Namespace, folder: str) -> Iterator[Server]:
         "--plain",
     ]
     options += ["--parallel", args.parallel, "--queue", args.queue, "--api-key-env", "ORIN_KEY"]
+    witness = Path(folder, "witness")
+    customize = engine_witness.SITECUSTOMIZE.format(path=str(witness), every_s=args.every)
+    Path(folder, "sitecustomize.py").write_text(customize)
+    paths = os.pathsep.join(filter(None, (folder, str(ROOT), os.environ.get("PYTHONPATH"))))
+    variables = os.environ | {"ORIN_KEY": ",".join(KEYS), "PYTHONPATH": paths}
     with Path(folder, "log").open("w") as log, subprocess.Popen(
         [sys.executable, "-m", "app", "serve", *map(str, options)],
-        cwd=ROOT, env=os.environ | {"ORIN_KEY": ",".join(KEYS)}, text=True, stdout=log, stderr=subprocess.PIPE,
+        cwd=ROOT, env=variables, text=True, stdout=log, stderr=subprocess.PIPE,
     ) as process:  # fmt: skip
         assert process.stderr
         try:
@@ -303,7 +332,7 @@ def serving(args: argparse.Namespace, folder: str) -> Iterator[Server]:
             else:
                 raise RuntimeError("the server did not start: " + "".join(said))
             os.set_blocking(process.stderr.fileno(), False)
-            server = Server(process, int(address.split(":")[-1].removesuffix("/v1")), before)
+            server = Server(process, int(address.split(":")[-1].removesuffix("/v1")), before, witness)
             until = time.monotonic() + START_S
             while not _healthy(server.port):
                 assert time.monotonic() < until and process.poll() is None, "the model was not loaded"
@@ -315,7 +344,7 @@ def serving(args: argparse.Namespace, folder: str) -> Iterator[Server]:
 
 def _healthy(port: int) -> bool:
     with (
-        contextlib.suppress(OSError),
+        contextlib.suppress(OSError, HTTPException),
         urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5) as answer,
     ):
         return bool(answer.status == 200)
@@ -343,10 +372,13 @@ def run(args: argparse.Namespace) -> None:
         head = ["s", "asked", "failed", "first token", "another key's", "server", "engine"]
         head += ["GPU: engine", "its count", "all"]
         print("| " + " | ".join(head) + " |\n" + "|---" * len(head) + "|", flush=True)
-        print(server.row(0, []), flush=True)
-        _ask(args, server, started)
-        _print_kinds(server.results)
-        _print_end(server)
+        server.say(0, [])
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit("told to end"))
+        try:
+            _ask(args, server, started)
+        finally:
+            _print_kinds(server.results)
+            _print_end(server)
 
 
 def _ask(args: argparse.Namespace, server: Server, started: float) -> None:
@@ -361,26 +393,23 @@ def _ask(args: argparse.Namespace, server: Server, started: float) -> None:
     processes.append(spawn.Process(target=other, args=(server.port, ends, results)))
     for process in processes:
         process.start()
-    due, part, since = time.time() + args.every, list[Result](), time.time()
-    while any(process.is_alive() for process in processes) and time.time() < ends + END_S / 2:
+    since, due, first = time.time(), time.time() + args.every, 0
+    try:
+        while any(process.is_alive() for process in processes) and time.time() < ends + END_S / 2:
+            with contextlib.suppress(queue.Empty):
+                server.results.append(results.get(timeout=0.2))
+            if time.time() >= due:
+                server.say(time.time() - since, server.results[first:])
+                due, first = due + args.every, len(server.results)
         with contextlib.suppress(queue.Empty):
             while True:
-                part.append(results.get(timeout=0.2))
-                if time.time() >= due:
-                    break
-        if time.time() >= due:
-            print(server.row(time.time() - since, part), flush=True)
-            server.results += part
-            due, part = due + args.every, []
-    with contextlib.suppress(queue.Empty):
-        while True:
-            part.append(results.get(timeout=0.2))
-    print(server.row(time.time() - since, part), flush=True)
-    server.results += part
-    if late := [process for process in processes if process.is_alive()]:
-        print(f"{len(late)} processes of clients had not ended {END_S / 2:.0f} s later", flush=True)
-    for process in late:
-        process.kill()
+                server.results.append(results.get(timeout=0.2))
+        server.say(time.time() - since, server.results[first:])
+        if late := sum(process.is_alive() for process in processes):
+            print(f"{late} processes of clients had not ended {END_S / 2:.0f} s later", flush=True)
+    finally:
+        for process in processes:
+            process.kill()
 
 
 def _print_kinds(results: list[Result]) -> None:
