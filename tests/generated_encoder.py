@@ -14,10 +14,11 @@ DIM, WIDTH, HEADS, PATCH = 32, 48, 2, 4
 
 def write(
     path: Path, kind: str, *, out: int = 64, half: bool = False, side: int = 0, seed: int = 0, dim: int = DIM,
-    width: int = WIDTH, heads: int = HEADS, patch: int = PATCH,
+    width: int = WIDTH, heads: int = HEADS, patch: int = PATCH, deep: bool = False,
 ) -> Path:  # fmt: skip
     """Writes an encoder to `path` and returns it. `half`: matrices are float16. `side`: of pictures, for those that are
-    all of one size (gemma3), or at most so long (pixtral)."""
+    all of one size (gemma3), or at most so long (pixtral). `deep`: of two layers, the first of which has a projector of
+    its own (deepstack)."""
     rng, merge, head = np.random.default_rng(seed), KINDS[kind], dim // heads
     joined = merge**2 * dim
     side = side or 2 * merge * patch
@@ -26,7 +27,7 @@ def write(
     writer.add_string("clip.projector_type", kind)
     sizes = {
         "image_size": side, "patch_size": patch, "embedding_length": dim, "feed_forward_length": width,
-        "block_count": 1, "projection_dim": out, "attention.head_count": heads,
+        "block_count": 1 + deep, "projection_dim": out, "attention.head_count": heads,
     }  # fmt: skip
     for key, value in sizes.items():
         writer.add_uint32(f"clip.vision.{key}", value)
@@ -60,19 +61,25 @@ def write(
         tensor("v.position_embd.weight", *places[kind], std=0.5)
     if kind == "pixtral":
         norm("v.pre_ln")
-    prefix = "v.blk.0."
-    for name in ["ln1", "ln2", *(["attn_post_norm", "ffn_post_norm"] if kind == "gemma4v" else [])]:
-        norm(prefix + name)
-    if kind == "qwen3vl_merger":
-        tensor("v.patch_embd.weight.1", dim, 3, patch, patch)
-        matrix(prefix + "attn_qkv", 3 * dim, dim)
-    else:
-        for name in "qkv":
-            matrix(f"{prefix}attn_{name}", dim, dim)
-    matrix(prefix + "attn_out", dim, dim)
-    for name in ["ffn_up", *(["ffn_gate"] if has_gate else [])]:
-        matrix(prefix + name, width, dim)
-    matrix(prefix + "ffn_down", dim, width)
+    for i in range(1 + deep):
+        prefix = f"v.blk.{i}."
+        for name in ["ln1", "ln2", *(["attn_post_norm", "ffn_post_norm"] if kind == "gemma4v" else [])]:
+            norm(prefix + name)
+        if kind == "qwen3vl_merger":
+            if i == 0:
+                tensor("v.patch_embd.weight.1", dim, 3, patch, patch)
+            matrix(prefix + "attn_qkv", 3 * dim, dim)
+        else:
+            for name in "qkv":
+                matrix(f"{prefix}attn_{name}", dim, dim)
+        matrix(prefix + "attn_out", dim, dim)
+        for name in ["ffn_up", *(["ffn_gate"] if has_gate else [])]:
+            matrix(prefix + name, width, dim)
+        matrix(prefix + "ffn_down", dim, width)
+    if deep:
+        norm("v.deepstack.0.norm", joined)
+        matrix("v.deepstack.0.fc1", joined, joined)
+        matrix("v.deepstack.0.fc2", out, joined)
     match kind:
         case "qwen3vl_merger":
             norm("v.post_ln")

@@ -57,6 +57,9 @@ class Reference:
     """The model of a GGUF file, in a session that was opened with `context` tokens: phi3's rotary embedding depends on
     it. 0 is a short one."""
 
+    pictures: Floats | None = None
+    """The embeddings of pictures, zeros where a token is none, float32 (n, `ModelSpec.picture_width`)."""
+
     def __init__(self, path: Path, context: int = 0) -> None:
         with GGUF(path) as file:
             self.spec = self._read(file)
@@ -127,7 +130,9 @@ class Reference:
         self, tokens: Sequence[int], caches: list[tuple[Floats, Floats]] | None = None
     ) -> Iterator[Floats]:
         spec = self.spec
-        x = self._matrix(spec.embedding)[list(tokens)] * np.float32(spec.embedding_scale)
+        x = self._matrix(spec.embedding)[np.maximum(tokens, 0)] * np.float32(spec.embedding_scale)
+        if self.pictures is not None:
+            x = np.where(np.array(tokens)[:, None] < 0, self.pictures[:, : spec.dim], x)
         if spec.positions:
             x = x + self._matrix(spec.positions)[: len(x)]
         if spec.token_type:
@@ -201,6 +206,8 @@ class Reference:
             x = centred(x) if spec.centred else x
             if sublayer.scale:
                 x = x * self._vector(sublayer.scale)
+            if sublayer.picture_part and self.pictures is not None:
+                x = x + self.pictures[:, sublayer.picture_part * spec.dim :][:, : spec.dim]
             yield x
 
     def _modes(self, part: Modes, x: Floats) -> Floats:

@@ -58,13 +58,13 @@ def encoder_beside(model: Path) -> Path | None:
 
 def fits(encoder: Path, model: Path) -> bool:
     """Whether an encoder runs, and is for models such as this one. Reads the heads of both files."""
-    from engine.description.vision_reader import FITTING, read_vision  # imports numpy
+    from engine.description.deepstack import picture_width  # imports numpy, as does the next one
+    from engine.description.vision_reader import FITTING, read_vision
     from engine.formats.gguf import GGUF
 
     with contextlib.suppress(ModelFileError, OSError), GGUF(encoder) as seen, GGUF(model) as file:
         architecture, spec = file.get("general.architecture", str, ""), read_vision(seen)
-        width = file.get(f"{architecture}.embedding_length", int, 0)
-        return FITTING.get(architecture) == spec.kind and spec.out == width
+        return FITTING.get(architecture) == spec.kind and spec.width == picture_width(file, architecture)
     return False
 
 

@@ -17,6 +17,7 @@ import numpy as np
 
 from engine.description.altup import has_streams, read_merge, read_streamed_layer
 from engine.description.checked_file import MOST
+from engine.description.deepstack import with_picture_parts
 from engine.description.draft_head import read_draft_head
 from engine.description.families import ARCHITECTURES, Family
 from engine.description.feed_forward_reader import FeedForwardReader
@@ -142,7 +143,7 @@ class ModelReader(RecurrentReader, FeedForwardReader):
             embedding=embedding,
             embedding_scale=scale,
             sublayers=(
-                *(sublayer for i in range(self.layers) for sublayer in self.layer(i)),
+                *with_picture_parts(self, map(self.layer, range(self.layers))),
                 *((read_merge(self, self.dim),) if has_streams(self) else ()),
             ),
             output_norm=Vector(

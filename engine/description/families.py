@@ -231,8 +231,8 @@ ARCHITECTURES: Mapping[str, Family] = {
     "minicpm3": Family(embedding_scale=12.0, depth_scale=1.4, base_width=256, multiplied_logits=True),
     "qwen2moe": Family(renormalised=False),
     "qwen2vl": Family(),
-    "qwen3vl": Family(),
-    "qwen3vlmoe": Family(),
+    "qwen3vl": Family(grid_positions=True),
+    "qwen3vlmoe": Family(grid_positions=True),
     "seed_oss": Family(),
     "command-r": Family(interleaved=True, layer_norms=True, multiplied_logits=True),
     "cohere2": Family(

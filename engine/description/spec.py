@@ -80,7 +80,8 @@ class Sublayer:
     `scale`: with a post norm, a number by which x is multiplied at last, and so is a `factor` after sublayers side by
     side. `norm_bias` is added to what the norm gives. A sublayer `beside` the one before it reads x as that did, and
     both results, each after its own post norm, are added to x at once. If its norm `replaces` x, the result is added to
-    what the norm gives: x = norm(x) + operator(norm(x)) (BERT)."""
+    what the norm gives: x = norm(x) + operator(norm(x)) (BERT). With a `picture_part`, this part of the embeddings of
+    pictures is added to their tokens, too; part 0 is what the stream begins with (`VisionSpec.projectors`)."""
 
     norm: Vector | None
     operator: Operator
@@ -90,6 +91,7 @@ class Sublayer:
     beside: bool = False
     replaces: bool = False
     factor: float = 1.0
+    picture_part: int = 0
 
     @property
     def vectors(self) -> tuple[Vector, ...]:
@@ -233,6 +235,16 @@ class ModelSpec:
     @property
     def attention(self) -> list[Attention]:
         return [operator for operator in self.operators() if isinstance(operator, Attention)]
+
+    @property
+    def picture_parts(self) -> int:
+        """The parts of a picture's embeddings, of `dim` elements each."""
+        return 1 + max(sublayer.picture_part for sublayer in self.sublayers)
+
+    @property
+    def picture_width(self) -> int:
+        """The elements of the embeddings of pictures, all their parts."""
+        return self.picture_parts * self.dim
 
     @property
     def added_tables(self) -> tuple[Weight, ...]:

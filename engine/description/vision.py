@@ -2,11 +2,11 @@
 
     x = patches @ kernels + bias + positions;  x = norm(x)
     for each sublayer:  x += post_norm(operator(norm(x)))
-    for each step of the projector:  x = step(x)
+    for each projector:  y = x after so many sublayers;  for each of its steps:  y = step(y)
 
 x has a row for each patch. The patches of a token follow each other, row by row of their square, so that they can be
-merged at last. What the products clamp, which norms there are and how heads are rotated is in the description; the
-targets know no family.
+merged at last. A token's embedding is what all projectors make of it, one after the other. What the products clamp,
+which norms there are and how heads are rotated is in the description; the targets know no family.
 """
 
 from __future__ import annotations
@@ -107,6 +107,14 @@ ProjectorStep = Norm | Merge | Linear | Affine | Bend
 
 
 @dataclass(frozen=True)
+class Projector:
+    """What makes embeddings, or a part of them, of x after so many `sublayers`."""
+
+    sublayers: int
+    steps: tuple[ProjectorStep, ...]
+
+
+@dataclass(frozen=True)
 class Rotations:
     """Radians by which each pair of a head turns for each row of patches, and for each column: (head_dim / 2,)."""
 
@@ -127,8 +135,9 @@ class Positions:
 @dataclass(frozen=True)
 class VisionSpec:
     """An encoder. `patch`: the side of a patch in pixels. `merge`: so many patches a side become a token. `mean` and
-    `std` of the colours (0 to 1), for (colour - mean) / std. `out`: elements of an embedding. `line_end`: the embedding
-    after each row of tokens but the last."""
+    `std` of the colours (0 to 1), for (colour - mean) / std. `out`: elements of what each of the `projectors` makes of
+    a token; the first one is what the model begins with, and the others are added later (`Sublayer.picture_part`).
+    `line_end`: the embedding after each row of tokens but the last."""
 
     kind: str
     name: str
@@ -145,7 +154,7 @@ class VisionSpec:
     norm: Norm | None
     sublayers: tuple[PatchSublayer, ...]
     rotations: Rotations | None
-    projector: tuple[ProjectorStep, ...]
+    projectors: tuple[Projector, ...]
     line_end: Vector | None
 
     def weights(self) -> Iterator[Weight]:
@@ -154,6 +163,19 @@ class VisionSpec:
 
     def vectors(self) -> Iterator[Vector]:
         return (part for part in parts_of(self) if isinstance(part, Vector))
+
+    @property
+    def projector_steps(self) -> tuple[ProjectorStep, ...]:
+        """Those of all projectors."""
+        return tuple(step for projector in self.projectors for step in projector.steps)
+
+    def projectors_after(self, sublayers: int) -> list[Projector]:
+        return [projector for projector in self.projectors if projector.sublayers == sublayers]
+
+    @property
+    def width(self) -> int:
+        """Elements of an embedding."""
+        return len(self.projectors) * self.out
 
     @property
     def n_bytes(self) -> int:

@@ -25,6 +25,7 @@ from engine.description.vision import (
     PatchFeedForward,
     PatchSublayer,
     Positions,
+    Projector,
     ProjectorStep,
     Rotations,
     VisionSpec,
@@ -39,9 +40,12 @@ KINDS = {"qwen3vl_merger": 2, "gemma3": 4, "gemma4v": 3, "pixtral": 2}
 FITTING = {
     "qwen35": "qwen3vl_merger",
     "qwen35moe": "qwen3vl_merger",
+    "qwen3vl": "qwen3vl_merger",
+    "qwen3vlmoe": "qwen3vl_merger",
     "gemma3": "gemma3",
     "gemma4": "gemma4v",
     "mistral3": "pixtral",
+    "llama": "pixtral",
 }
 """The kind of encoder that models of an architecture have."""
 
@@ -105,7 +109,8 @@ class _Reader(CheckedFile):
         layers = self.size("block_count")
         if layers > _MAX_LAYERS:
             raise damaged(self.file.path, f"it has {layers} layers")
-        out, projector = self.projector()
+        out, steps = self.projector()
+        projectors = Projector(2 * layers, steps), *self.later_projectors(layers, out)
         spec = VisionSpec(
             kind=self.kind,
             name=self.file.get("general.name", str, self.file.path.stem),
@@ -122,7 +127,7 @@ class _Reader(CheckedFile):
             norm=self.norm("v.pre_ln") if self.has("v.pre_ln.weight") else None,
             sublayers=tuple(sublayer for i in range(layers) for sublayer in self.layer(f"v.blk.{i}.")),
             rotations=self.rotations(),
-            projector=projector,
+            projectors=projectors,
             line_end=self.required("v.token_embd.img_break", out) if self.kind == "pixtral" else None,
         )
         if spec.most_patches > _MOST_PATCHES:
@@ -332,3 +337,13 @@ class _Reader(CheckedFile):
                 norm = self.norm("mm.input_norm")
                 return out, (norm, Merge("channels"), merger, first, Bend("exact gelu"), last)
         return out, steps
+
+    def later_projectors(self, layers: int, out: int) -> Iterator[Projector]:
+        """Those of some layers, whose results the model adds later (deepstack of Qwen3-VL)."""
+        joined = self.merge**2 * self.dim
+        for i in range(layers):
+            if self.has(f"{(prefix := f'v.deepstack.{i}')}.fc1.weight"):
+                first = self.linear(f"{prefix}.fc1", joined, joined)
+                last = self.linear(f"{prefix}.fc2", out, joined)
+                norm = self.norm(f"{prefix}.norm", joined)
+                yield Projector(2 * i + 2, (Merge("join"), norm, first, Bend("exact gelu"), last))

@@ -50,9 +50,9 @@ class EncoderFile:
                 f"{model.architecture}.",
                 "Choose the encoder's file that came with the model.",
             )
-        if self.spec.out != model.dim:
+        if self.spec.width != model.picture_width:
             raise ModelFileError(
-                f"{name} makes embeddings of {self.spec.out} elements, and {model.name} takes {model.dim}.",
+                f"{name} makes embeddings of {self.spec.width} elements, and {model.name} takes {model.picture_width}.",
                 "Choose the encoder's file that came with the model.",
             )
         stat = Path(path).stat()

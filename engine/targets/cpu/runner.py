@@ -235,14 +235,20 @@ class CPURunner:
     def _set_pictures(self, slot: Slot, first: int) -> None:
         """Says of the slot's tokens, which are those from `first` on in the step, what pictures change."""
         model, pictures, (position, n) = self._model, slot.pictures, (slot.position, len(slot.inputs))
+        dim = model.spec.dim
         tokens = slice(first, first + n)
         if slot.want != "last":
             seen = memory.view(model.seen)
             seen[:] = np.arange(position + 1, position + len(seen) + 1)
             if pictures:
                 seen[:n] = pictures.seen(position, n)
-                if (embeddings := pictures.embeddings(position, n)) is not None:
-                    memory.view(model.of_pictures[0]).reshape(-1, model.spec.dim)[:n] = embeddings
+            embeddings = pictures.embeddings(position, n) if pictures else None
+            for i, part in enumerate(model.of_pictures):
+                rows = memory.view(part).reshape(-1, dim)
+                if embeddings is not None:
+                    rows[:n] = embeddings[:, i * dim : (i + 1) * dim]
+                elif i:
+                    rows[:n] = 0
         for i, tables in model.turned.items():
             rope = model.spec.ropes[i]
             places = positions_of(pictures, position, n)

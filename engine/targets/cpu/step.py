@@ -37,7 +37,7 @@ def step_kernels(model: CPUModel, tile: int, rows: int = 0, whole: bool = False)
         *step.state,
         model.tokens,
         embedding.stream,
-        *of_pictures,
+        *of_pictures[:1],
     )
     _embed_layers(model, step)
     if joint:
@@ -70,6 +70,8 @@ def step_kernels(model: CPUModel, tile: int, rows: int = 0, whole: bool = False)
         if waiting and not is_added_later:
             step.add_rows(waiting, factor=sublayer.factor)
             waiting = []
+        if sublayer.picture_part and of_pictures:
+            step.add_rows([of_pictures[sublayer.picture_part]])
         step.sequence.output(step.x)
     if rows:
         back = [joint.back] if joint and joint.back else []

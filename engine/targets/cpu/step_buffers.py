@@ -49,7 +49,9 @@ class StepBuffers:
             for i, both in enumerate(tables)
         ]
         self.seen = memory.zeros(self.max_chunk, dtypes.int32)
-        self.of_pictures = [memory.zeros(self.max_chunk * spec.dim, dtypes.float32)] if pictures else []
+        parts = spec.picture_parts if pictures else 0
+        self.of_pictures = [memory.zeros(self.max_chunk * spec.dim, dtypes.float32) for _ in range(parts)]
+        """The parts of the embeddings of pictures, of all but the first one zeros where a token is none."""
         factors = [spec.temperature.factors(positions)] if spec.temperature else []
         self.temperatures = [memory.array(of, dtypes.float32) for of in factors]
         self.mask = memory.array(mask(lanes), dtypes.float32)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import product as product_of
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,6 +25,7 @@ from engine.description.vision import (
     PatchAttention,
     PatchFeedForward,
     PatchSublayer,
+    Projector,
     ProjectorStep,
     VisionSpec,
 )
@@ -62,7 +64,7 @@ Limits = tuple[float, float] | None
 
 def lacks(spec: VisionSpec) -> str:
     """What these kernels do not compute of an encoder, in words; "" if nothing."""
-    turned = (step.weight for step in spec.projector if isinstance(step, Linear) and step.transposed)
+    turned = (step.weight for step in spec.projector_steps if isinstance(step, Linear) and step.transposed)
     if any(TYPES[weight.type].name not in HOST_TYPES for weight in turned):
         return "a quantized matrix with a row for each input"
     attention = [s.operator for s in spec.sublayers if isinstance(s.operator, PatchAttention)]
@@ -111,7 +113,7 @@ class CPUEncoder:
         half = len(spec.rotations.by_row) if spec.rotations else 0
         self._turns = [self._whole(name, half) for name in ("cos", "sin")] if half else []
         sequences = [list(self._kernels_of(sublayer)) for sublayer in spec.sublayers]
-        steps = [*(Linear(kernel) for kernel in spec.kernels), *spec.projector]
+        steps = [*(Linear(kernel) for kernel in spec.kernels), *spec.projector_steps]
         bends = [step.activation if isinstance(step, Bend) else None for step in steps]
         linears = {
             step: self._linear_kernels(step, bending)
@@ -131,8 +133,8 @@ class CPUEncoder:
         table = self._vectors[spec.positions.table].reshape(-1, spec.dim) if spec.positions else None
         of = encoder_input(spec, rgb, table)
         chunks = list(_chunks(len(of.patches), self._lanes))
-        jobs = [(s, chunk) for sublayer in self._sequences for s in sublayer for chunk in chunks]
-        yield Progress(0, len(jobs) + 1)
+        total = len(chunks) * sum(map(len, self._sequences)) + 1
+        yield Progress(0, total)
         first, *more = (self._linear(Linear(kernel), of.patches) for kernel in spec.kernels)
         x = sum(more, start=first)
         if spec.bias:
@@ -150,15 +152,18 @@ class CPUEncoder:
         for turns, angles in zip(self._turns, (of.cos, of.sin), strict=False):
             assert angles is not None
             memory.view(turns)[: angles.size] = angles.reshape(-1)
-        for done, (sequence, chunk) in enumerate(jobs):
-            if done:  # the first part had the patches
-                yield Progress(done, len(jobs) + 1)
-            self._run(sequence, chunk)
-        yield Progress(len(jobs), len(jobs) + 1)
-        x = rows[:n, : spec.dim]
-        for step in spec.projector:
-            x = self._projected(step, x)
-        return with_line_ends(x, grid, self._vectors[spec.line_end] if spec.line_end else None)
+        done, parts = 0, dict[Projector, Floats]()
+        for sublayers, sequences in enumerate(self._sequences, 1):
+            for sequence, chunk in product_of(sequences, chunks):
+                if done:  # the first part had the patches
+                    yield Progress(done, total)
+                self._run(sequence, chunk)
+                done += 1
+            for projector in spec.projectors_after(sublayers):
+                yield Progress(done, total)
+                parts[projector] = self._project(projector, rows[:n, : spec.dim])
+        embeddings = np.concatenate([parts[projector] for projector in spec.projectors], axis=1)
+        return with_line_ends(embeddings, grid, self._vectors[spec.line_end] if spec.line_end else None)
 
     def preparations(self) -> Sequence[Callable[[], None]]:
         """None: all kernels were compiled when the encoder was opened."""
@@ -328,6 +333,11 @@ class CPUEncoder:
         low, high = linear.outputs or (-np.inf, np.inf)
         clipped: Floats = np.clip(y, np.float32(low), np.float32(high), out=y)
         return clipped
+
+    def _project(self, projector: Projector, x: Floats) -> Floats:
+        for step in projector.steps:
+            x = self._projected(step, x)
+        return x
 
     def _projected(self, step: ProjectorStep, x: Floats) -> Floats:
         match step:

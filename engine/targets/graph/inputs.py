@@ -35,7 +35,8 @@ class Step(NamedTuple):
     tail_rows: UOp | int = 0
     tail_place: UOp | int = 0
     of_pictures: Tensor | None = None
-    """What negative tokens have in place of embeddings, float32 (n, dim), if prompts may have pictures."""
+    """The embeddings of pictures, zeros where a token is none, float32 (n, `ModelSpec.picture_width`), if prompts may
+    have some."""
     cos: Tensor | None = None
     """Of rotary embeddings with three positions, cosines and sines of the tokens, float32 (n, pairs) each."""
     sin: Tensor | None = None

@@ -149,7 +149,7 @@ class GraphRunner:
         if size == 1:
             return step
         n = len(slot.inputs)
-        of_pictures = np.zeros((size, self._transformer.spec.dim), np.float32)
+        of_pictures = np.zeros((size, self._transformer.spec.picture_width), np.float32)
         seen = np.arange(position + 1, position + size + 1, dtype=np.int32)
         if pictures:
             seen[:n] = pictures.seen(position, n)

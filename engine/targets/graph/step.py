@@ -112,7 +112,7 @@ class Transformer(RecurrentLayers, StreamLayers):
         x = self._matrices[self.spec.embedding].take(tokens).contiguous()
         x = x if scale == 1 else x * scale
         if step.of_pictures is not None:
-            x = (step.tokens < 0).unsqueeze(-1).where(step.of_pictures, x)
+            x = (step.tokens < 0).unsqueeze(-1).where(self._picture_part(step.of_pictures, 0), x)
         if self.spec.positions:
             n = cast(int, tokens.shape[0])
             places = self._numbers[step.position : step.position + n].minimum(self.spec.positions.rows - 1)
@@ -221,10 +221,15 @@ class Transformer(RecurrentLayers, StreamLayers):
             x = centred(x) if spec.centred else x
             if sublayer.scale:
                 x = x * self._vectors[sublayer.scale]
+            if sublayer.picture_part and step.of_pictures is not None:
+                x = x + self._picture_part(step.of_pictures, sublayer.picture_part)
             if not isinstance(operator, Attention):
                 x = x.contiguous()
                 x.realize()  # layer by layer, so that tinygrad schedules the first and reuses that for the others
             yield x, run.stored
+
+    def _picture_part(self, of_pictures: Tensor, part: int) -> Tensor:
+        return of_pictures[:, part * self.spec.dim : (part + 1) * self.spec.dim]
 
     def _layer_embeddings(self, x: Tensor, rows: Tensor) -> list[Tensor]:
         """What the tokens of the embeddings x (n, dim) give each layer, (n, size) each."""

@@ -29,6 +29,7 @@ from engine.description.vision import (
     PatchAttention,
     PatchFeedForward,
     PatchSublayer,
+    Projector,
     ProjectorStep,
     VisionSpec,
     parts_of,
@@ -58,12 +59,14 @@ class GraphEncoder:
         vectors = {v: Tensor(data).realize() for v, data in self._host.items() if v not in on_host}
         self._limits = {
             key: Tensor(np.array(limits, np.float32)).realize()
-            for key, limits in _limits((spec.sublayers, spec.projector))
+            for key, limits in _limits((spec.sublayers, spec.projector_steps))
         }
         is_gpu = not Device.DEFAULT.startswith("CPU")
         self._input = dtypes.float16 if is_gpu and not spec.is_float32 else dtypes.float32
         self._all = Parameters(matrices, vectors, self._limits)
-        self._steps: OrderedDict[int, dict[PatchSublayer | str, Callable[..., Tensor]]] = OrderedDict()
+        self._steps: OrderedDict[int, dict[PatchSublayer | Projector | str, Callable[..., Tensor]]] = (
+            OrderedDict()
+        )
 
     def encode(self, rgb: NDArray[np.uint8]) -> Generator[Progress, None, Floats]:
         """Computes the embeddings of a picture that `pictures.resized` gave, float32 (tokens, out). See
@@ -73,21 +76,23 @@ class GraphEncoder:
         grid = Grid(rgb.shape[0] // side, rgb.shape[1] // side)
         table = self._host[spec.positions.table].reshape(-1, spec.dim) if spec.positions else None
         of = encoder_input(spec, rgb, table)
-        n, total = len(of.patches), len(spec.sublayers) + 2
+        n, total = len(of.patches), len(spec.sublayers) + 1
         size = _size_of(n, spec.merge**2)
         others = [_filled(a, size) for a in (of.cos, of.sin) if a is not None]
         hidden = np.where(np.arange(size) < n, 0, -np.inf).astype(np.float32)
         others.append(Tensor(hidden).realize())
         first = [_filled(a, size) for a in (of.patches, of.added) if a is not None]
         x = self._captured(size, "embed", self._embed)(*first)
+        tokens, parts = grid.rows * grid.columns, dict[Projector, Floats]()
         for done, sublayer in enumerate(spec.sublayers, 1):
             yield Progress(done, total)
             shape = _without_layer(sublayer)
             step = self._captured(size, shape, partial(self._sublayer, sublayer, len(others)))
             x = step(x, *others, *self._all.of(sublayer))
-        yield Progress(total - 1, total)
-        tokens = grid.rows * grid.columns
-        embeddings = self._captured(size, "project", self._project)(x).numpy()[:tokens]
+            for projector in spec.projectors_after(done):
+                project = self._captured(size, projector, partial(self._project, projector))
+                parts[projector] = project(x).numpy()[:tokens]
+        embeddings = np.concatenate([parts[projector] for projector in spec.projectors], axis=1)
         return with_line_ends(embeddings, grid, self._host[spec.line_end] if spec.line_end else None)
 
     def preparations(self) -> Sequence[Callable[[], None]]:
@@ -95,7 +100,7 @@ class GraphEncoder:
         return ()
 
     def _captured(
-        self, size: int, key: PatchSublayer | str, run: Callable[..., Tensor]
+        self, size: int, key: PatchSublayer | Projector | str, run: Callable[..., Tensor]
     ) -> Callable[..., Tensor]:
         """A step for so many patches."""
         steps = self._steps.setdefault(size, {})
@@ -133,9 +138,9 @@ class GraphEncoder:
         y = parts.norm(y, sublayer.post_norm) if sublayer.post_norm else y
         return (x + y).contiguous().realize()
 
-    def _project(self, x: Tensor) -> Tensor:
+    def _project(self, projector: Projector, x: Tensor) -> Tensor:
         parts = Parts(self._all, self._input)
-        for step in self.spec.projector:
+        for step in projector.steps:
             x = parts.projected(step, x, self.spec)
         return x.contiguous().realize()
 

@@ -41,6 +41,7 @@ class MixedKernels(PrefillKernels):
         super().__init__(model, input_scales, chunk, room)
         self._batch = batch
         self._piece_rows: dict[int, int] = {}
+        self._has_later_parts = False  # of pictures, that a step has to forget
 
     def mixed_step(
         self,
@@ -88,6 +89,7 @@ class MixedKernels(PrefillKernels):
         unit = PIECE_ROWS if replies else self.piece_rows(tokens)
         ids, positions = np.zeros((2, self.chunk), np.int32)
         first, places = 0, []
+        self._forget_pictures()
         for piece in pieces:
             count = len(piece.inputs)
             ids[first : first + count] = piece.inputs
@@ -102,13 +104,23 @@ class MixedKernels(PrefillKernels):
 
     def _send_pictures(self, piece: Slot, first: int) -> None:
         """Writes the embeddings of a piece, whose rows begin at `first`, and what its tokens see."""
-        if self.pictures is None:
+        if not self.pictures:
             return
         pictures, n = piece.pictures or Pictures([]), len(piece.inputs)
         if self.seen is not None:
             overwrite(self.seen, pictures.seen(piece.position, n), first)
         if (embeddings := pictures.embeddings(piece.position, n)) is not None:
-            overwrite(self.pictures, embeddings, first * self.spec.dim)
+            dim = self.spec.dim
+            for i, part in enumerate(self.pictures):
+                overwrite(part, np.ascontiguousarray(embeddings[:, i * dim : (i + 1) * dim]), first * dim)
+            self._has_later_parts = True
+
+    def _forget_pictures(self) -> None:
+        """Makes zeros of the parts of pictures that steps add to all tokens."""
+        if self._has_later_parts:
+            for part in self.pictures[1:]:
+                overwrite(part, np.zeros(self.chunk * self.spec.dim, np.float32))
+            self._has_later_parts = False
 
     def streams(
         self, pieces: Sequence[Slot], sizes: Sequence[int], launch: Callable[[int], None]

@@ -23,6 +23,7 @@ from engine.description.vision import (
     PatchAttention,
     PatchFeedForward,
     PatchSublayer,
+    Projector,
     ProjectorStep,
     VisionSpec,
 )
@@ -92,7 +93,7 @@ class Parameters(Protocol):
 
 class PictureSteps:
     """The kernels for pictures of up to `size` patches, and their memory, which `allocate` gives. `linears`: those of
-    each part of the work. `result`: the embeddings, float32 (tokens, out)."""
+    each part of the work. `results`: what each projector makes, plain rows."""
 
     def __init__(
         self, encoder: Parameters, size: int, allocate: Callable[[int, DType], Tensor] = device_zeros
@@ -112,15 +113,16 @@ class PictureSteps:
         self._shares = allocate(max(1, size * self._n_terms), dtypes.float32)
         self._turns = [allocate(size * half, dtypes.float32) for _ in range(2)] if half else []
         self._rows, self._count = size, self._counts[0]
-        sequences = [self._begun()]
+        sequences, made = [self._begun()], dict[Projector, Rows]()
         self._embed()
         at_once = max(1, _PART // size)
-        for i in range(0, len(spec.sublayers), at_once):
-            if i:
+        for i, sublayer in enumerate(spec.sublayers):
+            if i and i % at_once == 0:
                 sequences.append(self._begun())
-            for sublayer in spec.sublayers[i : i + at_once]:
-                self._sublayer(sublayer)
-        self.result = self._project()
+            self._sublayer(sublayer)
+            for projector in spec.projectors_after(i + 1):
+                made[projector] = self._project(projector)
+        self.results = [made[projector] for projector in spec.projectors]
         self._sequences, self.linears = sequences, [sequence.linear for sequence in sequences]
 
     @functools.cached_property
@@ -251,13 +253,18 @@ class PictureSteps:
         self._add(kernel, out=out, x=x, prompt=self._count, bias=bias, planes=matrix.planes)
         return out
 
-    def _project(self) -> Tensor:
-        """The steps of the projector; returns the rows of the last one."""
+    def _project(self, projector: Projector) -> Rows:
+        """The steps of a projector; returns the rows of the last one."""
         self._flush()
+        of_patches = self._rows, self._count
         x = Rows(self._spec.dim, self._stream)
-        for i, step in enumerate(self._spec.projector):
+        *others, last = projector.steps
+        for i, step in enumerate(others):
             x = self._projected(step, x, f"projected{i}")
-        return self._plain(x, "embeddings").tensor
+        name = f"after {projector.sublayers}"  # of its own: it is read when all is done
+        x = self._plain(self._projected(last, x, name), f"embeddings {name}")
+        self._rows, self._count = of_patches
+        return x
 
     def _projected(self, step: ProjectorStep, x: Rows, name: str) -> Rows:
         spec = self._spec

@@ -83,12 +83,13 @@ class PrefillKernels(PromptMemory):
             embedding.rows,
             embedding.cols,
             spec.embedding_scale,
-            self.pictures is not None,
+            bool(self.pictures),
             model.of_positions,
             first_place,
         )
         of_positions = {"places": places, "of_positions": model.positions.planes} if model.positions else {}
-        ins = {"ids": ids, "planes": model.embedding.planes, "pictures": self.pictures}
+        pictures = self.pictures[0] if self.pictures else None
+        ins = {"ids": ids, "planes": model.embedding.planes, "pictures": pictures}
         step.add(kernel, stream=stream, **ins, **of_positions)
         if model.layer_tables:
             model.layer_tables.prefill(step, ids, layers)

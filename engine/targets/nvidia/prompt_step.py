@@ -48,15 +48,16 @@ from engine.targets.nvidia.step import Step, StepMemory
 class PromptMemory(StepMemory):
     """The memory of prefill steps, which all share. A step of up to `chunk` tokens reads `prompt`, its state
     (`kernels.pieces`), `ids`, its tokens, int32 (chunk,), and if positions are embedded `places`, those of the tokens,
-    int32 (chunk,). If prompts may have pictures, `pictures` are the embeddings of negative tokens, float32
-    (chunk * dim,), and `seen`, if pictures are seen as a whole, how many tokens each token sees, int32 (chunk,)."""
+    int32 (chunk,). If prompts may have pictures, `pictures` are the parts of their embeddings, float32 (chunk * dim,)
+    each, all but the first one zeros where a token is none. `seen`, if pictures are seen as a whole, is how many tokens
+    each token sees, int32 (chunk,)."""
 
     def __init__(
         self, spec: ModelSpec, input_scales: InputScales, chunk: int, room: PictureRoom | None = None
     ) -> None:
         super().__init__(spec, input_scales)
         self.chunk = chunk
-        self.pictures = device_zeros(chunk * spec.dim) if room else None
+        self.pictures = [device_zeros(chunk * spec.dim) for _ in range(spec.picture_parts if room else 0)]
         self.seen = device_zeros(chunk, dtypes.int32) if room and room.whole else None
         # what a draft head reads of the tokens before those of a step (`engine.description.spec.Join`)
         self.hidden = device_zeros(chunk * spec.embedding.cols if spec.join or spec.narrowing else 1)
@@ -104,7 +105,7 @@ class PromptStep(Step):
         super().__init__(memory)
         self.tokens, self.embedded, self.prompt = tokens, tokens, memory.prompt
         self.first_embedded = 0
-        self.seen = memory.seen
+        self.seen, self.pictures = memory.seen, memory.pictures
         self.width = self.spec.dim
         self.h = self.buffer("h", tokens * self.width)
         self.chip, self.order = chip(), order

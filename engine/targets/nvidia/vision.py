@@ -37,7 +37,7 @@ from engine.targets.nvidia.kernels.pictures.patches import (
 from engine.targets.nvidia.kernels.weights.weight_layout import WeightLayout
 from engine.targets.nvidia.kernels.weights.weight_repacking import MatrixSpec, TensorRows
 from engine.targets.nvidia.matrices import Matrix, matrices_of
-from engine.targets.nvidia.picture_steps import PictureSteps, Stacked, limits_of
+from engine.targets.nvidia.picture_steps import PictureSteps, Rows, Stacked, limits_of
 
 _CAPTURED = 2  # sizes whose graphs and memory are kept
 _PLACES = 8  # grids whose places are kept
@@ -49,7 +49,7 @@ def lacks(spec: VisionSpec) -> str:
     would be less than float32 weights are for."""
     if spec.is_float32:
         return "weights in float32"
-    turned = (step.weight for step in spec.projector if isinstance(step, Linear) and step.transposed)
+    turned = (step.weight for step in spec.projector_steps if isinstance(step, Linear) and step.transposed)
     if any(TYPES[weight.type].name not in HOST_TYPES for weight in turned):
         return "a quantized matrix with a row for each input"
     attention = [s.operator for s in spec.sublayers if isinstance(s.operator, PatchAttention)]
@@ -57,10 +57,11 @@ def lacks(spec: VisionSpec) -> str:
 
 
 class _Work:
-    """On a picture. `done`: parts of it. `result`: its embeddings, float32 (n,), once all are."""
+    """On a picture of so many tokens. `done`: parts of it. `result`: its embeddings, float32 (tokens, width), once all
+    are."""
 
-    def __init__(self, steps: PictureSteps, n: int) -> None:
-        self._steps, self._n = steps, n
+    def __init__(self, steps: PictureSteps, tokens: int) -> None:
+        self._steps, self._tokens = steps, tokens
         self.done = 0
         self.result: Floats | None = None
 
@@ -70,13 +71,18 @@ class _Work:
             self._steps.parts[self.done]()
             self.done += 1
             if self.done == len(self._steps.parts):
-                embeddings = self._steps.result.uop.base.buffer
-                self.result = embeddings.view(self._n, dtypes.float32, 0).ensure_allocated().numpy()
+                self.result = np.concatenate([self._rows(x) for x in self._steps.results], axis=1)
         return self.result
 
     def finish(self) -> None:
         while self.run() is None:
             pass
+
+    def _rows(self, x: Rows) -> Floats:
+        """What a projector made of the tokens, float32 (tokens, out)."""
+        used = x.tensor.uop.base.buffer.view(self._tokens * x.cols, dtypes.float32, 0)
+        rows: Floats = used.ensure_allocated().numpy().reshape(self._tokens, x.cols)
+        return rows
 
 
 class NvidiaEncoder:
@@ -92,7 +98,9 @@ class NvidiaEncoder:
             self.products[linears] = stack(weights, linears)
         self.kernels = [matrices_of([kernel])[0] for kernel in spec.kernels]
         made = [product.matrix for products in self.products.values() for product in products]
-        turned = {step.weight for step in spec.projector if isinstance(step, Linear) and step.transposed}
+        turned = {
+            step.weight for step in spec.projector_steps if isinstance(step, Linear) and step.transposed
+        }
         to_fill = self.kernels + [matrix for matrix in made if matrix.weights[0] not in turned]
         prepare(to_fill)
         fill(weights, to_fill)
@@ -116,13 +124,13 @@ class NvidiaEncoder:
         if self._work:
             self._work.finish()  # its memory is needed
         steps.begin(rgb, grid, self._places_of(grid))
-        work = self._work = _Work(steps, tokens * spec.out)
+        work = self._work = _Work(steps, tokens)
         while work.run() is None:
             yield Progress(work.done, len(steps.parts))
         if self._work is work:
             self._work = None
         assert work.result is not None
-        return with_line_ends(work.result.reshape(tokens, spec.out), grid, self.line_end)
+        return with_line_ends(work.result, grid, self.line_end)
 
     def preparations(self) -> Sequence[Callable[[], None]]:
         """Large pictures come first: most that people have are."""
@@ -214,4 +222,4 @@ def _read_together(spec: VisionSpec) -> list[tuple[Linear, ...]]:
             found += [(operator.q, operator.k, operator.v), (operator.o,)]
         else:
             found += [(operator.gate, operator.up) if operator.gate else (operator.up,), (operator.down,)]
-    return found + [(step,) for step in spec.projector if isinstance(step, Linear)]
+    return found + [(step,) for step in spec.projector_steps if isinstance(step, Linear)]

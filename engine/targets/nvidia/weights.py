@@ -212,4 +212,5 @@ def _repeated(table: NDArray[np.float32], rows: int, times: int) -> NDArray[np.f
 def _layer(sublayer: Sublayer, is_followed_beside: bool, loading: Loading) -> Layer:
     norm, handler = loading.norm(sublayer.norm, sublayer.norm_bias), HANDLERS[type(sublayer.operator)]
     post_norm, scale = loading.vector(sublayer.post_norm), loading.vector(sublayer.scale)
-    return Layer(norm, handler(sublayer.operator, loading), post_norm, scale, is_followed_beside)
+    made = handler(sublayer.operator, loading)
+    return Layer(norm, made, post_norm, scale, is_followed_beside, sublayer.picture_part)

@@ -8,19 +8,24 @@ from unittest import mock
 import numpy as np
 from tinygrad import dtypes
 
+from engine.description.architectures import read_spec
 from engine.description.vision_reader import read_vision
 from engine.formats.gguf import GGUF
 from engine.kernels.compilation import compile_all
-from engine.loading.weights import FileWeights
-from engine.runtime.pictures import Progress
+from engine.loading.weights import FileWeights, Weights
+from engine.runtime.pictures import PictureRoom, Progress
 from engine.targets.cpu.vision import CPUEncoder
 from engine.targets.nvidia import picture_steps, vision
 from engine.targets.nvidia.kernels.pictures.patch_attention import PatchTiling, attend_patches
 from engine.targets.nvidia.kernels.pictures.patches import PatchHeads, rotate_patches
 from engine.targets.nvidia.kernels.products.matmul import fragment_index, fragments_size
+from engine.targets.nvidia.runner import NvidiaRunner
 from engine.targets.nvidia.vision import NvidiaEncoder
 from tests import generated_encoder
 from tests.kernels.gpu.buffers import buffer, close, prompt_index, rng, run, zeros
+from tests.reference import Reference, divergence
+from tests.seen_tokens import model_with_parts, seen_tokens
+from tests.targets.lone_sequence import LoneSequence
 from tests.thorough import THOROUGH
 
 SIZE = 128
@@ -66,7 +71,8 @@ def check_an_encoder_with_gates() -> None:
 
 
 def check_an_encoder_with_biases() -> None:
-    encoder_of("qwen3vl_merger", [(5, 2)])
+    """The first of its layers has a projector of its own."""
+    encoder_of("qwen3vl_merger", [(5, 2)], deep=True)
 
 
 def check_pictures_whose_parts_alternate() -> None:
@@ -82,7 +88,7 @@ def check_pictures_whose_parts_alternate() -> None:
 def check_what_is_prepared_for_pictures() -> None:
     """The kernels that are compiled before there is a picture are those that it needs, and it compiles none."""
     kind = "qwen3vl_merger"  # with the kernels of `check_an_encoder_with_biases`
-    with encoders(kind) as (encoder, _), mock.patch.object(vision, "compile_once") as once:
+    with encoders(kind, deep=True) as (encoder, _), mock.patch.object(vision, "compile_once") as once:
         assert vision.sizes_of(encoder.spec)[0] == 2 * SIZE
         *_, prepare = encoder.preparations()  # the largest come first
         prepare()
@@ -91,6 +97,20 @@ def check_what_is_prepared_for_pictures() -> None:
         side = encoder.spec.patch * encoder.spec.merge
         work = encoder.encode(rng.integers(0, 256, (2 * side, 3 * side, 3), np.uint8))
         assert [progress for progress in work if progress.compiles] == [Progress(0, 1, compiles=True)]
+
+
+def check_parts_of_pictures() -> None:
+    """Layers add parts of a picture's embeddings to its tokens, and nothing is left of them for the next prompt."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = model_with_parts(Path(folder) / "m.gguf")
+        reference, file = Reference(path), GGUF(path)
+        weights = Weights(file, read_spec(file), lambda _: None)
+        text = LoneSequence(NvidiaRunner(weights, 64, pictures=PictureRoom(0)))
+        for tokens, pictures, embeddings in (seen_tokens(reference.spec, 3), seen_tokens(reference.spec, 0)):
+            reference.pictures = embeddings
+            text.prefill(tokens[:-1], 0, pictures)
+            text.decode(tokens[-1], len(tokens) - 1, pictures)
+            assert divergence(reference.logits(tokens)[-1], text.logits()) < 1e-5
 
 
 def check_an_encoder_of_squares() -> None:

@@ -124,13 +124,15 @@ class Handler(ABC):
 @dataclass
 class Layer:
     """A sublayer with its norms. `scale`: float32 (1,), what the stream is multiplied by after it. If it
-    `is_followed_beside`, the next sublayer reads the stream as this one does, and their results are added together."""
+    `is_followed_beside`, the next sublayer reads the stream as this one does, and their results are added together.
+    `picture_part`: see `Sublayer`."""
 
     norm: Norm
     handler: Handler
     post_norm: Tensor | None
     scale: Tensor | None
     is_followed_beside: bool = False
+    picture_part: int = 0
 
     @property
     def inputs(self) -> list[Input]:
@@ -139,5 +141,7 @@ class Layer:
     def leave(self, step: PromptStep, result: Sums) -> None:
         """Leaves the sublayer's result to the next norm of the stream, with those of sublayers beside it."""
         step.beside.append(result)
+        if self.picture_part and step.pictures:
+            step.beside.append(Sums(step.pictures[self.picture_part], 1))
         if not self.is_followed_beside:
             step.pending, step.beside = Pending(step.beside, self.post_norm, self.scale), []
