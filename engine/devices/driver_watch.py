@@ -24,15 +24,20 @@ _under_way: dict[int, object] = {}  # by thread: an object of its own for each c
 
 
 def watched(call: Callable[..., Any]) -> Callable[..., Any]:
-    """`call`, a function of the driver, which calls no other one."""
+    """`call`, a function of the driver. Python may collect garbage at any place here, and what that frees on the device
+    is a call of its own, within this one."""
 
     def run(*arguments: Any) -> Any:
         thread = threading.get_ident()
+        outer = _under_way.get(thread)
         _under_way[thread] = object()
         try:
             return call(*arguments)
         finally:
-            del _under_way[thread]
+            if outer is None:
+                del _under_way[thread]
+            else:
+                _under_way[thread] = outer
 
     return run
 

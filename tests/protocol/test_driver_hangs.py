@@ -80,6 +80,21 @@ def test_a_call_that_waits_for_much_work_may_take_long(monkeypatch, slow_s, tick
     assert len(seen) == ticks
 
 
+def test_what_garbage_frees_on_the_device_is_a_call_within_another(monkeypatch):
+    """Python collects garbage where it likes, also as a call begins."""
+    monkeypatch.setattr(driver_watch, "_under_way", {})
+    seen = []
+    free = driver_watch.watched(lambda: seen.append(list(driver_watch._under_way.values())))
+
+    def launch():
+        before = list(driver_watch._under_way.values())
+        free()
+        assert list(driver_watch._under_way.values()) == before != seen[-1]
+
+    driver_watch.watched(launch)()
+    assert len(seen) == 1 and not driver_watch._under_way
+
+
 def test_calls_of_tinygrads_driver_are_watched(monkeypatch):
     from tinygrad.helpers import GlobalCounters
     from tinygrad.runtime.autogen import cuda
