@@ -160,6 +160,7 @@ def install(dev: str) -> None:
             driver_calls,
             dynamic_shared,
             early_launch,
+            graph_leftovers,
             graph_sizes,
             warpgroup_products,
         )
@@ -167,6 +168,7 @@ def install(dev: str) -> None:
         driver_calls.apply()
         dynamic_shared.apply()
         early_launch.apply()
+        graph_leftovers.apply()
         graph_sizes.apply()
         warpgroup_products.apply()
     if device == "NV":

@@ -47,7 +47,7 @@ class FullContextScreen(Page[str | None]):
         height: auto; border: none; padding: 0; margin-top: 1; background: $background;
     }
     """
-    BINDINGS = [Binding("escape", "dismiss", "Close")]
+    BINDINGS = [Binding("escape", "dismiss", "Close", priority=True)]
 
     def __init__(self, context_length: int, ways: Sequence[Way]) -> None:
         super().__init__()

@@ -55,7 +55,7 @@ class FindBar(Horizontal):
     def action_close(self) -> None:
         self.remove_class("-open")
         self._transcript.find("")
-        self.screen.query_one(Prompt).focus()
+        self.screen.set_focus(self.screen.query_one(Prompt))  # at once: the next Esc is not for this line
 
     def action_move(self, step: int) -> None:
         if self._places:

@@ -22,7 +22,7 @@ class HelpScreen(Page[None]):
     HelpScreen .key { padding-right: 1; text-style: bold; color: $text-primary; }
     """
     HORIZONTAL_BREAKPOINTS = [(0, "-stacked"), (60, "-columns")]
-    BINDINGS = [Binding("escape,f1,q,enter", "dismiss", "Close")]
+    BINDINGS = [Binding("escape,f1,q,enter", "dismiss", "Close", priority=True)]
 
     def compose(self) -> ComposeResult:
         actions = tuple((key_label(action.key), action.help) for action in ACTIONS)

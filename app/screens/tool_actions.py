@@ -22,7 +22,7 @@ class ToolsPage(Page[None]):
     ToolsPage > Frame { height: auto; padding: 1 2 0 2; }
     ToolsPage VerticalScroll { height: auto; max-height: 100%; scrollbar-size-vertical: 1; }
     """
-    BINDINGS = [Binding("escape,q,enter", "dismiss", "Close")]
+    BINDINGS = [Binding("escape,q,enter", "dismiss", "Close", priority=True)]
 
     def __init__(self, toolbox: Toolbox) -> None:
         super().__init__()

@@ -5,7 +5,8 @@ only the compiler's output. Its two in-memory tables of programs and schedules a
 `engine.disk_cache` backs them, and a model's second start compiles nothing.
 
 Of a program only the parts that a launch and a profile need are stored: names, sizes, parameters, hints, the operations
-of `engine.fixes.early_launch`, source and binary.
+of `engine.fixes.early_launch`, source and binary. What an instruction that is written as it is takes is not: behind it
+lay nearly the whole graph of a product of tensor cores.
 """
 
 from __future__ import annotations
@@ -78,7 +79,7 @@ def _without_graphs(program: UOp) -> UOp:
     if program.arg.local_size is None:
         return program
     sink, linear, source, binary = program.src
-    kept = tuple(u for u in linear.src if u.op is Ops.CUSTOM or _is_buffer(u))
+    kept = tuple(u for u in linear.src if _is_buffer(u) or (u.op is Ops.CUSTOM and not u.src))
     return program.replace(src=(sink.replace(src=()), linear.replace(src=kept), source, binary))
 
 

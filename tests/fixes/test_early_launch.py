@@ -224,7 +224,8 @@ def test_a_kernel_that_says_nothing_waits_first():
 
 
 def test_a_program_on_disk_still_says_that_it_waits():
-    parts = UOp(Ops.SINK, arg=info("rows")), UOp(Ops.LINEAR, src=(WAIT, UOp.special(4, "lidx0")))
+    instruction = UOp(Ops.CUSTOM, src=(UOp.special(4, "lidx0"),), arg="{0}")
+    parts = UOp(Ops.SINK, arg=info("rows")), UOp(Ops.LINEAR, src=(WAIT, instruction, *instruction.src))
     program = UOp(Ops.PROGRAM, src=(*parts, UOp(Ops.SOURCE, arg=""), UOp(Ops.BINARY, arg=b"")))
     stored = program_cache._without_graphs(program.replace(arg=ProgramInfo(local_size=(4, 1, 1))))
     assert len(stored.src[1].src) == 1

@@ -207,6 +207,7 @@ def test_another_tinygrad_is_refused(fix, monkeypatch):
                 "dynamic_shared",
                 "early_launch",
                 "float_instructions",
+                "graph_leftovers",
                 "graph_sizes",
                 "warpgroup_products",
             ],

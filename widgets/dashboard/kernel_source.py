@@ -1,6 +1,7 @@
 """The page of a kernel: its figures, tinygrad's optimizations of its loops, and its source."""
 
 from textual.app import ComposeResult
+from textual.binding import Binding
 from textual.containers import VerticalScroll
 from textual.content import Content
 from textual.widgets import Static
@@ -16,7 +17,7 @@ class KernelScreen(Page[None]):
     KernelScreen > Frame { width: 120; height: 90%; }
     KernelScreen .figures { height: auto; margin-bottom: 1; }
     """
-    BINDINGS = [("escape,q,enter", "dismiss", "Close")]
+    BINDINGS = [Binding("escape,q,enter", "dismiss", "Close", priority=True)]
 
     def __init__(self, kernel: KernelTime) -> None:
         super().__init__()

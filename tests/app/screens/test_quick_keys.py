@@ -35,6 +35,18 @@ async def test_the_second_of_two_quick_escapes_is_not_lost(history, home, page, 
             await user.until(lambda: len(user.app.screen_stack) == 1)
 
 
+async def test_of_two_escapes_at_once_the_first_closes_the_search_and_the_second_is_not_lost(history):
+    async with chat(FakeEngine(), history) as user:
+        await user.say("hello")
+        await user.idle()
+        await user.press("ctrl+f")
+        stops = []
+        user.app.action_stop = lambda: stops.append(user.app.column.find_bar.is_open)
+        for _ in range(2):
+            user.app.post_message(Key("escape", None))
+        await user.until(lambda: stops == [False], "the second Esc")
+
+
 @pytest.mark.parametrize("key", [rarely("pagedown"), "down", rarely("enter"), "x"])
 async def test_a_key_that_comes_before_the_palette_has_its_list_means_nothing(history, key):
     async with chat(FakeEngine(), history) as user:
