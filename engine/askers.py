@@ -1,5 +1,8 @@
 """Who asks. A request's `client` is `WORD@ADDRESS` where a client says for whom it asks, else `ADDRESS`. Addresses take
-turns, and the words of one address take turns among themselves: no client gets more by calling itself many names."""
+turns, and the words of one address take turns among themselves: no client gets more by calling itself many names.
+
+Many programs cannot say for whom they ask. Those of one address are told apart by their connections, but are at most
+`UNNAMED` clients: one that opens hundreds of connections does not get hundreds of turns before one with a name."""
 
 from __future__ import annotations
 
@@ -7,9 +10,17 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import NamedTuple
 
+UNNAMED = 16
+
 
 def address_of(client: str) -> str:
     return client.rpartition("@")[2]
+
+
+def whose_turn(client: str, connection: int) -> str:
+    """The client whose turn a request takes. `connection` is a number that it shares with others of its connection,
+    such as a port; those of one system's are often all odd or all even."""
+    return client if "@" in client else f"{connection // 2 % UNNAMED}@{client}"
 
 
 class Share(NamedTuple):

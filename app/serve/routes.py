@@ -221,7 +221,8 @@ class Routes:
         model: str | None = None,
     ) -> Response:
         """`model`: which is asked, where the body does not say it."""
-        exchange = Exchange(self._models.default, request.scope[CLIENT], request.url.path)
+        port = request.client.port if request.client else 0
+        exchange = Exchange(self._models.default, request.scope[CLIENT], request.url.path, port)
         with exchange.closed_by_errors():
             self._enter(exchange, _owner(request) if self._has_keys else exchange.client.partition("#")[0])
             data, body = await self._read(request, kind)

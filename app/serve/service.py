@@ -191,7 +191,8 @@ class Service:
         self._open_by[address] += 1
         try:
             await self.make_room()
-            requests = [replace(answer.request, client=exchange.client) for answer in answers]
+            asks = {"client": exchange.client, "connection": exchange.connection}
+            requests = [replace(answer.request, **asks) for answer in answers]
             events = [
                 self.watch(request, exchange.timed(self.engine.generate(request))) for request in requests
             ]
@@ -228,6 +229,7 @@ class Exchange:
     service: Service
     client: str
     path: str
+    connection: int = 0  # its port, where others of its client are
     _started: float = field(default_factory=time.perf_counter)
     answers: int = 1
     is_streamed: bool = False

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from itertools import product
 
-from engine.askers import Turns
+from engine.askers import Turns, whose_turn
 from engine.protocol.events import Generate
 
 LANES = 64 << 10, 1 << 20, 1 << 62
@@ -27,7 +27,8 @@ class ClientTurns:
 
     def put(self, request: Generate) -> None:
         with self._lock:
-            self._waiting.setdefault(request.client, deque()).append(request)
+            client = whose_turn(request.client, request.connection)
+            self._waiting.setdefault(client, deque()).append(request)
 
     def take(self) -> Generate:
         with self._lock:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
+from engine.askers import whose_turn
 from engine.protocol.events import Finished
 from engine.runtime.answer import Answer, Late
 from engine.runtime.guesser import Guesser
@@ -43,7 +44,8 @@ class Job:
 
     @property
     def client(self) -> str:
-        return self.answer.request.client
+        """Whose turn it takes."""
+        return whose_turn(self.answer.request.client, self.answer.request.connection)
 
     @property
     def needs_logits(self) -> bool:

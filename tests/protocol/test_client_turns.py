@@ -8,14 +8,15 @@ from types import SimpleNamespace
 
 from msgspec.structs import replace
 
+from engine import askers
 from engine.errors import UsageError
 from engine.protocol import worker
 from engine.protocol.client_turns import ClientTurns, PromptMakers
 from engine.protocol.events import Generate, Grammar, TokenIds
 
 
-def request(client, number):
-    return Generate(request_id=number, prompt=TokenIds(ids=()), client=client)
+def request(client, number, connection=0):
+    return Generate(request_id=number, prompt=TokenIds(ids=()), client=client, connection=connection)
 
 
 def test_clients_take_turns():
@@ -39,6 +40,23 @@ def test_names_that_a_client_gives_itself_share_its_turns():
     turns.put(request("10.0.0.2", 11))
     order = [turns.take().request_id for _ in range(4)]
     assert [first.request_id, second.request_id, *order] == [0, 10, 1, 11, 2, 3]
+
+
+def test_connections_of_one_address_without_a_name_take_turns():
+    turns = ClientTurns()
+    for number in range(4):
+        turns.put(request("10.0.0.1", number, connection=40_000))
+    turns.put(request("10.0.0.1", 10, connection=40_002))
+    assert [turns.take().request_id for _ in range(3)] == [0, 10, 1]
+
+
+def test_who_opens_hundreds_of_connections_has_few_turns_before_a_name():
+    turns = ClientTurns()
+    for number in range(400):
+        turns.put(request("10.0.0.1", number, connection=40_000 + 2 * number))
+    turns.put(request("ann@10.0.0.1", 1000))
+    order = [turns.take().request_id for _ in range(askers.UNNAMED + 1)]
+    assert order[-1] == 1000 and order[:-1] == [*range(askers.UNNAMED)]
 
 
 def test_short_prompts_do_not_wait_for_long_ones():
