@@ -17,12 +17,19 @@ from hypothesis.internal.conjecture import providers
 from engine.backends import prepare
 from engine.protocol.events import EngineOptions
 from tests import environment as tests_environment
-from tests.fork_server import fork_server, forked_engines
+from tests.fork_server import _forked_processes, fork_server, forked_engines, started_processes
 from tests.paths import ROOT, SHARED
 from tests.processes import pytest_addoption, pytest_runtestloop
 from tests.thorough import THOROUGH
 
-__all__ = ["fork_server", "forked_engines", "pytest_addoption", "pytest_runtestloop"]
+__all__ = [
+    "_forked_processes",
+    "fork_server",
+    "forked_engines",
+    "pytest_addoption",
+    "pytest_runtestloop",
+    "started_processes",
+]
 
 tests_environment.enter()
 tests_environment.shorten_vectors()

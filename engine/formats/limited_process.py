@@ -21,6 +21,18 @@ _MOST_S = 30.0  # that it may wait longer than its processor time
 _LOOK_S = 0.05
 
 
+def start_module(module: str) -> subprocess.Popen[bytes]:
+    """A process that runs a module of this program, with pipes to it and from it. Raises OSError."""
+    return subprocess.Popen(
+        module_command(module),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        env=module_environment(),
+        start_new_session=True,  # so that Ctrl-C in the terminal does not end it
+    )
+
+
 class LimitedProcess:
     """A module of this folder that sets itself limits (`process_limits`), prints "ready" and then answers requests. The
     process starts now, and ends with this object. One thread may use it at a time."""
@@ -29,14 +41,7 @@ class LimitedProcess:
         """`failure` makes the error of a process that does not start, with a hint. Raises it."""
         self._failure = failure
         try:
-            self._process = subprocess.Popen(
-                module_command(f"engine.formats.{module}"),
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,
-                env=module_environment(),
-                start_new_session=True,  # so that Ctrl-C in the terminal does not end it
-            )
+            self._process = start_module(f"engine.formats.{module}")
         except OSError as error:
             raise failure(f"The system says: {error.strerror}. {start_hint(error)}") from None
         assert self._process.stdin and self._process.stdout

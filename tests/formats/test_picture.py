@@ -1,17 +1,22 @@
 """Pictures become pixels in a process with limits, and what is wrong with one is said in a sentence."""
 
+from unittest import mock
+
 import numpy as np
 import pytest
 from PIL import Image
 
 from engine.errors import PictureError
+from engine.formats import limited_process
 from engine.formats.picture import PictureDecoder
+from tests.fork_server import start_module
 from tests.pictures import file_of
 
 
 @pytest.fixture(scope="module")
 def decoder():
-    return PictureDecoder()
+    with mock.patch.object(limited_process, "start_module", start_module):  # as the application does
+        yield PictureDecoder()
 
 
 def test_pixels_are_rgb_upright_and_white_where_nothing_is(decoder):

@@ -358,6 +358,7 @@ def test_a_process_that_waits_for_a_processor_is_not_stopped(template):
         assert text_of(t, [user("a")]) == "<|im_start|>user\na<|im_end|>\n"
 
 
+@pytest.mark.usefixtures("started_processes")
 def test_the_process_ends_with_its_template(template):
     t = template(ECHO)
     t.encode([user("a")])
