@@ -15,7 +15,6 @@ import pickle
 import platform
 import sys
 import time
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +23,7 @@ import platformdirs
 import engine
 from engine.devices import cuda_driver
 from engine.devices.device_name import device_name
+from engine.invocation import installed_version
 from engine.whole_file import open_file, write_whole
 
 LIMIT_BYTES = 512 << 20
@@ -165,5 +165,5 @@ def _environment() -> str:
     device, python = str(Device.DEFAULT), f"{platform.machine()} {sys.version_info[:2]}"
     driver = cuda_driver.version() if device.startswith(("CUDA", "NV")) else ""
     device_parts = device, device_name(device), driver
-    parts = [version("tinygrad"), source_digest("fixes"), python, *device_parts]
+    parts = [installed_version("tinygrad"), source_digest("fixes"), python, *device_parts]
     return "\n".join([*parts, *(f"{name}={os.environ.get(name)}" for name in _VARIABLES)])

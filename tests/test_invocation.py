@@ -1,11 +1,12 @@
 """What a sentence names that tells a user which command to type."""
 
 import sys
+from importlib import metadata
 from pathlib import Path
 
 import pytest
 
-from engine.invocation import call, pip_install
+from engine.invocation import call, installed_version, pip_install
 
 
 @pytest.fixture
@@ -47,3 +48,10 @@ def test_a_current_folder_that_is_gone(checkout, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path / "gone")
     (tmp_path / "gone").rmdir()
     assert call("stop") == f"'{checkout}/.venv/bin/python' -m app stop"
+
+
+def test_versions_of_packages_are_found_beside_them() -> None:
+    for package in ("tinygrad", "numpy"):
+        assert installed_version(package) == metadata.version(package)
+    with pytest.raises(metadata.PackageNotFoundError):
+        installed_version("no-such-package")

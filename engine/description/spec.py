@@ -225,16 +225,18 @@ class ModelSpec:
         """Whether all matrices are float32."""
         return all(TYPES[weight.type].name == "F32" for weight in self._weights())
 
-    def operators(self) -> Iterator[Operator]:
+    @cached_property
+    def operators(self) -> list[Operator]:
         """What all sublayers compute, and also the layers that some consist of."""
-        waiting = [sublayer.operator for sublayer in reversed(self.sublayers)]
+        found, waiting = [], [sublayer.operator for sublayer in reversed(self.sublayers)]
         while waiting:
-            yield (operator := waiting.pop())
+            found.append(operator := waiting.pop())
             waiting += reversed(operator.parts)
+        return found
 
     @property
     def attention(self) -> list[Attention]:
-        return [operator for operator in self.operators() if isinstance(operator, Attention)]
+        return [operator for operator in self.operators if isinstance(operator, Attention)]
 
     @property
     def picture_parts(self) -> int:
@@ -263,7 +265,7 @@ class ModelSpec:
 
     @property
     def recurrent(self) -> list[Recurrent]:
-        return [operator for operator in self.operators() if isinstance(operator, Recurrent)]
+        return [operator for operator in self.operators if isinstance(operator, Recurrent)]
 
     @property
     def last_keeping(self) -> int:
@@ -273,7 +275,7 @@ class ModelSpec:
 
     @property
     def experts(self) -> list[Experts]:
-        return [operator for operator in self.operators() if isinstance(operator, Experts)]
+        return [operator for operator in self.operators if isinstance(operator, Experts)]
 
     @property
     def matrix_bytes(self) -> int:
@@ -377,4 +379,4 @@ class ModelSpec:
     @property
     def state_bytes(self) -> int:
         """Bytes of the recurrent state of a sequence, however long it is: 0 if the model has none."""
-        return sum(operator.state_bytes for operator in self.operators())
+        return sum(operator.state_bytes for operator in self.operators)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
+from functools import cached_property
 from typing import ClassVar, Literal, TypeVar
 
 from engine.formats.ggml_types import TYPES
@@ -104,7 +105,7 @@ class Operator:
         """Its matrices, by the role of the kernels that multiply by them."""
         return {}
 
-    @property
+    @cached_property  # a start asks a hundred times
     def parts(self) -> tuple[Operator, ...]:
         """The layers that it consists of."""
         return self._fields(Operator)

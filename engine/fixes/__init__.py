@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from importlib.metadata import version
 
 from engine.errors import BackendError
-from engine.invocation import pip_install
+from engine.invocation import installed_version, pip_install
 
 TINYGRAD = "0.14.0"
 _applied: set[str] = set()
@@ -16,7 +15,7 @@ _applied: set[str] = set()
 def require_tinygrad(fix: str) -> None:
     """Raises BackendError unless the installed tinygrad is the one that the fixes were written for: they change its
     internals. `fix` names the change in the message."""
-    if (found := version("tinygrad")) != TINYGRAD:
+    if (found := installed_version("tinygrad")) != TINYGRAD:
         raise BackendError(
             f"{fix} is a change to tinygrad {TINYGRAD}, and tinygrad {found} is installed.",
             f"Install the one this program is made for: {pip_install(f'tinygrad=={TINYGRAD}')}",

@@ -1,8 +1,12 @@
-"""tinygrad 0.14.0: libraries are found by their names, without a look at each file of a folder.
+"""tinygrad 0.14.0: libraries are found by their names, without a look at each file of a folder, and their functions are
+bound without copying all that a function knows of itself.
 
 When tinygrad's modules for a device are imported, they look for libraries (CUDA's driver and compilers; libc): they ask
 the system about each file of the system's folders, a thousand and more, several times. That took a twentieth of a
 start. Here the names are compared first. The library that is found is the same.
+
+CUDA's module binds 535 functions, of which 40 are called. Each was made like the one that it stands for
+(functools.wraps), annotations and all, which took ten milliseconds of a start.
 """
 
 from __future__ import annotations
@@ -12,8 +16,9 @@ import os
 import re
 import sys
 import sysconfig
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from tinygrad.runtime.support.c import DLL
 
@@ -28,6 +33,27 @@ _THEN = "/usr/lib/wsl/lib/", "/lib", "/lib64", f"/lib/{sysconfig.get_config_var(
 def apply() -> None:
     """Changes tinygrad in this process. To be called before the modules of devices are imported."""
     DLL.findlib = staticmethod(_find if sys.platform == "linux" else _stock_find)
+    DLL.bind = _bind
+
+
+def _bind(self: DLL, restype: Any, *argtypes: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Takes the place of DLL.bind: makes of a function's declaration one that calls the library's."""
+
+    def bound(declared: Callable[..., Any]) -> Callable[..., Any]:
+        name, function = declared.__name__, None
+
+        def call(*arguments: Any) -> Any:
+            nonlocal function
+            if function is None:
+                function = getattr(self, name)
+                function.argtypes, function.restype = argtypes, restype
+            return function(*arguments)
+
+        call.__name__ = name
+        call.restype, call.argtypes = restype, argtypes  # type: ignore[attr-defined]
+        return call
+
+    return bound
 
 
 def _find(name: str, paths: Sequence[str], extra_paths: Sequence[str] = ()) -> str | None:

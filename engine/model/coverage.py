@@ -68,7 +68,7 @@ def lacks_kernels_because(device: str) -> str:
 
 def lacking_part(spec: ModelSpec, table: Mapping[type, type[Kernels]]) -> str:
     """The part of a model, in words, that a target's table does not compute; "" if it computes all."""
-    for operator in spec.operators():
+    for operator in spec.operators:
         found = table.get(type(operator))
         if part := found.lacks(operator) if found else operator.words:
             return part

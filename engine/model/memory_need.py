@@ -208,7 +208,7 @@ def _what_fits(
 def _scratch_bytes(spec: ModelSpec, target: TargetMemory, context: int) -> int:
     """What a chunk of a prompt leaves in memory from kernel to kernel, in 32-bit numbers, and tables by position."""
     rows: dict[type[Operator], int] = {}  # of a token, those of the largest sublayer of each kind
-    for operator in spec.operators():
+    for operator in spec.operators:
         rows[type(operator)] = max(rows.get(type(operator), 0), operator.row_elements)
     token = 6 * spec.dim + sum(rows.values())
     if embeddings := spec.layer_embeddings:

@@ -77,7 +77,7 @@ def test_pair_products_on_narrower_machines(tile: int) -> None:
 
 
 def test_other_versions_of_tinygrad_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine.fixes, "version", lambda package: "0.15.0")
+    monkeypatch.setattr(engine.fixes, "installed_version", lambda package: "0.15.0")
     with pytest.raises(BackendError, match=r"0\.15\.0"):
         cpu_vectors.apply()
 

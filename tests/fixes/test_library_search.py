@@ -1,5 +1,6 @@
 """Libraries are the ones that tinygrad finds, and no other files of their folders are looked at."""
 
+import ctypes
 from pathlib import Path
 
 import pytest
@@ -64,3 +65,14 @@ def test_it_is_in_the_place_of_tinygrads_search(monkeypatch):
     monkeypatch.setattr(engine.fixes, "TINYGRAD", "0.13.0")
     with pytest.raises(BackendError):
         library_search.apply()
+
+
+def test_functions_are_bound_without_what_they_stand_for() -> None:
+    library_search.apply()
+    library = DLL("c", "c")
+
+    @library.bind(ctypes.c_size_t, ctypes.c_char_p)
+    def strlen(text: bytes) -> int: ...
+
+    assert strlen(b"abc") == 3 and strlen.__name__ == "strlen" and strlen.argtypes == (ctypes.c_char_p,)
+    assert not hasattr(strlen, "__wrapped__")  # tinygrad's own has it

@@ -162,7 +162,7 @@ class Transformer(RecurrentLayers, StreamLayers):
         uses.add(BufferUse("embedding", "token", spec.vocab), *self._planes(spec.embedding))
         if spec.layer_embeddings:
             uses.add(BufferUse("embedding"), *self._planes(spec.layer_embeddings.projection))
-        for operator in spec.operators():
+        for operator in spec.operators:
             for role, weights in operator.roles.items():
                 uses.add(BufferUse(role), *(plane for w in weights if w for plane in self._planes(w)))
         uses.add(BufferUse("norm"), *self._vectors.values())
