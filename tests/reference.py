@@ -220,7 +220,7 @@ class Reference:
         found = []
         for sublayer, x in zip(self.spec.sublayers, streams, strict=True):
             if isinstance(sublayer.operator, Experts):
-                found.append(self._router(x, sublayer.norm, sublayer.operator))
+                found.append(self._router(x, sublayer.norm, sublayer.operator, sublayer.norm_bias))
             elif isinstance(sublayer.operator, SideBySide):
                 found.append(self._router(x, sublayer.operator.router_scale, sublayer.operator.experts))
         return found
@@ -229,8 +229,12 @@ class Reference:
         """What the results of the experts are multiplied by, beside their probabilities: float32 (experts,)."""
         return self._vector(part.scales) if part.scales else np.ones(part.count, np.float32)
 
-    def _router(self, x: Floats, norm: Vector | None, part: Experts) -> Floats:
-        logits = self._product(self._normed(x, norm, self.spec.stream_eps), part.router, part.router_bias)
+    def _router(
+        self, x: Floats, norm: Vector | None, part: Experts, norm_bias: Vector | None = None
+    ) -> Floats:
+        h = self._normed(x, norm, self.spec.stream_eps)
+        h = h if norm_bias is None else h + self._vector(norm_bias)
+        logits = self._product(h, part.router, part.router_bias)
         if part.is_plain:
             return log_softmax(logits).astype(np.float32)
         return np.stack([self._ranked(part, scores) for scores in self._scores(part, logits)])

@@ -83,6 +83,10 @@ def has_streams(file: CheckedFile) -> bool:
     return file.has("altup_proj.weight")
 
 
+def _stream_count(file: CheckedFile) -> int:
+    return file.file.tensors["altup_proj.weight"].shape[0] + 1
+
+
 def read_streamed_layer(
     file: CheckedFile, i: int, dim: int, attend: Attention, feed_forward: Dense, embedding: LayerEmbedding
 ) -> Iterator[Sublayer]:
@@ -92,7 +96,7 @@ def read_streamed_layer(
     def norm(name: str) -> Vector:
         return file.required(f"{prefix}{name}.weight", dim)
 
-    count = file.file.tensors["altup_proj.weight"].shape[0] + 1
+    count = _stream_count(file)
     router = file.weight(f"{prefix}altup_router", count, dim)
     router_norm = replace(norm("altup_router_norm"), factor=1 / dim)
 
@@ -121,7 +125,7 @@ def read_streamed_layer(
 
 def read_merge(file: CheckedFile, dim: int) -> Sublayer:
     """What follows the layers of such a model. Raises ModelFileError."""
-    count = file.file.tensors["altup_proj.weight"].shape[0] + 1
+    count = _stream_count(file)
     return Sublayer(None, Merge(_stacked(file, "altup_unembd_proj", dim, count)), None)
 
 

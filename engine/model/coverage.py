@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from typing import Any, Literal, Protocol
 
 from engine.description.spec import ModelSpec
-from engine.description.sublayers import LatentAttention
 from engine.devices import cuda_driver
 from engine.protocol.events import KernelPath
 
@@ -38,17 +37,8 @@ def runs_as_graph_because(spec: ModelSpec, device: str) -> str:
     if why := lacks_kernels_because(device):
         return f"{why} Models run as tensor graphs, which are slower."
     part = lacking_part(spec, _table(device))
-    if not device.startswith("CPU"):
-        if spec.both_ways:
-            part = "attention to all of a text"
-        elif spec.embedding_norm:
-            part = "a norm of embeddings"
-        elif spec.post_eps:
-            part = "post norms of another kind"
-        elif spec.temperature and any(isinstance(a, LatentAttention) for a in spec.attention):
-            part = "latent attention whose queries grow with their position"
-        elif spec.centred and spec.experts:
-            part = "experts after LayerNorms"
+    if not device.startswith("CPU") and spec.both_ways:
+        part = "attention to all of a text"
     without = f"This model has {part}, which orin-chat has no {device} kernels for."
     return f"{without} It runs as tensor graphs, which are slower." if part else ""
 

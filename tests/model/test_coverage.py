@@ -61,6 +61,12 @@ def test_matrices_of_any_types_run_on_kernels(architecture, tmp_path):
     assert not runs_as_graph_because(spec, "CUDA") and not runs_as_graph_because(spec, "CPU")
 
 
+@pytest.mark.parametrize("architecture", ("gemma3n", "llama4", "laguna", "muse-glimmer", "phimoe", "bloom"))
+def test_a_family_with_parts_of_its_own_runs_on_kernels(architecture, tmp_path):
+    spec = opened(generated_model.write(tmp_path / "model.gguf", architecture=architecture)).spec
+    assert not runs_as_graph_because(spec, "CUDA") and not runs_as_graph_because(spec, "CPU")
+
+
 def test_keys_that_are_no_whole_groups_of_rows_run_as_graphs(tmp_path):
     """On a CPU: they would overwrite the values."""
     path = generated_model.write(tmp_path / "m.gguf", heads=8, kv_heads=2, head_dim=20)

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import numpy as np
 from numpy.typing import NDArray
-from tinygrad import dtypes
+from tinygrad import Tensor, dtypes
 
 from engine.kernels.device_memory import device_zeros
 from engine.targets.nvidia.decode_step import DecodeMemory, DecodeStep
@@ -65,7 +65,7 @@ class DecodeKernels(DecodeMemory):
         ends = [len(step.sequence)]
         for following, layer in enumerate(model.layers, 1):
             step.inputs, step.post_norm, step.scale = model.inputs(following), layer.post_norm, layer.scale
-            step.is_followed_beside = layer.is_followed_beside
+            step.is_followed_beside, step.factor = layer.is_followed_beside, layer.factor
             layer.handler.decode(step, layer.norm)
             ends.append(len(step.sequence))
         if self.told:
@@ -84,13 +84,19 @@ class DecodeKernels(DecodeMemory):
 
     def _embed(self, step: DecodeStep) -> None:
         model, spec, tables = self._model, self.spec, self._model.layer_tables
-        last = model.layers[-1].handler.products[-1]
-        inputs = [*model.inputs(0), *(tables.inputs if tables else [])]
+        last, blocks = model.layers[-1].handler.products[-1], UNIT // QUARTER
+        inputs = [*{i.key: i for i in (*model.inputs(0), *(tables.inputs if tables else []))}.values()]
         step.inputs = [] if spec.centred else inputs
-        outs = step.begin_stream(max(last.n_blocks, UNIT // QUARTER))
+        outs: dict[str, Tensor | list[Tensor]]
+        if model.embedding_norm:
+            rows, squares = step.buffer("embedded", spec.dim), step.buffer("embedded squares", blocks)
+            n_parts, outs = blocks, {"stream": rows, "squares": squares, "copies": [], "norms": []}
+        else:
+            outs = step.begin_stream(max(last.n_blocks, blocks))
+            n_parts = step.stream.n_parts
         kernel = embed(
-            model.embedding.single_matrix.layout, spec.vocab, spec.dim, step.stream.n_parts, len(step.stream.inputs),
-            self._context, tuple(rope.pairs for rope in spec.ropes), spec.embedding_scale, model.of_positions,
+            model.embedding.single_matrix.layout, spec.vocab, spec.dim, n_parts, len(outs["copies"]), self._context,
+            tuple(rope.pairs for rope in spec.ropes), spec.embedding_scale, model.of_positions,
         )  # fmt: skip
         step.add(
             kernel,
@@ -101,6 +107,8 @@ class DecodeKernels(DecodeMemory):
             planes=model.embedding.planes,
             of_positions=model.positions.planes if model.positions else [],
         )
+        if model.embedding_norm:
+            step.begin_normed(rows, squares, blocks, model.embedding_norm)
         if spec.centred:
             step.inputs = inputs
             step.layer_norm()

@@ -52,6 +52,16 @@ class Division(NamedTuple):
     made: list[Tensor]
 
 
+class Normed(NamedTuple):
+    """A product that is to be normed and added to the stream: its rows, partial sums of their squares, how many, and
+    the norm's weight."""
+
+    rows: Tensor
+    squares: Tensor
+    n_squares: int
+    norm: Tensor
+
+
 class DecodeMemory(StepMemory):
     """The memory of decode steps, which all share. A step reads `state`, int32 (token, position, sequence), and writes
     `logits`. `h` is the residual stream; `angles`: of each rope those of the step's position."""
@@ -66,33 +76,37 @@ class DecodeMemory(StepMemory):
         self.h = device_zeros(spec.dim)
         self.angles = [device_zeros(2 * rope.pairs) for rope in spec.ropes]
         self._parts: dict[int, tuple[Tensor, Tensor]] = {}
-        self._inputs: list[Tensor] = []
+        self._inputs: tuple[list[Tensor], list[Tensor]] = [], []
 
     def stream(self, n_parts: int, inputs: Sequence[Input], parity: int) -> ResidualStream:
-        """The buffers of the residual stream. Kernels alternate (`parity`) between two arrays of partial sums, because
-        a kernel may read one while it writes the other. Without any, the inputs are normed."""
-        while len(self._inputs) < len(inputs):
-            self._inputs.append(device_zeros(permuted_size(self.spec.dim)))
+        """The buffers of the residual stream. Kernels alternate (`parity`) between two arrays of partial sums and of
+        inputs, because a kernel may read one while it writes the other. Without any sums, the inputs are normed."""
+        while len(self._inputs[parity]) < len(inputs):
+            self._inputs[parity].append(device_zeros(permuted_size(self.spec.dim)))
         if n_parts and n_parts not in self._parts:
             self._parts[n_parts] = device_zeros(n_parts), device_zeros(n_parts)
-        buffers = {i.key: buffer for i, buffer in zip(inputs, self._inputs, strict=False)}
+        buffers = {i.key: buffer for i, buffer in zip(inputs, self._inputs[parity], strict=False)}
         return ResidualStream(self._parts[n_parts][parity] if n_parts else None, n_parts, buffers)
 
 
 class DecodeStep(Step):
     """A decode step after fewer than `limit` tokens, to which handlers add their kernels. Whoever walks over the layers
-    sets the following: `inputs` are those of the products after the sublayer; `post_norm`, `scale` and
-    `is_followed_beside` are of the sublayer (`Layer`)."""
+    sets the following: `inputs` are those of the products after the sublayer; `post_norm`, `scale`, `factor` and
+    `is_followed_beside` are of the sublayer (`Layer`). `own`: a norm of the stream, which is added to it with the
+    results."""
 
     inputs: Sequence[Input]
     post_norm: Tensor | None = None
     scale: Tensor | None = None
+    factor = 1.0
     is_followed_beside = False
+    own: Norm | None = None
 
     def __init__(self, memory: DecodeMemory, limit: int) -> None:
         super().__init__(memory)
         self.memory, self.limit = memory, limit
         self._n_streams = 0
+        self._waiting: list[Normed] = []
 
     def input_scale(self, matrix: Matrix) -> Tensor:
         """What the input of a product with a matrix is multiplied by."""
@@ -154,6 +168,9 @@ class DecodeStep(Step):
         digits = self.buffer(f"{name} in digits", vectors * words, dtypes.uint32)
         return [digits, self.buffer(f"{name}, factors", vectors * factors)]
 
+    def beside_stream(self, i: int) -> Tensor:
+        return self.buffer(f"stream {i}", self.spec.dim)
+
     def begin_stream(self, n_parts: int) -> dict[str, Tensor | list[Tensor]]:
         """Begins the stream that the next kernel leaves, which has so many blocks: its buffers for that."""
         self.stream = self.memory.stream(n_parts, self.inputs, self._n_streams % 2)
@@ -161,6 +178,23 @@ class DecodeStep(Step):
         norms = [self.input_scales.norm_weight(i.norm.weight, i.bits) for i in self.inputs]
         copies = [*self.stream.inputs.values()]
         return {"stream": self.memory.h, "squares": self.stream.parts, "copies": copies, "norms": norms}
+
+    def begin_normed(self, rows: Tensor, squares: Tensor, n_squares: int, norm: Norm) -> None:
+        """Adds the kernel that begins the stream with rows after a norm. `squares`: so many partial sums of theirs."""
+        spec, vector = self.spec, self.input_scales.norm_weight
+        if spec.centred:
+            biases = [] if norm.bias is None else [vector(norm.bias, 0)]
+            kernel = layer_norm(spec.dim, (bool(biases),), spec.stream_eps, permutes=False)
+            weight = vector(norm.weight, 0)
+            self.add(kernel, copies=[self.memory.h], stream=rows, norms=[weight], biases=biases)
+            return
+        self.add(
+            add_normed(spec.dim, (n_squares,), len(self.inputs), spec.stream_eps, begins=True),
+            **self.begin_stream(add_normed_blocks(spec.dim)),
+            rows=[rows],
+            row_squares=[squares],
+            post_norms=[vector(norm.weight, 0)],
+        )
 
     def layer_norm(self) -> None:
         """Adds the kernel that makes the inputs of the next products of a stream that is whole, with LayerNorms."""
@@ -188,7 +222,7 @@ class DecodeStep(Step):
         ins = {"x": self.input_of(product, x if isinstance(x, list) else [x]), "planes": product.planes}
         has_bias = others.get("bias") is not None
         assert self.scale is None or self.post_norm is not None
-        if self.is_followed_beside or self.spec.centred:
+        if (self.is_followed_beside and self.post_norm is None) or self.spec.centred:
             assert self.post_norm is None
             kernel = matvec(product.stack, product.schedule, add_to_stream(has_bias), name, heads=heads)
             self.add(kernel, stream=self.memory.h, **ins, **others)
@@ -204,11 +238,26 @@ class DecodeStep(Step):
         squares = self.buffer(f"{name}_squares", product.n_blocks)
         kernel = matvec(product.stack, product.schedule, STORE_SQUARES, name, heads=heads)
         self.add(kernel, out=rows, squares=squares, **ins, **others)
+        self._waiting.append(Normed(rows, squares, product.n_blocks, self.post_norm))
+        if not self.is_followed_beside:
+            self._add_waiting()
+
+    def _add_waiting(self) -> None:
+        """Adds the kernel that adds what is to be normed to the stream."""
+        spec, normed, own, before = self.spec, self._waiting, self.own, self.stream
+        n_parts = tuple(of.n_squares for of in normed)
+        kernel = add_normed(
+            spec.dim, n_parts, len(self.inputs), spec.post_eps or spec.eps, self.scale is not None,
+            factor=self.factor, own=(before.n_parts, spec.stream_eps) if own else None,
+        )  # fmt: skip
         self.add(
-            add_normed(dim, product.n_blocks, copies, self.spec.eps, self.scale is not None),
-            **self.begin_stream(add_normed_blocks(dim)),
-            rows=rows,
-            row_squares=squares,
-            post_norm=self.post_norm,
+            kernel,
+            **self.begin_stream(add_normed_blocks(spec.dim)),
+            rows=[of.rows for of in normed],
+            row_squares=[of.squares for of in normed],
+            post_norms=[of.norm for of in normed],
+            own_squares=before.parts if own else None,
+            own_norm=self.input_scales.norm_weight(own.weight, 0) if own else None,
             scale=self.scale,
         )
+        self._waiting, self.own = [], None

@@ -6,8 +6,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 
+import numpy as np
+from numpy.typing import NDArray
+from tinygrad import Tensor
+
 from engine.description.sublayers import Dense, Weight
-from engine.loading.weights import pieces
+from engine.formats.dequantize import HOST_TYPES, dequantized
+from engine.formats.ggml_types import TYPES
+from engine.kernels.quantized_matrix import QuantizedMatrix
+from engine.loading.weights import Weights, pieces
 from engine.targets.nvidia.kernels.products.chosen_experts import ChosenExperts
 from engine.targets.nvidia.kernels.products.matvec import SharedExpert, StackedMatrices
 from engine.targets.nvidia.kernels.products.schedules import best_schedule, in_digits
@@ -132,3 +139,13 @@ def matrices_of(weights: Sequence[Weight], alternate: bool = False) -> list[Matr
         rows = tuple(TensorRows(weight.experts * weight.rows, weight.order) for weight in same_type)
         matrices.append(Matrix(same_type, MatrixSpec(WeightLayout(type), rows, same_type[0].cols, alternate)))
     return matrices
+
+
+def floats_of(weights: Weights, weight: Weight) -> NDArray[np.float32]:
+    """A small matrix as float32, (rows * cols,). Raises ModelFileError."""
+    raw = weights.read(weight, range(weight.rows))
+    if TYPES[weight.type].name in HOST_TYPES:
+        return dequantized(raw, weight.type)
+    matrix = QuantizedMatrix(weight.type, weight.rows, weight.cols)
+    values: NDArray[np.float32] = matrix.dequantize_rows(Tensor(raw.copy()), weight.rows).flatten().numpy()
+    return values

@@ -37,12 +37,13 @@ from engine.targets.nvidia.kernels.residual_stream.prefill import (
     activate_prompt,
     bend_prompt,
     last_rows,
+    least_gates,
     norm_prompt,
 )
 from engine.targets.nvidia.kernels.uops import Activation
 from engine.targets.nvidia.matrices import Matrix, Product
-from engine.targets.nvidia.norms import Norm
-from engine.targets.nvidia.step import Step, StepMemory
+from engine.targets.nvidia.norms import Norm, no_norm
+from engine.targets.nvidia.step import Step, StepMemory, Sums
 
 
 class PromptMemory(StepMemory):
@@ -72,31 +73,25 @@ class PromptMemory(StepMemory):
 
 
 @dataclass(frozen=True)
-class Sums:
-    """The result of a product: `parts` partial sums. `bias`: to be added to them."""
-
-    tensor: Tensor
-    parts: int
-    bias: Tensor | None = None
-
-
-@dataclass(frozen=True)
 class Pending:
-    """The results that the next norm adds to the residual stream; a single one is normed first with a `post_norm`. The
-    stream is multiplied by `scale` then."""
+    """The results that the next norm adds to the residual stream, and with `own` what that norm gives of the stream
+    before. The stream is multiplied by `scale` and `factor` then."""
 
     results: Sequence[Sums]
-    post_norm: Tensor | None
-    scale: Tensor | None
+    scale: Tensor | None = None
+    factor: float = 1.0
+    own: Norm | None = None
 
 
 class PromptStep(Step):
     """A step of `tokens` tokens. `x`: what the last norm left for products, of the stream `h`, whose rows have `width`
-    numbers. `pending`: what that norm is to add to it; `beside`: the results of sublayers that others beside them
-    follow, which read the stream as it is. `layer_embeddings` are of `embedded` tokens, of which the step's begin at
-    `first_embedded`."""
+    numbers. If it is of the last tokens of another one, that is the `whole`. `pending`: what that norm is to add to it;
+    `beside`: the results of sublayers that others beside them follow, which read the stream as it is, and `own` the
+    norm of the stream that is added to it with these (`Pending`). `layer_embeddings` are of `embedded` tokens, of which
+    the step's begin at `first_embedded`."""
 
     x: Tensor
+    whole: PromptStep | None = None
     has_any_pieces = False
     """Whether pieces may begin at any multiple of `PIECE_ROWS`."""
 
@@ -111,6 +106,7 @@ class PromptStep(Step):
         self.chip, self.order = chip(), order
         self.pending: Pending | None = None
         self.beside: list[Sums] = []
+        self.own: Norm | None = None
         self._normed: tuple[int, Order, int] | None = None  # what `x` is: of a norm, in an order, of a stream
 
     @property
@@ -127,27 +123,51 @@ class PromptStep(Step):
         if normed and self._normed == normed and not self.pending:
             return
         self.x, self._normed = self.activations("x", self.width, order), normed
-        pending = self.pending or Pending([], None, None)
+        pending = self.pending or Pending([])
+        results = sorted(pending.results, key=lambda sums: sums.post_norm is None)
+        post_norms = [sums.post_norm for sums in results if sums.post_norm is not None]
+        own = pending.own and self.input_scales.norm_weight(pending.own.weight, 0)
         biases = [sums.bias for sums in pending.results if sums.bias is not None]
         kernel = norm_prompt(
-            self.tokens, self.width, tuple(sums.parts for sums in pending.results), spec.stream_eps,
-            post_eps=None if pending.post_norm is None else spec.eps, n_biases=len(biases), order=order,
-            scaled=pending.scale is not None, is_normed=norm.is_normed or keeps_sizes, keeps_sizes=keeps_sizes,
-            centred=spec.centred, shifted=norm.bias is not None,
+            self.tokens, self.width, tuple(sums.parts for sums in results), spec.stream_eps,
+            post_eps=spec.post_eps or spec.eps if post_norms else None, n_biases=len(biases),
+            order=order, scaled=pending.scale is not None, is_normed=norm.is_normed or keeps_sizes,
+            keeps_sizes=keeps_sizes, centred=spec.centred, shifted=norm.bias is not None,
+            n_posts=max(len(post_norms), 1), adds_own=own is not None, scaled_by=pending.factor,
         )  # fmt: skip
         self.add(
             kernel,
             x=self.x,
             sizes=self.sizes if keeps_sizes else None,
             stream=self.h,
-            sums=[sums.tensor for sums in pending.results],
+            sums=[sums.tensor for sums in results],
             biases=biases,
-            post_norm=pending.post_norm,
+            post_norms=post_norms,
+            own_norm=own,
             scale=pending.scale,
-            norm=self.input_scales.norm_weight(norm.weight, 0),
-            norm_bias=None if norm.bias is None else self.input_scales.norm_weight(norm.bias, 0),
+            **self.norm_vectors(norm),
         )
         self.pending = None
+
+    def beside_stream(self, i: int) -> Tensor:
+        n = self.tokens * self.width
+        if self.whole is None:
+            return self.buffer(f"stream {i}", n)
+        return part_of(self.whole.beside_stream(i), self.first_embedded * self.width, n)
+
+    def settle(self) -> None:
+        """Adds the pending results to the residual stream, if there are any."""
+        if self.pending:
+            self.norm(no_norm(self.width))
+
+    def changed(self) -> None:
+        """Says that a kernel has changed the residual stream."""
+        self._normed = None
+
+    def norm_vectors(self, norm: Norm) -> dict[str, Tensor | None]:
+        """The weight and the bias of a norm, for `norm_prompt`."""
+        vector, bias = self.input_scales.norm_weight, norm.bias
+        return {"norm": vector(norm.weight, 0), "norm_bias": None if bias is None else vector(bias, 0)}
 
     def product(self, part: Matrix, x: Tensor, name: str, rows: int = 0) -> Sums:
         """Adds a product of activations with the first `rows` rows of a matrix (0: all)."""
@@ -175,13 +195,20 @@ class PromptStep(Step):
         """Adds the products of the normed stream with each matrix of `product`."""
         return [self.product(part, self.x, f"{name}{i}") for i, part in enumerate(product.matrices)]
 
-    def gate(self, matrices: Sequence[Matrix], activation: Activation, out: Tensor) -> None:
-        """Adds the product with gate and up, a matrix whose rows alternate or two (`gate_up_of`)."""
+    def gate(
+        self, matrices: Sequence[Matrix], activation: Activation, out: Tensor, sparsity: float = 0.0
+    ) -> None:
+        """Adds the product with gate and up, a matrix whose rows alternate or two (`gate_up_of`). With a `sparsity`,
+        which needs two, only the largest gates count (`engine.description.sublayers.Dense`)."""
         if len(matrices) == 2:
             gate, up = (self.product(part, self.x, f"gate_up{i}") for i, part in enumerate(matrices))
-            parts = gate.parts, up.parts
-            kernel = activate_prompt(self.tokens, matrices[0].rows, parts, activation, self.order)
-            self.add(kernel, out=out, gate=gate.tensor, up=up.tensor)
+            parts, least, n = (gate.parts, up.parts), None, matrices[0].rows
+            if sparsity:
+                least = self.buffer("least gates", self.tokens)
+                kernel = least_gates(self.tokens, n, gate.parts, sparsity)
+                self.add(kernel, least=least, gate=gate.tensor)
+            kernel = activate_prompt(self.tokens, n, parts, activation, self.order, least is not None)
+            self.add(kernel, out=out, gate=gate.tensor, up=up.tensor, least=least)
             return
         (part,) = matrices
         if self.order == "columns":
@@ -190,11 +217,14 @@ class PromptStep(Step):
         kernel, _ = self._kernel(part, part.rows, True, "gate_up", activation)
         self.add(kernel, out=out, x=self.x, prompt=self.prompt, planes=part.planes)
 
-    def bend(self, matrix: Matrix, activation: Activation, out: Tensor, bias: Tensor | None = None) -> None:
-        """Adds the product with the up of a layer without a gate."""
-        up = self.product(matrix, self.x, "up")
-        kernel = bend_prompt(self.tokens, matrix.rows, up.parts, activation, bias is not None, self.order)
-        self.add(kernel, out=out, up=up.tensor, bias=bias)
+    def bend(
+        self, matrix: Matrix, activation: Activation, out: Tensor, bias: Tensor | None = None,
+        curve: Tensor | None = None,
+    ) -> None:  # fmt: skip
+        """Adds the product with the up of a layer without a gate (`bend_prompt`)."""
+        up, has_bias, has_curve = self.product(matrix, self.x, "up"), bias is not None, curve is not None
+        kernel = bend_prompt(self.tokens, matrix.rows, up.parts, activation, has_bias, self.order, has_curve)
+        self.add(kernel, out=out, up=up.tensor, bias=bias, curve=curve)
 
     def tiles(self, part: Matrix) -> SmallBatchTiles:
         """How a product of few tokens is divided that leaves one sum."""
@@ -230,12 +260,13 @@ class RowsStep(PromptStep):
         super().__init__(memory, rows)
         self.state, self.limit, self.checks = state, limit, checks
 
-    def stacked(self, product: Product, name: str, bias: Tensor | None = None) -> Tensor:
-        """Adds a product of the normed stream; returns its rows, of all tokens one after the other."""
+    def stacked(self, product: Product, name: str, bias: Tensor | None = None, limit: float = 0.0) -> Tensor:
+        """Adds a product of the normed stream, within a limit if there is one; returns its rows, of all tokens one
+        after the other."""
         first, total = 0, product.stack.rows
         rows = self.buffer(name, self.tokens * total)
         for i, part in enumerate(product.matrices):
-            epilogue = stored(total, first, bias is not None)
+            epilogue = stored(total, first, bias is not None, limit)
             self.multiply(part, self.tiles(part), epilogue, f"{name}{i}", out=rows, bias=bias)
             first += part.rows
         return rows
@@ -256,15 +287,21 @@ class MixedStep(PromptStep):
         self.replies = replies = RowsStep(memory, state, rows, limit)
         replies.sequence, replies.add, replies.embedded = self.sequence, self.add, tokens
         self.first_reply = replies.first_embedded = tokens - rows
-        replies.prompt = prompt
+        replies.prompt, replies.whole = prompt, self
         replies.h = part_of(self.h, self.first_reply * self.spec.dim, rows * self.spec.dim)
 
     def of_replies(
-        self, made: Sequence[Sums], product: Product, name: str, bias: Tensor | None = None
+        self,
+        made: Sequence[Sums],
+        product: Product,
+        name: str,
+        bias: Tensor | None = None,
+        limit: float = 0.0,
     ) -> Tensor:
         """The rows of replies of the products that were `made`, as `RowsStep.stacked`."""
         rows = self.replies.buffer(f"{name} of replies", self.replies.tokens * product.stack.rows)
-        runs = Runs(self.tokens, tuple(m.parts for m in made), tuple(part.rows for part in product.matrices))
+        parts, sizes = tuple(m.parts for m in made), tuple(part.rows for part in product.matrices)
+        runs = Runs(self.tokens, parts, sizes, limit=limit)
         kernel = last_rows(runs, self.replies.tokens, bias is not None)
         self.add(kernel, rows=rows, sums=[m.tensor for m in made], bias=bias)
         return rows

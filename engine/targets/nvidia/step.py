@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
+from dataclasses import dataclass
+
 from tinygrad import Tensor, dtypes
 from tinygrad.dtype import DType
 
@@ -9,6 +12,17 @@ from engine.description.spec import ModelSpec
 from engine.kernels.device_memory import device_zeros
 from engine.targets.nvidia.input_scales import InputScales
 from engine.targets.nvidia.kernels.kernel_sequence import KernelSequence
+
+
+@dataclass(frozen=True)
+class Sums:
+    """The result of a product: `parts` partial sums. `bias`: to be added to them. With a `post_norm`, they are normed
+    before they are added to the stream."""
+
+    tensor: Tensor
+    parts: int
+    bias: Tensor | None = None
+    post_norm: Tensor | None = None
 
 
 class StepMemory:
@@ -26,11 +40,17 @@ class StepMemory:
 
 
 class Step:
-    """A step, to which handlers add their kernels. `layer_embeddings`: of the step's tokens, if there are any."""
+    """A step, to which handlers add their kernels. `layer_embeddings`: of the step's tokens, if there are any.
+    `of_layer`: what is to be added to the streams beside the residual one."""
 
     layer_embeddings: Tensor
+    of_layer: Sums
 
     def __init__(self, memory: StepMemory) -> None:
         self.spec, self.input_scales, self.buffer = memory.spec, memory.input_scales, memory.buffer
         self.sequence = KernelSequence()
         self.add = self.sequence.add
+
+    @abstractmethod
+    def beside_stream(self, i: int) -> Tensor:
+        """A stream beside the residual one, float32 (tokens * dim,); 0 stands for what a layer begins with."""

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 from tinygrad import Device, Tensor
 
+from engine.description.altup import Correction, LowRank, Merge, Prediction
 from engine.description.recurrent import DeltaNet, Mamba, ShortConv
 from engine.description.spec import ModelSpec, Sublayer
 from engine.description.sublayers import (
@@ -44,6 +45,12 @@ from engine.targets.nvidia.sublayers.mamba import MambaHandler
 from engine.targets.nvidia.sublayers.recurrent import RecurrentHandler
 from engine.targets.nvidia.sublayers.short_conv import ShortConvHandler
 from engine.targets.nvidia.sublayers.side_by_side import SideBySideHandler
+from engine.targets.nvidia.sublayers.streams import (
+    CorrectionHandler,
+    LowRankHandler,
+    MergeHandler,
+    PredictionHandler,
+)
 
 HANDLERS: dict[type[Operator], type[Handler]] = {
     Attention: AttentionHandler,
@@ -55,6 +62,10 @@ HANDLERS: dict[type[Operator], type[Handler]] = {
     Experts: ExpertsHandler,
     SideBySide: SideBySideHandler,
     LayerEmbedding: LayerEmbeddingHandler,
+    LowRank: LowRankHandler,
+    Prediction: PredictionHandler,
+    Correction: CorrectionHandler,
+    Merge: MergeHandler,
 }
 """What computes a sublayer, by the class of its description."""
 
@@ -71,6 +82,7 @@ class GPUModel:
     embedding: Product
     head: Product
     output_norm: Norm
+    embedding_norm: Norm | None
     head_bias: Tensor | None
     positions: Product | None
     ropes: list[tuple[Tensor, Tensor]]
@@ -193,6 +205,9 @@ def allocate(
         embedding=embedding,
         head=head,
         output_norm=loading.norm(spec.output_norm, spec.output_norm_bias),
+        embedding_norm=loading.norm(norm, spec.embedding_norm_bias)
+        if (norm := spec.embedding_norm)
+        else None,
         head_bias=loading.vector(spec.head_bias),
         positions=product_of([spec.positions]) if spec.positions else None,
         ropes=ropes,
@@ -213,4 +228,5 @@ def _layer(sublayer: Sublayer, is_followed_beside: bool, loading: Loading) -> La
     norm, handler = loading.norm(sublayer.norm, sublayer.norm_bias), HANDLERS[type(sublayer.operator)]
     post_norm, scale = loading.vector(sublayer.post_norm), loading.vector(sublayer.scale)
     made = handler(sublayer.operator, loading)
-    return Layer(norm, made, post_norm, scale, is_followed_beside, sublayer.picture_part)
+    beside = is_followed_beside, sublayer.picture_part, sublayer.factor
+    return Layer(norm, made, post_norm, scale, *beside)

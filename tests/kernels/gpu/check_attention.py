@@ -114,7 +114,7 @@ def check_head_sizes() -> None:
     decode_attention(50, FlashSplit(64, 1, 2, 2, 2, 2, 2), heads_of(64, norm_eps=1e-6))
     decode_attention(130, FlashSplit(256, 2, 1, 1, 1, 1, 2), heads_of(32))
     decode_attention(100, FlashSplit(256, 1, 2, 2, 1, 1, 2), heads_of(64, kv_format=KVFormat.Q8_0))
-    shared_by_four, largest = heads_of(256, 4, 1, 1e-6, gated=True), heads_of(512, 4, 1, 1e-6)
+    shared_by_four, largest = heads_of(256, 4, 1, 1e-6, gates=256), heads_of(512, 4, 1, 1e-6)
     decode_attention(130, flash_split(shared_by_four, 512, 32, 2), shared_by_four)
     decode_attention(40, flash_split(largest, 256, 32, 2), largest)
     decode_attention(40, flash_split(largest, 256, 256, 2), largest)
@@ -190,7 +190,7 @@ def check_norms_over_all_heads() -> None:
 
 def check_gated_heads() -> None:
     """Results times the sigmoid of gates: one block a head and several, prompts."""
-    small, large = heads_of(norm_eps=1e-6, gated=True), heads_of(32, norm_eps=1e-6, gated=True)
+    small, large = heads_of(norm_eps=1e-6, gates=16), heads_of(32, norm_eps=1e-6, gates=32)
     decode_attention(50, FlashSplit(64, 1, 2, 2, 2, 2), large)
     decode_attention(50, FlashSplit(128, 3, 2, 2, 1), small)
     if THOROUGH:
@@ -249,7 +249,7 @@ def check_pieces_of_several_prompts() -> None:
     before = ((32, 5), (40, 70))
     attended_prompt(PromptTiling(1, 4, 1, 1), 11, 130, heads_of(norm_eps=1e-6), before=before)
     attended_prompt(PromptTiling(2, 2, 2, 2), 11, 30, heads_of(window=20), before=before, sinks=True)
-    gated = heads_of(32, norm_eps=1e-6, gated=True, kv_format=KVFormat.Q8_0)
+    gated = heads_of(32, norm_eps=1e-6, gates=32, kv_format=KVFormat.Q8_0)
     attended_prompt(PromptTiling(1, 2, 1, 1), 5, 0, gated, before=before[:1])
     for h in (heads_of(64, 14, 2), heads_of(128, 16, 8), heads_of(64, 32, 8), heads_of(256, 8, 8)):
         assert 0 < prompt_tiling(h, 512, 132, 99 << 10, is_narrow=True).span(h) <= PIECE_ROWS

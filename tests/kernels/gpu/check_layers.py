@@ -11,6 +11,7 @@ from tinygrad import UOp
 from tinygrad.engine import realize
 from tinygrad.uop.ops import Ops
 
+from engine.description.altup import Modes
 from engine.description.architectures import read_spec
 from engine.description.sublayers import Experts, SideBySide
 from engine.formats.gguf import GGUF
@@ -20,6 +21,7 @@ from engine.runtime.kv_blocks import KVBlocks
 from engine.targets.nvidia import matrices
 from engine.targets.nvidia.kernels.products.matvec import Schedule, StackedMatrices
 from engine.targets.nvidia.kernels.products.schedules import best_schedule
+from engine.targets.nvidia.memory import MEMORY
 from engine.targets.nvidia.runner import NvidiaRunner
 from engine.targets.nvidia.sublayers.experts import chosen_experts
 from tests import generated_model
@@ -86,6 +88,49 @@ def check_layers_without_attention_or_a_feed_forward_layer() -> None:
 def check_layers_with_a_gate_of_attention_and_scored_experts() -> None:
     keys = {"attention.sliding_window": 4, "expert_used_count": 2}
     hold(architecture="afmoe", keys=keys, **SMALL | {"layers": 2})
+
+
+def check_layers_with_a_norm_of_embeddings() -> None:
+    """And post norms with an eps of their own."""
+    hold(architecture="muse-glimmer", keys={"attention.sliding_window": 4}, **SMALL | {"layers": 2})
+
+
+def check_layers_with_gates_of_heads() -> None:
+    keys = {"attention.sliding_window": 4}
+    hold(architecture="laguna", keys=keys | {"expert_used_count": 2}, **SMALL | {"layers": 2})
+    hold(architecture="spark2_5", keys=keys, **SMALL | {"layers": 2})
+
+
+def check_layers_within_limits() -> None:
+    hold(architecture="olmo", **SMALL)
+
+
+def check_layers_with_curves() -> None:
+    hold(architecture="apertus", **SMALL | {"layers": 2})
+
+
+def check_layers_in_chunks_with_weighed_inputs() -> None:
+    keys = {"attention.sliding_window": 4, "attention.temperature_length": 4}
+    hold(architecture="llama4", keys=keys, **SMALL | {"layers": 4})
+
+
+def check_layers_with_layer_norms_of_heads() -> None:
+    hold(architecture="command-r-plus", **SMALL)
+    hold(architecture="stablelm-12b", **SMALL)
+
+
+def check_layers_with_experts_after_layer_norms() -> None:
+    hold(architecture="phimoe", keys={"expert_used_count": 2}, **SMALL)
+
+
+def check_layers_whose_scores_fall_with_the_distance() -> None:
+    hold(architecture="bloom", **SMALL)
+    hold(architecture="mpt", **SMALL)
+    hold(architecture="refact", **SMALL)
+
+
+def check_layers_with_streams() -> None:
+    hold(architecture="gemma3n", **SMALL | {"layers": 4})
 
 
 def check_layers_with_delta_nets_and_gated_attention() -> None:
@@ -160,6 +205,10 @@ def check_layers_with_latent_attention() -> None:
     hold(architecture="deepseek2", **SMALL | {"layers": 2})
 
 
+def check_layers_with_latent_attention_and_temperature() -> None:
+    hold(architecture="mistral4", keys={"attention.temperature_length": 4}, **SMALL | {"layers": 2})
+
+
 def check_layers_with_latent_attention_of_older_files() -> None:
     hold(architecture="deepseek2-lite", **SMALL)
 
@@ -196,20 +245,26 @@ def hold(**shape: Any) -> None:
     model, need = runner._model, memory_need(read_spec(file), CONTEXT, "nvidia")
     assert need.cache_bytes == sum(t.nbytes() for a in model.storing for t in a.cache)
     planes = [plane for matrix in model.matrices for plane in matrix.planes]
-    assert need.weights_bytes == model.spec.vector_bytes + sum(plane.nbytes() for plane in planes)
+    routers = [of.router for of in model.spec.operators() if isinstance(of, Modes)]  # these are floats
+    weights_bytes = need.weights_bytes - sum(map(MEMORY.weight_bytes, {*routers}))
+    assert weights_bytes == model.spec.vector_bytes + sum(plane.nbytes() for plane in planes)
     states = [*(d.memory for d in model.recurrent), *runner._states.checkpoints]
     assert need.states_bytes == sum(t.nbytes() for t in states)
     KVBlocks(runner).reserve(0, len(TOKENS))
     runner._send_tables()
     stream = runner._one.h
     calls = runner._steps.kernels(1, runner._steps.limits(1)[0]).compile().src
-    ends = [i + 1 for i, call in enumerate(calls) if call.src[1] is stream.uop.base]
-    assert len(ends) == len(wanted)
+    found = [i + 1 for i, call in enumerate(calls) if call.src[1] is stream.uop.base]
+    ends, following = found[:1], iter(found[1:])
+    for sublayer_of, is_beside in reference.spec.blocks:  # what is normed is added with what is beside it
+        ends.append(ends[-1] if is_beside and sublayer_of.post_norm else next(following))
+    assert len(ends) == len(wanted) and not [*following]
     for position, token in enumerate(TOKENS):
         runner._send_token(token, position)
         streams, choices = [], []
         for sublayer, (first, end) in enumerate(zip([0, *ends], ends, strict=False)):
-            realize.run_linear(UOp(Ops.LINEAR, src=tuple(calls[first:end])), jit=True)
+            if end > first:
+                realize.run_linear(UOp(Ops.LINEAR, src=tuple(calls[first:end])), jit=True)
             want, got = wanted[sublayer][position], stream.numpy().copy()
             streams.append(got - got.mean() if reference.spec.centred else got)
             operator = reference.spec.sublayers[sublayer - 1].operator if sublayer else None

@@ -94,8 +94,49 @@ def check_mixed_embeddings_and_shared_caches() -> None:
     hold(architecture="gemma4", **SMALL | {"layers": 4})
 
 
+def check_mixed_norm_of_embeddings() -> None:
+    keys = {"attention.sliding_window": 40}
+    hold((128,), architecture="muse-glimmer", keys=keys, **SMALL)
+
+
+def check_mixed_gates_of_heads() -> None:
+    hold((128,), architecture="laguna", seed=1, **SMALL | {"dim": 160})
+    hold((128,), architecture="spark2_5", **SMALL)
+
+
+def check_mixed_chunks_and_weighed_inputs() -> None:
+    keys = {"attention.sliding_window": 24, "attention.temperature_length": 16}
+    hold((128,), architecture="llama4", keys=keys, **SMALL | {"dim": 160, "layers": 4})
+
+
+def check_mixed_layer_norms_of_heads() -> None:
+    hold((128,), architecture="command-r-plus", **SMALL)
+
+
+def check_mixed_experts_after_layer_norms() -> None:
+    hold((128,), architecture="phimoe", **SMALL | {"dim": 160})
+
+
+def check_mixed_scores_that_fall_with_the_distance() -> None:
+    hold((128,), architecture="bloom", **SMALL)
+
+
+def check_mixed_streams() -> None:
+    hold((128,), architecture="gemma3n", **SMALL | {"layers": 4})
+
+
+def check_mixed_limits_and_curves() -> None:
+    hold((128,), architecture="olmo", **SMALL)
+    hold((128,), architecture="apertus", **SMALL)
+
+
 def check_mixed_latent_attention() -> None:
     hold(architecture="deepseek2-lite", **SMALL | {"dim": 160})
+
+
+def check_mixed_latent_attention_and_temperature() -> None:
+    keys = {"attention.temperature_length": 16}
+    hold((128,), architecture="mistral4", keys=keys, **SMALL | {"dim": 160})
 
 
 def check_mixed_side_by_side() -> None:

@@ -42,10 +42,17 @@ def check_post_norms() -> None:
         wanted = stream + normed(y.astype(np.float64), post, eps)
         h, sums = buffer(stream), zeros(add_normed_blocks(n))
         outs, ins = [zeros(permuted_size(n)) for _ in following], [buffer(y), buffer(squares), buffer(post)]
-        run(add_normed(n, n_sums, copies, eps), h, sums, *outs, *ins, *map(buffer, following))
+        run(add_normed(n, (n_sums,), copies, eps), h, sums, *outs, *ins, *map(buffer, following))
         compare_stream(wanted, following, h, sums, outs)
         scale, h = np.float32([0.7]), buffer(stream)
-        run(add_normed(n, n_sums, copies, eps, True), h, sums, *outs, *ins, *map(buffer, (scale, *following)))
+        run(
+            add_normed(n, (n_sums,), copies, eps, True),
+            h,
+            sums,
+            *outs,
+            *ins,
+            *map(buffer, (scale, *following)),
+        )
         compare_stream(wanted * 0.7, following, h, sums, outs)
     for tokens, n, parts in ((2, 96, 2), (1, 1100, 1)):
         y = rng.standard_normal((parts, tokens, n)).astype(np.float32)

@@ -82,7 +82,7 @@ def products_of_several_tokens() -> Iterator[Made]:
 def attention() -> Iterator[Made]:
     plain = Heads(8, 2, 64, 8192, 1e-6, 0.1, block=32, pool=256)
     quantized = replace(plain, kv_format=KVFormat.Q8_0)
-    others = quantized, replace(plain, gated=True), replace(plain, temperature=True)
+    others = quantized, replace(plain, gates=64), replace(plain, temperature=True)
     for heads in (plain, *others) if THOROUGH else (plain,):
         for limit in (256, 8192):
             kernel = flash_attention(heads, flash_split(heads, limit, 256, 16))

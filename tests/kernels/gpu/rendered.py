@@ -114,7 +114,7 @@ def render_other_products() -> None:
     halves = (fragments_size(64, 512), H), (64 * 512 * 2, F), (64 * 512 * 2, F)
     render(activate_prompt(64, 512, (2, 2), "gelu"), *halves)
     vector, sums = (320, F), (64, F)
-    render(add_normed(320, 64, 1, 1e-6), vector, (10, F), vector, vector, sums, vector, vector)
+    render(add_normed(320, (64,), 1, 1e-6), vector, (10, F), vector, vector, sums, vector, vector)
     halves = (fragments_size(64, 320), H), (64 * 320, F), (2 * 64 * 320, F)
     render(norm_prompt(64, 320, (2,), 1e-6, post_eps=1e-6), *halves, vector, vector)
 

@@ -153,6 +153,18 @@ def sigmoid(x: UOp) -> UOp:
     return (f32(1) + (x * f32(-LOG2_E)).exp2()).reciprocal()
 
 
+def softplus(x: UOp) -> UOp:
+    magnitude = x.maximum(x * f32(-1))
+    return x.maximum(0.0) + (f32(1) + (magnitude * f32(-LOG2_E)).exp2()).log2() * f32(1 / LOG2_E)
+
+
+def curved(x: UOp, curve: UOp) -> UOp:
+    """xIELU of x (`engine.description.sublayers.Dense`), whose four numbers are a buffer."""
+    n, p, b, e = load_run(curve, 0, 4)
+    negative = n * ((x.minimum(e) * f32(LOG2_E)).exp2() - f32(1) - x)
+    return (x > 0).where(p * x * x, negative) + b * x
+
+
 def gated(gate: UOp, up: UOp, activation: Activation) -> UOp:
     """activation(gate) * up. All activations but the square of what is positive are gate * sigmoid(x); an infinite
     power of two gives zero."""
@@ -191,9 +203,21 @@ def soft_capped(value: UOp, cap: float) -> UOp:
     return (sigmoid * f32(2) - f32(1)) * f32(cap)
 
 
+def within(value: UOp, limit: float) -> UOp:
+    """A value, cut to -limit to limit; the value itself if there is no limit (0)."""
+    return value.maximum(-limit).minimum(limit) if limit else value
+
+
 def inverse_rms(sum_of_squares: UOp, n: int, eps: float) -> UOp:
     """The factor of an RMS norm over n elements."""
     return (sum_of_squares * f32(1.0 / n) + f32(eps)).sqrt().reciprocal()
+
+
+def least_counting(mean: UOp, squares: UOp, n: int, sparsity: float) -> UOp:
+    """What n gates have to exceed to count, from their mean and the sum of their squares
+    (`engine.description.sublayers.Dense`)."""
+    deviation = ((squares - mean * mean * f32(n)) * f32(1 / (n - 1))).maximum(0.0).sqrt()
+    return mean + deviation * f32(sparsity)
 
 
 def rotated(x: UOp, partner: UOp, is_first_half: UOp, cos: UOp, sin: UOp) -> UOp:

@@ -34,11 +34,12 @@ from engine.targets.nvidia.kernels.attention.prefill_attention import (
 from engine.targets.nvidia.kernels.attention.store_rows import store_rows
 from engine.targets.nvidia.kernels.device import multiprocessors, shared_limit
 from engine.targets.nvidia.kernels.products.activation_order import Order
-from engine.targets.nvidia.kernels.products.epilogues import STORE, STORE_BIASED
+from engine.targets.nvidia.kernels.products.epilogues import stored
 from engine.targets.nvidia.kernels.residual_stream.prefill import norms_over_heads, rotate_prompt
 from engine.targets.nvidia.matrices import Product, product_of
 from engine.targets.nvidia.norms import Norm
-from engine.targets.nvidia.prompt_step import MixedStep, PromptStep, RowsStep, Sums
+from engine.targets.nvidia.prompt_step import MixedStep, PromptStep, RowsStep
+from engine.targets.nvidia.step import Sums
 from engine.targets.nvidia.sublayers.handler import Handler, Loading
 
 _CHUNK = 16  # elements of a head that tensor cores take at a time
@@ -55,15 +56,8 @@ class AttentionHandler(Handler):
 
     @classmethod
     def lacks(cls, part: Any) -> str:
-        lacking = {
-            "attention in chunks": part.chunked,
-            "scores that fall with the distance of tokens": part.slopes,
-            "queries, keys and values within limits": part.limit,
-            "LayerNorms of heads": part.layer_norms,
-            "gates of heads": part.scales_heads,
-        }
-        if any(lacking.values()):
-            return next(words for words, lacks in lacking.items() if lacks)
+        if part.limit and part.gate:
+            return "limits beside gates"
         return f"heads of {part.head_dim} elements" if part.head_dim % _CHUNK else ""
 
     def __init__(self, part: Attention, loading: Loading) -> None:
@@ -86,7 +80,12 @@ class AttentionHandler(Handler):
             kv_format=loading.kv,
             stored=stored,
             normed_values=part.has_normed_values and stored != "nothing",
-            gated=part.gate is not None,
+            gates=part.gate.rows // part.heads if part.gate else 0,
+            gating=part.gating,
+            limit=part.limit,
+            chunked=part.chunked and window > 0,
+            sloped=bool(part.slopes),
+            centred=part.layer_norms,
             ahead=loading.looks_ahead and part.sees_pictures,
             softcap=part.softcap,
             rotates_first=part.rotates_first,
@@ -96,6 +95,7 @@ class AttentionHandler(Handler):
         self.o, self.o_bias = product_of([part.o]), loading.vector(part.o_bias)
         self.products = self._load(part, loading)
         self.norms, self.sinks = norms, loading.vector(part.sinks)
+        self.slopes = to_device(np.asarray(part.slopes, np.float32)) if part.slopes else None
         self.rope, self.temperature = part.rope, loading.temperature if part.tempered else None
         self.cos, self.sin = loading.ropes[part.rope]
         if lent:
@@ -122,7 +122,7 @@ class AttentionHandler(Handler):
 
     def decode(self, step: DecodeStep, norm: Norm) -> None:
         qkv = step.buffer("qkv", self.heads.rows)
-        epilogue = STORE if self.bias is None else STORE_BIASED
+        epilogue = stored(self.bias is not None, self.heads.limit)
         is_early = begins_early(self.split(step.limit), self.sinks is not None)
         step.multiply(self.qkv, norm, epilogue, {"out": qkv, "bias": self.bias}, "qkv", is_early)
         attended = self._attend_token(step, qkv, step.input_scale(self.o.single_matrix))
@@ -145,6 +145,7 @@ class AttentionHandler(Handler):
             state=step.memory.state,
             norms=self.norms,
             temperature=self.temperature,
+            slopes=self.slopes,
         )
         if split.splits > 1:
             kernel = combine(heads, split.splits, has_sinks)
@@ -154,7 +155,7 @@ class AttentionHandler(Handler):
     def rows(self, step: RowsStep, norm: Norm) -> Sums:
         step.norm(norm)
         attended = self._attended(step)
-        self._attend_rows(step, step.stacked(self.qkv, "qkv", self.bias), attended)
+        self._attend_rows(step, self._stacked(step), attended)
         return self._output(step, attended)
 
     def _attend_rows(
@@ -182,6 +183,7 @@ class AttentionHandler(Handler):
             cache=self.cache,
             **ins,
             temperature=self.temperature,
+            slopes=self.slopes,
         )
         if parts:
             kernel = combine(heads, split.splits, has_sinks, tokens, order, out_row)
@@ -197,7 +199,7 @@ class AttentionHandler(Handler):
         made = step.products(self.qkv, "qkv")
         queries = self._store_tokens(step, made)
         attended = self._attend_prompts(step, queries)
-        rows = step.of_replies(made, self.qkv, "qkv", self.bias)
+        rows = self._of_replies(step, made)
         self._attend_rows(step.replies, rows, attended, step.order, step.first_reply)
         return self._output(step, attended)
 
@@ -206,8 +208,14 @@ class AttentionHandler(Handler):
         made = step.products(self.qkv, "qkv")
         self._store_tokens(step, made)
         attended = self._attended(step.replies)
-        self._attend_rows(step.replies, step.of_replies(made, self.qkv, "qkv", self.bias), attended)
+        self._attend_rows(step.replies, self._of_replies(step, made), attended)
         return self._output(step.replies, attended)
+
+    def _stacked(self, step: RowsStep) -> Tensor:
+        return step.stacked(self.qkv, "qkv", self.bias, self.heads.limit)
+
+    def _of_replies(self, step: MixedStep, made: list[Sums]) -> Tensor:
+        return step.of_replies(made, self.qkv, "qkv", self.bias, self.heads.limit)
 
     def tiling(self, tokens: int, has_any_pieces: bool = False) -> PromptTiling:
         """How the attention of a step of so many tokens is divided. `has_any_pieces`: as `PromptStep` has it."""
@@ -219,7 +227,7 @@ class AttentionHandler(Handler):
         attended, order = self._attended(step), step.order
         tiling = self.tiling(tokens, step.has_any_pieces)
         ins = {"queries": queries, "cache": self.cache, "tables": self.tables, "prompt": step.prompt}
-        ins |= {"seen": step.seen} if heads.ahead else {}
+        ins |= {"slopes": self.slopes, "seen": step.seen if heads.ahead else None}
         if tiling.splits == 1:
             kernel = attend_prompt(heads, tokens, tiling, has_sinks, order)
             step.add(kernel, out=attended, **ins, sinks=self.sinks)
@@ -282,7 +290,8 @@ class AttentionHandler(Handler):
 
 
 def _norms_of(part: Attention, weights: Weights) -> Tensor | None:
-    sizes = (part.query_size, part.kv_size) if part.has_norms_over_heads else (part.head_dim, part.head_dim)
+    is_wide = part.has_norms_over_heads or part.layer_norms
+    sizes = (part.query_size, part.kv_size) if is_wide else (part.head_dim, part.head_dim)
     norms = weights.joined_vectors(list(zip((part.q_norm, part.k_norm), sizes, strict=True)), 1.0)
     if norms is None and part.has_normed_values:
         norms = np.ones(sum(sizes), np.float32)
@@ -290,8 +299,9 @@ def _norms_of(part: Attention, weights: Weights) -> Tensor | None:
 
 
 def _bias_of(part: Attention, weights: Weights) -> Tensor | None:
-    """Those of queries, keys and values, one after the other."""
+    """Those of queries, keys and values, one after the other, after zeros for the gates."""
     biases = (
+        (None, part.gate.rows if part.gate else 0),
         (part.q_bias, part.query_size),
         (part.k_bias, part.kv_size if part.k else 0),
         (part.v_bias, part.kv_size if part.v else 0),

@@ -2,36 +2,40 @@
 
 from __future__ import annotations
 
+import numpy as np
 from tinygrad import Tensor
 
 from engine.description.sublayers import Dense
+from engine.kernels.device_memory import to_device
 from engine.measure.kernel_roles import BufferUse
 from engine.targets.buffer_uses import BufferUses
 from engine.targets.nvidia.decode_step import DecodeStep
 from engine.targets.nvidia.kernels.products.epilogues import STORE, activate, activated, bent
 from engine.targets.nvidia.kernels.weights.weight_layout import permuted_size
-from engine.targets.nvidia.matrices import Product, gate_up_of, product_of
+from engine.targets.nvidia.matrices import Product, gate_up_of, matrices_of, product_of
 from engine.targets.nvidia.norms import Norm
-from engine.targets.nvidia.prompt_step import PromptStep, Sums
+from engine.targets.nvidia.prompt_step import PromptStep
+from engine.targets.nvidia.step import Sums
 from engine.targets.nvidia.sublayers.handler import Handler, Loading
 
 
 class DenseHandler(Handler):
-    """The weights of a feed-forward layer. `gate_up` is one matrix with alternating rows if both have the same type,
-    and up alone if there is no gate."""
+    """The weights of a feed-forward layer. `gate_up` is one matrix with alternating rows if both have the same type
+    and gates are not sparse, and up alone if there is no gate. `curve`: that of the description, float32 (4,)."""
 
     @classmethod
     def lacks(cls, part: Dense) -> str:
-        if part.curve:
-            return "the activation xIELU"
         if part.gate and part.up_bias:
             return "biases beside gates"
-        return "gates of which only the largest count" if part.sparsity else ""
+        return ""
 
     def __init__(self, part: Dense, loading: Loading) -> None:
         self.part = part
-        self.gate_up = Product(gate_up_of(part))
+        # What counts of sparse gates is known only once all are.
+        apart = matrices_of([part.gate]) + matrices_of([part.up]) if part.gate and part.sparsity else None
+        self.gate_up = Product(apart or gate_up_of(part))
         self.up_bias, self.down_bias = map(loading.vector, (part.up_bias, part.down_bias))
+        self.curve = to_device(np.asarray(part.curve, np.float32)) if part.curve else None
         self.down = product_of([part.down])
         self.products = self.gate_up, self.down
 
@@ -44,8 +48,8 @@ class DenseHandler(Handler):
         input_scale = step.input_scale(self.down.single_matrix)
         out = step.buffer("activated", permuted_size(width))
         if self.part.gate is None:
-            epilogue = bent(activation, self.up_bias is not None)
-            ins = {"out": out, "input_scale": input_scale, "bias": self.up_bias}
+            epilogue = bent(activation, self.up_bias is not None, self.curve is not None)
+            ins = {"out": out, "input_scale": input_scale, "bias": self.up_bias, "curve": self.curve}
             step.multiply(self.gate_up, norm, epilogue, ins, "up")
         elif len(self.gate_up.matrices) == 1:
             buffers = {"out": out, "input_scale": input_scale}
@@ -53,7 +57,12 @@ class DenseHandler(Handler):
         else:
             rows = step.buffer("gate_up", 2 * width)
             step.multiply(self.gate_up, norm, STORE, {"out": rows}, "gate_up")
-            step.add(activate(width, activation), out=out, rows=rows, input_scale=input_scale)
+            step.add(
+                activate(width, activation, sparsity=self.part.sparsity),
+                out=out,
+                rows=rows,
+                input_scale=input_scale,
+            )
         return out
 
     def prefill(self, step: PromptStep, norm: Norm) -> Sums:
@@ -61,13 +70,13 @@ class DenseHandler(Handler):
         width, activation = self.part.width, self.part.activation
         out = step.activations("activated", width)
         if self.part.gate is None:
-            step.bend(self.gate_up.single_matrix, activation, out, self.up_bias)
+            step.bend(self.gate_up.single_matrix, activation, out, self.up_bias, self.curve)
         else:
-            step.gate(self.gate_up.matrices, activation, out)
+            step.gate(self.gate_up.matrices, activation, out, self.part.sparsity)
         down = step.product(self.down.single_matrix, out, "down")
         return Sums(down.tensor, down.parts, self.down_bias)
 
     def roles(self, uses: BufferUses) -> None:
         uses.add(BufferUse("FFN gate+up"), *self.gate_up.planes)
         uses.add(BufferUse("FFN down"), *self.down.planes)
-        uses.add(BufferUse("norm"), self.up_bias, self.down_bias)
+        uses.add(BufferUse("norm"), self.up_bias, self.down_bias, self.curve)

@@ -5,15 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import numpy as np
-from numpy.typing import NDArray
 from tinygrad import Tensor, dtypes
 
-from engine.description.sublayers import Experts, Weight
-from engine.formats.dequantize import HOST_TYPES, dequantized
-from engine.formats.ggml_types import TYPES
+from engine.description.sublayers import Experts
 from engine.kernels.device_memory import to_device
-from engine.kernels.quantized_matrix import QuantizedMatrix
-from engine.loading.weights import Weights
 from engine.measure.kernel_roles import BufferUse
 from engine.targets.buffer_uses import BufferUses
 from engine.targets.nvidia.decode_step import DecodeMemory, DecodeStep, Division
@@ -39,12 +34,14 @@ from engine.targets.nvidia.kernels.products.prefill_experts import (
     count_assignments,
     router_logits,
     sort_assignments,
+    weigh_rows,
 )
 from engine.targets.nvidia.kernels.products.small_batch import columns_size
 from engine.targets.nvidia.kernels.weights.weight_layout import permuted_size
-from engine.targets.nvidia.matrices import Matrix, Product, gate_up_of, matrices_of, product_of
+from engine.targets.nvidia.matrices import Matrix, Product, floats_of, gate_up_of, matrices_of, product_of
 from engine.targets.nvidia.norms import Norm
-from engine.targets.nvidia.prompt_step import PromptStep, Sums
+from engine.targets.nvidia.prompt_step import PromptStep
+from engine.targets.nvidia.step import Sums
 from engine.targets.nvidia.sublayers.handler import Handler, Loading
 
 
@@ -67,7 +64,7 @@ class ExpertsHandler(Handler):
 
     @classmethod
     def lacks(cls, part: Experts) -> str:
-        if part.weighed_inputs:
+        if part.weighed_inputs and (part.used > 1 or part.scoring != "sigmoid"):
             return "experts whose inputs are weighed"
         return "a router's bias beside a shared expert" if part.shared and part.router_bias else ""
 
@@ -87,8 +84,9 @@ class ExpertsHandler(Handler):
         self.scores = Scores(part.scoring, self.choice_bias is not None, part.factor, *groups)
         is_scaled = self.scales is not None
         chosen = ChosenExperts(
-            part.used, part.count, False, self.biases is not None, part.least_sum, is_scaled, self.scores
-        )
+            part.used, part.count, False, self.biases is not None, part.least_sum, is_scaled, self.scores,
+            weighs_inputs=part.weighed_inputs,
+        )  # fmt: skip
         added = ChosenExperts(part.used, part.count, added=True, bias=part.down_bias is not None)
         routers, shared_down = [part.router, *([part.shared_gate] if part.shared_gate else [])], None
         self.router, self.shared = product_of(routers), list[Matrix]()
@@ -96,7 +94,12 @@ class ExpertsHandler(Handler):
             self.shared = gate_up_of(part.shared)
             self.router = Product([*self.router.matrices, *self.shared])
             (shared_down,) = matrices_of([part.shared.down])
-        self.router_rows = to_device(np.concatenate([_floats(weights, weight) for weight in routers]))
+        rows = np.concatenate([floats_of(weights, weight) for weight in routers])
+        self.router_rows = to_device(rows)
+        # What the bias of a norm adds to logits is one number for each.
+        self._host_rows = rows.reshape(-1, part.router.cols) if weights.spec.centred else None
+        self._biases_after: dict[int, Tensor] = {}
+        self._ones = to_device(np.ones(max(loading.chunk, 32), np.float32)) if part.weighed_inputs else None
         self.router_bias = loading.vector(part.router_bias)
         self.gate_up = product_of(firsts, alternate, chosen)
         is_gated = part.shared_gate is not None
@@ -206,9 +209,10 @@ class ExpertsHandler(Handler):
         size = (columns_size if few else fragments_size)(tiles.size, width)
         activated = step.buffer(f"experts activated in {order}", size, dtypes.float16)
         sums = step.buffer("experts", used * tokens * dim)
-        router = router_logits(tokens, dim, n_rows, step.spec.stream_eps, self.router_bias is not None)
+        router_bias = self._bias_after(router_norm)
+        router = router_logits(tokens, dim, n_rows, step.spec.stream_eps, router_bias is not None)
         weight = step.input_scales.norm_weight(router_norm.weight, 0)
-        ins = {"norm": weight, "prompt": prompt, "router": self.router_rows, "bias": self.router_bias}
+        ins = {"norm": weight, "prompt": prompt, "router": self.router_rows, "bias": router_bias}
         add(router, logits=logits, stream=step.h, **ins)
         stride = n_rows if part.shared_gate else 0
         choose = choose_experts(tokens, used, n, part.least_sum, stride, self.scales is not None, self.scores)
@@ -216,6 +220,11 @@ class ExpertsHandler(Handler):
         add(choose, chosen=chosen, probabilities=probabilities, logits=logits, prompt=prompt, **factors)
         add(count_assignments(tiles), counts=counts, choices=self.choices, chosen=chosen)
         lists = {"assignments": assignments, "tile_experts": tile_experts}
+        if self._ones is not None:
+            weigh = weigh_rows(tokens, dim, "columns" if few else "rows")
+            add(weigh, x=step.x, factors=probabilities)
+            step.changed()  # so that a shared expert reads it as it was
+            probabilities = self._ones
         add(sort_assignments(tiles), **lists, counts=counts, chosen=chosen)
         gate = self._few_gate_up if few else self._gate_up
         gate(step, tiles, activated, lists)
@@ -249,6 +258,16 @@ class ExpertsHandler(Handler):
             kernel = add_shared(tokens, dim, shared.parts, stride)
             add(kernel, stream=step.h, sums=shared.tensor, logits=logits if stride else None)
         return Sums(sums, used)
+
+    def _bias_after(self, norm: Norm) -> Tensor | None:
+        """What is added to the logits of a stream that is normed without the norm's bias."""
+        if norm.bias is None or self._host_rows is None:
+            return self.router_bias
+        if id(norm) not in self._biases_after:
+            bias = self._host_rows @ norm.bias
+            bias = bias if self.router_bias is None else bias + self.router_bias.numpy()
+            self._biases_after[id(norm)] = to_device(bias.astype(np.float32))
+        return self._biases_after[id(norm)]
 
     def _gate_up(
         self, step: PromptStep, tiles: ExpertTiles, activated: Tensor, lists: Mapping[str, Tensor]
@@ -287,13 +306,3 @@ class ExpertsHandler(Handler):
         gate_up, down = [self.biases, *self.gate_up.planes], [self.down_bias, *self.down.planes]
         gate_up += [bias for bias in self.matrix_biases if bias is not self.biases]
         uses.add_experts(self.part, self.part.used, gate_up, down)
-
-
-def _floats(weights: Weights, weight: Weight) -> NDArray[np.float32]:
-    """A matrix as float32, (rows * cols,)."""
-    raw = weights.read(weight, range(weight.rows))
-    if TYPES[weight.type].name in HOST_TYPES:
-        return dequantized(raw, weight.type)
-    matrix = QuantizedMatrix(weight.type, weight.rows, weight.cols)
-    values: NDArray[np.float32] = matrix.dequantize_rows(Tensor(raw.copy()), weight.rows).flatten().numpy()
-    return values

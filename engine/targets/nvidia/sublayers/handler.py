@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from tinygrad import Tensor
@@ -18,7 +18,8 @@ from engine.targets.buffer_uses import BufferUses
 from engine.targets.nvidia.decode_step import DecodeStep
 from engine.targets.nvidia.matrices import Product
 from engine.targets.nvidia.norms import Input, Norm, inputs_of, no_norm
-from engine.targets.nvidia.prompt_step import MixedStep, Pending, PromptStep, RowsStep, Sums
+from engine.targets.nvidia.prompt_step import MixedStep, Pending, PromptStep, RowsStep
+from engine.targets.nvidia.step import Sums
 
 
 class LentCache(NamedTuple):
@@ -78,6 +79,8 @@ class Handler(ABC):
     products: tuple[Product, ...]
     is_storing = False
     """Whether it keeps something of a token for the next ones."""
+    embedded_layers = 0
+    """Up to which layer it takes embeddings of layers, as a number of layers."""
 
     @abstractmethod
     def __init__(self, part: Any, loading: Loading) -> None:
@@ -97,14 +100,14 @@ class Handler(ABC):
         """Adds the kernels of a decode step of one row, up to those that add the result to the stream."""
 
     @abstractmethod
-    def prefill(self, step: PromptStep, norm: Norm) -> Sums:
-        """Adds the norm and the kernels of a prompt; returns the result."""
+    def prefill(self, step: PromptStep, norm: Norm) -> Sums | None:
+        """Adds the norm and the kernels of a prompt; returns the result, or None if they have changed the stream."""
 
-    def rows(self, step: RowsStep, norm: Norm) -> Sums:
+    def rows(self, step: RowsStep, norm: Norm) -> Sums | None:
         """As `prefill`, for a decode step of several rows."""
         return self.prefill(step, norm)
 
-    def mixed(self, step: MixedStep, norm: Norm) -> Sums:
+    def mixed(self, step: MixedStep, norm: Norm) -> Sums | None:
         """As `prefill`, for a step that has replies too."""
         return self.prefill(step, norm)
 
@@ -123,8 +126,8 @@ class Handler(ABC):
 
 @dataclass
 class Layer:
-    """A sublayer with its norms. `scale`: float32 (1,), what the stream is multiplied by after it. If it
-    `is_followed_beside`, the next sublayer reads the stream as this one does, and their results are added together.
+    """A sublayer with its norms. `scale`: float32 (1,), what the stream is multiplied by after it, as by `factor`. If
+    it `is_followed_beside`, the next sublayer reads the stream as this one does, and their results are added together.
     `picture_part`: see `Sublayer`."""
 
     norm: Norm
@@ -133,15 +136,19 @@ class Layer:
     scale: Tensor | None
     is_followed_beside: bool = False
     picture_part: int = 0
+    factor: float = 1.0
 
     @property
     def inputs(self) -> list[Input]:
         return self.handler.inputs(self.norm)
 
-    def leave(self, step: PromptStep, result: Sums) -> None:
+    def leave(self, step: PromptStep, result: Sums | None) -> None:
         """Leaves the sublayer's result to the next norm of the stream, with those of sublayers beside it."""
-        step.beside.append(result)
+        if result is None:
+            return
+        step.beside.append(result if self.post_norm is None else replace(result, post_norm=self.post_norm))
         if self.picture_part and step.pictures:
             step.beside.append(Sums(step.pictures[self.picture_part], 1))
         if not self.is_followed_beside:
-            step.pending, step.beside = Pending(step.beside, self.post_norm, self.scale), []
+            step.pending = Pending(step.beside, self.scale, self.factor, step.own)
+            step.beside, step.own = [], None

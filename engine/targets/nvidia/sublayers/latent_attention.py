@@ -37,7 +37,8 @@ from engine.targets.nvidia.kernels.products.runs import Runs
 from engine.targets.nvidia.kernels.weights.weight_layout import permuted_size
 from engine.targets.nvidia.matrices import Product, matrices_of, product_of
 from engine.targets.nvidia.norms import Input, Norm, inputs_of
-from engine.targets.nvidia.prompt_step import MixedStep, PromptStep, RowsStep, Sums
+from engine.targets.nvidia.prompt_step import MixedStep, PromptStep, RowsStep
+from engine.targets.nvidia.step import Sums
 from engine.targets.nvidia.sublayers.attention import AttentionHandler
 from engine.targets.nvidia.sublayers.handler import Loading
 

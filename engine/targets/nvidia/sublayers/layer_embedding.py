@@ -21,7 +21,8 @@ from engine.targets.nvidia.kernels.residual_stream.layer_embeddings import (
 from engine.targets.nvidia.kernels.weights.weight_layout import permuted_size
 from engine.targets.nvidia.matrices import product_of
 from engine.targets.nvidia.norms import Input, Norm, inputs_of, no_norm
-from engine.targets.nvidia.prompt_step import PromptStep, Sums
+from engine.targets.nvidia.prompt_step import PromptStep
+from engine.targets.nvidia.step import Sums
 from engine.targets.nvidia.sublayers.handler import Handler, Layer, Loading
 
 
@@ -53,8 +54,8 @@ class LayerTables:
 
     def prefill(self, step: PromptStep, ids: Tensor, layers: Sequence[Layer]) -> None:
         """Adds the kernels for the tokens `ids`, as far as `layers` need them."""
-        handlers = (layer.handler for layer in layers)
-        used = max((h.part.layer + 1 for h in handlers if isinstance(h, LayerEmbeddingHandler)), default=0)
+        handlers = [layer.handler for layer in layers]
+        used = max((h.embedded_layers for h in handlers), default=0)
         if not used:
             return
         spec, part, tokens = step.spec, self.part, step.tokens
@@ -78,17 +79,21 @@ class LayerEmbeddingHandler(Handler):
     """The weights through which a layer's embeddings are added."""
 
     def __init__(self, part: LayerEmbedding, _: Loading) -> None:
-        self.part = part
+        self.part, self.embedded_layers = part, part.layer + 1
         self.gate, self.proj = product_of([part.gate]), product_of([part.proj])
         self.products = self.gate, self.proj
 
     def decode(self, step: DecodeStep, norm: Norm) -> None:
+        step.finish(self.proj, self.gated(step, norm), "proj")
+
+    def gated(self, step: DecodeStep, norm: Norm) -> Tensor:
+        """Adds the first product of a decode step; returns the input of the last one."""
         size = self.gate.stack.rows
         own = part_of(step.layer_embeddings, self.part.layer * stride(1, size), size)
         out = step.buffer("embedded", permuted_size(size))
         buffers = {"out": out, "embedding": own, "input_scale": step.input_scale(self.proj.single_matrix)}
         step.multiply(self.gate, norm, EMBED, buffers, "gate")
-        step.finish(self.proj, out, "proj")
+        return out
 
     def prefill(self, step: PromptStep, norm: Norm) -> Sums:
         step.norm(norm, keeps_sizes=True)

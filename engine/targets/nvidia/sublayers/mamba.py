@@ -20,7 +20,8 @@ from engine.targets.nvidia.kernels.recurrent.mamba import (
 )
 from engine.targets.nvidia.kernels.weights.weight_layout import permuted_size
 from engine.targets.nvidia.norms import Norm
-from engine.targets.nvidia.prompt_step import PromptStep, RowsStep, Sums
+from engine.targets.nvidia.prompt_step import PromptStep, RowsStep
+from engine.targets.nvidia.step import Sums
 from engine.targets.nvidia.sublayers.handler import Loading
 from engine.targets.nvidia.sublayers.recurrent import RecurrentHandler, state_room
 

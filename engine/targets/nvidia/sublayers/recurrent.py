@@ -16,7 +16,8 @@ from engine.targets.nvidia.kernels.products.runs import Runs
 from engine.targets.nvidia.kernels.recurrent.state_memory import StateMemory
 from engine.targets.nvidia.matrices import product_of
 from engine.targets.nvidia.norms import Norm
-from engine.targets.nvidia.prompt_step import MixedStep, PromptStep, RowsStep, Sums
+from engine.targets.nvidia.prompt_step import MixedStep, PromptStep, RowsStep
+from engine.targets.nvidia.step import Sums
 from engine.targets.nvidia.sublayers.handler import Handler, Loading
 
 CHECKED = 8

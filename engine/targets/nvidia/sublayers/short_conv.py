@@ -13,7 +13,8 @@ from engine.targets.nvidia.kernels.recurrent.convolved import keep_inputs
 from engine.targets.nvidia.kernels.recurrent.short_conv import ConvMemory, short_conv, short_conv_prompt
 from engine.targets.nvidia.kernels.weights.weight_layout import permuted_size
 from engine.targets.nvidia.norms import Norm
-from engine.targets.nvidia.prompt_step import PromptStep, RowsStep, Sums
+from engine.targets.nvidia.prompt_step import PromptStep, RowsStep
+from engine.targets.nvidia.step import Sums
 from engine.targets.nvidia.sublayers.handler import Loading
 from engine.targets.nvidia.sublayers.recurrent import RecurrentHandler, state_room
 

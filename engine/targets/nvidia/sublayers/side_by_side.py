@@ -16,7 +16,8 @@ from engine.targets.nvidia.kernels.residual_stream.prefill import add_normed_sum
 from engine.targets.nvidia.kernels.weights.weight_layout import permuted_size
 from engine.targets.nvidia.matrices import Product
 from engine.targets.nvidia.norms import Input, Norm, inputs_of
-from engine.targets.nvidia.prompt_step import PromptStep, Sums
+from engine.targets.nvidia.prompt_step import PromptStep
+from engine.targets.nvidia.step import Sums
 from engine.targets.nvidia.sublayers.dense import DenseHandler
 from engine.targets.nvidia.sublayers.experts import ExpertsHandler, chosen_experts
 from engine.targets.nvidia.sublayers.handler import Handler, Loading

@@ -29,7 +29,6 @@ from engine.targets.nvidia.kernels.uops import (
     maximum,
     rotated,
     shared,
-    sigmoid,
     store,
     tree,
 )
@@ -56,6 +55,7 @@ def block_buffers(
         "state",
         heads.norm_eps is not None and "norms",
         heads.temperature and "temperature",
+        heads.sloped and "slopes",
         sinks and is_whole and "sinks",
         is_whole and not tokens and "input_scale",
     )
@@ -71,9 +71,9 @@ class DecodeBlock:
     float32 (`Heads.rows`,), with gates before them if heads are gated; angles, cos and sin of its angles, float32
     (dim,); tables, those of blocks, int32 (sequences, `Heads.table_size`); state, int32 (3,): token, position and
     sequence; norms, the weights of the queries' and the keys' norm, float32 (2, dim), if there are norms, or if they
-    are `over_heads`, over all heads together, float32 (query + kv, dim); temperature, the factors of queries by
-    position, float32 (context,), if there are any; with one split, sinks, float32 (query,), if there are any, and
-    input_scale, the output's, float32 (UNIT,).
+    are `over_heads`, over all heads together, or centred, float32 (query + kv, dim); temperature, the factors of
+    queries by position, float32 (context,), if there are any; slopes, float32 (query,), of sloped heads; with one
+    split, sinks, float32 (query,), if there are any, and input_scale, the output's, float32 (UNIT,).
 
     A sink is a score of each query head that is not scaled and weighs no value.
 
@@ -102,6 +102,7 @@ class DecodeBlock:
         temperature = buffers.get("temperature")
         self.norms: UOp | None = buffers.get("norms")
         self.sinks: UOp | None = buffers.get("sinks")
+        self.slopes: UOp | None = buffers.get("slopes")
         self.input_scale: UOp | None = buffers.get("input_scale")
         self.heads, self.group, self.thread, self.n_threads = heads, group, thread, n_threads
         blocks = heads.query // group if group else heads.kv
@@ -144,6 +145,15 @@ class DecodeBlock:
             row = angle_row(cos, half, self.heads.length, self.position, self._state, sequence_at) * half
             return lambda pair: (load(cos, row + pair), load(sin, row + pair))
         return lambda pair: (load(buffers[0], pair), load(buffers[0], pair + half))
+
+    def sloped(self, token: UOp, score: UOp, slope: UOp | None) -> UOp:
+        """A score of a cached token, counted from `start`, of a head with a slope."""
+        distance = self.position - (self.start + token)
+        return score if slope is None else score - slope * distance.cast(F32)
+
+    def slope(self, head: UOp) -> UOp | None:
+        """That of one of the block's heads, for scores of `query_scale`, if heads are sloped."""
+        return None if self.slopes is None else load(self.slopes, self.first_head + head) * f32(LOG2_E)
 
     def sees(self, token: UOp) -> UOp:
         """Whether the new token sees a cached token, counted from `start`."""
@@ -200,24 +210,35 @@ class DecodeBlock:
             few = next(k for k in (16, 8, 32, 64) if dim % k == 0 and n // k <= self.n_threads)
             sums, has_sum = shared(n // few, slot=4), self.thread < n // few
             first = own + first_row(self.thread // (dim // few)) + self.thread % (dim // few) * few
-            squares = chain(x * x for x in load_run(self.rows, first, few, has_sum))
-            sums = sums.after(UOp.group(store(sums, self.thread, squares, has_sum), *before))
+            run = load_run(self.rows, first, few, has_sum)
+            own_stores = [store(sums, self.thread, chain(x * x for x in run), has_sum)]
+            means = shared(n // few, slot=14) if h.centred else sums
+            if h.centred:
+                own_stores.append(store(means, self.thread, chain(run), has_sum))
+            done = UOp.group(*own_stores, *before)
+            sums, means = sums.after(done), means.after(done)
+
+            def mean(head: UOp) -> UOp:
+                return tree(load_run(means, head * (dim // few), dim // few)) * f32(1 / dim)
 
             def factor(head: UOp | int) -> UOp:
                 total = tree(load_run(sums, head * (dim // few), dim // few))
+                if h.centred and isinstance(head, UOp):
+                    total = (total - mean(head) * mean(head) * f32(dim)).maximum(0.0)
                 return inverse_rms(total, dim, h.norm_eps or 0.0)
 
             if h.normed_values and self.has_new:
                 self._value_factor = factor(self.group + extra)
             for i, (head, e) in enumerate(zip(heads, indices, strict=True)):
-                norm = factor(head)
-                weight = head.eq(self.group).where(UOp.const(dim), UOp.const(0))
-                own_weight = load(self.norms, weight + e % dim)
+                norm, is_key, row = factor(head), head.eq(self.group), first_row(head)
+                own_weight = load(self.norms, h.norm_place(row, is_key, e % dim))
+                if h.centred:
+                    xs[i], others[i] = xs[i] - mean(head), others[i] - mean(head)
                 if h.rotates_first:
                     xs[i], others[i], factors[i] = xs[i] * norm, others[i] * norm, own_weight
                     continue
                 xs[i] = xs[i] * own_weight * norm
-                others[i] = others[i] * load(self.norms, weight + partners[i]) * norm
+                others[i] = others[i] * load(self.norms, h.norm_place(row, is_key, partners[i])) * norm
         elements = []
         for e, x, other, weight in zip(indices, xs, others, factors, strict=True):
             d = e % dim
@@ -290,7 +311,7 @@ class DecodeBlock:
 
     def gate(self, element: UOp, valid: UOp | None) -> UOp:
         """What an element of the result (query * dim) is multiplied by, if heads are gated."""
-        return sigmoid(load(self.rows, self._first_gate + element, valid))
+        return self.heads.opened(load(self.rows, self._first_gate + self.heads.gate_row(element), valid))
 
     def store_result(
         self,
@@ -372,8 +393,8 @@ def combine(
             weights = weights + (load(sinks, head) * f32(LOG2_E) - largest).exp2()
         value = total / weights
         if rows is not None:
-            value = value * sigmoid(load(rows, token * heads.rows + element))
-        name = f"combine_{heads.query}_{heads.dim}_{splits}{'_sinks' * has_sinks}"
+            value = value * heads.opened(load(rows, token * heads.rows + heads.gate_row(element)))
+        name = f"combine_{heads.query}_{heads.dim}_{splits}{'_sinks' * has_sinks}{heads.gate_name}"
         if input_scale is None:
             place = PLACES[order](out_row + token, element, n)
             return finish(f"{name}_{tokens}_{order}_{out_row}", [store(out, place, as_half(value))])

@@ -239,7 +239,7 @@ def flash_attention(
 
         # Row g of a tile belongs to head g.
         head = g.minimum(group - 1)
-        queries = []
+        slope, queries = block.slope(head), []
         for c in range(own_dims // 16):
             quad = load_run(query_rows, head * dim + way * own_dims + c * 16 + t * 4, 4)
             queries.append(upper_rows(quad))
@@ -268,7 +268,7 @@ def flash_attention(
         for four, step in zip(fours, steps_of(loop), strict=True):
             tokens_of = (step * TILE + t * 4 + k for k in range(4))
             scores += [
-                block.sees(x).where(h.capped(score), f32(LOWEST))
+                block.sees(x).where(block.sloped(x, h.capped(score), slope), f32(LOWEST))
                 for x, score in zip(tokens_of, four, strict=True)
             ]
         old_top = load(so_far(tops), 0)

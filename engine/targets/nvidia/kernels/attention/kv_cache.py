@@ -29,10 +29,13 @@ from engine.targets.nvidia.kernels.uops import (
     load,
     load_index,
     load_run,
+    sigmoid,
     soft_capped,
+    softplus,
     store_run,
 )
 
+Gating = Literal["sigmoid", "softplus"]
 Stored = Literal["keys and values", "keys", "nothing"]
 """What a layer computes of a token for the cache. "keys": before norm and rotation they are the values too. "nothing":
 the cache is another layer's, which has stored the token before."""
@@ -76,12 +79,16 @@ class Heads:
     multiplied by `scale`, and with a `temperature` by a factor for the query's position, which is data. The cache is a
     `pool` of so many blocks of `block` tokens, a multiple of 16. With a `window`, a query sees the last `window`
     tokens, its own included. `kv_format`: how the cache holds keys and values. With `normed_values`, values are
-    RMS-normed over a head, with `norm_eps`. With `gated` heads, the rows of the QKV product begin with a gate for each
-    element of the result, which is multiplied by its sigmoid. If a token `is_stored`, another kernel has put its key
-    and value into the cache before attention begins. If they look `ahead`, a token of a prompt may see some after its
-    own. With a `softcap`, scores are softcap * tanh(scores / softcap). With `latent`, the result of a token in decode
-    has only so many elements of each head, a vector for each (`engine.targets.nvidia.kernels.latent_attention`): both
-    halves of a head without their first elements, which are rotated."""
+    RMS-normed over a head, with `norm_eps`. With `gates` of each head, one or as many as it has elements, the rows of
+    the QKV product begin with them, and the result is multiplied by their sigmoids, or by another function (`gating`).
+    If windows are `chunked`, a query sees the tokens from the last multiple of the window on. If heads are `sloped`, a
+    number of each, which is data, times the distance of two tokens is taken off their score. If norms are `centred`,
+    they take the mean off each head, and each head has weights of its own. With a `limit`, queries, keys and values are
+    cut to -limit to limit. If a token `is_stored`, another kernel has put its key and value into the cache before
+    attention begins. If they look `ahead`, a token of a prompt may see some after its own. With a `softcap`, scores are
+    softcap * tanh(scores / softcap). With `latent`, the result of a token in decode has only so many elements of each
+    head, a vector for each (`engine.targets.nvidia.kernels.latent_attention`): both halves of a head without their
+    first elements, which are rotated."""
 
     query: int
     kv: int
@@ -96,7 +103,12 @@ class Heads:
     kv_format: KVFormat = KVFormat.F16
     stored: Stored = "keys and values"
     normed_values: bool = False
-    gated: bool = False
+    gates: int = 0
+    gating: Gating = "sigmoid"
+    limit: float = 0.0
+    chunked: bool = False
+    sloped: bool = False
+    centred: bool = False
     is_stored: bool = False
     ahead: bool = False
     softcap: float = 0.0
@@ -113,9 +125,21 @@ class Heads:
         return self.query // self.kv
 
     @property
+    def gated(self) -> bool:
+        return self.gates > 0
+
+    @property
     def first_row(self) -> int:
         """The row of the QKV product with which the queries begin, after the gates."""
-        return self.query * self.dim if self.gated else 0
+        return self.query * self.gates
+
+    def gate_row(self, element: UOp) -> UOp:
+        """The row of the gate of an element of the result (query * dim)."""
+        return element if self.gates == self.dim else element // self.dim
+
+    def opened(self, gate: UOp) -> UOp:
+        """What a gate multiplies a result by."""
+        return softplus(gate) if self.gating == "softplus" else sigmoid(gate)
 
     @property
     def rows(self) -> int:
@@ -171,6 +195,7 @@ class Heads:
         window = f"_window_{self.window}" if self.window else ""
         kv_format = f"_{self.kv_format.value}" if self.kv_format.is_quantized else ""
         cap = f"_cap_{self.softcap:g}" if self.softcap else ""
+        cap += "_chunked" * self.chunked + "_sloped" * self.sloped
         return f"{self.query}_{self.kv}_{self.dim}{window}_pool_{self.pool}{kv_format}{'_ahead' * self.ahead}{cap}"
 
     @property
@@ -178,7 +203,13 @@ class Heads:
         """The part of kernels' names that tells layers of a model apart."""
         stored = {"keys and values": "", "keys": "_keys", "nothing": "_shared"}[self.stored]
         values = "_normed" * self.normed_values
-        return f"{self.cache_name}{stored}{values}{'_gated' * self.gated}{'_stored' * self.is_stored}"
+        return f"{self.cache_name}{stored}{values}{self.gate_name}{'_stored' * self.is_stored}"
+
+    @property
+    def gate_name(self) -> str:
+        """The part of kernels' names that tells kinds of gates apart."""
+        of_heads = "_of_heads" * (self.gates == 1)
+        return f"_gated{of_heads}{'_softplus' * (self.gating == 'softplus')}" if self.gated else ""
 
     def cached(self, limit: int) -> int:
         """The largest number of cached tokens that a query before position `limit` reads, in whole tiles."""
@@ -187,7 +218,14 @@ class Heads:
 
     def first_seen(self, position: UOp) -> UOp:
         """The first token that a query sees."""
+        if self.chunked and self.window:
+            return position // self.window * self.window
         return (position - (self.window - 1)).maximum(0) if self.window else UOp.const(0)
+
+    def norm_place(self, row: UOp, is_key: UOp, d: UOp) -> UOp:
+        """Where the weight of a norm of heads is, for element `d` of the head that begins at a row of those of queries,
+        keys and values."""
+        return row + d if self.centred else is_key.where(UOp.const(self.dim), UOp.const(0)) + d
 
     def tile(self, kv: UOp, block: UOp, tile: UOp) -> UOp:
         """Where a key head has the tile of this number, which is in a `block` of the pool: in tiles."""

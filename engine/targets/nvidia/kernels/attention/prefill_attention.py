@@ -220,9 +220,10 @@ def attend_prompt(
     (`PromptTiling.sums_size`), and of gated heads it holds the factors of its elements; queries, those of
     `prefill.rotate_prompt`; cache (`Heads.cache_planes`); tables, those of blocks, int32
     (sequences, `Heads.table_size`); prompt, the step's state (`pieces`), whose pieces begin at multiples of
-    `PromptTiling.span`; seen, if heads look ahead, how many tokens that of each row sees, int32 (tokens,), at least
-    those up to its own and at most those of its piece; sinks, if there are any, unless there are several splits,
-    float32 (query heads,): a score of each head that is not scaled and weighs no value."""
+    `PromptTiling.span`; slopes, float32 (query heads,), of sloped heads; seen, if heads look ahead, how many tokens
+    that of each row sees, int32 (tokens,), at least those up to its own and at most those of its piece; sinks, if there
+    are any, unless there are several splits, float32 (query heads,): a score of each head that is not scaled and weighs
+    no value."""
     h, dim, rows, warps, steps = heads, heads.dim, tiling.rows, tiling.warps, tiling.steps
     splits, across, per_block = tiling.splits, tiling.across, tiling.units
     chunks, size = dim // 16, 16 * steps
@@ -238,6 +239,7 @@ def attend_prompt(
         cache: list[UOp],
         tables: UOp,
         prompt: UOp,
+        slopes: UOp | None,
         seen: UOp | None,
         sinks: UOp | None,
     ) -> UOp:
@@ -259,6 +261,7 @@ def attend_prompt(
         query_rows_of = [(tile + i // 2) * 16 + 8 * (i % 2) + g for i in range(2 * rows)]
         reads = [load(seen, row) for row in query_rows_of] if seen is not None else []
         last_seen = [read.cast(first_position.dtype) - 1 for read in reads]
+        slope = None if slopes is None else load(slopes, head) * f32(LOG2_E)
         tiles = _Tiles(h, tiling, cache, kv, warp, thread, Pages.of(h, tables, prompt, piece.sequence_at))
         first_query = (head * (tokens // 16) + tile) * chunks
         query_rows = [  # of the warps that share queries, each copies every `across`-th sixteen dimensions
@@ -278,15 +281,21 @@ def attend_prompt(
         def scores(array: UOp, step: UOp, masked: bool, queries: Sequence[Sequence[UOp]]) -> list[list[UOp]]:
             def shown(s: int, i: int, four: list[UOp]) -> list[UOp]:
                 four = [h.capped(score) for score in four]
-                if not masked:
+                if not masked and slope is None:
                     return four
                 r, side = divmod(i, 2)
                 first_key = (step * steps + s) * 16 + t * 4
-                ahead = first_position + (tile + r) * 16 + 8 * side + g - first_key
+                own = first_position + (tile + r) * 16 + 8 * side + g
+                ahead = own - first_key
+                if slope is not None:
+                    four = [x - slope * (ahead - e).cast(F32) for e, x in enumerate(four)]
+                if not masked:
+                    return four
                 behind = last_seen[i] - first_key if last_seen else ahead
                 sees = [behind >= e for e in range(4)]
                 if h.window:
-                    sees = [ok & (ahead < h.window + e) for e, ok in enumerate(sees)]
+                    most = own % h.window + 1 if h.chunked else h.window
+                    sees = [ok & (ahead < most + e) for e, ok in enumerate(sees)]
                 return [ok.where(x, f32(LOWEST)) for ok, x in zip(sees, four, strict=True)]
 
             keys = lambda s, c: tiles.operands(array, step, 0, s, c)
@@ -336,7 +345,7 @@ def attend_prompt(
                 stores += _store(h, out, order, head, tile + r, chunk, thread, results, factors, live)
         shape = f"{rows}_{warps}_{steps}_{splits}{'_across' * (across > 1)}{'_one' * (tiling.held == 1)}"
         if splits == 1:
-            shape += f"{'_sinks' * has_sinks}{'_gated' * h.gated}_{order}"
+            shape += f"{'_sinks' * has_sinks}{h.gate_name}_{order}"
         return finish(f"prefill_attend_{h.cache_name}_{tokens}_{shape}", stores)
 
     inputs: tuple[Name, ...] = (
@@ -344,6 +353,7 @@ def attend_prompt(
         ("cache", len(h.cache_planes)),
         "tables",
         "prompt",
+        h.sloped and "slopes",
         h.ahead and "seen",
     )
     return Kernel(kernel, ("out",), (*inputs, has_sinks and "sinks"), shared_hints(tiling.shared_bytes(dim)))
@@ -426,7 +436,7 @@ def combine_prompt(
         factors = [x.maximum(LEAST_TOTAL).reciprocal() for x in total]
         stores = _store(h, out, order, head, tile, c, thread, results, factors, live)
         name = f"prefill_combine_{h.query}_{h.dim}_{tokens}_{splits}"
-        name += f"{'_sinks' * has_sinks}{'_gated' * h.gated}_{order}"
+        name += f"{'_sinks' * has_sinks}{h.gate_name}_{order}"
         return finish(name, stores)
 
     return Kernel(kernel, ("out",), ("sums", "prompt", has_sinks and "sinks"))

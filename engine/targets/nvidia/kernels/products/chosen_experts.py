@@ -10,7 +10,7 @@ from tinygrad.uop.ops import AxisType, Ops
 
 from engine.targets.nvidia.kernels.products.digit_rows import DigitUnit
 from engine.targets.nvidia.kernels.products.expert_choice import BY_LOGITS, ExpertChoice, Scores
-from engine.targets.nvidia.kernels.uops import load, load_index, store
+from engine.targets.nvidia.kernels.uops import f32, load, load_index, store
 from engine.targets.nvidia.kernels.weights.matrix_bytes import UNIT, units_of
 from engine.targets.nvidia.kernels.weights.weight_layout import WeightLayout
 
@@ -22,7 +22,8 @@ class ChosenExperts:
     The first of the two products chooses the experts, by `scores`; if gate and up differ in type, it has a matrix of
     each. With `all_of_them`, a token takes all, in their order, and each has a vector of its own: nothing is chosen.
     Their probabilities are divided by their sum, or by `least_sum` if it is larger, unless that is None; then
-    multiplied by a number for each expert if they are `scaled`."""
+    multiplied by a number for each expert if they are `scaled`. If a mixture `weighs_inputs`, the results of the first
+    product are those of the vector times the probability, which the second one then does not see."""
 
     used: int
     n: int
@@ -32,6 +33,7 @@ class ChosenExperts:
     scaled: bool = False
     scores: Scores = BY_LOGITS
     all_of_them: bool = False
+    weighs_inputs: bool = False
 
     @property
     def vectors(self) -> int:
@@ -89,6 +91,8 @@ class ExpertRows:
         probability = self.choice.probability(slot, total, self._chosen.least_sum)
         if self._scales is not None:
             probability = probability * load(self._scales, load_index(self.choice.ids, slot, self._chosen.n))
+        if self._chosen.weighs_inputs:
+            probability = f32(1)
         stores = [store(ids, i, load(self.choice.ids, slot), ok), store(probabilities, i, probability, ok)]
         return [*stores, *self.choice.counted(self._counts, is_first)]
 
@@ -155,6 +159,8 @@ class ExpertRows:
 
     def biased(self, value: UOp, row: UOp) -> UOp:
         """A row's product and its bias, or those of all slots, weighted."""
+        if self._chosen.weighs_inputs and self.choice and self.slot is not None:
+            value = value * self.choice.probability(self.slot, None, self._chosen.least_sum)
         if self._biases is None:
             return value
         row = row.minimum(self._all_rows - 1)

@@ -15,15 +15,19 @@ from engine.targets.nvidia.kernels.uops import (
     I32,
     Activation,
     after_store,
+    chain,
+    curved,
     f32,
     finish,
     gated,
+    least_counting,
     load,
     load_run,
     shared,
     soft_capped,
     store,
     tree,
+    within,
 )
 from engine.targets.nvidia.kernels.weights.matrix_bytes import UNIT
 from engine.targets.nvidia.kernels.weights.weight_layout import permuted, permuted_size
@@ -76,12 +80,6 @@ def _store(rows: BlockRows, out: UOp) -> list[UOp]:
     return [store(out, place, rows.product(i, ok), ok)]
 
 
-def _store_biased(rows: BlockRows, out: UOp, bias: UOp) -> list[UOp]:
-    i = rows.thread
-    ok, row = rows.valid(i), rows.index(i)
-    return [store(out, row, rows.product(i, ok) + load(bias, row, ok), ok)]
-
-
 def _add_residual(
     rows: BlockRows, stream: UOp, squares: UOp, copies: Sequence[UOp], norms: Sequence[UOp], bias: UOp | None
 ) -> list[UOp]:
@@ -112,9 +110,26 @@ def _store_sum_of_squares(out: UOp, value: UOp, ok: UOp, rows: BlockRows) -> UOp
 
 
 STORE = Epilogue(("out",), (), 1, _store, by_slot=True)
-STORE_BIASED = Epilogue(("out",), ("bias",), 1, _store_biased)
-"""out[row] = product, or product + bias[row]. outs: out, float32 (rows,), of experts (used, rows); ins: bias, float32
-(rows,)."""
+"""out[row] = product. outs: out, float32 (rows,), of experts (used, rows)."""
+
+
+@functools.cache
+def stored(has_bias: bool = False, limit: float = 0.0) -> Epilogue:
+    """As STORE, or out[row] = product + bias[row], cut to -limit to limit if there is one. ins: bias, float32 (rows,),
+    if it `has_bias`."""
+    if not (has_bias or limit):
+        return STORE
+
+    def stores(rows: BlockRows, out: UOp, bias: UOp | None) -> list[UOp]:
+        i = rows.thread
+        ok, row = rows.valid(i), rows.index(i)
+        value = rows.product(i, ok) if bias is None else rows.product(i, ok) + load(bias, row, ok)
+        return [store(out, row, within(value, limit), ok)]
+
+    return Epilogue(("out",), (has_bias and "bias",), 1, stores)
+
+
+STORE_BIASED = stored(has_bias=True)
 
 STORE_SQUARES = Epilogue(("out", "squares"), (), 1, _store_squares)
 """As STORE, for `post_norm`. outs: out, float32 (rows,); squares, partial sums of them, float32
@@ -167,19 +182,21 @@ def add_to_stream(has_bias: bool = False) -> Epilogue:
 
 
 @functools.cache
-def bent(activation: Activation, has_bias: bool) -> Epilogue:
+def bent(activation: Activation, has_bias: bool, has_curve: bool = False) -> Epilogue:
     """activation(product), or activation(product + bias), permuted and scaled for the next product. outs: out, that
     vector, of experts (used, permuted_size(rows)); ins: its input_scale, float32 (UNIT,); bias, float32 (rows,), if it
-    `has_bias`."""
+    `has_bias`; curve, if it `has_curve`, which takes the place of the activation: float32 (4,) (`uops.curved`)."""
 
-    def stores(rows: BlockRows, out: UOp, input_scale: UOp, bias: UOp | None) -> list[UOp]:
+    def stores(rows: BlockRows, out: UOp, input_scale: UOp, bias: UOp | None, curve: UOp | None) -> list[UOp]:
         i = rows.thread
         ok, row = rows.valid(i), rows.index(i)
         value = rows.product(i, ok) if bias is None else rows.product(i, ok) + load(bias, row, ok)
-        value = gated(value, f32(1), activation) * load(input_scale, row % UNIT, ok)
+        value = gated(value, f32(1), activation) if curve is None else curved(value, curve)
+        value = value * load(input_scale, row % UNIT, ok)
         return [store(out, _in_slot(permuted(row, rows.total), rows.total, rows), value, ok)]
 
-    return Epilogue(("out",), ("input_scale", has_bias and "bias"), 1, stores, by_slot=True)
+    ins = "input_scale", has_bias and "bias", has_curve and "curve"
+    return Epilogue(("out",), ins, 1, stores, by_slot=True)
 
 
 @functools.cache
@@ -263,8 +280,11 @@ def routed(n: int, activation: Activation, pair: int = 2) -> Epilogue:
 
 
 @functools.cache
-def activate(n: int, activation: Activation = "silu", slots: int = 1, first: int = 0) -> Kernel:
-    """activation(gate) * up, if the two are separate matrices. Buffers: out, permuted and scaled, of experts (slots,
+def activate(
+    n: int, activation: Activation = "silu", slots: int = 1, first: int = 0, sparsity: float = 0.0
+) -> Kernel:
+    """activation(gate) * up, if the two are separate matrices. With a `sparsity`, only the largest gates count, which
+    each block finds by itself. Buffers: out, permuted and scaled, of experts (slots,
     permuted_size(n)); rows, from `first` on gate and then up, float32 (slots, 2 * n); input_scale, float32
     (UNIT,)."""
     threads = 256
@@ -274,12 +294,31 @@ def activate(n: int, activation: Activation = "silu", slots: int = 1, first: int
         slot = UOp.special(slots, "gidx1") if slots > 1 else UOp.const(0)
         ok = None if n % threads == 0 else column < n
         row = slot * (2 * n) + column + first
-        value = gated(load(rows, row, ok), load(rows, row + n, ok), activation)
+        gate = load(rows, row, ok)
+        if sparsity:
+            assert slots == 1 and not first
+            gate = (gate - _least(rows, n, threads, sparsity)).maximum(0.0)
+        value = gated(gate, load(rows, row + n, ok), activation)
         value = value * load(input_scale, column % UNIT, ok)
         place = permuted(column, n) + slot * permuted_size(n)
         return finish(f"activate_{n}", [store(out, place, value, ok)])
 
     return Kernel(kernel, ("out",), ("rows", "input_scale"))
+
+
+def _least(gates: UOp, n: int, threads: int, sparsity: float) -> UOp:
+    """What n gates have to exceed to count, of which each thread of a block adds up some."""
+    thread, lanes = UOp.special(threads, "lidx0"), 32
+    quads = [(thread + q * threads) * 4 for q in range(-(-n // (4 * threads)))]
+    values = [x for quad in quads for x in load_run(gates, quad, 4, quad < n)]
+    sums = shared(2 * threads, slot=2)
+    own = store(sums, thread, chain(values)), store(sums, threads + thread, chain(x * x for x in values))
+    sums, adds = sums.after(UOp.group(*own)), thread < 2 * lanes
+    first = thread // lanes * threads + thread % lanes
+    lane_sum = tree([load(sums, first + k, adds) for k in range(0, threads, lanes)])
+    lane_sums = after_store(shared(2 * lanes, slot=3), thread, lane_sum, adds)
+    total, squares = (tree(load_run(lane_sums, lanes * k, lanes)) for k in (0, 1))
+    return least_counting(total * f32(1 / n), squares, n, sparsity)
 
 
 def comparable(logit: UOp) -> UOp:

@@ -17,9 +17,11 @@ from tinygrad.uop.ops import AxisType, Ops
 
 from engine.kernels.kernel import Kernel
 from engine.targets.nvidia.kernels.pieces import is_used, used_rows
+from engine.targets.nvidia.kernels.products.activation_order import PLACES, Order
 from engine.targets.nvidia.kernels.products.expert_choice import BY_LOGITS, ExpertChoice, Scores
 from engine.targets.nvidia.kernels.products.matmul import ExpertTiles, as_half, fragment_index
 from engine.targets.nvidia.kernels.uops import (
+    F32,
     I32,
     INDEX,
     Activation,
@@ -137,6 +139,22 @@ def choose_experts(
 
     inputs = "logits", "prompt", scaled and "scales", scores.biased and "choice_bias"
     return Kernel(kernel, ("chosen", "probabilities"), inputs)
+
+
+@functools.cache
+def weigh_rows(tokens: int, cols: int, order: Order) -> Kernel:
+    """Multiplies activations by a number for each token. Buffers: x, float16 (tokens, cols) in an `Order`; factors,
+    float32 (tokens,)."""
+    threads = 256
+
+    def kernel(x: UOp, factors: UOp) -> UOp:
+        column = UOp.special(-(-cols // threads), "gidx0") * threads + UOp.special(threads, "lidx0")
+        token, ok = UOp.special(tokens, "gidx1"), None if cols % threads == 0 else column < cols
+        place = PLACES[order](token, column, cols)
+        value = as_half(load(x, place, ok).cast(F32) * load(factors, token))
+        return finish(f"prefill_weigh_{tokens}_{cols}_{order}", [store(x, place, value, ok)])
+
+    return Kernel(kernel, ("x",), ("factors",))
 
 
 def _own_assignments(chosen: UOp, experts: ExpertTiles, thread: UOp, expert: UOp) -> list[UOp]:

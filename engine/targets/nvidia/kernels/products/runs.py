@@ -8,18 +8,20 @@ from itertools import accumulate
 
 from tinygrad import UOp
 
-from engine.targets.nvidia.kernels.uops import chain, load
+from engine.targets.nvidia.kernels.uops import chain, load, within
 
 
 @dataclass(frozen=True)
 class Runs:
     """A product of a prompt's tokens: runs of `sizes` rows, each as partial sums, float32 (parts, tokens, size).
-    `starts`: the first row of each, if a run does not follow the one before it."""
+    `starts`: the first row of each, if a run does not follow the one before it. With a `limit`, its rows are cut to
+    -limit to limit."""
 
     tokens: int
     parts: tuple[int, ...]
     sizes: tuple[int, ...]
     starts: tuple[int, ...] = ()
+    limit: float = 0.0
 
     def within(self, *ranges: range) -> tuple[Runs, list[int]]:
         """The runs that have rows in one of the ranges, and which these are."""
@@ -32,14 +34,15 @@ class Runs:
         parts, sizes, starts = (
             tuple(values[i] for i in own) for values in (self.parts, self.sizes, self._starts)
         )
-        return Runs(self.tokens, parts, sizes, starts), own
+        return Runs(self.tokens, parts, sizes, starts, self.limit), own
 
     @property
     def _starts(self) -> tuple[int, ...]:
         return self.starts or tuple(accumulate(self.sizes[:-1], initial=0))
 
     def load(self, sums: Sequence[UOp], bias: UOp | None, token: UOp, row: UOp, inside: UOp) -> UOp:
-        """A row of the product, if it is `inside`: the sum of its parts, plus the bias."""
+        """A row of the product, if it is `inside`: the sum of its parts, plus the bias, within the
+        limit."""
         result = None
         for run, count, size, start in zip(sums, self.parts, self.sizes, self._starts, strict=True):
             if row.vmax < start or row.vmin >= start + size:
@@ -50,4 +53,4 @@ class Runs:
             )
             result = part if result is None else result + part
         assert result is not None
-        return result if bias is None else result + load(bias, row, inside)
+        return within(result if bias is None else result + load(bias, row, inside), self.limit)

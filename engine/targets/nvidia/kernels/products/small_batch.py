@@ -48,6 +48,7 @@ from engine.targets.nvidia.kernels.uops import (
     store,
     store_run,
     tree,
+    within,
     zeroed_registers,
 )
 from engine.targets.nvidia.kernels.weights.half_pairs import Pair, quarter_pairs, unit_pairs
@@ -226,9 +227,9 @@ class SmallBatchEpilogue:
 
 
 @functools.cache
-def stored(stride: int, offset: int = 0, has_bias: bool = False) -> SmallBatchEpilogue:
-    """out[split, token, offset + row] = sum, or if it `has_bias` sum + bias[offset + row]. outs: out, float32 (splits,
-    tokens, stride); ins: bias, float32 (stride,)."""
+def stored(stride: int, offset: int = 0, has_bias: bool = False, limit: float = 0.0) -> SmallBatchEpilogue:
+    """out[split, token, offset + row] = sum, or if it `has_bias` sum + bias[offset + row], cut to -limit to limit if
+    there is one. outs: out, float32 (splits, tokens, stride); ins: bias, float32 (stride,)."""
 
     def stores(sums: BlockSums, out: UOp, bias: UOp | None) -> list[UOp]:
         results = []
@@ -236,7 +237,8 @@ def stored(stride: int, offset: int = 0, has_bias: bool = False) -> SmallBatchEp
             row, value = sums.first + i + offset, sums.sum(i, token)
             if bias is not None:
                 value = value + load(bias, row, ok)
-            results.append(store(out, (sums.split * sums.tokens + token) * stride + row, value, ok))
+            place = (sums.split * sums.tokens + token) * stride + row
+            results.append(store(out, place, within(value, limit), ok))
         return results
 
     return SmallBatchEpilogue(("out",), (has_bias and "bias",), stores)

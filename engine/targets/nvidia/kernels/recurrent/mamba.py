@@ -37,6 +37,7 @@ from engine.targets.nvidia.kernels.uops import (
     load_run,
     registers,
     shared,
+    softplus,
     store,
     store_run,
     tree,
@@ -106,11 +107,6 @@ class MambaHeads(ConvolvedMemory):
         return self.width + head // (self.heads // self.groups) * self.size
 
 
-def _softplus(x: UOp) -> UOp:
-    magnitude = x.maximum(x * f32(-1))
-    return x.maximum(0.0) + (f32(1) + (magnitude * f32(-LOG2_E)).exp2()).log2() * f32(1 / LOG2_E)
-
-
 def _exp(x: UOp) -> UOp:
     return (x * f32(LOG2_E)).exp2()
 
@@ -165,7 +161,7 @@ def mamba(of: MambaHeads, tokens: int = 0) -> Kernel:
         inputs = inputs.after(UOp.group(*stores))
         x = load(inputs, column)
         b, c = (load_run(inputs, dim + which * size + part * own, own) for which in (0, 1))
-        dt = _softplus(load(rows, first_row + h.width + h.channels + head) + load(step_bias, head))
+        dt = softplus(load(rows, first_row + h.width + h.channels + head) + load(step_bias, head))
         factor = _exp(load(decay, head) * dt)
         new = [s * factor + n * (dt * x) for s, n in zip(old, b, strict=True)]
         results = [
@@ -258,7 +254,7 @@ def scan_prompt(of: MambaHeads, runs: Runs, several: bool = False, checks: bool 
             is_token, t = column < n, group * n + column
             at, live = (piece.first + t).minimum(tokens - 1), is_token & (t < piece.count)
             given = runs.load(sums, None, at, h.width + h.channels + head, live)
-            dt = live.where(_softplus(given + load(step_bias, head)), f32(0))
+            dt = live.where(softplus(given + load(step_bias, head)), f32(0))
             place = firsts[-1] + column * 2
             return [*loads, (place, dt, is_token), (place + 1, _exp(load(decay, head) * dt), is_token)]
 

@@ -33,8 +33,9 @@ from engine.targets.nvidia.kernels.weights.weight_layout import permuted
 
 
 @functools.cache
-def layer_norm(n: int, biased: tuple[bool, ...], eps: float) -> Kernel:
-    """LayerNorms of the stream for the next products. Buffers: copies, for each of `biased` a permuted vector; stream,
+def layer_norm(n: int, biased: tuple[bool, ...], eps: float, permutes: bool = True) -> Kernel:
+    """LayerNorms of the stream for the next products. Buffers: copies, for each of `biased` a vector, which is permuted
+    if it `permutes`; stream,
     float32 (n,); norms, for each copy the norm's weight times the input_scale, float32 (n,); biases, of the copies that
     are biased the norm's bias times the input_scale, float32 (n,)."""
     token_norm = TokenNorm(n, eps)
@@ -62,8 +63,8 @@ def layer_norm(n: int, biased: tuple[bool, ...], eps: float) -> Kernel:
         for i, (out, has_bias) in enumerate(zip(copies, biased, strict=True)):
             normed = value * load(vectors, i)
             normed = normed + load(vectors, len(copies) + next(left)) if has_bias else normed
-            stores.append(store(out, permuted(row, n), normed, ok))
-        return finish(f"layer_norm_{n}", stores)
+            stores.append(store(out, permuted(row, n) if permutes else row, normed, ok))
+        return finish(f"{'layer' if permutes else 'begin_layer'}_norm_{n}", stores)
 
     hints = LaunchHints(waits_for=("copies", "stream"), releases="after its wait")
     return Kernel(kernel, (("copies", copies),), ("stream", ("norms", copies), ("biases", n_biases)), hints)

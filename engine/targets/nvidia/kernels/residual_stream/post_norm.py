@@ -36,33 +36,56 @@ def add_normed_blocks(n: int) -> int:
 
 
 @functools.cache
-def add_normed(n: int, n_norm_sums: int, copies: int, eps: float, scaled: bool = False) -> Kernel:
-    """Norms a product of n rows, adds it to the residual stream, and prepares the stream for the next products.
-    Buffers: the outs of `epilogues.add_residual` (stream, float32 (n,); squares, partial sums of
-    them, float32 (add_normed_blocks(n),); `copies` permuted vectors); rows, the product, float32 (n,); row_squares,
-    partial sums of its squares, float32 (n_norm_sums,), another array than that of the outs; post_norm, the weight of
-    the product's norm, float32 (n,); scale, if the stream is `scaled` after it, the factor, float32 (1,); norms, for
-    each copy the next norm's weight times the input_scale, float32 (n,)."""
-    steps = -(-n_norm_sums // _THREADS)
+def add_normed(
+    n: int, n_norm_sums: tuple[int, ...], copies: int, eps: float, scaled: bool = False, begins: bool = False,
+    factor: float = 1.0, own: tuple[int, float] | None = None,
+) -> Kernel:  # fmt: skip
+    """Norms products of n rows, adds them to the residual stream, and prepares the stream for the next products. If it
+    `begins` the stream, that is the normed rows alone. The result is multiplied by `factor`. Buffers: the outs of
+    `epilogues.add_residual` (stream, float32 (n,); squares, partial sums of them, float32 (add_normed_blocks(n),);
+    `copies` permuted vectors); rows, the products, float32 (n,) each; row_squares, partial sums of their squares,
+    float32, so many of each (`n_norm_sums`), other arrays than that of the outs; post_norms, the weights of their
+    norms, float32 (n,); with `own`, the stream itself is normed and added, too: own_squares, so many partial sums of
+    its squares, and own_norm, the weight, with that eps; scale, if the stream is `scaled` after it, the factor, float32
+    (1,); norms, for each copy the next norm's weight times the input_scale, float32 (n,)."""
 
     def kernel(
-        stream: UOp, squares: UOp, copies: Sequence[UOp], rows: UOp, row_squares: UOp, post_norm: UOp,
-        scale: UOp | None, norms: Sequence[UOp],
+        stream: UOp, squares: UOp, copies: Sequence[UOp], rows: Sequence[UOp], row_squares: Sequence[UOp],
+        post_norms: Sequence[UOp], own_squares: UOp | None, own_norm: UOp | None, scale: UOp | None,
+        norms: Sequence[UOp],
     ) -> UOp:  # fmt: skip
         thread, block = UOp.special(_THREADS, "lidx0"), UOp.special(add_normed_blocks(n), "gidx0")
         row = block * _THREADS + thread
         ok = None if n % _THREADS == 0 else row < n
-        before, added = load(stream, row, ok), load(rows, row, ok) * load(post_norm, row, ok)
-        indices = [thread + s * _THREADS for s in range(steps)]
-        own = [
-            load(row_squares, i, None if n_norm_sums % _THREADS == 0 else i < n_norm_sums) for i in indices
-        ]
-        sums = after_store(shared(_THREADS, slot=0), thread, tree(own))
-        value = before + added * inverse_rms(tree(load_run(sums, 0, _THREADS)), n, eps)
-        stores = _prepared(n, _THREADS, stream, squares, copies, norms, value, scale)
-        return finish(f"add_normed_{n}_{n_norm_sums}", stores)
+        before = f32(0) if begins else load(stream, row, ok)
+        added = [load(r, row, ok) * load(w, row, ok) for r, w in zip(rows, post_norms, strict=True)]
+        terms = list(zip(added, row_squares, n_norm_sums, [eps] * len(added), strict=True))
+        if own and own_squares is not None and own_norm is not None:
+            terms.append((before * load(own_norm, row, ok), own_squares, *own))
+        stores = []
+        sums = shared(_THREADS * len(terms), slot=0)
+        for k, (_, parts, count, _) in enumerate(terms):
+            places = [thread + i * _THREADS for i in range(-(-count // _THREADS))]
+            mine = [load(parts, p, None if count % _THREADS == 0 else p < count) for p in places]
+            stores.append(store(sums, k * _THREADS + thread, tree(mine)))
+        sums, value = sums.after(UOp.group(*stores)), before
+        for k, (term, _, _, own_eps) in enumerate(terms):
+            value = value + term * inverse_rms(tree(load_run(sums, k * _THREADS, _THREADS)), n, own_eps)
+        value = value if factor == 1 else value * f32(factor)
+        results = _prepared(n, _THREADS, stream, squares, copies, norms, value, scale)
+        name = f"{'begin' if begins else 'add'}_normed_{n}_{'_'.join(map(str, n_norm_sums))}"
+        return finish(name + "_own" * (own is not None), results)
 
-    inputs = "rows", "row_squares", "post_norm", scaled and "scale", ("norms", copies)
+    count, has_own = len(n_norm_sums), own is not None
+    inputs = (
+        ("rows", count),
+        ("row_squares", count),
+        ("post_norms", count),
+        has_own and "own_squares",
+        has_own and "own_norm",
+        scaled and "scale",
+        ("norms", copies),
+    )
     return Kernel(kernel, ("stream", "squares", ("copies", copies)), inputs)
 
 
