@@ -245,7 +245,7 @@ def hold(**shape: Any) -> None:
     model, need = runner._model, memory_need(read_spec(file), CONTEXT, "nvidia")
     assert need.cache_bytes == sum(t.nbytes() for a in model.storing for t in a.cache)
     planes = [plane for matrix in model.matrices for plane in matrix.planes]
-    routers = [of.router for of in model.spec.operators() if isinstance(of, Modes)]  # these are floats
+    routers = [of.router for of in model.spec.operators if isinstance(of, Modes)]  # these are floats
     weights_bytes = need.weights_bytes - sum(map(MEMORY.weight_bytes, {*routers}))
     assert weights_bytes == model.spec.vector_bytes + sum(plane.nbytes() for plane in planes)
     states = [*(d.memory for d in model.recurrent), *runner._states.checkpoints]
