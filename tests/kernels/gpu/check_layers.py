@@ -216,7 +216,7 @@ def check_layers_with_latent_attention_of_older_files() -> None:
 def check_layers_whose_vectors_come_in_digits() -> None:
     """Products after a norm, before a norm, of narrow queries, and of several matrices, which take their vector as it
     is; experts whose router makes those of gate and up, and these those of down."""
-    types = {"blk.*.ffn_*": "IQ4_NL", "blk.*.attn_*": "IQ4_NL", "blk.0.attn_k": "Q8_0"}
+    types = {"blk.0.attn_k": "Q8_0", "blk.*": "IQ4_NL"}
     forced = lambda stack: replace(stack, digits=stack.fits_digits)
     with mock.patch.object(matrices, "in_digits", forced):
         hold(architecture="gemma3", types=types, **SMALL | {"dim": 128, "layers": 2})

@@ -32,6 +32,7 @@ from engine.targets.nvidia.kernels.products.chosen_experts import ChosenExperts,
 from engine.targets.nvidia.kernels.products.epilogues import BlockRows, Epilogue
 from engine.targets.nvidia.kernels.products.head_norm import HeadNorm
 from engine.targets.nvidia.kernels.uops import (
+    after_store,
     f32,
     finish,
     inverse_rms,
@@ -334,10 +335,13 @@ def matvec(
             n_threads = s.threads * s.groups
             places = block * n_threads + thread, stack.n_blocks(s) * n_threads
             stores += digit_rows.division(divides, cols, other_digits, other_factors, other, *places)
-        partial = partial.after(UOp.group(*stores))
+        partial, parts, between = partial.after(UOp.group(*stores)), s.threads, (stride, 1)
+        if (chunks := _chunks(stack, s)) > 1:
+            partial, parts, between = _added(partial, stride, chunks, s, thread), chunks, (1, chunks)
 
         def total(column: UOp, valid: UOp | None) -> UOp:
-            return tree([load(partial, column + k * stride, valid) for k in range(s.threads)])
+            apart, columns = between
+            return tree([load(partial, column * columns + k * apart, valid) for k in range(parts)])
 
         rms = inverse_rms(total(UOp.const(s.block_rows), None), cols, eps) if n_norm_sums else None
 
@@ -418,6 +422,26 @@ def _row_sums(
         factor = factor_of(unit, inside)
         products = [p * factor for p in products]
     return products if step is None else [p.reduce(step, arg=Ops.ADD) for p in products]
+
+
+def _chunks(stack: StackedMatrices, s: Schedule) -> int:
+    """How many threads add the sums of a row, before one adds theirs: the compiler makes a chain of additions of those
+    of one thread, each of which waits for the one before. 1 where this was not timed: beside a choice of experts, or
+    where a thread is late anyway since it does not load weights early."""
+    if stack.experts or s.tensor or not s.early:
+        return 1
+    return next(n for n in (16, 8, 4, 2, 1) if n == 1 or n * (s.block_rows + 1) <= s.threads * s.groups)
+
+
+def _added(partial: UOp, stride: int, chunks: int, s: Schedule, thread: UOp) -> UOp:
+    """Sums of threads, [thread, column of `stride`], in parts: [column, chunk]."""
+    column, chunk, ok = thread // chunks, thread % chunks, thread < stride * chunks
+    places = [chunk + first for first in range(0, s.threads, chunks)]
+    inside = [ok if place.vmax < s.threads else ok & (place < s.threads) for place in places]
+    terms = [
+        load(partial, place * stride + column, valid) for place, valid in zip(places, inside, strict=True)
+    ]
+    return after_store(shared(stride * chunks, slot=2), thread, tree(terms), ok)
 
 
 def _with_shared(
