@@ -105,6 +105,7 @@ def quick_pilot(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(PacedOutput, "_display", display_rows)
     monkeypatch.setattr(Stylesheet, "_parse_rules", parsed_once)
+    monkeypatch.setattr(RuleSet, "__hash__", object.__hash__)  # by identity too, but not in Python
     monkeypatch.setattr(BaseEventLoop, "run_in_executor", run_in_executor)
     for module in ("textual.app", "textual.pilot"):
         monkeypatch.setattr(f"{module}.wait_for_idle", until_idle)

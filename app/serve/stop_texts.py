@@ -10,6 +10,7 @@ class StopTexts:
     def __init__(self, texts: Sequence[str]) -> None:
         self._texts = tuple(filter(None, texts))
         self._held = ""
+        self._first = [0] * len(self._texts)  # where each may begin in what is held: not before
         self.found = ""
 
     def feed(self, text: str) -> str:
@@ -17,8 +18,14 @@ class StopTexts:
         if self.found or not self._texts:
             return "" if self.found else text
         self._held += text
-        found = [(at, stop) for stop in self._texts if (at := self._held.find(stop)) >= 0]
-        end, self.found = min(found, default=(len(self._held) - max(map(self._begun, self._texts)), ""))
+        places = zip(self._texts, self._first, strict=True)
+        found = [(at, stop) for stop, first in places if (at := self._held.find(stop, first)) >= 0]
+        if found:
+            end, self.found = min(found)
+        else:
+            self._first = [*map(self._begun, self._texts, self._first)]
+            end = min(self._first)
+            self._first = [first - end for first in self._first]
         shown, self._held = self._held[:end], self._held[end:]
         return shown
 
@@ -27,7 +34,9 @@ class StopTexts:
         shown, self._held = self._held, ""
         return "" if self.found else shown
 
-    def _begun(self, stop: str) -> int:
-        """How many characters at the end could be the beginning of `stop`."""
-        longest = min(len(stop) - 1, len(self._held))
-        return next((n for n in range(longest, 0, -1) if self._held.endswith(stop[:n])), 0)
+    def _begun(self, stop: str, first: int) -> int:
+        """Where the end of what is held could be the beginning of `stop`, from `first` on; its length if nowhere."""
+        at = self._held.find(stop[0], max(first, len(self._held) - len(stop) + 1))
+        while at >= 0 and not stop.startswith(self._held[at:]):
+            at = self._held.find(stop[0], at + 1)
+        return at if at >= 0 else len(self._held)

@@ -3,6 +3,7 @@
 import ast
 import json
 import re
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -73,8 +74,9 @@ class ToolCallParser:
 
     def _can_begin(self) -> bool:
         """Whether a call of a known tool begins here. Reads up to its arguments, and yields its name with them."""
+        beginning = self._held[:_MAX_BEGINNING]  # each piece asks again
         for pattern, takes in (*_JSON_BEGINNINGS, self._spelling):
-            found = pattern.match(self._held)
+            found = pattern.match(beginning)
             if found and (schema := self._schemas.get(found["name"])) is not None:
                 self._held = self._held[found.end() :]
                 self._arguments, self._name = takes(schema), found["name"]
@@ -166,8 +168,10 @@ def functions(tools: str) -> Iterator[tuple[str, Any]]:
 
 
 _Spelling = tuple[re.Pattern[str], Callable[[Any], Arguments]]
+_MAX_BEGINNING = 1024
+"""Characters of a call before its arguments, where these are given in pieces."""
 _CLOSING = re.compile(r"[\s}\],;]+")  # what may follow the arguments of a call
-_NAMED = re.compile(r"\s*(?P<name>[\w.-]+)\s*(?:\[CALL_ID\][\w-]*)?(?:\[ARGS\]|<\|message\|>)?\s*(?=\{)")
+_NAMED = re.compile(r"\s*+(?P<name>[\w.-]++)\s*+(?:\[CALL_ID\][\w-]*)?(?:\[ARGS\]|<\|message\|>)?\s*(?=\{)")
 _IN_JSON = re.compile(
     r'[\s{}\[\],;]*"name"\s*:\s*"(?P<name>[^"\\]+)"\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)'
 )
@@ -178,6 +182,8 @@ _JSON_BEGINNINGS: tuple[_Spelling, ...] = (
 _FENCES = re.compile(r"^```\w*\n|\n```$")
 _NAMES = {"true": True, "false": False, "null": None}
 _decoder = json.JSONDecoder()
+# What Python thinks of the Python that a model writes is nothing for the terminal.
+warnings.filterwarnings("ignore", category=SyntaxWarning, module="<unknown>")
 
 
 def _spelling(form: ToolForm) -> _Spelling:

@@ -14,6 +14,7 @@ import subprocess
 import sys
 import termios
 import time
+import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -103,6 +104,16 @@ def test_garbage_is_collected_while_the_program_works(run, model, monkeypatch):
     assert collects and all(collects)
     run("--no-such-option")
     assert gc.isenabled()
+
+
+def test_a_variable_for_other_programs_traces_no_memory(run, model, monkeypatch):
+    monkeypatch.setenv("PYTHONTRACEMALLOC", "1")
+    tracemalloc.start()
+    try:
+        run(model, "hello")
+        assert not tracemalloc.is_tracing() and "PYTHONTRACEMALLOC" not in os.environ
+    finally:
+        tracemalloc.stop()
 
 
 def test_thinking_is_not_part_of_the_reply(run, model):

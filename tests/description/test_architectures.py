@@ -17,7 +17,7 @@ from engine.formats.rope_order import HeadOrder
 from tests import generated_families, generated_model
 
 LAYERS, DIM, KV_SIZE = 3, 64, 32
-SHAPE = {"layers": LAYERS, "dim": DIM, "heads": 4, "kv_heads": 2, "ffn": 96}
+SHAPE = {"layers": LAYERS, "dim": DIM, "heads": 4, "kv_heads": 2, "ffn": 96, "quant": "F16"}
 
 
 @pytest.fixture(scope="module")
@@ -99,7 +99,7 @@ def test_what_a_token_reads(path_of, tmp_path):
     assert tied.kv_bytes_per_token(windowed=False) == LAYERS * 2 * 2 * KV_SIZE  # float16 keys and values
     assert tied.kv_bytes_per_token(windowed=True) == 0
 
-    path = generated_model.write(tmp_path / "model.gguf", quant="F32", tied=False, **SHAPE)
+    path = generated_model.write(tmp_path / "model.gguf", tied=False, **SHAPE | {"quant": "F32"})
     other = read(path)
     assert not other.is_tied and other.is_float32
     all_but_a_row = (other.vocab - 1) * DIM * 4

@@ -24,7 +24,7 @@ def python(code, *arguments, stdin=False, **env):
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,  # a machine may be busy
     )
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout.split()

@@ -1,9 +1,11 @@
 import json
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from engine.formats import tool_calls
 from engine.formats.tool_calls import FunctionCall, ToolCallParser
 from engine.formats.tool_forms import (
     APERTUS,
@@ -234,3 +236,12 @@ def test_text_without_calls_stays_as_it_is(form, chunks):
 )  # fmt: skip
 def test_a_template_tells_the_form(name, form):
     assert shown_form((SHARED / f"models/vocab/{name}.jinja").read_text()) == form
+
+
+def test_each_piece_asks_whether_a_call_begins_in_a_bounded_part_of_what_is_held(monkeypatch):
+    """20,000 digits after the mark of a call took 35 s."""
+    asked = []
+    pattern = SimpleNamespace(match=lambda text: asked.append(len(text)))
+    monkeypatch.setattr(tool_calls, "_JSON_BEGINNINGS", ((pattern, None),))
+    parts(HERMES, ["<tool_call>", *"9" * 1500], in_pieces=True)
+    assert max(asked) == tool_calls._MAX_BEGINNING < 1500

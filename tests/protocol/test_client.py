@@ -120,6 +120,8 @@ async def test_long_requests_are_sent_one_after_the_other_and_short_ones_between
     engine = engines(tokens=3, context_length=1 << 20)
     await collect(engine.start())
     os.kill(engine.pid, signal.SIGSTOP)
+    stat = Path(f"/proc/{engine.pid}/stat")  # until it has stopped, it may read what has come meanwhile
+    await until_holds(lambda: stat.read_text().rpartition(")")[2].split()[0] == "T")
     asked = [("long " * 100_000, "a"), ("long " * 100_000, "a"), ("long " * 100_000, "b"), ("short", "a")]
     answers = [
         asyncio.ensure_future(collect(engine.generate(ask(i, text, client=client))))

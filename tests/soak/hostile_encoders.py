@@ -29,6 +29,7 @@ def run(tries: int, number: int = 0) -> Counts:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "mmproj.gguf")
         files = [generated_encoder.write(path, kind).read_bytes() for kind in KINDS]
+        files.append(generated_encoder.write(path, "qwen3vl_merger", deep=True).read_bytes())
         heads = []
         for data in files:
             path.write_bytes(data)

@@ -9,6 +9,7 @@ from tests.thorough import rarely
 ALIKE = (
     "comparison-narrow",
     "dashboard-experts",
+    "dashboard-light",
     "reply-light",
     "reply-narrow",
     "system-tiny",

@@ -23,3 +23,10 @@ def test_nothing_is_held_back_without_need():
     watch = StopTexts(["stop"])
     assert [watch.feed(piece) for piece in ("a s", "t", "ay", "sto")] == ["a ", "", "stay", ""]
     assert watch.flush() == "sto" and not watch.found
+
+
+def test_what_was_no_beginning_is_not_looked_at_again():
+    """With 64 texts of 8,000 characters, each token took 0.16 s."""
+    watch = StopTexts(["a" * 200 + "b", "a" * 50 + "c", "d"])
+    assert watch.feed("a" * 100) == ""
+    assert watch._first == [0, 50, 100]

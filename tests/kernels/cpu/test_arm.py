@@ -42,7 +42,7 @@ from engine.targets.cpu.kernels.thread_pool import ThreadPool
 from engine.targets.cpu.kernels.weight_layout import LaneLayout
 from engine.targets.cpu.kernels.weight_repacking import repack
 from tests.kernels.cpu.test_product import KINDS, blocks_of, ints
-from tests.thorough import thorough
+from tests.thorough import rarely, thorough
 
 # Products are run by default, the rest by `make check-thorough`: x86 and Arm differ in what clang makes of a source.
 unicorn = pytest.importorskip("unicorn", reason="the emulator unicorn is not installed")
@@ -112,10 +112,12 @@ def random(n: int, dtype=dtypes.float32, scale: float = 1.0) -> Tensor:
     return memory.array(values if dtype in dtypes.floats else values.astype(np.int64), dtype)
 
 
-@pytest.mark.parametrize(
-    "kind", [Type.F16, Type.BF16, Type.Q8_0, Type.Q5_1, Type.Q4_K, Type.Q6_K], ids=lambda k: k.name
-)
 @pytest.mark.parametrize("tile", [1, TILE])
+@pytest.mark.parametrize(
+    "kind",
+    [Type.F16, rarely(Type.BF16), Type.Q8_0, rarely(Type.Q5_1), Type.Q4_K, Type.Q6_K],
+    ids=lambda k: k.name,
+)
 def test_products(pool: ThreadPool, kind: Type, tile: int) -> None:
     rows, cols, layout = 24, 256, LaneLayout(kind, LANES)
     stream = repack(pool, blocks_of(kind, rows, cols)[0], layout, np.arange(rows, dtype=np.int32), cols)
