@@ -215,11 +215,15 @@ def _terminal() -> Finding:
 
 
 def show(section: Section, out: Console) -> None:
+    """Prints a section: as a table, or for a pipe or a file as plain lines."""
+    to_ascii = {} if "utf" in out.encoding.lower() else _IN_ASCII
+    if not out.is_terminal:
+        lines = "\n".join(_plain_lines(section)).translate(to_ascii)
+        return out.print(lines, markup=False, soft_wrap=True)
     table = Table(box=None, pad_edge=False, show_header=False, padding=(0, 1))
     table.add_column(no_wrap=True)
     table.add_column(min_width=12, max_width=24)
     table.add_column(overflow="fold")
-    to_ascii = {} if "utf" in out.encoding.lower() else _IN_ASCII
     for finding in section.findings:
         sign, style = _SIGNS[finding.state]
         text = Text(one_line(finding.text).translate(to_ascii))
@@ -231,14 +235,18 @@ def show(section: Section, out: Console) -> None:
     out.print(Padding(table, (0, 0, 0, 1)))
 
 
+def _plain_lines(section: Section) -> Iterator[str]:
+    yield from ("", section.title)
+    for finding in section.findings:
+        yield f"  {_SIGNS[finding.state][0]} {one_line(finding.topic)}: {one_line(finding.text)}"
+        if finding.advice:
+            yield f"      {one_line(finding.advice)}"
+
+
 def as_plain_text(report: Report) -> str:
     lines = [f"orin-chat {report.orin_chat}, {report.at}"]
     for section in report.sections:
-        lines += ["", section.title]
-        for finding in section.findings:
-            lines.append(f"  {_SIGNS[finding.state][0]} {one_line(finding.topic)}: {one_line(finding.text)}")
-            if finding.advice:
-                lines.append(f"      {one_line(finding.advice)}")
+        lines += _plain_lines(section)
     lines += ["", *(f"{name}={one_line(value)}" for name, value in report.variables.items())]
     return "\n".join(lines) + "\n"
 

@@ -35,6 +35,7 @@ _WORDS = {
 _PROMPT = ("-p", "--prompt")
 _CORES = ("-t", "--threads")
 _MODEL_NAME = re.compile(r"[\w./-]+:[\w.-]+")
+_HUB_ADDRESS = re.compile(r"(?:hf\.co|huggingface\.co)(?:/[\w.-]+){2,}(?::[\w.-]+)?")
 _MODEL_FILE = re.compile(r"[^\s:]+\.gguf", re.IGNORECASE)
 
 
@@ -69,10 +70,10 @@ def check_command(arguments: Sequence[str], commands: Collection[str]) -> None:
     if _WORDS.get(word) in ("pull", "rm") and len(others) == 1 and _MODEL_NAME.fullmatch(others[0]):
         meant = call(f"{_WORDS[word]} {others[0]}")
         raise UsageError(f"There is no command {word}.", f"That is: {meant}.")
-    if not others and _MODEL_NAME.fullmatch(word):
+    if not others and (_MODEL_NAME.fullmatch(word) or _HUB_ADDRESS.fullmatch(word)):
         from engine.catalog.names import known_models
 
-        if any(model.name == word for model in known_models()):
+        if _HUB_ADDRESS.fullmatch(word) or any(model.name == word for model in known_models()):
             hint = f"As a prompt: {call(f'-- {word}')}."
             raise UsageError(f"Is {word} the model? That is: {call(f'--model {word}')}.", hint)
     near = difflib.get_close_matches(word, commands, 1, 0.8) if word.isalpha() else []

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 from app.chat.mention import Mention, argument
+from app.cli.help_format import HelpFormat
 from app.cli.meant import about_option
 from engine.errors import UsageError, one_line
 from engine.formats.kv_format import NAMES as KV_FORMATS
@@ -63,7 +64,7 @@ class Parser(argparse.ArgumentParser):
             description=description,
             epilog=epilog or None,
             allow_abbrev=False,
-            formatter_class=argparse.RawDescriptionHelpFormatter,
+            formatter_class=HelpFormat,
             **options,
         )
 

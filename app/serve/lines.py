@@ -2,9 +2,11 @@
 
 import sys
 
+from msgspec.structs import replace
+
 from app.cli.oneshot import TextOutput
 from app.cli.progress import describe, figures
-from engine.protocol.events import Event, Ready
+from engine.protocol.events import Event, Loading, Ready
 from widgets.dashboard.request_list import Handled
 from widgets.text import one_line
 
@@ -14,10 +16,15 @@ class Lines:
 
     def __init__(self, address: str) -> None:
         self._address, self._output = address, TextOutput(sys.stdout, sys.stderr)
+        self._says_loading = False
 
     def show(self, event: Event) -> None:
         """Takes an event of the engine's start."""
         self._output.show(event)
+        if isinstance(event, Loading) and not self._says_loading:
+            self._says_loading = True
+            if not sys.stderr.isatty():  # which shows how far it is
+                self._output.say(describe(replace(event, total_bytes=0)))
         if isinstance(event, Ready):
             self._output.say(describe(event))
             self._output.say(f"listening on {self._address}")

@@ -32,6 +32,7 @@ _LATER_PART = re.compile(r"-(?!00001)\d{5}-of-\d{5}$")  # of a model in several 
 EPILOG = """\
 A client takes the address that is printed, such as http://127.0.0.1:8080/v1:
   orin-chat --engine http://127.0.0.1:8080/v1
+
 The sampling options hold where a request does not say otherwise. Ctrl+C ends the
 server; answers in progress have 5 seconds. On the screen, F9 shows one pane after
 the other.

@@ -412,6 +412,15 @@ def test_help_tells_the_defaults_that_are(capsys):
     assert all(len(line) <= 80 for line in text.splitlines())
 
 
+def test_descriptions_are_broken_where_the_terminal_is_narrow(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    for command in ("bench", "board", "serve", "tune"):
+        with pytest.raises(SystemExit):
+            main([command, "--help"])
+        lines = capsys.readouterr().out.splitlines()
+        assert not [line for line in lines if len(line) > 80 and not line.startswith(" ")]
+
+
 def test_version(capsys):
     with pytest.raises(SystemExit):
         main(["--version"])

@@ -272,10 +272,13 @@ def test_the_exit_code_says_whether_a_chat_is_possible(outcome, code, monkeypatc
 def test_good_and_bad_differ_on_every_terminal(encoding, signs):
     terminal = io.TextIOWrapper(io.BytesIO(), encoding, errors="replace")
     section = Section(title="Backends", findings=[good("CPU", "works"), bad("NV", "not", "mend it")])
-    doctor.show(section, Console(file=terminal, width=80))
+    console = Console(file=terminal, width=80, force_terminal=True, color_system=None)
+    doctor.show(section, console)
     terminal.seek(0)
     shown = terminal.read()
     assert [sign for sign in signs if sign in shown] == list(signs) and "?" not in shown
+    doctor.show(section, Console(file=(pipe := io.StringIO()), width=20))
+    assert pipe.getvalue() == "\nBackends\n  ✓ CPU: works\n  ✗ NV: not\n      mend it\n"
 
 
 def test_the_command_tries_the_cpu_for_real_beside_a_folder_of_the_users_named_engine(tmp_path):

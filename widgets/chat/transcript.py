@@ -167,8 +167,10 @@ class Transcript(ScrollView, can_focus=False):
 
     @property
     def _end(self) -> int:
-        """The row at the top while the end is in sight. With a `stride`, some rows below the end may be free."""
-        return -(-self._last_top // self.stride) * self.stride
+        """The row at the top while the end is in sight. With a `stride`, some rows below the end may be free: at most a
+        quarter."""
+        stride = max(1, min(self.stride, self.size.height // 4))
+        return -(-self._last_top // stride) * stride
 
     @property
     def _last_top(self) -> int:

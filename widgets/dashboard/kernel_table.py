@@ -14,6 +14,7 @@ from widgets.dashboard.pane import Line, Pane
 from widgets.labels import LABELS
 from widgets.text import longest_fitting, one_line
 
+_NOTHING_YET = "which kernels the time of a token goes to: measured one by one as soon as the engine is idle"
 KEYS = ("d decode, prefill  s sort  f filter  p hold  m measure again  ⏎ source", "d s f p m ⏎")
 
 
@@ -68,7 +69,7 @@ class KernelTable(Pane[KernelProfiles]):
         data = self._paused or data
         profile, kernels = self.profile, self.kernels
         if profile is None:
-            note = one_line(data.note) or "will be measured when the engine is idle"
+            note = one_line(data.note) or _NOTHING_YET
             return [[(line, "dim")] for line in textwrap.wrap(note, max(8, width))]
         lines = header(profile, data, width, is_paused=self.is_paused)
         if len(lines) + len(kernels) > height:

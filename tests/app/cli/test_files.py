@@ -128,6 +128,8 @@ def test_words_that_look_like_commands_are_answered(home, capsys):
         assert main([word]) == 2
         output = capsys.readouterr()
         assert f"Is {word} a command? That is: {call(meant).strip()}." in output.err and not output.out
+    assert main(["hf.co/user/repository:Q4_K_M"]) == 2
+    assert call("--model hf.co/user/repository:Q4_K_M") in capsys.readouterr().err
     assert main(["run", "qwen3:0.6b", "Why is that?"]) == 2
     assert call("--model qwen3:0.6b 'Why is that?'") in capsys.readouterr().err
     assert main(["run", "orin-guide", "Hi"]) == 2

@@ -503,9 +503,11 @@ def test_the_command(model_path):
     command += ["--port", "0", "--model", str(model_path)]
     pipe = subprocess.PIPE
     with subprocess.Popen(command, cwd=ROOT, stdout=pipe, stderr=pipe, text=True) as process:
-        address = ""
+        address, said = "", list[str]()
         while not address:
-            address = process.stderr.readline().partition("listening on ")[2].strip()
+            said.append(process.stderr.readline())
+            address = said[-1].partition("listening on ")[2].strip()
+        assert said[0] == "orin-chat: loading\n", "a file says so before the model is ready"
         answer = httpx.post(
             f"{address}/chat/completions", json={"messages": [{"role": "user", "content": "secret"}]}
         )
