@@ -171,9 +171,12 @@ _Spelling = tuple[re.Pattern[str], Callable[[Any], Arguments]]
 _MAX_BEGINNING = 1024
 """Characters of a call before its arguments, where these are given in pieces."""
 _CLOSING = re.compile(r"[\s}\],;]+")  # what may follow the arguments of a call
-_NAMED = re.compile(r"\s*+(?P<name>[\w.-]++)\s*+(?:\[CALL_ID\][\w-]*)?(?:\[ARGS\]|<\|message\|>)?\s*(?=\{)")
+_NAMED = re.compile(
+    r"\s*+(?P<name>[\w.-]++)\s*+(?:\[CALL_ID\][\w-]*|:\d+)?"
+    r"(?:\[ARGS\]|<\|message\|>|<\|tool_call_argument_begin\|>)?\s*(?=\{)"
+)
 _IN_JSON = re.compile(
-    r'[\s{}\[\],;]*"name"\s*:\s*"(?P<name>[^"\\]+)"\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)'
+    r'[\s{}\[\],;]*(?:"tool_call_id"\s*:\s*"\w*"\s*,\s*)?"(?:tool_)?name"\s*:\s*"(?P<name>[^"\\]+)"\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)'
 )
 _JSON_BEGINNINGS: tuple[_Spelling, ...] = (
     (_IN_JSON, lambda _: JsonArguments()),
@@ -272,4 +275,6 @@ def _call(value: Any) -> FunctionCall | None:
         case {"name": str(name), "arguments": arguments} | {"name": str(name), "parameters": arguments}:
             as_text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
             return FunctionCall(name, as_text)
+        case {"tool_name": str(name), "parameters": arguments}:
+            return FunctionCall(name, json.dumps(arguments, ensure_ascii=False))
     return None

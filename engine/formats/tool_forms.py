@@ -27,9 +27,9 @@ class Tags:
 class ToolForm:
     """How a family writes a call: after one of `opens`, and before `close` ("": before the next call, or the end of the
     reply). `bare`: a reply that is nothing but a JSON object is a call, too, or such a list `in_python`. A call is a
-    JSON object with the name and, under `key` ("": the name is the key), the arguments, or a list of these; or the
-    name, then `between`, then the arguments; or it is in `tags`; or it begins with `before_name`, then its braces are
-    Gemma's (`gemma_calls`); or, `in_python`, it is a list of calls of functions."""
+    JSON object with the name under `name_key` and, under `key` ("": the name is the key), the arguments, or a list of
+    these; or the name, then `between`, then the arguments; or it is in `tags`; or it begins with `before_name`, then
+    its braces are Gemma's (`gemma_calls`); or, `in_python`, it is a list of calls of functions."""
 
     opens: tuple[str, ...]
     close: str = ""
@@ -40,6 +40,7 @@ class ToolForm:
     tags: Tags | None = None
     before_name: str = ""
     in_python: bool = False
+    name_key: str = "name"
 
 
 _FUNCTION = Tags(("<function=", ">\n"), ("<parameter=", ">\n"), "\n</parameter>\n", "</function>", True)
@@ -79,10 +80,22 @@ MUSE = ToolForm(
         "</atem:invoke>",
     ),
 )
+COHERE = ToolForm(  # Command R7B
+    ("<|START_ACTION|>",), "<|END_ACTION|>", key="parameters", listed=True, name_key="tool_name"
+)
+KIMI = (
+    ToolForm(  # Kimi K2: each call has its number, and the marks around all calls are tokens that nobody sees
+        ("<|tool_call_begin|>functions.",), "<|tool_call_end|>", between=":0<|tool_call_argument_begin|>"
+    )
+)
 LLAMA_4 = ToolForm(("<|python_start|>",), "<|python_end|>", bare=True, in_python=True)
 LLAMA = ToolForm(("<|python_tag|>",), bare=True, key="parameters")
 HARMONY = ToolForm((" to=functions.",), between="<|message|>")  # gpt-oss, as `channels` shows it
-_SIGNS = (  # what a template with the form holds; the first one that fits counts
+_SIGNS: tuple[tuple[tuple[str, ...], ToolForm | None], ...] = (
+    # what a template with the form holds; the first one that fits counts
+    (("]<]minimax[>[",), None),  # MiniMax M3: arguments in tags within tags, which are not read
+    (("<|START_ACTION|>", '"tool_name"'), COHERE),
+    (("<|tool_call_begin|>", "<|tool_call_argument_begin|>"), KIMI),
     (("<|channel|>", " to=functions."), HARMONY),
     (("<|channel|>commentary",), HARMONY),
     (("[TOOL_CALLS]", "[ARGS]"), MISTRAL_ARGS),
@@ -112,6 +125,7 @@ CALL_TOKENS = frozenset((
     "<minimax:tool_call>", "</minimax:tool_call>", "<TOOLCALL>", "</TOOLCALL>",
     "<|tool_call_start|>", "<|tool_call_end|>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>",
     "<|python_start|>", "<|python_end|>", "<|tools_prefix|>", "<|tools_suffix|>",
+    "<|START_ACTION|>", "<|END_ACTION|>", "<|tool_call_begin|>", "<|tool_call_argument_begin|>",
 ))  # fmt: skip
 """Special tokens that are part of a call: `ToolCallParser` has to see them."""
 

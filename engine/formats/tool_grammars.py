@@ -122,13 +122,13 @@ def _call(form: ToolForm, tools: str) -> Iterator[str]:
         yield f"python_call: {' | '.join(names)}"
     elif form.between:
         for name, (tool, schema) in zip(names, known.items(), strict=True):
-            yield f"{name}: {_literal(tool + form.between)} json{name}"
+            yield f"{name}: {_literal(tool + form.between)} json{name} {_literal(form.close)}"
             yield f"json{name}: {_json(schema)}"
         yield f"call: {' | '.join(names)}"
     else:
         above = "/items/anyOf" if form.listed else "/anyOf"
         calls = [
-            _call_schema(tool, form.key, moved(schema, f"{above}/{i}/properties/{form.key or tool}"))
+            _call_schema(tool, form, moved(schema, f"{above}/{i}/properties/{form.key or tool}"))
             for i, (tool, schema) in enumerate(known.items())
         ]
         body: dict[str, Any] = {"anyOf": calls}
@@ -212,8 +212,8 @@ def _literal(text: str) -> str:
     return json.dumps(text) if text else ""
 
 
-def _call_schema(name: str, key: str, arguments: Any) -> dict[str, Any]:
-    named = {"name": {"const": name}, key: arguments} if key else {name: arguments}
+def _call_schema(name: str, form: ToolForm, arguments: Any) -> dict[str, Any]:
+    named = {form.name_key: {"const": name}, form.key: arguments} if form.key else {name: arguments}
     return {
         "type": "object",
         "properties": named,

@@ -9,11 +9,13 @@ from engine.formats import tool_calls
 from engine.formats.tool_calls import FunctionCall, ToolCallParser
 from engine.formats.tool_forms import (
     APERTUS,
+    COHERE,
     GEMMA,
     GLM,
     GRANITE,
     HARMONY,
     HERMES,
+    KIMI,
     LFM,
     LLAMA,
     LLAMA_4,
@@ -123,6 +125,18 @@ REPLIES = {
         '<atem:parameter name="days">2</atem:parameter>\n</atem:invoke>\n</atem:function_calls>',
         [CALL],
     ),
+    "cohere": (
+        COHERE,
+        'So.<|START_ACTION|>[\n    {"tool_call_id": "0", "tool_name": "get_weather", "parameters": '
+        f'{CALL.arguments}}},\n    {{"tool_call_id": "1", "tool_name": "stop", "parameters": {{}}}}\n]<|END_ACTION|>',
+        ["So.", CALL, STOP],
+    ),
+    "kimi": (
+        KIMI,
+        f"So.<|tool_call_begin|>functions.get_weather:0<|tool_call_argument_begin|>{CALL.arguments}<|tool_call_end|>"
+        "<|tool_call_begin|>functions.stop:1<|tool_call_argument_begin|>{}<|tool_call_end|>",
+        ["So.", CALL, STOP],
+    ),
     "llama 4": (LLAMA_4, '[get_weather(city="Rome", days=2), stop()]', [CALL, STOP]),
     "llama 4, marked": (LLAMA_4, "<|python_start|>[get_weather(city='Rome', days=2)]<|python_end|>", [CALL]),
     "llama 4, a list": (LLAMA_4, "[1, 2]", ["[1, 2]"]),
@@ -160,6 +174,14 @@ def parts(form, chunks, in_pieces=False, is_cut=False):
         else:
             found.append(part)
     return found
+
+
+def test_what_templates_show() -> None:
+    assert shown_form('{% if tools %}<|START_ACTION|>[{"tool_name": 1}]<|END_ACTION|>{% endif %}') == COHERE
+    assert (
+        shown_form("{% if tools %}<|tool_call_begin|>{{ id }}<|tool_call_argument_begin|>{% endif %}") == KIMI
+    )
+    assert shown_form("{% set ns = ']<]minimax[>[' %}{% if tools %}<tool_call>{% endif %}") is None
 
 
 @pytest.mark.parametrize("name", REPLIES)

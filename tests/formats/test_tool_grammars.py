@@ -15,11 +15,13 @@ from engine.formats.json_leniency import NOT_KEPT, loosened, without_needless
 from engine.formats.tool_calls import FunctionCall, ToolCallParser
 from engine.formats.tool_forms import (
     APERTUS,
+    COHERE,
     GEMMA,
     GLM,
     GRANITE,
     HARMONY,
     HERMES,
+    KIMI,
     LFM,
     LLAMA,
     LLAMA_4,
@@ -85,6 +87,15 @@ CALLS = {
         MUSE,
         '<atem:function_calls>\n<atem:invoke name="get_weather">\n<atem:parameter name="city">Rome</atem:parameter>\n'
         '<atem:parameter name="days">2</atem:parameter>\n</atem:invoke>\n</atem:function_calls>',
+    ),
+    "cohere": (
+        COHERE,
+        f'<|START_ACTION|>\n[{{"tool_name": "get_weather", "parameters": {CALL.arguments}}}]\n<|END_ACTION|>',
+    ),
+    "kimi": (
+        KIMI,
+        "<|tool_call_begin|>functions.get_weather:0<|tool_call_argument_begin|>"
+        f"{CALL.arguments}<|tool_call_end|>",
     ),
     "llama 4": (LLAMA_4, '[get_weather(city="Rome", days=2)]'),
     "gpt-oss": (
