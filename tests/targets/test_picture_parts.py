@@ -13,9 +13,10 @@ from engine.targets.graph.runner import GraphRunner
 from tests.reference import Reference, divergence
 from tests.seen_tokens import model_with_parts, seen_tokens
 from tests.targets.lone_sequence import LoneSequence
+from tests.thorough import rarely
 
 
-@pytest.mark.parametrize("target", [CPURunner, GraphRunner])
+@pytest.mark.parametrize("target", [CPURunner, rarely(GraphRunner)])
 def test_parts_are_added_to_the_tokens_of_pictures(target, tmp_path):
     """Also in the prompt after one with pictures, which has none."""
     reference = Reference(path := model_with_parts(tmp_path / "m.gguf"))
