@@ -76,7 +76,7 @@ def products_of_several_tokens() -> Iterator[Made]:
         if THOROUGH:
             yield small_batch_product(layout, 64, 64, 512, SmallBatchTiles(2, 1, 2), stored(64), "t"), types
             tiles = WarpgroupTiles(64, 1, 1, 2, 4)
-            yield warpgroup_matmul(layout, 64, 64, 512, tiles, False, "t"), types
+            yield warpgroup_matmul(layout, 64, 64, 1024, tiles, False, "t"), types
 
 
 def attention() -> Iterator[Made]:
