@@ -146,6 +146,19 @@ def after_store(array: UOp, index: UOp | int, value: UOp, valid: UOp | None = No
     return array.after(store(array, index, value, valid))
 
 
+def block_totals(own: Sequence[UOp], thread: UOp, threads: int, slot: int) -> list[UOp]:
+    """The sums over all threads of a block of a few numbers that each has. Takes `slot` and the next one."""
+    lanes = 32
+    assert len(own) * lanes <= threads
+    sums = shared(len(own) * threads, slot)
+    stores = [store(sums, k * threads + thread, value) for k, value in enumerate(own)]
+    sums, adds = sums.after(UOp.group(*stores)), thread < len(own) * lanes
+    first = thread // lanes * threads + thread % lanes
+    lane_sum = tree([load(sums, first + k, adds) for k in range(0, threads, lanes)])
+    lane_sums = after_store(shared(len(own) * lanes, slot + 1), thread, lane_sum, adds)
+    return [tree(load_run(lane_sums, k * lanes, lanes)) for k in range(len(own))]
+
+
 # --- formulas ------------------------------------------------------------------------------------------
 
 

@@ -15,6 +15,7 @@ from engine.targets.nvidia.kernels.uops import (
     I32,
     Activation,
     after_store,
+    block_totals,
     chain,
     curved,
     f32,
@@ -308,16 +309,11 @@ def activate(
 
 def _least(gates: UOp, n: int, threads: int, sparsity: float) -> UOp:
     """What n gates have to exceed to count, of which each thread of a block adds up some."""
-    thread, lanes = UOp.special(threads, "lidx0"), 32
+    thread = UOp.special(threads, "lidx0")
     quads = [(thread + q * threads) * 4 for q in range(-(-n // (4 * threads)))]
     values = [x for quad in quads for x in load_run(gates, quad, 4, quad < n)]
-    sums = shared(2 * threads, slot=2)
-    own = store(sums, thread, chain(values)), store(sums, threads + thread, chain(x * x for x in values))
-    sums, adds = sums.after(UOp.group(*own)), thread < 2 * lanes
-    first = thread // lanes * threads + thread % lanes
-    lane_sum = tree([load(sums, first + k, adds) for k in range(0, threads, lanes)])
-    lane_sums = after_store(shared(2 * lanes, slot=3), thread, lane_sum, adds)
-    total, squares = (tree(load_run(lane_sums, lanes * k, lanes)) for k in (0, 1))
+    own = chain(values), chain(x * x for x in values)
+    total, squares = block_totals(own, thread, threads, slot=2)
     return least_counting(total * f32(1 / n), squares, n, sparsity)
 
 

@@ -19,23 +19,19 @@ from engine.kernels.kernel import Kernel, Name
 from engine.targets.nvidia.kernels.products.activation_order import PLACES, Order
 from engine.targets.nvidia.kernels.products.matmul import as_half
 from engine.targets.nvidia.kernels.uops import (
-    after_store,
+    block_totals,
     chain,
     f32,
     finish,
     inverse_rms,
     load,
-    load_run,
-    shared,
     soft_capped,
     store,
-    tree,
 )
 from engine.targets.nvidia.kernels.weights.matrix_bytes import UNIT
 from engine.targets.nvidia.kernels.weights.weight_layout import permuted
 
-_THREADS, _LANES = 256, 32
-_MOST_SUMS = _THREADS // _LANES
+_THREADS = 256
 
 Place = tuple[UOp, UOp | None]
 """A column, and whether there is one (None: always)."""
@@ -105,14 +101,7 @@ class _Token:
 
     def totals(self, own: Sequence[UOp]) -> list[UOp]:
         """The sums over all threads of a few numbers that each has."""
-        assert len(own) <= _MOST_SUMS
-        sums, thread = shared(len(own) * _THREADS, 0), self.thread
-        stores = [store(sums, k * _THREADS + thread, value) for k, value in enumerate(own)]
-        sums, adds = sums.after(UOp.group(*stores)), thread < len(own) * _LANES
-        first = thread // _LANES * _THREADS + thread % _LANES
-        lane_sum = tree([load(sums, first + k, adds) for k in range(0, _THREADS, _LANES)])
-        lane_sums = after_store(shared(len(own) * _LANES, 1), thread, lane_sum, adds)
-        return [tree(load_run(lane_sums, k * _LANES, _LANES)) for k in range(len(own))]
+        return block_totals(own, self.thread, _THREADS, slot=0)
 
     def left(
         self, stream: UOp, squares: UOp | None, copies: Sequence[UOp], norms: Sequence[UOp], values: Sequence[UOp]
@@ -123,12 +112,7 @@ class _Token:
             return stores
         ((column, ok),), (value,), n = self.own, values, self.streams.cols
         square = value * value if ok is None else ok.where(value * value, f32(0))
-        of_block = after_store(shared(_THREADS, 2), self.thread, square)
-        lane_sums = shared(_LANES, 3)
-        adds, first = self.thread < _LANES, self.thread % _LANES
-        lane_sum = tree([load(of_block, first + k, adds) for k in range(0, _THREADS, _LANES)])
-        lane_sums = after_store(lane_sums, self.thread, lane_sum, adds)
-        total = tree(load_run(lane_sums, 0, _LANES))
+        (total,) = block_totals([square], self.thread, _THREADS, slot=2)
         stores.append(store(squares, self.block, total, self.thread.eq(0)))
         for out, weight in zip(copies, norms, strict=True):
             stores.append(store(out, permuted(column, n), value * load(weight, column, ok), ok))
