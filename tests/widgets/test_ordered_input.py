@@ -25,11 +25,11 @@ async def test_editing_keys_come_before_what_is_typed_after_them(kind: type[Orde
     async with app.run_test() as pilot:
         app.box.focus()
         await pilot.pause()
-        for key in ("a", "b", "backspace", "c", "left", "left", "x", "end", "y"):
+        for key in ("a", "b", "backspace", "c", "left", "left", "x", "end", "y", "👩", "\u200d", "🚀"):
             app.post_message(events.Key(key, key if len(key) == 1 else None))
         await pilot.pause()
         text = app.box.value if isinstance(app.box, OrderedInput) else app.box.text
-        assert text == "xacy"
+        assert text == "xacy👩\u200d🚀"
 
 
 async def test_a_key_without_a_meaning_here_is_the_applications():

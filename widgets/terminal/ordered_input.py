@@ -9,6 +9,8 @@ batch. If several keys arrive at once (a fast typist, a slow line, a busy machin
 in place of `ac`.
 """
 
+from collections.abc import Callable
+
 from textual.binding import Binding
 from textual.drivers import linux_driver
 from textual.events import Key
@@ -21,6 +23,9 @@ from textual.widgets.text_area import Edit, EditResult
 from widgets.terminal.pastes import PasteParser, lenient_decoder
 from widgets.text import editable
 
+_JOINERS = {"\u200c", "\u200d", *map(chr, range(0xE0020, 0xE0080))}
+"""Characters without a width that join others, in emoji, flags and Persian words: Textual takes them for no text."""
+
 linux_driver.XTermParser = PasteParser  # type: ignore[attr-defined]
 linux_driver.getincrementaldecoder = lenient_decoder  # type: ignore[attr-defined, assignment]
 
@@ -30,7 +35,7 @@ class OrderedInput(Input):
         return editable(value).replace("\n", " ")
 
     async def _on_key(self, event: Key) -> None:
-        await _run_binding(self, event)
+        await _handle(self, event, self.insert_text_at_cursor)
 
 
 class OrderedTextArea(TextArea):
@@ -72,11 +77,13 @@ class OrderedTextArea(TextArea):
         return super().edit(edit)
 
     async def _on_key(self, event: Key) -> None:
-        await _run_binding(self, event)
+        await _handle(self, event, lambda text: self._replace_via_keyboard(text, *self.selection))
 
 
-async def _run_binding(widget: Widget, event: Key) -> None:
-    """Runs the action that `widget` binds to the key at once. Textual handles a key without a binding."""
+async def _handle(widget: Widget, event: Key, insert: Callable[[str], object]) -> None:
+    """Runs the action that `widget` binds to the key at once, and inserts a joiner. Textual handles all other keys."""
+    if event.character in _JOINERS:
+        insert(event.character)
     for binding in widget._bindings.key_to_bindings.get(event.key, ()):
         if await widget.app.run_action(binding.action, widget):
             event.stop()
