@@ -50,7 +50,7 @@ from engine.protocol.events import EngineOptions, Event, Failed, Finished, Ready
 from presets import GUIDE
 from widgets.chat.call_text import call_line, pretty
 from widgets.chat.turn import Attachment, Call, Turn
-from widgets.text import clean, one_line
+from widgets.text import clean, counted, one_line
 
 OTHER_MODEL = f"/model NAME goes on with another model, /model {GUIDE} with the one that is built in."
 WAYS_ON = "/summary begins a new chat with a summary, /shorten leaves out the oldest turns"
@@ -329,7 +329,9 @@ class LineChat(View):
 
     async def do_fork(self, _: str) -> None:
         await self.session.fork(self._last_prompt())
-        self._print("A new chat.")
+        kept = len(self.session.conversation.turns)
+        begins = f"A new chat with {counted(kept, 'message')} of the other" if kept else "An empty new chat"
+        self._print(f"{begins}. The other stays in /chats.")
 
     async def do_save(self, name: str) -> None:
         if not name:

@@ -513,7 +513,7 @@ async def test_files_go_along_on_a_terminal_and_not_from_a_file_of_lines(
 
 async def test_a_chat_is_forked(chat, history):
     c = await chat("One?", "Two?", "/fork", "Other?")
-    assert c.drafts[3] == "Two?"
+    assert c.drafts[3] == "Two?" and "A new chat with 2 messages of the other." in c.out
     assert [text for _, text in contents(history, 2)] == ["One?", "Yes.\n", "Other?", "Yes.\n"]
     assert len(contents(history, 1)) == 4
 
