@@ -170,7 +170,6 @@ class Benchmark:
         on_step: Callable[[str, int], None] = lambda words, done: None,
         meter: PowerMeter | None = None,
         with_kernels: bool = False,
-        seed: int = 0,
     ) -> None:
         self.options = options
         # The tokens of a depth stay cached.
@@ -189,7 +188,7 @@ class Benchmark:
         self._samples: dict[tuple[str, Case], list[Samples]] = {}
         self._done = 0
         self._vocab_size = vocab_size
-        self._random = np.random.default_rng(seed)
+        self._random = np.random.default_rng(0)
         self._depths = {depth: self._ids(depth) for depth in {case.n_depth for case in cases}}
         self._began = datetime.now(UTC).isoformat(timespec="seconds").replace("+00:00", "Z")
 

@@ -93,7 +93,7 @@ def without_effect(sampling: Sampling, ready: Ready) -> tuple[str, ...]:
     return tuple(sentences)
 
 
-def with_other_model(options: EngineOptions, path: Path, trained_context: int = 0) -> EngineOptions:
+def with_other_model(options: EngineOptions, path: Path, trained_context: int) -> EngineOptions:
     """The options for another model file. The context is at most `trained_context` tokens (0: not known)."""
     length = options.context_length
     if isinstance(length, int) and trained_context:

@@ -1,6 +1,5 @@
 """Turns an engine's events into its status for the screen. It needs no screen and no engine, only a clock."""
 
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from math import prod
@@ -59,7 +58,7 @@ class SearchSummary:
 class StatusObserver:
     """Folds events into an `EngineStatus`, and into a summary of the search. `clock` gives seconds, from any origin."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self.search = SearchSummary()
         self.last: Finished | None = None  # the figures of the last reply
@@ -122,7 +121,7 @@ class StatusObserver:
         self._count_tokens()
         self._status = replace(self._status, phase=Phase.STOPPING)
 
-    def new_conversation(self, context_used: int | None = 0) -> None:
+    def new_conversation(self, context_used: int | None) -> None:
         self._count_tokens()
         self._status = replace(self._status, context_used=context_used, tokens_per_s=None, first_token_s=None)
 

@@ -83,7 +83,7 @@ class ChatColumn(View, Vertical):
         name: str
         argument: str
 
-    def __init__(self, clock: Callable[[], float], model: Callable[[], Path | None] = lambda: None) -> None:
+    def __init__(self, clock: Callable[[], float], model: Callable[[], Path | None]) -> None:
         """`model` returns the file of the model in use, whose tokens are counted."""
         super().__init__(id="chat", classes="-empty")
         self.clock = clock

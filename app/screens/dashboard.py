@@ -59,7 +59,7 @@ class Dashboard(PaneStack):
         self,
         session: Session,
         setup: EngineSetup | None,
-        read_counters: Callable[[], tuple[Counter, ...]] | None = None,
+        read_counters: Callable[[], tuple[Counter, ...]] | None,
     ) -> None:
         super().__init__(id="dashboard")
         self.session, self.setup = session, setup

@@ -86,11 +86,6 @@ class DeltaNet(Recurrent):
         return (2 * self.key_heads + self.value_heads) * self.size
 
     @property
-    def value_size(self) -> int:
-        """Elements of a token's values, over all heads."""
-        return self.value_heads * self.size
-
-    @property
     def state_shapes(self) -> tuple[tuple[int, ...], ...]:
         return (self.value_heads, self.size, self.size), (self.taps - 1, self.channels)
 

@@ -24,7 +24,6 @@ CAPABILITY = "sm_90"
 """The only one with the instruction."""
 WARPS = 4  # of a group
 ROWS, DEPTH = 64, 16  # of the left operand, and the common dimension
-MOST_COLUMNS = 256  # of the right one: a multiple of 8
 
 _ATOM = 1024  # bytes of eight columns
 _LAYOUT = 1 << 62 | _ATOM >> 4 << 32 | 1 << 16  # PTX ISA, "Matrix Descriptor Format": of 128 bytes, swizzled

@@ -21,9 +21,9 @@ _GROUPS = (
 )
 
 
-def uses_host_memory(device: str, root: Path = Path("/")) -> bool:
+def uses_host_memory(device: str) -> bool:
     """Whether tinygrad's device computes in the machine's memory: the CPU, and the GPU of a Jetson."""
-    return device.split(":")[0] not in ("CUDA", "NV") or is_jetson(root)
+    return device.split(":")[0] not in ("CUDA", "NV") or is_jetson()
 
 
 def free_bytes(device: str) -> int | None:

@@ -141,7 +141,7 @@ def draft_head_bytes(spec: ModelSpec, head: ModelSpec, target: Target, kv: KVFor
 def largest_context(
     spec: ModelSpec,
     free_bytes: int,
-    target: Target = "cpu",
+    target: Target,
     parallel: int = 1,
     kv: KVFormat = KVFormat.F16,
 ) -> int:

@@ -35,7 +35,7 @@ class StepCapture:
         guesses: bool,
         head: HeadDrafter | AssistantDrafter | None,
         encoder: PictureEncoder | None,
-        replies: bool = True,
+        replies: bool,
     ) -> None:
         """`embeds`: texts may be asked for as vectors; without `replies`, for nothing else. `guesses`: steps check
         guesses of next tokens, which a `head` may make. The `encoder` is that of pictures."""

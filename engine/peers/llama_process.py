@@ -159,8 +159,9 @@ class LlamaProcess:
             log = f"It was built for a CPU with other instructions: build it on this machine. {log}"
         return BackendError(f"llama-server {when} ({how_it_ended(code)}){message}.", log)
 
-    def _printed(self, limit: int = 1 << 16) -> str:
-        """The last `limit` bytes of what this process printed."""
+    def _printed(self) -> str:
+        """The last 64 KiB of what this process printed."""
+        limit = 1 << 16
         try:
             with self.log_path.open("rb") as log:
                 size = log.seek(0, os.SEEK_END)

@@ -81,7 +81,7 @@ class Answer:
         prompts: PromptEncoder,
         limit: int,
         report: Callable[[Event], None],
-        pictures: Pictures | None = None,
+        pictures: Pictures | None,
     ) -> None:
         self.request, self.tokens, self.prompt_n = request, list(prompt.ids), len(prompt.ids)
         self.left, self.cached = limit, 0

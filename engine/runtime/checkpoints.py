@@ -171,7 +171,7 @@ class Checkpoints:
         for checkpoint in [c for c in self._kept if text.startswith(c.text)]:
             self._give_up(checkpoint)
 
-    def end_of_step(self, done: int, end: int, turns: Sequence[int], sequence: int = 0) -> int:
+    def end_of_step(self, done: int, end: int, turns: Sequence[int], sequence: int) -> int:
         """Where a prefill step from `done` to `end` should end, so that a checkpoint can be saved where one of `turns`
         ends (`Answer.checkpoint_ends`): at the first that saves enough tokens, else at `end`."""
         last = self._last.get(sequence, 0)

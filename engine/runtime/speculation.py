@@ -79,7 +79,7 @@ class Speculation:
     """Decides which guesses a step of `runner` checks. `speculate` says who guesses: what followed before in the text,
     a `drafter` if there is one, both, or nobody."""
 
-    def __init__(self, runner: ModelRunner, speculate: Speculate, drafter: AnyDrafter | None = None) -> None:
+    def __init__(self, runner: ModelRunner, speculate: Speculate, drafter: AnyDrafter | None) -> None:
         self._check_rows = () if speculate == "off" else runner.check_rows
         self._can_check, self._drafter, self._runner = runner.can_check, drafter, runner
         self._looks_up = speculate in ("auto", "lookup")

@@ -163,7 +163,7 @@ def test_recurrent_layers(path_of):
     spec = read(path_of("qwen35"))
     delta, attend, last = (spec.sublayers[2 * i].operator for i in range(LAYERS))
     assert spec.recurrent == [delta, last] and spec.attention == [attend]
-    assert (delta.channels, delta.value_size) == (2 * 2 * 16 + 64, 64)
+    assert delta.channels == 2 * 2 * 16 + 64
     assert spec.state_bytes == 2 * 4 * (4 * 16 * 16 + 3 * 128)
     assert (attend.q.every, attend.q.run, attend.q.first, attend.gate.first) == (32, 16, 0, 16)
     swapped = {"qwen35__attention__recurrent_layers": np.array([False, True, True])}

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import ClassVar, Self
 
@@ -27,6 +30,16 @@ class Counts:
 
     def took(self, ms: float) -> None:
         self.worst_ms = max(self.worst_ms, ms)
+
+    @contextmanager
+    def trying(self) -> Iterator[None]:
+        """Times the body. An exception of it is a loss."""
+        started = time.perf_counter()
+        try:
+            yield
+        except Exception as error:
+            self.lost[f"{type(error).__name__}: {str(error)[:80]}"] += 1
+        self.took((time.perf_counter() - started) * 1e3)
 
     def row(self) -> str:
         """A row of a Markdown table."""

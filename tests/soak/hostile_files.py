@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import tempfile
-import time
 from pathlib import Path
 
 from hypothesis import strategies as st
@@ -28,6 +27,22 @@ _PIECES = st.one_of(
 CHANGES = st.lists(st.tuples(st.floats(0, 1, exclude_max=True), _PIECES), min_size=1, max_size=4)
 
 
+def changed(data: bytes, changes: list[tuple[float, bytes]], size: int, cut: float | None) -> bytes:
+    """A file with pieces of its first `size` bytes replaced, each at its part of them, and all but a part of it cut."""
+    new = bytearray(data)
+    for place, piece in changes:
+        start = int(place * size)
+        new[start : start + len(piece)] = piece
+    return bytes(new if cut is None else new[: int(cut * len(new))])
+
+
+def head_size(path: Path, data: bytes) -> int:
+    """The bytes of a model file that are not its tensors'. Writes it to `path`."""
+    path.write_bytes(data)
+    with GGUF(path) as file:
+        return len(data) - sum(tensor.data.nbytes for tensor in file.tensors.values())
+
+
 def run(tries: int, number: int = 0) -> Counts:
     """Changes bytes of the heads of small models, or cuts them, and reads all that a start reads before it computes."""
     counts = Counts("model files with changed bytes")
@@ -36,28 +51,17 @@ def run(tries: int, number: int = 0) -> Counts:
         files = [
             generated_model.write(path, architecture=name, layers=3).read_bytes() for name in ARCHITECTURES
         ]
-        heads = []
-        for data in files:
-            path.write_bytes(data)
-            with GGUF(path) as file:
-                heads.append(len(data) - sum(tensor.data.nbytes for tensor in file.tensors.values()))
+        heads = [head_size(path, data) for data in files]
 
         @drawn(tries, number, st.integers(0, len(files) - 1), CHANGES, st.none() | st.floats(0, 1))
         def read(which: int, changes: list[tuple[float, bytes]], cut: float | None) -> None:
-            data = bytearray(files[which])
-            for place, piece in changes:
-                start = int(place * heads[which])
-                data[start : start + len(piece)] = piece
-            path.write_bytes(data if cut is None else data[: int(cut * len(data))])
-            started = time.perf_counter()
-            try:
-                _read(path)
-                counts.survived["read"] += 1
-            except OrinError:
-                counts.survived["refused"] += 1
-            except Exception as error:
-                counts.lost[f"{type(error).__name__}: {str(error)[:60]}"] += 1
-            counts.took((time.perf_counter() - started) * 1e3)
+            path.write_bytes(changed(files[which], changes, heads[which], cut))
+            with counts.trying():
+                try:
+                    _read(path)
+                    counts.survived["read"] += 1
+                except OrinError:
+                    counts.survived["refused"] += 1
 
         read()
     return counts

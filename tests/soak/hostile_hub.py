@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import tempfile
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from unittest import mock
@@ -57,15 +56,12 @@ def run(tries: int, number: int = 0) -> Counts:
             whole = {**info, "siblings": [{**sibling, **of_file}], **of_repository}
             body = json.dumps(whole).encode() if instead is None else instead
             fake.info = lambda: body  # type: ignore[method-assign]
-            started = time.perf_counter()
-            try:
-                find_on_hub(HubModel(fake.repository))
-                counts.survived["taken"] += 1
-            except OrinError:
-                counts.survived["refused"] += 1
-            except Exception as error:
-                counts.lost[f"{type(error).__name__}: {str(error)[:60]}"] += 1
-            counts.took((time.perf_counter() - started) * 1e3)
+            with counts.trying():
+                try:
+                    find_on_hub(HubModel(fake.repository))
+                    counts.survived["taken"] += 1
+                except OrinError:
+                    counts.survived["refused"] += 1
 
         ask()
     return counts

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 import numpy as np
 from hypothesis import strategies as st
 from PIL import Image
@@ -13,6 +11,7 @@ from engine.formats.picture import STOPPED, PictureDecoder
 from tests.pictures import file_of
 from tests.soak.counts import Counts
 from tests.soak.drawn import drawn
+from tests.soak.hostile_files import changed
 
 _NUMBERS = st.sampled_from([0, 1, 2, 255, 256, 2**15, 2**16 - 1, 2**24, 2**31 - 1, 2**31, 2**32 - 1])
 _PIECES = st.one_of(
@@ -68,22 +67,14 @@ def run(tries: int, number: int = 0) -> Counts:
         st.booleans(),
     )
     def read(which: int, changes: list[tuple[float, bytes]], cut: float | None, in_small: bool) -> None:
-        data = bytearray(originals[which])
-        for place, piece in changes:
-            start = int(place * len(data))
-            data[start : start + len(piece)] = piece
-        started = time.perf_counter()
-        try:
-            pixels = decoder.decode(
-                bytes(data if cut is None else data[: int(cut * len(data))]), (32, 32) if in_small else None
-            )
-            assert pixels.rgb.size and (not in_small or max(pixels.rgb.shape[:2]) <= 32)
-            counts.survived["read"] += 1
-        except PictureError as error:
-            counts.survived["stopped by the limits" if error.message == STOPPED else "refused"] += 1
-        except Exception as error:
-            counts.lost[f"{type(error).__name__}: {str(error)[:60]}"] += 1
-        counts.took((time.perf_counter() - started) * 1e3)
+        data = changed(originals[which], changes, len(originals[which]), cut)
+        with counts.trying():
+            try:
+                pixels = decoder.decode(data, (32, 32) if in_small else None)
+                assert pixels.rgb.size and (not in_small or max(pixels.rgb.shape[:2]) <= 32)
+                counts.survived["read"] += 1
+            except PictureError as error:
+                counts.survived["stopped by the limits" if error.message == STOPPED else "refused"] += 1
 
     read()
     decoder.close()

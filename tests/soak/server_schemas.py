@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import tempfile
-import time
 from pathlib import Path
 
 import httpx
@@ -43,8 +42,7 @@ def run(tries: int, number: int = 0) -> Counts:
     @drawn(tries, number, cases)
     def ask(case: schemathesis.Case) -> None:
         sent = case.as_transport_kwargs()
-        started = time.perf_counter()
-        try:
+        with counts.trying():
             response = loop.run_until_complete(
                 client.request(
                     case.method,
@@ -58,9 +56,6 @@ def run(tries: int, number: int = 0) -> Counts:
                 assert response.json()["error"]["message"].endswith(".")
             assert service.open == 0
             counts.survived["answered" if response.status_code == 200 else "refused"] += 1
-        except Exception as error:
-            counts.lost[f"{type(error).__name__}: {str(error)[:100]}"] += 1
-        counts.took((time.perf_counter() - started) * 1e3)
 
     ask()
     loop.run_until_complete(client.aclose())

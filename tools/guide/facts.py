@@ -159,11 +159,11 @@ def load() -> Knowledge:
     )
 
 
-def read_asked(folder: Path = KNOWLEDGE / "asked", names: Sequence[str] = ()) -> dict[str, list[str]]:
-    """Whole questions by the id of the fact that answers them: the lines of *.txt under a [fact id], or of the files
-    with these `names`. Raises ValueError for a line without a fact id above it."""
+def read_asked(names: Sequence[str] = ()) -> dict[str, list[str]]:
+    """Whole questions by the id of the fact that answers them: the lines under a [fact id] of asked/*.txt, or
+    of its files with these `names`. Raises ValueError for a line without a fact id above it."""
     asked: dict[str, list[str]] = {}
-    for path in sorted(folder.glob("*.txt")):
+    for path in sorted((KNOWLEDGE / "asked").glob("*.txt")):
         if names and path.name not in names:
             continue
         lines: list[str] | None = None

@@ -11,6 +11,7 @@ import argparse
 import asyncio
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from textual._compositor import Compositor
@@ -67,6 +68,19 @@ async def record(
         return frames, app.current_theme
 
 
+def write_recording(path: Path, frames: Sequence[Frame], theme: Theme) -> None:
+    """Writes the animated picture, without long waits."""
+    frames = without_waits(frames, LONGEST_WAIT_S)
+    svg = animated_svg(
+        frames,
+        frames[-1].at_s + 2.0,
+        foreground=theme.foreground or "#e0e0e0",
+        background=theme.background or "#121212",
+    )
+    path.write_text(svg, "utf-8")
+    print(f"{path}: {len(frames)} frames, {frames[-1].at_s:.1f} s, {len(svg) / 1e3:.0f} kB")
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("file", type=Path)
     parser.add_argument("--model", default=str(guide_path()))
@@ -82,12 +96,4 @@ def run(given: argparse.Namespace) -> None:
         keep_apart(Path(home))
         recording = record(given.model, given.presets.split(","), (columns, rows), given.questions)
         frames, theme = asyncio.run(recording)
-    frames = without_waits(frames, LONGEST_WAIT_S)
-    svg = animated_svg(
-        frames,
-        frames[-1].at_s + 2.0,
-        foreground=theme.foreground or "#e0e0e0",
-        background=theme.background or "#121212",
-    )
-    given.file.write_text(svg, "utf-8")
-    print(f"{given.file}: {len(frames)} frames, {frames[-1].at_s:.1f} s, {len(svg) / 1e3:.0f} kB")
+    write_recording(given.file, frames, theme)

@@ -24,9 +24,9 @@ from engine.formats.tool_forms import HERMES
 from engine.protocol.events import ModelInfo
 from tests.app.fake_engine import READY, FakeEngine, reply
 from tests.paths import ROOT
-from tools.measure.animation import Frame, animated_svg, without_waits
+from tools.measure.animation import Frame
 from tools.measure.driven_chat import DrivenChat, keep_apart
-from tools.measure.recording import LONGEST_WAIT_S, TYPING_S, WAIT_S, watch
+from tools.measure.recording import TYPING_S, WAIT_S, watch, write_recording
 
 NOTES = "Crates in the shed: 18 of apples, 24 of pears.\n"
 QUESTION = "How many crates are in @notes.txt?"
@@ -83,12 +83,4 @@ def run(given: argparse.Namespace) -> None:
         os.chdir(home)
         Path("notes.txt").write_text(NOTES, "utf-8")
         theme = asyncio.run(_record(frames)).current_theme
-    frames = without_waits(frames, LONGEST_WAIT_S)
-    svg = animated_svg(
-        frames,
-        frames[-1].at_s + 2.0,
-        foreground=theme.foreground or "#e0e0e0",
-        background=theme.background or "#121212",
-    )
-    target.write_text(svg, "utf-8")
-    print(f"{target}: {len(frames)} frames, {frames[-1].at_s:.1f} s, {len(svg) / 1e3:.0f} kB")
+    write_recording(target, frames, theme)

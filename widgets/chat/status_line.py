@@ -77,7 +77,7 @@ class StatusLine(Widget):
         )
 
 
-def tiny_status(status: EngineStatus, width: int, warning: str = "") -> Content:
+def tiny_status(status: EngineStatus, width: int, warning: str) -> Content:
     """Speed and context in the border of the prompt, where there is no room for the line."""
     rate = status.tokens_per_s
     speed = "" if rate is None else f"{_rate(rate, True)} tok/s"

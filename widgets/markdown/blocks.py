@@ -33,7 +33,7 @@ class Block(Protocol):
 class NodeBlock:
     """A block that is laid out whole. A list's item has a `symbol`, its bullet or number."""
 
-    def __init__(self, node: SyntaxTreeNode, *, symbol: str = "", follows: bool = False) -> None:
+    def __init__(self, node: SyntaxTreeNode, *, symbol: str = "", follows: bool) -> None:
         self.follows = follows
         self._node, self._symbol = node, symbol
         self._lines: tuple[int, list[Line]] = (0, [])

@@ -40,7 +40,7 @@ def wrapped(content: Content, width: int) -> list[Line]:
     return lines
 
 
-def indented(lines: Sequence[Line], first: Content | str, rest: Content | str | None = None) -> list[Line]:
+def indented(lines: Sequence[Line], first: Content | str, rest: Content | str | None) -> list[Line]:
     """The lines with `first` before the first of them and `rest` (None: spaces of the same width) before the others.
     A `first` that differs from `rest` is copied, as a list's bullet is."""
     first = Content(first) if isinstance(first, str) else first

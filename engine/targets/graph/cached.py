@@ -39,7 +39,7 @@ def dequantized(x: Tensor, dim: int) -> Tensor:
     return blocks.reshape(*x.shape[:-1], dim)
 
 
-def mask_of(n: int, position: UOp, window: int, unseen: Tensor | None = None) -> Tensor | None:
+def mask_of(n: int, position: UOp, window: int, unseen: Tensor | None) -> Tensor | None:
     """-inf where a query of n, the first at `position`, does not see a key: (n, position + n). None if all see all.
     `unseen`: where queries see no key if it is not those after their own."""
     if n == 1 and not window:

@@ -1,15 +1,16 @@
-"""What the sublayers of tensor graphs share: a step, products and norms."""
+"""What the sublayers of tensor graphs share: a step, matrices, products and norms."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from tinygrad import Tensor
+from tinygrad import Device, Tensor
 
 from engine.description.spec import ModelSpec
 from engine.description.sublayers import Vector, Weight
 from engine.kernels.quantized_matrix import QuantizedMatrix
+from engine.loading.weights import FileWeights, pieces
 from engine.targets.graph.inputs import Step
 from engine.targets.graph.states import States
 
@@ -52,6 +53,19 @@ class Parts:
     def _norm(self, x: Tensor, weight: Vector, eps: float | None = None) -> Tensor:
         """RMS norm over the last axis."""
         return (normed(x, self.spec.eps if eps is None else eps) * self._vectors[weight]).contiguous()
+
+
+def load_matrix(weights: FileWeights, weight: Weight) -> QuantizedMatrix:
+    """The matrices of a `weight`, those of experts one after the other, on the device."""
+    matrix = QuantizedMatrix(weight.type, weight.experts * weight.rows, weight.cols)
+    for rows in pieces(weight):
+        raw = Tensor(weights.read(weight, rows))
+        if weight.order:
+            raw = weight.order.apply(raw.reshape(len(rows), -1)).flatten()
+        matrix.store(raw, rows)
+        Device[Device.DEFAULT].synchronize()  # frees the host's copies
+        weights.release(weight, rows)
+    return matrix
 
 
 def normed(x: Tensor, eps: float) -> Tensor:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, cast
 
 import numpy as np
-from tinygrad import Device, Tensor, UOp, dtypes
+from tinygrad import Tensor, UOp, dtypes
 
 from engine.description.altup import Correction, LowRank, Merge, Prediction
 from engine.description.recurrent import DeltaNet, Mamba, ShortConv
@@ -30,13 +30,13 @@ from engine.description.sublayers import (
 from engine.formats.kv_format import KVFormat
 from engine.kernels.device_memory import free_cached_memory
 from engine.kernels.quantized_matrix import QuantizedMatrix
-from engine.loading.weights import Weights, pieces
+from engine.loading.weights import Weights
 from engine.measure.kernel_roles import BufferUse
 from engine.runtime.kv_blocks import BLOCK
 from engine.targets.buffer_uses import BufferUses
 from engine.targets.graph.cached import dequantized, mask_of, quantized, stored_in
 from engine.targets.graph.inputs import Step
-from engine.targets.graph.parts import Run, centred, normed
+from engine.targets.graph.parts import Run, centred, load_matrix, normed
 from engine.targets.graph.recurrent import RecurrentLayers
 from engine.targets.graph.states import States
 from engine.targets.graph.streams import StreamLayers
@@ -80,7 +80,7 @@ class Transformer(RecurrentLayers, StreamLayers):
         self._table = weights.mapped(table) if table else None
         self._no_rows = Tensor(np.zeros(1, np.uint8)).realize()
         loaded = (weight for weight in spec.weights() if weight != table)
-        self._matrices = {weight: _load_matrix(weights, weight) for weight in loaded}
+        self._matrices = {weight: load_matrix(weights, weight) for weight in loaded}
         free_cached_memory()  # copies of pieces of the file
         self._vectors = {vector: Tensor(weights.vector(vector)).realize() for vector in spec.vectors()}
         tables = [rope.tables(length, context) for rope in spec.ropes]
@@ -470,18 +470,6 @@ _SUBLAYERS: dict[type[Operator], Callable[[Transformer, Any, Tensor, Run], Tenso
     Merge: Transformer._merge,
 }
 """What computes each kind of sublayer: of x (n, dim), normed if the sublayer has a norm, (n, dim)."""
-
-
-def _load_matrix(weights: Weights, weight: Weight) -> QuantizedMatrix:
-    matrix = QuantizedMatrix(weight.type, weight.experts * weight.rows, weight.cols)
-    for rows in pieces(weight):
-        raw = Tensor(weights.read(weight, rows))
-        if weight.order:
-            raw = weight.order.apply(raw.reshape(len(rows), -1)).flatten()
-        matrix.store(raw, rows)
-        Device[Device.DEFAULT].synchronize()  # frees the host's copies
-        weights.release(weight, rows)
-    return matrix
 
 
 def _in_best_groups(operator: Experts, scores: Tensor) -> Tensor:

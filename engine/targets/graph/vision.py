@@ -35,9 +35,10 @@ from engine.description.vision import (
     parts_of,
 )
 from engine.kernels.quantized_matrix import QuantizedMatrix
-from engine.loading.weights import FileWeights, pieces
+from engine.loading.weights import FileWeights
 from engine.pictures import Grid, encoder_input, with_line_ends
 from engine.runtime.pictures import Progress
+from engine.targets.graph.parts import load_matrix
 
 _SCORES = 1 << 26  # of attention, at a time: more queries are done one part after the other
 _CAPTURED = 3  # sizes whose captured steps are kept
@@ -53,7 +54,7 @@ class GraphEncoder:
     def __init__(self, weights: FileWeights, spec: VisionSpec) -> None:
         """Raises ModelFileError."""
         self.spec = spec
-        matrices = {weight: _load(weights, weight) for weight in spec.weights()}
+        matrices = {weight: load_matrix(weights, weight) for weight in spec.weights()}
         self._host = {vector: weights.vector(vector) for vector in spec.vectors()}
         on_host = {spec.line_end, spec.positions and spec.positions.table}
         vectors = {v: Tensor(data).realize() for v, data in self._host.items() if v not in on_host}
@@ -331,15 +332,3 @@ def _size_of(n: int, multiple: int) -> int:
 
 def _filled(a: Floats, size: int) -> Tensor:
     return Tensor(np.pad(a, ((0, size - len(a)), (0, 0)))).realize()
-
-
-def _load(weights: FileWeights, weight: Weight) -> QuantizedMatrix:
-    matrix = QuantizedMatrix(weight.type, weight.rows, weight.cols)
-    for rows in pieces(weight):
-        raw = Tensor(weights.read(weight, rows))
-        if weight.order:
-            raw = weight.order.apply(raw.reshape(len(rows), -1)).flatten()
-        matrix.store(raw, rows)
-        Device[Device.DEFAULT].synchronize()  # frees the host's copies
-        weights.release(weight, rows)
-    return matrix

@@ -91,7 +91,7 @@ class _ShapeSearch:
         target: SearchTarget,
         products: list[Product],
         expected: Logits,
-        interrupted: Interrupted | None = None,
+        interrupted: Interrupted | None,
     ) -> None:
         # A request that comes must not wait for the compiler longer than for one candidate.
         self._at_once = 1 if interrupted else max(4, int(os.environ.get("PARALLEL", "0")))

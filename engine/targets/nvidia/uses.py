@@ -16,7 +16,7 @@ def uses_of(
     model: GPUModel,
     input_scales: InputScales,
     context: int,
-    attention_parts: Iterable[Tensor] = (),
+    attention_parts: Iterable[Tensor],
 ) -> BufferUses:
     """The uses of the weights, the cache and the scratch buffers. `attention_parts`: what attention leaves for another
     kernel."""

@@ -222,7 +222,7 @@ def add_normed(
 
 @functools.cache
 def add_centred(
-    n_rows: int, lanes: int, tile: int, centres: bool = True, begins: bool = False, factor: float = 1.0
+    n_rows: int, lanes: int, tile: int, centres: bool, begins: bool, factor: float
 ) -> KernelFunction:
     """out += the sum of `n_rows` rows; if it `begins`, = instead of +=. If it `centres`, the mean of out is taken off
     it. With a `factor`, it is multiplied by that before. The threads share the tokens. Buffers: out, float32 (tokens,

@@ -29,7 +29,7 @@ MAX_SUMS = 16  # vectors that a loop accumulates, so that they stay in registers
 _MASKED = -1e30
 
 
-def task_shape(heads: HeadLanes, threads: int, tile: int, rows: int = 0) -> tuple[int, int]:
+def task_shape(heads: HeadLanes, threads: int, tile: int, rows: int) -> tuple[int, int]:
     """(query heads, tokens) of a task: the query heads of a group, or fewer if there are more threads than groups, and
     as many tokens as keep the registers busy."""
     shared_by = heads.query // heads.kv
@@ -50,7 +50,7 @@ def n_parts(heads: HeadLanes, threads: int, tile: int, rows: int = 0) -> int:
     return min(heads.query // task_heads * (tile // tokens), 4 * threads)
 
 
-def max_blocks(heads: HeadLanes, entries: Index, tokens: int, rows: int = 0) -> Index:
+def max_blocks(heads: HeadLanes, entries: Index, tokens: int, rows: int) -> Index:
     """The largest number of blocks of `lanes` tokens that a task with `tokens` tokens reads. `entries`: those of a
     sequence in the tables."""
     if not heads.window:

@@ -86,7 +86,7 @@ def group_experts(experts: int, used: int, tile: int) -> KernelFunction:
 
 
 @functools.cache
-def expert_product(layout: LaneLayout, tile: int, span: int = 1, shared: bool = False) -> KernelFunction:
+def expert_product(layout: LaneLayout, tile: int, span: int, shared: bool = False) -> KernelFunction:
     """out = activations of each tile @ the matrix of its expert.T + the expert's bias. Buffers: out, float32 (tiles,
     tile, rows); the sizes (`expert_shape`); a state with the number of tiles; the expert of each tile, int32 (tiles,);
     the activations (`buffer_names`), of the first tile alone if all `shared` them; the biases, float32 (experts, rows),

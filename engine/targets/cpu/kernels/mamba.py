@@ -55,7 +55,7 @@ class MambaHeads:
 
 
 @functools.cache
-def mamba_inputs(net: MambaHeads, tile: int, rows: bool = False) -> KernelFunction:
+def mamba_inputs(net: MambaHeads, tile: int, rows: bool) -> KernelFunction:
     """The convolution and SiLU of the channels, and softplus(dt + bias). Buffers: channels, float32 (tokens, channels),
     and dt, float32 (tokens, steps), both changed in place; the layer's inputs; the state if tile is more than 1; the
     slots; the weights of the convolution, float32 (taps, channels), and its biases, float32 (channels,); the biases of

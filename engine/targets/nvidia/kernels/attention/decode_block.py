@@ -90,7 +90,7 @@ class DecodeBlock:
 
     def __init__(
         self, heads: Heads, splits: int, group: int, thread: UOp, n_threads: int, buffers: Mapping[str, Any],
-        over_heads: bool = False, tokens: int = 0, order: Order = "columns", out_row: int = 0,
+        over_heads: bool, tokens: int, order: Order = "columns", out_row: int = 0,
     ) -> None:  # fmt: skip
         self.outs: list[UOp] = [buffers[name] for name in ("out", "sums", "tops") if name in buffers]
         self.cache: list[UOp] = buffers["cache"]

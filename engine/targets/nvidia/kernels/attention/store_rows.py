@@ -16,7 +16,7 @@ _THREADS = 128
 
 
 @functools.cache
-def store_rows(heads: Heads, tokens: int, over_heads: bool = False) -> Kernel:
+def store_rows(heads: Heads, tokens: int, over_heads: bool) -> Kernel:
     """Stores those of `tokens` rows. Buffers: those of `DecodeBlock`, as far as they are of keys and values."""
     h = heads
 

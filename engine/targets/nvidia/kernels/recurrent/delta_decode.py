@@ -62,7 +62,7 @@ def parts_of(heads: DeltaHeads, multiprocessors: int) -> int:
 
 @functools.cache
 def delta_decode(
-    heads: DeltaHeads, tokens: int = 0, parts: int = 1, order: Order = "columns", out_row: int = 0
+    heads: DeltaHeads, tokens: int, parts: int = 1, order: Order = "columns", out_row: int = 0
 ) -> Kernel:
     """A delta net without its products, for one token, or for those of `tokens` sequences. Buffers: out, for one token
     float32, permuted and scaled for the next product, else its activations, float16 in an

@@ -200,7 +200,7 @@ def delta_inputs(heads: DeltaHeads, runs: Runs, n: int = GROUP) -> Kernel:
 
 
 @functools.cache
-def delta_scan(heads: DeltaHeads, runs: Runs, several: bool = False, checks: bool = False) -> Kernel:
+def delta_scan(heads: DeltaHeads, runs: Runs, several: bool, checks: bool = False) -> Kernel:
     """The state over the piece that begins at the first row, or over `several`. If it `checks`, groups have one token,
     and each leaves a state. `runs`: those of the product with channels. Buffers: products, those with the state,
     float32 (tokens, width); memory; what `delta_inputs` makes: vectors and coefficients; sums, prompt and conv, as

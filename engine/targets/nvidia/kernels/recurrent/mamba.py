@@ -202,7 +202,7 @@ def convolve_prompt(of: MambaHeads, runs: Runs) -> Kernel:
 
 
 @functools.cache
-def scan_prompt(of: MambaHeads, runs: Runs, several: bool = False, checks: bool = False) -> Kernel:
+def scan_prompt(of: MambaHeads, runs: Runs, several: bool, checks: bool) -> Kernel:
     """The state over the piece that begins at the first row, or over `several`. If it `checks`, each of its tokens
     leaves a state. Buffers: products, what each of the `parts` of the columns adds to the tokens' y, float32 (parts,
     tokens, width); memory; channels, what `convolve_prompt` has made; sums, those of each run of the product with the

@@ -93,7 +93,7 @@ def short_conv(of: ConvMemory, tokens: int = 0, order: Order = "columns", out_ro
 
 
 @functools.cache
-def short_conv_prompt(of: ConvMemory, runs: Runs, order: Order = "fragments") -> Kernel:
+def short_conv_prompt(of: ConvMemory, runs: Runs, order: Order) -> Kernel:
     """The convolution of pieces of prompts. `runs`: those of the product with the input. Buffers: out, activations,
     float16 in an `order`; memory, which is read; sums, those of each run; prompt, the step's state (`pieces`); conv,
     the weights, float32 (channels, taps)."""

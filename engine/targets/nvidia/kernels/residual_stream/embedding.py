@@ -119,7 +119,7 @@ def scaled(values: Sequence[UOp], scale: float) -> list[UOp]:
 
 
 @functools.cache
-def reply_tokens(rows: int, first: int, has_places: bool = False) -> Kernel:
+def reply_tokens(rows: int, first: int, has_places: bool) -> Kernel:
     """Makes the tokens of replies those of a step's rows from `first` on, and if it `has_places` their positions, too.
     Buffers: ids, the step's tokens, int32; places, their positions, int32; state, that of the replies
     (`StepRows`)."""
@@ -136,7 +136,7 @@ def reply_tokens(rows: int, first: int, has_places: bool = False) -> Kernel:
 
 @functools.cache
 def embed_prompt(
-    layout: WeightLayout, tokens: int, vocab: int, cols: int, scale: float = 1.0, has_pictures: bool = False,
+    layout: WeightLayout, tokens: int, vocab: int, cols: int, scale: float, has_pictures: bool = False,
     positions: Positions | None = None, first_place: int = 0,
 ) -> Kernel:  # fmt: skip
     """Starts the residual stream of prefill with the tokens' rows times `scale`. Buffers: stream, float32 (tokens,

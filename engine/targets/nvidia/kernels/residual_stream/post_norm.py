@@ -95,7 +95,7 @@ def add_both_blocks(n: int) -> int:
 
 
 @functools.cache
-def add_both(n: int, n_norm_sums: tuple[int, int], copies: int, eps: float, scaled: bool = False) -> Kernel:
+def add_both(n: int, n_norm_sums: tuple[int, int], copies: int, eps: float, scaled: bool) -> Kernel:
     """Norms two products of n rows, adds them, norms their sum, and adds that to the residual stream. Each block
     computes the sum's norm by itself. Buffers: the outs of `add_normed`, with add_both_blocks(n) partial sums; rows,
     both products, float32 (2, n); row_squares, the partial sums of the squares of the first, then of the second,

@@ -342,8 +342,8 @@ def rotate_prompt(
 
 @functools.cache
 def bend_prompt(
-    tokens: int, n: int, parts: int, activation: Activation, has_bias: bool, order: Order = "fragments",
-    has_curve: bool = False,
+    tokens: int, n: int, parts: int, activation: Activation, has_bias: bool, order: Order,
+    has_curve: bool,
 ) -> Kernel:  # fmt: skip
     """activation(up), of layers without gates. Buffers: out, float16 in an `Order`; up, its partial sums, float32
     (parts, tokens, n); bias, float32 (n,), if it `has_bias`; curve, if it `has_curve`, which takes the place of the
@@ -383,7 +383,7 @@ def least_gates(tokens: int, n: int, parts: int, sparsity: float) -> Kernel:
 
 @functools.cache
 def activate_prompt(
-    tokens: int, n: int, parts: tuple[int, int], activation: Activation = "silu", order: Order = "fragments",
+    tokens: int, n: int, parts: tuple[int, int], activation: Activation, order: Order = "fragments",
     is_sparse: bool = False,
 ) -> Kernel:  # fmt: skip
     """activation(gate) * up, if the two are separate products. Buffers: out, float16 in an `Order`; gate and up,

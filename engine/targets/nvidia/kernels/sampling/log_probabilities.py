@@ -44,7 +44,7 @@ def n_sums(vocab: int) -> int:
 
 
 @functools.cache
-def exp_sums(shortlist: Shortlist, rows: int = 1) -> Kernel:
+def exp_sums(shortlist: Shortlist, rows: int) -> Kernel:
     """Adds e^(logit - largest logit). Buffers: out, a sum for each block of tokens, float32 (rows, n_sums); logits,
     float32 (rows, vocab); values, the sorted logits of each row, float32."""
     vocab, n = shortlist.vocab, shortlist.entries(len(shortlist.spans))

@@ -88,7 +88,7 @@ def allowed(vocab: int, rows: StepRows = _ONE) -> Kernel:
 
 
 @functools.cache
-def add_bias(vocab: int, rows: StepRows = _ONE) -> Kernel:
+def add_bias(vocab: int, rows: StepRows) -> Kernel:
     """Buffers: logits, float32 (rows, vocab); of each sequence ids, different tokens, int32 (MAX_BIASES,), -1 for none,
     and biases, what is added to their logits, float32 (MAX_BIASES,); state (`StepRows`), if rows `differ`."""
 
