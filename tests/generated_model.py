@@ -96,7 +96,7 @@ def write(
     """Writes a model to `path` and returns it. The same arguments give the same bytes.
 
     `architecture` is one of `ARCHITECTURES`. `quant` is the type of every matrix: F32, F16, BF16, Q4_0, Q4_1,
-    Q5_0, Q5_1, Q8_0, Q2_K to Q6_K, IQ4_NL, IQ4_XS or MXFP4, but of those in `types`, by a pattern of their names
+    Q5_0, Q5_1, Q8_0, Q2_K to Q6_K, IQ4_NL, IQ4_XS, MXFP4 or NVFP4, but of those in `types`, by a pattern of their names
     without ".weight", of which the first that matches counts; `dim` and `ffn` (twice `dim` unless given) must be
     multiples of its block: 32, or 256 for the K types and IQ4_XS. A head has `head_dim` elements (`dim // heads`), of
     which the first `rotated` (by default all) are rotated. `rope_factors` adds rope_freqs.weight. `keys` change the
@@ -191,6 +191,8 @@ def write(
     def matrix(name: str, rows: int, cols: int, usual: str = quant) -> None:
         kind = type_of(name, usual)
         writer.add_tensor(f"{name}.weight", random_matrix(rng, rows, cols, kind), raw_dtype=kind)
+        if kind is Type.NVFP4 and name != "token_embd":
+            vector(f"{name}.scale", 1, 1.0)
 
     def vector(name: str, size: int, mean: float, std: float = 0.1) -> None:
         writer.add_tensor(name, (mean + std * rng.standard_normal(size)).astype(np.float32))
@@ -216,6 +218,8 @@ def write(
             kind = type_of(f"{prefix}ffn_{name}_exps")
             data = np.stack([random_matrix(rng, rows, cols, kind) for _ in range(n)])
             writer.add_tensor(f"{prefix}ffn_{name}_exps.weight", data, raw_dtype=kind)
+            if kind is Type.NVFP4:
+                vector(f"{prefix}ffn_{name}_exps.scale", n, 1.0)
             if parts.biases == "all" and not parts.normed_after:
                 biases = 0.2 * rng.standard_normal((n, rows))
                 writer.add_tensor(f"{prefix}ffn_{name}_exps.bias", biases.astype(np.float32))
@@ -477,6 +481,11 @@ def random_matrix(rng: np.random.Generator, rows: int, cols: int, kind: Type) ->
     its float16 scales are chosen (llama.cpp, ggml-common.h: block_q2_K to block_q6_K, block_iq4_nl, block_iq4_xs).
     """
     std = cols**-0.5
+    if kind is Type.NVFP4:
+        data = np.frombuffer(rng.bytes(rows * cols // 64 * 36), np.uint8).reshape(-1, 36).copy()
+        scales = std * np.exp2(rng.uniform(-3, 0, (len(data), 4)))
+        data[:, :4] = gguf.quants.NVFP4.fp32_to_ue4m3(scales)
+        return data.reshape(rows, -1)
     if not (kind.name.endswith("_K") or kind.name.startswith("IQ")):
         values = (rng.standard_normal((rows, cols)) * std).astype(np.float32)
         return values if kind is Type.F32 else gguf.quantize(values, kind)

@@ -12,10 +12,11 @@ from engine.formats.quantization import (
     WIDENED_IQ2,
     WIDENED_IQ3_S,
     WIDENED_IQ3_XXS,
+    WIDENED_NVFP4,
 )
 
 Q1_0, Q2_0 = 41, 42
-IN_FILES = {WIDENED_IQ1: 19, WIDENED_IQ2: 22, WIDENED_IQ3_XXS: 18, WIDENED_IQ3_S: 21}
+IN_FILES = {WIDENED_IQ1: 19, WIDENED_IQ2: 22, WIDENED_IQ3_XXS: 18, WIDENED_IQ3_S: 21, WIDENED_NVFP4: 40}
 """For each type that is read for others one of these."""
 
 
@@ -27,6 +28,10 @@ def random_blocks(kind: int, rows: int, cols: int) -> np.ndarray:
         return gguf.quantize(rng.standard_normal((rows, cols)).astype(np.float32), kind).view(np.uint8)
     data = rng.integers(0, 256, (rows * cols // block, block_bytes), dtype=np.uint8)
     scales = rng.standard_normal((len(data), 2)).astype(np.float16).view(np.uint8)
+    if kind == Type.NVFP4:  # scales up to eight times as large as others, and both zeros
+        data[:, :4] = rng.integers(40, 64, (len(data), 4))
+        data[::5, 0], data[::7, 1] = 0, 127
+        return data.reshape(rows, -1)
     if (format := FORMATS.get(kind)) is None:  # of a grid, or TQ1_0
         if kind == Type.IQ1_M:
             data[:, 55] = data[:, 55] & 15 | 48  # the exponent of its scale is none of infinities

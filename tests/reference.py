@@ -250,7 +250,10 @@ class Reference:
         rows = rows[:, weight.first_col : weight.first_col + weight.cols]
         if weight.every:
             rows = np.concatenate([rows[i : i + weight.run] for i in range(0, len(rows), weight.every)])
-        return rows[: weight.experts * weight.rows]
+        rows = rows[: weight.experts * weight.rows]
+        if weight.scale:
+            rows = rows * np.repeat(self._tensors[weight.scale], weight.rows)[:, None]
+        return rows
 
     def _vector(self, vector: Vector) -> Floats:
         if not vector.tensor:

@@ -13,9 +13,9 @@ from engine.formats.quantization import READ_TYPES
 # for their size, as the defaults of llama.cpp and Ollama are. All of them are types of engine/formats/quantization.py.
 PREFERRED = (
     "Q4_K_M", "Q5_K_M", "Q4_K_S", "Q5_K_S", "Q6_K", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K",
-    "Q4_K_L", "Q5_K_L", "Q6_K_L", "MXFP4", "MXFP4_MOE", "IQ4_XS", "IQ4_NL", "BF16", "F16", "F32", "Q3_K_L", "Q3_K_M",
-    "Q3_K_S", "Q3_K", "IQ3_M", "IQ3_S", "IQ3_XS", "IQ3_XXS", "Q2_K_L", "Q2_K", "Q2_K_S", "IQ2_M", "IQ2_S", "IQ2_XS",
-    "IQ2_XXS", "TQ2_0", "TQ1_0", "IQ1_M", "IQ1_S",
+    "Q4_K_L", "Q5_K_L", "Q6_K_L", "MXFP4", "MXFP4_MOE", "NVFP4", "IQ4_XS", "IQ4_NL", "BF16", "F16", "F32", "Q3_K_L",
+    "Q3_K_M", "Q3_K_S", "Q3_K", "IQ3_M", "IQ3_S", "IQ3_XS", "IQ3_XXS", "Q2_K_L", "Q2_K", "Q2_K_S", "IQ2_M", "IQ2_S",
+    "IQ2_XS", "IQ2_XXS", "TQ2_0", "TQ1_0", "IQ1_M", "IQ1_S",
 )  # fmt: skip
 _RUN = {GGML_TYPES[kind].name for kind in READ_TYPES}
 _NOT_RUN = {type.name for type in GGML_TYPES.values()} - _RUN

@@ -52,8 +52,9 @@ _PROJECTOR = "mm."
 _LFM2_NORM = "token_embd_norm.weight"
 """What files of LFM2 call the last norm."""
 
-_ROTATION = ".attn_rot_embd.weight"
-"""The frequencies of a layer's rotary embedding, which old files of llama hold and nobody reads."""
+_UNREAD = ".attn_rot_embd.weight", ".input_scale"
+"""What nobody reads: frequencies of rotary embeddings in old files of llama, and what files of NVFP4 have for
+activations of such small floats."""
 
 _DRAFT = "mtp."
 """How the names of tensors of a draft layer begin in files of Ollama."""
@@ -211,9 +212,7 @@ class ModelReader(RecurrentReader, FeedForwardReader):
         layer = re.match(r"blk\.(\d{1,9})\.", tensor)
         is_draft = layer and self.layers <= int(layer[1]) < self.layers + self.draft_layers
         return (
-            bool(is_draft)
-            or tensor.startswith((*_ENCODERS, _PROJECTOR, _DRAFT))
-            or tensor.endswith(_ROTATION)
+            bool(is_draft) or tensor.startswith((*_ENCODERS, _PROJECTOR, _DRAFT)) or tensor.endswith(_UNREAD)
         )
 
     def layer_embeddings(self, vocab: int) -> LayerEmbeddings:

@@ -8,6 +8,7 @@ import numpy as np
 
 from engine.description.sublayers import Vector, Weight
 from engine.errors import ModelFileError
+from engine.formats.ggml_types import TYPES
 from engine.formats.gguf import GGUF, damaged, printable
 from engine.formats.quantization import read_as
 from engine.formats.rope_order import HeadOrder
@@ -88,11 +89,16 @@ class CheckedFile:
         run: int = 0,
     ) -> Weight:
         """A matrix: `rows` rows from `first` on, of a tensor that has `of` (0: as many). `every`, `run`: see `Weight`.
-        A matrix of one row may be a vector in the file."""
+        A matrix of one row may be a vector in the file. One of NVFP4 may have a scale."""
         name, shape = f"{tensor}.weight", (*([experts] if experts > 1 else []), of or rows, cols)
         is_vector = shape == (1, cols) and self.has(name) and len(self.file.tensors[name].shape) == 1
         type = self.check(name, (cols,) if is_vector else shape)
-        return Weight(name, rows, cols, read_as(type), first, order, experts, every, run)
+        scale = f"{tensor}.scale"
+        if TYPES[type].name != "NVFP4" or not self.has(scale):
+            scale = ""
+        else:
+            self.check(scale, (experts,))
+        return Weight(name, rows, cols, read_as(type), first, order, experts, every, run, scale=scale)
 
     def vector(
         self,

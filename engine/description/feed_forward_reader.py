@@ -126,7 +126,7 @@ class FeedForwardReader(HeadReader):
             gate=gate, up=up, down=down, gate_bias=gate_bias, up_bias=up_bias, down_bias=down_bias,
             used=used, activation=self.family.activation,
             renormalised=self.file.get(self.key("expert_weights_norm"), bool, self.family.renormalised),
-            scales=self.vector(f"{prefix}ffn_down_exps.scale", count),
+            scales=None if down.scale else self.vector(f"{prefix}ffn_down_exps.scale", count),
             shared=self.dense(prefix, shared.shape[-1], "_shexp") if shared else None,
             shared_gate=self.weight(f"{prefix}ffn_gate_inp_shexp", 1, dim) if has_gate else None,
             scoring=self.scoring(prefix), choice_bias=self.vector(f"{prefix}exp_probs_b.bias", count),

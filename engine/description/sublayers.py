@@ -28,6 +28,8 @@ class Weight:
     the rows of these are the first `run` of each `every` rows of the tensor, from `first` on. With `of_cols`, the
     tensor has so many columns, of which these are `cols` from `first_col` on, whole blocks.
 
+    With a `scale`, a tensor of one number or of one for each expert, the weights are multiplied by it.
+
     If it is `transposed`, the matrix of expert i is, as floats of this type, the transpose of the `cols` rows of the
     tensor from `first` + i * `every` on."""
 
@@ -43,6 +45,7 @@ class Weight:
     first_col: int = 0
     of_cols: int = 0
     transposed: bool = False
+    scale: str = ""
 
     @property
     def name(self) -> str:

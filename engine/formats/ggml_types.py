@@ -62,6 +62,7 @@ OF_MEMORY: dict[int, GGMLType] = {
     1002: GGMLType("wide_IQ2", 256, 146),
     1003: GGMLType("wide_IQ3_XXS", 256, 138),
     1004: GGMLType("wide_IQ3_S", 256, 138),
+    1005: GGMLType("wide_NVFP4", 64, 38),
 }
 TYPES = GGML_TYPES | OF_MEMORY
 """Those that a matrix can have once it is read."""

@@ -138,7 +138,7 @@ def packed_codes(codes: Sequence[int]) -> list[int]:
 _K_SCALE = (Plane(6, 4, 4),), (Plane(4, 12, 4), Plane(2, 4, 4, shift=6))
 _K_MINIMUM = (Plane(6, 8, 4),), (Plane(4, 12, 4, shift=4), Plane(2, 8, 4, shift=6))
 _IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
-_E2M1 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)  # doubled
+E2M1 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)  # doubled
 _FORMATS = (
     Format(2, group=32, offset=8, q=(Plane(4, 2, 16),)),
     Format(3, group=32, offset=0, q=(Plane(4, 4, 16),), m=2),
@@ -148,7 +148,7 @@ _FORMATS = (
     Format(12, group=32, offset=0, q=(Plane(4, 16, 32),), m=2, scale=_K_SCALE, minimum=_K_MINIMUM),
     Format(13, group=32, offset=0, q=(Plane(4, 48, 32), Plane(1, 16, 32)), m=2, scale=_K_SCALE, minimum=_K_MINIMUM),
     Format(14, group=16, offset=32, q=(Plane(4, 0, 64), Plane(2, 128, 32)), d=208, scale=((Plane(8, 192, 16),),)),
-    Format(39, group=32, offset=0, q=(Plane(4, 1, 16),), codebook=_E2M1, exponent=True, factor=0.5),
+    Format(39, group=32, offset=0, q=(Plane(4, 1, 16),), codebook=E2M1, exponent=True, factor=0.5),
     Format(20, group=32, offset=0, q=(Plane(4, 2, 16),), codebook=_IQ4),
     Format(23, group=32, offset=0, q=(Plane(4, 8, 16),), scale=((Plane(4, 4, 1), Plane(2, 2, 1)),), scale_offset=32,
            codebook=_IQ4),
@@ -160,7 +160,7 @@ _FORMATS = (
 QUANTIZED: Mapping[int, Format] = {format.ggml_type: format for format in _FORMATS}
 """By ggml's type id: what most files hold."""
 
-WIDENED_IQ1, WIDENED_IQ2, WIDENED_IQ3_XXS, WIDENED_IQ3_S = OF_MEMORY
+WIDENED_IQ1, WIDENED_IQ2, WIDENED_IQ3_XXS, WIDENED_IQ3_S, WIDENED_NVFP4 = OF_MEMORY
 _WIDE_16: dict[str, Any] = {
     "group": 16,
     "offset": 0,
@@ -181,6 +181,8 @@ _WIDENED = (
     Format(WIDENED_IQ3_XXS, **_WIDE_32, factor=1 / 2,
            codebook=(-31, -26, -22, -18, -14, -10, -6, -2, 2, 6, 10, 14, 18, 22, 26, 31)),
     Format(WIDENED_IQ3_S, **_WIDE_32, codebook=tuple(range(-15, 16, 2))),
+    Format(WIDENED_NVFP4, group=16, offset=0, q=(Plane(4, 6, 32),), scale=((Plane(8, 2, 4),),), factor=2.0**-11,
+           codebook=E2M1),
     Format(35, group=32, offset=1, q=(Plane(2, 0, 32),), d=64),
     Format(42, group=32, offset=1, q=(Plane(2, 2, 1),)),
 )  # fmt: skip
@@ -191,7 +193,7 @@ FORMATS: Mapping[int, Format] = {**QUANTIZED, **WIDENED}
 FLOATS = (0, 1, 30)  # F32, F16 and BF16
 WIDER: Mapping[int, int] = {
     16: WIDENED_IQ2, 17: WIDENED_IQ2, 18: WIDENED_IQ3_XXS, 19: WIDENED_IQ1, 21: WIDENED_IQ3_S, 22: WIDENED_IQ2,
-    29: WIDENED_IQ1, 34: 35, 41: 42,
+    29: WIDENED_IQ1, 34: 35, 40: WIDENED_NVFP4, 41: 42,
 }  # fmt: skip
 """Types of files that are read as others."""
 READ_TYPES = (*FLOATS, *sorted(WIDER.keys() | {kind for kind in FORMATS if kind not in OF_MEMORY}))

@@ -6,6 +6,9 @@ numbers (`engine.formats.quantization.WIDENED`), so kernels need neither the tab
 to 4.5 bits a weight in memory, in place of the file's 1.6 to 3.4. TQ1_0, five ternary numbers in a byte, becomes
 TQ2_0, and Q1_0, whose bits stand for d and -d, becomes Q2_0.
 
+The scales of NVFP4, small floats of 16 weights each, become integers of 7 bits with a power of two for 64 weights. They
+are the same numbers, except those below an eighth of the largest of the four: these are rounded to 1/112 of it or less.
+
 Block layouts: block_iq1_s to block_iq3_s, block_tq1_0 and block_q1_0 in ggml/src/ggml-common.h of llama.cpp. Meaning
 of the bits: the functions dequantize_row_* in ggml/src/ggml-quants.c. The grids come from the package gguf.
 """
@@ -130,9 +133,24 @@ def _q1_0(blocks: Bytes) -> Bytes:
     return np.concatenate([np.repeat(blocks[:, :2], 2, axis=0), packed], axis=1)
 
 
+def _nvfp4(blocks: Bytes) -> Bytes:
+    """A scale has 4 bits of an exponent, 0 as 1 but without the leading bit, and 3 of a significand; 127 stands for
+    0."""
+    small = blocks[:, :4].astype(np.int32)
+    exponents, significands = small >> 3 & 15, small & 7 | (small >> 3 & 15 > 0) * 8
+    significands[small == 127] = 0
+    exponents = np.maximum(exponents, 1)
+    top = np.where(significands > 0, exponents, 1).max(1, keepdims=True)
+    scales = np.rint(significands * 8.0 * np.exp2(exponents - top)).astype(np.uint8)
+    d = np.exp2(top - 3.0).astype(np.float16).view(np.uint8)
+    of_groups = blocks[:, 4:].reshape(-1, 4, 1, 8) >> np.array([[0], [4]], np.uint8) & 15
+    codes = of_groups.reshape(len(blocks), 64)
+    return np.concatenate([d, scales, codes[:, :32] | codes[:, 32:] << 4], axis=1)
+
+
 _WIDENERS: dict[int, Callable[[Bytes], Bytes]] = {
     16: _iq2_xxs, 17: _iq2_xs, 18: _iq3_xxs, 19: _iq1_s, 21: _iq3_s, 22: _iq2_s, 29: _iq1_m, 34: _tq1_0,
-    41: _q1_0,
+    40: _nvfp4, 41: _q1_0,
 }  # fmt: skip
 
 # --- what they share ---------------------------------------------------------------------------------------

@@ -43,6 +43,7 @@ def _place(weight: Weight, row: int) -> int:
 
 
 _SAMPLE_BYTES = 4096
+_LARGEST_HALF = float(np.finfo(np.float16).max)
 
 
 def blank_end(file: GGUF, spec: ModelSpec) -> str:
@@ -83,10 +84,10 @@ class FileWeights:
         if weight.of_cols:
             start = weight.row_start
             data = data.reshape(-1, weight.tensor_row_bytes)[:, start : start + weight.row_bytes].reshape(-1)
-        if not weight.every:
-            return data
-        places = [_place(weight, row) - _place(weight, rows.start) for row in rows]
-        return data.reshape(-1, weight.row_bytes)[places].reshape(-1)
+        if weight.every:
+            places = [_place(weight, row) - _place(weight, rows.start) for row in rows]
+            data = data.reshape(-1, weight.row_bytes)[places].reshape(-1)
+        return self._scaled(weight, rows, data) if weight.scale else data
 
     def n_bytes(self, weight: Weight, rows: range) -> int:
         """Bytes of a matrix's rows."""
@@ -95,9 +96,9 @@ class FileWeights:
     def read_into(self, weight: Weight, rows: range, start: int, out: memoryview) -> None:
         """Fills `out` with the bytes of a matrix's rows, from the byte `start` on. Any thread may call it.
         Raises ModelFileError."""
-        if weight.transposed:
+        if weight.transposed or weight.scale:
             first, end = start // weight.row_bytes, -(-(start + len(out)) // weight.row_bytes)
-            data = self._transposed(weight, rows[first:end]).data
+            data = self.read(weight, rows[first:end]).data
             out[:] = data[start - first * weight.row_bytes :][: len(out)]
             return
         done = 0
@@ -117,7 +118,9 @@ class FileWeights:
         self._bytes_done += weight.n_bytes
         self._report(self._bytes_done)
         info = self.file.tensors[weight.tensor]
-        return widened(info.type, info.data).reshape(weight.rows, weight.row_bytes)
+        data = widened(info.type, info.data)
+        data = self._scaled(weight, range(weight.rows), data) if weight.scale else data
+        return data.reshape(weight.rows, weight.row_bytes)
 
     def release(self, weight: Weight, rows: range) -> None:
         """Removes these rows' pages of the file from memory, and reports them as done."""
@@ -142,6 +145,17 @@ class FileWeights:
             parts.append(matrix[max(rows.start - before, 0) : rows.stop - before])
         floats = np.float32 if TYPES[weight.type].name == "F32" else np.float16
         return np.concatenate(parts).astype(floats, order="C").view(np.uint8).reshape(-1)
+
+    def _scaled(self, weight: Weight, rows: range, data: NDArray[np.uint8]) -> NDArray[np.uint8]:
+        """The bytes of a matrix's rows times its scale, which d of each block is multiplied by."""
+        format = FORMATS[weight.type]
+        blocks = data.reshape(len(rows), -1, format.block_bytes)
+        scales = self.vector(Vector(weight.scale, weight.experts))[np.array(rows) // weight.rows]
+        d = blocks[:, :, format.d : format.d + 2].copy().view(np.float16) * scales[:, None, None]
+        if not (abs(d) <= _LARGEST_HALF).all():
+            raise damaged(self.file.path, f"{weight.scale} is {abs(scales).max():g}")
+        blocks[:, :, format.d : format.d + 2] = d.astype(np.float16).view(np.uint8)
+        return data
 
     @staticmethod
     def _extent(weight: Weight, rows: range) -> tuple[int, int]:

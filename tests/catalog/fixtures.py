@@ -31,7 +31,7 @@ def fake_hub(home, monkeypatch):
         "model-Q4_K_M.gguf": random.Random(2).randbytes(90_000),
         "big/model-F16-00001-of-00002.gguf": random.Random(3).randbytes(50_000),
         "big/model-F16-00002-of-00002.gguf": random.Random(4).randbytes(40_000),
-        "model-NVFP4.gguf": b"too small",
+        "model-Q4_0_4_4.gguf": b"too small",
         "README.md": b"# A model\n",
     }
     with FakeHub(files) as server:

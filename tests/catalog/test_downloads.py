@@ -414,7 +414,7 @@ def test_what_is_no_hub(fake_hub, model):
     "wanted, sentence",
     [
         (HubModel(FakeHub.repository, "Q6_K"), "user/model-GGUF has no Q6_K"),
-        (HubModel(FakeHub.repository, "NVFP4"), "NVFP4 is of a type that orin-chat does not run"),
+        (HubModel(FakeHub.repository, "Q4_0_4_4"), "Q4_0_4_4 is of a type that orin-chat does not run"),
         (HubModel(FakeHub.repository, file="other.gguf"), "has no other.gguf"),
         (HubModel("user/nothing"), "does not exist, or it is private"),
         (HubModel(FakeHub.repository, revision="v9"), "names a revision that does not exist"),

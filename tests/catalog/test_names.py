@@ -172,7 +172,7 @@ def test_what_is_preferred_can_run():
         assert ModelFiles((), quantization).may_run
     for quantization in "UD-IQ1_S", "UD-Q2_K_XL", "Q1_0":
         assert ModelFiles((), quantization).may_run
-    for quantization in "NVFP4", "Q4_0_4_8", "IQ4_NL_8_8":
+    for quantization in "Q8_K", "Q4_0_4_8", "IQ4_NL_8_8":
         assert not ModelFiles((), quantization).may_run
 
 
@@ -191,7 +191,7 @@ def test_models_leave_out_parts_projectors_and_adapters():
 
 
 def test_what_is_picked():
-    models = models_among(["m-Q8_0.gguf", "m-Q4_K_M.gguf", "sub/m-Q4_K_M.gguf", "m-NVFP4.gguf"])
+    models = models_among(["m-Q8_0.gguf", "m-Q4_K_M.gguf", "sub/m-Q4_K_M.gguf", "m-Q4_0_4_4.gguf"])
     assert pick(HubModel("u/r"), models).file == "m-Q4_K_M.gguf"
     assert pick(HubModel("u/r", "q8_0"), models).file == "m-Q8_0.gguf"
     assert pick(HubModel("u/r", file="sub/m-Q4_K_M.gguf"), models).file == "sub/m-Q4_K_M.gguf"
@@ -207,12 +207,12 @@ def test_what_is_picked():
     assert pick(HubModel("u/r", file=beside[1]), models_among(beside)).file == beside[1]
     assert pick(HubModel("u/r"), models_among(beside[:1])).file == beside[0]
     assert pick(HubModel("u/r"), models_among(["model.gguf"])).file == "model.gguf"
-    assert pick(HubModel("u/r"), models_among(["m-NVFP4.gguf"])) is None
-    assert not pick(HubModel("u/r", "NVFP4"), models).may_run
+    assert pick(HubModel("u/r"), models_among(["m-Q4_0_4_4.gguf"])) is None
+    assert not pick(HubModel("u/r", "Q4_0_4_4"), models).may_run
 
 
 def test_a_file_that_cannot_run_is_refused_by_its_name():
-    for file in ("m-NVFP4.gguf", "m-Q4_0_8_8.gguf"):
+    for file in ("m-Q4_0_4_4.gguf", "m-Q4_0_8_8.gguf"):
         with pytest.raises(
             ModelFileError, match=rf"no file of a type that .* \(it has {quantization_of(file)}\)"
         ):

@@ -24,7 +24,7 @@ from tests.quantized_blocks import Q1_0, dequantized, random_blocks
 from tests.thorough import rarely
 
 LANES = 8  # kernels of half the size: less to compile
-TYPES = [*FLOATS, *QUANTIZED, Type.TQ2_0, Q1_0, Type.IQ2_S, Type.IQ3_XXS]
+TYPES = [*FLOATS, *QUANTIZED, Type.TQ2_0, Q1_0, Type.NVFP4, Type.IQ3_XXS]
 KINDS = {"values": dtypes.int16, "sums": dtypes.int32}
 
 

@@ -4,6 +4,7 @@ import functools
 from unittest import mock
 
 import numpy as np
+from gguf import GGMLQuantizationType
 from tinygrad import dtypes
 from tinygrad.dtype import _from_np_dtype
 
@@ -40,7 +41,9 @@ def random_matrix(ggml_type, rows, cols):
     format, (_, block, block_bytes) = FORMATS[ggml_type], GGML_TYPES[kind]
     blocks = rng.integers(0, 256, (rows * cols // block, block_bytes), dtype=np.uint8)
     halves = rng.uniform(0.01, 0.02, (len(blocks), 2)).astype(np.float16).view(np.uint8)
-    if format.exponent:
+    if kind == GGMLQuantizationType.NVFP4:  # scales that stay what they are
+        blocks[:, :4] = rng.integers(16, 40, (len(blocks), 4))
+    elif format.exponent:
         blocks[:, format.d] = rng.integers(120, 124, len(blocks))
     else:
         blocks[:, format.d : format.d + 2] = halves[:, :2]

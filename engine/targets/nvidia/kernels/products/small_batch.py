@@ -135,7 +135,7 @@ def _slices(layout: WeightLayout) -> int:
     measured on an H200). Each slice loads the scales of a unit again."""
     if spills_early():
         return 4
-    if layout.has_codes or layout.bits == 16:
+    if layout.has_codes or layout.bits == 16 or (layout.is_e2m1 and layout.group == QUARTER):
         return 2
     return 4 if layout.bits in (5, 32) else 1
 

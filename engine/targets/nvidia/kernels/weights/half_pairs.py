@@ -119,10 +119,13 @@ def _floats(layout: WeightLayout, words: Sequence[UOp], n: int) -> list[Pair]:
 
 
 def _scales(layout: WeightLayout, d: UOp, m: UOp | None) -> tuple[UOp, UOp | None]:
-    """A scale times 2**9 (of small floats as it is), and a minimum times -1: each twice in a word."""
-    center = 0 if layout.format and layout.format.exponent else _CENTER
-    scale = _twice(d * f32(2.0**center))
+    """A scale times 2**9 (of MXFP4 as it is), and a minimum times -1: each twice in a word."""
+    scale = _twice(d * f32(2.0 ** _center(layout)))
     return scale, None if m is None else _twice(m * f32(-1))
+
+
+def _center(layout: WeightLayout) -> int:
+    return 0 if layout.format and layout.format.exponent else _CENTER
 
 
 def _run(
@@ -130,8 +133,9 @@ def _run(
 ) -> list[Pair]:
     """The weights of eight columns of a group from `first` on."""
     format = layout.format
-    if format and format.exponent:
-        numbers = (_small_floats(words[first // RUN], i) for i, _ in PAIRS)
+    if layout.is_e2m1:
+        power = E2M1_HALF_EXPONENT - _center(layout)
+        numbers = (_small_floats(words[first // RUN], i, power) for i, _ in PAIRS)
         return [_pair(pairwise("__hmul2", number, scale)) for number in numbers]
     if format and layout.has_codes:
         codes = code_words(words[first // RUN], layout.codes)
@@ -143,10 +147,10 @@ def _run(
     return [_weights(layout.bits, a, b, layout.offset, scale, minimum) for a, b in windows]
 
 
-def _small_floats(word: UOp, i: int) -> UOp:
-    """Floats i and i + 4 of 4 bits of a word, doubled (see `from_e2m1`)."""
-    power = 2.0**E2M1_HALF_EXPONENT
-    return pairwise("__hmul2", e2m1_halves(word, i, 9), constants(power, power))
+def _small_floats(word: UOp, i: int, power: int) -> UOp:
+    """Floats i and i + 4 of 4 bits of a word, as `from_e2m1` gives them, times 2**power."""
+    factor = 2.0**power
+    return pairwise("__hmul2", e2m1_halves(word, i, 9), constants(factor, factor))
 
 
 def _weights(bits: int, first: _At, second: _At, offset: float, scale: UOp, minimum: UOp | None) -> Pair:

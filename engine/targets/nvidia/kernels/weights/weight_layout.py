@@ -9,8 +9,8 @@ a minimum if these have 4 bits each (Q2_K). A unit of MXFP4 has a word of 16 bit
 in place of d.
 
 Integers with a codebook stay indices of 4 bits in memory. Kernels compute with `Format.codes`, which are not negative,
-as with the integers of other types; with MXFP4's numbers as they are. Numbers that are all as far apart need no
-codebook.
+as with the integers of other types; with MXFP4's and NVFP4's numbers as they are. Numbers that are all as far apart
+need no codebook.
 
 Matrices of floats have one plane: the words hold the values.
 """
@@ -28,7 +28,7 @@ from tinygrad import Tensor, UOp, dtypes
 from tinygrad.dtype import DType
 from tinygrad.uop.ops import Ops
 
-from engine.formats.quantization import FORMATS, Format
+from engine.formats.quantization import E2M1, FORMATS, Format
 from engine.kernels.fields import FLOAT_TYPES, fields_of
 from engine.targets.nvidia.kernels.uops import F32, chain, f32, load, mask, shift, shift_right, u32
 from engine.targets.nvidia.kernels.weights.bit_packing import (
@@ -48,7 +48,7 @@ from engine.targets.nvidia.kernels.weights.matrix_bytes import QUARTER, UNIT, ma
 FLOAT_RUN = 8  # words of floats that are neighbours
 _CODE_BITS = 8
 _MAX_BLOCK = 256  # columns of the largest quantization block
-SMALL_FLOATS = 1  # the input_scale of MXFP4 (`WeightLayout.input_scale_bits`)
+SMALL_FLOATS = 1  # the input_scale of small floats (`WeightLayout.input_scale_bits`)
 
 
 @dataclass(frozen=True)
@@ -136,7 +136,7 @@ class WeightLayout:
     @property
     def is_e2m1(self) -> bool:
         """Whether indices are small floats (`from_e2m1`)."""
-        return self.format is not None and self.format.exponent
+        return self.format is not None and self.format.codebook == E2M1
 
     @property
     def offset(self) -> float:
