@@ -1,6 +1,7 @@
 """Which kinds of JSON values a schema allows. Models that write calls in tags write texts without quotation marks, so
 only the schema tells whether 42 is a number, or a text."""
 
+import ast
 import json
 from collections.abc import Mapping
 from typing import Any
@@ -9,6 +10,7 @@ Kinds = frozenset[str]
 ANY: Kinds = frozenset()
 """Not known: any kind."""
 TEXT: Kinds = frozenset({"string"})
+_NESTED: Kinds = frozenset({"array", "object"})
 _MAX_REFERENCES = 64
 
 
@@ -64,16 +66,26 @@ def kind_of(value: object) -> str:
 
 
 def read(text: str, allowed: Kinds) -> Any:
-    """The value that a model wrote as `text`: JSON, unless it is a text."""
+    """The value that a model wrote as `text`: JSON, unless it is a text. Where a list or an object is allowed and no
+    text, it may be one of Python: so templates show earlier ones (Seed-OSS)."""
     if allowed == TEXT:
         return text
     try:
         value = json.loads(text)
     except (ValueError, RecursionError):
-        return text
+        return _in_python(text) if allowed & _NESTED and "string" not in allowed else text
     kind = kind_of(value)
     fits = kind in allowed - TEXT or (kind == "integer" and "number" in allowed)
     return text if "string" in allowed and not fits else value
+
+
+def _in_python(text: str) -> Any:
+    try:
+        value = ast.literal_eval(text.strip())
+        json.dumps(value)
+    except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
+        return text
+    return value if isinstance(value, list | dict) else text
 
 
 def _found(reference: str, whole: Any) -> Any:

@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 from jinja2 import Environment, Template, meta, nodes
 from jinja2.ext import Extension
 from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.sandbox import SandboxedEnvironment
 
 from engine.formats.process_limits import limit_memory, limit_processor_time
 
@@ -45,8 +45,8 @@ class _GenerationBlock(Extension):
 @cache
 def _environment() -> Environment:
     """The functions and filters that chat templates expect: those of `_compile_jinja_template` in
-    transformers/utils/chat_template_utils.py."""
-    environment = ImmutableSandboxedEnvironment(
+    transformers/utils/chat_template_utils.py. Templates may change their own lists, as files of Kimi K2 do."""
+    environment = SandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _GenerationBlock]
     )
     environment.filters["tojson"] = _tojson

@@ -14,13 +14,15 @@ from engine.protocol.events import Event, Finished, Thinking, Token
 @dataclass(frozen=True)
 class ThinkMarks:
     """The texts that a family of models writes around its thinking, and around the answer: `begin` has the one that
-    comes after thinking and the one in a reply without thinking; `end` closes an answer that a `begin` opened.
-    `breaks`: the line breaks after `open`, before `close` and after it, for a reply that is written into a prompt."""
+    comes after thinking and the one in a reply without thinking; `end` closes an answer that a `begin` opened, which
+    may do without both then. `stops` end thinking too, and belong to the answer. `breaks`: the line breaks after
+    `open`, before `close` and after it, for a reply that is written into a prompt."""
 
     open: str
     close: str
     begin: tuple[str, ...] = ()
     end: str = ""
+    stops: tuple[str, ...] = ()
     breaks: tuple[str, str, str] = ("", "", "")
 
 
@@ -34,21 +36,36 @@ HARMONY = ThinkMarks(  # gpt-oss: https://github.com/openai/harmony, docs/format
     ("<|start|>assistant<|channel|>final<|message|>", "<|channel|>final<|message|>"),
 )
 MUSE = ThinkMarks("<|start|>assistant to=self<|message|>", "<|eom|>")
+COHERE = ThinkMarks(
+    "<|START_THINKING|>", "<|END_THINKING|>", ("<|START_RESPONSE|>",), "<|END_RESPONSE|>"
+)  # Command R7B
+APERTUS = ThinkMarks("<|inner_prefix|>", "<|inner_suffix|>", stops=("<|tools_prefix|>",))
 GRANITE = ThinkMarks("<think>", "</think>", ("<response>",), "</response>")
-_FAMILIES = (THINK, MISTRAL, SEED, GEMMA, HARMONY, MUSE)  # of a reply whose model is not known
+_FAMILIES = (
+    THINK,
+    MISTRAL,
+    SEED,
+    GEMMA,
+    HARMONY,
+    MUSE,
+    COHERE,
+    APERTUS,
+)  # of a reply whose model is not known
 
 # The special tokens in these marks. `ThinkSplitter` has to see them.
 MARK_TOKENS = frozenset(
     token
     for marks in _FAMILIES
-    for mark in (marks.open, marks.close, *marks.begin)
+    for mark in (marks.open, marks.close, *marks.begin, marks.end)
     for token in re.findall(r"<[^>]+>|\[[^]]+\]", mark)
 )
 
 
 def marks_of(template: str) -> ThinkMarks:
     """The marks that a chat template names; those of most models if it names none."""
-    for marks in (GRANITE, *_FAMILIES):
+    if f"{GRANITE.begin[0]}{GRANITE.end}" in template:  # MiniMax M2 has both around results of tools
+        return GRANITE
+    for marks in _FAMILIES:
         if all(mark in template for mark in (marks.open, marks.close, *marks.begin[:1])):
             return marks
     return THINK
@@ -105,7 +122,9 @@ class ThinkSplitter:
     def answers_next(self) -> bool:
         if self._phase is _Phase.ANSWER:
             return True
-        begins = self._marks.begin[1:] if self._phase is _Phase.START else self._marks.begin
+        begins = (
+            self._marks.begin[1:] if self._phase is _Phase.START or self._marks.end else self._marks.begin
+        )
         return self._phase is not _Phase.THINKING and not begins and not self._held.strip()
 
     def feed(self, text: str, id: int = -1) -> tuple[bool, str]:
@@ -119,11 +138,13 @@ class ThinkSplitter:
             self._phase = _Phase.THINKING if mark == self._marks.open else _Phase.ANSWER
             self._end = self._marks.end if mark in self._marks.begin else ""
         if self._phase is _Phase.THINKING:
-            thought, mark, rest = self._held.partition(self._marks.close)
-            if not mark:
-                return True, self._take(len(self._held) - overlap(self._held, self._marks.close))
-            self._held = thought
-            shown = self._take(len(thought))
+            ends = (self._marks.close, *self._marks.stops)
+            found = [(at, mark) for mark in ends if (at := self._held.find(mark)) >= 0]
+            if not found:
+                return True, self._take(len(self._held) - max(overlap(self._held, mark) for mark in ends))
+            at, mark = min(found)
+            rest = self._held[at:].removeprefix(self._marks.close)
+            shown = self._take(at)
             self._phase, self._after_mark, self._held = _Phase.BEFORE_ANSWER, True, rest
             return True, shown
         if self._phase is _Phase.BEFORE_ANSWER:

@@ -170,13 +170,14 @@ def functions(tools: str) -> Iterator[tuple[str, Any]]:
 _Spelling = tuple[re.Pattern[str], Callable[[Any], Arguments]]
 _MAX_BEGINNING = 1024
 """Characters of a call before its arguments, where these are given in pieces."""
-_CLOSING = re.compile(r"[\s}\],;]+")  # what may follow the arguments of a call
+_ID = r'"(?:tool_call_)?id"\s*:\s*"[\w-]*"'
+_CLOSING = re.compile(rf"(?:[\s}}\],;]|{_ID})+")  # what may follow the arguments of a call
 _NAMED = re.compile(
     r"\s*+(?P<name>[\w.-]++)\s*+(?:\[CALL_ID\][\w-]*|:\d+)?"
     r"(?:\[ARGS\]|<\|message\|>|<\|tool_call_argument_begin\|>)?\s*(?=\{)"
 )
 _IN_JSON = re.compile(
-    r'[\s{}\[\],;]*(?:"tool_call_id"\s*:\s*"\w*"\s*,\s*)?"(?:tool_)?name"\s*:\s*"(?P<name>[^"\\]+)"\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)'
+    rf'(?:[\s{{}}\[\],;]|{_ID})*"(?:tool_)?name"\s*:\s*"(?P<name>[^"\\]+)"\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{{)'
 )
 _JSON_BEGINNINGS: tuple[_Spelling, ...] = (
     (_IN_JSON, lambda _: JsonArguments()),

@@ -88,6 +88,8 @@ KIMI = (
         ("<|tool_call_begin|>functions.",), "<|tool_call_end|>", between=":0<|tool_call_argument_begin|>"
     )
 )
+APRIEL = ToolForm(("<tool_calls>",), "</tool_calls>", listed=True)
+GIGACHAT = ToolForm(("<|function_call|>",))
 LLAMA_4 = ToolForm(("<|python_start|>",), "<|python_end|>", bare=True, in_python=True)
 LLAMA = ToolForm(("<|python_tag|>",), bare=True, key="parameters")
 HARMONY = ToolForm((" to=functions.",), between="<|message|>")  # gpt-oss, as `channels` shows it
@@ -106,11 +108,14 @@ _SIGNS: tuple[tuple[tuple[str, ...], ToolForm | None], ...] = (
     (("<seed:tool_call>",), SEED),
     (("<minimax:tool_call>", "<invoke name="), MINIMAX),
     (("<TOOLCALL>[",), NEMOTRON),
+    (("<tool_calls>[",), APRIEL),
+    (("<|function_call|>", "<|message_sep|>"), GIGACHAT),
     (("<tool_call>", "<arg_key>"), GLM),
     (("<tool_call>", "<function="), QWEN_XML),
     (("<tool_call>",), HERMES),
     (("<|tool_call_start|>",), LFM),
     (("<|tool_list_start|>",), LFM),
+    (("List of tools: [", "keep_past_thinking"), LFM),  # LFM2.5
     (("<atem:function_calls>",), MUSE),
     (("<|tools_prefix|>", "<|tools_suffix|>"), APERTUS),
     (("[func_name1(params_name1=", "<|header_start|>"), LLAMA_4),
@@ -125,7 +130,8 @@ CALL_TOKENS = frozenset((
     "<minimax:tool_call>", "</minimax:tool_call>", "<TOOLCALL>", "</TOOLCALL>",
     "<|tool_call_start|>", "<|tool_call_end|>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>",
     "<|python_start|>", "<|python_end|>", "<|tools_prefix|>", "<|tools_suffix|>",
-    "<|START_ACTION|>", "<|END_ACTION|>", "<|tool_call_begin|>", "<|tool_call_argument_begin|>",
+    "<|START_ACTION|>", "<|END_ACTION|>", "<tool_calls>", "</tool_calls>", "<|function_call|>",
+    "<|tool_call_begin|>", "<|tool_call_argument_begin|>",
 ))  # fmt: skip
 """Special tokens that are part of a call: `ToolCallParser` has to see them."""
 

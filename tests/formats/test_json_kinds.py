@@ -51,6 +51,9 @@ def test_references_are_followed_once_each():
         ("42", set(), 42),
         ("Rome", {"integer"}, "Rome"),
         ('{"a": 1}', {"object"}, {"a": 1}),
+        ("{'a': True}", {"object"}, {"a": True}),
+        ("{'a': True}", {"object", "string"}, "{'a': True}"),
+        ("f()", {"array"}, "f()"),
     ],
 )
 def test_a_text_is_read_as_what_is_allowed(text, allowed, value):

@@ -289,6 +289,11 @@ def test_a_template_that_refuses(template):
         template(ECHO).encode([])
 
 
+def test_a_template_may_change_its_own_lists(template):
+    t = template("{% set names = [] %}{% set _ = names.append(messages[0].content) %}{{ names[0] }}")
+    assert text_of(t, [user("Hi")]) == "Hi" and not t.warning
+
+
 @pytest.mark.parametrize(
     "source",
     [

@@ -6,6 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.formats.thinking import (
+    APERTUS,
+    COHERE,
     GEMMA,
     GRANITE,
     HARMONY,
@@ -107,3 +109,22 @@ def test_marks_around_an_answer(cuts):
 def test_the_marks_of_a_template():
     assert marks_of("[THINK]{{ x }}[/THINK]") is MISTRAL and marks_of("") is THINK
     assert marks_of("between <think></think>, <response></response>") is GRANITE
+    assert (
+        marks_of("<think></think>{% if tool %}<response>{{ x }}</response>{% endif %}") is THINK
+    )  # MiniMax M2
+    assert marks_of("<|START_THINKING|><|END_THINKING|><|START_RESPONSE|>{{ x }}<|END_RESPONSE|>") is COHERE
+
+
+@pytest.mark.parametrize("n", [1, 7, 100])
+@pytest.mark.parametrize(
+    ("marks", "reply", "split"),
+    [
+        (COHERE, "<|START_THINKING|>Hm<|END_THINKING|><|START_RESPONSE|>Yo<|END_RESPONSE|>", ("Hm", "Yo")),
+        (COHERE, "<|START_THINKING|>Hm<|END_THINKING|><|START_ACTION|>[]", ("Hm", "<|START_ACTION|>[]")),
+        (COHERE, "<|START_RESPONSE|>Yo<|END_RESPONSE|>", ("", "Yo")),
+        (APERTUS, "<|inner_prefix|>Hm<|inner_suffix|>Yo", ("Hm", "Yo")),
+        (APERTUS, "<|inner_prefix|>Hm<|tools_prefix|>[", ("Hm", "<|tools_prefix|>[")),
+    ],
+)
+def test_replies_of_a_family(marks, reply, split, n):
+    assert collect([reply[i : i + n] for i in range(0, len(reply), n)], marks=marks) == split

@@ -9,8 +9,10 @@ from engine.formats import tool_calls
 from engine.formats.tool_calls import FunctionCall, ToolCallParser
 from engine.formats.tool_forms import (
     APERTUS,
+    APRIEL,
     COHERE,
     GEMMA,
+    GIGACHAT,
     GLM,
     GRANITE,
     HARMONY,
@@ -137,6 +139,13 @@ REPLIES = {
         "<|tool_call_begin|>functions.stop:1<|tool_call_argument_begin|>{}<|tool_call_end|>",
         ["So.", CALL, STOP],
     ),
+    "mistral, ids": (
+        MISTRAL,
+        f'[TOOL_CALLS][{JSON[:-1]}, "id": "abc12"}}, {STOP_JSON[:-1]}, "id": "Z-1"}}]',
+        [CALL, STOP],
+    ),
+    "apriel": (APRIEL, f"So.<tool_calls>[{JSON}, {STOP_JSON}]</tool_calls>", ["So.", CALL, STOP]),
+    "gigachat": (GIGACHAT, f"So.<|function_call|>{JSON}", ["So.", CALL]),
     "llama 4": (LLAMA_4, '[get_weather(city="Rome", days=2), stop()]', [CALL, STOP]),
     "llama 4, marked": (LLAMA_4, "<|python_start|>[get_weather(city='Rome', days=2)]<|python_end|>", [CALL]),
     "llama 4, a list": (LLAMA_4, "[1, 2]", ["[1, 2]"]),
@@ -181,6 +190,8 @@ def test_what_templates_show() -> None:
     assert (
         shown_form("{% if tools %}<|tool_call_begin|>{{ id }}<|tool_call_argument_begin|>{% endif %}") == KIMI
     )
+    assert shown_form("{% if tools %}List of tools: [{% endif %}{{ keep_past_thinking }}") is LFM
+    assert shown_form("{% if tools %}<tool_call> or <tool_calls>[{% endif %}") is APRIEL
     assert shown_form("{% set ns = ']<]minimax[>[' %}{% if tools %}<tool_call>{% endif %}") is None
 
 
