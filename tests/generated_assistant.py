@@ -15,7 +15,8 @@ from engine.description.spec import ModelSpec
 from engine.description.sublayers import Attention
 from engine.formats.gguf import GGUF
 from tests.generated_families import EPSILON, GEMMA4
-from tests.generated_model import ROPE_BASE, SPECIALS, _vocabulary, random_matrix
+from tests.generated_model import ROPE_BASE, SPECIALS, learned_vocabulary
+from tests.generated_tensors import random_matrix
 from tests.reference import Floats, Reference, softmax
 
 _ARCHITECTURE = "gemma4-assistant"
@@ -37,7 +38,7 @@ def write_assistant(
     """Writes an assistant of a model whose residual stream has `width` elements. `head_dim`: of layers without a
     window. `keys` change the metadata."""
     rng, kind = np.random.default_rng(seed), Type[quant]
-    tokens, merges = _vocabulary()
+    tokens, merges = learned_vocabulary()
     names = [*tokens, *SPECIALS]
     writer = gguf.GGUFWriter(str(path), _ARCHITECTURE)
     writer.add_name("noise before noise")

@@ -22,6 +22,7 @@ from gguf import GGMLQuantizationType as Type
 
 from tests import generated_model
 from tests.generated_families import ARCHITECTURES, Parts
+from tests.generated_tensors import random_matrix
 from tools.measure.mixed_model import more_bits, unique_rows
 
 Keys = Mapping[str, Any]
@@ -120,13 +121,10 @@ def types_of(shape: Shape, layers: int) -> dict[str, str]:
     return types | {".*": whole("Q4_K", shape.dim)}
 
 
-_random_matrix = generated_model.random_matrix
-
-
 def weights(rng: np.random.Generator, rows: int, cols: int, kind: Type) -> Any:
     """Random weights of a type, as a file holds them: rows that repeat, from any one on."""
     if kind is Type.F32:
-        return _random_matrix(rng, rows, cols, kind)
+        return random_matrix(rng, rows, cols, kind)
     twice = _twice(cols, kind.name)
     first = int(rng.integers(len(twice) // 2))
     run = twice[first:][: len(twice) // 2]
@@ -145,18 +143,14 @@ def write(model: str, out: Path, layers: int = 0) -> None:
     parts: Parts = replace(
         ARCHITECTURES[shape.architecture], experts=shape.experts, keys=dict(shape.keys), lone=shape.lone
     )
-    tokens, merges = generated_model._vocabulary()
+    tokens, merges = generated_model.learned_vocabulary()
     n = shape.vocab - len(generated_model.SPECIALS)
     padded = [*tokens, *(f"[PAD{i}]" for i in range(len(tokens), n))]
-    with (
-        mock.patch.dict(ARCHITECTURES, {model: replace(parts, architecture=shape.architecture)}),
-        mock.patch.object(generated_model, "_vocabulary", lambda: (padded, merges)),
-        mock.patch.object(generated_model, "random_matrix", weights),
-    ):
+    with mock.patch.dict(ARCHITECTURES, {model: replace(parts, architecture=shape.architecture)}):
         generated_model.write(
             out, architecture=model, quant="Q8_0", layers=layers, dim=shape.dim, heads=shape.heads,
             kv_heads=shape.kv_heads, head_dim=shape.head_dim, ffn=shape.ffn, context=32768, tied=False,
-            rotated=shape.rotated, types=types_of(shape, layers),
+            rotated=shape.rotated, types=types_of(shape, layers), weights=weights, vocabulary=(padded, merges),
         )  # fmt: skip
 
 

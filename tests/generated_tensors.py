@@ -1,0 +1,440 @@
+"""The tensors of `generated_model`: random weights under the names that published files have."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import gguf
+import numpy as np
+from gguf import GGMLQuantizationType as Type
+
+from engine.formats.quantization import QUANTIZED
+from tests.generated_families import Parts
+
+STREAMS, LOW_RANK = 4, 64  # as llama.cpp has them
+Weights = Callable[[np.random.Generator, int, int, Type], Any]
+"""As `random_matrix`."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The sizes of a model. `kinds`: the letter of each layer, by `Parts.lone` or `Parts.partial`. `widths`: the hidden
+    elements of each feed-forward layer. `kv_heads`: of each layer. The first `own` layers have matrices of keys and
+    values."""
+
+    layers: int
+    vocab: int
+    context: int
+    dim: int
+    heads: int
+    head_dim: int
+    rotated: int
+    ffn: int
+    kinds: Sequence[str]
+    widths: Sequence[int]
+    kv_heads: Sequence[int]
+    own: int
+
+
+class Tensors:
+    """Adds the tensors of a model to a `writer`, in the order in which they are drawn from `rng`. `metadata`: without
+    the architecture. `quant`: the type of each matrix, but of those in `types`, see `generated_model.write`."""
+
+    def __init__(
+        self,
+        writer: gguf.GGUFWriter,
+        architecture: str,
+        parts: Parts,
+        shape: Shape,
+        metadata: Mapping[str, Any],
+        quant: str,
+        types: Mapping[str, str],
+        rng: np.random.Generator,
+        weights: Weights,
+    ) -> None:
+        self.writer, self.architecture, self.parts, self.shape = writer, architecture, parts, shape
+        self.metadata, self.quant, self.types = metadata, quant, types
+        self.rng, self.weights = rng, weights
+        self._dim = shape.dim
+
+    # --- tensors of one kind ------------------------------------------------------------------------------
+
+    def type_of(self, name: str, usual: str = "") -> Type:
+        own = (kind for pattern, kind in self.types.items() if re.fullmatch(pattern, name))
+        return Type[next(own, usual or self.quant)]
+
+    def matrix(self, name: str, rows: int, cols: int, usual: str = "") -> None:
+        kind = self.type_of(name, usual)
+        self.writer.add_tensor(f"{name}.weight", self.weights(self.rng, rows, cols, kind), raw_dtype=kind)
+        if kind is Type.NVFP4 and name != "token_embd":
+            self.vector(f"{name}.scale", 1, 1.0)
+
+    def matrices(self, name: str, count: int, rows: int, cols: int) -> None:
+        """So many matrices in one tensor."""
+        kind = self.type_of(name)
+        data = np.stack([self.weights(self.rng, rows, cols, kind) for _ in range(count)])
+        self.writer.add_tensor(f"{name}.weight", data, raw_dtype=kind)
+
+    def numbers(self, name: str, data: np.ndarray) -> None:
+        self.writer.add_tensor(name, data.astype(np.float32))
+
+    def vector(self, name: str, size: int, mean: float, std: float = 0.1) -> None:
+        self.numbers(name, mean + std * self.rng.standard_normal(size))
+
+    def norm(self, name: str) -> None:
+        if self.parts.layer_norms == "none":
+            return
+        is_bare = self.parts.mamba_beside and name.endswith("ffn_norm")
+        self.vector(name if is_bare else f"{name}.weight", self._dim, 1.0)
+        if self.parts.layer_norms == "biases":
+            self.vector(f"{name}.bias", self._dim, 0.0)
+
+    def taps(self, name: str, channels: int, key: str) -> None:
+        """Of a convolution."""
+        self.numbers(name, self.weights(self.rng, channels, self.metadata[key], Type.F32))
+
+    # --- the model ----------------------------------------------------------------------------------------
+
+    def add_model(self, *, tied: bool, rope_factors: bool, classes: int, draft_head: bool) -> None:
+        """See `generated_model.write`."""
+        parts, shape, dim = self.parts, self.shape, self._dim
+        self.matrix("token_embd", shape.vocab, dim)
+        self.norm("token_embd_norm" if parts.conv or parts.normed_after else "output_norm")
+        if parts.embedding_norm:
+            self.norm("token_embd_norm")
+        if parts.positions:
+            self.matrix("position_embd", shape.context, dim, "F32")
+        if parts.normed_after:
+            self.matrix("token_types", 1, dim, "F32")
+        if self.architecture in ("phi2", "phimoe"):
+            self.vector("output.bias", shape.vocab, 0.0)
+        if not tied:
+            self.matrix("output", shape.vocab, dim)
+        if classes:
+            self.matrix("cls.output", classes, dim)
+        factors = {"rope_freqs": 8} if rope_factors else {}
+        factors |= {"rope_factors_long": 16, "rope_factors_short": 2} if self.architecture == "phi3" else {}
+        for name, most in factors.items():
+            self.numbers(f"{name}.weight", np.geomspace(1, most, shape.rotated // 2))
+        if parts.streams:
+            for name in "altup_proj", "altup_unembd_proj":
+                self.matrices(name, STREAMS - 1, dim, dim)
+        if parts.layers:
+            size = self.metadata["embedding_length_per_layer_input"]
+            self.matrix("per_layer_token_embd", shape.vocab, shape.layers * size)
+            self.matrix("per_layer_model_proj", shape.layers * size, dim)
+            self.vector("per_layer_proj_norm.weight", size, 1.0)
+        for layer in range(shape.layers):
+            self.layer(layer, f"blk.{layer}.")
+        if draft_head:
+            self.draft_head()
+
+    def draft_head(self) -> None:
+        """A layer with attention, and what makes its input."""
+        at, shape = self.shape.layers, self.shape
+        self.norm(f"blk.{at}.attn_norm")
+        self.attention(f"blk.{at}.", shape.head_dim, shape.kv_heads[-1], has_keys=True, has_values=True)
+        self.norms_of_feed_forward(f"blk.{at}.")
+        self.feed_forward(at, f"blk.{at}.", shape.ffn)
+        prefix = f"blk.{at}.nextn."
+        self.matrix(prefix + "eh_proj", self._dim, 2 * self._dim)
+        for name in "enorm", "hnorm", "shared_head_norm":
+            self.vector(f"{prefix}{name}.weight", self._dim, 1.0)
+
+    def layer(self, layer: int, prefix: str) -> None:
+        parts, kind = self.parts, self.shape.kinds[layer]
+        if parts.norms_before and not parts.normed_after and kind != "F":
+            self.norm(parts.first_norm if parts.first_norm and not layer else prefix + "attn_norm")
+        self.operator(layer, prefix)
+        if parts.mamba_beside:
+            self.mamba(prefix)
+        if kind == "A" or (parts.lone and kind != "E"):
+            return  # has no feed-forward layer
+        self.norms_of_feed_forward(prefix)
+        if parts.scaled:
+            self.vector(prefix + "layer_output_scale.weight", 1, 0.7)
+        if parts.layers:
+            size = self.metadata["embedding_length_per_layer_input"]
+            self.matrix(prefix + "inp_gate", size, self._dim)
+            self.matrix(prefix + "proj", self._dim, size)
+            self.vector(prefix + "post_norm.weight", self._dim, 1.0)
+        if parts.streams:
+            self.streams(prefix)
+        self.feed_forward(layer, prefix, self.shape.widths[layer])
+
+    def operator(self, layer: int, prefix: str) -> None:
+        """What comes before the feed-forward layer, if anything does."""
+        parts, kind, is_even = self.parts, self.shape.kinds[layer], layer % 2 == 0
+        if parts.lone:
+            if kind == "M":
+                self.mamba(prefix)
+            elif kind == "*":
+                self.mixing(layer, prefix)
+        elif parts.delta and (layer + 1) % self.metadata["full_attention_interval"]:
+            self.delta_net(prefix)
+        elif parts.conv and is_even:
+            self.short_conv(f"{prefix}shortconv.")
+        elif parts.mamba and is_even and not parts.mamba_beside:
+            self.mamba(prefix)
+        elif kind != "F":
+            self.mixing(layer, prefix)
+
+    def norms_of_feed_forward(self, prefix: str) -> None:
+        parts = self.parts
+        if parts.normed_after:
+            self.norm(prefix + "attn_output_norm")
+            self.norm(prefix + "layer_output_norm")
+        elif parts.norms_before and not parts.lone and not parts.feed_forward.endswith("beside"):
+            self.norm(prefix + ("post_attention_norm" if parts.renamed else "ffn_norm"))
+        if parts.norms_after:
+            self.vector(prefix + "post_attention_norm.weight", self._dim, 1.0)
+            self.vector(prefix + "post_ffw_norm.weight", self._dim, 1.0)
+
+    # --- attention ----------------------------------------------------------------------------------------
+
+    def mixing(self, layer: int, prefix: str) -> None:
+        """Attention of the kind that the layer has."""
+        if self.parts.latent:
+            return self.latent_attention(prefix)
+        head_dim, has_window = self.shape.head_dim, False
+        of_layers = self.metadata.get("attention.sliding_window_pattern")
+        if isinstance(of_layers, list) and of_layers[layer]:
+            head_dim, has_window = self.metadata.get("attention.key_length_swa", head_dim), True
+        has_keys = layer < self.shape.own
+        has_values = has_keys and (has_window or not self.parts.beside)
+        self.attention(prefix, head_dim, self.shape.kv_heads[layer], has_keys, has_values)
+
+    def attention(self, prefix: str, head_dim: int, kv_heads: int, has_keys: bool, has_values: bool) -> None:
+        parts, heads, dim = self.parts, self.shape.heads, self._dim
+        rows = {"attn_q": heads * head_dim}
+        if has_keys:
+            rows["attn_k"] = kv_heads * head_dim
+        if has_values:
+            rows["attn_v"] = kv_heads * head_dim
+        in_file = {"attn_qkv": sum(rows.values())} if parts.fused else rows
+        for name, n in in_file.items():
+            self.matrix(prefix + name, 2 * n if parts.delta and name == "attn_q" else n, dim)
+        self.matrix(prefix + "attn_output", dim, heads * head_dim)
+        if parts.gated:
+            self.matrix(prefix + "attn_gate", heads if parts.gated == "heads" else heads * head_dim, dim)
+        if parts.biases:
+            for name, n in in_file.items():
+                self.vector(f"{prefix}{name}.bias", n, 0.0)
+            if parts.biases in ("all", "qkvo"):
+                self.vector(f"{prefix}attn_output.bias", dim, 0.0)
+        if parts.sinks:
+            self.vector(f"{prefix}attn_sinks.weight", heads, 1.0, 1.0)
+        if parts.norms:
+            for name in (name for name in rows if name != "attn_v"):
+                self.head_norm(f"{prefix}{name}_norm.weight", rows[name], head_dim, name == "attn_q")
+
+    def head_norm(self, name: str, rows: int, head_dim: int, is_query: bool) -> None:
+        """A norm of queries or keys."""
+        if self.parts.norms == "heads":
+            self.numbers(name, 1 + 0.1 * self.rng.standard_normal((rows // head_dim, head_dim)))
+            return
+        mean = 0.2 if (self.parts.scaled or self.parts.streams) and is_query else 1.0
+        self.vector(name, head_dim if self.parts.norms == "head" else rows, mean)
+
+    def latent_attention(self, prefix: str) -> None:
+        metadata, heads, dim = self.metadata, self.shape.heads, self._dim
+        latent, q_width = metadata["attention.kv_lora_rank"], metadata.get("attention.q_lora_rank")
+        whole, values = (
+            metadata.get(f"attention.{x}_length_mla", metadata[f"attention.{x}_length"])
+            for x in ("key", "value")
+        )
+        plain = whole - self.shape.rotated
+        if q_width:
+            self.matrix(prefix + "attn_q_a", q_width, dim)
+            self.vector(prefix + "attn_q_a_norm.weight", q_width, 1.0)
+        self.matrix(prefix + ("attn_q_b" if q_width else "attn_q"), heads * whole, q_width or dim)
+        self.matrix(prefix + "attn_kv_a_mqa", latent + self.shape.rotated, dim)
+        self.vector(prefix + "attn_kv_a_norm.weight", latent, 1.0)
+        if self.parts.latent == "together":
+            self.matrix(prefix + "attn_kv_b", heads * (plain + values), latent)
+        else:
+            self.matrices(prefix + "attn_k_b", heads, latent, plain)
+            self.matrices(prefix + "attn_v_b", heads, values, latent)
+        self.matrix(prefix + "attn_output", dim, heads * values)
+
+    # --- layers with a state ------------------------------------------------------------------------------
+
+    def delta_net(self, prefix: str) -> None:
+        size, values = self.metadata["ssm.state_size"], self.metadata["ssm.time_step_rank"]
+        channels = (2 * self.metadata["ssm.group_count"] + values) * size
+        self.matrix(prefix + "attn_qkv", channels, self._dim)
+        self.matrix(prefix + "attn_gate", values * size, self._dim)
+        # many published files hold these as floats
+        small = {"ba": 2 * values} if self.parts.fused_delta else {"beta": values, "alpha": values}
+        for name, rows in small.items():
+            self.matrix(f"{prefix}ssm_{name}", rows, self._dim, "F32")
+        self.matrix(prefix + "ssm_out", self._dim, values * size)
+        self.taps(prefix + "ssm_conv1d.weight", channels, "ssm.conv_kernel")
+        self.numbers(prefix + "ssm_a", -self.rng.uniform(0.2, 4, values))
+        self.vector(prefix + "ssm_dt.bias", values, -3.0, 1.0)
+        self.vector(prefix + "ssm_norm.weight", size, 1.0)
+
+    def mamba(self, prefix: str) -> None:
+        state_size, groups, heads, width = (
+            self.metadata[f"ssm.{key}"]
+            for key in ("state_size", "group_count", "time_step_rank", "inner_size")
+        )
+        channels = width + 2 * groups * state_size
+        self.matrix(prefix + "ssm_in", width + channels + heads, self._dim)
+        self.matrix(prefix + "ssm_out", self._dim, width)
+        self.taps(prefix + "ssm_conv1d.weight", channels, "ssm.conv_kernel")
+        self.vector(prefix + "ssm_conv1d.bias", channels, 0.0)
+        self.numbers(prefix + "ssm_a", -self.rng.uniform(0.2, 4, (heads, 1)))
+        self.vector(prefix + "ssm_dt.bias", heads, -3.0, 1.0)
+        self.numbers(prefix + "ssm_d", self.rng.standard_normal((heads, 1)))
+        self.numbers(
+            prefix + "ssm_norm.weight", 1 + 0.1 * self.rng.standard_normal((groups, width // groups))
+        )
+
+    def short_conv(self, prefix: str) -> None:
+        self.taps(prefix + "conv.weight", self._dim, "shortconv.l_cache")
+        self.matrix(prefix + "in_proj", 3 * self._dim, self._dim)
+        self.matrix(prefix + "out_proj", self._dim, self._dim)
+
+    # --- feed-forward layers ------------------------------------------------------------------------------
+
+    def feed_forward(self, layer: int, prefix: str, width: int) -> None:
+        """The experts of a layer, or its matrices of so many hidden elements, or both."""
+        if not self.has_experts(layer):
+            return self.dense(prefix, width)
+        self.experts(prefix)
+        if self.parts.beside:
+            self.vector(prefix + "ffn_gate_inp.scale", self._dim, self._dim**0.5)
+            self.vector(prefix + "ffn_down_exps.scale", self.parts.experts, 1.0)
+            for name in "pre_ffw_norm_2", "post_ffw_norm_1", "post_ffw_norm_2":
+                self.vector(f"{prefix}{name}.weight", self._dim, 1.0)
+            self.dense(prefix, width)
+
+    def has_experts(self, layer: int) -> bool:
+        if not self.parts.experts:
+            return False
+        if self.parts.normed_after:
+            return layer % 2 == 1
+        is_dense = layer < self.metadata.get("leading_dense_block_count", 0)
+        return not is_dense and (layer + 1) % self.parts.every_expert == 0
+
+    def experts(self, prefix: str) -> None:
+        """A router, and matrices for each expert."""
+        parts, dim, n = self.parts, self._dim, self.parts.experts
+        width = self.metadata.get("expert_feed_forward_length", self.shape.ffn)
+        router = 2 * self.weights(self.rng, n, dim, Type.F32)  # some are much more probable than others
+        kind = self.type_of(f"{prefix}ffn_gate_inp", "F32")
+        data = router if kind is Type.F32 else gguf.quantize(router, kind)
+        self.writer.add_tensor(f"{prefix}ffn_gate_inp.weight", data, raw_dtype=kind)
+        has_biases, is_gated = (
+            parts.biases == "all" and not parts.normed_after,
+            parts.feed_forward != "ungated",
+        )
+        rows = (
+            {"gate_up": 2 * width}
+            if parts.beside
+            else {"gate": width, "up": width}
+            if is_gated
+            else {"up": width}
+        )
+        for name, n_rows, cols in *((name, r, dim) for name, r in rows.items()), ("down", dim, width):
+            self.matrices(f"{prefix}ffn_{name}_exps", n, n_rows, cols)
+            if self.type_of(f"{prefix}ffn_{name}_exps") is Type.NVFP4:
+                self.vector(f"{prefix}ffn_{name}_exps.scale", n, 1.0)
+            if has_biases:
+                self.numbers(f"{prefix}ffn_{name}_exps.bias", 0.2 * self.rng.standard_normal((n, n_rows)))
+        if has_biases:
+            self.vector(f"{prefix}ffn_gate_inp.bias", n, 0.0, 0.5)
+        if parts.choice_bias:
+            self.vector(f"{prefix}exp_probs_b.bias", n, 0.0, 0.2)
+        if parts.shared:
+            self.shared_expert(prefix, width, is_gated)
+
+    def shared_expert(self, prefix: str, width: int, is_gated: bool) -> None:
+        """`width`: that of the other experts."""
+        width = self.metadata.get("expert_shared_feed_forward_length", width)
+        width *= self.metadata.get("expert_shared_count", 1)
+        if not self.parts.ungated:
+            self.vector(f"{prefix}ffn_gate_inp_shexp.weight", self._dim, 0.0, self._dim**-0.5)
+        if is_gated:
+            self.matrix(f"{prefix}ffn_gate_shexp", width, self._dim)
+        self.matrix(f"{prefix}ffn_up_shexp", width, self._dim)
+        self.matrix(f"{prefix}ffn_down_shexp", self._dim, width)
+
+    def dense(self, prefix: str, width: int) -> None:
+        parts, dim = self.parts, self._dim
+        if parts.feed_forward.startswith("ungated"):
+            self.matrix(prefix + "ffn_up", width, dim)
+            if parts.biases == "all":
+                self.vector(prefix + "ffn_up.bias", width, 0.0)
+                self.vector(prefix + "ffn_down.bias", dim, 0.0)
+        elif parts.fused and not (parts.experts or parts.normed_after or parts.halved):
+            self.matrix(prefix + "ffn_up", 2 * width, dim)
+        else:
+            self.matrix(prefix + "ffn_gate", width, dim)
+            self.matrix(prefix + "ffn_up", width, dim)
+            if self.architecture == "jina-bert-v2":
+                self.vector(prefix + "ffn_down.bias", dim, 0.0)
+        self.matrix(prefix + "ffn_down", dim, width)
+
+    # --- streams ------------------------------------------------------------------------------------------
+
+    def streams(self, prefix: str) -> None:
+        """What mixes them (AltUp), and the matrix of a low rank beside attention."""
+        dim = self._dim
+        self.matrix(prefix + "altup_router", STREAMS, dim, "F32")
+        self.vector(prefix + "altup_router_norm.weight", dim, dim / 2)
+        self.vector(prefix + "altup_correct_scale.weight", dim, 1.0)
+        for name, rows in ("predict", STREAMS**2), ("correct", STREAMS):
+            coefficients = 0.3 * self.weights(self.rng, rows, STREAMS, Type.F32)
+            self.numbers(f"{prefix}altup_{name}_coef.weight", coefficients)
+        self.matrix(prefix + "laurel_l", LOW_RANK, dim)
+        self.matrix(prefix + "laurel_r", dim, LOW_RANK)
+        self.vector(prefix + "laurel_post_norm.weight", dim, 1.0)
+
+
+def random_matrix(rng: np.random.Generator, rows: int, cols: int, kind: Type) -> np.ndarray:
+    """rows x cols weights of standard deviation cols**-0.5, as the file stores them: float32 or float16, or
+    uint8 of shape (rows, bytes of a row).
+
+    The gguf package does not quantize to the K types and IQ. For them the block's bytes are random and only
+    its float16 scales are chosen (llama.cpp, ggml-common.h: block_q2_K to block_q6_K, block_iq4_nl, block_iq4_xs).
+    """
+    std = cols**-0.5
+    if kind is Type.NVFP4:
+        data = np.frombuffer(rng.bytes(rows * cols // 64 * 36), np.uint8).reshape(-1, 36).copy()
+        scales = std * np.exp2(rng.uniform(-3, 0, (len(data), 4)))
+        data[:, :4] = gguf.quants.NVFP4.fp32_to_ue4m3(scales)
+        return data.reshape(rows, -1)
+    if not (kind.name.endswith("_K") or kind.name.startswith("IQ")):
+        values = (rng.standard_normal((rows, cols)) * std).astype(np.float32)
+        return values if kind is Type.F32 else gguf.quantize(values, kind)
+    block, block_bytes = gguf.GGML_QUANT_SIZES[kind]
+    data = (
+        np.frombuffer(rng.bytes(rows * cols // block * block_bytes), np.uint8).reshape(-1, block_bytes).copy()
+    )
+
+    def set_scales(scale: float) -> None:
+        at = QUANTIZED[kind].d if kind in QUANTIZED else 0
+        if kind is Type.IQ1_M:  # has its scale's bits in the upper ones of four words
+            bits = int(np.float16(scale).view(np.uint16))
+            words = data[:, 48:].view(np.uint16)
+            words[:] = words & 0x0FFF | np.array(
+                [bits << 12 - by & 0xF000 for by in (0, 4, 8, 12)], np.uint16
+            )
+        elif kind in (Type.Q2_K, Type.Q4_K, Type.Q5_K):
+            # value = scale * q - min: the middle of q's range times the scale centres it on zero
+            middle = {Type.Q2_K: 1.5, Type.Q4_K: 7.5, Type.Q5_K: 15.5}[kind]
+            data[:, at : at + 4] = np.array([scale, middle * scale], np.float16).view(np.uint8)
+        else:  # of both signs: the codebook of IQ4_NL is not centred
+            scales = np.resize(np.array([scale, -scale], np.float16), len(data))
+            signed = scales if kind is Type.IQ4_NL else np.abs(scales)
+            data[:, at : at + 2] = signed.view(np.uint8).reshape(-1, 2)
+
+    unit = 2.0**-10
+    set_scales(unit)
+    set_scales(unit * std / float(gguf.dequantize(data, kind).std()))
+    return data.reshape(rows, -1)
