@@ -131,10 +131,14 @@ def pytest_unconfigure() -> None:
 @pytest.fixture(autouse=True)
 def home() -> Iterator[Path]:
     """An empty home folder. The environment is as it was after the test, whatever the test made of it."""
-    path = tests_environment.empty_home()
-    with mock.patch.dict(os.environ, HOME=str(path)):
-        yield path
-    shutil.rmtree(path, ignore_errors=True)
+    before, path = os.environ.copy(), tests_environment.empty_home()
+    os.environ["HOME"] = str(path)
+    yield path
+    for name in os.environ.keys() - before.keys():
+        del os.environ[name]
+    for name in [name for name, value in before.items() if os.environ.get(name) != value]:
+        os.environ[name] = before[name]
+    tests_environment.leave_home(path)
 
 
 @pytest.fixture(scope="session")
