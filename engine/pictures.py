@@ -1,8 +1,10 @@
 """Pixels as an encoder of pictures reads them (`engine.description.vision`): sized, cut into patches, and what follows
-from the place of each patch. Patches are in the order of tokens, those of a token row by row of their square."""
+from the place of each patch. Patches are in the order of tokens, those of a token row by row of their square. Tokens
+are row by row, or in an encoder with windows, window by window."""
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -38,23 +40,26 @@ class Grid:
 class Places:
     """What follows from the places of a picture's patches. To the product of each are added rows of the encoder's table
     of positions, `rows` int32 (n, terms), times `shares`, float32 (n, terms). `cos` and `sin` of the rotations: float32
-    (n, head_dim / 2) each (None: none)."""
+    (n, head_dim / 2) each (None: none). `windows`: the first patch of its window and the one after the last, int32
+    (n, 2) (None: none)."""
 
     rows: NDArray[np.int32]
     shares: Floats
     cos: Floats | None
     sin: Floats | None
+    windows: NDArray[np.int32] | None
 
 
 @dataclass(frozen=True)
 class EncoderInput:
     """What an encoder computes embeddings of: `patches` float32 (n, 3 patch²), `added` to their products float32 (n,
-    dim) (None: nothing), and `cos` and `sin` as in `Places`."""
+    dim) (None: nothing), and `cos`, `sin` and `windows` as in `Places`."""
 
     patches: Floats
     added: Floats | None
     cos: Floats | None
     sin: Floats | None
+    windows: NDArray[np.int32] | None
 
 
 def resized(spec: VisionSpec, rgb: NDArray[np.uint8]) -> NDArray[np.uint8]:
@@ -74,9 +79,8 @@ def encoder_input(spec: VisionSpec, rgb: NDArray[np.uint8], table: Floats | None
     """The input for a picture that `resized` gave. `table`: the encoder's positions, float32 (rows, dim)."""
     p, m = spec.patch, spec.merge
     grid = Grid(rgb.shape[0] // (p * m), rgb.shape[1] // (p * m))
-    x = (rgb.astype(np.float32) / np.float32(255) - np.asarray(spec.mean, np.float32)) / np.asarray(
-        spec.std, np.float32
-    )
+    mean, std = (np.asarray(of, np.float32) for of in (spec.mean, spec.std))
+    x = (arranged(spec, rgb).astype(np.float32) / np.float32(255) - mean) / std
     squares = x.reshape(grid.rows, m, p, grid.columns, m, p, 3).transpose(0, 3, 1, 4, 6, 2, 5)
     places = places_of(spec, grid, 0 if table is None else len(table))
     added = None
@@ -84,7 +88,20 @@ def encoder_input(spec: VisionSpec, rgb: NDArray[np.uint8], table: Floats | None
         added = places.shares[:, :1] * table[places.rows[:, 0]]
         for i in range(1, places.rows.shape[1]):
             added += places.shares[:, i : i + 1] * table[places.rows[:, i]]
-    return EncoderInput(np.ascontiguousarray(squares.reshape(-1, 3 * p * p)), added, places.cos, places.sin)
+    patches = np.ascontiguousarray(squares.reshape(-1, 3 * p * p))
+    return EncoderInput(patches, added, places.cos, places.sin, places.windows)
+
+
+def arranged(spec: VisionSpec, rgb: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """A picture that `resized` gave, whose squares are in the order of tokens."""
+    side = spec.patch * spec.merge
+    grid = Grid(rgb.shape[0] // side, rgb.shape[1] // side)
+    if not spec.window:
+        return rgb
+    squares = rgb.reshape(grid.rows, side, grid.columns, side, 3).transpose(0, 2, 1, 3, 4)
+    squares = squares.reshape(-1, side, side, 3)[_order(spec.window, grid)[0]]
+    picture = squares.reshape(grid.rows, grid.columns, side, side, 3).transpose(0, 2, 1, 3, 4)
+    return np.ascontiguousarray(picture).reshape(rgb.shape)
 
 
 def places_of(spec: VisionSpec, grid: Grid, n: int) -> Places:
@@ -92,6 +109,12 @@ def places_of(spec: VisionSpec, grid: Grid, n: int) -> Places:
     m = spec.merge
     down, across = grid.rows * m, grid.columns * m
     ys, xs = (_in_order(of, grid.rows, grid.columns, m) for of in np.mgrid[:down, :across])
+    windows = None
+    if spec.window:
+        order, lengths = _order(spec.window, grid)
+        ys, xs = (of.reshape(-1, m * m)[order].ravel() for of in (ys, xs))
+        ends = np.cumsum(lengths) * (m * m)
+        windows = np.stack([ends - lengths * (m * m), ends], 1).repeat(lengths * (m * m), 0).astype(np.int32)
     cos, sin = spec.turns(ys, xs) if spec.rotations else (None, None)
     match spec.positions and spec.positions.how:
         case None:
@@ -102,17 +125,29 @@ def places_of(spec: VisionSpec, grid: Grid, n: int) -> Places:
             rows, shares = np.stack([xs, n // 2 + ys], 1), np.ones((len(ys), 2))
         case _:
             rows, shares = _stretched(math.isqrt(n), ys, xs, (down, across))
-    return Places(rows.astype(np.int32), shares.astype(np.float32), cos, sin)
+    return Places(rows.astype(np.int32), shares.astype(np.float32), cos, sin, windows)
 
 
-def with_line_ends(embeddings: Floats, grid: Grid, line_end: Floats | None) -> Floats:
-    """A picture's embeddings, (rows * columns, out), with that which comes after each row but the last."""
+def as_read(spec: VisionSpec, embeddings: Floats, grid: Grid, line_end: Floats | None) -> Floats:
+    """A picture's embeddings, (rows * columns, out), row by row, with that which comes after each row but the last."""
+    if spec.window:
+        by_rows = np.empty_like(embeddings)
+        by_rows[_order(spec.window, grid)[0]] = embeddings
+        return by_rows
     if line_end is None:
         return embeddings
     rows = embeddings.reshape(grid.rows, grid.columns, -1)
     ends = np.broadcast_to(line_end, (grid.rows, 1, len(line_end)))
     joined: Floats = np.concatenate([rows, ends], axis=1).reshape(-1, len(line_end))[:-1]
     return joined
+
+
+@functools.lru_cache(maxsize=8)
+def _order(window: int, grid: Grid) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
+    """The tokens of a picture window by window, row by row in each, and how many each window has."""
+    down, across = np.mgrid[: grid.rows, : grid.columns].reshape(2, -1) // window
+    of = down * grid.columns + across
+    return np.argsort(of, kind="stable"), np.unique(of, return_counts=True)[1]
 
 
 def _in_order(of: NDArray[Any], rows: int, columns: int, m: int) -> NDArray[Any]:

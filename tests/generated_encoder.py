@@ -14,43 +14,49 @@ DIM, WIDTH, HEADS, PATCH = 32, 48, 2, 4
 
 def write(
     path: Path, kind: str, *, out: int = 64, half: bool = False, side: int = 0, seed: int = 0, dim: int = DIM,
-    width: int = WIDTH, heads: int = HEADS, patch: int = PATCH, deep: bool = False,
+    width: int = WIDTH, heads: int = HEADS, patch: int = PATCH, deep: bool = False, merged: bool = True,
 ) -> Path:  # fmt: skip
     """Writes an encoder to `path` and returns it. `half`: matrices are float16. `side`: of pictures, for those that are
     all of one size (gemma3), or at most so long (pixtral). `deep`: of two layers, the first of which has a projector of
-    its own (deepstack)."""
-    rng, merge, head = np.random.default_rng(seed), KINDS[kind], dim // heads
+    its own (deepstack). `merged`: patches become a token together (pixtral may have no merger)."""
+    rng, merge, head = np.random.default_rng(seed), KINDS[kind] if merged else 1, dim // heads
     joined = merge**2 * dim
+    layers = 1 + (deep or kind == "qwen2.5vl_merger")  # the first one of which has windows
     side = side or 2 * merge * patch
     writer = gguf.GGUFWriter(str(path), "clip")
     writer.add_name("random eyes")
+    writer.add_bool("clip.has_vision_encoder", True)
     writer.add_string("clip.projector_type", kind)
     sizes = {
         "image_size": side, "patch_size": patch, "embedding_length": dim, "feed_forward_length": width,
-        "block_count": 1 + deep, "projection_dim": out, "attention.head_count": heads,
+        "block_count": layers, "projection_dim": out, "attention.head_count": heads,
     }  # fmt: skip
     for key, value in sizes.items():
         writer.add_uint32(f"clip.vision.{key}", value)
-    if kind in ("qwen3vl_merger", "pixtral"):
+    is_qwen, is_qwen2 = kind.startswith("qwen"), kind.startswith("qwen2")
+    if is_qwen or kind == "pixtral":
         writer.add_uint32("clip.vision.spatial_merge_size", merge)
     writer.add_float32("clip.vision.attention.layer_norm_epsilon", 1e-6)
     for key in "mean", "std":
         writer.add_array(f"clip.vision.image_{key}", [0.5, 0.4, 0.6])
-    writer.add_bool("clip.use_silu" if kind == "pixtral" else "clip.use_gelu", True)
+    if kind == "qwen2.5vl_merger":
+        writer.add_uint32("clip.vision.n_wa_pattern", 2)
+    if kind != "qwen2vl_merger":
+        writer.add_bool("clip.use_silu" if kind in ("pixtral", "qwen2.5vl_merger") else "clip.use_gelu", True)
 
     def tensor(name: str, *shape: int, mean: float = 0.0, std: float = 0.1) -> None:
         data = (mean + std * rng.standard_normal(shape)).astype(np.float32)
         is_matrix = len(shape) > 1 and "position" not in name
         writer.add_tensor(name, data.astype(np.float16) if half and is_matrix else data)
 
-    has_biases, has_gate = kind in ("qwen3vl_merger", "gemma3"), kind in ("gemma4v", "pixtral")
+    has_biases, has_gate = is_qwen or kind == "gemma3", kind in ("gemma4v", "pixtral", "qwen2.5vl_merger")
 
     def matrix(name: str, *shape: int) -> None:
         tensor(f"{name}.weight", *shape, std=float(np.prod(shape[1:])) ** -0.5)
-        if has_biases and name != "mm.input_projection":
+        if has_biases and name != "mm.input_projection" and not (name == "v.patch_embd" and is_qwen2):
             tensor(f"{name}.bias", shape[0])
 
-    def norm(name: str, size: int = dim, has_bias: bool = has_biases) -> None:
+    def norm(name: str, size: int = dim, has_bias: bool = has_biases and kind != "qwen2.5vl_merger") -> None:
         tensor(f"{name}.weight", size, mean=1.0)
         if has_bias:
             tensor(f"{name}.bias", size)
@@ -61,13 +67,13 @@ def write(
         tensor("v.position_embd.weight", *places[kind], std=0.5)
     if kind == "pixtral":
         norm("v.pre_ln")
-    for i in range(1 + deep):
+    for i in range(layers):
         prefix = f"v.blk.{i}."
         for name in ["ln1", "ln2", *(["attn_post_norm", "ffn_post_norm"] if kind == "gemma4v" else [])]:
             norm(prefix + name)
+        if is_qwen and i == 0:
+            tensor("v.patch_embd.weight.1", dim, 3, patch, patch)
         if kind == "qwen3vl_merger":
-            if i == 0:
-                tensor("v.patch_embd.weight.1", dim, 3, patch, patch)
             matrix(prefix + "attn_qkv", 3 * dim, dim)
         else:
             for name in "qkv":
@@ -81,7 +87,7 @@ def write(
         matrix("v.deepstack.0.fc1", joined, joined)
         matrix("v.deepstack.0.fc2", out, joined)
     match kind:
-        case "qwen3vl_merger":
+        case "qwen2vl_merger" | "qwen2.5vl_merger" | "qwen3vl_merger":
             norm("v.post_ln")
             matrix("mm.0", joined, joined)
             matrix("mm.2", out, joined)
@@ -103,8 +109,9 @@ def write(
             tensor("v.std_scale", dim, mean=1.0)
             matrix("mm.input_projection", out, dim)
         case _:
-            norm("mm.input_norm")
-            matrix("mm.patch_merger", dim, joined)
+            if merged:
+                norm("mm.input_norm")
+                matrix("mm.patch_merger", dim, joined)
             matrix("mm.1", out, dim)
             matrix("mm.2", out, out)
             tensor("v.token_embd.img_break", out)

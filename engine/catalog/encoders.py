@@ -64,7 +64,7 @@ def fits(encoder: Path, model: Path) -> bool:
 
     with contextlib.suppress(ModelFileError, OSError), GGUF(encoder) as seen, GGUF(model) as file:
         architecture, spec = file.get("general.architecture", str, ""), read_vision(seen)
-        return FITTING.get(architecture) == spec.kind and spec.width == picture_width(file, architecture)
+        return spec.kind in FITTING.get(architecture, ()) and spec.width == picture_width(file, architecture)
     return False
 
 

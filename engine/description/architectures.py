@@ -402,7 +402,7 @@ class ModelReader(RecurrentReader, FeedForwardReader):
                 heads,
                 is_rotated,
                 window > 0 and self.family.plain_windows,
-                self.family.grid_positions,
+                self.family.grid,
             ),
             sees_pictures=self.sees_pictures(window),
             both_ways=self.both_ways,

@@ -10,6 +10,8 @@ from typing import Literal
 
 from engine.description.sublayers import Activation, Scoring
 
+Grid = Literal["in turn", "blocks"] | None
+
 
 @dataclass(frozen=True)
 class Family:
@@ -42,9 +44,9 @@ class Family:
     files say. `unweighted`: norms of the stream have no weights. `partial_layers`: a layer may have no attention, or no
     feed-forward layer. `lone_sublayers`: a layer is attention, a feed-forward layer or a recurrent one alone.
     `recurrent_beside`: each attention has a recurrent layer beside it. `normed_after`: norms come after the sums. It
-    goes `both_ways` if its files do not say otherwise: see `Attention`. `grid_positions`: tokens of pictures have a row
-    and a column (`Rope.sections`). Of pictures, tokens see those after them in the same picture in no layer, in all, or
-    in those with a window (`sees_pictures`)."""
+    goes `both_ways` if its files do not say otherwise: see `Attention`. `grid`: tokens of pictures have a row and a
+    column, which turn pairs in turn or blocks of them (`Rope.sections`). Of pictures, tokens see those after them in
+    the same picture in no layer, in all, or in those with a window (`sees_pictures`)."""
 
     interleaved: bool = False
     activation: Activation = "silu"
@@ -93,7 +95,7 @@ class Family:
     tempered_full: tuple[float, int, int] | None = None
     rotates_first: bool = False
     shares_in_turn: bool = True
-    grid_positions: bool = False
+    grid: Grid = None
     window: int = 0
     score_cap: float = 0.0
     logit_cap: float = 0.0
@@ -205,8 +207,8 @@ ARCHITECTURES: Mapping[str, Family] = {
     ),
     "gpt-oss": Family(activation="swiglu_oai", full_attention_every=2),
     "qwen3next": Family(attention_every=4, gated_attention=True, shares_in_turn=False),
-    "qwen35": Family(attention_every=4, gated_attention=True, grid_positions=True),
-    "qwen35moe": Family(attention_every=4, gated_attention=True, grid_positions=True),
+    "qwen35": Family(attention_every=4, gated_attention=True, grid="in turn"),
+    "qwen35moe": Family(attention_every=4, gated_attention=True, grid="in turn"),
     "chatglm": Family(interleaved=True),
     "ernie4_5": Family(interleaved=True),
     "exaone": Family(),
@@ -230,9 +232,9 @@ ARCHITECTURES: Mapping[str, Family] = {
     "minicpm": Family(interleaved=True, embedding_scale=12.0, depth_scale=1.4, base_width=256),
     "minicpm3": Family(embedding_scale=12.0, depth_scale=1.4, base_width=256, multiplied_logits=True),
     "qwen2moe": Family(renormalised=False),
-    "qwen2vl": Family(),
-    "qwen3vl": Family(grid_positions=True),
-    "qwen3vlmoe": Family(grid_positions=True),
+    "qwen2vl": Family(grid="blocks"),
+    "qwen3vl": Family(grid="in turn"),
+    "qwen3vlmoe": Family(grid="in turn"),
     "seed_oss": Family(),
     "command-r": Family(interleaved=True, layer_norms=True, multiplied_logits=True),
     "cohere2": Family(

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.description.checked_file import CheckedFile
-from engine.description.families import Family
+from engine.description.families import Family, Grid
 from engine.description.spec import Rope
 from engine.errors import ModelFileError
 from engine.formats.gguf import GGUF, damaged, printable
@@ -72,11 +72,13 @@ class HeadReader(CheckedFile):
     def original_context(self) -> int:
         return self.size("rope.scaling.original_context_length", self.context)
 
-    def rope(self, heads: AttentionHeads, is_rotated: bool, plain: bool, has_grid: bool = False) -> int:
+    def rope(self, heads: AttentionHeads, is_rotated: bool, plain: bool, grid: Grid = None) -> int:
         """The index of a layer's rotary embedding. `plain`: with the base of layers with a window, and no scaling
-        (gemma3.cpp). `has_grid`: with the sections of the file, if it says some."""
+        (gemma3.cpp). `grid`: how the sections of the file turn pairs, if it says some (`Family.grid`)."""
         rope = self.rotation(heads, plain) if is_rotated else Rope(heads.dim // 2)
-        return self.add_rope(replace(rope, sections=self.sections()) if has_grid else rope)
+        return self.add_rope(
+            replace(rope, sections=self.sections(), blocks=grid == "blocks") if grid else rope
+        )
 
     def add_rope(self, rope: Rope) -> int:
         """The index of a rotary embedding."""

@@ -5,8 +5,9 @@
     for each projector:  y = x after so many sublayers;  for each of its steps:  y = step(y)
 
 x has a row for each patch. The patches of a token follow each other, row by row of their square, so that they can be
-merged at last. A token's embedding is what all projectors make of it, one after the other. What the products clamp,
-which norms there are and how heads are rotated is in the description; the targets know no family.
+merged at last, and so do the tokens of a window, if there are windows. A token's embedding is what all projectors make
+of it, one after the other. What the products clamp, which norms there are and how heads are rotated is in the
+description; the targets know no family.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ from numpy.typing import NDArray
 from engine.description.picture_size import SizeRule
 from engine.description.sublayers import Vector, Weight
 
-Activation = Literal["gelu", "exact gelu", "silu"]
-"""GELU in the form with tanh, GELU with erf, or SiLU."""
+Activation = Literal["gelu", "exact gelu", "quick gelu", "silu"]
+"""GELU in the form with tanh, GELU with erf, x * sigmoid(1.702 x), or SiLU."""
 
 
 @dataclass(frozen=True)
@@ -49,8 +50,9 @@ class Norm:
 
 @dataclass(frozen=True)
 class PatchAttention:
-    """Attention of all patches to all. Queries and keys are normed over a head, values without a weight, and queries
-    and keys are rotated if the encoder has `rotations`. Scores are multiplied by `scale`."""
+    """Attention of all patches to all, or if it is `windowed`, to those of the same window. Queries and keys
+    are normed over a head, values without a weight, and queries and keys are rotated if the encoder has `rotations`.
+    Scores are multiplied by `scale`."""
 
     q: Linear
     k: Linear
@@ -62,6 +64,7 @@ class PatchAttention:
     heads: int
     head_dim: int
     scale: float
+    windowed: bool = False
 
 
 @dataclass(frozen=True)
@@ -137,7 +140,8 @@ class VisionSpec:
     """An encoder. `patch`: the side of a patch in pixels. `merge`: so many patches a side become a token. `mean` and
     `std` of the colours (0 to 1), for (colour - mean) / std. `out`: elements of what each of the `projectors` makes of
     a token; the first one is what the model begins with, and the others are added later (`Sublayer.picture_part`).
-    `line_end`: the embedding after each row of tokens but the last."""
+    `line_end`: the embedding after each row of tokens but the last. `window`: the side of a window in tokens, where
+    some attention has windows: these begin at the upper left corner, and those at the other edges are smaller."""
 
     kind: str
     name: str
@@ -156,6 +160,7 @@ class VisionSpec:
     rotations: Rotations | None
     projectors: tuple[Projector, ...]
     line_end: Vector | None
+    window: int = 0
 
     def weights(self) -> Iterator[Weight]:
         """All matrices."""

@@ -35,23 +35,33 @@ from engine.formats.gguf import GGUF, damaged, printable
 from engine.formats.rope_order import HeadOrder
 
 ARCHITECTURE = "clip"
-KINDS = {"qwen3vl_merger": 2, "gemma3": 4, "gemma4v": 3, "pixtral": 2}
+KINDS = {
+    "qwen2vl_merger": 2,
+    "qwen2.5vl_merger": 2,
+    "qwen3vl_merger": 2,
+    "gemma3": 4,
+    "gemma4v": 3,
+    "pixtral": 2,
+}
 """The projector types that the engine runs, and how many patches a side become a token if a file does not say."""
 FITTING = {
-    "qwen35": "qwen3vl_merger",
-    "qwen35moe": "qwen3vl_merger",
-    "qwen3vl": "qwen3vl_merger",
-    "qwen3vlmoe": "qwen3vl_merger",
-    "gemma3": "gemma3",
-    "gemma4": "gemma4v",
-    "mistral3": "pixtral",
-    "llama": "pixtral",
+    "qwen2vl": ("qwen2.5vl_merger", "qwen2vl_merger"),
+    "qwen35": ("qwen3vl_merger",),
+    "qwen35moe": ("qwen3vl_merger",),
+    "qwen3vl": ("qwen3vl_merger",),
+    "qwen3vlmoe": ("qwen3vl_merger",),
+    "gemma3": ("gemma3",),
+    "gemma4": ("gemma4v",),
+    "mistral3": ("pixtral",),
+    "llama": ("pixtral",),
 }
-"""The kind of encoder that models of an architecture have."""
+"""The kinds of encoders that models of an architecture have."""
 
 _MAX_MERGE, _MAX_SIDE, _MAX_HEAD, _MAX_LAYERS = 16, 1 << 14, 1 << 10, 1 << 10
-_QWEN_TOKENS = 64, 4096
-"""The least is that of its published processor. The most is llama.cpp's: the published 16384 fill most contexts."""
+_QWEN_TOKENS = {"qwen2vl_merger": (4, 4096), "qwen2.5vl_merger": (4, 4096), "qwen3vl_merger": (64, 4096)}
+"""The least are those of the published processors. The most is llama.cpp's: the published 16384 fill most contexts."""
+_WINDOW = 112
+"""The side of a window of Qwen 2.5 VL in pixels."""
 _GEMMA4_TOKENS = 280
 _MOST_WHOLE = 320
 """The most tokens of a picture that has to be in one step; published files have 256."""
@@ -97,9 +107,12 @@ class _Reader(CheckedFile):
         self.head_dim = self.dim // self.heads
         if self.dim % self.heads or self.head_dim % 4 or self.head_dim > _MAX_HEAD or self.patch > _MAX_SIDE:
             raise damaged(file.path, f"{self.dim} elements cannot be {self.heads} heads of patches")
-        merge = self.size("projector.scale_factor", KINDS[kind])
+        self.is_merged = (
+            kind != "pixtral" or "mm.patch_merger.weight" in file.tensors
+        )  # Pixtral 12B has no merger
+        merge = self.size("projector.scale_factor", KINDS[kind] if self.is_merged else 1)
         self.merge = self.size("spatial_merge_size", merge)
-        if self.merge > _MAX_MERGE:
+        if self.merge > _MAX_MERGE or (self.merge > 1 and not self.is_merged):
             raise damaged(file.path, f"{self.merge} patches a side become a token")
         self.eps = self.number("attention.layer_norm_epsilon", 1e-6)
         if not 0 < self.eps < 1:
@@ -125,10 +138,11 @@ class _Reader(CheckedFile):
             bias=self.vector("v.patch_embd.bias", self.dim),
             positions=self.positions(),
             norm=self.norm("v.pre_ln") if self.has("v.pre_ln.weight") else None,
-            sublayers=tuple(sublayer for i in range(layers) for sublayer in self.layer(f"v.blk.{i}.")),
+            sublayers=tuple(sublayer for i in range(layers) for sublayer in self.layer(i)),
             rotations=self.rotations(),
             projectors=projectors,
             line_end=self.required("v.token_embd.img_break", out) if self.kind == "pixtral" else None,
+            window=self.window,
         )
         if spec.most_patches > _MOST_PATCHES:
             raise damaged(self.file.path, "its pictures would have too many patches")
@@ -158,8 +172,8 @@ class _Reader(CheckedFile):
 
     def size_rule(self) -> SizeRule:
         align = self.patch * self.merge
-        if self.kind == "qwen3vl_merger":
-            return SizeRule("area", align, *(n * align**2 for n in reversed(_QWEN_TOKENS)))
+        if self.kind in _QWEN_TOKENS:
+            return SizeRule("area", align, *(n * align**2 for n in reversed(_QWEN_TOKENS[self.kind])))
         if self.kind == "gemma4v":
             return SizeRule("tokens", align, _GEMMA4_TOKENS, longest=self.places // self.merge * align)
         side = self.size("image_size")
@@ -187,7 +201,7 @@ class _Reader(CheckedFile):
 
     def positions(self) -> Positions | None:
         name = "v.position_embd.weight"
-        if self.kind == "pixtral":
+        if self.kind in ("pixtral", "qwen2vl_merger", "qwen2.5vl_merger"):
             return None
         shape = self.file.tensors[name].shape if self.has(name) else ()
         if self.kind == "gemma4v":
@@ -212,7 +226,7 @@ class _Reader(CheckedFile):
             rows = 10000.0 ** (-4 * i / d)
             columns = tuple((rows * 10000.0 ** (-2 / d)).tolist())
             return Rotations(by_row=(*rows.tolist(), *none), by_column=(*none, *columns))
-        if self.kind == "qwen3vl_merger":
+        if self.kind in _QWEN_TOKENS:
             rates = tuple((10000.0 ** (-2 * i / (d // 2))).tolist())
             return Rotations(by_row=(*rates, *none), by_column=(*none, *rates))
         return None
@@ -256,14 +270,29 @@ class _Reader(CheckedFile):
             raise damaged(self.file.path, f"{tensor} is {value}")
         return value
 
-    def layer(self, prefix: str) -> Iterator[PatchSublayer]:
+    @property
+    def window(self) -> int:
+        """The side of a window in tokens, 0 if no layer has windows."""
+        if self.kind != "qwen2.5vl_merger":
+            return 0
+        if (side := _WINDOW // (self.patch * self.merge)) == 0:
+            raise damaged(
+                self.file.path, f"its windows have no place for a token of {self.patch * self.merge} pixels"
+            )
+        return side
+
+    def layer(self, i: int) -> Iterator[PatchSublayer]:
         def post(name: str) -> Norm | None:
             return self.norm(prefix + name) if self.has(f"{prefix}{name}.weight") else None
 
-        yield PatchSublayer(self.norm(f"{prefix}ln1"), self.attention(prefix), post("attn_post_norm"))
+        prefix = f"v.blk.{i}."
+        windowed = self.window > 0 and (i + 1) % self.size("n_wa_pattern") > 0
+        yield PatchSublayer(
+            self.norm(f"{prefix}ln1"), self.attention(prefix, windowed), post("attn_post_norm")
+        )
         yield PatchSublayer(self.norm(f"{prefix}ln2"), self.feed_forward(prefix), post("ffn_post_norm"))
 
-    def attention(self, prefix: str) -> PatchAttention:
+    def attention(self, prefix: str, windowed: bool) -> PatchAttention:
         dim, order = self.dim, self.order
         if self.has(f"{prefix}attn_qkv.weight"):
             q, k, v = (
@@ -285,13 +314,17 @@ class _Reader(CheckedFile):
             q_norm=head_norm("attn_q_norm"), k_norm=head_norm("attn_k_norm"),
             v_norm=Norm(self.eps) if is_gemma4 else None,
             heads=self.heads, head_dim=self.head_dim, scale=1.0 if is_gemma4 else self.head_dim**-0.5,
+            windowed=windowed,
         )  # fmt: skip
 
     def feed_forward(self, prefix: str) -> PatchFeedForward:
-        width, up, down = self.size("feed_forward_length"), "ffn_up", "ffn_down"
+        up, down = "ffn_up", "ffn_down"
         info = self.file.tensors.get(f"{prefix}{up}.weight")
-        if info and info.shape == (self.dim, width) and self.dim != width:
-            up, down = down, up  # older files of gemma3 have the two names swapped
+        if info and len(info.shape) == 2 and info.shape[0] == self.dim != info.shape[1]:
+            up, down = down, up  # older files have the two names swapped
+        # Files of Qwen 2 VL say the width of its model in place of the layer's.
+        info = self.file.tensors.get(f"{prefix}{up}.weight")
+        width = info.shape[0] if info and info.shape else 0
         has_gate = self.has(f"{prefix}ffn_gate.weight")
         return PatchFeedForward(
             gate=self.linear(f"{prefix}ffn_gate", width, self.dim) if has_gate else None,
@@ -304,7 +337,9 @@ class _Reader(CheckedFile):
     def activation(self) -> Activation:
         if self.file.get("clip.use_silu", bool, False):
             return "silu"
-        if not self.file.get("clip.use_gelu", bool, False) and self.kind != "gemma4v":
+        if self.kind == "qwen2vl_merger" and not self.file.get("clip.use_gelu", bool, False):
+            return "quick gelu"
+        if self.kind != "gemma4v" and not self.file.get("clip.use_gelu", bool, False):
             raise ModelFileError(
                 f"{self.name} has an activation that orin-chat does not run.", "Choose another encoder."
             )
@@ -316,7 +351,7 @@ class _Reader(CheckedFile):
         """The elements of an embedding, and the steps to it."""
         out, dim, joined = self.size("projection_dim"), self.dim, self.merge**2 * self.dim
         match self.kind:
-            case "qwen3vl_merger":
+            case "qwen2vl_merger" | "qwen2.5vl_merger" | "qwen3vl_merger":
                 first, last = self.linear("mm.0", joined, joined), self.linear("mm.2", out, joined)
                 steps = self.norm("v.post_ln"), Merge("join"), first, Bend("exact gelu"), last
             case "gemma3":
@@ -332,10 +367,12 @@ class _Reader(CheckedFile):
                 last = self.linear("mm.input_projection", out, dim)
                 return out, (Merge("mean"), scaled, Norm(self.eps), last)
             case _:
-                merger = self.linear("mm.patch_merger", dim, joined)
                 first, last = self.linear("mm.1", out, dim), self.linear("mm.2", out, out)
-                norm = self.norm("mm.input_norm")
-                return out, (norm, Merge("channels"), merger, first, Bend("exact gelu"), last)
+                last_steps = first, Bend("exact gelu"), last
+                if not self.is_merged:
+                    return out, last_steps
+                merger = self.linear("mm.patch_merger", dim, joined)
+                return out, (self.norm("mm.input_norm"), Merge("channels"), merger, *last_steps)
         return out, steps
 
     def later_projectors(self, layers: int, out: int) -> Iterator[Projector]:

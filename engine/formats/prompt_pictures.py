@@ -48,10 +48,11 @@ class PictureMarks:
     after: str = ""
 
 
+_QWEN = PictureMarks("<|vision_start|><|image_pad|><|vision_end|>", "<|vision_start|>", "<|vision_end|>")
 PICTURE_MARKS = {
-    "qwen3vl_merger": PictureMarks(
-        "<|vision_start|><|image_pad|><|vision_end|>", "<|vision_start|>", "<|vision_end|>"
-    ),
+    "qwen2vl_merger": _QWEN,
+    "qwen2.5vl_merger": _QWEN,
+    "qwen3vl_merger": _QWEN,
     "gemma3": PictureMarks("<start_of_image>", "\n\n<start_of_image>", "<end_of_image>\n\n"),
     "gemma4v": PictureMarks("<|image|>", "<|image>", "<image|>"),
     "pixtral": PictureMarks("[IMG]", "", "[IMG_END]"),

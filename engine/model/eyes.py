@@ -44,7 +44,7 @@ class EncoderFile:
                 "use.",
                 "Leave out --mmproj: the model answers texts.",
             )
-        if FITTING[model.architecture] != self.spec.kind:
+        if self.spec.kind not in FITTING[model.architecture]:
             raise ModelFileError(
                 f"{name} is an encoder of the type {self.spec.kind}, which does not fit a model of the architecture "
                 f"{model.architecture}.",

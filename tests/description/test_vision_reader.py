@@ -17,7 +17,8 @@ from tests import generated_encoder, generated_model
 def test_every_kind_is_read(kind, tmp_path):
     spec = read_vision(GGUF(generated_encoder.write(tmp_path / "e.gguf", kind, out=96)))
     assert (spec.kind, spec.out, spec.merge) == (kind, 96, KINDS[kind])
-    [attend] = [s.operator for s in spec.sublayers if isinstance(s.operator, PatchAttention)]
+    attend, *others = (s.operator for s in spec.sublayers if isinstance(s.operator, PatchAttention))
+    assert attend.windowed == bool(others) == (kind == "qwen2.5vl_merger")
     assert bool(spec.rotations) == (kind != "gemma3")
     assert bool(attend.o.inputs) == (kind == "gemma4v")
 

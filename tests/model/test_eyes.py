@@ -92,9 +92,9 @@ def test_penalties_leave_pictures_alone(model):
 
 
 def test_a_model_of_texts_refuses_an_encoder(tmp_path):
-    path = generated_model.write(tmp_path / "m.gguf", architecture="qwen2vl")
+    path = generated_model.write(tmp_path / "m.gguf", architecture="olmo2")
     encoder = generated_encoder.write(tmp_path / "e.gguf", "qwen3vl_merger", out=64)
-    with pytest.raises(ModelFileError, match="shows no pictures to models of the architecture qwen2vl"):
+    with pytest.raises(ModelFileError, match="shows no pictures to models of the architecture olmo2"):
         TextModel(EngineOptions(model_path=str(path), mmproj=str(encoder)), lambda _: None)
 
 

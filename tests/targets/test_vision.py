@@ -8,7 +8,7 @@ from engine.description.vision_reader import KINDS, read_vision
 from engine.errors import ModelFileError
 from engine.formats.gguf import GGUF
 from engine.loading.weights import FileWeights
-from engine.pictures import Grid
+from engine.pictures import Grid, resized
 from engine.targets.cpu.kernels.memory import view
 from engine.targets.cpu.runner import CPURunner
 from engine.targets.cpu.vision import CPUEncoder, scratch_bytes
@@ -16,6 +16,7 @@ from engine.targets.graph import vision
 from engine.targets.graph.runner import GraphRunner
 from engine.targets.graph.vision import GraphEncoder
 from tests import generated_encoder, vision_oracles
+from tests.reference_encoder import ReferenceEncoder
 from tests.thorough import rarely, thorough
 from tests.vision_oracles import MODELS, embedding_errors, embeddings, make, next_token_errors
 
@@ -32,11 +33,21 @@ def open_encoder(path, target=GraphEncoder):
     return target(FileWeights(file, list(spec.weights()), lambda _: None), spec)
 
 
+def without_line_ends(spec, rgb, embeddings):
+    if not spec.line_end:
+        return embeddings
+    grid = Grid.of(spec, rgb.shape[1], rgb.shape[0])
+    rows = np.pad(embeddings, ((0, 1), (0, 0))).reshape(grid.rows, grid.columns + 1, -1)
+    return rows[:, :-1].reshape(grid.rows * grid.columns, -1)
+
+
 def noise(width, height, seed=0):
     return np.random.default_rng(seed).integers(0, 256, (height, width, 3), np.uint8)
 
 
-OF_KINDS = [(kind, CPUEncoder) for kind in KINDS] + [rarely(kind, GraphEncoder) for kind in KINDS]
+OF_SHARED = "qwen3vl_merger", "gemma3", "gemma4v", "pixtral"
+OF_KINDS = [(kind, CPUEncoder) for kind in OF_SHARED] + [rarely(kind, GraphEncoder) for kind in OF_SHARED]
+OTHERS = [("qwen2.5vl_merger", {}), rarely("qwen2vl_merger", {}), rarely("pixtral", {"merged": False})]
 
 
 @pytest.mark.parametrize("kind, target", OF_KINDS)
@@ -56,6 +67,17 @@ def test_embeddings_are_the_references(kind, target, reference, tmp_path, monkey
     assert np.abs(got - expected).max() < 1e-5 * np.abs(expected).max()
 
 
+@pytest.mark.parametrize("kind, how", OTHERS)
+@pytest.mark.parametrize("target", [CPUEncoder, rarely(GraphEncoder)])
+def test_embeddings_are_those_of_the_description(kind, how, target, tmp_path):
+    """Of windows some are whole, and others at the edges."""
+    path = generated_encoder.write(tmp_path / "e.gguf", kind, patch=8, **how)
+    wanted, encoder = ReferenceEncoder(path), open_encoder(path, target)
+    rgb = resized(encoder.spec, noise(150, 100))
+    got, expected = without_line_ends(encoder.spec, rgb, embeddings(encoder, rgb)), wanted(rgb)
+    assert np.abs(got - expected).max() < 1e-5 * np.abs(expected).max()
+
+
 @pytest.mark.parametrize("other", [None, rarely(GraphEncoder)])
 def test_a_layer_may_have_a_projector_of_its_own(other, tmp_path, reference):
     """Its results follow those of the last one, which are the reference's. All targets compute the same."""
@@ -68,6 +90,17 @@ def test_a_layer_may_have_a_projector_of_its_own(other, tmp_path, reference):
     close = lambda got, expected: np.abs(got - expected).max() < 1e-5 * np.abs(expected).max()
     assert close(got[:, :out], wanted(noise(70, 20)))
     assert not other or close(got, embeddings(open_encoder(path, other), noise(70, 20)))
+
+
+@thorough
+@pytest.mark.parametrize("lanes", [8, 16])
+def test_windows_on_a_cpu_in_float16(lanes, tmp_path, monkeypatch):
+    monkeypatch.setattr("engine.targets.cpu.vision.register_lanes", lambda: lanes)
+    path = generated_encoder.write(tmp_path / "e.gguf", "qwen2.5vl_merger", half=True, patch=8)
+    wanted, encoder = ReferenceEncoder(path), open_encoder(path, CPUEncoder)
+    for rgb in (resized(encoder.spec, noise(*size)) for size in ((250, 180), (40, 90), (250, 180))):
+        got, expected = embeddings(encoder, rgb), wanted(rgb)
+        assert np.abs(got - expected).max() < 2e-3 * np.abs(expected).max()
 
 
 @pytest.mark.parametrize("lanes", [8, rarely(16)])
@@ -85,7 +118,7 @@ def test_a_cpu_multiplies_halves_as_integers_with_little_error(lanes, tmp_path, 
     assert np.array_equal(embeddings(encoder, rgb), got), "nothing is left of a picture before"
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [kind if kind in OF_SHARED else rarely(kind) for kind in KINDS])
 def test_the_memory_that_a_cpu_needs_is_known(kind, tmp_path):
     encoder = open_encoder(generated_encoder.write(tmp_path / "e.gguf", kind), CPUEncoder)
     taken = sum(view(buffer).nbytes for buffer in encoder._buffers.values())

@@ -32,7 +32,7 @@ from engine.description.vision import (
 from engine.formats.dequantize import HOST_TYPES
 from engine.formats.ggml_types import TYPES
 from engine.loading.weights import FileWeights
-from engine.pictures import Floats, Grid, encoder_input, with_line_ends
+from engine.pictures import Floats, Grid, as_read, encoder_input
 from engine.runtime.pictures import Progress
 from engine.targets.cpu.kernels import memory
 from engine.targets.cpu.kernels.activations import buffer_type
@@ -79,10 +79,10 @@ def scratch_bytes(spec: VisionSpec) -> int:
         (3 * a.heads * (1.5 * (a.head_dim + lanes) + 1) for a in attention if isinstance(a, PatchAttention)),
         default=0,
     )
-    half = len(spec.rotations.by_row) if spec.rotations else 0
+    half, windows = len(spec.rotations.by_row) if spec.rotations else 0, 2 if spec.window else 0
     scores = 4 * default_pool().count * (1.5 * lanes + 1)
     widths = {stride_of(n) for weight in spec.weights() for n in (weight.rows, weight.cols)}
-    whole = most_rows(spec, lanes) * (stride_of(spec.dim) + of_heads + 2 * half + 1 + scores)
+    whole = most_rows(spec, lanes) * (stride_of(spec.dim) + of_heads + 2 * half + 1 + windows + scores)
     return 4 * int(whole + 4 * MOST_TILES * lanes * sum(widths))
 
 
@@ -112,6 +112,8 @@ class CPUEncoder:
         self._hidden = self._whole("hidden", 1)
         half = len(spec.rotations.by_row) if spec.rotations else 0
         self._turns = [self._whole(name, half) for name in ("cos", "sin")] if half else []
+        types = {"firsts": dtypes.int32, "windows": dtypes.float32} if spec.window else {}
+        self._windows = [self._whole(name, 1, type) for name, type in types.items()]
         sequences = [list(self._kernels_of(sublayer)) for sublayer in spec.sublayers]
         steps = [*(Linear(kernel) for kernel in spec.kernels), *spec.projector_steps]
         bends = [step.activation if isinstance(step, Bend) else None for step in steps]
@@ -152,6 +154,7 @@ class CPUEncoder:
         for turns, angles in zip(self._turns, (of.cos, of.sin), strict=False):
             assert angles is not None
             memory.view(turns)[: angles.size] = angles.reshape(-1)
+        self._set_windows(of.windows, chunks[-1].stop)
         done, parts = 0, dict[Projector, Floats]()
         for sublayers, sequences in enumerate(self._sequences, 1):
             for sequence, chunk in product_of(sequences, chunks):
@@ -163,11 +166,22 @@ class CPUEncoder:
                 yield Progress(done, total)
                 parts[projector] = self._project(projector, rows[:n, : spec.dim])
         embeddings = np.concatenate([parts[projector] for projector in spec.projectors], axis=1)
-        return with_line_ends(embeddings, grid, self._vectors[spec.line_end] if spec.line_end else None)
+        return as_read(spec, embeddings, grid, self._vectors[spec.line_end] if spec.line_end else None)
 
     def preparations(self) -> Sequence[Callable[[], None]]:
         """None: all kernels were compiled when the encoder was opened."""
         return ()
+
+    def _set_windows(self, windows: NDArray[np.int32] | None, n: int) -> None:
+        """Those of a picture's patches, of which there are up to n: see `KeyTiles`."""
+        if windows is None:
+            return
+        lanes = self._lanes
+        numbers, ends = np.pad(windows, ((0, n - len(windows)), (0, 0)), "edge").T
+        first, end = numbers[::lanes] // lanes, -(-ends[lanes - 1 :: lanes] // lanes)
+        count = (end - first).max()
+        memory.view(self._windows[0])[: 1 + n // lanes] = [count, *np.minimum(first, n // lanes - count)]
+        memory.view(self._windows[1])[:n] = numbers
 
     def _run(self, sequence: CompiledSequence, chunk: range) -> None:
         state = memory.view(self._state)
@@ -225,8 +239,8 @@ class CPUEncoder:
             scratch.append(self._whole("weight scales", self._parts))
             of_keys += scales
         sequence.add(
-            (attend_rounded if is_rounded else attend)(heads), out, *scratch, *of_keys, self._hidden, self._tiles,
-            self._state, parts=self._parts,
+            (attend_rounded if is_rounded else attend)(heads, a.windowed), out, *scratch, *of_keys, self._hidden,
+            self._tiles, self._state, *(self._windows if a.windowed else ()), parts=self._parts,
         )  # fmt: skip
         matrix = self._weights.matrix(a.o)
         self._prepare(sequence, matrix, Rows(out, width), limits=(None, None, a.o.inputs))

@@ -36,7 +36,7 @@ from engine.description.vision import (
 )
 from engine.kernels.quantized_matrix import QuantizedMatrix
 from engine.loading.weights import FileWeights
-from engine.pictures import Grid, encoder_input, with_line_ends
+from engine.pictures import Grid, as_read, encoder_input
 from engine.runtime.pictures import Progress
 from engine.targets.graph.parts import load_matrix
 
@@ -82,6 +82,8 @@ class GraphEncoder:
         others = [_filled(a, size) for a in (of.cos, of.sin) if a is not None]
         hidden = np.where(np.arange(size) < n, 0, -np.inf).astype(np.float32)
         others.append(Tensor(hidden).realize())
+        if of.windows is not None:
+            others.append(Tensor(np.pad(of.windows[:, 0], (0, size - n), "edge")).realize())
         first = [_filled(a, size) for a in (of.patches, of.added) if a is not None]
         x = self._captured(size, "embed", self._embed)(*first)
         tokens, parts = grid.rows * grid.columns, dict[Projector, Floats]()
@@ -94,7 +96,7 @@ class GraphEncoder:
                 project = self._captured(size, projector, partial(self._project, projector))
                 parts[projector] = project(x).numpy()[:tokens]
         embeddings = np.concatenate([parts[projector] for projector in spec.projectors], axis=1)
-        return with_line_ends(embeddings, grid, self._host[spec.line_end] if spec.line_end else None)
+        return as_read(spec, embeddings, grid, self._host[spec.line_end] if spec.line_end else None)
 
     def preparations(self) -> Sequence[Callable[[], None]]:
         """None: steps are compiled when a picture needs them."""
@@ -133,7 +135,8 @@ class GraphEncoder:
         parts, operator = Parts(self._all.replaced(sublayer, own), self._input), sublayer.operator
         h = parts.norm(x, sublayer.norm)
         if isinstance(operator, PatchAttention):
-            y = parts.attention(operator, h, *others)
+            *turns, hidden = others[:-1] if self.spec.window else others
+            y = parts.attention(operator, h, turns, hidden, others[-1] if operator.windowed else None)
         else:
             y = parts.feed_forward(operator, h)
         y = parts.norm(y, sublayer.post_norm) if sublayer.post_norm else y
@@ -183,8 +186,10 @@ class Parts:
         self._matrices, self._vectors = parameters.matrices, parameters.vectors
         self._limits, self._input = parameters.limits, input
 
-    def attention(self, a: PatchAttention, x: Tensor, *others: Tensor) -> Tensor:
-        *turns, hidden = others
+    def attention(
+        self, a: PatchAttention, x: Tensor, turns: Sequence[Tensor], hidden: Tensor, windows: Tensor | None
+    ) -> Tensor:
+        """`turns`: cosines and sines. `hidden`: added to the scores of keys (patches,). `windows`: their numbers."""
         n = cast(int, x.shape[0])
 
         def heads(linear: Linear, norm: Norm | None, is_turned: bool) -> Tensor:
@@ -208,6 +213,9 @@ class Parts:
         parts = []
         for i in range(0, n, at_once):
             scores = q[:, i : i + at_once].matmul(k.transpose(1, 2), dtype=dtypes.float32) * a.scale + hidden
+            if windows is not None:
+                apart = windows[i : i + at_once].reshape(-1, 1) != windows.reshape(1, -1)
+                scores = apart.where(-np.inf, scores)
             parts.append(_shares(scores, self._input).matmul(v, dtype=dtypes.float32).contiguous())
         y = parts[0] if len(parts) == 1 else parts[0].cat(*parts[1:], dim=1)
         return self._linear(a.o, y.transpose(0, 1).reshape(n, -1))
@@ -317,6 +325,8 @@ def _limits(value: Any) -> list[tuple[tuple[Weight, Ends], tuple[float, float]]]
 def _bent(x: Tensor, activation: Activation) -> Tensor:
     if activation == "silu":
         return x.silu()
+    if activation == "quick gelu":
+        return x.quick_gelu()
     if activation == "gelu":
         return x.gelu()  # tinygrad's is the form with tanh
     return 0.5 * x * (1 + (x * 0.5**0.5).erf())

@@ -28,7 +28,7 @@ from engine.description.vision import (
     VisionSpec,
 )
 from engine.kernels.device_memory import device_zeros, overwrite, to_device
-from engine.pictures import Grid, Places
+from engine.pictures import Grid, Places, arranged
 from engine.targets.nvidia.kernels.device import chip
 from engine.targets.nvidia.kernels.kernel_sequence import KernelSequence
 from engine.targets.nvidia.kernels.pictures.patch_attention import attend_patches, patch_tiling
@@ -112,6 +112,7 @@ class PictureSteps:
         self._table_rows = allocate(max(1, size * self._n_terms), dtypes.int32)
         self._shares = allocate(max(1, size * self._n_terms), dtypes.float32)
         self._turns = [allocate(size * half, dtypes.float32) for _ in range(2)] if half else []
+        self._windows = allocate(2 * size, dtypes.int32) if spec.window else None
         self._rows, self._count = size, self._counts[0]
         sequences, made = [self._begun()], dict[Projector, Rows]()
         self._embed()
@@ -135,7 +136,9 @@ class PictureSteps:
         tokens = grid.rows * grid.columns
         for tensor, n in zip(self._counts, (tokens * self._spec.merge**2, tokens), strict=True):
             overwrite(tensor, np.array([n, grid.columns, 0, 0], np.int32))
-        _copy(self._pixels, rgb)
+        _copy(self._pixels, arranged(self._spec, rgb))
+        if self._windows is not None and places.windows is not None:
+            _copy(self._windows, places.windows)
         if self._n_terms:
             _copy(self._table_rows, places.rows)
             _copy(self._shares, places.shares)
@@ -210,14 +213,16 @@ class PictureSteps:
         )  # fmt: skip
         clamp = self._clamp(a.o)
         x = self._fragments("attended", a.heads * a.head_dim)
-        kernel = attend_patches(heads, size, patch_tiling(heads), clamp is not None)
-        self._add(kernel, out=x, operands=operands, clamp=clamp, count=self._count)
+        windows = self._windows if a.windowed else None
+        window = (self._spec.window * self._spec.merge) ** 2 if a.windowed else 0
+        kernel = attend_patches(heads, size, patch_tiling(heads), clamp is not None, window)
+        self._add(kernel, out=x, operands=operands, clamp=clamp, windows=windows, count=self._count)
         return self._linear(a.o, x, "out")
 
     def _feed_forward(self, of: PatchFeedForward, norm: Norm) -> Rows:
         linears = (of.gate, of.up) if of.gate else (of.up,)
         first, clamp = self._encoder.products[linears][0], self._clamp(of.down)
-        if first.paired and clamp is None and of.activation != "exact gelu":
+        if first.paired and clamp is None and of.activation in ("silu", "gelu"):
             x = self._multiplied(first.matrix, norm, of.activation)
         elif not of.gate and clamp is first.clamp is of.up.outputs is None:
             x = self._multiplied(first.matrix, norm, of.activation, of.up)
@@ -248,7 +253,7 @@ class PictureSteps:
                 bend=activation,
             )
         else:
-            assert activation != "exact gelu"
+            assert activation in ("silu", "gelu")
             kernel = matmul(matrix.layout, self._rows, rows, cols, tiles, True, "gate_up", activation)
         self._add(kernel, out=out, x=x, prompt=self._count, bias=bias, planes=matrix.planes)
         return out

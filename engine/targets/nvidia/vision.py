@@ -27,7 +27,7 @@ from engine.formats.ggml_types import TYPES
 from engine.kernels.compilation import compile_in_turns, compile_once
 from engine.kernels.device_memory import to_device, unallocated
 from engine.loading.weights import FileWeights
-from engine.pictures import Floats, Grid, Places, places_of, with_line_ends
+from engine.pictures import Floats, Grid, Places, as_read, places_of
 from engine.runtime.pictures import Progress
 from engine.targets.nvidia.filling import fill, prepare
 from engine.targets.nvidia.kernels.device import chip
@@ -130,7 +130,7 @@ class NvidiaEncoder:
         if self._work is work:
             self._work = None
         assert work.result is not None
-        return with_line_ends(work.result, grid, self.line_end)
+        return as_read(spec, work.result, grid, self.line_end)
 
     def preparations(self) -> Sequence[Callable[[], None]]:
         """Large pictures come first: most that people have are."""

@@ -113,6 +113,11 @@ def check_parts_of_pictures() -> None:
             assert divergence(reference.logits(tokens)[-1], text.logits()) < 1e-5
 
 
+def check_an_encoder_with_windows() -> None:
+    """Several warps, whose queries are of more windows than one."""
+    encoder_of("qwen2.5vl_merger", [(9, 5)], patch=8)
+
+
 def check_an_encoder_of_squares() -> None:
     encoder_of("gemma3", [(2, 2)])
 

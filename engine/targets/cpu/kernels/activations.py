@@ -106,7 +106,7 @@ def buffer_names(layouts: Sequence[LaneLayout], tile: int) -> tuple[str, ...]:
     return tuple(name for name, is_needed in needed.items() if is_needed)
 
 
-Gate = Literal["silu", "gelu", "swiglu_oai", "relu2", "xielu", "sigmoid"]
+Gate = Literal["silu", "gelu", "quick gelu", "swiglu_oai", "relu2", "xielu", "sigmoid"]
 
 
 @dataclass(frozen=True)
@@ -330,6 +330,10 @@ def _gelu(k: KernelBuilder, x: UOp, other: UOp) -> UOp:
     return x * sigmoid(k, x * (x * x * (_GELU * 0.044715) + _GELU)) * other
 
 
+def _quick_gelu(k: KernelBuilder, x: UOp, other: UOp) -> UOp:
+    return x * sigmoid(k, x * 1.702) * other
+
+
 def _relu2(k: KernelBuilder, x: UOp, other: UOp) -> UOp:
     x = x.maximum(UOp.const(0.0, F32))
     return x * x * other
@@ -350,7 +354,10 @@ def _xielu(k: KernelBuilder, x: UOp, curve: UOp) -> UOp:
 
 _GELU = 2 * (2 / pi) ** 0.5
 _SWIGLU_LIMIT = 7.0
-_GATES = {"silu": _silu, "gelu": _gelu, "swiglu_oai": _swiglu_oai, "relu2": _relu2, "sigmoid": _gate}
+_GATES = {
+    "silu": _silu, "gelu": _gelu, "quick gelu": _quick_gelu, "swiglu_oai": _swiglu_oai, "relu2": _relu2,
+    "sigmoid": _gate,
+}  # fmt: skip
 
 
 def sum_of_squares(k: KernelBuilder, rows: UOp, at: Index, n: Index, lanes: int = 0) -> UOp:

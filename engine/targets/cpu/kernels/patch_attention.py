@@ -1,13 +1,14 @@
-"""Attention of all patches of a picture to all.
+"""Attention of all patches of a picture to all, or to those of their window.
 
 A task is a tile of queries of a head, in three passes that stay in a core's caches: the scores of the keys, a tile of
 them side by side; their exponentials; and the weighted sum of the values. The keys of a head are read once for a tile
-of queries.
+of queries, and if there are windows, only those of the tiles that have keys of its queries' windows.
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from math import gcd
 
 from tinygrad import UOp
@@ -21,11 +22,37 @@ from engine.targets.cpu.kernels.step_state import TILES
 _MASKED = -1e30
 
 
+class KeyTiles:
+    """The tiles of keys of a tile of queries, and what hides keys of other windows from these. `windows`: how many
+    tiles of keys each tile of queries has, and the first one of each, int32 (1 + tiles,); and of each patch the number
+    of its window, float32 (tiles * lanes,). Without them these are all tiles."""
+
+    def __init__(self, k: KernelBuilder, tiles: UOp, queries: UOp, windows: Sequence[UOp]) -> None:
+        """`tiles`: of the picture. `queries`: the number of their tile in it."""
+        self._k, self._queries = k, queries * k.lanes
+        self.first, self.count = UOp.const(0), tiles
+        self._numbers: UOp | None = None
+        if windows:
+            firsts, self._numbers = windows
+            self.first, self.count = k.index(firsts, queries + 1), k.index(firsts, 0)
+
+    def hide(self, scores: UOp, block: UOp, query: int | None = None, key: int = 0) -> UOp:
+        """The scores of a query with all keys of a tile, or of all queries with a key."""
+        if self._numbers is None:
+            return scores
+        k, keys = self._k, block * self._k.lanes
+        if query is None:
+            apart = k.vector(self._numbers, self._queries) + k.load(self._numbers, keys + key) * -1.0
+        else:
+            apart = k.vector(self._numbers, keys) + k.load(self._numbers, self._queries + query) * -1.0
+        return scores + apart.maximum(apart * -1.0) * _MASKED
+
+
 @functools.cache
-def attend(h: PatchHeads) -> KernelFunction:
+def attend(h: PatchHeads, windowed: bool = False) -> KernelFunction:
     """Of the queries of a chunk. Buffers: out, float32 (rows, width); scratch, float32 (parts, tiles, lanes, lanes);
     queries, keys and values (`split_heads`); what hides keys, float32 (tiles * lanes,): 0, or a large negative number;
-    the tiles of a picture, int32 (1,); the state."""
+    the tiles of a picture, int32 (1,); the state; if `windowed`, the windows (`KeyTiles`)."""
     lanes, dim = h.lanes, h.dim
 
     def kernel(
@@ -39,32 +66,35 @@ def attend(h: PatchHeads) -> KernelFunction:
         hidden: UOp,
         shape: UOp,
         state: UOp,
+        *windows: UOp,
     ) -> UOp:
         k = KernelBuilder(lanes)
         k.scratch(scores)
         tiles, in_chunk = k.index(shape, 0), k.index(state, TILES)
         base = part * (tiles * (lanes * lanes))
         first, count = even_share(in_chunk * h.heads, part, parts)
-        with k.loop(count) as i:
-            task = first + i  # the tiles of a head one after the other, so that its keys stay in the cache
+        with k.loop(count) as n:
+            task = first + n  # the tiles of a head one after the other, so that its keys stay in the cache
             head, tile = task // in_chunk, task % in_chunk
-            queries = head * tiles + k.index(state, FIRST) // lanes + tile
+            own = k.index(state, FIRST) // lanes + tile
+            queries, of_keys = head * tiles + own, KeyTiles(k, tiles, own, windows)
 
-            def at(block: UOp, query: int | UOp) -> UOp:
-                return base + (block * lanes + query) * lanes
+            def at(i: UOp, query: int | UOp) -> UOp:
+                return base + (i * lanes + query) * lanes
 
             largest = [k.registers(lanes) for _ in range(lanes)]
             for m in largest:
                 k.fill(m, 0, UOp.const(_MASKED, F32))
-            with k.loop(tiles) as block:
+            with k.loop(of_keys.count) as i:
+                block = of_keys.first + i
                 sums = [k.zeros() for _ in range(lanes)]
                 with k.loop(dim) as d:
                     key = k.vector(keys, ((head * tiles + block) * dim + d) * lanes)
                     for t, s in enumerate(sums):
                         k.store(s, 0, k.vector(s, 0) + key * k.load(q, (queries * dim + d) * lanes + t))
                 for t, s in enumerate(sums):
-                    score = k.vector(s, 0) + k.vector(hidden, block * lanes)
-                    k.store(scores, at(block, t), score)
+                    score = of_keys.hide(k.vector(s, 0) + k.vector(hidden, block * lanes), block, t)
+                    k.store(scores, at(i, t), score)
                     k.store(largest[t], 0, k.vector(largest[t], 0).maximum(score))
 
             peaks, totals = k.registers(lanes), k.registers(lanes * lanes)
@@ -72,9 +102,9 @@ def attend(h: PatchHeads) -> KernelFunction:
                 k.store(peaks, t, k.across(k.vector(largest[t], 0), Ops.MAX))
             with k.loop(lanes) as t:
                 k.fill(totals, t * lanes, UOp.const(0.0, F32))
-            with k.loop(tiles) as block, k.loop(lanes) as t:
-                share = k.exp(k.vector(scores, at(block, t)) + k.load(peaks, t) * -1.0)
-                k.store(scores, at(block, t), share)
+            with k.loop(of_keys.count) as i, k.loop(lanes) as t:
+                share = k.exp(k.vector(scores, at(i, t)) + k.load(peaks, t) * -1.0)
+                k.store(scores, at(i, t), share)
                 k.store(totals, t * lanes, k.vector(totals, t * lanes) + share)
             inverses = k.registers(lanes)
             with k.loop(lanes) as t:
@@ -84,11 +114,11 @@ def attend(h: PatchHeads) -> KernelFunction:
             def weighted(column: UOp | int, n: int) -> None:
                 """The first n of `lanes` columns of the result."""
                 sums = [k.zeros() for _ in range(lanes)]
-                with k.loop(tiles) as block, k.loop(lanes) as key:
-                    row = (head * tiles + block) * lanes + key
+                with k.loop(of_keys.count) as i, k.loop(lanes) as key:
+                    row = (head * tiles + of_keys.first + i) * lanes + key
                     value = k.vector(v, row * h.padded_dim + column)
                     for t, s in enumerate(sums):
-                        k.store(s, 0, k.vector(s, 0) + value * k.load(scores, at(block, t) + key))
+                        k.store(s, 0, k.vector(s, 0) + value * k.load(scores, at(i, t) + key))
                 for t, s in enumerate(sums):
                     result = k.vector(s, 0) * k.load(inverses, t)
                     to = (tile * lanes + t) * h.width + head * dim + column

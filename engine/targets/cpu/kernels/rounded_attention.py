@@ -1,4 +1,4 @@
-"""Attention of all patches of a picture to all on 16-bit integers, which CPUs with AVX-512 multiply at twice the rate
+"""Attention of patches on 16-bit integers, which CPUs with AVX-512 multiply at twice the rate
 of floats.
 
 Queries and keys are rounded with a scale for each of their rows, so that the sum of a score's products fits 32 bits.
@@ -6,7 +6,8 @@ Values have a scale for each key, and this is a factor of the key's weight. The 
 scale for each query. A vector has an element for each query of a tile: so largest scores, totals and scales are those
 of whole vectors.
 
-A task is a tile of queries of a head, in three passes that stay in a core's caches, as in `patch_attention`.
+A task is a tile of queries of a head, in three passes that stay in a core's caches, as in `patch_attention`, and so are
+windows.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from tinygrad.uop.ops import Ops
 
 from engine.kernels.compilation import KernelFunction
 from engine.targets.cpu.kernels.kernel_builder import F32, I16, I32, Index, KernelBuilder, even_share
+from engine.targets.cpu.kernels.patch_attention import KeyTiles
 from engine.targets.cpu.kernels.patches import FIRST, PatchHeads
 from engine.targets.cpu.kernels.step_state import TILES
 
@@ -102,17 +104,17 @@ def round_heads(h: PatchHeads) -> KernelFunction:
 
 
 @functools.cache
-def attend_rounded(h: PatchHeads) -> KernelFunction:
+def attend_rounded(h: PatchHeads, windowed: bool = False) -> KernelFunction:
     """Of the queries of a chunk. Buffers: out, float32 (rows, width); scratch: scores, float32 (parts, tiles, lanes,
     lanes), weights, int16 (parts, tiles, lanes / 2, lanes, 2), and their scales, float32 (parts, tiles, lanes); what
     `round_heads` makes; what hides keys, float32 (tiles * lanes,): 0, or a large negative number; the tiles of a
-    picture, int32 (1,); the state."""
+    picture, int32 (1,); the state; if `windowed`, the windows (`KeyTiles`)."""
     lanes, dim, padded = h.lanes, h.dim, h.padded_dim
     most = most_rounded(lanes)
 
     def kernel(
         part: UOp, parts: UOp, out: UOp, scores: UOp, weights: UOp, weight_scales: UOp, q16: UOp, k16: UOp, v16: UOp,
-        q_scales: UOp, k_scales: UOp, v_scales: UOp, hidden: UOp, shape: UOp, state: UOp,
+        q_scales: UOp, k_scales: UOp, v_scales: UOp, hidden: UOp, shape: UOp, state: UOp, *windows: UOp,
     ) -> UOp:  # fmt: skip
         k = KernelBuilder(lanes)
         for buffer in scores, weights, weight_scales:
@@ -147,15 +149,17 @@ def attend_rounded(h: PatchHeads) -> KernelFunction:
                     k.store(s, 0, value)
             return [k.vector(sums[i // 2], i % 2 * lanes) for i in range(n)]
 
-        with k.loop(count) as i:
-            task = first + i  # the tiles of a head one after the other, so that its keys stay in the cache
+        with k.loop(count) as n:
+            task = first + n  # the tiles of a head one after the other, so that its keys stay in the cache
             head, tile = task // in_chunk, task % in_chunk
-            queries = head * tiles + k.index(state, FIRST) // lanes + tile
+            own = k.index(state, FIRST) // lanes + tile
+            queries, key_tiles = head * tiles + own, KeyTiles(k, tiles, own, windows)
             largest, totals = k.registers(lanes), k.registers(lanes)
             k.fill(largest, 0, UOp.const(_MASKED, F32))
             k.fill(totals, 0, UOp.const(0.0, F32))
             scale = k.vector(q_scales, queries * lanes)
-            with k.loop(tiles) as block:
+            with k.loop(key_tiles.count) as i:
+                block = key_tiles.first + i
                 of_keys = head * tiles + block
                 ints = dots(
                     q16, queries * (dim * lanes), k16, of_keys * (dim * lanes), 2 * lanes, dim // 2, lanes
@@ -163,13 +167,14 @@ def attend_rounded(h: PatchHeads) -> KernelFunction:
                 top = k.vector(largest, 0)
                 for t, dot in enumerate(ints):
                     score = dot.cast(F32) * (scale * k.load(k_scales, of_keys * lanes + t))
-                    score = score + k.load(hidden, block * lanes + t)
-                    k.store(scores, ((base + block) * lanes + t) * lanes, score)
+                    score = key_tiles.hide(score + k.load(hidden, block * lanes + t), block, key=t)
+                    k.store(scores, ((base + i) * lanes + t) * lanes, score)
                     top = top.maximum(score)
                 k.store(largest, 0, top)
             peak = k.vector(largest, 0) * -1.0
-            with k.loop(tiles) as block:
-                tops, at = k.registers(lanes), (base + block) * (lanes * lanes)
+            with k.loop(key_tiles.count) as i:
+                block = key_tiles.first + i
+                tops, at = k.registers(lanes), (base + i) * (lanes * lanes)
                 k.fill(tops, 0, UOp.const(_LEAST, F32))
                 with k.loop(lanes) as t:
                     share = k.exp(k.vector(scores, at + t * lanes) + peak)
@@ -177,7 +182,7 @@ def attend_rounded(h: PatchHeads) -> KernelFunction:
                     weight = share * k.load(v_scales, (head * tiles + block) * lanes + t)
                     k.store(scores, at + t * lanes, weight)
                     k.store(tops, 0, k.vector(tops, 0).maximum(weight))
-                k.store(weight_scales, (base + block) * lanes, k.vector(tops, 0) * (1 / most))
+                k.store(weight_scales, (base + i) * lanes, k.vector(tops, 0) * (1 / most))
                 inverse = k.vector(tops, 0).reciprocal() * float(most)
                 with k.loop(lanes // 2) as pair:
                     both = [
@@ -189,11 +194,11 @@ def attend_rounded(h: PatchHeads) -> KernelFunction:
             def weighted(column: UOp | int, n: int) -> None:
                 """n columns of the result."""
                 sums = [k.zeros() for _ in range(n)]
-                with k.loop(tiles) as block:
-                    pairs = (head * tiles + block) * (lanes // 2) * padded + column
-                    at = (base + block) * (lanes * lanes)
+                with k.loop(key_tiles.count) as i:
+                    pairs = (head * tiles + key_tiles.first + i) * (lanes // 2) * padded + column
+                    at = (base + i) * (lanes * lanes)
                     ints = dots(weights, at, v16, pairs * 2, 2 * padded, lanes // 2, n)
-                    scale = k.vector(weight_scales, (base + block) * lanes)
+                    scale = k.vector(weight_scales, (base + i) * lanes)
                     for s, dot in zip(sums, ints, strict=True):
                         k.store(s, 0, k.vector(s, 0) + dot.cast(F32) * scale)
                 for e, s in enumerate(sums):

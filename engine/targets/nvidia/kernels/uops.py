@@ -23,8 +23,9 @@ Activation = Literal["silu", "gelu", "swiglu_oai", "relu2"]
 1.702 * gate, over 1.702, times up + 1, of a gate of at most 7 and an up from -7 to 7."""
 
 
-Bend = Literal["silu", "gelu", "exact gelu", "relu2"]
-"""The function of a feed-forward layer without a gate; the exact GELU is the form with erf."""
+Bend = Literal["silu", "gelu", "exact gelu", "quick gelu", "relu2"]
+"""The function of a feed-forward layer without a gate; the exact GELU is the form with erf, and the
+quick one x * sigmoid(1.702 x)."""
 
 
 def f32(value: float) -> UOp:
@@ -196,6 +197,8 @@ def gated(gate: UOp, up: UOp, activation: Activation) -> UOp:
 
 def bent(x: UOp, activation: Bend) -> UOp:
     """activation(x)."""
+    if activation == "quick gelu":
+        return x * sigmoid(x * f32(1.702))
     if activation != "exact gelu":
         return gated(x, f32(1), activation)
     # erf with an error of 1.5e-7: Abramowitz and Stegun, Handbook of Mathematical Functions, 7.1.26

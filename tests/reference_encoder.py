@@ -1,0 +1,177 @@
+"""A float32 pass over an encoder's description in numpy, to hold its lowerings against.
+
+The gguf package reads the weights. Each patch attends by itself, to those that it is said to see, so that an order of
+patches that is wrong shows.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import gguf
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.description.sublayers import Vector, Weight
+from engine.description.vision import (
+    Activation,
+    Affine,
+    Bend,
+    Linear,
+    Merge,
+    Norm,
+    PatchAttention,
+    PatchFeedForward,
+    ProjectorStep,
+    VisionSpec,
+)
+from engine.description.vision_reader import read_vision
+from engine.formats.gguf import GGUF
+from tests.reference import read_gguf
+
+Floats = NDArray[np.float32]
+
+
+class ReferenceEncoder:
+    """The encoder of a file. Its rows are patches as they are read, but that those of a token follow each other."""
+
+    def __init__(self, path: Path) -> None:
+        with GGUF(path) as file:
+            self.spec: VisionSpec = read_vision(file)
+        self._tensors = {
+            t.name: np.asarray(gguf.dequantize(t.data, t.tensor_type), np.float32).reshape(t.shape[::-1])
+            for t in read_gguf(path).tensors
+        }
+
+    def __call__(self, rgb: NDArray[np.uint8]) -> Floats:
+        """The embeddings of a picture at the encoder's size: (tokens, width), without ends of lines."""
+        spec, p, m = self.spec, self.spec.patch, self.spec.merge
+        pixels = ((rgb / np.float32(255) - spec.mean) / spec.std).astype(np.float32)
+        rows, columns = rgb.shape[0] // p, rgb.shape[1] // p
+        self._places = np.array(
+            [
+                (r * m + i, c * m + j)
+                for r in range(rows // m)
+                for c in range(columns // m)
+                for i in range(m)
+                for j in range(m)
+            ]
+        )
+        patches = [
+            pixels[y * p : (y + 1) * p, x * p : (x + 1) * p].transpose(2, 0, 1) for y, x in self._places
+        ]
+        x = np.stack(patches).reshape(len(patches), -1)
+        x = sum(x @ self._matrix(kernel).T for kernel in spec.kernels)
+        x = x + self._vector(spec.bias) if spec.bias else x
+        x = x + self._positions(rows, columns)
+        x = self._normed(x, spec.norm) if spec.norm else x
+        parts = {}
+        for done, sublayer in enumerate(spec.sublayers, 1):
+            h, operator = self._normed(x, sublayer.norm), sublayer.operator
+            y = (
+                self._attended(operator, h)
+                if isinstance(operator, PatchAttention)
+                else self._fed(operator, h)
+            )
+            x = x + (self._normed(y, sublayer.post_norm) if sublayer.post_norm else y)
+            for projector in spec.projectors_after(done):
+                parts[projector] = x
+                for step in projector.steps:
+                    parts[projector] = self._step(step, parts[projector])
+        return np.concatenate([parts[projector] for projector in spec.projectors], axis=1)
+
+    def _positions(self, rows: int, columns: int) -> Floats:
+        positions = self.spec.positions
+        if positions is None:
+            return np.float32(0) * self._places[:, :1]
+        table = self._vector(positions.table).reshape(-1, self.spec.dim)
+        ys, xs = self._places.T
+        if positions.how == "patch":
+            return table[ys * columns + xs]
+        if positions.how == "column and row":
+            return table[xs] + table[len(table) // 2 + ys]
+        n = math.isqrt(len(table))
+        square = table.reshape(n, n, -1)
+        at = [k / max(count - 1, 1) * (n - 1) for k, count in ((ys, rows), (xs, columns))]
+        total = np.float32(0)
+        for i in range(n):
+            for j in range(n):
+                share = [np.maximum(1 - np.abs(k - own), 0) for k, own in zip(at, (i, j), strict=True)]
+                total = total + (share[0] * share[1])[:, None].astype(np.float32) * square[i, j]
+        return total
+
+    def _attended(self, a: PatchAttention, x: Floats) -> Floats:
+        def heads(linear: Linear, norm: Norm | None) -> Floats:
+            y = self._product(linear, x).reshape(len(x), a.heads, a.head_dim)
+            return self._normed(y, norm) if norm else y
+
+        q, k, v = heads(a.q, a.q_norm), heads(a.k, a.k_norm), heads(a.v, a.v_norm)
+        if rotations := self.spec.rotations:
+            angles = self._places @ np.array([rotations.by_row, rotations.by_column])
+            cos, sin = np.cos(angles)[:, None], np.sin(angles)[:, None]
+            q, k = (
+                np.concatenate([one * cos - two * sin, two * cos + one * sin], -1).astype(np.float32)
+                for one, two in (np.split(of, 2, -1) for of in (q, k))
+            )
+        result = np.empty_like(v)
+        windows = self._places // (self.spec.window * self.spec.merge) if a.windowed else self._places * 0
+        for i, window in enumerate(windows):
+            seen = (windows == window).all(1)
+            scores = np.einsum("hd,khd->hk", q[i], k[seen]) * np.float32(a.scale)
+            shares = np.exp(scores - scores.max(-1, keepdims=True))
+            result[i] = np.einsum("hk,khd->hd", shares / shares.sum(-1, keepdims=True), v[seen])
+        return self._product(a.o, result.reshape(len(x), -1))
+
+    def _fed(self, of: PatchFeedForward, x: Floats) -> Floats:
+        up = self._product(of.up, x)
+        hidden = bent(self._product(of.gate, x), of.activation) * up if of.gate else bent(up, of.activation)
+        return self._product(of.down, hidden)
+
+    def _step(self, step: ProjectorStep, x: Floats) -> Floats:
+        match step:
+            case Norm():
+                return self._normed(x, step)
+            case Linear():
+                return self._product(step, x)
+            case Bend(activation=activation):
+                return bent(x, activation)
+            case Affine(factor=factor, minus=minus, times=times):
+                x = x * np.float32(factor)
+                x = x - self._vector(minus) if minus else x
+                return x * self._vector(times) if times else x
+            case Merge(how=how):
+                x = x.reshape(-1, self.spec.merge**2, self.spec.dim)
+                if how == "mean":
+                    return x.mean(1)
+                return (x.transpose(0, 2, 1) if how == "channels" else x).reshape(len(x), -1)
+
+    def _product(self, linear: Linear, x: Floats) -> Floats:
+        x = np.clip(x, *np.float32(linear.inputs)) if linear.inputs else x
+        matrix = self._matrix(linear.weight)
+        y = x @ (matrix if linear.transposed else matrix.T)
+        y = y + self._vector(linear.bias) if linear.bias else y
+        return np.clip(y, *np.float32(linear.outputs)) if linear.outputs else y
+
+    def _normed(self, x: Floats, norm: Norm) -> Floats:
+        x = x - x.mean(-1, keepdims=True) if norm.centred else x
+        x = x / np.sqrt((x * x).mean(-1, keepdims=True) + np.float32(norm.eps))
+        x = x * self._vector(norm.weight) if norm.weight else x
+        return x + self._vector(norm.bias) if norm.bias else x
+
+    def _matrix(self, weight: Weight) -> Floats:
+        tensor = self._tensors[weight.tensor].reshape(-1, weight.cols)
+        rows = tensor[weight.first : weight.first + weight.rows]
+        return weight.order.apply(rows) if weight.order else rows
+
+    def _vector(self, vector: Vector) -> Floats:
+        values = self._tensors[vector.tensor].reshape(-1)[vector.first : vector.first + vector.size]
+        return vector.order.apply(values) if vector.order else values
+
+
+def bent(x: Floats, activation: Activation) -> Floats:
+    if activation == "exact gelu":
+        return (x * np.float32(0.5) * (1 + np.vectorize(math.erf)(x * 0.5**0.5))).astype(np.float32)
+    factor = {"silu": 1.0, "quick gelu": 1.702}.get(activation)
+    y = x * factor if factor else 2 * math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)
+    return (x / (1 + np.exp(-y))).astype(np.float32)
