@@ -55,6 +55,10 @@ class Access:
         """`keys`: with commas between them. "": none is needed. `CLIENT` of the scope is set to who asks."""
         self._app = app
         self._keys = [key.strip().encode() for key in keys.split(",") if key.strip()]
+        digests = {hashlib.sha256(key).hexdigest() for key in self._keys}
+        self._digits = next(
+            n for n in range(4, 65) if len({digest[:n] for digest in digests}) == len(digests)
+        )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -89,11 +93,11 @@ class Access:
         await self._app({**scope, CLIENT: self._client(scope, given)}, receive, send_with_origin)
 
     def _client(self, scope: Scope, key: str) -> str:
-        """The address and, where clients may have different keys, four digits that tell these apart."""
+        """The address and, where clients may have different keys, four digits or more that tell these apart."""
         address: str = scope["client"][0] if scope.get("client") else ""
         if not key or len(self._keys) == 1:
             return address
-        return f"{address}#{hashlib.sha256(key.encode()).hexdigest()[:4]}"
+        return f"{address}#{hashlib.sha256(key.encode()).hexdigest()[: self._digits]}"
 
     def _check_page(self, headers: Headers) -> None:
         if self._keys:
@@ -134,7 +138,10 @@ def _key_in_address(scope: Scope) -> str:
     if not _GOOGLE.match(scope["path"]):
         return ""
     query: str = scope["query_string"].decode("latin-1")
-    return parse_qs(query, max_num_fields=16).get("key", [""])[0]
+    try:
+        return parse_qs(query, max_num_fields=16).get("key", [""])[0]
+    except ValueError:  # there are more
+        return ""
 
 
 def _is_of_this_machine(origin: str) -> bool:

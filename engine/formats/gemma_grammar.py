@@ -4,7 +4,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from engine.formats.json_kinds import kinds
+from engine.formats.json_kinds import KindsOf
 
 _QUOTE = json.dumps('<|"|>')
 _MAX_DEPTH = 4
@@ -22,9 +22,10 @@ GEMMA_RULES = (  # of any value, for all calls of a grammar
 def parameters(schema: Any) -> Iterator[tuple[str, Any, bool]]:
     """The name, the schema and whether it must be there, of each parameter in the schema of a tool."""
     fields = schema if isinstance(schema, Mapping) else {}
-    required = fields.get("required") or ()
-    for key, value in (fields.get("properties") or {}).items():
-        yield key, value, key in required
+    properties, required = fields.get("properties"), fields.get("required")
+    names = {name for name in required if isinstance(name, str)} if isinstance(required, list) else ()
+    for key, value in properties.items() if isinstance(properties, Mapping) else ():
+        yield key, value, key in names
 
 
 def separated(name: str, parts: Sequence[tuple[str, bool]], separator: str) -> Iterator[str]:
@@ -43,33 +44,31 @@ def separated(name: str, parts: Sequence[tuple[str, bool]], separator: str) -> I
 def gemma_call(name: str, begin: str, schema: Any) -> Iterator[str]:
     """The rule `name` of a call that begins with `begin`, and those that it needs."""
     yield f"{name}: {json.dumps(begin)} {name}_value"
-    whole = schema if isinstance(schema, Mapping) else {}
-    yield from _object(f"{name}_value", whole, whole, 0)
+    yield from _object(f"{name}_value", schema, KindsOf(schema), 0)
 
 
-def _object(name: str, schema: Mapping[str, Any], whole: Mapping[str, Any], depth: int) -> Iterator[str]:
+def _object(name: str, schema: Any, kinds: KindsOf, depth: int) -> Iterator[str]:
     parts = list[tuple[str, bool]]()
     for i, (key, value, is_required) in enumerate(parameters(schema)):
         rule = f"{name}_{i}"
         parts.append((rule, is_required))
         yield f"{rule}: {json.dumps(f'{key}:')} {rule}_v"
-        yield from _value(f"{rule}_v", value, whole, depth + 1)
+        yield from _value(f"{rule}_v", value, kinds, depth + 1)
     yield from separated(f"{name}_all", parts, ",")
     yield f'{name}: "{{" {name}_all "}}"'
 
 
-def _value(name: str, schema: Any, whole: Mapping[str, Any], depth: int) -> Iterator[str]:
-    allowed = kinds(schema, whole)
+def _value(name: str, schema: Any, kinds: KindsOf, depth: int) -> Iterator[str]:
     match schema:
         case {"enum": list(values)}:
             yield f"{name}: {' | '.join(json.dumps(_written(value)) for value in values)}"
         case {"type": "object", "properties": dict()} if depth < _MAX_DEPTH:
-            yield from _object(name, schema, whole, depth)
+            yield from _object(name, schema, kinds, depth)
         case {"type": "array", "items": dict(items)} if depth < _MAX_DEPTH:
             yield f'{name}: "[" ({name}_i ("," {name}_i)*)? "]"'
-            yield from _value(f"{name}_i", items, whole, depth + 1)
+            yield from _value(f"{name}_i", items, kinds, depth + 1)
         case _:
-            rules = [_RULES[kind] for kind in sorted(allowed) if kind in _RULES]
+            rules = [_RULES[kind] for kind in sorted(kinds(schema)) if kind in _RULES]
             yield f"{name}: {' | '.join(dict.fromkeys(rules)) or 'gemma_any'}"
 
 

@@ -52,7 +52,8 @@ def with_strict_formats(schema: Any) -> Any:
     if kind in ("string", None) and isinstance(format, str) and (pattern := PATTERNS.get(format)):
         del made["format"]
         if "pattern" in schema:
-            made["allOf"] = [*made.get("allOf", ()), {"pattern": pattern}]
+            others = made.get("allOf", [])
+            made["allOf"] = [*others, {"pattern": pattern}] if isinstance(others, list) else others
         else:
             made["pattern"] = pattern
     return made

@@ -11,40 +11,39 @@ ANY: Kinds = frozenset()
 """Not known: any kind."""
 TEXT: Kinds = frozenset({"string"})
 _NESTED: Kinds = frozenset({"array", "object"})
-_MAX_REFERENCES = 64
+_MAX_DEPTH = 200  # of references and choices within each other
 
 
-def kinds(schema: Any, whole: Any) -> Kinds:
-    """The kinds that a `schema` allows. It is a part of the `whole`, to which its references lead."""
-    return _kinds(schema, whole, {})
+class KindsOf:
+    """The kinds that the parts of a schema allow. References lead to the `whole`, and each is followed once."""
 
+    def __init__(self, whole: Any) -> None:
+        self.whole = whole
+        self._known: dict[str, Kinds] = {}
 
-def _kinds(schema: Any, whole: Any, known: dict[str, Kinds]) -> Kinds:
-    """`known`: those of references, each of which is followed once."""
-    if not isinstance(schema, Mapping):
+    def __call__(self, part: Any, depth: int = 0) -> Kinds:
+        if not isinstance(part, Mapping) or depth > _MAX_DEPTH:
+            return ANY
+        match part:
+            case {"type": str(one)}:
+                return frozenset({one})
+            case {"type": list(several)}:
+                return frozenset(each for each in several if isinstance(each, str))
+            case {"const": value}:
+                return frozenset({kind_of(value)})
+            case {"enum": list(values)}:
+                return frozenset(map(kind_of, values))
+            case {"$ref": str(reference)}:
+                if reference not in self._known:
+                    self._known[reference] = ANY  # if it leads to itself
+                    self._known[reference] = self(_found(reference, self.whole), depth + 1)
+                return self._known[reference]
+            case {"anyOf": list(choices)} | {"oneOf": list(choices)}:
+                each = [self(choice, depth + 1) for choice in choices]
+                return frozenset().union(*each) if all(each) else ANY
+            case {"allOf": list(parts)}:
+                return next((found for within in parts if (found := self(within, depth + 1))), ANY)
         return ANY
-    match schema:
-        case {"type": str(one)}:
-            return frozenset({one})
-        case {"type": list(several)}:
-            return frozenset(each for each in several if isinstance(each, str))
-        case {"const": value}:
-            return frozenset({kind_of(value)})
-        case {"enum": list(values)}:
-            return frozenset(map(kind_of, values))
-        case {"$ref": str(reference)}:
-            if len(known) > _MAX_REFERENCES:
-                return ANY
-            if reference not in known:
-                known[reference] = ANY  # if it leads to itself
-                known[reference] = _kinds(_found(reference, whole), whole, known)
-            return known[reference]
-        case {"anyOf": list(choices)} | {"oneOf": list(choices)}:
-            each = [_kinds(choice, whole, known) for choice in choices]
-            return frozenset().union(*each) if all(each) else ANY
-        case {"allOf": list(parts)}:
-            return next((found for part in parts if (found := _kinds(part, whole, known))), ANY)
-    return ANY
 
 
 def kind_of(value: object) -> str:

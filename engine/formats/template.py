@@ -32,7 +32,7 @@ from engine.formats.prompt_pictures import (
 from engine.formats.template_renderer import Broken, Refused, TemplateRenderer
 from engine.formats.thinking import HARMONY, MUSE, THINK, ThinkMarks, marks_of
 from engine.formats.tokenizer import Tokenizer
-from engine.formats.told_tools import told, written
+from engine.formats.told_tools import joined, told, written
 from engine.formats.tool_forms import shown_form
 from engine.protocol.events import Effort, Message, Picture, ToolCall
 
@@ -70,8 +70,8 @@ class ChatTemplate:
         self._can_think = fallback is CHATML and THINK.open in tokenizer.special_tokens
         self._marks = marks_of(source or "")
         self._channels = channel_marks(tokenizer.special_tokens) if self._marks in (HARMONY, MUSE) else {}
-        opened, closed = re.escape(self._marks.open), re.escape(self._marks.close)
-        self._opens = re.compile(rf"{opened}(?!.*{closed})\s*(<[^<>]+>)*\s*$", re.DOTALL)
+        opened = re.escape(self._marks.open)
+        self._opens = re.compile(rf"{opened}\s*+(?:<[^<>]++>)*+\s*+$")
         signs = ("think>", "enable_thinking", self._marks.open)
         self.thinks = any(sign in source for sign in signs) if source else self._can_think
         self._renderer, self._fallback = TemplateRenderer(source or fallback), TemplateRenderer(fallback)
@@ -168,7 +168,8 @@ class ChatTemplate:
         text = render(bool(pictures) and self._knows_pictures)
         if pictures and self._knows_pictures and len(_around(text, disguise, written)) <= len(pictures):
             text = render(False)  # it leaves pictures out in some places
-        opens_thinking = add_generation_prompt and bool(self._opens.search(text))
+        last = text.rpartition(self._marks.close)[2]
+        opens_thinking = add_generation_prompt and bool(self._opens.search(last))
         runs = _around(text, disguise, written) if pictures else [[*_segments(text, disguise)]]
         if unfinished:
             runs[-1] += _unfinished_reply(unfinished, text, self._marks)
@@ -269,11 +270,14 @@ def _disguise(values: list[Any], edges: Sequence[str]) -> dict[int, str]:
     The template gets the messages translated, and they are translated back only after special tokens were searched.
     So a message can never spell a special token, whatever the template does with its text: cuts, strips, joins,
     changes of case. Nor does a template that searches messages for marks (`'</think>' in content`) find any: only
-    marks that the template writes count.
+    marks that the template writes count. Raises TemplateError if there is no such character.
     """
     used = set(json.dumps(values, ensure_ascii=False))
     free = (chr(code) for code in range(0xF0000, 0x10FFFE) if chr(code) not in used)
-    return {ord(edge): next(free) for edge in edges}
+    disguise = dict(zip(map(ord, edges), free, strict=False))
+    if len(disguise) < len(edges):
+        raise TemplateError("The conversation has all characters for private use.", "Leave them out.")
+    return disguise
 
 
 def _may_go_on(message: Message) -> bool:
@@ -353,15 +357,14 @@ def _unfinished_reply(reply: Message, prompt: str, marks: ThinkMarks) -> Iterabl
 def _simplified(messages: Sequence[Message]) -> list[Message]:
     """The conversation for templates without a system role, that require alternating roles or that refuse replies
     without an answer (they were stopped while the model was thinking)."""
-    joined: list[Message] = []
+    turns: list[list[Message]] = []
     for message in messages:
         if message.role == "assistant" and not message.content and not message.tool_calls:
             continue
         role = "user" if message.role == "system" else message.role
-        if joined and joined[-1].role == role and (role == "user" or _may_go_on(joined[-1])):
-            content = "\n\n".join(filter(None, (joined[-1].content, message.content)))
-            pictures = joined[-1].pictures + message.pictures
-            joined[-1] = msgspec.structs.replace(joined[-1], content=content, pictures=pictures)
+        before = turns[-1][0] if turns else None
+        if before and before.role == role and (role == "user" or _may_go_on(before)):
+            turns[-1].append(message)
         else:
-            joined.append(msgspec.structs.replace(message, role=role))
-    return joined
+            turns.append([msgspec.structs.replace(message, role=role)])
+    return [joined(turn, "\n\n") for turn in turns]

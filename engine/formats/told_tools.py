@@ -60,21 +60,28 @@ def _line(function: dict[str, object]) -> str:
 
 def _as_text(messages: Sequence[Message]) -> Iterator[Message]:
     """Calls stand in the reply, and results in a message of the user; several of them in one."""
-    results: Message | None = None
+    results: list[Message] = []
     for message in messages:
         if message.role == "tool":
-            result = f"<tool_response>\n{message.content}\n</tool_response>"
-            before = results or Message(role="user", content="")
-            content = "\n".join(filter(None, (before.content, result)))
-            results = replace(before, content=content, pictures=before.pictures + message.pictures)
+            text = f"<tool_response>\n{message.content}\n</tool_response>"
+            results.append(Message(role="user", content=text, pictures=message.pictures))
             continue
         if results:
-            yield results
-            results = None
+            yield joined(results, "\n")
+            results = []
         if message.tool_calls:
             calls = (f"{_OPEN}{_in_json(call)}{_CLOSE}" for call in message.tool_calls)
             content = "\n".join(filter(None, (message.content, *calls)))
             message = replace(message, content=content, tool_calls=())
         yield message
     if results:
-        yield results
+        yield joined(results, "\n")
+
+
+def joined(turn: Sequence[Message], between: str) -> Message:
+    """Messages as the first one, with the texts and the pictures of all."""
+    if len(turn) == 1:
+        return turn[0]
+    content = between.join(message.content for message in turn if message.content)
+    pictures = tuple(picture for message in turn for picture in message.pictures)
+    return replace(turn[0], content=content, pictures=pictures)

@@ -5,7 +5,7 @@ import re
 from collections.abc import Mapping
 from typing import Any, Protocol
 
-from engine.formats.json_kinds import ANY, TEXT, kinds, read
+from engine.formats.json_kinds import ANY, TEXT, KindsOf, read
 from engine.formats.thinking import overlap
 from engine.formats.tool_forms import Tags
 
@@ -62,7 +62,10 @@ class TagArguments:
     def __init__(self, tags: Tags, schema: Any) -> None:
         """`schema`: that of the arguments."""
         properties = schema.get("properties") if isinstance(schema, Mapping) else None
-        self._schema, self._properties = schema, properties if isinstance(properties, Mapping) else {}
+        self._kinds_of, self._properties = (
+            KindsOf(schema),
+            properties if isinstance(properties, Mapping) else {},
+        )
         before, after = tags.key
         spaced = r"\s*".join(map(re.escape, after.split()))
         self._before_value = re.compile(f"{re.escape(before)}(.*?){spaced}", re.DOTALL)
@@ -99,7 +102,7 @@ class TagArguments:
             return self._until_end(stripped)
         key = found[1].strip()
         self._key, self._at_start, self._value = key, self._tags.has_breaks, ""
-        self._kinds = kinds(self._properties.get(key), self._schema)
+        self._kinds = self._kinds_of(self._properties.get(key))
         self._is_text = self._kinds == TEXT
         comma = "" if self._is_first else ", "
         self._is_first = False

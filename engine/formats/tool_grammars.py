@@ -9,7 +9,7 @@ from typing import Any
 
 from engine.formats.gemma_grammar import GEMMA_RULES, gemma_call, parameters, separated
 from engine.formats.json_formats import with_strict_formats
-from engine.formats.json_kinds import kinds
+from engine.formats.json_kinds import KindsOf
 from engine.formats.json_leniency import loosened, moved, without_needless
 from engine.formats.tool_calls import functions
 from engine.formats.tool_forms import HARMONY, Tags, ToolForm
@@ -18,7 +18,7 @@ from engine.protocol.events import Grammar
 # Where JSON may have white space: without a bound, a model could go on with it for ever.
 WHITE_SPACE = r" |\n{1,2}[ \t]{0,20}"
 _ANY_TEXT = "/(?s:.*)/"
-MAX_REPEATED = 1 << 20  # characters
+MAX_REPEATED = 1 << 20  # characters, of all tools together
 _CHANNEL_NAMES = '("analysis" | "commentary" | "final")'
 
 
@@ -106,7 +106,7 @@ def _call(form: ToolForm, tools: str) -> Iterator[str]:
         yield f"call: {' | '.join(names)}"
     elif tags := form.tags:
         for name, (tool, schema) in zip(names, known.items(), strict=True):
-            yield from _tagged(tags, name, tool, schema)
+            yield from _tagged(tags, name, tool, schema, MAX_REPEATED // len(known))
         around = ("", "") if tags.ends_call else ("\n", f"\n{form.close}")
         yield f"call: {_literal(around[0])} ({' | '.join(names)}) {_literal(around[1])}"
     elif form.before_name:
@@ -116,7 +116,7 @@ def _call(form: ToolForm, tools: str) -> Iterator[str]:
         yield from GEMMA_RULES
     elif form.in_python:
         for name, (tool, schema) in zip(names, known.items(), strict=True):
-            yield from _in_python(name, tool, schema)
+            yield from _in_python(name, tool, schema, MAX_REPEATED // len(known))
         close = _literal(form.close) + ("?" if form.bare else "")
         yield f'call: "[" python_call (", " python_call)* "]" {close}'
         yield f"python_call: {' | '.join(names)}"
@@ -148,21 +148,21 @@ def _kept_schemas(tools: str) -> dict[str, Any]:
     return {name: kept[name in strict](schema) for name, schema in functions(tools)}
 
 
-def _tagged(tags: Tags, name: str, tool: str, schema: Any) -> Iterator[str]:
+def _tagged(tags: Tags, name: str, tool: str, schema: Any, room: int) -> Iterator[str]:
     """The rule `name` of a call in tags. Its parameters come in the order of the schema."""
-    parts, is_repeatable = list[str](), _is_repeatable(schema)
+    parts, kinds, is_repeatable = list[str](), KindsOf(schema), _is_repeatable(schema, room)
     for i, (key, value, is_required) in enumerate(parameters(schema)):
         rule = f"{name}_{i}"
         parts.append(rule if is_required else f"{rule}?")
         yield f"{rule}: {_literal(key.join(tags.key))} value_{rule}"
-        yield from _value(f"value_{rule}", value, schema, is_repeatable, tags.value_end)
+        yield from _value(f"value_{rule}", value, kinds, is_repeatable, tags.value_end)
     yield f"{name}: {_literal(tool.join(tags.name))} {' '.join(parts)} {_literal(tags.end)}"
 
 
-def _value(name: str, schema: Any, whole: Mapping[str, Any], is_repeatable: bool, end: str) -> Iterator[str]:
+def _value(name: str, schema: Any, kinds: KindsOf, is_repeatable: bool, end: str) -> Iterator[str]:
     """The rule `name` of a value and the `end` of its tag. A text is written as it is."""
     end = _literal(end)
-    allowed = kinds(schema, whole)
+    allowed = kinds(schema)
     may_be_text = not allowed or "string" in allowed
     if may_be_text and isinstance(schema, Mapping) and isinstance(schema.get("enum"), list):
         texts = [one if isinstance(one, str) else json.dumps(one) for one in schema["enum"]]
@@ -171,12 +171,12 @@ def _value(name: str, schema: Any, whole: Mapping[str, Any], is_repeatable: bool
         yield f"{name}[suffix={end}]: {_ANY_TEXT}"
     else:
         yield f"{name}: json_{name} {end}"
-        yield f"json_{name}: {_json(_alone(schema, whole, is_repeatable))}"
+        yield f"json_{name}: {_json(_alone(schema, kinds.whole, is_repeatable))}"
 
 
-def _in_python(name: str, tool: str, schema: Any) -> Iterator[str]:
+def _in_python(name: str, tool: str, schema: Any, room: int) -> Iterator[str]:
     """The rule `name` of a call of a function, whose values are in JSON."""
-    parts, is_repeatable = list[tuple[str, bool]](), _is_repeatable(schema)
+    parts, is_repeatable = list[tuple[str, bool]](), _is_repeatable(schema, room)
     for i, (key, value, is_required) in enumerate(parameters(schema)):
         rule = f"{name}_{i}"
         parts.append((rule, is_required))
@@ -186,15 +186,16 @@ def _in_python(name: str, tool: str, schema: Any) -> Iterator[str]:
     yield f'{name}: {_literal(f"{tool}(")} {name}_all ")"'
 
 
-def _is_repeatable(whole: Any) -> bool:
-    n = len(whole.get("properties") or ()) if isinstance(whole, Mapping) else 0
-    return n == 0 or len(json.dumps(whole)) * n <= MAX_REPEATED
+def _is_repeatable(whole: Any, room: int) -> bool:
+    """Whether each parameter may repeat the `whole`, where there is room for so many characters."""
+    n = sum(1 for _ in parameters(whole))
+    return n == 0 or len(json.dumps(whole)) * n <= room
 
 
 def _alone(schema: Any, whole: Mapping[str, Any], is_repeatable: bool) -> Any:
     """A part of the `whole`, to which its references lead, as a schema of its own; any JSON unless the whole
     `is_repeatable`, as each part repeats it."""
-    if "$ref" not in json.dumps(schema):
+    if not isinstance(schema, Mapping) or "$ref" not in json.dumps(schema):
         return schema
     if not is_repeatable:
         return {}
@@ -203,7 +204,7 @@ def _alone(schema: Any, whole: Mapping[str, Any], is_repeatable: bool) -> Any:
 
 
 def _json(schema: Any) -> str:
-    schema = with_strict_formats(schema)
+    schema = with_strict_formats(schema) if isinstance(schema, Mapping) else {}
     return f"%json {json.dumps(schema | {'x-guidance': {'whitespace_pattern': WHITE_SPACE}})}"
 
 

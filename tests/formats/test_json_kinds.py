@@ -1,8 +1,10 @@
 import json
+from unittest import mock
 
 import pytest
 
-from engine.formats.json_kinds import kinds, read
+from engine.formats import json_kinds
+from engine.formats.json_kinds import KindsOf, read
 from engine.formats.tool_calls import ToolCallParser
 from engine.formats.tool_forms import QWEN_XML
 
@@ -27,16 +29,18 @@ WHOLE = {"$defs": {"point": POINT, "a/b": {"$ref": "#/$defs/point"}, "loop": {"$
     ],
 )
 def test_the_kinds_that_a_schema_allows(schema, allowed):
-    assert kinds(schema, WHOLE) == allowed
+    assert KindsOf(WHOLE)(schema) == allowed
 
 
 def test_references_are_followed_once_each():
     """Ten choices of ten choices, and so on, would take for ever."""
     levels = {f"l{i}": {"anyOf": [{"$ref": f"#/$defs/l{i + 1}"}] * 10} for i in range(40)}
     whole = {"$defs": levels | {"l40": {"type": "integer"}}}
-    assert kinds({"$ref": "#/$defs/l0"}, whole) == {"integer"}
+    kinds = KindsOf(whole)
+    with mock.patch.object(json_kinds, "_found", wraps=json_kinds._found) as found:
+        assert all(kinds({"$ref": "#/$defs/l0"}) == {"integer"} for _ in range(3)) and found.call_count == 41
     chain = {"$defs": {f"l{i}": {"$ref": f"#/$defs/l{i + 1}"} for i in range(2000)}}
-    assert kinds({"$ref": "#/$defs/l0"}, chain) == set()
+    assert KindsOf(chain)({"$ref": "#/$defs/l0"}) == set()
 
 
 @pytest.mark.parametrize(

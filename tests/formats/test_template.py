@@ -171,6 +171,12 @@ def test_marks_in_a_message_are_not_marks_to_the_template(template):
 def test_a_prompt_opens_thinking_only_if_the_template_does(template):
     assert template(ECHO + "<|im_start|>assistant\n<think>\n").encode([user("x")]).opens_thinking
     assert not template("{{ messages[0].content }}").encode([user("<think>")]).opens_thinking
+    assert (
+        not template(ECHO + "<think>{{ messages[0].content }}")
+        .encode([user(f"{' ' * 50_000}!")])
+        .opens_thinking
+    )
+    assert template("<think>a</think>" + ECHO + "<think> <x>\n").encode([user("x")]).opens_thinking
     opens = template(ECHO + "{% if enable_thinking %}<think>\n{% endif %}")
     assert opens.thinks and not opens.encode([user("x")], think=False).opens_thinking
 
@@ -507,6 +513,8 @@ def test_a_private_character_in_tools_is_not_taken_for_a_disguise(template):
     echo = template("{# <tool_call> #}{% for t in tools %}{{ t.function.name }}{% endfor %}" + ECHO)
     tools = '[{"type": "function", "function": {"name": "\\udb80\\udc00<"}}]'
     assert text_of(echo, [user("x")], tools=tools).startswith("\U000f0000<<|im_start|>")
+    with pytest.raises(TemplateError, match="private"):
+        echo.encode([user("".join(map(chr, range(0xF0000, 0x10FFFE))))])
 
 
 def test_tools_that_a_template_cannot_render(template):

@@ -308,8 +308,23 @@ def test_many_parameters_with_references_take_little():
         "properties": {f"p{i}": {"$ref": "#/$defs/x"} for i in range(2000)},
         "$defs": {"x": {"type": "null"}},
     }
-    tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
-    assert len(reply_grammar(QWEN_XML, json.dumps([tool]), None, is_required=True).source) < 1 << 20
+    few = {**parameters, "description": "x" * 9000, "properties": {"a": {"$ref": "#/$defs/x"}}}
+    for tools in [parameters], [few] * 300:
+        named = [
+            {"type": "function", "function": {"name": f"f{i}", "parameters": each}}
+            for i, each in enumerate(tools)
+        ]
+        assert len(reply_grammar(QWEN_XML, json.dumps(named), None, is_required=True).source) < 1 << 20
+
+
+@pytest.mark.parametrize("form", [HERMES, QWEN_XML, GEMMA, LFM])
+def test_parameters_that_are_no_schemas_are_any(form):
+    for parameters in (
+        {"properties": 1},
+        {"properties": {"a": True, "b": "$ref", "c": ["$ref"]}, "required": 2},
+    ):
+        tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
+        assert reply_grammar(form, json.dumps([tool]), None, is_required=True)
 
 
 @pytest.mark.parametrize("keyword", NOT_KEPT)

@@ -62,9 +62,10 @@ def asked(body: TextBody, service: Service) -> Asked:
         raise wrong("echo with logprobs is neither streamed nor has stop texts.", "echo")
     wanted = max(shown or 0, 1) if shown is not None or made > body.answers else 0
     prompts = [_filled_in(prompt, body, service) for prompt in _prompts(body.prompt)]
+    grammar = grammar_of(body)
     requests, echoes = list[Generate](), list[Echo | None]()
     for prompt in prompts:
-        request = generate(body, prompt, service.sampling, body.max_tokens, wanted, grammar_of(body))
+        request = generate(body, prompt, service.sampling, body.max_tokens, wanted, grammar)
         echo = _echo(prompt, service, with_logprobs=shown is not None) if body.echo else None
         if echo and echo.forced:
             limit = request.max_tokens

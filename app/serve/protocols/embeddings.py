@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from app.serve.answer import AnswerEnd
+from app.serve.bodies import MAX_BODY_BYTES
 from app.serve.errors import ApiError, wrong
 from app.serve.protocols.reply import Asked, Json, Reply
 from app.serve.service import Service
@@ -329,6 +330,11 @@ def _check_ranks(service: Service) -> None:
 
 
 def _ranked(pairs: Sequence[tuple[str, str]], service: Service) -> Sequence[TokenIds]:
+    """Raises ApiError: a long query would be made into tokens with each of its documents."""
+    if sum(len(query) + len(document) for query, document in pairs) > MAX_BODY_BYTES:
+        raise ApiError(
+            413, f"The request is longer than {MAX_BODY_BYTES >> 20} MiB, with a query for each document."
+        )
     return [TokenIds(ids=tuple(service.file.rank_prompt(query, document))) for query, document in pairs]
 
 

@@ -6,6 +6,7 @@ Models are loaded by who runs the server: requests that pull, create or delete o
 import hashlib
 import json
 import time
+from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -210,7 +211,9 @@ def _set_options(as_openai: chat.ChatBody | TextBody, body: OllamaBody) -> None:
 def _conversation(messages: Sequence[OllamaMessage]) -> list[ChatMessage]:
     """Calls have ids here, of as many characters as all templates take; results of tools follow in the same order.
     Raises ApiError."""
-    turns, due, n = list[ChatMessage](), list[tuple[str, str]](), 0
+    turns, n = list[ChatMessage](), 0
+    due = dict[int, tuple[str, str]]()  # calls without a result: names and ids
+    order = defaultdict[str, deque[int]](deque)  # in which they came: of each name, and of all ("")
     for i, message in enumerate(messages):
         calls = list[Call]()
         for call in message.tool_calls or ():
@@ -219,13 +222,14 @@ def _conversation(messages: Sequence[OllamaMessage]) -> list[ChatMessage]:
             arguments = given if isinstance(given, str) else json.dumps(given or {}, ensure_ascii=False)
             id = call.id or f"{n:09d}"
             calls.append(Call(CalledFunction(call.function.name, arguments), id=id))
-            due.append((call.function.name, id))
+            due[n] = call.function.name, id
+            for name in {"", call.function.name}:
+                order[name].append(n)
         id, name = message.tool_call_id or "", message.tool_name or message.name or ""
         if message.role == "tool" and not id:
-            found = next((each for each in due if name in ("", each[0])), None)
-            if found:
-                due.remove(found)
-                name, id = found
+            calls_due = order.get(name)
+            while calls_due and not id:
+                name, id = due.pop(calls_due.popleft(), (name, ""))
         turns.append(
             ChatMessage(
                 message.role,

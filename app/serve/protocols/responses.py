@@ -160,6 +160,7 @@ class _Messages:
     def __init__(self) -> None:
         self._messages: list[ChatMessage] = []
         self._turn: ChatMessage | None = None
+        self._thoughts: list[str] = []  # of that turn
 
     def of(self, items: Sequence[dict[str, Any]], known: int) -> list[ChatMessage]:
         """The first `known` items were taken before. Raises ApiError for an item that is wrong; items of kinds that
@@ -169,6 +170,7 @@ class _Messages:
                 self._take(item, f"input[{i - known}]")
             except msgspec.ValidationError as error:
                 raise wrong(f"input[{i - known}]: {error}.", f"input[{i - known}]") from None
+        self._end_turn()
         return self._messages
 
     def _take(self, item: dict[str, Any], param: str) -> None:
@@ -176,8 +178,8 @@ class _Messages:
             case "message":
                 self._message(item, param)
             case "reasoning":
-                turn = self._assistant(begins=True)
-                turn.reasoning_content = (turn.reasoning_content or "") + _thought(item)
+                self._assistant(begins=True)
+                self._thoughts.append(_thought(item))
             case "function_call":
                 call = msgspec.convert(item, CalledFunction)
                 call.name = _named_within(_text_field(item, "namespace"), call.name)
@@ -185,7 +187,7 @@ class _Messages:
             case "custom_tool_call":
                 self._call(Call(custom=msgspec.convert(item, CustomInput), id=_text_field(item, "call_id")))
             case "function_call_output" | "custom_tool_call_output":
-                self._turn = None
+                self._end_turn()
                 content = _output(item.get("output"), param, of_tool=True)
                 self._messages.append(ChatMessage("tool", content, tool_call_id=_text_field(item, "call_id")))
 
@@ -195,19 +197,26 @@ class _Messages:
             turn = self._assistant(begins=bool(self._turn and (self._turn.content or self._turn.tool_calls)))
             turn.content = "".join(part.text or part.refusal or "" for part in content)
             return
-        self._turn = None
+        self._end_turn()
         self._messages.append(ChatMessage(role, content))
 
     def _call(self, call: Call) -> None:
         turn = self._assistant(begins=False)
-        turn.tool_calls = [*(turn.tool_calls or ()), call]
+        turn.tool_calls = turn.tool_calls or []
+        turn.tool_calls.append(call)
 
     def _assistant(self, *, begins: bool) -> ChatMessage:
         """The model's turn that items belong to. `begins`: a new one, if this one has said or called anything."""
         if self._turn is None or (begins and (self._turn.content or self._turn.tool_calls)):
+            self._end_turn()
             self._turn = ChatMessage("assistant", None)
             self._messages.append(self._turn)
         return self._turn
+
+    def _end_turn(self) -> None:
+        if self._turn and self._thoughts:
+            self._turn.reasoning_content = "".join(self._thoughts)
+        self._turn, self._thoughts = None, []
 
 
 def _text_field(item: dict[str, Any], name: str) -> str:

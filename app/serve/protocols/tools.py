@@ -6,7 +6,7 @@ the model as a function with the one parameter `input`.
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -133,7 +133,7 @@ def chosen_tools(raw: list[dict[str, Any]] | None, choice: Choice, form: ToolFor
         if not re.fullmatch(r"[\w.-]{1,128}", name) or name in functions:
             raise wrong("Tools need different names of letters, digits, _, - and dots.", "tools")
         functions[name] = shown
-    names, is_required = _chosen(choice, [*functions])
+    names, is_required = _chosen(choice, functions)
     if is_required and not names:
         raise wrong("There is no tool that could be called.", "tool_choice")
     if not names:
@@ -164,18 +164,18 @@ def nested(tool: dict[str, Any]) -> dict[str, Any]:
     return {"type": kind, kind: fields}
 
 
-def _chosen(choice: Choice, names: Sequence[str]) -> tuple[Sequence[str], bool]:
-    """The tools that may be called, and whether one has to be. Raises ApiError."""
+def _chosen(choice: Choice, names: Collection[str]) -> tuple[Collection[str], bool]:
+    """The tools that may be called, each once, and whether one has to be. Raises ApiError."""
     if not isinstance(choice, ToolChoice):
         return names, choice in ("required", "any")
     if choice.allowed_tools:
         tools = [tool.function or tool.custom for tool in choice.allowed_tools.tools]
-        wanted = [tool.name for tool in tools if tool]
+        wanted = dict.fromkeys(tool.name for tool in tools if tool)
         is_required = choice.allowed_tools.mode == "required"
     else:
         one = choice.function or choice.custom
         name = one.name if one else choice.name
-        wanted, is_required = [name] if name else [], True
+        wanted, is_required = dict.fromkeys([name] if name else []), True
     if missing := [name for name in wanted if name not in names]:
         raise wrong(f"There is no tool {missing[0]!r}.", "tool_choice")
     if not wanted:

@@ -24,8 +24,10 @@ async def test_tokenize_and_back(served, model_file):
 
 
 async def test_several_prompts(served):
-    client, _ = served(FakeEngine(reply("one"), reply("two")), parallel=2)
-    body = (await client.post(TEXT, json={"prompt": ["a", [1, 2]]})).json()
+    """A grammar is made once for all of them."""
+    client, _ = served(engine := FakeEngine(reply("one"), reply("two")), parallel=2)
+    body = (await client.post(TEXT, json={"prompt": ["a", [1, 2]], "regex": "one|two"})).json()
+    assert engine.requests[0].grammar is engine.requests[1].grammar
     assert [(c["index"], c["text"]) for c in body["choices"]] == [(0, "one"), (1, "two")]
     assert body["usage"]["prompt_tokens"] == 2 * 96
 

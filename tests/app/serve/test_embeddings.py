@@ -143,6 +143,8 @@ async def test_scores(served, made_for):
     assert [one["score"] for one in body["data"]] == [pytest.approx(0.2), pytest.approx(0.9)]
     refused = await client.post("/v1/score", json={"text_1": ["a", "b"], "text_2": ["b", "c", "d"]})
     assert refused.status_code == 400 and refused.json()["error"]["param"] == "text_1"
+    long = {"text_1": "a" * (1 << 14), "text_2": ["b"] * 2000}  # 32 MiB with a query for each
+    assert (await client.post("/score", json=long)).status_code == 413
 
 
 async def test_a_client_that_goes_frees_its_places(served, made_for):

@@ -69,6 +69,12 @@ async def test_a_conversation_with_tools(served):
     assert json.loads(turn.tool_calls[0].arguments) == {"city": "Rome"} and {tool.name for tool in tools} == {
         "get_weather"
     }
+    said["tool_calls"] = [call, {"function": {"name": "time"}}]
+    results = [{"role": "tool", "tool_name": name, "content": name} for name in ("time", "other", "")]
+    await client.post("/api/chat", json={"messages": [*ASKED["messages"], said, *results]})
+    _, turn, *tools = engine.requests[1].prompt.messages
+    first, second = (call.id for call in turn.tool_calls)
+    assert [tool.tool_call_id for tool in tools] == [second, "", first]
 
 
 async def test_a_text(served, model_file):

@@ -506,7 +506,7 @@ async def test_what_agents_send(served):
     assert "web_search" in service.handled[0].note
     *_, call, _ = await events(client, CHAT, asked)
     assert call["choices"][0]["delta"]["tool_calls"][0]["custom"]["input"] == "x"
-    some = {"tools": [{"type": "custom", "custom": {"name": "patch"}}], "mode": "required"}
+    some = {"tools": [{"type": "custom", "custom": {"name": "patch"}}] * 2, "mode": "required"}
     await client.post(CHAT, json={**asked, "tool_choice": {"type": "allowed_tools", "allowed_tools": some}})
     assert (
         len(json.loads(engine.requests[2].prompt.tools)) == 1 and "patch" in engine.requests[2].grammar.source
