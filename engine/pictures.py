@@ -26,7 +26,7 @@ class Grid:
 
     @classmethod
     def of(cls, spec: VisionSpec, width: int, height: int) -> Grid:
-        """That of a picture of `width` x `height` pixels."""
+        """The grid of a picture of `width` x `height` pixels."""
         across, down = spec.size(width, height)
         side = spec.patch * spec.merge
         return cls(down // side, across // side)
@@ -105,7 +105,7 @@ def arranged(spec: VisionSpec, rgb: NDArray[np.uint8]) -> NDArray[np.uint8]:
 
 
 def places_of(spec: VisionSpec, grid: Grid, n: int) -> Places:
-    """Those of a picture of `grid`, for an encoder whose table of positions has `n` rows. See `Positions`."""
+    """The places of a picture of `grid`, for an encoder whose table of positions has `n` rows. See `Positions`."""
     m = spec.merge
     down, across = grid.rows * m, grid.columns * m
     ys, xs = (_in_order(of, grid.rows, grid.columns, m) for of in np.mgrid[:down, :across])

@@ -300,7 +300,7 @@ class Benchmark:
         return (*self._depths[case.n_depth], *self._ids(case.n_prompt))
 
     def results(self) -> list[Result]:
-        """One for each case and engine that was repeated at least once."""
+        """A result for each case and engine that was repeated at least once."""
         return [
             self._result(engine, engine.ready, case, repetitions)
             for case in self.cases

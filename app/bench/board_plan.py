@@ -14,7 +14,8 @@ _DATA = Path(__file__).with_name("board.toml")
 
 
 class BoardModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One that is `at_hand` is only measured if it is on this machine, with the first setup of each backend."""
+    """A model to measure. One that is `at_hand` is measured only if it is on this machine, with the first setup of each
+    backend."""
 
     name: str
     title: str

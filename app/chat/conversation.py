@@ -327,5 +327,5 @@ class Conversation:
 
 
 def _state(turn: Turn) -> _State:
-    """What the history has of a turn."""
+    """A turn as the history stores it."""
     return turn.written, turn.finished, turn.calls

@@ -189,7 +189,7 @@ def _stamp(state: os.stat_result) -> str:
 
 
 def changed(attachments: Sequence[Attachment]) -> list[Attachment]:
-    """Those whose files have changed since they were read. A file that is gone has not."""
+    """The attachments whose files have changed since they were read. A file that is gone has not."""
     stamps = ((attachment, stamp(Path(attachment.path))) for attachment in attachments)
     return [attachment for attachment, now in stamps if now not in ("", attachment.stamp)]
 

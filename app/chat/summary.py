@@ -1,4 +1,4 @@
-"""What of a chat a model summarizes: as much as its context holds, the newest part."""
+"""The part of a chat that a model summarizes: the newest messages, as many as its context holds."""
 
 from __future__ import annotations
 

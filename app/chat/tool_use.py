@@ -108,7 +108,7 @@ class ToolUse:
             self._view.notice(problem, warning=True)
 
     async def without_calls(self, events: AsyncIterator[Event]) -> AsyncIterator[Event]:
-        """The events of a reply. What of its text is a call becomes one of `calls`."""
+        """The events of a reply. Each call in its text becomes one of `calls`."""
         async for event in events:
             parser = self._parser
             if parser and isinstance(event, Token) and not isinstance(event, Thinking):

@@ -22,7 +22,7 @@ class ExpertWindow:
         self._count(event, 1)
 
     def use(self, now_s: float) -> ExpertUse:
-        """Those of the last minute. The same object as before if nothing has changed."""
+        """The experts that were chosen in the last minute. The same object as before if nothing has changed."""
         while self._events and self._events[0][0] < now_s - WINDOW_S:
             self._count(self._events.popleft()[1], -1)
         return self._use

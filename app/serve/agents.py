@@ -84,7 +84,7 @@ def _json_agent(
     file: str,
     value: Callable[[Endpoint], Mapping[str, Any]],
 ) -> Agent:
-    """One whose file is a JSON object."""
+    """An agent whose file is a JSON object."""
 
     def merged(old: str, endpoint: Endpoint) -> str:
         try:
@@ -115,7 +115,7 @@ def _appended_agent(
     lines: Callable[[Endpoint], str],
     mark: str,
 ) -> Agent:
-    """One whose file gets a part at its end. `mark` begins that part: a file that has it is left alone."""
+    """An agent whose file gets a part at its end. `mark` begins that part: a file that has it is left alone."""
 
     def merged(old: str, endpoint: Endpoint) -> str:
         if any(line.strip() == mark for line in old.splitlines()):

@@ -23,7 +23,7 @@ class Connection(H11Protocol):
     nothing comes."""
 
     _silent: ClassVar[dict["Connection", None]] = {}
-    """Those whose clients have to send something, in the order in which they began to wait."""
+    """The connections whose clients have to send something, in the order in which they began to wait."""
     _due: asyncio.TimerHandle | None = None
     _awaited: object = None  # the client's state when the time began
 

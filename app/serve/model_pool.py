@@ -48,7 +48,7 @@ class ModelPool:
 
     @property
     def known(self) -> Sequence[Service]:
-        """Those whose files have been read."""
+        """The services whose files have been read."""
         return [*self._services.values()]
 
     def is_loaded(self, name: str) -> bool:

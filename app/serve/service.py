@@ -233,7 +233,7 @@ class Exchange:
     _started: float = field(default_factory=time.perf_counter)
     answers: int = 1
     is_streamed: bool = False
-    note: str = ""  # what of the request is not done
+    note: str = ""  # which part of the request is ignored
     one_by_one: bool = False  # see `Asked`
     on_closed: Callable[[int], object] = lambda tokens: None  # hears how many there were
     finished: list[Finished] = field(default_factory=list)

@@ -207,7 +207,7 @@ class _BoundedStream(httpx2.AsyncByteStream):
 
 
 async def _tools(client: Client, invalid: Sequence[str]) -> tuple[tuple[ListedTool, ...], str]:
-    """The tools of a server, and what of them is left out. `invalid` grows while they are listed."""
+    """The tools of a server, and which ones are left out. `invalid` grows while they are listed."""
     tools: list[ListedTool] = []
     long: list[str] = []
     cursor: str | None = None

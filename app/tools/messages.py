@@ -68,7 +68,7 @@ class Cancel(_Line, frozen=True, kw_only=True):
 
 
 class Listed(_Line, frozen=True, kw_only=True):
-    """A server runs and has these tools. `note` says what of them is left out."""
+    """A server runs and has these tools. `note` says which ones are left out."""
 
     server: str
     tools: tuple[ListedTool, ...]
@@ -76,7 +76,7 @@ class Listed(_Line, frozen=True, kw_only=True):
 
 
 class Down(_Line, frozen=True, kw_only=True):
-    """A server does not run, or no longer. `problem` goes on after its name: "ended: exit status 1"."""
+    """A server did not start, or has ended. `problem` goes on after its name: "ended: exit status 1"."""
 
     server: str
     problem: str

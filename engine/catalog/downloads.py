@@ -60,7 +60,7 @@ class RemoteModel:
     commit: str
     files: tuple[RemoteFile, ...]
     digests: frozenset[str]
-    """Those of all files of the repository."""
+    """The digests of all files of the repository."""
 
     @property
     def size_bytes(self) -> int:

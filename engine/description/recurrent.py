@@ -17,7 +17,7 @@ class Recurrent(Operator):
     @property
     @abstractmethod
     def state_shapes(self) -> tuple[tuple[int, ...], ...]:
-        """Those of the parts of a sequence's state."""
+        """The shapes of the parts of a sequence's state."""
 
     @property
     def state_bytes(self) -> int:

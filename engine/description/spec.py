@@ -181,7 +181,7 @@ class ModelSpec:
     stream_eps: float
     softcap: float = 0.0
     post_eps: float = 0.0
-    """That of post norms, `eps` if it is 0."""
+    """The epsilon of post norms, `eps` if it is 0."""
     temperature: Temperature | None = None
     layer_embeddings: LayerEmbeddings | None = None
     centred: bool = False
@@ -213,7 +213,7 @@ class ModelSpec:
 
     @property
     def not_run(self) -> str:
-        """What of the file is left out, in words; "" if nothing is."""
+        """Which parts of the file are left out, in words; "" if none are."""
         drafts = "a draft layer" if self.draft_layers == 1 else f"{self.draft_layers} draft layers"
         left_out = self.draft_layers and not self.draft_head
         parts = [f"{drafts} (multi-token prediction)"] if left_out else []

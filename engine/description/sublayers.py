@@ -368,7 +368,7 @@ class Experts(Operator):
 
     @property
     def matrices(self) -> list[Weight]:
-        """Those of the experts."""
+        """The matrices of the experts."""
         return [*(weight for weight, _ in self.firsts), self.down]
 
     @property

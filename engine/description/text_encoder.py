@@ -15,7 +15,7 @@ from engine.formats.pooling import pooling_of
 
 EMBEDDING_NORM = "token_embd_norm"
 _PROJECTIONS = ("dense_2", "dense_3"), ("dense.0", "dense.1")
-"""Those of EmbeddingGemma, in files of llama.cpp and of Ollama."""
+"""The projections of EmbeddingGemma, in files of llama.cpp and of Ollama."""
 
 
 def last_norm(layers: int) -> str:

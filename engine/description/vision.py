@@ -171,7 +171,7 @@ class VisionSpec:
 
     @property
     def projector_steps(self) -> tuple[ProjectorStep, ...]:
-        """Those of all projectors."""
+        """The steps of all projectors."""
         return tuple(step for projector in self.projectors for step in projector.steps)
 
     def projectors_after(self, sublayers: int) -> list[Projector]:

@@ -376,7 +376,7 @@ class _Reader(CheckedFile):
         return out, steps
 
     def later_projectors(self, layers: int, out: int) -> Iterator[Projector]:
-        """Those of some layers, whose results the model adds later (deepstack of Qwen3-VL)."""
+        """The projectors of some layers, whose results the model adds later (deepstack of Qwen3-VL)."""
         joined = self.merge**2 * self.dim
         for i in range(layers):
             if self.has(f"{(prefix := f'v.deepstack.{i}')}.fc1.weight"):

@@ -82,7 +82,7 @@ def memory_bytes() -> int:
 
 
 def compute_capability() -> tuple[int, int]:
-    """That of the first GPU, as (8, 7); (0, 0) if there is none."""
+    """The compute capability of the first GPU, as (8, 7); (0, 0) if there is no GPU."""
     cuda, device, part = library(), ctypes.c_int(), ctypes.c_int()
     if cuda is None or _initialized(cuda) or cuda.cuDeviceGet(ctypes.byref(device), 0):
         return 0, 0

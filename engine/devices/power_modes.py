@@ -28,7 +28,7 @@ class PowerMode:
 
 
 def power_modes(root: Path = Path("/")) -> list[PowerMode]:
-    """Those of /etc/nvpmodel.conf; [] on a machine without."""
+    """The power modes in /etc/nvpmodel.conf; [] on a machine without this file."""
     found = re.findall(r"<\s*POWER_MODEL\s+ID=(\d+)\s+NAME=(\S+)\s*>", read_text(root / _CONF))
     return [PowerMode(int(number), name) for number, name in found]
 

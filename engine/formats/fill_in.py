@@ -35,7 +35,7 @@ class FillIn(NamedTuple):
 
     @classmethod
     def of(cls, file: GGUF, tokenizer: Tokenizer) -> "FillIn | None":
-        """Those that the metadata of a model file name, else those whose names tell; None if there are none."""
+        """The tokens that the metadata of a model file name, else those with a usual name; None if there are none."""
         known = tokenizer.special_tokens
 
         def told(name: str, names: Sequence[str] = ()) -> int | None:

@@ -56,7 +56,7 @@ GGML_TYPES: dict[int, GGMLType] = {
     41: GGMLType("Q1_0", 128, 18),
     42: GGMLType("Q2_0", 64, 18),
 }
-# As `engine.formats.widening` makes them of those of files. A file cannot have them: their numbers are ours.
+# `engine.formats.widening` makes these of the types of files. A file cannot have them: their numbers are ours.
 OF_MEMORY: dict[int, GGMLType] = {
     1001: GGMLType("wide_IQ1", 256, 146),
     1002: GGMLType("wide_IQ2", 256, 146),
@@ -65,4 +65,4 @@ OF_MEMORY: dict[int, GGMLType] = {
     1005: GGMLType("wide_NVFP4", 64, 38),
 }
 TYPES = GGML_TYPES | OF_MEMORY
-"""Those that a matrix can have once it is read."""
+"""The types that a matrix can have once it is read."""

@@ -163,7 +163,7 @@ class Tokenizer(Vocabulary):
 
     @cached_property
     def _most_in_a_token(self) -> NDArray[Any]:
-        """The most that a token has of each of `_amounts`."""
+        """The largest amount in a token, for each of `_amounts`."""
         texts = [text for text in self.tokens if text]
         starts = np.cumsum([0, *map(len, texts)])[:-1]
         space = "\N{LATIN CAPITAL LETTER G WITH DOT ABOVE}" if self.writes_spaces else SPACE

@@ -28,7 +28,7 @@ class NoCounters:
 
 
 def device_counters(root: Path = Path("/"), nvml_module: str = "pynvml") -> Source:
-    """Those of the GPU, with clocks, power and what throttles them; on a Jetson the whole board's."""
+    """The counters of the GPU: clocks, power and what throttles it; on a Jetson those of the whole board."""
     if is_jetson(root):
         return JetsonCounters(root)
     return NvmlCounters(nvml_module) if (root / "dev/nvidiactl").exists() else NoCounters()

@@ -110,7 +110,7 @@ class PowerMeter:
 
 
 def merged(samples: Sequence[Samples]) -> Samples:
-    """Those of several measurements as one."""
+    """The samples of several measurements as those of one."""
     return Samples([reading for each in samples for reading in each.readings])
 
 

@@ -36,7 +36,7 @@ def all_times(root: Path) -> dict[int, ProcessTimes]:
 
 
 def family_of(process_id: int, times: Mapping[int, ProcessTimes]) -> dict[int, ProcessTimes]:
-    """Those of a process and of all its descendants."""
+    """The times of a process and of all its descendants."""
     children: dict[int, list[int]] = {}
     for pid, process in times.items():
         children.setdefault(process.parent, []).append(pid)

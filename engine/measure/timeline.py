@@ -62,4 +62,4 @@ def _process_start_s() -> float:
 
 
 timeline = Timeline()
-"""That of this process."""
+"""The timeline of this process."""

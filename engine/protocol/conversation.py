@@ -63,7 +63,7 @@ class Chat(Record, frozen=True, kw_only=True):
 
     @property
     def pictures(self) -> tuple[Picture, ...]:
-        """Those of all messages."""
+        """The pictures of all messages."""
         return tuple(picture for message in self.messages for picture in message.pictures)
 
 

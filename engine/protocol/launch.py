@@ -35,7 +35,7 @@ def launch() -> None:
     path = log_path(ENGINE_LOG)
     environment, log_start = module_environment(), log_bytes(path)
     client_end, worker_end = socket.socketpair()
-    # What fails here fails again when the engine is needed, and is told then.
+    # What fails here fails again when the engine is needed, and is reported then.
     with suppress(OSError), worker_end, open_log(path) as log:
         child = start_child(WORKER, environment, worker_end, log)
         _launched.append(Launched(WORKER, environment, child, client_end, log_start))

@@ -191,7 +191,7 @@ class Checkpoints:
         return new
 
     def _find(self, text: bytes) -> _Checkpoint | None:
-        """That of the longest beginning of a text."""
+        """The checkpoint of the longest beginning of a text."""
         return max((c for c in self._kept if text.startswith(c.text)), key=lambda c: c.length, default=None)
 
     def _give_up(self, checkpoint: _Checkpoint) -> None:

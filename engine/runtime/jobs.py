@@ -134,7 +134,7 @@ class Job:
 
 
 def going_on(replies: Sequence[tuple[int, Job]], blocks: KVBlocks) -> list[tuple[int, Job]]:
-    """Those of these replies, with their sequences, that the next step has too, as far as is known. Makes room for it.
+    """The replies that the next step has too, as far as is known, with their sequences. Makes room for it.
     [] if it may not be launched ahead: the host needs logits of this one, or there is no room."""
     going = [(sequence, job) for sequence, job in replies if job.answer.left > 1]
     needs_logits = any(job.needs_logits for _, job in replies)

@@ -1,4 +1,4 @@
-"""What of a prompt is in the KV cache already, and where its pieces end, so that much of it can be found later. With
+"""How much of a prompt is in the KV cache, and where its pieces end, so that much of it can be found later. With
 recurrent states, both follow from their checkpoints."""
 
 from __future__ import annotations

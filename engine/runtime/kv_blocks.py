@@ -133,7 +133,7 @@ class KVBlocks:
         ]
 
     def counts(self) -> tuple[BlockCounts, ...]:
-        """Those of each group."""
+        """The counts of each group."""
         return tuple(
             BlockCounts(free=len(free), held=group.blocks - len(free) - len(unheld), cached=len(unheld))
             for group, free, unheld in zip(self._groups, self._free, self._unheld, strict=True)

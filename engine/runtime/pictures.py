@@ -74,8 +74,8 @@ class Encoding:
 
 
 class Pictures:
-    """Those of one prompt. `encodings`: what is known of each, once it is needed. `reported`: those of which users know
-    that nothing is left to be computed. `ends`: the places after their last tokens. `took_s`: to encode them."""
+    """The pictures of one prompt. `encodings`: what is known of each, once it is needed. `reported`: those that were
+    reported as done. `ends`: the places after their last tokens. `took_s`: to encode them."""
 
     def __init__(self, placed: Sequence[PlacedPicture], whole: int = 0) -> None:
         """`whole`: the most tokens of a piece, if it has to have whole pictures; else 0."""
@@ -99,8 +99,8 @@ class Pictures:
         return end
 
     def embeddings(self, first: int, n: int) -> Floats | None:
-        """Those of the tokens from `first` on, float32 (n, dim), zeros where there is none; None if there is none at
-        all. All pictures among them are encoded."""
+        """The embeddings of the tokens from `first` on, float32 (n, dim), zeros where there is none; None if there is
+        none at all. All pictures among them are encoded."""
         out: Floats | None = None
         for i in self.within(first, first + n):
             encoding = self.encodings[i]

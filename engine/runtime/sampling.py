@@ -17,7 +17,7 @@ from engine.protocol.events import Sampling, TopToken
 
 Logits = NDArray[np.float32]
 LogProbabilities = tuple[float, tuple[TopToken, ...]]
-"""That of a token that was chosen, and the most probable tokens, highest first."""
+"""The log-probability of the token that was chosen, and the most probable tokens, highest first."""
 _BLOCK = 128  # logits
 
 

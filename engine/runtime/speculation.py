@@ -90,7 +90,7 @@ class Speculation:
         self._idle, self._probe_after, self._hopes = 0, _PROBE_EVERY, False
 
     def guesser(self, request: Generate) -> Guesser | None:
-        """That of a new reply; None if its next tokens are not guessed."""
+        """What guesses for a new reply; None if its next tokens are not guessed."""
         return Guesser() if self._check_rows and request.guesses else None
 
     def begin(self, replies: Sequence[tuple[int, Job]], blocks: KVBlocks) -> tuple[Check, bool]:
@@ -142,7 +142,7 @@ class Speculation:
             self.saw(sequence, job, len(job.answer.tokens) - 1, _NO_STREAMS if streams is None else streams)
 
     def saw(self, sequence: int, job: Job, position: int, streams: NDArray[np.float32]) -> None:
-        """That of tokens from `position` on (`HeadDrafter.saw`)."""
+        """Takes the residual stream of the tokens from `position` on (`HeadDrafter.saw`)."""
         if self._drafter:
             self._drafter.saw(sequence, job.answer.tokens, position, streams)
 
@@ -234,7 +234,7 @@ class Speculation:
         return _time_of(self.times.seconds(width, checks=True), plain_s * _UNMEASURED, hopes)
 
     def _guesses(self, replies: Sequence[Job]) -> list[_Found]:
-        """Those of the replies that have any."""
+        """The guesses of the replies that have any."""
         room = self._check_rows[-1] - len(replies) if self._check_rows and self._looks_up else 0
         found = []
         for place, job in enumerate(replies if room > 0 else ()):

@@ -159,7 +159,7 @@ def _plain(name: str) -> str:
 def _kernels(
     folder: Path, how: tuple[str, int, str, bool], name: str, model: str | Callable[[Path], None]
 ) -> list[KernelText]:
-    """Those of a model file, or of a model that is written for it."""
+    """The kernels of a model file, or of a model that is written for it."""
     if isinstance(model, str):
         return alone(kernels_of, model, *how)
     path = folder / f"{name}.gguf".replace(":", "-")

@@ -83,7 +83,7 @@ def type_in(mix: str, tensor: str, layers: int) -> str:
 
 
 def weights(_: np.random.Generator, rows: int, cols: int, kind: str, std: float) -> Any:
-    """Random weights of a type, as a file holds them. `std`: not heeded, each row has a norm of about 1."""
+    """Random weights of a type, as a file holds them. `std` is ignored: each row has a norm of about 1."""
     data = unique_rows(cols, kind)
     return np.resize(data, (rows, data.shape[1]))
 

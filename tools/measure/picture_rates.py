@@ -77,7 +77,7 @@ def ours(path: str, mmproj: str, backend: str, chip: str, context: int, side: in
 def of_llama(
     program: str, path: str, mmproj: str, on_cpu: bool, context: int, side: int, repetitions: int
 ) -> Times:
-    """Those of llama-server."""
+    """The times of llama-server."""
     with socket.socket() as probe, tempfile.NamedTemporaryFile("r", suffix=".log") as log:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]

@@ -64,7 +64,7 @@ class Matrix:
         self.planes = [_random(n, dtype) for n, dtype in layout.shapes(shape.rows, shape.cols)]
 
     def tiles(self, tokens: int) -> AnyTiles:
-        """Those of a model."""
+        """The tiles that a model would have."""
         from engine.targets.nvidia.kernels.device import chip
         from engine.targets.nvidia.kernels.products.prompt_products import prompt_order, prompt_tiles
         from engine.targets.nvidia.kernels.products.small_batch import small_batch_tiles

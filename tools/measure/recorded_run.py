@@ -83,7 +83,7 @@ class Recording(DrivenChat):
         self.picture(f"{preset}-measured")
 
     async def go_over(self, preset: str) -> None:
-        """By the list of presets; a prompt that is sent meanwhile is answered by the engine of before."""
+        """By the list of presets; the old engine answers a prompt that is sent meanwhile."""
         app = self.app
         assert app.setup is not None
         listings = list(preset_files())

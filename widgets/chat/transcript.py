@@ -197,7 +197,7 @@ class Transcript(ScrollView, can_focus=False):
         self._settle()
 
     def tint(self, is_tinted: bool) -> None:
-        """Tints what was guessed of replies, or no longer."""
+        """Tints the guessed tokens of replies, or stops to."""
         self.is_tinted = is_tinted
         for lines in self._turns:
             lines.is_tinted = is_tinted

@@ -12,7 +12,7 @@ from widgets.text import counted, one_line
 @dataclass(frozen=True)
 class Handled:
     """A request for a completion that has ended, at `time` of the clock on the wall. `finished` is None if there was no
-    answer, or no end of it; `problem` says why. `note`: what of the request was not done.
+    answer, or no end of it; `problem` says why. `note`: which part of the request was ignored.
     `model`: the one that answered, of several. It holds nothing of what was
     asked and said."""
 

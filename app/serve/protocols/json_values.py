@@ -107,5 +107,5 @@ def check_texts(texts: Iterable[Any], param: str) -> None:
 
 
 def _texts(part: dict[str, Any] | list[Any]) -> Iterable[Any]:
-    """What of a part of a schema an answer keeps to, but not what only describes it."""
+    """The values in a part of a schema that bind an answer, without those that only describe it."""
     return (*part, part.get("const"), part.get("pattern")) if isinstance(part, dict) else part

@@ -8,7 +8,7 @@ from engine.protocol.events import Token
 
 
 def reported(tokens: Iterable[Token], tokenizer: Tokenizer) -> list[Token]:
-    """Those that have a log-probability, without the token that ends the answer."""
+    """The tokens that have a log-probability, without the token that ends the answer."""
     return [t for t in tokens if t.logprob is not None and t.id not in tokenizer.eos_ids]
 
 

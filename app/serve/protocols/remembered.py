@@ -54,7 +54,9 @@ class Conversations:
         """Raises ApiError if it is not remembered, or another's."""
         data = self._responses.get(id, owner)
         if data is None:
-            message = "The server does not know this response, or no longer: send the whole conversation."
+            message = (
+                "The server does not know this response, or has forgotten it: send the whole conversation."
+            )
             raise ApiError(404, message, param="previous_response_id", code="previous_response_not_found")
         return Remembered(owner, *msgspec.json.decode(data))
 
@@ -63,7 +65,9 @@ class Conversations:
         data = self._items.get(id, owner)
         if data is None:
             raise ApiError(
-                404, f"The server does not know the item {id[:80]!r}, or no longer: send it.", param=param
+                404,
+                f"The server does not know the item {id[:80]!r}, or has forgotten it: send it.",
+                param=param,
             )
         item: dict[str, Any] = msgspec.json.decode(data)
         return item

@@ -60,7 +60,7 @@ class Reply:
 class Asked:
     """A request for answers. `requests` are those to the engine, whose text ends at one of `stops`, before one of the
     tokens `stop_ids`, or where its lines say so (`lines` is called for each answer). `asker`: for whom the client asks,
-    by its word. `note`: what of the request is not done. `one_call`: an answer calls one tool. `one_by_one`: the
+    by its word. `note`: which part of the request is ignored. `one_call`: an answer calls one tool. `one_by_one`: the
     requests are worked at a few at a time, as those of one client, and have no prompt in common."""
 
     requests: Sequence[Generate]

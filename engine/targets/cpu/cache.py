@@ -28,7 +28,7 @@ class CPUCache:
     ) -> None:
         assert BLOCK % lanes == 0
         self.entries = ceil((context + max_chunk) / BLOCK)
-        """Those of a sequence in the tables."""
+        """The entries of a sequence in the tables."""
         self.positions = self.entries * BLOCK
         """The positions that a step may compute, those that fill its last tile included."""
         self._windows = sorted({self.window(part.window) for part in spec.attention})

@@ -169,7 +169,7 @@ class Parameters:
         ]
 
     def replaced(self, sublayer: PatchSublayer, own: Sequence[Tensor]) -> Parameters:
-        """Those of a sublayer, with tensors in place of what `of` gives."""
+        """The parameters of a sublayer, with `own` tensors in place of what `of` gives."""
         left, (weights, vectors) = iter(own), _weights_of(sublayer)
         matrices = {}
         for weight in weights:

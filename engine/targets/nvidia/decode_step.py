@@ -155,8 +155,8 @@ class DecodeStep(Step):
         return made
 
     def division(self, product: Product, norm: Norm, beside: Product) -> Division | None:
-        """That of the vector of a product of the stream after a norm, if it comes in digits, and the kernel of another
-        product can make them: beside several rows of floats of a thread, registers spill."""
+        """How the vector of a product is divided: that of the stream after a norm, if it comes in digits, and the
+        kernel of another product can make them: beside several rows of floats of a thread, registers spill."""
         if not product.stack.digits or beside.schedule.rows > 1:
             return None
         (matrix,), (vector,) = product.matrices, inputs_of(norm, product)

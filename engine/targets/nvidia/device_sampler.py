@@ -105,7 +105,7 @@ class DeviceSampler:
         self._words.write(sequence * n, mask)
 
     def choice(self, sequences: Iterable[int]) -> Choice:
-        """That of a step in which these are drawn."""
+        """The choice of a step that draws the tokens of these sequences."""
         drawn = set(sequences)
         return Choice(bool(drawn), *(bool(drawn & s) for s in (self._changing, self._masking, self._telling)))
 

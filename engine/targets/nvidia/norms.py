@@ -42,5 +42,5 @@ def inputs_of(norm: Norm, *products: Product) -> list[Input]:
 
 @functools.cache
 def no_norm(n: int) -> Norm:
-    """That of a stream of n elements that is not normed."""
+    """Stands for a norm where a stream of n elements is not normed."""
     return Norm(np.ones(n, np.float32), is_normed=False)

@@ -24,7 +24,7 @@ from engine.targets.nvidia.kernels.token_slots import TokenSlots
 from engine.targets.nvidia.mixed import MixedKernels
 
 Rows = dict[int, Slot]
-"""Those of a step, by the places that they have on the device."""
+"""The slots of a step, by their rows on the device."""
 Follow = Callable[[], tuple[Rows, int] | None]
 """Called when a step is launched. The rows of the step after it (`RowSteps.following`), and its size, 0 without pieces
 of prompts; None if it is not to be launched yet."""
@@ -127,7 +127,7 @@ class RowSteps:
         return [*tokens.values()]
 
     def logits(self, rows: Sequence[int] | None = None) -> Logits:
-        """Those of these rows of the last step, or of all, float32 (rows, vocab), unless one is ahead."""
+        """The logits of these rows of the last step, or of all, float32 (rows, vocab), unless one is ahead."""
         count, last = self._last
         places = [place for place, _ in last]
         return read_rows(
@@ -167,7 +167,7 @@ class RowSteps:
     def kernels(
         self, count: int, limit: int, choice: Choice | None = _BEST, size: int = 0, checks: bool = False
     ) -> KernelSequence:
-        """Those of a step that `launch` launches."""
+        """The kernels of a step that `launch` launches."""
         ending = Ending(self._slots(count).tensor, self._sampler, choice)
         if count == 1:
             return self._one.step(limit, ending)
@@ -176,7 +176,7 @@ class RowSteps:
         return self._batch.rows_step(count, limit, ending, checks)
 
     def choice_kernels(self, count: int, choice: Choice) -> KernelSequence:
-        """Those that choose the tokens of a step of `count` rows."""
+        """The kernels that choose the tokens of a step of `count` rows."""
         sequence, out = KernelSequence(), self._slots(count).tensor
         if count > 1:
             return self._batch.choice(count, Ending(out, self._sampler, choice))
@@ -196,7 +196,7 @@ class RowSteps:
         return (self._one if count == 1 else self._batch).context_limits
 
     def limit(self, count: int, position: int) -> int:
-        """That of a step up to `position`."""
+        """The limit of a step up to `position`."""
         return next(limit for limit in self.limits(count) if position < limit)
 
     # ---- host and device ----
@@ -256,7 +256,7 @@ class RowSteps:
         return {place: box.take(slot) for place, slot in slots.items()}
 
     def _logits(self, count: int) -> Tensor:
-        """Those of a step of `count` rows."""
+        """The logits of a step of `count` rows."""
         return self._one.logits if count == 1 else self._batch.logits[count]
 
     def _slots(self, count: int) -> TokenSlots:

@@ -66,7 +66,7 @@ class DeviceStates:
         return [self._kernels(saves) for saves in (True, False)] if self._layers else []
 
     def _kernels(self, saves: bool) -> KernelSequence:
-        """Those that copy all states of a sequence to their checkpoints, or back."""
+        """The kernels that copy all states of a sequence to their checkpoints, or back."""
         sequence = KernelSequence()
         for layer, checkpoints in zip(self._layers, self.checkpoints, strict=True):
             kernel = copy_state(layer.of, self.state_slots, saves)

@@ -52,7 +52,7 @@ class DeltaHeads:
         return (2 * self.keys + self.values) * self.size
 
     def key_head(self, head: UOp) -> UOp:
-        """That of a value head."""
+        """The key head that a value head shares."""
         return head % self.keys if self.shares_in_turn else head // (self.values // self.keys)
 
     @property

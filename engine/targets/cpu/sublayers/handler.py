@@ -39,7 +39,7 @@ class Handler(ABC):
 
     @classmethod
     def lacks(cls, part: Any) -> str:
-        """What of a part the kernels lack (`engine.model.coverage.Kernels`): they read activations in units of 32."""
+        """What the kernels lack for a part (`engine.model.coverage.Kernels`): they read activations in units of 32."""
         narrow = (weight.cols for weight in part.weights if weight.cols % UNIT)
         return next((f"a matrix of {cols} columns" for cols in narrow), "")
 

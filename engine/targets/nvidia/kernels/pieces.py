@@ -35,7 +35,7 @@ class Piece:
 
     @staticmethod
     def of(state: UOp, row: UOp | int, tokens: int, length: int) -> Piece:
-        """That of a row of a step of so many tokens, of sequences shorter than `length`."""
+        """The piece of a row of a step of so many tokens, of sequences shorter than `length`."""
         unit = row // PIECE_ROWS * _FIELDS + _HEAD
         position, count, first = (
             load_index(state, unit + i, limit) for i, limit in ((0, length), (1, tokens + 1), (3, tokens))

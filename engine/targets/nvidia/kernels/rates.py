@@ -47,7 +47,7 @@ _MULTIPROCESSORS, _GHZ = 132, 1.98
 
 
 def estimated(multiprocessors: int, gbps: float = 0.0, ghz: float = 0.0) -> Rates:
-    """Those of a GPU that was not measured: `multiprocessors` like an H200's at another clock, and the rate of a
+    """The rates of a GPU that was not measured: `multiprocessors` like an H200's at another clock, and the rate of a
     copy, which is theirs too if it is not known (0)."""
     clock = (ghz or _GHZ) / _GHZ
     return replace(

@@ -299,7 +299,7 @@ def _norms_of(part: Attention, weights: Weights) -> Tensor | None:
 
 
 def _bias_of(part: Attention, weights: Weights) -> Tensor | None:
-    """Those of queries, keys and values, one after the other, after zeros for the gates."""
+    """The biases of queries, keys and values, one after the other, after zeros for the gates."""
     biases = (
         (None, part.gate.rows if part.gate else 0),
         (part.q_bias, part.query_size),

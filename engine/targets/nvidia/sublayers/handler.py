@@ -59,7 +59,7 @@ class Loading:
         return None if vector is None else to_device(self.weights.vector(vector))
 
     def norm(self, weight: Vector | None, bias: Vector | None = None) -> Norm:
-        """That of the residual stream with a weight and a bias: one for all layers beside each other."""
+        """The norm of the residual stream with a weight and a bias: one for all layers beside each other."""
         if weight is None:
             return no_norm(self.weights.spec.dim)
         if (weight, bias) not in self.norms:
@@ -88,7 +88,7 @@ class Handler(ABC):
 
     @classmethod
     def lacks(cls, part: Any) -> str:
-        """What of a part the kernels lack (`engine.model.coverage.Kernels`)."""
+        """What the kernels lack for a part (`engine.model.coverage.Kernels`)."""
         return ""
 
     def inputs(self, norm: Norm) -> list[Input]:

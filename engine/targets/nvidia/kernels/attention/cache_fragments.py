@@ -58,7 +58,7 @@ Run = tuple[UOp, int]
 
 
 def fragments(block: DecodeBlock, g: UOp, t: UOp, keys: Run, values: Run) -> Fragments:
-    """Those of the format of the block's cache, and of runs of the dimensions of keys and of values."""
+    """The fragments for the format of the block's cache, and for runs of the dimensions of keys and of values."""
     return _KINDS[block.heads.kv_format](block, g, t, keys, values)
 
 

@@ -152,7 +152,7 @@ class DecodeBlock:
         return score if slope is None else score - slope * distance.cast(F32)
 
     def slope(self, head: UOp) -> UOp | None:
-        """That of one of the block's heads, for scores of `query_scale`, if heads are sloped."""
+        """The slope of one of the block's heads, for scores of `query_scale`, if heads are sloped."""
         return None if self.slopes is None else load(self.slopes, self.first_head + head) * f32(LOG2_E)
 
     def sees(self, token: UOp) -> UOp:

@@ -255,7 +255,7 @@ def flash_attention(
             return array.after(loop) if many else array
 
         def loaded(arrays: Sequence[UOp], s: int) -> Loads:
-            """Those of a step."""
+            """The loads of a step."""
             sizes = (array.max_numel() // split.steps for array in arrays)
             return [load_run(so_far(x), s * n, n) for x, n in zip(arrays, sizes, strict=True)]
 

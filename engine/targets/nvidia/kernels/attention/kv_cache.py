@@ -55,8 +55,8 @@ class Pages:
 
     @staticmethod
     def of(heads: Heads, table: UOp, sequences: UOp, index: UOp | int) -> Pages:
-        """Those of the sequence that int32 `sequences` has at an index. It is not read where there is only one: loads
-        of blocks need not wait for it."""
+        """The pages of the sequence that int32 `sequences` has at an index. It is not read where there is only one:
+        loads of blocks need not wait for it."""
         if table.max_numel() == heads.table_size:
             return Pages(heads, table, UOp.const(0))
         return Pages(heads, table, load(sequences, index).cast(INDEX) * heads.table_size)

@@ -25,7 +25,7 @@ class LoadedAhead:
         self._array = array.after(UOp.group(*store_run(array, 0, words)))
 
     def of(self, step: UOp) -> list[list[UOp]]:
-        """Those of the current step of a loop."""
+        """What was loaded for the current step of a loop."""
         words = iter(load_run(self._array.after(step), 0, self._n))
         results = []
         for like in self._like:

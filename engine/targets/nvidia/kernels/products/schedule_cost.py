@@ -56,8 +56,8 @@ _WIDE = 48  # threads of a row, beyond which the sums of many blocks take too lo
 
 
 def ranked(stack: StackedMatrices, schedules: Iterable[Schedule], chip: Chip) -> list[Schedule]:
-    """Those whose kernels compile as the model assumes, the cheapest first; of equal ones that whose blocks are nearest
-    to four warps."""
+    """The schedules whose kernels compile as the model assumes, the cheapest first; of equal ones that whose blocks are
+    nearest to four warps."""
 
     def cost(s: Schedule) -> tuple[float, float]:
         return microseconds(stack, s, chip), abs(math.log2(s.threads * s.groups / 128))

@@ -228,15 +228,16 @@ def candidates(stack: StackedMatrices, near: Schedule, chip: Chip = _UNKNOWN) ->
 
 
 def _all(stack: StackedMatrices, chip: Chip) -> list[Schedule]:
-    """Those of a shape, and where kernels are launched early, the ones without held blocks as `Schedule.early` too."""
+    """The schedules of a shape, and where kernels are launched early, the ones without held blocks as `Schedule.early`
+    too."""
     plain = list(_of_shape(stack.rows, stack.units, stack.slots))
     early = [replace(s, early=True) for s in plain if chip.launches_early and not s.blocks]
     return plain + early + [s for s in _on_tensor_cores(stack, chip) if chip.launches_early]
 
 
 def _on_tensor_cores(stack: StackedMatrices, chip: Chip) -> Iterator[Schedule]:
-    """Those on tensor cores whose blocks all find a multiprocessor of their own: others were slower. At most three
-    steps of a thread fit its registers."""
+    """The schedules on tensor cores whose blocks all find a multiprocessor of their own: others were slower. At most
+    three steps of a thread fit its registers."""
     if not stack.fits_tensors:
         return
     steps = units_of(stack.cols) // ABREAST

@@ -28,8 +28,8 @@ _THREADS = 128  # of a block, each with a channel
 
 
 class Convolved(NamedTuple):
-    """What a thread has of a prompt's row: its channel, and whether there is one (None: always), the row, whether that
-    is a token's, and the convolution of the channel there."""
+    """What a thread works on in a row of a prompt: its channel, and whether there is one (None: always), the row,
+    whether that is a token's, and the convolution of the channel there."""
 
     channel: UOp
     has_channel: UOp | None
@@ -67,7 +67,7 @@ class ConvolvedMemory(StateMemory):
 
     @property
     def channel(self) -> tuple[UOp, UOp | None]:
-        """That of a thread of a kernel, and whether there is one."""
+        """The channel of a thread of a kernel, and whether there is one (None: always)."""
         blocks = -(-self.channels // _THREADS)
         channel = UOp.special(blocks, "gidx0") * _THREADS + UOp.special(_THREADS, "lidx0")
         return channel, None if self.channels % _THREADS == 0 else channel < self.channels

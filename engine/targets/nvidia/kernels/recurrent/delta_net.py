@@ -59,7 +59,7 @@ class DeltaHeads(StateMemory):
         return f"{self.key}_{self.value}_{self.size}_{self.taps}{of_slots}{together}"
 
     def key_head(self, head: UOp) -> UOp:
-        """That of a value head."""
+        """The key head that a value head shares."""
         return head % self.key if self.shares_in_turn else head // (self.value // self.key)
 
     def value_head(self, key_head: UOp, i: UOp) -> UOp:

@@ -61,7 +61,7 @@ _SEGMENTS = 4  # of a sum over a head
 
 
 def _coefficients(group: int) -> int:
-    """Those of a group of so many tokens and a value head, and what aligns the next."""
+    """The coefficients of a group of so many tokens and a value head, with padding to align the next."""
     return -(-(4 * group + group * group) // 4) * 4
 
 

@@ -73,7 +73,7 @@ class StepRows:
         return self.count > 1 or self.sequences > 1
 
     def number(self, axis: int) -> UOp:
-        """That of the row which a block works on, along an axis of the grid."""
+        """The number of the row that a block works on, along an axis of the grid."""
         return UOp.special(self.count, f"gidx{axis}") if self.count > 1 else UOp.const(0)
 
     def position(self, state: UOp, row: UOp, context: int) -> UOp:
