@@ -249,6 +249,8 @@ def _block_text(block: ContentBlock, param: str, depth: int = 0) -> str:
             return _text(source.get("content"), param, depth + 1)
         case "search_result" if depth < _MAX_DEPTH:
             return f"{block.title or ''}\n{_text(block.content, param, depth + 1)}".strip()
+        case "compaction" if depth < _MAX_DEPTH:  # a summary of earlier turns
+            return _text(block.content, param, depth + 1)
         case "tool_reference":
             return ""
     raise wrong(NOTHING_ELSE, param)

@@ -79,16 +79,18 @@ async def test_a_conversation_with_tools(served):
         {"type": "text", "text": "And Oslo?"},
     ]
     thought = {"type": "thinking", "thinking": "Hm.", "signature": "x"}
+    summary = {"type": "compaction", "content": "They met."}
     messages = [
         *USER,
-        {"role": "assistant", "content": [thought, call]},
+        {"role": "assistant", "content": [summary, thought, call]},
         {"role": "user", "content": results},
     ]
     await client.post(PATH, json={**ASKED, "system": system, "messages": messages})
     first = engine.requests[0].prompt.messages
     assert [m.role for m in first] == ["system", "user", "assistant", "tool", "tool", "user"]
     assert first[0].content == "Be brief.\n\nUse tools."
-    assert first[2].thinking == "Hm." and json.loads(first[2].tool_calls[0].arguments) == {"city": "Rome"}
+    assert (first[2].content, first[2].thinking) == ("They met.", "Hm.")
+    assert json.loads(first[2].tool_calls[0].arguments) == {"city": "Rome"}
     assert (first[3].name, first[3].tool_call_id, first[3].content) == ("get_weather", "a1", "Sunny")
     assert first[4].content == "Error: none" and first[5].content == "And Oslo?"
     system[0]["text"] = "x-anthropic-billing-header: cch=99999;\nBe brief."
