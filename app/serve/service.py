@@ -21,8 +21,8 @@ from app.serve.errors import ApiError, of_usage, unavailable
 from app.serve.http import ClientGoneError
 from app.serve.metrics import Metrics
 from app.serve.picture_tokens import counting_eyes
-from engine.askers import address_of
 from engine.errors import OrinError, UsageError
+from engine.fairness import address_of
 from engine.formats.file_templates import FileTemplates, tool_form
 from engine.formats.fill_in import FillIn
 from engine.formats.gguf import GGUF

@@ -13,8 +13,8 @@ from typing import Protocol, runtime_checkable
 import msgspec
 from msgspec.structs import replace
 
-from engine.askers import address_of
 from engine.errors import start_hint
+from engine.fairness import address_of
 from engine.logs import log_path, trim_log
 from engine.one_at_a_time import OneAtATime
 from engine.protocol.event_stream import AnswerStats, EventStream

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from itertools import product
 
-from engine.askers import Turns, whose_turn
+from engine.fairness import Turns, whose_turn
 from engine.protocol.events import Generate
 
 LANES = 64 << 10, 1 << 20, 1 << 62

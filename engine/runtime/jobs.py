@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
-from engine.askers import whose_turn
+from engine.fairness import whose_turn
 from engine.protocol.events import Finished
 from engine.runtime.answer import Answer, Late
 from engine.runtime.guesser import Guesser

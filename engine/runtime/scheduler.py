@@ -10,7 +10,7 @@ slows replies down by a bound (`pace`). Only those wait for it that had hardly b
 this one came together, and the first tokens of all come soonest so.
 
 A request gets a slot, one of the runner's sequences, as soon as one is free, and leaves it when it ends. Clients take
-turns, however many requests each has and whatever it calls itself (`askers`). If the KV cache is too small for all
+turns, however many requests each has and whatever it calls itself (`fairness`). If the KV cache is too small for all
 slots, the latest request gives its slot back and goes on later.
 
 What the disk has of a long prompt is read into the KV cache (`prefix_keeper`), a chunk in place of a piece.
@@ -27,8 +27,8 @@ from contextlib import contextmanager
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.askers import Held, Turns, order_of
 from engine.errors import ContextFullError
+from engine.fairness import Held, Turns, order_of
 from engine.protocol.events import TOKEN_GAP, Finished, Slots, Speculate
 from engine.runtime.answer import Answer, Late
 from engine.runtime.checkpoints import Checkpoints

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 from msgspec.structs import replace
 
-from engine import askers
+from engine import fairness
 from engine.errors import UsageError
 from engine.protocol import worker
 from engine.protocol.client_turns import ClientTurns, PromptMakers
@@ -55,8 +55,8 @@ def test_who_opens_hundreds_of_connections_has_few_turns_before_a_name():
     for number in range(400):
         turns.put(request("10.0.0.1", number, connection=40_000 + 2 * number))
     turns.put(request("ann@10.0.0.1", 1000))
-    order = [turns.take().request_id for _ in range(askers.UNNAMED + 1)]
-    assert order[-1] == 1000 and order[:-1] == [*range(askers.UNNAMED)]
+    order = [turns.take().request_id for _ in range(fairness.UNNAMED + 1)]
+    assert order[-1] == 1000 and order[:-1] == [*range(fairness.UNNAMED)]
 
 
 def test_short_prompts_do_not_wait_for_long_ones():
