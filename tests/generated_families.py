@@ -14,9 +14,9 @@ class Parts:
     those of queries and keys, over a "head", over "all", or LayerNorms of "heads" with weights of their own. `biases`:
     of "qkv", or of all matrices of a layer.
     `renamed`: ffn_norm is called post_attention_norm. `delta`: gated delta nets in the layers without attention,
-    which has a gate; `fused_delta`: their beta and alpha are one matrix. `conv` or `mamba`: every other layer is a
-    short convolution or a Mamba 2 layer. `shared`: a shared expert, `ungated`: without a gate. `every_expert`: of so
-    many layers, the last has experts. `choice_bias`: of the choice of experts.
+    which has a gate; `fused_delta`: their beta and alpha are one matrix. `conv`, `mamba` or `scan`: every other layer
+    is a short convolution, a Mamba 2 layer or a Mamba layer. `shared`: a shared expert, `ungated`: without a gate.
+    `every_expert`: of so many layers, the last has experts. `choice_bias`: of the choice of experts.
     `layer_norms`: with "biases" or without ("plain"). `feed_forward`: "ungated", and "beside"
     attention, without a norm of its own. `lone`: a layer is a Mamba 2 layer, a feed-forward layer or attention, by
     these letters in turns. `mamba_beside`: attention has a Mamba 2 layer beside it.
@@ -44,6 +44,7 @@ class Parts:
     fused_delta: bool = False
     conv: bool = False
     mamba: bool = False
+    scan: bool = False
     layer_norms: str = ""
     feed_forward: str = ""
     lone: str = ""
@@ -114,7 +115,13 @@ MAMBA = {
     "ssm.time_step_rank": 4,
     "ssm.inner_size": 128,
 }
+SCAN = {"ssm.conv_kernel": 4, "ssm.state_size": 16, "ssm.time_step_rank": 32, "ssm.inner_size": 128}
 ARCHITECTURES: dict[str, Parts] = {
+    "mamba": Parts(scan=True, lone="M", keys=SCAN | {"ssm.dt_b_c_rms": True, "attention.head_count_kv": 0}),
+    "mamba2": Parts(mamba=True, lone="M", keys=MAMBA | {"attention.head_count_kv": 0}),
+    "jamba": Parts(
+        scan=True, experts=4, every_expert=2, keys=SCAN | {"expert_count": 4, "expert_used_count": 2}
+    ),
     "llama": Parts(),
     "llama4": Parts(
         experts=4,

@@ -150,7 +150,8 @@ def write(
             writer.add_feed_forward_length([0 if kind == "A" else ffn for kind in kinds])
         else:
             writer.add_feed_forward_length(widths if parts.layers or parts.lone else ffn * (1 + parts.halved))
-    writer.add_head_count([0 if kind == "F" else heads for kind in kinds] if parts.partial else heads)
+    heads_of = [0 if kind == "F" else heads for kind in kinds] if parts.partial else heads
+    writer.add_head_count(0 if parts.lone == "M" else heads_of)
     writer.add_rope_freq_base(ROPE_BASE)
     add_eps = writer.add_layer_norm_eps if parts.layer_norms else writer.add_layer_norm_rms_eps
     add_eps(EPSILON)
@@ -187,7 +188,7 @@ def _kv_heads(parts: Parts, kinds: Sequence[str], count: int) -> int | list[int]
         return [count if kind == "*" else 0 for kind in kinds]
     if parts.partial:
         return [0 if kind == "F" else count for kind in kinds]
-    if parts.conv or (parts.mamba and not parts.mamba_beside):
+    if parts.conv or parts.scan or (parts.mamba and not parts.mamba_beside):
         return [count if i % 2 else 0 for i in range(len(kinds))]
     return count
 

@@ -170,13 +170,15 @@ class Tensors:
         parts, kind, is_even = self.parts, self.shape.kinds[layer], layer % 2 == 0
         if parts.lone:
             if kind == "M":
-                self.mamba(prefix)
+                (self.scan if parts.scan else self.mamba)(prefix)
             elif kind == "*":
                 self.mixing(layer, prefix)
         elif parts.delta and (layer + 1) % self.metadata["full_attention_interval"]:
             self.delta_net(prefix)
         elif parts.conv and is_even:
             self.short_conv(f"{prefix}shortconv.")
+        elif parts.scan and is_even:
+            self.scan(prefix)
         elif parts.mamba and is_even and not parts.mamba_beside:
             self.mamba(prefix)
         elif kind != "F":
@@ -293,6 +295,23 @@ class Tensors:
         self.numbers(
             prefix + "ssm_norm.weight", 1 + 0.1 * self.rng.standard_normal((groups, width // groups))
         )
+
+    def scan(self, prefix: str) -> None:
+        width, size, rank = (
+            self.metadata[f"ssm.{key}"] for key in ("inner_size", "state_size", "time_step_rank")
+        )
+        self.matrix(prefix + "ssm_in", 2 * width, self._dim)
+        self.matrix(prefix + "ssm_x", rank + 2 * size, width)
+        self.matrix(prefix + "ssm_dt", width, rank, "F32")
+        self.matrix(prefix + "ssm_out", self._dim, width)
+        self.taps(prefix + "ssm_conv1d.weight", width, "ssm.conv_kernel")
+        self.vector(prefix + "ssm_conv1d.bias", width, 0.0)
+        self.vector(prefix + "ssm_dt.bias", width, -3.0, 1.0)
+        self.numbers(prefix + "ssm_a", -self.rng.uniform(0.2, 4, (width, size)))
+        self.vector(prefix + "ssm_d", width, 0.0, 1.0)
+        if not self.parts.lone:
+            for name, n in ("dt", rank), ("b", size), ("c", size):
+                self.vector(f"{prefix}ssm_{name}_norm.weight", n, 1.0)
 
     def short_conv(self, prefix: str) -> None:
         self.taps(prefix + "conv.weight", self._dim, "shortconv.l_cache")

@@ -19,7 +19,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from engine.description.altup import Correction, LowRank, Merge, Modes, Prediction
 from engine.description.architectures import read_spec
-from engine.description.recurrent import DeltaNet, Mamba, ShortConv
+from engine.description.recurrent import DeltaNet, Mamba, SelectiveScan, ShortConv
 from engine.description.spec import ModelSpec
 from engine.description.sublayers import (
     MIN_PROBABILITY,
@@ -162,6 +162,8 @@ class Reference:
                     y = self._delta(part, h)
                 case Mamba() as part:
                     y = self._mamba(part, h)
+                case SelectiveScan() as part:
+                    y = self._scan(part, h)
                 case ShortConv() as part:
                     y = self._short_conv(part, h)
                 case Dense() as part:
@@ -404,6 +406,28 @@ class Reference:
                 part.norm
             )
         return self._product(gated_y, part.out)
+
+    def _scan(self, part: SelectiveScan, h: Floats) -> Floats:
+        """Token by token, as the docstring of `SelectiveScan` has it."""
+        n, eps = len(h), self.spec.eps
+        inputs = np.concatenate(
+            [np.zeros((part.taps - 1, part.width), np.float32), self._product(h, part.channels)]
+        )
+        taps = self._vector(part.conv).reshape(part.width, part.taps)
+        u = np.stack([(inputs[t : t + part.taps] * taps.T).sum(0) for t in range(n)])
+        u = u + self._vector(part.conv_bias)
+        u = u * sigmoid(u)
+        low = self._normed(self._product(u, part.low), part.low_norm, eps)
+        b = self._normed(self._product(u, part.b), part.b_norm, eps)
+        c = self._normed(self._product(u, part.c), part.c_norm, eps)
+        dt = np.logaddexp(0, self._product(low, part.step, part.step_bias)).astype(np.float32)
+        decay, skip = self._vector(part.decay).reshape(part.width, part.size), self._vector(part.skip)
+        state, y = np.zeros((part.width, part.size), np.float32), np.empty_like(u)
+        for t in range(n):
+            state = np.exp(decay * dt[t][:, None]) * state + np.outer(dt[t] * u[t], b[t])
+            y[t] = state @ c[t] + skip * u[t]
+        gate = self._product(h, part.gate)
+        return self._product(y * gate * sigmoid(gate), part.out)
 
     def _short_conv(self, part: ShortConv, h: Floats) -> Floats:
         b, c, v = np.split(self._product(h, part.inputs), 3, -1)

@@ -174,7 +174,7 @@ class ModelReader(RecurrentReader, FeedForwardReader):
             projections=read_projections(self, self.dim),
             classes=read_classes(self, self.dim),
         )
-        if not spec.attention:
+        if not (spec.attention or self.is_all_recurrent):
             raise damaged(self.file.path, "no layer has attention")
         if self.draft_layers == 1:
             draft_head = read_draft_head(self, self.layers, self.layer, self.ropes, spec)

@@ -82,7 +82,7 @@ class Family:
     recurrent_beside: bool = False
     normed_after: bool = False
     both_ways: bool = False
-    recurrent: Literal["delta net", "short conv", "mamba"] = "delta net"
+    recurrent: Literal["delta net", "short conv", "mamba", "scan"] = "delta net"
     gated_attention: bool = False
     unscaled_attention: bool = False
     normed_values: bool = False
@@ -257,6 +257,9 @@ ARCHITECTURES: Mapping[str, Family] = {
     "starcoder": Family(layer_norms=True, activation="gelu", ungated=True, unrotated_every=1),
     "starcoder2": Family(layer_norms=True, activation="gelu", ungated=True),
     "granitehybrid": Family(interleaved=True, recurrent="mamba"),
+    "mamba": Family(recurrent="scan", lone_sublayers=True),
+    "mamba2": Family(recurrent="mamba", lone_sublayers=True),
+    "jamba": Family(recurrent="scan", unrotated_every=1, renormalised=False),
     "lfm2": Family(recurrent="short conv", full_attention_every=_NO_LAYER),
     "lfm2moe": Family(recurrent="short conv", full_attention_every=_NO_LAYER, scoring="sigmoid"),
     "bailingmoe": Family(interleaved=True, renormalised=False),

@@ -1,5 +1,5 @@
 """Sublayers that keep a state of each sequence in place of keys and values, as data: gated delta nets, short
-convolutions, Mamba 2 layers."""
+convolutions, Mamba and Mamba 2 layers."""
 
 from __future__ import annotations
 
@@ -142,4 +142,54 @@ class Mamba(Recurrent):
     @property
     def roles(self) -> Roles:
         inputs = self.gate, self.channels, self.step
+        return {"QKV projection": inputs, "attention output": (self.out,)}
+
+
+@dataclass(frozen=True)
+class SelectiveScan(Recurrent):
+    """A Mamba layer (the first kind). `channels` x is, for each token, `width` channels. Each passes a causal
+    convolution over the last `taps` tokens, the last tap for the token itself, with `conv_bias`, and then SiLU: u.
+    B = `b` u, C = `c` u and `low` u are normed if there are norms, and dt = softplus(`step` low u + `step_bias`) is a
+    number for each channel.
+
+    With a state S (size, width), a token computes S = exp(decay * dt) S + B (dt u)^T;  y = S^T C + `skip` u, where
+    `decay` has a number for each element of S, channel by channel. The result is `out` (y * silu(`gate` x)). A sequence
+    keeps the S, and the last taps - 1 inputs of the convolution."""
+
+    channels: Weight
+    gate: Weight
+    low: Weight
+    b: Weight
+    c: Weight
+    step: Weight
+    out: Weight
+    conv: Vector
+    """Channel by channel its taps."""
+    conv_bias: Vector
+    low_norm: Vector | None
+    b_norm: Vector | None
+    c_norm: Vector | None
+    step_bias: Vector
+    decay: Vector
+    skip: Vector
+    size: int
+    taps: int
+    words = "Mamba layers"
+
+    @property
+    def width(self) -> int:
+        return self.channels.rows
+
+    @property
+    def row_elements(self) -> int:
+        """Also y."""
+        return super().row_elements + self.width
+
+    @property
+    def state_shapes(self) -> tuple[tuple[int, ...], ...]:
+        return (self.size, self.width), (self.taps - 1, self.width)
+
+    @property
+    def roles(self) -> Roles:
+        inputs = self.channels, self.gate, self.low, self.b, self.c, self.step
         return {"QKV projection": inputs, "attention output": (self.out,)}

@@ -9,8 +9,8 @@ import numpy as np
 
 from engine.description.families import Family
 from engine.description.head_reader import MAX_HEAD, HeadReader
-from engine.description.recurrent import DeltaNet, Mamba, Recurrent, ShortConv
-from engine.description.sublayers import Weight
+from engine.description.recurrent import DeltaNet, Mamba, Recurrent, SelectiveScan, ShortConv
+from engine.description.sublayers import Vector, Weight
 from engine.errors import ModelFileError
 from engine.formats.gguf import GGUF, damaged
 
@@ -22,11 +22,18 @@ class RecurrentReader(HeadReader):
         super().__init__(file, architecture, family)
         self.layers = self.size("block_count")
 
+    @property
+    def is_all_recurrent(self) -> bool:
+        """Whether no layer has attention."""
+        return self.file.metadata.get(self.key("attention.head_count")) == 0
+
     def is_recurrent(self, i: int) -> bool:
         """Whether layer i keeps a state: `recurrent_layers` tells it, or the number of layers of which the last has
-        attention, or that it has no heads of keys."""
+        attention, or that it has no heads of keys or none at all."""
         if i >= self.layers:  # a draft head has attention
             return False
+        if self.is_all_recurrent:
+            return True
         if not self.family.attention_every:
             counts = self.file.metadata.get(self.key("attention.head_count_kv"))
             return isinstance(counts, np.ndarray) and i < len(counts) and counts[i] == 0
@@ -46,6 +53,38 @@ class RecurrentReader(HeadReader):
                 return self.short_conv(prefix)
             case "mamba":
                 return self.mamba(prefix)
+            case "scan":
+                return self.scan(prefix)
+
+    def scan(self, prefix: str) -> SelectiveScan:
+        width, rank, size, taps = (
+            *(self.size(f"ssm.{key}") for key in ("inner_size", "time_step_rank", "state_size")),
+            self.taps("ssm.conv_kernel"),
+        )
+        dim, rows = self.dim, (rank, size, size)
+        channels, gate = (
+            self.weight(f"{prefix}ssm_in", width, dim, first, 2 * width) for first in (0, width)
+        )
+        low, b, c = (
+            self.weight(f"{prefix}ssm_x", n, width, first, sum(rows))
+            for n, first in zip(rows, accumulate(rows, initial=0), strict=False)
+        )
+        is_normed = self.file.get(self.key("ssm.dt_b_c_rms"), bool, False)  # without weights (falcon-mamba)
+        norms = [
+            self.vector(f"{prefix}ssm_{x}_norm.weight", n) or (Vector("", n) if is_normed else None)
+            for x, n in zip(("dt", "b", "c"), rows, strict=True)
+        ]
+        return SelectiveScan(
+            channels=channels, gate=gate, low=low, b=b, c=c,
+            step=self.weight(f"{prefix}ssm_dt", width, rank),
+            out=self.weight(f"{prefix}ssm_out", dim, width),
+            conv=self.required(f"{prefix}ssm_conv1d.weight", width, taps),
+            conv_bias=self.required(f"{prefix}ssm_conv1d.bias", width),
+            low_norm=norms[0], b_norm=norms[1], c_norm=norms[2],
+            step_bias=self.required(f"{prefix}ssm_dt.bias", width),
+            decay=self.required(f"{prefix}ssm_a", width, size),
+            skip=self.required(f"{prefix}ssm_d", width), size=size, taps=taps,
+        )  # fmt: skip
 
     def mamba(self, prefix: str) -> Mamba:
         heads, groups = self.size("ssm.time_step_rank"), self.size("ssm.group_count")

@@ -37,6 +37,8 @@ def runs_as_graph_because(spec: ModelSpec, device: str) -> str:
     if why := lacks_kernels_because(device):
         return f"{why} Models run as tensor graphs, which are slower."
     part = lacking_part(spec, _table(device))
+    if not device.startswith("CPU") and not spec.attention:
+        part = "recurrent layers alone"
     if not device.startswith("CPU") and spec.both_ways:
         part = "attention to all of a text"
     without = f"This model has {part}, which orin-chat has no {device} kernels for."

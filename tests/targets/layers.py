@@ -75,6 +75,8 @@ MODELS: dict[str, dict[str, Any]] = {
     "nemotron_h F32": {"architecture": "nemotron_h", "quant": "F32", "layers": 3},
     "nemotron_h_moe F32": {"architecture": "nemotron_h_moe", "quant": "F32", "layers": 3},
     "granitehybrid F32": {"architecture": "granitehybrid", "quant": "F32"},
+    "jamba F32": {"architecture": "jamba", "quant": "F32"},
+    "mamba F32": {"architecture": "mamba", "quant": "F32", "layers": 1},
     "lfm2 F32": {"architecture": "lfm2", "quant": "F32"},
     "lfm2moe F32": {"architecture": "lfm2moe", "quant": "F32"},
     "hunyuan-dense F32": {"architecture": "hunyuan-dense", "quant": "F32", "layers": 1},

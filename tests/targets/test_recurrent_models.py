@@ -11,7 +11,7 @@ from tests.targets.layers import CONTEXT
 from tests.thorough import rarely
 
 
-@pytest.fixture(scope="module", params=["qwen35", rarely("lfm2"), rarely("granitehybrid")])
+@pytest.fixture(scope="module", params=["qwen35", rarely("lfm2"), rarely("granitehybrid"), rarely("mamba")])
 def path(request, tmp_path_factory):
     where = tmp_path_factory.mktemp("model") / "m.gguf"
     return generated_model.write(where, architecture=request.param, quant="F32", layers=3, rotated=8)

@@ -1,7 +1,7 @@
 """What computes each kind of sublayer on a CPU."""
 
 from engine.description.altup import Correction, LowRank, Merge, Prediction
-from engine.description.recurrent import DeltaNet, Mamba, ShortConv
+from engine.description.recurrent import DeltaNet, Mamba, SelectiveScan, ShortConv
 from engine.description.sublayers import (
     Attention,
     Dense,
@@ -19,6 +19,7 @@ from engine.targets.cpu.sublayers.handler import Handler
 from engine.targets.cpu.sublayers.latent_attention import LatentAttentionHandler
 from engine.targets.cpu.sublayers.layer_embedding import LayerEmbeddingHandler
 from engine.targets.cpu.sublayers.mamba import MambaHandler
+from engine.targets.cpu.sublayers.selective_scan import SelectiveScanHandler
 from engine.targets.cpu.sublayers.short_conv import ShortConvHandler
 from engine.targets.cpu.sublayers.side_by_side import SideBySideHandler
 from engine.targets.cpu.sublayers.streams import (
@@ -33,6 +34,7 @@ HANDLERS: dict[type[Operator], type[Handler]] = {
     LatentAttention: LatentAttentionHandler,
     DeltaNet: DeltaNetHandler,
     Mamba: MambaHandler,
+    SelectiveScan: SelectiveScanHandler,
     ShortConv: ShortConvHandler,
     Dense: DenseHandler,
     Experts: ExpertsHandler,

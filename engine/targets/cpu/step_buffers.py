@@ -55,8 +55,8 @@ class StepBuffers:
         factors = [spec.temperature.factors(positions)] if spec.temperature else []
         self.temperatures = [memory.array(of, dtypes.float32) for of in factors]
         self.mask = memory.array(mask(lanes), dtypes.float32)
-        joined = max(a.query_size + 2 * a.kv_size for a in spec.attention)
-        widest = max(joined, *(weight.rows for weight in spec.weights())) + lanes
+        joined = [a.query_size + 2 * a.kv_size for a in spec.attention]
+        widest = max(*joined, *(weight.rows for weight in spec.weights())) + lanes
         self.zeros = memory.zeros(widest, dtypes.float32)
         self._scratch: dict[tuple[str, int, int], Tensor] = {}
 

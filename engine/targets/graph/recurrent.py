@@ -6,7 +6,7 @@ from typing import cast
 
 from tinygrad import Tensor
 
-from engine.description.recurrent import DeltaNet, Mamba, ShortConv
+from engine.description.recurrent import DeltaNet, Mamba, SelectiveScan, ShortConv
 from engine.targets.graph.delta_net import convolved, delta_rule, heads
 from engine.targets.graph.parts import Parts, Run, normed
 
@@ -66,3 +66,31 @@ class RecurrentLayers(Parts):
         if o.norm:
             y = normed(y.reshape(n, o.groups, -1), self.spec.eps).reshape(n, -1) * v[o.norm]
         return self._product(o.out, y.contiguous())
+
+    def _scan(self, operator: SelectiveScan, x: Tensor, run: Run) -> Tensor:
+        """As `_delta`. The tokens of a step are joined two and two, four and four, and so on: what a run of tokens
+        makes of a state S is decay S + added."""
+        n, v, o, step, states = cast(int, x.shape[0]), self._vectors, operator, run.step, next(run.states)
+        before, inputs = states.of(step.sequence)
+        u, inputs = convolved(self._product(o.channels, x), v[o.conv], inputs, step.used)
+        u = (u + v[o.conv_bias]).silu().contiguous()
+        low, b, c = (self._product(weight, u) for weight in (o.low, o.b, o.c))
+        low, b, c = (
+            self._norm(y, norm) if norm else y
+            for y, norm in zip((low, b, c), (o.low_norm, o.b_norm, o.c_norm), strict=True)
+        )
+        dt = self._product(o.step, low, o.step_bias).softplus()
+        dt = (Tensor.arange(n) < step.used).reshape(n, 1).where(dt, 0.0).unsqueeze(1).contiguous()
+        decay = (dt * v[o.decay].reshape(o.width, o.size).transpose()).exp().contiguous()
+        added = b.unsqueeze(2) * dt * u.unsqueeze(1)
+        added = (added[:1] + decay[:1] * before).cat(added[1:]).contiguous()
+        for i in range((n - 1).bit_length()):
+            run_before = 1 << i
+            earlier = added[:-run_before].pad(((run_before, 0), None, None))
+            decay_before = decay[:-run_before].pad(((run_before, 0), None, None), value=1.0)
+            added, decay = (added + decay * earlier).contiguous(), (decay * decay_before).contiguous()
+        y = ((added * c.unsqueeze(2)).sum(1) + v[o.skip] * u).contiguous()
+        state, inputs = added[-1].contiguous(), inputs.contiguous()
+        Tensor.realize(y, state, inputs)  # they read what they are stored to
+        states.store(step.sequence, state, inputs)
+        return self._product(o.out, y * self._product(o.gate, x).silu())

@@ -216,7 +216,7 @@ class GraphRunner:
     def copy_block(self, group: int, source: int, target: int) -> None:
         if source < 0:
             self._transformer.clear_block(target)
-        else:
+        elif self._transformer.spec.caching:
             self._copy(self._source.bind(source), self._target.bind(target))
 
     def export_blocks(self, tables: Sequence[Sequence[int]]) -> NDArray[np.uint8]:
@@ -249,7 +249,7 @@ def _n_blocks(spec: ModelSpec, context: int, parallel: int, kv: KVFormat) -> int
     one = blocks_of_one(0, context, BLOCK)
     token_bytes = sum(spec.kv_bytes_per_token(windowed=windowed, kv=kv) for windowed in (False, True))
     free = (free_bytes(Device.DEFAULT) or 0) - spec.matrix_bytes if parallel > 1 else 0
-    return max(one, min(parallel * one, free // 2 // (BLOCK * token_bytes)))
+    return max(one, min(parallel * one, free // 2 // (BLOCK * max(token_bytes, 1))))
 
 
 def _kernels(call: UOp) -> tuple[UOp, ...]:

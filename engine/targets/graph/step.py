@@ -13,7 +13,7 @@ import numpy as np
 from tinygrad import Tensor, UOp, dtypes
 
 from engine.description.altup import Correction, LowRank, Merge, Prediction
-from engine.description.recurrent import DeltaNet, Mamba, ShortConv
+from engine.description.recurrent import DeltaNet, Mamba, SelectiveScan, ShortConv
 from engine.description.sublayers import (
     MIN_PROBABILITY,
     Activation,
@@ -95,8 +95,8 @@ class Transformer(RecurrentLayers, StreamLayers):
             Tensor.zeros(2, a.kv_heads, self.places, width, dtype=self._kv_type).contiguous()
             for a, width in zip(spec.caching, widths, strict=True)
         ]
-        Tensor.realize(*self._caches)
-        self._numbers = Tensor(np.arange(length, dtype=np.int32)).realize()
+        self._numbers = Tensor(np.arange(length, dtype=np.int32))
+        Tensor.realize(self._numbers, *self._caches)
         self.states = [States.zeros(operator, sequences) for operator in spec.recurrent]
 
     def rows_of(self, tokens: Sequence[int]) -> Tensor:
@@ -202,7 +202,7 @@ class Transformer(RecurrentLayers, StreamLayers):
             self._layer_embeddings(x, step.rows) if spec.layer_embeddings else [],
             iter(self._caches),
             iter(self.states),
-            self._caches[-1],
+            [self._numbers, *self._caches][-1],
         )
         waiting: list[Tensor] = []
         for sublayer, is_added_later in spec.blocks:
@@ -459,6 +459,7 @@ _SUBLAYERS: dict[type[Operator], Callable[[Transformer, Any, Tensor, Run], Tenso
     LatentAttention: Transformer._latent_attention,
     DeltaNet: Transformer._delta,
     Mamba: Transformer._mamba,
+    SelectiveScan: Transformer._scan,
     ShortConv: Transformer._short_conv,
     Dense: Transformer._dense,
     Experts: Transformer._experts,
