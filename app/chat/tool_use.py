@@ -111,7 +111,9 @@ class ToolUse:
         """The events of a reply. Each call in its text becomes one of `calls`."""
         async for event in events:
             parser = self._parser
-            if parser and isinstance(event, Token) and not isinstance(event, Thinking):
+            if parser and isinstance(event, Thinking):
+                parser.think(event.text)
+            elif parser and isinstance(event, Token):
                 event = replace(event, text=self._texts(parser.feed(event.text)))
             elif parser and isinstance(event, Finished) and (rest := self._texts(parser.flush())):
                 yield Token(request_id=event.request_id, id=-1, text=rest)

@@ -115,6 +115,8 @@ class ServedAnswer:
                         self._stats.count_token()
                         self._reasoning_n += 1
                         if event.text:
+                            if self.parser:
+                                self.parser.think(event.text)
                             yield AnswerDelta(reasoning=event.text)
                     case Token():
                         self._stats.count_token()

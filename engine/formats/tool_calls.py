@@ -28,6 +28,8 @@ class ToolCallParser:
         with the name of one of `tools`: so they may turn out to be no JSON."""
         self._form, self._in_pieces = form, in_pieces
         self.misread = 0
+        self._tools = tools
+        self._thought: list[str] | None = []  # of a reply that has nothing else
         self._schemas = dict(functions(tools))
         self._spelling = _spelling(form)
         self._held = ""
@@ -40,6 +42,8 @@ class ToolCallParser:
 
     def feed(self, text: str) -> Iterator[str | FunctionCall]:
         """The texts and calls that `text` completes."""
+        if text.strip():
+            self._thought = None
         self._held += text
         while True:
             if self._open is None:
@@ -59,6 +63,11 @@ class ToolCallParser:
             if not self._form.close:
                 self._open = mark
 
+    def think(self, text: str) -> None:
+        """Takes thinking. Calls at the end of a reply that is nothing else count: models forget to close it."""
+        if self._thought is not None:
+            self._thought.append(text)
+
     def flush(self, *, is_cut: bool = False) -> Iterator[str | FunctionCall]:
         """What is still held back at the end of the reply. `is_cut`: it was ended in the middle, so a call of a known
         tool is given with the arguments that it has so far."""
@@ -71,6 +80,19 @@ class ToolCallParser:
                 yield FunctionCall("", piece)
             return
         yield from self._text(text) if self._open is None else self._read(text, "")
+        if self._thought and not is_cut:
+            yield from self._calls_in_thought()
+
+    def _calls_in_thought(self) -> Iterator[FunctionCall]:
+        thought = "".join(self._thought or ())
+        opened = [found.start() for found in re.finditer("|".join(map(re.escape, self._form.opens)), thought)]
+        for at in opened[-_MOST_IN_THOUGHT:]:
+            parser = ToolCallParser(self._form, self._tools)
+            parts = [*parser.feed(thought[at:]), *parser.flush()]
+            calls = [part for part in parts if isinstance(part, FunctionCall)]
+            if calls and not "".join(part for part in parts if isinstance(part, str)).strip():
+                yield from (call for call in calls if call.name in self._schemas)
+                return
 
     def _can_begin(self) -> bool:
         """Whether a call of a known tool begins here. Reads up to its arguments, and yields its name with them."""
@@ -168,6 +190,7 @@ def functions(tools: str) -> Iterator[tuple[str, Any]]:
 
 
 _Spelling = tuple[re.Pattern[str], Callable[[Any], Arguments]]
+_MOST_IN_THOUGHT = 16
 _MAX_BEGINNING = 1024
 """Characters of a call before its arguments, where these are given in pieces."""
 _ID = r'"(?:tool_call_)?id"\s*:\s*"[\w-]*"'

@@ -185,6 +185,26 @@ def parts(form, chunks, in_pieces=False, is_cut=False):
     return found
 
 
+@pytest.mark.parametrize(
+    ("thought", "answer", "calls"),
+    [
+        (f"I look.\n<tool_call>\n{JSON}\n</tool_call>\n", "", [CALL]),
+        (
+            f"Like <tool_call>?\n<tool_call>{JSON}</tool_call><tool_call>{STOP_JSON}</tool_call>",
+            "\n",
+            [CALL, STOP],
+        ),
+        (f"<tool_call>{JSON}</tool_call> or none.", "", []),
+        (f"<tool_call>{JSON}</tool_call>", "Hi.", ["Hi."]),
+        (f"<tool_call>{JSON.replace('get_weather', 'other')}</tool_call>", "", []),
+    ],
+)
+def test_a_call_in_thinking_that_was_not_closed_counts_at_its_end(thought, answer, calls):
+    parser = ToolCallParser(HERMES, TOOLS, in_pieces=True)
+    parser.think(thought)
+    assert [part for part in (*parser.feed(answer), *parser.flush()) if part != "\n"] == calls
+
+
 def test_what_templates_show() -> None:
     assert shown_form('{% if tools %}<|START_ACTION|>[{"tool_name": 1}]<|END_ACTION|>{% endif %}') == COHERE
     assert (

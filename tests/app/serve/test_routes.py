@@ -204,6 +204,9 @@ async def test_calls_of_tools(served):
     for stream in (False, True):
         one = (await client.post(CHAT, json={**asked, "parallel_tool_calls": False, "stream": stream})).text
         assert one.count("get_weather") == 1 and '"tool_calls"' in one
+    client, _ = served(FakeEngine(reply("", f"I look.\n{CALL}")))  # the model forgot to close its thinking
+    choice = (await client.post(CHAT, json=asked)).json()["choices"][0]
+    assert (choice["finish_reason"], len(choice["message"]["tool_calls"])) == ("tool_calls", 1)
 
 
 async def test_a_conversation_with_tools(served):
