@@ -12,7 +12,7 @@ from engine.loading import weights
 from engine.loading.weights import Weights, blank_end, pieces
 from engine.targets.cpu.kernels.thread_pool import default_pool
 from engine.targets.cpu.weights import CPUWeights
-from engine.targets.graph.step import _load_matrix
+from engine.targets.graph.parts import load_matrix
 from tests import generated_model
 from tests.reference import read_gguf
 
@@ -66,7 +66,7 @@ def test_one_piece_at_a_time_is_in_memory(tmp_path, monkeypatch, device):
     if device == "CPU":
         CPUWeights(counted, default_pool(), 8, keep_packed=False).matrix(weight)
     else:
-        _load_matrix(counted, weight)
+        load_matrix(counted, weight)
     assert (counted.live, counted.released) == (0, weight.n_bytes)
     assert counted.most <= 2048 < weight.n_bytes / 4
     assert done == [*range(counted.most, weight.n_bytes, counted.most), weight.n_bytes]
