@@ -51,9 +51,9 @@ class PlaceActions(EngineActions):
         if not transcript.is_tinted:
             self.column.notice("Guessed words are no longer tinted")
         elif any(turn.guessed for turn in transcript.turns):
-            self.column.notice("What was guessed and right is tinted: a step gave several tokens there")
+            self.column.notice("Tokens that were guessed right are tinted: a step gave several there")
         else:
-            self.column.notice("What is guessed of later replies is tinted; none of this chat was")
+            self.column.notice("Guesses in later replies will be tinted; this chat has none")
 
     async def open_at(self, chat_id: int, query: str) -> None:
         """Opens a past chat at the first message with the words of `query`, in the version that has it."""

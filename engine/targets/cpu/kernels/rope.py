@@ -117,125 +117,163 @@ def rotate(heads: HeadLanes, tile: int) -> KernelFunction:
     places; the products' rows, float32 (tokens, heads.rows): queries, keys, values; cos and sin of the angles, float32
     (positions, dim / 2) each, or (tokens, dim / 2); of the queries' norm and of the keys' the weights, float32 (dim,)
     or of all heads, if there is one; the temperatures, float32 (positions,), if there are any."""
-    h, half = heads, heads.dim // 2
-    n = gcd(half, h.lanes)
 
     def kernel(part: UOp, parts: UOp, *buffers: UOp) -> UOp:
-        queries, *rest = buffers
-        keys, values = (rest.pop(0) for _ in range(2)) if h.stored != "nothing" else (queries, queries)
-        scales = [rest.pop(0) for _ in range(2)] if h.is_quantized and h.stored != "nothing" else []
-        tables = rest.pop(0) if h.stored != "nothing" else None
-        state = rest.pop(0) if tile > 1 else None
-        places, rows, cos, sin, *rest = rest
-        query_norm, key_norm = (rest.pop(0) if normed else None for normed in (h.query_norm, h.key_norm))
-        k = KernelBuilder(h.lanes)
-        mean = k.registers(1)
-
-        def element(at: Index, n: int) -> UOp:
-            v = k.vector(rows, at, n)
-            return v.maximum(UOp.const(-h.limit, F32)).minimum(UOp.const(h.limit, F32)) if h.limit else v
-
-        def rotated(
-            at: Index, angle: Index, j: UOp, weight: UOp | None, factor: UOp | None, head: Index
-        ) -> tuple[UOp, UOp]:
-            """n elements of a rotated head from j on, and n from j + half on."""
-            first = head * h.dim if h.norms_over_heads or h.layer_norms else 0  # of the head's weights
-            a, b = (element(at + offset + j, n) for offset in (0, half))
-            if weight is not None and h.layer_norms:
-                a, b = (v - k.load(mean, 0) for v in (a, b))
-            weights: list[UOp] = []
-            if weight is not None and factor is not None:
-                a, b = (v * k.load(factor, 0) for v in (a, b))
-                weights = [k.vector(weight, first + (offset + j), n) for offset in (0, half)]
-            if weights and not h.rotates_first:
-                a, b = a * weights[0], b * weights[1]
-            c, s = (k.vector(table, angle * half + j, n) for table in (cos, sin))
-            turned = a * c - b * s, b * c + a * s
-            return (turned[0] * weights[0], turned[1] * weights[1]) if weights and h.rotates_first else turned
-
-        def norm_factor(at: Index, size: int, centres: bool = False) -> UOp:
-            """One over the length of a vector; if it `centres`, without its mean, which is kept."""
-            factor, total = k.registers(1), k.zeros(n) if centres else None
-            squares = sum_of_squares(k, rows, at, size, n) * (1.0 / size)
-            if total is not None:
-                with k.loop(size // n) as j:
-                    k.store(total, 0, k.vector(total, 0, n) + k.vector(rows, at + j * n, n))
-                of_all = k.across(k.vector(total, 0, n), Ops.ADD) if n > 1 else k.load(total, 0)
-                k.store(mean, 0, of_all * (1.0 / size))
-                squares = squares - k.load(mean, 0) * k.load(mean, 0)
-            k.store(factor, 0, (squares + h.norm_eps).sqrt().reciprocal())
-            return factor
-
-        key_head = k.registers(h.dim) if h.is_quantized and h.stored != "nothing" else None
-
-        def store(t: UOp, angle: Index, position: Index, tables: UOp) -> None:
-            """Stores the keys and values of a token."""
-            sequence = sequence_of(k, places, t)
-            first, count = even_share(h.kv, part, parts)
-            factor = None
-            if h.key_norm and h.norms_over_heads:
-                factor = norm_factor(t * h.rows + h.query * h.dim, h.kv * h.dim)
-            with k.loop(count) as i:
-                head = first + i
-                row = h.row(k, tables, sequence, head, position)
-                at = t * h.rows + (h.query + head) * h.dim
-                of_values = at + h.kv * h.dim if h.stored == "keys and values" else at
-                value_factor = norm_factor(of_values, h.dim) if h.value_norm else None
-
-                def value(d: Index, n: int, at: Index = of_values, by: UOp | None = value_factor) -> UOp:
-                    v = element(at + d, n)
-                    return v if by is None else v * k.load(by, 0)
-
-                if h.key_norm and not h.norms_over_heads:
-                    factor = norm_factor(at, h.dim, h.layer_norms)
-                with k.loop(half // n) as j:
-                    for v, offset in zip(
-                        rotated(at, angle, j * n, key_norm, factor, head), (0, half), strict=True
-                    ):
-                        if key_head is not None:
-                            k.store(key_head, j * n + offset, v)
-                            continue
-                        to = h.key_index(row, j * n + offset) + row % h.lanes
-                        k.store_elements(keys, to, h.lanes, v.cast(h.dtype))
-                if key_head is not None:
-                    with k.loop(h.dim // QUANT_BLOCK) as group:
-                        d = group * QUANT_BLOCK
-                        lane = row % h.lanes
-                        scale_at, to = h.scale_index(row, group) + lane, h.key_index(row, d) + lane
-                        units = range(0, QUANT_BLOCK, h.lanes)
-                        vectors = [k.vector(key_head, d + i) for i in units]
-                        _store_quantized(k, vectors, keys, to, h.lanes, scales[0], scale_at)
-                        to = h.value_index(row, d)
-                        vectors = [value(d + i, h.lanes) for i in units]
-                        _store_quantized(k, vectors, values, to, 1, scales[1], scale_at)
-                else:
-                    with k.loop(h.dim // n) as j:
-                        v = value(j * n, n)
-                        k.store(values, h.value_index(row, j * n), v.cast(h.dtype))
-
-        with k.loop(n_tokens(k, state, tile)) as t:
-            position = position_of(k, places, t)
-            angle: Index = t if h.turns_tokens else position
-            scale: float | UOp = h.scale
-            if h.temperature:
-                scale = k.load(rest[0], position) * h.scale
-            first, count = even_share(h.query, part, parts)
-            factor = norm_factor(t * h.rows, h.query * h.dim) if h.norms_over_heads and h.query_norm else None
-            with k.loop(count) as i:
-                head = first + i
-                at = t * h.rows + head * h.dim
-                if h.query_norm and not h.norms_over_heads:
-                    factor = norm_factor(at, h.dim, h.layer_norms)
-                with k.loop(half // n) as j:
-                    a, b = rotated(at, angle, j * n, query_norm, factor, head)
-                    to = t * (h.query * h.dim) + head * h.dim + j * n
-                    k.store(queries, to, a * scale)
-                    k.store(queries, to + half, b * scale)
-            if tables is not None:
-                store(t, angle, position, tables)
-        return k.finish(f"rotate_{h.query}_{h.kv}_{h.dim}_{tile}")
+        return _Rotation(heads, tile, part, parts, buffers).build()
 
     return kernel
+
+
+class _Rotation:
+    """The kernel of `rotate` under construction. It works on `n` elements of a half of a head at once."""
+
+    def __init__(self, heads: HeadLanes, tile: int, part: UOp, parts: UOp, buffers: Sequence[UOp]) -> None:
+        h = self.heads = heads
+        self.tile, self.part, self.parts = tile, part, parts
+        self.half, self.n = h.dim // 2, gcd(h.dim // 2, h.lanes)
+        self.queries, *rest = buffers
+        self.cache = [rest.pop(0) for _ in h.cached(1)] if h.stored != "nothing" else []
+        self.tables = rest.pop(0) if self.cache else None
+        self.state = rest.pop(0) if tile > 1 else None
+        self.places, self.rows, self.cos, self.sin, *rest = rest
+        self.query_norm, self.key_norm = (
+            rest.pop(0) if normed else None for normed in (h.query_norm, h.key_norm)
+        )
+        self.temperatures = rest.pop(0) if h.temperature else None
+        self.k = KernelBuilder(h.lanes)
+        self.mean = self.k.registers(1)  # that of the last head, if norms take it off
+
+    def build(self) -> UOp:
+        h, k = self.heads, self.k
+        key = k.registers(h.dim) if h.is_quantized and self.cache else None
+        with k.loop(n_tokens(k, self.state, self.tile)) as t:
+            position = position_of(k, self.places, t)
+            angle: Index = t if h.turns_tokens else position
+            self.store_queries(t, angle, position)
+            if self.tables is not None:
+                self.store_keys_and_values(t, angle, position, self.tables, key)
+        return k.finish(f"rotate_{h.query}_{h.kv}_{h.dim}_{self.tile}")
+
+    def store_queries(self, t: UOp, angle: Index, position: UOp) -> None:
+        """Stores the queries of token t."""
+        h, k, n = self.heads, self.k, self.n
+        scale: float | UOp = h.scale
+        if self.temperatures is not None:
+            scale = k.load(self.temperatures, position) * h.scale
+        first, count = even_share(h.query, self.part, self.parts)
+        factor = (
+            self.norm_factor(t * h.rows, h.query * h.dim) if h.norms_over_heads and h.query_norm else None
+        )
+        with k.loop(count) as i:
+            head = first + i
+            at = t * h.rows + head * h.dim
+            if h.query_norm and not h.norms_over_heads:
+                factor = self.norm_factor(at, h.dim, h.layer_norms)
+            with k.loop(self.half // n) as j:
+                a, b = self.rotated(at, angle, j * n, self.query_norm, factor, head)
+                to = t * (h.query * h.dim) + head * h.dim + j * n
+                k.store(self.queries, to, a * scale)
+                k.store(self.queries, to + self.half, b * scale)
+
+    def store_keys_and_values(
+        self, t: UOp, angle: Index, position: Index, tables: UOp, key: UOp | None
+    ) -> None:
+        """Stores those of token t in the cache. `key`: registers for a rotated key, if the cache is quantized."""
+        h, k = self.heads, self.k
+        sequence = sequence_of(k, self.places, t)
+        first, count = even_share(h.kv, self.part, self.parts)
+        factor = None
+        if h.key_norm and h.norms_over_heads:
+            factor = self.norm_factor(t * h.rows + h.query * h.dim, h.kv * h.dim)
+        with k.loop(count) as i:
+            head = first + i
+            row = h.row(k, tables, sequence, head, position)
+            at = t * h.rows + (h.query + head) * h.dim
+            of_values = at + h.kv * h.dim if h.stored == "keys and values" else at
+            value_factor = self.norm_factor(of_values, h.dim) if h.value_norm else None
+            if h.key_norm and not h.norms_over_heads:
+                factor = self.norm_factor(at, h.dim, h.layer_norms)
+            self.store_key(row, at, angle, factor, head, key)
+            if key is None:
+                self.store_value(row, of_values, value_factor)
+            else:
+                self.store_quantized(row, of_values, value_factor, key)
+
+    def store_key(
+        self, row: Index, at: Index, angle: Index, factor: UOp | None, head: Index, key: UOp | None
+    ) -> None:
+        """Stores a rotated key in the cache, or in `key`."""
+        h, k, n = self.heads, self.k, self.n
+        with k.loop(self.half // n) as j:
+            halves = self.rotated(at, angle, j * n, self.key_norm, factor, head)
+            for v, offset in zip(halves, (0, self.half), strict=True):
+                if key is not None:
+                    k.store(key, j * n + offset, v)
+                else:
+                    to = h.key_index(row, j * n + offset) + row % h.lanes
+                    k.store_elements(self.cache[0], to, h.lanes, v.cast(h.dtype))
+
+    def store_value(self, row: Index, at: Index, factor: UOp | None) -> None:
+        h, k, n = self.heads, self.k, self.n
+        with k.loop(h.dim // n) as j:
+            v = self.value(at + j * n, n, factor)
+            k.store(self.cache[1], h.value_index(row, j * n), v.cast(h.dtype))
+
+    def store_quantized(self, row: Index, at: Index, factor: UOp | None, key: UOp) -> None:
+        """Stores a `key` and a value in blocks with scales."""
+        h, k = self.heads, self.k
+        keys, values, key_scales, value_scales = self.cache
+        with k.loop(h.dim // QUANT_BLOCK) as group:
+            d = group * QUANT_BLOCK
+            lane = row % h.lanes
+            scale_at, to = h.scale_index(row, group) + lane, h.key_index(row, d) + lane
+            units = range(0, QUANT_BLOCK, h.lanes)
+            vectors = [k.vector(key, d + i) for i in units]
+            _store_quantized(k, vectors, keys, to, h.lanes, key_scales, scale_at)
+            vectors = [self.value(at + (d + i), h.lanes, factor) for i in units]
+            _store_quantized(k, vectors, values, h.value_index(row, d), 1, value_scales, scale_at)
+
+    def element(self, at: Index, n: int) -> UOp:
+        """n elements of the products, cut to the limit."""
+        v, limit = self.k.vector(self.rows, at, n), self.heads.limit
+        return v.maximum(UOp.const(-limit, F32)).minimum(UOp.const(limit, F32)) if limit else v
+
+    def value(self, at: Index, n: int, factor: UOp | None) -> UOp:
+        v = self.element(at, n)
+        return v if factor is None else v * self.k.load(factor, 0)
+
+    def rotated(
+        self, at: Index, angle: Index, j: UOp, weight: UOp | None, factor: UOp | None, head: Index
+    ) -> tuple[UOp, UOp]:
+        """n elements of a rotated head from j on, and n from j + half on."""
+        h, k, n, half = self.heads, self.k, self.n, self.half
+        first = head * h.dim if h.norms_over_heads or h.layer_norms else 0  # of the head's weights
+        a, b = (self.element(at + offset + j, n) for offset in (0, half))
+        if weight is not None and h.layer_norms:
+            a, b = (v - k.load(self.mean, 0) for v in (a, b))
+        weights: list[UOp] = []
+        if weight is not None and factor is not None:
+            a, b = (v * k.load(factor, 0) for v in (a, b))
+            weights = [k.vector(weight, first + (offset + j), n) for offset in (0, half)]
+        if weights and not h.rotates_first:
+            a, b = a * weights[0], b * weights[1]
+        c, s = (k.vector(table, angle * half + j, n) for table in (self.cos, self.sin))
+        turned = a * c - b * s, b * c + a * s
+        return (turned[0] * weights[0], turned[1] * weights[1]) if weights and h.rotates_first else turned
+
+    def norm_factor(self, at: Index, size: int, centres: bool = False) -> UOp:
+        """One over the length of a vector; if it `centres`, without its mean, which is kept."""
+        k, n = self.k, self.n
+        factor, total = k.registers(1), k.zeros(n) if centres else None
+        squares = sum_of_squares(k, self.rows, at, size, n) * (1.0 / size)
+        if total is not None:
+            with k.loop(size // n) as j:
+                k.store(total, 0, k.vector(total, 0, n) + k.vector(self.rows, at + j * n, n))
+            of_all = k.across(k.vector(total, 0, n), Ops.ADD) if n > 1 else k.load(total, 0)
+            k.store(self.mean, 0, of_all * (1.0 / size))
+            squares = squares - k.load(self.mean, 0) * k.load(self.mean, 0)
+        k.store(factor, 0, (squares + self.heads.norm_eps).sqrt().reciprocal())
+        return factor
 
 
 def _store_quantized(
