@@ -22,6 +22,7 @@ from engine.targets.nvidia.kernels.products.epilogues import (
     Epilogue,
     add_residual,
     add_to_stream,
+    makes_digits,
 )
 from engine.targets.nvidia.kernels.products.head_norm import HeadNorm
 from engine.targets.nvidia.kernels.products.matvec import matvec
@@ -36,11 +37,12 @@ from engine.targets.nvidia.step import Step, StepMemory
 @dataclass
 class ResidualStream:
     """The residual stream as the kernel before leaves it (`epilogues.add_residual`): partial sums of its squares, and
-    the inputs of the next products, by `Input.key`. After a LayerNorm there are no sums: these inputs are normed."""
+    the inputs of the next products, by `Input.key`: a vector, or its digits and their factors if that kernel made them.
+    After a LayerNorm there are no sums: these inputs are normed."""
 
     parts: Tensor | None
     n_parts: int
-    inputs: dict[tuple[int, int], Tensor]
+    inputs: dict[tuple[int, int, bool], list[Tensor]]
 
 
 class Division(NamedTuple):
@@ -78,14 +80,18 @@ class DecodeMemory(StepMemory):
         self._parts: dict[int, tuple[Tensor, Tensor]] = {}
         self._inputs: tuple[list[Tensor], list[Tensor]] = [], []
 
-    def stream(self, n_parts: int, inputs: Sequence[Input], parity: int) -> ResidualStream:
+    def stream(
+        self, n_parts: int, inputs: Sequence[Input], parity: int, digits: Sequence[Tensor] = ()
+    ) -> ResidualStream:
         """The buffers of the residual stream. Kernels alternate (`parity`) between two arrays of partial sums and of
-        inputs, because a kernel may read one while it writes the other. Without any sums, the inputs are normed."""
+        inputs, because a kernel may read one while it writes the other. Without any sums, the inputs are normed.
+        `digits`: those of the input that is to come in digits."""
         while len(self._inputs[parity]) < len(inputs):
             self._inputs[parity].append(device_zeros(permuted_size(self.spec.dim)))
         if n_parts and n_parts not in self._parts:
             self._parts[n_parts] = device_zeros(n_parts), device_zeros(n_parts)
-        buffers = {i.key: buffer for i, buffer in zip(inputs, self._inputs[parity], strict=False)}
+        buffers = {i.key: [buffer] for i, buffer in zip(inputs, self._inputs[parity], strict=False)}
+        buffers |= {i.key: [*digits] for i in inputs if digits and i.in_digits}
         return ResidualStream(self._parts[n_parts][parity] if n_parts else None, n_parts, buffers)
 
 
@@ -128,7 +134,7 @@ class DecodeStep(Step):
         made them."""
         norms, stream = norm if isinstance(norm, tuple) else (norm,), self.stream
         x, beside_x = (
-            [stream.inputs[i.key] for i in inputs_of(norm_of, part)] if part else []
+            [x for i in inputs_of(norm_of, part) for x in stream.inputs[i.key]] if part else []
             for norm_of, part in ((norms[0], product), (norms[-1], product.beside))
         )
         x = digits or self.input_of(product, x)
@@ -159,8 +165,9 @@ class DecodeStep(Step):
         kernel of another product can make them: beside several rows of floats of a thread, registers spill."""
         if not product.stack.digits or beside.schedule.rows > 1:
             return None
-        (matrix,), (vector,) = product.matrices, inputs_of(norm, product)
-        return Division(matrix.layout, self.stream.inputs[vector.key], self.digits("x", matrix.cols, 1))
+        (matrix,), (form,) = product.matrices, inputs_of(norm, product)
+        vector, *factors = self.stream.inputs[form.key]
+        return None if factors else Division(matrix.layout, vector, self.digits("x", matrix.cols, 1))
 
     def digits(self, name: str, cols: int, vectors: int) -> list[Tensor]:
         """Scratch memory for the digits of vectors, and their factors (`digit_rows`)."""
@@ -171,13 +178,25 @@ class DecodeStep(Step):
     def beside_stream(self, i: int) -> Tensor:
         return self.buffer(f"stream {i}", self.spec.dim)
 
-    def begin_stream(self, n_parts: int) -> dict[str, Tensor | list[Tensor]]:
-        """Begins the stream that the next kernel leaves, which has so many blocks: its buffers for that."""
-        self.stream = self.memory.stream(n_parts, self.inputs, self._n_streams % 2)
+    def begin_stream(self, n_parts: int, divides: bool = False) -> dict[str, Tensor | list[Tensor]]:
+        """Begins the stream that the next kernel leaves, which has so many blocks: its buffers for that. `divides`:
+        whether it makes the digits of the input that is to come in digits."""
+        parity, weight = self._n_streams % 2, self.input_scales.norm_weight
+        buffers: dict[str, Tensor | list[Tensor]]
+        digits = self.digits(f"stream {parity}", self.spec.dim, 1) if divides else []
+        self.stream = self.memory.stream(n_parts, self.inputs, parity, digits)
         self._n_streams += 1
-        norms = [self.input_scales.norm_weight(i.norm.weight, i.bits) for i in self.inputs]
-        copies = [*self.stream.inputs.values()]
-        return {"stream": self.memory.h, "squares": self.stream.parts, "copies": copies, "norms": norms}
+        whole = [i for i in self.inputs if not (divides and i.in_digits)]
+        buffers = {
+            "stream": self.memory.h,
+            "squares": self.stream.parts,
+            "copies": [self.stream.inputs[i.key][0] for i in whole],
+            "norms": [weight(i.norm.weight, i.bits) for i in whole],
+        }
+        if divides:
+            (norm,) = (i.norm for i in self.inputs if i.in_digits)
+            buffers |= {"digits": digits[0], "factors": digits[1], "digits_norm": weight(norm.weight, 0)}
+        return buffers
 
     def begin_normed(self, rows: Tensor, squares: Tensor, n_squares: int, norm: Norm) -> None:
         """Adds the kernel that begins the stream with rows after a norm. `squares`: so many partial sums of theirs."""
@@ -202,7 +221,7 @@ class DecodeStep(Step):
         biases = [(i.norm.bias, i.bits) for i in self.inputs]
         self.add(
             layer_norm(self.spec.dim, tuple(bias is not None for bias, _ in biases), self.spec.stream_eps),
-            copies=[*self.stream.inputs.values()],
+            copies=[vector for (vector,) in self.stream.inputs.values()],
             stream=self.memory.h,
             norms=[vector(i.norm.weight, i.bits) for i in self.inputs],
             biases=[vector(bias, bits) for bias, bits in biases if bias is not None],
@@ -218,7 +237,7 @@ class DecodeStep(Step):
     ) -> None:
         """Adds the last product of a sublayer, of `x`, whose result is added to the residual stream. `heads`: the norm
         of heads that it has to do; `others`: the buffers that only such products have."""
-        dim, copies = self.spec.dim, len(self.inputs)
+        dim = self.spec.dim
         ins = {"x": self.input_of(product, x if isinstance(x, list) else [x]), "planes": product.planes}
         has_bias = others.get("bias") is not None
         assert self.scale is None or self.post_norm is not None
@@ -230,9 +249,11 @@ class DecodeStep(Step):
                 self.layer_norm()
             return
         if self.post_norm is None:
-            epilogue = add_residual(copies, has_bias)
+            has_one = [i.in_digits for i in self.inputs].count(True) == 1
+            divides = has_one and makes_digits(product.schedule.block_rows, dim)
+            epilogue = add_residual(len(self.inputs) - divides, has_bias, divides)
             kernel = matvec(product.stack, product.schedule, epilogue, name, heads=heads)
-            self.add(kernel, **self.begin_stream(product.n_blocks), **ins, **others)
+            self.add(kernel, **self.begin_stream(product.n_blocks, divides), **ins, **others)
             return
         rows = self.buffer(f"{name}_rows", dim)
         squares = self.buffer(f"{name}_squares", product.n_blocks)

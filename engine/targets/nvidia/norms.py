@@ -24,20 +24,22 @@ class Norm:
 @dataclass(frozen=True)
 class Input:
     """What a product reads: the stream times the weight of a norm and times a input_scale
-    (`StackedMatrices.input_scale_bits`); of models with LayerNorms, the normed stream times that."""
+    (`StackedMatrices.input_scale_bits`); of models with LayerNorms, the normed stream times that. `in_digits`: whether
+    the product takes the digits of it (`digit_rows`), which the kernel before may make."""
 
     norm: Norm
     bits: int
+    in_digits: bool
 
     @property
-    def key(self) -> tuple[int, int]:
-        return id(self.norm.weight), self.bits
+    def key(self) -> tuple[int, int, bool]:
+        return id(self.norm.weight), self.bits, self.in_digits
 
 
 def inputs_of(norm: Norm, *products: Product) -> list[Input]:
     """The inputs of products after a norm."""
-    bits = {bits for product in products for bits in product.stack.input_scale_bits}
-    return [Input(norm, b) for b in sorted(bits)]
+    forms = {(bits, p.stack.digits) for p in products for bits in p.stack.input_scale_bits}
+    return [Input(norm, *form) for form in sorted(forms)]
 
 
 @functools.cache

@@ -215,7 +215,8 @@ def check_layers_with_latent_attention_of_older_files() -> None:
 
 def check_layers_whose_vectors_come_in_digits() -> None:
     """Products after a norm, before a norm, of narrow queries, and of several matrices, which take their vector as it
-    is; experts whose router makes those of gate and up, and these those of down."""
+    is; experts whose router makes those of gate and up, and these those of down; layers each of whose products makes
+    those of the next one."""
     types = {"blk.0.attn_k": "Q8_0", "blk.*": "IQ4_NL"}
     forced = lambda stack: replace(stack, digits=stack.fits_digits)
     with mock.patch.object(matrices, "in_digits", forced):
@@ -231,6 +232,13 @@ def check_layers_whose_vectors_come_in_digits() -> None:
 
         with mock.patch.object(matrices, "best_schedule", wide):
             hold(architecture="gpt-oss", types={"blk.*_exps": "IQ4_NL"}, **SMALL | {"dim": 128, "layers": 1})
+        high = lambda stack: Schedule(2, 32, 2 if stack.rows > 128 else 1)
+        with mock.patch.object(matrices, "best_schedule", high):
+            hold(
+                architecture="llama",
+                types={"blk.*": "IQ4_NL"},
+                **SMALL | {"dim": 128, "ffn": 128, "layers": 2},
+            )
 
 
 def hold(**shape: Any) -> None:

@@ -36,10 +36,10 @@ F16, Q8_0, Q4_K, Q6_K, IQ4_XS = (WeightLayout(n) for n in (1, 8, 12, 14, 23))
 
 
 def stack_of(name: str) -> StackedMatrices:
-    """The product "Q4_K 5120x2560 + Q6_K 1024x2560"."""
-    parts = [part.split() for part in name.split(" + ")]
+    """The product "Q4_K 5120x2560 + Q6_K 1024x2560", or "IQ4_XS 28672x4096 in digits"."""
+    parts = [part.split() for part in name.removesuffix(" in digits").split(" + ")]
     matrices = tuple((WeightLayout(NUMBERS[type]), int(shape.split("x")[0])) for type, shape in parts)
-    return StackedMatrices(matrices, int(parts[0][1].split("x")[1]))
+    return StackedMatrices(matrices, int(parts[0][1].split("x")[1]), digits=name.endswith(" in digits"))
 
 
 def measured() -> dict[tuple[str, str], dict[Schedule, float]]:

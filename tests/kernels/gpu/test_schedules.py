@@ -40,12 +40,10 @@ def test_what_is_shipped_fits(chip):
 
 
 def test_what_was_measured_comes_before_the_rule():
-    assert matvec_schedule(StackedMatrices.single(Q6_K, 128256, 2048), Chip("sm_90", 132)) == Schedule(
-        16, 4, 8
-    )
-    assert matvec_schedule(StackedMatrices.single(Q6_K, 128256, 2048), Chip("sm_00", 132)) != Schedule(
-        16, 4, 8
-    )
+    head, gate_up = (StackedMatrices.single(Q6_K, rows, 2048) for rows in (128256, 16384))
+    assert matvec_schedule(head, Chip("sm_90", 132)) == Schedule(32, 4, 4, early=True)
+    assert matvec_schedule(gate_up, Chip("sm_90", 132)) == Schedule(32, 8, 8)
+    assert matvec_schedule(head, Chip("sm_00", 132)) != Schedule(32, 4, 4, early=True)
     early = matvec_schedule(StackedMatrices.single(Q6_K, 5120, 3072), Chip("sm_90", 132))
     assert early == Schedule(16, 8, 2, early=True) and early.name == "16_8_2_early"
     assert Schedule(16, 4, 8, 2, early=True).name == "16_4_8_early_2_blocks"

@@ -10,7 +10,14 @@ from engine.kernels.device_memory import to_device
 from engine.measure.kernel_roles import BufferUse
 from engine.targets.buffer_uses import BufferUses
 from engine.targets.nvidia.decode_step import DecodeStep
-from engine.targets.nvidia.kernels.products.epilogues import STORE, activate, activated, bent
+from engine.targets.nvidia.kernels.products.epilogues import (
+    STORE,
+    activate,
+    activated,
+    activated_in_digits,
+    bent,
+    makes_digits,
+)
 from engine.targets.nvidia.kernels.weights.weight_layout import permuted_size
 from engine.targets.nvidia.matrices import Product, gate_up_of, matrices_of, product_of
 from engine.targets.nvidia.norms import Norm
@@ -42,19 +49,17 @@ class DenseHandler(Handler):
     def decode(self, step: DecodeStep, norm: Norm) -> None:
         step.finish(self.down, self.gate(step, norm), "down", bias=self.down_bias)
 
-    def gate(self, step: DecodeStep, norm: Norm) -> Tensor:
-        """Adds the first product of a decode step; returns the input of the last one."""
-        width, activation = self.part.width, self.part.activation
+    def gate(self, step: DecodeStep, norm: Norm, down: Product | None = None) -> list[Tensor]:
+        """Adds the first product of a decode step; returns the input of the last one, or of the product `down`, or its
+        digits."""
+        width, activation, down = self.part.width, self.part.activation, down or self.down
         input_scale = step.input_scale(self.down.single_matrix)
         out = step.buffer("activated", permuted_size(width))
         if self.part.gate is None:
             epilogue = bent(activation, self.up_bias is not None, self.curve is not None)
             ins = {"out": out, "input_scale": input_scale, "bias": self.up_bias, "curve": self.curve}
             step.multiply(self.gate_up, norm, epilogue, ins, "up")
-        elif len(self.gate_up.matrices) == 1:
-            buffers = {"out": out, "input_scale": input_scale}
-            step.multiply(self.gate_up, norm, activated(activation), buffers, "gate_up")
-        else:
+        elif len(self.gate_up.matrices) > 1:
             rows = step.buffer("gate_up", 2 * width)
             step.multiply(self.gate_up, norm, STORE, {"out": rows}, "gate_up")
             step.add(
@@ -63,7 +68,15 @@ class DenseHandler(Handler):
                 rows=rows,
                 input_scale=input_scale,
             )
-        return out
+        elif down.stack.digits and makes_digits(self.gate_up.schedule.block_rows // 2, width):
+            made = step.digits("activated", width, 1)
+            buffers = dict(zip(("digits", "factors"), made, strict=True))
+            step.multiply(self.gate_up, norm, activated_in_digits(activation), buffers, "gate_up")
+            return made
+        else:
+            buffers = {"out": out, "input_scale": input_scale}
+            step.multiply(self.gate_up, norm, activated(activation), buffers, "gate_up")
+        return [out]
 
     def prefill(self, step: PromptStep, norm: Norm) -> Sums:
         step.norm(norm)

@@ -159,7 +159,7 @@ class ExpertsHandler(Handler):
         }
         is_one = len(gate_up.matrices) == 1
         is_divided = down.stack.digits and is_one and part.gate is not None
-        if is_divided and makes_digits(gate_up.schedule.block_rows, 2 * n):
+        if is_divided and makes_digits(gate_up.schedule.block_rows // 2, n):
             made = step.digits("experts activated", n, part.used)
             buffers |= zip(("digits", "factors"), made, strict=True)
             step.multiply(

@@ -53,15 +53,15 @@ class SideBySideHandler(Handler):
     def decode(self, step: DecodeStep, _: Norm) -> None:
         dim, experts, dense = step.spec.dim, self.experts, self.dense
         if self.first:
-            x = step.buffer("activated", permuted_size(dense.part.width))
+            x = [step.buffer("activated", permuted_size(dense.part.width))]
             input_scale = step.input_scale(dense.down.single_matrix)
-            buffers = {"logits": experts.routed(step)[0], "out": x, "input_scale": input_scale}
+            buffers = {"logits": experts.routed(step)[0], "out": x[0], "input_scale": input_scale}
             epilogue = routed(experts.part.count, dense.part.activation)
             norms = self.router_norm, self.dense_norm
             step.multiply(self.first, norms, epilogue, buffers, "router_gate_up")
         else:
             experts.route(step, self.router_norm)
-            x = dense.gate(step, self.dense_norm)
+            x = dense.gate(step, self.dense_norm, self.down)
         of_experts = experts.choose(step, self.experts_norm, self.down)
         product, schedule = self.down, self.down.schedule
         rows, squares = step.buffer("both_rows", 2 * dim), step.buffer("both_squares", product.n_blocks)
@@ -71,7 +71,7 @@ class SideBySideHandler(Handler):
             squares=squares,
             **chosen_experts(step.memory, experts.part.used),
             x=of_experts,
-            beside_x=[x],
+            beside_x=x,
             planes=product.planes,
         )
         counts = experts.down.stack.n_blocks(schedule), dense.down.stack.n_blocks(schedule)

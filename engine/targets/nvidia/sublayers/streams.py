@@ -56,7 +56,7 @@ class _StreamsHandler(Handler):
 
     def __init__(self, count: int, loading: Loading) -> None:
         spec = loading.weights.spec
-        self.count, self.eps, self.whole = count, spec.eps, Input(no_norm(spec.dim), 0)
+        self.count, self.eps, self.whole = count, spec.eps, Input(no_norm(spec.dim), 0, False)
 
     def inputs(self, norm: Norm) -> list[Input]:
         return [self.whole]
@@ -74,7 +74,7 @@ class _StreamsHandler(Handler):
             step.settle()
             step.changed()
             return 0, {"stream": step.h}
-        x = step.stream.inputs[self.whole.key]
+        (x,) = step.stream.inputs[self.whole.key]
         return len(step.inputs), {**step.begin_stream(self.streams(step).blocks), "x": x}
 
 
@@ -184,7 +184,7 @@ class MergeHandler(_StreamsHandler):
         self.products = tuple(self._ends)
 
     def decode(self, step: DecodeStep, norm: Norm) -> None:
-        dim, x, left = step.spec.dim, step.stream.inputs[self.whole.key], step.of_layer
+        dim, (x,), left = step.spec.dim, step.stream.inputs[self.whole.key], step.of_layer
         vectors = [step.buffer(f"end {i}", permuted_size(dim)) for i, _ in enumerate(self._ends)]
         scales = [step.input_scale(product.single_matrix) for product in self._ends]
         ins = {"x": x, "others": self.others(step), "rows": left.tensor, "norm": left.post_norm}

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from tinygrad import UOp
 from tinygrad.uop.ops import AxisType, Ops
 
-from engine.targets.nvidia.kernels.products.digit_rows import DigitUnit
+from engine.targets.nvidia.kernels.products.digit_rows import vector_unit
 from engine.targets.nvidia.kernels.products.expert_choice import BY_LOGITS, ExpertChoice, Scores
 from engine.targets.nvidia.kernels.uops import f32, load, load_index, store
-from engine.targets.nvidia.kernels.weights.matrix_bytes import UNIT, units_of
+from engine.targets.nvidia.kernels.weights.matrix_bytes import units_of
 from engine.targets.nvidia.kernels.weights.weight_layout import WeightLayout
 
 
@@ -137,13 +137,7 @@ class ExpertRows:
             slot, unit = (item // units).minimum(self._chosen.used - 1), item % units
             vector = slot
         expert_row = self._expert(slot) * self._rows
-        if len(x) > 1:
-            dot = DigitUnit.load(layout, units, unit, inside, x[0], x[1], vector).dot
-        else:
-            first_x = UOp.const(0) if vector is None else vector * (units * UNIT)
-            xs = [load(x[0], first_x + (j // 4 * units + unit) * 4 + j % 4, inside) for j in range(UNIT)]
-            group_sums = layout.group_sums(xs)
-            dot = lambda loaded: loaded.dot(xs, group_sums)
+        dot = vector_unit(layout, x, units, unit, inside, vector)
         products = []
         for row in rows:
             product = dot(layout.load_unit(planes, row + expert_row, units, unit, None))

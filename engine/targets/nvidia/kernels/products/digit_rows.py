@@ -13,10 +13,10 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from tinygrad import UOp, dtypes
-from tinygrad.uop.ops import AxisType, Ops
+from tinygrad.uop.ops import Ops
 
 from engine.kernels.kernel import Kernel
 from engine.kernels.launch_hints import LaunchHints
@@ -206,21 +206,22 @@ class DigitUnit:
         return loaded.scaled(dots, ())
 
 
-def row_sums(
-    layout: WeightLayout, cols: int, digits: UOp, factors: UOp, planes: Sequence[UOp], rows: Sequence[UOp], t: UOp,
-    threads: int, factor_of: Callable[[UOp, UOp | None], UOp] | None = None,
-) -> list[UOp]:  # fmt: skip
-    """The partial sums of rows, by thread t of `threads`. `factor_of`: as in `matvec`."""
-    units = units_of(cols)
-    steps = -(-units // threads)
-    step = UOp.range(steps, 0, AxisType.REDUCE) if steps > 1 else None
-    unit = t if step is None else t + step * threads
-    inside = None if units == threads * steps else unit < units
-    vector = DigitUnit.load(layout, units, unit, inside, digits, factors)
-    if factor_of is not None:
-        vector = replace(vector, factors=[f * factor_of(unit, inside) for f in vector.factors])
-    products = [vector.dot(layout.load_unit(planes, row, units, unit, inside)) for row in rows]
-    return products if step is None else [p.reduce(step, arg=Ops.ADD) for p in products]
+def vector_unit(
+    layout: WeightLayout,
+    x: Sequence[UOp],
+    units: int,
+    unit: UOp,
+    inside: UOp | None,
+    vector: UOp | None = None,
+) -> Callable[[Unit], UOp]:
+    """Loads a unit, of `units`, of a vector, or of one of several; zeros if it is not `inside`. Returns what gives its
+    product with a unit of a row. `x`: the vector, or its digits and their factors."""
+    if len(x) > 1:
+        return DigitUnit.load(layout, units, unit, inside, x[0], x[1], vector).dot
+    first = UOp.const(0) if vector is None else vector * (units * UNIT)
+    xs = [load(x[0], first + (j // 4 * units + unit) * 4 + j % 4, inside) for j in range(UNIT)]
+    group_sums = layout.group_sums(xs)
+    return lambda loaded: loaded.dot(xs, group_sums)
 
 
 def _four(a: UOp, b: UOp, sum: UOp) -> UOp:

@@ -82,8 +82,9 @@ def _store(rows: BlockRows, out: UOp) -> list[UOp]:
 
 
 def _add_residual(
-    rows: BlockRows, stream: UOp, squares: UOp, copies: Sequence[UOp], norms: Sequence[UOp], bias: UOp | None
-) -> list[UOp]:
+    rows: BlockRows, stream: UOp, squares: UOp, copies: Sequence[UOp], norms: Sequence[UOp], bias: UOp | None,
+    digits: UOp | None, factors: UOp | None, digits_norm: UOp | None,
+) -> list[UOp]:  # fmt: skip
     i = rows.thread
     ok, row = rows.valid(i), rows.index(i)
     value = load(stream, row, ok) + rows.product(i, ok)
@@ -92,7 +93,25 @@ def _add_residual(
     stores = [store(stream, row, value, ok), _store_sum_of_squares(squares, value, ok, rows)]
     for out, weight in zip(copies, norms, strict=True):
         stores.append(store(out, permuted(row, rows.total), value * load(weight, row, ok), ok))
+    if digits is not None and factors is not None and digits_norm is not None:
+        stores += _digits(rows, value * load(digits_norm, row, ok), 1, digits, factors)
     return stores
+
+
+def _digits(rows: BlockRows, value: UOp, pair: int, digits: UOp, factors: UOp) -> list[UOp]:
+    """Stores digits and factors of a vector (`digit_rows.divide`). `value`: the number that a thread has of those of
+    the block, one for each run of `pair` rows (`makes_digits`)."""
+    i, n, count = rows.thread, rows.total // pair, rows.count // pair
+    vector = UOp.const(0) if rows.slot is None else rows.slot
+    values = after_store(shared(count, slot=4), i, value, i < count)
+    n_words = count // WORD_BYTES
+    word = i.minimum(n_words - 1)
+    own, ok = word // GROUP_WORDS, i < n_words
+    divided = Divided.of(load_run(values, own * GROUP, GROUP))
+    group = rows.first // pair // GROUP + own
+    four = load_run(values, word * WORD_BYTES, WORD_BYTES)
+    words = divided.store_word(digits, n, vector, group, word % GROUP_WORDS, four, ok)
+    return [*words, divided.store_factor(factors, n, vector, group, ok & (i % GROUP_WORDS).eq(0))]
 
 
 def _store_squares(rows: BlockRows, out: UOp, squares: UOp) -> list[UOp]:
@@ -159,12 +178,17 @@ def as_logits(softcap: float = 0.0, has_bias: bool = False) -> Epilogue:
     return Epilogue(("logits", "largest", "largest_rows"), (has_bias and "bias",), 1, stores)
 
 
-def add_residual(copies: int = 1, bias: bool = False) -> Epilogue:
+def add_residual(copies: int = 1, bias: bool = False, divides: bool = False) -> Epilogue:
     """Adds the product to the residual stream, and prepares the stream for the next products: permuted, and multiplied
     by the next norm's weight and by their input_scales. outs: stream, float32 (rows,); squares, partial sums of its
     squares, float32 (blocks,); `copies` permuted vectors, one for each input_scale; ins: norms, for each copy the
-    norm's weight times the input_scale, float32 (rows,); bias, which is added to the product, float32 (rows,)."""
-    outs, ins = ("stream", "squares", ("copies", copies)), (("norms", copies), bias and "bias")
+    norm's weight times the input_scale, float32 (rows,); bias, which is added to the product, float32 (rows,). If it
+    `divides` the stream for a product whose vector comes in digits (`makes_digits`), the outs digits and factors are
+    those of the stream times digits_norm, that norm's weight, float32 (rows,)."""
+    outs: tuple[Name, ...] = ("stream", "squares", ("copies", copies))
+    ins: tuple[Name, ...] = (("norms", copies), bias and "bias")
+    if divides:
+        outs, ins = (*outs, "digits", "factors"), (*ins, "digits_norm")
     return Epilogue(outs, ins, 1, _add_residual)
 
 
@@ -219,27 +243,21 @@ def activated(activation: Activation) -> Epilogue:
 
 @functools.cache
 def activated_in_digits(activation: Activation) -> Epilogue:
-    """As `activated`, for a next product whose vector comes in digits. A block has the columns of a group of them
-    (`makes_digits`). outs: digits and factors, of experts those of each (`digit_rows.divide`)."""
+    """As `activated`, for a next product whose vector comes in digits (`makes_digits`). outs: digits and factors, of
+    experts those of each (`digit_rows.divide`)."""
 
     def stores(rows: BlockRows, digits: UOp, factors: UOp) -> list[UOp]:
-        i, n = rows.thread, rows.total // 2
-        ok, group, slot = rows.valid(i, 2), rows.first // 2 // GROUP, rows.slot
-        vector = UOp.const(0) if slot is None else slot
+        i = rows.thread
+        ok = rows.valid(i, 2)
         value = gated(rows.product(i * 2, ok), rows.product(i * 2 + 1, ok), activation)
-        values = after_store(shared(GROUP, slot=1), i, value, ok)
-        divided = Divided.of(load_run(values, 0, GROUP))
-        word = i.minimum(GROUP_WORDS - 1)
-        four = load_run(values, word * WORD_BYTES, WORD_BYTES)
-        words = divided.store_word(digits, n, vector, group, word, four, i < GROUP_WORDS)
-        return [*words, divided.store_factor(factors, n, vector, group, i.eq(0))]
+        return _digits(rows, value, 2, digits, factors)
 
     return Epilogue(("digits", "factors"), (), 2, stores, by_slot=True)
 
 
-def makes_digits(block_rows: int, rows: int) -> bool:
-    """Whether blocks of so many of all rows can have `activated_in_digits`."""
-    return block_rows == 2 * GROUP and rows % block_rows == 0
+def makes_digits(columns: int, n: int) -> bool:
+    """Whether blocks that make so many of the n numbers of a vector can make their digits: they have whole groups."""
+    return columns % GROUP == 0 and n % columns == 0
 
 
 def _in_slot(place: UOp, n: int, rows: BlockRows) -> UOp:

@@ -42,7 +42,7 @@ from engine.targets.nvidia.kernels.uops import (
     store,
     tree,
 )
-from engine.targets.nvidia.kernels.weights.matrix_bytes import UNIT, units_of
+from engine.targets.nvidia.kernels.weights.matrix_bytes import units_of
 from engine.targets.nvidia.kernels.weights.weight_layout import WeightLayout, permuted_size
 
 _EVEN, _MANY_BLOCKS = 16, 64
@@ -238,15 +238,14 @@ def matvec(
         place = tensor_rows.Place.of(thread, s.threads // tensor_rows.ABREAST) if s.tensor else None
         row_places = place.rows if place else [group * s.rows + r for r in range(s.rows)]
         share = place.share if place else t
+        vectors_of = [[vector] for vector in x]
         own = [
-            (stack, *pair) for pair in zip(stack.input_scale_bits, x[:1] if stack.digits else x, strict=True)
+            (stack, *pair)
+            for pair in zip(stack.input_scale_bits, [x] if stack.digits else vectors_of, strict=True)
         ]
-        own += (
-            [(beside, *pair) for pair in zip(beside.input_scale_bits, beside_x, strict=True)]
-            if beside
-            else []
-        )
-        xs = {(of, bits): vector for of, bits, vector in own}
+        if beside:
+            own += [(beside, bits, [v]) for bits, v in zip(beside.input_scale_bits, beside_x, strict=True)]
+        xs = {(of, bits): vectors for of, bits, vectors in own}
         chosen_rows = None
         if chosen:
             buffers = experts, probabilities, counts, router, scales, biases, choice_bias
@@ -264,7 +263,7 @@ def matvec(
             first_row = matrix_block * s.block_rows
             blocks_before += -(-rows // s.block_rows)
             active = starts_here & (block < blocks_before) if len(matrices) > 1 else None
-            vector = xs[of, layout.input_scale_bits]
+            own_x = xs[of, layout.input_scale_bits]
             clamped = [first_row + r for r in row_places]
             if rows % s.block_rows:
                 clamped = [(row < rows).where(row, rows - 1) for row in clamped]
@@ -275,7 +274,7 @@ def matvec(
                 chosen_rows.sums(
                     layout,
                     of.cols,
-                    x if stack.digits else [vector],
+                    own_x,
                     matrix_planes,
                     clamped,
                     t,
@@ -284,14 +283,10 @@ def matvec(
                     k,
                 )
                 if chosen_rows and of.experts
-                else digit_rows.row_sums(
-                    layout, of.cols, x[0], x[1], matrix_planes, clamped, t, s.threads, factor_of
-                )
-                if stack.digits
                 else tensor_rows.row_sums(
                     layout,
                     of.cols,
-                    vector,
+                    own_x[0],
                     matrix_planes,
                     clamped,
                     place,
@@ -301,7 +296,7 @@ def matvec(
                 )
                 if place
                 else _row_sums(
-                    layout, of.cols, vector, matrix_planes, clamped, t, s.threads, active, k, factor_of
+                    layout, of.cols, own_x, matrix_planes, clamped, t, s.threads, active, k, factor_of
                 )
             )
             if stack.shared:
@@ -400,12 +395,12 @@ def matvec(
 
 
 def _row_sums(
-    layout: WeightLayout, cols: int, x: UOp, planes: Sequence[UOp], rows: Sequence[UOp], t: UOp, threads: int,
-    active: UOp | None, axis: int, factor_of: Callable[[UOp, UOp | None], UOp] | None = None,
+    layout: WeightLayout, cols: int, x: Sequence[UOp], planes: Sequence[UOp], rows: Sequence[UOp], t: UOp,
+    threads: int, active: UOp | None, axis: int, factor_of: Callable[[UOp, UOp | None], UOp] | None = None,
 ) -> list[UOp]:  # fmt: skip
-    """The partial sums of rows of one matrix, by thread t of `threads`. `factor_of`: what a unit of the vector is to be
-    multiplied by. If the block is not `active`, its loop has no steps and the sums are zeros, so that it costs only a
-    branch."""
+    """The partial sums of rows of one matrix, by thread t of `threads`. `x`: the vector, or its digits and their
+    factors. `factor_of`: what a unit of the vector is to be multiplied by. If the block is not `active`, its loop has
+    no steps and the sums are zeros, so that it costs only a branch."""
     units = units_of(cols)
     steps = -(-units // threads)
     if active is not None:  # tinygrad moves code that precedes a loop of one step at most into the loop
@@ -415,9 +410,8 @@ def _row_sums(
     step = UOp.range(trips, axis, AxisType.REDUCE) if steps > 1 else None
     unit = t if step is None else t + step * threads
     inside = None if units == threads * steps else unit < units
-    xs = [load(x, (j // 4 * units + unit) * 4 + j % 4, inside) for j in range(UNIT)]
-    group_sums = layout.group_sums(xs)
-    products = [layout.load_unit(planes, row, units, unit, inside).dot(xs, group_sums) for row in rows]
+    dot = digit_rows.vector_unit(layout, x, units, unit, inside)
+    products = [dot(layout.load_unit(planes, row, units, unit, inside)) for row in rows]
     if factor_of is not None:
         factor = factor_of(unit, inside)
         products = [p * factor for p in products]
@@ -450,7 +444,7 @@ def _with_shared(
 ) -> list[UOp]:  # fmt: skip
     """The partial sums of experts, which are to be multiplied by `scale`, and those of a shared one, times the sigmoid
     of its `gate`'s logit if it has one."""
-    own = _row_sums(shared.layout, shared.cols, x, planes, rows, t, s.threads, None, 1)
+    own = _row_sums(shared.layout, shared.cols, [x], planes, rows, t, s.threads, None, 1)
     factor = f32(shared.layout.scale / scale)
     factor = factor if gate is None else sigmoid(gate) * factor
     return [a + b * factor for a, b in zip(sums, own, strict=True)]
