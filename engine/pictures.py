@@ -19,17 +19,20 @@ Floats = NDArray[np.float32]
 
 @dataclass(frozen=True)
 class Grid:
-    """The rows and columns of tokens that a picture becomes."""
+    """The rows and columns of tokens that a picture becomes. `tiles`: the rows and columns of its tiles, whose tokens
+    are one below the other, and then those of the whole picture, if there are several."""
 
     rows: int
     columns: int
+    tiles: tuple[int, int] = (1, 1)
 
     @classmethod
     def of(cls, spec: VisionSpec, width: int, height: int) -> Grid:
         """The grid of a picture of `width` x `height` pixels."""
         across, down = spec.size(width, height)
         side = spec.patch * spec.merge
-        return cls(down // side, across // side)
+        tiles = spec.tiles(width, height)[1] if spec.tiles else (1, 1)
+        return cls(down // side * _count(tiles), across // side, tiles)
 
     def tokens(self, spec: VisionSpec) -> int:
         """Embeddings of the picture, those after rows included."""
@@ -63,16 +66,33 @@ class EncoderInput:
 
 
 def resized(spec: VisionSpec, rgb: NDArray[np.uint8]) -> NDArray[np.uint8]:
-    """A picture, uint8 (height, width, 3), at the size of its encoder. As Pillow's filters with antialiasing: first
-    across, then down."""
+    """A picture, uint8 (height, width, 3), at the size of its encoder, or its tiles, one below the other. As Pillow's
+    filters with antialiasing: first across, then down."""
     from PIL import Image
 
+    def sized(picture: Image.Image, across: int, down: int) -> Image.Image:
+        return picture.resize((across, picture.height), how).resize((across, down), how)
+
+    if spec.tiles:
+        size, (rows, columns) = spec.tiles(rgb.shape[1], rgb.shape[0])
+        side, used, how = spec.tiles.side, spec.size.most, Image.Resampling.LANCZOS
+        whole = sized(sized(Image.fromarray(rgb), *size), columns * side, rows * side)
+        tiles = np.asarray(whole).reshape(rows, side, columns, side, 3).transpose(0, 2, 1, 3, 4)
+        tiles = tiles.reshape(-1, side, side, 3)
+        if len(tiles) > 1:
+            tiles = np.concatenate([tiles, np.asarray(sized(whole, side, side))[None]])
+        return np.ascontiguousarray(tiles[:, :used, :used]).reshape(-1, used, 3)
     across, down = spec.size(rgb.shape[1], rgb.shape[0])
     if rgb.shape[:2] == (down, across):
         return rgb
     how = Image.Resampling.BILINEAR if spec.kind == "gemma3" else Image.Resampling.BICUBIC
-    picture = Image.fromarray(rgb)
-    return np.asarray(picture.resize((across, picture.height), how).resize((across, down), how))
+    return np.asarray(sized(Image.fromarray(rgb), across, down))
+
+
+def _count(tiles: tuple[int, int]) -> int:
+    """The pictures that tiles and the whole picture are."""
+    n = tiles[0] * tiles[1]
+    return n + 1 if n > 1 else n
 
 
 def encoder_input(spec: VisionSpec, rgb: NDArray[np.uint8], table: Floats | None) -> EncoderInput:

@@ -39,6 +39,9 @@ def write(
     writer.add_float32("clip.vision.attention.layer_norm_epsilon", 1e-6)
     for key in "mean", "std":
         writer.add_array(f"clip.vision.image_{key}", [0.5, 0.4, 0.6])
+    if kind == "idefics3":
+        writer.add_uint32("clip.vision.projector.scale_factor", merge)
+        writer.add_uint32("clip.vision.preproc_image_size", 3 * side)
     if kind == "qwen2.5vl_merger":
         writer.add_uint32("clip.vision.n_wa_pattern", 2)
     if kind != "qwen2vl_merger":
@@ -49,11 +52,18 @@ def write(
         is_matrix = len(shape) > 1 and "position" not in name
         writer.add_tensor(name, data.astype(np.float16) if half and is_matrix else data)
 
-    has_biases, has_gate = is_qwen or kind == "gemma3", kind in ("gemma4v", "pixtral", "qwen2.5vl_merger")
+    has_biases, has_gate = (
+        is_qwen or kind in ("gemma3", "idefics3"),
+        kind in ("gemma4v", "pixtral", "qwen2.5vl_merger"),
+    )
 
     def matrix(name: str, *shape: int) -> None:
         tensor(f"{name}.weight", *shape, std=float(np.prod(shape[1:])) ** -0.5)
-        if has_biases and name != "mm.input_projection" and not (name == "v.patch_embd" and is_qwen2):
+        if (
+            has_biases
+            and name not in ("mm.input_projection", "mm.model.fc")
+            and not (name == "v.patch_embd" and is_qwen2)
+        ):
             tensor(f"{name}.bias", shape[0])
 
     def norm(name: str, size: int = dim, has_bias: bool = has_biases and kind != "qwen2.5vl_merger") -> None:
@@ -63,6 +73,7 @@ def write(
 
     matrix("v.patch_embd", dim, 3, patch, patch)
     places = {"qwen3vl_merger": (9, dim), "gemma3": ((side // patch) ** 2, dim), "gemma4v": (2, 128, dim)}
+    places["idefics3"] = places["gemma3"]
     if kind in places:
         tensor("v.position_embd.weight", *places[kind], std=0.5)
     if kind == "pixtral":
@@ -95,6 +106,9 @@ def write(
             norm("v.post_ln")
             norm("mm.soft_emb_norm", has_bias=False)
             matrix("mm.input_projection", dim, out)
+        case "idefics3":
+            norm("v.post_ln")
+            matrix("mm.model.fc", out, joined)
         case "gemma4v":
             for name in "q", "k":
                 norm(f"{prefix}attn_{name}_norm", head)

@@ -46,6 +46,12 @@ class ReferenceEncoder:
 
     def __call__(self, rgb: NDArray[np.uint8]) -> Floats:
         """The embeddings of a picture at the encoder's size: (tokens, width), without ends of lines."""
+        if self.spec.tiles:
+            side = self.spec.size.most
+            return np.concatenate([self._encoded(rgb[i : i + side]) for i in range(0, len(rgb), side)])
+        return self._encoded(rgb)
+
+    def _encoded(self, rgb: NDArray[np.uint8]) -> Floats:
         spec, p, m = self.spec, self.spec.patch, self.spec.merge
         pixels = ((rgb / np.float32(255) - spec.mean) / spec.std).astype(np.float32)
         rows, columns = rgb.shape[0] // p, rgb.shape[1] // p

@@ -21,6 +21,6 @@ def counting_eyes(encoder: Path) -> Eyes:
 
     def look(picture: Picture) -> SeenPicture:
         grid = Grid.of(spec, *decoder.decode(picture.data, (1, 1)).full)
-        return SeenPicture(nothing, grid.rows, grid.columns, (-1,) * grid.tokens(spec), "")
+        return SeenPicture(nothing, grid.rows, grid.columns, (-1,) * grid.tokens(spec), "", grid.tiles)
 
     return Eyes(look, PICTURE_MARKS[spec.kind])

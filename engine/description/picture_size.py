@@ -1,7 +1,8 @@
 """To which size a picture is brought for an encoder: the rules of the published processors, in pixels.
 
 Sources, in transformers: `smart_resize` (qwen2_vl), `get_aspect_ratio_preserving_size` (gemma4),
-`get_resize_output_image_size` (pixtral), and `image_size` (gemma3). All stretch the picture to that size.
+`get_resize_output_image_size` (pixtral), `image_size` (gemma3), and
+`_resize_output_size_rescale_to_max_len` (idefics3). All stretch the picture to that size.
 """
 
 from __future__ import annotations
@@ -56,6 +57,36 @@ class SizeRule:
             case "tokens":
                 return self.most
         return (-(-self.most // self.align)) ** 2
+
+
+@dataclass(frozen=True)
+class TileRule:
+    """A picture becomes square tiles of `side` pixels, of which the first ones are read, if these are no multiple of
+    patches. Its longer side becomes `longest`, and both then go up to the
+    next multiples."""
+
+    side: int
+    longest: int
+
+    def __call__(self, width: int, height: int) -> tuple[tuple[int, int], tuple[int, int]]:
+        """(width, height) of a picture before its sides go up, and the rows and columns of its tiles."""
+        ratio = width / height
+        if width >= height:
+            size = self.longest, max(_even(self.longest / ratio), 2)
+        else:
+            size = max(_even(self.longest * ratio), 2), self.longest
+        columns, rows = (-(-side // self.side) for side in size)
+        return size, (rows, columns)
+
+    @property
+    def most_tiles(self) -> int:
+        """With the whole picture as one more."""
+        return int((-(-self.longest // self.side)) ** 2 + 1)
+
+
+def _even(side: float) -> int:
+    """A side in whole pixels, up to the next even number."""
+    return int(side) + int(side) % 2
 
 
 def _fit(width: int, height: int, align: int, least: int, most: int) -> tuple[int, int]:

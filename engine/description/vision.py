@@ -19,7 +19,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.description.picture_size import SizeRule
+from engine.description.picture_size import SizeRule, TileRule
 from engine.description.sublayers import Vector, Weight
 
 Activation = Literal["gelu", "exact gelu", "quick gelu", "silu"]
@@ -141,7 +141,9 @@ class VisionSpec:
     `std` of the colours (0 to 1), for (colour - mean) / std. `out`: elements of what each of the `projectors` makes of
     a token; the first one is what the model begins with, and the others are added later (`Sublayer.picture_part`).
     `line_end`: the embedding after each row of tokens but the last. `window`: the side of a window in tokens, where
-    some attention has windows: these begin at the upper left corner, and those at the other edges are smaller."""
+    some attention has windows: these begin at the upper left corner, and those at the other edges are smaller. With
+    `tiles`, a picture becomes several ones of `size`, and if these are more than one, the whole picture as the last
+    one; each is encoded by itself."""
 
     kind: str
     name: str
@@ -161,6 +163,7 @@ class VisionSpec:
     projectors: tuple[Projector, ...]
     line_end: Vector | None
     window: int = 0
+    tiles: TileRule | None = None
 
     def weights(self) -> Iterator[Weight]:
         """All matrices."""

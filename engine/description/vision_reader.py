@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from engine.description.checked_file import CheckedFile
-from engine.description.picture_size import SizeRule
+from engine.description.picture_size import SizeRule, TileRule
 from engine.description.sublayers import Weight
 from engine.description.vision import (
     Activation,
@@ -42,6 +42,7 @@ KINDS = {
     "gemma3": 4,
     "gemma4v": 3,
     "pixtral": 2,
+    "idefics3": 2,
 }
 """The projector types that the engine runs, and how many patches a side become a token if a file does not say."""
 FITTING = {
@@ -53,13 +54,14 @@ FITTING = {
     "gemma3": ("gemma3",),
     "gemma4": ("gemma4v",),
     "mistral3": ("pixtral",),
-    "llama": ("pixtral",),
+    "llama": ("pixtral", "idefics3"),
 }
 """The kinds of encoders that models of an architecture have."""
 
 _MAX_MERGE, _MAX_SIDE, _MAX_HEAD, _MAX_LAYERS = 16, 1 << 14, 1 << 10, 1 << 10
 _QWEN_TOKENS = {"qwen2vl_merger": (4, 4096), "qwen2.5vl_merger": (4, 4096), "qwen3vl_merger": (64, 4096)}
 """The least are those of the published processors. The most is llama.cpp's: the published 16384 fill most contexts."""
+_TILES_A_SIDE, _MOST_TILES = 4, 65
 _WINDOW = 112
 """The side of a window of Qwen 2.5 VL in pixels."""
 _GEMMA4_TOKENS = 280
@@ -143,6 +145,7 @@ class _Reader(CheckedFile):
             projectors=projectors,
             line_end=self.required("v.token_embd.img_break", out) if self.kind == "pixtral" else None,
             window=self.window,
+            tiles=self.tile_rule(),
         )
         if spec.most_patches > _MOST_PATCHES:
             raise damaged(self.file.path, "its pictures would have too many patches")
@@ -177,10 +180,22 @@ class _Reader(CheckedFile):
         if self.kind == "gemma4v":
             return SizeRule("tokens", align, _GEMMA4_TOKENS, longest=self.places // self.merge * align)
         side = self.size("image_size")
+        if self.kind == "idefics3" and (side // self.patch) % self.merge == 0 < side // align:
+            return SizeRule("square", align, side // align * align)
         is_odd = self.kind == "gemma3" and (side % align or (side // align) ** 2 > _MOST_WHOLE)
-        if side > _MAX_SIDE or is_odd:
+        if side > _MAX_SIDE or is_odd or self.kind == "idefics3":
             raise damaged(self.file.path, f"its pictures have sides of {side} pixels")
         return SizeRule("square" if self.kind == "gemma3" else "sides", align, side)
+
+    def tile_rule(self) -> TileRule | None:
+        """Older files do not say the longer side of all tiles; published models have four."""
+        if self.kind != "idefics3":
+            return None
+        side = self.size("image_size")
+        rule = TileRule(side, self.size("preproc_image_size", _TILES_A_SIDE * side))
+        if rule.most_tiles > _MOST_TILES:
+            raise damaged(self.file.path, f"its pictures would have {rule.most_tiles} tiles")
+        return rule
 
     # --- the first product -----------------------------------------------------------------------------
 
@@ -207,7 +222,7 @@ class _Reader(CheckedFile):
         if self.kind == "gemma4v":
             return Positions(self.required(name, 2, self.places, self.dim), "column and row")
         rows = shape[0] if shape else 0
-        if self.kind == "gemma3":
+        if self.kind in ("gemma3", "idefics3"):
             return Positions(
                 self.required(name, (self.size("image_size") // self.patch) ** 2, self.dim), "patch"
             )
@@ -359,6 +374,8 @@ class _Reader(CheckedFile):
                 weight = Weight(name, dim, out, self.check(name, (dim, out)))
                 norms = self.norm("v.post_ln"), self.norm("mm.soft_emb_norm")
                 return out, (norms[0], Merge("mean"), norms[1], Linear(weight, transposed=True))
+            case "idefics3":
+                return out, (self.norm("v.post_ln"), Merge("join"), self.linear("mm.model.fc", out, joined))
             case "gemma4v":
                 scaled = Affine(math.sqrt(dim))
                 if self.has("v.std_bias"):

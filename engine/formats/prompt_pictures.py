@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import msgspec
 import numpy as np
@@ -17,13 +17,16 @@ from engine.protocol.events import PICTURE_MARK, Message, Picture
 @dataclass(frozen=True, eq=False)
 class SeenPicture:
     """A picture at the size of an encoder: `rgb`, uint8 (height, width, 3), which becomes `rows` x `columns` tokens,
-    and others between rows in some models. `ids`: theirs. `key`: of what the encoder makes of its pixels."""
+    and others between rows in some models. With `tiles`, rows and columns of them, their tokens are one tile after the
+    other, and then those of the whole picture, if there are several. `ids`: of all tokens. `key`: of what the encoder
+    makes of its pixels."""
 
     rgb: NDArray[np.uint8]
     rows: int
     columns: int
     ids: tuple[int, ...]
     key: str
+    tiles: tuple[int, int] = (1, 1)
 
 
 @dataclass(frozen=True)
@@ -41,11 +44,15 @@ Look = Callable[[Picture], SeenPicture]
 @dataclass(frozen=True)
 class PictureMarks:
     """What a family's chat template writes for a picture, and what comes before and after its embeddings in its
-    place."""
+    place. `tile` comes before each tile of several, `row_end` after each row of them, and `whole` before the whole
+    picture."""
 
     written: str
     before: str = ""
     after: str = ""
+    tile: str = ""
+    row_end: str = ""
+    whole: str = ""
 
 
 _QWEN = PictureMarks("<|vision_start|><|image_pad|><|vision_end|>", "<|vision_start|>", "<|vision_end|>")
@@ -56,7 +63,11 @@ PICTURE_MARKS = {
     "gemma3": PictureMarks("<start_of_image>", "\n\n<start_of_image>", "<end_of_image>\n\n"),
     "gemma4v": PictureMarks("<|image|>", "<|image>", "<image|>"),
     "pixtral": PictureMarks("[IMG]", "", "[IMG_END]"),
-}
+    "idefics3": PictureMarks(
+        "<image>", "", "<fake_token_around_image>", "<fake_token_around_image><row_{row}_col_{column}>", "\n",
+        "<fake_token_around_image><global-img>",
+    ),
+}  # fmt: skip
 """By the encoder's kind: the processors in transformers."""
 
 
@@ -66,6 +77,24 @@ class Eyes:
 
     look: Look
     marks: PictureMarks
+
+
+def with_texts(picture: SeenPicture, marks: PictureMarks, encode: Callable[[str], list[int]]) -> SeenPicture:
+    """A picture with the tokens of the texts between its tiles. `encode`: the ids of a text."""
+    if not marks.whole:
+        return picture
+    rows, columns = picture.tiles
+    texts, end = list[str](), ""
+    if rows * columns > 1:
+        for row, column in np.ndindex(rows, columns):
+            texts.append((end if column == 0 else "") + marks.tile.format(row=row + 1, column=column + 1))
+            end = marks.row_end
+        end += marks.row_end  # an empty line
+    texts.append(end + marks.whole)
+    n, ids = len(picture.ids) // len(texts), list[int]()
+    for i, text in enumerate(texts):
+        ids += [*encode(text), *picture.ids[i * n : (i + 1) * n]]
+    return replace(picture, ids=tuple(ids))
 
 
 def with_marks(message: Message) -> Message:
@@ -86,7 +115,7 @@ def as_parts(content: str) -> list[dict[str, str]]:
             parts.append({"type": "image"})
         if text:
             parts.append({"type": "text", "text": text})
-    return parts
+    return parts or [{"type": "text", "text": ""}]
 
 
 def around_pictures(segments: Iterable[tuple[str, bool]], written: str) -> list[list[tuple[str, bool]]]:

@@ -28,6 +28,7 @@ from engine.formats.prompt_pictures import (
     as_parts,
     cannot_see,
     with_marks,
+    with_texts,
 )
 from engine.formats.template_renderer import Broken, Refused, TemplateRenderer
 from engine.formats.thinking import HARMONY, MUSE, THINK, ThinkMarks, marks_of
@@ -89,6 +90,17 @@ class ChatTemplate:
         """Whether the template reads how much the model should think."""
         with suppress(Broken, TemplateError):  # rendering tells the user
             return "reasoning_effort" in self._renderer.reads()
+        return False
+
+    @cached_property
+    def _reads_only_parts(self) -> bool:
+        """Whether the template leaves out contents that are no lists of parts (SmolVLM)."""
+        if not self._knows_pictures:
+            return False
+        text = "something"
+        asked = {"messages": [{"role": "user", "content": text}], "now": self.now().isoformat()}
+        with suppress(Broken, Refused, TemplateError):
+            return text not in self._renderer.render(asked)
         return False
 
     @classmethod
@@ -165,8 +177,13 @@ class ChatTemplate:
             messages,
             disguise,
         )
-        text = render(bool(pictures) and self._knows_pictures)
-        if pictures and self._knows_pictures and len(_around(text, disguise, written)) <= len(pictures):
+        text = render(self._reads_only_parts or (bool(pictures) and self._knows_pictures))
+        if (
+            pictures
+            and self._knows_pictures
+            and not self._reads_only_parts
+            and len(_around(text, disguise, written)) <= len(pictures)
+        ):
             text = render(False)  # it leaves pictures out in some places
         last = text.rpartition(self._marks.close)[2]
         opens_thinking = add_generation_prompt and bool(self._opens.search(last))
@@ -190,7 +207,11 @@ class ChatTemplate:
         ids: list[int] = []
         for i, run in enumerate(runs):
             if i and self.eyes:
-                picture = self.eyes.look(pictures[i - 1])
+                picture = with_texts(
+                    self.eyes.look(pictures[i - 1]),
+                    marks,
+                    lambda text: self._tokenizer.encode_segments([(text, True)], None),
+                )
                 placed.append(PlacedPicture(len(ids), picture))
                 ids += picture.ids
                 run = [(marks.after, True), *run]
@@ -212,11 +233,11 @@ class ChatTemplate:
         disguise: dict[int, str],
         in_parts: bool = False,
     ) -> str:
-        """`in_parts`: messages with pictures are lists of their parts, for templates that know pictures."""
+        """`in_parts`: messages with pictures are lists of their parts, for templates that know pictures, or all are."""
         renderer = self._for_tools if variables["tools"] else self._renderer
 
         def render(messages: Sequence[Message], renderer: TemplateRenderer = renderer) -> str:
-            asked = [self._with_calls(m, _as_variables(m, disguise, in_parts), disguise) for m in messages]
+            asked = [self._with_calls(m, self._variables(m, disguise, in_parts), disguise) for m in messages]
             return renderer.render(variables | {"messages": asked})
 
         simpler = _simplified(messages)
@@ -244,6 +265,9 @@ class ChatTemplate:
             )
             in_parts = False
             return render(messages, self._fallback)
+
+    def _variables(self, message: Message, disguise: dict[int, str], in_parts: bool) -> dict[str, Any]:
+        return _as_variables(message, disguise, in_parts and bool(message.pictures or self._reads_only_parts))
 
     def _with_calls(
         self, message: Message, variables: dict[str, Any], disguise: dict[int, str]
@@ -307,7 +331,7 @@ def _as_variables(
     if message.role == "tool":
         fields |= {"tool_call_id": message.tool_call_id, "name": message.name}
     variables = {"role": message.role, **_translated(fields, disguise)}
-    if in_parts and message.pictures:
+    if in_parts:
         variables["content"] = as_parts(variables["content"])
     return variables
 

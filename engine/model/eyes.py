@@ -115,7 +115,7 @@ class EncoderFile:
             grid = Grid.of(self.spec, pixels.rgb.shape[1], pixels.rgb.shape[0])
             key = f"{pixels.hash} {self._identity}"
             ids = picture_ids(key, grid.tokens(self.spec))
-            self._seen[digest] = SeenPicture(rgb, grid.rows, grid.columns, ids, key)
+            self._seen[digest] = SeenPicture(rgb, grid.rows, grid.columns, ids, key, grid.tiles)
             while len(self._seen) > _REMEMBERED:
                 self._seen.popitem(last=False)
         self._seen.move_to_end(digest)

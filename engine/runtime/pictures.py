@@ -55,9 +55,29 @@ class PictureEncoder(Protocol):
         ...
 
 
+def tile_by_tile(
+    rgb: NDArray[np.uint8],
+    side: int,
+    encode: Callable[[NDArray[np.uint8]], Generator[Progress, None, Floats]],
+) -> Generator[Progress, None, Floats]:
+    """The embeddings of a picture whose tiles are `side` pixels high, one below the other, of which `encode` takes one
+    at a time."""
+    count, parts = len(rgb) // side, []
+    for i in range(count):
+        work = encode(rgb[i * side : (i + 1) * side])
+        while True:
+            try:
+                done, total, compiles = next(work)
+            except StopIteration as end:
+                parts.append(end.value)
+                break
+            yield Progress(done, total, True) if compiles else Progress(i * total + done, count * total)
+    return np.concatenate(parts) if count > 1 else parts[0]
+
+
 @dataclass(eq=False)
 class Encoding:
-    """A picture, and its embeddings as far as they are computed."""
+    """A picture, and the embeddings of its tokens as far as they are computed, zeros where they are those of texts."""
 
     picture: SeenPicture
     work: Generator[Progress, None, Floats]
@@ -69,8 +89,13 @@ class Encoding:
         try:
             self.progress = next(self.work)
         except StopIteration as end:
-            self.embeddings, self.progress = end.value, Progress(self.progress.total, self.progress.total)
-            assert len(end.value) == len(self.picture.ids)
+            self.progress = Progress(self.progress.total, self.progress.total)
+            self.embeddings = end.value
+            of_texts = np.array(self.picture.ids) >= 0
+            if of_texts.any():
+                self.embeddings = np.zeros((len(of_texts), end.value.shape[1]), np.float32)
+                self.embeddings[~of_texts] = end.value
+            assert len(self.embeddings) == len(self.picture.ids)
 
 
 class Pictures:

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from engine.description.architectures import read_spec
-from engine.description.picture_size import SizeRule
+from engine.description.picture_size import SizeRule, TileRule
 from engine.description.vision import PatchAttention
 from engine.description.vision_reader import KINDS, read_vision
 from engine.errors import ModelFileError
@@ -19,7 +19,8 @@ def test_every_kind_is_read(kind, tmp_path):
     assert (spec.kind, spec.out, spec.merge) == (kind, 96, KINDS[kind])
     attend, *others = (s.operator for s in spec.sublayers if isinstance(s.operator, PatchAttention))
     assert attend.windowed == bool(others) == (kind == "qwen2.5vl_merger")
-    assert bool(spec.rotations) == (kind != "gemma3")
+    assert bool(spec.rotations) == (kind not in ("gemma3", "idefics3"))
+    assert bool(spec.tiles) == (kind == "idefics3")
     assert bool(attend.o.inputs) == (kind == "gemma4v")
 
 
@@ -67,6 +68,18 @@ def test_impossible_sizes_are_refused(key, value, tmp_path):
 )
 def test_sizes(rule, size, wanted):
     assert rule(*size) == wanted
+
+
+@pytest.mark.parametrize(
+    "size, wanted",
+    [
+        ((4000, 3000), ((2048, 1536), (3, 4))),
+        ((100, 133), ((1540, 2048), (4, 4))),
+        ((9000, 1), ((2048, 2), (1, 4))),
+    ],
+)
+def test_tiles(size, wanted):
+    assert TileRule(512, 2048)(*size) == wanted
 
 
 def test_no_shape_makes_a_picture_larger_than_the_most():

@@ -70,6 +70,22 @@ def test_nobody_spells_a_picture(encode, source):
     assert first == [ids.index(-1)]
 
 
+@pytest.mark.parametrize("tiles", [(1, 1), (2, 1)])
+def test_texts_stand_between_tiles(tiles, tokenizer):
+    """And this template reads a message only in parts."""
+    smol = "{% for m in messages %}{% for p in m.content %}{% if p.type == 'image' %}<image>{% endif %}{{ p.text }}"
+    n = 2 * (tiles[0] * tiles[1] + (tiles != (1, 1)))
+    seen = SeenPicture(np.zeros((1, 1, 3), np.uint8), n // 2, 2, (-1,) * n, "", tiles)
+    template = ChatTemplate(f"{smol}{{% endfor %}};{{% endfor %}}", "other", tokenizer)
+    template.eyes = Eyes(lambda _: seen, PICTURE_MARKS["idefics3"])
+    prompt = template.encode([user("so", 1), user("hm")])
+    text = "".join("-" if id < 0 else spelled_out(tokenizer, [id]) for id in prompt.ids)
+    around = "<fake_token_around_image>"
+    before = f"{around}<row_1_col_1>--\n{around}<row_2_col_1>--\n\n" if tiles == (2, 1) else ""
+    assert text == f"{before}{around}<global-img>--{around}so;hm;"
+    assert prompt.pictures[0].picture.ids.count(-1) == n
+
+
 def test_what_has_no_room(encode):
     with pytest.raises(ContextFullError):
         encode(TEXT, user("hm", 200), most=100)

@@ -33,7 +33,7 @@ from engine.formats.dequantize import HOST_TYPES
 from engine.formats.ggml_types import TYPES
 from engine.loading.weights import FileWeights
 from engine.pictures import Floats, Grid, as_read, encoder_input
-from engine.runtime.pictures import Progress
+from engine.runtime.pictures import Progress, tile_by_tile
 from engine.targets.cpu.kernels import memory
 from engine.targets.cpu.kernels.activations import buffer_type
 from engine.targets.cpu.kernels.kernel_sequence import CompiledSequence, KernelSequence
@@ -129,6 +129,9 @@ class CPUEncoder:
 
     def encode(self, rgb: NDArray[np.uint8]) -> Generator[Progress, None, Floats]:
         """See `PictureEncoder`."""
+        return tile_by_tile(rgb, self.spec.size.most if self.spec.tiles else len(rgb), self._encode)
+
+    def _encode(self, rgb: NDArray[np.uint8]) -> Generator[Progress, None, Floats]:
         spec = self.spec
         side = spec.patch * spec.merge
         grid = Grid(rgb.shape[0] // side, rgb.shape[1] // side)

@@ -37,7 +37,7 @@ from engine.description.vision import (
 from engine.kernels.quantized_matrix import QuantizedMatrix
 from engine.loading.weights import FileWeights
 from engine.pictures import Grid, as_read, encoder_input
-from engine.runtime.pictures import Progress
+from engine.runtime.pictures import Progress, tile_by_tile
 from engine.targets.graph.parts import load_matrix
 
 _SCORES = 1 << 26  # of attention, at a time: more queries are done one part after the other
@@ -72,6 +72,9 @@ class GraphEncoder:
     def encode(self, rgb: NDArray[np.uint8]) -> Generator[Progress, None, Floats]:
         """Computes the embeddings of a picture that `pictures.resized` gave, float32 (tokens, out). See
         `PictureEncoder`."""
+        return tile_by_tile(rgb, self.spec.size.most if self.spec.tiles else len(rgb), self._encode)
+
+    def _encode(self, rgb: NDArray[np.uint8]) -> Generator[Progress, None, Floats]:
         spec = self.spec
         side = spec.patch * spec.merge
         grid = Grid(rgb.shape[0] // side, rgb.shape[1] // side)

@@ -28,7 +28,7 @@ from engine.kernels.compilation import compile_in_turns, compile_once
 from engine.kernels.device_memory import to_device, unallocated
 from engine.loading.weights import FileWeights
 from engine.pictures import Floats, Grid, Places, as_read, places_of
-from engine.runtime.pictures import Progress
+from engine.runtime.pictures import Progress, tile_by_tile
 from engine.targets.nvidia.filling import fill, prepare
 from engine.targets.nvidia.kernels.device import chip
 from engine.targets.nvidia.kernels.pictures.patches import (
@@ -111,6 +111,9 @@ class NvidiaEncoder:
 
     def encode(self, rgb: NDArray[np.uint8]) -> Generator[Progress, None, Floats]:
         """See `PictureEncoder`."""
+        return tile_by_tile(rgb, self.spec.size.most if self.spec.tiles else len(rgb), self._encode)
+
+    def _encode(self, rgb: NDArray[np.uint8]) -> Generator[Progress, None, Floats]:
         spec = self.spec
         side = spec.patch * spec.merge
         grid = Grid(rgb.shape[0] // side, rgb.shape[1] // side)

@@ -122,6 +122,11 @@ def check_an_encoder_of_squares() -> None:
     encoder_of("gemma3", [(2, 2)])
 
 
+def check_an_encoder_of_tiles() -> None:
+    """Two of them, one after the other."""
+    encoder_of("idefics3", [(2, 4)])
+
+
 def check_an_encoder_with_limits() -> None:
     encoder_of("gemma4v", [(3, 2)])
 
