@@ -9,6 +9,7 @@ import pytest
 import engine.fixes
 from engine.errors import BackendError
 from engine.fixes import cuda_binaries, launch_bounds, program_cache, warpgroup_products
+from tests.forked_code import run_each
 from tests.paths import ROOT
 from tests.thorough import thorough
 
@@ -25,6 +26,7 @@ def python(code, **env):
     return done.stdout
 
 
+WAYS = ("without",), ("with",)
 KERNELS = """
 import sys
 from tinygrad import UOp, dtypes
@@ -67,7 +69,7 @@ def test_a_kernel_asks_for_blocks_per_multiprocessor_whatever_its_name():
     assert python(KERNELS + BOUNDS).splitlines() == ["64", "64, 5", "64, 5", "64"]
 
 
-FLOATS = """
+RENDERER = """
 import sys
 from tinygrad import UOp, dtypes
 from tinygrad.runtime.support import compiler_cuda
@@ -78,6 +80,8 @@ from tinygrad.codegen import to_program
 from tinygrad.helpers import Target
 from tinygrad.uop.ops import KernelInfo
 from tinygrad.renderer.cstyle import CUDARenderer
+"""
+FLOATS = """
 if sys.argv[1:] == ["with"]:
     from engine.fixes import float_instructions
     float_instructions.apply()
@@ -99,10 +103,10 @@ print("ftz" in " ".join(renderer.compiler.compile_options))
 def test_a_maximum_and_a_power_of_two_take_one_instruction():
     """Each a count for float32, int32 and float16. Other instructions keep denormal numbers, which weights are read
     as."""
-    float32, integer, half, _ = python(FLOATS).splitlines()
+    stock, fixed = run_each(RENDERER, FLOATS, *WAYS)
+    float32, integer, half, _ = stock.splitlines()
     assert float32.split()[:2] == integer.split()[:2] == half.split()[:2] == ["0", "0"]
-    fixed = python("import sys; sys.argv.append('with')\n" + FLOATS).splitlines()
-    assert fixed == ["1 1 0 0 0", integer, half, "False"]
+    assert fixed.splitlines() == ["1 1 0 0 0", integer, half, "False"]
 
 
 SHARED = """
@@ -120,13 +124,12 @@ for made in (program("t"), program("asked", shared_bytes=65536)):
 
 
 def test_a_kernel_asks_for_shared_memory():
-    assert python(KERNELS + SHARED).split() == ["0", "1", "0", "0"] * 2
-    asked = python("import sys; sys.argv.append('with')\n" + KERNELS + SHARED).split()
-    assert asked == ["0", "1", "0", "0", "65536", "0", "1", "1"]
+    stock, asked = run_each(KERNELS, SHARED, *WAYS)
+    assert stock.split() == ["0", "1", "0", "0"] * 2
+    assert asked.split() == ["0", "1", "0", "0", "65536", "0", "1", "1"]
 
 
 GROUPS = """
-import sys
 from tinygrad.runtime.support.compiler_cuda import NVRTCCompiler
 def init(self, arch):
     self.arch, self.compile_options = arch, ["--minimal", f"--gpu-architecture={arch}"]
@@ -143,12 +146,12 @@ NVRTCCompiler("sm_87").compile("wgmma.fence")
 
 
 def test_products_of_warpgroups_are_compiled_for_the_only_target_that_has_them():
-    assert python(GROUPS).split() == ["=sm_90", "=sm_90", "=sm_87"]
-    assert python("import sys; sys.argv.append('with')\n" + GROUPS).split() == ["sm_90a", "=sm_90", "=sm_87"]
+    stock, fixed = run_each("import sys, tinygrad.runtime.support.compiler_cuda", GROUPS, *WAYS)
+    assert stock.split() == ["=sm_90", "=sm_90", "=sm_87"]
+    assert fixed.split() == ["sm_90a", "=sm_90", "=sm_87"]
 
 
 BINARIES = """
-import sys
 import tinygrad.runtime.support.compiler_cuda as compilers
 from tinygrad.helpers import DEV, Target
 class Compiler:
@@ -167,9 +170,9 @@ for device in ("CUDA", "NV", "MOCK+CUDA", "CUDA"):
 
 
 def test_programs_are_compiled_to_the_end():
-    assert python(BINARIES).split() == ["True", "False", "True", "True"]
-    binaries = python("import sys; sys.argv.append('with')\n" + BINARIES).split()
-    assert binaries == ["False", "False", "True", "True"]
+    stock, binaries = run_each("import sys, tinygrad.runtime.support.compiler_cuda", BINARIES, *WAYS)
+    assert stock.split() == ["True", "False", "True", "True"]
+    assert binaries.split() == ["False", "False", "True", "True"]
 
 
 KEPT = """
@@ -233,7 +236,6 @@ def test_compilers_send_programs_back_without_their_graphs_and_no_other_thread_m
 
 
 SIZES = """
-import sys
 from types import SimpleNamespace
 import tinygrad.runtime.graph.cuda as graphs
 from tinygrad.uop.ops import Ops
@@ -259,8 +261,9 @@ print(*added)
 
 
 def test_kernels_of_a_graph_have_a_block_before_the_first_launch():
-    assert python(SIZES).strip() == "[1, 5, 1, 2, 1, 1]"
-    assert python("import sys; sys.argv.append('without')\n" + SIZES).strip() == "[0, 5, 1, 2, 1, 1]"
+    stock, fixed = run_each("import sys, tinygrad.runtime.graph.cuda", SIZES, *WAYS)
+    assert fixed.strip() == "[1, 5, 1, 2, 1, 1]"
+    assert stock.strip() == "[0, 5, 1, 2, 1, 1]"
 
 
 @pytest.mark.parametrize("fix", [cuda_binaries, launch_bounds, program_cache, warpgroup_products])
