@@ -13,7 +13,7 @@ from tests.runtime.fake_batch_runner import VOCAB, FakeBatchRunner
 from tests.runtime.test_scheduler import Bench
 from tests.thorough import THOROUGH, rarely, thorough
 
-DRAWS, REPLY = 100_000 if THOROUGH else 4000, 800
+DRAWS, REPLY = 100_000 if THOROUGH else 1600, 800
 LOGITS = np.full(VOCAB, -9, np.float32)
 LOGITS[[3, 50, 7, 90, 11, 5]] = [2, 1.8, 1.5, 1.1, 0.9, 0.2]
 

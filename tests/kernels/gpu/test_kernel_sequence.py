@@ -6,12 +6,14 @@ import sys
 
 import pytest
 
+from tests.forked_code import run_each
 from tests.paths import ROOT
 from tests.thorough import thorough
 
-CODE = """
+IMPORTS = """
 import functools
 import gc
+import sys
 import numpy as np
 from tinygrad import UOp, dtypes
 from tinygrad.engine import realize
@@ -23,6 +25,8 @@ from engine.targets.nvidia.kernels.kernel_sequence import KernelSequence
 from engine.kernels.device_memory import to_device
 from engine.targets.nvidia.kernels.uops import at, f32, finish, load
 from engine.kernels.kernel import Kernel
+"""
+KERNELS = """
 program_cache.apply()
 built, compiled, stock = [], [], realize._compile_kernel
 realize._compile_kernel = lambda task: compiled.append(0) or stock(task)
@@ -34,20 +38,22 @@ def scale(n, factor):
         i = UOp.special(n, "lidx0")
         return finish(f"scale_{factor}", [at(out, i).store(load(x, i) * f32(factor))])
     return Kernel(kernel, ("out",), ("x",))
-
+"""
+CODE = """
+factor = float(*sys.argv[1:])
 x, y, z = (to_device(np.arange(8, dtype=np.float32)) for _ in range(3))
 def sequence():
     step = KernelSequence()
     for _ in range(2):
         step.add(scale(8, 2.0), out=y, x=x)
-        step.add(scale(8, 3.0), out=z, x=y)
+        step.add(scale(8, factor), out=z, x=y)
     return step
 steps = sequence(), sequence()
 compile_all([step.linear for step in steps])
 for step in (*steps, sequence()):
     step.capture()()
 assert all(call.src[0].op is Ops.PROGRAM for call in sequence().calls)
-assert (z.numpy() == np.arange(8) * 6).all()
+assert (z.numpy() == np.arange(8) * 2 * factor).all()
 del steps, step
 gc.collect()
 assert not compilation._programs, "graphs are let go once they are compiled"
@@ -55,31 +61,32 @@ print(len(built), len(compiled))
 """
 
 
-def run(cache, code=CODE, compilers=0):
-    variables = {"DEV": "PYTHON", "PARALLEL": str(compilers), "CACHELEVEL": "0", "XDG_CACHE_HOME": str(cache)}
-    variables["PYTHONPATH"] = os.pathsep.join([str(cache), str(ROOT)])
-    env = {**os.environ, **variables}
+def variables(cache, compilers=0):
+    path = os.pathsep.join([str(cache), str(ROOT)])
+    processes = {"PARALLEL": str(compilers), "CACHELEVEL": "0", "PYTHONPATH": path}
+    return {"DEV": "PYTHON", "XDG_CACHE_HOME": str(cache), **processes}
+
+
+def run(cache, code, compilers=0):
+    env = {**os.environ, **variables(cache, compilers)}
     done = subprocess.run([sys.executable, "-c", code], env=env, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
     return tuple(map(int, done.stdout.split()))
 
 
 def test_each_kernel_is_compiled_once_and_known_in_the_next_run_where_it_is_the_same(tmp_path):
-    assert run(tmp_path) == (2, 2)
-    assert run(tmp_path) == (0, 0)
-    other = CODE.replace("8, 3.0", "8, 5.0").replace("* 6", "* 10")
-    assert run(tmp_path, other) == (1, 1)
+    runs = run_each(IMPORTS, KERNELS + CODE, ["3"], ["3"], ["5"], **variables(tmp_path))
+    assert [run.split() for run in runs] == [["2", "2"], ["0", "0"], ["1", "1"]]
 
 
 @thorough
 def test_without_a_cache_all_is_made_again(tmp_path):
     (tmp_path / "orin-chat").write_text("in the way")
-    assert run(tmp_path) == run(tmp_path) == (2, 2)
+    runs = run_each(IMPORTS, KERNELS + CODE, ["3"], ["3"], **variables(tmp_path))
+    assert [run.split() for run in runs] == [["2", "2"]] * 2
 
 
-MODULE = CODE.partition("x, y, z")[0].replace(
-    "realize._compile_kernel =", "_ ="
-)  # compilers could not call that
+MODULE = IMPORTS + KERNELS.replace("realize._compile_kernel =", "_ =")  # compilers could not call that
 BEGUN = """
 import functools
 import numpy as np
