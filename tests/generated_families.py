@@ -186,6 +186,16 @@ ARCHITECTURES: dict[str, Parts] = {
         feed_forward="gated beside",
         keys={"logit_scale": 0.25, "attention.sliding_window": 24},
     ),
+    "cohere2moe": Parts(
+        layer_norms="plain",
+        feed_forward="gated beside",
+        experts=8,
+        shared=True,
+        ungated="elements",
+        keys=EXPERTS
+        | {"expert_shared_count": 1, "leading_dense_block_count": 1, "expert_weights_norm": True}
+        | {"logit_scale": 0.25, "attention.sliding_window": 24},
+    ),
     "command-r-plus": Parts(
         architecture="command-r",
         norms="heads",

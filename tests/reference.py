@@ -41,6 +41,7 @@ NEIGHBOURS = {
     "llama", "llama4", "mistral3", "granite", "granitemoe", "smollm3", "chatglm", "ernie4_5", "ernie4_5-moe", "glm4",
     "granitehybrid", "command-r", "cohere2", "internlm2", "minicpm", "deepseek2", "deepseek", "bailingmoe", "arcee",
     "maincoder", "xverse", "baichuan", "deci", "granite_swa", "olmo", "muse-glimmer", "mistral4", "llama-embed",
+    "cohere2moe",
 }  # fmt: skip
 """Architectures whose files hold the two elements of a rotary pair side by side; in the others they are apart by half
 of what is rotated."""
@@ -253,6 +254,8 @@ class Reference:
         if weight.every:
             rows = np.concatenate([rows[i : i + weight.run] for i in range(0, len(rows), weight.every)])
         rows = rows[: weight.experts * weight.rows]
+        if weight.blank:
+            rows = np.zeros_like(rows)
         if weight.scale:
             rows = rows * np.repeat(self._tensors[weight.scale], weight.rows)[:, None]
         return rows

@@ -129,7 +129,9 @@ class ModelReader(RecurrentReader, FeedForwardReader):
             raise ValueError(scale)
         logit_scale = self.factor("logit_scale", family.base_width / self.dim or 1.0)
         eps = self.number("attention.layer_norm_rms_epsilon", family.eps)
-        eps = self.number("attention.layer_norm_epsilon", eps) if family.layer_norms else eps
+        has_rms_norms = self.key("attention.layer_norm_rms_epsilon") in self.file.metadata
+        is_centred = family.layer_norms and not (family.averages_shared and has_rms_norms)
+        eps = self.number("attention.layer_norm_epsilon", eps) if is_centred else eps
         last = last_norm(self.layers) if family.normed_after else "output_norm"
         is_lfm2 = self.has(_LFM2_NORM) and not self.has(f"{last}.weight")
         has_norm = self.has("blk.0.attn_norm.weight") and not is_lfm2
@@ -152,7 +154,7 @@ class ModelReader(RecurrentReader, FeedForwardReader):
             ),
             output_norm_bias=self.vector(f"{last}.bias", self.dim),
             head_bias=self.vector("output.bias", vocab),
-            centred=family.layer_norms,
+            centred=is_centred,
             head=head,
             ropes=tuple(self.ropes),
             eps=eps,
@@ -176,7 +178,7 @@ class ModelReader(RecurrentReader, FeedForwardReader):
         )
         if not (spec.attention or self.is_all_recurrent):
             raise damaged(self.file.path, "no layer has attention")
-        if self.draft_layers == 1:
+        if self.draft_layers == 1 and not family.layer_norms:
             draft_head = read_draft_head(self, self.layers, self.layer, self.ropes, spec)
             spec = replace(spec, draft_head=draft_head)
         self.used.update(filter(self.is_left_out, self.file.tensors))
@@ -447,7 +449,8 @@ class ModelReader(RecurrentReader, FeedForwardReader):
         if isinstance(pattern, np.ndarray) and i < len(pattern):
             return bool(pattern[i])
         if self.family.unrotated_full:
-            return window > 0 or not self.has_windows
+            dense = self.file.get(self.key("leading_dense_block_count"), int, 0)
+            return window > 0 or not self.has_windows or (self.family.rotates_dense and i < dense)
         if (
             not self.file.get(self.key("rope.scaling.finetuned"), bool, True)
             and self.family.recurrent == "mamba"
@@ -489,7 +492,7 @@ class ModelReader(RecurrentReader, FeedForwardReader):
         if isinstance(pattern, np.ndarray):
             if len(pattern) < self.layers:
                 raise damaged(self.file.path, f"its pattern of windows has {len(pattern)} layers")
-            has_window = bool(pattern[i])
+            has_window = i < len(pattern) and bool(pattern[i])
         else:
             every = self.size("attention.sliding_window_pattern", every)
             has_window = i % every > 0 if self.family.full_attention_first else i % every < every - 1

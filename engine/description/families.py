@@ -33,7 +33,9 @@ class Family:
     result. `unscaled_attention`: scores are multiplied by nothing. `normed_values`: values are normed over a head.
     `distance_bias`: scores fall with the distance of tokens (ALiBi), and by so much at most where the files do not say
     it; if `biased_layers`, only in a model of so many, which is not rotated. `chunked`, `weighed_inputs`: see
-    `Attention`, `Experts`. `unit_norms`: rotated queries and keys are normed over a head, without weights, except in a
+    `Attention`, `Experts`. `rotates_dense`: the first layers, which
+    have no experts, are rotated. `averages_shared`: the result of experts is the mean of the chosen ones' and of the
+    shared one's. `unit_norms`: rotated queries and keys are normed over a head, without weights, except in a
     model of `unnormed_experts` experts. `tempered_full`: queries of layers without a window grow with their position,
     if others have one, by this where the files do not say it: the slope, the length, and how many positions later.
     `rotates_first`, `shares_in_turn`: see `Attention`, `DeltaNet`. `layer_norms`: norms are LayerNorms
@@ -94,6 +96,8 @@ class Family:
     unnormed_experts: int = 0
     tempered_full: tuple[float, int, int] | None = None
     rotates_first: bool = False
+    rotates_dense: bool = False
+    averages_shared: bool = False
     shares_in_turn: bool = True
     grid: Grid = None
     window: int = 0
@@ -243,6 +247,18 @@ ARCHITECTURES: Mapping[str, Family] = {
         multiplied_logits=True,
         full_attention_every=4,
         unrotated_full=True,
+    ),
+    "cohere2moe": Family(
+        interleaved=True,
+        layer_norms=True,
+        multiplied_logits=True,
+        full_attention_every=4,
+        full_attention_first=True,
+        unrotated_full=True,
+        rotates_dense=True,
+        averages_shared=True,
+        renormalised=False,
+        scoring="sigmoid",
     ),
     "falcon": Family(layer_norms=True, activation="gelu", ungated=True),
     "falcon-h1": Family(recurrent="mamba", recurrent_beside=True),

@@ -120,17 +120,22 @@ class FeedForwardReader(HeadReader):
         shared = self.file.tensors.get(f"{prefix}ffn_down_shexp.weight")
         has_gate = self.has(f"{prefix}ffn_gate_inp_shexp.weight")
         groups, used_groups = self.groups(count, used)
+        router = self.weight(f"{prefix}ffn_gate_inp", count, dim)
+        factor = self.number("expert_weights_scale", 1.0) or 1.0
+        shared_gate = self.weight(f"{prefix}ffn_gate_inp_shexp", 1, dim) if has_gate else None
+        if shared and self.family.averages_shared:  # sigmoid(0) is a half
+            factor, shared_gate = factor / 2, replace(router, rows=1, blank=True)
         return Experts(
-            router=self.weight(f"{prefix}ffn_gate_inp", count, dim),
+            router=router,
             router_bias=self.vector(f"{prefix}ffn_gate_inp.bias", count),
             gate=gate, up=up, down=down, gate_bias=gate_bias, up_bias=up_bias, down_bias=down_bias,
             used=used, activation=self.family.activation,
             renormalised=self.file.get(self.key("expert_weights_norm"), bool, self.family.renormalised),
             scales=None if down.scale else self.vector(f"{prefix}ffn_down_exps.scale", count),
             shared=self.dense(prefix, shared.shape[-1], "_shexp") if shared else None,
-            shared_gate=self.weight(f"{prefix}ffn_gate_inp_shexp", 1, dim) if has_gate else None,
+            shared_gate=shared_gate,
             scoring=self.scoring(prefix), choice_bias=self.vector(f"{prefix}exp_probs_b.bias", count),
-            factor=self.number("expert_weights_scale", 1.0) or 1.0, groups=groups, used_groups=used_groups,
+            factor=factor, groups=groups, used_groups=used_groups,
             weighed_inputs=weighed_inputs,
         )  # fmt: skip
 

@@ -28,7 +28,8 @@ class Weight:
     the rows of these are the first `run` of each `every` rows of the tensor, from `first` on. With `of_cols`, the
     tensor has so many columns, of which these are `cols` from `first_col` on, whole blocks.
 
-    With a `scale`, a tensor of one number or of one for each expert, the weights are multiplied by it.
+    With a `scale`, a tensor of one number or of one for each expert, the weights are multiplied by it. Those of a
+    `blank` one are zeros, whatever the tensor has.
 
     If it is `transposed`, the matrix of expert i is, as floats of this type, the transpose of the `cols` rows of the
     tensor from `first` + i * `every` on."""
@@ -46,6 +47,7 @@ class Weight:
     of_cols: int = 0
     transposed: bool = False
     scale: str = ""
+    blank: bool = False
 
     @property
     def name(self) -> str:
@@ -55,7 +57,8 @@ class Weight:
     @property
     def key(self) -> str:
         """Tells the matrix from all others of its file."""
-        return f"{self.tensor}@{self.first}" + (f",{self.first_col}" if self.first_col else "")
+        others = (f",{self.first_col}" if self.first_col else "") + ",blank" * self.blank
+        return f"{self.tensor}@{self.first}{others}"
 
     @property
     def row_bytes(self) -> int:

@@ -78,6 +78,8 @@ class FileWeights:
     def read(self, weight: Weight, rows: range) -> NDArray[np.uint8]:
         """The bytes of a matrix's rows, uint8 (len(rows) * weight.row_bytes,), not copied if they lie one after the
         other in the file and are read as they are."""
+        if weight.blank:
+            return np.zeros(self.n_bytes(weight, rows), np.uint8)
         if weight.transposed:
             return self._transposed(weight, rows)
         data = self._read(self.file.tensors[weight.tensor], *self._extent(weight, rows))
@@ -96,7 +98,7 @@ class FileWeights:
     def read_into(self, weight: Weight, rows: range, start: int, out: memoryview) -> None:
         """Fills `out` with the bytes of a matrix's rows, from the byte `start` on. Any thread may call it.
         Raises ModelFileError."""
-        if weight.transposed or weight.scale:
+        if weight.transposed or weight.scale or weight.blank:
             first, end = start // weight.row_bytes, -(-(start + len(out)) // weight.row_bytes)
             data = self.read(weight, rows[first:end]).data
             out[:] = data[start - first * weight.row_bytes :][: len(out)]

@@ -46,6 +46,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "olmoe F32": {"architecture": "olmoe", "quant": "F32"},
     "qwen3moe F32": {"architecture": "qwen3moe", "quant": "F32"},
     "cohere2 F32": {"architecture": "cohere2", "quant": "F32", "layers": 4},
+    "cohere2moe F32": {"architecture": "cohere2moe", "quant": "F32"},
     "command-r F32": {"architecture": "command-r", "quant": "F32", "layers": 1},
     "phi2 F32, 8 of 16 rotated": {
         "architecture": "phi2",
