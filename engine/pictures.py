@@ -6,12 +6,14 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from engine.description.sublayers import Vector
 from engine.description.vision import VisionSpec
 
 Floats = NDArray[np.float32]
@@ -75,18 +77,33 @@ def resized(spec: VisionSpec, rgb: NDArray[np.uint8]) -> NDArray[np.uint8]:
 
     if spec.tiles:
         size, (rows, columns) = spec.tiles(rgb.shape[1], rgb.shape[0])
-        side, used, how = spec.tiles.side, spec.size.most, Image.Resampling.LANCZOS
+        side, used, is_shaped = spec.tiles.side, spec.size.most, spec.tiles.how == "shape"
+        how = Image.Resampling.BICUBIC if is_shaped else Image.Resampling.LANCZOS
         whole = sized(sized(Image.fromarray(rgb), *size), columns * side, rows * side)
         tiles = np.asarray(whole).reshape(rows, side, columns, side, 3).transpose(0, 2, 1, 3, 4)
         tiles = tiles.reshape(-1, side, side, 3)
         if len(tiles) > 1:
-            tiles = np.concatenate([tiles, np.asarray(sized(whole, side, side))[None]])
+            tiles = np.concatenate(
+                [tiles, np.asarray(sized(Image.fromarray(rgb) if is_shaped else whole, side, side))[None]]
+            )
         return np.ascontiguousarray(tiles[:, :used, :used]).reshape(-1, used, 3)
     across, down = spec.size(rgb.shape[1], rgb.shape[0])
     if rgb.shape[:2] == (down, across):
         return rgb
     how = Image.Resampling.BILINEAR if spec.kind == "gemma3" else Image.Resampling.BICUBIC
     return np.asarray(sized(Image.fromarray(rgb), across, down))
+
+
+def position_table(spec: VisionSpec, vector: Callable[[Vector], Floats]) -> Floats | None:
+    """The encoder's positions, float32 (rows, dim), if it has some. `vector` reads one. With a summary, the first row
+    is all of it but a bias, since its product is zero."""
+    if spec.positions is None:
+        return None
+    table = vector(spec.positions.table).reshape(-1, spec.dim)
+    if spec.summary:
+        table = table.copy()
+        table[0] += vector(spec.summary) - (vector(spec.bias) if spec.bias else 0)
+    return table
 
 
 def _count(tiles: tuple[int, int]) -> int:
@@ -109,6 +126,8 @@ def encoder_input(spec: VisionSpec, rgb: NDArray[np.uint8], table: Floats | None
         for i in range(1, places.rows.shape[1]):
             added += places.shares[:, i : i + 1] * table[places.rows[:, i]]
     patches = np.ascontiguousarray(squares.reshape(-1, 3 * p * p))
+    if spec.summary:
+        patches = np.pad(patches, ((0, 1), (0, 0)))
     return EncoderInput(patches, added, places.cos, places.sin, places.windows)
 
 
@@ -145,6 +164,8 @@ def places_of(spec: VisionSpec, grid: Grid, n: int) -> Places:
             rows, shares = np.stack([xs, n // 2 + ys], 1), np.ones((len(ys), 2))
         case _:
             rows, shares = _stretched(math.isqrt(n), ys, xs, (down, across))
+    if spec.summary:
+        rows, shares = np.pad(rows + 1, ((0, 1), (0, 0))), np.pad(shares, ((0, 1), (0, 0)), constant_values=1)
     return Places(rows.astype(np.int32), shares.astype(np.float32), cos, sin, windows)
 
 

@@ -39,8 +39,9 @@ def write(
     writer.add_float32("clip.vision.attention.layer_norm_epsilon", 1e-6)
     for key in "mean", "std":
         writer.add_array(f"clip.vision.image_{key}", [0.5, 0.4, 0.6])
-    if kind == "idefics3":
+    if kind in ("idefics3", "internvl"):
         writer.add_uint32("clip.vision.projector.scale_factor", merge)
+    if kind == "idefics3":
         writer.add_uint32("clip.vision.preproc_image_size", 3 * side)
     if kind == "qwen2.5vl_merger":
         writer.add_uint32("clip.vision.n_wa_pattern", 2)
@@ -53,7 +54,7 @@ def write(
         writer.add_tensor(name, data.astype(np.float16) if half and is_matrix else data)
 
     has_biases, has_gate = (
-        is_qwen or kind in ("gemma3", "idefics3"),
+        is_qwen or kind in ("gemma3", "idefics3", "internvl"),
         kind in ("gemma4v", "pixtral", "qwen2.5vl_merger"),
     )
 
@@ -73,15 +74,19 @@ def write(
 
     matrix("v.patch_embd", dim, 3, patch, patch)
     places = {"qwen3vl_merger": (9, dim), "gemma3": ((side // patch) ** 2, dim), "gemma4v": (2, 128, dim)}
-    places["idefics3"] = places["gemma3"]
+    places |= {"idefics3": places["gemma3"], "internvl": ((side // patch) ** 2 + 1, dim)}
     if kind in places:
         tensor("v.position_embd.weight", *places[kind], std=0.5)
     if kind == "pixtral":
         norm("v.pre_ln")
+    if kind == "internvl":
+        tensor("v.class_embd", dim, std=0.5)
     for i in range(layers):
         prefix = f"v.blk.{i}."
         for name in ["ln1", "ln2", *(["attn_post_norm", "ffn_post_norm"] if kind == "gemma4v" else [])]:
             norm(prefix + name)
+        for name in ["ls1", "ls2"] if kind == "internvl" else []:
+            tensor(f"{prefix}{name}.weight", dim, mean=0.5)
         if is_qwen and i == 0:
             tensor("v.patch_embd.weight.1", dim, 3, patch, patch)
         if kind == "qwen3vl_merger":
@@ -106,6 +111,10 @@ def write(
             norm("v.post_ln")
             norm("mm.soft_emb_norm", has_bias=False)
             matrix("mm.input_projection", dim, out)
+        case "internvl":
+            norm("mm.model.mlp.0", joined)
+            matrix("mm.model.mlp.1", out, joined)
+            matrix("mm.model.mlp.3", out, out)
         case "idefics3":
             norm("v.post_ln")
             matrix("mm.model.fc", out, joined)

@@ -70,7 +70,12 @@ class ReferenceEncoder:
         x = np.stack(patches).reshape(len(patches), -1)
         x = sum(x @ self._matrix(kernel).T for kernel in spec.kernels)
         x = x + self._vector(spec.bias) if spec.bias else x
-        x = x + self._positions(rows, columns)
+        if spec.summary and spec.positions:
+            first, *table = self._vector(spec.positions.table).reshape(-1, spec.dim)
+            ys, xs = self._places.T
+            x = np.concatenate([x + np.stack(table)[ys * columns + xs], [self._vector(spec.summary) + first]])
+        else:
+            x = x + self._positions(rows, columns)
         x = self._normed(x, spec.norm) if spec.norm else x
         parts = {}
         for done, sublayer in enumerate(spec.sublayers, 1):
@@ -82,7 +87,7 @@ class ReferenceEncoder:
             )
             x = x + (self._normed(y, sublayer.post_norm) if sublayer.post_norm else y)
             for projector in spec.projectors_after(done):
-                parts[projector] = x
+                parts[projector] = x[: len(self._places)]
                 for step in projector.steps:
                     parts[projector] = self._step(step, parts[projector])
         return np.concatenate([parts[projector] for projector in spec.projectors], axis=1)
@@ -121,7 +126,9 @@ class ReferenceEncoder:
                 for one, two in (np.split(of, 2, -1) for of in (q, k))
             )
         result = np.empty_like(v)
-        windows = self._places // (self.spec.window * self.spec.merge) if a.windowed else self._places * 0
+        windows = np.zeros((len(x), 2), int)
+        if a.windowed:
+            windows = self._places // (self.spec.window * self.spec.merge)
         for i, window in enumerate(windows):
             seen = (windows == window).all(1)
             scores = np.einsum("hd,khd->hk", q[i], k[seen]) * np.float32(a.scale)
@@ -161,7 +168,8 @@ class ReferenceEncoder:
 
     def _normed(self, x: Floats, norm: Norm) -> Floats:
         x = x - x.mean(-1, keepdims=True) if norm.centred else x
-        x = x / np.sqrt((x * x).mean(-1, keepdims=True) + np.float32(norm.eps))
+        if norm.eps is not None:
+            x = x / np.sqrt((x * x).mean(-1, keepdims=True) + np.float32(norm.eps))
         x = x * self._vector(norm.weight) if norm.weight else x
         return x + self._vector(norm.bias) if norm.bias else x
 

@@ -62,15 +62,21 @@ class SizeRule:
 @dataclass(frozen=True)
 class TileRule:
     """A picture becomes square tiles of `side` pixels, of which the first ones are read, if these are no multiple of
-    patches. Its longer side becomes `longest`, and both then go up to the
-    next multiples."""
+    patches. "longest": its longer side becomes so long, and both sides then go up to the next multiples. "shape":
+    `least` to `most` tiles, in rows and columns whose shape is nearest to the picture's."""
 
     side: int
-    longest: int
+    how: Literal["longest", "shape"]
+    longest: int = 0
+    least: int = 1
+    most: int = 0
 
     def __call__(self, width: int, height: int) -> tuple[tuple[int, int], tuple[int, int]]:
         """(width, height) of a picture before its sides go up, and the rows and columns of its tiles."""
         ratio = width / height
+        if self.how == "shape":
+            columns, rows = self._nearest(width, height)
+            return (columns * self.side, rows * self.side), (rows, columns)
         if width >= height:
             size = self.longest, max(_even(self.longest / ratio), 2)
         else:
@@ -78,10 +84,22 @@ class TileRule:
         columns, rows = (-(-side // self.side) for side in size)
         return size, (rows, columns)
 
+    def _nearest(self, width: int, height: int) -> tuple[int, int]:
+        """Of shapes that are as near, that of more tiles if the picture has half of their pixels or more."""
+        counts = range(1, self.most + 1)
+        shapes = [(c, r) for c in counts for r in counts if self.least <= c * r <= self.most]
+        best, least = (1, 1), math.inf
+        for c, r in sorted(shapes, key=lambda shape: shape[0] * shape[1]):
+            apart = abs(width / height - c / r)
+            if apart < least or (apart == least and width * height > 0.5 * self.side**2 * c * r):
+                best, least = (c, r), apart
+        return best
+
     @property
     def most_tiles(self) -> int:
         """With the whole picture as one more."""
-        return int((-(-self.longest // self.side)) ** 2 + 1)
+        count = self.most if self.how == "shape" else (-(-self.longest // self.side)) ** 2
+        return count + 1
 
 
 def _even(side: float) -> int:

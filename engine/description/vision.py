@@ -40,9 +40,10 @@ class Linear:
 
 @dataclass(frozen=True)
 class Norm:
-    """An RMS norm, or a layer norm if it is `centred`: without the mean. Then times `weight`, plus `bias`."""
+    """An RMS norm, or a layer norm if it is `centred`: without the mean. Then times `weight`, plus `bias`. Without
+    `eps`, nothing is normed before."""
 
-    eps: float
+    eps: float | None
     weight: Vector | None = None
     bias: Vector | None = None
     centred: bool = False
@@ -143,7 +144,8 @@ class VisionSpec:
     `line_end`: the embedding after each row of tokens but the last. `window`: the side of a window in tokens, where
     some attention has windows: these begin at the upper left corner, and those at the other edges are smaller. With
     `tiles`, a picture becomes several ones of `size`, and if these are more than one, the whole picture as the last
-    one; each is encoded by itself."""
+    one; each is encoded by itself. A `summary` is one more row, after those of all patches: what stands in place of a
+    patch's product. It has the first row of the positions, and patches those after it; it is part of no token."""
 
     kind: str
     name: str
@@ -164,6 +166,7 @@ class VisionSpec:
     line_end: Vector | None
     window: int = 0
     tiles: TileRule | None = None
+    summary: Vector | None = None
 
     def weights(self) -> Iterator[Weight]:
         """All matrices."""
@@ -192,8 +195,8 @@ class VisionSpec:
 
     @property
     def most_patches(self) -> int:
-        """The most patches of a picture."""
-        return self.size.most_tokens * self.merge**2
+        """The most rows of a picture: its patches, and its summary."""
+        return self.size.most_tokens * self.merge**2 + bool(self.summary)
 
     @property
     def is_float32(self) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 
@@ -43,6 +44,7 @@ KINDS = {
     "gemma4v": 3,
     "pixtral": 2,
     "idefics3": 2,
+    "internvl": 2,
 }
 """The projector types that the engine runs, and how many patches a side become a token if a file does not say."""
 FITTING = {
@@ -54,7 +56,12 @@ FITTING = {
     "gemma3": ("gemma3",),
     "gemma4": ("gemma4v",),
     "mistral3": ("pixtral",),
-    "llama": ("pixtral", "idefics3"),
+    "llama": ("pixtral", "idefics3", "internvl"),
+    "internlm2": ("internvl",),
+    "phi3": ("internvl",),
+    "qwen2": ("internvl",),
+    "qwen3": ("internvl",),
+    "qwen3moe": ("internvl",),
 }
 """The kinds of encoders that models of an architecture have."""
 
@@ -62,6 +69,8 @@ _MAX_MERGE, _MAX_SIDE, _MAX_HEAD, _MAX_LAYERS = 16, 1 << 14, 1 << 10, 1 << 10
 _QWEN_TOKENS = {"qwen2vl_merger": (4, 4096), "qwen2.5vl_merger": (4, 4096), "qwen3vl_merger": (64, 4096)}
 """The least are those of the published processors. The most is llama.cpp's: the published 16384 fill most contexts."""
 _TILES_A_SIDE, _MOST_TILES = 4, 65
+_PROJECTOR_EPS = 1e-5
+"""Of InternVL's projector, which is PyTorch's."""
 _WINDOW = 112
 """The side of a window of Qwen 2.5 VL in pixels."""
 _GEMMA4_TOKENS = 280
@@ -146,6 +155,7 @@ class _Reader(CheckedFile):
             line_end=self.required("v.token_embd.img_break", out) if self.kind == "pixtral" else None,
             window=self.window,
             tiles=self.tile_rule(),
+            summary=self.required("v.class_embd", self.dim) if self.kind == "internvl" else None,
         )
         if spec.most_patches > _MOST_PATCHES:
             raise damaged(self.file.path, "its pictures would have too many patches")
@@ -180,19 +190,29 @@ class _Reader(CheckedFile):
         if self.kind == "gemma4v":
             return SizeRule("tokens", align, _GEMMA4_TOKENS, longest=self.places // self.merge * align)
         side = self.size("image_size")
-        if self.kind == "idefics3" and (side // self.patch) % self.merge == 0 < side // align:
+        is_tiled = self.kind in ("idefics3", "internvl")
+        if is_tiled and (side // self.patch) % self.merge == 0 < side // align:
             return SizeRule("square", align, side // align * align)
         is_odd = self.kind == "gemma3" and (side % align or (side // align) ** 2 > _MOST_WHOLE)
-        if side > _MAX_SIDE or is_odd or self.kind == "idefics3":
+        if side > _MAX_SIDE or is_odd or is_tiled:
             raise damaged(self.file.path, f"its pictures have sides of {side} pixels")
         return SizeRule("square" if self.kind == "gemma3" else "sides", align, side)
 
     def tile_rule(self) -> TileRule | None:
-        """Older files do not say the longer side of all tiles; published models have four."""
-        if self.kind != "idefics3":
-            return None
+        """Older files do not say the longer side of all tiles; published models have four. Nor do those of InternVL say
+        how many there may be."""
         side = self.size("image_size")
-        rule = TileRule(side, self.size("preproc_image_size", _TILES_A_SIDE * side))
+        match self.kind:
+            case "idefics3":
+                longest = self.size("preproc_image_size", _TILES_A_SIDE * side)
+                rule = TileRule(side, "longest", longest)
+            case "internvl":
+                least, most = self.size("preproc_min_tiles", 1), self.size("preproc_max_tiles", 12)
+                rule = TileRule(side, "shape", least=least, most=most)
+            case _:
+                return None
+        if rule.least > rule.most > 0:
+            raise damaged(self.file.path, f"its pictures would have {rule.least} tiles of {rule.most}")
         if rule.most_tiles > _MOST_TILES:
             raise damaged(self.file.path, f"its pictures would have {rule.most_tiles} tiles")
         return rule
@@ -222,10 +242,9 @@ class _Reader(CheckedFile):
         if self.kind == "gemma4v":
             return Positions(self.required(name, 2, self.places, self.dim), "column and row")
         rows = shape[0] if shape else 0
-        if self.kind in ("gemma3", "idefics3"):
-            return Positions(
-                self.required(name, (self.size("image_size") // self.patch) ** 2, self.dim), "patch"
-            )
+        if self.kind in ("gemma3", "idefics3", "internvl"):
+            places = (self.size("image_size") // self.patch) ** 2 + (self.kind == "internvl")
+            return Positions(self.required(name, places, self.dim), "patch")
         if math.isqrt(rows) ** 2 != rows or not rows:
             raise damaged(self.file.path, f"the places of {name} are no square")
         return Positions(self.required(name, rows, self.dim), "stretched")
@@ -297,15 +316,19 @@ class _Reader(CheckedFile):
         return side
 
     def layer(self, i: int) -> Iterator[PatchSublayer]:
-        def post(name: str) -> Norm | None:
+        def post(name: str, scale: str) -> Norm | None:
+            if self.has(f"{prefix}{scale}.weight"):
+                return Norm(None, self.required(f"{prefix}{scale}.weight", self.dim))
             return self.norm(prefix + name) if self.has(f"{prefix}{name}.weight") else None
 
         prefix = f"v.blk.{i}."
         windowed = self.window > 0 and (i + 1) % self.size("n_wa_pattern") > 0
         yield PatchSublayer(
-            self.norm(f"{prefix}ln1"), self.attention(prefix, windowed), post("attn_post_norm")
+            self.norm(f"{prefix}ln1"), self.attention(prefix, windowed), post("attn_post_norm", "ls1")
         )
-        yield PatchSublayer(self.norm(f"{prefix}ln2"), self.feed_forward(prefix), post("ffn_post_norm"))
+        yield PatchSublayer(
+            self.norm(f"{prefix}ln2"), self.feed_forward(prefix), post("ffn_post_norm", "ls2")
+        )
 
     def attention(self, prefix: str, windowed: bool) -> PatchAttention:
         dim, order = self.dim, self.order
@@ -320,6 +343,14 @@ class _Reader(CheckedFile):
             )
 
         def head_norm(name: str) -> Norm | None:
+            info = self.file.tensors.get(f"{prefix}{name}.weight")
+            if info and info.shape == (dim,) != (
+                self.head_dim,
+            ):  # InternVL's encoder of 6 billion parameters
+                raise ModelFileError(
+                    f"{self.name} norms queries and keys over all heads, which orin-chat does not run.",
+                    "Choose a model with another encoder.",
+                )
             weight = self.vector(f"{prefix}{name}.weight", self.head_dim, order)
             return Norm(self.eps, weight) if weight else None
 
@@ -358,7 +389,7 @@ class _Reader(CheckedFile):
             raise ModelFileError(
                 f"{self.name} has an activation that orin-chat does not run.", "Choose another encoder."
             )
-        return "gelu"
+        return "exact gelu" if self.kind == "internvl" else "gelu"
 
     # --- the projector ---------------------------------------------------------------------------------
 
@@ -376,6 +407,13 @@ class _Reader(CheckedFile):
                 return out, (norms[0], Merge("mean"), norms[1], Linear(weight, transposed=True))
             case "idefics3":
                 return out, (self.norm("v.post_ln"), Merge("join"), self.linear("mm.model.fc", out, joined))
+            case "internvl":
+                norm = replace(self.norm("mm.model.mlp.0", joined), eps=_PROJECTOR_EPS)
+                first, last = (
+                    self.linear("mm.model.mlp.1", out, joined),
+                    self.linear("mm.model.mlp.3", out, out),
+                )
+                return out, (Merge("join"), norm, first, Bend("exact gelu"), last)
             case "gemma4v":
                 scaled = Affine(math.sqrt(dim))
                 if self.has("v.std_bias"):

@@ -63,6 +63,7 @@ PICTURE_MARKS = {
     "gemma3": PictureMarks("<start_of_image>", "\n\n<start_of_image>", "<end_of_image>\n\n"),
     "gemma4v": PictureMarks("<|image|>", "<|image>", "<image|>"),
     "pixtral": PictureMarks("[IMG]", "", "[IMG_END]"),
+    "internvl": PictureMarks("<IMG_CONTEXT>\n", "<img>", "</img>\n"),
     "idefics3": PictureMarks(
         "<image>", "", "<fake_token_around_image>", "<fake_token_around_image><row_{row}_col_{column}>", "\n",
         "<fake_token_around_image><global-img>",

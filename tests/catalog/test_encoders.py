@@ -80,5 +80,5 @@ def test_it_comes_with_the_model_and_goes_with_the_last_one(seeing):
 
 
 def test_a_model_that_does_not_see_comes_alone(seeing):
-    seeing.architecture = "qwen3"
+    seeing.architecture = "olmo2"
     assert not download(HubModel(seeing.repository, "Q8_0")).with_name("mmproj-F16.gguf").exists()

@@ -19,8 +19,9 @@ def test_every_kind_is_read(kind, tmp_path):
     assert (spec.kind, spec.out, spec.merge) == (kind, 96, KINDS[kind])
     attend, *others = (s.operator for s in spec.sublayers if isinstance(s.operator, PatchAttention))
     assert attend.windowed == bool(others) == (kind == "qwen2.5vl_merger")
-    assert bool(spec.rotations) == (kind not in ("gemma3", "idefics3"))
-    assert bool(spec.tiles) == (kind == "idefics3")
+    assert bool(spec.rotations) == (kind not in ("gemma3", "idefics3", "internvl"))
+    assert bool(spec.tiles) == (kind in ("idefics3", "internvl"))
+    assert bool(spec.summary) == (kind == "internvl")
     assert bool(attend.o.inputs) == (kind == "gemma4v")
 
 
@@ -71,15 +72,19 @@ def test_sizes(rule, size, wanted):
 
 
 @pytest.mark.parametrize(
-    "size, wanted",
+    "rule, size, wanted",
     [
-        ((4000, 3000), ((2048, 1536), (3, 4))),
-        ((100, 133), ((1540, 2048), (4, 4))),
-        ((9000, 1), ((2048, 2), (1, 4))),
+        (TileRule(512, "longest", 2048), (4000, 3000), ((2048, 1536), (3, 4))),
+        (TileRule(512, "longest", 2048), (100, 133), ((1540, 2048), (4, 4))),
+        (TileRule(512, "longest", 2048), (9000, 1), ((2048, 2), (1, 4))),
+        (TileRule(448, "shape", most=12), (4000, 3000), ((1792, 1344), (3, 4))),
+        (TileRule(448, "shape", most=12), (400, 400), ((448, 448), (1, 1))),
+        (TileRule(448, "shape", most=12), (1000, 1000), ((1344, 1344), (3, 3))),
+        (TileRule(448, "shape", most=12), (1, 9000), ((448, 5376), (12, 1))),
     ],
 )
-def test_tiles(size, wanted):
-    assert TileRule(512, 2048)(*size) == wanted
+def test_tiles(rule, size, wanted):
+    assert rule(*size) == wanted
 
 
 def test_no_shape_makes_a_picture_larger_than_the_most():

@@ -50,6 +50,7 @@ OF_KINDS = [(kind, CPUEncoder) for kind in OF_SHARED] + [rarely(kind, GraphEncod
 OTHERS = [
     ("qwen2.5vl_merger", {}),
     ("idefics3", {"side": 36}),
+    ("internvl", {}),
     rarely("qwen2vl_merger", {}),
     rarely("pixtral", {"merged": False}),
 ]

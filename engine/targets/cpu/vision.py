@@ -32,7 +32,7 @@ from engine.description.vision import (
 from engine.formats.dequantize import HOST_TYPES
 from engine.formats.ggml_types import TYPES
 from engine.loading.weights import FileWeights
-from engine.pictures import Floats, Grid, as_read, encoder_input
+from engine.pictures import Floats, Grid, as_read, encoder_input, position_table
 from engine.runtime.pictures import Progress, tile_by_tile
 from engine.targets.cpu.kernels import memory
 from engine.targets.cpu.kernels.activations import buffer_type
@@ -135,8 +135,7 @@ class CPUEncoder:
         spec = self.spec
         side = spec.patch * spec.merge
         grid = Grid(rgb.shape[0] // side, rgb.shape[1] // side)
-        table = self._vectors[spec.positions.table].reshape(-1, spec.dim) if spec.positions else None
-        of = encoder_input(spec, rgb, table)
+        of = encoder_input(spec, rgb, position_table(spec, self._vectors.__getitem__))
         chunks = list(_chunks(len(of.patches), self._lanes))
         total = len(chunks) * sum(map(len, self._sequences)) + 1
         yield Progress(0, total)
@@ -167,7 +166,7 @@ class CPUEncoder:
                 done += 1
             for projector in spec.projectors_after(sublayers):
                 yield Progress(done, total)
-                parts[projector] = self._project(projector, rows[:n, : spec.dim])
+                parts[projector] = self._project(projector, rows[: n - bool(spec.summary), : spec.dim])
         embeddings = np.concatenate([parts[projector] for projector in spec.projectors], axis=1)
         return as_read(spec, embeddings, grid, self._vectors[spec.line_end] if spec.line_end else None)
 
@@ -378,8 +377,9 @@ class CPUEncoder:
 
     def _norm(self, x: Floats, norm: Norm) -> Floats:
         x = x - x.mean(-1, keepdims=True) if norm.centred else x
-        squares = np.einsum("...i,...i->...", x, x)[..., None] / np.float32(x.shape[-1])
-        x = x / np.sqrt(squares + np.float32(norm.eps))
+        if norm.eps is not None:
+            squares = np.einsum("...i,...i->...", x, x)[..., None] / np.float32(x.shape[-1])
+            x = x / np.sqrt(squares + np.float32(norm.eps))
         x = x * self._vectors[norm.weight] if norm.weight else x
         return x + self._vectors[norm.bias] if norm.bias else x
 

@@ -36,7 +36,7 @@ from engine.description.vision import (
 )
 from engine.kernels.quantized_matrix import QuantizedMatrix
 from engine.loading.weights import FileWeights
-from engine.pictures import Grid, as_read, encoder_input
+from engine.pictures import Grid, as_read, encoder_input, position_table
 from engine.runtime.pictures import Progress, tile_by_tile
 from engine.targets.graph.parts import load_matrix
 
@@ -56,7 +56,7 @@ class GraphEncoder:
         self.spec = spec
         matrices = {weight: load_matrix(weights, weight) for weight in spec.weights()}
         self._host = {vector: weights.vector(vector) for vector in spec.vectors()}
-        on_host = {spec.line_end, spec.positions and spec.positions.table}
+        on_host = {spec.line_end, spec.summary, spec.positions and spec.positions.table}
         vectors = {v: Tensor(data).realize() for v, data in self._host.items() if v not in on_host}
         self._limits = {
             key: Tensor(np.array(limits, np.float32)).realize()
@@ -78,8 +78,7 @@ class GraphEncoder:
         spec = self.spec
         side = spec.patch * spec.merge
         grid = Grid(rgb.shape[0] // side, rgb.shape[1] // side)
-        table = self._host[spec.positions.table].reshape(-1, spec.dim) if spec.positions else None
-        of = encoder_input(spec, rgb, table)
+        of = encoder_input(spec, rgb, position_table(spec, self._host.__getitem__))
         n, total = len(of.patches), len(spec.sublayers) + 1
         size = _size_of(n, spec.merge**2)
         others = [_filled(a, size) for a in (of.cos, of.sin) if a is not None]
@@ -271,7 +270,7 @@ class Parts:
 
     def norm(self, x: Tensor, norm: Norm) -> Tensor:
         x = x - x.mean(-1, keepdim=True) if norm.centred else x
-        x = x * ((x * x).mean(-1, keepdim=True) + norm.eps).rsqrt()
+        x = x * ((x * x).mean(-1, keepdim=True) + norm.eps).rsqrt() if norm.eps is not None else x
         x = x * self._vectors[norm.weight] if norm.weight else x
         return x + self._vectors[norm.bias] if norm.bias else x
 

@@ -134,7 +134,8 @@ class PictureSteps:
     def begin(self, rgb: NDArray[np.uint8], grid: Grid, places: Places) -> None:
         """Copies a picture to the device."""
         tokens = grid.rows * grid.columns
-        for tensor, n in zip(self._counts, (tokens * self._spec.merge**2, tokens), strict=True):
+        n_rows = tokens * self._spec.merge**2 + bool(self._spec.summary)
+        for tensor, n in zip(self._counts, (n_rows, tokens), strict=True):
             overwrite(tensor, np.array([n, grid.columns, 0, 0], np.int32))
         _copy(self._pixels, arranged(self._spec, rgb))
         if self._windows is not None and places.windows is not None:
@@ -166,7 +167,7 @@ class PictureSteps:
     def _embed(self) -> None:
         spec, size = self._spec, self._size
         x = self._fragments("x", 3 * spec.patch**2)
-        kernel = patch_input(size, spec.patch, spec.merge, spec.mean, spec.std)
+        kernel = patch_input(size, spec.patch, spec.merge, spec.mean, spec.std, bool(spec.summary))
         self._add(kernel, out=x, pixels=self._pixels, count=self._count)
         sums = [self._product(m, x, f"patches{i}") for i, m in enumerate(self._encoder.kernels)]
         stream = self._buffer("embedded" if spec.norm else "stream", size * spec.dim)

@@ -27,7 +27,7 @@ from engine.formats.ggml_types import TYPES
 from engine.kernels.compilation import compile_in_turns, compile_once
 from engine.kernels.device_memory import to_device, unallocated
 from engine.loading.weights import FileWeights
-from engine.pictures import Floats, Grid, Places, as_read, places_of
+from engine.pictures import Floats, Grid, Places, as_read, places_of, position_table
 from engine.runtime.pictures import Progress, tile_by_tile
 from engine.targets.nvidia.filling import fill, prepare
 from engine.targets.nvidia.kernels.device import chip
@@ -92,6 +92,8 @@ class NvidiaEncoder:
         """Raises ModelFileError."""
         self.spec = spec
         self.vectors = {vector: to_device(weights.vector(vector)) for vector in spec.vectors()}
+        if spec.positions and spec.summary and (table := position_table(spec, weights.vector)) is not None:
+            self.vectors[spec.positions.table] = to_device(table.reshape(-1))
         self.line_end = weights.vector(spec.line_end) if spec.line_end else None
         self.products: dict[tuple[Linear, ...], list[Stacked]] = {}
         for linears in _read_together(spec):
@@ -118,7 +120,7 @@ class NvidiaEncoder:
         side = spec.patch * spec.merge
         grid = Grid(rgb.shape[0] // side, rgb.shape[1] // side)
         tokens = grid.rows * grid.columns
-        size = size_of(spec, tokens * spec.merge**2)
+        size = size_of(spec, tokens * spec.merge**2 + bool(spec.summary))
         if size not in self._steps:
             yield Progress(0, 1, compiles=True)
         steps = self.steps(size)

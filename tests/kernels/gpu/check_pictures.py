@@ -127,6 +127,10 @@ def check_an_encoder_of_tiles() -> None:
     encoder_of("idefics3", [(2, 4)])
 
 
+def check_an_encoder_with_a_summary() -> None:
+    encoder_of("internvl", [(2, 2)])
+
+
 def check_an_encoder_with_limits() -> None:
     encoder_of("gemma4v", [(3, 2)])
 

@@ -39,7 +39,7 @@ def stride_of(cols: int) -> int:
 class RowNorm:
     """As `engine.description.vision.Norm`, without its vectors' names."""
 
-    eps: float
+    eps: float | None
     weighted: bool
     biased: bool
     centred: bool
@@ -233,6 +233,8 @@ class _Norm:
 
     def measure(self, value: Callable[[Index], UOp], stride: Index, cols: UOp) -> None:
         """Of a row of `cols` elements, and zeros up to `stride`. `value`: the elements from a column on."""
+        if self._norm.eps is None:
+            return
         k, share = self._k, cols.cast(F32).reciprocal()
         if self._norm.centred:
             k.store(self._mean, 0, self._sum(value, stride) * share)
@@ -243,7 +245,7 @@ class _Norm:
         k.store(self._factor, 0, (squares * share + self._norm.eps).sqrt().reciprocal())
 
     def normed(self, v: UOp, column: Index) -> UOp:
-        v = self._centred(v) * self._k.load(self._factor, 0)
+        v = v if self._norm.eps is None else self._centred(v) * self._k.load(self._factor, 0)
         v = v if self._weight is None else v * self._k.vector(self._weight, column, self._lanes)
         return v if self._bias is None else v + self._k.vector(self._bias, column, self._lanes)
 

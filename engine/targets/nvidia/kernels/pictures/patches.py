@@ -69,9 +69,9 @@ class Terms:
 
 @dataclass(frozen=True)
 class NormShape:
-    """A norm: with a weight, a bias, and without the mean first if it is `centred`."""
+    """A norm: with a weight, a bias, and without the mean first if it is `centred`. Without `eps`, only these."""
 
-    eps: float
+    eps: float | None
     has_weight: bool
     has_bias: bool
     centred: bool
@@ -87,10 +87,12 @@ def clamped(value: UOp, limits: UOp | None, first: int | UOp = 0) -> UOp:
 
 @functools.cache
 def patch_input(
-    size: int, patch: int, merge: int, mean: tuple[float, float, float], std: tuple[float, float, float]
-) -> Kernel:
+    size: int, patch: int, merge: int, mean: tuple[float, float, float], std: tuple[float, float, float],
+    summarized: bool = False,
+) -> Kernel:  # fmt: skip
     """A picture as the first product reads it. Buffers: out, float16 fragments (size, 3 patch²); pixels, uint8 (height,
-    width, 3); count, int32: patches, and at index 1 the columns of tokens."""
+    width, 3); count, int32: patches, and at index 1 the columns of tokens. If it is `summarized`, the last row is that
+    of no patch: zeros."""
     area, cols = patch * patch, 3 * patch * patch
 
     def kernel(out: UOp, pixels: UOp, count: UOp) -> UOp:
@@ -108,10 +110,10 @@ def patch_input(
         factor, offset = (
             channel.eq(0).where(f32(a), channel.eq(1).where(f32(b), f32(c))) for a, b, c in (factors, offsets)
         )
-        place = fragment_index(row, column, cols)
-        return finish(
-            f"patch_input_{size}_{patch}", [store(out, place, as_half(value * factor + offset), ok)]
-        )
+        place, colour = fragment_index(row, column, cols), value * factor + offset
+        if summarized:
+            colour = (row + 1 < used_rows(count, size)).where(colour, f32(0))
+        return finish(f"patch_input_{size}_{patch}", [store(out, place, as_half(colour), ok)])
 
     return Kernel(kernel, ("out",), ("pixels", "count"))
 
@@ -200,10 +202,12 @@ def _normed(
         mean = block.total(values, slot) * f32(1 / cols)
         less = [value - mean for value in values]
         values = [x if ok is None else ok.where(x, f32(0)) for x, (_, ok) in zip(less, places, strict=True)]
-    factor = block.factor(values, slot + 2, norm.eps)
+    if norm.eps is not None:
+        factor = block.factor(values, slot + 2, norm.eps)
+        values = [value * factor for value in values]
     result = []
     for value, (column, ok) in zip(values, places, strict=True):
-        value = value * factor if weight is None else value * factor * load(weight, column, ok)
+        value = value if weight is None else value * load(weight, column, ok)
         result.append(value if bias is None else value + load(bias, column, ok))
     return result
 
