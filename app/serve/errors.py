@@ -65,7 +65,8 @@ _LIKE_OPENAI = (
     "/api/v1/models",
     "/api/v1/completions",
 )  # LM Studio's, OpenRouter's
-_OF_GEMINI = re.compile(r"/models/.*:\w+(Content|Contents|Tokens)$")
+_OF_GEMINI = re.compile(r"\w+(Content|Contents|Tokens)")
+"""The end of a path of a model, after the last colon."""
 _GEMINI_KINDS = {
     400: "INVALID_ARGUMENT",
     401: "UNAUTHENTICATED",
@@ -94,7 +95,8 @@ def form_of(path: str) -> Form:
     """The form of errors of the protocol that a path belongs to."""
     if path.startswith("/api/") and not path.startswith(_LIKE_OPENAI):
         return ollama_form
-    if path.startswith(("/v1beta/", "/v1alpha/")) or _OF_GEMINI.search(path):
+    model, _, method = path.rpartition(":")
+    if path.startswith(("/v1beta/", "/v1alpha/")) or ("/models/" in model and _OF_GEMINI.fullmatch(method)):
         return gemini_form
     return anthropic_form if "/messages" in path else openai_form
 

@@ -29,7 +29,7 @@ from app.serve.protocols.tools import Choice, Named, ToolChoice
 from app.serve.service import Service
 from engine.protocol.events import Finished
 
-_BILLING = re.compile(r"\s*x-anthropic-billing-header:[^\n]*\n*")
+_BILLING = re.compile(r"\A\s*+x-anthropic-billing-header:[^\n]*\n*")
 """Claude Code begins its system text with such a line. It differs in every request, so none would share a prefix."""
 SIGNATURE = "orin-chat"  # of thinking, which clients send back unchanged; it is not looked at
 _ELSEWHERE = re.compile(r"server_tool_use|mcp_tool_use|\w+_tool_result")

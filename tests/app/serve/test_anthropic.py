@@ -4,6 +4,8 @@ import json
 
 import pytest
 
+from app.serve.errors import anthropic_form, form_of, gemini_form, openai_form
+from app.serve.protocols.anthropic import CountBody, chat_body
 from engine.protocol.events import Failed
 from tests.app.fake_engine import TOO_LONG, FakeEngine, reply
 from tests.app.serve.conftest import HELLO, WEATHER
@@ -175,3 +177,12 @@ async def test_errors_have_the_protocols_form(served):
     service.stopping = False
     refused = await client.post(PATH, json={**ASKED, "messages": [{"role": "user", "content": picture}]})
     assert "reads text and pictures" in refused.json()["error"]["message"]
+
+
+def test_blanks_and_paths_of_any_length_are_read_at_once():
+    """Both took as long as the square of their length: hours, in which nobody was answered."""
+    blanks = " " * 2_000_000
+    assert chat_body(CountBody(messages=[], system=blanks)).messages[0].content == blanks
+    assert form_of("/models/:a" * 100_000) is openai_form
+    assert form_of("/v1/models/a/b:c:countTokens") is gemini_form
+    assert form_of("/v1/messages/:countTokens") is anthropic_form
