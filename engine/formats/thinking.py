@@ -39,6 +39,7 @@ MUSE = ThinkMarks("<|start|>assistant to=self<|message|>", "<|eom|>")
 COHERE = ThinkMarks(
     "<|START_THINKING|>", "<|END_THINKING|>", ("<|START_RESPONSE|>",), "<|END_RESPONSE|>"
 )  # Command R7B
+COHERE_TEXT = ThinkMarks(COHERE.open, COHERE.close, ("<|START_TEXT|>",), "<|END_TEXT|>")  # North Mini Code
 APERTUS = ThinkMarks("<|inner_prefix|>", "<|inner_suffix|>", stops=("<|tools_prefix|>",))
 GRANITE = ThinkMarks("<think>", "</think>", ("<response>",), "</response>")
 _FAMILIES = (
@@ -55,7 +56,7 @@ _FAMILIES = (
 # The special tokens in these marks. `ThinkSplitter` has to see them.
 MARK_TOKENS = frozenset(
     token
-    for marks in _FAMILIES
+    for marks in (*_FAMILIES, COHERE_TEXT)
     for mark in (marks.open, marks.close, *marks.begin, marks.end)
     for token in re.findall(r"<[^>]+>|\[[^]]+\]", mark)
 )
@@ -65,7 +66,7 @@ def marks_of(template: str) -> ThinkMarks:
     """The marks that a chat template names; those of most models if it names none."""
     if f"{GRANITE.begin[0]}{GRANITE.end}" in template:  # MiniMax M2 has both around results of tools
         return GRANITE
-    for marks in _FAMILIES:
+    for marks in (*_FAMILIES, COHERE_TEXT):
         if all(mark in template for mark in (marks.open, marks.close, *marks.begin[:1])):
             return marks
     return THINK

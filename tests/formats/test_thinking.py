@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from engine.formats.thinking import (
     APERTUS,
     COHERE,
+    COHERE_TEXT,
     GEMMA,
     GRANITE,
     HARMONY,
@@ -122,6 +123,7 @@ def test_the_marks_of_a_template():
         (COHERE, "<|START_THINKING|>Hm<|END_THINKING|><|START_RESPONSE|>Yo<|END_RESPONSE|>", ("Hm", "Yo")),
         (COHERE, "<|START_THINKING|>Hm<|END_THINKING|><|START_ACTION|>[]", ("Hm", "<|START_ACTION|>[]")),
         (COHERE, "<|START_RESPONSE|>Yo<|END_RESPONSE|>", ("", "Yo")),
+        (COHERE_TEXT, "<|START_THINKING|>Hm<|END_THINKING|><|START_TEXT|>Yo<|END_TEXT|>", ("Hm", "Yo")),
         (APERTUS, "<|inner_prefix|>Hm<|inner_suffix|>Yo", ("Hm", "Yo")),
         (APERTUS, "<|inner_prefix|>Hm<|tools_prefix|>[", ("Hm", "<|tools_prefix|>[")),
     ],
