@@ -147,6 +147,19 @@ def test_logits_far_apart(pool: ThreadPool) -> None:
     np.testing.assert_allclose(weights, [[1, 0, 0]], atol=1e-30)
 
 
+def test_groups_of_three_experts(pool: ThreadPool) -> None:
+    """A register array of three elements is filled at once."""
+    places, *outs = (memory.zeros(size, dtypes.int32) for size in (6, 4, 32, 1, 3))
+    step = KernelSequence(pool)
+    tile_experts, sources, tiles, choices = outs
+    chosen = ints(1, 2, 1, 2, 2, 0)
+    buffers = tile_experts, sources, places, tiles, choices, ints(1, 3), chosen
+    step.add(group_experts(3, 2, 8), *buffers, parts=1)
+    step.compile()()
+    assert memory.view(choices).tolist() == [1, 2, 3] and memory.view(tiles).tolist() == [3]
+    assert memory.view(places).tolist() == [8, 16, 9, 17, 18, 0]
+
+
 @pytest.mark.parametrize("tile", [4, 8])
 def test_groups(pool: ThreadPool, tile: int) -> None:
     """Experts without tokens, one that all tokens take, and a second step with fewer tokens."""

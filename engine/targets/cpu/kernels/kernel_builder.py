@@ -65,8 +65,9 @@ class KernelBuilder:
     # --- memory and registers --------------------------------------------------------------------------
 
     def registers(self, n: int, dtype: DType = F32) -> UOp:
-        """An array of n elements that the compiler keeps in registers if it can."""
-        return self.scratch(UOp.placeholder((n,), dtype, next(self._numbers), AddrSpace.REG))
+        """An array of n elements that the compiler keeps in registers if it can. It has four in place of three, since
+        clang writes a vector of three as one of four."""
+        return self.scratch(UOp.placeholder((4 if n == 3 else n,), dtype, next(self._numbers), AddrSpace.REG))
 
     def zeros(self, n: int = 0, dtype: DType = F32) -> UOp:
         """`registers` that are set to 0 at this point of the kernel, by default `lanes`."""
