@@ -139,7 +139,7 @@ def _user(id: str) -> str:
     """For whom a client asks. Claude Code sends an object of several ids."""
     try:
         ids = msgspec.json.decode(id)
-    except msgspec.DecodeError:
+    except (msgspec.DecodeError, RecursionError):
         return id[:MAX_USER]
     session = ids.get("session_id") if isinstance(ids, dict) else None
     return session[:8] if isinstance(session, str) else ""

@@ -186,3 +186,9 @@ def test_blanks_and_paths_of_any_length_are_read_at_once():
     assert form_of("/models/:a" * 100_000) is openai_form
     assert form_of("/v1/models/a/b:c:countTokens") is gemini_form
     assert form_of("/v1/messages/:countTokens") is anthropic_form
+
+
+async def test_a_user_of_many_brackets(served):
+    client, _ = served()
+    asked = {**ASKED, "metadata": {"user_id": "[" * 100_000}}
+    assert (await client.post(PATH, json=asked)).status_code == 200
