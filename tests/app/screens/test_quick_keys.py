@@ -47,6 +47,18 @@ async def test_of_two_escapes_at_once_the_first_closes_the_search_and_the_second
         await user.until(lambda: stops == [False], "the second Esc")
 
 
+async def test_letters_right_after_ctrl_f_are_searched_and_ctrl_f_again_goes_to_the_next_place(history):
+    async with chat(FakeEngine(), history) as user:
+        await user.say("hello hello")  # and the reply says it once more
+        await user.idle()
+        for key in ("ctrl+f", *"hello"):
+            user.app.post_message(Key(key, key if len(key) == 1 else None))
+        await user.sees("3/3")
+        assert user.app.column.find_bar.field.value == "hello" and not user.app.prompt.text
+        await user.press("ctrl+f")
+        await user.sees("1/3")
+
+
 @pytest.mark.parametrize("key", [rarely("pagedown"), "down", rarely("enter"), "x"])
 async def test_a_key_that_comes_before_the_palette_has_its_list_means_nothing(history, key):
     async with chat(FakeEngine(), history) as user:
