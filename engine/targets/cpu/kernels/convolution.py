@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from tinygrad import UOp
 
+from engine.targets.cpu.kernels.activations import sigmoid
 from engine.targets.cpu.kernels.kernel_builder import Index, KernelBuilder, add
 
 
@@ -42,3 +43,24 @@ def convolve_channels(
         with k.loop(before) as tap:
             place = (run_tokens + tap) % taps * lanes
             k.store(inputs, left + tap * n, k.vector(window, place))
+
+
+def convolve_and_activate(
+    k: KernelBuilder,
+    sizes: tuple[int, int, int],
+    share: tuple[Index, Index],
+    runs: tuple[Index, Index],
+    buffers: tuple[UOp, UOp, UOp],
+    x: UOp,
+    bias: UOp,
+) -> None:
+    """x = silu(convolution of x + bias), in place. x: float32 (tokens, channels); bias: float32 (channels,). The other
+    arguments are those of `convolve_channels`."""
+
+    def put(token: Index, channel: Index, total: UOp) -> None:
+        total = total + k.vector(bias, channel)
+        k.store(x, token * sizes[0] + channel, total * sigmoid(k, total))
+
+    convolve_channels(
+        k, sizes, share, runs, buffers, lambda token, channel: k.vector(x, token * sizes[0] + channel), put
+    )

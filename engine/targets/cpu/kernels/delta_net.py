@@ -21,8 +21,8 @@ from tinygrad.uop.ops import Ops
 
 from engine.kernels.compilation import KernelFunction
 from engine.targets.cpu.kernels.activations import sigmoid, sum_of_squares
-from engine.targets.cpu.kernels.kernel_builder import F32, Index, KernelBuilder, add, even_share
-from engine.targets.cpu.kernels.step_state import TOKENS
+from engine.targets.cpu.kernels.kernel_builder import F32, KernelBuilder, add, even_share
+from engine.targets.cpu.kernels.step_state import runs_of
 
 _MAX_WIDTH = 32  # columns of a state of 128 keys: 16 KB
 _CHAINS = 2  # independent sums, since each addition waits for the one before
@@ -95,8 +95,7 @@ def convolve(net: DeltaHeads, tile: int, rows: bool = False) -> KernelFunction:
         k = KernelBuilder(lanes)
         for buffer in (x, gates, inputs):
             k.scratch(buffer)
-        tokens: Index = k.index(step_state[0], TOKENS) if step_state else 1
-        runs, run_tokens = (tokens, 1) if rows else (1, tokens)
+        runs, run_tokens = runs_of(k, step_state, rows)
         first, count = even_share(2 * net.keys + net.values, part, parts)
         window = k.registers(net.taps * size)  # a ring of the last inputs of a head
         activated, squares = k.registers(size), k.registers(lanes)
@@ -129,7 +128,7 @@ def convolve(net: DeltaHeads, tile: int, rows: bool = False) -> KernelFunction:
                 slot = (run_tokens + tap) % net.taps * size
                 v = k.vector(window, slot + j * lanes)
                 k.store(inputs, left + tap * net.channels + j * lanes, v)
-        first, count = even_share(tokens, part, parts)
+        first, count = even_share(runs if rows else run_tokens, part, parts)
         with k.loop(count) as i, k.loop(net.gates // lanes) as j:
             at = (first + i) * (2 * net.gates) + j * lanes
             k.store(gates, at, sigmoid(k, k.vector(gates, at)))
@@ -155,8 +154,7 @@ def delta_net(net: DeltaHeads, tile: int, rows: bool = False) -> KernelFunction:
         k = KernelBuilder(lanes)
         for buffer in (out, states):
             k.scratch(buffer)
-        tokens: Index = k.index(step_state[0], TOKENS) if step_state else 1
-        runs, run_tokens = (tokens, 1) if rows else (1, tokens)
+        runs, run_tokens = runs_of(k, step_state, rows)
         first, count = even_share(net.values, part, parts)
         new, factor = k.registers(width), k.registers(1)
         with k.loop(count) as i, k.loop(runs) as run:

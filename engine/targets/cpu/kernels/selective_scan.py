@@ -14,11 +14,10 @@ from dataclasses import dataclass
 from tinygrad import UOp
 
 from engine.kernels.compilation import KernelFunction
-from engine.targets.cpu.kernels.activations import sigmoid
-from engine.targets.cpu.kernels.convolution import convolve_channels
+from engine.targets.cpu.kernels.convolution import convolve_and_activate
 from engine.targets.cpu.kernels.delta_net import softplus
-from engine.targets.cpu.kernels.kernel_builder import Index, KernelBuilder, even_share
-from engine.targets.cpu.kernels.step_state import TOKENS, n_tokens
+from engine.targets.cpu.kernels.kernel_builder import KernelBuilder, even_share
+from engine.targets.cpu.kernels.step_state import n_tokens, runs_of
 
 
 @dataclass(frozen=True)
@@ -49,17 +48,16 @@ def scan_inputs(net: ScanSizes, tile: int, rows: bool) -> KernelFunction:
         k = KernelBuilder(lanes)
         for buffer in (x, inputs):
             k.scratch(buffer)
-        tokens: Index = k.index(step_state[0], TOKENS) if step_state else 1
-        runs: tuple[Index, Index] = (tokens, 1) if rows else (1, tokens)
-
-        def put(token: Index, channel: Index, total: UOp) -> None:
-            total = total + k.vector(bias, channel)
-            k.store(x, token * n + channel, total * sigmoid(k, total))
-
-        convolve_channels(
-            k, (n, net.taps, lanes), even_share(n // lanes, part, parts), runs, (inputs, slots, weights),
-            lambda token, channel: k.vector(x, token * n + channel), put,
-        )  # fmt: skip
+        runs = runs_of(k, step_state, rows)
+        convolve_and_activate(
+            k,
+            (n, net.taps, lanes),
+            even_share(n // lanes, part, parts),
+            runs,
+            (inputs, slots, weights),
+            x,
+            bias,
+        )
         return k.finish(f"scan_inputs_{n}_{tile}")
 
     return kernel
@@ -101,8 +99,7 @@ def selective_scan(net: ScanSizes, tile: int, rows: bool = False) -> KernelFunct
         k = KernelBuilder(lanes)
         for buffer in (out, states):
             k.scratch(buffer)
-        tokens: Index = k.index(step_state[0], TOKENS) if step_state else 1
-        runs, run_tokens = (tokens, 1) if rows else (1, tokens)
+        runs, run_tokens = runs_of(k, step_state, rows)
         first, count = even_share(width // lanes, part, parts)
         state, total = k.registers(size * lanes), k.registers(lanes)
         with k.loop(count) as i, k.loop(runs) as run:

@@ -11,7 +11,7 @@ from tinygrad import UOp
 from engine.kernels.compilation import KernelFunction
 from engine.targets.cpu.kernels.convolution import convolve_channels
 from engine.targets.cpu.kernels.kernel_builder import Index, KernelBuilder, even_share
-from engine.targets.cpu.kernels.step_state import TOKENS
+from engine.targets.cpu.kernels.step_state import runs_of
 
 
 @dataclass(frozen=True)
@@ -39,8 +39,7 @@ def short_conv(conv: ConvChannels, tile: int, rows: bool = False) -> KernelFunct
         k = KernelBuilder(lanes)
         for buffer in (out, inputs):
             k.scratch(buffer)
-        tokens: Index = k.index(step_state[0], TOKENS) if step_state else 1
-        runs: tuple[Index, Index] = (tokens, 1) if rows else (1, tokens)
+        runs = runs_of(k, step_state, rows)
 
         def part_of(which: int, token: Index, channel: Index) -> UOp:
             return k.vector(x, token * (3 * n) + channel + which * n)
