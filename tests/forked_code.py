@@ -1,4 +1,4 @@
-"""Runs code in several processes that are forked from one, which has imported what takes long."""
+"""Runs code in processes of its own, or in several that are forked from one, which has imported what takes long."""
 
 from __future__ import annotations
 
@@ -27,11 +27,12 @@ for arguments in runs:
 """
 
 
-def run_each(before: str, code: str, *runs: Sequence[str], **env: str) -> list[str]:
-    """What `code` prints with each of these `sys.argv[1:]`. `before` runs once, for all of them. Raises AssertionError
-    if any fails."""
+def output_of(command: Sequence[str], given: str | None = None, **env: str) -> str:
+    """What a process prints that imports this project's modules, with `given` as its standard input. Raises
+    AssertionError if it fails."""
     done = subprocess.run(
-        [sys.executable, "-c", _SCRIPT, json.dumps((before, code, runs))],
+        command,
+        input=given,
         env={**os.environ, "PYTHONPATH": str(ROOT), **env},
         cwd=ROOT,
         capture_output=True,
@@ -39,6 +40,14 @@ def run_each(before: str, code: str, *runs: Sequence[str], **env: str) -> list[s
         timeout=300,  # a machine may be busy
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    *printed, rest = done.stdout.split("\0")
-    assert len(printed) == len(runs) and not rest, done.stdout
+    return done.stdout
+
+
+def run_each(before: str, code: str, *runs: Sequence[str], **env: str) -> list[str]:
+    """What `code` prints with each of these `sys.argv[1:]`. `before` runs once, for all of them. Raises AssertionError
+    if any fails."""
+    *printed, rest = output_of(
+        [sys.executable, "-c", _SCRIPT, json.dumps((before, code, runs))], **env
+    ).split("\0")
+    assert len(printed) == len(runs) and not rest, (printed, rest)
     return printed

@@ -1,7 +1,5 @@
 """What the changes to tinygrad for whole platforms do, each checked against tinygrad without it."""
 
-import os
-import subprocess
 import sys
 
 import pytest
@@ -10,25 +8,14 @@ import engine.fixes
 from engine.devices import cuda_toolkit
 from engine.errors import BackendError
 from engine.fixes import compiler_processes, cuda_headers, nv_windows
-from tests.forked_code import run_each
-from tests.paths import ROOT
+from tests.forked_code import output_of, run_each
 from tests.thorough import rarely, thorough
 
 
 def python(code, *arguments, stdin=False, **env):
     """What `code` prints, in a process of its own; from standard input as from `-c`."""
     command = [sys.executable, "-", *arguments] if stdin else [sys.executable, "-c", code, *arguments]
-    done = subprocess.run(
-        command,
-        input=code if stdin else None,
-        env={**os.environ, "PYTHONPATH": str(ROOT), **env},
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=300,  # a machine may be busy
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout.split()
+    return output_of(command, code if stdin else None, **env).split()
 
 
 def test_variables_of_other_programs_do_not_reach_tinygrad():
