@@ -235,7 +235,11 @@ class _Builder:
                 asks.append(Ask(self._frames["option_name"], slots, 1.0))
             if aspect == "set" and slots["do"]:
                 asks += [Ask(self._frames["do"], slots, 1.2), Ask(self._frames["option_do"], slots, 0.8)]
-            questions = [*value.get("ask", ()), *(table.get("ask", ()) if aspect == "set" else ())]
+            questions = [
+                *(self._frames["family"] if value.get("family") else ()),
+                *value.get("ask", ()),
+                *(table.get("ask", ()) if aspect == "set" else ()),
+            ]
             if questions:
                 asks.append(Ask(questions, slots, 1.2))
             self.facts[f"{name}.{aspect}"] = Fact(
