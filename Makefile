@@ -42,6 +42,7 @@ lock:
 		--custom-compile-command "make lock" --quiet --output-file requirements.lock
 
 release:
+	@BACKEND=CPU .ci/setup dev
 	@$(PYTHON) -m tools.release dist
 	@.ci/try-wheel $(PYTHON)
 

@@ -39,6 +39,9 @@ LIMITS = {
     "sm_87": Limits(1536, 16, 164),
     "sm_89": Limits(1536, 24, 100),
     "sm_90": Limits(2048, 32, 228),
+    "sm_100": Limits(2048, 32, 228),
+    "sm_110": Limits(1536, 24, 228),
+    "sm_120": Limits(1536, 24, 100),
 }
 REGISTERS = 65536  # of a multiprocessor
 STATIC_SHARED = 48 << 10  # that a kernel may declare
