@@ -445,6 +445,44 @@ ARCHITECTURES: dict[str, Parts] = {
         choice_bias=True,
         keys=EXPERTS | {"expert_gating_func": 2, "feed_forward_length": 64},
     ),
+    "hy_v3": Parts(
+        norms="head",
+        experts=8,
+        shared=True,
+        ungated="elements",
+        choice_bias=True,
+        keys=EXPERTS
+        | {"expert_shared_feed_forward_length": 96, "leading_dense_block_count": 1, "expert_gating_func": 2}
+        | {"expert_weights_scale": 1.5, "expert_weights_norm": True},
+    ),
+    "maple": Parts(
+        norms="head",
+        experts=8,
+        keys=EXPERTS
+        | {"attention.sliding_window": 24, "attention.sliding_window_pattern": [True, False] * 32}
+        | {"swiglu_clamp_exp": [0.5] * 64},
+    ),
+    "step35": Parts(
+        norms="head",
+        gated="heads",
+        experts=8,
+        shared=True,
+        ungated="elements",
+        choice_bias=True,
+        keys=EXPERTS
+        | {"expert_shared_feed_forward_length": 96, "leading_dense_block_count": 1, "expert_gating_func": 2}
+        | {"expert_weights_scale": 1.5, "expert_weights_norm": True, "rope.freq_base_swa": 500.0}
+        | {"attention.sliding_window": 24, "attention.sliding_window_pattern": [False, True] * 32}
+        | {"swiglu_clamp_exp": [0.0, 0.5] * 32, "swiglu_clamp_shexp": [0.0, 0.3] * 32},
+    ),
+    "openelm": Parts(norms="head"),
+    "paddleocr": Parts(keys={"rope.dimension_sections": [2, 3, 3, 0]}),
+    "plm": Parts(
+        latent="together",
+        feed_forward="ungated",
+        keys={"attention.kv_lora_rank": 64, "rope.dimension_count": 16}
+        | {"attention.key_length": 48, "attention.value_length": 32},
+    ),
     "minicpm3": Parts(
         latent="together",
         keys=LATENT | {"attention.key_length": 48, "attention.value_length": 32, "attention.q_lora_rank": 96},

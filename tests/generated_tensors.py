@@ -368,7 +368,8 @@ class Tensors:
         if has_biases:
             self.vector(f"{prefix}ffn_gate_inp.bias", n, 0.0, 0.5)
         if parts.choice_bias:
-            self.vector(f"{prefix}exp_probs_b.bias", n, 0.0, 0.2)
+            suffix = "" if self.architecture == "hy_v3" else ".bias"
+            self.vector(f"{prefix}exp_probs_b{suffix}", n, 0.0, 0.2)
         if parts.shared:
             self.shared_expert(prefix, width, is_gated)
 

@@ -41,7 +41,7 @@ NEIGHBOURS = {
     "llama", "llama4", "mistral3", "granite", "granitemoe", "smollm3", "chatglm", "ernie4_5", "ernie4_5-moe", "glm4",
     "granitehybrid", "command-r", "cohere2", "internlm2", "minicpm", "deepseek2", "deepseek", "bailingmoe", "arcee",
     "maincoder", "xverse", "baichuan", "deci", "granite_swa", "olmo", "muse-glimmer", "mistral4", "llama-embed",
-    "cohere2moe",
+    "cohere2moe", "plm",
 }  # fmt: skip
 """Architectures whose files hold the two elements of a rotary pair side by side; in the others they are apart by half
 of what is rotated."""
@@ -550,6 +550,8 @@ def gated(gate: Floats, up: Floats, activation: Activation) -> Floats:
         case "swiglu_oai":  # gpt-oss's
             gate, up = np.minimum(gate, 7), np.clip(up, -7, 7)
             return gate / (1 + np.exp(np.float32(-1.702) * gate)) * (up + 1)
+        case float(most), float(limit):
+            return gated(np.minimum(gate, most), np.clip(up, -limit, limit), "silu")
 
 
 def xielu(x: Floats, n: float, p: float, b: float, e: float) -> Floats:

@@ -10,16 +10,19 @@ from engine.formats.ggml_types import GGML_TYPES
 from engine.formats.quantization import READ_TYPES
 
 # The quantization to take if none is asked for: the first of these that a repository has. They are ordered by quality
-# for their size, as the defaults of llama.cpp and Ollama are. All of them are types of engine/formats/quantization.py.
+# for their size, as the defaults of llama.cpp and Ollama are. All types of them are in engine/formats/quantization.py.
 PREFERRED = (
-    "Q4_K_M", "Q5_K_M", "Q4_K_S", "Q5_K_S", "Q6_K", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K",
-    "Q4_K_L", "Q5_K_L", "Q6_K_L", "MXFP4", "MXFP4_MOE", "NVFP4", "IQ4_XS", "IQ4_NL", "BF16", "F16", "F32", "Q3_K_L",
-    "Q3_K_M", "Q3_K_S", "Q3_K", "IQ3_M", "IQ3_S", "IQ3_XS", "IQ3_XXS", "Q2_K_L", "Q2_K", "Q2_K_S", "IQ2_M", "IQ2_S",
-    "IQ2_XS", "IQ2_XXS", "TQ2_0", "TQ1_0", "IQ1_M", "IQ1_S",
+    "Q4_K_M", "Q5_K_M", "Q4_K_S", "Q5_K_S", "Q4_K_XL", "Q5_K_XL", "Q6_K", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1",
+    "Q4_K", "Q5_K", "Q4_K_L", "Q5_K_L", "Q6_K_L", "Q6_K_XL", "Q8_K_XL", "MXFP4", "MXFP4_MOE", "NVFP4", "IQ4_XS",
+    "IQ4_NL", "BF16", "F16", "F32", "Q3_K_XL", "Q3_K_L", "Q3_K_M", "Q3_K_S", "Q3_K", "IQ3_M", "IQ3_S", "IQ3_XS",
+    "IQ3_XXS", "Q2_K_XL", "Q2_K_L", "Q2_K", "Q2_K_S", "IQ2_M", "IQ2_S", "IQ2_XS", "IQ2_XXS", "TQ2_0", "TQ1_0", "IQ1_M",
+    "IQ1_S",
 )  # fmt: skip
 _RUN = {GGML_TYPES[kind].name for kind in READ_TYPES}
 _NOT_RUN = {type.name for type in GGML_TYPES.values()} - _RUN
 _FAMILIES_NOT_RUN = {name.partition("_")[0] for name in _NOT_RUN} - {name.partition("_")[0] for name in _RUN}
+_FORK = re.compile(r"IQ\d_K[STL]*|\w*_R\d")
+"""Types of ik_llama.cpp alone."""
 _LABEL = re.compile(r"(?:^|[-._])((?:UD-)?(?:I?Q\d|TQ\d|MXFP4|NVFP4|BF16|FP?16|FP?32)[A-Z0-9_]*)$", re.I)
 _PART = re.compile(r"-(?P<number>\d{5})-of-(?P<count>\d{5})(?=\.gguf$)", re.I)
 _DRAFTER = re.compile(
@@ -47,6 +50,8 @@ class ModelFiles:
         """False if the name tells that the engine cannot run the model. True is a guess: only the file's contents
         tell for sure."""
         name = self.quantization.removeprefix("UD-")
+        if _FORK.fullmatch(name):
+            return False
         return name not in _NOT_RUN and name.partition("_")[0] not in _FAMILIES_NOT_RUN
 
 
@@ -86,15 +91,17 @@ def is_safe(file: str) -> bool:
 
 
 def pick(model: HubModel, models: list[ModelFiles]) -> ModelFiles | None:
-    """The one of `models` that `model` asks for, or None. If several have the quantization, the one with the
-    shortest name. A drafter has to be named by its file, unless there are no others."""
+    """The one of `models` that `model` asks for, or None. If several have the quantization, the one with the shortest
+    name; if none has, Unsloth's mix of that name, as UD-Q4_K_XL for Q4_K_XL. A drafter has to be named by its file,
+    unless there are no others."""
     if model.file:
         return next((files for files in models if model.file in files.files), None)
     models = [files for files in models if not _DRAFTER.search(files.file)] or models
     wanted = [model.quantization.upper()] if model.quantization else [*PREFERRED, ""]
     for quantization in wanted:
-        if same := [files for files in models if files.quantization == quantization]:
-            return min(same, key=lambda files: (len(files.file), files.file))
+        for name in quantization, f"UD-{quantization}":
+            if same := [files for files in models if files.quantization == name]:
+                return min(same, key=lambda files: (len(files.file), files.file))
     return None
 
 

@@ -33,9 +33,10 @@ class Family:
     result. `unscaled_attention`: scores are multiplied by nothing. `normed_values`: values are normed over a head.
     `distance_bias`: scores fall with the distance of tokens (ALiBi), and by so much at most where the files do not say
     it; if `biased_layers`, only in a model of so many, which is not rotated. `chunked`, `weighed_inputs`: see
-    `Attention`, `Experts`. `rotates_dense`: the first layers, which
-    have no experts, are rotated. `averages_shared`: the result of experts is the mean of the chosen ones' and of the
-    shared one's. `unit_norms`: rotated queries and keys are normed over a head, without weights, except in a
+    `Attention`, `Experts`. `rotates_dense`: the first layers, which have no experts, are rotated. `limits_silu`: the
+    limits of experts are those of SiLU, in place of its argument. `halves_rotation`: layers without a window rotate
+    half as many dimensions as the files say. `averages_shared`: the result of experts is the mean of the chosen ones'
+    and of the shared one's. `unit_norms`: rotated queries and keys are normed over a head, without weights, except in a
     model of `unnormed_experts` experts. `tempered_full`: queries of layers without a window grow with their position,
     if others have one, by this where the files do not say it: the slope, the length, and how many positions later.
     `rotates_first`, `shares_in_turn`: see `Attention`, `DeltaNet`. `layer_norms`: norms are LayerNorms
@@ -97,6 +98,8 @@ class Family:
     tempered_full: tuple[float, int, int] | None = None
     rotates_first: bool = False
     rotates_dense: bool = False
+    limits_silu: bool = False
+    halves_rotation: bool = False
     averages_shared: bool = False
     shares_in_turn: bool = True
     grid: Grid = None
@@ -306,4 +309,18 @@ ARCHITECTURES: Mapping[str, Family] = {
     "minimax-m2": Family(scoring="sigmoid"),
     "mistral4": Family(interleaved=True, renormalised=False, biased_scoring="sigmoid"),
     "glm4moe": Family(renormalised=False, scoring="sigmoid"),
+    "hy_v3": Family(renormalised=False, scoring="sigmoid"),
+    "maple": Family(full_attention_every=4, unrotated_full=True, plain_windows=True),
+    "step35": Family(
+        full_attention_every=4,
+        full_attention_first=True,
+        plain_windows=True,
+        halves_rotation=True,
+        limits_silu=True,
+        renormalised=False,
+        scoring="sigmoid",
+    ),
+    "openelm": Family(),
+    "paddleocr": Family(grid="blocks"),
+    "plm": Family(interleaved=True, activation="relu2", ungated=True),
 }

@@ -9,7 +9,7 @@ import numpy as np
 
 from engine.description.checked_file import MOST
 from engine.description.head_reader import HeadReader
-from engine.description.sublayers import Dense, Experts, Scoring, SideBySide, Vector, Weight
+from engine.description.sublayers import Activation, Dense, Experts, Scoring, SideBySide, Vector, Weight
 from engine.errors import ModelFileError
 from engine.formats.gguf import damaged
 
@@ -19,7 +19,7 @@ class FeedForwardReader(HeadReader):
 
     def feed_forward(self, i: int, prefix: str) -> Dense | Experts:
         if self.has(f"{prefix}ffn_gate_inp.weight"):
-            return self.experts(prefix)
+            return self.experts(i, prefix)
         width = self.size_of_layer("feed_forward_length", i)
         layer = self.dense(prefix, width // 2 if self.family.halved_width else width)
         return replace(layer, curve=self.curve(i)) if self.family.curved else layer
@@ -49,7 +49,7 @@ class FeedForwardReader(HeadReader):
             dense=self.dense(prefix, self.size_of_layer("feed_forward_length", i)),
             dense_norm=norm("ffn_norm"),
             dense_post_norm=norm("post_ffw_norm_1"),
-            experts=self.experts(prefix),
+            experts=self.experts(i, prefix),
             experts_norm=norm("pre_ffw_norm_2"),
             experts_post_norm=norm("post_ffw_norm_2"),
             router_scale=replace(scale, factor=self.dim**-0.5),
@@ -74,6 +74,14 @@ class FeedForwardReader(HeadReader):
         )
         return Dense(gate, up, down, self.family.activation, up_bias, down_bias)
 
+    def activation(self, i: int, of: str) -> Activation:
+        """That of the experts of layer i, or of the shared one. The file may have a limit of each layer, 0 for none: of
+        gates, or of their SiLU (build_moe_ffn and build_ffn in src/llama-graph.cpp of llama.cpp)."""
+        limit = self._number_of_layer(self.key(f"swiglu_clamp_{of}"), i)
+        if limit <= 1e-6 or self.family.activation != "silu":
+            return self.family.activation
+        return (inverse_silu(limit) if self.family.limits_silu else limit), limit
+
     def sparsity(self, i: int) -> float:
         """See `Dense`. The file has one for each layer; of a layer without, it is no finite number, or nothing that is
         above 0."""
@@ -85,7 +93,7 @@ class FeedForwardReader(HeadReader):
             raise damaged(self.file.path, f"{key} has no number of layer {i}")
         return float(sparsities[i]) if 0 < sparsities[i] <= MOST else 0.0
 
-    def experts(self, prefix: str) -> Experts:
+    def experts(self, i: int, prefix: str) -> Experts:
         """A mixture of experts. Older files give the experts' width as feed_forward_length (olmoe). Of each expert, the
         rows of gate and then of up may be one tensor."""
         dim, count, used = self.dim, self.size("expert_count"), self.size("expert_used_count")
@@ -98,7 +106,7 @@ class FeedForwardReader(HeadReader):
                 "Choose another model.",
             )
         has_width = self.key("expert_feed_forward_length") in self.file.metadata
-        width = self.size("expert_feed_forward_length" if has_width else "feed_forward_length")
+        width = self.size_of_layer("expert_feed_forward_length" if has_width else "feed_forward_length", i)
 
         def of_experts(x: str, rows: int, cols: int) -> tuple[Weight, Vector | None]:
             tensor = f"{prefix}ffn_{x}_exps"
@@ -119,6 +127,9 @@ class FeedForwardReader(HeadReader):
         down, down_bias = of_experts("down", dim, width)
         shared = self.file.tensors.get(f"{prefix}ffn_down_shexp.weight")
         has_gate = self.has(f"{prefix}ffn_gate_inp_shexp.weight")
+        shared_layer = self.dense(prefix, shared.shape[-1], "_shexp") if shared else None
+        if shared_layer:
+            shared_layer = replace(shared_layer, activation=self.activation(i, "shexp"))
         groups, used_groups = self.groups(count, used)
         router = self.weight(f"{prefix}ffn_gate_inp", count, dim)
         factor = self.number("expert_weights_scale", 1.0) or 1.0
@@ -129,20 +140,25 @@ class FeedForwardReader(HeadReader):
             router=router,
             router_bias=self.vector(f"{prefix}ffn_gate_inp.bias", count),
             gate=gate, up=up, down=down, gate_bias=gate_bias, up_bias=up_bias, down_bias=down_bias,
-            used=used, activation=self.family.activation,
+            used=used, activation=self.activation(i, "exp"),
             renormalised=self.file.get(self.key("expert_weights_norm"), bool, self.family.renormalised),
             scales=None if down.scale else self.vector(f"{prefix}ffn_down_exps.scale", count),
-            shared=self.dense(prefix, shared.shape[-1], "_shexp") if shared else None,
+            shared=shared_layer,
             shared_gate=shared_gate,
-            scoring=self.scoring(prefix), choice_bias=self.vector(f"{prefix}exp_probs_b.bias", count),
+            scoring=self.scoring(prefix), choice_bias=self.vector(self.choice_bias(prefix), count),
             factor=factor, groups=groups, used_groups=used_groups,
             weighed_inputs=weighed_inputs,
         )  # fmt: skip
 
+    def choice_bias(self, prefix: str) -> str:
+        """The tensor that is added to the experts' probabilities for the choice; its name has no suffix in hy_v3."""
+        tensor = f"{prefix}exp_probs_b"
+        return tensor if self.has(tensor) else f"{tensor}.bias"
+
     def scoring(self, prefix: str) -> Scoring:
         """What makes the probabilities of experts: llama_expert_gating_func_type in src/llama-hparams.h of
         llama.cpp; 0 stands for none said."""
-        is_biased = self.has(f"{prefix}exp_probs_b.bias")
+        is_biased = self.has(self.choice_bias(prefix))
         unsaid = self.family.biased_scoring or self.family.scoring if is_biased else self.family.scoring
         known: dict[int, Scoring] = {0: unsaid, 1: "softmax", 2: "sigmoid"}
         kind = self.file.get(self.key("expert_gating_func"), int, 0)
@@ -162,3 +178,12 @@ class FeedForwardReader(HeadReader):
         if count % groups or each < 2 or used_groups > groups or used > used_groups * each:
             raise damaged(self.file.path, f"it chooses {used_groups} of {groups} groups of {count} experts")
         return groups, used_groups
+
+
+def inverse_silu(value: float) -> float:
+    """The positive number whose SiLU is `value`, a positive one: SiLU grows there, so it is at most `value` where its
+    argument is at most this number."""
+    x = value
+    for _ in range(50):  # where x is found, this has a slope of x / (1 + e**x), at most 0.28
+        x = value * (1 + math.exp(-x))
+    return x

@@ -51,6 +51,8 @@ class HeadReader(CheckedFile):
 
         dim = size("attention.key_length", self.dim // count)
         rotated = size("rope.dimension_count", dim)
+        if self.family.halves_rotation and not has_window:
+            rotated //= 2
         if (
             size("attention.value_length", dim) != dim
             or dim % 2
@@ -161,12 +163,14 @@ class HeadReader(CheckedFile):
         return np.asarray(1 - ramp, np.float64)
 
     def _factors(self, name: str, rotated: int) -> NDArray[np.float32] | None:
-        """Divisors of the frequencies, float32 (rotated / 2,): freq_factors of ggml_rope_ext."""
+        """Divisors of the frequencies, float32 (rotated / 2,): freq_factors of ggml_rope_ext. Layers that rotate fewer
+        dimensions than others take the first ones."""
         tensor = f"{name}.weight"
         if not self.has(tensor):
             return None
         info = self.file.tensors[tensor]
-        if info.type != 0 or info.shape != (rotated // 2,):
+        n = rotated if self.family.halves_rotation else rotated // 2
+        if info.type != 0 or info.shape not in ((n,), (rotated // 2,)):
             raise damaged(self.file.path, f"the shape or type of {tensor} does not fit its heads")
         self.used.add(tensor)
-        return info.read().view(np.float32)
+        return info.read().view(np.float32)[: rotated // 2]

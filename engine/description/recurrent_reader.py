@@ -25,7 +25,8 @@ class RecurrentReader(HeadReader):
     @property
     def is_all_recurrent(self) -> bool:
         """Whether no layer has attention."""
-        return self.file.metadata.get(self.key("attention.head_count")) == 0
+        counts = self.file.metadata.get(self.key("attention.head_count"))
+        return isinstance(counts, int) and counts == 0
 
     def is_recurrent(self, i: int) -> bool:
         """Whether layer i keeps a state: `recurrent_layers` tells it, or the number of layers of which the last has

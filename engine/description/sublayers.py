@@ -16,9 +16,10 @@ from engine.protocol.events import KernelRole
 
 T = TypeVar("T")
 Scoring = Literal["softmax", "sigmoid"]
-Activation = Literal["silu", "gelu", "swiglu_oai", "relu2"]
+Activation = Literal["silu", "gelu", "swiglu_oai", "relu2"] | tuple[float, float]
 """Of a gate g and u: silu(g) * u, gelu(g) * u in the form with tanh, or gpt-oss's:
-g * sigmoid(1.702 * g) * (u + 1) with g of at most 7 and u from -7 to 7. relu2(g) is max(g, 0) ** 2."""
+g * sigmoid(1.702 * g) * (u + 1) with g of at most 7 and u from -7 to 7. relu2(g) is max(g, 0) ** 2. Two numbers are
+limits: silu(g) * u with g of at most the first one, and u from minus the second one to it."""
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Self
 
 from engine.formats.gguf import GGUF
+from engine.formats.string_array import StringArray
 from engine.formats.tool_forms import HERMES, ToolForm, shown_form
 
 _KEY = "tokenizer.chat_template"
@@ -33,7 +34,7 @@ class FileTemplates:
             source = file.get(f"{_KEY}.{name}", str, "")
             return source if source.strip() else ""
 
-        chat = file.get(_KEY, str, "")
+        chat = "" if isinstance(file.metadata.get(_KEY), StringArray) else file.get(_KEY, str, "")
         if not chat.strip():  # the first one with a name
             keys = (key for key in file.metadata if key.startswith(f"{_KEY}."))
             names = (key.removeprefix(f"{_KEY}.") for key in keys)

@@ -56,6 +56,10 @@ GGML_TYPES: dict[int, GGMLType] = {
     41: GGMLType("Q1_0", 128, 18),
     42: GGMLType("Q2_0", 64, 18),
 }
+REMOVED = frozenset({31, 32, 33, 36, 37, 38})
+"""Types whose numbers forks of ggml have for types of their own: 36 is I2_S in files of BitNet's own program."""
+FORK = 97
+"""The numbers of ik_llama.cpp's own types begin about here (enum ggml_type in its ggml.h)."""
 # `engine.formats.widening` makes these of the types of files. A file cannot have them: their numbers are ours.
 OF_MEMORY: dict[int, GGMLType] = {
     1001: GGMLType("wide_IQ1", 256, 146),

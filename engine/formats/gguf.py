@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 
 from engine.errors import ModelFileError
 from engine.formats.file_kind import guess_kind
-from engine.formats.ggml_types import GGML_TYPES
+from engine.formats.ggml_types import FORK, GGML_TYPES, REMOVED
 from engine.formats.string_array import StringArray, follow
 
 # gguf_metadata_value_type -> type, as `struct` and numpy write it; the other three types are below
@@ -410,10 +410,11 @@ class _FileReader:
         tensors = []
         for name, sizes, kind, offset in headers:
             tensor = f'tensor "{printable(name)}"'
-            if kind not in GGML_TYPES:
+            if kind not in GGML_TYPES or kind in REMOVED:
+                only = "It may be made for ik_llama.cpp alone. " if kind >= FORK else ""
                 self.fail(
                     f"stores the {tensor} in a type (number {kind}) that orin-chat does not know.",
-                    "Choose another quantization of this model, such as Q8_0 or Q4_K_M.",
+                    f"{only}Choose another quantization of this model, such as Q8_0 or Q4_K_M.",
                 )
             type_name, block, block_bytes = GGML_TYPES[kind]
             elements = math.prod(sizes)

@@ -209,10 +209,13 @@ def test_what_is_picked():
     assert pick(HubModel("u/r"), models_among(["model.gguf"])).file == "model.gguf"
     assert pick(HubModel("u/r"), models_among(["m-Q4_0_4_4.gguf"])) is None
     assert not pick(HubModel("u/r", "Q4_0_4_4"), models).may_run
+    mixes = models_among(["m-UD-IQ1_S.gguf", "m-UD-Q4_K_XL.gguf", "m-BF16.gguf"])
+    assert pick(HubModel("u/r"), mixes) is pick(HubModel("u/r", "Q4_K_XL"), mixes)
+    assert pick(HubModel("u/r", "Q4_K_XL"), mixes).file == "m-UD-Q4_K_XL.gguf"
 
 
 def test_a_file_that_cannot_run_is_refused_by_its_name():
-    for file in ("m-Q4_0_4_4.gguf", "m-Q4_0_8_8.gguf"):
+    for file in ("m-Q4_0_4_4.gguf", "m-Q4_0_8_8.gguf", "m-IQ4_KSS.gguf", "m-IQ2_K.gguf", "m-Q4_K_R4.gguf"):
         with pytest.raises(
             ModelFileError, match=rf"no file of a type that .* \(it has {quantization_of(file)}\)"
         ):
@@ -220,11 +223,11 @@ def test_a_file_that_cannot_run_is_refused_by_its_name():
 
 
 def test_an_unusual_type_has_to_be_asked_for():
-    models = models_among(["m-UD-Q4_K_XL.gguf"])
+    models = models_among(["m-Q4_K_P.gguf"])
     with pytest.raises(ModelFileError, match="u/r has no file of a usual type") as caught:
         must_pick(HubModel("u/r"), models)
-    assert caught.value.hint == "It has UD-Q4_K_XL: hf.co/u/r:UD-Q4_K_XL."
-    assert must_pick(HubModel("u/r", "UD-Q4_K_XL"), models) is models[0]
+    assert caught.value.hint == "It has Q4_K_P: hf.co/u/r:Q4_K_P."
+    assert must_pick(HubModel("u/r", "Q4_K_P"), models) is models[0]
 
 
 @pytest.mark.parametrize("name", ["../x", "/x", "a/../b", "a//b", "a\\b", "a\0b", "."])

@@ -114,6 +114,28 @@ def test_a_token_uses_three_of_eight_experts(path_of):
     assert spec.idle_parameters == all_of_them * 5 // 8 > 0 == read(path_of("llama")).idle_parameters
 
 
+def test_sizes_of_each_layer(path_of):
+    sizes = {
+        "llama__attention__head_count": np.array([4] * LAYERS),
+        "llama__attention__head_count_kv": np.array([2] * LAYERS),
+        "llama__feed_forward_length": np.array([96] * LAYERS),
+    }
+    assert read(path_of("llama"), **sizes) == read(path_of("llama"))
+    width = {"qwen3moe__expert_feed_forward_length": np.array([64] * LAYERS)}
+    assert read(path_of("qwen3moe"), **width) == read(path_of("qwen3moe"))
+
+
+def test_limits_of_experts(path_of):
+    """Those of Step 3.5 are of SiLU, of whose argument those of Maple are."""
+    limited, other = read(path_of("step35")).experts
+    assert other.activation == other.shared.activation == "silu"
+    (most, limit), (shared_most, shared_limit) = limited.activation, limited.shared.activation
+    assert (limit, shared_limit) == pytest.approx((0.5, 0.3))
+    for x, silu in ((most, limit), (shared_most, shared_limit)):
+        assert x / (1 + math.exp(-x)) == pytest.approx(silu)
+    assert read(path_of("maple")).experts[0].activation == (0.5, 0.5)
+
+
 def path_bytes(path):
     with GGUF(path) as file:
         return sum(info.n_bytes for info in file.tensors.values())

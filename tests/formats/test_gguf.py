@@ -380,6 +380,14 @@ REFUSED = {
         padded(LAYER + tensor("t", [33], 8, 0), bytes(128)),
         "cannot have the shape .33,. as Q8_0",
     ),
+    "type of a fork": (
+        padded(LAYER + tensor("t", [64], 139, 0), bytes(128)),
+        r"type \(number 139\) .* does not know. It may be made for ik_llama.cpp alone",
+    ),
+    "type of BitNet's program": (  # its bytes are fewer than those of the type that had this number
+        padded(LAYER + tensor("t", [256], 36, 0), bytes(64)),
+        r"type \(number 36\) that orin-chat does not know",
+    ),
     "no elements": (padded(LAYER + tensor("t", [0, 4], 0, 0), bytes(128)), "cannot have the shape"),
     "misaligned": (padded(LAYER + tensor("t", [4], 0, 8), bytes(128)), "cannot have the shape"),
     "huge": (padded(LAYER + tensor("t", [1 << 63] * 4, 0, 0), bytes(128)), "is truncated"),

@@ -51,6 +51,8 @@ def gated(gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
             return gate.gelu() * up  # tinygrad's is the form with tanh
         case "relu2":
             return gate.relu() ** 2 * up
+        case float(most), float(limit):
+            return gate.minimum(most).silu() * up.clamp(-limit, limit)
     gate, up = gate.minimum(7), up.clamp(-7, 7)
     return gate * (1.702 * gate).sigmoid() * (up + 1)
 

@@ -101,6 +101,11 @@ def check_layers_with_gates_of_heads() -> None:
     hold(architecture="spark2_5", keys=keys, **SMALL | {"layers": 2})
 
 
+def check_layers_with_limits_of_experts() -> None:
+    keys = {"attention.sliding_window": 4, "expert_used_count": 2}
+    hold(architecture="step35", keys=keys, **SMALL | {"layers": 2})
+
+
 def check_layers_within_limits() -> None:
     hold(architecture="olmo", **SMALL)
 

@@ -106,7 +106,7 @@ def buffer_names(layouts: Sequence[LaneLayout], tile: int) -> tuple[str, ...]:
     return tuple(name for name, is_needed in needed.items() if is_needed)
 
 
-Gate = Literal["silu", "gelu", "quick gelu", "swiglu_oai", "relu2", "xielu", "sigmoid"]
+Gate = Literal["silu", "gelu", "quick gelu", "swiglu_oai", "relu2", "xielu", "sigmoid"] | tuple[float, float]
 
 
 @dataclass(frozen=True)
@@ -176,12 +176,13 @@ def quantize_activations(quantization: Quantization, lanes: int, tile: int) -> K
                         beside = (
                             UOp.const(1.0, F32) if quantization.alone else k.vector(other[0], at + column)
                         )
-                        value = _GATES[gate](k, value, beside)
+                        value = gated(k, gate, value, beside)
                     if weights is not None:
                         value = value * k.load(weights, source)
                     values.append(value)
                 store_unit(k, outs, values, (tile_number * units + unit) * tile, tile, token)
-        kind = ("normed" if eps is not None else gate or "plain") + "_biased" * quantization.biased
+        kind: str = "normed" if eps is not None else "limited" if isinstance(gate, tuple) else gate or "plain"
+        kind += "_biased" * quantization.biased
         kind += "_alone" * quantization.alone + "_weighed" * quantization.weighed
         return k.finish(f"prepare_{kind}_{len(outs)}_{tile}")
 
@@ -309,6 +310,9 @@ def capped(k: KernelBuilder, x: UOp, limit: float) -> UOp:
 
 def gated(k: KernelBuilder, gate: Gate, x: UOp, other: UOp) -> UOp:
     """`x` as a gate of other activations."""
+    if isinstance(gate, tuple):
+        most, limit = gate
+        return _silu(k, x.minimum(most), other.maximum(-limit).minimum(limit))
     return _GATES[gate](k, x, other)
 
 

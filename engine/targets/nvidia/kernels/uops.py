@@ -18,9 +18,10 @@ F32, F16, I32, U32, INDEX = dtypes.float32, dtypes.float16, dtypes.int32, dtypes
 LOWEST = -1e30  # a score below all others; minus infinity would give NaN in a difference
 LOG2_E = 1.4426950408889634
 
-Activation = Literal["silu", "gelu", "swiglu_oai", "relu2"]
+Activation = Literal["silu", "gelu", "swiglu_oai", "relu2"] | tuple[float, float]
 """The function of a gated feed-forward layer's gate; GELU is the form with tanh. "swiglu_oai" is gpt-oss's: SiLU of
-1.702 * gate, over 1.702, times up + 1, of a gate of at most 7 and an up from -7 to 7."""
+1.702 * gate, over 1.702, times up + 1, of a gate of at most 7 and an up from -7 to 7. Two numbers are limits of SiLU's
+gate, and of up."""
 
 
 Bend = Literal["silu", "gelu", "exact gelu", "quick gelu", "relu2"]
@@ -185,6 +186,9 @@ def gated(gate: UOp, up: UOp, activation: Activation) -> UOp:
     if activation == "relu2":
         positive = gate.maximum(0.0)
         return positive * positive * up
+    if isinstance(activation, tuple):
+        most, limit = activation
+        gate, up = gate.minimum(most), up.maximum(-limit).minimum(limit)
     if activation == "swiglu_oai":
         gate, up = gate.minimum(7.0), up.maximum(-7.0).minimum(7.0) + f32(1)
     x = gate * f32(1.702) if activation == "swiglu_oai" else gate
