@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
+from functools import lru_cache
 from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
@@ -37,6 +38,8 @@ MAX_REASON = 200  # characters
 MAX_WORK_S, MAX_TOKEN_S = 0.5, 0.005
 """What a grammar's masks may take of an answer, and for each of its tokens: other conversations wait for it. Usual ones
 take well below a millisecond."""
+_KEPT = 4
+"""Compiled grammars. To compile one may take seconds, and a request may have 128 prompts with the same one."""
 _STACK_BYTES = 256 << 20
 """The library compiles rules and references within each other. A chain of 1,000 takes more than the 8 MB of other
 threads, and would end the process; one as long as a source may be takes less than 32 MB. Only what is used is taken."""
@@ -50,6 +53,7 @@ class Grammars:
         self._tokenizer = tokenizer
         self._vocabularies: dict[bool, LLTokenizer] = {}
         self._reading = threading.Lock()
+        self._kept = lru_cache(_KEPT)(self._compiled)
 
     def prepare(self) -> None:
         """Reads the vocabulary for JSON schemas, if the library is there: for a moment when nothing is to be answered,
@@ -78,37 +82,19 @@ class Grammars:
             ) from None
         if len(grammar.source) > MAX_SOURCE:
             raise _invalid(f"it has more than {MAX_SOURCE:,} characters")
-        is_whole = grammar.kind == "reply"
-        vocabulary = self._vocabulary(is_whole)
-        matcher = _in_deep_stack(lambda: self._compiled(grammar, vocabulary))
+        matcher = self._kept(grammar)
         if matcher.is_error():
             raise _invalid(matcher.get_error())
-        if is_whole:
+        matcher = matcher.deep_copy()  # in less than a millisecond
+        if grammar.kind == "reply":
             return Constraint(matcher, None, None)
         goes_on = _all_but(self._tokenizer.eos_ids, self._tokenizer.vocab_size)
         return Constraint(matcher, splitter, self._tokenizer.special_tokens.get(open_mark), goes_on)
 
-    @staticmethod
-    def _compiled(grammar: Grammar, vocabulary: LLTokenizer) -> LLMatcher:
+    def _compiled(self, grammar: Grammar) -> LLMatcher:
         """Raises UsageError if the library cannot read it."""
-        from llguidance import LLMatcher, LLParserLimits
-
-        try:
-            source = (
-                LLMatcher.grammar_from_lark(grammar.source)
-                if grammar.kind != "json_schema"
-                else LLMatcher.grammar_from_json_schema(
-                    grammar.source, overrides={"whitespace_pattern": WHITE_SPACE}
-                )
-            )
-        except ValueError as error:
-            raise _invalid(str(error)) from None
-        # A fraction of the library's own limits: no other conversation goes on while it works.
-        limits = LLParserLimits(initial_lexer_fuel=300_000, max_grammar_size=50_000)
-        matcher = LLMatcher(vocabulary, source, log_level=0, limits=limits)
-        if not matcher.is_error():
-            matcher.compute_bitmask()  # the first takes longest, and here no other conversation waits for it
-        return matcher
+        vocabulary = self._vocabulary(is_whole=grammar.kind == "reply")
+        return _in_deep_stack(lambda: _compiled(grammar, vocabulary))
 
 
 class Constraint:
@@ -219,6 +205,28 @@ class NotYet:
     def accept(self, token: int) -> None:
         """As `Constraint.accept`."""
         self._left -= 1
+
+
+def _compiled(grammar: Grammar, vocabulary: LLTokenizer) -> LLMatcher:
+    """Raises UsageError if the library cannot read it."""
+    from llguidance import LLMatcher, LLParserLimits
+
+    try:
+        source = (
+            LLMatcher.grammar_from_lark(grammar.source)
+            if grammar.kind != "json_schema"
+            else LLMatcher.grammar_from_json_schema(
+                grammar.source, overrides={"whitespace_pattern": WHITE_SPACE}
+            )
+        )
+    except ValueError as error:
+        raise _invalid(str(error)) from None
+    # A fraction of the library's own limits: no other conversation goes on while it works.
+    limits = LLParserLimits(initial_lexer_fuel=300_000, max_grammar_size=50_000)
+    matcher = LLMatcher(vocabulary, source, log_level=0, limits=limits)
+    if not matcher.is_error():
+        matcher.compute_bitmask()  # the first takes longest, and here no other conversation waits for it
+    return matcher
 
 
 def _in_deep_stack(work: Callable[[], _T]) -> _T:

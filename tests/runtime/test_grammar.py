@@ -23,6 +23,7 @@ from engine.protocol.events import (
     Thinking,
     Token,
 )
+from engine.runtime import grammar
 from engine.runtime.grammar import Grammars
 from tests import generated_model
 from tests.formats.vocabularies import CONTROL, byte_level
@@ -151,6 +152,19 @@ def test_a_long_chain_of_references(model):
         model, RawText(text="x"), grammar=msgspec.structs.replace(PERSON, source=source), max_tokens=3
     )
     assert text.startswith("{")
+
+
+def test_answers_with_one_schema_compile_it_once(model, monkeypatch):
+    """A hundred prompts of a request, whose schema takes seconds. Each answer has its own state."""
+    compiled = []
+    compile = grammar._compiled
+    monkeypatch.setattr(grammar, "_compiled", lambda *them: compiled.append(them) or compile(*them))
+    grammars = Grammars(model.tokenizer)
+    one, other = (grammars.constraint(PERSON, None, "") for _ in range(2))
+    first = other.allowed().copy()
+    one.accept(model.tokenizer.encode("{")[0])
+    assert np.array_equal(other.allowed(), first) and not np.array_equal(one.allowed(), first)
+    assert np.array_equal(grammars.constraint(PERSON, None, "").allowed(), first) and len(compiled) == 1
 
 
 def test_masks_that_take_long(model, monkeypatch):
