@@ -322,7 +322,8 @@ def key(args: argparse.Namespace) -> str:
     name = args.api_key_env
     if name is None:
         return ""
-    if value := os.environ.get(name, "").strip():
+    value = os.environ.get(name, "").strip()
+    if value.strip(" ,"):  # commas are between keys: none would let everyone in
         return value
     raise UsageError(f"The environment variable {name} is not set.", f"Set it to the key: export {name}=…")
 

@@ -9,6 +9,7 @@ windows are pages, have origins with schemes of their own, which no site can hav
 import hashlib
 import hmac
 import ipaddress
+import os
 import re
 from urllib.parse import parse_qs, urlsplit
 
@@ -54,7 +55,7 @@ class Access:
     def __init__(self, app: ASGIApp, keys: str) -> None:
         """`keys`: with commas between them. "": none is needed. `CLIENT` of the scope is set to who asks."""
         self._app = app
-        self._keys = [key.strip().encode() for key in keys.split(",") if key.strip()]
+        self._keys = [os.fsencode(key.strip()) for key in keys.split(",") if key.strip()]
         digests = {hashlib.sha256(key).hexdigest() for key in self._keys}
         self._digits = next(
             n for n in range(4, 65) if len({digest[:n] for digest in digests}) == len(digests)
@@ -92,12 +93,12 @@ class Access:
             return await error_response(error, scope["path"])(scope, receive, send_with_origin)
         await self._app({**scope, CLIENT: self._client(scope, given)}, receive, send_with_origin)
 
-    def _client(self, scope: Scope, key: str) -> str:
+    def _client(self, scope: Scope, key: bytes) -> str:
         """The address and, where clients may have different keys, four digits or more that tell these apart."""
         address: str = scope["client"][0] if scope.get("client") else ""
         if not key or len(self._keys) == 1:
             return address
-        return f"{address}#{hashlib.sha256(key.encode()).hexdigest()[: self._digits]}"
+        return f"{address}#{hashlib.sha256(key).hexdigest()[: self._digits]}"
 
     def _check_page(self, headers: Headers) -> None:
         if self._keys:
@@ -110,8 +111,8 @@ class Access:
                 403, "Without a key, this server answers no pages of other sites.", code="wrong_origin"
             )
 
-    def _check_key(self, given: str) -> None:
-        matches = [hmac.compare_digest(given.encode(), key) for key in self._keys]  # all: times tell nothing
+    def _check_key(self, given: bytes) -> None:
+        matches = [hmac.compare_digest(given, key) for key in self._keys]  # all: times tell nothing
         if matches and not any(matches):
             what = "The API key is wrong." if given else "This server needs an API key."
             bearer = {"WWW-Authenticate": "Bearer"}
@@ -125,27 +126,30 @@ def _check_length(headers: Headers) -> None:
         raise ApiError(400, "The request states its length twice.", headers={"Connection": "close"})
 
 
-def _given_key(headers: Headers) -> str:
+def _given_key(headers: Headers) -> bytes:
+    """As it was sent: a header has bytes, which `headers` shows as Latin-1."""
     kind, _, token = headers.get("authorization", "").partition(" ")
-    if kind.lower() == "bearer":
-        return token.strip()
-    return next((headers[name] for name in _KEY_HEADERS if name in headers), "")
+    if kind.lower() != "bearer":
+        token = next((headers[name] for name in _KEY_HEADERS if name in headers), "")
+    return token.encode("latin-1").strip()
 
 
-def _key_in_address(scope: Scope) -> str:
+def _key_in_address(scope: Scope) -> bytes:
     """Google's older libraries, and commands that its pages show, have the key in the address. Nowhere else is it read:
     addresses end up in histories and in logs of proxies. This server prints none."""
     if not _GOOGLE.match(scope["path"]):
-        return ""
+        return b""
     query: str = scope["query_string"].decode("latin-1")
     try:
-        return parse_qs(query, max_num_fields=16).get("key", [""])[0]
+        return parse_qs(query, encoding="latin-1", max_num_fields=16).get("key", [""])[0].encode("latin-1")
     except ValueError:  # there are more
-        return ""
+        return b""
 
 
 def _is_of_this_machine(origin: str) -> bool:
-    return is_loopback(_host(origin)) or origin.partition("://")[0] in _PROGRAMS
+    scheme, _, host = origin.partition("://")
+    is_page = scheme in ("http", "https") and not _NO_HOST.intersection(host)
+    return scheme in _PROGRAMS or (is_page and is_loopback(_host(origin)))
 
 
 def _host(url: str) -> str:

@@ -50,6 +50,8 @@ async def test_a_page_with_another_name_is_refused(served, host, status):
         ("vscode-webview://1kq8", 200),
         ("https://evil.example", 403),
         ("https://app://evil.example", 403),
+        ("http://evil.example\\@localhost", 403),
+        ("data://localhost", 403),
         ("null", 403),
     ],
 )
@@ -106,6 +108,15 @@ async def test_a_key_in_an_address_counts_where_google_has_it(served):
     asked = {"contents": [{"parts": [{"text": "Hi"}]}]}
     answer = await client.post("/v1beta/models/tiny:generateContent?key=s3cret", json=asked)
     assert answer.status_code == 200 and "s3cret" not in repr(service.handled)
+
+
+async def test_a_key_that_is_not_ascii(served):
+    client, _ = served(key="schl\u00fcssel,\udcff")
+    given = [({"Authorization": "Bearer schl\u00fcssel".encode()}, ""), ({"X-Api-Key": b"\xff"}, "")]
+    given += [({}, "?key=schl%C3%BCssel")]
+    for headers, query in given:
+        answer = await client.get(f"/v1beta/models{query}", headers=headers)
+        assert answer.status_code == 200, (headers, query)
 
 
 async def test_two_statements_of_a_length_are_refused(served):

@@ -527,6 +527,7 @@ def test_the_command(model_path):
     [
         (["--host", "0.0.0.0"], {}, "Everyone who reaches 0.0.0.0"),
         (["--api-key-env", "ORIN_KEY"], {}, "ORIN_KEY is not set"),
+        (["--api-key-env", "ORIN_KEY", "--host", "256.0.0.1"], {"ORIN_KEY": " , "}, "ORIN_KEY is not set"),
         (["--port", "70000"], {}, "no port 70000"),
         (["--token-gap", "0.9"], {}, "number, 1 or more, not '0.9'"),
         (["--token-gap", "nan"], {}, "number, 1 or more"),
@@ -537,6 +538,8 @@ def test_what_the_command_refuses(model_path, monkeypatch, arguments, environmen
     from app.serve.serve_command import run
 
     monkeypatch.delenv("ORIN_KEY", raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
     with pytest.raises(UsageError, match=says):
         run(["--port", "0", "--model", str(model_path), *arguments], Settings())
 
