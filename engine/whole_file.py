@@ -33,10 +33,22 @@ def write_whole(path: Path, content: bytes, mode: int = 0o600) -> None:
 
 def open_file(path: Path) -> IO[bytes]:
     """A file, for reading. Raises OSError, also for a pipe or a device, whose opening or reading may wait for ever."""
-    file = os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb")
-    if stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-        return file
-    file.close()
+    return _only_a_file(path, os.O_RDONLY, "rb")
+
+
+def open_to_append(path: Path) -> IO[bytes]:
+    """A file, for writing to its end. Raises OSError as `open_file`."""
+    return _only_a_file(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, "ab")
+
+
+def _only_a_file(path: Path, flags: int, mode: str) -> IO[bytes]:
+    descriptor = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
+    kind = os.fstat(descriptor).st_mode
+    if stat.S_ISREG(kind):
+        return os.fdopen(descriptor, mode)
+    os.close(descriptor)
+    if stat.S_ISDIR(kind):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
     raise OSError(errno.EINVAL, "it is a pipe or a device, not a file", str(path))
 
 

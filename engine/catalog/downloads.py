@@ -25,6 +25,7 @@ from engine.description.architectures import check_architecture
 from engine.description.vision_reader import FITTING
 from engine.errors import ModelFileError
 from engine.formats.gguf import GGUF, printable
+from engine.whole_file import write_whole
 
 
 def download(
@@ -109,8 +110,7 @@ def _from_hub(model: HubModel, report: Callable[[Progress], None], cancelled: Ca
 def _from_web(source: WebFile, report: Callable[[Progress], None], cancelled: Callable[[], bool]) -> Path:
     path = cache.web_path(source)
     path.parent.mkdir(parents=True, exist_ok=True)
-    (path.parent / cache.URL_FILE).touch(0o600)
-    (path.parent / cache.URL_FILE).write_text(f"{source}\n")
+    write_whole(path.parent / cache.URL_FILE, f"{source}\n".encode())
     target = Target(source.file, source.url, path, size_bytes=None, digest="", on_hub=False)
     fetch(target, path.parent / "lock", Meter(source.file, 0, report, cancelled))
     try:

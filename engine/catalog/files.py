@@ -83,9 +83,11 @@ def models_among(files: Iterable[str]) -> list[ModelFiles]:
 
 
 def is_safe(file: str) -> bool:
-    """Whether a relative path from a server stays within the folder that it is joined to."""
+    """Whether a relative path from a server stays within the folder that it is joined to, and is text that no terminal
+    obeys."""
     return (
-        not re.search("[\\\\\0\ud800-\udfff]", file)  # lone surrogates are in no name of a file
+        file.isprintable()
+        and "\\" not in file
         and all(part not in ("", ".", "..") for part in file.split("/"))
     )
 

@@ -5,28 +5,38 @@ proxies. It takes a quarter of a second to import, so it is imported when it is 
 """
 
 import contextlib
+import json
 import os
 import re
+import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from dataclasses import dataclass
 from importlib import import_module
 from types import ModuleType
-from typing import Any, Never
-from urllib.parse import urlsplit
+from typing import Any, Never, TypeVar
+from urllib.parse import quote, urlsplit
 
 from engine.catalog.files import is_safe
-from engine.catalog.names import HubModel
+from engine.catalog.names import HubModel, public_address
 from engine.credentials import credentials
 from engine.errors import ModelFileError, UsageError
 from engine.formats.gguf import printable
 from engine.web_client import making_client
 
-TIMEOUT_S = 10.0  # for a response to begin, and between two reads of it
+TIMEOUT_S = 10.0  # between two reads of a response
+ANSWER_S = 60.0
+"""What the hub states has to arrive in so long, and of a file the head of its response: a server may send a byte now
+and then for ever."""
+MOST_BYTES = 8 << 20  # of what the hub states: 20,000 files take so much
 RETRIES = 4  # in a row, if none of them brings a byte
 FIRST_DELAY_S = 0.5
 MAX_DELAY_S = 60.0
 SILENCE_S = 10.0  # a longer wait needs someone who is told of it
+
+
+_T = TypeVar("_T")
 
 
 class DownloadError(ModelFileError):
@@ -55,25 +65,25 @@ class Repository:
 def fetch_repository(model: HubModel) -> Repository:
     """Asks the hub about the repository of a model. Raises DownloadError and UsageError."""
     hub = _library()
-    api = hub.HfApi(endpoint=endpoint(), library_name="orin-chat")
     try:
-        info = _with_retries(
-            lambda: api.model_info(
-                model.repository, revision=model.revision, timeout=TIMEOUT_S, files_metadata=True
-            )
+        hub.utils.validate_repo_id(model.repository)
+        url = (
+            f"{endpoint()}/api/models/{model.repository}/revision/{quote(model.revision, safe='')}?blobs=True"
         )
+        info = _with_retries(lambda: _in_time(lambda: _stated(url), on_hub=True, url=url))
         files = []
-        for sibling in info.siblings or ():
-            size = sibling.lfs.size if sibling.lfs else sibling.size
-            digest = sibling.lfs.sha256 if sibling.lfs else sibling.blob_id or ""
+        for sibling in info["siblings"] or ():
+            lfs = sibling.get("lfs")
+            size = lfs["size"] if lfs else sibling.get("size")
+            digest = lfs["sha256"] if lfs else sibling.get("blobId") or ""
             if size is not None and (type(size) is not int or size < 0):
                 raise ValueError("no size")
-            files.append(RemoteFile(sibling.rfilename, size, str(digest)))
-        if not re.fullmatch(r"[0-9a-f]{40}", str(info.sha)):
+            files.append(RemoteFile(sibling["rfilename"], size, str(digest)))
+        if not re.fullmatch(r"[0-9a-f]{40}", str(info["sha"])):
             raise ValueError("no commit")
-        architecture = str((info.gguf or {}).get("architecture", ""))
+        architecture = str((info.get("gguf") or {}).get("architecture", ""))
         return Repository(
-            str(info.sha), {file.name: file for file in files if is_safe(file.name)}, architecture
+            str(info["sha"]), {file.name: file for file in files if is_safe(file.name)}, architecture
         )
     except http_errors() as error:
         raise_download_error(error, str(model))
@@ -106,18 +116,72 @@ def file_url(model: HubModel, commit: str, file: str) -> str:
 def open_url(url: str, headers: dict[str, str], *, on_hub: bool) -> Iterator[Any]:
     """The response to a GET request, whose body is to be streamed. The user's token is sent to the hub only: not to
     other servers, and not to those that the hub redirects to. They get the name and the password that netrc has for
-    them. Raises the errors of `http_errors`, and UsageError if netrc cannot be read."""
+    them. Raises DownloadError, the errors of `http_errors`, and UsageError if netrc cannot be read."""
+    response = _in_time(lambda: _response_to(url, headers, on_hub), on_hub=on_hub, url=url)
+    with contextlib.closing(response):
+        yield response
+
+
+def _response_to(url: str, headers: dict[str, str], on_hub: bool) -> Any:
+    """See `open_url`. Bodies of redirects and of errors are not read: they may be of any length, or unpack to it."""
     hub = _library()
     token = None if on_hub else False
+    headers = {"Accept-Encoding": "identity", **headers}
     headers = hub.utils.build_hf_headers(token=token, library_name="orin-chat", headers=headers)
     session = hub.utils.get_session()
     known = None if on_hub else credentials(url)
     options = {"auth": known} if known else {}  # else those in the address
-    with session.stream(
-        "GET", url, headers=headers, timeout=TIMEOUT_S, follow_redirects=True, **options
-    ) as response:
-        hub.utils.hf_raise_for_status(response)
-        yield response
+    request = session.build_request("GET", url, headers=headers, timeout=TIMEOUT_S)
+    for _ in range(session.max_redirects):
+        response = session.send(request, stream=True, follow_redirects=False, **options)
+        if not response.has_redirect_location:
+            break
+        response.close()
+        if not (request := response.next_request):
+            raise _client().InvalidURL("it redirects to an address that is none")
+        options = {}
+    else:
+        raise _client().TooManyRedirects("it redirects too often", request=request)
+    if not response.is_success:
+        response.close()
+        head_alone = type(response)(response.status_code, headers=response.headers, request=response.request)
+        hub.utils.hf_raise_for_status(head_alone)
+    return response
+
+
+def _stated(url: str) -> Any:
+    """What the hub states at `url`. Raises the errors of `http_errors`, ValueError and RecursionError."""
+    with contextlib.closing(_response_to(url, {}, on_hub=True)) as response:
+        if response.headers.get("Content-Encoding", "identity").lower() != "identity":
+            raise ValueError("it is compressed, which nobody asked for")
+        text = bytearray()
+        for piece in response.iter_raw():
+            text += piece
+            if len(text) > MOST_BYTES:
+                raise ValueError("it is too long")
+    return json.loads(text)
+
+
+def _in_time(work: Callable[[], _T], *, on_hub: bool, url: str) -> _T:
+    """What `work` returns or raises. Raises DownloadError if it takes longer than ANSWER_S; it goes on then."""
+    done: Future[_T] = Future()
+
+    def run() -> None:
+        try:
+            done.set_result(work())
+        except BaseException as error:
+            done.set_exception(error)
+
+    threading.Thread(target=run, name="hub", daemon=True).start()
+    try:
+        return done.result(ANSWER_S)
+    except TimeoutError:
+        if done.done():
+            raise
+        host = f"The hub ({endpoint()})" if on_hub else printable(public_address(url))
+        raise DownloadError(
+            f"{host} has not answered within {ANSWER_S:.0f} s.", "Check the network, or try again later."
+        ) from None
 
 
 def lock(path: str, timeout_s: float) -> contextlib.AbstractContextManager[object]:
@@ -127,13 +191,16 @@ def lock(path: str, timeout_s: float) -> contextlib.AbstractContextManager[objec
 
 
 def http_errors() -> tuple[type[Exception], ...]:
-    """The errors that the library raises for a failed request: its own, and the base class of its HTTP client's errors
-    (from httpx, httpx2 or requests, depending on the library's version), and httpx's for an address, which has another
-    base class."""
-    errors = _library().errors
-    base: type[Exception] = errors.HfHubHTTPError.__bases__[0]
-    client = import_module(base.__module__.partition(".")[0])
-    return (errors.HfHubHTTPError, errors.OfflineModeIsEnabled, base, getattr(client, "InvalidURL", base))
+    """The errors of a failed request: the library's own, and those of its HTTP client, of which that for an address has
+    another base class."""
+    errors, client = _library().errors, _client()
+    return (errors.HfHubHTTPError, errors.OfflineModeIsEnabled, client.HTTPError, client.InvalidURL)
+
+
+def _client() -> ModuleType:
+    """The HTTP client of the library: httpx or httpx2, depending on its version."""
+    base: type[Exception] = _library().errors.HfHubHTTPError.__bases__[0]
+    return import_module(base.__module__.partition(".")[0])
 
 
 def http_status(error: Exception) -> int:

@@ -16,7 +16,7 @@ from engine.catalog.hub import DownloadError
 from engine.catalog.names import public_address
 from engine.catalog.progress import Meter
 from engine.formats.gguf import printable
-from engine.whole_file import read_file
+from engine.whole_file import open_to_append, read_file, write_whole
 
 LOCK_S = 0.3
 SPARE_BYTES = 64 << 20  # of disk space that a download leaves free
@@ -139,7 +139,7 @@ class _PartialFile:
         self.size_bytes = target.size_bytes
         self.have = 0
         self.hash = _new_hash(target.digest, target.size_bytes)
-        self.file = target.incomplete_path.open("ab")
+        self.file = open_to_append(target.incomplete_path)
         self._ended = False  # a response without a stated size was received to its end
 
     def __enter__(self) -> _PartialFile:
@@ -179,7 +179,7 @@ class _PartialFile:
 
     def fetch(self) -> None:
         """Downloads the missing bytes, or as many as arrive. Raises hub.http_errors(), Cancelled, _DamagedError."""
-        headers = {"Accept-Encoding": "identity"}
+        headers = {}
         if self.have:
             headers["Range"] = f"bytes={self.have}-"
             if not self.target.digest:
@@ -213,7 +213,7 @@ class _PartialFile:
         elif not self.target.digest and _are_different(self._version, version):
             raise _DamagedError("the server has another version of it than arrived before")
         if not self.target.digest and not self.have:
-            self.target.version_path.write_text(version)
+            write_whole(self.target.version_path, version.encode())
         stated = total if response.status_code == 206 else response.headers.get("Content-Length", "")
         if not (stated.isdecimal() and len(stated) < 19):
             return

@@ -429,7 +429,11 @@ def test_what_is_not_there(fake_hub, wanted, sentence):
 
 @pytest.mark.parametrize(
     ("changes", "sentence"),
-    [({"size": 0}, "is empty on the hub"), ({"rfilename": "\ud800-Q8_0.gguf"}, "holds no GGUF model")],
+    [
+        ({"size": 0}, "is empty on the hub"),
+        ({"rfilename": "\ud800-Q8_0.gguf"}, "holds no GGUF model"),
+        ({"rfilename": "\x1b[31m-Q8_0.gguf"}, "holds no GGUF model"),
+    ],
 )
 def test_files_that_cannot_be_models(fake_hub, model, changes, sentence):
     fake_hub.info = lambda: _with_file(**changes)
@@ -449,6 +453,34 @@ def test_no_wait_is_silent_for_long(fake_hub, model):
     with pytest.raises(DownloadError, match="too many requests"):
         download(model)
     assert len(fake_hub.api_answers) == 8
+
+
+def test_what_the_hub_states_is_bounded(fake_hub, model, monkeypatch):
+    """It could take all memory, or be sent a byte at a time for ever."""
+    fake_hub.answers.append((404, {"Content-Encoding": "gzip"}))  # of an error only the head counts
+    with pytest.raises(DownloadError, match="does not exist"):
+        download(model)
+    fake_hub.api_answers.append((200, {"Content-Encoding": "gzip"}))
+    for most_bytes in (hub.MOST_BYTES, 100):
+        monkeypatch.setattr(hub, "MOST_BYTES", most_bytes)
+        with pytest.raises(DownloadError, match="does not answer as the hub does"):
+            download(model)
+    fake_hub.pause_s = 0.3
+    monkeypatch.setattr(hub, "ANSWER_S", 0.05)
+    with pytest.raises(DownloadError, match=r"has not answered within 0 s"):
+        download(model)
+
+
+def test_a_redirect_without_end_and_one_to_an_address_that_is_none(fake_hub, model):
+    for where, says in (
+        ("/user/model-GGUF/resolve/main/model-Q8_0.gguf", "too often"),
+        ("http://[::1", "is none"),
+    ):
+        fake_hub.answers.clear()
+        fake_hub.answers.extend([(302, {"Location": where})] * 99)
+        with pytest.raises(DownloadError, match=says):
+            download(model)
+        assert len(fake_hub.answers) > 70
 
 
 def test_names_that_lead_out_of_the_cache_are_not_followed(fake_hub):
@@ -495,6 +527,20 @@ def test_a_disk_that_fills_up_keeps_what_came(fake_hub, model, monkeypatch):
     assert is_right(download(model), fake_hub, "model-Q8_0.gguf")
     [headers] = [headers for _, path, headers in fake_hub.requests if path.startswith("/cdn/")]
     assert int(headers["Range"].removeprefix("bytes=").rstrip("-")) > 40_000
+
+
+def test_a_pipe_or_a_device_in_place_of_what_was_begun(fake_hub, model, home):
+    """A pipe was waited for, and the device was read for ever."""
+    blob = download(model).resolve()
+    begun = blob.with_name(f"{blob.name}.incomplete")
+    blob.unlink()
+    os.mkfifo(begun)
+    with pytest.raises(DownloadError, match="cannot be used: No such device"):
+        download(model)
+    begun.unlink()
+    begun.symlink_to("/dev/zero")
+    with pytest.raises(DownloadError, match="a pipe or a device, not a file"):
+        download(model)
 
 
 def test_a_cache_that_cannot_be_written(fake_hub, model, home, monkeypatch):
