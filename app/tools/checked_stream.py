@@ -2,29 +2,27 @@
 
 A list may hold tools that are not valid: the library refuses the whole list then; here they are taken out. Notices
 (progress, logs, changes of lists) are for nobody here, and the library takes half a millisecond for each. A server that
-sends them without an end is left."""
+sends them without an end is left, and so is one that answers without an end what nobody asked."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import time
 from collections.abc import AsyncIterator
 from typing import Any, TypeAlias
 
 import anyio
 from mcp.shared.message import SessionMessage
-from mcp_types import JSONRPCError, JSONRPCNotification, JSONRPCResponse, Tool
+from mcp_types import JSONRPCNotification, JSONRPCResponse, Tool
 from mcp_types.methods import validate_server_result
 
 Received: TypeAlias = SessionMessage | Exception
 
-MOST_NOTICES, NOTICES_S = 50_000, 10.0
-"""So many messages that are no answers may come within so many seconds. A loop that tells each of its steps sends some
-thousand a second."""
-FLOODED = (
-    f"sent more than {MOST_NOTICES:,} messages within {NOTICES_S:.0f} s that are no answers, and was ended"
-)
+MOST_MESSAGES, MESSAGES_S = 50_000, 10.0
+"""So many messages may come in so many seconds. A loop that tells each of its steps sends some thousand a second."""
+FLOODED = f"sent more than {MOST_MESSAGES:,} messages within {MESSAGES_S:.0f} s, and was ended"
 
 
 class NoMessageError(ValueError):
@@ -41,7 +39,7 @@ class CheckedStream:
         self.version = ""
         self.left_out: list[str] = []
         self.flooded = asyncio.Event()
-        self._notices, self._since_s = 0, time.monotonic()
+        self._messages, self._since_s = 0, time.monotonic()
 
     @contextlib.asynccontextmanager
     async def streams(self) -> AsyncIterator[tuple[Any, Any]]:
@@ -52,7 +50,7 @@ class CheckedStream:
                 async with to_session:
                     with contextlib.suppress(anyio.BrokenResourceError, anyio.ClosedResourceError):
                         async for item in received:
-                            if self._is_one_too_many(item):
+                            if self._is_one_too_many():
                                 self.flooded.set()
                                 break
                             self._take_out(item)
@@ -67,13 +65,11 @@ class CheckedStream:
                 await asyncio.gather(passing, return_exceptions=True)
                 await checked.aclose()
 
-    def _is_one_too_many(self, item: Received) -> bool:
-        if isinstance(item, SessionMessage) and isinstance(item.message, JSONRPCResponse | JSONRPCError):
-            return False
-        if (now := time.monotonic()) > self._since_s + NOTICES_S:
-            self._notices, self._since_s = 0, now
-        self._notices += 1
-        return self._notices > MOST_NOTICES
+    def _is_one_too_many(self) -> bool:
+        if (now := time.monotonic()) > self._since_s + MESSAGES_S:
+            self._messages, self._since_s = 0, now
+        self._messages += 1
+        return self._messages > MOST_MESSAGES
 
     def _take_out(self, item: Received) -> None:
         if not isinstance(item, SessionMessage) or not isinstance(item.message, JSONRPCResponse):
@@ -88,12 +84,13 @@ class CheckedStream:
             ]
 
     def _is_valid(self, result: dict[str, Any]) -> bool:
-        """As the library decides it."""
+        """As the library decides it. Python's JSON has numbers that no other has, such as NaN."""
         try:
+            json.dumps(result, allow_nan=False)
             validate_server_result("tools/list", self.version, result)
             for tool in result["tools"]:
                 Tool.model_validate(tool, by_name=False)
-        except (ValueError, KeyError):
+        except (ValueError, KeyError, RecursionError):
             return False
         return True
 

@@ -52,6 +52,7 @@ from app.tools.stdio import MESSAGE_BYTES, StdioServer
 
 START_S = 30.0
 """A server has so long to begin and to list its tools. Some are downloaded at their first start."""
+_LATE_S = 1.0
 MOST_TOOLS = 100  # of a server
 DESCRIPTION_CHARS, SCHEMA_CHARS = 1000, 20_000  # of a tool
 RESULT_CHARS = 200_000
@@ -133,7 +134,10 @@ class Connection:
             return Result(id=call.id, text=f"The arguments cannot be used: {error}.", is_error=True)
         try:
             timeout = self._server.timeout_s
-            returned = await self._client.call_tool(call.tool, arguments, read_timeout_seconds=timeout)
+            async with asyncio.timeout(
+                timeout + _LATE_S
+            ):  # the library waits for ever to send what is not read
+                returned = await self._client.call_tool(call.tool, arguments, read_timeout_seconds=timeout)
         except Exception as error:
             # The reason that the server ended comes a moment later than the end of its stream.
             if self._process:
@@ -163,7 +167,7 @@ class Connection:
 
 
 def _is_late(error: BaseException) -> bool:
-    return isinstance(error, MCPError) and error.code == REQUEST_TIMEOUT
+    return isinstance(error, TimeoutError) or (isinstance(error, MCPError) and error.code == REQUEST_TIMEOUT)
 
 
 class _TooLong(Exception):

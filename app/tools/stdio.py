@@ -134,10 +134,12 @@ async def _end(process: Process, *, at_once: bool) -> None:
     """Closes the input of a server, which is to end then; else it is ended, with all processes of its group."""
     assert process.stdin
     process.stdin.close()
-    for number in (signal.SIGKILL,) if at_once else (None, signal.SIGTERM, signal.SIGKILL):
-        if number:
-            signal_group(process.pid, number)
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(process.wait(), _END_S)
-            break
-    signal_group(process.pid, signal.SIGKILL)  # what the server has left behind
+    try:
+        for number in (signal.SIGKILL,) if at_once else (None, signal.SIGTERM, signal.SIGKILL):
+            if number:
+                signal_group(process.pid, number)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(process.wait(), _END_S)
+                break
+    finally:  # also when the program ends meanwhile
+        signal_group(process.pid, signal.SIGKILL)  # what the server has left behind

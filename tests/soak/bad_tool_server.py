@@ -165,6 +165,10 @@ def called(id, arguments):
         return
     elif FAULT == "floods when it is called":
         floods()
+    elif FAULT == "answers without an end":
+        text = json.dumps({"jsonrpc": "2.0", "id": 77_777, "result": {}}) + "\n"
+        while True:
+            sys.stdout.write(text * 1000)
     elif FAULT == "sends 30,000 resources":
         resource = {"uri": f"file:///{HOSTILE}", "text": HOSTILE, "mimeType": HOSTILE}
         links = [
@@ -200,6 +204,8 @@ for line in sys.stdin:
         case "tools/list":
             more = {"nextCursor": "again"} if FAULT == "has pages without end" else {}
             answer(id, {"tools": tools(), **more})
+            if FAULT == "stops reading":
+                time.sleep(1000)
             if FAULT == "floods":
                 threading.Thread(target=floods, daemon=True).start()
         case "tools/call":

@@ -27,8 +27,17 @@ async def received(*items):
         return [item async for item in checked], stream.flooded.is_set()
 
 
-async def test_notices_are_for_nobody_and_too_many_end_the_stream(monkeypatch):
-    monkeypatch.setattr(checked_stream, "MOST_NOTICES", 4)
+async def test_notices_are_for_nobody_and_too_many_messages_end_the_stream(monkeypatch):
+    monkeypatch.setattr(checked_stream, "MOST_MESSAGES", 4)
     few = NOTICE, NoMessageError(), ANSWER, NOTICE
     assert await received(*few) == ([ANSWER], False)
-    assert await received(*few, ANSWER, NOTICE, ANSWER, NOTICE, ANSWER) == ([ANSWER] * 3, True)
+    assert await received(*few, ANSWER) == ([ANSWER], True)
+    assert await received(*[ANSWER] * 9) == ([ANSWER] * 4, True), "answers to what nobody asked"
+
+
+def test_a_tool_with_numbers_that_json_lacks_is_not_valid():
+    stream = CheckedStream(None)
+    stream.version = "2025-06-18"
+    for number in (1.0, float("nan"), float("inf")):
+        tool = {"name": "add", "inputSchema": {"type": "object", "properties": {"a": {"maximum": number}}}}
+        assert stream._is_valid({"tools": [tool]}) == (number == 1.0)

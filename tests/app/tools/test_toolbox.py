@@ -3,10 +3,12 @@
 import asyncio
 import gzip
 import json
+import signal
 import socket
 import subprocess
 import sys
 import time
+from asyncio.subprocess import PIPE
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -14,6 +16,7 @@ import pytest
 
 from app.tools import toolbox as toolbox_module
 from app.tools.messages import Listed, ListedTool, Result, Server
+from app.tools.stdio import _end
 from app.tools.toolbox import Toolbox, without_sequences
 from tests.paths import ROOT
 from tests.thorough import thorough
@@ -155,6 +158,27 @@ async def test_half_a_character_costs_no_answer_and_an_invalid_tool_no_other():
         assert box.states["wrong"].text.startswith(left_out)
     finally:
         await box.close()
+
+
+async def test_a_server_that_does_not_read_costs_its_call_alone():
+    """What is sent to it waits in the library, whose own limit counts from then on."""
+    arguments = "-S", "-E", str(ROOT / "tests/soak/bad_tool_server.py")
+    server = lambda fault: Server(command=sys.executable, args=(*arguments, fault), timeout_s=0.2)
+    box = Toolbox({"deaf": server("stops reading"), "good": server("none")})
+    await box.start()
+    try:
+        assert (await call(box, "deaf.echo", text="x" * 200_000)).text == "deaf did not answer within 0.2 s."
+        assert (await call(box, "good.echo", text="hello")).text == "hello"
+    finally:
+        await box.close()
+
+
+async def test_no_server_outlives_a_program_that_ends_meanwhile():
+    process = await asyncio.create_subprocess_exec("sleep", "100", stdin=PIPE, start_new_session=True)
+    ending = asyncio.ensure_future(_end(process, at_once=False))
+    await asyncio.sleep(0)
+    ending.cancel()
+    assert await process.wait() == -signal.SIGKILL
 
 
 async def test_nothing_is_started_without_servers(monkeypatch):
