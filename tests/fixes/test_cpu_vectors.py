@@ -16,7 +16,7 @@ from engine.targets.cpu.kernels.activations import buffer_names
 from engine.targets.cpu.kernels.product import product
 from engine.targets.cpu.kernels.thread_pool import part_arguments
 from engine.targets.cpu.kernels.weight_layout import LaneLayout
-from tests.thorough import thorough
+from tests.thorough import rarely, thorough
 
 Q4_K = 12
 X86, ARM = "--target=x86_64-none-unknown-elf", "--target=aarch64-none-unknown-elf"
@@ -54,7 +54,7 @@ def test_vectors_reach_the_compiler_whole() -> None:
 @pytest.mark.parametrize("tile", [1, 16])
 @pytest.mark.parametrize(
     "target, instructions",
-    [("icelake-server", ("vpdpwssd", "vpmaddwd")), ("skylake-avx512", ("vpmaddwd",))],
+    [rarely("icelake-server", ("vpdpwssd", "vpmaddwd")), ("skylake-avx512", ("vpmaddwd",))],
 )
 def test_pair_products_are_one_instruction_of_512_bits(
     target: str, instructions: tuple[str, ...], tile: int

@@ -193,6 +193,7 @@ print(len(made), len(scheduled))
 """
 
 
+@thorough
 def test_programs_and_schedules_are_kept_from_one_run_to_the_next(tmp_path):
     env = {"DEV": "PYTHON", "XDG_CACHE_HOME": str(tmp_path)}
     assert min(map(int, python(KEPT, **env).split())) > 0

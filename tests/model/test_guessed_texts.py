@@ -14,7 +14,7 @@ TOKENS, REPLY = (10_000, 1000) if THOROUGH else (300, 150)
 SMALL = {"layers": 1, "dim": 32, "heads": 2, "kv_heads": 1, "ffn": 32}
 CASES = [
     ("qwen3", "lookup"),
-    ("qwen35", "heads"),
+    rarely("qwen35", "heads"),
     rarely("qwen35", "lookup"),
     rarely("qwen35", "draft"),
     rarely("qwen35moe", "heads"),

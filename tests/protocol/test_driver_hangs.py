@@ -12,6 +12,7 @@ from engine.protocol.client import LocalEngine
 from engine.protocol.events import EngineOptions, Failed
 from tests.paths import ROOT
 from tests.protocol.test_client import ask, collect, token_ids
+from tests.thorough import rarely
 from tests.waiting import until
 
 WORKER = """
@@ -46,7 +47,7 @@ worker.serve(socket.socket(fileno=int(sys.argv[-1])), load)
 """
 
 
-@pytest.mark.parametrize("when", ["loading", "answering", "raising"])
+@pytest.mark.parametrize("when", [rarely("loading"), "answering", rarely("raising")])
 async def test_a_call_of_the_driver_that_does_not_return_ends_the_engine(engines, tmp_path, when):
     command = (sys.executable, "-c", WORKER, str(tmp_path / "mark"), when)
     options, environment = EngineOptions(model_path="a model"), {"PYTHONPATH": str(ROOT)}

@@ -22,7 +22,7 @@ FEW = {
     "attack": 100,
 }
 
-RARE = {"hub", "request", "history", "suspension", "served", "screen"}
+RARE = {"files", "hub", "request", "history", "protocol", "suspension", "served", "screen"}
 """Of faults that have tests of their own."""
 
 

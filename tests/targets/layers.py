@@ -102,8 +102,8 @@ STEPS = (
 )
 
 
-def written(name: str, folder: Path) -> Path:
-    return generated_model.write(folder / "model.gguf", **MODELS[name])
+def written(name: str, folder: Path, **shape: Any) -> Path:
+    return generated_model.write(folder / "model.gguf", **MODELS[name] | shape)
 
 
 def opened(path: Path) -> Weights:

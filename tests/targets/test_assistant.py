@@ -17,7 +17,7 @@ from tests.generated_assistant import AssistantReference, write_assistant
 from tests.paths import SHARED
 from tests.reference import Reference, divergence
 from tests.targets.layers import CONTEXT, written
-from tests.thorough import thorough
+from tests.thorough import rarely, thorough
 
 
 def opened(path, path_of_assistant, parallel=1, kv=KVFormat.F16):
@@ -45,7 +45,7 @@ def drafts(runner, assistant, tokens, n, sequence=0):
 
 
 @pytest.mark.parametrize(
-    "n", [6, 40, 200]
+    "n", [6, rarely(40), rarely(200)]
 )  # tokens: within the window of 24 and beyond, and of several blocks
 def test_drafts_are_those_of_the_reference(tmp_path, n):
     path = written("gemma4 F32, rope factors", tmp_path)

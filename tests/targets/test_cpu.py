@@ -23,7 +23,6 @@ COMMON = (
     "nemotron_h_moe F32",  # Mamba, no gates
     "qwen35moe F32, 8 of 16 rotated",  # delta nets, gated attention, a shared expert
     "jamba F32",  # selective scans
-    "gemma3n F32",  # streams, sparse gates, embeddings of layers
 )
 
 

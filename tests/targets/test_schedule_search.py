@@ -22,6 +22,7 @@ from engine.targets.nvidia.kernels.products.matvec import Schedule, StackedMatri
 from engine.targets.nvidia.kernels.products.schedules import _by_rule, candidates
 from engine.targets.nvidia.kernels.weights.matrix_bytes import units_of
 from engine.targets.nvidia.kernels.weights.weight_layout import WeightLayout
+from tests.thorough import thorough
 
 FASTEST = Schedule(32, 4, 4)
 RIGHT = np.linspace(-3, 5, 50, dtype=np.float32)
@@ -138,6 +139,7 @@ def test_rounding_is_not_something_else():
     assert run(runner)[-1][3].refused == 0
 
 
+@thorough
 def test_what_spoils_the_device_costs_a_restart_and_is_not_tried_again(monkeypatch):
     class Restarted(BaseException):
         pass

@@ -24,14 +24,14 @@ STATUS = EngineStatus(
 )
 
 
-@pytest.mark.parametrize("width", range(4, 80))
 @pytest.mark.parametrize("used", [None, 0, 1, 1234, 32767, 32768, 40000])
-def test_the_meter_fits_and_says_how_full_it_is(width, used):
-    meter = context_meter(used, 32768, width)
-    assert meter.cell_length <= width
-    if used is not None:
-        share = f"{min(1, used / 32768):.0%}"
-        assert share in meter.plain or f"{used:,}" in meter.plain
+def test_the_meter_fits_and_says_how_full_it_is(used):
+    for width in range(4, 80):
+        meter = context_meter(used, 32768, width)
+        assert meter.cell_length <= width
+        if used is not None:
+            share = f"{min(1, used / 32768):.0%}"
+            assert share in meter.plain or f"{used:,}" in meter.plain, width
 
 
 def test_the_meter_warns_in_words():

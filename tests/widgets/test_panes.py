@@ -246,12 +246,12 @@ def test_the_summary_adds_up_to_the_wall_time():
 
 
 @pytest.mark.parametrize("is_paused", [False, True])
-@pytest.mark.parametrize("width", range(17, 80))
-def test_no_figure_of_the_steps_is_cut(width, is_paused):
+def test_no_figure_of_the_steps_is_cut(is_paused):
     slow = replace(profile(), wall_us=2_345_678.0)
-    line = text(kernel_lines.header(slow, KernelProfiles(), width, is_paused=is_paused))[0]
-    assert "wall 2,345.7 ms" in line and (not is_paused or "paused" in line or width < 25)
-    assert len(line) <= width
+    for width in range(17, 80):
+        line = text(kernel_lines.header(slow, KernelProfiles(), width, is_paused=is_paused))[0]
+        assert "wall 2,345.7 ms" in line and (not is_paused or "paused" in line or width < 25)
+        assert len(line) <= width
 
 
 def test_kernels_that_take_longer_alone_than_together():

@@ -17,6 +17,7 @@ from app.screens.help import HelpScreen
 from engine.protocol.events import Loading, Message, Prefilling, Sampling, Token
 from tests.app.driver import chat, stored
 from tests.app.fake_engine import DIED, MODEL, READY, STARTED, FakeEngine, reply, tokens
+from tests.thorough import rarely, thorough
 from widgets.entry_list import EntryList
 
 # --- a conversation --------------------------------------------------------------------------------------
@@ -235,7 +236,7 @@ async def test_edit_again_goes_to_the_prompt_before(history):
         assert user.turns() == [("user", "one!"), ("assistant", "C")]
 
 
-@pytest.mark.parametrize("width", [40, 60, 80, 100])
+@pytest.mark.parametrize("width", [40, rarely(60), rarely(80), 100])
 async def test_while_editing_the_keys_are_said_in_the_room_there_is(history, width):
     async with chat(FakeEngine(), history, size=(width, 20), initial_prompt="one") as user:
         await user.idle()
@@ -427,6 +428,7 @@ async def test_the_effort_is_chosen_beside_the_system_prompt(history):
     assert [request.sampling.effort for request in engine.requests] == ["low"]
 
 
+@thorough
 async def test_a_model_without_effort_shows_none(history):
     async with chat(FakeEngine(), history, sampling=Sampling(effort="high")) as user:
         await user.sees("The chat template of Qwen3 0.6B reads no effort")
@@ -497,7 +499,7 @@ async def test_help_and_palette_have_every_action(history):
         await user.until(lambda: isinstance(user.app.screen, ChatsScreen))
 
 
-@pytest.mark.parametrize("size", [(100, 40), (60, 20)])
+@pytest.mark.parametrize("size", [rarely((100, 40)), (60, 20)])
 async def test_the_palette_finds_what_commands_do(history, size):
     async with chat(FakeEngine(), history, size=size) as user:
         await user.press("ctrl+p", *"dark light")
@@ -627,6 +629,7 @@ def fill_many(history: History, count: int) -> None:
         history.append(chat_id, Message(role="user", content=f"prompt {i} about tides"))
 
 
+@thorough
 async def test_the_list_of_past_chats_has_no_end(history):
     fill_many(history, 320)
     read = []
@@ -648,6 +651,7 @@ async def test_the_list_of_past_chats_has_no_end(history):
         await user.until(lambda: user.turns() == [("user", "prompt 0 about tides")])
 
 
+@thorough
 async def test_a_chat_that_another_process_deletes_is_still_a_line_of_the_list(history):
     fill_many(history, 2 * PAGE)
     async with chat(FakeEngine(), history) as user:
@@ -660,7 +664,7 @@ async def test_a_chat_that_another_process_deletes_is_still_a_line_of_the_list(h
         await user.sees("This chat is not there any more")
 
 
-@pytest.mark.parametrize("at_start", [True, False])
+@pytest.mark.parametrize("at_start", [True, rarely(False)])
 async def test_a_chat_that_another_program_has_open_is_said_to_be(history, at_start):
     sea, _ = fill(history)
     with mock.patch("app.chat.history.os.getpid", os.getppid):
@@ -674,6 +678,7 @@ async def test_a_chat_that_another_program_has_open_is_said_to_be(history, at_st
         await user.sees("This chat is open in another orin-chat, too")
 
 
+@thorough
 async def test_what_matters_in_the_list_is_not_cut_off_on_narrow_screens(history):
     sea, _ = fill(history)
     history.rename(sea, "A title that is longer than the screen is wide, " * 3)
@@ -686,6 +691,7 @@ async def test_what_matters_in_the_list_is_not_cut_off_on_narrow_screens(history
         await user.sees("the first prompt")
 
 
+@thorough
 async def test_no_search_text_breaks_the_list(history):
     fill(history)
     async with chat(FakeEngine(), history) as user:
@@ -705,6 +711,7 @@ async def test_what_is_typed_where_it_means_nothing_is_for_the_prompt(history):
         assert user.app.prompt.has_focus
 
 
+@thorough
 async def test_the_theme_of_the_last_time_is_taken_if_there_still_is_one(history):
     async with chat(FakeEngine(), history, theme="textual-light") as user:
         await user.sees("ready")

@@ -15,7 +15,7 @@ from engine.protocol.events import EngineOptions, Failed, Loading
 from tests import generated_model, synthetic
 from tests.app.fake_engine import READY, FakeEngine, MeasuredEngine, reply
 from tests.app.scenes import beside, sees
-from tests.thorough import rarely
+from tests.thorough import rarely, thorough
 from tests.waiting import until
 from widgets.dashboard.comparison_pane import ComparisonPane
 
@@ -99,6 +99,7 @@ async def test_escape_stops_both_before_it_closes_anything():
         assert isinstance(app.session.engine, ComparisonEngine)
 
 
+@thorough
 async def test_the_activity_says_which_of_the_two_is_waited_for():
     ours = MeasuredEngine([None, *reply("One. Two.")[:4], None, *reply(" Three.")[2:]])
     peer = FakeEngine([None, *reply("Eins.")], start=[Loading(done_bytes=1, total_bytes=4), None, READY])
@@ -120,6 +121,7 @@ async def test_the_activity_says_which_of_the_two_is_waited_for():
         await until(lambda: app.column.activity.text == "ready")
 
 
+@thorough
 async def test_speeds_of_two_at_once_are_no_evidence_of_a_preset():
     async with chat(MeasuredEngine(reply("One. " * 60)), FakeEngine()) as (app, pilot):
         noted = []
@@ -135,6 +137,7 @@ async def test_speeds_of_two_at_once_are_no_evidence_of_a_preset():
         assert noted == [(decode, prefill)]
 
 
+@thorough
 async def test_page_up_scrolls_both_texts():
     text = "".join(f"line {i}\n\n" for i in range(100))
     async with chat(MeasuredEngine(reply(text)), FakeEngine(reply(text))) as (app, pilot):
@@ -146,6 +149,7 @@ async def test_page_up_scrolls_both_texts():
         assert "line 99" not in app.export_screenshot()
 
 
+@thorough
 async def test_another_chat_is_not_shown_with_the_answers_of_the_last():
     async with chat(MeasuredEngine(reply("One.")), FakeEngine(reply("Eins."))) as (app, pilot):
         await pilot.press("f10")
@@ -220,6 +224,7 @@ async def test_a_peer_that_does_not_start_while_a_prompt_waits_is_told_in_its_co
         assert isinstance(app.session.engine, ComparisonEngine) and not app.column.activity.notice
 
 
+@thorough
 async def test_ours_dying_is_told_in_its_column():
     ours = synthetic.engine(load_s=0.0, prefill_s=0.0, tokens=40, rate=200, die_at=8)
     async with chat(ours, FakeEngine(reply("Eins."))) as (app, pilot):
@@ -229,7 +234,9 @@ async def test_ours_dying_is_told_in_its_column():
         await sees(pilot, "Eins.")
 
 
-@pytest.mark.parametrize("size", [(120, 40), rarely((80, 24)), rarely((60, 20)), rarely((40, 12)), (20, 8)])
+@pytest.mark.parametrize(
+    "size", [rarely((120, 40)), rarely((80, 24)), rarely((60, 20)), rarely((40, 12)), (20, 8)]
+)
 async def test_it_fits(size):
     ours, peer = MeasuredEngine(reply("One. " * 40)), FakeEngine(reply("Eins. " * 40))
     setup = EngineSetup(

@@ -19,6 +19,7 @@ from engine.errors import UsageError
 from engine.protocol.events import Counter, EngineOptions, Failed, Measured, Search, Warming
 from tests.app.fake_engine import STARTED, WITH_EXPERTS, FakeEngine, MeasuredEngine, profile, reply, tokens
 from tests.app.scenes import COUNTERS, sees, settled
+from tests.thorough import thorough
 from tests.waiting import until
 
 NO_DRIVER = Failed(kind="backend", message="There is no driver.", hint="Choose CPU.")
@@ -73,6 +74,7 @@ async def test_an_idle_engine_is_measured_once_and_after_each_reply():
         await sees(pilot, "42% of roofline")
 
 
+@thorough
 async def test_the_pane_of_experts_is_there_for_models_that_have_some():
     for start, panes, rows in ((STARTED, 3, 44), ([WITH_EXPERTS], 4, 44), ([WITH_EXPERTS], 4, 24)):
         async with dashboard(FakeEngine(start=start), size=(140, rows)) as (app, pilot, _):
@@ -115,6 +117,7 @@ async def test_an_engine_that_does_not_measure_itself_says_so():
         await sees(pilot, "fake cannot measure its kernels")
 
 
+@thorough
 async def test_a_profile_that_gave_way_is_asked_for_again():
     engine = MeasuredEngine()
     answers = [Failed(kind="usage", message="The profile was given up for a prompt."), profile()]
@@ -155,6 +158,7 @@ async def test_keys_of_the_kernel_table():
         await until(lambda: app.focused is app.prompt and app.prompt.size.width > 0)
 
 
+@thorough
 async def test_what_is_measured_again_is_shown_although_the_table_was_held():
     engine = MeasuredEngine()
     async with dashboard(engine) as (app, pilot, _):
@@ -258,6 +262,7 @@ async def test_presets_are_chosen_and_edited_in_a_list(own_presets):
         assert made[0].kernels == "graph" and (own_presets / "cpu.toml").is_file()
 
 
+@thorough
 async def test_no_edit_of_a_preset_is_lost_by_one_key(own_presets):
     mine = own_presets / "mine.toml"
     mine.write_text('title = "Of last week"\nbackend = "CPU"\n')
@@ -333,6 +338,7 @@ async def test_quitting_asks_for_edits_that_are_not_saved():
         assert app.return_code == 0
 
 
+@thorough
 async def test_quitting_asks_nothing_where_nothing_is_edited():
     async with dashboard(MeasuredEngine()) as (app, pilot, _):
         await pilot.press("f8", "home", "f2")
@@ -367,6 +373,7 @@ async def test_where_there_is_no_room_a_key_shows_it_and_what_happens_under_it()
         await until(lambda: app.column.size.width == 80 and app.focused is app.prompt)
 
 
+@thorough
 async def test_a_notice_does_not_hide_the_way_back():
     async with dashboard(MeasuredEngine(), size=(80, 30)) as (app, pilot, _):
         for key, way in (("f5", "F5 back"), ("f9", "Esc back")):
@@ -386,6 +393,7 @@ async def test_on_a_tiny_terminal_there_is_only_the_chat():
         assert app.column.size.width == 36
 
 
+@thorough
 async def test_a_terminal_that_gets_too_small_for_a_whole_pane_shows_the_chat():
     async with dashboard(MeasuredEngine()) as (app, pilot, _):
         await pilot.press("f9")
@@ -466,6 +474,7 @@ async def answered():
         yield engine, app, pilot, graph
 
 
+@thorough
 async def test_the_border_of_the_graphs_says_the_figures_of_a_moment():
     async with answered() as (_, app, pilot, graph):
         assert graph.border_subtitle == "P prompt"
@@ -488,6 +497,7 @@ async def test_the_border_of_the_graphs_says_the_figures_of_a_moment():
         assert app.focused is app.prompt and app.prompt.text == "t", "which is a letter elsewhere"
 
 
+@thorough
 async def test_the_mouse_over_the_graphs_shows_the_figures_there():
     async with answered() as (_, app, pilot, graph):
         last = graph.size.width - 6 + graph.gutter.left
@@ -522,6 +532,7 @@ async def test_a_switch_and_a_search_are_marked_on_the_time_axis():
         ]
 
 
+@thorough
 async def test_an_idle_graph_is_drawn_only_when_it_has_moved_by_a_cell():
     async with answered() as (engine, _, pilot, graph):
         drawn, draw = [], graph.draw
@@ -544,6 +555,7 @@ async def test_an_idle_graph_is_drawn_only_when_it_has_moved_by_a_cell():
         assert await after(middle + 90) == 0, "all of it is older than a minute"
 
 
+@thorough
 async def test_what_is_typed_goes_to_the_prompt_whenever_it_is_seen():
     async with dashboard(MeasuredEngine(), size=(140, 44)) as (app, pilot, _):
         await pilot.press("f5", "f5")  # hides it and shows it again
@@ -558,6 +570,7 @@ async def test_what_is_typed_goes_to_the_prompt_whenever_it_is_seen():
         assert app.prompt.text == "hi"
 
 
+@thorough
 async def test_a_dashboard_that_was_left_in_a_narrow_terminal_is_there_in_a_wide_one():
     async with dashboard(MeasuredEngine(), size=(80, 24)) as (app, pilot, _):
         await pilot.press("f5")

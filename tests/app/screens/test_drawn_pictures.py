@@ -16,6 +16,7 @@ from tests.app.driver import chat
 from tests.app.fake_engine import SEEING, FakeEngine, reply
 from tests.app.terminal import Terminal
 from tests.pictures import plain_picture
+from tests.thorough import rarely, thorough
 from tests.waiting import until
 from widgets.terminal import terminal_pictures
 from widgets.terminal.kitty_graphics import ASK_VERSION, END, knows_placeholders
@@ -140,6 +141,7 @@ async def test_a_picture_goes_in_parts_and_not_over_a_thin_line(history, seeing,
         kitty.write(rest)
 
 
+@thorough
 async def test_a_terminal_without_room_gets_no_more(history, seeing):
     async with chat(seeing, history) as user:
         kitty = Kitty(user.app)
@@ -162,7 +164,7 @@ def test_the_oldest_makes_room():
     assert len(set(re.findall(r"a=T,U=1,i=(\d+)", sent))) == KEPT + 1 - sent.count("a=d")
 
 
-@pytest.mark.parametrize("says", ["", "WezTerm 20240203"])
+@pytest.mark.parametrize("says", ["", rarely("WezTerm 20240203")])
 async def test_others_are_sent_nothing(history, seeing, says):
     async with chat(seeing, history) as user:
         kitty = Kitty(user.app, says)

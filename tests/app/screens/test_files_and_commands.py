@@ -15,6 +15,7 @@ from app.screens.typing_help import TypingHelp
 from engine.protocol.events import Message
 from tests.app.driver import chat
 from tests.app.fake_engine import FakeEngine, reply
+from tests.thorough import thorough
 from widgets.chat.vi_keys import ViKeys
 
 
@@ -131,6 +132,7 @@ async def test_commands_are_listed_completed_and_obeyed(history):
         assert user.turns()[-2] == ("user", "/etc/hosts is what?")
 
 
+@thorough
 async def test_tab_and_an_earlier_prompt_leave_the_keys_to_the_prompt(history):
     history.append(history.new_chat("m"), Message(role="user", content="See @no"))
     history.append(history.new_chat("m"), Message(role="user", content="/h"))

@@ -39,6 +39,7 @@ def allocate(count: int) -> list[list[int]]:
     return [[i] for i in range(count)]
 
 
+@thorough
 def test_no_full_collection_comes_by_itself(collections):
     gc.collect()  # which counts what is left: Python makes the next one when a quarter has been added
     collections.clear()

@@ -17,6 +17,7 @@ from tests.app.driver import chat
 from tests.app.fake_engine import READY, STARTED, TOO_LONG, FakeEngine, reply
 from tests.catalog.fixtures import fake_hub
 from tests.generated_model import write
+from tests.thorough import thorough
 
 __all__ = ["fake_hub"]
 
@@ -113,6 +114,7 @@ async def test_a_command_that_names_a_model_goes_over_to_it(hub, setup, history)
         assert user.app.screen.field.value == "nois"
 
 
+@thorough
 async def test_a_prompt_that_is_too_long_alone_can_only_have_a_longer_context(hub, setup, history):
     setup = setup(reply("Read."))
     async with chat(FakeEngine([TOO_LONG]), history, setup=setup, initial_prompt="Long") as user:
@@ -180,6 +182,7 @@ async def test_a_model_that_does_not_start_changes_nothing(hub, setup, first, hi
         await user.sees("Still here.")
 
 
+@thorough
 async def test_choosing_the_model_in_use_does_nothing(hub, setup, history):
     setup = setup()
     async with chat(FakeEngine(), history, setup=setup) as user:
@@ -188,6 +191,7 @@ async def test_choosing_the_model_in_use_does_nothing(hub, setup, history):
         assert setup.made == []
 
 
+@thorough
 async def test_a_download_ends_beside_the_chat(hub, setup, history):
     hub.files["noise-F16.gguf"] *= 3
     hub.pause_s = 0.01

@@ -10,6 +10,7 @@ from app.screens.earlier_prompts import EarlierPromptsScreen
 from engine.protocol.events import Message
 from tests.app.driver import chat
 from tests.app.fake_engine import FakeEngine, reply
+from tests.thorough import rarely
 
 
 async def test_what_is_replaced_stays_as_a_version_also_after_a_restart(tmp_path):
@@ -52,7 +53,7 @@ async def test_what_is_replaced_stays_as_a_version_also_after_a_restart(tmp_path
     assert summary.message_count == 2
 
 
-@pytest.mark.parametrize("key", ["alt+f", "alt+m"])
+@pytest.mark.parametrize("key", [rarely("alt+f"), "alt+m"])
 async def test_a_chat_is_forked_at_a_prompt(history, key):
     engine = FakeEngine(reply("A"), reply("B"), reply("C"))
     async with chat(engine, history, initial_prompt="one", system="Be brief.") as user:

@@ -59,7 +59,7 @@ async def test_letters_right_after_ctrl_f_are_searched_and_ctrl_f_again_goes_to_
         await user.sees("1/3")
 
 
-@pytest.mark.parametrize("key", [rarely("pagedown"), "down", rarely("enter"), "x"])
+@pytest.mark.parametrize("key", [rarely("pagedown"), rarely("down"), rarely("enter"), "x"])
 async def test_a_key_that_comes_before_the_palette_has_its_list_means_nothing(history, key):
     async with chat(FakeEngine(), history) as user:
         await user.idle()

@@ -11,7 +11,7 @@ from app.screens.engine_setup import EngineSetup
 from engine.protocol.events import EngineOptions
 from tests.app.driver import chat, stored
 from tests.app.fake_engine import FakeEngine, reply
-from tests.thorough import rarely
+from tests.thorough import rarely, thorough
 from widgets.page import Frame
 
 SIZES = [(160, 48), (60, 20), (34, 12), (20, 6)]
@@ -26,6 +26,7 @@ PAGES = {
 }
 
 
+@thorough
 @pytest.mark.parametrize("size", [rarely(SIZES[0]), SIZES[1], rarely(SIZES[2]), rarely(SIZES[3])])
 async def test_the_border_of_a_page_names_its_keys_at_every_width(history, home, size):
     setup = EngineSetup(EngineOptions(model_path="m.gguf", backend="CUDA"), "cuda")

@@ -7,12 +7,20 @@ from tests.thorough import rarely
 
 # What they show, others show in another size or in other colours.
 ALIKE = (
+    "comparison-absent",
     "comparison-narrow",
     "dashboard-experts",
     "dashboard-light",
+    "dashboard-low",
+    "dashboard-narrow",
+    "edit-preset",
+    "full-context",
+    "loading",
+    "past-chats",
     "reply-light",
     "reply-narrow",
     "system-tiny",
+    "whole-machine",
     "whole-kernels",
     "whole-throughput",
 )

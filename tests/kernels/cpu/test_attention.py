@@ -154,7 +154,7 @@ def test_a_cache_of_integers_with_scales(pool: ThreadPool, dim: int, lanes: int,
 
 
 @pytest.mark.usefixtures("all_sums")
-@pytest.mark.parametrize(("window", "lanes"), [rarely(0, 8), (9, 16)])
+@pytest.mark.parametrize(("window", "lanes"), [rarely(0, 8), rarely(9, 16)])
 def test_sinks(pool: ThreadPool, window: int, lanes: int) -> None:
     heads = replace(PLAIN, query=12, lanes=lanes, sinks=True, window=window)
     check(pool, heads, 19, 1, 1, 40, 1)
@@ -182,7 +182,7 @@ def test_sizes_of_heads(pool: ThreadPool, dim: int, lanes: int) -> None:
     check(pool, heads, 2 * lanes + 3, 1, lanes, 1)
 
 
-@pytest.mark.parametrize(("window", "shared_by"), [rarely(1, 1), (7, 8), rarely(16, 2), rarely(20, 3)])
+@pytest.mark.parametrize(("window", "shared_by"), [rarely(1, 1), rarely(7, 8), rarely(16, 2), rarely(20, 3)])
 def test_windows(pool: ThreadPool, window: int, shared_by: int) -> None:
     """All blocks are taken several times, by chunks of any length and by single tokens."""
     heads = replace(PLAIN, query=2 * shared_by, window=window)

@@ -82,7 +82,7 @@ def multiply(
 
 # A commit is checked with a type of each kind: floats, scales of blocks, scales of their parts, codebooks, vectors.
 KINDS_OF_BLOCKS = (Type.F32, Type.Q8_0, Type.Q6_K, Type.Q4_K)
-COMMON = (*KINDS_OF_BLOCKS, Type.MXFP4, Type.IQ4_XS, Type.IQ2_S)
+COMMON = (Type.F32, Type.Q6_K, Type.Q4_K, Type.MXFP4, Type.IQ2_S)  # Q8_0 with a bias
 
 
 @pytest.mark.parametrize(
@@ -102,7 +102,7 @@ TILED = Type.Q8_0, Type.Q4_K
 @pytest.mark.parametrize(
     ("tile", "kind"),
     [
-        *((4, kind) if kind in TILED else rarely(4, kind) for kind in TYPES),
+        *((4, kind) if kind is Type.Q4_K else rarely(4, kind) for kind in TYPES),
         *((LANES, kind) if kind in TILED else rarely(LANES, kind) for kind in KINDS_OF_BLOCKS),
     ],
 )
@@ -115,7 +115,7 @@ def test_other_widths(pool: ThreadPool, lanes: int) -> None:
     assert multiply(pool, Type.Q6_K, 24, 256, 1, 1, lanes) < 5e-5
 
 
-@pytest.mark.parametrize("kind", [Type.F32, Type.Q8_0], ids=lambda kind: kind.name)
+@pytest.mark.parametrize("kind", [rarely(Type.F32), Type.Q8_0], ids=lambda kind: kind.name)
 @pytest.mark.parametrize("tile", [1, 4])
 def test_a_bias_and_a_residual_stream(pool: ThreadPool, tile: int, kind: Type) -> None:
     assert multiply(pool, kind, 24, 64, 2 * tile if tile > 1 else 1, tile, biased=True) < 1e-4

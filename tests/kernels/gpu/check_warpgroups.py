@@ -45,7 +45,7 @@ def check_warpgroup_products() -> None:
     up."""
     tokens, n = 32, 11
     for ggml_type, rows, cols, paired, tiles in (
-        (12, 139, 512, False, WarpgroupTiles(32, 1, 2, 2)),
+        *[(12, 139, 512, False, WarpgroupTiles(32, 1, 2, 2))] * THOROUGH,
         (8, 64, 832, False, WarpgroupTiles(16, 1, 1, 2, 4)),
         (1, 130, 64, True, WarpgroupTiles(16, 2, 1, 1)),
         *((kind, 64, 512, False, WarpgroupTiles(16, 1, 1, 2)) for kind in (0, *FORMATS) if THOROUGH),

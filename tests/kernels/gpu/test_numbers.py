@@ -29,23 +29,19 @@ COMMON = {
     "check_any_shape_has_a_schedule",
     "check_attention_of_patches",
     "check_checkpoints_of_states",
-    "check_choice_of_experts_of_a_token",
     "check_decode_attention",
     "check_delta_nets_of_several_prompts",
     "check_delta_nets_of_several_sequences",
     "check_digits",
-    "check_digits_of_experts",
     "check_embedding",
-    "check_epilogues",
     "check_every_type",
     "check_exports",
     "check_half_words",
     "check_layer_norms",
+    "check_layers_with_a_recurrent_one_beside_attention",
     "check_layers_with_latent_attention_of_older_files",
-    "check_layers_with_mamba",
     "check_layers_with_short_convolutions",
     "check_probes",
-    "check_prompt_products",
     "check_rows_over_a_quantized_cache",
     "check_sampling_of_rows",
     "check_schedules_of_experts",
@@ -55,8 +51,9 @@ COMMON = {
     "check_whole_mixture",
     "check_windows_of_prompts",
 }
-"""One of each family of kernels. A whole model is in `tests/driver/test_decode.py`. All others repeat these kernels in
-other shapes, types and orders, for other layers: whoever changes the target for NVIDIA GPUs runs them."""
+"""One of each family of kernels, and what is fused with them in layers. A whole model is in
+`tests/driver/test_decode.py`. All others repeat these kernels in other shapes, types and orders, for other layers:
+whoever changes the target for NVIDIA GPUs runs them."""
 
 
 @pytest.fixture(scope="module")
