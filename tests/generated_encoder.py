@@ -21,12 +21,14 @@ def write(
     its own (deepstack). `merged`: patches become a token together (pixtral may have no merger)."""
     rng, merge, head = np.random.default_rng(seed), KINDS[kind] if merged else 1, dim // heads
     joined = merge**2 * dim
+    is_omni = kind == "qwen2.5o"
+    named, kind = kind, "qwen2.5vl_merger" if is_omni else kind
     layers = 1 + (deep or kind == "qwen2.5vl_merger")  # the first one of which has windows
     side = side or 2 * merge * patch
     writer = gguf.GGUFWriter(str(path), "clip")
     writer.add_name("random eyes")
     writer.add_bool("clip.has_vision_encoder", True)
-    writer.add_string("clip.projector_type", kind)
+    writer.add_string("clip.projector_type", named)
     sizes = {
         "image_size": side, "patch_size": patch, "embedding_length": dim, "feed_forward_length": width,
         "block_count": layers, "projection_dim": out, "attention.head_count": heads,
@@ -138,6 +140,9 @@ def write(
             matrix("mm.1", out, dim)
             matrix("mm.2", out, out)
             tensor("v.token_embd.img_break", out)
+    if is_omni:  # an encoder of sounds beside it
+        tensor("a.blk.0.attn_q.weight", dim, dim)
+        tensor("mm.a.fc.weight", out, dim)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -39,6 +39,7 @@ ARCHITECTURE = "clip"
 KINDS = {
     "qwen2vl_merger": 2,
     "qwen2.5vl_merger": 2,
+    "qwen2.5o": 2,
     "qwen3vl_merger": 2,
     "gemma3": 4,
     "gemma4v": 3,
@@ -48,7 +49,7 @@ KINDS = {
 }
 """The projector types that the engine runs, and how many patches a side become a token if a file does not say."""
 FITTING = {
-    "qwen2vl": ("qwen2.5vl_merger", "qwen2vl_merger"),
+    "qwen2vl": ("qwen2.5vl_merger", "qwen2vl_merger", "qwen2.5o"),
     "qwen35": ("qwen3vl_merger",),
     "qwen35moe": ("qwen3vl_merger",),
     "qwen3vl": ("qwen3vl_merger",),
@@ -65,6 +66,8 @@ FITTING = {
 }
 """The kinds of encoders that models of an architecture have."""
 
+_SAME = {"qwen2.5o": "qwen2.5vl_merger"}
+"""Kinds whose encoder of pictures is that of another: Qwen 2.5 Omni has one of sounds beside it."""
 _MAX_MERGE, _MAX_SIDE, _MAX_HEAD, _MAX_LAYERS = 16, 1 << 14, 1 << 10, 1 << 10
 _QWEN_TOKENS = {"qwen2vl_merger": (4, 4096), "qwen2.5vl_merger": (4, 4096), "qwen3vl_merger": (64, 4096)}
 """The least are those of the published processors. The most is llama.cpp's: the published 16384 fill most contexts."""
@@ -112,7 +115,7 @@ class _Reader(CheckedFile):
                 f"{self.name} has a projector of the type {printable(kind) or 'none'}, which orin-chat does not run.",
                 f"orin-chat runs these: {', '.join(KINDS)}.",
             )
-        self.kind = kind
+        self.named, self.kind = kind, _SAME.get(kind, kind)
         self.dim, self.patch = self.size("embedding_length"), self.size("patch_size")
         self.heads = self.size("attention.head_count")
         self.head_dim = self.dim // self.heads
@@ -136,7 +139,7 @@ class _Reader(CheckedFile):
         out, steps = self.projector()
         projectors = Projector(2 * layers, steps), *self.later_projectors(layers, out)
         spec = VisionSpec(
-            kind=self.kind,
+            kind=self.named,
             name=self.file.get("general.name", str, self.file.path.stem),
             dim=self.dim,
             patch=self.patch,

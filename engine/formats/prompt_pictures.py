@@ -59,6 +59,7 @@ _QWEN = PictureMarks("<|vision_start|><|image_pad|><|vision_end|>", "<|vision_st
 PICTURE_MARKS = {
     "qwen2vl_merger": _QWEN,
     "qwen2.5vl_merger": _QWEN,
+    "qwen2.5o": PictureMarks("<|vision_bos|><|IMAGE|><|vision_eos|>", "<|vision_bos|>", "<|vision_eos|>"),
     "qwen3vl_merger": _QWEN,
     "gemma3": PictureMarks("<start_of_image>", "\n\n<start_of_image>", "<end_of_image>\n\n"),
     "gemma4v": PictureMarks("<|image|>", "<|image>", "<image|>"),

@@ -18,7 +18,7 @@ def test_every_kind_is_read(kind, tmp_path):
     spec = read_vision(GGUF(generated_encoder.write(tmp_path / "e.gguf", kind, out=96)))
     assert (spec.kind, spec.out, spec.merge) == (kind, 96, KINDS[kind])
     attend, *others = (s.operator for s in spec.sublayers if isinstance(s.operator, PatchAttention))
-    assert attend.windowed == bool(others) == (kind == "qwen2.5vl_merger")
+    assert attend.windowed == bool(others) == (kind in ("qwen2.5vl_merger", "qwen2.5o"))
     assert bool(spec.rotations) == (kind not in ("gemma3", "idefics3", "internvl"))
     assert bool(spec.tiles) == (kind in ("idefics3", "internvl"))
     assert bool(spec.summary) == (kind == "internvl")

@@ -70,6 +70,17 @@ def test_nobody_spells_a_picture(encode, source):
     assert first == [ids.index(-1)]
 
 
+def test_qwen_omni_has_marks_of_its_own(tmp_path):
+    names = "<|vision_bos|>", "<|IMAGE|>", "<|vision_eos|>"
+    tokenizer = Tokenizer(byte_level(tmp_path / "v", special=tuple((name, CONTROL) for name in names)))
+    template = ChatTemplate(PARTS.replace("".join(IMAGES), "".join(names)), "qwen2vl", tokenizer)
+    template.eyes = Eyes(
+        lambda _: SeenPicture(np.zeros((1, 1, 3), np.uint8), 1, 1, (-7,), ""), PICTURE_MARKS["qwen2.5o"]
+    )
+    ids = template.encode([user(f"a{PICTURE_MARK}", 1)]).ids
+    assert ids[-3:] == [tokenizer.special_tokens[names[0]], -7, tokenizer.special_tokens[names[2]]]
+
+
 @pytest.mark.parametrize("tiles", [(1, 1), (2, 1)])
 def test_texts_stand_between_tiles(tiles, tokenizer):
     """And this template reads a message only in parts."""
