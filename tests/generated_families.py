@@ -475,6 +475,7 @@ ARCHITECTURES: dict[str, Parts] = {
         | {"attention.sliding_window": 24, "attention.sliding_window_pattern": [False, True] * 32}
         | {"swiglu_clamp_exp": [0.0, 0.5] * 32, "swiglu_clamp_shexp": [0.0, 0.3] * 32},
     ),
+    "nanbeige": Parts(keys={"num_loops": 2}),
     "openelm": Parts(norms="head"),
     "paddleocr": Parts(keys={"rope.dimension_sections": [2, 3, 3, 0]}),
     "plm": Parts(

@@ -41,7 +41,7 @@ NEIGHBOURS = {
     "llama", "llama4", "mistral3", "granite", "granitemoe", "smollm3", "chatglm", "ernie4_5", "ernie4_5-moe", "glm4",
     "granitehybrid", "command-r", "cohere2", "internlm2", "minicpm", "deepseek2", "deepseek", "bailingmoe", "arcee",
     "maincoder", "xverse", "baichuan", "deci", "granite_swa", "olmo", "muse-glimmer", "mistral4", "llama-embed",
-    "cohere2moe", "plm",
+    "cohere2moe", "plm", "nanbeige",
 }  # fmt: skip
 """Architectures whose files hold the two elements of a rotary pair side by side; in the others they are apart by half
 of what is rotated."""
@@ -152,6 +152,7 @@ class Reference:
         """The stream x after each sublayer. The `caches` of attention are appended."""
         waiting, others = np.float32(0), np.empty((0, *x.shape), np.float32)
         for sublayer, is_added_later in spec.blocks:
+            x = self._normed(x, sublayer.renewed, spec.stream_eps, None) if sublayer.renewed else x
             h = self._normed(x, sublayer.norm, spec.stream_eps, sublayer.norm_bias)
             x = h if sublayer.replaces else x
             match sublayer.operator:

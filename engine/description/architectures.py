@@ -24,15 +24,10 @@ from engine.description.feed_forward_reader import FeedForwardReader
 from engine.description.file_kind import ASSISTANT, check_is_model, check_runs
 from engine.description.head_reader import AttentionHeads
 from engine.description.latent_reader import is_latent, read_latent_attention
+from engine.description.loops import looped
 from engine.description.recurrent_reader import RecurrentReader
 from engine.description.spec import LayerEmbeddings, ModelSpec, Sublayer, Temperature
-from engine.description.sublayers import (
-    Attention,
-    LayerEmbedding,
-    Operator,
-    Vector,
-    Weight,
-)
+from engine.description.sublayers import Attention, LayerEmbedding, Operator, Vector, Weight
 from engine.description.text_encoder import (
     EMBEDDING_NORM,
     last_norm,
@@ -146,7 +141,7 @@ class ModelReader(RecurrentReader, FeedForwardReader):
             embedding=embedding,
             embedding_scale=scale,
             sublayers=(
-                *with_picture_parts(self, map(self.layer, range(self.layers))),
+                *with_picture_parts(self, looped(self, map(self.layer, range(self.layers)), norm)),
                 *((read_merge(self, self.dim),) if has_streams(self) else ()),
             ),
             output_norm=Vector(

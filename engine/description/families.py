@@ -320,6 +320,7 @@ ARCHITECTURES: Mapping[str, Family] = {
         renormalised=False,
         scoring="sigmoid",
     ),
+    "nanbeige": Family(interleaved=True),
     "openelm": Family(),
     "paddleocr": Family(grid="blocks"),
     "plm": Family(interleaved=True, activation="relu2", ungated=True),

@@ -85,7 +85,8 @@ class Sublayer:
     side. `norm_bias` is added to what the norm gives. A sublayer `beside` the one before it reads x as that did, and
     both results, each after its own post norm, are added to x at once. If its norm `replaces` x, the result is added to
     what the norm gives: x = norm(x) + operator(norm(x)) (BERT). With a `picture_part`, this part of the embeddings of
-    pictures is added to their tokens, too; part 0 is what the stream begins with (`VisionSpec.projectors`)."""
+    pictures is added to their tokens, too; part 0 is what the stream begins with (`VisionSpec.projectors`). With
+    `renewed`, x is first replaced by its norm of these weights (`engine.description.loops`)."""
 
     norm: Vector | None
     operator: Operator
@@ -96,10 +97,11 @@ class Sublayer:
     replaces: bool = False
     factor: float = 1.0
     picture_part: int = 0
+    renewed: Vector | None = None
 
     @property
     def vectors(self) -> tuple[Vector, ...]:
-        vectors = self.norm, self.norm_bias, self.post_norm, self.scale
+        vectors = self.renewed, self.norm, self.norm_bias, self.post_norm, self.scale
         own = tuple(vector for vector in vectors if vector)
         return *own, *self.operator.vectors
 
@@ -338,9 +340,11 @@ class ModelSpec:
 
     @property
     def weight_bytes_per_token(self) -> int:
-        """Bytes of weights that a decode step reads: all, but of experts only the chosen ones, and one row of the
-        embeddings, unless they are the head as well."""
-        n_bytes = self.matrix_bytes + self.vector_bytes
+        """Bytes of weights that a decode step reads: all, those of layers that run several times as often, but of
+        experts only the chosen ones, and one row of the embeddings, unless they are the head as well."""
+        of_layers = [weight for sublayer in self.sublayers for weight in sublayer.operator.weights]
+        again = sum(w.n_bytes for w in of_layers) - sum(w.n_bytes for w in dict.fromkeys(of_layers))
+        n_bytes = self.matrix_bytes + self.vector_bytes + again
         for operator in self.experts:
             for weight in operator.matrices:
                 n_bytes -= weight.n_bytes * (operator.count - operator.used) // operator.count

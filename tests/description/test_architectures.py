@@ -125,6 +125,19 @@ def test_sizes_of_each_layer(path_of):
     assert read(path_of("qwen3moe"), **width) == read(path_of("qwen3moe"))
 
 
+def test_layers_that_run_several_times(path_of):
+    spec, once = read(path_of("nanbeige")), read(path_of("nanbeige"), nanbeige__num_loops=None)
+    assert spec.sublayers[: 2 * LAYERS] == once.sublayers
+    assert [bool(s.renewed) for s in spec.sublayers] == [i == 2 * LAYERS for i in range(4 * LAYERS)]
+    assert len(spec.caching) == 2 * len(once.caching) and [*spec.weights()] == [*once.weights()]
+    of_layers = sum(w.n_bytes for s in once.sublayers for w in s.operator.weights)
+    assert spec.weight_bytes_per_token - once.weight_bytes_per_token == of_layers
+    plain = read(path_of("nanbeige"), nanbeige__skip_loop_final_norm=True)
+    assert plain.sublayers == 2 * once.sublayers
+    with pytest.raises(ModelFileError, match="its layers run 1000 times"):
+        read(path_of("nanbeige"), nanbeige__num_loops=1000)
+
+
 def test_limits_of_experts(path_of):
     """Those of Step 3.5 are of SiLU, of whose argument those of Maple are."""
     limited, other = read(path_of("step35")).experts

@@ -63,6 +63,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "muse-glimmer F32": {"architecture": "muse-glimmer", "quant": "F32", "layers": 4},
     "laguna F32, 8 of 16 rotated": {"architecture": "laguna", "quant": "F32", "rotated": 8},
     "step35 F32": {"architecture": "step35", "quant": "F32"},
+    "nanbeige F32": {"architecture": "nanbeige", "quant": "F32", "layers": 1},
     "mpt F32": {"architecture": "mpt", "quant": "F32", "layers": 1},
     "bloom F32": {"architecture": "bloom", "quant": "F32", "layers": 1},
     "stablelm-12b F32": {"architecture": "stablelm-12b", "quant": "F32", "layers": 1},

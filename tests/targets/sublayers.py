@@ -76,6 +76,9 @@ def cpu_step(model: CPUModel, tile: int, see: See = keep) -> Step:
             (got.choices if name == "chosen" else got.streams).append(rows[0].copy())
         if done < len(sequence.programs):
             pool.run(sequence.first + done, len(sequence.programs) - done)
+        for sublayer, of in enumerate(spec.sublayers):
+            if of.renewed:  # what it finds
+                del got.streams[sublayer]
         for sublayer, (_, is_added_later) in enumerate(spec.blocks):
             if is_added_later:  # the stream after it is that before it
                 before = got.streams[sublayer - 1] if sublayer else embedding

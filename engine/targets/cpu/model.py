@@ -42,12 +42,14 @@ class Joint:
 
 @dataclass
 class Layer:
-    """A sublayer. `scale`: what the stream is multiplied by after it, if there is something."""
+    """A sublayer. `scale`: what the stream is multiplied by after it, if there is something. `renewed`: see
+    `Sublayer`."""
 
     norm: Tensor | None
     handler: Handler
     post_norm: Tensor | None
     scale: list[Tensor]
+    renewed: Tensor | None = None
 
 
 class CPUModel(StepBuffers):
@@ -135,7 +137,7 @@ class CPUModel(StepBuffers):
             uses.add(BufferUse("embedding", "token", table.rows), table.stream)
         self.add_uses(uses)
         for layer in self.layers:
-            uses.add(BufferUse("norm"), layer.norm, layer.post_norm, *layer.scale)
+            uses.add(BufferUse("norm"), layer.norm, layer.post_norm, *layer.scale, layer.renewed)
             layer.handler.add_uses(uses)
         if tables := self.layer_tables:
             uses.add(BufferUse("embedding", "token", self.spec.vocab), tables.table.data)
@@ -169,4 +171,5 @@ def _layer(sublayer: Sublayer, is_added_later: bool, loading: Loading) -> Layer:
     is_added = post_norm is None and not (spec.centred or is_added_later or sublayer.beside)
     read = None if sublayer.replaces else norm
     handler = HANDLERS[type(sublayer.operator)](sublayer.operator, read, is_added, loading)
-    return Layer(norm, handler, post_norm, [vector(sublayer.scale)] if sublayer.scale else [])
+    renewed = sublayer.renewed and vector(sublayer.renewed)
+    return Layer(norm, handler, post_norm, [vector(sublayer.scale)] if sublayer.scale else [], renewed)

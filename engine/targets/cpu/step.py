@@ -52,6 +52,8 @@ def step_kernels(model: CPUModel, tile: int, rows: int = 0, whole: bool = False)
     last = None if rows or whole else model.layers[spec.last_keeping]
     waiting, post_eps = list[Tensor](), spec.post_eps or None
     for layer, (sublayer, is_added_later) in zip(model.layers, spec.blocks, strict=True):
+        if layer.renewed is not None:
+            step.add_normed(step.x, step.x, layer.renewed, added=False, eps=spec.stream_eps)
         if layer is last:
             layer.handler.keep(step)
             break

@@ -74,6 +74,8 @@ class CPUWeights:
             shape = self.sizes(*expert_shape(weight.rows, weight.cols, layout, added))
         else:
             shape = self.sizes(*shape_of(weight.rows, weight.cols, layout, added, first, out_rows))
+        if (known := self._streams.get(weight.key)) is not None:  # layers may run several times
+            return Matrix(layout, weight.rows, weight.cols, shape, known)
         stream = memory.zeros(layout.size(n_rows, weight.cols), layout.dtype)
         is_cached = self._cache and self._cache.read(weight.key, memory.view(stream).view(np.uint8))
         self._repacked = self._repacked or not is_cached

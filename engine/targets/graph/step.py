@@ -209,6 +209,7 @@ class Transformer(RecurrentLayers, StreamLayers):
         waiting: list[Tensor] = []
         for sublayer, is_added_later in spec.blocks:
             norm, operator = sublayer.norm, sublayer.operator
+            x = self._stream_norm(x, sublayer.renewed) if sublayer.renewed else x
             h = x if norm is None else self._stream_norm(x, norm, sublayer.norm_bias)
             x = h if sublayer.replaces else x
             y = _SUBLAYERS[type(operator)](self, operator, h, run)

@@ -64,7 +64,14 @@ class DecodeKernels(DecodeMemory):
         self._embed(step)
         ends = [len(step.sequence)]
         for following, layer in enumerate(model.layers, 1):
-            step.inputs, step.post_norm, step.scale = model.inputs(following), layer.post_norm, layer.scale
+            if layer.renewed:
+                stream = step.stream
+                assert stream.parts is not None
+                step.inputs = model.inputs(following - 1)
+                step.begin_normed(self.h, stream.parts, stream.n_parts, layer.renewed)
+            is_renewed = following < len(model.layers) and model.layers[following].renewed is not None
+            step.inputs = [] if is_renewed else model.inputs(following)
+            step.post_norm, step.scale = layer.post_norm, layer.scale
             step.is_followed_beside, step.factor = layer.is_followed_beside, layer.factor
             layer.handler.decode(step, layer.norm)
             ends.append(len(step.sequence))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from itertools import groupby
 
@@ -21,6 +23,7 @@ from engine.targets.nvidia.kernels.products.schedules import best_schedule, in_d
 from engine.targets.nvidia.kernels.weights.weight_layout import WeightLayout
 from engine.targets.nvidia.kernels.weights.weight_repacking import MatrixSpec, TensorRows
 
+_known: ContextVar[dict[tuple[tuple[Weight, ...], bool], Matrix] | None] = ContextVar("known", default=None)
 _PIECE_ROWS = 32  # so that a plane of a piece begins where kernels may load several numbers at once
 
 
@@ -137,8 +140,26 @@ def matrices_of(weights: Sequence[Weight], alternate: bool = False) -> list[Matr
     for type, group in groupby(weights, lambda weight: weight.type):
         same_type = list(group)
         rows = tuple(TensorRows(weight.experts * weight.rows, weight.order) for weight in same_type)
-        matrices.append(Matrix(same_type, MatrixSpec(WeightLayout(type), rows, same_type[0].cols, alternate)))
+        spec = MatrixSpec(WeightLayout(type), rows, same_type[0].cols, alternate)
+        key, known = (tuple(same_type), alternate), _known.get()
+        if known is None:
+            matrices.append(Matrix(same_type, spec))
+            continue
+        if key not in known:
+            known[key] = Matrix(same_type, spec)
+        matrices.append(known[key])
     return matrices
+
+
+@contextmanager
+def sharing() -> Iterator[None]:
+    """Layers that are made within have the same matrices if their weights are the same: those that run several times
+    (`engine.description.loops`)."""
+    token = _known.set({})
+    try:
+        yield
+    finally:
+        _known.reset(token)
 
 
 def floats_of(weights: Weights, weight: Weight) -> NDArray[np.float32]:

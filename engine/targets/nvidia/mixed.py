@@ -62,10 +62,13 @@ class MixedKernels(PrefillKernels):
         if self._model.layer_tables:
             replies.layer_embeddings = step.layer_embeddings
         for layer in layers[: storing.start]:
+            layer.begin(step)
             layer.leave(step, layer.handler.mixed(step, layer.norm))
         for layer in layers[storing.start : storing.stop]:
+            layer.begin(step)
             layer.leave(replies, layer.handler.last_mixed(step, layer.norm))
         for layer in layers[storing.stop :]:
+            layer.begin(replies)
             layer.leave(replies, layer.handler.rows(replies, layer.norm))
         batch.finish(replies, ending)
         return step.sequence

@@ -13,7 +13,6 @@ from engine.targets.nvidia.kernels.kernel_sequence import KernelSequence
 from engine.targets.nvidia.kernels.products.activation_order import Order
 from engine.targets.nvidia.kernels.products.prompt_products import prompt_order
 from engine.targets.nvidia.kernels.residual_stream.embedding import embed_prompt
-from engine.targets.nvidia.kernels.residual_stream.prefill import norm_embeddings
 from engine.targets.nvidia.prompt_step import PromptMemory, PromptStep
 from engine.targets.nvidia.sublayers.handler import Layer
 from engine.targets.nvidia.weights import GPUModel
@@ -45,8 +44,10 @@ class PrefillKernels(PromptMemory):
         )
         self._embed(step, self.ids, layers[: storing.start], self.places)
         for layer in layers[: storing.start]:
+            layer.begin(step)
             layer.leave(step, layer.handler.prefill(step, layer.norm))
         for layer in layers[storing.start : storing.stop]:
+            layer.begin(step)
             layer.handler.store(step, layer.norm)
         return step.sequence
 
@@ -55,6 +56,7 @@ class PrefillKernels(PromptMemory):
         model, step = self._model, PromptStep(self, tokens, self.order(tokens))
         self._embed(step, self.ids, model.layers, self.places)
         for layer in model.layers:
+            layer.begin(step)
             layer.leave(step, layer.handler.prefill(step, layer.norm))
         step.norm(model.output_norm)  # adds the last result
         return step.sequence
@@ -92,10 +94,8 @@ class PrefillKernels(PromptMemory):
         pictures = self.pictures[0] if self.pictures else None
         ins = {"ids": ids, "planes": model.embedding.planes, "pictures": pictures}
         step.add(kernel, stream=stream, **ins, **of_positions)
-        if norm := model.embedding_norm:
-            is_shifted = norm.bias is not None
-            kernel = norm_embeddings(step.tokens, spec.dim, spec.stream_eps, spec.centred, is_shifted)
-            step.add(kernel, stream=stream, **step.norm_vectors(norm))
+        if model.embedding_norm:
+            step.renew(model.embedding_norm)
         if model.layer_tables:
             model.layer_tables.prefill(step, ids, layers)
         if model.joint:

@@ -38,6 +38,7 @@ from engine.targets.nvidia.kernels.residual_stream.prefill import (
     bend_prompt,
     last_rows,
     least_gates,
+    norm_embeddings,
     norm_prompt,
 )
 from engine.targets.nvidia.kernels.uops import Activation
@@ -159,6 +160,14 @@ class PromptStep(Step):
         """Adds the pending results to the residual stream, if there are any."""
         if self.pending:
             self.norm(no_norm(self.width))
+
+    def renew(self, norm: Norm) -> None:
+        """Replaces the residual stream by its norm."""
+        self.settle()
+        spec = self.spec
+        kernel = norm_embeddings(self.tokens, spec.dim, spec.stream_eps, spec.centred, norm.bias is not None)
+        self.add(kernel, stream=self.h, **self.norm_vectors(norm))
+        self.changed()
 
     def changed(self) -> None:
         """Says that a kernel has changed the residual stream."""

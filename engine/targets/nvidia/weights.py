@@ -32,7 +32,7 @@ from engine.targets.nvidia.filling import fill, prepare
 from engine.targets.nvidia.joint import Joint
 from engine.targets.nvidia.kernels.attention.kv_cache import LENGTH_UNIT
 from engine.targets.nvidia.kernels.residual_stream.embedding import Positions
-from engine.targets.nvidia.matrices import Matrix, Product, product_of
+from engine.targets.nvidia.matrices import Matrix, Product, product_of, sharing
 from engine.targets.nvidia.norms import Input, Norm, inputs_of
 from engine.targets.nvidia.sublayers.attention import AttentionHandler
 from engine.targets.nvidia.sublayers.delta_net import DeltaNetHandler
@@ -131,7 +131,9 @@ class GPUModel:
 
     @property
     def matrices(self) -> list[Matrix]:
-        return [matrix for product in self.products for matrix in product.all_matrices]
+        """Each once, however many layers share it."""
+        found = (matrix for product in self.products for matrix in product.all_matrices)
+        return [*{id(matrix): matrix for matrix in found}.values()]
 
     @property
     def attention(self) -> list[AttentionHandler]:
@@ -199,9 +201,11 @@ def allocate(
     loading = Loading(
         weights, context, chunk, parallel, kv, ropes, temperature, iter(choices.arrays), looks_ahead, caches
     )
+    with sharing():
+        layers = [_layer(*block, loading) for block in spec.blocks]
     return GPUModel(
         spec=spec,
-        layers=[_layer(*block, loading) for block in spec.blocks],
+        layers=layers,
         embedding=embedding,
         head=head,
         output_norm=loading.norm(spec.output_norm, spec.output_norm_bias),
@@ -229,4 +233,5 @@ def _layer(sublayer: Sublayer, is_followed_beside: bool, loading: Loading) -> La
     post_norm, scale = loading.vector(sublayer.post_norm), loading.vector(sublayer.scale)
     made = handler(sublayer.operator, loading)
     beside = is_followed_beside, sublayer.picture_part, sublayer.factor
-    return Layer(norm, made, post_norm, scale, *beside)
+    renewed = loading.norm(sublayer.renewed, None) if sublayer.renewed else None
+    return Layer(norm, made, post_norm, scale, *beside, renewed)

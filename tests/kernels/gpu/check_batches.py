@@ -27,6 +27,10 @@ def check_rows() -> None:
     hold(binds=True, architecture="qwen3", **SMALL)
 
 
+def check_rows_of_layers_that_run_several_times() -> None:
+    hold(architecture="nanbeige", **SMALL)
+
+
 def check_rows_with_windows_and_norms_after() -> None:
     keys = {"attention.sliding_window": 4, "attention.sliding_window_pattern": 2}
     hold(architecture="gemma3", keys=keys, **SMALL | {"layers": 2})

@@ -32,6 +32,11 @@ def check_mixed_steps_of_all_sizes() -> None:
     hold(architecture="qwen3", **SMALL)
 
 
+def check_mixed_layers_that_run_several_times() -> None:
+    """Also rows of replies alone, after the last layer that stores."""
+    hold((128,), architecture="nanbeige", **SMALL | {"layers": 1})
+
+
 def check_mixed_windows_and_norms_after() -> None:
     keys = {"attention.sliding_window": 4, "attention.sliding_window_pattern": 2}
     hold(architecture="gemma3", keys=keys, **SMALL)

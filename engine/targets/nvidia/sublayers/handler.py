@@ -128,7 +128,7 @@ class Handler(ABC):
 class Layer:
     """A sublayer with its norms. `scale`: float32 (1,), what the stream is multiplied by after it, as by `factor`. If
     it `is_followed_beside`, the next sublayer reads the stream as this one does, and their results are added together.
-    `picture_part`: see `Sublayer`."""
+    `picture_part`, `renewed`: see `Sublayer`."""
 
     norm: Norm
     handler: Handler
@@ -137,10 +137,16 @@ class Layer:
     is_followed_beside: bool = False
     picture_part: int = 0
     factor: float = 1.0
+    renewed: Norm | None = None
 
     @property
     def inputs(self) -> list[Input]:
         return self.handler.inputs(self.norm)
+
+    def begin(self, step: PromptStep) -> None:
+        """Changes the stream as the sublayer is to find it."""
+        if self.renewed:
+            step.renew(self.renewed)
 
     def leave(self, step: PromptStep, result: Sums | None) -> None:
         """Leaves the sublayer's result to the next norm of the stream, with those of sublayers beside it."""
