@@ -103,6 +103,21 @@ class ChatTemplate:
             return text not in self._renderer.render(asked)
         return False
 
+    @cached_property
+    def _leaves_out_system(self) -> bool:
+        """Whether the template leaves out a system text without a word (Phi-3)."""
+        roles, write = {"system": "something", "user": "else"}, as_parts if self._reads_only_parts else str
+        asked = {
+            "messages": [{"role": role, "content": write(text)} for role, text in roles.items()],
+            "bos_token": "",
+            "eos_token": "",
+            "add_generation_prompt": True,
+            "now": self.now().isoformat(),
+        }
+        with suppress(Broken, Refused, TemplateError):
+            return roles["system"] not in self._renderer.render(asked)
+        return False
+
     @classmethod
     def from_gguf(cls, gguf: GGUF, tokenizer: Tokenizer) -> Self:
         """The template of a model file, or that of the model's family if the file has none."""
@@ -125,10 +140,10 @@ class ChatTemplate:
         thinking model to think, or not to, and `effort` says how much (None: as the template has it). `tools` are those
         of `Chat`; if the template does not show them, the system text does (`told_tools`).
 
-        If the template refuses the conversation, it gets a simpler one: the system text in the first user turn, turns
-        of the same role joined. If it does not work at all, the template of the model's family is used, unless there
-        are tools. Raises TemplateError if the template refuses the simpler one too, or takes too much time or memory.
-        `most` and what it raises: see `Tokenizer.encode_segments`.
+        If the template refuses the conversation, or leaves out its system text, it gets a simpler one: the system text
+        in the first user turn, turns of the same role joined. If it does not work at all, the template of the model's
+        family is used, unless there are tools. Raises TemplateError if the template refuses the simpler one too, or
+        takes too much time or memory. `most` and what it raises: see `Tokenizer.encode_segments`.
         """
         if not messages:
             raise TemplateError("There is nothing to answer.", "Write a message first.")
@@ -241,9 +256,10 @@ class ChatTemplate:
             return renderer.render(variables | {"messages": asked})
 
         simpler = _simplified(messages)
+        is_left_out = messages[0].role == "system" and renderer is self._renderer and self._leaves_out_system
         try:
             try:
-                return render(messages)
+                return render(simpler if is_left_out else messages)
             except Refused:
                 if simpler == [*messages]:
                     raise

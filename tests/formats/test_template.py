@@ -281,6 +281,17 @@ def test_a_template_without_system_role_gets_it_in_the_first_user_turn(template)
     assert text_of(t, [system("S")]) == "u:S;" and t.warning == ""
 
 
+def test_a_system_text_that_a_template_leaves_out_is_in_the_first_user_turn(template):
+    silent = template(
+        "{% for m in messages if m.role != 'system' %}{{ m.role[0] }}:{{ m.content }};{% endfor %}"
+    )
+    assert (
+        text_of(silent, [system("S"), user("U"), assistant("A")], add_generation_prompt=False)
+        == "u:S\n\nU;a:A;"
+    )
+    assert text_of(silent, [user("U")]) == "u:U;"
+
+
 def test_a_template_that_refuses_empty_replies_gets_none(template):
     t = template(ECHO.replace("{{ m.role", "{{ raise_exception('Empty') if not m.content }}{{ m.role"))
     stopped = [user("U"), assistant("", thinking="T"), user("V")]
