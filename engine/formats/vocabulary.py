@@ -137,8 +137,9 @@ class Vocabulary:
 
     def _set_special_ids(self, gguf: GGUF, ends: set[int]) -> None:
         def special_id(name: str, default: int | None = None) -> int | None:
-            id = gguf.get(f"tokenizer.ggml.{name}_token_id", int, default)
-            return id if id is not None and 0 <= id < self.vocab_size else None
+            """What the file says, or the default if that is no token, as in llama.cpp."""
+            ids = gguf.get(f"tokenizer.ggml.{name}_token_id", int, default), default
+            return next((id for id in ids if id is not None and 0 <= id < self.vocab_size), None)
 
         self.bos_id = special_id("bos", 1 if self.sentencepiece else None)
         self.eos_id = special_id("eos", 2 if self.sentencepiece else None)

@@ -390,7 +390,8 @@ def test_sentencepiece_space_prefix(tmp_path, spm):
     assert names(spm, "") == []
     for text in ("a", " a", "  a", "a b", ""):
         assert decode(spm, spm.encode(text)) == text
-    t = Tokenizer(sentencepiece(tmp_path / "v", PIECES, add_space_prefix=False))
+    t = Tokenizer(sentencepiece(tmp_path / "v", PIECES, add_space_prefix=False, bos_token_id=99999))
+    assert names(t, "a", add_special=True) == ["<s>", "a"]  # as without a number that is no token
     assert names(t, "a") == ["a"] and decode(t, t.encode(" a")) == " a"
 
 
