@@ -41,7 +41,7 @@ class DiskCache:
     """The entries in `folder` for one `environment`. A key may be any value whose `repr` identifies it."""
 
     def __init__(self, folder: Path, environment: str) -> None:
-        self._folder, self._environment = folder, environment
+        self._folder, self.environment = folder, environment
         self._writable = True
 
     def get(self, table: str, key: object) -> Any:
@@ -83,7 +83,7 @@ class DiskCache:
             self._path(table, key).unlink(missing_ok=True)
 
     def _path(self, table: str, key: object) -> Path:
-        words = f"{self._environment}\n{table}\n{key!r}"
+        words = f"{self.environment}\n{table}\n{key!r}"
         return self._folder / hashlib.sha256(words.encode()).hexdigest()
 
     @functools.cache  # noqa: B019 (a process has one cache for its whole life)
@@ -119,9 +119,10 @@ def _folder() -> Path:
 
 
 @functools.cache
-def known_starts() -> DiskCache:
-    """Which starts need not compile anything, as it was with the device, driver and tinygrad of then: to be asked
-    before tinygrad is imported."""
+def lasting_cache() -> DiskCache:
+    """What outlives a change of driver, tinygrad and our source, or is to be asked before tinygrad is imported: which
+    starts need not compile anything, and which schedules searches found. The keys or the values say what of these they
+    depend on."""
     return DiskCache(_folder(), "")
 
 

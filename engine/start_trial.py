@@ -15,7 +15,7 @@ from engine.disk_cache import DiskCache
 from engine.errors import OrinError
 
 MAX_STARTS = 3  # a start may also be ended by its user
-_TABLE = "starts"
+_TABLE = "results on trial"
 
 
 class StartTrials:
@@ -30,6 +30,11 @@ class StartTrials:
         """Puts a new result on trial."""
         self._own.add(key)
         cache.put(_TABLE, key, 0)
+
+    def begin_again(self, cache: DiskCache, key: Hashable) -> None:
+        """Puts a result that was proved on trial once more, since kernels have changed."""
+        if key not in self._own:
+            cache.put(_TABLE, key, 0)
 
     def may_use(self, cache: DiskCache, key: Hashable) -> bool:
         """Whether this start may use a result. False once for one that failed; the caller then deletes it."""

@@ -20,10 +20,11 @@ from app.cli.progress import describe
 from app.cli.signals import run_until_signal
 from engine.protocol.client import Engine, LocalEngine
 from engine.protocol.events import EngineOptions, Event, Failed, Ready, Search, Warming
-from widgets.text import one_line
+from widgets.text import counted, one_line
 
 WIDTH = 16  # of a search that leaves no candidate out
 SECONDS = 120
+_LEAST_PERCENT = 0.1  # that is said
 EPILOG = """\
 Every later start on this machine uses what was found, for each model with products of
 these shapes. Ctrl+C ends the search and keeps what it has found. --again also repeats
@@ -55,7 +56,8 @@ def run(
         return 0
     finally:
         if table := display.results():
-            Console(width=None if sys.stdout.isatty() else 120, highlight=False).print(table)
+            console = Console(width=None if sys.stdout.isatty() else 120, highlight=False)
+            console.print(table, *display.gained(), sep="\n")
 
 
 def _parse(arguments: Sequence[str]) -> Namespace:
@@ -128,6 +130,20 @@ class _Display:
                 figures = (tried, str(s.refused), f"{s.after_us:.1f}", f"{gain:.1%}")
             table.add_row(one_line(s.what), one_line(s.choice), *figures)
         return table
+
+    def gained(self) -> list[str]:
+        """What all together has gained, and why some were searched once more; in sentences."""
+        new = [s for s in self._searches.values() if not s.found and s.after_us]
+        if not new:
+            return []
+        before_us, after_us = new[0].before_us, new[-1].after_us
+        percent = (1 - after_us / before_us) * 100
+        less = f", {percent:.1f} % less than before" if percent >= _LEAST_PERCENT else ", as before"
+        said = [f"A token takes {after_us:,.0f} µs{less}."]
+        if outdated := sum(s.outdated for s in new):
+            of = f"{outdated} of {counted(len(new), 'product')}"
+            said.append(f"{of} had schedules that were measured with earlier kernels.")
+        return said
 
     def _say(self, sentence: str) -> None:
         self._messages.print(one_line(f"orin-chat: {sentence}"), markup=False)

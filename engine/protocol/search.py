@@ -14,8 +14,8 @@ class Tune(_Record, frozen=True, kw_only=True):
 class Search(_Record, frozen=True, kw_only=True):
     """The search for the fastest kernel of a product; `what` names the product. Of about `total` candidates `tried`
     were timed, and `refused` of these failed or gave other results. A decode step took `before_us` at first and takes
-    `after_us` with the best candidate, which is `choice`. `found`: the result is from an earlier run. `left_s` is the
-    time left for all products."""
+    `after_us` with the best candidate, which is `choice`. `found`: the result is from an earlier run. `outdated`:
+    the schedule at first was measured with other kernels than these. `left_s` is the time left for all products."""
 
     what: str
     choice: str
@@ -26,6 +26,7 @@ class Search(_Record, frozen=True, kw_only=True):
     after_us: float
     left_s: float
     found: bool = False
+    outdated: bool = False
 
 
 class Tuned(_Record, frozen=True, kw_only=True):

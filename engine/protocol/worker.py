@@ -415,7 +415,7 @@ def _load_text_model(options: EngineOptions, report: Report) -> Model:
         prepare,
         unusable_cuda,
     )
-    from engine.disk_cache import known_starts, source_digest
+    from engine.disk_cache import lasting_cache, source_digest
     from engine.formats.merging import MergingProcess
 
     timeline.until_now("process")
@@ -424,7 +424,7 @@ def _load_text_model(options: EngineOptions, report: Report) -> Model:
     with timeline.span("device"):
         dev = prepare(options, asked is not None)  # sets the variables that tinygrad reads at import
         start = source_digest(), options
-        if not (is_known := known_starts().get("starts", start)):  # there may be kernels to compile
+        if not (is_known := lasting_cache().get("starts", start)):  # there may be kernels to compile
             compiler_server.start([] if dev.startswith("CPU") else [_KERNELS])
         install(dev)
     if asked and (why := asked()):
@@ -451,7 +451,7 @@ def _load_text_model(options: EngineOptions, report: Report) -> Model:
     except ExceptionGroup as failures:  # one for each of the interfaces through which tinygrad tries a device
         raise no_device_error(dev, failures) from failures
     if not is_known:
-        known_starts().put("starts", start, True)
+        lasting_cache().put("starts", start, True)
     return model
 
 

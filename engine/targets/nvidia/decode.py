@@ -49,19 +49,23 @@ class DecodeKernels(DecodeMemory):
     def step(self, limit: int, ending: Ending) -> KernelSequence:
         """The kernels of a step after fewer than `limit` tokens, one of `context_limits`. The next token goes to the
         position among those of the ending, and to `state`."""
-        return self._step(limit, ending)[0]
+        return self._step(self._model, limit, ending)[0]
+
+    def short_step(self, ending: Ending) -> KernelSequence:
+        """The kernels of a step of a few layers (`GPUModel.shortened`) and the head, after few tokens."""
+        return self._step(self._model.shortened(), self.context_limits[0], ending)[0]
 
     def outputs(self, limit: int, ending: Ending) -> Iterator[NDArray[np.float32]]:
         """Runs such a step as far as the embedding, and then each sublayer, and gives the residual stream."""
-        sequence, ends = self._step(limit, ending)
+        sequence, ends = self._step(self._model, limit, ending)
         for first, end in itertools.pairwise([0, *ends]):
             sequence.run(first, end)
             yield self.h.numpy()
 
-    def _step(self, limit: int, ending: Ending) -> tuple[KernelSequence, list[int]]:
+    def _step(self, model: GPUModel, limit: int, ending: Ending) -> tuple[KernelSequence, list[int]]:
         """The kernels of a step, and how many there are up to the embedding and to each sublayer."""
-        model, step = self._model, DecodeStep(self, limit)
-        self._embed(step)
+        step = DecodeStep(self, limit)
+        self._embed(step, model)
         ends = [len(step.sequence)]
         for following, layer in enumerate(model.layers, 1):
             if layer.renewed:
@@ -89,8 +93,8 @@ class DecodeKernels(DecodeMemory):
             step.add(next_token(blocks, self._context), state=self.state, tokens=tokens, **best)
         return step.sequence, ends
 
-    def _embed(self, step: DecodeStep) -> None:
-        model, spec, tables = self._model, self.spec, self._model.layer_tables
+    def _embed(self, step: DecodeStep, model: GPUModel) -> None:
+        spec, tables = self.spec, model.layer_tables
         last, blocks = model.layers[-1].handler.products[-1], UNIT // QUARTER
         inputs = [*{i.key: i for i in (*model.inputs(0), *(tables.inputs if tables else []))}.values()]
         step.inputs = [] if spec.centred else inputs

@@ -480,11 +480,12 @@ class NvidiaRunner:
         return is_changed
 
     def search_target(self) -> SearchTarget:
-        """The step whose schedules are searched. Ends what the runner has launched."""
+        """The steps in which schedules are searched. Ends what the runner has launched."""
         self._steps.finish()
         self._steps.end(0)
         self._send_tables()
         step = lambda: self._steps.kernels(1, self._steps.limits(1)[0])
         vocab = self._model.spec.vocab
         trials = StepTrials(self._send_token, self._one.logits, self.search_tokens, vocab)
-        return SearchTarget(self._model.products, step, trials.logits, trials.seconds)
+        short_step = self._steps.short_kernels
+        return SearchTarget(self._model.products, step, short_step, trials.logits, trials.seconds)

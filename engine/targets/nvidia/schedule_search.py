@@ -1,198 +1,272 @@
 """Searches the schedules of products that make a decode step fastest, one product after another.
 
-Candidates are timed in whole steps, because the kernel that is fastest by itself is not always the fastest among its
-neighbours. A candidate counts only if the step's logits stay the same. The result is stored for this device.
+Candidates are timed in steps of a few layers and the head, because the kernel that is fastest by itself is not always
+the fastest among its neighbours, and beside the step as it is, because clocks change. First come those that the model
+of the GPU finds cheap, then those like the best of them, until none is better. A candidate counts only if the step's
+logits stay the same, and is taken only if the whole step is faster, too. The result is stored for this device.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
+from itertools import islice
 
 import numpy as np
-from tinygrad import Device
+from tinygrad import Device, UOp
 
 from engine.candidate_trial import CandidateFailedError, device_works, has_failed, trial
 from engine.disk_cache import disk_cache
-from engine.kernels.compilation import compile_all
+from engine.errors import PreemptedError
+from engine.kernels.compilation import compile_all, interruptible
 from engine.protocol.events import Search
 from engine.runtime.model_runner import Interrupted, SearchRequest
 from engine.runtime.sampling import Logits
 from engine.targets.nvidia.kernels.device import chip
 from engine.targets.nvidia.kernels.kernel_sequence import KernelSequence
 from engine.targets.nvidia.kernels.products.matvec import Schedule, StackedMatrices
-from engine.targets.nvidia.kernels.products.schedules import candidates, save_search_result, search_result
+from engine.targets.nvidia.kernels.products.schedules import (
+    candidates,
+    is_outdated,
+    neighbours,
+    save_search_result,
+    search_result,
+)
 from engine.targets.nvidia.matrices import Product
 
 _CANDIDATES_PER_WIDTH = 12  # for each shape
+_BEST = 2  # candidates so far whose neighbours are tried, and which may be taken at the end
+_BASE_EVERY = 4  # candidates, the step as it is is timed again
 _TRIAL_S = 20.0  # a candidate that takes longer than this to run and to time hangs
 _TOLERANCE = 2e-3  # of the largest logit: sums have another order, and keys and values are half precision
-_MIN_GAIN = 0.003  # of a step's time: a smaller gain may be noise
+_MIN_GAIN = 0.002  # of a short step's time: a smaller gain may be noise
+
+Run = Callable[[], None]
 
 
 @dataclass(frozen=True)
 class SearchTarget:
-    """The decode step that is searched. `build_step` makes its kernels with the schedules that are set. The other two
-    take a captured step: `check_logits` returns the logits after a few tokens, `step_seconds` the time of a step."""
+    """The decode step that is searched. `build_step` makes its kernels with the schedules that are set, `short_step`
+    those of a step of a few layers and the head. The other two take a captured step: `check_logits` returns the logits
+    after a few tokens, `step_seconds` the time of a step."""
 
     products: list[Product]
     build_step: Callable[[], KernelSequence]
-    check_logits: Callable[[Callable[[], None]], Logits]
-    step_seconds: Callable[[Callable[[], None]], float]
+    short_step: Callable[[], KernelSequence]
+    check_logits: Callable[[Run], Logits]
+    step_seconds: Callable[[Run], float]
 
 
 def search(target: SearchTarget, request: SearchRequest) -> None:
-    """Finds and sets the schedules of all products."""
-    shapes: dict[StackedMatrices, list[Product]] = {}
-    for product in target.products:
-        shapes.setdefault(product.stack, []).append(product)
-    todo: list[list[Product]] = []
-    known: list[list[Product]] = []
-    for stack, products in shapes.items():
-        earlier = search_result(stack)
-        (todo if request.again or earlier is None or earlier[1] < request.width else known).append(products)
-    cached = len(known)
-    for products in known:
-        request.report(cached, len(shapes), cached, search_event(products[0], found=True))
-    if not todo:
-        return
-    deadline = time.monotonic() + request.seconds
-    interrupted = request.interrupted or (lambda: False)
-    expected = target.check_logits(target.build_step().capture())
-    todo.sort(key=lambda products: -products[0].stack.n_bytes * len(products))
-    for i, products in enumerate(todo):
+    """Finds and sets the schedules of all products: first of those that were measured with other kernels, and that take
+    longest."""
+    shapes = _shapes(target)
+    known = [] if request.again else [shape for shape in shapes if shape.is_known(request.width)]
+    todo = sorted((s for s in shapes if s not in known), key=lambda s: (not s.is_outdated, -s.share))
+    for shape in known:
+        request.report(len(known), len(shapes), len(known), search_event(shape.first, found=True))
+    if todo:
+        with (
+            interruptible(request.interrupted) if request.interrupted else nullcontext(),
+            suppress(PreemptedError),  # while kernels were compiled: the shape at hand is as it was
+        ):
+            _search(target, request, todo, len(known))
+
+
+def _search(target: SearchTarget, request: SearchRequest, todo: list[_Shape], cached: int) -> None:
+    deadline, interrupted = time.monotonic() + request.seconds, request.interrupted or (lambda: False)
+    steps = _Steps.of(target)
+    for done, shape in enumerate(todo):
         if interrupted():
             return
-        shape = _ShapeSearch(target, products, expected, request.interrupted)
+        one = _ShapeSearch(target, steps, shape, interrupted)
 
-        def progress(done: int, shape: _ShapeSearch = shape) -> None:
-            request.report(
-                cached + done, len(shapes), cached, shape.event(max(0.0, deadline - time.monotonic()))
-            )
+        def progress(done: int, one: _ShapeSearch = one) -> None:
+            event = one.event(max(0.0, deadline - time.monotonic()))
+            request.report(cached + done, cached + len(todo), cached, event)
 
-        progress(i)
-        share_s = (deadline - time.monotonic()) / (len(todo) - i)
-        for _ in shape.run(_CANDIDATES_PER_WIDTH * request.width, time.monotonic() + share_s):
-            progress(i)
+        progress(done)
+        share = shape.share / sum(later.share for later in todo[done:])
+        ends_at = time.monotonic() + (deadline - time.monotonic()) * share
+        for _ in one.run(_CANDIDATES_PER_WIDTH * request.width, ends_at):
+            progress(done)
         if interrupted():
             return
-        save_search_result(products[0].stack, products[0].schedule, request.width)
-        progress(i + 1)
+        if one.tried:  # else there was no time for it
+            save_search_result(shape.stack, shape.first.schedule, request.width)
+        progress(done + 1)
 
 
-class _ShapeSearch:
-    """The search for the products of one shape, which share a schedule."""
+class _Shape:
+    """The products of one shape, which share a schedule. `share`: of a step's time, in comparison. `is_outdated`:
+    whether the schedule was measured with other kernels than these."""
 
-    def __init__(
-        self,
-        target: SearchTarget,
-        products: list[Product],
-        expected: Logits,
-        interrupted: Interrupted | None,
-    ) -> None:
-        # A request that comes must not wait for the compiler longer than for one candidate.
-        self._at_once = 1 if interrupted else max(4, int(os.environ.get("PARALLEL", "0")))
-        self._interrupted: Interrupted = interrupted or (lambda: False)
-        self._target, self._products, self._expected = target, products, expected
-        self._first = products[0]
-        self._tried = self._refused = self._total = 0
-        self._seconds_before = self._seconds_after = target.step_seconds(target.build_step().capture())
+    def __init__(self, stack: StackedMatrices, products: list[Product]) -> None:
+        self.stack, self.products, self.first = stack, products, products[0]
+        rates = chip().rates
+        self.share = len(products) * (stack.n_bytes / rates.copy_gbps / 1e3 + rates.link_us)
+        self.is_outdated = is_outdated(stack)
 
-    def run(self, max_candidates: int, deadline: float) -> Iterator[None]:
-        """Tries candidates until `deadline`, yields after each, and sets the best schedule at the end, unless it was
-        interrupted."""
-        stack = self._first.stack
-        schedules = candidates(stack, self._first.schedule, chip())
-        todo = [s for s in schedules if not has_failed(disk_cache(), self._key(s))][:max_candidates]
-        self._total = len(todo)
-        timed: list[tuple[float, Schedule]] = []
-        for schedule, step in self._compiled(todo):
-            if self._interrupted():
-                return
-            self._tried += 1
-            if (seconds := self._try(schedule, step)) is None:
-                self._refused += 1
-            else:
-                timed.append((seconds, schedule))
-            yield
-            if time.monotonic() > deadline:
-                break
-        if not self._interrupted():
-            self._adopt([schedule for _, schedule in sorted(timed, key=lambda pair: pair[0])[:2]])
+    def is_known(self, width: int) -> bool:
+        earlier = search_result(self.stack)
+        return earlier is not None and earlier.width >= width and not self.is_outdated
 
-    def _compiled(self, schedules: list[Schedule]) -> Iterator[tuple[Schedule, KernelSequence]]:
-        """A step for each schedule, compiled. Several are compiled at once."""
-        for start in range(0, len(schedules), self._at_once):
-            if self._interrupted():
-                return
-            steps = []
-            for schedule in schedules[start : start + self._at_once]:
-                with self._using(schedule):
-                    steps.append((schedule, self._target.build_step()))
-            if self._interrupted():
-                return
-            compile_all([step.linear for _, step in steps])
-            yield from steps
-
-    def _try(self, schedule: Schedule, step: KernelSequence) -> float | None:
-        """The seconds of a step; None if it fails or computes other logits."""
-        try:
-            with (
-                trial(disk_cache(), self._key(schedule), _TRIAL_S, lambda: device_works(Device.DEFAULT)),
-                self._using(schedule),
-            ):
-                run = step.capture()
-                if not logits_agree(self._target.check_logits(run), self._expected):
-                    raise ValueError("other logits")
-                return self._target.step_seconds(run)
-        except CandidateFailedError:
-            return None
-
-    def _adopt(self, best: list[Schedule]) -> None:
-        """Sets the first of `best` that is faster than the current schedule when both are timed in turns."""
-        for schedule in best:
-            current = self._target.build_step().capture()
-            with self._using(schedule):
-                candidate = self._target.build_step().capture()
-            turns = [
-                (self._target.step_seconds(current), self._target.step_seconds(candidate)) for _ in range(3)
-            ]
-            old, new = (float(np.median(seconds)) for seconds in zip(*turns, strict=True))
-            if new < old * (1 - _MIN_GAIN) and logits_agree(
-                self._target.check_logits(candidate), self._expected
-            ):
-                self._seconds_after = self._seconds_before * new / old
-                self._set(schedule)
-                return
-
-    def _set(self, schedule: Schedule) -> None:
-        for product in self._products:
+    def set(self, schedule: Schedule) -> None:
+        for product in self.products:
             product.schedule = schedule
 
     @contextmanager
-    def _using(self, schedule: Schedule) -> Iterator[None]:
-        current = self._first.schedule
-        self._set(schedule)
+    def using(self, schedule: Schedule) -> Iterator[None]:
+        current = self.first.schedule
+        self.set(schedule)
         try:
             yield
         finally:
-            self._set(current)
+            self.set(current)
+
+
+def _shapes(target: SearchTarget) -> list[_Shape]:
+    """The shapes on whose schedules the step depends: not that of an embedding, of which it reads a row, nor those of a
+    draft head."""
+    found: dict[StackedMatrices, list[Product]] = {}
+    for product in target.products:
+        found.setdefault(product.stack, []).append(product)
+    kernels: Callable[[], list[UOp]] = lambda: [call.src[0] for call in target.short_step().calls]
+    now, shapes = kernels(), []
+    for shape in (_Shape(stack, products) for stack, products in found.items()):
+        for other in candidates(shape.stack, shape.first.schedule, chip())[:1]:
+            with shape.using(other):
+                if kernels() != now:
+                    shapes.append(shape)
+    return shapes
+
+
+@dataclass
+class _Steps:
+    """The steps with the schedules that are set, captured, and what they compute."""
+
+    short: Run
+    whole: Run
+    short_logits: Logits
+    whole_logits: Logits
+
+    @classmethod
+    def of(cls, target: SearchTarget) -> _Steps:
+        short, whole = target.short_step().capture(), target.build_step().capture()
+        return cls(short, whole, target.check_logits(short), target.check_logits(whole))
+
+
+class _ShapeSearch:
+    """The search for one shape, beside `steps`, which have what was found for others."""
+
+    def __init__(self, target: SearchTarget, steps: _Steps, shape: _Shape, interrupted: Interrupted) -> None:
+        self._target, self._steps, self._shape, self._interrupted = target, steps, shape, interrupted
+        self._at_once = max(4, min(16, int(os.environ.get("PARALLEL", "0"))))  # that are compiled
+        self._total = self._refused = 0
+        # The time of a step with each schedule, in comparison with the one in use.
+        self._times: dict[Schedule, float] = {shape.first.schedule: 1.0}
+        self._before_s = self._after_s = target.step_seconds(steps.whole)
+        self._base_s = 0.0
+
+    def run(self, most: int, ends_at: float) -> Iterator[None]:
+        """Tries candidates until `ends_at`, yields after each, and sets the best schedule at the end, unless it was
+        interrupted."""
+        stack, current = self._shape.stack, self._shape.first.schedule
+        cheap = candidates(stack, current, chip())
+        todo = self._untried(cheap, most)
+        while todo and time.monotonic() < ends_at:
+            self._total = self.tried + len(todo)
+            for schedule, step in self._compiled(todo):
+                if self._interrupted():
+                    return
+                if time.monotonic() < ends_at:
+                    self._times[schedule] = self._time(schedule, step)
+                    yield
+            near = [other for best in self._best() for other in neighbours(stack, best, chip())]
+            todo = self._untried([*near, *cheap], most)
+        if not self._interrupted():
+            self._adopt()
+
+    def _untried(self, schedules: list[Schedule], most: int) -> list[Schedule]:
+        """The next ones to try, up to `most` in all."""
+        untried = (s for s in dict.fromkeys(schedules) if s not in self._times)
+        todo = (s for s in untried if not has_failed(disk_cache(), self._key(s)))
+        return list(islice(todo, min(self._at_once, most - self.tried)))
+
+    def _best(self) -> list[Schedule]:
+        return sorted(self._times, key=self._times.__getitem__)[:_BEST]
+
+    @property
+    def tried(self) -> int:
+        return len(self._times) - 1
+
+    def _compiled(self, schedules: list[Schedule]) -> list[tuple[Schedule, KernelSequence]]:
+        """A short step for each schedule. All are compiled at once."""
+        steps = []
+        for schedule in schedules:
+            with self._shape.using(schedule):
+                steps.append((schedule, self._target.short_step()))
+        compile_all([step.linear for _, step in steps])
+        return steps
+
+    def _time(self, schedule: Schedule, step: KernelSequence) -> float:
+        """The time of a short step beside that of the one as it is; infinite if it fails or computes other logits."""
+        target = self._target
+        if self.tried % _BASE_EVERY == 0:
+            self._base_s = target.step_seconds(self._steps.short)
+        try:
+            with trial(disk_cache(), self._key(schedule), _TRIAL_S, lambda: device_works(Device.DEFAULT)):
+                run = step.capture()
+                if not logits_agree(target.check_logits(run), self._steps.short_logits):
+                    raise ValueError("other logits")
+                return target.step_seconds(run) / self._base_s
+        except CandidateFailedError:
+            self._refused += 1
+            return math.inf
+
+    def _adopt(self) -> None:
+        """Sets the first of the best schedules with which the short step is faster, and the whole step too, when each
+        is timed in turns with the one as it is."""
+        target, steps = self._target, self._steps
+        for schedule in self._best():
+            if self._times[schedule] >= 1:
+                return
+            with self._shape.using(schedule):
+                new = _Steps.of(target)
+            is_same = logits_agree(new.short_logits, steps.short_logits) and logits_agree(
+                new.whole_logits, steps.whole_logits
+            )
+            if not is_same or self._gain(steps.short, new.short) < _MIN_GAIN:
+                continue
+            if (gain := self._gain(steps.whole, new.whole)) > 0:
+                self._after_s *= 1 - gain
+                self._shape.set(schedule)
+                steps.short, steps.whole = new.short, new.whole
+                return
+
+    def _gain(self, current: Run, candidate: Run) -> float:
+        """How much less time a step takes than the current one, as a share."""
+        turns = [[self._target.step_seconds(run) for run in (current, candidate)] for _ in range(3)]
+        old, new = (float(np.median(seconds)) for seconds in zip(*turns, strict=True))
+        return 1 - new / old
 
     def _key(self, schedule: Schedule) -> tuple[object, ...]:
-        return self._first.stack.name, schedule
+        return self._shape.stack.name, schedule
 
     def event(self, left_s: float) -> Search:
         return search_event(
-            self._first,
-            tried=self._tried,
+            self._shape.first,
+            tried=self.tried,
             total=self._total,
             refused=self._refused,
-            before_us=self._seconds_before * 1e6,
-            after_us=self._seconds_after * 1e6,
+            before_us=self._before_s * 1e6,
+            after_us=self._after_s * 1e6,
             left_s=left_s,
+            outdated=self._shape.is_outdated,
         )
 
 
@@ -211,6 +285,7 @@ def search_event(
     after_us: float = 0.0,
     left_s: float = 0.0,
     found: bool = False,
+    outdated: bool = False,
 ) -> Search:
     """The `Search` event for a product with its current schedule."""
     s = product.schedule
@@ -226,4 +301,5 @@ def search_event(
         after_us=after_us,
         left_s=left_s,
         found=found,
+        outdated=outdated,
     )

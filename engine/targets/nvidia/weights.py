@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,6 +32,7 @@ from engine.runtime.pictures import PictureRoom
 from engine.targets.nvidia.filling import fill, prepare
 from engine.targets.nvidia.joint import Joint
 from engine.targets.nvidia.kernels.attention.kv_cache import LENGTH_UNIT
+from engine.targets.nvidia.kernels.products.matvec import StackedMatrices
 from engine.targets.nvidia.kernels.residual_stream.embedding import Positions
 from engine.targets.nvidia.matrices import Matrix, Product, product_of, sharing
 from engine.targets.nvidia.norms import Input, Norm, inputs_of
@@ -51,6 +53,8 @@ from engine.targets.nvidia.sublayers.streams import (
     MergeHandler,
     PredictionHandler,
 )
+
+_ENOUGH = 4  # of a shape's kernels in a step, to time them in it
 
 HANDLERS: dict[type[Operator], type[Handler]] = {
     Attention: AttentionHandler,
@@ -101,6 +105,22 @@ class GPUModel:
         last = next(i for i in following if not self.layers[i].is_followed_beside)
         inputs = (i for layer in self.layers[first : last + 1] for i in layer.inputs)
         return [*{i.key: i for i in inputs}.values()]
+
+    def shortened(self) -> GPUModel:
+        """The model with its first layers only: as few as have products of each shape four times, or as often as all
+        layers have, and end with the same kind of sublayer."""
+        wanted, seen, last = Counter[StackedMatrices](), Counter[StackedMatrices](), self.layers[-1]
+        for layer in self.layers:
+            wanted.update(product.stack for product in layer.handler.products)
+        for end, layer in enumerate(self.layers, 1):
+            seen.update(product.stack for product in layer.handler.products)
+            if (
+                type(layer.handler) is type(last.handler)
+                and not layer.is_followed_beside
+                and all(seen[stack] >= min(n, _ENOUGH) for stack, n in wanted.items())
+            ):
+                return replace(self, layers=self.layers[:end])
+        return self
 
     @property
     def of_positions(self) -> Positions | None:

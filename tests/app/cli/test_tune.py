@@ -71,9 +71,11 @@ def test_what_was_found_is_listed(run, capsys):
         30,
         "CUDA",
     )
-    o, head = (line.split() for line in capsys.readouterr().out.splitlines() if "Q6_K" in line)
+    lines = capsys.readouterr().out.splitlines()
+    o, head = (line.split() for line in lines if "Q6_K" in line)
     assert o[:3] == ["o", "Q6_K", "2048x2048"] and o[-4:] == ["40", "1", "480.0", "4.2%"]
     assert head[-1] == "known"
+    assert lines[-1] == "A token takes 480 µs, 4.0 % less than before."
 
 
 def test_ctrl_c_keeps_what_was_found(run, capsys):
@@ -84,6 +86,13 @@ def test_ctrl_c_keeps_what_was_found(run, capsys):
 def test_it_says_where_not_all_was_tried(run, capsys):
     run(Engine(Warming(done=1, total=1, search=searched("o Q6_K 2048x2048", tried=9)), READY))
     assert "9 of 40" in capsys.readouterr().out
+
+
+def test_it_says_what_was_measured_with_earlier_kernels(run, capsys):
+    searches = searched("o", after_us=500.0, outdated=True), searched("down", after_us=500.0)
+    run(Engine(*(Warming(done=1, total=2, search=search) for search in searches), READY))
+    said = "A token takes 500 µs, as before.\n1 of 2 products had schedules that were measured with earlier kernels."
+    assert said in capsys.readouterr().out
 
 
 def test_where_nothing_can_be_searched_it_says_so(run, capsys):

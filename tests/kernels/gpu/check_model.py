@@ -12,10 +12,11 @@ from engine.loading import weights
 from engine.loading.weights import Weights
 from engine.measure import profile
 from engine.measure.kernel_roles import roles_of
-from engine.protocol.events import Sampling
+from engine.protocol.events import Sampling, Search
 from engine.runtime.kv_blocks import KVBlocks
-from engine.runtime.model_runner import Drawing, Slot, same_rows
+from engine.runtime.model_runner import Drawing, SearchRequest, Slot, same_rows
 from engine.targets import nvidia as fused
+from engine.targets.nvidia import schedule_search
 from engine.targets.nvidia.kernels.attention.prefill_attention import prompt_tiling
 from engine.targets.nvidia.kernels.device import multiprocessors
 from engine.targets.nvidia.kernels.kernel_sequence import KernelSequence
@@ -55,6 +56,31 @@ def check_decode_steps() -> None:
     broken = Slot(0, (5,), 2)
     assert runner.run([broken]) == runner.run([broken._replace(draw=True)]) == NOT_FINITE
     assert "the output of the embedding is not finite" in str(runner.not_finite(broken))
+
+
+def check_search() -> None:
+    """A search for schedules leaves steps that compute the same. It times steps of four of six layers, and does not
+    search for the embedding."""
+    shape = {"layers": 6, "dim": 64, "heads": 2, "kv_heads": 1, "ffn": 128}
+    tokens, told = [3, 77], list[Search]()
+    with tempfile.TemporaryDirectory() as folder:
+        path = generated_model.write(
+            Path(folder) / "model.gguf", quant="Q8_0", tied=False, types={"output.weight": "Q4_0"}, **shape
+        )
+        file, wanted = GGUF(path), Reference(path).logits(tokens)
+    runner = NvidiaRunner(Weights(file, read_spec(file), lambda _: None), 32)
+    target = runner.search_target()
+    short, whole = len(target.short_step()), len(target.build_step())
+    assert (whole - short) * 3 == whole - 3  # beside the layers: embedding, head, next token
+    with mock.patch.object(schedule_search, "_CANDIDATES_PER_WIDTH", 1):
+        request = SearchRequest(1, 60.0, lambda done, total, cached, search: told.append(search))
+        KVBlocks(runner).reserve(0, runner.search_tokens)
+        runner.search(request)
+    assert len({search.what for search in told}) == 5 and not any(search.refused for search in told), told
+    KVBlocks(runner).reserve(0, 2)
+    for position, token in enumerate(tokens):
+        runner.run([Slot(0, (token,), position)])
+    assert divergence(wanted[1], runner.logits()[0]) < 1e-6
 
 
 def only_looked_at(path: Path) -> NvidiaRunner:

@@ -331,8 +331,8 @@ def matvec(
             places = block * n_threads + thread, stack.n_blocks(s) * n_threads
             stores += digit_rows.division(divides, cols, other_digits, other_factors, other, *places)
         partial, parts, between = partial.after(UOp.group(*stores)), s.threads, (stride, 1)
-        if (chunks := _chunks(stack, s)) > 1:
-            partial, parts, between = _added(partial, stride, chunks, s, thread), chunks, (1, chunks)
+        if (n := chunks(stack, s)) > 1:
+            partial, parts, between = _added(partial, stride, n, s, thread), n, (1, n)
 
         def total(column: UOp, valid: UOp | None) -> UOp:
             apart, columns = between
@@ -418,7 +418,7 @@ def _row_sums(
     return products if step is None else [p.reduce(step, arg=Ops.ADD) for p in products]
 
 
-def _chunks(stack: StackedMatrices, s: Schedule) -> int:
+def chunks(stack: StackedMatrices, s: Schedule) -> int:
     """How many threads add the sums of a row, before one adds theirs: the compiler makes a chain of additions of those
     of one thread, each of which waits for the one before. 1 where this was not timed: beside a choice of experts, or
     where a thread is late anyway since it does not load weights early."""

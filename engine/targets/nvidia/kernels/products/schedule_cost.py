@@ -5,19 +5,22 @@ A kernel takes its beginning and end, and in between the longest of three times,
 squares, since none hides the others wholly:
 
 - memory: all bytes at the rate of a copy; longer if some multiprocessors have a block more than others;
-- latency: a wait for memory for each step of a thread, and for each round of blocks, as many as fit at a time;
-- instructions: of all warps of a multiprocessor, which issues four in a cycle, if it has warps enough.
+- latency: a wait for memory for each step of a thread;
+- instructions: of all warps of a multiprocessor, whose four schedulers issue one in a cycle each.
+
+So it is with each round of blocks, as many as fit at a time; the last round may be short.
 
 A schedule that is `early` loads the first weights while the kernel before ends. The compiler then has to load those of
 all rows at once, so that more bytes are under way, and needs the registers for it. Without, it takes fewer registers,
-and several rows wait one after the other.
+and several rows wait one after the other. Blocks that do not fit at a time come too late for that, and hold up the
+kernel after them.
 
 How many registers the compiler takes without early loads is hardly to be foreseen: with 8 rows of a thread 96 to 168,
 and with one row as few as 38, so that loads of the vector wait for each other.
 
-The numbers are those of an H200, where 1,195 kernels of 78 products and twelve types were timed alone, and 363 of 25 in
-whole steps (docs/schedules.md). None of them is sharp: a quarter more or less of one changes what the choices take by
-a few per cent. What differs most among GPUs, `Chip` has.
+The numbers are those of an H200, where 1,400 schedules of 150 products were timed in whole steps, and 1,195 alone
+(docs/schedules.md). None of them is sharp: a quarter more or less of one changes what the choices take by a few per
+cent. What differs most among GPUs, `Chip` has.
 """
 
 from __future__ import annotations
@@ -27,32 +30,32 @@ import math
 from collections.abc import Iterable
 
 from engine.targets.nvidia.kernels.device import REGISTERS, Chip
-from engine.targets.nvidia.kernels.products.matvec import Schedule, StackedMatrices
+from engine.targets.nvidia.kernels.products.matvec import Schedule, StackedMatrices, chunks
 from engine.targets.nvidia.kernels.rates import H200
 from engine.targets.nvidia.kernels.weights.weight_layout import WeightLayout
 
-_BEGIN_AND_END_US = 1.54
-_EARLY_US = 0.23  # of these, if all blocks fit at a time
-_LATENCY_US = 1.02  # of memory, with other loads before
+_BEGIN_AND_END_US = 1.26
+_EARLY_US = 0.28  # less, if all blocks of an early kernel fit at a time
+_CROWDED_US = 0.97  # more, if none of them do
+_LATENCY_US = 0.88  # of memory, with other loads before
 _GHZ = 1.75  # at which it issues
-_UNIT_INSTRUCTIONS = 200  # of a warp, for a unit of a row: 3.1 for each weight
-_CODE_INSTRUCTIONS = 80  # more, if weights are looked up in a codebook
-_DIGIT_INSTRUCTIONS = 140  # in place of both, if the vector is in digits
+_SCHEDULERS = 4  # of a multiprocessor
+_UNIT_INSTRUCTIONS = 210  # of a warp, for a unit of a row: 3.3 for each weight
+_DIGIT_INSTRUCTIONS = 90  # in place of these, if the vector is in digits
 _DIVISION_US = 1.3  # of the kernel that divides it
-_STEP_INSTRUCTIONS = 50  # for a unit of the vector, which all rows of a thread share
-_SUM_INSTRUCTIONS = 2.8  # for each thread of a row, when their sums are added
-_BUSY_WARPS = 12  # of a multiprocessor, with fewer of which it does not issue in each cycle
-_UNEVEN = 0.64  # of what the busiest multiprocessor needs more than the mean: it has the others' bandwidth
-_NARROW = 0.15  # loads of t threads side by side take 1 + 0.15 / t times as long
+_SUM_INSTRUCTIONS = 8.6  # for each of the sums of a row that are added one after the other
+_UNEVEN = 0.56  # of what the busiest multiprocessor needs more than the mean: it has the others' bandwidth
+_NARROW = 0.79  # loads of t threads side by side take 1 + 0.79 / t times as long
 _PLAIN_REGISTERS = {1: 56, 2: 96, 4: 98, 8: 124}  # of a thread, by its rows
-_PLAIN_WORDS = {2: 16, 4: 58, 8: 50}  # of weights that a thread has asked for at a time
-_ONE_ROW_WAITS = 1.27
+_PLAIN_WORDS = {2: 18, 8: 34}  # of weights that a thread has asked for at a time
+_ONE_ROW_WAITS = 1.1
 # Of a thread whose rows are looked up in a large codebook, and more for each row beside matrices of another type.
 _CODE_REGISTERS, _OTHERS_REGISTERS = {1: 80, 2: 124, 4: 160, 8: 200}, 16
 _DIGIT_REGISTERS = {1: 56, 2: 60, 4: 80, 8: 128}
-_EARLY_REGISTERS, _MOST_EARLY_REGISTERS = 77, 170  # beside the weights; all
+_EARLY_REGISTERS, _MOST_EARLY_REGISTERS = 77, 210  # beside the weights; all
 _MANY_ROWS_WIDE = 32  # threads of a row, beyond which the compiler loads 8 rows one after the other
-_WIDE = 48  # threads of a row, beyond which the sums of many blocks take too long
+_MANY = 3  # blocks of a multiprocessor at a time
+_LARGE = 256  # threads of a block, beyond which only products with a vector in digits were as fast
 
 
 def ranked(stack: StackedMatrices, schedules: Iterable[Schedule], chip: Chip) -> list[Schedule]:
@@ -67,25 +70,39 @@ def ranked(stack: StackedMatrices, schedules: Iterable[Schedule], chip: Chip) ->
 
 def microseconds(stack: StackedMatrices, s: Schedule, chip: Chip) -> float:
     """The time of the kernel of a product between others, without experts."""
-    blocks, resident = stack.n_blocks(s), _resident(stack, s, chip)
-    of_mean = blocks / chip.multiprocessors
-    of_busiest = math.ceil(of_mean)
-    load = max(1.0, of_mean + _UNEVEN * (of_busiest - of_mean))
+    resident, rates = _resident(stack, s, chip), chip.rates
+    of_mean = stack.n_blocks(s) / chip.multiprocessors
     steps, warps = _steps(stack, s), _warps(s)
-    rates = chip.rates
-    memory = stack.n_bytes / rates.copy_gbps / 1e3 * load / of_mean * (1 + _NARROW / s.threads)
-    rounds = max(1.0, of_mean / resident) if of_busiest > resident else 1.0
-    waits = _ONE_ROW_WAITS if s.rows == 1 else max(1.0, s.rows * _unit_words(stack) / _words_under_way(s))
-    latency = rounds * steps * waits * _LATENCY_US * rates.latency_us / H200.latency_us
-    of_unit = _UNIT_INSTRUCTIONS + _CODE_INSTRUCTIONS * _share_of_codebooks(stack)
-    of_unit = _DIGIT_INSTRUCTIONS if stack.digits else of_unit
-    instructions = steps * (s.rows * of_unit + _STEP_INSTRUCTIONS) + s.threads * _SUM_INSTRUCTIONS
-    waiting = max(1.0, _BUSY_WARPS / (warps * min(resident, of_busiest)))
-    clock_ghz = _GHZ * rates.weights_per_ns / H200.weights_per_ns
-    issue = load * warps * instructions * waiting / 4 / clock_ghz / 1e3
-    gain = _EARLY_US * min(1.0, resident / of_busiest) if s.early else 0.0
-    between = (_BEGIN_AND_END_US - gain) * rates.link_us / H200.link_us
-    return between + math.hypot(memory, latency, issue)
+    of_block = stack.n_bytes / rates.copy_gbps / 1e3 / of_mean * (1 + _NARROW / s.threads)
+    words = math.inf if s.early else _PLAIN_WORDS.get(s.rows, math.inf)
+    waits = _ONE_ROW_WAITS if s.rows == 1 else max(1.0, s.rows * _unit_words(stack) / words)
+    latency = steps * waits * _LATENCY_US * rates.latency_us / H200.latency_us
+    of_unit = _DIGIT_INSTRUCTIONS if stack.digits else _UNIT_INSTRUCTIONS
+    together = chunks(stack, s)
+    sums = s.threads / together + together if together > 1 else s.threads
+    instructions = steps * s.rows * of_unit + sums * _SUM_INSTRUCTIONS
+    in_a_us = _SCHEDULERS * _GHZ * 1e3 * rates.weights_per_ns / H200.weights_per_ns
+
+    def of_round(blocks: float, of_busiest: int) -> float:
+        """The time of a round of so many blocks of a multiprocessor in the mean, and of the busiest one."""
+        load = max(1.0, blocks + _UNEVEN * (of_busiest - blocks))
+        of_all = warps * of_busiest
+        idle = math.ceil(of_all / _SCHEDULERS) * _SCHEDULERS / of_all
+        return math.hypot(of_block * load, latency, load * warps * idle * instructions / in_a_us)
+
+    rounds, last = divmod(of_mean, resident)
+    within = rounds * of_round(resident, resident) + (of_round(last, math.ceil(last)) if last else 0.0)
+    fit = min(1.0, resident / math.ceil(of_mean))
+    early = _CROWDED_US * (1 - fit) - _EARLY_US * fit if s.early else 0.0
+    between = (_BEGIN_AND_END_US + early) * rates.link_us / H200.link_us
+    return between + within - (division_us(chip) if _divides(stack, s) else 0.0)
+
+
+def _divides(stack: StackedMatrices, s: Schedule) -> bool:
+    """Whether the kernel makes the digits of a next vector beside its product (`epilogues.makes_digits`), as in files
+    whose matrices have a codebook: gate and up, which alternate, or what is added to the stream."""
+    is_coded = stack.fits_digits and not any(layout.is_e2m1 for layout, _ in stack.matrices)
+    return is_coded and s.block_rows % (64 if stack.rows > stack.cols else 32) == 0
 
 
 def division_us(chip: Chip) -> float:
@@ -96,10 +113,14 @@ def division_us(chip: Chip) -> float:
 def _is_sound(stack: StackedMatrices, s: Schedule, chip: Chip) -> bool:
     """Whether the compiler can be relied on. It takes 96 registers or 121 for a thread with four rows without early
     loads, and spills some of a few other kinds."""
-    size, registers = s.threads * s.groups, _registers(stack, s)
-    if s.tensor or s.blocks or size > 256 or registers * 32 * _warps(s) > REGISTERS:
+    registers = _registers(stack, s)
+    if s.tensor or s.blocks or registers * 32 * _warps(s) > REGISTERS:
         return False
-    if s.early and (s.rows > 4 or registers > _MOST_EARLY_REGISTERS):
+    if s.threads * s.groups > _LARGE and not stack.digits:
+        return False
+    if s.early and ((s.rows > 4 and not stack.digits) or registers > _MOST_EARLY_REGISTERS):
+        return False
+    if s.rows == 1 and _steps(stack, s) > 2:
         return False
     if not s.early and (s.rows == 4 or (s.rows == 8 and s.threads > _MANY_ROWS_WIDE)):
         return False
@@ -107,8 +128,8 @@ def _is_sound(stack: StackedMatrices, s: Schedule, chip: Chip) -> bool:
         return False
     if not all(s.divides(rows) for _, rows in stack.matrices):
         return False
-    of_busiest = math.ceil(stack.n_blocks(s) / chip.multiprocessors)
-    return s.threads <= _WIDE or of_busiest <= _resident(stack, s, chip)
+    resident = _resident(stack, s, chip)  # few blocks hardly load while others compute
+    return resident >= _MANY or stack.n_blocks(s) <= resident * chip.multiprocessors
 
 
 def _steps(stack: StackedMatrices, s: Schedule) -> int:
@@ -154,13 +175,9 @@ def _registers(stack: StackedMatrices, s: Schedule) -> float:
     return max(plain, _EARLY_REGISTERS + s.rows * (_unit_words(stack) + 8 * offsets))
 
 
-def _words_under_way(s: Schedule) -> float:
-    """Words of weights that a thread can have asked for."""
-    return math.inf if s.early else _PLAIN_WORDS[s.rows]
-
-
 def _resident(stack: StackedMatrices, s: Schedule, chip: Chip) -> int:
-    """Blocks that a multiprocessor holds at a time."""
+    """Blocks that a multiprocessor holds at a time. Each of its schedulers has a quarter of its registers."""
     warps = _warps(s)
-    registers = math.ceil(_registers(stack, s) / 8) * 8 * 32 * warps
-    return max(1, min(int(REGISTERS // registers), chip.warps // warps, 32))
+    of_warp = math.ceil(_registers(stack, s) / 8) * 8 * 32
+    by_registers = REGISTERS // _SCHEDULERS // of_warp * _SCHEDULERS
+    return int(max(1, min(by_registers // warps, chip.warps // warps, 32)))

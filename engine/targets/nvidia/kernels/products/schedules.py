@@ -12,10 +12,13 @@ from collections.abc import Iterator
 from dataclasses import astuple, replace
 from importlib import resources
 from itertools import product
+from typing import NamedTuple
 
 import msgspec
+from tinygrad import Device
 
-from engine.disk_cache import disk_cache, source_digest
+from engine.devices.device_name import device_name
+from engine.disk_cache import disk_cache, lasting_cache, source_digest
 from engine.formats.quantization import Format
 from engine.start_trial import start_trials
 from engine.targets.nvidia.kernels.device import REGISTERS, Chip, capability, chip, shared_limit
@@ -30,7 +33,7 @@ from engine.targets.nvidia.kernels.products.tensor_rows import ABREAST, TILE
 from engine.targets.nvidia.kernels.weights.matrix_bytes import units_of
 
 _TUNED = resources.files("presets") / "tuned"  # data, shipped with the presets
-# The source files of the products: a change to them makes earlier searches obsolete.
+# The source files of the products: a change to them makes earlier measurements outdated.
 _SOURCES = tuple(
     f"targets/nvidia/kernels/{name}.py"
     for name in (
@@ -57,8 +60,8 @@ _RESIDENT_THREADS = (640, 1024)  # on a multiprocessor, to try beside the compil
 
 def best_schedule(stack: StackedMatrices) -> Schedule:
     """The schedule of a product on the default device."""
-    if result := search_result(stack):
-        return result[0]
+    if found := search_result(stack):
+        return found.schedule
     return matvec_schedule(stack, chip())
 
 
@@ -179,11 +182,12 @@ class _Rule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class _Shipped(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A file of tuned schedules: where they come from, the multiprocessors of that GPU, and for each
-    `StackedMatrices.name` threads, groups, rows and blocks. Those of `early` are `Schedule.early`, and those of
-    `tensor` also `Schedule.tensor`."""
+    """A file of tuned schedules: where they come from, the digest of the `kernels` that all were measured with ("" if
+    these were several), the multiprocessors of that GPU, and for each `StackedMatrices.name` threads, groups, rows and
+    blocks. Those of `early` are `Schedule.early`, and those of `tensor` also `Schedule.tensor`."""
 
     origin: str = "a guess"
+    kernels: str = ""
     multiprocessors: int = 0
     rule: _Rule = _Rule()
     products: dict[str, _Numbers] = {}
@@ -219,12 +223,26 @@ def _by_rule(rows: int, units: int, min_blocks: float, min_steps: int = 1) -> Sc
 
 
 def candidates(stack: StackedMatrices, near: Schedule, chip: Chip = _UNKNOWN) -> list[Schedule]:
-    """The schedules to try for a product, without `near`: blocks of 64 to 512 threads, whole blocks of rows, gate and
+    """The schedules to try for a product, without `near`: blocks of 64 to 1,024 threads, whole blocks of rows, gate and
     up in one block, few idle threads. Those that the model of the GPU finds cheap come first if it knows the product;
     then those most similar to `near`."""
     similar = sorted((s for s in _all(stack, chip) if s != near), key=lambda s: _distance(s, near))
     first = ranked(stack, similar, chip) if chip.launches_early and _is_modelled(stack) else []
     return list(dict.fromkeys([*first, *similar]))
+
+
+def neighbours(stack: StackedMatrices, s: Schedule, chip: Chip = _UNKNOWN) -> list[Schedule]:
+    """The schedules like one, the most similar first: a number twice as large or half, or two of them so that a block
+    has as many threads, or as many rows."""
+    near = ((_distance(other, s), other) for other in _all(stack, chip) if other != s)
+    size = s.threads * s.groups, s.block_rows
+    found = [
+        (distance, other)
+        for distance, other in near
+        if distance <= 1
+        or (distance <= 2 and (other.threads * other.groups == size[0] or other.block_rows == size[1]))
+    ]
+    return [other for _, other in sorted(found, key=lambda pair: pair[0])]
 
 
 def _all(stack: StackedMatrices, chip: Chip) -> list[Schedule]:
@@ -254,44 +272,75 @@ def _of_shape(rows: int, units: int, slots: int) -> Iterator[Schedule]:
     for threads in sorted({8, 16, 24, 32, 48, 64, 96, 128, *divisors}):
         if -units % threads > _MAX_IDLE * units and units > 8:
             continue
-        for groups in (1, 2, 4, 8, 16):
+        for groups in (1, 2, 4, 8, 16, 32):
             for thread_rows in (1, 2, 4, 8):
                 s = Schedule(threads, groups, thread_rows)
                 divided = s.divides(rows) and s.block_rows % 2 == 0
-                if not (64 <= threads * groups <= 512 and s.fits() and divided):
+                if not (threads * groups >= 64 and s.fits() and divided):
                     continue
                 if rows // s.block_rows < min_blocks or (rows > 50_000 and thread_rows < 4):
                     continue
                 yield s
                 if thread_rows <= 2:
                     for resident in _RESIDENT_THREADS:
-                        yield Schedule(threads, groups, thread_rows, resident // (threads * groups))
+                        if blocks := resident // (threads * groups):
+                            yield replace(s, blocks=blocks)
 
 
 def _distance(a: Schedule, b: Schedule) -> float:
     steps = sum(
         abs(math.log2(x / y)) for x, y in ((a.threads, b.threads), (a.groups, b.groups), (a.rows, b.rows))
     )
-    return steps + 0.5 * (bool(a.blocks) != bool(b.blocks)) + 0.5 * (a.early != b.early)
+    kinds = 0.5 * (bool(a.blocks) != bool(b.blocks)) + 0.5 * (a.early != b.early) + (a.tensor != b.tensor)
+    return steps + kinds
 
 
-def search_result(stack: StackedMatrices) -> tuple[Schedule, int] | None:
-    """The schedule that a search on this machine chose, and the search's width. None also if an earlier start failed
-    with it."""
-    cache, key = disk_cache(), _key(stack)
+class Found(NamedTuple):
+    """What a search on this machine chose, and the search's width. `is_outdated`: it was measured with other kernels
+    than these."""
+
+    schedule: Schedule
+    width: int
+    is_outdated: bool = False
+
+
+def search_result(stack: StackedMatrices) -> Found | None:
+    """What a search on this machine found. None also if an earlier start failed with it. It is on trial again if no
+    start has ended well with it and these kernels."""
+    cache, key, kernels = lasting_cache(), _key(stack), _kernels()
     if not (result := cache.get("tuned", key)):
         return None
+    numbers, width, measured_with, started_with = result
+    if started_with != kernels:
+        start_trials.begin_again(cache, key)
+        cache.put("tuned", key, (numbers, width, measured_with, kernels))
     if not start_trials.may_use(cache, key):
         cache.delete("tuned", key)
         return None
-    return Schedule(*result[0]), result[1]
+    return Found(Schedule(*numbers), width, measured_with != kernels)
 
 
 def save_search_result(stack: StackedMatrices, schedule: Schedule, width: int) -> None:
-    cache, key = disk_cache(), _key(stack)
+    cache, key = lasting_cache(), _key(stack)
     start_trials.begin(cache, key)
-    cache.put("tuned", key, (astuple(schedule), width))
+    cache.put("tuned", key, (astuple(schedule), width, _kernels(), _kernels()))
+
+
+def is_outdated(stack: StackedMatrices) -> bool:
+    """Whether the schedule of a product was measured with other kernels than these: by a search on this machine, or by
+    ours if it is shipped."""
+    if found := search_result(stack):
+        return found.is_outdated
+    shipped = _shipped(capability())
+    return shipped.kernels != source_digest(*_SOURCES) and _measured(shipped, stack, chip()) is not None
 
 
 def _key(stack: StackedMatrices) -> tuple[str, ...]:
-    return source_digest(*_SOURCES), capability(), stack.name
+    return device_name(str(Device.DEFAULT)), capability(), stack.name
+
+
+@functools.cache
+def _kernels() -> tuple[str, str]:
+    """What the kernels of products are made of: our source, and the device's driver, tinygrad and what we change of
+    it."""
+    return source_digest(*_SOURCES), disk_cache().environment
