@@ -61,11 +61,7 @@ class ChatColumn(View, Vertical):
 
     DEFAULT_CSS = """
     ChatColumn { width: 1fr; }
-    ChatColumn Welcome, ChatColumn ComparisonPane { display: none; }
-    ChatColumn.-empty Transcript { display: none; }
-    ChatColumn.-empty Welcome { display: block; }
-    ChatColumn.-comparing Transcript, ChatColumn.-comparing Welcome { display: none; }
-    ChatColumn.-comparing ComparisonPane { display: block; }
+    ChatColumn > .-absent { display: none; }
     ChatColumn #queued {
         display: none; height: 1; padding: 0 2; color: $text-accent; text-wrap: nowrap; text-overflow: ellipsis;
     }
@@ -85,7 +81,7 @@ class ChatColumn(View, Vertical):
 
     def __init__(self, clock: Callable[[], float], model: Callable[[], Path | None]) -> None:
         """`model` returns the file of the model in use, whose tokens are counted."""
-        super().__init__(id="chat", classes="-empty")
+        super().__init__(id="chat")
         self.clock = clock
         self.problem: HistoryError | None = None  # why the conversation is not saved
         self.editing: int | None = None  # the index of the turn that the prompt replaces
@@ -96,6 +92,8 @@ class ChatColumn(View, Vertical):
         self._subtitle = Content("")
         # Made here, since `query_one` searches the screen on top, which may be another one.
         self.welcome, self.transcript, self.comparison = Welcome(), Transcript(), ComparisonPane()
+        self.transcript.add_class("-absent")
+        self.comparison.add_class("-absent")
         self.find_bar = FindBar(self.transcript)
         self.activity, self.prompt = ActivityLine(), Prompt(PLACEHOLDERS[0])
         self.typing = TypingHelp(self, self.prompt, model, self._takes)
@@ -175,8 +173,9 @@ class ChatColumn(View, Vertical):
         session, status = self.session, self.session.status.snapshot()
         self.activity.status = self.welcome.status = self.status_line.status = status
         pair = session.engine if isinstance(session.engine, ComparisonEngine) else None
-        self.set_class(not session.conversation.turns, "-empty")
-        self.set_class(pair is not None, "-comparing")
+        shown = self.comparison if pair else self.transcript if session.conversation.turns else self.welcome
+        for widget in (self.welcome, self.transcript, self.comparison):
+            widget.set_class(widget is not shown, "-absent")  # a class of the column would restyle all it has
         if pair is not None:
             self.comparison.data = pair.view()
         is_working = status.phase in (Phase.PREFILLING, Phase.GENERATING)
