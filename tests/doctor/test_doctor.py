@@ -23,6 +23,7 @@ from engine.errors import UsageError
 from tests.doctor import machines
 from tests.paths import ROOT
 from tests.protocol.conftest import running
+from tests.thorough import thorough
 
 VARIABLES = ("CUDA_PATH", "CUDA_HOME", "CUDA_INCLUDE_PATH", "NVRTC_PATH", "LD_LIBRARY_PATH")
 
@@ -355,6 +356,7 @@ def test_clocks_of_a_desktop_gpu(monkeypatch):
     assert found["throttled"].state == "fair" and "GPU load" not in found
 
 
+@thorough
 def test_checks_on_a_simulated_jetson():
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-m", "tests.doctor.on_a_simulated_board"]

@@ -70,7 +70,9 @@ print(source("sm_90", releases="after its wait").count("launch_dependents"))
 """
 
 
-@pytest.mark.parametrize("fixes", [(), rarely(("early",)), rarely(("early", "bounds")), ("bounds", "early")])
+@pytest.mark.parametrize(
+    "fixes", [rarely(()), rarely(("early",)), rarely(("early", "bounds")), ("bounds", "early")]
+)
 def test_kernels_wait_where_the_chip_can_launch_them_early(fixes):
     run = [sys.executable, "-c", RENDER, *fixes]
     done = subprocess.run(run, env={**os.environ}, cwd=ROOT, capture_output=True, text=True)

@@ -100,6 +100,7 @@ print("ftz" in " ".join(renderer.compiler.compile_options))
 """
 
 
+@thorough
 def test_a_maximum_and_a_power_of_two_take_one_instruction():
     """Each a count for float32, int32 and float16. Other instructions keep denormal numbers, which weights are read
     as."""
@@ -123,6 +124,7 @@ for made in (program("t"), program("asked", shared_bytes=65536)):
 """
 
 
+@thorough
 def test_a_kernel_asks_for_shared_memory():
     stock, asked = run_each(KERNELS, SHARED, *WAYS)
     assert stock.split() == ["0", "1", "0", "0"] * 2
@@ -145,6 +147,7 @@ NVRTCCompiler("sm_87").compile("wgmma.fence")
 """
 
 
+@thorough
 def test_products_of_warpgroups_are_compiled_for_the_only_target_that_has_them():
     stock, fixed = run_each("import sys, tinygrad.runtime.support.compiler_cuda", GROUPS, *WAYS)
     assert stock.split() == ["=sm_90", "=sm_90", "=sm_87"]

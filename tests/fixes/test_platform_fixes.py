@@ -163,6 +163,7 @@ print(nv_windows.overlaps_windows(libc.mmap(middle, 4096, 3, flags, -1, 0), 4096
 """
 
 
+@thorough
 def test_neither_buffers_of_nv_nor_memory_of_the_cpu_meet_a_window():
     stock, fixed = run_each("import tinygrad.runtime.ops_nv", WINDOWS, ["without"], ["with"])
     assert stock.split() == ["overlaps", "True", "True"]

@@ -27,6 +27,7 @@ def imported(fixed, dev="CPU"):
     return done.stdout.strip()
 
 
+@thorough
 def test_a_cpu_computes_without_them_and_others_may_import_them_later():
     assert imported(True) == "[]"
     assert imported(False) == "['nir', 'isa.x86']"

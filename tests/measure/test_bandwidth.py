@@ -12,6 +12,7 @@ from engine.measure import bandwidth
 from engine.measure.bandwidth import copy_gbps
 from engine.targets.cpu.kernels import read_bandwidth
 from tests.paths import ROOT
+from tests.thorough import thorough
 
 
 @pytest.fixture(autouse=True)
@@ -48,6 +49,7 @@ assert bandwidth._kernel_copy_gbps("PYTHON") == 2 * 4 * BLOCK_FLOATS / 2.0 / 1e9
 """
 
 
+@thorough
 def test_a_gpu_copies_all_of_it():
     root, env = ROOT, {**os.environ, "DEV": "PYTHON::sm_90"}
     subprocess.run([sys.executable, "-c", COPY], cwd=root, env=env, check=True)

@@ -11,7 +11,7 @@ from engine.model.text_model import TextModel
 from engine.protocol.events import EngineOptions, Generate, Profile, Sampling, TokenIds
 from engine.targets.graph.runner import _kernels
 from tests import generated_model
-from tests.thorough import thorough
+from tests.thorough import rarely
 
 LAYERS, DIM, FFN, HEAD_DIM, CONTEXT = 2, 64, 128, 16, 64
 MATRICES = {
@@ -27,7 +27,7 @@ def _few_rounds(monkeypatch):
     monkeypatch.setattr(measure, "MAX_ROUNDS", measure.MIN_ROUNDS)
 
 
-@pytest.fixture(scope="module", params=[True, pytest.param(False, marks=thorough)], ids=["tied", "untied"])
+@pytest.fixture(scope="module", params=[rarely(True), rarely(False)], ids=["tied", "untied"])
 def model(request, tmp_path_factory, plain_graphs):
     path = tmp_path_factory.mktemp("model") / "m.gguf"
     generated_model.write(path, architecture="qwen3", layers=LAYERS, dim=DIM, ffn=FFN, tied=request.param)

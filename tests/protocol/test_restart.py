@@ -13,7 +13,7 @@ from engine.protocol.events import EngineOptions, Failed, Ready, Warming
 from tests.generated_model import write
 from tests.paths import ROOT
 from tests.protocol.test_client import ask, collect, token_ids, until
-from tests.thorough import rarely
+from tests.thorough import rarely, thorough
 
 WORKER = """
 import os, socket, subprocess, sys, threading, time
@@ -142,6 +142,7 @@ def test_a_candidate_that_kills_the_process_has_failed_the_second_time(cache, tm
         assert candidate_trial.has_failed(cache, "key") == wanted
 
 
+@thorough
 async def test_a_driver_that_shows_no_gpu_leaves_the_cpu(engines, tmp_path):
     """While tinygrad is imported for CUDA, the driver says that there is none."""
     driver = (

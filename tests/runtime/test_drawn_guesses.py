@@ -70,6 +70,7 @@ def test_tokens_and_pairs_of_tokens(settings, tmp_path, monkeypatch):
     assert chi_square(pairs.reshape(-1), np.outer(shares, shares).reshape(-1)) < 4
 
 
+@thorough
 def test_texts_by_their_seeds_are_the_same(tmp_path, monkeypatch):
     """With penalties, a token's probability depends on those before it."""
     path = generated_model.write(tmp_path / "m.gguf", layers=1)

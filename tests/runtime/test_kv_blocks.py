@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from engine.runtime.kv_blocks import BLOCK, KVBlocks, KVGroup, PoolFullError
+from tests.thorough import THOROUGH
 
 REWIND = 20
 
@@ -144,7 +145,9 @@ class Machine(RuleBasedStateMachine):
             assert held == len(set(used))  # so none leaks
 
 
-Machine.TestCase.settings = settings(max_examples=60, stateful_step_count=20, deadline=None)
+Machine.TestCase.settings = settings(
+    max_examples=60 if THOROUGH else 20, stateful_step_count=20, deadline=None
+)
 test_any_course_of_events = Machine.TestCase
 
 

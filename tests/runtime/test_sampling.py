@@ -24,9 +24,9 @@ def test_plain_draws_follow_the_probabilities():
 
 def test_temperature_sharpens_and_flattens():
     p = np.array([0.6, 0.3, 0.1])
-    for temperature in (0.5, 2.0):
+    for temperature in (0.5, 2.0):  # of 5000 draws the error is 0.007
         wanted = p ** (1 / temperature) / (p ** (1 / temperature)).sum()
-        np.testing.assert_allclose(drawn(np.log(p), temperature=temperature, n=20_000), wanted, atol=0.015)
+        np.testing.assert_allclose(drawn(np.log(p), temperature=temperature, n=5000), wanted, atol=0.03)
     assert drawn(np.log(p), temperature=0)[0] == 1
 
 

@@ -49,7 +49,7 @@ OF_SHARED = "qwen3vl_merger", "gemma3", "gemma4v", "pixtral"
 OF_KINDS = [(kind, CPUEncoder) for kind in OF_SHARED] + [rarely(kind, GraphEncoder) for kind in OF_SHARED]
 OTHERS = [
     ("qwen2.5vl_merger", {}),
-    ("idefics3", {"side": 36}),
+    rarely("idefics3", {"side": 36}),
     ("internvl", {}),
     rarely("qwen2vl_merger", {}),
     rarely("pixtral", {"merged": False}),

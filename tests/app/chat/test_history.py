@@ -152,7 +152,7 @@ def test_a_chat_without_messages_is_not_listed(history):
     assert history.chats() == []
 
 
-@settings(max_examples=60 if THOROUGH else 20, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60 if THOROUGH else 10, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     st.text(max_size=40)
     | st.sampled_from(['"', "NEAR(a b)", "a AND", "col:", "-x", "'", "*", "a*b", "\ud800"])

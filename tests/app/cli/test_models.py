@@ -31,6 +31,7 @@ from tests import synthetic
 from tests.catalog.fixtures import fake_hub
 from tests.generated_model import write
 from tests.paths import ROOT
+from tests.thorough import thorough
 from tests.waiting import wait_until
 from widgets.text import as_bytes, as_count
 
@@ -321,6 +322,7 @@ def test_show_measures_a_cpu_by_reading_as_the_dashboard_does(run, home, monkeyp
     assert "replies were faster, since caches hold weights" in run("show", path, "--backend", "CPU")[1]
 
 
+@thorough
 def test_show_says_why_there_is_no_ceiling(run, home):
     path = write(home / "mine.gguf")
     code, out, _ = run("show", path, "--backend", "CUDA")

@@ -409,6 +409,7 @@ async def test_the_system_prompt_is_seen_and_changed_while_the_prompt_waits(hist
     assert [role for role, _, _ in stored(history, chat_id)] == ["user", "assistant", "user", "assistant"]
 
 
+@thorough
 async def test_the_effort_is_chosen_beside_the_system_prompt(history):
     ready = replace(READY, model=replace(MODEL, takes_effort=True))
     engine = FakeEngine(start=[ready])
@@ -437,6 +438,7 @@ async def test_a_model_without_effort_shows_none(history):
         assert "Effort" not in user.screen()
 
 
+@thorough
 async def test_a_system_prompt_that_is_not_saved_is_left_by_a_second_key(history):
     async with chat(FakeEngine(), history, size=(60, 20)) as user:
         await user.press("f12")
@@ -536,6 +538,7 @@ async def test_a_link_is_copied_and_never_opened(history, monkeypatch):
     assert opened == []
 
 
+@thorough
 async def test_tmux_is_given_what_is_copied(history, monkeypatch, tmp_path):
     tmux = tmp_path / "tmux"
     tmux.write_text(f'#!/bin/sh\necho "$@" >{tmp_path}/arguments\ncat >{tmp_path}/copied\n')
@@ -609,6 +612,7 @@ async def test_rename_and_delete_a_past_chat(history):
         assert user.turns() == []
 
 
+@thorough
 async def test_a_long_chat_is_deleted_in_parts_while_the_page_is_closed(history, monkeypatch):
     monkeypatch.setattr("app.chat.history.DELETED_CHARS", 10)
     sea, bread = fill(history)

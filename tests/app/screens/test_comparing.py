@@ -182,6 +182,7 @@ async def test_one_that_dies_leaves_the_other_unharmed():
         assert contents(app) == ["first", "One."]
 
 
+@thorough
 async def test_another_preset_is_compared_too():
     ours, peers = MeasuredEngine(), (FakeEngine(), FakeEngine())
     async with chat(ours, *peers) as (app, pilot):
@@ -195,6 +196,7 @@ async def test_another_preset_is_compared_too():
         await until(lambda: ours.closed and peers[0].closed and not peers[1].closed)
 
 
+@thorough
 async def test_from_the_start():
     """As `--compare` has it."""
     ours, peer = MeasuredEngine(reply("One.")), FakeEngine(reply("Eins."))
@@ -234,6 +236,7 @@ async def test_ours_dying_is_told_in_its_column():
         await sees(pilot, "Eins.")
 
 
+@thorough
 @pytest.mark.parametrize(
     "size", [rarely((120, 40)), rarely((80, 24)), rarely((60, 20)), rarely((40, 12)), (20, 8)]
 )

@@ -291,6 +291,7 @@ async def test_no_edit_of_a_preset_is_lost_by_one_key(own_presets):
         assert mine.read_text() == text
 
 
+@thorough
 async def test_what_was_typed_before_a_key_that_saves_is_saved(own_presets):
     async with dashboard(MeasuredEngine()) as (app, pilot, _):
         await pilot.press("f8", "home", "f2")
@@ -347,6 +348,7 @@ async def test_quitting_asks_nothing_where_nothing_is_edited():
         assert app.return_code == 0
 
 
+@thorough
 async def test_speeds_are_noted_for_the_preset():
     engine = MeasuredEngine(reply("word " * 60, prompt_n=96, prompt_ms=210.0))
     async with dashboard(engine, initial_prompt="Hi") as (app, pilot, _):
@@ -581,6 +583,7 @@ async def test_a_dashboard_that_was_left_in_a_narrow_terminal_is_there_in_a_wide
         await sees(pilot, "throughput")
 
 
+@thorough
 async def test_keys_that_scroll_the_chat_move_the_cursor_of_an_editor():
     async with dashboard(MeasuredEngine()) as (app, pilot, _):
         await pilot.press("f8", "home", "f2")

@@ -128,6 +128,7 @@ async def test_a_prompt_that_is_too_long_alone_can_only_have_a_longer_context(hu
         assert setup.made[0][0].context_length == "max"
 
 
+@thorough
 async def test_a_full_context_goes_on_with_the_longest_one(hub, setup, first, history):
     setup = setup(reply(" more."))
     engine = FakeEngine(reply("So much", reason="length", prompt_n=8190))

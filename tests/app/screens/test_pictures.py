@@ -10,6 +10,7 @@ from engine.protocol.events import Seeing
 from tests.app.driver import chat
 from tests.app.fake_engine import READY, SEEING, STARTED, FakeEngine, reply
 from tests.pictures import plain_picture
+from tests.thorough import thorough
 from widgets.chat.transcript import THIN_SPELLS
 
 
@@ -64,6 +65,7 @@ async def test_a_model_that_does_not_see_leaves_the_prompt_where_it_is(history):
         assert user.app.prompt.text == "Look at @sea.png" and not user.engine.requests
 
 
+@thorough
 async def test_a_picture_attached_while_the_model_loads_is_marked_when_it_is_there(history):
     engine = FakeEngine(start=[*STARTED[:2], None, READY])
     async with chat(engine, history) as user:

@@ -11,9 +11,10 @@ from app.screens.engine_setup import EngineSetup
 from engine.protocol.events import EngineOptions
 from tests.app.driver import chat
 from tests.app.fake_engine import FakeEngine
-from tests.thorough import THOROUGH, rarely
+from tests.thorough import THOROUGH, rarely, thorough
 
 
+@thorough
 @pytest.mark.parametrize(
     ("page", "every"),
     [rarely("f1", 20), *(rarely(page, 13) for page in ("f12", "ctrl+o", "f8")), ("ctrl+p", 13)],

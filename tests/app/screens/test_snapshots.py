@@ -7,6 +7,7 @@ from tests.thorough import rarely
 
 # What they show, others show in another size or in other colours.
 ALIKE = (
+    "answering",
     "comparison-absent",
     "comparison-narrow",
     "dashboard-experts",
@@ -17,6 +18,7 @@ ALIKE = (
     "full-context",
     "loading",
     "past-chats",
+    "presets",
     "reply-light",
     "reply-narrow",
     "system-tiny",
