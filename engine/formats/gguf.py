@@ -47,6 +47,9 @@ _NOT_WHOLE = "If it is still being downloaded, wait until it is whole; if not, d
 _SPLIT_NAME = re.compile(
     r"(?P<stem>.*)-(?P<no>\d{5})-of-(?P<count>\d{5})(?P<end>\.gguf)", re.DOTALL | re.IGNORECASE
 )
+_CUT_NAME = re.compile(r".*(\.part\d+of\d+|-split-[a-z])", re.DOTALL | re.IGNORECASE)
+"""Names of pieces of large files, which some publish without a format of their own."""
+_JOIN = "It is a piece of a larger file. Join all pieces, in order, with cat, and open the result."
 
 _T = TypeVar("_T")
 _D = TypeVar("_D")
@@ -283,6 +286,7 @@ class _FileReader:
         self.tensors = self._tensors(tensor_count)
 
     def fail(self, problem: str, hint: str) -> NoReturn:
+        hint = _JOIN if _CUT_NAME.fullmatch(self.path.name) else hint
         raise ModelFileError(f"{printable(self.path.name) or printable(str(self.path))} {problem}", hint)
 
     def _read_to(self, end: int) -> None:

@@ -407,6 +407,14 @@ def test_refused_with_a_sentence_and_a_hint(write, case):
     assert e.value.hint.endswith(".") and str(e.value).isprintable()
 
 
+@pytest.mark.parametrize("name", ["m.i1-Q6_K.gguf.part1of2", "m.Q8_0.gguf-split-a"])
+@pytest.mark.parametrize("content", [padded(LAYER + tensor("t", [64], 0, 0), bytes(255)), bytes(range(99))])
+def test_a_piece_of_a_file_that_was_cut_is_to_be_joined(name, content, tmp_path):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ModelFileError, match="Join all pieces"):
+        GGUF(tmp_path / name)
+
+
 def test_missing_file_folder_and_unreadable(tmp_path):
     # Who starts the program with a wrong path is told before: here it is a file that vanished meanwhile.
     with pytest.raises(
