@@ -156,7 +156,7 @@ class DecodeStep(Step):
             return x
         (vector,), (layout, _), cols = x, product.stack.matrices[0], product.stack.cols
         n = product.experts.vectors if product.experts else 1
-        made = self.digits("x", cols, n)
+        made = self.digits("x", layout.input_scale_bits, cols, n)
         self.add(digit_rows.divide(layout, cols, n), digits=made[0], factors=made[1], x=vector)
         return made
 
@@ -167,23 +167,26 @@ class DecodeStep(Step):
             return None
         (matrix,), (form,) = product.matrices, inputs_of(norm, product)
         vector, *factors = self.stream.inputs[form.key]
-        return None if factors else Division(matrix.layout, vector, self.digits("x", matrix.cols, 1))
+        return (
+            None if factors else Division(matrix.layout, vector, self.digits("x", form.bits, matrix.cols, 1))
+        )
 
-    def digits(self, name: str, cols: int, vectors: int) -> list[Tensor]:
-        """Scratch memory for the digits of vectors, and their factors (`digit_rows`)."""
-        words, factors = digit_rows.sizes(cols)
-        digits = self.buffer(f"{name} in digits", vectors * words, dtypes.uint32)
-        return [digits, self.buffer(f"{name}, factors", vectors * factors)]
+    def digits(self, name: str, bits: int, cols: int, vectors: int) -> list[Tensor]:
+        """Scratch memory for the digits of vectors, for a layout of these `input_scale_bits`, and their factors
+        (`digit_rows`)."""
+        words, factors = digit_rows.form_of(bits).sizes(cols)
+        digits = self.buffer(f"{name} in {bits} digits", vectors * words, dtypes.uint32)
+        return [digits, self.buffer(f"{name}, {bits} factors", vectors * factors)]
 
     def beside_stream(self, i: int) -> Tensor:
         return self.buffer(f"stream {i}", self.spec.dim)
 
-    def begin_stream(self, n_parts: int, divides: bool = False) -> dict[str, Tensor | list[Tensor]]:
+    def begin_stream(self, n_parts: int, divides: int = 0) -> dict[str, Tensor | list[Tensor]]:
         """Begins the stream that the next kernel leaves, which has so many blocks: its buffers for that. `divides`:
         whether it makes the digits of the input that is to come in digits."""
         parity, weight = self._n_streams % 2, self.input_scales.norm_weight
         buffers: dict[str, Tensor | list[Tensor]]
-        digits = self.digits(f"stream {parity}", self.spec.dim, 1) if divides else []
+        digits = self.digits(f"stream {parity}", divides, self.spec.dim, 1) if divides else []
         self.stream = self.memory.stream(n_parts, self.inputs, parity, digits)
         self._n_streams += 1
         whole = [i for i in self.inputs if not (divides and i.in_digits)]
@@ -249,9 +252,10 @@ class DecodeStep(Step):
                 self.layer_norm()
             return
         if self.post_norm is None:
-            has_one = [i.in_digits for i in self.inputs].count(True) == 1
-            divides = has_one and makes_digits(product.schedule.block_rows, dim)
-            epilogue = add_residual(len(self.inputs) - divides, has_bias, divides)
+            divided = [i.bits for i in self.inputs if i.in_digits]
+            divides = divided[0] if len(divided) == 1 else 0
+            divides *= bool(divides) and makes_digits(divides, product.schedule.block_rows, dim)
+            epilogue = add_residual(len(self.inputs) - bool(divides), has_bias, divides)
             kernel = matvec(product.stack, product.schedule, epilogue, name, heads=heads)
             self.add(kernel, **self.begin_stream(product.n_blocks, divides), **ins, **others)
             return

@@ -147,7 +147,7 @@ def check_digits_of_experts() -> None:
     logits, and gate and up those of down."""
     cols, rows, n, used, layout = 320, 128, 4, 2, WeightLayout(39)
     planes, weights = packed(39, n * rows, cols)
-    weights, sizes = weights.reshape(n, rows, cols).astype(np.float64), digit_rows.sizes
+    weights, sizes = weights.reshape(n, rows, cols).astype(np.float64), digit_rows.form_of(1).sizes
     x, (of_router, router) = vector(cols), packed(0, n, cols)
 
     def digits_of(vectors, n_cols):
@@ -167,14 +167,14 @@ def check_digits_of_experts() -> None:
         zeros(used, dtypes.int32),
         zeros(used),
     )
-    kernel = matvec(stack, Schedule(5, 16, 4), activated_in_digits("silu"), "t")
+    kernel = matvec(stack, Schedule(5, 16, 4), activated_in_digits("silu", 1), "t")
     run(kernel, *outs, ids, p, zeros(n, dtypes.int32), *made, logits, *planes)
     best = np.argsort(-logits.numpy())[:used]
     assert np.array_equal(ids.numpy(), best)
     y = weights[best] @ x
     # [digit, word // 4, unit, word % 4], four bytes with a sign
     digits = outs[0].numpy().reshape(used, 3, 16).view(np.int8).astype(np.float64)
-    integers = np.einsum("edc,d->ec", digits, [1, 2**8, 2**16]).reshape(used, -1, digit_rows.GROUP)
+    integers = np.einsum("edc,d->ec", digits, [1, 2**8, 2**16]).reshape(used, -1, 32)
     got = integers * outs[1].numpy().reshape(used, -1, 1)
     close(got.reshape(used, -1), gated(y[:, 0::2], y[:, 1::2], "silu"), 4e-6)
 

@@ -245,7 +245,7 @@ def check_layers_whose_vectors_come_in_digits() -> None:
         with mock.patch.object(matrices, "best_schedule", high):
             hold(
                 architecture="llama",
-                types={"blk.*": "IQ4_NL"},
+                types={"blk.1.*": "Q4_0", "blk.*": "IQ4_NL"},
                 **SMALL | {"dim": 128, "ffn": 128, "layers": 2},
             )
 

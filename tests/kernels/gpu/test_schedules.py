@@ -125,6 +125,19 @@ def test_large_products_with_a_codebook_take_their_vector_in_digits():
         assert schedules.with_digits(other, early) == other
 
 
+def test_integers_take_their_vector_in_digits_where_that_was_timed():
+    timed, other = (StackedMatrices.single(WeightLayout(12), rows, 4096) for rows in (28672, 24576))
+    h200 = Chip("sm_90", 132, launches_early=True)
+    digits = schedules.with_digits(timed, h200)
+    assert digits.digits and matvec_schedule(digits, h200) == Schedule(32, 4, 4, early=True)
+    for stack, chip in (
+        (other, h200),
+        (timed, Chip("sm_90", 114, launches_early=True)),
+        (timed, Chip("sm_90", 132)),
+    ):
+        assert schedules.with_digits(stack, chip) == stack
+
+
 def test_a_search_tries_first_what_the_model_finds_cheap():
     stack, chip = StackedMatrices.single(Q6_K, 3072, 3072), Chip("sm_00", 132, launches_early=True)
     choice = matvec_schedule(stack, chip)

@@ -53,7 +53,7 @@ class DenseHandler(Handler):
         """Adds the first product of a decode step; returns the input of the last one, or of the product `down`, or its
         digits."""
         width, activation, down = self.part.width, self.part.activation, down or self.down
-        input_scale = step.input_scale(self.down.single_matrix)
+        input_scale, bits = step.input_scale(self.down.single_matrix), down.stack.input_scale_bits[0]
         out = step.buffer("activated", permuted_size(width))
         if self.part.gate is None:
             epilogue = bent(activation, self.up_bias is not None, self.curve is not None)
@@ -68,10 +68,10 @@ class DenseHandler(Handler):
                 rows=rows,
                 input_scale=input_scale,
             )
-        elif down.stack.digits and makes_digits(self.gate_up.schedule.block_rows // 2, width):
-            made = step.digits("activated", width, 1)
+        elif down.stack.digits and makes_digits(bits, self.gate_up.schedule.block_rows // 2, width):
+            made = step.digits("activated", bits, width, 1)
             buffers = dict(zip(("digits", "factors"), made, strict=True))
-            step.multiply(self.gate_up, norm, activated_in_digits(activation), buffers, "gate_up")
+            step.multiply(self.gate_up, norm, activated_in_digits(activation, bits), buffers, "gate_up")
             return made
         else:
             buffers = {"out": out, "input_scale": input_scale}

@@ -159,12 +159,14 @@ class ExpertsHandler(Handler):
         }
         is_one = len(gate_up.matrices) == 1
         is_divided = down.stack.digits and is_one and part.gate is not None
-        if is_divided and makes_digits(gate_up.schedule.block_rows // 2, n):
-            made = step.digits("experts activated", n, part.used)
-            buffers |= zip(("digits", "factors"), made, strict=True)
-            step.multiply(
-                gate_up, norm, activated_in_digits(part.activation), buffers, self.name, digits=digits
+        bits = down.stack.input_scale_bits[0]
+        if is_divided and makes_digits(bits, gate_up.schedule.block_rows // 2, n):
+            made, epilogue = (
+                step.digits("experts activated", bits, n, part.used),
+                activated_in_digits(part.activation, bits),
             )
+            buffers |= zip(("digits", "factors"), made, strict=True)
+            step.multiply(gate_up, norm, epilogue, buffers, self.name, digits=digits)
             return made
         out = step.buffer("experts_activated", part.used * permuted_size(n))
         if is_one:

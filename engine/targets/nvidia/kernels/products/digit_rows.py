@@ -1,11 +1,12 @@
-"""Rows of a matrix with a codebook, or of small floats, times one vector, by instructions that multiply four bytes at a
-time.
+"""Rows of a matrix with a codebook, of integers of 4 bits, or of small floats, times one vector, by instructions that
+multiply four bytes at a time.
 
-Codes are looked up four at a time, as bytes of a word. Each of them would be masked before float32 could multiply it,
-and such instructions are what bounds these products. An instruction that adds four products of bytes takes the word as
-it is. So the vector becomes integers of three digits, bytes with a sign: a kernel before the product divides it, in
-groups of 32 columns, whose largest number gives the factor. The rest is below 2**-23 of that, and sums are whole
-numbers, so the result is as exact as with float32.
+Codes are looked up four at a time, as bytes of a word, and so integers are masked. Each of them would be masked by
+itself before float32 could multiply it, and such instructions are what bounds these products. An instruction that adds
+four products of bytes takes the word as it is. So the vector becomes integers of two or three digits, bytes with a sign
+(`Form`): a kernel before the product divides it, in groups of columns, whose largest number gives the factor. Sums are
+whole numbers. With three digits the rest is below 2**-23 of that factor, and the result as exact as with float32. With
+two it is below 2**-15, a sixteenth of what float16 leaves, which prompts have.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from tinygrad import UOp, dtypes
 from tinygrad.uop.ops import Ops
@@ -26,6 +28,7 @@ from engine.targets.nvidia.kernels.uops import (
     I32,
     U32,
     bitwise_or,
+    chain,
     f32,
     finish,
     load,
@@ -41,35 +44,73 @@ from engine.targets.nvidia.kernels.weights.bit_packing import CENTER, code_words
 from engine.targets.nvidia.kernels.weights.matrix_bytes import UNIT, units_of
 from engine.targets.nvidia.kernels.weights.weight_layout import Unit, WeightLayout, positions_of
 
-DIGITS = 3
-GROUP, WORD_BYTES = 32, 4  # columns with a factor; bytes of a word
-GROUP_WORDS = GROUP // WORD_BYTES
+WORD_BYTES = 4
+_OF_INTEGERS_BITS = 4  # the input_scales of matrices of integers of 4 bits
+_SCALED = 32  # columns of a row with a scale
 _WORDS = UNIT // WORD_BYTES  # of a unit, for each digit
-_MOST = 127.0 * 2**16  # the largest integer of three such digits, but for those of the lower two
 _THREADS = 32
 _EVEN = 0x808080  # makes digits from 0 to 255, and an exclusive or with it makes them have signs again
+_FLOAT, _FLOAT_BITS = 1.5 * 2**23, 0x4B400000  # and its bits, to which whole numbers below 2**22 may be added
+
+
+class Form(NamedTuple):
+    """How a vector is divided: the number of digits, the columns of a group, its largest integer, and whether the group
+    has its sum too."""
+
+    digits: int
+    group: int
+    most: int
+    has_sums: bool
+
+    @property
+    def group_words(self) -> int:
+        return self.group // WORD_BYTES
+
+    def groups(self, cols: int) -> int:
+        return UNIT // self.group * units_of(cols)
+
+    def sizes(self, cols: int) -> tuple[int, int]:
+        """Words of a vector's digits, and the number of its factors and sums."""
+        return self.digits * _WORDS * units_of(cols), self.groups(cols) * (2 if self.has_sums else 1)
+
+    def columns(self, word: int | UOp) -> list[int | UOp]:
+        """The columns of a group whose digits are the bytes of one of its words. Integers of 4 bits are masked in a
+        word, so that those of every other column remain."""
+        if not self.has_sums:
+            return [word * WORD_BYTES + k for k in range(WORD_BYTES)]
+        return [word // 2 * (2 * WORD_BYTES) + word % 2 + 2 * k for k in range(WORD_BYTES)]
+
+
+_OF_CODES = Form(3, 32, 127 << 16, False)
+_OF_INTEGERS = Form(2, 16, 66 << 8, True)  # sums of 16 products with integers of 4 bits are below 2**22
+
+
+def form_of(input_scale_bits: int) -> Form:
+    """The form for layouts with such input_scales."""
+    return _OF_INTEGERS if input_scale_bits == _OF_INTEGERS_BITS else _OF_CODES
 
 
 def serves(layout: WeightLayout, cols: int) -> bool:
     """Whether there are such kernels for a matrix."""
     format = layout.format
     large = layout.has_codes and format is not None and len(format.codebook) > 8
-    return (large or layout.is_e2m1) and layout.group == GROUP and cols % UNIT == 0
+    is_known = large or layout.is_e2m1 or has_integers(layout)
+    return is_known and layout.group == _SCALED and cols % UNIT == 0
 
 
-def sizes(cols: int) -> tuple[int, int]:
-    """Words of a vector's digits, and its factors."""
-    return DIGITS * _WORDS * units_of(cols), UNIT // GROUP * units_of(cols)
+def has_integers(layout: WeightLayout) -> bool:
+    """Whether a matrix has integers of 4 bits that are multiplied as they are in memory."""
+    return layout.input_scale_bits == _OF_INTEGERS_BITS
 
 
 @functools.cache
 def divide(layout: WeightLayout, cols: int, vectors: int = 1) -> Kernel:
     """Divides the vectors of a product. Buffers: digits, for each vector uint32 [digit, word // 4 of the unit, unit,
-    word % 4]; factors, for each float32 [unit, group] (`sizes`); x, float32 (vectors, permuted_size(cols)), scaled for
-    the layout."""
+    word % 4]; factors, for each float32 [unit, group], then the sums of groups likewise if the form has them
+    (`Form.sizes`); x, float32 (vectors, permuted_size(cols)), scaled for the layout."""
 
     def kernel(digits: UOp, factors: UOp, x: UOp) -> UOp:
-        blocks = -(-sizes(cols)[1] // _THREADS)
+        blocks = -(-form_of(layout.input_scale_bits).groups(cols) // _THREADS)
         thread = UOp.special(blocks, "gidx0") * _THREADS + UOp.special(_THREADS, "lidx0")
         vector = UOp.special(vectors, "gidx1") if vectors > 1 else UOp.const(0)
         stores = division(layout, cols, digits, factors, x, thread, blocks * _THREADS, vector)
@@ -83,72 +124,80 @@ def division(
     vector: UOp | None = None,
 ) -> list[UOp]:  # fmt: skip
     """The stores of `divide` by a thread, of so many `threads` of all blocks; of one of several vectors."""
-    units, groups = units_of(cols), sizes(cols)[1]
+    form = form_of(layout.input_scale_bits)
+    units, groups, each = units_of(cols), form.groups(cols), UNIT // form.group
     positions, vector = positions_of(layout.input_scale_bits), UOp.const(0) if vector is None else vector
     stores = []
     for first_group in range(0, groups, threads):
         group = thread + first_group
         ok = None if first_group + threads <= groups else group < groups
-        unit, first = group // (UNIT // GROUP), group % (UNIT // GROUP) * GROUP_WORDS
+        unit, first = group // each, group % each * form.group_words
         values = [
             load(
                 x,
                 vector * (units * UNIT) + ((first + j // WORD_BYTES) * units + unit) * 4 + j % WORD_BYTES,
                 ok,
             )
-            * f32(2.0 ** (positions[j % WORD_BYTES] - CENTER))
-            for j in range(GROUP)
+            * f32(2.0 ** (positions[j] - CENTER))
+            for j in range(form.group)
         ]
-        divided = Divided.of(values)
-        for word in range(GROUP_WORDS):
-            four = values[word * WORD_BYTES :][:WORD_BYTES]
+        divided = Divided.of(form, values)
+        for word in range(form.group_words):
+            four = [values[int(column)] for column in form.columns(word)]
             stores += divided.store_word(digits, cols, vector, group, UOp.const(word), four, ok)
-        stores.append(divided.store_factor(factors, cols, vector, group, ok))
+        stores += divided.store_factor(factors, cols, vector, group, ok)
     return stores
 
 
 @dataclass(frozen=True)
 class Divided:
-    """A group of 32 columns of a vector whose digits are made: what its numbers are to be multiplied by, and the factor
-    that undoes it."""
+    """A group of columns of a vector whose digits are made: what its numbers are to be multiplied by, the factor that
+    undoes it, and their sum."""
 
+    form: Form
     inverse: UOp
     factor: UOp
+    total: UOp
 
     @classmethod
-    def of(cls, numbers: Sequence[UOp]) -> Divided:
+    def of(cls, form: Form, numbers: Sequence[UOp]) -> Divided:
         most, total = maximum([v.maximum(v * f32(-1)) for v in numbers]), tree(numbers)
-        inverse = (most > 0).where(f32(_MOST) * most.reciprocal(), f32(0))
+        inverse = (most > 0).where(f32(form.most) * most.reciprocal(), f32(0))
         # A sum that is no number would be lost among integers.
-        return cls(inverse, total.ne(total).where(f32(math.nan), most * f32(1 / _MOST)))
+        return cls(form, inverse, total.ne(total).where(f32(math.nan), most * f32(1 / form.most)), total)
 
     def store_word(
         self, digits: UOp, cols: int, vector: UOp, group: UOp, word: UOp, four: Sequence[UOp], ok: UOp | None
     ) -> list[UOp]:
         """The stores of a word of each digit, of `four` numbers of a group, in one of several vectors of `cols`
         elements."""
-        units, words = units_of(cols), sizes(cols)[0]
-        unit, i = group // (UNIT // GROUP), group % (UNIT // GROUP) * GROUP_WORDS + word
+        units, (words, _), each = units_of(cols), self.form.sizes(cols), UNIT // self.form.group
+        unit, i = group // each, group % each * self.form.group_words + word
         rounded = [(v * self.inverse + (v < 0).where(f32(-0.5), f32(0.5))).cast(I32) for v in four]
         with_signs = [(n + _EVEN).bitcast(U32).alu(Ops.XOR, u32(_EVEN)) for n in rounded]
         stores = []
-        for digit in range(DIGITS):
+        for digit in range(self.form.digits):
             parts = [shift(mask(shift_right(n, 8 * digit), 255), -8 * k) for k, n in enumerate(with_signs)]
             place = ((digit * (_WORDS // 4) + i // 4) * units + unit) * 4 + i % 4
             stores.append(store(digits, place + vector * words, bitwise_or(parts), ok))
         return stores
 
-    def store_factor(self, factors: UOp, cols: int, vector: UOp, group: UOp, ok: UOp | None) -> UOp:
-        return store(factors, group + vector * sizes(cols)[1], self.factor, ok)
+    def store_factor(self, factors: UOp, cols: int, vector: UOp, group: UOp, ok: UOp | None) -> list[UOp]:
+        """The stores of the factor, and of the sum."""
+        place = group + vector * self.form.sizes(cols)[1]
+        stores = [store(factors, place, self.factor, ok)]
+        return stores + [store(factors, place + self.form.groups(cols), self.total, ok)] * self.form.has_sums
 
 
 @dataclass(frozen=True)
 class DigitUnit:
-    """A unit of a vector in registers: the words of each digit, and the factors of its groups."""
+    """A unit of a vector in registers: the words of each digit, the factors of its groups, and if rows have minima or
+    an offset, sums of as many columns as share a scale."""
 
     layout: WeightLayout
     words: list[list[UOp]]
     factors: list[UOp]
+    sums: list[UOp]
 
     @classmethod
     def load(
@@ -156,39 +205,69 @@ class DigitUnit:
         vector: UOp | None = None,
     ) -> DigitUnit:  # fmt: skip
         """Loads a unit, of `units`, of one of several vectors; zeros if it is not `inside`."""
-        runs, groups = _WORDS // 4, UNIT // GROUP
+        form = form_of(layout.input_scale_bits)
+        runs, groups = _WORDS // 4, UNIT // form.group
         first_word, first = UOp.const(0), unit * groups
         if vector is not None:
-            first_word, first = vector * (DIGITS * _WORDS * units), first + vector * (groups * units)
+            n_words, n_factors = form.sizes(units * UNIT)
+            first_word, first = vector * n_words, first + vector * n_factors
         words = [
             [
                 load(digits, first_word + ((d * runs + w // 4) * units + unit) * 4 + w % 4, inside)
                 for w in range(_WORDS)
             ]
-            for d in range(DIGITS)
+            for d in range(form.digits)
         ]
-        return cls(layout, words, [load(factors, first + g, inside) for g in range(groups)])
+        scales, sums = layout.format.scales if layout.format else (), list[UOp]()
+        if form.has_sums and (layout.offset or "m" in scales):
+            of_groups = [load(factors, first + groups * units + g, inside) for g in range(groups)]
+            each = _SCALED // form.group
+            sums = [tree(of_groups[i : i + each]) for i in range(0, groups, each)]
+        return cls(layout, words, [load(factors, first + g, inside) for g in range(groups)], sums)
 
     @functools.cached_property
     def _starts(self) -> list[list[UOp]]:
-        """Of each group and digit, what the sum of products begins with, since codes that are small floats have an
-        offset."""
-        format, groups = self.layout.format, UNIT // GROUP
+        """Of each group and digit, what the sum of products begins with: codes that are small floats have an offset."""
+        format, none = self.layout.format, UOp.const(0, I32)
         assert format
+        if self._form.has_sums:  # the lower digit's sum, and with it that of both, becomes a float
+            return [[UOp.const(_FLOAT_BITS, I32), none]] * len(self.factors)
         if not self.layout.is_e2m1:
-            return [[UOp.const(0, I32)] * DIGITS] * groups
-        offset, none = u32(0x1010101 * (-format.code_offset & 255)), UOp.const(0, I32)
-        return [[self._sum([offset] * _WORDS, own, g, none) for own in self.words] for g in range(groups)]
+            return [[none] * self._form.digits] * len(self.factors)
+        offset = u32(0x1010101 * (-format.code_offset & 255))
+        return [
+            [self._sum([offset] * _WORDS, own, g, none) for own in self.words]
+            for g in range(len(self.factors))
+        ]
 
-    @staticmethod
-    def _sum(codes: Sequence[UOp], own: Sequence[UOp], g: int, start: UOp) -> UOp:
+    @property
+    def _form(self) -> Form:
+        return form_of(self.layout.input_scale_bits)
+
+    def _sum(self, codes: Sequence[UOp], own: Sequence[UOp], g: int, start: UOp) -> UOp:
         """`start` and the products of words of codes and of a digit's, of a group."""
-        n = GROUP_WORDS
+        n = self._form.group_words
         return functools.reduce(lambda sum, w: _four(codes[w], own[w], sum), range(g * n, (g + 1) * n), start)
 
     def dot(self, loaded: Unit) -> UOp:
         """The product with a unit of a row."""
-        format, dots = self.layout.format, []
+        sums = self._sums_of_integers(loaded) if self._form.has_sums else self._sums_of_codes(loaded)
+        products, each = [a * b for a, b in zip(sums, self.factors, strict=True)], _SCALED // self._form.group
+        dots = [chain(products[i : i + each]) for i in range(0, len(products), each)]
+        return loaded.of_dots(dots, self.sums)
+
+    def _sums_of_integers(self, loaded: Unit) -> list[UOp]:
+        """Of each group."""
+        words = [mask(shift_right(word, by), 0x0F0F0F0F) for word in loaded.words for by in (0, 4)]
+        sums = []
+        for g, starts in enumerate(self._starts):
+            low, high = (self._sum(words, own, g, s) for own, s in zip(self.words, starts, strict=True))
+            sums.append((high * 256 + low).bitcast(F32) - f32(_FLOAT))
+        return sums
+
+    def _sums_of_codes(self, loaded: Unit) -> list[UOp]:
+        """Of each group."""
+        format, sums = self.layout.format, []
         assert format
         # small floats are in memory in the order of their bits
         codes = (
@@ -197,13 +276,12 @@ class DigitUnit:
             else [(c - format.code_offset) & 255 for c in self.layout.codes]
         )
         words = [four for word in loaded.words for four in code_words(word, codes, keeps=True)]
-        for g, (starts, factor) in enumerate(zip(self._starts, self.factors, strict=True)):
+        for g, starts in enumerate(self._starts):
             low, middle, high = (
-                self._sum(words, own, g, start) for own, start in zip(self.words, starts, strict=True)
+                self._sum(words, own, g, s) for own, s in zip(self.words, starts, strict=True)
             )
-            whole = high.cast(F32) * f32(2.0**16) + (middle * 256 + low).cast(F32)
-            dots.append(whole * factor)
-        return loaded.scaled(dots, ())
+            sums.append(high.cast(F32) * f32(2.0**16) + (middle * 256 + low).cast(F32))
+        return sums
 
 
 def vector_unit(

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from tinygrad import UOp
 
 from engine.kernels.kernel import Kernel, Name
-from engine.targets.nvidia.kernels.products.digit_rows import GROUP, GROUP_WORDS, WORD_BYTES, Divided
+from engine.targets.nvidia.kernels.products.digit_rows import WORD_BYTES, Divided, form_of
 from engine.targets.nvidia.kernels.uops import (
     I32,
     Activation,
@@ -81,37 +81,20 @@ def _store(rows: BlockRows, out: UOp) -> list[UOp]:
     return [store(out, place, rows.product(i, ok), ok)]
 
 
-def _add_residual(
-    rows: BlockRows, stream: UOp, squares: UOp, copies: Sequence[UOp], norms: Sequence[UOp], bias: UOp | None,
-    digits: UOp | None, factors: UOp | None, digits_norm: UOp | None,
-) -> list[UOp]:  # fmt: skip
-    i = rows.thread
-    ok, row = rows.valid(i), rows.index(i)
-    value = load(stream, row, ok) + rows.product(i, ok)
-    if bias is not None:
-        value = value + load(bias, row, ok)
-    stores = [store(stream, row, value, ok), _store_sum_of_squares(squares, value, ok, rows)]
-    for out, weight in zip(copies, norms, strict=True):
-        stores.append(store(out, permuted(row, rows.total), value * load(weight, row, ok), ok))
-    if digits is not None and factors is not None and digits_norm is not None:
-        stores += _digits(rows, value * load(digits_norm, row, ok), 1, digits, factors)
-    return stores
-
-
-def _digits(rows: BlockRows, value: UOp, pair: int, digits: UOp, factors: UOp) -> list[UOp]:
-    """Stores digits and factors of a vector (`digit_rows.divide`). `value`: the number that a thread has of those of
-    the block, one for each run of `pair` rows (`makes_digits`)."""
-    i, n, count = rows.thread, rows.total // pair, rows.count // pair
+def _digits(rows: BlockRows, value: UOp, pair: int, bits: int, digits: UOp, factors: UOp) -> list[UOp]:
+    """Stores digits and factors of a vector (`digit_rows.divide`), for a layout of these `input_scale_bits`. `value`:
+    the number that a thread has of those of the block, one for each run of `pair` rows (`makes_digits`)."""
+    i, n, count, form = rows.thread, rows.total // pair, rows.count // pair, form_of(bits)
     vector = UOp.const(0) if rows.slot is None else rows.slot
     values = after_store(shared(count, slot=4), i, value, i < count)
-    n_words = count // WORD_BYTES
+    n_words, each = count // WORD_BYTES, form.group_words
     word = i.minimum(n_words - 1)
-    own, ok = word // GROUP_WORDS, i < n_words
-    divided = Divided.of(load_run(values, own * GROUP, GROUP))
-    group = rows.first // pair // GROUP + own
-    four = load_run(values, word * WORD_BYTES, WORD_BYTES)
-    words = divided.store_word(digits, n, vector, group, word % GROUP_WORDS, four, ok)
-    return [*words, divided.store_factor(factors, n, vector, group, ok & (i % GROUP_WORDS).eq(0))]
+    own, ok = word // each, i < n_words
+    divided = Divided.of(form, load_run(values, own * form.group, form.group))
+    group = rows.first // pair // form.group + own
+    four = [load(values, own * form.group + column) for column in form.columns(word % each)]
+    words = divided.store_word(digits, n, vector, group, word % each, four, ok)
+    return [*words, *divided.store_factor(factors, n, vector, group, ok & (i % each).eq(0))]
 
 
 def _store_squares(rows: BlockRows, out: UOp, squares: UOp) -> list[UOp]:
@@ -178,18 +161,37 @@ def as_logits(softcap: float = 0.0, has_bias: bool = False) -> Epilogue:
     return Epilogue(("logits", "largest", "largest_rows"), (has_bias and "bias",), 1, stores)
 
 
-def add_residual(copies: int = 1, bias: bool = False, divides: bool = False) -> Epilogue:
+@functools.cache
+def add_residual(copies: int = 1, bias: bool = False, divides: int = 0) -> Epilogue:
     """Adds the product to the residual stream, and prepares the stream for the next products: permuted, and multiplied
     by the next norm's weight and by their input_scales. outs: stream, float32 (rows,); squares, partial sums of its
     squares, float32 (blocks,); `copies` permuted vectors, one for each input_scale; ins: norms, for each copy the
     norm's weight times the input_scale, float32 (rows,); bias, which is added to the product, float32 (rows,). If it
-    `divides` the stream for a product whose vector comes in digits (`makes_digits`), the outs digits and factors are
-    those of the stream times digits_norm, that norm's weight, float32 (rows,)."""
+    `divides` the stream for a product whose vector comes in digits (`makes_digits`), the outs digits and factors are,
+    for a layout of these `input_scale_bits`, those of the stream times digits_norm, the norm's weight, float32
+    (rows,)."""
     outs: tuple[Name, ...] = ("stream", "squares", ("copies", copies))
     ins: tuple[Name, ...] = (("norms", copies), bias and "bias")
     if divides:
         outs, ins = (*outs, "digits", "factors"), (*ins, "digits_norm")
-    return Epilogue(outs, ins, 1, _add_residual)
+
+    def stores(
+        rows: BlockRows, stream: UOp, squares: UOp, copies: Sequence[UOp], norms: Sequence[UOp], bias: UOp | None,
+        digits: UOp | None, factors: UOp | None, digits_norm: UOp | None,
+    ) -> list[UOp]:  # fmt: skip
+        i = rows.thread
+        ok, row = rows.valid(i), rows.index(i)
+        value = load(stream, row, ok) + rows.product(i, ok)
+        if bias is not None:
+            value = value + load(bias, row, ok)
+        stores = [store(stream, row, value, ok), _store_sum_of_squares(squares, value, ok, rows)]
+        for out, weight in zip(copies, norms, strict=True):
+            stores.append(store(out, permuted(row, rows.total), value * load(weight, row, ok), ok))
+        if digits is not None and factors is not None and digits_norm is not None:
+            stores += _digits(rows, value * load(digits_norm, row, ok), 1, divides, digits, factors)
+        return stores
+
+    return Epilogue(outs, ins, 1, stores)
 
 
 @functools.cache
@@ -242,22 +244,23 @@ def activated(activation: Activation) -> Epilogue:
 
 
 @functools.cache
-def activated_in_digits(activation: Activation) -> Epilogue:
-    """As `activated`, for a next product whose vector comes in digits (`makes_digits`). outs: digits and factors, of
-    experts those of each (`digit_rows.divide`)."""
+def activated_in_digits(activation: Activation, bits: int) -> Epilogue:
+    """As `activated`, for a next product of a layout of these `input_scale_bits`, whose vector comes in digits
+    (`makes_digits`). outs: digits and factors, of experts those of each (`digit_rows.divide`)."""
 
     def stores(rows: BlockRows, digits: UOp, factors: UOp) -> list[UOp]:
         i = rows.thread
         ok = rows.valid(i, 2)
         value = gated(rows.product(i * 2, ok), rows.product(i * 2 + 1, ok), activation)
-        return _digits(rows, value, 2, digits, factors)
+        return _digits(rows, value, 2, bits, digits, factors)
 
     return Epilogue(("digits", "factors"), (), 2, stores, by_slot=True)
 
 
-def makes_digits(columns: int, n: int) -> bool:
-    """Whether blocks that make so many of the n numbers of a vector can make their digits: they have whole groups."""
-    return columns % GROUP == 0 and n % columns == 0
+def makes_digits(bits: int, columns: int, n: int) -> bool:
+    """Whether blocks that make so many of the n numbers of a vector can make their digits, for a layout of these
+    `input_scale_bits`: they have whole groups."""
+    return columns % form_of(bits).group == 0 and n % columns == 0
 
 
 def _in_slot(place: UOp, n: int, rows: BlockRows) -> UOp:

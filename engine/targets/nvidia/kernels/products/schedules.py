@@ -22,6 +22,7 @@ from engine.disk_cache import disk_cache, lasting_cache, source_digest
 from engine.formats.quantization import Format
 from engine.start_trial import start_trials
 from engine.targets.nvidia.kernels.device import REGISTERS, Chip, capability, chip, shared_limit
+from engine.targets.nvidia.kernels.products import digit_rows
 from engine.targets.nvidia.kernels.products.matvec import Schedule, StackedMatrices, tensor_bytes
 from engine.targets.nvidia.kernels.products.schedule_cost import (
     division_us,
@@ -76,7 +77,10 @@ def with_digits(stack: StackedMatrices, chip: Chip) -> StackedMatrices:
     if not (chip.launches_early and stack.fits_digits):
         return stack
     ((layout, rows),) = stack.matrices
-    divided = replace(stack, digits=True)
+    divided, shipped = replace(stack, digits=True), _shipped(chip.capability)
+    if digit_rows.has_integers(layout):  # where it was timed
+        is_like = chip.multiprocessors == shipped.multiprocessors
+        return divided if is_like and _measured(shipped, divided, chip) else stack
     if stack.experts:
         return divided if stack.experts.used * rows * stack.cols >= _MANY_WEIGHTS else stack
     if layout.is_e2m1:  # not timed

@@ -408,9 +408,9 @@ class Unit:
         return self.scaled(dots, sums)
 
     def of_dots(self, dots: Sequence[UOp], sums: Sequence[UOp]) -> UOp:
-        """The product, from those of the integers of each group, and the sums of the activations of each group."""
-        offset = self.layout.offset
-        if offset:
+        """The product, from those of the integers of each group, and the sums of the activations of each group if
+        these have an offset."""
+        if sums and (offset := self.layout.offset):
             dots = [dot + x * f32(-offset) for dot, x in zip(dots, sums, strict=True)]
         return self.scaled(dots, sums)
 
