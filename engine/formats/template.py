@@ -73,7 +73,7 @@ class ChatTemplate:
         self._channels = channel_marks(tokenizer.special_tokens) if self._marks in (HARMONY, MUSE) else {}
         opened = re.escape(self._marks.open)
         self._opens = re.compile(rf"{opened}\s*+(?:<[^<>]++>)*+\s*+$")
-        signs = ("think>", "enable_thinking", self._marks.open)
+        signs = ("think>", "enable_thinking", self._marks.open, self._marks.close)
         self.thinks = any(sign in source for sign in signs) if source else self._can_think
         self._renderer, self._fallback = TemplateRenderer(source or fallback), TemplateRenderer(fallback)
         self._renderer.start()

@@ -15,8 +15,9 @@ from engine.protocol.events import Event, Finished, Thinking, Token
 class ThinkMarks:
     """The texts that a family of models writes around its thinking, and around the answer: `begin` has the one that
     comes after thinking and the one in a reply without thinking; `end` closes an answer that a `begin` opened, which
-    may do without both then. `stops` end thinking too, and belong to the answer. `breaks`: the line breaks after
-    `open`, before `close` and after it, for a reply that is written into a prompt."""
+    may do without both then, or, without a `begin`, the answer after thinking. `stops` end thinking too, and belong to
+    the answer. `breaks`: the line breaks after `open`, before `close` and after it, for a reply that is written into a
+    prompt."""
 
     open: str
     close: str
@@ -42,6 +43,12 @@ COHERE = ThinkMarks(
 COHERE_TEXT = ThinkMarks(COHERE.open, COHERE.close, ("<|START_TEXT|>",), "<|END_TEXT|>")  # North Mini Code
 APERTUS = ThinkMarks("<|inner_prefix|>", "<|inner_suffix|>", stops=("<|tools_prefix|>",))
 GRANITE = ThinkMarks("<think>", "</think>", ("<response>",), "</response>")
+APRIEL = ThinkMarks(
+    "Here are my reasoning steps:",
+    "[BEGIN FINAL RESPONSE]",
+    end="[END FINAL RESPONSE]",
+    breaks=("\n", "\n", "\n"),
+)
 _FAMILIES = (
     THINK,
     MISTRAL,
@@ -56,7 +63,7 @@ _FAMILIES = (
 # The special tokens in these marks. `ThinkSplitter` has to see them.
 MARK_TOKENS = frozenset(
     token
-    for marks in (*_FAMILIES, COHERE_TEXT)
+    for marks in (*_FAMILIES, COHERE_TEXT, APRIEL)
     for mark in (marks.open, marks.close, *marks.begin, marks.end)
     for token in re.findall(r"<[^>]+>|\[[^]]+\]", mark)
 )
@@ -66,6 +73,8 @@ def marks_of(template: str) -> ThinkMarks:
     """The marks that a chat template names; those of most models if it names none."""
     if f"{GRANITE.begin[0]}{GRANITE.end}" in template:  # MiniMax M2 has both around results of tools
         return GRANITE
+    if APRIEL.close in template:  # Apriel 1.5 opens thinking by itself
+        return APRIEL
     for marks in (*_FAMILIES, COHERE_TEXT):
         if all(mark in template for mark in (marks.open, marks.close, *marks.begin[:1])):
             return marks
@@ -151,7 +160,8 @@ class ThinkSplitter:
         if self._phase is _Phase.BEFORE_ANSWER:
             if (mark := self._drop(self._marks.begin)) is None:
                 return False, ""
-            self._phase, self._end = _Phase.ANSWER, self._marks.end if mark else ""
+            is_closed = mark or not self._marks.begin
+            self._phase, self._end = _Phase.ANSWER, self._marks.end if is_closed else ""
         if not self._end:
             return False, self._take(len(self._held))
         answer, mark, rest = self._held.partition(self._end)

@@ -70,8 +70,9 @@ class TagArguments:
         spaced = r"\s*".join(map(re.escape, after.split()))
         self._before_value = re.compile(f"{re.escape(before)}(.*?){spaced}", re.DOTALL)
         self._close = tags.value_end.strip()
-        self._marks = (before, self._close, tags.end)
         self._tags = tags
+        self._unquoted: tuple[str, ...] = (before, self._close, tags.end)
+        self._marks: tuple[str, ...] = self._unquoted  # what ends the value that is being read
         self.is_done = self._begun = False
         self._is_first = True  # no parameter has come yet
         self._key: str | None = None  # of the parameter that is being read
@@ -101,7 +102,8 @@ class TagArguments:
         if not found:
             return self._until_end(stripped)
         key = found[1].strip()
-        self._key, self._at_start, self._value = key, self._tags.has_breaks, ""
+        self._key, self._at_start, self._value = key, self._tags.has_breaks or self._tags.quotes[0] != "", ""
+        self._marks = self._unquoted
         self._kinds = self._kinds_of(self._properties.get(key))
         self._is_text = self._kinds == TEXT
         comma = "" if self._is_first else ", "
@@ -116,19 +118,23 @@ class TagArguments:
         return "", text, False
 
     def _within(self, text: str) -> tuple[str, str, bool]:
-        if self._at_start:
-            if not text:
-                return "", text, False
-            text, self._at_start = text.removeprefix("\n"), False
-        found = [at for mark in self._marks if (at := text.find(mark)) >= 0]
         breaks = "\n" if self._tags.has_breaks else ""
+        if self._at_start:
+            quote, unquote = self._tags.quotes
+            if not text or (quote != text and quote.startswith(text)):
+                return "", text, False
+            text, self._at_start = text.removeprefix(breaks), False
+            if quote and text.startswith(quote):
+                text, self._marks = text[len(quote) :], (unquote + self._close,)
+        found = [at for mark in self._marks if (at := text.find(mark)) >= 0]
         if not found:
             held = max(max(overlap(text, breaks + mark), overlap(text, mark)) for mark in self._marks)
             held = max(held, bool(breaks) and text.endswith(breaks))
             value, rest = text[: len(text) - held], text[len(text) - held :]
             return self._piece(value), rest, False
         at = min(found)
-        value, rest = text[:at].removesuffix(breaks), text[at:].removeprefix(self._close)
+        close = self._close if self._marks is self._unquoted else self._marks[0]
+        value, rest = text[:at].removesuffix(breaks), text[at:].removeprefix(close)
         self._key = None
         return self._piece(value) + self._ended(), rest, True
 

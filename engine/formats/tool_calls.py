@@ -197,7 +197,7 @@ _ID = r'"(?:tool_call_)?id"\s*:\s*"[\w-]*"'
 _CLOSING = re.compile(rf"(?:[\s}}\],;]|{_ID})+")  # what may follow the arguments of a call
 _NAMED = re.compile(
     r"\s*+(?P<name>[\w.-]++)\s*+(?:\[CALL_ID\][\w-]*|:\d+)?"
-    r"(?:\[ARGS\]|<\|message\|>|<\|tool_call_argument_begin\|>)?\s*(?=\{)"
+    r"(?:\[ARGS\]|<\|message\|>|<\|tool_call_argument_begin\|>|>)?\s*(?=\{)"
 )
 _IN_JSON = re.compile(
     rf'(?:[\s{{}}\[\],;]|{_ID})*"(?:tool_)?name"\s*:\s*"(?P<name>[^"\\]+)"\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{{)'

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 class Tags:
     """How a call with its parameters in tags is written: `name` and `key` hold what stands before and after these. If
     `has_breaks`, a line break at both ends of a value is none of it. `end` comes after the last parameter;
-    `ends_call`: it is what closes the call."""
+    `ends_call`: it is what closes the call. A value may stand between `quotes`, and then hold the other marks."""
 
     name: tuple[str, str]
     key: tuple[str, str]
@@ -21,6 +21,7 @@ class Tags:
     end: str
     has_breaks: bool = False
     ends_call: bool = False
+    quotes: tuple[str, str] = ("", "")
 
 
 @dataclass(frozen=True)
@@ -89,6 +90,19 @@ KIMI = (
     )
 )
 APRIEL = ToolForm(("<tool_calls>",), "</tool_calls>", listed=True)
+FUNCTIONARY = ToolForm(("<function=",), "</function>", between=">")  # functionary 3.1
+MINICPM = ToolForm(
+    ('<function name="',),
+    "</function>",
+    tags=Tags(
+        ("", '">'),
+        ('<param name="', '">'),
+        "</param>",
+        "</function>",
+        ends_call=True,
+        quotes=("<![CDATA[", "]]>"),
+    ),
+)  # MiniCPM 5
 GIGACHAT = ToolForm(("<|function_call|>",))
 LLAMA_4 = ToolForm(("<|python_start|>",), "<|python_end|>", bare=True, in_python=True)
 LLAMA = ToolForm(("<|python_tag|>",), bare=True, key="parameters")
@@ -113,6 +127,8 @@ _SIGNS: tuple[tuple[tuple[str, ...], ToolForm | None], ...] = (
     (("<tool_call>", "<arg_key>"), GLM),
     (("<tool_call>", "<function="), QWEN_XML),
     (("<tool_call>",), HERMES),
+    (('<function name="', '<param name="'), MINICPM),
+    (("<{start_tag}={function_name}>",), FUNCTIONARY),
     (("<|tool_call_start|>",), LFM),
     (("<|tool_list_start|>",), LFM),
     (("List of tools: [", "keep_past_thinking"), LFM),  # LFM2.5

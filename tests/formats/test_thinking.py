@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from engine.formats.thinking import (
     APERTUS,
+    APRIEL,
     COHERE,
     COHERE_TEXT,
     GEMMA,
@@ -108,6 +109,7 @@ def test_marks_around_an_answer(cuts):
 
 
 def test_the_marks_of_a_template():
+    assert marks_of("the marker [BEGIN FINAL RESPONSE].") is APRIEL
     assert marks_of("[THINK]{{ x }}[/THINK]") is MISTRAL and marks_of("") is THINK
     assert marks_of("between <think></think>, <response></response>") is GRANITE
     assert (
@@ -125,6 +127,12 @@ def test_the_marks_of_a_template():
         (COHERE, "<|START_RESPONSE|>Yo<|END_RESPONSE|>", ("", "Yo")),
         (COHERE_TEXT, "<|START_THINKING|>Hm<|END_THINKING|><|START_TEXT|>Yo<|END_TEXT|>", ("Hm", "Yo")),
         (APERTUS, "<|inner_prefix|>Hm<|inner_suffix|>Yo", ("Hm", "Yo")),
+        (
+            APRIEL,
+            "Here are my reasoning steps:\nHm[BEGIN FINAL RESPONSE]\nYo [END[END FINAL RESPONSE]",
+            ("Hm", "Yo [END"),
+        ),
+        (APRIEL, "Here are my answers.", ("", "Here are my answers.")),
         (APERTUS, "<|inner_prefix|>Hm<|tools_prefix|>[", ("Hm", "<|tools_prefix|>[")),
     ],
 )

@@ -11,6 +11,7 @@ from engine.formats.tool_forms import (
     APERTUS,
     APRIEL,
     COHERE,
+    FUNCTIONARY,
     GEMMA,
     GIGACHAT,
     GLM,
@@ -21,6 +22,7 @@ from engine.formats.tool_forms import (
     LFM,
     LLAMA,
     LLAMA_4,
+    MINICPM,
     MINIMAX,
     MISTRAL,
     MISTRAL_ARGS,
@@ -145,6 +147,22 @@ REPLIES = {
         [CALL, STOP],
     ),
     "apriel": (APRIEL, f"So.<tool_calls>[{JSON}, {STOP_JSON}]</tool_calls>", ["So.", CALL, STOP]),
+    "functionary": (
+        FUNCTIONARY,
+        f"So.<function=get_weather>{CALL.arguments}</function><function=stop>{{}}</function>",
+        ["So.", CALL, STOP],
+    ),
+    "minicpm 5": (
+        MINICPM,
+        'So.\n<function name="get_weather"><param name="city">Rome</param><param name="days">2</param></function>\n'
+        '<function name="stop"></function>',
+        ["So.\n", CALL, STOP],
+    ),
+    "minicpm 5, a text in marks": (
+        MINICPM,
+        '<function name="get_weather"><param name="city"><![CDATA[<a>\n</param> ]]]]></param></function>',
+        [FunctionCall("get_weather", json.dumps({"city": "<a>\n</param> ]]"}))],
+    ),
     "gigachat": (GIGACHAT, f"So.<|function_call|>{JSON}", ["So.", CALL]),
     "llama 4": (LLAMA_4, '[get_weather(city="Rome", days=2), stop()]', [CALL, STOP]),
     "llama 4, marked": (LLAMA_4, "<|python_start|>[get_weather(city='Rome', days=2)]<|python_end|>", [CALL]),
@@ -212,6 +230,11 @@ def test_what_templates_show() -> None:
     )
     assert shown_form("{% if tools %}List of tools: [{% endif %}{{ keep_past_thinking }}") is LFM
     assert shown_form("{% if tools %}<tool_call> or <tool_calls>[{% endif %}") is APRIEL
+    assert shown_form('{% if tools %}<function name="{{ f }}"><param name="{{ p }}">{% endif %}') is MINICPM
+    assert (
+        shown_form("{% if tools %}<{start_tag}={function_name}>{parameters}{% endif %}<|python_tag|>")
+        is FUNCTIONARY
+    )
     assert shown_form("{% set ns = ']<]minimax[>[' %}{% if tools %}<tool_call>{% endif %}") is None
 
 

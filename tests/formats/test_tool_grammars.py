@@ -16,6 +16,7 @@ from engine.formats.tool_calls import FunctionCall, ToolCallParser
 from engine.formats.tool_forms import (
     APERTUS,
     COHERE,
+    FUNCTIONARY,
     GEMMA,
     GLM,
     GRANITE,
@@ -25,6 +26,7 @@ from engine.formats.tool_forms import (
     LFM,
     LLAMA,
     LLAMA_4,
+    MINICPM,
     MINIMAX,
     MISTRAL,
     MISTRAL_ARGS,
@@ -87,6 +89,11 @@ CALLS = {
         MUSE,
         '<atem:function_calls>\n<atem:invoke name="get_weather">\n<atem:parameter name="city">Rome</atem:parameter>\n'
         '<atem:parameter name="days">2</atem:parameter>\n</atem:invoke>\n</atem:function_calls>',
+    ),
+    "functionary": (FUNCTIONARY, f"<function=get_weather>{CALL.arguments}</function>"),
+    "minicpm 5": (
+        MINICPM,
+        '<function name="get_weather"><param name="city">Rome</param><param name="days">2</param></function>',
     ),
     "cohere": (
         COHERE,
