@@ -1,6 +1,5 @@
 """`orin-chat models`, `pull`, `rm` and `show`: lists, downloads, deletes and describes models."""
 
-import contextlib
 import math
 import sys
 import time
@@ -17,7 +16,6 @@ from app.cli import options
 from app.cli.download import fetch, write_json
 from engine.catalog import cache
 from engine.catalog.names import draft_for
-from engine.description import file_summary
 from engine.description.architectures import read_spec
 from engine.description.spec import ModelSpec
 from engine.errors import ModelFileError, OrinError, UsageError
@@ -167,7 +165,8 @@ def _is_confirmed(question: str) -> bool:
 
 
 def show(args: Namespace, aliases: Mapping[str, str]) -> None:
-    """Prints what a model's file says, and the decode speed that this machine's memory allows."""
+    """Prints what a model's file says, and the decode speed that this machine's memory allows. Of a file that cannot be
+    run, nothing is said of speed."""
     source, path = source_of(args.model, aliases)
     if path is None and isinstance(source, Path) and source.exists():
         path = source  # reading it tells what it is: a folder, a pipe
@@ -184,11 +183,9 @@ def show(args: Namespace, aliases: Mapping[str, str]) -> None:
             of_type = types.setdefault(tensor.type_name, {"tensors": 0, "bytes": 0})
             of_type["tensors"] += 1
             of_type["bytes"] += tensor.n_bytes
-        bytes_per_token, spec = file_summary.weight_bytes(file), None
-        with contextlib.suppress(ModelFileError):  # the entry says what is wrong
-            spec = read_spec(file)
-            bytes_per_token = spec.weight_bytes_per_token
-    device, gbps, problem = _bandwidth(args.backend)
+        spec = None if entry.problem else read_spec(file)
+    bytes_per_token = spec.weight_bytes_per_token if spec else None
+    device, gbps, problem = _bandwidth(args.backend) if spec else ("", None, "")
     ceiling = gbps * 1e9 / bytes_per_token if gbps and bytes_per_token else None
     as_graph = runs_as_graph_because(spec, device.split()[0]) if spec and device else ""
     memory = _memory(spec, device.split()[0] if device else "") if spec else {}
@@ -205,33 +202,26 @@ def show(args: Namespace, aliases: Mapping[str, str]) -> None:
         }
         write_json(sys.stdout, _as_json(entry) | figures | {"metadata": metadata})
         return
-    speed = f"{entry.tokens_per_s:.1f} tokens/s" if entry.tokens_per_s else UNKNOWN
-    on_backend = f" on {entry.record.backend}" if entry.record and entry.record.backend else ""
     rows = [
         ("name", entry.name),
         ("file", str(path)),
         ("type", f"{entry.quantization}, {as_bytes(entry.size_bytes)}"),
+        *([("cannot be used", entry.problem)] if entry.problem else ()),
         *([("pictures", _encoder_text(entry.encoder))] if entry.encoder else ()),
         ("architecture", entry.architecture),
-        ("parameters", entry.parameters_text),
-        ("context", f"{entry.context_length:,} tokens"),
+        *([("parameters", entry.parameters_text)] if entry.parameters_text else ()),
+        *([("context", f"{entry.context_length:,} tokens")] if entry.context_length else ()),
         *(
             (f"tensors in {name}", f"{of_type['tensors']:,}, {as_bytes(of_type['bytes'])}")
             for name, of_type in types.items()
         ),
-        ("a token reads", f"{as_bytes(bytes_per_token)} of weights"),
+        *([("a token reads", f"{as_bytes(bytes_per_token)} of weights")] if bytes_per_token else ()),
         *(_memory_rows(memory) if memory else ()),
         *(
             ("packed weights", f"{as_bytes(cached.size_bytes)} in {cached.path}")
             for cached in packed_weights_cache.cached_files(path)
         ),
-        (
-            "read bandwidth" if device.startswith("CPU") else "copy bandwidth",
-            f"{gbps:.0f} GB/s on {device}" if gbps else f"not measured: {problem}",
-        ),
-        ("ceiling", _ceiling_text(ceiling, entry, device)),
-        ("last measured", f"{speed}{on_backend}"),
-        *([("cannot be used", entry.problem)] if entry.problem else ()),
+        *(_speed_rows(entry, device, gbps, problem, ceiling) if spec else ()),
         *([("kernels", as_graph)] if as_graph else ()),
         *([("not run", spec.not_run)] if spec and spec.not_run else ()),
         ("", ""),
@@ -240,6 +230,19 @@ def show(args: Namespace, aliases: Mapping[str, str]) -> None:
     width = min(KEY_CHARS, max(len(one_line(key)) for key, _ in rows))
     for key, value in rows:
         print(f"{one_line(key).ljust(width)}  {one_line(value)[:VALUE_CHARS]}".rstrip())
+
+
+def _speed_rows(
+    entry: Entry, device: str, gbps: float | None, problem: str, ceiling: float | None
+) -> Iterator[tuple[str, str]]:
+    bandwidth = f"{gbps:.0f} GB/s on {device}" if gbps else f"not measured: {problem}"
+    yield "read bandwidth" if device.startswith("CPU") else "copy bandwidth", bandwidth
+    yield "ceiling", _ceiling_text(ceiling, entry, device)
+    speed = f"{entry.tokens_per_s:,.1f} tokens/s" if entry.tokens_per_s else UNKNOWN
+    yield (
+        "last measured",
+        f"{speed} on {entry.record.backend}" if entry.record and entry.record.backend else speed,
+    )
 
 
 def _memory(spec: ModelSpec, device: str) -> dict[str, Any]:
@@ -310,7 +313,7 @@ def _ceiling_text(ceiling: float | None, entry: Entry, device: str) -> str:
     """The decode speed that the memory allows, in tokens/s, and what to think of it if a reply was faster."""
     if ceiling is None:
         return UNKNOWN
-    text = f"{ceiling:.0f} tokens/s: that bandwidth by those bytes"
+    text = f"{ceiling:,.0f} tokens/s: that bandwidth by those bytes"
     has_same_device = entry.record is not None and device.startswith(entry.record.backend or UNKNOWN)
     if has_same_device and (entry.tokens_per_s or 0.0) > ceiling:
         text += "; replies were faster, since caches hold weights, or other programs slow the memory now"

@@ -47,6 +47,7 @@ from engine.protocol.events import Counter
 from presets import GUIDE
 from widgets.chat.prompt import Prompt
 from widgets.dashboard.comparison_pane import ComparisonPane
+from widgets.terminal.key_order import KeyOrder
 from widgets.terminal.no_color import respect_no_color
 from widgets.terminal.paced_output import TerminalKey
 from widgets.terminal.terminal_signals import end_with_terminal, suspend_between_events
@@ -73,6 +74,7 @@ class ChatApp(
     ToolActions,
     SlashCommands,
     ContextActions,
+    KeyOrder,
 ):
     """A conversation with an engine, saved in a history. The engine is started with the application and closed with it.
 

@@ -27,8 +27,3 @@ def quantization(file: GGUF) -> str:
 def parameters(file: GGUF) -> int:
     """The number of weights."""
     return sum(math.prod(tensor.shape) for tensor in file.tensors.values())
-
-
-def weight_bytes(file: GGUF) -> int:
-    """The bytes of all tensors."""
-    return sum(tensor.n_bytes for tensor in file.tensors.values())

@@ -9,8 +9,10 @@ import threading
 from textual.app import ComposeResult
 from textual.events import Key
 from textual.geometry import Region
+from textual.screen import ModalScreen
 from textual.widgets import Static
 
+from tests.pilots import until_idle
 from tests.waiting import until
 from widgets.terminal import paced_output
 from widgets.terminal.paced_output import QUESTION, PacedOutput, TerminalKey
@@ -105,6 +107,20 @@ async def test_rows_are_those_that_textual_draws():
         assert list(compositor.rows([2, 0]).items()) == [
             (y, strip) for y, strip in enumerate(compositor.render_strips()) if y != 1
         ]
+
+
+async def test_what_is_seen_through_a_page_is_drawn_with_each_frame():
+    async with paced() as (app, written, show):
+        await show("one")
+        app.push_screen(page := ModalScreen())
+        await until_idle()
+        for _ in range(2):
+            written.clear()
+            page.refresh()
+            app._forget()
+            app._dirty.add(0)
+            app._write_frame()
+            assert "one" in written[0]
 
 
 async def test_a_line_is_thin_if_large_frames_take_long():

@@ -180,7 +180,7 @@ class PacedOutput(App[None]):
             return
         dirty, self._dirty = self._dirty, set()
         compositor = cast(RowCompositor, self.screen._compositor)
-        rows = compositor.rows({y for y in dirty if y < self.size.height})
+        rows = compositor.rows({y for y in dirty if y < self.size.height}, self._background_screens)
         frame = self._rows.update({y: self.pictures.placed(strip) for y, strip in rows.items()}, self.console)
         if missed := self.pictures.missed():
             self.post_message(self.PicturesMissed(missed))

@@ -31,8 +31,11 @@ class ChangedRows(CompositorUpdate):
 
 
 class RowCompositor(Compositor):
-    def rows(self, wanted: Collection[int]) -> dict[int, Strip]:
-        """The wanted rows, as far as they are on the screen."""
+    def rows(self, wanted: Collection[int], below: Collection[Screen[object]] = ()) -> dict[int, Strip]:
+        """The wanted rows, as far as they are on the screen. `below` are the pages that are seen through this one, the
+        top one last. A page takes them from what is set here when it is drawn, which may be long after `render_update`:
+        without them, all beside the frame of a page was blank."""
+        visible_screen_stack.set(list(below))
         drawn: dict[int, Strip] = {}
         for band in _bands(y for y in wanted if y < self.size.height):
             region = Region(0, band.start, self.size.width, len(band))
@@ -45,7 +48,6 @@ class RowCompositor(Compositor):
     ) -> RenderableType | None:
         if full or simplify or not getattr(active_app.get(), "writes_rows", False):
             return super().render_update(full, screen_stack, simplify)
-        visible_screen_stack.set(screen_stack or [])
         screen, dirty = self.size.region, self._dirty_regions
         rows = {y for region in dirty for y in region.intersection(screen).line_range}
         dirty.clear()

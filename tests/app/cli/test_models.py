@@ -334,6 +334,16 @@ def test_show_says_why_there_is_no_ceiling(run, home):
         assert "not measured: The NV backend cannot be used: " in out and "ExceptionGroup" not in out
 
 
+def test_show_says_nothing_of_the_speed_of_a_file_that_cannot_be_used(run, home):
+    path = write(home / "other.gguf")
+    path.write_bytes(path.read_bytes().replace(b"gpt2", b"rwkv", 1))
+    out = run("show", path)[1]
+    assert "cannot be used" in out and "tensors in" in out
+    assert not any(words in out for words in ("ceiling", "bandwidth", "a token reads", "last measured"))
+    shown = json.loads(run("show", path, "--json")[1])
+    assert shown["ceiling_tokens_per_s"] is None and shown["bytes_per_token"] is None
+
+
 def test_an_untied_embedding_is_not_read_whole(run, home, monkeypatch):
     monkeypatch.setattr("engine.measure.bandwidth.copy_gbps", lambda _: 100.0)
     path = write(home / "untied.gguf", tied=False)

@@ -5,13 +5,16 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from textual.events import Key
+from textual.events import Key, Paste
+from textual.widgets import Input
 
+from app.screens.chat_app import ChatApp
 from app.screens.engine_setup import EngineSetup
 from engine.protocol.events import EngineOptions
 from tests.app.driver import chat
 from tests.app.fake_engine import FakeEngine
 from tests.thorough import THOROUGH, rarely, thorough
+from widgets.terminal import key_order
 
 
 @thorough
@@ -58,6 +61,58 @@ async def test_letters_right_after_ctrl_f_are_searched_and_ctrl_f_again_goes_to_
         assert user.app.column.find_bar.field.value == "hello" and not user.app.prompt.text
         await user.press("ctrl+f")
         await user.sees("1/3")
+
+
+@pytest.mark.parametrize(
+    "page",
+    [("ctrl+o",), *map(rarely, (("ctrl+l",), ("alt+r",), ("f8",), ("ctrl+p",), (*"/chats", "enter")))],
+    ids="".join,
+)
+async def test_what_comes_at_once_after_a_key_that_opens_a_page_is_for_its_field(history, page):
+    setup = EngineSetup(EngineOptions(model_path="m.gguf", backend="CPU"), "cpu")
+    async with chat(FakeEngine(), history, setup=setup) as user:
+        await user.idle()
+        for key in (*page, *"whx", "backspace"):
+            user.app.post_message(Key(key, key if len(key) == 1 else None))
+        user.app.post_message(Paste("at"))
+        fields = lambda: [field.value for field in user.app.screen.query(Input)]
+        await user.until(lambda: len(user.app.screen_stack) == 2 and fields() == ["what"], "the letters")
+        assert not user.app.prompt.text and not user.turns()
+
+
+async def test_what_comes_at_once_after_a_page_has_closed_is_the_next_prompt(history):
+    async with chat(FakeEngine(), history) as user:
+        await user.say("hello")
+        await user.idle()
+        for key in ("alt+r", *"hello", "enter", *" you"):
+            user.app.post_message(Key(key, key if len(key) == 1 else None))
+        await user.until(
+            lambda: user.app.prompt.text == "hello you", "the prompt, and what was typed after it"
+        )
+
+
+async def test_what_is_typed_before_the_screen_is_there_is_in_the_prompt(history, monkeypatch):
+    load = ChatApp.on_load
+
+    def type_early(app: ChatApp) -> None:
+        load(app)
+        for key in "early":
+            app.post_message(Key(key, key))
+
+    monkeypatch.setattr(ChatApp, "on_load", type_early)
+    async with chat(FakeEngine(), history) as user:
+        await user.until(lambda: user.app.prompt.text == "early", "the letters")
+
+
+async def test_keys_do_not_wait_long_for_a_widget_that_is_busy(history, monkeypatch):
+    monkeypatch.setattr(key_order, "MOST_WAIT_S", 0.05)
+    done = asyncio.Event()
+    async with chat(FakeEngine(), history) as user:
+        monkeypatch.setattr(user.app.column, "_send", lambda _: done.wait())
+        for key in ("x", "enter", "y"):
+            user.app.post_message(Key(key, key if len(key) == 1 else None))
+        await user.until(lambda: user.app.prompt.text == "y", "the letter")
+        done.set()
 
 
 @pytest.mark.parametrize("key", [rarely("pagedown"), rarely("down"), rarely("enter"), "x"])
