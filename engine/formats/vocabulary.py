@@ -28,6 +28,10 @@ _END_TEXTS = (
 
 SPACE = "\N{LOWER ONE EIGHTH BLOCK}"  # SentencePiece writes it for a space
 
+MOST_SPECIAL = 2 << 20
+"""Characters of the names of all special tokens: to look for them in a text takes 160 bytes of memory for each. Gemma 3
+has 80,000 of them."""
+
 
 def _byte_alphabet() -> dict[int, int]:
     """GPT-2's encoder.py, bytes_to_unicode: each byte is written as one printable character. Code point -> byte."""
@@ -99,6 +103,10 @@ class Vocabulary:
 
         special_ids = np.flatnonzero(np.isin(self.types, (UNKNOWN, CONTROL, USER_DEFINED))).tolist()
         special = {text: i for i in reversed(special_ids) if (text := self.text(i))}
+        if sum(map(len, special)) > MOST_SPECIAL:
+            raise damaged(
+                gguf.path, f"the names of its special tokens have more than {MOST_SPECIAL:,} characters"
+            )
         hidden = np.flatnonzero(np.isin(self.types, (UNKNOWN, CONTROL))).tolist()
         shown = {special[mark] for mark in (MARK_TOKENS | CALL_TOKENS) & special.keys()} - self.eos_ids
         self._hidden = frozenset(hidden) - shown  # `thinking` and `tool_calls` look for the marks

@@ -520,6 +520,8 @@ def test_files_without_a_usable_vocabulary(tmp_path):
     one = write(tmp_path / "d", "llama", [("a", NORMAL)], types=False).path
     one.write_bytes(one.read_bytes().replace(struct.pack("<IQQ", 8, 1, 1) + b"a", struct.pack("<IQ", 8, 0)))
     refused(GGUF(one), "no tokens", early=False)
+    long = [(c * (1 << 20), CONTROL) for c in "abc"]
+    refused(byte_level(tmp_path / "long.gguf", tuple(long)), "names of its special tokens", early=False)
     refused(write(tmp_path / "e", "bert", letters), "unknown words is 100, of 3", early=False)
     unread = [255, 255, 0, 0]
     refused(
