@@ -21,7 +21,7 @@ from engine.catalog.names import HubModel, WebFile
 from engine.catalog.progress import Cancelled
 from engine.errors import ModelFileError
 from tests.catalog.fake_hub import COMMIT, FakeHub
-from tests.thorough import THOROUGH
+from tests.thorough import THOROUGH, thorough
 from tests.waiting import wait_until
 
 
@@ -257,6 +257,7 @@ FETCH = (
 )
 
 
+@thorough
 def test_two_programs_fetch_once(fake_hub, model):
     fake_hub.pause_s = 0.01
     command = [sys.executable, "-c", FETCH, str(model)]

@@ -125,6 +125,7 @@ def test_a_cpu_multiplies_halves_as_integers_with_little_error(lanes, tmp_path, 
     assert np.array_equal(embeddings(encoder, rgb), got), "nothing is left of a picture before"
 
 
+@thorough
 @pytest.mark.parametrize("kind", [kind if kind in OF_SHARED else rarely(kind) for kind in KINDS])
 def test_the_memory_that_a_cpu_needs_is_known(kind, tmp_path):
     encoder = open_encoder(generated_encoder.write(tmp_path / "e.gguf", kind), CPUEncoder)

@@ -538,7 +538,6 @@ async def test_a_link_is_copied_and_never_opened(history, monkeypatch):
     assert opened == []
 
 
-@thorough
 async def test_tmux_is_given_what_is_copied(history, monkeypatch, tmp_path):
     tmux = tmp_path / "tmux"
     tmux.write_text(f'#!/bin/sh\necho "$@" >{tmp_path}/arguments\ncat >{tmp_path}/copied\n')

@@ -114,7 +114,6 @@ async def test_a_command_that_names_a_model_goes_over_to_it(hub, setup, history)
         assert user.app.screen.field.value == "nois"
 
 
-@thorough
 async def test_a_prompt_that_is_too_long_alone_can_only_have_a_longer_context(hub, setup, history):
     setup = setup(reply("Read."))
     async with chat(FakeEngine([TOO_LONG]), history, setup=setup, initial_prompt="Long") as user:
