@@ -48,7 +48,7 @@ _UNEVEN = 0.56  # of what the busiest multiprocessor needs more than the mean: i
 _NARROW = 0.79  # loads of t threads side by side take 1 + 0.79 / t times as long
 _PLAIN_REGISTERS = {1: 56, 2: 96, 4: 98, 8: 124}  # of a thread, by its rows
 _PLAIN_WORDS = {2: 18, 8: 34}  # of weights that a thread has asked for at a time
-_ONE_ROW_WAITS = 1.1
+_ONE_ROW_WAITS = 1.27
 # Of a thread whose rows are looked up in a large codebook, and more for each row beside matrices of another type.
 _CODE_REGISTERS, _OTHERS_REGISTERS = {1: 80, 2: 124, 4: 160, 8: 200}, 16
 _DIGIT_REGISTERS = {1: 56, 2: 60, 4: 80, 8: 128}
@@ -101,7 +101,7 @@ def microseconds(stack: StackedMatrices, s: Schedule, chip: Chip) -> float:
 def _divides(stack: StackedMatrices, s: Schedule) -> bool:
     """Whether the kernel makes the digits of a next vector beside its product (`epilogues.makes_digits`), as in files
     whose matrices have a codebook: gate and up, which alternate, or what is added to the stream."""
-    is_coded = stack.fits_digits and not any(layout.is_e2m1 for layout, _ in stack.matrices)
+    is_coded = stack.fits_digits and has_large_codebook(stack)
     return is_coded and s.block_rows % (64 if stack.rows > stack.cols else 32) == 0
 
 
