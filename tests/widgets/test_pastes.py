@@ -47,6 +47,12 @@ def test_what_comes_at_once_is_one_text():
     assert got[: len(keys)] == keys and got[-1] == "z" * 500
 
 
+def test_what_a_terminal_is_and_can_is_not_typed():
+    """Fifty such answers in a row kept the chat for 20 s: each character was a key."""
+    events = read(["a\x1b[?1;2c\x1b[>41;354;0cb\x1b[?u\x1b[?31u\x1b[A", "\x1b[?2026;2$y", "c"])
+    assert [e.key for e in events if isinstance(e, Key)] == ["a", "b", "up", "c"] and len(events) == 5
+
+
 def test_bytes_that_are_no_text_do_not_end_the_program():
     decode = linux_driver.getincrementaldecoder("utf-8")().decode
     euro = "\N{EURO SIGN}".encode()

@@ -40,6 +40,8 @@ _BEGIN = r"\x1b(?:P(?=[>!01][|+$r])|_G|\](?=\d+;))"
 _ANSWER_END = re.compile(r"\x1b\\|\x07")
 _ANSWER = re.compile(rf"{_BEGIN}([^\x00-\x1f]*)(?:{_ANSWER_END.pattern})")
 _ANSWER_BEGUN = re.compile(rf"{_BEGIN}[^\x00-\x1f]*\x1b?\Z")
+_REPORT = re.compile(r"\x1b\[[?>=][\d;:]*[@-~]")
+"""What a terminal is and can: no key begins so, and only its modes, which end in $y, are asked for."""
 _ANSWER_CHARS = 200
 MOST_CELLS = 4_000_000
 MOST_PASTED = 4 << 20
@@ -77,7 +79,7 @@ class PasteParser(XTermParser):
     def _without_answers(self, typed: str) -> str:
         """Collects the answers of the terminal in what is typed. One that has only begun is held, unless it is long."""
         self._answers += [answer for answer in _ANSWER.findall(typed) if len(answer) <= _ANSWER_CHARS]
-        rest = _ANSWER.sub("", typed)
+        rest = _REPORT.sub("", _ANSWER.sub("", typed))
         if begun := _ANSWER_BEGUN.search(rest):
             rest, self._held = rest[: begun.start()], begun[0]
             if len(self._held) > _ANSWER_CHARS:
