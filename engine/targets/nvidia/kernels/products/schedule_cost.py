@@ -52,7 +52,7 @@ _ONE_ROW_WAITS = 1.27
 # Of a thread whose rows are looked up in a large codebook, and more for each row beside matrices of another type.
 _CODE_REGISTERS, _OTHERS_REGISTERS = {1: 80, 2: 124, 4: 160, 8: 200}, 16
 _DIGIT_REGISTERS = {1: 56, 2: 60, 4: 80, 8: 128}
-_EARLY_REGISTERS, _MOST_EARLY_REGISTERS = 77, 210  # beside the weights; all
+_EARLY_REGISTERS, _MOST_EARLY_REGISTERS = 77, 190  # beside the weights; all
 _MANY_ROWS_WIDE = 32  # threads of a row, beyond which the compiler loads 8 rows one after the other
 _MANY = 3  # blocks of a multiprocessor at a time
 _LARGE = 256  # threads of a block, beyond which only products with a vector in digits were as fast
@@ -120,7 +120,7 @@ def _is_sound(stack: StackedMatrices, s: Schedule, chip: Chip) -> bool:
         return False
     if s.early and ((s.rows > 4 and not stack.digits) or registers > _MOST_EARLY_REGISTERS):
         return False
-    if s.rows == 1 and _steps(stack, s) > 2:
+    if s.rows == 1 and _steps(stack, s) > (2 if s.early or not chip.launches_early else 1):
         return False
     if not s.early and (s.rows == 4 or (s.rows == 8 and s.threads > _MANY_ROWS_WIDE)):
         return False
