@@ -58,9 +58,9 @@ ASKED = {
     ("which models can call tools",): "system text",
     ("please reply in French from now on",): "F12",
     ("edit an older prompt, not the last",): "F2",
-    ("does qwen3 vl see pictures",): "Qwen3 VL sees pictures",
+    ("does qwen3 vl see pictures",): "see pictures",
     ("how do I get llama 4 scout",): "llama4:scout",
-    ("does the server need a template with tools",): "system text",
+    ("does mamba run here",): "--model",
     ("what is the temperature", "how do I set it", "thanks", "and what is the default?"): "0.7",
 }
 
