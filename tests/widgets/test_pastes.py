@@ -48,8 +48,8 @@ def test_what_comes_at_once_is_one_text():
 
 
 def test_what_a_terminal_is_and_can_is_not_typed():
-    """Fifty such answers in a row kept the chat for 20 s: each character was a key."""
-    events = read(["a\x1b[?1;2c\x1b[>41;354;0cb\x1b[?u\x1b[?31u\x1b[A", "\x1b[?2026;2$y", "c"])
+    """Each character was a key: 5 kB of such answers kept the chat for 20 s."""
+    events = read(["a\x1b[?1;2c\x1b[>41;354;0cb\x1b[?u\x1b[?31u\x1b[8;9;99t\x1b[A", "\x1b[?2026;2$y", "c"])
     assert [e.key for e in events if isinstance(e, Key)] == ["a", "b", "up", "c"] and len(events) == 5
 
 

@@ -40,8 +40,8 @@ _BEGIN = r"\x1b(?:P(?=[>!01][|+$r])|_G|\](?=\d+;))"
 _ANSWER_END = re.compile(r"\x1b\\|\x07")
 _ANSWER = re.compile(rf"{_BEGIN}([^\x00-\x1f]*)(?:{_ANSWER_END.pattern})")
 _ANSWER_BEGUN = re.compile(rf"{_BEGIN}[^\x00-\x1f]*\x1b?\Z")
-_REPORT = re.compile(r"\x1b\[[?>=][\d;:]*[@-~]")
-"""What a terminal is and can: no key begins so, and only its modes, which end in $y, are asked for."""
+_REPORT = re.compile(r"\x1b\[(?:[?>=][\d;:]*[@-~]|[468];\d+;\d+t)")
+"""What a terminal is and can, and its size: no key begins so, and only its modes, which end in $y, are asked for."""
 _ANSWER_CHARS = 200
 MOST_CELLS = 4_000_000
 MOST_PASTED = 4 << 20
