@@ -23,8 +23,11 @@ _TOML_STRING = re.compile(
 
 def write_whole(path: Path, content: bytes, mode: int = 0o600) -> None:
     """Replaces a file by one with these permissions: by default only its owner can read it. Makes its folder. A link to
-    a file stays, as those of people who keep their settings elsewhere. Raises OSError."""
+    a file stays, as those of people who keep their settings elsewhere. Raises OSError, also for a link to a device,
+    which root could replace."""
     path = Path(os.path.realpath(path))
+    if path.exists() and not path.is_file():
+        raise _no_file(path.stat().st_mode, path)
     path.parent.mkdir(parents=True, exist_ok=True)
     with replacing(path) as file:
         file.write(content)
@@ -47,9 +50,14 @@ def _only_a_file(path: Path, flags: int, mode: str) -> IO[bytes]:
     if stat.S_ISREG(kind):
         return os.fdopen(descriptor, mode)
     os.close(descriptor)
+    raise _no_file(kind, path)
+
+
+def _no_file(kind: int, path: Path) -> OSError:
+    """What is wrong with a path at which something else than a file is, of such a `st_mode`."""
     if stat.S_ISDIR(kind):
-        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
-    raise OSError(errno.EINVAL, "it is a pipe or a device, not a file", str(path))
+        return IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    return OSError(errno.EINVAL, "it is a pipe or a device, not a file", str(path))
 
 
 def read_file(path: Path) -> bytes:

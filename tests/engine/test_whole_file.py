@@ -1,4 +1,4 @@
-"""Files that are read: pipes and devices in their place are not waited for."""
+"""Files that are read and written: pipes and devices in their place are not waited for, nor written over."""
 
 import os
 
@@ -6,7 +6,7 @@ import pytest
 
 from app.chat.settings import usable_settings
 from engine.logs import open_log
-from engine.whole_file import open_file, read_file, read_text
+from engine.whole_file import open_file, read_file, read_text, write_whole
 
 
 def test_pipes_and_devices_are_no_files(tmp_path):
@@ -18,6 +18,16 @@ def test_pipes_and_devices_are_no_files(tmp_path):
     for other in (pipe, os.devnull, tmp_path, tmp_path / "nothing"):
         with pytest.raises(OSError, match=r"not a file|Is a directory|No such file"):
             open_file(other)
+
+
+def test_a_link_to_something_else_than_a_file_is_not_written_over(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    for place in ("pipe", "."):
+        (link := tmp_path / "settings.toml").symlink_to(tmp_path / place)
+        with pytest.raises(OSError):
+            write_whole(link, b"new")
+        link.unlink()
+    assert (tmp_path / "pipe").is_fifo()
 
 
 def test_a_pipe_in_place_of_the_settings_or_of_a_log_is_not_waited_for(tmp_path):
