@@ -63,7 +63,7 @@ async def test_it_is_suspended_and_continued_between_two_events(app):
 
 
 @pytest.mark.parametrize(
-    "number", [signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGIO, signal.SIGRTMAX]
+    "number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGIO, signal.SIGRTMAX]
 )
 async def test_it_ends_in_order(app, number):
     end_with_terminal(app)

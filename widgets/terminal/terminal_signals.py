@@ -60,7 +60,8 @@ def end_with_terminal(app: App[Any]) -> None:
         if not os.isatty(0):
             app.exit()
 
-    end_in_order(app.exit, signal.SIGTERM, *ENDING)
+    # Textual and asyncio would end on a second SIGINT in the middle of what the first one began.
+    end_in_order(app.exit, signal.SIGINT, signal.SIGTERM, *ENDING)
     if os.isatty(0) and not app.is_headless:
         app.set_interval(1.0, leave_if_alone)
 
