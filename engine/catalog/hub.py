@@ -8,16 +8,15 @@ import contextlib
 import json
 import os
 import re
-import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
 from dataclasses import dataclass
 from importlib import import_module
 from types import ModuleType
 from typing import Any, Never, TypeVar
 from urllib.parse import quote, urlsplit
 
+from engine import own_thread
 from engine.catalog.files import is_safe
 from engine.catalog.names import HubModel, public_address
 from engine.credentials import credentials
@@ -164,15 +163,7 @@ def _stated(url: str) -> Any:
 
 def _in_time(work: Callable[[], _T], *, on_hub: bool, url: str) -> _T:
     """What `work` returns or raises. Raises DownloadError if it takes longer than ANSWER_S; it goes on then."""
-    done: Future[_T] = Future()
-
-    def run() -> None:
-        try:
-            done.set_result(work())
-        except BaseException as error:
-            done.set_exception(error)
-
-    threading.Thread(target=run, name="hub", daemon=True).start()
+    done = own_thread.begin(work, "hub")
     try:
         return done.result(ANSWER_S)
     except TimeoutError:

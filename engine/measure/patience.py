@@ -6,6 +6,8 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Generic, TypeVar
 
+from engine import own_thread
+
 PATIENCE_S = 2.0
 T = TypeVar("T")
 
@@ -23,17 +25,9 @@ class Patient(Generic[T]):
         has returned."""
         with self._asking:
             if self._answer is None or self._answer.done():
-                answer = Future[T]()
-                threading.Thread(target=self._run, args=(answer,), name="patient", daemon=True).start()
-                self._answer, self._hangs = answer, False
+                self._answer, self._hangs = own_thread.begin(self._call, "patient"), False
             answer = self._answer
         with contextlib.suppress(TimeoutError):
             return answer.result(0 if self._hangs else PATIENCE_S)
         self._hangs = True
         return None
-
-    def _run(self, answer: Future[T]) -> None:
-        try:
-            answer.set_result(self._call())
-        except Exception as error:
-            answer.set_exception(error)

@@ -10,7 +10,6 @@ import re
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future
 from contextlib import suppress
 from functools import lru_cache
 from typing import TYPE_CHECKING, TypeVar
@@ -18,6 +17,7 @@ from typing import TYPE_CHECKING, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from engine import own_thread
 from engine.errors import UsageError, one_line
 from engine.formats.channels import channel_marks
 from engine.formats.thinking import ReplySplitter
@@ -231,17 +231,9 @@ def _compiled(grammar: Grammar, vocabulary: LLTokenizer) -> LLMatcher:
 
 def _in_deep_stack(work: Callable[[], _T]) -> _T:
     """What `work` returns or raises, in a thread that has a stack for much recursion."""
-    done: Future[_T] = Future()
-
-    def run() -> None:
-        try:
-            done.set_result(work())
-        except BaseException as error:
-            done.set_exception(error)
-
     before = threading.stack_size(_STACK_BYTES)
     try:
-        threading.Thread(target=run, name="grammar").start()
+        done = own_thread.begin(work, "grammar", daemon=False)
     finally:
         threading.stack_size(before)
     return done.result()
