@@ -182,8 +182,8 @@ class DecodeStep(Step):
         return self.buffer(f"stream {i}", self.spec.dim)
 
     def begin_stream(self, n_parts: int, divides: int = 0) -> dict[str, Tensor | list[Tensor]]:
-        """Begins the stream that the next kernel leaves, which has so many blocks: its buffers for that. `divides`:
-        whether it makes the digits of the input that is to come in digits."""
+        """Begins the stream that the next kernel leaves, which has so many blocks: its buffers for that. `divides`: the
+        `input_scale_bits` of the input that is to come in digits, if the kernel makes these; 0 if not."""
         parity, weight = self._n_streams % 2, self.input_scales.norm_weight
         buffers: dict[str, Tensor | list[Tensor]]
         digits = self.digits(f"stream {parity}", divides, self.spec.dim, 1) if divides else []
@@ -252,9 +252,9 @@ class DecodeStep(Step):
                 self.layer_norm()
             return
         if self.post_norm is None:
-            divided = [i.bits for i in self.inputs if i.in_digits]
-            divides = divided[0] if len(divided) == 1 else 0
-            divides *= bool(divides) and makes_digits(divides, product.schedule.block_rows, dim)
+            bits = [i.bits for i in self.inputs if i.in_digits]
+            can_divide = len(bits) == 1 and makes_digits(bits[0], product.schedule.block_rows, dim)
+            divides = bits[0] if can_divide else 0
             epilogue = add_residual(len(self.inputs) - bool(divides), has_bias, divides)
             kernel = matvec(product.stack, product.schedule, epilogue, name, heads=heads)
             self.add(kernel, **self.begin_stream(product.n_blocks, divides), **ins, **others)

@@ -66,9 +66,11 @@ def search(target: SearchTarget, request: SearchRequest) -> None:
     longest."""
     shapes = _shapes(target)
     known = [] if request.again else [shape for shape in shapes if shape.is_known(request.width)]
-    todo = sorted((s for s in shapes if s not in known), key=lambda s: (not s.is_outdated, -s.share))
+    todo = _that_matter(target, [shape for shape in shapes if shape not in known])
+    todo.sort(key=lambda shape: (not shape.is_outdated, -shape.share))
     for shape in known:
-        request.report(len(known), len(shapes), len(known), search_event(shape.first, found=True))
+        total = len(known) + len(todo)
+        request.report(len(known), total, len(known), search_event(shape.first, found=True))
     if todo:
         with (
             interruptible(request.interrupted) if request.interrupted else nullcontext(),
@@ -130,19 +132,23 @@ class _Shape:
 
 
 def _shapes(target: SearchTarget) -> list[_Shape]:
-    """The shapes on whose schedules the step depends: not that of an embedding, of which it reads a row, nor those of a
-    draft head."""
     found: dict[StackedMatrices, list[Product]] = {}
     for product in target.products:
         found.setdefault(product.stack, []).append(product)
+    return [_Shape(stack, products) for stack, products in found.items()]
+
+
+def _that_matter(target: SearchTarget, shapes: list[_Shape]) -> list[_Shape]:
+    """The shapes on whose schedules the step depends: not that of an embedding, of which it reads a row, nor those of a
+    draft head. Builds a step for each."""
     kernels: Callable[[], list[UOp]] = lambda: [call.src[0] for call in target.short_step().calls]
-    now, shapes = kernels(), []
-    for shape in (_Shape(stack, products) for stack, products in found.items()):
+    now, found = kernels() if shapes else [], []
+    for shape in shapes:
         for other in candidates(shape.stack, shape.first.schedule, chip())[:1]:
             with shape.using(other):
                 if kernels() != now:
-                    shapes.append(shape)
-    return shapes
+                    found.append(shape)
+    return found
 
 
 @dataclass

@@ -161,11 +161,9 @@ class ExpertsHandler(Handler):
         is_divided = down.stack.digits and is_one and part.gate is not None
         bits = down.stack.input_scale_bits[0]
         if is_divided and makes_digits(bits, gate_up.schedule.block_rows // 2, n):
-            made, epilogue = (
-                step.digits("experts activated", bits, n, part.used),
-                activated_in_digits(part.activation, bits),
-            )
+            made = step.digits("experts activated", bits, n, part.used)
             buffers |= zip(("digits", "factors"), made, strict=True)
+            epilogue = activated_in_digits(part.activation, bits)
             step.multiply(gate_up, norm, epilogue, buffers, self.name, digits=digits)
             return made
         out = step.buffer("experts_activated", part.used * permuted_size(n))
