@@ -52,7 +52,7 @@ from widgets.terminal.no_color import respect_no_color
 from widgets.terminal.paced_output import TerminalKey
 from widgets.terminal.terminal_signals import end_with_terminal, suspend_between_events
 
-CHAT_ONLY = ("next_backend", "next_beam", "find", "scroll", "scroll_to_start", "scroll_to_end")
+CHAT_ONLY = ("next_backend", "next_beam", "scroll", "scroll_to_start", "scroll_to_end")
 """Actions with keys that mean something else in a text box. In the chat they have priority; on a page they are off."""
 PRIORITY = (*CHAT_ONLY, "quit")
 """Actions with keys that the focused widget does not get."""
@@ -226,13 +226,11 @@ class ChatApp(
             garbage.collect_if_due()
 
     def _focus_visible(self) -> None:
-        """Focuses the prompt when it becomes visible, and never leaves the focus on something that is not visible. The
-        search that has just opened has no region yet."""
-        focused, was_visible, search = self.page.focused, self._is_prompt_visible, self.column.find_bar
+        """Focuses the prompt when it becomes visible, and never leaves the focus on something that is not visible."""
+        focused, was_visible = self.page.focused, self._is_prompt_visible
         # A region has the border too: of a terminal of three columns, the prompt has no more.
         self._is_prompt_visible = bool(self.prompt.region)
-        is_hidden = focused is None or not (focused.region or (focused is search.field and search.is_open))
-        if is_hidden or self._is_prompt_visible > was_visible:
+        if focused is None or not focused.region or self._is_prompt_visible > was_visible:
             widgets = self.prompt, self.dashboard.table, self.dashboard.graph
             self.page.set_focus(next((widget for widget in widgets if widget.region), None))
 

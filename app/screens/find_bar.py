@@ -22,7 +22,7 @@ class FindBar(Horizontal):
     """
     BINDINGS = [
         Binding("escape", "close", priority=True),
-        Binding("enter,down", "move(1)", priority=True),
+        Binding("enter,down,ctrl+f", "move(1)", priority=True),
         Binding("up", "move(-1)", priority=True),
     ]
 
@@ -50,7 +50,7 @@ class FindBar(Horizontal):
             self.field.value = query or self.field.value
         self._search(place)
         if not query:
-            self.screen.set_focus(self.field)  # at once: the next letters are for this line
+            self.field.focus()
 
     def action_close(self) -> None:
         self.remove_class("-open")

@@ -42,8 +42,6 @@ class PlaceActions(EngineActions):
     def action_find(self) -> None:
         if self.is_comparing or not self.session.conversation.turns:
             self.column.notice("There is nothing to search yet")
-        elif self.column.find_bar.field.has_focus:
-            self.column.find_bar.action_move(1)
         else:
             self.column.find_bar.open()
 
