@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.description.sublayers import Vector
-from engine.description.vision import VisionSpec
+from engine.description.vision import ResizedPositions, VisionSpec
 
 Floats = NDArray[np.float32]
 
@@ -90,7 +90,8 @@ def resized(spec: VisionSpec, rgb: NDArray[np.uint8]) -> NDArray[np.uint8]:
     across, down = spec.size(rgb.shape[1], rgb.shape[0])
     if rgb.shape[:2] == (down, across):
         return rgb
-    how = Image.Resampling.BILINEAR if spec.kind == "gemma3" else Image.Resampling.BICUBIC
+    is_bilinear = spec.kind in ("gemma3", "lfm2")
+    how = Image.Resampling.BILINEAR if is_bilinear else Image.Resampling.BICUBIC
     return np.asarray(sized(Image.fromarray(rgb), across, down))
 
 
@@ -162,11 +163,32 @@ def places_of(spec: VisionSpec, grid: Grid, n: int) -> Places:
             rows, shares = (ys * across + xs)[:, None], np.ones((len(ys), 1))
         case "column and row":
             rows, shares = np.stack([xs, n // 2 + ys], 1), np.ones((len(ys), 2))
-        case _:
+        case "stretched":
             rows, shares = _stretched(math.isqrt(n), ys, xs, (down, across))
+        case "bilinear" | "bicubic" | "smoothed" as filter:
+            rows, shares = _resized(filter, math.isqrt(n), ys, xs, (down, across))
+            rows, shares = (
+                np.pad(of, ((0, 0), (0, position_terms(spec, n) - of.shape[1]))) for of in (rows, shares)
+            )
     if spec.summary:
         rows, shares = np.pad(rows + 1, ((0, 1), (0, 0))), np.pad(shares, ((0, 1), (0, 0)), constant_values=1)
     return Places(rows.astype(np.int32), shares.astype(np.float32), cos, sin, windows)
+
+
+def position_terms(spec: VisionSpec, n: int) -> int:
+    """How many rows of a table of positions, of `n`, are added to a patch's product (`Places`)."""
+    match spec.positions and spec.positions.how:
+        case None:
+            return 0
+        case "patch":
+            return 1
+        case "column and row":
+            return 2
+        case "bicubic":
+            return 16
+        case "smoothed":  # a picture has a quarter of the table's places or more: see vision_reader
+            return max(2 * math.isqrt(n), 36)
+    return 4
 
 
 def as_read(spec: VisionSpec, embeddings: Floats, grid: Grid, line_end: Floats | None) -> Floats:
@@ -213,3 +235,37 @@ def _stretched(
         np.stack([rows[i] * n + columns[j] for i, j in corners], 1),
         np.stack([down[i] * right[j] for i, j in corners], 1),
     )
+
+
+def _resized(
+    filter: ResizedPositions, n: int, ys: NDArray[Any], xs: NDArray[Any], shape: tuple[int, int]
+) -> tuple[NDArray[Any], NDArray[Any]]:
+    """The rows of a table of n x n places that the filter reads for each patch of a picture of `shape`, and their
+    shares: torch.nn.functional.interpolate, without aligned corners."""
+
+    def axis(count: int, of: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any]]:
+        at = (np.arange(count) + 0.5) * n / count - 0.5
+        wide = max(n / count, 1.0) if filter == "smoothed" else 1.0
+        reach = 2 if filter == "bicubic" else math.ceil(wide)
+        taps = np.floor(at).astype(int)[:, None] + np.arange(1 - reach, reach + 1)
+        apart = np.abs(taps - at[:, None])
+        shares = _cubic(apart) if filter == "bicubic" else np.maximum(1 - apart / wide, 0)
+        if filter == "smoothed":
+            shares *= (taps >= 0) & (taps < n)
+            shares /= shares.sum(1, keepdims=True)
+        used = np.abs(shares).max(0) > 0
+        return np.clip(taps, 0, n - 1)[:, used][of], shares[:, used][of]
+
+    (rows, down), (columns, right) = axis(shape[0], ys), axis(shape[1], xs)
+    count = len(ys)
+    return (
+        (rows[:, :, None] * n + columns[:, None]).reshape(count, -1),
+        (down[:, :, None] * right[:, None]).reshape(count, -1),
+    )
+
+
+def _cubic(apart: NDArray[Any]) -> NDArray[Any]:
+    """The cubic convolution of distances below 2, with PyTorch's a of -3/4."""
+    a, x = -0.75, apart
+    near, far = ((a + 2) * x - (a + 3)) * x * x + 1, ((x - 5) * x + 8) * x * a - 4 * a
+    return np.where(x <= 1, near, np.where(x < 2, far, 0))

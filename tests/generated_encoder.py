@@ -22,7 +22,8 @@ def write(
     rng, merge, head = np.random.default_rng(seed), KINDS[kind] if merged else 1, dim // heads
     joined = merge**2 * dim
     is_omni = kind == "qwen2.5o"
-    named, kind = kind, "qwen2.5vl_merger" if is_omni else kind
+    named, kind = kind, {"qwen2.5o": "qwen2.5vl_merger", "lightonocr": "pixtral"}.get(kind, kind)
+    is_like_siglip = kind in ("paddleocr", "kimivl", "lfm2")
     layers = 1 + (deep or kind == "qwen2.5vl_merger")  # the first one of which has windows
     side = side or 2 * merge * patch
     writer = gguf.GGUFWriter(str(path), "clip")
@@ -36,19 +37,27 @@ def write(
     for key, value in sizes.items():
         writer.add_uint32(f"clip.vision.{key}", value)
     is_qwen, is_qwen2 = kind.startswith("qwen"), kind.startswith("qwen2")
-    if is_qwen or kind == "pixtral":
+    if is_qwen or kind in ("pixtral", "glm4v"):
         writer.add_uint32("clip.vision.spatial_merge_size", merge)
+    if kind in ("dots_ocr", "paddleocr"):
+        for key, tokens in {"min": 4, "max": 64}.items():
+            writer.add_uint32(f"clip.vision.image_{key}_pixels", tokens * (merge * patch) ** 2)
     writer.add_float32("clip.vision.attention.layer_norm_epsilon", 1e-6)
     for key in "mean", "std":
         writer.add_array(f"clip.vision.image_{key}", [0.5, 0.4, 0.6])
-    if kind in ("idefics3", "internvl"):
+    if kind in ("idefics3", "internvl", "dots_ocr", "kimivl", "lfm2"):
         writer.add_uint32("clip.vision.projector.scale_factor", merge)
     if kind == "idefics3":
         writer.add_uint32("clip.vision.preproc_image_size", 3 * side)
     if kind == "qwen2.5vl_merger":
         writer.add_uint32("clip.vision.n_wa_pattern", 2)
     if kind != "qwen2vl_merger":
-        writer.add_bool("clip.use_silu" if kind in ("pixtral", "qwen2.5vl_merger") else "clip.use_gelu", True)
+        writer.add_bool(
+            "clip.use_silu"
+            if kind in ("pixtral", "qwen2.5vl_merger", "dots_ocr", "glm4v")
+            else "clip.use_gelu",
+            True,
+        )
 
     def tensor(name: str, *shape: int, mean: float = 0.0, std: float = 0.1) -> None:
         data = (mean + std * rng.standard_normal(shape)).astype(np.float32)
@@ -56,8 +65,8 @@ def write(
         writer.add_tensor(name, data.astype(np.float16) if half and is_matrix else data)
 
     has_biases, has_gate = (
-        is_qwen or kind in ("gemma3", "idefics3", "internvl"),
-        kind in ("gemma4v", "pixtral", "qwen2.5vl_merger"),
+        is_qwen or is_like_siglip or kind in ("gemma3", "idefics3", "internvl"),
+        kind in ("gemma4v", "pixtral", "qwen2.5vl_merger", "dots_ocr", "glm4v"),
     )
 
     def matrix(name: str, *shape: int) -> None:
@@ -77,10 +86,14 @@ def write(
     matrix("v.patch_embd", dim, 3, patch, patch)
     places = {"qwen3vl_merger": (9, dim), "gemma3": ((side // patch) ** 2, dim), "gemma4v": (2, 128, dim)}
     places |= {"idefics3": places["gemma3"], "internvl": ((side // patch) ** 2 + 1, dim)}
+    places |= {"paddleocr": (9, dim), "kimivl": (16, dim), "lfm2": (256, dim), "glm4v": (36, dim)}
     if kind in places:
         tensor("v.position_embd.weight", *places[kind], std=0.5)
-    if kind == "pixtral":
+    if kind in ("pixtral", "dots_ocr"):
         norm("v.pre_ln")
+    if kind == "glm4v":
+        norm("v.norm_embd")
+        tensor("v.patch_embd.bias", dim)
     if kind == "internvl":
         tensor("v.class_embd", dim, std=0.5)
     for i in range(layers):
@@ -89,9 +102,9 @@ def write(
             norm(prefix + name)
         for name in ["ls1", "ls2"] if kind == "internvl" else []:
             tensor(f"{prefix}{name}.weight", dim, mean=0.5)
-        if is_qwen and i == 0:
+        if (is_qwen or kind == "glm4v") and i == 0:
             tensor("v.patch_embd.weight.1", dim, 3, patch, patch)
-        if kind == "qwen3vl_merger":
+        if kind in ("qwen3vl_merger", "dots_ocr"):
             matrix(prefix + "attn_qkv", 3 * dim, dim)
         else:
             for name in "qkv":
@@ -120,6 +133,26 @@ def write(
         case "idefics3":
             norm("v.post_ln")
             matrix("mm.model.fc", out, joined)
+        case "dots_ocr":
+            norm("mm.post_norm")
+            norm("mm.input_norm", has_bias=True)
+            for name, rows in ("mm.0", joined), ("mm.2", out):
+                matrix(name, rows, joined)
+                tensor(f"{name}.bias", rows)
+        case "glm4v":
+            norm("v.post_ln")
+            matrix("mm.patch_merger", out, dim, merge, merge)
+            tensor("mm.patch_merger.bias", out)
+            matrix("mm.model.fc", out, out)
+            norm("mm.post_norm", out, has_bias=True)
+            matrix("mm.gate", width, out)
+            matrix("mm.up", width, out)
+            matrix("mm.down", out, width)
+        case "paddleocr" | "kimivl" | "lfm2":
+            norm("v.post_ln")
+            norm("mm.input_norm", joined if kind == "lfm2" else dim)
+            matrix("mm.1", width, joined)
+            matrix("mm.2", out, width)
         case "gemma4v":
             for name in "q", "k":
                 norm(f"{prefix}attn_{name}_norm", head)
@@ -139,7 +172,8 @@ def write(
                 matrix("mm.patch_merger", dim, joined)
             matrix("mm.1", out, dim)
             matrix("mm.2", out, out)
-            tensor("v.token_embd.img_break", out)
+            if named == "pixtral":
+                tensor("v.token_embd.img_break", out)
     if is_omni:  # an encoder of sounds beside it
         tensor("a.blk.0.attn_q.weight", dim, dim)
         tensor("mm.a.fc.weight", out, dim)

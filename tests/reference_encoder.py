@@ -74,9 +74,11 @@ class ReferenceEncoder:
             first, *table = self._vector(spec.positions.table).reshape(-1, spec.dim)
             ys, xs = self._places.T
             x = np.concatenate([x + np.stack(table)[ys * columns + xs], [self._vector(spec.summary) + first]])
+        elif spec.positions and spec.positions.after_norm and spec.norm:
+            x = self._normed(x, spec.norm) + self._positions(rows, columns)
         else:
             x = x + self._positions(rows, columns)
-        x = self._normed(x, spec.norm) if spec.norm else x
+            x = self._normed(x, spec.norm) if spec.norm else x
         parts = {}
         for done, sublayer in enumerate(spec.sublayers, 1):
             h, operator = self._normed(x, sublayer.norm), sublayer.operator
@@ -104,6 +106,9 @@ class ReferenceEncoder:
             return table[xs] + table[len(table) // 2 + ys]
         n = math.isqrt(len(table))
         square = table.reshape(n, n, -1)
+        if positions.how != "stretched":
+            by_row, by_column = (resizing(positions.how, n, count) for count in (rows, columns))
+            return np.einsum("pi,pj,ijd->pd", by_row[ys], by_column[xs], square).astype(np.float32)
         at = [k / max(count - 1, 1) * (n - 1) for k, count in ((ys, rows), (xs, columns))]
         total = np.float32(0)
         for i in range(n):
@@ -147,6 +152,8 @@ class ReferenceEncoder:
                 return self._normed(x, step)
             case Linear():
                 return self._product(step, x)
+            case PatchFeedForward():
+                return self._fed(step, x)
             case Bend(activation=activation):
                 return bent(x, activation)
             case Affine(factor=factor, minus=minus, times=times):
@@ -189,3 +196,27 @@ def bent(x: Floats, activation: Activation) -> Floats:
     factor = {"silu": 1.0, "quick gelu": 1.702}.get(activation)
     y = x * factor if factor else 2 * math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)
     return (x / (1 + np.exp(-y))).astype(np.float32)
+
+
+def resizing(how: str, n: int, count: int) -> NDArray[np.float64]:
+    """What each of `count` places takes of each of `n` pixels, which are repeated beyond the edges, but not where the
+    filter is smoothed."""
+    shares = np.zeros((count, n))
+    width = max(n / count, 1) if how == "smoothed" else 1
+    for i in range(count):
+        centre = (i + 0.5) * n / count - 0.5
+        for k in range(-3 * n - 3, 4 * n + 3):
+            d = abs(k - centre) / width
+            if how == "bicubic":
+                share = (
+                    1.25 * d**3 - 2.25 * d**2 + 1
+                    if d <= 1
+                    else -0.75 * (d**3 - 5 * d**2 + 8 * d - 4)
+                    if d < 2
+                    else 0
+                )
+            else:
+                share = max(1 - d, 0)
+            if how != "smoothed" or 0 <= k < n:
+                shares[i, min(max(k, 0), n - 1)] += share
+    return shares / shares.sum(1, keepdims=True)

@@ -231,7 +231,7 @@ ARCHITECTURES: Mapping[str, Family] = {
         logit_cap=30.0,
         scored_by_width=46,
     ),
-    "glm4": Family(interleaved=True),
+    "glm4": Family(interleaved=True, grid="blocks"),
     "granitemoe": Family(interleaved=True),
     "hunyuan-dense": Family(rotates_first=True),
     "hunyuan-moe": Family(rotates_first=True),
@@ -308,7 +308,7 @@ ARCHITECTURES: Mapping[str, Family] = {
     ),
     "minimax-m2": Family(scoring="sigmoid"),
     "mistral4": Family(interleaved=True, renormalised=False, biased_scoring="sigmoid"),
-    "glm4moe": Family(renormalised=False, scoring="sigmoid"),
+    "glm4moe": Family(renormalised=False, scoring="sigmoid", grid="blocks"),
     "hy_v3": Family(renormalised=False, scoring="sigmoid"),
     "maple": Family(full_attention_every=4, unrotated_full=True, plain_windows=True),
     "step35": Family(

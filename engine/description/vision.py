@@ -107,7 +107,7 @@ class Bend:
     activation: Activation
 
 
-ProjectorStep = Norm | Merge | Linear | Affine | Bend
+ProjectorStep = Norm | Merge | Linear | Affine | Bend | PatchFeedForward
 
 
 @dataclass(frozen=True)
@@ -126,14 +126,21 @@ class Rotations:
     by_column: tuple[float, ...]
 
 
+ResizedPositions = Literal["bilinear", "bicubic", "smoothed"]
+"""A filter; the last one is bilinear with antialiasing."""
+
+
 @dataclass(frozen=True)
 class Positions:
     """What is added to patches by their place, of a table float32 (rows, dim). "stretched": a square of places,
     stretched to the picture's bilinearly, corners on corners. "patch": a row for each patch. "column and row": the row
-    of the patch's column in the first half of the table, and that of its row in the second."""
+    of the patch's column in the first half of the table, and that of its row in the second. `ResizedPositions`: a
+    square of places as if these were pixels, which are made as many as the picture has patches. `after_norm`: it is
+    added to what the encoder's first norm gives, in place of what that reads."""
 
     table: Vector
-    how: Literal["stretched", "patch", "column and row"]
+    how: Literal["stretched", "patch", "column and row"] | ResizedPositions
+    after_norm: bool = False
 
 
 @dataclass(frozen=True)

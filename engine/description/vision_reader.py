@@ -8,26 +8,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import replace
 
 import numpy as np
 
-from engine.description.checked_file import CheckedFile
 from engine.description.picture_size import SizeRule, TileRule
+from engine.description.projector_reader import ProjectorReader
 from engine.description.sublayers import Weight
 from engine.description.vision import (
-    Activation,
-    Affine,
-    Bend,
-    Linear,
-    Merge,
     Norm,
     PatchAttention,
     PatchFeedForward,
     PatchSublayer,
     Positions,
     Projector,
-    ProjectorStep,
+    ResizedPositions,
     Rotations,
     VisionSpec,
 )
@@ -46,6 +40,12 @@ KINDS = {
     "pixtral": 2,
     "idefics3": 2,
     "internvl": 2,
+    "lightonocr": 2,
+    "dots_ocr": 2,
+    "paddleocr": 2,
+    "kimivl": 2,
+    "lfm2": 2,
+    "glm4v": 2,
 }
 """The projector types that the engine runs, and how many patches a side become a token if a file does not say."""
 FITTING = {
@@ -60,20 +60,38 @@ FITTING = {
     "llama": ("pixtral", "idefics3", "internvl"),
     "internlm2": ("internvl",),
     "phi3": ("internvl",),
-    "qwen2": ("internvl",),
-    "qwen3": ("internvl",),
+    "qwen2": ("internvl", "dots_ocr"),
+    "qwen3": ("internvl", "lightonocr"),
     "qwen3moe": ("internvl",),
+    "paddleocr": ("paddleocr",),
+    "deepseek2": ("kimivl",),
+    "lfm2": ("lfm2",),
+    "lfm2moe": ("lfm2",),
+    "glm4": ("glm4v",),
+    "glm4moe": ("glm4v",),
 }
 """The kinds of encoders that models of an architecture have."""
 
-_SAME = {"qwen2.5o": "qwen2.5vl_merger"}
-"""Kinds whose encoder of pictures is that of another: Qwen 2.5 Omni has one of sounds beside it."""
+_SAME = {"qwen2.5o": "qwen2.5vl_merger", "lightonocr": "pixtral"}
+"""Kinds whose encoder of pictures is that of another: Qwen 2.5 Omni has one of sounds beside it, LightOnOCR no ends of
+lines."""
 _MAX_MERGE, _MAX_SIDE, _MAX_HEAD, _MAX_LAYERS = 16, 1 << 14, 1 << 10, 1 << 10
 _QWEN_TOKENS = {"qwen2vl_merger": (4, 4096), "qwen2.5vl_merger": (4, 4096), "qwen3vl_merger": (64, 4096)}
 """The least are those of the published processors. The most is llama.cpp's: the published 16384 fill most contexts."""
+_AREA_TOKENS = _QWEN_TOKENS | {"kimivl": (8, 1024), "lfm2": (64, 256), "glm4v": (8, 4096)}
+_SAID_AREAS = "dots_ocr", "paddleocr"
+"""Kinds whose files say the least and the most pixels of a picture."""
+_MOST_TOKENS = 8192
+"""Of a picture of these: dots.ocr's 14400 would take minutes on most machines."""
 _TILES_A_SIDE, _MOST_TILES = 4, 65
-_PROJECTOR_EPS = 1e-5
-"""Of InternVL's projector, which is PyTorch's."""
+_GLM_NORM = "v.norm_embd"
+"""A norm of patches, before their positions are added."""
+_RESIZED: dict[str, ResizedPositions] = {
+    "paddleocr": "bilinear",
+    "kimivl": "bicubic",
+    "glm4v": "bicubic",
+    "lfm2": "smoothed",
+}
 _WINDOW = 112
 """The side of a window of Qwen 2.5 VL in pixels."""
 _GEMMA4_TOKENS = 280
@@ -104,7 +122,7 @@ def read_vision(file: GGUF) -> VisionSpec:
         raise damaged(file.path, "its metadata has numbers that nothing can be computed with") from None
 
 
-class _Reader(CheckedFile):
+class _Reader(ProjectorReader):
     """Reads one file. All methods raise ModelFileError."""
 
     def __init__(self, file: GGUF) -> None:
@@ -151,11 +169,11 @@ class _Reader(CheckedFile):
             kernels=tuple(self.kernels()),
             bias=self.vector("v.patch_embd.bias", self.dim),
             positions=self.positions(),
-            norm=self.norm("v.pre_ln") if self.has("v.pre_ln.weight") else None,
+            norm=self.first_norm(),
             sublayers=tuple(sublayer for i in range(layers) for sublayer in self.layer(i)),
             rotations=self.rotations(),
             projectors=projectors,
-            line_end=self.required("v.token_embd.img_break", out) if self.kind == "pixtral" else None,
+            line_end=self.required("v.token_embd.img_break", out) if self.named == "pixtral" else None,
             window=self.window,
             tiles=self.tile_rule(),
             summary=self.required("v.class_embd", self.dim) if self.kind == "internvl" else None,
@@ -188,11 +206,18 @@ class _Reader(CheckedFile):
 
     def size_rule(self) -> SizeRule:
         align = self.patch * self.merge
-        if self.kind in _QWEN_TOKENS:
-            return SizeRule("area", align, *(n * align**2 for n in reversed(_QWEN_TOKENS[self.kind])))
+        if self.kind in _AREA_TOKENS:
+            return SizeRule("area", align, *(n * align**2 for n in reversed(_AREA_TOKENS[self.kind])))
+        if self.kind in _SAID_AREAS:
+            least, most = self.size("image_min_pixels"), self.size("image_max_pixels")
+            if not least <= most >= align**2:
+                raise damaged(self.file.path, f"its pictures would have {least} to {most} pixels")
+            return SizeRule("area", align, min(most, _MOST_TOKENS * align**2), least)
         if self.kind == "gemma4v":
             return SizeRule("tokens", align, _GEMMA4_TOKENS, longest=self.places // self.merge * align)
         side = self.size("image_size")
+        if self.named == "lightonocr":
+            side = self.size("preproc_image_size", side)
         is_tiled = self.kind in ("idefics3", "internvl")
         if is_tiled and (side // self.patch) % self.merge == 0 < side // align:
             return SizeRule("square", align, side // align * align)
@@ -204,16 +229,16 @@ class _Reader(CheckedFile):
     def tile_rule(self) -> TileRule | None:
         """Older files do not say the longer side of all tiles; published models have four. Nor do those of InternVL say
         how many there may be."""
+        if self.kind not in ("idefics3", "internvl"):
+            return None
         side = self.size("image_size")
         match self.kind:
             case "idefics3":
                 longest = self.size("preproc_image_size", _TILES_A_SIDE * side)
                 rule = TileRule(side, "longest", longest)
-            case "internvl":
+            case _:
                 least, most = self.size("preproc_min_tiles", 1), self.size("preproc_max_tiles", 12)
                 rule = TileRule(side, "shape", least=least, most=most)
-            case _:
-                return None
         if rule.least > rule.most > 0:
             raise damaged(self.file.path, f"its pictures would have {rule.least} tiles of {rule.most}")
         if rule.most_tiles > _MOST_TILES:
@@ -239,7 +264,9 @@ class _Reader(CheckedFile):
 
     def positions(self) -> Positions | None:
         name = "v.position_embd.weight"
-        if self.kind in ("pixtral", "qwen2vl_merger", "qwen2.5vl_merger"):
+        if self.kind in ("pixtral", "qwen2vl_merger", "qwen2.5vl_merger", "dots_ocr"):
+            return None
+        if self.kind == "glm4v" and not self.has(name):  # GLM-OCR
             return None
         shape = self.file.tensors[name].shape if self.has(name) else ()
         if self.kind == "gemma4v":
@@ -248,9 +275,15 @@ class _Reader(CheckedFile):
         if self.kind in ("gemma3", "idefics3", "internvl"):
             places = (self.size("image_size") // self.patch) ** 2 + (self.kind == "internvl")
             return Positions(self.required(name, places, self.dim), "patch")
-        if math.isqrt(rows) ** 2 != rows or not rows:
+        least = self.merge**2 * _AREA_TOKENS.get(self.kind, (0, 0))[0]
+        if math.isqrt(rows) ** 2 != rows or not rows or (self.kind == "lfm2" and rows > 4 * least):
             raise damaged(self.file.path, f"the places of {name} are no square")
-        return Positions(self.required(name, rows, self.dim), "stretched")
+        table = self.required(name, rows, self.dim)
+        return Positions(table, _RESIZED.get(self.kind, "stretched"), self.has(f"{_GLM_NORM}.weight"))
+
+    def first_norm(self) -> Norm | None:
+        found = [name for name in ("v.pre_ln", _GLM_NORM) if self.has(f"{name}.weight")]
+        return self.norm(found[0]) if found else None
 
     def rotations(self) -> Rotations | None:
         """See `engine.formats.rope_order`: the pairs are half a head apart."""
@@ -263,8 +296,10 @@ class _Reader(CheckedFile):
             rows = 10000.0 ** (-4 * i / d)
             columns = tuple((rows * 10000.0 ** (-2 / d)).tolist())
             return Rotations(by_row=(*rows.tolist(), *none), by_column=(*none, *columns))
-        if self.kind in _QWEN_TOKENS:
-            rates = tuple((10000.0 ** (-2 * i / (d // 2))).tolist())
+        rates = tuple((10000.0 ** (-2 * i / (d // 2))).tolist())
+        if self.kind == "kimivl":
+            return Rotations(by_row=(*none, *rates), by_column=(*rates, *none))
+        if self.kind in (*_QWEN_TOKENS, *_SAID_AREAS, "glm4v"):
             return Rotations(by_row=(*rates, *none), by_column=(*none, *rates))
         return None
 
@@ -273,39 +308,9 @@ class _Reader(CheckedFile):
         """The order of the rows of queries and keys in the file."""
         if self.kind == "gemma4v":
             return HeadOrder(self.head_dim, self.head_dim, False, halves=True)
-        return HeadOrder(self.head_dim, self.head_dim, True) if self.kind == "pixtral" else None
+        return HeadOrder(self.head_dim, self.head_dim, True) if self.kind in ("pixtral", "kimivl") else None
 
     # --- layers ----------------------------------------------------------------------------------------
-
-    def norm(self, name: str, size: int = 0) -> Norm:
-        centred = self.has(f"{name}.bias")
-        weight = self.required(f"{name}.weight", size or self.dim)
-        return Norm(self.eps, weight, self.vector(f"{name}.bias", size or self.dim), centred)
-
-    def linear(
-        self, name: str, rows: int, cols: int, first: int = 0, of: int = 0, order: HeadOrder | None = None
-    ) -> Linear:
-        def limits(end: str) -> tuple[float, float] | None:
-            names = [f"{name}.{end}_{side}" for side in ("min", "max")]
-            if not any(map(self.has, names)):
-                return None
-            low, high = map(self.scalar, names)
-            if low > high:
-                raise damaged(self.file.path, f"{names[0]} is above {names[1]}")
-            return low, high
-
-        weight = self.weight(name, rows, cols, first, of, order)
-        bias = self.vector(f"{name}.bias", rows, order, first, of)
-        return Linear(weight, bias, limits("input"), limits("output"))
-
-    def scalar(self, tensor: str) -> float:
-        """A tensor of one float32."""
-        if self.check(tensor, (1,)) != 0:
-            raise damaged(self.file.path, f"{tensor} is no float32")
-        value = float(self.file.tensors[tensor].read().view(np.float32)[0])
-        if math.isnan(value):
-            raise damaged(self.file.path, f"{tensor} is {value}")
-        return value
 
     @property
     def window(self) -> int:
@@ -372,8 +377,7 @@ class _Reader(CheckedFile):
         if info and len(info.shape) == 2 and info.shape[0] == self.dim != info.shape[1]:
             up, down = down, up  # older files have the two names swapped
         # Files of Qwen 2 VL say the width of its model in place of the layer's.
-        info = self.file.tensors.get(f"{prefix}{up}.weight")
-        width = info.shape[0] if info and info.shape else 0
+        width = self.rows_of(prefix + up)
         has_gate = self.has(f"{prefix}ffn_gate.weight")
         return PatchFeedForward(
             gate=self.linear(f"{prefix}ffn_gate", width, self.dim) if has_gate else None,
@@ -381,64 +385,3 @@ class _Reader(CheckedFile):
             down=self.linear(prefix + down, self.dim, width),
             activation=self.activation,
         )
-
-    @property
-    def activation(self) -> Activation:
-        if self.file.get("clip.use_silu", bool, False):
-            return "silu"
-        if self.kind == "qwen2vl_merger" and not self.file.get("clip.use_gelu", bool, False):
-            return "quick gelu"
-        if self.kind != "gemma4v" and not self.file.get("clip.use_gelu", bool, False):
-            raise ModelFileError(
-                f"{self.name} has an activation that orin-chat does not run.", "Choose another encoder."
-            )
-        return "exact gelu" if self.kind == "internvl" else "gelu"
-
-    # --- the projector ---------------------------------------------------------------------------------
-
-    def projector(self) -> tuple[int, tuple[ProjectorStep, ...]]:
-        """The elements of an embedding, and the steps to it."""
-        out, dim, joined = self.size("projection_dim"), self.dim, self.merge**2 * self.dim
-        match self.kind:
-            case "qwen2vl_merger" | "qwen2.5vl_merger" | "qwen3vl_merger":
-                first, last = self.linear("mm.0", joined, joined), self.linear("mm.2", out, joined)
-                steps = self.norm("v.post_ln"), Merge("join"), first, Bend("exact gelu"), last
-            case "gemma3":
-                name = "mm.input_projection.weight"
-                weight = Weight(name, dim, out, self.check(name, (dim, out)))
-                norms = self.norm("v.post_ln"), self.norm("mm.soft_emb_norm")
-                return out, (norms[0], Merge("mean"), norms[1], Linear(weight, transposed=True))
-            case "idefics3":
-                return out, (self.norm("v.post_ln"), Merge("join"), self.linear("mm.model.fc", out, joined))
-            case "internvl":
-                norm = replace(self.norm("mm.model.mlp.0", joined), eps=_PROJECTOR_EPS)
-                first, last = (
-                    self.linear("mm.model.mlp.1", out, joined),
-                    self.linear("mm.model.mlp.3", out, out),
-                )
-                return out, (Merge("join"), norm, first, Bend("exact gelu"), last)
-            case "gemma4v":
-                scaled = Affine(math.sqrt(dim))
-                if self.has("v.std_bias"):
-                    minus, times = (self.required(f"v.std_{x}", dim) for x in ("bias", "scale"))
-                    scaled = Affine(scaled.factor, minus, times)
-                last = self.linear("mm.input_projection", out, dim)
-                return out, (Merge("mean"), scaled, Norm(self.eps), last)
-            case _:
-                first, last = self.linear("mm.1", out, dim), self.linear("mm.2", out, out)
-                last_steps = first, Bend("exact gelu"), last
-                if not self.is_merged:
-                    return out, last_steps
-                merger = self.linear("mm.patch_merger", dim, joined)
-                return out, (self.norm("mm.input_norm"), Merge("channels"), merger, *last_steps)
-        return out, steps
-
-    def later_projectors(self, layers: int, out: int) -> Iterator[Projector]:
-        """The projectors of some layers, whose results the model adds later (deepstack of Qwen3-VL)."""
-        joined = self.merge**2 * self.dim
-        for i in range(layers):
-            if self.has(f"{(prefix := f'v.deepstack.{i}')}.fc1.weight"):
-                first = self.linear(f"{prefix}.fc1", joined, joined)
-                last = self.linear(f"{prefix}.fc2", out, joined)
-                norm = self.norm(f"{prefix}.norm", joined)
-                yield Projector(2 * i + 2, (Merge("join"), norm, first, Bend("exact gelu"), last))

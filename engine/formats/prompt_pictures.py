@@ -65,6 +65,19 @@ PICTURE_MARKS = {
     "gemma4v": PictureMarks("<|image|>", "<|image>", "<image|>"),
     "pixtral": PictureMarks("[IMG]", "", "[IMG_END]"),
     "internvl": PictureMarks("<IMG_CONTEXT>\n", "<img>", "</img>\n"),
+    "lightonocr": PictureMarks("<|image_pad|>", "<|im_start|>", "<|im_end|>"),
+    "dots_ocr": PictureMarks("<|img|><|imgpad|><|endofimg|>", "<|img|>", "<|endofimg|>"),
+    "paddleocr": PictureMarks(
+        "<|IMAGE_START|><|IMAGE_PLACEHOLDER|><|IMAGE_END|>", "<|IMAGE_START|>", "<|IMAGE_END|>"
+    ),
+    "kimivl": PictureMarks(
+        "<|media_start|>image<|media_content|><|media_pad|><|media_end|>", "<|media_start|>image<|media_content|>",
+        "<|media_end|>",
+    ),
+    "lfm2": PictureMarks("<image>", "<|image_start|>", "<|image_end|>"),
+    "glm4v": PictureMarks(
+        "<|begin_of_image|><|image|><|end_of_image|>", "<|begin_of_image|>", "<|end_of_image|>"
+    ),
     "idefics3": PictureMarks(
         "<image>", "", "<fake_token_around_image>", "<fake_token_around_image><row_{row}_col_{column}>", "\n",
         "<fake_token_around_image><global-img>",

@@ -53,6 +53,8 @@ OTHERS = [
     ("internvl", {}),
     rarely("qwen2vl_merger", {}),
     rarely("pixtral", {"merged": False}),
+    *(rarely(kind, {}) for kind in ("lightonocr", "dots_ocr", "paddleocr", "kimivl", "lfm2")),
+    ("glm4v", {}),
 ]
 
 

@@ -117,11 +117,14 @@ class CPUEncoder:
         sequences = [list(self._kernels_of(sublayer)) for sublayer in spec.sublayers]
         steps = [*(Linear(kernel) for kernel in spec.kernels), *spec.projector_steps]
         bends = [step.activation if isinstance(step, Bend) else None for step in steps]
-        linears = {
-            step: self._linear_kernels(step, bending)
-            for step, bending in zip(steps, [None, *bends], strict=False)
-            if isinstance(step, Linear)
-        }
+        linears = {}
+        for step, bending in zip(steps, [None, *bends], strict=False):
+            if isinstance(step, Linear):
+                linears[step] = self._linear_kernels(step, bending)
+            elif isinstance(step, PatchFeedForward):
+                for linear in filter(None, (step.gate, step.up)):
+                    linears[linear] = self._linear_kernels(linear, bending)
+                linears[step.down] = self._linear_kernels(step.down, step.activation, step.gate is not None)
         every = [s for of in sequences for s in of] + [s for _, s, _ in linears.values()]
         self._pool.compile([kernel for sequence in every for kernel in sequence.kernels])  # all at once
         self._sequences = [[sequence.compile() for sequence in of] for of in sequences]
@@ -143,9 +146,12 @@ class CPUEncoder:
         x = sum(more, start=first)
         if spec.bias:
             x += self._vectors[spec.bias]
-        if of.added is not None:
+        is_later = spec.positions is not None and spec.positions.after_norm
+        if of.added is not None and not is_later:
             x += of.added
         x = self._norm(x, spec.norm) if spec.norm else x
+        if of.added is not None and is_later:
+            x += of.added
         n = len(x)
         rows = memory.view(self._x.data).reshape(-1, stride_of(spec.dim))
         rows[:n, : spec.dim] = x
@@ -324,26 +330,29 @@ class CPUEncoder:
     # --- the products outside sublayers ------------------------------------------------------------------
 
     def _linear_kernels(
-        self, linear: Linear, bending: Bending | None
-    ) -> tuple[Tensor, KernelSequence, Tensor]:
-        """The memory of the input, the kernels, and the memory of the result."""
+        self, linear: Linear, bending: Bending | None, is_gated: bool = False
+    ) -> tuple[list[Tensor], KernelSequence, Tensor]:
+        """The memory of the input, and of what it is multiplied by if it is gated; the kernels; and the memory of the
+        result."""
         sequence, matrix = KernelSequence(self._pool), self._weights.matrix(linear)
-        rows, out = self._chunk("rows", matrix.cols), self._chunk("out", matrix.stride)
-        how = Rows(rows, matrix.cols)
-        self._prepare(sequence, matrix, how, bending=bending, limits=(None, None, linear.inputs))
+        rows = [self._chunk(name, matrix.cols) for name in ["rows", "factors"][: 1 + is_gated]]
+        out = self._chunk("out", matrix.stride)
+        how = [Rows(of, matrix.cols) for of in rows]
+        self._prepare(sequence, matrix, *how, bending=bending, limits=(None, None, linear.inputs))
         self._product(sequence, linear, matrix, out)
         return rows, sequence, out
 
-    def _linear(self, linear: Linear, x: Floats) -> Floats:
+    def _linear(self, linear: Linear, x: Floats, *factors: Floats) -> Floats:
         rows, sequence, out = self._linears[linear]
         weight = linear.weight
         cols, n = (weight.rows, weight.cols) if linear.transposed else (weight.cols, weight.rows)
-        source = memory.view(rows).reshape(-1, stride_of(cols))
+        sources = [memory.view(of).reshape(-1, stride_of(cols)) for of in rows]
         result = memory.view(out).reshape(-1, stride_of(n))
         y = np.empty((len(x), n), np.float32)
         for chunk in _chunks(len(x), self._lanes):
-            part = x[chunk.start : chunk.stop]
-            source[: len(part), :cols], source[: len(part), cols:] = part, 0
+            for source, of in zip(sources, (x, *factors), strict=True):
+                part = of[chunk.start : chunk.stop]
+                source[: len(part), :cols], source[: len(part), cols:] = part, 0
             self._run(sequence, chunk)
             y[chunk.start : chunk.stop] = result[: len(part), :n]
         low, high = linear.outputs or (-np.inf, np.inf)
@@ -361,6 +370,9 @@ class CPUEncoder:
                 return self._norm(x, step)
             case Linear():
                 return self._linear(step, x)
+            case PatchFeedForward(gate=gate, up=up, down=down):
+                hidden = [self._linear(linear, x) for linear in (gate, up) if linear]
+                return self._linear(down, *hidden)
             case Bend():  # by the product that follows
                 return x
             case Affine(factor=factor, minus=minus, times=times):

@@ -126,9 +126,12 @@ class GraphEncoder:
         x = sum(more, start=first)
         if spec.bias:
             x = x + self._all.vectors[spec.bias]
-        if added is not None:
+        is_later = spec.positions is not None and spec.positions.after_norm
+        if added is not None and not is_later:
             x = x + added
         x = parts.norm(x, spec.norm) if spec.norm else x
+        if added is not None and is_later:
+            x = x + added
         return x.contiguous().realize()
 
     def _sublayer(self, sublayer: PatchSublayer, n_others: int, x: Tensor, *inputs: Tensor) -> Tensor:
@@ -233,6 +236,8 @@ class Parts:
                 return self.norm(x, step)
             case Linear():
                 return self._linear(step, x)
+            case PatchFeedForward():
+                return self.feed_forward(step, x)
             case Bend(activation=activation):
                 return _bent(x, activation)
             case Affine(factor=factor, minus=minus, times=times):

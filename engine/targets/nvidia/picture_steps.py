@@ -28,7 +28,7 @@ from engine.description.vision import (
     VisionSpec,
 )
 from engine.kernels.device_memory import device_zeros, overwrite, to_device
-from engine.pictures import Grid, Places, arranged
+from engine.pictures import Grid, Places, arranged, position_terms
 from engine.targets.nvidia.kernels.device import chip
 from engine.targets.nvidia.kernels.kernel_sequence import KernelSequence
 from engine.targets.nvidia.kernels.pictures.patch_attention import attend_patches, patch_tiling
@@ -106,7 +106,7 @@ class PictureSteps:
         self._counts = [allocate(4, dtypes.int32) for _ in range(2)]  # of patches, and of tokens
         self._pixels = allocate(3 * size * spec.patch**2, dtypes.uint8)
         positions, half = spec.positions, 0
-        self._n_terms = {"stretched": 4, "patch": 1, "column and row": 2}[positions.how] if positions else 0
+        self._n_terms = position_terms(spec, positions.table.size // spec.dim) if positions else 0
         if spec.rotations:
             half = len(spec.rotations.by_row)
         self._table_rows = allocate(max(1, size * self._n_terms), dtypes.int32)
@@ -170,18 +170,24 @@ class PictureSteps:
         kernel = patch_input(size, spec.patch, spec.merge, spec.mean, spec.std, bool(spec.summary))
         self._add(kernel, out=x, pixels=self._pixels, count=self._count)
         sums = [self._product(m, x, f"patches{i}") for i, m in enumerate(self._encoder.kernels)]
-        stream = self._buffer("embedded" if spec.norm else "stream", size * spec.dim)
-        self._add(
-            embed_patches(size, spec.dim, tuple(s.parts for s in sums), spec.bias is not None, self._n_terms),
-            stream=stream, sums=[s.tensor for s in sums], bias=self._vector(spec.bias),
-            table=self._vector(spec.positions.table) if spec.positions else None,
-            rows=self._table_rows if self._n_terms else None, shares=self._shares if self._n_terms else None,
-            count=self._count,
-        )  # fmt: skip
-        self._stream = stream
+        is_later = spec.positions is not None and spec.positions.after_norm
+        made = self._placed(sums, spec.bias, "embedded" if spec.norm else "stream", not is_later)
         if spec.norm:
-            self._stream = self._normed(Rows(spec.dim, stream), spec.norm, "stream").tensor
+            made = self._normed(made, spec.norm, "normed" if is_later else "stream")
+        self._stream = (self._placed([made], None, "stream", True) if is_later else made).tensor
         self._pending: tuple[Rows, Norm | None] | None = None
+
+    def _placed(self, sums: Sequence[Rows], bias: Vector | None, name: str, is_placed: bool) -> Rows:
+        """The sum of rows of patches, with a bias, and with their positions if it `is_placed`."""
+        size, dim, positions = self._size, self._spec.dim, self._spec.positions if is_placed else None
+        out, terms = self._buffer(name, size * dim), self._n_terms if positions else 0
+        self._add(
+            embed_patches(size, dim, tuple(s.parts for s in sums), bias is not None, terms),
+            stream=out, sums=[s.tensor for s in sums], bias=self._vector(bias),
+            table=self._vector(positions.table) if positions else None,
+            rows=self._table_rows if terms else None, shares=self._shares if terms else None, count=self._count,
+        )  # fmt: skip
+        return Rows(dim, out)
 
     def _sublayer(self, sublayer: PatchSublayer) -> None:
         operator = sublayer.operator
@@ -280,6 +286,11 @@ class PictureSteps:
             case Linear():
                 inputs = self._bent(x, f"{name} of", None, self._clamp(step))
                 return self._linear(step, inputs, name)
+            case PatchFeedForward(gate=gate, up=up, down=down, activation=activation):
+                inputs = self._bent(x, f"{name} of", None, None)
+                gates = self._linear(gate, inputs, f"{name} gates") if gate else None
+                hidden = self._linear(up, inputs, f"{name} hidden")
+                return self._linear(down, self._bent(hidden, f"{name} bent", gates, None, activation), name)
             case Bend(activation=activation):
                 return replace(x, activation=activation)
             case Affine(factor=factor, minus=minus, times=times):

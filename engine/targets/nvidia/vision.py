@@ -20,6 +20,7 @@ from engine.description.sublayers import Weight
 from engine.description.vision import (
     Linear,
     PatchAttention,
+    PatchFeedForward,
     VisionSpec,
 )
 from engine.formats.dequantize import HOST_TYPES, dequantized
@@ -227,4 +228,9 @@ def _read_together(spec: VisionSpec) -> list[tuple[Linear, ...]]:
             found += [(operator.q, operator.k, operator.v), (operator.o,)]
         else:
             found += [(operator.gate, operator.up) if operator.gate else (operator.up,), (operator.down,)]
-    return found + [(step,) for step in spec.projector_steps if isinstance(step, Linear)]
+    for step in spec.projector_steps:
+        if isinstance(step, Linear):
+            found.append((step,))
+        elif isinstance(step, PatchFeedForward):
+            found += [(linear,) for linear in (step.gate, step.up, step.down) if linear]
+    return found

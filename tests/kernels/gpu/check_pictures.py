@@ -131,6 +131,24 @@ def check_an_encoder_with_a_summary() -> None:
     encoder_of("internvl", [(2, 2)])
 
 
+def check_an_encoder_of_smoothed_positions() -> None:
+    """Whose terms are more than are used."""
+    encoder_of("lfm2", [(10, 7)])
+
+
+def check_an_encoder_of_cubic_positions() -> None:
+    encoder_of("kimivl", [(3, 5)])
+
+
+def check_an_encoder_with_positions_after_its_norm() -> None:
+    """And a feed-forward layer in its projector."""
+    encoder_of("glm4v", [(3, 5)])
+
+
+def check_an_encoder_with_two_norms_at_last() -> None:
+    encoder_of("dots_ocr", [(3, 5)])
+
+
 def check_an_encoder_with_limits() -> None:
     encoder_of("gemma4v", [(3, 2)])
 

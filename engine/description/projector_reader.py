@@ -1,0 +1,185 @@
+"""The parts of an encoder of pictures, read from a file, and its projector: what makes embeddings of patches."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+
+import numpy as np
+
+from engine.description.checked_file import CheckedFile
+from engine.description.sublayers import Weight
+from engine.description.vision import (
+    Activation,
+    Affine,
+    Bend,
+    Linear,
+    Merge,
+    Norm,
+    PatchFeedForward,
+    Projector,
+    ProjectorStep,
+)
+from engine.errors import ModelFileError
+from engine.formats.gguf import damaged
+from engine.formats.rope_order import HeadOrder
+
+_PROJECTOR_EPS = {
+    "internvl": 1e-5,
+    "paddleocr": 1e-5,
+    "kimivl": 1e-5,
+    "lfm2": 1e-5,
+    "glm4v": 1e-5,
+    "dots_ocr": 1e-6,
+}
+"""Of the norm of a projector, where it is not the encoder's: PyTorch's, or one in the published code."""
+
+
+class ProjectorReader(CheckedFile):
+    """Reads an encoder of a `kind`, with `dim` elements of a patch, of which `merge` a side become a token. `eps`: that
+    of its norms. All methods raise ModelFileError."""
+
+    kind: str
+    dim: int
+    merge: int
+    eps: float
+    is_merged: bool
+
+    def norm(self, name: str, size: int = 0) -> Norm:
+        centred = self.has(f"{name}.bias")
+        weight = self.required(f"{name}.weight", size or self.dim)
+        return Norm(self.eps, weight, self.vector(f"{name}.bias", size or self.dim), centred)
+
+    def linear(
+        self, name: str, rows: int, cols: int, first: int = 0, of: int = 0, order: HeadOrder | None = None
+    ) -> Linear:
+        def limits(end: str) -> tuple[float, float] | None:
+            names = [f"{name}.{end}_{side}" for side in ("min", "max")]
+            if not any(map(self.has, names)):
+                return None
+            low, high = map(self.scalar, names)
+            if low > high:
+                raise damaged(self.file.path, f"{names[0]} is above {names[1]}")
+            return low, high
+
+        weight = self.weight(name, rows, cols, first, of, order)
+        bias = self.vector(f"{name}.bias", rows, order, first, of)
+        return Linear(weight, bias, limits("input"), limits("output"))
+
+    def scalar(self, tensor: str) -> float:
+        """A tensor of one float32."""
+        if self.check(tensor, (1,)) != 0:
+            raise damaged(self.file.path, f"{tensor} is no float32")
+        value = float(self.file.tensors[tensor].read().view(np.float32)[0])
+        if math.isnan(value):
+            raise damaged(self.file.path, f"{tensor} is {value}")
+        return value
+
+    def rows_of(self, name: str) -> int:
+        """The rows of a matrix, 0 if there is none."""
+        info = self.file.tensors.get(f"{name}.weight")
+        return info.shape[0] if info and info.shape else 0
+
+    @property
+    def activation(self) -> Activation:
+        if self.file.get("clip.use_silu", bool, False):
+            return "silu"
+        if self.kind == "qwen2vl_merger" and not self.file.get("clip.use_gelu", bool, False):
+            return "quick gelu"
+        if self.kind != "gemma4v" and not self.file.get("clip.use_gelu", bool, False):
+            raise ModelFileError(
+                f"{self.name} has an activation that orin-chat does not run.", "Choose another encoder."
+            )
+        return "exact gelu" if self.kind == "internvl" else "gelu"
+
+    # --- the projector ---------------------------------------------------------------------------------
+
+    def projector(self) -> tuple[int, tuple[ProjectorStep, ...]]:
+        """The elements of an embedding, and the steps to it."""
+        out, dim, joined = self.size("projection_dim"), self.dim, self.merge**2 * self.dim
+        match self.kind:
+            case "qwen2vl_merger" | "qwen2.5vl_merger" | "qwen3vl_merger":
+                first, last = self.linear("mm.0", joined, joined), self.linear("mm.2", out, joined)
+                steps = self.norm("v.post_ln"), Merge("join"), first, Bend("exact gelu"), last
+            case "gemma3":
+                name = "mm.input_projection.weight"
+                weight = Weight(name, dim, out, self.check(name, (dim, out)))
+                norms = self.norm("v.post_ln"), self.norm("mm.soft_emb_norm")
+                return out, (norms[0], Merge("mean"), norms[1], Linear(weight, transposed=True))
+            case "idefics3":
+                return out, (self.norm("v.post_ln"), Merge("join"), self.linear("mm.model.fc", out, joined))
+            case "internvl":
+                norm = self.projector_norm("mm.model.mlp.0", joined)
+                first, last = (
+                    self.linear("mm.model.mlp.1", out, joined),
+                    self.linear("mm.model.mlp.3", out, out),
+                )
+                return out, (Merge("join"), norm, first, Bend("exact gelu"), last)
+            case "paddleocr" | "kimivl" | "lfm2" | "dots_ocr":
+                return out, self.steps_of_two(out)
+            case "glm4v":
+                return out, self.gated_steps(out)
+            case "gemma4v":
+                scaled = Affine(math.sqrt(dim))
+                if self.has("v.std_bias"):
+                    minus, times = (self.required(f"v.std_{x}", dim) for x in ("bias", "scale"))
+                    scaled = Affine(scaled.factor, minus, times)
+                last = self.linear("mm.input_projection", out, dim)
+                return out, (Merge("mean"), scaled, Norm(self.eps), last)
+            case _:
+                first, last = self.linear("mm.1", out, dim), self.linear("mm.2", out, out)
+                last_steps = first, Bend("exact gelu"), last
+                if not self.is_merged:
+                    return out, last_steps
+                merger = self.linear("mm.patch_merger", dim, joined)
+                return out, (self.norm("mm.input_norm"), Merge("channels"), merger, *last_steps)
+        return out, steps
+
+    def projector_norm(self, name: str, size: int) -> Norm:
+        """A LayerNorm, also where it has no bias."""
+        return replace(self.norm(name, size), eps=_PROJECTOR_EPS[self.kind], centred=True)
+
+    def last_norms(self, name: str = "v.post_ln") -> list[ProjectorStep]:
+        """The norm after all layers, if there is one."""
+        return [self.norm(name)] if self.has(f"{name}.weight") else []
+
+    def steps_of_two(self, out: int) -> tuple[ProjectorStep, ...]:
+        """The steps of a projector of two products, with a norm of patches before they are merged, or of what they
+        become (LFM2), which may be left out."""
+        dim, joined, is_dots = self.dim, self.merge**2 * self.dim, self.kind == "dots_ocr"
+        steps = self.last_norms("mm.post_norm" if is_dots else "v.post_ln")
+        size = joined if self.kind == "lfm2" else dim
+        norms = [self.projector_norm("mm.input_norm", size)] if self.has("mm.input_norm.weight") else []
+        merge = Merge("join")
+        steps += [merge, *norms] if self.kind == "lfm2" else [*norms, merge]
+        first, last = ("mm.0", "mm.2") if is_dots else ("mm.1", "mm.2")
+        width = self.rows_of(first)
+        return *steps, self.linear(first, width, joined), Bend("exact gelu"), self.linear(last, out, width)
+
+    def gated_steps(self, out: int) -> tuple[ProjectorStep, ...]:
+        """The steps of GLM's projector: patches are merged by a convolution, and a feed-forward layer comes last."""
+        name, dim, m = "mm.patch_merger", self.dim, self.merge
+        merged, width, hidden = (self.rows_of(x) for x in (name, "mm.model.fc", "mm.gate"))
+        kernel = f"{name}.weight"
+        weight = Weight(kernel, merged, m * m * dim, self.check(kernel, (merged, dim, m, m)))
+        gate, up = (self.linear(f"mm.{x}", hidden, width) for x in ("gate", "up"))
+        return (
+            *self.last_norms(),
+            Merge("channels"),
+            Linear(weight, self.vector(f"{name}.bias", merged)),
+            self.linear("mm.model.fc", width, merged),
+            self.projector_norm("mm.post_norm", width),
+            Bend("exact gelu"),
+            PatchFeedForward(gate, up, self.linear("mm.down", out, hidden), self.activation),
+        )
+
+    def later_projectors(self, layers: int, out: int) -> Iterator[Projector]:
+        """The projectors of some layers, whose results the model adds later (deepstack of Qwen3-VL)."""
+        joined = self.merge**2 * self.dim
+        for i in range(layers):
+            if self.has(f"{(prefix := f'v.deepstack.{i}')}.fc1.weight"):
+                first = self.linear(f"{prefix}.fc1", joined, joined)
+                last = self.linear(f"{prefix}.fc2", out, joined)
+                norm = self.norm(f"{prefix}.norm", joined)
+                yield Projector(2 * i + 2, (Merge("join"), norm, first, Bend("exact gelu"), last))
