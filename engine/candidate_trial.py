@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from engine.disk_cache import DiskCache
+from engine.errors import PreemptedError
 
 MAX_STARTS = 2
 _TABLE = "trials"
@@ -39,7 +40,7 @@ def trial(cache: DiskCache, key: object, limit_s: float, device_works: Callable[
     """Runs candidate `key` in its body, for up to `limit_s` seconds.
 
     If the body raises, the candidate counts as failed: raises CandidateFailedError if `device_works` afterwards, and
-    restarts the process if it does not. If the time runs out, the process restarts too.
+    restarts the process if it does not. If the time runs out, the process restarts too. PreemptedError is no failure.
     """
     starts = cache.get(_TABLE, key) or 0
     cache.put(_TABLE, key, starts + 1)
@@ -48,6 +49,9 @@ def trial(cache: DiskCache, key: object, limit_s: float, device_works: Callable[
     watchdog.start()
     try:
         yield
+    except PreemptedError:
+        cache.delete(_TABLE, key)
+        raise
     except Exception as error:
         cache.put(_TABLE, key, MAX_STARTS)
         watchdog.cancel()

@@ -69,7 +69,7 @@ _POLL_S = 0.005
 _compiling: dict[UOp, _Compiling] = {}  # by their graphs
 _failed: set[UOp] = set()  # what is to be made here, as a compiler process did not
 _heard_s = 0.0  # when a process was given the first kernel, or sent one
-_begins = False  # in `begin_once`: graphs are left to processes
+_begins = False  # in `left_to_compilers`
 _built: dict[str, list[Sequence[UOp]]] = {}  # what `compile_once` has built by now, by its description
 _interrupted: Callable[[], bool] | None = None
 _waits = True
@@ -151,7 +151,7 @@ def _compile_some(calls: Sequence[UOp]) -> None:
         return
     if not _waits:
         raise PreemptedError("Compiler processes are at work.")
-    next(iter(_compiling.values())).task.wait(_POLL_S)
+    wait_for_compilers()
 
 
 def _send(graph: UOp) -> bool:
@@ -276,21 +276,16 @@ def compile_once(description: tuple[object, ...], *makes: MakeLinears) -> None:
 def begin_once(description: tuple[object, ...], *makes: MakeLinears) -> Callable[[], None]:
     """Does the first part of `compile_once`: builds the LINEARs. The function that it returns waits for the compiler
     processes, and compiles what they do not."""
-    global _begins
     key = _compiled_key(description)
     if key and disk_cache().get("compiled", key):
         return lambda: None
     built = _built.setdefault(key, []) if key else []
-    _begins = True
-    try:
+    with left_to_compilers():
         for make in makes[len(built) :]:
             built.append(made := make())
             if not _interrupted:  # else it is not all to be compiled at once
-                for call in _uncompiled(made):
-                    _send(call.src[0])
+                begin_compiling(made)
             _give_way()
-    finally:
-        _begins = False
 
     def finish() -> None:
         compile_all([linear for linears in built for linear in linears])
@@ -299,6 +294,37 @@ def begin_once(description: tuple[object, ...], *makes: MakeLinears) -> Callable
             disk_cache().put("compiled", key, True)
 
     return finish
+
+
+@contextmanager
+def left_to_compilers() -> Iterator[None]:
+    """Meanwhile, compiler processes are left to build the graphs of kernels that are not compiled, if there are such
+    processes."""
+    global _begins
+    _begins = True
+    try:
+        yield
+    finally:
+        _begins = False
+
+
+def begin_compiling(linears: Sequence[UOp]) -> None:
+    """Gives the kernels of several LINEARs to the compiler processes, and does not wait for them (`compile_all`)."""
+    for call in _uncompiled(linears):
+        _send(call.src[0])
+
+
+def processes_are_done(linear: UOp) -> bool:
+    """Whether compiler processes are at work on no kernel of a LINEAR any more: it is compiled, or failed there."""
+    _take_compiled()
+    return not any(call.src[0] in _compiling for call in linear.src)
+
+
+def wait_for_compilers() -> None:
+    """Waits for a moment, if compiler processes are at work. Raises PreemptedError (`interruptible`)."""
+    _give_way()
+    if _compiling:
+        next(iter(_compiling.values())).task.wait(_POLL_S)
 
 
 def was_compiled(description: tuple[object, ...]) -> bool:

@@ -13,10 +13,13 @@ from tinygrad.uop.ops import Ops
 from engine.errors import PreemptedError
 from engine.kernels import compilation, compilers
 from engine.kernels.compilation import (
+    begin_compiling,
     compile_all,
     compile_in_turns,
     compile_once,
     interruptible,
+    processes_are_done,
+    wait_for_compilers,
 )
 from engine.kernels.functions import fingerprint, packed
 
@@ -134,6 +137,20 @@ def test_compiling_gives_way_to_a_request_and_goes_on(pool):
     assert next(turns) == (2, 5) and pool.answers[2].waited == 1, "a moment, and the caller may go on"
     pool.answer(*"cde")
     assert [*turns] == [] and len(programs()) == 5
+
+
+def test_what_is_begun_is_compiled_while_this_process_does_something_else(pool, monkeypatch):
+    [first], [second] = linear_of("a", "b"), linear_of("b", "c")
+    begin_compiling([first])
+    begin_compiling([second])
+    assert pool.given == [*"abc"]
+    pool.answer("b", "c")
+    assert processes_are_done(second) and not processes_are_done(first) and programs() == {"b": "b", "c": "c"}
+    wait_for_compilers()
+    assert pool.answers[0].waited == 1
+    monkeypatch.setattr(compilation, "_PATIENCE_S", -1.0)
+    assert not processes_are_done(first), "silent processes are ended"
+    assert processes_are_done(first) and "a" not in programs(), "it is to be made here"
 
 
 def test_beside_answers_nothing_waits_for_processes_and_what_is_built_is_kept(pool):

@@ -7,6 +7,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import tinygrad.engine.realize
+from tinygrad import UOp
+from tinygrad.uop.ops import Ops
 
 from engine import candidate_trial
 from engine.disk_cache import DiskCache
@@ -34,7 +36,7 @@ class FakeRunner:
 
     def __init__(self, *products, answers=lambda schedule: RIGHT, faults=lambda schedule: False):
         self.products, self.answers, self.faults = list(products), answers, faults
-        self.timed, self.is_well = [], True
+        self.timed, self.is_well, self.compiles = [], True, lambda schedule: True
 
     @property
     def target(self):
@@ -45,7 +47,13 @@ class FakeRunner:
     def build_step(self):
         chosen = tuple(product.schedule for product in self.products if product.name != "embedding")
         calls = [SimpleNamespace(src=(schedule, object())) for schedule in chosen]
-        return SimpleNamespace(linear=None, calls=calls, capture=lambda: chosen)
+
+        def capture():
+            if not all(map(self.compiles, chosen)):
+                raise RuntimeError("no kernel image")
+            return chosen
+
+        return SimpleNamespace(linear=UOp(Ops.LINEAR), calls=calls, capture=capture)
 
     def check_logits(self, run):
         if any(map(self.faults, run)):
@@ -77,7 +85,6 @@ def cache(tmp_path, monkeypatch):
     monkeypatch.setattr(schedules, "lasting_cache", lambda: cache)
     monkeypatch.setattr(schedule_search, "device_works", schedule_search.device_works)
     monkeypatch.setattr(schedules, "capability", lambda: "sm_00")
-    monkeypatch.setattr(schedule_search, "compile_all", lambda linears: None)
     return cache
 
 
@@ -156,6 +163,14 @@ def test_what_computes_something_else_is_never_taken():
     told = run(runner)
     assert runner.products[0].schedule != FASTEST and told[-1][3].refused > 0
     assert not any(s == FASTEST for timed in runner.timed for s in timed)
+
+
+def test_what_does_not_compile_is_refused():
+    runner = FakeRunner(product())
+    runner.compiles = lambda s: s.threads != 32 or s.groups != 4
+    told = run(runner)
+    assert told[-1][3].refused > 0 and told[-1][3].tried == told[-1][3].total
+    assert runner.products[0].schedule != FASTEST
 
 
 def test_rounding_is_not_something_else():

@@ -2,8 +2,9 @@
 
 Candidates are timed in steps of a few layers and the head, because the kernel that is fastest by itself is not always
 the fastest among its neighbours, and beside the step as it is, because clocks change. First come those that the model
-of the GPU finds cheap, then those like the best of them, until none is better. A candidate counts only if the step's
-logits stay the same, and is taken only if the whole step is faster, too. The result is stored for this device.
+of the GPU finds cheap, then those like the best so far. The next ones are compiled while one is timed. A candidate
+counts only if the step's logits stay the same, and is taken only if the whole step is faster, too. The result is stored
+for this device.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice
 
 import numpy as np
 from tinygrad import Device, UOp
@@ -22,7 +23,13 @@ from tinygrad import Device, UOp
 from engine.candidate_trial import CandidateFailedError, device_works, has_failed, trial
 from engine.disk_cache import disk_cache
 from engine.errors import PreemptedError
-from engine.kernels.compilation import compile_all, interruptible
+from engine.kernels.compilation import (
+    begin_compiling,
+    interruptible,
+    left_to_compilers,
+    processes_are_done,
+    wait_for_compilers,
+)
 from engine.protocol.events import Search
 from engine.runtime.model_runner import Interrupted, SearchRequest
 from engine.runtime.sampling import Logits
@@ -31,7 +38,6 @@ from engine.targets.nvidia.kernels.kernel_sequence import KernelSequence
 from engine.targets.nvidia.kernels.products.matvec import Schedule, StackedMatrices
 from engine.targets.nvidia.kernels.products.schedules import (
     candidates,
-    is_outdated,
     neighbours,
     save_search_result,
     search_result,
@@ -67,55 +73,59 @@ def search(target: SearchTarget, request: SearchRequest) -> None:
     shapes = _shapes(target)
     known = [] if request.again else [shape for shape in shapes if shape.is_known(request.width)]
     todo = _that_matter(target, [shape for shape in shapes if shape not in known])
-    todo.sort(key=lambda shape: (not shape.is_outdated, -shape.share))
+    todo.sort(key=lambda shape: (not shape.is_outdated, -shape.weight))
     for shape in known:
         total = len(known) + len(todo)
         request.report(len(known), total, len(known), search_event(shape.first, found=True))
     if todo:
         with (
             interruptible(request.interrupted) if request.interrupted else nullcontext(),
-            suppress(PreemptedError),  # while kernels were compiled: the shape at hand is as it was
+            suppress(PreemptedError),  # the shape at hand is as it was
         ):
             _search(target, request, todo, len(known))
 
 
 def _search(target: SearchTarget, request: SearchRequest, todo: list[_Shape], cached: int) -> None:
     deadline, interrupted = time.monotonic() + request.seconds, request.interrupted or (lambda: False)
-    steps = _Steps.of(target)
-    for done, shape in enumerate(todo):
+    steps, most = _Steps.of(target), _CANDIDATES_PER_WIDTH * request.width
+    searches = [_ShapeSearch(target, steps, shape, interrupted, most) for shape in todo]
+    for done, (shape, one) in enumerate(zip(todo, searches, strict=True)):
         if interrupted():
             return
-        one = _ShapeSearch(target, steps, shape, interrupted)
 
         def progress(done: int, one: _ShapeSearch = one) -> None:
             event = one.event(max(0.0, deadline - time.monotonic()))
             request.report(cached + done, cached + len(todo), cached, event)
 
+        one.begin()
         progress(done)
-        share = shape.share / sum(later.share for later in todo[done:])
+        share = shape.weight / sum(later.weight for later in todo[done:])
         ends_at = time.monotonic() + (deadline - time.monotonic()) * share
-        for _ in one.run(_CANDIDATES_PER_WIDTH * request.width, ends_at):
+        for _ in one.run(ends_at):
             progress(done)
         if interrupted():
             return
+        for following in searches[done + 1 : done + 2]:
+            following.compile_next()
+        one.adopt()
         if one.tried:  # else there was no time for it
             save_search_result(shape.stack, shape.first.schedule, request.width)
         progress(done + 1)
 
 
 class _Shape:
-    """The products of one shape, which share a schedule. `share`: of a step's time, in comparison. `is_outdated`:
-    whether the schedule was measured with other kernels than these."""
+    """The products of one shape, which share a schedule. `weight`: the time that their search gets, in comparison: what
+    small ones may gain is more of their time. `is_outdated`: whether an earlier search had other kernels than these."""
 
     def __init__(self, stack: StackedMatrices, products: list[Product]) -> None:
         self.stack, self.products, self.first = stack, products, products[0]
         rates = chip().rates
-        self.share = len(products) * (stack.n_bytes / rates.copy_gbps / 1e3 + rates.link_us)
-        self.is_outdated = is_outdated(stack)
+        self.weight = math.sqrt(len(products) * (stack.n_bytes / rates.copy_gbps / 1e3 + rates.link_us))
+        self._earlier = search_result(stack)
+        self.is_outdated = self._earlier is not None and self._earlier.is_outdated
 
     def is_known(self, width: int) -> bool:
-        earlier = search_result(self.stack)
-        return earlier is not None and earlier.width >= width and not self.is_outdated
+        return self._earlier is not None and self._earlier.width >= width and not self.is_outdated
 
     def set(self, schedule: Schedule) -> None:
         for product in self.products:
@@ -142,12 +152,13 @@ def _that_matter(target: SearchTarget, shapes: list[_Shape]) -> list[_Shape]:
     """The shapes on whose schedules the step depends: not that of an embedding, of which it reads a row, nor those of a
     draft head. Builds a step for each."""
     kernels: Callable[[], list[UOp]] = lambda: [call.src[0] for call in target.short_step().calls]
-    now, found = kernels() if shapes else [], []
-    for shape in shapes:
-        for other in candidates(shape.stack, shape.first.schedule, chip())[:1]:
-            with shape.using(other):
-                if kernels() != now:
-                    found.append(shape)
+    with left_to_compilers():
+        now, found = kernels() if shapes else [], []
+        for shape in shapes:
+            for other in candidates(shape.stack, shape.first.schedule, chip())[:1]:
+                with shape.using(other):
+                    if kernels() != now:
+                        found.append(shape)
     return found
 
 
@@ -167,41 +178,48 @@ class _Steps:
 
 
 class _ShapeSearch:
-    """The search for one shape, beside `steps`, which have what was found for others."""
+    """The search for one shape, beside `steps`, which have what was found for others. Tries up to `most` candidates."""
 
-    def __init__(self, target: SearchTarget, steps: _Steps, shape: _Shape, interrupted: Interrupted) -> None:
+    def __init__(
+        self, target: SearchTarget, steps: _Steps, shape: _Shape, interrupted: Interrupted, most: int
+    ) -> None:
         self._target, self._steps, self._shape, self._interrupted = target, steps, shape, interrupted
-        self._at_once = max(4, min(16, int(os.environ.get("PARALLEL", "0"))))  # that are compiled
-        self._total = self._refused = 0
+        self._most, self._refused = most, 0
+        self._cheap = candidates(shape.stack, shape.first.schedule, chip())
         # The time of a step with each schedule, in comparison with the one in use.
         self._times: dict[Schedule, float] = {shape.first.schedule: 1.0}
-        self._before_s = self._after_s = target.step_seconds(steps.whole)
-        self._base_s = 0.0
+        self._ahead: dict[Schedule, UOp] = {}  # those that are compiled, and the kernels of a step with each
+        self._before_s = self._after_s = self._base_s = 0.0
 
-    def run(self, most: int, ends_at: float) -> Iterator[None]:
-        """Tries candidates until `ends_at`, yields after each, and sets the best schedule at the end, unless it was
-        interrupted."""
-        stack, current = self._shape.stack, self._shape.first.schedule
-        cheap = candidates(stack, current, chip())
-        todo = self._untried(cheap, most)
-        while todo and time.monotonic() < ends_at:
-            self._total = self.tried + len(todo)
-            for schedule, step in self._compiled(todo):
-                if self._interrupted():
-                    return
-                if time.monotonic() < ends_at:
-                    self._times[schedule] = self._time(schedule, step)
-                    yield
-            near = [other for best in self._best() for other in neighbours(stack, best, chip())]
-            todo = self._untried([*near, *cheap], most)
-        if not self._interrupted():
-            self._adopt()
+    def begin(self) -> None:
+        """Times the step as it is."""
+        self._before_s = self._after_s = self._target.step_seconds(self._steps.whole)
 
-    def _untried(self, schedules: list[Schedule], most: int) -> list[Schedule]:
-        """The next ones to try, up to `most` in all."""
-        untried = (s for s in dict.fromkeys(schedules) if s not in self._times)
+    def run(self, ends_at: float) -> Iterator[None]:
+        """Tries candidates until `ends_at`, or until it is interrupted, and yields after each."""
+        while time.monotonic() < ends_at and not self._interrupted():
+            self.compile_next()
+            if not self._ahead:
+                return
+            if schedule := next((s for s, linear in self._ahead.items() if processes_are_done(linear)), None):
+                del self._ahead[schedule]
+                self._times[schedule] = self._time(schedule)
+                yield
+            else:
+                wait_for_compilers()
+
+    def compile_next(self) -> None:
+        """Has the next candidates compiled: those like the best so far, and those that the model finds cheap."""
+        stack = self._shape.stack
+        near = (other for best in self._best() for other in neighbours(stack, best, chip()))
+        first = chain(near, self._cheap) if self.tried else self._cheap
+        untried = (s for s in first if s not in self._times and s not in self._ahead)
         todo = (s for s in untried if not has_failed(disk_cache(), self._key(s)))
-        return list(islice(todo, min(self._at_once, most - self.tried)))
+        room = min(max(1, int(os.environ.get("PARALLEL", "0"))), self._most - self.tried) - len(self._ahead)
+        for schedule in islice(todo, max(0, room)):
+            with self._shape.using(schedule), left_to_compilers():
+                self._ahead[schedule] = self._target.short_step().linear
+            begin_compiling([self._ahead[schedule]])
 
     def _best(self) -> list[Schedule]:
         return sorted(self._times, key=self._times.__getitem__)[:_BEST]
@@ -210,20 +228,13 @@ class _ShapeSearch:
     def tried(self) -> int:
         return len(self._times) - 1
 
-    def _compiled(self, schedules: list[Schedule]) -> list[tuple[Schedule, KernelSequence]]:
-        """A short step for each schedule. All are compiled at once."""
-        steps = []
-        for schedule in schedules:
-            with self._shape.using(schedule):
-                steps.append((schedule, self._target.short_step()))
-        compile_all([step.linear for _, step in steps])
-        return steps
-
-    def _time(self, schedule: Schedule, step: KernelSequence) -> float:
+    def _time(self, schedule: Schedule) -> float:
         """The time of a short step beside that of the one as it is; infinite if it fails or computes other logits."""
         target = self._target
         if self.tried % _BASE_EVERY == 0:
             self._base_s = target.step_seconds(self._steps.short)
+        with self._shape.using(schedule):
+            step = target.short_step()
         try:
             with trial(disk_cache(), self._key(schedule), _TRIAL_S, lambda: device_works(Device.DEFAULT)):
                 run = step.capture()
@@ -234,7 +245,7 @@ class _ShapeSearch:
             self._refused += 1
             return math.inf
 
-    def _adopt(self) -> None:
+    def adopt(self) -> None:
         """Sets the first of the best schedules with which the short step is faster, and the whole step too, when each
         is timed in turns with the one as it is."""
         target, steps = self._target, self._steps
@@ -255,10 +266,14 @@ class _ShapeSearch:
                 return
 
     def _gain(self, current: Run, candidate: Run) -> float:
-        """How much less time a step takes than the current one, as a share."""
-        turns = [[self._target.step_seconds(run) for run in (current, candidate)] for _ in range(3)]
-        old, new = (float(np.median(seconds)) for seconds in zip(*turns, strict=True))
-        return 1 - new / old
+        """How much less time a step takes than the current one, as a share. Raises PreemptedError if interrupted."""
+        seconds: list[tuple[float, float]] = []
+        for _ in range(3):
+            if self._interrupted():
+                raise PreemptedError("A search stopped.")
+            seconds.append((self._target.step_seconds(current), self._target.step_seconds(candidate)))
+        old, new = np.median(seconds, axis=0)
+        return float(1 - new / old)
 
     def _key(self, schedule: Schedule) -> tuple[object, ...]:
         return self._shape.stack.name, schedule
@@ -267,7 +282,7 @@ class _ShapeSearch:
         return search_event(
             self._shape.first,
             tried=self.tried,
-            total=self._total,
+            total=min(self._most, len(self._cheap)),
             refused=self._refused,
             before_us=self._before_s * 1e6,
             after_us=self._after_s * 1e6,

@@ -1,6 +1,7 @@
 """Whole steps of a small model: decode steps that run, and a prefill step that is only looked at."""
 
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from unittest import mock
 
@@ -60,7 +61,7 @@ def check_decode_steps() -> None:
 
 def check_search() -> None:
     """A search for schedules leaves steps that compute the same. It times steps of four of six layers, and does not
-    search for the embedding."""
+    search for the embedding. One that is interrupted changes nothing."""
     shape = {"layers": 6, "dim": 64, "heads": 2, "kv_heads": 1, "ffn": 128}
     tokens, told = [3, 77], list[Search]()
     with tempfile.TemporaryDirectory() as folder:
@@ -73,8 +74,11 @@ def check_search() -> None:
     short, whole = len(target.short_step()), len(target.build_step())
     assert (whole - short) * 3 == whole - 3  # beside the layers: embedding, head, next token
     with mock.patch.object(schedule_search, "_CANDIDATES_PER_WIDTH", 1):
-        request = SearchRequest(1, 60.0, lambda done, total, cached, search: told.append(search))
+        report = lambda done, total, cached, search: told.append(search)
+        request = SearchRequest(1, 60.0, report, again=True)  # the results of an earlier run are on the disk
         KVBlocks(runner).reserve(0, runner.search_tokens)
+        assert not runner.search(replace(request, interrupted=lambda: bool(told)))
+        assert len(told) == 1 and not told.pop().tried
         runner.search(request)
     assert len({search.what for search in told}) == 5 and not any(search.refused for search in told), told
     KVBlocks(runner).reserve(0, 2)

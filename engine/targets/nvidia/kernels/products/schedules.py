@@ -186,12 +186,11 @@ class _Rule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class _Shipped(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A file of tuned schedules: where they come from, the digest of the `kernels` that all were measured with ("" if
-    these were several), the multiprocessors of that GPU, and for each `StackedMatrices.name` threads, groups, rows and
-    blocks. Those of `early` are `Schedule.early`, and those of `tensor` also `Schedule.tensor`."""
+    """A file of tuned schedules: where they come from, the multiprocessors of that GPU, and for each
+    `StackedMatrices.name` threads, groups, rows and blocks. Those of `early` are `Schedule.early`, and those of
+    `tensor` also `Schedule.tensor`."""
 
     origin: str = "a guess"
-    kernels: str = ""
     multiprocessors: int = 0
     rule: _Rule = _Rule()
     products: dict[str, _Numbers] = {}
@@ -328,15 +327,6 @@ def save_search_result(stack: StackedMatrices, schedule: Schedule, width: int) -
     cache, key = lasting_cache(), _key(stack)
     start_trials.begin(cache, key)
     cache.put("tuned", key, (astuple(schedule), width, _kernels(), _kernels()))
-
-
-def is_outdated(stack: StackedMatrices) -> bool:
-    """Whether the schedule of a product was measured with other kernels than these: by a search on this machine, or by
-    ours if it is shipped."""
-    if found := search_result(stack):
-        return found.is_outdated
-    shipped = _shipped(capability())
-    return shipped.kernels != source_digest(*_SOURCES) and _measured(shipped, stack, chip()) is not None
 
 
 def _key(stack: StackedMatrices) -> tuple[str, ...]:
