@@ -305,6 +305,7 @@ ARCHITECTURES: dict[str, Parts] = {
     "starcoder": Parts(
         layer_norms="biases", biases="all", fused=True, feed_forward="ungated", positions=True
     ),
+    "neo-bert": Parts(fused=True, keys=BOTH_WAYS),
     "bert": Parts(
         layer_norms="biases",
         biases="all",
@@ -493,6 +494,18 @@ ARCHITECTURES: dict[str, Parts] = {
         shared=True,
         ungated="elements",
         keys=EXPERTS | {"expert_shared_count": 1, "expert_weights_scale": 1.5, "expert_weights_norm": True},
+    ),
+    "dbrx": Parts(
+        layer_norms="plain",
+        fused=True,
+        experts=8,
+        keys={"expert_count": 8, "expert_used_count": 3, "attention.clamp_kqv": 1.0},
+    ),
+    "deepseek2-ocr": Parts(
+        experts=8,
+        shared=True,
+        ungated="elements",
+        keys=EXPERTS | {"expert_shared_count": 2, "leading_dense_block_count": 1},
     ),
     "deepseek": Parts(
         experts=8,

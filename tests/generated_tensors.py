@@ -102,7 +102,8 @@ class Tensors:
         """See `generated_model.write`."""
         parts, shape, dim = self.parts, self.shape, self._dim
         self.matrix("token_embd", shape.vocab, dim)
-        self.norm("token_embd_norm" if parts.conv or parts.normed_after else "output_norm")
+        last = "enc.output_norm" if self.architecture == "neo-bert" else "output_norm"
+        self.norm("token_embd_norm" if parts.conv or parts.normed_after else last)
         if parts.embedding_norm:
             self.norm("token_embd_norm")
         if parts.positions:
@@ -190,7 +191,8 @@ class Tensors:
             self.norm(prefix + "attn_output_norm")
             self.norm(prefix + "layer_output_norm")
         elif parts.norms_before and not parts.lone and not parts.feed_forward.endswith("beside"):
-            self.norm(prefix + ("post_attention_norm" if parts.renamed else "ffn_norm"))
+            usual = "attn_output_norm" if self.architecture == "dbrx" else "ffn_norm"
+            self.norm(prefix + ("post_attention_norm" if parts.renamed else usual))
         if parts.norms_after:
             self.vector(prefix + "post_attention_norm.weight", self._dim, 1.0)
             self.vector(prefix + "post_ffw_norm.weight", self._dim, 1.0)

@@ -41,7 +41,7 @@ NEIGHBOURS = {
     "llama", "llama4", "mistral3", "granite", "granitemoe", "smollm3", "chatglm", "ernie4_5", "ernie4_5-moe", "glm4",
     "granitehybrid", "command-r", "cohere2", "internlm2", "minicpm", "deepseek2", "deepseek", "bailingmoe", "arcee",
     "maincoder", "xverse", "baichuan", "deci", "granite_swa", "olmo", "muse-glimmer", "mistral4", "llama-embed",
-    "cohere2moe", "plm", "nanbeige",
+    "cohere2moe", "plm", "nanbeige", "neo-bert",
 }  # fmt: skip
 """Architectures whose files hold the two elements of a rotary pair side by side; in the others they are apart by half
 of what is rotated."""

@@ -127,7 +127,8 @@ class ModelReader(RecurrentReader, FeedForwardReader):
         has_rms_norms = self.key("attention.layer_norm_rms_epsilon") in self.file.metadata
         is_centred = family.layer_norms and not (family.averages_shared and has_rms_norms)
         eps = self.number("attention.layer_norm_epsilon", eps) if is_centred else eps
-        last = last_norm(self.layers) if family.normed_after else "output_norm"
+        last = "enc.output_norm" if self.has("enc.output_norm.weight") else "output_norm"  # NeoBERT's name
+        last = last_norm(self.layers) if family.normed_after else last
         is_lfm2 = self.has(_LFM2_NORM) and not self.has(f"{last}.weight")
         has_norm = self.has("blk.0.attn_norm.weight") and not is_lfm2
         norm = self.stream_norm(_LFM2_NORM if is_lfm2 else f"{last}.weight")
@@ -301,7 +302,9 @@ class ModelReader(RecurrentReader, FeedForwardReader):
         and shares that one's; if attention has a second one, that is attention's (Falcon 40B). The first layer may have
         a norm of the embeddings in place of its own (ModernBERT)."""
         names = ["attn_norm", "ffn_norm"]
-        is_beside = not (self.has(f"{prefix}ffn_norm.weight") or self.family.unweighted)
+        if self.has(f"{prefix}attn_output_norm.weight"):  # what files of DBRX call it
+            names[1] = "attn_output_norm"
+        is_beside = not (self.has(f"{prefix}{names[1]}.weight") or self.family.unweighted)
         if is_beside:
             names = ["attn_norm_2" if self.has(f"{prefix}attn_norm_2.weight") else "attn_norm", "attn_norm"]
         is_beside = is_beside or self.file.get(self.key("use_parallel_residual"), bool, False)
