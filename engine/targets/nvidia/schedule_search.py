@@ -34,7 +34,7 @@ from engine.protocol.events import Search
 from engine.runtime.model_runner import Interrupted, SearchRequest
 from engine.runtime.sampling import Logits
 from engine.targets.nvidia.kernels.device import chip
-from engine.targets.nvidia.kernels.kernel_sequence import KernelSequence
+from engine.targets.nvidia.kernels.kernel_sequence import KernelSequence, forgetting
 from engine.targets.nvidia.kernels.products.matvec import Schedule, StackedMatrices
 from engine.targets.nvidia.kernels.products.schedules import (
     candidates,
@@ -101,8 +101,9 @@ def _search(target: SearchTarget, request: SearchRequest, todo: list[_Shape], ca
         progress(done)
         share = shape.weight / sum(later.weight for later in todo[done:])
         ends_at = time.monotonic() + (deadline - time.monotonic()) * share
-        for _ in one.run(ends_at):
-            progress(done)
+        with forgetting():
+            for _ in one.run(ends_at):
+                progress(done)
         if interrupted():
             return
         for following in searches[done + 1 : done + 2]:

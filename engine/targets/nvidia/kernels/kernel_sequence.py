@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 from tinygrad import Device, Tensor, UOp
 from tinygrad.dtype import DType
@@ -78,6 +80,20 @@ def _program(kernel: Kernel, shapes: Shapes) -> UOp:
         known = program_or_graph((kernel, shapes), _graph, kernel, shapes, size=sum(n for n, _ in shapes))
     _known[kernel, shapes] = compiled(known)
     return _known[kernel, shapes]
+
+
+@contextmanager
+def forgetting() -> Iterator[None]:
+    """At its end, forgets the programs that were compiled or loaded meanwhile, as those of a search's candidates: they
+    are on disk, and what was captured keeps its own."""
+    tables: tuple[dict[Any, Any], ...] = (_known, realize.to_program_cache, realize.runtime_cache)
+    before = [set(table) for table in tables]
+    try:
+        yield
+    finally:
+        for table, keys in zip(tables, before, strict=True):
+            for key in table.keys() - keys:
+                del table[key]
 
 
 def _graph(kernel: Kernel, shapes: Shapes) -> UOp:
