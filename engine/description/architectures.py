@@ -61,7 +61,7 @@ def check_architecture(architecture: str, model: str) -> None:
     if architecture not in (*ARCHITECTURES, ASSISTANT):
         raise ModelFileError(
             f"{model} is of the architecture {printable(architecture)}, which orin-chat does not run.",
-            f"Choose a model of one of these: {', '.join(ARCHITECTURES)}.",
+            "Choose another one: `orin-chat models` lists some that run, and docs/models.md all families.",
         )
 
 

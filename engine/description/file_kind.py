@@ -15,8 +15,19 @@ _OTHERS = {  # general.type (GGUFType in gguf-py of llama.cpp), or the architect
 _ARCHITECTURES = {"clip": "mmproj", "controlvector": "controlvector"}
 """Older files have no general.type."""
 
-_DIFFUSION = "dream", "llada", "llada-moe", "rnd1"
-"""Architectures that make all tokens of a reply at once: src/llama-arch.cpp of llama.cpp."""
+_OTHER_WORK = {
+    "makes all tokens of a reply at once (diffusion)": ("dream", "llada", "llada-moe", "rnd1"),
+    "makes pictures or videos": (
+        "flux", "sd1", "sd3", "sdxl", "wan", "ltxv", "hyvid", "hidream", "lumina2", "aura", "cosmos", "qwen_image",
+        "pig",
+    ),
+    "reads a whole text before it writes another one, or makes its embedding (T5)": ("t5", "t5encoder"),
+    "hears or makes sounds": ("whisper", "wavtokenizer-dec", "qwen3tts", "pockettts", "tts-outetts"),
+    "guesses tokens of another model, and answers nothing itself": ("eagle3", "dflash"),
+    "runs in BitNet's own program alone (bitnet.cpp)": ("bitnet-b1.58", "bitnet-25"),
+}  # fmt: skip
+"""What models do that answer in another way than all others, by their architectures: src/llama-arch.cpp of llama.cpp,
+and files of programs that make pictures."""
 
 ASSISTANT = "gemma4-assistant"
 """Drafters of a model, which do not answer alone (`engine.description.assistant`)."""
@@ -26,6 +37,8 @@ def check_is_model(file: GGUF) -> None:
     """Raises ModelFileError for a file that says that it is something else than a model."""
     architecture, name = file.get("general.architecture", str, ""), printable(file.path.name)
     kind = _ARCHITECTURES.get(architecture) or file.get("general.type", str, "")
+    if "adapter.type" in file.metadata:
+        kind = "adapter"
     if kind in _OTHERS:
         what, hint = _OTHERS[kind]
         raise ModelFileError(f"{name} is {what}, not a language model.", hint)
@@ -39,9 +52,9 @@ def check_is_model(file: GGUF) -> None:
 def check_runs(architecture: str, model: str) -> None:
     """Raises ModelFileError for an architecture that answers in another way than all others; the message calls the
     model `model`."""
-    if architecture in _DIFFUSION:
-        raise ModelFileError(
-            f"{model} is of the architecture {architecture}, which makes all tokens of a reply at once (diffusion). "
-            "orin-chat does not run it.",
-            "Choose a model that makes one token after the other.",
-        )
+    for work, architectures in _OTHER_WORK.items():
+        if architecture in architectures:
+            raise ModelFileError(
+                f"{model} is of the architecture {architecture}, which {work}. orin-chat does not run it.",
+                "Choose a model that makes one token after the other.",
+            )

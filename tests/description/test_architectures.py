@@ -358,6 +358,8 @@ def test_multipliers(path_of):
     ("metadata", "message"),
     [
         ({"general__architecture": "rwkv7"}, "of the architecture rwkv7, which orin-chat does not run"),
+        ({"general__architecture": "flux"}, "of the architecture flux, which makes pictures or videos"),
+        ({"adapter__type": "lora"}, "is a LoRA adapter, not a language model"),
         ({"llama__block_count": 0}, "is damaged: llama.block_count is 0"),
         ({"llama__block_count": LAYERS + 1}, "has no blk.3.attn_norm.weight"),
         ({"llama__block_count": LAYERS - 1}, "holds blk.2.attn_k.weight, which orin-chat does not know"),
