@@ -10,6 +10,7 @@ from app.chat.settings import Settings, last_model, remember, remember_model, re
 from app.cli.progress import say
 from engine.catalog import cache
 from engine.catalog.drafters import drafter_beside
+from engine.catalog.files import models_among
 from engine.catalog.names import WebFile, draft_for, parse
 from engine.errors import ModelFileError, UsageError
 from engine.invocation import call
@@ -38,7 +39,7 @@ def model_path(named: str | None, settings: Settings, cancelled: Callable[[], bo
         hint = f"{where}. --model NAME takes another one, --model {GUIDE} the one that is built in."
         raise ModelFileError(f"There is no file {path}.", hint)
     folder = path if path.is_dir() else path.parent
-    nearby = sorted(file for file in folder.glob("*.gguf") if file.is_file())
+    nearby = models_in(folder)
     names = ", ".join(map(str, nearby[:5])) + (f" and {len(nearby) - 5} more" if len(nearby) > 5 else "")
     kind = "a folder" if path.is_dir() else "a device or a pipe" if path.exists() else ""
     what = f"{path} is {kind}, not a model file." if kind else f"There is no file {path}."
@@ -48,6 +49,12 @@ def model_path(named: str | None, settings: Settings, cancelled: Callable[[], bo
         what,
         f"GGUF files there: {names}." if nearby else "Give the path of a GGUF file: --model FILE.",
     )
+
+
+def models_in(folder: Path) -> list[Path]:
+    """The files to open of the models in a folder: no encoders, and no later parts."""
+    files = [file.name for file in folder.glob("*") if file.is_file()]
+    return [folder / model.file for model in models_among(files)]
 
 
 def find_model(named: str | None, settings: Settings, *, or_built_in: bool) -> tuple[Path, str]:

@@ -125,7 +125,7 @@ def application(models: Service | ModelPool, key: str = "", limits: Limits = NO_
         ("POST", "/v2/rerank", rerank),
         ("GET", "/lora-adapters", routes.adapters),
         ("POST", "/lora-adapters", routes.set_adapters),
-        ("GET", "/", routes.greet),
+        *(("GET", path, routes.greet) for path in ("/", "/v1")),
         ("POST", "/", routes.completing(tgi.TgiBody, tgi.root_asked)),
         ("POST", "/api/v1/generate", routes.completing(kobold.KoboldBody, kobold.generate_asked, True)),
         (
@@ -388,9 +388,9 @@ class Routes:
         return json_response(llama_state.slot_action(service, request.path_params["id"], action))
 
     async def greet(self, request: Request) -> Response:
-        """Clients of Ollama see so whether a server runs. Browsers are told what it is."""
-        is_browser = "text/html" in request.headers.get("accept", "")
-        said = "orin-chat is running" if is_browser else ollama.GREETING
+        """Clients of Ollama see at / whether a server runs. Browsers, and who looks at /v1, are told what it is."""
+        is_told = request.url.path != "/" or "text/html" in request.headers.get("accept", "")
+        said = "orin-chat is running: programs take this address" if is_told else ollama.GREETING
         return Response(said, media_type="text/plain")
 
     async def tags(self, request: Request) -> Response:
@@ -491,10 +491,10 @@ async def _not_found(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     headers = dict(error.headers or {})
     path = request.url.path
-    if error.status_code == 405:
-        failed = ApiError(405, f"This path takes {headers.get('Allow', 'other methods')}.", headers=headers)
-    elif not_done := elsewhere.sentence(path):
+    if not_done := elsewhere.sentence(path):
         failed = ApiError(404, not_done, "not_supported_error", code="not_supported")  # a 501 is asked again
+    elif error.status_code == 405:
+        failed = ApiError(405, f"This path takes {headers.get('Allow', 'other methods')}.", headers=headers)
     else:
         failed = ApiError(404, "There is nothing at this path.", "not_found_error", headers=headers)
     return error_response(failed, path)

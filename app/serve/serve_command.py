@@ -3,7 +3,6 @@
 import asyncio
 import math
 import os
-import re
 import sys
 from argparse import ArgumentTypeError, Namespace
 from collections.abc import Sequence
@@ -17,7 +16,7 @@ from msgspec.structs import replace
 from app.chat.configuration import encoder_of
 from app.chat.settings import Settings
 from app.cli import options
-from app.cli.model_file import draft_model, model_path
+from app.cli.model_file import draft_model, model_path, models_in
 from engine.errors import UsageError
 from engine.invocation import pip_install
 from engine.protocol.client import LocalEngine
@@ -28,7 +27,6 @@ if TYPE_CHECKING:
     from app.serve.limits import Limits
 
 MAX_WAITING = 32
-_LATER_PART = re.compile(r"-(?!00001)\d{5}-of-\d{5}$")  # of a model in several files
 EPILOG = """\
 A client takes the address that is printed, such as http://127.0.0.1:8080/v1:
   orin-chat --engine http://127.0.0.1:8080/v1
@@ -126,8 +124,7 @@ def _models(args: Namespace, settings: Settings) -> dict[str, Path]:
         raise UsageError("--model and --models are two ways to say the same.", "Leave one of them out.")
     folder = Path(args.models).expanduser()
     if folder.is_dir():
-        files = sorted(folder.glob("*.gguf"))
-        paths = {one_line(file.stem): file for file in files if not _LATER_PART.search(file.stem)}
+        paths = {one_line(file.stem): file for file in models_in(folder)}
         if not paths:
             raise UsageError(f"There is no GGUF file in {folder}.", "Name a folder with models, or models.")
         return paths

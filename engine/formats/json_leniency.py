@@ -19,6 +19,8 @@ NOT_KEPT = (
 FORMATS = (
     "date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri",
 )  # fmt: skip
+_PARTS = ("allOf", "anyOf", "oneOf", "$ref", "if", "dependentSchemas")
+_OTHERS = ("additionalProperties", "patternProperties", "unevaluatedProperties")
 _TYPES = ("object", "array", "string", "number", "integer", "boolean", "null")
 _LOOKS_AROUND = re.compile(r"\(\?<?[=!]|\\[1-9bB<>]")
 """Looking ahead or behind, borders of words, and what an earlier group has matched."""
@@ -57,6 +59,37 @@ def loosened(schema: Any) -> Any:
         kinds = made["type"] if isinstance(made["type"], list) else [made["type"]]
         if any(kind not in _TYPES for kind in kinds):
             del made["type"]
+    return made
+
+
+def closed(schema: Any) -> Any:
+    """A schema whose objects have the properties that it names and no others, unless it says something of others. Most
+    schemas mean that without saying it (pydantic's do), llama.cpp, Ollama and vLLM take them so, and a small model
+    would go on with properties of its own. A schema that describes an object in several parts stays as it is: what one
+    part names is another's other."""
+    return schema if _has_parts(schema) else _closed(schema)
+
+
+def _has_parts(schema: Any) -> bool:
+    if not isinstance(schema, Mapping):
+        return False
+    within = list[bool]()
+    with_subschemas(schema, lambda each: within.append(_has_parts(each)))
+    all_of = schema.get("allOf")
+    is_part = "properties" in schema and any(key in schema for key in _PARTS)
+    return is_part or (isinstance(all_of, list) and len(all_of) > 1) or any(within)
+
+
+def _closed(schema: Any) -> Any:
+    if not isinstance(schema, Mapping):
+        return schema
+    made = with_subschemas(schema, _closed)
+    named, required = schema.get("properties"), schema.get("required", [])
+    is_whole = (
+        isinstance(named, Mapping) and isinstance(required, list) and all(name in named for name in required)
+    )
+    if named and is_whole and not any(key in schema for key in _OTHERS):
+        made["additionalProperties"] = False
     return made
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from engine.formats.gemma_grammar import GEMMA_RULES, gemma_call, parameters, separated
 from engine.formats.json_formats import with_strict_formats
 from engine.formats.json_kinds import KindsOf
-from engine.formats.json_leniency import loosened, moved, without_needless
+from engine.formats.json_leniency import closed, loosened, moved, without_needless
 from engine.formats.tool_calls import functions
 from engine.formats.tool_forms import HARMONY, Tags, ToolForm
 from engine.protocol.events import Grammar
@@ -140,12 +140,12 @@ def _call(form: ToolForm, tools: str) -> Iterator[str]:
 
 
 def _kept_schemas(tools: str) -> dict[str, Any]:
-    """The schemas of `tools` by name, of those that are not strict as far as they can be kept."""
+    """The schemas of `tools` by name, `closed`, and of those that are not strict as far as they can be kept."""
     strict = {
         tool["function"]["name"] for tool in json.loads(tools) if tool["function"].get("strict") is True
     }
     kept = {True: without_needless, False: loosened}
-    return {name: kept[name in strict](schema) for name, schema in functions(tools)}
+    return {name: kept[name in strict](closed(schema)) for name, schema in functions(tools)}
 
 
 def _tagged(tags: Tags, name: str, tool: str, schema: Any, room: int) -> Iterator[str]:

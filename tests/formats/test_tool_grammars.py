@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from engine.errors import UsageError
 from engine.formats.channels import ChannelSplitter, channel_marks
 from engine.formats.json_formats import with_strict_formats
-from engine.formats.json_leniency import NOT_KEPT, loosened, without_needless
+from engine.formats.json_leniency import NOT_KEPT, closed, loosened, without_needless
 from engine.formats.tool_calls import FunctionCall, ToolCallParser
 from engine.formats.tool_forms import (
     APERTUS,
@@ -383,3 +383,25 @@ def test_what_cannot_be_kept_is_left_out_of_what_is_not_strict():
         reply_grammar(CALLS["hermes"][0], json.dumps([tool]), None, is_required=True),
         '<tool_call>\n{"name": "f", "arguments": {"mail": "a@b.de", "not": "x"}}\n</tool_call>',
     )
+
+
+def test_objects_have_the_properties_that_are_named_and_no_others():
+    city = {"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"]}
+    listed = {"type": "array", "items": {"$ref": "#/$defs/city"}, "$defs": {"city": city}}
+    shut = schema_grammar(closed(listed))
+    assert takes(shut, '[{"name": "Oslo"}]') and not takes(shut, '[{"name": "Oslo", "more": 1}]')
+    tool = {"type": "function", "function": {"name": "f", "parameters": city}}
+    call = reply_grammar(CALLS["hermes"][0], json.dumps([tool]), None, is_required=True)
+    begin = '<tool_call>\n{"name": "f", "arguments": {"name": "Oslo"'
+    assert takes(call, f"{begin}}}}}\n</tool_call>") and not takes(
+        call, f'{begin}, "more": 1}}}}\n</tool_call>'
+    )
+    for open in (
+        city | {"additionalProperties": True},
+        city | {"required": ["name", "more"]},
+        city | {"anyOf": [{"properties": {"more": {"type": "integer"}}}]},
+        {"allOf": [city, {"properties": {"more": {"type": "integer"}}, "required": ["more"]}]},
+    ):
+        assert takes(schema_grammar(closed(open)), '{"name": "Oslo", "more": 1}')
+    for odd in ({"properties": 1}, {"properties": {"a": {}}, "required": 2}, {"allOf": 1}, True):
+        assert closed(odd) == odd

@@ -16,6 +16,7 @@ _SENTENCES = {
     "conversations": "This server keeps no conversations but by previous_response_id.",
     "evals": "This server has no evaluations.",
     "containers": "This server runs no code.",
+    "compact": "This server sums up no conversations: send fewer items, or truncation auto.",
     "complete": "Send /v1/messages in place of this old form.",
 }
 """Sentences by the first or second part of a path."""

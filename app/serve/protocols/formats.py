@@ -12,7 +12,7 @@ import msgspec
 
 from app.serve.errors import ApiError, wrong
 from app.serve.protocols.json_values import check_size, check_texts
-from engine.formats.json_leniency import loosened, without_needless
+from engine.formats.json_leniency import closed, loosened, without_needless
 from engine.formats.tool_grammars import choice_grammar, schema_grammar
 from engine.protocol.events import Grammar
 
@@ -127,14 +127,15 @@ def _response_format(format: ResponseFormat) -> Schema | Grammar | None:
 
 
 def _schema(given: str | Schema, param: str) -> Schema:
-    """Raises ApiError."""
+    """Whose objects are `closed`. Raises ApiError."""
     if isinstance(given, str):
         try:
             given = msgspec.json.decode(given, type=Schema)
         except (msgspec.DecodeError, RecursionError):
             raise wrong(f"{param} is a JSON schema, or one as text.", param) from None
     check_size(given, param)
-    return given
+    schema: Schema = closed(given)
+    return schema
 
 
 def _choice(texts: list[str], param: str) -> Grammar:

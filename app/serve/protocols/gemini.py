@@ -272,8 +272,7 @@ def _choice(calling: Calling) -> ToolChoice:
 
 
 def _schema(given: Any) -> Any:
-    """A schema of OpenAPI 3.0, whose types may be in capitals, as a JSON schema. Objects have the properties that it
-    names, and no others."""
+    """A schema of OpenAPI 3.0, whose types may be in capitals, as a JSON schema."""
     if isinstance(given, list):
         return [_schema(each) for each in given]
     if not isinstance(given, dict):
@@ -290,7 +289,6 @@ def _schema(given: Any) -> Any:
             made[key] = _schema(made[key])
     if isinstance(properties := made.get("properties"), dict):
         made["properties"] = {name: _schema(each) for name, each in properties.items()}
-        made.setdefault("additionalProperties", False)
     return made
 
 

@@ -59,10 +59,19 @@ def counted(body: ResponsesBody, service: Service, kept: Conversations, owner: s
 def input_items(known: Remembered) -> Json:
     """What a response was asked with, the last item first."""
     data = [
-        {"id": f"item_{i}", "type": "message"} | item for i, item in enumerate(known.items[: known.given])
+        {"id": f"item_{i}", "type": "message"} | _in_parts(item)
+        for i, item in enumerate(known.items[: known.given])
     ][::-1]
     ends = {"first_id": data[0]["id"], "last_id": data[-1]["id"]} if data else {}
     return {"object": "list", "data": data, "has_more": False} | ends
+
+
+def _in_parts(item: dict[str, Any]) -> dict[str, Any]:
+    """An item as OpenAI gives it back: the text of a message is a list of parts."""
+    if not isinstance(text := item.get("content"), str):
+        return item
+    kind = "output_text" if item.get("role") == "assistant" else "input_text"
+    return item | {"content": [{"type": kind, "text": text}]}
 
 
 def as_chat(

@@ -128,10 +128,11 @@ async def test_stop_sequences_and_limits(served):
 async def test_structured_output_is_held_by_a_grammar(served):
     engine = FakeEngine()
     client, _ = served(engine)
-    format = {"type": "json_schema", "schema": {"type": "object", "properties": {"a": {}}}}
+    schema = {"type": "object", "properties": {"a": {}}, "additionalProperties": False}
+    format = {"type": "json_schema", "schema": schema}
     for fields in ({"output_config": {"format": format}}, {"output_format": format}):
         await client.post(PATH, json={**ASKED, **fields})
-        assert json.loads(engine.requests[-1].grammar.source) == format["schema"]
+        assert json.loads(engine.requests[-1].grammar.source) == schema
 
 
 async def test_what_anthropics_server_did_is_left_out(served):

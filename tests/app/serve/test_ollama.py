@@ -49,7 +49,7 @@ async def test_options_and_formats(served):
     first, second = engine.requests
     assert first.sampling == Sampling(temperature=0.5, top_k=7, seed=4) and first.max_tokens == 9
     assert not first.prompt.think and json.loads(first.grammar.source) == {"type": "object"}
-    assert json.loads(second.grammar.source) == schema
+    assert json.loads(second.grammar.source) == schema | {"additionalProperties": False}
     await client.post("/api/chat", json={**ASKED, "think": "low", "options": {"num_predict": -1}})
     assert engine.requests[2].sampling.effort == "low" and engine.requests[2].max_tokens is None
     assert (await client.post("/api/chat", json={**ASKED, "format": "xml"})).status_code == 400
@@ -132,7 +132,7 @@ async def test_what_there_is(served):
     assert (await client.post("/api/show", json={"name": "tiny"})).json() == shown
     assert (await client.get("/")).text == "Ollama is running" and (await client.head("/")).status_code == 200
     browser = {"Accept": "text/html,*/*"}
-    assert (await client.get("/", headers=browser)).text == "orin-chat is running"
+    assert (await client.get("/", headers=browser)).text.startswith("orin-chat is running")
 
 
 def test_a_context_of_a_conversation_that_repeats_itself_is_read_again():

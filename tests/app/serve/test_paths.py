@@ -26,6 +26,7 @@ async def test_slashes_around_a_path_change_nothing(served):
     assert (await client.get("/v1/models/")).json()["data"][0]["id"] == "tiny"
     assert (await client.post("/v1/chat/completions/", json=HELLO)).status_code == 200
     assert (await client.head("/")).status_code == 200
+    assert "orin-chat is running" in (await client.get("/v1/")).text
 
 
 @pytest.mark.parametrize(
@@ -35,6 +36,7 @@ async def test_slashes_around_a_path_change_nothing(served):
         ("/v1/images/generations", "no pictures"),
         ("/batches/batch_1", "no batches"),
         ("/v1/conversations", "previous_response_id"),
+        ("/v1/responses/compact", "sums up no conversations"),
     ],
 )
 async def test_what_is_not_done_is_said(served, path, said):

@@ -157,7 +157,9 @@ async def test_what_a_response_was_made_of(served):
     path = f"{PATH}/{first['id']}"
     assert first["status"] == "incomplete" and (await client.get(path)).json() == first
     items = (await client.get(f"{path}/input_items")).json()
-    assert [(item["role"], item["content"]) for item in items["data"]] == [("user", "Who?")]
+    assert [(item["role"], item["content"]) for item in items["data"]] == [
+        ("user", [{"type": "input_text", "text": "Who?"}])
+    ]
     assert items["first_id"] == items["last_id"] and items["has_more"] is False
     assert (await client.post(f"{path}/cancel")).status_code == 400
     assert (await client.get(f"{PATH}/resp_0/input_items")).status_code == 404

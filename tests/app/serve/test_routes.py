@@ -236,7 +236,7 @@ async def test_a_conversation_with_tools(served):
 async def test_grammars(served):
     engine = FakeEngine()
     client, _ = served(engine)
-    schema = {"type": "object", "properties": {"b": {}, "a": {}}}
+    schema = {"type": "object", "properties": {"b": {}, "a": {}}, "additionalProperties": False}
     for format in (
         {"type": "text"},
         {"type": "json_object"},

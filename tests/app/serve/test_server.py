@@ -570,7 +570,7 @@ def test_a_folder_of_models(model_path, tmp_path, monkeypatch):
     monkeypatch.setattr("app.serve.routes.application", lambda pool, *_: names.extend(pool.names))
     monkeypatch.setattr("app.serve.server.Server", lambda *_: SimpleNamespace(run=lambda: None))
     monkeypatch.setattr(asyncio, "run", lambda run: 0)
-    for name in ("b.gguf", "a.gguf", "c-00001-of-00002.gguf", "c-00002-of-00002.gguf"):
+    for name in ("b.gguf", "a.gguf", "c-00001-of-00002.gguf", "c-00002-of-00002.gguf", "a-mmproj-F16.gguf"):
         (tmp_path / name).symlink_to(model_path)
     assert serve_command.run(["--port", "0", "--models", str(tmp_path), "--loaded", "2"], Settings()) == 0
     assert names == ["a", "b", "c-00001-of-00002"] and made == [str(tmp_path / "a.gguf")]
