@@ -79,15 +79,6 @@ class ToolUse:
         self._parser, self.calls = None, ()
         if not self.toolbox.servers:
             return ""
-        names = ", ".join(self.toolbox.starting)
-        if not await self._while(f"starting tools: {names}" if names else "", self.toolbox.start()):
-            return None
-        problems = [f"{name} {state.problem}" for name, state in self.toolbox.states.items() if state.problem]
-        if problems:
-            self._tell(f"Tools: {'; '.join(problems)} · /mcp again starts what is down")
-        shown = self.toolbox.shown()
-        if not shown:
-            return ""
         try:
             form = await asyncio.to_thread(self.form)
         except UsageError as error:
@@ -97,6 +88,15 @@ class ToolUse:
             return ""
         if form is None:
             self._tell("The model in use is offered no tools: its context is too short for them")
+            return ""
+        names = ", ".join(self.toolbox.starting)
+        if not await self._while(f"starting tools: {names}" if names else "", self.toolbox.start()):
+            return None
+        problems = [f"{name} {state.problem}" for name, state in self.toolbox.states.items() if state.problem]
+        if problems:
+            self._tell(f"Tools: {'; '.join(problems)} · /mcp again starts what is down")
+        shown = self.toolbox.shown()
+        if not shown:
             return ""
         self._parser = ToolCallParser(form, shown)
         return shown

@@ -94,7 +94,7 @@ class StdioServer:
                 code = process.returncode
                 self.problem = "closed its output" if code is None else f"ended: {how_it_ended(code)}"
                 if last := self._errors.strip().rpartition("\n")[2]:
-                    self.problem += f", {last[-200:]}"
+                    self.problem += f", {last[:200]}"
             self.over.set()
 
     async def _line(self, process: Process) -> bytes:

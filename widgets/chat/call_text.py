@@ -7,7 +7,7 @@ from widgets.chat.turn import Call
 from widgets.text import one_line
 
 _STATES = {
-    "open": "not run",
+    "open": "no result",
     "asked": "asks whether it may run",
     "running": "running",
     "failed": "failed",

@@ -253,14 +253,16 @@ async def test_text_that_only_begins_like_a_call_is_text(begin):
     assert session.conversation.turns[-1].content == "Write <tool_call> and"
 
 
-async def test_a_model_whose_template_has_no_tools_is_offered_none(begin):
-    engine, view = FakeEngine(called(READ), called(READ)), Answering()
-    session = begin(engine, view)
+async def test_a_model_with_too_short_a_context_is_offered_none_and_waits_for_none(begin, monkeypatch):
+    engine, view, box = FakeEngine(called(READ), called(READ)), Answering(), FakeToolbox()
+    monkeypatch.setattr(box, "start", started := AsyncMock())
+    session = begin(engine, view, box)
     session.tools.form = lambda: None
     await say(session, "Read it")
     await say(session, "Again")
     assert view.noticed == ["The model in use is offered no tools: its context is too short for them"]
     assert engine.requests[0].prompt.tools == "" and "<tool_call>" in session.conversation.turns[-1].content
+    assert not started.called
 
 
 async def test_a_server_that_does_not_start_is_told_once(begin, monkeypatch):

@@ -44,7 +44,7 @@ async def test_a_call_is_shown_asks_runs_and_folds(driver):
         await seen.sees("the [b]text[/b] of it")
 
 
-@pytest.mark.parametrize(("key", "outcome"), [("alt+n", "not allowed"), ("escape", "not run")])
+@pytest.mark.parametrize(("key", "outcome"), [("alt+n", "not allowed"), ("escape", "no result")])
 async def test_a_call_that_may_not_run(driver, key, outcome):
     box = FakeToolbox(lambda *_: Returned("never"))
     async with driver(called(READ), reply("A pity."), box=box, size=(40, 14)) as seen:

@@ -39,7 +39,7 @@ async def hang() -> str:
 
 @server.tool()
 def die() -> str:
-    print("the last words", file=sys.stderr, flush=True)
+    print("the last words".ljust(300, "."), file=sys.stderr, flush=True)
     os._exit(3)
 
 
