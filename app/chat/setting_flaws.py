@@ -17,6 +17,7 @@ _WORDS: dict[type[inspect.Type], str] = {
     inspect.BoolType: "true or false", inspect.VarTupleType: "a list of texts", inspect.DictType: "a table",
     inspect.StructType: "a table",
 }  # fmt: skip
+_ELSEWHERE = {"theme": "Ctrl+P in the chat chooses the theme, and it is kept"}
 
 
 def flaw(reason: str, names: Sequence[str], settings: type[Any]) -> str:
@@ -34,6 +35,8 @@ def flaw(reason: str, names: Sequence[str], settings: type[Any]) -> str:
             }
         near = [keys[name] for name in difflib.get_close_matches(unknown[1], keys, 1, 0.7)]
         said = "there is no such key" if unknown[1] == names[-1] else f"it has no key {unknown[1]}"
+        if unknown[1] in _ELSEWHERE and not place:
+            return f"{said}; {_ELSEWHERE[unknown[1]]}"
         return f"{said}; is {near[0]} meant?" if near else said
     if _WRONG.match(reason) and (takes := [*dict.fromkeys(_takes(_type(path, settings)))]):
         subject = "it" if path[-1] == names[-1] else path[-1]

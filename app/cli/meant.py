@@ -39,8 +39,11 @@ _HUB_ADDRESS = re.compile(r"(?:hf\.co|huggingface\.co)(?:/[\w.-]+){2,}(?::[\w.-]
 _MODEL_FILE = re.compile(r"[^\s:]+\.gguf", re.IGNORECASE)
 
 
-def about_option(word: str, options: Collection[str]) -> str:
-    """A sentence on an option that is none of the `options`; "" if nothing is known of it."""
+def about_option(word: str, options: Collection[str], words: Collection[object]) -> str:
+    """A sentence on an option that is none of the `options` of a command, which takes these `words`; "" if nothing is
+    known of it."""
+    if word in ("--model", "-m") and "NAME" in words:
+        return "The model's name needs no option: it stands alone."
     if word in _PROMPT:
         return "The prompt needs no option: it stands alone, in quotes."
     if word in _CORES:
@@ -48,8 +51,9 @@ def about_option(word: str, options: Collection[str]) -> str:
     word = word.replace("_", "-")
     others = (ours for ours, theirs in _OPTIONS.items() if word in theirs)
     longer = (option for option in options if word.startswith("--") and option.startswith(word))
-    near = difflib.get_close_matches(word, options, 1) if word.startswith("--") else []
-    for option in (word, *others, *longer, *near):
+    bare = {option.lstrip("-"): option for option in options}
+    near = difflib.get_close_matches(word[2:], bare, 1) if word.startswith("--") else []
+    for option in (word, *others, *longer, *(bare[name] for name in near)):
         if option in options:
             return f"Is {option} meant?"
     return ""

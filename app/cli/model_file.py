@@ -11,7 +11,7 @@ from app.cli.progress import say
 from engine.catalog import cache
 from engine.catalog.drafters import drafter_beside
 from engine.catalog.files import models_among
-from engine.catalog.names import WebFile, draft_for, parse
+from engine.catalog.names import WebFile, draft_for, hub_address, parse
 from engine.errors import ModelFileError, UsageError
 from engine.invocation import call
 from presets import GUIDE, guide_path
@@ -45,10 +45,10 @@ def model_path(named: str | None, settings: Settings, cancelled: Callable[[], bo
     what = f"{path} is {kind}, not a model file." if kind else f"There is no file {path}."
     if not kind and path.is_symlink():
         what = f"{path} is a link to {one_line(str(path.readlink()))}, which is not there."
-    raise ModelFileError(
-        what,
-        f"GGUF files there: {names}." if nearby else "Give the path of a GGUF file: --model FILE.",
-    )
+    hint = f"GGUF files there: {names}." if nearby else "Give the path of a GGUF file: --model FILE."
+    if not (nearby or path.exists()) and (address := hub_address(name)):
+        hint = f"A model of the Hugging Face hub is {address}."
+    raise ModelFileError(what, hint)
 
 
 def models_in(folder: Path) -> list[Path]:

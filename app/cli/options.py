@@ -75,7 +75,8 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         hint = f"{call(f'{self._command} --help'.strip())} lists the options."
         if unknown := re.match(r"unrecognized arguments: (--?[a-zA-Z][\w-]*)", message):
-            hint = f"{about_option(unknown[1], self._option_string_actions)} {hint}".strip()
+            taken = [action.metavar for action in self._get_positional_actions()]
+            hint = f"{about_option(unknown[1], self._option_string_actions, taken)} {hint}".strip()
         elif "--model" in self._option_string_actions and message.startswith("unrecognized arguments"):
             hint = f"A model is named with --model. {hint}"
         for pattern, words in _IN_WORDS:

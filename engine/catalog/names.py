@@ -121,6 +121,13 @@ def local_path(text: str) -> str:
     return unquote(path) if text.startswith("file://") and path.startswith("/") else text
 
 
+def hub_address(text: str) -> str:
+    """The address on the hub that is meant by `user/repository[:quantization]` or `hf:` before it; "" for other
+    text."""
+    found = _ON_HUB.fullmatch(re.sub(r"^(?:hf|huggingface):", "", text))
+    return f"hf.co/{found[0]}" if found and not text.lower().endswith(".gguf") else ""
+
+
 def short_name(source: Source, aliases: Mapping[str, str] = {}) -> str:
     """The shortest text that `parse` takes for `source`: an alias, a known name, or the path or URL."""
     for name, meaning in aliases.items():

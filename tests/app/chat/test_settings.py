@@ -81,6 +81,10 @@ def test_a_bad_key_drops_itself_alone_and_is_named(home):
     [
         ('colour = "blue"', "colour is left out: there is no such key."),
         (
+            'theme = "light"',
+            "theme is left out: there is no such key; Ctrl+P in the chat chooses the theme, and it is kept.",
+        ),
+        (
             "temprature = 1",
             "temprature is left out: there is no such key; is temperature under [sampling] meant?",
         ),

@@ -146,6 +146,12 @@ def test_words_that_look_like_commands_are_answered(home, capsys):
     assert "pull qwen3:0.6b" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("name", ["user/a-GGUF:Q4_K_M", "hf:user/a-GGUF:Q4_K_M"])
+def test_a_repository_without_its_host(home, capsys, name):
+    assert main(["--model", name, "Hi"]) == 3
+    assert "A model of the Hugging Face hub is hf.co/user/a-GGUF:Q4_K_M." in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     "given, said",
     [
@@ -156,6 +162,8 @@ def test_words_that_look_like_commands_are_answered(home, capsys):
         (["--max_tokens", "5"], "Is --max-tokens meant?"),
         (["--prompt"], "The prompt needs no option"),
         (["-x"], "Unrecognized arguments: -x. "),
+        (["show", "--model"], "--model. The model's name needs no option: it stands alone. "),
+        (["models", "--model"], "arguments: --model hi. "),
         (["--temperature", "hot"], "must be a number, not 'hot'"),
         (["--seed", "x"], "must be a whole number, not 'x'"),
         (["--kv", "q4"], "must be one of 'f16', 'q8_0', not 'q4'"),
