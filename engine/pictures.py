@@ -121,11 +121,11 @@ def encoder_input(spec: VisionSpec, rgb: NDArray[np.uint8], table: Floats | None
     x = (arranged(spec, rgb).astype(np.float32) / np.float32(255) - mean) / std
     squares = x.reshape(grid.rows, m, p, grid.columns, m, p, 3).transpose(0, 3, 1, 4, 6, 2, 5)
     places = places_of(spec, grid, 0 if table is None else len(table))
-    added = None
+    added: Floats | None = None
     if table is not None:
-        added = places.shares[:, :1] * table[places.rows[:, 0]]
-        for i in range(1, places.rows.shape[1]):
-            added += places.shares[:, i : i + 1] * table[places.rows[:, i]]
+        added = np.zeros((len(places.rows), table.shape[1]), np.float32)
+        for shares, rows in zip(places.shares.T, places.rows.T, strict=True):
+            added += shares[:, None] * table[rows]
     patches = np.ascontiguousarray(squares.reshape(-1, 3 * p * p))
     if spec.summary:
         patches = np.pad(patches, ((0, 1), (0, 0)))

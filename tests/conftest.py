@@ -1,5 +1,6 @@
 """tinygrad reads its device and compiler from the environment, so they are set before any test imports it."""
 
+import functools
 import gc
 import os
 import shutil
@@ -42,6 +43,9 @@ settings.register_profile("any machine", deadline=None, max_examples=100 if THOR
 settings.load_profile("any machine")
 if not THOROUGH:  # it parses a thousand modules for numbers and texts to try, a twentieth of some 20 examples
     providers.is_local_module_file = lambda path: False
+
+# asyncio asks for them at each handler that it adds or removes, of which a screen has fifty.
+signal.valid_signals = functools.cache(signal.valid_signals)
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # in the background of a script; children inherit it
     signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -37,7 +37,8 @@ def test_what_forked_processes_tell_is_shown_and_no_test_is_lost_with_one(tmp_pa
         "-q",
         "-rA",
     ]
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    # Plugins that are installed would be three seconds of imports.
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert "3 failed, 2 passed, 1 skipped" in done.stdout, done.stdout + done.stderr
     assert "At index 0 diff: 1 != 2" in done.stdout

@@ -35,7 +35,8 @@ def model(tmp_path_factory, events):
     path = generated_model.write(
         tmp_path_factory.mktemp("model") / "m.gguf", architecture="qwen3moe", layers=LAYERS, dim=DIM
     )
-    return TextModel(EngineOptions(model_path=str(path), context_length=256), events.append)
+    options = EngineOptions(model_path=str(path), context_length=256, speculate="off")
+    return TextModel(options, events.append)
 
 
 def answer(model, fresh=True):

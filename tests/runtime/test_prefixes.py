@@ -41,7 +41,7 @@ def folder(tmp_path, monkeypatch):
 
 
 def start(path, limit_bytes=1 << 30, **options):
-    options = {"context_length": CONTEXT, "prefix_cache_bytes": limit_bytes} | options
+    options = {"context_length": CONTEXT, "prefix_cache_bytes": limit_bytes, "speculate": "off"} | options
     return TextModel(EngineOptions(model_path=str(path), backend="CPU", **options), lambda _: None)
 
 

@@ -188,7 +188,8 @@ class GraphRunner:
 
     def logits(self, rows: Sequence[int] | None = None) -> Logits:
         chosen = self._logits if rows is None else [self._logits[row] for row in rows]
-        return np.array([logits.numpy() for logits in chosen], np.float32).reshape(len(chosen), -1)
+        values: list[Logits] = [logits.numpy() for logits in chosen]
+        return np.array(values, np.float32).reshape(len(chosen), -1)
 
     def expert_choices(self) -> list[NDArray[np.int32]]:
         return []  # not counted

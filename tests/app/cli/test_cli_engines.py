@@ -94,7 +94,8 @@ def test_wrong_usage(capsys, monkeypatch, arguments, message):
 def model(tmp_path, monkeypatch):
     monkeypatch.setattr("sys.stdin", io.StringIO())
     path = generated_model.write(tmp_path / "noise.gguf")
-    return ["--model", str(path), "--backend", "CPU", "--context", "256", "--max-tokens", "12", "--compare"]
+    options = "--backend CPU --context 256 --max-tokens 12 --speculate off --compare"
+    return ["--model", str(path), *options.split()]
 
 
 def test_llama_cpp_answers_too(model, llama_server, capsys):
