@@ -11,8 +11,8 @@ from engine.errors import UsageError
 from widgets.text import one_line
 
 MOST_ENTRIES = 50_000
-"""A pattern goes through at most so many entries of folders: a tenth of a second. A prompt may name /, or a folder that
-links to itself."""
+"""The patterns of a prompt go through at most so many entries of folders: a tenth of a second. One may name /, or a
+folder that links to itself."""
 _WILD = re.compile(r"[*?\[]")
 
 
@@ -20,12 +20,13 @@ def is_glob(text: str) -> bool:
     return _WILD.search(text) is not None
 
 
-def matching(pattern: Path) -> Iterator[Path]:
+def matching(pattern: Path, entries_left: Iterator[int]) -> Iterator[Path]:
     """The files that an absolute pattern finds, in any order; some may come twice. As in a shell, names that begin with
-    a dot are found by patterns that do, and ** does not go through links.
+    a dot are found by patterns that do, and ** does not go through links. `entries_left` gives a number for each entry
+    of a folder that may still be gone through, by this pattern and others.
 
-    Raises UsageError if the search goes through more than MOST_ENTRIES."""
-    todo, left = [(Path(pattern.anchor), pattern.parts[1:])], MOST_ENTRIES
+    Raises UsageError if there are more."""
+    todo = [(Path(pattern.anchor), pattern.parts[1:])]
     while todo:
         folder, parts = todo.pop()
         if not parts:
@@ -45,7 +46,7 @@ def matching(pattern: Path) -> Iterator[Path]:
         try:
             with os.scandir(folder) as entries:
                 for entry in entries:
-                    if (left := left - 1) < 0:
+                    if next(entries_left, None) is None:
                         raise UsageError(
                             f"@{one_line(str(pattern))} goes through more than {MOST_ENTRIES:,} files.",
                             "Name a smaller folder.",

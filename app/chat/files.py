@@ -10,14 +10,14 @@ import os
 import re
 import shlex
 import stat
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import BinaryIO
 
 from msgspec.structs import replace
 
-from app.chat.file_globs import is_glob, matching
+from app.chat.file_globs import MOST_ENTRIES, is_glob, matching
 from app.chat.mention import LINES, Mention, meanings, shown
 from app.chat.status import StatusObserver
 from engine.catalog.names import local_path
@@ -29,6 +29,10 @@ from widgets.text import as_bytes, counted, one_line
 LIMIT_BYTES = 4 << 20
 """No context holds more: it is refused before it is read."""
 MOST_FILES = 50
+MOST_LOOKUPS = 2_000
+"""A prompt may be a text of megabytes with an @ at each word: each is looked for on the disk, in a tenth of a
+millisecond."""
+_MOST_SKIPPED = 1 << 30  # bytes before the lines that a prompt names: a second
 _MOST_DROPPED = 10  # lines with paths
 _MENTION = re.compile(
     r"""(?:(?<=\s)|(?<=[("'])|^)@(?:"(?P<quoted>(?:\\"|[^"\n])+)"(?P<of_quoted>:\d+(?:-\d+)?)?|(?P<bare>[^\s"'@]+))"""
@@ -45,14 +49,7 @@ def mentions(
 
     Raises UsageError for more than MOST_FILES, and for a search through too many."""
     found: dict[Mention, None] = {}
-    for match in _MENTION.finditer(prompt):
-        quoted = _unquoted(match["quoted"] or "")
-        text = quoted + (match["of_quoted"] or "") if quoted else match["bare"]
-        while text:
-            named = _named(text, folder or Path.cwd(), known)
-            if named or match["quoted"] or text[-1] not in _AFTER:
-                break
-            text = text[:-1]
+    for text, named in _looked_up(prompt, folder or Path.cwd(), known):
         found |= dict.fromkeys(named)
         if len(found) > MOST_FILES:
             raise UsageError(f"@{one_line(text)} makes more than {MOST_FILES} files.", "Name fewer.")
@@ -63,12 +60,8 @@ def missing(
     prompt: str, folder: Path | None = None, known: Callable[[Path], bool] = lambda path: False
 ) -> list[str]:
     """The mentions in `prompt` that name nothing, and so are text: @nosuchfile. Parameters: see `mentions`."""
-    found: dict[str, None] = {}
-    for match in _MENTION.finditer(prompt):
-        text = _unquoted(match["quoted"] or "") or match["bare"].rstrip(_AFTER)
-        if text and not mentions(match[0], folder, known):
-            found[f"@{one_line(text)[:40]}"] = None
-    return list(found)
+    looked_up = _looked_up(prompt, folder or Path.cwd(), known)
+    return list(dict.fromkeys(f"@{one_line(text)[:40]}" for text, named in looked_up if text and not named))
 
 
 def said_missing(names: Sequence[str]) -> str:
@@ -78,8 +71,26 @@ def said_missing(names: Sequence[str]) -> str:
     return f"{', '.join(names[:3])}{more} {verb} no file, and went as text" if names else ""
 
 
-def _named(text: str, folder: Path, known: Callable[[Path], bool]) -> list[Mention]:
-    """What a mention names; nothing if that does not exist."""
+def _looked_up(
+    prompt: str, folder: Path, known: Callable[[Path], bool]
+) -> Iterator[tuple[str, list[Mention]]]:
+    """What stands after each @ in `prompt`, once, and what it names. What comes after MOST_LOOKUPS names nothing."""
+    lookups, entries = MOST_LOOKUPS, iter(range(MOST_ENTRIES))
+    for match in {match[0]: match for match in _MENTION.finditer(prompt)}.values():
+        quoted = _unquoted(match["quoted"] or "")
+        text = quoted + (match["of_quoted"] or "") if quoted else match["bare"]
+        shortest = quoted or text.rstrip(_AFTER)
+        named: list[Mention] = []
+        for end in range(len(text), max(len(text if quoted else shortest), 1) - 1, -1):
+            if named or not lookups:
+                break
+            lookups -= 1
+            named = _named(text[:end], folder, known, entries)
+        yield shortest, named
+
+
+def _named(text: str, folder: Path, known: Callable[[Path], bool], entries: Iterator[int]) -> list[Mention]:
+    """What a mention names; nothing if that does not exist. `entries`: see `matching`."""
     for path, first, last in meanings(text):
         try:
             full = folder / path.expanduser()
@@ -87,15 +98,15 @@ def _named(text: str, folder: Path, known: Callable[[Path], bool]) -> list[Menti
                 return [Mention(full, first, last)]
         except (OSError, ValueError, RuntimeError):  # a name that no file can have, or no home folder
             continue
-        if is_glob(str(path)) and (paths := _matching(full)):
+        if is_glob(str(path)) and (paths := _matching(full, entries)):
             return [Mention(each, first, last) for each in paths]
     return []
 
 
-def _matching(pattern: Path) -> list[Path]:
+def _matching(pattern: Path, entries: Iterator[int]) -> list[Path]:
     """The files that a glob finds, at most one too many. Raises UsageError if it goes through too many."""
     found: dict[Path, None] = {}
-    for path in matching(pattern):
+    for path in matching(pattern, entries):
         found[path] = None
         if len(found) > MOST_FILES:
             break
@@ -110,26 +121,18 @@ def read(mention: Mention) -> Attachment:
         raise UsageError(f"{name} is a folder.", f"@{name}/* takes the files in it.")
     try:
         # A pipe would block when it is opened.
-        with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+        with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb", 1 << 20) as file:
             state = os.fstat(file.fileno())
             if not stat.S_ISREG(state.st_mode):
                 raise UsageError(f"{name} is a pipe or a device, not a file.")
-            is_picture = not mention.first and is_binary_picture(file.read(HEAD_BYTES))
-            file.seek(0)
-            if is_picture and state.st_size > MAX_BYTES:
-                raise UsageError(
-                    f"{name} has {as_bytes(state.st_size)}: pictures of at most {as_bytes(MAX_BYTES)} are read."
-                )
-            if state.st_size > LIMIT_BYTES and not (mention.first or is_picture):
-                raise UsageError(
-                    f"{name} has {as_bytes(state.st_size)}: no context holds that much.",
-                    f"@{name}:1-200 takes some of its lines.",
-                )
-            data = _lines(file, mention) if mention.first else file.read()
+            head = b"" if mention.first else file.read(HEAD_BYTES) or b""
+            is_picture = is_binary_picture(head)
+            data = _lines(file, mention) if mention.first else _all(file, name, head, state.st_size)
     except OSError as error:
         raise UsageError(f"{name} cannot be read: {error.strerror or error}.") from None
     if mention.first and not data:
-        raise UsageError(f"{name} has no such lines.")
+        where = f" in its first {as_bytes(_MOST_SKIPPED)}" if state.st_size > _MOST_SKIPPED else ""
+        raise UsageError(f"{name} has no such lines{where}.")
     file_of = partial(Attachment, name=name, path=str(path.absolute()), stamp=_stamp(state))
     if is_picture:
         return file_of(text="", picture=PictureFile(data=data))
@@ -147,12 +150,28 @@ def read_picture(name: str) -> Attachment:
     return file
 
 
+def _all(file: BinaryIO, name: str, head: bytes, size: int) -> bytes:
+    """All of a file whose `head` was read. Its `size` is not what counts: files of the system say that it is zero, have
+    no end or, for now, nothing to be read (None), and others grow. Raises UsageError if it is too long."""
+    is_picture = is_binary_picture(head)
+    most = MAX_BYTES if is_picture else LIMIT_BYTES
+    data = head if size > most else head + (file.read(most + 1 - len(head)) or b"")
+    if (size := max(size, len(data))) <= most:
+        return data
+    if is_picture:
+        raise UsageError(f"{name} has {as_bytes(size)}: pictures of at most {as_bytes(most)} are read.")
+    raise UsageError(
+        f"{name} has {as_bytes(size)}: no context holds that much.", f"@{name}:1-200 takes some of its lines."
+    )
+
+
 def _lines(file: BinaryIO, mention: Mention) -> bytes:
     """The lines that a mention asks for, at most about LIMIT_BYTES."""
-    taken, size = [], 0
+    taken, size, skipped = [], 0, 0
     for number, line in enumerate(iter(lambda: file.readline(LIMIT_BYTES), b""), 1):
-        if number > max(mention.first, mention.last) or size > LIMIT_BYTES:
+        if number > max(mention.first, mention.last) or size > LIMIT_BYTES or skipped > _MOST_SKIPPED:
             break
+        skipped += len(line)
         if number >= mention.first:
             taken.append(line)
             size += len(line)

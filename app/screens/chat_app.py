@@ -254,14 +254,16 @@ class ChatApp(
         self.column.edit()
 
     def action_stop(self) -> None:
-        """Ends the first of these: a pane on the whole screen, a search, editing, the reply, a switch of engines, the
-        queue."""
+        """Ends the first of these: a pane on the whole screen, a search, editing, files that are read, the reply, a
+        switch of engines, the queue."""
         if self.dashboard.whole is not None:
             self._show_whole(None)
         elif self.column.find_bar.is_open:
             self.column.find_bar.action_close()
         elif self.column.editing is not None:
             self.column.leave_editing()
+        elif self.column.reading:
+            self.column.reading.cancel()
         elif self.session.is_answering:
             self.run_worker(self.session.stop())
         elif self.session.candidate is not None:

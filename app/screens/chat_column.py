@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
+from typing import TypeAlias, cast
 
 from textual import on
 from textual.app import ComposeResult
@@ -52,6 +52,7 @@ SYSTEM_SET = ("system prompt · F12", "system")
 TINY_WIDTH = 40
 """A narrower terminal shows only the conversation and the prompt, whose border has the most important figures."""
 NOTICE_S = 5.0
+Reading: TypeAlias = asyncio.Future[tuple[tuple[Attachment, ...], str]]
 _BOX, _BORDER = 8, 6  # cells of the prompt's box that a text in it or in its border cannot use
 
 
@@ -85,6 +86,7 @@ class ChatColumn(View, Vertical):
         self.clock = clock
         self.problem: HistoryError | None = None  # why the conversation is not saved
         self.editing: int | None = None  # the index of the turn that the prompt replaces
+        self.reading: Reading | None = None  # the files of a prompt, before it is sent
         self.back_keys = ""  # the keys that bring the chat back, while panes take its place
         self._draft = ""  # what the prompt held before the editing
         self._notice_until = 0.0
@@ -125,6 +127,8 @@ class ChatColumn(View, Vertical):
 
     async def opened(self) -> None:
         self.end_editing()
+        if self.reading:
+            self.reading.cancel()
         if self.find_bar.is_open:
             self.find_bar.action_close()
         if isinstance(pair := self.session.engine, ComparisonEngine):
@@ -253,28 +257,39 @@ class ChatColumn(View, Vertical):
         elif self.session.is_busy and self.session.queued:
             self.prompt.keep()
             self.notice("One prompt is waiting already · F2 takes it back")
+        elif self.reading:
+            self.prompt.keep()
+            self.notice("The files of the last prompt are being read · Esc gives that up")
         else:
-            await self._send(event.text)
+            index = self.editing
+            self.end_editing()
+            self.prompt.sent(event.text)
+            if "@" in event.text:
+                self.reading = reading = asyncio.ensure_future(self._read(event.text, index is not None))
+                self.run_worker(self._send_with_files(reading, event.text, index))
+            else:
+                await self.session.send(event.text, in_place_of=index)
 
-    async def _send(self, text: str) -> None:
-        """Sends a prompt with the files that it names. If one of them cannot be, the box gets the prompt back."""
-        index = self.editing
-        self.end_editing()
-        self.prompt.sent(text)
-        files: tuple[Attachment, ...] = ()
-        missing = ""
-        if "@" in text:
-            room = self.session.room(in_place=index is not None)
-            try:
-                files = await asyncio.to_thread(self.typing.reader.read_all, text, room)
-                refuse_pictures(files, self.session.status)
-                missing = await asyncio.to_thread(self.typing.reader.missing, text)
-            except OrinError as error:
-                self.prompt.put(text)
-                if index is not None:
-                    self._begin_editing(index)
-                self.notice(str(error), warning=True)
-                return
+    async def _read(self, text: str, in_place: bool) -> tuple[tuple[Attachment, ...], str]:
+        """The files that a prompt names, and a sentence on what it names and is none. Raises OrinError."""
+        files = await asyncio.to_thread(
+            self.typing.reader.read_all, text, self.session.room(in_place=in_place)
+        )
+        refuse_pictures(files, self.session.status)
+        return files, await asyncio.to_thread(self.typing.reader.missing, text)
+
+    async def _send_with_files(self, reading: Reading, text: str, index: int | None) -> None:
+        """Sends a prompt when its files are read. If one of them cannot be, the box gets the prompt back."""
+        try:
+            files, missing = await reading
+        except (OrinError, asyncio.CancelledError) as error:
+            self.prompt.put(text)
+            if index is not None:
+                self._begin_editing(index)
+            self.notice(str(error) or "Its files were not read", warning=True)
+            return
+        finally:
+            self.reading = None
         self.typing.reader.remember(files)
         await self.session.send(text, in_place_of=index, files=files)
         if missing:

@@ -5,7 +5,7 @@ import functools
 import threading
 from collections.abc import Callable, Coroutine
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from textual.content import Content
 from textual.widget import Widget
@@ -14,11 +14,13 @@ from textual.widgets import Static
 from app.chat import files
 from app.chat.commands import COMMANDS, completions
 from app.chat.file_reader import FileReader, Takes, TokenCounter
+from engine import own_thread
 from widgets.chat.prompt import Prompt
 from widgets.chat.suggestions import Suggestion
 from widgets.text import one_line
 
 PATIENCE_S = 0.2
+T = TypeVar("T")
 _REQUIRED = ("NUMBER", "FILE", "on|off")
 
 
@@ -35,6 +37,7 @@ class TypingHelp:
         self._suggested_for = ""
         self._marked_for: Takes | None = None
         self._chips: list[tuple[str, bool]] = []  # that are shown
+        self._at_work: dict[str, asyncio.Future[Any]] = {}
         prompt.suggest, prompt.paste = self.suggest_now, files.pasted
 
     def text_changed(self) -> None:
@@ -82,8 +85,17 @@ class TypingHelp:
         coroutine would complain that nobody has awaited it."""
         self._owner.run_worker(work, group=group, exclusive=True)
 
+    async def _alone(self, group: str, work: Callable[[], T]) -> T:
+        """What `work` returns, begun when the last of its group has ended: a disk may hold it for long, and each key
+        begins some, which would take all threads of the program."""
+        if last := self._at_work.get(group):
+            await asyncio.wait((last,))
+        self._at_work[group] = now = asyncio.wrap_future(own_thread.begin(work, group))
+        await asyncio.wait((now,))
+        return now.result()
+
     async def _suggest_files(self, before: str) -> None:
-        found = await asyncio.to_thread(files.completions, before)
+        found = await self._alone("suggestions", functools.partial(files.completions, before))
         if self._prompt.before_cursor == before:
             self._list_files(found, before)
 
@@ -93,7 +105,7 @@ class TypingHelp:
 
     async def _show_chips(self, text: str) -> None:
         self._marked_for = takes = self._takes()
-        chips = await asyncio.to_thread(self.reader.chips, text, takes)
+        chips = await self._alone("chips", functools.partial(self.reader.chips, text, takes))
         if self._prompt.text == text:
             self._set_chips(chips)
 

@@ -1,5 +1,6 @@
 """Files in a prompt: which are meant, what is read of them, and what is refused."""
 
+import io
 import os
 import shlex
 
@@ -83,6 +84,37 @@ def test_what_is_no_text_is_refused_in_words(folder):
             files.read_all(f"@{name}")
     (folder / "wide.txt").write_bytes("naïve".encode("utf-16"))
     assert files.read_all("@wide.txt")[0].text == "naïve"
+
+
+def test_files_without_an_end_are_left(folder, monkeypatch):
+    monkeypatch.setattr(files, "_MOST_SKIPPED", 1000)
+    with (folder / "sparse").open("wb") as file:
+        file.truncate(1 << 40)
+    with pytest.raises(UsageError, match=r"no such lines in its first 1\.00 kB"):
+        files.read_all("@sparse:999999")
+
+    class OfTheSystem(io.FileIO):
+        """As /proc/self/pagemap, whose size is zero, or with None /proc/kmsg, where nothing is for now."""
+
+        def readinto(self, room):
+            return len(room) if is_endless else None
+
+    (folder / "of-the-system").touch()
+    monkeypatch.setattr(os, "fdopen", lambda number, *_: io.BufferedReader(OfTheSystem(number)))
+    is_endless = False
+    assert files.read_all("@of-the-system")[0].text == ""
+    is_endless = True
+    with pytest.raises(UsageError, match="no context holds that much"):
+        files.read_all("@of-the-system")
+
+
+def test_a_prompt_of_mentions_looks_for_some_thousand_files(monkeypatch):
+    looked = []
+    monkeypatch.setattr(files, "meanings", lambda text: looked.append(text) or [])
+    prompt = "@a.py... @a.py... " + " ".join(f"@nosuch{n}" for n in range(3000))
+    assert len(files.missing(prompt)) == 3001
+    assert looked[:5] == ["a.py...", "a.py..", "a.py.", "a.py", "nosuch0"]
+    assert len(looked) == files.MOST_LOOKUPS
 
 
 def test_files_that_do_not_fit_are_refused_with_their_tokens():

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import inspect
+import threading
 from unittest import mock
 
 import pytest
 from textual.events import Key
 
+from app.chat import files
 from app.screens import chat_app
 from app.screens.chats import ChatsScreen
 from app.screens.help import HelpScreen
@@ -50,6 +52,26 @@ async def test_a_file_goes_along_and_is_read_again_when_it_has_changed(history, 
         await user.press("n", "o", "w", "?", "enter")
         await user.sees("Low.")
         assert "The tide is low." in user.engine.prompts()[1][2][1]
+
+
+async def test_a_disk_that_does_not_answer_holds_one_thread_and_esc_gives_up(history, monkeypatch):
+    answers, waiting = threading.Event(), []
+    monkeypatch.setattr(files, "read", lambda mention: waiting.append(mention) or answers.wait())
+    async with chat(FakeEngine(reply("Yes.")), history) as user:
+        await user.press(*"@notes.txt and")
+        await user.until(lambda: waiting)
+        await user.press("enter")
+        await user.until(lambda: len(waiting) == 2 and user.app.column.reading)
+        assert user.app.prompt.text == ""
+        await user.press("escape")
+        await user.until(lambda: user.app.prompt.text == "@notes.txt and")
+        assert user.notice() == "Its files were not read"
+        await user.press(*" on")
+        assert len(waiting) == 2
+        user.app.prompt.put("")
+        await user.say("Are you there?")
+        await user.sees("Yes.")
+        answers.set()
 
 
 async def test_a_list_that_is_behind_what_was_typed_takes_nothing_of_it(history):

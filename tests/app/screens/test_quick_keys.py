@@ -108,7 +108,7 @@ async def test_keys_do_not_wait_long_for_a_widget_that_is_busy(history, monkeypa
     monkeypatch.setattr(key_order, "MOST_WAIT_S", 0.05)
     done = asyncio.Event()
     async with chat(FakeEngine(), history) as user:
-        monkeypatch.setattr(user.app.column, "_send", lambda _: done.wait())
+        monkeypatch.setattr(user.app.session, "send", lambda *_, **__: done.wait())
         for key in ("x", "enter", "y"):
             user.app.post_message(Key(key, key if len(key) == 1 else None))
         await user.until(lambda: user.app.prompt.text == "y", "the letter")
