@@ -25,6 +25,20 @@ MOST_MESSAGES, MESSAGES_S = 50_000, 10.0
 FLOODED = f"sent more than {MOST_MESSAGES:,} messages within {MESSAGES_S:.0f} s, and was ended"
 
 
+class Flood:
+    """Counts what comes: more than `most` within MESSAGES_S is a flood."""
+
+    def __init__(self, most: int) -> None:
+        self._most, self._count, self._since_s = most, 0, time.monotonic()
+
+    def has_begun(self, more: int = 1) -> bool:
+        """With so many more."""
+        if (now := time.monotonic()) > self._since_s + MESSAGES_S:
+            self._count, self._since_s = 0, now
+        self._count += more
+        return self._count > self._most
+
+
 class NoMessageError(ValueError):
     """What the server has printed is no message."""
 
@@ -34,12 +48,13 @@ class CheckedStream:
     protocol is known once the server has begun, before its tools are listed. `flooded` is set, and the stream ends, if
     the server sends more than is read."""
 
-    def __init__(self, transport: contextlib.AbstractAsyncContextManager[Any]) -> None:
-        self._transport = transport
+    def __init__(
+        self, transport: contextlib.AbstractAsyncContextManager[Any], flooded: asyncio.Event
+    ) -> None:
+        self._transport, self._flooded = transport, flooded
         self.version = ""
         self.left_out: list[str] = []
-        self.flooded = asyncio.Event()
-        self._messages, self._since_s = 0, time.monotonic()
+        self._messages = Flood(MOST_MESSAGES)
 
     @contextlib.asynccontextmanager
     async def streams(self) -> AsyncIterator[tuple[Any, Any]]:
@@ -50,8 +65,8 @@ class CheckedStream:
                 async with to_session:
                     with contextlib.suppress(anyio.BrokenResourceError, anyio.ClosedResourceError):
                         async for item in received:
-                            if self._is_one_too_many():
-                                self.flooded.set()
+                            if self._messages.has_begun():
+                                self._flooded.set()
                                 break
                             self._take_out(item)
                             if not _is_notice(item):
@@ -64,12 +79,6 @@ class CheckedStream:
                 passing.cancel()
                 await asyncio.gather(passing, return_exceptions=True)
                 await checked.aclose()
-
-    def _is_one_too_many(self) -> bool:
-        if (now := time.monotonic()) > self._since_s + MESSAGES_S:
-            self._messages, self._since_s = 0, now
-        self._messages += 1
-        return self._messages > MOST_MESSAGES
 
     def _take_out(self, item: Received) -> None:
         if not isinstance(item, SessionMessage) or not isinstance(item.message, JSONRPCResponse):

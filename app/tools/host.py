@@ -11,9 +11,11 @@ import asyncio
 import contextlib
 import json
 import logging
+import math
 import os
 import sys
 import threading
+import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack
 from typing import Any
@@ -34,7 +36,7 @@ from mcp_types import (
     TextResourceContents,
 )
 
-from app.tools.checked_stream import FLOODED, CheckedStream
+from app.tools.checked_stream import FLOODED, MOST_MESSAGES, CheckedStream, Flood
 from app.tools.messages import (
     Call,
     Cancel,
@@ -54,6 +56,8 @@ START_S = 30.0
 """A server has so long to begin and to list its tools. Some are downloaded at their first start."""
 _LATE_S = 1.0
 MOST_TOOLS = 100  # of a server
+MOST_LINES = 4 * MOST_MESSAGES
+"""Of streams of events, as long as so many messages may take: an event is some lines, and comments are no messages."""
 DESCRIPTION_CHARS, SCHEMA_CHARS = 1000, 20_000  # of a tool
 RESULT_CHARS = 200_000
 """Of a longer result, the beginning is passed on."""
@@ -66,7 +70,7 @@ class Connection:
         self._name, self._server, self._write = name, server, write
         self._process = StdioServer(server) if server.command else None
         self._client: Client | None = None
-        self._stream: CheckedStream | None = None
+        self._flooded = asyncio.Event()
         self._is_listed = asyncio.Event()
 
     async def run(self) -> None:
@@ -90,8 +94,8 @@ class Connection:
 
     async def _live(self) -> None:
         async with AsyncExitStack() as stack:
-            transport = self._stream = CheckedStream(
-                self._process.streams() if self._process else await self._http(stack)
+            transport = CheckedStream(
+                self._process.streams() if self._process else await self._http(stack), self._flooded
             )
             client = await stack.enter_async_context(
                 Client(transport.streams(), read_timeout_seconds=START_S)
@@ -101,7 +105,7 @@ class Connection:
             self._client = client
             self._is_listed.set()
             self._write(Listed(server=self._name, tools=tools, note=note))
-            ends = [transport.flooded, *([self._process.over] if self._process else ())]
+            ends = [self._flooded, *([self._process.over] if self._process else ())]
             waiting = [asyncio.ensure_future(end.wait()) for end in ends]
             try:
                 await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
@@ -111,10 +115,11 @@ class Connection:
             self._write(Down(server=self._name, problem=self._reason(EOFError())))
 
     async def _http(self, stack: AsyncExitStack) -> Any:
+        most_s = max(START_S, self._server.timeout_s)
         http = httpx2.AsyncClient(
             headers={**self._server.headers, "Accept-Encoding": "identity"},
-            timeout=httpx2.Timeout(START_S, read=max(START_S, self._server.timeout_s)),
-            transport=_Bounded(),
+            timeout=httpx2.Timeout(START_S, read=most_s),
+            transport=_Bounded(self._flooded, most_s),
         )
         return streamable_http_client(
             self._server.url,
@@ -150,7 +155,7 @@ class Connection:
 
     def _reason(self, error: BaseException) -> str:
         """Goes on after the server's name."""
-        if self._stream and self._stream.flooded.is_set():
+        if self._flooded.is_set():
             return FLOODED
         if self._process and self._process.over.is_set():
             return self._process.problem
@@ -180,30 +185,59 @@ class _Compressed(Exception):
         return "it sent a compressed answer, which nobody asked for"
 
 
+class _Flooding(Exception):
+    def __str__(self) -> str:
+        return FLOODED
+
+
 class _Bounded(httpx2.AsyncHTTPTransport):
-    """Ends an answer that is longer than MESSAGE_BYTES. Streams of events, whose events are bounded, may be longer. A
+    """Ends an answer that is longer than MESSAGE_BYTES, or comes after `most_s`, when nobody waits for it. Streams of
+    events, whose events are bounded, may be longer; with more than MOST_LINES the server is left, by `flooded`. A
     compressed answer is refused: a megabyte of it may be gigabytes."""
+
+    def __init__(self, flooded: asyncio.Event, most_s: float) -> None:
+        super().__init__()
+        self._flooded, self._most_s, self._lines = flooded, most_s, Flood(MOST_LINES)
 
     async def handle_async_request(self, request: httpx2.Request) -> httpx2.Response:
         response = await super().handle_async_request(request)
         if response.headers.get("content-encoding", "identity").strip().lower() != "identity":
             await response.aclose()
             raise _Compressed
-        if not response.headers.get("content-type", "").startswith("text/event-stream"):
-            assert isinstance(response.stream, httpx2.AsyncByteStream)
-            response.stream = _BoundedStream(response.stream)
+        assert isinstance(response.stream, httpx2.AsyncByteStream)
+        has_events = response.headers.get("content-type", "").startswith("text/event-stream")
+        check = self._check_lines if has_events else _AnswerSize().check
+        is_answer = request.method == "POST"  # what else comes, comes as long as the server runs
+        end_s = time.monotonic() + self._most_s if is_answer else math.inf
+        response.stream = _CheckedBytes(response.stream, check, end_s)
         return response
 
+    def _check_lines(self, piece: bytes) -> None:
+        if self._lines.has_begun(piece.count(b"\n") + piece.count(b"\r")):
+            self._flooded.set()
+            raise _Flooding
 
-class _BoundedStream(httpx2.AsyncByteStream):
-    def __init__(self, stream: httpx2.AsyncByteStream) -> None:
-        self._stream = stream
+
+class _AnswerSize:
+    _bytes = 0
+
+    def check(self, piece: bytes) -> None:
+        self._bytes += len(piece)
+        if self._bytes > MESSAGE_BYTES:
+            raise _TooLong
+
+
+class _CheckedBytes(httpx2.AsyncByteStream):
+    """`check` raises what ends the stream; nothing is read after `end_s`."""
+
+    def __init__(self, stream: httpx2.AsyncByteStream, check: Callable[[bytes], None], end_s: float) -> None:
+        self._stream, self._check, self._end_s = stream, check, end_s
 
     async def __aiter__(self) -> AsyncIterator[bytes]:
-        size = 0
         async for piece in self._stream:
-            if (size := size + len(piece)) > MESSAGE_BYTES:
-                raise _TooLong
+            if time.monotonic() > self._end_s:
+                raise TimeoutError
+            self._check(piece)
             yield piece
 
     async def aclose(self) -> None:
