@@ -3,13 +3,14 @@
 import binascii
 from contextlib import suppress
 from typing import Any
-from urllib.parse import unquote
 
 from app.serve.errors import ApiError, wrong
 from engine.formats.picture_kind import READ, media_type, refusal
 from engine.protocol.events import Picture
 
 _OF_ADDRESSES = str.maketrans("-_", "+/")
+_ESCAPED = {"%2B": "+", "%2F": "/", "%3D": "=", "%0A": "", "%0D": "", "%20": ""}
+"""What addresses write in another way. Python's `unquote` takes ten seconds for a text of megabytes."""
 _SEND = "Send the picture itself, as data:image/png;base64 and its bytes."
 PICTURES = ("image_url", "input_image", "image")
 """The types of parts that are pictures: OpenAI's chat completions and responses, Anthropic's messages."""
@@ -38,7 +39,7 @@ def from_url(url: Any, param: str) -> Picture:
     head, _, data = url.partition(",")
     if not head.lower().endswith(";base64"):
         raise wrong(f"A data: URL has its data in base64. {_SEND}", param)
-    return from_base64(unquote(data) if "%" in data else data, param)
+    return from_base64(data, param)
 
 
 def from_base64(text: Any, param: str) -> Picture:
@@ -55,6 +56,8 @@ def from_base64(text: Any, param: str) -> Picture:
 def decoded(text: Any) -> bytes:
     """Of base64, whose alphabet may be that of addresses, and which may lack its padding. Raises ValueError."""
     digits = "".join(text.split()).translate(_OF_ADDRESSES) if isinstance(text, str) else ""
+    for escape, sign in _ESCAPED.items() if "%" in digits else ():
+        digits = digits.replace(escape, sign).replace(escape.lower(), sign)
     if "=" not in digits:
         digits += "=" * (-len(digits) % 4)
     return binascii.a2b_base64(digits, strict_mode=True)

@@ -1,7 +1,6 @@
 """Files in requests, as parts of messages. Those of text are read; they come with the request, in base64."""
 
 from typing import Any
-from urllib.parse import unquote
 
 from app.chat.files import decoded_text
 from app.serve.errors import wrong
@@ -18,7 +17,7 @@ def from_file(file: Any, param: str) -> str:
     if not head.lower().endswith(";base64"):
         raise wrong("A data: URL has its data in base64.", param)
     try:
-        text = decoded_text(decoded(unquote(data) if "%" in data else data))
+        text = decoded_text(decoded(data))
     except ValueError:
         text = None
     if text is None:

@@ -39,6 +39,7 @@ def image(url):
         ("/etc/passwd", "opens no files"),
         ("data:image/png," + DATA, "in base64"),
         ("data:image/png;base64,****", "not valid base64"),
+        ("data:image/png;base64," + "%41" * 8, "not valid base64"),
         ("data:image/png;base64," + base64.b64encode(b"text").decode(), "not a picture. JPEG"),
         ("data:image/heic;base64," + base64.b64encode(b"\0\0\0\x18ftypheic").decode(), "a HEIC file"),
         (None, "no picture"),
