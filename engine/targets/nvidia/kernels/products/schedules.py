@@ -80,7 +80,7 @@ def with_digits(stack: StackedMatrices, chip: Chip) -> StackedMatrices:
     divided, shipped = replace(stack, digits=True), _shipped(chip.capability)
     if digit_rows.has_integers(layout):  # where it was timed
         is_like = chip.multiprocessors == shipped.multiprocessors
-        return divided if is_like and _measured(shipped, divided, chip) else stack
+        return divided if is_like and _measured(shipped, divided) else stack
     if stack.experts:
         return divided if stack.experts.used * rows * stack.cols >= _MANY_WEIGHTS else stack
     if layout.is_e2m1:  # not timed
@@ -96,7 +96,7 @@ def matvec_schedule(stack: StackedMatrices, chip: Chip = _UNKNOWN) -> Schedule:
     """The schedule of a product without a search."""
     shipped = _shipped(chip.capability)
     is_like = chip.multiprocessors == shipped.multiprocessors
-    if found := _measured(shipped, stack, chip):
+    if found := _measured(shipped, stack):
         return found if is_like else _unless_dear(stack, found, chip)
     if chip.launches_early and _is_modelled(stack) and (found := _cheapest(stack, chip)):
         return found
@@ -108,13 +108,8 @@ def matvec_schedule(stack: StackedMatrices, chip: Chip = _UNKNOWN) -> Schedule:
     return _unless_dear(stack, _slim(s) if has_large_codebook(stack) else s, chip)
 
 
-def _measured(shipped: _Shipped, stack: StackedMatrices, chip: Chip) -> Schedule | None:
-    """The schedule that is shipped for a product. On tensor cores, all blocks must find a multiprocessor of their
-    own."""
-    if (measured := shipped.tensor.get(stack.name)) and chip.launches_early:
-        s = Schedule(*measured, early=True, tensor=True)
-        if stack.n_blocks(s) <= chip.multiprocessors:
-            return s
+def _measured(shipped: _Shipped, stack: StackedMatrices) -> Schedule | None:
+    """The schedule that is shipped for a product."""
     name = _measured_name(shipped, stack)
     if measured := shipped.early.get(name):
         return Schedule(*measured, early=True)
@@ -124,7 +119,7 @@ def _measured(shipped: _Shipped, stack: StackedMatrices, chip: Chip) -> Schedule
 def _unless_dear(stack: StackedMatrices, s: Schedule, chip: Chip) -> Schedule:
     """A schedule that a rule gives, or that was measured on another GPU; or the cheapest one, where the rates of this
     one are known and the model is sure."""
-    if s.tensor or not (chip.own_rates and _is_modelled(stack)) or not (found := _cheapest(stack, chip)):
+    if not (chip.own_rates and _is_modelled(stack)) or not (found := _cheapest(stack, chip)):
         return s
     return found if _SURE * microseconds(stack, found, chip) < microseconds(stack, s, chip) else s
 
@@ -195,7 +190,6 @@ class _Shipped(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     rule: _Rule = _Rule()
     products: dict[str, _Numbers] = {}
     early: dict[str, _Numbers] = {}
-    tensor: dict[str, _Numbers] = {}
 
 
 @functools.cache
