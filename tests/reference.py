@@ -30,6 +30,7 @@ from engine.description.sublayers import (
     LatentAttention,
     LayerEmbedding,
     SideBySide,
+    SiluLimits,
     Vector,
     Weight,
 )
@@ -551,8 +552,10 @@ def gated(gate: Floats, up: Floats, activation: Activation) -> Floats:
         case "swiglu_oai":  # gpt-oss's
             gate, up = np.minimum(gate, 7), np.clip(up, -7, 7)
             return gate / (1 + np.exp(np.float32(-1.702) * gate)) * (up + 1)
-        case float(most), float(limit):
-            return gated(np.minimum(gate, most), np.clip(up, -limit, limit), "silu")
+        case SiluLimits():
+            return gated(
+                np.minimum(gate, activation.gate), np.clip(up, -activation.up, activation.up), "silu"
+            )
 
 
 def xielu(x: Floats, n: float, p: float, b: float, e: float) -> Floats:

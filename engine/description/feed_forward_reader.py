@@ -9,7 +9,16 @@ import numpy as np
 
 from engine.description.checked_file import MOST
 from engine.description.head_reader import HeadReader
-from engine.description.sublayers import Activation, Dense, Experts, Scoring, SideBySide, Vector, Weight
+from engine.description.sublayers import (
+    Activation,
+    Dense,
+    Experts,
+    Scoring,
+    SideBySide,
+    SiluLimits,
+    Vector,
+    Weight,
+)
 from engine.errors import ModelFileError
 from engine.formats.gguf import damaged
 
@@ -80,7 +89,7 @@ class FeedForwardReader(HeadReader):
         limit = self._number_of_layer(self.key(f"swiglu_clamp_{of}"), i)
         if limit <= 1e-6 or self.family.activation != "silu":
             return self.family.activation
-        return (inverse_silu(limit) if self.family.limits_silu else limit), limit
+        return SiluLimits(inverse_silu(limit) if self.family.limits_silu else limit, limit)
 
     def sparsity(self, i: int) -> float:
         """See `Dense`. The file has one for each layer; of a layer without, it is no finite number, or nothing that is

@@ -14,6 +14,7 @@ from engine.description.vision import (
     Activation,
     Affine,
     Bend,
+    Limits,
     Linear,
     Merge,
     Norm,
@@ -54,14 +55,14 @@ class ProjectorReader(CheckedFile):
     def linear(
         self, name: str, rows: int, cols: int, first: int = 0, of: int = 0, order: HeadOrder | None = None
     ) -> Linear:
-        def limits(end: str) -> tuple[float, float] | None:
+        def limits(end: str) -> Limits | None:
             names = [f"{name}.{end}_{side}" for side in ("min", "max")]
             if not any(map(self.has, names)):
                 return None
             low, high = map(self.scalar, names)
             if low > high:
                 raise damaged(self.file.path, f"{names[0]} is above {names[1]}")
-            return low, high
+            return Limits(low, high)
 
         weight = self.weight(name, rows, cols, first, of, order)
         bias = self.vector(f"{name}.bias", rows, order, first, of)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from functools import cached_property
-from typing import ClassVar, Literal, TypeVar
+from typing import ClassVar, Literal, NamedTuple, TypeVar
 
 from engine.formats.ggml_types import TYPES
 from engine.formats.rope_order import HeadOrder
@@ -16,10 +16,18 @@ from engine.protocol.events import KernelRole
 
 T = TypeVar("T")
 Scoring = Literal["softmax", "sigmoid"]
-Activation = Literal["silu", "gelu", "swiglu_oai", "relu2"] | tuple[float, float]
-"""Of a gate g and u: silu(g) * u, gelu(g) * u in the form with tanh, or gpt-oss's:
-g * sigmoid(1.702 * g) * (u + 1) with g of at most 7 and u from -7 to 7. relu2(g) is max(g, 0) ** 2. Two numbers are
-limits: silu(g) * u with g of at most the first one, and u from minus the second one to it."""
+
+
+class SiluLimits(NamedTuple):
+    """Of a gate g and u: silu(g) * u with g of at most `gate`, and u from -`up` to `up`."""
+
+    gate: float
+    up: float
+
+
+Activation = Literal["silu", "gelu", "swiglu_oai", "relu2"] | SiluLimits
+"""Of a gate g and u: silu(g) * u, also within limits, gelu(g) * u in the form with tanh, or gpt-oss's:
+g * sigmoid(1.702 * g) * (u + 1) with g of at most 7 and u from -7 to 7. relu2(g) is max(g, 0) ** 2."""
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,15 +26,22 @@ Activation = Literal["gelu", "exact gelu", "quick gelu", "silu"]
 """GELU in the form with tanh, GELU with erf, x * sigmoid(1.702 x), or SiLU."""
 
 
+class Limits(NamedTuple):
+    """The least and the largest number that is let through."""
+
+    low: float
+    high: float
+
+
 @dataclass(frozen=True)
 class Linear:
-    """x times the transpose of `weight`, and `bias`. With `inputs`, x is clamped to this range before, and with
+    """x times the transpose of `weight`, and `bias`. With `inputs`, x is clamped to these limits before, and with
     `outputs` the result. `transposed`: `weight` has a row for each input, and x is multiplied by itself."""
 
     weight: Weight
     bias: Vector | None = None
-    inputs: tuple[float, float] | None = None
-    outputs: tuple[float, float] | None = None
+    inputs: Limits | None = None
+    outputs: Limits | None = None
     transposed: bool = False
 
 

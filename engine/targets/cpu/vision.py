@@ -19,6 +19,7 @@ from tinygrad.dtype import DType
 from engine.description.vision import (
     Affine,
     Bend,
+    Limits,
     Linear,
     Merge,
     Norm,
@@ -58,8 +59,6 @@ from engine.targets.cpu.kernels.thread_pool import default_pool
 from engine.targets.cpu.picture_weights import PictureMatrix, PictureWeights
 
 _HIDDEN = -1e30  # added to the scores of patches that are none
-
-Limits = tuple[float, float] | None
 
 
 def lacks(spec: VisionSpec) -> str:
@@ -292,7 +291,7 @@ class CPUEncoder:
         others: Rows | Norm | None = None,
         *,
         bending: Bending | None = None,
-        limits: tuple[Limits, Limits, Limits] = (None, None, None),
+        limits: tuple[Limits | None, Limits | None, Limits | None] = (None, None, None),
     ) -> None:
         """The activations of a product with `matrix`: see `Preparation`."""
         norm, gated = (others, None) if isinstance(others, Norm) else (None, others)
@@ -434,7 +433,7 @@ class CPUEncoder:
     def _padded(self, vector: Floats) -> Floats:
         return np.pad(vector, (0, stride_of(len(vector)) - len(vector)))
 
-    def _limits(self, limits: Sequence[Limits]) -> list[Tensor]:
+    def _limits(self, limits: Sequence[Limits | None]) -> list[Tensor]:
         """The memory of limits, none if there are none."""
         if not any(limits):
             return []

@@ -24,6 +24,7 @@ from engine.description.sublayers import (
     LayerEmbedding,
     Operator,
     SideBySide,
+    SiluLimits,
     Vector,
     Weight,
 )
@@ -51,8 +52,8 @@ def gated(gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
             return gate.gelu() * up  # tinygrad's is the form with tanh
         case "relu2":
             return gate.relu() ** 2 * up
-        case float(most), float(limit):
-            return gate.minimum(most).silu() * up.clamp(-limit, limit)
+        case SiluLimits():
+            return gate.minimum(activation.gate).silu() * up.clamp(-activation.up, activation.up)
     gate, up = gate.minimum(7), up.clamp(-7, 7)
     return gate * (1.702 * gate).sigmoid() * (up + 1)
 

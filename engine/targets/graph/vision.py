@@ -23,6 +23,7 @@ from engine.description.vision import (
     Activation,
     Affine,
     Bend,
+    Limits,
     Linear,
     Merge,
     Norm,
@@ -302,7 +303,9 @@ def _renamed(value: Any) -> Any:
         return replace(value, tensor=value.tensor.split(".", 3)[-1])
     if isinstance(value, Linear):
         own = {name: _renamed(getattr(value, name)) for name in ("weight", "bias")}
-        return replace(value, inputs=value.inputs and (0, 0), outputs=value.outputs and (0, 0), **own)
+        for end in ("inputs", "outputs"):
+            own[end] = getattr(value, end) and Limits(0, 0)
+        return replace(value, **own)
     if is_dataclass(value):
         return replace(value, **{f.name: _renamed(getattr(value, f.name)) for f in fields(value)})  # type: ignore[type-var]
     return value
@@ -314,13 +317,10 @@ def _weights_of(sublayer: PatchSublayer) -> tuple[list[Weight], list[Vector]]:
     return weights, [part for part in found if isinstance(part, Vector)]
 
 
-def _limits(value: Any) -> list[tuple[tuple[Weight, Ends], tuple[float, float]]]:
+def _limits(value: Any) -> list[tuple[tuple[Weight, Ends], Limits]]:
     """The limits of all products in a description."""
     if isinstance(value, Linear):
-        ends: list[tuple[Ends, tuple[float, float] | None]] = [
-            ("inputs", value.inputs),
-            ("outputs", value.outputs),
-        ]
+        ends: list[tuple[Ends, Limits | None]] = [("inputs", value.inputs), ("outputs", value.outputs)]
         return [((value.weight, end), limits) for end, limits in ends if limits]
     if isinstance(value, tuple):
         return [found for item in value for found in _limits(item)]

@@ -17,6 +17,7 @@ from engine.description.vision import (
     Activation,
     Affine,
     Bend,
+    Limits,
     Linear,
     Merge,
     Norm,
@@ -434,7 +435,7 @@ class PictureSteps:
         return limits_of([linear.inputs])
 
 
-def limits_of(limits: Sequence[tuple[float, float] | None]) -> Tensor | None:
+def limits_of(limits: Sequence[Limits | None]) -> Tensor | None:
     """float32 (count, 2), None if there are none."""
     if not any(limits):
         return None

@@ -21,7 +21,7 @@ LOG2_E = 1.4426950408889634
 Activation = Literal["silu", "gelu", "swiglu_oai", "relu2"] | tuple[float, float]
 """The function of a gated feed-forward layer's gate; GELU is the form with tanh. "swiglu_oai" is gpt-oss's: SiLU of
 1.702 * gate, over 1.702, times up + 1, of a gate of at most 7 and an up from -7 to 7. Two numbers are limits of SiLU's
-gate, and of up."""
+gate, and of up (`SiluLimits`)."""
 
 
 Bend = Literal["silu", "gelu", "exact gelu", "quick gelu", "relu2"]
