@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from abc import abstractmethod
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -46,11 +45,11 @@ class ConvolvedMemory(StateMemory):
     taps: int
     first_input = 0
 
-    @abstractmethod
     def new_input(self, runs: Runs, sums: Sequence[UOp], row: UOp, channel: UOp, valid: UOp) -> UOp:
         """A channel's input of the convolution of a token, whose product with the layer's input is in a row."""
+        return runs.load(sums, None, row, channel, valid)
 
-    def input_at(self, state: UOp, tap: UOp | int, channel: UOp) -> UOp:
+    def input_at(self, state: UOp, tap: int, channel: UOp) -> UOp:
         """The index of an input in a state."""
         return state + self.first_input + tap * self.channels + channel
 
@@ -61,9 +60,28 @@ class ConvolvedMemory(StateMemory):
         """A channel's input of a `valid` token of a piece, or of one before it if it is negative. `before`: where the
         state before the piece is."""
         new = self.new_input(runs, sums, piece.first + token.maximum(0), channel, valid & (token >= 0))
+        if token.vmin >= 0:
+            return new
         tap = (token + (self.taps - 1)).maximum(0).minimum(self.taps - 2)
-        is_held = valid & (token < 0) & (piece.position > 0)
-        return (token < 0).where(load(memory, self.input_at(before, tap, channel), is_held), new)
+        place, is_held = self.input_at(before, 0, channel), valid & (piece.position > 0) & (token < 0)
+        return (token < 0).where(load(memory, place + tap * self.channels, is_held), new)
+
+    def keep(
+        self, runs: Runs, sums: Sequence[UOp], memory: UOp, piece: Piece, before: UOp, channel: UOp, end: UOp,
+        after: UOp, ok: UOp | None, slot: int, done: Sequence[UOp] = (),
+    ) -> list[UOp]:  # fmt: skip
+        """Stores a channel's inputs of the last tokens before `end`, if it is `ok`, to the state that begins at
+        `after`, once the effects `done` have happened. This may be the state before the piece, so all are read before
+        one is written, to registers of a `slot`."""
+        valid, kept = UOp.const(True) if ok is None else ok, registers(self.taps - 1, slot)
+        at = runs, sums, memory, piece, before, channel
+        inputs = [self.input_of(*at, end + (k - (self.taps - 1)), valid) for k in range(self.taps - 1)]
+        read = UOp.group(*store_run(kept, 0, inputs))
+        target = memory.after(read, *done)
+        return [
+            store(target, self.input_at(after, k, channel), x, ok)
+            for k, x in enumerate(load_run(kept.after(read), 0, self.taps - 1))
+        ]
 
     @property
     def channel(self) -> tuple[UOp, UOp | None]:
@@ -102,19 +120,10 @@ def keep_inputs(of: ConvolvedMemory, runs: Runs, several: bool, checks: bool) ->
         sequence, is_own = sequence_of(of, prompt, piece.sequence_at), (piece.count > 0) & piece.first.eq(row)
         is_own = is_own if ok is None else is_own & ok
         before = of.state_at(piece.position, sequence)
-        at = runs, sums, memory, piece, before, channel
-        stores: list[UOp] = []
-        # The slots of the states before and after may be the same, so all inputs are read before one is written.
+        at, stores = (runs, sums, memory, piece, before, channel), list[UOp]()
         ends = [(UOp.const(t + 1, INDEX), is_own & (t < piece.count)) for t in range(tokens)]
         for slot, (end, is_token) in enumerate(ends if checks else [(piece.count, is_own)]):
-            inputs = [of.input_of(*at, end + (k - of.taps + 1), is_token) for k in range(of.taps - 1)]
-            kept = registers(of.taps - 1, slot)
-            read = UOp.group(*store_run(kept, 0, inputs))
-            after, target = of.state_at(piece.position + end, sequence), memory.after(read)
-            stores += [
-                store(target, of.input_at(after, k, channel), x, is_token)
-                for k, x in enumerate(load_run(kept.after(read), 0, of.taps - 1))
-            ]
+            stores += of.keep(*at, end, of.state_at(piece.position + end, sequence), is_token, slot)
         name = f"keep_{of.name}_{tokens}" + "_several" * several + "_checks" * checks
         return finish(name, stores)
 

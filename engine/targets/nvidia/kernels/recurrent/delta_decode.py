@@ -112,7 +112,7 @@ def delta_decode(
             if parts > 1:
                 channel = channel + which.eq(2).where(first_column, 0)
             past = began if inside is None else began & inside
-            window = [load(memory, h.conv_at(before, k, channel), past) for k in range(h.taps - 1)]
+            window = [load(memory, h.input_at(before, k, channel), past) for k in range(h.taps - 1)]
             window.append(load(rows, first_row + channel, inside))
             weights = load_run(conv, channel * h.taps, h.taps, inside)
             stores.append(store(inputs, e, convolved(window, weights), inside))
@@ -121,7 +121,7 @@ def delta_decode(
             for ok in (inside, live):
                 is_own = is_own if ok is None else is_own & ok
             moved += [
-                store(memory, h.conv_at(after, k, channel), window[k + 1], is_own) for k in range(h.taps - 1)
+                store(memory, h.input_at(after, k, channel), window[k + 1], is_own) for k in range(h.taps - 1)
             ]
         inputs, old = inputs.after(UOp.group(*stores)), old.after(UOp.group(*stores))
 

@@ -11,12 +11,12 @@ from dataclasses import dataclass
 
 from tinygrad import UOp
 
-from engine.targets.nvidia.kernels.recurrent.state_memory import StateMemory
+from engine.targets.nvidia.kernels.recurrent.convolved import ConvolvedMemory
 from engine.targets.nvidia.kernels.uops import LOG2_E, chain, f32, sigmoid
 
 
 @dataclass(frozen=True)
-class DeltaHeads(StateMemory):
+class DeltaHeads(ConvolvedMemory):
     """The heads of a delta net: `key` heads of queries and of keys, `value` heads, of `size` elements each; a
     convolution over `taps` tokens; `eps` of the norms. `shares_in_turn`: as `recurrent.DeltaNet` has it."""
 
@@ -33,7 +33,7 @@ class DeltaHeads(StateMemory):
         assert self.value % self.key == 0 and self.size % 16 == 0
 
     @property
-    def channels(self) -> int:
+    def channels(self) -> int:  # type: ignore[override]
         """Inputs of the convolution: all queries, keys and values."""
         return (2 * self.key + self.value) * self.size
 
@@ -48,9 +48,12 @@ class DeltaHeads(StateMemory):
         return self.channels + self.width + 2 * self.value
 
     @property
+    def first_input(self) -> int:  # type: ignore[override]
+        return self.width * self.size
+
+    @property
     def half(self) -> int:
-        """Elements of the state of a sequence."""
-        return self.width * self.size + (self.taps - 1) * self.channels
+        return self.first_input + (self.taps - 1) * self.channels
 
     @property
     def name(self) -> str:
@@ -65,10 +68,6 @@ class DeltaHeads(StateMemory):
     def value_head(self, key_head: UOp, i: UOp) -> UOp:
         """The i-th value head of a key head."""
         return key_head + i * self.key if self.shares_in_turn else key_head * (self.value // self.key) + i
-
-    def conv_at(self, state: UOp, tap: int, channel: UOp) -> UOp:
-        """The index of an input of the convolution in a state."""
-        return state + self.width * self.size + tap * self.channels + channel
 
 
 def silu(x: UOp) -> UOp:

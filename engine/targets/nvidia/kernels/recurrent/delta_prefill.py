@@ -77,21 +77,6 @@ def coefficients_size(heads: DeltaHeads, tokens: int, n: int = GROUP) -> int:
     return tokens // n * heads.value * _coefficients(n)
 
 
-def _input_at(
-    h: DeltaHeads, runs: Runs, sums: Sequence[UOp], memory: UOp, piece: Piece, before: UOp, channel: UOp, token: UOp,
-    valid: UOp,
-) -> UOp:  # fmt: skip
-    """A channel's input of the convolution, of a `valid` token of a piece, or of one before it if it is negative.
-    `before`: where the state before the piece is."""
-    new = runs.load(sums, None, piece.first + token.maximum(0), channel, valid & (token >= 0))
-    if token.vmin >= 0:
-        return new
-    tap = (token + (h.taps - 1)).maximum(0).minimum(h.taps - 2)
-    place = h.conv_at(before, 0, channel) + tap * h.channels
-    held = valid & (piece.position > 0) & (token < 0)
-    return (token < 0).where(load(memory, place, held), new)
-
-
 @functools.cache
 def delta_inputs(heads: DeltaHeads, runs: Runs, n: int = GROUP) -> Kernel:
     """The convolution of a chunk's queries and keys, and all that depends on the inputs alone, in groups of `n` tokens.
@@ -124,10 +109,8 @@ def delta_inputs(heads: DeltaHeads, runs: Runs, n: int = GROUP) -> Kernel:
         def inputs(head: UOp) -> list[UOp]:
             """The tokens' inputs of this thread's element of a head, after the convolution."""
             channel, tokens_of = head * size + e, [first + i for i in range(1 - h.taps, n)]
-            at = piece, before, channel
-            window = [
-                _input_at(h, runs, sums, memory, *at, token, token < piece.count) for token in tokens_of
-            ]
+            at = runs, sums, memory, piece, before, channel
+            window = [h.input_of(*at, token, token < piece.count) for token in tokens_of]
             weights = load_run(conv, channel * h.taps, h.taps)
             return [convolved(window[t : t + h.taps], weights) for t in range(n)]
 
@@ -199,6 +182,22 @@ def delta_inputs(heads: DeltaHeads, runs: Runs, n: int = GROUP) -> Kernel:
     return Kernel(kernel, ("vectors", "coefficients"), inputs)
 
 
+def _learned(
+    numbers: Sequence[UOp], values: Sequence[UOp], with_keys: Sequence[UOp], with_queries: Sequence[UOp]
+) -> list[tuple[UOp, UOp]]:
+    """d and y of each token of a group, as above, in a column: from its coefficients, the values, and the products of
+    the state with the keys and the queries."""
+    n, changes, results = len(values), list[UOp](), list[UOp]()
+    of_changes, of_results = numbers[4 * n :][: n * (n - 1) // 2], numbers[4 * n + n * (n - 1) // 2 :]
+    for t in range(n):
+        beta_decay, beta, decay, _ = numbers[4 * t : 4 * t + 4]
+        known = [x * c * f32(-1) for x, c in zip(changes, of_changes[t * (t - 1) // 2 :], strict=False)]
+        changes.append(chain([values[t] * beta, with_keys[t] * beta_decay * f32(-1), *known]))
+        terms = [x * c for x, c in zip(changes, of_results[t * (t + 1) // 2 :], strict=False)]
+        results.append(chain([with_queries[t] * decay, *terms]))
+    return [*zip(changes, results, strict=True)]
+
+
 @functools.cache
 def delta_scan(heads: DeltaHeads, runs: Runs, several: bool, checks: bool = False) -> Kernel:
     """The state over the piece that begins at the first row, or over `several`. If it `checks`, groups have one token,
@@ -251,11 +250,10 @@ def delta_scan(heads: DeltaHeads, runs: Runs, several: bool, checks: bool = Fals
                 group * n + item // width,
                 (2 * h.key + head) * size + part * width + item % width,
             )
-            at = piece, before, channel
-            window = []
+            at, window = (runs, sums, memory, piece, before, channel), []
             for k in range(1 - h.taps, 1):
                 valid = token + k < count if ok is None else (token + k < count) & ok
-                window.append(_input_at(h, runs, sums, memory, *at, token + k, valid))
+                window.append(h.input_of(*at, token + k, valid))
             return convolved(window, load_run(conv, channel * h.taps, h.taps, ok))
 
         def group_loads(group: UOp) -> list[tuple[UOp, UOp, UOp | None]]:
@@ -304,23 +302,15 @@ def delta_scan(heads: DeltaHeads, runs: Runs, several: bool, checks: bool = Fals
         # What the state learns, by a thread for each column.
         is_column = None if threads == width else thread < width
         numbers = load_run(held, first + firsts[2], n_coefficients, is_column)
-        of_changes, of_results = numbers[4 * n :][: n * (n - 1) // 2], numbers[4 * n + n * (n - 1) // 2 :]
-        learned, changes, stores = shared(n * width, 4), list[UOp](), []
-        for t in range(n):
-            beta_decay, beta, decay, decay_after = numbers[4 * t : 4 * t + 4]
-            value = load(held, first + firsts[1] + t * width + thread % width, is_column)
-            with_key, with_query = (
-                load(totals, (which * n + t) * width + thread % width, is_column) for which in (0, 1)
-            )
-            known = [x * c for x, c in zip(changes, of_changes[t * (t - 1) // 2 :], strict=False)]
-            changes.append(
-                chain([value * beta, with_key * beta_decay * f32(-1), *(x * f32(-1) for x in known)])
-            )
-            terms = [x * c for x, c in zip(changes, of_results[t * (t + 1) // 2 :], strict=False)]
-            y = chain([with_query * decay, *terms])
+        values, with_keys, with_queries = (
+            [load(of, at + t * width + thread % width, is_column) for t in range(n)]
+            for of, at in ((held, first + firsts[1]), (totals, UOp.const(0)), (totals, UOp.const(n * width)))
+        )
+        learned, stores = shared(n * width, 4), []
+        for t, (change, y) in enumerate(_learned(numbers, values, with_keys, with_queries)):
             token = piece.first + group * n + t
             stores.append(store(products, token * h.width + head * size + column, y, is_column))
-            stores.append(store(learned, t * width + thread % width, changes[t] * decay_after, is_column))
+            stores.append(store(learned, t * width + thread % width, change * numbers[4 * t + 3], is_column))
         learned = learned.after(UOp.group(*stores))
         lasting = [load_run(learned, t * width + quad * 4, 4) for t in range(n)]
         decay = load(held, first + firsts[2] + (4 * (n - 1) + 2))
@@ -339,32 +329,17 @@ def delta_scan(heads: DeltaHeads, runs: Runs, several: bool, checks: bool = Fals
         for i, place in enumerate(() if checks else places):
             results += store_run(memory, after + place, final[4 * i : 4 * i + 4], has_tokens)
 
-        # The last inputs of the convolution. The halves may be the same, so a channel's are read before they are
-        # written, and values, which are read here, are written by the block that has read them.
-        def keep(channel: UOp, slot: int, ok: UOp | None) -> list[UOp]:
-            if not checks:
-                return keep_after(count, after, channel, slot, all_of(ok, has_tokens))
-            ends = [
-                (t + 1, h.state_at(position + t + 1, sequence), all_of(ok, t < count)) for t in range(tokens)
-            ]
-            return [
-                kept
-                for t, (end, at, is_token) in enumerate(ends)
-                for kept in keep_after(UOp.const(end, INDEX), at, channel, slot + 100 * t, is_token)
-            ]
+        # The last inputs of the convolution. Values, which are read here, are written by the block that has read them.
+        ends: list[tuple[UOp, UOp, UOp | None]] = [(count, after, has_tokens)]
+        if checks:
+            of_tokens = [h.state_at(position + t + 1, sequence) for t in range(tokens)]
+            ends = [(UOp.const(t + 1, INDEX), at, t < count) for t, at in enumerate(of_tokens)]
 
-        def keep_after(end: UOp, after: UOp, channel: UOp, slot: int, ok: UOp | None) -> list[UOp]:
-            kept = registers(h.taps - 1, slot)
-            tokens_of = [end + (k - (h.taps - 1)) for k in range(h.taps - 1)]
-            valid = UOp.const(True) if ok is None else ok
-            at = piece, before, channel
-            inputs = [_input_at(h, runs, sums, memory, *at, token, valid) for token in tokens_of]
-            read = UOp.group(*store_run(kept, 0, inputs))
-            target = memory.after(read, done)
-            return [
-                store(target, h.conv_at(after, k, channel), x, ok)
-                for k, x in enumerate(load_run(kept.after(read), 0, h.taps - 1))
-            ]
+        def keep(channel: UOp, slot: int, ok: UOp | None) -> list[UOp]:
+            at, stores = (runs, sums, memory, piece, before, channel), list[UOp]()
+            for t, (end, state, is_end) in enumerate(ends):
+                stores += h.keep(*at, end, state, all_of(ok, is_end), slot + 100 * t, [done])
+            return stores
 
         results += keep((2 * h.key + head) * size + column, 10, is_column)
         n_others, n_threads = 2 * h.key * size, threads * h.value * parts_of_head
