@@ -68,8 +68,7 @@ class BatchKernels(PrefillKernels):
         step = RowsStep(self, state, rows, limit, checks)
         self._embed(step, state, model.layers, state, rows)
         for layer in model.layers:
-            layer.begin(step)
-            layer.leave(step, layer.handler.rows(step, layer.norm))
+            layer.add_to(step, layer.handler.rows)
         self.finish(step, ending)
         return step.sequence
 

@@ -18,11 +18,11 @@ class Joint:
 
     def __init__(self, join: Join | Narrowing, weights: Weights) -> None:
         """Raises ModelFileError."""
-        self.of_embedding, self.of_hidden = product_of([join.of_embedding]), product_of([join.of_hidden])
+        self.of_embedding, self.of_hidden = product_of(join.of_embedding), product_of(join.of_hidden)
         self.products = [self.of_embedding, self.of_hidden]
         self._width = join.of_embedding.cols
         if isinstance(join, Narrowing):
-            self.back = product_of([join.back])
+            self.back = product_of(join.back)
             self.products.append(self.back)
             self._norms = [no_norm(self._width)] * 2
         else:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 
@@ -12,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 from tinygrad import Tensor
 
-from engine.description.sublayers import Dense, Weight
+from engine.description.sublayers import Weight
 from engine.formats.dequantize import HOST_TYPES, dequantized
 from engine.formats.ggml_types import TYPES
 from engine.kernels.quantized_matrix import QuantizedMatrix
@@ -23,7 +21,6 @@ from engine.targets.nvidia.kernels.products.schedules import best_schedule, in_d
 from engine.targets.nvidia.kernels.weights.weight_layout import WeightLayout
 from engine.targets.nvidia.kernels.weights.weight_repacking import MatrixSpec, TensorRows
 
-_known: ContextVar[dict[tuple[tuple[Weight, ...], bool], Matrix] | None] = ContextVar("known", default=None)
 _PIECE_ROWS = 32  # so that a plane of a piece begins where kernels may load several numbers at once
 
 
@@ -119,21 +116,6 @@ class Product:
         return self.stack.n_blocks(self.schedule)
 
 
-def product_of(
-    weights: Sequence[Weight], alternate: bool = False, experts: ChosenExperts | None = None
-) -> Product:
-    """The product of matrices, which follow each other (`matrices_of`)."""
-    return Product(matrices_of(weights, alternate), experts)
-
-
-def gate_up_of(part: Dense) -> list[Matrix]:
-    """Gate and up of a feed-forward layer: a matrix whose rows alternate, or two if they differ in type; or up
-    alone."""
-    if part.gate is None:
-        return matrices_of([part.up])
-    return matrices_of([part.gate, part.up], alternate=part.gate.type == part.up.type)
-
-
 def matrices_of(weights: Sequence[Weight], alternate: bool = False) -> list[Matrix]:
     """Neighbours of the same type become one matrix; with `alternate` their rows alternate."""
     matrices = []
@@ -141,25 +123,13 @@ def matrices_of(weights: Sequence[Weight], alternate: bool = False) -> list[Matr
         same_type = list(group)
         rows = tuple(TensorRows(weight.experts * weight.rows, weight.order) for weight in same_type)
         spec = MatrixSpec(WeightLayout(type), rows, same_type[0].cols, alternate)
-        key, known = (tuple(same_type), alternate), _known.get()
-        if known is None:
-            matrices.append(Matrix(same_type, spec))
-            continue
-        if key not in known:
-            known[key] = Matrix(same_type, spec)
-        matrices.append(known[key])
+        matrices.append(Matrix(same_type, spec))
     return matrices
 
 
-@contextmanager
-def sharing() -> Iterator[None]:
-    """Layers that are made within have the same matrices if their weights are the same: those that run several times
-    (`engine.description.loops`)."""
-    token = _known.set({})
-    try:
-        yield
-    finally:
-        _known.reset(token)
+def product_of(weight: Weight) -> Product:
+    """The product of a matrix of its own."""
+    return Product(matrices_of([weight]))
 
 
 def floats_of(weights: Weights, weight: Weight) -> NDArray[np.float32]:

@@ -62,14 +62,11 @@ class MixedKernels(PrefillKernels):
         if self._model.layer_tables:
             replies.layer_embeddings = step.layer_embeddings
         for layer in layers[: storing.start]:
-            layer.begin(step)
-            layer.leave(step, layer.handler.mixed(step, layer.norm))
+            layer.add_to(step, layer.handler.mixed)
         for layer in layers[storing.start : storing.stop]:
-            layer.begin(step)
-            layer.leave(replies, layer.handler.last_mixed(step, layer.norm))
+            layer.add_to(step, layer.handler.last_mixed, replies)
         for layer in layers[storing.stop :]:
-            layer.begin(replies)
-            layer.leave(replies, layer.handler.rows(replies, layer.norm))
+            layer.add_to(replies, layer.handler.rows)
         batch.finish(replies, ending)
         return step.sequence
 

@@ -44,11 +44,9 @@ class PrefillKernels(PromptMemory):
         )
         self._embed(step, self.ids, layers[: storing.start], self.places)
         for layer in layers[: storing.start]:
-            layer.begin(step)
-            layer.leave(step, layer.handler.prefill(step, layer.norm))
+            layer.add_to(step, layer.handler.prefill)
         for layer in layers[storing.start : storing.stop]:
-            layer.begin(step)
-            layer.handler.store(step, layer.norm)
+            layer.add_to(step, layer.handler.store)
         return step.sequence
 
     def whole_step(self, tokens: int) -> KernelSequence:
@@ -56,8 +54,7 @@ class PrefillKernels(PromptMemory):
         model, step = self._model, PromptStep(self, tokens, self.order(tokens))
         self._embed(step, self.ids, model.layers, self.places)
         for layer in model.layers:
-            layer.begin(step)
-            layer.leave(step, layer.handler.prefill(step, layer.norm))
+            layer.add_to(step, layer.handler.prefill)
         step.norm(model.output_norm)  # adds the last result
         return step.sequence
 

@@ -34,7 +34,7 @@ from engine.targets.nvidia.joint import Joint
 from engine.targets.nvidia.kernels.attention.kv_cache import LENGTH_UNIT
 from engine.targets.nvidia.kernels.products.matvec import StackedMatrices
 from engine.targets.nvidia.kernels.residual_stream.embedding import Positions
-from engine.targets.nvidia.matrices import Matrix, Product, product_of, sharing
+from engine.targets.nvidia.matrices import Matrix, Product, product_of
 from engine.targets.nvidia.norms import Input, Norm, inputs_of
 from engine.targets.nvidia.sublayers.attention import AttentionHandler
 from engine.targets.nvidia.sublayers.delta_net import DeltaNetHandler
@@ -202,12 +202,12 @@ def allocate(
     spec = weights.spec
     choices = DeviceCounts([operator.count for operator in spec.experts])
     lent = trunk.heads if trunk else {}
-    embedding = head = lent.get(spec.embedding) or product_of([spec.embedding])
+    embedding = head = lent.get(spec.embedding) or product_of(spec.embedding)
     caches: list[LentCache] = []
     if trunk and spec.narrowing:
         lent, caches = {}, [LentCache(a.heads.pool, a.tables, a.cache) for a in trunk.attention]
     if not spec.is_tied:
-        head = lent.get(spec.head) or product_of([spec.head])
+        head = lent.get(spec.head) or product_of(spec.head)
     tables = [rope.tables(context, context) for rope in spec.ropes]
     own = [bool(pictures and rope.sections) for rope in spec.ropes]  # of each sequence
     length = -(-context // LENGTH_UNIT) * LENGTH_UNIT
@@ -221,8 +221,7 @@ def allocate(
     loading = Loading(
         weights, context, chunk, parallel, kv, ropes, temperature, iter(choices.arrays), looks_ahead, caches
     )
-    with sharing():
-        layers = [_layer(*block, loading) for block in spec.blocks]
+    layers = [_layer(*block, loading) for block in spec.blocks]
     return GPUModel(
         spec=spec,
         layers=layers,
@@ -233,7 +232,7 @@ def allocate(
         if (norm := spec.embedding_norm)
         else None,
         head_bias=loading.vector(spec.head_bias),
-        positions=product_of([spec.positions]) if spec.positions else None,
+        positions=product_of(spec.positions) if spec.positions else None,
         ropes=ropes,
         temperature=temperature,
         choices=choices,

@@ -36,7 +36,7 @@ from engine.targets.nvidia.kernels.device import multiprocessors, shared_limit
 from engine.targets.nvidia.kernels.products.activation_order import Order
 from engine.targets.nvidia.kernels.products.epilogues import stored
 from engine.targets.nvidia.kernels.residual_stream.prefill import norms_over_heads, rotate_prompt
-from engine.targets.nvidia.matrices import Product, product_of
+from engine.targets.nvidia.matrices import Product
 from engine.targets.nvidia.norms import Norm
 from engine.targets.nvidia.prompt_step import MixedStep, PromptStep, RowsStep
 from engine.targets.nvidia.step import Sums
@@ -92,7 +92,7 @@ class AttentionHandler(Handler):
         )
         self.is_storing = stored != "nothing"
         self.is_over_heads = part.has_norms_over_heads
-        self.o, self.o_bias = product_of([part.o]), loading.vector(part.o_bias)
+        self.o, self.o_bias = loading.product(part.o), loading.vector(part.o_bias)
         self.products = self._load(part, loading)
         self.norms, self.sinks = norms, loading.vector(part.sinks)
         self.slopes = to_device(np.asarray(part.slopes, np.float32)) if part.slopes else None
@@ -112,7 +112,7 @@ class AttentionHandler(Handler):
 
     def _load(self, part: Any, loading: Loading) -> tuple[Product, ...]:
         """Loads what makes queries, keys and values; returns all products."""
-        self.qkv = product_of([weight for weight in (part.gate, part.q, part.k, part.v) if weight])
+        self.qkv = loading.product(*(weight for weight in (part.gate, part.q, part.k, part.v) if weight))
         self.bias = _bias_of(part, loading.weights)
         return self.qkv, self.o
 

@@ -45,7 +45,7 @@ class DeltaNetHandler(RecurrentHandler):
             shares_in_turn=part.shares_in_turn,
             **state_room(loading),
         )
-        self._load([*part.qkv, part.gate, part.beta, part.alpha], part.out, self.heads)
+        self._load(loading, [*part.qkv, part.gate, part.beta, part.alpha], part.out, self.heads)
         self.vectors = {
             name: to_device(weights.vector(vector))
             for name, vector in zip(("conv", "decay", "decay_bias", "norm"), part.vectors, strict=True)

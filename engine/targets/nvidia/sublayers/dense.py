@@ -19,7 +19,7 @@ from engine.targets.nvidia.kernels.products.epilogues import (
     makes_digits,
 )
 from engine.targets.nvidia.kernels.weights.weight_layout import permuted_size
-from engine.targets.nvidia.matrices import Product, gate_up_of, matrices_of, product_of
+from engine.targets.nvidia.matrices import Product
 from engine.targets.nvidia.norms import Norm
 from engine.targets.nvidia.prompt_step import PromptStep
 from engine.targets.nvidia.step import Sums
@@ -39,11 +39,13 @@ class DenseHandler(Handler):
     def __init__(self, part: Dense, loading: Loading) -> None:
         self.part = part
         # What counts of sparse gates is known only once all are.
-        apart = matrices_of([part.gate]) + matrices_of([part.up]) if part.gate and part.sparsity else None
-        self.gate_up = Product(apart or gate_up_of(part))
+        apart = (
+            loading.matrices(part.gate) + loading.matrices(part.up) if part.gate and part.sparsity else None
+        )
+        self.gate_up = Product(apart or loading.gate_up(part))
         self.up_bias, self.down_bias = map(loading.vector, (part.up_bias, part.down_bias))
         self.curve = to_device(np.asarray(part.curve, np.float32)) if part.curve else None
-        self.down = product_of([part.down])
+        self.down = loading.product(part.down)
         self.products = self.gate_up, self.down
 
     def decode(self, step: DecodeStep, norm: Norm) -> None:

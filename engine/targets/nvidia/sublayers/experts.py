@@ -38,7 +38,7 @@ from engine.targets.nvidia.kernels.products.prefill_experts import (
 )
 from engine.targets.nvidia.kernels.products.small_batch import columns_size
 from engine.targets.nvidia.kernels.weights.weight_layout import permuted_size
-from engine.targets.nvidia.matrices import Matrix, Product, floats_of, gate_up_of, matrices_of, product_of
+from engine.targets.nvidia.matrices import Matrix, Product, floats_of
 from engine.targets.nvidia.norms import Norm
 from engine.targets.nvidia.prompt_step import PromptStep
 from engine.targets.nvidia.step import Sums
@@ -89,11 +89,11 @@ class ExpertsHandler(Handler):
         )  # fmt: skip
         added = ChosenExperts(part.used, part.count, added=True, bias=part.down_bias is not None)
         routers, shared_down = [part.router, *([part.shared_gate] if part.shared_gate else [])], None
-        self.router, self.shared = product_of(routers), list[Matrix]()
+        self.router, self.shared = loading.product(*routers), list[Matrix]()
         if part.shared:
-            self.shared = gate_up_of(part.shared)
+            self.shared = loading.gate_up(part.shared)
             self.router = Product([*self.router.matrices, *self.shared])
-            (shared_down,) = matrices_of([part.shared.down])
+            (shared_down,) = loading.matrices(part.shared.down)
         rows = np.concatenate([floats_of(weights, weight) for weight in routers])
         self.router_rows = to_device(rows)
         # What the bias of a norm adds to logits is one number for each.
@@ -101,10 +101,10 @@ class ExpertsHandler(Handler):
         self._biases_after: dict[int, Tensor] = {}
         self._ones = to_device(np.ones(max(loading.chunk, 32), np.float32)) if part.weighed_inputs else None
         self.router_bias = loading.vector(part.router_bias)
-        self.gate_up = product_of(firsts, alternate, chosen)
+        self.gate_up = Product(loading.matrices(*firsts, alternate=alternate), chosen)
         is_gated = part.shared_gate is not None
         self.n_logits = part.count + is_gated
-        self.down = Product(matrices_of([part.down]), added, shared_down, gated=is_gated)
+        self.down = Product(loading.matrices(part.down), added, shared_down, gated=is_gated)
         self.down_bias = loading.vector(part.down_bias)
         self.products = self.router, self.gate_up, self.down
         self.name, self.bend = "experts_gate_up", None  # of the first product

@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from tinygrad import Tensor
 
-from engine.description.sublayers import Vector
+from engine.description.sublayers import Dense, Vector, Weight
 from engine.formats.kv_format import KVFormat
 from engine.kernels.device_memory import to_device
 from engine.loading.weights import Weights
 from engine.runtime.kv_blocks import blocks_of_one
 from engine.targets.buffer_uses import BufferUses
 from engine.targets.nvidia.decode_step import DecodeStep
-from engine.targets.nvidia.matrices import Product
+from engine.targets.nvidia.kernels.products.chosen_experts import ChosenExperts
+from engine.targets.nvidia.matrices import Matrix, Product, matrices_of
 from engine.targets.nvidia.norms import Input, Norm, inputs_of, no_norm
 from engine.targets.nvidia.prompt_step import MixedStep, Pending, PromptStep, RowsStep
 from engine.targets.nvidia.step import Sums
+
+S = TypeVar("S", bound=PromptStep)
 
 
 class LentCache(NamedTuple):
@@ -35,9 +38,9 @@ class Loading:
     """What handlers are made from, beside their part of the description: the weights, what all share (as `GPUModel` has
     it), and what a KV cache has room for: `parallel` sequences of a `context` each, of which prefill takes up to
     `chunk` tokens at once, in the format `kv`. Sequences share pools of blocks, and `tables` are those of their blocks
-    by window, made as layers need them; `caches`: those of the attention so far, in order; `choices`: the arrays of
-    the mixtures to come (`ExpertsHandler.choices`). If it `looks_ahead`, tokens of pictures see those after them. Of an
-    assistant, `lent` are the caches of the model's attention, in order."""
+    by window, made as layers need them; `caches`: those of the attention so far, in order; `known`: the matrices so far
+    (`matrices`); `choices`: the arrays of the mixtures to come (`ExpertsHandler.choices`). If it `looks_ahead`, tokens
+    of pictures see those after them. Of an assistant, `lent` are the caches of the model's attention, in order."""
 
     weights: Weights
     context: int
@@ -52,6 +55,7 @@ class Loading:
     tables: dict[int, Tensor] = field(default_factory=dict)
     caches: list[list[Tensor]] = field(default_factory=list)
     norms: dict[tuple[Vector, Vector | None], Norm] = field(default_factory=dict)
+    known: dict[tuple[tuple[Weight, ...], bool], list[Matrix]] = field(default_factory=dict)
     head_lists: dict[tuple[int, int], list[Tensor]] = field(default_factory=dict)
     """Of the products of heads, by the tokens of a step and the heads (`latent_attention.prompt.head_lists`)."""
 
@@ -66,6 +70,23 @@ class Loading:
             read = self.weights.vector
             self.norms[weight, bias] = Norm(read(weight), bias=read(bias) if bias else None)
         return self.norms[weight, bias]
+
+    def matrices(self, *weights: Weight, alternate: bool = False) -> list[Matrix]:
+        """As `matrices_of`. Layers that run several times (`engine.description.loops`) have the same ones."""
+        if (weights, alternate) not in self.known:
+            self.known[weights, alternate] = matrices_of(weights, alternate)
+        return self.known[weights, alternate]
+
+    def product(self, *weights: Weight, experts: ChosenExperts | None = None) -> Product:
+        """The product of matrices, which follow each other."""
+        return Product(self.matrices(*weights), experts)
+
+    def gate_up(self, part: Dense) -> list[Matrix]:
+        """Gate and up of a feed-forward layer: a matrix whose rows alternate, or two if they differ in type; or up
+        alone."""
+        if part.gate is None:
+            return self.matrices(part.up)
+        return self.matrices(part.gate, part.up, alternate=part.gate.type == part.up.type)
 
     def pool(self, window: int) -> int:
         """Blocks of a layer's pool."""
@@ -143,18 +164,21 @@ class Layer:
     def inputs(self) -> list[Input]:
         return self.handler.inputs(self.norm)
 
-    def begin(self, step: PromptStep) -> None:
-        """Changes the stream as the sublayer is to find it."""
+    def add_to(
+        self, step: S, compute: Callable[[S, Norm], Sums | None], following: PromptStep | None = None
+    ) -> None:
+        """Adds what `compute`, a method of the handler, does in a step. Its result, with those of sublayers beside it,
+        is left to the next norm of the stream of the step, or of the `following` one."""
         if self.renewed:
             step.renew(self.renewed)
-
-    def leave(self, step: PromptStep, result: Sums | None) -> None:
-        """Leaves the sublayer's result to the next norm of the stream, with those of sublayers beside it."""
-        if result is None:
+        if (result := compute(step, self.norm)) is None:
             return
-        step.beside.append(result if self.post_norm is None else replace(result, post_norm=self.post_norm))
-        if self.picture_part and step.pictures:
-            step.beside.append(Sums(step.pictures[self.picture_part], 1))
+        next_step = following or step
+        next_step.beside.append(
+            result if self.post_norm is None else replace(result, post_norm=self.post_norm)
+        )
+        if self.picture_part and next_step.pictures:
+            next_step.beside.append(Sums(next_step.pictures[self.picture_part], 1))
         if not self.is_followed_beside:
-            step.pending = Pending(step.beside, self.scale, self.factor, step.own)
-            step.beside, step.own = [], None
+            next_step.pending = Pending(next_step.beside, self.scale, self.factor, next_step.own)
+            next_step.beside, next_step.own = [], None

@@ -35,7 +35,7 @@ from engine.targets.nvidia.kernels.products.matmul import fragments_size, matmul
 from engine.targets.nvidia.kernels.products.matvec import matvec
 from engine.targets.nvidia.kernels.products.runs import Runs
 from engine.targets.nvidia.kernels.weights.weight_layout import permuted_size
-from engine.targets.nvidia.matrices import Product, matrices_of, product_of
+from engine.targets.nvidia.matrices import Product
 from engine.targets.nvidia.norms import Input, Norm, inputs_of
 from engine.targets.nvidia.prompt_step import MixedStep, PromptStep, RowsStep
 from engine.targets.nvidia.step import Sums
@@ -61,13 +61,13 @@ class LatentAttentionHandler(AttentionHandler):
         of_queries, of_keys = [part.q, part.q_rotated], [part.k, part.k_rotated]
         self.queries, self.narrow_norm = None, None
         if part.q_down and part.q_down_norm:
-            self.queries = product_of(of_queries)
+            self.queries = loading.product(*of_queries)
             self.narrow_norm = Norm(weights.vector(part.q_down_norm))
             of_queries = [part.q_down]
-        self.qkv = product_of([*of_queries, *of_keys])
+        self.qkv = loading.product(*of_queries, *of_keys)
         each = ChosenExperts(part.heads, part.heads, added=False, all_of_them=True)
         self.of_keys, self.of_values = (
-            Product(matrices_of([weight]), each) for weight in (part.of_keys, part.of_values)
+            loading.product(weight, experts=each) for weight in (part.of_keys, part.of_values)
         )
         self.latent_norm = loading.vector(part.latent_norm)
         self._lists = loading.head_lists

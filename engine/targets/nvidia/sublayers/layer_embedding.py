@@ -19,7 +19,6 @@ from engine.targets.nvidia.kernels.residual_stream.layer_embeddings import (
     stride,
 )
 from engine.targets.nvidia.kernels.weights.weight_layout import permuted_size
-from engine.targets.nvidia.matrices import product_of
 from engine.targets.nvidia.norms import Input, Norm, inputs_of, no_norm
 from engine.targets.nvidia.prompt_step import PromptStep
 from engine.targets.nvidia.step import Sums
@@ -31,7 +30,7 @@ class LayerTables:
 
     def __init__(self, part: LayerEmbeddings, loading: Loading) -> None:
         self.part, self.norm = part, loading.vector(part.norm)
-        self.table, self.projection = product_of([part.table]), product_of([part.projection])
+        self.table, self.projection = loading.product(part.table), loading.product(part.projection)
         self.products = self.table, self.projection
         self._no_norm = no_norm(loading.weights.spec.dim)
 
@@ -78,9 +77,9 @@ class LayerTables:
 class LayerEmbeddingHandler(Handler):
     """The weights through which a layer's embeddings are added."""
 
-    def __init__(self, part: LayerEmbedding, _: Loading) -> None:
+    def __init__(self, part: LayerEmbedding, loading: Loading) -> None:
         self.part, self.embedded_layers = part, part.layer + 1
-        self.gate, self.proj = product_of([part.gate]), product_of([part.proj])
+        self.gate, self.proj = loading.product(part.gate), loading.product(part.proj)
         self.products = self.gate, self.proj
 
     def decode(self, step: DecodeStep, norm: Norm) -> None:

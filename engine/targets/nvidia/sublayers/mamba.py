@@ -44,7 +44,7 @@ class MambaHandler(RecurrentHandler):
         weights = loading.weights
         sizes = part.heads, part.groups, part.head_dim, part.size, part.taps
         self.heads = MambaHeads(*sizes, weights.spec.eps, **state_room(loading))
-        self._load([part.gate, part.channels, part.step], part.out, self.heads)
+        self._load(loading, [part.gate, part.channels, part.step], part.out, self.heads)
         vectors = {"conv": part.conv, "decay": part.decay, "step_bias": part.step_bias, "skip": part.skip}
         self.vectors = {name: to_device(weights.vector(vector)) for name, vector in vectors.items()}
         no_bias = np.zeros(self.heads.channels, np.float32)

@@ -14,7 +14,6 @@ from engine.targets.buffer_uses import BufferUses
 from engine.targets.nvidia.kernels.products.activation_order import Order
 from engine.targets.nvidia.kernels.products.runs import Runs
 from engine.targets.nvidia.kernels.recurrent.state_memory import StateMemory
-from engine.targets.nvidia.matrices import product_of
 from engine.targets.nvidia.norms import Norm
 from engine.targets.nvidia.prompt_step import MixedStep, PromptStep, RowsStep
 from engine.targets.nvidia.step import Sums
@@ -39,8 +38,8 @@ class RecurrentHandler(Handler):
     name: str
     vectors: dict[str, Tensor]
 
-    def _load(self, inputs: Sequence[Weight], out: Weight, of: StateMemory) -> None:
-        self.in_proj, self.out, self.of = product_of(inputs), product_of([out]), of
+    def _load(self, loading: Loading, inputs: Sequence[Weight], out: Weight, of: StateMemory) -> None:
+        self.in_proj, self.out, self.of = loading.product(*inputs), loading.product(out), of
         self.products, self.width = (self.in_proj, self.out), out.cols
         self.memory = device_zeros(of.memory_size)
 

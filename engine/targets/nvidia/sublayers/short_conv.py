@@ -24,7 +24,7 @@ class ShortConvHandler(RecurrentHandler):
 
     def __init__(self, part: ShortConv, loading: Loading) -> None:
         self.conv = ConvMemory(part.channels, part.taps, **state_room(loading))
-        self._load([part.inputs], part.out, self.conv)
+        self._load(loading, [part.inputs], part.out, self.conv)
         self.vectors = {"conv": to_device(loading.weights.vector(part.conv))}
 
     def decode(self, step: DecodeStep, norm: Norm) -> None:

@@ -18,7 +18,7 @@ from engine.targets.nvidia.kernels.products.epilogues import STORE
 from engine.targets.nvidia.kernels.products.matvec import matvec
 from engine.targets.nvidia.kernels.residual_stream.streams import Streams, correct, gather, merge, predict
 from engine.targets.nvidia.kernels.weights.weight_layout import permuted_size
-from engine.targets.nvidia.matrices import floats_of, product_of
+from engine.targets.nvidia.matrices import floats_of
 from engine.targets.nvidia.norms import Input, Norm, inputs_of, no_norm
 from engine.targets.nvidia.prompt_step import PromptStep
 from engine.targets.nvidia.step import Sums
@@ -99,7 +99,7 @@ class PredictionHandler(_ModesHandler):
 
     def __init__(self, part: Prediction, loading: Loading) -> None:
         super().__init__(part, loading)
-        self._begins = [product_of([weight]) for weight in part.begins]
+        self._begins = [loading.product(weight) for weight in part.begins]
         self.products = tuple(self._begins)
 
     def inputs(self, norm: Norm) -> list[Input]:
@@ -180,7 +180,7 @@ class MergeHandler(_StreamsHandler):
 
     def __init__(self, part: Merge, loading: Loading) -> None:
         super().__init__(len(part.ends) + 1, loading)
-        self._ends = [product_of([weight]) for weight in part.ends]
+        self._ends = [loading.product(weight) for weight in part.ends]
         self.products = tuple(self._ends)
 
     def decode(self, step: DecodeStep, norm: Norm) -> None:
