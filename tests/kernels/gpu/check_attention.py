@@ -14,9 +14,9 @@ from engine.targets.nvidia.kernels.attention.prefill_attention import (
     combine_prompt,
     prompt_tiling,
 )
+from engine.targets.nvidia.kernels.attention.prompt_rotation import norms_over_heads, rotate_prompt
 from engine.targets.nvidia.kernels.pieces import PIECE_ROWS, rows_of
 from engine.targets.nvidia.kernels.products.matmul import fragment_index, fragments_size
-from engine.targets.nvidia.kernels.residual_stream.prefill import norms_over_heads, rotate_prompt
 from engine.targets.nvidia.kernels.weights.matrix_bytes import UNIT
 from tests.kernels.gpu.buffers import buffer, close, places, prompt_index, prompt_state, rng, run, zeros
 from tests.kernels.gpu.cache_layout import CONTEXT, Pool, heads_of, kept

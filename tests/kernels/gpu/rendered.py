@@ -39,6 +39,7 @@ from engine.targets.nvidia.kernels.attention.prefill_attention import (
     combine_prompt,
     prompt_tiling,
 )
+from engine.targets.nvidia.kernels.attention.prompt_rotation import norms_over_heads, rotate_prompt
 from engine.targets.nvidia.kernels.pieces import state_size
 from engine.targets.nvidia.kernels.products import small_batch as few
 from engine.targets.nvidia.kernels.products.chosen_experts import ChosenExperts
@@ -63,8 +64,6 @@ from engine.targets.nvidia.kernels.residual_stream.post_norm import add_both, ad
 from engine.targets.nvidia.kernels.residual_stream.prefill import (
     activate_prompt,
     norm_prompt,
-    norms_over_heads,
-    rotate_prompt,
 )
 from engine.targets.nvidia.kernels.weights.matrix_bytes import UNIT
 from engine.targets.nvidia.kernels.weights.weight_layout import WeightLayout, permuted_size

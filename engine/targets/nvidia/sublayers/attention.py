@@ -31,11 +31,11 @@ from engine.targets.nvidia.kernels.attention.prefill_attention import (
     combine_prompt,
     prompt_tiling,
 )
+from engine.targets.nvidia.kernels.attention.prompt_rotation import norms_over_heads, rotate_prompt
 from engine.targets.nvidia.kernels.attention.store_rows import store_rows
 from engine.targets.nvidia.kernels.device import multiprocessors, shared_limit
 from engine.targets.nvidia.kernels.products.activation_order import Order
 from engine.targets.nvidia.kernels.products.epilogues import stored
-from engine.targets.nvidia.kernels.residual_stream.prefill import norms_over_heads, rotate_prompt
 from engine.targets.nvidia.matrices import Product
 from engine.targets.nvidia.norms import Norm
 from engine.targets.nvidia.prompt_step import MixedStep, PromptStep, RowsStep
