@@ -25,10 +25,10 @@ class CPUAssistant:
     def __init__(self, weights: Weights, context: int, kv: KVFormat, trunk: CPUModel) -> None:
         """Raises ModelFileError."""
         model = CPUModel(weights, context, default_pool(), register_lanes(), False, kv=kv, trunk=trunk)
-        assert model.joint
+        assert model.draft_input
         self._model, self._eps = model, trunk.spec.stream_eps
         self._step: CompiledSequence | None = None
-        self._hidden = memory.view(model.joint.hidden)[: trunk.spec.dim]
+        self._hidden = memory.view(model.draft_input.hidden)[: trunk.spec.dim]
         self._norm = memory.view(trunk.output_norm)[: trunk.spec.dim]
         self._logits = memory.view(model.logits)[: weights.spec.vocab]
         self._token = memory.view(model.tokens)[:1]

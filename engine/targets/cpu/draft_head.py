@@ -24,9 +24,9 @@ class CPUDraftHead:
     def __init__(self, runner: ModelRunner, model: CPUModel, weights: Weights) -> None:
         """Raises ModelFileError."""
         spec = weights.spec
-        assert spec.join and model.joint
+        assert spec.join and model.draft_input
         self._runner, self._eps = runner, spec.stream_eps
-        self._hidden = memory.view(model.joint.hidden).reshape(-1, spec.dim)
+        self._hidden = memory.view(model.draft_input.hidden).reshape(-1, spec.dim)
         self._trunk_norm, self._own_norm = (
             weights.vector(norm) for norm in (spec.join.trunk_norm, spec.output_norm)
         )

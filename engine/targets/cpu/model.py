@@ -28,7 +28,7 @@ from engine.targets.cpu.weights import CPUWeights, Matrix
 
 
 @dataclass
-class Joint:
+class DraftInput:
     """The matrices and norms of a draft head's `Join`, or of an assistant's `Narrowing`, and `hidden`: what the model's
     head reads of the tokens before those of a step, float32 (tokens, dim of the model)."""
 
@@ -97,7 +97,7 @@ class CPUModel(StepBuffers):
         self.layer_tables = loader.layer_tables(spec)
         tables = [loader.matrix(table) for table in spec.added_tables]
         joined = spec.join or spec.narrowing
-        self.joint = _joint(joined, loader, max(chunk, rows)) if joined else None
+        self.draft_input = _draft_input(joined, loader, max(chunk, rows)) if joined else None
         loader.finish()
         super().__init__(spec, context, self.cache.positions, pool, loader, lanes, pictures)
         indices = [
@@ -145,14 +145,14 @@ class CPUModel(StepBuffers):
         return uses
 
 
-def _joint(join: Join | Narrowing, loader: CPUWeights, tokens: int) -> Joint:
+def _draft_input(join: Join | Narrowing, loader: CPUWeights, tokens: int) -> DraftInput:
     matrices = loader.matrix(join.of_embedding), loader.matrix(join.of_hidden, added=True)
-    joint = Joint(*matrices, memory.zeros(tokens * join.of_hidden.cols, dtypes.float32))
+    draft_input = DraftInput(*matrices, memory.zeros(tokens * join.of_hidden.cols, dtypes.float32))
     if isinstance(join, Narrowing):
-        joint.back = loader.matrix(join.back)
+        draft_input.back = loader.matrix(join.back)
     else:
-        joint.embedding_norm, joint.hidden_norm = map(loader.vector, (join.embedding_norm, join.hidden_norm))
-    return joint
+        draft_input.embedding_norm, draft_input.hidden_norm = map(loader.vector, (join.embedding_norm, join.hidden_norm))
+    return draft_input
 
 
 def _norm(loader: CPUWeights, norm: Vector, bias: Vector | None) -> Tensor:

@@ -18,7 +18,7 @@ from engine.targets.cpu.kernels import memory
 from engine.targets.cpu.kernels.activations import cap
 from engine.targets.cpu.kernels.embedding import embed, embed_from_file
 from engine.targets.cpu.kernels.kernel_sequence import KernelSequence
-from engine.targets.cpu.model import CPUModel, Joint
+from engine.targets.cpu.model import CPUModel, DraftInput
 from engine.targets.cpu.step_builder import StepBuilder
 
 
@@ -27,7 +27,7 @@ def step_kernels(model: CPUModel, tile: int, rows: int = 0, whole: bool = False)
     prefill of as many tiles of tokens as the state says, of the `whole` model or of what later tokens need."""
     spec, embedding, step = model.spec, model.embedding, StepBuilder(model, tile, rows)
     of_pictures = [] if rows else model.of_pictures
-    joint, embedded = model.joint, step.x
+    draft_input, embedded = model.draft_input, step.x
     if embedding.cols != spec.dim or spec.centred or model.added_tables:
         embedded = step.rows("embedded", embedding.cols)
     step.add(
@@ -40,8 +40,8 @@ def step_kernels(model: CPUModel, tile: int, rows: int = 0, whole: bool = False)
         *of_pictures[:1],
     )
     _embed_layers(model, step)
-    if joint:
-        _join(joint, step, embedded)
+    if draft_input:
+        _join(draft_input, step, embedded)
     elif spec.centred or model.added_tables:
         step.add_rows([embedded, *_added_rows(model, step)], begins=True)
     if model.embedding_norm is not None:
@@ -76,24 +76,24 @@ def step_kernels(model: CPUModel, tile: int, rows: int = 0, whole: bool = False)
             step.add_rows([of_pictures[sublayer.picture_part]])
         step.sequence.output(step.x)
     if rows:
-        back = [joint.back] if joint and joint.back else []
+        back = [draft_input.back] if draft_input and draft_input.back else []
         inputs = step.quantize(step.x, [model.head, *back], norm=model.output_norm)
         step.multiply(model.logits, model.head, inputs, added=model.head_bias)
-        if joint and joint.back:
-            step.multiply(joint.hidden, joint.back, inputs)
+        if draft_input and draft_input.back:
+            step.multiply(draft_input.hidden, draft_input.back, inputs)
         if spec.softcap:
             vectors = model.sizes(memory.view(model.logits).size // model.lanes)
             step.add(cap(spec.softcap, model.lanes), model.logits, vectors)
     return step.sequence
 
 
-def _join(joint: Joint, step: StepBuilder, embedded: Tensor) -> None:
+def _join(draft_input: DraftInput, step: StepBuilder, embedded: Tensor) -> None:
     """Adds the kernels that begin the stream of a draft head (`engine.description.spec.Join`, `Narrowing`)."""
-    of_embedding = step.rows("joined embedding", joint.of_embedding.rows)
-    inputs = step.quantize(embedded, [joint.of_embedding], norm=joint.embedding_norm)
-    step.multiply(of_embedding, joint.of_embedding, inputs)
-    inputs = step.quantize(joint.hidden, [joint.of_hidden], norm=joint.hidden_norm)
-    step.multiply(step.x, joint.of_hidden, inputs, added=of_embedding)
+    of_embedding = step.rows("joined embedding", draft_input.of_embedding.rows)
+    inputs = step.quantize(embedded, [draft_input.of_embedding], norm=draft_input.embedding_norm)
+    step.multiply(of_embedding, draft_input.of_embedding, inputs)
+    inputs = step.quantize(draft_input.hidden, [draft_input.of_hidden], norm=draft_input.hidden_norm)
+    step.multiply(step.x, draft_input.of_hidden, inputs, added=of_embedding)
 
 
 def _added_rows(model: CPUModel, step: StepBuilder) -> Iterator[Tensor]:

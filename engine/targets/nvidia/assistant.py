@@ -32,8 +32,8 @@ class _AssistantRows(BatchKernels):
 
     def finish(self, step: RowsStep, ending: Ending) -> None:
         super().finish(step, ending)
-        assert self._model.joint
-        back = self._model.joint.back.single_matrix
+        assert self._model.draft_input
+        back = self._model.draft_input.back.single_matrix
         step.multiply(back, step.tiles(back), stored(back.rows), "back", out=self.hidden)
 
 

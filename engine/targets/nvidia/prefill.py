@@ -95,5 +95,5 @@ class PrefillKernels(PromptMemory):
             step.renew(model.embedding_norm)
         if model.layer_tables:
             model.layer_tables.prefill(step, ids, layers)
-        if model.joint:
-            model.joint.begin(step, stream, self.hidden)
+        if model.draft_input:
+            model.draft_input.begin(step, stream, self.hidden)

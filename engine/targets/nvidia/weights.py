@@ -29,8 +29,8 @@ from engine.kernels.device_memory import DeviceCounts, to_device
 from engine.loading.weights import Weights
 from engine.measure.timeline import timeline
 from engine.runtime.pictures import PictureRoom
+from engine.targets.nvidia.draft_input import DraftInput
 from engine.targets.nvidia.filling import fill, prepare
-from engine.targets.nvidia.joint import Joint
 from engine.targets.nvidia.kernels.attention.kv_cache import LENGTH_UNIT
 from engine.targets.nvidia.kernels.products.matvec import StackedMatrices
 from engine.targets.nvidia.kernels.residual_stream.embedding import Positions
@@ -93,7 +93,7 @@ class GPUModel:
     temperature: Tensor | None
     choices: DeviceCounts
     layer_tables: LayerTables | None
-    joint: Joint | None = None
+    draft_input: DraftInput | None = None
     trunk: GPUModel | None = None
 
     def inputs(self, first: int) -> list[Input]:
@@ -143,8 +143,8 @@ class GPUModel:
             heads = [product for product in heads if id(product) not in lent]
         if self.layer_tables:
             heads += self.layer_tables.products
-        if self.joint:
-            heads += self.joint.products
+        if self.draft_input:
+            heads += self.draft_input.products
         if self.positions:
             heads.append(self.positions)
         return [product for layer in self.layers for product in layer.handler.products] + heads
@@ -237,7 +237,7 @@ def allocate(
         temperature=temperature,
         choices=choices,
         layer_tables=LayerTables(spec.layer_embeddings, loading) if spec.layer_embeddings else None,
-        joint=Joint(joined, weights) if (joined := spec.join or spec.narrowing) else None,
+        draft_input=DraftInput(joined, weights) if (joined := spec.join or spec.narrowing) else None,
         trunk=trunk,
     )
 

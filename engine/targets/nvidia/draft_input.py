@@ -13,7 +13,7 @@ from engine.targets.nvidia.norms import Norm, no_norm
 from engine.targets.nvidia.prompt_step import PromptStep
 
 
-class Joint:
+class DraftInput:
     """The matrices and norms of a `Join`, or of a `Narrowing`, which has none and a matrix `back`."""
 
     def __init__(self, join: Join | Narrowing, weights: Weights) -> None:
