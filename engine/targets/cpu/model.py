@@ -147,12 +147,12 @@ class CPUModel(StepBuffers):
 
 def _draft_input(join: Join | Narrowing, loader: CPUWeights, tokens: int) -> DraftInput:
     matrices = loader.matrix(join.of_embedding), loader.matrix(join.of_hidden, added=True)
-    draft_input = DraftInput(*matrices, memory.zeros(tokens * join.of_hidden.cols, dtypes.float32))
+    made = DraftInput(*matrices, memory.zeros(tokens * join.of_hidden.cols, dtypes.float32))
     if isinstance(join, Narrowing):
-        draft_input.back = loader.matrix(join.back)
+        made.back = loader.matrix(join.back)
     else:
-        draft_input.embedding_norm, draft_input.hidden_norm = map(loader.vector, (join.embedding_norm, join.hidden_norm))
-    return draft_input
+        made.embedding_norm, made.hidden_norm = map(loader.vector, (join.embedding_norm, join.hidden_norm))
+    return made
 
 
 def _norm(loader: CPUWeights, norm: Vector, bias: Vector | None) -> Tensor:

@@ -21,7 +21,7 @@ from engine.targets.nvidia.input_scales import InputScales
 from engine.targets.nvidia.kernels.kernel_sequence import KernelSequence
 from engine.targets.nvidia.kernels.pieces import state_of
 from engine.targets.nvidia.kernels.products.small_batch import as_logits, n_blocks
-from engine.targets.nvidia.kernels.residual_stream.joining import tell_rows
+from engine.targets.nvidia.kernels.residual_stream.joining import copy_hidden
 from engine.targets.nvidia.kernels.sampling.sampling import StepRows, next_tokens
 from engine.targets.nvidia.kernels.token_slots import HostRows
 from engine.targets.nvidia.prefill import PrefillKernels
@@ -57,7 +57,7 @@ class BatchKernels(PrefillKernels):
             self.context_limits.append(4 * self.context_limits[-1])
         self._states = {n: device_zeros(4 * n, dtypes.int32) for n in rows}
         # the residual stream of the last steps, if a draft head may read it
-        self.told = {n: HostRows(2 * n * model.spec.dim) for n in rows if model.spec.draft_head}
+        self.hidden_rows = {n: HostRows(2 * n * model.spec.dim) for n in rows if model.spec.draft_head}
         self.logits = {n: device_zeros(n * model.spec.vocab) for n in rows}
 
     def rows_step(self, rows: int, limit: int, ending: Ending, checks: bool = False) -> KernelSequence:
@@ -76,8 +76,13 @@ class BatchKernels(PrefillKernels):
         """Adds what follows the sublayers (`rows_step`)."""
         model, state, rows = self._model, step.state, step.tokens
         step.norm(model.output_norm)
-        if self.told:
-            step.add(tell_rows(rows, self.spec.dim), out=self.told[rows].tensor, stream=step.h, state=state)
+        if self.hidden_rows:
+            step.add(
+                copy_hidden(rows, self.spec.dim),
+                out=self.hidden_rows[rows].tensor,
+                stream=step.h,
+                state=state,
+            )
         part, logits, (_, best) = model.head.single_matrix, self.logits[rows], self._best(step)
         epilogue = as_logits(model.spec.softcap, model.head_bias is not None)
         step.multiply(part, step.tiles(part), epilogue, "head", logits=logits, **best, bias=model.head_bias)

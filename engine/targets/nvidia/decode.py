@@ -19,7 +19,7 @@ from engine.targets.nvidia.input_scales import InputScales
 from engine.targets.nvidia.kernels.kernel_sequence import KernelSequence
 from engine.targets.nvidia.kernels.products.epilogues import as_logits
 from engine.targets.nvidia.kernels.residual_stream.embedding import embed
-from engine.targets.nvidia.kernels.residual_stream.joining import tell_rows
+from engine.targets.nvidia.kernels.residual_stream.joining import copy_hidden
 from engine.targets.nvidia.kernels.sampling.sampling import next_token
 from engine.targets.nvidia.kernels.token_slots import HostRows
 from engine.targets.nvidia.kernels.weights.matrix_bytes import QUARTER, UNIT
@@ -35,7 +35,7 @@ class DecodeKernels(DecodeMemory):
     def __init__(self, model: GPUModel, input_scales: InputScales, context: int) -> None:
         super().__init__(model.spec, input_scales)
         # the residual stream of the last steps, if a draft head may read it
-        self.told = HostRows(2 * model.spec.dim) if model.spec.draft_head else None
+        self.hidden_rows = HostRows(2 * model.spec.dim) if model.spec.draft_head else None
         self._model, self._context = model, context
         self.context_limits = [SHORT]
         while (limit := self.context_limits[-1]) < context:
@@ -79,8 +79,10 @@ class DecodeKernels(DecodeMemory):
             step.is_followed_beside, step.factor = layer.is_followed_beside, layer.factor
             layer.handler.decode(step, layer.norm)
             ends.append(len(step.sequence))
-        if self.told:
-            step.add(tell_rows(1, self.spec.dim), out=self.told.tensor, stream=self.h, state=self.state)
+        if self.hidden_rows:
+            step.add(
+                copy_hidden(1, self.spec.dim), out=self.hidden_rows.tensor, stream=self.h, state=self.state
+            )
         blocks = model.head.n_blocks
         best = {"largest": device_zeros(blocks), "largest_rows": device_zeros(blocks, dtypes.int32)}
         buffers = {"logits": self.logits, **best, "bias": model.head_bias}

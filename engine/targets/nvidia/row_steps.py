@@ -138,11 +138,11 @@ class RowSteps:
         """The residual stream of the first rows of the last step after the last sublayer, float32 (rows, dim); None if
         that would wait for one that is ahead."""
         count, last = self._last
-        told = self._one.told if count == 1 else self._batch.told.get(count)
-        if told is None or (self._is_ahead and not told.is_mapped):
+        hidden_rows = self._one.hidden_rows if count == 1 else self._batch.hidden_rows.get(count)
+        if hidden_rows is None or (self._is_ahead and not hidden_rows.is_mapped):
             return None
         places = [position % 2 * count + place for place, position in last[:rows]]
-        return told.read(self._one.spec.dim, places)
+        return hidden_rows.read(self._one.spec.dim, places)
 
     def end(self, sequence: int) -> None:
         """Says that the next row of a sequence is another one than the device has, even if it looks the same."""

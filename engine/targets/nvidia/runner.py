@@ -49,7 +49,7 @@ from engine.targets.nvidia.kernels.sampling.sampling import Shortlist
 from engine.targets.nvidia.kernels.weights.weight_repacking import begin_repacking, repacking_kernels
 from engine.targets.nvidia.memory import CHUNK_SIZES
 from engine.targets.nvidia.mixed import MixedKernels
-from engine.targets.nvidia.own_angles import OwnAngles
+from engine.targets.nvidia.mrope_angles import MRopeAngles
 from engine.targets.nvidia.row_steps import Key, Rows, RowSteps
 from engine.targets.nvidia.schedule_search import SearchTarget, search
 from engine.targets.nvidia.states import DeviceStates
@@ -90,7 +90,7 @@ class NvidiaRunner:
         rates = chip().rates  # beside what else the kernels follow from
         self._set_up = weights.spec, context_length, parallel, kv, pictures, rates
         self._model = model = allocate(weights, context_length, self.max_chunk, parallel, kv, pictures)
-        self._angles = OwnAngles(model, context_length, parallel, pictures)
+        self._angles = MRopeAngles(model, context_length, parallel, pictures)
         self._input_scales = InputScales()
         self._one = DecodeKernels(model, self._input_scales, context_length)
         counts = self.row_counts

@@ -79,7 +79,7 @@ class GPUModel:
     """All weights of a model and its KV cache. A tied output head is the same object as the embedding. `ropes`: the
     tables of cos and of sin of each, float32 (context, head_dim / 2). `temperature`: the factors of queries by
     position, float32 (context,), if there is a temperature. `choices`: those of the mixtures
-    (`ExpertsHandler.choices`). `joint`: of a draft head, whose embedding and head may be its `trunk`'s."""
+    (`ExpertsHandler.choices`). `draft_input`: of a draft head, whose embedding and head may be its `trunk`'s."""
 
     spec: ModelSpec
     layers: list[Layer]

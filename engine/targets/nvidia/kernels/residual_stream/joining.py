@@ -51,7 +51,7 @@ def normed_row(cols: int, eps: float) -> Kernel:
 
 
 @functools.cache
-def tell_rows(count: int, cols: int) -> Kernel:
+def copy_hidden(count: int, cols: int) -> Kernel:
     """Leaves the residual stream of a step of `count` rows for the host. Buffers: out, float32 (2 * count, cols): as
     the next tokens are (`StepRows.token_slot`, of one row too), so that a step leaves those of the step before;
     stream, float32 (count, cols); state, that of the step (`StepRows`)."""
@@ -63,7 +63,7 @@ def tell_rows(count: int, cols: int) -> Kernel:
         ok = None if cols % threads == 0 else column < cols
         place = load_index(state, row + count, MAX_POSITION) % 2 * count + row
         value = load(stream, row * cols + column, ok)
-        return finish(f"tell_rows_{count}_{cols}", [store(out, place * cols + column, value, ok)])
+        return finish(f"copy_hidden_{count}_{cols}", [store(out, place * cols + column, value, ok)])
 
     return Kernel(kernel, ("out",), ("stream", "state"))
 

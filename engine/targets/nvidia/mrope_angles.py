@@ -16,7 +16,7 @@ _AHEAD = 1024
 """Rows that are written beyond what a step reads: those of steps to come."""
 
 
-class OwnAngles:
+class MRopeAngles:
     """The tables of rotary embeddings with sections, of which each of `parallel` sequences has its own rows. They are
     written as far as steps come: all rows of a long context would take longer than a short answer."""
 

@@ -9,8 +9,8 @@ from engine.formats.prompt_pictures import PlacedPicture, SeenPicture
 from engine.kernels.device_memory import to_device
 from engine.runtime.model_runner import Slot
 from engine.runtime.pictures import PictureRoom, Pictures, positions_of
-from engine.targets.nvidia import own_angles
-from engine.targets.nvidia.own_angles import OwnAngles
+from engine.targets.nvidia import mrope_angles
+from engine.targets.nvidia.mrope_angles import MRopeAngles
 
 CONTEXT, PARALLEL = 256, 2
 
@@ -25,13 +25,13 @@ def pictures(*places):
 
 
 def test_rows_are_those_of_the_pictures_and_of_texts_after_them(monkeypatch):
-    monkeypatch.setattr(own_angles, "_AHEAD", 16)
+    monkeypatch.setattr(mrope_angles, "_AHEAD", 16)
     rope = Rope(pairs=4, frequencies=(1.0, 0.5, 0.25, 0.1), sections=(2, 1, 1))
-    length = OwnAngles(SimpleNamespace(spec=SimpleNamespace(ropes=()), ropes=()), CONTEXT, 1, None)._length
+    length = MRopeAngles(SimpleNamespace(spec=SimpleNamespace(ropes=()), ropes=()), CONTEXT, 1, None)._length
     tables = rope.tables(length, CONTEXT)
     tensors = [to_device(np.tile(table.reshape(-1), PARALLEL)) for table in tables]
     model = SimpleNamespace(spec=SimpleNamespace(ropes=(rope,)), ropes=(tensors,))
-    angles = OwnAngles(model, CONTEXT, PARALLEL, PictureRoom(0))
+    angles = MRopeAngles(model, CONTEXT, PARALLEL, PictureRoom(0))
     rng = np.random.default_rng(7)
     kinds = [None, pictures((3, 2, 3)), pictures((40, 4, 2), (60, 3, 3)), pictures((0, 5, 1))]
     for _ in range(60):
