@@ -21,6 +21,7 @@ thread, and those of the four threads of a step, are neighbours there (`activati
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -224,6 +225,22 @@ def wmma(a: Sequence[UOp], b: Sequence[UOp], c: Sequence[UOp]) -> list[UOp]:
     return [product.index(UOp.const(i)) for i in range(4)]
 
 
+def _over_depths(tiles: Tiles, sums: Sequence[UOp], at: tuple[UOp, UOp, UOp, UOp]) -> list[UOp]:
+    """The sums of a thread and of those at further depths, by way of shared memory. `at`: the thread of its warp, and
+    the warp's place down, across and in the depth."""
+    thread, down, across, depth = at
+    tile, size = (down * tiles.across + across) * len(sums), tiles.down * tiles.across * len(sums)
+    others = shared(tiles.shared_bytes // 4, slot=2)
+
+    def met(depth: UOp | int, i: int) -> UOp:
+        """Where the warp at a depth from 1 on leaves its i-th sum."""
+        return ((depth - 1) * size + tile + i) * 32 + thread
+
+    kept = [store(others, met(depth, i), value, depth > 0) for i, value in enumerate(sums)]
+    others, depths = others.after(UOp.group(*kept)), range(1, tiles.deep)
+    return [chain([v, *(load(others, met(d, i)) for d in depths)]) for i, v in enumerate(sums)]
+
+
 @functools.cache
 def matmul(
     layout: WeightLayout, tokens: int, rows: int, cols: int, tiles: Tiles, paired: bool, name: str,
@@ -346,56 +363,38 @@ def matmul(
         acc = acc.after(stores.end(step) if steps > 1 else stores)
         sums = load_run(acc, 0, n_acc)
         if tiles.deep > 1:
-            tile, size = (down * tiles.across + across) * n_acc, tiles.down * tiles.across * n_acc
-            others = shared(tiles.shared_bytes // 4, slot=2)
-
-            def met(depth: UOp | int, i: int) -> UOp:
-                """Where the warp at a depth from 1 on leaves its i-th sum."""
-                return ((depth - 1) * size + tile + i) * 32 + thread
-
-            kept = [store(others, met(depth, i), value, depth > 0) for i, value in enumerate(sums)]
-            others = others.after(UOp.group(*kept))
-            depths = range(1, tiles.deep)
-            sums = [chain([v, *(load(others, met(d, i)) for d in depths)]) for i, v in enumerate(sums)]
-        results = []
-        for i in range(tiles.rows):
-            for j in range(tiles.cols):
-                value = sums[(i * tiles.cols + j) * 4 :][:4]
-                for k in (0, 1):
-                    token = place(i, k)
-                    row = first_row + j * 8 + thread % 4 * 2
-                    if experts:
-                        assert assignments is not None
-                        ok = live & (load(assignments, token) >= 0)
-                        assignment = load_index(assignments, token, experts.assignments)
-                    else:
-                        ok = token < n if tiles.deep == 1 else (token < n) & depth.eq(0)
-                    if rows % tiles.width:
-                        ok = ok & (row < rows)
-                    if bias is not None:
-                        terms = load_run(bias, expert_row + row if experts else row, 2, ok)
-                        value[2 * k : 2 * k + 2] = [
-                            v + term for v, term in zip(value[2 * k :], terms, strict=False)
-                        ]
-                    if paired:
-                        index = fragment_index(token, row // 2, rows // 2)
-                        product = gated(value[2 * k], value[2 * k + 1], activation)
-                        results.append(store(out, index, as_half(product), ok))
-                    elif bend:
-                        for e in (0, 1):
-                            inside = ok if rows % 2 == 0 or not e else ok & (row + 1 < rows)
-                            result = as_half(bent(value[2 * k + e], bend))
-                            results.append(store(out, fragment_index(token, row + e, rows), result, inside))
-                    else:
-                        if experts and not halved:
-                            assert factors is not None
-                            factor = load(factors, assignment, ok)
-                            value[2 * k : 2 * k + 2] = [v * factor for v in value[2 * k : 2 * k + 2]]
-                            token = assignment % experts.used * tokens + assignment // experts.used
-                        for e in (0, 1):
-                            inside = ok if rows % 2 == 0 or not e else ok & (row + 1 < rows)
-                            index = part * (tokens * rows) + token * rows + row + e
-                            results.append(store(out, index, value[2 * k + e], inside))
+            sums = _over_depths(tiles, sums, (thread, down, across, depth))
+        results: list[UOp] = []
+        for i, j, k in itertools.product(range(tiles.rows), range(tiles.cols), (0, 1)):
+            pair = sums[(i * tiles.cols + j) * 4 + 2 * k :][:2]
+            token, row = place(i, k), first_row + j * 8 + thread % 4 * 2
+            if experts:
+                assert assignments is not None
+                ok = live & (load(assignments, token) >= 0)
+                assignment = load_index(assignments, token, experts.assignments)
+            else:
+                ok = token < n if tiles.deep == 1 else (token < n) & depth.eq(0)
+            if rows % tiles.width:
+                ok = ok & (row < rows)
+            if bias is not None:
+                terms = load_run(bias, expert_row + row if experts else row, 2, ok)
+                pair = [v + term for v, term in zip(pair, terms, strict=True)]
+            if paired:
+                gate, up = pair
+                product = gated(gate, up, activation)
+                results.append(store(out, fragment_index(token, row // 2, rows // 2), as_half(product), ok))
+                continue
+            if factors is not None:
+                assert experts
+                pair = [v * load(factors, assignment, ok) for v in pair]
+                token = assignment % experts.used * tokens + assignment // experts.used
+            for e, value in enumerate(pair):
+                inside = ok if rows % 2 == 0 or not e else ok & (row + 1 < rows)
+                if bend:
+                    index, value = fragment_index(token, row + e, rows), as_half(bent(value, bend))
+                else:
+                    index = part * (tokens * rows) + token * rows + row + e
+                results.append(store(out, index, value, inside))
         shape = f"{tiles.rows}_{tiles.cols}_{tiles.down}_{tiles.across}_{tiles.parts}_{tiles.deep}"
         shape += "_staged" * tiles.staged + "_bent" * bool(bend)
         full_name = f"prefill_{name}_{layout.name}_{tokens}_{rows}x{cols}_{shape}"
