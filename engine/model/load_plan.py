@@ -21,7 +21,7 @@ from engine.protocol.events import EngineOptions
 from engine.runtime.pictures import PictureRoom
 
 if TYPE_CHECKING:
-    from engine.model.eyes import EncoderFile
+    from engine.model.encoder_file import EncoderFile
 
 
 @dataclass(frozen=True)
@@ -88,6 +88,6 @@ def plan_load(options: EngineOptions, file: GGUF) -> LoadPlan:
 
 def _encoder_file(path: str, spec: ModelSpec) -> EncoderFile:
     """An encoder of pictures. Raises ModelFileError. Its modules take a twentieth of a second of a start."""
-    from engine.model.eyes import EncoderFile
+    from engine.model.encoder_file import EncoderFile
 
     return EncoderFile(path, spec)

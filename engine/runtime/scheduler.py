@@ -38,11 +38,11 @@ from engine.runtime.known_tokens import end_of_piece, find_known, keep_state
 from engine.runtime.kv_blocks import BLOCK, KVBlocks, PoolFullError
 from engine.runtime.model_runner import Ahead, Following, ModelRunner
 from engine.runtime.pace import Pace
+from engine.runtime.picture_embeddings import PictureEmbeddings
 from engine.runtime.pictures import PictureEncoder
 from engine.runtime.prefix_keeper import PrefixKeeper
 from engine.runtime.prefix_store import PrefixStore
 from engine.runtime.sampling import Logits
-from engine.runtime.sight import Sight
 from engine.runtime.speculation import AnyDrafter, Check, Speculation
 
 REPORT_S = 0.25
@@ -73,7 +73,7 @@ class Scheduler:
         self.blocks = KVBlocks(runner)
         self._states = Checkpoints(runner) if runner.state_slots else None
         self._keeper = PrefixKeeper(runner, self.blocks, store, self._states) if store else None
-        self._sight = Sight(encoder)
+        self._pictures = PictureEmbeddings(encoder)
         self._slots: list[Job | None] = [None] * runner.parallel
         self._waiting: dict[str, collections.deque[Job]] = {}
         self._turns = Turns()  # of the clients that have requests: when they got their last slots
@@ -343,7 +343,7 @@ class Scheduler:
         answer, wanted = job.answer, job.stored
         done = find_known(self.blocks, self._states, sequence, job)
         end = end_of_piece(self._states, sequence, job, done, room)
-        if not self._try(sequence, lambda: self._sight.sees(job.answer, done, end)):
+        if not self._try(sequence, lambda: self._pictures.sees(job.answer, done, end)):
             return None
         if not job.was_paused:
             answer.report_prefill(done)

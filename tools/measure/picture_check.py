@@ -26,7 +26,7 @@ def check(backend: str, models: list[str], chip: str) -> None:
     from engine.description.architectures import read_spec
     from engine.formats.gguf import GGUF
     from engine.loading.weights import Weights
-    from engine.model.eyes import EncoderFile
+    from engine.model.encoder_file import EncoderFile
     from engine.model.open_runner import open_runner
     from engine.protocol.events import KernelPath
     from engine.runtime.model_runner import ModelRunner

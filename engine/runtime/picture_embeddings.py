@@ -13,7 +13,7 @@ _REPORT_S = 0.25
 _KEPT_BYTES = 512 << 20  # of embeddings that may be needed again
 
 
-class Sight:
+class PictureEmbeddings:
     """Encodes pictures, and remembers what it has encoded. `encoder`: None if no prompt has pictures."""
 
     def __init__(self, encoder: PictureEncoder | None) -> None:
