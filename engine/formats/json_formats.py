@@ -1,10 +1,11 @@
-"""What llguidance keeps too loosely of JSON schemas, in a form that it keeps: formats of texts as patterns, and bounds
-beyond the integers that a double has.
+"""What llguidance keeps too loosely of JSON schemas, in a form that it keeps: formats of texts as patterns, bounds
+beyond the integers that a double has, and integers without bounds, with whose digits a model could go on for ever.
 
 Times and dates are those of RFC 3339, section 5.6. A leap second is one only at some ends of a month, so none is made.
 The part of an e-mail address before the @ has at most 64 characters (RFC 5321, section 4.5.3.1).
 """
 
+import json
 import math
 from collections.abc import Iterator, Mapping
 from typing import Any, TypeGuard
@@ -31,15 +32,55 @@ _EXACT = 2**53
 """llguidance reads numbers as doubles: it rounds integers beyond this."""
 _MOST = 2**63 - 1024
 """llguidance takes a bound beyond this for one at 2^63, and refuses a range up to that."""
+_MAX_KINDS = 16
+"""Kinds of integers that get bounds: the library takes 5 ms for each, and only so many fit into its limits."""
+_ENDS = {"minimum": ("exclusiveMinimum", -_MOST), "maximum": ("exclusiveMaximum", _MOST)}
+_ANNOTATIONS = ("title", "description", "default", "examples", "example", "deprecated")
+_KIND = "bounded-integer-{}"
+_DECIDED = ("enum", "const", "multipleOf", "$ref", "anyOf", "allOf", "oneOf")
+"""Beside these, an integer is left as it is."""
 
 
 def with_strict_formats(schema: Any) -> Any:
-    """A JSON schema in which texts of `PATTERNS` have a pattern in place of their format, and bounds beyond 2^53 are
-    rounded inwards, beyond 2^63 to `_MOST`. Raises UsageError where nothing within fits, and for greater numbers of
-    `const` and `enum`."""
+    """A JSON schema in which texts of `PATTERNS` have a pattern in place of their format, bounds beyond 2^53 are
+    rounded inwards, beyond 2^63 to `_MOST`, and integers have bounds. Raises UsageError where nothing within fits, and
+    for greater numbers of `const` and `enum`."""
+    return _with_bounded_integers(_strict(schema))
+
+
+def _with_bounded_integers(schema: Any) -> Any:
+    """Integers without a bound at one end or both have those of 64 bits. Each kind is a definition, which the library
+    compiles once."""
+    kinds = dict[str, dict[str, Any]]()
+
+    def bounded(part: Any) -> Any:
+        if not isinstance(part, Mapping) or (
+            "$id" in part and part is not schema
+        ):  # references would begin there
+            return part
+        ends = {end: most for end, (other, most) in _ENDS.items() if end not in part and other not in part}
+        if part.get("type") != "integer" or not ends or any(key in part for key in _DECIDED):
+            return with_subschemas(part, bounded)
+        kind = {key: value for key, value in part.items() if key not in _ANNOTATIONS} | ends
+        name = json.dumps(kind, sort_keys=True)
+        if name not in kinds and len(kinds) == _MAX_KINDS:
+            return part
+        kinds.setdefault(name, kind)
+        return {"$ref": f"#/$defs/{_KIND.format([*kinds].index(name))}"}
+
+    made = bounded(schema)
+    if kinds:
+        given = made.get("$defs")
+        made["$defs"] = (given if isinstance(given, dict) else {}) | {
+            _KIND.format(i): kind for i, kind in enumerate(kinds.values())
+        }
+    return made
+
+
+def _strict(schema: Any) -> Any:
     if not isinstance(schema, Mapping):
         return schema
-    made = with_subschemas(schema, with_strict_formats)
+    made = with_subschemas(schema, _strict)
     _bound(made, 1, ("minimum", "exclusiveMinimum"))
     _bound(made, -1, ("maximum", "exclusiveMaximum"))
     for number in _numbers([schema.get("const"), schema.get("enum")]):

@@ -385,6 +385,17 @@ def test_what_cannot_be_kept_is_left_out_of_what_is_not_strict():
     )
 
 
+def test_integers_have_an_end():
+    least = {"type": "integer", "exclusiveMinimum": 2, "description": "A count."}
+    schema = {"type": "object", "properties": {"n": {"type": "integer"}, "more": {"items": least}}}
+    grammar = schema_grammar(schema)
+    assert takes(grammar, '{"n": -9223372036854774784, "more": [3, 9223372036854774784]}')
+    for text in (f'{{"n": {"1" * 20}}}', f'{{"more": [{"3" * 20}]}}', '{"more": [2]}'):
+        assert not takes(grammar, text)
+    many = {"anyOf": [{"type": "integer", "minimum": i} for i in range(99)]}
+    assert len(with_strict_formats(many)["$defs"]) == 16  # the library compiles no more
+
+
 def test_objects_have_the_properties_that_are_named_and_no_others():
     city = {"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"]}
     listed = {"type": "array", "items": {"$ref": "#/$defs/city"}, "$defs": {"city": city}}
