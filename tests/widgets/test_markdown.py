@@ -158,6 +158,13 @@ def test_tasks_have_boxes():
     assert plain(whole("- [ ] open\n- [x] done\n- plain\n")) == ["☐ open", "☑ done", "• plain"]
 
 
+def test_marks_in_marks_without_end_are_left_out():
+    """A recursion over them ended the program, and again when the chat was opened."""
+    for mark in "*_":
+        assert "word" in "".join(plain(whole(mark * 1000 + "word" + mark * 1000)))
+    assert plain(whole("*" * 1000 + "word" + "*" * 1000 + " and *more*")) == ["word and more"]
+
+
 def test_entities_cannot_bring_control_characters_back():
     text = "".join(plain(whole("a&#x202e;b&#27;[31m &#x9b;c\n\n`&#27;`\n")))
     assert not re.search("[\x00-\x1f\x7f-\x9f\u202a-\u202e]", text)

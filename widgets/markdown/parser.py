@@ -9,6 +9,23 @@ from markdown_it.token import Token
 from widgets.markdown.formulas import add_formulas
 from widgets.text import clean
 
+MOST_NESTED = 20
+"""Marks of emphasis and links within each other. markdown-it counts blocks only, and its tree is made by recursion:
+hundreds of stars before and after a word ended the program."""
+
+
+def _flatten(state: StateCore) -> None:
+    """Leaves out marks that are nested too deeply; what they hold stays."""
+    for token in state.tokens:
+        depth, kept = 0, []
+        for child in token.children or ():
+            depth += child.nesting == 1
+            if not child.nesting or depth <= MOST_NESTED:
+                kept.append(child)
+            depth -= child.nesting == -1
+        if token.children:
+            token.children = kept
+
 
 def _clean_entities(state: StateCore) -> None:
     """Cleans again what entities (`&#x202e;`) expanded to. Turns soft breaks into hard ones: models do not wrap their
@@ -31,6 +48,7 @@ def parser() -> MarkdownIt:
         .disable(["image", "reference"])
     )
     add_formulas(markdown)
+    markdown.core.ruler.push("flatten", _flatten)
     markdown.core.ruler.push("clean_entities", _clean_entities)
     return markdown
 
