@@ -14,8 +14,9 @@ class Parts:
     those of queries and keys, over a "head", over "all", or LayerNorms of "heads" with weights of their own. `biases`:
     of "qkv", or of all matrices of a layer.
     `renamed`: ffn_norm is called post_attention_norm. `delta`: gated delta nets in the layers without attention,
-    which has a gate; `fused_delta`: their beta and alpha are one matrix. `conv`, `mamba` or `scan`: every other layer
-    is a short convolution, a Mamba 2 layer or a Mamba layer. `shared`: a shared expert, `ungated`: without a gate.
+    which has a gate; `fused_delta`: their beta and alpha are one matrix. `conv`, `mamba`, `scan` or `keyed`: every
+    other layer is a short convolution, a Mamba 2 layer, a Mamba layer or a delta net with decays of keys. `shared`: a
+    shared expert, `ungated`: without a gate.
     `every_expert`: of so many layers, the last has experts. `choice_bias`: of the choice of experts.
     `layer_norms`: with "biases" or without ("plain"). `feed_forward`: "ungated", and "beside"
     attention, without a norm of its own. `lone`: a layer is a Mamba 2 layer, a feed-forward layer or attention, by
@@ -41,6 +42,7 @@ class Parts:
     sinks: bool = False
     renamed: bool = False
     delta: bool = False
+    keyed: bool = False
     fused_delta: bool = False
     conv: bool = False
     mamba: bool = False
@@ -484,6 +486,34 @@ ARCHITECTURES: dict[str, Parts] = {
         feed_forward="ungated",
         keys={"attention.kv_lora_rank": 64, "rope.dimension_count": 16}
         | {"attention.key_length": 48, "attention.value_length": 32},
+    ),
+    "kimi-linear": Parts(
+        latent="apart",
+        keyed=True,
+        experts=8,
+        shared=True,
+        ungated="elements",
+        choice_bias=True,
+        keys=EXPERTS
+        | LATENT
+        | {"attention.key_length": 80, "attention.value_length": 64, "ssm.conv_kernel": 4, "kda.head_dim": 32}
+        | {"attention.key_length_mla": 48, "attention.value_length_mla": 32, "expert_gating_func": 2}
+        | {"expert_weights_scale": 2.5, "expert_weights_norm": True},
+    ),
+    "bailingmoe3": Parts(
+        latent="apart",
+        keyed=True,
+        gated="heads",
+        experts=8,
+        shared=True,
+        ungated="elements",
+        choice_bias=True,
+        keys=EXPERTS
+        | LATENT
+        | {"attention.key_length": 80, "attention.value_length": 64, "ssm.conv_kernel": 4, "kda.head_dim": 32}
+        | {"attention.key_length_mla": 48, "attention.value_length_mla": 32, "attention.q_lora_rank": 96}
+        | {"expert_gating_func": 2, "expert_weights_scale": 2.5, "expert_weights_norm": True}
+        | {"kda.gate_lower_bound": -5.0},
     ),
     "minicpm3": Parts(
         latent="together",

@@ -188,6 +188,8 @@ def _kv_heads(parts: Parts, kinds: Sequence[str], count: int) -> int | list[int]
         return [count if kind == "*" else 0 for kind in kinds]
     if parts.partial:
         return [0 if kind == "F" else count for kind in kinds]
+    if parts.keyed:
+        return [1 if i % 2 else 0 for i in range(len(kinds))]
     if parts.conv or parts.scan or (parts.mamba and not parts.mamba_beside):
         return [count if i % 2 else 0 for i in range(len(kinds))]
     return count

@@ -176,6 +176,8 @@ class Tensors:
                 self.mixing(layer, prefix)
         elif parts.delta and (layer + 1) % self.metadata["full_attention_interval"]:
             self.delta_net(prefix)
+        elif parts.keyed and is_even:
+            self.keyed_delta_net(prefix)
         elif parts.conv and is_even:
             self.short_conv(f"{prefix}shortconv.")
         elif parts.scan and is_even:
@@ -262,6 +264,8 @@ class Tensors:
         else:
             self.matrices(prefix + "attn_k_b", heads, latent, plain)
             self.matrices(prefix + "attn_v_b", heads, values, latent)
+        if self.parts.gated:
+            self.matrix(prefix + "attn_gate", heads, dim)
         self.matrix(prefix + "attn_output", dim, heads * values)
 
     # --- layers with a state ------------------------------------------------------------------------------
@@ -280,6 +284,28 @@ class Tensors:
         self.numbers(prefix + "ssm_a", -self.rng.uniform(0.2, 4, values))
         self.vector(prefix + "ssm_dt.bias", values, -3.0, 1.0)
         self.vector(prefix + "ssm_norm.weight", size, 1.0)
+
+    def keyed_delta_net(self, prefix: str) -> None:
+        heads, size, dim = self.shape.heads, self.metadata["kda.head_dim"], self._dim
+        width, is_bounded = heads * size, "kda.gate_lower_bound" in self.metadata
+        for x in "qkv":
+            self.matrix(f"{prefix}attn_{x}", width, dim)
+            self.numbers(
+                f"{prefix}ssm_conv1d_{x}.weight",
+                self.weights(self.rng, width, self.metadata["ssm.conv_kernel"], Type.F32).reshape(
+                    1, width, 1, -1
+                ),
+            )
+        for x in "fg":
+            self.matrix(f"{prefix}ssm_{x}_a", width if is_bounded else size, dim, "F32")
+            if not is_bounded:
+                self.matrix(f"{prefix}ssm_{x}_b", width, size, "F32")
+        self.matrix(prefix + "ssm_beta", heads, dim, "F32")
+        rates = self.rng.uniform(0.2, 4, (heads, 1))
+        self.numbers(prefix + "ssm_a", rates if is_bounded else -rates)
+        self.vector(prefix + "ssm_dt.bias", width, -3.0, 1.0)
+        self.vector(prefix + "ssm_norm.weight", size, 1.0)
+        self.matrix(prefix + "attn_output", dim, width)
 
     def mamba(self, prefix: str) -> None:
         state_size, groups, heads, width = (

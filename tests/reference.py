@@ -19,7 +19,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from engine.description.altup import Correction, LowRank, Merge, Modes, Prediction
 from engine.description.architectures import read_spec
-from engine.description.recurrent import DeltaNet, Mamba, SelectiveScan, ShortConv
+from engine.description.recurrent import DeltaNet, KeyedDeltaNet, Mamba, SelectiveScan, ShortConv
 from engine.description.spec import ModelSpec
 from engine.description.sublayers import (
     MIN_PROBABILITY,
@@ -42,7 +42,7 @@ NEIGHBOURS = {
     "llama", "llama4", "mistral3", "granite", "granitemoe", "smollm3", "chatglm", "ernie4_5", "ernie4_5-moe", "glm4",
     "granitehybrid", "command-r", "cohere2", "internlm2", "minicpm", "deepseek2", "deepseek", "bailingmoe", "arcee",
     "maincoder", "xverse", "baichuan", "deci", "granite_swa", "olmo", "muse-glimmer", "mistral4", "llama-embed",
-    "cohere2moe", "plm", "nanbeige", "neo-bert",
+    "cohere2moe", "plm", "nanbeige", "neo-bert", "bailingmoe3",
 }  # fmt: skip
 """Architectures whose files hold the two elements of a rotary pair side by side; in the others they are apart by half
 of what is rotated."""
@@ -163,6 +163,8 @@ class Reference:
                     y = self._attend(part, h, caches)
                 case DeltaNet() as part:
                     y = self._delta(part, h)
+                case KeyedDeltaNet() as part:
+                    y = self._keyed_delta(part, h)
                 case Mamba() as part:
                     y = self._mamba(part, h)
                 case SelectiveScan() as part:
@@ -381,6 +383,38 @@ class Reference:
         normed = self._normed(y, part.norm, self.spec.eps).reshape(n, -1)
         return self._product(normed * gate * sigmoid(gate), part.out)
 
+    def _keyed_delta(self, part: KeyedDeltaNet, h: Floats) -> Floats:
+        """Token by token, as the docstring of `KeyedDeltaNet` has it."""
+        n, eps = len(h), np.float32(self.spec.eps)
+
+        def channels(weight: Weight, conv: Vector) -> Floats:
+            inputs = np.pad(self._product(h, weight), ((part.taps - 1, 0), (0, 0)))
+            taps = self._vector(conv).reshape(part.width, part.taps)
+            x = np.stack([(inputs[t : t + part.taps] * taps.T).sum(0) for t in range(n)])
+            return (x * sigmoid(x)).reshape(n, part.heads, part.size)
+
+        def of_both(weights: tuple[Weight, ...]) -> Floats:
+            x = h
+            for weight in weights:
+                x = self._product(x, weight)
+            return x
+
+        q, k, v = map(channels, part.qkv, part.convs)
+        q, k = (x / np.sqrt((x * x).sum(-1, keepdims=True) + eps) for x in (q, k))
+        beta, scale = sigmoid(self._product(h, part.beta)), np.float32(part.size**-0.5)
+        f = (of_both(part.alphas) + self._vector(part.decay_bias)).reshape(n, part.heads, part.size)
+        rates = self._vector(part.decay).reshape(-1, 1)
+        decay = np.exp(part.bound * sigmoid(rates * f) if part.bound else rates * np.logaddexp(0, f))
+        y = np.empty((n, part.heads, part.size), np.float32)
+        for head in range(part.heads):
+            state = np.zeros((part.size, part.size), np.float32)
+            for t in range(n):
+                state *= decay[t, head][:, None]
+                state += np.outer(k[t, head], beta[t, head] * (v[t, head] - state.T @ k[t, head]))
+                y[t, head] = state.T @ q[t, head] * scale
+        normed = self._normed(y, part.norm, self.spec.eps).reshape(n, -1)
+        return self._product(normed * sigmoid(of_both(part.gates)), part.out)
+
     def _mamba(self, part: Mamba, h: Floats) -> Floats:
         """Token by token, as the docstring of `Mamba` has it."""
         n, rows = len(h), part.channels.rows
@@ -504,6 +538,8 @@ class Reference:
             scores = q[:, head] @ (latent @ of_keys[head]).T + q_rotated[:, head] @ k_rotated.T
             weights = softmax(np.where(hidden, -np.inf, scores * np.float32(a.scale)))
             out[:, head] = weights @ (latent @ of_values[head].T)
+        if a.gate:
+            out = out * sigmoid(self._product(h, a.gate))[:, :, None]
         return self._product(out.reshape(n, -1), a.o, a.o_bias)
 
     def _turned(self, part: Attention, x: Floats, norm: Vector | None) -> Floats:

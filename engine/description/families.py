@@ -85,7 +85,7 @@ class Family:
     recurrent_beside: bool = False
     normed_after: bool = False
     both_ways: bool = False
-    recurrent: Literal["delta net", "short conv", "mamba", "scan"] = "delta net"
+    recurrent: Literal["delta net", "keyed delta net", "short conv", "mamba", "scan"] = "delta net"
     gated_attention: bool = False
     unscaled_attention: bool = False
     normed_values: bool = False
@@ -279,6 +279,10 @@ ARCHITECTURES: Mapping[str, Family] = {
     "mamba": Family(recurrent="scan", lone_sublayers=True),
     "mamba2": Family(recurrent="mamba", lone_sublayers=True),
     "jamba": Family(recurrent="scan", unrotated_every=1, renormalised=False),
+    "kimi-linear": Family(recurrent="keyed delta net", unrotated_every=1, scoring="sigmoid"),
+    "bailingmoe3": Family(
+        interleaved=True, recurrent="keyed delta net", renormalised=False, scoring="sigmoid"
+    ),
     "lfm2": Family(recurrent="short conv", full_attention_every=_NO_LAYER),
     "lfm2moe": Family(recurrent="short conv", full_attention_every=_NO_LAYER, scoring="sigmoid"),
     "bailingmoe": Family(interleaved=True, renormalised=False),

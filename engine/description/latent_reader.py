@@ -9,6 +9,7 @@ import math
 from dataclasses import replace
 
 from engine.description.head_reader import MAX_HEAD, AttentionHeads, HeadReader
+from engine.description.spec import Rope
 from engine.description.sublayers import LatentAttention, Weight
 from engine.errors import ModelFileError
 from engine.formats.quantization import read_as
@@ -39,7 +40,7 @@ def read_latent_attention(file: HeadReader, i: int, prefix: str) -> LatentAttent
             f"{file.name} has latent attention of a shape that orin-chat does not run.",
             "Choose another model.",
         )
-    order = HeadOrder(rotated, rotated, file.family.interleaved)
+    order = HeadOrder(rotated, rotated, file.family.interleaved and not any(file.sections()))
     turned = None if order.is_engines else order
     q, q_down, q_down_norm, width = "attn_q", None, None, dim
     if file.has(f"{prefix}attn_q_a.weight"):
@@ -59,8 +60,12 @@ def read_latent_attention(file: HeadReader, i: int, prefix: str) -> LatentAttent
     else:
         of_keys = file.weight(f"{prefix}attn_k_b", latent, plain, experts=heads)
         of_values = file.weight(f"{prefix}attn_v_b", values, latent, experts=heads)
-    rope = file.rotation(AttentionHeads(heads, 1, head_dim, rotated, None), plain=False)
+    is_rotated = file.family.unrotated_every != 1
+    rope = Rope(head_dim // 2)
+    if is_rotated:
+        rope = file.rotation(AttentionHeads(heads, 1, head_dim, rotated, None), plain=False)
     magnitude, growth = _yarn(file)
+    gate = file.weight(f"{prefix}attn_gate", heads, dim) if file.has(f"{prefix}attn_gate.weight") else None
     return LatentAttention(
         q=queries(0, plain, None), k=keys(0, latent, None), v=None,
         o=file.weight(f"{prefix}attn_output", dim, heads * values),
@@ -70,7 +75,7 @@ def read_latent_attention(file: HeadReader, i: int, prefix: str) -> LatentAttent
         q_rotated=queries(plain, rotated, turned), k_rotated=keys(latent, rotated, turned),
         of_keys=of_keys, of_values=of_values,
         latent_norm=file.required(f"{prefix}attn_kv_a_norm.weight", latent),
-        q_down=q_down, q_down_norm=q_down_norm,
+        q_down=q_down, q_down_norm=q_down_norm, gate=gate,
     )  # fmt: skip
 
 

@@ -96,6 +96,52 @@ class DeltaNet(Recurrent):
 
 
 @dataclass(frozen=True)
+class KeyedDeltaNet(Recurrent):
+    """A delta net as `DeltaNet`, of `heads` heads of queries, keys and values, in which each element of a key has a
+    decay of its own (Kimi Delta Attention). `convs`: the taps of queries, of keys and of values.
+
+    The logarithms of the decays are `decay` * softplus(f + `decay_bias`), where f is `alphas` x, one matrix after the
+    other, and `decay` a number for each head; with a `bound` they are bound * sigmoid(decay * (f + decay_bias)). With
+    a state S (size keys, size values) for each head, a token computes, in this order: S *= decays (of rows);
+    S += k (beta * (v - S^T k))^T;  y = S^T q.  The result is `out` (norm(y) * sigmoid(`gates` x)), normed over a head,
+    with one matrix of `gates` after the other."""
+
+    qkv: tuple[Weight, ...]
+    gates: tuple[Weight, ...]
+    beta: Weight
+    alphas: tuple[Weight, ...]
+    out: Weight
+    convs: tuple[Vector, ...]
+    """Channel by channel the taps."""
+    decay: Vector
+    decay_bias: Vector
+    norm: Vector
+    heads: int
+    size: int
+    taps: int
+    bound: float = 0.0
+    words = "delta nets with decays of keys"
+
+    @property
+    def width(self) -> int:
+        """Elements of queries, over all heads."""
+        return self.heads * self.size
+
+    @property
+    def vectors(self) -> tuple[Vector, ...]:
+        return *super().vectors, *self.convs
+
+    @property
+    def state_shapes(self) -> tuple[tuple[int, ...], ...]:
+        return (self.heads, self.size, self.size), (self.taps - 1, 3 * self.width)
+
+    @property
+    def roles(self) -> Roles:
+        inputs = *self.qkv, *self.gates, self.beta, *self.alphas
+        return {"QKV projection": inputs, "attention output": (self.out,)}
+
+
+@dataclass(frozen=True)
 class Mamba(Recurrent):
     """A Mamba 2 layer. `channels` x is, for each token: x of `heads` heads of `head_dim` elements, then B and then C of
     `groups` groups of `size` elements. Each of these channels passes a causal convolution over the last `taps` tokens,

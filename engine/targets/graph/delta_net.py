@@ -15,6 +15,7 @@ exact as one equation after the other; a sum of powers of A is not, where keys r
 from __future__ import annotations
 
 import functools
+import math
 from typing import cast
 
 import numpy as np
@@ -74,6 +75,32 @@ def delta_rule(
     y = decay * of_state[:, -n:] + scores @ d
     left = (sums[:, -1:] - sums).exp().unsqueeze(-1)
     return y.contiguous(), (decay[:, -1:] * state + (k * left).transpose(1, 2) @ d).contiguous()
+
+
+def keyed_delta_rule(
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, state: Tensor
+) -> tuple[Tensor, Tensor]:
+    """As `delta_rule`, with a decay of each element of a key: `log_decay` is (heads, n, size), and `beta` (heads, n,
+    1). Products of keys have the decays between their tokens within the sum, since exp(-G_s) could be infinite."""
+    n = cast(int, q.shape[1])
+    q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
+    sums = (Tensor.ones(n, n).tril() @ log_decay).contiguous()  # (heads, n, size)
+    is_before = Tensor.ones(n, n).tril().reshape(1, n, n, 1) > 0
+    apart = is_before.where(sums.unsqueeze(2) - sums.unsqueeze(1), -math.inf).exp()  # (heads, t, s, size)
+
+    def products(x: Tensor) -> Tensor:
+        """Of x_t and the keys of the tokens so far: (heads, t, s)."""
+        return (apart * x.unsqueeze(2) * k.unsqueeze(1)).sum(-1).contiguous()
+
+    decay = sums.exp()
+    of_state = ((k * decay).cat(q * decay, dim=1).contiguous() @ state).contiguous()
+    d = (beta * (v - of_state[:, :n])).contiguous()
+    if n > 1:
+        d = (_inverse((beta * products(k)).contiguous()) @ d).contiguous()
+    y = of_state[:, n:] + products(q) @ d
+    left = (sums[:, -1:] - sums).exp()
+    kept = decay[:, -1:].transpose(1, 2) * state
+    return y.contiguous(), (kept + (k * left).contiguous().transpose(1, 2) @ d).contiguous()
 
 
 def _inverse(overlaps: Tensor) -> Tensor:

@@ -6,8 +6,9 @@ from typing import cast
 
 from tinygrad import Tensor
 
-from engine.description.recurrent import DeltaNet, Mamba, SelectiveScan, ShortConv
-from engine.targets.graph.delta_net import convolved, delta_rule, heads
+from engine.description.recurrent import DeltaNet, KeyedDeltaNet, Mamba, SelectiveScan, ShortConv
+from engine.description.sublayers import Vector, Weight
+from engine.targets.graph.delta_net import convolved, delta_rule, heads, keyed_delta_rule
 from engine.targets.graph.parts import Parts, Run, normed
 
 
@@ -29,6 +30,34 @@ class RecurrentLayers(Parts):
         states.store(step.sequence, state, inputs)
         y = self._norm(y.transpose(0, 1), operator.norm).reshape(n, -1)
         return self._product(operator.out, y * self._product(operator.gate, x).silu())
+
+    def _keyed_delta(self, operator: KeyedDeltaNet, x: Tensor, run: Run) -> Tensor:
+        """As `_delta`."""
+        n, v, o, step, states = cast(int, x.shape[0]), self._vectors, operator, run.step, next(run.states)
+        (before, inputs), used = states.of(step.sequence), step.used
+        first, *others = (v[conv] for conv in o.convs)
+        channels, inputs = convolved(self._joined(o.qkv, x), first.cat(*others), inputs, used)
+
+        def of_both(weights: tuple[Weight, ...], bias: Vector | None = None) -> Tensor:
+            *narrow, last = weights
+            return self._product(last, self._product(narrow[0], x) if narrow else x, bias)
+
+        def by_head(x: Tensor) -> Tensor:
+            return x.reshape(n, o.heads, -1).transpose(0, 1)
+
+        f, decay = by_head(of_both(o.alphas, o.decay_bias)), v[o.decay].reshape(-1, 1, 1)
+        log_decay = o.bound * (decay * f).sigmoid() if o.bound else decay * f.softplus()
+        is_new = (Tensor.arange(n) < used).reshape(1, n, 1)
+        beta = by_head(self._product(o.beta, x).sigmoid())
+        beta, log_decay = (is_new.where(t, 0.0).contiguous() for t in (beta, log_decay))
+        q, k, values = (by_head(part) for part in channels.silu().contiguous().chunk(3, dim=-1))
+        q, k = (t * ((t * t).sum(-1, keepdim=True) + self.spec.eps).rsqrt() for t in (q, k))
+        y, state = keyed_delta_rule(q * o.size**-0.5, k, values, log_decay, beta, before)
+        inputs = inputs.contiguous()
+        Tensor.realize(y, state, inputs)  # they read what they are stored to
+        states.store(step.sequence, state, inputs)
+        y = self._norm(y.transpose(0, 1), o.norm).reshape(n, -1)
+        return self._product(o.out, y * of_both(o.gates).sigmoid())
 
     def _short_conv(self, operator: ShortConv, x: Tensor, run: Run) -> Tensor:
         """As `_delta`."""

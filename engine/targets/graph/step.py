@@ -13,7 +13,7 @@ import numpy as np
 from tinygrad import Tensor, UOp, dtypes
 
 from engine.description.altup import Correction, LowRank, Merge, Prediction
-from engine.description.recurrent import DeltaNet, Mamba, SelectiveScan, ShortConv
+from engine.description.recurrent import DeltaNet, KeyedDeltaNet, Mamba, SelectiveScan, ShortConv
 from engine.description.sublayers import (
     MIN_PROBABILITY,
     Activation,
@@ -411,8 +411,9 @@ class Transformer(RecurrentLayers, StreamLayers):
         q, new = self._rotated(q, a.rope, step), Tensor.stack(self._rotated(k, a.rope, step), k)
         lower, upper = self._attended(a, q, new, run).chunk(2, dim=-1)
         out = lower[..., a.rotated // 2 :].cat(upper[..., a.rotated // 2 :], dim=-1)
-        out = self._product_of_heads(a.of_values, out, a.heads).transpose(0, 1).reshape(n, -1)
-        return self._product(a.o, out, a.o_bias)
+        out = self._product_of_heads(a.of_values, out, a.heads).transpose(0, 1)
+        out = out * self._product(a.gate, x).sigmoid().unsqueeze(-1) if a.gate else out
+        return self._product(a.o, out.reshape(n, -1), a.o_bias)
 
     def _product_of_heads(self, weight: Weight, x: Tensor, heads: int) -> Tensor:
         """Each head's matrix times its vectors: x (heads, n, cols) -> (heads, n, rows)."""
@@ -462,6 +463,7 @@ _SUBLAYERS: dict[type[Operator], Callable[[Transformer, Any, Tensor, Run], Tenso
     Attention: Transformer._attention,
     LatentAttention: Transformer._latent_attention,
     DeltaNet: Transformer._delta,
+    KeyedDeltaNet: Transformer._keyed_delta,
     Mamba: Transformer._mamba,
     SelectiveScan: Transformer._scan,
     ShortConv: Transformer._short_conv,

@@ -32,8 +32,8 @@ _CHAINS = 2  # independent sums, since each addition waits for the one before
 class DeltaHeads:
     """The heads of a kind of layers: `keys` heads of queries and as many of keys, `values` heads of values, all of
     `size` elements, a multiple of `lanes`. Value head j reads key head j mod `keys`; unless it `shares_in_turn`,
-    j * keys // values. `taps`: the tokens that a
-    convolution reads.
+    j * keys // values. `taps`: the tokens that a convolution reads. In `keyed` ones each element of a key has a decay
+    of its own, with a `bound` of its logarithm (`recurrent.KeyedDeltaNet` of the description).
 
     Of each sequence a layer keeps the states, float32 (values, size / width, size, width), and the inputs of the
     convolution that its next token reads, float32 (taps - 1, channels)."""
@@ -45,6 +45,8 @@ class DeltaHeads:
     eps: float
     lanes: int
     shares_in_turn: bool = True
+    keyed: bool = False
+    bound: float = 0.0
 
     @property
     def channels(self) -> int:
@@ -57,8 +59,13 @@ class DeltaHeads:
 
     @property
     def gates(self) -> int:
-        """Elements of beta, one for each value head, in whole vectors; as many as of alpha."""
+        """Elements of beta, one for each value head, in whole vectors."""
         return -(-self.values // self.lanes) * self.lanes
+
+    @property
+    def decays(self) -> int:
+        """Elements of alpha, of which the decays are made."""
+        return self.keys * self.size if self.keyed else self.gates
 
     @property
     def width(self) -> int:
@@ -83,10 +90,10 @@ class DeltaHeads:
 @functools.cache
 def convolve(net: DeltaHeads, tile: int, rows: bool = False) -> KernelFunction:
     """The convolution, SiLU, and the norms of queries and keys; queries are multiplied by size ** -0.5. beta becomes
-    sigmoid(beta), and alpha exp(decay * softplus(alpha + bias)). Buffers: queries, keys and values, float32 (tokens,
-    channels), and beta and alpha, float32 (tokens, 2, gates), both changed in place; the layer's inputs; the state if
-    tile is more than 1; the slots; the weights of the convolution, float32 (taps, channels); decay and bias,
-    float32 (gates,) each."""
+    sigmoid(beta), and alpha exp(decay * softplus(alpha + bias)), or exp(bound * sigmoid(decay * (alpha + bias))).
+    Buffers: queries, keys and values, float32 (tokens, channels), and beta and alpha, float32 (tokens, gates + decays),
+    both changed in place; the layer's inputs; the state if tile is more than 1; the slots; the weights of the
+    convolution, float32 (taps, channels); decay and bias, float32 (decays,) each."""
     size, lanes, before = net.size, net.lanes, net.taps - 1
     vectors = size // lanes
 
@@ -129,11 +136,15 @@ def convolve(net: DeltaHeads, tile: int, rows: bool = False) -> KernelFunction:
                 v = k.vector(window, slot + j * lanes)
                 k.store(inputs, left + tap * net.channels + j * lanes, v)
         first, count = even_share(runs if rows else run_tokens, part, parts)
-        with k.loop(count) as i, k.loop(net.gates // lanes) as j:
-            at = (first + i) * (2 * net.gates) + j * lanes
-            k.store(gates, at, sigmoid(k, k.vector(gates, at)))
-            alpha = k.vector(gates, at + net.gates) + k.vector(bias, j * lanes)
-            k.store(gates, at + net.gates, k.exp(k.vector(decay, j * lanes) * softplus(k, alpha)))
+        with k.loop(count) as i:
+            at = (first + i) * (net.gates + net.decays)
+            with k.loop(net.gates // lanes) as j:
+                k.store(gates, at + j * lanes, sigmoid(k, k.vector(gates, at + j * lanes)))
+            with k.loop(net.decays // lanes) as j:
+                place = at + net.gates + j * lanes
+                rate, alpha = k.vector(decay, j * lanes), k.vector(gates, place) + k.vector(bias, j * lanes)
+                log = sigmoid(k, rate * alpha) * net.bound if net.bound else rate * softplus(k, alpha)
+                k.store(gates, place, k.exp(log))
         return k.finish(f"convolve_{net.keys}_{net.values}_{size}_{tile}")
 
     assert vectors * lanes == size, "heads that are no whole vectors"
@@ -167,13 +178,17 @@ def delta_net(net: DeltaHeads, tile: int, rows: bool = False) -> KernelFunction:
                 )
                 query = token * net.channels + net.key_head(head) * size
                 column = head * size + block * width
-                beta = k.load(gates, token * (2 * net.gates) + head)
-                decay = k.load(gates, token * (2 * net.gates) + net.gates + head)
+                of_token = token * (net.gates + net.decays)
+                beta = k.load(gates, of_token + head)
+                decays = of_token + net.gates + head * (size if net.keyed else 1)
+                decay = UOp.const(1.0, F32) if net.keyed else k.load(gates, decays)
                 sums = [k.zeros() for _ in range(_CHAINS * vectors)]
                 with k.loop(size // _CHAINS) as step:
                     for c in range(_CHAINS):
                         row = step * _CHAINS + c
                         key = k.load(x, query + net.keys * size + row)
+                        if net.keyed:
+                            key = key * k.load(gates, decays + row)
                         for v in range(vectors):
                             s = sums[c * vectors + v]
                             k.store(
@@ -188,10 +203,11 @@ def delta_net(net: DeltaHeads, tile: int, rows: bool = False) -> KernelFunction:
                     for c in range(_CHAINS):
                         row = step * _CHAINS + c
                         q, key = k.load(x, query + row), k.load(x, query + net.keys * size + row)
+                        left_of = k.load(gates, decays + row) if net.keyed else decay
                         for v in range(vectors):
                             s, at = sums[c * vectors + v], row * width + v * lanes
                             old = k.vector(states, state + at)
-                            changed = old * decay + k.vector(new, v * lanes) * key
+                            changed = old * left_of + k.vector(new, v * lanes) * key
                             k.store(states, left + at, changed)
                             k.store(s, 0, k.vector(s, 0) + changed * q)
                 for v in range(vectors):

@@ -76,7 +76,7 @@ class AttentionHandler(Handler):
         gates = step.rows("gate", self.heads.query * self.heads.dim) if self._gate else None
         attended = self._attend(step, self._rotate(step, gates))
         if gates is not None and self._gate and self._scales:
-            self._scale_heads(step, attended, gates, self._gate)
+            self._scale_heads(step, attended, gates, self._gate, self.heads.query * self.heads.dim)
             inputs = step.quantize(attended, [self._o])
         elif gates is not None:
             inputs = step.quantize(gates, [self._o], gate=("sigmoid", attended))
@@ -87,12 +87,13 @@ class AttentionHandler(Handler):
     def keep(self, step: StepBuilder) -> None:
         self._rotate(step)
 
-    def _scale_heads(self, step: StepBuilder, attended: Tensor, gates: Tensor, gate: Matrix) -> None:
-        """Adds the kernel of gates that are no sigmoids of each element."""
-        buffers, heads = step.buffers, self.heads
-        each = heads.query * heads.dim // gate.rows
-        stride = gate.layout.groups(gate.rows) * buffers.lanes
-        kernel = scale_heads(gate.rows, each, stride, self._scales == "softplus", buffers.lanes, step.tile)
+    def _scale_heads(
+        self, step: StepBuilder, attended: Tensor, gates: Tensor, gate: Matrix, width: int
+    ) -> None:
+        """Adds the kernel of gates that are no sigmoids of each of `width` elements."""
+        lanes, each = step.buffers.lanes, width // gate.rows
+        stride = gate.layout.groups(gate.rows) * lanes
+        kernel = scale_heads(gate.rows, each, stride, self._scales == "softplus", lanes, step.tile)
         step.add(kernel, attended, *step.state, gates, parts=step.parts)
 
     def _attend(self, step: StepBuilder, queries: Tensor) -> Tensor:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from itertools import accumulate
 
-from tinygrad import Tensor
+import numpy as np
+from tinygrad import Tensor, dtypes
 
-from engine.description.recurrent import DeltaNet
+from engine.description.recurrent import DeltaNet, KeyedDeltaNet
 from engine.measure.kernel_roles import BufferUse
 from engine.targets.buffer_uses import BufferUses
+from engine.targets.cpu.kernels import memory
 from engine.targets.cpu.kernels.delta_net import DeltaHeads, convolve, delta_net
+from engine.targets.cpu.kernels.lanes import MOST_LANES
 from engine.targets.cpu.step_builder import StepBuilder
 from engine.targets.cpu.sublayers.handler import Handler, Loading
 from engine.targets.cpu.weights import Matrix
@@ -18,6 +21,12 @@ from engine.targets.cpu.weights import Matrix
 class DeltaNetHandler(Handler):
     """quantize · qkv, gate, beta, alpha · convolve · delta net · quantize · out. `_tables`: what `convolve` reads
     beside the tokens. `_states`, `_inputs`: those of all sequences (`DeltaHeads`)."""
+
+    @classmethod
+    def lacks(cls, part: DeltaNet | KeyedDeltaNet) -> str:
+        if part.size % MOST_LANES:
+            return f"delta nets of heads of {part.size} elements"
+        return super().lacks(part)
 
     def __init__(self, part: DeltaNet, norm: Tensor | None, is_added: bool, loading: Loading) -> None:
         weights, heads = loading.weights, (part.key_heads, part.value_heads, part.size, part.taps)
@@ -28,8 +37,8 @@ class DeltaNetHandler(Handler):
         *firsts, rows = accumulate((weight.rows for weight in part.qkv), initial=0)
         self._qkv = [weights.matrix(w, first, rows) for w, first in zip(part.qkv, firsts, strict=True)]
         self._gate = weights.matrix(part.gate)
-        self._beta = weights.matrix(part.beta, 0, 2 * net.gates)
-        self._alpha = weights.matrix(part.alpha, net.gates, 2 * net.gates)
+        self._beta = weights.matrix(part.beta, 0, net.gates + net.decays)
+        self._alpha = weights.matrix(part.alpha, net.gates, net.gates + net.decays)
         self._out = weights.matrix(part.out, added=is_added)
         decays = (weights.vector(vector) for vector in (part.decay, part.decay_bias))
         self._tables = [weights.transposed(part.conv, net.taps), *decays]
@@ -52,7 +61,7 @@ class DeltaNetHandler(Handler):
         rows, gate, gates, out = (
             step.rows(name, n)
             for name, n in (
-                ("rows", net.channels), ("gate", width), ("gates", 2 * net.gates), ("attended", width)
+                ("rows", net.channels), ("gate", width), ("gates", net.gates + net.decays), ("attended", width)
             )
         )  # fmt: skip
         inputs = step.quantize(step.x, self._reads, norm=self._norm)
@@ -70,3 +79,67 @@ class DeltaNetHandler(Handler):
         uses.add(BufferUse("delta net", "token", self._sequences), self._states, self._inputs)
         uses.add(BufferUse("delta net"), self._head_norm, *self._tables, self._slots)
         uses.add(BufferUse("attention output"), self._out.stream)
+
+
+class KeyedDeltaNetHandler(DeltaNetHandler):
+    """quantize · qkv, gates, beta, alphas · [quantize · the second ones of gates and alphas] · convolve · delta net ·
+    quantize · out. See `DeltaNetHandler`."""
+
+    def __init__(self, part: KeyedDeltaNet, norm: Tensor | None, is_added: bool, loading: Loading) -> None:
+        weights, heads = loading.weights, (part.heads, part.heads, part.size, part.taps)
+        net = DeltaHeads(*heads, loading.spec.eps, loading.lanes, keyed=True, bound=part.bound)
+        self._net, self._norm, self._sequences = net, norm, loading.states.parallel
+        self._states, self._inputs = loading.states.add(net)
+        self._slots = loading.states.slots
+        firsts, stride = accumulate((weight.rows for weight in part.qkv), initial=0), net.gates + net.decays
+        self._qkv = [
+            weights.matrix(w, first, net.channels) for w, first in zip(part.qkv, firsts, strict=False)
+        ]
+        self._beta = weights.matrix(part.beta, 0, stride)
+        *narrow, gate = part.gates
+        self._gates = [*map(weights.matrix, narrow), weights.matrix(gate)]
+        *narrow, alpha = part.alphas
+        self._alphas = [*map(weights.matrix, narrow), weights.matrix(alpha, net.gates, stride)]
+        self._out = weights.matrix(part.out, added=is_added)
+        convs = memory.view(weights.joined([(conv, conv.size) for conv in part.convs]))
+        taps = memory.array(convs.reshape(-1, net.taps).T, dtypes.float32)
+        decay = memory.array(np.repeat(memory.view(weights.vector(part.decay)), part.size), dtypes.float32)
+        self._tables = [taps, decay, weights.vector(part.decay_bias)]
+        self._head_norm = weights.vector(part.norm)
+
+    def _recur(self, step: StepBuilder) -> dict[str, Tensor]:
+        """See `DeltaNetHandler`."""
+        net, tile, by_row = self._net, step.tile, bool(step.n_rows)
+        sizes = {
+            "rows": net.channels,
+            "gate": net.decays,
+            "gates": net.gates + net.decays,
+            "attended": net.decays,
+        }
+        rows, gate, gates, out = (step.rows(name, n) for name, n in sizes.items())
+        pairs = [("narrow gates", gate, self._gates), ("narrow alphas", gates, self._alphas)]
+        inputs = step.quantize(step.x, self._reads, norm=self._norm)
+        for i, matrix in enumerate(self._qkv):
+            step.multiply(rows, matrix, inputs, concurrent=i > 0)
+        step.multiply(gates, self._beta, inputs, concurrent=True)
+        firsts = [step.rows(name, of[0].rows) if len(of) > 1 else wide for name, wide, of in pairs]
+        for result, (_, _, of) in zip(firsts, pairs, strict=True):
+            step.multiply(result, of[0], inputs, concurrent=True)
+        for narrow, (name, wide, of) in zip(firsts, pairs, strict=True):
+            if len(of) > 1:
+                step.multiply(wide, of[1], step.quantize(narrow, [of[1]], name=f"{name} "))
+        of_step = *step.state, self._slots
+        step.add(convolve(net, tile, by_row), rows, gates, self._inputs, *of_step, *self._tables)
+        reads = *of_step, rows, gates, self._head_norm
+        step.add(delta_net(net, tile, by_row), out, self._states, *reads, parts=net.values)
+        return step.quantize(gate, [self._out], gate=("sigmoid", out))
+
+    @property
+    def _reads(self) -> list[Matrix]:
+        """What multiplies the stream."""
+        return [*self._qkv, self._gates[0], self._beta, self._alphas[0]]
+
+    def add_uses(self, uses: BufferUses) -> None:
+        super().add_uses(uses)
+        others = *self._gates[1:], *self._alphas[1:]
+        uses.add(BufferUse("QKV projection"), *(matrix.stream for matrix in others))

@@ -40,16 +40,22 @@ class LatentAttentionHandler(AttentionHandler):
         self._keys = [weights.matrix(part.k, 0, dim), weights.matrix(part.k_rotated, part.latent, dim)]
         self._of_keys, self._of_values = weights.matrix(part.of_keys), weights.matrix(part.of_values)
         self._latent_norm = weights.vector(part.latent_norm)
+        self._gate = weights.matrix(part.gate) if part.gate else None
+        self._scales = part.gating if part.gate else ""
         self._no_bias = memory.zeros(max(part.latent, part.values), dtypes.float32)
 
     def add_kernels(self, step: StepBuilder) -> None:
         h, tile = self._latent, step.tile
-        attended, taken = self._attend(step, self._rotate(step)), step.rows("latent", h.heads * h.latent)
+        gates = step.rows("gate", h.heads * h.values) if self._gate else None
+        attended = self._attend(step, self._rotate(step, gates))
+        taken = step.rows("latent", h.heads * h.latent)
         step.add(take(h, tile), taken, *step.state, attended)
         results = self._multiply_heads(step, "head results", taken, self._of_values)
         if tile > 1:
             placed, results = results, step.rows("ordered results", h.heads * h.values)
             step.add(order(h, tile), results, *step.state, placed)
+        if gates is not None and self._gate:
+            self._scale_heads(step, results, gates, self._gate, h.heads * h.values)
         step.add_result(self._o, step.quantize(results, [self._o]), self._o_bias)
 
     def _rotate(self, step: StepBuilder, gates: Tensor | None = None) -> Tensor:
@@ -61,9 +67,12 @@ class LatentAttentionHandler(AttentionHandler):
                 ("rows", self.heads.rows),
             )
         )  # fmt: skip
-        inputs = step.quantize(step.x, [*(self._down or part), *self._keys], norm=self._norm)
+        gate = [self._gate] if self._gate and gates is not None else []
+        inputs = step.quantize(step.x, [*(self._down or part), *self._keys, *gate], norm=self._norm)
         for i, matrix in enumerate(self._keys):
             step.multiply(keys, matrix, inputs, concurrent=i > 0)
+        if gates is not None and self._gate:
+            step.multiply(gates, self._gate, inputs, concurrent=True)
         if self._down:
             (down,) = self._down
             narrow = step.rows("narrow queries", down.rows)
@@ -94,7 +103,8 @@ class LatentAttentionHandler(AttentionHandler):
 
     @property
     def _inputs(self) -> list[Matrix]:
-        return [*self._down, self._q, self._q_rotated, *self._keys, self._of_keys]
+        gate = [self._gate] if self._gate else []
+        return [*self._down, self._q, self._q_rotated, *self._keys, *gate, self._of_keys]
 
     def add_uses(self, uses: BufferUses) -> None:
         super().add_uses(uses)

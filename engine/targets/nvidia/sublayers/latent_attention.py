@@ -51,7 +51,9 @@ class LatentAttentionHandler(AttentionHandler):
     @classmethod
     def lacks(cls, part: LatentAttention) -> str:
         fits = part.heads > 1 and part.head_dim % (32 if part.head_dim > 128 else 16) == 0
-        return "" if fits else f"latent attention of {part.heads} heads of {part.head_dim} elements"
+        if not fits:
+            return f"latent attention of {part.heads} heads of {part.head_dim} elements"
+        return "gates of latent attention" if part.gate else ""
 
     def _load(self, part: LatentAttention, loading: Loading) -> tuple[Product, ...]:
         weights, self.bias = loading.weights, None
