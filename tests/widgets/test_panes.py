@@ -320,6 +320,7 @@ def test_a_step_that_takes_longer_than_in_the_last_answer_explains_nothing():
         (130, 0.45, f"{EXPLAINED}; this screen took 45% of a core, the rest is other programs or the host"),
         (90, 0.45, f"{EXPLAINED}; this screen took 45% of a core"),
         (54, 0.45, "explains 18%; this screen took 45% of a core"),
+        (36, 0.45, "explains 18%; screen: 45% of a core"),
         (120, 0.05, f"{EXPLAINED}; the rest is the host, other programs or a longer context"),
     ],
 )

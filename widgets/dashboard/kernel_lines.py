@@ -218,7 +218,8 @@ def _answer_line(profile: KernelProfile, data: KernelProfiles, width: int) -> li
         rest = ("; the rest is the host, other programs or a longer context",)
         if data.screen_share >= NOTICED:
             drawn = f"; this screen took {data.screen_share:.0%} of a core"
-            rest = f"{drawn}, the rest is other programs or the host", drawn
+            briefly = f"; screen: {data.screen_share:.0%} of a core"
+            rest = f"{drawn}, the rest is other programs or the host", drawn, briefly
     texts = (
         *(f"explains {share} of {whole}{why}" for why in rest),
         *(f"explains {share}{why}" for why in rest[1:]),
