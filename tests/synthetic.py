@@ -98,6 +98,7 @@ class Behaviour:
     name: str = "Synthetic 0.5B"
     load_failure: str = ""  # an exception's name: of engine.errors, or "MemoryError", "RuntimeError"...
     warm_up_fails: bool = False  # once it is ready
+    warm_up_s: float = 0.0
     failure: str = ""  # the same, in the answer, at token `fail_at`
     fail_at: int = 0
     device_fails: bool = False  # with `failure`, or after it
@@ -232,6 +233,7 @@ class SyntheticModel:
     def warm_up(self, interrupted: Callable[[], bool]) -> None:
         if self.behaviour.warm_up_fails:
             raise errors.BackendError("The GPU stopped.", "Restart the engine.")
+        _sleep_until(time.perf_counter() + self.behaviour.warm_up_s, interrupted)
 
     def check_device(self) -> None:
         if self.behaviour.device_fails:

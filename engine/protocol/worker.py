@@ -49,6 +49,7 @@ from engine.protocol.events import (
     Shutdown,
     Token,
     Tune,
+    Tuned,
     command_decoder,
 )
 from engine.protocol.outbox import Outbox, die
@@ -237,11 +238,22 @@ class _Server:
 
     def _warm_up(self, model: Model) -> bool:
         try:
-            model.warm_up(self._inbox.has_request)
+            model.warm_up(self._has_request)
         except Exception as error:
             self._report_failure(error)
             return False
         return True
+
+    def _has_request(self) -> bool:
+        """Whether there is a request. Searches that were cancelled before they began end: what is prepared meanwhile
+        may take a minute."""
+        waiting = [request for request in self._later if isinstance(request, Tune)]
+        for request in waiting:
+            if self._inbox.known(request.request_id).stop.is_set():
+                self._later.remove(request)
+                end = Tuned(request_id=request.request_id, before_us=0.0, after_us=0.0, left=1)
+                self._end(end, request.request_id)
+        return self._inbox.has_request()
 
     def _report_failure(self, error: Exception) -> None:
         """Reports why the engine ends. The log comes first, because the client kills the process after `Failed`."""

@@ -96,3 +96,14 @@ async def test_a_search_while_idle_ends_at_a_key_and_for_a_prompt(engines):
     await asyncio.sleep(0.1)
     assert (await asyncio.wait_for(collect(engine.generate(ask())), 60))[-1].reason == "stop"
     assert (await searching).left == 3
+
+
+async def test_a_search_that_waits_for_what_is_prepared_ends_at_a_key(engines):
+    engine = engines(tokens=5, warm_up_s=60.0)
+    await collect(engine.start())
+    searching = asyncio.create_task(engine.tune(60.0))
+    await asyncio.sleep(0.1)
+    engine.stop_tuning()
+    stopped = await asyncio.wait_for(searching, 20)
+    assert stopped == Tuned(request_id=0, before_us=0.0, after_us=0.0, left=1)
+    assert (await asyncio.wait_for(collect(engine.generate(ask())), 60))[-1].reason == "stop"
