@@ -147,21 +147,25 @@ class LineChat(View):
             await self._send(text.strip())
 
     async def _send(self, text: str) -> None:
-        """Sends a message. What a terminal's user names with @ goes along; the lines of a file name no other files."""
-        files: tuple[Attachment, ...] = ()
-        if self._lines.is_terminal:
-            try:
-                files = await asyncio.to_thread(self._reader.read_all, text, self.session.room())
-                refuse_pictures(files, self.session.status)
-            except OrinError:
-                self._draft = text
-                raise
+        """Sends a message. What a terminal's user names with @ goes along; the lines of a file name no other files. If
+        it cannot be read, or Ctrl-C gives that up, the next line begins with the message."""
+        files: list[Attachment] = []
+
+        async def read() -> None:
+            files.extend(await asyncio.to_thread(self._reader.read_all, text, self.session.room()))
+            refuse_pictures(files, self.session.status)
+            if missing := await asyncio.to_thread(self._reader.missing, text):
+                self._print(f"[{missing}]")
+
+        if self._lines.is_terminal and "@" in text:
+            self._draft = text
+            if await run_until_signal(read(), signal.SIGINT):  # a disk may not answer
+                return
+            self._draft = ""
         self._reader.remember(files)
-        if self._lines.is_terminal and "@" in text and (missing := self._reader.missing(text)):
-            self._print(f"[{missing}]")
         for file in files:
             self._print(f"[{file.label}]")
-        await self.session.send(text, files=files)
+        await self.session.send(text, files=tuple(files))
         await self._finish_reply()
 
     # --- the session ------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from typing import TextIO
 
 from prompt_toolkit import PromptSession
@@ -15,9 +16,11 @@ from prompt_toolkit.output.plain_text import PlainTextOutput
 from prompt_toolkit.utils import is_dumb_terminal
 
 from app.chat import files
+from engine import own_thread
 from widgets.text import clean, editable
 
 PROMPT = "> "
+_PATIENCE_S = 0.2
 
 
 class TerminalLines:
@@ -90,9 +93,12 @@ class CommandCompleter(Completer):
     def get_completions(self, document: Document, complete_event: CompleteEvent) -> Iterable[Completion]:
         text = document.text_before_cursor
         if not text.startswith("/"):
-            start, names = files.completions(document.current_line_before_cursor)
-            written = len(document.current_line_before_cursor) - start
-            yield from (Completion(name, -written) for name in names)
+            line = document.current_line_before_cursor
+            # Enter waits for what completes, and a disk may not answer.
+            found = own_thread.begin(lambda: files.completions(line), "completions")
+            with suppress(TimeoutError):
+                start, names = found.result(_PATIENCE_S)
+                yield from (Completion(name, start - len(line)) for name in names)
             return
         name, space, argument = text[1:].partition(" ")
         word, choices = (argument, self._commands.get(name, ())) if space else (name, self._commands)

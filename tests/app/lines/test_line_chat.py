@@ -5,6 +5,7 @@ import io
 import os
 import signal
 import sys
+import threading
 
 import pytest
 from prompt_toolkit.application import Application, create_app_session
@@ -15,6 +16,7 @@ from prompt_toolkit.input import create_pipe_input
 from prompt_toolkit.output import DummyOutput
 from prompt_toolkit.output.vt100 import Vt100_Output
 
+from app.chat import files
 from app.chat.commands import commands, completions
 from app.chat.history import History
 from app.chat.settings import Settings, last_model
@@ -509,6 +511,26 @@ async def test_files_go_along_on_a_terminal_and_not_from_a_file_of_lines(
     assert c.drafts[2] == "See @b.bin", "it is not lost"
     await chat("See @notes.txt")
     assert history.messages(2)[0].files == ()
+
+
+async def test_ctrl_c_gives_up_a_file_whose_disk_does_not_answer(chat, history, monkeypatch):
+    answers = threading.Event()
+
+    def read(mention):
+        os.kill(os.getpid(), signal.SIGINT)
+        answers.wait()
+
+    monkeypatch.setattr(files, "read", read)
+    c = await chat("See @/", answers.set, "Yes?", is_terminal=True)
+    assert c.drafts[:2] == ["", "See @/"]
+    assert contents(history) == [("user", "Yes?"), ("assistant", "Yes.\n")]
+
+
+def test_enter_waits_for_no_folder_whose_disk_does_not_answer(monkeypatch):
+    answers = threading.Event()
+    monkeypatch.setattr(files, "completions", lambda line: answers.wait())
+    assert not [*CommandCompleter({}).get_completions(Document("@/a"), CompleteEvent())]
+    answers.set()
 
 
 async def test_a_chat_is_forked(chat, history):
