@@ -180,10 +180,10 @@ class DecodeBlock:
 
         def first_row(head: UOp) -> UOp:
             """The first of a head's rows, of those of the token; head `group` is the key, the next one the value."""
-            row = (self.first_head + head) * dim
+            nth = self.first_head + head
             for number, (first, kept) in enumerate(((h.query, self.has_new), (h.query + h.kv, extra))):
-                row = head.eq(self.group + number).where((first + self.kv) * dim, row) if kept else row
-            return row
+                nth = head.eq(self.group + number).where(first + self.kv, nth) if kept else nth
+            return nth * dim  # seen to be a multiple, so that a run of elements is one load
 
         extra = h.normed_values and h.stored == "keys and values"  # keys that are values have their factor
         indices = [self.thread + i * self.n_threads for i in range(self.n_rotated // self.n_threads)]
