@@ -31,7 +31,7 @@ from tests.app.terminal import Terminal
 from tests.generated_model import write
 from tests.paths import ROOT
 from tests.thorough import rarely
-from tests.waiting import LIMIT_S
+from tests.waiting import LIMIT_S, wait_until
 
 INSTANT = {"rate": 0, "load_s": 0, "prefill_s": 0}
 ESCAPES = "\x1b[31mred\x07 \x9b2J\u202e"
@@ -470,6 +470,7 @@ def test_a_signal_stops_the_reply(model, number, code):
 def test_ctrl_c_between_two_prompts_from_a_pipe_stops_no_reply(model):
     behaviour = {"rate": 100, "tokens": 9, "load_s": 0}
     with start(model, behaviour, "--plain", stdin=subprocess.PIPE) as process:
+        call = Path(f"/proc/{process.pid}/syscall")  # "running", or its number and arguments in hex
         for text, until in (
             ("", "/help lists"),
             ("one", "reply 9 tokens"),
@@ -480,7 +481,7 @@ def test_ctrl_c_between_two_prompts_from_a_pipe_stops_no_reply(model):
                 process.stdin.write(f"{text}\n")
                 process.stdin.flush()
             elif until == "Ctrl-D or":
-                time.sleep(0.05)  # it reads again
+                wait_until(lambda: call.read_text().split()[1:2] == ["0x0"])  # it reads standard input again
                 process.send_signal(signal.SIGINT)
             while until not in (line := process.stdout.readline()):
                 assert line and "stopped" not in line
