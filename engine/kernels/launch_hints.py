@@ -37,10 +37,10 @@ STATIC_SHARED = 48 << 10
 
 
 def shared_hints(
-    n_bytes: int, waits_for: tuple[str, ...] = (), releases: Release = "at its end", min_blocks: int = 0
+    n_bytes: int, waits_for: tuple[str, ...] = (), releases: Release = "at its end"
 ) -> LaunchHints:
     """The hints of a kernel whose arrays in shared memory have so many bytes."""
-    return LaunchHints(min_blocks, n_bytes if n_bytes > STATIC_SHARED else 0, waits_for, releases)
+    return LaunchHints(0, n_bytes if n_bytes > STATIC_SHARED else 0, waits_for, releases)
 
 
 @dataclass(frozen=True)

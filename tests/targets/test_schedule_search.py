@@ -2,6 +2,7 @@
 
 import contextlib
 import math
+from dataclasses import astuple
 from types import SimpleNamespace
 
 import numpy as np
@@ -147,6 +148,14 @@ def test_what_was_found_with_other_kernels_is_used_and_searched_first(monkeypatc
     order = dict.fromkeys((said[3].what, said[3].outdated) for said in told)
     assert [*order] == [("down Q6_K 2048x2048", True), ("down Q6_K 4096x2048", False)]
     assert schedules.search_result(product(rows=2048).stack) == (FASTEST, 16, False)
+
+
+def test_what_a_version_with_other_schedules_has_kept_counts_for_nothing():
+    stack = product().stack
+    schedules.lasting_cache().put(
+        "tuned", schedules._key(stack), ((*astuple(FASTEST), True), 16, ("", ""), ("", ""))
+    )
+    assert schedules.search_result(stack) is None
 
 
 def test_a_wider_search_looks_again():

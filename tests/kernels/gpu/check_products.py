@@ -1,7 +1,6 @@
 """Products with matrices of every type, for one token and for a prompt, and what is fused with them."""
 
 import math
-import os
 from dataclasses import replace
 
 import numpy as np
@@ -78,31 +77,6 @@ def check_every_type() -> None:
             *planes,
         )
         close(out.numpy(), weights.astype(np.float64) @ x)
-
-
-def check_tensor_cores() -> None:
-    """Products of one token on tensor cores (`Schedule.tensor`): types with scales and minima of every kind, and warps
-    with unlike numbers of steps. A GPU's tensor cores sum less exactly than the simulated board's."""
-    rows, cols, eps = 32, 768, 1e-5
-    limit = 1e-6 if os.environ["DEV"].endswith("NV") else 1e-5
-    squares = rng.uniform(0, 9, 5).astype(np.float32)
-    for ggml_type in (2, 3, 6, 7, 8, 10, 11, 12, 13, 14) if THOROUGH else (12,):
-        layout = WeightLayout(ggml_type)
-        stack = StackedMatrices.single(layout, rows, cols)
-        planes, weights = packed(ggml_type, rows, cols)
-        both = Schedule(8, 8, 2, tensor=True), Schedule(12, 16, 2, early=True, tensor=True)
-        for schedule in both if THOROUGH else both[ggml_type == 12 :][:1]:
-            x, out = rng.standard_normal(cols).astype(np.float32), zeros(rows)
-            x *= 10.0 ** rng.uniform(-3, 3, cols).astype(np.float32)
-            kernel = matvec(stack, schedule, STORE, "t", 5, eps)
-            run(kernel, out, laid_out(x, layout), buffer(squares), *planes)
-            expected = weights.astype(np.float64) @ x / np.sqrt(squares.sum() / cols + eps)
-            assert np.abs(out.numpy() - expected).max() < limit * np.abs(expected).max(), ggml_type
-    of_heads = rng.uniform(0, 9, (6, 4)).astype(np.float32)
-    kernel = matvec(stack, Schedule(12, 8, 2, tensor=True), STORE, "t", heads=HeadNorm(128, 4, eps))
-    run(kernel, out, laid_out(x, layout), buffer(of_heads), *planes)
-    expected = weights.astype(np.float64) @ (x / np.sqrt(of_heads.sum(1) / 128 + eps).repeat(128))
-    assert np.abs(out.numpy() - expected).max() < 1e-6 * np.abs(expected).max()
 
 
 def check_digits() -> None:

@@ -46,7 +46,6 @@ COMMON = {
     "check_sampling_of_rows",
     "check_schedules_of_experts",
     "check_small_batch_sliced",
-    "check_tensor_cores",
     "check_warpgroup_products",
     "check_whole_mixture",
     "check_windows_of_prompts",

@@ -84,23 +84,6 @@ def test_a_search_tries_early_weights_where_kernels_are_launched_early():
     assert not any(s.early and s.blocks for s in tried)
 
 
-def test_a_search_tries_tensor_cores_where_kernels_are_launched_early():
-    stack, near = StackedMatrices.single(WeightLayout(12), 4096, 4096), Schedule(32, 8, 2, 2)
-    found = Schedule(32, 16, 2, early=True, tensor=True)
-    assert found.name == "32_16_2_early_tensor"
-    assert not any(s.tensor for s in schedules.candidates(stack, near))
-    early = Chip("sm_00", 132, launches_early=True)
-    tried = [s for s in schedules.candidates(stack, near, early) if s.tensor]
-    assert found in tried and all(s.fits() and stack.n_blocks(s) <= 132 for s in tried)
-    mixed = StackedMatrices(((Q6_K, 256), (WeightLayout(12), 256)), 4096)
-    of_codebook, few = (
-        StackedMatrices.single(WeightLayout(20), 4096, 4096),
-        StackedMatrices.single(Q6_K, 8, 4096),
-    )
-    for other in (mixed, of_codebook, few):
-        assert not any(s.tensor for s in schedules.candidates(other, near, early))
-
-
 def test_large_products_with_a_codebook_take_their_vector_in_digits():
     early, iq4 = Chip("sm_00", 132, launches_early=True), WeightLayout(23)
     large, small = (StackedMatrices.single(iq4, rows, 4096) for rows in (28672, 2048))

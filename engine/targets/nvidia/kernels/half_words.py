@@ -46,12 +46,6 @@ def rounded(low: UOp, high: UOp) -> UOp:
     return UOp(Ops.CUSTOM, U32, (low, high), "tg_bitcast<uint>(__floats2half2_rn({0}, {1}))")
 
 
-def rounded_pair(low: UOp, high: UOp) -> list[UOp]:
-    """Two float32 rounded to float16. tinygrad takes a number that is rounded and made a float32 again for the number
-    itself; on CUDA this one is rounded."""
-    return halves(rounded(low, high)) if is_cuda() else [low.cast(F16), high.cast(F16)]
-
-
 def pairwise(function: str, *words: UOp) -> UOp:
     """The word that one of CUDA's functions of pairs of float16 makes of words. Only for CUDA."""
     return _call(U32, function, *words)

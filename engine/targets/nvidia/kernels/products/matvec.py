@@ -26,8 +26,8 @@ from tinygrad import UOp
 from tinygrad.uop.ops import AxisType, Ops
 
 from engine.kernels.kernel import Kernel, Name, call_by_name
-from engine.kernels.launch_hints import Release, shared_hints
-from engine.targets.nvidia.kernels.products import digit_rows, tensor_rows
+from engine.kernels.launch_hints import LaunchHints, Release
+from engine.targets.nvidia.kernels.products import digit_rows
 from engine.targets.nvidia.kernels.products.chosen_experts import ChosenExperts, ExpertRows
 from engine.targets.nvidia.kernels.products.epilogues import BlockRows, Epilogue
 from engine.targets.nvidia.kernels.products.head_norm import HeadNorm
@@ -52,16 +52,13 @@ _EVEN, _MANY_BLOCKS = 16, 64
 class Schedule:
     """A group of `threads` threads shares a row, a block has `groups` groups, and each thread works on `rows` rows at
     once. `blocks`: the minimum of resident blocks on a multiprocessor (`engine.fixes.launch_bounds`); 0 for none.
-    `early`: whether it loads weights before it waits for the kernel before (`engine.fixes.early_launch`). `tensor`:
-    whether it computes on tensor cores (`tensor_rows`): then four threads of each of threads / 4 warps share two
-    rows."""
+    `early`: whether it loads weights before it waits for the kernel before (`engine.fixes.early_launch`)."""
 
     threads: int
     groups: int
     rows: int
     blocks: int = 0
     early: bool = False
-    tensor: bool = False
 
     @property
     def block_rows(self) -> int:
@@ -70,7 +67,7 @@ class Schedule:
     @property
     def name(self) -> str:
         """For the name of a kernel."""
-        name = f"{self.threads}_{self.groups}_{self.rows}" + "_early" * self.early + "_tensor" * self.tensor
+        name = f"{self.threads}_{self.groups}_{self.rows}" + "_early" * self.early
         return f"{name}_{self.blocks}_blocks" if self.blocks else name
 
     def divides(self, rows: int) -> bool:
@@ -149,12 +146,6 @@ class StackedMatrices:
         return f"{name} beside {self.beside.name}" if self.beside else name
 
     @property
-    def fits_tensors(self) -> bool:
-        """Whether tensor cores can do the product (`Schedule.tensor`)."""
-        ((layout, rows), *others) = self.matrices
-        return not (others or self.experts or self.beside) and tensor_rows.serves(layout, rows, self.cols)
-
-    @property
     def fits_digits(self) -> bool:
         """Whether its vector may come in digits."""
         ((layout, _), *others) = self.matrices
@@ -175,12 +166,6 @@ class StackedMatrices:
         """Blocks of the product, for one slot. No block has rows of two matrices."""
         own = sum(-(-rows // schedule.block_rows) for _, rows in self.matrices)
         return own + (self.beside.n_blocks(schedule) if self.beside else 0)
-
-
-def tensor_bytes(stack: StackedMatrices, s: Schedule) -> int:
-    """Bytes of shared memory of a block of a product on tensor cores: of the vector, partial sums, and what an epilogue
-    needs."""
-    return tensor_rows.shared_bytes(stack.cols) + 4 * (s.threads * (s.block_rows + 1) + s.block_rows) + 64
 
 
 @functools.cache
@@ -222,8 +207,7 @@ def matvec(
     assert stack.slots == 1 or epilogue.by_slot
     assert s.fits() and s.block_rows % epilogue.pair == 0, s
     whole = all(rows % s.block_rows == 0 for _, _, rows in matrices)
-    assert not stack.digits or (stack.fits_digits and not s.tensor)
-    assert not s.tensor or (stack.fits_tensors and s.rows == 2 and s.groups % 8 == 0 and s.threads % 4 == 0)
+    assert not stack.digits or stack.fits_digits
 
     def kernel(
         x: Sequence[UOp], beside_x: Sequence[UOp], shared_x: UOp | None, norm_sums: UOp | None,
@@ -235,9 +219,7 @@ def matvec(
     ) -> UOp:  # fmt: skip
         t, group = UOp.special(s.threads, "lidx0"), UOp.special(s.groups, "lidx1")
         thread = group * s.threads + t
-        place = tensor_rows.Place.of(thread, s.threads // tensor_rows.ABREAST) if s.tensor else None
-        row_places = place.rows if place else [group * s.rows + r for r in range(s.rows)]
-        share = place.share if place else t
+        row_places = [group * s.rows + r for r in range(s.rows)]
         vectors_of = [[vector] for vector in x]
         own = [
             (stack, *pair)
@@ -254,7 +236,7 @@ def matvec(
         block = UOp.special(stack.n_blocks(s), "gidx0")
         products = [f32(0)] * s.rows
         first, end = block * s.block_rows, UOp.const(matrices[0][2])
-        factor = f32(1.0 if stack.digits else tensor_rows.sum_factor() if place else matrices[0][1].scale)
+        factor = f32(1.0 if stack.digits else matrices[0][1].scale)
         blocks_before = rows_before = 0
         for k, (of, layout, rows) in enumerate(matrices):
             n_planes = len(layout.shapes(rows, of.cols))
@@ -283,18 +265,6 @@ def matvec(
                     k,
                 )
                 if chosen_rows and of.experts
-                else tensor_rows.row_sums(
-                    layout,
-                    of.cols,
-                    own_x[0],
-                    matrix_planes,
-                    clamped,
-                    place,
-                    thread,
-                    s.threads * s.groups,
-                    factor_of,
-                )
-                if place
                 else _row_sums(
                     layout, of.cols, own_x, matrix_planes, clamped, t, s.threads, active, k, factor_of
                 )
@@ -318,7 +288,7 @@ def matvec(
         # Multiplied here, and not once they are added: tinygrad gathers the constants of a product at its end. That of
         # two sums and an input_scale, as `activated` has it, would be a denormal before.
         stores = [
-            store(partial, share * stride + r, p * factor) for r, p in zip(row_places, products, strict=True)
+            store(partial, t * stride + r, p * factor) for r, p in zip(row_places, products, strict=True)
         ]
         if norm_sums is not None:
             thread_sum = _thread_sum(norm_sums, n_norm_sums, t, s, group)
@@ -387,8 +357,7 @@ def matvec(
     release: Release = (
         "before its first barrier" if s.early else "after its wait" if starts_next else "at its end"
     )
-    n_bytes = tensor_bytes(stack, s) if s.tensor else 0
-    hints = shared_hints(n_bytes, names if s.early else (), release, s.blocks)
+    hints = LaunchHints(min_blocks=s.blocks, waits_for=names if s.early else (), releases=release)
     outputs = (*epilogue.outs, *(results if is_choosing else ()), *made)
     inputs = (*(() if is_choosing else results), *vectors, *epilogue.ins, ("planes", n_planes))
     return Kernel(kernel, outputs, inputs, hints)
@@ -422,7 +391,7 @@ def chunks(stack: StackedMatrices, s: Schedule) -> int:
     """How many threads add the sums of a row, before one adds theirs: the compiler makes a chain of additions of those
     of one thread, each of which waits for the one before. 1 where this was not timed: beside a choice of experts, or
     where a thread is late anyway since it does not load weights early."""
-    if stack.experts or s.tensor or not s.early:
+    if stack.experts or not s.early:
         return 1
     return next(n for n in (16, 8, 4, 2, 1) if n == 1 or n * (s.block_rows + 1) <= s.threads * s.groups)
 

@@ -114,7 +114,7 @@ def _is_sound(stack: StackedMatrices, s: Schedule, chip: Chip) -> bool:
     """Whether the compiler can be relied on. It takes 96 registers or 121 for a thread with four rows without early
     loads, and spills some of a few other kinds."""
     registers = _registers(stack, s)
-    if s.tensor or s.blocks or registers * 32 * _warps(s) > REGISTERS:
+    if s.blocks or registers * 32 * _warps(s) > REGISTERS:
         return False
     if s.threads * s.groups > _LARGE and not stack.digits:
         return False

@@ -9,9 +9,8 @@ import functools
 import math
 import re
 from collections.abc import Iterator
-from dataclasses import astuple, replace
+from dataclasses import astuple, fields, replace
 from importlib import resources
-from itertools import product
 from typing import NamedTuple
 
 import msgspec
@@ -21,17 +20,15 @@ from engine.devices.device_name import device_name
 from engine.disk_cache import disk_cache, lasting_cache, source_digest
 from engine.formats.quantization import Format
 from engine.start_trial import start_trials
-from engine.targets.nvidia.kernels.device import REGISTERS, Chip, capability, chip, shared_limit
+from engine.targets.nvidia.kernels.device import REGISTERS, Chip, capability, chip
 from engine.targets.nvidia.kernels.products import digit_rows
-from engine.targets.nvidia.kernels.products.matvec import Schedule, StackedMatrices, tensor_bytes
+from engine.targets.nvidia.kernels.products.matvec import Schedule, StackedMatrices
 from engine.targets.nvidia.kernels.products.schedule_cost import (
     division_us,
     has_large_codebook,
     microseconds,
     ranked,
 )
-from engine.targets.nvidia.kernels.products.tensor_rows import ABREAST, TILE
-from engine.targets.nvidia.kernels.weights.matrix_bytes import units_of
 
 _TUNED = resources.files("presets") / "tuned"  # data, shipped with the presets
 # The source files of the products: a change to them makes earlier measurements outdated.
@@ -39,7 +36,6 @@ _SOURCES = tuple(
     f"targets/nvidia/kernels/{name}.py"
     for name in (
         "products/matvec",
-        "products/tensor_rows",
         "products/digit_rows",
         "products/epilogues",
         "products/chosen_experts",
@@ -182,8 +178,7 @@ class _Rule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 class _Shipped(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A file of tuned schedules: where they come from, the multiprocessors of that GPU, and for each
-    `StackedMatrices.name` threads, groups, rows and blocks. Those of `early` are `Schedule.early`, and those of
-    `tensor` also `Schedule.tensor`."""
+    `StackedMatrices.name` threads, groups, rows and blocks. Those of `early` are `Schedule.early`."""
 
     origin: str = "a guess"
     multiprocessors: int = 0
@@ -247,20 +242,7 @@ def _all(stack: StackedMatrices, chip: Chip) -> list[Schedule]:
     too."""
     plain = list(_of_shape(stack.rows, stack.units, stack.slots))
     early = [replace(s, early=True) for s in plain if chip.launches_early and not s.blocks]
-    return plain + early + [s for s in _on_tensor_cores(stack, chip) if chip.launches_early]
-
-
-def _on_tensor_cores(stack: StackedMatrices, chip: Chip) -> Iterator[Schedule]:
-    """The schedules on tensor cores whose blocks all find a multiprocessor of their own: others were slower. At most
-    three steps of a thread fit its registers."""
-    if not stack.fits_tensors:
-        return
-    steps = units_of(stack.cols) // ABREAST
-    for warps, tiles in product(sorted({-(-steps // n) for n in (1, 2, 3)}), (1, 2, 4)):
-        s = Schedule(ABREAST * warps, TILE // 2 * tiles, 2, early=True, tensor=True)
-        whole = s.fits() and stack.rows % s.block_rows == 0
-        if whole and stack.n_blocks(s) <= chip.multiprocessors and tensor_bytes(stack, s) <= shared_limit():
-            yield from (s, replace(s, early=False))
+    return plain + early
 
 
 def _of_shape(rows: int, units: int, slots: int) -> Iterator[Schedule]:
@@ -288,7 +270,7 @@ def _distance(a: Schedule, b: Schedule) -> float:
     steps = sum(
         abs(math.log2(x / y)) for x, y in ((a.threads, b.threads), (a.groups, b.groups), (a.rows, b.rows))
     )
-    kinds = 0.5 * (bool(a.blocks) != bool(b.blocks)) + 0.5 * (a.early != b.early) + (a.tensor != b.tensor)
+    kinds = 0.5 * (bool(a.blocks) != bool(b.blocks)) + 0.5 * (a.early != b.early)
     return steps + kinds
 
 
@@ -308,6 +290,8 @@ def search_result(stack: StackedMatrices) -> Found | None:
     if not (result := cache.get("tuned", key)):
         return None
     numbers, width, measured_with, started_with = result
+    if len(numbers) != len(fields(Schedule)):  # of a version whose schedules were others
+        return None
     if started_with != kernels:
         start_trials.begin_again(cache, key)
         cache.put("tuned", key, (numbers, width, measured_with, kernels))

@@ -12,7 +12,6 @@ The columns of a pair are four apart: 0 and 4, 1 and 5, 2 and 6, 3 and 7 of eigh
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 from tinygrad import UOp
 from tinygrad.uop.ops import Ops
@@ -26,7 +25,7 @@ from engine.targets.nvidia.kernels.half_words import (
     pairwise,
     rounded,
 )
-from engine.targets.nvidia.kernels.uops import F16, F32, U32, bitwise_or, f32, mask, shift, shift_right
+from engine.targets.nvidia.kernels.uops import F16, U32, bitwise_or, f32, mask, shift, shift_right
 from engine.targets.nvidia.kernels.weights.bit_packing import (
     E2M1_HALF_EXPONENT,
     BitPacking,
@@ -70,37 +69,6 @@ def quarter_pairs(layout: WeightLayout, loaded: Sequence[UOp], part: UOp) -> lis
     words, d, m = layout.integers(loaded, part)
     scales = _scales(layout, d, m)
     return [pair for first in range(0, QUARTER, RUN) for pair in _run(layout, words, first, *scales)]
-
-
-class IntegerPair(NamedTuple):
-    """The integers of two columns as float16, times `integer_scale()` and 2**position of each."""
-
-    halves: Pair
-    positions: tuple[int, int]
-
-
-def integer_scale() -> float:
-    """What integers are multiplied by: on CUDA they are denormals. Other devices may take these for zeros."""
-    return 2.0**-_DENORMAL if is_cuda() else 1.0
-
-
-def integer_pairs(layout: WeightLayout, words: Sequence[UOp], first: int) -> list[IntegerPair]:
-    """The integers of eight columns of a unit from `first` on, those of `PAIRS`, of a type that has neither a codebook
-    nor floats."""
-    packing, ones = BitPacking(layout.bits), (1 << layout.bits) - 1
-    found = []
-    for pair in PAIRS:
-        ((a, i), p), ((b, j), q) = (_window(packing, words, first + column) for column in pair)
-        # One shift serves all pairs of a word: what it leaves above the bytes is masked.
-        whole = shift_right(a, 8) if a is b and (i, j) == (1, 3) else _joined((a, i), (b, j))
-        fields = mask(whole, ones << p | ones << (q + 16))
-        if is_cuda():
-            numbers = _pair(fields)
-        else:
-            low, high = (mask(shift_right(fields, by), 0xFFFF).cast(F32).cast(F16) for by in (0, 16))
-            numbers = low, high
-        found.append(IntegerPair(numbers, (p, q)))
-    return found
 
 
 def _converted(values: Sequence[UOp]) -> list[Pair]:
