@@ -159,7 +159,7 @@ def check_layers_with_experts_without_gates() -> None:
 
 
 def check_layers_with_short_convolutions() -> None:
-    hold(architecture="lfm2", **SMALL | {"layers": 2})
+    hold(architecture="lfm2moe", **SMALL | {"layers": 2})
 
 
 def check_layers_beside_attention_after_layer_norms() -> None:
