@@ -40,7 +40,8 @@ def shared_hints(
     n_bytes: int, waits_for: tuple[str, ...] = (), releases: Release = "at its end"
 ) -> LaunchHints:
     """The hints of a kernel whose arrays in shared memory have so many bytes."""
-    return LaunchHints(0, n_bytes if n_bytes > STATIC_SHARED else 0, waits_for, releases)
+    shared_bytes = n_bytes if n_bytes > STATIC_SHARED else 0
+    return LaunchHints(shared_bytes=shared_bytes, waits_for=waits_for, releases=releases)
 
 
 @dataclass(frozen=True)

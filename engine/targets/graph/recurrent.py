@@ -25,9 +25,7 @@ class RecurrentLayers(Parts):
         is_new = (Tensor.arange(n) < used).reshape(n, 1)
         beta, log_decay = (is_new.where(t, 0.0).transpose() for t in (beta, log_decay))
         y, state = delta_rule(*heads(operator, channels.silu(), self.spec.eps), log_decay, beta, before)
-        inputs = inputs.contiguous()
-        Tensor.realize(y, state, inputs)  # they read what they are stored to
-        states.store(step.sequence, state, inputs)
+        y = states.store(step.sequence, y, state, inputs)
         y = self._norm(y.transpose(0, 1), operator.norm).reshape(n, -1)
         return self._product(operator.out, y * self._product(operator.gate, x).silu())
 
@@ -53,9 +51,7 @@ class RecurrentLayers(Parts):
         q, k, values = (by_head(part) for part in channels.silu().contiguous().chunk(3, dim=-1))
         q, k = (t * ((t * t).sum(-1, keepdim=True) + self.spec.eps).rsqrt() for t in (q, k))
         y, state = keyed_delta_rule(q * o.size**-0.5, k, values, log_decay, beta, before)
-        inputs = inputs.contiguous()
-        Tensor.realize(y, state, inputs)  # they read what they are stored to
-        states.store(step.sequence, state, inputs)
+        y = states.store(step.sequence, y, state, inputs)
         y = self._norm(y.transpose(0, 1), o.norm).reshape(n, -1)
         return self._product(o.out, y * of_both(o.gates).sigmoid())
 
@@ -65,9 +61,7 @@ class RecurrentLayers(Parts):
         b, c, v = self._product(operator.inputs, x).chunk(3, dim=-1)
         [before] = states.of(step.sequence)
         y, inputs = convolved(b * v, self._vectors[operator.conv], before, step.used)
-        y, inputs = (c * y).contiguous(), inputs.contiguous()
-        Tensor.realize(y, inputs)  # they read what they are stored to
-        states.store(step.sequence, inputs)
+        y = states.store(step.sequence, c * y, inputs)
         return self._product(operator.out, y)
 
     def _mamba(self, operator: Mamba, x: Tensor, run: Run) -> Tensor:
@@ -88,9 +82,7 @@ class RecurrentLayers(Parts):
         log_decay = dt * v[o.decay].reshape(o.heads, 1)
         b, c = of_groups(o.width), of_groups(o.width + o.groups * o.size)
         y, state = delta_rule(c, b, values, log_decay, dt, before, corrects=False)
-        y, inputs = (y + values * v[o.skip].reshape(-1, 1, 1)).contiguous(), inputs.contiguous()
-        Tensor.realize(y, state, inputs)  # they read what they are stored to
-        states.store(step.sequence, state, inputs)
+        y = states.store(step.sequence, y + values * v[o.skip].reshape(-1, 1, 1), state, inputs)
         y = y.transpose(0, 1).reshape(n, -1) * self._product(o.gate, x).silu()
         if o.norm:
             y = normed(y.reshape(n, o.groups, -1), self.spec.eps).reshape(n, -1) * v[o.norm]
@@ -118,8 +110,6 @@ class RecurrentLayers(Parts):
             earlier = added[:-run_before].pad(((run_before, 0), None, None))
             decay_before = decay[:-run_before].pad(((run_before, 0), None, None), value=1.0)
             added, decay = (added + decay * earlier).contiguous(), (decay * decay_before).contiguous()
-        y = ((added * c.unsqueeze(2)).sum(1) + v[o.skip] * u).contiguous()
-        state, inputs = added[-1].contiguous(), inputs.contiguous()
-        Tensor.realize(y, state, inputs)  # they read what they are stored to
-        states.store(step.sequence, state, inputs)
+        y = (added * c.unsqueeze(2)).sum(1) + v[o.skip] * u
+        y = states.store(step.sequence, y, added[-1], inputs)
         return self._product(o.out, y * self._product(o.gate, x).silu())

@@ -28,10 +28,14 @@ class States:
         """The state of one of the sequences."""
         return [tensor[sequence : sequence + 1].squeeze(0) for tensor in self.tensors]
 
-    def store(self, sequence: UOp, *state: Tensor) -> None:
-        """Gives a sequence another state. The tensors are in memory."""
-        for all_, one in zip(self.tensors, state, strict=True):
+    def store(self, sequence: UOp, y: Tensor, *state: Tensor) -> Tensor:
+        """Gives a sequence another state, and returns y, the layer's result, in memory: both are made of the state
+        before."""
+        y, *made = (tensor.contiguous() for tensor in (y, *state))
+        Tensor.realize(y, *made)  # they read what they are stored to
+        for all_, one in zip(self.tensors, made, strict=True):
             store_row(all_, sequence, one)
+        return y
 
 
 def store_row(rows: Tensor, row: UOp, x: Tensor) -> None:

@@ -11,6 +11,7 @@ from engine.description.recurrent import DeltaNet, KeyedDeltaNet
 from engine.measure.kernel_roles import BufferUse
 from engine.targets.buffer_uses import BufferUses
 from engine.targets.cpu.kernels import memory
+from engine.targets.cpu.kernels.activations import Gate
 from engine.targets.cpu.kernels.delta_net import DeltaHeads, convolve, delta_net
 from engine.targets.cpu.kernels.lanes import MOST_LANES
 from engine.targets.cpu.step_builder import StepBuilder
@@ -22,6 +23,8 @@ class DeltaNetHandler(Handler):
     """quantize · qkv, gate, beta, alpha · convolve · delta net · quantize · out. `_tables`: what `convolve` reads
     beside the tokens. `_states`, `_inputs`: those of all sequences (`DeltaHeads`)."""
 
+    _gating: Gate = "silu"
+
     @classmethod
     def lacks(cls, part: DeltaNet | KeyedDeltaNet) -> str:
         if part.size % MOST_LANES:
@@ -31,9 +34,7 @@ class DeltaNetHandler(Handler):
     def __init__(self, part: DeltaNet, norm: Tensor | None, is_added: bool, loading: Loading) -> None:
         weights, heads = loading.weights, (part.key_heads, part.value_heads, part.size, part.taps)
         net = DeltaHeads(*heads, loading.spec.eps, loading.lanes, part.shares_in_turn)
-        self._net, self._norm, self._sequences = net, norm, loading.states.parallel
-        self._states, self._inputs = loading.states.add(net)
-        self._slots = loading.states.slots
+        self._keep_states(net, norm, loading)
         *firsts, rows = accumulate((weight.rows for weight in part.qkv), initial=0)
         self._qkv = [weights.matrix(w, first, rows) for w, first in zip(part.qkv, firsts, strict=True)]
         self._gate = weights.matrix(part.gate)
@@ -44,8 +45,14 @@ class DeltaNetHandler(Handler):
         self._tables = [weights.transposed(part.conv, net.taps), *decays]
         self._head_norm = weights.vector(part.norm)
 
+    def _keep_states(self, net: DeltaHeads, norm: Tensor | None, loading: Loading) -> None:
+        self._net, self._norm, self._sequences = net, norm, loading.states.parallel
+        self._states, self._inputs = loading.states.add(net)
+        self._slots = loading.states.slots
+
     @property
     def _reads(self) -> list[Matrix]:
+        """What multiplies the stream."""
         return [*self._qkv, self._gate, self._beta, self._alpha]
 
     def add_kernels(self, step: StepBuilder) -> None:
@@ -64,15 +71,19 @@ class DeltaNetHandler(Handler):
                 ("rows", net.channels), ("gate", width), ("gates", net.gates + net.decays), ("attended", width)
             )
         )  # fmt: skip
-        inputs = step.quantize(step.x, self._reads, norm=self._norm)
-        outs = *(rows for _ in self._qkv), gate, gates, gates
-        for i, (products, matrix) in enumerate(zip(outs, self._reads, strict=True)):
-            step.multiply(products, matrix, inputs, concurrent=i > 0)
+        self._multiply(step, rows, gate, gates)
         of_step = *step.state, self._slots
         step.add(convolve(net, tile, by_row), rows, gates, self._inputs, *of_step, *self._tables)
         reads = *of_step, rows, gates, self._head_norm
         step.add(delta_net(net, tile, by_row), out, self._states, *reads, parts=net.values)
-        return step.quantize(gate, [self._out], gate=("silu", out))
+        return step.quantize(gate, [self._out], gate=(self._gating, out))
+
+    def _multiply(self, step: StepBuilder, rows: Tensor, gate: Tensor, gates: Tensor) -> None:
+        """Adds the products: rows of `qkv`, the gate, and beta and alpha in `gates`."""
+        inputs = step.quantize(step.x, self._reads, norm=self._norm)
+        outs = *(rows for _ in self._qkv), gate, gates, gates
+        for i, (products, matrix) in enumerate(zip(outs, self._reads, strict=True)):
+            step.multiply(products, matrix, inputs, concurrent=i > 0)
 
     def add_uses(self, uses: BufferUses) -> None:
         uses.add(BufferUse("QKV projection"), *(matrix.stream for matrix in self._reads))
@@ -85,12 +96,12 @@ class KeyedDeltaNetHandler(DeltaNetHandler):
     """quantize · qkv, gates, beta, alphas · [quantize · the second ones of gates and alphas] · convolve · delta net ·
     quantize · out. See `DeltaNetHandler`."""
 
+    _gating: Gate = "sigmoid"
+
     def __init__(self, part: KeyedDeltaNet, norm: Tensor | None, is_added: bool, loading: Loading) -> None:
         weights, heads = loading.weights, (part.heads, part.heads, part.size, part.taps)
         net = DeltaHeads(*heads, loading.spec.eps, loading.lanes, keyed=True, bound=part.bound)
-        self._net, self._norm, self._sequences = net, norm, loading.states.parallel
-        self._states, self._inputs = loading.states.add(net)
-        self._slots = loading.states.slots
+        self._keep_states(net, norm, loading)
         firsts, stride = accumulate((weight.rows for weight in part.qkv), initial=0), net.gates + net.decays
         self._qkv = [
             weights.matrix(w, first, net.channels) for w, first in zip(part.qkv, firsts, strict=False)
@@ -107,36 +118,20 @@ class KeyedDeltaNetHandler(DeltaNetHandler):
         self._tables = [taps, decay, weights.vector(part.decay_bias)]
         self._head_norm = weights.vector(part.norm)
 
-    def _recur(self, step: StepBuilder) -> dict[str, Tensor]:
+    def _multiply(self, step: StepBuilder, rows: Tensor, gate: Tensor, gates: Tensor) -> None:
         """See `DeltaNetHandler`."""
-        net, tile, by_row = self._net, step.tile, bool(step.n_rows)
-        sizes = {
-            "rows": net.channels,
-            "gate": net.decays,
-            "gates": net.gates + net.decays,
-            "attended": net.decays,
-        }
-        rows, gate, gates, out = (step.rows(name, n) for name, n in sizes.items())
         pairs = [("narrow gates", gate, self._gates), ("narrow alphas", gates, self._alphas)]
-        inputs = step.quantize(step.x, self._reads, norm=self._norm)
-        for i, matrix in enumerate(self._qkv):
-            step.multiply(rows, matrix, inputs, concurrent=i > 0)
-        step.multiply(gates, self._beta, inputs, concurrent=True)
         firsts = [step.rows(name, of[0].rows) if len(of) > 1 else wide for name, wide, of in pairs]
-        for result, (_, _, of) in zip(firsts, pairs, strict=True):
-            step.multiply(result, of[0], inputs, concurrent=True)
+        inputs = step.quantize(step.x, self._reads, norm=self._norm)
+        outs = *(rows for _ in self._qkv), firsts[0], gates, firsts[1]
+        for i, (products, matrix) in enumerate(zip(outs, self._reads, strict=True)):
+            step.multiply(products, matrix, inputs, concurrent=i > 0)
         for narrow, (name, wide, of) in zip(firsts, pairs, strict=True):
             if len(of) > 1:
                 step.multiply(wide, of[1], step.quantize(narrow, [of[1]], name=f"{name} "))
-        of_step = *step.state, self._slots
-        step.add(convolve(net, tile, by_row), rows, gates, self._inputs, *of_step, *self._tables)
-        reads = *of_step, rows, gates, self._head_norm
-        step.add(delta_net(net, tile, by_row), out, self._states, *reads, parts=net.values)
-        return step.quantize(gate, [self._out], gate=("sigmoid", out))
 
     @property
     def _reads(self) -> list[Matrix]:
-        """What multiplies the stream."""
         return [*self._qkv, self._gates[0], self._beta, self._alphas[0]]
 
     def add_uses(self, uses: BufferUses) -> None:
