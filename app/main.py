@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, TextIO
 from app.cli import options
 from app.cli.left_threads import end_without_left_threads
 from app.cli.meant import check_command
-from engine.bytecode import keep_bytecode
 from engine.errors import BackendError, OrinError, UsageError
-from engine.logs import screen_log
+from engine.system.bytecode import keep_bytecode
+from engine.system.logs import screen_log
 from widgets.terminal.stray_output import stray_errors_to, stray_output_to
 
 if TYPE_CHECKING:

@@ -13,8 +13,8 @@ from engine.devices.clang import find_clang
 from engine.devices.cpus import allowed_cpus
 from engine.devices.nvidia import gpus, why_not_nv
 from engine.errors import BackendError, UsageError, one_line
-from engine.invocation import pip_install
 from engine.protocol.events import EngineOptions
+from engine.system.invocation import pip_install
 from engine.tegra import abi
 
 BACKENDS = ("CPU", "CUDA", "NV")

@@ -23,8 +23,8 @@ import platformdirs
 import engine
 from engine.devices import cuda_driver
 from engine.devices.device_name import device_name
-from engine.invocation import installed_version
-from engine.whole_file import open_file, write_whole
+from engine.system.invocation import installed_version
+from engine.system.whole_file import open_file, write_whole
 
 LIMIT_BYTES = 512 << 20
 _DAY_S = 86400

@@ -32,7 +32,7 @@ from msgspec import Meta
 from engine.errors import UsageError
 from engine.formats.kv_format import KVFormat
 from engine.protocol.events import ContextLength, KernelPath, Matvec, Speculate
-from engine.whole_file import read_text, write_whole
+from engine.system.whole_file import read_text, write_whole
 from presets.sampling import PresetSampling, out_of_range
 
 BUILT_IN = Path(__file__).parent

@@ -9,8 +9,8 @@ from pathlib import Path
 from unittest import mock
 
 from engine.devices.clang import zig_clang
+from engine.system.whole_file import write_whole
 from engine.targets.cpu.kernels import lanes
-from engine.whole_file import write_whole
 from tests.paths import ROOT
 from tests.thorough import THOROUGH
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.invocation import call, installed_version, pip_install
+from engine.system.invocation import call, installed_version, pip_install
 
 
 @pytest.fixture

@@ -18,7 +18,6 @@ from app.bench.samples import AnswerFailedError, Ids, Repetition, TimedAnswer, i
 from app.cli.progress import describe
 from engine.devices.device_name import device_name
 from engine.devices.nvidia import is_jetson
-from engine.invocation import own_version
 from engine.measure.counters import device_counters
 from engine.measure.memory import gpu_used_bytes, resident_memory
 from engine.measure.power import PowerMeter, Samples, merged
@@ -39,6 +38,7 @@ from engine.protocol.events import (
     decode_rate,
     prefill_rate,
 )
+from engine.system.invocation import own_version
 
 GREEDY = Sampling(temperature=0)
 

@@ -12,8 +12,8 @@ from typing import IO
 
 from app.bench.board_plan import Board, BoardModel, BoardSetup, Lengths
 from app.bench.results import PEER, Result, read
-from engine.child_process import module_command, module_environment, signal_group
 from engine.errors import UsageError
+from engine.system.child_process import module_command, module_environment, signal_group
 from widgets.text import one_line
 
 _TERM_GRACE_S = 20.0

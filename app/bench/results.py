@@ -8,8 +8,8 @@ from typing import Any
 import msgspec
 
 from engine.errors import UsageError
-from engine.invocation import call
 from engine.measure.power import Samples
+from engine.system.invocation import call
 from widgets.text import one_line
 
 OURS, PEER = "orin-chat", "llama.cpp"

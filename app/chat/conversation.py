@@ -11,8 +11,8 @@ from app.chat.history import UNTITLED, History
 from app.chat.history_database import HistoryError
 from app.chat.summary import SOURCE_SHARE, Summarized, newest
 from engine.errors import UsageError
-from engine.invocation import call
 from engine.protocol.events import Message, plain
+from engine.system.invocation import call
 from widgets.chat.turn import Attachment, Call, Turn
 from widgets.text import counted
 

@@ -11,7 +11,7 @@ import msgspec
 import platformdirs
 
 from engine.protocol.events import Ready
-from engine.whole_file import read_file, write_whole
+from engine.system.whole_file import read_file, write_whole
 
 
 def device_key(ready: Ready) -> str:

@@ -16,7 +16,7 @@ from app.tools.messages import SERVER_NAME, Server
 from engine.errors import UsageError
 from engine.formats.kv_format import KVFormat
 from engine.protocol.events import ContextLength, Sampling, Speculate
-from engine.whole_file import read_file, read_text, write_whole
+from engine.system.whole_file import read_file, read_text, write_whole
 from presets import GUIDE, guide_path
 from presets.sampling import out_of_range
 

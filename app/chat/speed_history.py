@@ -16,7 +16,7 @@ import platformdirs
 from msgspec.structs import replace
 
 from engine.protocol.events import MIN_TOKENS, EngineOptions, Event, Finished, Ready, decode_rate
-from engine.whole_file import read_file, write_whole
+from engine.system.whole_file import read_file, write_whole
 
 if TYPE_CHECKING:
     from engine.protocol.client import LocalEngine

@@ -27,8 +27,8 @@ from engine.doctor import Finding, Section, State, backend_checks, fair, good, h
 from engine.doctor.backend_checks import as_finding
 from engine.doctor.checks import CheckResult
 from engine.errors import BackendError, UsageError
-from engine.invocation import call, own_version
 from engine.peers.llama_process import find_llama_server
+from engine.system.invocation import call, own_version
 from widgets.text import as_bytes, clean, one_line
 
 NOTHING_WORKS = 1

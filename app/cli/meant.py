@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from engine.errors import UsageError
-from engine.invocation import call
+from engine.system.invocation import call
 from presets import GUIDE
 
 _OPTIONS = {

@@ -13,7 +13,7 @@ from engine.catalog.drafters import drafter_beside
 from engine.catalog.files import models_among
 from engine.catalog.names import WebFile, draft_for, hub_address, parse
 from engine.errors import ModelFileError, UsageError
-from engine.invocation import call
+from engine.system.invocation import call
 from presets import GUIDE, guide_path
 from widgets.text import one_line
 

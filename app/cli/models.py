@@ -22,11 +22,11 @@ from engine.errors import ModelFileError, OrinError, UsageError
 from engine.formats.gguf import GGUF
 from engine.formats.kv_format import KVFormat
 from engine.formats.string_array import StringArray
-from engine.invocation import call
 from engine.loading import packed_weights_cache
 from engine.model.coverage import Target, runs_as_graph_because, target_of
 from engine.model.memory_need import largest_context, memory_need
 from engine.protocol.events import EngineOptions
+from engine.system.invocation import call
 from presets import GUIDE, guide_path
 from widgets.text import as_bytes, counted, one_line
 

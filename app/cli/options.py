@@ -17,7 +17,7 @@ from app.cli.help_format import HelpFormat
 from app.cli.meant import about_option
 from engine.errors import UsageError, one_line
 from engine.formats.kv_format import NAMES as KV_FORMATS
-from engine.invocation import call, own_version
+from engine.system.invocation import call, own_version
 
 if TYPE_CHECKING:
     from _typeshed import SupportsWrite

@@ -16,7 +16,7 @@ from prompt_toolkit.output.plain_text import PlainTextOutput
 from prompt_toolkit.utils import is_dumb_terminal
 
 from app.chat import files
-from engine import own_thread
+from engine.system import own_thread
 from widgets.text import clean, editable
 
 PROMPT = "> "

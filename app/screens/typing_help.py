@@ -14,7 +14,7 @@ from textual.widgets import Static
 from app.chat import files
 from app.chat.commands import COMMANDS, completions
 from app.chat.file_reader import FileReader, Takes, TokenCounter
-from engine import own_thread
+from engine.system import own_thread
 from widgets.chat.prompt import Prompt
 from widgets.chat.suggestions import Suggestion
 from widgets.text import one_line

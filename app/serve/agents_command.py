@@ -13,8 +13,8 @@ from app.chat.settings import Settings
 from app.cli import options
 from app.serve.agents import AGENTS, Agent, Endpoint
 from engine.errors import BackendError, UsageError
-from engine.invocation import call
-from engine.whole_file import write_whole
+from engine.system.invocation import call
+from engine.system.whole_file import write_whole
 from widgets.text import clean, one_line
 
 TIMEOUT_S = 5.0

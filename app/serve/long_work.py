@@ -8,8 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from app.serve.errors import ApiError
-from engine.heap import give_back
 from engine.one_at_a_time import OneAtATime
+from engine.system.heap import give_back
 
 T = TypeVar("T")
 SHORT_BYTES = 64 << 10

@@ -49,10 +49,10 @@ from app.serve.protocols.reply import Asked, Json
 from app.serve.protocols.response_body import ResponsesBody
 from app.serve.protocols.tokens import DetokenizeBody, TokenizeBody, detokenized, tokenized, tokenizer_info
 from app.serve.service import CLIENT_GONE, Exchange, Service
-from engine import invocation
 from engine.errors import OrinError, UsageError
 from engine.measure.memory import gpu_used_bytes, resident_memory
 from engine.protocol.events import Failed
+from engine.system import invocation
 
 _BEFORE_PATHS = re.compile(
     r"/openai/deployments/[^/]+/"  # Azure's

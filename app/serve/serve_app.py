@@ -28,10 +28,10 @@ from app.serve.answer import Events
 from app.serve.model_pool import ModelPool
 from app.serve.server import DRAIN_S, Server
 from app.serve.service import Service
-from engine.logs import screen_log
 from engine.measure.counters import Counters
 from engine.protocol.client import Engine
 from engine.protocol.events import Counter, Event, Generate, Loading, Ready
+from engine.system.logs import screen_log
 from widgets.dashboard.block_bar import BlockBar
 from widgets.dashboard.client_graph import ClientGraph
 from widgets.dashboard.kernel_table import KernelTable

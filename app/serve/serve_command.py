@@ -18,9 +18,9 @@ from app.chat.settings import Settings
 from app.cli import options
 from app.cli.model_file import draft_model, model_path, models_in
 from engine.errors import UsageError
-from engine.invocation import pip_install
 from engine.protocol.client import LocalEngine
 from engine.protocol.events import TOKEN_GAP
+from engine.system.invocation import pip_install
 from widgets.text import one_line
 
 if TYPE_CHECKING:

@@ -19,9 +19,9 @@ from app.serve.connection import MOST_CONNECTIONS, Connection
 from app.serve.model_pool import ModelPool
 from app.serve.service import Service
 from engine.errors import UsageError
-from engine.heap import keep_small
 from engine.protocol.client import Engine, leave
 from engine.protocol.events import Event, Failed, Ready
+from engine.system.heap import keep_small
 
 DRAIN_S = 5.0  # for answers in progress, after the first signal
 _BACKLOG = 2048

@@ -34,8 +34,8 @@ from app.tools.messages import (
     decode_event,
     encode,
 )
-from engine.child_process import how_it_ended, module_command, module_environment, signal_group
-from engine.invocation import pip_install
+from engine.system.child_process import how_it_ended, module_command, module_environment, signal_group
+from engine.system.invocation import pip_install
 from widgets.text import clean, counted, one_line
 
 START_S = 35.0

@@ -20,7 +20,7 @@ import platformdirs
 from engine.catalog.encoders import is_encoder
 from engine.catalog.files import models_among, pick
 from engine.catalog.names import DEFAULT_REVISION, HubModel, WebFile
-from engine.whole_file import read_file
+from engine.system.whole_file import read_file
 
 URL_FILE = "url"  # holds the address of the model file beside it, without secrets
 

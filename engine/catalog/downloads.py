@@ -25,7 +25,7 @@ from engine.description.architectures import check_architecture
 from engine.description.vision_reader import FITTING
 from engine.errors import ModelFileError
 from engine.formats.gguf import GGUF, printable
-from engine.whole_file import write_whole
+from engine.system.whole_file import write_whole
 
 
 def download(

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from engine.catalog.encoders import snapshot_of
 from engine.errors import ModelFileError
-from engine.whole_file import open_file
+from engine.system.whole_file import open_file
 
 _HEAD_BYTES = 200
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from engine.catalog.files import is_safe, quantization_of
 from engine.errors import ModelFileError
-from engine.whole_file import open_file
+from engine.system.whole_file import open_file
 
 _PREFERRED = ("F16", "BF16", "Q8_0", "F32")
 _HEAD_BYTES = 100

@@ -16,13 +16,12 @@ from types import ModuleType
 from typing import Any, Never, TypeVar
 from urllib.parse import quote, urlsplit
 
-from engine import own_thread
 from engine.catalog.files import is_safe
 from engine.catalog.names import HubModel, public_address
-from engine.credentials import credentials
 from engine.errors import ModelFileError, UsageError
 from engine.formats.gguf import printable
-from engine.web_client import making_client
+from engine.system import own_thread
+from engine.system.web_client import credentials, making_client
 
 TIMEOUT_S = 10.0  # between two reads of a response
 ANSWER_S = 60.0

@@ -13,7 +13,7 @@ from urllib.parse import unquote, urlsplit
 import msgspec
 
 from engine.errors import ModelFileError
-from engine.invocation import call
+from engine.system.invocation import call
 
 HUB_HOSTS = ("hf.co", "huggingface.co", "www.huggingface.co")
 DEFAULT_REVISION = "main"

@@ -16,7 +16,7 @@ from engine.catalog.hub import DownloadError
 from engine.catalog.names import public_address
 from engine.catalog.progress import Meter
 from engine.formats.gguf import printable
-from engine.whole_file import open_to_append, read_file, write_whole
+from engine.system.whole_file import open_to_append, read_file, write_whole
 
 LOCK_S = 0.3
 SPARE_BYTES = 64 << 20  # of disk space that a download leaves free

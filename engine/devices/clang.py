@@ -12,7 +12,7 @@ from pathlib import Path
 import platformdirs
 
 from engine.errors import BackendError
-from engine.whole_file import write_whole
+from engine.system.whole_file import write_whole
 
 
 def find_clang() -> str | None:

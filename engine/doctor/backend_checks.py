@@ -9,13 +9,13 @@ from collections.abc import Iterator, Sequence
 import msgspec
 
 from engine.backends import unusable_because
-from engine.child_process import how_it_ended, module_command, module_environment, signal_group
 from engine.devices import cuda_driver
 from engine.devices.nvidia import why_not_nv
 from engine.doctor import Finding, bad, good, note
 from engine.doctor.checks import CheckResult
 from engine.errors import start_hint
-from engine.invocation import call
+from engine.system.child_process import how_it_ended, module_command, module_environment, signal_group
+from engine.system.invocation import call
 
 TIMEOUT_S = 120.0
 _KILL_AFTER_S = 15.0  # by then the endless stress check is launching kernels

@@ -12,8 +12,8 @@ from engine.devices.system_files import meminfo, read_text
 from engine.doctor import Finding, bad, fair, good, note
 from engine.errors import BackendError
 from engine.fixes import TINYGRAD
-from engine.invocation import call, pip_install
 from engine.protocol.events import Counter
+from engine.system.invocation import call, pip_install
 
 _GPU_DRIVERS = re.compile(r"nvgpu|nvmap|NVRM|ga10b|Xid|host1x|arm-smmu")
 SMALL_MODEL_BYTES = 2e9  # what a small model and its context need

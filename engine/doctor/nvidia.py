@@ -11,8 +11,8 @@ from engine.devices.system_files import read_text
 from engine.doctor import Finding, bad, fair, good, note
 from engine.doctor import jetson as jetsons
 from engine.doctor.host import as_text
-from engine.invocation import pip_install
 from engine.measure.nvml_counters import NvmlCounters
+from engine.system.invocation import pip_install
 
 
 def examine(root: Path = Path("/"), *, jetson: bool = False) -> list[Finding]:

@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable
 
 from engine.errors import BackendError
-from engine.invocation import installed_version, pip_install
+from engine.system.invocation import installed_version, pip_install
 
 TINYGRAD = "0.14.0"
 _applied: set[str] = set()

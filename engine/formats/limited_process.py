@@ -13,8 +13,8 @@ from contextlib import contextmanager, suppress
 from threading import Event, Thread
 from typing import IO
 
-from engine.child_process import kill, module_command, module_environment
 from engine.errors import OrinError, start_hint
+from engine.system.child_process import kill, module_command, module_environment
 
 START_S = 10.0  # of processor time for the process to start
 _MOST_S = 30.0  # that it may wait longer than its processor time

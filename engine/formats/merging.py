@@ -21,7 +21,7 @@ from pathlib import Path
 from threading import Lock
 from typing import TYPE_CHECKING, Any
 
-from engine.child_process import kill, module_command, module_environment
+from engine.system.child_process import kill, module_command, module_environment
 
 if TYPE_CHECKING:
     from engine.formats.merges import Merges

@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 
 from engine.disk_cache import source_digest
 from engine.formats.gguf import GGUF
-from engine.whole_file import open_file, replacing
+from engine.system.whole_file import open_file, replacing
 
 _MAGIC = b"orinpack"
 _HEADER_BYTES = 24  # magic, offset of the table, size of the table: 8 bytes each

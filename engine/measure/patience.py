@@ -6,7 +6,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Generic, TypeVar
 
-from engine import own_thread
+from engine.system import own_thread
 
 PATIENCE_S = 2.0
 T = TypeVar("T")

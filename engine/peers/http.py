@@ -10,10 +10,9 @@ from urllib.parse import urlsplit
 import httpx
 import msgspec
 
-from engine.credentials import credentials
 from engine.errors import BackendError, ContextFullError, OrinError, UsageError, one_line
 from engine.formats.half_characters import without_half_characters
-from engine.web_client import making_client
+from engine.system.web_client import credentials, making_client
 
 CONNECT_S = 10.0
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")

@@ -14,10 +14,10 @@ import tempfile
 from pathlib import Path
 from typing import Self
 
-from engine.child_process import how_it_ended, signal_group
 from engine.errors import BackendError, ModelFileError, OrinError, one_line, start_hint
-from engine.logs import open_log
 from engine.protocol.events import EngineOptions
+from engine.system.child_process import how_it_ended, signal_group
+from engine.system.logs import open_log
 
 INSTALL_HINT = (
     "Install llama.cpp (https://github.com/ggml-org/llama.cpp), or say where it is: --llama-server PATH, "

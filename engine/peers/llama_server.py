@@ -21,7 +21,6 @@ from engine.formats.prompt import PromptEncoder, think_splitter
 from engine.formats.string_array import StringArray
 from engine.formats.template import Prompt
 from engine.formats.thinking import split_thinking
-from engine.logs import log_path
 from engine.measure.memory import resident_memory
 from engine.peers import http
 from engine.peers.llama_process import LlamaProcess, find_llama_server
@@ -42,6 +41,7 @@ from engine.protocol.events import (
     TokenIds,
     TopToken,
 )
+from engine.system.logs import log_path
 
 START_TIMEOUT_S = 600.0  # a large model from a slow disk may take minutes
 POLL_S = 0.05

@@ -15,7 +15,6 @@ from msgspec.structs import replace
 
 from engine.errors import start_hint
 from engine.fairness import address_of
-from engine.logs import log_path, trim_log
 from engine.one_at_a_time import OneAtATime
 from engine.protocol.event_stream import AnswerStats, EventStream
 from engine.protocol.events import (
@@ -43,6 +42,7 @@ from engine.protocol.events import (
 from engine.protocol.launch import ENGINE_LOG, WORKER, end_launched
 from engine.protocol.process import EngineProcess
 from engine.protocol.transport import FrameError, pack
+from engine.system.logs import log_path, trim_log
 
 CANCEL_GRACE_S = 0.07  # the time in which the worker may end an answer itself; `Engine.stop` promises 100 ms
 LONG_BYTES = 64 << 10  # of a request: such ones are sent one after the other, and short ones between them

@@ -20,9 +20,9 @@ from pathlib import Path
 import msgspec
 import platformdirs
 
-from engine.child_process import module_command, module_environment
 from engine.protocol.events import EngineOptions, Ready
 from engine.protocol.keeper import LENGTH_BYTES, STOP, TAKE, has_ended
+from engine.system.child_process import module_command, module_environment
 
 _ANSWER_S = 2.0
 _MAX_CONTENT_BYTES = 64 << 20

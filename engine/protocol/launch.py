@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import IO, NamedTuple
 
-from engine.child_process import kill, module_command, module_environment
-from engine.logs import log_bytes, log_path, open_log
+from engine.system.child_process import kill, module_command, module_environment
+from engine.system.logs import log_bytes, log_path, open_log
 
 WORKER = module_command("engine.protocol.worker")
 ENGINE_LOG = "engine"

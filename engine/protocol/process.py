@@ -14,11 +14,11 @@ from pathlib import Path
 
 import msgspec
 
-from engine.child_process import how_it_ended, module_environment, signal_group
-from engine.logs import last_error, log_bytes, open_log, trim_log
 from engine.protocol.events import Event, Failed, Shutdown, event_decoder
 from engine.protocol.launch import start_child, take_launched
 from engine.protocol.transport import Deframer, FrameError, pack
+from engine.system.child_process import how_it_ended, module_environment, signal_group
+from engine.system.logs import last_error, log_bytes, open_log, trim_log
 
 SHUTDOWN_GRACE_S = 1.0
 TERMINATE_GRACE_S = 0.3

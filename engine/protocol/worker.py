@@ -32,7 +32,6 @@ from msgspec.structs import replace
 
 from engine.devices import driver_watch
 from engine.errors import DeviceHangsError, OrinError, PreemptedError, print_without_messages
-from engine.heap import keep_small
 from engine.measure.timeline import timeline
 from engine.protocol.client_turns import PromptMakers
 from engine.protocol.events import (
@@ -56,6 +55,7 @@ from engine.protocol.outbox import Outbox, die
 from engine.protocol.served_model import Model, Report
 from engine.protocol.transport import Deframer, frame, read_all
 from engine.start_trial import start_trials
+from engine.system.heap import keep_small
 
 if TYPE_CHECKING:
     from engine.runtime.answer import Answer

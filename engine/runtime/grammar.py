@@ -17,16 +17,16 @@ from typing import TYPE_CHECKING, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from engine import own_thread
 from engine.errors import UsageError, one_line
 from engine.formats.channels import channel_marks
 from engine.formats.thinking import ReplySplitter
 from engine.formats.tokenizer import Tokenizer
 from engine.formats.tool_forms import CALL_TOKENS
 from engine.formats.tool_grammars import WHITE_SPACE
-from engine.invocation import pip_install
 from engine.protocol.events import Grammar
 from engine.runtime.sampling import Logits
+from engine.system import own_thread
+from engine.system.invocation import pip_install
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer

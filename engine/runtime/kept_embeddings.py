@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from engine.disk_cache import trim
 from engine.runtime.pictures import Floats, PictureEncoder, Progress
 from engine.runtime.prefix_folder import folder
-from engine.whole_file import read_file, write_whole
+from engine.system.whole_file import read_file, write_whole
 
 LEAST_S = 0.3
 """A picture that took less is encoded again."""

@@ -31,7 +31,7 @@ from engine.disk_cache import trim
 from engine.formats.gguf import GGUF
 from engine.formats.kv_format import QUANT_BLOCK
 from engine.runtime.prefix_folder import folder
-from engine.whole_file import open_file
+from engine.system.whole_file import open_file
 
 CHUNK = 512
 """Tokens of a file."""

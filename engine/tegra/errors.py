@@ -4,7 +4,7 @@ import errno
 import os
 
 from engine.errors import BackendError
-from engine.invocation import call
+from engine.system.invocation import call
 from engine.tegra.abi import L4T
 
 # Two bases: the application shows the sentences of a BackendError, tinygrad handles RuntimeError and MemoryError.

@@ -24,7 +24,7 @@ from tinygrad.renderer.cstyle import CStyleLanguage, CUDARenderer
 from tinygrad.runtime.support.elf import elf_loader, jit_loader
 
 from engine.devices.clang import find_clang, zig_clang
-from engine.whole_file import write_whole
+from engine.system.whole_file import write_whole
 from tests.environment import FOLDER, KERNELS
 from tests.paths import ROOT
 

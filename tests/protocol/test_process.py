@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from engine.logs import LIMIT_BYTES
 from engine.protocol import process
 from engine.protocol.client import LocalEngine
 from engine.protocol.events import EngineOptions, Failed, Finished, Load, ModelInfo, Ready, Token
 from engine.protocol.process import EngineProcess
 from engine.protocol.transport import pack
+from engine.system.logs import LIMIT_BYTES
 from tests.paths import ROOT
 from tests.protocol.conftest import running
 from tests.protocol.test_client import ask, collect, token_ids, until

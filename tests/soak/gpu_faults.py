@@ -11,7 +11,6 @@ import time
 from pathlib import Path
 from unittest import mock
 
-from engine.child_process import module_command
 from engine.devices import cuda_driver
 from engine.protocol.client import LocalEngine
 from engine.protocol.events import (
@@ -24,7 +23,8 @@ from engine.protocol.events import (
     Token,
     TokenIds,
 )
-from engine.whole_file import write_whole
+from engine.system.child_process import module_command
+from engine.system.whole_file import write_whole
 from tests import generated_model
 from tests.soak.counts import Counts
 from tests.soak.faulty_gpu import FAULTS, FILE, TAKEN

@@ -9,8 +9,8 @@ from app.cli.meant import check_command
 from app.cli.oneshot import TextOutput
 from app.main import COMMANDS, main
 from engine.errors import UsageError
-from engine.invocation import call
 from engine.protocol.events import Failed
+from engine.system.invocation import call
 from tests.pictures import plain_picture
 
 

@@ -24,8 +24,8 @@ from engine.catalog.names import HubModel, known_models, parse
 from engine.catalog.progress import Progress
 from engine.description.architectures import read_spec
 from engine.formats.gguf import GGUF
-from engine.invocation import call
 from engine.loading import packed_weights_cache
+from engine.system.invocation import call
 from presets import GUIDE, guide_path
 from tests import synthetic
 from tests.catalog.fixtures import fake_hub

@@ -24,8 +24,8 @@ from app.lines.line_chat import LineChat
 from app.lines.line_input import CommandCompleter, FileLines, TerminalLines
 from app.lines.other_models import OtherModels
 from engine.errors import UsageError
-from engine.invocation import call
 from engine.protocol.events import EngineOptions, Failed
+from engine.system.invocation import call
 from presets import GUIDE
 from tests import synthetic
 from tests.app.fake_engine import DIED, TOO_LONG, FakeEngine, reply

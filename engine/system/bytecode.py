@@ -11,7 +11,7 @@ def keep_bytecode() -> None:
     start, if it keeps none beside them: images of containers forbid it (PYTHONDONTWRITEBYTECODE), and packages that
     root installed without it cannot be written. To compile them anew took half of a start on such a machine.
 
-    `engine.child_process` passes this on to children."""
+    `engine.system.child_process` passes this on to children."""
     if __spec__.cached and Path(__spec__.cached).exists():  # Python has just read it, or written it
         return
     import platformdirs

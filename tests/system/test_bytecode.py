@@ -9,10 +9,10 @@ from tests.paths import ROOT
 
 _SCRIPT = """
 import json, os, sys
-from engine.bytecode import keep_bytecode
+from engine.system.bytecode import keep_bytecode
 keep_bytecode()
-import engine.heap  # stands for all that is imported later
-from engine.child_process import module_environment
+import engine.system.heap  # stands for all that is imported later
+from engine.system.child_process import module_environment
 child = module_environment()
 names = "PYTHONDONTWRITEBYTECODE", "PYTHONPYCACHEPREFIX"
 assert "PYTHONIOENCODING" not in child

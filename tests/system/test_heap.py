@@ -8,7 +8,7 @@ from tests.paths import ROOT
 
 SCATTERED = """
 import os, threading, time
-from engine import heap
+from engine.system import heap
 from engine.measure.memory import resident_memory
 
 heap._EVERY_S = 0.05

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     import subprocess
     from typing import Any
 
-_PROGRAM = Path(__file__).resolve().parents[1]  # the checkout, or the folder of installed packages
+_PROGRAM = Path(__file__).resolve().parents[2]  # the checkout, or the folder of installed packages
 
 
 def module_command(module: str, *arguments: str) -> list[str]:

@@ -5,8 +5,8 @@ import os
 import pytest
 
 from app.chat.settings import usable_settings
-from engine.logs import open_log
-from engine.whole_file import open_file, read_file, read_text, write_whole
+from engine.system.logs import open_log
+from engine.system.whole_file import open_file, read_file, read_text, write_whole
 
 
 def test_pipes_and_devices_are_no_files(tmp_path):

@@ -9,7 +9,7 @@ from typing import IO
 
 import platformdirs
 
-from engine.whole_file import open_file
+from engine.system.whole_file import open_file
 
 LIMIT_BYTES = 1 << 20
 _TAIL_BYTES = 4096

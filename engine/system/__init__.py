@@ -1,0 +1,1 @@
+"""What the program asks of Python and the operating system."""
