@@ -96,7 +96,7 @@ class Reference:
         y = x.mean(0) if pooling == "mean" else x[0] if first else x[-1]
         for p in spec.classes if pooling == "rank" else spec.projections:
             y = self._product(y, p.weight, p.bias)
-            y = np.tanh(y) if p.bent else y
+            y = np.tanh(y) if p.tanh else y
         return y
 
     def streams(self, tokens: Sequence[int]) -> list[Floats]:

@@ -15,9 +15,9 @@ from numpy.typing import NDArray
 
 from engine.description.sublayers import Vector, Weight
 from engine.description.vision import (
+    Activate,
     Activation,
     Affine,
-    Bend,
     Linear,
     Merge,
     Norm,
@@ -143,7 +143,11 @@ class ReferenceEncoder:
 
     def _fed(self, of: PatchFeedForward, x: Floats) -> Floats:
         up = self._product(of.up, x)
-        hidden = bent(self._product(of.gate, x), of.activation) * up if of.gate else bent(up, of.activation)
+        hidden = (
+            activated(self._product(of.gate, x), of.activation) * up
+            if of.gate
+            else activated(up, of.activation)
+        )
         return self._product(of.down, hidden)
 
     def _step(self, step: ProjectorStep, x: Floats) -> Floats:
@@ -154,8 +158,8 @@ class ReferenceEncoder:
                 return self._product(step, x)
             case PatchFeedForward():
                 return self._fed(step, x)
-            case Bend(activation=activation):
-                return bent(x, activation)
+            case Activate(activation=activation):
+                return activated(x, activation)
             case Affine(factor=factor, minus=minus, times=times):
                 x = x * np.float32(factor)
                 x = x - self._vector(minus) if minus else x
@@ -190,7 +194,7 @@ class ReferenceEncoder:
         return vector.order.apply(values) if vector.order else values
 
 
-def bent(x: Floats, activation: Activation) -> Floats:
+def activated(x: Floats, activation: Activation) -> Floats:
     if activation == "exact gelu":
         return (x * np.float32(0.5) * (1 + np.vectorize(math.erf)(x * 0.5**0.5))).astype(np.float32)
     factor = {"silu": 1.0, "quick gelu": 1.702}.get(activation)

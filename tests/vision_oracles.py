@@ -20,10 +20,10 @@ from engine.description.architectures import read_spec
 from engine.description.spec import ModelSpec
 from engine.description.sublayers import Attention
 from engine.description.vision_reader import FITTING, read_vision
+from engine.encoder_input import resized
 from engine.formats.gguf import GGUF
-from engine.formats.prompt_pictures import PlacedPicture, SeenPicture
+from engine.formats.prompt_pictures import PlacedPicture, SizedPicture
 from engine.loading.weights import Weights
-from engine.pictures import resized
 from engine.runtime.pictures import Encoding, PictureRoom, Pictures, picture_ids
 from tests import oracles
 from tests.reference import log_softmax
@@ -96,7 +96,7 @@ def next_token_errors(
             rgb = module.load(shared / "oracle/vision" / picture)
             rows, columns = encoders[entry].grid(rgb)
             made = encoders[entry](rgb).astype(np.float32)
-            seen = SeenPicture(rgb, rows, columns, picture_ids(key, len(made)), key)
+            seen = SizedPicture(rgb, rows, columns, picture_ids(key, len(made)), key)
             for end in ("", "_short"):
                 before, after = answers["before"].tolist(), answers["after" + end].tolist()
                 pictures = Pictures([PlacedPicture(len(before), seen)], whole)

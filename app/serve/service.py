@@ -20,7 +20,7 @@ from app.serve.answer import AnswerBegun, AnswerEnd, Events, Parts, ServedAnswer
 from app.serve.errors import ApiError, of_usage, unavailable
 from app.serve.http import ClientGoneError
 from app.serve.metrics import Metrics
-from app.serve.picture_tokens import counting_eyes
+from app.serve.picture_tokens import counting_processor
 from engine.errors import OrinError, UsageError
 from engine.fairness import address_of
 from engine.formats.file_templates import FileTemplates, tool_form
@@ -111,7 +111,7 @@ class ModelFile:
     def _chats(self) -> ChatTemplate:
         sources = self.templates
         template = ChatTemplate(sources.chat or None, self.architecture, self.tokenizer, sources.tools)
-        template.eyes = counting_eyes(Path(self.mmproj)) if self.mmproj else None
+        template.picture_processor = counting_processor(Path(self.mmproj)) if self.mmproj else None
         return template
 
 

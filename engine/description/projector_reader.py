@@ -11,9 +11,9 @@ import numpy as np
 from engine.description.checked_file import CheckedFile
 from engine.description.sublayers import Weight
 from engine.description.vision import (
+    Activate,
     Activation,
     Affine,
-    Bend,
     Limits,
     Linear,
     Merge,
@@ -102,7 +102,7 @@ class ProjectorReader(CheckedFile):
         match self.kind:
             case "qwen2vl_merger" | "qwen2.5vl_merger" | "qwen3vl_merger":
                 first, last = self.linear("mm.0", joined, joined), self.linear("mm.2", out, joined)
-                steps = self.norm("v.post_ln"), Merge("join"), first, Bend("exact gelu"), last
+                steps = self.norm("v.post_ln"), Merge("join"), first, Activate("exact gelu"), last
             case "gemma3":
                 name = "mm.input_projection.weight"
                 weight = Weight(name, dim, out, self.check(name, (dim, out)))
@@ -116,7 +116,7 @@ class ProjectorReader(CheckedFile):
                     self.linear("mm.model.mlp.1", out, joined),
                     self.linear("mm.model.mlp.3", out, out),
                 )
-                return out, (Merge("join"), norm, first, Bend("exact gelu"), last)
+                return out, (Merge("join"), norm, first, Activate("exact gelu"), last)
             case "paddleocr" | "kimivl" | "lfm2" | "dots_ocr":
                 return out, self.steps_of_two(out)
             case "glm4v":
@@ -130,7 +130,7 @@ class ProjectorReader(CheckedFile):
                 return out, (Merge("mean"), scaled, Norm(self.eps), last)
             case _:
                 first, last = self.linear("mm.1", out, dim), self.linear("mm.2", out, out)
-                last_steps = first, Bend("exact gelu"), last
+                last_steps = first, Activate("exact gelu"), last
                 if not self.is_merged:
                     return out, last_steps
                 merger = self.linear("mm.patch_merger", dim, joined)
@@ -156,7 +156,12 @@ class ProjectorReader(CheckedFile):
         steps += [merge, *norms] if self.kind == "lfm2" else [*norms, merge]
         first, last = ("mm.0", "mm.2") if is_dots else ("mm.1", "mm.2")
         width = self.rows_of(first)
-        return *steps, self.linear(first, width, joined), Bend("exact gelu"), self.linear(last, out, width)
+        return (
+            *steps,
+            self.linear(first, width, joined),
+            Activate("exact gelu"),
+            self.linear(last, out, width),
+        )
 
     def gated_steps(self, out: int) -> tuple[ProjectorStep, ...]:
         """The steps of GLM's projector: patches are merged by a convolution, and a feed-forward layer comes last."""
@@ -171,7 +176,7 @@ class ProjectorReader(CheckedFile):
             Linear(weight, self.vector(f"{name}.bias", merged)),
             self.linear("mm.model.fc", width, merged),
             self.projector_norm("mm.post_norm", width),
-            Bend("exact gelu"),
+            Activate("exact gelu"),
             PatchFeedForward(gate, up, self.linear("mm.down", out, hidden), self.activation),
         )
 
@@ -183,4 +188,4 @@ class ProjectorReader(CheckedFile):
                 first = self.linear(f"{prefix}.fc1", joined, joined)
                 last = self.linear(f"{prefix}.fc2", out, joined)
                 norm = self.norm(f"{prefix}.norm", joined)
-                yield Projector(2 * i + 2, (Merge("join"), norm, first, Bend("exact gelu"), last))
+                yield Projector(2 * i + 2, (Merge("join"), norm, first, Activate("exact gelu"), last))

@@ -123,11 +123,11 @@ class LayerEmbeddings:
 
 @dataclass(frozen=True)
 class Projection:
-    """What is made of a pooled vector x: `weight` x + `bias`, and of that the tanh if it is `bent`."""
+    """What is made of a pooled vector x: `weight` x + `bias`, and of that the tanh if it is `tanh`."""
 
     weight: Weight
     bias: Vector | None = None
-    bent: bool = False
+    tanh: bool = False
 
 
 @dataclass(frozen=True)

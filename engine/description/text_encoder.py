@@ -47,11 +47,11 @@ def read_projections(file: CheckedFile, dim: int) -> tuple[Projection, ...]:
 def read_classes(file: CheckedFile, dim: int) -> tuple[Projection, ...]:
     """See `ModelSpec.classes`: none if the file is not of a model that ranks documents. Raises ModelFileError."""
     found = [name for name in ("cls", "cls.output") if file.has(f"{name}.weight")]
-    steps = tuple(_projection(file, name, dim, bent=name == "cls") for name in found)
+    steps = tuple(_projection(file, name, dim, tanh=name == "cls") for name in found)
     return steps if pooling_of(file.file) == "rank" else ()
 
 
-def _projection(file: CheckedFile, name: str, dim: int, bent: bool) -> Projection:
+def _projection(file: CheckedFile, name: str, dim: int, tanh: bool) -> Projection:
     rows = file.file.tensors[f"{name}.weight"].shape[0]
     weight: Weight = file.weight(name, rows, dim)
-    return Projection(weight, file.vector(f"{name}.bias", rows), bent)
+    return Projection(weight, file.vector(f"{name}.bias", rows), tanh)

@@ -110,11 +110,13 @@ class Affine:
 
 
 @dataclass(frozen=True)
-class Bend:
+class Activate:
+    """activation(x)."""
+
     activation: Activation
 
 
-ProjectorStep = Norm | Merge | Linear | Affine | Bend | PatchFeedForward
+ProjectorStep = Norm | Merge | Linear | Affine | Activate | PatchFeedForward
 
 
 @dataclass(frozen=True)

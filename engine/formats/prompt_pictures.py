@@ -15,7 +15,7 @@ from engine.protocol.events import PICTURE_MARK, Message, Picture
 
 
 @dataclass(frozen=True, eq=False)
-class SeenPicture:
+class SizedPicture:
     """A picture at the size of an encoder: `rgb`, uint8 (height, width, 3), which becomes `rows` x `columns` tokens,
     and others between rows in some models. With `tiles`, rows and columns of them, their tokens are one tile after the
     other, and then those of the whole picture, if there are several. `ids`: of all tokens. `key`: of what the encoder
@@ -34,11 +34,7 @@ class PlacedPicture:
     """A picture whose first token is at the place `first` of a prompt."""
 
     first: int
-    picture: SeenPicture
-
-
-Look = Callable[[Picture], SeenPicture]
-"""Reads a picture's file. Raises PictureError."""
+    picture: SizedPicture
 
 
 @dataclass(frozen=True)
@@ -87,14 +83,16 @@ PICTURE_MARKS = {
 
 
 @dataclass(frozen=True)
-class Eyes:
-    """How messages with pictures become prompts."""
+class PictureProcessor:
+    """How messages with pictures become prompts. `read` sizes a picture, and raises PictureError."""
 
-    look: Look
+    read: Callable[[Picture], SizedPicture]
     marks: PictureMarks
 
 
-def with_texts(picture: SeenPicture, marks: PictureMarks, encode: Callable[[str], list[int]]) -> SeenPicture:
+def with_texts(
+    picture: SizedPicture, marks: PictureMarks, encode: Callable[[str], list[int]]
+) -> SizedPicture:
     """A picture with the tokens of the texts between its tiles. `encode`: the ids of a text."""
     if not marks.whole:
         return picture

@@ -21,8 +21,8 @@ from engine.formats.fallback_templates import CHATML, fallback_template
 from engine.formats.file_templates import FileTemplates
 from engine.formats.gguf import GGUF, printable
 from engine.formats.prompt_pictures import (
-    Eyes,
     PictureMarks,
+    PictureProcessor,
     PlacedPicture,
     around_pictures,
     as_parts,
@@ -54,8 +54,8 @@ class Prompt:
 
 class ChatTemplate:
     """Renders conversations for one model. `thinks`: whether the template supports thinking. `warning`: a sentence that
-    says why another template than the file's is used, or ""; it may appear only after `encode`. `eyes`: how messages
-    may have pictures, if they may."""
+    says why another template than the file's is used, or ""; it may appear only after `encode`.
+    `picture_processor`: how messages may have pictures, if they may."""
 
     def __init__(
         self, source: str | None, architecture: str, tokenizer: Tokenizer, for_tools: str = ""
@@ -81,7 +81,7 @@ class ChatTemplate:
         self._form = shown_form(for_tools or source or "")
         self._shows_calls = "tool_calls" in (for_tools or source or "")
         self._knows_pictures = "image" in (source or "")
-        self.eyes: Eyes | None = None
+        self.picture_processor: PictureProcessor | None = None
 
         self._edges = _edges(tokenizer.special_tokens)
 
@@ -168,9 +168,9 @@ class ChatTemplate:
             messages, tools = told(messages, tools), ""
         messages = [with_marks(message) for message in messages]
         pictures = [picture for message in messages for picture in message.pictures]
-        if pictures and not self.eyes:
+        if pictures and not self.picture_processor:
             raise cannot_see()
-        written = self.eyes.marks.written if self.eyes else ""
+        written = self.picture_processor.marks.written if self.picture_processor else ""
         functions = json.loads(tools) if tools else None
         edges = sorted({*self._edges, *_edges([written])}) if pictures else self._edges
         disguise = _disguise([functions, *(_as_variables(message) for message in messages)], edges)
@@ -218,12 +218,13 @@ class ChatTemplate:
         self, runs: Sequence[Sequence[tuple[str, bool]]], pictures: Sequence[Picture], most: int | None
     ) -> tuple[list[int], tuple[PlacedPicture, ...]]:
         """The ids of the segments around pictures, and theirs."""
-        bos, marks, placed = self._tokenizer.bos_id, self.eyes.marks if self.eyes else PictureMarks(""), []
-        ids: list[int] = []
+        processor, bos = self.picture_processor, self._tokenizer.bos_id
+        marks = processor.marks if processor else PictureMarks("")
+        ids, placed = list[int](), list[PlacedPicture]()
         for i, run in enumerate(runs):
-            if i and self.eyes:
+            if i and processor:
                 picture = with_texts(
-                    self.eyes.look(pictures[i - 1]),
+                    processor.read(pictures[i - 1]),
                     marks,
                     lambda text: self._tokenizer.encode_segments([(text, True)], None),
                 )

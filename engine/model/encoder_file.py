@@ -13,13 +13,13 @@ from tinygrad import Device
 from engine.description.spec import ModelSpec
 from engine.description.vision import VisionSpec
 from engine.description.vision_reader import FITTING, read_vision
+from engine.encoder_input import Grid, resized
 from engine.errors import BackendError, ModelFileError, PictureError
 from engine.formats.gguf import GGUF, printable
 from engine.formats.picture import PictureDecoder
-from engine.formats.prompt_pictures import PICTURE_MARKS, Eyes, SeenPicture
+from engine.formats.prompt_pictures import PICTURE_MARKS, PictureProcessor, SizedPicture
 from engine.loading.weights import FileWeights
 from engine.model.coverage import lacks_kernels_because
-from engine.pictures import Grid, resized
 from engine.protocol.events import KernelPath, Picture
 from engine.runtime.kept_embeddings import KeptEmbeddings
 from engine.runtime.pictures import PictureEncoder, PictureRoom, picture_ids
@@ -60,8 +60,8 @@ class EncoderFile:
         self._decoder = PictureDecoder()
         with suppress(BackendError):  # the first picture says so
             self._decoder.start()
-        self._seen: OrderedDict[bytes, SeenPicture] = OrderedDict()
-        self._looking = Lock()
+        self._remembered: OrderedDict[bytes, SizedPicture] = OrderedDict()
+        self._reading = Lock()
 
     @property
     def need_bytes(self) -> int:
@@ -95,17 +95,17 @@ class EncoderFile:
         return KeptEmbeddings(encoder, identity, limit_bytes) if limit_bytes else encoder
 
     @property
-    def eyes(self) -> Eyes:
-        return Eyes(self.look, PICTURE_MARKS[self.spec.kind])
+    def picture_processor(self) -> PictureProcessor:
+        return PictureProcessor(self.read_picture, PICTURE_MARKS[self.spec.kind])
 
-    def look(self, picture: Picture) -> SeenPicture:
+    def read_picture(self, picture: Picture) -> SizedPicture:
         """A picture as tokens. Raises PictureError."""
         digest = hashlib.sha256(picture.data).digest()
-        with self._looking:
-            return self._look(digest, picture)
+        with self._reading:
+            return self._read(digest, picture)
 
-    def _look(self, digest: bytes, picture: Picture) -> SeenPicture:
-        if digest not in self._seen:
+    def _read(self, digest: bytes, picture: Picture) -> SizedPicture:
+        if digest not in self._remembered:
             try:
                 pixels = self._decoder.decode(picture.data)
             except PictureError as error:
@@ -115,8 +115,8 @@ class EncoderFile:
             grid = Grid.of(self.spec, pixels.rgb.shape[1], pixels.rgb.shape[0])
             key = f"{pixels.hash} {self._identity}"
             ids = picture_ids(key, grid.tokens(self.spec))
-            self._seen[digest] = SeenPicture(rgb, grid.rows, grid.columns, ids, key, grid.tiles)
-            while len(self._seen) > _REMEMBERED:
-                self._seen.popitem(last=False)
-        self._seen.move_to_end(digest)
-        return self._seen[digest]
+            self._remembered[digest] = SizedPicture(rgb, grid.rows, grid.columns, ids, key, grid.tiles)
+            while len(self._remembered) > _REMEMBERED:
+                self._remembered.popitem(last=False)
+        self._remembered.move_to_end(digest)
+        return self._remembered[digest]

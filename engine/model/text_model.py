@@ -94,7 +94,7 @@ class TextModel:
             self.prompts = prompts.encoder()
         self.tokenizer = self.prompts.tokenizer
         if plan.encoder:
-            self.prompts.template.eyes = plan.encoder.eyes
+            self.prompts.template.picture_processor = plan.encoder.picture_processor
         self._only_embeds = plan.spec.both_ways
         pictures = plan.pictures
         whole_pictures = self._runner.max_chunk if pictures and pictures.whole else 0
@@ -263,7 +263,7 @@ def _pooler(weights: Weights) -> Pooler:
 
     def steps(projections: Sequence[Projection]) -> list[Step]:
         return [
-            Step(matrix(p.weight), weights.vector(p.bias) if p.bias else None, p.bent) for p in projections
+            Step(matrix(p.weight), weights.vector(p.bias) if p.bias else None, p.tanh) for p in projections
         ]
 
     def matrix(of: Weight) -> NDArray[np.float32]:

@@ -26,15 +26,15 @@ if TYPE_CHECKING:
 
 class Step(NamedTuple):
     """What is made of a pooled vector x: `matrix` x + `bias`, float32 (rows, cols) and (rows,), and of that the tanh if
-    it is `bent` (`engine.description.spec.Projection`)."""
+    it is `tanh` (`engine.description.spec.Projection`)."""
 
     matrix: NDArray[np.float32]
     bias: NDArray[np.float32] | None = None
-    bent: bool = False
+    tanh: bool = False
 
     def of(self, x: NDArray[np.float32]) -> NDArray[np.float32]:
         y = self.matrix @ x if self.bias is None else self.matrix @ x + self.bias
-        return np.tanh(y) if self.bent else y
+        return np.tanh(y) if self.tanh else y
 
 
 class Pooler:

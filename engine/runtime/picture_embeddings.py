@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import OrderedDict
 
-from engine.formats.prompt_pictures import SeenPicture
+from engine.formats.prompt_pictures import SizedPicture
 from engine.runtime.answer import Answer
 from engine.runtime.pictures import Encoding, PictureEncoder, Progress
 
@@ -53,7 +53,7 @@ class PictureEmbeddings:
             self._known.pop(encoding.picture.key, None)  # another try begins from the start
             raise
 
-    def _of(self, picture: SeenPicture) -> Encoding:
+    def _of(self, picture: SizedPicture) -> Encoding:
         """What is known of a picture. The oldest are forgotten."""
         assert self._encoder
         found = self._known.get(picture.key)

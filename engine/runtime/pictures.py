@@ -18,7 +18,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.formats.prompt_pictures import PlacedPicture, SeenPicture
+from engine.formats.prompt_pictures import PlacedPicture, SizedPicture
 
 Floats = NDArray[np.float32]
 
@@ -79,7 +79,7 @@ def tile_by_tile(
 class Encoding:
     """A picture, and the embeddings of its tokens as far as they are computed, zeros where they are those of texts."""
 
-    picture: SeenPicture
+    picture: SizedPicture
     work: Generator[Progress, None, Floats]
     embeddings: Floats | None = None
     progress: Progress = _BEGUN

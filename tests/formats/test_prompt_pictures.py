@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from engine.errors import ContextFullError, PictureError
-from engine.formats.prompt_pictures import PICTURE_MARKS, Eyes, SeenPicture
+from engine.formats.prompt_pictures import PICTURE_MARKS, PictureProcessor, SizedPicture
 from engine.formats.template import ChatTemplate
 from engine.formats.tokenizer import Tokenizer
 from engine.protocol.events import PICTURE_MARK, Message, Picture
@@ -31,13 +31,13 @@ def tokenizer(tmp_path_factory):
 
 @pytest.fixture
 def encode(tokenizer):
-    def look(picture):
+    def read(picture):
         n = picture.data[0]
-        return SeenPicture(np.zeros((1, 1, 3), np.uint8), 1, n, (-n,) * n, str(n))
+        return SizedPicture(np.zeros((1, 1, 3), np.uint8), 1, n, (-n,) * n, str(n))
 
     def encode(source, *messages, **options):
         template = ChatTemplate(source, "other", tokenizer)
-        template.eyes = Eyes(look, PICTURE_MARKS["qwen3vl_merger"])
+        template.picture_processor = PictureProcessor(read, PICTURE_MARKS["qwen3vl_merger"])
         prompt = template.encode(messages, **options)
         text = "".join(str(id) if id < 0 else spelled_out(tokenizer, [id]) for id in prompt.ids)
         return text, [at.first for at in prompt.pictures], prompt.ids
@@ -74,8 +74,8 @@ def test_qwen_omni_has_marks_of_its_own(tmp_path):
     names = "<|vision_bos|>", "<|IMAGE|>", "<|vision_eos|>"
     tokenizer = Tokenizer(byte_level(tmp_path / "v", special=tuple((name, CONTROL) for name in names)))
     template = ChatTemplate(PARTS.replace("".join(IMAGES), "".join(names)), "qwen2vl", tokenizer)
-    template.eyes = Eyes(
-        lambda _: SeenPicture(np.zeros((1, 1, 3), np.uint8), 1, 1, (-7,), ""), PICTURE_MARKS["qwen2.5o"]
+    template.picture_processor = PictureProcessor(
+        lambda _: SizedPicture(np.zeros((1, 1, 3), np.uint8), 1, 1, (-7,), ""), PICTURE_MARKS["qwen2.5o"]
     )
     ids = template.encode([user(f"a{PICTURE_MARK}", 1)]).ids
     assert ids[-3:] == [tokenizer.special_tokens[names[0]], -7, tokenizer.special_tokens[names[2]]]
@@ -86,9 +86,9 @@ def test_texts_stand_between_tiles(tiles, tokenizer):
     """And this template reads a message only in parts."""
     smol = "{% for m in messages %}{% for p in m.content %}{% if p.type == 'image' %}<image>{% endif %}{{ p.text }}"
     n = 2 * (tiles[0] * tiles[1] + (tiles != (1, 1)))
-    seen = SeenPicture(np.zeros((1, 1, 3), np.uint8), n // 2, 2, (-1,) * n, "", tiles)
+    seen = SizedPicture(np.zeros((1, 1, 3), np.uint8), n // 2, 2, (-1,) * n, "", tiles)
     template = ChatTemplate(f"{smol}{{% endfor %}};{{% endfor %}}", "other", tokenizer)
-    template.eyes = Eyes(lambda _: seen, PICTURE_MARKS["idefics3"])
+    template.picture_processor = PictureProcessor(lambda _: seen, PICTURE_MARKS["idefics3"])
     prompt = template.encode([user("so", 1), user("hm")])
     text = "".join("-" if id < 0 else spelled_out(tokenizer, [id]) for id in prompt.ids)
     around = "<fake_token_around_image>"

@@ -2,14 +2,14 @@
 
 import numpy as np
 
-from engine.formats.prompt_pictures import PlacedPicture, SeenPicture
+from engine.formats.prompt_pictures import PlacedPicture, SizedPicture
 from engine.runtime.lookup import Lookup
 from engine.runtime.pictures import Encoding, Pictures, picture_ids
 
 
 def picture(key, rows, columns):
     ids = picture_ids(key, rows * columns)
-    return SeenPicture(np.zeros((1, 1, 3), np.uint8), rows, columns, ids, key)
+    return SizedPicture(np.zeros((1, 1, 3), np.uint8), rows, columns, ids, key)
 
 
 def test_positions_go_on_after_the_larger_side():

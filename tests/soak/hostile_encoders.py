@@ -9,10 +9,10 @@ import numpy as np
 from hypothesis import strategies as st
 
 from engine.description.vision_reader import KINDS, read_vision
+from engine.encoder_input import resized
 from engine.errors import OrinError
 from engine.formats.gguf import GGUF
 from engine.loading.weights import FileWeights
-from engine.pictures import resized
 from engine.targets.graph.vision import GraphEncoder
 from tests import generated_encoder
 from tests.soak.counts import Counts

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import numpy as np
 
 from engine.description.spec import Rope
-from engine.formats.prompt_pictures import PlacedPicture, SeenPicture
+from engine.formats.prompt_pictures import PlacedPicture, SizedPicture
 from engine.kernels.device_memory import to_device
 from engine.runtime.model_runner import Slot
 from engine.runtime.pictures import PictureRoom, Pictures, positions_of
@@ -18,7 +18,7 @@ CONTEXT, PARALLEL = 256, 2
 def pictures(*places):
     """Each with its first token, rows and columns."""
     seen = (
-        (at, SeenPicture(np.zeros((1, 1, 3), np.uint8), r, c, tuple(range(-r * c, 0)), ""))
+        (at, SizedPicture(np.zeros((1, 1, 3), np.uint8), r, c, tuple(range(-r * c, 0)), ""))
         for at, r, c in places
     )
     return Pictures([PlacedPicture(at, picture) for at, picture in seen])

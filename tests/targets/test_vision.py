@@ -5,10 +5,10 @@ import numpy as np
 import pytest
 
 from engine.description.vision_reader import KINDS, read_vision
+from engine.encoder_input import Grid, resized
 from engine.errors import ModelFileError
 from engine.formats.gguf import GGUF
 from engine.loading.weights import FileWeights
-from engine.pictures import Grid, resized
 from engine.targets.cpu.kernels.memory import view
 from engine.targets.cpu.runner import CPURunner
 from engine.targets.cpu.vision import CPUEncoder, scratch_bytes

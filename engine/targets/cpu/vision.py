@@ -17,8 +17,9 @@ from tinygrad import Tensor, dtypes
 from tinygrad.dtype import DType
 
 from engine.description.vision import (
+    Activate,
+    Activation,
     Affine,
-    Bend,
     Limits,
     Linear,
     Merge,
@@ -30,10 +31,10 @@ from engine.description.vision import (
     ProjectorStep,
     VisionSpec,
 )
+from engine.encoder_input import Floats, Grid, as_read, encoder_input, position_table
 from engine.formats.dequantize import HOST_TYPES
 from engine.formats.ggml_types import TYPES
 from engine.loading.weights import FileWeights
-from engine.pictures import Floats, Grid, as_read, encoder_input, position_table
 from engine.runtime.pictures import Progress, tile_by_tile
 from engine.targets.cpu.kernels import memory
 from engine.targets.cpu.kernels.activations import buffer_type
@@ -42,7 +43,6 @@ from engine.targets.cpu.kernels.lanes import MOST_TILES, register_lanes
 from engine.targets.cpu.kernels.patch_attention import attend
 from engine.targets.cpu.kernels.patches import (
     FIRST,
-    Bending,
     PatchHeads,
     Preparation,
     RowNorm,
@@ -115,14 +115,14 @@ class CPUEncoder:
         self._windows = [self._whole(name, 1, type) for name, type in types.items()]
         sequences = [list(self._kernels_of(sublayer)) for sublayer in spec.sublayers]
         steps = [*(Linear(kernel) for kernel in spec.kernels), *spec.projector_steps]
-        bends = [step.activation if isinstance(step, Bend) else None for step in steps]
+        activations = [step.activation if isinstance(step, Activate) else None for step in steps]
         linears = {}
-        for step, bending in zip(steps, [None, *bends], strict=False):
+        for step, activation in zip(steps, [None, *activations], strict=False):
             if isinstance(step, Linear):
-                linears[step] = self._linear_kernels(step, bending)
+                linears[step] = self._linear_kernels(step, activation)
             elif isinstance(step, PatchFeedForward):
                 for linear in filter(None, (step.gate, step.up)):
-                    linears[linear] = self._linear_kernels(linear, bending)
+                    linears[linear] = self._linear_kernels(linear, activation)
                 linears[step.down] = self._linear_kernels(step.down, step.activation, step.gate is not None)
         every = [s for of in sequences for s in of] + [s for _, s, _ in linears.values()]
         self._pool.compile([kernel for sequence in every for kernel in sequence.kernels])  # all at once
@@ -267,7 +267,7 @@ class CPUEncoder:
             hidden, last = [*hidden, rows], inputs
         down = self._weights.matrix(of.down)
         outputs = (of.gate.outputs, of.up.outputs) if of.gate else (of.up.outputs, None)
-        self._prepare(sequence, down, *hidden, bending=of.activation, limits=(*outputs, of.down.inputs))
+        self._prepare(sequence, down, *hidden, activation=of.activation, limits=(*outputs, of.down.inputs))
         self._finish(sequence, sublayer, of.down, down)
         return sequence
 
@@ -290,13 +290,13 @@ class CPUEncoder:
         rows: Rows,
         others: Rows | Norm | None = None,
         *,
-        bending: Bending | None = None,
+        activation: Activation | None = None,
         limits: tuple[Limits | None, Limits | None, Limits | None] = (None, None, None),
     ) -> None:
         """The activations of a product with `matrix`: see `Preparation`."""
         norm, gated = (others, None) if isinstance(others, Norm) else (None, others)
         clamps = (bool(limits[0]), bool(limits[1]), bool(limits[2]))
-        how = Preparation(matrix.inputs, rows.whole, row_norm(norm), bending, gated is not None, clamps)
+        how = Preparation(matrix.inputs, rows.whole, row_norm(norm), activation, gated is not None, clamps)
         sequence.add(
             prepare(how, self._lanes), *self._activations(matrix), self._row_sizes(rows.cols), self._state,
             rows.data, *([gated.data] if gated else []), *self._vectors_of(norm), *self._limits(limits),
@@ -329,7 +329,7 @@ class CPUEncoder:
     # --- the products outside sublayers ------------------------------------------------------------------
 
     def _linear_kernels(
-        self, linear: Linear, bending: Bending | None, is_gated: bool = False
+        self, linear: Linear, activation: Activation | None, is_gated: bool = False
     ) -> tuple[list[Tensor], KernelSequence, Tensor]:
         """The memory of the input, and of what it is multiplied by if it is gated; the kernels; and the memory of the
         result."""
@@ -337,7 +337,7 @@ class CPUEncoder:
         rows = [self._chunk(name, matrix.cols) for name in ["rows", "factors"][: 1 + is_gated]]
         out = self._chunk("out", matrix.stride)
         how = [Rows(of, matrix.cols) for of in rows]
-        self._prepare(sequence, matrix, *how, bending=bending, limits=(None, None, linear.inputs))
+        self._prepare(sequence, matrix, *how, activation=activation, limits=(None, None, linear.inputs))
         self._product(sequence, linear, matrix, out)
         return rows, sequence, out
 
@@ -372,7 +372,7 @@ class CPUEncoder:
             case PatchFeedForward(gate=gate, up=up, down=down):
                 hidden = [self._linear(linear, x) for linear in (gate, up) if linear]
                 return self._linear(down, *hidden)
-            case Bend():  # by the product that follows
+            case Activate():  # by the product that follows
                 return x
             case Affine(factor=factor, minus=minus, times=times):
                 x = x * np.float32(factor)

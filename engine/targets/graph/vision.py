@@ -20,9 +20,9 @@ from tinygrad.dtype import DType
 
 from engine.description.sublayers import Vector, Weight
 from engine.description.vision import (
+    Activate,
     Activation,
     Affine,
-    Bend,
     Limits,
     Linear,
     Merge,
@@ -35,9 +35,9 @@ from engine.description.vision import (
     VisionSpec,
     parts_of,
 )
+from engine.encoder_input import Grid, as_read, encoder_input, position_table
 from engine.kernels.quantized_matrix import QuantizedMatrix
 from engine.loading.weights import FileWeights
-from engine.pictures import Grid, as_read, encoder_input, position_table
 from engine.runtime.pictures import Progress, tile_by_tile
 from engine.targets.graph.parts import load_matrix
 
@@ -228,7 +228,11 @@ class Parts:
 
     def feed_forward(self, of: PatchFeedForward, x: Tensor) -> Tensor:
         up = self._linear(of.up, x)
-        hidden = _bent(self._linear(of.gate, x), of.activation) * up if of.gate else _bent(up, of.activation)
+        hidden = (
+            _activated(self._linear(of.gate, x), of.activation) * up
+            if of.gate
+            else _activated(up, of.activation)
+        )
         return self._linear(of.down, hidden)
 
     def projected(self, step: ProjectorStep, x: Tensor, spec: VisionSpec) -> Tensor:
@@ -239,8 +243,8 @@ class Parts:
                 return self._linear(step, x)
             case PatchFeedForward():
                 return self.feed_forward(step, x)
-            case Bend(activation=activation):
-                return _bent(x, activation)
+            case Activate(activation=activation):
+                return _activated(x, activation)
             case Affine(factor=factor, minus=minus, times=times):
                 x = x * factor
                 x = x - self._vectors[minus] if minus else x
@@ -329,7 +333,7 @@ def _limits(value: Any) -> list[tuple[tuple[Weight, Ends], Limits]]:
     return []
 
 
-def _bent(x: Tensor, activation: Activation) -> Tensor:
+def _activated(x: Tensor, activation: Activation) -> Tensor:
     if activation == "silu":
         return x.silu()
     if activation == "quick gelu":

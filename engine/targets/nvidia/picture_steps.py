@@ -14,9 +14,9 @@ from tinygrad.dtype import DType
 
 from engine.description.sublayers import Vector
 from engine.description.vision import (
+    Activate,
     Activation,
     Affine,
-    Bend,
     Limits,
     Linear,
     Merge,
@@ -28,8 +28,8 @@ from engine.description.vision import (
     ProjectorStep,
     VisionSpec,
 )
+from engine.encoder_input import Grid, Places, arranged, position_terms
 from engine.kernels.device_memory import device_zeros, overwrite, to_device
-from engine.pictures import Grid, Places, arranged, position_terms
 from engine.targets.nvidia.kernels.device import chip
 from engine.targets.nvidia.kernels.kernel_sequence import KernelSequence
 from engine.targets.nvidia.kernels.pictures.patch_attention import attend_patches, patch_tiling
@@ -39,7 +39,7 @@ from engine.targets.nvidia.kernels.pictures.patches import (
     NormShape,
     PatchHeads,
     Terms,
-    bend_rows,
+    activate_rows,
     embed_patches,
     merge_rows,
     norm_patches,
@@ -236,7 +236,7 @@ class PictureSteps:
             x = self._multiplied(first.matrix, norm, of.activation, of.up)
         else:
             *gates, up = self._parts_of(linears, self._products(linears, norm))
-            x = self._bent(up, "hidden", gates[0] if gates else None, clamp, of.activation)
+            x = self._activated(up, "hidden", gates[0] if gates else None, clamp, of.activation)
         return self._linear(of.down, x, "down")
 
     def _multiplied(
@@ -258,7 +258,7 @@ class PictureSteps:
                 False,
                 "up",
                 has_bias=bias is not None,
-                bend=activation,
+                ungated=activation,
             )
         else:
             assert activation in ("silu", "gelu")
@@ -285,14 +285,16 @@ class PictureSteps:
             case Norm():
                 return self._normed(self._plain(x, f"{name} of"), step, name)
             case Linear():
-                inputs = self._bent(x, f"{name} of", None, self._clamp(step))
+                inputs = self._activated(x, f"{name} of", None, self._clamp(step))
                 return self._linear(step, inputs, name)
             case PatchFeedForward(gate=gate, up=up, down=down, activation=activation):
-                inputs = self._bent(x, f"{name} of", None, None)
+                inputs = self._activated(x, f"{name} of", None, None)
                 gates = self._linear(gate, inputs, f"{name} gates") if gate else None
                 hidden = self._linear(up, inputs, f"{name} hidden")
-                return self._linear(down, self._bent(hidden, f"{name} bent", gates, None, activation), name)
-            case Bend(activation=activation):
+                return self._linear(
+                    down, self._activated(hidden, f"{name} activated", gates, None, activation), name
+                )
+            case Activate(activation=activation):
                 return replace(x, activation=activation)
             case Affine(factor=factor, minus=minus, times=times):
                 x = self._plain(x, f"{name} of")
@@ -344,10 +346,11 @@ class PictureSteps:
         if x.terms == Terms() and not x.activation:
             return x
         return Rows(
-            x.cols, self._bend(x, self._buffer(name, self._rows * x.cols), "rows", None, None, x.activation)
+            x.cols,
+            self._activate(x, self._buffer(name, self._rows * x.cols), "rows", None, None, x.activation),
         )
 
-    def _bent(
+    def _activated(
         self,
         x: Rows,
         name: str,
@@ -357,9 +360,9 @@ class PictureSteps:
     ) -> Tensor:
         """Fragments of rows, after their activation."""
         out = self._fragments(name, x.cols)
-        return self._bend(x, out, "fragments", gate, clamp, activation or x.activation)
+        return self._activate(x, out, "fragments", gate, clamp, activation or x.activation)
 
-    def _bend(
+    def _activate(
         self,
         x: Rows,
         out: Tensor,
@@ -368,7 +371,7 @@ class PictureSteps:
         clamp: Tensor | None,
         activation: Activation | None,
     ) -> Tensor:
-        kernel = bend_rows(
+        kernel = activate_rows(
             self._rows, x.cols, x.terms, gate.terms if gate else None, activation, clamp is not None, form
         )
         gates = {"gate_sums": gate.tensor, "gate_bias": gate.bias, "gate_limits": gate.limits} if gate else {}

@@ -35,7 +35,7 @@ from engine.targets.nvidia.kernels.products.small_batch import (
 )
 from engine.targets.nvidia.kernels.residual_stream.prefill import (
     activate_prompt,
-    bend_prompt,
+    activate_prompt_ungated,
     last_rows,
     least_gates,
     norm_embeddings,
@@ -226,13 +226,15 @@ class PromptStep(Step):
         kernel, _ = self._kernel(part, part.rows, True, "gate_up", activation)
         self.add(kernel, out=out, x=self.x, prompt=self.prompt, planes=part.planes)
 
-    def bend(
+    def activate_ungated(
         self, matrix: Matrix, activation: Activation, out: Tensor, bias: Tensor | None = None,
         curve: Tensor | None = None,
     ) -> None:  # fmt: skip
-        """Adds the product with the up of a layer without a gate (`bend_prompt`)."""
+        """Adds the product with the up of a layer without a gate (`activate_prompt_ungated`)."""
         up, has_bias, has_curve = self.product(matrix, self.x, "up"), bias is not None, curve is not None
-        kernel = bend_prompt(self.tokens, matrix.rows, up.parts, activation, has_bias, self.order, has_curve)
+        kernel = activate_prompt_ungated(
+            self.tokens, matrix.rows, up.parts, activation, has_bias, self.order, has_curve
+        )
         self.add(kernel, out=out, up=up.tensor, bias=bias, curve=curve)
 
     def tiles(self, part: Matrix) -> SmallBatchTiles:

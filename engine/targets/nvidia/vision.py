@@ -23,12 +23,12 @@ from engine.description.vision import (
     PatchFeedForward,
     VisionSpec,
 )
+from engine.encoder_input import Floats, Grid, Places, as_read, places_of, position_table
 from engine.formats.dequantize import HOST_TYPES, dequantized
 from engine.formats.ggml_types import TYPES
 from engine.kernels.compilation import compile_in_turns, compile_once
 from engine.kernels.device_memory import to_device, unallocated
 from engine.loading.weights import FileWeights
-from engine.pictures import Floats, Grid, Places, as_read, places_of, position_table
 from engine.runtime.pictures import Progress, tile_by_tile
 from engine.targets.nvidia.filling import fill, prepare
 from engine.targets.nvidia.kernels.device import chip

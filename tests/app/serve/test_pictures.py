@@ -9,8 +9,8 @@ import pytest
 from app.serve.protocols.pictures import NOT_READ, NOT_SEEN
 from app.serve.service import ModelFile
 from engine.description.vision_reader import read_vision
+from engine.encoder_input import Grid
 from engine.formats.gguf import GGUF
-from engine.pictures import Grid
 from engine.protocol.events import PICTURE_MARK, Failed
 from tests import generated_encoder
 from tests.app.fake_engine import READY, SEEING, FakeEngine, reply

@@ -251,8 +251,8 @@ def test_patches(pool: ThreadPool) -> None:
         memory.array(np.tile(np.repeat([-1.5, 1.5], LANES), 3), dtypes.float32),
     )
     vectors = [random(cols), random(cols + 1)]
-    for bending in ("gelu", "exact gelu", "silu"):
-        kernel = prepare(Preparation(ROUNDED, True, norm, bending, clamps=(True, False, True)), LANES)
+    for activation in ("gelu", "exact gelu", "silu"):
+        kernel = prepare(Preparation(ROUNDED, True, norm, activation, clamps=(True, False, True)), LANES)
         assert on_arm(pool, kernel, outs, [of_rows, state, x, *vectors, limits]) < 1e-4  # a rounding
     h, layout = (
         PatchHeads(2, 20, 0.3, replace(norm, centred=False), None, True, True, LANES),

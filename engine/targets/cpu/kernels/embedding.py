@@ -23,7 +23,7 @@ from engine.targets.cpu.kernels.kernel_builder import (
 )
 from engine.targets.cpu.kernels.step_state import n_tokens
 from engine.targets.cpu.kernels.stream_size import UNIT
-from engine.targets.cpu.kernels.weight_layout import LaneLayout, as_float, bent_line
+from engine.targets.cpu.kernels.weight_layout import LaneLayout, as_float, piecewise_linear
 
 
 @functools.cache
@@ -104,7 +104,7 @@ def _store_block(
 
         def weight(i: Index, factor: UOp = factor, minimum: UOp | None = minimum) -> UOp:
             q = block.number(format.q, i, format.block)
-            value = bent_line(q.cast(I16), format.codebook) if format.codebook else q
+            value = piecewise_linear(q.cast(I16), format.codebook) if format.codebook else q
             value = (value.cast(F32) - float(format.offset)) * factor
             return value if minimum is None else value - minimum
 

@@ -27,7 +27,7 @@ from engine.targets.cpu.kernels.stream_size import UNIT
 FIRST = SIZE
 """Index of the state of encoders, int32 (FIRST + 1,): the row of the picture's arrays that the chunk begins at."""
 
-Bending = Literal["gelu", "exact gelu", "quick gelu", "silu"]
+Activation = Literal["gelu", "exact gelu", "quick gelu", "silu"]
 
 
 def stride_of(cols: int) -> int:
@@ -47,13 +47,14 @@ class RowNorm:
 
 @dataclass(frozen=True)
 class Preparation:
-    """How rows become the activations of a product, the buffers `outputs` of `Activations`: normed, clamped, bent and
-    multiplied by other rows, which are clamped too, and clamped again. `whole`: the rows are those of a picture."""
+    """How rows become the activations of a product, the buffers `outputs` of `Activations`: normed, clamped, put
+    through an activation, multiplied by other rows, which are clamped too, and clamped again. `whole`: the rows are
+    those of a picture."""
 
     outputs: tuple[str, ...]
     whole: bool = False
     norm: RowNorm | None = None
-    bending: Bending | None = None
+    activation: Activation | None = None
     is_gated: bool = False
     clamps: tuple[bool, bool, bool] = (False, False, False)
 
@@ -91,13 +92,13 @@ def prepare(how: Preparation, lanes: int) -> KernelFunction:
                     if norm:
                         value = norm.normed(value, column)
                     value = clamped(value, 0)
-                    if how.bending:
-                        value = bent(k, how.bending, value)
+                    if how.activation:
+                        value = activated(k, how.activation, value)
                     if others is not None:
                         value = value * clamped(k.vector(others, at + column), 1)
                     values.append(clamped(value, 2))
                 store_unit(k, outs, values, (tile * units + unit) * lanes, lanes, token)
-        kind = f"{'normed' if norm else 'plain'}_{(how.bending or 'rows').replace(' ', '_')}"
+        kind = f"{'normed' if norm else 'plain'}_{(how.activation or 'rows').replace(' ', '_')}"
         return k.finish(f"prepare_patches_{kind}")
 
     return kernel
@@ -265,7 +266,7 @@ def _clamped(k: KernelBuilder, v: UOp, limits: UOp, which: int, n: int = 0) -> U
     return v.maximum(low).minimum(high)
 
 
-def bent(k: KernelBuilder, how: Bending, x: UOp) -> UOp:
+def activated(k: KernelBuilder, how: Activation, x: UOp) -> UOp:
     """An activation function of a vector."""
     if how != "exact gelu":
         return gated(k, how, x, UOp.const(1.0, F32))

@@ -25,7 +25,7 @@ Q3_K, Q4_K and Q5_K take 4 bytes more a block of 256, 3.6 %, 2.8 % and 2.3 %; IQ
 block of 32, 5.9 %. A float matrix is a stream of `lanes` values for each column.
 
 Integers with a codebook stay indices of 4 bits in memory, of its numbers in ascending order (`LaneLayout.codebook`):
-a line with few bends is quick to compute (`bent_line`).
+a line with few bends is quick to compute (`piecewise_linear`).
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class LaneLayout(StreamSize):
         """The integers that are stored for a file's, uint16."""
         if self.format is None or not self.format.codebook:
             return q
-        return bent_line(q.cast(I16), [self.codebook.index(n) for n in self.format.codebook]).cast(U16)
+        return piecewise_linear(q.cast(I16), [self.codebook.index(n) for n in self.format.codebook]).cast(U16)
 
     # --- reading ---------------------------------------------------------------------------------------
 
@@ -152,7 +152,7 @@ class LaneLayout(StreamSize):
                     values[i * fields + f] = value if lower is None else lower | shift_left(value, low)
             at, low = at + self.lanes * 2 * bits, low + bits
         integers = [v.cast(I16) for v in values if v is not None]
-        return [bent_line(v, self.codebook) for v in integers] if self.codebook else integers
+        return [piecewise_linear(v, self.codebook) for v in integers] if self.codebook else integers
 
     def _pairs_of_six(self, k: KernelBuilder, stream: UOp, at: UOp, start: Index, n: int) -> list[UOp]:
         values = []
@@ -227,14 +227,14 @@ class LaneLayout(StreamSize):
             words, low_bit = words + self.lanes * 2 * bits, low_bit + bits
         integers = [v for v in values if v is not None]
         if self.codebook:
-            integers = [bent_line(v.cast(I16), self.codebook) for v in integers]
+            integers = [piecewise_linear(v.cast(I16), self.codebook) for v in integers]
         weights = [
             (v.cast(F32) - float(self.format.offset)) * scales[c * 2 // UNIT] for c, v in enumerate(integers)
         ]
         return weights if minima is None else [w - minima[c * 2 // UNIT] for c, w in enumerate(weights)]
 
 
-def bent_line(q: UOp, numbers: Sequence[int]) -> UOp:
+def piecewise_linear(q: UOp, numbers: Sequence[int]) -> UOp:
     """The numbers at indices, int16: the line through the first two numbers, and for each place where the line bends a
     multiple of maximum(q, place), because most processors have no instruction that looks up 16-bit numbers."""
     steps = [b - a for a, b in itertools.pairwise(numbers)]

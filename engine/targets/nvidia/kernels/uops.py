@@ -24,7 +24,7 @@ Activation = Literal["silu", "gelu", "swiglu_oai", "relu2"] | tuple[float, float
 gate, and of up (`SiluLimits`)."""
 
 
-Bend = Literal["silu", "gelu", "exact gelu", "quick gelu", "relu2"]
+UngatedActivation = Literal["silu", "gelu", "exact gelu", "quick gelu", "relu2"]
 """The function of a feed-forward layer without a gate; the exact GELU is the form with erf, and the
 quick one x * sigmoid(1.702 x)."""
 
@@ -199,7 +199,7 @@ def gated(gate: UOp, up: UOp, activation: Activation) -> UOp:
     return gate * sigmoid(x) * up
 
 
-def bent(x: UOp, activation: Bend) -> UOp:
+def activated(x: UOp, activation: UngatedActivation) -> UOp:
     """activation(x)."""
     if activation == "quick gelu":
         return x * sigmoid(x * f32(1.702))

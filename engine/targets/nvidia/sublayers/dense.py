@@ -15,7 +15,7 @@ from engine.targets.nvidia.kernels.products.epilogues import (
     activate,
     activated,
     activated_in_digits,
-    bent,
+    activated_ungated,
     makes_digits,
 )
 from engine.targets.nvidia.kernels.weights.weight_layout import permuted_size
@@ -58,7 +58,7 @@ class DenseHandler(Handler):
         input_scale, bits = step.input_scale(self.down.single_matrix), down.stack.input_scale_bits[0]
         out = step.buffer("activated", permuted_size(width))
         if self.part.gate is None:
-            epilogue = bent(activation, self.up_bias is not None, self.curve is not None)
+            epilogue = activated_ungated(activation, self.up_bias is not None, self.curve is not None)
             ins = {"out": out, "input_scale": input_scale, "bias": self.up_bias, "curve": self.curve}
             step.multiply(self.gate_up, norm, epilogue, ins, "up")
         elif len(self.gate_up.matrices) > 1:
@@ -85,7 +85,7 @@ class DenseHandler(Handler):
         width, activation = self.part.width, self.part.activation
         out = step.activations("activated", width)
         if self.part.gate is None:
-            step.bend(self.gate_up.single_matrix, activation, out, self.up_bias, self.curve)
+            step.activate_ungated(self.gate_up.single_matrix, activation, out, self.up_bias, self.curve)
         else:
             step.gate(self.gate_up.matrices, activation, out, self.part.sparsity)
         down = step.product(self.down.single_matrix, out, "down")

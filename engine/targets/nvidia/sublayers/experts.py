@@ -20,7 +20,7 @@ from engine.targets.nvidia.kernels.products.epilogues import (
     activate,
     activated,
     activated_in_digits,
-    bent,
+    activated_ungated,
     makes_digits,
     routed,
 )
@@ -107,10 +107,10 @@ class ExpertsHandler(Handler):
         self.down = Product(loading.matrices(part.down), added, shared_down, gated=is_gated)
         self.down_bias = loading.vector(part.down_bias)
         self.products = self.router, self.gate_up, self.down
-        self.name, self.bend = "experts_gate_up", None  # of the first product
+        self.name, self.ungated = "experts_gate_up", None  # of the first product
         if part.gate is None:
             assert part.activation != "swiglu_oai"
-            self.name, self.bend = "experts_up", part.activation
+            self.name, self.ungated = "experts_up", part.activation
 
     def decode(self, step: DecodeStep, norm: Norm) -> None:
         division = step.division(self.gate_up, norm, self.router)
@@ -169,7 +169,7 @@ class ExpertsHandler(Handler):
         out = step.buffer("experts_activated", part.used * permuted_size(n))
         if is_one:
             buffers |= {"out": out, "input_scale": input_scale}
-            epilogue = activated(part.activation) if part.gate else bent(part.activation, False)
+            epilogue = activated(part.activation) if part.gate else activated_ungated(part.activation, False)
             step.multiply(gate_up, norm, epilogue, buffers, self.name, digits=digits)
         else:
             rows = step.buffer("experts_gate_up", part.used * 2 * n)
@@ -253,7 +253,7 @@ class ExpertsHandler(Handler):
                 step.gate(self.shared, part.shared.activation, out)
             else:
                 (up,) = self.shared
-                step.bend(up, part.shared.activation, out)
+                step.activate_ungated(up, part.shared.activation, out)
             shared = step.product(self.down.shared, out, "shared down")
             kernel = add_shared(tokens, dim, shared.parts, stride)
             add(kernel, stream=step.h, sums=shared.tensor, logits=logits if stride else None)
@@ -280,7 +280,7 @@ class ExpertsHandler(Handler):
             paired = not halved and self.part.gate is not None
             kernel = matmul(
                 matrix.layout, tokens, rows, dim, tiles.tiles, paired, f"{self.name}{i}" if halved else self.name,
-                activation, tiles, bias is not None, bend=self.bend, halved=halved,
+                activation, tiles, bias is not None, ungated=self.ungated, halved=halved,
             )  # fmt: skip
             halves.append(step.buffer(f"experts {i}", tiles.size * rows) if halved else activated)
             add(kernel, out=halves[i], x=step.x, **lists, bias=bias, planes=matrix.planes)

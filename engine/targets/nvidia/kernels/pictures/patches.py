@@ -22,10 +22,10 @@ from engine.targets.nvidia.kernels.residual_stream.token_norm import TokenNorm
 from engine.targets.nvidia.kernels.uops import (
     F32,
     LOG2_E,
-    Bend,
+    UngatedActivation,
+    activated,
     after_store,
     all_of,
-    bent,
     chain,
     f32,
     finish,
@@ -213,8 +213,8 @@ def _normed(
 
 
 @functools.cache
-def bend_rows(
-    size: int, cols: int, up: Terms, gate: Terms | None = None, activation: Bend | None = None,
+def activate_rows(
+    size: int, cols: int, up: Terms, gate: Terms | None = None, activation: UngatedActivation | None = None,
     clamps: bool = False, form: Form = "fragments",
 ) -> Kernel:  # fmt: skip
     """activation(gate) * up, or without a gate activation(up), or up itself. Buffers: out, in a `Form`; up and gate,
@@ -228,11 +228,11 @@ def bend_rows(
         value = up.load(up_sums, up_bias, up_limits, (size, row, column, cols), ok)
         if gate and gate_sums is not None and activation:
             own = gate.load(gate_sums, gate_bias, gate_limits, (size, row, column, cols), ok)
-            value = bent(own, activation) * value
+            value = activated(own, activation) * value
         elif activation:
-            value = bent(value, activation)
+            value = activated(value, activation)
         stores = [_store(out, form, row, column, cols, clamped(value, clamp), ok)]
-        return finish(f"patch_bend_{size}_{cols}_{activation or 'nothing'}".replace(" ", "_"), stores)
+        return finish(f"patch_activate_{size}_{cols}_{activation or 'nothing'}".replace(" ", "_"), stores)
 
     names: list[str | bool] = []
     for name, terms in ("up", up), ("gate", gate):

@@ -209,7 +209,7 @@ def add_to_stream(has_bias: bool = False) -> Epilogue:
 
 
 @functools.cache
-def bent(activation: Activation, has_bias: bool, has_curve: bool = False) -> Epilogue:
+def activated_ungated(activation: Activation, has_bias: bool, has_curve: bool = False) -> Epilogue:
     """activation(product), or activation(product + bias), permuted and scaled for the next product. outs: out, that
     vector, of experts (used, permuted_size(rows)); ins: its input_scale, float32 (UNIT,); bias, float32 (rows,), if it
     `has_bias`; curve, if it `has_curve`, which takes the place of the activation: float32 (4,) (`uops.curved`)."""

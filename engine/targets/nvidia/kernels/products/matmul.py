@@ -40,8 +40,8 @@ from engine.targets.nvidia.kernels.rates import H200
 from engine.targets.nvidia.kernels.uops import (
     F16,
     Activation,
-    Bend,
-    bent,
+    UngatedActivation,
+    activated,
     chain,
     finish,
     gated,
@@ -245,18 +245,18 @@ def _over_depths(tiles: Tiles, sums: Sequence[UOp], at: tuple[UOp, UOp, UOp, UOp
 def matmul(
     layout: WeightLayout, tokens: int, rows: int, cols: int, tiles: Tiles, paired: bool, name: str,
     activation: Activation = "silu", experts: ExpertTiles | None = None, has_bias: bool = False,
-    bend: Bend | None = None, halved: bool = False,
+    ungated: UngatedActivation | None = None, halved: bool = False,
 ) -> Kernel:  # fmt: skip
     """activations @ matrix.T. Buffers: out; x, the activations, float16 (fragments_size(tokens, cols),);
     prompt, the step's state (`pieces`); the matrix's planes. The output is a sum for each part, float32
     (parts, tokens, rows). If the matrix's rows are `paired`, gate and up alternating, it is activation(gate) * up
-    as fragments, float16 (fragments_size(tokens, rows / 2),). With `bend` it is bend(x + bias), float16
+    as fragments, float16 (fragments_size(tokens, rows / 2),). If it is `ungated`, it is ungated(x + bias), float16
     (fragments_size(tokens, rows),); bias, if it `has_bias`, float32 (rows,).
 
     With `experts` the matrix has n * rows rows, and in place of the prompt are: assignments, int32 (experts.size,);
     tile_experts, the expert of each tile, int32 (experts.count,), -1 where there is none; unless it is `paired`,
-    `halved` or has a `bend`, factors, those of the assignments, float32 (tokens, used); if it `has_bias`, bias, float32
-    (n, rows). A product that is `paired` or has a `bend` is of the tokens' activations as rows, float16 (tokens,
+    `halved` or `ungated`, factors, those of the assignments, float32 (tokens, used); if it `has_bias`, bias, float32
+    (n, rows). A product that is `paired` or `ungated` is of the tokens' activations as rows, float16 (tokens,
     units_of(cols) * UNIT), and makes fragments of experts.size assignments; one `halved`, of gate or up alone, makes
     float32 (experts.size, rows) of the same, for `activate_assignments`. Others take such fragments, and make the
     partial sums that `norm_prompt` adds, one for each slot: float32 (used, tokens, rows), of which they write those of
@@ -264,10 +264,10 @@ def matmul(
     units = units_of(cols)
     assert tiles.tokens == experts.tile if experts else tokens % tiles.tokens == 0
     assert tiles.shares == 1 and rows % 2 == 0 if experts else tiles.shares <= units
-    assert tiles.parts == 1 if bend else experts or not has_bias
+    assert tiles.parts == 1 if ungated else experts or not has_bias
     steps = -(-units // tiles.shares)
     blocks = experts.count if experts else tokens // tiles.tokens
-    gathered = experts and (paired or halved or bend)
+    gathered = experts and (paired or halved or ungated)
     assert not tiles.staged or not (experts or tiles.deep > 1 or steps == 1)
     # Not of more bits, which would take too many registers, nor of experts, where it takes longer.
     loads_ahead = steps > 1 and layout.bits <= 16 and not experts
@@ -390,13 +390,13 @@ def matmul(
                 token = assignment % experts.used * tokens + assignment // experts.used
             for e, value in enumerate(pair):
                 inside = ok if rows % 2 == 0 or not e else ok & (row + 1 < rows)
-                if bend:
-                    index, value = fragment_index(token, row + e, rows), as_half(bent(value, bend))
+                if ungated:
+                    index, value = fragment_index(token, row + e, rows), as_half(activated(value, ungated))
                 else:
                     index = part * (tokens * rows) + token * rows + row + e
                 results.append(store(out, index, value, inside))
         shape = f"{tiles.rows}_{tiles.cols}_{tiles.down}_{tiles.across}_{tiles.parts}_{tiles.deep}"
-        shape += "_staged" * tiles.staged + "_bent" * bool(bend)
+        shape += "_staged" * tiles.staged + "_ungated" * bool(ungated)
         full_name = f"prefill_{name}_{layout.name}_{tokens}_{rows}x{cols}_{shape}"
         n_matrices, per_token = (min(experts.n, experts.assignments), experts.used) if experts else (1, 1)
         n_bytes = layout.n_bytes(n_matrices * rows, cols)

@@ -175,7 +175,7 @@ def last_rows(runs: Runs, count: int, has_bias: bool) -> Kernel:
 
 
 @functools.cache
-def bend_prompt(
+def activate_prompt_ungated(
     tokens: int, n: int, parts: int, activation: Activation, has_bias: bool, order: Order,
     has_curve: bool,
 ) -> Kernel:  # fmt: skip
@@ -191,7 +191,7 @@ def bend_prompt(
         value = chain(terms if bias is None else [*terms, load(bias, column, ok)])
         value = as_half(gated(value, f32(1), activation) if curve is None else curved(value, curve))
         result = store(out, PLACES[order](token, column, n), value, ok)
-        return finish(f"prefill_bend_{tokens}_{n}", [result])
+        return finish(f"prefill_ungated_{tokens}_{n}", [result])
 
     return Kernel(kernel, ("out",), ("up", has_bias and "bias", has_curve and "curve"))
 
