@@ -36,6 +36,10 @@ class IdleProfiler:
         self._task: asyncio.Task[None] | None = None
         self._idle_since: float | None = None
 
+    @property
+    def is_measuring(self) -> bool:
+        return self._task is not None and not self._task.done()
+
     def observe(self, event: Event) -> None:
         if isinstance(event, Ready):
             self._needs_bandwidth, self._steps = True, ["decode"]
@@ -54,7 +58,7 @@ class IdleProfiler:
             self._idle_since = None
             return
         self._idle_since = now if self._idle_since is None else self._idle_since
-        if now - self._idle_since < IDLE_S or (self._task and not self._task.done()):
+        if now - self._idle_since < IDLE_S or self.is_measuring:
             return
         if not isinstance(engine, Measurable):
             if self._steps:

@@ -66,7 +66,8 @@ class Dashboard(PaneStack):
         self.performance = PerformanceObserver(session.clock)
         self.profiler = IdleProfiler(lambda: session.engine, self._is_idle, self.performance)
         when = lambda: setup.search_when_idle if setup else "never"
-        self.tuner = IdleTuner(lambda: session.engine, self._is_idle, when, self._tell_gain)
+        is_left_alone = lambda: self._is_idle() and not self.profiler.is_measuring
+        self.tuner = IdleTuner(lambda: session.engine, is_left_alone, when, self._tell_gain)
         self.tell: Callable[[str], None] = lambda _: None  # a notice
         self.preset_bar, self.graph = PresetBar(), ThroughputGraph()
         self.table, self.experts, self.machine = KernelTable(), ExpertStrip(classes="-absent"), MachinePanel()
@@ -134,6 +135,7 @@ class Dashboard(PaneStack):
 
     @on(KernelTable.ProfileRequested)
     def _profile_requested(self, message: KernelTable.ProfileRequested) -> None:
+        self.tuner.key_pressed()  # or a mouse button
         self.profiler.request(message.step)
 
     def _tell_gain(self, text: str) -> None:
@@ -158,10 +160,10 @@ class Dashboard(PaneStack):
         if now - self._drawn_at < FRAME_S:
             return False
         self._drawn_at = now
-        self.tuner.search_if_idle()
-        if self.is_visible:
+        if self.is_visible and not self.tuner.is_searching:  # a measurement would end the search
             with_kernels = not self.table.is_paused
             self.profiler.measure_if_idle(with_kernels=with_kernels, is_quiet=is_quiet(self._counters))
+        self.tuner.search_if_idle()
         if not self.is_visible or self._drawn_changes == self.performance.changes:
             return False
         self._drawn_changes = self.performance.changes

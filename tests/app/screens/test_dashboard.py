@@ -9,18 +9,19 @@ from itertools import pairwise
 import pytest
 from textual.events import Key
 
-from app.chat import speed_history
+from app.chat import idle_profiler, idle_tuner, speed_history
 from app.chat.configuration import configure
 from app.chat.history import History
 from app.chat.settings import Settings
 from app.screens.chat_app import ChatApp
 from app.screens.engine_setup import EngineSetup
 from engine.errors import UsageError
-from engine.protocol.events import Counter, EngineOptions, Failed, Measured, Search, Warming
+from engine.protocol.events import Counter, EngineOptions, Failed, Measured, Search, Tuned, Warming
 from tests.app.fake_engine import STARTED, WITH_EXPERTS, FakeEngine, MeasuredEngine, profile, reply, tokens
 from tests.app.scenes import COUNTERS, sees, settled
 from tests.thorough import thorough
 from tests.waiting import until
+from widgets.dashboard.kernel_table import KernelTable
 
 NO_DRIVER = Failed(kind="backend", message="There is no driver.", hint="Choose CPU.")
 
@@ -115,6 +116,29 @@ async def test_a_bandwidth_measured_beside_other_programs_is_measured_again_when
 async def test_an_engine_that_does_not_measure_itself_says_so():
     async with dashboard(FakeEngine()) as (_, pilot, _):
         await sees(pilot, "fake cannot measure its kernels")
+
+
+async def test_a_search_and_a_measurement_wait_for_each_other(monkeypatch):
+    """An engine gives up either for whatever else is asked of it."""
+    monkeypatch.setattr(idle_tuner, "IDLE_S", 0.0)
+    engine, searches = MeasuredEngine(), list[asyncio.Event]()
+
+    async def tune(seconds):
+        assert len(engine.profiles) == len(searches), "the profile came first"
+        searches.append(asyncio.Event())
+        await searches[-1].wait()
+        return Tuned(request_id=0, before_us=1000.0, after_us=900.0, left=1)
+
+    engine.tune, engine.stop_tuning = tune, lambda: searches[-1].set()
+    async with dashboard(engine) as (app, pilot, _):
+        app.dashboard.tuner._on_mains = lambda: True
+        await until(lambda: searches)
+        await asyncio.sleep(idle_profiler.IDLE_S + 0.1)
+        assert not engine.profiles
+        searches[-1].set()  # the search ends by itself, and has gained something
+        await until(lambda: len(searches) == 2 and engine.profiles == ["decode"])
+        app.dashboard.table.post_message(KernelTable.ProfileRequested("decode"))  # as a mouse button does
+        await until(lambda: len(searches) == 3 and engine.profiles == ["decode"] * 2)
 
 
 @thorough
