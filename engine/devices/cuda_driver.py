@@ -73,6 +73,15 @@ def device_names() -> list[str]:
     ]
 
 
+def pci_bus_id() -> str:
+    """Where the first GPU in CUDA's order is plugged in, as "0000:1B:00.0"; "" if there is none. By that NVML knows it,
+    which has an order of its own, and heeds no CUDA_VISIBLE_DEVICES."""
+    cuda, device, name = library(), ctypes.c_int(), ctypes.create_string_buffer(_NAME_BYTES)
+    if cuda is None or _initialized(cuda) or cuda.cuDeviceGet(ctypes.byref(device), 0):
+        return ""
+    return "" if cuda.cuDeviceGetPCIBusId(name, len(name), device) else name.value.decode()
+
+
 def memory_bytes() -> int:
     """All memory of the first GPU; 0 if there is none."""
     cuda, device, total = library(), ctypes.c_int(), ctypes.c_size_t()

@@ -2,10 +2,12 @@
 
 import ctypes
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+from engine.devices import cuda_driver
 from engine.devices.system_files import read_text
 from engine.measure.patience import Patient
 
@@ -46,22 +48,31 @@ def _nvml() -> ctypes.CDLL | None:
 
 def _read_gpus() -> list[_NvmlMemory] | None:
     """The memory of each NVIDIA GPU. None on a Jetson, whose NVML has no such figure."""
-    nvml = _nvml()
-    count = ctypes.c_uint()
+    nvml, count = _nvml(), ctypes.c_uint()
     if nvml is None or nvml.nvmlDeviceGetCount_v2(ctypes.byref(count)):
         return None
-    gpus = []
-    for index in range(count.value):
-        device, memory = ctypes.c_void_p(), _NvmlMemory()
-        if nvml.nvmlDeviceGetHandleByIndex_v2(index, ctypes.byref(device)):
-            return None
-        if nvml.nvmlDeviceGetMemoryInfo(device, ctypes.byref(memory)):
-            return None
-        gpus.append(memory)
-    return gpus
+    found = [_memory(nvml.nvmlDeviceGetHandleByIndex_v2, index) for index in range(count.value)]
+    return None if None in found else [memory for memory in found if memory]
 
 
-_gpus = Patient(_read_gpus)
+def _read_first() -> _NvmlMemory | None:
+    """The memory of the first GPU in CUDA's order."""
+    nvml, place = _nvml(), cuda_driver.pci_bus_id()
+    if nvml is None:
+        return None
+    by_place, by_index = nvml.nvmlDeviceGetHandleByPciBusId_v2, nvml.nvmlDeviceGetHandleByIndex_v2
+    return _memory(by_place, place.encode()) if place else _memory(by_index, 0)
+
+
+def _memory(handle_by: Callable[..., int], name: int | bytes) -> _NvmlMemory | None:
+    """The memory of a GPU, which NVML's function `handle_by` finds by its number or its place."""
+    nvml, device, memory = _nvml(), ctypes.c_void_p(), _NvmlMemory()
+    if nvml is None or handle_by(name, ctypes.byref(device)):
+        return None
+    return None if nvml.nvmlDeviceGetMemoryInfo(device, ctypes.byref(memory)) else memory
+
+
+_gpus, _first = Patient(_read_gpus), Patient(_read_first)
 
 
 def gpu_used_bytes() -> int | None:
@@ -75,6 +86,6 @@ def gpu_used_bytes() -> int | None:
 
 
 def gpu_free_bytes() -> int | None:
-    """Free bytes of the first NVIDIA GPU; None as for `gpu_used_bytes`."""
-    gpus = _gpus()
-    return int(gpus[0].free) if gpus else None
+    """Free bytes of the first NVIDIA GPU in CUDA's order; None as for `gpu_used_bytes`."""
+    first = _first()
+    return int(first.free) if first else None

@@ -1,4 +1,5 @@
-"""Counters of the first NVIDIA GPU, from NVML by its Python module (the package nvidia-ml-py)."""
+"""Counters of the first NVIDIA GPU in CUDA's order, which the engine takes, from NVML by its Python module (the package
+nvidia-ml-py)."""
 
 import contextlib
 import importlib
@@ -9,6 +10,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
+from engine.devices import cuda_driver
 from engine.devices.system_files import read_text
 from engine.measure.patience import Patient
 from engine.protocol.events import Counter
@@ -45,7 +47,8 @@ class _Nvml:
         try:
             self._nvml: Any = importlib.import_module(module)
             self._nvml.nvmlInit()
-            self._gpu = self._nvml.nvmlDeviceGetHandleByIndex(0)
+            n, place = self._nvml, cuda_driver.pci_bus_id()
+            self._gpu = n.nvmlDeviceGetHandleByPciBusId(place) if place else n.nvmlDeviceGetHandleByIndex(0)
         except ImportError:
             self._absent = "the package nvidia-ml-py is not installed"
         except Exception as error:  # NVMLError, whose class is in the module

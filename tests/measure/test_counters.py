@@ -9,7 +9,8 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
-from engine.measure import patience
+from engine.devices import cuda_driver
+from engine.measure import memory, patience
 from engine.measure.counters import Counters
 from engine.measure.process_times import all_times, family_of, ticks_between
 from tests.waiting import wait_until
@@ -234,6 +235,40 @@ def test_an_nvidia_gpu(gpu_pc, monkeypatch):
     module.nvmlDeviceGetComputeRunningProcesses = lambda _: running
     programs = read(gpu_pc, nvml_module="fake_nvml")["GPU memory"].parts
     assert programs[0] == f"process {2**22 + 1} 4.0 GB" and programs[1].endswith(" 3.0 GB")
+
+
+def test_the_gpu_that_is_read_is_cuda_s_first_one(gpu_pc, monkeypatch):
+    """With CUDA_VISIBLE_DEVICES=1 it is not NVML's first one."""
+    place, module = "0000:1B:00.0", nvml()
+    module.nvmlDeviceGetHandleByPciBusId = lambda place: place
+    module.nvmlDeviceGetClockInfo = lambda gpu, _: {"gpu": 1980, place: 345}[gpu]
+    monkeypatch.setitem(sys.modules, "fake_nvml", module)
+    for visible, mhz in ("", 1980), (place, 345):
+        monkeypatch.setattr(cuda_driver, "pci_bus_id", lambda visible=visible: visible)
+        assert read(gpu_pc, nvml_module="fake_nvml")["GPU clock"].value == mhz
+
+
+def test_the_free_memory_of_a_gpu_is_that_of_cuda_s_first_one(monkeypatch):
+    def found(name, gpu):
+        gpu._obj.value = 2 if name == b"0000:1B:00.0" else 1 + name
+        return 0
+
+    def told(gpu, figures):
+        figures._obj.free = figures._obj.used = gpu.value * 10**9
+        return 0
+
+    def counted(count):
+        count._obj.value = 2
+        return 0
+
+    nvml = SimpleNamespace(
+        nvmlDeviceGetHandleByPciBusId_v2=found, nvmlDeviceGetHandleByIndex_v2=found,
+        nvmlDeviceGetMemoryInfo=told, nvmlDeviceGetCount_v2=counted,
+    )  # fmt: skip
+    monkeypatch.setattr(memory, "_nvml", lambda: nvml)
+    for visible, free in ("", 1e9), ("0000:1B:00.0", 2e9):
+        monkeypatch.setattr(cuda_driver, "pci_bus_id", lambda visible=visible: visible)
+        assert memory.gpu_free_bytes() == free and memory.gpu_used_bytes() == 3e9
 
 
 @pytest.mark.parametrize("reason", ["nvidia-ml-py is not installed", "NVML: Driver Not Loaded"])

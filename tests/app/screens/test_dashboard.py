@@ -130,7 +130,7 @@ async def test_a_search_and_a_measurement_wait_for_each_other(monkeypatch):
         return Tuned(request_id=0, before_us=1000.0, after_us=900.0, left=1)
 
     engine.tune, engine.stop_tuning = tune, lambda: searches[-1].set()
-    async with dashboard(engine) as (app, pilot, _):
+    async with dashboard(engine) as (app, _, _):
         app.dashboard.tuner._on_mains = lambda: True
         await until(lambda: searches)
         await asyncio.sleep(idle_profiler.IDLE_S + 0.1)
