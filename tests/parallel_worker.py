@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import socket
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 from engine.formats.gguf import GGUF
@@ -35,6 +36,9 @@ class ParallelModel:
             model=info, backend="CPU", device_name="no device", context_length=CONTEXT, load_ms=0.0,
             parallel=options.parallel,
         )  # fmt: skip
+
+    def read_pictures(self, request: Any) -> Iterator[object]:
+        return iter(())
 
     def warm_up(self, interrupted: Any) -> None:
         pass

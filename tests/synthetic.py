@@ -155,6 +155,9 @@ class SyntheticModel:
             load_ms=0.0,
         )
 
+    def read_pictures(self, request: Generate) -> Iterator[object]:
+        return iter(())
+
     def begin(self, request: Generate, report: Report) -> Any:
         return request, report
 

@@ -7,7 +7,7 @@ import numpy as np
 from engine.description.vision_reader import read_vision
 from engine.encoder_input import Grid
 from engine.formats.gguf import GGUF
-from engine.formats.picture import PictureDecoder
+from engine.formats.picture import NO_PIXELS, PictureDecoder
 from engine.formats.prompt_pictures import PICTURE_MARKS, PictureProcessor, SizedPicture
 from engine.protocol.events import Picture
 
@@ -20,7 +20,7 @@ def counting_processor(encoder: Path) -> PictureProcessor:
     decoder, nothing = PictureDecoder(), np.zeros((0, 0, 3), np.uint8)
 
     def read(picture: Picture) -> SizedPicture:
-        grid = Grid.of(spec, *decoder.decode(picture.data, (1, 1)).full)
+        grid = Grid.of(spec, *decoder.decode(picture.data, NO_PIXELS).full)
         return SizedPicture(nothing, grid.rows, grid.columns, (-1,) * grid.tokens(spec), "", grid.tiles)
 
     return PictureProcessor(read, PICTURE_MARKS[spec.kind])

@@ -19,6 +19,8 @@ from engine.formats.picture_kind import MAX_BYTES, refusal
 _PIPE_BYTES = 1 << 20  # pixels come in a few pieces: 64 KB at a time take 3 ms more
 DECODE_S = 30.0  # 64 million pixels take about 2 s on a fast machine
 _DOES_NOT_START = partial(BackendError, "The process that decodes pictures does not start.")
+NO_PIXELS = (0, 0)
+"""Into these none fit: the size of a picture is read, and nothing is decoded, which may take seconds."""
 STOPPED = "The picture takes too much time or memory to decode."
 
 

@@ -6,7 +6,8 @@ the parent process kills this one when it takes too long.
 The parent writes a line of JSON, {"bytes", "within"}, and then so many bytes of a file. The answer is a line of JSON:
 {"unknown"} for another kind of file, {"refused"} with a sentence, or {"width", "height", "full", "format",
 "is_animated", "hash"}, and then the pixels, RGB row by row. "within" is null, or the width and height into which the
-picture is made to fit; "full" is its size before. The hash is of the width and the pixels.
+picture is made to fit; "full" is its size before. Into [0, 0] no pixels fit, and none are decoded. The hash is of the
+width and the pixels.
 """
 
 import hashlib
@@ -23,6 +24,8 @@ from engine.formats.process_limits import limit_memory, limit_processor_time
 MEMORY_BYTES = 2 << 30
 DECODING_S = 20  # of processor time: ends the process if its parent has died
 MAX_PIXELS = 64_000_000
+MAX_SIDE = (1 << 16) - 1
+"""As of a JPEG. To make one of 64 x 1,000,000 pixels 896 wide would take gigabytes before it is made lower."""
 MAX_SCANNED_PIXELS = 16 * MAX_PIXELS
 """A progressive JPEG has its pixels in some ten scans. One can have thousands in a few kilobytes, and each takes as
 long as all of its pixels."""
@@ -61,6 +64,8 @@ def _decoded(data: bytes, within: tuple[int, int] | None) -> tuple[dict[str, Any
         raise Refusal(
             f"The picture has {width} x {height} pixels, {width * height / 1e6:.0f} million. {_MOST}"
         )
+    if max(width, height) > MAX_SIDE:
+        raise Refusal(f"The picture has {width} x {height} pixels. A side has at most {MAX_SIDE:,}.")
     if picture.format in ("JPEG", "MPO") and data.count(_SCAN) * width * height > MAX_SCANNED_PIXELS:
         raise Refusal(
             f"The picture has its pixels in {data.count(_SCAN):,} scans, which take too long to decode."
@@ -70,6 +75,10 @@ def _decoded(data: bytes, within: tuple[int, int] | None) -> tuple[dict[str, Any
         "format": "JPEG" if picture.format == "MPO" else picture.format,
         "is_animated": picture.format != "MPO" and getattr(picture, "is_animated", False),
     }
+    if within and not any(within):
+        has_exif = picture.format != "PNG" or "exif" in picture.info  # or Pillow looks behind all pixels
+        about["full"] = (height, width) if has_exif and _is_turned(picture) else (width, height)
+        return about | {"width": 0, "height": 0, "hash": ""}, b""
     if within:
         picture.draft("RGB", (within[0] * 2, within[1] * 2))  # decodes a JPEG at a part of its size
     upright, is_turned = _upright(picture)
@@ -83,13 +92,23 @@ def _decoded(data: bytes, within: tuple[int, int] | None) -> tuple[dict[str, Any
     return about | {"width": rgb.width, "height": rgb.height, "hash": digest.hexdigest()[:32]}, pixels
 
 
-def _upright(picture: Image.Image) -> tuple[Image.Image, bool]:
-    """A picture turned as its camera says, and whether rows and columns have changed places."""
+def _is_turned(picture: Image.Image) -> bool:
+    """Whether rows and columns change places when it is turned as its camera says."""
     try:
-        return ImageOps.exif_transpose(picture), picture.getexif().get(_ORIENTATION, 1) >= 5
+        return bool(picture.getexif().get(_ORIENTATION, 1) >= 5)
     except (OSError, MemoryError):
         raise
     except Exception:  # what the camera says makes no sense
+        return False
+
+
+def _upright(picture: Image.Image) -> tuple[Image.Image, bool]:
+    """A picture turned as its camera says, and whether rows and columns have changed places."""
+    try:
+        return ImageOps.exif_transpose(picture), _is_turned(picture)
+    except (OSError, MemoryError):
+        raise
+    except Exception:
         return picture, False
 
 

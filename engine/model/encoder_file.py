@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-from collections import OrderedDict
+from collections import deque
 from contextlib import suppress
 from pathlib import Path
 from threading import Lock
+from weakref import WeakValueDictionary
 
 from tinygrad import Device
 
@@ -27,7 +28,7 @@ from engine.targets.cpu.vision import CPUEncoder, scratch_bytes
 from engine.targets.cpu.vision import lacks as lacks_on_cpus
 from engine.targets.graph.vision import GraphEncoder
 
-_REMEMBERED = 32  # pictures: a chat sends all its messages with each prompt
+_REMEMBERED = 32  # uses of pictures: a chat sends all its messages with each prompt
 
 
 class EncoderFile:
@@ -60,7 +61,8 @@ class EncoderFile:
         self._decoder = PictureDecoder()
         with suppress(BackendError):  # the first picture says so
             self._decoder.start()
-        self._remembered: OrderedDict[bytes, SizedPicture] = OrderedDict()
+        self._remembered: WeakValueDictionary[bytes, SizedPicture] = WeakValueDictionary()
+        self._recent: deque[SizedPicture] = deque(maxlen=_REMEMBERED)
         self._reading = Lock()
 
     @property
@@ -99,24 +101,22 @@ class EncoderFile:
         return PictureProcessor(self.read_picture, PICTURE_MARKS[self.spec.kind])
 
     def read_picture(self, picture: Picture) -> SizedPicture:
-        """A picture as tokens. Raises PictureError."""
+        """A picture as tokens, which is remembered while it is in use. Raises PictureError."""
         digest = hashlib.sha256(picture.data).digest()
         with self._reading:
-            return self._read(digest, picture)
+            if (sized := self._remembered.get(digest)) is None:
+                sized = self._remembered[digest] = self._read(picture)
+            self._recent.append(sized)
+            return sized
 
-    def _read(self, digest: bytes, picture: Picture) -> SizedPicture:
-        if digest not in self._remembered:
-            try:
-                pixels = self._decoder.decode(picture.data)
-            except PictureError as error:
-                file = f"{printable(Path(picture.name).name)}: " if picture.name else ""
-                raise PictureError(f"{file}{error.message}", error.hint) from None
-            rgb = resized(self.spec, pixels.rgb)
-            grid = Grid.of(self.spec, pixels.rgb.shape[1], pixels.rgb.shape[0])
-            key = f"{pixels.hash} {self._identity}"
-            ids = picture_ids(key, grid.tokens(self.spec))
-            self._remembered[digest] = SizedPicture(rgb, grid.rows, grid.columns, ids, key, grid.tiles)
-            while len(self._remembered) > _REMEMBERED:
-                self._remembered.popitem(last=False)
-        self._remembered.move_to_end(digest)
-        return self._remembered[digest]
+    def _read(self, picture: Picture) -> SizedPicture:
+        try:
+            pixels = self._decoder.decode(picture.data)
+        except PictureError as error:
+            file = f"{printable(Path(picture.name).name)}: " if picture.name else ""
+            raise PictureError(f"{file}{error.message}", error.hint) from None
+        rgb = resized(self.spec, pixels.rgb)
+        grid = Grid.of(self.spec, pixels.rgb.shape[1], pixels.rgb.shape[0])
+        key = f"{pixels.hash} {self._identity}"
+        ids = picture_ids(key, grid.tokens(self.spec))
+        return SizedPicture(rgb, grid.rows, grid.columns, ids, key, grid.tiles)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 from msgspec.structs import replace
@@ -15,6 +15,7 @@ from engine.description.sublayers import Weight
 from engine.errors import SHORTEN_AT_MOST, ContextFullError, UsageError
 from engine.fixes import program_cache
 from engine.formats.pooling import pooling_of
+from engine.formats.prompt_pictures import SizedPicture
 from engine.kernels import compilers
 from engine.kernels.quantized_matrix import QuantizedMatrix
 from engine.loading.weights import Weights
@@ -164,6 +165,17 @@ class TextModel:
             self._choices.report_if_due()
         else:
             self._choices.end()
+
+    def read_pictures(self, request: Generate) -> Iterator[SizedPicture]:
+        """Reads the pictures of a request, until no more fit into the context. Raises PictureError."""
+        processor, n = self.prompts.template.picture_processor, 0
+        if not processor or not isinstance(request.prompt, Chat):
+            return
+        for picture in request.prompt.pictures:
+            yield (sized := processor.read(picture))
+            n += len(sized.ids)
+            if n > self.context_length:
+                return
 
     def begin(self, request: Generate, report: Report) -> Answer:
         """The answer to a request, for `scheduler`. Any thread may call it. Raises ContextFullError,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Protocol
 
 from engine.protocol.events import (
@@ -56,6 +56,11 @@ class Model(Protocol):
 
     @property
     def scheduler(self) -> Answering: ...
+
+    def read_pictures(self, request: Generate) -> Iterator[object]:
+        """Reads the pictures of a request, one after the other. `begin` finds those that are kept until then, and reads
+        the others. Raises PictureError."""
+        ...
 
     def begin(self, request: Generate, report: Report) -> Answer:
         """What `scheduler` takes. Called by several threads, none of which is the main one. Raises ContextFullError,

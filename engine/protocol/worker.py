@@ -23,7 +23,7 @@ import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Never
@@ -192,18 +192,27 @@ class _Server:
             self._suspect = error
         return ends
 
-    def _begin(self, model: Model, request: Generate) -> None:
-        """Makes an answer of a request, in a thread for prompts."""
-        is_wanted = not self._inbox.known(request.request_id).stop.is_set()
-        self._inbox.put(_Begun(request.request_id, self._begun(model, request) if is_wanted else None))
+    def _begin(self, model: Model, request: Generate) -> Iterator[None]:
+        """Makes an answer of a request, in a thread for prompts. Gives way after each of its pictures."""
+        is_cancelled = self._inbox.known(request.request_id).stop.is_set
+        begun = yield from self._begun(model, request, is_cancelled)
+        self._inbox.put(_Begun(request.request_id, begun))
 
-    def _begun(self, model: Model, request: Generate) -> Answer | Exception:
-        started = time.perf_counter()
+    def _begun(
+        self, model: Model, request: Generate, is_cancelled: Callable[[], bool]
+    ) -> Generator[None, None, Answer | Exception | None]:
+        started, pictures = time.perf_counter(), list[object]()
+        reading = model.read_pictures(request)
         try:
-            return model.begin(request, self._reporter(started))
+            while not is_cancelled():
+                if (picture := next(reading, None)) is None:
+                    return model.begin(request, self._reporter(started))
+                pictures.append(picture)
+                yield
         except Exception as error:
             # A variable with the error would keep it, and with its frames the prompt, until garbage is collected.
             return error
+        return None
 
     def _add(self, model: Model, begun: _Begun) -> None:
         def end(result: Finished | Exception) -> None:

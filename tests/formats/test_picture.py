@@ -8,7 +8,7 @@ from PIL import Image
 
 from engine.errors import PictureError
 from engine.formats import limited_process
-from engine.formats.picture import PictureDecoder
+from engine.formats.picture import NO_PIXELS, PictureDecoder
 from tests.fork_server import start_module
 from tests.pictures import file_of
 
@@ -33,6 +33,16 @@ def test_pixels_are_rgb_upright_and_white_where_nothing_is(decoder):
     grey = Image.fromarray(np.array([[0, 256, 65535]], np.uint16))  # 16 bits
     for more in ({}, {"transparency": 256}):
         assert decoder.decode(file_of(grey, **more)).rgb[0, :, 0].tolist() == [0, 0, 255]
+
+
+def test_a_size_is_read_without_the_pixels(decoder):
+    turned = Image.new("RGB", (40, 20))
+    exif = turned.getexif()
+    exif[0x112] = 6
+    for data in (file_of(turned, "JPEG", exif=exif), file_of(turned, exif=exif)):
+        assert decoder.decode(data, NO_PIXELS).full == (20, 40)
+    cut = file_of(Image.effect_noise((90, 60), 50))[:2000]
+    assert decoder.decode(cut, NO_PIXELS).full == (90, 60), "the pixels of which could not be decoded"
 
 
 def test_the_hash_is_of_the_pixels_and_their_shape(decoder):
@@ -65,12 +75,13 @@ def with_scans(count: int) -> bytes:
         (b"\xff\x0a" + bytes(9), "a JPEG XL file"),
         (b"<?xml version='1.0'?><svg/>", "an SVG file"),
         (file_of(Image.new("1", (10_000, 10_000)), compress_level=1), "10000 x 10000 pixels, 100 million"),
+        (file_of(Image.new("1", (1, 65_536))), "1 x 65536 pixels. A side has at most 65,535"),
         (file_of(Image.effect_noise((90, 90), 50))[:2000], "damaged"),
         (b"\xff\xd8\xff" + bytes(99), "begins as JPEG"),
         (bytes(21 << 20), "At most 20 MiB"),
         (200, r"pixels in 2\d\d scans"),
     ],
-    ids=["empty", "heic", "avif", "jxl", "svg", "large", "cut off", "no JPEG", "large file", "scans"],
+    ids=["empty", "heic", "avif", "jxl", "svg", "large", "high", "cut off", "no JPEG", "large file", "scans"],
 )
 def test_what_is_not_read_is_said(decoder, data, reason):
     data = with_scans(data) if isinstance(data, int) else data  # made here: each process collects all tests

@@ -3,20 +3,27 @@
 import gc
 import threading
 import weakref
+from functools import partial
 from queue import SimpleQueue
 from types import SimpleNamespace
 
+import pytest
 from msgspec.structs import replace
 
 from engine import fairness
 from engine.errors import UsageError
-from engine.protocol import worker
+from engine.protocol import client_turns, worker
 from engine.protocol.client_turns import ClientTurns, PromptMakers
-from engine.protocol.events import Generate, Grammar, TokenIds
+from engine.protocol.events import Chat, Generate, Grammar, Message, Picture, TokenIds
 
 
 def request(client, number, connection=0):
     return Generate(request_id=number, prompt=TokenIds(ids=()), client=client, connection=connection)
+
+
+def seeing(client, number):
+    message = Message(role="user", content="", pictures=(Picture(data=b""),))
+    return replace(request(client, number), prompt=Chat(messages=(message,)))
 
 
 def test_clients_take_turns():
@@ -66,22 +73,44 @@ def test_short_prompts_do_not_wait_for_long_ones():
         if request.client == "long":
             long_may_end.wait(30)
         made.put(request.request_id)
+        yield from ()
 
     makers = PromptMakers(make)
     for number in range(3):
         makers.put(request("long", number), 200 << 10)
     makers.put(replace(request("long", 3), grammar=Grammar(kind="lark", source="start: /a/")), 100)
+    makers.put(seeing("long", 4), 100)
     makers.put(request("short", 10), 100)
     assert made.get(timeout=30) == 10
     long_may_end.set()
-    assert {made.get(timeout=30) for _ in range(4)} == {0, 1, 2, 3}
+    assert {made.get(timeout=30) for _ in range(5)} == {0, 1, 2, 3, 4}
+
+
+def test_pictures_of_a_client_do_not_keep_those_of_others_until_all_are_read(monkeypatch):
+    monkeypatch.setattr(client_turns, "TURN_S", 0.0)
+    read, go = SimpleQueue(), threading.Event()
+
+    def make(request):
+        go.wait(30)
+        for picture in range(3 if request.client == "many" else 1):
+            read.put((request.request_id, picture))
+            yield
+
+    makers = PromptMakers(make)
+    for client, number in (("many", 0), ("many", 1), ("one", 10)):
+        makers.put(seeing(client, number), 100)
+    go.set()
+    order = [read.get(timeout=30) for _ in range(7)]
+    assert order == [(0, 0), (10, 0), (0, 1), (0, 2), (1, 0), (1, 1), (1, 2)]
 
 
 def test_the_prompt_of_a_cancelled_request_is_not_made():
     known, begun = worker._Known(5), SimpleQueue()
     known.stop.set()
     inbox = SimpleNamespace(known=lambda id: known, put=begun.put)
-    worker._Server._begin(SimpleNamespace(_inbox=inbox), None, request("one", 1))
+    server, model = SimpleNamespace(_inbox=inbox), SimpleNamespace(read_pictures=lambda request: iter([1]))
+    server._begun = partial(worker._Server._begun, server)
+    assert not [*worker._Server._begin(server, model, request("one", 1))]
     assert begun.get(timeout=30) == worker._Begun(1, None)
 
 
@@ -96,12 +125,14 @@ def test_a_prompt_that_is_refused_is_not_kept():
         raise UsageError(f"not {text}")
 
     server = SimpleNamespace(_reporter=lambda started: None)
-    texts, model = [], SimpleNamespace(begin=refuse)
+    texts, model = [], SimpleNamespace(begin=refuse, read_pictures=lambda request: iter(()))
     gc.disable()
     try:
-        refused = worker._Server._begun(server, model, request("one", 1))
-        assert isinstance(refused, UsageError) and texts[0]()
-        del refused
+        making = worker._Server._begun(server, model, request("one", 1), lambda: False)
+        with pytest.raises(StopIteration) as end:
+            next(making)
+        assert isinstance(end.value.value, UsageError) and texts[0]()
+        del end, making
         assert not texts[0]()
     finally:
         gc.enable()
