@@ -34,6 +34,7 @@ MOST_LOOKUPS = 2_000
 millisecond."""
 _MOST_SKIPPED = 1 << 30  # bytes before the lines that a prompt names: a second
 _MOST_DROPPED = 10  # lines with paths
+_MOST_COMPLETIONS = 200
 _MENTION = re.compile(
     r"""(?:(?<=\s)|(?<=[("'])|^)@(?:"(?P<quoted>(?:\\"|[^"\n])+)"(?P<of_quoted>:\d+(?:-\d+)?)?|(?P<bare>[^\s"'@]+))"""
 )
@@ -41,26 +42,21 @@ _CHARS_A_TOKEN = 5  # more than texts have
 _AFTER = ".,;:!?)]}>"  # punctuation that may follow a mention
 
 
-def mentions(
-    prompt: str, folder: Path | None = None, known: Callable[[Path], bool] = lambda path: False
-) -> list[Mention]:
-    """The files that `prompt` names, each once. `folder`: what relative paths begin at (None: the current one). `known`
-    says of a file that is gone whether it counts all the same.
+def mentions(prompt: str, known: Callable[[Path], bool] = lambda path: False) -> list[Mention]:
+    """The files that `prompt` names, each once. `known` says of a file that is gone whether it counts all the same.
 
     Raises UsageError for more than MOST_FILES, and for a search through too many."""
     found: dict[Mention, None] = {}
-    for text, named in _looked_up(prompt, folder or Path.cwd(), known):
+    for text, named in _looked_up(prompt, known):
         found |= dict.fromkeys(named)
         if len(found) > MOST_FILES:
             raise UsageError(f"@{one_line(text)} makes more than {MOST_FILES} files.", "Name fewer.")
     return list(found)
 
 
-def missing(
-    prompt: str, folder: Path | None = None, known: Callable[[Path], bool] = lambda path: False
-) -> list[str]:
+def missing(prompt: str, known: Callable[[Path], bool] = lambda path: False) -> list[str]:
     """The mentions in `prompt` that name nothing, and so are text: @nosuchfile. Parameters: see `mentions`."""
-    looked_up = _looked_up(prompt, folder or Path.cwd(), known)
+    looked_up = _looked_up(prompt, known)
     return list(dict.fromkeys(f"@{one_line(text)[:40]}" for text, named in looked_up if text and not named))
 
 
@@ -71,11 +67,9 @@ def said_missing(names: Sequence[str]) -> str:
     return f"{', '.join(names[:3])}{more} {verb} no file, and went as text" if names else ""
 
 
-def _looked_up(
-    prompt: str, folder: Path, known: Callable[[Path], bool]
-) -> Iterator[tuple[str, list[Mention]]]:
+def _looked_up(prompt: str, known: Callable[[Path], bool]) -> Iterator[tuple[str, list[Mention]]]:
     """What stands after each @ in `prompt`, once, and what it names. What comes after MOST_LOOKUPS names nothing."""
-    lookups, entries = MOST_LOOKUPS, iter(range(MOST_ENTRIES))
+    lookups, entries, folder = MOST_LOOKUPS, iter(range(MOST_ENTRIES)), Path.cwd()
     for match in {match[0]: match for match in _MENTION.finditer(prompt)}.values():
         quoted = _unquoted(match["quoted"] or "")
         text = quoted + (match["of_quoted"] or "") if quoted else match["bare"]
@@ -190,11 +184,6 @@ def decoded_text(data: bytes) -> str | None:
     return None if "\0" in text else text.replace("\r\n", "\n")
 
 
-def read_all(prompt: str, folder: Path | None = None) -> tuple[Attachment, ...]:
-    """The files that a prompt names. Raises UsageError."""
-    return tuple(read(mention) for mention in mentions(prompt, folder))
-
-
 def stamp(path: Path) -> str:
     """What changes when a file does; "" if there is none."""
     try:
@@ -294,7 +283,7 @@ def _dropped(line: str) -> list[Path]:
     return [Path(local_path(word)).expanduser() for word in words]
 
 
-def completions(text: str, folder: Path | None = None, limit: int = 200) -> tuple[int, list[str]]:
+def completions(text: str) -> tuple[int, list[str]]:
     """How the mention at the end of `text` could go on: the index at which it begins, and whole mentions. Folders end
     in "/". Those whose names begin with what was typed come first. No mention: (-1, [])."""
     match = re.search(r'(?:^|(?<=[\s("\']))@(?:"((?:\\"|[^"\n])*)|([^\s"@]*))$', text)
@@ -304,20 +293,21 @@ def completions(text: str, folder: Path | None = None, limit: int = 200) -> tupl
     if LINES.search(typed) or is_glob(typed):
         return -1, []
     head, slash, name = typed.rpartition("/")
-    base = folder or Path.cwd()
     start, low = head + slash if typed != "~" else "~/", name.lower() if typed != "~" else ""
 
     def fits(each: str) -> bool:
         return low in each.lower() and (name.startswith(".") or not each.startswith("."))
 
     try:
-        parent = base / Path(head + slash).expanduser() if typed != "~" else Path.home()
+        parent = Path.cwd() / Path(head + slash).expanduser() if typed != "~" else Path.home()
         with os.scandir(parent) as entries:
             names = [entry.name + ("/" if entry.is_dir() else "") for entry in entries if fits(entry.name)]
     except (OSError, ValueError, RuntimeError):
         return -1, []
     first = heapq.nsmallest(
-        limit, names, lambda each: (not each.lower().startswith(low), not each.endswith("/"), each.lower())
+        _MOST_COMPLETIONS,
+        names,
+        lambda each: (not each.lower().startswith(low), not each.endswith("/"), each.lower()),
     )
     return match.start(), [_unfinished(start + each) for each in first if one_line(each) == each]
 

@@ -71,15 +71,15 @@ def _compiler() -> Finding:
     return good("clang", "installed")
 
 
-def kernel_log(lines: int = 40) -> list[str]:
-    """The last `lines` of the kernel's log that a GPU driver wrote; none if this user may not read the log."""
+def kernel_log() -> list[str]:
+    """The last 40 lines of the kernel's log that a GPU driver wrote; none if this user may not read the log."""
     try:
         run = subprocess.run(
             ["dmesg"], capture_output=True, text=True, errors="replace", timeout=10, stdin=subprocess.DEVNULL
         )
     except (OSError, subprocess.SubprocessError):
         return []
-    return [line for line in run.stdout.splitlines() if _GPU_DRIVERS.search(line)][-lines:]
+    return [line for line in run.stdout.splitlines() if _GPU_DRIVERS.search(line)][-40:]
 
 
 def as_text(counter: Counter) -> str:

@@ -132,13 +132,12 @@ class ChatTemplate:
         think: bool = True,
         effort: Effort | None = None,
         tools: str = "",
-        add_generation_prompt: bool = True,
         most: int | None = None,
     ) -> Prompt:
-        """The conversation as a prompt. With `add_generation_prompt` the prompt ends where the model's reply begins; if
-        the last message is the model's, it ends in that message, so that the model continues it. `think` asks a
-        thinking model to think, or not to, and `effort` says how much (None: as the template has it). `tools` are those
-        of `Chat`; if the template does not show them, the system text does (`told_tools`).
+        """The conversation as a prompt, which ends where the model's reply begins; if the last message is the model's,
+        it ends in that message, so that the model continues it. `think` asks a thinking model to think, or not to, and
+        `effort` says how much (None: as the template has it). `tools` are those of `Chat`; if the template does not
+        show them, the system text does (`told_tools`).
 
         If the template refuses the conversation, or leaves out its system text, it gets a simpler one: the system text
         in the first user turn, turns of the same role joined. If it does not work at all, the template of the model's
@@ -162,7 +161,7 @@ class ChatTemplate:
         if not think:
             effort = "low" if self._marks is HARMONY else None  # gpt-oss always thinks
         unfinished = None
-        if add_generation_prompt and len(messages) > 1 and _may_go_on(messages[-1]):
+        if len(messages) > 1 and _may_go_on(messages[-1]):
             *messages, unfinished = messages
         if not self._form and (tools or any(message.role == "tool" for message in messages)):
             messages, tools = told(messages, tools), ""
@@ -182,7 +181,7 @@ class ChatTemplate:
                 **({"reasoning_effort": effort} if effort else {}),
                 **({} if think else {"thinking_budget": 0}),  # Seed-OSS
                 "can_think": self._can_think,
-                "add_generation_prompt": add_generation_prompt,
+                "add_generation_prompt": True,
                 "bos_token": self._tokenizer.text(self._tokenizer.bos_id),
                 "eos_token": self._tokenizer.text(self._tokenizer.eos_id),
                 "tools": _translated(functions, disguise),
@@ -201,7 +200,7 @@ class ChatTemplate:
         ):
             text = render(False)  # it leaves pictures out in some places
         last = text.rpartition(self._marks.close)[2]
-        opens_thinking = add_generation_prompt and bool(self._opens.search(last))
+        opens_thinking = bool(self._opens.search(last))
         runs = _around(text, disguise, written) if pictures else [[*_segments(text, disguise)]]
         if unfinished:
             runs[-1] += _unfinished_reply(unfinished, text, self._marks)

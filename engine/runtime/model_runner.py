@@ -83,7 +83,7 @@ def same_rows() -> Following:
 
 class Drawing(NamedTuple):
     """How the device draws tokens that continue `tokens`. `uniforms`: a number for each (`Sampler.uniforms`), float64
-    (n,). `bias`: what is added to the logits of tokens before that (`sampling.biased`). `top`: how many of the most
+    (n,). `bias`: what is added to the logits of tokens before that (`sampling.Bias`). `top`: how many of the most
     probable tokens are asked for with their log-probabilities, and that of the token drawn; 0: none. `masks`: before
     each step, `RowSampler.allow` says what may be drawn."""
 

@@ -83,13 +83,8 @@ class Sampler:
         return logits
 
 
-def biased(logits: Logits, bias: Sequence[tuple[int, float]]) -> Logits:
-    """`logits`, float32 (vocab,), with numbers added to those of some tokens: llama.cpp does so first, too."""
-    return Bias(bias).added_to(logits)
-
-
 class Bias:
-    """Numbers for the logits of some tokens. Unknown ids are ignored."""
+    """Numbers for the logits of some tokens, added before all else, as llama.cpp does. Unknown ids are ignored."""
 
     def __init__(self, bias: Sequence[tuple[int, float]]) -> None:
         values = dict(bias)

@@ -6,7 +6,7 @@ import numpy as np
 
 from engine.runtime.checkpoints import checkpoint_slots
 from engine.runtime.kv_blocks import BLOCK, KVGroup
-from engine.runtime.sampling import Sampler, biased, log_probabilities
+from engine.runtime.sampling import Bias, Sampler, log_probabilities
 
 VOCAB = 256
 GROUPS = KVGroup(None, 64), KVGroup(40, 64)
@@ -211,7 +211,7 @@ class FakeSampler:
 
     def draw(self, row, tokens, logits):
         drawing, uniforms = self.drawings[row.sequence]
-        changed = biased(logits, drawing.bias)
+        changed = Bias(drawing.bias).added_to(logits)
         if drawing.masks:  # each is for one step
             changed = np.where(self.masks.pop(row.sequence), changed, np.float32(-np.inf))
         sampler = Sampler(drawing.sampling)

@@ -80,8 +80,8 @@ def from_source(source: Any, param: str) -> Picture:
     raise wrong(f"There is no picture: a source is of the type base64. {NOTHING_ELSE}", param)
 
 
-def unseen(model: str, param: str = "messages") -> ApiError:
+def unseen(model: str) -> ApiError:
     """Of a model that sees no pictures."""
     return wrong(
-        f"{model} sees no pictures: it has no encoder for them. /v1/models says which models do.", param
+        f"{model} sees no pictures: it has no encoder for them. /v1/models says which models do.", "messages"
     )

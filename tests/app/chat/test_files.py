@@ -18,6 +18,10 @@ from presets import guide_path
 from widgets.chat.turn import Attachment, Turn
 
 
+def read_all(prompt):
+    return tuple(map(files.read, files.mentions(prompt)))
+
+
 @pytest.fixture(autouse=True)
 def folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
@@ -61,11 +65,11 @@ def test_what_names_no_file_is_said(prompt, said):
 
 
 def test_lines_of_a_file():
-    [part] = files.read_all("@notes.txt:10-12")
+    [part] = read_all("@notes.txt:10-12")
     assert part.text == "line 10\nline 11\nline 12\n"
-    assert files.read_all("@notes.txt:50-99")[0].text == "line 50\n"
+    assert read_all("@notes.txt:50-99")[0].text == "line 50\n"
     with pytest.raises(UsageError, match="no such lines"):
-        files.read_all("@notes.txt:60")
+        read_all("@notes.txt:60")
 
 
 def test_what_is_no_text_is_refused_in_words(folder):
@@ -81,9 +85,9 @@ def test_what_is_no_text_is_refused_in_words(folder):
         "src": "src is a folder",
     }.items():
         with pytest.raises(UsageError, match=reason):
-            files.read_all(f"@{name}")
+            read_all(f"@{name}")
     (folder / "wide.txt").write_bytes("naïve".encode("utf-16"))
-    assert files.read_all("@wide.txt")[0].text == "naïve"
+    assert read_all("@wide.txt")[0].text == "naïve"
 
 
 def test_files_without_an_end_are_left(folder, monkeypatch):
@@ -91,7 +95,7 @@ def test_files_without_an_end_are_left(folder, monkeypatch):
     with (folder / "sparse").open("wb") as file:
         file.truncate(1 << 40)
     with pytest.raises(UsageError, match=r"no such lines in its first 1\.00 kB"):
-        files.read_all("@sparse:999999")
+        read_all("@sparse:999999")
 
     class OfTheSystem(io.FileIO):
         """As /proc/self/pagemap, whose size is zero, or with None /proc/kmsg, where nothing is for now."""
@@ -102,10 +106,10 @@ def test_files_without_an_end_are_left(folder, monkeypatch):
     (folder / "of-the-system").touch()
     monkeypatch.setattr(os, "fdopen", lambda number, *_: io.BufferedReader(OfTheSystem(number)))
     is_endless = False
-    assert files.read_all("@of-the-system")[0].text == ""
+    assert read_all("@of-the-system")[0].text == ""
     is_endless = True
     with pytest.raises(UsageError, match="no context holds that much"):
-        files.read_all("@of-the-system")
+        read_all("@of-the-system")
 
 
 def test_a_prompt_of_mentions_looks_for_some_thousand_files(monkeypatch):
@@ -137,7 +141,7 @@ def test_files_that_do_not_fit_are_refused_with_their_tokens():
 
 
 def test_a_file_that_changes_is_noticed(folder):
-    read = files.read_all("@notes.txt @src/main.py")
+    read = read_all("@notes.txt @src/main.py")
     assert files.changed(read) == []
     (folder / "src/main.py").write_text("print('hello')\n")
     (folder / "notes.txt").unlink()
@@ -207,7 +211,7 @@ def test_text_of_a_file_becomes_no_control_token():
 
 def test_files_are_kept_with_the_chat(tmp_path):
     history = History(tmp_path / "history.sqlite3")
-    [file] = files.read_all("@notes.txt:1-2")
+    [file] = read_all("@notes.txt:1-2")
     chat_id = history.new_chat("m")
     history.append(chat_id, Message(role="user", content="@notes.txt:1-2 what?"), files=[file])
     [stored] = History(tmp_path / "history.sqlite3").messages(chat_id)
