@@ -33,13 +33,17 @@ def convolved(x: Tensor, taps: Tensor, before: Tensor, count: UOp | int) -> tupl
     return y, inputs[count : count + kept]
 
 
+def unit(x: Tensor, eps: float) -> Tensor:
+    """Vectors (..., size) of length 1."""
+    return x * ((x * x).sum(-1, keepdim=True) + eps).rsqrt()
+
+
 def heads(operator: DeltaNet, x: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
     """Queries, keys and values of the value heads, (value_heads, n, size) each, of channels x (n, channels)."""
     n, of_keys = cast(int, x.shape[0]), operator.key_heads * operator.size
 
     def of_values(x: Tensor) -> Tensor:
-        x = x.reshape(n, operator.key_heads, operator.size)
-        x = x * ((x * x).sum(-1, keepdim=True) + eps).rsqrt()
+        x = unit(x.reshape(n, operator.key_heads, operator.size), eps)
         copies = operator.value_heads // operator.key_heads
         x = (
             x.unsqueeze(1).expand(-1, copies, -1, -1)

@@ -8,7 +8,7 @@ from tinygrad import Tensor
 
 from engine.description.recurrent import DeltaNet, KeyedDeltaNet, Mamba, SelectiveScan, ShortConv
 from engine.description.sublayers import Vector, Weight
-from engine.targets.graph.delta_net import convolved, delta_rule, heads, keyed_delta_rule
+from engine.targets.graph.delta_net import convolved, delta_rule, heads, keyed_delta_rule, unit
 from engine.targets.graph.parts import Parts, Run, normed
 
 
@@ -49,7 +49,7 @@ class RecurrentLayers(Parts):
         beta = by_head(self._product(o.beta, x).sigmoid())
         beta, log_decay = (is_new.where(t, 0.0).contiguous() for t in (beta, log_decay))
         q, k, values = (by_head(part) for part in channels.silu().contiguous().chunk(3, dim=-1))
-        q, k = (t * ((t * t).sum(-1, keepdim=True) + self.spec.eps).rsqrt() for t in (q, k))
+        q, k = (unit(t, self.spec.eps) for t in (q, k))
         y, state = keyed_delta_rule(q * o.size**-0.5, k, values, log_decay, beta, before)
         y = states.store(step.sequence, y, state, inputs)
         y = self._norm(y.transpose(0, 1), o.norm).reshape(n, -1)
