@@ -11,7 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from app.serve import bodies, routes
+from app.serve import bodies, endpoints
 from app.serve.protocols.chat import ChatBody
 from app.serve.protocols.completions import TextBody
 from engine.protocol.events import Generate
@@ -163,18 +163,18 @@ async def test_a_body_of_too_many_lists(served, monkeypatch):
 
 
 async def test_long_bodies_are_decoded_one_at_a_time_beside_others(served, monkeypatch):
-    decoded, threads = routes.decoded, []
+    decoded, threads = endpoints.decoded, []
 
     def noted(data, kind):
         threads.append(threading.current_thread().name)
-        assert threads.count("long-work_0") == 1 or len(data) < routes.LONG_BODY_BYTES
+        assert threads.count("long-work_0") == 1 or len(data) < endpoints.LONG_BODY_BYTES
         body = decoded(data, kind)
         threads.append(threads.pop(threads.index(threading.current_thread().name)) + " ended")
         return body
 
-    monkeypatch.setattr(routes, "decoded", noted)
+    monkeypatch.setattr(endpoints, "decoded", noted)
     client, _ = served()
-    long = {"messages": [{"role": "user", "content": "x" * routes.LONG_BODY_BYTES}]}
+    long = {"messages": [{"role": "user", "content": "x" * endpoints.LONG_BODY_BYTES}]}
     squeezed = {"content": gzip.compress(json.dumps(long).encode()), "headers": {"Content-Encoding": "gzip"}}
     asked = [client.post(CHAT, **squeezed) for _ in range(4)] + [client.post(CHAT, json=HELLO)]
     assert {response.status_code for response in await asyncio.gather(*asked)} == {200}

@@ -1,0 +1,290 @@
+"""What answers requests: reads their bodies, has a protocol make a request to the engine of them, and answers."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from app.serve.access import CLIENT
+from app.serve.answering import answer
+from app.serve.bodies import check_copies, is_made, read_body
+from app.serve.errors import ApiError
+from app.serve.http import json_response, while_connected
+from app.serve.limits import Budgets
+from app.serve.long_work import MAX_TEXT_BYTES, LongWork
+from app.serve.metrics import CONTENT_TYPE, Gauges
+from app.serve.model_pool import ModelPool
+from app.serve.openapi import description_json
+from app.serve.protocols import (
+    gemini,
+    llama_state,
+    lm_studio,
+    lm_studio_chat,
+    models,
+    ollama,
+    responses,
+)
+from app.serve.protocols.json_values import decoded
+from app.serve.protocols.remembered import Conversations
+from app.serve.protocols.reply import Asked, Json
+from app.serve.protocols.response_body import ResponsesBody
+from app.serve.service import Exchange, Service
+from engine.measure.memory import gpu_used_bytes, resident_memory
+from engine.system import invocation
+
+Endpoint = Callable[[Request], Awaitable[Response]]
+B = TypeVar("B")
+LONG_BODY_BYTES = 256 << 10
+"""Ordinary requests of long conversations are shorter, or need a few milliseconds more."""
+
+
+class Endpoints:
+    """What answers requests, by protocol."""
+
+    def __init__(self, models: ModelPool, budgets: Budgets, *, has_keys: bool) -> None:
+        """`has_keys`: clients have different ones."""
+        self._models, self._budgets, self._has_keys = models, budgets, has_keys
+        self._conversations, self._long_work = Conversations(), LongWork()
+
+    # --- completions ---
+
+    def completing(
+        self, kind: type[Any], asked: Callable[[Any, Service], Asked | Json], in_thread: bool = False
+    ) -> Endpoint:
+        """What answers requests whose bodies are of a `kind`, in a protocol. `in_thread`: `asked` may take long."""
+        return lambda request: self._complete(request, kind, asked, in_thread)
+
+    async def respond(self, request: Request) -> Response:
+        owner = _owner(request)
+        asked = lambda body, service: responses.asked(body, service, self._conversations, owner)
+        return await self._complete(request, ResponsesBody, asked, in_thread=True)
+
+    async def lm_studio_chat(self, request: Request) -> Response:
+        owner = _owner(request)
+        asked = lambda body, service: lm_studio_chat.asked(body, service, self._conversations, owner)
+        return await self._complete(request, lm_studio_chat.LmChatBody, asked, in_thread=True)
+
+    async def _complete(
+        self,
+        request: Request,
+        kind: type[Any],
+        asked: Callable[[Any, Service], Asked | Json],
+        in_thread: bool = False,
+        model: str | None = None,
+    ) -> Response:
+        """`model`: which is asked, where the body does not say it."""
+        port = request.client.port if request.client else 0
+        exchange = Exchange(self._models.default, request.scope[CLIENT], request.url.path, port)
+        with exchange.closed_by_errors():
+            self._enter(exchange, _owner(request) if self._has_keys else exchange.client.partition("#")[0])
+            data, body = await self._read(request, kind)
+            self._models.default.check_open()
+            exchange.service = service = await self._models.named(body.model if model is None else model)
+            if in_thread or len(data) > LONG_BODY_BYTES:
+                work = self._long_work.run(exchange.client, len(data), asked, body, service)
+                wanted = await while_connected(request.receive, work)
+            else:
+                wanted = asked(body, service)
+            if not isinstance(wanted, Asked):
+                exchange.answers = 0
+                exchange.close(200)
+                return json_response(wanted)
+            check_copies(data, wanted.requests)
+            del data, body  # the answer may take long
+            is_made(request)
+            return await answer(request, exchange, wanted)
+
+    async def _read(self, request: Request, kind: type[B]) -> tuple[bytearray, B]:
+        """The body of a request. Raises ApiError and ClientGoneError. Long ones of a client are decoded one at a
+        time, in a thread, so that others are answered between two of them."""
+        data = await read_body(request)
+        if len(data) <= LONG_BODY_BYTES:
+            return data, decoded(data, kind)
+        work = self._long_work.run(request.scope[CLIENT], len(data), decoded, data, kind)
+        return data, await while_connected(request.receive, work)
+
+    def _enter(self, exchange: Exchange, who: str) -> None:
+        """Counts a request to its key's limits, until it has ended. Raises ApiError if it is one too many."""
+        self._budgets.enter(who)
+        exchange.on_closed = lambda tokens: self._budgets.leave(who, tokens)
+
+    async def gemini(self, request: Request) -> Response:
+        """The model, and what is asked of it, are in the path."""
+        model, method = gemini.called(request.path_params["id"])
+        in_events = request.query_params.get("alt") == "sse"
+
+        def asked(given: dict[str, Any], service: Service) -> Asked:
+            return gemini.asked(gemini.body_of(given, model, method, in_events=in_events), service)
+
+        def counted(given: dict[str, Any], service: Service) -> Json:
+            return gemini.counted(gemini.body_of(given, model), service)
+
+        if method == "countTokens":
+            return await self.computing(dict, counted, model)(request)
+        if method in gemini.EMBEDS:
+            return await self._complete(request, dict, gemini.embeddings_asked, model=model)
+        return await self._complete(request, dict, asked, model=model)
+
+    async def gemini_models(self, request: Request) -> Response:
+        return json_response(gemini.listed(self._models))
+
+    async def gemini_model(self, request: Request) -> Response:
+        service = await self._models.found(request.path_params["id"])
+        return json_response(gemini.model(service.model, service))
+
+    # --- what is remembered ---
+
+    async def response(self, request: Request) -> Response:
+        known = self._conversations.get(request.path_params["id"], _owner(request))
+        return json_response(known.response)
+
+    async def forget_response(self, request: Request) -> Response:
+        id = request.path_params["id"]
+        self._conversations.forget(id, _owner(request))
+        return json_response({"id": id, "object": "response", "deleted": True})
+
+    async def input_items(self, request: Request) -> Response:
+        known = self._conversations.get(request.path_params["id"], _owner(request))
+        return json_response(responses.input_items(known))
+
+    async def cancel_response(self, request: Request) -> Response:
+        self._conversations.get(request.path_params["id"], _owner(request))
+        raise ApiError(
+            400, "Only responses in the background can be cancelled: close the connection of others."
+        )
+
+    async def count_response(self, request: Request) -> Response:
+        owner = _owner(request)
+        counted = lambda body, service: responses.counted(body, service, self._conversations, owner)
+        return await self.computing(ResponsesBody, counted)(request)
+
+    # --- what else there is ---
+
+    async def health(self, request: Request) -> Response:
+        service = self._models.default
+        service.check_open()
+        if len(self._models.names) == 1:  # else models are loaded as they are asked for
+            service.check_ready()
+        return json_response({"status": "ok", "slots": service.parallel})
+
+    async def models(self, request: Request) -> Response:
+        return json_response(models.listed(self._models))
+
+    async def model(self, request: Request) -> Response:
+        return json_response(models.model(await self._models.found(request.path_params["id"])))
+
+    async def lm_studio_models(self, request: Request) -> Response:
+        return json_response(lm_studio.listed(self._models))
+
+    async def lm_studio_model(self, request: Request) -> Response:
+        return json_response(lm_studio.model(await self._models.found(request.path_params["id"])))
+
+    async def newer_lm_studio_models(self, request: Request) -> Response:
+        return json_response(lm_studio.newer_listed(self._models))
+
+    async def metrics(self, request: Request) -> Response:
+        services = self._models.known
+        memories = [resident_memory(service.engine.pid) for service in services]
+        resident = [memory.now_bytes for memory in memories if memory]
+        gauges = Gauges(
+            sum(service.processing for service in services),
+            sum(service.waiting for service in services),
+            next((service.slots for service in services if service.slots), None),
+            sum(resident) if resident else None,
+            await asyncio.to_thread(gpu_used_bytes),  # a driver may take long
+        )
+        text = self._models.default.metrics.text(gauges)
+        return Response(text, headers={"Content-Type": CONTENT_TYPE})
+
+    async def openapi(self, request: Request) -> Response:
+        return Response(description_json(), media_type="application/json")
+
+    def computing(
+        self, kind: type[B], make: Callable[[B, Service], Json], model: str | None = None
+    ) -> Endpoint:
+        """What answers requests whose bodies are of a `kind`, and need no engine. `make` may take long. `model`: which
+        is asked, where the body does not say it."""
+
+        def made(body: B, service: Service) -> Response:
+            return json_response(make(body, service))
+
+        async def endpoint(request: Request) -> Response:
+            data, body = await self._read(request, kind)
+            if len(data) > MAX_TEXT_BYTES:
+                raise ApiError(413, f"The request is longer than {MAX_TEXT_BYTES >> 20} MiB.")
+            service = await self._models.named(model or getattr(body, "model", None))
+            work = self._long_work.run(request.scope[CLIENT], len(data), made, body, service)
+            return await while_connected(request.receive, work)
+
+        return endpoint
+
+    def telling(self, tell: Callable[[Service], Json]) -> Endpoint:
+        """What says something of a model."""
+
+        async def endpoint(request: Request) -> Response:
+            return json_response(tell(await self._asked(request)))
+
+        return endpoint
+
+    async def props(self, request: Request) -> Response:
+        service = await self._asked(request)
+        service.check_ready()
+        return json_response(llama_state.props(service))
+
+    async def slots(self, request: Request) -> Response:
+        must_be_free = request.query_params.get("fail_on_no_slot", "0") not in ("", "0")
+        return json_response(llama_state.slots(await self._asked(request), must_be_free=must_be_free))
+
+    async def act_on_slot(self, request: Request) -> Response:
+        service, action = await self._asked(request), request.query_params.get("action", "")
+        return json_response(llama_state.slot_action(service, request.path_params["id"], action))
+
+    async def greet(self, request: Request) -> Response:
+        """Clients of Ollama see at / whether a server runs. Browsers, and who looks at /v1, are told what it is."""
+        is_told = request.url.path != "/" or "text/html" in request.headers.get("accept", "")
+        said = "orin-chat is running: programs take this address" if is_told else ollama.GREETING
+        return Response(said, media_type="text/plain")
+
+    async def tags(self, request: Request) -> Response:
+        return json_response(ollama.tags(self._models))
+
+    async def running(self, request: Request) -> Response:
+        return json_response(ollama.running(self._models))
+
+    async def version(self, request: Request) -> Response:
+        return json_response({"version": ollama.VERSION})
+
+    async def pull(self, request: Request) -> Response:
+        """Models that there are need not be pulled, which some clients do first."""
+        body = decoded(await read_body(request), ollama.PullBody)
+        name = body.model or body.name
+        if name not in (names := self._models.names) and f"{name}".removesuffix(":latest") not in names:
+            raise ApiError(404, f"This server pulls no models. There are: {', '.join(names)}.", param="model")
+        return json_response({"status": "success"})
+
+    async def unmanaged(self, request: Request) -> Response:
+        raise ApiError(501, "This server's models are those that it was started with: it changes none.")
+
+    async def own_version(self, request: Request) -> Response:
+        """As vLLM has it."""
+        return json_response({"version": invocation.own_version()})
+
+    async def adapters(self, request: Request) -> Response:
+        """llama-server's list of LoRA adapters."""
+        return json_response([])
+
+    async def set_adapters(self, request: Request) -> Response:
+        if decoded(await read_body(request), list):
+            raise ApiError(501, "This server has no LoRA adapters.", "not_supported_error", code=501)
+        return json_response({"success": True})
+
+    async def _asked(self, request: Request) -> Service:
+        """The model that a request names which has no body."""
+        return await self._models.named(request.query_params.get("model"))
+
+
+def _owner(request: Request) -> str:
+    """Who may see what a client has said: those with the same key, if there are several."""
+    return str(request.scope[CLIENT]).partition("#")[2]
