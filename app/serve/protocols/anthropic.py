@@ -154,10 +154,11 @@ def chat_body(body: CountBody) -> chat.ChatBody:
     as_chat.tools = [_tool(tool) for tool in body.tools or ()]
     as_chat.tool_choice = _choice(body.tool_choice)
     is_thinking = body.thinking is not None and body.thinking.type != "disabled"
-    as_chat.chat_template_kwargs = {"enable_thinking": is_thinking}
     config = body.output_config or OutputConfig()
-    if is_thinking and config.effort in ("low", "medium", "high", "max"):
-        as_chat.reasoning_effort = config.effort  # type: ignore[assignment]  # one of them
+    as_chat.chat_template_kwargs = {
+        "enable_thinking": is_thinking,
+        "reasoning_effort": config.effort if is_thinking else None,
+    }
     format = config.format or body.output_format
     if format and format.type == "json_schema":
         as_chat.response_format = ResponseFormat("json_schema", JsonSchema(format.schema))

@@ -7,7 +7,7 @@ import secrets
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -33,6 +33,7 @@ VERSIONS = ("v1beta", "v1alpha")
 EMBEDS = ("embedContent", "batchEmbedContents")
 METHODS = ("generateContent", "streamGenerateContent", "countTokens", *EMBEDS)
 _UNDERSCORE = re.compile(r"_([a-z])")
+_CHOICES: dict[str, Literal["required", "none"]] = {"ANY": "required", "NONE": "none"}
 _STOPS = {"stop": "STOP", "length": "MAX_TOKENS", "tool_calls": "STOP"}
 
 
@@ -176,9 +177,7 @@ def _chat_body(body: GeminiBody, config: Generation) -> chat.ChatBody:
     )
     as_chat.presence_penalty, as_chat.frequency_penalty = config.presence_penalty, config.frequency_penalty
     as_chat.thinking_budget = thinking.thinking_budget
-    level = (thinking.thinking_level or "").lower()
-    if level in ("minimal", "low", "medium", "high"):
-        as_chat.reasoning_effort = level  # type: ignore[assignment]  # one of them
+    as_chat.chat_template_kwargs = {"reasoning_effort": (thinking.thinking_level or "").lower()}
     _set_format(as_chat, config)
     return as_chat
 
@@ -268,7 +267,7 @@ def _choice(calling: Calling) -> ToolChoice:
     if mode == "ANY" and calling.allowed_function_names:
         allowed = [Tool(function=Function(name)) for name in calling.allowed_function_names]
         return ToolChoice("allowed_tools", allowed_tools=Allowed(allowed, "required"))
-    return ToolChoice({"ANY": "required", "NONE": "none"}.get(mode, "auto"))  # type: ignore[arg-type]
+    return ToolChoice(_CHOICES.get(mode, "auto"))
 
 
 def _schema(given: Any) -> Any:

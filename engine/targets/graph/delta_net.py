@@ -63,7 +63,7 @@ def delta_rule(
     """The results (heads, n, size), and the state after the tokens. q, k and v are (heads, n, size), `log_decay` and
     `beta` (heads, n). A token with a beta and a logarithm of 0 leaves the state as it is. If it `corrects` not, a token
     adds what it has whatever the state has for its key, d = beta v, as Mamba 2 layers do."""
-    n = cast(int, q.shape[1])
+    n: int = q.shape[1]
     q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
     sums = (log_decay @ Tensor.ones(n, n).triu()).contiguous()  # (heads, n)
     decay = sums.exp().unsqueeze(-1)
@@ -86,7 +86,7 @@ def keyed_delta_rule(
 ) -> tuple[Tensor, Tensor]:
     """As `delta_rule`, with a decay of each element of a key: `log_decay` is (heads, n, size), and `beta` (heads, n,
     1). Products of keys have the decays between their tokens within the sum, since exp(-G_s) could be infinite."""
-    n = cast(int, q.shape[1])
+    n: int = q.shape[1]
     q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
     sums = (Tensor.ones(n, n).tril() @ log_decay).contiguous()  # (heads, n, size)
     is_before = Tensor.ones(n, n).tril().reshape(1, n, n, 1) > 0
@@ -109,7 +109,7 @@ def keyed_delta_rule(
 
 def _inverse(overlaps: Tensor) -> Tensor:
     """The inverses of I + what is below the diagonal of `overlaps` (heads, n, n), whose n is a power of 2."""
-    n = cast(int, overlaps.shape[1])
+    n: int = overlaps.shape[1]
     x = Tensor.eye(n).expand(overlaps.shape).contiguous()
     for neighbours in _neighbours(n):
         x = (x - x @ ((neighbours * overlaps) @ x).contiguous()).contiguous()

@@ -117,7 +117,7 @@ class Transformer(RecurrentLayers, StreamLayers):
         if step.of_pictures is not None:
             x = (step.tokens < 0).unsqueeze(-1).where(self._picture_part(step.of_pictures, 0), x)
         if self.spec.positions:
-            n = cast(int, tokens.shape[0])
+            n: int = tokens.shape[0]
             places = self._numbers[step.position : step.position + n].minimum(self.spec.positions.rows - 1)
             x = x + self._matrices[self.spec.positions].take(places)
         if self.spec.token_type:

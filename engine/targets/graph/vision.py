@@ -196,7 +196,7 @@ class Parts:
         self, a: PatchAttention, x: Tensor, turns: Sequence[Tensor], hidden: Tensor, windows: Tensor | None
     ) -> Tensor:
         """`turns`: cosines and sines. `hidden`: added to the scores of keys (patches,). `windows`: their numbers."""
-        n = cast(int, x.shape[0])
+        n: int = x.shape[0]
 
         def heads(linear: Linear, norm: Norm | None, is_turned: bool) -> Tensor:
             """(heads, n, head_dim)"""

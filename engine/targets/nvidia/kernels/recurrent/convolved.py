@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from abc import abstractmethod
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -41,9 +42,15 @@ class ConvolvedMemory(StateMemory):
     """A state with the inputs of a convolution of so many `channels` over `taps` tokens, from element `first_input`
     on."""
 
-    channels: int
     taps: int
-    first_input = 0
+
+    @property
+    @abstractmethod
+    def channels(self) -> int: ...
+
+    @property
+    def first_input(self) -> int:
+        return 0
 
     def new_input(self, runs: Runs, sums: Sequence[UOp], row: UOp, channel: UOp, valid: UOp) -> UOp:
         """A channel's input of the convolution of a token, whose product with the layer's input is in a row."""

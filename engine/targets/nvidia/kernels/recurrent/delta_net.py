@@ -33,7 +33,7 @@ class DeltaHeads(ConvolvedMemory):
         assert self.value % self.key == 0 and self.size % 16 == 0
 
     @property
-    def channels(self) -> int:  # type: ignore[override]
+    def channels(self) -> int:
         """Inputs of the convolution: all queries, keys and values."""
         return (2 * self.key + self.value) * self.size
 
@@ -48,7 +48,7 @@ class DeltaHeads(ConvolvedMemory):
         return self.channels + self.width + 2 * self.value
 
     @property
-    def first_input(self) -> int:  # type: ignore[override]
+    def first_input(self) -> int:
         return self.width * self.size
 
     @property

@@ -79,7 +79,7 @@ class MambaHeads(ConvolvedMemory):
         return self.size // self.of_thread
 
     @property
-    def channels(self) -> int:  # type: ignore[override]
+    def channels(self) -> int:
         return self.width + 2 * self.groups * self.size
 
     @property
@@ -87,7 +87,7 @@ class MambaHeads(ConvolvedMemory):
         return self.width + self.channels + self.heads
 
     @property
-    def first_input(self) -> int:  # type: ignore[override]
+    def first_input(self) -> int:
         return self.width * self.size
 
     @property

@@ -34,10 +34,14 @@ from engine.targets.nvidia.kernels.weights.weight_layout import permuted
 
 @dataclass(frozen=True)
 class ConvMemory(ConvolvedMemory):
-    channels: int
+    width: int
     taps: int
     sequences: int = 1
     slots: int = 2
+
+    @property
+    def channels(self) -> int:
+        return self.width
 
     @property
     def rows(self) -> int:
