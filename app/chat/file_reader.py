@@ -5,15 +5,17 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Self
 
 from msgspec.structs import replace
 
 from app.chat import files
 from app.chat.mention import Mention
 from engine.errors import OrinError, PictureError
+from engine.protocol.events import EngineOptions
 from widgets.chat.turn import Attachment, PictureFile
 
 if TYPE_CHECKING:
@@ -25,35 +27,56 @@ THUMBNAIL = 48, 32
 """The pixels into which a small picture fits."""
 
 
+class ModelFiles(NamedTuple):
+    """The file of a model and, if it sees, of its encoder ("": it does not)."""
+
+    model: str
+    encoder: str = ""
+
+    @classmethod
+    def of(cls, options: EngineOptions) -> Self:
+        return cls(options.model_path, options.mmproj)
+
+
 class TokenCounter:
-    """Counts the tokens of texts with the tokenizer of the model file that `model` returns (None: there is none). Reads
-    the file when it is needed, which takes up to a second. May be used in threads."""
+    """Counts the tokens of files with the tokenizer, and those of pictures with the encoder, of the model that `model`
+    returns (None: there is none). Reads it when it is needed, which takes up to a second. May be used in threads."""
 
-    def __init__(self, model: Callable[[], Path | None]) -> None:
-        self._model, self._lock = model, threading.Lock()
-        self._count: tuple[Path, Callable[[str], int]] | None = None
+    def __init__(self, model: Callable[[], ModelFiles | None]) -> None:
+        self.model, self._lock = model, threading.Lock()
+        self._count: tuple[ModelFiles, Callable[[Attachment], int | None]] | None = None
 
-    def __call__(self, text: str) -> int | None:
+    def __call__(self, file: Attachment) -> int | None:
         """None if the tokens cannot be counted."""
-        path = self._model()
-        if path is None:
+        model = self.model()
+        if model is None:
             return None
         with self._lock, suppress(OrinError, OSError):
-            if self._count is None or self._count[0] != path:
-                self._count = path, _counter(path)
-            return self._count[1](text)
+            if self._count is None or self._count[0] != model:
+                self._count = model, _counter(model)
+            return self._count[1](file)
         return None
 
 
-def _counter(path: Path) -> Callable[[str], int]:
+def _counter(files: ModelFiles) -> Callable[[Attachment], int | None]:
     """Raises OrinError. The merges are in a process of their own, since to build them holds up this one."""
+    from app.chat.picture_tokens import picture_counter
     from engine.formats.gguf import GGUF
     from engine.formats.merging import MergingProcess
     from engine.formats.tokenizer import Tokenizer
 
+    path = Path(files.model)
     with GGUF(path) as file:
         tokenizer = Tokenizer(file, MergingProcess(path))
-    return lambda text: len(tokenizer.encode(text))
+    special = partial(tokenizer.encode, special=True)
+    of_picture = picture_counter(Path(files.encoder), special) if files.encoder else None
+
+    def count(file: Attachment) -> int | None:
+        if file.picture is None:
+            return len(tokenizer.encode(file.quoted))
+        return of_picture(file.picture.width, file.picture.height) if of_picture else None
+
+    return count
 
 
 def with_thumbnail(file: Attachment) -> Attachment:
@@ -102,8 +125,9 @@ _ALL = Takes()
 
 
 class FileReader:
-    def __init__(self, count: Callable[[str], int | None]) -> None:
+    def __init__(self, count: TokenCounter) -> None:
         self._count = count
+        self._counted_for: ModelFiles | None = None
         self._kept: dict[tuple[Mention, str], Attachment | PictureError] = {}
         self._sent: dict[tuple[str, int, int], Attachment] = {}  # by path and lines
 
@@ -124,9 +148,12 @@ class FileReader:
         stamp = files.stamp(mention.path)
         if not stamp and (sent := self._sent.get((_path(mention.path), mention.first, mention.last))):
             return sent
+        if (model := self._count.model()) != self._counted_for:  # others have other tokens
+            self._counted_for = model
+            self._kept.clear()
         kept = self._kept.get((mention, stamp)) or self._read(mention)
-        if isinstance(kept, Attachment) and kept.tokens is None and not kept.picture:
-            kept = self._counted(kept)
+        if isinstance(kept, Attachment) and kept.tokens is None:
+            kept = replace(kept, tokens=self._count(kept))
         while len(self._kept) >= _KEPT:
             self._kept.pop(next(iter(self._kept)))
         self._kept[mention, stamp] = kept
@@ -141,9 +168,6 @@ class FileReader:
             return with_thumbnail(read) if read.picture else read
         except PictureError as error:
             return error
-
-    def _counted(self, file: Attachment) -> Attachment:
-        return replace(file, tokens=self._count(file.quoted))
 
     def read_all(self, prompt: str, room: int = 0) -> tuple[Attachment, ...]:
         """The files that `prompt` names. `room`: tokens that the context has for them (0: not known). Raises

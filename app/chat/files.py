@@ -150,12 +150,13 @@ def _all(file: BinaryIO, name: str, head: bytes, size: int) -> bytes:
     is_picture = is_binary_picture(head)
     most = MAX_BYTES if is_picture else LIMIT_BYTES
     data = head if size > most else head + (file.read(most + 1 - len(head)) or b"")
-    if (size := max(size, len(data))) <= most:
+    if max(size, len(data)) <= most:
         return data
+    has = as_bytes(size) if size > most else f"more than {as_bytes(most)}"
     if is_picture:
-        raise UsageError(f"{name} has {as_bytes(size)}: pictures of at most {as_bytes(most)} are read.")
+        raise UsageError(f"{name} has {has}: pictures of at most {as_bytes(most)} are read.")
     raise UsageError(
-        f"{name} has {as_bytes(size)}: no context holds that much.", f"@{name}:1-200 takes some of its lines."
+        f"{name} has {has}: no context holds that much.", f"@{name}:1-200 takes some of its lines."
     )
 
 

@@ -84,12 +84,14 @@ _READ_AS: dict[str, type] = {
 _NOT_SAVED = "until then chats are not saved."
 TRIES_AGAIN = "The next message tries again."
 _DAMAGED = "is damaged", f"Move it away to start an empty one; {_NOT_SAVED}"
-_PROBLEMS = (  # a part of SQLite's message, what it means, and a hint
+_FULL = "cannot grow because the disk is full", f"Free some space; {_NOT_SAVED}"
+_PROBLEMS = (  # a part of SQLite's message or of its error's name, what it means, and a hint
     ("not a database", *_DAMAGED),
     ("malformed", *_DAMAGED),
     ("readonly", "cannot be written", f"Check its permissions; {_NOT_SAVED}"),
     ("unable to open", "cannot be opened", f"Check its permissions; {_NOT_SAVED}"),
-    ("full", "cannot grow because the disk is full", f"Free some space; {_NOT_SAVED}"),
+    ("full", *_FULL),
+    ("IOERR_SHMSIZE", *_FULL),  # the index of the write-ahead log has no room
     ("locked", "is locked by another process", TRIES_AGAIN),
 )
 
@@ -180,7 +182,8 @@ class HistoryDatabase:
         except UnicodeDecodeError as error:
             raise HistoryError(f"The chat history {self.path} {_DAMAGED[0]}.", _DAMAGED[1]) from error
         except sqlite3.Error as error:
-            problem = next((p for p in _PROBLEMS if p[0] in str(error)), None)
+            said = f"{error} {getattr(error, 'sqlite_errorname', '')}"  # errors of the module have no name
+            problem = next((p for p in _PROBLEMS if p[0] in said), None)
             if problem is not None:
                 self._wait_for_locks(problem[0] != "locked")
                 raise HistoryError(f"The chat history {self.path} {problem[1]}.", problem[2]) from error

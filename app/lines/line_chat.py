@@ -29,7 +29,7 @@ from app.chat.configuration import without_effect
 from app.chat.conversation import require_chat
 from app.chat.export import to_markdown, write_named
 from app.chat.failures import is_about_model
-from app.chat.file_reader import FileReader, TokenCounter
+from app.chat.file_reader import FileReader, ModelFiles, TokenCounter
 from app.chat.files import refuse_pictures
 from app.chat.history import History
 from app.chat.history_database import HistoryError
@@ -84,7 +84,7 @@ class LineChat(View):
         longest = f", {LONGEST}" if models else ""
         self.session.ways_on, self._too_long = f"{WAYS_ON}{longest}.", f"{TOO_LONG}{longest}."
         self._models = models
-        self._reader = FileReader(TokenCounter(lambda: Path(models.options.model_path) if models else None))
+        self._reader = FileReader(TokenCounter(lambda: ModelFiles.of(models.options) if models else None))
         self.session.watch = self._observe
         self._lines = lines
         self._out = WordWrap(out) if lines.is_terminal else out

@@ -18,6 +18,7 @@ from textual.widget import Widget
 
 from app.chat.chat_options import ChatOptions
 from app.chat.export import to_markdown, write_new_file
+from app.chat.file_reader import ModelFiles
 from app.chat.history import History
 from app.chat.history_database import HistoryError
 from app.chat.session import Session
@@ -138,7 +139,7 @@ class ChatApp(
         respect_no_color(self)
         self.history = history
         self.setup = setup
-        self.column = column = ChatColumn(clock, lambda: setup.model_path if setup else None)
+        self.column = column = ChatColumn(clock, lambda: ModelFiles.of(setup.options) if setup else None)
         self.prompt, self.transcript, self.notice = column.prompt, column.transcript, column.notice
         self.session = Session(
             engine,

@@ -3,7 +3,6 @@
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TypeAlias, cast
 
 from textual import on
@@ -15,7 +14,7 @@ from textual.message import Message
 from textual.widgets import Static, TextArea
 
 from app.chat.commands import split
-from app.chat.file_reader import Takes
+from app.chat.file_reader import ModelFiles, Takes
 from app.chat.files import refuse_pictures
 from app.chat.history_database import HistoryError
 from app.chat.session import Session
@@ -80,8 +79,8 @@ class ChatColumn(View, Vertical):
         name: str
         argument: str
 
-    def __init__(self, clock: Callable[[], float], model: Callable[[], Path | None]) -> None:
-        """`model` returns the file of the model in use, whose tokens are counted."""
+    def __init__(self, clock: Callable[[], float], model: Callable[[], ModelFiles | None]) -> None:
+        """`model` returns the files of the model in use, whose tokens are counted."""
         super().__init__(id="chat")
         self.clock = clock
         self.problem: HistoryError | None = None  # why the conversation is not saved

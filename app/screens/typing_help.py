@@ -4,7 +4,6 @@ import asyncio
 import functools
 import threading
 from collections.abc import Callable, Coroutine
-from pathlib import Path
 from typing import Any, TypeVar
 
 from textual.content import Content
@@ -13,7 +12,7 @@ from textual.widgets import Static
 
 from app.chat import files
 from app.chat.commands import COMMANDS, completions
-from app.chat.file_reader import FileReader, Takes, TokenCounter
+from app.chat.file_reader import FileReader, ModelFiles, Takes, TokenCounter
 from engine.system import own_thread
 from widgets.chat.prompt import Prompt
 from widgets.chat.suggestions import Suggestion
@@ -26,10 +25,14 @@ _REQUIRED = ("NUMBER", "FILE", "on|off")
 
 class TypingHelp:
     """Fills the prompt's list of suggestions, and the line `chips` of files. `owner` runs what takes time. `model`
-    returns the file of the model in use, `takes` what it takes."""
+    returns the files of the model in use, `takes` what it takes."""
 
     def __init__(
-        self, owner: Widget, prompt: Prompt, model: Callable[[], Path | None], takes: Callable[[], Takes]
+        self,
+        owner: Widget,
+        prompt: Prompt,
+        model: Callable[[], ModelFiles | None],
+        takes: Callable[[], Takes],
     ) -> None:
         self.reader = FileReader(TokenCounter(model))
         self.chips = Static(id="files", markup=False)

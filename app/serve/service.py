@@ -16,11 +16,11 @@ from typing import Self
 
 from msgspec.structs import replace
 
+from app.chat.picture_tokens import counting_processor
 from app.serve.answer import AnswerBegun, AnswerEnd, Events, Parts, ServedAnswer, merged
 from app.serve.errors import ApiError, of_usage, unavailable
 from app.serve.http import ClientGoneError
 from app.serve.metrics import Metrics
-from app.serve.picture_tokens import counting_processor
 from engine.errors import OrinError, UsageError
 from engine.fairness import address_of
 from engine.formats.file_templates import FileTemplates, tool_form

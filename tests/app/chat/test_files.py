@@ -7,7 +7,7 @@ import shlex
 import pytest
 
 from app.chat import files
-from app.chat.file_reader import FileReader, Takes
+from app.chat.file_reader import FileReader, Takes, TokenCounter
 from app.chat.history import History
 from engine.errors import UsageError
 from engine.formats.gguf import GGUF
@@ -61,7 +61,7 @@ def test_what_is_meant(prompt, names):
     ],
 )
 def test_what_names_no_file_is_said(prompt, said):
-    assert FileReader(lambda _: None).missing(prompt) == said
+    assert FileReader(TokenCounter(lambda: None)).missing(prompt) == said
 
 
 def test_lines_of_a_file():
@@ -108,7 +108,7 @@ def test_files_without_an_end_are_left(folder, monkeypatch):
     is_endless = False
     assert read_all("@of-the-system")[0].text == ""
     is_endless = True
-    with pytest.raises(UsageError, match="no context holds that much"):
+    with pytest.raises(UsageError, match=r"has more than 4\.19 MB: no context holds that much"):
         read_all("@of-the-system")
 
 
@@ -122,7 +122,11 @@ def test_a_prompt_of_mentions_looks_for_some_thousand_files(monkeypatch):
 
 
 def test_files_that_do_not_fit_are_refused_with_their_tokens():
-    reader = FileReader(lambda text: len(text.split()))
+    class Words(TokenCounter):
+        def __call__(self, file):
+            return len(file.quoted.split())
+
+    reader = FileReader(Words(lambda: None))
     [file] = reader.read_all("@notes.txt", room=200)
     assert file.tokens == 103 and file.label == "notes.txt 103 tokens"
     with pytest.raises(

@@ -6,9 +6,10 @@ import pytest
 
 from app.chat.conversation import Conversation
 from app.chat.export import to_markdown
-from app.chat.file_reader import FileReader
+from app.chat.file_reader import FileReader, ModelFiles, Takes, TokenCounter
 from app.chat.history import History
 from engine.errors import OrinError
+from tests import generated_encoder, generated_model
 from tests.pictures import plain_picture
 from widgets.chat.turn import Turn
 
@@ -24,7 +25,11 @@ def folder(tmp_path, monkeypatch):
 
 @pytest.fixture
 def reader():
-    return FileReader(lambda text: 7)
+    class Seven(TokenCounter):
+        def __call__(self, file):
+            return None if file.picture else 7
+
+    return FileReader(Seven(lambda: None))
 
 
 def test_a_picture_is_read_with_a_small_one_or_refused(reader):
@@ -34,6 +39,17 @@ def test_a_picture_is_read_with_a_small_one_or_refused(reader):
     assert sea.picture.thumbnail == bytes((0, 0, 128)) * 48 * 32
     with pytest.raises(OrinError, match=r"cut off\.jpg: The picture is damaged"):
         reader.read_all('@"cut off.jpg"')
+
+
+def test_tokens_of_pictures_are_counted_for_the_model_in_use(folder):
+    model = str(generated_model.write(folder / "model.gguf", architecture="qwen3"))
+    files = ModelFiles(model, str(generated_encoder.write(folder / "mmproj.gguf", "qwen3vl_merger")))
+    reader = FileReader(TokenCounter(lambda: files))
+    assert reader.chips("@sea.png", Takes(room=3)) == [
+        ("sea.png 60×40 70 tokens: the context has room for 3", False)
+    ]
+    files = ModelFiles(model)
+    assert reader.read_all("@sea.png")[0].tokens is None
 
 
 def test_what_was_sent_can_be_sent_again_when_its_file_is_gone(reader, folder):

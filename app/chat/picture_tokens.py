@@ -1,0 +1,44 @@
+"""How many tokens pictures take, without an engine."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+from engine.description.vision import VisionSpec
+from engine.description.vision_reader import read_vision
+from engine.encoder_input import Grid
+from engine.formats.gguf import GGUF
+from engine.formats.picture import NO_PIXELS, PictureDecoder
+from engine.formats.prompt_pictures import PICTURE_MARKS, PictureProcessor, SizedPicture, with_texts
+from engine.protocol.events import Picture
+
+
+def counting_processor(encoder: Path) -> PictureProcessor:
+    """What makes prompts of messages with pictures for a model with this encoder. Pictures have as many tokens as in
+    the engine; all their ids are -1. Raises ModelFileError."""
+    spec, decoder = _spec(encoder), PictureDecoder()
+
+    def read(picture: Picture) -> SizedPicture:
+        return _sized(spec, *decoder.decode(picture.data, NO_PIXELS).full)
+
+    return PictureProcessor(read, PICTURE_MARKS[spec.kind])
+
+
+def picture_counter(encoder: Path, encode: Callable[[str], list[int]]) -> Callable[[int, int], int]:
+    """Counts the tokens of a picture of a width and a height. `encode`: the ids of a text with names of special tokens.
+    Raises ModelFileError."""
+    spec = _spec(encoder)
+    return lambda width, height: len(
+        with_texts(_sized(spec, width, height), PICTURE_MARKS[spec.kind], encode).ids
+    )
+
+
+def _spec(encoder: Path) -> VisionSpec:
+    with GGUF(encoder) as file:
+        return read_vision(file)
+
+
+def _sized(spec: VisionSpec, width: int, height: int) -> SizedPicture:
+    grid, nothing = Grid.of(spec, width, height), np.zeros((0, 0, 3), np.uint8)
+    return SizedPicture(nothing, grid.rows, grid.columns, (-1,) * grid.tokens(spec), "", grid.tiles)
