@@ -24,6 +24,7 @@ from engine.formats.tokenizer import Tokenizer
 from engine.formats.tool_forms import CALL_TOKENS
 from engine.formats.tool_grammars import WHITE_SPACE
 from engine.protocol.events import Grammar
+from engine.runtime.number_end import MAX_DIGITS, DigitTokens
 from engine.runtime.sampling import Logits
 from engine.system import own_thread
 from engine.system.invocation import pip_install
@@ -51,6 +52,7 @@ class Grammars:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
+        self._digits = DigitTokens(tokenizer)
         self._vocabularies: dict[bool, LLTokenizer] = {}
         self._reading = threading.Lock()
         self._kept = lru_cache(_KEPT)(self._compiled)
@@ -87,9 +89,10 @@ class Grammars:
             raise _invalid(matcher.get_error())
         matcher = matcher.deep_copy()  # in less than a millisecond
         if grammar.kind == "reply":
-            return Constraint(matcher, None, None)
+            return Constraint(matcher, self._digits)
         goes_on = _all_but(self._tokenizer.eos_ids, self._tokenizer.vocab_size)
-        return Constraint(matcher, splitter, self._tokenizer.special_tokens.get(open_mark), goes_on)
+        opens = self._tokenizer.special_tokens.get(open_mark)
+        return Constraint(matcher, self._digits, splitter, opens, goes_on)
 
     def _compiled(self, grammar: Grammar) -> LLMatcher:
         """Raises UsageError if the library cannot read it."""
@@ -103,13 +106,15 @@ class Constraint:
     def __init__(
         self,
         matcher: LLMatcher,
-        splitter: ReplySplitter | None,
-        opens: int | None,
+        digits: DigitTokens,
+        splitter: ReplySplitter | None = None,
+        opens: int | None = None,
         goes_on: NDArray[np.uint32] | None = None,
     ) -> None:
         """`opens` is the token that opens thinking, which may come first. `goes_on`: the tokens that do not end the
         reply, which are allowed while it is thinking (None: all), so that an answer follows."""
         self._matcher = matcher
+        self._digits, self._n_digits = digits, 0  # that the answer ends with
         self._splitter = splitter
         self._opens = opens
         self._goes_on = goes_on
@@ -128,6 +133,8 @@ class Constraint:
             raise _invalid("it takes too long to find out which tokens fit it")
         if self._matcher.is_error():
             raise _invalid(self._matcher.get_error())
+        if self._n_digits >= MAX_DIGITS:
+            words = self._digits.without(words)
         if self._may_open and self._opens is not None:
             words = words.copy()
             words[self._opens // 32] |= np.uint32(1 << self._opens % 32)
@@ -143,6 +150,7 @@ class Constraint:
         if self._applies and not (self._may_open and token == self._opens):
             self._begun = True
             self._matcher.consume_token(token)
+            self._n_digits = self._digits.after(self._n_digits, token)
 
     @property
     def _may_open(self) -> bool:

@@ -111,6 +111,27 @@ def test_a_chat_with_thinking_ends_in_its_grammar(model):
     ) or text.startswith("{")
 
 
+def test_digits_of_numbers_have_an_end(model):
+    tokenizer = model.tokenizer
+
+    def goes_on(grammar: Grammar, text: str) -> tuple[bool, bool]:
+        """Whether a digit may follow `text`, and whether anything else may."""
+        constraint = Grammars(tokenizer).constraint(grammar, None, "")
+        for token in tokenizer.encode(text):
+            constraint.accept(token)
+        scores = constraint.masked(np.zeros(tokenizer.vocab_size, np.float32))
+        pieces = [tokenizer.piece(int(id)) for id in np.flatnonzero(np.isfinite(scores))]
+        digits = [piece[:1].isdigit() for piece in pieces]
+        return any(digits), not all(digits)
+
+    anything = Grammar(kind="json_schema", source="{}")
+    assert goes_on(anything, '{"x": 0.' + 19 * "3") == (True, True)
+    assert goes_on(anything, '{"x": 0.' + 20 * "3") == (False, True)
+    assert goes_on(anything, '{"x": "' + 20 * "3") == (True, True)  # a text
+    long = Grammar(kind="lark", source='start: "[" /[0-9]{30}/ "]"')
+    assert goes_on(long, "[" + 20 * "3") == (True, False)
+
+
 def test_the_host_chooses_under_a_grammar(model):
     free = Generate(request_id=1, prompt=RawText(text="x"), sampling=Sampling(temperature=0))
     bound = msgspec.structs.replace(free, grammar=PERSON)

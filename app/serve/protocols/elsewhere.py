@@ -17,6 +17,8 @@ _SENTENCES = {
     "evals": "This server has no evaluations.",
     "containers": "This server runs no code.",
     "compact": "This server sums up no conversations: send fewer items, or truncation auto.",
+    "chat": "This server keeps no completed chats: send the messages again.",
+    "skills": "This server runs no code.",
     "complete": "Send /v1/messages in place of this old form.",
 }
 """Sentences by the first or second part of a path."""
@@ -25,4 +27,6 @@ _SENTENCES = {
 def sentence(path: str) -> str:
     """The sentence that says why this server has nothing at a path; "" if it has no sentence about the path."""
     parts = path.removeprefix("/v1").strip("/").split("/")
+    if parts == ["chat", "completions"]:  # they are made there
+        return ""
     return next((_SENTENCES[part] for part in parts[:2] if part in _SENTENCES), "")

@@ -7,6 +7,7 @@ tools/server/README.md for `/rerank`, whose fields are those of Jina and Cohere.
 from __future__ import annotations
 
 import base64
+import secrets
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -118,7 +119,8 @@ class EmbeddingsReply(_Vectors):
             {"object": "embedding", "index": i, "embedding": self._shown(vector)}
             for i, vector in enumerate(cut(self.in_order, self.dimensions))
         ]
-        return {"object": "list", "data": data, "model": self.model, "usage": self.usage}
+        id = f"embd-{secrets.token_hex(12)}"  # Mistral's and vLLM's clients need one
+        return {"id": id, "object": "list", "data": data, "model": self.model, "usage": self.usage}
 
     def _shown(self, vector: NDArray[np.float64]) -> str | msgspec.Raw:
         if self.is_base64:

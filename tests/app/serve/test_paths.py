@@ -37,6 +37,7 @@ async def test_slashes_around_a_path_change_nothing(served):
         ("/batches/batch_1", "no batches"),
         ("/v1/conversations", "previous_response_id"),
         ("/v1/responses/compact", "sums up no conversations"),
+        ("/v1/chat/completions/chatcmpl-1", "keeps no completed chats"),
     ],
 )
 async def test_what_is_not_done_is_said(served, path, said):
