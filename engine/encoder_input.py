@@ -13,32 +13,30 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from engine.description.picture_size import Cut, Size
 from engine.description.sublayers import Vector
 from engine.description.vision import ResizedPositions, VisionSpec
+from engine.formats.prompt_pictures import Part
 
 Floats = NDArray[np.float32]
 
 
 @dataclass(frozen=True)
 class Grid:
-    """The rows and columns of tokens that a picture becomes. `tiles`: the rows and columns of its tiles, whose tokens
-    are one below the other, and then those of the whole picture, if there are several."""
+    """The rows and columns of tokens that a picture, or a part of it, becomes."""
 
     rows: int
     columns: int
-    tiles: tuple[int, int] = (1, 1)
 
     @classmethod
     def of(cls, spec: VisionSpec, width: int, height: int) -> Grid:
-        """The grid of a picture of `width` x `height` pixels."""
-        across, down = spec.size(width, height)
+        """That of `width` x `height` pixels, which are the size of an encoder."""
         side = spec.patch * spec.merge
-        tiles = spec.tiles(width, height)[1] if spec.tiles else (1, 1)
-        return cls(down // side * _count(tiles), across // side, tiles)
+        return cls(height // side, width // side)
 
     def tokens(self, spec: VisionSpec) -> int:
         """Embeddings of the picture, those after rows included."""
-        return self.rows * self.columns + (self.rows - 1 if spec.line_end else 0)
+        return spec.queries or self.rows * self.columns + (self.rows - 1 if spec.line_end else 0)
 
 
 @dataclass(frozen=True)
@@ -67,32 +65,60 @@ class EncoderInput:
     windows: NDArray[np.int32] | None
 
 
-def resized(spec: VisionSpec, rgb: NDArray[np.uint8]) -> NDArray[np.uint8]:
-    """A picture, uint8 (height, width, 3), at the size of its encoder, or its tiles, one below the other. As Pillow's
-    filters with antialiasing: first across, then down."""
-    from PIL import Image
+def layout(spec: VisionSpec, width: int, height: int) -> tuple[Grid, tuple[Part, ...]]:
+    """The grid of a picture of `width` x `height` pixels, if it is not cut, and its parts, in the order in which a
+    model reads them."""
+    grid = Grid.of(spec, *spec.size(width, height))
+    cut, whole = spec.cut(width, height), Part(grid.tokens(spec))
+    if cut is None:
+        return grid, (whole,)
+    tokens = Grid.of(spec, *_read_of(spec, cut)).tokens(spec)
+    tiles = [Part(tokens, (row + 1, column + 1)) for row, column in np.ndindex(cut.rows, cut.columns)]
+    return grid, (whole, *tiles) if spec.whole_first else (*tiles, whole)
 
-    def sized(picture: Image.Image, across: int, down: int) -> Image.Image:
-        return picture.resize((across, picture.height), how).resize((across, down), how)
 
-    if spec.tiles:
-        size, (rows, columns) = spec.tiles(rgb.shape[1], rgb.shape[0])
-        side, used, is_shaped = spec.tiles.side, spec.size.most, spec.tiles.how == "shape"
-        how = Image.Resampling.BICUBIC if is_shaped else Image.Resampling.LANCZOS
-        whole = sized(sized(Image.fromarray(rgb), *size), columns * side, rows * side)
-        tiles = np.asarray(whole).reshape(rows, side, columns, side, 3).transpose(0, 2, 1, 3, 4)
-        tiles = tiles.reshape(-1, side, side, 3)
-        if len(tiles) > 1:
-            tiles = np.concatenate(
-                [tiles, np.asarray(sized(Image.fromarray(rgb) if is_shaped else whole, side, side))[None]]
-            )
-        return np.ascontiguousarray(tiles[:, :used, :used]).reshape(-1, used, 3)
-    across, down = spec.size(rgb.shape[1], rgb.shape[0])
-    if rgb.shape[:2] == (down, across):
-        return rgb
-    is_bilinear = spec.kind in ("gemma3", "lfm2")
-    how = Image.Resampling.BILINEAR if is_bilinear else Image.Resampling.BICUBIC
-    return np.asarray(sized(Image.fromarray(rgb), across, down))
+def resized(spec: VisionSpec, rgb: NDArray[np.uint8]) -> tuple[NDArray[np.uint8], ...]:
+    """The parts of a picture, uint8 (height, width, 3), at the sizes of its encoder, in the order of `layout`. As
+    Pillow's filters with antialiasing: first across, then down."""
+    from PIL import Image, ImageOps
+
+    def sized(picture: Image.Image, size: Size) -> Image.Image:
+        return picture.resize((size[0], picture.height), how).resize(size, how)
+
+    match spec.kind:
+        case "gemma3" | "lfm2":
+            how = Image.Resampling.BILINEAR
+        case "idefics3":
+            how = Image.Resampling.LANCZOS
+        case _:
+            how = Image.Resampling.BICUBIC
+    picture, size = Image.fromarray(rgb), spec.size(rgb.shape[1], rgb.shape[0])
+    is_square = spec.tiles is not None and spec.size.how == "square"
+    full = (spec.tiles.side, spec.tiles.side) if spec.tiles and is_square else size
+    if (cut := spec.cut(rgb.shape[1], rgb.shape[0])) is None:
+        if spec.padding and picture.width != picture.height:
+            side = max(picture.size)
+            picture = ImageOps.pad(picture, (side, side), how, spec.padding)
+        return (_cropped(np.asarray(picture if picture.size == full else sized(picture, full)), size),)
+    whole = ImageOps.pad(picture, cut.sizes[0], how) if cut.padded else picture
+    stretched = functools.reduce(sized, cut.sizes, whole)
+    across, down = stretched.width // cut.columns, stretched.height // cut.rows
+    tiles = np.asarray(stretched).reshape(cut.rows, down, cut.columns, across, 3).transpose(0, 2, 1, 3, 4)
+    parts = [_cropped(tile, _read_of(spec, cut)) for tile in tiles.reshape(-1, down, across, 3)]
+    last = _cropped(np.asarray(sized(stretched if len(cut.sizes) > 1 else picture, full)), size)
+    return (last, *parts) if spec.whole_first else (*parts, last)
+
+
+def _cropped(rgb: NDArray[np.uint8], size: Size) -> NDArray[np.uint8]:
+    """The first pixels of a picture."""
+    return np.ascontiguousarray(rgb[: size[1], : size[0]])
+
+
+def _read_of(spec: VisionSpec, cut: Cut) -> Size:
+    """The pixels of a tile that are read: whole tokens."""
+    side = spec.patch * spec.merge
+    across, down = cut.sizes[-1]
+    return across // cut.columns // side * side, down // cut.rows // side * side
 
 
 def position_table(spec: VisionSpec, vector: Callable[[Vector], Floats]) -> Floats | None:
@@ -105,12 +131,6 @@ def position_table(spec: VisionSpec, vector: Callable[[Vector], Floats]) -> Floa
         table = table.copy()
         table[0] += vector(spec.summary) - (vector(spec.bias) if spec.bias else 0)
     return table
-
-
-def _count(tiles: tuple[int, int]) -> int:
-    """The pictures that tiles and the whole picture are."""
-    n = tiles[0] * tiles[1]
-    return n + 1 if n > 1 else n
 
 
 def encoder_input(spec: VisionSpec, rgb: NDArray[np.uint8], table: Floats | None) -> EncoderInput:
@@ -163,6 +183,9 @@ def places_of(spec: VisionSpec, grid: Grid, n: int) -> Places:
             rows, shares = (ys * across + xs)[:, None], np.ones((len(ys), 1))
         case "column and row":
             rows, shares = np.stack([xs, n // 2 + ys], 1), np.ones((len(ys), 2))
+        case "nearest":
+            side = math.isqrt(n)
+            rows, shares = (ys * side // down * side + xs * side // across)[:, None], np.ones((len(ys), 1))
         case "stretched":
             rows, shares = _stretched(math.isqrt(n), ys, xs, (down, across))
         case "bilinear" | "bicubic" | "smoothed" as filter:
@@ -180,7 +203,7 @@ def position_terms(spec: VisionSpec, n: int) -> int:
     match spec.positions and spec.positions.how:
         case None:
             return 0
-        case "patch":
+        case "patch" | "nearest":
             return 1
         case "column and row":
             return 2
@@ -203,6 +226,15 @@ def as_read(spec: VisionSpec, embeddings: Floats, grid: Grid, line_end: Floats |
     ends = np.broadcast_to(line_end, (grid.rows, 1, len(line_end)))
     joined: Floats = np.concatenate([rows, ends], axis=1).reshape(-1, len(line_end))[:-1]
     return joined
+
+
+def waves(grid: Grid, size: int) -> Floats:
+    """Sines and cosines of the columns of a picture's patches and of their rows, at falling rates: float32
+    (patches, size)."""
+    places = np.mgrid[: grid.rows, : grid.columns].reshape(2, -1)
+    rates = 10000.0 ** -(np.arange(size // 4) / (size // 4))
+    angles = [np.outer(of, rates) for of in reversed(places)]
+    return np.concatenate([f(of) for of in angles for f in (np.sin, np.cos)], axis=1, dtype=np.float32)
 
 
 @functools.lru_cache(maxsize=8)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import gguf
@@ -15,15 +16,17 @@ DIM, WIDTH, HEADS, PATCH = 32, 48, 2, 4
 def write(
     path: Path, kind: str, *, out: int = 64, half: bool = False, side: int = 0, seed: int = 0, dim: int = DIM,
     width: int = WIDTH, heads: int = HEADS, patch: int = PATCH, deep: bool = False, merged: bool = True,
+    choices: Sequence[int] = (),
 ) -> Path:  # fmt: skip
     """Writes an encoder to `path` and returns it. `half`: matrices are float16. `side`: of pictures, for those that are
     all of one size (gemma3), or at most so long (pixtral). `deep`: of two layers, the first of which has a projector of
-    its own (deepstack). `merged`: patches become a token together (pixtral may have no merger)."""
+    its own (deepstack). `merged`: patches become a token together (pixtral may have no merger).
+    `choices`: widths and heights to which a picture is brought before it is cut (mlp)."""
     rng, merge, head = np.random.default_rng(seed), KINDS[kind] if merged else 1, dim // heads
     joined = merge**2 * dim
     is_omni = kind == "qwen2.5o"
     named, kind = kind, {"qwen2.5o": "qwen2.5vl_merger", "lightonocr": "pixtral"}.get(kind, kind)
-    is_like_siglip = kind in ("paddleocr", "kimivl", "lfm2")
+    is_like_siglip = kind in ("paddleocr", "kimivl", "lfm2", "mlp", "resampler")
     layers = 1 + (deep or kind == "qwen2.5vl_merger")  # the first one of which has windows
     side = side or 2 * merge * patch
     writer = gguf.GGUFWriter(str(path), "clip")
@@ -51,7 +54,12 @@ def write(
         writer.add_uint32("clip.vision.preproc_image_size", 3 * side)
     if kind == "qwen2.5vl_merger":
         writer.add_uint32("clip.vision.n_wa_pattern", 2)
-    if kind != "qwen2vl_merger":
+    if kind == "resampler":
+        writer.add_int32("clip.minicpmv_version", 3)
+        writer.add_uint32("clip.minicpmv_query_num", 5)
+    if choices:
+        writer.add_array("clip.vision.image_grid_pinpoints", choices)
+    if kind not in ("qwen2vl_merger", "mlp"):
         writer.add_bool(
             "clip.use_silu"
             if kind in ("pixtral", "qwen2.5vl_merger", "dots_ocr", "glm4v")
@@ -74,7 +82,8 @@ def write(
         if (
             has_biases
             and name not in ("mm.input_projection", "mm.model.fc")
-            and not (name == "v.patch_embd" and is_qwen2)
+            and not (name == "v.patch_embd" and (is_qwen2 or kind == "mlp"))
+            and name not in ("resampler.kv", "resampler.proj")
         ):
             tensor(f"{name}.bias", shape[0])
 
@@ -86,15 +95,16 @@ def write(
     matrix("v.patch_embd", dim, 3, patch, patch)
     places = {"qwen3vl_merger": (9, dim), "gemma3": ((side // patch) ** 2, dim), "gemma4v": (2, 128, dim)}
     places |= {"idefics3": places["gemma3"], "internvl": ((side // patch) ** 2 + 1, dim)}
+    places |= {"mlp": places["internvl"], "resampler": (4900, dim)}
     places |= {"paddleocr": (9, dim), "kimivl": (16, dim), "lfm2": (256, dim), "glm4v": (36, dim)}
     if kind in places:
         tensor("v.position_embd.weight", *places[kind], std=0.5)
-    if kind in ("pixtral", "dots_ocr"):
+    if kind in ("pixtral", "dots_ocr", "mlp"):
         norm("v.pre_ln")
     if kind == "glm4v":
         norm("v.norm_embd")
         tensor("v.patch_embd.bias", dim)
-    if kind == "internvl":
+    if kind in ("internvl", "mlp"):
         tensor("v.class_embd", dim, std=0.5)
     for i in range(layers):
         prefix = f"v.blk.{i}."
@@ -130,6 +140,19 @@ def write(
             norm("mm.model.mlp.0", joined)
             matrix("mm.model.mlp.1", out, joined)
             matrix("mm.model.mlp.3", out, out)
+        case "mlp":
+            matrix("mm.0", out, dim)
+            matrix("mm.2", out, out)
+        case "resampler":
+            norm("v.post_ln")
+            tensor("resampler.query", 5, 128)
+            tensor("resampler.pos_embed_k", 1, 128)
+            matrix("resampler.kv", 128, dim)
+            for name in "q", "k", "v", "out":
+                matrix(f"resampler.attn.{name}", 128, 128)
+            for name in "q", "kv", "post":
+                norm(f"resampler.ln_{name}", 128)
+            matrix("resampler.proj", 128, 128)
         case "idefics3":
             norm("v.post_ln")
             matrix("mm.model.fc", out, joined)

@@ -24,6 +24,7 @@ from engine.description.vision import (
     PatchAttention,
     PatchFeedForward,
     ProjectorStep,
+    QueryAttention,
     VisionSpec,
 )
 from engine.description.vision_reader import read_vision
@@ -44,12 +45,9 @@ class ReferenceEncoder:
             for t in read_gguf(path).tensors
         }
 
-    def __call__(self, rgb: NDArray[np.uint8]) -> Floats:
-        """The embeddings of a picture at the encoder's size: (tokens, width), without ends of lines."""
-        if self.spec.tiles:
-            side = self.spec.size.most
-            return np.concatenate([self._encoded(rgb[i : i + side]) for i in range(0, len(rgb), side)])
-        return self._encoded(rgb)
+    def __call__(self, *rgbs: NDArray[np.uint8]) -> Floats:
+        """The embeddings of a picture's parts at the encoder's sizes: (tokens, width), without ends of lines."""
+        return np.concatenate([self._encoded(rgb) for rgb in rgbs])
 
     def _encoded(self, rgb: NDArray[np.uint8]) -> Floats:
         spec, p, m = self.spec, self.spec.patch, self.spec.merge
@@ -74,6 +72,7 @@ class ReferenceEncoder:
             first, *table = self._vector(spec.positions.table).reshape(-1, spec.dim)
             ys, xs = self._places.T
             x = np.concatenate([x + np.stack(table)[ys * columns + xs], [self._vector(spec.summary) + first]])
+            x = self._normed(x, spec.norm) if spec.norm else x
         elif spec.positions and spec.positions.after_norm and spec.norm:
             x = self._normed(x, spec.norm) + self._positions(rows, columns)
         else:
@@ -100,6 +99,9 @@ class ReferenceEncoder:
             return np.float32(0) * self._places[:, :1]
         table = self._vector(positions.table).reshape(-1, self.spec.dim)
         ys, xs = self._places.T
+        if positions.how == "nearest":
+            side = math.isqrt(len(table))
+            return table[ys * side // rows * side + xs * side // columns]
         if positions.how == "patch":
             return table[ys * columns + xs]
         if positions.how == "column and row":
@@ -160,6 +162,8 @@ class ReferenceEncoder:
                 return self._fed(step, x)
             case Activate(activation=activation):
                 return activated(x, activation)
+            case QueryAttention():
+                return self._queried(step, x)
             case Affine(factor=factor, minus=minus, times=times):
                 x = x * np.float32(factor)
                 x = x - self._vector(minus) if minus else x
@@ -169,6 +173,20 @@ class ReferenceEncoder:
                 if how == "mean":
                     return x.mean(1)
                 return (x.transpose(0, 2, 1) if how == "channels" else x).reshape(len(x), -1)
+
+    def _queried(self, of: QueryAttention, x: Floats) -> Floats:
+        """Attention of fixed queries: the first half of a key's waves is of its column, the second of its row."""
+        queries = self._normed(self._vector(of.queries).reshape(of.count, -1), of.norm)
+        rates = 10000.0 ** -(np.arange(x.shape[1] // 4) / (x.shape[1] // 4))
+        at = np.array([[*np.sin(c * rates), *np.cos(c * rates), *np.sin(r * rates), *np.cos(r * rates)]
+                       for r, c in self._places], np.float32)  # fmt: skip
+        q, k, v = (self._product(linear, of) for linear, of in ((of.q, queries), (of.k, x + at), (of.v, x)))
+        out = np.empty_like(q)
+        for first in range(0, q.shape[1], of.head_dim):
+            head = slice(first, first + of.head_dim)
+            shares = np.exp(q[:, head] @ k[:, head].T / math.sqrt(of.head_dim))
+            out[:, head] = shares / shares.sum(1, keepdims=True) @ v[:, head]
+        return self._product(of.o, out)
 
     def _product(self, linear: Linear, x: Floats) -> Floats:
         x = np.clip(x, *np.float32(linear.inputs)) if linear.inputs else x

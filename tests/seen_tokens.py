@@ -32,7 +32,7 @@ def seen_tokens(spec: ModelSpec, count: int) -> tuple[list[int], Pictures, NDArr
         embeddings[at] = rng.standard_normal(spec.picture_width)
         ids = picture_ids(f"{at}", 1)
         tokens[at] = ids[0]
-        placed.append(PlacedPicture(at, SizedPicture(np.zeros((1, 1, 3), np.uint8), 1, 1, ids, f"{at}")))
+        placed.append(PlacedPicture(at, SizedPicture((), 1, 1, ids, f"{at}")))
     pictures = Pictures(placed)
     for i, at in enumerate(placed):
         pictures.encodings[i] = Encoding(at.picture, iter(()), embeddings[at.first][None])  # type: ignore[arg-type]

@@ -96,7 +96,7 @@ def next_token_errors(
             rgb = module.load(shared / "oracle/vision" / picture)
             rows, columns = encoders[entry].grid(rgb)
             made = encoders[entry](rgb).astype(np.float32)
-            seen = SizedPicture(rgb, rows, columns, picture_ids(key, len(made)), key)
+            seen = SizedPicture((rgb,), rows, columns, picture_ids(key, len(made)), key)
             for end in ("", "_short"):
                 before, after = answers["before"].tolist(), answers["after" + end].tolist()
                 pictures = Pictures([PlacedPicture(len(before), seen)], whole)

@@ -3,11 +3,9 @@
 from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
-
 from engine.description.vision import VisionSpec
 from engine.description.vision_reader import read_vision
-from engine.encoder_input import Grid
+from engine.encoder_input import layout
 from engine.formats.gguf import GGUF
 from engine.formats.picture import NO_PIXELS, PictureDecoder
 from engine.formats.prompt_pictures import PICTURE_MARKS, PictureProcessor, SizedPicture, with_texts
@@ -40,5 +38,6 @@ def _spec(encoder: Path) -> VisionSpec:
 
 
 def _sized(spec: VisionSpec, width: int, height: int) -> SizedPicture:
-    grid, nothing = Grid.of(spec, width, height), np.zeros((0, 0, 3), np.uint8)
-    return SizedPicture(nothing, grid.rows, grid.columns, (-1,) * grid.tokens(spec), "", grid.tiles)
+    grid, parts = layout(spec, width, height)
+    ids = (-1,) * sum(part.tokens for part in parts)
+    return SizedPicture((), grid.rows, grid.columns, ids, "", parts)

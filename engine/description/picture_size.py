@@ -1,16 +1,20 @@
-"""To which size a picture is brought for an encoder: the rules of the published processors, in pixels.
+"""To which sizes a picture is brought for an encoder, and how it is cut: the rules of the published processors, in
+pixels.
 
 Sources, in transformers: `smart_resize` (qwen2_vl), `get_aspect_ratio_preserving_size` (gemma4),
-`get_resize_output_image_size` (pixtral), `image_size` (gemma3), and
-`_resize_output_size_rescale_to_max_len` (idefics3). All stretch the picture to that size.
+`get_resize_output_image_size` (pixtral), `image_size` (gemma3), `_resize_output_size_rescale_to_max_len` (idefics3),
+`crop_image_to_patches` (lfm2_vl), `select_best_resolution` (llava_next). Those of MiniCPM-V are `find_best_resize` and
+`get_sliced_grid` beside its models.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
+Size = tuple[int, int]
+"""Width and height."""
 MAX_RATIO = 200
 """A side counts as at least this part of the other, so that the area stays bounded (`smart_resize` refuses others)."""
 
@@ -19,16 +23,17 @@ MAX_RATIO = 200
 class SizeRule:
     """Sides become multiples of `align`. "square": both `most`. "area": the nearest ones with an area of `least` to
     `most` pixels. "tokens": the largest with at most `most` squares of `align`, none longer than `longest`. "sides":
-    none longer than `most`, and then up to the next multiples."""
+    none longer than `most`, and then up to the next multiples. "mean": the nearest ones to an area of `most` x
+    `most`."""
 
-    how: Literal["square", "area", "tokens", "sides"]
+    how: Literal["square", "area", "tokens", "sides", "mean"]
     align: int
     most: int
     least: int = 0
     longest: int = 0
 
-    def __call__(self, width: int, height: int) -> tuple[int, int]:
-        """(width, height) of a picture of `width` x `height` pixels."""
+    def __call__(self, width: int, height: int) -> Size:
+        """That of a picture of `width` x `height` pixels."""
         align, most = self.align, self.most
         if self.how == "square":
             return most, most
@@ -43,6 +48,12 @@ class SizeRule:
                 columns, rows = min(width // height, most), 1
             across, down = (min(n * align, self.longest) for n in (columns, rows))
             return across, down
+        if self.how == "mean":
+            most_ratio = min(MAX_RATIO, (most / align) ** 2)  # the shorter side is a square or more
+            ratio = min(max(width / height, 1 / most_ratio), most_ratio)
+            down = int(most / math.sqrt(ratio))
+            across, down = (max(round(side / align) * align, align) for side in (int(down * ratio), down))
+            return across, down
         r = max(width / most, height / most, 1.0)
         sides = (max(math.floor(side / r), 1) if r > 1 else side for side in (width, height))
         across, down = (-(-side // align) * align for side in sides)
@@ -56,33 +67,75 @@ class SizeRule:
                 return self.most // self.align**2
             case "tokens":
                 return self.most
+            case "mean":  # each side may go up by half a square
+                n = -(-self.most // self.align)
+                return n * n + n * (math.isqrt(MAX_RATIO) + 2) // 2
         return (-(-self.most // self.align)) ** 2
+
+
+class Cut(NamedTuple):
+    """A picture is stretched to `sizes`, one after the other, and then cut into `rows` x `columns` tiles. If it is
+    `padded`, it keeps its shape, with black around it."""
+
+    sizes: tuple[Size, ...]
+    rows: int
+    columns: int
+    padded: bool = False
 
 
 @dataclass(frozen=True)
 class TileRule:
-    """A picture becomes square tiles of `side` pixels, of which the first ones are read, if these are no multiple of
-    patches. "longest": its longer side becomes so long, and both sides then go up to the next multiples. "shape":
-    `least` to `most` tiles, in rows and columns whose shape is nearest to the picture's."""
+    """How a picture is cut into tiles, of which the first pixels are read, if a side is no multiple of patches. Of the
+    sides of square tiles, `side` is one. "longest": the longer side becomes so long, and both sides then go up to the
+    next multiples. "shape": `least` to `most` tiles, in rows and columns whose shape is nearest to the picture's, if
+    the picture has more than `area` pixels. "mean": as many as have the picture's area, `most` at most, in rows and
+    columns whose shape is about that of the picture; the tiles have the shape that is left, and the area of a square.
+    "choices": of these sizes of all tiles, that in which most of the picture's pixels are kept, and least are black."""
 
     side: int
-    how: Literal["longest", "shape"]
+    how: Literal["longest", "shape", "mean", "choices"]
     longest: int = 0
     least: int = 1
     most: int = 0
+    area: int = 0
+    align: int = 1
+    choices: tuple[Size, ...] = ()
 
-    def __call__(self, width: int, height: int) -> tuple[tuple[int, int], tuple[int, int]]:
-        """(width, height) of a picture before its sides go up, and the rows and columns of its tiles."""
-        ratio = width / height
-        if self.how == "shape":
-            columns, rows = self._nearest(width, height)
-            return (columns * self.side, rows * self.side), (rows, columns)
-        if width >= height:
-            size = self.longest, max(_even(self.longest / ratio), 2)
-        else:
-            size = max(_even(self.longest * ratio), 2), self.longest
-        columns, rows = (-(-side // self.side) for side in size)
-        return size, (rows, columns)
+    def __call__(self, width: int, height: int) -> Cut | None:
+        """That of a picture of `width` x `height` pixels; None if it is not cut."""
+        side = self.side
+        match self.how:
+            case "longest":
+                ratio = width / height
+                if width >= height:
+                    size = self.longest, max(_even(self.longest / ratio), 2)
+                else:
+                    size = max(_even(self.longest * ratio), 2), self.longest
+                columns, rows = (-(-of // side) for of in size)
+                cut = Cut((size, (columns * side, rows * side)), rows, columns)
+            case "shape":
+                columns, rows = self._nearest(width, height)
+                cut = Cut(((columns * side, rows * side),), rows, columns)
+                if _area(width, height, self.align) <= self.area:
+                    return None
+            case "mean":
+                columns, rows = self._sliced(width, height)
+                tile = (max(round(of / n), 1) for of, n in ((width, columns), (height, rows)))
+                across, down = SizeRule("mean", self.align, side)(*tile)
+                cut = Cut(((across * columns, down * rows),), rows, columns)
+            case "choices":
+                size = self._chosen(width, height)
+                columns, rows = (of // side for of in size)
+                cut = Cut((size,), rows, columns, padded=True)
+        return cut if rows * columns > 1 else None
+
+    def _chosen(self, width: int, height: int) -> Size:
+        def rank(size: Size) -> tuple[int, int]:
+            scale = min(size[0] / width, size[1] / height)
+            kept = min(int(width * scale) * int(height * scale), width * height)
+            return kept, kept - size[0] * size[1]
+
+        return max(self.choices, key=rank)
 
     def _nearest(self, width: int, height: int) -> tuple[int, int]:
         """Of shapes that are as near, that of more tiles if the picture has half of their pixels or more."""
@@ -95,11 +148,25 @@ class TileRule:
                 best, least = (c, r), apart
         return best
 
+    def _sliced(self, width: int, height: int) -> tuple[int, int]:
+        """One more or one less is taken if its shape is nearer."""
+        n = min(math.ceil(width * height / self.side**2), self.most)
+        counts = [count for count in (n - 1, n, n + 1) if 1 < count <= self.most] if n > 1 else []
+        shapes = [(c, count // c) for count in counts for c in range(1, count + 1) if count % c == 0]
+        ratio = math.log(width / height)
+        return min(shapes, key=lambda shape: abs(ratio - math.log(shape[0] / shape[1])), default=(1, 1))
+
     @property
     def most_tiles(self) -> int:
         """With the whole picture as one more."""
-        count = self.most if self.how == "shape" else (-(-self.longest // self.side)) ** 2
+        count = (-(-self.longest // self.side)) ** 2 if self.how == "longest" else self.most
         return count + 1
+
+
+def _area(width: int, height: int, align: int) -> int:
+    """In pixels, once both sides are the nearest multiples."""
+    across, down = (max(round(side / align) * align, 1) for side in (width, height))
+    return across * down
 
 
 def _even(side: float) -> int:

@@ -21,6 +21,7 @@ from engine.description.vision import (
     PatchFeedForward,
     Projector,
     ProjectorStep,
+    QueryAttention,
 )
 from engine.errors import ModelFileError
 from engine.formats.gguf import damaged
@@ -35,6 +36,9 @@ _PROJECTOR_EPS = {
     "dots_ocr": 1e-6,
 }
 """Of the norm of a projector, where it is not the encoder's: PyTorch's, or one in the published code."""
+_QUERY_HEAD = 128
+"""Elements of a head of fixed queries."""
+_MOST_QUERIES = 1024
 
 
 class ProjectorReader(CheckedFile):
@@ -86,7 +90,7 @@ class ProjectorReader(CheckedFile):
     def activation(self) -> Activation:
         if self.file.get("clip.use_silu", bool, False):
             return "silu"
-        if self.kind == "qwen2vl_merger" and not self.file.get("clip.use_gelu", bool, False):
+        if self.kind in ("qwen2vl_merger", "mlp") and not self.file.get("clip.use_gelu", bool, False):
             return "quick gelu"
         if self.kind != "gemma4v" and not self.file.get("clip.use_gelu", bool, False):
             raise ModelFileError(
@@ -98,6 +102,8 @@ class ProjectorReader(CheckedFile):
 
     def projector(self) -> tuple[int, tuple[ProjectorStep, ...]]:
         """The elements of an embedding, and the steps to it."""
+        if self.kind in ("mlp", "resampler"):  # their files say other numbers in its place
+            return self.llava_steps() if self.kind == "mlp" else self.query_steps()
         out, dim, joined = self.size("projection_dim"), self.dim, self.merge**2 * self.dim
         match self.kind:
             case "qwen2vl_merger" | "qwen2.5vl_merger" | "qwen3vl_merger":
@@ -162,6 +168,31 @@ class ProjectorReader(CheckedFile):
             Activate("exact gelu"),
             self.linear(last, out, width),
         )
+
+    def llava_steps(self) -> tuple[int, tuple[ProjectorStep, ...]]:
+        """LLaVA's: two products, or one. Its files leave out the layers whose results it does not read."""
+        width, out = self.rows_of("mm.0"), self.rows_of("mm.2") or self.rows_of("mm.0")
+        steps = [*self.last_norms(), self.linear("mm.0", width, self.dim)]
+        if self.has("mm.2.weight"):
+            steps += [Activate("exact gelu"), self.linear("mm.2", out, width)]
+        return out, tuple(steps)
+
+    def query_steps(self) -> tuple[int, tuple[ProjectorStep, ...]]:
+        """MiniCPM-V's: some fixed queries attend to all patches."""
+        shape = self.file.tensors["resampler.query"].shape if self.has("resampler.query") else ()
+        count, out = shape if len(shape) == 2 else (0, 0)
+        if not 0 < count <= _MOST_QUERIES or not out or out % _QUERY_HEAD:
+            raise damaged(self.file.path, f"its queries have the shape {shape}")
+        q, k, v, o = (self.linear(f"resampler.attn.{x}", out, out) for x in ("q", "k", "v", "out"))
+        queries, norm = self.required("resampler.query", count, out), self.norm("resampler.ln_q", out)
+        attend = QueryAttention(queries, count, norm, q, k, v, o, out // _QUERY_HEAD, _QUERY_HEAD)
+        steps = [
+            *self.last_norms(),
+            self.linear("resampler.kv", out, self.dim),
+            self.norm("resampler.ln_kv", out),
+        ]
+        last = self.norm("resampler.ln_post", out), self.linear("resampler.proj", out, out)
+        return out, (*steps, attend, *last)
 
     def gated_steps(self, out: int) -> tuple[ProjectorStep, ...]:
         """The steps of GLM's projector: patches are merged by a convolution, and a feed-forward layer comes last."""

@@ -19,7 +19,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.description.picture_size import SizeRule, TileRule
+from engine.description.picture_size import Cut, SizeRule, TileRule
 from engine.description.sublayers import Vector, Weight
 
 Activation = Literal["gelu", "exact gelu", "quick gelu", "silu"]
@@ -116,7 +116,23 @@ class Activate:
     activation: Activation
 
 
-ProjectorStep = Norm | Merge | Linear | Affine | Activate | PatchFeedForward
+@dataclass(frozen=True)
+class QueryAttention:
+    """Attention of `count` fixed `queries`, normed, to all patches: a row comes out for each of them. Keys are of x and
+    the waves of a patch's place (`engine.pictures.waves`)."""
+
+    queries: Vector
+    count: int
+    norm: Norm
+    q: Linear
+    k: Linear
+    v: Linear
+    o: Linear
+    heads: int
+    head_dim: int
+
+
+ProjectorStep = Norm | Merge | Linear | Affine | Activate | PatchFeedForward | QueryAttention
 
 
 @dataclass(frozen=True)
@@ -142,13 +158,14 @@ ResizedPositions = Literal["bilinear", "bicubic", "smoothed"]
 @dataclass(frozen=True)
 class Positions:
     """What is added to patches by their place, of a table float32 (rows, dim). "stretched": a square of places,
-    stretched to the picture's bilinearly, corners on corners. "patch": a row for each patch. "column and row": the row
+    stretched to the picture's bilinearly, corners on corners. "nearest": a square of places, of which each patch has
+    that below it. "patch": a row for each patch. "column and row": the row
     of the patch's column in the first half of the table, and that of its row in the second. `ResizedPositions`: a
     square of places as if these were pixels, which are made as many as the picture has patches. `after_norm`: it is
     added to what the encoder's first norm gives, in place of what that reads."""
 
     table: Vector
-    how: Literal["stretched", "patch", "column and row"] | ResizedPositions
+    how: Literal["stretched", "nearest", "patch", "column and row"] | ResizedPositions
     after_norm: bool = False
 
 
@@ -159,9 +176,10 @@ class VisionSpec:
     a token; the first one is what the model begins with, and the others are added later (`Sublayer.picture_part`).
     `line_end`: the embedding after each row of tokens but the last. `window`: the side of a window in tokens, where
     some attention has windows: these begin at the upper left corner, and those at the other edges are smaller. With
-    `tiles`, a picture becomes several ones of `size`, and if these are more than one, the whole picture as the last
-    one; each is encoded by itself. A `summary` is one more row, after those of all patches: what stands in place of a
-    patch's product. It has the first row of the positions, and patches those after it; it is part of no token."""
+    `tiles`, a picture may be cut; each tile is encoded by itself, and so is the whole picture, at last, or at first
+    (`whole_first`). A `padding`, a colour of 0 to 255, makes a picture square. A `summary` is one more row, after those
+    of all patches: what stands in place of a patch's product. It has the first row of the positions, and patches those
+    after it; it is part of no token."""
 
     kind: str
     name: str
@@ -182,6 +200,8 @@ class VisionSpec:
     line_end: Vector | None
     window: int = 0
     tiles: TileRule | None = None
+    whole_first: bool = False
+    padding: tuple[int, int, int] | None = None
     summary: Vector | None = None
 
     def weights(self) -> Iterator[Weight]:
@@ -196,8 +216,17 @@ class VisionSpec:
         """The steps of all projectors."""
         return tuple(step for projector in self.projectors for step in projector.steps)
 
+    def cut(self, width: int, height: int) -> Cut | None:
+        """How a picture of `width` x `height` pixels is cut; None if it is not."""
+        return self.tiles(width, height) if self.tiles else None
+
     def projectors_after(self, sublayers: int) -> list[Projector]:
         return [projector for projector in self.projectors if projector.sublayers == sublayers]
+
+    @property
+    def queries(self) -> int:
+        """The embeddings of a picture, or of each part of it, if these are fixed; else 0."""
+        return next((step.count for step in self.projector_steps if isinstance(step, QueryAttention)), 0)
 
     @property
     def width(self) -> int:

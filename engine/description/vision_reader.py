@@ -46,6 +46,8 @@ KINDS = {
     "kimivl": 2,
     "lfm2": 2,
     "glm4v": 2,
+    "mlp": 1,
+    "resampler": 1,
 }
 """The projector types that the engine runs, and how many patches a side become a token if a file does not say."""
 FITTING = {
@@ -57,11 +59,12 @@ FITTING = {
     "gemma3": ("gemma3",),
     "gemma4": ("gemma4v",),
     "mistral3": ("pixtral",),
-    "llama": ("pixtral", "idefics3", "internvl"),
-    "internlm2": ("internvl",),
-    "phi3": ("internvl",),
-    "qwen2": ("internvl", "dots_ocr"),
-    "qwen3": ("internvl", "lightonocr"),
+    "llama": ("pixtral", "idefics3", "internvl", "mlp", "resampler"),
+    "internlm2": ("internvl", "mlp"),
+    "phi2": ("mlp",),
+    "phi3": ("internvl", "mlp"),
+    "qwen2": ("internvl", "dots_ocr", "mlp", "resampler"),
+    "qwen3": ("internvl", "lightonocr", "resampler"),
     "qwen3moe": ("internvl",),
     "paddleocr": ("paddleocr",),
     "deepseek2": ("kimivl",),
@@ -99,7 +102,15 @@ _MOST_WHOLE = 320
 """The most tokens of a picture that has to be in one step; published files have 256."""
 _MOST_PATCHES = 1 << 15
 """Of a picture. Published files have at most half as many; attention of far more would take hours."""
-_AUDIO = "a.", "mm.a."
+_UNUSED = "a.", "mm.a.", "resampler.pos_embed_k", "model.image_newline", "v.image_newline"
+"""Encoders of sounds; places that are computed for each size; ends of lines, which llama.cpp leaves out, too."""
+_OLDEST_MINICPM = 3
+"""The number of MiniCPM-V 2.6."""
+_MOST_SLICES = 9
+_CHOICES = "image_grid_pinpoints"
+_LFM2_TILES = 2, 10
+_LFM2_TOLERANCE = 2
+"""A picture is cut if it has so many times the pixels that one may have."""
 
 
 def is_encoder(file: GGUF) -> bool:
@@ -128,6 +139,13 @@ class _Reader(ProjectorReader):
     def __init__(self, file: GGUF) -> None:
         super().__init__(file, f"{ARCHITECTURE}.vision")
         kind = file.get("clip.projector_type", str, "") or file.get(self.key("projector_type"), str, "")
+        if not kind and file.get("clip.has_llava_projector", bool, False):
+            kind = "mlp"
+        if kind == "resampler" and (version := file.get("clip.minicpmv_version", int, 0)) < _OLDEST_MINICPM:
+            raise ModelFileError(
+                f"{self.name} is of MiniCPM-V 2.5 or before (its version is {version}), which orin-chat does not run.",
+                "MiniCPM-V 2.6 and newer ones see.",
+            )
         if kind not in KINDS:
             raise ModelFileError(
                 f"{self.name} has a projector of the type {printable(kind) or 'none'}, which orin-chat does not run.",
@@ -176,11 +194,13 @@ class _Reader(ProjectorReader):
             line_end=self.required("v.token_embd.img_break", out) if self.named == "pixtral" else None,
             window=self.window,
             tiles=self.tile_rule(),
-            summary=self.required("v.class_embd", self.dim) if self.kind == "internvl" else None,
+            whole_first=self.kind in ("mlp", "resampler"),
+            padding=self.padding(),
+            summary=self.required("v.class_embd", self.dim) if self.has_summary else None,
         )
         if spec.most_patches > _MOST_PATCHES:
             raise damaged(self.file.path, "its pictures would have too many patches")
-        unread = [name for name in self.file.tensors.keys() - self.used if not name.startswith(_AUDIO)]
+        unread = [name for name in self.file.tensors.keys() - self.used if not name.startswith(_UNUSED)]
         if unread:
             raise ModelFileError(
                 f"{self.name} holds {printable(min(unread))}, which orin-chat does not know in an encoder of the type "
@@ -204,6 +224,20 @@ class _Reader(ProjectorReader):
             return (0.5, 0.5, 0.5)
         return red, green, blue
 
+    @property
+    def has_summary(self) -> bool:
+        return self.kind == "internvl" or (self.kind == "mlp" and self.has("v.class_embd"))
+
+    def padding(self) -> tuple[int, int, int] | None:
+        """LLaVA's is the mean of colours. Version 1.6 stretches the whole picture."""
+        red, green, blue = (int(255 * min(max(mean, 0.0), 1.0)) for mean in self.colours("image_mean"))
+        return (red, green, blue) if self.kind == "mlp" and not self.has_choices else None
+
+    @property
+    def has_choices(self) -> bool:
+        """Whether the file says to which sizes pictures are brought before they are cut (LLaVA 1.6)."""
+        return self.kind == "mlp" and self.key(_CHOICES) in self.file.metadata
+
     def size_rule(self) -> SizeRule:
         align = self.patch * self.merge
         if self.kind in _AREA_TOKENS:
@@ -218,7 +252,9 @@ class _Reader(ProjectorReader):
         side = self.size("image_size")
         if self.named == "lightonocr":
             side = self.size("preproc_image_size", side)
-        is_tiled = self.kind in ("idefics3", "internvl")
+        if self.kind == "resampler" and align <= side <= _MAX_SIDE:
+            return SizeRule("mean", align, side)
+        is_tiled = self.kind in ("idefics3", "internvl", "mlp", "resampler")
         if is_tiled and (side // self.patch) % self.merge == 0 < side // align:
             return SizeRule("square", align, side // align * align)
         is_odd = self.kind == "gemma3" and (side % align or (side // align) ** 2 > _MOST_WHOLE)
@@ -228,17 +264,32 @@ class _Reader(ProjectorReader):
 
     def tile_rule(self) -> TileRule | None:
         """Older files do not say the longer side of all tiles; published models have four. Nor do those of InternVL say
-        how many there may be."""
-        if self.kind not in ("idefics3", "internvl"):
-            return None
-        side = self.size("image_size")
+        how many there may be, nor those of LFM2-VL anything."""
+        side, align = self.size("image_size"), self.patch * self.merge
         match self.kind:
             case "idefics3":
                 longest = self.size("preproc_image_size", _TILES_A_SIDE * side)
                 rule = TileRule(side, "longest", longest)
-            case _:
+            case "internvl":
                 least, most = self.size("preproc_min_tiles", 1), self.size("preproc_max_tiles", 12)
                 rule = TileRule(side, "shape", least=least, most=most)
+            case "lfm2":
+                least, most = _LFM2_TILES
+                side = math.isqrt(_AREA_TOKENS[self.kind][1]) * align
+                area = _LFM2_TOLERANCE * side**2
+                rule = TileRule(side, "shape", least=least, most=most, area=area, align=align)
+            case "resampler":
+                rule = TileRule(side, "mean", most=_MOST_SLICES, align=align)
+            case "mlp" if self.has_choices:
+                sizes = self.file.get(self.key(_CHOICES), np.ndarray)
+                is_whole = sizes.dtype.kind in "iu" and len(sizes) and not (sizes % side).any()
+                if len(sizes) % 2 or not is_whole or sizes.min() < side:
+                    raise damaged(self.file.path, f"{self.key(_CHOICES)} are no sizes of tiles")
+                choices = tuple((across, down) for across, down in sizes.reshape(-1, 2).tolist())
+                most = max(across * down for across, down in choices) // side**2
+                rule = TileRule(side, "choices", most=most, choices=choices)
+            case _:
+                return None
         if rule.least > rule.most > 0:
             raise damaged(self.file.path, f"its pictures would have {rule.least} tiles of {rule.most}")
         if rule.most_tiles > _MOST_TILES:
@@ -272,13 +323,15 @@ class _Reader(ProjectorReader):
         if self.kind == "gemma4v":
             return Positions(self.required(name, 2, self.places, self.dim), "column and row")
         rows = shape[0] if shape else 0
-        if self.kind in ("gemma3", "idefics3", "internvl"):
-            places = (self.size("image_size") // self.patch) ** 2 + (self.kind == "internvl")
+        if self.kind in ("gemma3", "idefics3", "internvl", "mlp"):
+            places = (self.size("image_size") // self.patch) ** 2 + self.has_summary
             return Positions(self.required(name, places, self.dim), "patch")
         least = self.merge**2 * _AREA_TOKENS.get(self.kind, (0, 0))[0]
         if math.isqrt(rows) ** 2 != rows or not rows or (self.kind == "lfm2" and rows > 4 * least):
             raise damaged(self.file.path, f"the places of {name} are no square")
         table = self.required(name, rows, self.dim)
+        if self.kind == "resampler":
+            return Positions(table, "nearest")
         return Positions(table, _RESIZED.get(self.kind, "stretched"), self.has(f"{_GLM_NORM}.weight"))
 
     def first_norm(self) -> Norm | None:

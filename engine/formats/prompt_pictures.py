@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from itertools import islice
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -14,19 +16,26 @@ from engine.errors import PictureError
 from engine.protocol.events import PICTURE_MARK, Message, Picture
 
 
+class Part(NamedTuple):
+    """A part of a picture, which is encoded by itself: its `tokens`, and the row and column of a tile, from 1 on; None
+    is the whole picture."""
+
+    tokens: int
+    tile: tuple[int, int] | None = None
+
+
 @dataclass(frozen=True, eq=False)
 class SizedPicture:
-    """A picture at the size of an encoder: `rgb`, uint8 (height, width, 3), which becomes `rows` x `columns` tokens,
-    and others between rows in some models. With `tiles`, rows and columns of them, their tokens are one tile after the
-    other, and then those of the whole picture, if there are several. `ids`: of all tokens. `key`: of what the encoder
-    makes of its pixels."""
+    """A picture at the size of an encoder: `rgbs`, uint8 (height, width, 3) of each of its `parts`, in the order in
+    which a model reads them. `ids`: of all tokens. `rows` and `columns`: those of tokens, if it is read as a grid.
+    `key`: of what the encoder makes of its pixels."""
 
-    rgb: NDArray[np.uint8]
+    rgbs: tuple[NDArray[np.uint8], ...]
     rows: int
     columns: int
     ids: tuple[int, ...]
     key: str
-    tiles: tuple[int, int] = (1, 1)
+    parts: tuple[Part, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -40,15 +49,20 @@ class PlacedPicture:
 @dataclass(frozen=True)
 class PictureMarks:
     """What a family's chat template writes for a picture, and what comes before and after its embeddings in its
-    place. `tile` comes before each tile of several, `row_end` after each row of them, and `whole` before the whole
-    picture."""
+    place. The other texts are of pictures that are cut: those around each tile, after a row of tiles before the next
+    one, after all tiles, and around the whole picture. Those around the whole picture are also around one that is not
+    cut, unless that has `alone` before it."""
 
     written: str
     before: str = ""
     after: str = ""
     tile: str = ""
+    tile_end: str = ""
     row_end: str = ""
+    tiles_end: str = ""
     whole: str = ""
+    whole_end: str = ""
+    alone: str | None = None
 
 
 _QWEN = PictureMarks("<|vision_start|><|image_pad|><|vision_end|>", "<|vision_start|>", "<|vision_end|>")
@@ -61,7 +75,12 @@ PICTURE_MARKS = {
     "gemma4v": PictureMarks("<|image|>", "<|image>", "<image|>"),
     "pixtral": PictureMarks("[IMG]", "", "[IMG_END]"),
     "internvl": PictureMarks("<IMG_CONTEXT>\n", "<img>", "</img>\n"),
-    "lightonocr": PictureMarks("<|image_pad|>", "<|im_start|>", "<|im_end|>"),
+    "lightonocr": PictureMarks("<|image_pad|>"),
+    "mlp": PictureMarks("<image>\n", after="\n"),
+    "resampler": PictureMarks(
+        "(<image>./</image>)\n", after="\n", tile="<slice>", tile_end="</slice>", row_end="\n", whole="<image>",
+        whole_end="</image>",
+    ),
     "dots_ocr": PictureMarks("<|img|><|imgpad|><|endofimg|>", "<|img|>", "<|endofimg|>"),
     "paddleocr": PictureMarks(
         "<|IMAGE_START|><|IMAGE_PLACEHOLDER|><|IMAGE_END|>", "<|IMAGE_START|>", "<|IMAGE_END|>"
@@ -70,13 +89,16 @@ PICTURE_MARKS = {
         "<|media_start|>image<|media_content|><|media_pad|><|media_end|>", "<|media_start|>image<|media_content|>",
         "<|media_end|>",
     ),
-    "lfm2": PictureMarks("<image>", "<|image_start|>", "<|image_end|>"),
+    "lfm2": PictureMarks(
+        "<image>", "<|image_start|>", "<|image_end|>", tile="<|img_row_{row}_col_{column}|>",
+        whole="<|img_thumbnail|>", alone="",
+    ),
     "glm4v": PictureMarks(
         "<|begin_of_image|><|image|><|end_of_image|>", "<|begin_of_image|>", "<|end_of_image|>"
     ),
     "idefics3": PictureMarks(
-        "<image>", "", "<fake_token_around_image>", "<fake_token_around_image><row_{row}_col_{column}>", "\n",
-        "<fake_token_around_image><global-img>",
+        "<image>", "", "<fake_token_around_image>", tile="<fake_token_around_image><row_{row}_col_{column}>",
+        row_end="\n", tiles_end="\n\n", whole="<fake_token_around_image><global-img>",
     ),
 }  # fmt: skip
 """By the encoder's kind: the processors in transformers."""
@@ -93,21 +115,22 @@ class PictureProcessor:
 def with_texts(
     picture: SizedPicture, marks: PictureMarks, encode: Callable[[str], list[int]]
 ) -> SizedPicture:
-    """A picture with the tokens of the texts between its tiles. `encode`: the ids of a text."""
-    if not marks.whole:
-        return picture
-    rows, columns = picture.tiles
-    texts, end = list[str](), ""
-    if rows * columns > 1:
-        for row, column in np.ndindex(rows, columns):
-            texts.append((end if column == 0 else "") + marks.tile.format(row=row + 1, column=column + 1))
-            end = marks.row_end
-        end += marks.row_end  # an empty line
-    texts.append(end + marks.whole)
-    n, ids = len(picture.ids) // len(texts), list[int]()
-    for i, text in enumerate(texts):
-        ids += [*encode(text), *picture.ids[i * n : (i + 1) * n]]
-    return replace(picture, ids=tuple(ids))
+    """A picture with the tokens of the texts around its parts. `encode`: the ids of a text."""
+    parts = picture.parts or (Part(len(picture.ids)),)
+    left, ids, text = iter(picture.ids), list[int](), ""
+    for i, (tokens, tile) in enumerate(parts):
+        if tile is None:
+            after_tiles = marks.tiles_end if i else ""
+            begin = marks.alone if len(parts) == 1 and marks.alone is not None else marks.whole
+            text, end = text + after_tiles + begin, marks.whole_end
+        else:
+            row, column = tile
+            is_next = column == 1 and row > 1
+            text += (marks.row_end if is_next else "") + marks.tile.format(row=row, column=column)
+            end = marks.tile_end
+        ids += [*(encode(text) if text else []), *islice(left, tokens)]
+        text = end
+    return replace(picture, ids=(*ids, *(encode(text) if text else [])))
 
 
 def with_marks(message: Message) -> Message:

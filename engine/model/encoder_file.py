@@ -14,7 +14,7 @@ from tinygrad import Device
 from engine.description.spec import ModelSpec
 from engine.description.vision import VisionSpec
 from engine.description.vision_reader import FITTING, read_vision
-from engine.encoder_input import Grid, resized
+from engine.encoder_input import layout, resized
 from engine.errors import BackendError, ModelFileError, PictureError
 from engine.formats.gguf import GGUF, printable
 from engine.formats.picture import PictureDecoder
@@ -115,8 +115,7 @@ class EncoderFile:
         except PictureError as error:
             file = f"{printable(Path(picture.name).name)}: " if picture.name else ""
             raise PictureError(f"{file}{error.message}", error.hint) from None
-        rgb = resized(self.spec, pixels.rgb)
-        grid = Grid.of(self.spec, pixels.rgb.shape[1], pixels.rgb.shape[0])
-        key = f"{pixels.hash} {self._identity}"
-        ids = picture_ids(key, grid.tokens(self.spec))
-        return SizedPicture(rgb, grid.rows, grid.columns, ids, key, grid.tiles)
+        grid, parts = layout(self.spec, pixels.rgb.shape[1], pixels.rgb.shape[0])
+        key, rgbs = f"{pixels.hash} {self._identity}", resized(self.spec, pixels.rgb)
+        ids = picture_ids(key, sum(part.tokens for part in parts))
+        return SizedPicture(rgbs, grid.rows, grid.columns, ids, key, parts)

@@ -14,10 +14,9 @@ from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
 
 import numpy as np
-from numpy.typing import NDArray
 
 from engine.disk_cache import trim
-from engine.runtime.pictures import Floats, PictureEncoder, Progress
+from engine.runtime.pictures import Floats, PictureEncoder, Pixels, Progress
 from engine.runtime.prefix_folder import folder
 from engine.system.whole_file import read_file, write_whole
 
@@ -34,14 +33,15 @@ class KeptEmbeddings:
     def __init__(self, encoder: PictureEncoder, identity: str, limit_bytes: int) -> None:
         self._encoder, self._identity, self._limit_bytes = encoder, identity, limit_bytes
 
-    def encode(self, rgb: NDArray[np.uint8]) -> Generator[Progress, None, Floats]:
+    def encode(self, rgbs: Sequence[Pixels]) -> Generator[Progress, None, Floats]:
         """See `PictureEncoder`."""
-        key = hashlib.sha256(f"{_FORMAT} {self._identity} {rgb.shape}".encode())
-        key.update(np.ascontiguousarray(rgb).data)
+        key = hashlib.sha256(f"{_FORMAT} {self._identity} {[rgb.shape for rgb in rgbs]}".encode())
+        for rgb in rgbs:
+            key.update(np.ascontiguousarray(rgb).data)
         path = folder() / f"{key.hexdigest()}.seen"
         if (known := _read(path)) is not None:
             return known
-        work, took_s = self._encoder.encode(rgb), 0.0
+        work, took_s = self._encoder.encode(rgbs), 0.0
         while True:
             began_s = time.perf_counter()
             try:

@@ -58,7 +58,7 @@ class PictureEmbeddings:
         assert self._encoder
         found = self._known.get(picture.key)
         if found is None:
-            found = self._known[picture.key] = Encoding(picture, self._encoder.encode(picture.rgb))
+            found = self._known[picture.key] = Encoding(picture, self._encoder.encode(picture.rgbs))
         self._known.move_to_end(picture.key)
         sizes = [e.embeddings.nbytes if e.embeddings is not None else 0 for e in self._known.values()]
         while sum(sizes) > _KEPT_BYTES and len(sizes) > 1:

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from engine.formats.prompt_pictures import PlacedPicture, SizedPicture
 
 Floats = NDArray[np.float32]
+Pixels = NDArray[np.uint8]
 
 
 class PictureRoom(NamedTuple):
@@ -44,9 +45,9 @@ _BEGUN = Progress(0, 1)
 class PictureEncoder(Protocol):
     """Computes embeddings on a device, in the runner's thread."""
 
-    def encode(self, rgb: NDArray[np.uint8]) -> Generator[Progress, None, Floats]:
-        """The embeddings of a picture at the encoder's size, uint8 (height, width, 3): float32 (tokens, dim). Gives its
-        progress after each part of the work."""
+    def encode(self, rgbs: Sequence[Pixels]) -> Generator[Progress, None, Floats]:
+        """The embeddings of a picture's parts at the encoder's sizes, uint8 (height, width, 3): float32 (tokens, dim).
+        Gives its progress after each piece of the work."""
         ...
 
     def preparations(self) -> Sequence[Callable[[], None]]:
@@ -55,16 +56,13 @@ class PictureEncoder(Protocol):
         ...
 
 
-def tile_by_tile(
-    rgb: NDArray[np.uint8],
-    side: int,
-    encode: Callable[[NDArray[np.uint8]], Generator[Progress, None, Floats]],
+def part_by_part(
+    rgbs: Sequence[Pixels], encode: Callable[[Pixels], Generator[Progress, None, Floats]]
 ) -> Generator[Progress, None, Floats]:
-    """The embeddings of a picture whose tiles are `side` pixels high, one below the other, of which `encode` takes one
-    at a time."""
-    count, parts = len(rgb) // side, []
-    for i in range(count):
-        work = encode(rgb[i * side : (i + 1) * side])
+    """The embeddings of a picture's parts, of which `encode` takes one at a time."""
+    count, parts = len(rgbs), []
+    for i, rgb in enumerate(rgbs):
+        work = encode(rgb)
         while True:
             try:
                 done, total, compiles = next(work)

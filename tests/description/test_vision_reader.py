@@ -15,13 +15,15 @@ from tests import generated_encoder, generated_model
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_kind_is_read(kind, tmp_path):
-    spec = read_vision(GGUF(generated_encoder.write(tmp_path / "e.gguf", kind, out=96)))
-    assert (spec.kind, spec.out, spec.merge) == (kind, 96, KINDS[kind])
+    spec = read_vision(GGUF(generated_encoder.write(tmp_path / "e.gguf", kind, out=128)))
+    assert (spec.kind, spec.out, spec.merge) == (kind, 128, KINDS[kind])
     attend, *others = (s.operator for s in spec.sublayers if isinstance(s.operator, PatchAttention))
     assert attend.windowed == bool(others) == (kind in ("qwen2.5vl_merger", "qwen2.5o"))
-    assert bool(spec.rotations) == (kind not in ("gemma3", "idefics3", "internvl", "lfm2"))
-    assert bool(spec.tiles) == (kind in ("idefics3", "internvl"))
-    assert bool(spec.summary) == (kind == "internvl")
+    assert bool(spec.rotations) == (
+        kind not in ("gemma3", "idefics3", "internvl", "lfm2", "mlp", "resampler")
+    )
+    assert bool(spec.tiles) == (kind in ("idefics3", "internvl", "lfm2", "resampler"))
+    assert bool(spec.summary) == (kind in ("internvl", "mlp"))
     assert bool(attend.o.inputs) == (kind == "gemma4v")
 
 
@@ -65,30 +67,49 @@ def test_impossible_sizes_are_refused(key, value, tmp_path):
         (SizeRule("tokens", 48, 280, longest=8160), (333, 150), (1152, 528)),
         (SizeRule("tokens", 48, 280, longest=8160), (1, 9000), (48, 8160)),
         (SizeRule("sides", 28, 1540), (3080, 1000), (1540, 504)),
+        (SizeRule("mean", 14, 448), (100, 200), (322, 630)),
     ],
 )
 def test_sizes(rule, size, wanted):
     assert rule(*size) == wanted
 
 
+LARGE = TileRule(512, "shape", least=2, most=10, area=2 * 256 * 32 * 32, align=32)
+SLICES = TileRule(448, "mean", most=9, align=14)
+CHOICES = TileRule(336, "choices", most=4, choices=((336, 672), (672, 336), (672, 672)))
+
+
 @pytest.mark.parametrize(
     "rule, size, wanted",
     [
-        (TileRule(512, "longest", 2048), (4000, 3000), ((2048, 1536), (3, 4))),
-        (TileRule(512, "longest", 2048), (100, 133), ((1540, 2048), (4, 4))),
-        (TileRule(512, "longest", 2048), (9000, 1), ((2048, 2), (1, 4))),
-        (TileRule(448, "shape", most=12), (4000, 3000), ((1792, 1344), (3, 4))),
-        (TileRule(448, "shape", most=12), (400, 400), ((448, 448), (1, 1))),
-        (TileRule(448, "shape", most=12), (1000, 1000), ((1344, 1344), (3, 3))),
-        (TileRule(448, "shape", most=12), (1, 9000), ((448, 5376), (12, 1))),
+        (TileRule(512, "longest", 2048), (4000, 3000), (2048, 1536, 3, 4)),
+        (TileRule(512, "longest", 2048), (100, 133), (2048, 2048, 4, 4)),
+        (TileRule(512, "longest", 2048), (9000, 1), (2048, 512, 1, 4)),
+        (TileRule(448, "shape", most=12), (4000, 3000), (1792, 1344, 3, 4)),
+        (TileRule(448, "shape", most=12), (400, 400), None),
+        (TileRule(448, "shape", most=12), (1000, 1000), (1344, 1344, 3, 3)),
+        (TileRule(448, "shape", most=12), (1, 9000), (448, 5376, 12, 1)),
+        (LARGE, (720, 720), None),
+        (LARGE, (1000, 800), (1536, 1024, 2, 3)),
+        (LARGE, (3000, 1000), (1536, 512, 1, 3)),
+        (SLICES, (448, 448), None),
+        (SLICES, (600, 300), None),
+        (SLICES, (1000, 800), (1008, 812, 2, 2)),
+        (SLICES, (2000, 700), (2128, 756, 2, 4)),
+        (CHOICES, (300, 200), (336, 672, 2, 1)),
+        (CHOICES, (1000, 900), (672, 672, 2, 2)),
     ],
 )
 def test_tiles(rule, size, wanted):
-    assert rule(*size) == wanted
+    cut = rule(*size)
+    assert (cut and (*cut.sizes[-1], cut.rows, cut.columns)) == wanted
 
 
-def test_no_shape_makes_a_picture_larger_than_the_most():
-    rule = SizeRule("area", 32, 4096 * 1024, 64 * 1024)
-    for size in ((1, 64_000_000), (64_000_000, 1), (8000, 8000), (1, 1)):
+@pytest.mark.parametrize(
+    "rule", [SizeRule("area", 32, 4096 * 1024, 64 * 1024), SizeRule("mean", 14, 448), SizeRule("mean", 8, 20)]
+)
+def test_no_shape_makes_a_picture_larger_than_the_most(rule):
+    shapes = [(1, 64_000_000), (64_000_000, 1), (8000, 8000), (1, 1), *((n, 1000) for n in range(3, 200))]
+    for size in shapes:
         across, down = rule(*size)
-        assert across * down <= rule.most, size
+        assert across * down <= rule.most_tokens * rule.align**2, size

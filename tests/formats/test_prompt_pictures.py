@@ -1,10 +1,9 @@
 """Messages with pictures as prompts: where a picture stands, whatever the template makes of it."""
 
-import numpy as np
 import pytest
 
 from engine.errors import ContextFullError, PictureError
-from engine.formats.prompt_pictures import PICTURE_MARKS, PictureProcessor, SizedPicture
+from engine.formats.prompt_pictures import PICTURE_MARKS, Part, PictureProcessor, SizedPicture
 from engine.formats.template import ChatTemplate
 from engine.formats.tokenizer import Tokenizer
 from engine.protocol.events import PICTURE_MARK, Message, Picture
@@ -33,7 +32,7 @@ def tokenizer(tmp_path_factory):
 def encode(tokenizer):
     def read(picture):
         n = picture.data[0]
-        return SizedPicture(np.zeros((1, 1, 3), np.uint8), 1, n, (-n,) * n, str(n))
+        return SizedPicture((), 1, n, (-n,) * n, str(n))
 
     def encode(source, *messages, **options):
         template = ChatTemplate(source, "other", tokenizer)
@@ -75,25 +74,47 @@ def test_qwen_omni_has_marks_of_its_own(tmp_path):
     tokenizer = Tokenizer(byte_level(tmp_path / "v", special=tuple((name, CONTROL) for name in names)))
     template = ChatTemplate(PARTS.replace("".join(IMAGES), "".join(names)), "qwen2vl", tokenizer)
     template.picture_processor = PictureProcessor(
-        lambda _: SizedPicture(np.zeros((1, 1, 3), np.uint8), 1, 1, (-7,), ""), PICTURE_MARKS["qwen2.5o"]
+        lambda _: SizedPicture((), 1, 1, (-7,), ""), PICTURE_MARKS["qwen2.5o"]
     )
     ids = template.encode([user(f"a{PICTURE_MARK}", 1)]).ids
     assert ids[-3:] == [tokenizer.special_tokens[names[0]], -7, tokenizer.special_tokens[names[2]]]
 
 
-@pytest.mark.parametrize("tiles", [(1, 1), (2, 1)])
-def test_texts_stand_between_tiles(tiles, tokenizer):
+WHOLE = Part(2)
+DOWN = Part(3, (1, 1)), Part(3, (2, 1))
+ACROSS = Part(1, (1, 1)), Part(1, (1, 2)), Part(1, (2, 1)), Part(1, (2, 2))
+FAKE = "<fake_token_around_image>"
+
+
+@pytest.mark.parametrize(
+    "kind, parts, text",
+    [
+        ("idefics3", [WHOLE], f"{FAKE}<global-img>--{FAKE}"),
+        (
+            "idefics3", [*DOWN, WHOLE],
+            f"{FAKE}<row_1_col_1>---\n{FAKE}<row_2_col_1>---\n\n{FAKE}<global-img>--{FAKE}",
+        ),
+        ("lfm2", [WHOLE], "<|image_start|>--<|image_end|>"),
+        (
+            "lfm2", [*DOWN, WHOLE],
+            "<|image_start|><|img_row_1_col_1|>---<|img_row_2_col_1|>---<|img_thumbnail|>--<|image_end|>",
+        ),
+    ],
+)  # fmt: skip
+def test_texts_stand_around_the_parts_of_a_picture(kind, parts, text, tokenizer):
     """And this template reads a message only in parts."""
-    smol = "{% for m in messages %}{% for p in m.content %}{% if p.type == 'image' %}<image>{% endif %}{{ p.text }}"
-    n = 2 * (tiles[0] * tiles[1] + (tiles != (1, 1)))
-    seen = SizedPicture(np.zeros((1, 1, 3), np.uint8), n // 2, 2, (-1,) * n, "", tiles)
-    template = ChatTemplate(f"{smol}{{% endfor %}};{{% endfor %}}", "other", tokenizer)
-    template.picture_processor = PictureProcessor(lambda _: seen, PICTURE_MARKS["idefics3"])
+    mark = PICTURE_MARKS[kind].written
+    source = (
+        "{% for m in messages %}{% for p in m.content %}{% if p.type == 'image' %}MARK{% endif %}{{ p.text }}"
+    )
+    n = sum(part.tokens for part in parts)
+    seen = SizedPicture((), 1, n, (-1,) * n, "", tuple(parts))
+    template = ChatTemplate(
+        f"{source.replace('MARK', mark)}{{% endfor %}};{{% endfor %}}", "other", tokenizer
+    )
+    template.picture_processor = PictureProcessor(lambda _: seen, PICTURE_MARKS[kind])
     prompt = template.encode([user("so", 1), user("hm")])
-    text = "".join("-" if id < 0 else spelled_out(tokenizer, [id]) for id in prompt.ids)
-    around = "<fake_token_around_image>"
-    before = f"{around}<row_1_col_1>--\n{around}<row_2_col_1>--\n\n" if tiles == (2, 1) else ""
-    assert text == f"{before}{around}<global-img>--{around}so;hm;"
+    assert "".join("-" if id < 0 else spelled_out(tokenizer, [id]) for id in prompt.ids) == f"{text}so;hm;"
     assert prompt.pictures[0].picture.ids.count(-1) == n
 
 

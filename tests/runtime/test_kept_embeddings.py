@@ -15,17 +15,17 @@ class Encoder:
 
     encoded = 0
 
-    def encode(self, rgb):
+    def encode(self, rgbs):
         self.encoded += 1
         yield Progress(1, 2)
-        return rgb[0].astype(np.float32)
+        return rgbs[0][0].astype(np.float32)
 
     def preparations(self):
         return []
 
 
 def result(encoder, rgb=PIXELS):
-    work = encoder.encode(rgb)
+    work = encoder.encode([rgb])
     try:
         while True:
             next(work)

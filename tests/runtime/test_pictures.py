@@ -9,7 +9,7 @@ from engine.runtime.pictures import Encoding, Pictures, picture_ids
 
 def picture(key, rows, columns):
     ids = picture_ids(key, rows * columns)
-    return SizedPicture(np.zeros((1, 1, 3), np.uint8), rows, columns, ids, key)
+    return SizedPicture((), rows, columns, ids, key)
 
 
 def test_positions_go_on_after_the_larger_side():

@@ -17,10 +17,7 @@ CONTEXT, PARALLEL = 256, 2
 
 def pictures(*places):
     """Each with its first token, rows and columns."""
-    seen = (
-        (at, SizedPicture(np.zeros((1, 1, 3), np.uint8), r, c, tuple(range(-r * c, 0)), ""))
-        for at, r, c in places
-    )
+    seen = ((at, SizedPicture((), r, c, tuple(range(-r * c, 0)), "")) for at, r, c in places)
     return Pictures([PlacedPicture(at, picture) for at, picture in seen])
 
 

@@ -29,13 +29,14 @@ from engine.description.vision import (
     PatchSublayer,
     Projector,
     ProjectorStep,
+    QueryAttention,
     VisionSpec,
 )
-from engine.encoder_input import Floats, Grid, as_read, encoder_input, position_table
+from engine.encoder_input import Floats, Grid, as_read, encoder_input, position_table, waves
 from engine.formats.dequantize import HOST_TYPES
 from engine.formats.ggml_types import TYPES
 from engine.loading.weights import FileWeights
-from engine.runtime.pictures import Progress, tile_by_tile
+from engine.runtime.pictures import Pixels, Progress, part_by_part
 from engine.targets.cpu.kernels import memory
 from engine.targets.cpu.kernels.activations import buffer_type
 from engine.targets.cpu.kernels.kernel_sequence import CompiledSequence, KernelSequence
@@ -124,19 +125,20 @@ class CPUEncoder:
                 for linear in filter(None, (step.gate, step.up)):
                     linears[linear] = self._linear_kernels(linear, activation)
                 linears[step.down] = self._linear_kernels(step.down, step.activation, step.gate is not None)
+            elif isinstance(step, QueryAttention):
+                linears |= {of: self._linear_kernels(of, None) for of in (step.q, step.k, step.v, step.o)}
         every = [s for of in sequences for s in of] + [s for _, s, _ in linears.values()]
         self._pool.compile([kernel for sequence in every for kernel in sequence.kernels])  # all at once
         self._sequences = [[sequence.compile() for sequence in of] for of in sequences]
         self._linears = {step: (rows, s.compile(), out) for step, (rows, s, out) in linears.items()}
 
-    def encode(self, rgb: NDArray[np.uint8]) -> Generator[Progress, None, Floats]:
+    def encode(self, rgbs: Sequence[Pixels]) -> Generator[Progress, None, Floats]:
         """See `PictureEncoder`."""
-        return tile_by_tile(rgb, self.spec.size.most if self.spec.tiles else len(rgb), self._encode)
+        return part_by_part(rgbs, self._encode)
 
     def _encode(self, rgb: NDArray[np.uint8]) -> Generator[Progress, None, Floats]:
         spec = self.spec
-        side = spec.patch * spec.merge
-        grid = Grid(rgb.shape[0] // side, rgb.shape[1] // side)
+        grid = Grid.of(spec, rgb.shape[1], rgb.shape[0])
         of = encoder_input(spec, rgb, position_table(spec, self._vectors.__getitem__))
         chunks = list(_chunks(len(of.patches), self._lanes))
         total = len(chunks) * sum(map(len, self._sequences)) + 1
@@ -171,7 +173,7 @@ class CPUEncoder:
                 done += 1
             for projector in spec.projectors_after(sublayers):
                 yield Progress(done, total)
-                parts[projector] = self._project(projector, rows[: n - bool(spec.summary), : spec.dim])
+                parts[projector] = self._project(projector, rows[: n - bool(spec.summary), : spec.dim], grid)
         embeddings = np.concatenate([parts[projector] for projector in spec.projectors], axis=1)
         return as_read(spec, embeddings, grid, self._vectors[spec.line_end] if spec.line_end else None)
 
@@ -358,13 +360,15 @@ class CPUEncoder:
         clipped: Floats = np.clip(y, np.float32(low), np.float32(high), out=y)
         return clipped
 
-    def _project(self, projector: Projector, x: Floats) -> Floats:
+    def _project(self, projector: Projector, x: Floats, grid: Grid) -> Floats:
         for step in projector.steps:
-            x = self._projected(step, x)
+            x = self._projected(step, x, grid)
         return x
 
-    def _projected(self, step: ProjectorStep, x: Floats) -> Floats:
+    def _projected(self, step: ProjectorStep, x: Floats, grid: Grid) -> Floats:
         match step:
+            case QueryAttention():
+                return self._queried(step, x, grid)
             case Norm():
                 return self._norm(x, step)
             case Linear():
@@ -385,6 +389,18 @@ class CPUEncoder:
                     return mean
                 x = x.transpose(0, 2, 1) if how == "channels" else x
                 return x.reshape(len(x), -1)
+
+    def _queried(self, of: QueryAttention, x: Floats, grid: Grid) -> Floats:
+        queries = self._norm(self._vectors[of.queries].reshape(of.count, -1), of.norm)
+        keys = x + waves(grid, x.shape[1])
+        q, k, v = (
+            self._linear(linear, rows).reshape(len(rows), of.heads, -1).transpose(1, 0, 2)
+            for linear, rows in ((of.q, queries), (of.k, keys), (of.v, x))
+        )
+        scores = q @ k.transpose(0, 2, 1) * np.float32(of.head_dim**-0.5)
+        shares = np.exp(scores - scores.max(-1, keepdims=True))
+        rows = shares @ v / shares.sum(-1, keepdims=True)
+        return self._linear(of.o, rows.transpose(1, 0, 2).reshape(of.count, -1))
 
     def _norm(self, x: Floats, norm: Norm) -> Floats:
         x = x - x.mean(-1, keepdims=True) if norm.centred else x

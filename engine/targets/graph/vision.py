@@ -32,13 +32,14 @@ from engine.description.vision import (
     PatchSublayer,
     Projector,
     ProjectorStep,
+    QueryAttention,
     VisionSpec,
     parts_of,
 )
-from engine.encoder_input import Grid, as_read, encoder_input, position_table
+from engine.encoder_input import Grid, as_read, encoder_input, position_table, waves
 from engine.kernels.quantized_matrix import QuantizedMatrix
 from engine.loading.weights import FileWeights
-from engine.runtime.pictures import Progress, tile_by_tile
+from engine.runtime.pictures import Pixels, Progress, part_by_part
 from engine.targets.graph.parts import load_matrix
 
 _SCORES = 1 << 26  # of attention, at a time: more queries are done one part after the other
@@ -70,15 +71,13 @@ class GraphEncoder:
             OrderedDict()
         )
 
-    def encode(self, rgb: NDArray[np.uint8]) -> Generator[Progress, None, Floats]:
-        """Computes the embeddings of a picture that `pictures.resized` gave, float32 (tokens, out). See
-        `PictureEncoder`."""
-        return tile_by_tile(rgb, self.spec.size.most if self.spec.tiles else len(rgb), self._encode)
+    def encode(self, rgbs: Sequence[Pixels]) -> Generator[Progress, None, Floats]:
+        """See `PictureEncoder`."""
+        return part_by_part(rgbs, self._encode)
 
     def _encode(self, rgb: NDArray[np.uint8]) -> Generator[Progress, None, Floats]:
         spec = self.spec
-        side = spec.patch * spec.merge
-        grid = Grid(rgb.shape[0] // side, rgb.shape[1] // side)
+        grid = Grid.of(spec, rgb.shape[1], rgb.shape[0])
         of = encoder_input(spec, rgb, position_table(spec, self._host.__getitem__))
         n, total = len(of.patches), len(spec.sublayers) + 1
         size = _size_of(n, spec.merge**2)
@@ -89,7 +88,8 @@ class GraphEncoder:
             others.append(Tensor(np.pad(of.windows[:, 0], (0, size - n), "edge")).realize())
         first = [_filled(a, size) for a in (of.patches, of.added) if a is not None]
         x = self._captured(size, "embed", self._embed)(*first)
-        tokens, parts = grid.rows * grid.columns, dict[Projector, Floats]()
+        tokens, parts = spec.queries or grid.rows * grid.columns, dict[Projector, Floats]()
+        of_keys = [Tensor(hidden).realize(), _filled(waves(grid, spec.out), size)] if spec.queries else []
         for done, sublayer in enumerate(spec.sublayers, 1):
             yield Progress(done, total)
             shape = _without_layer(sublayer)
@@ -97,7 +97,7 @@ class GraphEncoder:
             x = step(x, *others, *self._all.of(sublayer))
             for projector in spec.projectors_after(done):
                 project = self._captured(size, projector, partial(self._project, projector))
-                parts[projector] = project(x).numpy()[:tokens]
+                parts[projector] = project(x, *of_keys).numpy()[:tokens]
         embeddings = np.concatenate([parts[projector] for projector in spec.projectors], axis=1)
         return as_read(spec, embeddings, grid, self._host[spec.line_end] if spec.line_end else None)
 
@@ -148,10 +148,14 @@ class GraphEncoder:
         y = parts.norm(y, sublayer.post_norm) if sublayer.post_norm else y
         return (x + y).contiguous().realize()
 
-    def _project(self, projector: Projector, x: Tensor) -> Tensor:
+    def _project(self, projector: Projector, x: Tensor, *of_keys: Tensor) -> Tensor:
+        """`of_keys`: for fixed queries, what is added to the scores of patches, and the waves of their places."""
         parts = Parts(self._all, self._input)
         for step in projector.steps:
-            x = parts.projected(step, x, self.spec)
+            if isinstance(step, QueryAttention):
+                x = parts.queried(step, x, *of_keys)
+            else:
+                x = parts.projected(step, x, self.spec)
         return x.contiguous().realize()
 
 
@@ -234,6 +238,17 @@ class Parts:
             else _activated(up, of.activation)
         )
         return self._linear(of.down, hidden)
+
+    def queried(self, of: QueryAttention, x: Tensor, hidden: Tensor, places: Tensor) -> Tensor:
+        """See `QueryAttention`."""
+        queries = self.norm(self._vectors[of.queries].reshape(of.count, -1), of.norm)
+        q, k, v = (
+            self._linear(linear, rows).reshape(-1, of.heads, of.head_dim).transpose(0, 1).contiguous()
+            for linear, rows in ((of.q, queries), (of.k, x + places), (of.v, x))
+        )
+        scores = q.matmul(k.transpose(1, 2)) * of.head_dim**-0.5 + hidden
+        y = scores.softmax(-1).matmul(v).transpose(0, 1).reshape(of.count, -1)
+        return self._linear(of.o, y.contiguous())
 
     def projected(self, step: ProjectorStep, x: Tensor, spec: VisionSpec) -> Tensor:
         match step:

@@ -29,7 +29,7 @@ from engine.formats.ggml_types import TYPES
 from engine.kernels.compilation import compile_in_turns, compile_once
 from engine.kernels.device_memory import to_device, unallocated
 from engine.loading.weights import FileWeights
-from engine.runtime.pictures import Progress, tile_by_tile
+from engine.runtime.pictures import Pixels, Progress, part_by_part
 from engine.targets.nvidia.filling import fill, prepare
 from engine.targets.nvidia.kernels.device import chip
 from engine.targets.nvidia.kernels.pictures.patches import (
@@ -53,6 +53,8 @@ def lacks(spec: VisionSpec) -> str:
     turned = (step.weight for step in spec.projector_steps if isinstance(step, Linear) and step.transposed)
     if any(TYPES[weight.type].name not in HOST_TYPES for weight in turned):
         return "a quantized matrix with a row for each input"
+    if spec.queries:
+        return "attention of fixed queries"
     attention = [s.operator for s in spec.sublayers if isinstance(s.operator, PatchAttention)]
     return "heads of more than 256 elements" if any(a.head_dim > 256 for a in attention) else ""
 
@@ -112,14 +114,13 @@ class NvidiaEncoder:
         self._places: OrderedDict[Grid, Places] = OrderedDict()
         self._work: _Work | None = None  # that is under way
 
-    def encode(self, rgb: NDArray[np.uint8]) -> Generator[Progress, None, Floats]:
+    def encode(self, rgbs: Sequence[Pixels]) -> Generator[Progress, None, Floats]:
         """See `PictureEncoder`."""
-        return tile_by_tile(rgb, self.spec.size.most if self.spec.tiles else len(rgb), self._encode)
+        return part_by_part(rgbs, self._encode)
 
     def _encode(self, rgb: NDArray[np.uint8]) -> Generator[Progress, None, Floats]:
         spec = self.spec
-        side = spec.patch * spec.merge
-        grid = Grid(rgb.shape[0] // side, rgb.shape[1] // side)
+        grid = Grid.of(spec, rgb.shape[1], rgb.shape[0])
         tokens = grid.rows * grid.columns
         size = size_of(spec, tokens * spec.merge**2 + bool(spec.summary))
         if size not in self._steps:

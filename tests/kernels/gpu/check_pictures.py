@@ -31,8 +31,8 @@ from tests.thorough import THOROUGH
 SIZE = 128
 
 
-def encoded(encoder, rgb):
-    return rest_of(encoder.encode(rgb))
+def encoded(encoder, *rgbs):
+    return rest_of(encoder.encode(rgbs))
 
 
 def rest_of(work):
@@ -79,7 +79,7 @@ def check_pictures_whose_parts_alternate() -> None:
     """Another picture is begun before one is done."""
     with encoders("pixtral", side=48) as (encoder, wanted), mock.patch.object(picture_steps, "_PART", 1):
         pictures = [rng.integers(0, 256, (16, 24, 3), np.uint8) for _ in range(2)]
-        both = [encoder.encode(rgb) for rgb in pictures]
+        both = [encoder.encode([rgb]) for rgb in pictures]
         assert [begun(work).done for work in both] == [1, 1]
         for work, rgb in zip(both, pictures, strict=True):
             close(rest_of(work), encoded(wanted, rgb), 4e-3)
@@ -95,7 +95,7 @@ def check_what_is_prepared_for_pictures() -> None:
         (_, build), _ = once.call_args
         compile_all(build())
         side = encoder.spec.patch * encoder.spec.merge
-        work = encoder.encode(rng.integers(0, 256, (2 * side, 3 * side, 3), np.uint8))
+        work = encoder.encode([rng.integers(0, 256, (2 * side, 3 * side, 3), np.uint8)])
         assert [progress for progress in work if progress.compiles] == [Progress(0, 1, compiles=True)]
 
 
@@ -123,12 +123,21 @@ def check_an_encoder_of_squares() -> None:
 
 
 def check_an_encoder_of_tiles() -> None:
-    """Two of them, one after the other."""
-    encoder_of("idefics3", [(2, 4)])
+    """Two of them, one after the other, and a whole picture of another size."""
+    with encoders("lfm2") as (encoder, wanted):
+        side = encoder.spec.patch * encoder.spec.merge
+        sizes = (8, 8), (8, 8), (5, 9)
+        rgbs = [rng.integers(0, 256, (down * side, across * side, 3), np.uint8) for across, down in sizes]
+        close(encoded(encoder, *rgbs), encoded(wanted, *rgbs), 4e-3)
 
 
 def check_an_encoder_with_a_summary() -> None:
     encoder_of("internvl", [(2, 2)])
+
+
+def check_an_encoder_with_a_norm_before_its_layers() -> None:
+    """And a summary."""
+    encoder_of("mlp", [(2, 2)])
 
 
 def check_an_encoder_of_smoothed_positions() -> None:
