@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.errors import OrinError
+from engine.system.whole_file import set_mode
 
 BUSY_TIMEOUT_MS = 2000
 LOCKED_TIMEOUT_MS = 20
@@ -247,7 +248,7 @@ def _create_private(path: Path) -> None:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         os.close(os.open(path, os.O_CREAT | os.O_RDONLY | os.O_NONBLOCK, 0o600))
         if path.stat().st_mode & 0o077:
-            path.chmod(0o600)
+            set_mode(path, 0o600)
         for beside in (path, *(path.with_name(path.name + end) for end in ("-journal", "-wal", "-shm"))):
             if beside.exists() and not beside.is_file():  # SQLite would wait for a pipe
                 raise OSError(errno.EINVAL, f"{beside.name} is no file")

@@ -29,6 +29,7 @@ from engine.doctor.checks import CheckResult
 from engine.errors import BackendError, UsageError
 from engine.peers.llama_process import find_llama_server
 from engine.system.invocation import call, own_version
+from engine.system.whole_file import free_bytes
 from widgets.text import as_bytes, clean, one_line
 
 NOTHING_WORKS = 1
@@ -179,13 +180,15 @@ def _environment(settings: Settings) -> Iterator[Finding]:
     for topic, folder in (("models", hub_folder()), ("cache", cache)):
         yield note(topic, f"{as_bytes(_size(folder))} in {folder}")
     existing = next(path for path in (cache, *cache.parents) if path.exists())
-    free = shutil.disk_usage(existing).free
-    space = f"{as_bytes(free)} free where the caches are"
-    yield (
-        good("disk", space)
-        if free > 4 << 30
-        else fair("disk", space, f"Make room: {call('models')}, {call('rm')}")
-    )
+    if (free := free_bytes(existing)) is None:
+        yield note("disk", "does not say how much is free where the caches are")
+    else:
+        space = f"{as_bytes(free)} free where the caches are"
+        yield (
+            good("disk", space)
+            if free > 4 << 30
+            else fair("disk", space, f"Make room: {call('models')}, {call('rm')}")
+        )
     yield _terminal()
 
 

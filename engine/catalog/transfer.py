@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
-import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +15,7 @@ from engine.catalog.hub import DownloadError
 from engine.catalog.names import public_address
 from engine.catalog.progress import Meter
 from engine.formats.gguf import printable
-from engine.system.whole_file import open_to_append, read_file, write_whole
+from engine.system.whole_file import free_bytes, open_to_append, read_file, write_whole
 
 LOCK_S = 0.3
 SPARE_BYTES = 64 << 20  # of disk space that a download leaves free
@@ -259,8 +258,8 @@ def _are_different(one: str, other: str) -> bool:
 def _check_free_space(target: Target, size_bytes: int | None, have: int) -> None:
     """Raises DownloadError if the disk cannot hold the missing bytes."""
     need = (size_bytes or 0) - have + SPARE_BYTES
-    free = shutil.disk_usage(target.path.parent).free
-    if need > free:
+    free = free_bytes(target.path.parent)
+    if free is not None and need > free:
         raise DownloadError(
             f"{printable(target.name)} needs {need / 1e9:.2f} GB more, and {target.path.parent} has room for "
             f"{free / 1e9:.2f} GB.",

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 
 import platformdirs
+
+from engine.system.whole_file import free_bytes
 
 _DEFAULT_BYTES = 4 << 30
 _SMALL_DISK_BYTES = 40 << 30
@@ -26,4 +27,4 @@ def default_limit_bytes() -> int:
     place = folder()
     while not place.exists():
         place = place.parent
-    return _DEFAULT_BYTES if shutil.disk_usage(place).free >= _SMALL_DISK_BYTES else 0
+    return _DEFAULT_BYTES if (free_bytes(place) or 0) >= _SMALL_DISK_BYTES else 0

@@ -5,6 +5,7 @@ import contextlib
 import errno
 import os
 import re
+import shutil
 import stat
 import tempfile
 from collections.abc import Iterator
@@ -31,7 +32,27 @@ def write_whole(path: Path, content: bytes, mode: int = 0o600) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with replacing(path) as file:
         file.write(content)
-        Path(file.name).chmod(mode)
+        set_mode(Path(file.name), mode)
+
+
+def set_mode(path: Path, mode: int) -> None:
+    """Gives a file these permissions. On a disk that knows none, such as VFAT, those of our files stay as they are.
+    Raises OSError."""
+    try:
+        path.chmod(mode)
+    except OSError as error:
+        is_refused = error.errno in (errno.EPERM, errno.ENOTSUP, errno.ENOSYS)
+        if not is_refused or path.stat().st_uid != os.geteuid():
+            raise
+
+
+def free_bytes(folder: Path) -> int | None:
+    """How much more the disk of a folder holds; None if it does not say, as those that lie elsewhere."""
+    try:
+        usage = shutil.disk_usage(folder)
+    except OSError:
+        return None
+    return usage.free if usage.total else None
 
 
 def open_file(path: Path) -> IO[bytes]:

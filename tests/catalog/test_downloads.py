@@ -10,7 +10,6 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
@@ -505,7 +504,7 @@ def test_an_architecture_that_cannot_run_is_refused_before_the_download(fake_hub
 
 
 def test_room_is_checked_before_the_download(fake_hub, model, monkeypatch):
-    monkeypatch.setattr(transfer.shutil, "disk_usage", lambda _: SimpleNamespace(free=64 << 20))
+    monkeypatch.setattr(transfer, "free_bytes", lambda _: 64 << 20)
     with pytest.raises(DownloadError, match=r"needs 0.07 GB more, and .* has room for 0.07 GB"):
         download(model)
     assert all(path.startswith("/api/") for path in fake_hub.paths())
