@@ -85,10 +85,9 @@ def _closed(schema: Any) -> Any:
         return schema
     made = with_subschemas(schema, _closed)
     named, required = schema.get("properties"), schema.get("required", [])
-    is_whole = (
-        isinstance(named, Mapping) and isinstance(required, list) and all(name in named for name in required)
-    )
-    if named and is_whole and not any(key in schema for key in _OTHERS):
+    names = frozenset(named) if isinstance(named, Mapping) else frozenset()
+    is_whole = isinstance(required, list) and all(isinstance(name, str) for name in required)
+    if names and is_whole and names.issuperset(required) and not any(key in schema for key in _OTHERS):
         made["additionalProperties"] = False
     return made
 

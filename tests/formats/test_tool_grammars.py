@@ -414,5 +414,6 @@ def test_objects_have_the_properties_that_are_named_and_no_others():
         {"allOf": [city, {"properties": {"more": {"type": "integer"}}, "required": ["more"]}]},
     ):
         assert takes(schema_grammar(closed(open)), '{"name": "Oslo", "more": 1}')
-    for odd in ({"properties": 1}, {"properties": {"a": {}}, "required": 2}, {"allOf": 1}, True):
+    a = {"properties": {"a": {}}}
+    for odd in ({"properties": 1}, a | {"required": 2}, a | {"required": [{}]}, {"allOf": 1}, True):
         assert closed(odd) == odd
