@@ -103,7 +103,10 @@ MINICPM = ToolForm(
         quotes=("<![CDATA[", "]]>"),
     ),
 )  # MiniCPM 5
-GIGACHAT = ToolForm(("<|function_call|>",))
+GIGACHAT = ToolForm(("<|function_call|>",))  # GigaChat 3.1
+GIGACHAT_3 = ToolForm(
+    ("<|message_sep|>\n\nfunction call<|role_sep|>\n", "function call<|role_sep|>\n"), "<|message_sep|>"
+)  # a call is a message of a role of its own
 LLAMA_4 = ToolForm(("<|python_start|>",), "<|python_end|>", bare=True, in_python=True)
 LLAMA = ToolForm(("<|python_tag|>",), bare=True, key="parameters")
 HARMONY = ToolForm((" to=functions.",), between="<|message|>")  # gpt-oss, as `channels` shows it
@@ -124,6 +127,7 @@ _SIGNS: tuple[tuple[tuple[str, ...], ToolForm | None], ...] = (
     (("<TOOLCALL>[",), NEMOTRON),
     (("<tool_calls>[",), APRIEL),
     (("<|function_call|>", "<|message_sep|>"), GIGACHAT),
+    (("'function call'", "<|role_sep|>", "<|message_sep|>"), GIGACHAT_3),
     (("<tool_call>", "<arg_key>"), GLM),
     (("<tool_call>", "<function="), QWEN_XML),
     (("<tool_call>",), HERMES),
