@@ -86,7 +86,7 @@ def resized(spec: VisionSpec, rgb: NDArray[np.uint8]) -> tuple[NDArray[np.uint8]
         return picture.resize((size[0], picture.height), how).resize(size, how)
 
     match spec.kind:
-        case "gemma3" | "lfm2":
+        case "gemma3" | "lfm2" | "phi4":
             how = Image.Resampling.BILINEAR
         case "idefics3":
             how = Image.Resampling.LANCZOS

@@ -26,7 +26,7 @@ def write(
     joined = merge**2 * dim
     is_omni = kind == "qwen2.5o"
     named, kind = kind, {"qwen2.5o": "qwen2.5vl_merger", "lightonocr": "pixtral"}.get(kind, kind)
-    is_like_siglip = kind in ("paddleocr", "kimivl", "lfm2", "mlp", "resampler")
+    is_like_siglip = kind in ("paddleocr", "kimivl", "lfm2", "mlp", "resampler", "phi4", "janus_pro")
     layers = 1 + (deep or kind == "qwen2.5vl_merger")  # the first one of which has windows
     side = side or 2 * merge * patch
     writer = gguf.GGUFWriter(str(path), "clip")
@@ -42,7 +42,7 @@ def write(
     is_qwen, is_qwen2 = kind.startswith("qwen"), kind.startswith("qwen2")
     if is_qwen or kind in ("pixtral", "glm4v"):
         writer.add_uint32("clip.vision.spatial_merge_size", merge)
-    if kind in ("dots_ocr", "paddleocr"):
+    if kind in ("dots_ocr", "paddleocr", "phi4"):
         for key, tokens in {"min": 4, "max": 64}.items():
             writer.add_uint32(f"clip.vision.image_{key}_pixels", tokens * (merge * patch) ** 2)
     writer.add_float32("clip.vision.attention.layer_norm_epsilon", 1e-6)
@@ -96,6 +96,7 @@ def write(
     places = {"qwen3vl_merger": (9, dim), "gemma3": ((side // patch) ** 2, dim), "gemma4v": (2, 128, dim)}
     places |= {"idefics3": places["gemma3"], "internvl": ((side // patch) ** 2 + 1, dim)}
     places |= {"mlp": places["internvl"], "resampler": (4900, dim)}
+    places |= {"phi4": (16, dim), "janus_pro": places["gemma3"]}
     places |= {"paddleocr": (9, dim), "kimivl": (16, dim), "lfm2": (256, dim), "glm4v": (36, dim)}
     if kind in places:
         tensor("v.position_embd.weight", *places[kind], std=0.5)
@@ -140,9 +141,11 @@ def write(
             norm("mm.model.mlp.0", joined)
             matrix("mm.model.mlp.1", out, joined)
             matrix("mm.model.mlp.3", out, out)
-        case "mlp":
+        case "mlp" | "phi4" | "janus_pro":
+            if kind == "janus_pro":
+                norm("v.post_ln")
             matrix("mm.0", out, dim)
-            matrix("mm.2", out, out)
+            matrix("mm.1" if kind == "janus_pro" else "mm.2", out, out)
         case "resampler":
             norm("v.post_ln")
             tensor("resampler.query", 5, 128)

@@ -102,8 +102,10 @@ class ProjectorReader(CheckedFile):
 
     def projector(self) -> tuple[int, tuple[ProjectorStep, ...]]:
         """The elements of an embedding, and the steps to it."""
-        if self.kind in ("mlp", "resampler"):  # their files say other numbers in its place
-            return self.llava_steps() if self.kind == "mlp" else self.query_steps()
+        if self.kind in ("mlp", "phi4", "janus_pro"):  # some files say other numbers in its place
+            return self.llava_steps()
+        if self.kind == "resampler":
+            return self.query_steps()
         out, dim, joined = self.size("projection_dim"), self.dim, self.merge**2 * self.dim
         match self.kind:
             case "qwen2vl_merger" | "qwen2.5vl_merger" | "qwen3vl_merger":
@@ -171,10 +173,11 @@ class ProjectorReader(CheckedFile):
 
     def llava_steps(self) -> tuple[int, tuple[ProjectorStep, ...]]:
         """LLaVA's: two products, or one. Its files leave out the layers whose results it does not read."""
-        width, out = self.rows_of("mm.0"), self.rows_of("mm.2") or self.rows_of("mm.0")
+        width, last = self.rows_of("mm.0"), "mm.1" if self.kind == "janus_pro" else "mm.2"
+        out = self.rows_of(last) or width
         steps = [*self.last_norms(), self.linear("mm.0", width, self.dim)]
-        if self.has("mm.2.weight"):
-            steps += [Activate("exact gelu"), self.linear("mm.2", out, width)]
+        if self.has(f"{last}.weight"):
+            steps += [Activate("exact gelu"), self.linear(last, out, width)]
         return out, tuple(steps)
 
     def query_steps(self) -> tuple[int, tuple[ProjectorStep, ...]]:

@@ -48,6 +48,8 @@ KINDS = {
     "glm4v": 2,
     "mlp": 1,
     "resampler": 1,
+    "phi4": 1,
+    "janus_pro": 1,
 }
 """The projector types that the engine runs, and how many patches a side become a token if a file does not say."""
 FITTING = {
@@ -59,10 +61,10 @@ FITTING = {
     "gemma3": ("gemma3",),
     "gemma4": ("gemma4v",),
     "mistral3": ("pixtral",),
-    "llama": ("pixtral", "idefics3", "internvl", "mlp", "resampler"),
+    "llama": ("pixtral", "idefics3", "internvl", "mlp", "resampler", "janus_pro"),
     "internlm2": ("internvl", "mlp"),
     "phi2": ("mlp",),
-    "phi3": ("internvl", "mlp"),
+    "phi3": ("internvl", "mlp", "phi4"),
     "qwen2": ("internvl", "dots_ocr", "mlp", "resampler"),
     "qwen3": ("internvl", "lightonocr", "resampler"),
     "qwen3moe": ("internvl",),
@@ -82,7 +84,7 @@ _MAX_MERGE, _MAX_SIDE, _MAX_HEAD, _MAX_LAYERS = 16, 1 << 14, 1 << 10, 1 << 10
 _QWEN_TOKENS = {"qwen2vl_merger": (4, 4096), "qwen2.5vl_merger": (4, 4096), "qwen3vl_merger": (64, 4096)}
 """The least are those of the published processors. The most is llama.cpp's: the published 16384 fill most contexts."""
 _AREA_TOKENS = _QWEN_TOKENS | {"kimivl": (8, 1024), "lfm2": (64, 256), "glm4v": (8, 4096)}
-_SAID_AREAS = "dots_ocr", "paddleocr"
+_SAID_AREAS = "dots_ocr", "paddleocr", "phi4"
 """Kinds whose files say the least and the most pixels of a picture."""
 _MOST_TOKENS = 8192
 """Of a picture of these: dots.ocr's 14400 would take minutes on most machines."""
@@ -94,6 +96,7 @@ _RESIZED: dict[str, ResizedPositions] = {
     "kimivl": "bicubic",
     "glm4v": "bicubic",
     "lfm2": "smoothed",
+    "phi4": "smoothed",
 }
 _WINDOW = 112
 """The side of a window of Qwen 2.5 VL in pixels."""
@@ -229,9 +232,9 @@ class _Reader(ProjectorReader):
         return self.kind == "internvl" or (self.kind == "mlp" and self.has("v.class_embd"))
 
     def padding(self) -> tuple[int, int, int] | None:
-        """LLaVA's is the mean of colours. Version 1.6 stretches the whole picture."""
+        """The mean of colours. LLaVA 1.6 stretches the whole picture."""
         red, green, blue = (int(255 * min(max(mean, 0.0), 1.0)) for mean in self.colours("image_mean"))
-        return (red, green, blue) if self.kind == "mlp" and not self.has_choices else None
+        return (red, green, blue) if self.kind in ("mlp", "janus_pro") and not self.has_choices else None
 
     @property
     def has_choices(self) -> bool:
@@ -254,7 +257,7 @@ class _Reader(ProjectorReader):
             side = self.size("preproc_image_size", side)
         if self.kind == "resampler" and align <= side <= _MAX_SIDE:
             return SizeRule("mean", align, side)
-        is_tiled = self.kind in ("idefics3", "internvl", "mlp", "resampler")
+        is_tiled = self.kind in ("idefics3", "internvl", "mlp", "resampler", "janus_pro")
         if is_tiled and (side // self.patch) % self.merge == 0 < side // align:
             return SizeRule("square", align, side // align * align)
         is_odd = self.kind == "gemma3" and (side % align or (side // align) ** 2 > _MOST_WHOLE)
@@ -323,11 +326,11 @@ class _Reader(ProjectorReader):
         if self.kind == "gemma4v":
             return Positions(self.required(name, 2, self.places, self.dim), "column and row")
         rows = shape[0] if shape else 0
-        if self.kind in ("gemma3", "idefics3", "internvl", "mlp"):
+        if self.kind in ("gemma3", "idefics3", "internvl", "mlp", "janus_pro"):
             places = (self.size("image_size") // self.patch) ** 2 + self.has_summary
             return Positions(self.required(name, places, self.dim), "patch")
-        least = self.merge**2 * _AREA_TOKENS.get(self.kind, (0, 0))[0]
-        if math.isqrt(rows) ** 2 != rows or not rows or (self.kind == "lfm2" and rows > 4 * least):
+        least, is_smoothed = self.size_rule().least // self.patch**2, _RESIZED.get(self.kind) == "smoothed"
+        if math.isqrt(rows) ** 2 != rows or not rows or (is_smoothed and rows > 4 * least):
             raise damaged(self.file.path, f"the places of {name} are no square")
         table = self.required(name, rows, self.dim)
         if self.kind == "resampler":
@@ -352,7 +355,7 @@ class _Reader(ProjectorReader):
         rates = tuple((10000.0 ** (-2 * i / (d // 2))).tolist())
         if self.kind == "kimivl":
             return Rotations(by_row=(*none, *rates), by_column=(*rates, *none))
-        if self.kind in (*_QWEN_TOKENS, *_SAID_AREAS, "glm4v"):
+        if self.kind in (*_QWEN_TOKENS, "dots_ocr", "paddleocr", "glm4v"):
             return Rotations(by_row=(*rates, *none), by_column=(*none, *rates))
         return None
 

@@ -77,6 +77,8 @@ PICTURE_MARKS = {
     "internvl": PictureMarks("<IMG_CONTEXT>\n", "<img>", "</img>\n"),
     "lightonocr": PictureMarks("<|image_pad|>"),
     "mlp": PictureMarks("<image>\n", after="\n"),
+    "phi4": PictureMarks("<image>"),
+    "janus_pro": PictureMarks("<image_placeholder>\n", "<begin_of_image>", "<end_of_image>\n"),
     "resampler": PictureMarks(
         "(<image>./</image>)\n", after="\n", tile="<slice>", tile_end="</slice>", row_end="\n", whole="<image>",
         whole_end="</image>",

@@ -19,9 +19,8 @@ def test_every_kind_is_read(kind, tmp_path):
     assert (spec.kind, spec.out, spec.merge) == (kind, 128, KINDS[kind])
     attend, *others = (s.operator for s in spec.sublayers if isinstance(s.operator, PatchAttention))
     assert attend.windowed == bool(others) == (kind in ("qwen2.5vl_merger", "qwen2.5o"))
-    assert bool(spec.rotations) == (
-        kind not in ("gemma3", "idefics3", "internvl", "lfm2", "mlp", "resampler")
-    )
+    of_places = "gemma3", "idefics3", "internvl", "lfm2", "mlp", "resampler", "phi4", "janus_pro"
+    assert bool(spec.rotations) == (kind not in of_places)
     assert bool(spec.tiles) == (kind in ("idefics3", "internvl", "lfm2", "resampler"))
     assert bool(spec.summary) == (kind in ("internvl", "mlp"))
     assert bool(attend.o.inputs) == (kind == "gemma4v")

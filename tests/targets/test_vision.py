@@ -56,6 +56,7 @@ OTHERS = [
     *(rarely(kind, {}) for kind in ("lightonocr", "dots_ocr", "paddleocr", "kimivl", "lfm2")),
     ("glm4v", {}),
     rarely("mlp", {"side": 150}),
+    *(rarely(kind, {}) for kind in ("phi4", "janus_pro")),
     rarely("mlp", {"choices": (16, 32, 32, 32)}),
     ("resampler", {"out": 128}),
 ]
