@@ -35,9 +35,8 @@ if TYPE_CHECKING:
 REFERENCE = 12  # Q4_K
 WEIGHTS_BYTES, ROUNDS = 512 << 20, 5  # read in a timing; timings, of which the median counts
 _DRAWN = 1 << 22  # random numbers; more repeat them
-_OTHERS = (  # cols, down, across, deep
-    (4, 1, 2, 1), (4, 1, 4, 1), (4, 1, 1, 2), (4, 1, 2, 2), (4, 1, 4, 2), (4, 1, 1, 4), (4, 1, 2, 4), (2, 1, 4, 2),
-    (2, 1, 2, 4), (2, 1, 4, 4), (4, 2, 2, 1), (4, 2, 2, 2), (4, 2, 1, 2),
+_OTHERS = (  # cols, across, deep
+    (4, 2, 1), (4, 4, 1), (4, 1, 2), (4, 2, 2), (4, 4, 2), (4, 1, 4), (4, 2, 4), (2, 4, 2), (2, 2, 4), (2, 4, 4),
 )  # fmt: skip
 _FEW = (
     (2, 1, 4),
@@ -83,9 +82,9 @@ class Matrix:
         parts = (1,) if self.is_gate else (1, 2, 4)
         tiles: list[AnyTiles] = [
             tile
-            for cols, down, across, deep in _OTHERS
+            for cols, across, deep in _OTHERS
             for n in parts
-            if tokens % (tile := Tiles(min(8, tokens // 16), cols, down, across, n, deep)).tokens == 0
+            if tokens % (tile := Tiles(min(8, tokens // 16), cols, across, n, deep)).tokens == 0
             and tile.shares <= min(8, units_of(self.cols))
         ]
         if tokens <= MAX_TOKENS:

@@ -66,8 +66,7 @@ def other_tiles(cols: int) -> Iterator[SmallBatchTiles]:
         (1, 1, 2), (1, 1, 4), (1, 1, 8), (1, 1, 12), (1, 1, 16), (1, 2, 4), (1, 2, 8), (2, 1, 4), (2, 1, 8),
     ):  # fmt: skip
         if parts <= steps_of(cols):
-            for chains in (1, 2, 4):
-                yield SmallBatchTiles(rows, across, parts, chains)
+            yield SmallBatchTiles(rows, across, parts)
 
 
 class Timing:
@@ -193,13 +192,13 @@ def run(given: argparse.Namespace) -> None:
                 times = {t: timing.microseconds(s) for (n, t), s in few.items() if n == tokens}
                 best = min(times, key=lambda t: times[t])
                 notes.append((tokens, times))
-                label = f"{best.rows},{best.across},{best.parts},{best.chains}: {cell(times[best])}"
+                label = f"{best.rows},{best.across},{best.parts}: {cell(times[best])}"
                 cells += [cell(times[own]), label if tokens in given.searched else ""]
             layout = timing.layout.name
             print(f"| {name} {shape.name} {layout} {shape.rows}x{shape.cols} | {' | '.join(cells)} |")
             for tokens, times in notes if given.all else []:
                 row = ", ".join(
-                    f"{t.rows},{t.across},{t.parts},{t.chains} {us:.2f}"
+                    f"{t.rows},{t.across},{t.parts} {us:.2f}"
                     for t, us in sorted(times.items(), key=lambda p: p[1])
                 )
                 print(f"<!-- {tokens} tokens: {row} -->", flush=True)

@@ -321,22 +321,22 @@ def check_prompt_products() -> None:
         parts = 2 if cols > 64 else 1
         out = zeros(parts * tokens * rows)
         deep = units_of(cols) // parts
-        kernel = matmul(layout, tokens, rows, cols, Tiles(1, 1, 1, 2, parts, deep), False, "t")
+        kernel = matmul(layout, tokens, rows, cols, Tiles(1, 1, 2, parts, deep), False, "t")
         run(kernel, out, buffer(fragments), prompt, *planes)
         close(out.numpy().reshape(parts, tokens, rows).sum(0)[:n], wanted, 1e-3)
         is_staged = is_cuda() and cols > 64
         if is_staged:
             parts = 2 if cols == 256 else 1
             out = zeros(parts * tokens * rows)
-            kernel = matmul(layout, tokens, rows, cols, Tiles(1, 1, 2, 2, parts, staged=True), False, "t")
+            kernel = matmul(layout, tokens, rows, cols, Tiles(1, 1, 2, parts, staged=True), False, "t")
             run(kernel, out, buffer(fragments), prompt, *planes)
             close(out.numpy().reshape(parts, tokens, rows).sum(0)[:n], wanted, 1e-3)
         if not THOROUGH and ggml_type != 8:
             continue
         place = prompt_index(lambda m, e, rows=rows: fragment_index(m, e, rows // 2), n, rows // 2)
         for tiles in (
-            Tiles(1, 2, 2, 1, 1, min(2, units_of(cols))),
-            *[Tiles(2, 2, 1, 2, 1, staged=True)] * is_staged,
+            Tiles(1, 2, 1, 1, min(2, units_of(cols))),
+            *[Tiles(2, 2, 2, 1, staged=True)] * is_staged,
         ):
             out = zeros(fragments_size(tokens, rows // 2), dtypes.float16)
             kernel = matmul(layout, tokens, rows, cols, tiles, True, "t")

@@ -53,7 +53,7 @@ def check_small_batch_divided() -> None:
     """One tile of tokens and more, warps side by side and in turn, several steps for a warp, columns divided among
     blocks too."""
     for tokens, tiles in (
-        (8, SmallBatchTiles(2, 2, 2)), (11, SmallBatchTiles(1, 2, 3, 4)), (30, SmallBatchTiles(2, 1, 1)), (9,
+        (8, SmallBatchTiles(2, 2, 2)), (11, SmallBatchTiles(1, 2, 3)), (30, SmallBatchTiles(2, 1, 1)), (9,
         SmallBatchTiles(1, 1, 2, splits=2)),
     ):  # fmt: skip
         rows, cols = 64, 1280

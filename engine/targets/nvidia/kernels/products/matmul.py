@@ -66,13 +66,12 @@ _MAX_HALF = 65504.0  # the largest float16
 
 @dataclass(frozen=True)
 class Tiles:
-    """How a product is divided: a warp computes 16 * `rows` tokens by 8 * `cols` rows of the matrix; a block has `down`
-    by `across` tiles; `deep` warps of a block share the common dimension of each, and `parts` blocks, each of which
+    """How a product is divided: a warp computes 16 * `rows` tokens by 8 * `cols` rows of the matrix; a block has
+    `across` such tiles; `deep` warps of a block share the common dimension of each, and `parts` blocks, each of which
     stores its own sum. If activations are `staged`, the block copies them to shared memory (`StagedTiles`)."""
 
     rows: int
     cols: int
-    down: int
     across: int
     parts: int
     deep: int = 1
@@ -81,7 +80,7 @@ class Tiles:
     @property
     def tokens(self) -> int:
         """Tokens of a block."""
-        return 16 * self.rows * self.down
+        return 16 * self.rows
 
     @property
     def width(self) -> int:
@@ -97,7 +96,7 @@ class Tiles:
     def shared_bytes(self) -> int:
         """Shared memory of a block."""
         sums = (self.deep - 1) * self.tokens * self.width * 4
-        return sums + staged_bytes(self.rows * self.down) * self.staged
+        return sums + staged_bytes(self.rows) * self.staged
 
 
 @dataclass(frozen=True)
@@ -128,7 +127,7 @@ class ExpertTiles:
     @property
     def tiles(self) -> Tiles:
         """How products are divided: a block for each tile and 64 rows."""
-        return Tiles(self.tile // 16, 4, 1, 2, 1)
+        return Tiles(self.tile // 16, 4, 2, 1)
 
 
 def expert_tiles(tokens: int, used: int, n: int) -> ExpertTiles:
@@ -149,7 +148,7 @@ def tiles_for(layout: WeightLayout, tokens: int, rows: int, cols: int, chip: Chi
     if is_cuda() and units > 1:
         tiles = _staged_tiles(tall, tokens, rows, cols, chip, paired)
         return replace(tiles, staged=not _is_better_alone(layout, tokens, rows, tiles, chip))
-    tiles = Tiles(tall, 4, 1, 2, 1)
+    tiles = Tiles(tall, 4, 2, 1)
     blocks, shares = -(-tokens // tiles.tokens) * -(-rows // tiles.width), 1
     while shares < 8 and blocks * shares < 2 * chip.multiprocessors and units // shares >= 8:
         shares *= 2
@@ -172,7 +171,7 @@ def _staged_tiles(tall: int, tokens: int, rows: int, cols: int, chip: Chip, pair
         return of_busiest * tiles.across / (4 * tiles.parts) + sums
 
     parts = [n for n in (1, 2, 4, 8) if n == 1 or not (paired or units < n * _PART)]
-    return min((Tiles(tall, 4, 1, across, n, staged=True) for n in parts for across in (4, 2)), key=time)
+    return min((Tiles(tall, 4, across, n, staged=True) for n in parts for across in (4, 2)), key=time)
 
 
 def _is_better_alone(layout: WeightLayout, tokens: int, rows: int, tiles: Tiles, chip: Chip) -> bool:
@@ -225,11 +224,11 @@ def wmma(a: Sequence[UOp], b: Sequence[UOp], c: Sequence[UOp]) -> list[UOp]:
     return [product.index(UOp.const(i)) for i in range(4)]
 
 
-def _over_depths(tiles: Tiles, sums: Sequence[UOp], at: tuple[UOp, UOp, UOp, UOp]) -> list[UOp]:
+def _over_depths(tiles: Tiles, sums: Sequence[UOp], at: tuple[UOp, UOp, UOp]) -> list[UOp]:
     """The sums of a thread and of those at further depths, by way of shared memory. `at`: the thread of its warp, and
-    the warp's place down, across and in the depth."""
-    thread, down, across, depth = at
-    tile, size = (down * tiles.across + across) * len(sums), tiles.down * tiles.across * len(sums)
+    the warp's place across and in the depth."""
+    thread, across, depth = at
+    tile, size = across * len(sums), tiles.across * len(sums)
     others = shared(tiles.shared_bytes // 4, slot=2)
 
     def met(depth: UOp | int, i: int) -> UOp:
@@ -276,16 +275,14 @@ def matmul(
         out: UOp, x: UOp, prompt: UOp | None, assignments: UOp | None, tile_experts: UOp | None,
         factors: UOp | None, bias: UOp | None, planes: Sequence[UOp],
     ) -> UOp:  # fmt: skip
-        thread, down, warp = (
-            UOp.special(n, f"lidx{i}") for i, n in enumerate((32, tiles.down, tiles.across * tiles.deep))
-        )
+        thread, warp = UOp.special(32, "lidx0"), UOp.special(tiles.across * tiles.deep, "lidx1")
         across, depth = (
             (warp % tiles.across, warp // tiles.across) if tiles.deep > 1 else (warp, UOp.const(0))
         )
         column_block, block = UOp.special(blocks, "gidx0"), UOp.special(-(-rows // tiles.width), "gidx1")
         part = UOp.special(tiles.parts, "gidx2") if tiles.parts > 1 else UOp.const(0)
         share = part * tiles.deep + depth
-        first_tile = (column_block * tiles.down + down) * tiles.rows
+        first_tile = column_block * tiles.rows
         first_row = (block * tiles.across + across) * (8 * tiles.cols)
         if experts:
             assert tile_experts is not None
@@ -294,17 +291,15 @@ def matmul(
         else:
             assert prompt is not None
             n = used_rows(prompt, tokens)
-            # All warps that share activations take as many steps.
-            live = (column_block * tiles.tokens if tiles.staged else first_tile * 16) < n
+            live = first_tile * 16 < n
         n_acc = tiles.rows * tiles.cols * 4
         acc = zeroed_registers(n_acc, 0)
         own_steps = (units - share * steps).minimum(steps) if units % tiles.shares else UOp.const(steps)
         bound = live.where(own_steps, 0)  # warps beyond the prompt do nothing
         staged = None
         if tiles.staged:
-            own_thread = (warp * tiles.down + down) * 32 + thread
-            first, count = column_block * (tiles.rows * tiles.down), tiles.rows * tiles.down
-            staged = StagedTiles(x, units, first, count, own_thread, 32 * tiles.down * tiles.across, slot=3)
+            own_thread, threads = warp * 32 + thread, 32 * tiles.across
+            staged = StagedTiles(x, units, first_tile, tiles.rows, own_thread, threads, slot=3)
             begun = staged.begin(share * steps)
         step = UOp.range(bound, 0, AxisType.REDUCE) if steps > 1 else UOp.const(0)
         row_step = share * steps + step  # of a row, which has as many as units
@@ -349,7 +344,7 @@ def matmul(
         for quad in range(4):
             for i in range(tiles.rows):
                 if staged:
-                    left = staged.fragment(array, step, down * tiles.rows + i, quad, thread)
+                    left = staged.fragment(array, step, UOp.const(i), quad, thread)
                 else:
                     index = ((((first_tile + i) * units + row_step) * 4 + quad) * 32 + thread) * 8
                     left = lefts[i][quad] if gathered else load_run(x, index, 8)
@@ -363,7 +358,7 @@ def matmul(
         acc = acc.after(stores.end(step) if steps > 1 else stores)
         sums = load_run(acc, 0, n_acc)
         if tiles.deep > 1:
-            sums = _over_depths(tiles, sums, (thread, down, across, depth))
+            sums = _over_depths(tiles, sums, (thread, across, depth))
         results: list[UOp] = []
         for i, j, k in itertools.product(range(tiles.rows), range(tiles.cols), (0, 1)):
             pair = sums[(i * tiles.cols + j) * 4 + 2 * k :][:2]
@@ -395,7 +390,7 @@ def matmul(
                 else:
                     index = part * (tokens * rows) + token * rows + row + e
                 results.append(store(out, index, value, inside))
-        shape = f"{tiles.rows}_{tiles.cols}_{tiles.down}_{tiles.across}_{tiles.parts}_{tiles.deep}"
+        shape = f"{tiles.rows}_{tiles.cols}_{tiles.across}_{tiles.parts}_{tiles.deep}"
         shape += "_staged" * tiles.staged + "_ungated" * bool(ungated)
         full_name = f"prefill_{name}_{layout.name}_{tokens}_{rows}x{cols}_{shape}"
         n_matrices, per_token = (min(experts.n, experts.assignments), experts.used) if experts else (1, 1)

@@ -71,15 +71,12 @@ take 3 % less time if they start early, and prompts of 64 tokens 2 % more."""
 @dataclass(frozen=True)
 class SmallBatchTiles:
     """How a product is divided: a warp has 16 * `rows` rows of the matrix; a block has `across` times as many, and
-    `parts` warps share the columns of each. A thread has `chains` sums of each element, which it adds in the end: an
-    instruction waits only for the last one of its own chain, but sums take registers. `splits` blocks divide the
-    columns, and each stores its own sums. A step takes the columns of four units, or of `slices`, 2 or 4, one: then it
-    takes fewer registers."""
+    `parts` warps share the columns of each. `splits` blocks divide the columns, and each stores its own sums. A step
+    takes the columns of four units, or of `slices`, 2 or 4, one: then it takes fewer registers."""
 
     rows: int
     across: int
     parts: int
-    chains: int = 1
     splits: int = 1
     slices: int = 1
 
@@ -316,7 +313,7 @@ def small_batch_product(
     )
     slices, quarters = tiles.slices, UNIT // QUARTER // tiles.slices
     runs_a_step = UNIT // _RUN // slices
-    n_acc, padded = tiles.rows * columns * tiles.chains * 4, columns * _TILE + 1
+    n_acc, padded = tiles.rows * columns * 4, columns * _TILE + 1
 
     def kernel(x: UOp, planes: Sequence[UOp], **others: UOp | list[UOp]) -> UOp:
         lane, across = UOp.special(32, "lidx0"), UOp.special(tiles.across, "lidx1")
@@ -374,7 +371,7 @@ def small_batch_product(
             for k in range(0, UNIT // slices, 4):
                 left = [v for i in (0, 1) for side in sides for v in side[k // 2 + i]]
                 for c in range(columns):
-                    i = ((r * columns + c) * tiles.chains + k // 4 % tiles.chains) * 4
+                    i = (r * columns + c) * 4
                     sums[i : i + 4] = wmma(left, rights[c][k : k + 4], sums[i : i + 4])
         so_far = UOp.group(*store_run(acc, 0, sums))
         if ahead:
@@ -385,9 +382,7 @@ def small_batch_product(
         results = []
         for r in range(tiles.rows):
             for c in range(columns):
-                chains = load_run(acc, (r * columns + c) * tiles.chains * 4, tiles.chains * 4)
-                for i in range(4):
-                    value = tree(chains[i::4])
+                for i, value in enumerate(load_run(acc, (r * columns + c) * 4, 4)):
                     row = (across * tiles.rows + r) * _ROWS + i // 2 * 8 + g
                     index = (part * tiles.width + row) * padded + c * _TILE + t * 2 + i % 2
                     results.append(store(partial, index, value))
@@ -398,7 +393,7 @@ def small_batch_product(
 
         thread = (part * tiles.across + across) * 32 + lane
         block_sums = BlockSums(tiles.width, tokens, rows, tiles.threads, first, block, split, thread, total)
-        shape = f"{tiles.rows}_{tiles.across}_{tiles.parts}_{tiles.chains}_{tiles.splits}"
+        shape = f"{tiles.rows}_{tiles.across}_{tiles.parts}_{tiles.splits}"
         shape += f"_{slices}" if slices > 1 else ""
         full_name = f"few_{name}_{layout.name}_{tokens}_{rows}x{cols}_{shape}"
         n_bytes = layout.n_bytes(rows, cols) + 2 * tokens * cols
