@@ -5,7 +5,7 @@ from tinygrad import dtypes
 
 from engine.protocol.events import Sampling
 from engine.runtime.model_runner import Drawing
-from engine.runtime.sampling import Sampler, biased, log_probabilities, penalizes
+from engine.runtime.sampling import Bias, Sampler, log_probabilities, penalizes
 from engine.targets.nvidia.device_sampler import Choice, DeviceSampler
 from engine.targets.nvidia.kernels.kernel_sequence import KernelSequence
 from engine.targets.nvidia.kernels.sampling.logit_changes import MAX_BIASES, penalize
@@ -137,7 +137,7 @@ def check_sampling_of_a_lone_sequence() -> None:
     logits, sampling = rng.standard_normal(vocab).astype(np.float32), Sampling(top_k=4, seed=1)
     sampler = DeviceSampler(Shortlist(vocab, 32, (4, 2, 1)), context)
     assert sampler.prepare(0, Drawing(sampling, said, Sampler(sampling).uniforms(9), bias))
-    wanted = Sampler(sampling).sample(biased(logits, bias), said)
+    wanted = Sampler(sampling).sample(Bias(bias).added_to(logits), said)
     for masks in (False, True):
         step, out = KernelSequence(), zeros(context, dtypes.int32)
         state = buffer(np.array([said[-1], len(said) - 1, 0], np.int32))
@@ -154,7 +154,7 @@ def hold_rows(sampler, rows, state, drawings, logits, words, on_device, out, lef
     for row in (0, 3):
         s = rows[row][0]
         sampling, said, _, bias, *_ = drawings[s]
-        changed = biased(logits[row], bias)
+        changed = Bias(bias).added_to(logits[row])
         if row == 0 and words is not None:
             may = np.unpackbits(words.view(np.uint8), bitorder="little").astype(bool)
             changed = np.where(np.pad(may, (0, vocab - may.size)), changed, np.float32(-np.inf))
