@@ -42,6 +42,9 @@ def read_draft_head(
             has = file.has(f"{prefix}{name}.weight")
             return file.weight(f"{prefix}{name}", spec.vocab, spec.dim) if has else else_
 
+        # Ling names it as if it were that of the layer
+        names = f"{prefix}shared_head_norm.weight", f"blk.{number}.layer_output_norm.weight"
+        norms = (file.vector(name, spec.dim) for name in names)
         join = Join(half(0), half(spec.dim), norm("enorm"), norm("hnorm"), spec.output_norm)
         return replace(
             spec,
@@ -49,7 +52,7 @@ def read_draft_head(
             ropes=tuple(ropes),
             embedding=matrix("embed_tokens", spec.embedding),
             head=matrix("shared_head_head", spec.head),
-            output_norm=file.vector(f"{prefix}shared_head_norm.weight", spec.dim) or spec.output_norm,
+            output_norm=next(filter(None, norms), spec.output_norm),
             draft_layers=0,
             encoders=(),
             join=join,

@@ -55,6 +55,14 @@ def test_drafts_are_those_of_the_reference(tmp_path, architecture):
     assert drafts(runner, head, tokens, 4, last=1) == wanted  # over what the drafts before have stored
 
 
+def test_lings_last_norm_has_the_name_of_a_layers(tmp_path):
+    path = generated_model.write(tmp_path / "m.gguf", architecture="qwen35", layers=4, draft_head=True)
+    file = GGUF(path)
+    name = "blk.4.layer_output_norm.weight"
+    file.tensors = {name if "shared_head_norm" in key else key: info for key, info in file.tensors.items()}
+    assert read_spec(file).draft_head.output_norm.tensor == name
+
+
 @thorough
 @pytest.mark.parametrize("seed", [0, 1])
 @pytest.mark.parametrize("shape", ["tiny-qwen35-mtp", "tiny-qwen35moe-mtp"])
