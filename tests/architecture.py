@@ -36,6 +36,30 @@ def imports(tree: ast.Module, known: set[str]) -> Iterator[str]:
                 yield inner if (inner := f"{package}/{alias.name}") in known else package
 
 
+def missing_names(tree: ast.Module, trees: dict[str, ast.Module]) -> list[str]:
+    """What a module imports from modules of the project and is not there, as `engine/errors.Name`."""
+    found = []
+    for node in _imports(tree):
+        if isinstance(node, ast.ImportFrom) and (package := (node.module or "").replace(".", "/")) in trees:
+            there = _names(trees[package])
+            names = {alias.name for alias in node.names if f"{package}/{alias.name}" not in trees}
+            found += [f"{package}.{name}" for name in sorted(names - there)]
+    return found
+
+
+@functools.cache
+def _names(tree: ast.Module) -> set[str]:
+    """The names that a module's own statements bind."""
+    found = {alias.asname or alias.name.split(".")[0] for node in _imports(tree) for alias in node.names}
+    for node in tree.body:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            found.add(node.name)
+        else:
+            stored = (inner for inner in ast.walk(node) if isinstance(inner, ast.Name))
+            found |= {inner.id for inner in stored if isinstance(inner.ctx, ast.Store)}
+    return found
+
+
 @functools.cache
 def _imports(tree: ast.Module) -> list[ast.Import | ast.ImportFrom]:
     """Statements alone are looked at, a tenth of the nodes of a tree."""

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from tests.architecture import TOP, cycle, imports, modules, room_of, table
+from tests.architecture import TOP, cycle, imports, missing_names, modules, room_of, table
 from tests.paths import ROOT
 
 FORBIDDEN = {
@@ -88,6 +88,14 @@ def test_an_arrow_that_is_turned_round_is_found(trees, rooms, module, line):
 def test_a_circle_is_found():
     assert cycle({"a": {"b"}, "b": {"c"}, "c": {"b"}}) == ["b", "c"]
     assert cycle({"a": {"b", "c"}, "b": {"c"}}) == []
+
+
+def test_checks_of_kernels_import_names_that_are_there(trees):
+    """Neither mypy nor a commit's tests read those that are thorough."""
+    checks = [ast.parse(file.read_text("utf-8")) for file in (ROOT / "tests/kernels/gpu").glob("check_*.py")]
+    assert checks and [name for check in checks for name in missing_names(check, trees)] == []
+    lost = ast.parse("from engine.errors import OrinError, Nothing\nfrom engine.protocol import events")
+    assert missing_names(lost, trees) == ["engine/errors.Nothing"]
 
 
 def test_libraries_stay_in_their_rooms(trees):
