@@ -8,7 +8,6 @@ import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,6 +18,8 @@ from engine.description.vision import ResizedPositions, VisionSpec
 from engine.formats.prompt_pictures import Part
 
 Floats = NDArray[np.float32]
+Shares = NDArray[np.float64]
+Ints = NDArray[np.int64]
 
 
 @dataclass(frozen=True)
@@ -190,9 +191,8 @@ def places_of(spec: VisionSpec, grid: Grid, n: int) -> Places:
             rows, shares = _stretched(math.isqrt(n), ys, xs, (down, across))
         case "bilinear" | "bicubic" | "smoothed" as filter:
             rows, shares = _resized(filter, math.isqrt(n), ys, xs, (down, across))
-            rows, shares = (
-                np.pad(of, ((0, 0), (0, position_terms(spec, n) - of.shape[1]))) for of in (rows, shares)
-            )
+            room = (0, 0), (0, position_terms(spec, n) - rows.shape[1])
+            rows, shares = np.pad(rows, room), np.pad(shares, room)
     if spec.summary:
         rows, shares = np.pad(rows + 1, ((0, 1), (0, 0))), np.pad(shares, ((0, 1), (0, 0)), constant_values=1)
     return Places(rows.astype(np.int32), shares.astype(np.float32), cos, sin, windows)
@@ -245,17 +245,15 @@ def _order(window: int, grid: Grid) -> tuple[NDArray[np.intp], NDArray[np.intp]]
     return np.argsort(of, kind="stable"), np.unique(of, return_counts=True)[1]
 
 
-def _in_order(of: NDArray[Any], rows: int, columns: int, m: int) -> NDArray[Any]:
+def _in_order(of: Ints, rows: int, columns: int, m: int) -> Ints:
     """A number of each patch, (rows * m, columns * m), in the order of tokens."""
     return of.reshape(rows, m, columns, m).transpose(0, 2, 1, 3).ravel()
 
 
-def _stretched(
-    n: int, ys: NDArray[Any], xs: NDArray[Any], shape: tuple[int, int]
-) -> tuple[NDArray[Any], NDArray[Any]]:
+def _stretched(n: int, ys: Ints, xs: Ints, shape: tuple[int, int]) -> tuple[Ints, Shares]:
     """The four rows of a table of n x n places around each patch of a picture of `shape`, and their shares."""
 
-    def axis(count: int, of: NDArray[Any]) -> tuple[list[NDArray[Any]], list[NDArray[Any]]]:
+    def axis(count: int, of: Ints) -> tuple[list[Ints], list[Shares]]:
         at = np.linspace(0, n - 1, count) if count > 1 else np.zeros(1)
         low = np.minimum(at.astype(int), n - 1)
         share = (at - low)[of]
@@ -270,12 +268,12 @@ def _stretched(
 
 
 def _resized(
-    filter: ResizedPositions, n: int, ys: NDArray[Any], xs: NDArray[Any], shape: tuple[int, int]
-) -> tuple[NDArray[Any], NDArray[Any]]:
+    filter: ResizedPositions, n: int, ys: Ints, xs: Ints, shape: tuple[int, int]
+) -> tuple[Ints, Shares]:
     """The rows of a table of n x n places that the filter reads for each patch of a picture of `shape`, and their
     shares: torch.nn.functional.interpolate, without aligned corners."""
 
-    def axis(count: int, of: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any]]:
+    def axis(count: int, of: Ints) -> tuple[Ints, Shares]:
         at = (np.arange(count) + 0.5) * n / count - 0.5
         wide = max(n / count, 1.0) if filter == "smoothed" else 1.0
         reach = 2 if filter == "bicubic" else math.ceil(wide)
@@ -296,7 +294,7 @@ def _resized(
     )
 
 
-def _cubic(apart: NDArray[Any]) -> NDArray[Any]:
+def _cubic(apart: Shares) -> Shares:
     """The cubic convolution of distances below 2, with PyTorch's a of -3/4."""
     a, x = -0.75, apart
     near, far = ((a + 2) * x - (a + 3)) * x * x + 1, ((x - 5) * x + 8) * x * a - 4 * a

@@ -16,7 +16,8 @@ ggml/src/ggml-quants.c.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from functools import partial
+from typing import TYPE_CHECKING, TypeVar
 
 from engine.formats.ggml_types import OF_MEMORY, TYPES
 
@@ -161,26 +162,16 @@ QUANTIZED: Mapping[int, Format] = {format.ggml_type: format for format in _FORMA
 """By ggml's type id: what most files hold."""
 
 WIDENED_IQ1, WIDENED_IQ2, WIDENED_IQ3_XXS, WIDENED_IQ3_S, WIDENED_NVFP4 = OF_MEMORY
-_WIDE_16: dict[str, Any] = {
-    "group": 16,
-    "offset": 0,
-    "q": (Plane(4, 18, 128),),
-    "scale": ((Plane(8, 2, 16),),),
-}
-_WIDE_32: dict[str, Any] = {
-    "group": 32,
-    "offset": 0,
-    "q": (Plane(4, 10, 128),),
-    "scale": ((Plane(8, 2, 8),),),
-}
+_wide_16 = partial(Format, group=16, offset=0, q=(Plane(4, 18, 128),), scale=((Plane(8, 2, 16),),))
+_wide_32 = partial(Format, group=32, offset=0, q=(Plane(4, 10, 128),), scale=((Plane(8, 2, 8),),))
 # Numbers of grids, in ascending order. Codes that are all bits apart stand for a number and minus it, so the first and
 # the last of IQ2 are of no weight.
 _WIDENED = (
-    Format(WIDENED_IQ1, **_WIDE_16, codebook=(-9, -7, -1, 1, 7, 9), factor=1 / 8),
-    Format(WIDENED_IQ2, **_WIDE_16, codebook=(-61, -43, -25, -8, 8, 25, 43, 61), factor=1 / 8),
-    Format(WIDENED_IQ3_XXS, **_WIDE_32, factor=1 / 2,
+    _wide_16(WIDENED_IQ1, codebook=(-9, -7, -1, 1, 7, 9), factor=1 / 8),
+    _wide_16(WIDENED_IQ2, codebook=(-61, -43, -25, -8, 8, 25, 43, 61), factor=1 / 8),
+    _wide_32(WIDENED_IQ3_XXS, factor=1 / 2,
            codebook=(-31, -26, -22, -18, -14, -10, -6, -2, 2, 6, 10, 14, 18, 22, 26, 31)),
-    Format(WIDENED_IQ3_S, **_WIDE_32, codebook=tuple(range(-15, 16, 2))),
+    _wide_32(WIDENED_IQ3_S, codebook=tuple(range(-15, 16, 2))),
     Format(WIDENED_NVFP4, group=16, offset=0, q=(Plane(4, 6, 32),), scale=((Plane(8, 2, 4),),), factor=2.0**-11,
            codebook=E2M1),
     Format(35, group=32, offset=1, q=(Plane(2, 0, 32),), d=64),

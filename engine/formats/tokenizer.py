@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from functools import cached_property
 from sys import getsizeof
 from threading import Lock
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,6 +21,7 @@ from engine.errors import SHORTEN, ContextFullError
 from engine.formats.gguf import GGUF
 from engine.formats.vocabulary import SPACE, USER_DEFINED, Vocabulary
 
+Codes = NDArray[np.uint8] | NDArray[np.uint32]
 _SURROGATES = re.compile("[\ud800-\udfff]")
 # User-defined tokens that begin like this belong to chat templates; the others are part of any text, and so is HTML,
 # which Gemma 3 has tokens for.
@@ -154,7 +155,7 @@ class Tokenizer(Vocabulary):
             least += int((-(-amounts // self._most_in_a_token)).max(axis=1).sum())
         return least
 
-    def _codes(self, text: str) -> tuple[NDArray[Any], int]:
+    def _codes(self, text: str) -> tuple[Codes, int]:
         """`text` as numbers, of which a token has as many as its spelling in the vocabulary has characters, and the
         number of a space."""
         if self.writes_spaces:
@@ -162,14 +163,14 @@ class Tokenizer(Vocabulary):
         return _code_points(text.replace(" ", SPACE)), ord(SPACE)
 
     @cached_property
-    def _most_in_a_token(self) -> NDArray[Any]:
+    def _most_in_a_token(self) -> NDArray[np.int64]:
         """The largest amount in a token, for each of `_amounts`."""
         texts = [text for text in self.tokens if text]
         starts = np.cumsum([0, *map(len, texts)])[:-1]
         space = "\N{LATIN CAPITAL LETTER G WITH DOT ABOVE}" if self.writes_spaces else SPACE
         spelled = _amounts(_code_points("".join(texts)), ord(space), starts)
         named = [_amounts(*self._codes(text), [0]) for text in self._text_tokens]  # as they are in a text
-        most: NDArray[Any] = np.concatenate([spelled, *named]).max(0, initial=1)
+        most: NDArray[np.int64] = np.concatenate([spelled, *named]).max(0, initial=1)
         return most
 
     def _ids(self, parts: Sequence[str | int]) -> list[int]:
@@ -214,11 +215,11 @@ def _bytes(text: str, ids: array[int]) -> int:
     return getsizeof(text) + getsizeof(ids) + _ENTRY_BYTES
 
 
-def _code_points(text: str) -> NDArray[Any]:
+def _code_points(text: str) -> NDArray[np.uint32]:
     return np.frombuffer(text.encode("utf-32-le"), np.uint32)
 
 
-def _amounts(codes: NDArray[Any], space: int, starts: Sequence[int] | NDArray[Any]) -> NDArray[Any]:
+def _amounts(codes: Codes, space: int, starts: Sequence[int] | NDArray[np.int64]) -> NDArray[np.int64]:
     """How many characters, words and changes from one character to another the texts have that begin at `starts` in
     `codes` and are not empty: (text, 3) int64. A word is what lies between spaces; the first character is a change."""
     starts = np.asarray(starts)
