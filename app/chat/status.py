@@ -104,7 +104,8 @@ class StatusObserver:
             return None
         unit_s = (self._progress_at - self._since) / progress
         waited_s = self._since + elapsed_s - self._progress_at
-        return max(0.0, unit_s * (status.total - status.done) - min(waited_s, unit_s * self._last_step))
+        left_s = unit_s * (status.total - status.done) - min(waited_s, unit_s * self._last_step)
+        return left_s if left_s > 0 else None
 
     def expect(self, name: str) -> None:
         """The engine starts with the model of this name."""

@@ -185,10 +185,11 @@ def _totals(profile: KernelProfile, width: int) -> str:
     unit = unit_of(profile)
     wall = f"wall {unit.text(profile.wall_us)} {unit.name}"
     count = counted(calls, "kernel")
-    both = f"sum {unit.text(total)} · {wall}"
+    texts: tuple[str, ...] = (f"{count} · sum {unit.text(total)} · {wall}", f"{count} · {wall}", wall)
     if total > LONGER * profile.wall_us:  # in the step they overlap, or the machine was quieter then
-        both = f"{wall}, sum one by one {unit.text(total)}"
-    text = longest_fitting((f"{count} · {both}", f"{count} · {wall}", wall), width)
+        longer = f"one by one {unit.text(total)}"
+        texts = (f"{count} · {wall}, sum {longer}", f"{wall}, {longer}", wall)
+    text = longest_fitting(texts, width)
     gap = profile.wall_us - total
     for more in (
         f" · {profile.tokens} tokens" if profile.tokens > 1 else "",

@@ -15,7 +15,11 @@ from widgets.labels import LABELS
 from widgets.text import longest_fitting, one_line
 
 _NOTHING_YET = "which kernels the time of a token goes to: measured one by one as soon as the engine is idle"
-KEYS = ("d decode, prefill  s sort  f filter  p hold  m measure again  ⏎ source", "d s f p m ⏎")
+KEYS = (
+    "d decode, prefill  s sort  f filter  p hold  m measure again  ⏎ source",
+    "d step  s sort  f filter  p hold  m again  ⏎ source",
+    "d s f p m ⏎",
+)
 
 
 class KernelTable(Pane[KernelProfiles]):
