@@ -32,6 +32,7 @@ from app.serve.protocols.tools import Tools
 from app.serve.service import Service
 from engine.formats.tokenizer import Tokenizer
 from engine.protocol.events import RawText
+from widgets.text import as_count
 
 VERSION = "0.20.5"
 """The version of the protocol. Some clients need a minimum, as Codex CLI does with 0.13.4."""
@@ -428,7 +429,7 @@ def _details(service: Service | None) -> Json:
         "format": "gguf",
         "family": family,
         "families": [family] if family else [],
-        "parameter_size": f"{info.parameters / 1e9:.1f}B" if info else "",
+        "parameter_size": as_count(info.parameters) if info else "",
         "quantization_level": info.quantization if info else "",
     }
 

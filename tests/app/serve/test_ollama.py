@@ -122,6 +122,7 @@ async def test_what_there_is(served):
     client, _ = served()
     [model] = (await client.get("/api/tags")).json()["models"]
     assert model["name"] == "tiny" and model["details"]["quantization_level"] == "Q6_K"
+    assert model["details"]["parameter_size"] == "752M"
     [running] = (await client.get("/api/ps")).json()["models"]
     assert running["context_length"] == 8192 and running["size"] == model["size"]
     shown = (await client.post("/api/show", json={"model": "tiny"})).json()
