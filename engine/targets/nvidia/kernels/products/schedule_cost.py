@@ -15,10 +15,13 @@ all rows at once, so that more bytes are under way, and needs the registers for 
 and several rows wait one after the other. Blocks that do not fit at a time come too late for that, and hold up the
 kernel after them.
 
+Blocks may also be held on a multiprocessor: then the compiler takes the registers that these leave. It serves floats,
+which need few to be unpacked.
+
 How many registers the compiler takes without early loads is hardly to be foreseen: with 8 rows of a thread 96 to 168,
 and with one row as few as 38, so that loads of the vector wait for each other.
 
-The numbers are those of an H200, where 1,400 schedules of 150 products were timed in whole steps, and 1,195 alone
+The numbers are those of an H200, where 2,500 schedules of 230 products were timed in whole steps, and 1,195 alone
 (docs/schedules.md). None of them is sharp: a quarter more or less of one changes what the choices take by a few per
 cent. What differs most among GPUs, `Chip` has.
 """
@@ -49,11 +52,18 @@ _NARROW = 0.79  # loads of t threads side by side take 1 + 0.79 / t times as lon
 _PLAIN_REGISTERS = {1: 56, 2: 96, 4: 98, 8: 124}  # of a thread, by its rows
 _PLAIN_WORDS = {2: 18, 8: 34}  # of weights that a thread has asked for at a time
 _ONE_ROW_WAITS = 1.27
+# Floats take no registers to be unpacked. So a kernel has more of them under way without early loads, and most where
+# its blocks are held on a multiprocessor: then the compiler has the registers that these leave, of which so many hold
+# no weights. Only the loads of the first step are early: with more steps all take so much longer.
+_FLOAT_REGISTERS, _FLOAT_WORDS, _HELD_REGISTERS = {1: 64, 2: 104, 4: 168, 8: 255}, 27, 17
+_EARLY_FLOATS = 0.12
 # Of a thread whose rows are looked up in a large codebook, and more for each row beside matrices of another type.
 _CODE_REGISTERS, _OTHERS_REGISTERS = {1: 80, 2: 124, 4: 160, 8: 200}, 16
 _DIGIT_REGISTERS = {1: 56, 2: 60, 4: 80, 8: 128}
 _EARLY_REGISTERS, _MOST_EARLY_REGISTERS = 77, 190  # beside the weights; all
 _MANY_ROWS_WIDE = 32  # threads of a row, beyond which the compiler loads 8 rows one after the other
+_HELD_THREADS = 32  # of a row, with fewer of which held kernels of floats spill none after a norm
+_LEAST_HELD_REGISTERS = 80  # with fewer they spill some
 _MANY = 3  # blocks of a multiprocessor at a time
 _LARGE = 256  # threads of a block, beyond which only products with a vector in digits were as fast
 
@@ -74,9 +84,9 @@ def microseconds(stack: StackedMatrices, s: Schedule, chip: Chip) -> float:
     of_mean = stack.n_blocks(s) / chip.multiprocessors
     steps, warps = _steps(stack, s), _warps(s)
     of_block = stack.n_bytes / rates.copy_gbps / 1e3 / of_mean * (1 + _NARROW / s.threads)
-    words = math.inf if s.early else _PLAIN_WORDS.get(s.rows, math.inf)
-    waits = _ONE_ROW_WAITS if s.rows == 1 else max(1.0, s.rows * _unit_words(stack) / words)
-    latency = steps * waits * _LATENCY_US * rates.latency_us / H200.latency_us
+    if s.early and steps > 1 and _are_floats(stack):
+        of_block *= 1 + _EARLY_FLOATS
+    latency = steps * _waits(stack, s) * _LATENCY_US * rates.latency_us / H200.latency_us
     of_unit = _DIGIT_INSTRUCTIONS if stack.digits else _UNIT_INSTRUCTIONS
     together = chunks(stack, s)
     sums = s.threads / together + together if together > 1 else s.threads
@@ -98,6 +108,18 @@ def microseconds(stack: StackedMatrices, s: Schedule, chip: Chip) -> float:
     return between + within - (division_us(chip) if _divides(stack, s) else 0.0)
 
 
+def _waits(stack: StackedMatrices, s: Schedule) -> float:
+    """How often a thread waits for memory in a step."""
+    words = s.rows * _unit_words(stack)
+    if s.blocks:
+        return max(1.0, words / (_held_registers(s) - _HELD_REGISTERS))
+    if _are_floats(stack):
+        return 1.0 if s.early else max(1.0, words / _FLOAT_WORDS)
+    if s.rows == 1:
+        return _ONE_ROW_WAITS
+    return 1.0 if s.early else max(1.0, words / _PLAIN_WORDS.get(s.rows, math.inf))
+
+
 def _divides(stack: StackedMatrices, s: Schedule) -> bool:
     """Whether the kernel makes the digits of a next vector beside its product (`epilogues.makes_digits`), as in files
     whose matrices have a codebook: gate and up, which alternate, or what is added to the stream."""
@@ -114,9 +136,13 @@ def _is_sound(stack: StackedMatrices, s: Schedule, chip: Chip) -> bool:
     """Whether the compiler can be relied on. It takes 96 registers or 121 for a thread with four rows without early
     loads, and spills some of a few other kinds."""
     registers = _registers(stack, s)
-    if s.blocks or registers * 32 * _warps(s) > REGISTERS:
+    if registers * 32 * _warps(s) > REGISTERS or not all(s.divides(rows) for _, rows in stack.matrices):
         return False
     if s.threads * s.groups > _LARGE and not stack.digits:
+        return False
+    if _are_floats(stack) and chip.launches_early:
+        return _can_be_held(stack, s) if s.blocks else 1 < s.rows <= (4 if s.early else 8)
+    if s.blocks:
         return False
     if s.early and ((s.rows > 4 and not stack.digits) or registers > _MOST_EARLY_REGISTERS):
         return False
@@ -126,10 +152,16 @@ def _is_sound(stack: StackedMatrices, s: Schedule, chip: Chip) -> bool:
         return False
     if not s.early and _share_of_codebooks(stack):  # slower in all cases that were measured
         return False
-    if not all(s.divides(rows) for _, rows in stack.matrices):
-        return False
     resident = _resident(stack, s, chip)  # few blocks hardly load while others compute
     return resident >= _MANY or stack.n_blocks(s) <= resident * chip.multiprocessors
+
+
+def _can_be_held(stack: StackedMatrices, s: Schedule) -> bool:
+    """Whether a kernel of floats whose blocks are held spills no registers: it has a loop, whose last step is whole."""
+    is_after_norm = stack.rows > stack.cols  # as far as the shape tells
+    is_loop = _steps(stack, s) > 1 and stack.units % s.threads == 0
+    has_room = s.rows <= 2 and _held_registers(s) >= _LEAST_HELD_REGISTERS
+    return is_loop and has_room and not (is_after_norm and s.threads >= _HELD_THREADS)
 
 
 def _steps(stack: StackedMatrices, s: Schedule) -> int:
@@ -164,6 +196,8 @@ def _share_of_codebooks(stack: StackedMatrices) -> float:
 
 def _registers(stack: StackedMatrices, s: Schedule) -> float:
     """A guess of those of a thread."""
+    if s.blocks:
+        return _held_registers(s)
     if stack.digits:
         return _DIGIT_REGISTERS[s.rows]
     if has_large_codebook(stack):
@@ -171,8 +205,20 @@ def _registers(stack: StackedMatrices, s: Schedule) -> float:
     plain = _PLAIN_REGISTERS[s.rows]
     if not s.early:
         return plain
+    if _are_floats(stack):
+        return _FLOAT_REGISTERS[s.rows]
     offsets = any(layout.format and layout.offset for layout, _ in stack.matrices)
     return max(plain, _EARLY_REGISTERS + s.rows * (_unit_words(stack) + 8 * offsets))
+
+
+def _held_registers(s: Schedule) -> int:
+    """Those of a thread that its held blocks leave to the compiler."""
+    return min(255, REGISTERS // (s.blocks * _warps(s) * 32) // 8 * 8)
+
+
+@functools.cache
+def _are_floats(stack: StackedMatrices) -> bool:
+    return all(layout.format is None for layout, _ in stack.matrices)
 
 
 def _resident(stack: StackedMatrices, s: Schedule, chip: Chip) -> int:
