@@ -9,6 +9,7 @@ import os
 import sqlite3
 import time
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +76,9 @@ MIGRATIONS: tuple[tuple[str, ...], ...] = (
     ),
     ("ALTER TABLE messages ADD COLUMN calls TEXT NOT NULL DEFAULT ''",),  # of tools: JSON, see `Call`
 )
+_TRIGGERS = frozenset(
+    " ".join(sql.split()) for sql in chain.from_iterable(MIGRATIONS) if sql.startswith("CREATE TRIGGER")
+)
 _READ_AS: dict[str, type] = {
     **dict.fromkeys(("id", "chat_id", "parent", "writer", "first_read", "place", "finished", "shown"), int),
     **dict.fromkeys(("title", "model", "role", "content", "thinking", "first_prompt", "text"), str),
@@ -122,6 +126,7 @@ class HistoryDatabase:
             self._db.execute("PRAGMA synchronous = NORMAL")
             self._db.execute("PRAGMA foreign_keys = ON")
             self._migrate()
+            self._check_triggers()
         self._file = self._in_place()
 
     def follow(self) -> None:
@@ -211,6 +216,15 @@ class HistoryDatabase:
                 if "locked" not in str(error) or time.monotonic() > deadline:
                     raise
                 time.sleep(0.01)
+
+    def _check_triggers(self) -> None:
+        """Those of others could do anything whenever a message is written, also without an end."""
+        found = self._db.execute("SELECT sql FROM sqlite_master WHERE type = 'trigger'")
+        if not _TRIGGERS.issuperset(" ".join(sql.split()) for (sql,) in found):
+            raise HistoryError(
+                f"The chat history {self.path} has triggers that are not orin-chat's.",
+                f"Remove them, or move the file away to start an empty history; {_NOT_SAVED}",
+            )
 
     def _migrate(self) -> None:
         def version() -> int:

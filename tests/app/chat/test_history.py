@@ -415,6 +415,14 @@ def test_messages_that_the_disk_has_changed_into_a_cycle_are_shown(history):
     assert versions.through(1) == [1, 4] and versions.through(2) == [2, 3]
 
 
+def test_triggers_of_others_are_not_run(history):
+    path = Path(history.path)
+    history.close()
+    with contextlib.closing(sqlite3.connect(path)) as other:
+        other.execute("CREATE TRIGGER x BEFORE INSERT ON messages BEGIN SELECT raise(IGNORE); END")
+    assert "triggers that are not orin-chat's" in History.open(path).problem.message
+
+
 def test_a_damaged_file_whose_name_of_a_table_is_no_text(history):
     history.new_chat("m")
     history._db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
