@@ -66,6 +66,10 @@ class EncoderInput:
     windows: NDArray[np.int32] | None
 
 
+_MOST_PADDED = 8000
+"""The side of a picture that is made square. One of 65,535 x 1 pixels would take 13 GB."""
+
+
 def layout(spec: VisionSpec, width: int, height: int) -> tuple[Grid, tuple[Part, ...]]:
     """The grid of a picture of `width` x `height` pixels, if it is not cut, and its parts, in the order in which a
     model reads them."""
@@ -98,7 +102,7 @@ def resized(spec: VisionSpec, rgb: NDArray[np.uint8]) -> tuple[NDArray[np.uint8]
     full = (spec.tiles.side, spec.tiles.side) if spec.tiles and is_square else size
     if (cut := spec.cut(rgb.shape[1], rgb.shape[0])) is None:
         if spec.padding and picture.width != picture.height:
-            side = max(picture.size)
+            side = min(max(picture.size), _MOST_PADDED)
             picture = ImageOps.pad(picture, (side, side), how, spec.padding)
         return (_cropped(np.asarray(picture if picture.size == full else sized(picture, full)), size),)
     whole = ImageOps.pad(picture, cut.sizes[0], how) if cut.padded else picture

@@ -1,9 +1,13 @@
 """Encoders on a device against the float32 reference beside the checkout, which agrees with llama.cpp's embeddings; and
 models with pictures against llama.cpp's next tokens."""
 
+from unittest import mock
+
 import numpy as np
 import pytest
+from PIL import ImageOps
 
+from engine import encoder_input
 from engine.description.vision_reader import KINDS, read_vision
 from engine.encoder_input import Grid, resized
 from engine.errors import ModelFileError
@@ -128,6 +132,18 @@ def test_a_cpu_multiplies_halves_as_integers_with_little_error(lanes, tmp_path, 
     again = embeddings(encoder, noise(24, 60, 1))
     assert np.isfinite(again).all()
     assert np.array_equal(embeddings(encoder, rgb), got), "nothing is left of a picture before"
+
+
+def test_a_picture_of_one_row_is_made_square_within_bounds(tmp_path, monkeypatch):
+    """Else one of 65,535 pixels takes 13 GB."""
+    monkeypatch.setattr(encoder_input, "_MOST_PADDED", 100)
+    pad = mock.Mock(wraps=ImageOps.pad)
+    monkeypatch.setattr(ImageOps, "pad", pad)
+    with GGUF(generated_encoder.write(tmp_path / "m.gguf", "mlp")) as file:
+        spec = read_vision(file)
+    for shape in ((1, 3000, 3), (3000, 1, 3)):
+        assert resized(spec, np.zeros(shape, np.uint8))
+    assert all(max(call.args[1]) <= 100 for call in pad.call_args_list) and pad.call_count == 2
 
 
 @thorough
