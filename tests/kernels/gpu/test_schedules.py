@@ -9,7 +9,8 @@ from engine.targets.nvidia.kernels import rates
 from engine.targets.nvidia.kernels.device import Chip
 from engine.targets.nvidia.kernels.products import matmul, schedules
 from engine.targets.nvidia.kernels.products.chosen_experts import ChosenExperts
-from engine.targets.nvidia.kernels.products.matvec import Schedule, StackedMatrices
+from engine.targets.nvidia.kernels.products.epilogues import STORE
+from engine.targets.nvidia.kernels.products.matvec import Schedule, StackedMatrices, matvec
 from engine.targets.nvidia.kernels.products.prompt_products import prompt_order, prompt_tiles
 from engine.targets.nvidia.kernels.products.schedules import matvec_schedule
 from engine.targets.nvidia.kernels.products.warpgroup_matmul import WarpgroupTiles
@@ -29,6 +30,7 @@ def test_what_is_shipped_fits(chip):
     assert known.origin.startswith(("measured", "predicted"))
     assert known.origin == "predicted" or known.products
     assert not known.products.keys() & known.early.keys()
+    assert known.starts_next <= known.products.keys() | known.early.keys()
     for name, numbers in [*known.products.items(), *known.early.items()]:
         schedule = Schedule(*numbers)
         assert schedule.fits() and schedule.block_rows % 2 == 0
@@ -82,6 +84,33 @@ def test_a_search_tries_early_weights_where_kernels_are_launched_early():
     tried = schedules.candidates(stack, near, Chip("sm_00", 132, launches_early=True))
     assert near not in tried and Schedule(48, 4, 4, early=True) in tried and len(tried) == len(set(tried))
     assert not any(s.early and s.blocks for s in tried)
+
+
+def test_a_search_tries_when_the_next_kernel_starts():
+    stack, early = StackedMatrices.single(Q6_K, 3072, 3072), Chip("sm_00", 132, launches_early=True)
+    for s in (Schedule(48, 4, 4, early=True), Schedule(48, 4, 4, early=True, starts_next=True)):
+        other, *others = schedules.neighbours(stack, s, early)
+        assert other == replace(s, starts_next=not s.starts_next)
+        assert others and all(near.starts_next == s.starts_next for near in others)
+        assert all(near.starts_next == s.starts_next for near in schedules.candidates(stack, s, early))
+    assert not any(near.starts_next for near in schedules.neighbours(stack, Schedule(48, 4, 4)))
+
+
+@pytest.mark.parametrize(
+    "early, of_schedule, of_kernel, release",
+    [
+        (False, False, False, "at its end"),
+        (False, True, False, "after its wait"),
+        (False, False, True, "after its wait"),
+        (True, False, False, "before its first barrier"),
+        (True, True, False, "after its wait"),
+        (True, False, True, "before its first barrier"),
+    ],
+)
+def test_a_schedule_says_when_the_next_kernel_may_start(early, of_schedule, of_kernel, release):
+    schedule = Schedule(4, 8, 2, early=early, starts_next=of_schedule)
+    kernel = matvec(StackedMatrices.single(Q6_K, 64, 256), schedule, STORE, "t", starts_next=of_kernel)
+    assert kernel.hints.releases == release
 
 
 def test_large_products_with_a_codebook_take_their_vector_in_digits():

@@ -52,13 +52,15 @@ _EVEN, _MANY_BLOCKS = 16, 64
 class Schedule:
     """A group of `threads` threads shares a row, a block has `groups` groups, and each thread works on `rows` rows at
     once. `blocks`: the minimum of resident blocks on a multiprocessor (`engine.fixes.launch_bounds`); 0 for none.
-    `early`: whether it loads weights before it waits for the kernel before (`engine.fixes.early_launch`)."""
+    `early`: whether it loads weights before it waits for the kernel before, `starts_next`: whether the next kernel may
+    start as soon as it has waited (`engine.fixes.early_launch`)."""
 
     threads: int
     groups: int
     rows: int
     blocks: int = 0
     early: bool = False
+    starts_next: bool = False
 
     @property
     def block_rows(self) -> int:
@@ -67,7 +69,9 @@ class Schedule:
     @property
     def name(self) -> str:
         """For the name of a kernel."""
-        name = f"{self.threads}_{self.groups}_{self.rows}" + "_early" * self.early
+        name = (
+            f"{self.threads}_{self.groups}_{self.rows}" + "_early" * self.early + "_next" * self.starts_next
+        )
         return f"{name}_{self.blocks}_blocks" if self.blocks else name
 
     def divides(self, rows: int) -> bool:
@@ -198,8 +202,9 @@ def matvec(
     another vector of as many columns, scaled for that layout, for a product to come: other; other_digits and
     other_factors are as `digit_rows.divide` makes them.
 
-    If the kernel `starts_next`, the next one may start as soon as this one has waited (`engine.fixes.early_launch`);
-    one whose schedule is early waits later, and lets it start when its threads first meet."""
+    If the kernel or its schedule `starts_next`, the next one may start as soon as this one has waited
+    (`engine.fixes.early_launch`). One whose schedule is early waits later, and lets it start when its threads first
+    meet, unless the schedule says otherwise."""
     s, cols, chosen, beside = schedule, stack.cols, stack.experts, stack.beside
     matrices = [(stack, *matrix) for matrix in stack.matrices]
     matrices += [(beside, *matrix) for matrix in beside.matrices] if beside else []
@@ -354,9 +359,9 @@ def matvec(
     vectors = (*vectors, divides is not None and "other")
     before = (*epilogue.outs, *results, *made, *vectors, *epilogue.ins)
     names = tuple(name if isinstance(name, str) else name[0] for name in before if name)
-    release: Release = (
-        "before its first barrier" if s.early else "after its wait" if starts_next else "at its end"
-    )
+    release: Release = "before its first barrier" if s.early else "at its end"
+    if s.starts_next or (starts_next and not s.early):
+        release = "after its wait"
     hints = LaunchHints(min_blocks=s.blocks, waits_for=names if s.early else (), releases=release)
     outputs = (*epilogue.outs, *(results if is_choosing else ()), *made)
     inputs = (*(() if is_choosing else results), *vectors, *epilogue.ins, ("planes", n_planes))

@@ -107,9 +107,11 @@ def matvec_schedule(stack: StackedMatrices, chip: Chip = _UNKNOWN) -> Schedule:
 def _measured(shipped: _Shipped, stack: StackedMatrices) -> Schedule | None:
     """The schedule that is shipped for a product."""
     name = _measured_name(shipped, stack)
-    if measured := shipped.early.get(name):
-        return Schedule(*measured, early=True)
-    return Schedule(*measured) if (measured := shipped.products.get(name)) else None
+    numbers, starts_next = shipped.early.get(name), name in shipped.starts_next
+    if numbers:
+        return Schedule(*numbers, early=True, starts_next=starts_next)
+    numbers = shipped.products.get(name)
+    return Schedule(*numbers, starts_next=starts_next) if numbers else None
 
 
 def _unless_dear(stack: StackedMatrices, s: Schedule, chip: Chip) -> Schedule:
@@ -178,10 +180,12 @@ class _Rule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 class _Shipped(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A file of tuned schedules: where they come from, the multiprocessors of that GPU, and for each
-    `StackedMatrices.name` threads, groups, rows and blocks. Those of `early` are `Schedule.early`."""
+    `StackedMatrices.name` threads, groups, rows and blocks. Those of `early` are `Schedule.early`, and the names that
+    `starts_next` has are `Schedule.starts_next`."""
 
     origin: str = "a guess"
     multiprocessors: int = 0
+    starts_next: frozenset[str] = frozenset()
     rule: _Rule = _Rule()
     products: dict[str, _Numbers] = {}
     early: dict[str, _Numbers] = {}
@@ -218,15 +222,19 @@ def candidates(stack: StackedMatrices, near: Schedule, chip: Chip = _UNKNOWN) ->
     """The schedules to try for a product, without `near`: blocks of 64 to 1,024 threads, whole blocks of rows, gate and
     up in one block, few idle threads. Those that the model of the GPU finds cheap come first if it knows the product;
     then those most similar to `near`."""
-    similar = sorted((s for s in _all(stack, chip) if s != near), key=lambda s: _distance(s, near))
+    tried = (replace(s, starts_next=near.starts_next) for s in _all(stack, chip))
+    similar = sorted((s for s in tried if s != near), key=lambda s: _distance(s, near))
     first = ranked(stack, similar, chip) if chip.launches_early and _is_modelled(stack) else []
     return list(dict.fromkeys([*first, *similar]))
 
 
 def neighbours(stack: StackedMatrices, s: Schedule, chip: Chip = _UNKNOWN) -> list[Schedule]:
-    """The schedules like one, the most similar first: a number twice as large or half, or two of them so that a block
-    has as many threads, or as many rows."""
-    near = ((_distance(other, s), other) for other in _all(stack, chip) if other != s)
+    """The schedules like one, the most similar first: one that lets the next kernel start at another time, a number
+    twice as large or half, or two of them so that a block has as many threads, or as many rows."""
+    others = [replace(other, starts_next=s.starts_next) for other in _all(stack, chip)]
+    if chip.launches_early:
+        others.append(replace(s, starts_next=not s.starts_next))
+    near = ((_distance(other, s), other) for other in others if other != s)
     size = s.threads * s.groups, s.block_rows
     found = [
         (distance, other)
