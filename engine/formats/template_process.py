@@ -50,6 +50,7 @@ def _environment() -> Environment:
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _GenerationBlock]
     )
     environment.filters["tojson"] = _tojson
+    environment.filters["safe"] = str  # Jinja's makes a text that escapes what is added to it (functionary)
     environment.globals["raise_exception"] = _raise_exception
     return environment
 

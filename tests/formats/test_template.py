@@ -210,6 +210,7 @@ def test_helpers(template):
     assert rendered("{% for m in [1, 2, 3] %}{% if m == 2 %}{% break %}{% endif %}{{ m }}{% endfor %}") == "1"
     assert rendered("a\n  {% if true %}\nb\n  {% endif %}\nc") == "a\nb\nc"
     assert rendered("{% generation %}x{% endgeneration %}y") == "xy"
+    assert rendered("{{ 'it is '|safe + (messages | tojson) }}").startswith('it is [{"role"')
     assert (
         rendered("{{ tools is none }}{{ nothing }}{{ messages[0].reasoning_content is defined }}")
         == "TrueFalse"
