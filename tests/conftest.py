@@ -16,6 +16,7 @@ from hypothesis import settings
 from hypothesis.internal.conjecture import providers
 
 from engine.backends import prepare
+from engine.devices import kept_clang
 from engine.protocol.events import EngineOptions
 from tests import environment as tests_environment
 from tests.fork_server import _forked_processes, fork_server, forked_engines, started_processes
@@ -92,14 +93,28 @@ def pytest_collection_finish() -> None:
     """Kernels that one process has compiled are known to all others, as they are from one run of the engine to the
     next."""
     if "tinygrad" in sys.modules:
-        from engine.fixes import graph_nodes, graph_rewrites, index_lowering, program_cache, slice_shapes
+        from engine.fixes import (
+            compiler_output,
+            graph_nodes,
+            graph_rewrites,
+            index_lowering,
+            program_cache,
+            slice_shapes,
+        )
 
+        compiler_output.apply()
         graph_nodes.apply()
         graph_rewrites.apply()
         index_lowering.apply()
         program_cache.apply()
         slice_shapes.apply()
         tests_environment.lower_attention()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _kept_clang() -> None:
+    """A model that has started ends what has compiled for it."""
+    kept_clang.keep()
 
 
 @pytest.fixture(scope="module", autouse=True)

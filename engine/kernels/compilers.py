@@ -16,6 +16,7 @@ from typing import Generic, TypeVar
 from tinygrad.engine import worker
 from tinygrad.helpers import PARALLEL
 
+from engine.devices import kept_clang
 from engine.errors import print_without_messages
 
 T = TypeVar("T")
@@ -77,5 +78,6 @@ def pool() -> Pool | None:
 
 
 def end() -> None:
-    """Ends the processes at once. New ones start when they are asked for again."""
+    """Ends the processes at once, and a clang that this one keeps. New processes start when they are asked for."""
     worker.terminate_worker_pool()
+    kept_clang.end()

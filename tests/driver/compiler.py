@@ -23,6 +23,7 @@ from tinygrad.helpers import Target
 from tinygrad.renderer.cstyle import CStyleLanguage, CUDARenderer
 from tinygrad.runtime.support.elf import elf_loader, jit_loader
 
+from engine.devices import kept_clang
 from engine.devices.clang import find_clang, zig_clang
 from engine.system.whole_file import write_whole
 from tests.environment import FOLDER, KERNELS
@@ -149,6 +150,7 @@ def _parameters(parameters: list[str]) -> tuple[str, str, int]:
 
 def _machine_code(source: str) -> tuple[bytes, int]:
     """Code that runs wherever it lies, and its entry."""
+    kept_clang.keep()
     made = _compiled("-include-pch", str(_prelude()), "-x", "c++", "-", source=source)
     _, sections, _ = elf_loader(made)
     return jit_loader(made), next(s.header.sh_addr for s in sections if s.name == _ENTRY)
@@ -170,6 +172,8 @@ def _compiled(*what: str, source: str = "") -> bytes:
     options += ["-fno-ident", "-march=native" if os.uname().machine == "x86_64" else "-mcpu=native", "-w"]
     options += ["-fno-jump-tables", "-fvisibility=hidden", "-ffp-contract=on"]
     command = [compiler() or "clang", "-c", *options, *what, "-o", "-"]
+    if source and (kept := kept_clang.compiled(command, source.encode())):
+        return kept
     made = subprocess.run(command, input=source.encode(), capture_output=True)
     if made.returncode:
         raise CompileError(f"{made.stderr.decode()}\n{source}")
