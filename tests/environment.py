@@ -12,7 +12,7 @@ from engine.devices.clang import zig_clang
 from engine.system.whole_file import write_whole
 from engine.targets.cpu.kernels import lanes
 from tests.paths import ROOT
-from tests.thorough import THOROUGH
+from tests.tier import THOROUGH
 
 # Variables that change what the program shows, where it writes, or how tinygrad computes. PYTHONDONTWRITEBYTECODE is
 # one of them: each process would compile the program anew.

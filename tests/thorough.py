@@ -1,11 +1,11 @@
 """What a commit is not checked with, since it takes minutes: `make check-thorough` runs it too."""
 
-import os
 from typing import Any
 
 import pytest
 
-THOROUGH = bool(os.environ.get("ORIN_THOROUGH"))
+from tests.tier import THOROUGH
+
 thorough = pytest.mark.skipif(
     not THOROUGH, reason="takes long: `make check-thorough` runs it (ORIN_THOROUGH=1)"
 )

@@ -14,7 +14,7 @@ import time
 from engine.backends import prepare
 from engine.protocol.events import EngineOptions, Generate, Sampling, Token, TokenIds
 from engine.protocol.worker import _load_text_model
-from tests.thorough import THOROUGH
+from tests.tier import THOROUGH
 
 
 def main(backend: str, kernels: str, model: str, n: str, *prompt: str) -> None:

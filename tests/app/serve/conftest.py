@@ -5,6 +5,7 @@ import json
 import httpx
 import pytest
 
+from app.serve import http
 from app.serve.routes import application
 from app.serve.service import ModelFile, Service
 from tests import generated_model
@@ -43,6 +44,14 @@ def model_path(tmp_path_factory):
 @pytest.fixture(scope="session")
 def model_file(model_path):
     return ModelFile.read(model_path)
+
+
+@pytest.fixture
+def sent(monkeypatch):
+    """The parts of slow and streamed answers, as they are sent."""
+    parts, part = [], http._part
+    monkeypatch.setattr(http, "_part", lambda data, **how: parts.append(data) or part(data, **how))
+    return parts
 
 
 @pytest.fixture

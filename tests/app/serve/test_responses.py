@@ -253,14 +253,13 @@ async def test_ends_that_are_none(served):
 
 
 @pytest.mark.parametrize("begun", [False, True])
-async def test_events_come_while_a_prompt_is_read(served, monkeypatch, begun):
+async def test_events_come_while_a_prompt_is_read(served, sent, monkeypatch, begun):
     """Comments are not enough for Codex CLI."""
     monkeypatch.setattr("app.serve.http.KEEP_ALIVE_S", 0.01)
     events = reply("Hello.")
     client, service = served(FakeEngine([*events[:1], None, *events[1:]] if begun else [None, *events]))
     asked = asyncio.ensure_future(streamed(client, {}))
-    await until(lambda: service.engine.requests)
-    await asyncio.sleep(0.1)
+    await until(lambda: sum(part.count(b"event: response.in_progress") for part in sent) > 1)
     service.engine.release()
     kinds = [event["type"] for event in await asked]
     assert kinds[:2] == ["response.created", "response.in_progress"] and kinds.count("response.created") == 1

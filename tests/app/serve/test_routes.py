@@ -361,13 +361,12 @@ async def test_a_failure_of_one_of_several_answers_ends_all(served, stream):
     assert service.open == service.processing == 0 and service.handled[0].problem == "server_error"
 
 
-async def test_a_proxy_sees_that_a_silent_stream_lives(served, monkeypatch):
+async def test_a_proxy_sees_that_a_silent_stream_lives(served, sent, monkeypatch):
     monkeypatch.setattr("app.serve.http.KEEP_ALIVE_S", 0.01)
     engine = FakeEngine([None, TOO_LONG])
     client, service = served(engine)
     asked = asyncio.ensure_future(client.post(CHAT, json={**HELLO, "stream": True}))
-    await until(lambda: engine.requests)
-    await asyncio.sleep(0.05)
+    await until(lambda: engine.requests and sent)
     engine.release()
     response = await asked
     first, *_, failed, done, _ = response.text.split("\n\n")
@@ -376,23 +375,22 @@ async def test_a_proxy_sees_that_a_silent_stream_lives(served, monkeypatch):
     assert service.open == 0 and service.handled[0].problem
 
 
-async def test_an_answer_that_is_not_streamed_shows_that_it_lives(served, monkeypatch):
+async def test_an_answer_that_is_not_streamed_shows_that_it_lives(served, sent, monkeypatch):
     for name in ("KEEP_ALIVE_S", "QUIET_S"):
         monkeypatch.setattr(f"app.serve.http.{name}", 0.01)
     engine = FakeEngine([None, *reply("Well.")], [None, TOO_LONG])
     client, service = served(engine)
     for n, told in enumerate(("choices", "error"), 1):
         asked = asyncio.ensure_future(client.post(CHAT, json=HELLO))
-        await until(lambda n=n: len(engine.requests) == n)
-        await asyncio.sleep(0.05)
+        await until(lambda n=n: len(engine.requests) == n and len(sent) > 1)
         engine.release()
         response = await asked
+        sent.clear()
         assert response.text.startswith("  ") and told in response.json() and response.status_code == 200
         assert "content-length" not in response.headers and service.open == 0
     assert service.handled[1].problem
     task = asyncio.ensure_future(client.post(CHAT, json=HELLO))
-    await until(lambda: len(engine.requests) == 3)
-    await asyncio.sleep(0.05)
+    await until(lambda: len(engine.requests) == 3 and sent)
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
     assert service.open == 0 and service.handled[2].status == 499

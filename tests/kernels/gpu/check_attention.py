@@ -20,7 +20,7 @@ from engine.targets.nvidia.kernels.products.matmul import fragment_index, fragme
 from engine.targets.nvidia.kernels.weights.matrix_bytes import UNIT
 from tests.kernels.gpu.buffers import buffer, close, places, prompt_index, prompt_state, rng, run, zeros
 from tests.kernels.gpu.cache_layout import CONTEXT, Pool, heads_of, kept
-from tests.thorough import THOROUGH
+from tests.tier import THOROUGH
 
 
 def temperatures(heads):

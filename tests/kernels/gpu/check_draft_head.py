@@ -16,7 +16,7 @@ from engine.targets.nvidia.runner import NvidiaRunner
 from tests import generated_model
 from tests.kernels.gpu.buffers import short_lists
 from tests.reference import Reference
-from tests.thorough import THOROUGH
+from tests.tier import THOROUGH
 
 SMALL = {"dim": 64, "heads": 2, "kv_heads": 1, "ffn": 64, "layers": 2, "quant": "Q8_0"}
 

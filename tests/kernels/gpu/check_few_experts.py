@@ -10,7 +10,7 @@ from tests.kernels.gpu.buffers import buffer, close, packed, rng, run, zeros
 from tests.kernels.gpu.check_products import gated
 from tests.kernels.gpu.check_prompt_experts import choice, sorted_assignments
 from tests.kernels.gpu.check_small_batch import arranged
-from tests.thorough import THOROUGH
+from tests.tier import THOROUGH
 
 
 def check_products_of_few_tokens_with_experts() -> None:

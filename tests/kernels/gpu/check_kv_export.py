@@ -8,7 +8,7 @@ from engine.targets.cpu.export import quantized
 from engine.targets.nvidia.kernels.attention.kv_export import export_tokens, import_tokens
 from tests.kernels.gpu.buffers import buffer, rng, run, zeros
 from tests.kernels.gpu.cache_layout import BLOCK, cache_of, heads_of, stored_in
-from tests.thorough import THOROUGH
+from tests.tier import THOROUGH
 
 TOKENS = 64
 

@@ -26,7 +26,7 @@ from tests.kernels.gpu.buffers import buffer, close, prompt_index, rng, run, zer
 from tests.reference import Reference, divergence
 from tests.seen_tokens import model_with_parts, seen_tokens
 from tests.targets.lone_sequence import LoneSequence
-from tests.thorough import THOROUGH
+from tests.tier import THOROUGH
 
 SIZE = 128
 

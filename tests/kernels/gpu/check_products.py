@@ -54,7 +54,7 @@ from tests.kernels.gpu.buffers import (
     zeros,
 )
 from tests.kernels.gpu.check_norms import normed
-from tests.thorough import THOROUGH
+from tests.tier import THOROUGH
 
 
 def check_every_type() -> None:

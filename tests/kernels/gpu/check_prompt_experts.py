@@ -18,7 +18,7 @@ from engine.targets.nvidia.kernels.weights.weight_layout import WeightLayout
 from tests.kernels.gpu.buffers import buffer, close, packed, prompt_index, prompt_state, rng, run, zeros
 from tests.kernels.gpu.check_norms import normed
 from tests.kernels.gpu.check_products import gated
-from tests.thorough import THOROUGH
+from tests.tier import THOROUGH
 
 
 def check_router() -> None:

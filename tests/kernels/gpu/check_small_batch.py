@@ -17,7 +17,7 @@ from engine.targets.nvidia.kernels.products.small_batch import (
 from engine.targets.nvidia.kernels.weights.weight_layout import WeightLayout
 from tests.kernels.gpu.buffers import FLOATS, buffer, close, packed, prompt_index, rng, run, zeros
 from tests.kernels.gpu.check_products import gated
-from tests.thorough import THOROUGH
+from tests.tier import THOROUGH
 
 
 def arranged(x):

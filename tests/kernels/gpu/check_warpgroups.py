@@ -37,7 +37,7 @@ from tests.kernels.gpu.buffers import (
 )
 from tests.kernels.gpu.check_products import gated
 from tests.reference import Reference, divergence
-from tests.thorough import THOROUGH
+from tests.tier import THOROUGH
 
 
 def check_warpgroup_products() -> None:

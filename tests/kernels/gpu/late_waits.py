@@ -39,7 +39,7 @@ from engine.targets.nvidia.kernels.products.warpgroup_matmul import WarpgroupTil
 from engine.targets.nvidia.kernels.residual_stream.layer_norm import layer_norm
 from engine.targets.nvidia.kernels.weights.weight_layout import WeightLayout
 from tests.kernels.gpu.rendered import compile_nothing
-from tests.thorough import THOROUGH
+from tests.tier import THOROUGH
 
 SHORT, LONG = Schedule(4, 8, 2, 0, True), Schedule(2, 16, 2, 3, True)  # of one step, and with a loop
 SIZE = 1 << 24  # of all buffers

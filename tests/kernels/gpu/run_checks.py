@@ -33,7 +33,7 @@ from engine.fixes import graph_nodes, graph_rewrites, index_lowering, program_ca
 from engine.kernels import compilation
 from tests import environment
 from tests.kernels.gpu.alignment import prove_uops
-from tests.thorough import THOROUGH
+from tests.tier import THOROUGH
 
 if TYPE_CHECKING:
     from engine.targets.nvidia.kernels.device import Chip

@@ -42,6 +42,7 @@ COMMON = {
     "check_layers_with_latent_attention_of_older_files",
     "check_layers_with_short_convolutions",
     "check_probes",
+    "check_products_of_few_tokens_with_experts",
     "check_rows_over_a_quantized_cache",
     "check_sampling_of_rows",
     "check_schedules_of_experts",
