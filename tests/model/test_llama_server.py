@@ -21,10 +21,37 @@ from tests.thorough import thorough
 
 CONTEXT, STEPS, START_S = 256, 6, 20
 SECTIONS = {"rope.dimension_sections": [3, 3, 2, 0]}
+UNTIED = (
+    *(
+        "phi2",
+        "stablelm",
+        "gptneox",
+        "nemotron",
+        "orion",
+        "internlm2",
+        "olmo2",
+        "qwen2moe",
+        "bailingmoe",
+        "bailingmoe2",
+    ),
+    *("stablelm-12b", "codeshell", "mellum", "muse-glimmer", "xverse", "exaone-moe", "minimax-m2", "dbrx"),
+    "kimi-linear",
+)
 # What llama.cpp asks for beside: a head of its own, sections, factors, as many numbers of heads as layers.
 NEEDED: dict[str, dict[str, Any]] = {
-    **{name: {"tied": False} for name in ("phi2", "stablelm", "gptneox", "nemotron", "orion")},
-    **{name: {"tied": False} for name in ("internlm2", "olmo2", "qwen2moe", "bailingmoe", "bailingmoe2")},
+    **{name: {"tied": False} for name in UNTIED},
+    "command-r-plus": {"layers": 64},  # so many have norms of heads
+    "apertus": {"tied": False, "layers": 16},
+    "baichuan": {"tied": False, "layers": 40},  # so many have ALiBi
+    "qwen": {"tied": False, "kv_heads": 4},
+    "maple": {"tied": False, "keys": {"swiglu_clamp_exp": [0.5] * 4}},
+    "step35": {
+        "tied": False,
+        "keys": {"swiglu_clamp_exp": [0.0, 0.5] * 2, "swiglu_clamp_shexp": [0.0, 0.3] * 2},
+    },
+    "deepseek2-ocr": {"kv_heads": 4},
+    # always
+    "llama4": {"keys": {"attention.sliding_window": 8192, "attention.temperature_length": 8192}},
     "dots1": {"tied": False, "kv_heads": 4},
     "olmoe": {"tied": False, "kv_heads": 4},
     "qwen35": {"keys": SECTIONS},
@@ -43,8 +70,16 @@ NEEDED: dict[str, dict[str, Any]] = {
 ITS_OWN_GELU = (  # a table of float16 numbers
     *("starcoder2", "phi2", "gptneox", "falcon"),
     *("gemma", "gemma2", "gemma3", "gemma4", "gemma4-moe"),
+    *("gpt2", "starcoder", "mpt", "bloom", "codeshell", "spark2_5"),
 )
-LEFT_OUT = ("qwen2vl",)  # it does not read the eps of their norms (seen in September 2026)
+LEFT_OUT = (
+    "qwen2vl",  # it does not read the eps of their norms (seen in September 2026)
+    "deci",  # it leaves out layers that have attention alone (seen in November 2026, as what follows)
+    "openelm",  # it reads only fused matrices
+    "phimoe",  # its norms are RMS norms there
+    "gemma3n",  # which that table (see above) takes far away
+    *(name for name, parts in generated_families.ARCHITECTURES.items() if parts.keys.get("pooling_type")),
+)
 
 
 @contextmanager

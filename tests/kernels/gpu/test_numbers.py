@@ -68,7 +68,7 @@ def errors(request: pytest.FixtureRequest) -> dict[str, str]:
     env = keeping_kernels(DEV=device, PARALLEL="0", NOOPT=str(int(not THOROUGH)))
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
     results = [json.loads(line) for line in done.stdout.splitlines()]
-    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.returncode == 0, done.stderr[:3000]
     return {result["check"]: result["error"] for result in results}
 
 
