@@ -20,10 +20,10 @@ from tests.targets.layers import CONTEXT, written
 from tests.thorough import rarely, thorough
 
 
-def opened(path, path_of_assistant, parallel=1, kv=KVFormat.F16):
+def opened(path, path_of_assistant, parallel=1, kv=KVFormat.F16, context=CONTEXT):
     file, own = GGUF(path), GGUF(path_of_assistant)
     spec = read_spec(file)
-    runner = CPURunner(Weights(file, spec, lambda _: None), CONTEXT, parallel, kv=kv)
+    runner = CPURunner(Weights(file, spec, lambda _: None), context, parallel, kv=kv)
     assistant = runner.assistant(Weights(own, read_assistant(own, spec), lambda _: None), kv)
     assert not assistant.is_ready
     assistant.prepare()
@@ -82,7 +82,7 @@ def test_what_is_no_assistant_of_a_model_is_refused(tmp_path):
 def test_drafts_are_llama_cpps(tmp_path, seed):
     for shape, name in ("tiny-gemma4", "m.gguf"), ("tiny-gemma4-drafter", "a.gguf"):
         oracles.make_model(SHARED, shape, "F32", tmp_path / name, oracles.VOCABULARY["tiny-gemma4"], seed)
-    runner, assistant = opened(tmp_path / "m.gguf", tmp_path / "a.gguf")
+    runner, assistant = opened(tmp_path / "m.gguf", tmp_path / "a.gguf", context=2 * CONTEXT)
     with np.load(SHARED / "oracle" / "spec" / f"tiny-gemma4-drafter-F32-{seed}-exact.npz") as answers:
         for k in (0, 1):
             tokens = [*map(int, answers[f"tokens{k}"]), int(answers[f"next{k}"])]
