@@ -16,7 +16,7 @@ from tests import synthetic
 from tests.soak.counts import Counts
 
 DEAF_S = 0.3
-PATIENCE_S = 2.0
+PATIENCE_S = 8.0
 LIMIT_S = 60.0
 TOKENS = 60
 FAULTS = {"killed": signal.SIGKILL, "crashed": signal.SIGSEGV, "frozen": signal.SIGSTOP}
