@@ -132,6 +132,14 @@ class StepBuilder:
         parts = self.parts_of(memory.view(matrix.stream).nbytes)
         self.add(kernel, out, *buffers, parts=parts, concurrent=concurrent)
 
+    def multiply_stream(
+        self, outs: Sequence[Tensor], matrices: Sequence[Matrix], norm: Tensor | None
+    ) -> None:
+        """Adds the products of the normed stream with several matrices, beside each other."""
+        inputs = self.quantize(self.x, matrices, norm=norm)
+        for i, (out, matrix) in enumerate(zip(outs, matrices, strict=True)):
+            self.multiply(out, matrix, inputs, concurrent=i > 0)
+
     def parts_of(self, n_bytes: int) -> int:
         """The parts of a product with a matrix: as many for each thread, and so small that a slow core delays the
         others little."""

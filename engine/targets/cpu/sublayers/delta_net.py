@@ -80,10 +80,8 @@ class DeltaNetHandler(Handler):
 
     def _multiply(self, step: StepBuilder, rows: Tensor, gate: Tensor, gates: Tensor) -> None:
         """Adds the products: rows of `qkv`, the gate, and beta and alpha in `gates`."""
-        inputs = step.quantize(step.x, self._reads, norm=self._norm)
         outs = *(rows for _ in self._qkv), gate, gates, gates
-        for i, (products, matrix) in enumerate(zip(outs, self._reads, strict=True)):
-            step.multiply(products, matrix, inputs, concurrent=i > 0)
+        step.multiply_stream(outs, self._reads, self._norm)
 
     def add_uses(self, uses: BufferUses) -> None:
         uses.add(BufferUse("QKV projection"), *(matrix.stream for matrix in self._reads))
@@ -122,10 +120,8 @@ class KeyedDeltaNetHandler(DeltaNetHandler):
         """See `DeltaNetHandler`."""
         pairs = [("narrow gates", gate, self._gates), ("narrow alphas", gates, self._alphas)]
         firsts = [step.rows(name, of[0].rows) if len(of) > 1 else wide for name, wide, of in pairs]
-        inputs = step.quantize(step.x, self._reads, norm=self._norm)
         outs = *(rows for _ in self._qkv), firsts[0], gates, firsts[1]
-        for i, (products, matrix) in enumerate(zip(outs, self._reads, strict=True)):
-            step.multiply(products, matrix, inputs, concurrent=i > 0)
+        step.multiply_stream(outs, self._reads, self._norm)
         for narrow, (name, wide, of) in zip(firsts, pairs, strict=True):
             if len(of) > 1:
                 step.multiply(wide, of[1], step.quantize(narrow, [of[1]], name=f"{name} "))

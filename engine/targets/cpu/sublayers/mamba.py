@@ -57,10 +57,7 @@ class MambaHandler(Handler):
         net, tile, by_row = self._net, step.tile, bool(step.n_rows)
         names = ("gate", net.width), ("rows", net.channels), ("steps", net.steps), ("attended", net.width)
         gate, rows, dt, out = (step.rows(name, n) for name, n in names)
-        matrices = self._gate, self._channels, self._step
-        inputs = step.quantize(step.x, matrices, norm=self._norm)
-        for i, (products, matrix) in enumerate(zip((gate, rows, dt), matrices, strict=True)):
-            step.multiply(products, matrix, inputs, concurrent=i > 0)
+        step.multiply_stream((gate, rows, dt), (self._gate, self._channels, self._step), self._norm)
         of_step = *step.state, self._slots
         step.add(mamba_inputs(net, tile, by_row), rows, dt, self._kept, *of_step, *self._tables)
         reads = *of_step, rows, dt, *self._factors

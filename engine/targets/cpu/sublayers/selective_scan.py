@@ -50,9 +50,7 @@ class SelectiveScanHandler(Handler):
         """Adds the kernels up to the recurrence; returns the gates and its results."""
         net, tile, by_row = self._net, step.tile, bool(step.n_rows)
         u, gate, dt, out = (step.rows(name, net.width) for name in ("rows", "gate", "steps", "attended"))
-        inputs = step.quantize(step.x, self._inputs, norm=self._norm)
-        for i, (products, matrix) in enumerate(zip((u, gate), self._inputs, strict=True)):
-            step.multiply(products, matrix, inputs, concurrent=i > 0)
+        step.multiply_stream((u, gate), self._inputs, self._norm)
         of_step = *step.state, self._slots
         step.add(scan_inputs(net, tile, by_row), u, self._kept, *of_step, *self._tables)
         inputs = step.quantize(u, self._mixed)
