@@ -73,28 +73,36 @@ def device_names() -> list[str]:
     ]
 
 
+def _first_device() -> tuple[ctypes.CDLL, ctypes.c_int] | None:
+    """The library and the first GPU in CUDA's order; None if there is none."""
+    cuda, device = library(), ctypes.c_int()
+    if cuda is None or _initialized(cuda) or cuda.cuDeviceGet(ctypes.byref(device), 0):
+        return None
+    return cuda, device
+
+
 def pci_bus_id() -> str:
     """Where the first GPU in CUDA's order is plugged in, as "0000:1B:00.0"; "" if there is none. By that NVML knows it,
     which has an order of its own, and heeds no CUDA_VISIBLE_DEVICES."""
-    cuda, device, name = library(), ctypes.c_int(), ctypes.create_string_buffer(_NAME_BYTES)
-    if cuda is None or _initialized(cuda) or cuda.cuDeviceGet(ctypes.byref(device), 0):
+    if (first := _first_device()) is None:
         return ""
+    (cuda, device), name = first, ctypes.create_string_buffer(_NAME_BYTES)
     return "" if cuda.cuDeviceGetPCIBusId(name, len(name), device) else name.value.decode()
 
 
 def memory_bytes() -> int:
     """All memory of the first GPU; 0 if there is none."""
-    cuda, device, total = library(), ctypes.c_int(), ctypes.c_size_t()
-    if cuda is None or _initialized(cuda) or cuda.cuDeviceGet(ctypes.byref(device), 0):
+    if (first := _first_device()) is None:
         return 0
+    (cuda, device), total = first, ctypes.c_size_t()
     return 0 if cuda.cuDeviceTotalMem_v2(ctypes.byref(total), device) else total.value
 
 
 def compute_capability() -> tuple[int, int]:
     """The compute capability of the first GPU, as (8, 7); (0, 0) if there is no GPU."""
-    cuda, device, part = library(), ctypes.c_int(), ctypes.c_int()
-    if cuda is None or _initialized(cuda) or cuda.cuDeviceGet(ctypes.byref(device), 0):
+    if (first := _first_device()) is None:
         return 0, 0
+    (cuda, device), part = first, ctypes.c_int()
     parts = [
         0 if cuda.cuDeviceGetAttribute(ctypes.byref(part), attribute, device) else part.value
         for attribute in _CAPABILITY
