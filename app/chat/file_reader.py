@@ -127,8 +127,7 @@ _ALL = Takes()
 class FileReader:
     def __init__(self, count: TokenCounter) -> None:
         self._count = count
-        self._counted_for: ModelFiles | None = None
-        self._kept: dict[tuple[Mention, str], Attachment | PictureError] = {}
+        self._kept: dict[tuple[ModelFiles | None, Mention, str], Attachment | PictureError] = {}
         self._sent: dict[tuple[str, int, int], Attachment] = {}  # by path and lines
 
     def remember(self, sent: Sequence[Attachment]) -> None:
@@ -148,15 +147,13 @@ class FileReader:
         stamp = files.stamp(mention.path)
         if not stamp and (sent := self._sent.get((_path(mention.path), mention.first, mention.last))):
             return sent
-        if (model := self._count.model()) != self._counted_for:  # others have other tokens
-            self._counted_for = model
-            self._kept.clear()
-        kept = self._kept.get((mention, stamp)) or self._read(mention)
+        key = self._count.model(), mention, stamp  # other models have other tokens
+        kept = self._kept.get(key) or self._read(mention)
         if isinstance(kept, Attachment) and kept.tokens is None:
             kept = replace(kept, tokens=self._count(kept))
         while len(self._kept) >= _KEPT:
             self._kept.pop(next(iter(self._kept)))
-        self._kept[mention, stamp] = kept
+        self._kept[key] = kept
         if isinstance(kept, PictureError):
             raise kept.with_traceback(None)
         return kept
