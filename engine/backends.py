@@ -70,7 +70,7 @@ def prepare(options: EngineOptions, is_asked: bool = False) -> str:
         os.environ["PARALLEL"] = "0"
     if not os.environ.get("PARALLEL", "").isdecimal():
         os.environ["PARALLEL"] = str(0 if is_searched or cpus == 1 else min(cpus, _MAX_COMPILERS))
-    os.environ.setdefault("CACHELEVEL", "0")  # engine.disk_cache replaces tinygrad's own cache
+    os.environ.setdefault("CACHELEVEL", "0")  # engine.cache.disk_cache replaces tinygrad's own cache
     if options.kernels == "graph" or device not in BACKENDS:
         os.environ.update(_search_variables(options))
     return backend

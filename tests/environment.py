@@ -47,8 +47,8 @@ def lower_attention() -> None:
 def enter() -> None:
     """Replaces the user's environment by one in a temporary folder. Processes that tests start inherit it.
 
-    Compiled kernels stay for all tests and for the next run: `engine.disk_cache` finds them by all that they follow
-    from. A part of that is the compiler's path."""
+    Compiled kernels stay for all tests and for the next run: `engine.cache.disk_cache` finds them by all that they
+    follow from. A part of that is the compiler's path."""
     if FOLDER in os.environ:
         return
     for name in [name for name in os.environ if name.startswith(_REMOVED)]:

@@ -17,10 +17,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.description.architectures import read_spec
+from engine.description.encoder_input import resized
 from engine.description.spec import ModelSpec
 from engine.description.sublayers import Attention
 from engine.description.vision_reader import FITTING, read_vision
-from engine.encoder_input import resized
 from engine.formats.gguf import GGUF
 from engine.formats.prompt_pictures import PlacedPicture, SizedPicture
 from engine.loading.weights import Weights

@@ -3,9 +3,9 @@
 from collections.abc import Callable
 from pathlib import Path
 
+from engine.description.encoder_input import layout
 from engine.description.vision import VisionSpec
 from engine.description.vision_reader import read_vision
-from engine.encoder_input import layout
 from engine.formats.gguf import GGUF
 from engine.formats.picture import NO_PIXELS, PictureDecoder
 from engine.formats.prompt_pictures import PICTURE_MARKS, PictureProcessor, SizedPicture, with_texts

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from app.serve.errors import ApiError
-from engine.one_at_a_time import OneAtATime
+from engine.protocol.one_at_a_time import OneAtATime
 from engine.system.heap import give_back
 
 T = TypeVar("T")

@@ -22,7 +22,6 @@ from app.serve.errors import ApiError, of_usage, unavailable
 from app.serve.http import ClientGoneError
 from app.serve.metrics import Metrics
 from engine.errors import OrinError, UsageError
-from engine.fairness import address_of
 from engine.formats.file_templates import FileTemplates, tool_form
 from engine.formats.fill_in import FillIn
 from engine.formats.gguf import GGUF
@@ -44,6 +43,7 @@ from engine.protocol.events import (
     Slots,
     Token,
 )
+from engine.protocol.fairness import address_of
 from widgets.dashboard.request_list import Handled
 
 CLIENT_GONE = 499  # nginx's status of a request whose client did not wait

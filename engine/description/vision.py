@@ -119,7 +119,7 @@ class Activate:
 @dataclass(frozen=True)
 class QueryAttention:
     """Attention of `count` fixed `queries`, normed, to all patches: a row comes out for each of them. Keys are of x and
-    the waves of a patch's place (`engine.encoder_input.waves`)."""
+    the waves of a patch's place (`engine.description.encoder_input.waves`)."""
 
     queries: Vector
     count: int

@@ -25,8 +25,8 @@ from typing import Any, TypeVar
 
 import tinygrad.engine.worker as compile_workers
 
-from engine import compiler_server
 from engine.fixes import applied, once
+from engine.kernels import compiler_server
 from engine.kernels.compilers import called, failures
 
 T = TypeVar("T")

@@ -2,7 +2,7 @@
 
 tinygrad turns tensors into code in Python, which takes seconds for each model and process. Its own disk cache holds
 only the compiler's output. Its two in-memory tables of programs and schedules are keyed by content, so with this fix
-`engine.disk_cache` backs them, and a model's second start compiles nothing.
+`engine.cache.disk_cache` backs them, and a model's second start compiles nothing.
 
 Of a program only the parts that a launch and a profile need are stored: names, sizes, parameters, hints, the operations
 of `engine.fixes.early_launch`, source and binary. What an instruction that is written as it is takes is not: behind it
@@ -20,7 +20,7 @@ from tinygrad import Device
 from tinygrad.dtype import AddrSpace
 from tinygrad.uop.ops import Ops, UOp
 
-from engine.disk_cache import DiskCache, disk_cache
+from engine.cache.disk_cache import DiskCache, disk_cache
 from engine.fixes import require_tinygrad
 
 _stock_compile_kernel = realize._compile_kernel

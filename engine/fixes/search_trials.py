@@ -2,7 +2,7 @@
 
 tinygrad times candidates in its own process. If one faults, the device is unusable and all later ones fail; if one
 hangs, tinygrad waits forever (on CUDA it ignores its timeout). With this fix each candidate runs as a trial
-(`engine.candidate_trial`): the process restarts, and the search skips the candidate from then on. A candidate is
+(`engine.cache.candidate_trial`): the process restarts, and the search skips the candidate from then on. A candidate is
 identified by its compiled binary.
 """
 
@@ -15,8 +15,8 @@ from typing import Any
 import tinygrad.codegen.opt.search as search
 from tinygrad.uop.ops import UOp
 
-from engine.candidate_trial import CandidateFailedError, device_works, has_failed, trial
-from engine.disk_cache import disk_cache
+from engine.cache.candidate_trial import CandidateFailedError, device_works, has_failed, trial
+from engine.cache.disk_cache import disk_cache
 from engine.fixes import require_tinygrad
 
 LIMIT_S = 15.0  # tinygrad stops compiling a candidate after 10 s; timing one takes milliseconds

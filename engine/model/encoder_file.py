@@ -11,10 +11,10 @@ from weakref import WeakValueDictionary
 
 from tinygrad import Device
 
+from engine.description.encoder_input import layout, resized
 from engine.description.spec import ModelSpec
 from engine.description.vision import VisionSpec
 from engine.description.vision_reader import FITTING, read_vision
-from engine.encoder_input import layout, resized
 from engine.errors import BackendError, ModelFileError, PictureError
 from engine.formats.gguf import GGUF, printable
 from engine.formats.picture import PictureDecoder

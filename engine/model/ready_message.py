@@ -7,6 +7,7 @@ from pathlib import Path
 
 from tinygrad import Device
 
+from engine.cache.start_trial import start_trials
 from engine.description import file_summary
 from engine.devices.device_name import device_name
 from engine.formats.prompt import PromptEncoder
@@ -19,7 +20,6 @@ from engine.model.load_plan import LoadPlan
 from engine.model.memory_need import squeezed_because
 from engine.protocol.events import EngineOptions, ModelInfo, Ready
 from engine.runtime.model_runner import ModelRunner
-from engine.start_trial import start_trials
 
 
 def ready_message(

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from tinygrad import Device, Tensor
 from tinygrad.helpers import GlobalCounters
 
+from engine.cache.start_trial import start_trials
 from engine.description.spec import Projection
 from engine.description.sublayers import Weight
 from engine.errors import SHORTEN_AT_MOST, ContextFullError, UsageError
@@ -53,7 +54,6 @@ from engine.runtime.model_runner import SearchRequest
 from engine.runtime.prefix_folder import default_limit_bytes
 from engine.runtime.prefix_store import PrefixStore
 from engine.runtime.scheduler import Scheduler
-from engine.start_trial import start_trials
 
 Report = Callable[[Event], None]
 

@@ -14,8 +14,6 @@ import msgspec
 from msgspec.structs import replace
 
 from engine.errors import start_hint
-from engine.fairness import address_of
-from engine.one_at_a_time import OneAtATime
 from engine.protocol.event_stream import AnswerStats, EventStream
 from engine.protocol.events import (
     Cancel,
@@ -39,7 +37,9 @@ from engine.protocol.events import (
     Tuned,
     command_decoder,
 )
+from engine.protocol.fairness import address_of
 from engine.protocol.launch import ENGINE_LOG, WORKER, end_launched
+from engine.protocol.one_at_a_time import OneAtATime
 from engine.protocol.process import EngineProcess
 from engine.protocol.transport import FrameError, pack
 from engine.system.logs import log_path, trim_log

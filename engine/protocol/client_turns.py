@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import product
 
-from engine.fairness import Turns, whose_turn
 from engine.protocol.events import Chat, Generate
+from engine.protocol.fairness import Turns, whose_turn
 
 LANES = 64 << 10, 1 << 20, 1 << 62
 """The most bytes of a request in each lane: no prompt waits for one that is very much longer."""

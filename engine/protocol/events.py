@@ -124,7 +124,8 @@ class Generate(_Record, frozen=True, kw_only=True):
     that begin a text which fits it; without one, a reply has at least `min_tokens`. A reply begins with the tokens
     `forced`. `logit_bias` is added to the logits of tokens, by id; unknown ids are ignored. To measure: `ignore_eos`
     continues after an end-of-turn token, `fresh` computes the whole prompt, without `guesses` each token has a step.
-    `client` names who asks: they take turns (`engine.fairness`). With `pooling`, there is no reply, but `Embedded`."""
+    `client` names who asks: they take turns (`engine.protocol.fairness`). With `pooling`, there is no reply, but
+    `Embedded`."""
 
     request_id: int
     prompt: Chat | RawText | TokenIds

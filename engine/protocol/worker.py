@@ -30,6 +30,7 @@ from typing import TYPE_CHECKING, Never
 
 from msgspec.structs import replace
 
+from engine.cache.start_trial import start_trials
 from engine.devices import driver_watch
 from engine.errors import DeviceHangsError, OrinError, PreemptedError, print_without_messages
 from engine.measure.timeline import timeline
@@ -54,7 +55,6 @@ from engine.protocol.events import (
 from engine.protocol.outbox import Outbox, die
 from engine.protocol.served_model import Model, Report
 from engine.protocol.transport import Deframer, frame, read_all
-from engine.start_trial import start_trials
 from engine.system.heap import keep_small
 
 if TYPE_CHECKING:
@@ -427,7 +427,6 @@ _KERNELS = "engine.targets.nvidia.weights"  # compilers build them
 
 
 def _load_text_model(options: EngineOptions, report: Report) -> Model:
-    from engine import compiler_server
     from engine.backends import (
         ask_driver,
         install,
@@ -436,8 +435,9 @@ def _load_text_model(options: EngineOptions, report: Report) -> Model:
         prepare,
         unusable_cuda,
     )
-    from engine.disk_cache import lasting_cache, source_digest
+    from engine.cache.disk_cache import lasting_cache, source_digest
     from engine.formats.merging import MergingProcess
+    from engine.kernels import compiler_server
 
     timeline.until_now("process")
     asked = ask_driver(options)
@@ -458,7 +458,7 @@ def _load_text_model(options: EngineOptions, report: Report) -> Model:
         from engine.model.pending_encoder import PendingEncoder
 
         prompts = PendingEncoder(options.model_path, merge)
-        from engine import candidate_trial
+        from engine.cache import candidate_trial
         from engine.model.open_runner import import_runner
         from engine.model.text_model import TextModel
 

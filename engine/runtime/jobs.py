@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
-from engine.fairness import whose_turn
 from engine.protocol.events import Finished
+from engine.protocol.fairness import whose_turn
 from engine.runtime.answer import Answer, Late
 from engine.runtime.guesser import Guesser
 from engine.runtime.kv_blocks import BLOCK, KVBlocks, PoolFullError

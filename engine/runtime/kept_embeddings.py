@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from engine.disk_cache import trim
+from engine.cache.disk_cache import trim
 from engine.runtime.pictures import Floats, PictureEncoder, Pixels, Progress
 from engine.runtime.prefix_folder import folder
 from engine.system.whole_file import read_file, write_whole

@@ -27,7 +27,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.disk_cache import trim
+from engine.cache.disk_cache import trim
 from engine.formats.gguf import GGUF
 from engine.formats.kv_format import QUANT_BLOCK
 from engine.runtime.prefix_folder import folder

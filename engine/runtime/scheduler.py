@@ -28,8 +28,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.errors import ContextFullError
-from engine.fairness import Held, Turns, order_of
 from engine.protocol.events import TOKEN_GAP, Finished, Slots, Speculate
+from engine.protocol.fairness import Held, Turns, order_of
 from engine.runtime.answer import Answer, Late
 from engine.runtime.checkpoints import Checkpoints
 from engine.runtime.embedding import Embedding, read_streams

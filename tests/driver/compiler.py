@@ -194,8 +194,9 @@ def compiler() -> str | None:
 
 def keeping_kernels(**variables: str) -> dict[str, str]:
     """The environment of a process with these `variables`, in which compiled kernels stay for the next run. The name of
-    their folder follows from what compiles, loads and proves them; `engine.disk_cache` tells kernels, and versions of
-    tinygrad, apart. It tells the compiler of CPUs apart by its path too, which is another one in each run."""
+    their folder follows from what compiles, loads and proves them; `engine.cache.disk_cache` tells kernels, and
+    versions of tinygrad, apart. It tells the compiler of CPUs apart by its path too, which is another one in each
+    run."""
     digest = hashlib.sha256(subprocess.run([compiler() or "true", "--version"], capture_output=True).stdout)
     for file in [*sorted(_PRELUDE.parent.glob("*.[ph]*")), ROOT / "tests/kernels/gpu/alignment.py"]:
         digest.update(file.read_bytes())

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from engine import candidate_trial
+from engine.cache import candidate_trial
 from engine.errors import ModelFileError
 from engine.protocol.client import LocalEngine
 from engine.protocol.events import (

@@ -10,9 +10,8 @@ from types import SimpleNamespace
 import pytest
 from msgspec.structs import replace
 
-from engine import fairness
 from engine.errors import UsageError
-from engine.protocol import client_turns, worker
+from engine.protocol import client_turns, fairness, worker
 from engine.protocol.client_turns import ClientTurns, PromptMakers
 from engine.protocol.events import Chat, Generate, Grammar, Message, Picture, TokenIds
 

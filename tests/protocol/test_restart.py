@@ -5,9 +5,9 @@ import sys
 
 import pytest
 
-from engine import candidate_trial
+from engine.cache import candidate_trial
+from engine.cache.disk_cache import DiskCache
 from engine.devices.clang import find_clang
-from engine.disk_cache import DiskCache
 from engine.protocol.client import LocalEngine
 from engine.protocol.events import EngineOptions, Failed, Ready, Warming
 from tests.generated_model import write
@@ -18,8 +18,8 @@ from tests.thorough import rarely, thorough
 WORKER = """
 import os, socket, subprocess, sys, threading, time
 from pathlib import Path
-from engine.disk_cache import DiskCache
-from engine.start_trial import start_trials
+from engine.cache.disk_cache import DiskCache
+from engine.cache.start_trial import start_trials
 from engine.protocol import worker
 from engine.protocol.events import Warming
 from tests.synthetic import Behaviour, SyntheticModel
@@ -119,8 +119,8 @@ def test_a_candidate_that_faults_has_failed_and_a_broken_device_restarts_the_pro
 HANGS = """
 import sys, time
 from pathlib import Path
-from engine.disk_cache import DiskCache
-from engine.candidate_trial import trial
+from engine.cache.disk_cache import DiskCache
+from engine.cache.candidate_trial import trial
 with trial(DiskCache(Path(sys.argv[1]), ""), "key", float(sys.argv[2]), lambda: True):
     time.sleep(0.05)
     if len(sys.argv) > 3:

@@ -11,13 +11,13 @@ import tinygrad.engine.realize
 from tinygrad import UOp
 from tinygrad.uop.ops import Ops
 
-from engine import candidate_trial
-from engine.disk_cache import DiskCache
+from engine.cache import candidate_trial
+from engine.cache.disk_cache import DiskCache
+from engine.cache.start_trial import StartTrials
 from engine.measure.compiling import kernels_reported
 from engine.model.text_model import IDLE_WIDTH, SEARCH_S_PER_WIDTH, TextModel
 from engine.protocol.events import EngineOptions, Tune, Tuned, Warming
 from engine.runtime.model_runner import SearchRequest
-from engine.start_trial import StartTrials
 from engine.targets.nvidia import schedule_search
 from engine.targets.nvidia.kernels.products import schedules
 from engine.targets.nvidia.kernels.products.chosen_experts import ChosenExperts

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 from PIL import ImageOps
 
-from engine import encoder_input
+from engine.description import encoder_input
+from engine.description.encoder_input import Grid, resized
 from engine.description.vision_reader import KINDS, read_vision
-from engine.encoder_input import Grid, resized
 from engine.errors import ModelFileError
 from engine.formats.gguf import GGUF
 from engine.loading.weights import FileWeights

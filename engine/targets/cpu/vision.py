@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from tinygrad import Tensor, dtypes
 from tinygrad.dtype import DType
 
+from engine.description.encoder_input import Floats, Grid, as_read, encoder_input, position_table, waves
 from engine.description.vision import (
     Activate,
     Activation,
@@ -32,7 +33,6 @@ from engine.description.vision import (
     QueryAttention,
     VisionSpec,
 )
-from engine.encoder_input import Floats, Grid, as_read, encoder_input, position_table, waves
 from engine.formats.dequantize import HOST_TYPES
 from engine.formats.ggml_types import TYPES
 from engine.loading.weights import FileWeights

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from tinygrad import Device, Tensor, TinyJit, dtypes
 from tinygrad.dtype import DType
 
+from engine.description.encoder_input import Grid, as_read, encoder_input, position_table, waves
 from engine.description.sublayers import Vector, Weight
 from engine.description.vision import (
     Activate,
@@ -36,7 +37,6 @@ from engine.description.vision import (
     VisionSpec,
     parts_of,
 )
-from engine.encoder_input import Grid, as_read, encoder_input, position_table, waves
 from engine.kernels.quantized_matrix import QuantizedMatrix
 from engine.loading.weights import FileWeights
 from engine.runtime.pictures import Pixels, Progress, part_by_part

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from tinygrad import Tensor, dtypes
 from tinygrad.dtype import DType
 
+from engine.description.encoder_input import Grid, Places, arranged, position_terms
 from engine.description.sublayers import Vector
 from engine.description.vision import (
     Activate,
@@ -28,7 +29,6 @@ from engine.description.vision import (
     ProjectorStep,
     VisionSpec,
 )
-from engine.encoder_input import Grid, Places, arranged, position_terms
 from engine.kernels.device_memory import device_zeros, overwrite, to_device
 from engine.targets.nvidia.kernels.device import chip
 from engine.targets.nvidia.kernels.kernel_sequence import KernelSequence

@@ -20,8 +20,8 @@ from itertools import chain, islice
 import numpy as np
 from tinygrad import Device, UOp
 
-from engine.candidate_trial import CandidateFailedError, device_works, has_failed, trial
-from engine.disk_cache import disk_cache
+from engine.cache.candidate_trial import CandidateFailedError, device_works, has_failed, trial
+from engine.cache.disk_cache import disk_cache
 from engine.errors import PreemptedError
 from engine.kernels.compilation import (
     begin_compiling,

@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 from tinygrad import Tensor, dtypes
 
+from engine.description.encoder_input import Floats, Grid, Places, as_read, places_of, position_table
 from engine.description.sublayers import Weight
 from engine.description.vision import (
     Linear,
@@ -23,7 +24,6 @@ from engine.description.vision import (
     PatchFeedForward,
     VisionSpec,
 )
-from engine.encoder_input import Floats, Grid, Places, as_read, places_of, position_table
 from engine.formats.dequantize import HOST_TYPES, dequantized
 from engine.formats.ggml_types import TYPES
 from engine.kernels.compilation import compile_in_turns, compile_once

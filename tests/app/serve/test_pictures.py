@@ -8,8 +8,8 @@ import pytest
 
 from app.serve.protocols.pictures import NOT_READ, NOT_SEEN
 from app.serve.service import ModelFile
+from engine.description.encoder_input import Grid
 from engine.description.vision_reader import read_vision
-from engine.encoder_input import Grid
 from engine.formats.gguf import GGUF
 from engine.protocol.events import PICTURE_MARK, Failed
 from tests import generated_encoder

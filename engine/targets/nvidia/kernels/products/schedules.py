@@ -16,10 +16,10 @@ from typing import NamedTuple
 import msgspec
 from tinygrad import Device
 
+from engine.cache.disk_cache import disk_cache, lasting_cache, source_digest
+from engine.cache.start_trial import start_trials
 from engine.devices.device_name import device_name
-from engine.disk_cache import disk_cache, lasting_cache, source_digest
 from engine.formats.quantization import Format
-from engine.start_trial import start_trials
 from engine.targets.nvidia.kernels.device import REGISTERS, Chip, capability, chip
 from engine.targets.nvidia.kernels.products import digit_rows
 from engine.targets.nvidia.kernels.products.matvec import Schedule, StackedMatrices

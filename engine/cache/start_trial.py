@@ -11,7 +11,7 @@ import traceback
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 
-from engine.disk_cache import DiskCache
+from engine.cache.disk_cache import DiskCache
 from engine.errors import OrinError
 
 MAX_STARTS = 3  # a start may also be ended by its user

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from engine.disk_cache import DiskCache
+from engine.cache.disk_cache import DiskCache
 from engine.errors import PreemptedError
 
 MAX_STARTS = 2

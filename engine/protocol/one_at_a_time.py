@@ -1,5 +1,5 @@
 """Clients of an event loop that take turns. The engine's process imports no asyncio, so this is not in
-`engine.fairness`."""
+`engine.protocol.fairness`."""
 
 from __future__ import annotations
 

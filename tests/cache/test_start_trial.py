@@ -2,9 +2,9 @@
 
 import pytest
 
-from engine.disk_cache import DiskCache
+from engine.cache.disk_cache import DiskCache
+from engine.cache.start_trial import MAX_STARTS, StartTrials
 from engine.errors import ModelFileError
-from engine.start_trial import MAX_STARTS, StartTrials
 
 
 @pytest.fixture

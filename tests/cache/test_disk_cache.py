@@ -9,8 +9,8 @@ from unittest import mock
 
 import pytest
 
-from engine import disk_cache
-from engine.disk_cache import DiskCache
+from engine.cache import disk_cache
+from engine.cache.disk_cache import DiskCache
 from tests.paths import ROOT
 
 
@@ -113,7 +113,7 @@ def test_the_least_recently_used_entries_are_deleted_first(folder, monkeypatch):
 WRITER = """
 import sys
 from pathlib import Path
-from engine.disk_cache import DiskCache
+from engine.cache.disk_cache import DiskCache
 cache = DiskCache(Path(sys.argv[1]), "")
 for i in range(200):
     cache.put("table", i % 5, [i % 5] * 1000)
