@@ -18,8 +18,9 @@ head go through the tokens side by side, so that each has as many as the others.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 from tinygrad import UOp
 from tinygrad.uop.ops import AxisType
@@ -167,175 +168,18 @@ def flash_attention(
 ) -> Kernel:  # fmt: skip
     """Attention of one new token on tensor cores, or of those of `tokens` sequences, from `out_row` on in the result.
     Buffers: see `DecodeBlock`."""
-    h, group, warps, ways, n_threads = heads, split.group, split.warps, split.ways, split.threads
-    dim, width = h.dim, h.dim // split.across
-    own_dims, own_width, lists = dim // ways, width // ways, warps * 4
-    assert group <= _MAX_HEADS and h.shared_by % group == 0 and own_dims % 16 == 0 and own_width % 16 == 0
-    gate_bytes = group * width * 4 if h.gated and split.splits == 1 else 0
-    assert n_threads >= UNIT and split.shared_bytes(dim) + gate_bytes < _MAX_SHARED_BYTES
+    h, width = heads, heads.dim // split.across
+    gate_bytes = split.group * width * 4 if h.gated and split.splits == 1 else 0
+    assert split.group <= _MAX_HEADS and h.shared_by % split.group == 0
+    assert h.dim // split.ways % 16 == 0 and width // split.ways % 16 == 0
+    assert split.threads >= UNIT and split.shared_bytes(h.dim) + gate_bytes < _MAX_SHARED_BYTES
 
     def kernel(**buffers: UOp | list[UOp]) -> UOp:
-        lane, all_warps = UOp.special(32, "lidx0"), UOp.special(warps * ways, "lidx1")
-        thread, g, t = all_warps * 32 + lane, lane // 4, lane % 4
-        warp, way = (all_warps // ways, all_warps % ways) if ways > 1 else (all_warps, UOp.const(0))
-        block = DecodeBlock(
-            h, split.splits, group, thread, n_threads, buffers, over_heads, tokens, order, out_row
-        )
-        run = UOp.special(split.across, "gidx2") if split.across > 1 else UOp.const(0)
-        cache = fragments(block, g, t, (way * own_dims, own_dims), (run * width + way * own_width, own_width))
-
-        def steps_of(round_: UOp | int) -> list[UOp]:
-            return [
-                ((round_ * split.steps + s) * split.splits + block.part) * warps + warp
-                for s in range(split.steps)
-            ]
-
-        def loads(one: Callable[[UOp], Loads], round_: UOp | int) -> Loads:
-            """Of all steps of a round."""
-            of_steps = [one(step) for step in steps_of(round_)]
-            return [[x for step in of_steps for x in step[k]] for k in range(len(of_steps[0]))]
-
-        def prefetch(one: Callable[[UOp], Loads], slot: int) -> tuple[list[UOp], list[UOp]]:
-            """Arrays of registers for the loads of a round, and the stores of round 0 to them."""
-            first = loads(one, 0)
-            arrays = [registers(len(x), slot + k, U32) for k, x in enumerate(first)]
-            return arrays, stored(arrays, first)
-
-        next_keys, key_stores = prefetch(cache.keys, 20)
-        next_values, value_stores = prefetch(cache.values, 22)
-        first_loads = [*key_stores, *value_stores]
-
-        # The new token. The loads for the end of the kernel are issued here too.
-        half, n = half_registers(), block.n_rotated
-        new_rows, query_rows = shared(n, 1), shared(n, 10, half)
-        elements = block.rotate(first_loads)
-        stores = [store(new_rows, e, x) for e, x in elements]
-        stores += [store(query_rows, e, x.cast(half)) for e, x in elements]
-        new_values = shared(width, slot=8)
-        if block.has_new:
-            stores += block.new_value(new_values, run * width, width)
-        input_scale = shared(UNIT, slot=9)
-        if block.input_scale is not None:
-            stores.append(
-                store(input_scale, thread, load(block.input_scale, thread, thread < UNIT), thread < UNIT)
-            )
-        own_sinks, has_sink = shared(_MAX_HEADS, slot=12), thread < group
-        if block.sinks is not None:
-            sink = load(block.sinks, block.first_head + thread, has_sink)
-            stores.append(store(own_sinks, thread, sink, has_sink))
-        n_elements, is_gated = group * width, h.gated and block.is_whole
-        gates = shared(n_elements if is_gated else 1, slot=13)
-        for first in range(0, n_elements if is_gated else 0, n_threads):
-            e = thread + first
-            has_gate = None if first + n_threads <= n_elements else e < n_elements
-            element = (block.first_head + e // width) * dim + run * width + e % width
-            stores.append(store(gates, e, block.gate(element, has_gate), has_gate))
-        ready = UOp.group(*stores, *first_loads)
-        new_rows, query_rows, new_values, input_scale = (
-            x.after(ready) for x in (new_rows, query_rows, new_values, input_scale)
-        )
-        next_keys, next_values = ([x.after(new_rows) for x in arrays] for arrays in (next_keys, next_values))
-        cache_stores = block.store_token(new_rows, new_values, run, width)
-
-        # Row g of a tile belongs to head g.
-        head = g.minimum(group - 1)
-        slope, queries = block.slope(head), []
-        for c in range(own_dims // 16):
-            quad = load_run(query_rows, head * dim + way * own_dims + c * 16 + t * 4, 4)
-            queries.append(upper_rows(quad))
-        partial_scores, new_scores = shared(1, slot=6), list[UOp]()
-        if block.has_new:
-            partial_scores, new_scores = block.partial_scores(new_rows, slot=6)
-        many = split.rounds > 1
-        of_round = split.splits * warps * split.steps * TILE
-        rounds = (block.count + (of_round - 1)) // of_round
-        loop = UOp.range(rounds, 0, AxisType.LOOP) if many else UOp.const(0)
-
-        def so_far(array: UOp) -> UOp:
-            return array.after(loop) if many else array
-
-        def loaded(arrays: Sequence[UOp], s: int) -> Loads:
-            """The loads of a step."""
-            sizes = (array.max_numel() // split.steps for array in arrays)
-            return [load_run(so_far(x), s * n, n) for x, n in zip(arrays, sizes, strict=True)]
-
-        # The scores of a round, and the largest ones so far.
-        tops = after_store(registers(1, 2), 0, f32(-_LARGEST))
-        fours = [cache.scores(queries, loaded(next_keys, s)) for s in range(split.steps)]
-        if ways > 1:
-            fours = _added_ways(fours, loop, split, warp, way, lane)
-        scores: list[UOp] = []
-        for four, step in zip(fours, steps_of(loop), strict=True):
-            tokens_of = (step * TILE + t * 4 + k for k in range(4))
-            scores += [
-                block.sees(x).where(block.sloped(x, h.capped(score), slope), f32(LOWEST))
-                for x, score in zip(tokens_of, four, strict=True)
-            ]
-        old_top = load(so_far(tops), 0)
-        top = maximum([old_top, *_of_row(maximum(scores), lane)])
-
-        # The weights of tokens, and the weighted sums of values.
-        n = cache.n_sums
-        sums_array = zeroed_registers(n + 1, 3)  # the last is the sum of weights
-        sums = load_run(so_far(sums_array), 0, n + 1)
-        if many:
-            shrink = (old_top - top).exp2()
-            sums = [x * shrink for x in sums]
-        top_store = store(tops, 0, top)
-        for s in range(split.steps):
-            weights = [(x > f32(LOWEST)).where((x - top).exp2(), f32(0)) for x in scores[4 * s : 4 * s + 4]]
-            sums[:n] = cache.add(weights, loaded(next_values, s), sums[:n])
-            sums[n] = chain([sums[n], *weights])
-        used = UOp.group(*store_run(sums_array, 0, sums), top_store)
-        if many:
-            more_keys = stored([x.after(top_store) for x in next_keys], loads(cache.keys, loop + 1))
-            more_values = stored([x.after(used) for x in next_values], loads(cache.values, loop + 1))
-            used = UOp.group(used, *more_keys, *more_values).end(loop)
-        sums_array, tops = sums_array.after(used), tops.after(used)
-        partial, totals, largest = (
-            shared(warps * group * width, slot=5),
-            shared(8 * lists, slot=7),
-            shared(8 * warps, slot=3),
-        )
-        is_first_way = way.eq(0) if ways > 1 else None
-        stores = [store(totals, g * lists + warp * 4 + t, load(sums_array, n), is_first_way), *new_scores]
-        stores.append(store(largest, g * warps + warp, load(tops, 0), all_of(t.eq(0), is_first_way)))
-        for d, x in cache.results(load_run(sums_array, 0, n), t):
-            stores.append(store(partial, (warp * group + g) * width + way * own_width + d, x, g < group))
-        all_stores = UOp.group(*stores, *cache_stores)  # before the loop, whose C variables end with it
-        partial, totals, largest, partial_scores = (
-            x.after(all_stores) for x in (partial, totals, largest, partial_scores)
-        )
-
-        # The result, with the new token, by as many threads as there are elements.
-        loop = UOp.range((n_elements + (n_threads - 1) - thread) // n_threads, 2, AxisType.LOOP)
-        # The minimum is for devices that run the loop's body in all threads.
-        e = (loop * n_threads + thread).minimum(n_elements - 1)
-        head, d = (e // width).minimum(group - 1), e % width
-        new_score = f32(LOWEST)
-        if block.has_new:
-            own_score = h.capped(tree(load_run(partial_scores, head * block.n_parts, block.n_parts)))
-            new_score = block.is_first_part.where(own_score, new_score)
-        tops_of_warps = load_run(largest, head * warps, warps)
-        head_top = maximum([new_score, *tops_of_warps])
-        new_weight = (new_score - head_top).exp2()
-        factors = [(x - head_top).exp2() for x in tops_of_warps]
-        sums_of_warps = [load(partial, e + k * n_elements) for k in range(warps)]
-        total = tree([x * f for x, f in zip(sums_of_warps, factors, strict=True)])
-        weights_of_warps = [tree(load_run(totals, head * lists + 4 * k, 4)) for k in range(warps)]
-        weight = tree([x * f for x, f in zip(weights_of_warps, factors, strict=True)]) + new_weight
-        if block.has_new:
-            total = total + new_weight * load(new_values, d).cast(F16).cast(F32)
-        element, is_first_element = (block.first_head + head) * dim + run * width + d, d.eq(0) & run.eq(0)
-        sums_of_head = total, weight, head_top
-        scale = None if block.input_scale is None else input_scale
-        sink_of_head = None if block.sinks is None else load(own_sinks.after(ready, all_stores), head)
-        gate = load(gates.after(ready, all_stores), e) if is_gated else None
-        results = block.store_result(element, head, is_first_element, sums_of_head, scale, sink_of_head, gate)
-        shape = f"{split.limit}_{split.splits}_{group}_{warps}_{split.steps}_{split.across}_{ways}"
+        block = _FlashBlock(h, split, buffers, over_heads, tokens, order, out_row)
+        shape = f"{split.limit}_{split.splits}_{split.group}_{split.warps}_{split.steps}_{split.across}_{split.ways}"
         name = f"attention_flash_{h.name}_{shape}{'_sinks' * sinks}{'_over_heads' * over_heads}"
         name += f"_{tokens}_{order}_{out_row}" * (tokens > 0) + f"_{split.blocks}_blocks" * (split.blocks > 0)
-        return finish(name, [UOp.group(*results).end(loop)])
+        return finish(name, [block.attended()])
 
     waits_for = ("rows",) if begins_early(split, sinks) and not tokens else ()
     # Blocks of one part leave most multiprocessors idle: there the output product may load its weights meanwhile.
@@ -348,6 +192,245 @@ def begins_early(split: FlashSplit, sinks: bool) -> bool:
     """Whether the kernel of one sequence begins before the QKV product has ended, whose kernel lets it start. That of
     one part with sinks does not (measured: half a microsecond more for each layer of gpt-oss)."""
     return split.splits > 1 or not sinks
+
+
+class _NewToken(NamedTuple):
+    """What a block has of the new token in shared memory, once all threads have stored it: the rotated queries and the
+    key, float32, and in the type of tensor cores; the value; the scale of the output; and the heads' sinks and the
+    elements' gates, if there are any: of these two, after `ready`. `stores` are those of its key and value to the
+    cache."""
+
+    rows: UOp
+    queries: UOp
+    value: UOp
+    input_scale: UOp | None
+    sinks: UOp | None
+    gates: UOp | None
+    ready: UOp
+    stores: list[UOp]
+
+
+class _Totals(NamedTuple):
+    """What the warps of a block have found, in shared memory: the weighted sums of values (warp, head, dimension), the
+    sums of weights (head, warp, thread of four), the largest scores (head, warp), and the new key's scores in parts:
+    after all is stored (`done`)."""
+
+    values: UOp
+    weights: UOp
+    tops: UOp
+    new_scores: UOp
+    done: UOp
+
+
+class _FlashBlock(DecodeBlock):
+    """A block of decode attention as threads of tensor cores: thread 4g + t (`lane`) of a `warp`. Of its tokens, a warp
+    has the dimensions of one of the `ways`; the block has one `run` of the values' dimensions, `width` of them."""
+
+    def __init__(
+        self, heads: Heads, split: FlashSplit, buffers: Mapping[str, Any], over_heads: bool, tokens: int, order: Order,
+        out_row: int,
+    ) -> None:  # fmt: skip
+        warps, ways = split.warps, split.ways
+        self.split, self.lane, all_warps = split, UOp.special(32, "lidx0"), UOp.special(warps * ways, "lidx1")
+        thread = all_warps * 32 + self.lane
+        super().__init__(
+            heads, split.splits, split.group, thread, split.threads, buffers, over_heads, tokens, order, out_row,
+        )  # fmt: skip
+        self.g, self.t = self.lane // 4, self.lane % 4
+        self.warp, self.way = (all_warps // ways, all_warps % ways) if ways > 1 else (all_warps, UOp.const(0))
+        self.run = UOp.special(split.across, "gidx2") if split.across > 1 else UOp.const(0)
+        self.width = heads.dim // split.across
+        self.own_dims, self.own_width = heads.dim // ways, self.width // ways
+        self.n_elements = split.group * self.width
+        self.cache_parts = fragments(
+            self, self.g, self.t, (self.way * self.own_dims, self.own_dims),
+            (self.run * self.width + self.way * self.own_width, self.own_width),
+        )  # fmt: skip
+
+    def attended(self) -> UOp:
+        """The stores of the result, and of the new token."""
+        keys, first_keys = self._prefetched(self.cache_parts.keys, 20)
+        values, first_values = self._prefetched(self.cache_parts.values, 22)
+        new = self._new_token([*first_keys, *first_values])
+        # The first loads are issued before the new token is ready.
+        keys, values = ([x.after(new.rows) for x in arrays] for arrays in (keys, values))
+        totals = self._met(new, *self._rounds(new.queries, keys, values))
+        rounds = (self.n_elements + (self.n_threads - 1) - self.thread) // self.n_threads
+        loop = UOp.range(rounds, 2, AxisType.LOOP)
+        # The minimum is for devices that run the loop's body in all threads.
+        e = (loop * self.n_threads + self.thread).minimum(self.n_elements - 1)
+        return UOp.group(*self._result(e, new, totals)).end(loop)
+
+    # ---- loads of the cache ---------------------------------------------------------------------------
+
+    def _steps_of(self, round_: UOp | int) -> list[UOp]:
+        """The numbers of a warp's steps in a round."""
+        split = self.split
+        return [
+            ((round_ * split.steps + s) * split.splits + self.part) * split.warps + self.warp
+            for s in range(split.steps)
+        ]
+
+    def _loads(self, one: Callable[[UOp], Loads], round_: UOp | int) -> Loads:
+        """Those of all steps of a round."""
+        of_steps = [one(step) for step in self._steps_of(round_)]
+        return [[x for step in of_steps for x in step[k]] for k in range(len(of_steps[0]))]
+
+    def _prefetched(self, one: Callable[[UOp], Loads], slot: int) -> tuple[list[UOp], list[UOp]]:
+        """Arrays of registers for the loads of a round, and the stores of round 0 to them."""
+        first = self._loads(one, 0)
+        arrays = [registers(len(x), slot + k, U32) for k, x in enumerate(first)]
+        return arrays, stored(arrays, first)
+
+    def _loaded(self, arrays: Sequence[UOp], s: int) -> Loads:
+        """The loads of a step, from the arrays of its round."""
+        sizes = (array.max_numel() // self.split.steps for array in arrays)
+        return [load_run(x, s * n, n) for x, n in zip(arrays, sizes, strict=True)]
+
+    # ---- the new token --------------------------------------------------------------------------------
+
+    def _new_token(self, first_loads: Sequence[UOp]) -> _NewToken:
+        """The new token, after the `first_loads` of the cache. What the end of the kernel needs is loaded here too."""
+        n, half, thread = self.n_rotated, half_registers(), self.thread
+        rows, queries = shared(n, 1), shared(n, 10, half)
+        elements = self.rotate(first_loads)
+        stores = [store(rows, e, x) for e, x in elements]
+        stores += [store(queries, e, x.cast(half)) for e, x in elements]
+        value, scale = shared(self.width, slot=8), shared(UNIT, slot=9)
+        if self.has_new:
+            stores += self.new_value(value, self.run * self.width, self.width)
+        if self.input_scale is not None:
+            stores.append(store(scale, thread, load(self.input_scale, thread, thread < UNIT), thread < UNIT))
+        own_sinks, has_sink = shared(_MAX_HEADS, slot=12), thread < self.group
+        if self.sinks is not None:
+            sink = load(self.sinks, self.first_head + thread, has_sink)
+            stores.append(store(own_sinks, thread, sink, has_sink))
+        gates, is_gated = shared(self.n_elements, slot=13), self.heads.gated and self.is_whole
+        if is_gated:
+            stores += self._gate_stores(gates)
+        ready = UOp.group(*stores, *first_loads)
+        rows, value = rows.after(ready), value.after(ready)
+        return _NewToken(
+            rows, queries.after(ready), value,
+            None if self.input_scale is None else scale.after(ready),
+            None if self.sinks is None else own_sinks,
+            gates if is_gated else None,
+            ready,
+            self.store_token(rows, value, self.run, self.width),
+        )  # fmt: skip
+
+    def _gate_stores(self, gates: UOp) -> list[UOp]:
+        """The stores of the gates of the block's elements."""
+        stores = []
+        for first in range(0, self.n_elements, self.n_threads):
+            e = self.thread + first
+            has_gate = None if first + self.n_threads <= self.n_elements else e < self.n_elements
+            stores.append(store(gates, e, self.gate(self._element(e), has_gate), has_gate))
+        return stores
+
+    def _element(self, e: UOp) -> UOp:
+        """The place of an element of the block in the result (query * dim)."""
+        head, d = e // self.width, e % self.width
+        return (self.first_head + head) * self.heads.dim + self.run * self.width + d
+
+    # ---- the cached tokens ----------------------------------------------------------------------------
+
+    def _rounds(self, query_rows: UOp, keys: Sequence[UOp], values: Sequence[UOp]) -> tuple[UOp, UOp]:
+        """Registers with a thread's weighted sums of values and, last, its sum of weights; and with its largest score:
+        after all rounds. `keys` and `values` hold what was loaded for the first one."""
+        split, parts = self.split, self.cache_parts
+        many, n = split.rounds > 1, parts.n_sums
+        of_round = split.splits * split.warps * split.steps * TILE
+        rounds = (self.count + (of_round - 1)) // of_round
+        loop = UOp.range(rounds, 0, AxisType.LOOP) if many else UOp.const(0)
+
+        def so_far(array: UOp) -> UOp:
+            return array.after(loop) if many else array
+
+        tops, sums_array = after_store(registers(1, 2), 0, f32(-_LARGEST)), zeroed_registers(n + 1, 3)
+        scores = self._scores(loop, query_rows, [so_far(x) for x in keys])
+        old_top = load(so_far(tops), 0)
+        top = maximum([old_top, *_of_row(maximum(scores), self.lane)])
+        sums = load_run(so_far(sums_array), 0, n + 1)
+        if many:
+            shrink = (old_top - top).exp2()
+            sums = [x * shrink for x in sums]
+        for s in range(split.steps):
+            weights = [(x > f32(LOWEST)).where((x - top).exp2(), f32(0)) for x in scores[4 * s : 4 * s + 4]]
+            sums[:n] = parts.add(weights, self._loaded([so_far(x) for x in values], s), sums[:n])
+            sums[n] = chain([sums[n], *weights])
+        top_store = store(tops, 0, top)
+        used = UOp.group(*store_run(sums_array, 0, sums), top_store)
+        if many:
+            more_keys = stored([x.after(top_store) for x in keys], self._loads(parts.keys, loop + 1))
+            more_values = stored([x.after(used) for x in values], self._loads(parts.values, loop + 1))
+            used = UOp.group(used, *more_keys, *more_values).end(loop)
+        return sums_array.after(used), tops.after(used)
+
+    def _scores(self, loop: UOp, query_rows: UOp, keys: Sequence[UOp]) -> list[UOp]:
+        """A thread's scores in a round: of four tokens of each step, and of head g."""
+        split, h, head = self.split, self.heads, self.g.minimum(self.group - 1)
+        first = head * h.dim + self.way * self.own_dims
+        queries = [
+            upper_rows(load_run(query_rows, first + c * 16 + self.t * 4, 4))
+            for c in range(self.own_dims // 16)
+        ]
+        fours = [self.cache_parts.scores(queries, self._loaded(keys, s)) for s in range(split.steps)]
+        if split.ways > 1:
+            fours = _added_ways(fours, loop, split, self.warp, self.way, self.lane)
+        slope, scores = self.slope(head), list[UOp]()
+        for four, step in zip(fours, self._steps_of(loop), strict=True):
+            tokens = (step * TILE + self.t * 4 + k for k in range(4))
+            scores += [
+                self.sees(x).where(self.sloped(x, h.capped(score), slope), f32(LOWEST))
+                for x, score in zip(tokens, four, strict=True)
+            ]
+        return scores
+
+    # ---- the end --------------------------------------------------------------------------------------
+
+    def _met(self, new: _NewToken, sums: UOp, tops: UOp) -> _Totals:
+        """What all warps have found, once all have stored it."""
+        warps, lists = self.split.warps, self.split.warps * 4
+        values, weights = shared(warps * self.group * self.width, slot=5), shared(8 * lists, slot=7)
+        largest, new_scores, stores = shared(8 * warps, slot=3), shared(1, slot=6), list[UOp]()
+        if self.has_new:
+            new_scores, stores = self.partial_scores(new.rows, slot=6)
+        n, is_first_way = self.cache_parts.n_sums, self.way.eq(0) if self.split.ways > 1 else None
+        place = self.g * lists + self.warp * 4 + self.t
+        stores = [store(weights, place, load(sums, n), is_first_way), *stores]
+        is_first = all_of(self.t.eq(0), is_first_way)
+        stores.append(store(largest, self.g * warps + self.warp, load(tops, 0), is_first))
+        row = (self.warp * self.group + self.g) * self.width + self.way * self.own_width
+        for d, x in self.cache_parts.results(load_run(sums, 0, n), self.t):
+            stores.append(store(values, row + d, x, self.g < self.group))
+        done = UOp.group(*stores, *new.stores)  # before the loop, whose C variables end with it
+        return _Totals(
+            values.after(done), weights.after(done), largest.after(done), new_scores.after(done), done
+        )
+
+    def _result(self, e: UOp, new: _NewToken, totals: _Totals) -> list[UOp]:
+        """The stores of an element of the block's result, with the new token."""
+        h, warps, lists = self.heads, self.split.warps, self.split.warps * 4
+        head, d = (e // self.width).minimum(self.group - 1), e % self.width
+        new_score = f32(LOWEST)
+        if self.has_new:
+            own_score = h.capped(tree(load_run(totals.new_scores, head * self.n_parts, self.n_parts)))
+            new_score = self.is_first_part.where(own_score, new_score)
+        tops = load_run(totals.tops, head * warps, warps)
+        top = maximum([new_score, *tops])
+        new_weight, factors = (new_score - top).exp2(), [(x - top).exp2() for x in tops]
+        sums = [load(totals.values, e + k * self.n_elements) for k in range(warps)]
+        total = tree([x * f for x, f in zip(sums, factors, strict=True)])
+        weights = [tree(load_run(totals.weights, head * lists + 4 * k, 4)) for k in range(warps)]
+        weight = tree([x * f for x, f in zip(weights, factors, strict=True)]) + new_weight
+        if self.has_new:
+            total = total + new_weight * load(new.value, d).cast(F16).cast(F32)
+        element = (self.first_head + head) * h.dim + self.run * self.width + d
+        sink = None if new.sinks is None else load(new.sinks.after(new.ready, totals.done), head)
+        gate = None if new.gates is None else load(new.gates.after(new.ready, totals.done), e)
+        is_first = d.eq(0) & self.run.eq(0)
+        return self.store_result(element, head, is_first, (total, weight, top), new.input_scale, sink, gate)
 
 
 def _added_ways(

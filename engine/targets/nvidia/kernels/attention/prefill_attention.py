@@ -199,16 +199,146 @@ class _Tiles:
         return [eight[:4], eight[4:]]
 
 
-def _values(tiles: _Tiles, array: UOp, step: UOp, first: UOp, s: int, c: int) -> list[list[UOp]]:
-    """The operands of values from a chunk on."""
-    return tiles.operands(array, step, 1, s, first + c)
-
-
 def _before(array: UOp, elements: Sequence[UOp], *others: UOp) -> UOp:
     """The array after a barrier that the loads of `elements` come before. The compiler would put them off until
     their numbers are stored, which would wait for them."""
     loads = [u for u in UOp.sink(*elements).toposort() if u.op is Ops.LOAD]
     return array.after(*others, loads[0].barrier(*loads[1:]))
+
+
+class _PromptBlock:
+    """A block of attention of prompts. Thread 4g + t of a warp has queries of rows g and g + 8 of each of its tiles of
+    sixteen tokens, from `tile` on, of `head`; of the values' dimensions it has the `run`-th part."""
+
+    def __init__(
+        self, heads: Heads, tokens: int, tiling: PromptTiling, cache: Sequence[UOp], tables: UOp, prompt: UOp,
+        slopes: UOp | None, seen: UOp | None,
+    ) -> None:  # fmt: skip
+        h, rows, warps, across, per_block = heads, tiling.rows, tiling.warps, tiling.across, tiling.units
+        self.heads, self.tokens, self.tiling = heads, tokens, tiling
+        self.chunks = h.dim // 16
+        self.own_chunks = self.chunks // across  # of the values of a warp
+        units = h.shared_by * (tokens // (16 * rows))  # warps of a key head that have queries of their own
+        blocks = -(-units // per_block)
+        self.thread = UOp.special(32, "lidx0")
+        warp = UOp.special(warps, "lidx1") if warps > 1 else UOp.const(0)
+        block, kv = UOp.special(blocks, "gidx0"), UOp.special(h.kv, "gidx1")
+        self.split = UOp.special(tiling.splits, "gidx2") if tiling.splits > 1 else UOp.const(0)
+        block = blocks - 1 - block  # the longest work starts first
+        self.own_unit, self.run = (warp // across, warp % across) if across > 1 else (warp, UOp.const(0))
+        unit, self.g, self.t = block * per_block + self.own_unit, self.thread // 4, self.thread % 4
+        exists = unit < units
+        if units % per_block:
+            unit = unit.minimum(units - 1)
+        self.head, self.tile = kv * h.shared_by + unit % h.shared_by, unit // h.shared_by * rows
+        last_unit = (block * per_block + (per_block - 1)).minimum(units - 1)
+        first, after = (u // h.shared_by * (16 * rows) for u in (block * per_block, last_unit + h.shared_by))
+        self.piece = piece = Piece.of(prompt, first, tokens, h.length)
+        self.turns = _step_ranges(h, piece, first, after, 16 * tiling.steps, self.split, tiling.splits)
+        self.first_position = piece.position - piece.first  # of row 0, if it were the piece's
+        rows_of = [(self.tile + i // 2) * 16 + 8 * (i % 2) + self.g for i in range(2 * rows)]
+        reads = [load(seen, row) for row in rows_of] if seen is not None else []
+        self.last_seen = [read.cast(self.first_position.dtype) - 1 for read in reads]
+        self.slope = None if slopes is None else load(slopes, self.head) * f32(LOG2_E)
+        pages = Pages.of(h, tables, prompt, piece.sequence_at)
+        self.tiles = _Tiles(h, tiling, cache, kv, warp, self.thread, pages)
+        self.live = piece.token(self.tile * 16) < piece.count
+        if units % per_block:
+            self.live = self.live & exists
+
+    def attended(self, queries: UOp) -> tuple[list[UOp], list[UOp], list[UOp]]:
+        """What all steps give (`AttentionSums.ends`)."""
+        tiling, tiles, n = self.tiling, self.tiles, self.tiling.rows * self.chunks
+        first_query = (self.head * (self.tokens // 16) + self.tile) * self.chunks
+        rows = [  # of the warps that share queries, each copies every `across`-th sixteen dimensions
+            load_run(queries, ((first_query + i + self.run) * 32 + self.thread) * 8, 8)
+            for i in range(0, n, tiling.across)
+        ]
+        first_store = [tiles.put(self.turns[0][0], tiles.from_cache(self.turns[0][0]))]
+        query_array = shared(tiling.units * n * 256, 1, F16) if tiling.shared else tiles.array
+        own_queries = self.own_unit * (n * 256) + self.thread * 8
+        if tiling.shared:
+            for i, row in enumerate(rows):
+                place = own_queries + (i * tiling.across + self.run) * 256
+                first_store += store_run(query_array, place, row)
+        ready = UOp.group(*first_store)
+        array, query_array = tiles.array.after(ready), query_array.after(ready)
+        running = AttentionSums(tiling.rows, tiling.steps, self.own_chunks, 2)
+        done: tuple[UOp, ...] = ()
+        for axis, (start, stop, masked) in enumerate(self.turns):
+            loop = UOp.range(stop - start, axis, AxisType.LOOP)
+            step, before = start + loop, (loop, *done)
+            old = running.largest(*before)
+            following = tiles.from_cache(step + 1) if tiling.held > 1 else []
+            now = _before(array, following or old, *before)
+            if tiling.shared:
+                held = query_array.after(*before)
+                rows = [load_run(held, own_queries + i * 256, 8) for i in range(n)]
+            scores = self._scores(now, step, masked, rows)
+            values = functools.partial(self._values, now, step)
+            stores, sums = running.added(scores, old, values, self.g, self.t, *before)
+            put = tiles.put(step + 1, following) if following else tiles.replace(step + 1, sums)
+            done = (UOp.group(*stores, put).end(loop),)
+        return running.ends(*done)
+
+    def _values(self, array: UOp, step: UOp, s: int, c: int) -> list[list[UOp]]:
+        """The operands of a warp's part of the values."""
+        return self.tiles.operands(array, step, 1, s, self.run * self.own_chunks + c)
+
+    def _scores(
+        self, array: UOp, step: UOp, masked: bool, queries: Sequence[Sequence[UOp]]
+    ) -> list[list[UOp]]:
+        """The scores of a step, as `step_scores` gives them."""
+        keys = lambda s, c: self.tiles.operands(array, step, 0, s, c)
+        shown = functools.partial(self._shown, step, masked)
+        return step_scores(queries, keys, self.tiling.rows, self.tiling.steps, self.chunks, shown)
+
+    def _shown(self, step: UOp, masked: bool, s: int, i: int, four: list[UOp]) -> list[UOp]:
+        """The i-th row's scores of four neighbours of a step's s-th sixteen keys, capped and sloped; those that it does
+        not see are the lowest, if some of the step are `masked`."""
+        h = self.heads
+        four = [h.capped(score) for score in four]
+        if not masked and self.slope is None:
+            return four
+        r, side = divmod(i, 2)
+        first_key = (step * self.tiling.steps + s) * 16 + self.t * 4
+        own = self.first_position + (self.tile + r) * 16 + 8 * side + self.g
+        ahead = own - first_key
+        if self.slope is not None:
+            four = [x - self.slope * (ahead - e).cast(F32) for e, x in enumerate(four)]
+        if not masked:
+            return four
+        behind = self.last_seen[i] - first_key if self.last_seen else ahead
+        sees = [behind >= e for e in range(4)]
+        if h.window:
+            most = own % h.window + 1 if h.chunked else h.window
+            sees = [ok & (ahead < most + e) for e, ok in enumerate(sees)]
+        return [ok.where(x, f32(LOWEST)) for ok, x in zip(sees, four, strict=True)]
+
+    def sums_stores(
+        self, out: UOp, r: int, sums: Sequence[UOp], total: Sequence[UOp], top: Sequence[UOp]
+    ) -> list[UOp]:
+        """Stores what `combine_prompt` adds up, of the r-th tile of queries."""
+        index = _record(self.heads, self.tokens, self.split, self.head, self.tile + r) + self.thread * 4
+        first, stores = index + self.run * (self.own_chunks * 256), list[UOp]()
+        for i in range(0, len(sums), 4):
+            stores += store_run(out, first + i * 32, sums[i : i + 4], self.live)
+        ends = [total[0], top[0], total[1], top[1]]
+        return stores + store_run(out, index + self.chunks * 256, ends, all_of(self.live, self.run.eq(0)))
+
+    def result_stores(
+        self, out: UOp, order: Order, r: int, sums: Sequence[UOp], total: Sequence[UOp], top: Sequence[UOp],
+        sinks: UOp | None,
+    ) -> list[UOp]:  # fmt: skip
+        """Stores the results of the r-th tile of queries."""
+        if sinks is not None:
+            score = load(sinks, self.head) * f32(LOG2_E)
+            total = [x + (score - b).exp2() for x, b in zip(total, top, strict=True)]
+        factors, stores = [x.maximum(LEAST_TOTAL).reciprocal() for x in total], list[UOp]()
+        for c in range(self.own_chunks):
+            place = self.head, self.tile + r, self.run * self.own_chunks + c, self.thread
+            stores += _store(self.heads, out, order, *place, sums[8 * c : 8 * c + 8], factors, self.live)
+        return stores
 
 
 @functools.cache
@@ -224,126 +354,25 @@ def attend_prompt(
     that of each row sees, int32 (tokens,), at least those up to its own and at most those of its piece; sinks, if there
     are any, unless there are several splits, float32 (query heads,): a score of each head that is not scaled and weighs
     no value."""
-    h, dim, rows, warps, steps = heads, heads.dim, tiling.rows, tiling.warps, tiling.steps
-    splits, across, per_block = tiling.splits, tiling.across, tiling.units
-    chunks, size = dim // 16, 16 * steps
-    own_chunks = chunks // across  # of the values of a warp
-    units = h.shared_by * (tokens // (16 * rows))  # warps of a key head that have queries of their own
-    blocks = -(-units // per_block)
-    assert dim % 16 == 0 and tokens % (16 * rows) == 0 and not (has_sinks and splits > 1)
-    assert warps % across == 0 and chunks % across == 0 and (across == 1 or tiling.shared)
+    h, rows, across, splits = heads, tiling.rows, tiling.across, tiling.splits
+    chunks = h.dim // 16
+    assert h.dim % 16 == 0 and tokens % (16 * rows) == 0 and not (has_sinks and splits > 1)
+    assert tiling.warps % across == 0 and chunks % across == 0 and (across == 1 or tiling.shared)
 
     def kernel(
-        out: UOp,
-        queries: UOp,
-        cache: list[UOp],
-        tables: UOp,
-        prompt: UOp,
-        slopes: UOp | None,
-        seen: UOp | None,
+        out: UOp, queries: UOp, cache: list[UOp], tables: UOp, prompt: UOp, slopes: UOp | None, seen: UOp | None,
         sinks: UOp | None,
-    ) -> UOp:
-        thread, warp = UOp.special(32, "lidx0"), UOp.special(warps, "lidx1") if warps > 1 else UOp.const(0)
-        block, kv = UOp.special(blocks, "gidx0"), UOp.special(h.kv, "gidx1")
-        split = UOp.special(splits, "gidx2") if splits > 1 else UOp.const(0)
-        block = blocks - 1 - block  # the longest work starts first
-        own_unit, run = (warp // across, warp % across) if across > 1 else (warp, UOp.const(0))
-        unit, g, t = block * per_block + own_unit, thread // 4, thread % 4
-        exists = unit < units
-        if units % per_block:
-            unit = unit.minimum(units - 1)
-        head, tile = kv * h.shared_by + unit % h.shared_by, unit // h.shared_by * rows
-        last_unit = (block * per_block + (per_block - 1)).minimum(units - 1)
-        first, after = (u // h.shared_by * (16 * rows) for u in (block * per_block, last_unit + h.shared_by))
-        piece = Piece.of(prompt, first, tokens, h.length)
-        turns = _step_ranges(h, piece, first, after, size, split, splits)
-        first_position = piece.position - piece.first  # of row 0, if it were the piece's
-        query_rows_of = [(tile + i // 2) * 16 + 8 * (i % 2) + g for i in range(2 * rows)]
-        reads = [load(seen, row) for row in query_rows_of] if seen is not None else []
-        last_seen = [read.cast(first_position.dtype) - 1 for read in reads]
-        slope = None if slopes is None else load(slopes, head) * f32(LOG2_E)
-        tiles = _Tiles(h, tiling, cache, kv, warp, thread, Pages.of(h, tables, prompt, piece.sequence_at))
-        first_query = (head * (tokens // 16) + tile) * chunks
-        query_rows = [  # of the warps that share queries, each copies every `across`-th sixteen dimensions
-            load_run(queries, ((first_query + i + run) * 32 + thread) * 8, 8)
-            for i in range(0, rows * chunks, across)
-        ]
-        first_store = [tiles.put(turns[0][0], tiles.from_cache(turns[0][0]))]
-        query_array = shared(per_block * rows * chunks * 256, 1, F16) if tiling.shared else tiles.array
-        own_queries = own_unit * (rows * chunks * 256) + thread * 8
-        if tiling.shared:
-            for i, row in enumerate(query_rows):
-                first_store += store_run(query_array, own_queries + (i * across + run) * 256, row)
-        ready = UOp.group(*first_store)
-        array, query_array = tiles.array.after(ready), query_array.after(ready)
-        running = AttentionSums(rows, steps, own_chunks, 2)
-
-        def scores(array: UOp, step: UOp, masked: bool, queries: Sequence[Sequence[UOp]]) -> list[list[UOp]]:
-            def shown(s: int, i: int, four: list[UOp]) -> list[UOp]:
-                four = [h.capped(score) for score in four]
-                if not masked and slope is None:
-                    return four
-                r, side = divmod(i, 2)
-                first_key = (step * steps + s) * 16 + t * 4
-                own = first_position + (tile + r) * 16 + 8 * side + g
-                ahead = own - first_key
-                if slope is not None:
-                    four = [x - slope * (ahead - e).cast(F32) for e, x in enumerate(four)]
-                if not masked:
-                    return four
-                behind = last_seen[i] - first_key if last_seen else ahead
-                sees = [behind >= e for e in range(4)]
-                if h.window:
-                    most = own % h.window + 1 if h.chunked else h.window
-                    sees = [ok & (ahead < most + e) for e, ok in enumerate(sees)]
-                return [ok.where(x, f32(LOWEST)) for ok, x in zip(sees, four, strict=True)]
-
-            keys = lambda s, c: tiles.operands(array, step, 0, s, c)
-            return step_scores(queries, keys, rows, steps, chunks, shown)
-
-        done: tuple[UOp, ...] = ()
-        for axis, (start, stop, masked) in enumerate(turns):
-            loop = UOp.range(stop - start, axis, AxisType.LOOP)
-            step, before = start + loop, (loop, *done)
-            old = running.largest(*before)
-            following = tiles.from_cache(step + 1) if tiling.held > 1 else []
-            now = _before(array, following or old, *before)
-            if tiling.shared:
-                held = query_array.after(*before)
-                query_rows = [load_run(held, own_queries + i * 256, 8) for i in range(rows * chunks)]
-            own = scores(now, step, masked, query_rows)
-            values = functools.partial(_values, tiles, now, step, run * own_chunks)
-            stores, sums = running.added(own, old, values, g, t, *before)
-            put = tiles.put(step + 1, following) if following else tiles.replace(step + 1, sums)
-            done = (UOp.group(*stores, put).end(loop),)
-
-        sums, total, top = running.ends(*done)
-        live = piece.token(tile * 16) < piece.count
-        if units % per_block:
-            live = live & exists
-        stores = []
+    ) -> UOp:  # fmt: skip
+        block = _PromptBlock(h, tokens, tiling, cache, tables, prompt, slopes, seen)
+        sums, total, top = block.attended(queries)
+        n, stores = len(sums) // rows, list[UOp]()
         for r in range(rows):
-            own_top, own_total = top[2 * r : 2 * r + 2], total[2 * r : 2 * r + 2]
-            own_sums = sums[r * own_chunks * 8 : (r + 1) * own_chunks * 8]
+            ends = sums[r * n : (r + 1) * n], total[2 * r : 2 * r + 2], top[2 * r : 2 * r + 2]
             if splits > 1:
-                index, first_sum = (
-                    _record(h, tokens, split, head, tile + r) + thread * 4,
-                    run * (own_chunks * 256),
-                )
-                for i in range(0, len(own_sums), 4):
-                    stores += store_run(out, index + first_sum + i * 32, own_sums[i : i + 4], live)
-                ends = [own_total[0], own_top[0], own_total[1], own_top[1]]
-                stores += store_run(out, index + chunks * 256, ends, all_of(live, run.eq(0)))
-                continue
-            if sinks is not None:
-                score = load(sinks, head) * f32(LOG2_E)
-                own_total = [x + (score - b).exp2() for x, b in zip(own_total, own_top, strict=True)]
-            factors = [x.maximum(LEAST_TOTAL).reciprocal() for x in own_total]
-            for c in range(own_chunks):
-                results = own_sums[8 * c : 8 * c + 8]
-                chunk = run * own_chunks + c
-                stores += _store(h, out, order, head, tile + r, chunk, thread, results, factors, live)
-        shape = f"{rows}_{warps}_{steps}_{splits}{'_across' * (across > 1)}{'_one' * (tiling.held == 1)}"
+                stores += block.sums_stores(out, r, *ends)
+            else:
+                stores += block.result_stores(out, order, r, *ends, sinks)
+        shape = f"{rows}_{tiling.warps}_{tiling.steps}_{splits}{'_across' * (across > 1)}{'_one' * (tiling.held == 1)}"
         if splits == 1:
             shape += f"{'_sinks' * has_sinks}{h.gate_name}_{order}"
         return finish(f"prefill_attend_{h.cache_name}_{tokens}_{shape}", stores)
@@ -356,7 +385,9 @@ def attend_prompt(
         h.sloped and "slopes",
         h.ahead and "seen",
     )
-    return Kernel(kernel, ("out",), (*inputs, has_sinks and "sinks"), shared_hints(tiling.shared_bytes(dim)))
+    return Kernel(
+        kernel, ("out",), (*inputs, has_sinks and "sinks"), shared_hints(tiling.shared_bytes(h.dim))
+    )
 
 
 def _step_ranges(
