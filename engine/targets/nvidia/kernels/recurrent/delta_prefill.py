@@ -198,6 +198,187 @@ def _learned(
     return [*zip(changes, results, strict=True)]
 
 
+class _ScanBlock:
+    """A block of `delta_scan`: `width` columns of the state of a head, from `first_column` on. A thread has four
+    columns of `own` keys in registers, from `first_key` on. Shared memory has two groups, each as `spans`: keys and
+    queries, values, coefficients."""
+
+    def __init__(
+        self, heads: DeltaHeads, runs: Runs, several: bool, checks: bool, memory: UOp, vectors: UOp,
+        coefficients: UOp, sums: Sequence[UOp], prompt: UOp, conv: UOp,
+    ) -> None:  # fmt: skip
+        h, size, n = heads, heads.size, 1 if checks else GROUP
+        self.heads, self.runs, self.n, self.checks = heads, runs, n, checks
+        self.memory, self.vectors, self.coefficients = memory, vectors, coefficients
+        self.sums, self.conv = sums, conv
+        self.width, self.own = min(32, size), 8 if size >= 64 else 4
+        self.quads, parts = self.width // 4, size // self.width
+        self.threads, self.blocks = self.quads * (size // self.own), h.value * parts
+        self.spans = 2 * n * size, n * self.width, _coefficients(n)
+        self.firsts, self.span = (0, self.spans[0], self.spans[0] + self.spans[1]), sum(self.spans)
+        self.thread, self.block = UOp.special(self.threads, "lidx0"), UOp.special(self.blocks, "gidx0")
+        self.quad, self.first_key = self.thread % self.quads, self.thread // self.quads * self.own
+        self.head, part = self.block // parts, self.block % parts
+        self.key_head, self.first_column = h.key_head(self.head), part * self.width
+        self.column = self.first_column + self.thread % self.width
+        self.is_column = None if self.threads == self.width else self.thread < self.width
+        units = -(-runs.tokens // PIECE_ROWS) if several else 1
+        row = UOp.special(units, "gidx1") * PIECE_ROWS if units > 1 else UOp.const(0)
+        piece = Piece.of(prompt, row, runs.tokens, MAX_POSITION)
+        if several:  # a piece that begins before is other blocks'
+            self.piece = replace(piece, count=piece.first.eq(row).where(piece.count, 0))
+        else:
+            self.piece = replace(piece, first=UOp.const(0))
+        self.has_tokens = self.piece.count > 0 if several else None
+        self.sequence = sequence_of(h, prompt, piece.sequence_at)
+        self.before = h.state_at(self.piece.position, self.sequence)
+        self.places = [
+            (self.head * size + self.first_key + i) * size + self.first_column + self.quad * 4
+            for i in range(self.own)
+        ]
+
+    def state_after(self, tokens: UOp | int) -> UOp:
+        """Where the state after so many tokens of the piece is."""
+        return self.heads.state_at(self.piece.position + tokens, self.sequence)
+
+    def _value_of(self, group: UOp, item: UOp, ok: UOp | None) -> UOp:
+        """A value of a group after the convolution: `item` counts columns, then tokens."""
+        h, token = self.heads, group * self.n + item // self.width
+        channel = (2 * h.key + self.head) * h.size + self.first_column + item % self.width
+        window = []
+        for k in range(1 - h.taps, 1):
+            valid = token + k < self.piece.count
+            valid = valid if ok is None else valid & ok
+            window.append(h.input_of(*self._channel(channel), token + k, valid))
+        return convolved(window, load_run(self.conv, channel * h.taps, h.taps, ok))
+
+    def _channel(self, channel: UOp) -> tuple[Runs, Sequence[UOp], UOp, Piece, UOp, UOp]:
+        """What `ConvolvedMemory.input_of` and `keep` take of a channel."""
+        return self.runs, self.sums, self.memory, self.piece, self.before, channel
+
+    def _loads(self, group: UOp) -> list[tuple[UOp, UOp, UOp | None]]:
+        """This thread's part of a group: (place in shared memory, value, whether there is one)."""
+        loads: list[tuple[UOp, UOp, UOp | None]] = []
+        number = (self.piece.first // self.n + group).minimum(self.runs.tokens // self.n - 1)
+        of_keys, of_head = number * self.heads.key + self.key_head, number * self.heads.value + self.head
+        buffers = (self.vectors, of_keys * self.spans[0]), None, (self.coefficients, of_head * self.spans[2])
+        for first, buffer, n_items in zip(self.firsts, buffers, self.spans, strict=True):
+            run = 4 if n_items >= self.threads * 4 and buffer is not None else 1
+            for i in range(0, n_items, self.threads * run):
+                item = i + self.thread * run
+                ok = None if i + self.threads * run <= n_items else item < n_items
+                if buffer is None:
+                    loads.append((first + item, self._value_of(group, item, ok), ok))
+                    continue
+                source, start = buffer
+                loads += [(first + item + k, load(source, start + item + k, ok), ok) for k in range(run)]
+        return loads
+
+    def _put(self, array: UOp, half: UOp, loads: Sequence[tuple[UOp, UOp, UOp | None]]) -> UOp:
+        """Stores what was loaded of a group."""
+        return UOp.group(*(store(array, half * self.span + place, value, ok) for place, value, ok in loads))
+
+    def scanned(self, products: UOp) -> tuple[UOp, list[UOp]]:
+        """All groups, one after the other: their effects, and after them this thread's part of the state."""
+        n, own = self.n, self.own
+        array, state = shared(2 * self.span, 1), registers(own * 4, 0)
+        began = self.piece.position > 0
+        old = [x for place in self.places for x in load_run(self.memory, self.before + place, 4, began)]
+        first_loads = self._put(array, UOp.const(0), self._loads(UOp.const(0)))
+        ready = UOp.group(first_loads, *store_run(state, 0, old))
+        array, state = array.after(ready), state.after(ready)
+
+        group = UOp.range((self.piece.count + (n - 1)) // n, 0, AxisType.LOOP)
+        following = self._loads(group + 1)
+        held, so_far, first = (
+            array.after(group),
+            load_run(state.after(group), 0, own * 4),
+            group % 2 * self.span,
+        )
+        keys, queries = (
+            [
+                load_run(held, first + (which * n + t) * self.heads.size + self.first_key, own)
+                for t in range(n)
+            ]
+            for which in (0, 1)
+        )
+        totals = self._products([*keys, *queries], so_far)
+        learned = self._learned(products, group, held, first, totals)
+        lasting = [load_run(learned, t * self.width + self.quad * 4, 4) for t in range(n)]
+        decay = load(held, first + self.firsts[2] + (4 * (n - 1) + 2))
+        new = [
+            chain([x * decay, *(keys[t][i // 4] * lasting[t][i % 4] for t in range(n))])
+            for i, x in enumerate(so_far)
+        ]
+        stores = [*store_run(state, 0, new), self._put(array, (group + 1) % 2, following)]
+        if self.checks:
+            of_token = self.state_after(group + 1)
+            for i, place in enumerate(self.places):
+                stores += store_run(self.memory, of_token + place, new[4 * i : 4 * i + 4])
+        done = UOp.group(*stores).end(group)
+        return done, load_run(state.after(done), 0, own * 4)
+
+    def _products(self, vectors: Sequence[Sequence[UOp]], state: Sequence[UOp]) -> UOp:
+        """The products of the state with a group's keys and queries, of which a thread has some elements: shared memory
+        (vector, column)."""
+        n_sums, n_keys = len(vectors) * self.width, self.heads.size // self.own
+        partial, stores = shared(n_keys * n_sums, 2), list[UOp]()
+        for i, vector in enumerate(vectors):
+            parts = (chain(x * state[k * 4 + c] for k, x in enumerate(vector)) for c in range(4))
+            first = self.thread // self.quads * n_sums + i * self.width + self.quad * 4
+            stores += store_run(partial, first, parts)
+        return total_of(
+            partial.after(UOp.group(*stores)), n_keys, n_sums, n_sums, self.thread, self.threads, 3
+        )
+
+    def _learned(self, products: UOp, group: UOp, held: UOp, first: UOp, totals: UOp) -> UOp:
+        """What the state learns of a group, as much as is left of it at its end: shared memory (token, column). A
+        thread for each column finds it, and stores the results. `held`: shared memory with the group, from `first`
+        on."""
+        h, n, width, column, ok = self.heads, self.n, self.width, self.thread % self.width, self.is_column
+        numbers = load_run(held, first + self.firsts[2], self.spans[2], ok)
+        values, with_keys, with_queries = (
+            [load(of, at + t * width + column, ok) for t in range(n)]
+            for of, at in (
+                (held, first + self.firsts[1]),
+                (totals, UOp.const(0)),
+                (totals, UOp.const(n * width)),
+            )
+        )
+        learned, stores = shared(n * width, 4), []
+        for t, (change, y) in enumerate(_learned(numbers, values, with_keys, with_queries)):
+            token = self.piece.first + group * n + t
+            stores.append(store(products, token * h.width + self.head * h.size + self.column, y, ok))
+            stores.append(store(learned, t * width + column, change * numbers[4 * t + 3], ok))
+        return learned.after(UOp.group(*stores))
+
+    def kept(self, state: Sequence[UOp], done: UOp) -> list[UOp]:
+        """The stores of the state at the end, unless each token has left one, and of the last inputs of the
+        convolution. Values, which are read here, are written by the block that has read them."""
+        h, results = self.heads, list[UOp]()
+        after = self.state_after(self.piece.count)
+        for i, place in enumerate(() if self.checks else self.places):
+            results += store_run(self.memory, after + place, state[4 * i : 4 * i + 4], self.has_tokens)
+        results += self._inputs_kept((2 * h.key + self.head) * h.size + self.column, 10, self.is_column, done)
+        n_others, n_threads = 2 * h.key * h.size, self.threads * self.blocks
+        for i in range(0, n_others, n_threads):
+            channel = self.block * self.threads + self.thread + i
+            results += self._inputs_kept(channel.minimum(n_others - 1), 11 + i, channel < n_others, done)
+        return results
+
+    def _inputs_kept(self, channel: UOp, slot: int, ok: UOp | None, done: UOp) -> list[UOp]:
+        """The stores of a channel's inputs, to the state after the piece, or after each token."""
+        count = self.piece.count
+        ends: list[tuple[UOp, UOp | None]] = [(count, self.has_tokens)]
+        if self.checks:
+            ends = [(UOp.const(t + 1, INDEX), t < count) for t in range(self.runs.tokens)]
+        stores: list[UOp] = []
+        for t, (end, is_end) in enumerate(ends):
+            at, state = self._channel(channel), self.state_after(end)
+            stores += self.heads.keep(*at, end, state, all_of(ok, is_end), slot + 100 * t, [done])
+        return stores
+
+
 @functools.cache
 def delta_scan(heads: DeltaHeads, runs: Runs, several: bool, checks: bool = False) -> Kernel:
     """The state over the piece that begins at the first row, or over `several`. If it `checks`, groups have one token,
@@ -208,148 +389,20 @@ def delta_scan(heads: DeltaHeads, runs: Runs, several: bool, checks: bool = Fals
     A block has some columns of a head's state, and makes their values. Each of its threads has some keys of four
     columns; their products with the group's keys and queries meet in shared memory. A thread for each column finds
     what the state learns. Then each changes its part. The next group is loaded meanwhile."""
-    h, size, n = heads, heads.size, 1 if checks else GROUP
-    assert not checks or h.slots > runs.tokens
-    n_coefficients = _coefficients(n)
-    width, own = min(32, size), 8 if size >= 64 else 4  # columns of a block, keys of a thread
-    quads, parts_of_head, tokens = width // 4, size // width, runs.tokens
-    threads, units = quads * (size // own), -(-tokens // PIECE_ROWS) if several else 1
-    spans = 2 * n * size, n * width, n_coefficients  # of a group in shared memory
-    firsts, span = (0, spans[0], spans[0] + spans[1]), sum(spans)
+    assert not checks or heads.slots > runs.tokens
 
     def kernel(
-        products: UOp,
-        memory: UOp,
-        vectors: UOp,
-        coefficients: UOp,
-        sums: Sequence[UOp],
-        prompt: UOp,
-        conv: UOp,
-    ) -> UOp:
-        thread = UOp.special(threads, "lidx0")
-        quad, first_key = thread % quads, thread // quads * own
-        block = UOp.special(h.value * parts_of_head, "gidx0")
-        head, part = block // parts_of_head, block % parts_of_head
-        key_head, column = h.key_head(head), part * width + thread % width
-        row = UOp.special(units, "gidx1") * PIECE_ROWS if units > 1 else UOp.const(0)
-        piece = Piece.of(prompt, row, tokens, MAX_POSITION)
-        if several:  # a piece that begins before is other blocks'
-            piece = replace(piece, count=piece.first.eq(row).where(piece.count, 0))
-        else:
-            piece = replace(piece, first=UOp.const(0))
-        position, count, first_group = piece.position, piece.count, piece.first // n
-        sequence, began = sequence_of(h, prompt, piece.sequence_at), position > 0
-        before, after = h.state_at(position, sequence), h.state_at(position + count, sequence)
-        places = [(head * size + first_key + i) * size + part * width + quad * 4 for i in range(own)]
-        state = registers(own * 4, 0)
-        start = store_run(state, 0, [x for at in places for x in load_run(memory, before + at, 4, began)])
-
-        def value_of(group: UOp, item: UOp, ok: UOp | None) -> UOp:
-            """A value of a group after the convolution: `item` counts columns, then tokens."""
-            token, channel = (
-                group * n + item // width,
-                (2 * h.key + head) * size + part * width + item % width,
-            )
-            at, window = (runs, sums, memory, piece, before, channel), []
-            for k in range(1 - h.taps, 1):
-                valid = token + k < count if ok is None else (token + k < count) & ok
-                window.append(h.input_of(*at, token + k, valid))
-            return convolved(window, load_run(conv, channel * h.taps, h.taps, ok))
-
-        def group_loads(group: UOp) -> list[tuple[UOp, UOp, UOp | None]]:
-            """This thread's part of a group: (place in shared memory, value, whether there is one)."""
-            loads: list[tuple[UOp, UOp, UOp | None]] = []
-            number = (first_group + group).minimum(tokens // n - 1)
-            firsts_of = (
-                (number * h.key + key_head) * spans[0],
-                None,
-                (number * h.value + head) * n_coefficients,
-            )
-            for first, buffer, from_, n_items in zip(
-                firsts, (vectors, None, coefficients), firsts_of, spans, strict=True
-            ):
-                run = 4 if n_items >= threads * 4 and buffer is not None else 1
-                for i in range(0, n_items, threads * run):
-                    item = i + thread * run
-                    ok = None if i + threads * run <= n_items else item < n_items
-                    if buffer is None or from_ is None:
-                        loads.append((first + item, value_of(group, item, ok), ok))
-                        continue
-                    loads += [(first + item + k, load(buffer, from_ + item + k, ok), ok) for k in range(run)]
-            return loads
-
-        def put(array: UOp, half: UOp, loads: Sequence[tuple[UOp, UOp, UOp | None]]) -> UOp:
-            return UOp.group(*(store(array, half * span + place, value, ok) for place, value, ok in loads))
-
-        array = shared(2 * span, 1)
-        ready = UOp.group(put(array, UOp.const(0), group_loads(UOp.const(0))), *start)
-        array, state = array.after(ready), state.after(ready)
-
-        group = UOp.range((count + (n - 1)) // n, 0, AxisType.LOOP)
-        following = group_loads(group + 1)
-        held, so_far, first = array.after(group), load_run(state.after(group), 0, own * 4), group % 2 * span
-        keys, queries = (
-            [load_run(held, first + (which * n + t) * size + first_key, own) for t in range(n)]
-            for which in (0, 1)
+        products: UOp, memory: UOp, vectors: UOp, coefficients: UOp, sums: Sequence[UOp], prompt: UOp, conv: UOp,
+    ) -> UOp:  # fmt: skip
+        block = _ScanBlock(heads, runs, several, checks, memory, vectors, coefficients, sums, prompt, conv)
+        done, state = block.scanned(products)
+        n_ops = runs.tokens * heads.width * heads.size * 6
+        name = (
+            f"delta_scan_{heads.name}_{heads.sequences}_{runs.tokens}"
+            + "_several" * several
+            + "_checks" * checks
         )
-        n_sums = 2 * n * width
-        partial, stores = shared(size // own * n_sums, 2), []
-        for i, vector in enumerate((*keys, *queries)):
-            parts = (chain(x * so_far[k * 4 + c] for k, x in enumerate(vector)) for c in range(4))
-            stores += store_run(partial, thread // quads * n_sums + i * width + quad * 4, parts)
-        totals = total_of(partial.after(UOp.group(*stores)), size // own, n_sums, n_sums, thread, threads, 3)
-
-        # What the state learns, by a thread for each column.
-        is_column = None if threads == width else thread < width
-        numbers = load_run(held, first + firsts[2], n_coefficients, is_column)
-        values, with_keys, with_queries = (
-            [load(of, at + t * width + thread % width, is_column) for t in range(n)]
-            for of, at in ((held, first + firsts[1]), (totals, UOp.const(0)), (totals, UOp.const(n * width)))
-        )
-        learned, stores = shared(n * width, 4), []
-        for t, (change, y) in enumerate(_learned(numbers, values, with_keys, with_queries)):
-            token = piece.first + group * n + t
-            stores.append(store(products, token * h.width + head * size + column, y, is_column))
-            stores.append(store(learned, t * width + thread % width, change * numbers[4 * t + 3], is_column))
-        learned = learned.after(UOp.group(*stores))
-        lasting = [load_run(learned, t * width + quad * 4, 4) for t in range(n)]
-        decay = load(held, first + firsts[2] + (4 * (n - 1) + 2))
-        new = [
-            chain([x * decay, *(keys[t][i // 4] * lasting[t][i % 4] for t in range(n))])
-            for i, x in enumerate(so_far)
-        ]
-        stores = [*store_run(state, 0, new), put(array, (group + 1) % 2, following)]
-        if checks:
-            of_token = h.state_at(position + group + 1, sequence)
-            for i, place in enumerate(places):
-                stores += store_run(memory, of_token + place, new[4 * i : 4 * i + 4])
-        done, results = UOp.group(*stores).end(group), list[UOp]()
-        has_tokens = count > 0 if several else None
-        final = load_run(state.after(done), 0, own * 4)
-        for i, place in enumerate(() if checks else places):
-            results += store_run(memory, after + place, final[4 * i : 4 * i + 4], has_tokens)
-
-        # The last inputs of the convolution. Values, which are read here, are written by the block that has read them.
-        ends: list[tuple[UOp, UOp, UOp | None]] = [(count, after, has_tokens)]
-        if checks:
-            of_tokens = [h.state_at(position + t + 1, sequence) for t in range(tokens)]
-            ends = [(UOp.const(t + 1, INDEX), at, t < count) for t, at in enumerate(of_tokens)]
-
-        def keep(channel: UOp, slot: int, ok: UOp | None) -> list[UOp]:
-            at, stores = (runs, sums, memory, piece, before, channel), list[UOp]()
-            for t, (end, state, is_end) in enumerate(ends):
-                stores += h.keep(*at, end, state, all_of(ok, is_end), slot + 100 * t, [done])
-            return stores
-
-        results += keep((2 * h.key + head) * size + column, 10, is_column)
-        n_others, n_threads = 2 * h.key * size, threads * h.value * parts_of_head
-        for i in range(0, n_others, n_threads):
-            channel = block * threads + thread + i
-            inside = channel < n_others
-            results += keep(channel.minimum(n_others - 1), 11 + i, inside)
-        n_ops = tokens * h.width * size * 6
-        name = f"delta_scan_{h.name}_{h.sequences}_{tokens}" + "_several" * several + "_checks" * checks
-        return finish(name, results, 8 * h.width * size, n_ops)
+        return finish(name, block.kept(state, done), 8 * heads.width * heads.size, n_ops)
 
     inputs = "vectors", "coefficients", ("sums", len(runs.sizes)), "prompt", "conv"
     return Kernel(kernel, ("products", "memory"), inputs)
