@@ -301,7 +301,7 @@ class History(HistoryDatabase):
         """The first `limit` chats (-1: all), the last updated first. With `query`, those with a message that has all
         its words (or words that begin so), or with a title that contains it."""
         condition = "EXISTS (SELECT 1 FROM messages WHERE chat_id = chats.id)"
-        parameters: list[str] = []
+        parameters: list[object] = []
         if terms := _terms(query):
             in_message, parameters = _search(terms)
             condition = f"id IN (SELECT chat_id FROM messages WHERE {in_message}) OR instr(lower(title), ?)"
@@ -313,17 +313,19 @@ class History(HistoryDatabase):
 
     def summaries(self, chat_ids: Sequence[int], query: str = "") -> list[ChatSummary]:
         """Of some of the chats that `query` has found, in this order, without those that are deleted."""
-        of_chat = "messages WHERE chat_id = chats.id AND shown"
-        in_message, parameters = _search(terms) if (terms := _terms(query)) else ("FALSE", [])
+        of_chat, listed = "messages WHERE chat_id = chats.id AND shown", ",".join("?" * len(chat_ids))
+        [ends] = self._run(f"SELECT min(id), max(id) FROM messages WHERE chat_id IN ({listed})", *chat_ids)
+        in_message, parameters = _search(terms, ends) if (terms := _terms(query)) else ("FALSE", [])
         rows = self._run(
             f"""SELECT chats.id, chats.title, model, updated, (SELECT count(*) FROM {of_chat}),
                 coalesce((SELECT content FROM messages WHERE id = found.id), last.content) AS content,
                 last.finished, last.writer,
                 (SELECT content FROM {of_chat} AND role = 'user' ORDER BY id LIMIT 1) AS first_prompt
             FROM chats LEFT JOIN messages AS last ON last.id = (SELECT max(id) FROM {of_chat})
-            LEFT JOIN (SELECT chat_id, min(id) AS id FROM messages WHERE {in_message} GROUP BY chat_id) AS found
-                ON found.chat_id = chats.id
-            WHERE chats.id IN ({",".join("?" * len(chat_ids))})""",
+            LEFT JOIN (SELECT chat_id, min(id) AS id FROM messages
+                WHERE chat_id IN ({listed}) AND {in_message} GROUP BY chat_id) AS found ON found.chat_id = chats.id
+            WHERE chats.id IN ({listed})""",
+            *chat_ids,
             *parameters,
             *chat_ids,
         )
@@ -419,8 +421,9 @@ def _terms(query: str) -> list[str]:
     return re.findall(r"\w+", query)
 
 
-def _search(terms: list[str]) -> tuple[str, list[str]]:
-    """The condition for a message that has all terms, in SQL, and its parameters.
+def _search(terms: list[str], ends: tuple[int | None, int | None] | None = None) -> tuple[str, list[object]]:
+    """The condition for a message that has all terms, in SQL, and its parameters. `ends`: the lowest and the highest id
+    of those that are looked at, which spares most of the work where a word is in every message.
 
     FTS5 finds words by their beginnings. It finds no words in scripts without spaces, so terms of such a script are
     looked for anywhere.
@@ -428,9 +431,11 @@ def _search(terms: list[str]) -> tuple[str, list[str]]:
     words = [term for term in terms if not _WITHOUT_SPACES.search(term)]
     others = [term for term in terms if term not in words]
     match = [" ".join(f'"{word}"*' for word in words)] if words else []  # quoted, or it could be FTS5 syntax
-    conditions = ["id IN (SELECT rowid FROM messages_text WHERE messages_text MATCH ?)"] * len(match)
+    between = " AND rowid BETWEEN ? AND ?" if ends else ""
+    matching = f"id IN (SELECT rowid FROM messages_text WHERE messages_text MATCH ?{between})"
+    conditions = [matching] * len(match)
     conditions += ["instr(content, ?)"] * len(others)
-    return " AND ".join(conditions), [*match, *others]
+    return " AND ".join(conditions), [*match, *((ends or ()) if match else ()), *others]
 
 
 def _excerpt(text: str, terms: list[str]) -> str:

@@ -285,7 +285,10 @@ class ChatColumn(View, Vertical):
             self.prompt.put(text)
             if index is not None:
                 self._begin_editing(index)
-            self.notice(str(error) or "Its files were not read", warning=True)
+            if isinstance(error, OrinError) and self.typing.says(error.message):
+                self.notice(f"Not sent. {error.hint}".rstrip(), warning=True)
+            else:
+                self.notice(str(error) or "Its files were not read", warning=True)
             return
         finally:
             self.reading = None

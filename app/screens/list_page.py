@@ -1,5 +1,6 @@
 """The base of the pages that list entries under a search field: past chats, models, presets."""
 
+import time
 from collections.abc import Callable, Sequence
 from typing import ClassVar, Generic, TypeVar
 
@@ -8,6 +9,7 @@ from textual.app import ComposeResult
 from textual.binding import Binding
 from textual.content import Content
 from textual.screen import ScreenResultType
+from textual.timer import Timer
 from textual.widgets import Input, Static
 
 from engine.errors import OrinError
@@ -16,6 +18,8 @@ from widgets.page import Frame, Page
 from widgets.terminal.ordered_input import OrderedInput
 from widgets.text import one_line
 
+SLOW_S, PAUSE_S = 0.1, 0.2
+"""A search that takes so long waits for a pause in typing: among 100,000 chats, each letter would hold up the next."""
 Entry = TypeVar("Entry")
 
 
@@ -53,6 +57,8 @@ class ListPage(Page[ScreenResultType], Generic[Entry, ScreenResultType]):
         self.field = OrderedInput(search, placeholder=self.PLACEHOLDER, select_on_focus=False)
         self.list = EntryList()
         self.question = Static(id="question", classes="line", markup=False)
+        self._took_s = 0.0  # the last search
+        self._later: Timer | None = None  # of a search that waits for a pause in typing
         self._on_yes: Callable[[], object] | None = None  # while a yes or no is awaited
         self._on_text: Callable[[str], object] | None = None  # while the field holds a text to edit
 
@@ -108,6 +114,8 @@ class ListPage(Page[ScreenResultType], Generic[Entry, ScreenResultType]):
 
     @property
     def highlighted(self) -> Entry | None:
+        if self._later is not None:
+            self._search_now()
         row = self.list.highlighted
         return self.entries[row] if row is not None and row < len(self.entries) else None
 
@@ -149,8 +157,20 @@ class ListPage(Page[ScreenResultType], Generic[Entry, ScreenResultType]):
     def _search(self, event: Input.Changed) -> None:
         if self._on_text is None:
             self.search_text = event.value.strip()
-            self.list.highlighted = None  # the best match is highlighted
-            self.show_entries()
+            if self._later is not None:
+                self._later.stop()
+            if self._took_s > SLOW_S:
+                self._later = self.set_timer(PAUSE_S, self._search_now)
+            else:
+                self._search_now()
+
+    def _search_now(self) -> None:
+        if self._later is not None:
+            self._later.stop()
+        started, self._later = time.thread_time(), None
+        self.list.highlighted = None  # the best match is highlighted
+        self.show_entries()
+        self._took_s = time.thread_time() - started
 
     @on(Input.Submitted)
     def _enter(self, event: Input.Submitted) -> None:

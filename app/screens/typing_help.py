@@ -40,6 +40,7 @@ class TypingHelp:
         self._suggested_for = ""
         self._marked_for: Takes | None = None
         self._chips: list[tuple[str, bool]] = []  # that are shown
+        self._last: list[tuple[str, bool]] = []  # or were, of the last prompt with files
         self._at_work: dict[str, asyncio.Future[Any]] = {}
         prompt.suggest, prompt.paste = self.suggest_now, files.pasted
 
@@ -62,6 +63,10 @@ class TypingHelp:
         """Marks the files again if the model takes others now: one has loaded, or the context has another room."""
         if "@" in self._prompt.text and self._takes() != self._marked_for:
             self._in_turn("chips", functools.partial(self._show_chips, self._prompt.text))
+
+    def says(self, problem: str) -> bool:
+        """Whether the line of files says so of this prompt, which may have been sent."""
+        return (problem, False) in self._last
 
     def cursor_moved(self) -> None:
         if self._prompt.before_cursor != self._suggested_for:
@@ -115,7 +120,7 @@ class TypingHelp:
     def _set_chips(self, chips: list[tuple[str, bool]]) -> None:
         if chips == self._chips:  # an update lays the whole screen out anew
             return
-        self._chips = chips
+        self._chips, self._last = chips, chips or self._last
         parts = [
             Content.styled(f"▪ {one_line(text)}", "$text-accent" if is_good else "$text-warning")
             for text, is_good in chips

@@ -45,7 +45,7 @@ def schema_grammar(schema: dict[str, Any]) -> Grammar:
 
 def choice_grammar(texts: Iterable[str]) -> Grammar:
     """One of `texts`."""
-    return Grammar(kind="lark", source=f"start: {' | '.join(map(_literal, texts))}")
+    return Grammar(kind="lark", source=f"start: {' | '.join(map(_literal, texts))}", ends_numbers=False)
 
 
 def _grammar(form: ToolForm, tools: str, answer: str) -> Grammar:

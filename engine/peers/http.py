@@ -15,6 +15,7 @@ from engine.formats.half_characters import without_half_characters
 from engine.system.web_client import credentials, making_client
 
 CONNECT_S = 10.0
+_GONE = "peer closed connection|Server disconnected"
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 MAX_BODY_BYTES = 4 << 20  # of an answer that is no stream
 MAX_EVENT_BYTES = 16 << 20  # llama-server's last event repeats the prompt
@@ -78,6 +79,12 @@ async def connection_errors(name: str, address: str) -> AsyncIterator[None]:
         raise BackendError(f"{name} cannot be reached at {one_line(address)}: {reason}.", check) from None
     except httpx.TimeoutException:
         raise BackendError(f"{name} takes too long to answer.", "Try again later.") from None
+    except (httpx.NetworkError, httpx.RemoteProtocolError) as error:
+        # What the library says of a server that ends in the middle of an answer is for its own developers.
+        is_gone = isinstance(error, httpx.NetworkError) or re.match(_GONE, str(error))
+        reason = " before its answer was complete" if is_gone else f": {one_line(str(error))}"
+        hint = "It may have ended: check that it runs, and try again."
+        raise BackendError(f"{name} closed the connection{reason}.", hint) from None
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         reason = one_line(str(error)) or type(error).__name__
         raise BackendError(f"{name} closed the connection: {reason}.", "Try again.") from None

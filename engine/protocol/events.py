@@ -63,10 +63,13 @@ class Sampling(_Record, frozen=True, kw_only=True):
 
 class Grammar(_Record, frozen=True, kw_only=True):
     """What an answer may be: JSON that a schema describes, or a text of a Lark grammar, as the library llguidance reads
-    them. Thinking before the answer is free, unless the kind is "reply": then the grammar is of the whole reply."""
+    them. Thinking before the answer is free, unless the kind is "reply": then the grammar is of the whole reply.
+    `ends_numbers`: digits of a number have an end, which neither JSON nor such a grammar sets; not where a client wrote
+    the grammar itself."""
 
     kind: Literal["json_schema", "lark", "reply"]
     source: str
+    ends_numbers: bool = True
 
 
 class Matvec(_Record, frozen=True, kw_only=True):

@@ -88,11 +88,12 @@ class Grammars:
         if matcher.is_error():
             raise _invalid(matcher.get_error())
         matcher = matcher.deep_copy()  # in less than a millisecond
+        digits = self._digits if grammar.ends_numbers else None
         if grammar.kind == "reply":
-            return Constraint(matcher, self._digits)
+            return Constraint(matcher, digits)
         goes_on = _all_but(self._tokenizer.eos_ids, self._tokenizer.vocab_size)
         opens = self._tokenizer.special_tokens.get(open_mark)
-        return Constraint(matcher, self._digits, splitter, opens, goes_on)
+        return Constraint(matcher, digits, splitter, opens, goes_on)
 
     def _compiled(self, grammar: Grammar) -> LLMatcher:
         """Raises UsageError if the library cannot read it."""
@@ -106,7 +107,7 @@ class Constraint:
     def __init__(
         self,
         matcher: LLMatcher,
-        digits: DigitTokens,
+        digits: DigitTokens | None,
         splitter: ReplySplitter | None = None,
         opens: int | None = None,
         goes_on: NDArray[np.uint32] | None = None,
@@ -133,7 +134,7 @@ class Constraint:
             raise _invalid("it takes too long to find out which tokens fit it")
         if self._matcher.is_error():
             raise _invalid(self._matcher.get_error())
-        if self._n_digits >= MAX_DIGITS:
+        if self._digits and self._n_digits >= MAX_DIGITS:
             words = self._digits.without(words)
         if self._may_open and self._opens is not None:
             words = words.copy()
@@ -150,7 +151,8 @@ class Constraint:
         if self._applies and not (self._may_open and token == self._opens):
             self._begun = True
             self._matcher.consume_token(token)
-            self._n_digits = self._digits.after(self._n_digits, token)
+            if self._digits:
+                self._n_digits = self._digits.after(self._n_digits, token)
 
     @property
     def _may_open(self) -> bool:

@@ -1,6 +1,5 @@
 """An end for the digits of numbers: JSON sets none, and a model may go on with them for ever."""
 
-from collections.abc import Callable
 from functools import cached_property
 
 import numpy as np
@@ -29,24 +28,18 @@ class DigitTokens:
     def without(self, allowed: NDArray[np.uint32]) -> NDArray[np.uint32]:
         """What is `allowed`, uint32 (words,), without digits if these are those of a number, which may end here: in a
         text, a quotation mark may come next."""
-        if (allowed & self._quotes).any() or not (allowed & self._ends).any():
+        quotes, ends, begins = self._bits
+        if (allowed & quotes).any() or not (allowed & ends).any():
             return allowed
-        return allowed & ~self._begins
+        return allowed & ~begins
 
     @cached_property
-    def _quotes(self) -> NDArray[np.uint32]:
-        return self._bits(lambda piece: piece == b'"')
-
-    @cached_property
-    def _ends(self) -> NDArray[np.uint32]:
-        return self._bits(lambda piece: piece in _AFTER_NUMBERS)
-
-    @cached_property
-    def _begins(self) -> NDArray[np.uint32]:
-        return self._bits(lambda piece: piece[:1].isdigit())
-
-    def _bits(self, of: Callable[[bytes], bool]) -> NDArray[np.uint32]:
-        n = self._tokenizer.vocab_size
-        bits = np.zeros(-(-n // 32) * 32, bool)
-        bits[:n] = [of(self._tokenizer.piece(id)) for id in range(n)]
-        return np.packbits(bits, bitorder="little").view(np.uint32)
+    def _bits(self) -> tuple[NDArray[np.uint32], ...]:
+        """Of a quotation mark, of what may follow a number, and of tokens that begin with a digit."""
+        n, last = self._tokenizer.vocab_size, self._tokenizer.eos_ids
+        bits = np.zeros((3, -(-n // 32) * 32), bool)
+        pieces = list(map(self._tokenizer.piece, range(n)))
+        bits[0, :n] = [piece == b'"' for piece in pieces]
+        bits[1, :n] = [piece in _AFTER_NUMBERS or id in last for id, piece in enumerate(pieces)]
+        bits[2, :n] = [piece[:1].isdigit() for piece in pieces]
+        return tuple(np.packbits(bits, axis=1, bitorder="little").view(np.uint32))

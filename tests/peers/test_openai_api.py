@@ -261,7 +261,7 @@ async def test_a_server_without_a_list_of_models(engines, fake):
 @pytest.mark.parametrize(
     ("parts", "kind", "message"),
     [
-        ([*sse(delta(content="x")), CLOSE], "backend", "closed the connection"),
+        ([*sse(delta(content="x")), CLOSE], "backend", "closed the connection before its answer"),
         (sse(delta(content="x")), "backend", "ended its answer in the middle"),
         (sse(delta(content="x"), "[DONE]"), "backend", "ended its answer in the middle"),
         (sse(delta(content="x"), "nonsense"), "backend", "sent something unexpected"),

@@ -128,8 +128,11 @@ def test_digits_of_numbers_have_an_end(model):
     assert goes_on(anything, '{"x": 0.' + 19 * "3") == (True, True)
     assert goes_on(anything, '{"x": 0.' + 20 * "3") == (False, True)
     assert goes_on(anything, '{"x": "' + 20 * "3") == (True, True)  # a text
+    assert goes_on(Grammar(kind="json_schema", source='{"type": "number"}'), 20 * "3") == (False, True)
     long = Grammar(kind="lark", source='start: "[" /[0-9]{30}/ "]"')
     assert goes_on(long, "[" + 20 * "3") == (True, False)
+    own = Grammar(kind="lark", source='start: /[0-9]+/ ","', ends_numbers=False)
+    assert goes_on(own, 20 * "3") == (True, True)
 
 
 def test_the_host_chooses_under_a_grammar(model):

@@ -154,7 +154,7 @@ def _regex(regex: str, param: str) -> Grammar:
     if regex.endswith("$") and not regex.endswith("\\$"):  # all of the answer fits, anyway
         regex = regex[:-1]
     try:
-        return Grammar(kind="lark", source=f"start: /{regex_to_lark(regex)}/")
+        return Grammar(kind="lark", source=f"start: /{regex_to_lark(regex)}/", ends_numbers=False)
     except ValueError as error:
         raise _unusable(error, param) from None
 
@@ -165,7 +165,7 @@ def _grammar(grammar: str, param: str) -> Grammar:
 
     _check_length(grammar, param)
     try:
-        return Grammar(kind="lark", source=any_to_lark(grammar))
+        return Grammar(kind="lark", source=any_to_lark(grammar), ends_numbers=False)
     except Exception as error:  # the library raises plain Exceptions, too
         raise _unusable(error, param) from None
 

@@ -18,7 +18,6 @@ from engine.protocol.events import Loading, Message, Prefilling, Sampling, Token
 from tests.app.driver import chat, stored
 from tests.app.fake_engine import DIED, MODEL, READY, STARTED, FakeEngine, reply, tokens
 from tests.thorough import rarely, thorough
-from widgets.entry_list import EntryList
 
 # --- a conversation --------------------------------------------------------------------------------------
 
@@ -567,13 +566,13 @@ def fill(history: History) -> tuple[int, int]:
     return sea, bread
 
 
-async def test_a_past_chat_is_found_and_gone_on_with(history):
+async def test_a_past_chat_is_found_and_gone_on_with(history, monkeypatch):
     sea, _ = fill(history)
+    monkeypatch.setattr("app.screens.list_page.SLOW_S", -1)  # searches wait for a pause in typing
     async with chat(FakeEngine(reply("More.")), history) as user:
         await user.press("ctrl+o")
         await user.sees("Use [b]yeast[/b].")
         user.app.screen.query_one(Input).value = "moon"
-        await user.until(lambda: user.app.screen.query_one(EntryList).count == 1)
         await user.press("enter")
         await user.sees("The Moon.")
         assert user.app.session.conversation.chat_id == sea

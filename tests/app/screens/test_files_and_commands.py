@@ -113,6 +113,10 @@ async def test_what_is_no_text_is_not_sent_and_not_lost(history):
         await user.say("Look at @picture.png")
         await user.sees("⚠ picture.png is no text and no picture (5 B)")
         assert user.app.prompt.text == "Look at @picture.png" and not user.engine.requests
+        await user.press("space")
+        await user.sees("▪ picture.png is no text and no picture (5 B)")
+        await user.press("enter")  # what the line of files says already is not said again
+        await user.sees("⚠ Not sent.")
 
 
 async def test_commands_are_listed_completed_and_obeyed(history):
