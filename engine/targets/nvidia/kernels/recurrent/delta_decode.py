@@ -9,6 +9,7 @@ products with the state: the new state is decay * S + k d, so its product with q
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 
 from tinygrad import UOp
 
@@ -60,6 +61,104 @@ def parts_of(heads: DeltaHeads, multiprocessors: int) -> int:
     return next((n for n in (4, 2) if fits and n * heads.value <= multiprocessors), 1)
 
 
+class _DecodeBlock:
+    """A block of `delta_decode`, for one token: the `part`-th of a head's state, which is `width` columns from
+    `first_column` on. A thread has four columns of `per` keys, those of its `group`."""
+
+    def __init__(
+        self, heads: DeltaHeads, tokens: int, parts: int, memory: UOp, rows: UOp, state: UOp
+    ) -> None:
+        h, size = heads, heads.size
+        self.heads, self.parts, self.memory, self.rows = heads, parts, memory, rows
+        self.width, self.per = size // parts, 8 if size >= 64 else 4
+        self.quads, self.groups = self.width // 4, size // self.per
+        self.threads = self.quads * self.groups
+        self.thread = UOp.special(self.threads, "lidx0")
+        self.number = UOp.special(h.value * parts * max(tokens, 1), "gidx0")
+        self.token, self.head = UOp.const(0, INDEX), self.number // parts
+        if tokens:
+            self.token, self.head = self.number // h.value, self.number % h.value
+        self.part = self.number % parts if parts > 1 else UOp.const(0, INDEX)
+        self.first_column = self.part * self.width
+        position = load_index(state, self.token + tokens if tokens else 1, MAX_POSITION)
+        sequence = sequence_of(h, state, self.token + 2 * tokens if tokens else 2)
+        self.live = load(state, self.token + 3 * tokens).ne(0) if tokens else None
+        self.before, self.after = h.state_at(position, sequence), h.state_at(position + 1, sequence)
+        self.began, self.first_row, self.key_head = position > 0, self.token * h.rows, h.key_head(self.head)
+        self.group, self.quad = self.thread // self.quads, self.thread % self.quads
+        self.places = [
+            (self.head * size + self.group * self.per + i) * size + self.first_column + self.quad * 4
+            for i in range(self.per)
+        ]
+        self.has_column = None if self.threads == self.width else self.thread < self.width
+
+    def inputs(self, conv: UOp) -> tuple[UOp, list[UOp], list[UOp]]:
+        """The head's query, key and value after the convolution, in shared memory, of which a part has its own columns;
+        this thread's part of the state; and the stores that move the convolution's inputs on."""
+        h, size, n_inputs, old = (
+            self.heads,
+            self.heads.size,
+            2 * self.heads.size + self.width,
+            registers(self.per * 4, 0),
+        )
+        loads = [
+            x for place in self.places for x in load_run(self.memory, self.before + place, 4, self.began)
+        ]
+        inputs, stores, moved = shared(n_inputs, 1), store_run(old, 0, loads), list[UOp]()
+        for i in range(-(-n_inputs // self.threads)):
+            e = self.thread + i * self.threads
+            inside = None if (i + 1) * self.threads <= n_inputs else e < n_inputs
+            which = (e // size).minimum(2)
+            head_of = which.eq(0).where(
+                self.key_head, which.eq(1).where(h.key + self.key_head, 2 * h.key + self.head)
+            )
+            channel = head_of * size + e % size
+            if self.parts > 1:
+                channel = channel + which.eq(2).where(self.first_column, 0)
+            past = self.began if inside is None else self.began & inside
+            window = [load(self.memory, h.input_at(self.before, k, channel), past) for k in range(h.taps - 1)]
+            window.append(load(self.rows, self.first_row + channel, inside))
+            weights = load_run(conv, channel * h.taps, h.taps, inside)
+            stores.append(store(inputs, e, convolved(window, weights), inside))
+            is_own = self._owns(which)
+            for ok in (inside, self.live):
+                is_own = is_own if ok is None else is_own & ok
+            moved += [
+                store(self.memory, h.input_at(self.after, k, channel), window[k + 1], is_own)
+                for k in range(h.taps - 1)
+            ]
+        done = UOp.group(*stores)
+        return inputs.after(done), load_run(old.after(done), 0, self.per * 4), moved
+
+    def _owns(self, which: UOp) -> UOp:
+        """Whether the block moves the inputs of its query (0), key (1) or value (2): several heads of values may share
+        the first two."""
+        is_first = self.head.eq(self.heads.value_head(self.key_head, UOp.const(0, INDEX)))
+        return which.eq(2) | (is_first & self.part.eq(0) if self.parts > 1 else is_first)
+
+    def totals(self, keys: Sequence[UOp], queries: Sequence[UOp], state: Sequence[UOp]) -> UOp:
+        """In shared memory the products of the state with the key and with the query, by column, then those of the key
+        with itself, of the query with itself, and of both. A thread has some of the keys, queries and columns."""
+        stride, n_sums = 2 * self.width + 4, 2 * self.width + 3  # of a group
+        partial, stores = shared(self.groups * stride, 2), []
+        for which, vector in enumerate((keys, queries)):
+            for c in range(4):
+                product = chain(x * state[i * 4 + c] for i, x in enumerate(vector))
+                place = self.group * stride + which * self.width + self.quad * 4 + c
+                stores.append(store(partial, place, product))
+        for i, (a, b) in enumerate(((keys, keys), (queries, queries), (keys, queries))):
+            product = chain(x * y for x, y in zip(a, b, strict=True))
+            stores.append(store(partial, self.group * stride + 2 * self.width + i, product, self.quad.eq(0)))
+        done = partial.after(UOp.group(*stores))
+        return total_of(done, self.groups, stride, n_sums, self.thread, self.threads, 3)
+
+    def squares_total(self, y: UOp) -> UOp:
+        """The sum of the squares of the results of all columns, of which a thread has one."""
+        of_columns = after_store(shared(self.width, 4), self.thread, y * y, self.has_column)
+        few = self.width // 8
+        return tree(load_run(total_of(of_columns, 8, few, few, self.thread, self.threads, 5), 0, few))
+
+
 @functools.cache
 def delta_decode(
     heads: DeltaHeads, tokens: int, parts: int = 1, order: Order = "columns", out_row: int = 0
@@ -73,75 +172,28 @@ def delta_decode(
     int32 (2,), token and position, with room for several sequences (3,) with the sequence, of several tokens (4,
     tokens): tokens, positions, sequences, and whether there is a token; for one token input_scale, the result's,
     float32 (UNIT,)."""
-    h, size, width = heads, heads.size, heads.size // parts
-    per = 8 if size >= 64 else 4  # keys of a thread
-    quads, groups = width // 4, size // per
-    threads = quads * groups
-    assert parts == 1 or (not tokens and width % 8 == 0)
+    h, size = heads, heads.size
+    assert parts == 1 or (not tokens and size // parts % 8 == 0)
 
     def kernel(
         out: UOp, squares: UOp | None, memory: UOp, rows: UOp, conv: UOp, decay: UOp, decay_bias: UOp, norm: UOp,
         state: UOp, input_scale: UOp | None,
     ) -> UOp:  # fmt: skip
-        thread, block = UOp.special(threads, "lidx0"), UOp.special(h.value * parts * max(tokens, 1), "gidx0")
-        token, head = (block // h.value, block % h.value) if tokens else (UOp.const(0, INDEX), block // parts)
-        part = block % parts if parts > 1 else UOp.const(0, INDEX)
-        first_column = part * width
-        position = load_index(state, token + tokens if tokens else 1, MAX_POSITION)
-        sequence = sequence_of(h, state, token + 2 * tokens if tokens else 2)
-        live = load(state, token + 3 * tokens).ne(0) if tokens else None
-        before, after = h.state_at(position, sequence), h.state_at(position + 1, sequence)
-        began, first_row, key_head = position > 0, token * h.rows, h.key_head(head)
-
-        group, quad = thread // quads, thread % quads
-        places = [(head * size + group * per + i) * size + first_column + quad * 4 for i in range(per)]
-        old = registers(per * 4, 0)
-        loads = [x for place in places for x in load_run(memory, before + place, 4, began)]
-        first_loads = store_run(old, 0, loads)
-
-        # The convolution of the head's query, key and value, of which a part has its own columns.
-        n_inputs = 2 * size + width
-        inputs, stores = shared(n_inputs, 1), list(first_loads)
-        moved = []
-        for i in range(-(-n_inputs // threads)):
-            e = thread + i * threads
-            inside = None if (i + 1) * threads <= n_inputs else e < n_inputs
-            which = (e // size).minimum(2)
-            head_of = which.eq(0).where(key_head, which.eq(1).where(h.key + key_head, 2 * h.key + head))
-            channel = head_of * size + e % size
-            if parts > 1:
-                channel = channel + which.eq(2).where(first_column, 0)
-            past = began if inside is None else began & inside
-            window = [load(memory, h.input_at(before, k, channel), past) for k in range(h.taps - 1)]
-            window.append(load(rows, first_row + channel, inside))
-            weights = load_run(conv, channel * h.taps, h.taps, inside)
-            stores.append(store(inputs, e, convolved(window, weights), inside))
-            is_first = head.eq(h.value_head(key_head, UOp.const(0, INDEX)))
-            is_own = which.eq(2) | (is_first & part.eq(0) if parts > 1 else is_first)
-            for ok in (inside, live):
-                is_own = is_own if ok is None else is_own & ok
-            moved += [
-                store(memory, h.input_at(after, k, channel), window[k + 1], is_own) for k in range(h.taps - 1)
-            ]
-        inputs, old = inputs.after(UOp.group(*stores)), old.after(UOp.group(*stores))
-
-        # Products of the state with the key and the query, and of these two.
-        queries, keys = (load_run(inputs, which * size + group * per, per) for which in (0, 1))
-        elements = load_run(old, 0, per * 4)
-        stride, n_sums = 2 * width + 4, 2 * width + 3  # of a group: two products by column, three of vectors
-        partial, stores = shared(groups * stride, 2), []
-        for which, vector in enumerate((keys, queries)):
-            for c in range(4):
-                product = chain(x * elements[i * 4 + c] for i, x in enumerate(vector))
-                stores.append(store(partial, group * stride + which * width + quad * 4 + c, product))
-        for i, (a, b) in enumerate(((keys, keys), (queries, queries), (keys, queries))):
-            product = chain(x * y for x, y in zip(a, b, strict=True))
-            stores.append(store(partial, group * stride + 2 * width + i, product, quad.eq(0)))
-        totals = total_of(partial.after(UOp.group(*stores)), groups, stride, n_sums, thread, threads, 3)
+        block = _DecodeBlock(h, tokens, parts, memory, rows, state)
+        head, width, per, thread, has_column = (
+            block.head,
+            block.width,
+            block.per,
+            block.thread,
+            block.has_column,
+        )
+        inputs, elements, stores = block.inputs(conv)
+        queries, keys = (load_run(inputs, which * size + block.group * per, per) for which in (0, 1))
+        totals = block.totals(keys, queries, elements)
         lengths = [(load(totals, 2 * width + i) + f32(h.eps)).sqrt().reciprocal() for i in (0, 1)]
         inverse_k, inverse_q, overlap = lengths[0], lengths[1] * f32(size**-0.5), load(totals, 2 * width + 2)
 
-        first_scalar = first_row + h.channels + h.width + head
+        first_scalar = block.first_row + h.channels + h.width + head
         beta = sigmoid(load(rows, first_scalar))
         alpha = load(rows, first_scalar + h.value)
         factor = decay_of(alpha, load(decay_bias, head), load(decay, head))
@@ -151,42 +203,32 @@ def delta_decode(
             known = load(totals, column, valid) * inverse_k * factor
             return beta * (load(inputs, 2 * size + column, valid) - known)
 
-        changes = [change(quad * 4 + c) * inverse_k for c in range(4)]
-        results = []
-        for i, place in enumerate(places):
+        changes = [change(block.quad * 4 + c) * inverse_k for c in range(4)]
+        for i, place in enumerate(block.places):
             new = [elements[i * 4 + c] * factor + keys[i] * changes[c] for c in range(4)]
-            results += store_run(memory, after + place, new, live)
+            stores += store_run(memory, block.after + place, new, block.live)
 
         # The result: a thread has a column.
-        has_column = None if threads == width else thread < width
-        y = load(totals, width + thread, has_column) * factor + overlap * inverse_k * change(
-            thread, has_column
-        )
-        y = y * inverse_q
-        of_columns = after_store(shared(width, 4), thread, y * y, has_column)
-        of_columns = total_of(of_columns, 8, width // 8, width // 8, thread, threads, 5)
-        total = tree(load_run(of_columns, 0, width // 8))
-        element, column = head * size + first_column + thread, first_column + thread
-        gate = silu(load(rows, first_row + h.channels + element, has_column))
+        own_change = overlap * inverse_k * change(thread, has_column)
+        y = (load(totals, width + thread, has_column) * factor + own_change) * inverse_q
+        total = block.squares_total(y)
+        column = block.first_column + thread
+        element = head * size + block.first_column + thread
+        gate = silu(load(rows, block.first_row + h.channels + element, has_column))
         result = y * load(norm, column, has_column) * gate
         if squares is None:
             result = result * inverse_rms(total, size, h.eps)
         else:
-            results.append(store(squares, block, total, thread.eq(0)))
+            stores.append(store(squares, block.number, total, thread.eq(0)))
         if input_scale is None:
-            results.append(
-                store(out, PLACES[order](out_row + token, element, h.width), as_half(result), has_column)
-            )
+            place = PLACES[order](out_row + block.token, element, h.width)
+            stores.append(store(out, place, as_half(result), has_column))
         else:
             scaled = result * load(input_scale, element % UNIT, has_column)
-            results.append(store(out, permuted(element, h.width), scaled, has_column))
+            stores.append(store(out, permuted(element, h.width), scaled, has_column))
         n_bytes = 8 * h.width * size * max(tokens, 1)
-        name = (
-            f"delta_{h.name}_{h.sequences}"
-            + f"_{tokens}_{order}_{out_row}" * (tokens > 0)
-            + f"_in_{parts}" * (parts > 1)
-        )
-        return finish(name, [*moved, *results], n_bytes, n_bytes)
+        name = f"delta_{h.name}_{h.sequences}" + f"_{tokens}_{order}_{out_row}" * (tokens > 0)
+        return finish(name + f"_in_{parts}" * (parts > 1), stores, n_bytes, n_bytes)
 
     inputs = "rows", "conv", "decay", "decay_bias", "norm", "state", not tokens and "input_scale"
     return Kernel(kernel, ("out", parts > 1 and "squares", "memory"), inputs)

@@ -77,6 +77,61 @@ def coefficients_size(heads: DeltaHeads, tokens: int, n: int = GROUP) -> int:
     return tokens // n * heads.value * _coefficients(n)
 
 
+class _Dots:
+    """The products of two vectors of a group, with a thread for each of their elements: of keys (0) with keys, of
+    queries (1) with queries, of keys with queries of the same or a later token."""
+
+    def __init__(self, vectors: Sequence[Sequence[UOp]], size: int, e: UOp) -> None:
+        """`vectors`: element `e` of the keys and of the queries of each token."""
+        n, segment = len(vectors[0]), size // _SEGMENTS
+        pairs = [(0, 0, t, t) for t in range(n)] + [(1, 1, t, t) for t in range(n)]
+        pairs += [(0, 0, s, t) for t in range(n) for s in range(t)]
+        pairs += [(0, 1, s, t) for t in range(n) for s in range(t + 1)]
+        self._number = {pair: i for i, pair in enumerate(pairs)}
+        stride = segment + 4  # neighbouring segments begin in different banks
+        n_items, place = len(pairs) * _SEGMENTS, e // segment * stride + e % segment
+        products, dots = shared(n_items * stride, 0), shared(n_items, 1)
+        products = products.after(UOp.group(*(
+            store(products, i * (_SEGMENTS * stride) + place, vectors[a][s] * vectors[b][t])
+            for i, (a, b, s, t) in enumerate(pairs)
+        )))  # fmt: skip
+        stores = []
+        for start in range(0, n_items, size):
+            item = e + start
+            ok = None if start + size <= n_items else item < n_items
+            total = chain(load(products, item * stride + i, ok) for i in range(segment))
+            stores.append(store(dots, item, total, ok))
+        self._dots = dots.after(UOp.group(*stores))
+
+    def of(self, a: int, b: int, s: int, t: int) -> UOp:
+        """The product of vector `a` of token s and vector `b` of token t."""
+        return tree(load_run(self._dots, self._number[a, b, s, t] * _SEGMENTS, _SEGMENTS))
+
+
+def _numbers(
+    dots: _Dots, factors: Sequence[Sequence[UOp]], betas: Sequence[UOp], decays: Sequence[UOp]
+) -> list[UOp]:
+    """The numbers in front of d, v and S of a group, as `coefficients_size` has them. `factors`: those of the norms of
+    keys and of queries."""
+    n, numbers = len(betas), list[UOp]()
+
+    def decay_after(s: int, t: int) -> UOp:
+        """G_t/s; that of all tokens up to t if s is -1."""
+        return tree(decays[s + 1 : t + 1], lambda a, b: a * b) if t > s else f32(1)
+
+    for t in range(n):
+        whole = decay_after(-1, t)
+        numbers += [betas[t] * whole, betas[t], whole, decay_after(t, n - 1)]
+    for t in range(n):
+        for s in range(t):
+            product = dots.of(0, 0, s, t) * factors[0][s] * factors[0][t]
+            numbers.append(betas[t] * decay_after(s, t) * product)
+    for t in range(n):
+        for s in range(t + 1):
+            numbers.append(decay_after(s, t) * dots.of(0, 1, s, t) * factors[0][s] * factors[1][t])
+    return numbers + [f32(0)] * (_coefficients(n) - len(numbers))
+
+
 @functools.cache
 def delta_inputs(heads: DeltaHeads, runs: Runs, n: int = GROUP) -> Kernel:
     """The convolution of a chunk's queries and keys, and all that depends on the inputs alone, in groups of `n` tokens.
@@ -84,23 +139,14 @@ def delta_inputs(heads: DeltaHeads, runs: Runs, n: int = GROUP) -> Kernel:
     vectors, keys and queries (`vectors_size`); coefficients (`coefficients_size`); memory; sums, those of each run;
     prompt, the step's state (`pieces`); conv, the convolution's weights, float32 (channels, taps); decay and
     decay_bias, float32 (value,) each."""
-    h, size, shared_by, n_coefficients = heads, heads.size, heads.value // heads.key, _coefficients(n)
-    tokens = runs.tokens
-    pairs = [(0, 0, t, t) for t in range(n)] + [(1, 1, t, t) for t in range(n)]
-    pairs += [(0, 0, s, t) for t in range(n) for s in range(t)]
-    pairs += [(0, 1, s, t) for t in range(n) for s in range(t + 1)]
-    number = {pair: i for i, pair in enumerate(pairs)}
-    stride = size // _SEGMENTS + 4  # neighbouring segments begin in different banks
+    h, size, shared_by, tokens = heads, heads.size, heads.value // heads.key, runs.tokens
 
     def kernel(
         vectors: UOp, coefficients: UOp, memory: UOp, sums: Sequence[UOp], prompt: UOp, conv: UOp, decay: UOp,
         decay_bias: UOp,
     ) -> UOp:  # fmt: skip
-        e, group, key_head = (
-            UOp.special(size, "lidx0"),
-            UOp.special(tokens // n, "gidx0"),
-            UOp.special(h.key, "gidx1"),
-        )
+        e, group = UOp.special(size, "lidx0"), UOp.special(tokens // n, "gidx0")
+        key_head = UOp.special(h.key, "gidx1")
         piece = Piece.of(prompt, group * n, tokens, MAX_POSITION)
         before = h.state_at(piece.position, sequence_of(h, prompt, piece.sequence_at))
         first = piece.token(group * n)
@@ -114,33 +160,9 @@ def delta_inputs(heads: DeltaHeads, runs: Runs, n: int = GROUP) -> Kernel:
             weights = load_run(conv, channel * h.taps, h.taps)
             return [convolved(window[t : t + h.taps], weights) for t in range(n)]
 
-        queries, keys = inputs(key_head), inputs(h.key + key_head)
-        stores: list[UOp] = []
-
-        # All products of two vectors of the group: first of segments, then of heads.
-        products, dots, both = (
-            shared(len(pairs) * _SEGMENTS * stride, 0),
-            shared(len(pairs) * _SEGMENTS, 1),
-            (keys, queries),
-        )
-        segment = size // _SEGMENTS
-        place = e // segment * stride + e % segment
-        products = products.after(UOp.group(*(
-            store(products, i * (_SEGMENTS * stride) + place, both[a][s] * both[b][t])
-            for i, (a, b, s, t) in enumerate(pairs)
-        )))  # fmt: skip
-        sums_of_segments, n_items = [], len(pairs) * _SEGMENTS
-        for start in range(0, n_items, size):
-            item = e + start
-            ok = None if start + size <= n_items else item < n_items
-            total = chain(load(products, item * stride + i, ok) for i in range(segment))
-            sums_of_segments.append(store(dots, item, total, ok))
-        dots = dots.after(UOp.group(*sums_of_segments))
-
-        def dot(a: int, b: int, s: int, t: int) -> UOp:
-            return tree(load_run(dots, number[a, b, s, t] * _SEGMENTS, _SEGMENTS))
-
-        factors = [[(dot(a, a, t, t) + f32(h.eps)).sqrt().reciprocal() for t in range(n)] for a in (0, 1)]
+        both = inputs(h.key + key_head), inputs(key_head)
+        dots, stores = _Dots(both, size, e), list[UOp]()
+        factors = [[(dots.of(a, a, t, t) + f32(h.eps)).sqrt().reciprocal() for t in range(n)] for a in (0, 1)]
         factors[1] = [x * f32(size**-0.5) for x in factors[1]]
         for which, vector in enumerate(both):
             for t in range(n):
@@ -149,8 +171,7 @@ def delta_inputs(heads: DeltaHeads, runs: Runs, n: int = GROUP) -> Kernel:
 
         # A thread for each value head.
         head, is_head = h.value_head(key_head, e.minimum(shared_by - 1)), e < shared_by
-        scalar = h.channels + h.width + head
-        betas, decays = [], []
+        scalar, betas, decays = h.channels + h.width + head, list[UOp](), list[UOp]()
         for t in range(n):
             beta, alpha = (
                 runs.load(sums, None, group * n + t, scalar + k * h.value, live[t] & is_head) for k in (0, 1)
@@ -158,24 +179,8 @@ def delta_inputs(heads: DeltaHeads, runs: Runs, n: int = GROUP) -> Kernel:
             betas.append(live[t].where(sigmoid(beta), f32(0)))
             of_token = decay_of(alpha, load(decay_bias, head), load(decay, head))
             decays.append(live[t].where(of_token, f32(1)))
-
-        def decay_after(s: int, t: int) -> UOp:
-            """G_t/s; that of all tokens up to t if s is -1."""
-            return tree(decays[s + 1 : t + 1], lambda a, b: a * b) if t > s else f32(1)
-
-        own = []
-        for t in range(n):
-            whole = decay_after(-1, t)
-            own += [betas[t] * whole, betas[t], whole, decay_after(t, n - 1)]
-        for t in range(n):
-            for s in range(t):
-                product = dot(0, 0, s, t) * factors[0][s] * factors[0][t]
-                own.append(betas[t] * decay_after(s, t) * product)
-        for t in range(n):
-            for s in range(t + 1):
-                own.append(decay_after(s, t) * dot(0, 1, s, t) * factors[0][s] * factors[1][t])
-        own += [f32(0)] * (n_coefficients - len(own))
-        stores += store_run(coefficients, (group * h.value + head) * n_coefficients, own, is_head)
+        place = (group * h.value + head) * _coefficients(n)
+        stores += store_run(coefficients, place, _numbers(dots, factors, betas, decays), is_head)
         return finish(f"delta_inputs_{h.name}_{h.sequences}_{tokens}_{n}", stores)
 
     inputs = "memory", ("sums", len(runs.sizes)), "prompt", "conv", "decay", "decay_bias"
