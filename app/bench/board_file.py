@@ -19,11 +19,8 @@ from app.bench.tables import number
 from app.cli import doctor
 from widgets.text import clean, one_line
 
-_PRIVATE_TOPICS = {
-    "llama.cpp",
-    "models",
-    "cache",
-}  # of the doctor's findings: they are about the user's folders
+# Of the doctor's findings: they are about the user's folders.
+_PRIVATE_TOPICS = {"llama.cpp", "models", "cache"}
 _PUBLIC_FOLDERS = "/dev/", "/etc/", "/proc/", "/sys/", "/usr/"
 _PATH = re.compile(r"(?<![\w/:.])[~.]?(?:/[\w.+@~-]+){2,}/?")
 _SIGNS = {"good": "✓", "note": "·", "fair": "!", "bad": "✗"}

@@ -62,9 +62,8 @@ class ToolUse:
 
     def __init__(self, toolbox: Toolbox, permissions: Permissions, view: View) -> None:
         self.toolbox, self.permissions = toolbox, permissions
-        self.form: Callable[[], ToolForm | None] = lambda: (
-            None
-        )  # how the model in use writes calls; in a thread
+        # How the model in use writes calls; in a thread.
+        self.form: Callable[[], ToolForm | None] = lambda: None
         self.doing = ""
         self.calls: tuple[Call, ...] = ()  # of the last reply
         self._view = view

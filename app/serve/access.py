@@ -29,11 +29,8 @@ _PROGRAMS = {
 """Schemes of origins that programs and extensions have. Not "file": a page of a site may have been saved."""
 _NO_HOST = frozenset("@/?#\\")
 """What no browser sends as part of a host: before or after it, `urlsplit` finds other hosts than they do."""
-_KEY_HEADERS = (
-    "x-api-key",
-    "api-key",
-    "x-goog-api-key",
-)  # of Anthropic's clients, of Azure's and of Google's
+# Of Anthropic's clients, of Azure's and of Google's.
+_KEY_HEADERS = ("x-api-key", "api-key", "x-goog-api-key")
 _GOOGLE = re.compile(r"/(v1beta|v1alpha)/models(/|$)|/v1/models/[^/]+:")
 OPEN_PATHS = ("/health", "/v1/health")  # need no key, as in llama-server
 

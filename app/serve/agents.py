@@ -151,10 +151,8 @@ def _run_codex(at: Endpoint) -> str:
 
 def _claude(at: Endpoint) -> dict[str, Any]:
     names = ("ANTHROPIC_MODEL", "ANTHROPIC_SMALL_FAST_MODEL")
-    waits = (
-        "API_TIMEOUT_MS",
-        "CLAUDE_STREAM_IDLE_TIMEOUT_MS",
-    )  # signs of life do not count for the second one
+    # Signs of life do not count for the second one.
+    waits = ("API_TIMEOUT_MS", "CLAUDE_STREAM_IDLE_TIMEOUT_MS")
     variables = {
         "ANTHROPIC_BASE_URL": at.address,
         **dict.fromkeys(names, at.model),

@@ -59,12 +59,8 @@ def ollama_form(error: ApiError) -> dict[str, Any]:
     return {"error": said(error)}
 
 
-_LIKE_OPENAI = (
-    "/api/v0/",
-    "/api/v1/chat",
-    "/api/v1/models",
-    "/api/v1/completions",
-)  # LM Studio's, OpenRouter's
+# LM Studio's, OpenRouter's
+_LIKE_OPENAI = ("/api/v0/", "/api/v1/chat", "/api/v1/models", "/api/v1/completions")
 _OF_GEMINI = re.compile(r"\w+(Content|Contents|Tokens)")
 """The end of a path of a model, after the last colon."""
 _GEMINI_KINDS = {

@@ -139,9 +139,8 @@ class Connection:
             return Result(id=call.id, text=f"The arguments cannot be used: {error}.", is_error=True)
         try:
             timeout = self._server.timeout_s
-            async with asyncio.timeout(
-                timeout + _LATE_S
-            ):  # the library waits for ever to send what is not read
+            # The library waits for ever to send what is not read.
+            async with asyncio.timeout(timeout + _LATE_S):
                 returned = await self._client.call_tool(call.tool, arguments, read_timeout_seconds=timeout)
         except Exception as error:
             # The reason that the server ended comes a moment later than the end of its stream.

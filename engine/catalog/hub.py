@@ -87,13 +87,8 @@ def fetch_repository(model: HubModel) -> Repository:
         raise_download_error(error, str(model))
     except hub.errors.HFValidationError:
         raise UsageError(f"hf.co/{model.repository} cannot be the name of a repository.") from None
-    except (
-        ValueError,
-        TypeError,
-        KeyError,
-        AttributeError,
-        RecursionError,
-    ):  # the response has an unknown form
+    # The response has an unknown form.
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         raise DownloadError(
             f"{endpoint()} does not answer as the hub does.",
             "Check HF_ENDPOINT, and whether the network shows a log-in page first.",

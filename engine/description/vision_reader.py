@@ -160,9 +160,8 @@ class _Reader(ProjectorReader):
         self.head_dim = self.dim // self.heads
         if self.dim % self.heads or self.head_dim % 4 or self.head_dim > _MAX_HEAD or self.patch > _MAX_SIDE:
             raise damaged(file.path, f"{self.dim} elements cannot be {self.heads} heads of patches")
-        self.is_merged = (
-            kind != "pixtral" or "mm.patch_merger.weight" in file.tensors
-        )  # Pixtral 12B has no merger
+        # Pixtral 12B has no merger
+        self.is_merged = kind != "pixtral" or "mm.patch_merger.weight" in file.tensors
         merge = self.size("projector.scale_factor", KINDS[kind] if self.is_merged else 1)
         self.merge = self.size("spatial_merge_size", merge)
         if self.merge > _MAX_MERGE or (self.merge > 1 and not self.is_merged):
@@ -408,9 +407,8 @@ class _Reader(ProjectorReader):
 
         def head_norm(name: str) -> Norm | None:
             info = self.file.tensors.get(f"{prefix}{name}.weight")
-            if info and info.shape == (dim,) != (
-                self.head_dim,
-            ):  # InternVL's encoder of 6 billion parameters
+            # InternVL's encoder of 6 billion parameters.
+            if info and info.shape == (dim,) != (self.head_dim,):
                 raise ModelFileError(
                     f"{self.name} norms queries and keys over all heads, which orin-chat does not run.",
                     "Choose a model with another encoder.",

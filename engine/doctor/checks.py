@@ -27,11 +27,8 @@ from engine.devices.system_files import meminfo
 from engine.errors import OrinError, one_line
 from engine.protocol.events import EngineOptions
 
-_SIZE, _LAUNCHES, _ROUNDS = (
-    256,
-    16,
-    20,
-)  # of the quick check: rows of the matrix, kernels in the graph, replays of it
+# Of the quick check: rows of the matrix, kernels in the graph, replays of it.
+_SIZE, _LAUNCHES, _ROUNDS = 256, 16, 20
 _KERNELS, _IN_GRAPH = 10_000, 100
 _BUFFER_BYTES, _GPU_BYTES, _CPU_BYTES = 512 << 20, 9 << 30, 1 << 30
 

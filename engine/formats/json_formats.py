@@ -54,9 +54,8 @@ def _with_bounded_integers(schema: Any) -> Any:
     kinds = dict[str, dict[str, Any]]()
 
     def bounded(part: Any) -> Any:
-        if not isinstance(part, Mapping) or (
-            "$id" in part and part is not schema
-        ):  # references would begin there
+        # References would begin there
+        if not isinstance(part, Mapping) or ("$id" in part and part is not schema):
             return part
         ends = {end: most for end, (other, most) in _ENDS.items() if end not in part and other not in part}
         if part.get("type") != "integer" or not ends or any(key in part for key in _DECIDED):

@@ -77,9 +77,8 @@ class Merges:
         try:
             model = models.BPE(ids, merges, **options)
         except BaseException as error:
-            if not isinstance(error, Exception) and not _fails(
-                error
-            ):  # merges longer than all tokens: a panic
+            # Merges longer than all tokens: a panic.
+            if not isinstance(error, Exception) and not _fails(error):
                 raise
             # A merge has tokens that are not in the vocabulary.
             valid = [(a, b) for a, b in merges if a in ids and b in ids and a + b in ids]

@@ -153,9 +153,8 @@ class ChatTemplate:
                 tokens=len(messages),
                 most=most,
             )
-        if (
-            most is not None
-        ):  # templates leave out neither; white space at the ends and earlier thoughts they may
+        # Templates leave out neither; white space at the ends and earlier thoughts they may.
+        if most is not None:
             kept = (message.content.strip() for message in messages if message.role in ("user", "tool"))
             self._tokenizer.check_fewest([text for text in kept if text], most)
         if not think:

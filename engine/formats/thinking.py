@@ -37,9 +37,8 @@ HARMONY = ThinkMarks(  # gpt-oss: https://github.com/openai/harmony, docs/format
     ("<|start|>assistant<|channel|>final<|message|>", "<|channel|>final<|message|>"),
 )
 MUSE = ThinkMarks("<|start|>assistant to=self<|message|>", "<|eom|>")
-COHERE = ThinkMarks(
-    "<|START_THINKING|>", "<|END_THINKING|>", ("<|START_RESPONSE|>",), "<|END_RESPONSE|>"
-)  # Command R7B
+# Command R7B
+COHERE = ThinkMarks("<|START_THINKING|>", "<|END_THINKING|>", ("<|START_RESPONSE|>",), "<|END_RESPONSE|>")
 COHERE_TEXT = ThinkMarks(COHERE.open, COHERE.close, ("<|START_TEXT|>",), "<|END_TEXT|>")  # North Mini Code
 APERTUS = ThinkMarks("<|inner_prefix|>", "<|inner_suffix|>", stops=("<|tools_prefix|>",))
 GRANITE = ThinkMarks("<think>", "</think>", ("<response>",), "</response>")
@@ -49,16 +48,8 @@ APRIEL = ThinkMarks(
     end="[END FINAL RESPONSE]",
     breaks=("\n", "\n", "\n"),
 )
-_FAMILIES = (
-    THINK,
-    MISTRAL,
-    SEED,
-    GEMMA,
-    HARMONY,
-    MUSE,
-    COHERE,
-    APERTUS,
-)  # of a reply whose model is not known
+# Of a reply whose model is not known.
+_FAMILIES = (THINK, MISTRAL, SEED, GEMMA, HARMONY, MUSE, COHERE, APERTUS)
 
 # The special tokens in these marks. `ThinkSplitter` has to see them.
 MARK_TOKENS = frozenset(

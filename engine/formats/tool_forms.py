@@ -47,22 +47,24 @@ class ToolForm:
 _FUNCTION = Tags(("<function=", ">\n"), ("<parameter=", ">\n"), "\n</parameter>\n", "</function>", True)
 HERMES = ToolForm(("<tool_call>",), "</tool_call>")  # Qwen 2.5 and 3 too
 QWEN_XML = replace(HERMES, tags=_FUNCTION)  # Qwen 3.5, Qwen3-Coder
+# GLM 4.5 to 4.7
 GLM = replace(
     HERMES,
     tags=Tags(
         ("", "\n"), ("<arg_key>", "</arg_key>\n<arg_value>"), "</arg_value>\n", HERMES.close, ends_call=True
     ),
-)  # GLM 4.5 to 4.7
+)
 SEED = ToolForm(
     ("<seed:tool_call>",),
     "</seed:tool_call>",
     tags=replace(_FUNCTION, key=("<parameter=", ">"), value_end="</parameter>\n", has_breaks=False),
 )
+# MiniMax M2
 MINIMAX = ToolForm(
     ("<minimax:tool_call>",),
     "</minimax:tool_call>",
     tags=Tags(('<invoke name="', '">\n'), ('<parameter name="', '">'), "</parameter>\n", "</invoke>"),
-)  # MiniMax M2
+)
 GEMMA = ToolForm(("<|tool_call>",), "<tool_call|>", before_name="call:")  # Gemma 4
 MISTRAL = ToolForm(("[TOOL_CALLS]",), listed=True)
 MISTRAL_ARGS = ToolForm(("[TOOL_CALLS]",), between="[ARGS]")  # Ministral 3
@@ -91,6 +93,7 @@ KIMI = (
 )
 APRIEL = ToolForm(("<tool_calls>",), "</tool_calls>", listed=True)
 FUNCTIONARY = ToolForm(("<function=",), "</function>", between=">")  # functionary 3.1
+# MiniCPM 5
 MINICPM = ToolForm(
     ('<function name="',),
     "</function>",
@@ -102,11 +105,12 @@ MINICPM = ToolForm(
         ends_call=True,
         quotes=("<![CDATA[", "]]>"),
     ),
-)  # MiniCPM 5
+)
 GIGACHAT = ToolForm(("<|function_call|>",))  # GigaChat 3.1
+# A call is a message of a role of its own.
 GIGACHAT_3 = ToolForm(
     ("<|message_sep|>\n\nfunction call<|role_sep|>\n", "function call<|role_sep|>\n"), "<|message_sep|>"
-)  # a call is a message of a role of its own
+)
 LLAMA_4 = ToolForm(("<|python_start|>",), "<|python_end|>", bare=True, in_python=True)
 LLAMA = ToolForm(("<|python_tag|>",), bare=True, key="parameters")
 HARMONY = ToolForm((" to=functions.",), between="<|message|>")  # gpt-oss, as `channels` shows it

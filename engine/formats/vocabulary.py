@@ -115,9 +115,8 @@ class Vocabulary:
     def _ends(self, gguf: GGUF) -> set[int]:
         """The tokens whose text says that they end a reply."""
         beginnings = bytes({text.encode()[0] for text in _END_TEXTS})
-        ids = {
-            self.tokens.raw(id): id for id in reversed(self.tokens.beginning_with(beginnings))
-        }  # the first counts
+        # The first counts
+        ids = {self.tokens.raw(id): id for id in reversed(self.tokens.beginning_with(beginnings))}
         known = {text: ids[text.encode()] for text in _END_TEXTS if text.encode() in ids}
         ends = {id for text, id in known.items() if not self._is_ordinary(text, id, gguf)}
         if {"<|return|>", "<|call|>"} <= known.keys():  # gpt-oss: its <|end|> ends only a part of a reply

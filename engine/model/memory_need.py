@@ -82,9 +82,8 @@ def chosen_context(
     if asked == "max" and free_bytes is not None:
         usable = int(free_bytes * (1 - _LEFT_FREE))
         longest = largest_context(spec, usable, target, parallel, kv)
-        return longest or min(
-            spec.trained_context, _SMALLEST_CONTEXT
-        )  # `check_fits` says why it is not enough
+        # `check_fits` says why it is not enough.
+        return longest or min(spec.trained_context, _SMALLEST_CONTEXT)
     if asked is None or asked == "max":
         return default_context(spec)
     if not 1 < asked <= spec.trained_context:

@@ -32,10 +32,8 @@ from tests.paths import ROOT
 PARAMETERS = 0x160  # where they begin in the constant bank, on compute capability 8
 RESERVED_SHARED = 1024  # bytes of shared memory that belong to the system there
 REGISTERS = 40  # a usual number; this CPU's do not count
-MAGIC, HEADER = (
-    b"CPUCUBIN",
-    struct.Struct("<8s4I"),
-)  # bytes of code, its entry, of constants and of shared memory
+# Bytes of code, its entry, of constants and of shared memory.
+MAGIC, HEADER = b"CPUCUBIN", struct.Struct("<8s4I")
 CODE_AT = 128  # from the header
 
 _PRELUDE = Path(__file__).with_name("cuda.hpp")

@@ -198,9 +198,8 @@ class SimulatedKernel(System):
         self.allocated.append(abi.NvmapAlloc.from_buffer_copy(a))
         buffer.fd = os.memfd_create("dmabuf")
         os.ftruncate(buffer.fd, buffer.size)
-        if (
-            not a.flags & abi.ZEROED and buffer.size <= 1 << 20
-        ):  # whoever had these pages before wrote to them
+        # Whoever had these pages before wrote to them.
+        if not a.flags & abi.ZEROED and buffer.size <= 1 << 20:
             os.pwrite(buffer.fd, b"\xaa" * buffer.size, 0)
         self.sizes[os.fstat(buffer.fd).st_ino] = buffer.size
         self.used += buffer.size

@@ -51,9 +51,8 @@ async def test_a_start_that_fails(model, fault, message, hint, tmp_path, monkeyp
     assert message in failed.message and hint in failed.hint
     worker = int(re.search(r"board in process (\d+)", engine.log_path.read_text())[1])
     deadline = time.monotonic() + 10
-    while left := [
-        pid for pid in _group(worker) if running(pid)
-    ]:  # what it started is told to end, and not waited for
+    # What it started is told to end, and not waited for.
+    while left := [pid for pid in _group(worker) if running(pid)]:
         assert worker not in left and time.monotonic() < deadline, left
         await asyncio.sleep(0.02)
 

@@ -75,9 +75,8 @@ def failing(index, number):
     return name, outcome
 
 
-@pytest.mark.filterwarnings(
-    "ignore::pytest.PytestUnraisableExceptionWarning"
-)  # an unmapping fails in a finalizer
+# An unmapping fails in a finalizer.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("number", [*WAYS[:1], *map(rarely, WAYS[1:])], ids=lambda n: errno.errorcode[n])
 def test_any_call_may_fail(number):
     names = calls_of_a_life()
@@ -86,9 +85,8 @@ def test_any_call_may_fail(number):
     for index in range(len(names)):
         name, outcome = failing(index, number)
         outcomes[outcome] += 1
-        if (
-            outcome == WENT_ON
-        ):  # handles and mappings that could not be freed go with their owner; allocations
+        # Handles and mappings that could not be freed go with their owner; allocations.
+        if outcome == WENT_ON:
             # inside tinygrad are tried twice
             assert name.endswith(("FREE", "UNMAP_BUFFER")) or names.count(name) > 3, name
     assert outcomes[ENDED] + outcomes[MEMORY] > 30

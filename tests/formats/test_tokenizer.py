@@ -269,9 +269,8 @@ def test_end_looking_text_that_merges_spell_is_text(tmp_path):
     """Qwen's vocabulary has "</s>" as an ordinary token."""
     t = Tokenizer(byte_level(tmp_path / "v", merges=["< /", "s >", "</ s>"]))
     assert not t.eos_ids and [t.text(id) for id in t.encode("</s>")] == ["</", "s", ">"]
-    t = Tokenizer(
-        byte_level(tmp_path / "w", special=(("<|im_end|>", NORMAL),))
-    )  # badly typed, but not spelled
+    # Badly typed, but not spelled.
+    t = Tokenizer(byte_level(tmp_path / "w", special=(("<|im_end|>", NORMAL),)))
     assert t.eos_ids == {257} and t.is_hidden(257) and len(t.encode("<|im_end|>")) == 10
 
 

@@ -253,11 +253,8 @@ BIG = 2**63
 @pytest.mark.parametrize(
     "schema, good, bad",
     [
-        (
-            {"minimum": -BIG, "maximum": BIG - 1},
-            [0, 2**62, -(2**62)],
-            [BIG, -BIG - 1],
-        ),  # as generated for int64
+        # As generated for int64.
+        ({"minimum": -BIG, "maximum": BIG - 1}, [0, 2**62, -(2**62)], [BIG, -BIG - 1]),
         ({"minimum": 0, "maximum": 2 * BIG - 1}, [0, 2**62], [-1, 2 * BIG]),
         ({"minimum": -3.4e38, "maximum": 3.4e38, "type": "number"}, [1.5, -(2**60)], []),
         ({"maximum": 2**53 + 3}, [2**53 + 1], [2**53 + 4]),

@@ -24,13 +24,8 @@ def asked_anew() -> Iterator[None]:
 
 @pytest.mark.parametrize(
     "found, as_graph",
-    [
-        ((7, 5), True),
-        ((5, 2), True),
-        ((8, 0), False),
-        ((12, 0), False),
-        ((0, 0), False),
-    ],  # the last: no driver
+    # The last: no driver.
+    [((7, 5), True), ((5, 2), True), ((8, 0), False), ((12, 0), False), ((0, 0), False)],
 )
 def test_a_gpu_without_the_instructions_of_the_kernels_runs_graphs(found, as_graph, tmp_path, monkeypatch):
     monkeypatch.setattr(cuda_driver, "compute_capability", lambda: found)

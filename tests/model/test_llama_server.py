@@ -61,10 +61,8 @@ NEEDED: dict[str, dict[str, Any]] = {
     # llama.cpp reads the bounds of yarn only of mistral3: here they are the usual ones
     "gpt-oss": {"tied": False, "keys": {"rope.scaling.yarn_beta_fast": 32.0}},
     "deepseek2": {"keys": {"rope.scaling.yarn_beta_fast": 32.0}},
-    "deepseek2-lite": {
-        "keys": {"rope.scaling.yarn_beta_fast": 32.0},
-        "layers": 27,
-    },  # so many have no attn_q_a
+    # So many layers have no attn_q_a.
+    "deepseek2-lite": {"keys": {"rope.scaling.yarn_beta_fast": 32.0}, "layers": 27},
     "exaone4": {"layers": 64, "keys": {"attention.sliding_window": 24}},  # so many have windows
 }
 ITS_OWN_GELU = (  # a table of float16 numbers

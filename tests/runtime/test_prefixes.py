@@ -62,9 +62,8 @@ def test_a_later_engine_reads_what_an_earlier_one_kept(path, folder, kv):
     assert len(list(folder.iterdir())) == len(PROMPT) // CHUNK
     assert all(file.stat().st_mode & 0o077 == 0 for file in folder.iterdir())
     again, repeated = answer(start(path, kv=kv), PROMPT)
-    assert (
-        again.cached_n == len(PROMPT) - 2 * CHUNK
-    )  # the first chunk is computed, the last not whole in the prompt
+    # The first chunk is computed, the last not whole in the prompt.
+    assert again.cached_n == len(PROMPT) - 2 * CHUNK
     tokens = [[e.id for e in run if hasattr(e, "id")] for run in (events, repeated)]
     assert tokens[0] == tokens[1]
 

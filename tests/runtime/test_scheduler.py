@@ -181,9 +181,8 @@ def test_the_next_step_runs_ahead_unless_something_else_is_due(bench, monkeypatc
     assert bench.runner.steps[-9:] == [("decode", 1)] * 9 and bench.reply(host) == greedy_reply([6], 9)
 
 
-@pytest.mark.parametrize(
-    "name", ["greedy", "name {}@greedy"]
-)  # that it calls itself many names gives it no more
+# That it calls itself many names gives it no more.
+@pytest.mark.parametrize("name", ["greedy", "name {}@greedy"])
 def test_clients_take_turns_however_much_each_asks(bench, name):
     bench = bench(2)
     many = [bench.ask([1, 2, i], 40, client=name.format(i)) for i in range(6)]

@@ -72,9 +72,8 @@ async def _suffer(engine: LocalEngine, fault: signal.Signals, after_s: float) ->
     if fault == signal.SIGSTOP and was_loading:
         await engine.close()  # nobody can tell a load that hangs from a long one: the user ends it
     started = time.perf_counter()
-    for number in range(
-        2, 5
-    ):  # a death in the middle costs one prompt; so does stopping an engine that is frozen
+    # A death in the middle costs one prompt; so does stopping an engine that is frozen.
+    for number in range(2, 5):
         reply = asyncio.create_task(answer(number))
         if not (await asyncio.wait([reply], timeout=PATIENCE_S))[0]:
             await engine.stop()

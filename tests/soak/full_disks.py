@@ -89,9 +89,8 @@ def _is_saved(disk: Path, prompt: str) -> bool:
 
 def _answers(disk: Path, prompt: str) -> list[str]:
     with tempfile.TemporaryDirectory() as folder, contextlib.suppress(OSError, sqlite3.DatabaseError):
-        for path in disk.rglob(
-            "history.sqlite3*"
-        ):  # SQLite opens no file in the namespace of another process
+        # SQLite opens no file in the namespace of another process.
+        for path in disk.rglob("history.sqlite3*"):
             shutil.copy(path, folder)
         with contextlib.closing(sqlite3.connect(Path(folder, "history.sqlite3"))) as database:
             return [str(content).strip() for (content,) in database.execute(ANSWERS, [prompt])]

@@ -20,9 +20,8 @@ _PIECES = st.one_of(
     _NUMBERS.map(lambda number: number.to_bytes(4, "little")),
     st.sampled_from([16, 255, 16384, 65535]).map(lambda number: number.to_bytes(2, "big")),
 )
-_PLACES = st.one_of(
-    st.floats(0, 1, exclude_max=True), st.floats(0, 0.1, exclude_max=True)
-)  # most are in heads
+# Most are in heads
+_PLACES = st.one_of(st.floats(0, 1, exclude_max=True), st.floats(0, 0.1, exclude_max=True))
 _CHANGES = st.lists(st.tuples(_PLACES, _PIECES), max_size=4)
 
 

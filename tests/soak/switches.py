@@ -85,9 +85,8 @@ class _Chat:
         if not await self._holds(lambda: session.candidate is None):
             session.cancel_switch()
         started = time.perf_counter()
-        is_over = lambda: (
-            not (session.is_busy or session.queued)
-        )  # an engine may still load on a busy machine
+        # An engine may still load on a busy machine.
+        is_over = lambda: not (session.is_busy or session.queued)
         for _ in range(4):
             if await self._holds(is_over):
                 await session.send(f"{prompt} again")

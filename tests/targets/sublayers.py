@@ -49,9 +49,8 @@ def cpu_step(model: CPUModel, tile: int, see: See = keep) -> Step:
     scratch = {buffer: name for (name, of, _), buffer in model._scratch.items() if of == tile}
     size, spec = 1 if tile == 1 else model.max_chunk, model.spec
     tables = len(spec.added_tables)
-    begins = (
-        1 + tables + bool(spec.centred or tables) + 2 * bool(spec.embedding_norm)
-    )  # the embedding's kernels
+    # The embedding's kernels
+    begins = 1 + tables + bool(spec.centred or tables) + 2 * bool(spec.embedding_norm)
 
     def run(tokens: list[int], at: int) -> Sublayers:
         memory.view(model.tokens)[: len(tokens)] = tokens

@@ -44,9 +44,8 @@ def drafts(runner, assistant, tokens, n, sequence=0):
     return assistant.draft(sequence, done - 1, tokens[-1], stream[-1], n)
 
 
-@pytest.mark.parametrize(
-    "n", [6, rarely(40), rarely(200)]
-)  # tokens: within the window of 24 and beyond, and of several blocks
+# Tokens: within the window of 24 and beyond, and of several blocks.
+@pytest.mark.parametrize("n", [6, rarely(40), rarely(200)])
 def test_drafts_are_those_of_the_reference(tmp_path, n):
     path = written("gemma4 F32, rope factors", tmp_path)
     own = write_assistant(tmp_path / "a.gguf")

@@ -43,12 +43,8 @@ def test_sentences_are_short_and_each_label_is_drawn_somewhere():
         for label, sentence in table.items():
             assert len(sentence) < 120 and sentence[0].isupper() and sentence.endswith(".")
             words = label.partition(" ")[2] if pane == "throughput" and label[1] == " " else label
-            is_elsewhere = words in (
-                "prompt",
-                "engine",
-                "search",
-                "busy, measured",
-            )  # app/screens/performance
+            # app/screens/performance
+            is_elsewhere = words in ("prompt", "engine", "search", "busy, measured")
             assert pane == "machine" or words in source or is_elsewhere, label
 
 

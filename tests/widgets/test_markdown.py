@@ -74,9 +74,8 @@ def test_no_text_breaks_it_and_no_line_is_wider_than_asked(text, width):
     for document in (whole(text), streamed(text, [3], width)):
         lines = document.lines(width)
         letters = "".join(re.findall("[ab]", "".join(line.content.plain for line in lines)))
-        if not re.search(
-            r"[\[`~|]", text
-        ):  # the words after a fence's mark and a link's address are not drawn
+        # The words after a fence's mark and a link's address are not drawn.
+        if not re.search(r"[\[`~|]", text):
             assert letters == "".join(re.findall("[ab]", text))
         if "|" not in text and "-" not in text and "*" not in text and "." not in text and ">" not in text:
             assert all(line.content.cell_length <= max(width, 3) for line in lines)

@@ -6,9 +6,8 @@ from hypothesis import strategies as st
 
 from widgets.dashboard.timeline import Mark, Sample, TimeAxis
 
-MINUTE = TimeAxis(
-    now_s=100.0, seconds=60, width=30
-)  # a cell is two seconds wide, the last one begins with now
+# A cell is two seconds wide, the last one begins with now.
+MINUTE = TimeAxis(now_s=100.0, seconds=60, width=30)
 
 
 def answer(began, seconds, rate=100.0, sample_s=0.25, **fields):

@@ -294,9 +294,8 @@ def labels() -> Iterator[Source]:
             quoted = (f"{label} {place}", f"the label {label}", f"{label} on the screen", f"the word {label}")
             names = quoted if label in COMMON_LABELS else (label, *quoted)
             slug = re.sub(r"\W+", "-", label.lower()).strip("-") or "percent"
-            marks = (
-                sentence.partition(" ")[0] == label.partition(" ")[0] and label[1:2] == " "
-            )  # "P marks where"
+            # "P marks where"
+            marks = sentence.partition(" ")[0] == label.partition(" ")[0] and label[1:2] == " "
             answer = said + (sentence if marks else f"{label} means {_lower(sentence)}")
             yield Source(
                 f"label.{pane.replace(' ', '-')}-{slug}", "what", answer, (_lower(sentence),), {"name": names}

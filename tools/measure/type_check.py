@@ -36,17 +36,8 @@ LIMIT = 1e-3  # of a divergence: an expert chosen otherwise, because two are nea
 _FLOATS: tuple[str, ...] = "F32", "F16", "BF16"
 _SMALL = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "IQ4_NL", "MXFP4")
 _LARGE = ("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_XS")  # of blocks of 256
-_OF_GRIDS = (
-    "IQ1_S",
-    "IQ1_M",
-    "IQ2_XXS",
-    "IQ2_XS",
-    "IQ2_S",
-    "IQ3_XXS",
-    "IQ3_S",
-    "TQ1_0",
-    "TQ2_0",
-)  # these too
+# Of blocks of 256 too.
+_OF_GRIDS = ("IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "TQ1_0", "TQ2_0")
 _HEADS = ((4, 2), (3, 1), (5, 5), (7, 1), (9, 3), (14, 2), (8, 1), (6, 3))
 _HEAD_SIZES = (64, 80, 96, 128, 256, 48, 112)
 

@@ -183,9 +183,8 @@ class RerankReply(_Vectors):
         order = sorted(range(len(scores)), key=lambda i: -scores[i])[: self.top_n]
         if self.is_list:
             texts = self.texts
-            if all(
-                len(vector) == 1 for vector in self.in_order
-            ):  # text-embeddings-inference gives probabilities
+            # text-embeddings-inference gives probabilities.
+            if all(len(vector) == 1 for vector in self.in_order):
                 scores = [float(1 / (1 + np.exp(-score))) for score in scores]
             return [{"index": i, "score": scores[i]} | ({"text": texts[i]} if texts else {}) for i in order]
         results: list[Json] = [{"index": i, "relevance_score": scores[i]} for i in order]

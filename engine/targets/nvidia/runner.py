@@ -171,9 +171,8 @@ class NvidiaRunner:
         if self.parallel > 1:
             sequences += [steps.choice_kernels(n, _ALL) for n in self._counts]
         sequences += [*map(self._copy_sequence, self._windows), *self._states.kernels()]
-        begin_repacking(
-            piece_specs(self._model.matrices)
-        )  # the first that compilers get: weights wait for it
+        # The first that compilers get: weights wait for it.
+        begin_repacking(piece_specs(self._model.matrices))
         return [s.linear for s in sequences]
 
     def _repacking_linears(self) -> list[UOp]:

@@ -28,13 +28,8 @@ from tests import generated_model
 from tests.doctor import machines
 from tests.environment import enter
 
-WORKER = (
-    sys.executable,
-    "-m",
-    "tests.driver.worker",
-    str(1 << 30),
-    "EACCES",
-)  # a call that is never reached fails
+# A call that is never reached fails.
+WORKER = (sys.executable, "-m", "tests.driver.worker", str(1 << 30), "EACCES")
 CONTEXT = 256
 
 

@@ -371,10 +371,8 @@ def test_the_exit_code_tells_of_a_regression(engines, model, tmp_path, capsys):
     engines({"rate": 100})
     assert bench(capsys, *arguments, "--save", path)[0] == 0
     [earlier] = json.loads(path.read_text())
-    for factor, expected, verdict in (
-        (1000, 1, "SLOWER"),
-        (0.001, 0, "faster"),
-    ):  # whatever else the machine does
+    # Whatever else the machine does
+    for factor, expected, verdict in ((1000, 1, "SLOWER"), (0.001, 0, "faster")):
         path.write_text(json.dumps([earlier | {"avg_ts": earlier["avg_ts"] * factor, "stddev_ts": 0.0}]))
         engines({"rate": 100})
         code, _, err = bench(capsys, *arguments, "--against", path)

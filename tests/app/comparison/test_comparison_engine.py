@@ -147,9 +147,8 @@ async def test_together_they_compete(compare):
     await collect(comparison.generate(ask()))
     assert sorted(comparison.log[:2]) == ["L begins", "R begins"]
     assert comparison.view().together and answered_together(comparison)
-    assert not any(
-        isinstance(event, Finished) for event in heard
-    )  # no speed that says something of the model
+    # No speed that says something of the model.
+    assert not any(isinstance(event, Finished) for event in heard)
     comparison.together = False  # from the next prompt on
     assert comparison.view().together
     await collect(comparison.generate(ask()))
@@ -159,9 +158,8 @@ async def test_together_they_compete(compare):
 
 def test_no_answer_waits_for_counters_that_are_not_the_cpus(monkeypatch):
     monkeypatch.setattr(counters, "is_jetson", lambda root: True)
-    monkeypatch.setattr(
-        jetson_counters.subprocess, "run", None
-    )  # a Jetson's power mode is asked of a program
+    # A Jetson's power mode is asked of a program.
+    monkeypatch.setattr(jetson_counters.subprocess, "run", None)
     read = ComparisonEngine(None, None, None)._read_counters()
     assert {"CPU load", "memory"} <= {counter.name for counter in read}
 

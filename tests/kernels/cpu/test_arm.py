@@ -185,9 +185,8 @@ def test_activations(pool: ThreadPool, kind: str, tile: int) -> None:
     other = [random(cols)] if normed else [random(tile * cols + 1)] if kind else []
     quantization = Quantization(names, 1e-5 if normed else None, "" if normed else kind)
     ins = [ints(cols // UNIT), *state, random(tile * cols), *other]
-    assert (
-        on_arm(pool, quantize_activations(quantization, LANES, tile), outs, ins) < 1e-4
-    )  # a rounding, of 16 bits
+    # A rounding, of 16 bits
+    assert on_arm(pool, quantize_activations(quantization, LANES, tile), outs, ins) < 1e-4
 
 
 @thorough

@@ -19,9 +19,8 @@ from tests.kernels.cpu.test_product import LANES, ints
 from tests.thorough import rarely, thorough
 
 EPS = 1e-6
-PLAIN = HeadLanes(
-    query=4, kv=2, dim=32, block=0, lanes=LANES, scale=32**-0.5
-)  # `Layer` says how long blocks are
+# `Layer` says how long blocks are.
+PLAIN = HeadLanes(query=4, kv=2, dim=32, block=0, lanes=LANES, scale=32**-0.5)
 
 
 class Layer:

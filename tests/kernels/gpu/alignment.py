@@ -132,9 +132,8 @@ class Registers:
     def __init__(self, assigned: dict[str, list[Instruction]]) -> None:
         self._assigned = assigned
         self._sums: dict[str, Sum] = {}
-        self._divisors = dict.fromkeys(
-            assigned, ANY
-        )  # of those that are no sums; falls to what holds in all loops
+        # Of those that are no sums; falls to what holds in all loops.
+        self._divisors = dict.fromkeys(assigned, ANY)
         changed = True
         while changed:
             changed = False

@@ -42,9 +42,8 @@ def check_rows_with_experts_sinks_and_biases() -> None:
 
 
 def check_rows_with_delta_nets_and_gated_attention() -> None:
-    hold(
-        architecture="qwen35", seed=1, **SMALL | {"layers": 2}
-    )  # with 0 a number drawn lies between two tokens
+    # With 0 a number drawn lies between two tokens.
+    hold(architecture="qwen35", seed=1, **SMALL | {"layers": 2})
 
 
 def check_rows_with_embeddings_and_shared_caches() -> None:

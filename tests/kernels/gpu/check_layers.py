@@ -29,13 +29,8 @@ from tests.reference import Reference, wrong_by
 
 CONTEXT = 64
 TOKENS = [3, 77, 5, 130, 9, 200, 41]  # more than a window
-SMALL = {
-    "dim": 64,
-    "heads": 2,
-    "kv_heads": 1,
-    "ffn": 64,
-    "layers": 1,
-}  # as other checks have it: kernels in common
+# As other checks have it: kernels in common.
+SMALL = {"dim": 64, "heads": 2, "kv_heads": 1, "ffn": 64, "layers": 1}
 
 
 def check_layers_with_windows_and_norms_after() -> None:

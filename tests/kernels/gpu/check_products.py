@@ -169,10 +169,8 @@ def check_epilogues() -> None:
     state, history = buffer(np.array([0, 2], np.int32)), zeros(4, dtypes.int32)
     run(next_token(8, 4, 32), state, history, best, best_row)
     assert state.numpy().tolist() == [y.argmax(), 3] and history.numpy()[2] == y.argmax()
-    for broken in (
-        math.inf,
-        -math.inf,
-    ):  # NaN among a block's logits makes that its largest one (`comparable`)
+    # NaN among a block's logits makes that its largest one (`comparable`).
+    for broken in (math.inf, -math.inf):
         run(next_token(8, 4, 32), state, history, buffer(np.full(8, broken, np.float32)), best_row)
     assert state.numpy().tolist() == [0, 5] and history.numpy()[3:].tolist() == [NOT_FINITE]
 

@@ -26,12 +26,8 @@ from engine.targets.nvidia.kernels.weights.weight_layout import WeightLayout
 from tools.measure.gpu_rates import GUESSED, SHAPES
 
 H200 = Chip("untuned", 132, 64, launches_early=True, own_rates=rates.H200)
-STEP_US = {
-    "qwen3-4b": 443,
-    "llama-3b-q5": 372,
-    "llama-1b": 440,
-    "qwen3-14b": 661,
-}  # of the steps that were timed
+# Of the steps that were timed
+STEP_US = {"qwen3-4b": 443, "llama-3b-q5": 372, "llama-1b": 440, "qwen3-14b": 661}
 NUMBERS = (
     {GGML_TYPES[n].name: n for n in GGML_TYPES}
     | {str(t.name): n for n, t in FLOAT_TYPES.items()}

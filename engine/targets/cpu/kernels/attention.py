@@ -290,9 +290,8 @@ class _Attention:
         )
         at_once = max(fitting)
         if self.heads.is_quantized and at_once * self.lanes % QUANT_BLOCK:
-            return gcd(
-                at_once, QUANT_BLOCK // self.lanes
-            )  # a part of the elements with a scale, not some of two
+            # A part of the elements with a scale, not some of two.
+            return gcd(at_once, QUANT_BLOCK // self.lanes)
         return at_once
 
     def scale_weights(self, scaled: UOp, row: Index, block: UOp, j: UOp, at_once: int) -> None:

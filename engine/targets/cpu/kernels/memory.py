@@ -27,9 +27,8 @@ def zeros(n: int, dtype: DType, sparse: bool = False) -> Tensor:
     size = max(1, n * dtype.itemsize)
     huge = size >= _HUGE and not sparse
     align = _HUGE if huge else mmap.PAGESIZE
-    pages = mmap.mmap(
-        -1, size + align, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-    )  # shared mappings get no huge pages
+    # Shared mappings get no huge pages.
+    pages = mmap.mmap(-1, size + align, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if huge and hasattr(mmap, "MADV_HUGEPAGE"):
         pages.madvise(mmap.MADV_HUGEPAGE)
     whole = np.frombuffer(pages, np.uint8)

@@ -31,9 +31,8 @@ class KernelSequence:
         """Adds a call of `kernel` with its buffers by name, a sequence for a run of them; None is no buffer. They are
         realized, whole tensors, and the kernel uses every one of them. Raises ValueError as `Kernel.by_slot`."""
         uops = [b.uop.base for b in kernel.by_slot(buffers)]
-        shapes = tuple(
-            (int(uop.max_numel()), uop.dtype) for uop in uops
-        )  # a tensor takes longer to tell its own
+        # A tensor takes longer to tell its own.
+        shapes = tuple((int(uop.max_numel()), uop.dtype) for uop in uops)
         self.calls.append(call_of(_program(kernel, shapes), uops))
 
     @property

@@ -192,9 +192,8 @@ def gated(gate: UOp, up: UOp, activation: Activation) -> UOp:
     if activation == "swiglu_oai":
         gate, up = gate.minimum(7.0), up.maximum(-7.0).minimum(7.0) + f32(1)
     x = gate * f32(1.702) if activation == "swiglu_oai" else gate
-    if (
-        activation == "gelu"
-    ):  # (1 + tanh(y)) / 2 = sigmoid(2 * y), of y = sqrt(2 / pi) * (gate + 0.044715 * gate^3)
+    # (1 + tanh(y)) / 2 = sigmoid(2 * y), of y = sqrt(2 / pi) * (gate + 0.044715 * gate^3).
+    if activation == "gelu":
         x = gate * (f32(1) + f32(0.044715) * gate * gate) * f32(2 * math.sqrt(2 / math.pi))
     return gate * sigmoid(x) * up
 

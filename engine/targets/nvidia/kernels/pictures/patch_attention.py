@@ -66,9 +66,8 @@ def attend_patches(
         live = tile * 16 < n
         n_steps, whole = live.where((n + (span - 1)) // span, 0), live.where(n // span, 0)
         passes = [(UOp.const(0), whole), (whole, n_steps)]  # in the last one, keys may be hidden
-        seen = [(UOp.const(0), n)] * (
-            2 * rows
-        )  # the first key that each of a thread's rows of queries sees, and the end
+        # The first key that each of a thread's rows of queries sees, and the end.
+        seen = [(UOp.const(0), n)] * (2 * rows)
         if windows is not None:
             begin, end = (
                 _window(windows, tile * 16, n)[0] // span,

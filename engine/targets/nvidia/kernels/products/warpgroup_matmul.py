@@ -200,9 +200,8 @@ def warpgroup_matmul(
             effect = warpgroup_products.all_but(1, warpgroup_products.closed(latest))
         kept = [a.keep_after(some, effect) for a, some in zip(ahead, following, strict=True)]
         ended = warpgroup_products.all_but(0, UOp.group(*kept).end(trip))
-        acc = acc.after(
-            UOp(Ops.BARRIER, src=(ended,))
-        )  # tinygrad drops what is neither a barrier nor a store
+        # tinygrad drops what is neither a barrier nor a store.
+        acc = acc.after(UOp(Ops.BARRIER, src=(ended,)))
         results = []
         for j in range(tiles.tall):
             sums, row = load_run(acc, j * n_sums, n_sums), row_of(j)

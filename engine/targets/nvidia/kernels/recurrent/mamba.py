@@ -232,11 +232,8 @@ def scan_prompt(of: MambaHeads, runs: Runs, several: bool, checks: bool) -> Kern
         state = registers(own, 0)
         start = store_run(state, 0, [load(memory, before + p, position > 0) for p in places])
         of_b = h.b_at(head) + part * own
-        runs_of = (
-            (own, of_b),
-            (own, of_b + h.groups * h.size),
-            (dim, head * dim),
-        )  # elements, and first channel
+        # Elements, and first channel
+        runs_of = ((own, of_b), (own, of_b + h.groups * h.size), (dim, head * dim))
 
         def group_loads(group: UOp) -> list[tuple[UOp, UOp, UOp | None]]:
             """This thread's part of a group: (place in shared memory, value, whether there is one)."""
@@ -271,9 +268,8 @@ def scan_prompt(of: MambaHeads, runs: Runs, several: bool, checks: bool) -> Kern
         places_of, values_of, conditions = zip(*following, strict=True)
         loaded = registers(len(following), 1)  # else the compiler loads these after the loop below
         loaded = loaded.after(group, UOp.group(*store_run(loaded.after(group), 0, values_of)))
-        of_group = UOp.range(
-            n, 1, AxisType.LOOP
-        )  # unrolled, all its loads would come first, and fill the registers
+        # Unrolled, all its loads would come first, and fill the registers.
+        of_group = UOp.range(n, 1, AxisType.LOOP)
         held, t = array.after(loaded, of_group), group * n + of_group
         b, c = (load_run(held, half + first + of_group * own, own) for first in firsts[:2])
         x = load(held, half + firsts[2] + of_group * dim + column)

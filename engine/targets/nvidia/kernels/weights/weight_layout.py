@@ -323,9 +323,8 @@ class WeightLayout:
         words, scales = list(loaded[:n]), loaded[n:]
         if packing.has_halves:
             half, *scales = scales
-            words += [shift_right(half, part % 2 * 16)] * (
-                3 * n + 1
-            )  # words of the other quarters are not read
+            # Words of the other quarters are not read.
+            words += [shift_right(half, part % 2 * 16)] * (3 * n + 1)
         small_scales, halves = self._scales(scales)
         d, m = self._halves_of(halves, part)
         if small_scales is not None:
