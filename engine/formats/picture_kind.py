@@ -8,12 +8,12 @@ READ = {
     "image/webp": "WebP",
     "image/gif": "GIF",
     "image/bmp": "BMP",
+    "image/tiff": "TIFF",
+    "image/avif": "AVIF",
 }
 """The media types that are decoded, and their names."""
 NOT_READ = {
     "image/heic": "a HEIC",
-    "image/avif": "an AVIF",
-    "image/tiff": "a TIFF",
     "image/svg+xml": "an SVG",
     "image/jxl": "a JPEG XL",
     "image/jp2": "a JPEG 2000",

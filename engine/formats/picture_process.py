@@ -31,7 +31,7 @@ MAX_SCANNED_PIXELS = 16 * MAX_PIXELS
 long as all of its pixels."""
 _SCAN = b"\xff\xda"  # its mark; among the data of a scan it does not occur
 _MOST = f"At most {MAX_PIXELS / 1e6:.0f} million are read."
-FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP")
+FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "AVIF")
 _ORIENTATION = 0x112  # EXIF's tag; from 5 on, rows and columns change places
 
 

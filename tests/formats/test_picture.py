@@ -59,6 +59,14 @@ def test_of_an_animation_the_first_frame_is_read(decoder):
     assert pixels.is_animated and pixels.rgb[0, 0].tolist() == [255, 0, 0]
 
 
+def test_scans_and_pictures_of_the_web_are_read(decoder):
+    for kind, how in (("TIFF", {"compression": "tiff_lzw"}), ("AVIF", {"quality": 100})):
+        pixels = decoder.decode(file_of(Image.new("RGB", (40, 30), "red"), kind, **how))
+        assert pixels.format == kind and abs(pixels.rgb.mean((0, 1)) - [255, 0, 0]).max() < 3
+    deep = Image.fromarray(np.array([[0, 256, 65535]], np.uint16))
+    assert decoder.decode(file_of(deep, "TIFF")).rgb[0, :, 0].tolist() == [0, 0, 255]
+
+
 def with_scans(count: int) -> bytes:
     """A progressive JPEG of 6 million pixels whose last scan comes again and again."""
     data = file_of(Image.new("L", (3000, 2000)), "JPEG", progressive=True)
@@ -71,7 +79,7 @@ def with_scans(count: int) -> bytes:
     [
         (b"", "not a picture"),
         (b"\0\0\0\x18ftypheic", "a HEIC file"),
-        (b"\0\0\0\x1cftypmif1\0\0\0\0mif1avif", "an AVIF file"),
+        (b"\0\0\0\x1cftypmif1\0\0\0\0mif1avif", "begins as AVIF"),
         (b"\xff\x0a" + bytes(9), "a JPEG XL file"),
         (b"<?xml version='1.0'?><svg/>", "an SVG file"),
         (file_of(Image.new("1", (10_000, 10_000)), compress_level=1), "10000 x 10000 pixels, 100 million"),

@@ -49,6 +49,9 @@ def files() -> list[bytes]:
         file_of(photo, "WEBP", save_all=True, append_images=frames[1:]),
         file_of(photo, "BMP"),
         file_of(photo.quantize(200), "BMP"),
+        file_of(photo, "TIFF", compression="tiff_lzw"),
+        file_of(deep, "TIFF"),
+        file_of(photo, "AVIF"),
     ]
 
 
