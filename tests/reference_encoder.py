@@ -66,20 +66,25 @@ class ReferenceEncoder:
             pixels[y * p : (y + 1) * p, x * p : (x + 1) * p].transpose(2, 0, 1) for y, x in self._places
         ]
         x = np.stack(patches).reshape(len(patches), -1)
+        x = self._normed(x, spec.pixel_norm) if spec.pixel_norm else x
         x = sum(x @ self._matrix(kernel).T for kernel in spec.kernels)
         x = x + self._vector(spec.bias) if spec.bias else x
         if spec.summary and spec.positions:
-            first, *table = self._vector(spec.positions.table).reshape(-1, spec.dim)
-            ys, xs = self._places.T
-            x = np.concatenate([x + np.stack(table)[ys * columns + xs], [self._vector(spec.summary) + first]])
+            table, own = (
+                self._vector(of).reshape(-1, spec.dim) for of in (spec.positions.table, spec.summary)
+            )
+            first = spec.positions.of_summary == "first"
+            if spec.positions.of_summary != "none":
+                own = own + table[0 if first else -1]
+            x = np.concatenate([x + table[first:][self._places @ [columns, 1]], own])
             x = self._normed(x, spec.norm) if spec.norm else x
         elif spec.positions and spec.positions.after_norm and spec.norm:
             x = self._normed(x, spec.norm) + self._positions(rows, columns)
         else:
             x = x + self._positions(rows, columns)
             x = self._normed(x, spec.norm) if spec.norm else x
-        parts = {}
-        for done, sublayer in enumerate(spec.sublayers, 1):
+        seen = [x]
+        for sublayer in spec.sublayers:
             h, operator = self._normed(x, sublayer.norm), sublayer.operator
             y = (
                 self._attended(operator, h)
@@ -87,11 +92,15 @@ class ReferenceEncoder:
                 else self._fed(operator, h)
             )
             x = x + (self._normed(y, sublayer.post_norm) if sublayer.post_norm else y)
-            for projector in spec.projectors_after(done):
-                parts[projector] = x[: len(self._places)]
-                for step in projector.steps:
-                    parts[projector] = self._step(step, parts[projector])
-        return np.concatenate([parts[projector] for projector in spec.projectors], axis=1)
+            seen.append(x)
+        results = []
+        for projector in spec.projectors:
+            x = np.concatenate([seen[i] for i in (*projector.earlier, projector.sublayers)], axis=1)
+            x = x[: len(self._places)]
+            for step in projector.steps:
+                x = self._step(step, x)
+            results.append(x)
+        return np.concatenate(results, axis=1)
 
     def _positions(self, rows: int, columns: int) -> Floats:
         positions = self.spec.positions
@@ -126,7 +135,8 @@ class ReferenceEncoder:
 
         q, k, v = heads(a.q, a.q_norm), heads(a.k, a.k_norm), heads(a.v, a.v_norm)
         if rotations := self.spec.rotations:
-            angles = self._places @ np.array([rotations.by_row, rotations.by_column])
+            angles = (self._places + rotations.first) @ np.array([rotations.by_row, rotations.by_column])
+            angles = np.pad(angles, ((0, len(x) - len(angles)), (0, 0)))
             cos, sin = np.cos(angles)[:, None], np.sin(angles)[:, None]
             q, k = (
                 np.concatenate([one * cos - two * sin, two * cos + one * sin], -1).astype(np.float32)
@@ -215,6 +225,8 @@ class ReferenceEncoder:
 def activated(x: Floats, activation: Activation) -> Floats:
     if activation == "exact gelu":
         return (x * np.float32(0.5) * (1 + np.vectorize(math.erf)(x * 0.5**0.5))).astype(np.float32)
+    if activation == "relu2":
+        return np.maximum(x, 0) ** 2
     factor = {"silu": 1.0, "quick gelu": 1.702}.get(activation)
     y = x * factor if factor else 2 * math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)
     return (x / (1 + np.exp(-y))).astype(np.float32)

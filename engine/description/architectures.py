@@ -141,6 +141,7 @@ class ModelReader(RecurrentReader, FeedForwardReader):
             trained_context=self.context,
             embedding=embedding,
             embedding_scale=scale,
+            picture_scale=1.0 if family.scaled_embedding else scale,
             sublayers=(
                 *with_picture_parts(self, looped(self, map(self.layer, range(self.layers)), norm)),
                 *((read_merge(self, self.dim),) if has_streams(self) else ()),

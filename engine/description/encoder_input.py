@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from engine.description.picture_size import Cut, Size
 from engine.description.sublayers import Vector
-from engine.description.vision import ResizedPositions, VisionSpec
+from engine.description.vision import Norm, ResizedPositions, VisionSpec
 from engine.formats.prompt_pictures import Part
 
 Floats = NDArray[np.float32]
@@ -75,7 +75,7 @@ def layout(spec: VisionSpec, width: int, height: int) -> tuple[Grid, tuple[Part,
     model reads them."""
     grid = Grid.of(spec, *spec.size(width, height))
     cut, whole = spec.cut(width, height), Part(grid.tokens(spec))
-    if cut is None:
+    if cut is None or cut.rows * cut.columns == 1:
         return grid, (whole,)
     tokens = Grid.of(spec, *_read_of(spec, cut)).tokens(spec)
     tiles = [Part(tokens, (row + 1, column + 1)) for row, column in np.ndindex(cut.rows, cut.columns)]
@@ -91,7 +91,7 @@ def resized(spec: VisionSpec, rgb: NDArray[np.uint8]) -> tuple[NDArray[np.uint8]
         return picture.resize((size[0], picture.height), how).resize(size, how)
 
     match spec.kind:
-        case "gemma3" | "lfm2" | "phi4":
+        case "gemma3" | "lfm2" | "phi4" | "llama4":
             how = Image.Resampling.BILINEAR
         case "idefics3":
             how = Image.Resampling.LANCZOS
@@ -105,12 +105,18 @@ def resized(spec: VisionSpec, rgb: NDArray[np.uint8]) -> tuple[NDArray[np.uint8]
             side = min(max(picture.size), _MOST_PADDED)
             picture = ImageOps.pad(picture, (side, side), how, spec.padding)
         return (_cropped(np.asarray(picture if picture.size == full else sized(picture, full)), size),)
-    whole = ImageOps.pad(picture, cut.sizes[0], how) if cut.padded else picture
-    stretched = functools.reduce(sized, cut.sizes, whole)
+    if cut.padded == "corner":
+        stretched = sized(picture, cut.sizes[0]).crop((0, 0, *cut.sizes[-1]))
+    else:
+        whole = ImageOps.pad(picture, cut.sizes[0], how) if cut.padded else picture
+        stretched = functools.reduce(sized, cut.sizes, whole)
     across, down = stretched.width // cut.columns, stretched.height // cut.rows
     tiles = np.asarray(stretched).reshape(cut.rows, down, cut.columns, across, 3).transpose(0, 2, 1, 3, 4)
     parts = [_cropped(tile, _read_of(spec, cut)) for tile in tiles.reshape(-1, down, across, 3)]
-    last = _cropped(np.asarray(sized(stretched if len(cut.sizes) > 1 else picture, full)), size)
+    if len(parts) == 1:
+        return (parts[0],)
+    is_from_tiles = len(cut.sizes) > 1 and not cut.padded
+    last = _cropped(np.asarray(sized(stretched if is_from_tiles else picture, full)), size)
     return (last, *parts) if spec.whole_first else (*parts, last)
 
 
@@ -127,20 +133,28 @@ def _read_of(spec: VisionSpec, cut: Cut) -> Size:
 
 
 def position_table(spec: VisionSpec, vector: Callable[[Vector], Floats]) -> Floats | None:
-    """The encoder's positions, float32 (rows, dim), if it has some. `vector` reads one. With a summary, the first row
-    is all of it but a bias, since its product is zero."""
+    """The encoder's positions, float32 (rows, dim), if it has some. `vector` reads one. With a summary, the first rows
+    are all of it but a bias, since its product is zero."""
     if spec.positions is None:
         return None
     table = vector(spec.positions.table).reshape(-1, spec.dim)
-    if spec.summary:
-        table = table.copy()
-        table[0] += vector(spec.summary) - (vector(spec.bias) if spec.bias else 0)
-    return table
+    if spec.summary is None:
+        return table
+    own, n = vector(spec.summary).reshape(-1, spec.dim), spec.summary_rows
+    own = own - vector(spec.bias) if spec.bias else own
+    match spec.positions.of_summary:
+        case "first":
+            own, table = own + table[:n], table[n:]
+        case "last":
+            own, table = own + table[-n:], table[:-n]
+    return np.concatenate([own, table])
 
 
-def encoder_input(spec: VisionSpec, rgb: NDArray[np.uint8], table: Floats | None) -> EncoderInput:
-    """The input for a picture that `resized` gave. `table`: the encoder's positions, float32 (rows, dim)."""
-    p, m = spec.patch, spec.merge
+def encoder_input(
+    spec: VisionSpec, rgb: NDArray[np.uint8], vector: Callable[[Vector], Floats]
+) -> EncoderInput:
+    """The input for a picture that `resized` gave. `vector` reads one of the encoder's."""
+    p, m, table = spec.patch, spec.merge, position_table(spec, vector)
     grid = Grid(rgb.shape[0] // (p * m), rgb.shape[1] // (p * m))
     mean, std = (np.asarray(of, np.float32) for of in (spec.mean, spec.std))
     x = (arranged(spec, rgb).astype(np.float32) / np.float32(255) - mean) / std
@@ -152,9 +166,21 @@ def encoder_input(spec: VisionSpec, rgb: NDArray[np.uint8], table: Floats | None
         for shares, rows in zip(places.shares.T, places.rows.T, strict=True):
             added += shares[:, None] * table[rows]
     patches = np.ascontiguousarray(squares.reshape(-1, 3 * p * p))
+    if spec.pixel_norm:
+        patches = normed(patches, spec.pixel_norm, vector)
     if spec.summary:
-        patches = np.pad(patches, ((0, 1), (0, 0)))
+        patches = np.pad(patches, ((0, spec.summary_rows), (0, 0)))
     return EncoderInput(patches, added, places.cos, places.sin, places.windows)
+
+
+def normed(x: Floats, norm: Norm, vector: Callable[[Vector], Floats]) -> Floats:
+    """Rows after a norm."""
+    x = x - x.mean(-1, keepdims=True) if norm.centred else x
+    if norm.eps is not None:
+        squares = np.einsum("...i,...i->...", x, x)[..., None] / np.float32(x.shape[-1])
+        x = x / np.sqrt(squares + np.float32(norm.eps))
+    x = x * vector(norm.weight) if norm.weight else x
+    return x + vector(norm.bias) if norm.bias else x
 
 
 def arranged(spec: VisionSpec, rgb: NDArray[np.uint8]) -> NDArray[np.uint8]:
@@ -197,8 +223,11 @@ def places_of(spec: VisionSpec, grid: Grid, n: int) -> Places:
             rows, shares = _resized(filter, math.isqrt(n), ys, xs, (down, across))
             room = (0, 0), (0, position_terms(spec, n) - rows.shape[1])
             rows, shares = np.pad(rows, room), np.pad(shares, room)
-    if spec.summary:
-        rows, shares = np.pad(rows + 1, ((0, 1), (0, 0))), np.pad(shares, ((0, 1), (0, 0)), constant_values=1)
+    if k := spec.summary_rows:
+        own = np.arange(k)[:, None]
+        rows, shares = np.concatenate([rows + k, own]), np.concatenate([shares, np.ones((k, 1))])
+        cos = None if cos is None else np.pad(cos, ((0, k), (0, 0)), constant_values=1)
+        sin = None if sin is None else np.pad(sin, ((0, k), (0, 0)))
     return Places(rows.astype(np.int32), shares.astype(np.float32), cos, sin, windows)
 
 

@@ -3,8 +3,8 @@ pixels.
 
 Sources, in transformers: `smart_resize` (qwen2_vl), `get_aspect_ratio_preserving_size` (gemma4),
 `get_resize_output_image_size` (pixtral), `image_size` (gemma3), `_resize_output_size_rescale_to_max_len` (idefics3),
-`crop_image_to_patches` (lfm2_vl), `select_best_resolution` (llava_next). Those of MiniCPM-V are `find_best_resize` and
-`get_sliced_grid` beside its models.
+`crop_image_to_patches` (lfm2_vl), `select_best_resolution` (llava_next), `get_best_fit` (llama4). Those of MiniCPM-V
+are `find_best_resize` and `get_sliced_grid` beside its models.
 """
 
 from __future__ import annotations
@@ -75,12 +75,13 @@ class SizeRule:
 
 class Cut(NamedTuple):
     """A picture is stretched to `sizes`, one after the other, and then cut into `rows` x `columns` tiles. If it is
-    `padded`, it keeps its shape, with black around it."""
+    `padded`, it keeps its shape, with black around it, or is stretched to the first of the sizes, with black from its
+    right and lower edges to the second one's ("corner"). One tile is the whole picture."""
 
     sizes: tuple[Size, ...]
     rows: int
     columns: int
-    padded: bool = False
+    padded: Literal["", "around", "corner"] = ""
 
 
 @dataclass(frozen=True)
@@ -90,10 +91,12 @@ class TileRule:
     next multiples. "shape": `least` to `most` tiles, in rows and columns whose shape is nearest to the picture's, if
     the picture has more than `area` pixels. "mean": as many as have the picture's area, `most` at most, in rows and
     columns whose shape is about that of the picture; the tiles have the shape that is left, and the area of a square.
-    "choices": of these sizes of all tiles, that in which most of the picture's pixels are kept, and least are black."""
+    "choices": of these sizes of all tiles, that in which most of the picture's pixels are kept, and least are black.
+    "canvas": the smallest of those of `most` tiles or fewer in which the picture is not made smaller, or little; it is
+    not made larger, but for one tile."""
 
     side: int
-    how: Literal["longest", "shape", "mean", "choices"]
+    how: Literal["longest", "shape", "mean", "choices", "canvas"]
     longest: int = 0
     least: int = 1
     most: int = 0
@@ -126,8 +129,26 @@ class TileRule:
             case "choices":
                 size = self._chosen(width, height)
                 columns, rows = (of // side for of in size)
-                cut = Cut((size,), rows, columns, padded=True)
+                cut = Cut((size,), rows, columns, "around")
+            case "canvas":
+                return self._on_canvas(width, height)
         return cut if rows * columns > 1 else None
+
+    def _on_canvas(self, width: int, height: int) -> Cut:
+        side, counts = self.side, range(1, self.most + 1)
+
+        shapes = [(c, r) for c in counts for r in counts if c * r <= self.most]
+        scales = {shape: min(shape[0] * side / width, shape[1] * side / height) for shape in shapes}
+        larger = [scale for scale in scales.values() if scale >= 1]
+        scale = min(larger) if larger else max(scales.values())
+        columns, rows = min((s for s in shapes if scales[s] == scale), key=lambda s: s[0] * s[1])
+        full = columns * side, rows * side
+        across, down = (min(max(of, side), most) for of, most in zip((width, height), full, strict=True))
+        if across / width < down / height:
+            down = max(min(height * across // width, down), 1)
+        else:
+            across = max(min(width * down // height, across), 1)
+        return Cut(((across, down), full), rows, columns, "corner")
 
     def _chosen(self, width: int, height: int) -> Size:
         def rank(size: Size) -> tuple[int, int]:

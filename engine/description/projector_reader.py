@@ -29,8 +29,10 @@ from engine.formats.rope_order import HeadOrder
 
 _PROJECTOR_EPS = {
     "internvl": 1e-5,
+    "mlp": 1e-5,
     "paddleocr": 1e-5,
     "kimivl": 1e-5,
+    "kimik25": 1e-5,
     "lfm2": 1e-5,
     "glm4v": 1e-5,
     "dots_ocr": 1e-6,
@@ -39,6 +41,7 @@ _PROJECTOR_EPS = {
 _QUERY_HEAD = 128
 """Elements of a head of fixed queries."""
 _MOST_QUERIES = 1024
+_MOST_FEATURES = 16
 
 
 class ProjectorReader(CheckedFile):
@@ -90,13 +93,15 @@ class ProjectorReader(CheckedFile):
     def activation(self) -> Activation:
         if self.file.get("clip.use_silu", bool, False):
             return "silu"
+        if self.kind == "mlp" and not self.has("v.class_embd"):  # SigLIP's, which its files do not say
+            return "gelu"
         if self.kind in ("qwen2vl_merger", "mlp") and not self.file.get("clip.use_gelu", bool, False):
             return "quick gelu"
         if self.kind != "gemma4v" and not self.file.get("clip.use_gelu", bool, False):
             raise ModelFileError(
                 f"{self.name} has an activation that orin-chat does not run.", "Choose another encoder."
             )
-        return "exact gelu" if self.kind == "internvl" else "gelu"
+        return "exact gelu" if self.kind in ("internvl", "llama4", "nemotron_v2_vl") else "gelu"
 
     # --- the projector ---------------------------------------------------------------------------------
 
@@ -125,7 +130,21 @@ class ProjectorReader(CheckedFile):
                     self.linear("mm.model.mlp.3", out, out),
                 )
                 return out, (Merge("join"), norm, first, Activate("exact gelu"), last)
-            case "paddleocr" | "kimivl" | "lfm2" | "dots_ocr":
+            case "llama4":
+                hidden, width = (self.rows_of(f"mm.model.mlp.{i}") for i in (1, 2))
+                first = self.linear("mm.model.mlp.1", hidden, joined)
+                second = self.linear("mm.model.mlp.2", width, hidden)
+                gelu, last = Activate("exact gelu"), self.linear("mm.model.fc", out, width)
+                return out, (*self.last_norms(), Merge("join"), first, gelu, second, gelu, last)
+            case "nemotron_v2_vl":
+                hidden, norm = self.rows_of("mm.model.mlp.1"), self.norm("mm.model.mlp.0", joined)
+                first = self.linear("mm.model.mlp.1", hidden, joined)
+                last = self.linear("mm.model.mlp.3", out, hidden)
+                return out, (Merge("join"), norm, first, Activate("relu2"), last)
+            case "gemma4uv":
+                norms = replace(self.norm("v.patch_norm.3"), eps=1e-5), Norm(self.eps)
+                return out, (*norms, self.linear("mm.input_projection", out, dim))
+            case "paddleocr" | "kimivl" | "kimik25" | "lfm2" | "dots_ocr":
                 return out, self.steps_of_two(out)
             case "glm4v":
                 return out, self.gated_steps(out)
@@ -171,11 +190,35 @@ class ProjectorReader(CheckedFile):
             self.linear(last, out, width),
         )
 
+    def features(self, layers: int) -> list[int]:
+        """After how many layers x is read, each time as a part of the projector's input (Granite Vision); [] if a file
+        does not say so."""
+        key = self.key("feature_layer")
+        if key not in self.file.metadata:
+            return []
+        found = self.file.get(key, np.ndarray)
+        features = found.tolist() if found.dtype.kind in "iu" and len(found) <= _MOST_FEATURES else []
+        if (
+            not features
+            or sorted(set(features)) != features
+            or not 0 <= features[0] <= features[-1] <= layers
+        ):
+            raise damaged(self.file.path, f"{key} are no layers of {layers}")
+        return features
+
     def llava_steps(self) -> tuple[int, tuple[ProjectorStep, ...]]:
-        """LLaVA's: two products, or one. Its files leave out the layers whose results it does not read."""
+        """LLaVA's: two products, or one, or two that are normed (Yi-VL). Files leave out the layers whose results it
+        does not read."""
+        features = len(self.features(self.size("block_count"))) if self.kind == "mlp" else 0
         width, last = self.rows_of("mm.0"), "mm.1" if self.kind == "janus_pro" else "mm.2"
+        steps = [] if features else self.last_norms()
+        steps.append(self.linear("mm.0", width, self.dim * max(features, 1)))
+        if self.has("mm.3.weight"):
+            out = self.rows_of("mm.3")
+            norms = self.projector_norm("mm.1", width), self.projector_norm("mm.4", out)
+            steps += [norms[0], Activate("exact gelu"), self.linear("mm.3", out, width), norms[1]]
+            return out, tuple(steps)
         out = self.rows_of(last) or width
-        steps = [*self.last_norms(), self.linear("mm.0", width, self.dim)]
         if self.has(f"{last}.weight"):
             steps += [Activate("exact gelu"), self.linear(last, out, width)]
         return out, tuple(steps)

@@ -212,6 +212,8 @@ class ModelSpec:
     """What becomes of a text's embedding, one after the other; the host computes them."""
     classes: tuple[Projection, ...] = ()
     """The same of a model that ranks documents: the last one gives the classes."""
+    picture_scale: float = 1.0
+    """By which the embeddings of pictures are multiplied."""
 
     @property
     def not_run(self) -> str:

@@ -22,8 +22,8 @@ from numpy.typing import NDArray
 from engine.description.picture_size import Cut, SizeRule, TileRule
 from engine.description.sublayers import Vector, Weight
 
-Activation = Literal["gelu", "exact gelu", "quick gelu", "silu"]
-"""GELU in the form with tanh, GELU with erf, x * sigmoid(1.702 x), or SiLU."""
+Activation = Literal["gelu", "exact gelu", "quick gelu", "silu", "relu2"]
+"""GELU in the form with tanh, GELU with erf, x * sigmoid(1.702 x), SiLU, or the square of ReLU."""
 
 
 class Limits(NamedTuple):
@@ -137,18 +137,22 @@ ProjectorStep = Norm | Merge | Linear | Affine | Activate | PatchFeedForward | Q
 
 @dataclass(frozen=True)
 class Projector:
-    """What makes embeddings, or a part of them, of x after so many `sublayers`."""
+    """What makes embeddings, or a part of them, of x after so many `sublayers`. Before it in each row stand those of x
+    after `earlier` ones."""
 
     sublayers: int
     steps: tuple[ProjectorStep, ...]
+    earlier: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
 class Rotations:
-    """Radians by which each pair of a head turns for each row of patches, and for each column: (head_dim / 2,)."""
+    """Radians by which each pair of a head turns for each row of patches, and for each column: (head_dim / 2,). Rows
+    and columns are counted from `first` on."""
 
     by_row: tuple[float, ...]
     by_column: tuple[float, ...]
+    first: int = 0
 
 
 ResizedPositions = Literal["bilinear", "bicubic", "smoothed"]
@@ -162,11 +166,13 @@ class Positions:
     that below it. "patch": a row for each patch. "column and row": the row
     of the patch's column in the first half of the table, and that of its row in the second. `ResizedPositions`: a
     square of places as if these were pixels, which are made as many as the picture has patches. `after_norm`: it is
-    added to what the encoder's first norm gives, in place of what that reads."""
+    added to what the encoder's first norm gives, in place of what that reads. `of_summary`: the rows of the encoder's
+    summary, if it has some."""
 
     table: Vector
     how: Literal["stretched", "nearest", "patch", "column and row"] | ResizedPositions
     after_norm: bool = False
+    of_summary: Literal["first", "last", "none"] = "first"
 
 
 @dataclass(frozen=True)
@@ -178,8 +184,8 @@ class VisionSpec:
     some attention has windows: these begin at the upper left corner, and those at the other edges are smaller. With
     `tiles`, a picture may be cut; each tile is encoded by itself, and so is the whole picture, at last, or at first
     (`whole_first`). A `padding`, a colour of 0 to 255, makes a picture square. A `summary` is one more row, after those
-    of all patches: what stands in place of a patch's product. It has the first row of the positions, and patches those
-    after it; it is part of no token."""
+    of all patches, or several: what stands in place of a patch's product. They are part of no token, and are not
+    rotated. The pixels of a patch are normed by `pixel_norm`."""
 
     kind: str
     name: str
@@ -203,6 +209,7 @@ class VisionSpec:
     whole_first: bool = False
     padding: tuple[int, int, int] | None = None
     summary: Vector | None = None
+    pixel_norm: Norm | None = None
 
     def weights(self) -> Iterator[Weight]:
         """All matrices."""
@@ -241,7 +248,11 @@ class VisionSpec:
     @property
     def most_patches(self) -> int:
         """The most rows of a picture: its patches, and its summary."""
-        return self.size.most_tokens * self.merge**2 + bool(self.summary)
+        return self.size.most_tokens * self.merge**2 + self.summary_rows
+
+    @property
+    def summary_rows(self) -> int:
+        return self.summary.size // self.dim if self.summary else 0
 
     @property
     def is_float32(self) -> bool:
@@ -252,7 +263,10 @@ class VisionSpec:
     ) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
         """Cosines and sines of the rotations of patches at these places, float32 (n, head_dim / 2) each."""
         assert self.rotations
-        angles = np.outer(rows, self.rotations.by_row) + np.outer(columns, self.rotations.by_column)
+        first = self.rotations.first
+        angles = np.outer(rows + first, self.rotations.by_row) + np.outer(
+            columns + first, self.rotations.by_column
+        )
         return np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 
@@ -50,8 +51,14 @@ KINDS = {
     "resampler": 1,
     "phi4": 1,
     "janus_pro": 1,
+    "gemma4uv": 1,
+    "llama4": 2,
+    "kimik25": 2,
+    "nemotron_v2_vl": 2,
 }
 """The projector types that the engine runs, and how many patches a side become a token if a file does not say."""
+MINICPM_2_5 = "resampler 2.5"
+"""The kind of encoders of MiniCPM-V 2.5: they differ in the texts around pictures."""
 FITTING = {
     "qwen2vl": ("qwen2.5vl_merger", "qwen2vl_merger", "qwen2.5o"),
     "qwen35": ("qwen3vl_merger",),
@@ -59,9 +66,14 @@ FITTING = {
     "qwen3vl": ("qwen3vl_merger",),
     "qwen3vlmoe": ("qwen3vl_merger",),
     "gemma3": ("gemma3",),
-    "gemma4": ("gemma4v",),
+    "gemma4": ("gemma4v", "gemma4uv"),
     "mistral3": ("pixtral",),
-    "llama": ("pixtral", "idefics3", "internvl", "mlp", "resampler", "janus_pro"),
+    "llama": ("pixtral", "idefics3", "internvl", "mlp", "resampler", MINICPM_2_5, "janus_pro"),
+    "llama4": ("llama4",),
+    "granite": ("mlp",),
+    "minicpm": ("resampler",),
+    "nemotron_h": ("nemotron_v2_vl",),
+    "nemotron_h_moe": ("nemotron_v2_vl",),
     "internlm2": ("internvl", "mlp"),
     "phi2": ("mlp",),
     "phi3": ("internvl", "mlp", "phi4"),
@@ -69,7 +81,7 @@ FITTING = {
     "qwen3": ("internvl", "lightonocr", "resampler"),
     "qwen3moe": ("internvl",),
     "paddleocr": ("paddleocr",),
-    "deepseek2": ("kimivl",),
+    "deepseek2": ("kimivl", "kimik25"),
     "lfm2": ("lfm2",),
     "lfm2moe": ("lfm2",),
     "glm4": ("glm4v",),
@@ -84,7 +96,7 @@ _MAX_MERGE, _MAX_SIDE, _MAX_HEAD, _MAX_LAYERS = 16, 1 << 14, 1 << 10, 1 << 10
 _QWEN_TOKENS = {"qwen2vl_merger": (4, 4096), "qwen2.5vl_merger": (4, 4096), "qwen3vl_merger": (64, 4096)}
 """The least are those of the published processors. The most is llama.cpp's: the published 16384 fill most contexts."""
 _AREA_TOKENS = _QWEN_TOKENS | {"kimivl": (8, 1024), "lfm2": (64, 256), "glm4v": (8, 4096)}
-_SAID_AREAS = "dots_ocr", "paddleocr", "phi4"
+_SAID_AREAS = "dots_ocr", "paddleocr", "phi4", "kimik25"
 """Kinds whose files say the least and the most pixels of a picture."""
 _MOST_TOKENS = 8192
 """Of a picture of these: dots.ocr's 14400 would take minutes on most machines."""
@@ -94,6 +106,7 @@ _GLM_NORM = "v.norm_embd"
 _RESIZED: dict[str, ResizedPositions] = {
     "paddleocr": "bilinear",
     "kimivl": "bicubic",
+    "kimik25": "bicubic",
     "glm4v": "bicubic",
     "lfm2": "smoothed",
     "phi4": "smoothed",
@@ -107,10 +120,12 @@ _MOST_PATCHES = 1 << 15
 """Of a picture. Published files have at most half as many; attention of far more would take hours."""
 _UNUSED = "a.", "mm.a.", "resampler.pos_embed_k", "model.image_newline", "v.image_newline"
 """Encoders of sounds; places that are computed for each size; ends of lines, which llama.cpp leaves out, too."""
-_OLDEST_MINICPM = 3
-"""The number of MiniCPM-V 2.6."""
+_OLDEST_MINICPM = 2
+"""The number of MiniCPM-V 2.5, which is meant if a file has none."""
 _MOST_SLICES = 9
+_MOST_SUMMARIES = 64
 _CHOICES = "image_grid_pinpoints"
+_LLAMA4_TILES = 16
 _LFM2_TILES = 2, 10
 _LFM2_TOLERANCE = 2
 """A picture is cut if it has so many times the pixels that one may have."""
@@ -144,10 +159,12 @@ class _Reader(ProjectorReader):
         kind = file.get("clip.projector_type", str, "") or file.get(self.key("projector_type"), str, "")
         if not kind and file.get("clip.has_llava_projector", bool, False):
             kind = "mlp"
-        if kind == "resampler" and (version := file.get("clip.minicpmv_version", int, 0)) < _OLDEST_MINICPM:
+        version = file.get("clip.minicpmv_version", int, 0) or _OLDEST_MINICPM
+        if kind == "resampler" and version < _OLDEST_MINICPM:
             raise ModelFileError(
-                f"{self.name} is of MiniCPM-V 2.5 or before (its version is {version}), which orin-chat does not run.",
-                "MiniCPM-V 2.6 and newer ones see.",
+                f"{self.name} is of an older MiniCPM-V than 2.5 (its version is {version}), which orin-chat does not "
+                "run.",
+                "MiniCPM-V 2.5 and newer ones see.",
             )
         if kind not in KINDS:
             raise ModelFileError(
@@ -155,8 +172,11 @@ class _Reader(ProjectorReader):
                 f"orin-chat runs these: {', '.join(KINDS)}.",
             )
         self.named, self.kind = kind, _SAME.get(kind, kind)
+        if kind == "resampler" and version == _OLDEST_MINICPM:
+            self.named = MINICPM_2_5
         self.dim, self.patch = self.size("embedding_length"), self.size("patch_size")
-        self.heads = self.size("attention.head_count")
+        self.has_layers = kind != "gemma4uv"
+        self.heads = self.size("attention.head_count") if self.has_layers else self.dim // 4
         self.head_dim = self.dim // self.heads
         if self.dim % self.heads or self.head_dim % 4 or self.head_dim > _MAX_HEAD or self.patch > _MAX_SIDE:
             raise damaged(file.path, f"{self.dim} elements cannot be {self.heads} heads of patches")
@@ -164,6 +184,8 @@ class _Reader(ProjectorReader):
         self.is_merged = kind != "pixtral" or "mm.patch_merger.weight" in file.tensors
         merge = self.size("projector.scale_factor", KINDS[kind] if self.is_merged else 1)
         self.merge = self.size("spatial_merge_size", merge)
+        if not self.has_layers:  # its patches are those of what others merge
+            self.patch, self.merge = self.patch * self.size("projector.scale_factor", 3), 1
         if self.merge > _MAX_MERGE or (self.merge > 1 and not self.is_merged):
             raise damaged(file.path, f"{self.merge} patches a side become a token")
         self.eps = self.number("attention.layer_norm_epsilon", 1e-6)
@@ -171,11 +193,13 @@ class _Reader(ProjectorReader):
             raise damaged(file.path, f"the epsilon of its norms is {self.eps}")
 
     def spec(self) -> VisionSpec:
-        layers = self.size("block_count")
+        layers = self.size("block_count") if self.has_layers else 0
         if layers > _MAX_LAYERS:
             raise damaged(self.file.path, f"it has {layers} layers")
         out, steps = self.projector()
-        projectors = Projector(2 * layers, steps), *self.later_projectors(layers, out)
+        *earlier, last = (self.features(layers) if self.kind == "mlp" else []) or [layers]
+        first = Projector(2 * last, steps, tuple(2 * i for i in earlier))
+        projectors = first, *self.later_projectors(layers, out)
         spec = VisionSpec(
             kind=self.named,
             name=self.file.get("general.name", str, self.file.path.stem),
@@ -198,7 +222,8 @@ class _Reader(ProjectorReader):
             tiles=self.tile_rule(),
             whole_first=self.kind in ("mlp", "resampler"),
             padding=self.padding(),
-            summary=self.required("v.class_embd", self.dim) if self.has_summary else None,
+            summary=self.required("v.class_embd", *self.summary_shape) if self.has_summary else None,
+            pixel_norm=None if self.has_layers else self.patch_norm(1, 3 * self.patch**2),
         )
         if spec.most_patches > _MOST_PATCHES:
             raise damaged(self.file.path, "its pictures would have too many patches")
@@ -228,7 +253,15 @@ class _Reader(ProjectorReader):
 
     @property
     def has_summary(self) -> bool:
-        return self.kind == "internvl" or (self.kind == "mlp" and self.has("v.class_embd"))
+        always = self.kind in ("internvl", "llama4", "nemotron_v2_vl")
+        return always or (self.kind == "mlp" and self.has("v.class_embd"))
+
+    @property
+    def summary_shape(self) -> tuple[int, ...]:
+        """Nemotron's encoder has several."""
+        info = self.file.tensors.get("v.class_embd")
+        n = info.shape[0] if info and len(info.shape) == 2 else 0
+        return (n, self.dim) if 0 < n <= _MOST_SUMMARIES else (self.dim,)
 
     def padding(self) -> tuple[int, int, int] | None:
         """The mean of colours. LLaVA 1.6 stretches the whole picture."""
@@ -249,14 +282,16 @@ class _Reader(ProjectorReader):
             if not least <= most >= align**2:
                 raise damaged(self.file.path, f"its pictures would have {least} to {most} pixels")
             return SizeRule("area", align, min(most, _MOST_TOKENS * align**2), least)
-        if self.kind == "gemma4v":
+        if self.kind in ("gemma4v", "gemma4uv"):
             return SizeRule("tokens", align, _GEMMA4_TOKENS, longest=self.places // self.merge * align)
         side = self.size("image_size")
         if self.named == "lightonocr":
             side = self.size("preproc_image_size", side)
         if self.kind == "resampler" and align <= side <= _MAX_SIDE:
             return SizeRule("mean", align, side)
-        is_tiled = self.kind in ("idefics3", "internvl", "mlp", "resampler", "janus_pro")
+        is_tiled = self.kind in (
+            "idefics3", "internvl", "mlp", "resampler", "janus_pro", "llama4", "nemotron_v2_vl",
+        )  # fmt: skip
         if is_tiled and (side // self.patch) % self.merge == 0 < side // align:
             return SizeRule("square", align, side // align * align)
         is_odd = self.kind == "gemma3" and (side % align or (side // align) ** 2 > _MOST_WHOLE)
@@ -282,6 +317,8 @@ class _Reader(ProjectorReader):
                 rule = TileRule(side, "shape", least=least, most=most, area=area, align=align)
             case "resampler":
                 rule = TileRule(side, "mean", most=_MOST_SLICES, align=align)
+            case "llama4":
+                rule = TileRule(side, "canvas", most=_LLAMA4_TILES)
             case "mlp" if self.has_choices:
                 sizes = self.file.get(self.key(_CHOICES), np.ndarray)
                 is_whole = sizes.dtype.kind in "iu" and len(sizes) and not (sizes % side).any()
@@ -302,10 +339,11 @@ class _Reader(ProjectorReader):
 
     def kernels(self) -> Iterator[Weight]:
         """The kernels of patches: those of a second frame get the same picture."""
+        is_flat = self.kind in ("gemma4uv", "llama4")
+        shape = (3 * self.patch**2,) if is_flat else (3, self.patch, self.patch)
         for name in ("v.patch_embd.weight", "v.patch_embd.weight.1"):
             if self.has(name) or name == "v.patch_embd.weight":
-                type = self.check(name, (self.dim, 3, self.patch, self.patch))
-                yield Weight(name, self.dim, 3 * self.patch**2, type)
+                yield Weight(name, self.dim, 3 * self.patch**2, self.check(name, (self.dim, *shape)))
 
     @property
     def places(self) -> int:
@@ -322,12 +360,18 @@ class _Reader(ProjectorReader):
         if self.kind == "glm4v" and not self.has(name):  # GLM-OCR
             return None
         shape = self.file.tensors[name].shape if self.has(name) else ()
-        if self.kind == "gemma4v":
-            return Positions(self.required(name, 2, self.places, self.dim), "column and row")
+        if self.kind in ("gemma4v", "gemma4uv"):
+            table = self.required(name, 2, self.places, self.dim)
+            return Positions(table, "column and row", after_norm=not self.has_layers)
+        if self.kind == "kimik25" and len(shape) == 3 and shape[0] == shape[1]:
+            return Positions(self.required(name, *shape[:2], self.dim), "bicubic")
         rows = shape[0] if shape else 0
-        if self.kind in ("gemma3", "idefics3", "internvl", "mlp", "janus_pro"):
-            places = (self.size("image_size") // self.patch) ** 2 + self.has_summary
-            return Positions(self.required(name, places, self.dim), "patch")
+        places = (self.size("image_size") // self.patch) ** 2
+        if self.kind == "nemotron_v2_vl":
+            return Positions(self.required(name, places, self.dim), "patch", of_summary="none")
+        if self.kind in ("gemma3", "idefics3", "internvl", "mlp", "janus_pro", "llama4"):
+            table = self.required(name, places + self.has_summary, self.dim)
+            return Positions(table, "patch", of_summary="last" if self.kind == "llama4" else "first")
         least, is_smoothed = self.size_rule().least // self.patch**2, _RESIZED.get(self.kind) == "smoothed"
         if math.isqrt(rows) ** 2 != rows or not rows or (is_smoothed and rows > 4 * least):
             raise damaged(self.file.path, f"the places of {name} are no square")
@@ -336,7 +380,13 @@ class _Reader(ProjectorReader):
             return Positions(table, "nearest")
         return Positions(table, _RESIZED.get(self.kind, "stretched"), self.has(f"{_GLM_NORM}.weight"))
 
+    def patch_norm(self, i: int, size: int) -> Norm:
+        """A norm of the encoder without layers: of pixels, of their product, and of that with positions."""
+        return replace(self.norm(f"v.patch_norm.{i}", size), eps=1e-5)
+
     def first_norm(self) -> Norm | None:
+        if not self.has_layers:
+            return self.patch_norm(2, self.dim)
         found = [name for name in ("v.pre_ln", _GLM_NORM) if self.has(f"{name}.weight")]
         return self.norm(found[0]) if found else None
 
@@ -352,8 +402,9 @@ class _Reader(ProjectorReader):
             columns = tuple((rows * 10000.0 ** (-2 / d)).tolist())
             return Rotations(by_row=(*rows.tolist(), *none), by_column=(*none, *columns))
         rates = tuple((10000.0 ** (-2 * i / (d // 2))).tolist())
-        if self.kind == "kimivl":
-            return Rotations(by_row=(*none, *rates), by_column=(*rates, *none))
+        if self.kind in ("kimivl", "kimik25", "llama4"):
+            first = int(self.kind == "llama4")
+            return Rotations(by_row=(*none, *rates), by_column=(*rates, *none), first=first)
         if self.kind in (*_QWEN_TOKENS, "dots_ocr", "paddleocr", "glm4v"):
             return Rotations(by_row=(*rates, *none), by_column=(*none, *rates))
         return None
@@ -363,7 +414,8 @@ class _Reader(ProjectorReader):
         """The order of the rows of queries and keys in the file."""
         if self.kind == "gemma4v":
             return HeadOrder(self.head_dim, self.head_dim, False, halves=True)
-        return HeadOrder(self.head_dim, self.head_dim, True) if self.kind in ("pixtral", "kimivl") else None
+        has_pairs = self.kind in ("pixtral", "kimivl", "kimik25", "llama4")
+        return HeadOrder(self.head_dim, self.head_dim, True) if has_pairs else None
 
     # --- layers ----------------------------------------------------------------------------------------
 

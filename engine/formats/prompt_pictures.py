@@ -49,16 +49,18 @@ class PlacedPicture:
 @dataclass(frozen=True)
 class PictureMarks:
     """What a family's chat template writes for a picture, and what comes before and after its embeddings in its
-    place. The other texts are of pictures that are cut: those around each tile, after a row of tiles before the next
-    one, after all tiles, and around the whole picture. Those around the whole picture are also around one that is not
-    cut, unless that has `alone` before it."""
+    place. The other texts are of pictures that are cut: those around each tile, between two of a row, after a row of
+    tiles before the next one, around all tiles, and around the whole picture. Those around the whole picture are also
+    around one that is not cut, unless that has `alone` before it."""
 
     written: str
     before: str = ""
     after: str = ""
     tile: str = ""
     tile_end: str = ""
+    between: str = ""
     row_end: str = ""
+    tiles: str = ""
     tiles_end: str = ""
     whole: str = ""
     whole_end: str = ""
@@ -66,13 +68,15 @@ class PictureMarks:
 
 
 _QWEN = PictureMarks("<|vision_start|><|image_pad|><|vision_end|>", "<|vision_start|>", "<|vision_end|>")
+_GEMMA4 = PictureMarks("<|image|>", "<|image>", "<image|>")
 PICTURE_MARKS = {
     "qwen2vl_merger": _QWEN,
     "qwen2.5vl_merger": _QWEN,
     "qwen2.5o": PictureMarks("<|vision_bos|><|IMAGE|><|vision_eos|>", "<|vision_bos|>", "<|vision_eos|>"),
     "qwen3vl_merger": _QWEN,
     "gemma3": PictureMarks("<start_of_image>", "\n\n<start_of_image>", "<end_of_image>\n\n"),
-    "gemma4v": PictureMarks("<|image|>", "<|image>", "<image|>"),
+    "gemma4v": _GEMMA4,
+    "gemma4uv": _GEMMA4,
     "pixtral": PictureMarks("[IMG]", "", "[IMG_END]"),
     "internvl": PictureMarks("<IMG_CONTEXT>\n", "<img>", "</img>\n"),
     "lightonocr": PictureMarks("<|image_pad|>"),
@@ -83,12 +87,25 @@ PICTURE_MARKS = {
         "(<image>./</image>)\n", after="\n", tile="<slice>", tile_end="</slice>", row_end="\n", whole="<image>",
         whole_end="</image>",
     ),
+    "resampler 2.5": PictureMarks(
+        "(<image>./</image>)\n", after="\n", tiles="<slice>", tile="<image>", tile_end="</image>", row_end="\n",
+        tiles_end="</slice>", whole="<image>", whole_end="</image>",
+    ),
+    "llama4": PictureMarks(
+        "<|image|>", "<|image_start|>", "<|image_end|>", between="<|tile_x_separator|>",
+        row_end="<|tile_y_separator|>", tiles_end="<|tile_y_separator|>", whole="<|image|>",
+    ),
+    "nemotron_v2_vl": PictureMarks("<image>", "<img>", "</img>"),
     "dots_ocr": PictureMarks("<|img|><|imgpad|><|endofimg|>", "<|img|>", "<|endofimg|>"),
     "paddleocr": PictureMarks(
         "<|IMAGE_START|><|IMAGE_PLACEHOLDER|><|IMAGE_END|>", "<|IMAGE_START|>", "<|IMAGE_END|>"
     ),
     "kimivl": PictureMarks(
         "<|media_start|>image<|media_content|><|media_pad|><|media_end|>", "<|media_start|>image<|media_content|>",
+        "<|media_end|>",
+    ),
+    "kimik25": PictureMarks(
+        "<|media_begin|>image<|media_content|><|media_pad|><|media_end|>", "<|media_begin|>image<|media_content|>",
         "<|media_end|>",
     ),
     "lfm2": PictureMarks(
@@ -120,18 +137,19 @@ def with_texts(
     """A picture with the tokens of the texts around its parts. `encode`: the ids of a text."""
     parts = picture.parts or (Part(len(picture.ids)),)
     left, ids, text = iter(picture.ids), list[int](), ""
-    for i, (tokens, tile) in enumerate(parts):
+    is_tile = False
+    for tokens, tile in parts:
+        was_tile, is_tile = is_tile, tile is not None
         if tile is None:
-            after_tiles = marks.tiles_end if i else ""
-            begin = marks.alone if len(parts) == 1 and marks.alone is not None else marks.whole
-            text, end = text + after_tiles + begin, marks.whole_end
+            text += marks.tiles_end if was_tile else ""
+            text += marks.alone if len(parts) == 1 and marks.alone is not None else marks.whole
         else:
             row, column = tile
-            is_next = column == 1 and row > 1
-            text += (marks.row_end if is_next else "") + marks.tile.format(row=row, column=column)
-            end = marks.tile_end
+            text += (marks.between if column > 1 else marks.row_end) if was_tile else marks.tiles
+            text += marks.tile.format(row=row, column=column)
         ids += [*(encode(text) if text else []), *islice(left, tokens)]
-        text = end
+        text = marks.tile_end if is_tile else marks.whole_end
+    text += marks.tiles_end if is_tile else ""
     return replace(picture, ids=(*ids, *(encode(text) if text else [])))
 
 

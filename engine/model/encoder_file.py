@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections import deque
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from threading import Lock
 from weakref import WeakValueDictionary
@@ -13,7 +14,7 @@ from tinygrad import Device
 
 from engine.description.encoder_input import layout, resized
 from engine.description.spec import ModelSpec
-from engine.description.vision import VisionSpec
+from engine.description.vision import Affine, VisionSpec
 from engine.description.vision_reader import FITTING, read_vision
 from engine.errors import BackendError, ModelFileError, PictureError
 from engine.formats.gguf import GGUF, printable
@@ -56,8 +57,11 @@ class EncoderFile:
                 f"{name} makes embeddings of {self.spec.width} elements, and {model.name} takes {model.picture_width}.",
                 "Choose the encoder's file that came with the model.",
             )
+        if (scale := model.picture_scale) != 1:
+            steps = [replace(p, steps=(*p.steps, Affine(scale))) for p in self.spec.projectors]
+            self.spec = replace(self.spec, projectors=tuple(steps))
         stat = Path(path).stat()
-        self._identity = f"{Path(path).resolve()} {stat.st_size} {stat.st_mtime_ns}"
+        self._identity = f"{Path(path).resolve()} {stat.st_size} {stat.st_mtime_ns} {scale}"
         self._decoder = PictureDecoder()
         with suppress(BackendError):  # the first picture says so
             self._decoder.start()

@@ -6,7 +6,7 @@ import pytest
 
 from engine.description.architectures import read_spec
 from engine.description.picture_size import SizeRule, TileRule
-from engine.description.vision import PatchAttention
+from engine.description.vision import PatchAttention, PatchFeedForward
 from engine.description.vision_reader import KINDS, read_vision
 from engine.errors import ModelFileError
 from engine.formats.gguf import GGUF
@@ -17,13 +17,44 @@ from tests import generated_encoder, generated_model
 def test_every_kind_is_read(kind, tmp_path):
     spec = read_vision(GGUF(generated_encoder.write(tmp_path / "e.gguf", kind, out=128)))
     assert (spec.kind, spec.out, spec.merge) == (kind, 128, KINDS[kind])
-    attend, *others = (s.operator for s in spec.sublayers if isinstance(s.operator, PatchAttention))
-    assert attend.windowed == bool(others) == (kind in ("qwen2.5vl_merger", "qwen2.5o"))
-    of_places = "gemma3", "idefics3", "internvl", "lfm2", "mlp", "resampler", "phi4", "janus_pro"
-    assert bool(spec.rotations) == (kind not in of_places)
-    assert bool(spec.tiles) == (kind in ("idefics3", "internvl", "lfm2", "resampler"))
-    assert bool(spec.summary) == (kind in ("internvl", "mlp"))
-    assert bool(attend.o.inputs) == (kind == "gemma4v")
+    attention = [s.operator for s in spec.sublayers if isinstance(s.operator, PatchAttention)]
+    windowed = [True, False] if kind in ("qwen2.5vl_merger", "qwen2.5o") else [False]
+    assert [a.windowed for a in attention] == (windowed if kind != "gemma4uv" else [])
+    assert bool(spec.pixel_norm) == (not attention)
+    of_places = (
+        "gemma3",
+        "idefics3",
+        "internvl",
+        "lfm2",
+        "mlp",
+        "resampler",
+        "phi4",
+        "janus_pro",
+        "nemotron_v2_vl",
+    )
+    assert bool(spec.rotations) == (kind not in of_places and bool(attention))
+    assert bool(spec.tiles) == (kind in ("idefics3", "internvl", "lfm2", "resampler", "llama4"))
+    assert spec.summary_rows == {"internvl": 1, "mlp": 1, "llama4": 1, "nemotron_v2_vl": 3}.get(kind, 0)
+    assert [a for a in attention if a.o.inputs] == (attention if kind == "gemma4v" else [])
+
+
+def test_a_projector_may_read_several_layers(tmp_path):
+    """SigLIP's activation is not said by such files."""
+    spec = read_vision(GGUF(generated_encoder.write(tmp_path / "e.gguf", "mlp", features=(1, 3))))
+    (projector,) = spec.projectors
+    assert (projector.earlier, projector.sublayers) == ((2,), 6)
+    assert {s.operator.activation for s in spec.sublayers if isinstance(s.operator, PatchFeedForward)} == {
+        "gelu"
+    }
+    path = generated_encoder.write(tmp_path / "e.gguf", "mlp", features=(3, 1))
+    with pytest.raises(ModelFileError, match="feature_layer"):
+        read_vision(GGUF(path))
+
+
+@pytest.mark.parametrize("version, kind", [(0, "resampler 2.5"), (2, "resampler 2.5"), (6, "resampler")])
+def test_texts_around_pictures_follow_from_the_version_of_minicpm(version, kind, tmp_path):
+    path = generated_encoder.write(tmp_path / "e.gguf", "resampler", version=version)
+    assert read_vision(GGUF(path)).kind == kind
 
 
 def test_what_is_no_encoder_is_refused(tmp_path):
@@ -75,6 +106,7 @@ def test_sizes(rule, size, wanted):
 
 LARGE = TileRule(512, "shape", least=2, most=10, area=2 * 256 * 32 * 32, align=32)
 SLICES = TileRule(448, "mean", most=9, align=14)
+CANVAS = TileRule(336, "canvas", most=16)
 CHOICES = TileRule(336, "choices", most=4, choices=((336, 672), (672, 336), (672, 672)))
 
 
@@ -95,6 +127,10 @@ CHOICES = TileRule(336, "choices", most=4, choices=((336, 672), (672, 336), (672
         (SLICES, (600, 300), None),
         (SLICES, (1000, 800), (1008, 812, 2, 2)),
         (SLICES, (2000, 700), (2128, 756, 2, 4)),
+        (CANVAS, (100, 60), (336, 336, 1, 1)),
+        (CANVAS, (640, 480), (672, 672, 2, 2)),
+        (CANVAS, (1000, 300), (1008, 336, 1, 3)),
+        (CANVAS, (9000, 3000), (2016, 672, 2, 6)),
         (CHOICES, (300, 200), (336, 672, 2, 1)),
         (CHOICES, (1000, 900), (672, 672, 2, 2)),
     ],

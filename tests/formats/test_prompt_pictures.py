@@ -99,6 +99,16 @@ FAKE = "<fake_token_around_image>"
             "lfm2", [*DOWN, WHOLE],
             "<|image_start|><|img_row_1_col_1|>---<|img_row_2_col_1|>---<|img_thumbnail|>--<|image_end|>",
         ),
+        ("llama4", [WHOLE], "<|image_start|><|image|>--<|image_end|>"),
+        (
+            "llama4", [*ACROSS, WHOLE],
+            "<|image_start|>-<|tile_x_separator|>-<|tile_y_separator|>-<|tile_x_separator|>-<|tile_y_separator|>"
+            "<|image|>--<|image_end|>",
+        ),
+        (
+            "resampler 2.5", [WHOLE, *ACROSS],
+            "<image>--</image><slice><image>-</image><image>-</image>\n<image>-</image><image>-</image></slice>\n",
+        ),
     ],
 )  # fmt: skip
 def test_texts_stand_around_the_parts_of_a_picture(kind, parts, text, tokenizer):

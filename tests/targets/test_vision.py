@@ -63,6 +63,9 @@ OTHERS = [
     *(rarely(kind, {}) for kind in ("phi4", "janus_pro")),
     rarely("mlp", {"choices": (16, 32, 32, 32)}),
     ("resampler", {"out": 128}),
+    ("gemma4uv", {}),
+    *(rarely(kind, {}) for kind in ("llama4", "kimik25", "nemotron_v2_vl")),
+    *(rarely("mlp", how) for how in ({"features": (1, 3)}, {"normed": True})),
 ]
 
 

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from tinygrad import Tensor, dtypes
 from tinygrad.dtype import DType
 
-from engine.description.encoder_input import Floats, Grid, as_read, encoder_input, position_table, waves
+from engine.description.encoder_input import Floats, Grid, as_read, encoder_input, normed, waves
 from engine.description.vision import (
     Activate,
     Activation,
@@ -139,7 +139,7 @@ class CPUEncoder:
     def _encode(self, rgb: NDArray[np.uint8]) -> Generator[Progress, None, Floats]:
         spec = self.spec
         grid = Grid.of(spec, rgb.shape[1], rgb.shape[0])
-        of = encoder_input(spec, rgb, position_table(spec, self._vectors.__getitem__))
+        of = encoder_input(spec, rgb, self._vectors.__getitem__)
         chunks = list(_chunks(len(of.patches), self._lanes))
         total = len(chunks) * sum(map(len, self._sequences)) + 1
         yield Progress(0, total)
@@ -164,16 +164,20 @@ class CPUEncoder:
             assert angles is not None
             memory.view(turns)[: angles.size] = angles.reshape(-1)
         self._set_windows(of.windows, chunks[-1].stop)
-        done, parts = 0, dict[Projector, Floats]()
-        for sublayers, sequences in enumerate(self._sequences, 1):
+        done, parts, earlier = 0, dict[Projector, Floats](), dict[int, Floats]()
+        for sublayers, sequences in enumerate([[], *self._sequences]):
             for sequence, chunk in product_of(sequences, chunks):
                 if done:  # the first part had the patches
                     yield Progress(done, total)
                 self._run(sequence, chunk)
                 done += 1
+            used = rows[: n - spec.summary_rows, : spec.dim]
+            if any(sublayers in projector.earlier for projector in spec.projectors):
+                earlier[sublayers] = used.copy()
             for projector in spec.projectors_after(sublayers):
                 yield Progress(done, total)
-                parts[projector] = self._project(projector, rows[: n - bool(spec.summary), : spec.dim], grid)
+                stacked = [*(earlier[i] for i in projector.earlier), used]
+                parts[projector] = self._project(projector, np.concatenate(stacked, axis=1), grid)
         embeddings = np.concatenate([parts[projector] for projector in spec.projectors], axis=1)
         return as_read(spec, embeddings, grid, self._vectors[spec.line_end] if spec.line_end else None)
 
@@ -383,7 +387,7 @@ class CPUEncoder:
                 x = x - self._vectors[minus] if minus else x
                 return x * self._vectors[times] if times else x
             case Merge(how=how):
-                x = x.reshape(-1, self.spec.merge**2, self.spec.dim)
+                x = x.reshape(-1, self.spec.merge**2, x.shape[-1])
                 if how == "mean":
                     mean: Floats = x.mean(1, dtype=np.float32)
                     return mean
@@ -403,12 +407,7 @@ class CPUEncoder:
         return self._linear(of.o, rows.transpose(1, 0, 2).reshape(of.count, -1))
 
     def _norm(self, x: Floats, norm: Norm) -> Floats:
-        x = x - x.mean(-1, keepdims=True) if norm.centred else x
-        if norm.eps is not None:
-            squares = np.einsum("...i,...i->...", x, x)[..., None] / np.float32(x.shape[-1])
-            x = x / np.sqrt(squares + np.float32(norm.eps))
-        x = x * self._vectors[norm.weight] if norm.weight else x
-        return x + self._vectors[norm.bias] if norm.bias else x
+        return normed(x, norm, self._vectors.__getitem__)
 
     # --- memory ------------------------------------------------------------------------------------------
 

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from tinygrad import Device, Tensor, TinyJit, dtypes
 from tinygrad.dtype import DType
 
-from engine.description.encoder_input import Grid, as_read, encoder_input, position_table, waves
+from engine.description.encoder_input import Grid, as_read, encoder_input, waves
 from engine.description.sublayers import Vector, Weight
 from engine.description.vision import (
     Activate,
@@ -78,7 +78,7 @@ class GraphEncoder:
     def _encode(self, rgb: NDArray[np.uint8]) -> Generator[Progress, None, Floats]:
         spec = self.spec
         grid = Grid.of(spec, rgb.shape[1], rgb.shape[0])
-        of = encoder_input(spec, rgb, position_table(spec, self._host.__getitem__))
+        of = encoder_input(spec, rgb, self._host.__getitem__)
         n, total = len(of.patches), len(spec.sublayers) + 1
         size = _size_of(n, spec.merge**2)
         others = [_filled(a, size) for a in (of.cos, of.sin) if a is not None]
@@ -90,14 +90,20 @@ class GraphEncoder:
         x = self._captured(size, "embed", self._embed)(*first)
         tokens, parts = spec.queries or grid.rows * grid.columns, dict[Projector, Floats]()
         of_keys = [Tensor(hidden).realize(), _filled(waves(grid, spec.out), size)] if spec.queries else []
-        for done, sublayer in enumerate(spec.sublayers, 1):
-            yield Progress(done, total)
-            shape = _without_layer(sublayer)
-            step = self._captured(size, shape, partial(self._sublayer, sublayer, len(others)))
-            x = step(x, *others, *self._all.of(sublayer))
+        earlier = dict[int, Tensor]()
+        for done, sublayer in enumerate((None, *spec.sublayers)):
+            if sublayer:
+                yield Progress(done, total)
+                shape = _without_layer(sublayer)
+                step = self._captured(size, shape, partial(self._sublayer, sublayer, len(others)))
+                x = step(x, *others, *self._all.of(sublayer))
+            if any(done in projector.earlier for projector in spec.projectors):
+                earlier[done] = x.clone().realize()  # the next step of this shape writes there
             for projector in spec.projectors_after(done):
                 project = self._captured(size, projector, partial(self._project, projector))
-                parts[projector] = project(x, *of_keys).numpy()[:tokens]
+                parts[projector] = project(x, *(earlier[i] for i in projector.earlier), *of_keys).numpy()[
+                    :tokens
+                ]
         embeddings = np.concatenate([parts[projector] for projector in spec.projectors], axis=1)
         return as_read(spec, embeddings, grid, self._host[spec.line_end] if spec.line_end else None)
 
@@ -148,9 +154,12 @@ class GraphEncoder:
         y = parts.norm(y, sublayer.post_norm) if sublayer.post_norm else y
         return (x + y).contiguous().realize()
 
-    def _project(self, projector: Projector, x: Tensor, *of_keys: Tensor) -> Tensor:
-        """`of_keys`: for fixed queries, what is added to the scores of patches, and the waves of their places."""
-        parts = Parts(self._all, self._input)
+    def _project(self, projector: Projector, x: Tensor, *others: Tensor) -> Tensor:
+        """`others`: x after earlier sublayers; for fixed queries, what is added to the scores of patches, and the waves
+        of their places."""
+        parts, count = Parts(self._all, self._input), len(projector.earlier)
+        earlier, of_keys = others[:count], others[count:]
+        x = earlier[0].cat(*earlier[1:], x, dim=-1) if earlier else x
         for step in projector.steps:
             if isinstance(step, QueryAttention):
                 x = parts.queried(step, x, *of_keys)
@@ -265,7 +274,7 @@ class Parts:
                 x = x - self._vectors[minus] if minus else x
                 return x * self._vectors[times] if times else x
             case Merge(how=how):
-                x = x.reshape(-1, spec.merge**2, spec.dim)
+                x = x.reshape(-1, spec.merge**2, x.shape[-1])
                 if how == "mean":
                     return x.mean(1).contiguous()
                 x = x.transpose(1, 2) if how == "channels" else x
@@ -351,6 +360,8 @@ def _limits(value: Any) -> list[tuple[tuple[Weight, Ends], Limits]]:
 def _activated(x: Tensor, activation: Activation) -> Tensor:
     if activation == "silu":
         return x.silu()
+    if activation == "relu2":
+        return x.relu().square()
     if activation == "quick gelu":
         return x.quick_gelu()
     if activation == "gelu":

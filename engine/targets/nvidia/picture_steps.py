@@ -135,7 +135,7 @@ class PictureSteps:
     def begin(self, rgb: NDArray[np.uint8], grid: Grid, places: Places) -> None:
         """Copies a picture to the device."""
         tokens = grid.rows * grid.columns
-        n_rows = tokens * self._spec.merge**2 + bool(self._spec.summary)
+        n_rows = tokens * self._spec.merge**2 + self._spec.summary_rows
         for tensor, n in zip(self._counts, (n_rows, tokens), strict=True):
             overwrite(tensor, np.array([n, grid.columns, 0, 0], np.int32))
         _copy(self._pixels, arranged(self._spec, rgb))
@@ -168,7 +168,7 @@ class PictureSteps:
     def _embed(self) -> None:
         spec, size = self._spec, self._size
         x = self._fragments("x", 3 * spec.patch**2)
-        kernel = patch_input(size, spec.patch, spec.merge, spec.mean, spec.std, bool(spec.summary))
+        kernel = patch_input(size, spec.patch, spec.merge, spec.mean, spec.std, spec.summary_rows)
         self._add(kernel, out=x, pixels=self._pixels, count=self._count)
         sums = [self._product(m, x, f"patches{i}") for i, m in enumerate(self._encoder.kernels)]
         is_later = spec.positions is not None and spec.positions.after_norm

@@ -55,6 +55,10 @@ def lacks(spec: VisionSpec) -> str:
         return "a quantized matrix with a row for each input"
     if spec.queries:
         return "attention of fixed queries"
+    if spec.pixel_norm:
+        return "a norm of pixels"
+    if any(projector.earlier for projector in spec.projectors):
+        return "a projector of several layers"
     attention = [s.operator for s in spec.sublayers if isinstance(s.operator, PatchAttention)]
     return "heads of more than 256 elements" if any(a.head_dim > 256 for a in attention) else ""
 
@@ -122,7 +126,7 @@ class NvidiaEncoder:
         spec = self.spec
         grid = Grid.of(spec, rgb.shape[1], rgb.shape[0])
         tokens = grid.rows * grid.columns
-        size = size_of(spec, tokens * spec.merge**2 + bool(spec.summary))
+        size = size_of(spec, tokens * spec.merge**2 + spec.summary_rows)
         if size not in self._steps:
             yield Progress(0, 1, compiles=True)
         steps = self.steps(size)

@@ -27,7 +27,7 @@ from engine.targets.cpu.kernels.stream_size import UNIT
 FIRST = SIZE
 """Index of the state of encoders, int32 (FIRST + 1,): the row of the picture's arrays that the chunk begins at."""
 
-Activation = Literal["gelu", "exact gelu", "quick gelu", "silu"]
+Activation = Literal["gelu", "exact gelu", "quick gelu", "silu", "relu2"]
 
 
 def stride_of(cols: int) -> int:

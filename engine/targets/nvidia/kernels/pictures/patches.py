@@ -88,10 +88,10 @@ def clamped(value: UOp, limits: UOp | None, first: int | UOp = 0) -> UOp:
 @functools.cache
 def patch_input(
     size: int, patch: int, merge: int, mean: tuple[float, float, float], std: tuple[float, float, float],
-    summarized: bool = False,
+    summarized: int = 0,
 ) -> Kernel:  # fmt: skip
     """A picture as the first product reads it. Buffers: out, float16 fragments (size, 3 patch²); pixels, uint8 (height,
-    width, 3); count, int32: patches, and at index 1 the columns of tokens. If it is `summarized`, the last row is that
+    width, 3); count, int32: patches, and at index 1 the columns of tokens. The last rows, as many as `summarized`, are
     of no patch: zeros."""
     area, cols = patch * patch, 3 * patch * patch
 
@@ -112,7 +112,7 @@ def patch_input(
         )
         place, colour = fragment_index(row, column, cols), value * factor + offset
         if summarized:
-            colour = (row + 1 < used_rows(count, size)).where(colour, f32(0))
+            colour = (row + summarized < used_rows(count, size)).where(colour, f32(0))
         return finish(f"patch_input_{size}_{patch}", [store(out, place, as_half(colour), ok)])
 
     return Kernel(kernel, ("out",), ("pixels", "count"))
