@@ -2,6 +2,8 @@
 
 MAX_BYTES = 20 << 20  # of a picture's file
 HEAD_BYTES = 1000  # that tell the kind
+SCAN = b"\xff\xda"
+"""The mark of a scan of a JPEG; among the data of a scan it does not occur."""
 READ = {
     "image/jpeg": "JPEG",
     "image/png": "PNG",

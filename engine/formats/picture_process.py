@@ -19,6 +19,7 @@ from typing import Any
 
 from PIL import Image, ImageOps, UnidentifiedImageError
 
+from engine.formats.picture_kind import SCAN
 from engine.formats.process_limits import limit_memory, limit_processor_time
 
 MEMORY_BYTES = 2 << 30
@@ -29,7 +30,6 @@ MAX_SIDE = (1 << 16) - 1
 MAX_SCANNED_PIXELS = 16 * MAX_PIXELS
 """A progressive JPEG has its pixels in some ten scans. One can have thousands in a few kilobytes, and each takes as
 long as all of its pixels."""
-_SCAN = b"\xff\xda"  # its mark; among the data of a scan it does not occur
 _MOST = f"At most {MAX_PIXELS / 1e6:.0f} million are read."
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "AVIF")
 _ORIENTATION = 0x112  # EXIF's tag; from 5 on, rows and columns change places
@@ -66,9 +66,9 @@ def _decoded(data: bytes, within: tuple[int, int] | None) -> tuple[dict[str, Any
         )
     if max(width, height) > MAX_SIDE:
         raise Refusal(f"The picture has {width} x {height} pixels. A side has at most {MAX_SIDE:,}.")
-    if picture.format in ("JPEG", "MPO") and data.count(_SCAN) * width * height > MAX_SCANNED_PIXELS:
+    if picture.format in ("JPEG", "MPO") and data.count(SCAN) * width * height > MAX_SCANNED_PIXELS:
         raise Refusal(
-            f"The picture has its pixels in {data.count(_SCAN):,} scans, which take too long to decode."
+            f"The picture has its pixels in {data.count(SCAN):,} scans, which take too long to decode."
         )
     # An MPO is a JPEG with more pictures after it, such as previews.
     about = {

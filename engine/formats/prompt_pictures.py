@@ -125,10 +125,12 @@ PICTURE_MARKS = {
 
 @dataclass(frozen=True)
 class PictureProcessor:
-    """How messages with pictures become prompts. `read` sizes a picture, and raises PictureError."""
+    """How messages with pictures become prompts. `read` sizes a picture, and raises PictureError; with one that
+    `is_large` it takes long."""
 
     read: Callable[[Picture], SizedPicture]
     marks: PictureMarks
+    is_large: Callable[[Picture], bool] = lambda _: False
 
 
 def with_texts(

@@ -29,6 +29,7 @@ from engine.targets.cpu.vision import CPUEncoder, scratch_bytes
 from engine.targets.cpu.vision import lacks as lacks_on_cpus
 from engine.targets.graph.vision import GraphEncoder
 
+_LARGE_PIXELS = 16_000_000  # to decode: they take a second or less on most machines
 _REMEMBERED = 32  # uses of pictures: a chat sends all its messages with each prompt
 
 
@@ -62,12 +63,12 @@ class EncoderFile:
             self.spec = replace(self.spec, projectors=tuple(steps))
         stat = Path(path).stat()
         self._identity = f"{Path(path).resolve()} {stat.st_size} {stat.st_mtime_ns} {scale}"
-        self._decoder = PictureDecoder()
+        self._decoders = {is_large: PictureDecoder() for is_large in (False, True)}
         with suppress(BackendError):  # the first picture says so
-            self._decoder.start()
+            self._decoders[False].start()
         self._remembered: WeakValueDictionary[bytes, SizedPicture] = WeakValueDictionary()
         self._recent: deque[SizedPicture] = deque(maxlen=_REMEMBERED)
-        self._reading = Lock()
+        self._reading = {is_large: Lock() for is_large in (False, True)}
 
     @property
     def need_bytes(self) -> int:
@@ -102,20 +103,28 @@ class EncoderFile:
 
     @property
     def picture_processor(self) -> PictureProcessor:
-        return PictureProcessor(self.read_picture, PICTURE_MARKS[self.spec.kind])
+        return PictureProcessor(self.read_picture, PICTURE_MARKS[self.spec.kind], self.is_large)
+
+    def is_large(self, picture: Picture) -> bool:
+        """Whether a picture takes long to read. Large ones have a process of their own, so that others go on."""
+        if hashlib.sha256(picture.data).digest() in self._remembered:
+            return False
+        return self._decoders[False].work_of(picture.data) > _LARGE_PIXELS
 
     def read_picture(self, picture: Picture) -> SizedPicture:
-        """A picture as tokens, which is remembered while it is in use. Raises PictureError."""
+        """A picture as tokens, which is remembered while it is in use. Of small and of large ones, one is read at a
+        time. Raises PictureError."""
         digest = hashlib.sha256(picture.data).digest()
-        with self._reading:
-            if (sized := self._remembered.get(digest)) is None:
-                sized = self._remembered[digest] = self._read(picture)
-            self._recent.append(sized)
-            return sized
+        if (sized := self._remembered.get(digest)) is None:
+            with self._reading[is_large := self.is_large(picture)]:
+                if (sized := self._remembered.get(digest)) is None:
+                    sized = self._remembered[digest] = self._read(picture, self._decoders[is_large])
+        self._recent.append(sized)
+        return sized
 
-    def _read(self, picture: Picture) -> SizedPicture:
+    def _read(self, picture: Picture, decoder: PictureDecoder) -> SizedPicture:
         try:
-            pixels = self._decoder.decode(picture.data)
+            pixels = decoder.decode(picture.data)
         except PictureError as error:
             file = f"{printable(Path(picture.name).name)}: " if picture.name else ""
             raise PictureError(f"{file}{error.message}", error.hint) from None

@@ -166,12 +166,15 @@ class TextModel:
         else:
             self._choices.end()
 
-    def read_pictures(self, request: Generate) -> Iterator[SizedPicture]:
-        """Reads the pictures of a request, until no more fit into the context. Raises PictureError."""
+    def read_pictures(self, request: Generate) -> Iterator[SizedPicture | None]:
+        """Reads the pictures of a request, until no more fit into the context. Gives None before one that takes long.
+        Raises PictureError."""
         processor, n = self.prompts.template.picture_processor, 0
         if not processor or not isinstance(request.prompt, Chat):
             return
         for picture in request.prompt.pictures:
+            if processor.is_large(picture):
+                yield None
             yield (sized := processor.read(picture))
             n += len(sized.ids)
             if n > self.context_length:

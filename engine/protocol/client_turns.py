@@ -58,14 +58,14 @@ class _Lane:
 
 class PromptMakers:
     """A thread for each lane, in which clients take turns. Requests with a grammar have lanes of their own: to compile
-    one may take seconds. Those with pictures have one: to read a picture may take as long."""
+    one may take seconds. Those with pictures have one, and another from a large one on: to read it may take as long."""
 
-    def __init__(self, make: Callable[[Generate], Iterator[None]]) -> None:
-        """`make` gives way where other clients may have their turn."""
+    def __init__(self, make: Callable[[Generate], Iterator[bool]]) -> None:
+        """`make` gives way where other clients may have their turn, with True before what takes long."""
         self._make = make
         self._lanes = {lane: _Lane() for lane in product(LANES, (False, True))}
-        self._pictures = _Lane()
-        self._begun: dict[int, Iterator[None]] = {}  # what gave way, by request
+        self._pictures, self._large_pictures = _Lane(), _Lane()
+        self._begun: dict[int, Iterator[bool]] = {}  # what gave way, by request
 
     def put(self, request: Generate, n_bytes: int) -> None:
         """Has the prompt of a request made that came in so many bytes."""
@@ -79,9 +79,11 @@ class PromptMakers:
         request = lane.turns.take()
         end_s = time.perf_counter() + TURN_S
         making = self._begun.pop(request.request_id, None) or self._make(request)
-        for _ in making:
-            if time.perf_counter() >= end_s:
+        for takes_long in making:
+            moves = takes_long and lane is not self._large_pictures
+            if moves or time.perf_counter() >= end_s:
                 self._begun[request.request_id] = making
+                lane = self._large_pictures if moves else lane
                 lane.turns.put_back(request)
                 lane.thread.submit(self._turn, lane)
                 return

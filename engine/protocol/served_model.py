@@ -57,9 +57,9 @@ class Model(Protocol):
     @property
     def scheduler(self) -> Answering: ...
 
-    def read_pictures(self, request: Generate) -> Iterator[object]:
-        """Reads the pictures of a request, one after the other. `begin` finds those that are kept until then, and reads
-        the others. Raises PictureError."""
+    def read_pictures(self, request: Generate) -> Iterator[object | None]:
+        """Reads the pictures of a request, one after the other, and gives None before one that takes long. `begin`
+        finds those that are kept until then, and reads the others. Raises PictureError."""
         ...
 
     def begin(self, request: Generate, report: Report) -> Answer:

@@ -65,6 +65,7 @@ SWITCH_S = 5e-4
 """After so long a thread lets others run: a step waits for it several times while a long prompt is made."""
 _RESTARTED = "ORIN_CHAT_RESTARTED"  # how often, and the file descriptor with the commands so far
 _GRACE_S = 1.0  # a request that is about to come shall not wait for what prepares later ones
+_END = object()  # of pictures
 
 Loader = Callable[[EngineOptions, Report], Model]
 _server: _Server | None = None
@@ -192,23 +193,24 @@ class _Server:
             self._suspect = error
         return ends
 
-    def _begin(self, model: Model, request: Generate) -> Iterator[None]:
-        """Makes an answer of a request, in a thread for prompts. Gives way after each of its pictures."""
+    def _begin(self, model: Model, request: Generate) -> Iterator[bool]:
+        """Makes an answer of a request, in a thread for prompts. Gives way after each of its pictures, and before one
+        that takes long, with True."""
         is_cancelled = self._inbox.known(request.request_id).stop.is_set
         begun = yield from self._begun(model, request, is_cancelled)
         self._inbox.put(_Begun(request.request_id, begun))
 
     def _begun(
         self, model: Model, request: Generate, is_cancelled: Callable[[], bool]
-    ) -> Generator[None, None, Answer | Exception | None]:
+    ) -> Generator[bool, None, Answer | Exception | None]:
         started, pictures = time.perf_counter(), list[object]()
         reading = model.read_pictures(request)
         try:
             while not is_cancelled():
-                if (picture := next(reading, None)) is None:
+                if (picture := next(reading, _END)) is _END:
                     return model.begin(request, self._reporter(started))
                 pictures.append(picture)
-                yield
+                yield picture is None
         except Exception as error:
             # A variable with the error would keep it, and with its frames the prompt, until garbage is collected.
             return error

@@ -43,6 +43,9 @@ def test_a_size_is_read_without_the_pixels(decoder):
         assert decoder.decode(data, NO_PIXELS).full == (20, 40)
     cut = file_of(Image.effect_noise((90, 60), 50))[:2000]
     assert decoder.decode(cut, NO_PIXELS).full == (90, 60), "the pixels of which could not be decoded"
+    assert (decoder.work_of(cut), decoder.work_of(b"no picture")) == (5400, 0)
+    in_scans = file_of(Image.new("L", (90, 60)), "JPEG", progressive=True)
+    assert decoder.work_of(in_scans) == in_scans.count(b"\xff\xda") * 5400 > 5400
 
 
 def test_the_hash_is_of_the_pixels_and_their_shape(decoder):

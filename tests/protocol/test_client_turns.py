@@ -93,7 +93,7 @@ def test_pictures_of_a_client_do_not_keep_those_of_others_until_all_are_read(mon
         go.wait(30)
         for picture in range(3 if request.client == "many" else 1):
             read.put((request.request_id, picture))
-            yield
+            yield False
 
     makers = PromptMakers(make)
     for client, number in (("many", 0), ("many", 1), ("one", 10)):
@@ -101,6 +101,25 @@ def test_pictures_of_a_client_do_not_keep_those_of_others_until_all_are_read(mon
     go.set()
     order = [read.get(timeout=30) for _ in range(7)]
     assert order == [(0, 0), (10, 0), (0, 1), (0, 2), (1, 0), (1, 1), (1, 2)]
+
+
+def test_small_pictures_do_not_wait_for_a_large_one():
+    read, go = SimpleQueue(), threading.Event()
+
+    def make(request):
+        if request.client == "large":
+            yield True
+            go.wait(30)
+        read.put(request.request_id)
+        yield False
+        read.put(request.request_id + 1)
+
+    makers = PromptMakers(make)
+    for client, number in (("large", 0), ("small", 10), ("large", 20)):
+        makers.put(seeing(client, number), 100)
+    assert [read.get(timeout=30) for _ in range(2)] == [10, 11]
+    go.set()
+    assert [read.get(timeout=30) for _ in range(4)] == [0, 1, 20, 21]
 
 
 def test_the_prompt_of_a_cancelled_request_is_not_made():
