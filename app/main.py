@@ -256,11 +256,7 @@ def _answer(args: Namespace, settings: Settings, configuration: Configuration) -
 
 
 def _converse(
-    args: Namespace,
-    settings: Settings,
-    configuration: Configuration,
-    problem: str,
-    flaws: Sequence[str],
+    args: Namespace, settings: Settings, configuration: Configuration, problem: str, flaws: Sequence[str]
 ) -> int:
     """Chats, line by line or on the full screen. `problem`: why the built-in model answers instead of the user's, or
     "". `flaws` are sentences about the settings."""
@@ -371,14 +367,7 @@ def _on_screen(
         )
         if args.compare:
             engine = setup.compare(engine)
-    app = ChatApp(
-        engine,
-        history,
-        setup=setup,
-        theme=remembered("theme"),
-        warning=warning,
-        **chat,
-    )
+    app = ChatApp(engine, history, setup=setup, theme=remembered("theme"), warning=warning, **chat)
     app.pictures.is_wanted = settings.thumbnails == "auto"
     app.transcript.wants_thumbnails = settings.thumbnails != "off"
     if settings.keys == "vi":

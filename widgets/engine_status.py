@@ -7,13 +7,7 @@ from engine.protocol.events import ModelInfo, Ready
 
 NOT_READY = Ready(
     model=ModelInfo(
-        name="",
-        architecture="",
-        quantization="",
-        parameters=0,
-        file_bytes=0,
-        trained_context=0,
-        thinks=False,
+        name="", architecture="", quantization="", parameters=0, file_bytes=0, trained_context=0, thinks=False
     ),
     backend="",
     device_name="",

@@ -364,9 +364,7 @@ class Benchmark:
         return replace(result, bytes_per_token=n_bytes, gbps=gbps, roofline_share=share, kernels=kernels)
 
 
-def _percentiles(
-    repetitions: Iterable[Sequence[float]],
-) -> tuple[float | None, float | None, float | None]:
+def _percentiles(repetitions: Iterable[Sequence[float]]) -> tuple[float | None, float | None, float | None]:
     """The 50th, 90th and 99th of all times; None if there are none."""
     if not (times_ms := [ms for times_ms in repetitions for ms in times_ms]):
         return None, None, None

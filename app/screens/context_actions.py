@@ -30,11 +30,7 @@ WAYS = (
         "summarize", "New chat with a summary", "The model sums this chat up; the new chat goes on from there"
     ),
     Way("leave_out", "Leave out the oldest turns", "The model no longer reads them; the chat keeps them"),
-    Way(
-        "lengthen",
-        "The longest context",
-        "What model and memory allow; the engine starts again for it",
-    ),
+    Way("lengthen", "The longest context", "What model and memory allow; the engine starts again for it"),
 )
 
 

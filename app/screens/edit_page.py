@@ -24,10 +24,7 @@ class EditPage(Page[Edited | None], Generic[Edited]):
     EditPage #problem { height: auto; max-height: 4; color: $text-warning; }
     """
     VERTICAL_BREAKPOINTS = [(0, "-low"), (14, "-high")]
-    BINDINGS = [
-        Binding("escape", "leave", "Close"),
-        Binding("ctrl+s", "save", "Save"),
-    ]
+    BINDINGS = [Binding("escape", "leave", "Close"), Binding("ctrl+s", "save", "Save")]
 
     def __init__(self) -> None:
         super().__init__()

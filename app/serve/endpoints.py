@@ -17,15 +17,7 @@ from app.serve.long_work import MAX_TEXT_BYTES, LongWork
 from app.serve.metrics import CONTENT_TYPE, Gauges
 from app.serve.model_pool import ModelPool
 from app.serve.openapi import description_json
-from app.serve.protocols import (
-    gemini,
-    llama_state,
-    lm_studio,
-    lm_studio_chat,
-    models,
-    ollama,
-    responses,
-)
+from app.serve.protocols import gemini, llama_state, lm_studio, lm_studio_chat, models, ollama, responses
 from app.serve.protocols.json_values import decoded
 from app.serve.protocols.remembered import Conversations
 from app.serve.protocols.reply import Asked, Json

@@ -215,9 +215,4 @@ def _literal(text: str) -> str:
 
 def _call_schema(name: str, form: ToolForm, arguments: Any) -> dict[str, Any]:
     named = {form.name_key: {"const": name}, form.key: arguments} if form.key else {name: arguments}
-    return {
-        "type": "object",
-        "properties": named,
-        "required": list(named),
-        "additionalProperties": False,
-    }
+    return {"type": "object", "properties": named, "required": list(named), "additionalProperties": False}

@@ -138,11 +138,7 @@ def draft_head_bytes(spec: ModelSpec, head: ModelSpec, target: Target, kv: KVFor
 
 
 def largest_context(
-    spec: ModelSpec,
-    free_bytes: int,
-    target: Target,
-    parallel: int = 1,
-    kv: KVFormat = KVFormat.F16,
+    spec: ModelSpec, free_bytes: int, target: Target, parallel: int = 1, kv: KVFormat = KVFormat.F16
 ) -> int:
     """The largest context, in tokens, with which a model fits into `free_bytes`; 0 if none does that is worth it."""
 
@@ -179,12 +175,7 @@ def check_fits(
 
 
 def _what_fits(
-    spec: ModelSpec,
-    need: MemoryNeed,
-    free_bytes: int,
-    target: Target,
-    parallel: int,
-    kv: KVFormat,
+    spec: ModelSpec, need: MemoryNeed, free_bytes: int, target: Target, parallel: int, kv: KVFormat
 ) -> str:
     for smaller_kv in KVFormat:
         in_kv = memory_need(spec, need.context, target, parallel, smaller_kv)

@@ -429,14 +429,7 @@ _KERNELS = "engine.targets.nvidia.weights"  # compilers build them
 
 
 def _load_text_model(options: EngineOptions, report: Report) -> Model:
-    from engine.backends import (
-        ask_driver,
-        install,
-        no_device_error,
-        open_device,
-        prepare,
-        unusable_cuda,
-    )
+    from engine.backends import ask_driver, install, no_device_error, open_device, prepare, unusable_cuda
     from engine.cache.disk_cache import lasting_cache, source_digest
     from engine.formats.merging import MergingProcess
     from engine.kernels import compiler_server

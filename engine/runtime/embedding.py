@@ -172,9 +172,7 @@ class Embeddings:
 
 
 def read_streams(
-    runner: ModelRunner,
-    pieces: Iterable[Piece],
-    saw: Callable[[int, Job, int, NDArray[np.float32]], None],
+    runner: ModelRunner, pieces: Iterable[Piece], saw: Callable[[int, Job, int, NDArray[np.float32]], None]
 ) -> None:
     """Gives embeddings the streams of the pieces of a step that has been run. `saw` gets those of other requests, with
     their sequences and the positions."""

@@ -117,6 +117,5 @@ def check_addresses(buffer: range) -> None:
     """Raises DriverError for addresses that kernels cannot use."""
     if overlap(buffer, LOCAL_WINDOW) or overlap(buffer, SHARED_WINDOW) or buffer.stop > ADDRESS_LIMIT:
         raise DriverError(
-            f"The GPU driver put a buffer at {buffer.start:#x}, where kernels cannot reach it.",
-            REPORT,
+            f"The GPU driver put a buffer at {buffer.start:#x}, where kernels cannot reach it.", REPORT
         )

@@ -60,7 +60,7 @@ CHOICES = ExpertChoices(
     layers=tuple(
         tuple(max(0, 40 - (i * (37 + layer) + 11 * layer) % 53) * (1 + (i == 90)) for i in range(128))
         for layer in range(24)
-    ),
+    )
 )
 
 
@@ -106,10 +106,7 @@ class FakeEngine:
     pid = None
 
     def __init__(
-        self,
-        *replies: Sequence[Event | None],
-        start: Sequence[Event | None] = STARTED,
-        token_s: float = 0.0,
+        self, *replies: Sequence[Event | None], start: Sequence[Event | None] = STARTED, token_s: float = 0.0
     ) -> None:
         self.replies = list(replies) or [reply("Hello.")]
         self.start_events = start

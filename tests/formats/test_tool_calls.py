@@ -189,11 +189,7 @@ REPLIES = {
         "<|tool_call_start|>[print(x)]<|tool_call_end|>",
         ["<|tool_call_start|>[print(x)]<|tool_call_end|>"],
     ),
-    "gpt-oss": (
-        HARMONY,
-        f"Wait. to=functions.get_weather<|message|>{CALL.arguments}",
-        ["Wait.", CALL],
-    ),
+    "gpt-oss": (HARMONY, f"Wait. to=functions.get_weather<|message|>{CALL.arguments}", ["Wait.", CALL]),
 }
 
 

@@ -30,10 +30,7 @@ def test_a_failing_span_is_there():
 
 
 def test_lines_have_one_scale():
-    spans = [
-        Span(name="process", start_ms=0, took_ms=300),
-        Span(name="weights", start_ms=300, took_ms=900),
-    ]
+    spans = [Span(name="process", start_ms=0, took_ms=300), Span(name="weights", start_ms=300, took_ms=900)]
     process, weights, ready = start_lines(spans, with_program=False)
     assert process.split() == ["process", "0.00", "s", "+0.30", "=" * 8]
     assert weights.endswith("+0.90  " + " " * 8 + "=" * 22)

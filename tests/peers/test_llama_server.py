@@ -116,9 +116,7 @@ async def test_an_open_thinking_mark_in_the_prompt_makes_thinking_of_the_reply(p
     from tests import generated_model
 
     path = generated_model.write(
-        tmp_path / "thinks.gguf",
-        architecture="qwen3",
-        template=generated_model.CHATML + "{{ '<think>' }}",
+        tmp_path / "thinks.gguf", architecture="qwen3", template=generated_model.CHATML + "{{ '<think>' }}"
     )
     events = await collect(peers(llama_server, model=str(path)).generate(ask()))
     assert isinstance(tokens(events)[0], Thinking)

@@ -312,10 +312,7 @@ async def test_refusals(engines, fake, status, error, kind, message):
     assert message in failed.message
 
 
-@pytest.mark.parametrize(
-    "request_",
-    [ask(logprobs=2), ask(grammar=Grammar(kind="lark", source="x"))],
-)
+@pytest.mark.parametrize("request_", [ask(logprobs=2), ask(grammar=Grammar(kind="lark", source="x"))])
 async def test_what_is_not_to_be_had(engines, fake, request_):
     engine = engines(fake.url)
     await collect(engine.start())

@@ -13,16 +13,7 @@ from engine.formats.tokenizer import Tokenizer
 from engine.formats.tool_calls import ToolCallParser
 from engine.formats.tool_forms import GEMMA, shown_form
 from engine.formats.tool_grammars import reply_grammar
-from engine.protocol.events import (
-    Chat,
-    Generate,
-    Grammar,
-    Message,
-    RawText,
-    Sampling,
-    Thinking,
-    Token,
-)
+from engine.protocol.events import Chat, Generate, Grammar, Message, RawText, Sampling, Thinking, Token
 from engine.runtime import grammar
 from engine.runtime.grammar import Grammars
 from tests import generated_model
@@ -53,10 +44,7 @@ def answer(model, prompt, **request):
 
 @pytest.mark.parametrize(
     ("prompt", "temperature"),
-    [
-        (RawText(text="Once"), 0),
-        (Chat(messages=(Message(role="user", content="Who?"),), think=False), 1.5),
-    ],
+    [(RawText(text="Once"), 0), (Chat(messages=(Message(role="user", content="Who?"),), think=False), 1.5)],
     ids=["greedy", "chat"],
 )
 def test_an_answer_fits_its_schema(model, prompt, temperature):

@@ -57,8 +57,7 @@ def test_prefill_has_its_own_axis_and_another_look():
 
 
 @pytest.mark.parametrize(
-    ("top", "half"),
-    [(100, "50"), (800, "400"), (1000, "0.5k"), (1500, ""), (5000, "2.5k"), (15e3, "7.5k")],
+    ("top", "half"), [(100, "50"), (800, "400"), (1000, "0.5k"), (1500, ""), (5000, "2.5k"), (15e3, "7.5k")]
 )
 def test_an_axis_has_one_unit(top, half):
     assert throughput_lines._half(top) == half

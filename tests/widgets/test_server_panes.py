@@ -39,11 +39,7 @@ def test_throughput_is_stacked_by_client():
 
 @pytest.mark.parametrize(
     ("width", "says"),
-    [
-        (65, "  first token p50 210 ms, p99 1.4 s"),
-        (60, "  first token p50 210 ms"),
-        (50, ""),
-    ],
+    [(65, "  first token p50 210 ms, p99 1.4 s"), (60, "  first token p50 210 ms"), (50, "")],
 )
 def test_how_long_requests_wait_for_their_first_token(width, says):
     data = replace(TWO, first_p50_s=0.21, first_p99_s=1.4)

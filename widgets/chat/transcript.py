@@ -114,11 +114,7 @@ class Transcript(ScrollView, can_focus=False):
 
     def _lines_of(self, turn: Turn, index: int) -> TurnLines:
         return TurnLines(
-            turn,
-            index,
-            unfolded=self.unfolded,
-            has_thumbnails=self.has_thumbnails,
-            is_tinted=self.is_tinted,
+            turn, index, unfolded=self.unfolded, has_thumbnails=self.has_thumbnails, is_tinted=self.is_tinted
         )
 
     def cut(self, index: int) -> None:

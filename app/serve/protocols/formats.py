@@ -82,10 +82,7 @@ def format_of(body: Formatted) -> Schema | Grammar | None:
     ):
         if regex is not None:
             wanted[name] = _regex(regex, name)
-    for name, texts in (
-        ("guided_choice", body.guided_choice),
-        ("structured_outputs.choice", other.choice),
-    ):
+    for name, texts in (("guided_choice", body.guided_choice), ("structured_outputs.choice", other.choice)):
         if texts is not None:
             wanted[name] = _choice(texts, name)
     for name, grammar in (

@@ -16,10 +16,7 @@ from engine.protocol.events import TokenIds
 VERSION = "1.100"
 _LIMIT = 200  # tokens of an answer without max_length
 
-NAMED = replace(
-    COMMENTED,
-    frame=lambda value: b"event: message\ndata: %s\n\n" % msgspec.json.encode(value),
-)
+NAMED = replace(COMMENTED, frame=lambda value: b"event: message\ndata: %s\n\n" % msgspec.json.encode(value))
 """Its streams have one kind of event."""
 
 

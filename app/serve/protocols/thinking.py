@@ -69,12 +69,7 @@ def wanted(fields: ThinkingBody, default: bool) -> tuple[bool, Effort | None]:
         reasoning.enabled,
         False if 0 in budgets else None,
     )
-    efforts = (
-        fields.reasoning_effort,
-        reasoning.effort,
-        fields.think,
-        variables.get("reasoning_effort"),
-    )
+    efforts = (fields.reasoning_effort, reasoning.effort, fields.think, variables.get("reasoning_effort"))
     effort = next((each for each in efforts if isinstance(each, str)), None)
     thinks = next((each for each in said if isinstance(each, bool)), default and effort not in _THOUGHTLESS)
     return thinks, _EFFORTS.get(effort)

@@ -43,13 +43,7 @@ class MixedKernels(PrefillKernels):
         self._piece_rows: dict[int, int] = {}
         self._has_later_parts = False  # of pictures, that a step has to forget
 
-    def mixed_step(
-        self,
-        tokens: int,
-        rows: int,
-        limit: int,
-        ending: Ending,
-    ) -> KernelSequence:
+    def mixed_step(self, tokens: int, rows: int, limit: int, ending: Ending) -> KernelSequence:
         """The kernels for up to `rows` replies and `tokens` - `rows` tokens of prompts. The rest as in
         `BatchKernels.rows_step`."""
         layers, batch, storing = self._model.layers, self._batch, self.last_storing

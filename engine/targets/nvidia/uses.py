@@ -13,10 +13,7 @@ from engine.targets.nvidia.weights import GPUModel
 
 
 def uses_of(
-    model: GPUModel,
-    input_scales: InputScales,
-    context: int,
-    attention_parts: Iterable[Tensor],
+    model: GPUModel, input_scales: InputScales, context: int, attention_parts: Iterable[Tensor]
 ) -> BufferUses:
     """The uses of the weights, the cache and the scratch buffers. `attention_parts`: what attention leaves for another
     kernel."""

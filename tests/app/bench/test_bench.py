@@ -431,10 +431,7 @@ def test_what_was_measured_before_it_was_interrupted_is_not_lost(model, number, 
         sys.exit(main(["bench", *sys.argv[1:]]))"""
     arguments = ("--model", model, "-p", "8", "-n", "0", "-d", "0", "-r", "100000")
     process = subprocess.Popen(
-        [sys.executable, "-c", script, *arguments],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        cwd=ROOT,
+        [sys.executable, "-c", script, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=ROOT
     )
     runs = (line for line in process.stderr if line == b"a run\n")
     assert len(list(itertools.islice(runs, 5))) == 5

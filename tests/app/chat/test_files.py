@@ -135,10 +135,7 @@ def test_files_that_do_not_fit_are_refused_with_their_tokens():
         reader.read_all("@notes.txt", room=90)
     assert said.value.hint == "@notes.txt:1-39 takes as many lines as fit."
     assert reader.read_all("@notes.txt:1-39", room=90)
-    assert reader.chips("@notes.txt @src") == [
-        ("notes.txt 103 tokens", True),
-        ("src is a folder.", False),
-    ]
+    assert reader.chips("@notes.txt @src") == [("notes.txt 103 tokens", True), ("src is a folder.", False)]
     assert reader.chips("@notes.txt", Takes(room=90)) == [
         ("notes.txt 103 tokens: the context has room for 90", False)
     ]

@@ -34,10 +34,7 @@ def test_json(tokenize):
 
 def test_special_tokens_only_when_asked(tokenize):
     assert len(json.loads(tokenize("<|end|>", "--json")[1])["ids"]) == 7
-    assert json.loads(tokenize("<|end|>", "--json", "--special")[1]) == {
-        "ids": [257],
-        "pieces": ["<|end|>"],
-    }
+    assert json.loads(tokenize("<|end|>", "--json", "--special")[1]) == {"ids": [257], "pieces": ["<|end|>"]}
 
 
 def test_text_for_people(tokenize):

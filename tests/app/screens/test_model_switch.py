@@ -86,10 +86,7 @@ async def test_the_conversation_goes_on_with_the_other_model(hub, setup, first, 
         assert (options.model_path, options.context_length) == (str(other), 512)  # as it was trained for
         assert user.app.session.engine is engine and user.engine.closed == 1
         assert setup.model_path == other and last_model() == "noise"
-        turns = (
-            Message(role="user", content="Hello"),
-            Message(role="assistant", content="From the first."),
-        )
+        turns = (Message(role="user", content="Hello"), Message(role="assistant", content="From the first."))
         expected = tokens_in(Chat(messages=turns), other)
         await user.until(lambda: user.app.session.status.snapshot().context_used == expected)
         await user.say("And now?")

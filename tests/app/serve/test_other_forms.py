@@ -19,8 +19,7 @@ NOTES = base64.b64encode("Grüße\n".encode()).decode()
 
 @pytest.mark.parametrize("tool", [WEATHER, PLAIN, OF_MESSAGES])
 @pytest.mark.parametrize(
-    "choice",
-    ["auto", {"type": "function", "name": "get_weather"}, {"type": "tool", "name": "get_weather"}],
+    "choice", ["auto", {"type": "function", "name": "get_weather"}, {"type": "tool", "name": "get_weather"}]
 )
 async def test_tools_in_the_forms_of_other_protocols(served, tool, choice):
     engine = FakeEngine()

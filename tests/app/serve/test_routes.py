@@ -528,11 +528,7 @@ async def test_what_agents_send(served):
 
 @pytest.mark.parametrize(
     ("method", "path", "status"),
-    [
-        ("GET", "/v1/nothing", 404),
-        ("GET", CHAT, 405),
-        ("DELETE", "/health", 405),
-    ],
+    [("GET", "/v1/nothing", 404), ("GET", CHAT, 405), ("DELETE", "/health", 405)],
 )
 async def test_what_there_is_not(served, method, path, status):
     client, _ = served()

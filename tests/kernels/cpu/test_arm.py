@@ -194,15 +194,7 @@ def test_activations(pool: ThreadPool, kind: str, tile: int) -> None:
 @pytest.mark.parametrize("kind", ["full", "window"])
 def test_attention(pool: ThreadPool, kind: str, tile: int) -> None:
     heads = HeadLanes(
-        query=4,
-        kv=2,
-        dim=32,
-        block=16,
-        lanes=LANES,
-        scale=0.2,
-        norm_eps=1e-6,
-        query_norm=True,
-        key_norm=True,
+        query=4, kv=2, dim=32, block=16, lanes=LANES, scale=0.2, norm_eps=1e-6, query_norm=True, key_norm=True
     )
     if kind == "window":
         heads = replace(heads, temperature=True, window=11, norms_over_heads=True, sinks=True)

@@ -209,12 +209,7 @@ def check_delta_nets_of_prompts() -> None:
     for n in (1, 2, 16, 5, 2, 1, 12):
         rows = rows_of(heads, n)
         got = prompt(
-            net,
-            rows,
-            position,
-            memory,
-            tokens,
-            (heads.channels, heads.width + heads.value, heads.value),
+            net, rows, position, memory, tokens, (heads.channels, heads.width + heads.value, heads.value)
         )
         wanted, state = net.result(rows, state)
         close(got, wanted, 1e-3)

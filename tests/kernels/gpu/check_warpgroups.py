@@ -25,16 +25,7 @@ from engine.targets.nvidia.kernels.products.warpgroup_matmul import (
 from engine.targets.nvidia.kernels.weights.weight_layout import WeightLayout
 from engine.targets.nvidia.runner import NvidiaRunner
 from tests import generated_model
-from tests.kernels.gpu.buffers import (
-    buffer,
-    close,
-    packed,
-    prompt_index,
-    prompt_state,
-    rng,
-    run,
-    zeros,
-)
+from tests.kernels.gpu.buffers import buffer, close, packed, prompt_index, prompt_state, rng, run, zeros
 from tests.kernels.gpu.check_products import gated
 from tests.reference import Reference, divergence
 from tests.tier import THOROUGH

@@ -61,10 +61,7 @@ from engine.targets.nvidia.kernels.products.prefill_experts import (
 from engine.targets.nvidia.kernels.products.schedules import matvec_schedule
 from engine.targets.nvidia.kernels.residual_stream.layer_embeddings import layer_embeddings, stride
 from engine.targets.nvidia.kernels.residual_stream.post_norm import add_both, add_both_blocks, add_normed
-from engine.targets.nvidia.kernels.residual_stream.prefill import (
-    activate_prompt,
-    norm_prompt,
-)
+from engine.targets.nvidia.kernels.residual_stream.prefill import activate_prompt, norm_prompt
 from engine.targets.nvidia.kernels.weights.matrix_bytes import UNIT
 from engine.targets.nvidia.kernels.weights.weight_layout import WeightLayout, permuted_size
 from engine.targets.nvidia.runner import NvidiaRunner

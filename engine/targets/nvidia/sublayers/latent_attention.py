@@ -13,12 +13,7 @@ from engine.kernels.device_memory import part_of, to_device
 from engine.measure.kernel_roles import BufferUse
 from engine.targets.buffer_uses import BufferUses
 from engine.targets.nvidia.decode_step import DecodeStep
-from engine.targets.nvidia.kernels.latent_attention.decode import (
-    as_input,
-    latent_key,
-    placed,
-    queries_apart,
-)
+from engine.targets.nvidia.kernels.latent_attention.decode import as_input, latent_key, placed, queries_apart
 from engine.targets.nvidia.kernels.latent_attention.heads import LatentHeads
 from engine.targets.nvidia.kernels.latent_attention.prompt import (
     head_lists,

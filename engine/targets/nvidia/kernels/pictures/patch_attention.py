@@ -20,13 +20,7 @@ from engine.targets.nvidia.kernels.device import spills_early
 from engine.targets.nvidia.kernels.pictures.patches import PatchHeads, clamped
 from engine.targets.nvidia.kernels.pieces import used_rows
 from engine.targets.nvidia.kernels.products.matmul import as_half, fragment_index
-from engine.targets.nvidia.kernels.uops import (
-    LOWEST,
-    f32,
-    finish,
-    load_run,
-    store,
-)
+from engine.targets.nvidia.kernels.uops import LOWEST, f32, finish, load_run, store
 
 
 @dataclass(frozen=True)

@@ -17,12 +17,7 @@ from engine.kernels.kernel import Kernel
 from engine.targets.nvidia.kernels.pieces import MAX_POSITION
 from engine.targets.nvidia.kernels.products.activation_order import PLACES, Order
 from engine.targets.nvidia.kernels.products.matmul import as_half
-from engine.targets.nvidia.kernels.recurrent.delta_net import (
-    DeltaHeads,
-    convolved,
-    decay_of,
-    silu,
-)
+from engine.targets.nvidia.kernels.recurrent.delta_net import DeltaHeads, convolved, decay_of, silu
 from engine.targets.nvidia.kernels.recurrent.state_memory import sequence_of
 from engine.targets.nvidia.kernels.uops import (
     INDEX,

@@ -31,12 +31,7 @@ from engine.targets.nvidia.kernels.products.activation_order import PLACES, Orde
 from engine.targets.nvidia.kernels.products.matmul import as_half
 from engine.targets.nvidia.kernels.products.runs import Runs
 from engine.targets.nvidia.kernels.recurrent.delta_decode import total_of
-from engine.targets.nvidia.kernels.recurrent.delta_net import (
-    DeltaHeads,
-    convolved,
-    decay_of,
-    silu,
-)
+from engine.targets.nvidia.kernels.recurrent.delta_net import DeltaHeads, convolved, decay_of, silu
 from engine.targets.nvidia.kernels.recurrent.state_memory import sequence_of
 from engine.targets.nvidia.kernels.uops import (
     INDEX,

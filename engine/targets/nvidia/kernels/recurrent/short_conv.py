@@ -18,16 +18,7 @@ from engine.targets.nvidia.kernels.products.matmul import as_half
 from engine.targets.nvidia.kernels.products.runs import Runs
 from engine.targets.nvidia.kernels.recurrent.convolved import ConvolvedMemory
 from engine.targets.nvidia.kernels.recurrent.state_memory import sequence_of
-from engine.targets.nvidia.kernels.uops import (
-    INDEX,
-    all_of,
-    chain,
-    finish,
-    load,
-    load_index,
-    load_run,
-    store,
-)
+from engine.targets.nvidia.kernels.uops import INDEX, all_of, chain, finish, load, load_index, load_run, store
 from engine.targets.nvidia.kernels.weights.matrix_bytes import UNIT
 from engine.targets.nvidia.kernels.weights.weight_layout import permuted
 

@@ -253,9 +253,7 @@ def gather(s: Streams, parts: int, order: Order = "columns") -> Kernel:
 
     n = s.count - 1
     return Kernel(
-        kernel,
-        (("outs", n),),
-        ("x", ("others", n), "rows", "norm", ("input_scales", 0 if s.tokens else n)),
+        kernel, (("outs", n),), ("x", ("others", n), "rows", "norm", ("input_scales", 0 if s.tokens else n))
     )
 
 
