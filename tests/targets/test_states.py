@@ -122,7 +122,7 @@ def test_sequences_side_by_side(path):
 def test_a_checkpoint_on_a_gpu_leaves_and_comes_back_as_it_was():
     heads = DeltaHeads(2, 4, 16, 4, 1e-6)
     states = DeviceStates([SimpleNamespace(of=heads)] * 2)
-    export = np.random.default_rng(0).normal(size=2 * heads.half).astype(np.float32).view(np.uint8)
+    export = np.random.default_rng(0).normal(size=2 * heads.state_size).astype(np.float32).view(np.uint8)
     states.import_state(3, 70, export)
     np.testing.assert_array_equal(states.export_state(3), export)
     assert not states.export_state(2).any() and export.size == states.state_bytes

@@ -23,10 +23,10 @@ class DeviceStates:
 
     def __init__(self, layers: Sequence[RecurrentHandler], parallel: int = 1) -> None:
         self.state_slots = checkpoint_slots(parallel) if layers else 0
-        self.state_bytes = sum(4 * layer.of.half for layer in layers)
+        self.state_bytes = sum(4 * layer.of.state_size for layer in layers)
         self._layers, self._positions, self._of_slots = layers, dict[int, int](), dict[int, int]()
         slots = self.state_slots
-        self.checkpoints = [device_zeros(slots * layer.of.half) for layer in layers]
+        self.checkpoints = [device_zeros(slots * layer.of.state_size) for layer in layers]
         self._place = device_zeros(3, dtypes.int32)
         self._captured: dict[bool, Callable[[], None]] = {}
 
@@ -56,9 +56,9 @@ class DeviceStates:
 
     def import_state(self, slot: int, position: int, export: NDArray[np.uint8]) -> None:
         self._of_slots[slot] = position
-        *firsts, _ = accumulate((layer.of.half for layer in self._layers), initial=0)
+        *firsts, _ = accumulate((layer.of.state_size for layer in self._layers), initial=0)
         for checkpoints, layer, first in zip(self.checkpoints, self._layers, firsts, strict=True):
-            n = layer.of.half
+            n = layer.of.state_size
             overwrite(checkpoints, export.view(np.float32)[first : first + n], slot * n)
 
     def kernels(self) -> list[KernelSequence]:

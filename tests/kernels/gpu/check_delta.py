@@ -138,16 +138,16 @@ def check_delta_nets_of_several_sequences() -> None:
 
 
 def check_checkpoints_of_states() -> None:
-    """A state is copied to a checkpoint and back, of the half that its number of tokens says."""
+    """A state is copied to a checkpoint and back, of the slot that its number of tokens says."""
     heads = DeltaHeads(1, 2, 16, 4, 1e-6, sequences=2)
-    half, slots = heads.half, 3
-    values, kept = rng.standard_normal(4 * half).astype(np.float32), np.zeros(slots * half, np.float32)
+    size, slots = heads.state_size, 3
+    values, kept = rng.standard_normal(4 * size).astype(np.float32), np.zeros(slots * size, np.float32)
     memory, checkpoints = buffer(values), buffer(kept)
     run(copy_state(heads, slots, True), checkpoints, memory, buffer(np.array([5, 2, 1], np.int32)))
-    kept[2 * half :] = values[3 * half :]
+    kept[2 * size :] = values[3 * size :]
     assert np.array_equal(checkpoints.numpy(), kept)
     run(copy_state(heads, slots, False), memory, checkpoints, buffer(np.array([4, 2, 1], np.int32)))
-    values[2 * half : 3 * half] = values[3 * half :]
+    values[2 * size : 3 * size] = values[3 * size :]
     assert np.array_equal(memory.numpy(), values)
 
 

@@ -16,13 +16,15 @@ from tinygrad import UOp
 from tinygrad.uop.ops import AxisType
 
 from engine.kernels.kernel import Kernel
-from engine.targets.nvidia.kernels.products.matmul import ExpertTiles, as_half, wmma
+from engine.targets.nvidia.kernels.products.matmul import ExpertTiles, as_half
 from engine.targets.nvidia.kernels.products.small_batch import (
     BlockSums,
     SmallBatchTiles,
     column_index,
+    multiply,
     n_blocks,
     steps_of,
+    sums_of_parts,
 )
 from engine.targets.nvidia.kernels.uops import (
     Activation,
@@ -32,10 +34,8 @@ from engine.targets.nvidia.kernels.uops import (
     load,
     load_index,
     load_run,
-    shared,
     store,
     store_run,
-    tree,
     zeroed_registers,
 )
 from engine.targets.nvidia.kernels.weights.half_pairs import unit_pairs
@@ -69,7 +69,7 @@ def few_experts(
     which the other one takes (`pair` is 0)."""
     assert experts.tile % _TILE == 0 and rows % 2 == 0 and tiles.splits == 1 and tiles.parts <= steps_of(cols)
     units, steps, columns, used = units_of(cols), steps_of(cols), experts.tile // _TILE, experts.used
-    n_acc, padded, parts = tiles.rows * columns * 4, columns * _TILE + 1, tiles.parts
+    n_acc, parts = tiles.rows * columns * 4, tiles.parts
 
     def kernel(
         out: UOp, x: UOp, assignments: UOp, tile_experts: UOp, factors: UOp | None, bias: UOp | None,
@@ -109,26 +109,10 @@ def few_experts(
                     row = row.minimum(rows - 1)
                 words = layout.load_words(planes, row + expert_row, units, unit)
                 sides.append(unit_pairs(layout.unit_of(words)))
-            for k in range(0, UNIT, 4):
-                left = [v for i in (0, 1) for pairs in sides for v in pairs[k // 2 + i]]
-                for c in range(columns):
-                    i = (r * columns + c) * 4
-                    sums[i : i + 4] = wmma(left, rights[c][k : k + 4], sums[i : i + 4])
+            multiply(sums, r, sides, rights)
         so_far = UOp.group(*store_run(acc, 0, sums))
         acc = acc.after(so_far.end(loop) if loops else so_far)
-        partial = shared(parts * tiles.width * padded, slot=1)
-        results = []
-        for r in range(tiles.rows):
-            for c in range(columns):
-                for i, value in enumerate(load_run(acc, (r * columns + c) * 4, 4)):
-                    row = (across * tiles.rows + r) * _ROWS + i // 2 * 8 + g
-                    index = (part * tiles.width + row) * padded + c * _TILE + t * 2 + i % 2
-                    results.append(store(partial, index, value))
-        partial = partial.after(UOp.group(*results))
-
-        def total(row: UOp, column: UOp) -> UOp:
-            return tree([load(partial, (p * tiles.width + row) * padded + column) for p in range(parts)])
-
+        total = sums_of_parts(acc, tiles, columns, part, across, lane)
         own = (part * tiles.across + across) * 32 + lane
         block_sums = BlockSums(
             tiles.width, experts.tile, rows, tiles.threads, first, block, UOp.const(0), own, total

@@ -290,6 +290,38 @@ def n_blocks(rows: int, tiles: SmallBatchTiles) -> int:
     return -(-rows // tiles.width)
 
 
+def multiply(sums: list[UOp], tile: int, sides: Sequence[list[Pair]], rights: Sequence[list[UOp]]) -> None:
+    """Adds to a thread's `sums`, [tile of sixteen rows, tile of eight columns, 4], the products of a tile of rows with
+    all columns. `sides`: the weights of its rows g and g + 8. `rights`: the activations of each tile of columns."""
+    columns = len(rights)
+    for k in range(0, len(rights[0]), 4):
+        left = [v for i in (0, 1) for side in sides for v in side[k // 2 + i]]
+        for c in range(columns):
+            i = (tile * columns + c) * 4
+            sums[i : i + 4] = wmma(left, rights[c][k : k + 4], sums[i : i + 4])
+
+
+def sums_of_parts(
+    acc: UOp, tiles: SmallBatchTiles, columns: int, part: UOp, across: UOp, lane: UOp
+) -> Callable[[UOp, UOp], UOp]:
+    """What gives the sum of a row and a column of a block from those of its parts, which the warps store to shared
+    memory. `acc`: a thread's, as in `multiply`, when the product is done."""
+    g, t, padded = lane // _ABREAST, lane % _ABREAST, columns * _TILE + 1
+    partial, stores = shared(tiles.parts * tiles.width * padded, slot=1), []
+    for r in range(tiles.rows):
+        for c in range(columns):
+            for i, value in enumerate(load_run(acc, (r * columns + c) * 4, 4)):
+                row = (across * tiles.rows + r) * _ROWS + i // 2 * 8 + g
+                index = (part * tiles.width + row) * padded + c * _TILE + t * 2 + i % 2
+                stores.append(store(partial, index, value))
+    partial = partial.after(UOp.group(*stores))
+
+    def total(row: UOp, column: UOp) -> UOp:
+        return tree([load(partial, (p * tiles.width + row) * padded + column) for p in range(tiles.parts)])
+
+    return total
+
+
 @functools.cache
 def small_batch_product(
     layout: WeightLayout,
@@ -313,7 +345,7 @@ def small_batch_product(
     )
     slices, quarters = tiles.slices, UNIT // QUARTER // tiles.slices
     runs_a_step = UNIT // _RUN // slices
-    n_acc, padded = tiles.rows * columns * 4, columns * _TILE + 1
+    n_acc = tiles.rows * columns * 4
 
     def kernel(x: UOp, planes: Sequence[UOp], **others: UOp | list[UOp]) -> UOp:
         lane, across = UOp.special(32, "lidx0"), UOp.special(tiles.across, "lidx1")
@@ -368,29 +400,13 @@ def small_batch_product(
             rights.append([v for run in runs for v in load_run(x, (run * 32 + lane) * _RUN, _RUN)])
         for r in range(tiles.rows):
             sides = [pairs_of(loaded, side) for side in (2 * r, 2 * r + 1)]
-            for k in range(0, UNIT // slices, 4):
-                left = [v for i in (0, 1) for side in sides for v in side[k // 2 + i]]
-                for c in range(columns):
-                    i = (r * columns + c) * 4
-                    sums[i : i + 4] = wmma(left, rights[c][k : k + 4], sums[i : i + 4])
+            multiply(sums, r, sides, rights)
         so_far = UOp.group(*store_run(acc, 0, sums))
         if ahead:
             following, following_slice = place_of(loop + 1)
             so_far = ahead.keep(fetch(following.minimum(steps - 1), following_slice), so_far)
         acc = acc.after(so_far.end(loop) if loops else so_far)
-        partial = shared(tiles.parts * tiles.width * padded, slot=1)
-        results = []
-        for r in range(tiles.rows):
-            for c in range(columns):
-                for i, value in enumerate(load_run(acc, (r * columns + c) * 4, 4)):
-                    row = (across * tiles.rows + r) * _ROWS + i // 2 * 8 + g
-                    index = (part * tiles.width + row) * padded + c * _TILE + t * 2 + i % 2
-                    results.append(store(partial, index, value))
-        partial = partial.after(UOp.group(*results))
-
-        def total(row: UOp, token: UOp) -> UOp:
-            return tree([load(partial, (p * tiles.width + row) * padded + token) for p in range(tiles.parts)])
-
+        total = sums_of_parts(acc, tiles, columns, part, across, lane)
         thread = (part * tiles.across + across) * 32 + lane
         block_sums = BlockSums(tiles.width, tokens, rows, tiles.threads, first, block, split, thread, total)
         shape = f"{tiles.rows}_{tiles.across}_{tiles.parts}_{tiles.splits}"
@@ -402,6 +418,7 @@ def small_batch_product(
 
     waits_for = tuple(name for name in (*epilogue.outs, "x", *epilogue.ins) if isinstance(name, str))
     releases: Release = "before its first barrier" if tokens <= _RELEASES_AT_MOST else "at its end"
-    hints = shared_hints(tiles.parts * tiles.width * padded * 4, waits_for, releases)
+    shared_bytes = tiles.parts * tiles.width * (columns * _TILE + 1) * 4
+    hints = shared_hints(shared_bytes, waits_for, releases)
     ins = "x", *epilogue.ins, ("planes", len(layout.shapes(rows, cols)))
     return Kernel(kernel, epilogue.outs, ins, hints)

@@ -52,6 +52,10 @@ class ConvolvedMemory(StateMemory):
     def first_input(self) -> int:
         return 0
 
+    @property
+    def state_size(self) -> int:
+        return self.first_input + (self.taps - 1) * self.channels
+
     def new_input(self, runs: Runs, sums: Sequence[UOp], row: UOp, channel: UOp, valid: UOp) -> UOp:
         """A channel's input of the convolution of a token, whose product with the layer's input is in a row."""
         return runs.load(sums, None, row, channel, valid)

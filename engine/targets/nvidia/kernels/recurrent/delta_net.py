@@ -52,10 +52,6 @@ class DeltaHeads(ConvolvedMemory):
         return self.width * self.size
 
     @property
-    def half(self) -> int:
-        return self.first_input + (self.taps - 1) * self.channels
-
-    @property
     def name(self) -> str:
         of_slots = f"_of_{self.slots}" * (self.slots > 2)
         together = "_together" * (not self.shares_in_turn)

@@ -91,10 +91,6 @@ class MambaHeads(ConvolvedMemory):
         return self.width * self.size
 
     @property
-    def half(self) -> int:
-        return self.first_input + (self.taps - 1) * self.channels
-
-    @property
     def name(self) -> str:
         sizes = f"{self.heads}_{self.groups}_{self.dim}_{self.size}_{self.taps}"
         return f"mamba_{sizes}" + f"_of_{self.slots}" * (self.slots > 2)

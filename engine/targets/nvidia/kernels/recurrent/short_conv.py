@@ -40,10 +40,6 @@ class ConvMemory(ConvolvedMemory):
         return 3 * self.channels
 
     @property
-    def half(self) -> int:
-        return (self.taps - 1) * self.channels
-
-    @property
     def name(self) -> str:
         return f"conv_{self.channels}_{self.taps}" + f"_of_{self.slots}" * (self.slots > 2)
 

@@ -25,7 +25,7 @@ class StateMemory(ABC):
 
     @property
     @abstractmethod
-    def half(self) -> int:
+    def state_size(self) -> int:
         """Elements of the state of a sequence."""
 
     @property
@@ -35,30 +35,31 @@ class StateMemory(ABC):
     @property
     def memory_size(self) -> int:
         """Elements of the memory, float32."""
-        return self.sequences * self.slots * self.half
+        return self.sequences * self.slots * self.state_size
 
     def state_at(self, position: UOp, sequence: UOp) -> UOp:
         """The index of the first element of the state of a sequence before the token at `position`."""
-        return (sequence * self.slots + position % self.slots) * self.half
+        return (sequence * self.slots + position % self.slots) * self.state_size
 
 
 @functools.cache
 def copy_state(of: StateMemory, slots: int, saves: bool) -> Kernel:
     """Copies the state of a sequence to a checkpoint, or back. Buffers: memory, float32 (memory_size,);
-    checkpoints, float32 (slots * half,); place, int32 (3,): the number of tokens, the checkpoint and the sequence."""
+    checkpoints, float32 (slots * state_size,); place, int32 (3,): the number of tokens, the checkpoint and the
+    sequence."""
     threads = 256
     size = threads * 4
 
     def kernel(memory: UOp, checkpoints: UOp, place: UOp) -> UOp:
-        index = UOp.special(-(-of.half // size), "gidx0") * size + UOp.special(threads, "lidx0") * 4
-        ok = None if of.half % size == 0 else index < of.half
+        index = UOp.special(-(-of.state_size // size), "gidx0") * size + UOp.special(threads, "lidx0") * 4
+        ok = None if of.state_size % size == 0 else index < of.state_size
         state = of.state_at(load_index(place, 0, MAX_POSITION), load_index(place, 2, of.sequences))
-        checkpoint = load_index(place, 1, slots) * of.half
+        checkpoint = load_index(place, 1, slots) * of.state_size
         ends = (checkpoints, checkpoint), (memory, state)
         (target, to), (source, from_) = ends if saves else reversed(ends)
         stores = store_run(target, to + index, load_run(source, from_ + index, 4, ok), ok)
         name = f"{'save' if saves else 'load'}_state_{of.name}_{slots}"
-        return finish(name, stores, n_bytes=8 * of.half)
+        return finish(name, stores, n_bytes=8 * of.state_size)
 
     ends = ("checkpoints", "memory") if saves else ("memory", "checkpoints")
     return Kernel(kernel, ends[:1], (*ends[1:], "place"))
