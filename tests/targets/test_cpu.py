@@ -16,8 +16,9 @@ from tests.thorough import THOROUGH, rarely
 
 LANES = 8  # less to compile than 16
 WINDOWED = "gemma3 Q8_0"
-STREAMS = "gemma3n F32"  # for a commit with two layers, and each token read as a prompt's
-# A commit is checked with models that have, together, each kind of layer. `test_cpu_runner.py` has Gemma's.
+STREAMS = "gemma3n F32"  # for a commit with two layers
+# A commit is checked with models that have, together, each kind of layer. `test_cpu_runner.py` has Gemma's. The last
+# ones read each token as a prompt's: `test_recurrent_models.py` and tests/kernels/cpu have states and one token.
 COMMON = (
     "gpt-oss F32",  # windows, sinks, biases
     "deepseek2 F32",  # latent attention, groups of experts
@@ -47,8 +48,7 @@ def watched(monkeypatch) -> list[Matrix]:
 )
 def test_every_sublayer_agrees_with_the_reference(name, rewind, tmp_path, monkeypatch):
     monkeypatch.setattr(kv_blocks, "REWIND", rewind)
-    is_short = name == STREAMS and not THOROUGH
-    path = written(name, tmp_path, **({"layers": 2} if is_short else {}))
+    path = written(name, tmp_path, **({} if THOROUGH or name != STREAMS else {"layers": 2}))
     weights = opened(path)
     loaded = watched(monkeypatch)
     model = CPUModel(weights, CONTEXT, default_pool(), LANES, keep_packed=False)
@@ -59,4 +59,5 @@ def test_every_sublayer_agrees_with_the_reference(name, rewind, tmp_path, monkey
     assert need.cache_bytes(model.spec, CONTEXT, KVFormat.F16) == sum(a.nbytes for a in caches)
     sizes = {group.window: group.blocks * BLOCK for group in model.cache.groups}
     assert (min(sizes.values(), default=CONTEXT) < CONTEXT) == bool(model.spec.window and not rewind)
-    hold(path, cpu_step(model, LANES), cpu_step(model, LANES if is_short else 1), model.max_chunk)
+    rows = 1 if THOROUGH or name in COMMON[:3] else LANES
+    hold(path, cpu_step(model, LANES), cpu_step(model, rows), model.max_chunk)

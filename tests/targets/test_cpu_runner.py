@@ -26,13 +26,9 @@ from tests.targets.lone_sequence import LoneSequence
 from tests.thorough import rarely, thorough
 
 
+@thorough  # rows of different depths below
 @pytest.mark.parametrize(
-    "name",
-    [
-        rarely("llama F32 untied, rope factors"),
-        rarely("phi3 Q8_0, 12 of 16 rotated"),
-        "gemma4 F32, rope factors",
-    ],
+    "name", ["llama F32 untied, rope factors", "phi3 Q8_0, 12 of 16 rotated", "gemma4 F32, rope factors"]
 )
 def test_prefill_and_decode_agree_with_float32(name, tmp_path):
     path = written(name, tmp_path)
@@ -104,8 +100,9 @@ def test_a_cache_of_integers_costs_little(tmp_path):
 def test_rows_of_different_depths_agree_with_float32(architecture, kv, error, tmp_path):
     """The pieces of a prompt join rows of others."""
     heads = {"heads": 2, "kv_heads": 1} if kv == "q8_0" else {}  # blocks need 32 elements
+    keys = {"final_logit_softcapping": 3.0} if architecture == "gemma3" else {}
     path = generated_model.write(
-        tmp_path / "m.gguf", layers=3, architecture=architecture, quant="F32", **heads
+        tmp_path / "m.gguf", layers=3, architecture=architecture, quant="F32", keys=keys, **heads
     )
     runner = CPURunner(opened(path), CONTEXT, parallel=5, kv=KVFormat(kv))
     blocks, draw = KVBlocks(runner), np.random.default_rng(3)

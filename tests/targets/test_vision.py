@@ -49,8 +49,12 @@ def noise(width, height, seed=0):
     return np.random.default_rng(seed).integers(0, 256, (height, width, 3), np.uint8)
 
 
-OF_SHARED = "qwen3vl_merger", "gemma3", "gemma4v", "pixtral"
-OF_KINDS = [(kind, CPUEncoder) for kind in OF_SHARED] + [rarely(kind, GraphEncoder) for kind in OF_SHARED]
+OF_SHARED = "gemma3", "gemma4v", "pixtral"
+OF_KINDS = [
+    *((kind, CPUEncoder) for kind in OF_SHARED),
+    rarely("qwen3vl_merger", CPUEncoder),  # with projectors of layers below
+    *(rarely(kind, GraphEncoder) for kind in ("qwen3vl_merger", *OF_SHARED)),
+]
 OTHERS = [
     ("qwen2.5vl_merger", {}),
     rarely("idefics3", {"side": 36}),

@@ -6,10 +6,10 @@ import re
 from unittest import mock
 
 import pytest
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from tests.thorough import rarely
+from tests.thorough import THOROUGH, rarely
 from widgets.markdown import stream
 from widgets.markdown.parser import parser
 from widgets.markdown.stream import StreamedMarkdown, decided
@@ -60,6 +60,7 @@ def test_a_streamed_part_ends_as_the_whole(name, size):
     assert plain(streamed(text, [size])) == plain(whole(text))
 
 
+@settings(max_examples=100 if THOROUGH else 8)
 @example(["fence", "table"], [23])
 @given(
     st.lists(st.sampled_from(sorted(PARTS)), max_size=6), st.lists(st.integers(1, 90), min_size=1, max_size=5)

@@ -113,7 +113,9 @@ async def test_a_server_over_http():
         process.wait()
 
 
-async def test_a_compressed_answer_over_http_is_refused():
+async def test_faults_of_servers_harm_no_other():
+    """All at once, since their process takes a second to start. What is sent to one that does not read waits in the
+    library, whose own limit counts from then on."""
     bomb = gzip.compress(b'{"jsonrpc": "2.0", "id": 0, "result": {"x": "%s"}}' % bytes(1 << 20))
     head = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Encoding: gzip\r\nContent-Length: %d\r\n\r\n"
 
@@ -122,11 +124,30 @@ async def test_a_compressed_answer_over_http_is_refused():
         writer.write(head % len(bomb) + bomb)
         writer.close()
 
-    async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
-        box = Toolbox({"web": Server(url=f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/mcp")})
+    def faulty(fault, **options):
+        arguments = "-S", "-E", str(ROOT / "tests/soak/bad_tool_server.py"), fault
+        return Server(command=sys.executable, args=arguments, **options)
+
+    async with await asyncio.start_server(answer, "127.0.0.1", 0) as web:
+        url = f"http://127.0.0.1:{web.sockets[0].getsockname()[1]}/mcp"
+        servers = {"odd": "sends surrogates", "wrong": "has invalid tools", "good": "none"}
+        box = Toolbox(
+            {name: faulty(fault) for name, fault in servers.items()}
+            | {"deaf": faulty("stops reading", timeout_s=0.2), "web": Server(url=url)}
+        )
         await box.start()
-        assert box.states["web"].text == "failed: it sent a compressed answer, which nobody asked for"
-        await box.close()
+        try:
+            assert box.states["web"].text == "failed: it sent a compressed answer, which nobody asked for"
+            assert (await call(box, "odd.echo", text="hello")).text.startswith("\ufffd ")
+            assert (await call(box, "wrong.echo", text="hello")).text == "hello"
+            left_out = "1 tool, not valid and left out: " + ", ".join(["one without a name"] * 3 + ["text"])
+            assert box.states["wrong"].text.startswith(left_out)
+            assert (
+                await call(box, "deaf.echo", text="x" * 200_000)
+            ).text == "deaf did not answer within 0.2 s."
+            assert (await call(box, "good.echo", text="hello")).text == "hello"
+        finally:
+            await box.close()
 
 
 async def test_the_process_of_the_servers_is_lost_and_begins_again(monkeypatch):
@@ -142,35 +163,6 @@ async def test_the_process_of_the_servers_is_lost_and_begins_again(monkeypatch):
     await box.start()
     assert [*box.tools] == ["calc.add"]
     await box.close()
-
-
-async def test_half_a_character_costs_no_answer_and_an_invalid_tool_no_other():
-    arguments = "-S", "-E", str(ROOT / "tests/soak/bad_tool_server.py")
-    faults = {"odd": "sends surrogates", "wrong": "has invalid tools"}
-    box = Toolbox(
-        {name: Server(command=sys.executable, args=(*arguments, fault)) for name, fault in faults.items()}
-    )
-    await box.start()
-    try:
-        assert (await call(box, "odd.echo", text="hello")).text.startswith("\ufffd ")
-        assert (await call(box, "wrong.echo", text="hello")).text == "hello"
-        left_out = "1 tool, not valid and left out: " + ", ".join(["one without a name"] * 3 + ["text"])
-        assert box.states["wrong"].text.startswith(left_out)
-    finally:
-        await box.close()
-
-
-async def test_a_server_that_does_not_read_costs_its_call_alone():
-    """What is sent to it waits in the library, whose own limit counts from then on."""
-    arguments = "-S", "-E", str(ROOT / "tests/soak/bad_tool_server.py")
-    server = lambda fault: Server(command=sys.executable, args=(*arguments, fault), timeout_s=0.2)
-    box = Toolbox({"deaf": server("stops reading"), "good": server("none")})
-    await box.start()
-    try:
-        assert (await call(box, "deaf.echo", text="x" * 200_000)).text == "deaf did not answer within 0.2 s."
-        assert (await call(box, "good.echo", text="hello")).text == "hello"
-    finally:
-        await box.close()
 
 
 async def test_no_server_outlives_a_program_that_ends_meanwhile():
