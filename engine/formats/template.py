@@ -139,8 +139,9 @@ class ChatTemplate:
         `effort` says how much (None: as the template has it). `tools` are those of `Chat`; if the template does not
         show them, the system text does (`told_tools`).
 
-        If the template refuses the conversation, or leaves out its system text, it gets a simpler one: the system text
-        in the first user turn, turns of the same role joined. If it does not work at all, the template of the model's
+        If the template refuses the conversation, it gets a simpler one: turns of the same role joined, system texts in
+        user turns but for those at the beginning. If it refuses this too, or leaves out system texts, all of them are
+        in user turns. If it does not work at all, the template of the model's
         family is used, unless there are tools. Raises TemplateError if the template refuses the simpler one too, or
         takes too much time or memory. `most` and what it raises: see `Tokenizer.encode_segments`.
         """
@@ -254,20 +255,22 @@ class ChatTemplate:
             asked = [self._with_calls(m, self._variables(m, disguise, in_parts), disguise) for m in messages]
             return renderer.render(variables | {"messages": asked})
 
-        simpler = _simplified(messages)
         is_left_out = messages[0].role == "system" and renderer is self._renderer and self._leaves_out_system
+        forms, refused = [_simplified(messages)], ""
+        if not is_left_out:
+            forms = [[*messages], _simplified(messages, keeps_system=True), *forms]
         try:
-            try:
-                return render(simpler if is_left_out else messages)
-            except Refused:
-                if simpler == [*messages]:
-                    raise
-                return render(simpler)
-        except Refused as refused:
+            for i, form in enumerate(forms):
+                if form in forms[:i]:
+                    continue
+                try:
+                    return render(form)
+                except Refused as refusal:
+                    refused = str(refusal)
             raise TemplateError(
-                f'The model\'s chat template refuses this conversation: "{printable(str(refused))}".',
+                f'The model\'s chat template refuses this conversation: "{printable(refused)}".',
                 "Start a new chat, or use a model that supports this one.",
-            ) from None
+            )
         except Broken as broken:
             reason = printable(str(broken))
             if variables["tools"] or any(message.tool_calls for message in messages):
@@ -393,16 +396,18 @@ def _unfinished_reply(reply: Message, prompt: str, marks: ThinkMarks) -> Iterabl
     yield reply.content, False
 
 
-def _simplified(messages: Sequence[Message]) -> list[Message]:
-    """The conversation for templates without a system role, that require alternating roles or that refuse replies
-    without an answer (they were stopped while the model was thinking)."""
+def _simplified(messages: Sequence[Message], keeps_system: bool = False) -> list[Message]:
+    """The conversation for templates that require alternating roles, that refuse replies without an answer (they were
+    stopped while the model was thinking), and that have no system role, or only one at the beginning
+    (`keeps_system`)."""
     turns: list[list[Message]] = []
     for message in messages:
+        keeps_system = keeps_system and message.role == "system"
         if message.role == "assistant" and not message.content and not message.tool_calls:
             continue
-        role = "user" if message.role == "system" else message.role
+        role = "user" if message.role == "system" and not keeps_system else message.role
         before = turns[-1][0] if turns else None
-        if before and before.role == role and (role == "user" or _may_go_on(before)):
+        if before and before.role == role and (role in ("system", "user") or _may_go_on(before)):
             turns[-1].append(message)
         else:
             turns.append([msgspec.structs.replace(message, role=role)])

@@ -286,6 +286,16 @@ def test_a_system_text_that_a_template_leaves_out_is_in_the_first_user_turn(temp
     assert text_of(silent, [user("U")]) == "u:U;"
 
 
+def test_a_system_text_at_the_beginning_stays_one_where_later_ones_are_refused(template):
+    """As in Qwen 3.5; agents send several at the beginning, and later ones."""
+    first = template(
+        "{% for m in messages %}{{ raise_exception('late') if m.role == 'system' and not loop.first }}"
+        "{{ m.role[0] }}:{{ m.content }};{% endfor %}"
+    )
+    asked = [system("S"), system("T"), user("U"), system("L"), assistant("A"), user("V")]
+    assert text_of(first, asked) == "s:S\n\nT;u:U\n\nL;a:A;u:V;"
+
+
 def test_a_template_that_refuses_empty_replies_gets_none(template):
     t = template(ECHO.replace("{{ m.role", "{{ raise_exception('Empty') if not m.content }}{{ m.role"))
     stopped = [user("U"), assistant("", thinking="T"), user("V")]

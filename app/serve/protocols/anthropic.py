@@ -32,8 +32,8 @@ from engine.protocol.events import Finished
 _BILLING = re.compile(r"\A\s*+x-anthropic-billing-header:[^\n]*\n*")
 """Claude Code begins its system text with such a line. It differs in every request, so none would share a prefix."""
 SIGNATURE = "orin-chat"  # of thinking, which clients send back unchanged; it is not looked at
-_ELSEWHERE = re.compile(r"server_tool_use|mcp_tool_use|\w+_tool_result")
-"""Calls that Anthropic's server made, and their results: the model's texts say what came of them."""
+_ELSEWHERE = re.compile(r"server_tool_use|mcp_tool_use|mcp_tool_listing|fallback|\w+_tool_result")
+"""Calls that Anthropic's server made, their results and what else it notes: the model's texts say what came of them."""
 _MAX_DEPTH = 4  # of blocks in the result of a tool
 
 
@@ -54,6 +54,7 @@ class ContentBlock(msgspec.Struct):
     image: Any = None
     url: Any = None
     title: str | None = None
+    tool: Any = None
 
 
 class AnthropicMessage(msgspec.Struct):
@@ -106,6 +107,8 @@ class CountBody(msgspec.Struct, kw_only=True):
     thinking: ThinkingConfig | None = None
     output_config: OutputConfig | None = None
     output_format: OutputFormat | None = None  # its first form
+    thread: Any = None
+    compaction: Any = None
 
 
 class MessagesBody(CountBody, kw_only=True):
@@ -120,6 +123,8 @@ class MessagesBody(CountBody, kw_only=True):
 
 def asked(body: MessagesBody, service: Service) -> Asked:
     """Raises ApiError."""
+    if body.compaction:
+        raise wrong("compaction is not supported: ask for a summary in a message.", "compaction")
     as_chat = chat_body(body)
     as_chat.max_tokens, as_chat.stop = body.max_tokens, body.stop_sequences
     as_chat.temperature, as_chat.top_p, as_chat.top_k = body.temperature, body.top_p, body.top_k
@@ -147,11 +152,13 @@ def _user(id: str) -> str:
 
 def chat_body(body: CountBody) -> chat.ChatBody:
     """The same in OpenAI's form. Raises ApiError."""
+    if body.thread:
+        raise wrong("thread is not supported: send the whole conversation.", "thread")
     messages = [ChatMessage("system", text)] if (text := _system(body.system)) else []
     for i, message in enumerate(body.messages):
         messages += _messages(message, f"messages[{i}]")
     as_chat = chat.ChatBody(messages=messages)
-    as_chat.tools = [_tool(tool) for tool in body.tools or ()]
+    as_chat.tools = [_tool(tool) for tool in [*(body.tools or ()), *_defined_later(body)]]
     as_chat.tool_choice = _choice(body.tool_choice)
     is_thinking = body.thinking is not None and body.thinking.type != "disabled"
     config = body.output_config or OutputConfig()
@@ -163,6 +170,21 @@ def chat_body(body: CountBody) -> chat.ChatBody:
     if format and format.type == "json_schema":
         as_chat.response_format = ResponseFormat("json_schema", JsonSchema(format.schema))
     return as_chat
+
+
+def _defined_later(body: CountBody) -> Iterable[MessageTool]:
+    """Tools that messages bring, each once; those that they only name are among the others. Raises ApiError."""
+    found, names = dict[str, MessageTool](), {tool.name for tool in body.tools or ()}
+    for i, message in enumerate(body.messages):
+        for block in message.content if isinstance(message.content, list) else ():
+            if (
+                block.type == "tool_addition"
+                and isinstance(tool := block.tool, dict)
+                and "definition" in tool
+            ):
+                defined = converted(tool["definition"], MessageTool, f"messages[{i}]")
+                found[defined.name] = defined
+    return (tool for name, tool in found.items() if name not in names)
 
 
 def _system(system: str | list[ContentBlock] | None) -> str:
@@ -177,7 +199,7 @@ def _messages(message: AnthropicMessage, param: str) -> Iterator[ChatMessage]:
     if isinstance(message.content, str):
         yield ChatMessage(message.role, message.content)
         return
-    parts, thinking, calls, has_results = list[Part](), list[str](), list[Call](), False
+    parts, thinking, calls, has_others = list[Part](), list[str](), list[Call](), False
     joint = "\n\n" if message.role == "user" else ""
     for i, block in enumerate(message.content):
         match block.type:
@@ -185,13 +207,15 @@ def _messages(message: AnthropicMessage, param: str) -> Iterator[ChatMessage]:
                 thinking.append(block.thinking or "")
             case "redacted_thinking":
                 pass
+            case "tool_addition" | "tool_removal":
+                has_others = True
             case kind if message.role == "assistant" and _ELSEWHERE.fullmatch(kind):
                 pass
             case "tool_use":
                 arguments = json.dumps(block.input or {}, ensure_ascii=False)
                 calls.append(Call(CalledFunction(block.name or "", arguments), id=block.id or ""))
             case "tool_result":
-                has_results = True
+                has_others = True
                 result = _result(block.content, f"{param}.content[{i}]")
                 if block.is_error:
                     result = [Part("text", "Error: "), *result]
@@ -202,7 +226,7 @@ def _messages(message: AnthropicMessage, param: str) -> Iterator[ChatMessage]:
                 if parts and parts[-1].text is not None:
                     parts.append(Part("text", joint))
                 parts.append(Part("text", _block_text(block, f"{param}.content[{i}]")))
-    if not has_results or any(part.text or part.type == "picture" for part in parts):
+    if not has_others or any(part.text or part.type == "picture" for part in parts):
         yield ChatMessage(message.role, parts, "".join(thinking), tool_calls=calls or None)
 
 

@@ -24,13 +24,15 @@ from app.serve.protocols.conversation import (
     Part,
 )
 from app.serve.protocols.formats import JsonSchema, ResponseFormat
+from app.serve.protocols.json_values import converted
 from app.serve.protocols.pictures import NOTHING_ELSE, PICTURES
 from app.serve.protocols.remembered import Conversations, Remembered
 from app.serve.protocols.reply import Asked, Json
 from app.serve.protocols.requests import MAX_USER
-from app.serve.protocols.response_body import ResponsesBody, ResponseToolChoice, Spaces
+from app.serve.protocols.response_body import ResponsesBody, ResponseToolChoice, Spaces, TextConfig
 from app.serve.protocols.response_reply import SEALED, ResponseReply
 from app.serve.protocols.shortening import shorten
+from app.serve.protocols.thinking import Reasoning
 from app.serve.protocols.tools import Allowed, Choice, Function, Named, Tool, ToolChoice, nested
 from app.serve.service import Service
 
@@ -93,13 +95,18 @@ def as_chat(
     messages = [ChatMessage("system", body.instructions)] if body.instructions else []
     messages += _Messages().of(items, len(before))
     made = chat.ChatBody(messages=messages)
-    made.tools, spaces = _tools(body.tools or ())
+    made.tools, spaces = _tools([*(body.tools or ()), *_later_tools(items, body.tools or ())])
     made.tool_choice = _choice(body.tool_choice)
     made.max_tokens, made.temperature, made.top_p = (body.max_output_tokens, body.temperature, body.top_p)
     made.logprobs, made.top_logprobs = body.wants_logprobs, body.top_logprobs
-    made.reasoning = body.reasoning
+    made.reasoning, text = body.reasoning, body.text
+    for update in (item for item in items if item.get("type") == "configuration_update"):
+        if update.get("reasoning"):
+            made.reasoning = converted(update["reasoning"], Reasoning, "reasoning")
+        if update.get("text"):
+            text = converted(update["text"], TextConfig, "text")
     made.chat_template_kwargs = body.chat_template_kwargs
-    if body.text and (format := body.text.format):
+    if text and (format := text.format):
         made.response_format = ResponseFormat(format.type, JsonSchema(format.schema, format.strict))
     return made, spaces, items
 
@@ -131,6 +138,20 @@ def _tools(tools: Sequence[dict[str, Any]]) -> tuple[list[dict[str, Any]], Space
                 spaces[_named_within(space, name)] = space, name
                 made.append(_tool({**each, "name": _named_within(space, name)}))
     return made, spaces
+
+
+def _later_tools(items: Sequence[dict[str, Any]], known: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Those that items bring, as clients find them while a conversation goes on, each once."""
+    found, names = dict[str, dict[str, Any]](), {*map(_kind_and_name, known)}
+    for item in items:
+        tools = item.get("tools")
+        if item.get("type") in ("additional_tools", "tool_search_output") and isinstance(tools, list):
+            found |= {_kind_and_name(tool): tool for tool in tools if isinstance(tool, dict)}
+    return [tool for key, tool in found.items() if key not in names]
+
+
+def _kind_and_name(tool: dict[str, Any]) -> str:
+    return f"{tool.get('type')} {tool.get('name')}"
 
 
 def _named_within(space: str, name: str) -> str:

@@ -147,6 +147,13 @@ async def test_what_anthropics_server_did_is_left_out(served):
     tools = [{"type": "mcp_toolset", "mcp_server_name": "x"}]
     assert (await client.post(PATH, json={**ASKED, "messages": messages, "tools": tools})).status_code == 200
     assert [m.content for m in engine.requests[0].prompt.messages][1] == "Sunny."
+    inline = {"type": "tool_addition", "tool": {"type": "tool_definition", "definition": TOOL}}
+    later = [*USER, {"role": "system", "content": [inline]}]
+    assert (await client.post(PATH, json={**ASKED, "messages": later})).status_code == 200
+    chat = engine.requests[1].prompt
+    assert json.loads(chat.tools)[0]["function"]["name"] == "get_weather" and len(chat.messages) == 1
+    for param in ("thread", "compaction"):
+        assert (await client.post(PATH, json={**ASKED, param: {"type": "create"}})).status_code == 400
     nameless = {"tools": [TOOL], "tool_choice": {"type": "tool"}}
     assert (await client.post(PATH, json={**ASKED, **nameless})).status_code == 400
 

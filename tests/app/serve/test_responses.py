@@ -277,6 +277,10 @@ async def test_tools_in_a_namespace(served):
     assert (call["namespace"], call["name"]) == ("agents", "spawn") and not service.handled[0].note
     shown = [tool["function"]["name"] for tool in json.loads(engine.requests[0].prompt.tools)]
     assert shown == ["get_weather", "agents__spawn"]
-    given = [{"role": "user", "content": "x"}, call]
-    await client.post(PATH, json={"input": given, "tools": [TOOL, space]})
+    later = {"type": "additional_tools", "role": "developer", "tools": [TOOL, TOOL]}
+    effort = {"type": "configuration_update", "reasoning": {"effort": "none"}}
+    given = [{"role": "user", "content": "x"}, call, later, effort]
+    await client.post(PATH, json={"input": given, "tools": [space]})
+    shown = [tool["function"]["name"] for tool in json.loads(engine.requests[1].prompt.tools)]
+    assert shown == ["agents__spawn", "get_weather"] and not engine.requests[1].prompt.think
     assert engine.requests[1].prompt.messages[1].tool_calls[0].name == "agents__spawn"
