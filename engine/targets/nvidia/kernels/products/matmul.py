@@ -23,7 +23,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from tinygrad import UOp
@@ -240,6 +240,140 @@ def _over_depths(tiles: Tiles, sums: Sequence[UOp], at: tuple[UOp, UOp, UOp]) ->
     return [chain([v, *(load(others, met(d, i)) for d in depths)]) for i, v in enumerate(sums)]
 
 
+class _Block:
+    """A block of `matmul`: some rows of the matrix with some tokens, in left tiles of sixteen tokens from `first_tile` on
+    and right tiles of eight rows from `first_row` on. Its warps lie `across` the rows; those of another `depth`, and
+    blocks of another `part`, have other units of the same rows, from `first_unit` on."""
+
+    def __init__(
+        self, layout: WeightLayout, tokens: int, rows: int, cols: int, tiles: Tiles, experts: ExpertTiles | None,
+        prompt: UOp | None, assignments: UOp | None, tile_experts: UOp | None,
+    ) -> None:  # fmt: skip
+        self.layout, self.tokens, self.rows, self.tiles, self.experts = layout, tokens, rows, tiles, experts
+        self.units, self.assignments = units_of(cols), assignments
+        self.steps = -(-self.units // tiles.shares)
+        self.thread, self.warp = UOp.special(32, "lidx0"), UOp.special(tiles.across * tiles.deep, "lidx1")
+        self.across, self.depth = self.warp, UOp.const(0)
+        if tiles.deep > 1:
+            self.across, self.depth = self.warp % tiles.across, self.warp // tiles.across
+        column_block = UOp.special(experts.count if experts else tokens // tiles.tokens, "gidx0")
+        block = UOp.special(-(-rows // tiles.width), "gidx1")
+        self.part = UOp.special(tiles.parts, "gidx2") if tiles.parts > 1 else UOp.const(0)
+        self.first_tile = column_block * tiles.rows
+        self.first_row = (block * tiles.across + self.across) * (8 * tiles.cols)
+        self.first_unit = (self.part * tiles.deep + self.depth) * self.steps
+        self.expert_row: UOp | None = None  # the first row of the expert
+        if experts:
+            assert tile_experts is not None
+            self.live = load(tile_experts, column_block) >= 0
+            self.expert_row = load_index(tile_experts, column_block, experts.n) * rows
+        else:
+            assert prompt is not None
+            self.used = used_rows(prompt, tokens)
+            self.live = self.first_tile * 16 < self.used
+
+    def _fetch(self, planes: Sequence[UOp], unit: UOp) -> list[list[UOp]]:
+        """This thread's weights of a step, of each right tile."""
+        unit, quarter = spread(unit, self.thread % 4, self.units)
+        quarters = []
+        for j in range(self.tiles.cols):
+            row = self.first_row + j * 8 + self.thread // 4
+            if self.rows % self.tiles.width:
+                row = row.minimum(self.rows - 1)
+            row = row if self.expert_row is None else row + self.expert_row
+            quarters.append(self.layout.load_quarter(planes, row, self.units, unit, quarter))
+        return quarters
+
+    def _place(self, i: int, k: int) -> UOp:
+        """The token, or the place of the assignment, of row g or g + 8 of this thread in the i-th left tile."""
+        return (self.first_tile + i) * 16 + self.thread // 4 + 8 * k
+
+    def _assignment(self, place: UOp) -> UOp:
+        assert self.experts and self.assignments is not None
+        return load_index(self.assignments, place, self.experts.assignments)
+
+    def _gathered(self, x: UOp, i: int, unit: UOp) -> list[list[UOp]]:
+        """The i-th left tile's elements of a thread, for each quad, from the rows of two tokens."""
+        sides = []
+        for k in (0, 1):
+            assert self.experts
+            token = self._assignment(self._place(i, k)) // self.experts.used
+            sides.append(load_run(x, ((token * self.units + unit) * 4 + self.thread % 4) * QUARTER, QUARTER))
+        return [
+            [side[q // 2 * 8 + c] for pair in PAIRS[q % 2 * 2 :][:2] for side in sides for c in pair]
+            for q in range(4)
+        ]
+
+    def sums(self, x: UOp, planes: Sequence[UOp], gathers: bool) -> list[UOp]:
+        """A thread's sums, [left tile, right tile, 4]. `gathers`: x has the rows of tokens, not fragments."""
+        tiles, thread, steps = self.tiles, self.thread, self.steps
+        acc = zeroed_registers(tiles.rows * tiles.cols * 4, 0)
+        own_steps = UOp.const(steps)
+        if self.units % tiles.shares:
+            own_steps = (self.units - self.first_unit).minimum(steps)
+        staged = None
+        if tiles.staged:
+            own_thread, threads = self.warp * 32 + thread, 32 * tiles.across
+            staged = StagedTiles(x, self.units, self.first_tile, tiles.rows, own_thread, threads, slot=3)
+            begun = staged.begin(self.first_unit)
+        bound = self.live.where(own_steps, 0)  # warps beyond the prompt do nothing
+        step = UOp.range(bound, 0, AxisType.REDUCE) if steps > 1 else UOp.const(0)
+        unit = self.first_unit + step
+        # Not of more bits, which would take too many registers, nor of experts, where it takes longer.
+        loads_ahead = steps > 1 and self.layout.bits <= 16 and not self.experts
+        ahead = LoadedAhead(self._fetch(planes, self.first_unit), slot=1) if loads_ahead else None
+        so_far = acc.after(step) if steps > 1 else acc
+        sums = [load_run(so_far, j * 4, 4) for j in range(tiles.rows * tiles.cols)]
+        loaded = ahead.of(step) if ahead else self._fetch(planes, unit)
+        _, quarter = spread(unit, thread % 4, self.units)
+        weights = [quarter_pairs(self.layout, words, quarter) for words in loaded]
+        lefts = [self._gathered(x, i, unit) for i in range(tiles.rows)] if gathers else []
+        array = staged.of(step, unit, begun) if staged else x
+        for quad in range(4):
+            for i in range(tiles.rows):
+                if staged:
+                    left = staged.fragment(array, step, UOp.const(i), quad, thread)
+                else:
+                    index = ((((self.first_tile + i) * self.units + unit) * 4 + quad) * 32 + thread) * 8
+                    left = lefts[i][quad] if gathers else load_run(x, index, 8)
+                for j in range(tiles.cols):
+                    k = i * tiles.cols + j
+                    right = [v for pair in weights[j][quad * 2 : quad * 2 + 2] for v in pair]
+                    sums[k] = wmma(left, right, sums[k])
+        stores = UOp.group(*store_run(acc, 0, (x for four in sums for x in four)))
+        if ahead:
+            stores = ahead.keep(self._fetch(planes, (unit + 1).minimum(self.units - 1)), stores)
+        acc = acc.after(stores.end(step) if steps > 1 else stores)
+        total = load_run(acc, 0, tiles.rows * tiles.cols * 4)
+        return _over_depths(tiles, total, (thread, self.across, self.depth)) if tiles.deep > 1 else total
+
+    def pairs(self, sums: Sequence[UOp], bias: UOp | None) -> Iterator[tuple[UOp, UOp, UOp, list[UOp]]]:
+        """The token, or the place of the assignment, the first of two neighbouring rows, whether both are there but for
+        an odd row at the end, and their sums with the bias."""
+        tiles = self.tiles
+        for i, j, k in itertools.product(range(tiles.rows), range(tiles.cols), (0, 1)):
+            pair = [*sums[(i * tiles.cols + j) * 4 + 2 * k :][:2]]
+            place, row = self._place(i, k), self.first_row + j * 8 + self.thread % 4 * 2
+            if self.experts:
+                assert self.assignments is not None
+                ok = self.live & (load(self.assignments, place) >= 0)
+            else:
+                ok = place < self.used if tiles.deep == 1 else (place < self.used) & self.depth.eq(0)
+            if self.rows % tiles.width:
+                ok = ok & (row < self.rows)
+            if bias is not None:
+                first = row if self.expert_row is None else self.expert_row + row
+                pair = [v + term for v, term in zip(pair, load_run(bias, first, 2, ok), strict=True)]
+            yield place, row, ok, pair
+
+    def weighted(self, place: UOp, pair: Sequence[UOp], factors: UOp, ok: UOp) -> tuple[UOp, list[UOp]]:
+        """The row of an assignment among the partial sums (used, tokens), and its sums times its factor."""
+        assert self.experts
+        assignment = self._assignment(place)
+        row = assignment % self.experts.used * self.tokens + assignment // self.experts.used
+        return row, [v * load(factors, assignment, ok) for v in pair]
+
+
 @functools.cache
 def matmul(
     layout: WeightLayout, tokens: int, rows: int, cols: int, tiles: Tiles, paired: bool, name: str,
@@ -264,131 +398,28 @@ def matmul(
     assert tiles.tokens == experts.tile if experts else tokens % tiles.tokens == 0
     assert tiles.shares == 1 and rows % 2 == 0 if experts else tiles.shares <= units
     assert tiles.parts == 1 if ungated else experts or not has_bias
-    steps = -(-units // tiles.shares)
-    blocks = experts.count if experts else tokens // tiles.tokens
-    gathered = experts and (paired or halved or ungated)
-    assert not tiles.staged or not (experts or tiles.deep > 1 or steps == 1)
-    # Not of more bits, which would take too many registers, nor of experts, where it takes longer.
-    loads_ahead = steps > 1 and layout.bits <= 16 and not experts
+    assert not tiles.staged or not (experts or tiles.deep > 1 or -(-units // tiles.shares) == 1)
+    gathers = experts is not None and (paired or halved or bool(ungated))
 
     def kernel(
         out: UOp, x: UOp, prompt: UOp | None, assignments: UOp | None, tile_experts: UOp | None,
         factors: UOp | None, bias: UOp | None, planes: Sequence[UOp],
     ) -> UOp:  # fmt: skip
-        thread, warp = UOp.special(32, "lidx0"), UOp.special(tiles.across * tiles.deep, "lidx1")
-        across, depth = (
-            (warp % tiles.across, warp // tiles.across) if tiles.deep > 1 else (warp, UOp.const(0))
-        )
-        column_block, block = UOp.special(blocks, "gidx0"), UOp.special(-(-rows // tiles.width), "gidx1")
-        part = UOp.special(tiles.parts, "gidx2") if tiles.parts > 1 else UOp.const(0)
-        share = part * tiles.deep + depth
-        first_tile = column_block * tiles.rows
-        first_row = (block * tiles.across + across) * (8 * tiles.cols)
-        if experts:
-            assert tile_experts is not None
-            live = load(tile_experts, column_block) >= 0
-            expert_row = load_index(tile_experts, column_block, experts.n) * rows
-        else:
-            assert prompt is not None
-            n = used_rows(prompt, tokens)
-            live = first_tile * 16 < n
-        n_acc = tiles.rows * tiles.cols * 4
-        acc = zeroed_registers(n_acc, 0)
-        own_steps = (units - share * steps).minimum(steps) if units % tiles.shares else UOp.const(steps)
-        bound = live.where(own_steps, 0)  # warps beyond the prompt do nothing
-        staged = None
-        if tiles.staged:
-            own_thread, threads = warp * 32 + thread, 32 * tiles.across
-            staged = StagedTiles(x, units, first_tile, tiles.rows, own_thread, threads, slot=3)
-            begun = staged.begin(share * steps)
-        step = UOp.range(bound, 0, AxisType.REDUCE) if steps > 1 else UOp.const(0)
-        row_step = share * steps + step  # of a row, which has as many as units
-
-        def fetch(step: UOp) -> list[list[UOp]]:
-            """This thread's weights of a step, of each right tile."""
-            unit, quarter = spread(step, thread % 4, units)
-            quarters = []
-            for j in range(tiles.cols):
-                row = first_row + j * 8 + thread // 4
-                if rows % tiles.width:
-                    row = row.minimum(rows - 1)
-                row = row + expert_row if experts else row
-                quarters.append(layout.load_quarter(planes, row, units, unit, quarter))
-            return quarters
-
-        ahead = LoadedAhead(fetch(share * steps), slot=1) if loads_ahead else None
-
-        def place(i: int, k: int) -> UOp:
-            """The token, or the place of the assignment, of row g or g + 8 of this thread in the i-th left tile."""
-            return (first_tile + i) * 16 + thread // 4 + 8 * k
-
-        def gather(i: int) -> list[list[UOp]]:
-            """The i-th left tile's elements of a thread, for each quad, from the rows of two tokens."""
-            sides = []
-            for k in (0, 1):
-                assert experts and assignments is not None
-                token = load_index(assignments, place(i, k), experts.assignments) // experts.used
-                sides.append(load_run(x, ((token * units + row_step) * 4 + thread % 4) * QUARTER, QUARTER))
-            return [
-                [side[q // 2 * 8 + c] for pair in PAIRS[q % 2 * 2 :][:2] for side in sides for c in pair]
-                for q in range(4)
-            ]
-
-        so_far = acc.after(step) if steps > 1 else acc
-        sums = [load_run(so_far, j * 4, 4) for j in range(tiles.rows * tiles.cols)]
-        loaded = ahead.of(step) if ahead else fetch(row_step)
-        _, quarter = spread(row_step, thread % 4, units)
-        weights = [quarter_pairs(layout, words, quarter) for words in loaded]
-        lefts = [gather(i) for i in range(tiles.rows)] if gathered else []
-        array = staged.of(step, row_step, begun) if staged else x
-        for quad in range(4):
-            for i in range(tiles.rows):
-                if staged:
-                    left = staged.fragment(array, step, UOp.const(i), quad, thread)
-                else:
-                    index = ((((first_tile + i) * units + row_step) * 4 + quad) * 32 + thread) * 8
-                    left = lefts[i][quad] if gathered else load_run(x, index, 8)
-                for j in range(tiles.cols):
-                    k = i * tiles.cols + j
-                    right = [v for pair in weights[j][quad * 2 : quad * 2 + 2] for v in pair]
-                    sums[k] = wmma(left, right, sums[k])
-        stores = UOp.group(*store_run(acc, 0, (x for four in sums for x in four)))
-        if ahead:
-            stores = ahead.keep(fetch((row_step + 1).minimum(units - 1)), stores)
-        acc = acc.after(stores.end(step) if steps > 1 else stores)
-        sums = load_run(acc, 0, n_acc)
-        if tiles.deep > 1:
-            sums = _over_depths(tiles, sums, (thread, across, depth))
+        block = _Block(layout, tokens, rows, cols, tiles, experts, prompt, assignments, tile_experts)
         results: list[UOp] = []
-        for i, j, k in itertools.product(range(tiles.rows), range(tiles.cols), (0, 1)):
-            pair = sums[(i * tiles.cols + j) * 4 + 2 * k :][:2]
-            token, row = place(i, k), first_row + j * 8 + thread % 4 * 2
-            if experts:
-                assert assignments is not None
-                ok = live & (load(assignments, token) >= 0)
-                assignment = load_index(assignments, token, experts.assignments)
-            else:
-                ok = token < n if tiles.deep == 1 else (token < n) & depth.eq(0)
-            if rows % tiles.width:
-                ok = ok & (row < rows)
-            if bias is not None:
-                terms = load_run(bias, expert_row + row if experts else row, 2, ok)
-                pair = [v + term for v, term in zip(pair, terms, strict=True)]
+        for place, row, ok, pair in block.pairs(block.sums(x, planes, gathers), bias):
             if paired:
-                gate, up = pair
-                product = gated(gate, up, activation)
-                results.append(store(out, fragment_index(token, row // 2, rows // 2), as_half(product), ok))
+                product = as_half(gated(pair[0], pair[1], activation))
+                results.append(store(out, fragment_index(place, row // 2, rows // 2), product, ok))
                 continue
             if factors is not None:
-                assert experts
-                pair = [v * load(factors, assignment, ok) for v in pair]
-                token = assignment % experts.used * tokens + assignment // experts.used
+                place, pair = block.weighted(place, pair, factors, ok)
             for e, value in enumerate(pair):
                 inside = ok if rows % 2 == 0 or not e else ok & (row + 1 < rows)
                 if ungated:
-                    index, value = fragment_index(token, row + e, rows), as_half(activated(value, ungated))
+                    index, value = fragment_index(place, row + e, rows), as_half(activated(value, ungated))
                 else:
-                    index = part * (tokens * rows) + token * rows + row + e
+                    index = block.part * (tokens * rows) + place * rows + row + e
                 results.append(store(out, index, value, inside))
         shape = f"{tiles.rows}_{tiles.cols}_{tiles.across}_{tiles.parts}_{tiles.deep}"
         shape += "_staged" * tiles.staged + "_ungated" * bool(ungated)
@@ -397,7 +428,7 @@ def matmul(
         n_bytes = layout.n_bytes(n_matrices * rows, cols)
         return finish(full_name, results, n_bytes, 2 * tokens * per_token * rows * cols)
 
-    sorted_ = ("assignments", "tile_experts", not gathered and "factors", has_bias and "bias")
+    sorted_ = ("assignments", "tile_experts", not gathers and "factors", has_bias and "bias")
     planes = "planes", len(layout.shapes(rows, cols))
     given = sorted_ if experts else ("prompt", has_bias and "bias")
     # It waits for the kernel before at its begin: on an H200, weights loaded before that saved no time.
