@@ -241,9 +241,9 @@ def _over_depths(tiles: Tiles, sums: Sequence[UOp], at: tuple[UOp, UOp, UOp]) ->
 
 
 class _Block:
-    """A block of `matmul`: some rows of the matrix with some tokens, in left tiles of sixteen tokens from `first_tile` on
-    and right tiles of eight rows from `first_row` on. Its warps lie `across` the rows; those of another `depth`, and
-    blocks of another `part`, have other units of the same rows, from `first_unit` on."""
+    """A block of `matmul`: some rows of the matrix with some tokens, in left tiles of sixteen tokens from `first_tile`
+    on and right tiles of eight rows from `first_row` on. Its warps lie `across` the rows; those of another `depth`,
+    and blocks of another `part`, have other units of the same rows, from `first_unit` on."""
 
     def __init__(
         self, layout: WeightLayout, tokens: int, rows: int, cols: int, tiles: Tiles, experts: ExpertTiles | None,
