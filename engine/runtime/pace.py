@@ -38,7 +38,7 @@ class Pace:
         """Seconds of steps with prompts, by their room."""
         self._used: dict[int, int] = {}  # the last step of a room
         self._passes: dict[int, float] = {}  # the last seconds of a room, whatever the replies
-        self._now = 0  # which of the sizes is the room
+        self._nth = 0  # of the sizes: the room of the last step
         self._steps, self._last_alone = 0, 0
         self._basis_s = 0.0  # a step without prompts when rooms began to be measured
 
@@ -50,15 +50,15 @@ class Pace:
     def room(self, sizes: Sequence[int]) -> int:
         """The most tokens of prompts for the next step, one of `sizes`, ascending; 0 when a step without prompts has to
         be measured. It changes by one size at a time, so that an old measurement does little harm."""
-        self._now = min(self._now, len(sizes) - 1)
+        self._nth = min(self._nth, len(sizes) - 1)
         if not self._alone or self._steps - self._last_alone > STEP_EVERY:
             return 0
         limit = max(self._bound * self.step_s, NEARLY_FREE * self._seconds(sizes[0]))
-        if self._now and self._seconds(sizes[self._now]) > limit:
-            self._now -= 1
-        elif len(self._times.get(sizes[self._now], ())) > 1 and self._may_be_longer(sizes, limit):
-            self._now += 1
-        return sizes[self._now]
+        if self._nth and self._seconds(sizes[self._nth]) > limit:
+            self._nth -= 1
+        elif len(self._times.get(sizes[self._nth], ())) > 1 and self._may_be_longer(sizes, limit):
+            self._nth += 1
+        return sizes[self._nth]
 
     def burst(self, size: int) -> int:
         """The most tokens of prompts for the next step while all replies wait: a multiple of `size`, the largest room
@@ -68,9 +68,9 @@ class Pace:
 
     def _may_be_longer(self, sizes: Sequence[int], limit: float) -> bool:
         """Whether the next larger room takes less than `limit`, or has to be tried."""
-        if self._now + 1 == len(sizes):
+        if self._nth + 1 == len(sizes):
             return False
-        larger = sizes[self._now + 1]
+        larger = sizes[self._nth + 1]
         return self._seconds(larger) <= limit or self._steps - self._used[larger] >= AGAIN_AFTER
 
     def measured(self, room: int, seconds: float) -> None:

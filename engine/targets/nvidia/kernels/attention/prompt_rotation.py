@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from tinygrad import UOp
 from tinygrad.uop.ops import AxisType, Ops
@@ -65,6 +66,67 @@ def norms_over_heads(
     return Kernel(kernel, ("factors",), (("sums", len(sizes)), has_bias and "bias"))
 
 
+class _Normed(NamedTuple):
+    """An element to rotate and its partner, the element as a value, and the weight of the norm, if that comes after the
+    rotation."""
+
+    x: UOp
+    partner: UOp
+    value: UOp
+    weight: UOp | None
+
+
+class _HeadRow(NamedTuple):
+    """What a thread has of a head: element `d` and its partner half a head away (`own`, `partner`), of `head`, which is
+    the block's `place`-th of `heads`."""
+
+    head: UOp
+    place: UOp
+    heads: int
+    d: UOp
+    partner_d: UOp
+    own: UOp
+    partner: UOp
+
+    def total(self, value: UOp, dim: int, slot: int) -> UOp:
+        """The sum of the values that the threads of the head have. Takes `slot` and the one three after it."""
+        values = after_store(shared(self.heads * dim, slot), self.place * dim + self.d, value)
+        lanes = max(16, dim // 16)  # that add, so that no thread adds the values of a whole head
+        first, adds = self.place * dim + self.d, self.d < lanes
+        lane_sum = tree([load(values, first + j, adds) for j in range(0, dim, lanes)])
+        lane_sums = shared(self.heads * lanes, slot + 3)
+        lane_sums = after_store(lane_sums, self.place * lanes + self.d, lane_sum, adds)
+        return tree(load_run(lane_sums, self.place * lanes, lanes))
+
+
+def _normed(h: Heads, row: _HeadRow, norms: UOp, is_query: UOp, is_key: UOp, is_value: UOp) -> _Normed:
+    """A row after the norm of its head."""
+    dim, own, partner = h.dim, row.own, row.partner
+    if h.centred:
+        mean = row.total(own, dim, 4) * f32(1 / dim)
+        own, partner = (is_value.where(v, v - mean) for v in (own, partner))
+    norm = inverse_rms(row.total(own * own, dim, 0), dim, h.norm_eps or 0.0)
+    is_turned = is_query | is_key
+    first = is_turned.where(row.head * dim, UOp.const(0))
+    own_weight, partner_weight = (
+        load(norms, h.norm_place(first, is_key | is_value, e), is_turned) for e in (row.d, row.partner_d)
+    )
+    value = own * norm if h.normed_values else own
+    if h.rotates_first:
+        return _Normed(own * norm, partner * norm, value, own_weight)
+    return _Normed(own * own_weight * norm, partner * partner_weight * norm, value, None)
+
+
+def _normed_over_heads(
+    row: _HeadRow, norms: UOp, factors: UOp, token: UOp, dim: int, is_query: UOp, is_key: UOp
+) -> _Normed:
+    """A row after the norm over all heads, whose `factors` are known."""
+    norm, normed = load(factors, token * 2 + is_query.where(UOp.const(0), UOp.const(1))), is_query | is_key
+    weights = (load(norms, row.head * dim + e, normed) for e in (row.d, row.partner_d))
+    x, other = (v * weight * norm for v, weight in zip((row.own, row.partner), weights, strict=True))
+    return _Normed(x, other, row.own, None)
+
+
 @functools.cache
 def rotate_prompt(
     heads: Heads, tokens: int, parts: tuple[int, ...], sizes: tuple[int, ...], has_bias: bool, over_heads: bool = False,
@@ -103,47 +165,16 @@ def rotate_prompt(
         own, partner = (runs.load(sums, bias, token, row + e, inside) for e in (d, partner_d))
         is_query, is_key = head < h.query, (head >= h.query) & (head < h.query + h.kv)
         is_value = is_key if h.stored == "keys" else head >= h.query + h.kv
-        value = own
-        rotated_by: UOp | None = None  # the weight of the norm, if it comes after the rotation
-        if norms is not None and factors is not None:
-            normed = is_query | is_key
-            norm = load(factors, token * 2 + is_query.where(UOp.const(0), UOp.const(1)))
-            weights = (load(norms, head * dim + e, normed) for e in (d, partner_d))
-            x, other = (v * weight * norm for v, weight in zip((own, partner), weights, strict=True))
-        elif norms is not None:
-
-            def of_head(value: UOp, slot: int) -> UOp:
-                """The sum of a head's values."""
-                values = after_store(shared(per_block * dim, slot), head_in_block * dim + d, value)
-                lanes = max(16, dim // 16)  # that add, so that no thread adds the values of a whole head
-                first, adds = head_in_block * dim + d, d < lanes
-                lane_sum = tree([load(values, first + j, adds) for j in range(0, dim, lanes)])
-                lane_sums = shared(per_block * lanes, slot + 3)
-                lane_sums = after_store(lane_sums, head_in_block * lanes + d, lane_sum, adds)
-                return tree(load_run(lane_sums, head_in_block * lanes, lanes))
-
-            if h.centred:
-                mean = of_head(own, 4) * f32(1 / dim)
-                own, partner = (is_value.where(v, v - mean) for v in (own, partner))
-                value = own
-            norm = inverse_rms(of_head(own * own, 0), dim, h.norm_eps or 0.0)
-            is_turned = is_query | is_key
-            row_of_norm = is_turned.where(head * dim, UOp.const(0))
-            of_norms = [
-                load(norms, h.norm_place(row_of_norm, is_key | is_value, e), is_turned)
-                for e in (d, partner_d)
-            ]
-            if h.rotates_first:
-                x, other = own * norm, partner * norm
-                rotated_by = of_norms[0]
-            else:
-                x, other = own * of_norms[0] * norm, partner * of_norms[1] * norm
-            value = own * norm if h.normed_values else own
+        head_row = _HeadRow(head, head_in_block, per_block, d, partner_d, own, partner)
+        if norms is None:
+            normed = _Normed(own, partner, own, None)
+        elif factors is not None:
+            normed = _normed_over_heads(head_row, norms, factors, token, dim, is_query, is_key)
         else:
-            x, other = own, partner
+            normed = _normed(h, head_row, norms, is_query, is_key, is_value)
         angle = angle_row(cos, half, h.length, position, prompt, piece.sequence_at) * half + d % half
-        z = rotated(x, other, d < half, load(cos, angle), load(sin, angle))
-        z = z if rotated_by is None else z * rotated_by
+        z = rotated(normed.x, normed.partner, d < half, load(cos, angle), load(sin, angle))
+        z = z if normed.weight is None else z * normed.weight
         factor = f32(h.query_scale)
         if temperature is not None:
             factor = factor * load(temperature, position, live & is_query)
@@ -160,9 +191,12 @@ def rotate_prompt(
         kv = is_key.where(head - h.query, (head - (h.query + h.kv)).maximum(0).minimum(h.kv - 1))
         row, quad, stored = head_in_block * dim, d.minimum(dim // 4 - 1), live & (d < dim // 4)
         if h.stored == "keys":
-            kept = [after_store(shared(per_block * dim, slot=k), row + d, x) for k, x in ((1, z), (2, value))]
+            kept = [
+                after_store(shared(per_block * dim, slot=k), row + d, x)
+                for k, x in ((1, z), (2, normed.value))
+            ]
         else:
-            kept = [after_store(shared(per_block * dim, slot=1), row + d, is_key.where(z, value))] * 2
+            kept = [after_store(shared(per_block * dim, slot=1), row + d, is_key.where(z, normed.value))] * 2
         tile = Pages.of(h, tables, prompt, piece.sequence_at).tile(kv, position // TILE)
         for which, ok in enumerate((is_key, is_value)):
             stores += store_quad(h, cache, which, tile, position, quad, kept[which], row, stored & ok)
