@@ -28,9 +28,10 @@ class Parts:
     a scale, and attention has none. `positions`: these are added to the embeddings. `first_norm`: one of the
     embeddings, in place of the first layer's, `embedding_norm`: one beside that. `partial`: layers have attention and a
     feed-forward layer (L), or one of these (A, F), in turns. `halved`: feed-forward layers are half as wide as the
-    metadata say. `gated`: attention has a gate, of "elements" or of "heads". `normed_after`: norms come
-    after the sums, as those of BERT, also one after the embeddings, to which the type of a token is added. `keys`:
-    metadata, without the architecture; they are such that every part counts within 100 tokens."""
+    metadata say. `sub_norms`: before the last product of a sublayer. `gated`: attention has a gate, of "elements"
+    or of "heads". `normed_after`: norms come after the sums, as those of BERT, also one after the embeddings, to
+    which the type of a token is added. `keys`: metadata, without the architecture; they are such that every part
+    counts within 100 tokens."""
 
     architecture: str = ""
     biases: str = ""
@@ -68,6 +69,7 @@ class Parts:
     partial: str = ""
     halved: bool = False
     gated: str = ""
+    sub_norms: bool = False
     keys: Mapping[str, int | float | str | Sequence[int]] = field(default_factory=dict)
 
 
@@ -125,6 +127,8 @@ ARCHITECTURES: dict[str, Parts] = {
         scan=True, experts=4, every_expert=2, keys=SCAN | {"expert_count": 4, "expert_used_count": 2}
     ),
     "llama": Parts(),
+    "bitnet": Parts(sub_norms=True),
+    "bitnet-b1.58": Parts(sub_norms=True),
     "llama4": Parts(
         experts=4,
         shared=True,

@@ -231,6 +231,8 @@ class Tensors:
                 self.vector(f"{prefix}{name}.bias", n, 0.0)
             if parts.biases in ("all", "qkvo"):
                 self.vector(f"{prefix}attn_output.bias", dim, 0.0)
+        if parts.sub_norms:
+            self.vector(f"{prefix}attn_sub_norm.weight", heads * head_dim, 1.0)
         if parts.sinks:
             self.vector(f"{prefix}attn_sinks.weight", heads, 1.0, 1.0)
         if parts.norms:
@@ -426,6 +428,8 @@ class Tensors:
             self.matrix(prefix + "ffn_up", width, dim)
             if self.architecture == "jina-bert-v2":
                 self.vector(prefix + "ffn_down.bias", dim, 0.0)
+        if parts.sub_norms:
+            self.vector(f"{prefix}ffn_sub_norm.weight", width, 1.0)
         self.matrix(prefix + "ffn_down", dim, width)
 
     # --- streams ------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from engine.formats.quantization import (
     WIDENED_NVFP4,
 )
 
-Q1_0, Q2_0 = 41, 42
+I2_S, Q1_0, Q2_0 = 36, 41, 42
 IN_FILES = {WIDENED_IQ1: 19, WIDENED_IQ2: 22, WIDENED_IQ3_XXS: 18, WIDENED_IQ3_S: 21, WIDENED_NVFP4: 40}
 """For each type that is read for others one of these."""
 
@@ -32,12 +32,13 @@ def random_blocks(kind: int, rows: int, cols: int) -> np.ndarray:
         data[:, :4] = rng.integers(40, 64, (len(data), 4))
         data[::5, 0], data[::7, 1] = 0, 127
         return data.reshape(rows, -1)
-    if (format := FORMATS.get(kind)) is None:  # of a grid, or TQ1_0
+    if (format := FORMATS.get(kind)) is None:  # of a grid, or TQ1_0 or I2_S
         if kind == Type.IQ1_M:
             data[:, 55] = data[:, 55] & 15 | 48  # the exponent of its scale is none of infinities
         else:
             at = 52 if kind == Type.TQ1_0 else 0
-            data[:, at : at + 2] = scales[:, :2]
+            if kind != I2_S:
+                data[:, at : at + 2] = scales[:, :2]
         return data.reshape(rows, -1)
     if format.exponent:
         data[:, format.d] = rng.integers(118, 128, len(data))
@@ -50,9 +51,12 @@ def random_blocks(kind: int, rows: int, cols: int) -> np.ndarray:
 
 def dequantized(kind: int, blocks: np.ndarray) -> np.ndarray:
     """The weights in blocks of a type of files, float32 of (rows, weights of a row)."""
+    if kind == I2_S:  # 128 numbers in 32 bytes, in the upper bits first; the package does not know this type
+        q = blocks.reshape(-1, 1, 32) >> np.array([[6], [4], [2], [0]]) & 3
+        return q.astype(np.float32).reshape(len(blocks), -1) - 1
     if kind not in (Q1_0, Q2_0):
         return gguf.dequantize(blocks, Type(kind))
-    data = blocks.reshape(-1, 18)  # the package does not know them
+    data = blocks.reshape(-1, 18)  # nor these
     d = data[:, :2].copy().view(np.float16).astype(np.float32)
     if kind == Q1_0:
         values = np.unpackbits(data[:, 2:], axis=1, bitorder="little").astype(np.float32) * 2 - 1

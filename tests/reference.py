@@ -350,7 +350,7 @@ class Reference:
             )
             gate = np.maximum(gate - least, 0)
         hidden = xielu(gate, *part.curve) if part.curve else gated(gate, up, part.activation)
-        return self._product(hidden, part.down, part.down_bias)
+        return self._product(self._normed(hidden, part.hidden_norm, self.spec.eps), part.down, part.down_bias)
 
     def _delta(self, part: DeltaNet, h: Floats) -> Floats:
         """Token by token, as the docstring of `DeltaNet` has it."""
@@ -517,7 +517,7 @@ class Reference:
             gate = self._product(h, a.gate)
             gate = np.logaddexp(0, gate).astype(np.float32) if a.gating == "softplus" else sigmoid(gate)
             result = result * (np.repeat(gate, a.head_dim, -1) if a.gate.rows == a.heads else gate)
-        return self._product(result, a.o, a.o_bias)
+        return self._product(self._normed(result, a.result_norm, self.spec.eps), a.o, a.o_bias)
 
     def _attend_latent(self, part: LatentAttention, h: Floats) -> Floats:
         """With keys and values of each head, as the paper has it (DeepSeek-V2, section 2.1)."""

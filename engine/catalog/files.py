@@ -15,15 +15,15 @@ PREFERRED = (
     "Q4_K_M", "Q5_K_M", "Q4_K_S", "Q5_K_S", "Q4_K_XL", "Q5_K_XL", "Q6_K", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1",
     "Q4_K", "Q5_K", "Q4_K_L", "Q5_K_L", "Q6_K_L", "Q6_K_XL", "Q8_K_XL", "MXFP4", "MXFP4_MOE", "NVFP4", "IQ4_XS",
     "IQ4_NL", "BF16", "F16", "F32", "Q3_K_XL", "Q3_K_L", "Q3_K_M", "Q3_K_S", "Q3_K", "IQ3_M", "IQ3_S", "IQ3_XS",
-    "IQ3_XXS", "Q2_K_XL", "Q2_K_L", "Q2_K", "Q2_K_S", "IQ2_M", "IQ2_S", "IQ2_XS", "IQ2_XXS", "TQ2_0", "TQ1_0", "IQ1_M",
-    "IQ1_S",
+    "IQ3_XXS", "Q2_K_XL", "Q2_K_L", "Q2_K", "Q2_K_S", "IQ2_M", "IQ2_S", "IQ2_XS", "IQ2_XXS", "TQ2_0", "I2_S", "TQ1_0",
+    "IQ1_M", "IQ1_S",
 )  # fmt: skip
 _RUN = {GGML_TYPES[kind].name for kind in READ_TYPES}
 _NOT_RUN = {type.name for type in GGML_TYPES.values()} - _RUN
 _FAMILIES_NOT_RUN = {name.partition("_")[0] for name in _NOT_RUN} - {name.partition("_")[0] for name in _RUN}
 _FORK = re.compile(r"IQ\d_K[STL]*|\w*_R\d")
 """Types of ik_llama.cpp alone."""
-_LABEL = re.compile(r"(?:^|[-._])((?:UD-)?(?:I?Q\d|TQ\d|MXFP4|NVFP4|BF16|FP?16|FP?32)[A-Z0-9_]*)$", re.I)
+_LABEL = re.compile(r"(?:^|[-._])((?:UD-)?(?:I?Q\d|TQ\d|I2_S|MXFP4|NVFP4|BF16|FP?16|FP?32)[A-Z0-9_]*)$", re.I)
 _PART = re.compile(r"-(?P<number>\d{5})-of-(?P<count>\d{5})(?=\.gguf$)", re.I)
 _DRAFTER = re.compile(
     r"(?:^|/)(?:mtp|dflash|eagle\d?)[-_][^/]*$|(?:^|/)mtp/|[-._](?:I?Q\d\w*|BF16|F16|F32)-mtp\.gguf$", re.I

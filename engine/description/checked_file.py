@@ -8,9 +8,8 @@ import numpy as np
 
 from engine.description.sublayers import Vector, Weight
 from engine.errors import ModelFileError
-from engine.formats.ggml_types import TYPES
 from engine.formats.gguf import GGUF, damaged, printable
-from engine.formats.quantization import read_as
+from engine.formats.quantization import FORMATS, WIDENED_NVFP4, read_as
 from engine.formats.rope_order import HeadOrder
 
 MOST = float(np.finfo(np.float32).max)
@@ -89,15 +88,18 @@ class CheckedFile:
         run: int = 0,
     ) -> Weight:
         """A matrix: `rows` rows from `first` on, of a tensor that has `of` (0: as many). `every`, `run`: see `Weight`.
-        A matrix of one row may be a vector in the file. One of NVFP4 may have a scale."""
+        A matrix of one row may be a vector in the file. One whose blocks have a number of half precision alone may
+        have a scale; of experts only one of NVFP4, since of others it is what results are multiplied by."""
         name, shape = f"{tensor}.weight", (*([experts] if experts > 1 else []), of or rows, cols)
         is_vector = shape == (1, cols) and self.has(name) and len(self.file.tensors[name].shape) == 1
         type = self.check(name, (cols,) if is_vector else shape)
         scale = f"{tensor}.scale"
-        if TYPES[type].name != "NVFP4" or not self.has(scale):
-            scale = ""
-        else:
+        format = FORMATS.get(read_as(type))
+        is_scaled = format and format.m is None and not format.exponent and self.has(scale)
+        if is_scaled and (experts == 1 or read_as(type) == WIDENED_NVFP4):
             self.check(scale, (experts,))
+        else:
+            scale = ""
         return Weight(name, rows, cols, read_as(type), first, order, experts, every, run, scale=scale)
 
     def vector(

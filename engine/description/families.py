@@ -144,6 +144,9 @@ _BERT = Family(
 
 ARCHITECTURES: Mapping[str, Family] = {
     "llama": Family(interleaved=True),
+    "bitnet": Family(),
+    "bitnet-25": Family(activation="relu2"),
+    "bitnet-b1.58": Family(activation="relu2"),
     "llama4": Family(
         interleaved=True,
         full_attention_every=4,

@@ -81,7 +81,8 @@ class FeedForwardReader(HeadReader):
         up_bias, down_bias = (
             self.vector(f"{prefix}ffn_{x}{suffix}.bias", n) for x, n in (("up", width), ("down", dim))
         )
-        return Dense(gate, up, down, self.family.activation, up_bias, down_bias)
+        hidden_norm = self.vector(f"{prefix}ffn_sub_norm{suffix}.weight", width)
+        return Dense(gate, up, down, self.family.activation, up_bias, down_bias, hidden_norm=hidden_norm)
 
     def activation(self, i: int, of: str) -> Activation:
         """That of the experts of layer i, or of the shared one. The file may have a limit of each layer, 0 for none: of

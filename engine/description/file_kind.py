@@ -24,7 +24,6 @@ _OTHER_WORK = {
     "reads a whole text before it writes another one, or makes its embedding (T5)": ("t5", "t5encoder"),
     "hears or makes sounds": ("whisper", "wavtokenizer-dec", "qwen3tts", "pockettts", "tts-outetts"),
     "guesses tokens of another model, and answers nothing itself": ("eagle3", "dflash"),
-    "runs in BitNet's own program alone (bitnet.cpp)": ("bitnet-b1.58", "bitnet-25"),
 }  # fmt: skip
 """What models do that answer in another way than all others, by their architectures: src/llama-arch.cpp of llama.cpp,
 and files of programs that make pictures."""

@@ -31,13 +31,14 @@ class AttentionHeads:
 
 
 class HeadReader(CheckedFile):
-    """Reads the heads of layers. `ropes`: the rotary embeddings of those so far. All methods raise ModelFileError."""
+    """Reads the heads of `layers`. `ropes`: the rotary embeddings of those so far. All methods raise ModelFileError."""
 
     def __init__(self, file: GGUF, architecture: str, family: Family) -> None:
         super().__init__(file, architecture)
         self.family = family
         self.ropes: list[Rope] = []
         self.dim, self.context = self.size("embedding_length"), self.size("context_length")
+        self.layers = self.size("block_count")
         self.unsaid_factor = family.long_rope_factor if self.context >= 1 << 17 else 1.0
 
     def heads(self, i: int, has_window: bool, interleaved: bool) -> AttentionHeads:

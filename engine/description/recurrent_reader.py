@@ -7,20 +7,15 @@ from itertools import accumulate
 
 import numpy as np
 
-from engine.description.families import Family
 from engine.description.head_reader import MAX_HEAD, HeadReader
 from engine.description.recurrent import DeltaNet, KeyedDeltaNet, Mamba, Recurrent, SelectiveScan, ShortConv
 from engine.description.sublayers import Vector, Weight
 from engine.errors import ModelFileError
-from engine.formats.gguf import GGUF, damaged
+from engine.formats.gguf import damaged
 
 
 class RecurrentReader(HeadReader):
-    """Reads recurrent layers, of `layers` in all. All methods raise ModelFileError."""
-
-    def __init__(self, file: GGUF, architecture: str, family: Family) -> None:
-        super().__init__(file, architecture, family)
-        self.layers = self.size("block_count")
+    """Reads recurrent layers. All methods raise ModelFileError."""
 
     @property
     def is_all_recurrent(self) -> bool:

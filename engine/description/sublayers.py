@@ -166,7 +166,8 @@ class Attention(Operator):
     the keys at p - window + 1 to p; 0 means to all. If windows are `chunked`, it attends to those from the last
     multiple of the window on. Queries that are not `tempered` do not grow with their position
     (`ModelSpec.temperature`). With `slopes`, one for each head, slope * distance of the two tokens is taken off a score
-    (ALiBi). With a `limit`, queries, keys and values are cut to -limit to limit. If norms are `layer_norms`, they take
+    (ALiBi). With a `limit`, queries, keys and values are cut to -limit to limit. A `result_norm` norms what all heads
+    give together, before the output projection. If norms are `layer_norms`, they take
     the mean off each head, and each head has weights of its own. `sinks`: for each head a score that joins those of
     the keys, unscaled, and whose value is zero. `gate`: the result is multiplied by sigmoid(gate x) before the output
     projection, or by softplus(gate x) if it is so `gating`; if that has a number for each head, by those.
@@ -207,6 +208,7 @@ class Attention(Operator):
     slopes: tuple[float, ...] = ()
     limit: float = 0.0
     layer_norms: bool = False
+    result_norm: Vector | None = None
     gating: Literal["sigmoid", "softplus"] = "sigmoid"
     words = "attention"
 
@@ -304,7 +306,7 @@ class Dense(Operator):
     have biases. With `sparsity`, of a token's gates g only what is above mean(g) + sparsity * deviation(g) counts:
     max(g - that, 0) takes the place of g. A deviation is divided by the number of gates less one. Without a gate, a
     `curve` (n, p, b, e) may take the place of the activation (xIELU): p * u * u + b * u of u above 0, else
-    n * (exp(min(u, e)) - 1 - u) + b * u."""
+    n * (exp(min(u, e)) - 1 - u) + b * u. A `hidden_norm` norms what the product `down` reads."""
 
     gate: Weight | None
     up: Weight
@@ -314,6 +316,7 @@ class Dense(Operator):
     down_bias: Vector | None = None
     sparsity: float = 0.0
     curve: tuple[float, ...] = ()
+    hidden_norm: Vector | None = None
     words = "feed-forward layers"
 
     @property

@@ -1,7 +1,8 @@
 """The tensor types of ggml: how many elements a block has, and how many bytes.
 
-From enum ggml_type in ggml/include/ggml.h and type_traits in ggml/src/ggml.c of llama.cpp. The ids 31 to 33 and 36 to
-38 are repacked forms that current files no longer have.
+From enum ggml_type in ggml/include/ggml.h and type_traits in ggml/src/ggml.c of llama.cpp. The ids 31 to 33, 37 and 38
+are repacked forms that current files no longer have. 36 was one, too; files of BitNet's own program have it for their
+ternary numbers (I2_S), 128 in 32 bytes, and one scale for all after those of a tensor.
 """
 
 from typing import NamedTuple
@@ -48,7 +49,7 @@ GGML_TYPES: dict[int, GGMLType] = {
     33: GGMLType("Q4_0_8_8", 32, 18),
     34: GGMLType("TQ1_0", 256, 54),
     35: GGMLType("TQ2_0", 256, 66),
-    36: GGMLType("IQ4_NL_4_4", 32, 18),
+    36: GGMLType("I2_S", 256, 64),
     37: GGMLType("IQ4_NL_4_8", 32, 18),
     38: GGMLType("IQ4_NL_8_8", 32, 18),
     39: GGMLType("MXFP4", 32, 17),
@@ -56,8 +57,9 @@ GGML_TYPES: dict[int, GGMLType] = {
     41: GGMLType("Q1_0", 128, 18),
     42: GGMLType("Q2_0", 64, 18),
 }
-REMOVED = frozenset({31, 32, 33, 36, 37, 38})
-"""Types whose numbers forks of ggml have for types of their own: 36 is I2_S in files of BitNet's own program."""
+REMOVED = frozenset({31, 32, 33, 37, 38})
+"""Types whose numbers forks of ggml have for types of their own."""
+I2_S = 36
 FORK = 97
 """The numbers of ik_llama.cpp's own types begin about here (enum ggml_type in its ggml.h)."""
 # `engine.formats.widening` makes these of the types of files. A file cannot have them: their numbers are ours.

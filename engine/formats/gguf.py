@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 
 from engine.errors import ModelFileError
 from engine.formats.file_kind import guess_kind
-from engine.formats.ggml_types import FORK, GGML_TYPES, REMOVED
+from engine.formats.ggml_types import FORK, GGML_TYPES, I2_S, REMOVED
 from engine.formats.string_array import StringArray, follow
 
 # gguf_metadata_value_type -> type, as `struct` and numpy write it; the other three types are below
@@ -429,10 +429,14 @@ class _FileReader:
                 )
             n_bytes = elements // block * block_bytes
             start = base + offset
-            if start + n_bytes > self.size:
+            end = start + n_bytes + 4 * (kind == I2_S)
+            if end > self.size:
                 self.fail(
-                    f"is truncated: it has {self.size} bytes, but the {tensor} goes on to {start + n_bytes}.",
+                    f"is truncated: it has {self.size} bytes, but the {tensor} goes on to {end}.",
                     _NOT_WHOLE,
                 )
             tensors.append(TensorInfo(name, tuple(reversed(sizes)), kind, n_bytes, self.mapped, start))
+            if kind == I2_S:  # its scale, under the name that scales have in other files
+                scale = f"{name.removesuffix('.weight')}.scale"
+                tensors.append(TensorInfo(scale, (1,), 0, 4, self.mapped, start + n_bytes))
         return tensors

@@ -184,7 +184,7 @@ FORMATS: Mapping[int, Format] = {**QUANTIZED, **WIDENED}
 FLOATS = (0, 1, 30)  # F32, F16 and BF16
 WIDER: Mapping[int, int] = {
     16: WIDENED_IQ2, 17: WIDENED_IQ2, 18: WIDENED_IQ3_XXS, 19: WIDENED_IQ1, 21: WIDENED_IQ3_S, 22: WIDENED_IQ2,
-    29: WIDENED_IQ1, 34: 35, 40: WIDENED_NVFP4, 41: 42,
+    29: WIDENED_IQ1, 34: 35, 36: 35, 40: WIDENED_NVFP4, 41: 42,
 }  # fmt: skip
 """Types of files that are read as others."""
 READ_TYPES = (*FLOATS, *sorted(WIDER.keys() | {kind for kind in FORMATS if kind not in OF_MEMORY}))

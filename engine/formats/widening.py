@@ -4,7 +4,7 @@ IQ1, IQ2 and IQ3 store for each four or eight neighbouring weights the number of
 their signs. So a weight is one of 6 to 16 numbers, times a scale. What is read from the file becomes indices of these
 numbers (`engine.formats.quantization.WIDENED`), so kernels need neither the tables nor code of their own. It takes 4.25
 to 4.5 bits a weight in memory, in place of the file's 1.6 to 3.4. TQ1_0, five ternary numbers in a byte, becomes
-TQ2_0, and Q1_0, whose bits stand for d and -d, becomes Q2_0.
+TQ2_0, and Q1_0, whose bits stand for d and -d, becomes Q2_0. I2_S becomes TQ2_0 with a d of 1.
 
 The scales of NVFP4, small floats of 16 weights each, become integers of 7 bits with a power of two for 64 weights. They
 are the same numbers, except those below an eighth of the largest of the four: these are rounded to 1/112 of it or less.
@@ -126,6 +126,12 @@ def _tq1_0(blocks: Bytes) -> Bytes:
     return np.concatenate([packed.reshape(len(blocks), -1), blocks[:, 52:]], axis=1)
 
 
+def _i2_s(blocks: Bytes) -> Bytes:
+    """The four numbers of a byte come in the other order. The file has the scale of a tensor by itself."""
+    turned = blocks >> 6 | blocks >> 2 & 0x0C | blocks << 2 & 0x30 | blocks << 6
+    return np.concatenate([turned, np.tile(_ONE, (len(blocks), 1))], axis=1)
+
+
 def _q1_0(blocks: Bytes) -> Bytes:
     """A block becomes two, with bits of twice their value."""
     bits = np.unpackbits(blocks[:, 2:], axis=1, bitorder="little").reshape(-1, 16, 4)
@@ -150,11 +156,13 @@ def _nvfp4(blocks: Bytes) -> Bytes:
 
 _WIDENERS: dict[int, Callable[[Bytes], Bytes]] = {
     16: _iq2_xxs, 17: _iq2_xs, 18: _iq3_xxs, 19: _iq1_s, 21: _iq3_s, 22: _iq2_s, 29: _iq1_m, 34: _tq1_0,
+    36: _i2_s,
     40: _nvfp4, 41: _q1_0,
 }  # fmt: skip
 
 # --- what they share ---------------------------------------------------------------------------------------
 
+_ONE = np.array([1.0], np.float16).view(np.uint8)
 _ONES = np.uint64(0x0101010101010101)
 
 

@@ -384,10 +384,7 @@ REFUSED = {
         padded(LAYER + tensor("t", [64], 139, 0), bytes(128)),
         r"type \(number 139\) .* does not know. It may be made for ik_llama.cpp alone",
     ),
-    "type of BitNet's program": (  # its bytes are fewer than those of the type that had this number
-        padded(LAYER + tensor("t", [256], 36, 0), bytes(64)),
-        r"type \(number 36\) that orin-chat does not know",
-    ),
+    "no scale": (padded(LAYER + tensor("t", [256], 36, 0), bytes(64)), "is truncated"),
     "no elements": (padded(LAYER + tensor("t", [0, 4], 0, 0), bytes(128)), "cannot have the shape"),
     "misaligned": (padded(LAYER + tensor("t", [4], 0, 8), bytes(128)), "cannot have the shape"),
     "huge": (padded(LAYER + tensor("t", [1 << 63] * 4, 0, 0), bytes(128)), "is truncated"),
@@ -396,6 +393,14 @@ REFUSED = {
     "same name": (padded(header(2, []) + tensor("t", [4], 0, 0) * 2, bytes(128)), 'second tensor named "t"'),
     "escapes": (header(0, [entry("\x1b[2J\n", 0, b"1")] * 2), r'"\ufffd\[2J\ufffd" twice'),
 }
+
+
+def test_the_scale_of_a_tensor_of_bitnets_program_is_one_of_its_own(write):
+    content = padded(LAYER + tensor("t.weight", [256], 36, 0), bytes(64) + struct.pack("<f", 0.5) + bytes(28))
+    tensors = GGUF(write(content)).tensors
+    assert tensors["t.weight"].n_bytes == 64
+    assert tensors["t.scale"].shape == (1,)
+    assert tensors["t.scale"].data.view(np.float32) == 0.5
 
 
 @pytest.mark.parametrize("case", REFUSED)

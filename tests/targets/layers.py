@@ -88,6 +88,8 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen3next F32, 8 of 16 rotated": {"architecture": "qwen3next", "quant": "F32", "rotated": 8},
     "qwen35 F32, 8 of 16 rotated": {"architecture": "qwen35", "quant": "F32", "rotated": 8},
     "qwen35moe F32, 8 of 16 rotated": {"architecture": "qwen35moe", "quant": "F32", "rotated": 8},
+    "bitnet F32": {"architecture": "bitnet", "quant": "F32", "layers": 1},
+    "bitnet-b1.58 TQ2_0": {"architecture": "bitnet-b1.58", "quant": "TQ2_0", "layers": 1, "dim": 256},
     "gpt-oss F32": {"architecture": "gpt-oss", "quant": "F32", "keys": {"expert_used_count": 2}},
 }
 CONTEXT = 256

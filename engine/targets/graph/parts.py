@@ -54,6 +54,10 @@ class Parts:
         """RMS norm over the last axis."""
         return (normed(x, self.spec.eps if eps is None else eps) * self._vectors[weight]).contiguous()
 
+    def _stream_norm(self, x: Tensor, weight: Vector, bias: Vector | None = None) -> Tensor:
+        y = self._norm(x, weight, self.spec.stream_eps)
+        return y if bias is None else (y + self._vectors[bias]).contiguous()
+
 
 def load_matrix(weights: FileWeights, weight: Weight) -> QuantizedMatrix:
     """The matrices of a `weight`, those of experts one after the other, on the device."""

@@ -15,8 +15,6 @@ from tinygrad import Tensor, UOp, dtypes
 from engine.description.altup import Correction, LowRank, Merge, Prediction
 from engine.description.recurrent import DeltaNet, KeyedDeltaNet, Mamba, SelectiveScan, ShortConv
 from engine.description.sublayers import (
-    MIN_PROBABILITY,
-    Activation,
     Attention,
     Dense,
     Experts,
@@ -24,7 +22,6 @@ from engine.description.sublayers import (
     LayerEmbedding,
     Operator,
     SideBySide,
-    SiluLimits,
     Vector,
     Weight,
 )
@@ -36,6 +33,7 @@ from engine.measure.kernel_roles import BufferUse
 from engine.runtime.kv_blocks import BLOCK
 from engine.targets.buffer_uses import BufferUses
 from engine.targets.graph.cached import dequantized, mask_of, quantized, stored_in
+from engine.targets.graph.feed_forward import FeedForwardLayers
 from engine.targets.graph.inputs import Step
 from engine.targets.graph.parts import Run, centred, load_matrix, normed
 from engine.targets.graph.recurrent import RecurrentLayers
@@ -43,28 +41,7 @@ from engine.targets.graph.states import States
 from engine.targets.graph.streams import StreamLayers
 
 
-def gated(gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
-    """See `Activation`."""
-    match activation:
-        case "silu":
-            return gate.silu() * up
-        case "gelu":
-            return gate.gelu() * up  # tinygrad's is the form with tanh
-        case "relu2":
-            return gate.relu() ** 2 * up
-        case SiluLimits():
-            return gate.minimum(activation.gate).silu() * up.clamp(-activation.up, activation.up)
-    gate, up = gate.minimum(7), up.clamp(-7, 7)
-    return gate * (1.702 * gate).sigmoid() * (up + 1)
-
-
-def xielu(x: Tensor, n: float, p: float, b: float, e: float) -> Tensor:
-    """See `Dense`."""
-    negative = n * (x.minimum(e).exp() - 1 - x)
-    return (x > 0).where(p * x * x, negative) + b * x
-
-
-class Transformer(RecurrentLayers, StreamLayers):
+class Transformer(RecurrentLayers, FeedForwardLayers, StreamLayers):
     """A model's weights and KV cache, and its forward pass over tokens that continue those in the cache. The cache has
     `blocks` of BLOCK places for tokens: for each attention (2, kv_heads, places, head_dim), zeros, in float16, or in
     float32 if the weights are. In the format q8_0 it is int8, and the scales of a head's blocks, as bytes, follow its
@@ -250,77 +227,6 @@ class Transformer(RecurrentLayers, StreamLayers):
         gate = self._product(operator.gate, x).gelu()
         return self._product(operator.proj, gate * run.of_layers[operator.layer])
 
-    def _beside(self, operator: SideBySide, x: Tensor, run: Run) -> Tensor:
-        """x (n, dim), which is not normed -> (n, dim)."""
-        dense = self._dense(operator.dense, self._stream_norm(x, operator.dense_norm), run)
-        h, of_router = (
-            self._stream_norm(x, operator.experts_norm),
-            self._stream_norm(x, operator.router_scale),
-        )
-        experts = self._experts(operator.experts, h, run, of_router)
-        return self._norm(dense, operator.dense_post_norm) + self._norm(experts, operator.experts_post_norm)
-
-    def _choose(self, operator: Experts, x: Tensor) -> tuple[list[Tensor], list[Tensor]]:
-        """The experts that the tokens x (n, dim) take, first each token's most probable one: their numbers and their
-        probabilities, (n,) each."""
-        logits = self._product(operator.router, x, operator.router_bias)
-        scores = (logits.softmax(-1) if operator.scoring == "softmax" else logits.sigmoid()).contiguous()
-        left = scores if operator.choice_bias is None else scores + self._vectors[operator.choice_bias]
-        if operator.groups > 1:
-            left = _in_best_groups(operator, left.contiguous()).contiguous()
-        numbers = Tensor.arange(operator.count).reshape(1, -1)
-        chosen, probabilities = [], []
-        for _ in range(operator.used):
-            best = left.argmax(-1)
-            is_best = numbers == best.unsqueeze(-1)
-            chosen.append(best.contiguous())
-            probabilities.append(is_best.where(scores, 0.0).sum(-1))
-            left = is_best.where(-math.inf, left).contiguous()
-        return chosen, probabilities
-
-    def _experts(self, operator: Experts, x: Tensor, run: Run, of_router: Tensor | None = None) -> Tensor:
-        """x (n, dim), which is normed, as is what the router reads if that differs -> (n, dim). One expert for each
-        token at a time."""
-        chosen, probabilities = self._choose(operator, x if of_router is None else of_router)
-        total = sum(probabilities[1:], start=probabilities[0]).maximum(MIN_PROBABILITY)
-        y: Tensor | None = None
-        weighed = operator.weighed_inputs
-        for experts, probability in zip(chosen, probabilities, strict=True):
-
-            def product(weight: Weight, bias: Vector | None, x: Tensor, experts: Tensor = experts) -> Tensor:
-                y = self._matrices[weight].products_of(experts, x, operator.count)
-                return y if bias is None else y + self._vectors[bias].reshape(operator.count, -1)[experts]
-
-            factor = (probability / total if operator.renormalised else probability) * operator.factor
-            read = (x * factor.unsqueeze(-1)).contiguous() if weighed else x
-            first, *others = (product(weight, bias, read) for weight, bias in operator.firsts)
-            hidden = gated(first, others[0] if others else first.ones_like(), operator.activation)
-            part = product(operator.down, operator.down_bias, hidden.contiguous())
-            if operator.scales:
-                factor = factor * self._vectors[operator.scales][experts]
-            part = part if weighed else part * factor.unsqueeze(-1)
-            y = part if y is None else y + part
-        assert y is not None
-        if operator.shared:
-            shared = self._dense(operator.shared, x, run)
-            if operator.shared_gate:
-                shared = self._product(operator.shared_gate, x).sigmoid() * shared
-            y = y + shared
-        return y
-
-    def _dense(self, operator: Dense, x: Tensor, run: Run) -> Tensor:
-        up = self._product(operator.up, x, operator.up_bias)
-        gate, up = (self._product(operator.gate, x), up) if operator.gate else (up, up.ones_like())
-        if operator.sparsity:
-            least = gate.mean(-1, keepdim=True) + operator.sparsity * gate.std(-1, keepdim=True)
-            gate = (gate - least.contiguous()).relu()
-        hidden = xielu(gate, *operator.curve) if operator.curve else gated(gate, up, operator.activation)
-        return self._product(operator.down, hidden, operator.down_bias)
-
-    def _stream_norm(self, x: Tensor, weight: Vector, bias: Vector | None = None) -> Tensor:
-        y = self._norm(x, weight, self.spec.stream_eps)
-        return y if bias is None else (y + self._vectors[bias]).contiguous()
-
     def _heads(self, x: Tensor, n_heads: int, norm: Vector | None, layer_norms: bool = False) -> Tensor:
         """(n, n_heads * head_dim) -> (n_heads, n, head_dim), normed over a head or over all of them. With `layer_norms`
         of heads, they are normed so, each with weights of its own."""
@@ -386,6 +292,7 @@ class Transformer(RecurrentLayers, StreamLayers):
             gate = gate.softplus() if a.gating == "softplus" else gate.sigmoid()
             shape = x.shape[0], a.gate.rows, -1
             out = (out.reshape(shape) * gate.unsqueeze(-1)).reshape(x.shape[0], -1)
+        out = self._norm(out, a.result_norm) if a.result_norm else out
         return self._product(a.o, out, a.o_bias)
 
     def _cut(self, a: Attention, weight: Weight, x: Tensor, bias: Vector | None) -> Tensor:
@@ -477,16 +384,3 @@ _SUBLAYERS: dict[type[Operator], Callable[[Transformer, Any, Tensor, Run], Tenso
     Merge: Transformer._merge,
 }
 """What computes each kind of sublayer: of x (n, dim), normed if the sublayer has a norm, (n, dim)."""
-
-
-def _in_best_groups(operator: Experts, scores: Tensor) -> Tensor:
-    """The scores (n, experts), -inf for the experts that are in none of a token's best groups."""
-    groups = scores.reshape(-1, operator.groups, operator.count // operator.groups)
-    numbers = Tensor.arange(groups.shape[-1])
-    is_first = numbers == groups.argmax(-1).unsqueeze(-1)
-    left = (groups.max(-1) + is_first.where(-math.inf, groups).max(-1)).contiguous()
-    numbers, is_used = Tensor.arange(operator.groups), left < -math.inf
-    for _ in range(operator.used_groups):
-        is_best = numbers == left.argmax(-1).unsqueeze(-1)
-        is_used, left = is_used | is_best, is_best.where(-math.inf, left).contiguous()
-    return is_used.unsqueeze(-1).where(groups, -math.inf).reshape(scores.shape)

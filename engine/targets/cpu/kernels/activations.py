@@ -288,6 +288,27 @@ def sparsify(deviations: float, lanes: int, tile: int) -> KernelFunction:
 
 
 @functools.cache
+def gate_rows(gate: Gate, lanes: int, tile: int, alone: bool) -> KernelFunction:
+    """Rows x become gates of other rows, or what they are if they are `alone` (`Quantization.gated`). The threads
+    share the tokens. Buffers: the rows, float32 (tokens, cols); the number of units in a row, int32 (1,); the state if
+    tile is more than 1; the other rows."""
+
+    def kernel(part: UOp, parts: UOp, rows: UOp, shape: UOp, *buffers: UOp) -> UOp:
+        k = KernelBuilder(lanes)
+        k.scratch(rows)
+        state, other = ([*buffers], None) if alone else (buffers[:-1], buffers[-1])
+        cols = k.index(shape, 0) * UNIT
+        first, count = even_share(n_tokens(k, state[0], tile) if state else 1, part, parts)
+        with k.loop(count * (cols // lanes)) as i:
+            at = first * cols + i * lanes
+            beside = UOp.const(1.0, F32) if other is None else k.vector(other, at)
+            k.store(rows, at, gated(k, gate, k.vector(rows, at), beside))
+        return k.finish(f"gate_{'limited' if isinstance(gate, tuple) else gate}{'_alone' * alone}_{tile}")
+
+    return kernel
+
+
+@functools.cache
 def cap(limit: float, lanes: int) -> KernelFunction:
     """x = limit * tanh(x / limit). Buffers: x, float32 (vectors * lanes,); the number of vectors, int32 (1,)."""
 

@@ -31,6 +31,8 @@ class AttentionHandler(Handler):
         heads of a multiple of 4 elements, since they rotate half a head at once."""
         if part.head_dim % 4 or part.kv_size % MOST_LANES:
             return f"{part.kv_heads} heads of {part.head_dim} elements for its keys"
+        if part.result_norm and part.gate:
+            return "norms beside gates"
         return super().lacks(part)
 
     def __init__(self, part: Attention, norm: Tensor | None, is_added: bool, loading: Loading) -> None:
@@ -55,6 +57,7 @@ class AttentionHandler(Handler):
         self._head_norms = [weights.vector(norm) for norm in (part.q_norm, part.k_norm) if norm]
         self._o = weights.matrix(part.o, added=is_added)
         self._o_bias = part.o_bias and weights.vector(part.o_bias)
+        self._result_norm = part.result_norm and weights.vector(part.result_norm)
         self._sinks = [weights.vector(part.sinks)] if part.sinks else []
         slopes = [np.array(part.slopes, np.float32)] if part.slopes else []
         self._slopes = [memory.array(of, dtypes.float32) for of in slopes]
@@ -77,11 +80,11 @@ class AttentionHandler(Handler):
         attended = self._attend(step, self._rotate(step, gates))
         if gates is not None and self._gate and self._scales:
             self._scale_heads(step, attended, gates, self._gate, self.heads.query * self.heads.dim)
-            inputs = step.quantize(attended, [self._o])
-        elif gates is not None:
+        if gates is not None and not self._scales:
             inputs = step.quantize(gates, [self._o], gate=("sigmoid", attended))
         else:
-            inputs = step.quantize(attended, [self._o])
+            eps = step.buffers.spec.eps
+            inputs = step.quantize(attended, [self._o], norm=self._result_norm, eps=eps)
         step.add_result(self._o, inputs, self._o_bias)
 
     def keep(self, step: StepBuilder) -> None:
@@ -140,4 +143,4 @@ class AttentionHandler(Handler):
         uses.add(BufferUse("attention", "context", self._tables.numel() * BLOCK, window), self._tables)
         uses.add(BufferUse("attention output"), self._o.stream)
         uses.add(BufferUse("attention"), *self._sinks, *self._slopes)
-        uses.add(BufferUse("norm"), self._o_bias, *self._head_norms)
+        uses.add(BufferUse("norm"), self._o_bias, self._result_norm, *self._head_norms)

@@ -58,6 +58,8 @@ class AttentionHandler(Handler):
     def lacks(cls, part: Any) -> str:
         if part.limit and part.gate:
             return "limits beside gates"
+        if part.result_norm:
+            return "a norm of what heads give together"
         return f"heads of {part.head_dim} elements" if part.head_dim % _CHUNK else ""
 
     def __init__(self, part: Attention, loading: Loading) -> None:

@@ -34,7 +34,7 @@ class DenseHandler(Handler):
     def lacks(cls, part: Dense) -> str:
         if part.gate and part.up_bias:
             return "biases beside gates"
-        return ""
+        return "a norm between the products of a feed-forward layer" if part.hidden_norm else ""
 
     def __init__(self, part: Dense, loading: Loading) -> None:
         self.part = part
