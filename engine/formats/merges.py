@@ -73,7 +73,7 @@ class Merges:
     def _bpe(self, gguf: GGUF, ids: dict[str, int]) -> Merger:
         v, merge_lines = self._vocabulary, gguf.get("tokenizer.ggml.merges", StringArray)
         merges = [(left, right) for left, _, right in (line.partition(" ") for line in merge_lines)]
-        options = {"ignore_merges": v.pretokenizer.whole_words, "byte_fallback": v.gemma4}
+        options = {"ignore_merges": v.pretokenizer.whole_words, "byte_fallback": v.joins_words}
         try:
             model = models.BPE(ids, merges, **options)
         except BaseException as error:
@@ -90,7 +90,7 @@ class Merges:
         splits: list[pre_tokenizers.PreTokenizer] = [
             pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in v.pretokenizer.patterns
         ]
-        if not v.gemma4:
+        if not v.joins_words:
             splits.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False))
         merger.pre_tokenizer = pre_tokenizers.Sequence(splits)
         return merger

@@ -102,13 +102,26 @@ _AFMOE_SCRIPTS = (
     "\u0e40-\u0e7f\u0e80-\u0effក-\u17ffက-႟ꩠ-ꩿꧠ-\ua9ff가-\ud7afᄀ-ᇿ]+"
 )
 _AFMOE = (_THREES, _AFMOE_SCRIPTS, _DEEPSEEK_V3[2])
+# Digits are apart from all else, and in threes from the end; words are not apart.
+_SUPERBPE = (r"\p{N}+", r"[\s\S](?:(?!(?:\d{3})+(?!\d))[\s\S])*")
+_CHAMELEON = (
+    "<sentinel:[0-9]+>",
+    "IMGIMG[A-I]{1,4}Z",
+    r"[\t\n]|    |  ",
+    r"\p{N}",
+    r"[\p{P}!-/:-@\[-`{-~]",
+    _GPT2_WORDS,
+)
 _FALCON = (r"[\p{P}\$\+<=>\^~\|`]+", _GPT2_WORDS, "[0-9][0-9][0-9]")
 _WITHOUT_PUNCTUATION = r" ?[^(\s|.,!?…。，、।۔،)]+"
 
 DEFAULT = Pretokenizer((r"[\p{P}\$\+<=>\^~\|]+", _GPT2_WORDS, r"\p{N}+", "[0-9][0-9][0-9]"))
 
-# Gemma 4's BPE merges across words, but not across lines.
-GEMMA4 = Pretokenizer((r"[^\n]+|\n+",))
+GEMMA4, _SARVAM = Pretokenizer((r"[^\n]+|\n+",)), Pretokenizer((r"[^\n]+|[\n]+",))
+LINES = {"gemma4": GEMMA4, "granite-embed-multi-311m": GEMMA4, "sarvam-moe": _SARVAM}
+"""Those whose BPE merges across words, but not across lines, of characters in place of bytes."""
+UNSAID = {"<|begin_of_text|>": "llama-bpe"}
+"""What a vocabulary with such a token has where its file does not say: Llama 3's of early files, and BitNet's."""
 
 _NAMES: tuple[tuple[str, Pretokenizer], ...] = (
     ("default", DEFAULT),
@@ -143,6 +156,8 @@ _NAMES: tuple[tuple[str, Pretokenizer], ...] = (
         Pretokenizer((r"\p{N}", _GPT2_WORDS)),
     ),
     ("falcon", Pretokenizer(_FALCON)),
+    ("superbpe", Pretokenizer(_SUPERBPE)),
+    ("chameleon", Pretokenizer(_CHAMELEON, add_bos=True)),
     ("poro-chat bloom gpt3-finnish", Pretokenizer((_WITHOUT_PUNCTUATION,))),
     ("viking", Pretokenizer((_WITHOUT_PUNCTUATION, r"\p{N}"))),
     ("tekken", Pretokenizer((_TEKKEN,), whole_words=True, add_bos=True)),

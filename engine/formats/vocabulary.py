@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from engine.errors import ModelFileError
 from engine.formats.gguf import GGUF, damaged, printable
-from engine.formats.pretokenizers import DEFAULT, GEMMA4, PRETOKENIZERS
+from engine.formats.pretokenizers import DEFAULT, GEMMA4, LINES, PRETOKENIZERS, UNSAID
 from engine.formats.string_array import StringArray
 from engine.formats.thinking import MARK_TOKENS
 from engine.formats.tool_forms import CALL_TOKENS
@@ -78,9 +78,10 @@ class Vocabulary:
 
     `bos_id` and `eos_id` are None if the file has none. `eos_ids` are all tokens that end a reply; `add_bos` and
     `add_eos` say which tokens the model expects around a text. `special_tokens` maps names to ids, and `types` are
-    those of tokenizer.ggml.token_type. `writes_spaces`: whether tokens have spaces and bytes as GPT-2 writes them; else
-    `SPACE` stands for a space, and <0xNN> for a byte. `warning` is a sentence about anything unexpected in the file, or
-    "". Raises ModelFileError if the file has no vocabulary, or one of an unknown kind.
+    those of tokenizer.ggml.token_type. `writes_spaces`: whether tokens have spaces and bytes as GPT-2 writes them;
+    else `SPACE` stands for a space, and <0xNN> for a byte. `joins_words`: whether merges go across words. `warning`
+    is a sentence about anything unexpected in the file, or "". Raises ModelFileError if the file has no vocabulary,
+    or one of an unknown kind.
     """
 
     def __init__(self, gguf: GGUF) -> None:
@@ -88,9 +89,11 @@ class Vocabulary:
         kind = gguf.get("tokenizer.ggml.model", str)
         self.warning = ""
         self.sentencepiece = kind == "llama"
-        self.gemma4, self.wordpiece, self.unigrams = (kind == name for name in ("gemma4", "bert", "t5"))
+        self.wordpiece, self.unigrams = (kind == name for name in ("bert", "t5"))
+        pre = gguf.get("tokenizer.ggml.pre", str, "")
+        self.joins_words = kind == "gemma4" or (kind == "gpt2" and pre in LINES)
         self.normalizes = self.wordpiece or self.unigrams
-        self.writes_spaces = kind == "gpt2"
+        self.writes_spaces = kind == "gpt2" and not self.joins_words
         self.tokens = gguf.get("tokenizer.ggml.tokens", StringArray).head(_embedded(gguf))
         if not len(self.tokens):
             raise damaged(gguf.path, "its vocabulary has no tokens")
@@ -158,14 +161,14 @@ class Vocabulary:
         more = [] if listed is None else [int(id) for id in listed.ravel() if 0 <= id < self.vocab_size]
         self.eos_ids = frozenset(ends.union(id for id in (*end_ids, *more) if id is not None))
         pre = gguf.get("tokenizer.ggml.pre", str, "")
-        self.pretokenizer = PRETOKENIZERS.get(pre, DEFAULT)
-        if self.gemma4:
-            self.pretokenizer = GEMMA4
-        elif not (self.sentencepiece or self.normalizes) and pre not in PRETOKENIZERS:
+        pre = pre or next((name for text, name in UNSAID.items() if self.tokens.has(text)), "")
+        self.pretokenizer = LINES.get(pre, GEMMA4) if self.joins_words else PRETOKENIZERS.get(pre, DEFAULT)
+        if not (self.joins_words or self.sentencepiece or self.normalizes) and pre not in PRETOKENIZERS:
             named = f'an unknown pre-tokenizer, "{printable(pre)}"' if pre else "no pre-tokenizer"
             self.warning = f"The model file names {named}; answers may be worse than the model can give."
         add_bos = self.sentencepiece or self.pretokenizer.add_bos
-        wants_bos = self.gemma4 or self.wordpiece or gguf.get("tokenizer.ggml.add_bos_token", bool, add_bos)
+        always = self.pretokenizer is GEMMA4 or self.wordpiece
+        wants_bos = always or gguf.get("tokenizer.ggml.add_bos_token", bool, add_bos)
         self.add_bos = wants_bos and self.bos_id is not None
         wants_eos = self.wordpiece or gguf.get("tokenizer.ggml.add_eos_token", bool, self.unigrams)
         self.add_eos = wants_eos and self.eos_id is not None

@@ -189,6 +189,8 @@ WORDS = {
     ("deepseek-llm", "a! éa  "): ["a", "!", " é", "a", "  "],  # its symbols, ":-~", include plain letters
     ("deepseek-coder", "x = f(12)\n"): ["x", " =", " f", "(", "1", "2", ")", "\n"],
     ("deepseek-v3", "Hi 12345 世界, ok"): ["Hi", " ", "123", "45", " ", "世界", ",", " ok"],
+    ("superbpe", "a b 1234567½ x"): ["a b ", "1", "234", "567½", " x"],
+    ("chameleon", "a  b, 12 IMGIMGBCZ"): ["a", "  ", "b", ",", " ", "1", "2", " ", "IMGIMGBCZ"],
     ("default", "a.b 12345"): ["a", ".", "b", " ", "123", "45"],
 }
 
@@ -461,6 +463,18 @@ def test_gemma4_merges_across_words_but_not_lines(tmp_path):
     for text in ("a a", " a\n\n", "é😀 ", "", "<eos>", "<0x41>"):
         assert decode(t, t.encode(text)) == text
     assert names(t, "a", add_special=True) == ["<bos>", "a"] and not t.warning
+
+
+@pytest.mark.parametrize(("pre", "begins"), [("sarvam-moe", False), ("granite-embed-multi-311m", True)])
+def test_files_of_byte_level_bpe_may_merge_across_words_too(tmp_path, pre, begins):
+    t = Tokenizer(gemma4(tmp_path / "v", ["▁ a", "a ▁a"], kind="gpt2", pre=pre, add_bos_token=False))
+    assert names(t, "a a a") == ["a▁a", "▁a"] and names(t, "a<")[1:] == ["<0x3C>"]
+    assert (names(t, "a", add_special=True) == ["<bos>", "a"]) == begins and not t.warning
+
+
+def test_a_vocabulary_of_llama_3_needs_no_name(tmp_path):
+    t = Tokenizer(byte_level(tmp_path / "v", pre=None, special=(("<|begin_of_text|>", CONTROL),)))
+    assert t.pretokenizer is PRETOKENIZERS["llama-bpe"] and not t.warning
 
 
 def test_gemma4_begins_with_bos_whatever_its_file_says(tmp_path):

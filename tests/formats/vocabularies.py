@@ -87,7 +87,9 @@ def sentencepiece(
     return write(path, "llama", tokens, scores=scores, **more)
 
 
-def gemma4(path: Path, merges: list[str], special: tuple[tuple[str, int], ...] = (), **more) -> GGUF:
+def gemma4(
+    path: Path, merges: list[str], special: tuple[tuple[str, int], ...] = (), kind: str = "gemma4", **more
+) -> GGUF:
     """<pad>, <eos> and <bos>, all bytes, the characters and results of the merges, then the special tokens."""
     texts = dict.fromkeys([part for merge in merges for part in merge.split(" ")])
     texts |= dict.fromkeys(merge.replace(" ", "", 1) for merge in merges)
@@ -95,7 +97,7 @@ def gemma4(path: Path, merges: list[str], special: tuple[tuple[str, int], ...] =
     tokens += [(f"<0x{byte:02X}>", BYTE) for byte in range(256)]
     tokens += [(text, NORMAL) for text in texts] + list(special)
     keys = {"bos_token_id": 2, "eos_token_id": 1} | more
-    return write(path, "gemma4", tokens, merges=merges, **keys)
+    return write(path, kind, tokens, merges=merges, **keys)
 
 
 def decode(tokenizer: Tokenizer, ids: Iterable[int]) -> str:
