@@ -421,6 +421,11 @@ class Tensors:
             if parts.biases == "all":
                 self.vector(prefix + "ffn_up.bias", width, 0.0)
                 self.vector(prefix + "ffn_down.bias", dim, 0.0)
+        elif parts.feed_forward == "gated biases":
+            for name in "gate", "up":
+                self.matrix(f"{prefix}ffn_{name}", width, dim)
+                self.vector(f"{prefix}ffn_{name}.bias", width, 0.0)
+            self.vector(prefix + "ffn_down.bias", dim, 0.0)
         elif parts.fused and not (parts.experts or parts.normed_after or parts.halved):
             self.matrix(prefix + "ffn_up", 2 * width, dim)
         else:

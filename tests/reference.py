@@ -151,9 +151,10 @@ class Reference:
         self, spec: ModelSpec, x: Floats, of_layers: Floats | None, caches: list[tuple[Floats, Floats]]
     ) -> Iterator[Floats]:
         """The stream x after each sublayer. The `caches` of attention are appended."""
-        waiting, others = np.float32(0), np.empty((0, *x.shape), np.float32)
+        waiting, others, read = np.float32(0), np.empty((0, *x.shape), np.float32), x
         for sublayer, is_added_later in spec.blocks:
             x = self._normed(x, sublayer.renewed, spec.stream_eps, None) if sublayer.renewed else x
+            before, read = read, x
             h = self._normed(x, sublayer.norm, spec.stream_eps, sublayer.norm_bias)
             x = h if sublayer.replaces else x
             match sublayer.operator:
@@ -174,7 +175,7 @@ class Reference:
                 case Dense() as part:
                     y = self._dense(part, h)
                 case Experts() as part:
-                    y = self._experts(part, h, h)
+                    y = self._experts(part, h, before if part.routes_before else h)
                 case SideBySide() as part:
                     y = self._beside(part, h)
                 case LayerEmbedding() as part:
@@ -225,8 +226,11 @@ class Reference:
         """The log-probabilities of the experts in each mixture of experts, or what else they are chosen by, float32
         (n, experts), for these residual streams before the sublayers."""
         found = []
-        for sublayer, x in zip(self.spec.sublayers, streams, strict=True):
-            if isinstance(sublayer.operator, Experts):
+        befores = [streams[0], *streams]
+        for sublayer, x, before in zip(self.spec.sublayers, streams, befores, strict=False):
+            if isinstance(part := sublayer.operator, Experts) and part.routes_before:
+                found.append(self._router(before, None, part))
+            elif isinstance(sublayer.operator, Experts):
                 found.append(self._router(x, sublayer.norm, sublayer.operator, sublayer.norm_bias))
             elif isinstance(sublayer.operator, SideBySide):
                 found.append(self._router(x, sublayer.operator.router_scale, sublayer.operator.experts))
@@ -343,7 +347,8 @@ class Reference:
 
     def _dense(self, part: Dense, h: Floats) -> Floats:
         up = self._product(h, part.up, part.up_bias)
-        gate, up = (self._product(h, part.gate), up) if part.gate else (up, np.ones_like(up))
+        gate = self._product(h, part.gate, part.gate_bias) if part.gate else up
+        up = up if part.gate else np.ones_like(up)
         if part.sparsity:
             least = gate.mean(-1, keepdims=True) + np.float32(part.sparsity) * gate.std(
                 -1, keepdims=True, ddof=1
@@ -583,6 +588,8 @@ def gated(gate: Floats, up: Floats, activation: Activation) -> Floats:
         case "gelu":  # in the form with tanh
             inner = np.float32((2 / np.pi) ** 0.5) * (gate + np.float32(0.044715) * gate**3)
             return np.float32(0.5) * gate * (1 + np.tanh(inner)) * up
+        case "relu":
+            return np.maximum(gate, 0) * up
         case "relu2":
             return np.maximum(gate, 0) ** 2 * up
         case "swiglu_oai":  # gpt-oss's

@@ -193,6 +193,8 @@ class AttentionReader(HeadReader):
         return of
 
     def _default_scale(self, heads: AttentionHeads) -> float:
+        if self.family.scaled_by_size:
+            return 1 / heads.dim
         if self.layers == self.family.scored_by_width:
             return float((self.dim / heads.count) ** -0.5)
         return float(heads.dim**-0.5)

@@ -30,26 +30,27 @@ class Family:
     `biased_scoring` where they are chosen with a bias; all of files that do not say them. Of `attention_every` layers
     the last has attention, and the others are `recurrent`, unless the metadata say otherwise (0: those that have heads
     of keys have attention). `gated_attention`: in each head the rows of the query come before those of a gate of its
-    result. `unscaled_attention`: scores are multiplied by nothing. `normed_values`: values are normed over a head.
-    `distance_bias`: scores fall with the distance of tokens (ALiBi), and by so much at most where the files do not say
-    it; if `biased_layers`, only in a model of so many, which is not rotated. `chunked`, `weighed_inputs`: see
-    `Attention`, `Experts`. `rotates_dense`: the first layers, which have no experts, are rotated. `limits_silu`: the
-    limits of experts are those of SiLU, in place of its argument. `halves_rotation`: layers without a window rotate
-    half as many dimensions as the files say. `averages_shared`: the result of experts is the mean of the chosen ones'
-    and of the shared one's. `unit_norms`: rotated queries and keys are normed over a head, without weights, except in a
-    model of `unnormed_experts` experts. `tempered_full`: queries of layers without a window grow with their position,
-    if others have one, by this where the files do not say it: the slope, the length, and how many positions later.
-    `rotates_first`, `shares_in_turn`: see `Attention`, `DeltaNet`. `layer_norms`: norms are LayerNorms
-    (`ModelSpec.centred`). `multiplied_logits`: by the file's scale of logits, by which others are divided. `ungated`:
-    feed-forward layers have no gates. `softplus_gates`: of attention (`Attention.gating`). `curved`: feed-forward
-    layers have a curve (see `Dense`). `normed_embedding`: the stream begins with a norm of embeddings, without weights.
-    `post_eps`: that of post norms, if it is another one. `halved_width`: feed-forward layers are half as wide as the
-    files say. `unweighted`: norms of the stream have no weights. `partial_layers`: a layer may have no attention, or no
-    feed-forward layer. `lone_sublayers`: a layer is attention, a feed-forward layer or a recurrent one alone.
-    `recurrent_beside`: each attention has a recurrent layer beside it. `normed_after`: norms come after the sums. It
-    goes `both_ways` if its files do not say otherwise: see `Attention`. `grid`: tokens of pictures have a row and a
-    column, which turn pairs in turn or blocks of them (`Rope.sections`). Of pictures, tokens see those after them in
-    the same picture in no layer, in all, or in those with a window (`sees_pictures`)."""
+    result. `unscaled_attention`: scores are multiplied by nothing; `scaled_by_size`: they are divided by a head's
+    elements. `normed_values`: values are normed over a head. `distance_bias`: scores fall with the distance of tokens
+    (ALiBi), and by so much at most where the files do not say it; if `biased_layers`, only in a model of so many, which
+    is not rotated. `chunked`, `weighed_inputs`: see `Attention`, `Experts`. `rotates_dense`: the first layers, which
+    have no experts, are rotated. `limits_silu`: the limits of experts are those of SiLU, in place of its argument.
+    `halves_rotation`: layers without a window rotate half as many dimensions as the files say. `averages_shared`: the
+    result of experts is the mean of the chosen ones' and of the shared one's. `unit_norms`: rotated queries and keys
+    are normed over a head, without weights, except in a model of `unnormed_experts` experts. `tempered_full`: queries
+    of layers without a window grow with their position, if others have one, by this where the files do not say it: the
+    slope, the length, and how many positions later. `rotates_first`, `shares_in_turn`, `routes_before`: see
+    `Attention`, `DeltaNet`, `Experts`. `layer_norms`: norms are LayerNorms (`ModelSpec.centred`). `multiplied_logits`:
+    by the file's scale of logits, by which others are divided. `ungated`: feed-forward layers have no gates.
+    `softplus_gates`: of attention (`Attention.gating`). `curved`: feed-forward layers have a curve (see `Dense`).
+    `normed_embedding`: the stream begins with a norm of embeddings, without weights. `post_eps`: that of post norms, if
+    it is another one. `halved_width`: feed-forward layers are half as wide as the files say. `unweighted`: norms of the
+    stream have no weights. `partial_layers`: a layer may have no attention, or no feed-forward layer. `lone_sublayers`:
+    a layer is attention, a feed-forward layer or a recurrent one alone. `recurrent_beside`: each attention has a
+    recurrent layer beside it. `normed_after`: norms come after the sums. It goes `both_ways` if its files do not say
+    otherwise: see `Attention`. `grid`: tokens of pictures have a row and a column, which turn pairs in turn or blocks
+    of them (`Rope.sections`). Of pictures, tokens see those after them in the same picture in no layer, in all, or in
+    those with a window (`sees_pictures`)."""
 
     interleaved: bool = False
     activation: Activation = "silu"
@@ -88,11 +89,13 @@ class Family:
     recurrent: Literal["delta net", "keyed delta net", "short conv", "mamba", "scan"] = "delta net"
     gated_attention: bool = False
     unscaled_attention: bool = False
+    scaled_by_size: bool = False
     normed_values: bool = False
     distance_bias: float = 0.0
     biased_layers: int = 0
     chunked: bool = False
     weighed_inputs: bool = False
+    routes_before: bool = False
     unit_norms: bool = False
     unnormed_experts: int = 0
     tempered_full: tuple[float, int, int] | None = None
@@ -198,6 +201,7 @@ ARCHITECTURES: Mapping[str, Family] = {
     "olmo": Family(interleaved=True, layer_norms=True, unweighted=True),
     "phimoe": Family(layer_norms=True),
     "qwen": Family(halved_width=True),
+    "jais": Family(layer_norms=True, unrotated_every=1, scaled_by_size=True),
     "jais2": Family(layer_norms=True, activation="relu2", ungated=True),
     "muse-glimmer": Family(
         interleaved=True,
@@ -238,6 +242,7 @@ ARCHITECTURES: Mapping[str, Family] = {
     "granitemoe": Family(interleaved=True),
     "hunyuan-dense": Family(rotates_first=True),
     "hunyuan-moe": Family(rotates_first=True),
+    "hunyuan_vl": Family(rotates_first=True),
     "internlm2": Family(interleaved=True),
     "minicpm": Family(interleaved=True, embedding_scale=12.0, depth_scale=1.4, base_width=256),
     "minicpm3": Family(embedding_scale=12.0, depth_scale=1.4, base_width=256, multiplied_logits=True),
@@ -294,6 +299,13 @@ ARCHITECTURES: Mapping[str, Family] = {
     "deepseek2-ocr": Family(renormalised=False),
     "deepseek2": Family(interleaved=True, renormalised=False, biased_scoring="sigmoid"),
     "dbrx": Family(layer_norms=True),
+    "smallthinker": Family(
+        activation="relu",
+        full_attention_every=4,
+        full_attention_first=True,
+        unrotated_full=True,
+        routes_before=True,
+    ),
     "dots1": Family(renormalised=False, scoring="sigmoid"),
     "ernie4_5-moe": Family(interleaved=True),
     "eurobert": Family(both_ways=True),

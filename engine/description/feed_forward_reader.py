@@ -78,11 +78,14 @@ class FeedForwardReader(HeadReader):
             gate, up = (
                 self.weight(f"{prefix}ffn_up{suffix}", width, dim, first, 2 * width) for first in (0, width)
             )
-        up_bias, down_bias = (
-            self.vector(f"{prefix}ffn_{x}{suffix}.bias", n) for x, n in (("up", width), ("down", dim))
+        gate_bias, up_bias, down_bias = (
+            self.vector(f"{prefix}ffn_{x}{suffix}.bias", n)
+            for x, n in (("gate", width), ("up", width), ("down", dim))
         )
         hidden_norm = self.vector(f"{prefix}ffn_sub_norm{suffix}.weight", width)
-        return Dense(gate, up, down, self.family.activation, up_bias, down_bias, hidden_norm=hidden_norm)
+        return Dense(
+            gate, up, down, self.family.activation, gate_bias, up_bias, down_bias, hidden_norm=hidden_norm
+        )
 
     def activation(self, i: int, of: str) -> Activation:
         """That of the experts of layer i, or of the shared one. The file may have a limit of each layer, 0 for none: of
@@ -157,7 +160,7 @@ class FeedForwardReader(HeadReader):
             shared_gate=shared_gate,
             scoring=self.scoring(prefix), choice_bias=self.vector(self.choice_bias(prefix), count),
             factor=factor, groups=groups, used_groups=used_groups,
-            weighed_inputs=weighed_inputs,
+            weighed_inputs=weighed_inputs, routes_before=self.family.routes_before,
         )  # fmt: skip
 
     def choice_bias(self, prefix: str) -> str:

@@ -25,9 +25,10 @@ class SiluLimits(NamedTuple):
     up: float
 
 
-Activation = Literal["silu", "gelu", "swiglu_oai", "relu2"] | SiluLimits
+Activation = Literal["silu", "gelu", "swiglu_oai", "relu", "relu2"] | SiluLimits
 """Of a gate g and u: silu(g) * u, also within limits, gelu(g) * u in the form with tanh, or gpt-oss's:
-g * sigmoid(1.702 * g) * (u + 1) with g of at most 7 and u from -7 to 7. relu2(g) is max(g, 0) ** 2."""
+g * sigmoid(1.702 * g) * (u + 1) with g of at most 7 and u from -7 to 7. relu(g) is max(g, 0), and
+relu2(g) its square."""
 
 
 @dataclass(frozen=True)
@@ -312,6 +313,7 @@ class Dense(Operator):
     up: Weight
     down: Weight
     activation: Activation
+    gate_bias: Vector | None = None
     up_bias: Vector | None = None
     down_bias: Vector | None = None
     sparsity: float = 0.0
@@ -334,9 +336,10 @@ class Experts(Operator):
     (`scoring`) or the sigmoid of `router` x. The `used` most probable ones are computed, and their results are added,
     each times its probability; if they are `renormalised`, divided by the sum of these; and times `factor`. The biases
     of all experts are one after the other. `scales`: a number for each expert, by which its result is multiplied. A
-    `shared` layer computes every token; its result times sigmoid(`shared_gate` x) is added, with `shared_gate`
-    (1, dim); without that, all of it. With `weighed_inputs`, which has one expert used, what the expert reads is times
-    its probability, in place of its result (llama4).
+    `shared` layer computes every token; its result times sigmoid(`shared_gate` x) is added, with `shared_gate` (1,
+    dim); without that, all of it. If it `routes_before`, the router reads the residual stream as the sublayer before
+    this one did, without a norm. With `weighed_inputs`, which has one expert used, what the expert reads is times its
+    probability, in place of its result (llama4).
 
     `choice_bias`: a number for each expert, added to its probability for the choice alone. With more than one of the
     `groups`, equal parts of the experts, only those of the `used_groups` best ones are chosen; the two best experts of
@@ -362,6 +365,7 @@ class Experts(Operator):
     groups: int = 1
     used_groups: int = 1
     weighed_inputs: bool = False
+    routes_before: bool = False
     words = "mixtures of experts"
 
     @property

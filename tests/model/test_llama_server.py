@@ -54,6 +54,9 @@ NEEDED: dict[str, dict[str, Any]] = {
     "llama4": {"keys": {"attention.sliding_window": 8192, "attention.temperature_length": 8192}},
     "dots1": {"tied": False, "kv_heads": 4},
     "olmoe": {"tied": False, "kv_heads": 4},
+    "jais": {"tied": False, "kv_heads": 4},
+    "smallthinker": {"layers": 5},  # with four, it rotates them all
+    "hunyuan_vl": {"keys": SECTIONS},  # it gives texts a fourth position of 0, which published code does not
     "qwen35": {"keys": SECTIONS},
     "qwen35moe": {"keys": SECTIONS, "tied": False},
     "gemma4": {"rope_factors": True},
@@ -74,6 +77,7 @@ LEFT_OUT = (
     "qwen2vl",  # it does not read the eps of their norms (seen in September 2026)
     "deci",  # it leaves out layers that have attention alone (seen in November 2026, as what follows)
     "openelm",  # it reads only fused matrices
+    "bitnet-b1.58",  # it does not run it
     "phimoe",  # its norms are RMS norms there
     "gemma3n",  # which that table (see above) takes far away
     *(name for name, parts in generated_families.ARCHITECTURES.items() if parts.keys.get("pooling_type")),

@@ -90,6 +90,13 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen35moe F32, 8 of 16 rotated": {"architecture": "qwen35moe", "quant": "F32", "rotated": 8},
     "bitnet F32": {"architecture": "bitnet", "quant": "F32", "layers": 1},
     "bitnet-b1.58 TQ2_0": {"architecture": "bitnet-b1.58", "quant": "TQ2_0", "layers": 1, "dim": 256},
+    "jais F32": {"architecture": "jais", "quant": "F32", "layers": 1},
+    "hunyuan_vl F32": {"architecture": "hunyuan_vl", "quant": "F32", "layers": 1},
+    "smallthinker F32": {
+        "architecture": "smallthinker",
+        "quant": "F32",
+        "keys": {"attention.sliding_window": 24},
+    },
     "gpt-oss F32": {"architecture": "gpt-oss", "quant": "F32", "keys": {"expert_used_count": 2}},
 }
 CONTEXT = 256

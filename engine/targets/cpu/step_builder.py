@@ -65,6 +65,11 @@ class StepBuilder:
         """Where the result of the sublayer goes: it is added to `x`, or it is `mixed`."""
         return self.x if self.mixed is None else self.mixed
 
+    @property
+    def before(self) -> Tensor:
+        """The residual stream that the sublayer before this one read, if its last product added it to its result."""
+        return self._y
+
     def scratch(self, name: str, n: int, dtype: DType) -> Tensor:
         return self.buffers.scratch(name, self.tile, n, dtype)
 

@@ -26,6 +26,8 @@ def gated(gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
             return gate.silu() * up
         case "gelu":
             return gate.gelu() * up  # tinygrad's is the form with tanh
+        case "relu":
+            return gate.relu() * up
         case "relu2":
             return gate.relu() ** 2 * up
         case SiluLimits():
@@ -74,6 +76,7 @@ class FeedForwardLayers(Parts):
     def _experts(self, operator: Experts, x: Tensor, run: Run, of_router: Tensor | None = None) -> Tensor:
         """x (n, dim), which is normed, as is what the router reads if that differs -> (n, dim). One expert for each
         token at a time."""
+        of_router = run.before if operator.routes_before else of_router
         chosen, probabilities = self._choose(operator, x if of_router is None else of_router)
         total = sum(probabilities[1:], start=probabilities[0]).maximum(MIN_PROBABILITY)
         y: Tensor | None = None
@@ -103,7 +106,8 @@ class FeedForwardLayers(Parts):
 
     def _dense(self, operator: Dense, x: Tensor, run: Run) -> Tensor:
         up = self._product(operator.up, x, operator.up_bias)
-        gate, up = (self._product(operator.gate, x), up) if operator.gate else (up, up.ones_like())
+        gate = self._product(operator.gate, x, operator.gate_bias) if operator.gate else up
+        up = up if operator.gate else up.ones_like()
         if operator.sparsity:
             least = gate.mean(-1, keepdim=True) + operator.sparsity * gate.std(-1, keepdim=True)
             gate = (gate - least.contiguous()).relu()

@@ -17,11 +17,11 @@ from engine.targets.graph.states import States
 
 @dataclass
 class Run:
-    """What the sublayers of a step share. `masks`: by window, by whether tokens look ahead, and by
-    whether windows are chunked. `of_layers`: what the
-    tokens give each layer. `caches` and `states` are those of the sublayers to come, and `read` is the cache that each
-    attention so far has read. `stored`: the cache that was stored to last. `others`: the streams beside the residual
-    one, and `predicted` all of them as a layer began."""
+    """What the sublayers of a step share. `masks`: by window, by whether tokens look ahead, and by whether windows are
+    chunked. `of_layers`: what the tokens give each layer. `caches` and `states` are those of the sublayers to come, and
+    `read` is the cache that each attention so far has read. `before`: the residual stream that the sublayer before this
+    one read. `stored`: the cache that was stored to last. `others`: the streams beside the residual one, and
+    `predicted` all of them as a layer began."""
 
     step: Step
     masks: dict[tuple[int, bool, bool], Tensor | None]
@@ -32,6 +32,7 @@ class Run:
     read: list[Tensor] = field(default_factory=list)
     others: list[Tensor] = field(default_factory=list)
     predicted: list[Tensor] = field(default_factory=list)
+    before: Tensor | None = None
 
 
 class Parts:

@@ -185,9 +185,11 @@ class Transformer(RecurrentLayers, FeedForwardLayers, StreamLayers):
             [self._numbers, *self._caches][-1],
         )
         waiting: list[Tensor] = []
+        read = x
         for sublayer, is_added_later in spec.blocks:
             norm, operator = sublayer.norm, sublayer.operator
             x = self._stream_norm(x, sublayer.renewed) if sublayer.renewed else x
+            run.before, read = read, x
             h = x if norm is None else self._stream_norm(x, norm, sublayer.norm_bias)
             x = h if sublayer.replaces else x
             y = _SUBLAYERS[type(operator)](self, operator, h, run)

@@ -106,7 +106,10 @@ def buffer_names(layouts: Sequence[LaneLayout], tile: int) -> tuple[str, ...]:
     return tuple(name for name, is_needed in needed.items() if is_needed)
 
 
-Gate = Literal["silu", "gelu", "quick gelu", "swiglu_oai", "relu2", "xielu", "sigmoid"] | tuple[float, float]
+Gate = (
+    Literal["silu", "gelu", "quick gelu", "swiglu_oai", "relu", "relu2", "xielu", "sigmoid"]
+    | tuple[float, float]
+)
 
 
 @dataclass(frozen=True)
@@ -359,6 +362,10 @@ def _quick_gelu(k: KernelBuilder, x: UOp, other: UOp) -> UOp:
     return x * sigmoid(k, x * 1.702) * other
 
 
+def _relu(k: KernelBuilder, x: UOp, other: UOp) -> UOp:
+    return x.maximum(UOp.const(0.0, F32)) * other
+
+
 def _relu2(k: KernelBuilder, x: UOp, other: UOp) -> UOp:
     x = x.maximum(UOp.const(0.0, F32))
     return x * x * other
@@ -380,8 +387,8 @@ def _xielu(k: KernelBuilder, x: UOp, curve: UOp) -> UOp:
 _GELU = 2 * (2 / pi) ** 0.5
 _SWIGLU_LIMIT = 7.0
 _GATES = {
-    "silu": _silu, "gelu": _gelu, "quick gelu": _quick_gelu, "swiglu_oai": _swiglu_oai, "relu2": _relu2,
-    "sigmoid": _gate,
+    "silu": _silu, "gelu": _gelu, "quick gelu": _quick_gelu, "swiglu_oai": _swiglu_oai, "relu": _relu,
+    "relu2": _relu2, "sigmoid": _gate,
 }  # fmt: skip
 
 

@@ -26,9 +26,10 @@ class DenseHandler(Handler):
         self._curve = next((memory.array(of, dtypes.float32) for of in curve), None)
         self.reads = [weights.matrix(weight) for weight in (part.gate, part.up) if weight]
         self._down = weights.matrix(part.down, added=is_added)
-        self._up_bias, self._down_bias, self._hidden_norm = (
-            v and weights.vector(v) for v in (part.up_bias, part.down_bias, part.hidden_norm)
+        *biases, self._down_bias, self._hidden_norm = (
+            v and weights.vector(v) for v in (part.gate_bias, part.up_bias, part.down_bias, part.hidden_norm)
         )
+        self._biases = biases if part.gate else biases[1:]
 
     def add_kernels(self, step: StepBuilder) -> None:
         step.add_result(*self.hidden(step), self._down_bias)
@@ -44,8 +45,7 @@ class DenseHandler(Handler):
         first, *others = rows = [
             step.rows(shared + name, m.rows) for name, m in zip(("gate", "up"), self.reads, strict=False)
         ]
-        for i, (out, matrix) in enumerate(zip(rows, self.reads, strict=True)):
-            bias = self._up_bias if matrix is self.reads[-1] else None
+        for i, (out, matrix, bias) in enumerate(zip(rows, self.reads, self._biases, strict=True)):
             step.multiply(out, matrix, inputs, added=bias, concurrent=i > 0 or bool(shared))
         buffers, shape = step.buffers, step.buffers.sizes(self._down.cols // UNIT)
         if self._sparsity:
@@ -63,4 +63,4 @@ class DenseHandler(Handler):
     def add_uses(self, uses: BufferUses) -> None:
         uses.add(BufferUse("FFN gate+up"), *(matrix.stream for matrix in self.reads))
         uses.add(BufferUse("FFN down"), self._down.stream)
-        uses.add(BufferUse("norm"), self._up_bias, self._down_bias, self._hidden_norm, self._curve)
+        uses.add(BufferUse("norm"), *self._biases, self._down_bias, self._hidden_norm, self._curve)

@@ -28,6 +28,12 @@ class ExpertsHandler(Handler):
     """quantize · router, shared gate+up · shared down · choose · group · quantize · gate+up · quantize · down · add.
     In decode all experts read what the router reads, and nothing is grouped."""
 
+    @classmethod
+    def lacks(cls, part: Experts) -> str:
+        if part.routes_before and (part.shared or part.router_bias):
+            return "a shared expert or a router's bias where the router reads the stream before attention"
+        return super().lacks(part)
+
     def __init__(
         self,
         part: Experts,
@@ -66,8 +72,9 @@ class ExpertsHandler(Handler):
         shared_reads = [*self._shared.reads, *self._shared_gates] if self._shared else []
         weighed = part.weighed_inputs
         reads = self._firsts if tile == 1 and not weighed else []
-        if self._router_norm is not None:
-            of_router = step.quantize(step.x, [self._router], norm=self._router_norm)
+        if self._router_norm is not None or part.routes_before:
+            read = step.before if part.routes_before else step.x
+            of_router = step.quantize(read, [self._router], norm=self._router_norm)
             step.multiply(logits, self._router, of_router)
             inputs = step.quantize(step.x, reads, norm=self._norm) if reads else {}
         else:

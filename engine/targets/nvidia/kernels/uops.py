@@ -18,13 +18,13 @@ F32, F16, I32, U32, INDEX = dtypes.float32, dtypes.float16, dtypes.int32, dtypes
 LOWEST = -1e30  # a score below all others; minus infinity would give NaN in a difference
 LOG2_E = 1.4426950408889634
 
-Activation = Literal["silu", "gelu", "swiglu_oai", "relu2"] | tuple[float, float]
+Activation = Literal["silu", "gelu", "swiglu_oai", "relu", "relu2"] | tuple[float, float]
 """The function of a gated feed-forward layer's gate; GELU is the form with tanh. "swiglu_oai" is gpt-oss's: SiLU of
 1.702 * gate, over 1.702, times up + 1, of a gate of at most 7 and an up from -7 to 7. Two numbers are limits of SiLU's
 gate, and of up (`SiluLimits`)."""
 
 
-UngatedActivation = Literal["silu", "gelu", "exact gelu", "quick gelu", "relu2"]
+UngatedActivation = Literal["silu", "gelu", "exact gelu", "quick gelu", "relu", "relu2"]
 """The function of a feed-forward layer without a gate; the exact GELU is the form with erf, and the
 quick one x * sigmoid(1.702 x)."""
 
@@ -181,11 +181,11 @@ def curved(x: UOp, curve: UOp) -> UOp:
 
 
 def gated(gate: UOp, up: UOp, activation: Activation) -> UOp:
-    """activation(gate) * up. All activations but the square of what is positive are gate * sigmoid(x); an infinite
+    """activation(gate) * up. All activations but what is positive and its square are gate * sigmoid(x); an infinite
     power of two gives zero."""
-    if activation == "relu2":
+    if activation in ("relu", "relu2"):
         positive = gate.maximum(0.0)
-        return positive * positive * up
+        return positive * (positive if activation == "relu2" else f32(1)) * up
     if isinstance(activation, tuple):
         most, limit = activation
         gate, up = gate.minimum(most), up.maximum(-limit).minimum(limit)

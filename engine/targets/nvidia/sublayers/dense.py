@@ -32,7 +32,7 @@ class DenseHandler(Handler):
 
     @classmethod
     def lacks(cls, part: Dense) -> str:
-        if part.gate and part.up_bias:
+        if part.gate and (part.gate_bias or part.up_bias):
             return "biases beside gates"
         return "a norm between the products of a feed-forward layer" if part.hidden_norm else ""
 
