@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import gguf
 import numpy as np
@@ -13,234 +15,277 @@ from engine.description.vision_reader import KINDS
 DIM, WIDTH, HEADS, PATCH = 32, 48, 2, 4
 
 
-def write(
-    path: Path, kind: str, *, out: int = 64, half: bool = False, side: int = 0, seed: int = 0, dim: int = DIM,
-    width: int = WIDTH, heads: int = HEADS, patch: int = PATCH, deep: bool = False, merged: bool = True,
-    choices: Sequence[int] = (), features: Sequence[int] = (), normed: bool = False, version: int = 3,
-) -> Path:  # fmt: skip
+@dataclass
+class _Encoder:
+    """See `write`."""
+
+    path: Path
+    named: str
+    out: int = 64
+    half: bool = False
+    side: int = 0
+    seed: int = 0
+    dim: int = DIM
+    width: int = WIDTH
+    heads: int = HEADS
+    patch: int = PATCH
+    deep: bool = False
+    merged: bool = True
+    choices: Sequence[int] = ()
+    features: Sequence[int] = ()
+    normed: bool = False
+    version: int = 3
+
+    def __post_init__(self) -> None:
+        self.kind = {"qwen2.5o": "qwen2.5vl_merger", "lightonocr": "pixtral"}.get(self.named, self.named)
+        self.merge = KINDS[self.named] if self.merged else 1
+        self.joined = self.merge**2 * self.dim
+        layers = 1 + (self.deep or self.kind == "qwen2.5vl_merger")  # the first one of which has windows
+        self.layers = max(self.features, default=layers) if self.kind != "gemma4uv" else 0
+        self.side = self.side or 2 * self.merge * self.patch
+        self.rng, self.writer = np.random.default_rng(self.seed), gguf.GGUFWriter(str(self.path), "clip")
+        self.is_qwen = self.kind.startswith("qwen")
+        self.has_class = self.kind in ("internvl", "llama4") or (self.kind == "mlp" and not self.features)
+        self.has_biases = self.is_qwen or self.kind in (
+            "paddleocr", "kimivl", "kimik25", "lfm2", "mlp", "resampler", "phi4", "janus_pro", "gemma3", "idefics3",
+            "internvl", "llama4", "nemotron_v2_vl", "gemma4uv",
+        )  # fmt: skip
+
+    def write(self) -> Path:
+        self._metadata()
+        self._patches()
+        for i in range(self.layers):
+            self._layer(i)
+        if self.deep:
+            self.norm("v.deepstack.0.norm", self.joined)
+            self.matrix("v.deepstack.0.fc1", self.joined, self.joined)
+            self.matrix("v.deepstack.0.fc2", self.out, self.joined)
+        self._projector()
+        if self.named == "qwen2.5o":  # an encoder of sounds beside it
+            self.tensor("a.blk.0.attn_q.weight", self.dim, self.dim)
+            self.tensor("mm.a.fc.weight", self.out, self.dim)
+        self.writer.write_header_to_file()
+        self.writer.write_kv_data_to_file()
+        self.writer.write_tensors_to_file()
+        self.writer.close()
+        return self.path
+
+    # ---- tensors --------------------------------------------------------------------------------------
+
+    def tensor(self, name: str, *shape: int, mean: float = 0.0, std: float = 0.1) -> None:
+        data = (mean + std * self.rng.standard_normal(shape)).astype(np.float32)
+        is_matrix = len(shape) > 1 and "position" not in name
+        self.writer.add_tensor(name, data.astype(np.float16) if self.half and is_matrix else data)
+
+    def matrix(self, name: str, *shape: int) -> None:
+        """A matrix, with a bias if its kind has one there."""
+        self.tensor(f"{name}.weight", *shape, std=float(np.prod(shape[1:])) ** -0.5)
+        kind = self.kind
+        if name == "v.patch_embd":
+            has_none = kind.startswith("qwen2") or kind in ("mlp", "llama4", "nemotron_v2_vl")
+        else:
+            has_none = name in ("mm.input_projection", "mm.model.fc", "resampler.kv", "resampler.proj")
+            has_none |= name.startswith("mm.model") and kind in ("llama4", "nemotron_v2_vl")
+        if self.has_biases and not has_none:
+            self.tensor(f"{name}.bias", shape[0])
+
+    def norm(self, name: str, size: int | None = None, has_bias: bool | None = None) -> None:
+        """A norm, of `dim` elements unless said, with a bias as its kind has them."""
+        size = size or self.dim
+        self.tensor(f"{name}.weight", size, mean=1.0)
+        if has_bias is None:
+            has_bias = self.has_biases and self.kind != "qwen2.5vl_merger"
+        if has_bias:
+            self.tensor(f"{name}.bias", size)
+
+    # ---- parts of the file ----------------------------------------------------------------------------
+
+    def _metadata(self) -> None:
+        writer, kind, merge = self.writer, self.kind, self.merge
+        writer.add_name("random eyes")
+        writer.add_bool("clip.has_vision_encoder", True)
+        writer.add_string("clip.projector_type", self.named)
+        sizes = {
+            "image_size": self.side, "patch_size": self.patch, "embedding_length": self.dim,
+            "feed_forward_length": self.width, "block_count": self.layers, "projection_dim": self.out,
+            "attention.head_count": self.heads,
+        }  # fmt: skip
+        for key, value in sizes.items():
+            writer.add_uint32(f"clip.vision.{key}", value)
+        if self.is_qwen or kind in ("pixtral", "glm4v"):
+            writer.add_uint32("clip.vision.spatial_merge_size", merge)
+        if self.features:
+            writer.add_array("clip.vision.feature_layer", self.features)
+        if kind in ("dots_ocr", "paddleocr", "phi4", "kimik25"):
+            for key, tokens in {"min": 4, "max": 64}.items():
+                writer.add_uint32(f"clip.vision.image_{key}_pixels", tokens * (merge * self.patch) ** 2)
+        writer.add_float32("clip.vision.attention.layer_norm_epsilon", 1e-6)
+        for key in "mean", "std":
+            writer.add_array(f"clip.vision.image_{key}", [0.5, 0.4, 0.6])
+        if kind in (
+            "idefics3",
+            "internvl",
+            "dots_ocr",
+            "kimivl",
+            "kimik25",
+            "lfm2",
+            "llama4",
+            "nemotron_v2_vl",
+        ):
+            writer.add_uint32("clip.vision.projector.scale_factor", merge)
+        if kind == "idefics3":
+            writer.add_uint32("clip.vision.preproc_image_size", 3 * self.side)
+        if kind == "qwen2.5vl_merger":
+            writer.add_uint32("clip.vision.n_wa_pattern", 2)
+        if kind == "resampler":
+            writer.add_int32("clip.minicpmv_version", self.version)
+            writer.add_uint32("clip.minicpmv_query_num", 5)
+        if self.choices:
+            writer.add_array("clip.vision.image_grid_pinpoints", self.choices)
+        if kind != "qwen2vl_merger" and (kind != "mlp" or self.features):
+            is_silu = kind in ("pixtral", "qwen2.5vl_merger", "dots_ocr", "glm4v")
+            writer.add_bool("clip.use_silu" if is_silu else "clip.use_gelu", True)
+
+    def _patches(self) -> None:
+        """Patches, their places, and what stands before the layers."""
+        kind, dim, patch, n = self.kind, self.dim, self.patch, (self.side // self.patch) ** 2
+        if kind == "gemma4uv":
+            patch_of_all = 3 * patch
+            self.matrix("v.patch_embd", dim, 3 * patch_of_all**2)
+            self.norm("v.patch_norm.1", 3 * patch_of_all**2)
+            self.norm("v.patch_norm.2")
+            self.norm("v.patch_norm.3")
+        elif kind == "llama4":
+            self.matrix("v.patch_embd", dim, 3 * patch**2)
+        else:
+            self.matrix("v.patch_embd", dim, 3, patch, patch)
+        places = {
+            "qwen3vl_merger": (9,), "gemma3": (n,), "gemma4v": (2, 128), "gemma4uv": (2, 128), "idefics3": (n,),
+            "internvl": (n + 1,), "llama4": (n + 1,), "mlp": (n + self.has_class,), "resampler": (4900,),
+            "phi4": (16,), "janus_pro": (n,), "nemotron_v2_vl": (n,), "kimik25": (4, 4), "paddleocr": (9,),
+            "kimivl": (16,), "lfm2": (256,), "glm4v": (36,),
+        }  # fmt: skip
+        if kind in places:
+            self.tensor("v.position_embd.weight", *places[kind], dim, std=0.5)
+        if kind in ("pixtral", "dots_ocr", "llama4") or (kind == "mlp" and self.has_class):
+            self.norm("v.pre_ln")
+        if kind == "glm4v":
+            self.norm("v.norm_embd")
+            self.tensor("v.patch_embd.bias", dim)
+        if self.has_class:
+            self.tensor("v.class_embd", dim, std=0.5)
+        if kind == "nemotron_v2_vl":
+            self.tensor("v.class_embd", 3, dim, std=0.5)
+
+    def _layer(self, i: int) -> None:
+        kind, dim, prefix = self.kind, self.dim, f"v.blk.{i}."
+        for name in ["ln1", "ln2", *(["attn_post_norm", "ffn_post_norm"] if kind == "gemma4v" else [])]:
+            self.norm(prefix + name)
+        for name in ["ls1", "ls2"] if kind == "internvl" else []:
+            self.tensor(f"{prefix}{name}.weight", dim, mean=0.5)
+        if (self.is_qwen or kind == "glm4v") and i == 0:
+            self.tensor("v.patch_embd.weight.1", dim, 3, self.patch, self.patch)
+        if kind in ("qwen3vl_merger", "dots_ocr", "nemotron_v2_vl", "kimik25"):
+            self.matrix(prefix + "attn_qkv", 3 * dim, dim)
+        else:
+            for name in "qkv":
+                self.matrix(f"{prefix}attn_{name}", dim, dim)
+        self.matrix(prefix + "attn_out", dim, dim)
+        self.matrix(prefix + "ffn_up", self.width, dim)
+        if kind in ("gemma4v", "pixtral", "qwen2.5vl_merger", "dots_ocr", "glm4v"):
+            self.matrix(prefix + "ffn_gate", self.width, dim)
+        self.matrix(prefix + "ffn_down", dim, self.width)
+
+    def _projector(self) -> None:
+        match self.kind:
+            case "qwen2vl_merger" | "qwen2.5vl_merger" | "qwen3vl_merger":
+                self.norm("v.post_ln")
+                self.matrix("mm.0", self.joined, self.joined)
+                self.matrix("mm.2", self.out, self.joined)
+            case "gemma3":
+                self.norm("v.post_ln")
+                self.norm("mm.soft_emb_norm", has_bias=False)
+                self.matrix("mm.input_projection", self.dim, self.out)
+            case "internvl":
+                self.norm("mm.model.mlp.0", self.joined)
+                self.matrix("mm.model.mlp.1", self.out, self.joined)
+                self.matrix("mm.model.mlp.3", self.out, self.out)
+            case "mlp" | "phi4" | "janus_pro":
+                if self.kind == "janus_pro":
+                    self.norm("v.post_ln")
+                self.matrix("mm.0", self.out, self.dim * max(len(self.features), 1))
+                if self.normed:
+                    self.norm("mm.1", self.out)
+                    self.norm("mm.4", self.out)
+                last = "mm.3" if self.normed else "mm.1" if self.kind == "janus_pro" else "mm.2"
+                self.matrix(last, self.out, self.out)
+            case "resampler":
+                self.norm("v.post_ln")
+                self.tensor("resampler.query", 5, 128)
+                self.tensor("resampler.pos_embed_k", 1, 128)
+                self.matrix("resampler.kv", 128, self.dim)
+                for name in "q", "k", "v", "out":
+                    self.matrix(f"resampler.attn.{name}", 128, 128)
+                for name in "q", "kv", "post":
+                    self.norm(f"resampler.ln_{name}", 128)
+                self.matrix("resampler.proj", 128, 128)
+            case "idefics3":
+                self.norm("v.post_ln")
+                self.matrix("mm.model.fc", self.out, self.joined)
+            case "dots_ocr":
+                self.norm("mm.post_norm")
+                self.norm("mm.input_norm", has_bias=True)
+                for name, rows in ("mm.0", self.joined), ("mm.2", self.out):
+                    self.matrix(name, rows, self.joined)
+                    self.tensor(f"{name}.bias", rows)
+            case "glm4v":
+                self.norm("v.post_ln")
+                self.matrix("mm.patch_merger", self.out, self.dim, self.merge, self.merge)
+                self.tensor("mm.patch_merger.bias", self.out)
+                self.matrix("mm.model.fc", self.out, self.out)
+                self.norm("mm.post_norm", self.out, has_bias=True)
+                self.matrix("mm.gate", self.width, self.out)
+                self.matrix("mm.up", self.width, self.out)
+                self.matrix("mm.down", self.out, self.width)
+            case "llama4":
+                self.norm("v.post_ln")
+                self.matrix("mm.model.mlp.1", self.width, self.joined)
+                self.matrix("mm.model.mlp.2", self.width, self.width)
+                self.matrix("mm.model.fc", self.out, self.width)
+            case "nemotron_v2_vl":
+                self.norm("mm.model.mlp.0", self.joined, has_bias=False)
+                self.matrix("mm.model.mlp.1", self.width, self.joined)
+                self.matrix("mm.model.mlp.3", self.out, self.width)
+            case "gemma4uv":
+                self.matrix("mm.input_projection", self.out, self.dim)
+            case "paddleocr" | "kimivl" | "kimik25" | "lfm2":
+                self.norm("v.post_ln")
+                self.norm("mm.input_norm", self.joined if self.kind == "lfm2" else self.dim)
+                self.matrix("mm.1", self.width, self.joined)
+                self.matrix("mm.2", self.out, self.width)
+            case "gemma4v":
+                for name in "q", "k":
+                    self.norm(f"v.blk.{self.layers - 1}.attn_{name}_norm", self.dim // self.heads)
+                limits = {"input_min": -2.0, "input_max": 2.0, "output_min": -3.0, "output_max": 3.0}
+                for end, value in limits.items():
+                    self.tensor(f"v.blk.{self.layers - 1}.attn_out.{end}", 1, mean=value, std=0.0)
+                self.tensor("v.std_bias", self.dim)
+                self.tensor("v.std_scale", self.dim, mean=1.0)
+                self.matrix("mm.input_projection", self.out, self.dim)
+            case _:
+                if self.merged:
+                    self.norm("mm.input_norm")
+                    self.matrix("mm.patch_merger", self.dim, self.joined)
+                self.matrix("mm.1", self.out, self.dim)
+                self.matrix("mm.2", self.out, self.out)
+                if self.named == "pixtral":
+                    self.tensor("v.token_embd.img_break", self.out)
+
+
+def write(path: Path, kind: str, **how: Any) -> Path:
     """Writes an encoder to `path` and returns it. `half`: matrices are float16. `side`: of pictures, for those that are
     all of one size (gemma3), or at most so long (pixtral). `deep`: of two layers, the first of which has a projector of
     its own (deepstack). `merged`: patches become a token together (pixtral may have no merger).
     `choices`: widths and heights to which a picture is brought before it is cut, `features`: after how many layers the
-    projector reads x, and `normed`: it has norms (mlp). `version`: of MiniCPM-V (resampler)."""
-    rng, merge, head = np.random.default_rng(seed), KINDS[kind] if merged else 1, dim // heads
-    joined = merge**2 * dim
-    is_omni = kind == "qwen2.5o"
-    named, kind = kind, {"qwen2.5o": "qwen2.5vl_merger", "lightonocr": "pixtral"}.get(kind, kind)
-    is_like_siglip = kind in (
-        "paddleocr", "kimivl", "kimik25", "lfm2", "mlp", "resampler", "phi4", "janus_pro",
-    )  # fmt: skip
-    layers = 1 + (deep or kind == "qwen2.5vl_merger")  # the first one of which has windows
-    layers = max(features, default=layers) if kind != "gemma4uv" else 0
-    side = side or 2 * merge * patch
-    writer = gguf.GGUFWriter(str(path), "clip")
-    writer.add_name("random eyes")
-    writer.add_bool("clip.has_vision_encoder", True)
-    writer.add_string("clip.projector_type", named)
-    sizes = {
-        "image_size": side, "patch_size": patch, "embedding_length": dim, "feed_forward_length": width,
-        "block_count": layers, "projection_dim": out, "attention.head_count": heads,
-    }  # fmt: skip
-    for key, value in sizes.items():
-        writer.add_uint32(f"clip.vision.{key}", value)
-    is_qwen, is_qwen2 = kind.startswith("qwen"), kind.startswith("qwen2")
-    if is_qwen or kind in ("pixtral", "glm4v"):
-        writer.add_uint32("clip.vision.spatial_merge_size", merge)
-    if features:
-        writer.add_array("clip.vision.feature_layer", features)
-    if kind in ("dots_ocr", "paddleocr", "phi4", "kimik25"):
-        for key, tokens in {"min": 4, "max": 64}.items():
-            writer.add_uint32(f"clip.vision.image_{key}_pixels", tokens * (merge * patch) ** 2)
-    writer.add_float32("clip.vision.attention.layer_norm_epsilon", 1e-6)
-    for key in "mean", "std":
-        writer.add_array(f"clip.vision.image_{key}", [0.5, 0.4, 0.6])
-    if kind in ("idefics3", "internvl", "dots_ocr", "kimivl", "kimik25", "lfm2", "llama4", "nemotron_v2_vl"):
-        writer.add_uint32("clip.vision.projector.scale_factor", merge)
-    if kind == "idefics3":
-        writer.add_uint32("clip.vision.preproc_image_size", 3 * side)
-    if kind == "qwen2.5vl_merger":
-        writer.add_uint32("clip.vision.n_wa_pattern", 2)
-    if kind == "resampler":
-        writer.add_int32("clip.minicpmv_version", version)
-        writer.add_uint32("clip.minicpmv_query_num", 5)
-    if choices:
-        writer.add_array("clip.vision.image_grid_pinpoints", choices)
-    has_class = kind in ("internvl", "llama4") or (kind == "mlp" and not features)
-    if kind != "qwen2vl_merger" and (kind != "mlp" or features):
-        writer.add_bool(
-            "clip.use_silu"
-            if kind in ("pixtral", "qwen2.5vl_merger", "dots_ocr", "glm4v")
-            else "clip.use_gelu",
-            True,
-        )
-
-    def tensor(name: str, *shape: int, mean: float = 0.0, std: float = 0.1) -> None:
-        data = (mean + std * rng.standard_normal(shape)).astype(np.float32)
-        is_matrix = len(shape) > 1 and "position" not in name
-        writer.add_tensor(name, data.astype(np.float16) if half and is_matrix else data)
-
-    has_biases, has_gate = (
-        is_qwen
-        or is_like_siglip
-        or kind in ("gemma3", "idefics3", "internvl", "llama4", "nemotron_v2_vl", "gemma4uv"),
-        kind in ("gemma4v", "pixtral", "qwen2.5vl_merger", "dots_ocr", "glm4v"),
-    )
-
-    def matrix(name: str, *shape: int) -> None:
-        tensor(f"{name}.weight", *shape, std=float(np.prod(shape[1:])) ** -0.5)
-        if (
-            has_biases
-            and name not in ("mm.input_projection", "mm.model.fc")
-            and not (name == "v.patch_embd" and (is_qwen2 or kind in ("mlp", "llama4", "nemotron_v2_vl")))
-            and not (name.startswith("mm.model") and kind in ("llama4", "nemotron_v2_vl"))
-            and name not in ("resampler.kv", "resampler.proj")
-        ):
-            tensor(f"{name}.bias", shape[0])
-
-    def norm(name: str, size: int = dim, has_bias: bool = has_biases and kind != "qwen2.5vl_merger") -> None:
-        tensor(f"{name}.weight", size, mean=1.0)
-        if has_bias:
-            tensor(f"{name}.bias", size)
-
-    if kind == "gemma4uv":
-        patch_of_all = 3 * patch
-        matrix("v.patch_embd", dim, 3 * patch_of_all**2)
-        norm("v.patch_norm.1", 3 * patch_of_all**2)
-        norm("v.patch_norm.2")
-        norm("v.patch_norm.3")
-    elif kind == "llama4":
-        matrix("v.patch_embd", dim, 3 * patch**2)
-    else:
-        matrix("v.patch_embd", dim, 3, patch, patch)
-    places = {"qwen3vl_merger": (9, dim), "gemma3": ((side // patch) ** 2, dim), "gemma4v": (2, 128, dim)}
-    places |= {"idefics3": places["gemma3"], "internvl": ((side // patch) ** 2 + 1, dim)}
-    places |= {"mlp": places["internvl"] if has_class else places["gemma3"], "resampler": (4900, dim)}
-    places |= {"phi4": (16, dim), "janus_pro": places["gemma3"], "nemotron_v2_vl": places["gemma3"]}
-    places |= {"gemma4uv": places["gemma4v"], "llama4": places["internvl"], "kimik25": (4, 4, dim)}
-    places |= {"paddleocr": (9, dim), "kimivl": (16, dim), "lfm2": (256, dim), "glm4v": (36, dim)}
-    if kind in places:
-        tensor("v.position_embd.weight", *places[kind], std=0.5)
-    if kind in ("pixtral", "dots_ocr", "llama4") or (kind == "mlp" and has_class):
-        norm("v.pre_ln")
-    if kind == "glm4v":
-        norm("v.norm_embd")
-        tensor("v.patch_embd.bias", dim)
-    if has_class:
-        tensor("v.class_embd", dim, std=0.5)
-    if kind == "nemotron_v2_vl":
-        tensor("v.class_embd", 3, dim, std=0.5)
-    for i in range(layers):
-        prefix = f"v.blk.{i}."
-        for name in ["ln1", "ln2", *(["attn_post_norm", "ffn_post_norm"] if kind == "gemma4v" else [])]:
-            norm(prefix + name)
-        for name in ["ls1", "ls2"] if kind == "internvl" else []:
-            tensor(f"{prefix}{name}.weight", dim, mean=0.5)
-        if (is_qwen or kind == "glm4v") and i == 0:
-            tensor("v.patch_embd.weight.1", dim, 3, patch, patch)
-        if kind in ("qwen3vl_merger", "dots_ocr", "nemotron_v2_vl", "kimik25"):
-            matrix(prefix + "attn_qkv", 3 * dim, dim)
-        else:
-            for name in "qkv":
-                matrix(f"{prefix}attn_{name}", dim, dim)
-        matrix(prefix + "attn_out", dim, dim)
-        for name in ["ffn_up", *(["ffn_gate"] if has_gate else [])]:
-            matrix(prefix + name, width, dim)
-        matrix(prefix + "ffn_down", dim, width)
-    if deep:
-        norm("v.deepstack.0.norm", joined)
-        matrix("v.deepstack.0.fc1", joined, joined)
-        matrix("v.deepstack.0.fc2", out, joined)
-    match kind:
-        case "qwen2vl_merger" | "qwen2.5vl_merger" | "qwen3vl_merger":
-            norm("v.post_ln")
-            matrix("mm.0", joined, joined)
-            matrix("mm.2", out, joined)
-        case "gemma3":
-            norm("v.post_ln")
-            norm("mm.soft_emb_norm", has_bias=False)
-            matrix("mm.input_projection", dim, out)
-        case "internvl":
-            norm("mm.model.mlp.0", joined)
-            matrix("mm.model.mlp.1", out, joined)
-            matrix("mm.model.mlp.3", out, out)
-        case "mlp" | "phi4" | "janus_pro":
-            if kind == "janus_pro":
-                norm("v.post_ln")
-            matrix("mm.0", out, dim * max(len(features), 1))
-            if normed:
-                norm("mm.1", out)
-                norm("mm.4", out)
-            matrix("mm.3" if normed else "mm.1" if kind == "janus_pro" else "mm.2", out, out)
-        case "resampler":
-            norm("v.post_ln")
-            tensor("resampler.query", 5, 128)
-            tensor("resampler.pos_embed_k", 1, 128)
-            matrix("resampler.kv", 128, dim)
-            for name in "q", "k", "v", "out":
-                matrix(f"resampler.attn.{name}", 128, 128)
-            for name in "q", "kv", "post":
-                norm(f"resampler.ln_{name}", 128)
-            matrix("resampler.proj", 128, 128)
-        case "idefics3":
-            norm("v.post_ln")
-            matrix("mm.model.fc", out, joined)
-        case "dots_ocr":
-            norm("mm.post_norm")
-            norm("mm.input_norm", has_bias=True)
-            for name, rows in ("mm.0", joined), ("mm.2", out):
-                matrix(name, rows, joined)
-                tensor(f"{name}.bias", rows)
-        case "glm4v":
-            norm("v.post_ln")
-            matrix("mm.patch_merger", out, dim, merge, merge)
-            tensor("mm.patch_merger.bias", out)
-            matrix("mm.model.fc", out, out)
-            norm("mm.post_norm", out, has_bias=True)
-            matrix("mm.gate", width, out)
-            matrix("mm.up", width, out)
-            matrix("mm.down", out, width)
-        case "llama4":
-            norm("v.post_ln")
-            matrix("mm.model.mlp.1", width, joined)
-            matrix("mm.model.mlp.2", width, width)
-            matrix("mm.model.fc", out, width)
-        case "nemotron_v2_vl":
-            norm("mm.model.mlp.0", joined, has_bias=False)
-            matrix("mm.model.mlp.1", width, joined)
-            matrix("mm.model.mlp.3", out, width)
-        case "gemma4uv":
-            matrix("mm.input_projection", out, dim)
-        case "paddleocr" | "kimivl" | "kimik25" | "lfm2":
-            norm("v.post_ln")
-            norm("mm.input_norm", joined if kind == "lfm2" else dim)
-            matrix("mm.1", width, joined)
-            matrix("mm.2", out, width)
-        case "gemma4v":
-            for name in "q", "k":
-                norm(f"{prefix}attn_{name}_norm", head)
-            for end, value in (
-                ("input_min", -2.0),
-                ("input_max", 2.0),
-                ("output_min", -3.0),
-                ("output_max", 3.0),
-            ):
-                tensor(f"{prefix}attn_out.{end}", 1, mean=value, std=0.0)
-            tensor("v.std_bias", dim)
-            tensor("v.std_scale", dim, mean=1.0)
-            matrix("mm.input_projection", out, dim)
-        case _:
-            if merged:
-                norm("mm.input_norm")
-                matrix("mm.patch_merger", dim, joined)
-            matrix("mm.1", out, dim)
-            matrix("mm.2", out, out)
-            if named == "pixtral":
-                tensor("v.token_embd.img_break", out)
-    if is_omni:  # an encoder of sounds beside it
-        tensor("a.blk.0.attn_q.weight", dim, dim)
-        tensor("mm.a.fc.weight", out, dim)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
+    projector reads x, and `normed`: it has norms (mlp). `version`: of MiniCPM-V (resampler). Others: see `_Encoder`."""
+    return _Encoder(path, kind, **how).write()
