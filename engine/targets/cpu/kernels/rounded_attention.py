@@ -103,6 +103,32 @@ def round_heads(h: PatchHeads) -> KernelFunction:
     return kernel
 
 
+def _dots(
+    k: KernelBuilder, left: UOp, at: Index, right: UOp, at_right: Index, stride: int, pairs: int, n: int
+) -> list[UOp]:
+    """n sums of products of pairs of 16-bit integers: of a vector of each pair from `at` on, and of n neighbouring
+    pairs of numbers from `at_right` on, which are `stride` numbers further for each pair. int32 (lanes,) each."""
+    two_vectors = 2 * k.lanes
+    sums = [k.zeros(two_vectors, I32) for _ in range(-(-n // 2))]  # two side by side
+    with k.loop(pairs // _STEP) as step:
+        values = [k.vector(s, 0, two_vectors) for s in sums]
+        for p in range(_STEP):
+            pair = step * _STEP + p
+            vector = k.vector(left, at + pair * two_vectors, two_vectors)
+            for two in range(len(sums)):
+                ends = (
+                    k.multiply_pairs(
+                        vector,
+                        k.repeat_pair(k.vector(right, at_right + pair * stride + (2 * two + e) * 2, 2)),
+                    )
+                    for e in range(2)
+                )
+                values[two] = values[two] + k.concat(*ends)
+        for s, value in zip(sums, values, strict=True):
+            k.store(s, 0, value)
+    return [k.vector(sums[i // 2], i % 2 * k.lanes) for i in range(n)]
+
+
 @functools.cache
 def attend_rounded(h: PatchHeads, windowed: bool = False) -> KernelFunction:
     """Of the queries of a chunk. Buffers: out, float32 (rows, width); scratch: scores, float32 (parts, tiles, lanes,
@@ -123,32 +149,6 @@ def attend_rounded(h: PatchHeads, windowed: bool = False) -> KernelFunction:
         base = part * tiles
         first, count = even_share(in_chunk * h.heads, part, parts)
 
-        def dots(
-            left: UOp, at: Index, right: UOp, at_right: Index, stride: int, pairs: int, n: int
-        ) -> list[UOp]:
-            """n sums of products of pairs: of a vector of each pair from `at` on, and of n neighbouring pairs of
-            numbers from `at_right` on, which are `stride` numbers further for each pair. int32 (lanes,) each."""
-            sums = [k.zeros(2 * lanes, I32) for _ in range(-(-n // 2))]  # two side by side
-            with k.loop(pairs // _STEP) as step:
-                values = [k.vector(s, 0, 2 * lanes) for s in sums]
-                for p in range(_STEP):
-                    pair = step * _STEP + p
-                    vector = k.vector(left, at + pair * (2 * lanes), 2 * lanes)
-                    for two in range(len(sums)):
-                        ends = (
-                            k.multiply_pairs(
-                                vector,
-                                k.repeat_pair(
-                                    k.vector(right, at_right + pair * stride + (2 * two + e) * 2, 2)
-                                ),
-                            )
-                            for e in range(2)
-                        )
-                        values[two] = values[two] + k.concat(*ends)
-                for s, value in zip(sums, values, strict=True):
-                    k.store(s, 0, value)
-            return [k.vector(sums[i // 2], i % 2 * lanes) for i in range(n)]
-
         with k.loop(count) as n:
             task = first + n  # the tiles of a head one after the other, so that its keys stay in the cache
             head, tile = task // in_chunk, task % in_chunk
@@ -161,8 +161,8 @@ def attend_rounded(h: PatchHeads, windowed: bool = False) -> KernelFunction:
             with k.loop(key_tiles.count) as i:
                 block = key_tiles.first + i
                 of_keys = head * tiles + block
-                ints = dots(
-                    q16, queries * (dim * lanes), k16, of_keys * (dim * lanes), 2 * lanes, dim // 2, lanes
+                ints = _dots(
+                    k, q16, queries * (dim * lanes), k16, of_keys * (dim * lanes), 2 * lanes, dim // 2, lanes
                 )
                 top = k.vector(largest, 0)
                 for t, dot in enumerate(ints):
@@ -197,7 +197,7 @@ def attend_rounded(h: PatchHeads, windowed: bool = False) -> KernelFunction:
                 with k.loop(key_tiles.count) as i:
                     pairs = (head * tiles + key_tiles.first + i) * (lanes // 2) * padded + column
                     at = (base + i) * (lanes * lanes)
-                    ints = dots(weights, at, v16, pairs * 2, 2 * padded, lanes // 2, n)
+                    ints = _dots(k, weights, at, v16, pairs * 2, 2 * padded, lanes // 2, n)
                     scale = k.vector(weight_scales, (base + i) * lanes)
                     for s, dot in zip(sums, ints, strict=True):
                         k.store(s, 0, k.vector(s, 0) + dot.cast(F32) * scale)
