@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from tinygrad import UOp
 
 from engine.targets.nvidia.kernels.recurrent.convolved import ConvolvedMemory
-from engine.targets.nvidia.kernels.uops import LOG2_E, chain, f32, sigmoid
+from engine.targets.nvidia.kernels.uops import LOG2_E, chain, f32, sigmoid, softplus
 
 
 @dataclass(frozen=True)
@@ -72,10 +72,7 @@ def silu(x: UOp) -> UOp:
 
 def decay_of(alpha: UOp, bias: UOp, decay: UOp) -> UOp:
     """exp(decay * softplus(alpha + bias))."""
-    x = alpha + bias
-    magnitude = x.maximum(x * f32(-1))
-    softplus = x.maximum(0.0) + (f32(1) + (magnitude * f32(-LOG2_E)).exp2()).log2() * f32(1 / LOG2_E)
-    return (decay * softplus * f32(LOG2_E)).exp2()
+    return (decay * softplus(alpha + bias) * f32(LOG2_E)).exp2()
 
 
 def convolved(inputs: Sequence[UOp], weights: Sequence[UOp]) -> UOp:
