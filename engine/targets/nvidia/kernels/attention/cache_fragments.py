@@ -6,8 +6,8 @@ Thread 4g + t of a warp loads, of sixteen tokens at a time, keys of tokens 2g an
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Protocol
 
 from tinygrad import UOp
 
@@ -26,35 +26,37 @@ Loads = list[list[UOp]]
 """Words for each array of registers."""
 
 
-class Fragments(Protocol):
-    """A layer's cache in a kernel."""
-
-    n_sums: int
-    """Registers of the weighted sums of values."""
-
-    def keys(self, step: UOp) -> Loads:
-        """Loads a thread's part of the keys of a step."""
-        ...
-
-    def values(self, step: UOp) -> Loads:
-        """The same of the values."""
-        ...
-
-    def scores(self, queries: Sequence[list[UOp]], keys: Loads) -> list[UOp]:
-        """The scores of four tokens. `queries`: left tiles of sixteen dimensions."""
-        ...
-
-    def add(self, weights: Sequence[UOp], values: Loads, sums: Sequence[UOp]) -> list[UOp]:
-        """The sums after four tokens with these weights."""
-        ...
-
-    def results(self, sums: Sequence[UOp], t: UOp) -> list[tuple[UOp, UOp]]:
-        """The weighted sums of values of a thread: (dimension, sum)."""
-        ...
-
-
 Run = tuple[UOp, int]
 """Dimensions: the first, and how many."""
+
+
+class Fragments(ABC):
+    """A layer's cache in a kernel, for runs of the dimensions of `keys` and of `values`."""
+
+    def __init__(self, block: DecodeBlock, g: UOp, t: UOp, keys: Run, values: Run) -> None:
+        self._block, self._g, self._t, self._keys = block, g, t, keys
+        self._first, self._width = values
+        self.n_sums = self._width // 4  # registers of the weighted sums of values
+
+    @abstractmethod
+    def keys(self, step: UOp) -> Loads:
+        """Loads a thread's part of the keys of a step."""
+
+    @abstractmethod
+    def values(self, step: UOp) -> Loads:
+        """The same of the values."""
+
+    @abstractmethod
+    def scores(self, queries: Sequence[list[UOp]], keys: Loads) -> list[UOp]:
+        """The scores of four tokens. `queries`: left tiles of sixteen dimensions."""
+
+    @abstractmethod
+    def add(self, weights: Sequence[UOp], values: Loads, sums: Sequence[UOp]) -> list[UOp]:
+        """The sums after four tokens with these weights."""
+
+    @abstractmethod
+    def results(self, sums: Sequence[UOp], t: UOp) -> list[tuple[UOp, UOp]]:
+        """The weighted sums of values of a thread: (dimension, sum)."""
 
 
 def fragments(block: DecodeBlock, g: UOp, t: UOp, keys: Run, values: Run) -> Fragments:
@@ -67,13 +69,8 @@ def tile_of(block: DecodeBlock, step: UOp) -> tuple[UOp, UOp]:
     return block.pages.tile(block.kv, block.start // TILE + step), step * TILE < block.count
 
 
-class _HalfFragments:
+class _HalfFragments(Fragments):
     """float16. A load is of four dimensions of two keys, or of two dimensions of four values."""
-
-    def __init__(self, block: DecodeBlock, g: UOp, t: UOp, keys: Run, values: Run) -> None:
-        self._block, self._g, self._t, self._keys = block, g, t, keys
-        self._first, self._width = values
-        self.n_sums = self._width // 4
 
     def keys(self, step: UOp) -> Loads:
         first, width = self._keys
@@ -109,14 +106,9 @@ class _HalfFragments:
         return [(t * 4 + d, x) for d, x in places]
 
 
-class _QuantizedFragments:
+class _QuantizedFragments(Fragments):
     """q8_0 (`quantized_cache`). The scales of keys multiply the scores of their blocks, those of
     values the weights of tokens."""
-
-    def __init__(self, block: DecodeBlock, g: UOp, t: UOp, keys: Run, values: Run) -> None:
-        self._block, self._g, self._t, self._keys = block, g, t, keys
-        self._first, self._width = values
-        self.n_sums = self._width // 4
 
     def keys(self, step: UOp) -> Loads:
         h, (tile, ok) = self._block.heads, tile_of(self._block, step)
@@ -169,10 +161,7 @@ class _QuantizedFragments:
         return [(t * 8 + d, x * f32(1 / _ENLARGED)) for d, x in zip(places, sums, strict=False)]
 
 
-_KINDS: dict[KVFormat, type[_HalfFragments | _QuantizedFragments]] = {
-    KVFormat.F16: _HalfFragments,
-    KVFormat.Q8_0: _QuantizedFragments,
-}
+_KINDS: dict[KVFormat, type[Fragments]] = {KVFormat.F16: _HalfFragments, KVFormat.Q8_0: _QuantizedFragments}
 
 
 def upper_rows(four: Sequence[UOp]) -> list[UOp]:
