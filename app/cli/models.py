@@ -15,7 +15,7 @@ from app.chat.settings import Settings
 from app.cli import options
 from app.cli.download import fetch, write_json
 from engine.catalog import cache
-from engine.catalog.names import draft_for
+from engine.catalog.names import draft_for, hub_address
 from engine.description.architectures import read_spec
 from engine.description.spec import ModelSpec
 from engine.errors import ModelFileError, OrinError, UsageError
@@ -102,7 +102,9 @@ def pull(args: Namespace, aliases: Mapping[str, str]) -> None:
     """Downloads a model, or verifies and updates it, and prints its path."""
     source, _ = source_of(args.model, aliases)
     if isinstance(source, Path):
-        raise UsageError(f"{source} is a file: there is nothing to download.")
+        if source.exists():
+            raise UsageError(f"{source} is a file: there is nothing to download.")
+        raise UsageError(f"There is no file {source}, and nothing to download.", _meant(args.model))
     path = fetch(source, sys.stdout if args.json else sys.stderr, as_json=args.json)
     entry = read_entry(source, path, aliases)
     if args.json:
@@ -116,6 +118,14 @@ def pull(args: Namespace, aliases: Mapping[str, str]) -> None:
         print(one_line(f"{draft} may guess its next tokens: --draft auto downloads that one."))
     if entry.problem:
         print(one_line(entry.problem), file=sys.stderr)
+
+
+def _meant(name: str) -> str:
+    """What to do about a model's name that is a path where nothing is."""
+    address = hub_address(name)
+    return (
+        f"A model of the Hugging Face hub is {address}." if address else "Check the path for a typing error."
+    )
 
 
 # --- rm ------------------------------------------------------------------------------------------------
@@ -173,7 +183,7 @@ def show(args: Namespace, aliases: Mapping[str, str]) -> None:
     if path is None:
         raise ModelFileError(
             f"{source} is not on this machine.",
-            "Check the path for a typing error." if isinstance(source, Path) else call(f"pull {source}"),
+            _meant(args.model) if isinstance(source, Path) else call(f"pull {source}"),
         )
     entry = read_entry(source, path, aliases)
     with GGUF(path) as file:

@@ -111,7 +111,9 @@ def test_progress_on_a_terminal_overwrites_itself(hub, home):
         ("qwen3:0.6", 3, "There is no model called 'qwen3:0.6'. Similar names: qwen3:0.6b"),
         ("hf.co/user/nothing", 3, "hf.co/user/nothing does not exist, or it is private."),
         ("hf.co/user/model-GGUF:Q6_K", 3, "hf.co/user/model-GGUF has no Q6_K. It has F16, Q8_0"),
-        ("./some.gguf", 2, "some.gguf is a file: there is nothing to download."),
+        ("./some.gguf", 2, "some.gguf, and nothing to download."),
+        (__file__, 2, "test_models.py is a file: there is nothing to download."),
+        ("user/model-GGUF", 2, "A model of the Hugging Face hub is hf.co/user/model-GGUF."),
         ("http://127.0.0.1:9/x.gguf", 3, "http://127.0.0.1:9/x.gguf cannot be reached:"),
     ],
 )
