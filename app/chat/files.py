@@ -132,7 +132,9 @@ def read(mention: Mention) -> Attachment:
         return file_of(text="", picture=PictureFile(data=data))
     if (text := decoded_text(data)) is None:
         size = as_bytes(state.st_size)
-        raise UsageError(f"{name} is no text and no picture ({size}).")
+        raise UsageError(
+            f"{name} is no text and no picture ({size}).", "No sounds, videos, PDFs or archives are read."
+        )
     return file_of(text=text, first=mention.first, last=mention.last)
 
 
