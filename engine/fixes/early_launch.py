@@ -42,11 +42,12 @@ from tinygrad.runtime.support.c import init_c_var
 from tinygrad.uop.ops import Ops, PatternMatcher, UOp, UPat
 
 from engine.devices import cuda_driver
-from engine.fixes import once
+from engine.fixes import async_copies, once
 from engine.kernels.launch_hints import HintedInfo, info_of
 
 WAIT = UOp(Ops.CUSTOM, arg='asm volatile("griddepcontrol.wait;" ::: "memory");')
 RELEASE = UOp(Ops.CUSTOM, arg='asm volatile("griddepcontrol.launch_dependents;" ::: "memory");')
+_EFFECTS = (Ops.RANGE, Ops.AFTER, Ops.STORE, Ops.BARRIER)
 _MIN_CAPABILITY = 90  # the first compute capability, times ten, that has griddepcontrol
 
 _stock_init, _stock_node = CUDAGraph.__init__, CUDAGraph.new_node
@@ -70,20 +71,22 @@ def _linearize(ctx: Renderer, prg: UOp, sink: UOp) -> UOp:
 
 
 def with_waits(uops: Sequence[UOp], info: HintedInfo) -> list[UOp]:
-    """The operations of a kernel in their order, with those that its hints ask for: the wait for the kernel before, and
-    the release of the next one."""
-    hints = info.hints
+    """The operations of a kernel in their order, but for those that come first, with those that its hints ask for: the
+    wait for the kernel before, and the release of the next one."""
+    hints, (result, requests, uops) = info.hints, _first(uops, info)
     if not hints.waits_for:
-        return [WAIT, *[RELEASE] * (hints.releases == "after its wait"), *uops]
-    awaited, result, depth = info.slots(hints.waits_for), list[UOp](), 0
+        return [*result, *requests, WAIT, *[RELEASE] * (hints.releases == "after its wait"), *uops]
+    awaited, depth, loop_at = info.slots(hints.waits_for), 0, 0
     waits, surely = False, False  # whether there was a wait at this place, and one that is in no loop
     for uop in uops:
         if uop.op is Ops.RANGE or uop.op is Ops.END:
             if not depth or (depth == 1 and uop.op is Ops.END):
-                waits = surely  # a loop may have no steps
+                waits, loop_at = surely, len(result)  # a loop may have no steps
             depth += 1 if uop.op is Ops.RANGE else -1
         if not waits and not awaited.isdisjoint(_slots(uop)):
             place = len(result) - (uop.op is Ops.STORE and result[-1].op is Ops.IF)  # on no condition
+            at = loop_at if depth else place
+            result[at:at], place, requests = requests, place + len(requests), []
             releases = hints.releases == "after its wait" and RELEASE not in result
             result[place:place] = [WAIT, RELEASE] if releases else [WAIT]
             waits, surely = True, not depth
@@ -91,6 +94,24 @@ def with_waits(uops: Sequence[UOp], info: HintedInfo) -> list[UOp]:
             result.append(RELEASE)
         result.append(uop)
     return result
+
+
+def _first(uops: Sequence[UOp], info: HintedInfo) -> tuple[list[UOp], list[UOp], list[UOp]]:
+    """The operations of a kernel that come before its wait wherever tinygrad put them: loads of the buffers of
+    `LaunchHints.loads_first`, with what these and requests for the cache are computed from; then the requests, which do
+    so behind other loads; then all others."""
+    slots = info.slots(info.hints.loads_first)
+    requests = [uop for uop in uops if async_copies.brings(uop)]
+    loads = [uop for uop in uops if uop.op is Ops.LOAD and not slots.isdisjoint(_slots(uop))]
+    if not (requests or loads):
+        return [], [], [*uops]
+    parameters = [uop for uop in uops if uop.op is Ops.PARAM]  # in the order of the kernel's arguments
+    ends = (Ops.PARAM, Ops.SINK)
+    needed = [u for u in UOp.sink(*requests, *loads).toposort() if u.op not in ends and u not in requests]
+    late = [uop for uop in needed if uop.op in _EFFECTS or (uop.op is Ops.LOAD and uop not in loads)]
+    assert not late, f"{info.name} cannot load so early"
+    placed = {*parameters, *needed, *requests}
+    return [*parameters, *needed], requests, [uop for uop in uops if uop not in placed]
 
 
 def _slots(uop: UOp) -> list[int]:

@@ -23,12 +23,14 @@ class LaunchHints:
     `waits_for`: the names of the buffers that the kernel before in a chain writes, or that an earlier one writes too
     late: it waits for the kernel before where it first accesses one of them, and what it loads until then must be
     older. Without names it waits before everything else. `releases`: when the next kernel may start
-    (`engine.fixes.early_launch`)."""
+    (`engine.fixes.early_launch`). `loads_first`: the names of buffers that it loads before it waits, though it needs
+    them late: the kernel before does not write them, and had waited itself when it let this one start."""
 
     min_blocks: int = 0
     shared_bytes: int = 0
     waits_for: tuple[str, ...] = ()
     releases: Release = "at its end"
+    loads_first: tuple[str, ...] = ()
 
 
 NO_HINTS = LaunchHints()

@@ -47,6 +47,10 @@ _COPY = re.compile(
 )
 _COMMIT = 'asm volatile("cp.async.commit_group;" ::: "memory");'
 _WAIT = re.compile(r'asm volatile\("cp\.async\.wait_group (\d+);" ::: "memory"\);')
+_REQUEST = re.compile(
+    r'asm volatile\("[^"]*cp\.async\.bulk\.prefetch\.L2[^"]*" :: '
+    r'"l"\((.*?)\), "r"\(\(uint\)(.*?)\), "r"\((\d+)\)\);'
+)
 _GROUP = re.compile(
     r'asm volatile\("[^"]*wgmma\.mma_async\.sync\.aligned\.m64n\d+k16\.f32\.f16\.f16 [^"]*" : (.*?) : '
     r'("r".*?), "l"\(\(unsigned long long\)\(\(uint\)__cvta_generic_to_shared\((.*?)\) >> 4\) \| (\w+)\) : "memory"\);'
@@ -78,6 +82,7 @@ class SimulatedCompiler(Compiler):
         signature, arguments, end = _parameters(parameters)
         waits = "__syncthreads" in body or "__WMMA" in body or "wgmma" in body
         body = _GROUP_ORDER.sub("", _GROUP.sub(_group, body))
+        body = _REQUEST.sub(_request, body)
         if _COPY.search(body):
             body = _COPY.sub(r"copies.ask(\1, \2);", body).replace(_COMMIT, "copies.commit();")
             body = "  Copies copies;\n" + _WAIT.sub(r"copies.wait(\1);", body)
@@ -112,6 +117,12 @@ def _group(product: re.Match[str]) -> str:
         f"{{ float *sums[] = {{{taken}}}; u32 left[] = {{{words}}}; const u32 n = sizeof sums / sizeof *sums;"
         f" group_mma(context, threadIdx, __LINE__, sums, n, left, {product[3]}, {product[4]}); }}"
     )
+
+
+def _request(run: re.Match[str]) -> str:
+    """A request of memory for the cache, whose first and last word are read here."""
+    place, ok, words = run[1], run[2], int(run[3]) // 4
+    return f"if ({ok}) {{ (void)*{place}; (void)*({place}+{words - 1}); }}"
 
 
 def _shared(body: str) -> tuple[str, int]:

@@ -225,6 +225,27 @@ def test_a_kernel_that_says_nothing_waits_first():
     assert added(uops, info(releases="after its wait")) == [(WAIT, RELEASE), (RELEASE, uops[0])]
 
 
+def test_a_kernel_begins_with_its_requests_and_with_old_loads_that_it_needs_late():
+    """Its parameters keep their order: it is that of a kernel's arguments."""
+    early = HintedInfo(
+        buffers=("out", "x", "rows", "weights"), hints=LaunchHints(0, 0, ("x",), loads_first=("rows",))
+    )
+    uops = operations()
+    x, later = uops[2], uops[8]
+    weights = uops[1].src[0]
+    request = async_copies.brought(weights, 64, UOp.const(True), keeps=True)
+    parameters = [place.src[0] for place in (uops[6].src[0], x.src[0], later.src[0], weights)]
+    done = early_launch.with_waits([*parameters, *uops, request], early)
+    assert done[:4] == parameters and len(done) == len({*done})
+    assert done.index(weights) < done.index(request) < done.index(uops[0]) < done.index(WAIT) < done.index(x)
+    assert done.index(later) < done.index(uops[0])
+    simple = [*parameters, uops[1], weights, x, request]
+    assert early_launch.with_waits(simple, early)[-4:] == [uops[1], request, WAIT, x]
+    uops[1:2] = [uops[1], later.replace(src=(later.src[0].replace(src=(later.src[0].src[0], uops[0])),))]
+    with pytest.raises(AssertionError, match="so early"):
+        early_launch.with_waits(uops, early)
+
+
 def test_a_program_on_disk_still_says_that_it_waits():
     instruction = UOp(Ops.CUSTOM, src=(UOp.special(4, "lidx0"),), arg="{0}")
     parts = UOp(Ops.SINK, arg=info("rows")), UOp(Ops.LINEAR, src=(WAIT, instruction, *instruction.src))

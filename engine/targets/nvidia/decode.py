@@ -64,7 +64,8 @@ class DecodeKernels(DecodeMemory):
 
     def _step(self, model: GPUModel, limit: int, ending: Ending) -> tuple[KernelSequence, list[int]]:
         """The kernels of a step, and how many there are up to the embedding and to each sublayer."""
-        step = DecodeStep(self, limit)
+        products = [product for layer in model.layers for product in layer.handler.products]
+        step = DecodeStep(self, limit, [*products, model.head])
         self._embed(step, model)
         ends = [len(step.sequence)]
         for following, layer in enumerate(model.layers, 1):

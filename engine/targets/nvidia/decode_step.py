@@ -7,6 +7,8 @@ LayerNorm needs the mean of the whole stream, so it is a kernel of its own (`lay
 
 from __future__ import annotations
 
+import functools
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -14,6 +16,7 @@ from typing import NamedTuple
 from tinygrad import Tensor, dtypes
 
 from engine.description.spec import ModelSpec
+from engine.fixes.async_copies import COPIED_BYTES
 from engine.kernels.device_memory import device_zeros
 from engine.targets.nvidia.input_scales import InputScales
 from engine.targets.nvidia.kernels.products import digit_rows
@@ -25,13 +28,20 @@ from engine.targets.nvidia.kernels.products.epilogues import (
     makes_digits,
 )
 from engine.targets.nvidia.kernels.products.head_norm import HeadNorm
-from engine.targets.nvidia.kernels.products.matvec import matvec
+from engine.targets.nvidia.kernels.products.matvec import Brought, matvec
 from engine.targets.nvidia.kernels.residual_stream.layer_norm import layer_norm
 from engine.targets.nvidia.kernels.residual_stream.post_norm import add_normed, add_normed_blocks
 from engine.targets.nvidia.kernels.weights.weight_layout import WeightLayout, permuted_size
 from engine.targets.nvidia.matrices import Matrix, Product
 from engine.targets.nvidia.norms import Input, Norm, inputs_of
 from engine.targets.nvidia.step import Step, StepMemory
+
+_OF_END = (
+    "stream",
+    "norms",
+    "bias",
+    "digits_norm",
+)  # what the end of a product reads that is added to the stream
 
 
 @dataclass
@@ -96,7 +106,8 @@ class DecodeMemory(StepMemory):
 
 
 class DecodeStep(Step):
-    """A decode step after fewer than `limit` tokens, to which handlers add their kernels. Whoever walks over the layers
+    """A decode step after fewer than `limit` tokens, to which handlers add their kernels. `products`: its products in
+    their order. Whoever walks over the layers
     sets the following: `inputs` are those of the products after the sublayer; `post_norm`, `scale`, `factor` and
     `is_followed_beside` are of the sublayer (`Layer`). `own`: a norm of the stream, which is added to it with the
     results."""
@@ -108,9 +119,9 @@ class DecodeStep(Step):
     is_followed_beside = False
     own: Norm | None = None
 
-    def __init__(self, memory: DecodeMemory, limit: int) -> None:
+    def __init__(self, memory: DecodeMemory, limit: int, products: Sequence[Product] = ()) -> None:
         super().__init__(memory)
-        self.memory, self.limit = memory, limit
+        self.memory, self.limit, self._products = memory, limit, products
         self._n_streams = 0
         self._waiting: list[Normed] = []
 
@@ -143,12 +154,30 @@ class DecodeStep(Step):
             others |= {"other": division.vector}
             others |= zip(("other_digits", "other_factors"), division.made, strict=True)
         n_parts, eps = stream.n_parts if norms[0].is_normed else 0, self.spec.stream_eps
+        brings, brought = self._brought(product)
         kernel = matvec(
             product.stack, product.schedule, epilogue, name, n_parts, eps, None, starts_next,
-            division and division.layout,
+            division and division.layout, brings=brings,
         )  # fmt: skip
         sums = stream.parts if n_parts else None
+        others |= {"brought": brought}
         self.add(kernel, x=x, beside_x=beside_x, norm_sums=sums, planes=product.planes, **others)
+
+    def _brought(self, product: Product) -> tuple[Brought | None, list[Tensor]]:
+        """What a product brings to the L2 cache: the beginning of the next product's planes, or of those of the one
+        after the experts that are not chosen yet, whose weights are read meanwhile."""
+        behind = itertools.dropwhile(lambda other: other is not product, self._products)
+        following = [*behind][1:]
+        known = next((other for other in following if not other.experts), None)
+        if not (product.schedule.brings and known):
+            return None, []
+        whole = sum(plane.nbytes() for plane in known.planes)
+        share = min(1.0, product.schedule.brings * 1e6 / whole) / (product.n_blocks * product.stack.slots)
+        parts = [
+            (plane, int(plane.nbytes() * share) // COPIED_BYTES * COPIED_BYTES) for plane in known.planes
+        ]
+        parts = [(plane, n) for plane, n in parts if n]
+        return Brought(tuple(n for _, n in parts), known is not following[0]), [plane for plane, _ in parts]
 
     def input_of(self, product: Product, x: list[Tensor]) -> list[Tensor]:
         """The vector of a product, or its digits; a kernel makes these if they are not `x` already."""
@@ -241,13 +270,26 @@ class DecodeStep(Step):
         """Adds the last product of a sublayer, of `x`, whose result is added to the residual stream. `heads`: the norm
         of heads that it has to do; `others`: the buffers that only such products have."""
         dim = self.spec.dim
-        ins = {"x": self.input_of(product, x if isinstance(x, list) else [x]), "planes": product.planes}
+        brings, brought = self._brought(product)
+        vector = self.input_of(product, x if isinstance(x, list) else [x])
+        ins = {"x": vector, "planes": product.planes, "brought": brought}
+        # The kernel before may not write the stream.
+        is_older = self.memory.h.uop.base not in self.sequence.calls[-1].src
+        loads_first = _OF_END if product.schedule.early_end and is_older else ()
+        of = functools.partial(
+            matvec,
+            product.stack,
+            product.schedule,
+            name=name,
+            heads=heads,
+            loads_first=loads_first,
+            brings=brings,
+        )
         has_bias = others.get("bias") is not None
         assert self.scale is None or self.post_norm is not None
         if (self.is_followed_beside and self.post_norm is None) or self.spec.centred:
             assert self.post_norm is None
-            kernel = matvec(product.stack, product.schedule, add_to_stream(has_bias), name, heads=heads)
-            self.add(kernel, stream=self.memory.h, **ins, **others)
+            self.add(of(epilogue=add_to_stream(has_bias)), stream=self.memory.h, **ins, **others)
             if not self.is_followed_beside:
                 self.layer_norm()
             return
@@ -256,13 +298,11 @@ class DecodeStep(Step):
             can_divide = len(bits) == 1 and makes_digits(bits[0], product.schedule.block_rows, dim)
             divides = bits[0] if can_divide else 0
             epilogue = add_residual(len(self.inputs) - bool(divides), has_bias, divides)
-            kernel = matvec(product.stack, product.schedule, epilogue, name, heads=heads)
-            self.add(kernel, **self.begin_stream(product.n_blocks, divides), **ins, **others)
+            self.add(of(epilogue=epilogue), **self.begin_stream(product.n_blocks, divides), **ins, **others)
             return
         rows = self.buffer(f"{name}_rows", dim)
         squares = self.buffer(f"{name}_squares", product.n_blocks)
-        kernel = matvec(product.stack, product.schedule, STORE_SQUARES, name, heads=heads)
-        self.add(kernel, out=rows, squares=squares, **ins, **others)
+        self.add(of(epilogue=STORE_SQUARES), out=rows, squares=squares, **ins, **others)
         self._waiting.append(Normed(rows, squares, product.n_blocks, self.post_norm))
         if not self.is_followed_beside:
             self._add_waiting()

@@ -312,7 +312,8 @@ def search_event(
     """The `Search` event for a product with its current schedule."""
     s = product.schedule
     held = f", {s.blocks} blocks held" if s.blocks else ", weights early" if s.early else ""
-    held += ", the next kernel too" if s.starts_next else ""
+    held += ", the next kernel too" * s.starts_next + ", its end too" * s.early_end
+    held += f", {s.brings} MB of the next weights" if s.brings else ""
     return Search(
         what=f"{product.name} {product.stack.name}",
         choice=f"{s.threads} threads x {s.groups} rows, {s.rows} each{held}",

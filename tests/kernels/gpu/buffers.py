@@ -12,6 +12,8 @@ from engine.formats.ggml_types import GGML_TYPES
 from engine.formats.quantization import FORMATS
 from engine.formats.widening import widened
 from engine.kernels.device_memory import device_zeros, to_device
+from engine.kernels.target import renderer
+from engine.targets.nvidia.kernels.device import launches_early
 from engine.targets.nvidia.kernels.kernel_sequence import KernelSequence
 from engine.targets.nvidia.kernels.pieces import state_of
 from engine.targets.nvidia.kernels.sampling.sampling import Shortlist
@@ -19,6 +21,7 @@ from engine.targets.nvidia.kernels.weights.matrix_bytes import UNIT, units_of
 from engine.targets.nvidia.kernels.weights.upload import Part, upload
 from engine.targets.nvidia.kernels.weights.weight_layout import WeightLayout, input_scale, permuted_size
 from engine.targets.nvidia.kernels.weights.weight_repacking import MatrixSpec, TensorRows, repack
+from tests.driver.compiler import SimulatedCompiler
 from tests.quantized_blocks import IN_FILES, dequantized
 
 FLOATS = {0: np.float32, 1: np.float16}
@@ -30,6 +33,11 @@ def begin() -> None:
     """Every check begins with the same random numbers, and packs its matrices on the device itself."""
     rng.bit_generator.state = np.random.default_rng(0).bit_generator.state
     _packed.cache_clear()
+
+
+def brings_to_cache() -> bool:
+    """Whether the GPU has the instruction that brings memory to its L2 cache; the simulated one has it."""
+    return launches_early() or isinstance(renderer().compiler, SimulatedCompiler)
 
 
 def random_matrix(ggml_type, rows, cols):

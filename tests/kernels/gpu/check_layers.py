@@ -25,6 +25,7 @@ from engine.targets.nvidia.memory import MEMORY
 from engine.targets.nvidia.runner import NvidiaRunner
 from engine.targets.nvidia.sublayers.experts import chosen_experts
 from tests import generated_model
+from tests.kernels.gpu.buffers import brings_to_cache
 from tests.reference import Reference, wrong_by
 
 CONTEXT = 64
@@ -220,7 +221,7 @@ def check_layers_with_latent_attention_of_older_files() -> None:
 def check_layers_whose_vectors_come_in_digits() -> None:
     """Products after a norm, before a norm, of narrow queries, and of several matrices, which take their vector as it
     is; experts whose router makes those of gate and up, and these those of down; layers each of whose products makes
-    those of the next one."""
+    those of the next one, which also bring its weights to the cache."""
     types = {"blk.0.attn_k": "Q8_0", "blk.*": "IQ4_NL"}
     forced = lambda stack: replace(stack, digits=stack.fits_digits)
     with mock.patch.object(matrices, "in_digits", forced):
@@ -236,7 +237,8 @@ def check_layers_whose_vectors_come_in_digits() -> None:
 
         with mock.patch.object(matrices, "best_schedule", wide):
             hold(architecture="gpt-oss", types={"blk.*_exps": "IQ4_NL"}, **SMALL | {"dim": 128, "layers": 1})
-        high = lambda stack: Schedule(2, 32, 2 if stack.rows > 128 else 1)
+        launched = {"early_end": True, "brings": int(brings_to_cache())}
+        high = lambda stack: Schedule(2, 32, 2 if stack.rows > 128 else 1, **launched)
         with mock.patch.object(matrices, "best_schedule", high):
             hold(
                 architecture="llama",

@@ -25,7 +25,7 @@ from engine.targets.nvidia.kernels.products.epilogues import (
 )
 from engine.targets.nvidia.kernels.products.head_norm import HeadNorm
 from engine.targets.nvidia.kernels.products.matmul import Tiles, fragment_index, fragments_size, matmul
-from engine.targets.nvidia.kernels.products.matvec import Schedule, StackedMatrices, matvec
+from engine.targets.nvidia.kernels.products.matvec import Brought, Schedule, StackedMatrices, matvec
 from engine.targets.nvidia.kernels.products.schedules import matvec_schedule
 from engine.targets.nvidia.kernels.products.small_batch import column_index, columns_size
 from engine.targets.nvidia.kernels.residual_stream.embedding import embed, embed_prompt
@@ -42,6 +42,7 @@ from engine.targets.nvidia.kernels.weights.matrix_bytes import units_of
 from engine.targets.nvidia.kernels.weights.weight_layout import WeightLayout, input_scale, permuted_size
 from tests.kernels.gpu.buffers import (
     FLOATS,
+    brings_to_cache,
     buffer,
     close,
     laid_out,
@@ -70,11 +71,14 @@ def check_every_type() -> None:
         planes, weights = packed(ggml_type, rows, cols)
         assert [(p.numel(), p.dtype) for p in planes] == layout.shapes(rows, cols)
         x, out = rng.standard_normal(cols).astype(np.float32), zeros(rows)
+        brought = planes[:1] if rows > 4 and brings_to_cache() else []
+        brings = Brought((brought[0].nbytes() // 2 // 16 * 16,), keeps=False) if brought else None
         run(
-            matvec(StackedMatrices.single(layout, rows, cols), schedule, STORE, "t"),
+            matvec(StackedMatrices.single(layout, rows, cols), schedule, STORE, "t", brings=brings),
             out,
             laid_out(x, layout),
             *planes,
+            *brought,
         )
         close(out.numpy(), weights.astype(np.float64) @ x)
 

@@ -31,7 +31,13 @@ from engine.targets.nvidia.kernels.products.epilogues import (
     as_logits,
     routed,
 )
-from engine.targets.nvidia.kernels.products.matvec import Schedule, SharedExpert, StackedMatrices, matvec
+from engine.targets.nvidia.kernels.products.matvec import (
+    Brought,
+    Schedule,
+    SharedExpert,
+    StackedMatrices,
+    matvec,
+)
 from engine.targets.nvidia.kernels.products.small_batch import SmallBatchTiles, small_batch_product, stored
 from engine.targets.nvidia.kernels.products.small_batch import activated as gated_few
 from engine.targets.nvidia.kernels.products.small_batch import as_logits as logits_few
@@ -57,6 +63,8 @@ def products() -> Iterator[Made]:
         more = ((STORE, {"n_norm_sums": 8}), (as_logits(), {"n_norm_sums": 8})) if THOROUGH else ()
         for epilogue, options in ((add_residual(2), {}), (STORE, {"starts_next": True}), *more):
             yield matvec(one, schedule, epilogue, "t", **options), types[q6]
+        first, brings = ("stream", "norms"), Brought((4096,), True)
+        yield matvec(one, schedule, add_residual(1), "t", loads_first=first, brings=brings), types[q6]
         yield matvec(two, schedule, STORE_BIASED, "t", 8), types[q4] + types[q6]
         choice = ChosenExperts(2, 8, False, True, None, True)
         chooses = StackedMatrices.single(q4, 128, 256, choice)

@@ -173,11 +173,11 @@ def test_attention_lets_the_next_kernel_start_only_where_it_leaves_multiprocesso
         assert flash_attention(heads, split, tokens=tokens).hints.releases == release
 
 
-def test_attention_begins_before_the_product_ends_but_not_of_few_tokens_with_sinks():
+def test_attention_begins_before_the_product_ends():
     heads = Heads(query=32, kv=8, dim=128, length=4096, norm_eps=None, scale=0.1, block=32, pool=256)
-    for limit, sinks, waits_for in ((256, False, ("rows",)), (256, True, ()), (4096, True, ("rows",))):
+    for limit, sinks in ((256, False), (256, True), (4096, True)):
         kernel = flash_attention(heads, flash_split(heads, limit, 256, 132), sinks)
-        assert kernel.hints.waits_for == waits_for
+        assert kernel.hints.waits_for == ("rows",)
 
 
 @pytest.mark.parametrize("gpu", GUESSED)

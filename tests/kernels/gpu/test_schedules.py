@@ -30,7 +30,8 @@ def test_what_is_shipped_fits(chip):
     assert known.origin.startswith(("measured", "predicted"))
     assert known.origin == "predicted" or known.products
     assert not known.products.keys() & known.early.keys()
-    assert known.starts_next <= known.products.keys() | known.early.keys()
+    names = known.products.keys() | known.early.keys()
+    assert known.starts_next | known.early_ends | known.brings.keys() <= names
     for name, numbers in [*known.products.items(), *known.early.items()]:
         schedule = Schedule(*numbers)
         assert schedule.fits() and schedule.block_rows % 2 == 0
@@ -55,7 +56,7 @@ def test_a_mixture_has_what_was_measured_with_another_number_of_experts():
     assert matvec_schedule(stack, Chip("sm_90", 132)) == Schedule(16, 4, 8)
     assert matvec_schedule(stack, Chip("sm_00", 132)) != Schedule(16, 4, 8)
     down = StackedMatrices.single(Q6_K, 2048, 768, ChosenExperts(8, 96, added=True))
-    assert matvec_schedule(down, Chip("sm_90", 132)) == Schedule(48, 8, 2, 1)
+    assert matvec_schedule(down, Chip("sm_90", 132)) == Schedule(48, 8, 2, early_end=True)
     early = StackedMatrices.single(WeightLayout(12), 1408, 2816, ChosenExperts(8, 64, added=False))
     assert matvec_schedule(early, Chip("sm_90", 132)) == Schedule(11, 16, 4, early=True)
 
@@ -86,14 +87,17 @@ def test_a_search_tries_early_weights_where_kernels_are_launched_early():
     assert not any(s.early and s.blocks for s in tried)
 
 
-def test_a_search_tries_when_the_next_kernel_starts():
+def test_a_search_tries_how_a_product_is_launched():
     stack, early = StackedMatrices.single(Q6_K, 3072, 3072), Chip("sm_00", 132, launches_early=True)
-    for s in (Schedule(48, 4, 4, early=True), Schedule(48, 4, 4, early=True, starts_next=True)):
-        other, *others = schedules.neighbours(stack, s, early)
-        assert other == replace(s, starts_next=not s.starts_next)
-        assert others and all(near.starts_next == s.starts_next for near in others)
-        assert all(near.starts_next == s.starts_next for near in schedules.candidates(stack, s, early))
-    assert not any(near.starts_next for near in schedules.neighbours(stack, Schedule(48, 4, 4)))
+    launched = lambda s: (s.starts_next, s.early_end, s.brings)
+    for s in (Schedule(48, 4, 4, early=True), Schedule(48, 4, 4, 0, True, True, True)):
+        near = schedules.neighbours(stack, s, early)
+        first, others = near[:3], near[3:]
+        ways = {"starts_next": not s.starts_next}, {"early_end": not s.early_end}, {"brings": 4}
+        assert first == [replace(s, **way) for way in ways]
+        assert others and all(launched(s) == launched(other) for other in others)
+        assert all(launched(s) == launched(other) for other in schedules.candidates(stack, s, early))
+    assert not any(any(launched(other)) for other in schedules.neighbours(stack, Schedule(48, 4, 4)))
 
 
 @pytest.mark.parametrize(

@@ -247,8 +247,10 @@ def rotated(x: UOp, partner: UOp, is_first_half: UOp, cos: UOp, sin: UOp) -> UOp
 # -------------------------------------------------------------------------------------------------------
 
 
-def finish(name: str, stores: Sequence[UOp], n_bytes: int = 0, n_ops: int = 0) -> UOp:
-    """The graph of the kernel that does `stores`. The bytes that it must move and the operations that it must do are
-    for its profile. The tag keeps tinygrad from optimizing it."""
+def finish(
+    name: str, stores: Sequence[UOp], n_bytes: int = 0, n_ops: int = 0, effects: Sequence[UOp] = ()
+) -> UOp:
+    """The graph of the kernel that does `stores`, and what has other `effects`. The bytes that it must move and the
+    operations that it must do are for its profile. The tag keeps tinygrad from optimizing it."""
     estimates = Estimates(ops=n_ops, lds=n_bytes, mem=n_bytes)
-    return UOp.group(*stores).sink(arg=KernelInfo(name=name, estimates=estimates), tag=1)
+    return UOp.group(*stores).sink(*effects, arg=KernelInfo(name=name, estimates=estimates), tag=1)

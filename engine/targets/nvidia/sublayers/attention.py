@@ -19,7 +19,6 @@ from engine.targets.nvidia.decode_step import DecodeStep
 from engine.targets.nvidia.kernels.attention.decode_block import combine, result_size
 from engine.targets.nvidia.kernels.attention.flash_attention import (
     FlashSplit,
-    begins_early,
     flash_attention,
     flash_split,
     rows_split,
@@ -125,8 +124,7 @@ class AttentionHandler(Handler):
     def decode(self, step: DecodeStep, norm: Norm) -> None:
         qkv = step.buffer("qkv", self.heads.rows)
         epilogue = stored(self.bias is not None, self.heads.limit)
-        is_early = begins_early(self.split(step.limit), self.sinks is not None)
-        step.multiply(self.qkv, norm, epilogue, {"out": qkv, "bias": self.bias}, "qkv", is_early)
+        step.multiply(self.qkv, norm, epilogue, {"out": qkv, "bias": self.bias}, "qkv", starts_next=True)
         attended = self._attend_token(step, qkv, step.input_scale(self.o.single_matrix))
         step.finish(self.o, attended, "o", bias=self.o_bias)
 

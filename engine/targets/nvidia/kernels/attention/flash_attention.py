@@ -11,7 +11,7 @@ through shared memory.
 
 The cache is read once, straight to registers, sixteen bytes at a time. Loads are issued a round ahead of their use, and
 the first ones before everything else. In a step of one sequence that is before the QKV product has ended
-(`begins_early`, `engine.fixes.early_launch`): all but the new token's rows was there before. All blocks of a key
+(`engine.fixes.early_launch`): all but the new token's rows was there before. All blocks of a key
 head go through the tokens side by side, so that each has as many as the others.
 """
 
@@ -180,17 +180,11 @@ def flash_attention(
         name += f"_{tokens}_{order}_{out_row}" * (tokens > 0) + f"_{split.blocks}_blocks" * (split.blocks > 0)
         return finish(name, [block.attended()])
 
-    waits_for = ("rows",) if begins_early(split, sinks) and not tokens else ()
+    waits_for = () if tokens else ("rows",)
     # Blocks of one part leave most multiprocessors idle: there the output product may load its weights meanwhile.
     releases: Release = "at its end" if tokens or split.splits > 1 else "after its wait"
     hints = LaunchHints(split.blocks, waits_for=waits_for, releases=releases)
     return Kernel(kernel, *block_buffers(h, split.splits, sinks, tokens), hints)
-
-
-def begins_early(split: FlashSplit, sinks: bool) -> bool:
-    """Whether the kernel of one sequence begins before the QKV product has ended, whose kernel lets it start. That of
-    one part with sinks does not (measured: half a microsecond more for each layer of gpt-oss)."""
-    return split.splits > 1 or not sinks
 
 
 class _NewToken(NamedTuple):

@@ -25,6 +25,7 @@ from typing import NamedTuple
 from tinygrad import UOp
 from tinygrad.uop.ops import AxisType, Ops
 
+from engine.fixes import async_copies
 from engine.kernels.kernel import Kernel, Name, call_by_name
 from engine.kernels.launch_hints import LaunchHints, Release
 from engine.targets.nvidia.kernels.products import digit_rows
@@ -52,8 +53,9 @@ _EVEN, _MANY_BLOCKS = 16, 64
 class Schedule:
     """A group of `threads` threads shares a row, a block has `groups` groups, and each thread works on `rows` rows at
     once. `blocks`: the minimum of resident blocks on a multiprocessor (`engine.fixes.launch_bounds`); 0 for none.
-    `early`: whether it loads weights before it waits for the kernel before, `starts_next`: whether the next kernel may
-    start as soon as it has waited (`engine.fixes.early_launch`)."""
+    `early`: whether it loads weights before it waits for the kernel before, `early_end`: whether what its end adds to
+    them, `starts_next`: whether the next kernel may start as soon as it has waited (`engine.fixes.early_launch`).
+    `brings`: how many megabytes of the next product's weights it brings to the L2 cache, from its beginning on."""
 
     threads: int
     groups: int
@@ -61,6 +63,8 @@ class Schedule:
     blocks: int = 0
     early: bool = False
     starts_next: bool = False
+    early_end: bool = False
+    brings: int = 0
 
     @property
     def block_rows(self) -> int:
@@ -69,9 +73,9 @@ class Schedule:
     @property
     def name(self) -> str:
         """For the name of a kernel."""
-        name = (
-            f"{self.threads}_{self.groups}_{self.rows}" + "_early" * self.early + "_next" * self.starts_next
-        )
+        name = f"{self.threads}_{self.groups}_{self.rows}" + "_early" * self.early
+        name += "_next" * self.starts_next + "_end" * self.early_end
+        name += f"_brings_{self.brings}" * bool(self.brings)
         return f"{name}_{self.blocks}_blocks" if self.blocks else name
 
     def divides(self, rows: int) -> bool:
@@ -82,6 +86,14 @@ class Schedule:
     def fits(self) -> bool:
         """Whether CUDA can launch such blocks, and each row of a block has a thread for its epilogue."""
         return self.block_rows <= self.threads * self.groups <= 1024
+
+
+class Brought(NamedTuple):
+    """How many bytes of each plane of a product to come each block brings to the L2 cache, multiples of
+    `COPIED_BYTES`, and whether they are kept there while others come and go."""
+
+    block_bytes: tuple[int, ...]
+    keeps: bool
 
 
 class SharedExpert(NamedTuple):
@@ -183,6 +195,8 @@ def matvec(
     heads: HeadNorm | None = None,
     starts_next: bool = False,
     divides: WeightLayout | None = None,
+    loads_first: tuple[str, ...] = (),
+    brings: Brought | None = None,
 ) -> Kernel:
     """The product of stacked matrices with a vector. Buffers: the epilogue's outs; x, float32 (permuted_size(cols),),
     the vector permuted and scaled, for each of the stack's input_scales; norm_sums, if x is still to be RMS-normed over
@@ -202,6 +216,9 @@ def matvec(
     another vector of as many columns, scaled for that layout, for a product to come: other; other_digits and
     other_factors are as `digit_rows.divide` makes them.
 
+    What it `brings` to the L2 cache are the beginnings of the planes that are `brought`. `loads_first`: as in its
+    hints.
+
     If the kernel or its schedule `starts_next`, the next one may start as soon as this one has waited
     (`engine.fixes.early_launch`). One whose schedule is early waits later, and lets it start when its threads first
     meet, unless the schedule says otherwise."""
@@ -219,7 +236,7 @@ def matvec(
         head_sums: UOp | None, planes: list[UOp], router: UOp | None, experts: UOp | None,
         probabilities: UOp | None, counts: UOp | None, scales: UOp | None, biases: UOp | None,
         choice_bias: UOp | None, other: UOp | None,
-        other_digits: UOp | None, other_factors: UOp | None,
+        other_digits: UOp | None, other_factors: UOp | None, brought: list[UOp] | None,
         **others: UOp | list[UOp] | None,
     ) -> UOp:  # fmt: skip
         t, group = UOp.special(s.threads, "lidx0"), UOp.special(s.groups, "lidx1")
@@ -335,7 +352,13 @@ def matvec(
         if chosen_rows and choice:
             of_all = None if powers is None else total(UOp.const(s.block_rows + 1), None)
             stores += chosen_rows.stores(block, of_all)
-        return finish(full_name, stores, n_bytes, n_ops)
+        requests = []
+        if brings and brought:  # by a thread of each block
+            number = block if slot is None else slot * stack.n_blocks(s) + block
+            for plane, n in zip(brought, brings.block_bytes, strict=True):
+                place = plane.index(number * (n // plane.dtype.itemsize))
+                requests.append(async_copies.brought(place, n, thread.eq(0), brings.keeps))
+        return finish(full_name, stores, n_bytes, n_ops, requests)
 
     n_planes = sum(len(layout.shapes(1, of.cols)) for of, layout, _ in matrices)
     if stack.shared:
@@ -362,9 +385,11 @@ def matvec(
     release: Release = "before its first barrier" if s.early else "at its end"
     if s.starts_next or (starts_next and not s.early):
         release = "after its wait"
-    hints = LaunchHints(min_blocks=s.blocks, waits_for=names if s.early else (), releases=release)
+    waits_for = tuple(name for name in names if s.early and name not in loads_first)
+    hints = LaunchHints(s.blocks, 0, waits_for, release, tuple(n for n in names if n in loads_first))
     outputs = (*epilogue.outs, *(results if is_choosing else ()), *made)
     inputs = (*(() if is_choosing else results), *vectors, *epilogue.ins, ("planes", n_planes))
+    inputs = (*inputs, ("brought", len(brings.block_bytes) if brings else 0))
     return Kernel(kernel, outputs, inputs, hints)
 
 

@@ -52,6 +52,7 @@ _MAX_IDLE = 0.07  # of the units: those that threads have beyond a row's end
 _MANY_WEIGHTS = (
     16e6  # of experts in a product whose vectors come in digits: with 12.6 million they gained nothing
 )
+_BROUGHT = (0, 4)  # megabytes of the next product's weights, to try (measured: with 2 to 6 about the same)
 _RESIDENT_THREADS = (640, 1024)  # on a multiprocessor, to try beside the compiler's choice
 
 
@@ -107,11 +108,11 @@ def matvec_schedule(stack: StackedMatrices, chip: Chip = _UNKNOWN) -> Schedule:
 def _measured(shipped: _Shipped, stack: StackedMatrices) -> Schedule | None:
     """The schedule that is shipped for a product."""
     name = _measured_name(shipped, stack)
-    numbers, starts_next = shipped.early.get(name), name in shipped.starts_next
-    if numbers:
-        return Schedule(*numbers, early=True, starts_next=starts_next)
-    numbers = shipped.products.get(name)
-    return Schedule(*numbers, starts_next=starts_next) if numbers else None
+    numbers = shipped.early.get(name) or shipped.products.get(name)
+    if not numbers:
+        return None
+    starts_next, early_end = name in shipped.starts_next, name in shipped.early_ends
+    return Schedule(*numbers, name in shipped.early, starts_next, early_end, shipped.brings.get(name, 0))
 
 
 def _unless_dear(stack: StackedMatrices, s: Schedule, chip: Chip) -> Schedule:
@@ -180,15 +181,17 @@ class _Rule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 class _Shipped(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A file of tuned schedules: where they come from, the multiprocessors of that GPU, and for each
-    `StackedMatrices.name` threads, groups, rows and blocks. Those of `early` are `Schedule.early`, and the names that
-    `starts_next` has are `Schedule.starts_next`."""
+    `StackedMatrices.name` threads, groups, rows and blocks. Those of `early` are `Schedule.early`; the names in
+    `starts_next` and `early_ends` are `Schedule.starts_next` and `early_end`; `brings` is `Schedule.brings`."""
 
     origin: str = "a guess"
     multiprocessors: int = 0
     starts_next: frozenset[str] = frozenset()
+    early_ends: frozenset[str] = frozenset()
     rule: _Rule = _Rule()
     products: dict[str, _Numbers] = {}
     early: dict[str, _Numbers] = {}
+    brings: dict[str, int] = {}
 
 
 @functools.cache
@@ -222,18 +225,19 @@ def candidates(stack: StackedMatrices, near: Schedule, chip: Chip = _UNKNOWN) ->
     """The schedules to try for a product, without `near`: blocks of 64 to 1,024 threads, whole blocks of rows, gate and
     up in one block, few idle threads. Those that the model of the GPU finds cheap come first if it knows the product;
     then those most similar to `near`."""
-    tried = (replace(s, starts_next=near.starts_next) for s in _all(stack, chip))
+    tried = (_launched_as(near, s) for s in _all(stack, chip))
     similar = sorted((s for s in tried if s != near), key=lambda s: _distance(s, near))
     first = ranked(stack, similar, chip) if chip.launches_early and _is_modelled(stack) else []
     return list(dict.fromkeys([*first, *similar]))
 
 
 def neighbours(stack: StackedMatrices, s: Schedule, chip: Chip = _UNKNOWN) -> list[Schedule]:
-    """The schedules like one, the most similar first: one that lets the next kernel start at another time, a number
-    twice as large or half, or two of them so that a block has as many threads, or as many rows."""
-    others = [replace(other, starts_next=s.starts_next) for other in _all(stack, chip)]
+    """The schedules like one, the most similar first: one that is launched otherwise (`_launched_as`), a number twice
+    as large or half, or two of them so that a block has as many threads, or as many rows."""
+    others = [_launched_as(s, other) for other in _all(stack, chip)]
     if chip.launches_early:
-        others.append(replace(s, starts_next=not s.starts_next))
+        others += [replace(s, starts_next=not s.starts_next), replace(s, early_end=not s.early_end)]
+        others += [replace(s, brings=n) for n in _BROUGHT]
     near = ((_distance(other, s), other) for other in others if other != s)
     size = s.threads * s.groups, s.block_rows
     found = [
@@ -243,6 +247,11 @@ def neighbours(stack: StackedMatrices, s: Schedule, chip: Chip = _UNKNOWN) -> li
         or (distance <= 2 and (other.threads * other.groups == size[0] or other.block_rows == size[1]))
     ]
     return [other for _, other in sorted(found, key=lambda pair: pair[0])]
+
+
+def _launched_as(s: Schedule, other: Schedule) -> Schedule:
+    """Another schedule, which does the same as `s` for its end and the next kernel."""
+    return replace(other, starts_next=s.starts_next, early_end=s.early_end, brings=s.brings)
 
 
 def _all(stack: StackedMatrices, chip: Chip) -> list[Schedule]:
