@@ -155,6 +155,7 @@ INLINE float __int_as_float(int i) { return __builtin_bit_cast(float, i); }
 INLINE float fmaxf(float a, float b) { return a < b || a != a ? b : a; }
 #define exp2(x) context->functions.exp2(x)
 #define __nvvm_ex2_approx_ftz_f(x) exp2(x)
+#define __fdividef(x, y) ((x) / (y))
 #define log2(x) context->functions.log2(x)
 #define sin(x) context->functions.sin(x)
 #define hsqrt(x) ((half)__builtin_sqrtf((float)(x)))

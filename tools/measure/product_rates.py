@@ -111,17 +111,18 @@ class Matrix:
         is_few = isinstance(tiles, SmallBatchTiles)
         if isinstance(tiles, SmallBatchTiles):
             epilogue = activated("silu") if is_gate else stored(self.rows)
-            kernel, size = small_batch_product(*shape, tiles, epilogue, "t"), columns_size
+            kernels, size = [small_batch_product(*shape, tiles, epilogue, "t")], columns_size
             parts = tiles.splits
         else:
-            kernel, size = prompt_product(*shape, tiles, is_gate, "t"), fragments_size
+            kernels, size = prompt_product(*shape, tiles, is_gate, "t"), fragments_size
             parts = tiles.parts
         buffers = {"x": _scratch(size(tokens, self.cols), dtypes.float16), "planes": self.planes}
         if not is_few:
             buffers["prompt"] = _state(tokens)
         halves = size(tokens, self.rows // 2)
         out = (halves, dtypes.float16) if is_gate else (parts * tokens * self.rows, dtypes.float32)
-        sequence.add(kernel, out=_scratch(*out, is_out=True), **buffers)
+        for kernel in kernels:
+            sequence.add(kernel, out=_scratch(*out, is_out=True), **buffers)
 
 
 _kept: dict[object, Tensor] = {}

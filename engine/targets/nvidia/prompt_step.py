@@ -187,14 +187,15 @@ class PromptStep(Step):
             kernel = small_batch_product(part.layout, tokens, rows, part.cols, few, stored(rows), name)
             self.add(kernel, out=out, x=x, planes=part.planes)
             return Sums(out, few.splits)
-        kernel, parts = self._kernel(part, rows, False, name)
+        kernels, parts = self._kernels(part, rows, False, name)
         out = self.buffer(name, parts * tokens * rows)
-        self.add(kernel, out=out, x=x, prompt=self.prompt, planes=part.planes)
+        for kernel in kernels:
+            self.add(kernel, out=out, x=x, prompt=self.prompt, planes=part.planes)
         return Sums(out, parts)
 
-    def _kernel(
+    def _kernels(
         self, part: Matrix, rows: int, paired: bool, name: str, activation: Activation = "silu"
-    ) -> tuple[Kernel, int]:
+    ) -> tuple[list[Kernel], int]:
         """The product of many tokens with the first rows of a matrix, and how many sums it leaves."""
         shape = part.layout, self.tokens, rows, part.cols
         tiles = prompt_tiles(*shape, self.chip, paired, self.order)
@@ -223,8 +224,9 @@ class PromptStep(Step):
         if self.order == "columns":
             self.multiply(part, self.tiles(part), activated(activation), "gate_up", out=out)
             return
-        kernel, _ = self._kernel(part, part.rows, True, "gate_up", activation)
-        self.add(kernel, out=out, x=self.x, prompt=self.prompt, planes=part.planes)
+        kernels, _ = self._kernels(part, part.rows, True, "gate_up", activation)
+        for kernel in kernels:
+            self.add(kernel, out=out, x=self.x, prompt=self.prompt, planes=part.planes)
 
     def activate_ungated(
         self, matrix: Matrix, activation: Activation, out: Tensor, bias: Tensor | None = None,

@@ -130,15 +130,18 @@ async def test_a_search_and_a_measurement_wait_for_each_other(monkeypatch):
         return Tuned(request_id=0, before_us=1000.0, after_us=900.0, left=1)
 
     engine.tune, engine.stop_tuning = tune, lambda: searches[-1].set()
-    async with dashboard(engine) as (app, _, _):
+    async with dashboard(engine) as (app, pilot, _):
         app.dashboard.tuner._on_mains = lambda: True
         await until(lambda: searches)
         await asyncio.sleep(idle_profiler.IDLE_S + 0.1)
         assert not engine.profiles
         searches[-1].set()  # the search ends by itself, and has gained something
+        await sees(pilot, "a token takes 900 µs, 10.0 % less than before")
         await until(lambda: len(searches) == 2 and engine.profiles == ["decode"])
         app.dashboard.table.post_message(KernelTable.ProfileRequested("decode"))  # as a mouse button does
         await until(lambda: len(searches) == 3 and engine.profiles == ["decode"] * 2)
+        await pilot.press("x")
+        assert app.prompt.text == "x" and searches[2].is_set(), "a key is shown, and ends a search"
 
 
 @thorough

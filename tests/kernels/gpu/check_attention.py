@@ -286,7 +286,7 @@ def attended_prompt(cut, n, position, h, sinks=False, over_heads=False, others=(
     if over_heads:
         norm.append(zeros(tokens * 2))
         run(norms_over_heads(h, tokens, *shape), norm[1], buffer(sums), *biases)
-    kernel = rotate_prompt(h, tokens, *shape, over_heads)
+    kernel = rotate_prompt(h, tokens, *shape, over_heads, in_turn=1 + len(pieces) % 2)
     ins = [prompt, *biases, *norm, *temperature]
     cache, own_tables = (pool.buffers, [tables]) if h.stored != "nothing" else ([], [])
     run(kernel, queries, *[out] * h.gated, *cache, *map(buffer, (sums, cos, sin)), *own_tables, *ins)

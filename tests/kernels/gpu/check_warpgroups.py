@@ -17,11 +17,8 @@ from engine.runtime.model_runner import Slot
 from engine.targets.nvidia import prefill
 from engine.targets.nvidia.kernels.device import chip
 from engine.targets.nvidia.kernels.products.matmul import fragments_size
-from engine.targets.nvidia.kernels.products.warpgroup_matmul import (
-    WarpgroupTiles,
-    eights_index,
-    warpgroup_matmul,
-)
+from engine.targets.nvidia.kernels.products.prompt_products import prompt_product
+from engine.targets.nvidia.kernels.products.warpgroup_matmul import WarpgroupTiles, eights_index
 from engine.targets.nvidia.kernels.weights.weight_layout import WeightLayout
 from engine.targets.nvidia.runner import NvidiaRunner
 from tests import generated_model
@@ -32,13 +29,13 @@ from tests.tier import THOROUGH
 
 
 def check_warpgroup_products() -> None:
-    """Of floats and of quantized types, with rows and steps left over, parts, and blocks without tokens; gate and
-    up."""
+    """Of floats and of quantized types, with rows and steps left over, parts, and blocks without tokens; gate and up,
+    the last rows in a launch of their own."""
     tokens, n = 32, 11
     for ggml_type, rows, cols, paired, tiles in (
         *[(12, 139, 512, False, WarpgroupTiles(32, 1, 2, 2))] * THOROUGH,
         (8, 64, 832, False, WarpgroupTiles(16, 1, 1, 2, 4)),
-        (1, 130, 64, True, WarpgroupTiles(16, 2, 1, 1)),
+        (1, 130, 64, True, WarpgroupTiles(16, 2, 1, 1, rest=(128, WarpgroupTiles(32, 1, 2, 1)))),
         *((kind, 64, 512, False, WarpgroupTiles(16, 1, 1, 2)) for kind in (0, *FORMATS) if THOROUGH),
     ):
         layout = WeightLayout(ggml_type)
@@ -52,8 +49,8 @@ def check_warpgroup_products() -> None:
             (fragments_size(tokens, rows // 2), dtypes.float16) if paired else (tiles.parts * tokens * rows,)
         )
         out, state = zeros(*size), prompt_state(tokens, (0, 0, n, 0))
-        kernel = warpgroup_matmul(layout, tokens, rows, cols, tiles, paired, "t")
-        run(kernel, out, buffer(own), state, *planes)
+        for kernel in prompt_product(layout, tokens, rows, cols, tiles, paired, "t"):
+            run(kernel, out, buffer(own), state, *planes)
         if paired:
             place = prompt_index(lambda m, e, rows=rows: eights_index(m, e, rows // 2), n, rows // 2)
             close(out.numpy()[place], gated(wanted[:, 0::2], wanted[:, 1::2], "silu"), 2e-3)

@@ -193,6 +193,13 @@ def test_tiles_of_prompts_leave_few_multiprocessors_idle(rows, cols, paired, wan
 @pytest.mark.parametrize(
     "tokens, rows, cols, paired, wanted",
     [  # tokens, 64s of rows, groups and parts of the fastest that was timed on an H200
+        (
+            512,
+            28672,
+            4096,
+            True,
+            (256, 1, 2, 1, 2, (25344, WarpgroupTiles(128, 1, 2, 1))),
+        ),  # a round is a third full
         (512, 24576, 4096, True, (256, 1, 2, 1)),  # 204 us, 225 with (128, 2, 1, 1)
         (512, 4096, 12288, False, (256, 1, 2, 2)),  # 94 us, 106 with (128, 2, 1, 2)
         (512, 5120, 3072, False, (256, 1, 2, 3)),  # 38 us, 45 with one part
@@ -214,6 +221,21 @@ def test_the_order_of_activations_is_that_in_which_all_products_take_least_time(
     assert [prompt_order([q4], n, other) for n in (64, 128)] == ["columns", "fragments"]
     assert [prompt_order([f16, f16], n, hopper) for n in (32, 64)] == ["columns", "eights"]
     assert [prompt_order([q8] + [q4] * n, 64, hopper) for n in (1, 9)] == ["eights", "columns"]
+
+
+@pytest.mark.parametrize(
+    "tokens, rows, parts, depth",
+    [
+        (64, 28672, 1, 8),
+        (64, 6144, 4, 4),
+        (128, 28672, 1, 4),
+        (128, 6144, 4, 2),
+    ],  # 75 us in place of 81, 20 of 25, ...
+)
+def test_floats_of_16_bits_load_further_ahead_where_as_many_rounds_of_blocks_fit(tokens, rows, parts, depth):
+    chip = Chip("sm_90", 132, own_rates=rates.H200, has_warpgroups=True)
+    tiles = prompt_tiles(WeightLayout(1), tokens, rows, 4096, chip, rows > 6144, "eights")
+    assert (tiles.parts, tiles.depth) == (parts, depth)
 
 
 def test_floats_of_32_bits_have_low_tiles_in_warpgroups():

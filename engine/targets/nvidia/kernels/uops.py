@@ -10,6 +10,7 @@ from typing import Literal
 from tinygrad import UOp, dtypes
 from tinygrad.dtype import AddrSpace, DType
 from tinygrad.renderer import Estimates
+from tinygrad.renderer.cstyle import CUDARenderer
 from tinygrad.uop.ops import KernelInfo, Ops
 
 from engine.kernels.target import renderer
@@ -168,6 +169,14 @@ def sigmoid(x: UOp) -> UOp:
     return (f32(1) + (x * f32(-LOG2_E)).exp2()).reciprocal()
 
 
+def quick_sigmoid(x: UOp) -> UOp:
+    """As `sigmoid`, with an error of its last bit, on CUDA by one instruction: a division has a branch for denormal
+    numbers, behind which nothing else begins, so that a thread's divisions wait for each other."""
+    if not isinstance(renderer(), CUDARenderer):
+        return sigmoid(x)
+    return UOp(Ops.CUSTOM, F32, (f32(1) + (x * f32(-LOG2_E)).exp2(),), "__fdividef(1.0f, {0})")
+
+
 def softplus(x: UOp) -> UOp:
     magnitude = x.maximum(x * f32(-1))
     return x.maximum(0.0) + (f32(1) + (magnitude * f32(-LOG2_E)).exp2()).log2() * f32(1 / LOG2_E)
@@ -180,7 +189,7 @@ def curved(x: UOp, curve: UOp) -> UOp:
     return (x > 0).where(p * x * x, negative) + b * x
 
 
-def gated(gate: UOp, up: UOp, activation: Activation) -> UOp:
+def gated(gate: UOp, up: UOp, activation: Activation, sigmoid: Callable[[UOp], UOp] = sigmoid) -> UOp:
     """activation(gate) * up. All activations but what is positive and its square are gate * sigmoid(x); an infinite
     power of two gives zero."""
     if activation in ("relu", "relu2"):

@@ -30,7 +30,11 @@ from engine.targets.nvidia.kernels.attention.prefill_attention import (
     combine_prompt,
     prompt_tiling,
 )
-from engine.targets.nvidia.kernels.attention.prompt_rotation import norms_over_heads, rotate_prompt
+from engine.targets.nvidia.kernels.attention.prompt_rotation import (
+    heads_in_turn,
+    norms_over_heads,
+    rotate_prompt,
+)
 from engine.targets.nvidia.kernels.attention.store_rows import store_rows
 from engine.targets.nvidia.kernels.device import multiprocessors, shared_limit
 from engine.targets.nvidia.kernels.products.activation_order import Order
@@ -263,8 +267,9 @@ class AttentionHandler(Handler):
             n = sum(start < rows for start in accumulate(sizes[:-1], initial=0))
             kernel = norms_over_heads(heads, tokens, counts[:n], sizes[:n], has_bias)
             step.add(kernel, factors=factors, sums=sums[:n], bias=self.bias)
+        shape = heads, tokens, counts, sizes, has_bias, self.is_over_heads, step.order
         step.add(
-            rotate_prompt(heads, tokens, counts, sizes, has_bias, self.is_over_heads, step.order),
+            rotate_prompt(*shape, heads_in_turn(tokens)),
             queries=queries,
             gates=self._attended(step) if heads.gated else None,
             cache=self.cache if self.is_storing else [],

@@ -32,6 +32,14 @@ from engine.targets.nvidia.kernels.uops import (
     tree,
 )
 
+_MANY_TOKENS, _IN_TURN = 256, 4  # from so many tokens on, so many
+_SLOTS = 8  # of a head
+
+
+def heads_in_turn(tokens: int) -> int:
+    """Of how many heads a thread of `rotate_prompt` had better have elements, for which it looks up its token once."""
+    return _IN_TURN if tokens >= _MANY_TOKENS else 1
+
 
 @functools.cache
 def norms_over_heads(
@@ -78,18 +86,20 @@ class _Normed(NamedTuple):
 
 class _HeadRow(NamedTuple):
     """What a thread has of a head: element `d` and its partner half a head away (`own`, `partner`), of `head`, which is
-    the block's `place`-th of `heads`."""
+    the block's `place`-th of `heads` at a time. `slot`: the first of the shared memory for these."""
 
     head: UOp
     place: UOp
     heads: int
+    slot: int
     d: UOp
     partner_d: UOp
     own: UOp
     partner: UOp
 
     def total(self, value: UOp, dim: int, slot: int) -> UOp:
-        """The sum of the values that the threads of the head have. Takes `slot` and the one three after it."""
+        """The sum of the values that the threads of the head have. Takes its `slot` and the one three after that."""
+        slot += self.slot
         values = after_store(shared(self.heads * dim, slot), self.place * dim + self.d, value)
         lanes = max(16, dim // 16)  # that add, so that no thread adds the values of a whole head
         first, adds = self.place * dim + self.d, self.d < lanes
@@ -130,7 +140,7 @@ def _normed_over_heads(
 @functools.cache
 def rotate_prompt(
     heads: Heads, tokens: int, parts: tuple[int, ...], sizes: tuple[int, ...], has_bias: bool, over_heads: bool = False,
-    order: Order = "fragments",
+    order: Order = "fragments", in_turn: int = 1,
 ) -> Kernel:  # fmt: skip
     """Rotates the queries and keys of prompts, and norms them if the model does; stores keys and values in the cache.
     The QKV product comes in runs of `sizes` rows, each as partial sums, float32 (parts, tokens, size). Buffers:
@@ -141,11 +151,11 @@ def rotate_prompt(
     weights of the queries' and the keys' norm, float32 (2, dim), if there are norms, or if they are `over_heads`,
     float32 (query + kv, dim), and factors, those of `norms_over_heads`; temperature, the factors of queries by
     position, float32 (context,), if there are any. If the cache is another layer's, there are only queries, and neither
-    a cache nor tables of blocks."""
+    a cache nor tables of blocks. A thread has elements of `in_turn` heads (`heads_in_turn`)."""
     h, dim, half, stores_tokens = heads, heads.dim, heads.dim // 2, heads.stored != "nothing"
     total = (h.rows - h.first_row) // dim
-    per_block = max(1, 256 // dim)  # heads in a block
-    blocks, runs = -(-total // per_block), Runs(tokens, parts, sizes, limit=h.limit)
+    per_block = max(1, 256 // dim)  # heads in a block at a time
+    blocks, runs = -(-total // (per_block * in_turn)), Runs(tokens, parts, sizes, limit=h.limit)
 
     def kernel(
         queries: UOp, gates: UOp | None, cache: Sequence[UOp], sums: Sequence[UOp], cos: UOp, sin: UOp,
@@ -154,53 +164,62 @@ def rotate_prompt(
     ) -> UOp:  # fmt: skip
         d, head_in_block = UOp.special(dim, "lidx0"), UOp.special(per_block, "lidx1")
         token, block = UOp.special(tokens, "gidx0"), UOp.special(blocks, "gidx1")
-        head = block * per_block + head_in_block
-        inside = head < total
         piece = Piece.of(prompt, token, tokens, h.length)
         position = (piece.position + piece.token(token)).minimum(h.length - 1)
-        live = inside & (piece.token(token) < piece.count)
-
         partner_d = (d < half).where(d + half, d - half)
-        row = head * dim + h.first_row
-        own, partner = (runs.load(sums, bias, token, row + e, inside) for e in (d, partner_d))
-        is_query, is_key = head < h.query, (head >= h.query) & (head < h.query + h.kv)
-        is_value = is_key if h.stored == "keys" else head >= h.query + h.kv
-        head_row = _HeadRow(head, head_in_block, per_block, d, partner_d, own, partner)
-        if norms is None:
-            normed = _Normed(own, partner, own, None)
-        elif factors is not None:
-            normed = _normed_over_heads(head_row, norms, factors, token, dim, is_query, is_key)
-        else:
-            normed = _normed(h, head_row, norms, is_query, is_key, is_value)
         angle = angle_row(cos, half, h.length, position, prompt, piece.sequence_at) * half + d % half
-        z = rotated(normed.x, normed.partner, d < half, load(cos, angle), load(sin, angle))
-        z = z if normed.weight is None else z * normed.weight
-        factor = f32(h.query_scale)
-        if temperature is not None:
-            factor = factor * load(temperature, position, live & is_query)
-        query = (z * factor).cast(F16)
-        stores = [store(queries, query_index(h, tokens, head, token, d), query, live & is_query)]
-        if gates is not None:
-            row_of_gate = h.gate_row(head.minimum(h.query - 1) * dim + d)
-            gate = h.opened(runs.load(sums, None, token, row_of_gate, is_query))
-            place = PLACES[order](token, head * dim + d, h.query * dim)
-            stores.append(store(gates, place, gate.cast(F16), live & is_query))
-        name = f"prefill_rotate_{h.name}_{tokens}"
-        if tables is None:
-            return finish(name, stores)
-        kv = is_key.where(head - h.query, (head - (h.query + h.kv)).maximum(0).minimum(h.kv - 1))
-        row, quad, stored = head_in_block * dim, d.minimum(dim // 4 - 1), live & (d < dim // 4)
-        if h.stored == "keys":
-            kept = [
-                after_store(shared(per_block * dim, slot=k), row + d, x)
-                for k, x in ((1, z), (2, normed.value))
-            ]
-        else:
-            kept = [after_store(shared(per_block * dim, slot=1), row + d, is_key.where(z, normed.value))] * 2
-        tile = Pages.of(h, tables, prompt, piece.sequence_at).tile(kv, position // TILE)
-        for which, ok in enumerate((is_key, is_value)):
-            stores += store_quad(h, cache, which, tile, position, quad, kept[which], row, stored & ok)
-        return finish(name, stores)
+        turn = load(cos, angle), load(sin, angle)
+
+        def of_head(k: int) -> list[UOp]:
+            """The stores of the k-th head of a thread; none if all blocks' are beyond the last one."""
+            slot, head = _SLOTS * k, (block * in_turn + k) * per_block + head_in_block
+            if head.vmin >= total:
+                return []
+            inside = head < total
+            live = inside & (piece.token(token) < piece.count)
+            row = head * dim + h.first_row
+            own, partner = (runs.load(sums, bias, token, row + e, inside) for e in (d, partner_d))
+            is_query, is_key = head < h.query, (head >= h.query) & (head < h.query + h.kv)
+            is_value = is_key if h.stored == "keys" else head >= h.query + h.kv
+            head_row = _HeadRow(head, head_in_block, per_block, slot, d, partner_d, own, partner)
+            if norms is None:
+                normed = _Normed(own, partner, own, None)
+            elif factors is not None:
+                normed = _normed_over_heads(head_row, norms, factors, token, dim, is_query, is_key)
+            else:
+                normed = _normed(h, head_row, norms, is_query, is_key, is_value)
+            z = rotated(normed.x, normed.partner, d < half, *turn)
+            z = z if normed.weight is None else z * normed.weight
+            factor = f32(h.query_scale)
+            if temperature is not None:
+                factor = factor * load(temperature, position, live & is_query)
+            query = (z * factor).cast(F16)
+            stores = [store(queries, query_index(h, tokens, head, token, d), query, live & is_query)]
+            if gates is not None:
+                row_of_gate = h.gate_row(head.minimum(h.query - 1) * dim + d)
+                gate = h.opened(runs.load(sums, None, token, row_of_gate, is_query))
+                place = PLACES[order](token, head * dim + d, h.query * dim)
+                stores.append(store(gates, place, gate.cast(F16), live & is_query))
+            if tables is None:
+                return stores
+            kv = is_key.where(head - h.query, (head - (h.query + h.kv)).maximum(0).minimum(h.kv - 1))
+            row, quad, stored = head_in_block * dim, d.minimum(dim // 4 - 1), live & (d < dim // 4)
+            if h.stored == "keys":
+                kept = [
+                    after_store(shared(per_block * dim, slot + i), row + d, x)
+                    for i, x in ((1, z), (2, normed.value))
+                ]
+            else:
+                kept = [
+                    after_store(shared(per_block * dim, slot + 1), row + d, is_key.where(z, normed.value))
+                ] * 2
+            tile = Pages.of(h, tables, prompt, piece.sequence_at).tile(kv, position // TILE)
+            for which, ok in enumerate((is_key, is_value)):
+                stores += store_quad(h, cache, which, tile, position, quad, kept[which], row, stored & ok)
+            return stores
+
+        stores = [one for k in range(in_turn) for one in of_head(k)]
+        return finish(f"prefill_rotate_{h.name}_{tokens}_{in_turn}", stores)
 
     outputs = "queries", h.gated and "gates", ("cache", len(h.cache_planes) if stores_tokens else 0)
     return Kernel(

@@ -61,7 +61,7 @@ _PART = 8  # the fewest units of a row in a part
 _OF_SUM = (
     2.4e-4  # on an H200: time to store a sum and read it again, in that of a block's product with one column
 )
-_MAX_HALF = 65504.0  # the largest float16
+MAX_HALF = 65504.0  # the largest float16
 
 
 @dataclass(frozen=True)
@@ -215,7 +215,7 @@ def fragments_size(tokens: int, cols: int) -> int:
 
 def as_half(value: UOp) -> UOp:
     """A float32 as float16, clamped to the largest one."""
-    return value.maximum(-_MAX_HALF).minimum(_MAX_HALF).cast(F16)
+    return value.maximum(-MAX_HALF).minimum(MAX_HALF).cast(F16)
 
 
 def wmma(a: Sequence[UOp], b: Sequence[UOp], c: Sequence[UOp]) -> list[UOp]:

@@ -55,7 +55,11 @@ def prompt_tiles(
 def prompt_product(
     layout: WeightLayout, tokens: int, rows: int, cols: int, tiles: PromptTiles, paired: bool, name: str,
     activation: Activation = "silu",
-) -> Kernel:  # fmt: skip
-    """activations @ matrix.T, of activations in the order of the tiles (`prompt_order`)."""
-    make = warpgroup_matmul if isinstance(tiles, WarpgroupTiles) else matmul
-    return make(layout, tokens, rows, cols, tiles, paired, name, activation)
+) -> list[Kernel]:  # fmt: skip
+    """activations @ matrix.T, of activations in the order of the tiles (`prompt_order`): kernels of the same buffers,
+    each of which makes some rows."""
+    shape = layout, tokens, rows, cols
+    if not isinstance(tiles, WarpgroupTiles):
+        return [matmul(*shape, tiles, paired, name, activation)]
+    launches = tiles.launches(rows)
+    return [warpgroup_matmul(*shape, own, paired, name, activation, span) for own, span in launches]

@@ -16,7 +16,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from tinygrad import UOp
@@ -26,10 +26,10 @@ from engine.fixes import warpgroup_products
 from engine.kernels.kernel import Kernel
 from engine.kernels.launch_hints import shared_hints
 from engine.targets.nvidia.kernels.device import Chip
-from engine.targets.nvidia.kernels.half_words import word_of
+from engine.targets.nvidia.kernels.half_words import halves, rounded, word_of
 from engine.targets.nvidia.kernels.pieces import used_rows
 from engine.targets.nvidia.kernels.products.load_ahead import LoadedAhead
-from engine.targets.nvidia.kernels.products.matmul import as_half, spread
+from engine.targets.nvidia.kernels.products.matmul import MAX_HALF, spread
 from engine.targets.nvidia.kernels.products.staged_tiles import (
     READ_LATER,
     StagedTiles,
@@ -39,11 +39,14 @@ from engine.targets.nvidia.kernels.rates import H200
 from engine.targets.nvidia.kernels.uops import (
     U32,
     Activation,
+    all_of,
     at,
     finish,
     gated,
     load_run,
+    quick_sigmoid,
     store,
+    within,
     zeroed_registers,
 )
 from engine.targets.nvidia.kernels.weights.half_pairs import quarter_pairs
@@ -53,33 +56,46 @@ from engine.targets.nvidia.kernels.weights.weight_layout import WeightLayout
 LEAST_TOKENS = 64
 """Products are of a multiple of so many tokens."""
 _PART = 8  # the fewest steps of a part
-_DEEP = 2  # with so many blocks a multiprocessor at most, loads that are further ahead take less time
 _STEP_US = {
     (256, 1, 2): (0.97, 0.97),
     (128, 2, 1): (0.54, 0.75),
     (128, 1, 1): (0.34, 0.65),
     (64, 1, 1): (0.34, 0.55),
 }
+_REST_US = {**_STEP_US, (128, 1, 2): (0.66, 0.66)}
 """By the `tokens`, `tall` and `groups` of a block: the microseconds that a step takes a multiprocessor of an H200, and
-that it takes at least."""
+that it takes at least; the second of the rows that a first launch leaves."""
+_LAUNCH_US = 2.0  # of the second launch
+
+Span = tuple[int, int]
+"""Rows of a matrix: the first one, and the one after the last."""
+StepTimes = Mapping[tuple[int, int, int], tuple[float, float]]
 
 
 @dataclass(frozen=True)
 class WarpgroupTiles:
     """How a product is divided: a block has `tokens` tokens and `tall` times 64 rows of the matrix for each of its
     `groups` of four warps; `parts` blocks, each of which stores its own sum, share the columns. A thread has weights of
-    `depth` steps under way, an even number."""
+    `depth` steps under way, an even number. `rest`: how the rows from one on are divided, in a launch of their own."""
 
     tokens: int
     tall: int
     groups: int
     parts: int
     depth: int = 2
+    rest: tuple[int, WarpgroupTiles] | None = None
 
     @property
     def width(self) -> int:
         """Rows of the matrix of a block."""
         return warpgroup_products.ROWS * self.tall * self.groups
+
+    def launches(self, rows: int) -> list[tuple[WarpgroupTiles, Span]]:
+        """How the rows are divided, one launch after the other."""
+        if self.rest is None:
+            return [(self, (0, rows))]
+        first, tiles = self.rest
+        return [(replace(self, rest=None), (0, first)), (tiles, (first, rows))]
 
     def steps(self, units: int) -> int:
         """Steps of a part of a row of so many units, of which the last part may have fewer. At least two turns of the
@@ -91,32 +107,51 @@ def warpgroup_tiles(
     layout: WeightLayout, tokens: int, rows: int, cols: int, chip: Chip, paired: bool
 ) -> WarpgroupTiles:
     """The tiles that take least time: of products, which multiprocessors have to do one after the other, and of memory
-    for sums. A `paired` product's columns are not shared, because the activation needs the whole sums of gate and
-    up."""
+    for sums. Where the last round of large blocks has few of them, its rows may have a launch of smaller ones. A
+    `paired` product's columns are not shared, because the activation needs the whole sums of gate and up."""
     units, rates = units_of(cols), chip.rates
 
-    def rounds(tiles: WarpgroupTiles) -> int:
-        blocks = tokens // tiles.tokens * -(-rows // tiles.width) * tiles.parts
-        return math.ceil(blocks / chip.multiprocessors)
+    def rounds(tiles: WarpgroupTiles, rows: int) -> float:
+        return tokens // tiles.tokens * -(-rows // tiles.width) * tiles.parts / chip.multiprocessors
 
-    def microseconds(tiles: WarpgroupTiles) -> float:
-        of_block, at_least = _STEP_US[tiles.tokens, tiles.tall, tiles.groups]
-        step = max(rounds(tiles) * of_block, at_least)
+    def microseconds(tiles: WarpgroupTiles, rows: int) -> float:
+        of_block, at_least = _REST_US[tiles.tokens, tiles.tall, tiles.groups]
+        step = max(math.ceil(rounds(tiles, rows)) * of_block, at_least)
         slower = H200.tensor_tflops / rates.tensor_tflops
         sums = (tiles.parts - 1) * tokens * rows * 8
         return tiles.steps(units) * step * slower + sums / rates.copy_gbps / 1e3
 
-    def deep(tiles: WarpgroupTiles) -> WarpgroupTiles:
-        is_low = tiles.tall == tiles.groups == 1
-        is_deep = is_low and (tiles.tokens == LEAST_TOKENS or rounds(tiles) <= _DEEP)
-        return replace(tiles, depth=4 if is_deep else 2)
+    def deep(tiles: WarpgroupTiles, rows: int) -> WarpgroupTiles:
+        """With more loads under way, which take registers: of floats if as many rounds of blocks then fit at a time."""
+        is_few, blocks = tiles.tokens == LEAST_TOKENS, rounds(tiles, rows)
+        if tiles.tall * tiles.groups > 1:
+            return tiles
+        shallow, deeper = (replace(tiles, depth=depth) for depth in ((4, 8) if is_few else (2, 4)))
+        if layout.bits != 16:
+            return shallow if is_few or blocks > 2 else deeper
+        fits = math.ceil(blocks / 2) == math.ceil(blocks / 3)
+        return deeper if fits and deeper.steps(units) == shallow.steps(units) else shallow
+
+    def best(rows: int, parts: Sequence[int], of_step: StepTimes) -> WarpgroupTiles:
+        tiles = [deep(WarpgroupTiles(*shape, n), rows) for shape in shapes(of_step) for n in parts]
+        sound = (t for t in tiles if (t.parts - 1) * t.steps(units) < units)
+        return min(sound, key=lambda t: microseconds(t, rows))
+
+    def shapes(of_step: StepTimes) -> list[tuple[int, int, int]]:
+        found = [s for s in of_step if tokens % s[0] == 0 and (s[0] > LEAST_TOKENS or tokens == LEAST_TOKENS)]
+        # Two tiles of floats would take too many registers.
+        return [(n, tall, g) for n, tall, g in found if tall == 1 or layout.bits < 16]
 
     parts = [n for n in (1, 2, 3, 4, 6, 8) if n == 1 or not (paired or units < n * _PART)]
-    # Two tiles of floats would take too many registers.
-    shapes = [s for s in _STEP_US if tokens % s[0] == 0 and (s[0] > LEAST_TOKENS or tokens == LEAST_TOKENS)]
-    shapes = [(n, tall, g) for n, tall, g in shapes if tall == 1 or layout.bits < 16]
-    tiles = [deep(WarpgroupTiles(*shape, n)) for shape in shapes for n in parts]
-    return min((t for t in tiles if (t.parts - 1) * t.steps(units) < units), key=microseconds)
+    whole = best(rows, parts, _STEP_US)
+    found = [(microseconds(whole, rows), whole)]
+    for tiles in (deep(WarpgroupTiles(*shape, 1), rows) for shape in shapes(_STEP_US)):
+        first = math.floor(rounds(tiles, rows)) * chip.multiprocessors * tiles.tokens // tokens * tiles.width
+        if 0 < first < rows:
+            rest = best(rows - first, [1], _REST_US)
+            of_two = microseconds(tiles, first) + _LAUNCH_US + microseconds(rest, rows - first)
+            found.append((of_two, replace(tiles, rest=(first, rest))))
+    return min(found, key=lambda pair: pair[0])[1]
 
 
 def eights_index(token: UOp, column: UOp, cols: int) -> UOp:
@@ -131,7 +166,7 @@ def eights_index(token: UOp, column: UOp, cols: int) -> UOp:
 @functools.cache
 def warpgroup_matmul(
     layout: WeightLayout, tokens: int, rows: int, cols: int, tiles: WarpgroupTiles, paired: bool, name: str,
-    activation: Activation = "silu",
+    activation: Activation = "silu", span: Span | None = None,
 ) -> Kernel:  # fmt: skip
     """activations @ matrix.T. Buffers, as those of `matmul`: out; x, the activations by eight tokens, float16
     (fragments_size(tokens, cols),); prompt, the step's state (`pieces`); the matrix's planes. The output is a sum for
@@ -142,13 +177,15 @@ def warpgroup_matmul(
     assert tokens % n == 0 and (tiles.parts - 1) * steps < units
     assert not (paired and (rows % 2 or tiles.parts > 1))
     n_sums = n // 2  # of a thread and 64 rows
+    first, end = span or (0, rows)
 
     def kernel(out: UOp, x: UOp, prompt: UOp, planes: Sequence[UOp]) -> UOp:
         warps = warpgroup_products.WARPS * tiles.groups
         lane, warp = UOp.special(32, "lidx0"), UOp.special(warps, "lidx1")
-        column_block, block = UOp.special(tokens // n, "gidx0"), UOp.special(-(-rows // tiles.width), "gidx1")
+        blocks = -(-(end - first) // tiles.width)
+        column_block, block = UOp.special(tokens // n, "gidx0"), UOp.special(blocks, "gidx1")
         part = UOp.special(tiles.parts, "gidx2") if tiles.parts > 1 else UOp.const(0)
-        first_row, first_step = (block * warps + warp) * (16 * tiles.tall), part * steps
+        first_row, first_step = (block * warps + warp) * (16 * tiles.tall) + first, part * steps
         used = used_rows(prompt, tokens)
         own_steps = (units - first_step).minimum(steps) if tiles.parts > 1 else UOp.const(steps)
         acc = zeroed_registers(n_sums * tiles.tall, 0)
@@ -165,8 +202,8 @@ def warpgroup_matmul(
             """This thread's weights of a step, of each row."""
             unit, quarter = spread(step.minimum(units - 1), lane % 4, units)
             places = [row_of(j) + k for j in range(tiles.tall) for k in (0, 1)]
-            if rows % tiles.width:
-                places = [row.minimum(rows - 1) for row in places]
+            if (end - first) % tiles.width:
+                places = [row.minimum(end - 1) for row in places]
             return [layout.load_quarter(planes, row, units, unit, quarter) for row in places]
 
         def converted(loaded: Sequence[Sequence[UOp]], step: UOp) -> list[list[UOp]]:
@@ -205,21 +242,23 @@ def warpgroup_matmul(
         results = []
         for j in range(tiles.tall):
             sums, row = load_run(acc, j * n_sums, n_sums), row_of(j)
+            ok = row < end if (end - first) % tiles.width else None
+            inside = ok if rows % 2 == 0 else all_of(ok, row + 1 < rows)
             for i in range(n_sums // 4):
-                for e in (0, 1):
-                    token = column_block * n + i * 8 + lane % 4 * 2 + e
-                    (a, b), ok = sums[i * 4 + e :: 2][:2], token < used
-                    if rows % tiles.width:
-                        ok = ok & (row < rows)
-                    if paired:
-                        index = eights_index(token, row // 2, rows // 2)
-                        results.append(store(out, index, as_half(gated(a, b, activation)), ok))
-                        continue
+                pairs = [sums[i * 4 + e :: 2][:2] for e in (0, 1)]
+                tokens_of = [column_block * n + i * 8 + lane % 4 * 2 + e for e in (0, 1)]
+                if paired:
+                    products = (gated(a, b, activation, quick_sigmoid) for a, b in pairs)
+                    values = halves(rounded(*(within(product, MAX_HALF) for product in products)))
+                    places = [eights_index(token, row // 2, rows // 2) for token in tokens_of]
+                    results += [store(out, *at, ok) for at in zip(places, values, strict=True)]
+                    continue
+                for (a, b), token in zip(pairs, tokens_of, strict=True):
                     place = (part * tokens + token) * rows + row
-                    inside = ok if rows % 2 == 0 else ok & (row + 1 < rows)
                     results += [store(out, place, a, ok), store(out, place + 1, b, inside)]
         shape = f"{tiles.tokens}_{tiles.tall}_{tiles.groups}_{tiles.parts}_{depth}"
         full_name = f"prefill_{name}_{layout.name}_{tokens}_{rows}x{cols}_groups_{shape}"
+        full_name += f"_{first}_{end}" * (end - first < rows)
         return finish(full_name, results, layout.n_bytes(rows, cols), 2 * tokens * rows * cols)
 
     planes = "planes", len(layout.shapes(rows, cols))
