@@ -109,7 +109,7 @@ class FeedForwardReader(HeadReader):
     def experts(self, i: int, prefix: str) -> Experts:
         """A mixture of experts. Older files give the experts' width as feed_forward_length (olmoe). Of each expert, the
         rows of gate and then of up may be one tensor."""
-        dim, count, used = self.dim, self.size("expert_count"), self.size("expert_used_count")
+        dim, count, used = self.dim, self.size("expert_count"), self.size_of_layer("expert_used_count", i)
         if not count > 1 or used > count:
             raise damaged(self.file.path, f"it chooses {used} of {count} experts")
         weighed_inputs = self.family.weighed_inputs

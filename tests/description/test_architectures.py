@@ -123,6 +123,8 @@ def test_sizes_of_each_layer(path_of):
     assert read(path_of("llama"), **sizes) == read(path_of("llama"))
     width = {"qwen3moe__expert_feed_forward_length": np.array([64] * LAYERS)}
     assert read(path_of("qwen3moe"), **width) == read(path_of("qwen3moe"))
+    used = {"qwen3moe__expert_used_count": np.array([2, 3, 1])}
+    assert [experts.used for experts in read(path_of("qwen3moe"), **used).experts] == [2, 3, 1]
 
 
 def test_layers_that_run_several_times(path_of):

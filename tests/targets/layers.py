@@ -97,7 +97,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "quant": "F32",
         "keys": {"attention.sliding_window": 24},
     },
-    "gpt-oss F32": {"architecture": "gpt-oss", "quant": "F32", "keys": {"expert_used_count": 2}},
+    "gpt-oss F32": {"architecture": "gpt-oss", "quant": "F32", "keys": {"expert_used_count": [2, 3]}},
 }
 CONTEXT = 256
 
