@@ -115,7 +115,8 @@ def must_pick(model: HubModel, models: list[ModelFiles]) -> ModelFiles:
     repository = f"hf.co/{model.repository}"
     if not models:
         raise ModelFileError(
-            f"{repository} holds no GGUF model.", "Look for a repository whose name ends in -GGUF."
+            f"{repository} holds no GGUF model, or none with all of its parts.",
+            "Look for a repository whose name ends in -GGUF.",
         )
     runnable = sorted({files.quantization for files in models if files.may_run and files.quantization})
     if not runnable:
