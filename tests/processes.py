@@ -32,14 +32,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "-n",
         "--processes",
         default="auto",
-        help="how many processes run tests; 0: this one. Half as many again as CPUs unless given.",
+        help="how many processes run tests; 0: this one. Twice as many as CPUs unless given, up to 8.",
     )
 
 
 def usual() -> int:
-    """Half as many processes again as CPUs: a test waits for processes and timers a quarter of its time."""
+    """Twice as many processes as CPUs: a test waits for processes and timers a quarter of its time. With half as many
+    again, a twelfth of two CPUs' time was left over."""
     n = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return min(n + -(-n // 2), 8)
+    return min(2 * n, 8)
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -1,6 +1,7 @@
 """The documentation names files and headings that exist."""
 
 import re
+from functools import cache
 
 import pytest
 
@@ -13,6 +14,7 @@ NAME = re.compile(r"`([A-Za-z_][\w.]*)[`(]")
 PATH = re.compile(rf"`((?:{'|'.join((*TOP, 'tests', 'docs'))})(?:/[\w.-]+)+)/?`")
 
 
+@cache
 def anchors(page: str) -> set[str]:
     """The anchors of a Markdown page's headings, as GitHub makes them."""
     headings = re.findall(r"^#+ (.+)$", page, re.MULTILINE)
@@ -38,14 +40,16 @@ def test_paths_in_the_text_exist(page):
     assert not missing
 
 
+@cache
+def words_of_the_code() -> set[str]:
+    files = (file for top in (*TOP, "tests") for file in (ROOT / top).rglob("*.py"))
+    return {word for file in files for word in re.findall(r"\w+", file.read_text("utf-8"))}
+
+
 @pytest.mark.parametrize("page", ["ARCHITECTURE.md", "CONTRIBUTING.md"])
 def test_names_in_the_text_are_those_of_the_code(page):
-    sources = "".join(
-        file.read_text("utf-8") for top in (*TOP, "tests") for file in (ROOT / top).rglob("*.py")
-    )
-    words = set(re.findall(r"\w+", sources))
     names = {part for name in NAME.findall((ROOT / page).read_text("utf-8")) for part in name.split(".")}
-    missing = names - words
+    missing = names - words_of_the_code()
     assert not missing
 
 

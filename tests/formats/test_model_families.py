@@ -71,7 +71,9 @@ LLAMA_CPP = {  # from models/ggml-vocab-*.gguf.inp and .out in llama.cpp
 
 
 @needs_shared
-@pytest.mark.parametrize(("name", "text"), LLAMA_CPP)
+@pytest.mark.parametrize(  # the oracles below have Gemma 4's vocabulary, which is the largest
+    ("name", "text"), [rarely(*text) if text[0] == "gemma-4" else text for text in LLAMA_CPP]
+)
 def test_texts_of_families_have_the_ids_of_llama_cpp(name, text):
     t = vocabulary(name)
     assert t.encode(text) == LLAMA_CPP[name, text] and decode(t, LLAMA_CPP[name, text]) == text

@@ -7,7 +7,7 @@ from tests.thorough import rarely
 
 FEW = {
     "files": 150,
-    "pictures": 150,
+    "pictures": 60,
     "history": 15,
     "hub": 40,
     "engine": 3,
@@ -19,7 +19,7 @@ FEW = {
     "request": 6,
     "protocol": 300,
     "models": 60,
-    "attack": 100,
+    "attack": 40,
 }
 
 RARE = {"files", "hub", "request", "history", "protocol", "suspension", "served", "screen"}

@@ -5,9 +5,10 @@ import pytest
 from tests.app.scenes import NOW, SCENES
 from tests.thorough import rarely
 
-# What they show, others show in another size or in other colours.
+# What they show, others show in another size or in other colours, or tests/app and tests/widgets read their lines.
 ALIKE = (
     "answering",
+    "comparison",
     "comparison-absent",
     "comparison-narrow",
     "dashboard-experts",
@@ -21,7 +22,9 @@ ALIKE = (
     "presets",
     "reply-light",
     "reply-narrow",
+    "system",
     "system-tiny",
+    "whole-experts",
     "whole-machine",
     "whole-kernels",
     "whole-throughput",

@@ -115,7 +115,7 @@ def random(n: int, dtype=dtypes.float32, scale: float = 1.0) -> Tensor:
 @pytest.mark.parametrize("tile", [1, TILE])
 @pytest.mark.parametrize(
     "kind",
-    [rarely(Type.F16), rarely(Type.BF16), Type.Q8_0, rarely(Type.Q5_1), Type.Q4_K, Type.Q6_K],
+    [rarely(Type.F16), rarely(Type.BF16), Type.Q8_0, rarely(Type.Q5_1), Type.Q4_K, rarely(Type.Q6_K)],
     ids=lambda k: k.name,
 )
 def test_products(pool: ThreadPool, kind: Type, tile: int) -> None:

@@ -17,8 +17,12 @@ def check_products_of_few_tokens_with_experts() -> None:
     """Gate and up of each expert's tokens, then down, weighted, in parts for each slot; with biases and without, of
     rows and columns that fill tiles and that do not. Expert 1 has two tiles of tokens, the last one has none."""
     live, tokens, used, n = 11, 12, 2, 7
-    ways = ((12, 8, 64, 1024, 64, False, "silu"), (8, 8, 288, 320, 104, True, "swiglu_oai"))
-    for ggml_type, down_type, width, cols, dim, bias, activation in ways if THOROUGH else ways[1:]:
+    ways = (
+        (12, 8, 64, 1024, 64, False, "silu"),
+        (8, 8, 288, 320, 104, True, "swiglu_oai"),
+        (8, 8, 96, 160, 40, True, "swiglu_oai"),
+    )
+    for ggml_type, down_type, width, cols, dim, bias, activation in ways[:2] if THOROUGH else ways[2:]:
         experts, layout, down_layout = (
             few_tiles(tokens, used, n),
             WeightLayout(ggml_type),
