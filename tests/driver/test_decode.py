@@ -40,7 +40,7 @@ def wanted(model):
 @pytest.mark.parametrize("kernels", ["fused", rarely("graph")])
 def test_the_same_tokens_as_in_float32(model, wanted, kernels):
     command = [sys.executable, "-m", "tests.driver.decode", "NV", kernels, model, N_TOKENS, *PROMPT]
-    environment = keeping_kernels(DEV="NV", PYTHONPATH=str(ROOT))
+    environment = keeping_kernels(DEV="NV", PARALLEL="0", PYTHONPATH=str(ROOT))
     run = subprocess.run(list(map(str, command)), cwd=ROOT, env=environment, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr[-3000:]
     found = json.loads(run.stdout.splitlines()[-1])
