@@ -36,9 +36,9 @@ _BRING_AND_KEEP = (
 def brought(source: UOp, n_bytes: int, ok: UOp, keeps: bool) -> UOp:
     """Asks for bytes from an element on, a multiple of `COPIED_BYTES`, to be brought to the L2 cache if it is `ok`; if
     it `keeps` them, until they are read, while others come and go."""
-    return UOp(
-        Ops.CUSTOM, dtypes.void, (source, ok, UOp.const(n_bytes)), _BRING_AND_KEEP if keeps else _BRING
-    )
+    # tinygrad includes the header of halves where a value is one, not for an address.
+    sources = source, ok, UOp.const(n_bytes), UOp.const(0, source.dtype)
+    return UOp(Ops.CUSTOM, dtypes.void, sources, _BRING_AND_KEEP if keeps else _BRING)
 
 
 def brings(uop: UOp) -> bool:

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tinygrad import dtypes
 from tinygrad.dtype import AddrSpace
+from tinygrad.renderer.cstyle import uops_to_dtypes
 from tinygrad.uop.ops import Ops, ProgramInfo, UOp
 
 from engine.fixes import async_copies, early_launch, program_cache
@@ -244,6 +245,13 @@ def test_a_kernel_begins_with_its_requests_and_with_old_loads_that_it_needs_late
     uops[1:2] = [uops[1], later.replace(src=(later.src[0].replace(src=(later.src[0].src[0], uops[0])),))]
     with pytest.raises(AssertionError, match="so early"):
         early_launch.with_waits(uops, early)
+
+
+def test_a_kernel_that_only_brings_halves_includes_their_header():
+    """tinygrad includes it if an operation's value is a half: an address is none."""
+    place = UOp.placeholder((64,), dtypes.half, slot=1).index(UOp.const(0))
+    request = async_copies.brought(place, 64, UOp.const(True), keeps=True)
+    assert (dtypes.half, 1) in uops_to_dtypes([*request.toposort()])
 
 
 def test_a_program_on_disk_still_says_that_it_waits():

@@ -165,17 +165,17 @@ class DecodeStep(Step):
 
     def _brought(self, product: Product) -> tuple[Brought | None, list[Tensor]]:
         """What a product brings to the L2 cache: the beginning of the next product's planes, or of those of the one
-        after the experts that are not chosen yet, whose weights are read meanwhile. Not of planes of float16: tinygrad
-        declares that type only in kernels that compute with it."""
+        after the experts that are not chosen yet, whose weights are read meanwhile."""
         behind = itertools.dropwhile(lambda other: other is not product, self._products)
         following = [*behind][1:]
         known = next((other for other in following if not other.experts), None)
         if not (product.schedule.brings and known):
             return None, []
-        planes = [plane for plane in known.planes if plane.dtype != dtypes.half]
-        whole = sum(plane.nbytes() for plane in planes)
+        whole = sum(plane.nbytes() for plane in known.planes)
         share = min(1.0, product.schedule.brings * 1e6 / whole) / (product.n_blocks * product.stack.slots)
-        parts = [(plane, int(plane.nbytes() * share) // COPIED_BYTES * COPIED_BYTES) for plane in planes]
+        parts = [
+            (plane, int(plane.nbytes() * share) // COPIED_BYTES * COPIED_BYTES) for plane in known.planes
+        ]
         parts = [(plane, n) for plane, n in parts if n]
         return Brought(tuple(n for _, n in parts), known is not following[0]), [plane for plane, _ in parts]
 
