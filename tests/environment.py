@@ -77,14 +77,12 @@ def enter() -> None:
 
 
 def _compiler() -> str | None:
-    """A script that compiles with clang and leaves loops as they are: a fifth less work, and the same numbers. Unless
-    all is checked, it optimizes little too: a twentieth of the work to compile a kernel, with tinygrad's."""
+    """A script that compiles with clang and leaves loops as they are: a fifth less work, and the same numbers."""
     with mock.patch.dict(os.environ, XDG_CACHE_HOME=str(KERNELS)):
         if not (clang := shutil.which("clang") or zig_clang()):
             return None
     script = KERNELS / "clang"
-    options = "-fno-unroll-loops" if THOROUGH else "-fno-unroll-loops -O1"
-    write_whole(script, f'#!/bin/sh\nexec {shlex.quote(clang)} "$@" {options}\n'.encode(), 0o755)
+    write_whole(script, f'#!/bin/sh\nexec {shlex.quote(clang)} "$@" -fno-unroll-loops\n'.encode(), 0o755)
     return str(script)
 
 
