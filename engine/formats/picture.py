@@ -71,13 +71,14 @@ class PictureDecoder:
         )
 
     def work_of(self, data: bytes) -> int:
-        """The pixels that decoding a file goes through, in all scans of a progressive JPEG; 0 if it cannot be decoded.
-        Raises BackendError if the process does not start."""
+        """The pixels that decoding a file goes through, in all scans of a progressive JPEG, which a TIFF may hold too
+        (where other data may look like more scans); 0 if it cannot be decoded. Raises BackendError if the process does
+        not start."""
         try:
             width, height = self.decode(data, NO_PIXELS).full
         except PictureError:
             return 0
-        scans = data.count(SCAN) if media_type(data) == "image/jpeg" else 1
+        scans = data.count(SCAN) if media_type(data) in ("image/jpeg", "image/tiff") else 1
         return width * height * max(scans, 1)
 
     def _answer(self, data: bytes, within: tuple[int, int] | None) -> tuple[bytes, bytes]:

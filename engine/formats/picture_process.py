@@ -13,6 +13,7 @@ width and the pixels.
 import hashlib
 import io
 import json
+import os
 import sys
 import warnings
 from typing import Any
@@ -27,7 +28,8 @@ DECODING_S = 20  # of processor time: ends the process if its parent has died
 MAX_PIXELS = 64_000_000
 MAX_SIDE = (1 << 16) - 1
 """As of a JPEG. To make one of 64 x 1,000,000 pixels 896 wide would take gigabytes before it is made lower."""
-MAX_SCANNED_PIXELS = 16 * MAX_PIXELS
+MAX_SCANS = 16
+MAX_SCANNED_PIXELS = MAX_SCANS * MAX_PIXELS
 """A progressive JPEG has its pixels in some ten scans. One can have thousands in a few kilobytes, and each takes as
 long as all of its pixels."""
 _MOST = f"At most {MAX_PIXELS / 1e6:.0f} million are read."
@@ -77,7 +79,9 @@ def _decoded(data: bytes, within: tuple[int, int] | None) -> tuple[dict[str, Any
     }
     if within and not any(within):
         has_exif = picture.format != "PNG" or "exif" in picture.info  # or Pillow looks behind all pixels
-        about["full"] = (height, width) if has_exif and _is_turned(picture) else (width, height)
+        # Pillow gives the size of a TIFF as it is when turned.
+        is_turned = picture.format != "TIFF" and has_exif and _is_turned(picture)
+        about["full"] = (height, width) if is_turned else (width, height)
         return about | {"width": 0, "height": 0, "hash": ""}, b""
     if within:
         picture.draft("RGB", (within[0] * 2, within[1] * 2))  # decodes a JPEG at a part of its size
@@ -128,6 +132,7 @@ def _rgb(picture: Image.Image) -> Image.Image:
 def main() -> None:
     limit_memory(MEMORY_BYTES)
     warnings.simplefilter("ignore")
+    os.environ["LIBTIFF_JPEG_MAX_ALLOWED_SCAN_NUMBER"] = str(MAX_SCANS)  # of a JPEG within a TIFF
     Image.MAX_IMAGE_PIXELS = MAX_PIXELS  # for parts of a file; Pillow refuses more than twice as many
     Image.init()
     print("ready", flush=True)

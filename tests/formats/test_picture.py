@@ -1,5 +1,6 @@
 """Pictures become pixels in a process with limits, and what is wrong with one is said in a sentence."""
 
+import struct
 from unittest import mock
 
 import numpy as np
@@ -39,8 +40,9 @@ def test_a_size_is_read_without_the_pixels(decoder):
     turned = Image.new("RGB", (40, 20))
     exif = turned.getexif()
     exif[0x112] = 6
-    for data in (file_of(turned, "JPEG", exif=exif), file_of(turned, exif=exif)):
-        assert decoder.decode(data, NO_PIXELS).full == (20, 40)
+    for kind in ("JPEG", "PNG", "TIFF", "AVIF"):
+        data = file_of(turned, kind, exif=exif)
+        assert decoder.decode(data, NO_PIXELS).full == decoder.decode(data).full == (20, 40)
     cut = file_of(Image.effect_noise((90, 60), 50))[:2000]
     assert decoder.decode(cut, NO_PIXELS).full == (90, 60), "the pixels of which could not be decoded"
     assert (decoder.work_of(cut), decoder.work_of(b"no picture")) == (5400, 0)
@@ -70,9 +72,19 @@ def test_scans_and_pictures_of_the_web_are_read(decoder):
     assert decoder.decode(file_of(deep, "TIFF")).rgb[0, :, 0].tolist() == [0, 0, 255]
 
 
-def with_scans(count: int) -> bytes:
-    """A progressive JPEG of 6 million pixels whose last scan comes again and again."""
-    data = file_of(Image.new("L", (3000, 2000)), "JPEG", progressive=True)
+def test_a_jpeg_within_a_tiff_has_no_more_scans_than_others(decoder):
+    data = with_scans(20, (90, 60))
+    sizes = {256: 90, 257: 60, 258: 8, 259: 7, 262: 1, 273: 122, 277: 1, 278: 60, 279: len(data)}
+    entries = b"".join(struct.pack("<HHII", tag, 4, 1, n) for tag, n in sizes.items())
+    tiff = struct.pack("<4sIH", b"II*", 8, len(sizes)) + entries + bytes(4) + data
+    assert decoder.work_of(tiff) > 20 * 5400
+    with pytest.raises(PictureError, match="damaged"):
+        decoder.decode(tiff)
+
+
+def with_scans(count: int, size: tuple[int, int] = (3000, 2000)) -> bytes:
+    """A progressive JPEG, of 6 million pixels unless said, whose last scan comes again and again."""
+    data = file_of(Image.new("L", size), "JPEG", progressive=True)
     last = data[data.rindex(b"\xff\xda") : -2]
     return data[:-2] + count * last + data[-2:]
 
