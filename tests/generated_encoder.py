@@ -285,7 +285,7 @@ class _Encoder:
 def write(path: Path, kind: str, **how: Any) -> Path:
     """Writes an encoder to `path` and returns it. `half`: matrices are float16. `side`: of pictures, for those that are
     all of one size (gemma3), or at most so long (pixtral). `deep`: of two layers, the first of which has a projector of
-    its own (deepstack). `merged`: patches become a token together (pixtral may have no merger).
-    `choices`: widths and heights to which a picture is brought before it is cut, `features`: after how many layers the
-    projector reads x, and `normed`: it has norms (mlp). `version`: of MiniCPM-V (resampler). Others: see `_Encoder`."""
+    its own (deepstack). `merged`: patches become a token together (pixtral may have no merger). `choices`: widths and
+    heights to which a picture is brought before it is cut, `features`: after how many layers the projector reads x, and
+    `normed`: it has norms (mlp). `version`: of MiniCPM-V (resampler). Others: see `_Encoder`."""
     return _Encoder(path, kind, **how).write()

@@ -135,8 +135,8 @@ class TileRule:
         return cut if rows * columns > 1 else None
 
     def _on_canvas(self, width: int, height: int) -> Cut:
+        """The cut of "canvas", also of one tile."""
         side, counts = self.side, range(1, self.most + 1)
-
         shapes = [(c, r) for c in counts for r in counts if c * r <= self.most]
         scales = {shape: min(shape[0] * side / width, shape[1] * side / height) for shape in shapes}
         larger = [scale for scale in scales.values() if scale >= 1]

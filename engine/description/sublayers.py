@@ -27,8 +27,8 @@ class SiluLimits(NamedTuple):
 
 Activation = Literal["silu", "gelu", "swiglu_oai", "relu", "relu2"] | SiluLimits
 """Of a gate g and u: silu(g) * u, also within limits, gelu(g) * u in the form with tanh, or gpt-oss's:
-g * sigmoid(1.702 * g) * (u + 1) with g of at most 7 and u from -7 to 7. relu(g) is max(g, 0), and
-relu2(g) its square."""
+g * sigmoid(1.702 * g) * (u + 1) with g of at most 7 and u from -7 to 7. relu(g) is max(g, 0), and relu2(g) its
+square."""
 
 
 @dataclass(frozen=True)
@@ -168,10 +168,10 @@ class Attention(Operator):
     multiple of the window on. Queries that are not `tempered` do not grow with their position
     (`ModelSpec.temperature`). With `slopes`, one for each head, slope * distance of the two tokens is taken off a score
     (ALiBi). With a `limit`, queries, keys and values are cut to -limit to limit. A `result_norm` norms what all heads
-    give together, before the output projection. If norms are `layer_norms`, they take
-    the mean off each head, and each head has weights of its own. `sinks`: for each head a score that joins those of
-    the keys, unscaled, and whose value is zero. `gate`: the result is multiplied by sigmoid(gate x) before the output
-    projection, or by softplus(gate x) if it is so `gating`; if that has a number for each head, by those.
+    give together, before the output projection. If norms are `layer_norms`, they take the mean off each head, and each
+    head has weights of its own. `sinks`: for each head a score that joins those of the keys, unscaled, and whose value
+    is zero. `gate`: the result is multiplied by sigmoid(gate x) before the output projection, or by softplus(gate x) if
+    it is so `gating`; if that has a number for each head, by those.
 
     With `sees_pictures`, a picture's tokens attend also to those after them in the same picture. If it goes
     `both_ways`, all tokens attend to those after them, with a window to as many as before them.

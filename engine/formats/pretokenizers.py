@@ -117,7 +117,9 @@ _WITHOUT_PUNCTUATION = r" ?[^(\s|.,!?…。，、।۔،)]+"
 
 DEFAULT = Pretokenizer((r"[\p{P}\$\+<=>\^~\|]+", _GPT2_WORDS, r"\p{N}+", "[0-9][0-9][0-9]"))
 
-GEMMA4, _SARVAM = Pretokenizer((r"[^\n]+|\n+",)), Pretokenizer((r"[^\n]+|[\n]+",))
+GEMMA4 = Pretokenizer((r"[^\n]+|\n+",))
+# Another one: texts of Gemma 4 begin with BOS, whatever a file says.
+_SARVAM = Pretokenizer(GEMMA4.patterns)
 LINES = {"gemma4": GEMMA4, "granite-embed-multi-311m": GEMMA4, "sarvam-moe": _SARVAM}
 """Those whose BPE merges across words, but not across lines, of characters in place of bytes."""
 UNSAID = {"<|begin_of_text|>": "llama-bpe"}

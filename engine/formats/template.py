@@ -141,9 +141,9 @@ class ChatTemplate:
 
         If the template refuses the conversation, it gets a simpler one: turns of the same role joined, system texts in
         user turns but for those at the beginning. If it refuses this too, or leaves out system texts, all of them are
-        in user turns. If it does not work at all, the template of the model's
-        family is used, unless there are tools. Raises TemplateError if the template refuses the simpler one too, or
-        takes too much time or memory. `most` and what it raises: see `Tokenizer.encode_segments`.
+        in user turns. If it does not work at all, the template of the model's family is used, unless there are tools.
+        Raises TemplateError if the template refuses the simpler one too, or takes too much time or memory. `most` and
+        what it raises: see `Tokenizer.encode_segments`.
         """
         if not messages:
             raise TemplateError("There is nothing to answer.", "Write a message first.")

@@ -188,7 +188,7 @@ class EngineProcess(asyncio.Protocol):
         try:
             await asyncio.wait((exited, disconnected), return_when=asyncio.FIRST_COMPLETED)
             # Each follows from the other, unless the process closes its socket and lives, or a child holds the socket.
-            # On a busy machine, one that ends takes longer from one to the other.
+            # On a busy machine, a process that ends may take longer from closing its socket to being gone.
             await asyncio.wait((exited, disconnected), timeout=0.2 if exited.done() else SHUTDOWN_GRACE_S)
             self._kill_leader()
             # A process that waits in a driver or for a disk ends when that comes back, if ever.

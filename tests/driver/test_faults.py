@@ -85,9 +85,8 @@ def test_any_call_may_fail(number):
     for index in range(len(names)):
         name, outcome = failing(index, number)
         outcomes[outcome] += 1
-        # Handles and mappings that could not be freed go with their owner; allocations.
+        # Handles and mappings that could not be freed go with their owner; allocations inside tinygrad are tried twice.
         if outcome == WENT_ON:
-            # inside tinygrad are tried twice
             assert name.endswith(("FREE", "UNMAP_BUFFER")) or names.count(name) > 3, name
     assert outcomes[ENDED] + outcomes[MEMORY] > 30
 

@@ -71,7 +71,7 @@ LLAMA_CPP = {  # from models/ggml-vocab-*.gguf.inp and .out in llama.cpp
 
 
 @needs_shared
-@pytest.mark.parametrize(  # the oracles below have Gemma 4's vocabulary, which is the largest
+@pytest.mark.parametrize(  # Gemma 4's vocabulary is the largest; the oracles below have a small one of its kind
     ("name", "text"), [rarely(*text) if text[0] == "gemma-4" else text for text in LLAMA_CPP]
 )
 def test_texts_of_families_have_the_ids_of_llama_cpp(name, text):

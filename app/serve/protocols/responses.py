@@ -97,7 +97,7 @@ def as_chat(
     made = chat.ChatBody(messages=messages)
     made.tools, spaces = _tools([*(body.tools or ()), *_later_tools(items, body.tools or ())])
     made.tool_choice = _choice(body.tool_choice)
-    made.max_tokens, made.temperature, made.top_p = (body.max_output_tokens, body.temperature, body.top_p)
+    made.max_tokens, made.temperature, made.top_p = body.max_output_tokens, body.temperature, body.top_p
     made.logprobs, made.top_logprobs = body.wants_logprobs, body.top_logprobs
     made.reasoning, text = body.reasoning, body.text
     for update in (item for item in items if item.get("type") == "configuration_update"):

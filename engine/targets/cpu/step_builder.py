@@ -67,7 +67,8 @@ class StepBuilder:
 
     @property
     def before(self) -> Tensor:
-        """The residual stream that the sublayer before this one read, if its last product added it to its result."""
+        """The residual stream as the sublayer before this one read it, if that one's last product made the sum: it is
+        in another array then."""
         return self._y
 
     def scratch(self, name: str, n: int, dtype: DType) -> Tensor:

@@ -217,7 +217,7 @@ def attended(heads, n, tiling, sizes, has_bias=True):
 def check_attention_of_patches() -> None:
     """Heads with and without norms and rotations; of no multiple of 16 elements; a last step with some keys, and warps
     without queries."""
-    attended(PatchHeads(2, 24, (None,) * 3, True, 24**-0.5), 70, PatchTiling(2, 2, 2), (48, 96))
+    attended(PatchHeads(2, 24, (1e-6, 1e-6, None), True, 24**-0.5), 70, PatchTiling(2, 2, 2), (48, 96))
     if THOROUGH:
         attended(PatchHeads(1, 16, (1e-6, 1e-6, 1e-6), True, 1.0), 33, PatchTiling(1, 4, 1), (48,))
         attended(PatchHeads(2, 72, (None,) * 3, False, 72**-0.5), 128, PatchTiling(2, 4, 2), (432,))

@@ -26,8 +26,8 @@ gate, and of up (`SiluLimits`)."""
 
 
 UngatedActivation = Literal["silu", "gelu", "exact gelu", "quick gelu", "relu", "relu2"]
-"""The function of a feed-forward layer without a gate; the exact GELU is the form with erf, and the
-quick one x * sigmoid(1.702 x)."""
+"""The function of a feed-forward layer without a gate; the exact GELU is the form with erf, and the quick one x *
+sigmoid(1.702 x)."""
 
 
 def f32(value: float) -> UOp:
