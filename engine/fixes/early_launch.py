@@ -71,8 +71,8 @@ def _linearize(ctx: Renderer, prg: UOp, sink: UOp) -> UOp:
 
 
 def with_waits(uops: Sequence[UOp], info: HintedInfo) -> list[UOp]:
-    """The operations of a kernel in their order, but for those that come first, with those that its hints ask for: the
-    wait for the kernel before, and the release of the next one."""
+    """The operations of a kernel, with those that its hints ask for: the wait for the kernel before, and the release of
+    the next one. They keep their order, but for those that are to come first (`_first`)."""
     hints, (result, requests, uops) = info.hints, _first(uops, info)
     if not hints.waits_for:
         return [*result, *requests, WAIT, *[RELEASE] * (hints.releases == "after its wait"), *uops]

@@ -5,7 +5,8 @@ from types import SimpleNamespace
 from tinygrad import Tensor, dtypes
 
 from engine.targets.nvidia.decode_step import DecodeStep
-from engine.targets.nvidia.kernels.products.matvec import Brought, Schedule
+from engine.targets.nvidia.kernels.products.matvec import Brought
+from engine.targets.nvidia.kernels.products.stacked_matrices import Schedule
 
 
 def product(brings=0, planes=(), experts=None):

@@ -21,8 +21,8 @@ from engine.runtime.model_runner import SearchRequest
 from engine.targets.nvidia import schedule_search
 from engine.targets.nvidia.kernels.products import schedules
 from engine.targets.nvidia.kernels.products.chosen_experts import ChosenExperts
-from engine.targets.nvidia.kernels.products.matvec import Schedule, StackedMatrices
 from engine.targets.nvidia.kernels.products.schedules import _by_rule, candidates
+from engine.targets.nvidia.kernels.products.stacked_matrices import Schedule, StackedMatrices
 from engine.targets.nvidia.kernels.weights.matrix_bytes import units_of
 from engine.targets.nvidia.kernels.weights.weight_layout import WeightLayout
 from tests.thorough import thorough

@@ -15,11 +15,11 @@ import time
 from tinygrad.helpers import Context
 
 from engine.targets.nvidia.kernels.device import Chip
-from engine.targets.nvidia.kernels.products.matvec import StackedMatrices
 from engine.targets.nvidia.kernels.products.prompt_products import prompt_order, prompt_tiles
 from engine.targets.nvidia.kernels.products.schedule_cost import microseconds
 from engine.targets.nvidia.kernels.products.schedules import matvec_schedule
 from engine.targets.nvidia.kernels.products.small_batch import small_batch_tiles
+from engine.targets.nvidia.kernels.products.stacked_matrices import StackedMatrices
 from engine.targets.nvidia.kernels.rates import H200, Rates
 from engine.targets.nvidia.kernels.weights.weight_layout import WeightLayout
 from tools.measure.engine_process import alone, set_up

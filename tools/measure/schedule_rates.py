@@ -27,8 +27,8 @@ def measure(path: str, backend: str, count: int, seconds: float, only: str) -> N
     from engine.kernels.compilation import compile_all
     from engine.loading.weights import Weights
     from engine.targets.nvidia.kernels.device import chip
-    from engine.targets.nvidia.kernels.products.matvec import StackedMatrices
     from engine.targets.nvidia.kernels.products.schedules import candidates
+    from engine.targets.nvidia.kernels.products.stacked_matrices import StackedMatrices
     from engine.targets.nvidia.matrices import Product
     from engine.targets.nvidia.runner import NvidiaRunner
 

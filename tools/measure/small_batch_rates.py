@@ -118,8 +118,9 @@ class Timing:
         """Decode's product."""
         from engine.kernels.device_memory import device_zeros
         from engine.targets.nvidia.kernels.products.epilogues import STORE
-        from engine.targets.nvidia.kernels.products.matvec import StackedMatrices, matvec
+        from engine.targets.nvidia.kernels.products.matvec import matvec
         from engine.targets.nvidia.kernels.products.schedules import best_schedule
+        from engine.targets.nvidia.kernels.products.stacked_matrices import StackedMatrices
         from engine.targets.nvidia.kernels.weights.weight_layout import permuted_size
 
         stack = StackedMatrices.single(self.layout, self.shape.rows, self.shape.cols)

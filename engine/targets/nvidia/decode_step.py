@@ -36,12 +36,8 @@ from engine.targets.nvidia.matrices import Matrix, Product
 from engine.targets.nvidia.norms import Input, Norm, inputs_of
 from engine.targets.nvidia.step import Step, StepMemory
 
-_OF_END = (
-    "stream",
-    "norms",
-    "bias",
-    "digits_norm",
-)  # what the end of a product reads that is added to the stream
+# What the end of a product that is added to the stream reads.
+_OF_END = "stream", "norms", "bias", "digits_norm"
 
 
 @dataclass
@@ -107,10 +103,9 @@ class DecodeMemory(StepMemory):
 
 class DecodeStep(Step):
     """A decode step after fewer than `limit` tokens, to which handlers add their kernels. `products`: its products in
-    their order. Whoever walks over the layers
-    sets the following: `inputs` are those of the products after the sublayer; `post_norm`, `scale`, `factor` and
-    `is_followed_beside` are of the sublayer (`Layer`). `own`: a norm of the stream, which is added to it with the
-    results."""
+    their order. Whoever walks over the layers sets the following: `inputs` are those of the products after the
+    sublayer; `post_norm`, `scale`, `factor` and `is_followed_beside` are of the sublayer (`Layer`). `own`: a norm of
+    the stream, which is added to it with the results."""
 
     inputs: Sequence[Input]
     post_norm: Tensor | None = None
@@ -160,8 +155,8 @@ class DecodeStep(Step):
             division and division.layout, brings=brings,
         )  # fmt: skip
         sums = stream.parts if n_parts else None
-        others |= {"brought": brought}
-        self.add(kernel, x=x, beside_x=beside_x, norm_sums=sums, planes=product.planes, **others)
+        ins = {"x": x, "beside_x": beside_x, "planes": product.planes, "brought": brought}
+        self.add(kernel, norm_sums=sums, **ins, **others)
 
     def _brought(self, product: Product) -> tuple[Brought | None, list[Tensor]]:
         """What a product brings to the L2 cache: the beginning of the next product's planes, or of those of the one
@@ -273,7 +268,7 @@ class DecodeStep(Step):
         brings, brought = self._brought(product)
         vector = self.input_of(product, x if isinstance(x, list) else [x])
         ins = {"x": vector, "planes": product.planes, "brought": brought}
-        # The kernel before may not write the stream.
+        # Its end is loaded before the kernel waits, so the kernel before must not be one that writes the stream.
         is_older = self.memory.h.uop.base not in self.sequence.calls[-1].src
         loads_first = _OF_END if product.schedule.early_end and is_older else ()
         of = functools.partial(

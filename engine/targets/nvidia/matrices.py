@@ -16,8 +16,8 @@ from engine.formats.ggml_types import TYPES
 from engine.kernels.quantized_matrix import QuantizedMatrix
 from engine.loading.weights import Weights, pieces
 from engine.targets.nvidia.kernels.products.chosen_experts import ChosenExperts
-from engine.targets.nvidia.kernels.products.matvec import SharedExpert, StackedMatrices
 from engine.targets.nvidia.kernels.products.schedules import best_schedule, in_digits
+from engine.targets.nvidia.kernels.products.stacked_matrices import SharedExpert, StackedMatrices
 from engine.targets.nvidia.kernels.weights.weight_layout import WeightLayout
 from engine.targets.nvidia.kernels.weights.weight_repacking import MatrixSpec, TensorRows
 

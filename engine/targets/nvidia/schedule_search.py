@@ -35,13 +35,13 @@ from engine.runtime.model_runner import Interrupted, SearchRequest
 from engine.runtime.sampling import Logits
 from engine.targets.nvidia.kernels.device import chip
 from engine.targets.nvidia.kernels.kernel_sequence import KernelSequence, forgetting
-from engine.targets.nvidia.kernels.products.matvec import Schedule, StackedMatrices
 from engine.targets.nvidia.kernels.products.schedules import (
     candidates,
     neighbours,
     save_search_result,
     search_result,
 )
+from engine.targets.nvidia.kernels.products.stacked_matrices import Schedule, StackedMatrices
 from engine.targets.nvidia.matrices import Product
 
 _CANDIDATES_PER_WIDTH = 12  # for each shape

@@ -32,7 +32,7 @@ from engine.runtime.pictures import PictureRoom
 from engine.targets.nvidia.draft_input import DraftInput
 from engine.targets.nvidia.filling import fill, prepare
 from engine.targets.nvidia.kernels.attention.kv_cache import LENGTH_UNIT
-from engine.targets.nvidia.kernels.products.matvec import StackedMatrices
+from engine.targets.nvidia.kernels.products.stacked_matrices import StackedMatrices
 from engine.targets.nvidia.kernels.residual_stream.embedding import Positions
 from engine.targets.nvidia.matrices import Matrix, Product, product_of
 from engine.targets.nvidia.norms import Input, Norm, inputs_of

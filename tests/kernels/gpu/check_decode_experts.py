@@ -18,9 +18,10 @@ from engine.targets.nvidia.kernels.products.epilogues import (
     add_residual,
     routed,
 )
-from engine.targets.nvidia.kernels.products.matvec import Schedule, StackedMatrices, matvec
+from engine.targets.nvidia.kernels.products.matvec import matvec
 from engine.targets.nvidia.kernels.products.prefill_experts import choose_experts
 from engine.targets.nvidia.kernels.products.schedules import matvec_schedule
+from engine.targets.nvidia.kernels.products.stacked_matrices import Schedule, StackedMatrices
 from engine.targets.nvidia.kernels.weights.weight_layout import WeightLayout, input_scale, permuted_size
 from tests.kernels.gpu.buffers import buffer, close, laid_out, packed, places, prompt_state, rng, run, zeros
 from tests.kernels.gpu.check_products import gated

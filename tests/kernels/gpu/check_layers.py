@@ -19,8 +19,8 @@ from engine.loading.weights import Weights
 from engine.model.memory_need import memory_need
 from engine.runtime.kv_blocks import KVBlocks
 from engine.targets.nvidia import matrices
-from engine.targets.nvidia.kernels.products.matvec import Schedule, StackedMatrices
 from engine.targets.nvidia.kernels.products.schedules import best_schedule
+from engine.targets.nvidia.kernels.products.stacked_matrices import Schedule, StackedMatrices
 from engine.targets.nvidia.memory import MEMORY
 from engine.targets.nvidia.runner import NvidiaRunner
 from engine.targets.nvidia.sublayers.experts import chosen_experts

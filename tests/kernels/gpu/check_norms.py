@@ -6,7 +6,8 @@ from tinygrad import dtypes
 from engine.targets.nvidia.kernels.products.activation_order import PLACES
 from engine.targets.nvidia.kernels.products.epilogues import STORE_SQUARES
 from engine.targets.nvidia.kernels.products.matmul import fragment_index, fragments_size
-from engine.targets.nvidia.kernels.products.matvec import Schedule, StackedMatrices, matvec
+from engine.targets.nvidia.kernels.products.matvec import matvec
+from engine.targets.nvidia.kernels.products.stacked_matrices import Schedule, StackedMatrices
 from engine.targets.nvidia.kernels.residual_stream.layer_norm import layer_norm
 from engine.targets.nvidia.kernels.residual_stream.post_norm import (
     add_both,

@@ -25,9 +25,10 @@ from engine.targets.nvidia.kernels.products.epilogues import (
 )
 from engine.targets.nvidia.kernels.products.head_norm import HeadNorm
 from engine.targets.nvidia.kernels.products.matmul import Tiles, fragment_index, fragments_size, matmul
-from engine.targets.nvidia.kernels.products.matvec import Brought, Schedule, StackedMatrices, matvec
+from engine.targets.nvidia.kernels.products.matvec import Brought, matvec
 from engine.targets.nvidia.kernels.products.schedules import matvec_schedule
 from engine.targets.nvidia.kernels.products.small_batch import column_index, columns_size
+from engine.targets.nvidia.kernels.products.stacked_matrices import Schedule, StackedMatrices
 from engine.targets.nvidia.kernels.residual_stream.embedding import embed, embed_prompt
 from engine.targets.nvidia.kernels.residual_stream.layer_embeddings import (
     gate_embeddings,

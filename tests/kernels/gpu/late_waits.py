@@ -31,16 +31,11 @@ from engine.targets.nvidia.kernels.products.epilogues import (
     as_logits,
     routed,
 )
-from engine.targets.nvidia.kernels.products.matvec import (
-    Brought,
-    Schedule,
-    SharedExpert,
-    StackedMatrices,
-    matvec,
-)
+from engine.targets.nvidia.kernels.products.matvec import Brought, matvec
 from engine.targets.nvidia.kernels.products.small_batch import SmallBatchTiles, small_batch_product, stored
 from engine.targets.nvidia.kernels.products.small_batch import activated as gated_few
 from engine.targets.nvidia.kernels.products.small_batch import as_logits as logits_few
+from engine.targets.nvidia.kernels.products.stacked_matrices import Schedule, SharedExpert, StackedMatrices
 from engine.targets.nvidia.kernels.products.warpgroup_matmul import WarpgroupTiles, warpgroup_matmul
 from engine.targets.nvidia.kernels.residual_stream.layer_norm import layer_norm
 from engine.targets.nvidia.kernels.weights.weight_layout import WeightLayout

@@ -51,7 +51,7 @@ from engine.targets.nvidia.kernels.products.epilogues import (
     add_residual,
 )
 from engine.targets.nvidia.kernels.products.matmul import ExpertTiles, expert_tiles, fragments_size, matmul
-from engine.targets.nvidia.kernels.products.matvec import StackedMatrices, matvec
+from engine.targets.nvidia.kernels.products.matvec import matvec
 from engine.targets.nvidia.kernels.products.prefill_experts import (
     choose_experts,
     count_assignments,
@@ -59,6 +59,7 @@ from engine.targets.nvidia.kernels.products.prefill_experts import (
     sort_assignments,
 )
 from engine.targets.nvidia.kernels.products.schedules import matvec_schedule
+from engine.targets.nvidia.kernels.products.stacked_matrices import StackedMatrices
 from engine.targets.nvidia.kernels.residual_stream.layer_embeddings import layer_embeddings, stride
 from engine.targets.nvidia.kernels.residual_stream.post_norm import add_both, add_both_blocks, add_normed
 from engine.targets.nvidia.kernels.residual_stream.prefill import activate_prompt, norm_prompt

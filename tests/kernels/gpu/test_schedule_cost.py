@@ -19,9 +19,9 @@ from engine.targets.nvidia.kernels.attention.kv_cache import Heads
 from engine.targets.nvidia.kernels.device import Chip
 from engine.targets.nvidia.kernels.products import matmul, schedule_cost, schedules
 from engine.targets.nvidia.kernels.products.chosen_experts import ChosenExperts
-from engine.targets.nvidia.kernels.products.matvec import Schedule, StackedMatrices
 from engine.targets.nvidia.kernels.products.schedule_cost import microseconds, ranked
 from engine.targets.nvidia.kernels.products.schedules import _by_rule, matvec_schedule
+from engine.targets.nvidia.kernels.products.stacked_matrices import Schedule, StackedMatrices
 from engine.targets.nvidia.kernels.weights.weight_layout import WeightLayout
 from tools.measure.gpu_rates import GUESSED, SHAPES
 

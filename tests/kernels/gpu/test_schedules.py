@@ -10,9 +10,10 @@ from engine.targets.nvidia.kernels.device import Chip
 from engine.targets.nvidia.kernels.products import matmul, schedules
 from engine.targets.nvidia.kernels.products.chosen_experts import ChosenExperts
 from engine.targets.nvidia.kernels.products.epilogues import STORE
-from engine.targets.nvidia.kernels.products.matvec import Schedule, StackedMatrices, matvec
+from engine.targets.nvidia.kernels.products.matvec import matvec
 from engine.targets.nvidia.kernels.products.prompt_products import prompt_order, prompt_tiles
 from engine.targets.nvidia.kernels.products.schedules import matvec_schedule
+from engine.targets.nvidia.kernels.products.stacked_matrices import Schedule, StackedMatrices
 from engine.targets.nvidia.kernels.products.warpgroup_matmul import WarpgroupTiles
 from engine.targets.nvidia.kernels.weights.weight_layout import WeightLayout
 

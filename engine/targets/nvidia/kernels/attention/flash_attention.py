@@ -11,8 +11,8 @@ through shared memory.
 
 The cache is read once, straight to registers, sixteen bytes at a time. Loads are issued a round ahead of their use, and
 the first ones before everything else. In a step of one sequence that is before the QKV product has ended
-(`engine.fixes.early_launch`): all but the new token's rows was there before. All blocks of a key
-head go through the tokens side by side, so that each has as many as the others.
+(`engine.fixes.early_launch`): all but the new token's rows was there before. All blocks of a key head go through the
+tokens side by side, so that each has as many as the others.
 """
 
 from __future__ import annotations

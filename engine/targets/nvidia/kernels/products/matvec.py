@@ -18,8 +18,8 @@ In a mixture of experts (`ChosenExperts`) a product has the matrices of all expe
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from tinygrad import UOp
@@ -32,6 +32,7 @@ from engine.targets.nvidia.kernels.products import digit_rows
 from engine.targets.nvidia.kernels.products.chosen_experts import ChosenExperts, ExpertRows
 from engine.targets.nvidia.kernels.products.epilogues import BlockRows, Epilogue
 from engine.targets.nvidia.kernels.products.head_norm import HeadNorm
+from engine.targets.nvidia.kernels.products.stacked_matrices import Schedule, SharedExpert, StackedMatrices
 from engine.targets.nvidia.kernels.uops import (
     after_store,
     f32,
@@ -46,47 +47,6 @@ from engine.targets.nvidia.kernels.uops import (
 from engine.targets.nvidia.kernels.weights.matrix_bytes import units_of
 from engine.targets.nvidia.kernels.weights.weight_layout import WeightLayout, permuted_size
 
-_EVEN, _MANY_BLOCKS = 16, 64
-
-
-@dataclass(frozen=True)
-class Schedule:
-    """A group of `threads` threads shares a row, a block has `groups` groups, and each thread works on `rows` rows at
-    once. `blocks`: the minimum of resident blocks on a multiprocessor (`engine.fixes.launch_bounds`); 0 for none.
-    `early`: whether it loads weights before it waits for the kernel before, `early_end`: whether what its end adds to
-    them, `starts_next`: whether the next kernel may start as soon as it has waited (`engine.fixes.early_launch`).
-    `brings`: how many megabytes of the next product's weights it brings to the L2 cache, from its beginning on."""
-
-    threads: int
-    groups: int
-    rows: int
-    blocks: int = 0
-    early: bool = False
-    starts_next: bool = False
-    early_end: bool = False
-    brings: int = 0
-
-    @property
-    def block_rows(self) -> int:
-        return self.groups * self.rows
-
-    @property
-    def name(self) -> str:
-        """For the name of a kernel."""
-        name = f"{self.threads}_{self.groups}_{self.rows}" + "_early" * self.early
-        name += "_next" * self.starts_next + "_end" * self.early_end
-        name += f"_brings_{self.brings}" * bool(self.brings)
-        return f"{name}_{self.blocks}_blocks" if self.blocks else name
-
-    def divides(self, rows: int) -> bool:
-        """Whether a matrix of so many rows has whole blocks, or its number is so odd that few schedules have, and so
-        many blocks that the last one counts little."""
-        return rows % self.block_rows == 0 or bool(rows % _EVEN and rows > _MANY_BLOCKS * self.block_rows)
-
-    def fits(self) -> bool:
-        """Whether CUDA can launch such blocks, and each row of a block has a thread for its epilogue."""
-        return self.block_rows <= self.threads * self.groups <= 1024
-
 
 class Brought(NamedTuple):
     """How many bytes of each plane of a product to come each block brings to the L2 cache, multiples of
@@ -94,94 +54,6 @@ class Brought(NamedTuple):
 
     block_bytes: tuple[int, ...]
     keeps: bool
-
-
-class SharedExpert(NamedTuple):
-    """The last matrix of an expert that computes every token: its layout and columns, and whether its result is
-    multiplied by the sigmoid of a gate."""
-
-    layout: WeightLayout
-    cols: int
-    is_gated: bool = True
-
-
-@dataclass(frozen=True)
-class StackedMatrices:
-    """Matrices of `cols` columns, one below the other: (layout, rows) of each. With `experts`, each of the n has
-    such matrices, those of all one after the other. If the results of experts are added, that of a `shared` expert may
-    be too. `beside`: matrices with vectors of their own, whose rows follow. `digits`:
-    whether the vector comes in digits (`digit_rows`)."""
-
-    matrices: tuple[tuple[WeightLayout, int], ...]
-    cols: int
-    experts: ChosenExperts | None = None
-    shared: SharedExpert | None = None
-    beside: StackedMatrices | None = None
-    digits: bool = False
-
-    def __post_init__(self) -> None:
-        assert not self.experts or len({rows for _, rows in self.matrices}) == 1
-        assert self.shared is None or (self.experts and self.experts.added)
-        if self.beside:
-            assert self.slots == 1 and not self.shared
-            assert not (self.beside.experts or self.beside.beside)
-
-    @classmethod
-    def single(
-        cls, layout: WeightLayout, rows: int, cols: int, experts: ChosenExperts | None = None
-    ) -> StackedMatrices:
-        return cls(((layout, rows),), cols, experts)
-
-    @property
-    def rows(self) -> int:
-        """Rows of the result, of one expert."""
-        return sum(rows for _, rows in self.matrices) + (self.beside.rows if self.beside else 0)
-
-    @property
-    def n_bytes(self) -> int:
-        """Bytes of the weights that the product reads."""
-        used = self.experts.used if self.experts else 1
-        shared = self.shared.layout.n_bytes(self.rows, self.shared.cols) if self.shared else 0
-        others = shared + (self.beside.n_bytes if self.beside else 0)
-        return used * sum(layout.n_bytes(rows, self.cols) for layout, rows in self.matrices) + others
-
-    @property
-    def input_scale_bits(self) -> list[int]:
-        """The input_scales of the matrices (`WeightLayout.input_scale_bits`). A product reads its vector once for each,
-        multiplied by that input_scale."""
-        return sorted({layout.input_scale_bits for layout, _ in self.matrices})
-
-    @property
-    def name(self) -> str:
-        name = " + ".join(f"{layout.name} {rows}x{self.cols}" for layout, rows in self.matrices)
-        e = self.experts
-        shared = f" and {self.shared.layout.name} x{self.shared.cols}" if self.shared else ""
-        if e:
-            name += f" {e.used} of {e.n}{' added' if e.added else ''}{shared}"
-        name += " in digits" * self.digits
-        return f"{name} beside {self.beside.name}" if self.beside else name
-
-    @property
-    def fits_digits(self) -> bool:
-        """Whether its vector may come in digits."""
-        ((layout, _), *others) = self.matrices
-        is_odd = others or self.shared or self.beside or (self.experts and self.experts.all_of_them)
-        return not is_odd and digit_rows.serves(layout, self.cols)
-
-    @property
-    def slots(self) -> int:
-        """Results of the product: one for each chosen expert, unless they are added. Each has blocks of its own."""
-        return self.experts.used if self.experts and not self.experts.added else 1
-
-    @property
-    def units(self) -> int:
-        """Units of a row that threads share: of all experts whose results are added."""
-        return units_of(self.cols) * (self.experts.used if self.experts and self.experts.added else 1)
-
-    def n_blocks(self, schedule: Schedule) -> int:
-        """Blocks of the product, for one slot. No block has rows of two matrices."""
-        own = sum(-(-rows // schedule.block_rows) for _, rows in self.matrices)
-        return own + (self.beside.n_blocks(schedule) if self.beside else 0)
 
 
 @functools.cache
@@ -222,13 +94,10 @@ def matvec(
     If the kernel or its schedule `starts_next`, the next one may start as soon as this one has waited
     (`engine.fixes.early_launch`). One whose schedule is early waits later, and lets it start when its threads first
     meet, unless the schedule says otherwise."""
-    s, cols, chosen, beside = schedule, stack.cols, stack.experts, stack.beside
-    matrices = [(stack, *matrix) for matrix in stack.matrices]
-    matrices += [(beside, *matrix) for matrix in beside.matrices] if beside else []
-    assert not (n_norm_sums and beside) or beside.cols == cols
+    s, chosen, beside = schedule, stack.experts, stack.beside
+    assert not (n_norm_sums and beside) or beside.cols == stack.cols
     assert stack.slots == 1 or epilogue.by_slot
     assert s.fits() and s.block_rows % epilogue.pair == 0, s
-    whole = all(rows % s.block_rows == 0 for _, _, rows in matrices)
     assert not stack.digits or stack.fits_digits
 
     def kernel(
@@ -239,158 +108,269 @@ def matvec(
         other_digits: UOp | None, other_factors: UOp | None, brought: list[UOp] | None,
         **others: UOp | list[UOp] | None,
     ) -> UOp:  # fmt: skip
-        t, group = UOp.special(s.threads, "lidx0"), UOp.special(s.groups, "lidx1")
-        thread = group * s.threads + t
-        row_places = [group * s.rows + r for r in range(s.rows)]
-        vectors_of = [[vector] for vector in x]
-        own = [
-            (stack, *pair)
-            for pair in zip(stack.input_scale_bits, [x] if stack.digits else vectors_of, strict=True)
-        ]
-        if beside:
-            own += [(beside, bits, [v]) for bits, v in zip(beside.input_scale_bits, beside_x, strict=True)]
-        xs = {(of, bits): vectors for of, bits, vectors in own}
-        chosen_rows = None
+        block, mixture = _Block(stack, s), None
         if chosen:
-            buffers = experts, probabilities, counts, router, scales, biases, choice_bias
-            own_rows = sum(rows for _, rows in stack.matrices)
-            chosen_rows = ExpertRows(chosen, matrices[0][2], own_rows, thread, s.threads * s.groups, *buffers)
-        block = UOp.special(stack.n_blocks(s), "gidx0")
-        products = [f32(0)] * s.rows
-        first, end = block * s.block_rows, UOp.const(matrices[0][2])
-        factor = f32(1.0 if stack.digits else matrices[0][1].scale)
-        blocks_before = rows_before = 0
-        for k, (of, layout, rows) in enumerate(matrices):
-            n_planes = len(layout.shapes(rows, of.cols))
-            matrix_planes, planes = planes[:n_planes], planes[n_planes:]
-            matrix_block, starts_here = block - blocks_before, block >= blocks_before
-            first_row = matrix_block * s.block_rows
-            blocks_before += -(-rows // s.block_rows)
-            active = starts_here & (block < blocks_before) if len(matrices) > 1 else None
-            own_x = xs[of, layout.input_scale_bits]
-            clamped = [first_row + r for r in row_places]
-            if rows % s.block_rows:
-                clamped = [(row < rows).where(row, rows - 1) for row in clamped]
-            factor_of = (
-                functools.partial(heads.factor, head_sums) if heads and head_sums is not None else None
+            of_experts = experts, probabilities, counts, router, scales, biases, choice_bias
+            mixture = block.mixture(chosen, *of_experts)
+        of_heads = functools.partial(heads.factor, head_sums) if heads and head_sums is not None else None
+        sums = block.sums(x, beside_x, planes, mixture, of_heads)
+        if stack.shared:
+            assert chosen and shared_x is not None
+            gate = None if router is None else load(router, chosen.n)
+            sums = block.with_shared(stack.shared, sums, shared_x, gate, planes)
+        choice = mixture.choice if mixture else None
+        powers = choice.powers(block.t, s.threads) if choice else None
+        norm_sum = None if norm_sums is None else block.share(norm_sums, n_norm_sums)
+        division = []
+        if divides:  # here, beside loads that are under way
+            assert other is not None and other_digits is not None and other_factors is not None
+            division = block.division(divides, other_digits, other_factors, other)
+        total = block.totals(sums, norm_sum, powers, division)
+        rms = inverse_rms(total(UOp.const(s.block_rows), None), stack.cols, eps) if n_norm_sums else None
+
+        def product(i: UOp, valid: UOp) -> UOp:
+            value = total(i, valid)
+            value = value if rms is None else value * rms
+            return value if mixture is None else mixture.biased(value, block.first + i)
+
+        slot = mixture.slot if mixture else None
+        rows = BlockRows(
+            s.block_rows, stack.rows, block.first, block.end, block.number, block.thread, product, slot
+        )
+        stores = call_by_name(epilogue.stores, others, rows)
+        if mixture and choice:
+            of_all = None if powers is None else total(UOp.const(s.block_rows + 1), None)
+            stores += mixture.stores(block.number, of_all)
+        requests = block.requests(brings, brought, slot) if brings and brought else []
+        return finish(_full_name(name, stack, s), stores, *_estimates(stack), requests)
+
+    chooses = chosen is not None and chosen.chooses
+    has_lists = chosen is not None and not chosen.all_of_them
+    lists: tuple[Name, ...] = ("experts", "probabilities", chooses and "counts") if has_lists else ()
+    divided: tuple[Name, ...] = ("other_digits", "other_factors") if divides else ()
+    outs = (*epilogue.outs, *(lists if chooses else ()), *divided)
+    vectors = _vectors(stack, n_norm_sums > 0, heads is not None)
+    ins = (*vectors, divides is not None and "other", *epilogue.ins)
+    weights = ("planes", _n_planes(stack)), ("brought", len(brings.block_bytes) if brings else 0)
+    hints = _hints(s, (*epilogue.outs, *lists, *divided, *ins), starts_next, loads_first)
+    return Kernel(kernel, outs, (*(() if chooses else lists), *ins, *weights), hints)
+
+
+class _Part(NamedTuple):
+    """One of the matrices of a product: the stack that it is of, its layout and rows, and how many rows and blocks are
+    before its own."""
+
+    of: StackedMatrices
+    layout: WeightLayout
+    rows: int
+    rows_before: int
+    blocks_before: int
+
+
+class _Block:
+    """A block of `matvec`: `number`, of all blocks of a slot. Its rows begin with `first`, of all in the result, and
+    are below `end`, unless all blocks are whole. This is thread `t` of a `group`, and `thread` of the block. `places`:
+    those of the group's rows among the block's."""
+
+    def __init__(self, stack: StackedMatrices, schedule: Schedule) -> None:
+        self.stack, self.schedule, self.parts = stack, schedule, list[_Part]()
+        rows_before = blocks_before = 0
+        for of in stack.stacks:
+            for layout, rows in of.matrices:
+                self.parts.append(_Part(of, layout, rows, rows_before, blocks_before))
+                rows_before, blocks_before = rows_before + rows, blocks_before + schedule.blocks_of(rows)
+        self.t, self.group = UOp.special(schedule.threads, "lidx0"), UOp.special(schedule.groups, "lidx1")
+        self.thread = self.group * schedule.threads + self.t
+        self.places = [self.group * schedule.rows + r for r in range(schedule.rows)]
+        self.number = UOp.special(stack.n_blocks(schedule), "gidx0")
+        self.first, self.end = self.number * schedule.block_rows, None
+        if any(part.rows % schedule.block_rows for part in self.parts):
+            self.first = self._of_part(self.first, lambda part: self._first_of(part) + part.rows_before)
+            self.end = self._of_part(
+                UOp.const(self.parts[0].rows), lambda part: UOp.const(part.rows_before + part.rows)
             )
-            sums = (
-                chosen_rows.sums(
-                    layout,
-                    of.cols,
-                    own_x,
-                    matrix_planes,
-                    clamped,
-                    t,
-                    s.threads,
-                    active,
-                    k,
-                )
-                if chosen_rows and of.experts
-                else _row_sums(
-                    layout, of.cols, own_x, matrix_planes, clamped, t, s.threads, active, k, factor_of
-                )
-            )
-            if stack.shared:
-                assert chosen and shared_x is not None
-                gate = None if router is None else load(router, chosen.n)
-                sums = _with_shared(stack.shared, sums, shared_x, gate, planes, clamped, t, s, layout.scale)
-            products = [a + b for a, b in zip(products, sums, strict=True)] if k else sums
-            if k:
-                factor = starts_here.where(f32(layout.scale), factor)
-                if not whole:
-                    first = starts_here.where(matrix_block * s.block_rows + rows_before, first)
-                    end = starts_here.where(UOp.const(rows_before + rows), end)
-            rows_before += rows
-        choice = chosen_rows.choice if chosen_rows else None
-        powers = choice.powers(t, s.threads) if choice else None
+
+    def _of_part(self, of_first: UOp, of: Callable[[_Part], UOp]) -> UOp:
+        """A value for the matrix whose rows the block has, of which that of the first one is given."""
+        value = of_first
+        for part in self.parts[1:]:
+            value = (self.number >= part.blocks_before).where(of(part), value)
+        return value
+
+    def _first_of(self, part: _Part) -> UOp:
+        """The block's first row in a matrix."""
+        return (self.number - part.blocks_before) * self.schedule.block_rows
+
+    def _rows_of(self, part: _Part) -> list[UOp]:
+        """The rows of this group in a matrix; the last one in place of rows behind it."""
+        rows = [self._first_of(part) + place for place in self.places]
+        if part.rows % self.schedule.block_rows == 0:
+            return rows
+        return [(row < part.rows).where(row, part.rows - 1) for row in rows]
+
+    def mixture(self, chosen: ChosenExperts, *buffers: UOp | None) -> ExpertRows:
+        """The rows of the chosen experts, whose `buffers` are those of `ExpertRows`."""
+        rows, threads = [rows for _, rows in self.stack.matrices], self.schedule.block_threads
+        return ExpertRows(chosen, rows[0], sum(rows), self.thread, threads, *buffers)
+
+    def sums(
+        self, x: Sequence[UOp], beside_x: Sequence[UOp], planes: Sequence[UOp], mixture: ExpertRows | None,
+        of_heads: Callable[[UOp, UOp | None], UOp] | None,
+    ) -> list[UOp]:  # fmt: skip
+        """This thread's partial sums of its rows, added over the matrices: those of which the block has no rows give
+        zeros. `of_heads`: what a unit of the vector is to be multiplied by."""
+        left, results = iter(planes), list[UOp]()
+        for k, part in enumerate(self.parts):
+            of, layout, rows = part.of, part.layout, self._rows_of(part)
+            own_planes = [*itertools.islice(left, len(layout.shapes(part.rows, of.cols)))]
+            vectors = x if of is self.stack else beside_x
+            if not of.digits:
+                vectors = [vectors[of.input_scale_bits.index(layout.input_scale_bits)]]
+            active, end = None, part.blocks_before + self.schedule.blocks_of(part.rows)
+            if len(self.parts) > 1:
+                active = (self.number >= part.blocks_before) & (self.number < end)
+            arguments = layout, of.cols, vectors, own_planes, rows, self.t, self.schedule.threads, active, k
+            sums = mixture.sums(*arguments) if mixture and of.experts else _row_sums(*arguments, of_heads)
+            results = [a + b for a, b in zip(results, sums, strict=True)] if results else sums
+        return results
+
+    def with_shared(
+        self, shared: SharedExpert, sums: Sequence[UOp], x: UOp, gate: UOp | None, planes: Sequence[UOp]
+    ) -> list[UOp]:
+        """The partial sums of experts and those of a shared one, times the sigmoid of its `gate`'s logit if it has one.
+        Its planes are the last ones."""
+        (part,), threads = self.parts, self.schedule.threads
+        own_planes = planes[-len(shared.layout.shapes(1, shared.cols)) :]
+        rows = self._rows_of(part)
+        own = _row_sums(shared.layout, shared.cols, [x], own_planes, rows, self.t, threads, None, 1)
+        factor = f32(shared.layout.scale / part.layout.scale)  # `totals` multiplies by that of the experts
+        factor = factor if gate is None else sigmoid(gate) * factor
+        return [a + b * factor for a, b in zip(sums, own, strict=True)]
+
+    def share(self, sums: UOp, n: int) -> UOp:
+        """The sum of a thread's share of `sums`, float32 (n,), which the threads of the first group divide."""
+        each, first = -(-n // self.schedule.threads), self.group.eq(0)
+        values = []
+        for i in range(each):
+            index = self.t * each + i
+            inside = first if n % self.schedule.threads == 0 else first & (index < n)
+            values.append(load(sums, index, inside))
+        return tree(values)
+
+    def division(self, layout: WeightLayout, digits: UOp, factors: UOp, x: UOp) -> list[UOp]:
+        """This thread's stores of `digit_rows.divide`, of the threads of all blocks."""
+        n_threads = self.schedule.block_threads
+        thread, threads = (
+            self.number * n_threads + self.thread,
+            self.stack.n_blocks(self.schedule) * n_threads,
+        )
+        return digit_rows.division(layout, self.stack.cols, digits, factors, x, thread, threads)
+
+    def totals(
+        self, sums: Sequence[UOp], norm_sum: UOp | None, powers: UOp | None, others: Sequence[UOp]
+    ) -> Callable[[UOp, UOp | None], UOp]:
+        """Adds what threads have, in shared memory: columns of the block's rows, and behind them of the norm's sums and
+        of the choice's powers, which threads of the first group have. `others`: stores that are done meanwhile. What it
+        returns gives any thread the total of a column, if that is valid."""
+        s = self.schedule
         of_block = 1 if powers is None else 3  # columns beside those of the rows
         stride = s.block_rows + of_block  # odd: neighbouring threads store to different banks
         partial = shared(s.threads * stride, slot=0)
         # Multiplied here, and not once they are added: tinygrad gathers the constants of a product at its end. That of
         # two sums and an input_scale, as `activated` has it, would be a denormal before.
-        stores = [
-            store(partial, t * stride + r, p * factor) for r, p in zip(row_places, products, strict=True)
-        ]
-        if norm_sums is not None:
-            thread_sum = _thread_sum(norm_sums, n_norm_sums, t, s, group)
-            stores.append(store(partial, t * stride + s.block_rows, thread_sum, group.eq(0)))
+        factor = f32(1.0 if self.stack.digits else self.parts[0].layout.scale)
+        factor = self._of_part(factor, lambda part: f32(part.layout.scale))
+        row, is_first = self.t * stride, self.group.eq(0)
+        stores = [store(partial, row + r, p * factor) for r, p in zip(self.places, sums, strict=True)]
+        if norm_sum is not None:
+            stores.append(store(partial, row + s.block_rows, norm_sum, is_first))
         if powers is not None:
-            stores.append(store(partial, t * stride + s.block_rows + 1, powers, group.eq(0)))
-        if divides:  # here, beside loads that are under way
-            assert other is not None and other_digits is not None and other_factors is not None
-            n_threads = s.threads * s.groups
-            places = block * n_threads + thread, stack.n_blocks(s) * n_threads
-            stores += digit_rows.division(divides, cols, other_digits, other_factors, other, *places)
-        partial, parts, between = partial.after(UOp.group(*stores)), s.threads, (stride, 1)
-        if (n := chunks(stack, s)) > 1:
-            partial, parts, between = _added(partial, stride, n, s, thread), n, (1, n)
+            stores.append(store(partial, row + s.block_rows + 1, powers, is_first))
+        partial, parts, between = partial.after(UOp.group(*stores, *others)), s.threads, (stride, 1)
+        if (n := chunks(self.stack, s)) > 1:
+            partial, parts, between = self._added(partial, stride, n), n, (1, n)
 
         def total(column: UOp, valid: UOp | None) -> UOp:
             apart, columns = between
             return tree([load(partial, column * columns + k * apart, valid) for k in range(parts)])
 
-        rms = inverse_rms(total(UOp.const(s.block_rows), None), cols, eps) if n_norm_sums else None
+        return total
 
-        def product(i: UOp, valid: UOp) -> UOp:
-            value = total(i, valid)
-            value = value if rms is None else value * rms
-            return value if chosen_rows is None else chosen_rows.biased(value, first + i)
+    def _added(self, partial: UOp, stride: int, chunks: int) -> UOp:
+        """Sums of threads, [thread, column of `stride`], in parts: [column, chunk]."""
+        thread, threads = self.thread, self.schedule.threads
+        column, chunk, ok = thread // chunks, thread % chunks, thread < stride * chunks
+        places = [chunk + first for first in range(0, threads, chunks)]
+        inside = [ok if place.vmax < threads else ok & (place < threads) for place in places]
+        terms = [
+            load(partial, place * stride + column, valid) for place, valid in zip(places, inside, strict=True)
+        ]
+        return after_store(shared(stride * chunks, slot=2), thread, tree(terms), ok)
 
-        end_of_rows = None if whole else end
-        slot = chosen_rows.slot if chosen_rows else None
-        result = BlockRows(s.block_rows, stack.rows, first, end_of_rows, block, thread, product, slot)
-        names = "_".join(layout.name for _, layout, _ in matrices)
-        mixture = f"_{chosen.used}_of_{chosen.n}" if chosen else ""
-        mixture += f"_{stack.shared.layout.name}x{stack.shared.cols}" if stack.shared else ""
-        full_name = f"{name}_{names}_{stack.rows}x{cols}{mixture}_{s.name}{'_digits' * stack.digits}"
-        vectors = chosen.vectors if chosen else 1
-        sizes = [permuted_size(of.cols) * (vectors if of is stack else 1) for of, _ in xs]
-        n_bytes = stack.n_bytes + 4 * sum(sizes)
-        n_ops = sum(2 * rows * of.cols * (of.experts.used if of.experts else 1) for of, _, rows in matrices)
-        stores = call_by_name(epilogue.stores, others, result)
-        if chosen_rows and choice:
-            of_all = None if powers is None else total(UOp.const(s.block_rows + 1), None)
-            stores += chosen_rows.stores(block, of_all)
-        requests = []
-        if brings and brought:  # by a thread of each block
-            number = block if slot is None else slot * stack.n_blocks(s) + block
-            for plane, n in zip(brought, brings.block_bytes, strict=True):
-                place = plane.index(number * (n // plane.dtype.itemsize))
-                requests.append(async_copies.brought(place, n, thread.eq(0), brings.keeps))
-        return finish(full_name, stores, n_bytes, n_ops, requests)
+    def requests(self, brings: Brought, planes: Sequence[UOp], slot: UOp | None) -> list[UOp]:
+        """What the block asks to be brought to the L2 cache, by one of its threads."""
+        number, requests = self.number, []
+        if slot is not None:
+            number = slot * self.stack.n_blocks(self.schedule) + number
+        for plane, n in zip(planes, brings.block_bytes, strict=True):
+            place = plane.index(number * (n // plane.dtype.itemsize))
+            requests.append(async_copies.brought(place, n, self.thread.eq(0), brings.keeps))
+        return requests
 
-    n_planes = sum(len(layout.shapes(1, of.cols)) for of, layout, _ in matrices)
-    if stack.shared:
-        n_planes += len(stack.shared.layout.shapes(1, stack.shared.cols))
-    is_choosing = chosen is not None and chosen.chooses
-    has_lists = chosen is not None and not chosen.all_of_them
-    results: tuple[Name, ...] = ("experts", "probabilities", is_choosing and "counts") if has_lists else ()
-    vectors: tuple[Name, ...] = (
+
+def _full_name(name: str, stack: StackedMatrices, s: Schedule) -> str:
+    """The kernel's name, for its profile."""
+    names = "_".join(layout.name for of in stack.stacks for layout, _ in of.matrices)
+    mixture = f"_{stack.experts.used}_of_{stack.experts.n}" if stack.experts else ""
+    mixture += f"_{stack.shared.layout.name}x{stack.shared.cols}" if stack.shared else ""
+    return f"{name}_{names}_{stack.rows}x{stack.cols}{mixture}_{s.name}{'_digits' * stack.digits}"
+
+
+def _estimates(stack: StackedMatrices) -> tuple[int, int]:
+    """The bytes that the kernel must move, and the operations that it must do, for its profile."""
+    n_bytes, n_ops = stack.n_bytes, 0
+    for of in stack.stacks:
+        used, vectors = (of.experts.used, of.experts.vectors) if of.experts else (1, 1)
+        n_bytes += 4 * permuted_size(of.cols) * vectors * len(of.input_scale_bits)
+        n_ops += sum(2 * rows * of.cols * used for _, rows in of.matrices)
+    return n_bytes, n_ops
+
+
+def _n_planes(stack: StackedMatrices) -> int:
+    """Planes of all matrices."""
+    matrices = [(layout, of.cols) for of in stack.stacks for layout, _ in of.matrices]
+    matrices += [(stack.shared.layout, stack.shared.cols)] if stack.shared else []
+    return sum(len(layout.shapes(1, cols)) for layout, cols in matrices)
+
+
+def _vectors(stack: StackedMatrices, has_norm: bool, has_heads: bool) -> tuple[Name, ...]:
+    """The names of the buffers with vectors, and of what belongs to them."""
+    chosen, shared, beside = stack.experts, stack.shared, stack.beside
+    chooses = chosen is not None and chosen.chooses
+    return (
         ("x", 2 if stack.digits else len(stack.input_scale_bits)),
         ("beside_x", len(beside.input_scale_bits) if beside else 0),
-        stack.shared is not None and "shared_x",
-        stack.shared is not None and stack.shared.is_gated and "router",
-        n_norm_sums > 0 and "norm_sums",
-        heads is not None and "head_sums",
-        is_choosing and "router",
+        shared is not None and "shared_x",
+        shared is not None and shared.is_gated and "router",
+        has_norm and "norm_sums",
+        has_heads and "head_sums",
+        chooses and "router",
         chosen is not None and chosen.scaled and "scales",
         chosen is not None and chosen.bias and "biases",
-        chosen is not None and is_choosing and chosen.scores.biased and "choice_bias",
+        chosen is not None and chooses and chosen.scores.biased and "choice_bias",
     )
-    made: tuple[Name, ...] = ("other_digits", "other_factors") if divides else ()
-    vectors = (*vectors, divides is not None and "other")
-    before = (*epilogue.outs, *results, *made, *vectors, *epilogue.ins)
-    names = tuple(name if isinstance(name, str) else name[0] for name in before if name)
+
+
+def _hints(
+    s: Schedule, buffers: Sequence[Name], starts_next: bool, loads_first: tuple[str, ...]
+) -> LaunchHints:
+    """When the kernel waits and lets the next one start. `buffers`: those that others may write, all but planes."""
+    names = tuple(name if isinstance(name, str) else name[0] for name in buffers if name)
     release: Release = "before its first barrier" if s.early else "at its end"
     if s.starts_next or (starts_next and not s.early):
         release = "after its wait"
     waits_for = tuple(name for name in names if s.early and name not in loads_first)
-    hints = LaunchHints(s.blocks, 0, waits_for, release, tuple(n for n in names if n in loads_first))
-    outputs = (*epilogue.outs, *(results if is_choosing else ()), *made)
-    inputs = (*(() if is_choosing else results), *vectors, *epilogue.ins, ("planes", n_planes))
-    inputs = (*inputs, ("brought", len(brings.block_bytes) if brings else 0))
-    return Kernel(kernel, outputs, inputs, hints)
+    return LaunchHints(s.blocks, 0, waits_for, release, tuple(n for n in names if n in loads_first))
 
 
 def _row_sums(
@@ -423,38 +403,4 @@ def chunks(stack: StackedMatrices, s: Schedule) -> int:
     where a thread is late anyway since it does not load weights early."""
     if stack.experts or not s.early:
         return 1
-    return next(n for n in (16, 8, 4, 2, 1) if n == 1 or n * (s.block_rows + 1) <= s.threads * s.groups)
-
-
-def _added(partial: UOp, stride: int, chunks: int, s: Schedule, thread: UOp) -> UOp:
-    """Sums of threads, [thread, column of `stride`], in parts: [column, chunk]."""
-    column, chunk, ok = thread // chunks, thread % chunks, thread < stride * chunks
-    places = [chunk + first for first in range(0, s.threads, chunks)]
-    inside = [ok if place.vmax < s.threads else ok & (place < s.threads) for place in places]
-    terms = [
-        load(partial, place * stride + column, valid) for place, valid in zip(places, inside, strict=True)
-    ]
-    return after_store(shared(stride * chunks, slot=2), thread, tree(terms), ok)
-
-
-def _with_shared(
-    shared: SharedExpert, sums: Sequence[UOp], x: UOp, gate: UOp | None, planes: Sequence[UOp],
-    rows: Sequence[UOp], t: UOp, s: Schedule, scale: float,
-) -> list[UOp]:  # fmt: skip
-    """The partial sums of experts, which are to be multiplied by `scale`, and those of a shared one, times the sigmoid
-    of its `gate`'s logit if it has one."""
-    own = _row_sums(shared.layout, shared.cols, [x], planes, rows, t, s.threads, None, 1)
-    factor = f32(shared.layout.scale / scale)
-    factor = factor if gate is None else sigmoid(gate) * factor
-    return [a + b * factor for a, b in zip(sums, own, strict=True)]
-
-
-def _thread_sum(sums: UOp, n: int, t: UOp, s: Schedule, group: UOp) -> UOp:
-    """The sum of a thread's share of `sums`, float32 (n,), which the threads of the first group divide."""
-    each = -(-n // s.threads)
-    first = group.eq(0)
-    values = []
-    for i in range(each):
-        index = t * each + i
-        values.append(load(sums, index, first if n % s.threads == 0 else first & (index < n)))
-    return tree(values)
+    return next(n for n in (16, 8, 4, 2, 1) if n == 1 or n * (s.block_rows + 1) <= s.block_threads)

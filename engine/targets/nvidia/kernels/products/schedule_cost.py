@@ -33,7 +33,8 @@ import math
 from collections.abc import Iterable
 
 from engine.targets.nvidia.kernels.device import REGISTERS, Chip
-from engine.targets.nvidia.kernels.products.matvec import Schedule, StackedMatrices, chunks
+from engine.targets.nvidia.kernels.products.matvec import chunks
+from engine.targets.nvidia.kernels.products.stacked_matrices import Schedule, StackedMatrices
 from engine.targets.nvidia.kernels.rates import H200
 from engine.targets.nvidia.kernels.weights.weight_layout import WeightLayout
 

@@ -22,13 +22,13 @@ from engine.devices.device_name import device_name
 from engine.formats.quantization import Format
 from engine.targets.nvidia.kernels.device import REGISTERS, Chip, capability, chip
 from engine.targets.nvidia.kernels.products import digit_rows
-from engine.targets.nvidia.kernels.products.matvec import Schedule, StackedMatrices
 from engine.targets.nvidia.kernels.products.schedule_cost import (
     division_us,
     has_large_codebook,
     microseconds,
     ranked,
 )
+from engine.targets.nvidia.kernels.products.stacked_matrices import Schedule, StackedMatrices
 
 _TUNED = resources.files("presets") / "tuned"  # data, shipped with the presets
 # The source files of the products: a change to them makes earlier measurements outdated.
@@ -36,6 +36,7 @@ _SOURCES = tuple(
     f"targets/nvidia/kernels/{name}.py"
     for name in (
         "products/matvec",
+        "products/stacked_matrices",
         "products/digit_rows",
         "products/epilogues",
         "products/chosen_experts",
@@ -49,9 +50,8 @@ _OF_EXPERTS = re.compile(r"(?<=\d) of \d+")
 _Numbers = tuple[int, int, int, int]
 _SURE = 1.05  # how much more time the model must see in a schedule to take another
 _MAX_IDLE = 0.07  # of the units: those that threads have beyond a row's end
-_MANY_WEIGHTS = (
-    16e6  # of experts in a product whose vectors come in digits: with 12.6 million they gained nothing
-)
+# Of experts in a product whose vectors come in digits: with 12.6 million they gained nothing.
+_MANY_WEIGHTS = 16e6
 _BROUGHT = (0, 4)  # megabytes of the next product's weights, to try (measured: with 2 to 6 about the same)
 _RESIDENT_THREADS = (640, 1024)  # on a multiprocessor, to try beside the compiler's choice
 
