@@ -125,12 +125,10 @@ PICTURE_MARKS = {
 
 @dataclass(frozen=True)
 class PictureProcessor:
-    """How messages with pictures become prompts. `read` sizes a picture, and raises PictureError; with one that
-    `is_large` it takes long."""
+    """How messages with pictures become prompts. `read` sizes a picture, and raises PictureError."""
 
     read: Callable[[Picture], SizedPicture]
     marks: PictureMarks
-    is_large: Callable[[Picture], bool] = lambda _: False
 
 
 def with_texts(

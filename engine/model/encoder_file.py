@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import deque
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -103,24 +104,25 @@ class EncoderFile:
 
     @property
     def picture_processor(self) -> PictureProcessor:
-        return PictureProcessor(self.read_picture, PICTURE_MARKS[self.spec.kind], self.is_large)
-
-    def is_large(self, picture: Picture) -> bool:
-        """Whether a picture takes long to read. Large ones have a process of their own, so that others go on."""
-        if hashlib.sha256(picture.data).digest() in self._remembered:
-            return False
-        return self._decoders[False].work_of(picture.data) > _LARGE_PIXELS
+        return PictureProcessor(self.read_picture, PICTURE_MARKS[self.spec.kind])
 
     def read_picture(self, picture: Picture) -> SizedPicture:
-        """A picture as tokens, which is remembered while it is in use. Of small and of large ones, one is read at a
-        time. Raises PictureError."""
+        """A picture as tokens, which is remembered while it is in use. Raises PictureError."""
+        *_, sized = filter(None, self.reading(picture))
+        return sized
+
+    def reading(self, picture: Picture) -> Iterator[SizedPicture | None]:
+        """Reads a picture as `read_picture`, and gives None before, if that takes long. Of small and of large ones, one
+        is read at a time; large ones have a process of their own, so that others go on. Raises PictureError."""
         digest = hashlib.sha256(picture.data).digest()
         if (sized := self._remembered.get(digest)) is None:
-            with self._reading[is_large := self.is_large(picture)]:
+            if is_large := self._decoders[False].work_of(picture.data) > _LARGE_PIXELS:
+                yield None
+            with self._reading[is_large]:
                 if (sized := self._remembered.get(digest)) is None:
                     sized = self._remembered[digest] = self._read(picture, self._decoders[is_large])
         self._recent.append(sized)
-        return sized
+        yield sized
 
     def _read(self, picture: Picture, decoder: PictureDecoder) -> SizedPicture:
         try:

@@ -94,8 +94,9 @@ class TextModel:
         with timeline.span("waiting for the tokenizer"):
             self.prompts = prompts.encoder()
         self.tokenizer = self.prompts.tokenizer
-        if plan.encoder:
-            self.prompts.template.picture_processor = plan.encoder.picture_processor
+        self._encoder = plan.encoder
+        if self._encoder:
+            self.prompts.template.picture_processor = self._encoder.picture_processor
         self._only_embeds = plan.spec.both_ways
         pictures = plan.pictures
         whole_pictures = self._runner.max_chunk if pictures and pictures.whole else 0
@@ -169,14 +170,13 @@ class TextModel:
     def read_pictures(self, request: Generate) -> Iterator[SizedPicture | None]:
         """Reads the pictures of a request, until no more fit into the context. Gives None before one that takes long.
         Raises PictureError."""
-        processor, n = self.prompts.template.picture_processor, 0
-        if not processor or not isinstance(request.prompt, Chat):
+        if not self._encoder or not isinstance(request.prompt, Chat):
             return
+        n = 0
         for picture in request.prompt.pictures:
-            if processor.is_large(picture):
-                yield None
-            yield (sized := processor.read(picture))
-            n += len(sized.ids)
+            for sized in self._encoder.reading(picture):
+                yield sized
+                n += len(sized.ids) if sized else 0
             if n > self.context_length:
                 return
 
