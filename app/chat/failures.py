@@ -10,6 +10,7 @@ from widgets.text import counted, one_line
 
 NOTHING_OLDER = "There are no older turns to leave out: F2 shortens the prompt, Ctrl+N starts a new chat"
 EMPTY = "The model gave an empty reply"
+NO_REPLY = f"{EMPTY} · Ctrl+R tries again"
 NOTHING_TO_ADD = "The model has nothing to add"
 FULL = "Ctrl+G offers how to go on"
 TOO_LONG = "The prompt alone is too long: F2 brings it back to shorten it"

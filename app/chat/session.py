@@ -392,6 +392,8 @@ class Session:
         end: Finished | Failed = Failed(kind="internal", message="The engine stopped without saying why.")
         gained = False
         tools = "" if self.conversation.awaits_summary else await self.tools.offer()
+        if self._request is not request:
+            return
         if tools is None:
             await self._end(failures.STOPPED, False, replaced)
             return
@@ -458,10 +460,8 @@ class Session:
             self.view.notice(f"{(why or (failures.EMPTY,))[0]}; the earlier reply stays", warning=True)
         else:
             turn.finished = turn.finished or turn.role == "user" or isinstance(end, Finished)
-            empty = (
-                f"{failures.EMPTY} · Ctrl+R tries again" if turn.role == "user" else failures.NOTHING_TO_ADD
-            )
-            turn.note = " · ".join(why) or empty
+            nothing = failures.NO_REPLY if turn.role == "user" else failures.NOTHING_TO_ADD
+            turn.note = " · ".join(why) or nothing
         if calls and not why:
             await self._call_tools(turn)
         else:

@@ -7,7 +7,7 @@ import secrets
 import string
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, TypeVar
 
 from msgspec.structs import replace
 
@@ -27,6 +27,7 @@ RESULT_SHARE = 1.5
 REFUSED = "The user did not allow this call."
 _ALWAYS = "always-tools"  # the name under which the definitions of these tools are kept
 _ID = string.ascii_letters + string.digits
+_T = TypeVar("_T")
 
 
 class Permissions:
@@ -57,6 +58,10 @@ class Permissions:
         return set(remembered(_ALWAYS).split())
 
 
+class _StoppedError(Exception):
+    """The user has stopped what was waited for."""
+
+
 class ToolUse:
     """Follows the replies of a session. `doing` says what is waited for, "" if nothing is."""
 
@@ -79,17 +84,21 @@ class ToolUse:
         if not self.toolbox.servers:
             return ""
         try:
-            form = await asyncio.to_thread(self.form)
+            form = await self._until_stopped("", asyncio.to_thread(self.form))
         except UsageError as error:
             self._tell(str(error))
             return ""
         except OrinError:  # the engine says what is wrong with its file
             return ""
+        except _StoppedError:
+            return None
         if form is None:
             self._tell("The model in use is offered no tools: its context is too short for them")
             return ""
         names = ", ".join(self.toolbox.starting)
-        if not await self._while(f"starting tools: {names}" if names else "", self.toolbox.start()):
+        try:
+            await self._until_stopped(f"starting tools: {names}" if names else "", self.toolbox.start())
+        except _StoppedError:
             return None
         problems = [f"{name} {state.problem}" for name, state in self.toolbox.states.items() if state.problem]
         if problems:
@@ -140,7 +149,9 @@ class ToolUse:
                 continue
             if self._n_calls >= MOST_CALLS:
                 return f"{MOST_CALLS} calls of tools in a row · Ctrl+G goes on"
-            if not await self._while(f"calling {call.name}", self._run(turn, index, context_length)):
+            try:
+                await self._until_stopped(f"calling {call.name}", self._run(turn, index, context_length))
+            except _StoppedError:
                 return "stopped · Ctrl+G goes on"
         return ""
 
@@ -178,18 +189,17 @@ class ToolUse:
         turn.calls = (*turn.calls[:index], changed, *turn.calls[index + 1 :])
         await self._view.changed(turn)
 
-    async def _while(self, doing: str, work: Coroutine[Any, Any, None]) -> bool:
-        """Does `work`, which `stop` ends. Whether it was done."""
+    async def _until_stopped(self, doing: str, work: Coroutine[Any, Any, _T]) -> _T:
+        """What `work` returns. Raises what it raises, and _StoppedError if `stop` ends it."""
         self.doing = doing
-        self._task = asyncio.ensure_future(work)
+        self._task = task = asyncio.ensure_future(work)
         try:
-            await asyncio.wait((self._task,))
-            if self._task.cancelled():
-                return False
-            self._task.result()
-            return True
+            await asyncio.wait((task,))
+            if task.cancelled():
+                raise _StoppedError
+            return task.result()
         finally:
-            self._task.cancel()
+            task.cancel()
             self.doing, self._task = "", None
 
     def stop(self) -> bool:

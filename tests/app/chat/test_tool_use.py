@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from unittest.mock import AsyncMock
 
 import pytest
@@ -20,7 +21,7 @@ from engine.formats.tool_forms import GRANITE, HARMONY, HERMES, LLAMA, MISTRAL, 
 from engine.protocol.events import Chat, Failed, Generate, Message, Token
 from tests.app.fake_engine import FakeEngine, reply
 from tests.app.tools.fake_toolbox import FakeToolbox
-from tests.waiting import until
+from tests.waiting import LIMIT_S, until
 
 
 def called(*calls: tuple[str, dict], text: str = "") -> list:
@@ -177,6 +178,18 @@ async def test_stop_ends_a_call_and_go_on_takes_it_up_again(begin, waits_for):
     await session.go_on()
     await until(lambda: not session.is_busy)
     assert turn.calls[0].result == "hi" and session.conversation.turns[-1].content == "So."
+
+
+async def test_stop_ends_the_wait_for_how_the_model_writes_calls(begin):
+    engine, is_read = FakeEngine(reply("So.")), threading.Event()
+    session = begin(engine, Answering())
+    session.tools.form = lambda: is_read.wait(LIMIT_S) and HERMES
+    await until(lambda: not session.is_busy)
+    await session.send("Read it")
+    await until(lambda: session.tools.stop() or not session.is_answering)
+    await until(lambda: not session.is_busy)
+    is_read.set()
+    assert not engine.requests and "stopped" in session.conversation.turns[-1].note
 
 
 async def test_a_chat_that_is_left_ends_its_call(begin):
