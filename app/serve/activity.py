@@ -151,7 +151,7 @@ class Activity:
     def moves(self) -> bool:
         """Whether the graph changes though nothing happens: it shows the last minute."""
         self._forget()
-        return bool(self._bins)
+        return bool(self._bins or self._prompt_bins)
 
     def throughput(self, service: Service) -> ClientThroughput:
         self._forget()

@@ -102,8 +102,8 @@ def _combined(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
     made = dict(old)
     for key, value in new.items():
         before = made.get(key)
-        both = isinstance(before, dict) and isinstance(value, Mapping)
-        made[key] = _combined(before, value) if both and isinstance(before, dict) else value
+        both = isinstance(before, Mapping) and isinstance(value, Mapping)
+        made[key] = _combined(before, value) if both else value
     return made
 
 

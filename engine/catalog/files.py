@@ -118,7 +118,7 @@ def must_pick(model: HubModel, models: list[ModelFiles]) -> ModelFiles:
             f"{repository} holds no GGUF model, or none with all of its parts.",
             "Look for a repository whose name ends in -GGUF.",
         )
-    runnable = sorted({files.quantization for files in models if files.may_run and files.quantization})
+    runnable = [files for files in models if files.may_run]
     if not runnable:
         types = ", ".join(sorted({files.quantization for files in models}))
         raise ModelFileError(
@@ -130,4 +130,8 @@ def must_pick(model: HubModel, models: list[ModelFiles]) -> ModelFiles:
         problem = f"{wanted} is of a type that orin-chat does not run"
     else:
         problem = f"{repository} has no {wanted or 'file of a usual type'}"
-    raise ModelFileError(f"{problem}.", f"It has {', '.join(runnable)}: {repository}:{runnable[0]}.")
+    ways = [f":{name}" for name in sorted({files.quantization for files in runnable} - {""})]
+    ways += [f"/{files.file}" for files in runnable if not files.quantization]
+    raise ModelFileError(
+        f"{problem}.", f"It has {', '.join(way[1:] for way in ways)}: {repository}{ways[0]}."
+    )

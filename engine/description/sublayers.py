@@ -77,12 +77,12 @@ class Weight:
 
     @property
     def tensor_row_bytes(self) -> int:
-        """Bytes of the row of the tensor that a row is in,"""
+        """Bytes of the tensor's row that a row of these is a part of."""
         return self._bytes(self.of_cols or self.cols)
 
     @property
     def row_start(self) -> int:
-        """and how many of these come before it."""
+        """How many bytes of the tensor's row come before that part."""
         return self._bytes(self.first_col)
 
     def _bytes(self, cols: int) -> int:

@@ -81,8 +81,9 @@ def _libraries(folder: str, name: str) -> Iterator[str]:
         path = Path(folder, file)
         if file.startswith(start) and pattern.fullmatch(file) and path.is_file():
             with path.open("rb") as content:
-                if content.read(4) == b"\x7fELF":
-                    yield str(path)
+                is_library = content.read(4) == b"\x7fELF"
+            if is_library:
+                yield str(path)
 
 
 @functools.cache

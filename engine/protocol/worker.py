@@ -3,9 +3,8 @@
 The main thread loads the model and generates. One thread reads commands, so that a `Cancel` arrives in the middle of an
 answer; another sends the events. Others make tokens of prompts, so that this delays no other answer.
 
-The process may be killed at any moment. If the search for faster
-kernels meets a candidate that breaks the device, the process replaces itself (`restart`), and the client does not
-notice.
+The process may be killed at any moment. If the search for faster kernels meets a candidate that breaks the device, the
+process replaces itself (`restart`), and the client does not notice.
 """
 
 from __future__ import annotations
@@ -203,7 +202,8 @@ class _Server:
     def _begun(
         self, model: Model, request: Generate, is_cancelled: Callable[[], bool]
     ) -> Generator[bool, None, Answer | Exception | None]:
-        started, pictures = time.perf_counter(), list[object]()
+        started = time.perf_counter()
+        pictures = list[object]()  # the model remembers those that are in use
         reading = model.read_pictures(request)
         try:
             while not is_cancelled():

@@ -231,7 +231,7 @@ class KVBlocks:
         node = known[-1] if known else self._root
         wanted = [max(0, end - max(first, since)) for since in kept]
         self._check_room(wanted)
-        node.users += 1  # so what is thrown out to make room is another one
+        node.users += 1  # so it stays in the tree, even if its own block is thrown out to make room
         taken = [[self._take_one(g) for _ in range(n)] for g, n in enumerate(wanted)]
         node.users -= 1
         filled: list[list[int]] = [[] for _ in self._groups]

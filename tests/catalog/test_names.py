@@ -228,6 +228,9 @@ def test_an_unusual_type_has_to_be_asked_for():
         must_pick(HubModel("u/r"), models)
     assert caught.value.hint == "It has Q4_K_P: hf.co/u/r:Q4_K_P."
     assert must_pick(HubModel("u/r", "Q4_K_P"), models) is models[0]
+    with pytest.raises(ModelFileError, match=r"u/r has no Q4_K_M\.") as caught:
+        must_pick(HubModel("u/r", "Q4_K_M"), models_among(["sub/model.gguf"]))
+    assert caught.value.hint == "It has sub/model.gguf: hf.co/u/r/sub/model.gguf."
 
 
 @pytest.mark.parametrize("name", ["../x", "/x", "a/../b", "a//b", "a\\b", "a\0b", "."])

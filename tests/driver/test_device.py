@@ -292,11 +292,12 @@ def test_the_window_fault_with_the_first_ports_range_and_none_with_ours(board, m
         device = board.open()
         prg = program(device, "fill", "int* data0, const int n", FILL, values=(INT,))
         buffers = [device.iface.memory.allocate(512 * MIB).va for _ in range(8)]
-        views = [device.iface.alloc(4096) for _ in range(1)]
+        view = device.iface.alloc(4096)
+        original = view.va_addr
         for i, va in enumerate(buffers):
-            views[0].va_addr, original = va, views[0].va_addr
-            run(prg, views[0], vals=(i,))
-            views[0].va_addr = original
+            view.va_addr = va
+            run(prg, view, vals=(i,))
+        view.va_addr = original
         device.synchronize()
         return buffers
 
@@ -352,7 +353,7 @@ def test_a_gpu_that_does_nothing_is_told_from_one_that_failed(board, monkeypatch
     device = board.open()
     impatient(monkeypatch, 250)
     board.gpu.paused.set()
-    made, prg = buffer(device, size=128), None
+    made = buffer(device, size=128)
     with pytest.raises(HangError, match="reports no fault"):
         prg = program(device, "increment", "int* data0", INCREMENT)
         run(prg, made)

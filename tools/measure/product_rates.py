@@ -10,6 +10,7 @@ All matrices are of the type; weights and activations are random. Kernels and ti
 from __future__ import annotations
 
 import argparse
+import os
 import statistics
 import time
 from collections.abc import Sequence
@@ -211,8 +212,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(given: argparse.Namespace) -> None:
     set_up(given.backend)
-    import os
-
     from tinygrad import Device
 
     from engine.fixes import dynamic_shared, launch_bounds

@@ -81,7 +81,8 @@ def chat_request(body: ChatBody, service: Service) -> tuple[Generate, Tools]:
         raise wrong(f"top_logprobs must be from 0 to {MAX_LOGPROBS}, not {asked}.", "top_logprobs")
     if asked and not body.logprobs:
         raise wrong("top_logprobs needs logprobs: true.", "top_logprobs")
-    tools = chosen_tools(*_given_tools(body), form := service.file.form)
+    form = service.file.form
+    tools = chosen_tools(*_given_tools(body), form)
     format = format_of(body)
     if isinstance(format, Grammar):
         if tools.shown:

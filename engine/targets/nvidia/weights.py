@@ -195,7 +195,7 @@ def allocate(
     pictures: PictureRoom | None = None,
     trunk: GPUModel | None = None,
 ) -> GPUModel:
-    """A model with device memory for its matrices, to be filled by `GPUModel.fill`, and for `parallel` sequences of a
+    """A model with device memory for its matrices, which `GPUModel.begin_fill` fills, and for `parallel` sequences of a
     context of `context` tokens, of which prefill takes up to `chunk` at once, in the format `kv`. `pictures`: if
     prompts may have some. `trunk`: of a draft head the model, whose matrices it shares; of an assistant also the
     caches. Raises ModelFileError."""

@@ -32,7 +32,7 @@ async def test_generate(served, model_file):
 
 async def test_what_there_is(served, model_file):
     client, service = served()
-    get = lambda path: client.get(path)
+    get = client.get
     assert (await get("/api/v1/model")).json() == {"result": "tiny"}
     assert (await get("/api/extra/true_max_context_length")).json()["value"] == service.ready.context_length
     assert (await get("/api/extra/version")).json()["result"] == "KoboldCpp"

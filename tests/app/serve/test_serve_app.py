@@ -127,10 +127,10 @@ async def test_one_after_another(model_file):
     app, engine, client = served(model_file, [*reply("Secret, well")[:-1], None, *reply("")[-1:]])
     async with app.run_test(size=(140, 40)) as pilot:
         load(app)
-        asked = [asyncio.create_task(client.post("/v1/chat/completions", json=HELLO)) for _ in range(1)]
+        asked = asyncio.create_task(client.post("/v1/chat/completions", json=HELLO))
         await shows(pilot, "127.0.0.1       decode", "3 tokens after 96", "tiny · Q6_K · CUDA (NVIDIA H200)")
         engine.release()
-        assert (await asked[0]).status_code == 200
+        assert (await asked).status_code == 200
         await shows(pilot, "1 request ·", "/v1/chat/completions 200", " 1 idle")
         assert "Secret" not in "\n".join(strip.text for strip in drawn(app))
 

@@ -59,8 +59,8 @@ class AttentionHandler(Handler):
         self._o_bias = part.o_bias and weights.vector(part.o_bias)
         self._result_norm = part.result_norm and weights.vector(part.result_norm)
         self._sinks = [weights.vector(part.sinks)] if part.sinks else []
-        slopes = [np.array(part.slopes, np.float32)] if part.slopes else []
-        self._slopes = [memory.array(of, dtypes.float32) for of in slopes]
+        slopes = np.array(part.slopes, np.float32)
+        self._slopes = [memory.array(slopes, dtypes.float32)] if part.slopes else []
         self._bias: Tensor | None = None
         self._load(part, loading)
 
