@@ -158,17 +158,20 @@ class ListPage(Page[ScreenResultType], Generic[Entry, ScreenResultType]):
     def _search(self, event: Input.Changed) -> None:
         if self._on_text is None:
             self.search_text = event.value.strip()
-            if self._later is not None:
-                self._later.stop()
             if self._took_s > SLOW_S:
-                self._later = self.set_timer(PAUSE_S, self._search_now)
+                self._wait(self.set_timer(PAUSE_S, self._search_now))
             else:
                 self._search_now()
 
-    def _search_now(self) -> None:
+    def _wait(self, later: Timer | None) -> None:
+        """Lets the search wait for a timer, in place of the one before; None: no longer."""
         if self._later is not None:
             self._later.stop()
-        started, self._later = time.thread_time(), None
+        self._later = later
+
+    def _search_now(self) -> None:
+        self._wait(None)
+        started = time.thread_time()
         self.list.highlighted = None  # the best match is highlighted
         self.show_entries()
         self._took_s = time.thread_time() - started

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import cached_property
 
 import numpy as np
 
@@ -190,12 +191,14 @@ class ProjectorReader(CheckedFile):
             self.linear(last, out, width),
         )
 
-    def features(self, layers: int) -> list[int]:
-        """After how many layers x is read, each time as a part of the projector's input (Granite Vision); [] if a file
-        does not say so."""
+    @cached_property
+    def features(self) -> list[int]:
+        """After how many layers x is read, each time as a part of the input of LLaVA's projector (Granite Vision); []
+        if a file does not say so."""
         key = self.key("feature_layer")
-        if key not in self.file.metadata:
+        if self.kind != "mlp" or key not in self.file.metadata:
             return []
+        layers = self.size("block_count")
         found = self.file.get(key, np.ndarray)
         features = found.tolist() if found.dtype.kind in "iu" and len(found) <= _MOST_FEATURES else []
         if (
@@ -209,7 +212,7 @@ class ProjectorReader(CheckedFile):
     def llava_steps(self) -> tuple[int, tuple[ProjectorStep, ...]]:
         """LLaVA's: two products, or one, or two that are normed (Yi-VL). Files leave out the layers whose results it
         does not read."""
-        features = len(self.features(self.size("block_count"))) if self.kind == "mlp" else 0
+        features = len(self.features)
         width, last = self.rows_of("mm.0"), "mm.1" if self.kind == "janus_pro" else "mm.2"
         steps = [] if features else self.last_norms()
         steps.append(self.linear("mm.0", width, self.dim * max(features, 1)))

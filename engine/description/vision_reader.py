@@ -197,7 +197,7 @@ class _Reader(ProjectorReader):
         if layers > _MAX_LAYERS:
             raise damaged(self.file.path, f"it has {layers} layers")
         out, steps = self.projector()
-        *earlier, last = (self.features(layers) if self.kind == "mlp" else []) or [layers]
+        *earlier, last = self.features or [layers]
         first = Projector(2 * last, steps, tuple(2 * i for i in earlier))
         projectors = first, *self.later_projectors(layers, out)
         spec = VisionSpec(

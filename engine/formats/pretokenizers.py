@@ -10,11 +10,12 @@ from dataclasses import dataclass
 @dataclass(frozen=True)
 class Pretokenizer:
     """`whole_words`: a word that is a token becomes that token without merging (`ignore_merges` in tokenizer.json).
-    `add_bos`: whether to begin a text with BOS if the file does not say."""
+    `add_bos`: whether to begin a text with BOS if the file does not say, `always_bos`: whatever it says."""
 
     patterns: tuple[str, ...]
     whole_words: bool = False
     add_bos: bool = False
+    always_bos: bool = False
 
 
 _CONTRACTIONS = r"(?:'[sS]|'[tT]|'[rR][eE]|'[vV][eE]|'[mM]|'[lL][lL]|'[dD])"
@@ -117,10 +118,9 @@ _WITHOUT_PUNCTUATION = r" ?[^(\s|.,!?…。，、।۔،)]+"
 
 DEFAULT = Pretokenizer((r"[\p{P}\$\+<=>\^~\|]+", _GPT2_WORDS, r"\p{N}+", "[0-9][0-9][0-9]"))
 
-GEMMA4 = Pretokenizer((r"[^\n]+|\n+",))
-# Another one: texts of Gemma 4 begin with BOS, whatever a file says.
-_SARVAM = Pretokenizer(GEMMA4.patterns)
-LINES = {"gemma4": GEMMA4, "granite-embed-multi-311m": GEMMA4, "sarvam-moe": _SARVAM}
+_LINES = (r"[^\n]+|\n+",)
+GEMMA4 = Pretokenizer(_LINES, always_bos=True)
+LINES = {"gemma4": GEMMA4, "granite-embed-multi-311m": GEMMA4, "sarvam-moe": Pretokenizer(_LINES)}
 """Those whose BPE merges across words, but not across lines, of characters in place of bytes."""
 UNSAID = {"<|begin_of_text|>": "llama-bpe"}
 """What a vocabulary with such a token has where its file does not say: Llama 3's of early files, and BitNet's."""

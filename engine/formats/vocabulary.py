@@ -103,6 +103,8 @@ class Vocabulary:
         ends = self._ends(gguf)
         self.types[list(ends)] = CONTROL
         self._set_special_ids(gguf, ends)
+        self._set_pretokenizer(pre)
+        self._set_additions(gguf)
 
         special_ids = np.flatnonzero(np.isin(self.types, (UNKNOWN, CONTROL, USER_DEFINED))).tolist()
         special = {text: i for i in reversed(special_ids) if (text := self.text(i))}
@@ -160,14 +162,19 @@ class Vocabulary:
         listed = gguf.get("tokenizer.ggml.eos_token_ids", np.ndarray, None)  # in files of Ollama
         more = [] if listed is None else [int(id) for id in listed.ravel() if 0 <= id < self.vocab_size]
         self.eos_ids = frozenset(ends.union(id for id in (*end_ids, *more) if id is not None))
-        pre = gguf.get("tokenizer.ggml.pre", str, "")
+
+    def _set_pretokenizer(self, pre: str) -> None:
+        """`pre`: its name in the file, "" if that has none."""
         pre = pre or next((name for text, name in UNSAID.items() if self.tokens.has(text)), "")
         self.pretokenizer = LINES.get(pre, GEMMA4) if self.joins_words else PRETOKENIZERS.get(pre, DEFAULT)
         if not (self.joins_words or self.sentencepiece or self.normalizes) and pre not in PRETOKENIZERS:
             named = f'an unknown pre-tokenizer, "{printable(pre)}"' if pre else "no pre-tokenizer"
             self.warning = f"The model file names {named}; answers may be worse than the model can give."
+
+    def _set_additions(self, gguf: GGUF) -> None:
+        """What the model expects around a text."""
         add_bos = self.sentencepiece or self.pretokenizer.add_bos
-        always = self.pretokenizer is GEMMA4 or self.wordpiece
+        always = self.pretokenizer.always_bos or self.wordpiece
         wants_bos = always or gguf.get("tokenizer.ggml.add_bos_token", bool, add_bos)
         self.add_bos = wants_bos and self.bos_id is not None
         wants_eos = self.wordpiece or gguf.get("tokenizer.ggml.add_eos_token", bool, self.unigrams)
