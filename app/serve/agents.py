@@ -102,8 +102,9 @@ def _combined(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
     made = dict(old)
     for key, value in new.items():
         before = made.get(key)
-        both = isinstance(before, Mapping) and isinstance(value, Mapping)
-        made[key] = _combined(before, value) if both else value
+        if isinstance(before, Mapping) and isinstance(value, Mapping):
+            value = _combined(before, value)
+        made[key] = value
     return made
 
 

@@ -42,8 +42,7 @@ from engine.protocol.events import Effort, Message, Picture, ToolCall
 class Prompt:
     """The tokens that the model is given. `opens_thinking`: they end in the mark that opens thinking, so the reply
     begins with thinking. `marks` are those that the model writes; `channels` are those of gpt-oss by token id (see
-    `ChannelSplitter`), empty for other models. `pictures`: those whose
-    ids are among them."""
+    `ChannelSplitter`), empty for other models. `pictures`: those whose ids are among them."""
 
     ids: list[int]
     opens_thinking: bool = False
@@ -147,17 +146,8 @@ class ChatTemplate:
         """
         if not messages:
             raise TemplateError("There is nothing to answer.", "Write a message first.")
-        if most is not None and len(messages) > most:  # each has a token: rendering them would hold others
-            raise ContextFullError(
-                f"The conversation has {len(messages)} messages; the context holds {most:,} tokens.",
-                SHORTEN,
-                tokens=len(messages),
-                most=most,
-            )
-        # Templates leave out neither; white space at the ends and earlier thoughts they may.
         if most is not None:
-            kept = (message.content.strip() for message in messages if message.role in ("user", "tool"))
-            self._tokenizer.check_fewest([text for text in kept if text], most)
+            self._check_fewest(messages, most)
         if not think:
             effort = "low" if self._marks is HARMONY else None  # gpt-oss always thinks
         unfinished = None
@@ -173,24 +163,8 @@ class ChatTemplate:
         functions = json.loads(tools) if tools else None
         edges = sorted({*self._edges, *_edges([written])}) if pictures else self._edges
         disguise = _disguise([functions, *(_as_variables(message) for message in messages)], edges)
-        render = partial(
-            self._render,
-            {
-                "enable_thinking": think,
-                "thinking": think,
-                **({"reasoning_effort": effort} if effort else {}),
-                **({} if think else {"thinking_budget": 0}),  # Seed-OSS
-                "can_think": self._can_think,
-                "add_generation_prompt": True,
-                "bos_token": self._tokenizer.text(self._tokenizer.bos_id),
-                "eos_token": self._tokenizer.text(self._tokenizer.eos_id),
-                "tools": _translated(functions, disguise),
-                "date_string": self.now().strftime("%d %b %Y"),
-                "now": self.now().isoformat(),
-            },
-            messages,
-            disguise,
-        )
+        asked = self._asked(think, effort) | {"tools": _translated(functions, disguise)}
+        render = partial(self._render, asked, messages, disguise)
         text = render(self._reads_only_parts or (bool(pictures) and self._knows_pictures))
         if (
             pictures
@@ -212,6 +186,36 @@ class ChatTemplate:
             )
         ids, placed = self._tokens(runs, pictures, most)
         return Prompt(ids, opens_thinking, self._marks, self._channels, placed)
+
+    def _check_fewest(self, messages: Sequence[Message], most: int) -> None:
+        """Raises ContextFullError for a conversation that has more than `most` tokens, whatever the template makes of
+        it: to render it would hold others."""
+        if len(messages) > most:  # each has a token
+            raise ContextFullError(
+                f"The conversation has {len(messages)} messages; the context holds {most:,} tokens.",
+                SHORTEN,
+                tokens=len(messages),
+                most=most,
+            )
+        # Templates leave out neither; white space at the ends and earlier thoughts they may.
+        kept = (message.content.strip() for message in messages if message.role in ("user", "tool"))
+        self._tokenizer.check_fewest([text for text in kept if text], most)
+
+    def _asked(self, think: bool, effort: Effort | None) -> dict[str, Any]:
+        """The variables that templates read beside the messages and the tools."""
+        now = self.now()
+        return {
+            "enable_thinking": think,
+            "thinking": think,
+            **({"reasoning_effort": effort} if effort else {}),
+            **({} if think else {"thinking_budget": 0}),  # Seed-OSS
+            "can_think": self._can_think,
+            "add_generation_prompt": True,
+            "bos_token": self._tokenizer.text(self._tokenizer.bos_id),
+            "eos_token": self._tokenizer.text(self._tokenizer.eos_id),
+            "date_string": now.strftime("%d %b %Y"),
+            "now": now.isoformat(),
+        }
 
     def _tokens(
         self, runs: Sequence[Sequence[tuple[str, bool]]], pictures: Sequence[Picture], most: int | None
