@@ -39,7 +39,7 @@ MAX_RATES = 600
 """Decode samples that the median and the best are taken from: two and a half minutes of decode."""
 _CURRENT_SAMPLES = 4
 MIN_STEPS = 8
-"""An answer of fewer tokens says nothing of what its tokens take: the first ones are slower."""
+"""An answer of so many tokens, or fewer, says nothing of what its tokens take: the first ones are slower."""
 _MEMORY_COUNTERS = ("EMC activity", "memory activity")
 _CARD_COUNTERS = ("GPU load", "memory activity", "GPU clock", "memory clock", "throttled")
 

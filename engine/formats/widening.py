@@ -7,7 +7,7 @@ to 4.5 bits a weight in memory, in place of the file's 1.6 to 3.4. TQ1_0, five t
 TQ2_0, and Q1_0, whose bits stand for d and -d, becomes Q2_0. I2_S becomes TQ2_0 with a d of 1.
 
 The scales of NVFP4, small floats of 16 weights each, become integers of 7 bits with a power of two for 64 weights. They
-are the same numbers, except those below an eighth of the largest of the four: these are rounded to 1/112 of it or less.
+are the same numbers, except those below an eighth of the largest of the four: these are rounded to 1/128 of it or less.
 
 Block layouts: block_iq1_s to block_iq3_s, block_tq1_0 and block_q1_0 in ggml/src/ggml-common.h of llama.cpp. Meaning
 of the bits: the functions dequantize_row_* in ggml/src/ggml-quants.c. The grids come from the package gguf.
