@@ -9,8 +9,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 TOP = ("app", "engine", "presets", "tools", "widgets")
-_ROW = re.compile(r"^\| (?P<rooms>`[^|]+?) \| [^|]+ \| (?P<knows>[^|]+?) \|$", re.MULTILINE)
+_DESCRIBED = re.compile(r"^\| (?P<rooms>`[^|]+?) \| [^|]+ \| [^|]*\|$", re.MULTILINE)
+_ROW = re.compile(r"^\| (?P<rooms>`[^|]+?) \| (?P<knows>[^|]+?) \|$", re.MULTILINE)
 _NAME = re.compile(r"`([\w/]+)`")
+
+
+def described(text: str) -> list[str]:
+    """The rooms of which ARCHITECTURE.md says what they are."""
+    return [room for row in _DESCRIBED.finditer(text) for room in _NAME.findall(row["rooms"])]
 
 
 def table(text: str) -> dict[str, set[str]]:

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from tests.architecture import TOP, cycle, imports, missing_names, modules, room_of, table
+from tests.architecture import TOP, cycle, described, imports, missing_names, modules, room_of, table
 from tests.paths import ROOT
 
 FORBIDDEN = {
@@ -41,6 +41,10 @@ def forbidden_imports(trees, rooms) -> list[str]:
                 if other != room and other not in rooms[room]:
                     found.append(f"{module} imports {target}, and {room} may not import {other}")
     return found
+
+
+def test_the_rooms_are_described_in_the_order_in_which_they_import(rooms):
+    assert described((ROOT / "ARCHITECTURE.md").read_text("utf-8")) == [*rooms]
 
 
 def test_rooms_import_what_the_table_says_and_nothing_else(trees, rooms):

@@ -43,9 +43,7 @@ START_S = 35.0
 GRACE_S = 5.0
 """The host ends a call that takes too long. If it is so late, it hangs itself."""
 NAME_CHARS = 64
-NONE = (
-    "There are no tools. A table [mcp.NAME] in settings.toml names a server of them, by its command or its url."
-)
+NONE = "There are no tools. A table [mcp.NAME] in settings.toml names a server of them, by its command or its url."
 _SEQUENCES = re.compile(
     r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)?|[PX^_][^\x1b]*(?:\x1b\\)?|[ -/]*[0-~])"
     r"|\x9b[0-?]*[ -/]*[@-~]"
