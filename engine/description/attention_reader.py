@@ -49,59 +49,12 @@ class AttentionReader(HeadReader):
         window = self.window(i)
         # glm4: files of models that see pictures have the rows in the other order (use_mrope in llama-hparams.cpp).
         interleaved = self.family.interleaved and not any(self.sections())
-        heads = self.heads(i, window > 0, interleaved)
-        dim, head_dim, kv_size = self.dim, heads.dim, heads.kv * heads.dim
-        sizes = {"q": heads.count * head_dim, "k": kv_size, "v": kv_size}
-        is_gated, is_rotated = self.family.gated_attention, self.is_rotated(i, window)
-        q_norm = self.file.tensors.get(f"{prefix}attn_q_norm.weight")
-        has_layer_norms = self.family.layer_norms and q_norm is not None and len(q_norm.shape) > 1
-        has_unit_norms = self.family.unit_norms and is_rotated and not self.is_unnormed
-        in_file = sizes | {"q": 2 * sizes["q"]} if is_gated else sizes
-        firsts = {"q": 0, "k": in_file["q"], "v": in_file["q"] + in_file["k"]}
-        fused = self.has(f"{prefix}attn_qkv.weight")
-
-        def source(x: str) -> tuple[str, int, int]:
-            """The tensor with these rows, the first of them, and the tensor's rows."""
-            if fused:
-                return f"{prefix}attn_qkv", firsts[x], sum(in_file.values())
-            return f"{prefix}attn_{x}", 0, in_file[x]
-
-        def projection(x: str) -> tuple[Weight, Vector | None]:
-            tensor, first, of = source(x)
-            order = heads.order if x != "v" else None
-            if x == "q" and is_gated:
-                return self.weight(
-                    tensor, sizes[x], dim, first, of, order, every=2 * head_dim, run=head_dim
-                ), None
-            weight = self.weight(tensor, sizes[x], dim, first, of, order)
-            return weight, self.vector(f"{tensor}.bias", sizes[x], order, first, of)
-
-        def gate() -> Weight | None:
-            if info := self.file.tensors.get(f"{prefix}attn_gate.weight"):
-                rows = heads.count if info.shape[0] == heads.count else sizes["q"]
-                return self.weight(f"{prefix}attn_gate", rows, dim)
-            tensor, first, of = source("q")
-            every, run = 2 * head_dim, head_dim
-            return (
-                self.weight(tensor, sizes["q"], dim, first + run, of, every=every, run=run)
-                if is_gated
-                else None
-            )
-
-        def norm(x: str) -> Vector | None:
-            if has_unit_norms:
-                return Vector("", head_dim)
-            tensor = f"{prefix}attn_{x}_norm.weight"
-            if has_layer_norms and self.has(tensor):
-                norm = self.required(tensor, sizes[x] // head_dim, head_dim)
-                return replace(norm, order=heads.order)
-            is_over_heads = self.has(tensor) and self.file.tensors[tensor].shape != (head_dim,)
-            return self.vector(tensor, sizes[x] if is_over_heads else head_dim, heads.order)
-
-        q, q_bias = projection("q")
-        of, has_values = self.cache_of(i, window), fused or self.has(f"{prefix}attn_v.weight")
-        k, k_bias = projection("k") if of is None else (None, None)
-        v, v_bias = projection("v") if of is None and has_values else (None, None)
+        heads, is_rotated = self.heads(i, window > 0, interleaved), self.is_rotated(i, window)
+        tensors = _Tensors(self, prefix, heads, is_rotated)
+        q, q_bias = tensors.projection("q")
+        of = self.cache_of(i, window)
+        k, k_bias = tensors.projection("k") if of is None else (None, None)
+        v, v_bias = tensors.projection("v") if of is None and tensors.has_values else (None, None)
         if of is not None:  # the file may have what is not needed
             self.used.update(f"{prefix}attn_{x}.weight" for x in ("k", "v", "k_norm"))
         if k and not v and heads.order:
@@ -111,20 +64,16 @@ class AttentionReader(HeadReader):
             )
         scale = 1.0 if self.family.unscaled_attention else self._default_scale(heads)
         return Attention(
-            q=q, k=k, v=v, o=self.weight(f"{prefix}attn_output", dim, sizes["q"]),
-            q_bias=q_bias, k_bias=k_bias, v_bias=v_bias, o_bias=self.vector(f"{prefix}attn_output.bias", dim),
-            q_norm=norm("q"), k_norm=norm("k") if k else None,
-            heads=heads.count, kv_heads=heads.kv, head_dim=head_dim,
-            rope=self.rope(
-                heads,
-                is_rotated,
-                window > 0 and self.family.plain_windows,
-                self.family.grid,
-            ),
+            q=q, k=k, v=v, o=self.weight(f"{prefix}attn_output", self.dim, tensors.sizes["q"]),
+            q_bias=q_bias, k_bias=k_bias, v_bias=v_bias, o_bias=self.vector(f"{prefix}attn_output.bias", self.dim),
+            q_norm=tensors.norm("q"), k_norm=tensors.norm("k") if k else None,
+            heads=heads.count, kv_heads=heads.kv, head_dim=heads.dim,
+            rope=self.rope(heads, is_rotated, window > 0 and self.family.plain_windows, self.family.grid),
             sees_pictures=self.sees_pictures(window),
             both_ways=self.both_ways,
             scale=self.factor("attention.scale", scale),
-            window=window, sinks=self.vector(f"{prefix}attn_sinks.weight", heads.count), gate=gate(), cache_of=of,
+            window=window, sinks=self.vector(f"{prefix}attn_sinks.weight", heads.count), gate=tensors.gate(),
+            cache_of=of,
             has_normed_values=self.family.normed_values,
             softcap=self.number("attn_logit_softcapping", cap) if (cap := self.family.score_cap) else 0.0,
             rotates_first=self.family.rotates_first,
@@ -132,8 +81,8 @@ class AttentionReader(HeadReader):
             tempered=self.family.tempered_full is None or window == 0,
             slopes=self.slopes(heads.count),
             limit=self.number("attention.clamp_kqv", 0.0),
-            layer_norms=has_layer_norms,
-            result_norm=self.vector(f"{prefix}attn_sub_norm.weight", sizes["q"]),
+            layer_norms=tensors.has_layer_norms,
+            result_norm=self.vector(f"{prefix}attn_sub_norm.weight", tensors.sizes["q"]),
             gating="softplus" if self.family.softplus_gates else "sigmoid",
         )  # fmt: skip
 
@@ -216,3 +165,65 @@ class AttentionReader(HeadReader):
             has_window = i % every > 0 if self.family.full_attention_first else i % every < every - 1
         window = self.size("attention.sliding_window", unsaid) if has_window else 0
         return window // 2 + 1 if window and self.both_ways else window
+
+
+class _Tensors:
+    """Where a file has the matrices and the norms of a layer's attention. Queries, keys and values (q, k, v) are three
+    tensors or one, and a gate may lie among the queries. All methods raise ModelFileError."""
+
+    def __init__(self, reader: AttentionReader, prefix: str, heads: AttentionHeads, is_rotated: bool) -> None:
+        self._reader, self._prefix, self._heads = reader, prefix, heads
+        self.sizes = {"q": heads.count * heads.dim, "k": heads.kv * heads.dim, "v": heads.kv * heads.dim}
+        family, self._is_fused = reader.family, reader.has(f"{prefix}attn_qkv.weight")
+        self._is_gated = family.gated_attention
+        self._in_file = self.sizes | {"q": 2 * self.sizes["q"]} if self._is_gated else self.sizes
+        q_norm = reader.file.tensors.get(f"{prefix}attn_q_norm.weight")
+        self.has_layer_norms = family.layer_norms and q_norm is not None and len(q_norm.shape) > 1
+        self._has_unit_norms = family.unit_norms and is_rotated and not reader.is_unnormed
+
+    @property
+    def has_values(self) -> bool:
+        return self._is_fused or self._reader.has(f"{self._prefix}attn_v.weight")
+
+    def projection(self, x: str) -> tuple[Weight, Vector | None]:
+        """The matrix of queries, keys or values, and its bias."""
+        tensor, first, of = self._source(x)
+        reader, size, order = self._reader, self.sizes[x], self._heads.order if x != "v" else None
+        if x == "q" and self._is_gated:
+            return self._every_second(0), None
+        bias = reader.vector(f"{tensor}.bias", size, order, first, of)
+        return reader.weight(tensor, size, reader.dim, first, of, order), bias
+
+    def gate(self) -> Weight | None:
+        """The matrix of the gate of what heads attend to: of each element, or of each head."""
+        if info := self._reader.file.tensors.get(f"{self._prefix}attn_gate.weight"):
+            count = self._heads.count
+            rows = count if info.shape[0] == count else self.sizes["q"]
+            return self._reader.weight(f"{self._prefix}attn_gate", rows, self._reader.dim)
+        return self._every_second(self._heads.dim) if self._is_gated else None
+
+    def norm(self, x: str) -> Vector | None:
+        """The norm of queries or keys."""
+        reader, heads, tensor = self._reader, self._heads, f"{self._prefix}attn_{x}_norm.weight"
+        if self._has_unit_norms:
+            return Vector("", heads.dim)
+        if self.has_layer_norms and reader.has(tensor):
+            norm = reader.required(tensor, self.sizes[x] // heads.dim, heads.dim)
+            return replace(norm, order=heads.order)
+        is_over_heads = reader.has(tensor) and reader.file.tensors[tensor].shape != (heads.dim,)
+        return reader.vector(tensor, self.sizes[x] if is_over_heads else heads.dim, heads.order)
+
+    def _source(self, x: str) -> tuple[str, int, int]:
+        """The tensor with these rows, the first of them, and the tensor's rows."""
+        if not self._is_fused:
+            return f"{self._prefix}attn_{x}", 0, self._in_file[x]
+        q, k, v = self._in_file.values()
+        return f"{self._prefix}attn_qkv", {"q": 0, "k": q, "v": q + k}[x], q + k + v
+
+    def _every_second(self, start: int) -> Weight:
+        """The rows of all heads' queries or gates, which follow each other in each head."""
+        tensor, first, of = self._source("q")
+        run, order = self._heads.dim, None if start else self._heads.order
+        return self._reader.weight(
+            tensor, self.sizes["q"], self._reader.dim, first + start, of, order, every=2 * run, run=run
+        )
