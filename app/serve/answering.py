@@ -17,6 +17,7 @@ from app.serve.answer import (
     ServedAnswer,
 )
 from app.serve.http import EventStream, SlowJson
+from app.serve.protocols import mistral
 from app.serve.protocols.reply import Asked, Json, Reply
 from app.serve.service import Exchange
 from app.serve.stop_texts import StopTexts
@@ -31,14 +32,15 @@ async def answer(request: Request, exchange: Exchange, asked: Asked) -> Response
         exchange.client = f"{asked.asker}@{exchange.client}"
     exchange.note, exchange.one_by_one = asked.note, asked.one_by_one
     service = exchange.service
+    takes_pieces = asked.reply.takes_pieces and not mistral.is_asked_by_its_library(request.headers)
     answers = [
         ServedAnswer(
             one,
             StopTexts(asked.stops),
-            _parser(exchange, asked, one),
+            _parser(exchange, one, in_pieces=asked.is_streamed and takes_pieces),
             asked.one_call,
             asked.stop_ids,
-            asked.reply.takes_pieces,
+            takes_pieces,
             asked.lines() if asked.lines else None,
         )
         for one in asked.requests
@@ -54,11 +56,11 @@ async def answer(request: Request, exchange: Exchange, asked: Asked) -> Response
     return stream
 
 
-def _parser(exchange: Exchange, asked: Asked, request: Generate) -> ToolCallParser | None:
+def _parser(exchange: Exchange, request: Generate, *, in_pieces: bool) -> ToolCallParser | None:
     form, prompt = exchange.service.file.form, request.prompt
     if not (form and isinstance(prompt, Chat) and prompt.tools):
         return None
-    return ToolCallParser(form, prompt.tools, in_pieces=asked.is_streamed and asked.reply.takes_pieces)
+    return ToolCallParser(form, prompt.tools, in_pieces=in_pieces)
 
 
 async def _noting(

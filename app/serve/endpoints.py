@@ -17,7 +17,16 @@ from app.serve.long_work import MAX_TEXT_BYTES, LongWork
 from app.serve.metrics import CONTENT_TYPE, Gauges
 from app.serve.model_pool import ModelPool
 from app.serve.openapi import description_json
-from app.serve.protocols import gemini, llama_state, lm_studio, lm_studio_chat, models, ollama, responses
+from app.serve.protocols import (
+    gemini,
+    llama_state,
+    lm_studio,
+    lm_studio_chat,
+    mistral,
+    models,
+    ollama,
+    responses,
+)
 from app.serve.protocols.json_values import decoded
 from app.serve.protocols.remembered import Conversations
 from app.serve.protocols.reply import Asked, Json
@@ -162,10 +171,16 @@ class Endpoints:
         return json_response({"status": "ok", "slots": service.parallel})
 
     async def models(self, request: Request) -> Response:
-        return json_response(models.listed(self._models))
+        listed = models.listed(self._models)
+        if mistral.is_asked_by_its_library(request.headers):
+            listed["data"] = [mistral.model(each) for each in listed["data"]]
+        return json_response(listed)
 
     async def model(self, request: Request) -> Response:
-        return json_response(models.model(await self._models.found(request.path_params["id"])))
+        found = models.model(await self._models.found(request.path_params["id"]))
+        return json_response(
+            mistral.model(found) if mistral.is_asked_by_its_library(request.headers) else found
+        )
 
     async def lm_studio_models(self, request: Request) -> Response:
         return json_response(lm_studio.listed(self._models))

@@ -8,7 +8,7 @@ import pytest
 
 from engine.formats.fill_in import FillIn
 from tests.app.fake_engine import TOO_LONG, FakeEngine, reply
-from tests.app.serve.conftest import HELLO, WEATHER, error
+from tests.app.serve.conftest import HELLO, WEATHER, error, events
 
 CHAT = "/v1/chat/completions"
 FUNCTION = WEATHER["function"]
@@ -116,6 +116,19 @@ async def test_mistrals_path_for_code(served, model_file):
     body = (await client.post("/v1/fim/completions", json=asked)).json()
     assert body["choices"][0]["message"]["content"] == "a" and engine.requests[0].sampling.seed == 4
     assert [id for id in engine.requests[0].prompt.ids if id in (1, 2, 3)] == [1, 2, 3]
+
+
+async def test_mistrals_libraries_get_calls_whole_and_models_of_their_kind(served):
+    engine = FakeEngine(
+        reply('<tool_call>{"name": "get_weather", "arguments": {"city": "Rome"}}</tool_call>')
+    )
+    client, _ = served(engine)
+    client.headers["user-agent"] = "mistral-client-python/3.7.0"
+    parts = await events(client, CHAT, HELLO | {"tools": [WEATHER]})
+    [call] = [call for part in parts for call in part["choices"][0]["delta"].get("tool_calls", ())]
+    assert call["function"] == {"name": "get_weather", "arguments": '{"city": "Rome"}'}
+    [model] = (await client.get("/v1/models")).json()["data"]
+    assert model["type"] == "base" and model["capabilities"]["function_calling"]
 
 
 async def test_a_schema_that_is_left_out_is_any_object(served):
