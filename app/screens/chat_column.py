@@ -285,7 +285,7 @@ class ChatColumn(View, Vertical):
             self.prompt.put(text)
             if index is not None:
                 self._begin_editing(index)
-            if isinstance(error, OrinError) and self.typing.says(error.message):
+            if isinstance(error, OrinError) and await self.typing.says(error.message, text):
                 self.notice(f"Not sent. {error.hint}".rstrip(), warning=True)
             else:
                 self.notice(str(error) or "Its files were not read", warning=True)

@@ -4,6 +4,7 @@ import asyncio
 import functools
 import threading
 from collections.abc import Callable, Coroutine
+from contextlib import suppress
 from typing import Any, TypeVar
 
 from textual.content import Content
@@ -19,6 +20,7 @@ from widgets.chat.suggestions import Suggestion
 from widgets.text import one_line
 
 PATIENCE_S = 0.2
+MOST_S = 1.0
 T = TypeVar("T")
 _REQUIRED = ("NUMBER", "FILE", "on|off")
 
@@ -64,8 +66,10 @@ class TypingHelp:
         if "@" in self._prompt.text and self._takes() != self._marked_for:
             self._in_turn("chips", functools.partial(self._show_chips, self._prompt.text))
 
-    def says(self, problem: str) -> bool:
-        """Whether the line of files says so of this prompt, which may have been sent."""
+    async def says(self, problem: str, text: str) -> bool:
+        """Whether the line of files says so of the prompt `text`, which was sent, perhaps before it was looked at."""
+        with suppress(TimeoutError):  # another look may wait for a disk
+            await asyncio.wait_for(self._show_chips(text), MOST_S)
         return (problem, False) in self._last
 
     def cursor_moved(self) -> None:
