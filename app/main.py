@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, TextIO
 from app.cli import options
 from app.cli.left_threads import end_without_left_threads
 from app.cli.meant import check_command
+from app.cli.replaced import REPLACED, is_replaced
 from engine.errors import BackendError, OrinError, UsageError
 from engine.system.bytecode import keep_bytecode
 from engine.system.logs import screen_log
@@ -77,6 +78,8 @@ def _run(arguments: list[str]) -> int:
     except Exception as error:
         if "--verbose" in arguments:
             raise
+        if is_replaced(error):
+            return _print_error(REPLACED, as_json=as_json)
         internal = OrinError(
             f"Internal error: {type(error).__name__}: {error}.", "With --verbose it shows where."
         )

@@ -38,6 +38,7 @@ from app.chat.view import Permission, View
 from app.cli.left_threads import leave_threads
 from app.cli.oneshot import TextOutput
 from app.cli.progress import describe, figures
+from app.cli.replaced import REPLACED, is_replaced
 from app.cli.signals import run_until_signal
 from app.lines.line_input import FileLines, TerminalLines
 from app.lines.other_models import OtherModels
@@ -132,6 +133,10 @@ class LineChat(View):
                 await asyncio.sleep(0.01)
             except OrinError as error:
                 self._output.say(error.message, error.hint)
+            except ImportError as error:
+                if not is_replaced(error):
+                    raise
+                self._output.say(REPLACED.message, REPLACED.hint)
 
     async def _handle(self, text: str) -> None:
         """Runs a command, or sends a message and waits for the reply."""

@@ -38,6 +38,7 @@ from app.screens.help import HelpScreen
 from app.screens.leaving import Leaving
 from app.screens.palette import Commands, Palette
 from app.screens.place_actions import PlaceActions
+from app.screens.replaced_files import ReplacedFiles
 from app.screens.resuming import Resuming
 from app.screens.slash_commands import SlashCommands
 from app.screens.system_prompt import Instructions, SystemScreen
@@ -69,6 +70,7 @@ class ChatApp(
     DrawnPictures,
     Copying,
     Leaving,
+    ReplacedFiles,
     Resuming,
     PlaceActions,
     FileActions,

@@ -3,6 +3,7 @@ that are too small or without colours."""
 
 from __future__ import annotations
 
+import importlib
 import re
 
 import pytest
@@ -132,6 +133,18 @@ async def test_an_engine_that_raises_is_a_line_too(history):
     async with chat(Broken(), history, initial_prompt="Hi") as user:
         await user.sees("⚠ The engine broke off: ValueError: [bold]oops.")
         assert user.turns() == [("user", "Hi"), ("assistant", "So far")]
+
+
+async def test_a_program_whose_files_are_replaced_goes_on(history):
+    async def imports_late():
+        importlib.import_module("app.screens.gone")
+
+    async with chat(FakeEngine(reply("Yes.")), history) as user:
+        await user.idle()
+        user.app.run_worker(imports_late())
+        await user.sees("⚠ orin-chat's own files have changed since it was started. Start it again.")
+        await user.say("Still there?")
+        await user.sees("Yes.")
 
 
 async def test_a_history_that_cannot_be_opened(tmp_path):

@@ -1,0 +1,11 @@
+"""The files of a program that were replaced while it ran: modules that it has not imported yet are gone, or do not fit
+those that it has."""
+
+from engine.errors import OrinError
+
+REPLACED = OrinError("orin-chat's own files have changed since it was started.", "Start it again.")
+_OURS = {"app", "engine", "presets", "widgets"}
+
+
+def is_replaced(error: BaseException) -> bool:
+    return isinstance(error, ImportError) and (error.name or "").partition(".")[0] in _OURS
