@@ -86,7 +86,8 @@ class _Normed(NamedTuple):
 
 class _HeadRow(NamedTuple):
     """What a thread has of a head: element `d` and its partner half a head away (`own`, `partner`), of `head`, which is
-    the block's `place`-th of `heads` at a time. `slot`: the first of the shared memory for these."""
+    the block's `place`-th of `heads` at a time. `slot`: the first of the shared memory for these. A head is one of
+    queries, of keys or of values."""
 
     head: UOp
     place: UOp
@@ -96,6 +97,9 @@ class _HeadRow(NamedTuple):
     partner_d: UOp
     own: UOp
     partner: UOp
+    is_query: UOp
+    is_key: UOp
+    is_value: UOp
 
     def total(self, value: UOp, dim: int, slot: int) -> UOp:
         """The sum of the values that the threads of the head have. Takes its `slot` and the one three after that."""
@@ -109,17 +113,26 @@ class _HeadRow(NamedTuple):
         return tree(load_run(lane_sums, self.place * lanes, lanes))
 
 
-def _normed(h: Heads, row: _HeadRow, norms: UOp, is_query: UOp, is_key: UOp, is_value: UOp) -> _Normed:
-    """A row after the norm of its head."""
+def _normed(h: Heads, row: _HeadRow, norms: UOp | None, factors: UOp | None, token: UOp) -> _Normed:
+    """A row after the norm of the model: none, one over all heads, whose `factors` are known, or one of each head."""
+    if norms is None:
+        return _Normed(row.own, row.partner, row.own, None)
+    if factors is not None:
+        return _normed_over_heads(h, row, norms, factors, token)
+    return _normed_by_head(h, row, norms)
+
+
+def _normed_by_head(h: Heads, row: _HeadRow, norms: UOp) -> _Normed:
     dim, own, partner = h.dim, row.own, row.partner
     if h.centred:
         mean = row.total(own, dim, 4) * f32(1 / dim)
-        own, partner = (is_value.where(v, v - mean) for v in (own, partner))
+        own, partner = (row.is_value.where(v, v - mean) for v in (own, partner))
     norm = inverse_rms(row.total(own * own, dim, 0), dim, h.norm_eps or 0.0)
-    is_turned = is_query | is_key
+    is_turned = row.is_query | row.is_key
     first = is_turned.where(row.head * dim, UOp.const(0))
     own_weight, partner_weight = (
-        load(norms, h.norm_place(first, is_key | is_value, e), is_turned) for e in (row.d, row.partner_d)
+        load(norms, h.norm_place(first, row.is_key | row.is_value, e), is_turned)
+        for e in (row.d, row.partner_d)
     )
     value = own * norm if h.normed_values else own
     if h.rotates_first:
@@ -127,14 +140,32 @@ def _normed(h: Heads, row: _HeadRow, norms: UOp, is_query: UOp, is_key: UOp, is_
     return _Normed(own * own_weight * norm, partner * partner_weight * norm, value, None)
 
 
-def _normed_over_heads(
-    row: _HeadRow, norms: UOp, factors: UOp, token: UOp, dim: int, is_query: UOp, is_key: UOp
-) -> _Normed:
-    """A row after the norm over all heads, whose `factors` are known."""
-    norm, normed = load(factors, token * 2 + is_query.where(UOp.const(0), UOp.const(1))), is_query | is_key
-    weights = (load(norms, row.head * dim + e, normed) for e in (row.d, row.partner_d))
+def _normed_over_heads(h: Heads, row: _HeadRow, norms: UOp, factors: UOp, token: UOp) -> _Normed:
+    norm = load(factors, token * 2 + row.is_query.where(UOp.const(0), UOp.const(1)))
+    weights = (load(norms, row.head * h.dim + e, row.is_query | row.is_key) for e in (row.d, row.partner_d))
     x, other = (v * weight * norm for v, weight in zip((row.own, row.partner), weights, strict=True))
     return _Normed(x, other, row.own, None)
+
+
+def _store_in_cache(
+    h: Heads, cache: Sequence[UOp], pages: Pages, row: _HeadRow, position: UOp, live: UOp, z: UOp, value: UOp
+) -> list[UOp]:
+    """The stores of a head's rotated key `z`, or of its `value`, of the token at `position`."""
+    kv = row.is_key.where(row.head - h.query, (row.head - (h.query + h.kv)).maximum(0).minimum(h.kv - 1))
+    first, quad, stored = row.place * h.dim, row.d.minimum(h.dim // 4 - 1), live & (row.d < h.dim // 4)
+
+    def gathered(slot: int, x: UOp) -> UOp:
+        return after_store(shared(row.heads * h.dim, row.slot + slot), first + row.d, x)
+
+    kept = [gathered(1, row.is_key.where(z, value))] * 2
+    if h.stored == "keys":  # each is a value too, as it was before it was rotated
+        kept = [gathered(1, z), gathered(2, value)]
+    tile = pages.tile(kv, position // TILE)
+    return [
+        one
+        for which, ok in enumerate((row.is_key, row.is_value))
+        for one in store_quad(h, cache, which, tile, position, quad, kept[which], first, stored & ok)
+    ]
 
 
 @functools.cache
@@ -180,14 +211,9 @@ def rotate_prompt(
             row = head * dim + h.first_row
             own, partner = (runs.load(sums, bias, token, row + e, inside) for e in (d, partner_d))
             is_query, is_key = head < h.query, (head >= h.query) & (head < h.query + h.kv)
-            is_value = is_key if h.stored == "keys" else head >= h.query + h.kv
-            head_row = _HeadRow(head, head_in_block, per_block, slot, d, partner_d, own, partner)
-            if norms is None:
-                normed = _Normed(own, partner, own, None)
-            elif factors is not None:
-                normed = _normed_over_heads(head_row, norms, factors, token, dim, is_query, is_key)
-            else:
-                normed = _normed(h, head_row, norms, is_query, is_key, is_value)
+            kinds = is_query, is_key, is_key if h.stored == "keys" else head >= h.query + h.kv
+            head_row = _HeadRow(head, head_in_block, per_block, slot, d, partner_d, own, partner, *kinds)
+            normed = _normed(h, head_row, norms, factors, token)
             z = rotated(normed.x, normed.partner, d < half, *turn)
             z = z if normed.weight is None else z * normed.weight
             factor = f32(h.query_scale)
@@ -202,21 +228,8 @@ def rotate_prompt(
                 stores.append(store(gates, place, gate.cast(F16), live & is_query))
             if tables is None:
                 return stores
-            kv = is_key.where(head - h.query, (head - (h.query + h.kv)).maximum(0).minimum(h.kv - 1))
-            row, quad, stored = head_in_block * dim, d.minimum(dim // 4 - 1), live & (d < dim // 4)
-            if h.stored == "keys":
-                kept = [
-                    after_store(shared(per_block * dim, slot + i), row + d, x)
-                    for i, x in ((1, z), (2, normed.value))
-                ]
-            else:
-                kept = [
-                    after_store(shared(per_block * dim, slot + 1), row + d, is_key.where(z, normed.value))
-                ] * 2
-            tile = Pages.of(h, tables, prompt, piece.sequence_at).tile(kv, position // TILE)
-            for which, ok in enumerate((is_key, is_value)):
-                stores += store_quad(h, cache, which, tile, position, quad, kept[which], row, stored & ok)
-            return stores
+            pages = Pages.of(h, tables, prompt, piece.sequence_at)
+            return stores + _store_in_cache(h, cache, pages, head_row, position, live, z, normed.value)
 
         stores = [one for k in range(in_turn) for one in of_head(k)]
         return finish(f"prefill_rotate_{h.name}_{tokens}_{in_turn}", stores)
