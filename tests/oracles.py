@@ -7,7 +7,6 @@ models' maker and what the fields mean (`models/make_model.py`, `models/make_ora
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from engine.description.architectures import read_spec
 from engine.formats.gguf import GGUF
 from engine.loading.weights import Weights
 from engine.runtime.model_runner import ModelRunner
+from tests.makers import load_maker
 from tests.reference import Reference, log_softmax
 from tests.targets.lone_sequence import LoneSequence
 
@@ -86,10 +86,7 @@ def make_model(
 ) -> None:
     """Writes a model of a shape and a quantization, with random weights and so many tokens: the maker beside the
     checkout, in this process. The tokens have no texts, which would take longer to write than all else."""
-    spec = importlib.util.spec_from_file_location("make_model", shared / "models" / "make_model.py")
-    assert spec and spec.loader
-    maker = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(maker)
+    maker = load_maker(shared, "make_model")
     arguments = ["make_model", shape, str(path), "--quant", quant]
     arguments += [] if seed is None else ["--seed", str(seed)]
     with (

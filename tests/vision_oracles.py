@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import importlib.util
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -26,6 +25,7 @@ from engine.formats.prompt_pictures import PlacedPicture, SizedPicture
 from engine.loading.weights import Weights
 from engine.runtime.pictures import Encoding, PictureRoom, Pictures, picture_ids
 from tests import oracles
+from tests.makers import load_maker
 from tests.reference import log_softmax
 from tests.targets.lone_sequence import LoneSequence
 
@@ -41,11 +41,7 @@ def reference(shared: Path) -> Iterator[ModuleType]:
 
 def make(shared: Path, script: str, *arguments: object) -> None:
     """Runs a maker of files beside the checkout."""
-    spec = importlib.util.spec_from_file_location(script, shared / "models" / f"{script}.py")
-    assert spec and spec.loader
-    maker = importlib.util.module_from_spec(spec)
-    sys.modules[script] = maker  # its dataclasses look there
-    spec.loader.exec_module(maker)
+    maker = load_maker(shared, script)
     with mock.patch.object(sys, "argv", [script, *map(str, arguments)]):
         maker.main()
 

@@ -143,7 +143,7 @@ class Tokenizer(Vocabulary):
         return False
 
     def _fewest(self, texts: Sequence[str]) -> int:
-        """A number of tokens that `texts` have at least;  no token has more of `_amounts` than those of the vocabulary
+        """A number of tokens that `texts` have at least; no token has more of `_amounts` than those of the vocabulary
         have at most. The longest token is often a run of spaces, so words and changes tell more of most texts. Of a
         text that is remembered, it is the number of its tokens."""
         known = {text: len(ids) for text in texts if (ids := self._remembered.get(text)) is not None}

@@ -86,10 +86,9 @@ MUSE = ToolForm(
 COHERE = ToolForm(  # Command R7B
     ("<|START_ACTION|>",), "<|END_ACTION|>", key="parameters", listed=True, name_key="tool_name"
 )
-KIMI = (
-    ToolForm(  # Kimi K2: each call has its number, and the marks around all calls are tokens that nobody sees
-        ("<|tool_call_begin|>functions.",), "<|tool_call_end|>", between=":0<|tool_call_argument_begin|>"
-    )
+# Kimi K2: each call has its number, and the marks around all calls are tokens that nobody sees
+KIMI = ToolForm(
+    ("<|tool_call_begin|>functions.",), "<|tool_call_end|>", between=":0<|tool_call_argument_begin|>"
 )
 APRIEL = ToolForm(("<tool_calls>",), "</tool_calls>", listed=True)
 FUNCTIONARY = ToolForm(("<function=",), "</function>", between=">")  # functionary 3.1

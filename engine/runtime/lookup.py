@@ -38,9 +38,8 @@ class Lookup:
     """An index of one text that grows. Only tokens that are certain belong to it."""
 
     def __init__(self) -> None:
-        self._ends: dict[
-            int, int
-        ] = {}  # where the tokens after some `KEY_TOKENS` tokens begin, the last time
+        # where the tokens after some `KEY_TOKENS` tokens begin, the last time
+        self._ends: dict[int, int] = {}
         self._indexed = KEY_TOKENS - 1  # the ends up to here are in it
 
     def guess(self, text: Sequence[int], n: int) -> Guess:

@@ -1,6 +1,5 @@
 """Small vocabularies in real GGUF files, for the tests of tokenizers and templates."""
 
-import importlib.util
 from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
@@ -14,6 +13,7 @@ from engine.formats.gguf import GGUF
 from engine.formats.string_array import StringArray
 from engine.formats.tokenizer import Tokenizer
 from engine.formats.vocabulary import StreamDecoder
+from tests.makers import load_maker
 from tests.paths import SHARED
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
@@ -115,13 +115,9 @@ def spelled_out(tokenizer: Tokenizer, ids: Iterable[int]) -> str:
 @cache
 def maker() -> ModuleType:
     """The maker of models beside the checkout. Skips the test if there is none."""
-    path = SHARED / "models/make_model.py"
-    if not path.is_file():
+    if not (SHARED / "models/make_model.py").is_file():
         pytest.skip(f"there is no test data at {SHARED} (ORIN_SHARED names another place)")
-    spec = importlib.util.spec_from_file_location("make_model", path)
-    assert spec and spec.loader
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    module = load_maker(SHARED, "make_model")
     module.GGUFReader = _Reader  # the library's own takes many seconds
     return module
 

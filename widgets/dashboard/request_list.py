@@ -12,9 +12,8 @@ from widgets.text import counted, one_line
 @dataclass(frozen=True)
 class Handled:
     """A request for a completion that has ended, at `time` of the clock on the wall. `finished` is None if there was no
-    answer, or no end of it; `problem` says why. `note`: which part of the request was ignored.
-    `model`: the one that answered, of several. It holds nothing of what was
-    asked and said."""
+    answer, or no end of it; `problem` says why. `note`: which part of the request was ignored. `model`: the one that
+    answered, of several. It holds nothing of what was asked and said."""
 
     time: str
     client: str

@@ -39,8 +39,8 @@ class CPUCache:
         )
         self.dtype = dtypes.int8 if kv.is_quantized else dtypes.float32 if spec.is_float32 else dtypes.float16
         self.layers: list[CachedLayer] = []
-        self._caches: list[list[Tensor]] = []  # of each attention the one that it reads,
-        self._groups: list[int] = []  # and the group of that
+        self._caches: list[list[Tensor]] = []  # by attention, what it reads
+        self._groups: list[int] = []  # by attention, the group of that
         self._tables = [memory.zeros(2 + (parallel + 1) * self.entries, dtypes.int32) for _ in self.groups]
         self._rows = [memory.view(table)[2:].reshape(parallel + 1, self.entries) for table in self._tables]
         for group, table, rows in zip(self.groups, self._tables, self._rows, strict=True):

@@ -3,8 +3,8 @@
     embed . those of the sublayers' handlers . norm . head . next tokens
 
 Its rows are the tokens of different sequences, or guesses of the next tokens too, a small prompt whose products are
-bound by memory as in decode (`small_batch`). Attention is decode's, of each row over the blocks of its own
-sequence. What lies between is prefill's: a product leaves its sums, and the norm before the next one adds them.
+bound by memory as in decode (`small_batch`). Attention is decode's, of each row over the blocks of its own sequence.
+What lies between is prefill's: a product leaves its sums, and the norm before the next one adds them.
 """
 
 from __future__ import annotations

@@ -75,12 +75,12 @@ class Pages:
 class Heads:
     """The attention heads of a layer: `query` heads share `kv` heads of keys and values, of `dim` elements each.
     Positions are below `length`. `norm_eps` is set if queries and keys are RMS-normed; if it `rotates_first`, the
-    weights of these norms are of rotated elements. Scores are
-    multiplied by `scale`, and with a `temperature` by a factor for the query's position, which is data. The cache is a
-    `pool` of so many blocks of `block` tokens, a multiple of 16. With a `window`, a query sees the last `window`
-    tokens, its own included. `kv_format`: how the cache holds keys and values. With `normed_values`, values are
-    RMS-normed over a head, with `norm_eps`. With `gates` of each head, one or as many as it has elements, the rows of
-    the QKV product begin with them, and the result is multiplied by their sigmoids, or by another function (`gating`).
+    weights of these norms are of rotated elements. Scores are multiplied by `scale`, and with a `temperature` by a
+    factor for the query's position, which is data. The cache is a `pool` of so many blocks of `block` tokens, a
+    multiple of 16. With a `window`, a query sees the last `window` tokens, its own included. `kv_format`: how the cache
+    holds keys and values. With `normed_values`, values are RMS-normed over a head, with `norm_eps`. With `gates` of
+    each head, one or as many as it has elements, the rows of the QKV product begin with them, and the result is
+    multiplied by their sigmoids, or by another function (`gating`).
     If windows are `chunked`, a query sees the tokens from the last multiple of the window on. If heads are `sloped`, a
     number of each, which is data, times the distance of two tokens is taken off their score. If norms are `centred`,
     they take the mean off each head, and each head has weights of its own. With a `limit`, queries, keys and values are

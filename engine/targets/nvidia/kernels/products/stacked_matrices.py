@@ -73,8 +73,8 @@ class SharedExpert(NamedTuple):
 class StackedMatrices:
     """Matrices of `cols` columns, one below the other: (layout, rows) of each. With `experts`, each of the n has
     such matrices, those of all one after the other. If the results of experts are added, that of a `shared` expert may
-    be too. `beside`: matrices with vectors of their own, whose rows follow. `digits`:
-    whether the vector comes in digits (`digit_rows`)."""
+    be too. `beside`: matrices with vectors of their own, whose rows follow. `digits`: whether the vector comes in
+    digits (`digit_rows`)."""
 
     matrices: tuple[tuple[WeightLayout, int], ...]
     cols: int

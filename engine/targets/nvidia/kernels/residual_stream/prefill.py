@@ -41,8 +41,8 @@ def norm_prompt(
     float32 (cols,) each; post_norms, with a `post_eps` the weights of the norms of the first `n_posts` products before
     they are added, float32 (cols,) each; own_norm, if the stream itself is normed and added too (`adds_own`), that
     norm's weight, float32 (cols,); scale, if the stream is `scaled` after that, the factor, float32 (1,), beside
-    `scaled_by`; norm, its weight, float32 (cols,);
-    norm_bias, what is added to the result if it is `shifted`, float32 (cols,)."""
+    `scaled_by`; norm, its weight, float32 (cols,); norm_bias, what is added to the result if it is `shifted`, float32
+    (cols,)."""
     assert parts or not (post_eps is not None or n_biases or scaled or adds_own)
     posts = 0 if post_eps is None else n_posts
     assert not (posts and n_biases) or len(parts) == 1
