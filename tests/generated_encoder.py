@@ -48,7 +48,7 @@ class _Encoder:
         self.has_class = self.kind in ("internvl", "llama4") or (self.kind == "mlp" and not self.features)
         self.has_biases = self.is_qwen or self.kind in (
             "paddleocr", "kimivl", "kimik25", "lfm2", "mlp", "resampler", "phi4", "janus_pro", "gemma3", "idefics3",
-            "internvl", "llama4", "nemotron_v2_vl", "gemma4uv",
+            "internvl", "llama4", "nemotron_v2_vl", "gemma4uv", "hunyuanvl",
         )  # fmt: skip
 
     def write(self) -> Path:
@@ -84,7 +84,8 @@ class _Encoder:
         if name == "v.patch_embd":
             has_none = kind.startswith("qwen2") or kind in ("mlp", "llama4", "nemotron_v2_vl")
         else:
-            has_none = name in ("mm.input_projection", "mm.model.fc", "resampler.kv", "resampler.proj")
+            has_none = name in ("mm.input_projection", "resampler.kv", "resampler.proj")
+            has_none |= name == "mm.model.fc" and kind != "hunyuanvl"
             has_none |= name.startswith("mm.model") and kind in ("llama4", "nemotron_v2_vl")
         if self.has_biases and not has_none:
             self.tensor(f"{name}.bias", shape[0])
@@ -94,7 +95,8 @@ class _Encoder:
         size = size or self.dim
         self.tensor(f"{name}.weight", size, mean=1.0)
         if has_bias is None:
-            has_bias = self.has_biases and self.kind != "qwen2.5vl_merger"
+            is_rms = self.kind == "qwen2.5vl_merger" or (self.normed and "v.blk" in name)
+            has_bias = self.has_biases and not is_rms
         if has_bias:
             self.tensor(f"{name}.bias", size)
 
@@ -112,11 +114,11 @@ class _Encoder:
         }  # fmt: skip
         for key, value in sizes.items():
             writer.add_uint32(f"clip.vision.{key}", value)
-        if self.is_qwen or kind in ("pixtral", "glm4v"):
+        if self.is_qwen or kind in ("pixtral", "glm4v", "hunyuanvl"):
             writer.add_uint32("clip.vision.spatial_merge_size", merge)
         if self.features:
             writer.add_array("clip.vision.feature_layer", self.features)
-        if kind in ("dots_ocr", "paddleocr", "phi4", "kimik25"):
+        if kind in ("dots_ocr", "paddleocr", "phi4", "kimik25", "hunyuanvl"):
             for key, tokens in {"min": 4, "max": 64}.items():
                 writer.add_uint32(f"clip.vision.image_{key}_pixels", tokens * (merge * self.patch) ** 2)
         writer.add_float32("clip.vision.attention.layer_norm_epsilon", 1e-6)
@@ -163,7 +165,7 @@ class _Encoder:
             "qwen3vl_merger": (9,), "gemma3": (n,), "gemma4v": (2, 128), "gemma4uv": (2, 128), "idefics3": (n,),
             "internvl": (n + 1,), "llama4": (n + 1,), "mlp": (n + self.has_class,), "resampler": (4900,),
             "phi4": (16,), "janus_pro": (n,), "nemotron_v2_vl": (n,), "kimik25": (4, 4), "paddleocr": (9,),
-            "kimivl": (16,), "lfm2": (256,), "glm4v": (36,),
+            "kimivl": (16,), "lfm2": (256,), "glm4v": (36,), "hunyuanvl": (36,),
         }  # fmt: skip
         if kind in places:
             self.tensor("v.position_embd.weight", *places[kind], dim, std=0.5)
@@ -179,6 +181,8 @@ class _Encoder:
 
     def _layer(self, i: int) -> None:
         kind, dim, prefix = self.kind, self.dim, f"v.blk.{i}."
+        for name in ["attn_q_norm", "attn_k_norm"] if self.normed and kind == "internvl" else []:
+            self.norm(prefix + name, has_bias=False)
         for name in ["ln1", "ln2", *(["attn_post_norm", "ffn_post_norm"] if kind == "gemma4v" else [])]:
             self.norm(prefix + name)
         for name in ["ls1", "ls2"] if kind == "internvl" else []:
@@ -247,6 +251,17 @@ class _Encoder:
                 self.matrix("mm.gate", self.width, self.out)
                 self.matrix("mm.up", self.width, self.out)
                 self.matrix("mm.down", self.out, self.width)
+            case "hunyuanvl":
+                wide = 2 * self.dim
+                self.norm("mm.pre_norm", has_bias=False)
+                self.matrix("mm.0", wide, self.dim, self.merge, self.merge)
+                self.matrix("mm.2", 2 * wide, wide, 1, 1)
+                self.tensor("v.image_newline", 2 * wide, std=0.5)
+                self.tensor("v.view_seperator", self.out)
+                self.matrix("mm.model.fc", self.out, 2 * wide)
+                for name in "begin", "end":
+                    self.tensor(f"mm.image_{name}", self.out, std=0.5)
+                self.norm("mm.post_norm", self.out, has_bias=False)
             case "llama4":
                 self.norm("v.post_ln")
                 self.matrix("mm.model.mlp.1", self.width, self.joined)
@@ -287,5 +302,6 @@ def write(path: Path, kind: str, **how: Any) -> Path:
     all of one size (gemma3), or at most so long (pixtral). `deep`: of two layers, the first of which has a projector of
     its own (deepstack). `merged`: patches become a token together (pixtral may have no merger). `choices`: widths and
     heights to which a picture is brought before it is cut, `features`: after how many layers the projector reads x, and
-    `normed`: it has norms (mlp). `version`: of MiniCPM-V (resampler). Others: see `_Encoder`."""
+    `normed`: it has norms (mlp). `normed` of internvl: queries and keys are normed over all heads, and norms are RMS
+    norms. `version`: of MiniCPM-V (resampler). Others: see `_Encoder`."""
     return _Encoder(path, kind, **how).write()

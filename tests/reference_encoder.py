@@ -18,6 +18,7 @@ from engine.description.vision import (
     Activate,
     Activation,
     Affine,
+    FixedRow,
     Linear,
     Merge,
     Norm,
@@ -46,7 +47,7 @@ class ReferenceEncoder:
         }
 
     def __call__(self, *rgbs: NDArray[np.uint8]) -> Floats:
-        """The embeddings of a picture's parts at the encoder's sizes: (tokens, width), without ends of lines."""
+        """The embeddings of a picture's parts at the encoder's sizes: (tokens, width), with what stands among them."""
         return np.concatenate([self._encoded(rgb) for rgb in rgbs])
 
     def _encoded(self, rgb: NDArray[np.uint8]) -> Floats:
@@ -100,7 +101,20 @@ class ReferenceEncoder:
             for step in projector.steps:
                 x = self._step(step, x)
             results.append(x)
-        return np.concatenate(results, axis=1)
+        return self._with_ends(np.concatenate(results, axis=1), rows // m)
+
+    def _with_ends(self, embeddings: Floats, rows: int) -> Floats:
+        if (ends := self.spec.ends) is None:
+            return embeddings
+        line, *around = (self._fixed(row) for row in ends.rows)
+        lines = [np.concatenate([row, line]) for row in np.split(embeddings, rows)]
+        return np.concatenate([around[0], *lines, around[1]]) if around else np.concatenate(lines)[:-1]
+
+    def _fixed(self, row: FixedRow) -> Floats:
+        x = self._vector(row.vector)[None]
+        for step in row.steps:
+            x = self._step(step, x)
+        return x
 
     def _positions(self, rows: int, columns: int) -> Floats:
         positions = self.spec.positions
@@ -118,7 +132,9 @@ class ReferenceEncoder:
         n = math.isqrt(len(table))
         square = table.reshape(n, n, -1)
         if positions.how != "stretched":
-            by_row, by_column = (resizing(positions.how, n, count) for count in (rows, columns))
+            by_row, by_column = (
+                resizing(positions.how, n, count, positions.more) for count in (rows, columns)
+            )
             return np.einsum("pi,pj,ijd->pd", by_row[ys], by_column[xs], square).astype(np.float32)
         at = [k / max(count - 1, 1) * (n - 1) for k, count in ((ys, rows), (xs, columns))]
         total = np.float32(0)
@@ -130,8 +146,11 @@ class ReferenceEncoder:
 
     def _attended(self, a: PatchAttention, x: Floats) -> Floats:
         def heads(linear: Linear, norm: Norm | None) -> Floats:
-            y = self._product(linear, x).reshape(len(x), a.heads, a.head_dim)
-            return self._normed(y, norm) if norm else y
+            y, size = self._product(linear, x), a.head_dim
+            if norm and norm.weight:  # over so many elements
+                size = norm.weight.size
+            y = y.reshape(len(x), -1, size)
+            return (self._normed(y, norm) if norm else y).reshape(len(x), a.heads, a.head_dim)
 
         q, k, v = heads(a.q, a.q_norm), heads(a.k, a.k_norm), heads(a.v, a.v_norm)
         if rotations := self.spec.rotations:
@@ -232,13 +251,13 @@ def activated(x: Floats, activation: Activation) -> Floats:
     return (x / (1 + np.exp(-y))).astype(np.float32)
 
 
-def resizing(how: str, n: int, count: int) -> NDArray[np.float64]:
+def resizing(how: str, n: int, count: int, more: float = 0.0) -> NDArray[np.float64]:
     """What each of `count` places takes of each of `n` pixels, which are repeated beyond the edges, but not where the
-    filter is smoothed."""
+    filter is smoothed. `more`: see `Positions`."""
     shares = np.zeros((count, n))
     width = max(n / count, 1) if how == "smoothed" else 1
     for i in range(count):
-        centre = (i + 0.5) * n / count - 0.5
+        centre = (i + 0.5) * n / (count + more) - 0.5
         for k in range(-3 * n - 3, 4 * n + 3):
             d = abs(k - centre) / width
             if how == "bicubic":

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from engine.description.picture_size import Cut, Size
 from engine.description.sublayers import Vector
-from engine.description.vision import Norm, ResizedPositions, VisionSpec
+from engine.description.vision import FixedRow, Norm, Positions, VisionSpec
 from engine.formats.prompt_pictures import Part
 
 Floats = NDArray[np.float32]
@@ -37,7 +37,9 @@ class Grid:
 
     def tokens(self, spec: VisionSpec) -> int:
         """Embeddings of the picture, those after rows included."""
-        return spec.queries or self.rows * self.columns + (self.rows - 1 if spec.line_end else 0)
+        if spec.ends is None:
+            return spec.queries or self.rows * self.columns
+        return self.rows * (self.columns + 1) + (2 if spec.ends.begin else -1)
 
 
 @dataclass(frozen=True)
@@ -219,8 +221,9 @@ def places_of(spec: VisionSpec, grid: Grid, n: int) -> Places:
             rows, shares = (ys * side // down * side + xs * side // across)[:, None], np.ones((len(ys), 1))
         case "stretched":
             rows, shares = _stretched(math.isqrt(n), ys, xs, (down, across))
-        case "bilinear" | "bicubic" | "smoothed" as filter:
-            rows, shares = _resized(filter, math.isqrt(n), ys, xs, (down, across))
+        case _:
+            assert spec.positions
+            rows, shares = _resized(spec.positions, math.isqrt(n), ys, xs, (down, across))
             room = (0, 0), (0, position_terms(spec, n) - rows.shape[1])
             rows, shares = np.pad(rows, room), np.pad(shares, room)
     if k := spec.summary_rows:
@@ -247,18 +250,21 @@ def position_terms(spec: VisionSpec, n: int) -> int:
     return 4
 
 
-def as_read(spec: VisionSpec, embeddings: Floats, grid: Grid, line_end: Floats | None) -> Floats:
-    """A picture's embeddings, (rows * columns, out), row by row, with that which comes after each row but the last."""
+def as_read(spec: VisionSpec, embeddings: Floats, grid: Grid, fixed: Callable[[FixedRow], Floats]) -> Floats:
+    """A picture's embeddings, (rows * columns, out), row by row, with the encoder's `ends`. `fixed` gives one of
+    them."""
     if spec.window:
         by_rows = np.empty_like(embeddings)
         by_rows[_order(spec.window, grid)[0]] = embeddings
         return by_rows
-    if line_end is None:
+    if spec.ends is None:
         return embeddings
-    rows = embeddings.reshape(grid.rows, grid.columns, -1)
-    ends = np.broadcast_to(line_end, (grid.rows, 1, len(line_end)))
-    joined: Floats = np.concatenate([rows, ends], axis=1).reshape(-1, len(line_end))[:-1]
-    return joined
+    line, size = fixed(spec.ends.line), embeddings.shape[1]
+    rows = embeddings.reshape(grid.rows, grid.columns, size)
+    joined = np.concatenate([rows, np.broadcast_to(line, (grid.rows, 1, size))], axis=1).reshape(-1, size)
+    if spec.ends.begin is None or spec.ends.end is None:
+        return joined[:-1]
+    return np.concatenate([fixed(spec.ends.begin)[None], joined, fixed(spec.ends.end)[None]])
 
 
 def waves(grid: Grid, size: int) -> Floats:
@@ -300,14 +306,13 @@ def _stretched(n: int, ys: Ints, xs: Ints, shape: tuple[int, int]) -> tuple[Ints
     )
 
 
-def _resized(
-    filter: ResizedPositions, n: int, ys: Ints, xs: Ints, shape: tuple[int, int]
-) -> tuple[Ints, Shares]:
-    """The rows of a table of n x n places that the filter reads for each patch of a picture of `shape`, and their
-    shares: torch.nn.functional.interpolate, without aligned corners."""
+def _resized(positions: Positions, n: int, ys: Ints, xs: Ints, shape: tuple[int, int]) -> tuple[Ints, Shares]:
+    """The rows of a table of n x n places that the filter of `positions` reads for each patch of a picture of `shape`,
+    and their shares: torch.nn.functional.interpolate, without aligned corners."""
+    filter = positions.how
 
     def axis(count: int, of: Ints) -> tuple[Ints, Shares]:
-        at = (np.arange(count) + 0.5) * n / count - 0.5
+        at = (np.arange(count) + 0.5) * n / (count + positions.more) - 0.5
         wide = max(n / count, 1.0) if filter == "smoothed" else 1.0
         reach = 2 if filter == "bicubic" else math.ceil(wide)
         taps = np.floor(at).astype(int)[:, None] + np.arange(1 - reach, reach + 1)

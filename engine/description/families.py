@@ -10,7 +10,7 @@ from typing import Literal
 
 from engine.description.sublayers import Activation, Scoring
 
-Grid = Literal["in turn", "blocks"] | None
+Grid = Literal["in turn", "blocks", "four blocks"] | None
 
 
 @dataclass(frozen=True)
@@ -242,7 +242,7 @@ ARCHITECTURES: Mapping[str, Family] = {
     "granitemoe": Family(interleaved=True),
     "hunyuan-dense": Family(rotates_first=True),
     "hunyuan-moe": Family(rotates_first=True),
-    "hunyuan_vl": Family(rotates_first=True),
+    "hunyuan_vl": Family(rotates_first=True, grid="four blocks"),
     "internlm2": Family(interleaved=True),
     "minicpm": Family(interleaved=True, embedding_scale=12.0, depth_scale=1.4, base_width=256),
     "minicpm3": Family(embedding_scale=12.0, depth_scale=1.4, base_width=256, multiplied_logits=True),

@@ -80,7 +80,9 @@ class HeadReader(CheckedFile):
         (gemma3.cpp). `grid`: how the sections of the file turn pairs, if it says some (`Family.grid`)."""
         rope = self.rotation(heads, plain) if is_rotated else Rope(heads.dim // 2)
         return self.add_rope(
-            replace(rope, sections=self.sections(), blocks=grid == "blocks") if grid else rope
+            replace(rope, sections=self.sections(4 if grid == "four blocks" else 3), blocks=grid != "in turn")
+            if grid
+            else rope
         )
 
     def add_rope(self, rope: Rope) -> int:
@@ -89,14 +91,14 @@ class HeadReader(CheckedFile):
             self.ropes.append(rope)
         return self.ropes.index(rope)
 
-    def sections(self) -> tuple[int, ...]:
-        """How many pairs turn by each of the three positions of a token, if the file says it."""
+    def sections(self, count: int = 3) -> tuple[int, ...]:
+        """How many pairs turn by each of the first `count` positions of a token, if the file says it."""
         sections = self.file.metadata.get(self.key("rope.dimension_sections"))
         if sections is None:
             return ()
-        if not isinstance(sections, np.ndarray) or len(sections) < 3 or sections.dtype.kind not in "iu":
-            raise damaged(self.file.path, "its rotary embeddings have no three sections")
-        return tuple(min(max(int(n), 0), MAX_HEAD) for n in sections[:3])
+        if not isinstance(sections, np.ndarray) or len(sections) < count or sections.dtype.kind not in "iu":
+            raise damaged(self.file.path, f"its rotary embeddings have no {count} sections")
+        return tuple(min(max(int(n), 0), MAX_HEAD) for n in sections[:count])
 
     def rotation(self, heads: AttentionHeads, plain: bool) -> Rope:
         """See `rope`. Raises ModelFileError. A factor without a type is linear, as in llama.cpp, and 0 stands for none;

@@ -39,6 +39,7 @@ _PROJECTOR_EPS = {
     "dots_ocr": 1e-6,
 }
 """Of the norm of a projector, where it is not the encoder's: PyTorch's, or one in the published code."""
+_EXACT_GELU = "internvl", "llama4", "nemotron_v2_vl", "hunyuanvl"
 _QUERY_HEAD = 128
 """Elements of a head of fixed queries."""
 _MOST_QUERIES = 1024
@@ -102,7 +103,7 @@ class ProjectorReader(CheckedFile):
             raise ModelFileError(
                 f"{self.name} has an activation that orin-chat does not run.", "Choose another encoder."
             )
-        return "exact gelu" if self.kind in ("internvl", "llama4", "nemotron_v2_vl") else "gelu"
+        return "exact gelu" if self.kind in _EXACT_GELU else "gelu"
 
     # --- the projector ---------------------------------------------------------------------------------
 
@@ -149,6 +150,8 @@ class ProjectorReader(CheckedFile):
                 return out, self.steps_of_two(out)
             case "glm4v":
                 return out, self.gated_steps(out)
+            case "hunyuanvl":
+                return out, self.convolved_steps(out)
             case "gemma4v":
                 scaled = Affine(math.sqrt(dim))
                 if self.has("v.std_bias"):
@@ -243,18 +246,40 @@ class ProjectorReader(CheckedFile):
         last = self.norm("resampler.ln_post", out), self.linear("resampler.proj", out, out)
         return out, (*steps, attend, *last)
 
+    def merging(self, name: str) -> Linear:
+        """A convolution that merges the patches of a token, of which it reads channel by channel."""
+        rows, m, kernel = self.rows_of(name), self.merge, f"{name}.weight"
+        weight = Weight(kernel, rows, m * m * self.dim, self.check(kernel, (rows, self.dim, m, m)))
+        return Linear(weight, self.vector(f"{name}.bias", rows))
+
+    def convolved_steps(self, out: int) -> tuple[ProjectorStep, ...]:
+        """The steps of HunyuanOCR's projector: two convolutions, the second one of a single place."""
+        first, name = self.merging("mm.0"), "mm.2"
+        width, cols = self.rows_of(name), first.weight.rows
+        weight = Weight(f"{name}.weight", width, cols, self.check(f"{name}.weight", (width, cols, 1, 1)))
+        return (
+            *self.last_norms(),
+            self.norm("mm.pre_norm"),
+            Merge("channels"),
+            first,
+            Activate("exact gelu"),
+            Linear(weight, self.vector(f"{name}.bias", width)),
+            self.linear("mm.model.fc", out, width),
+            self.norm("mm.post_norm", out),
+        )
+
     def gated_steps(self, out: int) -> tuple[ProjectorStep, ...]:
         """The steps of GLM's projector: patches are merged by a convolution, and a feed-forward layer comes last."""
-        name, dim, m = "mm.patch_merger", self.dim, self.merge
-        merged, width, hidden = (self.rows_of(x) for x in (name, "mm.model.fc", "mm.gate"))
-        kernel = f"{name}.weight"
-        weight = Weight(kernel, merged, m * m * dim, self.check(kernel, (merged, dim, m, m)))
-        gate, up = (self.linear(f"mm.{x}", hidden, width) for x in ("gate", "up"))
+        width, hidden = (self.rows_of(x) for x in ("mm.model.fc", "mm.gate"))
+        merger, gate, up = (
+            self.merging("mm.patch_merger"),
+            *(self.linear(f"mm.{x}", hidden, width) for x in ("gate", "up")),
+        )
         return (
             *self.last_norms(),
             Merge("channels"),
-            Linear(weight, self.vector(f"{name}.bias", merged)),
-            self.linear("mm.model.fc", width, merged),
+            merger,
+            self.linear("mm.model.fc", width, merger.weight.rows),
             self.projector_norm("mm.post_norm", width),
             Activate("exact gelu"),
             PatchFeedForward(gate, up, self.linear("mm.down", out, hidden), self.activation),

@@ -28,10 +28,10 @@ class Rope:
     the others do not turn. `long_frequencies`, if any, take their place in contexts of more than `short_context`
     tokens. The rotated elements are multiplied by `magnitude`.
 
-    With `sections`, a token has three positions (`engine.runtime.pictures`), which are one in texts: pair j turns by
+    With `sections`, a token has some positions (`engine.runtime.pictures`), which are one in texts: pair j turns by
     the second if j mod 3 is 1 and j < 3 * sections[1], by the third if j mod 3 is 2 and j < 3 * sections[2], else by
     the first. If they are `blocks`, the first pairs turn by the first position, so many as its section says, the next
-    ones by the second and by the third, and what is left by the first.
+    ones by the second, by the third, and by a fourth if there are four sections, and what is left by the first.
 
     With `later`, a token is turned as one that comes so many positions later."""
 
@@ -46,10 +46,10 @@ class Rope:
 
     @property
     def turned_by(self) -> NDArray[np.intp]:
-        """Which of the three positions turns each pair: (pairs,)."""
+        """Which of the positions turns each pair: (pairs,)."""
         j = np.arange(self.pairs)
         if self.blocks:
-            return np.searchsorted(np.cumsum(self.sections), j, side="right") % 3
+            return np.searchsorted(np.cumsum(self.sections), j, side="right") % len(self.sections)
         second, third = ((j % 3 == i) & (j < 3 * self.sections[i]) for i in (1, 2))
         return np.where(second, 1, np.where(third, 2, 0))
 

@@ -58,9 +58,9 @@ class Norm:
 
 @dataclass(frozen=True)
 class PatchAttention:
-    """Attention of all patches to all, or if it is `windowed`, to those of the same window. Queries and keys
-    are normed over a head, values without a weight, and queries and keys are rotated if the encoder has `rotations`.
-    Scores are multiplied by `scale`."""
+    """Attention of all patches to all, or if it is `windowed`, to those of the same window. Queries and keys are normed
+    over a head, or over all heads, values without a weight, and queries and keys are rotated if the encoder has
+    `rotations`. Scores are multiplied by `scale`."""
 
     q: Linear
     k: Linear
@@ -73,6 +73,12 @@ class PatchAttention:
     head_dim: int
     scale: float
     windowed: bool = False
+
+    @property
+    def norms_all_heads(self) -> bool:
+        """Whether queries and keys are normed over all heads."""
+        weight = self.q_norm.weight if self.q_norm else None
+        return weight is not None and weight.size != self.head_dim
 
 
 @dataclass(frozen=True)
@@ -155,6 +161,28 @@ class Rotations:
     first: int = 0
 
 
+@dataclass(frozen=True)
+class FixedRow:
+    """An embedding that is the same in all pictures: `vector` after `steps`, which are norms and products."""
+
+    vector: Vector
+    steps: tuple[Norm | Linear, ...] = ()
+
+
+@dataclass(frozen=True)
+class Ends:
+    """What stands among the embeddings of a picture's tokens: `line` after each row of them. If there are a `begin` and
+    an `end`, these stand around all; else the last row has no end."""
+
+    line: FixedRow
+    begin: FixedRow | None = None
+    end: FixedRow | None = None
+
+    @property
+    def rows(self) -> tuple[FixedRow, ...]:
+        return tuple(filter(None, (self.line, self.begin, self.end)))
+
+
 ResizedPositions = Literal["bilinear", "bicubic", "smoothed"]
 """A filter; the last one is bilinear with antialiasing."""
 
@@ -163,16 +191,17 @@ ResizedPositions = Literal["bilinear", "bicubic", "smoothed"]
 class Positions:
     """What is added to patches by their place, of a table float32 (rows, dim). "stretched": a square of places,
     stretched to the picture's bilinearly, corners on corners. "nearest": a square of places, of which each patch has
-    that below it. "patch": a row for each patch. "column and row": the row
-    of the patch's column in the first half of the table, and that of its row in the second. `ResizedPositions`: a
-    square of places as if these were pixels, which are made as many as the picture has patches. `after_norm`: it is
-    added to what the encoder's first norm gives, in place of what that reads. `of_summary`: the rows of the encoder's
-    summary, if it has some."""
+    that below it. "patch": a row for each patch. "column and row": the row of the patch's column in the first half of
+    the table, and that of its row in the second. `ResizedPositions`: a square of places as if these were pixels, which
+    are made as many as the picture has patches, and a part of a patch `more` a side. `after_norm`: it is added to what
+    the encoder's first norm gives, in place of what that reads. `of_summary`: the rows of the encoder's summary, if it
+    has some."""
 
     table: Vector
     how: Literal["stretched", "nearest", "patch", "column and row"] | ResizedPositions
     after_norm: bool = False
     of_summary: Literal["first", "last", "none"] = "first"
+    more: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -180,12 +209,12 @@ class VisionSpec:
     """An encoder. `patch`: the side of a patch in pixels. `merge`: so many patches a side become a token. `mean` and
     `std` of the colours (0 to 1), for (colour - mean) / std. `out`: elements of what each of the `projectors` makes of
     a token; the first one is what the model begins with, and the others are added later (`Sublayer.picture_part`).
-    `line_end`: the embedding after each row of tokens but the last. `window`: the side of a window in tokens, where
-    some attention has windows: these begin at the upper left corner, and those at the other edges are smaller. With
-    `tiles`, a picture may be cut; each tile is encoded by itself, and so is the whole picture, at last, or at first
-    (`whole_first`). A `padding`, a colour of 0 to 255, makes a picture square. A `summary` is one more row, after those
-    of all patches, or several: what stands in place of a patch's product. They are part of no token, and are not
-    rotated. The pixels of a patch are normed by `pixel_norm`."""
+    `ends`: what stands among the tokens. `window`: the side of a window in tokens, where some attention has windows:
+    these begin at the upper left corner, and those at the other edges are smaller. With `tiles`, a picture may be cut;
+    each tile is encoded by itself, and so is the whole picture, at last, or at first (`whole_first`). A `padding`, a
+    colour of 0 to 255, makes a picture square. A `summary` is one more row, after those of all patches, or several:
+    what stands in place of a patch's product. They are part of no token, and are not rotated. The pixels of a patch are
+    normed by `pixel_norm`."""
 
     kind: str
     name: str
@@ -203,7 +232,7 @@ class VisionSpec:
     sublayers: tuple[PatchSublayer, ...]
     rotations: Rotations | None
     projectors: tuple[Projector, ...]
-    line_end: Vector | None
+    ends: Ends | None
     window: int = 0
     tiles: TileRule | None = None
     whole_first: bool = False
@@ -213,10 +242,10 @@ class VisionSpec:
 
     def weights(self) -> Iterator[Weight]:
         """All matrices."""
-        return (part for part in parts_of(self) if isinstance(part, Weight))
+        return iter(dict.fromkeys(part for part in parts_of(self) if isinstance(part, Weight)))
 
     def vectors(self) -> Iterator[Vector]:
-        return (part for part in parts_of(self) if isinstance(part, Vector))
+        return iter(dict.fromkeys(part for part in parts_of(self) if isinstance(part, Vector)))
 
     @property
     def projector_steps(self) -> tuple[ProjectorStep, ...]:

@@ -12,21 +12,27 @@ from dataclasses import replace
 
 import numpy as np
 
-from engine.description.picture_size import SizeRule, TileRule
+from engine.description.picture_reader import MAX_SIDE, QWEN_TOKENS, PictureReader
 from engine.description.projector_reader import ProjectorReader
 from engine.description.sublayers import Weight
 from engine.description.vision import (
+    Ends,
+    FixedRow,
+    Linear,
     Norm,
     PatchAttention,
     PatchFeedForward,
     PatchSublayer,
     Positions,
     Projector,
+    ProjectorStep,
     ResizedPositions,
     Rotations,
     VisionSpec,
 )
 from engine.errors import ModelFileError
+from engine.formats.dequantize import HOST_TYPES
+from engine.formats.ggml_types import TYPES
 from engine.formats.gguf import GGUF, damaged, printable
 from engine.formats.rope_order import HeadOrder
 
@@ -55,6 +61,7 @@ KINDS = {
     "llama4": 2,
     "kimik25": 2,
     "nemotron_v2_vl": 2,
+    "hunyuanvl": 2,
 }
 """The projector types that the engine runs, and how many patches a side become a token if a file does not say."""
 MINICPM_2_5 = "resampler 2.5"
@@ -86,49 +93,37 @@ FITTING = {
     "lfm2moe": ("lfm2",),
     "glm4": ("glm4v",),
     "glm4moe": ("glm4v",),
+    "hunyuan_vl": ("hunyuanvl",),
 }
 """The kinds of encoders that models of an architecture have."""
 
 _SAME = {"qwen2.5o": "qwen2.5vl_merger", "lightonocr": "pixtral"}
 """Kinds whose encoder of pictures is that of another: Qwen 2.5 Omni has one of sounds beside it, LightOnOCR no ends of
 lines."""
-_MAX_MERGE, _MAX_SIDE, _MAX_HEAD, _MAX_LAYERS = 16, 1 << 14, 1 << 10, 1 << 10
-_QWEN_TOKENS = {"qwen2vl_merger": (4, 4096), "qwen2.5vl_merger": (4, 4096), "qwen3vl_merger": (64, 4096)}
-"""The least are those of the published processors. The most is llama.cpp's: the published 16384 fill most contexts."""
-_AREA_TOKENS = _QWEN_TOKENS | {"kimivl": (8, 1024), "lfm2": (64, 256), "glm4v": (8, 4096)}
-_SAID_AREAS = "dots_ocr", "paddleocr", "phi4", "kimik25"
-"""Kinds whose files say the least and the most pixels of a picture."""
-_MOST_TOKENS = 8192
-"""Of a picture of these: dots.ocr's 14400 would take minutes on most machines."""
-_TILES_A_SIDE, _MOST_TILES = 4, 65
+_MAX_MERGE, _MAX_HEAD, _MAX_LAYERS = 16, 1 << 10, 1 << 10
 _GLM_NORM = "v.norm_embd"
 """A norm of patches, before their positions are added."""
 _RESIZED: dict[str, ResizedPositions] = {
     "paddleocr": "bilinear",
+    "hunyuanvl": "bilinear",
     "kimivl": "bicubic",
     "kimik25": "bicubic",
     "glm4v": "bicubic",
     "lfm2": "smoothed",
     "phi4": "smoothed",
 }
+_MORE_PLACES = {"hunyuanvl": 0.1}
+"""`Positions.more` of the published code, which guards so against sizes that are rounded down."""
 _WINDOW = 112
 """The side of a window of Qwen 2.5 VL in pixels."""
-_GEMMA4_TOKENS = 280
-_MOST_WHOLE = 320
-"""The most tokens of a picture that has to be in one step; published files have 256."""
 _MOST_PATCHES = 1 << 15
 """Of a picture. Published files have at most half as many; attention of far more would take hours."""
-_UNUSED = "a.", "mm.a.", "resampler.pos_embed_k", "model.image_newline", "v.image_newline"
-"""Encoders of sounds; places that are computed for each size; ends of lines, which llama.cpp leaves out, too."""
+_UNUSED = "a.", "mm.a.", "resampler.pos_embed_k", "model.image_newline", "v.image_newline", "v.view_seperator"
+"""Encoders of sounds; places that are computed for each size; ends of lines, which llama.cpp leaves out, too; what
+stands between views, of which a picture has one."""
 _OLDEST_MINICPM = 2
 """The number of MiniCPM-V 2.5, which is meant if a file has none."""
-_MOST_SLICES = 9
 _MOST_SUMMARIES = 64
-_CHOICES = "image_grid_pinpoints"
-_LLAMA4_TILES = 16
-_LFM2_TILES = 2, 10
-_LFM2_TOLERANCE = 2
-"""A picture is cut if it has so many times the pixels that one may have."""
 
 
 def is_encoder(file: GGUF) -> bool:
@@ -151,7 +146,7 @@ def read_vision(file: GGUF) -> VisionSpec:
         raise damaged(file.path, "its metadata has numbers that nothing can be computed with") from None
 
 
-class _Reader(ProjectorReader):
+class _Reader(ProjectorReader, PictureReader):
     """Reads one file. All methods raise ModelFileError."""
 
     def __init__(self, file: GGUF) -> None:
@@ -178,7 +173,7 @@ class _Reader(ProjectorReader):
         self.has_layers = kind != "gemma4uv"
         self.heads = self.size("attention.head_count") if self.has_layers else self.dim // 4
         self.head_dim = self.dim // self.heads
-        if self.dim % self.heads or self.head_dim % 4 or self.head_dim > _MAX_HEAD or self.patch > _MAX_SIDE:
+        if self.dim % self.heads or self.head_dim % 4 or self.head_dim > _MAX_HEAD or self.patch > MAX_SIDE:
             raise damaged(file.path, f"{self.dim} elements cannot be {self.heads} heads of patches")
         # Pixtral 12B has no merger
         self.is_merged = kind != "pixtral" or "mm.patch_merger.weight" in file.tensors
@@ -217,7 +212,7 @@ class _Reader(ProjectorReader):
             sublayers=tuple(sublayer for i in range(layers) for sublayer in self.layer(i)),
             rotations=self.rotations(),
             projectors=projectors,
-            line_end=self.required("v.token_embd.img_break", out) if self.named == "pixtral" else None,
+            ends=self.ends(out, steps),
             window=self.window,
             tiles=self.tile_rule(),
             whole_first=self.kind in ("mlp", "resampler"),
@@ -236,21 +231,6 @@ class _Reader(ProjectorReader):
             )
         return spec
 
-    # --- pictures --------------------------------------------------------------------------------------
-
-    def colours(self, key: str) -> tuple[float, float, float]:
-        values = self.file.metadata.get(self.key(key))
-        if not isinstance(values, np.ndarray) or values.shape != (3,) or values.dtype.kind not in "iuf":
-            raise damaged(self.file.path, f"{self.key(key)} is not a number for each of three colours")
-        red, green, blue = (float(value) for value in values)
-        if not all(map(math.isfinite, (red, green, blue))) or (
-            key == "image_std" and 0 in (red, green, blue)
-        ):
-            raise damaged(self.file.path, f"{self.key(key)} cannot be what colours are divided by")
-        if self.kind == "gemma4v":  # its encoder takes 2 colour - 1, which its files leave out
-            return (0.5, 0.5, 0.5)
-        return red, green, blue
-
     @property
     def has_summary(self) -> bool:
         always = self.kind in ("internvl", "llama4", "nemotron_v2_vl")
@@ -263,77 +243,23 @@ class _Reader(ProjectorReader):
         n = info.shape[0] if info and len(info.shape) == 2 else 0
         return (n, self.dim) if 0 < n <= _MOST_SUMMARIES else (self.dim,)
 
-    def padding(self) -> tuple[int, int, int] | None:
-        """The mean of colours. LLaVA 1.6 stretches the whole picture."""
-        red, green, blue = (int(255 * min(max(mean, 0.0), 1.0)) for mean in self.colours("image_mean"))
-        return (red, green, blue) if self.kind in ("mlp", "janus_pro") and not self.has_choices else None
-
-    @property
-    def has_choices(self) -> bool:
-        """Whether the file says to which sizes pictures are brought before they are cut (LLaVA 1.6)."""
-        return self.kind == "mlp" and self.key(_CHOICES) in self.file.metadata
-
-    def size_rule(self) -> SizeRule:
-        align = self.patch * self.merge
-        if self.kind in _AREA_TOKENS:
-            return SizeRule("area", align, *(n * align**2 for n in reversed(_AREA_TOKENS[self.kind])))
-        if self.kind in _SAID_AREAS:
-            least, most = self.size("image_min_pixels"), self.size("image_max_pixels")
-            if not least <= most >= align**2:
-                raise damaged(self.file.path, f"its pictures would have {least} to {most} pixels")
-            return SizeRule("area", align, min(most, _MOST_TOKENS * align**2), least)
-        if self.kind in ("gemma4v", "gemma4uv"):
-            return SizeRule("tokens", align, _GEMMA4_TOKENS, longest=self.places // self.merge * align)
-        side = self.size("image_size")
-        if self.named == "lightonocr":
-            side = self.size("preproc_image_size", side)
-        if self.kind == "resampler" and align <= side <= _MAX_SIDE:
-            return SizeRule("mean", align, side)
-        is_tiled = self.kind in (
-            "idefics3", "internvl", "mlp", "resampler", "janus_pro", "llama4", "nemotron_v2_vl",
-        )  # fmt: skip
-        if is_tiled and (side // self.patch) % self.merge == 0 < side // align:
-            return SizeRule("square", align, side // align * align)
-        is_odd = self.kind == "gemma3" and (side % align or (side // align) ** 2 > _MOST_WHOLE)
-        if side > _MAX_SIDE or is_odd or is_tiled:
-            raise damaged(self.file.path, f"its pictures have sides of {side} pixels")
-        return SizeRule("square" if self.kind == "gemma3" else "sides", align, side)
-
-    def tile_rule(self) -> TileRule | None:
-        """Older files do not say the longer side of all tiles; published models have four. Nor do those of InternVL say
-        how many there may be, nor those of LFM2-VL anything."""
-        side, align = self.size("image_size"), self.patch * self.merge
-        match self.kind:
-            case "idefics3":
-                longest = self.size("preproc_image_size", _TILES_A_SIDE * side)
-                rule = TileRule(side, "longest", longest)
-            case "internvl":
-                least, most = self.size("preproc_min_tiles", 1), self.size("preproc_max_tiles", 12)
-                rule = TileRule(side, "shape", least=least, most=most)
-            case "lfm2":
-                least, most = _LFM2_TILES
-                side = math.isqrt(_AREA_TOKENS[self.kind][1]) * align
-                area = _LFM2_TOLERANCE * side**2
-                rule = TileRule(side, "shape", least=least, most=most, area=area, align=align)
-            case "resampler":
-                rule = TileRule(side, "mean", most=_MOST_SLICES, align=align)
-            case "llama4":
-                rule = TileRule(side, "canvas", most=_LLAMA4_TILES)
-            case "mlp" if self.has_choices:
-                sizes = self.file.get(self.key(_CHOICES), np.ndarray)
-                is_whole = sizes.dtype.kind in "iu" and len(sizes) and not (sizes % side).any()
-                if len(sizes) % 2 or not is_whole or sizes.min() < side:
-                    raise damaged(self.file.path, f"{self.key(_CHOICES)} are no sizes of tiles")
-                choices = tuple((across, down) for across, down in sizes.reshape(-1, 2).tolist())
-                most = max(across * down for across, down in choices) // side**2
-                rule = TileRule(side, "choices", most=most, choices=choices)
-            case _:
-                return None
-        if rule.least > rule.most > 0:
-            raise damaged(self.file.path, f"its pictures would have {rule.least} tiles of {rule.most}")
-        if rule.most_tiles > _MOST_TILES:
-            raise damaged(self.file.path, f"its pictures would have {rule.most_tiles} tiles")
-        return rule
+    def ends(self, out: int, steps: tuple[ProjectorStep, ...]) -> Ends | None:
+        """`steps`: of the projector."""
+        if self.named == "pixtral":
+            return Ends(FixedRow(self.required("v.token_embd.img_break", out)))
+        if self.kind != "hunyuanvl":
+            return None
+        *_, last, norm = steps
+        assert isinstance(last, Linear) and isinstance(norm, Norm)
+        if TYPES[last.weight.type].name not in HOST_TYPES:
+            raise ModelFileError(
+                f"{self.name} holds {last.weight.tensor} as {TYPES[last.weight.type].name}, which orin-chat does not "
+                "run there.",
+                f"Choose an encoder with other quantization types: {', '.join(sorted(HOST_TYPES))}.",
+            )
+        line = FixedRow(self.required("v.image_newline", last.weight.cols), (last, norm))
+        begin, end = (FixedRow(self.required(f"mm.image_{name}", out), (norm,)) for name in ("begin", "end"))
+        return Ends(line, begin, end)
 
     # --- the first product -----------------------------------------------------------------------------
 
@@ -344,14 +270,6 @@ class _Reader(ProjectorReader):
         for name in ("v.patch_embd.weight", "v.patch_embd.weight.1"):
             if self.has(name) or name == "v.patch_embd.weight":
                 yield Weight(name, self.dim, 3 * self.patch**2, self.check(name, (self.dim, *shape)))
-
-    @property
-    def places(self) -> int:
-        """The rows of each half of gemma4's table of positions: the most patches a side."""
-        info = self.file.tensors.get("v.position_embd.weight")
-        if info is None or len(info.shape) != 3 or info.shape[1] < self.merge:
-            raise damaged(self.file.path, "its table of positions has no place for a token")
-        return info.shape[1]
 
     def positions(self) -> Positions | None:
         name = "v.position_embd.weight"
@@ -378,7 +296,8 @@ class _Reader(ProjectorReader):
         table = self.required(name, rows, self.dim)
         if self.kind == "resampler":
             return Positions(table, "nearest")
-        return Positions(table, _RESIZED.get(self.kind, "stretched"), self.has(f"{_GLM_NORM}.weight"))
+        is_later, more = self.has(f"{_GLM_NORM}.weight"), _MORE_PLACES.get(self.kind, 0.0)
+        return Positions(table, _RESIZED.get(self.kind, "stretched"), is_later, more=more)
 
     def patch_norm(self, i: int, size: int) -> Norm:
         """A norm of the encoder without layers: of pixels, of their product, and of that with positions."""
@@ -405,7 +324,7 @@ class _Reader(ProjectorReader):
         if self.kind in ("kimivl", "kimik25", "llama4"):
             first = int(self.kind == "llama4")
             return Rotations(by_row=(*none, *rates), by_column=(*rates, *none), first=first)
-        if self.kind in (*_QWEN_TOKENS, "dots_ocr", "paddleocr", "glm4v"):
+        if self.kind in (*QWEN_TOKENS, "dots_ocr", "paddleocr", "glm4v"):
             return Rotations(by_row=(*rates, *none), by_column=(*none, *rates))
         return None
 
@@ -459,13 +378,9 @@ class _Reader(ProjectorReader):
 
         def head_norm(name: str) -> Norm | None:
             info = self.file.tensors.get(f"{prefix}{name}.weight")
-            # InternVL's encoder of 6 billion parameters.
-            if info and info.shape == (dim,) != (self.head_dim,):
-                raise ModelFileError(
-                    f"{self.name} norms queries and keys over all heads, which orin-chat does not run.",
-                    "Choose a model with another encoder.",
-                )
-            weight = self.vector(f"{prefix}{name}.weight", self.head_dim, order)
+            # InternVL's encoder of 6 billion parameters has them over all heads.
+            is_whole = self.kind == "internvl" and info is not None and info.shape == (dim,)
+            weight = self.vector(f"{prefix}{name}.weight", dim if is_whole else self.head_dim, order)
             return Norm(self.eps, weight) if weight else None
 
         is_gemma4 = self.kind == "gemma4v"

@@ -27,8 +27,8 @@ class Part(NamedTuple):
 @dataclass(frozen=True, eq=False)
 class SizedPicture:
     """A picture at the size of an encoder: `rgbs`, uint8 (height, width, 3) of each of its `parts`, in the order in
-    which a model reads them. `ids`: of all tokens. `rows` and `columns`: those of tokens, if it is read as a grid.
-    `key`: of what the encoder makes of its pixels."""
+    which a model reads them. `ids`: of all tokens. `rows` and `columns`: those of tokens, if it is read as a grid,
+    which may be `framed` (`Ends.begin`). `key`: of what the encoder makes of its pixels."""
 
     rgbs: tuple[NDArray[np.uint8], ...]
     rows: int
@@ -36,6 +36,7 @@ class SizedPicture:
     ids: tuple[int, ...]
     key: str
     parts: tuple[Part, ...] = ()
+    framed: bool = False
 
 
 @dataclass(frozen=True)
@@ -114,6 +115,10 @@ PICTURE_MARKS = {
     ),
     "glm4v": PictureMarks(
         "<|begin_of_image|><|image|><|end_of_image|>", "<|begin_of_image|>", "<|end_of_image|>"
+    ),
+    "hunyuanvl": PictureMarks(
+        "<｜hy_place▁holder▁no▁100｜><｜hy_place▁holder▁no▁102｜><｜hy_place▁holder▁no▁101｜>",
+        "<｜hy_place▁holder▁no▁100｜>", "<｜hy_place▁holder▁no▁101｜>",
     ),
     "idefics3": PictureMarks(
         "<image>", "", "<fake_token_around_image>", tile="<fake_token_around_image><row_{row}_col_{column}>",

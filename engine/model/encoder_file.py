@@ -133,4 +133,5 @@ class EncoderFile:
         grid, parts = layout(self.spec, pixels.rgb.shape[1], pixels.rgb.shape[0])
         key, rgbs = f"{pixels.hash} {self._identity}", resized(self.spec, pixels.rgb)
         ids = picture_ids(key, sum(part.tokens for part in parts))
-        return SizedPicture(rgbs, grid.rows, grid.columns, ids, key, parts)
+        is_framed = self.spec.ends is not None and self.spec.ends.begin is not None
+        return SizedPicture(rgbs, grid.rows, grid.columns, ids, key, parts, is_framed)

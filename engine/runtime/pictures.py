@@ -3,9 +3,12 @@
 Each embedding has a token id of its own, a negative number that follows from the picture's pixels and its place in the
 picture. So the tree of known texts tells pictures apart as it tells texts, in memory and on disk.
 
-In models whose rotary embeddings have a grid (`Rope.sections`), a token's position is three numbers. Those of a text
-are the same: one more than the last. Those of a picture at p are p, p + its row, p + its column; and the text after it
-goes on at p + the larger side. So positions are behind the places in the KV cache from the first picture on.
+In models whose rotary embeddings have a grid (`Rope.sections`), a token's position is three numbers, or four. Those of
+a text are the same: one more than the last. Those of a picture at p are p, p + its row, p + its column; and the text
+after it goes on at p + the larger side. So positions are behind the places in the KV cache from the first picture on.
+
+Those of a picture that is framed, whose rows have ends, are the place, the column, the row, and 0. What stands around
+all of it counts as text.
 """
 
 from __future__ import annotations
@@ -143,18 +146,23 @@ class Pictures:
         return seen
 
     def positions(self, first: int, n: int) -> NDArray[np.int32]:
-        """The three positions of the tokens from `first` on, int32 (3, n)."""
+        """The four positions of the tokens from `first` on, int32 (4, n)."""
         places = np.arange(first, first + n)
-        out = np.broadcast_to(places, (3, n)).copy()
+        out = np.broadcast_to(places, (4, n)).copy()
         for at, end in zip(self.placed, self.ends, strict=True):
             picture = at.picture
+            if picture.framed:
+                inside = (places > at.first) & (places < end - 1)
+                rows, columns = np.divmod(places[inside] - at.first - 1, picture.columns + 1)
+                out[1:, inside] = [columns, rows, np.zeros_like(rows)]
+                continue
             length = end - at.first
             out[:, places >= end] -= length - max(picture.rows, picture.columns)
             inside = (places >= at.first) & (places < end)
             rows, columns = np.divmod(places[inside] - at.first, picture.columns)
             # `out` is behind by the pictures before: what is the first token's position
             begin = out[0, inside] - (places[inside] - at.first)
-            out[:, inside] = [begin, begin + rows, begin + columns]
+            out[:, inside] = [begin, begin + rows, begin + columns, begin]
         return out.astype(np.int32)
 
 

@@ -10,6 +10,7 @@ from engine.description.vision import PatchAttention, PatchFeedForward
 from engine.description.vision_reader import KINDS, read_vision
 from engine.errors import ModelFileError
 from engine.formats.gguf import GGUF
+from engine.targets.cpu.vision import lacks
 from tests import generated_encoder, generated_model
 
 
@@ -31,6 +32,7 @@ def test_every_kind_is_read(kind, tmp_path):
         "phi4",
         "janus_pro",
         "nemotron_v2_vl",
+        "hunyuanvl",
     )
     assert bool(spec.rotations) == (kind not in of_places and bool(attention))
     assert bool(spec.tiles) == (kind in ("idefics3", "internvl", "lfm2", "resampler", "llama4"))
@@ -49,6 +51,15 @@ def test_a_projector_may_read_several_layers(tmp_path):
     path = generated_encoder.write(tmp_path / "e.gguf", "mlp", features=(3, 1))
     with pytest.raises(ModelFileError, match="feature_layer"):
         read_vision(GGUF(path))
+
+
+def test_norms_over_all_heads_are_in_no_kernel(tmp_path):
+    """Those of InternVL's encoder of 6 billion parameters, whose norms are RMS norms."""
+    spec = read_vision(GGUF(generated_encoder.write(tmp_path / "e.gguf", "internvl", normed=True)))
+    operator = spec.sublayers[0].operator
+    assert isinstance(operator, PatchAttention) and operator.norms_all_heads
+    assert operator.q_norm and not (operator.q_norm.centred or spec.sublayers[0].norm.centred)
+    assert lacks(spec) == "a norm over all heads"
 
 
 @pytest.mark.parametrize("version, kind", [(0, "resampler 2.5"), (2, "resampler 2.5"), (6, "resampler")])

@@ -14,11 +14,23 @@ def picture(key, rows, columns):
 
 def test_positions_go_on_after_the_larger_side():
     pictures = Pictures([PlacedPicture(2, picture("a", 2, 3)), PlacedPicture(9, picture("b", 2, 1))])
-    t, h, w = pictures.positions(0, 13)
+    t, h, w, _ = pictures.positions(0, 13)
     assert t.tolist() == [0, 1, 2, 2, 2, 2, 2, 2, 5, 6, 6, 8, 9]
     assert h.tolist() == [0, 1, 2, 2, 2, 3, 3, 3, 5, 6, 7, 8, 9]
     assert w.tolist() == [0, 1, 2, 3, 4, 2, 3, 4, 5, 6, 6, 8, 9]
-    assert pictures.positions(7, 3).tolist() == [[2, 5, 6], [3, 5, 6], [4, 5, 6]]
+    assert pictures.positions(7, 3)[:3].tolist() == [[2, 5, 6], [3, 5, 6], [4, 5, 6]]
+
+
+def test_positions_in_a_framed_picture_are_columns_and_rows():
+    """Those of what stands around it are of texts, and the text after it leaves none out."""
+    ids = picture_ids("a", 8)
+    pictures = Pictures([PlacedPicture(2, SizedPicture((), 2, 2, ids, "a", framed=True))])
+    assert pictures.positions(1, 11).tolist() == [
+        [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11],
+        [1, 2, 0, 1, 2, 0, 1, 2, 9, 10, 11],
+        [1, 2, 0, 0, 0, 1, 1, 1, 9, 10, 11],
+        [1, 2, 0, 0, 0, 0, 0, 0, 9, 10, 11],
+    ]
 
 
 def test_a_picture_is_seen_as_a_whole_and_stays_in_one_piece():

@@ -8,7 +8,7 @@ import pytest
 from PIL import ImageOps
 
 from engine.description import encoder_input
-from engine.description.encoder_input import Grid, resized
+from engine.description.encoder_input import layout, resized
 from engine.description.vision_reader import KINDS, read_vision
 from engine.errors import ModelFileError
 from engine.formats.gguf import GGUF
@@ -37,14 +37,6 @@ def open_encoder(path, target=GraphEncoder):
     return target(FileWeights(file, list(spec.weights()), lambda _: None), spec)
 
 
-def without_line_ends(spec, rgb, embeddings):
-    if not spec.line_end:
-        return embeddings
-    grid = Grid.of(spec, *spec.size(rgb.shape[1], rgb.shape[0]))
-    rows = np.pad(embeddings, ((0, 1), (0, 0))).reshape(grid.rows, grid.columns + 1, -1)
-    return rows[:, :-1].reshape(grid.rows * grid.columns, -1)
-
-
 def noise(width, height, seed=0):
     return np.random.default_rng(seed).integers(0, 256, (height, width, 3), np.uint8)
 
@@ -63,6 +55,7 @@ OTHERS = [
     rarely("pixtral", {"merged": False}),
     *(rarely(kind, {}) for kind in ("lightonocr", "dots_ocr", "paddleocr", "kimivl", "lfm2")),
     ("glm4v", {}),
+    ("hunyuanvl", {}),
     rarely("mlp", {"side": 150}),
     *(rarely(kind, {}) for kind in ("phi4", "janus_pro")),
     rarely("mlp", {"choices": (16, 32, 32, 32)}),
@@ -96,8 +89,15 @@ def test_embeddings_are_those_of_the_description(kind, how, target, tmp_path):
     """Of windows some are whole, and others at the edges. A tile has pixels that are of no patch."""
     path = generated_encoder.write(tmp_path / "e.gguf", kind, patch=8, **how)
     wanted, encoder = ReferenceEncoder(path), open_encoder(path, target)
-    got = without_line_ends(encoder.spec, noise(150, 100), embeddings(encoder, noise(150, 100)))
-    expected = wanted(*resized(encoder.spec, noise(150, 100)))
+    got, expected = embeddings(encoder, noise(150, 100)), wanted(*resized(encoder.spec, noise(150, 100)))
+    assert np.abs(got - expected).max() < 1e-5 * np.abs(expected).max()
+
+
+@thorough
+def test_queries_and_keys_may_be_normed_over_all_heads(tmp_path):
+    path = generated_encoder.write(tmp_path / "e.gguf", "internvl", normed=True)
+    wanted, encoder = ReferenceEncoder(path), open_encoder(path)
+    got, expected = embeddings(encoder, noise(16, 16)), wanted(*resized(encoder.spec, noise(16, 16)))
     assert np.abs(got - expected).max() < 1e-5 * np.abs(expected).max()
 
 
@@ -214,8 +214,9 @@ def test_changed_files_are_refused_or_read(kind, tmp_path):
         except ModelFileError:
             refused += 1
             continue
-        grid, spec = Grid.of(encoder.spec, 40, 30), encoder.spec
-        if grid.tokens(spec) * spec.merge**2 < 20_000:
+        spec, (_, parts) = encoder.spec, layout(encoder.spec, 40, 30)
+        tokens = sum(part.tokens for part in parts)
+        if tokens * spec.merge**2 < 20_000:
             with np.errstate(all="ignore"):
-                assert embeddings(encoder, rgb).shape == (grid.tokens(spec), spec.out)
+                assert embeddings(encoder, rgb).shape == (tokens, spec.out)
     assert 50 < refused < 250

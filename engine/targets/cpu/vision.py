@@ -35,6 +35,7 @@ from engine.description.vision import (
 )
 from engine.formats.dequantize import HOST_TYPES
 from engine.formats.ggml_types import TYPES
+from engine.loading.fixed_rows import fixed_rows
 from engine.loading.weights import FileWeights
 from engine.runtime.pictures import Pixels, Progress, part_by_part
 from engine.targets.cpu.kernels import memory
@@ -68,6 +69,8 @@ def lacks(spec: VisionSpec) -> str:
     if any(TYPES[weight.type].name not in HOST_TYPES for weight in turned):
         return "a quantized matrix with a row for each input"
     attention = [s.operator for s in spec.sublayers if isinstance(s.operator, PatchAttention)]
+    if any(a.norms_all_heads for a in attention):
+        return "a norm over all heads"
     return "attention with a single head" if any(a.heads == 1 for a in attention) else ""
 
 
@@ -102,6 +105,7 @@ class CPUEncoder:
         """Raises ModelFileError."""
         self.spec, self._lanes, self._pool = spec, register_lanes(), default_pool()
         self._vectors = {vector: weights.vector(vector) for vector in spec.vectors()}
+        self._fixed = fixed_rows(weights, spec)
         self._weights = PictureWeights(weights, self._pool, self._lanes)
         self._parts = 4 * self._pool.count
         self._most_rows = most_rows(spec, self._lanes)
@@ -179,7 +183,7 @@ class CPUEncoder:
                 stacked = [*(earlier[i] for i in projector.earlier), used]
                 parts[projector] = self._project(projector, np.concatenate(stacked, axis=1), grid)
         embeddings = np.concatenate([parts[projector] for projector in spec.projectors], axis=1)
-        return as_read(spec, embeddings, grid, self._vectors[spec.line_end] if spec.line_end else None)
+        return as_read(spec, embeddings, grid, self._fixed.__getitem__)
 
     def preparations(self) -> Sequence[Callable[[], None]]:
         """None: all kernels were compiled when the encoder was opened."""

@@ -38,6 +38,7 @@ from engine.description.vision import (
     parts_of,
 )
 from engine.kernels.quantized_matrix import QuantizedMatrix
+from engine.loading.fixed_rows import fixed_rows
 from engine.loading.weights import FileWeights
 from engine.runtime.pictures import Pixels, Progress, part_by_part
 from engine.targets.graph.parts import load_matrix
@@ -58,7 +59,12 @@ class GraphEncoder:
         self.spec = spec
         matrices = {weight: load_matrix(weights, weight) for weight in spec.weights()}
         self._host = {vector: weights.vector(vector) for vector in spec.vectors()}
-        on_host = {spec.line_end, spec.summary, spec.positions and spec.positions.table}
+        self._fixed = fixed_rows(weights, spec)
+        on_host = {
+            spec.summary,
+            spec.positions and spec.positions.table,
+            *(row.vector for row in self._fixed),
+        }
         vectors = {v: Tensor(data).realize() for v, data in self._host.items() if v not in on_host}
         self._limits = {
             key: Tensor(np.array(limits, np.float32)).realize()
@@ -105,7 +111,7 @@ class GraphEncoder:
                     :tokens
                 ]
         embeddings = np.concatenate([parts[projector] for projector in spec.projectors], axis=1)
-        return as_read(spec, embeddings, grid, self._host[spec.line_end] if spec.line_end else None)
+        return as_read(spec, embeddings, grid, self._fixed.__getitem__)
 
     def preparations(self) -> Sequence[Callable[[], None]]:
         """None: steps are compiled when a picture needs them."""
@@ -213,8 +219,10 @@ class Parts:
 
         def heads(linear: Linear, norm: Norm | None, is_turned: bool) -> Tensor:
             """(heads, n, head_dim)"""
-            y = self._linear(linear, x).reshape(n, a.heads, a.head_dim).transpose(0, 1)
-            y = self.norm(y, norm) if norm else y
+            y = self._linear(linear, x)
+            y = self.norm(y, norm) if norm and a.norms_all_heads else y
+            y = y.reshape(n, a.heads, a.head_dim).transpose(0, 1)
+            y = self.norm(y, norm) if norm and not a.norms_all_heads else y
             if is_turned and turns:
                 cos, sin = turns
                 first, second = y.chunk(2, dim=-1)

@@ -24,10 +24,11 @@ from engine.description.vision import (
     PatchFeedForward,
     VisionSpec,
 )
-from engine.formats.dequantize import HOST_TYPES, dequantized
+from engine.formats.dequantize import HOST_TYPES
 from engine.formats.ggml_types import TYPES
 from engine.kernels.compilation import compile_in_turns, compile_once
 from engine.kernels.device_memory import to_device, unallocated
+from engine.loading.fixed_rows import fixed_rows, host_matrix
 from engine.loading.weights import FileWeights
 from engine.runtime.pictures import Pixels, Progress, part_by_part
 from engine.targets.nvidia.filling import fill, prepare
@@ -60,6 +61,8 @@ def lacks(spec: VisionSpec) -> str:
     if any(projector.earlier for projector in spec.projectors):
         return "a projector of several layers"
     attention = [s.operator for s in spec.sublayers if isinstance(s.operator, PatchAttention)]
+    if any(a.norms_all_heads for a in attention):
+        return "a norm over all heads"
     return "heads of more than 256 elements" if any(a.head_dim > 256 for a in attention) else ""
 
 
@@ -101,7 +104,7 @@ class NvidiaEncoder:
         self.vectors = {vector: to_device(weights.vector(vector)) for vector in spec.vectors()}
         if spec.positions and spec.summary and (table := position_table(spec, weights.vector)) is not None:
             self.vectors[spec.positions.table] = to_device(table.reshape(-1))
-        self.line_end = weights.vector(spec.line_end) if spec.line_end else None
+        self._fixed = fixed_rows(weights, spec)
         self.products: dict[tuple[Linear, ...], list[Stacked]] = {}
         for linears in _read_together(spec):
             self.products[linears] = stack(weights, linears)
@@ -141,7 +144,7 @@ class NvidiaEncoder:
         if self._work is work:
             self._work = None
         assert work.result is not None
-        return as_read(spec, work.result, grid, self.line_end)
+        return as_read(spec, work.result, grid, self._fixed.__getitem__)
 
     def preparations(self) -> Sequence[Callable[[], None]]:
         """Large pictures come first: most that people have are."""
@@ -214,13 +217,11 @@ def _is_plain(gate: Linear, up: Linear) -> bool:
 
 def _turned(weights: FileWeights, weight: Weight) -> Matrix:
     """The transpose of a matrix, in float16."""
-    raw = weights.read(weight, range(weight.rows))
-    values = dequantized(raw, weight.type).reshape(weight.rows, weight.cols).T.astype(np.float16)
+    values = host_matrix(weights, weight).T.astype(np.float16)
     layout = WeightLayout(_HALF)
     matrix = Matrix([weight], MatrixSpec(layout, (TensorRows(weight.cols),), weight.rows))
     host = Tensor(np.ascontiguousarray(values).view(np.uint8).reshape(-1))
     matrix.planes = [plane.realize() for plane in layout.planes_of(host, weight.cols, weight.rows)]
-    weights.release(weight, range(weight.rows))
     return matrix
 
 

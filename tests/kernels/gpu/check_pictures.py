@@ -145,6 +145,11 @@ def check_an_encoder_of_smoothed_positions() -> None:
     encoder_of("lfm2", [(10, 7)])
 
 
+def check_an_encoder_whose_rows_have_ends() -> None:
+    """And a projector of three products, the first of which merges patches channel by channel."""
+    encoder_of("hunyuanvl", [(3, 5)])
+
+
 def check_an_encoder_of_cubic_positions() -> None:
     encoder_of("kimivl", [(3, 5)])
 
