@@ -140,22 +140,26 @@ class NvidiaRunner:
         self._launched: Sequence[Slot] = ()  # the pieces of prompts in the step that is ahead
         self._hidden: list[NDArray[np.float32]] = []
         self._earlier: list[Logits] = []  # of the steps before the last one of one `run`
+        # of the steps with prompts and replies, those whose kernels are compiled
+        self._mixed_sizes: set[int] = set()
+        self._start(weights, is_early)
+
+    def _start(self, weights: Weights, is_early: bool) -> None:
+        """Compiles the kernels that answers need at first, while the weights are read, and captures a step."""
         with timeline.span("kernels"):
-            schedules = {product.stack.name: product.schedule for product in model.products}
+            schedules = {product.stack.name: product.schedule for product in self._model.products}
             makes = self._linears, self._repacking_linears
             compiled = begin_once((*self._set_up, is_early, *schedules.items()), *makes)
         if processes_compile():
             calibrate()
-        filling = model.begin_fill(weights)
+        filling = self._model.begin_fill(weights)
         with timeline.span("waiting for kernels"):
             compiled()
-            for n in counts[1:-1]:
+            for n in self.row_counts[1:-1]:
                 if was_compiled((*self._set_up, "rows", n)):
                     self.prepare_rows(n)
-            # of the steps with prompts and replies, those whose kernels are compiled
-            self._mixed_sizes = {
-                size for size in self._mixing if was_compiled((*self._set_up, "mixed", size))
-            }
+            mixed = (size for size in self._mixing if was_compiled((*self._set_up, "mixed", size)))
+            self._mixed_sizes.update(mixed)
         with timeline.span("capture"):
             self._capture_while(filling)
         with timeline.span("waiting for the weights"):
