@@ -22,7 +22,14 @@ from app.chat.mention import LINES, Mention, meanings, shown
 from app.chat.status import StatusObserver
 from engine.catalog.names import local_path
 from engine.errors import UsageError
-from engine.formats.picture_kind import HEAD_BYTES, MAX_BYTES, is_binary_picture
+from engine.formats.picture_kind import (
+    HEAD_BYTES,
+    MAX_BYTES,
+    NOT_READ,
+    is_binary_picture,
+    media_type,
+    refusal,
+)
 from widgets.chat.turn import Attachment, PictureFile
 from widgets.text import as_bytes, counted, one_line
 
@@ -155,6 +162,8 @@ def _all(file: BinaryIO, name: str, head: bytes, size: int) -> bytes:
     if max(size, len(data)) <= most:
         return data
     has = as_bytes(size) if size > most else f"more than {as_bytes(most)}"
+    if media_type(head) in NOT_READ:
+        raise UsageError(f"{name}: {refusal(head)}")
     if is_picture:
         raise UsageError(f"{name} has {has}: pictures of at most {as_bytes(most)} are read.")
     raise UsageError(

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from engine.errors import BackendError, PictureError
 from engine.formats.limited_process import LimitedProcess
-from engine.formats.picture_kind import MAX_BYTES, SCAN, media_type, refusal
+from engine.formats.picture_kind import MAX_BYTES, NOT_READ, SCAN, media_type, refusal
 
 _PIPE_BYTES = 1 << 20  # pixels come in a few pieces: 64 KB at a time take 3 ms more
 DECODE_S = 30.0  # 64 million pixels take about 2 s on a fast machine
@@ -54,6 +54,8 @@ class PictureDecoder:
     def decode(self, data: bytes, within: tuple[int, int] | None = None) -> Pixels:
         """The pixels of a file, made to fit into the width and height `within`. Raises PictureError, and
         BackendError if the process does not start."""
+        if media_type(data) in NOT_READ:  # Pillow would take the small picture of a raw file
+            raise PictureError(refusal(data))
         if len(data) > MAX_BYTES:
             size = f"{len(data) / 1e6:.1f} MB"
             raise PictureError(f"The picture's file has {size}. At most {MAX_BYTES >> 20} MiB are read.")

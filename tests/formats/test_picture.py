@@ -89,6 +89,14 @@ def with_scans(count: int, size: tuple[int, int] = (3000, 2000)) -> bytes:
     return data[:-2] + count * last + data[-2:]
 
 
+def as_raw(order: str, tag: int, of_another: int) -> bytes:
+    """A TIFF that has one more `tag`, and says whether it is a smaller picture of another."""
+    tags = {254: of_another, 256: 2, 257: 2, 258: 8, 259: 1, 262: 1, 273: 122, 277: 1, 278: 2, 279: 4, tag: 1}
+    entries = b"".join(struct.pack(f"{order}HHII", key, 4, 1, n) for key, n in sorted(tags.items()))
+    start = b"II*\0" if order == "<" else b"MM\0*"
+    return start + struct.pack(f"{order}IH", 8, len(tags)) + entries + bytes(99)
+
+
 @pytest.mark.parametrize(
     ("data", "reason"),
     [
@@ -96,6 +104,9 @@ def with_scans(count: int, size: tuple[int, int] = (3000, 2000)) -> bytes:
         (b"\0\0\0\x18ftypheic", "a HEIC file"),
         (b"\0\0\0\x1cftypmif1\0\0\0\0mif1avif", "begins as AVIF"),
         (b"\xff\x0a" + bytes(9), "a JPEG XL file"),
+        (as_raw("<", 50706, 1), "a camera's raw file"),
+        (as_raw(">", 330, 1), "a camera's raw file"),
+        (b"II*\0\x10\0\0\0CR\2\0" + bytes(99), "a camera's raw file"),
         (b"<?xml version='1.0'?><svg/>", "an SVG file"),
         (file_of(Image.new("1", (10_000, 10_000)), compress_level=1), "10000 x 10000 pixels, 100 million"),
         (file_of(Image.new("1", (1, 65_536))), "1 x 65536 pixels. A side has at most 65,535"),
@@ -104,7 +115,22 @@ def with_scans(count: int, size: tuple[int, int] = (3000, 2000)) -> bytes:
         (bytes(21 << 20), "At most 20 MiB"),
         (200, r"pixels in 2\d\d scans"),
     ],
-    ids=["empty", "heic", "avif", "jxl", "svg", "large", "high", "cut off", "no JPEG", "large file", "scans"],
+    ids=[
+        "empty",
+        "heic",
+        "avif",
+        "jxl",
+        "dng",
+        "nef",
+        "cr2",
+        "svg",
+        "large",
+        "high",
+        "cut off",
+        "no JPEG",
+        "large file",
+        "scans",
+    ],
 )
 def test_what_is_not_read_is_said(decoder, data, reason):
     data = with_scans(data) if isinstance(data, int) else data  # made here: each process collects all tests
@@ -119,3 +145,8 @@ def test_a_killed_process_is_replaced(decoder):
     process.kill()
     process.wait()
     assert decoder.decode(picture).rgb.tolist() == [[[0, 255, 0]]]
+
+
+def test_a_tiff_of_several_sizes_is_no_raw_file(decoder):
+    """Its first picture is the large one."""
+    assert decoder.decode(as_raw("<", 330, 0)).full == (2, 2)
