@@ -125,8 +125,10 @@ _ALL = Takes()
 
 
 class FileReader:
+    """Reads the files of prompts. May be used in threads."""
+
     def __init__(self, count: TokenCounter) -> None:
-        self._count = count
+        self._count, self._lock = count, threading.Lock()
         self._kept: dict[tuple[ModelFiles | None, Mention, str], Attachment | PictureError] = {}
         self._sent: dict[tuple[str, int, int], Attachment] = {}  # by path and lines
 
@@ -151,9 +153,10 @@ class FileReader:
         kept = self._kept.get(key) or self._read(mention)
         if isinstance(kept, Attachment) and kept.tokens is None:
             kept = replace(kept, tokens=self._count(kept))
-        while len(self._kept) >= _KEPT:
-            self._kept.pop(next(iter(self._kept)))
-        self._kept[key] = kept
+        with self._lock:
+            while len(self._kept) >= _KEPT:
+                self._kept.pop(next(iter(self._kept)))
+            self._kept[key] = kept
         if isinstance(kept, PictureError):
             raise kept.with_traceback(None)
         return kept
@@ -181,7 +184,7 @@ class FileReader:
         return files.mentions(prompt, known=self._is_known)
 
     def _is_known(self, path: Path) -> bool:
-        return any(_path(path) == sent for sent, _, _ in self._sent)
+        return any(_path(path) == sent for sent, _, _ in [*self._sent])  # another thread may add to it
 
     def chips(self, prompt: str, takes: Takes = _ALL) -> list[tuple[str, bool]]:
         """A few words on each file that `prompt` names, and whether it can be read and sent to a model."""

@@ -173,14 +173,15 @@ def _all(file: BinaryIO, name: str, head: bytes, size: int) -> bytes:
 
 def _lines(file: BinaryIO, mention: Mention) -> bytes:
     """The lines that a mention asks for, at most about LIMIT_BYTES."""
-    taken, size, skipped = [], 0, 0
-    for number, line in enumerate(iter(lambda: file.readline(LIMIT_BYTES), b""), 1):
+    number, taken, size, skipped = 1, [], 0, 0
+    for part in iter(lambda: file.readline(LIMIT_BYTES), b""):  # of a long line
         if number > max(mention.first, mention.last) or size > LIMIT_BYTES or skipped > _MOST_SKIPPED:
             break
-        skipped += len(line)
+        skipped += len(part)
         if number >= mention.first:
-            taken.append(line)
-            size += len(line)
+            taken.append(part)
+            size += len(part)
+        number += part.endswith(b"\n")
     return b"".join(taken)
 
 

@@ -101,6 +101,7 @@ class Toolbox:
     states: dict[str, ServerState] = field(init=False)
     _host: Process | None = None
     _reader: asyncio.Task[None] | None = None
+    _begins: asyncio.Lock = field(default_factory=asyncio.Lock)
     _change: asyncio.Event = field(default_factory=asyncio.Event)
     _ids: itertools.count[int] = field(default_factory=itertools.count)
     _calls: dict[int, asyncio.Future[Returned]] = field(default_factory=dict)
@@ -119,8 +120,9 @@ class Toolbox:
 
     async def start(self) -> None:
         """Starts the servers, and waits until each has listed its tools or is known not to run."""
-        if self.servers and self._host is None:
-            await self._begin()
+        async with self._begins:
+            if self.servers and self._host is None:
+                await self._begin()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(START_S):
                 while self._host and self.starting:
@@ -239,8 +241,8 @@ class Toolbox:
         host, self._host = self._host, None
         if host is not None:
             signal_group(host.pid, signal.SIGKILL)
+            self._lost("was ended")  # before another one may begin
             await host.wait()
-            self._lost("was ended")
         if self._reader is not None:
             self._reader.cancel()
 

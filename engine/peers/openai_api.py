@@ -253,7 +253,7 @@ class _Calls:
 
     def take(self, pieces: tuple[_CallPiece, ...]) -> None:
         for piece in pieces:
-            if piece.function and len(self._calls) < MOST_CALLS:
+            if piece.function and (piece.index in self._calls or len(self._calls) < MOST_CALLS):
                 call = self._calls.setdefault(piece.index, _Function("", ""))
                 call.name = call.name or piece.function.name or ""
                 call.arguments = ((call.arguments or "") + (piece.function.arguments or ""))[:MAX_TEXT]

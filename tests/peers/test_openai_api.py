@@ -6,6 +6,7 @@ import pytest
 
 from engine.formats.tool_calls import ToolCallParser
 from engine.formats.tool_forms import HERMES
+from engine.peers import openai_api
 from engine.peers.openai_api import OpenAIEngine
 from engine.protocol.events import (
     Chat,
@@ -186,6 +187,18 @@ async def test_tools_of_a_chat_and_calls_of_them(engines, fake):
     }
     assert body["messages"][2] == {"role": "tool", "content": "text of a", "tool_call_id": "abc"}
     assert [*ToolCallParser(HERMES, tools).feed(said(events))] == [("files.read", '{"path": "b"}')]
+
+
+async def test_the_last_call_of_as_many_as_there_may_be_is_whole(engines, fake, monkeypatch):
+    monkeypatch.setattr(openai_api, "MOST_CALLS", 2)
+    names = [{"index": i, "function": {"name": f"f{i}", "arguments": "{"}} for i in range(3)]
+    ends = [{"index": i, "function": {"arguments": "}"}} for i in range(3)]
+    fake.answer("/v1/chat/completions", *sse(delta(tool_calls=names), delta(tool_calls=ends), END, USAGE))
+    engine = engines(f"{fake.url}/v1")
+    await collect(engine.start())
+    text = said(await collect(engine.generate(ask())))
+    tools = '[{"function": {"name": "f0"}}, {"function": {"name": "f1"}}]'
+    assert [*ToolCallParser(HERMES, tools).feed(text)] == [("f0", "{}"), ("f1", "{}")]
 
 
 async def test_a_server_of_unknown_kind_gets_what_is_in_the_protocol(engines, fake):

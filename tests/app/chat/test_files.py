@@ -72,6 +72,11 @@ def test_lines_of_a_file():
         read_all("@notes.txt:60")
 
 
+def test_a_line_that_is_longer_than_a_context_is_one_line(folder):
+    (folder / "bundle.js").write_bytes(b"x" * (2 * files.LIMIT_BYTES) + b"\nlast\n")
+    assert read_all("@bundle.js:2-3")[0].text == "last\n"
+
+
 def test_what_is_no_text_is_refused_in_words(folder):
     (folder / "a.zip").write_bytes(b"PK\3\4\x1a\n\0\0\0\0")
     (folder / "latin").write_bytes(b"caf\xe9")

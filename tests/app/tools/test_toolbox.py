@@ -150,6 +150,22 @@ async def test_faults_of_servers_harm_no_other():
             await box.close()
 
 
+def listing() -> list[str]:
+    """A process of servers in which one lists a tool."""
+    lists = "import sys; sys.stdin.readline(); print('{}'); print(sys.argv[1], flush=True); sys.stdin.read()"
+    line = '{"type":"Listed","server":"calc","tools":[{"name":"add","schema":"{}"}]}'
+    return [sys.executable, "-c", lists, line]
+
+
+async def test_two_who_start_the_servers_at_once_share_their_process(monkeypatch):
+    begun = []
+    monkeypatch.setattr(toolbox_module, "module_command", lambda name: begun.append(name) or listing())
+    box = Toolbox({"calc": Server(command="none")})
+    await asyncio.gather(box.start(), box.start())
+    assert len(begun) == 1 and [*box.tools] == ["calc.add"]
+    await box.close()
+
+
 async def test_the_process_of_the_servers_is_lost_and_begins_again(monkeypatch):
     box = Toolbox({"calc": Server(command="none")})
     monkeypatch.setattr(
@@ -157,9 +173,7 @@ async def test_the_process_of_the_servers_is_lost_and_begins_again(monkeypatch):
     )
     await box.start()
     assert box.states["calc"].text == "was lost: the process of the servers ended with exit status 7"
-    lists = "import sys; sys.stdin.readline(); print('{}'); print(sys.argv[1], flush=True); sys.stdin.read()"
-    line = '{"type":"Listed","server":"calc","tools":[{"name":"add","schema":"{}"}]}'
-    monkeypatch.setattr(toolbox_module, "module_command", lambda _: [sys.executable, "-c", lists, line])
+    monkeypatch.setattr(toolbox_module, "module_command", lambda _: listing())
     await box.start()
     assert [*box.tools] == ["calc.add"]
     await box.close()
