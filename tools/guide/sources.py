@@ -14,11 +14,14 @@ from typing import NamedTuple
 
 from app.chat import settings
 from app.chat.commands import ENGINE_OPTIONS, SETTABLE, commands
+from app.chat.tool_use import MOST_CALLS
 from app.cli import options
 from app.main import COMMANDS
 from app.screens.actions import ACTIONS, OTHER_KEYS, PANE_KEYS, key_label
 from engine.catalog import names
 from engine.errors import EXIT_CODES, OrinError
+from engine.formats import picture_kind
+from engine.formats.picture_process import MAX_PIXELS
 from engine.formats.quantization import QUANTIZED, Format
 from presets import loader
 from widgets.labels import LABELS
@@ -139,7 +142,7 @@ def _key_names(label: str) -> tuple[str, ...]:
 def command_line(phrases: Mapping[str, Mapping[str, str]]) -> Iterator[Source]:
     """What each option does, the key that does the same in the chat, and its default if the help names one. `phrases`
     is options.toml, which names the key's action."""
-    labels = {action.name: key_label(action.key) for action in ACTIONS}
+    labels, known = {action.name: key_label(action.key) for action in ACTIONS}, figures()
     optional = {name for name in settings.Settings.__struct_fields__ if name != "sampling"}
     sampling = set(settings.SamplingSettings.__struct_fields__)
     for action in options._parser({})._actions:
@@ -154,7 +157,7 @@ def command_line(phrases: Mapping[str, Mapping[str, str]]) -> Iterator[Source]:
         key = labels.get(phrases.get(action.dest, {}).get("key", ""))
         begin = f"Press {key} in the chat, or use" if key else "Use"
         sentence = f"{begin} {usage}: {meaning}." + (f" The default is {default}." if default else "")
-        named = {"key": key or "", "option": name, "default": default}
+        named = known | {"key": key or "", "option": name, "default": default}
         sentence = _said(phrases.get(action.dest, {}), sentence, **named)
         if action.dest in sampling:
             sentence += f" settings.toml has it as {action.dest} under [sampling]."
@@ -174,14 +177,18 @@ def command_line(phrases: Mapping[str, Mapping[str, str]]) -> Iterator[Source]:
 
 
 def figures() -> dict[str, str]:
-    """Texts that other answers insert: {key_stop} and the like, {bits_Q4_K} and the like, {settings_keys}, and
-    {types} of weights."""
+    """Texts that other answers insert: {key_stop} and the like, {bits_Q4_K} and the like, {settings_keys}, {types} of
+    weights, which pictures are read, and the most calls of tools."""
     tables = ("sampling", "models")
     return {
         **{f"key_{action.name}": key_label(action.key) for action in ACTIONS},
         **{f"bits_{kind.name}": _bits(kind) for kind in QUANTIZED.values()},
         "settings_keys": ", ".join(k for k in settings.Settings.__struct_fields__ if k not in tables),
         "types": ", ".join((*PLAIN, *sorted(kind.name for kind in QUANTIZED.values()))),
+        "most_calls": f"{MOST_CALLS}",
+        "picture_kinds": " and ".join(", ".join(picture_kind.READ.values()).rsplit(", ", 1)),
+        "picture_mib": f"{picture_kind.MAX_BYTES >> 20}",
+        "picture_megapixels": f"{MAX_PIXELS / 1e6:.0f}",
     }
 
 
