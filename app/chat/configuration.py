@@ -63,6 +63,8 @@ def configure(
     merged: dict[str, Any] = {"prefix_cache_bytes": None if prefix_gb is None else int(prefix_gb * 1e9)}
     for source in (from_settings, *later):
         merged |= {name: value for name, value in source.items() if value is not None}
+    # What the command line says is for this model, and what settings and presets say for all.
+    merged["context_at_most"] = merged.get("context_length") != command_line.get("context_length")
     engine, sampling = (
         {name: merged[name] for name in kind.__struct_fields__ if name in merged}
         for kind in (EngineOptions, Sampling)
@@ -93,12 +95,16 @@ def without_effect(sampling: Sampling, ready: Ready) -> tuple[str, ...]:
     return tuple(sentences)
 
 
-def with_other_model(options: EngineOptions, path: Path, trained_context: int) -> EngineOptions:
-    """The options for another model file. The context is at most `trained_context` tokens (0: not known)."""
-    length = options.context_length
-    if isinstance(length, int) and trained_context:
-        length = min(length, trained_context)
-    return replace(options, model_path=str(path), mmproj=encoder_of(path), draft="", context_length=length)
+def with_other_model(options: EngineOptions, path: Path) -> EngineOptions:
+    """The options for another model file. Its context is at most as long as it was trained for."""
+    return replace(options, model_path=str(path), mmproj=encoder_of(path), draft="", context_at_most=True)
+
+
+def with_changes(options: EngineOptions, **changed: Any) -> EngineOptions:
+    """`options`, of which a user changes some by hand."""
+    if "context_length" in changed:
+        changed["context_at_most"] = False
+    return replace(options, **changed)
 
 
 def _fields(preset: Preset) -> dict[str, Any]:

@@ -3,9 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from msgspec.structs import replace
-
-from app.chat.configuration import with_other_model
+from app.chat.configuration import with_changes, with_other_model
 from app.chat.settings import Settings
 from app.chat.speed_history import recording_engine
 from app.cli.model_file import model_path, remember_last_model
@@ -35,12 +33,12 @@ class OtherModels:
         model = read_entry(path, path)
         if model.problem:
             raise ModelFileError(model.problem)
-        options = with_other_model(self.options, path, model.context_length)
+        options = with_other_model(self.options, path)
         return recording_engine(options, lambda: remember_last_model(name, self._settings)), options
 
     def with_options(self, **changed: Any) -> tuple[Engine, EngineOptions]:
         """An engine for the same model with other options, not started yet, and these options."""
-        options = replace(self.options, **changed)
+        options = with_changes(self.options, **changed)
         return recording_engine(options), options
 
     def adopt(self, options: EngineOptions) -> None:

@@ -123,7 +123,7 @@ class EngineActions(App[None]):
         if path == setup.model_path:
             self.column.notice(f"{one_line(model.name)} is in use already")
             return
-        engine, options = setup.with_model(path, model.context_length)
+        engine, options = setup.with_model(path)
 
         def adopt() -> None:
             setup.adopt(setup.name, options)

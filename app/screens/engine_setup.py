@@ -6,7 +6,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from app.chat.configuration import configure, with_other_model
+from app.chat.configuration import configure, with_changes, with_other_model
 from app.chat.idle_tuner import WhenIdle
 from app.chat.settings import Settings
 from app.chat.speed_history import preset_speeds, record_run, recording_engine
@@ -71,17 +71,19 @@ class EngineSetup:
             raise UsageError(f"{name} does not work here: {problem}.")
         path, given = self.options.model_path, self.command_line
         options, sampling, _ = configure(path, self._settings, preset, given, chosen_in_chat=True)
-        options = replace(options, mmproj=self.options.mmproj, draft=self.options.draft)
+        at_most = options.context_at_most or self.options.context_at_most  # of another model by now
+        kept = {"mmproj": self.options.mmproj, "draft": self.options.draft, "context_at_most": at_most}
+        options = replace(options, **kept)
         return self._make(options), options, sampling
 
-    def with_model(self, path: Path, trained_context: int = 0) -> tuple[Engine, EngineOptions]:
-        """An engine for another model, and its options. The context is at most `trained_context` (0: not known)."""
-        options = with_other_model(self.options, path, trained_context)
+    def with_model(self, path: Path) -> tuple[Engine, EngineOptions]:
+        """An engine for another model, and its options."""
+        options = with_other_model(self.options, path)
         return self._make(options), options
 
     def with_options(self, **changed: Any) -> tuple[Engine, EngineOptions]:
         """An engine for the same model with other options, and these."""
-        options = replace(self.options, **changed)
+        options = with_changes(self.options, **changed)
         return self._make(options), options
 
     def compare(self, ours: Engine, *, together: bool = False) -> ComparisonEngine:
@@ -95,7 +97,15 @@ class EngineSetup:
         self.backend = backend
         default = configure(self.options.model_path, self._settings).engine
         # what presets of backends leave open
-        other = ("backend", "context_length", "kv", "prefix_cache_bytes", "mmproj", "draft")
+        other = (
+            "backend",
+            "context_length",
+            "context_at_most",
+            "kv",
+            "prefix_cache_bytes",
+            "mmproj",
+            "draft",
+        )
         options = replace(self.options, **{name: getattr(default, name) for name in other})
         if not self.name and options == default and backend.lower() in preset_files():
             self.name = backend.lower()

@@ -65,7 +65,12 @@ def run(arguments: Sequence[str], settings: Settings) -> int:
                 f"Everyone who reaches {args.host} could use this server.",
                 "Put a key into an environment variable and name it: --api-key-env NAME.",
             )
-        engine_options = replace(configuration.engine, parallel=args.parallel, token_gap=args.token_gap)
+        engine_options = replace(
+            configuration.engine,
+            parallel=args.parallel,
+            token_gap=args.token_gap,
+            context_at_most=configuration.engine.context_at_most or len(paths) > 1,
+        )
 
         def service_of(name: str) -> Service:
             keep_warm_s = configuration.keep_warm_s if len(paths) == 1 else None

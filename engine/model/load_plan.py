@@ -78,7 +78,8 @@ def plan_load(options: EngineOptions, file: GGUF) -> LoadPlan:
     if draft_file and not is_assistant(draft_file) and options.speculate != "heads":
         draft = DraftModel(draft_file, options, device, file, spec.vocab)
     room = left if draft is None or left is None else left - draft.need(None).total_bytes
-    context_length = chosen_context(spec, options.context_length, room, *set_up)
+    asked, at_most = options.context_length, options.context_at_most
+    context_length = chosen_context(spec, asked, room, *set_up, at_most=at_most)
     need = check_fits(spec, context_length, left, *set_up)
     if draft:
         leave(need.total_bytes)

@@ -76,9 +76,12 @@ def chosen_context(
     target: Target,
     parallel: int = 1,
     kv: KVFormat = KVFormat.F16,
+    *,
+    at_most: bool = False,
 ) -> int:
     """The context that is meant by `asked`, in tokens. "max" leaves a part of `free_bytes` free; if that figure is not
-    known (None), it is the default. Raises UsageError for one that the model was not trained for."""
+    known (None), it is the default. With `at_most`, one that the model was not trained for is cut; else UsageError is
+    raised for it."""
     if asked == "max" and free_bytes is not None:
         usable = int(free_bytes * (1 - _LEFT_FREE))
         longest = largest_context(spec, usable, target, parallel, kv)
@@ -86,6 +89,8 @@ def chosen_context(
         return longest or min(spec.trained_context, _SMALLEST_CONTEXT)
     if asked is None or asked == "max":
         return default_context(spec)
+    if at_most:
+        asked = min(asked, spec.trained_context)
     if not 1 < asked <= spec.trained_context:
         raise UsageError(
             f"{spec.name} cannot have a context of {asked:,} tokens.",

@@ -84,13 +84,14 @@ class EngineOptions(_Record, frozen=True, kw_only=True):
     """The options of an engine, fixed for the life of its process. `backend` is "auto" or a tinygrad device.
 
     `kernels`: "fused" are quantized kernels of our own, "graph" plain tensor graphs that tinygrad schedules, "auto"
-    takes what suits the device. `search_width` is the width of the search for faster kernels in the captured steps
-    (JITBEAM): on "graph" tinygrad's own, on "fused" ours for the products of a decode step. `matvec` is tinygrad's
-    heuristic. On "graph", None leaves both to the environment. `search_s` bounds our search (None: by its width);
-    `search_again` repeats one whose result is known. `keep_packed` keeps a CPU's packed weights on disk for the next
-    start. `parallel` conversations are answered at once, each with its own context, if the device's kernels can. `kv`
-    names the format of the KV cache (`engine.formats.kv_format`). `prefix_cache_bytes` limits what is kept on disk of
-    the KV cache of long conversations (None: what the disk has room for). `token_gap`, 1 or more, bounds the time
+    takes what suits the device. With `context_at_most`, a model that was trained for less than `context_length` has
+    that in its place, and else it is refused. `search_width` is the width of the search for faster kernels in the
+    captured steps (JITBEAM): on "graph" tinygrad's own, on "fused" ours for the products of a decode step. `matvec` is
+    tinygrad's heuristic. On "graph", None leaves both to the environment. `search_s` bounds our search (None: by its
+    width); `search_again` repeats one whose result is known. `keep_packed` keeps a CPU's packed weights on disk for the
+    next start. `parallel` conversations are answered at once, each with its own context, if the device's kernels can.
+    `kv` names the format of the KV cache (`engine.formats.kv_format`). `prefix_cache_bytes` limits what is kept on disk
+    of the KV cache of long conversations (None: what the disk has room for). `token_gap`, 1 or more, bounds the time
     between two tokens of a reply while prompts are read, as a multiple of that without. `speculate`: who guesses next
     tokens (`engine.runtime.speculation`). `mmproj` is the file of the encoder with which the model sees pictures,
     `draft` that of a draft model ("": none). `chip`: "sm_87" takes the kernels of such GPUs on CUDA ("": its own)."""
@@ -98,6 +99,7 @@ class EngineOptions(_Record, frozen=True, kw_only=True):
     model_path: str
     backend: str = "auto"
     context_length: ContextLength = None
+    context_at_most: bool = False
     kernels: KernelPath = "auto"
     search_width: int | None = None
     matvec: Matvec | None = None

@@ -105,6 +105,7 @@ def test_a_context_that_no_model_was_trained_for_is_refused(spec):
     with pytest.raises(UsageError, match="context of 40,961 tokens") as raised:
         chosen_context(spec, 40_961, None, "cpu")
     assert "or max" in raised.value.hint
+    assert chosen_context(spec, 40_961, None, "cpu", at_most=True) == 40_960, "settings are for all models"
 
 
 def test_what_fits_is_not_refused(spec):

@@ -49,6 +49,7 @@ def test_a_preset_that_is_chosen_in_the_chat_overrides_the_command_line():
         model_path="m",
         backend="NV",
         context_length=2000,
+        context_at_most=True,
         search_width=2,
         keep_packed=True,
     )

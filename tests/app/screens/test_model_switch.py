@@ -83,7 +83,7 @@ async def test_the_conversation_goes_on_with_the_other_model(hub, setup, first, 
         await choose(user, "noise")
         await user.sees("noise answers now")
         [(options, engine)] = setup.made
-        assert (options.model_path, options.context_length) == (str(other), 512)  # as it was trained for
+        assert (options.model_path, options.context_at_most) == (str(other), True)  # as it was trained for
         assert user.app.session.engine is engine and user.engine.closed == 1
         assert setup.model_path == other and last_model() == "noise"
         turns = (Message(role="user", content="Hello"), Message(role="assistant", content="From the first."))
