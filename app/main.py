@@ -36,6 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line `argv` (None: the program's own) and returns its exit code."""
     arguments = sys.argv[1:] if argv is None else list(argv)
     _trace_no_memory()
+    _let_nobody_else_write()
     keep_bytecode()
     gc.disable()  # what is imported stays: to look for garbage in it takes a sixth of the imports
     _open_streams()
@@ -93,6 +94,11 @@ def _trace_no_memory() -> None:
         import tracemalloc
 
         tracemalloc.stop()
+
+
+def _let_nobody_else_write() -> None:
+    """What is kept, of which some is run: with a umask of 0, as some containers have it, everyone could change it."""
+    os.umask(os.umask(0o022) | 0o002)
 
 
 def _collect_garbage() -> None:

@@ -1,8 +1,9 @@
 """What a server sends, checked before the library `mcp` reads it.
 
 A list may hold tools that are not valid: the library refuses the whole list then; here they are taken out. Notices
-(progress, logs, changes of lists) are for nobody here, and the library takes half a millisecond for each. A server that
-sends them without an end is left, and so is one that answers without an end what nobody asked."""
+(progress, logs, changes of other lists than that of tools) are for nobody here, and the library takes half a
+millisecond for each. A server that sends them without an end is left, and so is one that answers without an end what
+nobody asked."""
 
 from __future__ import annotations
 
@@ -46,7 +47,7 @@ class NoMessageError(ValueError):
 class CheckedStream:
     """`streams` is the transport of a server without invalid tools, whose names are in `left_out`. `version` of the
     protocol is known once the server has begun, before its tools are listed. `flooded` is set, and the stream ends, if
-    the server sends more than is read."""
+    the server sends more than is read; `tools_changed`, when it says that its tools have."""
 
     def __init__(
         self, transport: contextlib.AbstractAsyncContextManager[Any], flooded: asyncio.Event
@@ -54,6 +55,7 @@ class CheckedStream:
         self._transport, self._flooded = transport, flooded
         self.version = ""
         self.left_out: list[str] = []
+        self.tools_changed = asyncio.Event()
         self._messages = Flood(MOST_MESSAGES)
 
     @contextlib.asynccontextmanager
@@ -69,7 +71,9 @@ class CheckedStream:
                                 self._flooded.set()
                                 break
                             self._take_out(item)
-                            if not _is_notice(item):
+                            if _is_notice(item):
+                                self._hear(item)
+                            else:
                                 await to_session.send(item)
 
             passing = asyncio.ensure_future(pass_on())
@@ -79,6 +83,10 @@ class CheckedStream:
                 passing.cancel()
                 await asyncio.gather(passing, return_exceptions=True)
                 await checked.aclose()
+
+    def _hear(self, notice: Received) -> None:
+        if getattr(getattr(notice, "message", None), "method", "") == "notifications/tools/list_changed":
+            self.tools_changed.set()
 
     def _take_out(self, item: Received) -> None:
         if not isinstance(item, SessionMessage) or not isinstance(item.message, JSONRPCResponse):

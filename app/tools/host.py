@@ -56,6 +56,8 @@ START_S = 30.0
 """A server has so long to begin and to list its tools. Some are downloaded at their first start."""
 _LATE_S = 1.0
 MOST_TOOLS = 100  # of a server
+LISTED_AGAIN_S = 1.0
+"""A server may say that its tools have changed as often as it likes: they are listed again once in so long."""
 MOST_LINES = 4 * MOST_MESSAGES
 """Of streams of events, as long as so many messages may take: an event is some lines, and comments are no messages."""
 DESCRIPTION_CHARS, SCHEMA_CHARS = 1000, 20_000  # of a tool
@@ -104,15 +106,28 @@ class Connection:
             tools, note = await _tools(client, transport.left_out)
             self._client = client
             self._is_listed.set()
-            self._write(Listed(server=self._name, tools=tools, note=note))
+            self._write(listed := Listed(server=self._name, tools=tools, note=note))
             ends = [self._flooded, *([self._process.over] if self._process else ())]
             waiting = [asyncio.ensure_future(end.wait()) for end in ends]
+            waiting.append(asyncio.ensure_future(self._list_again(client, transport, listed)))
             try:
                 await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
             finally:
                 for each in waiting:
                     each.cancel()
             self._write(Down(server=self._name, problem=self._reason(EOFError())))
+
+    async def _list_again(self, client: Client, transport: CheckedStream, listed: Listed) -> None:
+        """Lists the tools again whenever the server says that they have changed."""
+        while True:
+            await transport.tools_changed.wait()
+            transport.tools_changed.clear()
+            transport.left_out.clear()
+            with contextlib.suppress(MCPError, TimeoutError):  # then those that are known stay
+                tools, note = await _tools(client, transport.left_out)
+                if (again := Listed(server=self._name, tools=tools, note=note)) != listed:
+                    self._write(listed := again)
+            await asyncio.sleep(LISTED_AGAIN_S)
 
     async def _http(self, stack: AsyncExitStack) -> Any:
         most_s = max(START_S, self._server.timeout_s)
@@ -249,7 +264,7 @@ async def _tools(client: Client, invalid: Sequence[str]) -> tuple[tuple[ListedTo
     long: list[str] = []
     cursor: str | None = None
     for _ in range(MOST_TOOLS):  # pages
-        page = await client.list_tools(cursor=cursor)
+        page = await client.list_tools(cursor=cursor, cache_mode="refresh")
         for tool in page.tools:
             schema = json.dumps(tool.input_schema)
             if len(tools) >= MOST_TOOLS:

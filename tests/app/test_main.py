@@ -98,13 +98,19 @@ def test_stdin_need_not_be_valid_text(run, model, stdin):
     assert run("--model", model)[1] == "You said: caf\ufffd\n"
 
 
-def test_garbage_is_collected_while_the_program_works(run, model, monkeypatch):
+def test_garbage_is_collected_and_files_are_made_for_the_user_while_the_program_works(
+    run, model, monkeypatch
+):
     collects = []
     monkeypatch.setattr(TextOutput, "show", lambda self, event: collects.append(gc.isenabled()))
     run("--model", model, "why?")
     assert collects and all(collects)
-    run("--no-such-option")
-    assert gc.isenabled()
+    usual = os.umask(0)
+    try:
+        run("--no-such-option")
+    finally:
+        changed = os.umask(usual)
+    assert gc.isenabled() and changed == 0o002, "nobody else may write what is kept, and run"
 
 
 def test_a_variable_for_other_programs_traces_no_memory(run, model, monkeypatch):

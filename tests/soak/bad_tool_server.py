@@ -11,6 +11,7 @@ import time
 FAULT = sys.argv[1]
 HOSTILE = "\x1b[2J\x1b]0;owned\x07\x1bP+q\x1b\\red\x9b31m\u202etext\u2028\x00"
 SCHEMA = {"type": "object", "properties": {"text": {"type": "string"}}}
+calls: list[int] = []
 
 
 def send(message):
@@ -41,6 +42,8 @@ def tools():
         return [*wrong, {"name": "echo", "inputSchema": SCHEMA}]
     if FAULT == "nests schemas":
         return [{"name": "echo", "inputSchema": SCHEMA}, *nested()]
+    if FAULT == "changes its tools":
+        names += [f"later{n}" for n in calls]
     about = HOSTILE if FAULT == "sends sequences" else "Says it again"
     return [{"name": name, "description": about, "inputSchema": SCHEMA} for name in names]
 
@@ -106,6 +109,7 @@ def floods():
 
 def called(id, arguments):
     text = arguments.get("text", "")
+    calls.append(len(calls))
     if FAULT == "hangs":
         time.sleep(1000)
     elif FAULT == "dies":
@@ -132,6 +136,8 @@ def called(id, arguments):
         return
     elif FAULT == "sends sequences":
         text = HOSTILE
+    elif FAULT == "changes its tools":
+        send({"jsonrpc": "2.0", "method": "notifications/tools/list_changed"})
     elif FAULT == "writes 100 MB of errors":
         sys.stderr.write("e" * 100_000_000)
     elif FAULT == "asks back":

@@ -22,7 +22,7 @@ FAULTS = (
     "nests schemas", "asks back", "notifies 12,000 times", "answers ten times", "has wrong results", "has wrong types",
     "sends surrogates", "nests results", "sends 100,000 parts", "has invalid tools",
     "floods", "floods when it is called", "sends 30,000 resources",
-    "stops reading", "answers without an end",
+    "stops reading", "answers without an end", "changes its tools",
 )  # fmt: skip
 SCRIPT = Path(__file__).with_name("bad_tool_server.py")
 TIMEOUT_S = 1.0

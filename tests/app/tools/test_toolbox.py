@@ -20,6 +20,7 @@ from app.tools.stdio import _end
 from app.tools.toolbox import Toolbox, without_sequences
 from tests.paths import ROOT
 from tests.thorough import thorough
+from tests.waiting import until
 
 pytestmark = pytest.mark.skipif(find_spec("mcp") is None, reason="the extra `mcp` is not installed")
 SERVER = Path(__file__).with_name("server.py")
@@ -131,6 +132,7 @@ async def test_faults_of_servers_harm_no_other():
     async with await asyncio.start_server(answer, "127.0.0.1", 0) as web:
         url = f"http://127.0.0.1:{web.sockets[0].getsockname()[1]}/mcp"
         servers = {"odd": "sends surrogates", "wrong": "has invalid tools", "good": "none"}
+        servers["new"] = "changes its tools"
         box = Toolbox(
             {name: faulty(fault) for name, fault in servers.items()}
             | {"deaf": faulty("stops reading", timeout_s=0.2), "web": Server(url=url)}
@@ -138,6 +140,7 @@ async def test_faults_of_servers_harm_no_other():
         await box.start()
         try:
             assert box.states["web"].text == "failed: it sent a compressed answer, which nobody asked for"
+            assert (await call(box, "new.echo", text="hello")).text == "hello"
             assert (await call(box, "odd.echo", text="hello")).text.startswith("\ufffd ")
             assert (await call(box, "wrong.echo", text="hello")).text == "hello"
             left_out = "1 tool, not valid and left out: " + ", ".join(["one without a name"] * 3 + ["text"])
@@ -146,6 +149,7 @@ async def test_faults_of_servers_harm_no_other():
                 await call(box, "deaf.echo", text="x" * 200_000)
             ).text == "deaf did not answer within 0.2 s."
             assert (await call(box, "good.echo", text="hello")).text == "hello"
+            await until(lambda: "new.later0" in box.tools)
         finally:
             await box.close()
 
