@@ -5,7 +5,7 @@ import pytest
 from engine.errors import BackendError
 from tests.thorough import thorough
 from tools.measure.chip_compiler import LIMITS, Use, read_log, runtime_compilers
-from tools.measure.chip_kernels import KernelText, fault, run, usual_models
+from tools.measure.chip_kernels import KernelText, fault, run, texts, usual_models
 
 SAID = """\
 ptxas info    : Compiling entry function '_ZN2k110E_2176_32_4EPf' for 'sm_87'
@@ -44,6 +44,13 @@ def test_what_does_not_do_is_said():
     assert "does not fit" in why(Use(300, 0, 0))
     assert "later chips" in why(Use(64, 0, 0), 'asm volatile("griddepcontrol.wait;")')
     assert why(Use(128, 0, 0), least=3) == "2 blocks fit, not 3"
+
+
+def test_no_kernel_is_compiled_beside_headers_of_another_one():
+    """Else it could name a type that it does not know alone."""
+    half, plain = "#include <cuda_fp16.h>\nhalf a;", "half *b;"
+    kernels = [KernelText("k", source, 32, 0, 0) for source in [half, plain] * 30]
+    assert [[*{k.source for k in text}] for text in texts(kernels)] == [[plain]] * 2 + [[half]] * 2
 
 
 @thorough

@@ -1,7 +1,8 @@
 """CUDA's compilers at hand, and what they say of kernels for a chip: registers, spills, shared memory.
 
-NVRTC is what the engine compiles with. It says what its assembler says (`--ptxas-options=-v`), and needs no GPU. All
-kernels go in one text, since reading the headers takes longer than compiling a kernel.
+NVRTC is what the engine compiles with. It says what its assembler says (`--ptxas-options=-v`), and needs no GPU.
+Kernels go in one text, since reading the headers takes longer than compiling a kernel; but only those that include the
+same headers, or one could name a type that only another one's header declares.
 """
 
 from __future__ import annotations
@@ -72,14 +73,18 @@ class Use:
         )
 
 
+def included(source: str) -> tuple[str, ...]:
+    """The lines of a kernel that include headers."""
+    return tuple(line for line in source.splitlines() if line.startswith("#include"))
+
+
 def joined(sources: Sequence[str]) -> str:
     """One file of CUDA C: each kernel in a namespace of its own, k0, k1, …, and what they include before them."""
     includes: dict[str, None] = {}
     spaces = []
     for i, source in enumerate(sources):
-        lines = source.splitlines()
-        includes.update((line, None) for line in lines if line.startswith("#include"))
-        text = "\n".join(line for line in lines if not line.startswith("#include"))
+        includes.update(dict.fromkeys(included(source)))
+        text = "\n".join(line for line in source.splitlines() if not line.startswith("#include"))
         spaces.append(f"namespace k{i} {{\n{text}\n}}")
     body = "\n".join(spaces).replace('extern "C" __global__', "__global__")
     return "\n".join([*includes, "#undef INFINITY", "#undef NAN", body])
@@ -113,7 +118,9 @@ class RuntimeCompiler:
         self.name = f"NVRTC {major.value}.{minor.value}"
 
     def uses(self, sources: Sequence[str], chip: str) -> list[Use]:
-        """What each of these kernels takes, in their order. Raises BackendError if one cannot be compiled."""
+        """What each of these kernels takes, in their order; all include the same. Raises BackendError if one cannot be
+        compiled."""
+        assert len(set(map(included, sources))) == 1
         program = ctypes.c_void_p()
         options = [f"--gpu-architecture={chip}", f"-I{self._headers}", "--ptxas-options=-v"]
         text = (ctypes.c_char_p * len(options))(*(option.encode() for option in options))

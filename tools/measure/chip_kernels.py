@@ -24,6 +24,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import partial
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -31,7 +32,14 @@ from unittest import mock
 from engine.devices.cpus import allowed_cpus
 from engine.errors import BackendError
 from tests.paths import SHARED
-from tools.measure.chip_compiler import LIMITS, STATIC_SHARED, RuntimeCompiler, Use, runtime_compilers
+from tools.measure.chip_compiler import (
+    LIMITS,
+    STATIC_SHARED,
+    RuntimeCompiler,
+    Use,
+    included,
+    runtime_compilers,
+)
 from tools.measure.engine_process import alone
 
 CONTEXT = 16384
@@ -182,7 +190,7 @@ def usual_models() -> Mapping[str, Callable[[Path], None]]:
     types = [generated_model.Type(n).name for n in {read_as(n): n for n in READ_TYPES if n in known}.values()]
     models = {f"matrices of {name}": partial(_written, quant=name, **_LAYERS) for name in types}
     for name in generated_families.ARCHITECTURES:
-        models[f"small {name}"] = partial(_written, architecture=name, quant="Q8_0", layers=4)
+        models[f"small {name}"] = partial(_written, architecture=name, quant="Q8_0", layers=4, dim=256)
     models |= {f"encoder of {name}": partial(_encoder, name) for name in ENCODERS}
     return models | {name: partial(_sparse, name) for name in (FULL_SIZE if SHARED.exists() else ())}
 
@@ -238,6 +246,13 @@ def fault(kernel: KernelText, use: Use, chip: str) -> str:
     if int(chip[3:]) < 90 and _LATER.search(kernel.source):
         return "has instructions of later chips"
     return f"{resident} blocks fit, not {kernel.least}" if resident < kernel.least else ""
+
+
+def texts(kernels: Sequence[KernelText]) -> list[list[KernelText]]:
+    """Those that are compiled as one text: they include the same headers, so that each would compile alone."""
+    headers: Callable[[KernelText], tuple[str, ...]] = lambda kernel: included(kernel.source)
+    alike = [[*group] for _, group in groupby(sorted(kernels, key=headers), headers)]
+    return [group[i : i + _TOGETHER] for group in alike for i in range(0, len(group), _TOGETHER)]
 
 
 def _uses(path: Path, kernels: Sequence[KernelText], chip: str) -> list[Use]:
