@@ -16,7 +16,7 @@ from engine.formats.ggml_types import TYPES
 from engine.kernels.quantized_matrix import QuantizedMatrix
 from engine.loading.weights import Weights, pieces
 from engine.targets.nvidia.kernels.products.chosen_experts import ChosenExperts
-from engine.targets.nvidia.kernels.products.schedules import best_schedule, in_digits
+from engine.targets.nvidia.kernels.products.schedules import Place, best_schedule, in_digits
 from engine.targets.nvidia.kernels.products.stacked_matrices import SharedExpert, StackedMatrices
 from engine.targets.nvidia.kernels.weights.weight_layout import WeightLayout
 from engine.targets.nvidia.kernels.weights.weight_repacking import MatrixSpec, TensorRows
@@ -77,13 +77,14 @@ class Product:
     """Matrices that multiply the same input, and the schedule of the kernel that decode multiplies them with. `name`:
     that of the first tensor, without the layer. With `experts`, one matrix that holds those of all experts; `shared` is
     that of an expert whose result is added to theirs, if it is `gated` times a factor. `beside`: a product of another
-    input in the same kernel."""
+    input in the same kernel. `place`: where it stands, if that matters to its schedule."""
 
     matrices: Sequence[Matrix]
     experts: ChosenExperts | None = None
     shared: Matrix | None = None
     beside: Product | None = None
     gated: bool = True
+    place: Place = ""
 
     def __post_init__(self) -> None:
         first, n = self.matrices[0], self.experts.n if self.experts else 1
@@ -97,7 +98,7 @@ class Product:
             )
         )
         self.planes = [plane for matrix in self.all_matrices for plane in matrix.planes]
-        self.schedule = best_schedule(self.stack)
+        self.schedule = best_schedule(self.stack, self.place)
 
     @property
     def all_matrices(self) -> list[Matrix]:

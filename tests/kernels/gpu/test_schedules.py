@@ -151,6 +151,18 @@ def test_integers_take_their_vector_in_digits_where_that_was_timed():
         assert schedules.with_digits(stack, chip) == stack
 
 
+def test_what_nobody_timed_does_for_the_next_product_what_gained_with_all_models():
+    chip, kinds = Chip("sm_00", 132, launches_early=True), [WeightLayout(n) for n in (12, 8, 1)]
+    gates, outs = ([StackedMatrices.single(k, rows, 3072) for k in kinds] for rows in (46080, 3072))
+    found = [matvec_schedule(stack, chip, "gate and up") for stack in gates]
+    assert [s.starts_next for s in found] == [True, True, False] and not any(s.brings for s in found)
+    found = [matvec_schedule(stack, chip, "attention's output") for stack in outs]
+    assert [s.brings for s in found] == [2, 0, 0] and not any(s.starts_next for s in found)
+    assert matvec_schedule(outs[0], chip) == replace(found[0], brings=0)
+    timed, chip = StackedMatrices.single(Q6_K, 16384, 2048), replace(chip, capability="sm_90")
+    assert matvec_schedule(timed, chip, "gate and up") == Schedule(32, 8, 8)
+
+
 def test_a_search_tries_first_what_the_model_finds_cheap():
     stack, chip = StackedMatrices.single(Q6_K, 3072, 3072), Chip("sm_00", 132, launches_early=True)
     choice = matvec_schedule(stack, chip)

@@ -97,7 +97,9 @@ class AttentionHandler(Handler):
         )
         self.is_storing = stored != "nothing"
         self.is_over_heads = part.has_norms_over_heads
-        self.o, self.o_bias = loading.product(part.o), loading.vector(part.o_bias)
+        is_before_dense = not weights.spec.experts
+        self.o = Product(loading.matrices(part.o), place="attention's output" if is_before_dense else "")
+        self.o_bias = loading.vector(part.o_bias)
         self.products = self._load(part, loading)
         self.norms, self.sinks = norms, loading.vector(part.sinks)
         self.slopes = to_device(np.asarray(part.slopes, np.float32)) if part.slopes else None

@@ -42,7 +42,7 @@ class DenseHandler(Handler):
         apart = (
             loading.matrices(part.gate) + loading.matrices(part.up) if part.gate and part.sparsity else None
         )
-        self.gate_up = Product(apart or loading.gate_up(part))
+        self.gate_up = Product(apart or loading.gate_up(part), place="gate and up" if part.gate else "")
         self.up_bias, self.down_bias = map(loading.vector, (part.up_bias, part.down_bias))
         self.curve = to_device(np.asarray(part.curve, np.float32)) if part.curve else None
         self.down = loading.product(part.down)

@@ -208,7 +208,7 @@ def _registers(stack: StackedMatrices, s: Schedule) -> float:
         return plain
     if _are_floats(stack):
         return _FLOAT_REGISTERS[s.rows]
-    offsets = any(layout.format and layout.offset for layout, _ in stack.matrices)
+    offsets = any(layout.format and layout.offset and layout.bits < 8 for layout, _ in stack.matrices)
     return max(plain, _EARLY_REGISTERS + s.rows * (_unit_words(stack) + 8 * offsets))
 
 
