@@ -69,7 +69,7 @@ class Tensors:
     def matrix(self, name: str, rows: int, cols: int, usual: str = "") -> None:
         kind = self.type_of(name, usual)
         self.writer.add_tensor(f"{name}.weight", self.weights(self.rng, rows, cols, kind), raw_dtype=kind)
-        if kind is Type.NVFP4 and name != "token_embd":
+        if kind in (Type.NVFP4, Type.TQ2_0) and name != "token_embd":
             self.vector(f"{name}.scale", 1, 1.0)
 
     def matrices(self, name: str, count: int, rows: int, cols: int) -> None:

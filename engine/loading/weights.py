@@ -150,6 +150,8 @@ class FileWeights:
 
     def _scaled(self, weight: Weight, rows: range, data: NDArray[np.uint8]) -> NDArray[np.uint8]:
         """The bytes of a matrix's rows times its scale, which d of each block is multiplied by."""
+        if self.file.tensors[weight.tensor].type not in WIDER:
+            data = data.copy()  # it lies in the file, which cannot be written to
         format = FORMATS[weight.type]
         blocks = data.reshape(len(rows), -1, format.block_bytes)
         scales = self.vector(Vector(weight.scale, weight.experts))[np.array(rows) // weight.rows]
