@@ -44,6 +44,8 @@ _KEPT = 4
 _STACK_BYTES = 256 << 20
 """The library compiles rules and references within each other. A chain of 1,000 takes more than the 8 MB of other
 threads, and would end the process; one as long as a source may be takes less than 32 MB. Only what is used is taken."""
+_SIZING = threading.Lock()
+"""The size of stacks is one for all threads that begin."""
 _T = TypeVar("_T")
 
 
@@ -241,11 +243,12 @@ def _compiled(grammar: Grammar, vocabulary: LLTokenizer) -> LLMatcher:
 
 def _in_deep_stack(work: Callable[[], _T]) -> _T:
     """What `work` returns or raises, in a thread that has a stack for much recursion."""
-    before = threading.stack_size(_STACK_BYTES)
-    try:
-        done = own_thread.begin(work, "grammar", daemon=False)
-    finally:
-        threading.stack_size(before)
+    with _SIZING:
+        before = threading.stack_size(_STACK_BYTES)
+        try:
+            done = own_thread.begin(work, "grammar", daemon=False)
+        finally:
+            threading.stack_size(before)
     return done.result()
 
 

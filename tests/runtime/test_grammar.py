@@ -2,6 +2,8 @@
 
 import json
 import sys
+import threading
+import time
 
 import msgspec
 import numpy as np
@@ -16,6 +18,7 @@ from engine.formats.tool_grammars import reply_grammar
 from engine.protocol.events import Chat, Generate, Grammar, Message, RawText, Sampling, Thinking, Token
 from engine.runtime import grammar
 from engine.runtime.grammar import Grammars
+from engine.system import own_thread
 from tests import generated_model
 from tests.formats.vocabularies import CONTROL, byte_level
 from tests.reference_model import ReferenceModel
@@ -164,6 +167,24 @@ def test_a_long_chain_of_references(model):
         model, RawText(text="x"), grammar=msgspec.structs.replace(PERSON, source=source), max_tokens=3
     )
     assert text.startswith("{")
+
+
+def test_grammars_that_are_compiled_at_once_have_deep_stacks_and_no_other_thread_has(monkeypatch):
+    sizes, begin = [], own_thread.begin
+
+    def slowly(*arguments, **options):
+        time.sleep(0.02)
+        sizes.append(threading.stack_size())
+        return begin(*arguments, **options)
+
+    monkeypatch.setattr(own_thread, "begin", slowly)
+    compiling = [threading.Thread(target=grammar._in_deep_stack, args=(int,)) for _ in range(3)]
+    for thread in compiling:
+        thread.start()
+        time.sleep(0.01)
+    for thread in compiling:
+        thread.join()
+    assert sizes == [grammar._STACK_BYTES] * 3 and threading.stack_size() == 0
 
 
 def test_answers_with_one_schema_compile_it_once(model, monkeypatch):
