@@ -48,7 +48,7 @@ def enter() -> None:
     """Replaces the user's environment by one in a temporary folder. Processes that tests start inherit it.
 
     Compiled kernels stay for all tests and for the next run: `engine.cache.disk_cache` finds them by all that they
-    follow from. A part of that is the compiler's path."""
+    follow from. A part of that is the compiler's path; what `lower_attention` changes is not."""
     if FOLDER in os.environ:
         return
     for name in [name for name in os.environ if name.startswith(_REMOVED)]:
@@ -68,7 +68,7 @@ def enter() -> None:
     for place in private.values():
         Path(place).mkdir(0o700)
     tempfile.tempdir = None  # what it was before
-    kept, cache = KERNELS / "cpu", Path(folder, ".cache/orin-chat")
+    kept, cache = KERNELS / ("cpu-thorough" if THOROUGH else "cpu"), Path(folder, ".cache/orin-chat")
     kept.mkdir(parents=True, exist_ok=True)
     cache.mkdir(parents=True)
     (cache / "kernels").symlink_to(kept)
