@@ -35,6 +35,7 @@ class _Encoder:
     features: Sequence[int] = ()
     normed: bool = False
     version: int = 3
+    window: int = 6
 
     def __post_init__(self) -> None:
         self.kind = {"qwen2.5o": "qwen2.5vl_merger", "lightonocr": "pixtral"}.get(self.named, self.named)
@@ -42,13 +43,16 @@ class _Encoder:
         self.joined = self.merge**2 * self.dim
         layers = 1 + (self.deep or self.kind == "qwen2.5vl_merger")  # the first one of which has windows
         self.layers = max(self.features, default=layers) if self.kind != "gemma4uv" else 0
-        self.side = self.side or 2 * self.merge * self.patch
+        self.side = self.side or (16 if self.kind == "deepseekocr" else 2 * self.merge) * self.patch
         self.rng, self.writer = np.random.default_rng(self.seed), gguf.GGUFWriter(str(self.path), "clip")
         self.is_qwen = self.kind.startswith("qwen")
-        self.has_class = self.kind in ("internvl", "llama4") or (self.kind == "mlp" and not self.features)
+        self.has_class = self.kind in ("internvl", "llama4", "deepseekocr") or (
+            self.kind == "mlp" and not self.features
+        )
         self.has_biases = self.is_qwen or self.kind in (
             "paddleocr", "kimivl", "kimik25", "lfm2", "mlp", "resampler", "phi4", "janus_pro", "gemma3", "idefics3",
             "internvl", "llama4", "nemotron_v2_vl", "gemma4uv", "hunyuanvl",
+            "deepseekocr",
         )  # fmt: skip
 
     def write(self) -> Path:
@@ -85,7 +89,7 @@ class _Encoder:
             has_none = kind.startswith("qwen2") or kind in ("mlp", "llama4", "nemotron_v2_vl")
         else:
             has_none = name in ("mm.input_projection", "resampler.kv", "resampler.proj")
-            has_none |= name == "mm.model.fc" and kind != "hunyuanvl"
+            has_none |= name == "mm.model.fc" and kind not in ("hunyuanvl", "deepseekocr")
             has_none |= name.startswith("mm.model") and kind in ("llama4", "nemotron_v2_vl")
         if self.has_biases and not has_none:
             self.tensor(f"{name}.bias", shape[0])
@@ -139,6 +143,10 @@ class _Encoder:
             writer.add_uint32("clip.vision.preproc_image_size", 3 * self.side)
         if kind == "qwen2.5vl_merger":
             writer.add_uint32("clip.vision.n_wa_pattern", 2)
+        if kind == "deepseekocr":
+            for key, value in {"embedding_length": WIDTH, "block_count": 3, "head_count": 3}.items():
+                writer.add_uint32(f"clip.vision.sam.{key}", value)
+            writer.add_uint32("clip.vision.window_size", self.window)
         if kind == "resampler":
             writer.add_int32("clip.minicpmv_version", self.version)
             writer.add_uint32("clip.minicpmv_query_num", 5)
@@ -151,7 +159,10 @@ class _Encoder:
     def _patches(self) -> None:
         """Patches, their places, and what stands before the layers."""
         kind, dim, patch, n = self.kind, self.dim, self.patch, (self.side // self.patch) ** 2
-        if kind == "gemma4uv":
+        if kind == "deepseekocr":
+            self._stem()
+            n //= 16
+        elif kind == "gemma4uv":
             patch_of_all = 3 * patch
             self.matrix("v.patch_embd", dim, 3 * patch_of_all**2)
             self.norm("v.patch_norm.1", 3 * patch_of_all**2)
@@ -166,10 +177,11 @@ class _Encoder:
             "internvl": (n + 1,), "llama4": (n + 1,), "mlp": (n + self.has_class,), "resampler": (4900,),
             "phi4": (16,), "janus_pro": (n,), "nemotron_v2_vl": (n,), "kimik25": (4, 4), "paddleocr": (9,),
             "kimivl": (16,), "lfm2": (256,), "glm4v": (36,), "hunyuanvl": (36,),
+            "deepseekocr": (n + 1,),
         }  # fmt: skip
         if kind in places:
             self.tensor("v.position_embd.weight", *places[kind], dim, std=0.5)
-        if kind in ("pixtral", "dots_ocr", "llama4") or (kind == "mlp" and self.has_class):
+        if kind in ("pixtral", "dots_ocr", "llama4", "deepseekocr") or (kind == "mlp" and self.has_class):
             self.norm("v.pre_ln")
         if kind == "glm4v":
             self.norm("v.norm_embd")
@@ -178,6 +190,32 @@ class _Encoder:
             self.tensor("v.class_embd", dim, std=0.5)
         if kind == "nemotron_v2_vl":
             self.tensor("v.class_embd", 3, dim, std=0.5)
+
+    def _stem(self) -> None:
+        """Three layers, the last of which has no windows, and convolutions."""
+        dim, n = WIDTH, self.side // self.patch
+        self.tensor("v.sam.patch_embd.weight", dim, 3, self.patch, self.patch)
+        self.tensor("v.sam.patch_embd.bias", dim)
+        self.tensor("v.sam.pos_embd.weight", n, n, dim, std=0.5)
+        for i in range(3):
+            prefix, places = f"v.sam.blk.{i}.", 2 * (n if i == 2 else self.window) - 1
+            for name in "pre_ln", "post_ln":
+                self.norm(prefix + name, dim)
+            for name, rows, cols in (
+                ("attn.qkv", 3 * dim, dim),
+                ("attn.out", dim, dim),
+                ("mlp.lin1", 2 * dim, dim),
+                ("mlp.lin2", dim, 2 * dim),
+            ):
+                self.matrix(prefix + name, rows, cols)
+            for name in "hw":
+                self.tensor(f"{prefix}attn.pos_{name}.weight", places, dim // 3, std=0.3)
+        for name, rows, cols, kernel in (
+            ("neck.0", 24, dim, 1), ("neck.2", 24, 24, 3), ("net_2", 28, 24, 3), ("net_3", self.dim, 28, 3),
+        ):  # fmt: skip
+            self.tensor(f"v.sam.{name}.weight", rows, cols, kernel, kernel, std=(cols * kernel**2) ** -0.5)
+        self.norm("v.sam.neck.1", 24)
+        self.norm("v.sam.neck.3", 24)
 
     def _layer(self, i: int) -> None:
         kind, dim, prefix = self.kind, self.dim, f"v.blk.{i}."
@@ -189,7 +227,7 @@ class _Encoder:
             self.tensor(f"{prefix}{name}.weight", dim, mean=0.5)
         if (self.is_qwen or kind == "glm4v") and i == 0:
             self.tensor("v.patch_embd.weight.1", dim, 3, self.patch, self.patch)
-        if kind in ("qwen3vl_merger", "dots_ocr", "nemotron_v2_vl", "kimik25"):
+        if kind in ("qwen3vl_merger", "dots_ocr", "nemotron_v2_vl", "kimik25", "deepseekocr"):
             self.matrix(prefix + "attn_qkv", 3 * dim, dim)
         else:
             for name in "qkv":
@@ -262,6 +300,10 @@ class _Encoder:
                 for name in "begin", "end":
                     self.tensor(f"mm.image_{name}", self.out, std=0.5)
                 self.norm("mm.post_norm", self.out, has_bias=False)
+            case "deepseekocr":
+                self.matrix("mm.model.fc", self.out, 2 * self.dim)
+                self.tensor("v.image_newline", self.out)
+                self.tensor("v.view_seperator", 1, self.out)
             case "llama4":
                 self.norm("v.post_ln")
                 self.matrix("mm.model.mlp.1", self.width, self.joined)

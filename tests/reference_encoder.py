@@ -26,6 +26,7 @@ from engine.description.vision import (
     PatchFeedForward,
     ProjectorStep,
     QueryAttention,
+    Stem,
     VisionSpec,
 )
 from engine.description.vision_reader import read_vision
@@ -68,7 +69,8 @@ class ReferenceEncoder:
         ]
         x = np.stack(patches).reshape(len(patches), -1)
         x = self._normed(x, spec.pixel_norm) if spec.pixel_norm else x
-        x = sum(x @ self._matrix(kernel).T for kernel in spec.kernels)
+        stem = self._stem(spec.stem, pixels) if spec.stem else None
+        x = sum(x @ self._matrix(kernel).T for kernel in spec.kernels) if stem is None else stem
         x = x + self._vector(spec.bias) if spec.bias else x
         if spec.summary and spec.positions:
             table, own = (
@@ -98,17 +100,64 @@ class ReferenceEncoder:
         for projector in spec.projectors:
             x = np.concatenate([seen[i] for i in (*projector.earlier, projector.sublayers)], axis=1)
             x = x[: len(self._places)]
+            x = np.concatenate([x, stem], axis=1) if stem is not None and projector.reads_stem else x
             for step in projector.steps:
                 x = self._step(step, x)
             results.append(x)
         return self._with_ends(np.concatenate(results, axis=1), rows // m)
 
+    def _stem(self, stem: Stem, pixels: Floats) -> Floats:
+        p, n = stem.patch, stem.side
+        squares = pixels.reshape(n, p, n, p, 3).transpose(0, 2, 4, 1, 3).reshape(n * n, -1)
+        x = self._product(stem.kernel, squares) + self._vector(stem.positions).reshape(n * n, -1)
+        for sublayer in stem.sublayers:
+            h, operator = self._normed(x, sublayer.norm), sublayer.operator
+            if isinstance(operator, PatchAttention):
+                x = x + self._in_windows(
+                    operator, h.reshape(n, n, -1), stem.window if operator.windowed else n
+                )
+            else:
+                x = x + self._fed(operator, h)
+        for of in stem.convolutions:
+            n, edge, kernels = math.isqrt(len(x)), of.kernel // 2, self._matrix(of.weight)
+            room = np.pad(x.reshape(n, n, -1), ((edge, edge), (edge, edge), (0, 0)))
+            around = [
+                room[i : i + of.kernel, j : j + of.kernel].transpose(2, 0, 1).ravel()
+                for i in range(0, n, of.stride)
+                for j in range(0, n, of.stride)
+            ]
+            x = np.stack(around) @ kernels.T
+            x = self._normed(x, of.norm) if of.norm else x
+        return x
+
+    def _in_windows(self, a: PatchAttention, x: Floats, size: int) -> Floats:
+        """Window by window, each query by itself. What is beyond the picture is zeros."""
+        n, count = len(x), -(-len(x) // size)
+        whole = np.pad(x, ((0, count * size - n), (0, count * size - n), (0, 0)))
+        tables = [
+            self._vector(of).reshape(2 * size - 1, a.head_dim) for of in (a.by_rows, a.by_columns) if of
+        ]
+        places, out = np.mgrid[:size, :size].reshape(2, -1), np.zeros_like(whole)
+        for down, across in np.ndindex(count, count):
+            window = slice(down * size, (down + 1) * size), slice(across * size, (across + 1) * size)
+            rows = whole[window].reshape(size * size, -1)
+            q, k, v = (self._product(of, rows).reshape(len(rows), a.heads, -1) for of in (a.q, a.k, a.v))
+            attended = np.empty_like(v)
+            for i in range(len(rows)):
+                scores = np.einsum("hd,khd->hk", q[i], k) * np.float32(a.scale)
+                for table, of in zip(tables, places, strict=True):
+                    scores = scores + q[i] @ table[of[i] - of + size - 1].T
+                shares = np.exp(scores - scores.max(-1, keepdims=True))
+                attended[i] = np.einsum("hk,khd->hd", shares / shares.sum(-1, keepdims=True), v)
+            out[window] = self._product(a.o, attended.reshape(len(rows), -1)).reshape(size, size, -1)
+        return out[:n, :n].reshape(n * n, -1)
+
     def _with_ends(self, embeddings: Floats, rows: int) -> Floats:
         if (ends := self.spec.ends) is None:
             return embeddings
-        line, *around = (self._fixed(row) for row in ends.rows)
-        lines = [np.concatenate([row, line]) for row in np.split(embeddings, rows)]
-        return np.concatenate([around[0], *lines, around[1]]) if around else np.concatenate(lines)[:-1]
+        lines = [np.concatenate([row, self._fixed(ends.line)]) for row in np.split(embeddings, rows)]
+        lines = [self._fixed(ends.begin), *lines] if ends.begin else lines
+        return np.concatenate([*lines, self._fixed(ends.end)]) if ends.end else np.concatenate(lines)[:-1]
 
     def _fixed(self, row: FixedRow) -> Floats:
         x = self._vector(row.vector)[None]

@@ -39,7 +39,8 @@ class Grid:
         """Embeddings of the picture, those after rows included."""
         if spec.ends is None:
             return spec.queries or self.rows * self.columns
-        return self.rows * (self.columns + 1) + (2 if spec.ends.begin else -1)
+        ends = int(spec.ends.begin is not None) + (1 if spec.ends.end else -1)
+        return self.rows * (self.columns + 1) + ends
 
 
 @dataclass(frozen=True)
@@ -104,7 +105,7 @@ def resized(spec: VisionSpec, rgb: NDArray[np.uint8]) -> tuple[NDArray[np.uint8]
     full = (spec.tiles.side, spec.tiles.side) if spec.tiles and is_square else size
     if (cut := spec.cut(rgb.shape[1], rgb.shape[0])) is None:
         if spec.padding and picture.width != picture.height:
-            side = min(max(picture.size), _MOST_PADDED)
+            side = full[0] if spec.kind == "deepseekocr" else min(max(picture.size), _MOST_PADDED)
             picture = ImageOps.pad(picture, (side, side), how, spec.padding)
         return (_cropped(np.asarray(picture if picture.size == full else sized(picture, full)), size),)
     if cut.padded == "corner":
@@ -262,9 +263,9 @@ def as_read(spec: VisionSpec, embeddings: Floats, grid: Grid, fixed: Callable[[F
     line, size = fixed(spec.ends.line), embeddings.shape[1]
     rows = embeddings.reshape(grid.rows, grid.columns, size)
     joined = np.concatenate([rows, np.broadcast_to(line, (grid.rows, 1, size))], axis=1).reshape(-1, size)
-    if spec.ends.begin is None or spec.ends.end is None:
-        return joined[:-1]
-    return np.concatenate([fixed(spec.ends.begin)[None], joined, fixed(spec.ends.end)[None]])
+    begin = [fixed(spec.ends.begin)[None]] if spec.ends.begin else []
+    end = [fixed(spec.ends.end)[None]] if spec.ends.end else []
+    return np.concatenate([*begin, joined if end else joined[:-1], *end])
 
 
 def waves(grid: Grid, size: int) -> Floats:

@@ -56,7 +56,11 @@ class PictureReader(CheckedFile):
     def padding(self) -> tuple[int, int, int] | None:
         """The mean of colours. LLaVA 1.6 stretches the whole picture."""
         red, green, blue = (int(255 * min(max(mean, 0.0), 1.0)) for mean in self.colours("image_mean"))
-        return (red, green, blue) if self.kind in ("mlp", "janus_pro") and not self.has_choices else None
+        return (
+            (red, green, blue)
+            if self.kind in ("mlp", "janus_pro", "deepseekocr") and not self.has_choices
+            else None
+        )
 
     @property
     def has_choices(self) -> bool:

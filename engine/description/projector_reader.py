@@ -97,6 +97,8 @@ class ProjectorReader(CheckedFile):
             return "silu"
         if self.kind == "mlp" and not self.has("v.class_embd"):  # SigLIP's, which its files do not say
             return "gelu"
+        if self.kind == "deepseekocr":  # CLIP's; the file means that of the stem
+            return "quick gelu"
         if self.kind in ("qwen2vl_merger", "mlp") and not self.file.get("clip.use_gelu", bool, False):
             return "quick gelu"
         if self.kind != "gemma4v" and not self.file.get("clip.use_gelu", bool, False):
@@ -152,6 +154,8 @@ class ProjectorReader(CheckedFile):
                 return out, self.gated_steps(out)
             case "hunyuanvl":
                 return out, self.convolved_steps(out)
+            case "deepseekocr":
+                return out, (*self.last_norms(), self.linear("mm.model.fc", out, 2 * dim))
             case "gemma4v":
                 scaled = Affine(math.sqrt(dim))
                 if self.has("v.std_bias"):

@@ -60,7 +60,10 @@ class Norm:
 class PatchAttention:
     """Attention of all patches to all, or if it is `windowed`, to those of the same window. Queries and keys are normed
     over a head, or over all heads, values without a weight, and queries and keys are rotated if the encoder has
-    `rotations`. Scores are multiplied by `scale`."""
+    `rotations`. Scores are multiplied by `scale`. In a `Stem`, a query's products with two vectors are added to them:
+    those for how many rows it lies below a key, and how many columns right of it. `by_rows` and `by_columns` have one
+    for each number from 1 - n to n - 1, float32 (2 n - 1, head_dim), where n is the side of a window, or of the
+    picture."""
 
     q: Linear
     k: Linear
@@ -73,6 +76,8 @@ class PatchAttention:
     head_dim: int
     scale: float
     windowed: bool = False
+    by_rows: Vector | None = None
+    by_columns: Vector | None = None
 
     @property
     def norms_all_heads(self) -> bool:
@@ -144,11 +149,43 @@ ProjectorStep = Norm | Merge | Linear | Affine | Activate | PatchFeedForward | Q
 @dataclass(frozen=True)
 class Projector:
     """What makes embeddings, or a part of them, of x after so many `sublayers`. Before it in each row stand those of x
-    after `earlier` ones."""
+    after `earlier` ones, and if it `reads_stem`, after it what the encoder's stem made."""
 
     sublayers: int
     steps: tuple[ProjectorStep, ...]
     earlier: tuple[int, ...] = ()
+    reads_stem: bool = False
+
+
+@dataclass(frozen=True)
+class Convolution:
+    """A convolution without a bias: of `kernel` x `kernel` places around every `stride`-th place, with zeros beyond the
+    edges, and then `norm`. `weight`: a row for each channel of the result."""
+
+    weight: Weight
+    kernel: int
+    stride: int
+    norm: Norm | None
+
+
+@dataclass(frozen=True)
+class Stem:
+    """An encoder before the encoder, of smaller patches of `patch` pixels a side, of which each picture has `side` rows
+    and columns. What its `convolutions` make of them takes the place of the products of patches.
+
+        x = patches @ kernel + bias + positions;  sublayers as those of the encoder;  convolutions
+
+    Windows have `window` rows and columns from the upper left corner on. Those at the other edges are filled with
+    zeros after the norm, which attend and are attended to as patches are."""
+
+    patch: int
+    side: int
+    dim: int
+    window: int
+    kernel: Linear
+    positions: Vector
+    sublayers: tuple[PatchSublayer, ...]
+    convolutions: tuple[Convolution, ...]
 
 
 @dataclass(frozen=True)
@@ -171,8 +208,8 @@ class FixedRow:
 
 @dataclass(frozen=True)
 class Ends:
-    """What stands among the embeddings of a picture's tokens: `line` after each row of them. If there are a `begin` and
-    an `end`, these stand around all; else the last row has no end."""
+    """What stands among the embeddings of a picture's tokens: `line` after each row of them, `begin` before all, and
+    `end` after all, without which the last row has no `line`."""
 
     line: FixedRow
     begin: FixedRow | None = None
@@ -214,7 +251,7 @@ class VisionSpec:
     each tile is encoded by itself, and so is the whole picture, at last, or at first (`whole_first`). A `padding`, a
     colour of 0 to 255, makes a picture square. A `summary` is one more row, after those of all patches, or several:
     what stands in place of a patch's product. They are part of no token, and are not rotated. The pixels of a patch are
-    normed by `pixel_norm`."""
+    normed by `pixel_norm`. A `stem` takes the place of `kernels`."""
 
     kind: str
     name: str
@@ -239,6 +276,7 @@ class VisionSpec:
     padding: tuple[int, int, int] | None = None
     summary: Vector | None = None
     pixel_norm: Norm | None = None
+    stem: Stem | None = None
 
     def weights(self) -> Iterator[Weight]:
         """All matrices."""

@@ -13,7 +13,9 @@ from dataclasses import replace
 import numpy as np
 
 from engine.description.picture_reader import MAX_SIDE, QWEN_TOKENS, PictureReader
+from engine.description.picture_size import SizeRule
 from engine.description.projector_reader import ProjectorReader
+from engine.description.stem_reader import STEM_STRIDE, read_stem, stem_patch, stem_side
 from engine.description.sublayers import Weight
 from engine.description.vision import (
     Ends,
@@ -62,6 +64,7 @@ KINDS = {
     "kimik25": 2,
     "nemotron_v2_vl": 2,
     "hunyuanvl": 2,
+    "deepseekocr": 1,
 }
 """The projector types that the engine runs, and how many patches a side become a token if a file does not say."""
 MINICPM_2_5 = "resampler 2.5"
@@ -94,6 +97,7 @@ FITTING = {
     "glm4": ("glm4v",),
     "glm4moe": ("glm4v",),
     "hunyuan_vl": ("hunyuanvl",),
+    "deepseek2-ocr": ("deepseekocr",),
 }
 """The kinds of encoders that models of an architecture have."""
 
@@ -170,6 +174,8 @@ class _Reader(ProjectorReader, PictureReader):
         if kind == "resampler" and version == _OLDEST_MINICPM:
             self.named = MINICPM_2_5
         self.dim, self.patch = self.size("embedding_length"), self.size("patch_size")
+        if kind == "deepseekocr":  # its file says those of the encoder that has the stem now
+            self.patch = stem_patch(self) * STEM_STRIDE
         self.has_layers = kind != "gemma4uv"
         self.heads = self.size("attention.head_count") if self.has_layers else self.dim // 4
         self.head_dim = self.dim // self.heads
@@ -184,6 +190,8 @@ class _Reader(ProjectorReader, PictureReader):
         if self.merge > _MAX_MERGE or (self.merge > 1 and not self.is_merged):
             raise damaged(file.path, f"{self.merge} patches a side become a token")
         self.eps = self.number("attention.layer_norm_epsilon", 1e-6)
+        if kind == "deepseekocr":
+            self.eps = 1e-5
         if not 0 < self.eps < 1:
             raise damaged(file.path, f"the epsilon of its norms is {self.eps}")
 
@@ -193,7 +201,8 @@ class _Reader(ProjectorReader, PictureReader):
             raise damaged(self.file.path, f"it has {layers} layers")
         out, steps = self.projector()
         *earlier, last = self.features or [layers]
-        first = Projector(2 * last, steps, tuple(2 * i for i in earlier))
+        stem = read_stem(self, self.size("window_size")) if self.kind == "deepseekocr" else None
+        first = Projector(2 * last, steps, tuple(2 * i for i in earlier), stem is not None)
         projectors = first, *self.later_projectors(layers, out)
         spec = VisionSpec(
             kind=self.named,
@@ -204,9 +213,9 @@ class _Reader(ProjectorReader, PictureReader):
             out=out,
             mean=self.colours("image_mean"),
             std=self.colours("image_std"),
-            size=self.size_rule(),
-            kernels=tuple(self.kernels()),
-            bias=self.vector("v.patch_embd.bias", self.dim),
+            size=SizeRule("square", self.patch, stem.side * stem.patch) if stem else self.size_rule(),
+            kernels=() if stem else tuple(self.kernels()),
+            bias=None if stem else self.vector("v.patch_embd.bias", self.dim),
             positions=self.positions(),
             norm=self.first_norm(),
             sublayers=tuple(sublayer for i in range(layers) for sublayer in self.layer(i)),
@@ -219,7 +228,10 @@ class _Reader(ProjectorReader, PictureReader):
             padding=self.padding(),
             summary=self.required("v.class_embd", *self.summary_shape) if self.has_summary else None,
             pixel_norm=None if self.has_layers else self.patch_norm(1, 3 * self.patch**2),
+            stem=stem,
         )
+        if stem:
+            self.used.add("v.patch_embd.weight")  # of an encoder without the stem
         if spec.most_patches > _MOST_PATCHES:
             raise damaged(self.file.path, "its pictures would have too many patches")
         unread = [name for name in self.file.tensors.keys() - self.used if not name.startswith(_UNUSED)]
@@ -233,7 +245,7 @@ class _Reader(ProjectorReader, PictureReader):
 
     @property
     def has_summary(self) -> bool:
-        always = self.kind in ("internvl", "llama4", "nemotron_v2_vl")
+        always = self.kind in ("internvl", "llama4", "nemotron_v2_vl", "deepseekocr")
         return always or (self.kind == "mlp" and self.has("v.class_embd"))
 
     @property
@@ -243,10 +255,19 @@ class _Reader(ProjectorReader, PictureReader):
         n = info.shape[0] if info and len(info.shape) == 2 else 0
         return (n, self.dim) if 0 < n <= _MOST_SUMMARIES else (self.dim,)
 
+    def row_shape(self, name: str, size: int) -> tuple[int, ...]:
+        """That of a vector, which some files have as a matrix of one row."""
+        info = self.file.tensors.get(name)
+        return (1, size) if info and len(info.shape) == 2 else (size,)
+
     def ends(self, out: int, steps: tuple[ProjectorStep, ...]) -> Ends | None:
         """`steps`: of the projector."""
         if self.named == "pixtral":
             return Ends(FixedRow(self.required("v.token_embd.img_break", out)))
+        if self.kind == "deepseekocr":
+            names = "v.image_newline", "v.view_seperator"
+            line, end = (FixedRow(self.required(name, *self.row_shape(name, out))) for name in names)
+            return Ends(line, end=end)
         if self.kind != "hunyuanvl":
             return None
         *_, last, norm = steps
@@ -283,6 +304,9 @@ class _Reader(ProjectorReader, PictureReader):
             return Positions(table, "column and row", after_norm=not self.has_layers)
         if self.kind == "kimik25" and len(shape) == 3 and shape[0] == shape[1]:
             return Positions(self.required(name, *shape[:2], self.dim), "bicubic")
+        if self.kind == "deepseekocr":
+            places = (stem_side(self) // STEM_STRIDE) ** 2
+            return Positions(self.required(name, places + 1, self.dim), "patch")
         rows = shape[0] if shape else 0
         places = (self.size("image_size") // self.patch) ** 2
         if self.kind == "nemotron_v2_vl":

@@ -47,6 +47,9 @@ _PLAIN = (
     "{% for m in messages %}{{ m.role | capitalize }}: {{ m.content | trim }}\n\n{% endfor %}"
     "{% if add_generation_prompt %}Assistant:{% endif %}"
 )
+_NOTHING_AROUND = "{{ bos_token }}{% for m in messages %}{{ m.content }}{% endfor %}"
+_BARE = ("deepseek2-ocr",)
+"""Architectures that were trained on a picture and a task, and nothing else."""
 _FAMILIES = (  # the special tokens that tell a family
     ({"<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"}, _LLAMA_3),
     ({"<|im_start|>", "<|im_end|>"}, CHATML),
@@ -60,6 +63,8 @@ _FAMILIES = (  # the special tokens that tell a family
 
 def fallback_template(architecture: str, tokenizer: Tokenizer) -> str:
     """The template of the model's family, as Jinja source."""
+    if architecture in _BARE:
+        return _NOTHING_AROUND
     for tokens, template in _FAMILIES:
         if tokens <= tokenizer.special_tokens.keys():
             return template

@@ -116,6 +116,7 @@ PICTURE_MARKS = {
     "glm4v": PictureMarks(
         "<|begin_of_image|><|image|><|end_of_image|>", "<|begin_of_image|>", "<|end_of_image|>"
     ),
+    "deepseekocr": PictureMarks("<image>", after="\n"),
     "hunyuanvl": PictureMarks(
         "<｜hy_place▁holder▁no▁100｜><｜hy_place▁holder▁no▁102｜><｜hy_place▁holder▁no▁101｜>",
         "<｜hy_place▁holder▁no▁100｜>", "<｜hy_place▁holder▁no▁101｜>",

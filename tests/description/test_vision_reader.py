@@ -33,10 +33,13 @@ def test_every_kind_is_read(kind, tmp_path):
         "janus_pro",
         "nemotron_v2_vl",
         "hunyuanvl",
+        "deepseekocr",
     )
+    with_class = "internvl", "mlp", "llama4", "deepseekocr"
+    assert bool(spec.stem) == (kind == "deepseekocr")
     assert bool(spec.rotations) == (kind not in of_places and bool(attention))
     assert bool(spec.tiles) == (kind in ("idefics3", "internvl", "lfm2", "resampler", "llama4"))
-    assert spec.summary_rows == {"internvl": 1, "mlp": 1, "llama4": 1, "nemotron_v2_vl": 3}.get(kind, 0)
+    assert spec.summary_rows == {"nemotron_v2_vl": 3}.get(kind, int(kind in with_class))
     assert [a for a in attention if a.o.inputs] == (attention if kind == "gemma4v" else [])
 
 

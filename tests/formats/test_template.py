@@ -437,6 +437,7 @@ def test_formats_of_families(tmp_path):
     )
     plain = byte_level(tmp_path / "plain", architecture="gpt2")
     assert family(plain) == "System: S\n\nUser: U\n\nAssistant: A\n\nUser: V\n\nAssistant:"
+    assert family(byte_level(tmp_path / "ocr", architecture="deepseek2-ocr")).endswith("SUAV")
 
 
 @pytest.mark.parametrize(

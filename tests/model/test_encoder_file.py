@@ -35,11 +35,14 @@ def png(seed):
 
 @pytest.fixture(
     scope="module",
-    params=["mistral3", *map(rarely, ("qwen35", "gemma3", "gemma4-moe", "llama", "hunyuan_vl"))],
+    params=[
+        "mistral3",
+        *map(rarely, ("qwen35", "gemma3", "gemma4-moe", "llama", "hunyuan_vl", "deepseek2-ocr")),
+    ],
 )
 def model(request, tmp_path_factory):
     kinds = {"mistral3": "pixtral", "qwen35": "qwen3vl_merger", "gemma3": "gemma3", "gemma4-moe": "gemma4v"}
-    kinds |= {"llama": "idefics3", "hunyuan_vl": "hunyuanvl"}
+    kinds |= {"llama": "idefics3", "hunyuan_vl": "hunyuanvl", "deepseek2-ocr": "deepseekocr"}
     folder, keys = tmp_path_factory.mktemp("eyes"), SECTIONS if request.param == "qwen35" else None
     path = generated_model.write(folder / "m.gguf", architecture=request.param, keys=keys)
     encoder = generated_encoder.write(folder / "e.gguf", kinds[request.param], half=True)

@@ -69,6 +69,8 @@ def lacks(spec: VisionSpec) -> str:
     if any(TYPES[weight.type].name not in HOST_TYPES for weight in turned):
         return "a quantized matrix with a row for each input"
     attention = [s.operator for s in spec.sublayers if isinstance(s.operator, PatchAttention)]
+    if spec.stem:
+        return "an encoder before the encoder"
     if any(a.norms_all_heads for a in attention):
         return "a norm over all heads"
     return "attention with a single head" if any(a.heads == 1 for a in attention) else ""

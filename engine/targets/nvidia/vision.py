@@ -56,6 +56,8 @@ def lacks(spec: VisionSpec) -> str:
         return "a quantized matrix with a row for each input"
     if spec.queries:
         return "attention of fixed queries"
+    if spec.stem:
+        return "an encoder before the encoder"
     if spec.pixel_norm:
         return "a norm of pixels"
     if any(projector.earlier for projector in spec.projectors):

@@ -1,0 +1,230 @@
+"""What the steps of an encoder of pictures consist of, as tensor graphs: products, attention, norms, activations.
+Activations are float32 (patches, dim)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from copy import copy
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Any, Literal
+
+import numpy as np
+from tinygrad import Tensor, dtypes
+from tinygrad.dtype import DType
+
+from engine.description.sublayers import Vector, Weight
+from engine.description.vision import (
+    Activate,
+    Activation,
+    Affine,
+    Limits,
+    Linear,
+    Merge,
+    Norm,
+    PatchAttention,
+    PatchFeedForward,
+    PatchSublayer,
+    ProjectorStep,
+    QueryAttention,
+    VisionSpec,
+    parts_of,
+)
+from engine.kernels.quantized_matrix import QuantizedMatrix
+
+SCORES = 1 << 26  # of attention, at a time: more queries are done one part after the other
+_APART = 128
+Ends = Literal["inputs", "outputs"]
+
+
+@dataclass(frozen=True)
+class Parameters:
+    """The weights of an encoder on the device. `limits`: those of the inputs and the outputs of products,
+    float32 (2,)."""
+
+    matrices: dict[Weight, QuantizedMatrix]
+    vectors: dict[Vector, Tensor]
+    limits: dict[tuple[Weight, Ends], Tensor]
+
+    def of(self, sublayer: PatchSublayer) -> list[Tensor]:
+        """All of a sublayer, in an order that follows from its shape."""
+        weights, vectors = weights_of(sublayer)
+        planes = [plane for weight in weights for plane in self.matrices[weight].planes.values()]
+        return [
+            *planes,
+            *(self.vectors[v] for v in vectors),
+            *(self.limits[key] for key, _ in limits_of(sublayer)),
+        ]
+
+    def replaced(self, sublayer: PatchSublayer, own: Sequence[Tensor]) -> Parameters:
+        """The parameters of a sublayer, with `own` tensors in place of what `of` gives."""
+        left, (weights, vectors) = iter(own), weights_of(sublayer)
+        matrices = {}
+        for weight in weights:
+            matrices[weight] = matrix = copy(self.matrices[weight])
+            matrix.planes = {name: next(left) for name in matrix.planes}
+        of_vectors = {vector: next(left) for vector in vectors}
+        return Parameters(matrices, of_vectors, {key: next(left) for key, _ in limits_of(sublayer)})
+
+
+class Parts:
+    """What steps consist of. `input`: the type of what products read."""
+
+    def __init__(self, parameters: Parameters, input: DType) -> None:
+        self._matrices, self._vectors = parameters.matrices, parameters.vectors
+        self._limits, self._input = parameters.limits, input
+
+    def attention(
+        self, a: PatchAttention, x: Tensor, turns: Sequence[Tensor], hidden: Tensor, windows: Tensor | None
+    ) -> Tensor:
+        """`turns`: cosines and sines. `hidden`: added to the scores of keys (patches,). `windows`: their numbers."""
+        n: int = x.shape[0]
+
+        def heads(linear: Linear, norm: Norm | None, is_turned: bool) -> Tensor:
+            """(heads, n, head_dim)"""
+            y = self.linear(linear, x)
+            y = self.norm(y, norm) if norm and a.norms_all_heads else y
+            y = y.reshape(n, a.heads, a.head_dim).transpose(0, 1)
+            y = self.norm(y, norm) if norm and not a.norms_all_heads else y
+            if is_turned and turns:
+                cos, sin = turns
+                first, second = y.chunk(2, dim=-1)
+                y = (first * cos - second * sin).cat(second * cos + first * sin, dim=-1)
+            return y
+
+        q, k = (
+            heads(linear, norm, True).cast(self._input).contiguous()
+            for linear, norm in ((a.q, a.q_norm), (a.k, a.k_norm))
+        )
+        v = heads(a.v, a.v_norm, False).cast(self._input).contiguous()
+        at_once = n
+        while a.heads * at_once * n > SCORES and at_once % 2 == 0:
+            at_once //= 2
+        parts = []
+        for i in range(0, n, at_once):
+            scores = q[:, i : i + at_once].matmul(k.transpose(1, 2), dtype=dtypes.float32) * a.scale + hidden
+            if windows is not None:
+                apart = windows[i : i + at_once].reshape(-1, 1) != windows.reshape(1, -1)
+                scores = apart.where(-np.inf, scores)
+            parts.append(shares(scores, self._input).matmul(v, dtype=dtypes.float32).contiguous())
+        y = parts[0] if len(parts) == 1 else parts[0].cat(*parts[1:], dim=1)
+        return self.linear(a.o, y.transpose(0, 1).reshape(n, -1))
+
+    def feed_forward(self, of: PatchFeedForward, x: Tensor) -> Tensor:
+        up = self.linear(of.up, x)
+        hidden = (
+            activated(self.linear(of.gate, x), of.activation) * up
+            if of.gate
+            else activated(up, of.activation)
+        )
+        return self.linear(of.down, hidden)
+
+    def queried(self, of: QueryAttention, x: Tensor, hidden: Tensor, places: Tensor) -> Tensor:
+        """See `QueryAttention`."""
+        queries = self.norm(self._vectors[of.queries].reshape(of.count, -1), of.norm)
+        q, k, v = (
+            self.linear(linear, rows).reshape(-1, of.heads, of.head_dim).transpose(0, 1).contiguous()
+            for linear, rows in ((of.q, queries), (of.k, x + places), (of.v, x))
+        )
+        scores = q.matmul(k.transpose(1, 2)) * of.head_dim**-0.5 + hidden
+        y = scores.softmax(-1).matmul(v).transpose(0, 1).reshape(of.count, -1)
+        return self.linear(of.o, y.contiguous())
+
+    def projected(self, step: ProjectorStep, x: Tensor, spec: VisionSpec) -> Tensor:
+        match step:
+            case Norm():
+                return self.norm(x, step)
+            case Linear():
+                return self.linear(step, x)
+            case PatchFeedForward():
+                return self.feed_forward(step, x)
+            case Activate(activation=activation):
+                return activated(x, activation)
+            case Affine(factor=factor, minus=minus, times=times):
+                x = x * factor
+                x = x - self._vectors[minus] if minus else x
+                return x * self._vectors[times] if times else x
+            case Merge(how=how):
+                x = x.reshape(-1, spec.merge**2, x.shape[-1])
+                if how == "mean":
+                    return x.mean(1).contiguous()
+                x = x.transpose(1, 2) if how == "channels" else x
+                return x.reshape(int(x.shape[0]), -1).contiguous()
+        raise AssertionError(step)
+
+    def linear(self, linear: Linear, x: Tensor) -> Tensor:
+        if linear.inputs:
+            x = self._clamped(x, linear, "inputs")
+        y = self.product(linear.weight, x, linear.transposed)
+        if linear.bias:
+            y = y + self._vectors[linear.bias]
+        return self._clamped(y, linear, "outputs") if linear.outputs else y
+
+    def _clamped(self, x: Tensor, linear: Linear, ends: Ends) -> Tensor:
+        low, high = self._limits[linear.weight, ends].chunk(2)
+        return x.maximum(low).minimum(high)
+
+    def product(self, weight: Weight, x: Tensor, transposed: bool = False) -> Tensor:
+        """A product of x (n, cols). Its inputs are in memory, so that its kernel only multiplies: weights of another
+        type than products take are so for the time of the product."""
+        matrix, w = self._matrices[weight], self.matrix(weight)
+        w = w if w.dtype == self._input else matrix.dequantize().cast(self._input).contiguous()
+        w = w if transposed else w.transpose()
+        return x.cast(self._input).contiguous().matmul(w, dtype=dtypes.float32).contiguous()
+
+    def matrix(self, weight: Weight) -> Tensor:
+        """(rows, cols)."""
+        matrix = self._matrices[weight]
+        return matrix.planes["w"] if matrix.format is None else matrix.dequantize()
+
+    def floats(self, vector: Vector | None) -> Tensor:
+        """float32 (size,)."""
+        assert vector
+        return self._vectors[vector]
+
+    def norm(self, x: Tensor, norm: Norm) -> Tensor:
+        x = x - x.mean(-1, keepdim=True) if norm.centred else x
+        x = x * ((x * x).mean(-1, keepdim=True) + norm.eps).rsqrt() if norm.eps is not None else x
+        x = x * self._vectors[norm.weight] if norm.weight else x
+        return x + self._vectors[norm.bias] if norm.bias else x
+
+
+def shares(scores: Tensor, type: DType) -> Tensor:
+    """The softmax of scores (heads, queries, keys). Maxima and sums are taken of keys that lie `_APART` apart first:
+    so threads that run together read neighbouring numbers."""
+    heads, queries, keys = (int(n) for n in scores.shape)
+    apart = next(n for n in (_APART, 64, 32, 16, 8, 4, 2, 1) if keys % n == 0)
+    rows = scores.contiguous().reshape(heads, queries, keys // apart, apart)
+    top = rows.max(2).contiguous().max(-1).reshape(heads, queries, 1, 1)
+    powers = (rows - top).exp()
+    totals = powers.sum(2).contiguous().sum(-1).reshape(heads, queries, 1, 1).contiguous()
+    return (powers / totals).cast(type).reshape(heads, queries, keys).contiguous()
+
+
+def weights_of(sublayer: PatchSublayer) -> tuple[list[Weight], list[Vector]]:
+    found = list(parts_of(sublayer))
+    weights = [part for part in found if isinstance(part, Weight)]
+    return weights, [part for part in found if isinstance(part, Vector)]
+
+
+def limits_of(value: Any) -> list[tuple[tuple[Weight, Ends], Limits]]:
+    """The limits of all products in a description."""
+    if isinstance(value, Linear):
+        ends: list[tuple[Ends, Limits | None]] = [("inputs", value.inputs), ("outputs", value.outputs)]
+        return [((value.weight, end), limits) for end, limits in ends if limits]
+    if isinstance(value, tuple):
+        return [found for item in value for found in limits_of(item)]
+    if is_dataclass(value):
+        return [found for field in fields(value) for found in limits_of(getattr(value, field.name))]
+    return []
+
+
+def activated(x: Tensor, activation: Activation) -> Tensor:
+    if activation == "silu":
+        return x.silu()
+    if activation == "relu2":
+        return x.relu().square()
+    if activation == "quick gelu":
+        return x.quick_gelu()
+    if activation == "gelu":
+        return x.gelu()  # tinygrad's is the form with tanh
+    return 0.5 * x * (1 + (x * 0.5**0.5).erf())

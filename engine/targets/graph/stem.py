@@ -1,0 +1,81 @@
+"""The encoder before an encoder of pictures (`engine.description.vision.Stem`) as tensor graphs. Its patches are row by
+row, those of the whole picture: float32 (side * side, dim)."""
+
+from __future__ import annotations
+
+from tinygrad import Tensor, dtypes
+
+from engine.description.vision import PatchAttention, PatchSublayer, Stem
+from engine.targets.graph import picture_parts
+from engine.targets.graph.picture_parts import Parts, shares
+
+
+def stem_input(parts: Parts, stem: Stem, patches: Tensor, patch: int) -> Tensor:
+    """The stem's patches of a picture, of `patches` float32 (n, 3 patch * patch) of the encoder."""
+    p, m = stem.patch, patch // stem.patch
+    n = stem.side // m
+    squares = patches.reshape(n, n, 3, m, p, m, p).permute(0, 3, 1, 5, 2, 4, 6)
+    x = parts.linear(stem.kernel, squares.reshape(stem.side**2, 3 * p * p))
+    return (x + parts.floats(stem.positions).reshape(stem.side**2, stem.dim)).contiguous().realize()
+
+
+def stem_sublayer(parts: Parts, stem: Stem, sublayer: PatchSublayer, x: Tensor) -> Tensor:
+    h, operator = parts.norm(x, sublayer.norm), sublayer.operator
+    y = (
+        _attended(parts, stem, operator, h)
+        if isinstance(operator, PatchAttention)
+        else parts.feed_forward(operator, h)
+    )
+    return (x + y).contiguous().realize()
+
+
+def convolved(parts: Parts, stem: Stem, x: Tensor) -> Tensor:
+    """What the convolutions make of all patches: float32 (tokens, out)."""
+    side, dim = stem.side, stem.dim
+    for convolution in stem.convolutions:
+        k, stride, rows = convolution.kernel, convolution.stride, convolution.weight.rows
+        kernels = parts.matrix(convolution.weight).cast(dtypes.float32).reshape(rows, dim, k, k)
+        image = x.reshape(1, side, side, dim).permute(0, 3, 1, 2)
+        image = image.conv2d(kernels, stride=stride, padding=k // 2).permute(0, 2, 3, 1)
+        side, dim = -(-side // stride), rows
+        x = image.reshape(side * side, dim).contiguous()
+        x = parts.norm(x, convolution.norm).contiguous() if convolution.norm else x
+    return x.realize()
+
+
+def _attended(parts: Parts, stem: Stem, a: PatchAttention, x: Tensor) -> Tensor:
+    """Attention within windows, or of all patches to all."""
+    side, size = stem.side, stem.window if a.windowed else stem.side
+    count, dim, patches = -(-side // size), stem.dim, size * size
+    room, windows = (0, count * size - side), count * count
+    x = x.reshape(side, side, dim).pad((room, room, (0, 0))).reshape(count, size, count, size, dim)
+    x = x.permute(0, 2, 1, 3, 4).reshape(windows * patches, dim).contiguous()
+    q, k, v = (
+        parts.linear(linear, x).reshape(windows, patches, a.heads, a.head_dim).transpose(1, 2).contiguous()
+        for linear in (a.q, a.k, a.v)
+    )
+    q = q.reshape(windows, a.heads, size, size, a.head_dim)
+    by_rows = q.matmul(_between(parts.floats(a.by_rows), size)).contiguous()
+    by_columns = q.transpose(2, 3).matmul(_between(parts.floats(a.by_columns), size)).transpose(2, 3)
+    by_columns = by_columns.contiguous()
+    at_once = size
+    while windows * a.heads * at_once * size * patches > picture_parts.SCORES and at_once % 2 == 0:
+        at_once //= 2
+    done = []
+    for i in range(0, size, at_once):
+        rows = slice(i, i + at_once)
+        scores = q[:, :, rows].reshape(windows, a.heads, at_once * size, a.head_dim).matmul(k.transpose(2, 3))
+        scores = (scores * a.scale).reshape(windows, a.heads, at_once, size, size, size)
+        scores = scores + by_rows[:, :, rows].unsqueeze(-1) + by_columns[:, :, rows].unsqueeze(-2)
+        flat = scores.reshape(windows * a.heads, at_once * size, patches)
+        done.append(shares(flat, dtypes.float32).matmul(v.reshape(-1, patches, a.head_dim)).contiguous())
+    y = done[0] if len(done) == 1 else done[0].cat(*done[1:], dim=1)
+    y = y.reshape(windows, a.heads, patches, a.head_dim).transpose(1, 2).reshape(windows * patches, dim)
+    y = parts.linear(a.o, y).reshape(count, count, size, size, dim).permute(0, 2, 1, 3, 4)
+    return y.reshape(count * size, count * size, dim)[:side, :side].reshape(side * side, dim).contiguous()
+
+
+def _between(table: Tensor, size: int) -> Tensor:
+    """The vectors of a `table` for each of `size` queries, (size, head_dim, size), keys last."""
+    table = table.reshape(2 * size - 1, -1)
+    return Tensor.stack(*(table[i : i + size].flip(0).transpose() for i in range(size))).contiguous()
