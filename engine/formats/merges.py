@@ -147,7 +147,11 @@ class Merges:
         steps: list[normalizers.Normalizer] = []
         charsmap = gguf.get("tokenizer.ggml.precompiled_charsmap", np.ndarray, None)
         if charsmap is not None:
-            steps.append(normalizers.Precompiled(charsmap.astype(np.uint8).tobytes()))
+            characters = charsmap.astype(np.uint8).tobytes()
+            # They begin with the bytes of a table, for which the library takes memory before it looks.
+            if int.from_bytes(characters[:4], "little") > len(characters) - 4:
+                raise damaged(self._path, "the table of characters of its tokenizer is cut")
+            steps.append(normalizers.Precompiled(characters))
         if gguf.get("tokenizer.ggml.remove_extra_whitespaces", bool, True):
             steps += [normalizers.Strip(), normalizers.Replace(Regex(" {2,}"), " ")]
         merger.normalizer = normalizers.Sequence(steps)
