@@ -172,9 +172,10 @@ def install(dev: str) -> None:
         graph_sizes.apply()
         warpgroup_products.apply()
     if device == "NV":
-        from engine.fixes import nv_windows
+        from engine.fixes import nv_windows, visible_gpus
 
         nv_windows.apply()
+        visible_gpus.apply()
         from engine.tegra import device as tegra
 
         tegra.install()

@@ -3,11 +3,12 @@
 import sys
 
 import pytest
+from tinygrad.runtime.autogen import nv_580
 
 import engine.fixes
-from engine.devices import cuda_toolkit
+from engine.devices import cuda_driver, cuda_toolkit
 from engine.errors import BackendError
-from engine.fixes import compiler_processes, cuda_headers, nv_windows
+from engine.fixes import compiler_processes, cuda_headers, nv_windows, visible_gpus
 from tests.forked_code import output_of, run_each
 from tests.thorough import rarely, thorough
 
@@ -178,6 +179,22 @@ def test_memory_that_is_there_already_is_not_mapped(monkeypatch):
         nv_windows._alloc(None, 8192, cpu_addr=nv_windows.WINDOWS.start - 4096)
 
 
+def test_nv_takes_the_gpu_that_cuda_shows_first(monkeypatch):
+    cards = [nv_580.nv_ioctl_card_info_t(gpu_id=n) for n in range(3)]
+    for n, card in enumerate(cards):
+        card.pci_info.bus = 0x1A + n
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(cuda_driver, "library", object)
+    monkeypatch.setattr(cuda_driver, "pci_bus_id", lambda: "0000:1B:00.0")
+    assert visible_gpus._visible(cards, "NV") == cards, "all, as without the change"
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-1b")
+    assert [card.gpu_id for card in visible_gpus._visible(cards, "NV")] == [1]
+    monkeypatch.setattr(cuda_driver, "pci_bus_id", lambda: "")
+    assert not visible_gpus._visible(cards, "NV"), "it shows none"
+    monkeypatch.setattr(cuda_driver, "library", lambda: None)
+    assert visible_gpus._visible(cards, "NV") == cards, "nobody knows its order"
+
+
 @pytest.mark.parametrize("fix", [compiler_processes, cuda_headers, nv_windows])
 def test_another_tinygrad_is_refused(fix, monkeypatch):
     monkeypatch.setattr(engine.fixes, "TINYGRAD", "0.13.0")
@@ -202,8 +219,8 @@ def test_another_tinygrad_is_refused(fix, monkeypatch):
                 "warpgroup_products",
             ],
         ),
-        rarely("TEGRA+NV:CUDA", ["cuda_headers", "float_instructions", "nv_windows"]),
-        rarely("NV;CPU", ["cuda_headers", "float_instructions", "nv_windows"]),
+        rarely("TEGRA+NV:CUDA", ["cuda_headers", "float_instructions", "nv_windows", "visible_gpus"]),
+        rarely("NV;CPU", ["cuda_headers", "float_instructions", "nv_windows", "visible_gpus"]),
     ],
 )
 def test_a_device_gets_the_changes_that_are_for_it(dev, wanted):
