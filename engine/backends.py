@@ -211,8 +211,8 @@ def _device(dev: str) -> str:
 
 def _search_variables(options: EngineOptions) -> dict[str, str]:
     """tinygrad's variables for its own search and for its matrix-vector heuristic; the environment decides what
-    `options` leave open. Only the captured steps are searched: other kernels run once. The schedules
-    of quantized kernels are searched by `engine.targets.nvidia.schedule_search`."""
+    `options` leave open. Only the captured steps are searched: other kernels run once. The schedules of quantized
+    kernels are searched by `engine.targets.nvidia.schedule_search`."""
     chosen: dict[str, int] = {}
     if options.search_width is not None:
         chosen |= {"BEAM": 0, "JITBEAM": options.search_width}

@@ -457,9 +457,8 @@ def random_matrix(rng: np.random.Generator, rows: int, cols: int, kind: Type) ->
     """rows x cols weights of standard deviation cols**-0.5, as the file stores them: float32 or float16, or
     uint8 of shape (rows, bytes of a row).
 
-    The gguf package does not quantize to the K types and IQ. For them the block's bytes are random and only
-    its float16 scales are chosen (llama.cpp, ggml-common.h: block_q2_K to block_q6_K, block_iq4_nl, block_iq4_xs).
-    """
+    The gguf package does not quantize to the K types and IQ. For them the block's bytes are random and only its float16
+    scales are chosen (llama.cpp, ggml-common.h: block_q2_K to block_q6_K, block_iq4_nl, block_iq4_xs)."""
     std = cols**-0.5
     if kind is Type.NVFP4:
         data = np.frombuffer(rng.bytes(rows * cols // 64 * 36), np.uint8).reshape(-1, 36).copy()

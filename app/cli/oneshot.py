@@ -131,8 +131,8 @@ class TextOutput:
 
 
 def show_as_json(out: TextIO, event: Event) -> None:
-    """Writes an event as a JSON object on a line; log-probabilities only if they were asked for, and of
-    tokens that they were guessed only if they were."""
+    """Writes an event as a JSON object on a line; log-probabilities only if they were asked for, and of tokens that
+    they were guessed only if they were."""
     fields = {"event": type(event).__name__.lower()} | _without_tags(msgspec.to_builtins(event))
     fields.pop("request_id", None)
     fields.pop("at_ms", None)

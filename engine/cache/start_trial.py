@@ -63,7 +63,8 @@ class StartTrials:
             yield
         except OrinError:
             for key, cache in self._used.items():
-                cache.put(_TABLE, key, cache.get(_TABLE, key) - 1)
+                if starts := cache.get(_TABLE, key):  # else another start has proved it meanwhile
+                    cache.put(_TABLE, key, starts - 1)
             raise
         except Exception:
             if self.failed():

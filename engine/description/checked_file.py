@@ -88,9 +88,9 @@ class CheckedFile:
         run: int = 0,
     ) -> Weight:
         """A matrix: `rows` rows from `first` on, of a tensor that has `of` (0: as many). `every`, `run`: see `Weight`.
-        A matrix of one row may be a vector in the file. If its
-        blocks have a scale of half precision and no minimum, all of it may have one more. Matrices of experts may in
-        NVFP4 alone: in other types, such a scale is of their results (`Experts.scales`)."""
+        A matrix of one row may be a vector in the file. If its blocks have a scale of half precision and no minimum,
+        all of it may have one more. Matrices of experts may in NVFP4 alone: in other types, such a scale is of their
+        results (`Experts.scales`)."""
         name, shape = f"{tensor}.weight", (*([experts] if experts > 1 else []), of or rows, cols)
         is_vector = shape == (1, cols) and self.has(name) and len(self.file.tensors[name].shape) == 1
         type = self.check(name, (cols,) if is_vector else shape)

@@ -116,9 +116,9 @@ def memory_need(
     parallel: int = 1,
     kv: KVFormat = KVFormat.F16,
 ) -> MemoryNeed:
-    """What a model needs with a context of `context` tokens (None: the default) on a target. On
-    a GPU each of `parallel` conversations has a context; elsewhere they share what there is room for. `kv`: the
-    format of the KV cache."""
+    """What a model needs with a context of `context` tokens (None: the default) on a target. On a GPU each of
+    `parallel` conversations has a context; elsewhere they share what there is room for. `kv`: the format of the KV
+    cache."""
     context = context or default_context(spec)
     of = _MEMORY[target]
     conversations, loaded = 1 if of.is_shared else parallel, of.loaded(spec)

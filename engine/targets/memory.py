@@ -17,10 +17,9 @@ class TargetMemory:
     `states`: recurrent states of a sequence, and `checked_states` more of all, in checks of guesses; if it
     `checks_alone`, only a single conversation has these. `repacking`: copies of a piece of the file while it loads;
     `compilers_bytes`: of processes that compile kernels after that. A layer's cache has `spare_blocks`. It has no more
-    than its window needs if it `has_windows`, and each conversation
-    has one if they are not `shared`. If it `widens_caches`, those of float32 models are float32. `reads_tables`: the
-    embeddings of layers stay in the file, of which the host reads a row for each token. `copies_experts`: each token
-    gets its experts' matrices."""
+    than its window needs if it `has_windows`, and each conversation has one if they are not `shared`. If it
+    `widens_caches`, those of float32 models are float32. `reads_tables`: the embeddings of layers stay in the file, of
+    which the host reads a row for each token. `copies_experts`: each token gets its experts' matrices."""
 
     matrix_bytes: Callable[[int, int, int], int]
     chunk: int

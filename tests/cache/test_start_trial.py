@@ -54,6 +54,13 @@ def test_starts_that_do_not_end_count(cache):
     assert not StartTrials().may_use(cache, "found")
 
 
+def test_a_start_that_failed_says_why_where_another_has_proved_the_result_meanwhile(cache):
+    starts, others = StartTrials(), StartTrials()
+    assert starts.may_use(cache, "found") and others.may_use(cache, "found")
+    others.proved()
+    assert not fails(starts, ModelFileError("No room."))
+
+
 def test_a_start_that_failed_for_another_reason_does_not_count(cache):
     for _ in range(MAX_STARTS + 1):
         starts = StartTrials()

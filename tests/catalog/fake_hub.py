@@ -1,5 +1,5 @@
-"""A server that behaves like the hub, on loopback: its API, redirects to another host for the bytes, ETags
-and ranges; and every way to fail that a network has."""
+"""A server that behaves like the hub, on loopback: its API, redirects to another host for the bytes, ETags and ranges;
+and every way to fail that a network has."""
 
 from __future__ import annotations
 

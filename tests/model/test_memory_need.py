@@ -49,8 +49,8 @@ def path(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def spec(path):
-    """A small model that was trained for 40,960 tokens, with so many layers, which share their
-    matrices, and such an embedding that it is large."""
+    """A small model that was trained for 40,960 tokens, with so many layers, which share their matrices, and such an
+    embedding that it is large."""
     small = read_spec(GGUF(path))
     embedding = replace(small.embedding, experts=400_000)
     return replace(

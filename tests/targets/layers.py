@@ -126,8 +126,7 @@ def opened(path: Path) -> Weights:
 def hold(path: Path, prefill: Step, decode: Step, max_chunk: int) -> None:
     """Raises AssertionError if an element of the stream differs from the reference's by more than 1e-5 of the stream's
     root mean square at that token; by 4e-5 with recurrent states, which keep all errors so far, or with embeddings of
-    layers, which make more sublayers; by 6e-3 if the cache
-    and the activations are rounded. Or if the experts are not
+    layers, which make more sublayers; by 6e-3 if the cache and the activations are rounded. Or if the experts are not
     those that the reference chooses for the same stream, and are no `TIE`."""
     tokens = np.random.default_rng(1).integers(0, 256, sum(n for _, n in STEPS)).tolist()
     reference = Reference(path, CONTEXT)

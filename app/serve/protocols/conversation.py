@@ -21,8 +21,8 @@ _OF_TOOLS = ("tool", "function")
 
 class Part(msgspec.Struct):
     """`thinking` is what the model thought, as Mistral's protocol has it, and others. A picture is in one of
-    `image_url`, `source`, `image` and `url`. A `file` has its data within, or
-    in `filename` and `file_data`. Some clients leave out the type of a text."""
+    `image_url`, `source`, `image` and `url`. A `file` has its data within, or in `filename` and `file_data`. Some
+    clients leave out the type of a text."""
 
     type: str = "text"
     text: str | None = None

@@ -19,7 +19,7 @@ from app.serve.protocols import chat, embeddings
 from app.serve.protocols.blocks import Block, Blocks, Closed, Grown
 from app.serve.protocols.conversation import Call, CalledFunction, ChatMessage, Part, PicturePart
 from app.serve.protocols.formats import JsonSchema, ResponseFormat
-from app.serve.protocols.json_values import converted
+from app.serve.protocols.json_values import MAX_DEPTH, check_size, converted
 from app.serve.protocols.pictures import NOT_READ, from_base64
 from app.serve.protocols.reply import Asked, Json, Reply
 from app.serve.protocols.requests import variants
@@ -183,7 +183,7 @@ def _chat_body(body: GeminiBody, config: Generation) -> chat.ChatBody:
 
 
 def _set_format(as_chat: chat.ChatBody, config: Generation) -> None:
-    schema = config.response_json_schema or _schema(config.response_schema)
+    schema = config.response_json_schema or _json_schema(config.response_schema, "responseSchema")
     if config.response_mime_type == "text/x.enum" and schema and isinstance(schema.get("enum"), list):
         as_chat.guided_choice = [str(each) for each in schema["enum"]]
     elif schema:
@@ -256,7 +256,7 @@ def _tools(given: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
         for function in declared if isinstance(declared, list) else ():
             if not isinstance(function, dict):
                 raise wrong("functionDeclarations are objects.", "tools")
-            schema = function.get("parametersJsonSchema") or _schema(function.get("parameters"))
+            schema = function.get("parametersJsonSchema") or _json_schema(function.get("parameters"), "tools")
             fields = {"name": function.get("name"), "description": function.get("description") or ""}
             yield {"type": "function", "function": fields | {"parameters": schema or {"type": "object"}}}
         yield from ({"type": name} for name in tool if name != "functionDeclarations")
@@ -270,8 +270,14 @@ def _choice(calling: Calling) -> ToolChoice:
     return ToolChoice(_CHOICES.get(mode, "auto"))
 
 
+def _json_schema(given: Any, param: str) -> Any:
+    """A schema of OpenAPI 3.0, whose types may be in capitals, as a JSON schema. Raises ApiError if it is too large."""
+    if isinstance(given, dict | list):
+        check_size(given, param)
+    return _schema(given)
+
+
 def _schema(given: Any) -> Any:
-    """A schema of OpenAPI 3.0, whose types may be in capitals, as a JSON schema."""
     if isinstance(given, list):
         return [_schema(each) for each in given]
     if not isinstance(given, dict):
@@ -302,14 +308,17 @@ _AS_THEY_ARE = {
 }
 
 
-def _camel(value: Any) -> Any:
-    """JSON with names of fields as `maxOutputTokens`; those that the client has made stay as they are."""
+def _camel(value: Any, depth: int = 0) -> Any:
+    """JSON with names of fields as `maxOutputTokens`; those that the client has made stay as they are. Raises ApiError
+    if it is nested too deeply."""
+    if depth > MAX_DEPTH:
+        raise ApiError(400, "The request is nested too deeply.")
     if isinstance(value, list):
-        return [_camel(each) for each in value]
+        return [_camel(each, depth + 1) for each in value]
     if not isinstance(value, dict):
         return value
     named = {_UNDERSCORE.sub(lambda found: found[1].upper(), key): each for key, each in value.items()}
-    return {key: each if key in _AS_THEY_ARE else _camel(each) for key, each in named.items()}
+    return {key: each if key in _AS_THEY_ARE else _camel(each, depth + 1) for key, each in named.items()}
 
 
 @dataclass

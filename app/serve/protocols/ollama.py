@@ -131,8 +131,8 @@ UNMANAGED = (
 
 
 def chat_asked(body: OllamaChatBody, service: Service) -> Asked | Json:
-    """Answers a chat. One without messages only asks to load the model, which is loaded already. May
-    take as long as the text is. Raises ApiError."""
+    """Answers a chat. One without messages only asks to load the model, which is loaded already. May take as long as
+    the text is. Raises ApiError."""
     if not body.messages:
         return _line(service.model, {"message": {"role": "assistant", "content": ""}}) | _loaded(body)
     as_chat = chat.ChatBody(messages=_conversation(body.messages), tools=body.tools)

@@ -93,7 +93,8 @@ class _Recent:
         self._kept[id] = data, owner
         self._bytes += len(data) + ENTRY_BYTES
         while self._kept and (self._bytes > self._max_bytes or len(self._kept) > self._max_entries):
-            self.forget(next(iter(self._kept)))
+            _, (oldest, _) = self._kept.popitem(last=False)
+            self._bytes -= len(oldest) + ENTRY_BYTES
 
     def get(self, id: str, owner: str) -> bytes | None:
         data, its_owner = self._kept.get(id, (b"", ""))

@@ -30,9 +30,8 @@ PART_BYTES = 256 << 10  # of a matrix, in each part of its product
 
 @dataclass
 class Tiles:
-    """The tiles of experts that a step has (see `kernels.experts`): `tokens` in all at most, a state with
-    the number of tiles, and their experts. `lists`: the token at each place and the place of each pair; none in
-    decode."""
+    """The tiles of experts that a step has (see `kernels.experts`): `tokens` in all at most, a state with the number of
+    tiles, and their experts. `lists`: the token at each place and the place of each pair; none in decode."""
 
     tokens: int
     state: Tensor

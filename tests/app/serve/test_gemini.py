@@ -1,6 +1,7 @@
 """Google's protocol for Gemini, over an engine that follows a script."""
 
 import base64
+import functools
 import json
 
 import pytest
@@ -21,6 +22,11 @@ DECLARED = {
     },
 }
 ASKED = {"contents": [{"role": "user", "parts": [{"text": "Rome?"}]}]}
+
+
+def nested(value, name):
+    """JSON that is as deep as a request may be, or nearly."""
+    return functools.reduce(lambda inner, _: {name: inner}, range(900), value)
 
 
 async def streamed(client, body, path=f"{PATH}:streamGenerateContent?alt=sse"):
@@ -146,6 +152,12 @@ async def test_what_else_there_is(served):
             "PDFs",
         ),
         (ASKED | {"tools": [{"functionDeclarations": ["x"]}]}, "objects"),
+        (nested({"contents": []}, "a"), "nested too deeply"),
+        (
+            ASKED
+            | {"tools": [{"functionDeclarations": [{"name": "f", "parameters": nested({}, "properties")}]}]},
+            "nested too deeply",
+        ),
         (ASKED | {"generationConfig": {"candidateCount": 99}}, "from 1 to"),
         ([], "Expected"),
     ],

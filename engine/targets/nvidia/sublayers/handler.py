@@ -94,8 +94,8 @@ class Loading:
 
 
 class Handler(ABC):
-    """Computes a sublayer. `products`: those of the normed
-    stream, and the last one, whose result is added to the stream."""
+    """Computes a sublayer. `products`: those of the normed stream, and the last one, whose result is added to the
+    stream."""
 
     products: tuple[Product, ...]
     is_storing = False
